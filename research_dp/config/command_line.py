@@ -1,0 +1,90 @@
+"""The flags of the commands."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+from collections.abc import Sequence
+
+_BARE_WORD = re.compile(r"^[A-Za-z_][\w./+-]*$")
+_LITERALS = {"None", "True", "False"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What the command line says.
+
+    Attributes:
+        gin_files: Configuration files; later ones win.
+        bindings: Single bindings; they win over files, later ones over earlier ones.
+        workdir: Where results go.
+        cpu_devices: Into how many devices this machine's CPU is split; None: as it is.
+        dry_run: Check and show the configuration, train nothing.
+    """
+
+    gin_files: tuple[str, ...]
+    bindings: tuple[str, ...]
+    workdir: str | None
+    cpu_devices: int | None
+    dry_run: bool
+
+
+def parse(argv: Sequence[str], description: str) -> Options:
+    """Parses flags; exits with status 2 and a line of explanation if they are wrong."""
+    parser = argparse.ArgumentParser(
+        prog="python -m research_dp.train", description=description, allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("--gin_file", action="append", default=[], metavar="F", help="later files win; repeatable")
+    add(
+        "--gin_bindings",
+        action="append",
+        default=[],
+        metavar="'NAME = VALUE'",
+        help="a binding that wins over files; repeatable",
+    )
+    add("--gin.NAME", metavar="VALUE", help="the same, shorter: --gin.train.num_steps=20")
+    add("--workdir", metavar="DIR", help="where results go, and from where a run continues")
+    add("--cpu_devices", type=_positive, metavar="N", help="split the CPU into N devices")
+    add("--dry_run", action="store_true", help="check and show the configuration; train nothing")
+    parsed = parser.parse_args(_expand_bindings(argv))
+    if not parsed.gin_file and not parsed.gin_bindings:
+        parser.error("nothing to run: give --gin_file, e.g. --gin_file=gin/runs/digits.gin")
+    if not parsed.workdir and not parsed.dry_run:
+        parser.error("--workdir=DIR is required: results and checkpoints go there")
+    return Options(
+        tuple(parsed.gin_file),
+        tuple(parsed.gin_bindings),
+        parsed.workdir,
+        parsed.cpu_devices,
+        parsed.dry_run,
+    )
+
+
+def _expand_bindings(argv: Sequence[str]) -> list[str]:
+    """Rewrites `--gin.NAME=VALUE` (or `--gin.NAME VALUE`) to `--gin_bindings=NAME = VALUE`."""
+    expanded, rest = [], list(argv)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--gin."):
+            expanded.append(word)
+            continue
+        name, equals, value = word.removeprefix("--gin.").partition("=")
+        if not equals and rest and not rest[0].startswith("--"):
+            value = rest.pop(0)
+        expanded.append(f"--gin_bindings={name} = {_as_gin(value)}")
+    return expanded
+
+
+def _as_gin(value: str) -> str:
+    """A bare word such as bfloat16 is a string; everything else is what gin makes of it."""
+    bare = _BARE_WORD.match(value) and value not in _LITERALS
+    return repr(value) if bare else value
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not a positive number")
+    return value

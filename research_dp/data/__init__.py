@@ -1,0 +1,18 @@
+"""Data sets: TFDS builders that need no download, and pipelines whose order is known in advance.
+
+Importing this package registers the pipelines with gin; TFDS itself is imported when one is made.
+"""
+
+from research_dp.data.dataset import DataSet, tfds_data
+from research_dp.data.preprocess import byte_text, image_classification
+from research_dp.data.random_access import random_access
+from research_dp.data.tf_data import tf_data
+
+__all__ = [
+    "DataSet",
+    "byte_text",
+    "image_classification",
+    "random_access",
+    "tf_data",
+    "tfds_data",
+]

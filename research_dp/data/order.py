@@ -1,0 +1,62 @@
+"""The order of examples: a function of the seed and the step alone.
+
+Example number `i` of the training stream is `permutation of epoch i // size` at `i % size`. Any of
+them can be found without the others, so a run continues anywhere, on any number of processes.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+_ROUNDS = 6
+
+
+def stream_positions(step: int, batch_size: int, rows: np.ndarray) -> np.ndarray:
+    """Places in the training stream of rows of the global batch at a step; int64."""
+    return step * batch_size + rows.astype(np.int64)
+
+
+def example_indices(positions: np.ndarray, size: int, seed: int) -> np.ndarray:
+    """Indices into a data set of places in its shuffled, endlessly repeated stream.
+
+    Args:
+        positions: Places in the stream, int64.
+        size: Number of examples; each occurs once in each epoch.
+        seed: Another seed is another order; so is another epoch.
+
+    Returns:
+        Indices in [0, size), int64.
+    """
+    epochs, places = np.divmod(positions, size)
+    indices = np.empty_like(places)
+    for epoch in np.unique(epochs):
+        chosen = epochs == epoch
+        indices[chosen] = permute(places[chosen], size, seed, int(epoch))
+    return indices
+
+
+def permute(places: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarray:
+    """A pseudo-random permutation of [0, size), evaluated at some places.
+
+    A Feistel network on the next power of four, walked until it falls inside [0, size) (Black and
+    Rogaway, Ciphers with Arbitrary Finite Domains, 2002).
+    """
+    half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
+    mask = (np.uint64(1) << half) - np.uint64(1)
+    keys = np.random.SeedSequence((seed, epoch)).generate_state(_ROUNDS, np.uint64)
+    result = places.astype(np.uint64)
+    walking = np.ones(result.shape, bool)
+    while walking.any():
+        left, right = result[walking] >> half, result[walking] & mask
+        for key in keys:
+            left, right = right, left ^ (_mix(right ^ key) & mask)
+        result[walking] = (left << half) | right
+        walking = result >= np.uint64(size)
+    return result.astype(np.int64)
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """The finaliser of splitmix64 (Steele et al., 2014)."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

@@ -1,0 +1,185 @@
+"""From a data set's features to a model's inputs, by numpy alone.
+
+`Preprocess.example` treats one raw example (decode, resize) and `Preprocess.batch` a stack of
+them (augment, normalise). Random draws come from a generator that the pipeline seeds with the
+run's seed and the place in the training stream, so they are the same on any number of processes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import gin
+import jax
+import numpy as np
+from PIL import Image
+
+from research_dp.distributed.errors import UsageError
+
+Arrays = Mapping[str, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Preprocess:
+    """What a task makes of a data set.
+
+    Attributes:
+        spec: Shape and dtype of one model input, by name.
+        info: Facts for the model, e.g. `num_classes`.
+        example: (raw example, generator or None) -> arrays of fixed shapes.
+        batch: (stacked examples, rows, global batch size, generator or None) -> model inputs.
+            With a generator: draw for the whole global batch, then take `rows`.
+        example_is_random: Whether `example` draws while training, so that it must not be cached.
+    """
+
+    spec: Mapping[str, jax.ShapeDtypeStruct]
+    info: Mapping[str, Any]
+    example: Callable[[Mapping[str, Any], np.random.Generator | None], Arrays]
+    batch: Callable[[Arrays, np.ndarray, int, np.random.Generator | None], Arrays]
+    example_is_random: bool = False
+
+
+# Features of a data set (as in `tfds.core.DatasetInfo.features`) -> Preprocess.
+MakePreprocess = Callable[[Mapping[str, Any]], Preprocess]
+
+
+@gin.register(module="data")
+def image_classification(
+    features: Mapping[str, Any],
+    *,
+    size: int | None = None,
+    mean: Sequence[float] = (0.5,),
+    std: Sequence[float] = (0.5,),
+    pad_crop: int = 0,
+    flip: bool = False,
+    random_resized_crop: bool = False,
+) -> Preprocess:
+    """Images in [0, 1], normalised, with their labels.
+
+    Args:
+        features: The data set's features; `image` and `label` are used.
+        size: Height and width of the model's input; None: the images', which then have one shape.
+        mean: Subtracted, for each channel (or one for all).
+        std: Divided by, for each channel (or one for all).
+        pad_crop: While training, pad by so many zero pixels and crop at random.
+        flip: While training, mirror half of the images left to right.
+        random_resized_crop: While training, resize a random area of 8 to 100 % of the image
+            (Szegedy et al., arXiv 1409.4842); otherwise the central square is resized.
+    """
+    _require(features, ("image", "label"), "image_classification")
+    channels = features["image"].shape[-1]
+    shape = (size, size, channels) if size else tuple(features["image"].shape)
+    if None in shape:
+        raise UsageError(
+            f"image_classification.size is not bound, and images of shape {shape} have no one "
+            "size. Bind it, e.g. to 224.",
+            binding="image_classification.size",
+        )
+    shift, scale = np.asarray(mean, np.float32), np.asarray(std, np.float32)
+
+    def example(raw: Mapping[str, Any], rng: np.random.Generator | None) -> Arrays:
+        image = np.asarray(raw["image"], np.uint8)
+        if size:
+            box = _random_box(image, rng) if rng and random_resized_crop else _center_box(image)
+            image = _resize(image, box, size)
+        return {"image": image, "label": np.asarray(raw["label"], np.int32)}
+
+    def batch(
+        arrays: Arrays, rows: np.ndarray, total: int, rng: np.random.Generator | None
+    ) -> Arrays:
+        image = arrays["image"]
+        if rng and pad_crop:
+            offsets = rng.integers(0, 2 * pad_crop + 1, (total, 2))[rows]
+            image = _crop(image, pad_crop, offsets)
+        if rng and flip:
+            mirrored = rng.random(total)[rows] < 0.5
+            image = np.where(mirrored[:, None, None, None], image[:, :, ::-1], image)
+        normal = (image.astype(np.float32) / 255.0 - shift) / scale
+        return {"image": normal, "label": arrays["label"]}
+
+    return Preprocess(
+        spec={
+            "image": jax.ShapeDtypeStruct(shape, np.float32),
+            "label": jax.ShapeDtypeStruct((), np.int32),
+        },
+        info={"num_classes": features["label"].num_classes},
+        example=example,
+        batch=batch,
+        example_is_random=random_resized_crop,
+    )
+
+
+@gin.register(module="data")
+def byte_text(features: Mapping[str, Any], *, length: int = 256, key: str = "text") -> Preprocess:
+    """The first bytes of each text as tokens, padded, with a mask over real bytes.
+
+    Args:
+        features: The data set's features; `key` is used: text, or a vector of bytes.
+        length: Tokens an example. Longer texts are cut.
+        key: Name of the feature.
+    """
+    _require(features, (key,), "byte_text")
+
+    def example(raw: Mapping[str, Any], rng: np.random.Generator | None) -> Arrays:
+        del rng  # nothing is random
+        value = raw[key]
+        value = value.encode() if isinstance(value, str) else value
+        data = np.frombuffer(value, np.uint8) if isinstance(value, bytes) else np.asarray(value)
+        tokens, weights = np.zeros(length, np.int32), np.zeros(length, np.float32)
+        used = min(len(data), length)
+        tokens[:used], weights[:used] = data[:used], 1.0
+        return {"tokens": tokens, "weights": weights}
+
+    return Preprocess(
+        spec={
+            "tokens": jax.ShapeDtypeStruct((length,), np.int32),
+            "weights": jax.ShapeDtypeStruct((length,), np.float32),
+        },
+        info={"vocab_size": 256},
+        example=example,
+        batch=lambda arrays, rows, total, rng: arrays,
+    )
+
+
+def _require(features: Mapping[str, Any], names: Sequence[str], function: str) -> None:
+    missing = [name for name in names if name not in features]
+    if missing:
+        raise UsageError(
+            f"{function} needs feature {missing[0]!r}; this data set has {sorted(features)}. "
+            "Bind tfds_data.preprocess to what fits it.",
+            binding="tfds_data.preprocess",
+        )
+
+
+def _center_box(image: np.ndarray) -> tuple[int, int, int, int]:
+    height, width = image.shape[:2]
+    side = min(height, width)
+    left, top = (width - side) // 2, (height - side) // 2
+    return left, top, left + side, top + side
+
+
+def _random_box(image: np.ndarray, rng: np.random.Generator) -> tuple[int, int, int, int]:
+    height, width = image.shape[:2]
+    area, ratio = rng.uniform(0.08, 1.0) * height * width, np.exp(rng.uniform(-0.288, 0.288))
+    w = int(np.clip(round((area * ratio) ** 0.5), 1, width))
+    h = int(np.clip(round((area / ratio) ** 0.5), 1, height))
+    left, top = int(rng.integers(0, width - w + 1)), int(rng.integers(0, height - h + 1))
+    return left, top, left + w, top + h
+
+
+def _resize(image: np.ndarray, box: tuple[int, int, int, int], size: int) -> np.ndarray:
+    gray = image.shape[-1] == 1
+    picture = Image.fromarray(image[..., 0] if gray else image)
+    resized = np.asarray(picture.resize((size, size), Image.Resampling.BILINEAR, box=box))
+    return resized[..., None] if gray else resized
+
+
+def _crop(image: np.ndarray, pad: int, offsets: np.ndarray) -> np.ndarray:
+    """Shifts each image of (B, H, W, C) by offsets (B, 2) in [0, 2 * pad], zeros moving in."""
+    _, height, width, _ = image.shape
+    padded = np.pad(image, ((0, 0), (pad, pad), (pad, pad), (0, 0)))
+    ys = offsets[:, 0, None] + np.arange(height)
+    xs = offsets[:, 1, None] + np.arange(width)
+    return padded[np.arange(len(image))[:, None, None], ys[:, :, None], xs[:, None, :]]

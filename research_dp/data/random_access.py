@@ -1,0 +1,149 @@
+"""The default reader: any example at any time, so that order and place need no state.
+
+Examples are read by index from ArrayRecord (`tfds.data_source`), a whole batch at a time, by
+threads or worker processes of Grain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import gin
+import grain
+import numpy as np
+
+from research_dp.data.dataset import EvalOrder, TrainOrder
+from research_dp.data.order import example_indices, stream_positions
+from research_dp.data.preprocess import Arrays, Preprocess
+from research_dp.distributed.errors import UsageError
+
+
+class Examples:
+    """Stacked, treated examples of a split by index; kept in memory if they are few.
+
+    Args:
+        source: Random-access source of raw examples.
+        preprocess: Its `example` is applied.
+        cache_bytes: Split is kept in memory if it needs at most so many bytes.
+    """
+
+    def __init__(self, source: Sequence[Any], preprocess: Preprocess, cache_bytes: int):
+        self._source, self._preprocess = source, preprocess
+        self._cache_bytes = 0 if preprocess.example_is_random else cache_bytes
+        self._cache: dict[str, np.ndarray] | None = None
+        self._known = np.zeros(len(source), bool)
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def __call__(
+        self, indices: np.ndarray, rngs: Sequence[np.random.Generator | None] | None = None
+    ) -> Mapping[str, np.ndarray]:
+        """Examples at these indices, stacked; `rngs` has one generator an example, if any."""
+        if not self._cache_bytes:
+            return self._read(indices, rngs)
+        missing = np.unique(indices[~self._known[indices]])
+        if len(missing):
+            fresh = self._read(missing, None)
+            if self._cache is None and not self._allocate(fresh):
+                return self._read(indices, None)
+            assert self._cache is not None
+            for name, values in fresh.items():
+                self._cache[name][missing] = values
+            # Last, for other threads read too: what is marked known is there.
+            self._known[missing] = True
+        assert self._cache is not None
+        return {name: values[indices] for name, values in self._cache.items()}
+
+    def _allocate(self, sample: Arrays) -> bool:
+        if sum(v[0].nbytes for v in sample.values()) * len(self) > self._cache_bytes:
+            self._cache_bytes = 0
+            return False
+        self._cache = {
+            name: np.empty((len(self), *v.shape[1:]), v.dtype) for name, v in sample.items()
+        }
+        return True
+
+    def _read(
+        self, indices: np.ndarray, rngs: Sequence[np.random.Generator | None] | None
+    ) -> Mapping[str, np.ndarray]:
+        raw = self._source.__getitems__([int(i) for i in indices])  # type: ignore[attr-defined]
+        treat = self._preprocess.example
+        each = [treat(x, rngs[n] if rngs else None) for n, x in enumerate(raw)]
+        return {name: np.stack([x[name] for x in each]) for name in each[0]}
+
+
+@gin.register(module="data")
+def random_access(
+    builder: Any,
+    train_split: str,
+    eval_split: str,
+    preprocess: Preprocess,
+    *,
+    threads: int = 1,
+    workers: int = 0,
+    prefetch: int = 4,
+    cache_bytes: int = 2**28,
+) -> tuple[Callable[[TrainOrder], Iterator[Arrays]], Callable[[EvalOrder], Iterator[Arrays]]]:
+    """Reads examples by index.
+
+    Args:
+        builder: A prepared TFDS builder whose files are ArrayRecord.
+        train_split: Split to train on.
+        eval_split: Split to evaluate on.
+        preprocess: From features to model inputs.
+        threads: Threads that read batches ahead.
+        workers: Processes that do it instead, for data that is slow to decode; 0: none.
+        prefetch: Batches read ahead.
+        cache_bytes: A split whose treated examples need at most so many bytes is kept in memory.
+
+    Raises:
+        UsageError: The data set was prepared in a format without random access.
+    """
+    if builder.info.file_format.value != "array_record":
+        raise UsageError(
+            f"{builder.name} in {builder.data_path} is {builder.info.file_format.value}, which has "
+            "no random access. Use --gin_file=gin/options/tf_data.gin, or another data_dir.",
+            binding="tfds_data.reader",
+        )
+    sources = {
+        split: Examples(builder.as_data_source(split=split), preprocess, cache_bytes)
+        for split in (train_split, eval_split)
+    }
+
+    def ahead(load: Callable[[int], Arrays], first: int, last: int) -> Iterator[Arrays]:
+        batches = grain.MapDataset.range(first, last).map(load)
+        options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=prefetch)
+        ahead = batches.to_iter_dataset(options)
+        if workers:
+            ahead = ahead.mp_prefetch(grain.MultiprocessingOptions(num_workers=workers))
+        return iter(ahead)
+
+    def train(order: TrainOrder) -> Iterator[Arrays]:
+        examples = sources[train_split]
+
+        def load(step: int) -> Arrays:
+            places = stream_positions(step, order.batch_size, order.rows)
+            indices = example_indices(places, len(examples), order.seed)
+            rngs = None
+            if preprocess.example_is_random:
+                rngs = [np.random.default_rng((order.seed, int(place))) for place in places]
+            rng = np.random.default_rng((order.seed, step))
+            return preprocess.batch(examples(indices, rngs), order.rows, order.batch_size, rng)
+
+        return ahead(load, order.first_step, order.num_steps)
+
+    def evaluate(order: EvalOrder) -> Iterator[Arrays]:
+        examples = sources[eval_split]
+
+        def load(index: int) -> Arrays:
+            places = stream_positions(index, order.batch_size, order.rows)
+            real = places < len(examples)
+            batch = examples(np.where(real, places, 0))
+            batch = preprocess.batch(batch, order.rows, order.batch_size, None)
+            return {**batch, "mask": real.astype(np.float32)}
+
+        return ahead(load, 0, -(-len(examples) // order.batch_size))
+
+    return train, evaluate

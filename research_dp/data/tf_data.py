@@ -1,0 +1,84 @@
+"""The other reader: tf.data, for data sets that were prepared as TFRecord.
+
+TFRecord has no random access, so each process reads the whole stream and keeps its rows, and a
+continued run reads from the stream's beginning to the step where it stopped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import gin
+import numpy as np
+
+from research_dp.data.dataset import EvalOrder, TrainOrder
+from research_dp.data.preprocess import Arrays, Preprocess
+
+
+@gin.register(module="data")
+def tf_data(
+    builder: Any,
+    train_split: str,
+    eval_split: str,
+    preprocess: Preprocess,
+    *,
+    shuffle_buffer: int = 10_000,
+    prefetch: int = 4,
+) -> tuple[Callable[[TrainOrder], Iterator[Arrays]], Callable[[EvalOrder], Iterator[Arrays]]]:
+    """Reads a stream by tf.data, in the same order each time it is read with the same seed.
+
+    Args:
+        builder: A prepared TFDS builder.
+        train_split: Split to train on.
+        eval_split: Split to evaluate on.
+        preprocess: From features to model inputs.
+        shuffle_buffer: Examples that are shuffled at a time; files are shuffled as well.
+        prefetch: Batches of raw examples read ahead.
+    """
+
+    def stream(split: str, seed: int | None) -> Any:
+        import tensorflow_datasets as tfds  # imported late, and TensorFlow with it
+
+        config = tfds.ReadConfig(shuffle_seed=seed, interleave_cycle_length=1)
+        return builder.as_dataset(split=split, shuffle_files=seed is not None, read_config=config)
+
+    def train(order: TrainOrder) -> Iterator[Arrays]:
+        raw = stream(train_split, order.seed).shuffle(shuffle_buffer, seed=order.seed).repeat()
+        raw = raw.skip(order.first_step * order.batch_size).prefetch(prefetch * order.batch_size)
+        examples = enumerate(raw.as_numpy_iterator(), order.first_step * order.batch_size)
+        wanted = np.zeros(order.batch_size, bool)
+        wanted[order.rows] = True
+        for step in range(order.first_step, order.num_steps):
+            rows = []
+            for row in range(order.batch_size):
+                place, example = next(examples)
+                if wanted[row]:
+                    random = preprocess.example_is_random
+                    rng = np.random.default_rng((order.seed, place)) if random else None
+                    rows.append(preprocess.example(example, rng))
+            rng = np.random.default_rng((order.seed, step))
+            yield preprocess.batch(_stack(rows), order.rows, order.batch_size, rng)
+
+    def evaluate(order: EvalOrder) -> Iterator[Arrays]:
+        batch: list[Arrays] = []
+        for example in stream(eval_split, None).as_numpy_iterator():
+            batch.append(preprocess.example(example, None))
+            if len(batch) == order.batch_size:
+                yield _masked(batch, order, preprocess)
+                batch = []
+        if batch:
+            yield _masked(batch, order, preprocess)
+
+    return train, evaluate
+
+
+def _masked(batch: list[Arrays], order: EvalOrder, preprocess: Preprocess) -> Arrays:
+    """This process's rows of a global batch, filled up with its first example."""
+    rows = [batch[row] if row < len(batch) else batch[0] for row in order.rows]
+    inputs = preprocess.batch(_stack(rows), order.rows, order.batch_size, None)
+    return {**inputs, "mask": (order.rows < len(batch)).astype(np.float32)}
+
+
+def _stack(rows: list[Arrays]) -> Arrays:
+    return {name: np.stack([row[name] for row in rows]) for name in rows[0]}

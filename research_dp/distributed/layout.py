@@ -1,0 +1,177 @@
+"""The rule: which dim of a parameter is sharded, or none, and why.
+
+Everything that must agree on where a parameter lies asks here: the shards that a step gathers, the
+shardings of the compiled engine, the optimizer state, and what is read back from a checkpoint.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import gin
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from research_dp.distributed.errors import UsageError
+from research_dp.distributed.mesh import FSDP_AXIS
+
+PyTree = Any
+
+
+class Choice(NamedTuple):
+    """What a rule says of one array: the dim to shard, or None and the reason it stays whole."""
+
+    dim: int | None
+    reason: str = ""
+
+
+# (path, shape, axis size) -> Choice. `path` is e.g. 'Dense_0/kernel'.
+Rule = Callable[[str, tuple[int, ...], int], Choice]
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Where one array lies. A leaf (not a pytree) of the layout trees.
+
+    Attributes:
+        path: Names joined by '/'.
+        shape: Global shape.
+        dtype: Element type.
+        dim: The dim that is split over mesh axis `fsdp`, or None: whole on each device.
+        reason: Why it is whole; empty if it is sharded.
+        axis_size: Number of shards.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    dim: int | None
+    reason: str
+    axis_size: int
+
+    @property
+    def spec(self) -> PartitionSpec:
+        return PartitionSpec() if self.dim is None else dim_spec(self.dim)
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def nbytes_per_device(self) -> int:
+        return self.nbytes if self.dim is None else self.nbytes // self.axis_size
+
+
+def dim_spec(dim: int) -> PartitionSpec:
+    """The spec of an array whose dim lies on `fsdp`."""
+    return PartitionSpec(*(None,) * dim, FSDP_AXIS)
+
+
+def choose_dim(
+    shape: tuple[int, ...],
+    axis_size: int,
+    min_weight_size: int = 2**18,
+    free: tuple[bool, ...] | None = None,
+) -> Choice:
+    """Chooses the largest free dim that the axis size divides; ties go to the higher index.
+
+    The rule of big_vision and xlstm-jax, made stable at any rank.
+
+    Args:
+        shape: Shape of the array.
+        axis_size: Number of shards.
+        min_weight_size: Arrays of at most this many elements stay whole.
+        free: For each dim whether it may be taken (it is not sharded already); all, if None.
+    """
+    size = math.prod(shape)
+    if size <= min_weight_size:
+        return Choice(None, f"{size} elements, at most min_weight_size {min_weight_size}")
+    candidates = [
+        dim
+        for dim, length in enumerate(shape)
+        if length % axis_size == 0 and (free is None or free[dim])
+    ]
+    if not candidates:
+        return Choice(None, f"no free dim of {shape} is divisible by {axis_size}")
+    return Choice(max(candidates, key=lambda dim: (shape[dim], dim)))
+
+
+@gin.register(module="distributed")
+def largest_dim(
+    path: str, shape: tuple[int, ...], axis_size: int, *, min_weight_size: int = 2**18
+) -> Choice:
+    """Shards the largest divisible dim of every parameter above a threshold.
+
+    Args:
+        path: Path of the parameter; unused by this rule.
+        shape: Shape of the parameter.
+        axis_size: Size of mesh axis `fsdp`.
+        min_weight_size: Parameters of at most this many elements stay whole.
+    """
+    del path
+    return choose_dim(shape, axis_size, min_weight_size)
+
+
+def lay_out(tree: PyTree, rule: Rule | None, axis_size: int) -> PyTree:
+    """Asks the rule about each array of a tree.
+
+    Args:
+        tree: Arrays, or anything with `shape` and `dtype`.
+        rule: The rule, or None: everything stays whole.
+        axis_size: Size of mesh axis `fsdp`. With 1 everything stays whole.
+
+    Returns:
+        A tree of the same structure with a `Placement` at each leaf.
+
+    Raises:
+        UsageError: The rule chose a dim that does not exist or that does not divide.
+    """
+
+    def place(path: Any, leaf: Any) -> Placement:
+        name, shape = path_name(path), tuple(leaf.shape)
+        if rule is None:
+            choice = Choice(None, "the strategy shards nothing")
+        elif axis_size == 1:
+            choice = Choice(None, f"axis {FSDP_AXIS!r} has size 1")
+        else:
+            choice = Choice(*rule(name, shape, axis_size))
+        if choice.dim is not None and not (
+            0 <= choice.dim < len(shape) and shape[choice.dim] % axis_size == 0
+        ):
+            raise UsageError(
+                f"data_parallel.shard chose dim {choice.dim} of {name} {shape}, which {axis_size} "
+                f"devices on axis {FSDP_AXIS!r} do not divide. Return Choice(None, reason) for it.",
+                binding="data_parallel.shard",
+            )
+        dtype = np.dtype(leaf.dtype)
+        return Placement(name, shape, dtype, choice.dim, choice.reason, axis_size)
+
+    return jax.tree_util.tree_map_with_path(place, tree)
+
+
+def whole(layout: PyTree) -> PyTree:
+    """The same tree with nothing sharded: how `zero1` keeps its parameters."""
+    return jax.tree.map(
+        lambda p: dataclasses.replace(p, dim=None, reason="the strategy keeps parameters whole"),
+        layout,
+    )
+
+
+def specs(layout: PyTree) -> PyTree:
+    """The `PartitionSpec` of each leaf of a layout."""
+    return jax.tree.map(lambda placement: placement.spec, layout)
+
+
+def path_name(path: Any) -> str:
+    """A key path as names joined by '/', e.g. 'Dense_0/kernel'."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def by_path(tree: PyTree) -> Mapping[str, Any]:
+    """The leaves of a tree by path name, sorted by path."""
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return dict(sorted((path_name(path), leaf) for path, leaf in flat))

@@ -1,0 +1,45 @@
+"""Where Flax Linen ends: its modules become pure functions on plain dicts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from research_dp.distributed.trainable import Functions
+
+PyTree = Any
+
+
+def linen_functions(module: nn.Module) -> Functions:
+    """Pure `init` and `apply` of a Linen module.
+
+    Args:
+        module: Its `__call__` takes (x, *, train, keys, batch_axes). Variables besides `params`
+            are model state, updated while training. Boxes (`nn.Partitioned`) are taken off.
+    """
+
+    def init(key: jax.Array, x: Any) -> tuple[PyTree, PyTree]:
+        variables = module.init(key, jnp.zeros(x.shape, x.dtype), train=False)
+        state = dict(nn.meta.unbox(variables))
+        return state.pop("params"), state
+
+    def apply(
+        params: PyTree,
+        model_state: PyTree,
+        x: jax.Array,
+        *,
+        train: bool,
+        keys: jax.Array | None = None,
+        batch_axes: tuple[str, ...] = (),
+    ) -> tuple[jax.Array, PyTree]:
+        variables = {"params": params, **model_state}
+        mutable = list(model_state) if train else []
+        y, updates = module.apply(
+            variables, x, train=train, keys=keys, batch_axes=batch_axes, mutable=mutable
+        )
+        return y, {**model_state, **updates}
+
+    return Functions(init, apply)

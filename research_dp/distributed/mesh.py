@@ -1,0 +1,93 @@
+"""The one mesh: axes `data` and `fsdp`, both carrying batch.
+
+DDP, FSDP and HSDP are the same code on `{'data': n, 'fsdp': 1}`, `{'data': 1, 'fsdp': n}` and
+`{'data': r, 'fsdp': s}`. Whatever is sharded lies on `fsdp`; `data` counts replicas.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import gin
+import jax
+from jax.sharding import AxisType, Mesh
+
+from research_dp.distributed.errors import UsageError
+
+DATA_AXIS = "data"
+FSDP_AXIS = "fsdp"
+BATCH_AXES = (DATA_AXIS, FSDP_AXIS)
+
+
+@gin.register(module="distributed")
+def make_mesh(axes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """Builds the mesh over all devices, its axes in the order (`data`, `fsdp`).
+
+    Args:
+        axes: Size of each axis, e.g. `{'data': 2, 'fsdp': -1}`. One size may be -1: what is left.
+            An axis that is not named has size 1.
+        devices: The devices to lay out; all of them if None.
+
+    Returns:
+        A mesh whose axes are of type `Auto`, so that `jit` may place what nobody constrains.
+
+    Raises:
+        UsageError: An unknown axis, a size below 1 that is not a single -1, or a product that is
+            not the number of devices; the message prints the whole equation.
+    """
+    present = list(jax.devices() if devices is None else devices)
+    sizes = _resolve_sizes(axes, len(present), present[0].platform)
+    shape = tuple(sizes[name] for name in BATCH_AXES)
+    return jax.make_mesh(shape, BATCH_AXES, axis_types=(AxisType.Auto,) * 2, devices=present)
+
+
+@gin.register(module="distributed")
+def one_device_mesh() -> Mesh:
+    """A mesh of this process's first device alone, both axes of size 1: the oracle's.
+
+    Raises:
+        UsageError: There are several processes, which one device cannot serve.
+    """
+    if jax.process_count() > 1:
+        raise UsageError(
+            f"one_device_mesh runs in one process; this run has {jax.process_count()}. "
+            "Use make_mesh, or start a single process.",
+            binding="data_parallel.mesh",
+        )
+    return make_mesh({DATA_AXIS: 1, FSDP_AXIS: 1}, devices=jax.devices()[:1])
+
+
+def batch_devices(mesh: Mesh) -> int:
+    """Number of devices that each hold a different slice of the batch."""
+    return math.prod(mesh.shape[name] for name in BATCH_AXES)
+
+
+def _resolve_sizes(axes: Mapping[str, int], present: int, platform: str) -> dict[str, int]:
+    def refuse(problem: str) -> UsageError:
+        return UsageError(f"make_mesh.axes = {dict(axes)}: {problem}", binding="make_mesh.axes")
+
+    unknown = [name for name in axes if name not in BATCH_AXES]
+    if unknown:
+        raise refuse(f"unknown axis {unknown[0]!r}; the axes are {list(BATCH_AXES)}.")
+    sizes = {name: axes.get(name, 1) for name in BATCH_AXES}
+    for name, size in sizes.items():
+        if not isinstance(size, int) or isinstance(size, bool) or size == 0 or size < -1:
+            raise refuse(f"axis {name!r} has size {size!r}; give a positive number, or one -1.")
+    free = [name for name, size in sizes.items() if size == -1]
+    if len(free) > 1:
+        raise refuse("only one axis may be -1, for it takes what the others leave.")
+    fixed = math.prod(size for size in sizes.values() if size != -1)
+    equation = " x ".join(f"{name} {'?' if size == -1 else size}" for name, size in sizes.items())
+    if free:
+        if present % fixed:
+            raise refuse(
+                f"{equation} cannot make {present} {platform} devices ({present} present)."
+            )
+        sizes[free[0]] = present // fixed
+    elif fixed != present:
+        raise refuse(
+            f"{equation} = {fixed} devices, but {present} {platform} devices are present. "
+            "Change a size, or give one of them -1."
+        )
+    return sizes

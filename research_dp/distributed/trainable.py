@@ -1,0 +1,62 @@
+"""What a model is to everything else: two pure functions on pytrees."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+
+PyTree = Any
+Batch = Mapping[str, Any]
+# name -> (sum over valid items, number of valid items): added up over devices, micro-batches and
+# batches, then divided, so that a mean is never a mean of means.
+Sums = Mapping[str, tuple[jax.Array, jax.Array]]
+
+
+class LossOutput(NamedTuple):
+    """What a loss returns for the examples it was given.
+
+    Attributes:
+        total: Sum of the loss over valid items (examples, or tokens); 0-d float32.
+        weight: Number of valid items, or the sum of their weights; 0-d float32.
+        model_state: New model state, e.g. batch statistics; the same on every device.
+        sums: Further metrics as (sum, count) pairs.
+    """
+
+    total: jax.Array
+    weight: jax.Array
+    model_state: PyTree
+    sums: Sums
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainableModel:
+    """A model and its loss.
+
+    Attributes:
+        init: (key, batch of `jax.ShapeDtypeStruct`) -> (parameters, model state), nested dicts.
+        loss: (parameters, model state, batch, keys, train, batch_axes) -> `LossOutput`. `keys` has
+            one random key an example, (B,), or is None; `batch_axes` are the bound mesh axes that
+            the batch is split over, for statistics over the whole batch.
+        config: Facts that the data set can be checked against, e.g. `num_classes`.
+    """
+
+    init: Callable[[jax.Array, Batch], tuple[PyTree, PyTree]]
+    loss: Callable[..., LossOutput]
+    config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Functions:
+    """A module of some library as pure functions, before it has a loss.
+
+    Attributes:
+        init: (key, input of `jax.ShapeDtypeStruct`) -> (parameters, model state).
+        apply: (parameters, model state, input, train, keys, batch_axes) ->
+            (output, new model state).
+    """
+
+    init: Callable[[jax.Array, jax.Array], tuple[PyTree, PyTree]]
+    apply: Callable[..., tuple[jax.Array, PyTree]]

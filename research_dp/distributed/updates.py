@@ -1,0 +1,61 @@
+"""Applying an optimizer on what a device holds, and clipping by the true global norm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.extend.core import jaxprs_in_params
+
+PyTree = Any
+
+# Primitives that mix elements of one array; an optimizer that uses them on a parameter computes
+# something else on a shard. Matched by prefix.
+_MIXING = (
+    *("reduce", "dot_general", "conv_", "sort", "cum", "argm", "top_k", "scan", "while", "gather"),
+    *("qr", "svd", "eig", "cholesky", "lu", "householder", "triangular_solve", "fft"),
+)
+
+
+def apply_optimizer(
+    optimizer: optax.GradientTransformation, grads: PyTree, opt_state: PyTree, params: PyTree
+) -> tuple[PyTree, PyTree]:
+    """One optimizer step: (new parameters, new optimizer state), dtypes kept."""
+    updates, opt_state = optimizer.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state
+
+
+def clip_factor(norm: jax.Array, max_norm: float | None) -> jax.Array:
+    """What to multiply gradients by so that their norm is at most `max_norm`; 1.0 if it is."""
+    if max_norm is None:
+        return jnp.ones((), jnp.float32)
+    return max_norm / jnp.maximum(norm, max_norm)
+
+
+def mixing_primitive(optimizer: optax.GradientTransformation, params: PyTree) -> str | None:
+    """Name of an operation by which the optimizer mixes elements of a parameter, if there is one.
+
+    An optimizer without any can be applied to shards. Decided on the traced update, for abstract
+    parameters: nothing is computed.
+
+    Args:
+        optimizer: The optimizer.
+        params: Parameters, or `jax.ShapeDtypeStruct`s.
+    """
+    opt_state = jax.eval_shape(optimizer.init, params)
+    jaxpr = jax.make_jaxpr(optimizer.update)(params, opt_state, params)
+    return _find_mixing(jaxpr.jaxpr)
+
+
+def _find_mixing(jaxpr: Any) -> str | None:
+    for equation in jaxpr.eqns:
+        on_arrays = any(getattr(v.aval, "ndim", 0) > 0 for v in equation.invars)
+        if on_arrays and equation.primitive.name.startswith(_MIXING):
+            return equation.primitive.name
+        for inner in jaxprs_in_params(equation.params):
+            found = _find_mixing(inner)
+            if found:
+                return found
+    return None

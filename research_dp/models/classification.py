@@ -1,0 +1,74 @@
+"""The task of classifying: softmax cross-entropy and accuracy, weighted by a mask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from research_dp.distributed.errors import UsageError
+from research_dp.distributed.linen import linen_functions
+from research_dp.distributed.nnx import nnx_functions
+from research_dp.distributed.trainable import Batch, Functions, LossOutput, TrainableModel
+
+PyTree = Any
+
+
+def choose_api(
+    api: str, binding: str, linen: Callable[[], Any], make_nnx: Callable[..., nnx.Module]
+) -> Functions:
+    """A model's pure functions from its Linen or its NNX module.
+
+    Args:
+        api: 'linen' or 'nnx'.
+        binding: The gin name to blame for another value.
+        linen: () -> Linen module.
+        make_nnx: (input shape, rngs) -> NNX module.
+    """
+    if api == "linen":
+        return linen_functions(linen())
+    if api == "nnx":
+        return nnx_functions(make_nnx)
+    raise UsageError(f"{binding} = {api!r}: use 'linen' or 'nnx'.", binding=binding)
+
+
+def image_classifier(functions: Functions, num_classes: int) -> TrainableModel:
+    """A classifier of `image` into `label`.
+
+    Args:
+        functions: Maps images (B, H, W, C) float32 to logits (B, num_classes).
+        num_classes: Number of classes.
+
+    Returns:
+        A model for batches of `image`, `label` (B,) int32, and optionally `mask` (B,), the weight
+        of each example: 0 for padding.
+    """
+
+    def init(key: jax.Array, batch: Batch) -> tuple[PyTree, PyTree]:
+        return functions.init(key, batch["image"])
+
+    def loss(
+        params: PyTree,
+        model_state: PyTree,
+        batch: Batch,
+        keys: jax.Array | None,
+        *,
+        train: bool,
+        batch_axes: tuple[str, ...] = (),
+    ) -> LossOutput:
+        logits, model_state = functions.apply(
+            params, model_state, batch["image"], train=train, keys=keys, batch_axes=batch_axes
+        )
+        logits, label = logits.astype(jnp.float32), batch["label"]
+        mask = batch.get("mask", jnp.ones(label.shape, jnp.float32))
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, label)
+        correct = (jnp.argmax(logits, axis=-1) == label).astype(jnp.float32)
+        count = jnp.sum(mask)
+        sums = {"accuracy": (jnp.sum(correct * mask), count)}
+        return LossOutput(jnp.sum(losses * mask), count, model_state, sums)
+
+    return TrainableModel(init, loss, {"num_classes": num_classes})

@@ -1,0 +1,23 @@
+"""Dropout whose mask depends on the example alone, so that it is the same on any mesh."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+
+def dropout(x: jax.Array, rate: float, keys: jax.Array | None, layer: int) -> jax.Array:
+    """Sets a fraction of each example's features to zero and scales up the rest.
+
+    Args:
+        x: Activations, (B, ...).
+        rate: Fraction to drop, in [0, 1).
+        keys: One random key an example, (B,); None (evaluation): x is returned.
+        layer: A number that tells the dropout layers of a model apart.
+    """
+    if keys is None or rate == 0.0:
+        return x
+    kept = jax.vmap(
+        lambda key: jax.random.bernoulli(jax.random.fold_in(key, layer), 1.0 - rate, x.shape[1:])
+    )(keys)
+    return jnp.where(kept, x / (1.0 - rate), jnp.zeros((), x.dtype))

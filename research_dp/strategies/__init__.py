@@ -1,0 +1,49 @@
+"""Strategies: a recipe of four functions, the engines that compile it, the functions themselves.
+
+Importing this package registers all of them with gin.
+"""
+
+from research_dp.distributed import layout as _layout
+from research_dp.distributed import mesh as _mesh
+from research_dp.strategies.engines import compiled, mapped, pmapped
+from research_dp.strategies.slots import (
+    average_gradients,
+    gather_shards,
+    scatter_gradients,
+    update_local,
+    update_slices,
+)
+from research_dp.strategies.strategy import (
+    Layouts,
+    PlacedBatch,
+    Recipe,
+    Strategy,
+    TrainSpec,
+    TrainState,
+    data_parallel,
+)
+
+largest_dim = _layout.largest_dim
+make_mesh = _mesh.make_mesh
+one_device_mesh = _mesh.one_device_mesh
+
+__all__ = [
+    "Layouts",
+    "PlacedBatch",
+    "Recipe",
+    "Strategy",
+    "TrainSpec",
+    "TrainState",
+    "average_gradients",
+    "compiled",
+    "data_parallel",
+    "gather_shards",
+    "largest_dim",
+    "make_mesh",
+    "mapped",
+    "one_device_mesh",
+    "pmapped",
+    "scatter_gradients",
+    "update_local",
+    "update_slices",
+]

@@ -1,0 +1,149 @@
+"""What all engines need before they compile: layouts, abstract state, the batch's places."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from research_dp.distributed import layout as layout_lib
+from research_dp.distributed import placement
+from research_dp.distributed.errors import UsageError
+from research_dp.distributed.mesh import BATCH_AXES, FSDP_AXIS, batch_devices
+from research_dp.distributed.updates import mixing_primitive
+from research_dp.strategies.strategy import Layouts, PlacedBatch, Recipe, TrainSpec, TrainState
+
+PyTree = Any
+
+
+def init_state(spec: TrainSpec, key: jax.Array) -> TrainState:
+    """The state before the first step; traced, so that it can be born sharded."""
+    one = {k: jax.ShapeDtypeStruct((1, *x.shape), x.dtype) for k, x in spec.example.items()}
+    params, model_state = spec.model.init(key, one)
+    return TrainState(jnp.zeros((), jnp.int32), params, model_state, spec.optimizer.init(params))
+
+
+def lay_out_state(
+    recipe: Recipe, spec: TrainSpec, mesh: Mesh, *, params_sharded: bool
+) -> tuple[Layouts, TrainState]:
+    """Decides where everything lies.
+
+    Args:
+        recipe: Its `shard` is asked.
+        spec: The model and optimizer, whose shapes are found without computing anything.
+        mesh: The mesh.
+        params_sharded: Whether parameters lie as `shard` says, or whole on each device.
+
+    Returns:
+        The layouts, and the state as `jax.ShapeDtypeStruct`s with shardings.
+    """
+    abstract = jax.eval_shape(lambda key: init_state(spec, key), jax.random.key(0))
+    slices = layout_lib.lay_out(abstract.params, recipe.shard, mesh.shape[FSDP_AXIS])
+    layouts = Layouts(slices if params_sharded else layout_lib.whole(slices), slices)
+
+    def spec_of(leaf: Any, place: layout_lib.Placement) -> PartitionSpec:
+        # State of another shape than its parameter (factored moments, say) stays whole.
+        return place.spec if leaf.shape == place.shape else PartitionSpec()
+
+    specs = TrainState(
+        step=PartitionSpec(),
+        params=layout_lib.specs(layouts.params),
+        model_state=jax.tree.map(lambda _: PartitionSpec(), abstract.model_state),
+        opt_state=optax.tree.map_params(
+            spec.optimizer,
+            spec_of,
+            abstract.opt_state,
+            slices,
+            transform_non_params=lambda _: PartitionSpec(),
+        ),
+    )
+    placed = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+        abstract,
+        placement.shardings(mesh, specs),
+    )
+    return layouts, placed
+
+
+def check_shards_suffice(recipe: Recipe, spec: TrainSpec, layouts: Layouts) -> None:
+    """Raises UsageError if the optimizer needs whole parameters and would see shards of them."""
+    sharded = [p for p in jax.tree.leaves(layouts.slices) if p.dim is not None]
+    if not sharded:
+        return
+    params = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), layouts.slices)
+    mixing = mixing_primitive(spec.optimizer, params)
+    if mixing:
+        raise UsageError(
+            f"train.optimizer mixes elements of a parameter ({mixing}), but strategy "
+            f"{recipe.name!r} applies it to shards (of {sharded[0].path} and {len(sharded) - 1} "
+            "more). Use ddp, spmd or spmd_fsdp; to clip by global norm use train.max_grad_norm.",
+            binding="train.optimizer",
+        )
+
+
+def shardings_of(abstract: PyTree) -> PyTree:
+    """The shardings of a tree of `jax.ShapeDtypeStruct`s."""
+    return jax.tree.map(lambda x: x.sharding, abstract)
+
+
+class BatchLayout:
+    """Where a global batch lies: which rows are this process's, and how they get on the devices.
+
+    A global batch is cut into micro-batches first, and each micro-batch over the devices, so that
+    micro-batch j holds the same examples on any mesh.
+
+    Args:
+        mesh: The mesh; dim 1 of a batch is split over its batch axes.
+        spec: Sizes.
+
+    Raises:
+        UsageError: The batch does not divide; the message prints the whole equation.
+    """
+
+    def __init__(self, mesh: Mesh, spec: TrainSpec):
+        devices, micros = batch_devices(mesh), spec.accumulation_steps
+        _check_sizes(spec.batch_size, devices, micros, mesh)
+        rows = spec.batch_size // micros
+        self.sharding = NamedSharding(mesh, PartitionSpec(None, BATCH_AXES))
+        self.eval_sharding = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+        self.eval_batch_size = rows
+        self.eval_rows = placement.local_indices(self.eval_sharding, (rows,), 0)
+        starts = np.arange(micros)[:, None] * rows
+        self._micro_rows = (starts + self.eval_rows[None, :]).astype(np.int32)
+        self.train_rows = self._micro_rows.reshape(-1)
+
+    def micro_batches(self, examples: Mapping[str, np.ndarray]) -> PlacedBatch:
+        """This process's host arrays cut into micro-batches: (micro-batches, local rows, ...)."""
+        shape = self._micro_rows.shape
+        cut = {k: np.reshape(x, (*shape, *np.shape(x)[1:])) for k, x in examples.items()}
+        return PlacedBatch(cut, self._micro_rows)
+
+    def place(self, examples: Mapping[str, np.ndarray]) -> PlacedBatch:
+        return placement.place(self.micro_batches(examples), self.sharding)
+
+    def place_eval(self, examples: Mapping[str, np.ndarray]) -> PyTree:
+        return placement.place(dict(examples), self.eval_sharding)
+
+
+def _check_sizes(batch_size: int, devices: int, micros: int, mesh: Mesh) -> None:
+    for name, value in (("batch_size", batch_size), ("accumulation_steps", micros)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise UsageError(
+                f"train.{name} = {value!r}: give a whole number of at least 1.",
+                binding=f"train.{name}",
+            )
+    step = devices * micros
+    if batch_size % step:
+        sizes = " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
+        near = max(step, math.floor(batch_size / step + 0.5) * step)
+        raise UsageError(
+            f"train.batch_size = {batch_size} does not divide over {sizes} = {devices} devices x "
+            f"accumulation_steps {micros} = {step}. The nearest that does is {near}.",
+            binding="train.batch_size",
+        )

@@ -1,0 +1,192 @@
+"""The three engines: how a recipe's step is compiled. `mapped`, `compiled`, `pmapped`."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import gin
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from research_dp.distributed import placement
+from research_dp.distributed.collectives import gather_by_compiler
+from research_dp.distributed.errors import UsageError
+from research_dp.distributed.layout import whole
+from research_dp.distributed.mesh import BATCH_AXES, DATA_AXIS, FSDP_AXIS
+from research_dp.strategies.assembly import (
+    BatchLayout,
+    check_shards_suffice,
+    init_state,
+    lay_out_state,
+    shardings_of,
+)
+from research_dp.strategies.step import make_steps
+from research_dp.strategies.strategy import (
+    Layouts,
+    PlacedBatch,
+    Recipe,
+    Strategy,
+    TrainSpec,
+    TrainState,
+)
+
+PyTree = Any
+
+
+@gin.register(module="strategies")
+def mapped(recipe: Recipe, spec: TrainSpec) -> Strategy:
+    """`shard_map`: the step is one device's program, every collective written out by the slots.
+
+    Replication is not tracked (`check_vma=False`): gradients of whole parameters are this device's
+    own until `sync` averages them, once.
+
+    Raises:
+        UsageError: The optimizer cannot be applied to shards, or the batch does not divide.
+    """
+    mesh = recipe.mesh
+    layouts, abstract = lay_out_state(recipe, spec, mesh, params_sharded=recipe.gather is not None)
+    check_shards_suffice(recipe, spec, layouts)
+    steps = make_steps(recipe, spec, layouts, BATCH_AXES)
+    state_specs = jax.tree.map(lambda x: x.sharding.spec, abstract)
+    batch = BatchLayout(mesh, spec)
+    on_mesh = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
+    train = on_mesh(
+        steps.train,
+        in_specs=(state_specs, batch.sharding.spec),
+        out_specs=(state_specs, PartitionSpec()),
+    )
+    evaluate = on_mesh(
+        steps.eval, in_specs=(state_specs, batch.eval_sharding.spec), out_specs=PartitionSpec()
+    )
+    return Strategy(
+        name=recipe.name,
+        mesh=mesh,
+        layouts=layouts,
+        abstract_state=abstract,
+        train_rows=batch.train_rows,
+        eval_rows=batch.eval_rows,
+        eval_batch_size=batch.eval_batch_size,
+        init=_born_on(abstract, spec),
+        place_batch=batch.place,
+        place_eval_batch=batch.place_eval,
+        train_step=jax.jit(train, donate_argnums=0),
+        eval_step=jax.jit(evaluate),
+    )
+
+
+@gin.register(module="strategies")
+def compiled(recipe: Recipe, spec: TrainSpec) -> Strategy:
+    """`jit` on global arrays: the compiler inserts the collectives that the shardings imply.
+
+    Raises:
+        UsageError: A slot is filled that only a mapped program has, or the batch does not divide.
+    """
+    recipe.refuse_slots(
+        ("gather", "sync", "update"), "the compiler inserts collectives in engine 'compiled'; None."
+    )
+    mesh = recipe.mesh
+    layouts, abstract = lay_out_state(recipe, spec, mesh, params_sharded=True)
+    if recipe.shard is not None:
+        recipe = dataclasses.replace(recipe, gather=_gather_as(layouts.params, mesh))
+    seen = Layouts(whole(layouts.params), whole(layouts.slices))
+    steps = make_steps(recipe, spec, seen, ())
+    batch = BatchLayout(mesh, spec)
+    outs = (shardings_of(abstract), NamedSharding(mesh, PartitionSpec()))
+    return Strategy(
+        name=recipe.name,
+        mesh=mesh,
+        layouts=layouts,
+        abstract_state=abstract,
+        train_rows=batch.train_rows,
+        eval_rows=batch.eval_rows,
+        eval_batch_size=batch.eval_batch_size,
+        init=_born_on(abstract, spec),
+        place_batch=batch.place,
+        place_eval_batch=batch.place_eval,
+        train_step=jax.jit(steps.train, donate_argnums=0, out_shardings=outs),
+        eval_step=jax.jit(steps.eval, out_shardings=outs[1]),
+    )
+
+
+@gin.register(module="strategies")
+def pmapped(recipe: Recipe, spec: TrainSpec) -> Strategy:
+    """`pmap` over axis `data`, parameters replicated: kept for comparison with older code.
+
+    Raises:
+        UsageError: Something is sharded, or the batch does not divide.
+    """
+    recipe.refuse_slots(("shard", "gather"), "engine 'pmapped' keeps parameters whole; bind None.")
+    if recipe.mesh.shape[FSDP_AXIS] != 1:
+        raise UsageError(
+            f"make_mesh.axes: engine 'pmapped' has one axis, {DATA_AXIS!r}, but {FSDP_AXIS!r} has "
+            f"size {recipe.mesh.shape[FSDP_AXIS]}. Bind make_mesh.axes = {{'data': -1}}.",
+            binding="make_mesh.axes",
+        )
+    devices = recipe.mesh.devices.ravel()
+    layouts, abstract = lay_out_state(recipe, spec, recipe.mesh, params_sharded=False)
+    steps = make_steps(recipe, spec, layouts, (DATA_AXIS,))
+    batch = BatchLayout(recipe.mesh, spec)
+    # pmap lays its arguments out on a mesh of its own, of this one axis.
+    line = Mesh(devices, (DATA_AXIS,))
+    by_device = NamedSharding(line, PartitionSpec(DATA_AXIS))
+    replicated = NamedSharding(line, PartitionSpec())
+    abstract = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated), abstract
+    )
+    local = len(replicated.addressable_devices)
+
+    def place_batch(examples: Mapping[str, np.ndarray]) -> PlacedBatch:
+        def split(x: np.ndarray) -> np.ndarray:  # (micro, rows) -> (device, micro, rows a device)
+            return x.reshape(x.shape[0], local, -1, *x.shape[2:]).swapaxes(0, 1)
+
+        return placement.place(jax.tree.map(split, batch.micro_batches(examples)), by_device)
+
+    def place_eval_batch(examples: Mapping[str, np.ndarray]) -> Any:
+        split = {k: x.reshape(local, -1, *x.shape[1:]) for k, x in examples.items()}
+        return placement.place(split, by_device)
+
+    pmap = functools.partial(
+        jax.pmap, axis_name=DATA_AXIS, in_axes=(None, 0), out_axes=None, devices=list(devices)
+    )
+    return Strategy(
+        name=recipe.name,
+        mesh=recipe.mesh,
+        layouts=layouts,
+        abstract_state=abstract,
+        train_rows=batch.train_rows,
+        eval_rows=batch.eval_rows,
+        eval_batch_size=batch.eval_batch_size,
+        init=_born_on(abstract, spec),
+        place_batch=place_batch,
+        place_eval_batch=place_eval_batch,
+        train_step=pmap(steps.train, donate_argnums=0),
+        eval_step=pmap(steps.eval),
+    )
+
+
+def _gather_as(layout: PyTree, mesh: Mesh) -> Any:
+    """A `gather` by which the compiler makes parameters whole that lie as `layout` says."""
+    replicated = NamedSharding(mesh, PartitionSpec())
+
+    def gather(held: PyTree, seen: PyTree, *, reduction: Any) -> PyTree:
+        del seen, reduction  # the compiler's business
+        return jax.tree.map(
+            lambda x, p: (
+                gather_by_compiler(x, NamedSharding(mesh, p.spec), replicated)
+                if p.dim is not None
+                else x
+            ),
+            held,
+            layout,
+        )
+
+    return gather
+
+
+def _born_on(abstract: TrainState, spec: TrainSpec) -> Any:
+    """`init` compiled with the state's shardings: no device ever holds the full model."""
+    return jax.jit(functools.partial(init_state, spec), out_shardings=shardings_of(abstract))

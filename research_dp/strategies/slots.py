@@ -1,0 +1,156 @@
+"""The functions that fill a mapped strategy's slots `gather`, `sync` and `update`.
+
+They run inside the mesh's axes, on one device's view; `shard` rules are in `distributed.layout`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gin
+import jax
+import optax
+
+from research_dp.distributed import collectives
+from research_dp.distributed.collectives import Axes, GatherOptions, Reduction
+from research_dp.distributed.mesh import FSDP_AXIS
+from research_dp.distributed.updates import apply_optimizer
+
+PyTree = Any
+
+
+@gin.register(module="strategies")
+def gather_shards(
+    held: PyTree,
+    layout: PyTree,
+    *,
+    reduction: Reduction,
+    gather_dtype: Any = None,
+    grad_scatter_dtype: Any = None,
+    keep: bool = False,
+) -> PyTree:
+    """Gathers sharded parameters; their gradients come back as shards of the mean.
+
+    Args:
+        held: This device's shards, and whole leaves, which are returned as they are.
+        layout: Placements.
+        reduction: How gradients are summed.
+        gather_dtype: dtype on the wire and for compute, e.g. 'bfloat16'; None: the parameter's.
+        grad_scatter_dtype: dtype in which gradients are summed; None: the parameter's.
+        keep: Keep gathered parameters for the backward pass, instead of gathering them again.
+    """
+
+    def one(x: jax.Array, placement: Any) -> jax.Array:
+        if placement.dim is None:
+            return x
+        options = GatherOptions(
+            placement.dim, FSDP_AXIS, gather_dtype, grad_scatter_dtype, reduction, keep
+        )
+        return collectives.gather_with_mean_grads(x, options)
+
+    return jax.tree.map(one, held, layout)
+
+
+@gin.register(module="strategies")
+def average_gradients(
+    grads: PyTree,
+    layout: PyTree,
+    *,
+    axes: Axes,
+    reduction: Reduction,
+    dtype: Any = None,
+    bucket_bytes: int = collectives.DEFAULT_BUCKET_BYTES,
+) -> PyTree:
+    """All-reduces gradients to their mean, in buckets.
+
+    Gradients of sharded parameters are already the mean over `fsdp`, for `gather_shards` made
+    them so; they are averaged over the other axes only.
+
+    Args:
+        grads: Gradients, lying as `layout` says.
+        layout: Placements.
+        axes: The mesh axes that the batch is split over.
+        reduction: How they are summed.
+        dtype: dtype on the wire; None: each gradient's own.
+        bucket_bytes: Bytes that travel in one collective; <= 0: one collective for each leaf.
+    """
+    leaves, treedef = jax.tree.flatten(grads)
+    placements = jax.tree.leaves(layout)
+    others = tuple(axis for axis in axes if axis != FSDP_AXIS)
+    for is_sharded, over in ((False, axes), (True, others)):
+        chosen = [i for i, p in enumerate(placements) if (p.dim is not None) == is_sharded]
+        means = collectives.all_mean_tree(
+            [leaves[i] for i in chosen], over, reduction, dtype=dtype, bucket_bytes=bucket_bytes
+        )
+        for i, mean in zip(chosen, means, strict=True):
+            leaves[i] = mean
+    return jax.tree.unflatten(treedef, leaves)
+
+
+@gin.register(module="strategies")
+def scatter_gradients(
+    grads: PyTree,
+    layout: PyTree,
+    *,
+    axes: Axes,
+    reduction: Reduction,
+    dtype: Any = None,
+    bucket_bytes: int = collectives.DEFAULT_BUCKET_BYTES,
+) -> PyTree:
+    """Reduce-scatters gradients: each device gets its slice of the mean, as `update_slices` needs.
+
+    Over `fsdp` first, in buckets; slices, and what the layout keeps whole, are then averaged over
+    the other axes. At a group of ranks this is what MLX's `fsdp_apply_gradients` does.
+
+    Args:
+        grads: Whole gradients of this device's examples.
+        layout: Which slice of each one a device updates.
+        axes: The mesh axes that the batch is split over.
+        reduction: How they are summed.
+        dtype: dtype on the wire; None: each gradient's own.
+        bucket_bytes: Bytes that travel in one collective; <= 0: one collective for each leaf.
+    """
+    slices = collectives.scatter_mean_tree(
+        grads, layout, reduction, dtype=dtype, bucket_bytes=bucket_bytes
+    )
+    return average_gradients(
+        slices, layout, axes=axes, reduction=reduction, dtype=dtype, bucket_bytes=bucket_bytes
+    )
+
+
+@gin.register(module="strategies")
+def update_local(
+    optimizer: optax.GradientTransformation,
+    grads: PyTree,
+    opt_state: PyTree,
+    params: PyTree,
+    layout: PyTree,
+) -> tuple[PyTree, PyTree]:
+    """Applies the optimizer to what this device holds: whole parameters, or its shards."""
+    del layout
+    return apply_optimizer(optimizer, grads, opt_state, params)
+
+
+@gin.register(module="strategies")
+def update_slices(
+    optimizer: optax.GradientTransformation,
+    grads: PyTree,
+    opt_state: PyTree,
+    params: PyTree,
+    layout: PyTree,
+    *,
+    bucket_bytes: int = collectives.DEFAULT_BUCKET_BYTES,
+) -> tuple[PyTree, PyTree]:
+    """Applies the optimizer to this device's slice of whole parameters, then gathers them.
+
+    Args:
+        optimizer: The optimizer.
+        grads: This device's slices of the gradients, as `scatter_gradients` leaves them.
+        opt_state: This device's slice of the optimizer state.
+        params: Whole parameters.
+        layout: Which slice of each one a device updates.
+        bucket_bytes: Bytes that travel in one collective; <= 0: one collective for each leaf.
+    """
+    slices = collectives.shard_tree(params, layout)
+    slices, opt_state = apply_optimizer(optimizer, grads, opt_state, slices)
+    return collectives.gather_tree(slices, layout, bucket_bytes=bucket_bytes), opt_state

@@ -1,0 +1,211 @@
+"""What a strategy is: a recipe of four slots, and what an engine builds from it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import gin
+import jax
+import numpy as np
+import optax
+from jax.sharding import Mesh
+
+from research_dp.distributed.collectives import PLAIN, Reduction
+from research_dp.distributed.errors import UsageError
+from research_dp.distributed.layout import Rule
+from research_dp.distributed.trainable import TrainableModel
+
+PyTree = Any
+Metrics = Mapping[str, jax.Array]
+
+
+class TrainState(NamedTuple):
+    """Everything that training changes; global arrays.
+
+    Attributes:
+        step: Number of steps done; 0-d int32.
+        params: Parameters by path.
+        model_state: E.g. batch statistics.
+        opt_state: Optimizer state, with parameters' shapes, addressed by parameter path.
+    """
+
+    step: Any
+    params: PyTree
+    model_state: PyTree
+    opt_state: PyTree
+
+
+class PlacedBatch(NamedTuple):
+    """A batch on the devices.
+
+    Attributes:
+        examples: Arrays (accumulation_steps, batch_size / accumulation_steps, ...).
+        position: The examples' places in the global batch, from which their random keys come;
+            int32 (accumulation_steps, batch_size / accumulation_steps).
+    """
+
+    examples: Mapping[str, Any]
+    position: Any
+
+
+class Layouts(NamedTuple):
+    """Where things lie: trees of `Placement`.
+
+    Attributes:
+        params: Parameters between steps.
+        slices: Gradients as the update takes them, and the optimizer state.
+    """
+
+    params: PyTree
+    slices: PyTree
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainSpec:
+    """What a strategy is built for.
+
+    Attributes:
+        model: The model.
+        optimizer: The optimizer.
+        example: Shape and dtype of one example's arrays, without a batch dim.
+        batch_size: Examples a step, over all devices and micro-batches.
+        accumulation_steps: Micro-batches a step.
+        max_grad_norm: Gradients are scaled down to this global L2 norm; None: never.
+        seed: Seed of dropout keys (initialisation takes its key as an argument).
+    """
+
+    model: TrainableModel
+    optimizer: optax.GradientTransformation
+    example: Mapping[str, jax.ShapeDtypeStruct]
+    batch_size: int
+    accumulation_steps: int = 1
+    max_grad_norm: float | None = None
+    seed: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Strategy:
+    """A strategy built for one model and mesh: `init`, `place_batch`, `train_step`, `eval_step`.
+
+    Attributes:
+        name: The recipe's name.
+        mesh: The mesh.
+        layouts: Where parameters and optimizer state lie, and why.
+        abstract_state: Shapes, dtypes and shardings of the state.
+        train_rows: Places in the global batch of the examples that this process provides.
+        eval_rows: The same for evaluation, whose batch has `eval_batch_size` examples.
+        eval_batch_size: batch_size / accumulation_steps.
+        init: key -> TrainState, sharded from birth.
+        place_batch: Host arrays of this process's `train_rows` -> PlacedBatch.
+        place_eval_batch: Host arrays of this process's `eval_rows` -> examples on the devices.
+        train_step: (TrainState, PlacedBatch) -> (TrainState, metrics); the old state is donated.
+            Metrics are arrays (2,): sum and count.
+        eval_step: (TrainState, examples) -> metrics.
+    """
+
+    name: str
+    mesh: Mesh
+    layouts: Layouts
+    abstract_state: TrainState
+    train_rows: np.ndarray
+    eval_rows: np.ndarray
+    eval_batch_size: int
+    init: Callable[[jax.Array], TrainState]
+    place_batch: Callable[[Mapping[str, np.ndarray]], PlacedBatch]
+    place_eval_batch: Callable[[Mapping[str, np.ndarray]], PyTree]
+    train_step: Callable[[TrainState, PlacedBatch], tuple[TrainState, Metrics]]
+    eval_step: Callable[[TrainState, PyTree], Metrics]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A strategy before it meets a model: the engine, the mesh and the four slots.
+
+    `data_parallel` makes one, and says what the fields mean.
+    """
+
+    name: str
+    engine: Callable[[Recipe, TrainSpec], Strategy]
+    mesh: Mesh
+    shard: Rule | None
+    gather: Callable[..., PyTree] | None
+    sync: Callable[..., PyTree] | None
+    update: Callable[..., tuple[PyTree, PyTree]] | None
+    sync_each: str
+    reduction: Reduction
+    accumulation_dtype: Any
+
+    def build(self, spec: TrainSpec) -> Strategy:
+        """Builds the strategy for a model and a batch.
+
+        Raises:
+            UsageError: The slots do not fit the engine, the batch does not divide, or the
+                optimizer cannot be applied to shards.
+        """
+        return self.engine(self, spec)
+
+    def refuse_slots(self, names: tuple[str, ...], why: str) -> None:
+        """Raises UsageError if one of these slots is filled."""
+        for name in names:
+            value = getattr(self, name)
+            if value is not None:
+                raise UsageError(
+                    f"data_parallel.{name} = {getattr(value, '__name__', value)}: {why}",
+                    binding=f"data_parallel.{name}",
+                )
+
+
+@gin.register(module="strategies")
+def data_parallel(
+    *,
+    name: str = gin.REQUIRED,
+    engine: Callable[[Recipe, TrainSpec], Strategy] = gin.REQUIRED,
+    mesh: Mesh = gin.REQUIRED,
+    shard: Rule | None = None,
+    gather: Callable[..., PyTree] | None = None,
+    sync: Callable[..., PyTree] | None = None,
+    update: Callable[..., tuple[PyTree, PyTree]] | None = None,
+    sync_each: str = "step",
+    reduction: Reduction = PLAIN,
+    accumulation_dtype: Any = None,
+) -> Recipe:
+    """Composes a strategy from an engine, a mesh and four functions.
+
+    Args:
+        name: What the run's summary calls it.
+        engine: `mapped`, `compiled` or `pmapped`.
+        mesh: The device mesh.
+        shard: (path, shape, axis size) -> `Choice`: the dim of a parameter that lies on mesh axis
+            `fsdp`. Parameters lie as it says where something can make them whole again: `gather`,
+            or the compiler. Without `gather` a mapped strategy keeps whole parameters, and `shard`
+            says which slice of each one a device updates. None: nothing is sharded.
+        gather: (held, layout, reduction=) -> whole parameters for compute, whose gradients come
+            back as this device's shard of the mean over `fsdp`. None: parameters are whole.
+        sync: (grads, layout, axes=, reduction=) -> gradients as `update` takes them, averaged
+            over devices. None: nothing is to be averaged, or the compiler does it.
+        update: (optimizer, grads, opt_state, params, layout) -> (params, opt_state). None: the
+            optimizer is applied to whole arrays.
+        sync_each: When `sync` is called: each 'step', or each 'micro_batch'.
+        reduction: How partial sums become one; `sync`, `gather` and `update` receive it.
+        accumulation_dtype: dtype in which gradients of micro-batches are added up; None: their
+            own.
+    """
+    if sync_each not in ("step", "micro_batch"):
+        raise UsageError(
+            f"data_parallel.sync_each = {sync_each!r}: use 'step' or 'micro_batch'.",
+            binding="data_parallel.sync_each",
+        )
+    return Recipe(
+        name=name,
+        engine=engine,
+        mesh=mesh,
+        shard=shard,
+        gather=gather,
+        sync=sync,
+        update=update,
+        sync_each=sync_each,
+        reduction=reduction,
+        accumulation_dtype=accumulation_dtype,
+    )

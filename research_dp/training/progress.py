@@ -1,0 +1,143 @@
+"""What a person sees while a run runs: a bar on a terminal, lines elsewhere; and the profiler."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import jax
+from rich import progress as rich_progress
+from rich.console import Console
+
+_PROFILED_STEPS = 5
+
+
+class Clock:
+    """Counts steps and the time they took, without compilation, evaluation and saving.
+
+    Args:
+        batch_size: Examples a step.
+    """
+
+    def __init__(self, batch_size: int):
+        self._batch_size = batch_size
+        self._steps = self._all_steps = 0
+        self._seconds = self._all_seconds = 0.0
+        self._running_since: float | None = None
+
+    def start(self) -> None:
+        if self._running_since is None:
+            self._running_since = time.perf_counter()
+
+    def stop(self) -> None:
+        if self._running_since is not None:
+            passed = time.perf_counter() - self._running_since
+            self._seconds, self._all_seconds = self._seconds + passed, self._all_seconds + passed
+            self._running_since = None
+
+    def count_step(self) -> None:
+        """Counts a step, if the clock runs."""
+        if self._running_since is not None:
+            self._steps, self._all_steps = self._steps + 1, self._all_steps + 1
+
+    def rates(self) -> dict[str, float]:
+        """Steps and examples a second since the last call; nothing if no step was counted."""
+        if self._running_since is not None:
+            self.stop()
+            self.start()
+        if not self._steps:
+            return {}
+        rate = self._steps / self._seconds
+        self._steps, self._seconds = 0, 0.0
+        return {"steps_per_second": rate, "examples_per_second": rate * self._batch_size}
+
+    def overall(self) -> float | None:
+        """Steps a second of the whole run so far."""
+        return self._all_steps / self._all_seconds if self._all_steps else None
+
+
+class Progress:
+    """Shows steps, rate, time left and the newest metrics; only process 0 prints.
+
+    Args:
+        num_steps: Step at which the run ends.
+        first_step: Step at which it begins.
+    """
+
+    def __init__(self, num_steps: int, first_step: int):
+        self._num_steps = num_steps
+        self._console = Console(quiet=jax.process_index() != 0, soft_wrap=True, highlight=False)
+        self._bar: rich_progress.Progress | None = None
+        if self._console.is_terminal:
+            self._bar = rich_progress.Progress(
+                rich_progress.TextColumn("step {task.completed}/{task.total}"),
+                rich_progress.BarColumn(),
+                rich_progress.TextColumn("{task.fields[rate]}"),
+                rich_progress.TimeRemainingColumn(),
+                console=self._console,
+            )
+            self._task = self._bar.add_task("", total=num_steps, completed=first_step, rate="")
+            self._bar.start()
+
+    def say(self, text: str) -> None:
+        """Prints a line."""
+        self._console.print(text, markup=False)
+
+    def step(self, step: int) -> None:
+        """Moves the bar, if there is one."""
+        if self._bar:
+            self._bar.update(self._task, completed=step)
+
+    def metrics(self, split: str, step: int, scalars: Mapping[str, float]) -> None:
+        """Prints metrics of a split, with rate and time left where the scalars have a rate."""
+        shown = {k: v for k, v in scalars.items() if not k.endswith("_per_second")}
+        parts = [f"{name} {value:.4g}" for name, value in shown.items()]
+        rate = scalars.get("steps_per_second")
+        if rate:
+            left = (self._num_steps - step) / rate
+            parts += [f"{rate:.1f} steps/s", f"{scalars['examples_per_second']:,.0f} examples/s"]
+            if self._bar:
+                self._bar.update(self._task, rate=f"{rate:.1f} steps/s")
+            parts.append(f"{_duration(left)} left")
+        self.say(f"{split:5s} step {step}/{self._num_steps}  " + "  ".join(parts))
+
+    def close(self) -> None:
+        if self._bar:
+            self._bar.stop()
+
+
+class Profile:
+    """Traces a few steps with JAX's profiler, for TensorBoard or Perfetto.
+
+    Args:
+        at: Step after which to begin; None: never.
+        folder: Where the trace goes.
+    """
+
+    def __init__(self, at: int | None, folder: Path):
+        self._at, self._folder = at, folder
+        self._tracing = False
+
+    def step(self, step: int) -> None:
+        """Starts or stops the trace, after a step."""
+        if self._at is None:
+            return
+        if step == self._at:
+            jax.profiler.start_trace(str(self._folder))
+            self._tracing = True
+        elif step >= self._at + _PROFILED_STEPS:
+            self.close()
+
+    def close(self) -> None:
+        if self._tracing:
+            jax.profiler.stop_trace()
+            self._tracing = False
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {seconds} s" if minutes else f"{seconds} s"

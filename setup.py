@@ -1,0 +1,51 @@
+"""Package metadata. Tested versions are pinned in constraints.txt, which the README uses."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+# Each dependency with its tested range and what it is there for.
+INSTALL_REQUIRES = [
+    "jax>=0.10.2,<0.12",  # the arrays, the meshes, the compiler
+    "flax>=0.12.8,<0.13",  # models: Linen and NNX
+    "optax>=0.2.8,<0.3",  # optimizers and schedules
+    "gin-config>=0.5.0,<0.6",  # the configuration
+    "numpy>=2.0",  # host arrays
+    "tensorflow-datasets>=4.9.10,<5",  # data sets
+    "array_record>=0.8.3",  # TFDS's random-access file format
+    "importlib_resources>=6.0",  # TFDS imports it for builders in packages, undeclared
+    "tensorflow-cpu>=2.20,<3; platform_machine == 'x86_64' and sys_platform == 'linux'",
+    "tensorflow>=2.20,<3; platform_machine != 'x86_64' or sys_platform != 'linux'",
+    # ^ TFDS writes data sets with it, CLU's TensorBoard writer uses it; never needed to train
+    "tensorboard>=2.20",  # CLU's writers import it
+    "clu>=0.0.12,<0.1",  # metrics, and writers for TensorBoard
+    "grain>=0.2.18,<0.3",  # threads and processes that read batches ahead
+    "orbax-checkpoint>=0.12.8,<0.13",  # checkpoints
+    "rich>=13",  # the progress bar and tables on a terminal
+    "pillow>=10",  # decoding and resizing images
+    "scikit-learn>=1.5",  # ships the handwritten digits
+]
+
+EXTRAS = {
+    "test": ["pytest>=8", "hypothesis>=6.100"],  # the test suite; property tests
+    "dev": ["ruff>=0.14", "mypy>=1.18", "pre-commit>=4"],  # linter and formatter, types, hooks
+}
+
+setup(
+    name="research_dp",
+    version="0.1.0",
+    description="Data-parallel training in JAX, the strategy chosen by a gin file.",
+    long_description=Path(__file__).with_name("README.md").read_text(),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=find_packages(include=["research_dp", "research_dp.*"]),
+    package_data={"research_dp": ["py.typed"]},
+    install_requires=INSTALL_REQUIRES,
+    extras_require=EXTRAS,
+    classifiers=[
+        "License :: OSI Approved :: Apache Software License",
+        "Programming Language :: Python :: 3.11",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+)
