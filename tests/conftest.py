@@ -1,0 +1,59 @@
+"""Eight CPU devices, one folder of prepared data, and no gin left over from another test."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import gin
+import jax
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture(autouse=True)
+def clean_gin(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    with gin.unlock_config():
+        gin.clear_config()
+    yield
+    with gin.unlock_config():
+        gin.clear_config()
+
+
+@pytest.fixture(scope="session")
+def data_dir(tmp_path_factory):
+    """Where TFDS data sets are prepared for the tests."""
+    return tmp_path_factory.mktemp("tfds")
+
+
+@pytest.fixture(scope="session")
+def command(data_dir, tmp_path_factory):
+    """Runs `python -m research_dp.train` with these flags; returns the finished process."""
+    environment = {
+        **os.environ,
+        "TFDS_DATA_DIR": str(data_dir),
+        "JAX_PLATFORMS": "cpu",
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("xla")),
+        "PYTHONPATH": str(ROOT),
+    }
+
+    def run(*flags, start_only=False, cwd=ROOT, module="research_dp.train", **extra):
+        words = [sys.executable, "-m", module, *map(str, flags)]
+        options = {"cwd": cwd, "env": {**environment, **extra}, "text": True}
+        if start_only:
+            pipe = subprocess.PIPE
+            return subprocess.Popen(words, stdout=pipe, stderr=subprocess.STDOUT, **options)
+        return subprocess.run(words, capture_output=True, timeout=300, **options)
+
+    return run
+
+
+def stems():
+    """Names of the shipped strategies."""
+    return sorted(path.stem for path in (ROOT / "gin" / "strategies").glob("*.gin"))

@@ -1,0 +1,152 @@
+"""The primitives: means, dtypes on the wire, buckets, norms."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from research_dp.analysis.traffic import collectives as read
+from research_dp.distributed import collectives
+from research_dp.distributed.collectives import GatherOptions
+from research_dp.distributed.layout import choose_dim, lay_out
+from research_dp.distributed.mesh import make_mesh
+from research_dp.distributed.updates import clip_factor
+
+AXES = ("data", "fsdp")
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return make_mesh({"data": 1, "fsdp": 8})
+
+
+def mapped(mesh, function, in_specs, out_specs):
+    sharded = jax.shard_map(
+        function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+    )
+    return jax.jit(sharded)
+
+
+def rule(path, shape, size):
+    return choose_dim(shape, size, 0)
+
+
+def test_gathered_gradient_is_the_mean(mesh):
+    def loss(w):
+        full = collectives.gather_with_mean_grads(w, GatherOptions(0, "fsdp"))
+        return jnp.sum(full) * (jax.lax.axis_index("fsdp") + 1.0)
+
+    value, grad = mapped(
+        mesh,
+        lambda w: jax.tree.map(jnp.atleast_1d, jax.value_and_grad(loss)(w)),
+        P("fsdp"),
+        P("fsdp"),
+    )(jnp.arange(16.0))
+    np.testing.assert_array_equal(value, 120.0 * np.arange(1, 9))
+    np.testing.assert_array_equal(grad, np.full(16, 4.5))
+
+
+@pytest.mark.parametrize(
+    ("gather_dtype", "scatter_dtype", "on_wire"),
+    [
+        (None, None, ("float32", "float32")),
+        ("bfloat16", None, ("bfloat16", "float32")),
+        (None, "bfloat16", ("float32", "bfloat16")),
+        ("bfloat16", "float16", ("bfloat16", "float16")),
+    ],
+)
+def test_collectives_carry_the_named_dtypes(mesh, gather_dtype, scatter_dtype, on_wire):
+    options = GatherOptions(0, "fsdp", gather_dtype, scatter_dtype)
+
+    def loss(w):
+        full = collectives.gather_with_mean_grads(w, options)
+        assert full.dtype == jnp.dtype(gather_dtype or "float32")
+        return jnp.sum(full.astype(jnp.float32))
+
+    found = read(mapped(mesh, jax.grad(loss), P("fsdp"), P("fsdp")), jnp.ones(16))
+    wire = {c.kind: c.dtype for c in found}
+    assert (wire["all-gather"], wire["reduce-scatter"]) == on_wire
+    grad = mapped(mesh, jax.grad(loss), P("fsdp"), P("fsdp"))(jnp.ones(16))
+    assert grad.dtype == jnp.float32
+    np.testing.assert_array_equal(grad, 1.0)
+
+
+@pytest.mark.parametrize("bucket_bytes", [2**25, 200, 0])
+def test_trees_travel_in_buckets_and_come_back_as_they_were(mesh, bucket_bytes):
+    # Small whole numbers, so that the mean of eight equal ones is exact.
+    tree = {
+        "a": jnp.arange(48.0).reshape(3, 16),
+        "b": jnp.arange(120.0).reshape(24, 5),
+        "c": jnp.arange(64, dtype=jnp.bfloat16).reshape(4, 8, 2),
+        "d": jnp.ones((7,)),
+    }
+    layout = lay_out(tree, rule, 8)
+    assert [layout[k].dim for k in "abcd"] == [1, 0, 1, None]
+
+    def there_and_back(tree):
+        scattered = collectives.scatter_mean_tree(tree, layout, bucket_bytes=bucket_bytes)
+        for name, leaf in scattered.items():
+            assert leaf.dtype == tree[name].dtype
+        sliced = collectives.shard_tree(tree, layout)
+        same = jax.tree.map(lambda x, y: jnp.all(x == y), scattered, sliced)
+        return collectives.gather_tree(scattered, layout, bucket_bytes=bucket_bytes), same
+
+    back, same = mapped(mesh, there_and_back, P(), P())(tree)
+    assert all(jax.tree.leaves(jax.tree.map(bool, same)))
+    jax.tree.map(np.testing.assert_array_equal, back, tree)
+
+
+@pytest.mark.parametrize(("bucket_bytes", "count"), [(2**25, 1), (201, 2), (200, 2), (0, 10)])
+def test_ten_leaves_make_few_collectives(mesh, bucket_bytes, count):
+    tree = [jnp.ones(10) for _ in range(10)]
+    mean = functools.partial(collectives.all_mean_tree, axes=AXES, bucket_bytes=bucket_bytes)
+    found = read(mapped(mesh, mean, P(), P()), tree)
+    assert [c.kind for c in found] == ["all-reduce"] * count
+    assert sum(c.nbytes for c in found) == 400
+
+
+def test_buckets_close_when_full_and_keep_dtypes_apart():
+    f32, bf16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
+    forty = [(f32, 40)] * 10
+    assert [len(b) for b in collectives.make_buckets(forty, 200)] == [5, 5]
+    assert [len(b) for b in collectives.make_buckets(forty, 201)] == [6, 4]
+    mixed = [(f32, 40), (bf16, 20), (f32, 40)]
+    assert collectives.make_buckets(mixed, 1000) == [[0, 2], [1]]
+    assert collectives.make_buckets([], 1000) == []
+
+
+def test_global_norm_counts_shards_and_whole_leaves_once(mesh):
+    tree = {"w": jnp.ones(16), "b": jnp.full((3,), 2.0)}
+    layout = lay_out(tree, rule, 8)
+
+    def norm(w, b):
+        return collectives.global_norm({"w": w, "b": b}, layout)
+
+    value = mapped(mesh, norm, (P("fsdp"), P()), P())(tree["w"], tree["b"])
+    assert float(value) == pytest.approx(np.sqrt(16 + 12))
+
+
+def test_clip_factor():
+    assert float(clip_factor(jnp.float32(4.0), 1.0)) == 0.25
+    assert float(clip_factor(jnp.float32(0.5), 1.0)) == 1.0
+    assert float(clip_factor(jnp.float32(9.0), None)) == 1.0
+
+
+def test_traffic_multiplies_loops_and_knows_ring_factors(mesh):
+    def step(x):
+        def body(carry, _):
+            return carry + jax.lax.psum(x, "fsdp"), None
+
+        total, _ = jax.lax.scan(body, x, length=3)
+        return jax.lax.all_gather(total, "fsdp", tiled=True)
+
+    found = read(mapped(mesh, step, P("fsdp"), P()), jnp.ones(64, jnp.bfloat16))
+    assert [(c.kind, c.times, c.nbytes, c.dtype) for c in found] == [
+        ("all-reduce", 3, 16, "bfloat16"),
+        ("all-gather", 1, 128, "bfloat16"),
+    ]
+    assert found[0].wire_bytes == 3 * 2 * 16 * 7 / 8
+    assert found[1].wire_bytes == 128 * 7 / 8

@@ -1,0 +1,92 @@
+"""The rule and the mesh."""
+
+import gin
+import jax
+import numpy as np
+import pytest
+
+from research_dp.distributed.errors import UsageError
+from research_dp.distributed.layout import Choice, choose_dim, lay_out
+from research_dp.distributed.mesh import make_mesh, one_device_mesh
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim"),
+    [
+        ((16,), 0),
+        ((784, 512), 0),
+        ((512, 512), 1),
+        ((8, 24), 1),
+        ((24, 8), 0),
+        ((7, 16), 1),
+        ((8, 8, 8), 2),
+        ((64, 64, 3, 3), 1),
+        ((7, 9), None),
+        ((12, 20), None),
+        ((), None),
+        ((0, 8), None),
+    ],
+)
+def test_largest_divisible_dim_with_ties_to_the_higher_index(shape, dim):
+    choice = choose_dim(shape, 8, min_weight_size=0)
+    assert choice.dim == dim
+    assert bool(choice.reason) == (dim is None)
+
+
+def test_an_array_at_the_threshold_stays_whole():
+    assert choose_dim((16,), 8, min_weight_size=16).dim is None
+    assert choose_dim((16,), 8, min_weight_size=15).dim == 0
+    assert choose_dim((512, 512), 8).dim is None
+    assert choose_dim((520, 512), 8).dim == 0
+
+
+def test_a_taken_dim_is_not_chosen():
+    assert choose_dim((64, 16), 8, 0, free=(False, True)).dim == 1
+    assert choose_dim((64, 16), 8, 0, free=(False, False)).dim is None
+
+
+def test_a_rule_that_does_not_divide_is_refused_with_path_shape_and_size():
+    tree = {"a": {"kernel": jax.ShapeDtypeStruct((6, 8), np.float32)}}
+    with pytest.raises(UsageError, match=r"dim 0 of a/kernel \(6, 8\), which 4 devices"):
+        lay_out(tree, lambda path, shape, size: Choice(0), 4)
+
+
+def test_layout_says_bytes_and_reason():
+    tree = {
+        "w": jax.ShapeDtypeStruct((64, 8), np.float32),
+        "b": jax.ShapeDtypeStruct((3,), np.float32),
+    }
+    layout = lay_out(tree, lambda path, shape, size: choose_dim(shape, size, 0), 8)
+    assert layout["w"].nbytes_per_device == 64 * 8 * 4 // 8
+    assert layout["b"].nbytes_per_device == 12
+    assert "divisible by 8" in layout["b"].reason
+
+
+def test_mesh_fills_up_and_keeps_the_order_of_axes():
+    assert dict(make_mesh({"fsdp": -1, "data": 2}).shape) == {"data": 2, "fsdp": 4}
+    assert dict(make_mesh({"data": -1}).shape) == {"data": 8, "fsdp": 1}
+    assert one_device_mesh().size == 1
+
+
+@pytest.mark.parametrize(
+    ("axes", "message"),
+    [
+        ({"data": 3, "fsdp": 4}, r"data 3 x fsdp 4 = 12 devices, but 8 cpu devices are present"),
+        ({"data": 3, "fsdp": -1}, r"data 3 x fsdp \? cannot make 8"),
+        ({"data": 2, "fsdp": 2}, r"= 4 devices, but 8"),
+        ({"data": -1, "fsdp": -1}, "only one axis may be -1"),
+        ({"data": 0}, "size 0"),
+        ({"model": 8}, "unknown axis 'model'"),
+        ({"data": 8.0}, "size 8.0"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_is_refused_with_the_equation(axes, message):
+    with pytest.raises(UsageError, match=message) as caught:
+        make_mesh(axes)
+    assert caught.value.binding == "make_mesh.axes"
+
+
+def test_gin_reaches_the_rule():
+    gin.parse_config("largest_dim.min_weight_size = 7")
+    rule = gin.get_configurable("largest_dim")
+    assert rule("w", (8,), 8).dim == 0

@@ -1,0 +1,275 @@
+"""Every strategy computes what `single` computes, at the bytes that its row of the table says."""
+
+import functools
+
+import gin
+import jax
+import numpy as np
+import optax
+import pytest
+from conftest import ROOT, stems
+
+from research_dp.analysis.traffic import collectives
+from research_dp.distributed.errors import UsageError
+from research_dp.distributed.placement import fingerprint
+from research_dp.models import convnet, mlp, resnet
+from research_dp.strategies import TrainSpec
+
+BATCH, STEPS = 32, 4
+EXAMPLE = {
+    "image": jax.ShapeDtypeStruct((4, 4, 1), np.float32),
+    "label": jax.ShapeDtypeStruct((), np.int32),
+}
+
+
+@functools.cache
+def batches():
+    rng = np.random.default_rng(0)
+    return [
+        {
+            "image": rng.normal(size=(BATCH, 4, 4, 1)).astype(np.float32),
+            "label": rng.integers(0, 10, BATCH).astype(np.int32),
+        }
+        for _ in range(STEPS)
+    ]
+
+
+def recipe(stem, *bindings):
+    gin.parse_config_file(str(ROOT / "gin" / "strategies" / f"{stem}.gin"))
+    gin.parse_config(["largest_dim.min_weight_size = 64", *bindings])
+    train = gin.query_parameter("train.strategy")
+    return train.configurable.wrapper() if hasattr(train, "configurable") else train
+
+
+def build(stem, model, *, bindings=(), accumulation=1, clip=None, optimizer=None):
+    import research_dp.training.loop  # noqa: F401  (registers `train`)
+
+    spec = TrainSpec(
+        model=model,
+        optimizer=optimizer or optax.adam(1e-2),
+        example=EXAMPLE,
+        batch_size=BATCH,
+        accumulation_steps=accumulation,
+        max_grad_norm=clip,
+        seed=3,
+    )
+    return recipe(stem, *bindings).build(spec)
+
+
+def run(strategy, steps=STEPS, change=lambda batch: batch):
+    """(initial fingerprint, losses, gradient norms, parameters, eval metrics)."""
+    state = strategy.init(jax.random.key(0))
+    born = fingerprint(state.params)
+    losses, norms = [], []
+    for batch in batches()[:steps]:
+        local = {name: x[strategy.train_rows] for name, x in change(batch).items()}
+        state, metrics = strategy.train_step(state, strategy.place_batch(local))
+        losses.append(float(metrics["loss"][0] / metrics["loss"][1]))
+        norms.append(float(metrics["grad_norm"][0]))
+    part = {name: x[: strategy.eval_batch_size] for name, x in batches()[0].items()}
+    mask = (np.arange(strategy.eval_batch_size) < 5).astype(np.float32)
+    examples = strategy.place_eval_batch({**part, "mask": mask})
+    metrics = jax.device_get(strategy.eval_step(state, examples))
+    return born, losses, norms, jax.device_get(state.params), metrics
+
+
+def small(api):
+    return mlp(api=api, widths=(32, 16), num_classes=10, dropout_rate=0.3)
+
+
+@functools.cache
+def oracle(api):
+    with gin.unlock_config():
+        gin.clear_config()
+    return run(build("single", small(api), accumulation=2, clip=0.5))
+
+
+@pytest.mark.parametrize("api", ["linen", "nnx"])
+@pytest.mark.parametrize("stem", [s for s in stems() if s != "single"])
+def test_follows_single_with_dropout_clipping_and_accumulation(stem, api):
+    expected = oracle(api)
+    gin.clear_config()
+    born, losses, norms, params, metrics = run(build(stem, small(api), accumulation=2, clip=0.5))
+    assert born == expected[0], "initial parameters are not the same bits"
+    np.testing.assert_allclose(losses, expected[1], atol=2e-6)
+    np.testing.assert_allclose(norms, expected[2], rtol=1e-5)
+    assert max(expected[2]) > 0.5, "nothing was clipped"
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-5), params, expected[3])
+    assert metrics["loss"][1] == 5.0
+    np.testing.assert_allclose(metrics["loss"], expected[4]["loss"], rtol=1e-4)
+
+
+@pytest.mark.parametrize("stem", ["ddp", "fsdp", "spmd_fsdp"])
+def test_batch_norm_sees_the_global_micro_batch(stem):
+    model = convnet(features=(8,), hidden=16, num_classes=10, norm="batch")
+    expected = run(build("single", model, accumulation=2), steps=2)
+    gin.clear_config()
+    _, losses, _, params, metrics = run(build(stem, model, accumulation=2), steps=2)
+    np.testing.assert_allclose(losses, expected[1], atol=2e-6)
+    np.testing.assert_allclose(metrics["loss"], expected[4]["loss"], rtol=1e-3)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-4), params, expected[3])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("api", ["linen", "nnx"])
+@pytest.mark.parametrize("stem", [s for s in stems() if s != "single"])
+def test_resnet_with_batch_norm_follows_single(stem, api):
+    model = resnet(api=api, stages=(1, 1), width=8, num_classes=10)
+    expected = run(build("single", model), steps=2)
+    gin.clear_config()
+    born, losses, *_ = run(build(stem, model), steps=2)
+    assert born == expected[0]
+    np.testing.assert_allclose(losses, expected[1], atol=1e-5)
+
+
+def test_masked_examples_do_not_count_wherever_they_lie():
+    def mask(batch):
+        return {**batch, "mask": (np.arange(BATCH) % 8 < 3).astype(np.float32)}
+
+    model = mlp(widths=(16,), num_classes=10)
+    expected = run(build("single", model), change=mask)
+    gin.clear_config()
+    _, losses, norms, params, _ = run(build("fsdp", model), change=mask)
+    np.testing.assert_allclose(losses, expected[1], atol=2e-6)
+    np.testing.assert_allclose(norms, expected[2], rtol=1e-5)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-5), params, expected[3])
+
+
+def test_fsdp_holds_an_eighth_of_what_is_sharded():
+    strategy = build("fsdp", small("linen"))
+    state = strategy.init(jax.random.key(0))
+    device = jax.devices()[0]
+
+    def held(tree):
+        return sum(
+            shard.data.nbytes
+            for leaf in jax.tree.leaves(tree)
+            for shard in leaf.addressable_shards
+            if shard.device == device
+        )
+
+    placements = jax.tree.leaves(strategy.layouts.params)
+    sharded = sum(p.nbytes for p in placements if p.dim is not None)
+    whole = sum(p.nbytes for p in placements if p.dim is None)
+    assert sharded > 5 * whole
+    assert held(state.params) == sharded // 8 + whole
+    assert held(state.opt_state) == 2 * (sharded // 8 + whole) + 4
+
+
+# Wire bytes in units of P (n - 1) / n bytes of float32, for k micro-batches, where everything is
+# sharded that can be; the table of README.md.
+WIRE = {
+    "ddp": lambda k: 2,
+    "pmap": lambda k: 2,
+    "zero1": lambda k: 2,
+    "zero2": lambda k: k + 1,
+    "fsdp": lambda k: 3 * k,
+    "fsdp_keep": lambda k: 2 * k,
+}
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("stem", sorted(WIRE))
+def test_wire_bytes_are_those_of_the_table(stem, accumulation):
+    # One matrix after another, so that every parameter is sharded and needed on the way back.
+    strategy = build(stem, one_matrix(), accumulation=accumulation)
+    found = traffic(strategy)
+    params = sum(p.nbytes for p in jax.tree.leaves(strategy.layouts.params))
+    expected = WIRE[stem](accumulation) * params * 7 / 8
+    measured = sum(c.wire_bytes for c in found if c.nbytes > 64)
+    assert measured == pytest.approx(expected)
+
+
+def test_hsdp_keeps_big_collectives_inside_its_groups():
+    strategy = build("hsdp", one_matrix())
+    params = sum(p.nbytes for p in jax.tree.leaves(strategy.layouts.params))
+    inside = [c for c in traffic(strategy) if c.axes == ("fsdp",) and c.nbytes > 64]
+    across = [c for c in traffic(strategy) if c.axes == ("data",) and c.nbytes > 64]
+    assert dict(strategy.mesh.shape) == {"data": 2, "fsdp": 4}
+    assert sum(c.wire_bytes for c in inside) == pytest.approx(3 * params * 3 / 4)
+    assert sum(c.wire_bytes for c in across) == pytest.approx(2 * params / 4 * 1 / 2)
+
+
+def traffic(strategy):
+    batch = strategy.place_batch({n: x[strategy.train_rows] for n, x in batches()[0].items()})
+    return collectives(strategy.train_step, strategy.abstract_state, batch)
+
+
+def one_matrix():
+    """A model of two square matrices and nothing else."""
+    import jax.numpy as jnp
+
+    from research_dp.distributed.trainable import LossOutput, TrainableModel
+
+    def init(key, batch):
+        first, second = jax.random.split(key)
+        return {
+            "a": jax.random.normal(first, (16, 16)),
+            "b": jax.random.normal(second, (16, 16)),
+        }, {}
+
+    def loss(params, state, batch, keys, *, train, batch_axes):
+        x = batch["image"].reshape(-1, 16)
+        y = jnp.tanh(jnp.tanh(x * params["a"].mean(0, keepdims=True) @ params["a"]) @ params["b"])
+        # Depends on the parameters twice, so that both are needed on the way back.
+        y = y * jnp.sum(params["a"] ** 2)
+        total = jnp.sum(jnp.square(y))
+        return LossOutput(total, jnp.float32(x.shape[0]), state, {})
+
+    return TrainableModel(init, loss)
+
+
+def test_optimizers_that_need_whole_parameters_are_refused_on_shards():
+    with pytest.raises(UsageError, match="mixes elements of a parameter"):
+        build("fsdp", small("linen"), optimizer=optax.lamb(1e-3))
+    gin.clear_config()
+    with pytest.raises(UsageError, match=r"train\.max_grad_norm"):
+        build(
+            "zero1",
+            small("linen"),
+            optimizer=optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)),
+        )
+    gin.clear_config()
+    build("ddp", small("linen"), optimizer=optax.lamb(1e-3))
+
+
+def test_slots_that_an_engine_does_not_have_are_refused():
+    with pytest.raises(UsageError, match=r"data_parallel\.gather = gather_shards"):
+        build("spmd", small("linen"), bindings=["data_parallel.gather = @gather_shards"])
+    gin.clear_config()
+    with pytest.raises(UsageError, match="engine 'pmapped' has one axis"):
+        build("pmap", small("linen"), bindings=["make_mesh.axes = {'fsdp': -1}"])
+    gin.clear_config()
+    with pytest.raises(UsageError, match="use 'step' or 'micro_batch'"):
+        build("ddp", small("linen"), bindings=["data_parallel.sync_each = 'epoch'"])
+
+
+def test_a_batch_that_does_not_divide_is_refused_with_the_equation():
+    spec = TrainSpec(
+        model=small("linen"),
+        optimizer=optax.sgd(0.1),
+        example=EXAMPLE,
+        batch_size=100,
+        accumulation_steps=3,
+    )
+    message = r"100 does not divide over data 8 x fsdp 1 = 8 devices x accumulation_steps 3 = 24"
+    with pytest.raises(UsageError, match=message):
+        recipe_of("ddp").build(spec)
+
+
+def recipe_of(stem):
+    import research_dp.training.loop  # noqa: F401  (registers `train`)
+
+    return recipe(stem)
+
+
+@pytest.mark.parametrize(
+    ("binding", "kind", "dtype"),
+    [
+        ("gather_shards.gather_dtype = 'bfloat16'", "all-gather", "bfloat16"),
+        ("gather_shards.grad_scatter_dtype = 'bfloat16'", "reduce-scatter", "bfloat16"),
+    ],
+)
+def test_precision_options_change_what_travels(binding, kind, dtype):
+    strategy = build("fsdp", one_matrix(), bindings=[binding])
+    assert {c.dtype for c in traffic(strategy) if c.kind == kind} == {dtype}
