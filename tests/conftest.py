@@ -5,9 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import gin
 import jax
 import pytest
+
+from research_dp.config import gin_config
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -19,11 +20,9 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 @pytest.fixture(autouse=True)
 def clean_gin(monkeypatch):
     monkeypatch.chdir(ROOT)
-    with gin.unlock_config():
-        gin.clear_config()
+    gin_config.reset()
     yield
-    with gin.unlock_config():
-        gin.clear_config()
+    gin_config.reset()
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,7 @@ import pytest
 from conftest import ROOT, stems
 
 from research_dp.analysis.traffic import collectives
+from research_dp.config import gin_config
 from research_dp.distributed.errors import UsageError
 from research_dp.distributed.placement import fingerprint
 from research_dp.models import convnet, mlp, resnet
@@ -79,8 +80,7 @@ def small(api):
 
 @functools.cache
 def oracle(api):
-    with gin.unlock_config():
-        gin.clear_config()
+    gin_config.reset()
     return run(build("single", small(api), accumulation=2, clip=0.5))
 
 
@@ -88,7 +88,7 @@ def oracle(api):
 @pytest.mark.parametrize("stem", [s for s in stems() if s != "single"])
 def test_follows_single_with_dropout_clipping_and_accumulation(stem, api):
     expected = oracle(api)
-    gin.clear_config()
+    gin_config.reset()
     born, losses, norms, params, metrics = run(build(stem, small(api), accumulation=2, clip=0.5))
     assert born == expected[0], "initial parameters are not the same bits"
     np.testing.assert_allclose(losses, expected[1], atol=2e-6)
@@ -103,7 +103,7 @@ def test_follows_single_with_dropout_clipping_and_accumulation(stem, api):
 def test_batch_norm_sees_the_global_micro_batch(stem):
     model = convnet(features=(8,), hidden=16, num_classes=10, norm="batch")
     expected = run(build("single", model, accumulation=2), steps=2)
-    gin.clear_config()
+    gin_config.reset()
     _, losses, _, params, metrics = run(build(stem, model, accumulation=2), steps=2)
     np.testing.assert_allclose(losses, expected[1], atol=2e-6)
     np.testing.assert_allclose(metrics["loss"], expected[4]["loss"], rtol=1e-3)
@@ -116,7 +116,7 @@ def test_batch_norm_sees_the_global_micro_batch(stem):
 def test_resnet_with_batch_norm_follows_single(stem, api):
     model = resnet(api=api, stages=(1, 1), width=8, num_classes=10)
     expected = run(build("single", model), steps=2)
-    gin.clear_config()
+    gin_config.reset()
     born, losses, *_ = run(build(stem, model), steps=2)
     assert born == expected[0]
     np.testing.assert_allclose(losses, expected[1], atol=1e-5)
@@ -128,7 +128,7 @@ def test_masked_examples_do_not_count_wherever_they_lie():
 
     model = mlp(widths=(16,), num_classes=10)
     expected = run(build("single", model), change=mask)
-    gin.clear_config()
+    gin_config.reset()
     _, losses, norms, params, _ = run(build("fsdp", model), change=mask)
     np.testing.assert_allclose(losses, expected[1], atol=2e-6)
     np.testing.assert_allclose(norms, expected[2], rtol=1e-5)
@@ -222,24 +222,24 @@ def one_matrix():
 def test_optimizers_that_need_whole_parameters_are_refused_on_shards():
     with pytest.raises(UsageError, match="mixes elements of a parameter"):
         build("fsdp", small("linen"), optimizer=optax.lamb(1e-3))
-    gin.clear_config()
+    gin_config.reset()
     with pytest.raises(UsageError, match=r"train\.max_grad_norm"):
         build(
             "zero1",
             small("linen"),
             optimizer=optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)),
         )
-    gin.clear_config()
+    gin_config.reset()
     build("ddp", small("linen"), optimizer=optax.lamb(1e-3))
 
 
 def test_slots_that_an_engine_does_not_have_are_refused():
     with pytest.raises(UsageError, match=r"data_parallel\.gather = gather_shards"):
         build("spmd", small("linen"), bindings=["data_parallel.gather = @gather_shards"])
-    gin.clear_config()
+    gin_config.reset()
     with pytest.raises(UsageError, match="engine 'pmapped' has one axis"):
         build("pmap", small("linen"), bindings=["make_mesh.axes = {'fsdp': -1}"])
-    gin.clear_config()
+    gin_config.reset()
     with pytest.raises(UsageError, match="use 'step' or 'micro_batch'"):
         build("ddp", small("linen"), bindings=["data_parallel.sync_each = 'epoch'"])
 

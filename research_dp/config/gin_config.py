@@ -17,8 +17,14 @@ from research_dp.distributed.errors import UsageError
 _ROOT = Path(__file__).resolve().parents[2]
 
 
+def reset() -> None:
+    """Forgets all bindings and unlocks the configuration."""
+    gin.config._set_config_is_locked(False)
+    gin.clear_config()
+
+
 def load(files: Sequence[str], bindings: Sequence[str]) -> None:
-    """Parses files, then bindings, and locks the configuration.
+    """Replaces what is bound by files, then bindings, and locks the configuration.
 
     Args:
         files: Paths, from the working directory or from the folder that holds `gin/`.
@@ -33,6 +39,7 @@ def load(files: Sequence[str], bindings: Sequence[str]) -> None:
     import research_dp.strategies
     import research_dp.training.loop  # noqa: F401
 
+    reset()
     gin.add_config_file_search_path(str(_ROOT))
     for file in files:
         if not find(file):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import gin
 import jax
@@ -76,8 +76,17 @@ class DataSet:
     evaluate: Callable[[EvalOrder], Iterator[Arrays]]
 
 
-# What a reader is given: (builder, split names, preprocess) -> (train, evaluate).
-Reader = Callable[..., tuple[Callable[[TrainOrder], Iterator], Callable[[EvalOrder], Iterator]]]
+class Splits(NamedTuple):
+    """What a reader makes of a data set's splits; fields as in `DataSet`."""
+
+    train: Callable[[TrainOrder], Iterator[Arrays]]
+    evaluate: Callable[[EvalOrder], Iterator[Arrays]]
+    num_train: int
+    num_eval: int
+
+
+# (builder, training split, evaluation split, preprocess) -> Splits.
+Reader = Callable[[Any, str, str, Preprocess], Splits]
 
 
 @gin.register(module="data")
@@ -111,18 +120,15 @@ def tfds_data(
     """
     builder = _builder(name, data_dir, file_format)
     _prepare(builder, download)
-    splits = {"tfds_data.train_split": train_split, "tfds_data.eval_split": eval_split}
-    sizes = [_split_size(builder, split, binding) for binding, split in splits.items()]
+    _check_split(builder, train_split, "tfds_data.train_split")
+    _check_split(builder, eval_split, "tfds_data.eval_split")
     made: Preprocess = preprocess(builder.info.features)
-    train, evaluate = reader(builder, train_split, eval_split, made)
+    splits = reader(builder, train_split, eval_split, made)
     return DataSet(
         name=name,
         example=made.spec,
         info=made.info,
-        num_train=sizes[0],
-        num_eval=sizes[1],
-        train=train,
-        evaluate=evaluate,
+        **splits._asdict(),
     )
 
 
@@ -133,6 +139,9 @@ def _builder(name: str, data_dir: str | None, file_format: str) -> Any:
     if own:
         importlib.import_module(own)
     try:
+        builder = tfds.builder(name, data_dir=data_dir)
+        if builder.data_path.exists():
+            return builder  # in the format that it was prepared in
         return tfds.builder(name, data_dir=data_dir, file_format=file_format)
     except tfds.core.DatasetNotFoundError as error:
         import difflib
@@ -165,9 +174,11 @@ def _prepare(builder: Any, download: bool) -> None:
             ) from error
 
 
-def _split_size(builder: Any, split: str, binding: str) -> int:
+def _check_split(builder: Any, split: str, binding: str) -> None:
+    if not builder.info.splits:
+        return  # nothing is known of them before they are read
     try:
-        return builder.info.splits[split].num_examples
+        builder.info.splits[split]
     except (KeyError, ValueError) as error:
         raise UsageError(
             f"{binding} = {split!r}: {builder.name} has splits {sorted(builder.info.splits)}.",

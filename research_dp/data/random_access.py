@@ -12,8 +12,9 @@ from typing import Any
 import gin
 import grain
 import numpy as np
+from absl import flags
 
-from research_dp.data.dataset import EvalOrder, TrainOrder
+from research_dp.data.dataset import EvalOrder, Splits, TrainOrder
 from research_dp.data.order import example_indices, stream_positions
 from research_dp.data.preprocess import Arrays, Preprocess
 from research_dp.distributed.errors import UsageError
@@ -85,7 +86,7 @@ def random_access(
     workers: int = 0,
     prefetch: int = 4,
     cache_bytes: int = 2**28,
-) -> tuple[Callable[[TrainOrder], Iterator[Arrays]], Callable[[EvalOrder], Iterator[Arrays]]]:
+) -> Splits:
     """Reads examples by index.
 
     Args:
@@ -117,6 +118,8 @@ def random_access(
         options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=prefetch)
         ahead = batches.to_iter_dataset(options)
         if workers:
+            if not flags.FLAGS.is_parsed():
+                flags.FLAGS.mark_as_parsed()  # Grain hands absl's flags, of which we have none, on
             ahead = ahead.mp_prefetch(grain.MultiprocessingOptions(num_workers=workers))
         return iter(ahead)
 
@@ -146,4 +149,4 @@ def random_access(
 
         return ahead(load, 0, -(-len(examples) // order.batch_size))
 
-    return train, evaluate
+    return Splits(train, evaluate, len(sources[train_split]), len(sources[eval_split]))

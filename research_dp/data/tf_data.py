@@ -6,13 +6,13 @@ continued run reads from the stream's beginning to the step where it stopped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import gin
 import numpy as np
 
-from research_dp.data.dataset import EvalOrder, TrainOrder
+from research_dp.data.dataset import EvalOrder, Splits, TrainOrder
 from research_dp.data.preprocess import Arrays, Preprocess
 
 
@@ -25,7 +25,7 @@ def tf_data(
     *,
     shuffle_buffer: int = 10_000,
     prefetch: int = 4,
-) -> tuple[Callable[[TrainOrder], Iterator[Arrays]], Callable[[EvalOrder], Iterator[Arrays]]]:
+) -> Splits:
     """Reads a stream by tf.data, in the same order each time it is read with the same seed.
 
     Args:
@@ -40,25 +40,30 @@ def tf_data(
     def stream(split: str, seed: int | None) -> Any:
         import tensorflow_datasets as tfds  # imported late, and TensorFlow with it
 
-        config = tfds.ReadConfig(shuffle_seed=seed, interleave_cycle_length=1)
+        config = tfds.ReadConfig(
+            shuffle_seed=seed,
+            interleave_cycle_length=1,
+            # Shuffled on purpose, data sets too whose files are in order.
+            enable_ordering_guard=False,
+        )
         return builder.as_dataset(split=split, shuffle_files=seed is not None, read_config=config)
 
     def train(order: TrainOrder) -> Iterator[Arrays]:
         raw = stream(train_split, order.seed).shuffle(shuffle_buffer, seed=order.seed).repeat()
         raw = raw.skip(order.first_step * order.batch_size).prefetch(prefetch * order.batch_size)
         examples = enumerate(raw.as_numpy_iterator(), order.first_step * order.batch_size)
-        wanted = np.zeros(order.batch_size, bool)
-        wanted[order.rows] = True
+        wanted = set(order.rows.tolist())
         for step in range(order.first_step, order.num_steps):
-            rows = []
+            kept: dict[int, Arrays] = {}
             for row in range(order.batch_size):
                 place, example = next(examples)
-                if wanted[row]:
+                if row in wanted:
                     random = preprocess.example_is_random
                     rng = np.random.default_rng((order.seed, place)) if random else None
-                    rows.append(preprocess.example(example, rng))
+                    kept[row] = preprocess.example(example, rng)
             rng = np.random.default_rng((order.seed, step))
-            yield preprocess.batch(_stack(rows), order.rows, order.batch_size, rng)
+            rows = _stack([kept[row] for row in order.rows.tolist()])
+            yield preprocess.batch(rows, order.rows, order.batch_size, rng)
 
     def evaluate(order: EvalOrder) -> Iterator[Arrays]:
         batch: list[Arrays] = []
@@ -70,7 +75,8 @@ def tf_data(
         if batch:
             yield _masked(batch, order, preprocess)
 
-    return train, evaluate
+    sizes = [builder.info.splits[split].num_examples for split in (train_split, eval_split)]
+    return Splits(train, evaluate, *sizes)
 
 
 def _masked(batch: list[Arrays], order: EvalOrder, preprocess: Preprocess) -> Arrays:
