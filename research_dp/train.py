@@ -21,8 +21,11 @@ def main(argv: list[str]) -> int:
         from research_dp.training.loop import train
 
         return train(workdir=options.workdir, dry_run=options.dry_run, started=_STARTED)
-    except UsageError as error:
-        print(_told(error, options), file=sys.stderr)
+    except (UsageError, TypeError, RuntimeError) as error:
+        mistake = error if isinstance(error, UsageError) else gin_config.missing_binding(error)
+        if mistake is None:
+            raise
+        print(_told(mistake, options), file=sys.stderr)
         return 2
 
 

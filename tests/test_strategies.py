@@ -74,6 +74,15 @@ def run(strategy, steps=STEPS, change=lambda batch: batch):
     return born, losses, norms, jax.device_get(state.params), metrics
 
 
+def run_steps(strategy, steps):
+    """The state after some steps."""
+    state = strategy.init(jax.random.key(0))
+    for batch in batches()[:steps]:
+        local = {name: x[strategy.train_rows] for name, x in batch.items()}
+        state, _ = strategy.train_step(state, strategy.place_batch(local))
+    return state
+
+
 def small(api):
     return mlp(api=api, widths=(32, 16), num_classes=10, dropout_rate=0.3)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import re
+import tokenize
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,10 @@ from gin import config_parser
 
 from research_dp.distributed.errors import UsageError
 
+_GIN_ERRORS = (
+    *(ValueError, SyntaxError, TypeError, OSError, ImportError, NameError, RuntimeError),
+    tokenize.TokenError,
+)
 _ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -53,6 +58,26 @@ def load(files: Sequence[str], bindings: Sequence[str]) -> None:
             gin.parse_config(binding)
     with _explained():
         gin.finalize()
+
+
+def missing_binding(error: BaseException) -> UsageError | None:
+    """A call's missing parameter, told as the user's mistake; None if the error is another."""
+    text = str(error)
+    found = re.search(r"No values supplied by Gin or caller for arguments: \[(.+?)\]", text)
+    function = re.search(r"^\s*In call to configurable '(.+?)'", text, re.MULTILINE)
+    if found and function:
+        first = found[1].split(",")[0].strip("' ")
+        return UsageError(
+            f"{function[1]} needs {found[1]}. Bind e.g. {function[1]}.{first} in a gin file."
+        )
+    required = re.search(r"Required bindings for `(.+?)` not provided in config: \[(.+?)\]", text)
+    if required:
+        first = required[2].split(",")[0].strip("' ")
+        return UsageError(
+            f"{required[1]} needs {required[2]}, which nothing binds. Add the gin file that does, "
+            f"or --gin.{required[1]}.{first}=..."
+        )
+    return None
 
 
 def find(file: str) -> Path | None:
@@ -114,7 +139,7 @@ class _explained:
         pass
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, (ValueError, SyntaxError, TypeError, OSError, ImportError, NameError)):
+        if isinstance(error, _GIN_ERRORS):
             raise UsageError(_explain(error, self._place)) from error
 
 

@@ -118,8 +118,7 @@ def tfds_data(
     Raises:
         UsageError: The data set or a split does not exist, or cannot be had.
     """
-    builder = _builder(name, data_dir, file_format)
-    _prepare(builder, download)
+    builder = prepared_builder(name, data_dir, file_format, download)
     _check_split(builder, train_split, "tfds_data.train_split")
     _check_split(builder, eval_split, "tfds_data.eval_split")
     made: Preprocess = preprocess(builder.info.features)
@@ -130,6 +129,15 @@ def tfds_data(
         info=made.info,
         **splits._asdict(),
     )
+
+
+def prepared_builder(
+    name: str, data_dir: str | None = None, file_format: str = "array_record", download: bool = True
+) -> Any:
+    """A TFDS builder whose data is there; parameters as in `tfds_data`."""
+    builder = _builder(name, data_dir, file_format)
+    _prepare(builder, download)
+    return builder
 
 
 def _builder(name: str, data_dir: str | None, file_format: str) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from research_dp.distributed.errors import UsageError
+from research_dp.distributed.layout import path_name
 from research_dp.strategies import TrainState
 
 
@@ -39,14 +40,13 @@ class Checkpoints:
         step = manager.latest_step()
         if step is None:
             return None
-        try:
-            return manager.restore(step, args=ocp.args.StandardRestore(abstract_state))
-        except ValueError as error:
+        difference = _difference(manager.item_metadata(step).tree, abstract_state)
+        if difference:
             raise UsageError(
-                f"the checkpoint {self._folder / str(step)} does not fit this model or optimizer "
-                f"({_difference(manager, step, abstract_state, error)}). "
-                "Use another --workdir, or the configuration in its config.gin."
-            ) from error
+                f"the checkpoint {self._folder / str(step)} is of another model or optimizer: "
+                f"{difference}. Use another --workdir, or the configuration in its config.gin."
+            )
+        return manager.restore(step, args=ocp.args.StandardRestore(abstract_state))
 
     def save(self, state: TrainState, step: int) -> None:
         """Saves in the background; returns as soon as the state may be changed."""
@@ -67,23 +67,27 @@ class Checkpoints:
             import orbax.checkpoint as ocp
 
             options = ocp.CheckpointManagerOptions(max_to_keep=self._keep)
-            self._manager = ocp.CheckpointManager(self._folder, options=options)
+            self._manager = ocp.CheckpointManager(
+                self._folder, options=options, item_handlers=ocp.StandardCheckpointHandler()
+            )
         return self._manager
 
 
-def _difference(manager: Any, step: int, wanted: TrainState, error: Exception) -> str:
-    """The first parameter that differs, or the first line of the error."""
-    saved = _shapes(manager.item_metadata(step).tree["params"])
-    for path, shape in _shapes(wanted.params).items():
-        if saved.get(path) != shape:
-            there = f"has shape {saved[path]} there" if path in saved else "is not in it"
-            return f"parameter {path} {shape} {there}"
-    return str(error).split("\n", 1)[0]
+def _difference(saved_tree: Any, wanted_state: TrainState) -> str | None:
+    """The first array, parameters first, that is not there or has another shape; None: none."""
+    for part in ("params", "model_state", "opt_state"):
+        saved = _shapes(saved_tree[part])
+        wanted = _shapes(getattr(wanted_state, part))
+        for path in sorted(wanted.keys() | saved.keys()):
+            if path not in saved:
+                return f"{part} {path} {wanted[path]} is not in it"
+            if path not in wanted:
+                return f"{part} {path} {saved[path]} is only in it"
+            if saved[path] != wanted[path]:
+                return f"{part} {path} {wanted[path]} has shape {saved[path]} there"
+    return None
 
 
 def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: hasattr(x, "shape"))
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): tuple(leaf.shape)
-        for path, leaf in leaves
-    }
+    return {path_name(path): tuple(leaf.shape) for path, leaf in leaves}

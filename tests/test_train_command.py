@@ -1,0 +1,168 @@
+"""The command, as a user runs it: results, mistakes, kill and resume."""
+
+import json
+import signal
+import time
+
+import pytest
+
+MLP = ["--gin_file=gin/runs/digits.gin", "--gin_file=gin/models/mlp.gin", "--gin.mlp.widths=(32,)"]
+
+
+def summary(folder):
+    return json.loads((folder / "summary.json").read_text())
+
+
+def lines(folder, split):
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {r["step"]: r for r in records if r["split"] == split}
+
+
+def test_a_run_leaves_what_was_promised_and_its_config_runs_it_again(command, tmp_path):
+    first = tmp_path / "first"
+    done = command(
+        *MLP,
+        "--gin_file=gin/strategies/zero1.gin",
+        "--gin.train.num_steps=12",
+        "--gin.train.log_every=5",
+        "--gin.train.profile_at=6",
+        "--cpu_devices=8",
+        f"--workdir={first}",
+    )
+    assert done.returncode == 0, done.stderr
+    result = summary(first)
+    assert (result["step"], result["examples_seen"]) == (12, 12 * 128)
+    assert (result["devices"], result["processes"], result["strategy"]) == (8, 1, "zero1")
+    assert result["mesh"] == {"data": 1, "fsdp": 8}
+    assert result["seconds_to_first_step"] > 0 and result["steps_per_second"] > 0
+    assert len(result["params_fingerprint"]) == 64
+    assert sorted(lines(first, "train")) == [5, 10, 12]
+    assert lines(first, "eval")[12]["accuracy"] == result["eval"]["accuracy"]
+    assert list((first / "tensorboard" / "train").iterdir())
+    assert list((first / "profile").rglob("*.xplane.pb"))
+    for name in ("config.gin", "operative_config.gin"):
+        again = tmp_path / name
+        done = command(f"--gin_file={first / name}", "--cpu_devices=8", f"--workdir={again}")
+        assert done.returncode == 0, done.stderr
+        assert summary(again)["params_fingerprint"] == result["params_fingerprint"]
+
+
+def test_killed_and_continued_ends_where_an_undisturbed_run_ends(command, tmp_path):
+    flags = [
+        *MLP,
+        "--gin.train.num_steps=400",
+        "--gin.train.checkpoint_every=50",
+        "--gin.train.log_every=10",
+        "--cpu_devices=2",
+    ]
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    assert command(*flags, f"--workdir={whole}").returncode == 0
+    process = command(*flags, f"--workdir={broken}", start_only=True)
+    deadline = time.monotonic() + 120
+    while not any(p.name.isdigit() for p in (broken / "checkpoints").glob("*")):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (broken / "summary.json").exists()
+    done = command(*flags, f"--workdir={broken}")
+    assert done.returncode == 0, done.stderr
+    assert "Continuing from step" in done.stdout
+    a, b = summary(whole), summary(broken)
+    assert a["params_fingerprint"] == b["params_fingerprint"]
+    assert a["train"]["loss"] == b["train"]["loss"]
+    assert a["examples_seen"] == b["examples_seen"]
+    assert sorted(lines(broken, "train")) == list(range(10, 401, 10)), "lost or doubled records"
+
+
+def test_continues_on_another_strategy_and_number_of_devices(command, tmp_path):
+    flags = [*MLP, f"--workdir={tmp_path}"]
+    first = command(*flags, "--gin.train.num_steps=10", "--cpu_devices=8")
+    assert first.returncode == 0, first.stderr
+    before = summary(tmp_path)["params_fingerprint"]
+    same = command(
+        *flags, "--gin.train.num_steps=10", "--gin_file=gin/strategies/ddp.gin", "--cpu_devices=4"
+    )
+    assert same.returncode == 0, same.stderr
+    assert summary(tmp_path)["params_fingerprint"] == before
+    more = command(*flags, "--gin.train.num_steps=20", "--gin_file=gin/strategies/single.gin")
+    assert more.returncode == 0, more.stderr
+    assert summary(tmp_path)["step"] == 20
+
+
+def test_sigterm_saves_and_exits_143(command, tmp_path):
+    flags = [*MLP, "--gin.train.num_steps=1000000", f"--workdir={tmp_path}", "--cpu_devices=2"]
+    process = command(*flags, "--gin.train.log_every=10", start_only=True)
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "metrics.jsonl").exists() or not lines(tmp_path, "train"):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 143, output
+    saved = [int(p.name) for p in (tmp_path / "checkpoints").iterdir()]
+    assert f"step {max(saved)} is saved" in output
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_name(command, tmp_path):
+    flags = ["--gin.train.num_steps=1", f"--workdir={tmp_path}"]
+    assert command(*MLP, *flags).returncode == 0
+    done = command(*MLP, *flags, "--gin.mlp.widths=(16,)")
+    assert done.returncode == 2
+    assert "params head/kernel (16, 10) has shape (32, 10) there" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_dry_run_shows_configuration_and_layout_and_trains_nothing(command, tmp_path):
+    done = command(*MLP, "--dry_run", "--cpu_devices=8")
+    assert done.returncode == 0, done.stderr
+    assert "train.batch_size = 128" in done.stdout
+    row = next(line for line in done.stdout.splitlines() if "hidden_0/kernel" in line)
+    assert "(64, 32)" in row and "fsdp (dim 0)" in row and "1,024" in row
+    assert "min_weight_size 1024" in done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (
+            ["--gin.make_mesh.axes={'data': 3, 'fsdp': 4}"],
+            ["= 12 devices, but 8", "--gin.make_mesh.axes"],
+        ),
+        (["--gin.train.batch_size=100"], ["100 does not divide", "nearest that does is 104"]),
+        (["--gin.train.model=@convnett()"], ["@convnett", "Did you mean convnet"]),
+        (["--gin.train.num_stpes=3"], ["num_stpes", "Did you mean num_steps"]),
+        (["--gin.largest_dmi.min_weight_size=3"], ["largest_dmi", "Did you mean largest_dim"]),
+        (["--gin.train.num_steps=1e3"], ["1000.0: give a whole number"]),
+        (["--gin_file=gin/strategies/fsdpp.gin"], ["no such file", "gin/strategies/fsdp.gin"]),
+        (["--gin.convnet.norm=layer"], ["'layer': use one of ['batch', 'group', 'none']"]),
+        (["--gin.convnet.num_classes=11"], ["num_classes is 11 in train.model but 10 in digits"]),
+        (
+            ["--gin.train.optimizer=@optax.lamb()", "--gin.optax.lamb.learning_rate=1e-3"],
+            ["mixes elements", "--gin.train.optimizer"],
+        ),
+        (["--gin.train.optimizer=@optax.lamb()"], ["lamb", "'learning_rate'", "Bind"]),
+        (["--gin.image_classification.size=(("], ["image_classification.size"]),
+        (["--cpu_device=8"], ["unrecognized arguments"]),
+    ],
+)
+def test_mistakes_are_told_in_a_line_or_two(command, flags, expected):
+    base = [] if any("cpu_device=" in f for f in flags) else ["--cpu_devices=8"]
+    done = command("--gin_file=gin/runs/digits.gin", *base, *flags, "--dry_run")
+    assert done.returncode == 2, done.stdout + done.stderr
+    told = done.stderr.strip().splitlines()
+    for part in expected:
+        assert part in done.stderr
+    assert "Traceback" not in done.stderr
+    if "error:" in told[0]:
+        assert len(told) <= 2, done.stderr
+
+
+def test_the_place_of_a_mistake_in_a_file_is_named(command, tmp_path):
+    mistake = tmp_path / "mistake.gin"
+    mistake.write_text("# A mesh that does not fit.\n\nmake_mesh.axes = {'data': 5}\n")
+    flags = ["--gin_file=gin/runs/digits.gin", f"--gin_file={mistake}", "--dry_run"]
+    done = command(*flags, "--cpu_devices=8")
+    assert done.returncode == 2
+    assert f"{mistake}:3" in done.stderr
