@@ -75,6 +75,7 @@ class Run:
 
     def dispatched(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Keeps a step's metrics; fetches and records what was due before it, while it runs."""
+        _one_at_a_time(metrics)
         self._write_due()
         self._since_log.append(metrics)
         self._clock.count_step()
@@ -95,10 +96,16 @@ class Run:
         self.settle(state)
         order = EvalOrder(batch_size=self._strategy.eval_batch_size, rows=self._strategy.eval_rows)
         batches = _ahead(self._strategy.place_eval_batch, self._data.evaluate(order))
-        metrics = means(self._strategy.eval_step(state, batch) for batch in batches)
+        metrics = means(self._eval_steps(state, batches))
         self._record("eval", step, metrics)
         self._resume(step)
         return metrics
+
+    def _eval_steps(self, state: TrainState, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            sums = self._strategy.eval_step(state, batch)
+            _one_at_a_time(sums)
+            yield sums
 
     def save(self, checkpoints: Checkpoints, state: TrainState, step: int) -> None:
         """Saves the state, in the background."""
@@ -151,6 +158,16 @@ class Run:
     def _record(self, split: str, step: int, scalars: Mapping[str, float]) -> None:
         self._records.write(split, step, scalars)
         self.progress.metrics(split, step, scalars)
+
+
+def _one_at_a_time(outputs: Any) -> None:
+    """Waits for a step on a split CPU; accelerators run ahead.
+
+    There the devices share a pool of threads, and a step that waits in a collective can hold the
+    threads that the step before it needs to end: with many steps under way XLA deadlocks.
+    """
+    if jax.default_backend() == "cpu" and jax.device_count() > 1:
+        jax.block_until_ready(outputs)
 
 
 class StopSignal:

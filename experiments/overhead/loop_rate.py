@@ -1,0 +1,100 @@
+"""Steps a second of the whole command beside a bare loop over the same compiled step.
+
+python experiments/overhead/loop_rate.py [--strategy=fsdp] [--model=convnet] [--steps=600]
+
+The bare loop calls `Strategy.train_step` on batches that are on the devices already, and reads
+nothing back. Both in one process, A B A B; the first 20 steps of each are not counted.
+"""
+
+import argparse
+import itertools
+import statistics
+import tempfile
+import time
+
+import gin
+import jax
+
+from research_dp.config import environment, gin_config
+from research_dp.data.dataset import TrainOrder
+from research_dp.strategies import TrainSpec
+from research_dp.training import run as run_lib
+
+PAIRS = 5
+SKIPPED = 20
+
+
+def bare(strategy, state, batches, steps):
+    """Steps a second of a loop that does nothing else.
+
+    It waits for each step, for with hundreds under way XLA's CPU client deadlocks.
+    """
+    started = 0.0
+    for step, batch in enumerate(itertools.islice(itertools.cycle(batches), steps)):
+        if step == SKIPPED:
+            started = time.perf_counter()
+        state, metrics = strategy.train_step(state, batch)
+        jax.block_until_ready(metrics)
+    return (steps - SKIPPED) / (time.perf_counter() - started)
+
+
+def whole(steps):
+    """Steps a second of the loop of the command: reading, recording and all."""
+    times = []
+    original = run_lib.Run.dispatched
+
+    def timed(self, step, metrics):
+        original(self, step, metrics)
+        if step == SKIPPED:
+            jax.block_until_ready(metrics)
+            times.append(time.perf_counter())
+        if step == steps:
+            jax.block_until_ready(metrics)
+            times.append(time.perf_counter())
+
+    run_lib.Run.dispatched = timed
+    from research_dp.training.loop import train
+
+    with tempfile.TemporaryDirectory() as folder:
+        train(workdir=folder)
+    run_lib.Run.dispatched = original
+    return (steps - SKIPPED) / (times[1] - times[0])
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--strategy", default="fsdp")
+    parser.add_argument("--model", default="convnet")
+    parser.add_argument("--steps", type=int, default=600)
+    flags = parser.parse_args()
+    files = [f"gin/{f}.gin" for f in ("runs/digits", f"strategies/{flags.strategy}")]
+    bindings = [f"train.num_steps = {flags.steps}", "train.eval_every = None"]
+    gin_config.load([*files, f"gin/models/{flags.model}.gin"], bindings)
+    environment.set_up_devices(8)
+    environment.set_up_compilation_cache()
+
+    def bound(name):
+        value = gin.query_parameter(f"train.{name}")
+        return value.scoped_configurable_fn() if hasattr(value, "scoped_configurable_fn") else value
+
+    data = bound("data")
+    spec = TrainSpec(
+        model=bound("model"),
+        optimizer=bound("optimizer"),
+        example=data.example,
+        batch_size=bound("batch_size"),
+    )
+    strategy = bound("strategy").build(spec)
+    order = TrainOrder(seed=0, batch_size=128, rows=strategy.train_rows, first_step=0, num_steps=8)
+    batches = [strategy.place_batch(batch) for batch in data.train(order)]
+    pairs = []
+    for _ in range(PAIRS):
+        state = strategy.init(jax.random.key(0))
+        pairs.append((whole(flags.steps), bare(strategy, state, batches, flags.steps)))
+        print(f"command {pairs[-1][0]:.1f} steps/s, bare loop {pairs[-1][1]:.1f} steps/s")
+    ratio = statistics.median(a / b for a, b in pairs)
+    print(f"{flags.strategy}, {flags.model}: ratio {ratio:.3f} (median of {PAIRS} pairs)")
+
+
+if __name__ == "__main__":
+    main()
