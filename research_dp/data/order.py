@@ -6,9 +6,12 @@ them can be found without the others, so a run continues anywhere, on any number
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 
 _ROUNDS = 6
+_SMALL = 2**16  # epochs of up to so many examples are kept
 
 
 def stream_positions(step: int, batch_size: int, rows: np.ndarray) -> np.ndarray:
@@ -31,8 +34,17 @@ def example_indices(positions: np.ndarray, size: int, seed: int) -> np.ndarray:
     indices = np.empty_like(places)
     for epoch in np.unique(epochs):
         chosen = epochs == epoch
-        indices[chosen] = permute(places[chosen], size, seed, int(epoch))
+        if size <= _SMALL:
+            indices[chosen] = _epoch_order(size, seed, int(epoch))[places[chosen]]
+        else:
+            indices[chosen] = permute(places[chosen], size, seed, int(epoch))
     return indices
+
+
+@functools.lru_cache(maxsize=4)
+def _epoch_order(size: int, seed: int, epoch: int) -> np.ndarray:
+    """A whole epoch at once, which costs little more than a few places of it."""
+    return permute(np.arange(size), size, seed, epoch)
 
 
 def permute(places: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarray:

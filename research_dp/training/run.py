@@ -71,11 +71,13 @@ class Run:
         )
         if self._first_step < self._num_steps:
             self.progress.say("Compiling the training step")
-        return _ahead(self._strategy.place_batch, self._data.train(order))
+        for batch in _ahead(self._strategy.place_batch, self._data.train(order)):
+            # The next batch was placed while the last step ran; now that step is to be over.
+            _one_at_a_time(self._since_log[-1:])
+            yield batch
 
     def dispatched(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Keeps a step's metrics; fetches and records what was due before it, while it runs."""
-        _one_at_a_time(metrics)
         self._write_due()
         self._since_log.append(metrics)
         self._clock.count_step()
@@ -192,9 +194,7 @@ class StopSignal:
 def _ahead(place: Callable[[Any], Any], batches: Iterable[Any]) -> Iterator[Any]:
     """Places batches on the devices a few ahead of their use."""
     source, placed = iter(batches), collections.deque[Any]()
-    for batch in itertools.islice(source, _PREFETCH):
-        placed.append(place(batch))
+    placed.extend(place(batch) for batch in itertools.islice(source, _PREFETCH))
     while placed:
         yield placed.popleft()
-        for batch in itertools.islice(source, 1):
-            placed.append(place(batch))
+        placed.extend(place(batch) for batch in itertools.islice(source, 1))
