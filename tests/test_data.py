@@ -65,15 +65,16 @@ def test_digits_train_in_the_same_order_from_any_step_and_on_any_share(digits_di
         np.testing.assert_array_equal(part["label"], batch["label"][[5, 2]])
 
 
-def test_worker_processes_read_the_same(digits_dir):
+@pytest.mark.parametrize("option", ["random_access.workers = 2", "random_access.cache_bytes = 10"])
+def test_worker_processes_and_a_small_cache_read_the_same(digits_dir, option):
     plain = list(load("digits", digits_dir).train(train_order(range(8))))
     gin_config.reset()
-    workers = load("digits", digits_dir, "random_access.workers = 2")
-    for a, b in zip(plain, workers.train(train_order(range(8))), strict=True):
+    other = load("digits", digits_dir, option)
+    for a, b in zip(plain, other.train(train_order(range(8))), strict=True):
         np.testing.assert_array_equal(a["image"], b["image"])
 
 
-def test_evaluation_counts_every_example_once(digits_dir):
+def test_evaluation_counts_every_example_once(digits_dir, data_dir):
     data = load("digits", digits_dir)
     rows = np.arange(64)
     shares = [rows[:32], rows[32:]]
@@ -83,20 +84,8 @@ def test_evaluation_counts_every_example_once(digits_dir):
             count += batch["mask"].sum()
             labels += list(batch["label"][batch["mask"] == 1])
     assert count == 360 == len(labels)
-    source = tfds.builder("digits", data_dir=data_dir_of(data, digits_dir)).as_data_source("test")
+    source = tfds.builder("digits", data_dir=str(data_dir)).as_data_source("test")
     assert sorted(labels) == sorted(int(x["label"]) for x in source)
-
-
-def data_dir_of(data, binding):
-    return binding.split("'")[1]
-
-
-def test_a_small_cache_changes_nothing(digits_dir):
-    plain = list(load("digits", digits_dir).train(train_order(range(8))))
-    gin_config.reset()
-    uncached = load("digits", digits_dir, "random_access.cache_bytes = 10")
-    for a, b in zip(plain, uncached.train(train_order(range(8))), strict=True):
-        np.testing.assert_array_equal(a["image"], b["image"])
 
 
 def test_pystdlib_text_is_split_by_file(data_dir):

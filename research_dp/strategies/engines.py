@@ -62,15 +62,12 @@ def mapped(recipe: Recipe, spec: TrainSpec) -> Strategy:
     evaluate = on_mesh(
         steps.eval, in_specs=(state_specs, batch.eval_sharding.spec), out_specs=PartitionSpec()
     )
-    return Strategy(
-        name=recipe.name,
-        mesh=mesh,
-        layouts=layouts,
-        abstract_state=abstract,
-        train_rows=batch.train_rows,
-        eval_rows=batch.eval_rows,
-        eval_batch_size=batch.eval_batch_size,
-        init=_born_on(abstract, spec),
+    return _strategy(
+        recipe,
+        spec,
+        layouts,
+        abstract,
+        batch,
         place_batch=batch.place,
         place_eval_batch=batch.place_eval,
         train_step=jax.jit(train, donate_argnums=0),
@@ -96,15 +93,12 @@ def compiled(recipe: Recipe, spec: TrainSpec) -> Strategy:
     steps = make_steps(recipe, spec, seen, ())
     batch = BatchLayout(mesh, spec)
     outs = (shardings_of(abstract), NamedSharding(mesh, PartitionSpec()))
-    return Strategy(
-        name=recipe.name,
-        mesh=mesh,
-        layouts=layouts,
-        abstract_state=abstract,
-        train_rows=batch.train_rows,
-        eval_rows=batch.eval_rows,
-        eval_batch_size=batch.eval_batch_size,
-        init=_born_on(abstract, spec),
+    return _strategy(
+        recipe,
+        spec,
+        layouts,
+        abstract,
+        batch,
         place_batch=batch.place,
         place_eval_batch=batch.place_eval,
         train_step=jax.jit(steps.train, donate_argnums=0, out_shardings=outs),
@@ -152,15 +146,12 @@ def pmapped(recipe: Recipe, spec: TrainSpec) -> Strategy:
     pmap = functools.partial(
         jax.pmap, axis_name=DATA_AXIS, in_axes=(None, 0), out_axes=None, devices=list(devices)
     )
-    return Strategy(
-        name=recipe.name,
-        mesh=recipe.mesh,
-        layouts=layouts,
-        abstract_state=abstract,
-        train_rows=batch.train_rows,
-        eval_rows=batch.eval_rows,
-        eval_batch_size=batch.eval_batch_size,
-        init=_born_on(abstract, spec),
+    return _strategy(
+        recipe,
+        spec,
+        layouts,
+        abstract,
+        batch,
         place_batch=place_batch,
         place_eval_batch=place_eval_batch,
         train_step=pmap(steps.train, donate_argnums=0),
@@ -187,6 +178,27 @@ def _gather_as(layout: PyTree, mesh: Mesh) -> Any:
     return gather
 
 
-def _born_on(abstract: TrainState, spec: TrainSpec) -> Any:
-    """`init` compiled with the state's shardings: no device ever holds the full model."""
-    return jax.jit(functools.partial(init_state, spec), out_shardings=shardings_of(abstract))
+def _strategy(
+    recipe: Recipe,
+    spec: TrainSpec,
+    layouts: Layouts,
+    abstract: TrainState,
+    batch: BatchLayout,
+    **compiled_parts: Any,
+) -> Strategy:
+    """A strategy from what all engines make alike and the parts that each compiles its own way.
+
+    `init` is compiled with the state's shardings, so that no device ever holds the full model.
+    """
+    init = jax.jit(functools.partial(init_state, spec), out_shardings=shardings_of(abstract))
+    return Strategy(
+        name=recipe.name,
+        mesh=recipe.mesh,
+        layouts=layouts,
+        abstract_state=abstract,
+        train_rows=batch.train_rows,
+        eval_rows=batch.eval_rows,
+        eval_batch_size=batch.eval_batch_size,
+        init=init,
+        **compiled_parts,
+    )
