@@ -6,21 +6,14 @@ The functions that strategies are made of; the training command is `python -m re
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from research_dp.distributed.collectives import (
-    PLAIN,
-    Reduction,
-    all_mean,
-    all_mean_tree,
-    gather_tree,
-    global_norm,
-    scatter_mean,
-    scatter_mean_tree,
-)
+from research_dp.distributed.buckets import all_mean_tree, gather_tree, scatter_mean_tree
+from research_dp.distributed.collectives import PLAIN, Reduction, all_mean, scatter_mean
 from research_dp.distributed.errors import UsageError
 from research_dp.distributed.layout import Choice, Placement, choose_dim, largest_dim, lay_out
 from research_dp.distributed.linen import linen_functions
 from research_dp.distributed.mesh import make_mesh, one_device_mesh
 from research_dp.distributed.trainable import LossOutput, TrainableModel
+from research_dp.distributed.updates import global_norm
 from research_dp.strategies import (
     Strategy,
     TrainSpec,

@@ -9,11 +9,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from research_dp.analysis.traffic import collectives as read
-from research_dp.distributed import collectives
+from research_dp.distributed import buckets, collectives, updates
 from research_dp.distributed.collectives import GatherOptions
 from research_dp.distributed.layout import choose_dim, lay_out
 from research_dp.distributed.mesh import make_mesh
-from research_dp.distributed.updates import clip_factor
 
 AXES = ("data", "fsdp")
 
@@ -87,12 +86,12 @@ def test_trees_travel_in_buckets_and_come_back_as_they_were(mesh, bucket_bytes):
     assert [layout[k].dim for k in "abcd"] == [1, 0, 1, None]
 
     def there_and_back(tree):
-        scattered = collectives.scatter_mean_tree(tree, layout, bucket_bytes=bucket_bytes)
+        scattered = buckets.scatter_mean_tree(tree, layout, bucket_bytes=bucket_bytes)
         for name, leaf in scattered.items():
             assert leaf.dtype == tree[name].dtype
-        sliced = collectives.shard_tree(tree, layout)
+        sliced = buckets.shard_tree(tree, layout)
         same = jax.tree.map(lambda x, y: jnp.all(x == y), scattered, sliced)
-        return collectives.gather_tree(scattered, layout, bucket_bytes=bucket_bytes), same
+        return buckets.gather_tree(scattered, layout, bucket_bytes=bucket_bytes), same
 
     back, same = mapped(mesh, there_and_back, P(), P())(tree)
     assert all(jax.tree.leaves(jax.tree.map(bool, same)))
@@ -102,7 +101,7 @@ def test_trees_travel_in_buckets_and_come_back_as_they_were(mesh, bucket_bytes):
 @pytest.mark.parametrize(("bucket_bytes", "count"), [(2**25, 1), (201, 2), (200, 2), (0, 10)])
 def test_ten_leaves_make_few_collectives(mesh, bucket_bytes, count):
     tree = [jnp.ones(10) for _ in range(10)]
-    mean = functools.partial(collectives.all_mean_tree, axes=AXES, bucket_bytes=bucket_bytes)
+    mean = functools.partial(buckets.all_mean_tree, axes=AXES, bucket_bytes=bucket_bytes)
     found = read(mapped(mesh, mean, P(), P()), tree)
     assert [c.kind for c in found] == ["all-reduce"] * count
     assert sum(c.nbytes for c in found) == 400
@@ -111,11 +110,11 @@ def test_ten_leaves_make_few_collectives(mesh, bucket_bytes, count):
 def test_buckets_close_when_full_and_keep_dtypes_apart():
     f32, bf16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
     forty = [(f32, 40)] * 10
-    assert [len(b) for b in collectives.make_buckets(forty, 200)] == [5, 5]
-    assert [len(b) for b in collectives.make_buckets(forty, 201)] == [6, 4]
+    assert [len(b) for b in buckets.make_buckets(forty, 200)] == [5, 5]
+    assert [len(b) for b in buckets.make_buckets(forty, 201)] == [6, 4]
     mixed = [(f32, 40), (bf16, 20), (f32, 40)]
-    assert collectives.make_buckets(mixed, 1000) == [[0, 2], [1]]
-    assert collectives.make_buckets([], 1000) == []
+    assert buckets.make_buckets(mixed, 1000) == [[0, 2], [1]]
+    assert buckets.make_buckets([], 1000) == []
 
 
 def test_global_norm_counts_shards_and_whole_leaves_once(mesh):
@@ -123,16 +122,16 @@ def test_global_norm_counts_shards_and_whole_leaves_once(mesh):
     layout = lay_out(tree, rule, 8)
 
     def norm(w, b):
-        return collectives.global_norm({"w": w, "b": b}, layout)
+        return updates.global_norm({"w": w, "b": b}, layout)
 
     value = mapped(mesh, norm, (P("fsdp"), P()), P())(tree["w"], tree["b"])
     assert float(value) == pytest.approx(np.sqrt(16 + 12))
 
 
 def test_clip_factor():
-    assert float(clip_factor(jnp.float32(4.0), 1.0)) == 0.25
-    assert float(clip_factor(jnp.float32(0.5), 1.0)) == 1.0
-    assert float(clip_factor(jnp.float32(9.0), None)) == 1.0
+    assert float(updates.clip_factor(jnp.float32(4.0), 1.0)) == 0.25
+    assert float(updates.clip_factor(jnp.float32(0.5), 1.0)) == 1.0
+    assert float(updates.clip_factor(jnp.float32(9.0), None)) == 1.0
 
 
 def test_traffic_multiplies_loops_and_knows_ring_factors(mesh):

@@ -1,9 +1,11 @@
 """Every strategy computes what `single` computes, at the bytes that its row of the table says."""
 
 import functools
+import re
 
 import gin
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -13,6 +15,7 @@ from research_dp.analysis.traffic import collectives
 from research_dp.config import gin_config
 from research_dp.distributed.errors import UsageError
 from research_dp.distributed.placement import fingerprint
+from research_dp.distributed.trainable import LossOutput, TrainableModel
 from research_dp.models import convnet, mlp, resnet
 from research_dp.strategies import TrainSpec
 
@@ -173,7 +176,7 @@ WIRE = {
     "zero1": lambda k: 2,
     "zero2": lambda k: k + 1,
     "fsdp": lambda k: 3 * k,
-    "fsdp_keep": lambda k: 2 * k,
+    "fsdp_keep": lambda k: 2,
 }
 
 
@@ -199,16 +202,26 @@ def test_hsdp_keeps_big_collectives_inside_its_groups():
     assert sum(c.wire_bytes for c in across) == pytest.approx(2 * params / 4 * 1 / 2)
 
 
+def test_casts_and_transposes_of_gathered_parameters_are_not_kept_for_the_backward_pass():
+    strategy = build("fsdp", one_matrix(jnp.bfloat16))
+    params = sum(p.nbytes for p in jax.tree.leaves(strategy.layouts.params))
+    measured = sum(c.wire_bytes for c in traffic(strategy) if c.nbytes > 64)
+    assert measured == pytest.approx(3 * params * 7 / 8)
+
+
+def test_one_device_sends_nothing():
+    for stem in ("ddp", "fsdp", "zero1", "hsdp"):
+        gin_config.reset()
+        mesh = ["data_parallel.mesh = @one_device_mesh()"]
+        assert traffic(build(stem, one_matrix(), bindings=mesh)) == []
+
+
 def traffic(strategy):
-    batch = strategy.place_batch({n: x[strategy.train_rows] for n, x in batches()[0].items()})
-    return collectives(strategy.train_step, strategy.abstract_state, batch)
+    return collectives(strategy.train_step, strategy.abstract_state, strategy.abstract_batch)
 
 
-def one_matrix():
-    """A model of two square matrices and nothing else."""
-    import jax.numpy as jnp
-
-    from research_dp.distributed.trainable import LossOutput, TrainableModel
+def one_matrix(dtype=jnp.float32):
+    """A model of two square matrices and nothing else, cast and transposed for use."""
 
     def init(key, batch):
         first, second = jax.random.split(key)
@@ -218,10 +231,11 @@ def one_matrix():
         }, {}
 
     def loss(params, state, batch, keys, *, train, batch_axes):
-        x = batch["image"].reshape(-1, 16)
-        y = jnp.tanh(jnp.tanh(x * params["a"].mean(0, keepdims=True) @ params["a"]) @ params["b"])
+        x = batch["image"].reshape(-1, 16).astype(dtype)
+        a, b = params["a"].astype(dtype).T, params["b"].astype(dtype)
+        y = jnp.tanh(jnp.tanh(x * a.mean(0, keepdims=True) @ a) @ b)
         # Depends on the parameters twice, so that both are needed on the way back.
-        y = y * jnp.sum(params["a"] ** 2)
+        y = (y * jnp.sum(a**2)).astype(jnp.float32)
         total = jnp.sum(jnp.square(y))
         return LossOutput(total, jnp.float32(x.shape[0]), state, {})
 
@@ -251,6 +265,29 @@ def test_slots_that_an_engine_does_not_have_are_refused():
     gin_config.reset()
     with pytest.raises(UsageError, match="use 'step' or 'micro_batch'"):
         build("ddp", small("linen"), bindings=["data_parallel.sync_each = 'epoch'"])
+
+
+@pytest.mark.parametrize(
+    ("stem", "binding", "told"),
+    [
+        ("ddp", "data_parallel.sync = None", "nothing averages their gradients"),
+        ("pmap", "data_parallel.sync = None", "nothing averages their gradients"),
+        (
+            "zero1",
+            "data_parallel.sync = @average_gradients",
+            "sync leaves gradients",
+        ),
+        (
+            "zero1",
+            "data_parallel.update = @update_local",
+            "sync and data_parallel.update do not fit",
+        ),
+        ("fsdp_keep", "data_parallel.sync_each = 'micro_batch'", "Use 'step' for both"),
+    ],
+)
+def test_slots_that_do_not_fit_each_other_are_refused(stem, binding, told):
+    with pytest.raises(UsageError, match=re.escape(told)):
+        build(stem, small("linen"), bindings=[binding])
 
 
 def test_a_batch_that_does_not_divide_is_refused_with_the_equation():

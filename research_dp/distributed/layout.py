@@ -58,6 +58,14 @@ class Placement:
         return PartitionSpec() if self.dim is None else dim_spec(self.dim)
 
     @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of what one device holds."""
+        return tuple(
+            length // self.axis_size if dim == self.dim else length
+            for dim, length in enumerate(self.shape)
+        )
+
+    @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 

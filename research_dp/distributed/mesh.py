@@ -58,6 +58,11 @@ def one_device_mesh() -> Mesh:
     return make_mesh({DATA_AXIS: 1, FSDP_AXIS: 1}, devices=jax.devices()[:1])
 
 
+def split_axes(mesh: Mesh) -> tuple[str, ...]:
+    """The batch axes with more than one device: those that anything must be summed over."""
+    return tuple(name for name in BATCH_AXES if mesh.shape[name] > 1)
+
+
 def batch_devices(mesh: Mesh) -> int:
     """Number of devices that each hold a different slice of the batch."""
     return math.prod(mesh.shape[name] for name in BATCH_AXES)

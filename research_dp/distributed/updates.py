@@ -9,6 +9,11 @@ import jax.numpy as jnp
 import optax
 from jax.extend.core import jaxprs_in_params
 
+from research_dp.distributed.collectives import PLAIN, Reduction
+from research_dp.distributed.errors import UsageError
+from research_dp.distributed.layout import path_name
+from research_dp.distributed.mesh import FSDP_AXIS
+
 PyTree = Any
 
 # Primitives that mix elements of one array; an optimizer that uses them on a parameter computes
@@ -22,9 +27,36 @@ _MIXING = (
 def apply_optimizer(
     optimizer: optax.GradientTransformation, grads: PyTree, opt_state: PyTree, params: PyTree
 ) -> tuple[PyTree, PyTree]:
-    """One optimizer step: (new parameters, new optimizer state), dtypes kept."""
+    """One optimizer step: (new parameters, new optimizer state), dtypes kept.
+
+    Raises:
+        UsageError: A gradient has another shape than its parameter.
+    """
+    flat = jax.tree_util.tree_leaves_with_path(grads)
+    for (path, g), p in zip(flat, jax.tree.leaves(params), strict=True):
+        if g.shape != p.shape:
+            raise UsageError(
+                f"the optimizer is given a gradient of shape {g.shape} for {path_name(path)} of "
+                f"shape {p.shape}: data_parallel.sync and data_parallel.update do not fit.",
+                binding="data_parallel.update",
+            )
     updates, opt_state = optimizer.update(grads, opt_state, params)
     return optax.apply_updates(params, updates), opt_state
+
+
+def global_norm(tree: PyTree, layout: PyTree, reduction: Reduction = PLAIN) -> jax.Array:
+    """L2 norm of a tree whose leaves lie as `layout` says: a 0-d float32, the same everywhere."""
+    sharded: list[jax.Array] = []
+    held_whole: list[jax.Array] = []
+    for x, p in zip(jax.tree.leaves(tree), jax.tree.leaves(layout), strict=True):
+        square = jnp.sum(jnp.square(x.astype(jnp.float32)))
+        (held_whole if p.dim is None else sharded).append(square)
+    total = sum(held_whole, start=jnp.zeros((), jnp.float32))
+    if sharded:
+        # Blocks are summed over `fsdp` alone: replicas along `data` hold the same ones, and whole
+        # leaves are counted once.
+        total += reduction.all_sum(sum(sharded, start=jnp.zeros((), jnp.float32)), (FSDP_AXIS,))
+    return jnp.sqrt(total)
 
 
 def clip_factor(norm: jax.Array, max_norm: float | None) -> jax.Array:

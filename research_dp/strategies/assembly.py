@@ -118,6 +118,12 @@ class BatchLayout:
         self._micro_rows = (starts + self.eval_rows[None, :]).astype(np.int32)
         self.train_rows = self._micro_rows.reshape(-1)
 
+        def abstract(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((micros, rows, *shape), dtype, sharding=self.sharding)
+
+        examples = {name: abstract(x.shape, x.dtype) for name, x in spec.example.items()}
+        self.abstract = PlacedBatch(examples, abstract((), np.int32))
+
     def micro_batches(self, examples: Mapping[str, np.ndarray]) -> PlacedBatch:
         """This process's host arrays cut into micro-batches: (micro-batches, local rows, ...)."""
         shape = self._micro_rows.shape

@@ -13,10 +13,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from research_dp.distributed import placement
-from research_dp.distributed.collectives import gather_by_compiler
+from research_dp.distributed.collectives import PLAIN, gather_by_compiler
 from research_dp.distributed.errors import UsageError
 from research_dp.distributed.layout import whole
-from research_dp.distributed.mesh import BATCH_AXES, DATA_AXIS, FSDP_AXIS
+from research_dp.distributed.mesh import DATA_AXIS, FSDP_AXIS, split_axes
 from research_dp.strategies.assembly import (
     BatchLayout,
     check_shards_suffice,
@@ -24,7 +24,7 @@ from research_dp.strategies.assembly import (
     lay_out_state,
     shardings_of,
 )
-from research_dp.strategies.step import make_steps
+from research_dp.strategies.step import Step
 from research_dp.strategies.strategy import (
     Layouts,
     PlacedBatch,
@@ -48,9 +48,10 @@ def mapped(recipe: Recipe, spec: TrainSpec) -> Strategy:
         UsageError: The optimizer cannot be applied to shards, or the batch does not divide.
     """
     mesh = recipe.mesh
+    recipe.refuse_no_sync()
     layouts, abstract = lay_out_state(recipe, spec, mesh, params_sharded=recipe.gather is not None)
     check_shards_suffice(recipe, spec, layouts)
-    steps = make_steps(recipe, spec, layouts, BATCH_AXES)
+    steps = Step(recipe, spec, layouts, split_axes(mesh))
     state_specs = jax.tree.map(lambda x: x.sharding.spec, abstract)
     batch = BatchLayout(mesh, spec)
     on_mesh = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
@@ -60,7 +61,7 @@ def mapped(recipe: Recipe, spec: TrainSpec) -> Strategy:
         out_specs=(state_specs, PartitionSpec()),
     )
     evaluate = on_mesh(
-        steps.eval, in_specs=(state_specs, batch.eval_sharding.spec), out_specs=PartitionSpec()
+        steps.evaluate, in_specs=(state_specs, batch.eval_sharding.spec), out_specs=PartitionSpec()
     )
     return _strategy(
         recipe,
@@ -68,6 +69,7 @@ def mapped(recipe: Recipe, spec: TrainSpec) -> Strategy:
         layouts,
         abstract,
         batch,
+        abstract_batch=batch.abstract,
         place_batch=batch.place,
         place_eval_batch=batch.place_eval,
         train_step=jax.jit(train, donate_argnums=0),
@@ -83,14 +85,20 @@ def compiled(recipe: Recipe, spec: TrainSpec) -> Strategy:
         UsageError: A slot is filled that only a mapped program has, or the batch does not divide.
     """
     recipe.refuse_slots(
-        ("gather", "sync", "update"), "the compiler inserts collectives in engine 'compiled'; None."
+        ("gather", "sync", "update"),
+        "the compiler inserts collectives in engine 'compiled'; bind None.",
     )
+    if recipe.reduction is not PLAIN:
+        raise UsageError(
+            "data_parallel.reduction: engine 'compiled' leaves sums to the compiler; use 'mapped'.",
+            binding="data_parallel.reduction",
+        )
     mesh = recipe.mesh
     layouts, abstract = lay_out_state(recipe, spec, mesh, params_sharded=True)
     if recipe.shard is not None:
         recipe = dataclasses.replace(recipe, gather=_gather_as(layouts.params, mesh))
     seen = Layouts(whole(layouts.params), whole(layouts.slices))
-    steps = make_steps(recipe, spec, seen, ())
+    steps = Step(recipe, spec, seen, ())
     batch = BatchLayout(mesh, spec)
     outs = (shardings_of(abstract), NamedSharding(mesh, PartitionSpec()))
     return _strategy(
@@ -99,10 +107,11 @@ def compiled(recipe: Recipe, spec: TrainSpec) -> Strategy:
         layouts,
         abstract,
         batch,
+        abstract_batch=batch.abstract,
         place_batch=batch.place,
         place_eval_batch=batch.place_eval,
         train_step=jax.jit(steps.train, donate_argnums=0, out_shardings=outs),
-        eval_step=jax.jit(steps.eval, out_shardings=outs[1]),
+        eval_step=jax.jit(steps.evaluate, out_shardings=outs[1]),
     )
 
 
@@ -114,6 +123,7 @@ def pmapped(recipe: Recipe, spec: TrainSpec) -> Strategy:
         UsageError: Something is sharded, or the batch does not divide.
     """
     recipe.refuse_slots(("shard", "gather"), "engine 'pmapped' keeps parameters whole; bind None.")
+    recipe.refuse_no_sync()
     if recipe.mesh.shape[FSDP_AXIS] != 1:
         raise UsageError(
             f"make_mesh.axes: engine 'pmapped' has one axis, {DATA_AXIS!r}, but {FSDP_AXIS!r} has "
@@ -122,7 +132,7 @@ def pmapped(recipe: Recipe, spec: TrainSpec) -> Strategy:
         )
     devices = recipe.mesh.devices.ravel()
     layouts, abstract = lay_out_state(recipe, spec, recipe.mesh, params_sharded=False)
-    steps = make_steps(recipe, spec, layouts, (DATA_AXIS,))
+    steps = Step(recipe, spec, layouts, split_axes(recipe.mesh))
     batch = BatchLayout(recipe.mesh, spec)
     # pmap lays its arguments out on a mesh of its own, of this one axis.
     line = Mesh(devices, (DATA_AXIS,))
@@ -132,6 +142,14 @@ def pmapped(recipe: Recipe, spec: TrainSpec) -> Strategy:
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated), abstract
     )
     local = len(replicated.addressable_devices)
+    abstract_batch = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(
+            (len(devices), x.shape[0], x.shape[1] // len(devices), *x.shape[2:]),
+            x.dtype,
+            sharding=by_device,
+        ),
+        batch.abstract,
+    )
 
     def place_batch(examples: Mapping[str, np.ndarray]) -> PlacedBatch:
         def split(x: np.ndarray) -> np.ndarray:  # (micro, rows) -> (device, micro, rows a device)
@@ -152,10 +170,11 @@ def pmapped(recipe: Recipe, spec: TrainSpec) -> Strategy:
         layouts,
         abstract,
         batch,
+        abstract_batch=abstract_batch,
         place_batch=place_batch,
         place_eval_batch=place_eval_batch,
         train_step=pmap(steps.train, donate_argnums=0),
-        eval_step=pmap(steps.eval),
+        eval_step=pmap(steps.evaluate),
     )
 
 

@@ -11,7 +11,7 @@ import gin
 import jax
 import optax
 
-from research_dp.distributed import collectives
+from research_dp.distributed import buckets, collectives
 from research_dp.distributed.collectives import Axes, GatherOptions, Reduction
 from research_dp.distributed.mesh import FSDP_AXIS
 from research_dp.distributed.updates import apply_optimizer
@@ -27,7 +27,6 @@ def gather_shards(
     reduction: Reduction,
     gather_dtype: Any = None,
     grad_scatter_dtype: Any = None,
-    keep: bool = False,
 ) -> PyTree:
     """Gathers sharded parameters; their gradients come back as shards of the mean.
 
@@ -37,14 +36,13 @@ def gather_shards(
         reduction: How gradients are summed.
         gather_dtype: dtype on the wire and for compute, e.g. 'bfloat16'; None: the parameter's.
         grad_scatter_dtype: dtype in which gradients are summed; None: the parameter's.
-        keep: Keep gathered parameters for the backward pass, instead of gathering them again.
     """
 
     def one(x: jax.Array, placement: Any) -> jax.Array:
         if placement.dim is None:
             return x
         options = GatherOptions(
-            placement.dim, FSDP_AXIS, gather_dtype, grad_scatter_dtype, reduction, keep
+            placement.dim, FSDP_AXIS, gather_dtype, grad_scatter_dtype, reduction
         )
         return collectives.gather_with_mean_grads(x, options)
 
@@ -59,7 +57,7 @@ def average_gradients(
     axes: Axes,
     reduction: Reduction,
     dtype: Any = None,
-    bucket_bytes: int = collectives.DEFAULT_BUCKET_BYTES,
+    bucket_bytes: int = buckets.DEFAULT_BUCKET_BYTES,
 ) -> PyTree:
     """All-reduces gradients to their mean, in buckets.
 
@@ -79,7 +77,7 @@ def average_gradients(
     others = tuple(axis for axis in axes if axis != FSDP_AXIS)
     for is_sharded, over in ((False, axes), (True, others)):
         chosen = [i for i, p in enumerate(placements) if (p.dim is not None) == is_sharded]
-        means = collectives.all_mean_tree(
+        means = buckets.all_mean_tree(
             [leaves[i] for i in chosen], over, reduction, dtype=dtype, bucket_bytes=bucket_bytes
         )
         for i, mean in zip(chosen, means, strict=True):
@@ -95,7 +93,7 @@ def scatter_gradients(
     axes: Axes,
     reduction: Reduction,
     dtype: Any = None,
-    bucket_bytes: int = collectives.DEFAULT_BUCKET_BYTES,
+    bucket_bytes: int = buckets.DEFAULT_BUCKET_BYTES,
 ) -> PyTree:
     """Reduce-scatters gradients: each device gets its slice of the mean, as `update_slices` needs.
 
@@ -110,7 +108,7 @@ def scatter_gradients(
         dtype: dtype on the wire; None: each gradient's own.
         bucket_bytes: Bytes that travel in one collective; <= 0: one collective for each leaf.
     """
-    slices = collectives.scatter_mean_tree(
+    slices = buckets.scatter_mean_tree(
         grads, layout, reduction, dtype=dtype, bucket_bytes=bucket_bytes
     )
     return average_gradients(
@@ -125,9 +123,12 @@ def update_local(
     opt_state: PyTree,
     params: PyTree,
     layout: PyTree,
+    *,
+    axes: Axes,
+    reduction: Reduction,
 ) -> tuple[PyTree, PyTree]:
     """Applies the optimizer to what this device holds: whole parameters, or its shards."""
-    del layout
+    del layout, axes, reduction  # nothing is moved
     return apply_optimizer(optimizer, grads, opt_state, params)
 
 
@@ -139,7 +140,9 @@ def update_slices(
     params: PyTree,
     layout: PyTree,
     *,
-    bucket_bytes: int = collectives.DEFAULT_BUCKET_BYTES,
+    axes: Axes,
+    reduction: Reduction,
+    bucket_bytes: int = buckets.DEFAULT_BUCKET_BYTES,
 ) -> tuple[PyTree, PyTree]:
     """Applies the optimizer to this device's slice of whole parameters, then gathers them.
 
@@ -149,8 +152,11 @@ def update_slices(
         opt_state: This device's slice of the optimizer state.
         params: Whole parameters.
         layout: Which slice of each one a device updates.
+        axes: The mesh axes that the batch is split over; unused, for gradients are averaged.
+        reduction: Unused, for nothing is summed.
         bucket_bytes: Bytes that travel in one collective; <= 0: one collective for each leaf.
     """
-    slices = collectives.shard_tree(params, layout)
+    del axes, reduction
+    slices = buckets.shard_tree(params, layout)
     slices, opt_state = apply_optimizer(optimizer, grads, opt_state, slices)
-    return collectives.gather_tree(slices, layout, bucket_bytes=bucket_bytes), opt_state
+    return buckets.gather_tree(slices, layout, bucket_bytes=bucket_bytes), opt_state

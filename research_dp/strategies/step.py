@@ -6,123 +6,179 @@ whole (`compiled`, without). An engine only wraps them.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from research_dp.distributed.collectives import axes_size, drop_gathered, global_norm
+from research_dp.distributed.collectives import axes_size, drop_gathered
+from research_dp.distributed.errors import UsageError
+from research_dp.distributed.layout import path_name
 from research_dp.distributed.trainable import LossOutput
-from research_dp.distributed.updates import apply_optimizer, clip_factor
+from research_dp.distributed.updates import apply_optimizer, clip_factor, global_norm
+from research_dp.strategies.keys import example_keys
 from research_dp.strategies.strategy import Layouts, PlacedBatch, Recipe, TrainSpec, TrainState
 
 PyTree = Any
+Gradients = Callable[[PyTree, PlacedBatch], tuple[PyTree, LossOutput]]
 
 
-class Steps(NamedTuple):
-    """`train` and `eval` as an engine wraps them."""
-
-    train: Callable[[TrainState, PlacedBatch], tuple[TrainState, dict[str, jax.Array]]]
-    eval: Callable[[TrainState, Mapping[str, jax.Array]], dict[str, jax.Array]]
-
-
-def make_steps(recipe: Recipe, spec: TrainSpec, layouts: Layouts, axes: tuple[str, ...]) -> Steps:
+@dataclasses.dataclass(frozen=True)
+class Step:
     """The step functions of a recipe.
 
-    Args:
+    Attributes:
         recipe: The slots.
         spec: Model, optimizer and batch.
         layouts: Where things lie, as the step sees them.
-        axes: The mesh axes that are bound where the steps run; () in the compiled engine.
+        axes: The mesh axes that are bound where the steps run and that have more than one device;
+            () in the compiled engine.
     """
 
-    def whole(held: PyTree) -> PyTree:
-        if recipe.gather is None:
-            return held
-        return recipe.gather(held, layouts.params, reduction=recipe.reduction)
+    recipe: Recipe
+    spec: TrainSpec
+    layouts: Layouts
+    axes: tuple[str, ...]
 
-    def sync(grads: PyTree, when: str) -> PyTree:
-        if recipe.sync is None or recipe.sync_each != when:
-            return grads
-        return recipe.sync(grads, layouts.slices, axes=axes, reduction=recipe.reduction)
-
-    def gradients(
-        state: TrainState, model_state: PyTree, micro: PlacedBatch
-    ) -> tuple[PyTree, LossOutput]:
-        keys = example_keys(spec.seed, state.step, micro.position)
-
-        def loss(held: PyTree) -> tuple[jax.Array, LossOutput]:
-            out = spec.model.loss(
-                whole(held), model_state, micro.examples, keys, train=True, batch_axes=axes
-            )
-            # Divided by a constant, so that the numbers are of a mean's size whatever the dtype;
-            # the true number of valid items comes in once, in `train`.
-            return out.total / micro.position.shape[0], out
-
-        if recipe.gather is not None:
-            loss = jax.checkpoint(loss, policy=drop_gathered)
-        grads, out = jax.grad(loss, has_aux=True)(state.params)
-        return sync(grads, "micro_batch"), out
-
-    def train(state: TrainState, batch: PlacedBatch) -> tuple[TrainState, dict[str, jax.Array]]:
-        grads, model_state, sums = _accumulate(gradients, state, batch, recipe.accumulation_dtype)
-        grads = sync(grads, "step")
-        sums = _add_up(sums, axes, recipe)
-        rows = batch.position.shape[1] * axes_size(axes)
+    def train(
+        self, state: TrainState, batch: PlacedBatch
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
+        """One step: the new state, and metrics as arrays (2,) of sum and count."""
+        grads, model_state, sums = self._mean_gradients(state, batch)
+        sums = self._add_up(sums)
+        # Losses were divided by the rows of a device's micro-batch; the true number of valid
+        # items comes in here, once.
         count = sums["loss"][1]
+        rows = batch.position.shape[1] * axes_size(self.axes)
         scale = jnp.where(count > 0, rows / jnp.maximum(count, 1e-9), 0.0)
-        norm = scale * global_norm(grads, layouts.slices, recipe.reduction)
-        scale = scale * clip_factor(norm, spec.max_grad_norm)
+        norm = scale * global_norm(grads, self.layouts.slices, self.recipe.reduction)
+        scale = scale * clip_factor(norm, self.spec.max_grad_norm)
         grads = jax.tree.map(lambda g, p: (g * scale).astype(p.dtype), grads, state.params)
-        if recipe.update is None:
-            params, opt_state = apply_optimizer(
-                spec.optimizer, grads, state.opt_state, state.params
-            )
-        else:
-            params, opt_state = recipe.update(
-                spec.optimizer, grads, state.opt_state, state.params, layouts.slices
-            )
+        params, opt_state = self._update(grads, state)
         metrics = {**sums, "grad_norm": jnp.stack([norm, jnp.ones_like(norm)])}
         return TrainState(state.step + 1, params, model_state, opt_state), metrics
 
-    def evaluate(state: TrainState, examples: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        out = spec.model.loss(
-            whole(state.params), state.model_state, examples, None, train=False, batch_axes=axes
+    def evaluate(
+        self, state: TrainState, examples: Mapping[str, jax.Array]
+    ) -> dict[str, jax.Array]:
+        """Metrics of a batch as arrays (2,) of sum and count."""
+        params = self._whole(state.params)
+        out = self.spec.model.loss(
+            params, state.model_state, examples, None, train=False, batch_axes=self.axes
         )
-        return _add_up(_pairs(out), axes, recipe)
+        return self._add_up(_pairs(out))
 
-    return Steps(train, evaluate)
+    def _mean_gradients(
+        self, state: TrainState, batch: PlacedBatch
+    ) -> tuple[PyTree, PyTree, dict[str, jax.Array]]:
+        """(gradients as `update` takes them, new model state, sums of metrics)."""
+        recipe = self.recipe
+        once = recipe.gather is not None and recipe.gather_each == "step"
+        if once:
+            # Gathered before the micro-batches, scattered after them: each once.
+            params, scatter = jax.vjp(self._whole, state.params)
+        else:
+            params = state.params
 
+        def gradients(model_state: PyTree, micro: PlacedBatch) -> tuple[PyTree, LossOutput]:
+            grads, out = self._gradients(state.step, params, model_state, micro, gathered=once)
+            return self._sync(grads, "micro_batch"), out
 
-def example_keys(seed: int, step: jax.Array, position: jax.Array) -> jax.Array:
-    """One random key an example, from the seed, the step and its place in the global batch."""
-    step_key = jax.random.fold_in(jax.random.key(seed), step)
-    return jax.vmap(lambda place: jax.random.fold_in(step_key, place))(position)
+        grads, model_state, sums = _accumulate(
+            gradients, state.model_state, batch, recipe.accumulation_dtype
+        )
+        if once:
+            (grads,) = scatter(jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params))
+        grads = self._sync(grads, "step")
+        _check_shapes(grads, self._slice_shapes(), "data_parallel.sync", "gradients")
+        return grads, model_state, sums
+
+    def _gradients(
+        self,
+        step: jax.Array,
+        params: PyTree,
+        model_state: PyTree,
+        micro: PlacedBatch,
+        *,
+        gathered: bool,
+    ) -> tuple[PyTree, LossOutput]:
+        """Gradients of one micro-batch, with respect to what `params` holds."""
+        keys = example_keys(self.spec.seed, step, micro.position)
+
+        def loss(params: PyTree) -> tuple[jax.Array, LossOutput]:
+            params = params if gathered else self._whole(params)
+            out = self.spec.model.loss(
+                params, model_state, micro.examples, keys, train=True, batch_axes=self.axes
+            )
+            # Divided by a constant, so that the numbers are of a mean's size whatever the dtype.
+            return out.total / micro.position.shape[0], out
+
+        if self.recipe.gather is not None and not gathered:
+            loss = jax.checkpoint(loss, policy=drop_gathered)
+        return jax.grad(loss, has_aux=True)(params)
+
+    def _whole(self, held: PyTree) -> PyTree:
+        if self.recipe.gather is None:
+            return held
+        return self.recipe.gather(held, self.layouts.params, reduction=self.recipe.reduction)
+
+    def _sync(self, grads: PyTree, when: str) -> PyTree:
+        recipe = self.recipe
+        if recipe.sync is None or recipe.sync_each != when:
+            return grads
+        return recipe.sync(grads, self.layouts.slices, axes=self.axes, reduction=recipe.reduction)
+
+    def _update(self, grads: PyTree, state: TrainState) -> tuple[PyTree, PyTree]:
+        optimizer, recipe = self.spec.optimizer, self.recipe
+        if recipe.update is None:
+            return apply_optimizer(optimizer, grads, state.opt_state, state.params)
+        params, opt_state = recipe.update(
+            optimizer,
+            grads,
+            state.opt_state,
+            state.params,
+            self.layouts.slices,
+            axes=self.axes,
+            reduction=recipe.reduction,
+        )
+        shapes = [x.shape for x in jax.tree.leaves(state.params)]
+        _check_shapes(params, shapes, "data_parallel.update", "parameters")
+        return params, opt_state
+
+    def _slice_shapes(self) -> list[tuple[int, ...]]:
+        return [p.local_shape for p in jax.tree.leaves(self.layouts.slices)]
+
+    def _add_up(self, sums: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """Sums over devices, all in one small collective; means are taken on the host."""
+        if not self.axes:
+            return sums
+        names = sorted(sums)
+        together = jnp.stack([sums[name] for name in names])
+        added = self.recipe.reduction.all_sum(together, self.axes)
+        return {name: added[i] for i, name in enumerate(names)}
 
 
 def _accumulate(
-    gradients: Callable[..., tuple[PyTree, LossOutput]],
-    state: TrainState,
-    batch: PlacedBatch,
-    dtype: Any,
+    gradients: Gradients, model_state: PyTree, batch: PlacedBatch, dtype: Any
 ) -> tuple[PyTree, PyTree, dict[str, jax.Array]]:
     """Adds up micro-batches: (sum of gradients, last model state, sums of metrics)."""
     first = jax.tree.map(lambda x: x[0], batch)
     if batch.position.shape[0] == 1:
-        grads, out = gradients(state, state.model_state, first)
+        grads, out = gradients(model_state, first)
         return grads, out.model_state, _pairs(out)
 
     def add(carry: Any, micro: PlacedBatch) -> tuple[Any, None]:
         total, model_state, sums = carry
-        grads, out = gradients(state, model_state, micro)
+        grads, out = gradients(model_state, micro)
         total = jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, grads)
         return (total, out.model_state, jax.tree.map(jnp.add, sums, _pairs(out))), None
 
-    grads, out = jax.eval_shape(gradients, state, state.model_state, first)
+    grads, out = jax.eval_shape(gradients, model_state, first)
     zeros = jax.tree.map(lambda g: jnp.zeros(g.shape, dtype or g.dtype), grads)
     no_sums = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(_pairs, out))
-    carry, _ = jax.lax.scan(add, (zeros, state.model_state, no_sums), batch)
+    carry, _ = jax.lax.scan(add, (zeros, model_state, no_sums), batch)
     return carry
 
 
@@ -132,12 +188,13 @@ def _pairs(out: LossOutput) -> dict[str, jax.Array]:
     return {name: jnp.stack(pair).astype(jnp.float32) for name, pair in sums.items()}
 
 
-def _add_up(
-    sums: dict[str, jax.Array], axes: tuple[str, ...], recipe: Recipe
-) -> dict[str, jax.Array]:
-    """Sums over devices, all in one small collective; means are taken on the host."""
-    if not axes:
-        return sums
-    names = sorted(sums)
-    added = recipe.reduction.all_sum(jnp.stack([sums[name] for name in names]), axes)
-    return {name: added[i] for i, name in enumerate(names)}
+def _check_shapes(tree: PyTree, shapes: list[tuple[int, ...]], binding: str, what: str) -> None:
+    """Raises UsageError if a slot's function returned something of another shape."""
+    flat = jax.tree_util.tree_leaves_with_path(tree)
+    for (path, x), shape in zip(flat, shapes, strict=True):
+        if x.shape != shape:
+            raise UsageError(
+                f"{binding} leaves {what} {path_name(path)} with shape {x.shape} on a device, not "
+                f"{shape}. The four slots must fit each other.",
+                binding=binding,
+            )

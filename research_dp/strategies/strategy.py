@@ -94,6 +94,7 @@ class Strategy:
         mesh: The mesh.
         layouts: Where parameters and optimizer state lie, and why.
         abstract_state: Shapes, dtypes and shardings of the state.
+        abstract_batch: The same of a placed batch.
         train_rows: Places in the global batch of the examples that this process provides.
         eval_rows: The same for evaluation, whose batch has `eval_batch_size` examples.
         eval_batch_size: batch_size / accumulation_steps.
@@ -109,6 +110,7 @@ class Strategy:
     mesh: Mesh
     layouts: Layouts
     abstract_state: TrainState
+    abstract_batch: PlacedBatch
     train_rows: np.ndarray
     eval_rows: np.ndarray
     eval_batch_size: int
@@ -133,18 +135,41 @@ class Recipe:
     gather: Callable[..., PyTree] | None
     sync: Callable[..., PyTree] | None
     update: Callable[..., tuple[PyTree, PyTree]] | None
+    gather_each: str
     sync_each: str
     reduction: Reduction
     accumulation_dtype: Any
 
     def build(self, spec: TrainSpec) -> Strategy:
-        """Builds the strategy for a model and a batch.
+        """Builds the strategy for a model and a batch, and traces its training step.
 
         Raises:
-            UsageError: The slots do not fit the engine, the batch does not divide, or the
-                optimizer cannot be applied to shards.
+            UsageError: The slots do not fit the engine or each other, the batch does not divide,
+                the model reads what a batch does not have, or the optimizer cannot be applied to
+                shards.
         """
-        return self.engine(self, spec)
+        try:
+            strategy = self.engine(self, spec)
+            # Whatever does not fit is found here. The trace is kept for the first step.
+            jax.eval_shape(strategy.train_step, strategy.abstract_state, strategy.abstract_batch)
+        except KeyError as error:
+            if not error.args or error.args[0] in spec.example:
+                raise
+            raise UsageError(
+                f"train.model reads {error.args[0]!r} of a batch, but train.data gives "
+                f"{sorted(spec.example)}. Take a model and a data set of the same task.",
+                binding="train.model",
+            ) from error
+        return strategy
+
+    def refuse_no_sync(self) -> None:
+        """Raises UsageError if several devices would each follow gradients of their own."""
+        if self.sync is None and self.mesh.size > 1:
+            raise UsageError(
+                f"data_parallel.sync = None on {self.mesh.size} devices: nothing averages their "
+                "gradients. Bind @average_gradients, which leaves alone what `gather` averaged.",
+                binding="data_parallel.sync",
+            )
 
     def refuse_slots(self, names: tuple[str, ...], why: str) -> None:
         """Raises UsageError if one of these slots is filled."""
@@ -167,6 +192,7 @@ def data_parallel(
     gather: Callable[..., PyTree] | None = None,
     sync: Callable[..., PyTree] | None = None,
     update: Callable[..., tuple[PyTree, PyTree]] | None = None,
+    gather_each: str = "micro_batch",
     sync_each: str = "step",
     reduction: Reduction = PLAIN,
     accumulation_dtype: Any = None,
@@ -184,17 +210,26 @@ def data_parallel(
         gather: (held, layout, reduction=) -> whole parameters for compute, whose gradients come
             back as this device's shard of the mean over `fsdp`. None: parameters are whole.
         sync: (grads, layout, axes=, reduction=) -> gradients as `update` takes them, averaged
-            over devices. None: nothing is to be averaged, or the compiler does it.
-        update: (optimizer, grads, opt_state, params, layout) -> (params, opt_state). None: the
-            optimizer is applied to whole arrays.
+            over devices. None: there is one device, or the compiler averages.
+        update: (optimizer, grads, opt_state, params, layout, axes=, reduction=) ->
+            (params, opt_state). None: the optimizer is applied to what a device holds.
+        gather_each: When `gather` is called: for each 'micro_batch', and again in its backward
+            pass; or once a 'step', so that whole parameters and gradients live through it.
         sync_each: When `sync` is called: each 'step', or each 'micro_batch'.
         reduction: How partial sums become one; `sync`, `gather` and `update` receive it.
         accumulation_dtype: dtype in which gradients of micro-batches are added up; None: their
             own.
     """
-    if sync_each not in ("step", "micro_batch"):
+    for key, value in (("gather_each", gather_each), ("sync_each", sync_each)):
+        if value not in ("step", "micro_batch"):
+            raise UsageError(
+                f"data_parallel.{key} = {value!r}: use 'step' or 'micro_batch'.",
+                binding=f"data_parallel.{key}",
+            )
+    if gather is not None and (gather_each, sync_each) == ("step", "micro_batch"):
         raise UsageError(
-            f"data_parallel.sync_each = {sync_each!r}: use 'step' or 'micro_batch'.",
+            "data_parallel.sync_each = 'micro_batch' with gather_each = 'step': gradients of "
+            "gathered parameters are scattered at the end of a step only. Use 'step' for both.",
             binding="data_parallel.sync_each",
         )
     return Recipe(
@@ -205,6 +240,7 @@ def data_parallel(
         gather=gather,
         sync=sync,
         update=update,
+        gather_each=gather_each,
         sync_each=sync_each,
         reduction=reduction,
         accumulation_dtype=accumulation_dtype,
