@@ -13,6 +13,7 @@ def main(argv: list[str]) -> int:
     options = command_line.parse(argv, __doc__ or "")
     try:
         gin_config.load(options.gin_files, options.bindings)
+        environment.quieten_tensorflow()
         environment.set_up_processes()
         environment.set_up_devices(options.cpu_devices)
         print(environment.set_up_compilation_cache(), flush=True)

@@ -47,6 +47,12 @@ def set_up_processes() -> None:
     jax.distributed.initialize(address, count, own)
 
 
+def quieten_tensorflow() -> None:
+    """Keeps TensorFlow, which only writes records here, from talking on standard error."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")  # announced in a line otherwise
+
+
 def started() -> float:
     """When this process was started, on the scale of `time.perf_counter()`.
 
