@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import gin
@@ -124,13 +124,17 @@ def largest_dim(
     return choose_dim(shape, axis_size, min_weight_size)
 
 
-def lay_out(tree: PyTree, rule: Rule | None, axis_size: int) -> PyTree:
+def lay_out(
+    tree: PyTree, rule: Rule | None, axis_size: int, stacked: Collection[str] = ()
+) -> PyTree:
     """Asks the rule about each array of a tree.
 
     Args:
         tree: Arrays, or anything with `shape` and `dtype`.
         rule: The rule, or None: everything stays whole.
         axis_size: Size of mesh axis `fsdp`. With 1 everything stays whole.
+        stacked: Keys at the top of the tree whose arrays are stacked along dim 0, which stays: the
+            rule is asked about one of the stack.
 
     Returns:
         A tree of the same structure with a `Placement` at each leaf.
@@ -140,7 +144,9 @@ def lay_out(tree: PyTree, rule: Rule | None, axis_size: int) -> PyTree:
     """
 
     def place(path: Any, leaf: Any) -> Placement:
-        name, shape = path_name(path), tuple(leaf.shape)
+        name, full = path_name(path), tuple(leaf.shape)
+        before = 1 if name.split("/")[0] in stacked else 0
+        shape = full[before:]
         if rule is None:
             choice = Choice(None, "the strategy shards nothing")
         elif axis_size == 1:
@@ -156,7 +162,8 @@ def lay_out(tree: PyTree, rule: Rule | None, axis_size: int) -> PyTree:
                 binding="data_parallel.shard",
             )
         dtype = np.dtype(leaf.dtype)
-        return Placement(name, shape, dtype, choice.dim, choice.reason, axis_size)
+        dim = None if choice.dim is None else choice.dim + before
+        return Placement(name, full, dtype, dim, choice.reason, axis_size)
 
     return jax.tree_util.tree_map_with_path(place, tree)
 

@@ -22,7 +22,7 @@ def linen_functions(module: nn.Module) -> Functions:
     """
 
     def init(key: jax.Array, x: Any) -> tuple[PyTree, PyTree]:
-        variables = module.init(key, jnp.zeros(x.shape, x.dtype), train=False)
+        variables = module.init(key, jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), x), train=False)
         state = dict(nn.meta.unbox(variables))
         return state.pop("params"), state
 

@@ -36,7 +36,7 @@ def nnx_functions(factory: Callable[..., nnx.Module]) -> Functions:
         return module
 
     def init(key: jax.Array, x: Any) -> tuple[PyTree, PyTree]:
-        shape = tuple(x.shape[1:])
+        shape = _shape(x)
         abstract(shape)  # refuses what cannot be trained, before anything is drawn
         module = factory(shape, nnx.Rngs(key))
         return _params(module), _model_state(module)
@@ -50,7 +50,7 @@ def nnx_functions(factory: Callable[..., nnx.Module]) -> Functions:
         keys: jax.Array | None = None,
         batch_axes: tuple[str, ...] = (),
     ) -> tuple[jax.Array, PyTree]:
-        module = abstract(tuple(x.shape[1:]))
+        module = abstract(_shape(x))
         graphdef, variables = nnx.split(module)
         nnx.replace_by_pure_dict(variables, _merged(params, model_state))
         module = nnx.merge(graphdef, variables)
@@ -58,6 +58,11 @@ def nnx_functions(factory: Callable[..., nnx.Module]) -> Functions:
         return y, _model_state(module)
 
     return Functions(init, apply)
+
+
+def _shape(x: PyTree) -> PyTree:
+    """Shapes of one example of each input."""
+    return jax.tree.map(lambda a: tuple(a.shape[1:]), x)
 
 
 def _params(module: nnx.Module) -> PyTree:

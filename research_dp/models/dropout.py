@@ -6,6 +6,11 @@ import jax
 import jax.numpy as jnp
 
 
+def fold_in_each(keys: jax.Array, number: jax.Array | int) -> jax.Array:
+    """Keys (B,) for one of several uses, told apart by a number."""
+    return jax.vmap(lambda key: jax.random.fold_in(key, number))(keys)
+
+
 def dropout(x: jax.Array, rate: float, keys: jax.Array | None, layer: int) -> jax.Array:
     """Sets a fraction of each example's features to zero and scales up the rest.
 

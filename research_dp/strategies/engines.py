@@ -96,8 +96,9 @@ def compiled(recipe: Recipe, spec: TrainSpec) -> Strategy:
     mesh = recipe.mesh
     layouts, abstract = lay_out_state(recipe, spec, mesh, params_sharded=True)
     if recipe.shard is not None:
-        recipe = dataclasses.replace(recipe, gather=_gather_as(layouts.params, mesh))
-    seen = Layouts(whole(layouts.params), whole(layouts.slices))
+        recipe = dataclasses.replace(recipe, gather=_gather_on(mesh))
+    # Gradients and slices are seen as global arrays, whatever device holds what.
+    seen = Layouts(layouts.params, whole(layouts.slices))
     steps = Step(recipe, spec, seen, ())
     batch = BatchLayout(mesh, spec)
     outs = (shardings_of(abstract), NamedSharding(mesh, PartitionSpec()))
@@ -178,12 +179,12 @@ def pmapped(recipe: Recipe, spec: TrainSpec) -> Strategy:
     )
 
 
-def _gather_as(layout: PyTree, mesh: Mesh) -> Any:
-    """A `gather` by which the compiler makes parameters whole that lie as `layout` says."""
+def _gather_on(mesh: Mesh) -> Any:
+    """A `gather` by which the compiler makes parameters whole."""
     replicated = NamedSharding(mesh, PartitionSpec())
 
-    def gather(held: PyTree, seen: PyTree, *, reduction: Any) -> PyTree:
-        del seen, reduction  # the compiler's business
+    def gather(held: PyTree, layout: PyTree, *, reduction: Any) -> PyTree:
+        del reduction  # the compiler's business
         return jax.tree.map(
             lambda x, p: (
                 gather_by_compiler(x, NamedSharding(mesh, p.spec), replicated)

@@ -7,6 +7,7 @@ whole (`compiled`, without). An engine only wraps them.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,6 +18,7 @@ from research_dp.distributed.collectives import axes_size, drop_gathered
 from research_dp.distributed.errors import UsageError
 from research_dp.distributed.layout import path_name
 from research_dp.distributed.trainable import LossOutput
+from research_dp.distributed.units import Units
 from research_dp.distributed.updates import apply_optimizer, clip_factor, global_norm
 from research_dp.strategies.keys import example_keys
 from research_dp.strategies.strategy import Layouts, PlacedBatch, Recipe, TrainSpec, TrainState
@@ -64,10 +66,7 @@ class Step:
         self, state: TrainState, examples: Mapping[str, jax.Array]
     ) -> dict[str, jax.Array]:
         """Metrics of a batch as arrays (2,) of sum and count."""
-        params = self._whole(state.params)
-        out = self.spec.model.loss(
-            params, state.model_state, examples, None, train=False, batch_axes=self.axes
-        )
+        out = self._loss(state.params, state.model_state, examples, None, train=False)
         return self._add_up(_pairs(out))
 
     def _mean_gradients(
@@ -108,16 +107,37 @@ class Step:
         keys = example_keys(self.spec.seed, step, micro.position)
 
         def loss(params: PyTree) -> tuple[jax.Array, LossOutput]:
-            params = params if gathered else self._whole(params)
-            out = self.spec.model.loss(
-                params, model_state, micro.examples, keys, train=True, batch_axes=self.axes
+            out = self._loss(
+                params, model_state, micro.examples, keys, train=True, gathered=gathered
             )
             # Divided by a constant, so that the numbers are of a mean's size whatever the dtype.
             return out.total / micro.position.shape[0], out
 
-        if self.recipe.gather is not None and not gathered:
+        if self.recipe.gather is not None and not gathered and not self.spec.model.units:
             loss = jax.checkpoint(loss, policy=drop_gathered)
         return jax.grad(loss, has_aux=True)(params)
+
+    def _loss(
+        self,
+        params: PyTree,
+        model_state: PyTree,
+        examples: Mapping[str, jax.Array],
+        keys: jax.Array | None,
+        *,
+        train: bool,
+        gathered: bool = False,
+    ) -> LossOutput:
+        """The model's loss; its units gather themselves, or all is gathered before."""
+        model, more = self.spec.model, {}
+        gather = None if gathered else self.recipe.gather
+        if model.units:
+            gather = gather and functools.partial(gather, reduction=self.recipe.reduction)
+            more = {"units": Units(gather, self.layouts.params)}
+        elif gather:
+            params = self._whole(params)
+        return model.loss(
+            params, model_state, examples, keys, train=train, batch_axes=self.axes, **more
+        )
 
     def _whole(self, held: PyTree) -> PyTree:
         if self.recipe.gather is None:

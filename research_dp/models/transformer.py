@@ -1,0 +1,197 @@
+"""A decoder transformer for text, in Linen and in NNX, its blocks stacked."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import flax.linen as nn
+import gin
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from research_dp.distributed.errors import UsageError, check_count
+from research_dp.distributed.trainable import TrainableModel
+from research_dp.distributed.units import check_remat
+from research_dp.models.attention import attention, rotate
+from research_dp.models.classification import choose_api
+from research_dp.models.dropout import dropout
+from research_dp.models.language import language_model
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockConfig:
+    """Sizes of a block.
+
+    Attributes:
+        width: Features of the residual stream.
+        heads: Attention heads, of width / heads features each.
+        mlp_width: Hidden features of the gated MLP.
+        dropout_rate: Dropout on what each half of the block adds.
+        dtype: Compute dtype.
+        attention: Implementation of the attention, see `models.attention`.
+    """
+
+    width: int
+    heads: int
+    mlp_width: int
+    dropout_rate: float
+    dtype: str
+    attention: str
+
+
+@gin.register(module="models")
+def transformer(
+    *,
+    api: str = "linen",
+    vocab_size: int = gin.REQUIRED,
+    width: int = 128,
+    depth: int = 4,
+    heads: int = 4,
+    mlp_width: int = 512,
+    tied: bool = False,
+    dropout_rate: float = 0.0,
+    dtype: str = "float32",
+    remat: str = "full",
+    unroll: int = 1,
+    attention: str = "auto",
+    loss_chunk: int = 1024,
+) -> TrainableModel:
+    """A decoder of pre-norm blocks: RMSNorm, rotary positions, causal attention, gated MLP.
+
+    As in Llama (Touvron et al., arXiv 2302.13971), without biases; query, key and value are one
+    matrix, and so are gate and up.
+
+    Args:
+        api: 'linen' or 'nnx'; they have the same parameters.
+        vocab_size: Number of tokens.
+        width: Features of the residual stream.
+        depth: Number of blocks.
+        heads: Attention heads; they divide `width`.
+        mlp_width: Hidden features of the gated MLP.
+        tied: Whether the embedding is the head too.
+        dropout_rate: Dropout on what each half of a block adds.
+        dtype: Compute dtype; parameters are float32.
+        remat: What a block keeps for its backward pass: 'full' (nothing but its input), 'dots'
+            (products of matrices), 'none' (everything).
+        unroll: Blocks in one turn of the loop over them.
+        attention: 'auto', 'cudnn' (flash attention), 'chunked' or 'xla'.
+        loss_chunk: Tokens whose logits exist at a time.
+
+    Raises:
+        UsageError: A size or a name makes no sense.
+    """
+    for name, value in {"vocab_size": vocab_size, "width": width, "depth": depth}.items():
+        check_count(f"transformer.{name}", value, 1)
+    check_count("transformer.loss_chunk", loss_chunk, 1)
+    check_remat(remat, "transformer.remat")
+    if width % heads or (width // heads) % 2:
+        raise UsageError(
+            f"transformer.width = {width} over heads = {heads}: a head needs an even, whole number "
+            "of features.",
+            binding="transformer.heads",
+        )
+    config = BlockConfig(width, heads, mlp_width, dropout_rate, dtype, attention)
+    block = choose_api(
+        api,
+        "transformer.api",
+        lambda: LinenBlock(config),
+        lambda shape, rngs: NnxBlock(config, rngs=rngs),
+    )
+    return language_model(
+        block,
+        vocab_size=vocab_size,
+        width=width,
+        depth=depth,
+        tied=tied,
+        dtype=dtype,
+        remat=remat,
+        unroll=unroll,
+        loss_chunk=loss_chunk,
+    )
+
+
+class LinenBlock(nn.Module):
+    """One block in Linen; parameters as in `NnxBlock`."""
+
+    config: BlockConfig
+
+    @nn.compact
+    def __call__(
+        self,
+        inputs: dict[str, jax.Array],
+        *,
+        train: bool,
+        keys: jax.Array | None = None,
+        batch_axes: tuple[str, ...] = (),
+    ) -> jax.Array:
+        del train, batch_axes  # nothing here depends on them
+        c, x = self.config, inputs["x"]
+
+        def dense(features: int, name: str) -> nn.Dense:
+            return nn.Dense(
+                features, use_bias=False, dtype=c.dtype, kernel_init=_kernel_init, name=name
+            )
+
+        y = nn.RMSNorm(dtype=c.dtype, name="attention_norm")(x)
+        y = _attend(dense(3 * c.width, "qkv")(y), inputs, c)
+        x = x + dropout(dense(c.width, "out")(y), c.dropout_rate, keys, layer=0)
+        y = nn.RMSNorm(dtype=c.dtype, name="mlp_norm")(x)
+        y = _gate(dense(2 * c.mlp_width, "gate_up")(y))
+        return x + dropout(dense(c.width, "down")(y), c.dropout_rate, keys, layer=1)
+
+
+class NnxBlock(nnx.Module):
+    """One block in NNX; parameters as in `LinenBlock`."""
+
+    def __init__(self, config: BlockConfig, *, rngs: nnx.Rngs):
+        self.config = c = config
+
+        def dense(fan_in: int, features: int) -> nnx.Linear:
+            return nnx.Linear(
+                fan_in,
+                features,
+                use_bias=False,
+                dtype=c.dtype,
+                kernel_init=_kernel_init,
+                rngs=rngs,
+            )
+
+        self.attention_norm = nnx.RMSNorm(c.width, dtype=c.dtype, rngs=rngs)
+        self.qkv, self.out = dense(c.width, 3 * c.width), dense(c.width, c.width)
+        self.mlp_norm = nnx.RMSNorm(c.width, dtype=c.dtype, rngs=rngs)
+        self.gate_up, self.down = dense(c.width, 2 * c.mlp_width), dense(c.mlp_width, c.width)
+
+    def __call__(
+        self,
+        inputs: dict[str, jax.Array],
+        *,
+        train: bool,
+        keys: jax.Array | None = None,
+        batch_axes: tuple[str, ...] = (),
+    ) -> jax.Array:
+        del train, batch_axes  # nothing here depends on them
+        c, x = self.config, inputs["x"]
+        y = _attend(self.qkv(self.attention_norm(x)), inputs, c)
+        x = x + dropout(self.out(y), c.dropout_rate, keys, layer=0)
+        y = _gate(self.gate_up(self.mlp_norm(x)))
+        return x + dropout(self.down(y), c.dropout_rate, keys, layer=1)
+
+
+_kernel_init = jax.nn.initializers.variance_scaling(1.0, "fan_in", "normal")
+
+
+def _attend(qkv: jax.Array, inputs: dict[str, jax.Array], config: BlockConfig) -> jax.Array:
+    """Attention on (B, S, 3 * width): (B, S, width)."""
+    batch, length, _ = qkv.shape
+    split = qkv.reshape(batch, length, 3, config.heads, -1)
+    query, key, value = split[:, :, 0], split[:, :, 1], split[:, :, 2]
+    query, key = (rotate(x, inputs["positions"]) for x in (query, key))
+    y = attention(query, key, value, inputs.get("segments"), implementation=config.attention)
+    return y.reshape(batch, length, config.width)
+
+
+def _gate(gate_up: jax.Array) -> jax.Array:
+    """SwiGLU (Shazeer, arXiv 2002.05202) on (..., 2 * hidden): (..., hidden)."""
+    gate, up = jnp.split(gate_up, 2, axis=-1)
+    return jax.nn.silu(gate) * up
