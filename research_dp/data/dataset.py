@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import gin
-import jax
-import numpy as np
 
-from research_dp.data.preprocess import Arrays, MakePreprocess, Preprocess
+from research_dp.data.preprocess import MakePreprocess, Preprocess
+from research_dp.distributed.data_set import Arrays, DataSet, EvalOrder, TrainOrder
 from research_dp.distributed.errors import UsageError
 
 # Builders of this package: TFDS finds them by name once their module is imported.
@@ -21,68 +19,11 @@ _OWN_BUILDERS = {
 }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainOrder:
-    """Which training batches to read.
-
-    Attributes:
-        seed: Seed of the order and of augmentation.
-        batch_size: Size of the global batch.
-        rows: Places in the global batch that this process provides.
-        first_step: Step to begin with.
-        num_steps: Step to end before.
-    """
-
-    seed: int
-    batch_size: int
-    rows: np.ndarray
-    first_step: int
-    num_steps: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EvalOrder:
-    """Which part of an evaluation split to read: each example once, in order, padding masked.
-
-    Attributes:
-        batch_size: Size of the global batch.
-        rows: Places in the global batch that this process provides.
-    """
-
-    batch_size: int
-    rows: np.ndarray
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DataSet:
-    """Training and evaluation batches.
-
-    Attributes:
-        name: TFDS name.
-        example: Shape and dtype of one example's arrays.
-        info: Facts for the model, e.g. `num_classes`.
-        num_train: Examples of the training split.
-        num_eval: Examples of the evaluation split.
-        train: Yields this process's rows of each batch, endlessly shuffled.
-        evaluate: Yields this process's rows of each batch, with `mask` (rows,), 0 for padding.
-    """
-
-    name: str
-    example: Mapping[str, jax.ShapeDtypeStruct]
-    info: Mapping[str, Any]
-    num_train: int
-    num_eval: int
-    train: Callable[[TrainOrder], Iterator[Arrays]]
-    evaluate: Callable[[EvalOrder], Iterator[Arrays]]
-
-
 class Splits(NamedTuple):
     """What a reader makes of a data set's splits; fields as in `DataSet`."""
 
     train: Callable[[TrainOrder], Iterator[Arrays]]
     evaluate: Callable[[EvalOrder], Iterator[Arrays]]
-    num_train: int
-    num_eval: int
 
 
 # (builder, training split, evaluation split, preprocess) -> Splits.

@@ -16,9 +16,8 @@ import jax
 import numpy as np
 from PIL import Image
 
+from research_dp.distributed.data_set import Arrays
 from research_dp.distributed.errors import UsageError
-
-Arrays = Mapping[str, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)

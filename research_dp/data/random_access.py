@@ -14,9 +14,10 @@ import grain
 import numpy as np
 from absl import flags
 
-from research_dp.data.dataset import EvalOrder, Splits, TrainOrder
+from research_dp.data.dataset import Splits
 from research_dp.data.order import example_indices, stream_positions
-from research_dp.data.preprocess import Arrays, Preprocess
+from research_dp.data.preprocess import Preprocess
+from research_dp.distributed.data_set import Arrays, EvalOrder, TrainOrder
 from research_dp.distributed.errors import UsageError
 
 
@@ -149,4 +150,4 @@ def random_access(
 
         return ahead(load, 0, -(-len(examples) // order.batch_size))
 
-    return Splits(train, evaluate, len(sources[train_split]), len(sources[eval_split]))
+    return Splits(train, evaluate)

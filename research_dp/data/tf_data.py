@@ -12,8 +12,9 @@ from typing import Any
 import gin
 import numpy as np
 
-from research_dp.data.dataset import EvalOrder, Splits, TrainOrder
-from research_dp.data.preprocess import Arrays, Preprocess
+from research_dp.data.dataset import Splits
+from research_dp.data.preprocess import Preprocess
+from research_dp.distributed.data_set import Arrays, EvalOrder, TrainOrder
 
 
 @gin.register(module="data")
@@ -75,8 +76,7 @@ def tf_data(
         if batch:
             yield _masked(batch, order, preprocess)
 
-    sizes = [builder.info.splits[split].num_examples for split in (train_split, eval_split)]
-    return Splits(train, evaluate, *sizes)
+    return Splits(train, evaluate)
 
 
 def _masked(batch: list[Arrays], order: EvalOrder, preprocess: Preprocess) -> Arrays:

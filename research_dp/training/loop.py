@@ -11,7 +11,7 @@ import gin
 import jax
 import optax
 
-from research_dp.data.dataset import DataSet
+from research_dp.distributed.data_set import DataSet
 from research_dp.distributed.errors import UsageError
 from research_dp.distributed.trainable import TrainableModel
 from research_dp.strategies import Recipe, TrainSpec

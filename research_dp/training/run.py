@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from research_dp.data.dataset import DataSet, EvalOrder, TrainOrder
+from research_dp.distributed.data_set import DataSet, EvalOrder, TrainOrder
 from research_dp.distributed.placement import fingerprint
 from research_dp.strategies import Strategy, TrainState
 from research_dp.training.checkpoint import Checkpoints
