@@ -10,6 +10,7 @@ from tensorflow_datasets.testing import mocking
 
 from research_dp.config import gin_config
 from research_dp.data import order
+from research_dp.data.generators import Purpose, generator
 from research_dp.distributed.data_set import EvalOrder, TrainOrder
 from research_dp.distributed.errors import UsageError
 
@@ -23,6 +24,13 @@ def train_order(rows, first=0, last=4, size=8, seed=0):
     return TrainOrder(
         seed=seed, batch_size=size, rows=np.asarray(rows), first_step=first, num_steps=last
     )
+
+
+def test_random_streams_are_shared_by_nothing():
+    keys = [(seed, p, index) for seed in (0, 1, 2**32) for p in Purpose for index in (0, 1, 2**32)]
+    first = {key: generator(*key).integers(2**63) for key in keys}
+    assert len(set(first.values())) == len(keys)
+    assert first == {key: generator(*key).integers(2**63) for key in keys}
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 64, 1000, 1437])
@@ -132,6 +140,39 @@ def test_tf_data_reads_tfrecord_in_a_repeatable_order(data_dir):
 def test_tfrecord_is_refused_by_random_access_with_what_to_do(data_dir):
     with pytest.raises(UsageError, match=r"no random access. Use --gin_file=gin/options/tf_data"):
         load("digits", f"tfds_data.data_dir = '{data_dir}/tfrecord'")
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, True, "abc", (2,)])
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [
+        ("digits", "random_access.threads"),
+        ("digits", "random_access.workers"),
+        ("digits", "random_access.prefetch"),
+        ("digits", "random_access.cache_bytes"),
+        ("digits", "image_classification.size"),
+        ("digits", "image_classification.pad_crop"),
+        ("pystdlib_text", "byte_text.length"),
+        ("digits", "tf_data.shuffle_buffer"),
+        ("digits", "tf_data.prefetch"),
+    ],
+)
+def test_a_count_that_is_none_is_refused_by_name(tmp_path, file, name, value):
+    where = f"tfds_data.data_dir = '{tmp_path}'"
+    options = ["gin/options/tf_data.gin"] if name.startswith("tf_data") else []
+    with pytest.raises(UsageError, match=f"^{name} = .*whole number of at least") as raised:
+        load(file, where, f"{name} = {value!r}", options=options)
+    assert raised.value.binding == name
+
+
+def test_counts_of_things_that_must_be_there_are_not_zero(tmp_path):
+    where = f"tfds_data.data_dir = '{tmp_path}'"
+    for name in ("random_access.threads", "random_access.prefetch", "image_classification.size"):
+        gin_config.reset()
+        with pytest.raises(UsageError, match=f"^{name} = 0: .* at least 1"):
+            load("digits", where, f"{name} = 0")
+    gin_config.reset()
+    load("digits", where, "random_access.workers = 0", "random_access.cache_bytes = 0")
 
 
 def test_unknown_data_set_and_split_and_feature(data_dir):

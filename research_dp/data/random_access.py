@@ -15,10 +15,11 @@ import numpy as np
 from absl import flags
 
 from research_dp.data.dataset import Splits
+from research_dp.data.generators import Purpose, generator
 from research_dp.data.order import example_indices, stream_positions
 from research_dp.data.preprocess import Preprocess
 from research_dp.distributed.data_set import Arrays, EvalOrder, TrainOrder
-from research_dp.distributed.errors import UsageError
+from research_dp.distributed.errors import UsageError, check_count
 
 
 class Examples:
@@ -101,8 +102,12 @@ def random_access(
         cache_bytes: A split whose treated examples need at most so many bytes is kept in memory.
 
     Raises:
-        UsageError: The data set was prepared in a format without random access.
+        UsageError: The data set is in a format without random access, or a count makes no sense.
     """
+    check_count("random_access.threads", threads, 1)
+    check_count("random_access.workers", workers, 0)
+    check_count("random_access.prefetch", prefetch, 1)
+    check_count("random_access.cache_bytes", cache_bytes, 0)
     if builder.info.file_format.value != "array_record":
         raise UsageError(
             f"{builder.name} in {builder.data_path} is {builder.info.file_format.value}, which has "
@@ -132,8 +137,8 @@ def random_access(
             indices = example_indices(places, len(examples), order.seed)
             rngs = None
             if preprocess.example_is_random:
-                rngs = [np.random.default_rng((order.seed, int(place))) for place in places]
-            rng = np.random.default_rng((order.seed, step))
+                rngs = [generator(order.seed, Purpose.EXAMPLE, int(place)) for place in places]
+            rng = generator(order.seed, Purpose.BATCH, step)
             return preprocess.batch(examples(indices, rngs), order.rows, order.batch_size, rng)
 
         return ahead(load, order.first_step, order.num_steps)

@@ -1,6 +1,8 @@
-"""The one exception that means "the user's input is wrong", told without a traceback."""
+"""The one exception that means "the user's input is wrong", and a check that raises it."""
 
 from __future__ import annotations
+
+from typing import Any
 
 
 class UsageError(ValueError):
@@ -15,3 +17,20 @@ class UsageError(ValueError):
     def __init__(self, message: str, *, binding: str | None = None):
         super().__init__(message)
         self.binding = binding
+
+
+def check_count(name: str, value: Any, least: int) -> None:
+    """Checks that a parameter is a whole number and not too small.
+
+    Args:
+        name: Its gin name, e.g. `random_access.threads`.
+        value: What it was given.
+        least: The smallest that makes sense.
+
+    Raises:
+        UsageError: It is another number, or none at all.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise UsageError(
+            f"{name} = {value!r}: give a whole number of at least {least}.", binding=name
+        )

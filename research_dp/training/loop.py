@@ -12,7 +12,7 @@ import jax
 import optax
 
 from research_dp.distributed.data_set import DataSet
-from research_dp.distributed.errors import UsageError
+from research_dp.distributed.errors import UsageError, check_count
 from research_dp.distributed.trainable import TrainableModel
 from research_dp.strategies import Recipe, TrainSpec
 from research_dp.training import optim, report  # noqa: F401  (optim registers Optax with gin)
@@ -73,6 +73,7 @@ def train(
     # ---- What is to be done ----
     _check_counts(
         num_steps=(num_steps, 0),
+        seed=(seed, 0),
         log_every=(log_every, 1),
         eval_every=(eval_every, 1),
         checkpoint_every=(checkpoint_every, 1),
@@ -148,13 +149,8 @@ def train(
 
 def _check_counts(**counts: tuple[Any, int]) -> None:
     for name, (value, least) in counts.items():
-        if value is None and name not in ("num_steps", "log_every"):
-            continue
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise UsageError(
-                f"train.{name} = {value!r}: give a whole number of at least {least}.",
-                binding=f"train.{name}",
-            )
+        if value is not None or name not in ("eval_every", "checkpoint_every"):
+            check_count(f"train.{name}", value, least)
 
 
 def _check_fits(model: TrainableModel, data: DataSet) -> None:
