@@ -83,6 +83,8 @@ def image_classification(
             "size. Bind it, e.g. to 224.",
             binding="image_classification.size",
         )
+    # Labels that are no classes, or classes that are counted when the data is prepared, have none.
+    num_classes = getattr(features["label"], "num_classes", None)
     shift, scale = np.asarray(mean, np.float32), np.asarray(std, np.float32)
 
     def example(raw: Mapping[str, Any], rng: np.random.Generator | None) -> Arrays:
@@ -110,7 +112,7 @@ def image_classification(
             "image": jax.ShapeDtypeStruct(shape, np.float32),
             "label": jax.ShapeDtypeStruct((), np.int32),
         },
-        info={"num_classes": features["label"].num_classes},
+        info={} if num_classes is None else {"num_classes": num_classes},
         example=example,
         batch=batch,
         example_is_random=random_resized_crop,

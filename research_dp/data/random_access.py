@@ -6,6 +6,7 @@ threads or worker processes of Grain.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,12 +15,12 @@ import grain
 import numpy as np
 from absl import flags
 
-from research_dp.data.dataset import Splits
 from research_dp.data.generators import Purpose, generator
 from research_dp.data.order import example_indices, stream_positions
 from research_dp.data.preprocess import Preprocess
+from research_dp.data.reader import Splits, check_format
 from research_dp.distributed.data_set import Arrays, EvalOrder, TrainOrder
-from research_dp.distributed.errors import UsageError, check_count
+from research_dp.distributed.errors import check_count
 
 
 class Examples:
@@ -92,7 +93,7 @@ def random_access(
     """Reads examples by index.
 
     Args:
-        builder: A prepared TFDS builder whose files are ArrayRecord.
+        builder: A TFDS builder whose files are, or will be, ArrayRecord.
         train_split: Split to train on.
         eval_split: Split to evaluate on.
         preprocess: From features to model inputs.
@@ -108,16 +109,15 @@ def random_access(
     check_count("random_access.workers", workers, 0)
     check_count("random_access.prefetch", prefetch, 1)
     check_count("random_access.cache_bytes", cache_bytes, 0)
-    if builder.info.file_format.value != "array_record":
-        raise UsageError(
-            f"{builder.name} in {builder.data_path} is {builder.info.file_format.value}, which has "
-            "no random access. Use --gin_file=gin/options/tf_data.gin, or another data_dir.",
-            binding="tfds_data.reader",
-        )
-    sources = {
-        split: Examples(builder.as_data_source(split=split), preprocess, cache_bytes)
-        for split in (train_split, eval_split)
-    }
+    check_format(
+        builder,
+        "array_record",
+        "Add --gin_file=gin/options/tf_data.gin, or bind another tfds_data.data_dir.",
+    )
+
+    @functools.cache
+    def examples_of(split: str) -> Examples:
+        return Examples(builder.as_data_source(split=split), preprocess, cache_bytes)
 
     def ahead(load: Callable[[int], Arrays], first: int, last: int) -> Iterator[Arrays]:
         batches = grain.MapDataset.range(first, last).map(load)
@@ -130,7 +130,7 @@ def random_access(
         return iter(ahead)
 
     def train(order: TrainOrder) -> Iterator[Arrays]:
-        examples = sources[train_split]
+        examples = examples_of(train_split)
 
         def load(step: int) -> Arrays:
             places = stream_positions(step, order.batch_size, order.rows)
@@ -144,7 +144,7 @@ def random_access(
         return ahead(load, order.first_step, order.num_steps)
 
     def evaluate(order: EvalOrder) -> Iterator[Arrays]:
-        examples = sources[eval_split]
+        examples = examples_of(eval_split)
 
         def load(index: int) -> Arrays:
             places = stream_positions(index, order.batch_size, order.rows)

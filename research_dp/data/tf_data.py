@@ -12,9 +12,9 @@ from typing import Any
 import gin
 import numpy as np
 
-from research_dp.data.dataset import Splits
 from research_dp.data.generators import Purpose, generator
 from research_dp.data.preprocess import Preprocess
+from research_dp.data.reader import Splits, check_format
 from research_dp.distributed.data_set import Arrays, EvalOrder, TrainOrder
 from research_dp.distributed.errors import check_count
 
@@ -32,7 +32,7 @@ def tf_data(
     """Reads a stream by tf.data, in the same order each time it is read with the same seed.
 
     Args:
-        builder: A prepared TFDS builder.
+        builder: A TFDS builder whose files are, or will be, TFRecord.
         train_split: Split to train on.
         eval_split: Split to evaluate on.
         preprocess: From features to model inputs.
@@ -40,10 +40,15 @@ def tf_data(
         prefetch: Batches of raw examples read ahead.
 
     Raises:
-        UsageError: A count makes no sense.
+        UsageError: The data set is in another format, or a count makes no sense.
     """
     check_count("tf_data.shuffle_buffer", shuffle_buffer, 1)
     check_count("tf_data.prefetch", prefetch, 1)
+    check_format(
+        builder,
+        "tfrecord",
+        "Leave out gin/options/tf_data.gin, or bind another tfds_data.data_dir.",
+    )
 
     def stream(split: str, seed: int | None) -> Any:
         import tensorflow_datasets as tfds  # imported late, and TensorFlow with it

@@ -46,12 +46,14 @@ class EvalOrder:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataSet:
-    """Training and evaluation batches.
+    """Training and evaluation batches. It can be made, and asked, without the data being there.
 
     Attributes:
         name: Its name, for messages.
         example: Shape and dtype of one example's arrays.
         info: Facts for the model, e.g. `num_classes`.
+        prepare: Makes the data ready to be read where it is not, e.g. downloads it. Every process
+            must call it, for they may wait for each other; `train` and `evaluate` do.
         train: Yields this process's rows of each batch, endlessly shuffled.
         evaluate: Yields this process's rows of each batch, with `mask` (R,), 0 for padding.
     """
@@ -59,5 +61,6 @@ class DataSet:
     name: str
     example: Mapping[str, jax.ShapeDtypeStruct]
     info: Mapping[str, Any]
+    prepare: Callable[[], None]
     train: Callable[[TrainOrder], Iterator[Arrays]]
     evaluate: Callable[[EvalOrder], Iterator[Arrays]]
