@@ -7,6 +7,7 @@ threads or worker processes of Grain.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -37,6 +38,11 @@ class Examples:
         self._cache_bytes = 0 if preprocess.example_is_random else cache_bytes
         self._cache: dict[str, np.ndarray] | None = None
         self._known = np.zeros(len(source), bool)
+        self._lock = threading.Lock()  # held to look into the cache or change it, not to read
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Worker processes get a copy, with a lock of its own and nothing in its cache.
+        return type(self), (self._source, self._preprocess, self._cache_bytes)
 
     def __len__(self) -> int:
         return len(self._source)
@@ -47,27 +53,25 @@ class Examples:
         """Examples at these indices, stacked; `rngs` has one generator an example, if any."""
         if not self._cache_bytes:
             return self._read(indices, rngs)
-        missing = np.unique(indices[~self._known[indices]])
-        if len(missing):
-            fresh = self._read(missing, None)
-            if self._cache is None and not self._allocate(fresh):
-                return self._read(indices, None)
-            assert self._cache is not None
-            for name, values in fresh.items():
-                self._cache[name][missing] = values
-            # Last, for other threads read too: what is marked known is there.
-            self._known[missing] = True
-        assert self._cache is not None
-        return {name: values[indices] for name, values in self._cache.items()}
+        with self._lock:
+            missing = np.unique(indices[~self._known[indices]])
+        fresh = self._read(missing, None) if len(missing) else {}
+        with self._lock:
+            if self._cache is None:
+                self._cache = self._allocate(fresh)
+            if self._cache is not None:
+                for name, values in fresh.items():
+                    self._cache[name][missing] = values
+                self._known[missing] = True
+                return {name: values[indices] for name, values in self._cache.items()}
+        return self._read(indices, rngs)
 
-    def _allocate(self, sample: Arrays) -> bool:
+    def _allocate(self, sample: Arrays) -> dict[str, np.ndarray] | None:
+        """Room for the whole split, or None, now and later, if that is too much."""
         if sum(v[0].nbytes for v in sample.values()) * len(self) > self._cache_bytes:
             self._cache_bytes = 0
-            return False
-        self._cache = {
-            name: np.empty((len(self), *v.shape[1:]), v.dtype) for name, v in sample.items()
-        }
-        return True
+            return None
+        return {name: np.empty((len(self), *v.shape[1:]), v.dtype) for name, v in sample.items()}
 
     def _read(
         self, indices: np.ndarray, rngs: Sequence[np.random.Generator | None] | None
