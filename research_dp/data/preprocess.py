@@ -120,18 +120,30 @@ def image_classification(
 
 
 @gin.register(module="data")
-def byte_text(features: Mapping[str, Any], *, length: int = 256, key: str = "text") -> Preprocess:
+def byte_text(
+    features: Mapping[str, Any],
+    *,
+    length: int = 256,
+    key: str = "text",
+    crop_from: int | None = None,
+) -> Preprocess:
     """The first bytes of each text as tokens, padded, with a mask over real bytes.
 
     Args:
         features: The data set's features; `key` is used: text, or a vector of bytes.
         length: Tokens an example. Longer texts are cut.
         key: Name of the feature.
+        crop_from: While training, `length` bytes at random out of the first so many; None: always
+            the first.
 
     Raises:
         UsageError: The data set has no such feature, or the length makes no sense.
     """
     check_count("byte_text.length", length, 1)
+    read = length
+    if crop_from is not None:
+        check_count("byte_text.crop_from", crop_from, length)
+        read = crop_from
     _require(features, (key,), "byte_text")
 
     def example(raw: Mapping[str, Any], rng: np.random.Generator | None) -> Arrays:
@@ -139,10 +151,20 @@ def byte_text(features: Mapping[str, Any], *, length: int = 256, key: str = "tex
         value = raw[key]
         value = value.encode() if isinstance(value, str) else value
         data = np.frombuffer(value, np.uint8) if isinstance(value, bytes) else np.asarray(value)
-        tokens, weights = np.zeros(length, np.int32), np.zeros(length, np.float32)
-        used = min(len(data), length)
+        tokens, weights = np.zeros(read, np.int32), np.zeros(read, np.float32)
+        used = min(len(data), read)
         tokens[:used], weights[:used] = data[:used], 1.0
         return {"tokens": tokens, "weights": weights}
+
+    def batch(
+        arrays: Arrays, rows: np.ndarray, total: int, rng: np.random.Generator | None
+    ) -> Arrays:
+        starts = np.zeros(len(rows), np.int64)
+        if rng and crop_from:
+            spare = np.maximum(arrays["weights"].sum(axis=1) - length, 0)
+            starts = (rng.random(total)[rows] * (spare + 1)).astype(np.int64)
+        places = starts[:, None] + np.arange(length)
+        return {name: np.take_along_axis(x, places, axis=1) for name, x in arrays.items()}
 
     return Preprocess(
         spec={
@@ -151,7 +173,7 @@ def byte_text(features: Mapping[str, Any], *, length: int = 256, key: str = "tex
         },
         info={"vocab_size": 256},
         example=example,
-        batch=lambda arrays, rows, total, rng: arrays,
+        batch=batch,
     )
 
 
