@@ -17,11 +17,12 @@ from research_dp.distributed.mesh import FSDP_AXIS
 
 PyTree = Any
 
-# Primitives that mix elements of one array; an optimizer that uses them on a parameter computes
-# something else on a shard. Matched by prefix.
+# Primitives that mix elements of one array, or draw at random for a shape; an optimizer that uses
+# them on a parameter computes something else on a shard. Matched by prefix.
 _MIXING = (
     *("reduce", "dot_general", "conv_", "sort", "cum", "argm", "top_k", "scan", "while", "gather"),
     *("qr", "svd", "eig", "cholesky", "lu", "householder", "triangular_solve", "fft"),
+    *("random_bits", "threefry", "rng_"),
 )
 
 
@@ -102,7 +103,8 @@ def mixing_primitive(optimizer: optax.GradientTransformation, params: PyTree) ->
 
 def _find_mixing(jaxpr: Any) -> str | None:
     for equation in jaxpr.eqns:
-        on_arrays = any(getattr(v.aval, "ndim", 0) > 0 for v in equation.invars)
+        variables = (*equation.invars, *equation.outvars)
+        on_arrays = any(getattr(v.aval, "ndim", 0) > 0 for v in variables)
         if on_arrays and equation.primitive.name.startswith(_MIXING):
             return equation.primitive.name
         for inner in jaxprs_in_params(equation.params):
