@@ -2,6 +2,7 @@
 
 import functools
 from pathlib import Path
+from types import SimpleNamespace
 
 import flax.linen as nn
 import jax
@@ -15,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import research_dp as rdp
 from research_dp.distributed.errors import UsageError
-from research_dp.distributed.replication import as_varying
+from research_dp.distributed.replication import as_varying, varying_axes
 
 AXES = ("dp", "fsdp")
 X = jnp.arange(16.0)
@@ -139,6 +140,11 @@ ROWS = {
         SCALAR,
         MEAN,
     ),
+    "`sync_gradients(loss=...)`, loss the same on each device, for the batch is not split": (
+        functools.partial(replicated, loss=lambda w, x: 7.5 * w, check=True),
+        SCALAR,
+        MEAN,
+    ),
     "`sync_gradients` without `loss`, loss averaged before it is differentiated": (
         functools.partial(replicated, loss=averaged),
         SCALAR,
@@ -242,3 +248,56 @@ def test_table_of_who_sums(use, mode, cell, mesh):
     out = np.asarray(run(mode, function, split, mesh))
     right = np.allclose(out, expected, rtol=1e-6)
     assert right == (cell == "right"), out
+
+
+@pytest.mark.parametrize("tracked", ["mat", "manual_axis_type", "vma"])
+def test_types_are_read_wherever_jax_keeps_them(monkeypatch, tracked):
+    manual = SimpleNamespace(varying=frozenset({"a"}), unreduced=frozenset({"b"}))
+    kind = {"vma": frozenset({"a"}), "unreduced": frozenset({"b"})}
+    kind = SimpleNamespace(**(kind if tracked == "vma" else {tracked: manual}))
+    monkeypatch.setattr(jax, "typeof", lambda x: kind)
+    assert varying_axes(1) == {"a", "b"}
+
+
+def test_a_jax_that_keeps_them_nowhere_is_an_error(monkeypatch):
+    monkeypatch.setattr(jax, "typeof", lambda x: SimpleNamespace())
+    with pytest.raises(NotImplementedError, match="whether a gradient has been summed cannot be"):
+        varying_axes(1)
+
+
+def test_a_parameter_that_no_device_splits_is_named(mesh):
+    def function(w):
+        return rdp.gather_params({"a": {"w": nn.Partitioned(w, ("fsdp",))}}, "fsdp")
+
+    with pytest.raises(UsageError, match=r"^a/w: .* shape \(8,\) is the same on each device"):
+        jax.eval_shape(jax.shard_map(function, mesh=mesh, in_specs=P(), out_specs=P()), jnp.ones(8))
+
+
+def test_the_function_that_sums_is_handed_down(mesh):
+    seen = []
+
+    def all_sum(x, axes):
+        seen.append(axes)
+        return jax.lax.psum(x, axes)
+
+    def scatter_sum(x, axis, dim):
+        seen.append(axis)
+        return jax.lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
+
+    summing = rdp.Reduction(all_sum, scatter_sum)
+
+    def function(w, x):
+        held = {"w": nn.Partitioned(w, ("fsdp",)), "b": jnp.ones(())}
+
+        def loss(held):
+            full = rdp.gather_params(held, "fsdp", reduction=summing)
+            return own(full["w"], x) + full["b"]
+
+        grads = rdp.sync_gradients(jax.grad(loss)(held), AXES, reduction=summing)
+        _, norm = rdp.clip_by_global_norm_sharded(grads, 1.0, AXES, reduction=summing)
+        return norm + rdp.weighted_mean(x, 1, AXES, reduction=summing)
+
+    run("check_vma=False", function, SHARD, mesh)
+    by_name = sorted(map(str, seen))
+    both, dp, fsdp = str(AXES), "('dp',)", "('fsdp',)"
+    assert by_name == sorted(["fsdp", dp, both, fsdp, both, both])

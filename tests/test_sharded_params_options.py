@@ -1,6 +1,8 @@
 """What the functions on boxes offer beyond the seed: rules, bytes, reports, initialisation."""
 
 import functools
+import subprocess
+import sys
 
 import flax.linen as nn
 import gin
@@ -286,6 +288,34 @@ def test_nnx_modules_under_scan_and_remat(mesh, check_vma):
     assert count.tolist() == single.count.get_value().tolist() == [1.0] * 3
 
 
+def test_nnx_optimizers_hold_shards_and_closures_may_call(mesh):
+    linear = rdp.shard_nnx_module_params(nnx.Linear, "data", 16)
+
+    class Model(nnx.Module):
+        def __init__(self, linear):
+            self.norm = nnx.BatchNorm(16, use_running_average=True, rngs=nnx.Rngs(0))
+            self.linear = linear(16, 16, rngs=nnx.Rngs(0))
+
+        def __call__(self, x):
+            return self.linear(self.norm(x))
+
+    whole_model = rdp.shard_nnx_module_params(Model, "data", 16)
+
+    def train(model, x):
+        optimizer = nnx.Optimizer(model, optax.adam(1e-1), wrt=nnx.Param)
+        grads = nnx.grad(lambda model: jnp.mean(model(x) ** 2))(model)
+        optimizer.update(model, rdp.sync_gradients(grads, "data") if x.shape[0] == 2 else grads)
+        moments = nnx.to_pure_dict(nnx.state(optimizer))["opt_state"][0]["mu"]
+        after = jax.jit(lambda x: model(x))(x)  # nothing of the model changes
+        return moments["linear"]["kernel"], after
+
+    specs = (P(None, "data"), P("data"))
+    # Wrapped twice: the outer class gathers what the inner one holds.
+    sharded = on(mesh, lambda x: train(whole_model(linear), x), P("data"), specs)(X)
+    for a, b in zip(sharded, train(Model(nnx.Linear), jnp.asarray(X)), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
 def test_nnx_instances_are_refused():
     with pytest.raises(UsageError, match="takes a class of"):
         rdp.shard_nnx_module_params(Block(rngs=nnx.Rngs(0)), "data")
@@ -304,3 +334,9 @@ def test_the_documented_step_runs():
     assert np.isfinite(scope["loss"])
     _, _, second = scope["step"](scope["params"], scope["state"], scope["x"], scope["y"])
     assert float(second) < float(scope["loss"])
+
+
+def test_nnx_is_imported_only_when_used():
+    code = "import sys, research_dp; print('flax.nnx' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.strip() == "False", done.stderr

@@ -61,7 +61,10 @@ def renamed(leaf: Any, value: Any, names: tuple[Any, ...]) -> Any:
     """
     split = any(name is not None for name in names)
     if _is_variable(leaf):
-        return leaf.replace(value=value, out_sharding=names if split else None)
+        # Not eager: NNX would constrain a shard like a whole array wherever it copies the Variable.
+        return leaf.replace(
+            value=value, out_sharding=names if split else None, eager_sharding=False
+        )
     return nn.Partitioned(value, names) if split else value
 
 

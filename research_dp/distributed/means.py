@@ -48,7 +48,6 @@ def mean_gradient(
         UsageError: It is summed already, so `dtype` or `pre_divide` come too late.
     """
     gradient = jnp.asarray(gradient)
-    axes_size(axes)  # names an axis that is not bound
     summed = tuple(axis for axis in axes if is_replicated(gradient, axis))
     if summed and (pre_divide or (dtype and jnp.dtype(dtype) != gradient.dtype)):
         raise UsageError(
@@ -61,21 +60,6 @@ def mean_gradient(
     mean = all_mean(gradient, left, reduction, dtype, pre_divide=pre_divide)
     # Autodiff summed over `summed`, `all_mean` averaged over the others: this divides the former.
     return (mean / axes_size(summed)).astype(mean.dtype) if summed else mean
-
-
-def check_own_loss(loss: jax.Array, axes: Axes) -> None:
-    """Refuses a loss that was averaged over devices before it was differentiated.
-
-    Raises:
-        UsageError: The type of the loss says that it is the same along one of the bound axes.
-    """
-    averaged = [axis for axis in axes if is_replicated(loss, axis)]
-    if averaged:
-        raise UsageError(
-            f"the loss is the same along axes {averaged}, so it was summed or averaged over them "
-            "before it was differentiated, and its gradients would be divided twice. "
-            "Differentiate each device's own loss, and average its value afterwards."
-        )
 
 
 @gin.register(module="distributed")
@@ -118,8 +102,8 @@ def weighted_loss(
     """This device's part of `weighted_mean`, to be differentiated.
 
     Its mean over devices is `weighted_mean(total, weight)`, so that `sync_gradients` and gathered
-    parameters, which average over devices, make of its gradients the gradient of that mean. With
-    `weighted_mean` itself they would divide twice under `check_vma=True`.
+    parameters, which average over devices, make of its gradients the gradient of that mean. Of
+    `weighted_mean` itself, gathered parameters would divide gradients twice under `check_vma=True`.
 
     Args:
         total: Sum of the loss over this device's valid items, 0-d.

@@ -149,9 +149,19 @@ def shard_nnx_module_params(
             )
             module = nnx.merge(graphdef, whole, others)
             result = super(Sharded, module).__call__(*args, **kwargs)
-            nnx.update(self, nnx.state(module, nnx.Not(nnx.Param)))
+            nnx.update(self, _changed(others, nnx.state(module, nnx.Not(nnx.Param))))
             return result
 
     Sharded.__name__, Sharded.__qualname__ = target.__name__, target.__qualname__
     Sharded.__module__, Sharded.__doc__ = target.__module__, target.__doc__
     return Sharded
+
+
+def _changed(before: nnx.State, after: nnx.State) -> nnx.State:
+    """The variables of `after` that are new or hold another array than before."""
+    old = dict(nnx.to_flat_state(before))
+    return nnx.from_flat_state(
+        (path, variable)
+        for path, variable in nnx.to_flat_state(after)
+        if path not in old or old[path].get_value() is not variable.get_value()
+    )

@@ -29,7 +29,8 @@ from research_dp.distributed.boxes import (
 from research_dp.distributed.collectives import PLAIN, Axes, Reduction, axes_size, flat_axes
 from research_dp.distributed.errors import UsageError
 from research_dp.distributed.layout import Choice, Rule, check_choice, choose_dim
-from research_dp.distributed.means import check_own_loss, mean_gradient
+from research_dp.distributed.means import mean_gradient
+from research_dp.distributed.replication import is_replicated
 
 PyTree = Any
 
@@ -184,7 +185,11 @@ def gather_params(
         if axis_name not in names:
             return leaf
         dim = names.index(axis_name)
-        return renamed(leaf, gather(value_of(leaf), dim), _with_name(names, dim, None))
+        try:
+            whole = gather(value_of(leaf), dim)
+        except UsageError as error:
+            raise UsageError(f"{path}: {error}") from None
+        return renamed(leaf, whole, _with_name(names, dim, None))
 
     return map_leaves(one, params)
 
@@ -211,25 +216,33 @@ def sync_gradients(
         axis_names: The mesh axes to average over; one name, or several.
         dtype: dtype in which they are summed; None: each gradient's own.
         pre_divide: Divide before the sum, for float16.
-        loss: The loss that was differentiated, as `jax.value_and_grad` returns it: it is checked
-            not to be averaged over devices before, which gradients do not show.
+        loss: The loss that was differentiated, as `jax.value_and_grad` returns it. Its type says,
+            and gradients do not, whether it was averaged over an axis before, or not split over it:
+            then autodiff has not summed gradients over that axis, and nothing is divided.
         reduction: How they are summed.
 
     Returns:
         The same tree, dtypes kept (integers become float32); boxes keep names, type and mesh.
 
     Raises:
-        UsageError: `loss` was averaged before, or `dtype` and `pre_divide` come too late, for
-            autodiff has summed already.
+        UsageError: `loss` was averaged before over an axis that splits a parameter, whose gradient
+            was divided then; or `dtype` and `pre_divide` come too late, for autodiff has summed.
         NameError: An axis is not bound.
     """
     axes = flat_axes(axis_names)
-    if loss is not None:
-        check_own_loss(loss, axes)
+    axes_size(axes)  # names an axis that is not bound
+    done = [] if loss is None else [axis for axis in axes if is_replicated(loss, axis)]
 
     def one(path: str, leaf: Any) -> Any:
         held = split_over(leaf)
-        over = tuple(axis for axis in axes if axis not in held)
+        twice = [a for a in done if a in held or not is_replicated(value_of(leaf), a)]
+        if twice:
+            raise UsageError(
+                f"the loss was averaged over {twice} before it was differentiated, so the gradient "
+                f"{path} {np.shape(value_of(leaf))}, which varies along them, would be divided "
+                "twice. Differentiate each device's own loss, and average its value afterwards."
+            )
+        over = tuple(axis for axis in axes if axis not in (*held, *done))
         if not over:
             return leaf
         mean = mean_gradient(
