@@ -158,6 +158,7 @@ def test_dry_run_shows_configuration_and_layout_and_trains_nothing(command, tmp_
         (["--gin.train.optimizer=@optax.lamb()"], ["lamb", "'learning_rate'", "Bind"]),
         (["--gin.image_classification.size=(("], ["image_classification.size"]),
         (["--cpu_device=8"], ["unrecognized arguments"]),
+        (["--gin.tfds_data.data_dir=/nowhere", "--gin.train.seed=a/b"], ["'a/b': give a whole"]),
         (["--cpu_devices=many"], ["'many' is not a whole number"]),
         (["--gin.train.max_grad_norm=-1.0"], ["-1.0: give a positive number"]),
         (["--gin.train.seed=-1"], ["-1: give a whole number of at least 0"]),

@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import NoReturn
 
-_BARE_WORD = re.compile(r"^[A-Za-z_][\w./+-]*$")
+_BARE_WORD = re.compile(r"^([A-Za-z_]|~|\.{0,2}/)[\w./+~-]*$")
 _LITERALS = {"None", "True", "False"}
 
 
@@ -79,7 +79,7 @@ def _expand_bindings(argv: Sequence[str]) -> list[str]:
 
 
 def _as_gin(value: str) -> str:
-    """A bare word such as bfloat16 is a string; everything else is what gin makes of it."""
+    """A bare word (bfloat16) or a path is a string; everything else is what gin makes of it."""
     bare = _BARE_WORD.match(value) and value not in _LITERALS
     return repr(value) if bare else value
 

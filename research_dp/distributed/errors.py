@@ -1,4 +1,4 @@
-"""The one exception that means "the user's input is wrong", told without a traceback."""
+"""The one exception that means "the user's input is wrong", and a check that raises it."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import gin
 import optax
 
-from research_dp.data.dataset import DataSet
+from research_dp.distributed.data_set import DataSet
 from research_dp.distributed.errors import UsageError, check_count
 from research_dp.distributed.trainable import TrainableModel
 from research_dp.strategies import Recipe, Strategy, TrainSpec, TrainState

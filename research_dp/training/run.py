@@ -13,7 +13,7 @@ from typing import Any
 import gin
 import jax
 
-from research_dp.data.dataset import DataSet, EvalOrder, TrainOrder
+from research_dp.distributed.data_set import DataSet, EvalOrder, TrainOrder
 from research_dp.distributed.placement import fingerprint
 from research_dp.strategies import Strategy, TrainSpec, TrainState
 from research_dp.training import metrics as metrics_lib
@@ -87,6 +87,7 @@ class Run:
             self._summary["train"] = metrics_lib.last_train_means(self.folder)
             self._records = metrics_lib.Records(self.folder)
         self._progress.say(report.one_line(self._strategy))
+        self._data.prepare()
         if self._first_step:
             self._progress.say(f"Continuing from step {self._first_step} in {self.folder}")
 
