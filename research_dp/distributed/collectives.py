@@ -17,6 +17,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from research_dp.distributed.errors import UsageError
+from research_dp.distributed.layout import path_name
+
+PyTree = Any
 Axes = tuple[str, ...]
 
 # Names gathered parameters, so that a rematerialisation policy can drop just them.
@@ -56,12 +60,15 @@ def axes_size(axes: Axes) -> int:
 def all_mean(
     x: jax.Array, axes: Axes, reduction: Reduction = PLAIN, dtype: Any = None
 ) -> jax.Array:
-    """Mean over devices, summed in `dtype` (x's own if None), returned in x's dtype."""
+    """Mean over devices, summed in `dtype` (x's own if None), returned in x's dtype.
+
+    The mean of whole numbers is a float32, as `lax.pmean`'s is.
+    """
     if not axes:
         return x
     # The reduction sums over `axes`; the mean is taken here and nowhere else.
-    total = reduction.all_sum(x.astype(dtype or x.dtype), axes)
-    return (total / axes_size(axes)).astype(x.dtype)
+    mean = reduction.all_sum(x.astype(dtype or x.dtype), axes) / axes_size(axes)
+    return mean.astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else mean
 
 
 def scatter_mean(
@@ -71,6 +78,69 @@ def scatter_mean(
     # The reduction sums over `axis`; the mean is taken here and nowhere else.
     total = reduction.scatter_sum(x.astype(dtype or x.dtype), axis, dim)
     return (total / axes_size((axis,))).astype(x.dtype)
+
+
+def check_bound(axes: Axes) -> None:
+    """Raises NameError, saying what to do, for an axis that is not bound here."""
+    for axis in axes:
+        try:
+            lax.axis_size(axis)
+        except NameError:
+            raise NameError(
+                f"unbound axis name: {axis}. Call this inside jax.shard_map over a mesh with that "
+                f"axis, or give pmap or vmap axis_name={axis!r}. Under jit alone the compiler "
+                "reduces gradients; call nothing."
+            ) from None
+
+
+def refuse_invariant(gradients: PyTree, axes: Axes) -> None:
+    """Raises UsageError for a gradient that is known to be the same on every device.
+
+    Only where replication is tracked: inside `jax.shard_map` with `check_vma=True`, its default.
+    There `jax.grad` with respect to a replicated input returns the sum over devices; whether a
+    mean was meant (of each device's own loss) or is there already (of a `pmean`ed loss) cannot be
+    told from the value. Under `pmap`, `vmap` and `check_vma=False` nothing is known or refused.
+    """
+    tracked = {axis for axis in axes if axis in _varying(lax.axis_index(axis))}
+    for path, gradient in jax.tree_util.tree_leaves_with_path(gradients) if tracked else ():
+        for axis in sorted(tracked - _varying(gradient)):
+            name = f" {path_name(path)!r}" if path else ""
+            raise UsageError(
+                f"gradient{name} is the same on all devices of axis {axis!r}: under "
+                "check_vma=True jax.grad sums the gradient of a replicated input over them, and "
+                "reducing it again would be wrong. Differentiate with respect to "
+                f"jax.lax.pcast(params, {axis!r}, to='varying') instead, give shard_map "
+                "check_vma=False, or do not reduce."
+            )
+
+
+def _varying(x: Any) -> frozenset[str]:
+    kind = jax.typeof(x)
+    manual = getattr(kind, "mat", None)  # jax 0.10.2; `vma` before and after it
+    return kind.vma if manual is None else manual.varying
+
+
+def device_keys(keys: PyTree, axis: str) -> PyTree:
+    """Random keys, the same on every device, made different by device: `fold_in(key, index)`.
+
+    Args:
+        keys: One key of `jax.random.key` or `jax.random.PRNGKey`, or a tree of them.
+        axis: The bound axis.
+
+    Raises:
+        UsageError: A leaf is no single key.
+    """
+
+    def fold(path: Any, key: Any) -> jax.Array:
+        typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+        if key.ndim != (0 if typed else 1):
+            raise UsageError(
+                f"rngs: leaf {path_name(path)!r} of shape {key.shape} and dtype {key.dtype} is no "
+                "single random key. Give jax.random.key(seed), or a dict of such keys."
+            )
+        return jax.random.fold_in(key, lax.axis_index(axis))
+
+    return jax.tree_util.tree_map_with_path(fold, keys)
 
 
 def gather(x: jax.Array, dim: int, axis: str) -> jax.Array:

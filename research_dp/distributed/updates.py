@@ -11,7 +11,7 @@ from jax.extend.core import jaxprs_in_params
 
 from research_dp.distributed.collectives import PLAIN, Reduction
 from research_dp.distributed.errors import UsageError
-from research_dp.distributed.layout import path_name
+from research_dp.distributed.layout import lay_out, path_name
 from research_dp.distributed.mesh import FSDP_AXIS
 
 PyTree = Any
@@ -64,6 +64,23 @@ def clip_factor(norm: jax.Array, max_norm: float | None) -> jax.Array:
     if max_norm is None:
         return jnp.ones((), jnp.float32)
     return max_norm / jnp.maximum(norm, max_norm)
+
+
+def clip_by_norm(grads: PyTree, max_norm: float | None) -> PyTree:
+    """Gradients scaled so that their global norm is at most `max_norm`; None: as they are.
+
+    Args:
+        grads: Whole gradients: global arrays, or mapped ones that are the same on every device.
+        max_norm: The greatest norm, of the tree as one vector, in float32.
+
+    Returns:
+        The gradients in their own dtypes, times max_norm / max(norm, max_norm).
+    """
+    if max_norm is None:
+        return grads
+    # Nothing is sharded by hand here, so nothing is summed over devices by hand.
+    factor = clip_factor(global_norm(grads, lay_out(grads, None, 1)), max_norm)
+    return jax.tree.map(lambda g: (g * factor).astype(g.dtype), grads)
 
 
 def mixing_primitive(optimizer: optax.GradientTransformation, params: PyTree) -> str | None:
