@@ -8,10 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 from research_dp.distributed.buckets import all_mean_tree, gather_tree, scatter_mean_tree
 from research_dp.distributed.collectives import PLAIN, Reduction, all_mean, scatter_mean
+from research_dp.distributed.data_parallel import (
+    create_data_parallel_sharding,
+    data_parallel_rules,
+    place_batch_on_shards,
+    place_model_state_on_shards,
+    reduce_gradient_tree,
+    reduce_gradients_across_devices,
+)
+from research_dp.distributed.device_mesh import DeviceMeshManager
 from research_dp.distributed.errors import UsageError
 from research_dp.distributed.layout import Choice, Placement, choose_dim, largest_dim, lay_out
 from research_dp.distributed.linen import linen_functions
 from research_dp.distributed.mesh import make_mesh, one_device_mesh
+from research_dp.distributed.pmap_step import data_parallel_train_step
 from research_dp.distributed.trainable import LossOutput, TrainableModel
 from research_dp.distributed.updates import global_norm
 from research_dp.strategies import (
@@ -31,13 +41,25 @@ from research_dp.strategies import (
 
 if TYPE_CHECKING:
     from research_dp.distributed.nnx import nnx_functions
+    from research_dp.distributed.nnx_data_parallel import (
+        DataParallel,
+        place_nnx_state_on_shards,
+        spmd_train_step,
+    )
 
 # Imported when they are used: Flax NNX takes long to import.
-_LATE = {"nnx_functions": "research_dp.distributed.nnx"}
+_LATE = {
+    "DataParallel": "research_dp.distributed.nnx_data_parallel",
+    "nnx_functions": "research_dp.distributed.nnx",
+    "place_nnx_state_on_shards": "research_dp.distributed.nnx_data_parallel",
+    "spmd_train_step": "research_dp.distributed.nnx_data_parallel",
+}
 
 __all__ = [
     "PLAIN",
     "Choice",
+    "DataParallel",
+    "DeviceMeshManager",
     "LossOutput",
     "Placement",
     "Reduction",
@@ -51,7 +73,10 @@ __all__ = [
     "average_gradients",
     "choose_dim",
     "compiled",
+    "create_data_parallel_sharding",
     "data_parallel",
+    "data_parallel_rules",
+    "data_parallel_train_step",
     "gather_shards",
     "gather_tree",
     "global_norm",
@@ -62,10 +87,16 @@ __all__ = [
     "mapped",
     "nnx_functions",
     "one_device_mesh",
+    "place_batch_on_shards",
+    "place_model_state_on_shards",
+    "place_nnx_state_on_shards",
     "pmapped",
+    "reduce_gradient_tree",
+    "reduce_gradients_across_devices",
     "scatter_gradients",
     "scatter_mean",
     "scatter_mean_tree",
+    "spmd_train_step",
     "update_local",
     "update_slices",
 ]
