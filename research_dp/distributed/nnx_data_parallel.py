@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from research_dp.distributed import data_parallel, placement, updates
 from research_dp.distributed.errors import UsageError
+from research_dp.distributed.mesh import refuse_mapped
 
 Batch = Any
 
@@ -46,7 +47,11 @@ def spmd_train_step(
 
     Returns:
         The loss, or (loss, aux) with `has_aux`.
+
+    Raises:
+        UsageError: Called inside `shard_map` or `pmap`.
     """
+    refuse_mapped("spmd_train_step")
     of_model = nnx.DiffState(0, optimizer.wrt)
     gradients = nnx.value_and_grad(loss_fn, argnums=of_model, has_aux=has_aux)
     value, grads = gradients(model, batch, **({} if rngs is None else {"rngs": rngs}))

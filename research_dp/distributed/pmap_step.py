@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import gin
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from research_dp.distributed import collectives, updates
 from research_dp.distributed.data_parallel import reduce_gradients_across_devices
@@ -71,16 +73,41 @@ def data_parallel_train_step(
         computes a new one returns it as aux.
 
     Raises:
-        UsageError: Rows do not divide into micro-batches, or `rngs` are no random keys.
+        UsageError: An array has no such first dim, rows do not divide into micro-batches, or `rngs`
+            are no random keys.
     """
     options = _StepOptions(loss_fn, optimizer, has_aux, max_grad_norm, accumulation_steps)
-    return _pmapped(options)(state, batch, rngs)
+    return _pmapped(options)(*_one_a_device(state, batch, rngs))
+
+
+def _one_a_device(state: Any, batch: Batch, rngs: Any) -> tuple[Any, Batch, Any]:
+    """Puts row i of each array on device i, where `pmap` leaves its results, and keys on each.
+
+    `pmap` would take arrays from elsewhere too, but compile once more for the results of its first
+    call. Keys are repeated because jax 0.10.2 may mistake which argument an `in_axes` of None is
+    for, if as many arrays as arguments are passed.
+    """
+    arrays = jax.tree_util.tree_leaves_with_path({"batch": batch, "state": state})
+    rows = len(arrays[0][1]) if np.ndim(arrays[0][1]) else 0
+    for path, x in arrays:
+        if np.ndim(x) == 0 or len(x) != rows or rows > jax.local_device_count():
+            raise UsageError(
+                f"{path_name(path)!r} of shape {np.shape(x)}: each array of batch and state needs "
+                f"a first dim of devices, the same for all and at most {jax.local_device_count()}. "
+                "flax.jax_utils.replicate makes such a state."
+            )
+    rngs = jax.tree.map(lambda key: jnp.broadcast_to(key, (rows, *key.shape)), rngs)
+    if jax.process_count() > 1:
+        return state, batch, rngs  # pmap puts them on this process's devices
+    line = Mesh(jax.local_devices()[:rows], (_BATCH_AXIS,))
+    by_device = NamedSharding(line, PartitionSpec(_BATCH_AXIS))
+    return jax.device_put((state, batch, rngs), by_device)
 
 
 @functools.lru_cache(maxsize=64)
 def _pmapped(options: _StepOptions) -> Callable[..., tuple[Any, dict[str, Any]]]:
     step = functools.partial(_device_step, options)
-    return jax.pmap(step, axis_name=_BATCH_AXIS, in_axes=(0, 0, None))
+    return jax.pmap(step, axis_name=_BATCH_AXIS)
 
 
 def _device_step(
