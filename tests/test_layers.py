@@ -50,6 +50,15 @@ def test_files_fit_in_a_head(path):
         assert len(path.read_text().splitlines()) <= 80
 
 
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_functions_fit_on_a_screen(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef):
+            body = node.body[1:] if ast.get_docstring(node) else node.body
+            lines = body[-1].end_lineno - body[0].lineno + 1 if body else 0
+            assert lines <= 60, f"{path}: {node.name} has {lines} lines"
+
+
 def test_the_loop_knows_no_strategy_model_or_data_set():
     names = {p.stem for d in ("strategies", "models", "data") for p in (ROOT / "gin" / d).iterdir()}
     for path in (PACKAGE / "training").glob("*.py"):

@@ -15,30 +15,30 @@ import research_dp
 from research_dp import reduce_gradients_across_devices as reduce_across
 
 
-def own_loss_gradient(w, x):
-    return reduce_across({"w": jax.grad(lambda w: jnp.mean(w * x))(w)})["w"]
-
-
-@pytest.mark.parametrize("mode", [m for m in MODES if m != "shard_map, check_vma=True"])
-def test_gradients_of_replicated_parameters_are_averaged_once(mode):
-    """The mean over 16 examples of w * x is w * 7.5."""
+@pytest.mark.parametrize("mode", MODES)
+def test_gradients_of_replicated_parameters_are_summed_once(mode):
+    """The mean over 16 examples of w * x is w * 7.5; `lax.pmean` gives 60 under check_vma=True."""
     x = jnp.arange(16.0).reshape(8, 2)
-    found = MODES[mode](own_loss_gradient, jnp.ones(()), x, in_axes=(None, 0))
-    np.testing.assert_array_equal(found, np.full(8, 7.5))
+
+    def reduced(w, x):
+        loss, gradient = jax.value_and_grad(lambda w: jnp.mean(w * x))(w)
+        tree = {"w": gradient}
+        return reduce_across(tree, loss=loss)["w"], reduce_across(tree, "sum")["w"]
+
+    mean, total = MODES[mode](reduced, jnp.ones(()), x, in_axes=(None, 0))
+    np.testing.assert_array_equal(mean, np.full(8, 7.5))
+    np.testing.assert_array_equal(total, np.full(8, 60.0))
 
 
-def test_gradients_that_jax_summed_already_are_refused():
-    """Under check_vma=True `lax.pmean` would leave the sum, 60, which is 8 times too much."""
-    x, run = jnp.arange(16.0).reshape(8, 2), MODES["shard_map, check_vma=True"]
-    with pytest.raises(ValueError, match=r"gradient 'w' is the same .*'batch'.*pcast.*check_vma"):
-        run(own_loss_gradient, jnp.ones(()), x, in_axes=(None, 0))
+def test_a_loss_that_was_averaged_before_is_refused_if_it_is_shown():
+    def reduced(w, x):
+        averaged = lambda w: jax.lax.pmean(jnp.mean(w * x), "batch")  # noqa: E731
+        loss, gradient = jax.value_and_grad(averaged)(w)
+        return reduce_across(gradient, loss=loss)
 
-    def mended(w, x):
-        return own_loss_gradient(jax.lax.pcast(w, "batch", to="varying"), x)
-
-    for mode in ("shard_map, check_vma=True", "shard_map, check_vma=False"):
-        found = MODES[mode](mended, jnp.ones(()), x, in_axes=(None, 0))
-        np.testing.assert_array_equal(found, np.full(8, 7.5))
+    x = jnp.arange(16.0).reshape(8, 2)
+    with pytest.raises(ValueError, match=r"the loss is the same along axes \['batch'\]"):
+        MODES["shard_map, check_vma=True"](reduced, jnp.ones(()), x, in_axes=(None, 0))
 
 
 @pytest.mark.parametrize("mode", [m for m in MODES if m != "vmap"])

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import re
 from collections.abc import Sequence
+from typing import NoReturn
 
 _BARE_WORD = re.compile(r"^[A-Za-z_][\w./+-]*$")
 _LITERALS = {"None", "True", "False"}
@@ -32,7 +33,7 @@ class Options:
 
 def parse(argv: Sequence[str], description: str) -> Options:
     """Parses flags; exits with status 2 and a line of explanation if they are wrong."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="python -m research_dp.train", description=description, allow_abbrev=False
     )
     add = parser.add_argument
@@ -84,7 +85,13 @@ def _as_gin(value: str) -> str:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not a positive number")
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Tells a mistake in one line; --help shows the rest."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message} (--help shows all flags)\n")

@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import gin
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from research_dp.distributed.errors import UsageError
-from research_dp.distributed.layout import path_name
+from research_dp.distributed.replication import is_replicated
 
-PyTree = Any
 Axes = tuple[str, ...]
 
 # Names gathered parameters, so that a rematerialisation policy can drop just them.
@@ -32,11 +32,11 @@ class Reduction(NamedTuple):
 
     Attributes:
         all_sum: (array, axis names) -> the sum, on every device.
-        scatter_sum: (array, axis name, dim) -> this device's block, along dim, of the sum.
+        scatter_sum: (array, axis name or names, dim) -> this device's block, along dim, of the sum.
     """
 
     all_sum: Callable[[jax.Array, Axes], jax.Array]
-    scatter_sum: Callable[[jax.Array, str, int], jax.Array]
+    scatter_sum: Callable[[jax.Array, str | Axes, int], jax.Array]
 
 
 def _psum(x: jax.Array, axes: Axes) -> jax.Array:
@@ -44,7 +44,7 @@ def _psum(x: jax.Array, axes: Axes) -> jax.Array:
     return lax.psum(x, axes)
 
 
-def _psum_scatter(x: jax.Array, axis: str, dim: int) -> jax.Array:
+def _psum_scatter(x: jax.Array, axis: str | Axes, dim: int) -> jax.Array:
     # Only sums, see _psum.
     return lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
 
@@ -52,105 +52,89 @@ def _psum_scatter(x: jax.Array, axis: str, dim: int) -> jax.Array:
 PLAIN = Reduction(_psum, _psum_scatter)
 
 
+def flat_axes(axes: Any) -> Axes:
+    """Axis names as one flat tuple: of one name, a sequence, a nested one; None counts as none."""
+    if axes is None:
+        return ()
+    if isinstance(axes, str) or not isinstance(axes, Sequence):
+        return (axes,)
+    return tuple(name for part in axes for name in flat_axes(part))
+
+
 def axes_size(axes: Axes) -> int:
-    """Number of devices over the bound axes; 1 for no axes."""
-    return math.prod(lax.axis_size(axis) for axis in axes)
+    """Number of devices over the bound axes; 1 for no axes.
+
+    Raises:
+        NameError: An axis is not bound here; the message names it.
+    """
+    try:
+        return math.prod(lax.axis_size(axis) for axis in axes)
+    except NameError as error:
+        raise NameError(
+            f"{error}. Call this inside shard_map, pmap or vmap(axis_name=...) over that axis."
+        ) from None
 
 
 def all_mean(
-    x: jax.Array, axes: Axes, reduction: Reduction = PLAIN, dtype: Any = None
+    x: jax.Array,
+    axes: Axes,
+    reduction: Reduction = PLAIN,
+    dtype: Any = None,
+    *,
+    pre_divide: bool = False,
 ) -> jax.Array:
     """Mean over devices, summed in `dtype` (x's own if None), returned in x's dtype.
 
-    The mean of whole numbers is a float32, as `lax.pmean`'s is.
+    Means of integers are float32, as `jax.lax.pmean` has it. For `pre_divide` see `_mean`.
     """
     if not axes:
         return x
-    # The reduction sums over `axes`; the mean is taken here and nowhere else.
-    mean = reduction.all_sum(x.astype(dtype or x.dtype), axes) / axes_size(axes)
-    return mean.astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else mean
+    return _mean(x, axes, lambda wire: reduction.all_sum(wire, axes), dtype, pre_divide)
 
 
 def scatter_mean(
-    x: jax.Array, dim: int, axis: str, reduction: Reduction = PLAIN, dtype: Any = None
+    x: jax.Array,
+    dim: int,
+    axis: str | Axes,
+    reduction: Reduction = PLAIN,
+    dtype: Any = None,
+    *,
+    pre_divide: bool = False,
 ) -> jax.Array:
-    """This device's block along `dim` of the mean over `axis`; summed in `dtype`, then divided."""
-    # The reduction sums over `axis`; the mean is taken here and nowhere else.
-    total = reduction.scatter_sum(x.astype(dtype or x.dtype), axis, dim)
-    return (total / axes_size((axis,))).astype(x.dtype)
+    """This device's block along `dim` of the mean over `axis`; else as `all_mean`."""
+
+    def add(wire: jax.Array) -> jax.Array:
+        return reduction.scatter_sum(wire, axis, dim)
+
+    return _mean(x, flat_axes(axis), add, dtype, pre_divide)
 
 
-def check_bound(axes: Axes) -> None:
-    """Raises NameError, saying what to do, for an axis that is not bound here."""
-    for axis in axes:
-        try:
-            lax.axis_size(axis)
-        except NameError:
-            raise NameError(
-                f"unbound axis name: {axis}. Call this inside jax.shard_map over a mesh with that "
-                f"axis, or give pmap or vmap axis_name={axis!r}. Under jit alone the compiler "
-                "reduces gradients; call nothing."
-            ) from None
+def _mean(
+    x: jax.Array, axes: Axes, add: Callable[[jax.Array], jax.Array], dtype: Any, pre_divide: bool
+) -> jax.Array:
+    """`add`, which only sums over `axes`, made a mean: the one place that divides.
 
-
-def refuse_invariant(gradients: PyTree, axes: Axes) -> None:
-    """Raises UsageError for a gradient that is known to be the same on every device.
-
-    Only where replication is tracked: inside `jax.shard_map` with `check_vma=True`, its default.
-    There `jax.grad` with respect to a replicated input returns the sum over devices; whether a
-    mean was meant (of each device's own loss) or is there already (of a `pmean`ed loss) cannot be
-    told from the value. Under `pmap`, `vmap` and `check_vma=False` nothing is known or refused.
+    Summed, then divided, as `jax.lax.pmean` does; `pre_divide` divides first, so that a sum in
+    float16 stays below 65504, at the price of losing small addends.
     """
-    tracked = {axis for axis in axes if axis in _varying(lax.axis_index(axis))}
-    for path, gradient in jax.tree_util.tree_leaves_with_path(gradients) if tracked else ():
-        for axis in sorted(tracked - _varying(gradient)):
-            name = f" {path_name(path)!r}" if path else ""
-            raise UsageError(
-                f"gradient{name} is the same on all devices of axis {axis!r}: under "
-                "check_vma=True jax.grad sums the gradient of a replicated input over them, and "
-                "reducing it again would be wrong. Differentiate with respect to "
-                f"jax.lax.pcast(params, {axis!r}, to='varying') instead, give shard_map "
-                "check_vma=False, or do not reduce."
-            )
+    devices = axes_size(axes)
+    result = x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.dtype(jnp.float32)
+    wire = x.astype(dtype or x.dtype)
+    mean = add(wire / devices) if pre_divide else add(wire) / devices
+    return mean.astype(result)
 
 
-def _varying(x: Any) -> frozenset[str]:
-    kind = jax.typeof(x)
-    manual = getattr(kind, "mat", None)  # jax 0.10.2; `vma` before and after it
-    return kind.vma if manual is None else manual.varying
-
-
-def device_keys(keys: PyTree, axis: str) -> PyTree:
-    """Random keys, the same on every device, made different by device: `fold_in(key, index)`.
-
-    Args:
-        keys: One key of `jax.random.key` or `jax.random.PRNGKey`, or a tree of them.
-        axis: The bound axis.
-
-    Raises:
-        UsageError: A leaf is no single key.
-    """
-
-    def fold(path: Any, key: Any) -> jax.Array:
-        typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-        if key.ndim != (0 if typed else 1):
-            raise UsageError(
-                f"rngs: leaf {path_name(path)!r} of shape {key.shape} and dtype {key.dtype} is no "
-                "single random key. Give jax.random.key(seed), or a dict of such keys."
-            )
-        return jax.random.fold_in(key, lax.axis_index(axis))
-
-    return jax.tree_util.tree_map_with_path(fold, keys)
-
-
-def gather(x: jax.Array, dim: int, axis: str) -> jax.Array:
+def gather(x: jax.Array, dim: int, axis: str | Axes) -> jax.Array:
     """Concatenates the devices' blocks along `dim`."""
     return lax.all_gather(x, axis, axis=dim, tiled=True)
 
 
-def shard(x: jax.Array, dim: int, axis: str) -> jax.Array:
+def shard(x: jax.Array, dim: int, axis: str | Axes) -> jax.Array:
     """This device's block of `x`, which is whole on each device, along `dim`."""
-    block = x.shape[dim] // lax.axis_size(axis)
+    devices = axes_size(flat_axes(axis))
+    if devices == 1:
+        return x  # nothing to cut, and nothing for the compiler to make of it
+    block = x.shape[dim] // devices
     return lax.dynamic_slice_in_dim(x, lax.axis_index(axis) * block, block, dim)
 
 
@@ -159,17 +143,19 @@ class GatherOptions(NamedTuple):
 
     Attributes:
         dim: The dim that is split.
-        axis: The mesh axis that it is split over.
+        axis: The mesh axis that it is split over, or several as one.
         gather_dtype: dtype of the gathered array; None: x's own.
         grad_scatter_dtype: dtype in which gradients are summed; None: x's own.
         reduction: How gradients are summed.
+        pre_divide: Whether gradients are divided before they are summed, for float16.
     """
 
     dim: int
-    axis: str
+    axis: str | Axes
     gather_dtype: Any = None
     grad_scatter_dtype: Any = None
     reduction: Reduction = PLAIN
+    pre_divide: bool = False
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -182,7 +168,8 @@ def gather_with_mean_grads(x: jax.Array, options: GatherOptions) -> jax.Array:
 
     Returns:
         The full array in `gather_dtype`. The cotangent is cast to `grad_scatter_dtype` (x's dtype
-        if None), summed, divided by the axis size, and returned in x's dtype.
+        if None), summed, divided by the axis size, and returned in x's dtype. Over other axes
+        nothing is summed.
     """
     full = gather(x.astype(options.gather_dtype or x.dtype), options.dim, options.axis)
     return checkpoint_name(full, GATHERED)
@@ -195,11 +182,60 @@ def _gather_fwd(x: jax.Array, options: GatherOptions) -> tuple[jax.Array, jax.Ar
 
 def _gather_bwd(options: GatherOptions, like: jax.Array, g: jax.Array) -> tuple[jax.Array]:
     wire = g.astype(options.grad_scatter_dtype or like.dtype)
-    mean = scatter_mean(wire, options.dim, options.axis, options.reduction)
+    mean = scatter_mean(
+        wire, options.dim, options.axis, options.reduction, pre_divide=options.pre_divide
+    )
     return (mean.astype(like.dtype),)
 
 
 gather_with_mean_grads.defvjp(_gather_fwd, _gather_bwd)
+
+
+@gin.register(module="distributed")
+def gather_array_with_mean_grads(
+    x: jax.Array,
+    axis: int,
+    axis_name: str | Sequence[str],
+    gather_dtype: Any = None,
+    grad_scatter_dtype: Any = None,
+    *,
+    pre_divide: bool = False,
+    reduction: Reduction = PLAIN,
+) -> jax.Array:
+    """Gathers an array over a mesh axis; its gradient comes back as shards of the mean.
+
+    As in xlstm-jax. Inside mapped axes; right with `check_vma` on and off, for a loss of this
+    device's own (docs/api.md, "Linen and shard_map").
+
+    Args:
+        x: This device's block, floating-point if it is differentiated.
+        axis: The dim that is split; negative ones count from the end.
+        axis_name: The mesh axis it is split over, or several as one.
+        gather_dtype: dtype on the wire and of the result; None: x's.
+        grad_scatter_dtype: dtype in which gradients are summed; None: x's, not `gather_dtype`.
+        pre_divide: Divide gradients before they are summed: in float16, eight times 10000 is inf.
+        reduction: How gradients are summed.
+
+    Returns:
+        The full array, dim `axis` multiplied by the axis size.
+
+    Raises:
+        UsageError: x has no such dim, or is known to be the same on each device, not a shard.
+        NameError: The axis is not bound.
+    """
+    axes = flat_axes(axis_name)
+    if not -x.ndim <= axis < x.ndim:
+        raise UsageError(f"gather over {axes}: an array of shape {x.shape} has no dim {axis}.")
+    if any(is_replicated(x, name) for name in axes):
+        raise UsageError(
+            f"gather over {axes}: the array of shape {x.shape} is the same on each device, as its "
+            f"type {jax.typeof(x)} says; there is nothing to gather. Shard it first."
+        )
+    over = axes[0] if len(axes) == 1 else axes
+    options = GatherOptions(
+        axis % x.ndim, over, gather_dtype, grad_scatter_dtype, reduction, pre_divide
+    )
+    return gather_with_mean_grads(x, options)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))

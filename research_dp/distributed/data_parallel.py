@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec, Sharding
 
-from research_dp.distributed import collectives, placement
+from research_dp.distributed import collectives, means, placement
 from research_dp.distributed.errors import UsageError
 from research_dp.distributed.layout import choose_dim, match_rules
 
@@ -105,7 +105,11 @@ def _dim_0_specs(state: PyTree, mesh: Mesh) -> PyTree:
 
 @gin.register(module="distributed")
 def reduce_gradients_across_devices(
-    gradients: Any, reduce_type: str = "mean", axis_name: str = "batch"
+    gradients: Any,
+    reduce_type: str = "mean",
+    axis_name: str = "batch",
+    *,
+    loss: jax.Array | None = None,
 ) -> Any:
     """Mean or sum of each gradient over the devices (datarax; artifex's `all_reduce_gradients`).
 
@@ -113,27 +117,25 @@ def reduce_gradients_across_devices(
     does it: see `spmd_train_step`.
 
     Args:
-        gradients: This device's gradients. Leaves keep shape and dtype; the mean of whole numbers
-            is a float32.
+        gradients: Gradients of each device's own loss. Leaves keep shape and dtype; the mean of
+            whole numbers is a float32. Under `shard_map(check_vma=True)` those of replicated
+            parameters are summed by autodiff already, and are not summed again. To reduce twice,
+            or after differentiating a loss that was averaged over devices, is wrong there.
         reduce_type: 'mean' or 'sum', in any case of letters.
         axis_name: The bound axis, or a tuple of several.
+        loss: The loss that was differentiated: it is checked not to be averaged over devices
+            before, which gradients do not show.
 
     Raises:
-        UsageError: Another `reduce_type`; or, under `shard_map` with `check_vma=True`, a gradient
-            that is the same on all devices already: `jax.grad` sums those of replicated inputs.
+        UsageError: Another `reduce_type`, or `loss` was averaged before.
         NameError: The axis is not bound, e.g. `pmap` was not given `axis_name`.
     """
-    axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
-    reduce = _by_reduce_type(
-        reduce_type,
-        # all_mean sums, then divides by the number of devices, here and nowhere else.
-        mean=lambda x: collectives.all_mean(x, axes),
-        # Only sums; whoever asked for a sum divides, if anybody does.
-        sum=lambda x: collectives.PLAIN.all_sum(x, axes),
-    )
-    collectives.check_bound(axes)
-    collectives.refuse_invariant(gradients, axes)
-    return jax.tree.map(reduce, gradients)
+    reduce = _by_reduce_type(reduce_type, mean=means.mean_gradient, sum=means.sum_gradient)
+    axes = collectives.flat_axes(axis_name)
+    if loss is not None:
+        means.check_own_loss(loss, axes)
+    # Each of the two sums over `axes` what is not summed yet; the mean divides, once, there.
+    return jax.tree.map(lambda gradient: reduce(gradient, axes), gradients)
 
 
 @gin.register(module="distributed")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class UsageError(ValueError):
     """A mistake in configuration, flags, data or a checkpoint; commands exit with status 2.
@@ -15,3 +17,20 @@ class UsageError(ValueError):
     def __init__(self, message: str, *, binding: str | None = None):
         super().__init__(message)
         self.binding = binding
+
+
+def check_count(name: str, value: Any, least: int) -> None:
+    """Checks a whole number.
+
+    Args:
+        name: Its gin name, e.g. `train.num_steps`.
+        value: What was bound.
+        least: The smallest that makes sense.
+
+    Raises:
+        UsageError: It is not a whole number, or smaller.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise UsageError(
+            f"{name} = {value!r}: give a whole number of at least {least}.", binding=name
+        )

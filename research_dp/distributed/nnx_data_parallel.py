@@ -13,7 +13,8 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from research_dp.distributed import data_parallel, placement, updates
+from research_dp.distributed import data_parallel, placement
+from research_dp.distributed.clipping import clip_by_global_norm_sharded
 from research_dp.distributed.errors import UsageError
 from research_dp.distributed.mesh import refuse_mapped
 
@@ -57,7 +58,9 @@ def spmd_train_step(
     value, grads = gradients(model, batch, **({} if rngs is None else {"rngs": rngs}))
     # The loss is a mean over the global batch, so the compiler sums over devices where the batch
     # is split, and the mean divides: nobody may do either again.
-    optimizer.update(model, updates.clip_by_norm(grads, max_grad_norm))
+    if max_grad_norm is not None:
+        grads, _ = clip_by_global_norm_sharded(grads, max_grad_norm, ())
+    optimizer.update(model, grads)
     return value
 
 

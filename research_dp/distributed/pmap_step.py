@@ -13,10 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from research_dp.distributed import collectives, updates
+from research_dp.distributed.accumulation import add_up
+from research_dp.distributed.clipping import clip_by_global_norm_sharded
+from research_dp.distributed.collectives import all_mean
 from research_dp.distributed.data_parallel import reduce_gradients_across_devices
 from research_dp.distributed.errors import UsageError
 from research_dp.distributed.layout import path_name
+from research_dp.distributed.updates import apply_optimizer
 
 PyTree = Any
 Batch = Any
@@ -68,9 +71,9 @@ def data_parallel_train_step(
 
     Returns:
         The new state, and metrics: 'loss', the mean over all devices, on each of them (devices,);
-        with `has_aux` also 'aux' as each device computed it, (devices, ...), or (devices,
-        micro-batches, ...) if there are several. `model_state` is not changed: a loss that
-        computes a new one returns it as aux.
+        with `has_aux` also 'aux' as each device computed it, (devices, ...), added up over
+        micro-batches. `model_state` is not changed: a loss that computes a new one returns it as
+        aux.
 
     Raises:
         UsageError: An array has no such first dim, rows do not divide into micro-batches, or `rngs`
@@ -120,54 +123,59 @@ def _device_step(
         out = options.loss_fn(variables, micro, **({"rngs": keys} if takes_rngs else {}))
         return out if options.has_aux else (out, None)
 
-    keys = collectives.device_keys(rngs, _BATCH_AXIS)
-    gradients = functools.partial(jax.value_and_grad(loss, has_aux=True), state.params)
-    (value, aux), grads = _mean_of_micro_batches(gradients, batch, keys, options.accumulation_steps)
-    # Each device's loss is the mean of its own rows, and all have as many: the devices' gradients
-    # are summed and divided by their number here, once for all micro-batches.
-    grads = reduce_gradients_across_devices(grads, "mean", _BATCH_AXIS)
-    grads = updates.clip_by_norm(grads, options.max_grad_norm)
-    params, opt_state = updates.apply_optimizer(
-        options.optimizer, grads, state.opt_state, state.params
-    )
+    keys = _fold_in(rngs, jax.lax.axis_index(_BATCH_AXIS))
+
+    def gradients(index: jax.Array, micro: Batch) -> tuple[PyTree, Any, jax.Array]:
+        of_micro = keys if count == 1 else _fold_in(keys, index)
+        value, grads = jax.value_and_grad(loss, has_aux=True)(state.params, micro, of_micro)
+        return grads, value, index + 1
+
+    count = options.accumulation_steps
+    total, (value, aux), _ = add_up(gradients, jnp.zeros((), jnp.int32), _cut(batch, count))
+    # Micro-batches are as many on each device and of one size: their sum is divided by their
+    # number here, and the mean over devices taken below, once for all of them.
+    own = jax.tree.map(lambda g: g / count, total)
+    grads = reduce_gradients_across_devices(own, "mean", _BATCH_AXIS)
+    if options.max_grad_norm is not None:
+        grads, _ = clip_by_global_norm_sharded(grads, options.max_grad_norm, ())
+    params, opt_state = apply_optimizer(options.optimizer, grads, state.opt_state, state.params)
     new_state = state.replace(step=state.step + 1, params=params, opt_state=opt_state)
-    # As for the gradients: summed over devices and divided by their number, here alone.
-    metrics = {"loss": collectives.all_mean(value, (_BATCH_AXIS,))}
+    # As for the gradients: over micro-batches, then, in all_mean, over devices.
+    metrics = {"loss": all_mean(value / count, (_BATCH_AXIS,))}
     return new_state, {**metrics, "aux": aux} if options.has_aux else metrics
 
 
-def _mean_of_micro_batches(
-    gradients: Callable[..., tuple[tuple[jax.Array, Any], PyTree]],
-    batch: Batch,
-    keys: Any,
-    count: int,
-) -> tuple[tuple[jax.Array, Any], PyTree]:
-    """((mean loss, aux of each), mean gradients) of a device's micro-batches; no communication."""
-    if count == 1:
-        return gradients(batch, keys)
+def _cut(batch: Batch, count: int) -> Batch:
+    """A device's batch with a leading dim of micro-batches."""
 
     def cut(path: Any, x: jax.Array) -> jax.Array:
-        if count < 1 or x.shape[0] % count:
+        if count == 1:
+            return x[None]
+        if count < 1 or x.ndim == 0 or x.shape[0] % count:
             raise UsageError(
-                f"accumulation_steps {count} does not divide the {x.shape[0]} rows that a device "
-                f"has of batch leaf {path_name(path)!r}."
+                f"accumulation_steps {count} does not divide the rows of batch leaf "
+                f"{path_name(path)!r}, of shape {x.shape} on each device."
             )
         return x.reshape(count, -1, *x.shape[1:])
 
-    def add(total: PyTree, micro: tuple[jax.Array, Batch]) -> tuple[PyTree, Any]:
-        index, rows = micro
-        folded = jax.tree.map(lambda key: jax.random.fold_in(key, index), keys)
-        out, grads = gradients(rows, folded)
-        return jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, grads), out
+    return jax.tree_util.tree_map_with_path(cut, batch)
 
-    micros = jnp.arange(count), jax.tree_util.tree_map_with_path(cut, batch)
-    first = jax.tree.map(lambda x: x[0], micros[1])
-    _, shapes = jax.eval_shape(gradients, first, keys)
-    # Added up in at least float32.
-    zeros = jax.tree.map(
-        lambda g: jnp.zeros(g.shape, jnp.promote_types(g.dtype, jnp.float32)), shapes
-    )
-    total, (losses, aux) = jax.lax.scan(add, zeros, micros)
-    # Micro-batches are of one size: the device's own mean is their sum by their number.
-    grads = jax.tree.map(lambda t, g: (t / count).astype(g.dtype), total, shapes)
-    return (jnp.mean(losses), aux), grads
+
+def _fold_in(keys: PyTree, index: jax.Array) -> PyTree:
+    """Other keys for each index.
+
+    Raises:
+        UsageError: A leaf is no single key.
+    """
+
+    def fold(path: Any, key: Any) -> jax.Array:
+        typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+        if key.ndim != (0 if typed else 1):
+            name = f" {path_name(path)!r}" if path else ""
+            raise UsageError(
+                f"rngs: leaf{name} of shape {key.shape} and dtype {key.dtype} is no single random "
+                "key. Give jax.random.key(seed), or a dict of such keys."
+            )
+        return jax.random.fold_in(key, index)
+
+    return jax.tree_util.tree_map_with_path(fold, keys)
