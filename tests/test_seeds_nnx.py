@@ -131,9 +131,7 @@ def test_case_21_unknown_reductions_are_refused_anywhere():
 
 def test_case_21_an_axis_that_is_not_bound_is_an_error_that_says_so():
     for outside in (reduce_across, jax.jit(reduce_across)):
-        with pytest.raises(
-            NameError, match=r"unbound axis name: batch.*inside shard_map"
-        ):
+        with pytest.raises(NameError, match=r"unbound axis name: batch.*inside shard_map"):
             outside({"w": jnp.ones(2)})
 
 
@@ -203,7 +201,8 @@ def test_case_22_rules_that_do_not_fit_are_errors(rules, message, mesh):
 
 def test_case_22_shard_keeps_whole_what_cannot_be_divided(any_mesh):
     optimizer = optax.adam(1e-3)
-    params = state_of_params()["params"]["dense"]
+    more = {"wide": jnp.ones((8, 16)), "tall": jnp.ones((10, 16))}
+    params = {**state_of_params()["params"]["dense"], **more}
     state = {"params": params, "opt": optimizer.init(params), "empty": {}}
     for placed in (
         research_dp.place_model_state_on_shards(state, any_mesh, "shard"),
@@ -212,6 +211,8 @@ def test_case_22_shard_keeps_whole_what_cannot_be_divided(any_mesh):
         adam = placed["opt"][0]
         assert shard_shapes(placed["params"]["kernel"]) == {(2, 4)}
         assert shard_shapes(adam.mu["kernel"]) == {(2, 4)}
+        assert shard_shapes(placed["params"]["wide"]) == {(1, 16)}  # dim 0, as artifex has it
+        assert on_all_devices(placed["params"]["tall"])
         assert on_all_devices(adam.count)  # a scalar
         assert on_all_devices(placed["params"]["bias"])  # four elements, eight devices
         assert placed["empty"] == {}
@@ -286,6 +287,7 @@ def test_case_23_errors_name_the_path(filters, message, any_mesh):
 def test_case_24_meshes_as_instance_and_static(manager):
     four = manager.create_device_mesh({"data": 4})
     assert (dict(four.shape), four.size) == ({"data": 4}, 4)
+    assert four.axis_types == (jax.sharding.AxisType.Auto,)
     assert list(four.devices.ravel()) == jax.devices()[:4]
     assert manager.create_device_mesh({"model": 2, "data": 4}).axis_names == ("model", "data")
     assert manager.create_device_mesh([("b", 2), ("a", 4)]).axis_names == ("b", "a")

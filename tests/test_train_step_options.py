@@ -60,19 +60,22 @@ def test_spmd_step_differentiates_what_the_optimizer_is_for():
     assert np.abs(model.bias[...]).max() > 0.1
 
 
-def test_pmap_step_follows_one_device_with_adam_clipping_and_micro_batches():
+@pytest.mark.parametrize(
+    ("optimizer", "max_norm"), [(optax.adam(0.1), 0.1), (optax.sgd(0.01), None)]
+)
+def test_pmap_step_follows_one_device(optimizer, max_norm):
     """Other data on each device, micro-batches, clipping: as one device with the whole batch."""
     x = np.random.default_rng(0).normal(size=(8, 4, 3)).astype(np.float32)
-    optimizer = optax.adam(0.1)
     params = {"w": jnp.arange(3.0)[:, None]}
     state = stacked_state(optimizer, params)
     step = functools.partial(
-        research_dp.data_parallel_train_step, squares, optimizer, max_grad_norm=0.1
+        research_dp.data_parallel_train_step, squares, optimizer, max_grad_norm=max_norm
     )
     for _ in range(2):
         state, metrics = step({"x": x}, state, accumulation_steps=2)
 
-    chain = optax.chain(optax.clip_by_global_norm(0.1), optimizer)
+    clip = optax.identity() if max_norm is None else optax.clip_by_global_norm(max_norm)
+    chain = optax.chain(clip, optimizer)
     opt_state = chain.init(params)
     for _ in range(2):
         loss, grads = jax.value_and_grad(lambda p: squares({"params": p}, {"x": x}))(params)

@@ -5,7 +5,7 @@ Flax NNX takes long to import, so `research_dp` imports this file when a name of
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import gin
@@ -88,23 +88,27 @@ def place_nnx_state_on_shards(
         UsageError: A variable that no filter matches, a spec with an axis that the mesh lacks or
             that does not divide an array; the message has the variable's path.
     """
-    if isinstance(filter_sharding, nnx.StateSharding):
-        filters, specs = list(filter_sharding.filters), list(filter_sharding.shardings)
-    else:
-        filters, specs = list(filter_sharding), list(filter_sharding.values())
-    targets = placement.shardings(mesh, specs)
-    matches = [nnx.filterlib.to_predicate(each) for each in filters]
+    if not isinstance(filter_sharding, nnx.StateSharding):
+        filter_sharding = nnx.StateSharding(filter_sharding)
+    filters = filter_sharding.filters
+    targets = placement.shardings(mesh, list(filter_sharding.shardings))
 
     def target(path: tuple[Any, ...], variable: Any) -> Any:
-        found = [i for i, matched in enumerate(matches) if matched(path, variable)]
-        if not found:
-            raise UsageError(
-                f"{'/'.join(map(str, path))!r}, a {type(variable).__name__}, matches none of the "
-                f"filters {filters}. Add one, e.g. `...` for all others."
-            )
-        return jax.tree.map(lambda _: targets[found[0]], variable)
+        first = _first_match(filters, path, variable)
+        return jax.tree.map(lambda _: targets[first], variable)
 
     return placement.put(state, nnx.map_state(target, state))
+
+
+def _first_match(filters: Sequence[Any], path: tuple[Any, ...], variable: Any) -> int:
+    """Index of the first filter that matches a variable."""
+    for index, each in enumerate(filters):
+        if nnx.filterlib.to_predicate(each)(path, variable):
+            return index
+    raise UsageError(
+        f"{'/'.join(map(str, path))!r}, a {type(variable).__name__}, matches none of the filters "
+        f"{list(filters)}. Add one, e.g. `...` for all others."
+    )
 
 
 class DataParallel(nnx.Module):
