@@ -204,7 +204,8 @@ def test_case_08_dtypes_on_the_wire(dtype, gather, scatter, gathered, wire):
         return grad
 
     found = read(on(A, function, P("data"), P("data")), jnp.arange(16.0, dtype=dtype))
-    assert [(c.kind, c.dtype) for c in found] == [("all-gather", gathered), ("reduce-scatter", wire)]
+    kinds = [(c.kind, c.dtype) for c in found]
+    assert kinds == [("all-gather", gathered), ("reduce-scatter", wire)]
 
 
 def test_case_09_float16_overflows_unless_divided_first():
@@ -441,7 +442,8 @@ def test_case_16_batch_norm_and_scan():
 
     boxes = abstract(A, lambda k: Layers().init(k, jnp.zeros((1, 784))), jax.random.key(0))
     params = boxes["params"]["dense"]
-    assert nn.get_partition_spec(params) == {"kernel": P(None, None, "data"), "bias": P(None, "data")}
+    specs = nn.get_partition_spec(params)
+    assert specs == {"kernel": P(None, None, "data"), "bias": P(None, "data")}
     assert params["kernel"].value.shape == (3, 784, 98)
 
 

@@ -19,7 +19,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from research_dp.distributed.errors import UsageError
-from research_dp.distributed.replication import is_replicated
+from research_dp.distributed.replication import as_varying, is_replicated
 
 Axes = tuple[str, ...]
 
@@ -32,11 +32,11 @@ class Reduction(NamedTuple):
 
     Attributes:
         all_sum: (array, axis names) -> the sum, on every device.
-        scatter_sum: (array, axis name or names, dim) -> this device's block, along dim, of the sum.
+        scatter_sum: (array, axis name, dim) -> this device's block, along dim, of the sum.
     """
 
     all_sum: Callable[[jax.Array, Axes], jax.Array]
-    scatter_sum: Callable[[jax.Array, str | Axes, int], jax.Array]
+    scatter_sum: Callable[[jax.Array, str, int], jax.Array]
 
 
 def _psum(x: jax.Array, axes: Axes) -> jax.Array:
@@ -44,7 +44,7 @@ def _psum(x: jax.Array, axes: Axes) -> jax.Array:
     return lax.psum(x, axes)
 
 
-def _psum_scatter(x: jax.Array, axis: str | Axes, dim: int) -> jax.Array:
+def _psum_scatter(x: jax.Array, axis: str, dim: int) -> jax.Array:
     # Only sums, see _psum.
     return lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
 
@@ -102,11 +102,15 @@ def scatter_mean(
     pre_divide: bool = False,
 ) -> jax.Array:
     """This device's block along `dim` of the mean over `axis`; else as `all_mean`."""
+    axes = flat_axes(axis)
 
     def add(wire: jax.Array) -> jax.Array:
-        return reduction.scatter_sum(wire, axis, dim)
+        for name in axes:
+            # Sums over one axis after the other, the major one first; `_mean` divides, once.
+            wire = reduction.scatter_sum(wire, name, dim)
+        return wire
 
-    return _mean(x, flat_axes(axis), add, dtype, pre_divide)
+    return _mean(x, axes, add, dtype, pre_divide)
 
 
 def _mean(
@@ -125,15 +129,18 @@ def _mean(
 
 
 def gather(x: jax.Array, dim: int, axis: str | Axes) -> jax.Array:
-    """Concatenates the devices' blocks along `dim`."""
-    return lax.all_gather(x, axis, axis=dim, tiled=True)
+    """Concatenates the devices' blocks along `dim`; several axes one after the other."""
+    for name in reversed(flat_axes(axis)):
+        x = lax.all_gather(x, name, axis=dim, tiled=True)
+    return x
 
 
 def shard(x: jax.Array, dim: int, axis: str | Axes) -> jax.Array:
     """This device's block of `x`, which is whole on each device, along `dim`."""
-    devices = axes_size(flat_axes(axis))
+    axes = flat_axes(axis)
+    devices = axes_size(axes)
     if devices == 1:
-        return x  # nothing to cut, and nothing for the compiler to make of it
+        return as_varying(x, axes)  # nothing to cut, nor for the compiler to see through
     block = x.shape[dim] // devices
     return lax.dynamic_slice_in_dim(x, lax.axis_index(axis) * block, block, dim)
 

@@ -138,7 +138,7 @@ def shard_nnx_module_params(
             nnx.update(self, held)
 
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            graphdef, held, others = nnx.split(self, nnx.Param, ...)
+            graphdef, held, others = nnx.split(self, nnx.Param, ...)  # type: ignore[misc]
             whole = gather_params(
                 held,
                 axis_name,
