@@ -7,10 +7,11 @@ shardings of the compiled engine, the optimizer state, and what is read back fro
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import gin
 import jax
@@ -21,6 +22,7 @@ from research_dp.distributed.errors import UsageError
 from research_dp.distributed.mesh import FSDP_AXIS
 
 PyTree = Any
+T = TypeVar("T")
 
 
 class Choice(NamedTuple):
@@ -218,8 +220,37 @@ def specs(layout: PyTree) -> PyTree:
     return jax.tree.map(lambda placement: placement.spec, layout)
 
 
+def match_rules(tree: PyTree, rules: Mapping[str, T], what: str = "rule") -> PyTree:
+    """Finds the rule of each leaf by its path.
+
+    Args:
+        tree: Any pytree.
+        rules: Path, e.g. 'params/Dense_0/kernel', -> what the rule says of the leaf there.
+        what: What to call a rule in the error.
+
+    Returns:
+        A tree of the same structure, each leaf what its rule says, or None: no rule names it.
+
+    Raises:
+        UsageError: A rule names no leaf; the message has the nearest paths.
+    """
+    paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    for name in sorted(set(rules) - set(paths)):
+        near = difflib.get_close_matches(name, paths, n=3, cutoff=0.3) or sorted(paths)[:3]
+        raise UsageError(
+            f"{what} {name!r} matches none of {len(paths)} paths; near it: "
+            f"{', '.join(map(repr, near)) or 'nothing'}. Give the whole path of a leaf."
+        )
+    return jax.tree.unflatten(jax.tree.structure(tree), [rules.get(path) for path in paths])
+
+
 def path_name(path: Any) -> str:
-    """A key path as names joined by '/', e.g. 'Dense_0/kernel'."""
+    """A key path as names joined by '/', e.g. 'Dense_0/kernel'.
+
+    The `.value` in which Flax's boxes and variables hold their array is left out.
+    """
+    if path and path[-1] == jax.tree_util.GetAttrKey("value"):
+        path = path[:-1]
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 

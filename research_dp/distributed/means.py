@@ -48,6 +48,7 @@ def mean_gradient(
         UsageError: It is summed already, so `dtype` or `pre_divide` come too late.
     """
     gradient = jnp.asarray(gradient)
+    axes_size(axes)  # names an axis that is not bound
     summed = tuple(axis for axis in axes if is_replicated(gradient, axis))
     if summed and (pre_divide or (dtype and jnp.dtype(dtype) != gradient.dtype)):
         raise UsageError(
@@ -60,6 +61,43 @@ def mean_gradient(
     mean = all_mean(gradient, left, reduction, dtype, pre_divide=pre_divide)
     # Autodiff summed over `summed`, `all_mean` averaged over the others: this divides the former.
     return (mean / axes_size(summed)).astype(mean.dtype) if summed else mean
+
+
+def sum_gradient(gradient: jax.Array, axes: Axes, reduction: Reduction = PLAIN) -> jax.Array:
+    """Sum over devices of the gradients of each device's own loss, whoever sums: `mean_gradient`.
+
+    Args:
+        gradient: As in `mean_gradient`.
+        axes: The bound axes to sum over.
+        reduction: How gradients are summed that are not summed yet.
+    """
+    axes_size(axes)  # names an axis that is not bound
+    # Where the type says that it is the same on each device autodiff has summed; nobody divides.
+    left = tuple(axis for axis in axes if not is_replicated(gradient, axis))
+    return reduction.all_sum(jnp.asarray(gradient), left) if left else gradient
+
+
+def averaged_axes(loss: jax.Array | None, axes: Axes) -> Axes:
+    """Those of bound axes along which a loss is known to be the same before it is differentiated.
+
+    It was averaged over them, or the batch is not split over them. None: nothing is known.
+    """
+    return () if loss is None else tuple(axis for axis in axes if is_replicated(loss, axis))
+
+
+def check_own_loss(loss: jax.Array, axes: Axes) -> None:
+    """Refuses a loss that was averaged over devices before it was differentiated.
+
+    Raises:
+        UsageError: The type of the loss says that it is the same along one of the bound axes.
+    """
+    averaged = averaged_axes(loss, axes)
+    if averaged:
+        raise UsageError(
+            f"the loss is the same along axes {list(averaged)}, so it was summed or averaged over "
+            "them before it was differentiated, and its gradients would be divided twice. "
+            "Differentiate each device's own loss, and average its value afterwards."
+        )
 
 
 @gin.register(module="distributed")

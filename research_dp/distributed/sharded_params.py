@@ -29,7 +29,7 @@ from research_dp.distributed.boxes import (
 from research_dp.distributed.collectives import PLAIN, Axes, Reduction, axes_size, flat_axes
 from research_dp.distributed.errors import UsageError
 from research_dp.distributed.layout import Choice, Rule, check_choice, choose_dim
-from research_dp.distributed.means import mean_gradient
+from research_dp.distributed.means import averaged_axes, mean_gradient
 from research_dp.distributed.replication import is_replicated
 
 PyTree = Any
@@ -231,7 +231,7 @@ def sync_gradients(
     """
     axes = flat_axes(axis_names)
     axes_size(axes)  # names an axis that is not bound
-    done = [] if loss is None else [axis for axis in axes if is_replicated(loss, axis)]
+    done = averaged_axes(loss, axes)
 
     def one(path: str, leaf: Any) -> Any:
         held = split_over(leaf)
