@@ -45,7 +45,9 @@ def main() -> None:
             first = max(0, order - 1)
             context = np.zeros(len(piece) - 1 - first, np.int64)
             for back in range(order):
-                context = context * 256 + piece[first + 1 - order + back : len(piece) - order + back]
+                context = (
+                    context * 256 + piece[first + 1 - order + back : len(piece) - order + back]
+                )
             rows = counts[context]
             total, kinds = rows.sum(1), (rows > 0).sum(1)
             seen = rows[np.arange(len(rows)), piece[first + 1 :]]

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import gin
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+
+from research_dp.distributed.errors import UsageError
+from research_dp.distributed.replication import as_varying, is_replicated
 
 Axes = tuple[str, ...]
 
@@ -48,39 +52,96 @@ def _psum_scatter(x: jax.Array, axis: str, dim: int) -> jax.Array:
 PLAIN = Reduction(_psum, _psum_scatter)
 
 
+def flat_axes(axes: Any) -> Axes:
+    """Axis names as one flat tuple: of one name, a sequence, a nested one; None counts as none."""
+    if axes is None:
+        return ()
+    if isinstance(axes, str) or not isinstance(axes, Sequence):
+        return (axes,)
+    return tuple(name for part in axes for name in flat_axes(part))
+
+
 def axes_size(axes: Axes) -> int:
-    """Number of devices over the bound axes; 1 for no axes."""
-    return math.prod(lax.axis_size(axis) for axis in axes)
+    """Number of devices over the bound axes; 1 for no axes.
+
+    Raises:
+        NameError: An axis is not bound here; the message names it.
+    """
+    try:
+        return math.prod(lax.axis_size(axis) for axis in axes)
+    except NameError as error:
+        raise NameError(
+            f"{error}. Call this inside shard_map, pmap or vmap(axis_name=...) over that axis."
+        ) from None
 
 
 def all_mean(
-    x: jax.Array, axes: Axes, reduction: Reduction = PLAIN, dtype: Any = None
+    x: jax.Array,
+    axes: Axes,
+    reduction: Reduction = PLAIN,
+    dtype: Any = None,
+    *,
+    pre_divide: bool = False,
 ) -> jax.Array:
-    """Mean over devices, summed in `dtype` (x's own if None), returned in x's dtype."""
+    """Mean over devices, summed in `dtype` (x's own if None), returned in x's dtype.
+
+    Means of integers are float32, as `jax.lax.pmean` has it. For `pre_divide` see `_mean`.
+    """
     if not axes:
         return x
-    # The reduction sums over `axes`; the mean is taken here and nowhere else.
-    total = reduction.all_sum(x.astype(dtype or x.dtype), axes)
-    return (total / axes_size(axes)).astype(x.dtype)
+    return _mean(x, axes, lambda wire: reduction.all_sum(wire, axes), dtype, pre_divide)
 
 
 def scatter_mean(
-    x: jax.Array, dim: int, axis: str, reduction: Reduction = PLAIN, dtype: Any = None
+    x: jax.Array,
+    dim: int,
+    axis: str | Axes,
+    reduction: Reduction = PLAIN,
+    dtype: Any = None,
+    *,
+    pre_divide: bool = False,
 ) -> jax.Array:
-    """This device's block along `dim` of the mean over `axis`; summed in `dtype`, then divided."""
-    # The reduction sums over `axis`; the mean is taken here and nowhere else.
-    total = reduction.scatter_sum(x.astype(dtype or x.dtype), axis, dim)
-    return (total / axes_size((axis,))).astype(x.dtype)
+    """This device's block along `dim` of the mean over `axis`; else as `all_mean`."""
+    axes = flat_axes(axis)
+
+    def add(wire: jax.Array) -> jax.Array:
+        for name in axes:
+            # Sums over one axis after the other, the major one first; `_mean` divides, once.
+            wire = reduction.scatter_sum(wire, name, dim)
+        return wire
+
+    return _mean(x, axes, add, dtype, pre_divide)
 
 
-def gather(x: jax.Array, dim: int, axis: str) -> jax.Array:
-    """Concatenates the devices' blocks along `dim`."""
-    return lax.all_gather(x, axis, axis=dim, tiled=True)
+def _mean(
+    x: jax.Array, axes: Axes, add: Callable[[jax.Array], jax.Array], dtype: Any, pre_divide: bool
+) -> jax.Array:
+    """`add`, which only sums over `axes`, made a mean: the one place that divides.
+
+    Summed, then divided, as `jax.lax.pmean` does; `pre_divide` divides first, so that a sum in
+    float16 stays below 65504, at the price of losing small addends.
+    """
+    devices = axes_size(axes)
+    result = x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.dtype(jnp.float32)
+    wire = x.astype(dtype or x.dtype)
+    mean = add(wire / devices) if pre_divide else add(wire) / devices
+    return mean.astype(result)
 
 
-def shard(x: jax.Array, dim: int, axis: str) -> jax.Array:
+def gather(x: jax.Array, dim: int, axis: str | Axes) -> jax.Array:
+    """Concatenates the devices' blocks along `dim`; several axes one after the other."""
+    for name in reversed(flat_axes(axis)):
+        x = lax.all_gather(x, name, axis=dim, tiled=True)
+    return x
+
+
+def shard(x: jax.Array, dim: int, axis: str | Axes) -> jax.Array:
     """This device's block of `x`, which is whole on each device, along `dim`."""
-    block = x.shape[dim] // lax.axis_size(axis)
+    axes = flat_axes(axis)
+    devices = axes_size(axes)
+    if devices == 1:
+        return as_varying(x, axes)  # nothing to cut, nor for the compiler to see through
+    block = x.shape[dim] // devices
     return lax.dynamic_slice_in_dim(x, lax.axis_index(axis) * block, block, dim)
 
 
@@ -89,17 +150,19 @@ class GatherOptions(NamedTuple):
 
     Attributes:
         dim: The dim that is split.
-        axis: The mesh axis that it is split over.
+        axis: The mesh axis that it is split over, or several as one.
         gather_dtype: dtype of the gathered array; None: x's own.
         grad_scatter_dtype: dtype in which gradients are summed; None: x's own.
         reduction: How gradients are summed.
+        pre_divide: Whether gradients are divided before they are summed, for float16.
     """
 
     dim: int
-    axis: str
+    axis: str | Axes
     gather_dtype: Any = None
     grad_scatter_dtype: Any = None
     reduction: Reduction = PLAIN
+    pre_divide: bool = False
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -112,7 +175,8 @@ def gather_with_mean_grads(x: jax.Array, options: GatherOptions) -> jax.Array:
 
     Returns:
         The full array in `gather_dtype`. The cotangent is cast to `grad_scatter_dtype` (x's dtype
-        if None), summed, divided by the axis size, and returned in x's dtype.
+        if None), summed, divided by the axis size, and returned in x's dtype. Over other axes
+        nothing is summed.
     """
     full = gather(x.astype(options.gather_dtype or x.dtype), options.dim, options.axis)
     return checkpoint_name(full, GATHERED)
@@ -125,11 +189,60 @@ def _gather_fwd(x: jax.Array, options: GatherOptions) -> tuple[jax.Array, jax.Ar
 
 def _gather_bwd(options: GatherOptions, like: jax.Array, g: jax.Array) -> tuple[jax.Array]:
     wire = g.astype(options.grad_scatter_dtype or like.dtype)
-    mean = scatter_mean(wire, options.dim, options.axis, options.reduction)
+    mean = scatter_mean(
+        wire, options.dim, options.axis, options.reduction, pre_divide=options.pre_divide
+    )
     return (mean.astype(like.dtype),)
 
 
 gather_with_mean_grads.defvjp(_gather_fwd, _gather_bwd)
+
+
+@gin.register(module="distributed")
+def gather_array_with_mean_grads(
+    x: jax.Array,
+    axis: int,
+    axis_name: str | Sequence[str],
+    gather_dtype: Any = None,
+    grad_scatter_dtype: Any = None,
+    *,
+    pre_divide: bool = False,
+    reduction: Reduction = PLAIN,
+) -> jax.Array:
+    """Gathers an array over a mesh axis; its gradient comes back as shards of the mean.
+
+    As in xlstm-jax. Inside mapped axes; right with `check_vma` on and off, for a loss of this
+    device's own (docs/api.md, "Linen and shard_map").
+
+    Args:
+        x: This device's block, floating-point if it is differentiated.
+        axis: The dim that is split; negative ones count from the end.
+        axis_name: The mesh axis it is split over, or several as one.
+        gather_dtype: dtype on the wire and of the result; None: x's.
+        grad_scatter_dtype: dtype in which gradients are summed; None: x's, not `gather_dtype`.
+        pre_divide: Divide gradients before they are summed: in float16, eight times 10000 is inf.
+        reduction: How gradients are summed.
+
+    Returns:
+        The full array, dim `axis` multiplied by the axis size.
+
+    Raises:
+        UsageError: x has no such dim, or is known to be the same on each device, not a shard.
+        NameError: The axis is not bound.
+    """
+    axes = flat_axes(axis_name)
+    if not -x.ndim <= axis < x.ndim:
+        raise UsageError(f"gather over {axes}: an array of shape {x.shape} has no dim {axis}.")
+    if any(is_replicated(x, name) for name in axes):
+        raise UsageError(
+            f"gather over {axes}: the array of shape {x.shape} is the same on each device, as its "
+            f"type {jax.typeof(x)} says; there is nothing to gather. Shard it first."
+        )
+    over = axes[0] if len(axes) == 1 else axes
+    options = GatherOptions(
+        axis % x.ndim, over, gather_dtype, grad_scatter_dtype, reduction, pre_divide
+    )
+    return gather_with_mean_grads(x, options)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax.extend.core import jaxprs_in_params
 
-from research_dp.distributed.collectives import PLAIN, Reduction
+from research_dp.distributed.collectives import PLAIN, Axes, Reduction
 from research_dp.distributed.errors import UsageError
 from research_dp.distributed.layout import path_name
 from research_dp.distributed.mesh import FSDP_AXIS
@@ -45,26 +46,44 @@ def apply_optimizer(
     return optax.apply_updates(params, updates), opt_state
 
 
-def global_norm(tree: PyTree, layout: PyTree, reduction: Reduction = PLAIN) -> jax.Array:
-    """L2 norm of a tree whose leaves lie as `layout` says: a 0-d float32, the same everywhere."""
-    sharded: list[jax.Array] = []
-    held_whole: list[jax.Array] = []
-    for x, p in zip(jax.tree.leaves(tree), jax.tree.leaves(layout), strict=True):
-        square = jnp.sum(jnp.square(x.astype(jnp.float32)))
-        (held_whole if p.dim is None else sharded).append(square)
-    total = sum(held_whole, start=jnp.zeros((), jnp.float32))
-    if sharded:
-        # Blocks are summed over `fsdp` alone: replicas along `data` hold the same ones, and whole
-        # leaves are counted once.
-        total += reduction.all_sum(sum(sharded, start=jnp.zeros((), jnp.float32)), (FSDP_AXIS,))
+def norm_of_blocks(
+    blocks: Iterable[tuple[jax.Array, Axes]], reduction: Reduction = PLAIN
+) -> jax.Array:
+    """L2 norm of arrays of which this device holds blocks: a 0-d float32.
+
+    Args:
+        blocks: (this device's block, the axes that the array is split over; () if it is whole).
+        reduction: How sums of squares become one over devices.
+
+    Returns:
+        The norm of all arrays, the same on every device.
+    """
+    squares: dict[Axes, list[jax.Array]] = {}
+    for x, axes in blocks:
+        squares.setdefault(axes, []).append(jnp.sum(jnp.square(x.astype(jnp.float32))))
+    total = jnp.zeros((), jnp.float32)
+    for axes, parts in squares.items():
+        mine = sum(parts, start=jnp.zeros((), jnp.float32))
+        # Blocks are summed over the axes that split them, and those alone: along others devices
+        # hold the same ones, and whole arrays are counted once. Nothing is divided.
+        total += reduction.all_sum(mine, axes) if axes else mine
     return jnp.sqrt(total)
 
 
+def global_norm(tree: PyTree, layout: PyTree, reduction: Reduction = PLAIN) -> jax.Array:
+    """L2 norm of a tree whose leaves lie as `layout` says: a 0-d float32, the same everywhere."""
+    lying = ((FSDP_AXIS,) if p.dim is not None else () for p in jax.tree.leaves(layout))
+    return norm_of_blocks(zip(jax.tree.leaves(tree), lying, strict=True), reduction)
+
+
 def clip_factor(norm: jax.Array, max_norm: float | None) -> jax.Array:
-    """What to multiply gradients by so that their norm is at most `max_norm`; 1.0 if it is."""
+    """What to multiply gradients by so that their norm is at most `max_norm`; 1.0 if it is.
+
+    No epsilon. NaN for a norm of NaN, so that no gradient is applied as if nothing had happened.
+    """
     if max_norm is None:
         return jnp.ones((), jnp.float32)
-    return max_norm / jnp.maximum(norm, max_norm)
+    return jnp.where(norm <= max_norm, 1.0, max_norm / norm)
 
 
 def mixing_primitive(optimizer: optax.GradientTransformation, params: PyTree) -> str | None:

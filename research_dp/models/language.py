@@ -56,7 +56,9 @@ def language_model(
             "x": jax.ShapeDtypeStruct((*shape, width), dtype),
             "positions": jax.ShapeDtypeStruct(shape, jnp.int32),
         }
-        blocks = jax.vmap(lambda key: block.init(key, inputs)[0])(jax.random.split(block_key, depth))
+        blocks = jax.vmap(lambda key: block.init(key, inputs)[0])(
+            jax.random.split(block_key, depth)
+        )
         scale = width**-0.5
         params = {
             "embed": {"embedding": scale * jax.random.normal(embed_key, (vocab_size, width))},
@@ -140,7 +142,7 @@ def _weights(batch: Batch) -> jax.Array:
 
 
 def _rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """x over its root mean square along the last dim, in float32, times `scale`; x's dtype."""
+    """X over its root mean square along the last dim, in float32, times `scale`; x's dtype."""
     wide = x.astype(jnp.float32)
     size = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + 1e-6)
     return (wide * size * scale[None, None]).astype(x.dtype)
