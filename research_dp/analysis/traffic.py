@@ -19,6 +19,7 @@ _KINDS = {
     "psum_invariant": ("all-reduce", 2),
     "reduce_scatter": ("reduce-scatter", 1),
     "all_gather": ("all-gather", 1),
+    "all_gather_invariant": ("all-gather", 1),
     "all_to_all": ("all-to-all", 1),
     "ppermute": ("permute", 1),
 }

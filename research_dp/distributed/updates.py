@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax.extend.core import jaxprs_in_params
 
-from research_dp.distributed.collectives import PLAIN, Reduction
+from research_dp.distributed.collectives import PLAIN, AxisNames, Reduction, as_axes
 from research_dp.distributed.errors import UsageError
 from research_dp.distributed.layout import path_name
 from research_dp.distributed.mesh import FSDP_AXIS
@@ -44,8 +45,47 @@ def apply_optimizer(
     return optax.apply_updates(params, updates), opt_state
 
 
-def global_norm(tree: PyTree, layout: PyTree, reduction: Reduction = PLAIN) -> jax.Array:
-    """L2 norm of a tree whose leaves lie as `layout` says: a 0-d float32, the same everywhere."""
+def map_state(
+    optimizer: optax.GradientTransformation,
+    function: Callable[[Any, Any], Any],
+    opt_state: PyTree,
+    layout: PyTree,
+    others: Callable[[Any], Any] = lambda x: x,
+) -> PyTree:
+    """Maps over an optimizer's state, each array beside its parameter's placement.
+
+    Args:
+        optimizer: The optimizer.
+        function: (array, placement) -> anything; for what `init` makes of a parameter.
+        opt_state: The state, or one of its structure.
+        layout: Placements of the parameters.
+        others: For what belongs to no parameter, such as counts.
+    """
+
+    def is_masked(x: Any) -> bool:
+        return isinstance(x, optax.MaskedNode)  # a parameter that this part leaves to another
+
+    return optax.tree.map_params(
+        optimizer,
+        lambda x, p: x if is_masked(x) else function(x, p),
+        opt_state,
+        layout,
+        transform_non_params=others,
+        is_leaf=is_masked,
+    )
+
+
+def global_norm(
+    tree: PyTree, layout: PyTree, reduction: Reduction = PLAIN, axis: AxisNames = FSDP_AXIS
+) -> jax.Array:
+    """L2 norm of a tree whose leaves lie as `layout` says: a 0-d float32, the same everywhere.
+
+    Args:
+        tree: This device's blocks, and whole leaves.
+        layout: Placements.
+        reduction: How sums of squares are summed.
+        axis: The mesh axis, or axes, that blocks lie on.
+    """
     sharded: list[jax.Array] = []
     held_whole: list[jax.Array] = []
     for x, p in zip(jax.tree.leaves(tree), jax.tree.leaves(layout), strict=True):
@@ -53,17 +93,21 @@ def global_norm(tree: PyTree, layout: PyTree, reduction: Reduction = PLAIN) -> j
         (held_whole if p.dim is None else sharded).append(square)
     total = sum(held_whole, start=jnp.zeros((), jnp.float32))
     if sharded:
-        # Blocks are summed over `fsdp` alone: replicas along `data` hold the same ones, and whole
-        # leaves are counted once.
-        total += reduction.all_sum(sum(sharded, start=jnp.zeros((), jnp.float32)), (FSDP_AXIS,))
+        # Blocks are summed over `axis` alone: replicas along the others hold the same ones, and
+        # whole leaves are counted once. Nobody divides.
+        total += reduction.all_sum(sum(sharded, start=jnp.zeros((), jnp.float32)), as_axes(axis))
     return jnp.sqrt(total)
 
 
 def clip_factor(norm: jax.Array, max_norm: float | None) -> jax.Array:
-    """What to multiply gradients by so that their norm is at most `max_norm`; 1.0 if it is."""
+    """What to multiply gradients by so that their norm is at most `max_norm`; 1.0 if it is.
+
+    No epsilon, as Optax has none. A norm that is not a number makes the factor NaN, and so every
+    gradient: nothing is skipped.
+    """
     if max_norm is None:
         return jnp.ones((), jnp.float32)
-    return max_norm / jnp.maximum(norm, max_norm)
+    return jnp.where(norm <= max_norm, 1.0, max_norm / norm)
 
 
 def mixing_primitive(optimizer: optax.GradientTransformation, params: PyTree) -> str | None:
@@ -77,8 +121,12 @@ def mixing_primitive(optimizer: optax.GradientTransformation, params: PyTree) ->
         params: Parameters, or `jax.ShapeDtypeStruct`s.
     """
     opt_state = jax.eval_shape(optimizer.init, params)
-    jaxpr = jax.make_jaxpr(optimizer.update)(params, opt_state, params)
-    return _find_mixing(jaxpr.jaxpr)
+    return mixing_in(optimizer.update, params, opt_state, params)
+
+
+def mixing_in(function: Callable[..., Any], *args: Any) -> str | None:
+    """Name of an operation of a function, traced for these arguments, that mixes elements."""
+    return _find_mixing(jax.make_jaxpr(function)(*args).jaxpr)
 
 
 def _find_mixing(jaxpr: Any) -> str | None:
