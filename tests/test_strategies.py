@@ -256,6 +256,17 @@ def test_optimizers_that_need_whole_parameters_are_refused_on_shards():
     build("ddp", small("linen"), optimizer=optax.lamb(1e-3))
 
 
+@pytest.mark.parametrize("stem", ["zero1", "fsdp", "spmd_fsdp"])
+def test_state_of_optimizers_for_some_parameters_each_is_sharded(stem):
+    parts = {"adam": optax.adam(1e-2), "sgd": optax.sgd(0.1, momentum=0.9)}
+    optimizer = optax.multi_transform(parts, {"a": "adam", "b": "sgd"})
+    strategy = build(stem, one_matrix(), optimizer=optimizer)
+    state = run_steps(strategy, 1).opt_state
+    sharded = [x for x in jax.tree.leaves(state) if x.shape == (16, 16)]
+    assert len(sharded) == 3
+    assert {x.sharding.shard_shape(x.shape) for x in sharded} == {(16, 2)}
+
+
 def test_slots_that_an_engine_does_not_have_are_refused():
     with pytest.raises(UsageError, match=r"data_parallel\.gather = gather_shards"):
         build("spmd", small("linen"), bindings=["data_parallel.gather = @gather_shards"])

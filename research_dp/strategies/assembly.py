@@ -9,14 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from research_dp.distributed import layout as layout_lib
 from research_dp.distributed import placement
 from research_dp.distributed.errors import UsageError
 from research_dp.distributed.mesh import BATCH_AXES, FSDP_AXIS, batch_devices
-from research_dp.distributed.updates import mixing_primitive
+from research_dp.distributed.updates import map_state, mixing_primitive
 from research_dp.strategies.strategy import Layouts, PlacedBatch, Recipe, TrainSpec, TrainState
 
 PyTree = Any
@@ -55,12 +54,8 @@ def lay_out_state(
         step=PartitionSpec(),
         params=layout_lib.specs(layouts.params),
         model_state=jax.tree.map(lambda _: PartitionSpec(), abstract.model_state),
-        opt_state=optax.tree.map_params(
-            spec.optimizer,
-            spec_of,
-            abstract.opt_state,
-            slices,
-            transform_non_params=lambda _: PartitionSpec(),
+        opt_state=map_state(
+            spec.optimizer, spec_of, abstract.opt_state, slices, lambda _: PartitionSpec()
         ),
     )
     placed = jax.tree.map(
