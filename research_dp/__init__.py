@@ -9,9 +9,17 @@ from typing import TYPE_CHECKING, Any
 from research_dp.distributed.buckets import all_mean_tree, gather_tree, scatter_mean_tree
 from research_dp.distributed.collectives import PLAIN, Reduction, all_mean, scatter_mean
 from research_dp.distributed.errors import UsageError
+from research_dp.distributed.fsdp_update import fsdp_apply_gradients, fsdp_update
 from research_dp.distributed.layout import Choice, Placement, choose_dim, largest_dim, lay_out
 from research_dp.distributed.linen import linen_functions
 from research_dp.distributed.mesh import make_mesh, one_device_mesh
+from research_dp.distributed.optimizer_state import (
+    OptaxAdapter,
+    slice_specs,
+    slice_state,
+    whole_state,
+)
+from research_dp.distributed.padding import pad_to_multiple, unpad
 from research_dp.distributed.trainable import LossOutput, TrainableModel
 from research_dp.distributed.updates import global_norm
 from research_dp.strategies import (
@@ -39,6 +47,7 @@ __all__ = [
     "PLAIN",
     "Choice",
     "LossOutput",
+    "OptaxAdapter",
     "Placement",
     "Reduction",
     "Strategy",
@@ -52,6 +61,8 @@ __all__ = [
     "choose_dim",
     "compiled",
     "data_parallel",
+    "fsdp_apply_gradients",
+    "fsdp_update",
     "gather_shards",
     "gather_tree",
     "global_norm",
@@ -62,12 +73,17 @@ __all__ = [
     "mapped",
     "nnx_functions",
     "one_device_mesh",
+    "pad_to_multiple",
     "pmapped",
     "scatter_gradients",
     "scatter_mean",
     "scatter_mean_tree",
+    "slice_specs",
+    "slice_state",
+    "unpad",
     "update_local",
     "update_slices",
+    "whole_state",
 ]
 
 
