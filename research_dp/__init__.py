@@ -6,12 +6,41 @@ The functions that strategies are made of; the training command is `python -m re
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from research_dp.distributed.accumulation import accumulate_gradients
 from research_dp.distributed.buckets import all_mean_tree, gather_tree, scatter_mean_tree
-from research_dp.distributed.collectives import PLAIN, Reduction, all_mean, scatter_mean
+from research_dp.distributed.clipping import (
+    clip_by_global_norm,
+    clip_by_global_norm_sharded,
+    sharded_global_norm,
+)
+from research_dp.distributed.collectives import (
+    PLAIN,
+    Reduction,
+    all_mean,
+    gather_array_with_mean_grads,
+    scatter_mean,
+)
+from research_dp.distributed.data_parallel import (
+    create_data_parallel_sharding,
+    data_parallel_rules,
+    place_batch_on_shards,
+    place_model_state_on_shards,
+    reduce_gradient_tree,
+    reduce_gradients_across_devices,
+)
+from research_dp.distributed.device_mesh import DeviceMeshManager
 from research_dp.distributed.errors import UsageError
 from research_dp.distributed.fsdp_update import fsdp_apply_gradients, fsdp_update
-from research_dp.distributed.layout import Choice, Placement, choose_dim, largest_dim, lay_out
-from research_dp.distributed.linen import linen_functions
+from research_dp.distributed.layout import (
+    Choice,
+    Placement,
+    choose_dim,
+    dim_by_path,
+    largest_dim,
+    lay_out,
+)
+from research_dp.distributed.linen import linen_functions, shard_module_params
+from research_dp.distributed.means import weighted_loss, weighted_mean
 from research_dp.distributed.mesh import make_mesh, one_device_mesh
 from research_dp.distributed.optimizer_state import (
     OptaxAdapter,
@@ -20,6 +49,10 @@ from research_dp.distributed.optimizer_state import (
     whole_state,
 )
 from research_dp.distributed.padding import pad_to_multiple, unpad
+from research_dp.distributed.pmap_step import data_parallel_train_step
+from research_dp.distributed.sharded_init import init_sharded
+from research_dp.distributed.sharded_params import gather_params, shard_params, sync_gradients
+from research_dp.distributed.sharding_report import ShardingRow, sharding_report
 from research_dp.distributed.trainable import LossOutput, TrainableModel
 from research_dp.distributed.updates import global_norm
 from research_dp.strategies import (
@@ -38,34 +71,58 @@ from research_dp.strategies import (
 )
 
 if TYPE_CHECKING:
-    from research_dp.distributed.nnx import nnx_functions
+    from research_dp.distributed.nnx import nnx_functions, shard_nnx_module_params
+    from research_dp.distributed.nnx_data_parallel import (
+        DataParallel,
+        place_nnx_state_on_shards,
+        spmd_train_step,
+    )
 
 # Imported when they are used: Flax NNX takes long to import.
-_LATE = {"nnx_functions": "research_dp.distributed.nnx"}
+_LATE = {
+    "DataParallel": "research_dp.distributed.nnx_data_parallel",
+    "nnx_functions": "research_dp.distributed.nnx",
+    "place_nnx_state_on_shards": "research_dp.distributed.nnx_data_parallel",
+    "shard_nnx_module_params": "research_dp.distributed.nnx",
+    "spmd_train_step": "research_dp.distributed.nnx_data_parallel",
+}
 
 __all__ = [
     "PLAIN",
     "Choice",
+    "DataParallel",
+    "DeviceMeshManager",
     "LossOutput",
     "OptaxAdapter",
     "Placement",
     "Reduction",
+    "ShardingRow",
     "Strategy",
     "TrainSpec",
     "TrainState",
     "TrainableModel",
     "UsageError",
+    "accumulate_gradients",
     "all_mean",
     "all_mean_tree",
     "average_gradients",
     "choose_dim",
+    "clip_by_global_norm",
+    "clip_by_global_norm_sharded",
     "compiled",
+    "create_data_parallel_sharding",
     "data_parallel",
+    "data_parallel_rules",
+    "data_parallel_train_step",
+    "dim_by_path",
     "fsdp_apply_gradients",
     "fsdp_update",
+    "gather_array_with_mean_grads",
+    "gather_params",
     "gather_shards",
     "gather_tree",
     "global_norm",
+    "init_sharded",
     "largest_dim",
     "lay_out",
     "linen_functions",
@@ -74,15 +131,29 @@ __all__ = [
     "nnx_functions",
     "one_device_mesh",
     "pad_to_multiple",
+    "place_batch_on_shards",
+    "place_model_state_on_shards",
+    "place_nnx_state_on_shards",
     "pmapped",
+    "reduce_gradient_tree",
+    "reduce_gradients_across_devices",
     "scatter_gradients",
     "scatter_mean",
     "scatter_mean_tree",
+    "shard_module_params",
+    "shard_nnx_module_params",
+    "shard_params",
+    "sharded_global_norm",
+    "sharding_report",
     "slice_specs",
     "slice_state",
+    "spmd_train_step",
+    "sync_gradients",
     "unpad",
     "update_local",
     "update_slices",
+    "weighted_loss",
+    "weighted_mean",
     "whole_state",
 ]
 

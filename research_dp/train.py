@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
-
-_STARTED = time.perf_counter()  # before the imports that take time
 
 
 def main(argv: list[str]) -> int:
@@ -16,11 +13,14 @@ def main(argv: list[str]) -> int:
     options = command_line.parse(argv, __doc__ or "")
     try:
         gin_config.load(options.gin_files, options.bindings)
+        environment.quieten_tensorflow()
+        environment.set_up_processes()
         environment.set_up_devices(options.cpu_devices)
         print(environment.set_up_compilation_cache(), flush=True)
         from research_dp.training.loop import train
 
-        return train(workdir=options.workdir, dry_run=options.dry_run, started=_STARTED)
+        started = environment.started()
+        return train(workdir=options.workdir, dry_run=options.dry_run, started=started)
     except (UsageError, TypeError, RuntimeError) as error:
         mistake = error if isinstance(error, UsageError) else gin_config.missing_binding(error)
         if mistake is None:

@@ -18,14 +18,15 @@ def test_state_is_the_same_bits_under_another_strategy(first, second, tmp_path):
     state = run_steps(strategy, 2)
     saved = jax.device_get(state)
     checkpoints = Checkpoints(tmp_path / "checkpoints")
-    checkpoints.save(state, 2)
+    checkpoints.save(state, 2, {"loss": (0.1, 3.0)})
     checkpoints.close()
 
     gin_config.reset()
     other = build(second, small("linen"))
     again = Checkpoints(tmp_path / "checkpoints")
-    restored = again.restore(other.abstract_state)
+    restored, window = again.restore(other.abstract_state)
     again.close()
+    assert window == {"loss": (0.1, 3.0)}
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(restored), saved)
     expected = jax.tree.map(lambda x: x.sharding, other.abstract_state)
     jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s, x.ndim) or 1 / 0, restored, expected)

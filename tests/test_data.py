@@ -1,39 +1,111 @@
-"""The order of examples, exact evaluation, and every shipped data set on generated data."""
+"""The order of examples, and what both readers make of it."""
 
-import functools
+import collections
+import concurrent.futures
+import itertools
+import pickle
+import time
 
 import gin
 import numpy as np
 import pytest
-import tensorflow_datasets as tfds
-from tensorflow_datasets.testing import mocking
 
 from research_dp.config import gin_config
-from research_dp.data import order
-from research_dp.data.dataset import EvalOrder, TrainOrder
-from research_dp.distributed.errors import UsageError
+from research_dp.data import builders, order
+from research_dp.data.generators import Purpose, generator
+from research_dp.data.preprocess import Preprocess
+from research_dp.data.random_access import Examples
+from research_dp.distributed.data_set import EvalOrder, TrainOrder
+
+TF_DATA = "gin/options/tf_data.gin"
+BATCH = 500
 
 
-def load(file, *bindings, options=()):
-    gin_config.load([f"gin/data/{file}.gin", *options], list(bindings))
+def load(file, folder, *bindings, options=()):
+    """The data set of a gin file, in a folder."""
+    where = f"tfds_data.data_dir = '{folder}'"
+    gin_config.load([f"gin/data/{file}.gin", *options], [where, *bindings])
     return gin.query_parameter("train.data").configurable.wrapper()
 
 
-def train_order(rows, first=0, last=4, size=8, seed=0):
-    return TrainOrder(
-        seed=seed, batch_size=size, rows=np.asarray(rows), first_step=first, num_steps=last
+def batches(data, rows=range(BATCH), first=0, last=4, size=BATCH, seed=3):
+    rows = np.asarray(rows)
+    return list(
+        data.train(
+            TrainOrder(seed=seed, batch_size=size, rows=rows, first_step=first, num_steps=last)
+        )
     )
 
 
-@pytest.mark.parametrize("size", [1, 2, 7, 64, 1000, 1437])
-def test_each_epoch_is_a_permutation(size):
-    seen = [order.example_indices(np.arange(size) + size * e, size, seed=5) for e in range(3)]
-    for indices in seen:
-        assert sorted(indices) == list(range(size))
+@pytest.fixture(scope="module")
+def raw(data_dir):
+    """The digits as TFDS reads them, one at a time, by split."""
+    builder = builders.find_builder("digits", str(data_dir))
+    builders.download_and_prepare(builder)
+    return {split: list(builder.as_data_source(split)) for split in ("train", "test")}
+
+
+@pytest.fixture(scope="module")
+def tfrecord_dir(data_dir):
+    folder = data_dir / "tfrecord"
+    builders.download_and_prepare(builders.find_builder("digits", str(folder), "tfrecord"))
+    return folder
+
+
+# ---- Random streams and the order ----
+
+
+def test_random_streams_are_shared_by_nothing():
+    keys = [(seed, p, index) for seed in (0, 1, 2**32) for p in Purpose for index in (0, 1, 2**32)]
+    first = {key: generator(*key).integers(2**63) for key in keys}
+    assert len(set(first.values())) == len(keys)
+    assert first == {key: generator(*key).integers(2**63) for key in keys}
+
+
+def order_by_hand(size, seed, epoch):
+    """The Feistel permutation again, a place at a time, on Python's own integers."""
+
+    def mix(x):
+        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) % 2**64
+        return x ^ (x >> 31)
+
+    keys = generator(seed, Purpose.ORDER, epoch).integers(2**64, size=6, dtype=np.uint64).tolist()
+    half = next(bits for bits in itertools.count(1) if 4**bits >= size)
+    indices = []
+    for place in range(size):
+        while True:
+            left, right = divmod(place, 2**half)
+            for key in keys:
+                left, right = right, left ^ mix(right ^ key) % 2**half
+            place = left * 2**half + right
+            if place < size:
+                break
+        indices.append(place)
+    return indices
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 64, 1437])
+def test_each_epoch_is_the_permutation_made_by_hand(size):
+    stream = order.example_indices(np.arange(3 * size), size, seed=5).tolist()
+    epochs = [stream[:size], stream[size : 2 * size], stream[2 * size :]]
+    assert epochs == [order_by_hand(size, 5, epoch) for epoch in range(3)]
+    assert all(sorted(epoch) == list(range(size)) for epoch in epochs)
     if size > 10:
-        assert not np.array_equal(seen[0], seen[1])
-        other = order.example_indices(np.arange(size), size, seed=6)
-        assert not np.array_equal(seen[0], other)
+        assert epochs[0] != epochs[1] != order_by_hand(size, 6, 1)
+
+
+def test_order_of_a_seed_never_changes():
+    """Or a continued run would see some examples twice and others never."""
+    stream = order.example_indices(np.arange(14), 7, seed=0)
+    assert stream.tolist() == [4, 1, 6, 3, 0, 5, 2, 5, 3, 0, 2, 6, 1, 4]
+
+
+def test_large_epochs_are_ordered_a_place_at_a_time_the_same(monkeypatch):
+    places = np.arange(990, 1010)
+    small = order.example_indices(places, 1000, seed=1)
+    monkeypatch.setattr(order, "_SMALL", 0)
+    np.testing.assert_array_equal(order.example_indices(places, 1000, seed=1), small)
 
 
 def test_order_is_well_mixed():
@@ -41,116 +113,160 @@ def test_order_is_well_mixed():
     assert abs(np.corrcoef(np.arange(10_000), places)[0, 1]) < 0.03
 
 
-def test_order_does_not_depend_on_who_reads_it():
-    rows = np.arange(32)
-    everything = order.stream_positions(3, 32, rows)
-    parts = [order.stream_positions(3, 32, rows[i::4]) for i in range(4)]
-    np.testing.assert_array_equal(np.sort(np.concatenate(parts)), everything)
+# ---- Reading by index ----
 
 
-@pytest.fixture(scope="module")
-def digits_dir(data_dir):
-    return f"tfds_data.data_dir = '{data_dir}'"
+def normal(image):
+    return (image / np.float32(255) - np.float32(0.5)) / np.float32(0.5)
 
 
-def test_digits_train_in_the_same_order_from_any_step_and_on_any_share(digits_dir):
-    data = load("digits", digits_dir)
-    assert (data.num_train, data.num_eval) == (1437, 360)
-    assert data.info["num_classes"] == 10
-    whole = list(data.train(train_order(range(8))))
-    assert len(whole) == 4
-    assert whole[0]["image"].shape == (8, 8, 8, 1) and whole[0]["image"].dtype == np.float32
-    for batch, part in zip(whole[2:], data.train(train_order([5, 2], first=2)), strict=True):
-        np.testing.assert_array_equal(part["image"], batch["image"][[5, 2]])
-        np.testing.assert_array_equal(part["label"], batch["label"][[5, 2]])
+def batch_by_hand(raw, step, seed=3, augment=False):
+    """Images and labels of a training batch, picked and augmented one by one."""
+    size = len(raw)
+    draws = generator(seed, Purpose.BATCH, step)
+    offsets, mirrored = draws.integers(0, 3, (BATCH, 2)), draws.random(BATCH) < 0.5
+    images, labels = [], []
+    for row in range(BATCH):
+        epoch, place = divmod(step * BATCH + row, size)
+        example = raw[order_of(size, seed, epoch)[place]]
+        image = example["image"]
+        if augment:
+            (y, x), padded = offsets[row], np.pad(image, ((1, 1), (1, 1), (0, 0)))
+            image = padded[y : y + 8, x : x + 8]
+            image = image[:, ::-1] if mirrored[row] else image
+        images.append(normal(image))
+        labels.append(example["label"])
+    return np.stack(images), np.array(labels)
 
 
-@pytest.mark.parametrize("option", ["random_access.workers = 2", "random_access.cache_bytes = 10"])
-def test_worker_processes_and_a_small_cache_read_the_same(digits_dir, option):
-    plain = list(load("digits", digits_dir).train(train_order(range(8))))
-    gin_config.reset()
-    other = load("digits", digits_dir, option)
-    for a, b in zip(plain, other.train(train_order(range(8))), strict=True):
-        np.testing.assert_array_equal(a["image"], b["image"])
+orders = {}
 
 
-def test_evaluation_counts_every_example_once(digits_dir, data_dir):
-    data = load("digits", digits_dir)
-    rows = np.arange(64)
-    shares = [rows[:32], rows[32:]]
-    labels, count = [], 0.0
-    for share in shares:
-        for batch in data.evaluate(EvalOrder(batch_size=64, rows=share)):
-            count += batch["mask"].sum()
-            labels += list(batch["label"][batch["mask"] == 1])
-    assert count == 360 == len(labels)
-    source = tfds.builder("digits", data_dir=str(data_dir)).as_data_source("test")
-    assert sorted(labels) == sorted(int(x["label"]) for x in source)
+def order_of(*key):
+    if key not in orders:
+        orders[key] = order_by_hand(*key)
+    return orders[key]
 
 
-def test_pystdlib_text_is_split_by_file(data_dir):
-    from research_dp.data.pystdlib_text import is_held_out
-
-    data = load("pystdlib_text", f"tfds_data.data_dir = '{data_dir}'")
-    builder = tfds.builder("pystdlib_text", data_dir=str(data_dir), file_format="array_record")
-    for split in ("train", "test"):
-        paths = {x["path"] for x in builder.as_data_source(split)}
-        assert paths and all(is_held_out(_text(p)) == (split == "test") for p in paths)
-    batch = next(data.train(train_order(range(8))))
-    assert batch["tokens"].shape == (8, 1024)
-    assert set(np.unique(batch["weights"])) <= {0.0, 1.0}
-    assert 20_000_000 > data.num_train * 1024 > 1_000_000
-
-
-def _text(value):
-    return value.decode() if isinstance(value, bytes) else value
-
-
-@pytest.mark.parametrize("name", ["mnist", "cifar10", "imagenet", "lm1b", "c4"])
-def test_data_sets_that_need_a_download_on_generated_data(name, monkeypatch):
-    # The mock's batch read is set on an instance, where Python passes no self.
-    batch_read = functools.partial(mocking._getitems, None)
-    monkeypatch.setattr(mocking, "_getitems", batch_read)
-    with tfds.testing.mock_data(num_examples=20):
-        data = load(name, "random_access.workers = 0")
-        batches = list(data.train(train_order(range(8), last=3)))
-    assert len(batches) == 3
-    for key, spec in data.example.items():
-        assert batches[0][key].shape == (8, *spec.shape)
-        assert batches[0][key].dtype == spec.dtype
+@pytest.mark.parametrize(
+    "option",
+    [
+        "random_access.threads = 8",
+        "random_access.workers = 2",
+        "random_access.cache_bytes = 0",
+        "random_access.cache_bytes = 1000",
+        "image_classification.flip = True",
+    ],
+)
+def test_batches_are_those_made_by_hand_for_any_share_and_first_step(raw, data_dir, option):
+    augment = "flip" in option
+    data = load("digits", data_dir, f"image_classification.pad_crop = {augment:d}", option)
+    assert data.info == {"num_classes": 10}
+    expected = [batch_by_hand(raw["train"], step, augment=augment) for step in range(4)]
+    # All of it, across the end of an epoch; then from step 2 on, dealt to two processes.
+    shares = [(range(BATCH), 0), (range(0, BATCH, 2), 2), (range(1, BATCH, 2), 2)]
+    for rows, first in shares[: 1 if "workers" in option else 3]:  # workers take long to start
+        got = batches(data, rows, first)
+        assert len(got) == 4 - first
+        for batch, (images, labels) in zip(got, expected[first:], strict=True):
+            assert batch["image"].dtype == np.float32 and batch["label"].dtype == np.int32
+            np.testing.assert_allclose(batch["image"], images[rows], atol=1e-6)
+            np.testing.assert_array_equal(batch["label"], labels[rows])
 
 
-def test_tf_data_reads_tfrecord_in_a_repeatable_order(data_dir):
-    bindings = [f"tfds_data.data_dir = '{data_dir}/tfrecord'"]
-    data = load("digits", *bindings, options=["gin/options/tf_data.gin"])
-    whole = list(data.train(train_order(range(8))))
-    for batch, part in zip(whole[2:], data.train(train_order([5, 2], first=2)), strict=True):
-        np.testing.assert_array_equal(part["image"], batch["image"][[5, 2]])
-    order_ = EvalOrder(batch_size=64, rows=np.arange(64))
-    assert sum(batch["mask"].sum() for batch in data.evaluate(order_)) == 360
+def test_random_examples_are_drawn_by_place_and_not_kept(raw, data_dir):
+    bindings = ["image_classification.random_resized_crop = True", "image_classification.size = 8"]
+    data = load("digits", data_dir, *bindings, "image_classification.pad_crop = 0")
+    size = len(raw["train"])
+    first, second = (b["image"] for b in batches(data, range(size), last=2, size=size))
+    (share,) = batches(data, range(1, size, 2), 1, 2, size)
+    np.testing.assert_array_equal(share["image"], second[1::2])
+    first, second = (
+        image[np.argsort(order_of(size, 3, epoch))] for epoch, image in enumerate((first, second))
+    )
+    same = (first == second).all(axis=(1, 2, 3))
+    assert same.mean() < 0.1, "an example is cropped the same way in each epoch"
 
 
-def test_tfrecord_is_refused_by_random_access_with_what_to_do(data_dir):
-    with pytest.raises(UsageError, match=r"no random access. Use --gin_file=gin/options/tf_data"):
-        load("digits", f"tfds_data.data_dir = '{data_dir}/tfrecord'")
+class Numbers:
+    """A source of random-access examples."""
+
+    def __len__(self):
+        return 64
+
+    def __getitems__(self, indices):
+        return [{"x": np.full(100, index + 1)} for index in indices]
 
 
-def test_unknown_data_set_and_split_and_feature(data_dir):
-    where = f"tfds_data.data_dir = '{data_dir}'"
-    for binding, message in [
-        ("tfds_data.name = 'mnits'", "Did you mean .*mnist"),
-        ("tfds_data.train_split = 'training'", "digits has splits"),
-        ("tfds_data.preprocess = @byte_text", "byte_text needs feature 'text'"),
-        ("tfds_data.download = False", "tfds_data.download is False"),
-    ]:
-        gin_config.reset()
-        folder = where.replace("'", f"'{data_dir}/none/", 1) if "download" in binding else where
-        with pytest.raises(UsageError, match=message):
-            load("digits", folder, binding)
+def as_they_are(example, rng):
+    return example
 
 
-def test_augmentation_is_drawn_by_place_not_by_share(digits_dir):
-    data = load("digits", digits_dir, "image_classification.flip = True")
-    whole = next(data.train(train_order(range(8))))
-    part = next(data.train(train_order([6, 1])))
-    np.testing.assert_array_equal(part["image"], whole["image"][[6, 1]])
+def test_threads_that_share_a_cache_read_what_one_would(monkeypatch):
+    examples = Examples(Numbers(), Preprocess({}, {}, as_they_are, None), cache_bytes=2**20)
+    empty = np.empty
+
+    def slow_empty(*args, **kwargs):
+        time.sleep(0.02)  # so that all threads come while the first makes room
+        return empty(*args, **kwargs)
+
+    monkeypatch.setattr(np, "empty", slow_empty)
+    shares = np.arange(64).reshape(8, 8)
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        parts = list(pool.map(examples, shares))
+    for share, part in [*zip(shares, parts, strict=True), (np.arange(64), examples(np.arange(64)))]:
+        np.testing.assert_array_equal(part["x"], np.repeat(share[:, None] + 1, 100, axis=1))
+
+
+def test_a_reader_can_be_sent_to_another_process_without_its_cache():
+    examples = Examples(Numbers(), Preprocess({}, {}, as_they_are, None), cache_bytes=2**20)
+    expected = examples(np.arange(64))["x"]
+    sent = pickle.dumps(examples)
+    assert len(sent) < expected.nbytes / 2
+    np.testing.assert_array_equal(pickle.loads(sent)(np.arange(64))["x"], expected)
+
+
+@pytest.mark.parametrize("reader", ["random_access", "tf_data"])
+def test_evaluation_gives_every_example_once_and_in_order(raw, data_dir, tfrecord_dir, reader):
+    if reader == "tf_data":
+        data = load("digits", tfrecord_dir, options=[TF_DATA])
+    else:
+        data = load("digits", data_dir)
+    for rows in (np.arange(0, 64, 2), np.arange(1, 64, 2)):
+        got = list(data.evaluate(EvalOrder(batch_size=64, rows=rows)))
+        assert len(got) == 6
+        for index, batch in enumerate(got):
+            places = index * 64 + rows
+            real = places < 360
+            np.testing.assert_array_equal(batch["mask"], real.astype(np.float32))
+            expected = [normal(raw["test"][place]["image"]) for place in places[real]]
+            np.testing.assert_allclose(batch["image"][real], expected, atol=1e-6)
+
+
+# ---- Reading by tf.data ----
+
+
+def test_tf_data_gives_each_example_once_an_epoch_shuffled(raw, tfrecord_dir):
+    plain = "image_classification.pad_crop = 0"
+    data = load("digits", tfrecord_dir, plain, options=[TF_DATA])
+    stored = [np.round(normal(x["image"]), 3).tobytes() for x in raw["train"]]
+
+    def epochs(seed):
+        images = np.concatenate([b["image"] for b in batches(data, range(479), 0, 6, 479, seed)])
+        keys = [np.round(image, 3).tobytes() for image in images]
+        return keys[:1437], keys[1437:]
+
+    (one, two), other = epochs(3), epochs(4)[0]
+    for epoch in (one, two, other):
+        assert collections.Counter(epoch) == collections.Counter(stored)
+    assert len({tuple(keys) for keys in (stored, one, two, other)}) == 4
+
+
+def test_tf_data_continues_and_is_shared_out(tfrecord_dir):
+    data = load("digits", tfrecord_dir, "image_classification.flip = True", options=[TF_DATA])
+    whole = batches(data)
+    for rows in (range(0, BATCH, 2), range(1, BATCH, 2)):
+        parts = batches(data, rows, first=2)
+        for batch, part in zip(whole[2:], parts, strict=True):
+            np.testing.assert_array_equal(part["image"], batch["image"][rows])
+            np.testing.assert_array_equal(part["label"], batch["label"][rows])

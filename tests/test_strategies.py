@@ -168,6 +168,15 @@ def test_fsdp_holds_an_eighth_of_what_is_sharded():
     assert held(state.opt_state) == 2 * (sharded // 8 + whole) + 4
 
 
+def test_initialisation_never_holds_the_whole_model_on_a_device():
+    strategy = build("fsdp", mlp(widths=(1024, 1024), num_classes=10))
+    program = strategy.init.lower(jax.random.key(0)).compile().memory_analysis()
+    state = strategy.abstract_state
+    whole = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((state.params, state.opt_state)))
+    assert program.output_size_in_bytes < 1.1 * whole / 8
+    assert program.temp_size_in_bytes < 1.1 * whole / 8, "more than the shards was held on the way"
+
+
 # Wire bytes in units of P (n - 1) / n bytes of float32, for k micro-batches, where everything is
 # sharded that can be; the table of README.md.
 WIRE = {
@@ -251,6 +260,13 @@ def test_optimizers_that_need_whole_parameters_are_refused_on_shards():
             "zero1",
             small("linen"),
             optimizer=optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)),
+        )
+    gin_config.reset()
+    with pytest.raises(UsageError, match="random_bits"):
+        build(
+            "fsdp",
+            small("linen"),
+            optimizer=optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(0)), optax.sgd(1e-3)),
         )
     gin_config.reset()
     build("ddp", small("linen"), optimizer=optax.lamb(1e-3))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from research_dp.data.dataset import prepared_builder
+from research_dp.data.builders import download_and_prepare, find_builder
 from research_dp.distributed.errors import UsageError
 
 
@@ -19,7 +19,8 @@ def main() -> int:
     parser.add_argument("--data_dir", help="where data sets lie; TFDS's default if left out")
     flags = parser.parse_args()
     try:
-        builder = prepared_builder(flags.name, flags.data_dir)
+        builder = find_builder(flags.name, flags.data_dir)
+        download_and_prepare(builder)
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

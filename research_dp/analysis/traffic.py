@@ -17,12 +17,16 @@ from jax.extend.core import jaxprs_in_params
 _KINDS = {
     "psum": ("all-reduce", 2),
     "psum_invariant": ("all-reduce", 2),
+    "pmax": ("all-reduce", 2),
+    "pmin": ("all-reduce", 2),
     "reduce_scatter": ("reduce-scatter", 1),
     "all_gather": ("all-gather", 1),
     "all_gather_invariant": ("all-gather", 1),
     "all_to_all": ("all-to-all", 1),
     "ppermute": ("permute", 1),
 }
+# Primitives that name mesh axes and send nothing.
+_SILENT = {"axis_index", "pvary", "pcast", "preduced"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +64,10 @@ def collectives(function: Callable[..., Any], *args: Any) -> list[Collective]:
     Args:
         function: E.g. `Strategy.train_step`.
         *args: Arrays or `jax.ShapeDtypeStruct`s.
+
+    Raises:
+        NotImplementedError: It has a collective that this reader does not know, or one in a loop
+            whose length the program does not say.
     """
     return list(_walk(jax.make_jaxpr(function)(*args).jaxpr, {}, 1))
 
@@ -70,15 +78,26 @@ def _walk(jaxpr: Any, sizes: Mapping[str, int], times: int) -> Iterator[Collecti
         if name in _KINDS:
             yield from _read(equation, sizes, times)
             continue
+        if name not in _SILENT and _axes(equation) & sizes.keys():
+            raise NotImplementedError(f"collective {name!r} over {_axes(equation)} is not counted")
         inner_sizes = dict(params["mesh"].shape) if name == "shard_map" else sizes
         inner_times = times * (params["length"] if name == "scan" else 1)
         for inner in jaxprs_in_params(params):
-            yield from _walk(inner, inner_sizes, inner_times)
+            found = list(_walk(inner, inner_sizes, inner_times))
+            if found and name == "while":
+                raise NotImplementedError("collectives in a loop of unknown length: use scan")
+            yield from found
+
+
+def _axes(equation: Any) -> set[str]:
+    """The mesh axes that an operation names."""
+    named = equation.params.get("axes", equation.params.get("axis_name"))
+    named = named if isinstance(named, tuple) else (named,)
+    return {axis for axis in named if isinstance(axis, str)}
 
 
 def _read(equation: Any, sizes: Mapping[str, int], times: int) -> Iterator[Collective]:
-    axes = equation.params.get("axes", equation.params.get("axis_name"))
-    axes = axes if isinstance(axes, tuple) else (axes,)
+    axes = tuple(axis for axis in sizes if axis in _axes(equation))
     devices = math.prod(sizes[axis] for axis in axes)
     kind, _ = _KINDS[equation.primitive.name]
     # The full array goes into a reduction, and comes out of a gather.

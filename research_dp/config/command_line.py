@@ -6,8 +6,9 @@ import argparse
 import dataclasses
 import re
 from collections.abc import Sequence
+from typing import NoReturn
 
-_BARE_WORD = re.compile(r"^[A-Za-z_][\w./+-]*$")
+_BARE_WORD = re.compile(r"^([A-Za-z_]|~|\.{0,2}/)[\w./+~-]*$")
 _LITERALS = {"None", "True", "False"}
 
 
@@ -32,7 +33,7 @@ class Options:
 
 def parse(argv: Sequence[str], description: str) -> Options:
     """Parses flags; exits with status 2 and a line of explanation if they are wrong."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="python -m research_dp.train", description=description, allow_abbrev=False
     )
     add = parser.add_argument
@@ -78,13 +79,19 @@ def _expand_bindings(argv: Sequence[str]) -> list[str]:
 
 
 def _as_gin(value: str) -> str:
-    """A bare word such as bfloat16 is a string; everything else is what gin makes of it."""
+    """A bare word (bfloat16) or a path is a string; everything else is what gin makes of it."""
     bare = _BARE_WORD.match(value) and value not in _LITERALS
     return repr(value) if bare else value
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not a positive number")
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Tells a mistake in one line; --help shows the rest."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message} (--help shows all flags)\n")

@@ -1,8 +1,9 @@
-"""What is set up before JAX is used: devices and the compilation cache."""
+"""What is set up before JAX is used: processes, devices and the compilation cache."""
 
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import jax
@@ -19,12 +20,51 @@ def set_up_devices(cpu_devices: int | None) -> None:
     if cpu_devices is None:
         return
     jax.config.update("jax_num_cpu_devices", cpu_devices)
-    platform = jax.devices()[0].platform
+    platform = jax.local_devices()[0].platform
     if platform != "cpu":
         raise UsageError(
             f"--cpu_devices={cpu_devices} splits a CPU, but this run uses {platform}. "
             "Leave it out, or set JAX_PLATFORMS=cpu."
         )
+
+
+def set_up_processes() -> None:
+    """Joins the other processes of a run, if JAX_COORDINATOR_ADDRESS says that there are any.
+
+    Raises:
+        UsageError: JAX_NUM_PROCESSES or JAX_PROCESS_ID is missing or wrong.
+    """
+    address = os.environ.get("JAX_COORDINATOR_ADDRESS")
+    if not address:
+        return
+    try:
+        count, own = (int(os.environ[name]) for name in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID"))
+    except (KeyError, ValueError) as error:
+        raise UsageError(
+            f"JAX_COORDINATOR_ADDRESS={address} starts a run of several processes, which needs "
+            f"JAX_NUM_PROCESSES and JAX_PROCESS_ID as whole numbers too ({error})."
+        ) from error
+    jax.distributed.initialize(address, count, own)
+
+
+def quieten_tensorflow() -> None:
+    """Keeps TensorFlow, which only writes records here, from talking on standard error."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")  # announced in a line otherwise
+
+
+def started() -> float:
+    """When this process was started, on the scale of `time.perf_counter()`.
+
+    From Linux's own record, so that Python's start and all imports count; elsewhere now.
+    """
+    try:
+        record = Path("/proc/self/stat").read_text()
+        ticks = int(record.rpartition(")")[2].split()[19])
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError):
+        age = 0.0
+    return time.perf_counter() - age
 
 
 def set_up_compilation_cache() -> str:

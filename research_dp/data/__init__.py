@@ -3,10 +3,11 @@
 Importing this package registers the pipelines with gin; TFDS itself is imported when one is made.
 """
 
-from research_dp.data.dataset import DataSet, tfds_data
+from research_dp.data.dataset import tfds_data
 from research_dp.data.preprocess import byte_text, image_classification
 from research_dp.data.random_access import random_access
 from research_dp.data.tf_data import tf_data
+from research_dp.distributed.data_set import DataSet
 
 __all__ = [
     "DataSet",

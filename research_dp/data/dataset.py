@@ -2,91 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
-import importlib
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Iterator
 
 import gin
-import jax
-import numpy as np
 
-from research_dp.data.preprocess import Arrays, MakePreprocess, Preprocess
-from research_dp.distributed.errors import UsageError
-
-# Builders of this package: TFDS finds them by name once their module is imported.
-_OWN_BUILDERS = {
-    "digits": "research_dp.data.digits",
-    "pystdlib_text": "research_dp.data.pystdlib_text",
-}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainOrder:
-    """Which training batches to read.
-
-    Attributes:
-        seed: Seed of the order and of augmentation.
-        batch_size: Size of the global batch.
-        rows: Places in the global batch that this process provides.
-        first_step: Step to begin with.
-        num_steps: Step to end before.
-    """
-
-    seed: int
-    batch_size: int
-    rows: np.ndarray
-    first_step: int
-    num_steps: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EvalOrder:
-    """Which part of an evaluation split to read: each example once, in order, padding masked.
-
-    Attributes:
-        batch_size: Size of the global batch.
-        rows: Places in the global batch that this process provides.
-    """
-
-    batch_size: int
-    rows: np.ndarray
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DataSet:
-    """Training and evaluation batches.
-
-    Attributes:
-        name: TFDS name.
-        example: Shape and dtype of one example's arrays.
-        info: Facts for the model, e.g. `num_classes`.
-        num_train: Examples of the training split.
-        num_eval: Examples of the evaluation split.
-        train: Yields this process's rows of each batch, endlessly shuffled.
-        evaluate: Yields this process's rows of each batch, with `mask` (rows,), 0 for padding.
-    """
-
-    name: str
-    example: Mapping[str, jax.ShapeDtypeStruct]
-    info: Mapping[str, Any]
-    num_train: int
-    num_eval: int
-    train: Callable[[TrainOrder], Iterator[Arrays]]
-    evaluate: Callable[[EvalOrder], Iterator[Arrays]]
-
-
-class Splits(NamedTuple):
-    """What a reader makes of a data set's splits; fields as in `DataSet`."""
-
-    train: Callable[[TrainOrder], Iterator[Arrays]]
-    evaluate: Callable[[EvalOrder], Iterator[Arrays]]
-    num_train: int
-    num_eval: int
-
-
-# (builder, training split, evaluation split, preprocess) -> Splits.
-Reader = Callable[[Any, str, str, Preprocess], Splits]
+from research_dp.data.builders import check_split, find_builder, prepare
+from research_dp.data.preprocess import MakePreprocess, Preprocess
+from research_dp.data.random_access import random_access
+from research_dp.data.reader import Reader
+from research_dp.distributed.data_set import Arrays, DataSet, EvalOrder, TrainOrder
 
 
 @gin.register(module="data")
@@ -96,12 +21,12 @@ def tfds_data(
     train_split: str = "train",
     eval_split: str = "test",
     preprocess: MakePreprocess = gin.REQUIRED,
-    reader: Reader = gin.REQUIRED,
+    reader: Reader | None = None,
     file_format: str = "array_record",
     data_dir: str | None = None,
     download: bool = True,
 ) -> DataSet:
-    """A data set of TensorFlow Datasets.
+    """A data set of TensorFlow Datasets. Nothing is downloaded before it is read.
 
     Args:
         name: E.g. 'mnist', 'lm1b', 'c4/en'; or 'digits' and 'pystdlib_text', which need no
@@ -109,86 +34,45 @@ def tfds_data(
         train_split: E.g. 'train', 'train[:90%]'.
         eval_split: The split to evaluate on.
         preprocess: (features) -> Preprocess: `image_classification`, `byte_text`.
-        reader: `random_access`, or `tf_data` for data sets prepared as TFRecord.
+        reader: `tf_data` for data sets prepared as TFRecord; None: `random_access`.
         file_format: How a data set is prepared that is not there yet: 'array_record' for
             `random_access`, 'tfrecord' for `tf_data`.
         data_dir: Where data sets lie; None: TFDS's default (environment variable TFDS_DATA_DIR).
         download: Whether to prepare a data set that is not there yet.
 
     Raises:
-        UsageError: The data set or a split does not exist, or cannot be had.
+        UsageError: The data set or a split does not exist, or cannot be had or read; what only
+            shows in the prepared data is raised by `DataSet.prepare`.
     """
-    builder = prepared_builder(name, data_dir, file_format, download)
-    _check_split(builder, train_split, "tfds_data.train_split")
-    _check_split(builder, eval_split, "tfds_data.eval_split")
+    builder = find_builder(name, data_dir, file_format)
     made: Preprocess = preprocess(builder.info.features)
-    splits = reader(builder, train_split, eval_split, made)
+    # The default is gin's version of the function, to which bindings of its parameters apply.
+    read: Reader = reader or gin.get_configurable(random_access)
+    splits = read(builder, train_split, eval_split, made)
+
+    def check_splits() -> None:
+        check_split(builder, train_split, "tfds_data.train_split")
+        check_split(builder, eval_split, "tfds_data.eval_split")
+
+    @functools.cache
+    def ready() -> None:
+        prepare(builder, download)
+        check_splits()
+
+    def train(order: TrainOrder) -> Iterator[Arrays]:
+        ready()
+        return splits.train(order)
+
+    def evaluate(order: EvalOrder) -> Iterator[Arrays]:
+        ready()
+        return splits.evaluate(order)
+
+    check_splits()  # now, if they are known; else once they are
     return DataSet(
         name=name,
         example=made.spec,
         info=made.info,
-        **splits._asdict(),
+        prepare=ready,
+        train=train,
+        evaluate=evaluate,
     )
-
-
-def prepared_builder(
-    name: str, data_dir: str | None = None, file_format: str = "array_record", download: bool = True
-) -> Any:
-    """A TFDS builder whose data is there; parameters as in `tfds_data`."""
-    builder = _builder(name, data_dir, file_format)
-    _prepare(builder, download)
-    return builder
-
-
-def _builder(name: str, data_dir: str | None, file_format: str) -> Any:
-    import tensorflow_datasets as tfds  # imported late: it is not needed to import this package
-
-    own = _OWN_BUILDERS.get(name.split("/")[0])
-    if own:
-        importlib.import_module(own)
-    try:
-        builder = tfds.builder(name, data_dir=data_dir)
-        if builder.data_path.exists():
-            return builder  # in the format that it was prepared in
-        return tfds.builder(name, data_dir=data_dir, file_format=file_format)
-    except tfds.core.DatasetNotFoundError as error:
-        import difflib
-
-        known = [*tfds.list_builders(with_community_datasets=False), *_OWN_BUILDERS]
-        near = difflib.get_close_matches(name, known, n=3)
-        hint = f" Did you mean {', '.join(near)}?" if near else ""
-        raise UsageError(
-            f"tfds_data.name = {name!r}: TFDS has no such data set.{hint}", binding="tfds_data.name"
-        ) from error
-
-
-def _prepare(builder: Any, download: bool) -> None:
-    found = builder.data_path.exists()
-    if not found and not download:
-        raise UsageError(
-            f"{builder.name} is not in {builder.data_path} and tfds_data.download is False. "
-            "Prepare it with tools/prepare_data.py, or bind tfds_data.data_dir.",
-            binding="tfds_data.download",
-        )
-    if not found:
-        print(f"Preparing {builder.name} in {builder.data_path} (once)", flush=True)
-        try:
-            builder.download_and_prepare()
-        except OSError as error:
-            raise UsageError(
-                f"{builder.name} could not be downloaded: {type(error).__name__}: {error}. "
-                "Prepare it where there is a network, and bind tfds_data.data_dir to it.",
-                binding="tfds_data.name",
-            ) from error
-
-
-def _check_split(builder: Any, split: str, binding: str) -> None:
-    if not builder.info.splits:
-        return  # nothing is known of them before they are read
-    try:
-        builder.info.splits[split]
-    except (KeyError, ValueError) as error:
-        raise UsageError(
-            f"{binding} = {split!r}: {builder.name} has splits {sorted(builder.info.splits)}.",
-            binding=binding,
-        ) from error

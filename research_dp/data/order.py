@@ -10,6 +10,8 @@ import functools
 
 import numpy as np
 
+from research_dp.data.generators import Purpose, generator
+
 _ROUNDS = 6
 _SMALL = 2**16  # epochs of up to so many examples are kept
 
@@ -52,10 +54,19 @@ def permute(places: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarray:
 
     A Feistel network on the next power of four, walked until it falls inside [0, size) (Black and
     Rogaway, Ciphers with Arbitrary Finite Domains, 2002).
+
+    Args:
+        places: Places in the epoch, each in [0, size), integer.
+        size: Number of examples.
+        seed: Seed of the run.
+        epoch: Number of the epoch.
+
+    Returns:
+        An index for each place, int64, of the places' shape.
     """
     half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
     mask = (np.uint64(1) << half) - np.uint64(1)
-    keys = np.random.SeedSequence((seed, epoch)).generate_state(_ROUNDS, np.uint64)
+    keys = generator(seed, Purpose.ORDER, epoch).integers(2**64, size=_ROUNDS, dtype=np.uint64)
     result = places.astype(np.uint64)
     walking = np.ones(result.shape, bool)
     while walking.any():

@@ -16,9 +16,8 @@ import jax
 import numpy as np
 from PIL import Image
 
-from research_dp.distributed.errors import UsageError
-
-Arrays = Mapping[str, np.ndarray]
+from research_dp.distributed.data_set import Arrays
+from research_dp.distributed.errors import UsageError, check_count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +66,14 @@ def image_classification(
         flip: While training, mirror half of the images left to right.
         random_resized_crop: While training, resize a random area of 8 to 100 % of the image
             (Szegedy et al., arXiv 1409.4842); otherwise the central square is resized.
+
+    Raises:
+        UsageError: The data set lacks a feature, or its images have no one size, or a count
+            makes no sense.
     """
+    check_count("image_classification.pad_crop", pad_crop, 0)
+    if size is not None:
+        check_count("image_classification.size", size, 1)
     _require(features, ("image", "label"), "image_classification")
     channels = features["image"].shape[-1]
     shape = (size, size, channels) if size else tuple(features["image"].shape)
@@ -77,6 +83,8 @@ def image_classification(
             "size. Bind it, e.g. to 224.",
             binding="image_classification.size",
         )
+    # Labels that are no classes, or classes that are counted when the data is prepared, have none.
+    num_classes = getattr(features["label"], "num_classes", None)
     shift, scale = np.asarray(mean, np.float32), np.asarray(std, np.float32)
 
     def example(raw: Mapping[str, Any], rng: np.random.Generator | None) -> Arrays:
@@ -104,7 +112,7 @@ def image_classification(
             "image": jax.ShapeDtypeStruct(shape, np.float32),
             "label": jax.ShapeDtypeStruct((), np.int32),
         },
-        info={"num_classes": features["label"].num_classes},
+        info={} if num_classes is None else {"num_classes": num_classes},
         example=example,
         batch=batch,
         example_is_random=random_resized_crop,
@@ -119,7 +127,11 @@ def byte_text(features: Mapping[str, Any], *, length: int = 256, key: str = "tex
         features: The data set's features; `key` is used: text, or a vector of bytes.
         length: Tokens an example. Longer texts are cut.
         key: Name of the feature.
+
+    Raises:
+        UsageError: The data set has no such feature, or the length makes no sense.
     """
+    check_count("byte_text.length", length, 1)
     _require(features, (key,), "byte_text")
 
     def example(raw: Mapping[str, Any], rng: np.random.Generator | None) -> Arrays:

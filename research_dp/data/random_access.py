@@ -6,6 +6,8 @@ threads or worker processes of Grain.
 
 from __future__ import annotations
 
+import functools
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,10 +16,12 @@ import grain
 import numpy as np
 from absl import flags
 
-from research_dp.data.dataset import EvalOrder, Splits, TrainOrder
+from research_dp.data.generators import Purpose, generator
 from research_dp.data.order import example_indices, stream_positions
-from research_dp.data.preprocess import Arrays, Preprocess
-from research_dp.distributed.errors import UsageError
+from research_dp.data.preprocess import Preprocess
+from research_dp.data.reader import Splits, check_format
+from research_dp.distributed.data_set import Arrays, EvalOrder, TrainOrder
+from research_dp.distributed.errors import check_count
 
 
 class Examples:
@@ -34,6 +38,11 @@ class Examples:
         self._cache_bytes = 0 if preprocess.example_is_random else cache_bytes
         self._cache: dict[str, np.ndarray] | None = None
         self._known = np.zeros(len(source), bool)
+        self._lock = threading.Lock()  # held to look into the cache or change it, not to read
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Worker processes get a copy, with a lock of its own and nothing in its cache.
+        return type(self), (self._source, self._preprocess, self._cache_bytes)
 
     def __len__(self) -> int:
         return len(self._source)
@@ -44,27 +53,25 @@ class Examples:
         """Examples at these indices, stacked; `rngs` has one generator an example, if any."""
         if not self._cache_bytes:
             return self._read(indices, rngs)
-        missing = np.unique(indices[~self._known[indices]])
-        if len(missing):
-            fresh = self._read(missing, None)
-            if self._cache is None and not self._allocate(fresh):
-                return self._read(indices, None)
-            assert self._cache is not None
-            for name, values in fresh.items():
-                self._cache[name][missing] = values
-            # Last, for other threads read too: what is marked known is there.
-            self._known[missing] = True
-        assert self._cache is not None
-        return {name: values[indices] for name, values in self._cache.items()}
+        with self._lock:
+            missing = np.unique(indices[~self._known[indices]])
+        fresh = self._read(missing, None) if len(missing) else {}
+        with self._lock:
+            if self._cache is None:
+                self._cache = self._allocate(fresh)
+            if self._cache is not None:
+                for name, values in fresh.items():
+                    self._cache[name][missing] = values
+                self._known[missing] = True
+                return {name: values[indices] for name, values in self._cache.items()}
+        return self._read(indices, rngs)
 
-    def _allocate(self, sample: Arrays) -> bool:
+    def _allocate(self, sample: Arrays) -> dict[str, np.ndarray] | None:
+        """Room for the whole split, or None, now and later, if that is too much."""
         if sum(v[0].nbytes for v in sample.values()) * len(self) > self._cache_bytes:
             self._cache_bytes = 0
-            return False
-        self._cache = {
-            name: np.empty((len(self), *v.shape[1:]), v.dtype) for name, v in sample.items()
-        }
-        return True
+            return None
+        return {name: np.empty((len(self), *v.shape[1:]), v.dtype) for name, v in sample.items()}
 
     def _read(
         self, indices: np.ndarray, rngs: Sequence[np.random.Generator | None] | None
@@ -90,7 +97,7 @@ def random_access(
     """Reads examples by index.
 
     Args:
-        builder: A prepared TFDS builder whose files are ArrayRecord.
+        builder: A TFDS builder whose files are, or will be, ArrayRecord.
         train_split: Split to train on.
         eval_split: Split to evaluate on.
         preprocess: From features to model inputs.
@@ -100,18 +107,21 @@ def random_access(
         cache_bytes: A split whose treated examples need at most so many bytes is kept in memory.
 
     Raises:
-        UsageError: The data set was prepared in a format without random access.
+        UsageError: The data set is in a format without random access, or a count makes no sense.
     """
-    if builder.info.file_format.value != "array_record":
-        raise UsageError(
-            f"{builder.name} in {builder.data_path} is {builder.info.file_format.value}, which has "
-            "no random access. Use --gin_file=gin/options/tf_data.gin, or another data_dir.",
-            binding="tfds_data.reader",
-        )
-    sources = {
-        split: Examples(builder.as_data_source(split=split), preprocess, cache_bytes)
-        for split in (train_split, eval_split)
-    }
+    check_count("random_access.threads", threads, 1)
+    check_count("random_access.workers", workers, 0)
+    check_count("random_access.prefetch", prefetch, 1)
+    check_count("random_access.cache_bytes", cache_bytes, 0)
+    check_format(
+        builder,
+        "array_record",
+        "Add --gin_file=gin/options/tf_data.gin, or bind another tfds_data.data_dir.",
+    )
+
+    @functools.cache
+    def examples_of(split: str) -> Examples:
+        return Examples(builder.as_data_source(split=split), preprocess, cache_bytes)
 
     def ahead(load: Callable[[int], Arrays], first: int, last: int) -> Iterator[Arrays]:
         batches = grain.MapDataset.range(first, last).map(load)
@@ -124,21 +134,21 @@ def random_access(
         return iter(ahead)
 
     def train(order: TrainOrder) -> Iterator[Arrays]:
-        examples = sources[train_split]
+        examples = examples_of(train_split)
 
         def load(step: int) -> Arrays:
             places = stream_positions(step, order.batch_size, order.rows)
             indices = example_indices(places, len(examples), order.seed)
             rngs = None
             if preprocess.example_is_random:
-                rngs = [np.random.default_rng((order.seed, int(place))) for place in places]
-            rng = np.random.default_rng((order.seed, step))
+                rngs = [generator(order.seed, Purpose.EXAMPLE, int(place)) for place in places]
+            rng = generator(order.seed, Purpose.BATCH, step)
             return preprocess.batch(examples(indices, rngs), order.rows, order.batch_size, rng)
 
         return ahead(load, order.first_step, order.num_steps)
 
     def evaluate(order: EvalOrder) -> Iterator[Arrays]:
-        examples = sources[eval_split]
+        examples = examples_of(eval_split)
 
         def load(index: int) -> Arrays:
             places = stream_positions(index, order.batch_size, order.rows)
@@ -149,4 +159,4 @@ def random_access(
 
         return ahead(load, 0, -(-len(examples) // order.batch_size))
 
-    return Splits(train, evaluate, len(sources[train_split]), len(sources[eval_split]))
+    return Splits(train, evaluate)

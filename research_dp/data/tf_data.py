@@ -12,8 +12,11 @@ from typing import Any
 import gin
 import numpy as np
 
-from research_dp.data.dataset import EvalOrder, Splits, TrainOrder
-from research_dp.data.preprocess import Arrays, Preprocess
+from research_dp.data.generators import Purpose, generator
+from research_dp.data.preprocess import Preprocess
+from research_dp.data.reader import Splits, check_format
+from research_dp.distributed.data_set import Arrays, EvalOrder, TrainOrder
+from research_dp.distributed.errors import check_count
 
 
 @gin.register(module="data")
@@ -29,19 +32,29 @@ def tf_data(
     """Reads a stream by tf.data, in the same order each time it is read with the same seed.
 
     Args:
-        builder: A prepared TFDS builder.
+        builder: A TFDS builder whose files are, or will be, TFRecord.
         train_split: Split to train on.
         eval_split: Split to evaluate on.
         preprocess: From features to model inputs.
         shuffle_buffer: Examples that are shuffled at a time; files are shuffled as well.
         prefetch: Batches of raw examples read ahead.
+
+    Raises:
+        UsageError: The data set is in another format, or a count makes no sense.
     """
+    check_count("tf_data.shuffle_buffer", shuffle_buffer, 1)
+    check_count("tf_data.prefetch", prefetch, 1)
+    check_format(
+        builder,
+        "tfrecord",
+        "Leave out gin/options/tf_data.gin, or bind another tfds_data.data_dir.",
+    )
 
     def stream(split: str, seed: int | None) -> Any:
         import tensorflow_datasets as tfds  # imported late, and TensorFlow with it
 
         config = tfds.ReadConfig(
-            shuffle_seed=seed,
+            shuffle_seed=None if seed is None else _shuffle_seed(seed, Purpose.FILES),
             interleave_cycle_length=1,
             # Shuffled on purpose, data sets too whose files are in order.
             enable_ordering_guard=False,
@@ -49,7 +62,8 @@ def tf_data(
         return builder.as_dataset(split=split, shuffle_files=seed is not None, read_config=config)
 
     def train(order: TrainOrder) -> Iterator[Arrays]:
-        raw = stream(train_split, order.seed).shuffle(shuffle_buffer, seed=order.seed).repeat()
+        seed = _shuffle_seed(order.seed, Purpose.BUFFER)
+        raw = stream(train_split, order.seed).shuffle(shuffle_buffer, seed=seed).repeat()
         raw = raw.skip(order.first_step * order.batch_size).prefetch(prefetch * order.batch_size)
         examples = enumerate(raw.as_numpy_iterator(), order.first_step * order.batch_size)
         wanted = set(order.rows.tolist())
@@ -59,9 +73,9 @@ def tf_data(
                 place, example = next(examples)
                 if row in wanted:
                     random = preprocess.example_is_random
-                    rng = np.random.default_rng((order.seed, place)) if random else None
+                    rng = generator(order.seed, Purpose.EXAMPLE, place) if random else None
                     kept[row] = preprocess.example(example, rng)
-            rng = np.random.default_rng((order.seed, step))
+            rng = generator(order.seed, Purpose.BATCH, step)
             rows = _stack([kept[row] for row in order.rows.tolist()])
             yield preprocess.batch(rows, order.rows, order.batch_size, rng)
 
@@ -75,8 +89,12 @@ def tf_data(
         if batch:
             yield _masked(batch, order, preprocess)
 
-    sizes = [builder.info.splits[split].num_examples for split in (train_split, eval_split)]
-    return Splits(train, evaluate, *sizes)
+    return Splits(train, evaluate)
+
+
+def _shuffle_seed(seed: int, purpose: Purpose) -> int:
+    """A seed for tf.data, which takes integers and not generators."""
+    return int(generator(seed, purpose).integers(2**31))
 
 
 def _masked(batch: list[Arrays], order: EvalOrder, preprocess: Preprocess) -> Arrays:

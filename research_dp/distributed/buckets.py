@@ -16,17 +16,17 @@ from jax import lax
 from research_dp.distributed.collectives import (
     PLAIN,
     Axes,
-    AxisNames,
     Reduction,
     all_mean,
+    flat_axes,
     gather,
     scatter_mean,
     shard,
-    varying_axes,
 )
 from research_dp.distributed.layout import Placement
 from research_dp.distributed.mesh import FSDP_AXIS
 from research_dp.distributed.padding import flatten_padded, unflatten
+from research_dp.distributed.replication import is_replicated, varying_axes
 
 PyTree = Any
 
@@ -96,9 +96,15 @@ def all_mean_tree(
     leaves, treedef = jax.tree.flatten(tree)
     rows = [x.reshape(1, -1) for x in leaves]
     sizes = [x.size for x in leaves]
-    moved = _in_buckets(rows, sizes, bucket_bytes, lambda x: all_mean(x, axes, reduction, dtype))
+    moved = _in_buckets(rows, sizes, bucket_bytes, lambda x: _mean(x, axes, reduction, dtype))
     means = [m.reshape(x.shape) for m, x in zip(moved, leaves, strict=True)]
     return jax.tree.unflatten(treedef, means)
+
+
+def _mean(x: jax.Array, axes: Axes, reduction: Reduction, dtype: Any) -> jax.Array:
+    """`all_mean`, for which nothing travels along axes where values are known to be equal."""
+    differing = tuple(axis for axis in axes if not is_replicated(x, axis))
+    return all_mean(x, differing, reduction, dtype)
 
 
 def scatter_mean_tree(
@@ -106,7 +112,7 @@ def scatter_mean_tree(
     layout: PyTree,
     reduction: Reduction = PLAIN,
     *,
-    axis: AxisNames = FSDP_AXIS,
+    axis: str | Axes = FSDP_AXIS,
     replica_axes: Axes = (),
     dtype: Any = None,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
@@ -125,8 +131,11 @@ def scatter_mean_tree(
 
     def move(rows: jax.Array) -> jax.Array:
         # Each mean divides by the size of the axes that it sums over: together, once by each.
-        block = scatter_mean(rows, 0, axis, reduction, dtype)
-        return all_mean(block, replica_axes, reduction, dtype)
+        if all(is_replicated(rows, name) for name in flat_axes(axis)):
+            block = shard(rows, 0, axis)  # the mean of equal values is that value
+        else:
+            block = scatter_mean(rows, 0, axis, reduction, dtype)
+        return _mean(block, replica_axes, reduction, dtype)
 
     return _sharded_leaves(tree, layout, bucket_bytes, _whole_to_rows, move, _block_from_row)
 
@@ -135,7 +144,7 @@ def gather_tree(
     tree: PyTree,
     layout: PyTree,
     *,
-    axis: AxisNames = FSDP_AXIS,
+    axis: str | Axes = FSDP_AXIS,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
 ) -> PyTree:
     """Makes each leaf whole that the layout shards; the others are returned as they are.
@@ -149,7 +158,7 @@ def gather_tree(
     return _sharded_leaves(tree, layout, bucket_bytes, _block_to_row, move, _whole_from_rows)
 
 
-def shard_tree(tree: PyTree, layout: PyTree, *, axis: AxisNames = FSDP_AXIS) -> PyTree:
+def shard_tree(tree: PyTree, layout: PyTree, *, axis: str | Axes = FSDP_AXIS) -> PyTree:
     """This device's block of each leaf that the layout shards; no communication."""
 
     def one(x: jax.Array, p: Placement) -> jax.Array:

@@ -12,15 +12,17 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import gin
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core as extend_core
 
+from research_dp.distributed.errors import UsageError
+from research_dp.distributed.replication import as_varying, is_replicated, is_tracked
+
 Axes = tuple[str, ...]
-# One axis, or several that act as one: device (i, j) is number i * size_j + j.
-AxisNames = str | Axes
 
 # Names gathered parameters, so that a rematerialisation policy can drop just them.
 GATHERED = "gathered_params"
@@ -31,12 +33,11 @@ class Reduction(NamedTuple):
 
     Attributes:
         all_sum: (array, axis names) -> the sum, on every device.
-        scatter_sum: (array, axis name or names, dim) -> this device's block, along dim, of the
-            sum.
+        scatter_sum: (array, axis name, dim) -> this device's block, along dim, of the sum.
     """
 
     all_sum: Callable[[jax.Array, Axes], jax.Array]
-    scatter_sum: Callable[[jax.Array, AxisNames, int], jax.Array]
+    scatter_sum: Callable[[jax.Array, str, int], jax.Array]
 
 
 def _psum(x: jax.Array, axes: Axes) -> jax.Array:
@@ -44,7 +45,7 @@ def _psum(x: jax.Array, axes: Axes) -> jax.Array:
     return lax.psum(x, axes)
 
 
-def _psum_scatter(x: jax.Array, axis: AxisNames, dim: int) -> jax.Array:
+def _psum_scatter(x: jax.Array, axis: str, dim: int) -> jax.Array:
     # Only sums, see _psum.
     return lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
 
@@ -52,14 +53,27 @@ def _psum_scatter(x: jax.Array, axis: AxisNames, dim: int) -> jax.Array:
 PLAIN = Reduction(_psum, _psum_scatter)
 
 
-def as_axes(names: AxisNames | Sequence[str]) -> Axes:
-    """One name, or several, as a tuple."""
-    return (names,) if isinstance(names, str) else tuple(names)
+def flat_axes(axes: Any) -> Axes:
+    """Axis names as one flat tuple: of one name, a sequence, a nested one; None counts as none."""
+    if axes is None:
+        return ()
+    if isinstance(axes, str) or not isinstance(axes, Sequence):
+        return (axes,)
+    return tuple(name for part in axes for name in flat_axes(part))
 
 
-def axes_size(axes: AxisNames) -> int:
-    """Number of devices over the bound axes; 1 for no axes."""
-    return math.prod(lax.axis_size(axis) for axis in as_axes(axes))
+def axes_size(axes: Axes) -> int:
+    """Number of devices over the bound axes; 1 for no axes.
+
+    Raises:
+        NameError: An axis is not bound here; the message names it.
+    """
+    try:
+        return math.prod(lax.axis_size(axis) for axis in axes)
+    except NameError as error:
+        raise NameError(
+            f"{error}. Call this inside shard_map, pmap or vmap(axis_name=...) over that axis."
+        ) from None
 
 
 def bound_axes() -> Axes:
@@ -72,82 +86,85 @@ def bound_axes() -> Axes:
     return tuple(names() if names else jax.sharding.get_abstract_mesh().manual_axes)
 
 
-def varying_axes(x: jax.Array) -> frozenset[str]:
-    """The axes over which the type of `x` says that devices hold different values.
-
-    Only `shard_map(check_vma=True)` keeps such types: elsewhere it is empty, see `tracked_axes`.
-    jax 0.10.2 has them in `.mat.varying`, earlier and later versions in `.vma`.
-    """
-    kind = jax.typeof(x)
-    return frozenset(kind.mat.varying if hasattr(kind, "mat") else getattr(kind, "vma", ()))
-
-
-def tracked_axes(axes: AxisNames) -> Axes:
-    """Those axes whose replication `shard_map` tracks (`check_vma=True`)."""
-    return tuple(a for a in as_axes(axes) if a in varying_axes(lax.axis_index(a)))
-
-
-def same_along(x: jax.Array, axes: AxisNames) -> Axes:
-    """Those axes along which the type of `x` promises that all devices hold the same value."""
-    return tuple(a for a in tracked_axes(axes) if a not in varying_axes(x))
-
-
-def own_gradient(g: jax.Array, axes: AxisNames) -> jax.Array:
-    """A gradient of this device's loss such that the mean over `axes` is the right one.
-
-    Under `shard_map(check_vma=True)` autodiff itself sums the gradient of a replicated input over
-    the devices, and the type of the result says that it is the same on all. Such a gradient is
-    divided by their number here, once: the mean of equal values is that value. Any other gradient
-    is returned as it is.
-    """
-    summed = same_along(g, axes)
-    # Autodiff summed over these axes; the division makes it the mean.
-    return g / axes_size(summed) if summed else g
-
-
 def all_mean(
-    x: jax.Array, axes: Axes, reduction: Reduction = PLAIN, dtype: Any = None
+    x: jax.Array,
+    axes: Axes,
+    reduction: Reduction = PLAIN,
+    dtype: Any = None,
+    *,
+    pre_divide: bool = False,
 ) -> jax.Array:
-    """Mean over devices, summed in `dtype` (x's own if None), returned in x's dtype."""
-    same = same_along(x, axes)
-    axes = tuple(a for a in axes if a not in same)  # the mean of equal values is that value
+    """Mean over devices, summed in `dtype` (x's own if None), returned in x's dtype.
+
+    Means of integers are float32, as `jax.lax.pmean` has it. For `pre_divide` see `_mean`.
+    """
     if not axes:
         return x
-    # The reduction sums over `axes`; the mean is taken here and nowhere else.
-    total = reduction.all_sum(x.astype(dtype or x.dtype), axes)
-    return (total / axes_size(axes)).astype(x.dtype)
+    return _mean(x, axes, lambda wire: reduction.all_sum(wire, axes), dtype, pre_divide)
 
 
 def scatter_mean(
-    x: jax.Array, dim: int, axis: AxisNames, reduction: Reduction = PLAIN, dtype: Any = None
+    x: jax.Array,
+    dim: int,
+    axis: str | Axes,
+    reduction: Reduction = PLAIN,
+    dtype: Any = None,
+    *,
+    pre_divide: bool = False,
 ) -> jax.Array:
-    """This device's block along `dim` of the mean over `axis`; summed in `dtype`, then divided."""
-    if same_along(x, axis) == as_axes(axis):
-        return shard(x, dim, axis)  # the mean of equal values is that value
-    # The reduction sums over `axis`; the mean is taken here and nowhere else.
-    total = reduction.scatter_sum(x.astype(dtype or x.dtype), axis, dim)
-    return (total / axes_size(axis)).astype(x.dtype)
+    """This device's block along `dim` of the mean over `axis`; else as `all_mean`."""
+    axes = flat_axes(axis)
+
+    def add(wire: jax.Array) -> jax.Array:
+        for name in axes:
+            # Sums over one axis after the other, the major one first; `_mean` divides, once.
+            wire = reduction.scatter_sum(wire, name, dim)
+        return wire
+
+    return _mean(x, axes, add, dtype, pre_divide)
 
 
-def gather(x: jax.Array, dim: int, axis: AxisNames, *, replicated: bool = False) -> jax.Array:
-    """Concatenates the devices' blocks along `dim`.
+def _mean(
+    x: jax.Array, axes: Axes, add: Callable[[jax.Array], jax.Array], dtype: Any, pre_divide: bool
+) -> jax.Array:
+    """`add`, which only sums over `axes`, made a mean: the one place that divides.
+
+    Summed, then divided, as `jax.lax.pmean` does; `pre_divide` divides first, so that a sum in
+    float16 stays below 65504, at the price of losing small addends.
+    """
+    devices = axes_size(axes)
+    result = x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.dtype(jnp.float32)
+    wire = x.astype(dtype or x.dtype)
+    mean = add(wire / devices) if pre_divide else add(wire) / devices
+    return mean.astype(result)
+
+
+def gather(x: jax.Array, dim: int, axis: str | Axes, *, replicated: bool = False) -> jax.Array:
+    """Concatenates the devices' blocks along `dim`; several axes one after the other.
 
     Args:
         x: This device's block.
         dim: The dim that is split.
-        axis: The mesh axis or axes that it is split over.
+        axis: The mesh axis that it is split over, or several as one.
         replicated: Type the result as the same on each device where `shard_map` tracks that, so
             that it may leave the map whole. Never where it is differentiated: autodiff would sum
             its gradients by itself.
     """
-    to = "invarying" if replicated and tracked_axes(axis) == as_axes(axis) else "varying"
-    return lax.all_gather(x, axis, axis=dim, tiled=True, to=to)
+    for name in reversed(flat_axes(axis)):
+        to = "invarying" if replicated and is_tracked(name) else "varying"
+        x = lax.all_gather(x, name, axis=dim, tiled=True, to=to)
+    return x
 
 
-def shard(x: jax.Array, dim: int, axis: AxisNames) -> jax.Array:
+def shard(x: jax.Array, dim: int, axis: str | Axes) -> jax.Array:
     """This device's block of `x`, which is whole on each device, along `dim`."""
-    block = x.shape[dim] // axes_size(axis)
-    start = lax.axis_index(axis) * block
+    axes = flat_axes(axis)
+    devices = axes_size(axes)
+    if devices == 1:
+        return as_varying(x, axes)  # nothing to cut, nor for the compiler to see through
+    block = x.shape[dim] // devices
+    # Of a tuple, even of one name, JAX computes the index by arithmetic.
+    start = lax.axis_index(axes[0] if len(axes) == 1 else axes) * block
     return lax.dynamic_slice_in_dim(x, start, block, dim, allow_negative_indices=False)
 
 
@@ -156,17 +173,19 @@ class GatherOptions(NamedTuple):
 
     Attributes:
         dim: The dim that is split.
-        axis: The mesh axis, or axes, that it is split over.
+        axis: The mesh axis that it is split over, or several as one.
         gather_dtype: dtype of the gathered array; None: x's own.
         grad_scatter_dtype: dtype in which gradients are summed; None: x's own.
         reduction: How gradients are summed.
+        pre_divide: Whether gradients are divided before they are summed, for float16.
     """
 
     dim: int
-    axis: AxisNames
+    axis: str | Axes
     gather_dtype: Any = None
     grad_scatter_dtype: Any = None
     reduction: Reduction = PLAIN
+    pre_divide: bool = False
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -179,7 +198,8 @@ def gather_with_mean_grads(x: jax.Array, options: GatherOptions) -> jax.Array:
 
     Returns:
         The full array in `gather_dtype`. The cotangent is cast to `grad_scatter_dtype` (x's dtype
-        if None), summed, divided by the axis size, and returned in x's dtype.
+        if None), summed, divided by the axis size, and returned in x's dtype. Over other axes
+        nothing is summed.
     """
     full = gather(x.astype(options.gather_dtype or x.dtype), options.dim, options.axis)
     return checkpoint_name(full, GATHERED)
@@ -192,11 +212,60 @@ def _gather_fwd(x: jax.Array, options: GatherOptions) -> tuple[jax.Array, jax.Ar
 
 def _gather_bwd(options: GatherOptions, like: jax.Array, g: jax.Array) -> tuple[jax.Array]:
     wire = g.astype(options.grad_scatter_dtype or like.dtype)
-    mean = scatter_mean(wire, options.dim, options.axis, options.reduction)
+    mean = scatter_mean(
+        wire, options.dim, options.axis, options.reduction, pre_divide=options.pre_divide
+    )
     return (mean.astype(like.dtype),)
 
 
 gather_with_mean_grads.defvjp(_gather_fwd, _gather_bwd)
+
+
+@gin.register(module="distributed")
+def gather_array_with_mean_grads(
+    x: jax.Array,
+    axis: int,
+    axis_name: str | Sequence[str],
+    gather_dtype: Any = None,
+    grad_scatter_dtype: Any = None,
+    *,
+    pre_divide: bool = False,
+    reduction: Reduction = PLAIN,
+) -> jax.Array:
+    """Gathers an array over a mesh axis; its gradient comes back as shards of the mean.
+
+    As in xlstm-jax. Inside mapped axes; right with `check_vma` on and off, for a loss of this
+    device's own (docs/api.md, "Linen and shard_map").
+
+    Args:
+        x: This device's block, floating-point if it is differentiated.
+        axis: The dim that is split; negative ones count from the end.
+        axis_name: The mesh axis it is split over, or several as one.
+        gather_dtype: dtype on the wire and of the result; None: x's.
+        grad_scatter_dtype: dtype in which gradients are summed; None: x's, not `gather_dtype`.
+        pre_divide: Divide gradients before they are summed: in float16, eight times 10000 is inf.
+        reduction: How gradients are summed.
+
+    Returns:
+        The full array, dim `axis` multiplied by the axis size.
+
+    Raises:
+        UsageError: x has no such dim, or is known to be the same on each device, not a shard.
+        NameError: The axis is not bound.
+    """
+    axes = flat_axes(axis_name)
+    if not -x.ndim <= axis < x.ndim:
+        raise UsageError(f"gather over {axes}: an array of shape {x.shape} has no dim {axis}.")
+    if any(is_replicated(x, name) for name in axes):
+        raise UsageError(
+            f"gather over {axes}: the array of shape {x.shape} is the same on each device, as its "
+            f"type {jax.typeof(x)} says; there is nothing to gather. Shard it first."
+        )
+    over = axes[0] if len(axes) == 1 else axes
+    options = GatherOptions(
+        axis % x.ndim, over, gather_dtype, grad_scatter_dtype, reduction, pre_divide
+    )
+    return gather_with_mean_grads(x, options)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))

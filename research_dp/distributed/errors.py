@@ -1,6 +1,8 @@
-"""The one exception that means "the user's input is wrong", told without a traceback."""
+"""The one exception that means "the user's input is wrong", and a check that raises it."""
 
 from __future__ import annotations
+
+from typing import Any
 
 
 class UsageError(ValueError):
@@ -15,3 +17,20 @@ class UsageError(ValueError):
     def __init__(self, message: str, *, binding: str | None = None):
         super().__init__(message)
         self.binding = binding
+
+
+def check_count(name: str, value: Any, least: int) -> None:
+    """Checks a whole number.
+
+    Args:
+        name: Its gin name, e.g. `train.num_steps`.
+        value: What was bound.
+        least: The smallest that makes sense.
+
+    Raises:
+        UsageError: It is not a whole number, or smaller.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise UsageError(
+            f"{name} = {value!r}: give a whole number of at least {least}.", binding=name
+        )

@@ -20,15 +20,16 @@ from research_dp.distributed.collectives import (
     PLAIN,
     Axes,
     Reduction,
-    as_axes,
     axes_size,
     bound_axes,
-    own_gradient,
+    flat_axes,
 )
 from research_dp.distributed.errors import UsageError
 from research_dp.distributed.layout import Placement, by_path, lay_out_flat, path_name
+from research_dp.distributed.means import averaged_axes, own_gradient, refuse_divided_twice
 from research_dp.distributed.optimizer_state import OptaxAdapter
-from research_dp.distributed.updates import clip_factor, global_norm
+from research_dp.distributed.replication import is_replicated, is_tracked
+from research_dp.distributed.updates import clip_factor, norm_of_blocks
 
 PyTree = Any
 Group = str | Sequence[str] | None
@@ -51,6 +52,7 @@ def fsdp_apply_gradients(
     communication_stream: Any = None,
     max_norm: float | None = None,
     *,
+    loss: jax.Array | None = None,
     reduction: Reduction = PLAIN,
 ) -> PyTree:
     """One optimizer step whose gradients and optimizer state are split over devices.
@@ -64,10 +66,12 @@ def fsdp_apply_gradients(
     gradients' structure, by parameter path, never buckets.
 
     Args:
-        gradients: Of this device's loss, floating point. Parameters without one stay as they are.
-            Under `check_vma=True` those of replicated parameters are sums already: divided.
+        gradients: Gradients of this device's own loss, floating point. Parameters without one are
+            returned as they are. Under `check_vma=True` those of replicated parameters are sums
+            already (`mean_gradient`), and are divided.
         parameters: Whole parameters.
-        optimizer: Has `apply_gradients(gradients, parameters) -> parameters`, of one dtype each.
+        optimizer: Has `apply_gradients(gradients, parameters) -> parameters`; it is given each
+            gradient in its parameter's dtype.
         fsdp_group: Axis, or axes, that the update is split over; None: all bound ones but
             `dp_group`.
         dp_group: Axis, or axes, along which slices are repeated and averaged. None: there are
@@ -77,6 +81,8 @@ def fsdp_apply_gradients(
         communication_stream: None: XLA schedules collectives itself.
         max_norm: Gradients are scaled down to this global L2 norm. A norm that is not a number
             makes every updated parameter NaN: no step is skipped.
+        loss: The loss that was differentiated: tells under `check_vma=True` whether it was averaged
+            over an axis before, or not split over it, as in `sync_gradients`.
         reduction: How partial sums are summed.
 
     Returns:
@@ -85,18 +91,20 @@ def fsdp_apply_gradients(
 
     Raises:
         UsageError: A group is not bound or leaves an axis out, a gradient does not fit its
-            parameter, the optimizer is not elementwise or returns something else.
+            parameter or `loss`, the optimizer is not elementwise or returns something else.
     """
     _check_options(optimizer, communication_stream, max_norm)
     fsdp, dp = _groups(fsdp_group, dp_group)
     params = by_path(parameters)
-    layout, slices = _mean_slices(gradients, params, fsdp, dp, communication_size, reduction)
+    own = _own_gradients(gradients, params, loss, fsdp + dp)
+    layout, slices = _mean_slices(own, fsdp, dp, communication_size, reduction)
     norm = None
     if max_norm is not None:
-        norm = global_norm(slices, layout, reduction, fsdp)
+        split_over = fsdp if axes_size(fsdp) > 1 else ()
+        norm = norm_of_blocks(((g, split_over) for g in slices.values()), reduction)
         scale = clip_factor(norm, max_norm)
         slices = {name: g * scale for name, g in slices.items()}
-    new = _update(gradients, slices, params, layout, optimizer, _one(fsdp), communication_size)
+    new = _update(gradients, slices, params, layout, optimizer, fsdp, communication_size)
     result = jax.tree_util.tree_map_with_path(
         lambda path, p: new.get(path_name(path), p), parameters
     )
@@ -122,7 +130,7 @@ def fsdp_update(
         opt_state: This device's slices of its state: what `shard_map` makes of `slice_state` by
             `slice_specs`.
         max_norm: As there.
-        **options: `fsdp_group`, `dp_group`, `communication_size`, `reduction`, as there.
+        **options: The others, as there.
 
     Returns:
         (parameters, opt_state), and with `max_norm` the norm as a third.
@@ -152,8 +160,8 @@ def _check_options(optimizer: Any, communication_stream: Any, max_norm: Any) -> 
 def _groups(fsdp_group: Group, dp_group: Group) -> tuple[Axes, Axes]:
     """The axes of both groups, checked against those that are bound here."""
     bound = bound_axes()
-    dp = () if dp_group is None else as_axes(dp_group)
-    fsdp = tuple(a for a in bound if a not in dp) if fsdp_group is None else as_axes(fsdp_group)
+    dp = flat_axes(dp_group)
+    fsdp = tuple(a for a in bound if a not in dp) if fsdp_group is None else flat_axes(fsdp_group)
     for axis in fsdp + dp:
         if axis not in bound:
             raise UsageError(
@@ -162,41 +170,45 @@ def _groups(fsdp_group: Group, dp_group: Group) -> tuple[Axes, Axes]:
             )
         if (fsdp + dp).count(axis) > 1:
             raise UsageError(f"axis {axis!r} is in fsdp_group {fsdp} and dp_group {dp}: once only.")
-    left_out = [a for a in bound if a not in fsdp + dp and axes_size(a) > 1]
+    left_out = tuple(a for a in bound if a not in fsdp + dp and axes_size((a,)) > 1)
     if left_out and dp_group is None:
         raise UsageError(
-            f"fsdp_group {fsdp} leaves out axis {left_out[0]!r} of size {axes_size(left_out[0])}: "
+            f"fsdp_group {fsdp} leaves out axis {left_out[0]!r} of size {axes_size(left_out[:1])}: "
             "devices along it would each follow gradients of their own. Name it in dp_group to "
             "average over it, or give dp_group=() if it carries no batch."
-        )
-    of_vmap = [a for a in fsdp if a not in jax.sharding.get_abstract_mesh().manual_axes]
-    if of_vmap and len(fsdp) > 1:
-        raise UsageError(
-            f"fsdp_group {fsdp}: JAX scatters over one axis of vmap at a time, and {of_vmap[0]!r} "
-            "is one; name a single axis, and the others in dp_group."
         )
     return fsdp, dp
 
 
+def _own_gradients(
+    gradients: PyTree, params: Mapping[str, jax.Array], loss: jax.Array | None, axes: Axes
+) -> dict[str, jax.Array]:
+    """Gradients by path, checked, such that their mean over `axes` is the right one."""
+    done = averaged_axes(loss, axes)
+    left = tuple(axis for axis in axes if axis not in done and is_tracked(axis))
+    own = {}
+    for name, g in by_path(gradients).items():
+        g = jnp.asarray(g)
+        _check_gradient(name, g, params)
+        refuse_divided_twice(name, g.shape, [a for a in done if not is_replicated(g, a)])
+        own[name] = own_gradient(g, left)
+    return own
+
+
 def _mean_slices(
-    gradients: PyTree,
-    params: Mapping[str, jax.Array],
+    own: Mapping[str, jax.Array],
     fsdp: Axes,
     dp: Axes,
     bucket_bytes: int,
     reduction: Reduction,
 ) -> tuple[dict[str, Placement], dict[str, jax.Array]]:
     """Which slices this device updates, and its slices of the mean gradients, both by path."""
-    own = {name: jnp.asarray(g) for name, g in by_path(gradients).items()}
-    for name, g in own.items():
-        _check_gradient(name, g, params)
-    own = {name: own_gradient(g, fsdp + dp) for name, g in own.items()}
     layout = lay_out_flat(own, axes_size(fsdp))
     if axes_size(fsdp) == 1:  # everything stays whole
         means = buckets.all_mean_tree(own, fsdp + dp, reduction, bucket_bytes=bucket_bytes)
         return layout, means
     slices = buckets.scatter_mean_tree(
-        own, layout, reduction, axis=_one(fsdp), replica_axes=dp, bucket_bytes=bucket_bytes
+        own, layout, reduction, axis=fsdp, replica_axes=dp, bucket_bytes=bucket_bytes
     )
     return layout, slices
 
@@ -224,7 +236,7 @@ def _update(
     params: Mapping[str, jax.Array],
     layout: Mapping[str, Placement],
     optimizer: Optimizer,
-    axis: str | Axes,
+    axis: Axes,
     bucket_bytes: int,
 ) -> dict[str, jax.Array]:
     """New whole parameters by path, of those that have gradients.
@@ -248,8 +260,3 @@ def _update(
         )
     new = {name: x.astype(params[name].dtype) for name, x in new.items()}
     return buckets.gather_tree(new, layout, axis=axis, bucket_bytes=bucket_bytes)
-
-
-def _one(axes: Axes) -> str | Axes:
-    """A single axis by its name, which is all that some reductions take."""
-    return axes[0] if len(axes) == 1 else axes

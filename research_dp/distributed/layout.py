@@ -7,9 +7,11 @@ shardings of the compiled engine, the optimizer state, and what is read back fro
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
+import re
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import gin
 import jax
@@ -20,6 +22,7 @@ from research_dp.distributed.errors import UsageError
 from research_dp.distributed.mesh import FSDP_AXIS
 
 PyTree = Any
+T = TypeVar("T")
 
 
 class Choice(NamedTuple):
@@ -139,6 +142,33 @@ def largest_dim(
     return choose_dim(shape, axis_size, min_weight_size)
 
 
+@gin.register(module="distributed")
+def dim_by_path(
+    path: str,
+    shape: tuple[int, ...],
+    axis_size: int,
+    *,
+    dims: Mapping[str, int | None],
+    otherwise: Rule = largest_dim,
+) -> Choice:
+    """A rule that is told the dim of some parameters, and asks another rule about the rest.
+
+    Args:
+        path: Path of the parameter.
+        shape: Its shape.
+        axis_size: Number of shards.
+        dims: Regular expressions that a whole path must match -> dim, counted from the end if
+            negative, or None: stays whole. The first that matches decides, whatever the size.
+        otherwise: The rule for paths that none matches.
+    """
+    for pattern, dim in dims.items():
+        if re.fullmatch(pattern, path):
+            if dim is None:
+                return Choice(None, f"dim_by_path.dims says so for {pattern!r}")
+            return Choice(dim + len(shape) if dim < 0 else dim)
+    return Choice(*otherwise(path, shape, axis_size))
+
+
 def lay_out(tree: PyTree, rule: Rule | None, axis_size: int) -> PyTree:
     """Asks the rule about each array of a tree.
 
@@ -162,18 +192,34 @@ def lay_out(tree: PyTree, rule: Rule | None, axis_size: int) -> PyTree:
             choice = Choice(None, f"axis {FSDP_AXIS!r} has size 1")
         else:
             choice = Choice(*rule(name, shape, axis_size))
-        if choice.dim is not None and not (
-            0 <= choice.dim < len(shape) and shape[choice.dim] % axis_size == 0
-        ):
-            raise UsageError(
-                f"data_parallel.shard chose dim {choice.dim} of {name} {shape}, which {axis_size} "
-                f"devices on axis {FSDP_AXIS!r} do not divide. Return Choice(None, reason) for it.",
-                binding="data_parallel.shard",
-            )
+        check_choice(choice, name, shape, axis_size)
         dtype = np.dtype(leaf.dtype)
         return Placement(name, shape, dtype, choice.dim, choice.reason, axis_size)
 
     return jax.tree_util.tree_map_with_path(place, tree)
+
+
+def check_choice(
+    choice: Choice,
+    path: str,
+    shape: tuple[int, ...],
+    axis_size: int,
+    *,
+    axis: Any = FSDP_AXIS,
+    chooser: str = "data_parallel.shard",
+) -> None:
+    """Refuses a dim that does not exist or that the devices do not divide.
+
+    Raises:
+        UsageError: It is one; the message names the path, the shape and the axis size.
+    """
+    dim = choice.dim
+    if dim is not None and not (0 <= dim < len(shape) and shape[dim] % axis_size == 0):
+        raise UsageError(
+            f"{chooser} chose dim {dim} of {path} {shape}, which {axis_size} "
+            f"devices on axis {axis!r} do not divide. Return Choice(None, reason) for it.",
+            binding=chooser,
+        )
 
 
 def lay_out_flat(tree: PyTree, shards: int) -> PyTree:
@@ -211,8 +257,37 @@ def specs(layout: PyTree) -> PyTree:
     return jax.tree.map(lambda placement: placement.spec, layout)
 
 
+def match_rules(tree: PyTree, rules: Mapping[str, T], what: str = "rule") -> PyTree:
+    """Finds the rule of each leaf by its path.
+
+    Args:
+        tree: Any pytree.
+        rules: Path, e.g. 'params/Dense_0/kernel', -> what the rule says of the leaf there.
+        what: What to call a rule in the error.
+
+    Returns:
+        A tree of the same structure, each leaf what its rule says, or None: no rule names it.
+
+    Raises:
+        UsageError: A rule names no leaf; the message has the nearest paths.
+    """
+    paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    for name in sorted(set(rules) - set(paths)):
+        near = difflib.get_close_matches(name, paths, n=3, cutoff=0.3) or sorted(paths)[:3]
+        raise UsageError(
+            f"{what} {name!r} matches none of {len(paths)} paths; near it: "
+            f"{', '.join(map(repr, near)) or 'nothing'}. Give the whole path of a leaf."
+        )
+    return jax.tree.unflatten(jax.tree.structure(tree), [rules.get(path) for path in paths])
+
+
 def path_name(path: Any) -> str:
-    """A key path as names joined by '/', e.g. 'Dense_0/kernel'."""
+    """A key path as names joined by '/', e.g. 'Dense_0/kernel'.
+
+    The `.value` in which Flax's boxes and variables hold their array is left out.
+    """
+    if path and path[-1] == jax.tree_util.GetAttrKey("value"):
+        path = path[:-1]
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 

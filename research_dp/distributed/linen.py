@@ -1,13 +1,19 @@
-"""Where Flax Linen ends: its modules become pure functions on plain dicts."""
+"""Where Flax Linen ends: modules as pure functions on plain dicts, modules that hold shards."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import flax.linen as nn
+import gin
 import jax
 import jax.numpy as jnp
 
+from research_dp.distributed.collectives import PLAIN, Reduction
+from research_dp.distributed.layout import Rule
+from research_dp.distributed.sharded_params import gather_params, shard_params
 from research_dp.distributed.trainable import Functions
 
 PyTree = Any
@@ -43,3 +49,53 @@ def linen_functions(module: nn.Module) -> Functions:
         return y, {**model_state, **updates}
 
     return Functions(init, apply)
+
+
+@gin.register(module="distributed")
+def shard_module_params(
+    target: Callable[..., Any],
+    axis_name: str | Sequence[str],
+    min_weight_size: int = 2**18,
+    gather_dtype: Any = None,
+    grad_scatter_dtype: Any = None,
+    *,
+    rule: Rule | None = None,
+    min_weight_bytes: int | None = None,
+    pre_divide: bool = False,
+    reduction: Reduction = PLAIN,
+) -> Any:
+    """A module class whose parameters are sharded: gathered when it is called, sharded when made.
+
+    As in xlstm-jax. Paths and initial values are those of `target`; other collections than
+    `params` are left alone. Every call gathers: to save memory, wrap the parts of a model (its
+    blocks), and `nn.remat` outside of this, so that the backward pass gathers again. `nn.scan`
+    needs `metadata_params={nn.PARTITION_NAME: None}`. `init` inside mapped axes makes whole
+    parameters on each device before it cuts them; `init_sharded` does not.
+
+    Args:
+        target: A Linen module class, or a function of (module, ...), not an instance.
+        axis_name: The mesh axis, or several as one; bound where the module is used.
+        min_weight_size: As in `shard_params`.
+        gather_dtype: As in `gather_params`.
+        grad_scatter_dtype: As in `gather_params`.
+        rule: As in `shard_params`; paths start at the wrapped module.
+        min_weight_bytes: As in `shard_params`.
+        pre_divide: As in `gather_params`.
+        reduction: As in `gather_params`.
+    """
+    gather = functools.partial(
+        gather_params,
+        axis_name=axis_name,
+        gather_dtype=gather_dtype,
+        grad_scatter_dtype=grad_scatter_dtype,
+        pre_divide=pre_divide,
+        reduction=reduction,
+    )
+    shard = functools.partial(
+        shard_params,
+        axis_name=axis_name,
+        min_weight_size=min_weight_size,
+        rule=rule,
+        min_weight_bytes=min_weight_bytes,
+    )
+    return nn.map_variables(target, "params", trans_in_fn=gather, trans_out_fn=shard, mutable=True)

@@ -38,8 +38,7 @@ def make_mesh(axes: Mapping[str, int], devices: Sequence[jax.Device] | None = No
     """
     present = list(jax.devices() if devices is None else devices)
     sizes = _resolve_sizes(axes, len(present), present[0].platform)
-    shape = tuple(sizes[name] for name in BATCH_AXES)
-    return jax.make_mesh(shape, BATCH_AXES, axis_types=(AxisType.Auto,) * 2, devices=present)
+    return build_mesh(sizes, present)
 
 
 @gin.register(module="distributed")
@@ -58,6 +57,18 @@ def one_device_mesh() -> Mesh:
     return make_mesh({DATA_AXIS: 1, FSDP_AXIS: 1}, devices=jax.devices()[:1])
 
 
+def build_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device]) -> Mesh:
+    """The mesh of the first of these devices, its axes of type `Auto`, in the order given.
+
+    Args:
+        sizes: Size of each axis, positive.
+        devices: At least as many devices as the product of the sizes.
+    """
+    used = list(devices)[: math.prod(sizes.values())]
+    kinds = (AxisType.Auto,) * len(sizes)
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds, devices=used)
+
+
 def split_axes(mesh: Mesh) -> tuple[str, ...]:
     """The batch axes with more than one device: those that anything must be summed over."""
     return tuple(name for name in BATCH_AXES if mesh.shape[name] > 1)
@@ -66,6 +77,16 @@ def split_axes(mesh: Mesh) -> tuple[str, ...]:
 def batch_devices(mesh: Mesh) -> int:
     """Number of devices that each hold a different slice of the batch."""
     return math.prod(mesh.shape[name] for name in BATCH_AXES)
+
+
+def refuse_mapped(name: str) -> None:
+    """Raises UsageError inside `shard_map` and `pmap`, where `name` sees a part of each array."""
+    axes = jax.sharding.get_abstract_mesh().manual_axes
+    if axes:
+        raise UsageError(
+            f"{name} takes global arrays under jit; inside a map over {axes} nobody would average "
+            "its gradients. Call it outside, or use reduce_gradients_across_devices in the map."
+        )
 
 
 def _resolve_sizes(axes: Mapping[str, int], present: int, platform: str) -> dict[str, int]:

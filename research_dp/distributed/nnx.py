@@ -1,14 +1,18 @@
-"""Where Flax NNX ends: its modules become pure functions on plain dicts."""
+"""Where Flax NNX ends: modules as pure functions on plain dicts, modules that hold shards."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import gin
 import jax
 from flax import nnx
 
+from research_dp.distributed.collectives import PLAIN, Reduction
 from research_dp.distributed.errors import UsageError
+from research_dp.distributed.layout import Rule
+from research_dp.distributed.sharded_params import gather_params, shard_params
 from research_dp.distributed.trainable import Functions
 
 PyTree = Any
@@ -74,3 +78,90 @@ def _merged(a: PyTree, b: PyTree) -> PyTree:
     for name, value in b.items():
         merged[name] = _merged(a[name], value) if name in a else value
     return merged
+
+
+@gin.register(module="distributed")
+def shard_nnx_module_params(
+    target: type[nnx.Module],
+    axis_name: str | Sequence[str],
+    min_weight_size: int = 2**18,
+    gather_dtype: Any = None,
+    grad_scatter_dtype: Any = None,
+    *,
+    rule: Rule | None = None,
+    min_weight_bytes: int | None = None,
+    pre_divide: bool = False,
+    reduction: Reduction = PLAIN,
+) -> Any:
+    """An NNX module class whose parameters are sharded: gathered when it is called.
+
+    The counterpart of `shard_module_params`. An instance, made inside mapped axes (or by
+    `init_sharded`), holds shards in its `nnx.Param`s, the axis in their `out_sharding`, so that
+    `nnx.get_partition_spec` knows; their gradients are shards of the mean. `__call__` runs on a
+    copy with whole parameters; what it changes in other variables is kept, what it does to
+    parameters is not. Other methods see shards. `sync_gradients` takes the gradients as they are.
+
+    Every call gathers: wrap the parts of a model, and call them under `nnx.remat` so that the
+    backward pass gathers again. Under `nnx.scan` and `nnx.vmap` with a partition name, give
+    `transform_metadata={nnx.PARTITION_NAME: None}`.
+
+    Args:
+        target: The class, not an instance.
+        axis_name: The mesh axis, or several as one; bound where the module is made and called.
+        min_weight_size: As in `shard_params`.
+        gather_dtype: As in `gather_params`.
+        grad_scatter_dtype: As in `gather_params`.
+        rule: As in `shard_params`; paths start at the module.
+        min_weight_bytes: As in `shard_params`.
+        pre_divide: As in `gather_params`.
+        reduction: As in `gather_params`.
+
+    Raises:
+        UsageError: `target` is not a class of modules.
+    """
+    if not (isinstance(target, type) and issubclass(target, nnx.Module)):
+        raise UsageError(
+            f"shard_nnx_module_params takes a class of nnx.Module, not {target!r}: parameters are "
+            "sharded where they are made."
+        )
+
+    class Sharded(target):  # type: ignore[misc, valid-type]
+        def __init__(self, *args: Any, **kwargs: Any):
+            super().__init__(*args, **kwargs)
+            held = shard_params(
+                nnx.state(self, nnx.Param),
+                axis_name,
+                min_weight_size,
+                rule=rule,
+                min_weight_bytes=min_weight_bytes,
+            )
+            nnx.update(self, held)
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            graphdef, held, others = nnx.split(self, nnx.Param, ...)  # type: ignore[misc]
+            whole = gather_params(
+                held,
+                axis_name,
+                gather_dtype,
+                grad_scatter_dtype,
+                pre_divide=pre_divide,
+                reduction=reduction,
+            )
+            module = nnx.merge(graphdef, whole, others)
+            result = super(Sharded, module).__call__(*args, **kwargs)
+            nnx.update(self, _changed(others, nnx.state(module, nnx.Not(nnx.Param))))
+            return result
+
+    Sharded.__name__, Sharded.__qualname__ = target.__name__, target.__qualname__
+    Sharded.__module__, Sharded.__doc__ = target.__module__, target.__doc__
+    return Sharded
+
+
+def _changed(before: nnx.State, after: nnx.State) -> nnx.State:
+    """The variables of `after` that are new or hold another array than before."""
+    old = dict(nnx.to_flat_state(before))
+    return nnx.from_flat_state(
+        (path, variable)
+        for path, variable in nnx.to_flat_state(after)
+        if path not in old or old[path].get_value() is not variable.get_value()
+    )

@@ -15,7 +15,7 @@ import jax
 import optax
 from jax.sharding import PartitionSpec
 
-from research_dp.distributed.collectives import AxisNames
+from research_dp.distributed.collectives import Axes
 from research_dp.distributed.errors import UsageError
 from research_dp.distributed.layout import Placement, by_path, dim_spec, lay_out_flat
 from research_dp.distributed.padding import flatten_padded, unflatten
@@ -150,7 +150,7 @@ def whole_state(
 
 
 def slice_specs(
-    transform: optax.GradientTransformation, parameters: PyTree, axis: AxisNames, shards: int
+    transform: optax.GradientTransformation, parameters: PyTree, axis: str | Axes, shards: int
 ) -> PyTree:
     """The `PartitionSpec`s of a sliced state, for `shard_map` and for shardings.
 

@@ -3,24 +3,44 @@
 from __future__ import annotations
 
 import hashlib
+import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from research_dp.distributed.layout import by_path
+from research_dp.distributed.errors import UsageError
+from research_dp.distributed.layout import by_path, path_name
 
 PyTree = Any
 
 
 def shardings(mesh: Mesh, specs: PyTree) -> PyTree:
-    """`NamedSharding`s for a tree of `PartitionSpec`s."""
-    return jax.tree.map(
-        lambda spec: NamedSharding(mesh, spec),
-        specs,
-        is_leaf=lambda x: isinstance(x, PartitionSpec),
+    """`NamedSharding`s for a tree of `PartitionSpec`s; what is a `Sharding` already stays.
+
+    Raises:
+        UsageError: A spec names an axis that the mesh lacks.
+    """
+
+    def on_mesh(path: Any, spec: Any) -> Sharding:
+        if isinstance(spec, Sharding):
+            return spec
+        of = f" of {path_name(path)!r}" if path else ""
+        if not isinstance(spec, PartitionSpec):
+            raise UsageError(f"{spec!r}{of} is no jax.sharding.PartitionSpec.")
+        missing = [axis for dim in spec for axis in _axes(dim) if axis not in mesh.axis_names]
+        if missing:
+            raise UsageError(
+                f"{spec}{of}: axis {missing[0]!r} is not found in mesh {dict(mesh.shape)}. "
+                "Name one of the mesh's axes."
+            )
+        return NamedSharding(mesh, spec)
+
+    return jax.tree_util.tree_map_with_path(
+        on_mesh, specs, is_leaf=lambda x: isinstance(x, PartitionSpec)
     )
 
 
@@ -28,19 +48,108 @@ def place(tree: PyTree, tree_shardings: PyTree) -> PyTree:
     """Puts this process's part of each host array on its sharding.
 
     Args:
-        tree: Host arrays, holding what this process's devices need, in global order.
-        tree_shardings: One sharding for all leaves, or a tree of them.
+        tree: Host arrays, holding what this process's devices need, in global order. Arrays that
+            are global already are moved.
+        tree_shardings: One sharding for all leaves, or a tree of them, in which None means: leave
+            that leaf as it is.
 
     Returns:
         Global arrays.
+
+    Raises:
+        UsageError: An array cannot be divided as its sharding says; the message has its path.
     """
-    if isinstance(tree_shardings, jax.sharding.Sharding):
-        tree_shardings = jax.tree.map(lambda _: tree_shardings, tree)
-    if jax.process_count() == 1:
-        return jax.device_put(tree, tree_shardings)
-    return jax.tree.map(
-        lambda x, s: jax.make_array_from_process_local_data(s, np.asarray(x)), tree, tree_shardings
+
+    def from_rows(path: Any, x: Any, sharding: Sharding) -> jax.Array:
+        del path  # how many rows are needed depends on the process: jax checks
+        return jax.make_array_from_process_local_data(sharding, np.asarray(x))
+
+    return _move(tree, tree_shardings, from_rows)
+
+
+def put(tree: PyTree, tree_shardings: PyTree) -> PyTree:
+    """Puts whole arrays, the same in every process, on shardings: `place` for parameters.
+
+    With one process the two are the same.
+    """
+
+    def from_whole(path: Any, x: Any, sharding: Sharding) -> jax.Array:
+        _check_divides(path, x, sharding)
+        whole = x if isinstance(x, jax.Array) else np.asarray(x)
+        return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+
+    return _move(tree, tree_shardings, from_whole)
+
+
+def _move(
+    tree: PyTree, tree_shardings: PyTree, assemble: Callable[[Any, Any, Sharding], jax.Array]
+) -> PyTree:
+    """Moves the leaves that have a sharding.
+
+    `assemble` makes a global array of what one of several processes has: (path, leaf, sharding).
+    """
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+    treedef: Any = jax.tree.structure(tree)
+    leaves = [leaf for _, leaf in flat]
+    if isinstance(tree_shardings, Sharding):
+        targets = [tree_shardings] * len(leaves)
+    else:
+        targets = treedef.flatten_up_to(tree_shardings)
+    several = jax.process_count() > 1
+    chosen = [i for i, target in enumerate(targets) if target is not None]
+    for i in chosen:
+        if several and not _is_global(leaves[i]):
+            leaves[i] = assemble(flat[i][0], leaves[i], targets[i])
+        else:
+            _check_divides(flat[i][0], leaves[i], targets[i])
+    moved = jax.device_put([leaves[i] for i in chosen], [targets[i] for i in chosen])
+    for i, x in zip(chosen, moved, strict=True):
+        leaves[i] = _constrained(x, targets[i])
+    return treedef.unflatten(leaves)
+
+
+def _constrained(x: jax.Array, sharding: Sharding) -> jax.Array:
+    """Under `jit` with `Auto` axes device_put is a hint, which the compiler drops; this is not."""
+    explicit = isinstance(sharding, NamedSharding) and sharding.mesh.are_all_axes_explicit
+    if explicit or not isinstance(x, jax.core.Tracer):
+        return x
+    return jax.lax.with_sharding_constraint(x, sharding)
+
+
+def _is_global(x: Any) -> bool:
+    """Whether an array is made of all processes' parts already, or is being traced."""
+    return isinstance(x, jax.Array) and (
+        isinstance(x, jax.core.Tracer) or not x.is_fully_addressable
     )
+
+
+def _check_divides(path: Any, x: Any, sharding: Sharding) -> None:
+    if not isinstance(sharding, NamedSharding):
+        return
+    shape = np.shape(x)
+    for dim, names in enumerate(sharding.spec):
+        parts = math.prod(sharding.mesh.shape[axis] for axis in _axes(names))
+        if dim >= len(shape):
+            problem = f"rank {len(shape)} is too small for {sharding.spec}. Leave it out, or"
+        elif shape[dim] % parts:
+            problem = (
+                f"dim {dim} of length {shape[dim]} is not divisible by {parts}, the devices on "
+                f"mesh axis {names!r}. Pad or drop rows, or"
+            )
+        else:
+            continue
+        name = repr(path_name(path)) if path else "an array"
+        raise UsageError(
+            f"{name} of shape {shape} cannot be sharded: {problem} replicate it with "
+            "PartitionSpec()."
+        )
+
+
+def _axes(names: Any) -> tuple[str, ...]:
+    """One entry of a PartitionSpec as a tuple of axis names."""
+    if names is None:
+        return ()
+    return names if isinstance(names, tuple) else (names,)
 
 
 def local_indices(sharding: NamedSharding, shape: tuple[int, ...], dim: int) -> np.ndarray:

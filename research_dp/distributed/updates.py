@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -10,18 +10,19 @@ import jax.numpy as jnp
 import optax
 from jax.extend.core import jaxprs_in_params
 
-from research_dp.distributed.collectives import PLAIN, AxisNames, Reduction, as_axes
+from research_dp.distributed.collectives import PLAIN, Axes, Reduction
 from research_dp.distributed.errors import UsageError
 from research_dp.distributed.layout import path_name
 from research_dp.distributed.mesh import FSDP_AXIS
 
 PyTree = Any
 
-# Primitives that mix elements of one array; an optimizer that uses them on a parameter computes
-# something else on a shard. Matched by prefix.
+# Primitives that mix elements of one array, or draw at random for a shape; an optimizer that uses
+# them on a parameter computes something else on a shard. Matched by prefix.
 _MIXING = (
     *("reduce", "dot_general", "conv_", "sort", "cum", "argm", "top_k", "scan", "while", "gather"),
     *("qr", "svd", "eig", "cholesky", "lu", "householder", "triangular_solve", "fft"),
+    *("random_bits", "threefry", "rng_"),
 )
 
 
@@ -75,28 +76,34 @@ def map_state(
     )
 
 
-def global_norm(
-    tree: PyTree, layout: PyTree, reduction: Reduction = PLAIN, axis: AxisNames = FSDP_AXIS
+def norm_of_blocks(
+    blocks: Iterable[tuple[jax.Array, Axes]], reduction: Reduction = PLAIN
 ) -> jax.Array:
-    """L2 norm of a tree whose leaves lie as `layout` says: a 0-d float32, the same everywhere.
+    """L2 norm of arrays of which this device holds blocks: a 0-d float32.
 
     Args:
-        tree: This device's blocks, and whole leaves.
-        layout: Placements.
-        reduction: How sums of squares are summed.
-        axis: The mesh axis, or axes, that blocks lie on.
+        blocks: (this device's block, the axes that the array is split over; () if it is whole).
+        reduction: How sums of squares become one over devices.
+
+    Returns:
+        The norm of all arrays, the same on every device.
     """
-    sharded: list[jax.Array] = []
-    held_whole: list[jax.Array] = []
-    for x, p in zip(jax.tree.leaves(tree), jax.tree.leaves(layout), strict=True):
-        square = jnp.sum(jnp.square(x.astype(jnp.float32)))
-        (held_whole if p.dim is None else sharded).append(square)
-    total = sum(held_whole, start=jnp.zeros((), jnp.float32))
-    if sharded:
-        # Blocks are summed over `axis` alone: replicas along the others hold the same ones, and
-        # whole leaves are counted once. Nobody divides.
-        total += reduction.all_sum(sum(sharded, start=jnp.zeros((), jnp.float32)), as_axes(axis))
+    squares: dict[Axes, list[jax.Array]] = {}
+    for x, axes in blocks:
+        squares.setdefault(axes, []).append(jnp.sum(jnp.square(x.astype(jnp.float32))))
+    total = jnp.zeros((), jnp.float32)
+    for axes, parts in squares.items():
+        mine = sum(parts, start=jnp.zeros((), jnp.float32))
+        # Blocks are summed over the axes that split them, and those alone: along others devices
+        # hold the same ones, and whole arrays are counted once. Nothing is divided.
+        total += reduction.all_sum(mine, axes) if axes else mine
     return jnp.sqrt(total)
+
+
+def global_norm(tree: PyTree, layout: PyTree, reduction: Reduction = PLAIN) -> jax.Array:
+    """L2 norm of a tree whose leaves lie as `layout` says: a 0-d float32, the same everywhere."""
+    lying = ((FSDP_AXIS,) if p.dim is not None else () for p in jax.tree.leaves(layout))
+    return norm_of_blocks(zip(jax.tree.leaves(tree), lying, strict=True), reduction)
 
 
 def clip_factor(norm: jax.Array, max_norm: float | None) -> jax.Array:
@@ -131,7 +138,8 @@ def mixing_in(function: Callable[..., Any], *args: Any) -> str | None:
 
 def _find_mixing(jaxpr: Any) -> str | None:
     for equation in jaxpr.eqns:
-        on_arrays = any(getattr(v.aval, "ndim", 0) > 0 for v in equation.invars)
+        variables = (*equation.invars, *equation.outvars)
+        on_arrays = any(getattr(v.aval, "ndim", 0) > 0 for v in variables)
         if on_arrays and equation.primitive.name.startswith(_MIXING):
             return equation.primitive.name
         for inner in jaxprs_in_params(equation.params):

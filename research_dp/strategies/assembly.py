@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from research_dp.distributed import layout as layout_lib
 from research_dp.distributed import placement
-from research_dp.distributed.errors import UsageError
+from research_dp.distributed.errors import UsageError, check_count
 from research_dp.distributed.mesh import BATCH_AXES, FSDP_AXIS, batch_devices
 from research_dp.distributed.updates import map_state, mixing_primitive
 from research_dp.strategies.strategy import Layouts, PlacedBatch, Recipe, TrainSpec, TrainState
@@ -24,7 +24,8 @@ PyTree = Any
 def init_state(spec: TrainSpec, key: jax.Array) -> TrainState:
     """The state before the first step; traced, so that it can be born sharded."""
     one = {k: jax.ShapeDtypeStruct((1, *x.shape), x.dtype) for k, x in spec.example.items()}
-    params, model_state = spec.model.init(key, one)
+    with spec.batch_is_read():
+        params, model_state = spec.model.init(key, one)
     return TrainState(jnp.zeros((), jnp.int32), params, model_state, spec.optimizer.init(params))
 
 
@@ -103,6 +104,7 @@ class BatchLayout:
 
     def __init__(self, mesh: Mesh, spec: TrainSpec):
         devices, micros = batch_devices(mesh), spec.accumulation_steps
+        _check_norm(spec.max_grad_norm)
         _check_sizes(spec.batch_size, devices, micros, mesh)
         rows = spec.batch_size // micros
         self.sharding = NamedSharding(mesh, PartitionSpec(None, BATCH_AXES))
@@ -132,13 +134,19 @@ class BatchLayout:
         return placement.place(dict(examples), self.eval_sharding)
 
 
+def _check_norm(max_grad_norm: Any) -> None:
+    """Raises UsageError unless it is None or a positive number."""
+    is_number = isinstance(max_grad_norm, int | float) and not isinstance(max_grad_norm, bool)
+    if max_grad_norm is not None and not (is_number and max_grad_norm > 0):
+        raise UsageError(
+            f"train.max_grad_norm = {max_grad_norm!r}: give a positive number, or None.",
+            binding="train.max_grad_norm",
+        )
+
+
 def _check_sizes(batch_size: int, devices: int, micros: int, mesh: Mesh) -> None:
-    for name, value in (("batch_size", batch_size), ("accumulation_steps", micros)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise UsageError(
-                f"train.{name} = {value!r}: give a whole number of at least 1.",
-                binding=f"train.{name}",
-            )
+    check_count("train.batch_size", batch_size, 1)
+    check_count("train.accumulation_steps", micros, 1)
     step = devices * micros
     if batch_size % step:
         sizes = " x ".join(f"{name} {size}" for name, size in mesh.shape.items())

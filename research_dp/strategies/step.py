@@ -7,12 +7,13 @@ whole (`compiled`, without). An engine only wraps them.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from research_dp.distributed.accumulation import add_up
 from research_dp.distributed.collectives import axes_size, drop_gathered
 from research_dp.distributed.errors import UsageError
 from research_dp.distributed.layout import path_name
@@ -22,7 +23,6 @@ from research_dp.strategies.keys import example_keys
 from research_dp.strategies.strategy import Layouts, PlacedBatch, Recipe, TrainSpec, TrainState
 
 PyTree = Any
-Gradients = Callable[[PyTree, PlacedBatch], tuple[PyTree, LossOutput]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,11 +82,11 @@ class Step:
         else:
             params = state.params
 
-        def gradients(model_state: PyTree, micro: PlacedBatch) -> tuple[PyTree, LossOutput]:
+        def gradients(model_state: PyTree, micro: PlacedBatch) -> tuple[PyTree, Any, PyTree]:
             grads, out = self._gradients(state.step, params, model_state, micro, gathered=once)
-            return self._sync(grads, "micro_batch"), out
+            return self._sync(grads, "micro_batch"), _pairs(out), out.model_state
 
-        grads, model_state, sums = _accumulate(
+        grads, sums, model_state = add_up(
             gradients, state.model_state, batch, recipe.accumulation_dtype
         )
         if once:
@@ -158,28 +158,6 @@ class Step:
         together = jnp.stack([sums[name] for name in names])
         added = self.recipe.reduction.all_sum(together, self.axes)
         return {name: added[i] for i, name in enumerate(names)}
-
-
-def _accumulate(
-    gradients: Gradients, model_state: PyTree, batch: PlacedBatch, dtype: Any
-) -> tuple[PyTree, PyTree, dict[str, jax.Array]]:
-    """Adds up micro-batches: (sum of gradients, last model state, sums of metrics)."""
-    first = jax.tree.map(lambda x: x[0], batch)
-    if batch.position.shape[0] == 1:
-        grads, out = gradients(model_state, first)
-        return grads, out.model_state, _pairs(out)
-
-    def add(carry: Any, micro: PlacedBatch) -> tuple[Any, None]:
-        total, model_state, sums = carry
-        grads, out = gradients(model_state, micro)
-        total = jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, grads)
-        return (total, out.model_state, jax.tree.map(jnp.add, sums, _pairs(out))), None
-
-    grads, out = jax.eval_shape(gradients, model_state, first)
-    zeros = jax.tree.map(lambda g: jnp.zeros(g.shape, dtype or g.dtype), grads)
-    no_sums = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(_pairs, out))
-    carry, _ = jax.lax.scan(add, (zeros, model_state, no_sums), batch)
-    return carry
 
 
 def _pairs(out: LossOutput) -> dict[str, jax.Array]:

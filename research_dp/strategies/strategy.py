@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import gin
@@ -84,6 +85,20 @@ class TrainSpec:
     max_grad_norm: float | None = None
     seed: int = 0
 
+    @contextlib.contextmanager
+    def batch_is_read(self) -> Iterator[None]:
+        """While the model is traced: UsageError if it reads what a batch does not have."""
+        try:
+            yield
+        except KeyError as error:
+            if not error.args or error.args[0] in self.example:
+                raise
+            raise UsageError(
+                f"train.model reads {error.args[0]!r} of a batch, but train.data gives "
+                f"{sorted(self.example)}. Take a model and a data set of the same task.",
+                binding="train.model",
+            ) from error
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Strategy:
@@ -148,18 +163,10 @@ class Recipe:
                 the model reads what a batch does not have, or the optimizer cannot be applied to
                 shards.
         """
-        try:
-            strategy = self.engine(self, spec)
+        strategy = self.engine(self, spec)
+        with spec.batch_is_read():
             # Whatever does not fit is found here. The trace is kept for the first step.
             jax.eval_shape(strategy.train_step, strategy.abstract_state, strategy.abstract_batch)
-        except KeyError as error:
-            if not error.args or error.args[0] in spec.example:
-                raise
-            raise UsageError(
-                f"train.model reads {error.args[0]!r} of a batch, but train.data gives "
-                f"{sorted(spec.example)}. Take a model and a data set of the same task.",
-                binding="train.model",
-            ) from error
         return strategy
 
     def refuse_no_sync(self) -> None:

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from research_dp.distributed.errors import UsageError
 from research_dp.distributed.layout import path_name
 from research_dp.strategies import TrainState
+from research_dp.training.metrics import Sums
+
+
+class Restored(NamedTuple):
+    """What a checkpoint holds.
+
+    Attributes:
+        state: The state, on its shardings.
+        window: Sums of the metrics that were not recorded yet.
+    """
+
+    state: TrainState
+    window: Sums
 
 
 class Checkpoints:
@@ -26,7 +40,7 @@ class Checkpoints:
         self._folder, self._keep = folder.absolute(), keep
         self._manager: Any = None
 
-    def restore(self, abstract_state: TrainState) -> TrainState | None:
+    def restore(self, abstract_state: TrainState) -> Restored | None:
         """The newest complete state, on the shardings of `abstract_state`; None if there is none.
 
         Raises:
@@ -40,35 +54,50 @@ class Checkpoints:
         step = manager.latest_step()
         if step is None:
             return None
-        difference = _difference(manager.item_metadata(step).tree, abstract_state)
+        difference = _difference(manager.item_metadata(step)["state"].tree, abstract_state)
         if difference:
             raise UsageError(
                 f"the checkpoint {self._folder / str(step)} is of another model or optimizer: "
                 f"{difference}. Use another --workdir, or the configuration in its config.gin."
             )
-        return manager.restore(step, args=ocp.args.StandardRestore(abstract_state))
+        wanted = ocp.args.Composite(
+            state=ocp.args.StandardRestore(abstract_state), window=ocp.args.JsonRestore()
+        )
+        found = manager.restore(step, args=wanted)
+        return Restored(found["state"], {k: (s, n) for k, (s, n) in found["window"].items()})
 
-    def save(self, state: TrainState, step: int) -> None:
+    def save(self, state: TrainState, step: int, window: Mapping[str, tuple[float, float]]) -> None:
         """Saves in the background; returns as soon as the state may be changed."""
         import orbax.checkpoint as ocp
 
         manager = self._open()
         if manager.latest_step() != step:
-            manager.save(step, args=ocp.args.StandardSave(state))
+            saved = ocp.args.Composite(
+                state=ocp.args.StandardSave(state), window=ocp.args.JsonSave(dict(window))
+            )
+            manager.save(step, args=saved)
 
-    def close(self) -> None:
-        """Waits for what is being saved."""
+    def wait(self) -> None:
+        """Waits for what is being saved; raises what went wrong with it."""
         if self._manager is not None:
             self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        """Waits, and releases what saving needed."""
+        if self._manager is not None:
             self._manager.close()
 
     def _open(self) -> Any:
         if self._manager is None:
             import orbax.checkpoint as ocp
 
-            options = ocp.CheckpointManagerOptions(max_to_keep=self._keep)
             self._manager = ocp.CheckpointManager(
-                self._folder, options=options, item_handlers=ocp.StandardCheckpointHandler()
+                self._folder,
+                options=ocp.CheckpointManagerOptions(max_to_keep=self._keep),
+                item_handlers={
+                    "state": ocp.StandardCheckpointHandler(),
+                    "window": ocp.JsonCheckpointHandler(),
+                },
             )
         return self._manager
 

@@ -5,21 +5,21 @@ from __future__ import annotations
 import contextlib
 import time
 from pathlib import Path
-from typing import Any
 
 import gin
-import jax
 import optax
 
-from research_dp.data.dataset import DataSet
-from research_dp.distributed.errors import UsageError
+from research_dp.distributed.data_set import DataSet
+from research_dp.distributed.errors import UsageError, check_count
 from research_dp.distributed.trainable import TrainableModel
-from research_dp.strategies import Recipe, TrainSpec
+from research_dp.strategies import Recipe, Strategy, TrainSpec, TrainState
+from research_dp.strategies.keys import init_key
 from research_dp.training import optim, report  # noqa: F401  (optim registers Optax with gin)
 from research_dp.training.checkpoint import Checkpoints
-from research_dp.training.metrics import drop_after
 from research_dp.training.progress import Profile
-from research_dp.training.run import Run, StopSignal
+from research_dp.training.run import Run
+from research_dp.training.schedule import Schedule
+from research_dp.training.stop import StopSignal
 
 DONE, STOPPED = 0, 143
 
@@ -71,90 +71,89 @@ def train(
         UsageError: Something in the configuration, the data or the workdir is wrong.
     """
     # ---- What is to be done ----
-    _check_counts(
-        num_steps=(num_steps, 0),
-        log_every=(log_every, 1),
-        eval_every=(eval_every, 1),
-        checkpoint_every=(checkpoint_every, 1),
+    schedule = Schedule(
+        num_steps=num_steps,
+        log_every=log_every,
+        eval_every=eval_every,
+        checkpoint_every=checkpoint_every,
+        profile_at=profile_at,
     )
+    check_count("train.seed", seed, 0)
     _check_fits(model, data)
-    built = strategy.build(
-        TrainSpec(
-            model=model,
-            optimizer=optimizer,
-            example=data.example,
-            batch_size=batch_size,
-            accumulation_steps=accumulation_steps,
-            max_grad_norm=max_grad_norm,
-            seed=seed,
-        )
+    spec = TrainSpec(
+        model=model,
+        optimizer=optimizer,
+        example=data.example,
+        batch_size=batch_size,
+        accumulation_steps=accumulation_steps,
+        max_grad_norm=max_grad_norm,
+        seed=seed,
     )
-    if dry_run or workdir is None:
+    built = strategy.build(spec)
+    if dry_run:
         print(gin.config_str())
         report.print_layout(built)
         return DONE
+    if workdir is None:
+        raise UsageError("train needs a workdir: results and checkpoints go there.")
 
     # ---- Where it stands ----
     folder = Path(workdir)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.gin").write_text(gin.config_str())
-    (folder / "operative_config.gin").write_text(gin.operative_config_str())
-    checkpoints = Checkpoints(folder / "checkpoints")
-    state = checkpoints.restore(built.abstract_state)
-    if state is None:
-        state = built.init(jax.random.key(seed))
-    first_step = step = int(state.step)
-    drop_after(folder, first_step)
+    with contextlib.closing(Checkpoints(folder / "checkpoints")) as checkpoints:
+        restored = checkpoints.restore(built.abstract_state)
+        first_step = int(restored.state.step) if restored else 0
+        if first_step > num_steps:
+            raise UsageError(
+                f"the run in {folder} is at step {first_step}, past train.num_steps = {num_steps}. "
+                "Use another --workdir, or raise train.num_steps.",
+                binding="train.num_steps",
+            )
+        state = restored.state if restored else built.init(init_key(seed))
+        run = Run(
+            spec,
+            built,
+            data,
+            folder,
+            schedule=schedule,
+            checkpoints=checkpoints,
+            first_step=first_step,
+            window=restored.window if restored else {},
+            started=time.perf_counter() if started is None else started,
+        )
+        del restored  # the state is donated to the first step
+        with contextlib.closing(run):
+            if run.is_done_already():
+                return DONE
+            return _steps(run, built, schedule, state, first_step)
 
-    # ---- Steps ----
-    run = Run(
-        built,
-        data,
-        folder,
-        batch_size=batch_size,
-        seed=seed,
-        first_step=first_step,
-        num_steps=num_steps,
-        started=time.perf_counter() if started is None else started,
-    )
-    run.progress.say(report.one_line(built))
-    if first_step:
-        run.progress.say(f"Continuing from step {first_step} in {folder}")
-    profile = Profile(profile_at, folder / "profile")
-    with contextlib.closing(run), contextlib.closing(profile), StopSignal().listen() as stop:
+
+def _steps(
+    run: Run, built: Strategy, schedule: Schedule, state: TrainState, first_step: int
+) -> int:
+    """Trains, evaluates, saves; returns the exit status."""
+    step = first_step
+    run.begin()
+    profile = Profile(schedule.profile_at, run.folder / "profile")
+    with contextlib.closing(profile), StopSignal().listen() as stop:
         batches = run.batches()
-        while step < num_steps and not stop.came:
+        while step < schedule.num_steps and not stop.came(step):
             state, metrics = built.train_step(state, next(batches))
             step += 1
             run.dispatched(step, metrics)
-            if step % log_every == 0 or step == num_steps:
+            if schedule.logs(step):
                 run.log(step)
-            if eval_every and step % eval_every == 0 and step < num_steps:
+            if schedule.evaluates(step):
                 run.evaluate(state, step)
-            if checkpoint_every and step % checkpoint_every == 0:
-                run.save(checkpoints, state, step)
+            if schedule.saves(step):
+                run.save(state, step)
             profile.step(step)
 
-        # ---- The end ----
-        run.save(checkpoints, state, step)
-        if step >= num_steps:
-            run.summarize(state, step, run.evaluate(state, step))
-        checkpoints.close()
-        if step < num_steps:
-            run.progress.say(f"Stopped by SIGTERM; step {step} is saved in {folder}")
+        run.save(state, step)
+        if step < schedule.num_steps:
+            run.stopped(step)
             return STOPPED
+        run.summarize(state, step, run.evaluate(state, step))
     return DONE
-
-
-def _check_counts(**counts: tuple[Any, int]) -> None:
-    for name, (value, least) in counts.items():
-        if value is None and name not in ("num_steps", "log_every"):
-            continue
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise UsageError(
-                f"train.{name} = {value!r}: give a whole number of at least {least}.",
-                binding=f"train.{name}",
-            )
 
 
 def _check_fits(model: TrainableModel, data: DataSet) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-import threading
+import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +15,41 @@ import jax
 import numpy as np
 from clu import metrics as clu_metrics
 
+RATES = ("steps_per_second", "examples_per_second")
 
-def means(steps: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """Means over steps of metrics given as arrays (2,) of sum and count; one device-to-host copy.
+# name -> (sum, count), on the host.
+Sums = dict[str, tuple[float, float]]
 
-    A mean over examples, never a mean of means.
+
+def add_up(sums: Sums, steps: Iterable[Mapping[str, Any]]) -> Sums:
+    """Adds steps' metrics, arrays (2,) of sum and count on the devices, to sums on the host.
+
+    One after another, in float64: a sum that was saved and is continued has the same bits as one
+    that was not.
     """
-    host = jax.device_get(list(steps))
-    averages = {}
-    for name in host[0]:
-        total, count = np.asarray([step[name] for step in host], np.float64).sum(axis=0)
-        averages[name] = clu_metrics.Average(total=np.float32(total), count=np.float32(count))
+    added = dict(sums)
+    for step in jax.device_get(list(steps)):
+        for name, (total, count) in step.items():
+            before = added.get(name, (0.0, 0.0))
+            added[name] = (before[0] + float(total), before[1] + float(count))
+    return added
+
+
+def means(sums: Sums) -> dict[str, float]:
+    """Means over examples, never means of means."""
+    averages = {
+        name: clu_metrics.Average(total=np.float32(total), count=np.float32(count))
+        for name, (total, count) in sums.items()
+    }
     collection = clu_metrics.Collection.create_collection(**averages)
     return {name: float(value) for name, value in collection.compute().items()}
+
+
+def as_json(value: Any) -> Any:
+    """The same with what JSON cannot say (not a number, infinite) as null."""
+    if isinstance(value, Mapping):
+        return {key: as_json(inner) for key, inner in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class Records:
@@ -45,31 +68,34 @@ class Records:
         self._file = (workdir / "metrics.jsonl").open("a", buffering=1)
         self._waiting: list[tuple[str, int, dict[str, float]]] = []
         self._writers: dict[str, Any] = {}
-        self._thread: threading.Thread | None = None
+        self._thread = ThreadPoolExecutor(1, "tensorboard")
+        self._writing: Future[None] | None = None
         self._flushed = time.monotonic()
 
     def write(self, split: str, step: int, scalars: Mapping[str, float]) -> None:
         """Records scalars of a split ('train', 'eval') at a step."""
-        self._file.write(json.dumps({"split": split, "step": step, **scalars}) + "\n")
+        record = as_json({"split": split, "step": step, **scalars})
+        self._file.write(json.dumps(record, allow_nan=False) + "\n")
         self._waiting.append((split, step, dict(scalars)))
-        if time.monotonic() - self._flushed > self._flush_seconds:
+        busy = self._writing is not None and not self._writing.done()
+        if time.monotonic() - self._flushed > self._flush_seconds and not busy:
             self._flush()
 
     def close(self) -> None:
-        """Writes what is left."""
+        """Writes what is left; raises what went wrong in the thread."""
         self._file.close()
-        if self._thread:
-            self._thread.join()
-        self._to_tensorboard(self._waiting)
+        self._flush()
+        self._thread.shutdown()
+        assert self._writing is not None
+        self._writing.result()
         for writer in self._writers.values():
             writer.close()
 
     def _flush(self) -> None:
-        if self._thread and self._thread.is_alive():
-            return
+        if self._writing is not None:
+            self._writing.result()
         self._flushed, waiting, self._waiting = time.monotonic(), self._waiting, []
-        self._thread = threading.Thread(target=self._to_tensorboard, args=(waiting,))
-        self._thread.start()
+        self._writing = self._thread.submit(self._to_tensorboard, waiting)
 
     def _to_tensorboard(self, waiting: Sequence[tuple[str, int, dict[str, float]]]) -> None:
         if not waiting:
@@ -85,16 +111,33 @@ class Records:
             writer.flush()
 
 
-def drop_after(workdir: Path, step: int) -> None:
-    """Drops lines of `metrics.jsonl` beyond a step: a continued run writes them again."""
+def last_train_means(workdir: Path) -> dict[str, float]:
+    """The metrics, without rates, of the newest record of training in `metrics.jsonl`."""
+    records = [r for r in _read(workdir / "metrics.jsonl") if r["split"] == "train"]
+    newest = records[-1] if records else {}
+    told = ("split", "step", *RATES)
+    return {name: value for name, value in newest.items() if name not in told}
+
+
+def drop_unsaved(workdir: Path, step: int, *, evaluates_again: bool) -> None:
+    """Drops from `metrics.jsonl` what a run continued from a step writes again.
+
+    Args:
+        workdir: Folder of the run.
+        step: Everything beyond it is dropped.
+        evaluates_again: Whether the evaluation at the step itself is to be dropped too.
+    """
     path = workdir / "metrics.jsonl"
-    if not path.exists():
-        return
-    kept = []
-    for line in path.read_text().splitlines():
-        with contextlib.suppress(json.JSONDecodeError):  # the last line of a killed run
-            if json.loads(line)["step"] <= step:
-                kept.append(line + "\n")
+    again = (step, "eval") if evaluates_again else None
+    kept = [r for r in _read(path) if r["step"] <= step and (r["step"], r["split"]) != again]
     temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(kept))
+    temporary.write_text("".join(json.dumps(record) + "\n" for record in kept))
     temporary.replace(path)
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    records = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        with contextlib.suppress(json.JSONDecodeError):  # the last line of a killed run
+            records.append(json.loads(line))
+    return records

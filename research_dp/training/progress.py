@@ -10,6 +10,8 @@ import jax
 from rich import progress as rich_progress
 from rich.console import Console
 
+from research_dp.training.metrics import RATES
+
 _PROFILED_STEPS = 5
 
 
@@ -50,7 +52,7 @@ class Clock:
             return {}
         rate = self._steps / self._seconds
         self._steps, self._seconds = 0, 0.0
-        return {"steps_per_second": rate, "examples_per_second": rate * self._batch_size}
+        return dict(zip(RATES, (rate, rate * self._batch_size), strict=True))
 
     def overall(self) -> float | None:
         """Steps a second of the whole run so far."""
@@ -91,7 +93,7 @@ class Progress:
 
     def metrics(self, split: str, step: int, scalars: Mapping[str, float]) -> None:
         """Prints metrics of a split, with rate and time left where the scalars have a rate."""
-        shown = {k: v for k, v in scalars.items() if not k.endswith("_per_second")}
+        shown = {name: value for name, value in scalars.items() if name not in RATES}
         parts = [f"{name} {value:.4g}" for name, value in shown.items()]
         rate = scalars.get("steps_per_second")
         if rate:

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import itertools
 import json
-import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import gin
 import jax
 
-from research_dp.data.dataset import DataSet, EvalOrder, TrainOrder
+from research_dp.distributed.data_set import DataSet, EvalOrder, TrainOrder
 from research_dp.distributed.placement import fingerprint
-from research_dp.strategies import Strategy, TrainState
+from research_dp.strategies import Strategy, TrainSpec, TrainState
+from research_dp.training import metrics as metrics_lib
+from research_dp.training import report
 from research_dp.training.checkpoint import Checkpoints
-from research_dp.training.metrics import Records, means
 from research_dp.training.progress import Clock, Progress
+from research_dp.training.schedule import Schedule
 
 _PREFETCH = 2  # batches placed on the devices ahead of the step that takes them
 
@@ -28,77 +29,112 @@ class Run:
     """A run of a strategy on data, from a first step to a last.
 
     Args:
+        spec: What the strategy was built for.
         strategy: The built strategy.
         data: The data set.
-        folder: Folder of the run's results.
-        batch_size: Examples a step.
-        seed: Seed of the order of examples.
+        folder: Folder of the run's results; process 0 writes there.
+        schedule: When what happens.
+        checkpoints: Where the state is saved.
         first_step: Steps that are done already.
-        num_steps: Step at which the run ends.
+        window: Sums of metrics before `first_step` that were not recorded yet.
         started: `time.perf_counter()` when the command started.
     """
 
     def __init__(
         self,
+        spec: TrainSpec,
         strategy: Strategy,
         data: DataSet,
         folder: Path,
         *,
-        batch_size: int,
-        seed: int,
+        schedule: Schedule,
+        checkpoints: Checkpoints,
         first_step: int,
-        num_steps: int,
+        window: metrics_lib.Sums,
         started: float,
     ):
-        self._strategy, self._data, self._folder = strategy, data, folder
-        self._batch_size, self._seed, self._started = batch_size, seed, started
-        self._first_step, self._num_steps = first_step, num_steps
-        self._since_log: list[Mapping[str, Any]] = []
+        self._spec, self._strategy, self._data, self.folder = spec, strategy, data, folder
+        self._schedule, self._checkpoints, self._first_step = schedule, checkpoints, first_step
+        self._window, self._started = window, started
+        self._writes = jax.process_index() == 0
+        self._unread: list[Mapping[str, Any]] = []
         self._due: tuple[int, list[Mapping[str, Any]]] | None = None
+        self._in_flight: collections.deque[Any] = collections.deque()
         self._summary: dict[str, Any] = {"train": {}, "seconds_to_first_step": None}
-        self._records = Records(folder)
-        self._clock = Clock(batch_size)
-        self.progress = Progress(num_steps, first_step)
+        self._records: metrics_lib.Records | None = None
+        self._clock = Clock(spec.batch_size)
+        self._progress = Progress(schedule.num_steps, first_step)
+
+    # ---- Beginning ----
+
+    def is_done_already(self) -> bool:
+        """Whether an earlier command ended this run; says so."""
+        path = self.folder / "summary.json"
+        at_the_end = self._first_step == self._schedule.num_steps and path.exists()
+        if at_the_end and json.loads(path.read_text())["step"] == self._first_step:
+            self._progress.say(f"Done already, at step {self._first_step}: {path}")
+            return True
+        return False
+
+    def begin(self) -> None:
+        """Writes the configuration, and drops records that will be written again."""
+        last = self._first_step == self._schedule.num_steps
+        if self._writes:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / "config.gin").write_text(gin.config_str())
+            self._write_operative_config()
+            metrics_lib.drop_unsaved(self.folder, self._first_step, evaluates_again=last)
+            self._summary["train"] = metrics_lib.last_train_means(self.folder)
+            self._records = metrics_lib.Records(self.folder)
+        self._progress.say(report.one_line(self._strategy))
+        self._data.prepare()
+        if self._first_step:
+            self._progress.say(f"Continuing from step {self._first_step} in {self.folder}")
 
     def batches(self) -> Iterator[Any]:
         """Training batches on the devices, a few ahead."""
         order = TrainOrder(
-            seed=self._seed,
-            batch_size=self._batch_size,
+            seed=self._spec.seed,
+            batch_size=self._spec.batch_size,
             rows=self._strategy.train_rows,
             first_step=self._first_step,
-            num_steps=self._num_steps,
+            num_steps=self._schedule.num_steps,
         )
-        if self._first_step < self._num_steps:
-            self.progress.say("Compiling the training step")
+        if self._first_step < self._schedule.num_steps:
+            self._progress.say("Compiling the training step")
         for batch in _ahead(self._strategy.place_batch, self._data.train(order)):
-            # The next batch was placed while the last step ran; now that step is to be over.
-            _one_at_a_time(self._since_log[-1:])
+            # The next batch was placed while the last steps ran; now they are to be over.
+            while len(self._in_flight) >= _most_in_flight():
+                jax.block_until_ready(self._in_flight.popleft())
             yield batch
+
+    # ---- Steps ----
 
     def dispatched(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Keeps a step's metrics; fetches and records what was due before it, while it runs."""
         self._write_due()
-        self._since_log.append(metrics)
+        self._unread.append(metrics)
+        self._in_flight.append(metrics)
         self._clock.count_step()
-        self.progress.step(step)
+        self._progress.step(step)
         if step == self._first_step + 1:
             jax.block_until_ready(metrics)
             seconds = time.perf_counter() - self._started
             self._summary["seconds_to_first_step"] = seconds
-            self.progress.say(f"First step done {seconds:.1f} s after the start")
+            self._progress.say(f"First step done {seconds:.1f} s after the start")
+            self._write_operative_config()
             self._clock.start()
 
     def log(self, step: int) -> None:
         """Marks the metrics since the last call for the record; see `dispatched`."""
-        self._due, self._since_log = (step, self._since_log), []
+        self._due, self._unread = (step, self._unread), []
 
     def evaluate(self, state: TrainState, step: int) -> dict[str, float]:
         """Metrics over the whole evaluation split, each example counted once."""
-        self.settle(state)
+        self._settle(state)
         order = EvalOrder(batch_size=self._strategy.eval_batch_size, rows=self._strategy.eval_rows)
         batches = _ahead(self._strategy.place_eval_batch, self._data.evaluate(order))
-        metrics = means(self._eval_steps(state, batches))
+        metrics = metrics_lib.means(metrics_lib.add_up({}, self._eval_steps(state, batches)))
         self._record("eval", step, metrics)
         self._resume(step)
         return metrics
@@ -106,27 +142,33 @@ class Run:
     def _eval_steps(self, state: TrainState, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:
             sums = self._strategy.eval_step(state, batch)
-            _one_at_a_time(sums)
+            self._in_flight.append(sums)
+            while len(self._in_flight) >= _most_in_flight():
+                jax.block_until_ready(self._in_flight.popleft())
             yield sums
 
-    def save(self, checkpoints: Checkpoints, state: TrainState, step: int) -> None:
+    def save(self, state: TrainState, step: int) -> None:
         """Saves the state, in the background."""
-        self.settle(state)
-        checkpoints.save(state, step)
+        self._settle(state)
+        self._window = metrics_lib.add_up(self._window, self._unread)
+        self._unread = []
+        self._checkpoints.save(state, step, self._window)
         self._resume(step)
 
-    def settle(self, state: TrainState) -> None:
-        """Waits for the last step, records what is due, and stops the clock."""
-        jax.block_until_ready(state)
-        self._clock.stop()
-        self._write_due()
+    # ---- The end ----
+
+    def stopped(self, step: int) -> None:
+        """Says, once it is so, that a run which was told to stop is saved."""
+        self._checkpoints.wait()
+        self._progress.say(f"Stopped by SIGTERM; step {step} is saved in {self.folder}")
 
     def summarize(self, state: TrainState, step: int, final: Mapping[str, float]) -> None:
-        """Writes `summary.json`."""
+        """Writes `summary.json`, once the state is saved."""
+        self._checkpoints.wait()
         mesh = self._strategy.mesh
         summary = {
             "step": step,
-            "examples_seen": step * self._batch_size,
+            "examples_seen": step * self._spec.batch_size,
             **self._summary,
             "eval": dict(final),
             "devices": mesh.size,
@@ -136,14 +178,25 @@ class Run:
             "steps_per_second": self._clock.overall(),
             "params_fingerprint": fingerprint(state.params),
         }
-        if jax.process_index() == 0:
-            text = json.dumps(summary, indent=2) + "\n"
-            (self._folder / "summary.json").write_text(text)
-        self.progress.say(f"Done: {self._folder / 'summary.json'}")
+        if self._writes:
+            text = json.dumps(metrics_lib.as_json(summary), indent=2, allow_nan=False) + "\n"
+            (self.folder / "summary.json").write_text(text)
+            self._write_operative_config()
+        self._progress.say(f"Done: {self.folder / 'summary.json'}")
 
     def close(self) -> None:
-        self.progress.close()
-        self._records.close()
+        self._progress.close()
+        if self._records:
+            self._records.close()
+
+    # ---- Inside ----
+
+    def _settle(self, state: TrainState) -> None:
+        """Waits for the last step, records what is due, and stops the clock."""
+        jax.block_until_ready(state)
+        self._in_flight.clear()
+        self._clock.stop()
+        self._write_due()
 
     def _resume(self, step: int) -> None:
         if step > self._first_step:
@@ -153,42 +206,29 @@ class Run:
         if self._due is None:
             return
         (step, steps), self._due = self._due, None
-        metrics = means(steps)
-        self._summary["train"] = metrics
-        self._record("train", step, {**metrics, **self._clock.rates()})
+        sums, self._window = metrics_lib.add_up(self._window, steps), {}
+        self._summary["train"] = metrics_lib.means(sums)
+        self._record("train", step, {**self._summary["train"], **self._clock.rates()})
 
     def _record(self, split: str, step: int, scalars: Mapping[str, float]) -> None:
-        self._records.write(split, step, scalars)
-        self.progress.metrics(split, step, scalars)
+        if self._records:
+            self._records.write(split, step, scalars)
+        self._progress.metrics(split, step, scalars)
+
+    def _write_operative_config(self) -> None:
+        # Gin knows a parameter's value once its function was called: written more than once.
+        if self._writes:
+            (self.folder / "operative_config.gin").write_text(gin.operative_config_str())
 
 
-def _one_at_a_time(outputs: Any) -> None:
-    """Waits for a step on a split CPU; accelerators run ahead.
+def _most_in_flight() -> int:
+    """How many steps may be under way when the next one is dispatched.
 
-    There the devices share a pool of threads, and a step that waits in a collective can hold the
-    threads that the step before it needs to end: with many steps under way XLA deadlocks.
+    Two keep an accelerator busy. On a split CPU the devices share a pool of threads, and a step
+    that waits in a collective can hold the threads that the step before it needs to end: with
+    many steps under way XLA deadlocks.
     """
-    if jax.default_backend() == "cpu" and jax.device_count() > 1:
-        jax.block_until_ready(outputs)
-
-
-class StopSignal:
-    """Whether SIGTERM came; the loop asks after each step."""
-
-    def __init__(self) -> None:
-        self.came = False
-
-    def _note(self, *_: Any) -> None:
-        self.came = True
-
-    @contextlib.contextmanager
-    def listen(self) -> Iterator[StopSignal]:
-        """Notes SIGTERM instead of dying from it."""
-        before = signal.signal(signal.SIGTERM, self._note)
-        try:
-            yield self
-        finally:
-            signal.signal(signal.SIGTERM, before)
+    return 1 if jax.default_backend() == "cpu" else 2
 
 
 def _ahead(place: Callable[[Any], Any], batches: Iterable[Any]) -> Iterator[Any]:

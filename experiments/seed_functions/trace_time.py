@@ -1,0 +1,139 @@
+"""Tracing and lowering the functions on boxes beside the same written by hand.
+
+python experiments/seed_functions/trace_time.py [--leaves=100] [--pairs=15]
+
+`by hand` is what one would write for a model whose layout is known: slices, a custom gradient with
+`all_gather` and `psum_scatter`, `pmean`, in loops over leaves. A B A B; nothing cached or compiled.
+"""
+
+import argparse
+import functools
+import gc
+import statistics
+import time
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import research_dp
+
+AXIS = "fsdp"
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def gather(x, dim):
+    return lax.all_gather(x, AXIS, axis=dim, tiled=True)
+
+
+def forward(x, dim):
+    return gather(x, dim), None
+
+
+def backward(dim, _, g):
+    # psum_scatter sums, this divides: the mean.
+    total = lax.psum_scatter(g, AXIS, scatter_dimension=dim, tiled=True)
+    return (total / lax.axis_size(AXIS),)
+
+
+gather.defvjp(forward, backward)
+
+
+def shard_by_hand(params):
+    def one(x):
+        if x.size <= 2**10:
+            return x
+        dim = max(range(x.ndim), key=lambda d: (x.shape[d], d))
+        block = x.shape[dim] // lax.axis_size(AXIS)
+        mine = lax.dynamic_slice_in_dim(x, lax.axis_index(AXIS) * block, block, dim)
+        return nn.Partitioned(mine, (None,) * dim + (AXIS,) + (None,) * (x.ndim - dim - 1))
+
+    return jax.tree.map(one, params)
+
+
+def is_box(x):
+    return isinstance(x, nn.Partitioned)
+
+
+def gather_by_hand(params):
+    return jax.tree.map(
+        lambda x: gather(x.value, x.names.index(AXIS)) if is_box(x) else x, params, is_leaf=is_box
+    )
+
+
+def sync_by_hand(grads):
+    # Whole gradients are averaged, by pmean; those of shards are means already.
+    return jax.tree.map(lambda g: g if is_box(g) else lax.pmean(g, AXIS), grads, is_leaf=is_box)
+
+
+def differentiated(function):
+    """Traces the backward pass of a gather too."""
+
+    def total(params):
+        return sum(jnp.sum(x) for x in jax.tree.leaves(function(params)))
+
+    return jax.grad(total)
+
+
+def traced_and_lowered(function, mesh, specs, params):
+    """Seconds to lower a new function, so that nothing was traced before."""
+    mapped = jax.shard_map(
+        lambda p: function(p), mesh=mesh, in_specs=(specs,), out_specs=P(), check_vma=False
+    )
+    gc.collect()
+    start = time.perf_counter()
+    jax.jit(mapped).lower(params)
+    return time.perf_counter() - start
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--leaves", type=int, default=100)
+    parser.add_argument("--pairs", type=int, default=15)
+    flags = parser.parse_args()
+    jax.config.update("jax_num_cpu_devices", 8)
+    mesh = jax.make_mesh((8,), (AXIS,), axis_types=(AxisType.Auto,))
+    whole = {  # kernels are sharded, biases are not
+        f"layer_{i}": jax.ShapeDtypeStruct((64, 128) if i % 2 == 0 else (128,), jnp.float32)
+        for i in range(flags.leaves)
+    }
+    held = {
+        name: nn.Partitioned(x, (None, AXIS)) if len(x.shape) == 2 else x
+        for name, x in whole.items()
+    }
+    specs = nn.get_partition_spec(held)
+    ours_gather = functools.partial(research_dp.gather_params, axis_name=AXIS)
+    cases = {
+        "shard_params": (
+            functools.partial(research_dp.shard_params, axis_name=AXIS, min_weight_size=2**10),
+            shard_by_hand,
+            (P(), whole),
+        ),
+        "gather_params": (ours_gather, gather_by_hand, (specs, held)),
+        "gather_params and its gradient": (
+            differentiated(ours_gather),
+            differentiated(gather_by_hand),
+            (specs, held),
+        ),
+        "sync_gradients": (
+            functools.partial(research_dp.sync_gradients, axis_names=(AXIS,)),
+            sync_by_hand,
+            (specs, held),
+        ),
+    }
+    print(f"{flags.leaves} leaves, median of {flags.pairs} pairs")
+    for name, (ours, by_hand, (specs_in, params)) in cases.items():
+        times = [
+            [traced_and_lowered(f, mesh, specs_in, params) for f in (ours, by_hand)]
+            for _ in range(flags.pairs + 1)
+        ][1:]
+        ratio = statistics.median(a / b for a, b in times)
+        mine, hand = (1000 * statistics.median(column) for column in zip(*times, strict=True))
+        print(f"{name}: {mine:.1f} ms, by hand {hand:.1f} ms, ratio {ratio:.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""What reads a data set's files, as seen by `tfds_data`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from research_dp.data.preprocess import Preprocess
+from research_dp.distributed.data_set import Arrays, EvalOrder, TrainOrder
+from research_dp.distributed.errors import UsageError
+
+
+class Splits(NamedTuple):
+    """What a reader makes of a data set's splits; fields as in `DataSet`."""
+
+    train: Callable[[TrainOrder], Iterator[Arrays]]
+    evaluate: Callable[[EvalOrder], Iterator[Arrays]]
+
+
+# (TFDS builder, training split, evaluation split, preprocess) -> Splits. The builder's data may not
+# be there yet when the reader is called; it is when `train` or `evaluate` are.
+Reader = Callable[[Any, str, str, Preprocess], Splits]
+
+
+def check_format(builder: Any, readable: str, advice: str) -> None:
+    """Refuses a data set whose files a reader cannot read.
+
+    Args:
+        builder: A TFDS builder.
+        readable: The format that the reader reads.
+        advice: What the user can do with data that is there.
+
+    Raises:
+        UsageError: The data is in another format, or would be prepared in it.
+    """
+    found = builder.info.file_format.value
+    if found == readable:
+        return
+    if not builder.data_path.exists():
+        raise UsageError(
+            f"{builder.name} would be prepared as {found}, which tfds_data.reader cannot read. "
+            f"Bind tfds_data.file_format = '{readable}'.",
+            binding="tfds_data.file_format",
+        )
+    raise UsageError(
+        f"{builder.name} in {builder.data_path} is {found}, and tfds_data.reader reads {readable}. "
+        f"{advice}",
+        binding="tfds_data.reader",
+    )

@@ -1,0 +1,104 @@
+"""Adding up micro-batches, and moving parameters and gradients once for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import gin
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from research_dp.distributed.collectives import flat_axes
+from research_dp.distributed.replication import as_varying, varying_axes
+
+PyTree = Any
+
+
+def add_up(
+    function: Callable[[PyTree, PyTree], tuple[PyTree, PyTree, PyTree]],
+    carry: PyTree,
+    micro_batches: PyTree,
+    dtype: Any = None,
+) -> tuple[PyTree, PyTree, PyTree]:
+    """Runs a function on micro-batches one after another, adding up what it returns.
+
+    Args:
+        function: (carry, micro-batch) -> (gradients, further sums, new carry).
+        carry: Handed from one to the next, e.g. batch statistics.
+        micro_batches: Arrays with a leading dim that counts them; with one, nothing is added.
+        dtype: dtype in which gradients are added up; None: their own.
+
+    Returns:
+        (sum of gradients, sums, last carry).
+    """
+    first = jax.tree.map(lambda x: x[0], micro_batches)
+    if jax.tree.leaves(micro_batches)[0].shape[0] == 1:
+        return function(carry, first)
+
+    def add(state: Any, micro: PyTree) -> tuple[Any, None]:
+        total, sums, carry = state
+        grads, more, carry = function(carry, micro)
+        total = jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, grads)
+        return (total, jax.tree.map(jnp.add, sums, more), carry), None
+
+    grads, sums, _ = jax.eval_shape(function, carry, first)
+    zeros = jax.tree.map(lambda g: _zeros(g, dtype), grads)
+    state, _ = lax.scan(add, (zeros, jax.tree.map(_zeros, sums), carry), micro_batches)
+    return state
+
+
+@gin.register(module="distributed")
+def accumulate_gradients(
+    loss: Callable[[PyTree, PyTree], jax.Array],
+    params: PyTree,
+    micro_batches: PyTree,
+    *,
+    axis_names: str | Sequence[str] = (),
+    gather: Callable[[PyTree], PyTree] | None = None,
+    dtype: Any = None,
+) -> tuple[jax.Array, PyTree]:
+    """Mean loss and gradients over micro-batches, with one gather and one scatter for all of them.
+
+    Differentiating a sharded module once a micro-batch gathers and scatters each time. Here
+    parameters are gathered before the first and gradients, added up on each device, are scattered
+    after the last; in between whole gradients are held. `sync_gradients` is called afterwards, by
+    the caller, once.
+
+    Args:
+        loss: (whole parameters, micro-batch) -> this device's own mean loss, 0-d.
+        params: Parameters as this device holds them.
+        micro_batches: Arrays with a leading dim that counts micro-batches of equal size.
+        axis_names: The mesh axes that the batch is split over. Under `check_vma=True` autodiff
+            would sum over them in each micro-batch; without effect elsewhere.
+        gather: Makes parameters whole, e.g. `partial(gather_params, axis_name='fsdp')`, with
+            gradients that come back as its own; None: they are.
+        dtype: dtype in which gradients are added up; None: their own.
+
+    Returns:
+        (mean loss, gradients like `params`), what one batch of all examples would give.
+    """
+    axes = flat_axes(axis_names)
+
+    def whole(params: PyTree) -> PyTree:
+        params = params if gather is None else gather(params)
+        return jax.tree.map(lambda x: as_varying(x, axes), params)
+
+    full, scatter = jax.vjp(whole, params)
+
+    def one(_: None, micro: PyTree) -> tuple[PyTree, jax.Array, None]:
+        value, grads = jax.value_and_grad(loss)(full, micro)
+        return grads, value, None
+
+    total, value, _ = add_up(one, None, micro_batches, dtype)
+    count = jax.tree.leaves(micro_batches)[0].shape[0]
+    # Micro-batches were summed and are averaged here; devices are not: `gather`'s gradient and
+    # `sync_gradients` do that.
+    (grads,) = scatter(jax.tree.map(lambda g, p: (g / count).astype(p.dtype), total, full))
+    return value / count, grads
+
+
+def _zeros(like: Any, dtype: Any = None) -> jax.Array:
+    """Zeros of a traced value's shape, varying over the axes that it varies over."""
+    return as_varying(jnp.zeros(like.shape, dtype or like.dtype), tuple(varying_axes(like)))

@@ -1,0 +1,98 @@
+"""What a leaf of a parameter tree says about where it lies: bare arrays, Linen's and NNX's boxes.
+
+A box has a name for each dim: the mesh axis that splits it, several axes as a tuple, or None. In
+Linen it is an `nn.Partitioned`, in NNX an `nnx.Variable` whose metadata `out_sharding` has the
+names. A bare array is whole. The only file that knows what boxes are made of.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+import numpy as np
+
+from research_dp.distributed.collectives import Axes, flat_axes
+from research_dp.distributed.layout import path_name
+
+PyTree = Any
+
+
+def is_box(x: Any) -> bool:
+    """Whether `x` is an `nn.Partitioned` (or of a subclass), or an `nnx.Variable`."""
+    return isinstance(x, nn.Partitioned) or _is_variable(x)
+
+
+def value_of(leaf: Any) -> Any:
+    """The array in a box, or the bare array."""
+    if _is_variable(leaf):
+        return leaf.get_value()
+    return leaf.value if is_box(leaf) else leaf
+
+
+def names_of(leaf: Any) -> tuple[Any, ...]:
+    """For each dim the axis that splits it, or None; names that a box lacks count as None."""
+    names: Any = ()
+    if _is_variable(leaf):
+        names = leaf.get_metadata("out_sharding", None) or ()
+    elif is_box(leaf):
+        names = leaf.names
+    return tuple(names) + (None,) * (np.ndim(value_of(leaf)) - len(names))
+
+
+def split_over(leaf: Any) -> Axes:
+    """Names of the axes that the leaf is split over."""
+    return tuple(axis for axis in flat_axes(names_of(leaf)) if axis is not None)
+
+
+def with_value(leaf: Any, value: Any) -> Any:
+    """The same leaf, names and all, around another array."""
+    return leaf.replace(value=value) if is_box(leaf) else value
+
+
+def renamed(leaf: Any, value: Any, names: tuple[Any, ...]) -> Any:
+    """The leaf around another array, split as `names` say.
+
+    A `Variable` stays one. Otherwise an `nn.Partitioned`, whatever kind of box it was, or a bare
+    array if nothing splits it any more.
+    """
+    split = any(name is not None for name in names)
+    if _is_variable(leaf):
+        # Not eager: NNX would constrain a shard like a whole array wherever it copies the Variable.
+        return leaf.replace(
+            value=value, out_sharding=names if split else None, eager_sharding=False
+        )
+    return nn.Partitioned(value, names) if split else value
+
+
+def unboxed(tree: PyTree) -> PyTree:
+    """The tree with arrays in the place of boxes."""
+    return jax.tree.map(value_of, tree, is_leaf=is_box)
+
+
+def map_leaves(function: Callable[[str, Any], Any], tree: PyTree) -> PyTree:
+    """Applies `function(path, leaf)` to boxes and bare arrays; paths are joined by '/'."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: function(path_name(path), leaf), tree, is_leaf=is_box
+    )
+
+
+def leaves_with_paths(tree: PyTree) -> list[tuple[str, Any]]:
+    """(path, box or bare array) of each leaf."""
+    flat = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_box)
+    return [(path_name(path), leaf) for path, leaf in flat]
+
+
+def as_name(axis_name: str | Sequence[str]) -> str | Axes:
+    """An axis as it stands in a box: a string, or a tuple of several."""
+    axes = flat_axes(axis_name)
+    return axes[0] if len(axes) == 1 else axes
+
+
+def _is_variable(x: Any) -> bool:
+    # Flax NNX takes long to import. Who has a Variable has imported it.
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(x, nnx.Variable)

@@ -1,0 +1,195 @@
+"""datarax's data-parallel functions, each a short adapter over this package's primitives.
+
+What needs Flax NNX is in `nnx_data_parallel`. Where datarax fails or guesses, these say so or do
+what their names promise; docs/api_nnx.md has an example of each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import gin
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec, Sharding
+
+from research_dp.distributed import collectives, means, placement
+from research_dp.distributed.errors import UsageError
+from research_dp.distributed.layout import choose_dim, match_rules
+
+PyTree = Any
+Batch = Any
+
+
+@gin.register(module="distributed")
+def create_data_parallel_sharding(mesh: Mesh, data_axis: str = "data") -> Sharding:
+    """The sharding that splits dim 0 of an array over one mesh axis (datarax, artifex).
+
+    Args:
+        mesh: Any mesh, its axes of type `Auto` or `Explicit`.
+        data_axis: The axis that the batch is split over.
+
+    Raises:
+        UsageError: The mesh has no such axis.
+    """
+    return placement.shardings(mesh, PartitionSpec(data_axis))
+
+
+@gin.register(module="distributed")
+def place_batch_on_shards(batch: Batch, sharding: Sharding) -> Batch:
+    """Puts the arrays of a batch on a sharding (datarax).
+
+    Args:
+        batch: Any pytree. `jax.Array` and `np.ndarray` leaves are placed (datarax leaves numpy
+            arrays where they are); strings, Python and numpy scalars are returned as they are.
+            With several processes each gives its own rows, as `placement.place` takes them.
+        sharding: E.g. of `create_data_parallel_sharding`.
+
+    Raises:
+        UsageError: An array cannot be divided; the message has its path and the numbers.
+    """
+    targets = jax.tree.map(
+        lambda x: sharding if isinstance(x, (jax.Array, np.ndarray)) else None, batch
+    )
+    return placement.place(batch, targets)
+
+
+@gin.register(module="distributed")
+def place_model_state_on_shards(
+    state: Any,
+    mesh: Mesh,
+    param_sharding: str | dict[str, PartitionSpec] | None = None,
+) -> Any:
+    """Puts a model's state on a mesh (datarax; artifex's `shard_model_state`).
+
+    Args:
+        state: Any pytree: dicts, `nnx.State`, train states. Empty sub-dicts stay.
+        mesh: The mesh.
+        param_sharding: 'replicate' or None: every leaf whole on every device. 'shard': dim 0 of
+            each leaf over the mesh's first axis; scalars and what it does not divide stay whole.
+            A dict of paths, e.g. {'params/dense/kernel': PartitionSpec('data', None)}: those
+            leaves so, the others left where they are.
+
+    Raises:
+        UsageError: An unknown string, a path that names no leaf (with near ones), a spec with an
+            axis that the mesh lacks or that does not divide its leaf.
+    """
+    if isinstance(param_sharding, Mapping):
+        targets = placement.shardings(mesh, param_sharding)
+        return placement.put(state, match_rules(state, targets, "param_sharding"))
+    if param_sharding == "shard":
+        return placement.put(state, placement.shardings(mesh, _dim_0_specs(state, mesh)))
+    if param_sharding in (None, "replicate"):
+        return placement.put(state, placement.shardings(mesh, PartitionSpec()))
+    raise UsageError(
+        f"Unknown param_sharding: {param_sharding!r}. Use 'replicate', 'shard', None or a dict of "
+        "paths to PartitionSpecs."
+    )
+
+
+def _dim_0_specs(state: PyTree, mesh: Mesh) -> PyTree:
+    """Asks the rule with dim 0 alone free, and every size worth sharding."""
+    axis = mesh.axis_names[0]
+
+    def spec(x: Any) -> PartitionSpec:
+        shape = np.shape(x)
+        free = tuple(dim == 0 for dim in range(len(shape)))
+        choice = choose_dim(shape, mesh.shape[axis], min_weight_size=0, free=free)
+        return PartitionSpec() if choice.dim is None else PartitionSpec(axis)
+
+    return jax.tree.map(spec, state)
+
+
+@gin.register(module="distributed")
+def reduce_gradients_across_devices(
+    gradients: Any,
+    reduce_type: str = "mean",
+    axis_name: str = "batch",
+    *,
+    loss: jax.Array | None = None,
+) -> Any:
+    """Mean or sum of each gradient over the devices (datarax; artifex's `all_reduce_gradients`).
+
+    Inside `shard_map`, `pmap` or `vmap(axis_name=...)`. Under `nnx.jit` and `jax.jit` the compiler
+    does it: see `spmd_train_step`.
+
+    Args:
+        gradients: Gradients of each device's own loss. Leaves keep shape and dtype; the mean of
+            whole numbers is a float32. Under `shard_map(check_vma=True)` those of replicated
+            parameters are summed by autodiff already, and are not summed again. To reduce twice,
+            or after differentiating a loss that was averaged over devices, is wrong there.
+        reduce_type: 'mean' or 'sum', in any case of letters.
+        axis_name: The bound axis, or a tuple of several.
+        loss: The loss that was differentiated: it is checked not to be averaged over devices
+            before, which gradients do not show.
+
+    Raises:
+        UsageError: Another `reduce_type`, or `loss` was averaged before.
+        NameError: The axis is not bound, e.g. `pmap` was not given `axis_name`.
+    """
+    reduce = _by_reduce_type(reduce_type, mean=means.mean_gradient, sum=means.sum_gradient)
+    axes = collectives.flat_axes(axis_name)
+    if loss is not None:
+        means.check_own_loss(loss, axes)
+    # Each of the two sums over `axes` what is not summed yet; the mean divides, once, there.
+    return jax.tree.map(lambda gradient: reduce(gradient, axes), gradients)
+
+
+@gin.register(module="distributed")
+def reduce_gradient_tree(gradients: Any, reduce_type: str = "mean") -> Any:
+    """Mean or sum over all elements of each gradient: one scalar a leaf (datarax).
+
+    This does not average gradients over devices, whatever its name says: it is kept as datarax has
+    it, for statistics. Gradients under `jit` are global arrays, reduced already
+    (`spmd_train_step`); inside `shard_map` and `pmap` use `reduce_gradients_across_devices`.
+
+    Args:
+        gradients: Global arrays, sharded in any way.
+        reduce_type: 'mean' or 'sum', in any case of letters.
+
+    Returns:
+        A tree of the same structure of 0-d arrays.
+
+    Raises:
+        UsageError: Another `reduce_type`.
+    """
+    return jax.tree.map(_by_reduce_type(reduce_type, mean=jnp.mean, sum=jnp.sum), gradients)
+
+
+def _by_reduce_type(reduce_type: str, **functions: Callable[..., Any]) -> Callable[..., Any]:
+    name = str(reduce_type).lower()
+    if name not in functions:
+        raise UsageError(f"Unsupported reduce_type: {reduce_type}. Use 'mean' or 'sum'.")
+    return functions[name]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeshRules:
+    """Which mesh axis each kind of dim lies on; None: on none (datarax).
+
+    `PartitionSpec(*rules('data', 'embed'))` is the spec of an array with those dims.
+
+    Attributes:
+        data: The axis of the batch.
+        embed: That of embeddings.
+        mlp: That of hidden layers.
+        heads: That of attention heads.
+    """
+
+    data: str | None = None
+    embed: str | None = None
+    mlp: str | None = None
+    heads: str | None = None
+
+    def __call__(self, *dims: str) -> tuple[str | None, ...]:
+        """The mesh axis of each dim; AttributeError for a name that has no rule."""
+        return tuple(getattr(self, dim) for dim in dims)
+
+
+@gin.register(module="distributed")
+def data_parallel_rules(data_axis: str = "data") -> MeshRules:
+    """The rules by which only the batch is split (datarax)."""
+    return MeshRules(data=data_axis)

@@ -1,0 +1,66 @@
+"""What a data set is to everything else: batches in an order that a run can ask for."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+Arrays = Mapping[str, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainOrder:
+    """Which training batches to read.
+
+    Attributes:
+        seed: Seed of the order and of augmentation.
+        batch_size: Size of the global batch.
+        rows: Places in the global batch that this process provides, (R,) integer.
+        first_step: Step to begin with.
+        num_steps: Step to end before.
+    """
+
+    seed: int
+    batch_size: int
+    rows: np.ndarray
+    first_step: int
+    num_steps: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvalOrder:
+    """Which part of an evaluation split to read: each example once, in order, padding masked.
+
+    Attributes:
+        batch_size: Size of the global batch.
+        rows: Places in the global batch that this process provides, (R,) integer.
+    """
+
+    batch_size: int
+    rows: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataSet:
+    """Training and evaluation batches. It can be made, and asked, without the data being there.
+
+    Attributes:
+        name: Its name, for messages.
+        example: Shape and dtype of one example's arrays.
+        info: Facts for the model, e.g. `num_classes`.
+        prepare: Makes the data ready to be read where it is not, e.g. downloads it. Every process
+            must call it, for they may wait for each other; `train` and `evaluate` do.
+        train: Yields this process's rows of each batch, endlessly shuffled.
+        evaluate: Yields this process's rows of each batch, with `mask` (R,), 0 for padding.
+    """
+
+    name: str
+    example: Mapping[str, jax.ShapeDtypeStruct]
+    info: Mapping[str, Any]
+    prepare: Callable[[], None]
+    train: Callable[[TrainOrder], Iterator[Arrays]]
+    evaluate: Callable[[EvalOrder], Iterator[Arrays]]

@@ -1,0 +1,133 @@
+"""`DeviceMeshManager` of datarax and artifex: meshes of any axes, over the first devices."""
+
+from __future__ import annotations
+
+import math
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from research_dp.distributed.errors import UsageError
+from research_dp.distributed.mesh import build_mesh
+
+
+class _AlsoStatic:
+    """A method that, called on the class, is called on an instance with all devices."""
+
+    def __init__(self, function: Callable[..., Any]):
+        self._function = function
+        self.__doc__ = function.__doc__
+
+    def __get__(self, instance: Any, owner: type) -> types.MethodType:
+        return types.MethodType(self._function, owner() if instance is None else instance)
+
+
+class DeviceMeshManager:
+    """Creates meshes with axes of type `Auto`.
+
+    Each method works on an instance, as in artifex, and on the class, as in datarax:
+    `DeviceMeshManager.create_device_mesh({'data': 4})`. Strategies use `make_mesh` instead.
+
+    Args:
+        devices: The devices that meshes are made of; all of them if None.
+    """
+
+    def __init__(self, devices: Sequence[jax.Device] | None = None) -> None:
+        self._devices = list(jax.devices() if devices is None else devices)
+
+    @property
+    def devices(self) -> list[jax.Device]:
+        """The devices that meshes are made of."""
+        return list(self._devices)
+
+    @property
+    def num_devices(self) -> int:
+        """Number of them."""
+        return len(self._devices)
+
+    @_AlsoStatic
+    def create_device_mesh(
+        self,
+        mesh_shape: Mapping[str, int] | Sequence[tuple[str, int]],
+        devices: Sequence[jax.Device] | None = None,
+    ) -> Mesh:
+        """Creates a mesh of the first devices.
+
+        Args:
+            mesh_shape: Size of each axis, `{'data': 4, 'model': 2}` or pairs of name and size.
+            devices: The devices to choose from; the manager's if None.
+
+        Raises:
+            UsageError: A name occurs twice, a size is not positive (-1 is not filled up here), or
+                there are fewer devices than the product of the sizes.
+        """
+        present = self._devices if devices is None else list(devices)
+        pairs = list(mesh_shape.items() if isinstance(mesh_shape, Mapping) else mesh_shape)
+        return build_mesh(_checked(pairs, len(present)), present)
+
+    @_AlsoStatic
+    def create_data_parallel_mesh(
+        self, num_devices: int | None = None, axis_name: str = "data"
+    ) -> Mesh:
+        """Creates a mesh of one axis over `num_devices` devices; all of them if None.
+
+        Raises:
+            UsageError: See `create_device_mesh`; datarax makes a smaller mesh instead.
+        """
+        return self.create_device_mesh(
+            {axis_name: self.num_devices if num_devices is None else num_devices}
+        )
+
+    @_AlsoStatic
+    def create_model_parallel_mesh(
+        self, num_devices: int | None = None, axis_name: str = "model"
+    ) -> Mesh:
+        """The same, its axis named `model`."""
+        return self.create_data_parallel_mesh(num_devices, axis_name)
+
+    @_AlsoStatic
+    def create_hybrid_mesh(
+        self,
+        data_parallel_size: int = 1,
+        model_parallel_size: int = 1,
+        data_axis: str = "data",
+        model_axis: str = "model",
+    ) -> Mesh:
+        """Creates a mesh of two axes.
+
+        Raises:
+            UsageError: See `create_device_mesh`.
+        """
+        return self.create_device_mesh(
+            [(data_axis, data_parallel_size), (model_axis, model_parallel_size)]
+        )
+
+    @_AlsoStatic
+    def get_mesh_info(self, mesh: Mesh) -> dict[str, Any]:
+        """`{'total_devices': 8, 'axes': {'data': 4, 'model': 2}}` of a 4 x 2 mesh."""
+        return {"total_devices": mesh.size, "axes": dict(mesh.shape)}
+
+
+def _checked(pairs: list[tuple[str, int]], present: int) -> dict[str, int]:
+    sizes = dict(pairs)
+    equation = " x ".join(f"{name} {size}" for name, size in pairs)
+    if len(sizes) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise UsageError(f"mesh {equation}: axis {twice!r} is named {names.count(twice)} times.")
+    for name, size in pairs:
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise UsageError(
+                f"mesh {equation}: axis {name!r} has size {size!r}; give a positive number, at "
+                f"most the {present} devices that are available."
+            )
+    needed = math.prod(sizes.values())
+    if needed > present:
+        raise UsageError(
+            f"Not enough devices: mesh {equation} requires {needed} devices, but only {present} "
+            "are available. Give smaller sizes."
+        )
+    return sizes

@@ -1,0 +1,191 @@
+"""Means over devices that are easy to get wrong: of gradients, and of uneven numbers of items."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import gin
+import jax
+import jax.numpy as jnp
+
+from research_dp.distributed.collectives import (
+    PLAIN,
+    Axes,
+    Reduction,
+    all_mean,
+    axes_size,
+    flat_axes,
+)
+from research_dp.distributed.errors import UsageError
+from research_dp.distributed.replication import is_replicated
+
+
+def mean_gradient(
+    gradient: jax.Array,
+    axes: Axes,
+    reduction: Reduction = PLAIN,
+    dtype: Any = None,
+    *,
+    pre_divide: bool = False,
+    path: str = "",
+) -> jax.Array:
+    """Mean over devices of the gradients of each device's own loss, whoever has summed them.
+
+    Under `shard_map(check_vma=True)` autodiff has summed the gradient of a parameter that is the
+    same along an axis: the type of the gradient then no longer varies along it. Averaging such a
+    gradient would leave the sum.
+
+    Args:
+        gradient: This device's gradient, or the sum that autodiff made of them.
+        axes: The bound axes to average over.
+        reduction: How gradients are summed that are not summed yet.
+        dtype: dtype of that sum; None: the gradient's.
+        pre_divide: Divide before that sum.
+        path: Of the parameter, for messages.
+
+    Raises:
+        UsageError: It is summed already, so `dtype` or `pre_divide` come too late.
+    """
+    gradient = jnp.asarray(gradient)
+    axes_size(axes)  # names an axis that is not bound
+    summed = tuple(axis for axis in axes if is_replicated(gradient, axis))
+    if summed and (pre_divide or (dtype and jnp.dtype(dtype) != gradient.dtype)):
+        raise UsageError(
+            f"the gradient {path} {gradient.shape} was summed over {summed} in {gradient.dtype} by "
+            "autodiff already (check_vma=True), so dtype and pre_divide come too late. Use "
+            "check_vma=False, or differentiate with respect to "
+            f"jax.lax.pcast(params, {summed}, to='varying')."
+        )
+    left = tuple(axis for axis in axes if axis not in summed)
+    mean = all_mean(gradient, left, reduction, dtype, pre_divide=pre_divide)
+    # Autodiff summed over `summed`, `all_mean` averaged over the others: this divides the former.
+    return (mean / axes_size(summed)).astype(mean.dtype) if summed else mean
+
+
+def own_gradient(gradient: jax.Array, axes: Axes) -> jax.Array:
+    """A gradient whose mean over devices is that of their own losses, for who averages later.
+
+    `mean_gradient` in two steps, for gradients that are averaged in buckets or by a reduce-scatter.
+
+    Args:
+        gradient: This device's gradient, or the sum that autodiff made of them.
+        axes: The bound axes that will be averaged over.
+    """
+    summed = tuple(axis for axis in axes if is_replicated(gradient, axis))
+    # Autodiff summed over `summed`: divided here, these equal values are their own mean.
+    return gradient / axes_size(summed) if summed else gradient
+
+
+def sum_gradient(gradient: jax.Array, axes: Axes, reduction: Reduction = PLAIN) -> jax.Array:
+    """Sum over devices of the gradients of each device's own loss, whoever sums: `mean_gradient`.
+
+    Args:
+        gradient: As in `mean_gradient`.
+        axes: The bound axes to sum over.
+        reduction: How gradients are summed that are not summed yet.
+    """
+    axes_size(axes)  # names an axis that is not bound
+    # Where the type says that it is the same on each device autodiff has summed; nobody divides.
+    left = tuple(axis for axis in axes if not is_replicated(gradient, axis))
+    return reduction.all_sum(jnp.asarray(gradient), left) if left else gradient
+
+
+def averaged_axes(loss: jax.Array | None, axes: Axes) -> Axes:
+    """Those of bound axes along which a loss is known to be the same before it is differentiated.
+
+    It was averaged over them, or the batch is not split over them. None: nothing is known.
+    """
+    return () if loss is None else tuple(axis for axis in axes if is_replicated(loss, axis))
+
+
+def check_own_loss(loss: jax.Array, axes: Axes) -> None:
+    """Refuses a loss that was averaged over devices before it was differentiated.
+
+    Raises:
+        UsageError: The type of the loss says that it is the same along one of the bound axes.
+    """
+    averaged = averaged_axes(loss, axes)
+    if averaged:
+        raise UsageError(
+            f"the loss is the same along axes {list(averaged)}, so it was summed or averaged over "
+            "them before it was differentiated, and its gradients would be divided twice. "
+            "Differentiate each device's own loss, and average its value afterwards."
+        )
+
+
+def refuse_divided_twice(path: str, shape: tuple[int, ...], axes: Sequence[str]) -> None:
+    """Raises UsageError for axes that a loss was averaged over, if its gradient varies there."""
+    if axes:
+        raise UsageError(
+            f"the loss was averaged over {list(axes)} before it was differentiated, so the "
+            f"gradient {path} {shape}, which varies along them, would be divided twice. "
+            "Differentiate each device's own loss, and average its value afterwards."
+        )
+
+
+@gin.register(module="distributed")
+def weighted_mean(
+    total: jax.Array,
+    weight: jax.Array,
+    axis_names: str | Sequence[str],
+    *,
+    reduction: Reduction = PLAIN,
+) -> jax.Array:
+    """Mean over the items of all devices, where devices have uneven numbers of valid items.
+
+    The mean of the devices' means is something else: a device with one valid item would count as
+    much as one with a hundred. So the sums are summed, and divided once. For a loss that is
+    differentiated see `weighted_loss`.
+
+    Args:
+        total: Sum over this device's valid items, any shape, floating-point.
+        weight: Number of this device's valid items (or the sum of their weights), 0-d.
+        axis_names: The mesh axes that items are split over.
+        reduction: How sums are summed.
+
+    Returns:
+        The same on each device, in the dtype of `total`; 0 if no device has a valid item.
+    """
+    axes = flat_axes(axis_names)
+    # Both are sums over `axes`; `_divided` is the only division.
+    everything = reduction.all_sum(jnp.asarray(total), axes)
+    return _divided(everything, reduction.all_sum(jnp.asarray(weight), axes))
+
+
+@gin.register(module="distributed")
+def weighted_loss(
+    total: jax.Array,
+    weight: jax.Array,
+    axis_names: str | Sequence[str],
+    *,
+    reduction: Reduction = PLAIN,
+) -> jax.Array:
+    """This device's part of `weighted_mean`, to be differentiated.
+
+    Its mean over devices is `weighted_mean(total, weight)`, so that `sync_gradients` and gathered
+    parameters, which average over devices, make of its gradients the gradient of that mean. Of
+    `weighted_mean` itself, gathered parameters would divide gradients twice under `check_vma=True`.
+
+    Args:
+        total: Sum of the loss over this device's valid items, 0-d.
+        weight: Number of this device's valid items, 0-d; not differentiated.
+        axis_names: The mesh axes that items are split over.
+        reduction: How weights are summed.
+
+    Returns:
+        `total` times devices, divided by the weight of all; 0 if no device has a valid item.
+    """
+    axes = flat_axes(axis_names)
+    # Only weights are summed over `axes`. Gradients of `total` are averaged, so divided, by whoever
+    # takes them; the factor makes good for that.
+    count = reduction.all_sum(jax.lax.stop_gradient(jnp.asarray(weight)), axes)
+    return _divided(jnp.asarray(total) * axes_size(axes), count)
+
+
+def _divided(total: jax.Array, count: jax.Array) -> jax.Array:
+    """The quotient, or 0; in float32 at least, for bfloat16 does not count beyond 256."""
+    wide = jnp.promote_types(total.dtype, jnp.float32)
+    count = count.astype(wide)
+    quotient = total.astype(wide) / jnp.where(count > 0, count, 1)
+    return jnp.where(count > 0, quotient, 0).astype(total.dtype)

@@ -1,0 +1,181 @@
+"""datarax's train step under `pmap`, kept for code that is written that way."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import gin
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from research_dp.distributed.accumulation import add_up
+from research_dp.distributed.clipping import clip_by_global_norm_sharded
+from research_dp.distributed.collectives import all_mean
+from research_dp.distributed.data_parallel import reduce_gradients_across_devices
+from research_dp.distributed.errors import UsageError
+from research_dp.distributed.layout import path_name
+from research_dp.distributed.updates import apply_optimizer
+
+PyTree = Any
+Batch = Any
+
+_BATCH_AXIS = "batch"
+
+
+class _StepOptions(NamedTuple):
+    """What a compiled step depends on; hashable."""
+
+    loss_fn: Callable[..., Any]
+    optimizer: Any
+    has_aux: bool
+    max_grad_norm: float | None
+    accumulation_steps: int
+
+
+@gin.register(module="distributed")
+def data_parallel_train_step(
+    loss_fn: Callable[..., Any],
+    optimizer: Any,
+    batch: Batch,
+    state: Any,
+    rngs: Any | None = None,
+    *,
+    has_aux: bool = False,
+    max_grad_norm: float | None = None,
+    accumulation_steps: int = 1,
+) -> tuple[Any, dict[str, Any]]:
+    """One training step under `pmap`, gradients averaged over its axis 'batch' (datarax).
+
+    Compiled once for the same `loss_fn`, `optimizer` and options: make both outside the loop. New
+    code is better off with `spmd_train_step` or a strategy.
+
+    Args:
+        loss_fn: ({'params': params, **model_state}, batch, rngs=...) -> the mean loss of a
+            device's batch, 0-d. Without `rngs` it need not take them.
+        optimizer: Any optax transform.
+        batch: Arrays (devices, rows a device, ...).
+        state: Has `params`, `opt_state`, `model_state`, `step` and `replace`; each array has a
+            first dim of devices, e.g. by `flax.jax_utils.replicate`.
+        rngs: One random key or a tree of them. Device i is given `fold_in(key, i)` of each, and
+            with several micro-batches `fold_in` of that and the micro-batch. Pass new ones each
+            step.
+        has_aux: `loss_fn` returns (loss, aux).
+        max_grad_norm: Averaged gradients are scaled to at most this global norm.
+        accumulation_steps: Rows of a device are cut into this many micro-batches, whose gradients
+            are averaged before devices communicate, once.
+
+    Returns:
+        The new state, and metrics: 'loss', the mean over all devices, on each of them (devices,);
+        with `has_aux` also 'aux' as each device computed it, (devices, ...), added up over
+        micro-batches. `model_state` is not changed: a loss that computes a new one returns it as
+        aux.
+
+    Raises:
+        UsageError: An array has no such first dim, rows do not divide into micro-batches, or `rngs`
+            are no random keys.
+    """
+    options = _StepOptions(loss_fn, optimizer, has_aux, max_grad_norm, accumulation_steps)
+    return _pmapped(options)(*_one_a_device(state, batch, rngs))
+
+
+def _one_a_device(state: Any, batch: Batch, rngs: Any) -> tuple[Any, Batch, Any]:
+    """Puts row i of each array on device i, where `pmap` leaves its results, and keys on each.
+
+    `pmap` would take arrays from elsewhere too, but compile once more for the results of its first
+    call. Keys are repeated because jax 0.10.2 may mistake which argument an `in_axes` of None is
+    for, if as many arrays as arguments are passed.
+    """
+    arrays = jax.tree_util.tree_leaves_with_path({"batch": batch, "state": state})
+    rows = len(arrays[0][1]) if np.ndim(arrays[0][1]) else 0
+    for path, x in arrays:
+        if np.ndim(x) == 0 or len(x) != rows or rows > jax.local_device_count():
+            raise UsageError(
+                f"{path_name(path)!r} of shape {np.shape(x)}: each array of batch and state needs "
+                f"a first dim of devices, the same for all and at most {jax.local_device_count()}. "
+                "flax.jax_utils.replicate makes such a state."
+            )
+    rngs = jax.tree.map(lambda key: jnp.broadcast_to(key, (rows, *key.shape)), rngs)
+    if jax.process_count() > 1:
+        return state, batch, rngs  # pmap puts them on this process's devices
+    line = Mesh(jax.local_devices()[:rows], (_BATCH_AXIS,))
+    by_device = NamedSharding(line, PartitionSpec(_BATCH_AXIS))
+    return jax.device_put((state, batch, rngs), by_device)
+
+
+@functools.lru_cache(maxsize=64)
+def _pmapped(options: _StepOptions) -> Callable[..., tuple[Any, dict[str, Any]]]:
+    step = functools.partial(_device_step, options)
+    return jax.pmap(step, axis_name=_BATCH_AXIS)
+
+
+def _device_step(
+    options: _StepOptions, state: Any, batch: Batch, rngs: Any
+) -> tuple[Any, dict[str, Any]]:
+    takes_rngs = rngs is not None or "rngs" in inspect.signature(options.loss_fn).parameters
+
+    def loss(params: PyTree, micro: Batch, keys: Any) -> tuple[jax.Array, Any]:
+        variables = {"params": params, **(state.model_state or {})}
+        out = options.loss_fn(variables, micro, **({"rngs": keys} if takes_rngs else {}))
+        return out if options.has_aux else (out, None)
+
+    keys = _fold_in(rngs, jax.lax.axis_index(_BATCH_AXIS))
+
+    def gradients(index: jax.Array, micro: Batch) -> tuple[PyTree, Any, jax.Array]:
+        of_micro = keys if count == 1 else _fold_in(keys, index)
+        value, grads = jax.value_and_grad(loss, has_aux=True)(state.params, micro, of_micro)
+        return grads, value, index + 1
+
+    count = options.accumulation_steps
+    total, (value, aux), _ = add_up(gradients, jnp.zeros((), jnp.int32), _cut(batch, count))
+    # Micro-batches are as many on each device and of one size: their sum is divided by their
+    # number here, and the mean over devices taken below, once for all of them.
+    own = jax.tree.map(lambda g: g / count, total)
+    grads = reduce_gradients_across_devices(own, "mean", _BATCH_AXIS)
+    if options.max_grad_norm is not None:
+        grads, _ = clip_by_global_norm_sharded(grads, options.max_grad_norm, ())
+    params, opt_state = apply_optimizer(options.optimizer, grads, state.opt_state, state.params)
+    new_state = state.replace(step=state.step + 1, params=params, opt_state=opt_state)
+    # As for the gradients: over micro-batches, then, in all_mean, over devices.
+    metrics = {"loss": all_mean(value / count, (_BATCH_AXIS,))}
+    return new_state, {**metrics, "aux": aux} if options.has_aux else metrics
+
+
+def _cut(batch: Batch, count: int) -> Batch:
+    """A device's batch with a leading dim of micro-batches."""
+
+    def cut(path: Any, x: jax.Array) -> jax.Array:
+        if count == 1:
+            return x[None]
+        if count < 1 or x.ndim == 0 or x.shape[0] % count:
+            raise UsageError(
+                f"accumulation_steps {count} does not divide the rows of batch leaf "
+                f"{path_name(path)!r}, of shape {x.shape} on each device."
+            )
+        return x.reshape(count, -1, *x.shape[1:])
+
+    return jax.tree_util.tree_map_with_path(cut, batch)
+
+
+def _fold_in(keys: PyTree, index: jax.Array) -> PyTree:
+    """Other keys for each index.
+
+    Raises:
+        UsageError: A leaf is no single key.
+    """
+
+    def fold(path: Any, key: Any) -> jax.Array:
+        typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+        if key.ndim != (0 if typed else 1):
+            name = f" {path_name(path)!r}" if path else ""
+            raise UsageError(
+                f"rngs: leaf{name} of shape {key.shape} and dtype {key.dtype} is no single random "
+                "key. Give jax.random.key(seed), or a dict of such keys."
+            )
+        return jax.random.fold_in(key, index)
+
+    return jax.tree_util.tree_map_with_path(fold, keys)

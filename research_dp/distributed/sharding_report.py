@@ -1,0 +1,103 @@
+"""What of a tree is sharded, what is not, and why: rows to print or to assert on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import gin
+import jax
+import numpy as np
+
+from research_dp.distributed.boxes import as_name, leaves_with_paths, names_of, value_of
+from research_dp.distributed.collectives import flat_axes
+from research_dp.distributed.layout import Placement, Rule
+from research_dp.distributed.sharded_params import choose_shard
+
+PyTree = Any
+
+
+class ShardingRow(NamedTuple):
+    """One array of a tree.
+
+    Attributes:
+        path: Names joined by '/'.
+        shape: Its shape, as in the tree that was given.
+        dtype: Its element type.
+        dim: The dim that is split over the axis, or None.
+        reason: Why it is whole; empty if it is sharded.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    dim: int | None
+    reason: str
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        lies = "whole: " + self.reason if self.dim is None else f"sharded along dim {self.dim}"
+        return f"{self.path} {self.shape} {self.dtype}: {lies}"
+
+
+@gin.register(module="distributed")
+def sharding_report(
+    params: PyTree,
+    axis_name: str | Sequence[str] | None = None,
+    axis_size: int | None = None,
+    min_weight_size: int = 2**18,
+    *,
+    rule: Rule | None = None,
+    min_weight_bytes: int | None = None,
+) -> list[ShardingRow]:
+    """Says of each parameter on which dim it is sharded, or why it is not.
+
+    Works on what `shard_params` is given (what it will do), on what it returns (what it did), on
+    optimizer states of either, and on layouts; arrays may be abstract. Pure: nothing is logged or
+    computed. That little is left whole is asserted as
+
+        rows = sharding_report(params, 'fsdp', 8)
+        assert sum(r.nbytes for r in rows if r.dim is None) < 0.02 * sum(r.nbytes for r in rows)
+
+    Args:
+        params: Arrays and `nn.Partitioned`s, or `Placement`s, which need no further argument.
+        axis_name: As in `shard_params`; need not be bound.
+        axis_size: Number of devices along it.
+        min_weight_size: As in `shard_params`.
+        rule: As in `shard_params`.
+        min_weight_bytes: As in `shard_params`.
+
+    Returns:
+        A row for each leaf, in the tree's order.
+
+    Raises:
+        ValueError: The tree holds arrays, and axis_name or axis_size is missing.
+    """
+
+    def row(path: str, leaf: Any) -> ShardingRow:
+        if isinstance(leaf, Placement):
+            return ShardingRow(leaf.path, leaf.shape, leaf.dtype, leaf.dim, leaf.reason)
+        if axis_name is None or axis_size is None:
+            raise ValueError(f"sharding_report: {path} is an array; give axis_name and axis_size.")
+        shape, dtype = tuple(np.shape(value_of(leaf))), jax.dtypes.result_type(value_of(leaf))
+        names = names_of(leaf)
+        axes = set(flat_axes(axis_name))
+        for dim, name in enumerate(names):
+            if axes & set(flat_axes(name)):
+                return ShardingRow(path, shape, dtype, dim, "")
+        choice, _ = choose_shard(
+            path,
+            leaf,
+            as_name(axis_name),
+            axis_size,
+            min_weight_size,
+            rule=rule,
+            min_weight_bytes=min_weight_bytes,
+        )
+        return ShardingRow(path, shape, dtype, choice.dim, choice.reason)
+
+    return [row(path, leaf) for path, leaf in leaves_with_paths(params)]

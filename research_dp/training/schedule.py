@@ -1,0 +1,47 @@
+"""When what happens in a run."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from research_dp.distributed.errors import check_count
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """At which steps a run records, evaluates, saves and profiles.
+
+    Attributes:
+        num_steps: Step at which training ends.
+        log_every: Record training metrics each so many steps, and at the end.
+        eval_every: Evaluate each so many steps; None: at the end only.
+        checkpoint_every: Save each so many steps; None: at the end only.
+        profile_at: Step after which the profiler traces a few steps; None: never.
+
+    Raises:
+        UsageError: One of them is not a count.
+    """
+
+    num_steps: int
+    log_every: int
+    eval_every: int | None
+    checkpoint_every: int | None
+    profile_at: int | None
+
+    def __post_init__(self) -> None:
+        check_count("train.num_steps", self.num_steps, 0)
+        check_count("train.log_every", self.log_every, 1)
+        for name in ("eval_every", "checkpoint_every", "profile_at"):
+            if getattr(self, name) is not None:
+                check_count(f"train.{name}", getattr(self, name), 1)
+
+    def logs(self, step: int) -> bool:
+        return step % self.log_every == 0 or step == self.num_steps
+
+    def evaluates(self, step: int) -> bool:
+        """Whether it evaluates in the middle; the end does so in any case."""
+        return self.eval_every is not None and step % self.eval_every == 0 and step < self.num_steps
+
+    def saves(self, step: int) -> bool:
+        """Whether it saves in the middle; the end does so in any case."""
+        return self.checkpoint_every is not None and step % self.checkpoint_every == 0

@@ -1,0 +1,125 @@
+"""Properties that hold for any tree, dtype and mesh; few examples, for each compiles."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import research_dp as rdp
+
+AXES = ("dp", "fsdp")
+MESHES = [(1, 2), (2, 1), (2, 2), (1, 4), (4, 2), (2, 4), (1, 8), (8, 1)]
+few = settings(max_examples=12, deadline=None, derandomize=True)
+
+# Dims that divide and dims that do not; also empty and scalar arrays.
+shapes = st.lists(st.sampled_from([0, 1, 2, 3, 4, 6, 8, 16]), max_size=4).map(tuple)
+dtypes = st.sampled_from(["float32", "bfloat16", "float16", "int32", "bool", "uint8"])
+leaves = st.tuples(shapes, dtypes)
+trees = st.recursive(
+    leaves, lambda child: st.dictionaries(st.sampled_from("abcd"), child, max_size=3), max_leaves=5
+)
+float_trees = st.dictionaries(
+    st.sampled_from("abcd"), shapes.filter(lambda s: 0 not in s), min_size=1, max_size=3
+)
+
+
+def on(sizes, function, in_specs=P(), out_specs=P(), check_vma=False):
+    devices = jax.devices()[: sizes[0] * sizes[1]]
+    types = (AxisType.Auto,) * 2
+    mesh = jax.make_mesh(sizes, AXES, axis_types=types, devices=devices)
+    mapped = jax.shard_map(
+        function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma
+    )
+    return jax.jit(mapped)
+
+
+def is_leaf(x):
+    return isinstance(x, tuple)
+
+
+def fill(tree, seed):
+    """Arrays of any bits, NaN included, in the place of (shape, dtype)."""
+    rng = np.random.default_rng(seed)
+
+    def one(leaf):
+        shape, dtype = leaf
+        count = int(np.prod(shape)) * jnp.dtype(dtype).itemsize
+        if dtype == "bool":
+            return rng.integers(0, 2, shape).astype(bool)
+        return np.frombuffer(rng.bytes(count), jnp.dtype(dtype)).reshape(shape)
+
+    return jax.tree.map(one, tree, is_leaf=is_leaf)
+
+
+@few
+@given(trees, st.sampled_from([2, 4, 8]), st.integers(0, 40), st.integers(0, 2**32 - 1))
+def test_gather_after_shard_gives_the_same_bits(tree, devices, threshold, seed):
+    arrays = fill(tree, seed)
+
+    def round_trip(arrays):
+        held = rdp.shard_params(arrays, "fsdp", threshold)
+        for row in rdp.sharding_report(arrays, "fsdp", devices, threshold):
+            assert (row.dim is None) == bool(row.reason)
+        return rdp.gather_params(held, "fsdp")
+
+    back = on((1, devices), round_trip)(arrays)
+    assert jax.tree.structure(back) == jax.tree.structure(arrays)
+    for x, y in zip(jax.tree.leaves(arrays), jax.tree.leaves(back), strict=True):
+        assert (x.shape, x.dtype) == (y.shape, y.dtype)
+        assert x.tobytes() == np.asarray(y).tobytes()
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(
+    st.dictionaries(st.sampled_from("abcdefgh"), leaves, min_size=2, max_size=6),
+    st.sampled_from([2, 4, 8]),
+    st.randoms(use_true_random=False),
+)
+def test_the_order_of_keys_does_not_matter(tree, devices, random):
+    def boxes(tree):
+        def function():
+            arrays = {name: jnp.zeros(*leaf) for name, leaf in tree.items()}
+            return rdp.shard_params(arrays, "fsdp", 4)
+
+        out = jax.eval_shape(on((1, devices), function))
+        return {k: (getattr(x, "names", None), jax.tree.leaves(x)[0].shape) for k, x in out.items()}
+
+    names = list(tree)
+    random.shuffle(names)
+    assert boxes({name: tree[name] for name in names}) == boxes(tree)
+
+
+@few
+@given(float_trees, st.sampled_from(MESHES), st.booleans(), st.integers(0, 2**32 - 1))
+def test_gradients_are_those_of_one_device(shapes, sizes, check_vma, seed):
+    rng = np.random.default_rng(seed)
+    params = {k: rng.normal(size=shape).astype(np.float32) for k, shape in shapes.items()}
+    x = rng.normal(size=(16,)).astype(np.float32)
+
+    def loss(params, x):
+        sums = [jnp.sin(w[..., None] * x.reshape((1,) * w.ndim + (-1,))) for w in params.values()]
+        return sum(jnp.sum(s) for s in sums) / x.shape[0]
+
+    held = jax.eval_shape(on(sizes, lambda p: rdp.shard_params(p, "fsdp", 3)), params)
+    specs = nn.get_partition_spec(held)
+
+    def function(params, x):
+        shards = rdp.shard_params(params, "fsdp", 3)
+        value, grads = jax.value_and_grad(lambda p: loss(rdp.gather_params(p, "fsdp"), x))(shards)
+        grads = rdp.sync_gradients(grads, AXES, loss=value)
+        clipped, norm = rdp.clip_by_global_norm_sharded(grads, 0.1, AXES)
+        return grads, clipped, norm
+
+    mapped = on(sizes, function, (P(), P(AXES)), (specs, specs, P()), check_vma)
+    grads, clipped, norm = mapped(params, jnp.asarray(x))
+    expected = jax.grad(loss)(params, x)
+    whole = np.sqrt(sum(np.sum(np.square(g)) for g in expected.values()))
+    np.testing.assert_allclose(norm, whole, rtol=1e-5, atol=1e-6)
+    for name, g in expected.items():
+        mine, cut = (jax.tree.leaves(tree[name])[0] for tree in (grads, clipped))
+        np.testing.assert_allclose(mine, g, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(cut, g * min(1, 0.1 / whole), rtol=1e-5, atol=1e-6)
