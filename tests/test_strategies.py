@@ -17,7 +17,7 @@ from research_dp.distributed.errors import UsageError
 from research_dp.distributed.placement import fingerprint
 from research_dp.distributed.trainable import LossOutput, TrainableModel
 from research_dp.models import convnet, mlp, resnet
-from research_dp.strategies import TrainSpec
+from research_dp.strategies import TrainSpec, keys
 
 BATCH, STEPS = 32, 4
 EXAMPLE = {
@@ -45,7 +45,7 @@ def recipe(stem, *bindings):
     return train.configurable.wrapper() if hasattr(train, "configurable") else train
 
 
-def build(stem, model, *, bindings=(), accumulation=1, clip=None, optimizer=None):
+def build(stem, model, *, bindings=(), accumulation=1, clip=None, optimizer=None, seed=3):
     import research_dp.training.loop  # noqa: F401  (registers `train`)
 
     spec = TrainSpec(
@@ -55,7 +55,7 @@ def build(stem, model, *, bindings=(), accumulation=1, clip=None, optimizer=None
         batch_size=BATCH,
         accumulation_steps=accumulation,
         max_grad_norm=clip,
-        seed=3,
+        seed=seed,
     )
     return recipe(stem, *bindings).build(spec)
 
@@ -209,6 +209,28 @@ def test_hsdp_keeps_big_collectives_inside_its_groups():
     assert dict(strategy.mesh.shape) == {"data": 2, "fsdp": 4}
     assert sum(c.wire_bytes for c in inside) == pytest.approx(3 * params * 3 / 4)
     assert sum(c.wire_bytes for c in across) == pytest.approx(2 * params / 4 * 1 / 2)
+
+
+def test_random_keys_differ_by_purpose_seed_step_and_place_and_by_nothing_else():
+    places = np.arange(4, dtype=np.int32)
+
+    def drawn(seed, step, places=places):
+        return jax.random.key_data(keys.example_keys(seed, jnp.int32(step), places)).tolist()
+
+    all_keys = [tuple(key) for seed in (0, 1) for step in (0, 1) for key in drawn(seed, step)]
+    all_keys += [tuple(jax.random.key_data(keys.init_key(seed)).tolist()) for seed in (0, 1)]
+    assert len(set(all_keys)) == len(all_keys) == 2 * 2 * 4 + 2
+    # On whatever device and in whatever order an example lies.
+    assert drawn(0, 1, places[::-1]) == drawn(0, 1)[::-1]
+
+
+def test_a_seed_changes_dropout():
+    losses = []
+    for seed in (3, 4):
+        gin_config.reset()
+        strategy = build("ddp", small("linen"), seed=seed)
+        losses.append(run(strategy, steps=1)[1])
+    assert losses[0] != losses[1]
 
 
 def test_casts_and_transposes_of_gathered_parameters_are_not_kept_for_the_backward_pass():

@@ -85,6 +85,13 @@ def image_classification(
         )
     # Labels that are no classes, or classes that are counted when the data is prepared, have none.
     num_classes = getattr(features["label"], "num_classes", None)
+    for name, values in (("mean", mean), ("std", std)):
+        if len(values) not in (1, channels):
+            raise UsageError(
+                f"image_classification.{name} = {values}: give one number, or one for each of the "
+                f"{channels} channels.",
+                binding=f"image_classification.{name}",
+            )
     shift, scale = np.asarray(mean, np.float32), np.asarray(std, np.float32)
 
     def example(raw: Mapping[str, Any], rng: np.random.Generator | None) -> Arrays:

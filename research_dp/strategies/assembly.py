@@ -21,11 +21,25 @@ from research_dp.strategies.strategy import Layouts, PlacedBatch, Recipe, TrainS
 PyTree = Any
 
 
+class _OneExample(dict[str, jax.ShapeDtypeStruct]):
+    """An abstract batch of one example, which says so if a model looks for what it lacks."""
+
+    def __init__(self, example: Mapping[str, jax.ShapeDtypeStruct]):
+        super().__init__(
+            {k: jax.ShapeDtypeStruct((1, *x.shape), x.dtype) for k, x in example.items()}
+        )
+
+    def __missing__(self, name: str) -> Any:
+        raise UsageError(
+            f"train.model reads {name!r} of a batch, but train.data gives {sorted(self)}. "
+            "Take a model and a data set of the same task.",
+            binding="train.model",
+        )
+
+
 def init_state(spec: TrainSpec, key: jax.Array) -> TrainState:
     """The state before the first step; traced, so that it can be born sharded."""
-    one = {k: jax.ShapeDtypeStruct((1, *x.shape), x.dtype) for k, x in spec.example.items()}
-    with spec.batch_is_read():
-        params, model_state = spec.model.init(key, one)
+    params, model_state = spec.model.init(key, _OneExample(spec.example))
     return TrainState(jnp.zeros((), jnp.int32), params, model_state, spec.optimizer.init(params))
 
 
@@ -114,6 +128,7 @@ class BatchLayout:
         starts = np.arange(micros)[:, None] * rows
         self._micro_rows = (starts + self.eval_rows[None, :]).astype(np.int32)
         self.train_rows = self._micro_rows.reshape(-1)
+        self._position: jax.Array | None = None  # the same in each batch, so placed once
 
         def abstract(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct((micros, rows, *shape), dtype, sharding=self.sharding)
@@ -128,7 +143,10 @@ class BatchLayout:
         return PlacedBatch(cut, self._micro_rows)
 
     def place(self, examples: Mapping[str, np.ndarray]) -> PlacedBatch:
-        return placement.place(self.micro_batches(examples), self.sharding)
+        cut, position = self.micro_batches(examples)
+        if self._position is None:
+            self._position = placement.place(position, self.sharding)
+        return PlacedBatch(placement.place(cut, self.sharding), self._position)
 
     def place_eval(self, examples: Mapping[str, np.ndarray]) -> PyTree:
         return placement.place(dict(examples), self.eval_sharding)

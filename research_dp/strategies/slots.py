@@ -13,6 +13,7 @@ import optax
 
 from research_dp.distributed import buckets, collectives
 from research_dp.distributed.collectives import Axes, GatherOptions, Reduction
+from research_dp.distributed.errors import check_dtype
 from research_dp.distributed.mesh import FSDP_AXIS
 from research_dp.distributed.updates import apply_optimizer
 
@@ -37,6 +38,8 @@ def gather_shards(
         gather_dtype: dtype on the wire and for compute, e.g. 'bfloat16'; None: the parameter's.
         grad_scatter_dtype: dtype in which gradients are summed; None: the parameter's.
     """
+    check_dtype("gather_shards.gather_dtype", gather_dtype)
+    check_dtype("gather_shards.grad_scatter_dtype", grad_scatter_dtype)
 
     def one(x: jax.Array, placement: Any) -> jax.Array:
         if placement.dim is None:

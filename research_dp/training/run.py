@@ -18,8 +18,8 @@ from research_dp.distributed.placement import fingerprint
 from research_dp.strategies import Strategy, TrainSpec, TrainState
 from research_dp.training import metrics as metrics_lib
 from research_dp.training import report
-from research_dp.training.checkpoint import Checkpoints
-from research_dp.training.progress import Clock, Progress
+from research_dp.training.checkpoint import Checkpoints, Progress
+from research_dp.training.progress import Clock, ProgressBar
 from research_dp.training.schedule import Schedule
 
 _PREFETCH = 2  # batches placed on the devices ahead of the step that takes them
@@ -63,7 +63,7 @@ class Run:
         self._summary: dict[str, Any] = {"train": {}, "seconds_to_first_step": None}
         self._records: metrics_lib.Records | None = None
         self._clock = Clock(spec.batch_size)
-        self._progress = Progress(schedule.num_steps, first_step)
+        self._progress = ProgressBar(schedule.num_steps, first_step)
 
     # ---- Beginning ----
 
@@ -71,23 +71,22 @@ class Run:
         """Whether an earlier command ended this run; says so."""
         path = self.folder / "summary.json"
         at_the_end = self._first_step == self._schedule.num_steps and path.exists()
-        if at_the_end and json.loads(path.read_text())["step"] == self._first_step:
+        if at_the_end and metrics_lib.read_json(path.read_text()).get("step") == self._first_step:
             self._progress.say(f"Done already, at step {self._first_step}: {path}")
             return True
         return False
 
     def begin(self) -> None:
         """Writes the configuration, and drops records that will be written again."""
+        self._data.prepare()
         last = self._first_step == self._schedule.num_steps
         if self._writes:
-            self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / "config.gin").write_text(gin.config_str())
             self._write_operative_config()
-            metrics_lib.drop_unsaved(self.folder, self._first_step, evaluates_again=last)
-            self._summary["train"] = metrics_lib.last_train_means(self.folder)
-            self._records = metrics_lib.Records(self.folder)
+            kept = metrics_lib.drop_unsaved(self.folder, self._first_step, evaluates_again=last)
+            self._summary["train"] = metrics_lib.last_train_means(kept)
+            self._records = metrics_lib.Records(self.folder, kept)
         self._progress.say(report.one_line(self._strategy))
-        self._data.prepare()
         if self._first_step:
             self._progress.say(f"Continuing from step {self._first_step} in {self.folder}")
 
@@ -152,7 +151,8 @@ class Run:
         self._settle(state)
         self._window = metrics_lib.add_up(self._window, self._unread)
         self._unread = []
-        self._checkpoints.save(state, step, self._window)
+        spec = self._spec
+        self._checkpoints.save(state, step, Progress(spec.batch_size, spec.seed, self._window))
         self._resume(step)
 
     # ---- The end ----
@@ -180,7 +180,7 @@ class Run:
         }
         if self._writes:
             text = json.dumps(metrics_lib.as_json(summary), indent=2, allow_nan=False) + "\n"
-            (self.folder / "summary.json").write_text(text)
+            metrics_lib.write_at_once(self.folder / "summary.json", text)
             self._write_operative_config()
         self._progress.say(f"Done: {self.folder / 'summary.json'}")
 
