@@ -214,7 +214,8 @@ COUNTS = [
     *("byte_text.length", "tf_data.shuffle_buffer", "tf_data.prefetch"),
 ]
 MAY_BE_ZERO = {
-    *("random_access.workers", "random_access.cache_bytes", "image_classification.pad_crop"),
+    *("random_access.threads", "random_access.workers", "random_access.cache_bytes"),
+    "image_classification.pad_crop",
 }
 
 

@@ -101,7 +101,7 @@ def random_access(
     eval_split: str,
     preprocess: Preprocess,
     *,
-    threads: int = 1,
+    threads: int = 0,
     workers: int = 0,
     prefetch: int = 4,
     cache_bytes: int = 2**28,
@@ -113,7 +113,8 @@ def random_access(
         train_split: Split to train on.
         eval_split: Split to evaluate on.
         preprocess: From features to model inputs.
-        threads: Threads that read batches ahead.
+        threads: Threads that read batches ahead; 0: batches are read when they are taken, which
+            a run does while the devices work.
         workers: Processes that do it instead while training, for data that is slow to decode; 0:
             none. Evaluation has as many threads.
         prefetch: Batches read ahead.
@@ -122,7 +123,7 @@ def random_access(
     Raises:
         UsageError: The data set is in a format without random access, or a count makes no sense.
     """
-    check_count("random_access.threads", threads, 1)
+    check_count("random_access.threads", threads, 0)
     check_count("random_access.workers", workers, 0)
     check_count("random_access.prefetch", prefetch, 1)
     check_count("random_access.cache_bytes", cache_bytes, 0)
