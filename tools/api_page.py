@@ -17,6 +17,7 @@ BEGIN, END = "<!-- names: python tools/api_page.py -->\n", "<!-- end of names --
 
 
 def row(name: str) -> str:
+    """A public name's row: summary, and the pages that mention it."""
     value = getattr(research_dp, name)
     summary = (inspect.getdoc(value) or "").split("\n\n")[0].replace("\n", " ")
     if not callable(value):
@@ -29,6 +30,7 @@ def row(name: str) -> str:
 
 
 def filled(text: str) -> str:
+    """The page with its table made anew."""
     before, rest = text.split(BEGIN)
     _, after = rest.split(END)
     table = "| name | what it is | page |\n|---|---|---|\n"
@@ -36,6 +38,7 @@ def filled(text: str) -> str:
 
 
 def main() -> int:
+    """Writes the page, or checks it; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--check", action="store_true", help="exit with 1 if the page is not current"
