@@ -120,8 +120,15 @@ def pmapped(recipe: Recipe, spec: TrainSpec) -> Strategy:
     """`pmap` over axis `data`, parameters replicated: kept for comparison with older code.
 
     Raises:
-        UsageError: Something is sharded, or the batch does not divide.
+        UsageError: Something is sharded, the batch does not divide, or there are several processes,
+            whose arrays pmap keeps apart.
     """
+    if jax.process_count() > 1:
+        raise UsageError(
+            f"engine 'pmapped' runs in one process; this run has {jax.process_count()}. Use ddp, "
+            "which computes the same.",
+            binding="data_parallel.engine",
+        )
     recipe.refuse_slots(("shard", "gather"), "engine 'pmapped' keeps parameters whole; bind None.")
     recipe.refuse_no_sync()
     if recipe.mesh.shape[FSDP_AXIS] != 1:
