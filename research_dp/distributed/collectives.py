@@ -261,9 +261,8 @@ def gather_array_with_mean_grads(
             f"gather over {axes}: the array of shape {x.shape} is the same on each device, as its "
             f"type {jax.typeof(x)} says; there is nothing to gather. Shard it first."
         )
-    over = axes[0] if len(axes) == 1 else axes
     options = GatherOptions(
-        axis % x.ndim, over, gather_dtype, grad_scatter_dtype, reduction, pre_divide
+        axis % x.ndim, axes, gather_dtype, grad_scatter_dtype, reduction, pre_divide
     )
     return gather_with_mean_grads(x, options)
 

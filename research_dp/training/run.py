@@ -103,8 +103,7 @@ class Run:
             self._progress.say("Compiling the training step")
         for batch in _ahead(self._strategy.place_batch, self._data.train(order)):
             # The next batch was placed while the last steps ran; now they are to be over.
-            while len(self._in_flight) >= _most_in_flight():
-                jax.block_until_ready(self._in_flight.popleft())
+            self._wait_for_room()
             yield batch
 
     # ---- Steps ----
@@ -142,8 +141,7 @@ class Run:
         for batch in batches:
             sums = self._strategy.eval_step(state, batch)
             self._in_flight.append(sums)
-            while len(self._in_flight) >= _most_in_flight():
-                jax.block_until_ready(self._in_flight.popleft())
+            self._wait_for_room()
             yield sums
 
     def save(self, state: TrainState, step: int) -> None:
@@ -190,6 +188,11 @@ class Run:
             self._records.close()
 
     # ---- Inside ----
+
+    def _wait_for_room(self) -> None:
+        """Waits for the oldest steps until another one may be under way."""
+        while len(self._in_flight) >= _most_in_flight():
+            jax.block_until_ready(self._in_flight.popleft())
 
     def _settle(self, state: TrainState) -> None:
         """Waits for the last step, records what is due, and stops the clock."""
