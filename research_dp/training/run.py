@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import itertools
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,7 +21,9 @@ from research_dp.training.checkpoint import Checkpoints, Progress
 from research_dp.training.progress import Clock, ProgressBar
 from research_dp.training.schedule import Schedule
 
-_PREFETCH = 2  # batches placed on the devices ahead of the step that takes them
+_FEWEST_AHEAD = 2  # batches placed on the devices before the step that takes them
+_MOST_AHEAD = 16
+_BYTES_AHEAD = 2**24
 
 
 class Run:
@@ -101,7 +102,8 @@ class Run:
         )
         if self._first_step < self._schedule.num_steps:
             self._progress.say("Compiling the training step")
-        for batch in _ahead(self._strategy.place_batch, self._data.train(order)):
+        source = self._data.train(order)
+        for batch in _ahead(self._strategy.place_batch, source, self._devices_work):
             # The next batch was placed while the last steps ran; now they are to be over.
             self._wait_for_room()
             yield batch
@@ -131,7 +133,8 @@ class Run:
         """Metrics over the whole evaluation split, each example counted once."""
         self._settle(state)
         order = EvalOrder(batch_size=self._strategy.eval_batch_size, rows=self._strategy.eval_rows)
-        batches = _ahead(self._strategy.place_eval_batch, self._data.evaluate(order))
+        source = self._data.evaluate(order)
+        batches = _ahead(self._strategy.place_eval_batch, source, self._devices_work)
         metrics = metrics_lib.means(metrics_lib.add_up({}, self._eval_steps(state, batches)))
         self._record("eval", step, metrics)
         self._resume(step)
@@ -194,6 +197,11 @@ class Run:
         while len(self._in_flight) >= _most_in_flight():
             jax.block_until_ready(self._in_flight.popleft())
 
+    def _devices_work(self) -> bool:
+        """Whether the newest step is still under way."""
+        newest = jax.tree.leaves(list(self._in_flight)[-1:])
+        return bool(newest) and not newest[0].is_ready()
+
     def _settle(self, state: TrainState) -> None:
         """Waits for the last step, records what is due, and stops the clock."""
         jax.block_until_ready(state)
@@ -234,10 +242,26 @@ def _most_in_flight() -> int:
     return 1 if jax.default_backend() == "cpu" else 2
 
 
-def _ahead(place: Callable[[Any], Any], batches: Iterable[Any]) -> Iterator[Any]:
-    """Places batches on the devices a few ahead of their use."""
-    source, placed = iter(batches), collections.deque[Any]()
-    placed.extend(place(batch) for batch in itertools.islice(source, _PREFETCH))
-    while placed:
+def _ahead(
+    place: Callable[[Any], Any], batches: Iterable[Any], devices_work: Callable[[], bool]
+) -> Iterator[Any]:
+    """Places batches on the devices ahead of their use, several of them if they are small.
+
+    The second batch of a row costs a third of the first, whose code and data a step has driven
+    out of the caches. A row ends with the step that it is to be hidden behind.
+    """
+    source, placed, most = iter(batches), collections.deque[Any](), _FEWEST_AHEAD
+    while True:
+        if len(placed) < _FEWEST_AHEAD:
+            for batch in source:
+                placed.append(place(batch))
+                most = min(_MOST_AHEAD, _BYTES_AHEAD // _bytes(batch))
+                if len(placed) >= _FEWEST_AHEAD and (len(placed) >= most or not devices_work()):
+                    break
+        if not placed:
+            return
         yield placed.popleft()
-        placed.extend(place(batch) for batch in itertools.islice(source, 1))
+
+
+def _bytes(batch: Any) -> int:
+    return sum(x.nbytes for x in jax.tree.leaves(batch))
