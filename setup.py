@@ -10,23 +10,27 @@ INSTALL_REQUIRES = [
     "flax>=0.12.8,<0.13",  # models: Linen and NNX
     "optax>=0.2.8,<0.3",  # optimizers and schedules
     "gin-config>=0.5.0,<0.6",  # the configuration
-    "numpy>=2.0",  # host arrays
+    "numpy>=2.0,<3",  # host arrays
     "tensorflow-datasets>=4.9.10,<5",  # data sets
-    "array_record>=0.8.3",  # TFDS's random-access file format
-    "importlib_resources>=6.0",  # TFDS imports it for builders in packages, undeclared
+    "array_record>=0.8.3,<1",  # TFDS's random-access file format
+    "importlib_resources>=6.0,<8",  # TFDS imports it for builders in packages, undeclared
     "tensorflow-cpu>=2.20,<3; platform_machine == 'x86_64' and sys_platform == 'linux'",
     "tensorflow>=2.20,<3; platform_machine != 'x86_64' or sys_platform != 'linux'",
     # ^ TFDS writes data sets with it, CLU's TensorBoard writer uses it; never needed to train
-    "tensorboard>=2.20",  # CLU's writers import it
+    "tensorboard>=2.20,<3",  # CLU's writers import it
     "clu>=0.0.12,<0.1",  # metrics, and writers for TensorBoard
     "grain>=0.2.18,<0.3",  # threads and processes that read batches ahead
     "orbax-checkpoint>=0.12.8,<0.13",  # checkpoints
-    "rich>=13",  # the progress bar and tables on a terminal
-    "pillow>=10",  # decoding and resizing images
-    "scikit-learn>=1.5",  # ships the handwritten digits
+    "absl-py>=2,<3",  # Grain's worker processes want its flags parsed
+    "filelock>=3.15,<5",  # one process prepares a data set while others wait
+    "rich>=13,<16",  # the progress bar and tables on a terminal
+    "pillow>=10,<14",  # decoding and resizing images
+    "scikit-learn>=1.5,<2",  # ships the handwritten digits
 ]
 
 EXTRAS = {
+    "cuda": ["jax[cuda13]"],  # NVIDIA GPUs
+    "tpu": ["jax[tpu]"],  # Cloud TPUs
     "test": ["pytest>=8", "hypothesis>=6.100"],  # the test suite; property tests
     "dev": ["ruff>=0.14", "mypy>=1.18", "pre-commit>=4"],  # linter and formatter, types, hooks
 }

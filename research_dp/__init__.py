@@ -30,6 +30,7 @@ from research_dp.distributed.data_parallel import (
 )
 from research_dp.distributed.device_mesh import DeviceMeshManager
 from research_dp.distributed.errors import UsageError
+from research_dp.distributed.fsdp_update import fsdp_apply_gradients, fsdp_update
 from research_dp.distributed.layout import (
     Choice,
     Placement,
@@ -41,6 +42,13 @@ from research_dp.distributed.layout import (
 from research_dp.distributed.linen import linen_functions, shard_module_params
 from research_dp.distributed.means import weighted_loss, weighted_mean
 from research_dp.distributed.mesh import make_mesh, one_device_mesh
+from research_dp.distributed.optimizer_state import (
+    OptaxAdapter,
+    slice_specs,
+    slice_state,
+    whole_state,
+)
+from research_dp.distributed.padding import pad_to_multiple, unpad
 from research_dp.distributed.pmap_step import data_parallel_train_step
 from research_dp.distributed.sharded_init import init_sharded
 from research_dp.distributed.sharded_params import gather_params, shard_params, sync_gradients
@@ -85,6 +93,7 @@ __all__ = [
     "DataParallel",
     "DeviceMeshManager",
     "LossOutput",
+    "OptaxAdapter",
     "Placement",
     "Reduction",
     "ShardingRow",
@@ -106,6 +115,8 @@ __all__ = [
     "data_parallel_rules",
     "data_parallel_train_step",
     "dim_by_path",
+    "fsdp_apply_gradients",
+    "fsdp_update",
     "gather_array_with_mean_grads",
     "gather_params",
     "gather_shards",
@@ -119,6 +130,7 @@ __all__ = [
     "mapped",
     "nnx_functions",
     "one_device_mesh",
+    "pad_to_multiple",
     "place_batch_on_shards",
     "place_model_state_on_shards",
     "place_nnx_state_on_shards",
@@ -133,12 +145,16 @@ __all__ = [
     "shard_params",
     "sharded_global_norm",
     "sharding_report",
+    "slice_specs",
+    "slice_state",
     "spmd_train_step",
     "sync_gradients",
+    "unpad",
     "update_local",
     "update_slices",
     "weighted_loss",
     "weighted_mean",
+    "whole_state",
 ]
 
 

@@ -42,12 +42,13 @@ def command(data_dir, tmp_path_factory):
         "PYTHONPATH": str(ROOT),
     }
 
-    def run(*flags, start_only=False, cwd=ROOT, module="research_dp.train", **extra):
+    def run(*flags, start_only=False, group=False, cwd=ROOT, module="research_dp.train", **extra):
         words = [sys.executable, "-m", module, *map(str, flags)]
         options = {"cwd": cwd, "env": {**environment, **extra}, "text": True}
         if start_only:
             pipe = subprocess.PIPE
-            return subprocess.Popen(words, stdout=pipe, stderr=subprocess.STDOUT, **options)
+            options |= {"stderr": subprocess.STDOUT, "start_new_session": group}
+            return subprocess.Popen(words, stdout=pipe, **options)
         return subprocess.run(words, capture_output=True, timeout=300, **options)
 
     return run

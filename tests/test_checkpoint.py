@@ -7,7 +7,7 @@ from test_strategies import build, one_matrix, run_steps, small
 
 from research_dp.config import gin_config
 from research_dp.distributed.placement import fingerprint
-from research_dp.training.checkpoint import Checkpoints
+from research_dp.training.checkpoint import Checkpoints, Progress
 
 PAIRS = [("fsdp", "ddp"), ("ddp", "hsdp"), ("zero1", "spmd_fsdp"), ("pmap", "fsdp_keep")]
 
@@ -18,15 +18,16 @@ def test_state_is_the_same_bits_under_another_strategy(first, second, tmp_path):
     state = run_steps(strategy, 2)
     saved = jax.device_get(state)
     checkpoints = Checkpoints(tmp_path / "checkpoints")
-    checkpoints.save(state, 2, {"loss": (0.1, 3.0)})
+    progress = Progress(batch_size=32, seed=3, window={"loss": (0.1, 3.0)})
+    checkpoints.save(state, 2, progress)
     checkpoints.close()
 
     gin_config.reset()
     other = build(second, small("linen"))
     again = Checkpoints(tmp_path / "checkpoints")
-    restored, window = again.restore(other.abstract_state)
+    restored, progress_too = again.restore(other.abstract_state)
     again.close()
-    assert window == {"loss": (0.1, 3.0)}
+    assert progress_too == progress
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(restored), saved)
     expected = jax.tree.map(lambda x: x.sharding, other.abstract_state)
     jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s, x.ndim) or 1 / 0, restored, expected)

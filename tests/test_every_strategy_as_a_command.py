@@ -31,6 +31,7 @@ def summary(command, tmp_path_factory):
                 f"--gin_file=gin/strategies/{stem}.gin",
                 *VARIANTS[variant],
                 f"--gin.train.num_steps={num_steps}",
+                "--gin.train.log_every=1",
                 "--cpu_devices=8",
                 f"--workdir={folder}",
             )

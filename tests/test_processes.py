@@ -38,7 +38,7 @@ def summary(folder):
 
 
 @pytest.mark.parametrize(
-    "stem", ["fsdp", *(pytest.param(s, marks=pytest.mark.slow) for s in ("ddp", "hsdp", "pmap"))]
+    "stem", ["fsdp", *(pytest.param(s, marks=pytest.mark.slow) for s in ("ddp", "hsdp", "zero1"))]
 )
 def test_two_processes_compute_what_one_does(command, tmp_path, stem):
     flags = [f"--gin_file=gin/strategies/{stem}.gin", "--gin.train.num_steps=10"]
@@ -54,6 +54,13 @@ def test_two_processes_compute_what_one_does(command, tmp_path, stem):
     records = (tmp_path / "two" / "metrics.jsonl").read_text().splitlines()
     assert len(records) == 3, "a record was written by more than one process"
     assert "step 10/10" in outputs[0] and "step 10/10" not in outputs[1]
+
+
+def test_what_runs_in_one_process_is_refused_in_two(command, tmp_path):
+    both = start(command, 2, "--gin_file=gin/strategies/pmap.gin", f"--workdir={tmp_path}")
+    outputs = [process.communicate(timeout=120)[0] for process in both]
+    assert [process.returncode for process in both] == [2, 2], outputs
+    assert all("'pmapped' runs in one process" in output for output in outputs)
 
 
 def test_sigterm_to_one_process_saves_and_stops_both(command, tmp_path):

@@ -17,7 +17,7 @@ from research_dp.distributed.errors import UsageError
 from research_dp.distributed.placement import fingerprint
 from research_dp.distributed.trainable import LossOutput, TrainableModel
 from research_dp.models import convnet, mlp, resnet
-from research_dp.strategies import TrainSpec
+from research_dp.strategies import TrainSpec, keys
 
 BATCH, STEPS = 32, 4
 EXAMPLE = {
@@ -45,7 +45,7 @@ def recipe(stem, *bindings):
     return train.configurable.wrapper() if hasattr(train, "configurable") else train
 
 
-def build(stem, model, *, bindings=(), accumulation=1, clip=None, optimizer=None):
+def build(stem, model, *, bindings=(), accumulation=1, clip=None, optimizer=None, seed=3):
     import research_dp.training.loop  # noqa: F401  (registers `train`)
 
     spec = TrainSpec(
@@ -55,7 +55,7 @@ def build(stem, model, *, bindings=(), accumulation=1, clip=None, optimizer=None
         batch_size=BATCH,
         accumulation_steps=accumulation,
         max_grad_norm=clip,
-        seed=3,
+        seed=seed,
     )
     return recipe(stem, *bindings).build(spec)
 
@@ -211,6 +211,28 @@ def test_hsdp_keeps_big_collectives_inside_its_groups():
     assert sum(c.wire_bytes for c in across) == pytest.approx(2 * params / 4 * 1 / 2)
 
 
+def test_random_keys_differ_by_purpose_seed_step_and_place_and_by_nothing_else():
+    places = np.arange(4, dtype=np.int32)
+
+    def drawn(seed, step, places=places):
+        return jax.random.key_data(keys.example_keys(seed, jnp.int32(step), places)).tolist()
+
+    all_keys = [tuple(key) for seed in (0, 1) for step in (0, 1) for key in drawn(seed, step)]
+    all_keys += [tuple(jax.random.key_data(keys.init_key(seed)).tolist()) for seed in (0, 1)]
+    assert len(set(all_keys)) == len(all_keys) == 2 * 2 * 4 + 2
+    # On whatever device and in whatever order an example lies.
+    assert drawn(0, 1, places[::-1]) == drawn(0, 1)[::-1]
+
+
+def test_a_seed_changes_dropout():
+    losses = []
+    for seed in (3, 4):
+        gin_config.reset()
+        strategy = build("ddp", small("linen"), seed=seed)
+        losses.append(run(strategy, steps=1)[1])
+    assert losses[0] != losses[1]
+
+
 def test_casts_and_transposes_of_gathered_parameters_are_not_kept_for_the_backward_pass():
     strategy = build("fsdp", one_matrix(jnp.bfloat16))
     params = sum(p.nbytes for p in jax.tree.leaves(strategy.layouts.params))
@@ -270,6 +292,17 @@ def test_optimizers_that_need_whole_parameters_are_refused_on_shards():
         )
     gin_config.reset()
     build("ddp", small("linen"), optimizer=optax.lamb(1e-3))
+
+
+@pytest.mark.parametrize("stem", ["zero1", "fsdp", "spmd_fsdp"])
+def test_state_of_optimizers_for_some_parameters_each_is_sharded(stem):
+    parts = {"adam": optax.adam(1e-2), "sgd": optax.sgd(0.1, momentum=0.9)}
+    optimizer = optax.multi_transform(parts, {"a": "adam", "b": "sgd"})
+    strategy = build(stem, one_matrix(), optimizer=optimizer)
+    state = run_steps(strategy, 1).opt_state
+    sharded = [x for x in jax.tree.leaves(state) if x.shape == (16, 16)]
+    assert len(sharded) == 3
+    assert {x.sharding.shard_shape(x.shape) for x in sharded} == {(16, 2)}
 
 
 def test_slots_that_an_engine_does_not_have_are_refused():

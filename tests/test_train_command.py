@@ -1,6 +1,7 @@
 """The command, as a user runs it: results, mistakes, kill and resume."""
 
 import json
+import os
 import signal
 import time
 
@@ -96,20 +97,25 @@ def test_continues_on_another_strategy_and_number_of_devices(command, tmp_path):
     assert (tmp_path / "summary.json").read_text() == text
     assert lines(tmp_path, "eval") == records
     config = (tmp_path / "config.gin").read_text()
+    for change in ("--gin.train.batch_size=256", "--gin.train.seed=1"):
+        other = command(*flags, change, "--gin.train.num_steps=30", "--cpu_devices=8")
+        assert other.returncode == 2 and "order of examples would break" in other.stderr
     less = command(*flags, "--gin.train.num_steps=15", "--cpu_devices=8")
     assert less.returncode == 2
     assert "is at step 20, past train.num_steps = 15" in less.stderr
     assert (tmp_path / "config.gin").read_text() == config, "a refused command changed the run"
 
 
-def test_sigterm_saves_and_exits_143(command, tmp_path):
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_sigterm_to_the_whole_group_saves_and_exits_143(command, tmp_path, workers):
     flags = [*MLP, "--gin.train.num_steps=1000000", f"--workdir={tmp_path}", "--cpu_devices=2"]
-    process = command(*flags, "--gin.train.log_every=10", start_only=True)
+    flags.append(f"--gin.random_access.workers={workers}")
+    process = command(*flags, "--gin.train.log_every=10", start_only=True, group=True)
     deadline = time.monotonic() + 120
     while not (tmp_path / "metrics.jsonl").exists() or not lines(tmp_path, "train"):
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
+    os.killpg(process.pid, signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 143, output
     saved = [int(p.name) for p in (tmp_path / "checkpoints").iterdir()]
@@ -160,6 +166,16 @@ def test_dry_run_shows_configuration_and_layout_and_trains_nothing(command, tmp_
         (["--cpu_device=8"], ["unrecognized arguments"]),
         (["--gin.tfds_data.data_dir=/nowhere", "--gin.train.seed=a/b"], ["'a/b': give a whole"]),
         (["--cpu_devices=many"], ["'many' is not a whole number"]),
+        (["--gin.train.model=@convnet"], ["@convnet is the function itself", "@convnet()"]),
+        (["--gin.train.strategy=ddp"], ["'ddp': give e.g. @data_parallel()"]),
+        (["--gin.data_parallel.mesh=@make_mesh"], ["@make_mesh()"]),
+        (["--gin.data_parallel.engine=mapped"], ["'mapped': give a function, e.g. @mapped"]),
+        (["--gin.gather_shards.gather_dtype=bfloat17"], ["'bfloat17': give a floating-point"]),
+        (["--gin.convnet.dtype=int32"], ["convnet.dtype = 'int32'"]),
+        (["--gin.convnet.dropout_rate=1.5"], ["1.5: give a fraction in [0, 1)"]),
+        (["--gin.image_classification.mean=(0.5, 0.5, 0.5)"], ["each of the 1 channels"]),
+        (["--gin.train.batch_size=%SIZE"], ["%SIZE is used and bound nowhere", "--gin.SIZE"]),
+        (["--gin.tfds_data.train_split=train[:90%]"], ["put quotes around a string"]),
         (["--gin.train.max_grad_norm=-1.0"], ["-1.0: give a positive number"]),
         (["--gin.train.seed=-1"], ["-1: give a whole number of at least 0"]),
         (["--gin_file=gin/data/pystdlib_text.gin"], ["reads 'image'", "['tokens', 'weights']"]),
@@ -175,6 +191,22 @@ def test_mistakes_are_told_in_a_line_or_two(command, flags, expected):
         assert part in done.stderr
     assert "Traceback" not in done.stderr
     assert told[0].startswith("error: ") and len(told) <= 2, done.stderr
+
+
+def test_a_folder_that_cannot_be_made_is_refused(command, tmp_path):
+    (tmp_path / "file").touch()
+    for workdir, told in ((tmp_path / "file", "cannot be made"), ("gs://bucket/x", "mounted")):
+        done = command("--gin_file=gin/runs/digits.gin", f"--workdir={workdir}")
+        assert done.returncode == 2 and told in done.stderr and "Traceback" not in done.stderr
+
+
+def test_the_learning_rate_follows_the_length_of_the_run(command, tmp_path):
+    flags = ["--gin.train.log_every=1", "--gin.train.checkpoint_every=10", f"--workdir={tmp_path}"]
+    for steps in (10, 20):
+        done = command(*MLP, *flags, f"--gin.train.num_steps={steps}")
+        assert done.returncode == 0, done.stderr
+    # A schedule that ends at step 10 would not change the weights after it.
+    assert len({record["loss"] for record in lines(tmp_path, "eval").values()}) == 2
 
 
 def test_the_place_of_a_mistake_in_a_file_is_named(command, tmp_path):

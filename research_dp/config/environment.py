@@ -44,6 +44,11 @@ def set_up_processes() -> None:
             f"JAX_COORDINATOR_ADDRESS={address} starts a run of several processes, which needs "
             f"JAX_NUM_PROCESSES and JAX_PROCESS_ID as whole numbers too ({error})."
         ) from error
+    if ":" not in address or not 0 <= own < count:
+        raise UsageError(
+            f"JAX_COORDINATOR_ADDRESS={address}, JAX_NUM_PROCESSES={count}, JAX_PROCESS_ID={own}: "
+            "give HOST:PORT, and an id from 0 to the number of processes less one."
+        )
     jax.distributed.initialize(address, count, own)
 
 

@@ -146,8 +146,17 @@ class _explained:
 def _explain(error: BaseException, place: str) -> str:
     if isinstance(error, SyntaxError):
         where = f"in {error.filename}:{error.lineno}" if error.filename else place
-        return f"{error.msg} {where}: {(error.text or '').strip()}".strip()
+        message = error.msg.split("\n")[0]
+        if message.startswith("malformed node or string"):
+            message = "not a Python literal (put quotes around a string)"
+        return f"{message} {where}: {(error.text or '').strip()}".strip()
     message, *rest = str(error).split("\n")
+    macro = re.search(r"No bindings specified for '(\w+)/gin\.macro'", message)
+    if macro:
+        return (
+            f"%{macro[1]} is used and bound nowhere. Add the gin file that binds it, or "
+            f"--gin.{macro[1]}=..."
+        )
     found = re.search(r'file "(.+?)",? line (\d+)', "\n".join(rest))
     where = f"in {found[1]}:{found[2]}" if found else place
     if isinstance(error, ImportError):

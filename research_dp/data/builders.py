@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
 import textwrap
+from pathlib import Path
 from typing import Any
 
-import jax
-from jax.experimental import multihost_utils
+import filelock
 
 from research_dp.distributed.errors import UsageError
 
@@ -63,46 +64,43 @@ def find_builder(name: str, data_dir: str | None = None, file_format: str = "arr
 
 
 def prepare(builder: Any, download: bool) -> None:
-    """Makes data ready that is not there yet: process 0 prepares it while the others wait.
+    """Makes data ready that is not there yet.
 
-    Every process must call it, also one that finds the data: they meet here.
+    Whoever comes first prepares it, others wait for a lock beside it and find it there: other
+    processes of this run, and other runs on this machine.
 
     Args:
-        builder: Its folder is that of the data set, for all processes.
+        builder: Its folder is that of the data set.
         download: Whether data that is not there may be prepared.
 
     Raises:
         UsageError: The data is not there and could not be had.
     """
-    try:
-        if download and jax.process_index() == 0:
-            download_and_prepare(builder)
-    finally:
-        # Also after a failure, or the others would wait for a process that is gone.
-        if jax.process_count() > 1:
-            multihost_utils.sync_global_devices(f"{builder.name} prepared")
-    if not builder.data_path.exists():
-        why = "and was not prepared by process 0" if download else "and tfds_data.download is False"
+    if download:
+        download_and_prepare(builder)
+    elif not builder.data_path.exists():
         raise UsageError(
-            f"{builder.name} is not in {builder.data_path} {why}. Prepare it with "
-            "tools/prepare_data.py, or bind tfds_data.data_dir to where it is.",
-            binding="tfds_data.data_dir" if download else "tfds_data.download",
+            f"{builder.name} is not in {builder.data_path} and tfds_data.download is False. "
+            "Prepare it with tools/prepare_data.py, or bind tfds_data.data_dir to where it is.",
+            binding="tfds_data.download",
         )
     if not builder.info.splits:  # another process prepared it: what is known of it is in its folder
         builder.info.read_from_directory(builder.data_path)
 
 
 def download_and_prepare(builder: Any) -> None:
-    """Has TFDS download and write a data set, if it is not there, in this process alone.
+    """Has TFDS download and write a data set, if it is not there; one process at a time.
 
     Raises:
         UsageError: It cannot be downloaded, or a package or archive is missing.
     """
     if builder.data_path.exists():
         return
-    print(f"Preparing {builder.name} in {builder.data_path} (once)", flush=True)
     try:
-        builder.download_and_prepare()
+        with _lock(builder):
+            if not builder.data_path.exists():
+                print(f"Preparing {builder.name} in {builder.data_path} (once)", flush=True)
+                builder.download_and_prepare()
     except Exception as error:
         reason = _reason(builder, error)
         if reason is None:
@@ -110,6 +108,15 @@ def download_and_prepare(builder: Any) -> None:
         raise UsageError(
             f"{builder.name} cannot be prepared: {reason}", binding="tfds_data.name"
         ) from error
+
+
+def _lock(builder: Any) -> Any:
+    """Held while a data set is prepared. Object stores have no locks."""
+    root = str(builder.data_dir_root)
+    if "://" in root:
+        return contextlib.nullcontext()
+    Path(root).mkdir(parents=True, exist_ok=True)
+    return filelock.FileLock(Path(root) / f".{builder.name}.lock")
 
 
 def _reason(builder: Any, error: Exception) -> str | None:

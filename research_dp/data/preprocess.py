@@ -85,6 +85,13 @@ def image_classification(
         )
     # Labels that are no classes, or classes that are counted when the data is prepared, have none.
     num_classes = getattr(features["label"], "num_classes", None)
+    for name, values in (("mean", mean), ("std", std)):
+        if len(values) not in (1, channels):
+            raise UsageError(
+                f"image_classification.{name} = {values}: give one number, or one for each of the "
+                f"{channels} channels.",
+                binding=f"image_classification.{name}",
+            )
     shift, scale = np.asarray(mean, np.float32), np.asarray(std, np.float32)
 
     def example(raw: Mapping[str, Any], rng: np.random.Generator | None) -> Arrays:
@@ -213,7 +220,10 @@ def _resize(image: np.ndarray, box: tuple[int, int, int, int], size: int) -> np.
 def _crop(image: np.ndarray, pad: int, offsets: np.ndarray) -> np.ndarray:
     """Shifts each image of (B, H, W, C) by offsets (B, 2) in [0, 2 * pad], zeros moving in."""
     _, height, width, _ = image.shape
-    padded = np.pad(image, ((0, 0), (pad, pad), (pad, pad), (0, 0)))
+    size, channels = len(image), image.shape[-1]
+    # np.pad does the same in four times the time, of small images.
+    padded = np.zeros((size, height + 2 * pad, width + 2 * pad, channels), image.dtype)
+    padded[:, pad : pad + height, pad : pad + width] = image
     ys = offsets[:, 0, None] + np.arange(height)
     xs = offsets[:, 1, None] + np.arange(width)
     return padded[np.arange(len(image))[:, None, None], ys[:, :, None], xs[:, None, :]]

@@ -7,6 +7,8 @@ threads or worker processes of Grain.
 from __future__ import annotations
 
 import functools
+import multiprocessing
+import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -42,7 +44,7 @@ class Examples:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Worker processes get a copy, with a lock of its own and nothing in its cache.
-        return type(self), (self._source, self._preprocess, self._cache_bytes)
+        return _in_worker, (self._source, self._preprocess, self._cache_bytes)
 
     def __len__(self) -> int:
         return len(self._source)
@@ -82,6 +84,16 @@ class Examples:
         return {name: np.stack([x[name] for x in each]) for name in each[0]}
 
 
+def _in_worker(source: Sequence[Any], preprocess: Preprocess, cache_bytes: int) -> Examples:
+    """The copy of a worker process, which leaves signals to the run.
+
+    A SIGTERM to the whole group must not end the workers before the run is saved.
+    """
+    if multiprocessing.parent_process() and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    return Examples(source, preprocess, cache_bytes)
+
+
 @gin.register(module="data")
 def random_access(
     builder: Any,
@@ -89,7 +101,7 @@ def random_access(
     eval_split: str,
     preprocess: Preprocess,
     *,
-    threads: int = 1,
+    threads: int = 0,
     workers: int = 0,
     prefetch: int = 4,
     cache_bytes: int = 2**28,
@@ -101,15 +113,17 @@ def random_access(
         train_split: Split to train on.
         eval_split: Split to evaluate on.
         preprocess: From features to model inputs.
-        threads: Threads that read batches ahead.
-        workers: Processes that do it instead, for data that is slow to decode; 0: none.
+        threads: Threads that read batches ahead; 0: batches are read when they are taken, which
+            a run does while the devices work.
+        workers: Processes that do it instead while training, for data that is slow to decode; 0:
+            none. Evaluation has as many threads.
         prefetch: Batches read ahead.
         cache_bytes: A split whose treated examples need at most so many bytes is kept in memory.
 
     Raises:
         UsageError: The data set is in a format without random access, or a count makes no sense.
     """
-    check_count("random_access.threads", threads, 1)
+    check_count("random_access.threads", threads, 0)
     check_count("random_access.workers", workers, 0)
     check_count("random_access.prefetch", prefetch, 1)
     check_count("random_access.cache_bytes", cache_bytes, 0)
@@ -123,7 +137,9 @@ def random_access(
     def examples_of(split: str) -> Examples:
         return Examples(builder.as_data_source(split=split), preprocess, cache_bytes)
 
-    def ahead(load: Callable[[int], Arrays], first: int, last: int) -> Iterator[Arrays]:
+    def ahead(
+        load: Callable[[int], Arrays], first: int, last: int, threads: int, workers: int
+    ) -> Iterator[Arrays]:
         batches = grain.MapDataset.range(first, last).map(load)
         options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=prefetch)
         ahead = batches.to_iter_dataset(options)
@@ -145,7 +161,7 @@ def random_access(
             rng = generator(order.seed, Purpose.BATCH, step)
             return preprocess.batch(examples(indices, rngs), order.rows, order.batch_size, rng)
 
-        return ahead(load, order.first_step, order.num_steps)
+        return ahead(load, order.first_step, order.num_steps, threads, workers)
 
     def evaluate(order: EvalOrder) -> Iterator[Arrays]:
         examples = examples_of(eval_split)
@@ -157,6 +173,7 @@ def random_access(
             batch = preprocess.batch(batch, order.rows, order.batch_size, None)
             return {**batch, "mask": real.astype(np.float32)}
 
-        return ahead(load, 0, -(-len(examples) // order.batch_size))
+        # Threads only: evaluations are short beside the seconds that processes take to start.
+        return ahead(load, 0, -(-len(examples) // order.batch_size), max(threads, workers), 0)
 
     return Splits(train, evaluate)

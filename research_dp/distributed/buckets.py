@@ -5,36 +5,41 @@ As in `collectives`: inside mapped axes, on one device's view of the arrays.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from research_dp.distributed.collectives import (
     PLAIN,
     Axes,
     Reduction,
     all_mean,
+    flat_axes,
     gather,
     scatter_mean,
     shard,
 )
 from research_dp.distributed.layout import Placement
 from research_dp.distributed.mesh import FSDP_AXIS
+from research_dp.distributed.padding import flatten_padded, unflatten
+from research_dp.distributed.replication import is_replicated, varying_axes
 
 PyTree = Any
 
 DEFAULT_BUCKET_BYTES = 32 * 2**20
 
 
-def make_buckets(sizes: Sequence[tuple[Any, int]], bucket_bytes: int) -> list[list[int]]:
-    """Groups arrays that travel together: same dtype, in order, up to about `bucket_bytes`.
+def make_buckets(sizes: Sequence[tuple[Hashable, int]], bucket_bytes: int) -> list[list[int]]:
+    """Groups arrays that travel together: of one kind, in order, up to about `bucket_bytes`.
 
     A bucket is closed as soon as it holds at least `bucket_bytes`, as MLX does.
 
     Args:
-        sizes: For each array its dtype and number of bytes.
+        sizes: For each array its kind (the dtype, say) and number of bytes.
         bucket_bytes: Size at which a bucket is full; <= 0: each array travels alone.
 
     Returns:
@@ -42,28 +47,40 @@ def make_buckets(sizes: Sequence[tuple[Any, int]], bucket_bytes: int) -> list[li
     """
     done: list[list[int]] = []
     filling: dict[Any, tuple[list[int], int]] = {}
-    for index, (dtype, nbytes) in enumerate(sizes):
-        members, held = filling.pop(dtype, ([], 0))
+    for index, (kind, nbytes) in enumerate(sizes):
+        members, held = filling.pop(kind, ([], 0))
         members.append(index)
         if held + nbytes >= bucket_bytes:
             done.append(members)
         else:
-            filling[dtype] = (members, held + nbytes)
+            filling[kind] = (members, held + nbytes)
     return sorted(done + [members for members, _ in filling.values()])
 
 
 def _in_buckets(
-    rows: Sequence[jax.Array], bucket_bytes: int, move: Callable[[jax.Array], jax.Array]
+    rows: Sequence[jax.Array],
+    sizes: Sequence[int],
+    bucket_bytes: int,
+    move: Callable[[jax.Array], jax.Array],
 ) -> list[jax.Array]:
-    """Applies `move` to arrays (r, k_i) concatenated along dim 1, and cuts the result apart."""
+    """Applies `move` to arrays (r, k_i) concatenated along dim 1, and cuts the result apart.
+
+    Args:
+        rows: The arrays. Those of one bucket have the same dtype, and vary over the same axes.
+        sizes: Elements of the whole array that each is of, which fill a bucket; so that what
+            travels together depends neither on padding nor on the number of devices.
+        bucket_bytes: As `make_buckets` has it.
+        move: (r, k) -> (any, k).
+    """
     moved: list[Any] = [None] * len(rows)
-    for bucket in make_buckets([(x.dtype, x.nbytes) for x in rows], bucket_bytes):
+    kinds = [
+        ((x.dtype, varying_axes(x)), n * x.dtype.itemsize) for x, n in zip(rows, sizes, strict=True)
+    ]
+    for bucket in make_buckets(kinds, bucket_bytes):
         joined = move(jnp.concatenate([rows[i] for i in bucket], axis=1))
-        start = 0
-        for i in bucket:
-            width = rows[i].shape[1]
-            moved[i] = joined[:, start : start + width]
-            start += width
+        parts = lax.split(joined, [rows[i].shape[1] for i in bucket], axis=1)
+        for i, part in zip(bucket, parts, strict=True):
+            moved[i] = part
     return moved
 
 
@@ -78,9 +95,16 @@ def all_mean_tree(
     """Mean over devices of each leaf, few collectives for many leaves; leaves keep their dtype."""
     leaves, treedef = jax.tree.flatten(tree)
     rows = [x.reshape(1, -1) for x in leaves]
-    moved = _in_buckets(rows, bucket_bytes, lambda x: all_mean(x, axes, reduction, dtype))
+    sizes = [x.size for x in leaves]
+    moved = _in_buckets(rows, sizes, bucket_bytes, lambda x: _mean(x, axes, reduction, dtype))
     means = [m.reshape(x.shape) for m, x in zip(moved, leaves, strict=True)]
     return jax.tree.unflatten(treedef, means)
+
+
+def _mean(x: jax.Array, axes: Axes, reduction: Reduction, dtype: Any) -> jax.Array:
+    """`all_mean`, for which nothing travels along axes where values are known to be equal."""
+    differing = tuple(axis for axis in axes if not is_replicated(x, axis))
+    return all_mean(x, differing, reduction, dtype)
 
 
 def scatter_mean_tree(
@@ -88,48 +112,63 @@ def scatter_mean_tree(
     layout: PyTree,
     reduction: Reduction = PLAIN,
     *,
+    axis: str | Axes = FSDP_AXIS,
+    replica_axes: Axes = (),
     dtype: Any = None,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
 ) -> PyTree:
-    """This device's blocks of the mean over `fsdp` of each leaf that the layout shards.
+    """This device's blocks of the mean over devices of each leaf that the layout shards.
 
-    Leaves that the layout keeps whole are returned as they are.
+    Args:
+        tree: Whole arrays. Leaves that the layout keeps whole are returned as they are.
+        layout: Placements.
+        reduction: How they are summed.
+        axis: The mesh axis, or axes, that blocks lie on: summed over first, by a reduce-scatter.
+        replica_axes: Axes along which blocks are repeated: their mean is taken next.
+        dtype: dtype on the wire; None: each leaf's own.
+        bucket_bytes: Bytes that travel in one collective; <= 0: one collective for each leaf.
     """
 
     def move(rows: jax.Array) -> jax.Array:
-        return scatter_mean(rows, 0, FSDP_AXIS, reduction, dtype)
+        # Each mean divides by the size of the axes that it sums over: together, once by each.
+        if all(is_replicated(rows, name) for name in flat_axes(axis)):
+            block = shard(rows, 0, axis)  # the mean of equal values is that value
+        else:
+            block = scatter_mean(rows, 0, axis, reduction, dtype)
+        return _mean(block, replica_axes, reduction, dtype)
 
-    def to_rows(x: jax.Array, p: Placement) -> jax.Array:
-        return jnp.moveaxis(x, _dim(p), 0).reshape(p.axis_size, -1)
-
-    def from_rows(rows: jax.Array, p: Placement) -> jax.Array:
-        return _from_rows(rows, p, p.shape[_dim(p)] // p.axis_size)
-
-    return _sharded_leaves(tree, layout, bucket_bytes, to_rows, move, from_rows)
+    return _sharded_leaves(tree, layout, bucket_bytes, _whole_to_rows, move, _block_from_row)
 
 
 def gather_tree(
-    tree: PyTree, layout: PyTree, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    tree: PyTree,
+    layout: PyTree,
+    *,
+    axis: str | Axes = FSDP_AXIS,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
 ) -> PyTree:
-    """Makes each leaf whole that the layout shards; the others are returned as they are."""
+    """Makes each leaf whole that the layout shards; the others are returned as they are.
+
+    Outside of what is differentiated, see `collectives.gather`.
+    """
 
     def move(rows: jax.Array) -> jax.Array:
-        return gather(rows, 0, FSDP_AXIS)
+        return gather(rows, 0, axis, replicated=True)
 
-    def to_rows(x: jax.Array, p: Placement) -> jax.Array:
-        return jnp.moveaxis(x, _dim(p), 0).reshape(1, -1)
-
-    def from_rows(rows: jax.Array, p: Placement) -> jax.Array:
-        return _from_rows(rows, p, p.shape[_dim(p)])
-
-    return _sharded_leaves(tree, layout, bucket_bytes, to_rows, move, from_rows)
+    return _sharded_leaves(tree, layout, bucket_bytes, _block_to_row, move, _whole_from_rows)
 
 
-def shard_tree(tree: PyTree, layout: PyTree) -> PyTree:
+def shard_tree(tree: PyTree, layout: PyTree, *, axis: str | Axes = FSDP_AXIS) -> PyTree:
     """This device's block of each leaf that the layout shards; no communication."""
-    return jax.tree.map(
-        lambda x, p: x if p.dim is None else shard(x, p.dim, FSDP_AXIS), tree, layout
-    )
+
+    def one(x: jax.Array, p: Placement) -> jax.Array:
+        if p.dim is None:
+            return x
+        if p.flat:
+            return shard(_whole_to_rows(x, p), 0, axis).reshape(p.local_shape)
+        return shard(x, p.dim, axis)
+
+    return jax.tree.map(one, tree, layout)
 
 
 def _sharded_leaves(
@@ -144,15 +183,37 @@ def _sharded_leaves(
     placements = jax.tree.leaves(layout)
     chosen = [i for i, p in enumerate(placements) if p.dim is not None]
     rows = [to_rows(leaves[i], placements[i]) for i in chosen]
-    for i, moved in zip(chosen, _in_buckets(rows, bucket_bytes, move), strict=True):
-        leaves[i] = from_rows(moved, placements[i])
+    sizes = [math.prod(placements[i].shape) for i in chosen]
+    moved = _in_buckets(rows, sizes, bucket_bytes, move)
+    for i, x in zip(chosen, moved, strict=True):
+        leaves[i] = from_rows(x, placements[i])
     return jax.tree.unflatten(treedef, leaves)
 
 
-def _from_rows(rows: jax.Array, placement: Placement, length: int) -> jax.Array:
+# A whole array as rows (n, k), one for each of n devices; a device's block as one of them, (1, k).
+
+
+def _whole_to_rows(x: jax.Array, p: Placement) -> jax.Array:
+    flat = flatten_padded(x, p.axis_size) if p.flat else jnp.moveaxis(x, _dim(p), 0)
+    return flat.reshape(p.axis_size, math.prod(p.local_shape))
+
+
+def _whole_from_rows(rows: jax.Array, p: Placement) -> jax.Array:
+    return unflatten(rows, p.shape) if p.flat else _from_rows(rows, p, p.shape)
+
+
+def _block_to_row(x: jax.Array, p: Placement) -> jax.Array:
+    return (x if p.flat else jnp.moveaxis(x, _dim(p), 0)).reshape(1, x.size)
+
+
+def _block_from_row(row: jax.Array, p: Placement) -> jax.Array:
+    return row.reshape(p.local_shape) if p.flat else _from_rows(row, p, p.local_shape)
+
+
+def _from_rows(rows: jax.Array, placement: Placement, shape: tuple[int, ...]) -> jax.Array:
     dim = _dim(placement)
-    others = placement.shape[:dim] + placement.shape[dim + 1 :]
-    return jnp.moveaxis(rows.reshape(length, *others), 0, dim)
+    moved = (shape[dim], *shape[:dim], *shape[dim + 1 :])
+    return jnp.moveaxis(rows.reshape(moved), 0, dim)
 
 
 def _dim(placement: Placement) -> int:

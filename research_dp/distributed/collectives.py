@@ -17,9 +17,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.extend import core as extend_core
 
 from research_dp.distributed.errors import UsageError
-from research_dp.distributed.replication import as_varying, is_replicated
+from research_dp.distributed.replication import as_varying, is_replicated, is_tracked
 
 Axes = tuple[str, ...]
 
@@ -75,6 +76,16 @@ def axes_size(axes: Axes) -> int:
         ) from None
 
 
+def bound_axes() -> Axes:
+    """Names of the axes that are bound here, the outermost first; () outside any map.
+
+    JAX's public API names those of `shard_map` and `pmap` alone (the abstract mesh); an axis of
+    `vmap(axis_name=...)` is told by `jax.extend` only, under a name that may go away.
+    """
+    names = getattr(extend_core, "unsafe_get_axis_names_DO_NOT_USE", None)
+    return tuple(names() if names else jax.sharding.get_abstract_mesh().manual_axes)
+
+
 def all_mean(
     x: jax.Array,
     axes: Axes,
@@ -128,10 +139,20 @@ def _mean(
     return mean.astype(result)
 
 
-def gather(x: jax.Array, dim: int, axis: str | Axes) -> jax.Array:
-    """Concatenates the devices' blocks along `dim`; several axes one after the other."""
+def gather(x: jax.Array, dim: int, axis: str | Axes, *, replicated: bool = False) -> jax.Array:
+    """Concatenates the devices' blocks along `dim`; several axes one after the other.
+
+    Args:
+        x: This device's block.
+        dim: The dim that is split.
+        axis: The mesh axis that it is split over, or several as one.
+        replicated: Type the result as the same on each device where `shard_map` tracks that, so
+            that it may leave the map whole. Never where it is differentiated: autodiff would sum
+            its gradients by itself.
+    """
     for name in reversed(flat_axes(axis)):
-        x = lax.all_gather(x, name, axis=dim, tiled=True)
+        to = "invarying" if replicated and is_tracked(name) else "varying"
+        x = lax.all_gather(x, name, axis=dim, tiled=True, to=to)
     return x
 
 
@@ -142,7 +163,9 @@ def shard(x: jax.Array, dim: int, axis: str | Axes) -> jax.Array:
     if devices == 1:
         return as_varying(x, axes)  # nothing to cut, nor for the compiler to see through
     block = x.shape[dim] // devices
-    return lax.dynamic_slice_in_dim(x, lax.axis_index(axis) * block, block, dim)
+    # Of a tuple, even of one name, JAX computes the index by arithmetic.
+    start = lax.axis_index(axes[0] if len(axes) == 1 else axes) * block
+    return lax.dynamic_slice_in_dim(x, start, block, dim, allow_negative_indices=False)
 
 
 class GatherOptions(NamedTuple):
@@ -238,9 +261,8 @@ def gather_array_with_mean_grads(
             f"gather over {axes}: the array of shape {x.shape} is the same on each device, as its "
             f"type {jax.typeof(x)} says; there is nothing to gather. Shard it first."
         )
-    over = axes[0] if len(axes) == 1 else axes
     options = GatherOptions(
-        axis % x.ndim, over, gather_dtype, grad_scatter_dtype, reduction, pre_divide
+        axis % x.ndim, axes, gather_dtype, grad_scatter_dtype, reduction, pre_divide
     )
     return gather_with_mean_grads(x, options)
 

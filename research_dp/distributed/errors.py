@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax.numpy as jnp
+
 
 class UsageError(ValueError):
     """A mistake in configuration, flags, data or a checkpoint; commands exit with status 2.
@@ -17,6 +19,48 @@ class UsageError(ValueError):
     def __init__(self, message: str, *, binding: str | None = None):
         super().__init__(message)
         self.binding = binding
+
+
+def check_kind(name: str, value: Any, kind: Any, example: str) -> None:
+    """Checks that a parameter is an object of some class.
+
+    Args:
+        name: Its gin name, e.g. `train.model`.
+        value: What it was given.
+        kind: The class, or several.
+        example: What would be right, as it stands in a gin file.
+
+    Raises:
+        UsageError: It is something else.
+    """
+    if isinstance(value, kind):
+        return
+    function = getattr(value, "__name__", None)
+    if callable(value) and function:
+        problem = f"{name} = @{function} is the function itself; @{function}() is what it returns."
+    else:
+        problem = f"{name} = {value!r}: give e.g. {example}."
+    raise UsageError(problem, binding=name)
+
+
+def check_callable(name: str, value: Any, example: str) -> None:
+    """Raises UsageError unless a parameter is a function, or None."""
+    if value is not None and not callable(value):
+        raise UsageError(f"{name} = {value!r}: give a function, e.g. {example}.", binding=name)
+
+
+def check_dtype(name: str, value: Any) -> None:
+    """Raises UsageError unless a parameter is a floating-point dtype, or None."""
+    if value is None:
+        return
+    try:
+        right = jnp.issubdtype(jnp.dtype(value), jnp.floating)
+    except TypeError:
+        right = False
+    if not right:
+        raise UsageError(
+            f"{name} = {value!r}: give a floating-point dtype, e.g. 'bfloat16'.", binding=name
+        )
 
 
 def check_count(name: str, value: Any, least: int) -> None:

@@ -47,6 +47,8 @@ class Placement:
         dim: The dim that is split over mesh axis `fsdp`, or None: whole on each device.
         reason: Why it is whole; empty if it is sharded.
         axis_size: Number of shards.
+        flat: Split as one flat array, padded with zeros to a multiple of `axis_size`, so that any
+            shape can be: what is split is `split_shape`, and `dim` its last dim.
     """
 
     path: str
@@ -55,17 +57,30 @@ class Placement:
     dim: int | None
     reason: str
     axis_size: int
+    flat: bool = False
 
     @property
     def spec(self) -> PartitionSpec:
         return PartitionSpec() if self.dim is None else dim_spec(self.dim)
 
     @property
+    def split_shape(self) -> tuple[int, ...]:
+        """Shape of what is split: `shape`, or flat and padded, (1, ..., 1, n), of the same rank.
+
+        The rank stays so that an optimizer that goes by it (weight decay of matrices alone) sees
+        what it would see; a scalar becomes (n,).
+        """
+        if not self.flat:
+            return self.shape
+        padded = -(-math.prod(self.shape) // self.axis_size) * self.axis_size
+        return (*(1,) * (len(self.shape) - 1), padded)
+
+    @property
     def local_shape(self) -> tuple[int, ...]:
         """Shape of what one device holds."""
         return tuple(
             length // self.axis_size if dim == self.dim else length
-            for dim, length in enumerate(self.shape)
+            for dim, length in enumerate(self.split_shape)
         )
 
     @property
@@ -74,12 +89,12 @@ class Placement:
 
     @property
     def nbytes_per_device(self) -> int:
-        return self.nbytes if self.dim is None else self.nbytes // self.axis_size
+        return math.prod(self.local_shape) * self.dtype.itemsize
 
 
-def dim_spec(dim: int) -> PartitionSpec:
-    """The spec of an array whose dim lies on `fsdp`."""
-    return PartitionSpec(*(None,) * dim, FSDP_AXIS)
+def dim_spec(dim: int, axis: str | tuple[str, ...] = FSDP_AXIS) -> PartitionSpec:
+    """The spec of an array whose dim lies on a mesh axis, or on several."""
+    return PartitionSpec(*(None,) * dim, axis)
 
 
 def choose_dim(
@@ -214,10 +229,32 @@ def check_choice(
         )
 
 
+def lay_out_flat(tree: PyTree, shards: int) -> PyTree:
+    """Splits every array as a flat one, padded, whatever its shape.
+
+    Args:
+        tree: Arrays, or anything with `shape` and `dtype`.
+        shards: Number of slices. With 1 everything stays whole.
+
+    Returns:
+        A tree of the same structure with a `Placement` at each leaf.
+    """
+
+    def place(path: Any, leaf: Any) -> Placement:
+        name, shape, dtype = path_name(path), tuple(leaf.shape), np.dtype(leaf.dtype)
+        if shards == 1:
+            return Placement(name, shape, dtype, None, "there is one shard", 1)
+        return Placement(name, shape, dtype, max(len(shape) - 1, 0), "", shards, flat=True)
+
+    return jax.tree_util.tree_map_with_path(place, tree)
+
+
 def whole(layout: PyTree) -> PyTree:
     """The same tree with nothing sharded: how `zero1` keeps its parameters."""
     return jax.tree.map(
-        lambda p: dataclasses.replace(p, dim=None, reason="the strategy keeps parameters whole"),
+        lambda p: dataclasses.replace(
+            p, dim=None, reason="the strategy keeps parameters whole", flat=False
+        ),
         layout,
     )
 
@@ -262,6 +299,16 @@ def path_name(path: Any) -> str:
 
 
 def by_path(tree: PyTree) -> Mapping[str, Any]:
-    """The leaves of a tree by path name, sorted by path."""
+    """The leaves of a tree by path name, sorted by path.
+
+    Raises:
+        UsageError: Two leaves have the same path name, as in `{'a/b': x, 'a': {'b': y}}`.
+    """
     flat, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return dict(sorted((path_name(path), leaf) for path, leaf in flat))
+    named: dict[str, Any] = {}
+    for path, leaf in flat:
+        name = path_name(path)
+        if name in named:
+            raise UsageError(f"two arrays of one tree have the path {name!r}; rename one.")
+        named[name] = leaf
+    return {name: named[name] for name in sorted(named)}

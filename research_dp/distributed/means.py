@@ -63,6 +63,20 @@ def mean_gradient(
     return (mean / axes_size(summed)).astype(mean.dtype) if summed else mean
 
 
+def own_gradient(gradient: jax.Array, axes: Axes) -> jax.Array:
+    """A gradient whose mean over devices is that of their own losses, for who averages later.
+
+    `mean_gradient` in two steps, for gradients that are averaged in buckets or by a reduce-scatter.
+
+    Args:
+        gradient: This device's gradient, or the sum that autodiff made of them.
+        axes: The bound axes that will be averaged over.
+    """
+    summed = tuple(axis for axis in axes if is_replicated(gradient, axis))
+    # Autodiff summed over `summed`: divided here, these equal values are their own mean.
+    return gradient / axes_size(summed) if summed else gradient
+
+
 def sum_gradient(gradient: jax.Array, axes: Axes, reduction: Reduction = PLAIN) -> jax.Array:
     """Sum over devices of the gradients of each device's own loss, whoever sums: `mean_gradient`.
 
@@ -96,6 +110,16 @@ def check_own_loss(loss: jax.Array, axes: Axes) -> None:
         raise UsageError(
             f"the loss is the same along axes {list(averaged)}, so it was summed or averaged over "
             "them before it was differentiated, and its gradients would be divided twice. "
+            "Differentiate each device's own loss, and average its value afterwards."
+        )
+
+
+def refuse_divided_twice(path: str, shape: tuple[int, ...], axes: Sequence[str]) -> None:
+    """Raises UsageError for axes that a loss was averaged over, if its gradient varies there."""
+    if axes:
+        raise UsageError(
+            f"the loss was averaged over {list(axes)} before it was differentiated, so the "
+            f"gradient {path} {shape}, which varies along them, would be divided twice. "
             "Differentiate each device's own loss, and average its value afterwards."
         )
 

@@ -48,12 +48,9 @@ def one_device_mesh() -> Mesh:
     Raises:
         UsageError: There are several processes, which one device cannot serve.
     """
-    if jax.process_count() > 1:
-        raise UsageError(
-            f"one_device_mesh runs in one process; this run has {jax.process_count()}. "
-            "Use make_mesh, or start a single process.",
-            binding="data_parallel.mesh",
-        )
+    refuse_several_processes(
+        "one_device_mesh", "Use make_mesh, or start a single process.", "data_parallel.mesh"
+    )
     return make_mesh({DATA_AXIS: 1, FSDP_AXIS: 1}, devices=jax.devices()[:1])
 
 
@@ -77,6 +74,15 @@ def split_axes(mesh: Mesh) -> tuple[str, ...]:
 def batch_devices(mesh: Mesh) -> int:
     """Number of devices that each hold a different slice of the batch."""
     return math.prod(mesh.shape[name] for name in BATCH_AXES)
+
+
+def refuse_several_processes(what: str, advice: str, binding: str) -> None:
+    """Raises UsageError if this run has more than one process, which `what` cannot serve."""
+    if jax.process_count() > 1:
+        raise UsageError(
+            f"{what} runs in one process; this run has {jax.process_count()}. {advice}",
+            binding=binding,
+        )
 
 
 def refuse_mapped(name: str) -> None:

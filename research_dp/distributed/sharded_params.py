@@ -29,7 +29,7 @@ from research_dp.distributed.boxes import (
 from research_dp.distributed.collectives import PLAIN, Axes, Reduction, axes_size, flat_axes
 from research_dp.distributed.errors import UsageError
 from research_dp.distributed.layout import Choice, Rule, check_choice, choose_dim
-from research_dp.distributed.means import averaged_axes, mean_gradient
+from research_dp.distributed.means import averaged_axes, mean_gradient, refuse_divided_twice
 from research_dp.distributed.replication import is_replicated
 
 PyTree = Any
@@ -236,12 +236,7 @@ def sync_gradients(
     def one(path: str, leaf: Any) -> Any:
         held = split_over(leaf)
         twice = [a for a in done if a in held or not is_replicated(value_of(leaf), a)]
-        if twice:
-            raise UsageError(
-                f"the loss was averaged over {twice} before it was differentiated, so the gradient "
-                f"{path} {np.shape(value_of(leaf))}, which varies along them, would be divided "
-                "twice. Differentiate each device's own loss, and average its value afterwards."
-            )
+        refuse_divided_twice(path, np.shape(value_of(leaf)), twice)
         over = tuple(axis for axis in axes if axis not in (*held, *done))
         if not over:
             return leaf

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -46,6 +46,36 @@ def apply_optimizer(
     return optax.apply_updates(params, updates), opt_state
 
 
+def map_state(
+    optimizer: optax.GradientTransformation,
+    function: Callable[[Any, Any], Any],
+    opt_state: PyTree,
+    layout: PyTree,
+    others: Callable[[Any], Any] = lambda x: x,
+) -> PyTree:
+    """Maps over an optimizer's state, each array beside its parameter's placement.
+
+    Args:
+        optimizer: The optimizer.
+        function: (array, placement) -> anything; for what `init` makes of a parameter.
+        opt_state: The state, or one of its structure.
+        layout: Placements of the parameters.
+        others: For what belongs to no parameter, such as counts.
+    """
+
+    def is_masked(x: Any) -> bool:
+        return isinstance(x, optax.MaskedNode)  # a parameter that this part leaves to another
+
+    return optax.tree.map_params(
+        optimizer,
+        lambda x, p: x if is_masked(x) else function(x, p),
+        opt_state,
+        layout,
+        transform_non_params=others,
+        is_leaf=is_masked,
+    )
+
+
 def norm_of_blocks(
     blocks: Iterable[tuple[jax.Array, Axes]], reduction: Reduction = PLAIN
 ) -> jax.Array:
@@ -79,7 +109,8 @@ def global_norm(tree: PyTree, layout: PyTree, reduction: Reduction = PLAIN) -> j
 def clip_factor(norm: jax.Array, max_norm: float | None) -> jax.Array:
     """What to multiply gradients by so that their norm is at most `max_norm`; 1.0 if it is.
 
-    No epsilon. NaN for a norm of NaN, so that no gradient is applied as if nothing had happened.
+    No epsilon, as Optax has none. A norm that is not a number makes the factor NaN, and so every
+    gradient: nothing is skipped.
     """
     if max_norm is None:
         return jnp.ones((), jnp.float32)
@@ -97,8 +128,12 @@ def mixing_primitive(optimizer: optax.GradientTransformation, params: PyTree) ->
         params: Parameters, or `jax.ShapeDtypeStruct`s.
     """
     opt_state = jax.eval_shape(optimizer.init, params)
-    jaxpr = jax.make_jaxpr(optimizer.update)(params, opt_state, params)
-    return _find_mixing(jaxpr.jaxpr)
+    return mixing_in(optimizer.update, params, opt_state, params)
+
+
+def mixing_in(function: Callable[..., Any], *args: Any) -> str | None:
+    """Name of an operation of a function, traced for these arguments, that mixes elements."""
+    return _find_mixing(jax.make_jaxpr(function)(*args).jaxpr)
 
 
 def _find_mixing(jaxpr: Any) -> str | None:

@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+
+from research_dp.distributed.errors import UsageError
+
+
+def check_rate(name: str, rate: Any) -> None:
+    """Raises UsageError unless a dropout rate, bound as `name`, is in [0, 1)."""
+    if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate < 1:
+        raise UsageError(f"{name} = {rate!r}: give a fraction in [0, 1).", binding=name)
 
 
 def fold_in_each(keys: jax.Array, number: jax.Array | int) -> jax.Array:

@@ -10,9 +10,10 @@ import gin
 import jax
 from flax import nnx
 
+from research_dp.distributed.errors import check_dtype
 from research_dp.distributed.trainable import TrainableModel
 from research_dp.models.classification import choose_api, image_classifier
-from research_dp.models.dropout import dropout
+from research_dp.models.dropout import check_rate, dropout
 
 
 @gin.register(module="models")
@@ -33,6 +34,8 @@ def mlp(
         dropout_rate: Dropout after each hidden layer.
         dtype: Compute dtype; None: float32.
     """
+    check_rate("mlp.dropout_rate", dropout_rate)
+    check_dtype("mlp.dtype", dtype)
     functions = choose_api(
         api,
         "mlp.api",

@@ -9,24 +9,37 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from research_dp.distributed import layout as layout_lib
 from research_dp.distributed import placement
 from research_dp.distributed.errors import UsageError, check_count
 from research_dp.distributed.mesh import BATCH_AXES, FSDP_AXIS, batch_devices
-from research_dp.distributed.updates import mixing_primitive
+from research_dp.distributed.updates import map_state, mixing_primitive
 from research_dp.strategies.strategy import Layouts, PlacedBatch, Recipe, TrainSpec, TrainState
 
 PyTree = Any
 
 
+class _OneExample(dict[str, jax.ShapeDtypeStruct]):
+    """An abstract batch of one example, which says so if a model looks for what it lacks."""
+
+    def __init__(self, example: Mapping[str, jax.ShapeDtypeStruct]):
+        super().__init__(
+            {k: jax.ShapeDtypeStruct((1, *x.shape), x.dtype) for k, x in example.items()}
+        )
+
+    def __missing__(self, name: str) -> Any:
+        raise UsageError(
+            f"train.model reads {name!r} of a batch, but train.data gives {sorted(self)}. "
+            "Take a model and a data set of the same task.",
+            binding="train.model",
+        )
+
+
 def init_state(spec: TrainSpec, key: jax.Array) -> TrainState:
     """The state before the first step; traced, so that it can be born sharded."""
-    one = {k: jax.ShapeDtypeStruct((1, *x.shape), x.dtype) for k, x in spec.example.items()}
-    with spec.batch_is_read():
-        params, model_state = spec.model.init(key, one)
+    params, model_state = spec.model.init(key, _OneExample(spec.example))
     return TrainState(jnp.zeros((), jnp.int32), params, model_state, spec.optimizer.init(params))
 
 
@@ -57,12 +70,8 @@ def lay_out_state(
         step=PartitionSpec(),
         params=layout_lib.specs(layouts.params),
         model_state=jax.tree.map(lambda _: PartitionSpec(), abstract.model_state),
-        opt_state=optax.tree.map_params(
-            spec.optimizer,
-            spec_of,
-            abstract.opt_state,
-            slices,
-            transform_non_params=lambda _: PartitionSpec(),
+        opt_state=map_state(
+            spec.optimizer, spec_of, abstract.opt_state, slices, lambda _: PartitionSpec()
         ),
     )
     placed = jax.tree.map(
@@ -120,6 +129,7 @@ class BatchLayout:
         starts = np.arange(micros)[:, None] * rows
         self._micro_rows = (starts + self.eval_rows[None, :]).astype(np.int32)
         self.train_rows = self._micro_rows.reshape(-1)
+        self._position: jax.Array | None = None  # the same in each batch, so placed once
 
         def abstract(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct((micros, rows, *shape), dtype, sharding=self.sharding)
@@ -134,7 +144,10 @@ class BatchLayout:
         return PlacedBatch(cut, self._micro_rows)
 
     def place(self, examples: Mapping[str, np.ndarray]) -> PlacedBatch:
-        return placement.place(self.micro_batches(examples), self.sharding)
+        cut, position = self.micro_batches(examples)
+        if self._position is None:
+            self._position = placement.place(position, self.sharding)
+        return PlacedBatch(placement.place(cut, self.sharding), self._position)
 
     def place_eval(self, examples: Mapping[str, np.ndarray]) -> PyTree:
         return placement.place(dict(examples), self.eval_sharding)

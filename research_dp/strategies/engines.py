@@ -16,7 +16,12 @@ from research_dp.distributed import placement
 from research_dp.distributed.collectives import PLAIN, gather_by_compiler
 from research_dp.distributed.errors import UsageError
 from research_dp.distributed.layout import whole
-from research_dp.distributed.mesh import DATA_AXIS, FSDP_AXIS, split_axes
+from research_dp.distributed.mesh import (
+    DATA_AXIS,
+    FSDP_AXIS,
+    refuse_several_processes,
+    split_axes,
+)
 from research_dp.strategies.assembly import (
     BatchLayout,
     check_shards_suffice,
@@ -69,9 +74,6 @@ def mapped(recipe: Recipe, spec: TrainSpec) -> Strategy:
         layouts,
         abstract,
         batch,
-        abstract_batch=batch.abstract,
-        place_batch=batch.place,
-        place_eval_batch=batch.place_eval,
         train_step=jax.jit(train, donate_argnums=0),
         eval_step=jax.jit(evaluate),
     )
@@ -108,9 +110,6 @@ def compiled(recipe: Recipe, spec: TrainSpec) -> Strategy:
         layouts,
         abstract,
         batch,
-        abstract_batch=batch.abstract,
-        place_batch=batch.place,
-        place_eval_batch=batch.place_eval,
         train_step=jax.jit(steps.train, donate_argnums=0, out_shardings=outs),
         eval_step=jax.jit(steps.evaluate, out_shardings=outs[1]),
     )
@@ -121,8 +120,12 @@ def pmapped(recipe: Recipe, spec: TrainSpec) -> Strategy:
     """`pmap` over axis `data`, parameters replicated: kept for comparison with older code.
 
     Raises:
-        UsageError: Something is sharded, or the batch does not divide.
+        UsageError: Something is sharded, the batch does not divide, or there are several processes,
+            whose arrays pmap keeps apart.
     """
+    refuse_several_processes(
+        "engine 'pmapped'", "Use ddp, which computes the same.", "data_parallel.engine"
+    )
     recipe.refuse_slots(("shard", "gather"), "engine 'pmapped' keeps parameters whole; bind None.")
     recipe.refuse_no_sync()
     if recipe.mesh.shape[FSDP_AXIS] != 1:
@@ -132,6 +135,7 @@ def pmapped(recipe: Recipe, spec: TrainSpec) -> Strategy:
             binding="make_mesh.axes",
         )
     devices = recipe.mesh.devices.ravel()
+    count = len(devices)
     layouts, abstract = lay_out_state(recipe, spec, recipe.mesh, params_sharded=False)
     steps = Step(recipe, spec, layouts, split_axes(recipe.mesh))
     batch = BatchLayout(recipe.mesh, spec)
@@ -142,10 +146,9 @@ def pmapped(recipe: Recipe, spec: TrainSpec) -> Strategy:
     abstract = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated), abstract
     )
-    local = len(replicated.addressable_devices)
     abstract_batch = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(
-            (len(devices), x.shape[0], x.shape[1] // len(devices), *x.shape[2:]),
+            (count, x.shape[0], x.shape[1] // count, *x.shape[2:]),
             x.dtype,
             sharding=by_device,
         ),
@@ -154,12 +157,12 @@ def pmapped(recipe: Recipe, spec: TrainSpec) -> Strategy:
 
     def place_batch(examples: Mapping[str, np.ndarray]) -> PlacedBatch:
         def split(x: np.ndarray) -> np.ndarray:  # (micro, rows) -> (device, micro, rows a device)
-            return x.reshape(x.shape[0], local, -1, *x.shape[2:]).swapaxes(0, 1)
+            return x.reshape(x.shape[0], count, -1, *x.shape[2:]).swapaxes(0, 1)
 
         return placement.place(jax.tree.map(split, batch.micro_batches(examples)), by_device)
 
     def place_eval_batch(examples: Mapping[str, np.ndarray]) -> Any:
-        split = {k: x.reshape(local, -1, *x.shape[1:]) for k, x in examples.items()}
+        split = {k: x.reshape(count, -1, *x.shape[1:]) for k, x in examples.items()}
         return placement.place(split, by_device)
 
     pmap = functools.partial(
@@ -204,11 +207,12 @@ def _strategy(
     layouts: Layouts,
     abstract: TrainState,
     batch: BatchLayout,
-    **compiled_parts: Any,
+    **own_parts: Any,
 ) -> Strategy:
-    """A strategy from what all engines make alike and the parts that each compiles its own way.
+    """A strategy from what all engines make alike and the parts that each makes its own way.
 
-    `init` is compiled with the state's shardings, so that no device ever holds the full model.
+    Batches lie as `batch` says, if the engine has no other way. `init` is compiled with the state's
+    shardings, so that no device ever holds the full model.
     """
     init = jax.jit(functools.partial(init_state, spec), out_shardings=shardings_of(abstract))
     return Strategy(
@@ -220,5 +224,10 @@ def _strategy(
         eval_rows=batch.eval_rows,
         eval_batch_size=batch.eval_batch_size,
         init=init,
-        **compiled_parts,
+        **{
+            "abstract_batch": batch.abstract,
+            "place_batch": batch.place,
+            "place_eval_batch": batch.place_eval,
+            **own_parts,
+        },
     )

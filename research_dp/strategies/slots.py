@@ -13,6 +13,7 @@ import optax
 
 from research_dp.distributed import buckets, collectives
 from research_dp.distributed.collectives import Axes, GatherOptions, Reduction
+from research_dp.distributed.errors import check_dtype
 from research_dp.distributed.mesh import FSDP_AXIS
 from research_dp.distributed.updates import apply_optimizer
 
@@ -37,6 +38,8 @@ def gather_shards(
         gather_dtype: dtype on the wire and for compute, e.g. 'bfloat16'; None: the parameter's.
         grad_scatter_dtype: dtype in which gradients are summed; None: the parameter's.
     """
+    check_dtype("gather_shards.gather_dtype", gather_dtype)
+    check_dtype("gather_shards.grad_scatter_dtype", grad_scatter_dtype)
 
     def one(x: jax.Array, placement: Any) -> jax.Array:
         if placement.dim is None:
@@ -72,17 +75,11 @@ def average_gradients(
         dtype: dtype on the wire; None: each gradient's own.
         bucket_bytes: Bytes that travel in one collective; <= 0: one collective for each leaf.
     """
-    leaves, treedef = jax.tree.flatten(grads)
-    placements = jax.tree.leaves(layout)
-    others = tuple(axis for axis in axes if axis != FSDP_AXIS)
-    for is_sharded, over in ((False, axes), (True, others)):
-        chosen = [i for i, p in enumerate(placements) if (p.dim is not None) == is_sharded]
-        means = buckets.all_mean_tree(
-            [leaves[i] for i in chosen], over, reduction, dtype=dtype, bucket_bytes=bucket_bytes
+    for is_sharded, over in ((False, axes), (True, _replica_axes(axes))):
+        grads = _mean_where(
+            is_sharded, grads, layout, over, reduction, dtype=dtype, bucket_bytes=bucket_bytes
         )
-        for i, mean in zip(chosen, means, strict=True):
-            leaves[i] = mean
-    return jax.tree.unflatten(treedef, leaves)
+    return grads
 
 
 @gin.register(module="strategies")
@@ -97,8 +94,8 @@ def scatter_gradients(
 ) -> PyTree:
     """Reduce-scatters gradients: each device gets its slice of the mean, as `update_slices` needs.
 
-    Over `fsdp` first, in buckets; slices, and what the layout keeps whole, are then averaged over
-    the other axes. At a group of ranks this is what MLX's `fsdp_apply_gradients` does.
+    Over `fsdp` first, then over the other axes, in the same buckets; what the layout keeps whole is
+    averaged over all of them. With `update_slices` this is `fsdp_apply_gradients` as two slots.
 
     Args:
         grads: Whole gradients of this device's examples.
@@ -109,11 +106,39 @@ def scatter_gradients(
         bucket_bytes: Bytes that travel in one collective; <= 0: one collective for each leaf.
     """
     slices = buckets.scatter_mean_tree(
-        grads, layout, reduction, dtype=dtype, bucket_bytes=bucket_bytes
+        grads,
+        layout,
+        reduction,
+        replica_axes=_replica_axes(axes),
+        dtype=dtype,
+        bucket_bytes=bucket_bytes,
     )
-    return average_gradients(
-        slices, layout, axes=axes, reduction=reduction, dtype=dtype, bucket_bytes=bucket_bytes
+    return _mean_where(
+        False, slices, layout, axes, reduction, dtype=dtype, bucket_bytes=bucket_bytes
     )
+
+
+def _replica_axes(axes: Axes) -> Axes:
+    """The axes along which what is sharded is repeated."""
+    return tuple(axis for axis in axes if axis != FSDP_AXIS)
+
+
+def _mean_where(
+    is_sharded: bool,
+    grads: PyTree,
+    layout: PyTree,
+    axes: Axes,
+    reduction: Reduction,
+    **options: Any,
+) -> PyTree:
+    """Averages over `axes` the gradients that the layout shards, or those that it keeps whole."""
+    leaves, treedef = jax.tree.flatten(grads)
+    placements = jax.tree.leaves(layout)
+    chosen = [i for i, p in enumerate(placements) if (p.dim is not None) == is_sharded]
+    means = buckets.all_mean_tree([leaves[i] for i in chosen], axes, reduction, **options)
+    for i, mean in zip(chosen, means, strict=True):
+        leaves[i] = mean
+    return jax.tree.unflatten(treedef, leaves)
 
 
 @gin.register(module="strategies")

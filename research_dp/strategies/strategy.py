@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import gin
@@ -14,7 +13,12 @@ import optax
 from jax.sharding import Mesh
 
 from research_dp.distributed.collectives import PLAIN, Reduction
-from research_dp.distributed.errors import UsageError
+from research_dp.distributed.errors import (
+    UsageError,
+    check_callable,
+    check_dtype,
+    check_kind,
+)
 from research_dp.distributed.layout import Rule
 from research_dp.distributed.trainable import TrainableModel
 
@@ -85,20 +89,6 @@ class TrainSpec:
     max_grad_norm: float | None = None
     seed: int = 0
 
-    @contextlib.contextmanager
-    def batch_is_read(self) -> Iterator[None]:
-        """While the model is traced: UsageError if it reads what a batch does not have."""
-        try:
-            yield
-        except KeyError as error:
-            if not error.args or error.args[0] in self.example:
-                raise
-            raise UsageError(
-                f"train.model reads {error.args[0]!r} of a batch, but train.data gives "
-                f"{sorted(self.example)}. Take a model and a data set of the same task.",
-                binding="train.model",
-            ) from error
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Strategy:
@@ -164,9 +154,8 @@ class Recipe:
                 shards.
         """
         strategy = self.engine(self, spec)
-        with spec.batch_is_read():
-            # Whatever does not fit is found here. The trace is kept for the first step.
-            jax.eval_shape(strategy.train_step, strategy.abstract_state, strategy.abstract_batch)
+        # Whatever does not fit is found here. The trace is kept for the first step.
+        jax.eval_shape(strategy.train_step, strategy.abstract_state, strategy.abstract_batch)
         return strategy
 
     def refuse_no_sync(self) -> None:
@@ -227,6 +216,12 @@ def data_parallel(
         accumulation_dtype: dtype in which gradients of micro-batches are added up; None: their
             own.
     """
+    check_kind("data_parallel.mesh", mesh, Mesh, "@make_mesh()")
+    check_kind("data_parallel.reduction", reduction, Reduction, "nothing, for plain sums")
+    check_callable("data_parallel.engine", engine, "@mapped")
+    for key, slot in (("shard", shard), ("gather", gather), ("sync", sync), ("update", update)):
+        check_callable(f"data_parallel.{key}", slot, "one of this package's, or None")
+    check_dtype("data_parallel.accumulation_dtype", accumulation_dtype)
     for key, value in (("gather_each", gather_each), ("sync_each", sync_each)):
         if value not in ("step", "micro_batch"):
             raise UsageError(

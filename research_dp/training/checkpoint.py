@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,16 +13,30 @@ from research_dp.strategies import TrainState
 from research_dp.training.metrics import Sums
 
 
+class Progress(NamedTuple):
+    """What a checkpoint holds besides the state.
+
+    Attributes:
+        batch_size: Examples a step.
+        seed: Seed of the order of examples and of random keys.
+        window: Sums of the metrics that were not recorded yet.
+    """
+
+    batch_size: int
+    seed: int
+    window: Sums
+
+
 class Restored(NamedTuple):
     """What a checkpoint holds.
 
     Attributes:
         state: The state, on its shardings.
-        window: Sums of the metrics that were not recorded yet.
+        progress: What else there is.
     """
 
     state: TrainState
-    window: Sums
+    progress: Progress
 
 
 class Checkpoints:
@@ -61,19 +74,21 @@ class Checkpoints:
                 f"{difference}. Use another --workdir, or the configuration in its config.gin."
             )
         wanted = ocp.args.Composite(
-            state=ocp.args.StandardRestore(abstract_state), window=ocp.args.JsonRestore()
+            state=ocp.args.StandardRestore(abstract_state), progress=ocp.args.JsonRestore()
         )
         found = manager.restore(step, args=wanted)
-        return Restored(found["state"], {k: (s, n) for k, (s, n) in found["window"].items()})
+        sums = {k: (s, n) for k, (s, n) in found["progress"]["window"].items()}
+        return Restored(found["state"], Progress(**{**found["progress"], "window": sums}))
 
-    def save(self, state: TrainState, step: int, window: Mapping[str, tuple[float, float]]) -> None:
+    def save(self, state: TrainState, step: int, progress: Progress) -> None:
         """Saves in the background; returns as soon as the state may be changed."""
         import orbax.checkpoint as ocp
 
         manager = self._open()
         if manager.latest_step() != step:
             saved = ocp.args.Composite(
-                state=ocp.args.StandardSave(state), window=ocp.args.JsonSave(dict(window))
+                state=ocp.args.StandardSave(state),
+                progress=ocp.args.JsonSave(progress._asdict()),
             )
             manager.save(step, args=saved)
 
@@ -96,7 +111,7 @@ class Checkpoints:
                 options=ocp.CheckpointManagerOptions(max_to_keep=self._keep),
                 item_handlers={
                     "state": ocp.StandardCheckpointHandler(),
-                    "window": ocp.JsonCheckpointHandler(),
+                    "progress": ocp.JsonCheckpointHandler(),
                 },
             )
         return self._manager

@@ -10,12 +10,12 @@ import gin
 import optax
 
 from research_dp.distributed.data_set import DataSet
-from research_dp.distributed.errors import UsageError, check_count
+from research_dp.distributed.errors import UsageError, check_count, check_kind
 from research_dp.distributed.trainable import TrainableModel
 from research_dp.strategies import Recipe, Strategy, TrainSpec, TrainState
 from research_dp.strategies.keys import init_key
 from research_dp.training import optim, report  # noqa: F401  (optim registers Optax with gin)
-from research_dp.training.checkpoint import Checkpoints
+from research_dp.training.checkpoint import Checkpoints, Progress
 from research_dp.training.progress import Profile
 from research_dp.training.run import Run
 from research_dp.training.schedule import Schedule
@@ -79,7 +79,13 @@ def train(
         profile_at=profile_at,
     )
     check_count("train.seed", seed, 0)
+    check_kind("train.model", model, TrainableModel, "@convnet()")
+    check_kind("train.data", data, DataSet, "@tfds_data()")
+    check_kind("train.strategy", strategy, Recipe, "@data_parallel()")
+    check_kind("train.optimizer", optimizer, optax.GradientTransformation, "@optax.adamw()")
     _check_fits(model, data)
+    if not dry_run:
+        folder = _open_folder(workdir)
     spec = TrainSpec(
         model=model,
         optimizer=optimizer,
@@ -94,20 +100,13 @@ def train(
         print(gin.config_str())
         report.print_layout(built)
         return DONE
-    if workdir is None:
-        raise UsageError("train needs a workdir: results and checkpoints go there.")
 
     # ---- Where it stands ----
-    folder = Path(workdir)
     with contextlib.closing(Checkpoints(folder / "checkpoints")) as checkpoints:
         restored = checkpoints.restore(built.abstract_state)
         first_step = int(restored.state.step) if restored else 0
-        if first_step > num_steps:
-            raise UsageError(
-                f"the run in {folder} is at step {first_step}, past train.num_steps = {num_steps}. "
-                "Use another --workdir, or raise train.num_steps.",
-                binding="train.num_steps",
-            )
+        if restored:
+            _check_continues(folder, first_step, num_steps, restored.progress, spec)
         state = restored.state if restored else built.init(init_key(seed))
         run = Run(
             spec,
@@ -117,7 +116,7 @@ def train(
             schedule=schedule,
             checkpoints=checkpoints,
             first_step=first_step,
-            window=restored.window if restored else {},
+            window=restored.progress.window if restored else {},
             started=time.perf_counter() if started is None else started,
         )
         del restored  # the state is donated to the first step
@@ -154,6 +153,40 @@ def _steps(
             return STOPPED
         run.summarize(state, step, run.evaluate(state, step))
     return DONE
+
+
+def _open_folder(workdir: str | None) -> Path:
+    """Makes the folder of the results."""
+    if workdir is None:
+        raise UsageError("train needs a workdir: results and checkpoints go there.")
+    if "://" in workdir:
+        raise UsageError(f"--workdir={workdir}: give a folder of this machine, or a mounted one.")
+    folder = Path(workdir).expanduser()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--workdir={workdir} cannot be made: {error.strerror}.") from error
+    return folder
+
+
+def _check_continues(
+    folder: Path, step: int, num_steps: int, saved: Progress, spec: TrainSpec
+) -> None:
+    """Refuses to continue a run as another one."""
+    if step > num_steps:
+        raise UsageError(
+            f"the run in {folder} is at step {step}, past train.num_steps = {num_steps}. "
+            "Use another --workdir, or raise train.num_steps.",
+            binding="train.num_steps",
+        )
+    for name in ("batch_size", "seed"):
+        before, now = getattr(saved, name), getattr(spec, name)
+        if before != now:
+            raise UsageError(
+                f"the run in {folder} has train.{name} = {before}, not {now}: its order of "
+                "examples would break. Use another --workdir, or the same value.",
+                binding=f"train.{name}",
+            )
 
 
 def _check_fits(model: TrainableModel, data: DataSet) -> None:

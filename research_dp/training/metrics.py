@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
+import shutil
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -60,13 +60,18 @@ class Records:
 
     Args:
         workdir: Folder of the run.
+        kept: Records of the run that is continued. TensorBoard's are written anew from them: a
+            killed run may have written fewer, or some that are written again.
         flush_seconds: How often TensorBoard's events are written.
     """
 
-    def __init__(self, workdir: Path, flush_seconds: float = 60.0):
+    def __init__(
+        self, workdir: Path, kept: Sequence[Mapping[str, Any]] = (), flush_seconds: float = 60.0
+    ):
         self._workdir, self._flush_seconds = workdir, flush_seconds
+        shutil.rmtree(workdir / "tensorboard", ignore_errors=True)
         self._file = (workdir / "metrics.jsonl").open("a", buffering=1)
-        self._waiting: list[tuple[str, int, dict[str, float]]] = []
+        self._waiting = [(r["split"], r["step"], _scalars(r)) for r in kept]
         self._writers: dict[str, Any] = {}
         self._thread = ThreadPoolExecutor(1, "tensorboard")
         self._writing: Future[None] | None = None
@@ -111,33 +116,50 @@ class Records:
             writer.flush()
 
 
-def last_train_means(workdir: Path) -> dict[str, float]:
-    """The metrics, without rates, of the newest record of training in `metrics.jsonl`."""
-    records = [r for r in _read(workdir / "metrics.jsonl") if r["split"] == "train"]
-    newest = records[-1] if records else {}
-    told = ("split", "step", *RATES)
-    return {name: value for name, value in newest.items() if name not in told}
+def last_train_means(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The metrics, without rates, of the newest record of training."""
+    newest = [_scalars(r) for r in records if r["split"] == "train"][-1:]
+    return {name: value for means in newest for name, value in means.items() if name not in RATES}
 
 
-def drop_unsaved(workdir: Path, step: int, *, evaluates_again: bool) -> None:
+def drop_unsaved(workdir: Path, step: int, *, evaluates_again: bool) -> list[dict[str, Any]]:
     """Drops from `metrics.jsonl` what a run continued from a step writes again.
 
     Args:
         workdir: Folder of the run.
         step: Everything beyond it is dropped.
         evaluates_again: Whether the evaluation at the step itself is to be dropped too.
+
+    Returns:
+        What is kept.
     """
     path = workdir / "metrics.jsonl"
     again = (step, "eval") if evaluates_again else None
-    kept = [r for r in _read(path) if r["step"] <= step and (r["step"], r["split"]) != again]
+    lines = path.read_text().splitlines() if path.exists() else []
+    # The last line of a killed run may be half a line.
+    records = [record for record in map(read_json, lines) if record]
+    kept = [r for r in records if r["step"] <= step and (r["step"], r["split"]) != again]
+    write_at_once(path, "".join(json.dumps(record) + "\n" for record in kept))
+    return kept
+
+
+def read_json(text: str) -> dict[str, Any]:
+    """An object; empty if the text is not whole."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return {}
+
+
+def write_at_once(path: Path, text: str) -> None:
+    """Writes a file so that it is never seen half written."""
     temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(json.dumps(record) + "\n" for record in kept))
+    temporary.write_text(text)
     temporary.replace(path)
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
-    records = []
-    for line in path.read_text().splitlines() if path.exists() else []:
-        with contextlib.suppress(json.JSONDecodeError):  # the last line of a killed run
-            records.append(json.loads(line))
-    return records
+def _scalars(record: Mapping[str, Any]) -> dict[str, float]:
+    """A record without what it is of; a null was not a number."""
+    told = ("split", "step")
+    values = {name: value for name, value in record.items() if name not in told}
+    return {name: math.nan if value is None else value for name, value in values.items()}

@@ -8,6 +8,8 @@ import gin
 import jax
 import optax
 
+from research_dp.distributed.errors import UsageError, check_count
+
 _OPTIMIZERS = (
     optax.adafactor,
     optax.adam,
@@ -26,6 +28,42 @@ _SCHEDULES = (
 
 for _function in (*_OPTIMIZERS, *_SCHEDULES):
     gin.register(_function, module="optax")
+
+
+@gin.register(module="optim")
+def warmup_cosine(
+    peak_value: float, *, warmup_fraction: float = 0.05, end_fraction: float = 0.0
+) -> optax.Schedule:
+    """A linear warm-up and a cosine decay over the whole run, whatever `train.num_steps` is.
+
+    Args:
+        peak_value: The learning rate at the end of the warm-up.
+        warmup_fraction: Part of the run that the warm-up takes.
+        end_fraction: Part of `peak_value` that is left at the end.
+    """
+    for name, value in (("warmup_fraction", warmup_fraction), ("end_fraction", end_fraction)):
+        if not 0 <= value <= 1:
+            raise UsageError(f"warmup_cosine.{name} = {value}: give a number from 0 to 1.")
+    decay_steps = max(_run_length(), 1)
+    return optax.warmup_cosine_decay_schedule(
+        init_value=0.0,
+        peak_value=peak_value,
+        warmup_steps=min(round(warmup_fraction * decay_steps), decay_steps - 1),
+        decay_steps=decay_steps,
+        end_value=end_fraction * peak_value,
+    )
+
+
+def _run_length() -> int:
+    """`train.num_steps`, which gin knows: a schedule of another length would end silently."""
+    try:
+        bound = gin.query_parameter("train.num_steps")
+    except ValueError as error:
+        raise UsageError("train.num_steps is bound nowhere; warmup_cosine is as long.") from error
+    if isinstance(bound, gin.config.ConfigurableReference):  # a macro
+        bound = bound.scoped_configurable_fn()
+    check_count("train.num_steps", bound, 0)
+    return bound
 
 
 @gin.register(module="optim")

@@ -59,7 +59,7 @@ class Clock:
         return self._all_steps / self._all_seconds if self._all_steps else None
 
 
-class Progress:
+class ProgressBar:
     """Shows steps, rate, time left and the newest metrics; only process 0 prints.
 
     Args:

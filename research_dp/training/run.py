@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import itertools
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,11 +17,13 @@ from research_dp.distributed.placement import fingerprint
 from research_dp.strategies import Strategy, TrainSpec, TrainState
 from research_dp.training import metrics as metrics_lib
 from research_dp.training import report
-from research_dp.training.checkpoint import Checkpoints
-from research_dp.training.progress import Clock, Progress
+from research_dp.training.checkpoint import Checkpoints, Progress
+from research_dp.training.progress import Clock, ProgressBar
 from research_dp.training.schedule import Schedule
 
-_PREFETCH = 2  # batches placed on the devices ahead of the step that takes them
+_FEWEST_AHEAD = 2  # batches placed on the devices before the step that takes them
+_MOST_AHEAD = 16
+_BYTES_AHEAD = 2**24
 
 
 class Run:
@@ -63,7 +64,7 @@ class Run:
         self._summary: dict[str, Any] = {"train": {}, "seconds_to_first_step": None}
         self._records: metrics_lib.Records | None = None
         self._clock = Clock(spec.batch_size)
-        self._progress = Progress(schedule.num_steps, first_step)
+        self._progress = ProgressBar(schedule.num_steps, first_step)
 
     # ---- Beginning ----
 
@@ -71,23 +72,22 @@ class Run:
         """Whether an earlier command ended this run; says so."""
         path = self.folder / "summary.json"
         at_the_end = self._first_step == self._schedule.num_steps and path.exists()
-        if at_the_end and json.loads(path.read_text())["step"] == self._first_step:
+        if at_the_end and metrics_lib.read_json(path.read_text()).get("step") == self._first_step:
             self._progress.say(f"Done already, at step {self._first_step}: {path}")
             return True
         return False
 
     def begin(self) -> None:
         """Writes the configuration, and drops records that will be written again."""
+        self._data.prepare()
         last = self._first_step == self._schedule.num_steps
         if self._writes:
-            self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / "config.gin").write_text(gin.config_str())
             self._write_operative_config()
-            metrics_lib.drop_unsaved(self.folder, self._first_step, evaluates_again=last)
-            self._summary["train"] = metrics_lib.last_train_means(self.folder)
-            self._records = metrics_lib.Records(self.folder)
+            kept = metrics_lib.drop_unsaved(self.folder, self._first_step, evaluates_again=last)
+            self._summary["train"] = metrics_lib.last_train_means(kept)
+            self._records = metrics_lib.Records(self.folder, kept)
         self._progress.say(report.one_line(self._strategy))
-        self._data.prepare()
         if self._first_step:
             self._progress.say(f"Continuing from step {self._first_step} in {self.folder}")
 
@@ -102,10 +102,10 @@ class Run:
         )
         if self._first_step < self._schedule.num_steps:
             self._progress.say("Compiling the training step")
-        for batch in _ahead(self._strategy.place_batch, self._data.train(order)):
+        source = self._data.train(order)
+        for batch in _ahead(self._strategy.place_batch, source, self._devices_work):
             # The next batch was placed while the last steps ran; now they are to be over.
-            while len(self._in_flight) >= _most_in_flight():
-                jax.block_until_ready(self._in_flight.popleft())
+            self._wait_for_room()
             yield batch
 
     # ---- Steps ----
@@ -133,7 +133,8 @@ class Run:
         """Metrics over the whole evaluation split, each example counted once."""
         self._settle(state)
         order = EvalOrder(batch_size=self._strategy.eval_batch_size, rows=self._strategy.eval_rows)
-        batches = _ahead(self._strategy.place_eval_batch, self._data.evaluate(order))
+        source = self._data.evaluate(order)
+        batches = _ahead(self._strategy.place_eval_batch, source, self._devices_work)
         metrics = metrics_lib.means(metrics_lib.add_up({}, self._eval_steps(state, batches)))
         self._record("eval", step, metrics)
         self._resume(step)
@@ -143,8 +144,7 @@ class Run:
         for batch in batches:
             sums = self._strategy.eval_step(state, batch)
             self._in_flight.append(sums)
-            while len(self._in_flight) >= _most_in_flight():
-                jax.block_until_ready(self._in_flight.popleft())
+            self._wait_for_room()
             yield sums
 
     def save(self, state: TrainState, step: int) -> None:
@@ -152,7 +152,8 @@ class Run:
         self._settle(state)
         self._window = metrics_lib.add_up(self._window, self._unread)
         self._unread = []
-        self._checkpoints.save(state, step, self._window)
+        spec = self._spec
+        self._checkpoints.save(state, step, Progress(spec.batch_size, spec.seed, self._window))
         self._resume(step)
 
     # ---- The end ----
@@ -180,7 +181,7 @@ class Run:
         }
         if self._writes:
             text = json.dumps(metrics_lib.as_json(summary), indent=2, allow_nan=False) + "\n"
-            (self.folder / "summary.json").write_text(text)
+            metrics_lib.write_at_once(self.folder / "summary.json", text)
             self._write_operative_config()
         self._progress.say(f"Done: {self.folder / 'summary.json'}")
 
@@ -190,6 +191,16 @@ class Run:
             self._records.close()
 
     # ---- Inside ----
+
+    def _wait_for_room(self) -> None:
+        """Waits for the oldest steps until another one may be under way."""
+        while len(self._in_flight) >= _most_in_flight():
+            jax.block_until_ready(self._in_flight.popleft())
+
+    def _devices_work(self) -> bool:
+        """Whether the newest step is still under way."""
+        newest = jax.tree.leaves(list(self._in_flight)[-1:])
+        return bool(newest) and not newest[0].is_ready()
 
     def _settle(self, state: TrainState) -> None:
         """Waits for the last step, records what is due, and stops the clock."""
@@ -231,10 +242,26 @@ def _most_in_flight() -> int:
     return 1 if jax.default_backend() == "cpu" else 2
 
 
-def _ahead(place: Callable[[Any], Any], batches: Iterable[Any]) -> Iterator[Any]:
-    """Places batches on the devices a few ahead of their use."""
-    source, placed = iter(batches), collections.deque[Any]()
-    placed.extend(place(batch) for batch in itertools.islice(source, _PREFETCH))
-    while placed:
+def _ahead(
+    place: Callable[[Any], Any], batches: Iterable[Any], devices_work: Callable[[], bool]
+) -> Iterator[Any]:
+    """Places batches on the devices ahead of their use, several of them if they are small.
+
+    The second batch of a row costs a third of the first, whose code and data a step has driven
+    out of the caches. A row ends with the step that it is to be hidden behind.
+    """
+    source, placed, most = iter(batches), collections.deque[Any](), _FEWEST_AHEAD
+    while True:
+        if len(placed) < _FEWEST_AHEAD:
+            for batch in source:
+                placed.append(place(batch))
+                most = min(_MOST_AHEAD, _BYTES_AHEAD // _bytes(batch))
+                if len(placed) >= _FEWEST_AHEAD and (len(placed) >= most or not devices_work()):
+                    break
+        if not placed:
+            return
         yield placed.popleft()
-        placed.extend(place(batch) for batch in itertools.islice(source, 1))
+
+
+def _bytes(batch: Any) -> int:
+    return sum(x.nbytes for x in jax.tree.leaves(batch))

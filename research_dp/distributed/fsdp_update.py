@@ -1,0 +1,262 @@
+"""The optimizer step of ZeRO: gradients reduce-scattered, each slice updated, parameters gathered.
+
+An adapter, with the interface of MLX's `fsdp_apply_gradients` (0.31.1 to 0.32.0), over the same
+primitives as the slots `scatter_gradients` and `update_slices`. What differs from MLX is written
+in docs/api_updates.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import gin
+import jax
+import jax.numpy as jnp
+import optax
+
+from research_dp.distributed import buckets
+from research_dp.distributed.collectives import (
+    PLAIN,
+    Axes,
+    Reduction,
+    axes_size,
+    bound_axes,
+    flat_axes,
+)
+from research_dp.distributed.errors import UsageError
+from research_dp.distributed.layout import Placement, by_path, lay_out_flat, path_name
+from research_dp.distributed.means import averaged_axes, own_gradient, refuse_divided_twice
+from research_dp.distributed.optimizer_state import OptaxAdapter
+from research_dp.distributed.replication import is_replicated, is_tracked
+from research_dp.distributed.updates import clip_factor, norm_of_blocks
+
+PyTree = Any
+Group = str | Sequence[str] | None
+
+
+class Optimizer(Protocol):
+    """What `fsdp_apply_gradients` needs of an optimizer."""
+
+    def apply_gradients(self, gradients: PyTree, parameters: PyTree) -> PyTree: ...
+
+
+@gin.register(module="distributed")
+def fsdp_apply_gradients(
+    gradients: PyTree,
+    parameters: PyTree,
+    optimizer: Optimizer,
+    fsdp_group: Group = None,
+    dp_group: Group = None,
+    communication_size: int = buckets.DEFAULT_BUCKET_BYTES,
+    communication_stream: Any = None,
+    max_norm: float | None = None,
+    *,
+    loss: jax.Array | None = None,
+    reduction: Reduction = PLAIN,
+) -> PyTree:
+    """One optimizer step whose gradients and optimizer state are split over devices.
+
+    Gradients are reduce-scattered to their mean, clipped by its global norm, applied to this
+    device's slices, and these gathered. Called where axes are bound (`shard_map`, `pmap`,
+    `vmap(axis_name=...)`); outside of any map there is a world of one.
+
+    A slice is a part of a flat, padded array, (1, ..., 1, k) of its parameter's rank, so the
+    optimizer must be elementwise; an `OptaxAdapter` of another is refused. It sees a tree of the
+    gradients' structure, by parameter path, never buckets.
+
+    Args:
+        gradients: Gradients of this device's own loss, floating point. Parameters without one are
+            returned as they are. Under `check_vma=True` those of replicated parameters are sums
+            already (`mean_gradient`), and are divided.
+        parameters: Whole parameters.
+        optimizer: Has `apply_gradients(gradients, parameters) -> parameters`; it is given each
+            gradient in its parameter's dtype.
+        fsdp_group: Axis, or axes, that the update is split over; None: all bound ones but
+            `dp_group`.
+        dp_group: Axis, or axes, along which slices are repeated and averaged. None: there are
+            none; () too, and axes in neither group (tensor parallel) are meant so.
+        communication_size: Arrays of one dtype travel together until they are so many bytes;
+            <= 0: each alone.
+        communication_stream: None: XLA schedules collectives itself.
+        max_norm: Gradients are scaled down to this global L2 norm. A norm that is not a number
+            makes every updated parameter NaN: no step is skipped.
+        loss: The loss that was differentiated: tells under `check_vma=True` whether it was averaged
+            over an axis before, or not split over it, as in `sync_gradients`.
+        reduction: How partial sums are summed.
+
+    Returns:
+        The parameters, dtypes and structure kept; with `max_norm` a pair of them and the mean
+        gradient's norm before clipping, 0-d float32.
+
+    Raises:
+        UsageError: A group is not bound or leaves an axis out, a gradient does not fit its
+            parameter or `loss`, the optimizer is not elementwise or returns something else.
+    """
+    _check_options(optimizer, communication_stream, max_norm)
+    fsdp, dp = _groups(fsdp_group, dp_group)
+    params = by_path(parameters)
+    own = _own_gradients(gradients, params, loss, fsdp + dp)
+    layout, slices = _mean_slices(own, fsdp, dp, communication_size, reduction)
+    norm = None
+    if max_norm is not None:
+        split_over = fsdp if axes_size(fsdp) > 1 else ()
+        norm = norm_of_blocks(((g, split_over) for g in slices.values()), reduction)
+        scale = clip_factor(norm, max_norm)
+        slices = {name: g * scale for name, g in slices.items()}
+    new = _update(gradients, slices, params, layout, optimizer, fsdp, communication_size)
+    result = jax.tree_util.tree_map_with_path(
+        lambda path, p: new.get(path_name(path), p), parameters
+    )
+    return result if norm is None else (result, norm)
+
+
+@gin.register(module="distributed")
+def fsdp_update(
+    gradients: PyTree,
+    parameters: PyTree,
+    transform: optax.GradientTransformation,
+    opt_state: PyTree,
+    *,
+    max_norm: float | None = None,
+    **options: Any,
+) -> tuple[PyTree, ...]:
+    """`fsdp_apply_gradients` as a pure function of an Optax transform and its state.
+
+    Args:
+        gradients: As there.
+        parameters: As there.
+        transform: An elementwise Optax transform.
+        opt_state: This device's slices of its state: what `shard_map` makes of `slice_state` by
+            `slice_specs`.
+        max_norm: As there.
+        **options: The others, as there.
+
+    Returns:
+        (parameters, opt_state), and with `max_norm` the norm as a third.
+    """
+    optimizer = OptaxAdapter(transform, opt_state)
+    result = fsdp_apply_gradients(gradients, parameters, optimizer, max_norm=max_norm, **options)
+    if max_norm is None:
+        return result, optimizer.state
+    return result[0], optimizer.state, result[1]
+
+
+def _check_options(optimizer: Any, communication_stream: Any, max_norm: Any) -> None:
+    if not hasattr(optimizer, "apply_gradients"):
+        raise UsageError(
+            f"the optimizer, a {type(optimizer).__name__}, has no apply_gradients(gradients, "
+            "parameters); wrap an Optax transform: OptaxAdapter(transform, state)."
+        )
+    if communication_stream is not None:
+        raise UsageError(
+            "communication_stream: XLA schedules collectives itself, there is none to choose; "
+            "leave it None."
+        )
+    if max_norm is not None and not isinstance(max_norm, jax.Array) and max_norm < 0:
+        raise UsageError(f"max_norm = {max_norm}: give a number of at least 0, or None.")
+
+
+def _groups(fsdp_group: Group, dp_group: Group) -> tuple[Axes, Axes]:
+    """The axes of both groups, checked against those that are bound here."""
+    bound = bound_axes()
+    dp = flat_axes(dp_group)
+    fsdp = tuple(a for a in bound if a not in dp) if fsdp_group is None else flat_axes(fsdp_group)
+    for axis in fsdp + dp:
+        if axis not in bound:
+            raise UsageError(
+                f"axis {axis!r} is not bound here; bound are {list(bound)}. Call "
+                "fsdp_apply_gradients inside a map that has it."
+            )
+        if (fsdp + dp).count(axis) > 1:
+            raise UsageError(f"axis {axis!r} is in fsdp_group {fsdp} and dp_group {dp}: once only.")
+    left_out = tuple(a for a in bound if a not in fsdp + dp and axes_size((a,)) > 1)
+    if left_out and dp_group is None:
+        raise UsageError(
+            f"fsdp_group {fsdp} leaves out axis {left_out[0]!r} of size {axes_size(left_out[:1])}: "
+            "devices along it would each follow gradients of their own. Name it in dp_group to "
+            "average over it, or give dp_group=() if it carries no batch."
+        )
+    return fsdp, dp
+
+
+def _own_gradients(
+    gradients: PyTree, params: Mapping[str, jax.Array], loss: jax.Array | None, axes: Axes
+) -> dict[str, jax.Array]:
+    """Gradients by path, checked, such that their mean over `axes` is the right one."""
+    done = averaged_axes(loss, axes)
+    left = tuple(axis for axis in axes if axis not in done and is_tracked(axis))
+    own = {}
+    for name, g in by_path(gradients).items():
+        g = jnp.asarray(g)
+        _check_gradient(name, g, params)
+        refuse_divided_twice(name, g.shape, [a for a in done if not is_replicated(g, a)])
+        own[name] = own_gradient(g, left)
+    return own
+
+
+def _mean_slices(
+    own: Mapping[str, jax.Array],
+    fsdp: Axes,
+    dp: Axes,
+    bucket_bytes: int,
+    reduction: Reduction,
+) -> tuple[dict[str, Placement], dict[str, jax.Array]]:
+    """Which slices this device updates, and its slices of the mean gradients, both by path."""
+    layout = lay_out_flat(own, axes_size(fsdp))
+    if axes_size(fsdp) == 1:  # everything stays whole
+        means = buckets.all_mean_tree(own, fsdp + dp, reduction, bucket_bytes=bucket_bytes)
+        return layout, means
+    slices = buckets.scatter_mean_tree(
+        own, layout, reduction, axis=fsdp, replica_axes=dp, bucket_bytes=bucket_bytes
+    )
+    return layout, slices
+
+
+def _check_gradient(name: str, g: jax.Array, params: Mapping[str, jax.Array]) -> None:
+    if name not in params:
+        raise UsageError(
+            f"gradient {name!r} has no parameter of that path; there are {list(params)[:5]}"
+            f"{' and more' if len(params) > 5 else ''}."
+        )
+    if g.shape != params[name].shape:
+        raise UsageError(
+            f"gradient {name!r} has shape {g.shape}, its parameter {params[name].shape}."
+        )
+    if not jnp.issubdtype(g.dtype, jnp.floating):
+        raise UsageError(
+            f"gradient {name!r} has dtype {g.dtype}; leave out what is not trained: parameters "
+            "without a gradient are returned as they are."
+        )
+
+
+def _update(
+    like: PyTree,
+    slices: Mapping[str, jax.Array],
+    params: Mapping[str, jax.Array],
+    layout: Mapping[str, Placement],
+    optimizer: Optimizer,
+    axis: Axes,
+    bucket_bytes: int,
+) -> dict[str, jax.Array]:
+    """New whole parameters by path, of those that have gradients.
+
+    The optimizer sees trees of the structure of `like`.
+    """
+    params = {name: jnp.asarray(params[name]) for name in slices}
+
+    def tree(leaves: Mapping[str, jax.Array]) -> PyTree:
+        return jax.tree_util.tree_map_with_path(lambda path, _: leaves[path_name(path)], like)
+
+    mine = buckets.shard_tree(params, layout, axis=axis)
+    given = {name: g.astype(params[name].dtype) for name, g in slices.items()}
+    if axes_size(axis) > 1 and isinstance(optimizer, OptaxAdapter):
+        optimizer.check_slices(tree(given), tree(mine), tree(params), axes_size(axis))
+    new = by_path(optimizer.apply_gradients(tree(given), tree(mine)))
+    if {n: x.shape for n, x in new.items()} != {n: x.shape for n, x in mine.items()}:
+        raise UsageError(
+            "optimizer.apply_gradients returns other paths or shapes than the parameters that it "
+            f"was given: {sorted(set(new) ^ set(mine)) or 'shapes differ'}."
+        )
+    new = {name: x.astype(params[name].dtype) for name, x in new.items()}
+    return buckets.gather_tree(new, layout, axis=axis, bucket_bytes=bucket_bytes)
