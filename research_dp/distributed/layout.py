@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 import math
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import gin
@@ -26,10 +26,18 @@ T = TypeVar("T")
 
 
 class Choice(NamedTuple):
-    """What a rule says of one array: the dim to shard, or None and the reason it stays whole."""
+    """What a rule says of one array.
+
+    Attributes:
+        dim: The dim to shard, or None: it stays whole.
+        reason: Why it stays whole.
+        named: Whether somebody named this dim for this array. Otherwise another one will do that
+            suits how the array is used.
+    """
 
     dim: int | None
     reason: str = ""
+    named: bool = False
 
 
 # (path, shape, axis size) -> Choice. `path` is e.g. 'Dense_0/kernel'.
@@ -165,12 +173,17 @@ def dim_by_path(
         if re.fullmatch(pattern, path):
             if dim is None:
                 return Choice(None, f"dim_by_path.dims says so for {pattern!r}")
-            return Choice(dim + len(shape) if dim < 0 else dim)
+            return Choice(dim + len(shape) if dim < 0 else dim, named=True)
     return Choice(*otherwise(path, shape, axis_size))
 
 
+# What a unit is: a part of a model; parts of one shape, stacked along dim 0; a table of which rows
+# are looked up, or multiplied piece by piece.
+PART, STACK, TABLE = "part", "stack", "table"
+
+
 def lay_out(
-    tree: PyTree, rule: Rule | None, axis_size: int, stacked: Collection[str] = ()
+    tree: PyTree, rule: Rule | None, axis_size: int, units: Mapping[str, str] | None = None
 ) -> PyTree:
     """Asks the rule about each array of a tree.
 
@@ -178,8 +191,9 @@ def lay_out(
         tree: Arrays, or anything with `shape` and `dtype`.
         rule: The rule, or None: everything stays whole.
         axis_size: Size of mesh axis `fsdp`. With 1 everything stays whole.
-        stacked: Keys at the top of the tree whose arrays are stacked along dim 0, which stays: the
-            rule is asked about one of the stack.
+        units: What lies at keys at the top of the tree, where it is more than a `PART`. Of a
+            `STACK` the rule is asked about one, and dim 0 stays whole. What the rule splits there
+            without having been told the dim is split as it is used, see `_dim_in_use`.
 
     Returns:
         A tree of the same structure with a `Placement` at each leaf.
@@ -190,7 +204,8 @@ def lay_out(
 
     def place(path: Any, leaf: Any) -> Placement:
         name, full = path_name(path), tuple(leaf.shape)
-        before = 1 if name.split("/")[0] in stacked else 0
+        kind = (units or {}).get(name.split("/")[0], PART)
+        before = 1 if kind == STACK else 0
         shape = full[before:]
         if rule is None:
             choice = Choice(None, "the strategy shards nothing")
@@ -199,6 +214,8 @@ def lay_out(
         else:
             choice = Choice(*rule(name, shape, axis_size))
         check_choice(choice, name, shape, axis_size)
+        if choice.dim is not None and not choice.named:
+            choice = Choice(_dim_in_use(kind, shape, axis_size, choice.dim))
         dtype = np.dtype(leaf.dtype)
         dim = None if choice.dim is None else choice.dim + before
         return Placement(name, full, dtype, dim, choice.reason, axis_size)
@@ -227,6 +244,21 @@ def check_choice(
             f"devices on axis {axis!r} do not divide. Return Choice(None, reason) for it.",
             binding=chooser,
         )
+
+
+def _dim_in_use(kind: str, shape: tuple[int, ...], axis_size: int, chosen: int) -> int:
+    """The dim that serves best, of those that can be split.
+
+    A table is split by feature, its last dim, so that rows can be taken piece by piece. Of a stack
+    the first dim is: shards are then contiguous, and what is gathered lies as it is multiplied; on
+    the others XLA transposes it, and the gradients (0.05 GB of 0.66 for lm_1b on 64 H100s).
+    """
+    last = len(shape) - 1
+    if kind == TABLE and shape[last] % axis_size == 0:
+        return last
+    if kind == STACK:
+        return next(dim for dim, length in enumerate(shape) if length % axis_size == 0)
+    return chosen
 
 
 def lay_out_flat(tree: PyTree, shards: int) -> PyTree:

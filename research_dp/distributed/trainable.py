@@ -41,15 +41,16 @@ class TrainableModel:
             one random key an example, (B,), or is None; `batch_axes` are the bound mesh axes that
             the batch is split over, for statistics over the whole batch.
         config: Facts that the data set can be checked against, e.g. `num_classes`.
-        units: Keys of the parameters that are gathered together, each with whether it is a stack
-            of units of one shape along dim 0. With any, `loss` takes one more argument, `units`
-            (`distributed.units.Units`), and runs its parts through it. None: the model is one.
+        units: Keys of the parameters that are gathered together, each with what it is: `PART`,
+            `STACK` or `TABLE` of `distributed.layout`. With any, `loss` takes one more argument,
+            `units` (`distributed.units.Units`), and runs its parts through it. Empty: the model is
+            one unit.
     """
 
     init: Callable[[jax.Array, Batch], tuple[PyTree, PyTree]]
     loss: Callable[..., LossOutput]
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    units: Mapping[str, bool] = dataclasses.field(default_factory=dict)
+    units: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,10 +12,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 
-from research_dp.distributed.collectives import drop_gathered
+from research_dp.distributed.collectives import drop_gathered, exchange_rows, take_rows
 from research_dp.distributed.errors import UsageError
 from research_dp.distributed.layout import Placement
+from research_dp.distributed.look_ahead import scan_ahead
 
 PyTree = Any
 # (held parameters, their placements) -> whole parameters.
@@ -48,10 +51,17 @@ class Units:
     Attributes:
         gather: Makes held parameters whole; None: they are.
         layout: Placements, nested like the parameters.
+        axis: The mesh axis, bound where the model runs, that parameters are split over and rows of
+            tables may be exchanged over; None: only `gather` moves them.
+        look_ahead: Whether a stack's next unit is gathered, and the last one's gradient scattered,
+            while a unit is computed: faster where communication runs beside compute, for the
+            memory of one more unit and of its gradient.
     """
 
     gather: Gather | None = None
     layout: Any = None
+    axis: str | None = None
+    look_ahead: bool = False
 
     def run(
         self,
@@ -81,32 +91,132 @@ class Units:
         params: PyTree,
         carry: Any,
         *,
-        each: Any = None,
+        each: Any,
         remat: str,
         unroll: int = 1,
     ) -> Any:
-        """Runs units of one shape one after the other; their parameters are stacked along dim 0.
+        """Runs a stack: units of one shape, one after the other.
 
         Args:
-            function: (whole parameters of one unit, carry, its part of `each`) -> carry.
-            name: Key of the stack in the model's parameters.
+            function: (whole parameters of one unit, carry, its part of `each`) -> carry. With
+                `look_ahead` it closes over nothing that is differentiated.
+            name: Key of the stack in the model's parameters, whose arrays are stacked along dim 0.
             params: The model's parameters, as they are held.
             carry: What the first unit takes.
-            each: Further inputs, stacked along dim 0.
+            each: Further inputs, stacked along dim 0, not differentiated.
             remat: As in `run`.
             unroll: Units in one turn of the loop.
+
+        Raises:
+            UsageError: Looking ahead is asked for with another `remat` than 'full'.
         """
-        layout = jax.tree.map(_of_one, self._layout(name)) if self.gather else None
+        gather, stack = self.gather, params[name]
+        layout = jax.tree.map(_of_one, self._layout(name)) if gather else None
+        if gather and self.look_ahead and jax.tree.leaves(stack)[0].shape[0] > 1:
+            if remat != "full":
+                raise UsageError(
+                    f"data_parallel.look_ahead keeps a unit's input alone; remat = {remat!r} would "
+                    "keep more. Bind remat = 'full', or look_ahead = False.",
+                    binding="data_parallel.look_ahead",
+                )
+            return scan_ahead(function, lambda held: gather(held, layout), stack, carry, each)
+        return self._loop(function, layout, stack, carry, each, remat, unroll)
+
+    def scan_rows(
+        self,
+        function: Callable[..., Any],
+        name: str,
+        params: PyTree,
+        carry: Any,
+        *,
+        pieces: int,
+        remat: str,
+    ) -> Any:
+        """Runs a function on one piece of a table's rows after the other, each a unit by itself.
+
+        Args:
+            function: (whole rows of the piece, carry, number of the piece) -> carry.
+            name: Key of the table in the model's parameters.
+            params: The model's parameters, as they are held.
+            carry: What the first call takes.
+            pieces: How many; it divides the rows.
+            remat: As in `run`.
+        """
+        table, place = self._table(name, params)
+        units = self
+        if place is not None and place.dim == 0:
+            # Pieces of a shard would not be shards of a piece.
+            table, place = jax.tree.leaves(self._gathered(name, params[name]))[0], None
+        if place is None:
+            units, layout = dataclasses.replace(self, gather=None), None
+        else:
+            rows = place.shape[0] // pieces
+            layout = [dataclasses.replace(place, shape=(rows, *place.shape[1:]))]
+        stack = [table.reshape(pieces, -1, *table.shape[1:])]
+
+        def on_piece(own: PyTree, carry: Any, number: jax.Array) -> Any:
+            return function(own[0], carry, number)
+
+        return units._loop(on_piece, layout, stack, carry, jnp.arange(pieces), remat, 1)
+
+    def look_up(self, name: str, params: PyTree, indices: jax.Array, dtype: Any) -> jax.Array:
+        """Rows of a table.
+
+        Where a table is split by feature and has more rows than this device looks up, its columns
+        stay where they are: indices are gathered, and rows are exchanged, which is less.
+
+        Args:
+            name: Key of the table in the model's parameters: one array (rows, features).
+            params: The model's parameters, as they are held.
+            indices: (...) integers.
+            dtype: dtype of the result; gradients are added up in float32.
+
+        Returns:
+            (..., features).
+        """
+        table, place = self._table(name, params)
+        if place is None or place.dim is None:
+            return take_rows(table, indices).astype(dtype)
+        fewer = indices.size < place.shape[0]
+        if self.axis is not None and place.dim == table.ndim - 1 and fewer:
+            wire = jax.eval_shape(lambda held: self._gathered(name, held), params[name])
+            wire_dtype = jax.tree.leaves(wire)[0].dtype
+            return exchange_rows(table, indices, self.axis, wire_dtype).astype(dtype)
+
+        def take(own: PyTree) -> jax.Array:
+            return take_rows(jax.tree.leaves(own)[0], indices).astype(dtype)
+
+        return self.run(take, (name,), params, remat="full")
+
+    def _table(self, name: str, params: PyTree) -> tuple[jax.Array, Placement | None]:
+        """The one array of a table, as it is held, and its placement; None: whatever it is, whole."""
+        (table,) = jax.tree.leaves(params[name])
+        return table, jax.tree.leaves(self._layout(name))[0] if self.gather else None
+
+    def _layout(self, name: str) -> PyTree:
+        return self.layout[name] if self.gather else None
+
+    def _gathered(self, name: str, held: PyTree) -> PyTree:
+        assert self.gather is not None
+        return self.gather(held, self._layout(name))
+
+    def _loop(
+        self,
+        function: Callable[..., Any],
+        layout: PyTree,
+        stack: PyTree,
+        carry: Any,
+        each: Any,
+        remat: str,
+        unroll: int,
+    ) -> Any:
         one = self._rematerialised(function, layout, remat)
 
         def body(carry: Any, x: tuple[PyTree, Any]) -> tuple[Any, None]:
             held, own = x
             return one(held, carry, own), None
 
-        return jax.lax.scan(body, carry, (params[name], each), unroll=unroll)[0]
-
-    def _layout(self, name: str) -> PyTree:
-        return self.layout[name] if self.gather else None
+        return lax.scan(body, carry, (stack, each), unroll=unroll)[0]
 
     def _rematerialised(
         self, function: Callable[..., Any], layout: PyTree, remat: str

@@ -55,7 +55,7 @@ def attention(
             binding="transformer.attention",
         )
     if implementation == "auto":
-        on_gpu = jax.default_backend() == "gpu" and query.dtype in (jnp.bfloat16, jnp.float16)
+        on_gpu = _platform() == "cuda" and query.dtype in (jnp.bfloat16, jnp.float16)
         long = query.shape[1] > 2 * _QUERIES and query.shape[1] % _QUERIES == 0
         implementation = "cudnn" if on_gpu else "chunked" if long else "xla"
     if implementation == "chunked":
@@ -64,6 +64,13 @@ def attention(
     return jax.nn.dot_product_attention(
         query, key, value, mask=mask, is_causal=True, implementation=implementation
     )
+
+
+def _platform() -> str:
+    """What the program is compiled for, which need not be what it is compiled on."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    platform = device.platform if device else jax.default_backend()
+    return "cuda" if platform == "gpu" else platform
 
 
 def _chunked(

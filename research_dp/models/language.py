@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from research_dp.distributed.layout import PART, STACK, TABLE
 from research_dp.distributed.trainable import Batch, Functions, LossOutput, TrainableModel
 from research_dp.distributed.units import Units
 from research_dp.models.dropout import fold_in_each
@@ -25,12 +28,12 @@ def language_model(
     dtype: str,
     remat: str,
     unroll: int,
-    loss_chunk: int,
+    logits_at_once: int,
 ) -> TrainableModel:
     """A model of `tokens`: embedding, a stack of blocks, a norm, and a head.
 
-    Its units are the embedding, each block, and the head with the last norm (the embedding again,
-    if it is tied).
+    Its units are the embedding, each block, the last norm, and pieces of the head (of the
+    embedding, if it is tied).
 
     Args:
         block: Maps `{'x': (B, S, width), 'positions', 'segments'}` to (B, S, width).
@@ -41,7 +44,8 @@ def language_model(
         dtype: Compute dtype.
         remat: What a block keeps for the backward pass, see `distributed.units.REMAT`.
         unroll: Blocks in one turn of the loop over them.
-        loss_chunk: Tokens whose logits exist at a time.
+        logits_at_once: Logits that exist at a time on a device, at most, where the vocabulary can
+            be cut so small.
 
     Returns:
         A model for batches of `tokens` (B, S) int32; optionally `weights` (B, S), how much each
@@ -56,17 +60,16 @@ def language_model(
             "x": jax.ShapeDtypeStruct((*shape, width), dtype),
             "positions": jax.ShapeDtypeStruct(shape, jnp.int32),
         }
-        blocks = jax.vmap(lambda key: block.init(key, inputs)[0])(
-            jax.random.split(block_key, depth)
-        )
+        one = jax.eval_shape(lambda key: block.init(key, inputs)[0], key)
+        blocks = jax.vmap(lambda key: _draw(one, key))(jax.random.split(block_key, depth))
         scale = width**-0.5
         params = {
-            "embed": {"embedding": scale * jax.random.normal(embed_key, (vocab_size, width))},
+            "embed": {"table": scale * jax.random.normal(embed_key, (vocab_size, width))},
             "blocks": blocks,
-            "head": {"scale": jnp.ones((width,))},
+            "norm": {"scale": jnp.ones((width,))},
         }
         if not tied:
-            params["head"]["kernel"] = scale * jax.random.normal(head_key, (width, vocab_size))
+            params["head"] = {"table": scale * jax.random.normal(head_key, (vocab_size, width))}
         return params, {}
 
     def loss(
@@ -85,10 +88,6 @@ def language_model(
         if segments is not None:
             inputs["segments"] = segments
 
-        def embed(own: PyTree) -> jax.Array:
-            # Scaled, so that a tied embedding suits the head and the blocks see unit variance.
-            return own["embed"]["embedding"].astype(dtype)[tokens] * math.sqrt(width)
-
         def one_block(own: PyTree, x: jax.Array, index: jax.Array) -> jax.Array:
             own_keys = None if keys is None else fold_in_each(keys, index)
             made, _ = block.apply(
@@ -96,24 +95,45 @@ def language_model(
             )
             return made
 
-        x = units.run(embed, ("embed",), params, remat="full")
+        # Scaled, so that a tied embedding suits the head and the blocks see unit variance.
+        x = units.look_up("embed", params, tokens, dtype) * math.sqrt(width)
         x = units.scan(
             one_block, "blocks", params, x, each=jnp.arange(depth), remat=remat, unroll=unroll
         )
+        x = units.run(
+            lambda own, x: _rms_norm(x, own["norm"]["scale"]), ("norm",), params, x, remat="full"
+        )
         weights = _weights(batch)
-        targets = jnp.roll(tokens, -1, axis=1)
-
-        def head(own: PyTree, x: jax.Array) -> jax.Array:
-            kernel = own["embed"]["embedding"].T if tied else own["head"]["kernel"]
-            normal = _rms_norm(x, own["head"]["scale"])
-            return _cross_entropy(normal, kernel.astype(dtype), targets, weights, loss_chunk)
-
-        names = ("head", "embed") if tied else ("head",)
-        total = units.run(head, names, params, x, remat="full")
+        total = _cross_entropy(
+            x,
+            functools.partial(units.scan_rows, name="embed" if tied else "head", params=params),
+            jnp.roll(tokens, -1, axis=1),
+            weights,
+            pieces=_pieces(vocab_size, tokens.size, logits_at_once),
+        )
         return LossOutput(total, jnp.sum(weights), model_state, {})
 
-    stacks = {"embed": False, "blocks": True, "head": False}
-    return TrainableModel(init, loss, {"vocab_size": vocab_size}, stacks)
+    kinds = {"embed": TABLE, "blocks": STACK, "norm": PART, **({} if tied else {"head": TABLE})}
+    return TrainableModel(init, loss, {"vocab_size": vocab_size}, kinds)
+
+
+def _draw(like: PyTree, key: jax.Array) -> PyTree:
+    """Matrices of variance 1 / inputs, and vectors of ones: the same bits whatever the library."""
+    leaves, treedef = jax.tree.flatten(like)
+    drawn = [
+        jax.random.normal(k, x.shape, x.dtype) * x.shape[0] ** -0.5
+        if x.ndim > 1
+        else jnp.ones(x.shape, x.dtype)
+        for k, x in zip(jax.random.split(key, len(leaves)), leaves, strict=True)
+    ]
+    return treedef.unflatten(drawn)
+
+
+def _pieces(vocab_size: int, tokens: int, logits_at_once: int) -> int:
+    """Pieces of equal size to cut a vocabulary into; one, if none is small enough."""
+    wanted = -(-vocab_size * tokens // logits_at_once)
+    fitting = (n for n in range(wanted, vocab_size // 2 + 1) if vocab_size % n == 0)
+    return next(fitting, 1)
 
 
 def _positions(tokens: jax.Array, segments: jax.Array | None) -> jax.Array:
@@ -149,33 +169,65 @@ def _rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def _cross_entropy(
-    x: jax.Array, kernel: jax.Array, targets: jax.Array, weights: jax.Array, chunk: int
+    x: jax.Array,
+    scan_rows: Callable[..., Any],
+    targets: jax.Array,
+    weights: jax.Array,
+    pieces: int,
 ) -> jax.Array:
-    """Weighted sum of cross-entropies; logits exist for `chunk` tokens at a time.
+    """Weighted sum of cross-entropies; logits exist for one piece of the vocabulary at a time.
+
+    The sum over the vocabulary is carried from piece to piece with its largest logit so far, as in
+    flash attention, and made again in the backward pass (Wijmans et al., arXiv 2411.09009).
 
     Args:
         x: (B, S, width).
-        kernel: (width, vocabulary).
+        scan_rows: `Units.scan_rows` of the head.
         targets: (B, S) int32.
         weights: (B, S) float32.
-        chunk: Number of tokens.
+        pieces: Number of pieces.
     """
-    tokens = targets.size
-    chunk = min(chunk, tokens)
-    padding = -tokens % chunk
+    dtype, target = x.dtype, targets.reshape(-1)
+    wide = x.reshape(target.size, -1).astype(jnp.float32)  # its gradient is added up in float32
 
-    def cut(values: jax.Array) -> jax.Array:
-        flat = values.reshape(tokens, *values.shape[2:])
-        padded = jnp.pad(flat, ((0, padding), *[(0, 0)] * (flat.ndim - 1)))
-        return padded.reshape(-1, chunk, *flat.shape[1:])
+    def add(rows: jax.Array, carry: Any, number: jax.Array) -> Any:
+        largest, total, chosen = carry
+        logits = _logits(wide.astype(dtype), rows.astype(dtype))
+        # A constant that cancels out, so nothing is lost by not differentiating it.
+        new_largest = jnp.maximum(largest, jax.lax.stop_gradient(jnp.max(logits, axis=1)))
+        grown = jnp.sum(jnp.exp(logits - new_largest[:, None]), axis=1)
+        total = total * jnp.exp(largest - new_largest) + grown
+        place = target - number * rows.shape[0]
+        inside = (place >= 0) & (place < rows.shape[0])
+        at = jnp.clip(place, 0, rows.shape[0] - 1)[:, None]
+        mine = jnp.take_along_axis(logits, at, axis=1)[:, 0]
+        return new_largest, total, chosen + jnp.where(inside, mine, 0.0)
 
-    @jax.checkpoint
-    def add(total: jax.Array, some: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
-        own, target, weight = some
-        logits = jnp.dot(own, kernel, preferred_element_type=jnp.float32)
-        chosen = jnp.take_along_axis(logits, target[:, None], axis=1)[:, 0]
-        losses = jax.nn.logsumexp(logits, axis=1) - chosen
-        return total + jnp.sum(losses * weight), None
+    zeros = jnp.zeros(target.shape, jnp.float32)
+    carry = (zeros - jnp.inf, zeros, zeros)
+    largest, total, chosen = scan_rows(add, carry=carry, pieces=pieces, remat="full")
+    losses = jnp.log(total) + largest - chosen
+    return jnp.sum(losses * weights.reshape(-1))
 
-    zero = jnp.zeros((), jnp.float32)
-    return jax.lax.scan(add, zero, (cut(x), cut(targets), cut(weights)))[0]
+
+@jax.custom_vjp
+def _logits(x: jax.Array, rows: jax.Array) -> jax.Array:
+    """X (tokens, width) times rows (vocabulary, width) transposed, in float32.
+
+    Their gradient goes through the products in x's dtype, as every other one does: left to itself
+    autodiff would multiply in float32.
+    """
+    return jnp.dot(x, rows.T, preferred_element_type=jnp.float32)
+
+
+def _logits_fwd(x: jax.Array, rows: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return _logits(x, rows), (x, rows)
+
+
+def _logits_bwd(kept: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, rows = kept
+    g = g.astype(x.dtype)
+    return jnp.dot(g, rows), jnp.dot(g.T, x)
+
+
+_logits.defvjp(_logits_fwd, _logits_bwd)

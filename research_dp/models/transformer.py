@@ -55,7 +55,7 @@ def transformer(
     remat: str = "full",
     unroll: int = 1,
     attention: str = "auto",
-    loss_chunk: int = 1024,
+    logits_at_once: int = 2**23,
 ) -> TrainableModel:
     """A decoder of pre-norm blocks: RMSNorm, rotary positions, causal attention, gated MLP.
 
@@ -76,14 +76,15 @@ def transformer(
             (products of matrices), 'none' (everything).
         unroll: Blocks in one turn of the loop over them.
         attention: 'auto', 'cudnn' (flash attention), 'chunked' or 'xla'.
-        loss_chunk: Tokens whose logits exist at a time.
+        logits_at_once: Logits that exist at a time on a device, at most: the vocabulary is cut for
+            the loss.
 
     Raises:
         UsageError: A size or a name makes no sense.
     """
     for name, value in {"vocab_size": vocab_size, "width": width, "depth": depth}.items():
         check_count(f"transformer.{name}", value, 1)
-    check_count("transformer.loss_chunk", loss_chunk, 1)
+    check_count("transformer.logits_at_once", logits_at_once, 1)
     check_remat(remat, "transformer.remat")
     if width % heads or (width // heads) % 2:
         raise UsageError(
@@ -107,7 +108,7 @@ def transformer(
         dtype=dtype,
         remat=remat,
         unroll=unroll,
-        loss_chunk=loss_chunk,
+        logits_at_once=logits_at_once,
     )
 
 
@@ -129,9 +130,7 @@ class LinenBlock(nn.Module):
         c, x = self.config, inputs["x"]
 
         def dense(features: int, name: str) -> nn.Dense:
-            return nn.Dense(
-                features, use_bias=False, dtype=c.dtype, kernel_init=_kernel_init, name=name
-            )
+            return nn.Dense(features, use_bias=False, dtype=c.dtype, name=name)
 
         y = nn.RMSNorm(dtype=c.dtype, name="attention_norm")(x)
         y = _attend(dense(3 * c.width, "qkv")(y), inputs, c)
@@ -148,14 +147,7 @@ class NnxBlock(nnx.Module):
         self.config = c = config
 
         def dense(fan_in: int, features: int) -> nnx.Linear:
-            return nnx.Linear(
-                fan_in,
-                features,
-                use_bias=False,
-                dtype=c.dtype,
-                kernel_init=_kernel_init,
-                rngs=rngs,
-            )
+            return nnx.Linear(fan_in, features, use_bias=False, dtype=c.dtype, rngs=rngs)
 
         self.attention_norm = nnx.RMSNorm(c.width, dtype=c.dtype, rngs=rngs)
         self.qkv, self.out = dense(c.width, 3 * c.width), dense(c.width, c.width)
@@ -176,9 +168,6 @@ class NnxBlock(nnx.Module):
         x = x + dropout(self.out(y), c.dropout_rate, keys, layer=0)
         y = _gate(self.gate_up(self.mlp_norm(x)))
         return x + dropout(self.down(y), c.dropout_rate, keys, layer=1)
-
-
-_kernel_init = jax.nn.initializers.variance_scaling(1.0, "fan_in", "normal")
 
 
 def _attend(qkv: jax.Array, inputs: dict[str, jax.Array], config: BlockConfig) -> jax.Array:

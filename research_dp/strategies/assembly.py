@@ -58,8 +58,9 @@ def lay_out_state(
         The layouts, and the state as `jax.ShapeDtypeStruct`s with shardings.
     """
     abstract = jax.eval_shape(lambda key: init_state(spec, key), jax.random.key(0))
-    stacked = [name for name, is_stack in spec.model.units.items() if is_stack]
-    slices = layout_lib.lay_out(abstract.params, recipe.shard, mesh.shape[FSDP_AXIS], stacked)
+    slices = layout_lib.lay_out(
+        abstract.params, recipe.shard, mesh.shape[FSDP_AXIS], spec.model.units
+    )
     layouts = Layouts(slices if params_sharded else layout_lib.whole(slices), slices)
 
     def spec_of(leaf: Any, place: layout_lib.Placement) -> PartitionSpec:

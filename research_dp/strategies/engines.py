@@ -74,7 +74,7 @@ def mapped(recipe: Recipe, spec: TrainSpec) -> Strategy:
         layouts,
         abstract,
         batch,
-        train_step=jax.jit(train, donate_argnums=0),
+        train_step=jax.jit(train, donate_argnums=0, compiler_options=recipe.compiler_options),
         eval_step=jax.jit(evaluate),
     )
 
@@ -110,7 +110,12 @@ def compiled(recipe: Recipe, spec: TrainSpec) -> Strategy:
         layouts,
         abstract,
         batch,
-        train_step=jax.jit(steps.train, donate_argnums=0, out_shardings=outs),
+        train_step=jax.jit(
+            steps.train,
+            donate_argnums=0,
+            out_shardings=outs,
+            compiler_options=recipe.compiler_options,
+        ),
         eval_step=jax.jit(steps.evaluate, out_shardings=outs[1]),
     )
 
@@ -214,6 +219,7 @@ def _strategy(
     Batches lie as `batch` says, if the engine has no other way. `init` is compiled with the state's
     shardings, so that no device ever holds the full model.
     """
+    _check_compiler_options(recipe)
     init = jax.jit(functools.partial(init_state, spec), out_shardings=shardings_of(abstract))
     return Strategy(
         name=recipe.name,
@@ -231,3 +237,20 @@ def _strategy(
             **own_parts,
         },
     )
+
+
+def _check_compiler_options(recipe: Recipe) -> None:
+    """Raises UsageError if the compiler of the mesh's devices does not know an option."""
+    if not recipe.compiler_options:
+        return
+    device = jax.sharding.SingleDeviceSharding(recipe.mesh.devices.flat[0])
+    one = jax.ShapeDtypeStruct((), np.float32, sharding=device)
+    try:
+        # The least program there is: the compiler reads options before anything else.
+        jax.jit(lambda x: x, compiler_options=recipe.compiler_options).lower(one).compile()
+    except Exception as error:
+        raise UsageError(
+            f"data_parallel.compiler_options on {recipe.mesh.devices.flat[0].platform}: "
+            f"{str(error).splitlines()[0]}. Take the gin/options/ file of your devices, or none.",
+            binding="data_parallel.compiler_options",
+        ) from error

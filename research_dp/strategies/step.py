@@ -15,9 +15,10 @@ import jax
 import jax.numpy as jnp
 
 from research_dp.distributed.accumulation import add_up
-from research_dp.distributed.collectives import axes_size, drop_gathered
+from research_dp.distributed.collectives import PLAIN, axes_size, drop_gathered
 from research_dp.distributed.errors import UsageError
 from research_dp.distributed.layout import path_name
+from research_dp.distributed.mesh import FSDP_AXIS
 from research_dp.distributed.trainable import LossOutput
 from research_dp.distributed.units import Units
 from research_dp.distributed.updates import apply_optimizer, clip_factor, global_norm
@@ -132,7 +133,10 @@ class Step:
         gather = None if gathered else self.recipe.gather
         if model.units:
             gather = gather and functools.partial(gather, reduction=self.recipe.reduction)
-            more = {"units": Units(gather, self.layouts.params)}
+            # Rows are exchanged as plainly as they are added up: not if sums go another way.
+            plain = FSDP_AXIS in self.axes and self.recipe.reduction is PLAIN
+            axis = FSDP_AXIS if plain else None
+            more = {"units": Units(gather, self.layouts.params, axis, self.recipe.look_ahead)}
         elif gather:
             params = self._whole(params)
         return model.loss(

@@ -144,6 +144,8 @@ class Recipe:
     sync_each: str
     reduction: Reduction
     accumulation_dtype: Any
+    look_ahead: bool
+    compiler_options: Mapping[str, Any]
 
     def build(self, spec: TrainSpec) -> Strategy:
         """Builds the strategy for a model and a batch, and traces its training step.
@@ -192,6 +194,8 @@ def data_parallel(
     sync_each: str = "step",
     reduction: Reduction = PLAIN,
     accumulation_dtype: Any = None,
+    look_ahead: bool = False,
+    compiler_options: Mapping[str, Any] | None = None,
 ) -> Recipe:
     """Composes a strategy from an engine, a mesh and four functions.
 
@@ -215,6 +219,10 @@ def data_parallel(
         reduction: How partial sums become one; `sync`, `gather` and `update` receive it.
         accumulation_dtype: dtype in which gradients of micro-batches are added up; None: their
             own.
+        look_ahead: Gather the next unit of a stack, and scatter the last one's gradient, while one
+            is computed; see `distributed.units.Units`.
+        compiler_options: XLA's options for the training step, by name; gin/options/ has some that
+            were measured.
     """
     check_kind("data_parallel.mesh", mesh, Mesh, "@make_mesh()")
     check_kind("data_parallel.reduction", reduction, Reduction, "nothing, for plain sums")
@@ -246,4 +254,6 @@ def data_parallel(
         sync_each=sync_each,
         reduction=reduction,
         accumulation_dtype=accumulation_dtype,
+        look_ahead=look_ahead,
+        compiler_options=dict(compiler_options or {}),
     )

@@ -1,0 +1,252 @@
+"""The decoder: its numbers by hand, under every strategy, unit by unit, in both libraries."""
+
+import functools
+
+import gin
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from conftest import stems
+
+from research_dp.analysis.traffic import collectives
+from research_dp.config import gin_config
+from research_dp.distributed.errors import UsageError
+from research_dp.distributed.placement import fingerprint
+from research_dp.distributed.units import Units
+from research_dp.models import transformer
+from research_dp.models.attention import attention, rotate
+from research_dp.strategies import TrainSpec
+
+VOCAB, LENGTH, BATCH = 64, 16, 16
+LOOK_AHEAD = "data_parallel.look_ahead = True"
+
+
+def model(**changes):
+    sizes = {"vocab_size": VOCAB, "width": 16, "depth": 3, "heads": 2, "mlp_width": 32}
+    return transformer(**{**sizes, "logits_at_once": 600, **changes})
+
+
+def batch(seed, rows=BATCH, segments=True):
+    rng = np.random.default_rng(seed)
+    made = {"tokens": rng.integers(0, VOCAB, (rows, LENGTH)).astype(np.int32)}
+    if segments:
+        made["segments"] = np.sort(rng.integers(0, 3, (rows, LENGTH)), axis=1).astype(np.int32)
+    made["weights"] = rng.uniform(0.5, 2.0, (rows, LENGTH)).astype(np.float32)
+    return made
+
+
+def build(stem, model, *bindings, accumulation=1, rows=BATCH):
+    gin_config.reset()
+    small = "largest_dim.min_weight_size = 128"
+    gin_config.load([f"gin/strategies/{stem}.gin"], [small, *bindings])
+    strategy = gin.query_parameter("train.strategy").scoped_configurable_fn()
+    spec = TrainSpec(
+        model=model,
+        optimizer=optax.adam(1e-2),
+        example={k: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for k, x in batch(0, 1).items()},
+        batch_size=rows,
+        accumulation_steps=accumulation,
+        max_grad_norm=0.5,
+        seed=3,
+    )
+    return strategy.build(spec)
+
+
+def run(strategy, steps=3):
+    """(fingerprint at birth, losses and norms)."""
+    state = strategy.init(jax.random.key(0))
+    born, numbers = fingerprint(state.params), []
+    for seed in range(steps):
+        state, metrics = strategy.train_step(state, strategy.place_batch(batch(seed)))
+        numbers += [metrics["loss"][0] / metrics["loss"][1], metrics["grad_norm"][0]]
+    return born, np.asarray(numbers)
+
+
+@functools.cache
+def oracle(tied):
+    return run(build("single", model(tied=tied, dropout_rate=0.1)))
+
+
+CASES = [(s, False) for s in stems() if s != "single"] + [("ddp", True), ("fsdp", True)]
+
+
+@pytest.mark.parametrize(("stem", "tied"), CASES)
+def test_every_strategy_follows_single(stem, tied):
+    born, numbers = run(build(stem, model(tied=tied, dropout_rate=0.1)))
+    assert born == oracle(tied)[0]
+    np.testing.assert_allclose(numbers, oracle(tied)[1], rtol=2e-5)
+
+
+CUTS = [
+    ({"api": "nnx"}, ()),
+    ({"api": "nnx"}, (LOOK_AHEAD,)),
+    ({"unroll": 3}, ()),
+    ({"logits_at_once": 2**20}, (LOOK_AHEAD,)),
+]
+
+
+@pytest.mark.parametrize(("changes", "bindings"), CUTS)
+def test_linen_and_nnx_and_any_cut_of_the_work_compute_the_same(changes, bindings):
+    strategy = build("fsdp", model(dropout_rate=0.1, **changes), *bindings)
+    born, numbers = run(strategy)
+    assert born == oracle(False)[0]
+    np.testing.assert_allclose(numbers, oracle(False)[1], rtol=2e-5)
+
+
+@pytest.mark.parametrize("remat", ["dots", "none"])
+def test_what_is_kept_for_the_backward_pass_changes_no_number(remat):
+    _, numbers = run(build("fsdp", model(dropout_rate=0.1, remat=remat)))
+    np.testing.assert_allclose(numbers, oracle(False)[1], rtol=2e-5)
+
+
+@pytest.mark.parametrize("stem", ["fsdp", "fsdp_keep", "zero2"])
+def test_micro_batches_are_averaged_by_weight_not_by_number(stem):
+    _, numbers = run(build(stem, model(dropout_rate=0.1), accumulation=2))
+    np.testing.assert_allclose(numbers, oracle(False)[1], rtol=2e-5)
+
+
+def test_loss_is_the_mean_cross_entropy_over_weighted_tokens_of_one_segment():
+    tiny = model(depth=1)
+    params, state = tiny.init(jax.random.key(0), shapes(batch(0)))
+    examples = batch(0)
+    out = tiny.loss(params, state, examples, None, train=False)
+    total = weight = 0.0
+    logits = np.asarray(reference_logits(params, jax.tree.map(jnp.asarray, examples)))
+    for row in range(BATCH):
+        for at in range(LENGTH - 1):
+            segment = examples["segments"][row]
+            if segment[at] != segment[at + 1] or segment[at + 1] == 0:
+                continue
+            own = logits[row, at]
+            loss = np.log(np.sum(np.exp(own - own.max()))) + own.max()
+            loss -= own[examples["tokens"][row, at + 1]]
+            total += loss * examples["weights"][row, at + 1]
+            weight += examples["weights"][row, at + 1]
+    assert weight > 0
+    np.testing.assert_allclose(out.weight, weight, rtol=1e-5)
+    np.testing.assert_allclose(out.total, total, rtol=1e-4)
+
+
+def shapes(examples):
+    return {k: jax.ShapeDtypeStruct(x.shape, x.dtype) for k, x in examples.items()}
+
+
+def reference_logits(params, examples):
+    """The model of depth 1 written down plainly: whole logits, scores by loops over heads."""
+    blocks = jax.tree.map(lambda x: x[0], params["blocks"])
+    tokens, segments = examples["tokens"], examples["segments"]
+    x = params["embed"]["table"][tokens] * 4.0  # the square root of the width
+
+    def norm(x, scale):
+        return x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6) * scale[None, None]
+
+    begins = segments[:, :, None] == segments[:, None, :]
+    places = jnp.sum(jnp.tril(begins), axis=2) - 1
+    y = norm(x, blocks["attention_norm"]["scale"]) @ blocks["qkv"]["kernel"]
+    query, key, value = jnp.split(y.reshape(BATCH, LENGTH, 3, 2, 8), 3, axis=2)
+    query, key = (rotate(z[:, :, 0], places) for z in (query, key))
+    scores = jnp.einsum("bqhd,bkhd->bhqk", query, key) / jnp.sqrt(8.0)
+    scores = jnp.where(jnp.tril(begins)[:, None], scores, -jnp.inf)
+    mixed = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), value[:, :, 0])
+    x = x + mixed.reshape(BATCH, LENGTH, 16) @ blocks["out"]["kernel"]
+    gate, up = jnp.split(
+        norm(x, blocks["mlp_norm"]["scale"]) @ blocks["gate_up"]["kernel"], 2, axis=-1
+    )
+    x = x + (gate * jax.nn.sigmoid(gate) * up) @ blocks["down"]["kernel"]
+    return norm(x, params["norm"]["scale"]) @ params["head"]["table"].T
+
+
+def test_rotary_scores_depend_on_distance_alone():
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 6, 1, 8)), jnp.float32)
+    places = jnp.arange(6)[None]
+    near = jnp.einsum("bqhd,bkhd->qk", rotate(x, places), rotate(x, places))
+    far = jnp.einsum("bqhd,bkhd->qk", rotate(x, places + 40), rotate(x, places + 40))
+    np.testing.assert_allclose(near, far, atol=1e-4)
+    assert not np.allclose(near, jnp.einsum("bqhd,bkhd->qk", x, x), atol=0.1)
+
+
+@pytest.mark.parametrize("with_segments", [False, True])
+def test_chunked_attention_is_attention(with_segments):
+    rng = np.random.default_rng(0)
+    qkv = [jnp.asarray(rng.normal(size=(2, 768, 2, 8)), jnp.float32) for _ in range(3)]
+    segments = jnp.asarray(np.sort(rng.integers(0, 3, (2, 768)), axis=1), jnp.int32)
+    segments = segments if with_segments else None
+
+    def loss(qkv, implementation):
+        out = attention(*qkv, segments, implementation=implementation)
+        return jnp.sum(jnp.sin(out)), out
+
+    (_, whole), whole_grads = jax.value_and_grad(loss, has_aux=True)(qkv, "xla")
+    (_, parts), part_grads = jax.value_and_grad(loss, has_aux=True)(qkv, "chunked")
+    np.testing.assert_allclose(parts, whole, atol=2e-5)
+    for mine, theirs in zip(part_grads, whole_grads, strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=2e-4)
+
+
+def gathered(strategy):
+    """Bytes of each all-gather of the step and how often it runs."""
+    program = jax.make_jaxpr(strategy.train_step)(
+        strategy.abstract_state, strategy.abstract_batch
+    )
+    return collectives(program, dict(strategy.mesh.shape))
+
+
+def test_wire_bytes_of_fsdp_are_three_times_the_blocks_and_twice_the_rest():
+    # Fewer tokens a device than the table has rows: looked up by exchange, which costs next to
+    # nothing. Blocks are gathered twice and scattered once, the head's pieces too.
+    strategy = build("fsdp", model(depth=4, logits_at_once=2**20), rows=8)
+    sizes = {p.path: p.nbytes for p in jax.tree.leaves(strategy.layouts.params) if p.dim is not None}
+    blocks = sum(n for path, n in sizes.items() if path.startswith("blocks"))
+    tables = {p: n for p, n in sizes.items() if p.endswith("table")}
+    assert set(tables) == {"embed/table", "head/table"}
+    found = [c for c in gathered(strategy) if c.kind in ("all-gather", "reduce-scatter")]
+    large = sum(c.wire_bytes for c in found if c.nbytes > 512)
+    assert large == pytest.approx(7 / 8 * 3 * (blocks + tables["head/table"]), rel=0.01)
+
+
+def test_looking_ahead_does_not_gather_the_last_unit_twice():
+    plain = sum(c.wire_bytes for c in gathered(build("fsdp", model(depth=4))))
+    ahead = sum(c.wire_bytes for c in gathered(build("fsdp", model(depth=4), LOOK_AHEAD)))
+    layout = jax.tree.leaves(build("fsdp", model(depth=4)).layouts.params)
+    block = sum(p.nbytes for p in layout if p.path.startswith("blocks") and p.dim is not None) / 4
+    assert plain - ahead == pytest.approx(7 / 8 * block, rel=0.01)
+
+
+def test_collectives_carry_the_dtype_that_is_named():
+    bindings = [
+        "gather_shards.gather_dtype = 'bfloat16'",
+        "gather_shards.grad_scatter_dtype = 'float32'",
+    ]
+    found = gathered(build("fsdp", model(dtype="bfloat16"), *bindings))
+    big = {(c.kind, str(c.dtype)) for c in found if c.nbytes > 512}
+    assert ("all-gather", "bfloat16") in big and ("all-gather", "float32") not in big
+    assert ("reduce-scatter", "float32") in big and ("reduce-scatter", "bfloat16") not in big
+
+
+def test_looking_ahead_refuses_what_it_would_not_keep():
+    with pytest.raises(UsageError, match="look_ahead.*remat = 'dots'"):
+        build("fsdp", model(remat="dots"), LOOK_AHEAD)
+
+
+def test_rows_taken_often_are_added_up_in_float32():
+    table = jnp.ones((4, 2), jnp.bfloat16)
+    indices = jnp.zeros((1000,), jnp.int32)
+    units = Units()
+    grads = jax.grad(lambda t: jnp.sum(units.look_up("t", {"t": t}, indices, jnp.float32)))(table)
+    assert float(grads[0, 0]) == pytest.approx(1000, rel=0.01)  # bfloat16 would stop at 256
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"heads": 3}, "heads"),
+        ({"remat": "some"}, "remat"),
+        ({"api": "keras"}, "api"),
+        ({"depth": 0}, "depth"),
+    ],
+)
+def test_sizes_that_make_no_sense_are_refused(changes, message):
+    with pytest.raises(UsageError, match=message):
+        model(**changes)
