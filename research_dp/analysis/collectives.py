@@ -200,7 +200,8 @@ class _Reader:
         if kind != "permute":
             return mapped[0], groups.mesh_axes(mapped[0], self.sizes)
         along = {axis for pair in mapped for axis in groups.mesh_axes(pair, self.sizes)}
-        return mapped[0], tuple(axis for axis in self.sizes if axis in along)
+        axes = tuple(axis for axis in self.sizes if axis in along)
+        return groups.along(mapped[0][0], axes, self.sizes), axes
 
 
 def entered(

@@ -95,3 +95,11 @@ def mesh_axes(group: Sequence[int], sizes: dict[str, int]) -> tuple[str, ...]:
     """
     coordinates = np.unravel_index(np.asarray(group), tuple(sizes.values()))
     return tuple(name for name, along in zip(sizes, coordinates, strict=True) if np.ptp(along))
+
+
+def along(position: int, axes: Sequence[str], sizes: dict[str, int]) -> tuple[int, ...]:
+    """The devices that one reaches from a position of the flattened mesh along some of its axes."""
+    ids = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
+    here = np.unravel_index(position, ids.shape)
+    line = (slice(None) if axis in axes else at for axis, at in zip(sizes, here, strict=True))
+    return tuple(int(n) for n in ids[tuple(line)].ravel())

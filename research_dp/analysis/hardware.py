@@ -42,9 +42,13 @@ class Chip:
     compile: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def peak(self, dtype: str) -> float:
-        """FLOP/s for operands of an element type in XLA's words; f32's where none is given."""
-        short = re.sub(r"^f8.*", "f8", dtype)
-        return self.flops.get(short, self.flops["f32"])
+        """FLOP/s for operands of an element type in XLA's words.
+
+        Without a rate of its own, a float of 8 bits counts as bf16, all else as f32.
+        """
+        if re.match(r"f8e", dtype):
+            return self.flops.get("f8", self.flops["bf16"])
+        return self.flops.get(dtype, self.flops["f32"])
 
 
 @functools.cache

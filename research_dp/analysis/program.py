@@ -8,9 +8,11 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from research_dp.analysis import collectives, flops, hlo
+from research_dp.analysis import collectives as reading
+from research_dp.analysis import flops, hlo, schedule
 from research_dp.analysis.collectives import CompiledCollective
-from research_dp.analysis.network import route
+from research_dp.analysis.network import route, seconds
+from research_dp.analysis.schedule import Schedule
 from research_dp.analysis.topologies import Topology
 
 
@@ -28,6 +30,7 @@ class ProgramCost:
         flops_by_dtype: The same, by the operands' element type.
         collectives: What it sends.
         crossing: Names of the collectives that leave a host (GPU) or a slice (TPU).
+        schedule: Predicted times; these are estimates, from vendors' rates.
     """
 
     argument_bytes: int
@@ -39,6 +42,7 @@ class ProgramCost:
     flops_by_dtype: dict[str, int]
     collectives: tuple[CompiledCollective, ...]
     crossing: frozenset[str]
+    schedule: Schedule
 
     @property
     def wire_bytes(self) -> float:
@@ -86,10 +90,12 @@ def read(compiled: Any, mesh: Mesh, topology: Topology) -> ProgramCost:
     devices = list(mesh.devices.flat)
     several = topology.slices > 1
     slices = [topology.domain(device) for device in devices] if several else None
-    found = collectives.find(module, dict(mesh.shape), slices)
-    crossing = frozenset(
-        c.name for c in found if route(topology, [devices[i] for i in c.group]).crosses
-    )
+    found = reading.find(module, dict(mesh.shape), slices)
+    ways = {c.name: route(topology, [devices[i] for i in c.group]) for c in found}
+    took: dict[str, float] = collections.defaultdict(float)
+    for collective in {(c.name, c.dtype): c for c in found}.values():
+        took[collective.name] += seconds(collective, ways[collective.name])
+    played = schedule.play(module, topology.chip, lambda name: (took[name], ways[name].crosses))
     by_dtype = flops_of(module)
     return ProgramCost(
         argument_bytes=memory.argument_size_in_bytes,
@@ -100,7 +106,8 @@ def read(compiled: Any, mesh: Mesh, topology: Topology) -> ProgramCost:
         flops=sum(by_dtype.values()),
         flops_by_dtype=by_dtype,
         collectives=tuple(found),
-        crossing=crossing,
+        crossing=frozenset(name for name, way in ways.items() if way.crosses),
+        schedule=played,
     )
 
 
@@ -121,7 +128,7 @@ def flops_of(module: hlo.Module) -> dict[str, int]:
                 )
             if count:
                 total[dtype] += count * (times or 0)
-            for inner, turns in collectives.entered(module, computation, instruction):
+            for inner, turns in reading.entered(module, computation, instruction):
                 walk(inner, None if times is None or turns is None else times * turns)
 
     walk(module.entry, 1)
