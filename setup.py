@@ -31,6 +31,14 @@ INSTALL_REQUIRES = [
 EXTRAS = {
     "cuda": ["jax[cuda13]"],  # NVIDIA GPUs
     "tpu": ["jax[tpu]"],  # Cloud TPUs
+    # Compilers for devices that are not there (analysis/topologies.py); they need no driver.
+    "plan-gpu": [
+        "jax-cuda13-plugin>=0.10.2,<0.12",  # XLA's compiler for NVIDIA GPUs, as JAX finds it
+        "jax-cuda13-pjrt>=0.10.2,<0.12",  # the compiler itself
+        "nvidia-cuda-nvcc>=13,<14",  # ptxas and libdevice, which the compiler calls
+        "nvidia-cudnn-cu13>=9.10,<10",  # plans flash attention; without it only plain attention
+    ],
+    "plan-tpu": ["libtpu>=0.0.51,<0.1"],  # XLA's compiler for TPUs
     "test": ["pytest>=8", "hypothesis>=6.100"],  # the test suite; property tests
     "dev": ["ruff>=0.14", "mypy>=1.18", "pre-commit>=4"],  # linter and formatter, types, hooks
 }
@@ -44,7 +52,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["research_dp", "research_dp.*"]),
-    package_data={"research_dp": ["py.typed"]},
+    package_data={"research_dp": ["py.typed", "analysis/hardware.toml"]},
     install_requires=INSTALL_REQUIRES,
     extras_require=EXTRAS,
     classifiers=[

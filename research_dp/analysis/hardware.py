@@ -1,0 +1,66 @@
+"""What devices can do at most: the figures of hardware.toml."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+import tomllib
+from collections.abc import Mapping
+from importlib import resources
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """One kind of device. Rates are per second, per device and in one direction.
+
+    Attributes:
+        name: E.g. 'h100'.
+        platform: 'gpu', 'tpu' or 'cpu'.
+        device_kinds: What JAX calls it.
+        memory_bytes: Device memory that a program may use.
+        memory_rate: Bytes/s of that memory.
+        inside_rate: Bytes/s to devices of the same host (GPU), or over one link of the torus (TPU).
+        across_rate: Bytes/s to other hosts (GPU) or slices (TPU).
+        flops: FLOP/s by element type.
+        sources: Where the figures are from.
+        torus: Dimensions of a TPU's torus.
+        compile: What XLA is told of a GPU that is not there.
+    """
+
+    name: str
+    platform: str
+    device_kinds: list[str]
+    memory_bytes: int
+    memory_rate: float
+    inside_rate: float
+    across_rate: float
+    flops: Mapping[str, float]
+    sources: Mapping[str, str]
+    torus: int = 0
+    compile: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def peak(self, dtype: str) -> float:
+        """FLOP/s for operands of an element type in XLA's words.
+
+        Without a rate of its own, a float of 8 bits counts as bf16, all else as f32.
+        """
+        if re.match(r"f8e", dtype):
+            return self.flops.get("f8", self.flops["bf16"])
+        return self.flops.get(dtype, self.flops["f32"])
+
+
+@functools.cache
+def chips() -> dict[str, Chip]:
+    """All kinds of devices by name."""
+    text = resources.files(__package__).joinpath("hardware.toml").read_text()
+    return {name: Chip(name=name, **table) for name, table in tomllib.loads(text).items()}
+
+
+def chip_of(device_kind: str) -> Chip | None:
+    """The kind of device that JAX calls this, if its figures are known."""
+    for chip in chips().values():
+        if device_kind in chip.device_kinds:
+            return chip
+    return None

@@ -1,0 +1,119 @@
+"""Bytes that an instruction of a compiled program moves to and from device memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from research_dp.analysis.collectives import KINDS
+from research_dp.analysis.hlo import Array, Computation, Instruction, Module
+
+# Instructions that move nothing: names for what is there, and waiting for what was started.
+_FREE = {
+    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id",
+    "replica-id", "opt-barrier", "add-dependency", "while", "conditional", "call", "send", "recv",
+    *KINDS,  # what they read and write keeps pace with a network that is much slower
+}  # fmt: skip
+_FREE_CALLS = {
+    "AllocateBuffer",
+    "ConcatBitcast",
+    "AssumeGatherIndicesInBound",
+    "GatherScatterIndicesBitpacked",
+    "AsyncCollectiveStart",
+    "AsyncCollectiveDone",
+}
+_PART_OF_FIRST = {"dynamic-slice", "slice", "gather"}
+_RENAMING = {"bitcast", "reshape"}
+
+
+def _is_free(instruction: Instruction) -> bool:
+    return instruction.opcode in _FREE or instruction.target in _FREE_CALLS
+
+
+def moved(module: Module, computation: Computation, instruction: Instruction) -> int:
+    """Bytes read and written by an instruction: its operands' and its result's.
+
+    Of what it only takes a slice of, the slice counts; of what it updates in place, the update.
+    Arrays in a TPU's on-chip memory cost nothing here.
+    """
+    opcode = instruction.opcode
+    if _is_free(instruction) or opcode.endswith("-done"):
+        return 0
+    if opcode.endswith("-start"):
+        return _copied(computation, instruction)
+    inner = module.called(instruction)
+    if opcode == "fusion" and inner is not None:
+        return _fused(module, computation, instruction, inner)
+    if opcode in _PART_OF_FIRST:
+        return 2 * _sum(instruction.result)
+    if opcode == "dynamic-update-slice":
+        return 2 * _sum(computation.instructions[instruction.operands[1]].result)
+    return _sum(computation.arrays(instruction)) + _sum(instruction.result)
+
+
+def _sum(arrays: Iterable[Array]) -> int:
+    return sum(array.nbytes for array in arrays if not array.on_chip)
+
+
+def _copied(computation: Computation, instruction: Instruction) -> int:
+    """An asynchronous copy or slice: read here, written there, one of the two perhaps on chip."""
+    if instruction.opcode == "copy-start":
+        return _sum(instruction.result[:2])
+    if instruction.opcode == "slice-start":
+        source, target = instruction.result[:2]
+        return target.nbytes * (2 - source.on_chip - target.on_chip)
+    return 0
+
+
+def _fused(
+    module: Module, computation: Computation, fusion: Instruction, inner: Computation
+) -> int:
+    read = 0
+    for number, name in enumerate(fusion.operands):
+        parameter = inner.parameters.get(number)
+        arrays = computation.instructions[name].result
+        if parameter is not None:
+            read += _read(module, inner, parameter.name, _sum(arrays))
+    return read + _written(module, inner, inner.root, fusion.result)
+
+
+def _read(module: Module, computation: Computation, name: str, whole: int) -> int:
+    """Bytes read of an array of `whole` bytes by all its users together, at most all of it."""
+    total = 0
+    for user in computation.instructions.values():
+        if name not in user.operands:
+            continue
+        if user.opcode in _RENAMING:
+            total += _read(module, computation, user.name, whole)
+        elif user.opcode in _PART_OF_FIRST and user.operands[0] == name:
+            total += min(whole, sum(array.nbytes for array in user.result))
+        elif _is_free(user) or (user.opcode == "dynamic-update-slice" and user.operands[0] == name):
+            continue  # handed through, or written in place: not read
+        elif user.opcode == "fusion" and (inner := module.called(user)):
+            for number, operand in enumerate(user.operands):
+                if operand == name:
+                    total += _read(module, inner, inner.parameters[number].name, whole)
+        else:
+            return whole
+    return min(whole, total)
+
+
+def _written(
+    module: Module, computation: Computation, root: Instruction, result: tuple[Array, ...]
+) -> int:
+    """Bytes that a fusion writes: of an array that it updates in place, the update."""
+    made = root
+    while made.opcode in _RENAMING:
+        made = computation.instructions[made.operands[0]]
+    if made.opcode == "tuple":
+        parts = [computation.instructions[name] for name in made.operands]
+        if len(parts) == len(result):
+            pairs = zip(parts, result, strict=True)
+            return sum(_written(module, computation, part, (array,)) for part, array in pairs)
+    if _is_free(made):  # handed through
+        return 0
+    if made.opcode == "dynamic-update-slice" and not all(array.on_chip for array in result):
+        update = computation.instructions[made.operands[1]].result
+        return min(_sum(result), sum(array.nbytes for array in update))
+    if made.opcode == "fusion" and (inner := module.called(made)):
+        return _written(module, inner, inner.root, result)
+    return _sum(result)

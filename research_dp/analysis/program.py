@@ -1,0 +1,139 @@
+"""What a compiled program costs: the one function that the commands and tests ask."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from typing import Any
+
+from jax.sharding import Mesh
+
+from research_dp.analysis import collectives as reading
+from research_dp.analysis import flops, hlo, schedule
+from research_dp.analysis.collectives import CompiledCollective
+from research_dp.analysis.network import route, seconds
+from research_dp.analysis.schedule import Schedule
+from research_dp.analysis.topologies import Topology
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramCost:
+    """Costs of one run of a compiled program, a device. Bytes and FLOPs are exact.
+
+    Attributes:
+        argument_bytes: Of its arguments: for a training step, the state and the batch.
+        output_bytes: Of its results, those that take an argument's place included.
+        alias_bytes: Of the results that take an argument's place (donated).
+        temp_bytes: Of what it needs besides.
+        peak_bytes: Most bytes in use at any moment, arguments included.
+        flops: Of matrix multiplications.
+        flops_by_dtype: The same, by the operands' element type.
+        collectives: What it sends.
+        crossing: Names of the collectives that leave a host (GPU) or a slice (TPU).
+        schedule: Predicted times; these are estimates, from vendors' rates.
+    """
+
+    argument_bytes: int
+    output_bytes: int
+    alias_bytes: int
+    temp_bytes: int
+    peak_bytes: int
+    flops: int
+    flops_by_dtype: dict[str, int]
+    collectives: tuple[CompiledCollective, ...]
+    crossing: frozenset[str]
+    schedule: Schedule
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes that a device sends."""
+        return sum(c.wire_bytes for c in self.collectives)
+
+    @property
+    def collective_count(self) -> int:
+        """How many collectives run."""
+        return sum(c.operations for c in self.collectives)
+
+    def wire_bytes_by(self, *fields: str) -> dict[tuple[str, ...], float]:
+        """Wire bytes by fields of a collective: 'kind', 'dtype', 'axes', 'purpose'.
+
+        Returns:
+            E.g. for `wire_bytes_by('kind', 'axes')`: `{('all-gather', 'fsdp'): 4.5e9, ...}`,
+            several axes joined by a '+'.
+        """
+        total: dict[tuple[str, ...], float] = collections.defaultdict(float)
+        for collective in self.collectives:
+            key = tuple(_text(getattr(collective, field)) for field in fields)
+            total[key] += collective.wire_bytes
+        return dict(total)
+
+    @property
+    def wire_bytes_across(self) -> float:
+        """Bytes of the collectives that leave a host (GPU) or a slice (TPU)."""
+        return sum(c.wire_bytes for c in self.collectives if c.name in self.crossing)
+
+
+def read(compiled: Any, mesh: Mesh, topology: Topology) -> ProgramCost:
+    """Reads a compiled program.
+
+    Args:
+        compiled: What `jax.jit(step).lower(*arguments).compile(options)` gives.
+        mesh: The mesh that the program was written for; all its devices take part.
+        topology: Where the mesh's devices are.
+
+    Raises:
+        NotImplementedError: A collective that this reader does not understand, or one in a loop
+            whose length the program does not say.
+    """
+    memory = compiled.memory_analysis()
+    module = hlo.parse(compiled.as_text())
+    devices = list(mesh.devices.flat)
+    several = topology.slices > 1
+    slices = [topology.domain(device) for device in devices] if several else None
+    found = reading.find(module, dict(mesh.shape), slices)
+    ways = {c.name: route(topology, [devices[i] for i in c.group]) for c in found}
+    took: dict[str, float] = collections.defaultdict(float)
+    for collective in {(c.name, c.dtype): c for c in found}.values():
+        took[collective.name] += seconds(collective, ways[collective.name])
+    played = schedule.play(module, topology.chip, lambda name: (took[name], ways[name].crosses))
+    by_dtype = flops_of(module)
+    return ProgramCost(
+        argument_bytes=memory.argument_size_in_bytes,
+        output_bytes=memory.output_size_in_bytes,
+        alias_bytes=memory.alias_size_in_bytes,
+        temp_bytes=memory.temp_size_in_bytes,
+        peak_bytes=memory.peak_memory_in_bytes,
+        flops=sum(by_dtype.values()),
+        flops_by_dtype=by_dtype,
+        collectives=tuple(found),
+        crossing=frozenset(name for name, way in ways.items() if way.crosses),
+        schedule=played,
+    )
+
+
+def flops_of(module: hlo.Module) -> dict[str, int]:
+    """FLOPs of a program by the operands' element type, loops multiplied out.
+
+    Raises:
+        NotImplementedError: A matrix multiplication in a loop of unknown length.
+    """
+    total: dict[str, int] = collections.defaultdict(int)
+
+    def walk(computation: hlo.Computation, times: int | None) -> None:
+        for instruction in computation.instructions.values():
+            count, dtype = flops.flops(computation, instruction)
+            if count and times is None:
+                raise NotImplementedError(
+                    f"{instruction.name}: a matrix multiplication in a loop of unknown length"
+                )
+            if count:
+                total[dtype] += count * (times or 0)
+            for inner, turns in reading.entered(module, computation, instruction):
+                walk(inner, None if times is None or turns is None else times * turns)
+
+    walk(module.entry, 1)
+    return dict(total)
+
+
+def _text(value: Any) -> str:
+    return "+".join(value) if isinstance(value, tuple) else str(value)

@@ -1,0 +1,218 @@
+"""Devices that are not there: names such as 'h100:8x8' become devices to compile for.
+
+XLA compiles for them on any machine. GPUs need JAX's CUDA plugin and NVIDIA's assembler, TPUs need
+libtpu; neither needs a driver or a device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+import re
+from typing import Any
+
+import jax
+from jax.experimental import mesh_utils
+from jax.experimental import topologies as jax_topologies
+from jax.sharding import AxisType, Mesh
+
+from research_dp.analysis.hardware import Chip, chip_of, chips
+from research_dp.distributed.errors import UsageError
+
+EXAMPLES = "h100:8x8 (hosts x GPUs), v5e-64 (chips), 2xv5e-64 (slices x chips), cpu:8"
+
+# What the plugins want to be told where no device is.
+_ENVIRONMENT = {
+    "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # else the CUDA plugin looks for a driver
+    "TPU_SKIP_MDS_QUERY": "1",  # else libtpu asks the cloud's metadata server, and waits
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # else a second process on this machine is refused
+    # Else libtpu warns, in many lines, that it does not know on which machine it runs.
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_WORKER_ID": "0",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-64",
+}
+# Modules of which one must be importable, extra of setup.py that brings it.
+_NEEDS = {
+    "gpu": (("jax_cuda13_plugin", "jax_cuda12_plugin"), "plan-gpu"),
+    "tpu": (("libtpu",), "plan-tpu"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """Devices, present or not, and what is known of them.
+
+    Attributes:
+        name: What was asked for.
+        chip: The kind of device.
+        devices: All of them.
+    """
+
+    name: str
+    chip: Chip
+    devices: tuple[Any, ...]
+
+    @property
+    def hosts(self) -> int:
+        return len({device.process_index for device in self.devices})
+
+    @property
+    def devices_per_host(self) -> int:
+        return len(self.devices) // self.hosts
+
+    @property
+    def slices(self) -> int:
+        """Slices of a TPU; 1 elsewhere."""
+        return len({getattr(device, "slice_index", None) for device in self.devices})
+
+    def domain(self, device: Any) -> int:
+        """The host (GPU) or slice (TPU) inside which a device's fast links lead."""
+        if self.chip.platform == "tpu":
+            return int(getattr(device, "slice_index", None) or 0)
+        return int(device.process_index)
+
+    def mesh(self, shape: tuple[int, ...], axes: tuple[str, ...]) -> Mesh:
+        """A mesh over all devices.
+
+        On a TPU its axes follow the torus where they can, and the first axis that the number of
+        slices divides runs over the slices.
+
+        Raises:
+            UsageError: Several slices, and no axis that they divide.
+        """
+        kinds = (AxisType.Auto,) * len(axes)
+        slices = self.slices
+        if slices == 1:
+            devices = mesh_utils.create_device_mesh(
+                shape, self.devices, allow_split_physical_axes=True
+            )
+            return Mesh(devices, axes, axis_types=kinds)
+        over = next((i for i, size in enumerate(shape) if size % slices == 0), None)
+        if over is None:
+            raise UsageError(
+                f"mesh {dict(zip(axes, shape, strict=True))}: {slices} slices divide no axis."
+            )
+        across = tuple(slices if i == over else 1 for i in range(len(shape)))
+        inside = tuple(size // factor for size, factor in zip(shape, across, strict=True))
+        devices = mesh_utils.create_hybrid_device_mesh(
+            inside, across, devices=self.devices, allow_split_physical_axes=True
+        )
+        return Mesh(devices, axes, axis_types=kinds)
+
+
+def topology(name: str) -> Topology:
+    """The devices that a name stands for.
+
+    Args:
+        name: 'h100:8x8', also h200, a100 and b200: hosts x GPUs of a host. 'v5e-64', also v5p and
+            v6e: chips (of v5p too, where Google's own names count cores), or the shape, 'v5e-8x8'.
+            '2xv5e-64': slices x chips. 'cpu:8': CPU devices of this process.
+
+    Raises:
+        UsageError: An unknown name, or one whose compiler is not installed; the message has the
+            command that installs it.
+    """
+    known = chips()
+    if gpu := re.fullmatch(r"(\w+):(\d+)x(\d+)", name):
+        if gpu[1] in known and known[gpu[1]].platform == "gpu":
+            return _gpu(name, known[gpu[1]], int(gpu[2]), int(gpu[3]))
+    elif tpu := re.fullmatch(r"(?:(\d+)x)?(v\d\w+)-(\d+(?:x\d+)*)", name):
+        if tpu[2] in known:
+            return _tpu(name, known[tpu[2]], int(tpu[1] or 1), tpu[3])
+    elif cpu := re.fullmatch(r"cpu:(\d+)", name):
+        return _cpu(name, known["cpu"], int(cpu[1]))
+    raise UsageError(
+        f"topology {name!r} is not known; give e.g. {EXAMPLES}. Devices: {', '.join(known)}."
+    )
+
+
+def present() -> Topology:
+    """The devices of this run. Where their kind is not known, they count as CPUs."""
+    devices = tuple(jax.devices())
+    chip = chip_of(devices[0].device_kind) or chips()["cpu"]
+    return Topology(f"{devices[0].device_kind} x {len(devices)}", chip, devices)
+
+
+def _prepare(name: str, platform: str) -> None:
+    """Sets what the compilers want, before JAX starts them, and says what is missing."""
+    for variable, setting in _ENVIRONMENT.items():
+        os.environ.setdefault(variable, setting)
+    modules, extra = _NEEDS[platform]
+    if not any(importlib.util.find_spec(module) for module in modules):
+        raise UsageError(
+            f"topology {name!r} needs a compiler that is not installed ({modules[0]}): "
+            f"pip install -c constraints.txt -e '.[{extra}]'"
+        )
+    if not os.environ.get("JAX_PLATFORMS"):
+        # The arrays of this process live on its CPU: the devices compiled for are not there, and a
+        # plugin that looks for them fails. Later than JAX's start this has no effect and no need.
+        jax.config.update("jax_platforms", "cpu")
+
+
+def _gpu(name: str, chip: Chip, hosts: int, gpus: int) -> Topology:
+    _prepare(name, "gpu")
+    if min(hosts, gpus) < 1:
+        raise UsageError(f"topology {name!r}: give at least one host and one GPU.")
+    described = {"target_config": _target(chip), "topology": f"1x{hosts}x{gpus}"}
+    description = _describe(name, "cuda", "", **described)
+    return Topology(name, chip, tuple(description.devices))
+
+
+def _target(chip: Chip) -> str:
+    """The GPU as XLA wants it described: its `GpuTargetConfigProto`, as text."""
+    gpu = chip.compile
+    major, minor = gpu["capability"].split(".")
+    return f"""gpu_device_info {{
+      threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+      shared_memory_per_core: {gpu["shared_per_core"]} threads_per_core_limit: 2048
+      core_count: {gpu["cores"]} fpus_per_core: {gpu["fpus_per_core"]}
+      block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+      memory_bandwidth: {gpu["memory_bandwidth"]} l2_cache_size: {gpu["l2_bytes"]}
+      clock_rate_ghz: {gpu["clock_ghz"]} device_memory_size: {chip.memory_bytes}
+      shared_memory_per_block_optin: {gpu["shared_per_block"]}
+      cuda_compute_capability {{ major: {major} minor: {minor} }}
+      registers_per_core_limit: 65536 registers_per_block_limit: 65536 }}
+      platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 }}
+      device_description_str: "{chip.device_kinds[0]}" """
+
+
+def _tpu(name: str, chip: Chip, slices: int, size: str) -> Topology:
+    _prepare(name, "tpu")
+    shape = tuple(int(n) for n in size.split("x"))
+    if len(shape) == 1:
+        shape = _torus(name, shape[0], chip.torus)
+    options = {"num_slices": slices} if slices > 1 else {}
+    layout = f"{chip.name}:{'x'.join(map(str, shape))}"
+    description = _describe(name, "tpu", layout, **options)
+    return Topology(name, chip, tuple(description.devices))
+
+
+def _torus(name: str, count: int, dims: int) -> tuple[int, ...]:
+    """The shape of a slice of so many chips: powers of two, as even as can be."""
+    power = count.bit_length() - 1
+    if count < 1 or count != 2**power:
+        raise UsageError(
+            f"topology {name!r}: {count} chips are no power of two; give the slice's shape, e.g. "
+            f"{'x'.join(['4'] * dims)}."
+        )
+    shape = [2 ** (power // dims + (position < power % dims)) for position in range(dims)]
+    # v5p slices of four chips lie flat on one host: 2x2x1.
+    return tuple(sorted(shape)) if count > 4 else tuple(sorted(shape, reverse=True))
+
+
+def _describe(name: str, platform: str, layout: str, **options: Any) -> Any:
+    try:
+        return jax_topologies.get_topology_desc(layout, platform, **options)
+    except Exception as error:  # JAX and the plugins raise several kinds
+        raise UsageError(f"topology {name!r}: its compiler does not know it: {error}") from error
+
+
+def _cpu(name: str, chip: Chip, count: int) -> Topology:
+    devices = jax.devices("cpu")
+    if not 1 <= count <= len(devices):
+        raise UsageError(
+            f"topology {name!r}: {len(devices)} CPU devices are present; --cpu_devices={count} "
+            "makes as many."
+        )
+    return Topology(name, chip, tuple(devices[:count]))

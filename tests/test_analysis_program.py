@@ -1,0 +1,130 @@
+"""Costs read from compiled programs whose traffic is known by hand: eight CPU devices."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from research_dp.analysis.program import read
+from research_dp.analysis.topologies import topology
+
+BOTH = ("data", "fsdp")
+ROWS, COLUMNS = 64, 128
+NBYTES = ROWS * COLUMNS * 4  # of a device's array
+
+
+def in_a_loop(function, times):
+    def looped(x):
+        return lax.scan(lambda carry, _: (function(carry), None), x, None, length=times)[0]
+
+    return looped
+
+
+def cost(function, sizes=(2, 4), times=None):
+    """Costs of a function of each device's f32[64, 128], run `times` times in a loop."""
+    where = topology("cpu:8")
+    mesh = where.mesh(sizes, BOTH)
+    mapped = jax.shard_map(
+        in_a_loop(function, times) if times else function,
+        mesh=mesh,
+        in_specs=P(BOTH),
+        out_specs=P(BOTH),
+        check_vma=False,
+    )
+    argument = jax.ShapeDtypeStruct((8 * ROWS, COLUMNS), jnp.float32)
+    return read(jax.jit(mapped).lower(argument).compile(), mesh, where)
+
+
+def gather(axis):
+    def function(x):
+        whole = lax.all_gather(jnp.tanh(x), axis, tiled=True)
+        return whole.reshape(-1, *x.shape).max(0)
+
+    return function
+
+
+def scatter(axis):
+    def function(x):
+        part = lax.psum_scatter(jnp.tanh(x), axis, tiled=True)
+        return jnp.tile(part, (x.shape[0] // part.shape[0], 1))
+
+    return function
+
+
+def exchange(axis):
+    return lambda x: lax.all_to_all(jnp.tanh(x), axis, 0, 0, tiled=True)
+
+
+def total(axis):
+    return lambda x: lax.psum(jnp.tanh(x), axis)
+
+
+def shift(x):
+    return lax.ppermute(jnp.tanh(x), "fsdp", [(i, (i + 1) % 4) for i in range(4)])
+
+
+CASES = {  # function, kind, axes, devices, wire bytes of one execution
+    "psum over fsdp": (total("fsdp"), "all-reduce", "fsdp", 4, 2 * NBYTES * 3 / 4),
+    "psum over data": (total("data"), "all-reduce", "data", 2, 2 * NBYTES * 1 / 2),
+    "psum over both": (total(BOTH), "all-reduce", "data+fsdp", 8, 2 * NBYTES * 7 / 8),
+    "gather over fsdp": (gather("fsdp"), "all-gather", "fsdp", 4, 4 * NBYTES * 3 / 4),
+    "gather over both": (gather(BOTH), "all-gather", "data+fsdp", 8, 8 * NBYTES * 7 / 8),
+    "scatter over fsdp": (scatter("fsdp"), "reduce-scatter", "fsdp", 4, NBYTES * 3 / 4),
+    "scatter over data": (scatter("data"), "reduce-scatter", "data", 2, NBYTES * 1 / 2),
+    "exchange over fsdp": (exchange("fsdp"), "all-to-all", "fsdp", 4, NBYTES * 3 / 4),
+    "exchange over data": (exchange("data"), "all-to-all", "data", 2, NBYTES * 1 / 2),
+    "shift along fsdp": (shift, "permute", "fsdp", 4, NBYTES),
+}
+
+
+@pytest.mark.parametrize("times", [None, 5], ids=["once", "in a loop"])
+@pytest.mark.parametrize("name", CASES)
+def test_one_collective(name, times):
+    function, kind, axes, devices, wire_bytes = CASES[name]
+    found = cost(function, times=times)
+    turns = times or 1
+    assert found.wire_bytes_by("kind", "axes", "dtype") == {(kind, axes, "f32"): wire_bytes * turns}
+    assert found.collective_count == turns
+    if kind != "permute":
+        assert {c.devices for c in found.collectives} == {devices}
+
+
+def test_loops_in_loops_multiply():
+    found = cost(in_a_loop(total("fsdp"), 3), times=5)
+    assert found.collective_count == 15
+    assert found.wire_bytes == 15 * 2 * NBYTES * 3 / 4
+
+
+def test_flops_in_a_loop():
+    def function(x):
+        weights = jnp.ones((COLUMNS, COLUMNS)) * x[0, 0]
+        return jnp.tanh(x @ weights)
+
+    assert cost(function, times=5).flops == 5 * 2 * ROWS * COLUMNS * COLUMNS
+
+
+def test_arrays_of_two_types_in_one_operation():
+    def function(x):
+        y = jnp.tanh(x)
+        one, other = lax.psum((y, jnp.int32(y)), "fsdp")
+        return one + other
+
+    found = cost(function)
+    assert found.wire_bytes == 2 * 2 * NBYTES * 3 / 4
+    assert found.collective_count == len({c.name for c in found.collectives})
+
+
+def test_a_collective_in_a_loop_of_unknown_length_is_refused():
+    def function(x):
+        return lax.while_loop(lambda y: y[0, 0] < 3, lambda y: y + lax.pmax(y, "fsdp"), x)
+
+    with pytest.raises(NotImplementedError, match="unknown length"):
+        cost(function)
+
+
+def test_memory_is_the_compilers():
+    found = cost(total("fsdp"))
+    assert found.argument_bytes == NBYTES
+    assert found.output_bytes == NBYTES
+    assert found.peak_bytes >= found.argument_bytes

@@ -1,0 +1,232 @@
+"""Predicted times: hand-made programs whose schedules can be played in the head."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+
+from research_dp.analysis import collectives, hlo, memory, network, schedule
+from research_dp.analysis.hardware import chips
+from research_dp.analysis.topologies import Topology
+
+# A device that does 1 FLOP, moves 1 byte and sends 1 byte in a microsecond.
+SLOW = dataclasses.replace(
+    chips()["h100"],
+    memory_rate=1e6,
+    inside_rate=1e6,
+    across_rate=1e6,
+    flops={"f32": 1e6},
+)
+MICRO = 1e-6
+
+
+def play(text, sent=100.0):
+    """Plays a program; every collective takes `sent` microseconds."""
+    played = schedule.play(hlo.parse(text), SLOW, lambda name: (sent * MICRO, False))
+    return {name: round(value / MICRO, 6) for name, value in dataclasses.asdict(played).items()}
+
+
+def entry(body):
+    return "ENTRY %main (x: f32[5], y: f32[2,3]) -> f32[5] {\n" + body + "\n}\n"
+
+
+ARGUMENTS = """
+  %x = f32[5]{0} parameter(0)
+  %y = f32[2,3]{1,0} parameter(1)"""
+
+
+def test_an_instruction_takes_the_longer_of_compute_and_memory():
+    body = ARGUMENTS + "\n  ROOT %n = f32[5]{0} negate(%x)"
+    assert play(entry(body)) == {
+        "compute": 0, "memory": 40, "network_inside": 0, "network_across": 0, "exposed": 0,
+        "step": 40,
+    }  # fmt: skip
+    body = ARGUMENTS + (
+        "\n  ROOT %d = f32[3,3]{1,0} dot(%y, %y), lhs_contracting_dims={0},"
+        " rhs_contracting_dims={0}"
+    )
+    found = play(entry(body))
+    assert (found["compute"], found["memory"], found["step"]) == (36, 84, 84)
+
+
+STARTED = """
+  %go = f32[5]{0} all-reduce-start(%x), replica_groups={}
+  %a = f32[5]{0} negate(%x)
+  %b = f32[5]{0} negate(%x)
+  ROOT %end = f32[5]{0} all-reduce-done(%go)"""
+
+
+@pytest.mark.parametrize(("sent", "exposed"), [(100, 20), (80, 0), (60, 0)])
+def test_what_is_started_early_is_hidden_behind_compute(sent, exposed):
+    found = play(entry(ARGUMENTS + STARTED), sent)
+    assert (found["exposed"], found["step"]) == (exposed, 80 + exposed)
+    assert found["network_inside"] == sent
+
+
+def test_a_synchronous_collective_is_waited_for():
+    for note in ("all-reduce(%x), replica_groups={}", 'all-reduce-start(%x), x={"is_sync":true}'):
+        found = play(entry(ARGUMENTS + f"\n  ROOT %r = f32[5]{{0}} {note}"))
+        assert (found["exposed"], found["step"]) == (100, 100)
+
+
+def test_there_is_one_network():
+    body = """
+  %one = f32[5]{0} all-reduce-start(%x), replica_groups={}
+  %two = f32[5]{0} all-reduce-start(%x), replica_groups={}
+  %first = f32[5]{0} all-reduce-done(%one)
+  ROOT %second = f32[5]{0} all-reduce-done(%two)"""
+    assert play(entry(ARGUMENTS + body))["exposed"] == 200
+
+
+LOOP = """
+%body (p: (s32[], f32[5])) -> (s32[], f32[5]) {{
+  %p = (s32[], f32[5]{{0}}) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %x = f32[5]{{0}} get-tuple-element(%p), index=1
+{body}
+  ROOT %t = (s32[], f32[5]{{0}}) tuple(%i, %end)
+}}
+
+%condition (q: (s32[], f32[5])) -> pred[] {{
+  %q = (s32[], f32[5]{{0}}) parameter(0)
+  ROOT %c = pred[] constant(true)
+}}
+
+ENTRY %main (p: (s32[], f32[5])) -> (s32[], f32[5]) {{
+  %z = (s32[], f32[5]{{0}}) parameter(0)
+  ROOT %l = (s32[], f32[5]{{0}}) while(%z), condition=%condition, body=%body, {note}
+}}
+"""
+
+
+@pytest.mark.parametrize("turns", [1, 2, 7, 1000])
+def test_loops_are_played_and_then_multiplied(turns):
+    note = f'backend_config={{"known_trip_count":{{"n":"{turns}"}}}}'
+    found = play(LOOP.format(body=STARTED.replace("ROOT ", ""), note=note))
+    assert found["exposed"] == pytest.approx(20 * turns)
+    assert found["step"] == pytest.approx(100 * turns)
+    assert found["network_inside"] == pytest.approx(100 * turns)
+
+
+def test_a_tpu_chain_is_waited_for_where_it_is_done():
+    text = """
+%start (s: f32[5]) -> (f32[5], u32[]) {
+  %s = f32[5]{0} parameter(0)
+  %r = f32[5]{0} all-reduce(%s), replica_groups={}, frontend_attributes={chain_id="3"}
+  ROOT %go = (f32[5]{0}, u32[]) custom-call(%r), custom_call_target="AsyncCollectiveStart"
+}
+
+%async_collective_fusion (c: f32[5], d: f32[5]) -> (f32[5], f32[5]) {
+  %c = f32[5]{0} parameter(0)
+  %d = f32[5]{0} parameter(1)
+  %step = f32[5]{0} all-reduce(%c), replica_groups={}, frontend_attributes={chain_id="3"}
+  %work = f32[5]{0} negate(%d)
+  ROOT %u = (f32[5]{0}, f32[5]{0}) tuple(%step, %work)
+}
+
+%done (e: f32[5]) -> f32[5] {
+  %e = f32[5]{0} parameter(0)
+  %q = f32[5]{0} all-reduce(%e), replica_groups={}, frontend_attributes={chain_id="3"}
+  ROOT %w = f32[5]{0} custom-call(%q), custom_call_target="AsyncCollectiveDone"
+}
+
+ENTRY %main (x: f32[5]) -> f32[5] {
+  %x = f32[5]{0} parameter(0)
+  %f = (f32[5]{0}, u32[]) fusion(%x), kind=kCustom, calls=%start
+  %g = f32[5]{0} get-tuple-element(%f), index=0
+  %h = (f32[5]{0}, f32[5]{0}) fusion(%g, %x), kind=kCustom, calls=%async_collective_fusion
+  %k = f32[5]{0} get-tuple-element(%h), index=0
+  ROOT %m = f32[5]{0} fusion(%k), kind=kCustom, calls=%done
+}
+"""
+    (found,) = collectives.find(hlo.parse(text), {"fsdp": 4})
+    assert found.is_async and found.operations == 1
+    played = play(text)
+    assert played["network_inside"] == 100
+    assert played["memory"] == played["step"] - played["exposed"] == 40  # of the compute alone
+    assert played["exposed"] == 60
+
+
+def test_memory_of_slices_and_updates_in_place():
+    text = """
+%inner (stack: f32[10,5], part: f32[5], i: s32[]) -> f32[10,5] {
+  %stack = f32[10,5]{1,0} parameter(0)
+  %part = f32[5]{0} parameter(1)
+  %i = s32[] parameter(2)
+  %zero = s32[] constant(0)
+  %taken = f32[1,5]{1,0} dynamic-slice(%stack, %i, %zero), dynamic_slice_sizes={1,5}
+  %row = f32[1,5]{1,0} bitcast(%part)
+  %sum = f32[1,5]{1,0} add(%taken, %row)
+  ROOT %put = f32[10,5]{1,0} dynamic-update-slice(%stack, %sum, %i, %zero)
+}
+
+ENTRY %main (a: f32[10,5], b: f32[5], c: s32[]) -> f32[10,5] {
+  %a = f32[10,5]{1,0} parameter(0)
+  %b = f32[5]{0:T(128)S(1)} parameter(1)
+  %c = s32[] parameter(2)
+  ROOT %f = f32[10,5]{1,0} fusion(%a, %b, %c), kind=kLoop, calls=%inner
+}
+"""
+    module = hlo.parse(text)
+    # A row is read and a row is written; b is on the chip; the index has 4 bytes.
+    assert memory.moved(module, module.entry, module.entry.root) == 20 + 20 + 4
+
+
+def devices(domains, members):
+    return [
+        SimpleNamespace(process_index=domain, id=domain * members + member)
+        for domain in range(domains)
+        for member in range(members)
+    ]
+
+
+def collective(kind, count, nbytes=64e9):
+    return collectives.CompiledCollective(
+        kind=kind, axes=("fsdp",), devices=count, dtype="bf16", nbytes=int(nbytes), times=2,
+        name="c", operations=2, is_async=False, purpose=kind, group=tuple(range(count)),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "domains", "members", "seconds"),
+    [
+        ("all-gather", 8, 8, 63 / 400),  # a ring over whole hosts: 8 cards of 50 GB/s
+        ("all-reduce", 8, 8, 2 * 63 / 400),
+        ("reduce-scatter", 1, 8, 56 / 450),  # NVLink
+        ("all-gather", 8, 1, 56 / 50),  # one GPU a host: its own card
+        ("all-to-all", 8, 8, 56 / 50),  # what leaves the host leaves by the sender's card
+        ("all-to-all", 1, 8, 56 / 450),
+        ("permute", 2, 1, 64 / 50),
+    ],
+)
+def test_times_on_the_network_of_h100s(kind, domains, members, seconds):
+    h100 = chips()["h100"]
+    present = devices(domains, members)
+    way = network.route(Topology("h100", h100, tuple(present)), present)
+    assert way.crosses == (domains > 1)
+    found = network.seconds(collective(kind, len(present)), way)
+    assert found == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    ("coordinates", "kind", "seconds"),
+    [
+        ([(x, y, 0) for x in range(8) for y in range(8)], "all-gather", 63 / 180),  # four links
+        ([(x, 3, 0) for x in range(8)], "all-gather", 56 / 90),  # two, along one axis
+        ([(x, 3, 0) for x in range(8)], "all-to-all", 56 / 45),
+    ],
+)
+def test_times_on_the_torus_of_v5e(coordinates, kind, seconds):
+    present = [SimpleNamespace(process_index=0, coords=at) for at in coordinates]
+    way = network.route(Topology("v5e", chips()["v5e"], tuple(present)), present)
+    found = network.seconds(collective(kind, len(present)), way)
+    assert found == pytest.approx(seconds)
+
+
+def test_what_bounds_the_step_and_what_is_hidden():
+    found = schedule.Schedule(
+        compute=3.0, memory=2.0, network_inside=1.0, network_across=3.0, exposed=1.0, step=5.0
+    )
+    assert found.bound == "network"
+    assert found.hidden_fraction == 0.75
+    assert dataclasses.replace(found, network_across=0.0).bound == "compute"
