@@ -185,30 +185,30 @@ def test_chunked_attention_is_attention(with_segments):
         np.testing.assert_allclose(mine, theirs, atol=2e-4)
 
 
-def gathered(strategy):
-    """Bytes of each all-gather of the step and how often it runs."""
-    program = jax.make_jaxpr(strategy.train_step)(
-        strategy.abstract_state, strategy.abstract_batch
-    )
-    return collectives(program, dict(strategy.mesh.shape))
+def traffic(strategy):
+    """The collectives of a training step, as traced."""
+    args = (strategy.abstract_state, strategy.abstract_batch)
+    return collectives(strategy.train_step, *args)
 
 
 def test_wire_bytes_of_fsdp_are_three_times_the_blocks_and_twice_the_rest():
     # Fewer tokens a device than the table has rows: looked up by exchange, which costs next to
     # nothing. Blocks are gathered twice and scattered once, the head's pieces too.
     strategy = build("fsdp", model(depth=4, logits_at_once=2**20), rows=8)
-    sizes = {p.path: p.nbytes for p in jax.tree.leaves(strategy.layouts.params) if p.dim is not None}
+    sizes = {
+        p.path: p.nbytes for p in jax.tree.leaves(strategy.layouts.params) if p.dim is not None
+    }
     blocks = sum(n for path, n in sizes.items() if path.startswith("blocks"))
     tables = {p: n for p, n in sizes.items() if p.endswith("table")}
     assert set(tables) == {"embed/table", "head/table"}
-    found = [c for c in gathered(strategy) if c.kind in ("all-gather", "reduce-scatter")]
+    found = [c for c in traffic(strategy) if c.kind in ("all-gather", "reduce-scatter")]
     large = sum(c.wire_bytes for c in found if c.nbytes > 512)
     assert large == pytest.approx(7 / 8 * 3 * (blocks + tables["head/table"]), rel=0.01)
 
 
 def test_looking_ahead_does_not_gather_the_last_unit_twice():
-    plain = sum(c.wire_bytes for c in gathered(build("fsdp", model(depth=4))))
-    ahead = sum(c.wire_bytes for c in gathered(build("fsdp", model(depth=4), LOOK_AHEAD)))
+    plain = sum(c.wire_bytes for c in traffic(build("fsdp", model(depth=4))))
+    ahead = sum(c.wire_bytes for c in traffic(build("fsdp", model(depth=4), LOOK_AHEAD)))
     layout = jax.tree.leaves(build("fsdp", model(depth=4)).layouts.params)
     block = sum(p.nbytes for p in layout if p.path.startswith("blocks") and p.dim is not None) / 4
     assert plain - ahead == pytest.approx(7 / 8 * block, rel=0.01)
@@ -219,14 +219,14 @@ def test_collectives_carry_the_dtype_that_is_named():
         "gather_shards.gather_dtype = 'bfloat16'",
         "gather_shards.grad_scatter_dtype = 'float32'",
     ]
-    found = gathered(build("fsdp", model(dtype="bfloat16"), *bindings))
+    found = traffic(build("fsdp", model(dtype="bfloat16"), *bindings))
     big = {(c.kind, str(c.dtype)) for c in found if c.nbytes > 512}
     assert ("all-gather", "bfloat16") in big and ("all-gather", "float32") not in big
     assert ("reduce-scatter", "float32") in big and ("reduce-scatter", "bfloat16") not in big
 
 
 def test_looking_ahead_refuses_what_it_would_not_keep():
-    with pytest.raises(UsageError, match="look_ahead.*remat = 'dots'"):
+    with pytest.raises(UsageError, match=r"look_ahead.*remat = 'dots'"):
         build("fsdp", model(remat="dots"), LOOK_AHEAD)
 
 

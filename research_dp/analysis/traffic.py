@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 from jax.extend.core import jaxprs_in_params
+from jax.interpreters import partial_eval
 
 # Primitive -> (kind, wire bytes a device of a ring as a multiple of (n - 1) / n of the full array).
 _KINDS = {
@@ -69,7 +70,11 @@ def collectives(function: Callable[..., Any], *args: Any) -> list[Collective]:
         NotImplementedError: It has a collective that this reader does not know, or one in a loop
             whose length the program does not say.
     """
-    return list(_walk(jax.make_jaxpr(function)(*args).jaxpr, {}, 1))
+    jaxpr = jax.make_jaxpr(function)(*args).jaxpr
+    # Every compiler drops what no result needs, such as the primal of a gradient that is wanted
+    # alone.
+    used, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
+    return list(_walk(used, {}, 1))
 
 
 def _walk(jaxpr: Any, sizes: Mapping[str, int], times: int) -> Iterator[Collective]:

@@ -58,10 +58,10 @@ class Functions:
     """A module of some library as pure functions, before it has a loss.
 
     Attributes:
-        init: (key, input of `jax.ShapeDtypeStruct`) -> (parameters, model state).
+        init: (key, input, or a tree of inputs, of `jax.ShapeDtypeStruct`) -> (parameters, model state).
         apply: (parameters, model state, input, train, keys, batch_axes) ->
             (output, new model state).
     """
 
-    init: Callable[[jax.Array, jax.Array], tuple[PyTree, PyTree]]
+    init: Callable[[jax.Array, Any], tuple[PyTree, PyTree]]
     apply: Callable[..., tuple[jax.Array, PyTree]]

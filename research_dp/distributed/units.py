@@ -189,7 +189,7 @@ class Units:
         return self.run(take, (name,), params, remat="full")
 
     def _table(self, name: str, params: PyTree) -> tuple[jax.Array, Placement | None]:
-        """The one array of a table, as it is held, and its placement; None: whatever it is, whole."""
+        """The one array of a table, as it is held, and its placement; None: it is whole."""
         (table,) = jax.tree.leaves(params[name])
         return table, jax.tree.leaves(self._layout(name))[0] if self.gather else None
 

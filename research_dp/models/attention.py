@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -61,8 +62,9 @@ def attention(
     if implementation == "chunked":
         return _chunked(query, key, value, segments)
     mask = None if segments is None else segments[:, None, :, None] == segments[:, None, None, :]
+    kind: Literal["cudnn", "xla"] = "cudnn" if implementation == "cudnn" else "xla"
     return jax.nn.dot_product_attention(
-        query, key, value, mask=mask, is_causal=True, implementation=implementation
+        query, key, value, mask=mask, is_causal=True, implementation=kind
     )
 
 

@@ -126,7 +126,7 @@ def _draw(like: PyTree, key: jax.Array) -> PyTree:
         else jnp.ones(x.shape, x.dtype)
         for k, x in zip(jax.random.split(key, len(leaves)), leaves, strict=True)
     ]
-    return treedef.unflatten(drawn)
+    return jax.tree.unflatten(treedef, drawn)
 
 
 def _pieces(vocab_size: int, tokens: int, logits_at_once: int) -> int:
@@ -152,7 +152,7 @@ def _weights(batch: Batch) -> jax.Array:
     neither it nor its example is masked.
     """
     tokens, segments = batch["tokens"], batch.get("segments")
-    weights = batch.get("weights", jnp.ones(tokens.shape, jnp.float32))
+    weights = jnp.asarray(batch.get("weights", jnp.ones(tokens.shape, jnp.float32)))
     if segments is not None:
         same = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)
         weights = weights.at[:, 1:].multiply(same.astype(jnp.float32))

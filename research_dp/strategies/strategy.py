@@ -145,7 +145,7 @@ class Recipe:
     reduction: Reduction
     accumulation_dtype: Any
     look_ahead: bool
-    compiler_options: Mapping[str, Any]
+    compiler_options: dict[str, Any]
 
     def build(self, spec: TrainSpec) -> Strategy:
         """Builds the strategy for a model and a batch, and traces its training step.
