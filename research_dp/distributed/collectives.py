@@ -374,9 +374,12 @@ def drop_gathered(prim: Any, *_: Any, **params: Any) -> bool:
     a gathered parameter would stay in its place otherwise. A name inside a custom_vjp is invisible
     to the library's own policies, so this one looks into the call.
     """
-    if prim.name in _CHEAP:
-        return False
+    return prim.name not in _CHEAP and not is_gathered(prim, **params)
+
+
+def is_gathered(prim: Any, **params: Any) -> bool:
+    """Whether a traced operation makes parameters whole."""
     if prim.name != "custom_vjp_call":
-        return True
+        return False
     equations = params["call_jaxpr"].jaxpr.eqns
-    return not any(e.primitive.name == "name" and e.params["name"] == GATHERED for e in equations)
+    return any(e.primitive.name == "name" and e.params["name"] == GATHERED for e in equations)

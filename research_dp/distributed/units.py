@@ -8,6 +8,7 @@ backward pass, at whose end its gradient is scattered; no two units need be whol
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from research_dp.distributed.collectives import drop_gathered, exchange_rows, take_rows
+from research_dp.distributed.collectives import drop_gathered, exchange_rows, is_gathered, take_rows
 from research_dp.distributed.errors import UsageError
 from research_dp.distributed.layout import Placement
 from research_dp.distributed.look_ahead import scan_ahead
@@ -38,6 +39,11 @@ REMAT: Mapping[str, Callable[..., bool]] = {
 }
 
 
+def _or_gathered(policy: Callable[..., bool], prim: Any, *args: Any, **params: Any) -> bool:
+    """What a policy keeps, and gathered parameters."""
+    return is_gathered(prim, **params) or policy(prim, *args, **params)
+
+
 def check_remat(remat: str, binding: str) -> None:
     """Raises UsageError for an unknown policy."""
     if remat not in REMAT:
@@ -53,6 +59,7 @@ class Units:
         layout: Placements, nested like the parameters.
         axis: The mesh axis, bound where the model runs, that parameters are split over and rows of
             tables may be exchanged over; None: only `gather` moves them.
+        keep: Whether what was gathered is kept for the backward pass.
         look_ahead: Whether a stack's next unit is gathered, and the last one's gradient scattered,
             while a unit is computed: faster where communication runs beside compute, for the
             memory of one more unit and of its gradient.
@@ -61,6 +68,7 @@ class Units:
     gather: Gather | None = None
     layout: Any = None
     axis: str | None = None
+    keep: bool = False
     look_ahead: bool = False
 
     def run(
@@ -142,21 +150,20 @@ class Units:
             pieces: How many; it divides the rows.
             remat: As in `run`.
         """
-        table, place = self._table(name, params)
-        units = self
-        if place is not None and place.dim == 0:
+        table, units, layout = params[name], self, self._layout(name)
+        if self.gather is not None and _only(layout).dim == 0:
             # Pieces of a shard would not be shards of a piece.
-            table, place = jax.tree.leaves(self._gathered(name, params[name]))[0], None
-        if place is None:
+            table = self.gather(table, layout)
             units, layout = dataclasses.replace(self, gather=None), None
-        else:
-            rows = place.shape[0] // pieces
-            layout = [dataclasses.replace(place, shape=(rows, *place.shape[1:]))]
-        stack = [table.reshape(pieces, -1, *table.shape[1:])]
+
+        def piece_of(place: Placement) -> Placement:
+            return dataclasses.replace(place, shape=(place.shape[0] // pieces, *place.shape[1:]))
 
         def on_piece(own: PyTree, carry: Any, number: jax.Array) -> Any:
-            return function(own[0], carry, number)
+            return function(_only(own), carry, number)
 
+        layout = jax.tree.map(piece_of, layout)
+        stack = jax.tree.map(lambda x: x.reshape(pieces, -1, *x.shape[1:]), table)
         return units._loop(on_piece, layout, stack, carry, jnp.arange(pieces), remat, 1)
 
     def look_up(self, name: str, params: PyTree, indices: jax.Array, dtype: Any) -> jax.Array:
@@ -174,31 +181,21 @@ class Units:
         Returns:
             (..., features).
         """
-        table, place = self._table(name, params)
-        if place is None or place.dim is None:
-            return take_rows(table, indices).astype(dtype)
-        fewer = indices.size < place.shape[0]
-        if self.axis is not None and place.dim == table.ndim - 1 and fewer:
-            wire = jax.eval_shape(lambda held: self._gathered(name, held), params[name])
-            wire_dtype = jax.tree.leaves(wire)[0].dtype
-            return exchange_rows(table, indices, self.axis, wire_dtype).astype(dtype)
+        gather, axis = self.gather, self.axis
+        if gather is not None and axis is not None:
+            place = _only(self._layout(name))
+            if place.dim == 1 and indices.size < place.shape[0]:
+                whole = jax.eval_shape(lambda held: gather(held, self._layout(name)), params[name])
+                rows = exchange_rows(_only(params[name]), indices, axis, _only(whole).dtype)
+                return rows.astype(dtype)
 
         def take(own: PyTree) -> jax.Array:
-            return take_rows(jax.tree.leaves(own)[0], indices).astype(dtype)
+            return take_rows(_only(own), indices).astype(dtype)
 
         return self.run(take, (name,), params, remat="full")
 
-    def _table(self, name: str, params: PyTree) -> tuple[jax.Array, Placement | None]:
-        """The one array of a table, as it is held, and its placement; None: it is whole."""
-        (table,) = jax.tree.leaves(params[name])
-        return table, jax.tree.leaves(self._layout(name))[0] if self.gather else None
-
     def _layout(self, name: str) -> PyTree:
         return self.layout[name] if self.gather else None
-
-    def _gathered(self, name: str, held: PyTree) -> PyTree:
-        assert self.gather is not None
-        return self.gather(held, self._layout(name))
 
     def _loop(
         self,
@@ -226,11 +223,20 @@ class Units:
             if remat == "none":
                 return function
             return jax.checkpoint(function, policy=REMAT[remat])
+        policy = REMAT[remat]
+        if self.keep:
+            policy = functools.partial(_or_gathered, policy)
 
         def gathered(held: PyTree, *args: Any) -> Any:
             return function(gather(held, layout), *args)
 
-        return jax.checkpoint(gathered, policy=REMAT[remat])
+        return jax.checkpoint(gathered, policy=policy)
+
+
+def _only(tree: PyTree) -> Any:
+    """The one leaf of a unit that is a table."""
+    (leaf,) = jax.tree.leaves(tree)
+    return leaf
 
 
 def _of_one(stacked: Placement) -> Placement:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +44,42 @@ def apply_optimizer(
             )
     updates, opt_state = optimizer.update(grads, opt_state, params)
     return optax.apply_updates(params, updates), opt_state
+
+
+class MasterState(NamedTuple):
+    """State of `with_master_weights`.
+
+    Attributes:
+        master: Parameters in their own, wider dtype.
+        inner: State of the optimizer.
+    """
+
+    master: PyTree
+    inner: PyTree
+
+
+def with_master_weights(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+    """An optimizer that keeps parameters in a wider dtype than they lie and travel in.
+
+    It is initialised with wide parameters, which it updates with gradients cast to their dtype;
+    what it is given from then on, and returns, is their rounding (Micikevicius et al., arXiv
+    1710.03740). Being optimizer state, the wide ones are sharded where that is.
+    """
+
+    def init(params: PyTree) -> MasterState:
+        return MasterState(params, optimizer.init(params))
+
+    def update(
+        grads: PyTree, state: MasterState, params: PyTree | None = None
+    ) -> tuple[PyTree, MasterState]:
+        wide = jax.tree.map(lambda g, m: g.astype(m.dtype), grads, state.master)
+        updates, inner = optimizer.update(wide, state.inner, state.master)
+        master = optax.apply_updates(state.master, updates)
+        # What is added to the rounded parameters so that they become the rounding of the new ones.
+        steps = jax.tree.map(lambda m, p: m - p.astype(m.dtype), master, params)
+        return steps, MasterState(master, inner)
+
+    return optax.GradientTransformation(init, update)
 
 
 def map_state(

@@ -40,7 +40,10 @@ class _OneExample(dict[str, jax.ShapeDtypeStruct]):
 def init_state(spec: TrainSpec, key: jax.Array) -> TrainState:
     """The state before the first step; traced, so that it can be born sharded."""
     params, model_state = spec.model.init(key, _OneExample(spec.example))
-    return TrainState(jnp.zeros((), jnp.int32), params, model_state, spec.optimizer.init(params))
+    opt_state = spec.optimizer.init(params)
+    if spec.param_dtype is not None:
+        params = jax.tree.map(lambda x: x.astype(spec.param_dtype), params)
+    return TrainState(jnp.zeros((), jnp.int32), params, model_state, opt_state)
 
 
 def lay_out_state(

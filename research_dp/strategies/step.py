@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -16,8 +16,9 @@ import jax.numpy as jnp
 
 from research_dp.distributed.accumulation import add_up
 from research_dp.distributed.collectives import PLAIN, axes_size, drop_gathered
+from research_dp.distributed.early_sync import hold, synchronised, targets_of
 from research_dp.distributed.errors import UsageError
-from research_dp.distributed.layout import path_name
+from research_dp.distributed.layout import TABLE, path_name
 from research_dp.distributed.mesh import FSDP_AXIS
 from research_dp.distributed.trainable import LossOutput
 from research_dp.distributed.units import Units
@@ -58,7 +59,10 @@ class Step:
         scale = jnp.where(count > 0, rows / jnp.maximum(count, 1e-9), 0.0)
         norm = scale * global_norm(grads, self.layouts.slices, self.recipe.reduction)
         scale = scale * clip_factor(norm, self.spec.max_grad_norm)
-        grads = jax.tree.map(lambda g, p: (g * scale).astype(p.dtype), grads, state.params)
+        own = self.spec.param_dtype is None  # otherwise the optimizer's parameters are wider
+        grads = jax.tree.map(
+            lambda g, p: (g * scale).astype(p.dtype if own else jnp.float32), grads, state.params
+        )
         params, opt_state = self._update(grads, state)
         metrics = {**sums, "grad_norm": jnp.stack([norm, jnp.ones_like(norm)])}
         return TrainState(state.step + 1, params, model_state, opt_state), metrics
@@ -67,31 +71,42 @@ class Step:
         self, state: TrainState, examples: Mapping[str, jax.Array]
     ) -> dict[str, jax.Array]:
         """Metrics of a batch as arrays (2,) of sum and count."""
-        out = self._loss(state.params, state.model_state, examples, None, train=False)
+        units = self._units()
+        out = self._loss(state.params, state.model_state, examples, None, units, train=False)
         return self._add_up(_pairs(out))
 
     def _mean_gradients(
         self, state: TrainState, batch: PlacedBatch
     ) -> tuple[PyTree, PyTree, dict[str, jax.Array]]:
         """(gradients as `update` takes them, new model state, sums of metrics)."""
-        recipe = self.recipe
-        once = recipe.gather is not None and recipe.gather_each == "step"
+        recipe, several = self.recipe, batch.position.shape[0] > 1
+        has_units = bool(self.spec.model.units)
+        keep = recipe.gather is not None and recipe.gather_each == "step"
+        # Units keep what they gather by themselves; for several micro-batches, or a model without
+        # units, all is gathered before them and scattered after them: each once.
+        once = keep and (several or not has_units)
+        # Where each micro-batch is synchronised, or there is but one, units do it as they go.
+        early = has_units and recipe.gather is None and recipe.sync is not None
+        early = early and (recipe.sync_each == "micro_batch" or not several)
+        params, units = state.params, self._units(keep=keep)
         if once:
-            # Gathered before the micro-batches, scattered after them: each once.
             params, scatter = jax.vjp(self._whole, state.params)
-        else:
-            params = state.params
+            units = Units()
 
         def gradients(model_state: PyTree, micro: PlacedBatch) -> tuple[PyTree, Any, PyTree]:
-            grads, out = self._gradients(state.step, params, model_state, micro, gathered=once)
-            return self._sync(grads, "micro_batch"), _pairs(out), out.model_state
+            if early:
+                grads, out = self._early_gradients(state.step, params, model_state, micro)
+            else:
+                grads, out = self._gradients(state.step, params, model_state, micro, units)
+                grads = self._sync(grads, "micro_batch")
+            return grads, _pairs(out), out.model_state
 
         grads, sums, model_state = add_up(
             gradients, state.model_state, batch, recipe.accumulation_dtype
         )
         if once:
             (grads,) = scatter(jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params))
-        grads = self._sync(grads, "step")
+        grads = grads if early else self._sync(grads, "step")
         _check_shapes(grads, self._slice_shapes(), "data_parallel.sync", "gradients")
         return grads, model_state, sums
 
@@ -101,22 +116,45 @@ class Step:
         params: PyTree,
         model_state: PyTree,
         micro: PlacedBatch,
-        *,
-        gathered: bool,
+        units: Units,
+        held: Callable[[PyTree], PyTree] = lambda params: params,
     ) -> tuple[PyTree, LossOutput]:
-        """Gradients of one micro-batch, with respect to what `params` holds."""
+        """Gradients of one micro-batch, with respect to `params`, which `held` makes parameters."""
         keys = example_keys(self.spec.seed, step, micro.position)
 
         def loss(params: PyTree) -> tuple[jax.Array, LossOutput]:
-            out = self._loss(
-                params, model_state, micro.examples, keys, train=True, gathered=gathered
-            )
+            out = self._loss(held(params), model_state, micro.examples, keys, units, train=True)
             # Divided by a constant, so that the numbers are of a mean's size whatever the dtype.
             return out.total / micro.position.shape[0], out
 
-        if self.recipe.gather is not None and not gathered and not self.spec.model.units:
+        if units.gather is not None and not self.spec.model.units:
             loss = jax.checkpoint(loss, policy=drop_gathered)
         return jax.grad(loss, has_aux=True)(params)
+
+    def _early_gradients(
+        self, step: jax.Array, params: PyTree, model_state: PyTree, micro: PlacedBatch
+    ) -> tuple[PyTree, LossOutput]:
+        """Synchronised gradients of one micro-batch; those of tables, used twice, at the end."""
+        kinds, slices = self.spec.model.units, self.layouts.slices
+        early = {name: own for name, own in params.items() if kinds.get(name) != TABLE}
+        late = {name: own for name, own in params.items() if name not in early}
+
+        def layout_of(part: PyTree) -> PyTree:
+            return {name: slices[name] for name in part}
+
+        targets = targets_of(self._synced, early, layout_of(early))
+        grads, out = self._gradients(
+            step,
+            {**targets, **late},
+            model_state,
+            micro,
+            Units(synchronised(self._synced), slices),
+            held=lambda given: {
+                n: hold(early[n], x) if n in early else x for n, x in given.items()
+            },
+        )
+        late_grads = {name: grads[name] for name in late}
+        return {**grads, **self._synced(late_grads, layout_of(late))}, out
 
     def _loss(
         self,
@@ -124,35 +162,49 @@ class Step:
         model_state: PyTree,
         examples: Mapping[str, jax.Array],
         keys: jax.Array | None,
+        units: Units,
         *,
         train: bool,
-        gathered: bool = False,
     ) -> LossOutput:
         """The model's loss; its units gather themselves, or all is gathered before."""
         model, more = self.spec.model, {}
-        gather = None if gathered else self.recipe.gather
         if model.units:
-            gather = gather and functools.partial(gather, reduction=self.recipe.reduction)
-            # Rows are exchanged as plainly as they are added up: not if sums go another way.
-            plain = FSDP_AXIS in self.axes and self.recipe.reduction is PLAIN
-            axis = FSDP_AXIS if plain else None
-            more = {"units": Units(gather, self.layouts.params, axis, self.recipe.look_ahead)}
-        elif gather:
-            params = self._whole(params)
+            more = {"units": units}
+        elif units.gather is not None:
+            params = units.gather(params, units.layout)
         return model.loss(
             params, model_state, examples, keys, train=train, batch_axes=self.axes, **more
         )
 
+    def _units(self, *, keep: bool = False) -> Units:
+        """How the model's units become whole."""
+        recipe = self.recipe
+        if recipe.gather is None:
+            return Units()
+        # Rows are exchanged as plainly as they are added up: not if sums go another way.
+        plain = FSDP_AXIS in self.axes and recipe.reduction is PLAIN
+        return Units(
+            functools.partial(recipe.gather, reduction=recipe.reduction),
+            self.layouts.params,
+            axis=FSDP_AXIS if plain else None,
+            keep=keep,
+            look_ahead=recipe.look_ahead,
+        )
+
     def _whole(self, held: PyTree) -> PyTree:
-        if self.recipe.gather is None:
-            return held
-        return self.recipe.gather(held, self.layouts.params, reduction=self.recipe.reduction)
+        units = self._units()
+        return held if units.gather is None else units.gather(held, units.layout)
 
     def _sync(self, grads: PyTree, when: str) -> PyTree:
         recipe = self.recipe
         if recipe.sync is None or recipe.sync_each != when:
             return grads
-        return recipe.sync(grads, self.layouts.slices, axes=self.axes, reduction=recipe.reduction)
+        return self._synced(grads, self.layouts.slices)
+
+    def _synced(self, grads: PyTree, layout: PyTree) -> PyTree:
+        recipe = self.recipe
+        assert recipe.sync is not None
+        return recipe.sync(grads, layout, axes=self.axes, reduction=recipe.reduction)
 
     def _update(self, grads: PyTree, state: TrainState) -> tuple[PyTree, PyTree]:
         optimizer, recipe = self.spec.optimizer, self.recipe

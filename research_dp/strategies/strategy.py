@@ -21,6 +21,7 @@ from research_dp.distributed.errors import (
 )
 from research_dp.distributed.layout import Rule
 from research_dp.distributed.trainable import TrainableModel
+from research_dp.distributed.updates import with_master_weights
 
 PyTree = Any
 Metrics = Mapping[str, jax.Array]
@@ -79,6 +80,8 @@ class TrainSpec:
         accumulation_steps: Micro-batches a step.
         max_grad_norm: Gradients are scaled down to this global L2 norm; None: never.
         seed: Seed of dropout keys (initialisation takes its key as an argument).
+        param_dtype: dtype in which parameters lie and travel, the optimizer keeping them in the
+            model's own; None: the model's own. The strategy's, see `Recipe.build`.
     """
 
     model: TrainableModel
@@ -88,6 +91,7 @@ class TrainSpec:
     accumulation_steps: int = 1
     max_grad_norm: float | None = None
     seed: int = 0
+    param_dtype: Any = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -144,6 +148,7 @@ class Recipe:
     sync_each: str
     reduction: Reduction
     accumulation_dtype: Any
+    param_dtype: Any
     look_ahead: bool
     compiler_options: dict[str, Any]
 
@@ -155,6 +160,9 @@ class Recipe:
                 the model reads what a batch does not have, or the optimizer cannot be applied to
                 shards.
         """
+        if self.param_dtype is not None:
+            optimizer = with_master_weights(spec.optimizer)
+            spec = dataclasses.replace(spec, optimizer=optimizer, param_dtype=self.param_dtype)
         strategy = self.engine(self, spec)
         # Whatever does not fit is found here. The trace is kept for the first step.
         jax.eval_shape(strategy.train_step, strategy.abstract_state, strategy.abstract_batch)
@@ -194,6 +202,7 @@ def data_parallel(
     sync_each: str = "step",
     reduction: Reduction = PLAIN,
     accumulation_dtype: Any = None,
+    param_dtype: Any = None,
     look_ahead: bool = False,
     compiler_options: Mapping[str, Any] | None = None,
 ) -> Recipe:
@@ -219,6 +228,9 @@ def data_parallel(
         reduction: How partial sums become one; `sync`, `gather` and `update` receive it.
         accumulation_dtype: dtype in which gradients of micro-batches are added up; None: their
             own.
+        param_dtype: dtype in which parameters lie between steps and travel, e.g. 'bfloat16'; the
+            optimizer then keeps them in the model's own dtype too, with the rest of its state.
+            None: the model's own.
         look_ahead: Gather the next unit of a stack, and scatter the last one's gradient, while one
             is computed; see `distributed.units.Units`.
         compiler_options: XLA's options for the training step, by name; gin/options/ has some that
@@ -230,12 +242,18 @@ def data_parallel(
     for key, slot in (("shard", shard), ("gather", gather), ("sync", sync), ("update", update)):
         check_callable(f"data_parallel.{key}", slot, "one of this package's, or None")
     check_dtype("data_parallel.accumulation_dtype", accumulation_dtype)
+    check_dtype("data_parallel.param_dtype", param_dtype)
     for key, value in (("gather_each", gather_each), ("sync_each", sync_each)):
         if value not in ("step", "micro_batch"):
             raise UsageError(
                 f"data_parallel.{key} = {value!r}: use 'step' or 'micro_batch'.",
                 binding=f"data_parallel.{key}",
             )
+    if look_ahead and (gather is None or gather_each == "step"):
+        raise UsageError(
+            f"data_parallel.look_ahead = True, but {name!r} gathers no unit by itself. Bind False.",
+            binding="data_parallel.look_ahead",
+        )
     if gather is not None and (gather_each, sync_each) == ("step", "micro_batch"):
         raise UsageError(
             "data_parallel.sync_each = 'micro_batch' with gather_each = 'step': gradients of "
@@ -254,6 +272,7 @@ def data_parallel(
         sync_each=sync_each,
         reduction=reduction,
         accumulation_dtype=accumulation_dtype,
+        param_dtype=param_dtype,
         look_ahead=look_ahead,
         compiler_options=dict(compiler_options or {}),
     )
