@@ -92,8 +92,10 @@ def kind_of(module: Module, computation: Computation, instruction: Instruction) 
         transfer = _SLICE_TRANSFER.search(instruction.attributes)
         return _SLICE_KINDS[transfer[1]] if transfer else None
     kind = KINDS.get(instruction.opcode.removesuffix("-start"))
+    if kind is None:
+        return None
     chained = re.search(r'"async_collective_fusion_config"|chain_id=', instruction.attributes)
-    if kind is None or (chained and not starts(computation, instruction)):
+    if chained and not starts(computation, instruction):
         return None
     if kind == "all-reduce" and computation.name in module.fused and _slices(computation):
         return "reduce-scatter"
