@@ -97,6 +97,11 @@ def test_loops_in_loops_multiply():
     assert found.wire_bytes == 15 * 2 * NBYTES * 3 / 4
 
 
+def test_a_loop_that_never_runs_sends_nothing():
+    found = cost(lambda x: lax.fori_loop(3, 3, lambda _, y: lax.psum(y, "fsdp"), x))
+    assert (found.wire_bytes, found.collective_count) == (0, 0)
+
+
 def test_flops_in_a_loop():
     def function(x):
         weights = jnp.ones((COLUMNS, COLUMNS)) * x[0, 0]

@@ -225,6 +225,8 @@ def test_times_on_the_network_of_h100s(kind, domains, members, seconds):
     assert way.crosses == (domains > 1)
     found = network.seconds(collective(kind, len(present)), way)
     assert found == pytest.approx(seconds)
+    never = dataclasses.replace(collective(kind, len(present)), times=0)
+    assert network.seconds(never, way) == found  # of one execution, however often it runs
 
 
 @pytest.mark.parametrize(

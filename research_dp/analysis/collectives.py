@@ -150,11 +150,11 @@ class _Reader:
                     )
                 yield from self.read(computation, instruction, kind, times, asynchronous)
             for inner, inner_times in entered(self.module, computation, instruction):
-                product = None if None in (times, inner_times) else times * inner_times  # type: ignore[operator]
                 wrapped = asynchronous or (
                     instruction.opcode == "async-start" and not is_sync(instruction)
                 )
-                yield from self.walk(inner, product, wrapped)
+                turns = None if times is None or inner_times is None else times * inner_times
+                yield from self.walk(inner, turns, wrapped)
 
     def read(
         self,
