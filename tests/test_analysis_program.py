@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from test_strategies import build, one_matrix, traffic
 
 from research_dp.analysis.program import read
 from research_dp.analysis.topologies import topology
@@ -96,6 +97,11 @@ def test_loops_in_loops_multiply():
     assert found.wire_bytes == 15 * 2 * NBYTES * 3 / 4
 
 
+def test_a_loop_that_never_runs_sends_nothing():
+    found = cost(lambda x: lax.fori_loop(3, 3, lambda _, y: lax.psum(y, "fsdp"), x))
+    assert (found.wire_bytes, found.collective_count) == (0, 0)
+
+
 def test_flops_in_a_loop():
     def function(x):
         weights = jnp.ones((COLUMNS, COLUMNS)) * x[0, 0]
@@ -128,3 +134,19 @@ def test_memory_is_the_compilers():
     assert found.argument_bytes == NBYTES
     assert found.output_bytes == NBYTES
     assert found.peak_bytes >= found.argument_bytes
+
+
+@pytest.mark.parametrize("stem", ["ddp", "pmap", "zero1", "zero2", "fsdp_keep", "fsdp", "hsdp"])
+def test_a_strategy_sends_what_was_traced(stem):
+    """Compiled and traced counts agree; only what is gathered twice XLA may gather once here."""
+    strategy = build(stem, one_matrix(), accumulation=2)
+    where = topology("cpu:8")
+    mesh = where.mesh((2, 4) if stem == "hsdp" else (1, 8), BOTH)
+    shapes = strategy.abstract_state, strategy.abstract_batch
+    found = read(jax.jit(strategy.train_step).lower(*shapes).compile(), mesh, where)
+    traced = sum(c.wire_bytes for c in traffic(strategy))
+    if stem in ("fsdp", "hsdp"):
+        gathered_again = sum(c.wire_bytes for c in traffic(strategy) if c.kind == "all-gather") / 2
+        assert traced - gathered_again <= found.wire_bytes <= traced
+    else:
+        assert found.wire_bytes == pytest.approx(traced)

@@ -78,6 +78,25 @@ def test_there_is_one_network():
     assert play(entry(ARGUMENTS + body))["exposed"] == 200
 
 
+def test_an_update_in_between_is_no_end():
+    text = """
+%wrapped (w: f32[5]) -> f32[5] {
+  %w = f32[5]{0} parameter(0)
+  ROOT %e = f32[5]{0} all-to-all(%w), replica_groups={}
+}
+""" + entry(
+        ARGUMENTS
+        + """
+  %go = ((f32[5]{0}), f32[5]{0}) async-start(%x), calls=%wrapped
+  %on = ((f32[5]{0}), f32[5]{0}) async-update(%go), calls=%wrapped
+  %a = f32[5]{0} negate(%x)
+  %end = f32[5]{0} async-done(%on), calls=%wrapped
+  ROOT %b = f32[5]{0} negate(%end)"""
+    )
+    found = play(text)
+    assert (found["exposed"], found["step"], found["network_inside"]) == (60, 140, 100)
+
+
 LOOP = """
 %body (p: (s32[], f32[5])) -> (s32[], f32[5]) {{
   %p = (s32[], f32[5]{{0}}) parameter(0)
@@ -206,6 +225,8 @@ def test_times_on_the_network_of_h100s(kind, domains, members, seconds):
     assert way.crosses == (domains > 1)
     found = network.seconds(collective(kind, len(present)), way)
     assert found == pytest.approx(seconds)
+    never = dataclasses.replace(collective(kind, len(present)), times=0)
+    assert network.seconds(never, way) == found  # of one execution, however often it runs
 
 
 @pytest.mark.parametrize(

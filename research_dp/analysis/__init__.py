@@ -1,1 +1,1 @@
-"""Reading programs: what they communicate."""
+"""Reading programs: what they communicate, need and take, on devices present or not."""

@@ -92,8 +92,10 @@ def kind_of(module: Module, computation: Computation, instruction: Instruction) 
         transfer = _SLICE_TRANSFER.search(instruction.attributes)
         return _SLICE_KINDS[transfer[1]] if transfer else None
     kind = KINDS.get(instruction.opcode.removesuffix("-start"))
+    if kind is None:
+        return None
     chained = re.search(r'"async_collective_fusion_config"|chain_id=', instruction.attributes)
-    if kind is None or (chained and not starts(computation, instruction)):
+    if chained and not starts(computation, instruction):
         return None
     if kind == "all-reduce" and computation.name in module.fused and _slices(computation):
         return "reduce-scatter"
@@ -148,11 +150,11 @@ class _Reader:
                     )
                 yield from self.read(computation, instruction, kind, times, asynchronous)
             for inner, inner_times in entered(self.module, computation, instruction):
-                product = None if None in (times, inner_times) else times * inner_times  # type: ignore[operator]
                 wrapped = asynchronous or (
                     instruction.opcode == "async-start" and not is_sync(instruction)
                 )
-                yield from self.walk(inner, product, wrapped)
+                turns = None if times is None or inner_times is None else times * inner_times
+                yield from self.walk(inner, turns, wrapped)
 
     def read(
         self,

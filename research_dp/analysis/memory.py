@@ -11,6 +11,7 @@ from research_dp.analysis.hlo import Array, Computation, Instruction, Module
 _FREE = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id",
     "replica-id", "opt-barrier", "add-dependency", "while", "conditional", "call", "send", "recv",
+    "async-update",
     *KINDS,  # what they read and write keeps pace with a network that is much slower
 }  # fmt: skip
 _FREE_CALLS = {

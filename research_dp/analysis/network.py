@@ -64,7 +64,7 @@ def seconds(collective: CompiledCollective, way: Route) -> float:
     moves inside at the links' rate; the slower of the two bounds it. All-to-all has no such ring:
     what goes to another host leaves by the sender's own card.
     """
-    once = collective.wire_bytes / collective.times
+    once = dataclasses.replace(collective, times=1).wire_bytes
     if not way.crosses:
         direct = collective.kind in ("all-to-all", "permute")
         return once / (way.inside_direct if direct else way.inside)

@@ -70,6 +70,7 @@ def play(module: Module, chip: Chip, network: Network) -> Schedule:
     """
     player = _Player(module, chip, network)
     player.computation(module.entry)
+    player.wait(max(player.finished.values(), default=0.0))
     clock = [float(seconds) for seconds in player.clock]
     return Schedule(
         compute=clock[_COMPUTE],
@@ -183,7 +184,10 @@ class _Player:
         if instruction.opcode == "recv-done":
             return [_rendezvous(computation.instructions[instruction.operands[0]])]
         if instruction.opcode.endswith("-done") and instruction.operands:
-            return [instruction.operands[0]]
+            begun = computation.instructions[instruction.operands[0]]
+            while begun.opcode == "async-update":
+                begun = computation.instructions[begun.operands[0]]
+            return [begun.name]
         inner = self.module.called(instruction)
         if instruction.opcode == "fusion" and inner:
             ends = any(i.target == "AsyncCollectiveDone" for i in inner.instructions.values())

@@ -10,6 +10,8 @@ import dataclasses
 import importlib.util
 import os
 import re
+import shutil
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -32,11 +34,8 @@ _ENVIRONMENT = {
     "TPU_WORKER_ID": "0",
     "TPU_ACCELERATOR_TYPE": "v5litepod-64",
 }
-# Modules of which one must be importable, extra of setup.py that brings it.
-_NEEDS = {
-    "gpu": (("jax_cuda13_plugin", "jax_cuda12_plugin"), "plan-gpu"),
-    "tpu": (("libtpu",), "plan-tpu"),
-}
+# Modules of which one must be importable.
+_PLUGINS = {"gpu": ("jax_cuda13_plugin", "jax_cuda12_plugin"), "tpu": ("libtpu",)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,16 +137,28 @@ def _prepare(name: str, platform: str) -> None:
     """Sets what the compilers want, before JAX starts them, and says what is missing."""
     for variable, setting in _ENVIRONMENT.items():
         os.environ.setdefault(variable, setting)
-    modules, extra = _NEEDS[platform]
-    if not any(importlib.util.find_spec(module) for module in modules):
+    plugins = _PLUGINS[platform]
+    missing = "" if any(importlib.util.find_spec(plugin) for plugin in plugins) else plugins[0]
+    if platform == "gpu" and not missing and not _assembler():
+        missing = "nvidia-cuda-nvcc"
+    if missing:
         raise UsageError(
-            f"topology {name!r} needs a compiler that is not installed ({modules[0]}): "
-            f"pip install -c constraints.txt -e '.[{extra}]'"
+            f"topology {name!r} needs a compiler that is not installed ({missing}): "
+            f"pip install -c constraints.txt -e '.[plan-{platform}]'"
         )
     if not os.environ.get("JAX_PLATFORMS"):
         # The arrays of this process live on its CPU: the devices compiled for are not there, and a
         # plugin that looks for them fails. Later than JAX's start this has no effect and no need.
         jax.config.update("jax_platforms", "cpu")
+
+
+def _assembler() -> bool:
+    """Whether XLA will find NVIDIA's assembler: on the path, in a CUDA toolkit, or in its wheel."""
+    wheels = importlib.util.find_spec("nvidia")
+    folders = list((wheels and wheels.submodule_search_locations) or ())
+    found = (any(Path(folder).glob("*/bin/ptxas")) for folder in folders)
+    toolkit = Path("/usr/local/cuda/bin/ptxas").exists()
+    return bool(shutil.which("ptxas")) or toolkit or any(found)
 
 
 def _gpu(name: str, chip: Chip, hosts: int, gpus: int) -> Topology:
