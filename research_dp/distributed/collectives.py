@@ -20,7 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core as extend_core
 
 from research_dp.distributed.errors import UsageError
-from research_dp.distributed.replication import as_varying, is_replicated, is_tracked
+from research_dp.distributed.replication import as_varying, is_tracked
 
 Axes = tuple[str, ...]
 
@@ -250,17 +250,14 @@ def gather_array_with_mean_grads(
         The full array, dim `axis` multiplied by the axis size.
 
     Raises:
-        UsageError: x has no such dim, or is known to be the same on each device, not a shard.
+        UsageError: x has no such dim.
         NameError: The axis is not bound.
     """
     axes = flat_axes(axis_name)
     if not -x.ndim <= axis < x.ndim:
         raise UsageError(f"gather over {axes}: an array of shape {x.shape} has no dim {axis}.")
-    if any(is_replicated(x, name) for name in axes):
-        raise UsageError(
-            f"gather over {axes}: the array of shape {x.shape} is the same on each device, as its "
-            f"type {jax.typeof(x)} says; there is nothing to gather. Shard it first."
-        )
+    # A type that says that x is the same on each device is no reason to refuse it: `nn.scan` traces
+    # its body once for shapes alone, with types that have lost where values vary.
     options = GatherOptions(
         axis % x.ndim, axes, gather_dtype, grad_scatter_dtype, reduction, pre_divide
     )
