@@ -228,6 +228,14 @@ def test_clipping_at_the_edges(mesh):
     assert np.all(np.isnan(broken))
 
 
+def test_a_mean_of_whole_numbers_is_a_fraction(mesh):
+    def accuracy(right):
+        return rdp.weighted_mean(jnp.sum(right), right.size, "data")
+
+    mean = on(mesh, accuracy, P("data"))(jnp.arange(16) < 5)
+    assert (mean.dtype, float(mean)) == (jnp.float32, 5 / 16)
+
+
 class Block(nnx.Module):
     """A residual layer with batch statistics; fails on anything but a whole kernel."""
 

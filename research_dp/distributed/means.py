@@ -139,13 +139,14 @@ def weighted_mean(
     differentiated see `weighted_loss`.
 
     Args:
-        total: Sum over this device's valid items, any shape, floating-point.
+        total: Sum over this device's valid items, any shape: of losses, or of right answers.
         weight: Number of this device's valid items (or the sum of their weights), 0-d.
         axis_names: The mesh axes that items are split over.
         reduction: How sums are summed.
 
     Returns:
-        The same on each device, in the dtype of `total`; 0 if no device has a valid item.
+        The same on each device, in the dtype of `total` (float32 for whole numbers); 0 if no device
+        has a valid item.
     """
     axes = flat_axes(axis_names)
     # Both are sums over `axes`; `_divided` is the only division.
@@ -188,4 +189,5 @@ def _divided(total: jax.Array, count: jax.Array) -> jax.Array:
     wide = jnp.promote_types(total.dtype, jnp.float32)
     count = count.astype(wide)
     quotient = total.astype(wide) / jnp.where(count > 0, count, 1)
-    return jnp.where(count > 0, quotient, 0).astype(total.dtype)
+    result = total.dtype if jnp.issubdtype(total.dtype, jnp.inexact) else wide
+    return jnp.where(count > 0, quotient, 0).astype(result)
