@@ -64,10 +64,6 @@ def spmd_train_step(
     return value
 
 
-with gin.unlock_config():  # this file may be imported after the configuration was locked
-    gin.register(module="distributed")(spmd_train_step)
-
-
 def place_nnx_state_on_shards(
     state: nnx.State,
     mesh: Mesh,
@@ -174,3 +170,8 @@ class DataParallel(nnx.Module):
     def replicate_params(self, params: Any, mesh: Mesh) -> Any:
         """Puts every leaf whole on every device; Python numbers become arrays."""
         return data_parallel.place_model_state_on_shards(params, mesh, "replicate")
+
+
+with gin.unlock_config():  # this file may be imported after the configuration was locked
+    for _each in (spmd_train_step, place_nnx_state_on_shards, DataParallel):
+        gin.register(module="distributed")(_each)
