@@ -9,7 +9,7 @@ import optax
 import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from steps import MODES, linear_and, mean_squares
+from steps import MODES, linear_and, mean_squares, squares, stacked_state
 
 import research_dp
 from research_dp import reduce_gradients_across_devices as reduce_across
@@ -41,21 +41,28 @@ def test_a_loss_that_was_averaged_before_is_refused_if_it_is_shown():
         MODES["shard_map, check_vma=True"](reduced, jnp.ones(()), x, in_axes=(None, 0))
 
 
-@pytest.mark.parametrize("mode", [m for m in MODES if m != "vmap"])
+@pytest.mark.parametrize("mode", MODES)
 def test_what_takes_global_arrays_refuses_to_be_mapped(mode):
     mesh = Mesh(jax.devices(), ("batch",))
     sharding = research_dp.create_data_parallel_sharding(mesh, "batch")
     model, optimizer = linear_and(optax.sgd(0.1))
+    sgd = optax.sgd(0.1)
+    state = stacked_state(sgd, {"w": jnp.ones((2, 1))})
 
-    def step(x):
+    def spmd(x):
         batch = {"x": x, "y": jnp.zeros((8, 1))}
         return research_dp.spmd_train_step(model, optimizer, mean_squares, batch)
 
-    with pytest.raises(ValueError, match=r"inside a map over .*batch"):
-        MODES[mode](step, jnp.ones((8, 8, 2)), in_axes=(0,))
-    with pytest.raises(ValueError):
-        place = functools.partial(research_dp.place_batch_on_shards, sharding=sharding)
-        MODES[mode](place, jnp.ones((8, 8, 2)), in_axes=(0,))
+    def pmapped(x):
+        return research_dp.data_parallel_train_step(squares, sgd, {"x": x[:, None]}, state)[0]
+
+    for step in (spmd, pmapped):
+        with pytest.raises(ValueError, match=r"_step takes .* inside a map over .*batch"):
+            MODES[mode](step, jnp.ones((8, 8, 2)), in_axes=(0,))
+    place = functools.partial(research_dp.place_batch_on_shards, sharding=sharding)
+    if mode != "vmap":
+        with pytest.raises(ValueError):
+            MODES[mode](place, jnp.ones((8, 8, 2)), in_axes=(0,))
 
 
 @pytest.mark.parametrize("mode", MODES)

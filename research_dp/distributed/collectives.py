@@ -86,6 +86,17 @@ def bound_axes() -> Axes:
     return tuple(names() if names else jax.sharding.get_abstract_mesh().manual_axes)
 
 
+def refuse_mapped(name: str) -> None:
+    """Raises UsageError where axes are bound, for `name`, which is called outside of any map."""
+    axes = bound_axes()
+    if axes:
+        raise UsageError(
+            f"{name} takes the arrays of all devices; inside a map over {axes} nobody would "
+            "average its gradients. Call it outside, or use reduce_gradients_across_devices in the "
+            "map."
+        )
+
+
 def all_mean(
     x: jax.Array,
     axes: Axes,

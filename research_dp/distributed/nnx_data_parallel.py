@@ -15,8 +15,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from research_dp.distributed import data_parallel, placement
 from research_dp.distributed.clipping import clip_by_global_norm_sharded
+from research_dp.distributed.collectives import refuse_mapped
 from research_dp.distributed.errors import UsageError
-from research_dp.distributed.mesh import refuse_mapped
 
 Batch = Any
 
@@ -50,7 +50,7 @@ def spmd_train_step(
         The loss, or (loss, aux) with `has_aux`.
 
     Raises:
-        UsageError: Called inside `shard_map` or `pmap`.
+        UsageError: Called inside `shard_map`, `pmap` or `vmap(axis_name=...)`.
     """
     refuse_mapped("spmd_train_step")
     of_model = nnx.DiffState(0, optimizer.wrt)

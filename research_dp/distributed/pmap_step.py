@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from research_dp.distributed.accumulation import add_up
 from research_dp.distributed.clipping import clip_by_global_norm_sharded
-from research_dp.distributed.collectives import all_mean
+from research_dp.distributed.collectives import all_mean, refuse_mapped
 from research_dp.distributed.data_parallel import reduce_gradients_across_devices
 from research_dp.distributed.errors import UsageError
 from research_dp.distributed.layout import path_name
@@ -77,8 +77,9 @@ def data_parallel_train_step(
 
     Raises:
         UsageError: An array has no such first dim, rows do not divide into micro-batches, or `rngs`
-            are no random keys.
+            are no random keys, or this is called inside a map.
     """
+    refuse_mapped("data_parallel_train_step")
     options = _StepOptions(loss_fn, optimizer, has_aux, max_grad_norm, accumulation_steps)
     return _pmapped(options)(*_one_a_device(state, batch, rngs))
 
