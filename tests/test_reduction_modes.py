@@ -30,15 +30,20 @@ def test_gradients_of_replicated_parameters_are_summed_once(mode):
     np.testing.assert_array_equal(total, np.full(8, 60.0))
 
 
-def test_a_loss_that_was_averaged_before_is_refused_if_it_is_shown():
-    def reduced(w, x):
+@pytest.mark.parametrize("mode", MODES)
+def test_the_mean_is_right_for_a_loss_that_was_averaged_before_if_it_is_shown(mode):
+    def reduced(w, x, reduce_type="mean"):
         averaged = lambda w: jax.lax.pmean(jnp.mean(w * x), "batch")  # noqa: E731
         loss, gradient = jax.value_and_grad(averaged)(w)
-        return reduce_across(gradient, loss=loss)
+        return reduce_across(gradient, reduce_type, loss=loss)
 
-    x = jnp.arange(16.0).reshape(8, 2)
-    with pytest.raises(ValueError, match=r"the loss is the same along axes \['batch'\]"):
-        MODES["shard_map, check_vma=True"](reduced, jnp.ones(()), x, in_axes=(None, 0))
+    arguments = jnp.ones(()), jnp.arange(16.0).reshape(8, 2)
+    found = MODES[mode](reduced, *arguments, in_axes=(None, 0))
+    np.testing.assert_array_equal(found, np.full(8, 7.5))
+    if mode.endswith("=True"):  # elsewhere nothing is known, and nothing wrong
+        total = functools.partial(reduced, reduce_type="sum")
+        with pytest.raises(ValueError, match=r"same along axes \['batch'\].* sum .* not known"):
+            MODES[mode](total, *arguments, in_axes=(None, 0))
 
 
 @pytest.mark.parametrize("mode", MODES)

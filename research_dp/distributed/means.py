@@ -99,8 +99,8 @@ def averaged_axes(loss: jax.Array | None, axes: Axes) -> Axes:
     return () if loss is None else tuple(axis for axis in axes if is_replicated(loss, axis))
 
 
-def check_own_loss(loss: jax.Array, axes: Axes) -> None:
-    """Refuses a loss that was averaged over devices before it was differentiated.
+def check_own_loss(loss: jax.Array | None, axes: Axes) -> None:
+    """Refuses to sum the gradients of a loss that was averaged over devices.
 
     Raises:
         UsageError: The type of the loss says that it is the same along one of the bound axes.
@@ -109,8 +109,8 @@ def check_own_loss(loss: jax.Array, axes: Axes) -> None:
     if averaged:
         raise UsageError(
             f"the loss is the same along axes {list(averaged)}, so it was summed or averaged over "
-            "them before it was differentiated, and its gradients would be divided twice. "
-            "Differentiate each device's own loss, and average its value afterwards."
+            "them before it was differentiated, and the sum of each device's own gradients is not "
+            "known. Differentiate each device's own loss, and average its value afterwards."
         )
 
 
