@@ -353,6 +353,34 @@ def test_sums_are_those_of_the_reduction_that_is_given():
     np.testing.assert_array_equal(jax.jit(mapped)(jnp.ones(6)), -np.ones(6))
 
 
+@pytest.mark.parametrize(
+    ("options", "mean"),
+    [({}, np.inf), ({"pre_divide": True}, 8192.0), ({"dtype": "float32"}, 8192.0)],
+)
+@pytest.mark.parametrize("groups", [{}, {"fsdp_group": "dp", "dp_group": "r"}])
+def test_sums_of_float16_overflow_unless_told_how(options, mean, groups):
+    def step(params):
+        gradients = jax.tree.map(lambda p: jnp.full(p.shape, 8192.0, p.dtype), params)
+        optimizer = OptaxAdapter(optax.sgd(1.0))
+        return fsdp_apply_gradients(gradients, params, optimizer, **groups, **options)
+
+    mapped = functools.partial(
+        jax.shard_map, step, mesh=mesh_of(r=8, dp=1), in_specs=P(), out_specs=P()
+    )
+    out = jax.jit(mapped(check_vma=False))(jnp.zeros(5, jnp.float16))
+    np.testing.assert_array_equal(out.astype(np.float32), -mean)
+
+
+def test_how_to_sum_comes_too_late_where_autodiff_has_summed():
+    def step(params, x):
+        gradients = jax.grad(loss)(params, x)
+        return fsdp_apply_gradients(gradients, params, OptaxAdapter(ADAM), dtype="bfloat16")
+
+    mapped = jax.shard_map(step, mesh=mesh_of(r=8), in_specs=(P(), P("r")), out_specs=P())
+    with pytest.raises(UsageError, match=r"gradient b \(5,\) was summed over .* come too late"):
+        mapped(model(), batch())
+
+
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_wire_bytes_are_two_p_f_b_when_sizes_divide(ranks):
     params = {"w": jnp.ones((16, 8)), "h": jnp.ones((3, 8), jnp.bfloat16), "b": jnp.ones(24)}

@@ -49,6 +49,41 @@ def mean_gradient(
     """
     gradient = jnp.asarray(gradient)
     axes_size(axes)  # names an axis that is not bound
+    summed = _summed_by_autodiff(gradient, axes, dtype, pre_divide, path)
+    left = tuple(axis for axis in axes if axis not in summed)
+    mean = all_mean(gradient, left, reduction, dtype, pre_divide=pre_divide)
+    # Autodiff summed over `summed`, `all_mean` averaged over the others: this divides the former.
+    return (mean / axes_size(summed)).astype(mean.dtype) if summed else mean
+
+
+def own_gradient(
+    gradient: jax.Array,
+    axes: Axes,
+    dtype: Any = None,
+    *,
+    pre_divide: bool = False,
+    path: str = "",
+) -> jax.Array:
+    """A gradient whose mean over devices is that of their own losses, for who averages later.
+
+    `mean_gradient` in two steps, for gradients that are averaged in buckets or by a reduce-scatter.
+
+    Args:
+        gradient: This device's gradient, or the sum that autodiff made of them.
+        axes: The bound axes that will be averaged over.
+        dtype: dtype in which they will be summed; refused as there.
+        pre_divide: Whether they will be divided first; refused as there.
+        path: Of the parameter, for messages.
+    """
+    summed = _summed_by_autodiff(gradient, axes, dtype, pre_divide, path)
+    # Autodiff summed over `summed`: divided here, these equal values are their own mean.
+    return gradient / axes_size(summed) if summed else gradient
+
+
+def _summed_by_autodiff(
+    gradient: jax.Array, axes: Axes, dtype: Any, pre_divide: bool, path: str
+) -> Axes:
+    """Those of bound axes over which autodiff has summed a gradient, as options allow it to."""
     summed = tuple(axis for axis in axes if is_replicated(gradient, axis))
     if summed and (pre_divide or (dtype and jnp.dtype(dtype) != gradient.dtype)):
         raise UsageError(
@@ -57,24 +92,7 @@ def mean_gradient(
             "check_vma=False, or differentiate with respect to "
             f"jax.lax.pcast(params, {summed}, to='varying')."
         )
-    left = tuple(axis for axis in axes if axis not in summed)
-    mean = all_mean(gradient, left, reduction, dtype, pre_divide=pre_divide)
-    # Autodiff summed over `summed`, `all_mean` averaged over the others: this divides the former.
-    return (mean / axes_size(summed)).astype(mean.dtype) if summed else mean
-
-
-def own_gradient(gradient: jax.Array, axes: Axes) -> jax.Array:
-    """A gradient whose mean over devices is that of their own losses, for who averages later.
-
-    `mean_gradient` in two steps, for gradients that are averaged in buckets or by a reduce-scatter.
-
-    Args:
-        gradient: This device's gradient, or the sum that autodiff made of them.
-        axes: The bound axes that will be averaged over.
-    """
-    summed = tuple(axis for axis in axes if is_replicated(gradient, axis))
-    # Autodiff summed over `summed`: divided here, these equal values are their own mean.
-    return gradient / axes_size(summed) if summed else gradient
+    return summed
 
 
 def sum_gradient(gradient: jax.Array, axes: Axes, reduction: Reduction = PLAIN) -> jax.Array:
