@@ -324,6 +324,44 @@ def test_nnx_optimizers_hold_shards_and_closures_may_call(mesh):
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
+@pytest.mark.parametrize("check_vma", [False, True])
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+def test_one_table_in_and_out(mesh, kind, check_vma):
+    """An embedding whose table is the output layer too, by a method that is not `__call__`."""
+    options = {"min_weight_size": 16, "methods": ("__call__", "attend")}
+
+    def linen(ids, embed=nn.Embed):
+        class Model(nn.Module):
+            def setup(self):
+                self.table = embed(16, 8)
+
+            def __call__(self, ids):
+                return self.table.attend(self.table(ids))
+
+        params = Model().init(jax.random.key(0), ids)
+        return params, lambda params: Model().apply(params, ids)
+
+    def in_nnx(ids, embed=nnx.Embed):
+        table = embed(16, 8, rngs=nnx.Rngs(0))
+        return table, lambda table: table.attend(table(ids))
+
+    make, grad_of, shard, plain = {
+        "linen": (linen, jax.value_and_grad, rdp.shard_module_params, nn.Embed),
+        "nnx": (in_nnx, nnx.value_and_grad, rdp.shard_nnx_module_params, nnx.Embed),
+    }[kind]
+
+    def gradient(ids, embed, axes):
+        model, apply = make(ids, embed)
+        value, grad = grad_of(lambda model: jnp.mean(jnp.sin(apply(model))))(model)
+        (table,) = jax.tree.leaves(rdp.sync_gradients(grad, axes, loss=value) if axes else grad)
+        return table
+
+    ids = jnp.arange(16) % 5
+    sharded = functools.partial(gradient, embed=shard(plain, "data", **options), axes="data")
+    table = on(mesh, sharded, P("data"), P("data"), check_vma)(ids)
+    np.testing.assert_allclose(table, gradient(ids, plain, None), atol=1e-6)
+
+
 def test_nnx_instances_are_refused():
     with pytest.raises(UsageError, match="takes a class of"):
         rdp.shard_nnx_module_params(Block(rngs=nnx.Rngs(0)), "data")

@@ -63,6 +63,7 @@ def shard_module_params(
     min_weight_bytes: int | None = None,
     pre_divide: bool = False,
     reduction: Reduction = PLAIN,
+    methods: Sequence[str] = ("__call__",),
 ) -> Any:
     """A module class whose parameters are sharded: gathered when it is called, sharded when made.
 
@@ -82,6 +83,8 @@ def shard_module_params(
         min_weight_bytes: As in `shard_params`.
         pre_divide: As in `gather_params`.
         reduction: As in `gather_params`.
+        methods: Names of the methods that see whole parameters, e.g. also `attend` of `nn.Embed`;
+            of no meaning for a function.
     """
     gather = functools.partial(
         gather_params,
@@ -98,4 +101,11 @@ def shard_module_params(
         rule=rule,
         min_weight_bytes=min_weight_bytes,
     )
-    return nn.map_variables(target, "params", trans_in_fn=gather, trans_out_fn=shard, mutable=True)
+    return nn.map_variables(
+        target,
+        "params",
+        trans_in_fn=gather,
+        trans_out_fn=shard,
+        mutable=True,
+        methods=list(methods) if isinstance(target, type) else None,
+    )
