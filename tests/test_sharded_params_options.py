@@ -142,6 +142,22 @@ def test_parameters_are_made_where_they_lie_with_the_same_bits(mesh):
     assert {s.data.shape for s in kernel.addressable_shards} == {(2, 72, 9)}
 
 
+def test_modules_without_names_keep_their_paths_and_initial_values(mesh):
+    class Model(nn.Module):
+        dense: type = nn.Dense
+
+        @nn.compact
+        def __call__(self, x):
+            return self.dense(8)(self.dense(16)(x))
+
+    key, x = jax.random.key(0), jnp.zeros((1, 8))
+    dense = rdp.shard_module_params(nn.Dense, "data", 16)
+    assert dense.__name__ == "Dense"
+    held = rdp.init_sharded(Model(dense).init, mesh, key, x)
+    whole = jax.jit(Model().init)(key, x)
+    jax.tree.map(np.testing.assert_array_equal, nn.meta.unbox(held), whole)
+
+
 def test_wrapped_twice_over_two_axes():
     mesh = jax.make_mesh((2, 4), ("dp", "fsdp"), axis_types=(AxisType.Auto,) * 2)
     inner = rdp.shard_module_params(nn.Dense, "fsdp", 16)
