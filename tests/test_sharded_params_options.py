@@ -383,21 +383,6 @@ def test_nnx_instances_are_refused():
         rdp.shard_nnx_module_params(Block(rngs=nnx.Rngs(0)), "data")
 
 
-def test_the_documented_step_runs():
-    texts = [p.read_text() for p in sorted((ROOT / "docs").glob("*.md"))]
-    (block,) = [
-        part.split("```")[0]
-        for text in texts
-        for part in text.split("```python")
-        if "rdp.init_sharded(" in part.split("```")[0]
-    ]
-    scope: dict = {}
-    exec(block, scope)
-    assert np.isfinite(scope["loss"])
-    _, _, second = scope["step"](scope["params"], scope["state"], scope["x"], scope["y"])
-    assert float(second) < float(scope["loss"])
-
-
 def test_nnx_is_imported_only_when_used():
     code = "import sys, research_dp; print('flax.nnx' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
@@ -522,12 +521,3 @@ def test_the_functions_are_configurable():
         check_vma=False,
     )
     assert len(collectives(mapped, params)) == 4
-
-
-def test_the_example_of_the_documentation_runs():
-    text = (ROOT / "docs" / "api_updates.md").read_text()
-    (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    names = {}
-    exec(compile(example, "api_updates.md", "exec"), names)
-    assert names["on_disk"][0].mu["scale"].shape == ()
-    assert float(names["norm"]) > 0
