@@ -269,6 +269,18 @@ def test_optimizers_that_go_by_rank_see_the_rank():
     )
 
 
+def test_an_optimizer_that_waits_for_several_gradients_can_be_split():
+    transform, params, x = optax.MultiSteps(optax.sgd(0.1, momentum=0.9), 2), model(), batch()
+    expected, state = params, transform.init(params)
+    for _ in range(4):
+        gradients = jax.grad(loss)(expected, x)
+        factor = 0.5 / max(0.5, optax.tree.norm(gradients))
+        gradients = jax.tree.map(lambda g, f=factor: g * f, gradients)
+        updates, state = transform.update(gradients, state, expected)
+        expected = optax.apply_updates(expected, updates)
+    close(train(mesh_of(r=4), params, x, 4, transform=transform)[0], expected)
+
+
 def test_masked_and_labelled_state_is_sliced_and_made_whole():
     transform = optax.multi_transform(
         {"adam": ADAM, "sgd": optax.sgd(0.1, momentum=0.9)},
