@@ -341,6 +341,25 @@ def test_nnx_optimizers_hold_shards_and_closures_may_call(mesh):
 
 
 @pytest.mark.parametrize("check_vma", [False, True])
+def test_nnx_optimizers_clip_by_where_parameters_lie(mesh, check_vma):
+    def step(x, linear, clip, axes):
+        model = linear(16, 16, rngs=nnx.Rngs(0))
+        transform = optax.chain(clip(nnx.state(model, nnx.Param)), optax.sgd(1.0))
+        optimizer = nnx.Optimizer(model, transform, wrt=nnx.Param)
+        value, grads = nnx.value_and_grad(lambda model: jnp.mean((10 * model(x)) ** 2))(model)
+        optimizer.update(model, rdp.sync_gradients(grads, axes, loss=value) if axes else grads)
+        return model.kernel[...]
+
+    def sharded(x):
+        linear = rdp.shard_nnx_module_params(nnx.Linear, "data", 16)
+        return step(x, linear, lambda p: rdp.clip_by_global_norm(0.1, "data", layout=p), "data")
+
+    kernel = on(mesh, sharded, P("data"), P(None, "data"), check_vma)(X)
+    expected = step(X, nnx.Linear, lambda _: optax.clip_by_global_norm(0.1), None)
+    np.testing.assert_allclose(kernel, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
 @pytest.mark.parametrize("kind", ["linen", "nnx"])
 def test_one_table_in_and_out(mesh, kind, check_vma):
     """An embedding whose table is the output layer too, by a method that is not `__call__`."""
