@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from steps import mesh_of, on
 
 import research_dp as rdp
 
@@ -27,14 +27,8 @@ float_trees = st.dictionaries(
 )
 
 
-def on(sizes, function, in_specs=P(), out_specs=P(), check_vma=False):
-    devices = jax.devices()[: sizes[0] * sizes[1]]
-    types = (AxisType.Auto,) * 2
-    mesh = jax.make_mesh(sizes, AXES, axis_types=types, devices=devices)
-    mapped = jax.shard_map(
-        function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma
-    )
-    return jax.jit(mapped)
+def mesh(sizes):
+    return mesh_of(**dict(zip(AXES, sizes, strict=True)))
 
 
 def is_leaf(x):
@@ -66,7 +60,7 @@ def test_gather_after_shard_gives_the_same_bits(tree, devices, threshold, seed):
             assert (row.dim is None) == bool(row.reason)
         return rdp.gather_params(held, "fsdp")
 
-    back = on((1, devices), round_trip)(arrays)
+    back = on(mesh((1, devices)), round_trip)(arrays)
     assert jax.tree.structure(back) == jax.tree.structure(arrays)
     for x, y in zip(jax.tree.leaves(arrays), jax.tree.leaves(back), strict=True):
         assert (x.shape, x.dtype) == (y.shape, y.dtype)
@@ -85,7 +79,7 @@ def test_the_order_of_keys_does_not_matter(tree, devices, random):
             arrays = {name: jnp.zeros(*leaf) for name, leaf in tree.items()}
             return rdp.shard_params(arrays, "fsdp", 4)
 
-        out = jax.eval_shape(on((1, devices), function))
+        out = jax.eval_shape(on(mesh((1, devices)), function))
         return {k: (getattr(x, "names", None), jax.tree.leaves(x)[0].shape) for k, x in out.items()}
 
     names = list(tree)
@@ -104,7 +98,7 @@ def test_gradients_are_those_of_one_device(shapes, sizes, check_vma, seed):
         sums = [jnp.sin(w[..., None] * x.reshape((1,) * w.ndim + (-1,))) for w in params.values()]
         return sum(jnp.sum(s) for s in sums) / x.shape[0]
 
-    held = jax.eval_shape(on(sizes, lambda p: rdp.shard_params(p, "fsdp", 3)), params)
+    held = jax.eval_shape(on(mesh(sizes), lambda p: rdp.shard_params(p, "fsdp", 3)), params)
     specs = nn.get_partition_spec(held)
 
     def function(params, x):
@@ -114,7 +108,7 @@ def test_gradients_are_those_of_one_device(shapes, sizes, check_vma, seed):
         clipped, norm = rdp.clip_by_global_norm_sharded(grads, 0.1, AXES)
         return grads, clipped, norm
 
-    mapped = on(sizes, function, (P(), P(AXES)), (specs, specs, P()), check_vma)
+    mapped = on(mesh(sizes), function, (P(), P(AXES)), (specs, specs, P()), check_vma)
     grads, clipped, norm = mapped(params, jnp.asarray(x))
     expected = jax.grad(loss)(params, x)
     whole = np.sqrt(sum(np.sum(np.square(g)) for g in expected.values()))
