@@ -13,9 +13,9 @@ from research_dp.distributed.collectives import (
     PLAIN,
     Axes,
     Reduction,
-    all_mean,
     axes_size,
     flat_axes,
+    mean_of_differing,
 )
 from research_dp.distributed.errors import UsageError
 from research_dp.distributed.replication import is_replicated
@@ -49,11 +49,8 @@ def mean_gradient(
     """
     gradient = jnp.asarray(gradient)
     axes_size(axes)  # names an axis that is not bound
-    summed = _summed_by_autodiff(gradient, axes, dtype, pre_divide, path)
-    left = tuple(axis for axis in axes if axis not in summed)
-    mean = all_mean(gradient, left, reduction, dtype, pre_divide=pre_divide)
-    # Autodiff summed over `summed`, `all_mean` averaged over the others: this divides the former.
-    return (mean / axes_size(summed)).astype(mean.dtype) if summed else mean
+    own = own_gradient(gradient, axes, dtype, pre_divide=pre_divide, path=path)
+    return mean_of_differing(own, axes, reduction, dtype, pre_divide=pre_divide)
 
 
 def own_gradient(
@@ -75,15 +72,6 @@ def own_gradient(
         pre_divide: Whether they will be divided first; refused as there.
         path: Of the parameter, for messages.
     """
-    summed = _summed_by_autodiff(gradient, axes, dtype, pre_divide, path)
-    # Autodiff summed over `summed`: divided here, these equal values are their own mean.
-    return gradient / axes_size(summed) if summed else gradient
-
-
-def _summed_by_autodiff(
-    gradient: jax.Array, axes: Axes, dtype: Any, pre_divide: bool, path: str
-) -> Axes:
-    """Those of bound axes over which autodiff has summed a gradient, as options allow it to."""
     summed = tuple(axis for axis in axes if is_replicated(gradient, axis))
     if summed and (pre_divide or (dtype and jnp.dtype(dtype) != gradient.dtype)):
         raise UsageError(
@@ -92,7 +80,8 @@ def _summed_by_autodiff(
             "check_vma=False, or differentiate with respect to "
             f"jax.lax.pcast(params, {summed}, to='varying')."
         )
-    return summed
+    # Autodiff summed over `summed`: divided here, these equal values are their own mean.
+    return gradient / axes_size(summed) if summed else gradient
 
 
 def sum_gradient(gradient: jax.Array, axes: Axes, reduction: Reduction = PLAIN) -> jax.Array:
