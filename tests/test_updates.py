@@ -244,22 +244,6 @@ def test_vmap_in_vmap_is_two_groups_or_one():
     close(jax.tree.map(lambda p: p[1, 2], both()), expected)
 
 
-@pytest.mark.parametrize("has_name", [True, False])
-def test_bound_axes_are_found_by_public_means_too(has_name, monkeypatch):
-    if not has_name:
-        monkeypatch.delattr(primitives.extend_core, "unsafe_get_axis_names_DO_NOT_USE")
-    seen = []
-
-    def look(x):
-        seen.append(primitives.bound_axes())
-        return x
-
-    jax.shard_map(look, mesh=mesh_of(dp=2, r=2), in_specs=P(), out_specs=P())(jnp.ones(2))
-    jax.pmap(look, axis_name="p")(jnp.ones(8))
-    look(jnp.ones(2))
-    assert seen == [("dp", "r"), ("p",), ()]
-
-
 def test_optimizers_that_go_by_rank_see_the_rank():
     def matrices(tree):
         return jax.tree.map(lambda p: p.ndim > 1, tree)

@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend import core as extend_core
 
 from research_dp.distributed.errors import UsageError
 from research_dp.distributed.replication import as_varying, is_replicated, is_tracked
@@ -74,27 +73,6 @@ def axes_size(axes: Axes) -> int:
         raise NameError(
             f"{error}. Call this inside shard_map, pmap or vmap(axis_name=...) over that axis."
         ) from None
-
-
-def bound_axes() -> Axes:
-    """Names of the axes that are bound here, the outermost first; () outside any map.
-
-    JAX's public API names those of `shard_map` and `pmap` alone (the abstract mesh); an axis of
-    `vmap(axis_name=...)` is told by `jax.extend` only, under a name that may go away.
-    """
-    names = getattr(extend_core, "unsafe_get_axis_names_DO_NOT_USE", None)
-    return tuple(names() if names else jax.sharding.get_abstract_mesh().manual_axes)
-
-
-def refuse_mapped(name: str) -> None:
-    """Raises UsageError where axes are bound, for `name`, which is called outside of any map."""
-    axes = bound_axes()
-    if axes:
-        raise UsageError(
-            f"{name} takes the arrays of all devices; inside a map over {axes} nobody would "
-            "average its gradients. Call it outside, or use reduce_gradients_across_devices in the "
-            "map."
-        )
 
 
 def all_mean(

@@ -21,14 +21,13 @@ from research_dp.distributed.collectives import (
     Axes,
     Reduction,
     axes_size,
-    bound_axes,
     flat_axes,
 )
 from research_dp.distributed.errors import UsageError
 from research_dp.distributed.layout import Placement, by_path, lay_out_flat, path_name
 from research_dp.distributed.means import averaged_axes, own_gradient, refuse_divided_twice
 from research_dp.distributed.optimizer_state import OptaxAdapter
-from research_dp.distributed.replication import is_replicated, is_tracked
+from research_dp.distributed.replication import bound_axes, is_replicated, is_tracked
 from research_dp.distributed.updates import clip_factor, norm_of_blocks
 
 PyTree = Any

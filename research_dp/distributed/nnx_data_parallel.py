@@ -15,8 +15,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from research_dp.distributed import data_parallel, placement
 from research_dp.distributed.clipping import clip_by_global_norm_sharded
-from research_dp.distributed.collectives import refuse_mapped
 from research_dp.distributed.errors import UsageError
+from research_dp.distributed.replication import refuse_mapped
 
 Batch = Any
 
