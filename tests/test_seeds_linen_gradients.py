@@ -157,6 +157,8 @@ def test_case_12_one_axis_by_name_and_unknown_axes_named():
     ):
         with pytest.raises(NameError, match="nope"):
             abstract(A, function)
+    with pytest.raises(NameError, match=r"data\. Call this inside shard_map, pmap or vmap"):
+        research_dp.gather_array_with_mean_grads(jnp.ones(2), 0, "data")
 
 
 @pytest.mark.parametrize("check_vma", [False, True])

@@ -76,6 +76,7 @@ def test_case_24_meshes_as_instance_and_static(manager):
     assert list(four.devices.ravel()) == jax.devices()[:4]
     assert manager.create_device_mesh({"model": 2, "data": 4}).axis_names == ("model", "data")
     assert manager.create_device_mesh([("b", 2), ("a", 4)]).axis_names == ("b", "a")
+    assert manager.create_device_mesh({"data": np.int64(2)}).size == 2  # as `np.prod` gives it
     two = manager.create_device_mesh({"x": 2}, devices=jax.devices()[4:])
     assert list(two.devices) == jax.devices()[4:6]
     assert dict(manager.create_data_parallel_mesh().shape) == {"data": 8}

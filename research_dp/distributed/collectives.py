@@ -256,6 +256,7 @@ def gather_array_with_mean_grads(
         NameError: The axis is not bound.
     """
     axes = flat_axes(axis_name)
+    axes_size(axes)  # names an axis that is not bound
     if not -x.ndim <= axis < x.ndim:
         raise UsageError(f"gather over {axes}: an array of shape {x.shape} has no dim {axis}.")
     # A type that says that x is the same on each device is no reason to refuse it: `nn.scan` traces

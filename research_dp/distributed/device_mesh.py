@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -122,7 +123,7 @@ def _checked(pairs: list[tuple[str, int]], present: int) -> dict[str, int]:
         twice = next(name for name in names if names.count(name) > 1)
         raise UsageError(f"mesh {equation}: axis {twice!r} is named {names.count(twice)} times.")
     for name, size in pairs:
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        if not isinstance(size, numbers.Integral) or isinstance(size, bool) or size < 1:
             raise UsageError(
                 f"mesh {equation}: axis {name!r} has size {size!r}; give a positive number, at "
                 f"most the {present} devices that are available."
