@@ -17,9 +17,9 @@ from research_dp.distributed.collectives import (
     PLAIN,
     Axes,
     Reduction,
+    all_mean,
     flat_axes,
     gather,
-    mean_of_differing,
     scatter_mean,
     shard,
 )
@@ -96,7 +96,7 @@ def all_mean_tree(
     """Mean over devices of each leaf, few collectives for many leaves; leaves keep their dtype."""
 
     def move(rows: jax.Array) -> jax.Array:
-        return mean_of_differing(rows, axes, reduction, dtype, pre_divide=pre_divide)
+        return _mean(rows, axes, reduction, dtype, pre_divide)
 
     leaves, treedef = jax.tree.flatten(tree)
     rows = [x.reshape(1, -1) for x in leaves]
@@ -104,6 +104,14 @@ def all_mean_tree(
     moved = _in_buckets(rows, sizes, bucket_bytes, move)
     means = [m.reshape(x.shape) for m, x in zip(moved, leaves, strict=True)]
     return jax.tree.unflatten(treedef, means)
+
+
+def _mean(
+    x: jax.Array, axes: Axes, reduction: Reduction, dtype: Any, pre_divide: bool
+) -> jax.Array:
+    """`all_mean`, for which nothing travels along axes where values are known to be equal."""
+    differing = tuple(axis for axis in axes if not is_replicated(x, axis))
+    return all_mean(x, differing, reduction, dtype, pre_divide=pre_divide)
 
 
 def scatter_mean_tree(
@@ -136,7 +144,7 @@ def scatter_mean_tree(
             block = shard(rows, 0, axis)  # the mean of equal values is that value
         else:
             block = scatter_mean(rows, 0, axis, reduction, dtype, pre_divide=pre_divide)
-        return mean_of_differing(block, replica_axes, reduction, dtype, pre_divide=pre_divide)
+        return _mean(block, replica_axes, reduction, dtype, pre_divide)
 
     return _sharded_leaves(tree, layout, bucket_bytes, _whole_to_rows, move, _block_from_row)
 

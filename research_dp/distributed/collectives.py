@@ -19,7 +19,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from research_dp.distributed.errors import UsageError
-from research_dp.distributed.replication import as_varying, is_replicated, is_tracked
+from research_dp.distributed.replication import as_varying, is_tracked
 
 Axes = tuple[str, ...]
 
@@ -90,19 +90,6 @@ def all_mean(
     if not axes:
         return x
     return _mean(x, axes, lambda wire: reduction.all_sum(wire, axes), dtype, pre_divide)
-
-
-def mean_of_differing(
-    x: jax.Array,
-    axes: Axes,
-    reduction: Reduction = PLAIN,
-    dtype: Any = None,
-    *,
-    pre_divide: bool = False,
-) -> jax.Array:
-    """`all_mean`, for which nothing travels along axes where values are known to be equal."""
-    differing = tuple(axis for axis in axes if not is_replicated(x, axis))
-    return all_mean(x, differing, reduction, dtype, pre_divide=pre_divide)
 
 
 def scatter_mean(

@@ -13,9 +13,9 @@ from research_dp.distributed.collectives import (
     PLAIN,
     Axes,
     Reduction,
+    all_mean,
     axes_size,
     flat_axes,
-    mean_of_differing,
 )
 from research_dp.distributed.errors import UsageError
 from research_dp.distributed.replication import is_replicated
@@ -49,8 +49,8 @@ def mean_gradient(
     """
     gradient = jnp.asarray(gradient)
     axes_size(axes)  # names an axis that is not bound
-    own = own_gradient(gradient, axes, dtype, pre_divide=pre_divide, path=path)
-    return mean_of_differing(own, axes, reduction, dtype, pre_divide=pre_divide)
+    own, left = _own_and_left(gradient, axes, dtype, pre_divide, path)
+    return all_mean(own, left, reduction, dtype, pre_divide=pre_divide)
 
 
 def own_gradient(
@@ -72,6 +72,14 @@ def own_gradient(
         pre_divide: Whether they will be divided first; refused as there.
         path: Of the parameter, for messages.
     """
+    return _own_and_left(gradient, axes, dtype, pre_divide, path)[0]
+
+
+def _own_and_left(
+    gradient: jax.Array, axes: Axes, dtype: Any, pre_divide: bool, path: str
+) -> tuple[jax.Array, Axes]:
+    """`own_gradient`, and the axes over which autodiff has not summed it."""
+    # Asked once a gradient and axis: each question is traced.
     summed = tuple(axis for axis in axes if is_replicated(gradient, axis))
     if summed and (pre_divide or (dtype and jnp.dtype(dtype) != gradient.dtype)):
         raise UsageError(
@@ -81,7 +89,8 @@ def own_gradient(
             f"jax.lax.pcast(params, {summed}, to='varying')."
         )
     # Autodiff summed over `summed`: divided here, these equal values are their own mean.
-    return gradient / axes_size(summed) if summed else gradient
+    own = gradient / axes_size(summed) if summed else gradient
+    return own, tuple(axis for axis in axes if axis not in summed)
 
 
 def sum_gradient(gradient: jax.Array, axes: Axes, reduction: Reduction = PLAIN) -> jax.Array:
