@@ -28,6 +28,14 @@ def clean_gin(monkeypatch):
     gin_config.reset()
 
 
+@pytest.fixture(scope="module", params=["auto", "explicit"])
+def any_mesh(request):
+    """Eight devices on axis 'data', of each type of axis that users have."""
+    if request.param == "explicit":
+        return jax.make_mesh((8,), ("data",))
+    return jax.sharding.Mesh(jax.devices(), ("data",))
+
+
 @pytest.fixture(scope="session")
 def data_dir(tmp_path_factory):
     """Where TFDS data sets are prepared for the tests."""

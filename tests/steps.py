@@ -6,10 +6,34 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import jax_utils, nnx, struct
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import research_dp
+
+# The collectives of a sharded update.
+KINDS = ("reduce-scatter", "all-gather")
+
+
+def mesh_of(**axes):
+    """A mesh of the first devices."""
+    sizes = tuple(axes.values())
+    devices = jax.devices()[: int(np.prod(sizes))]
+    types = (AxisType.Auto,) * len(axes)
+    return jax.make_mesh(sizes, tuple(axes), axis_types=types, devices=devices)
+
+
+def on(mesh, function, in_specs=P(), out_specs=P(), check_vma=False):
+    """The jitted `shard_map` of a function."""
+    mapped = jax.shard_map(
+        function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma
+    )
+    return jax.jit(mapped)
+
+
+def abstract(mesh, function, *args):
+    """What each device is left with, local shapes and names, without running anything."""
+    return jax.eval_shape(on(mesh, function), *args)
 
 
 def shard_shapes(x):

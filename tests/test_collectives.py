@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from steps import mesh_of
 
 from research_dp.analysis.traffic import collectives as read
-from research_dp.distributed import buckets, collectives, updates
+from research_dp.distributed import buckets, collectives, replication, updates
 from research_dp.distributed.collectives import GatherOptions
 from research_dp.distributed.layout import choose_dim, lay_out
 from research_dp.distributed.mesh import make_mesh
@@ -149,3 +150,19 @@ def test_traffic_multiplies_loops_and_knows_ring_factors(mesh):
     ]
     assert found[0].wire_bytes == 3 * 2 * 16 * 7 / 8
     assert found[1].wire_bytes == 128 * 7 / 8
+
+
+@pytest.mark.parametrize("has_name", [True, False])
+def test_bound_axes_are_found_by_public_means_too(has_name, monkeypatch):
+    if not has_name:
+        monkeypatch.delattr(replication.extend_core, "unsafe_get_axis_names_DO_NOT_USE")
+    seen = []
+
+    def look(x):
+        seen.append(replication.bound_axes())
+        return x
+
+    jax.shard_map(look, mesh=mesh_of(dp=2, r=2), in_specs=P(), out_specs=P())(jnp.ones(2))
+    jax.pmap(look, axis_name="p")(jnp.ones(8))
+    look(jnp.ones(2))
+    assert seen == [("dp", "r"), ("p",), ()]

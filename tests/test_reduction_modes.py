@@ -9,7 +9,7 @@ import optax
 import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from steps import MODES, linear_and, mean_squares
+from steps import MODES, linear_and, mean_squares, squares, stacked_state
 
 import research_dp
 from research_dp import reduce_gradients_across_devices as reduce_across
@@ -30,32 +30,44 @@ def test_gradients_of_replicated_parameters_are_summed_once(mode):
     np.testing.assert_array_equal(total, np.full(8, 60.0))
 
 
-def test_a_loss_that_was_averaged_before_is_refused_if_it_is_shown():
-    def reduced(w, x):
+@pytest.mark.parametrize("mode", MODES)
+def test_the_mean_is_right_for_a_loss_that_was_averaged_before_if_it_is_shown(mode):
+    def reduced(w, x, reduce_type="mean"):
         averaged = lambda w: jax.lax.pmean(jnp.mean(w * x), "batch")  # noqa: E731
         loss, gradient = jax.value_and_grad(averaged)(w)
-        return reduce_across(gradient, loss=loss)
+        return reduce_across(gradient, reduce_type, loss=loss)
 
-    x = jnp.arange(16.0).reshape(8, 2)
-    with pytest.raises(ValueError, match=r"the loss is the same along axes \['batch'\]"):
-        MODES["shard_map, check_vma=True"](reduced, jnp.ones(()), x, in_axes=(None, 0))
+    arguments = jnp.ones(()), jnp.arange(16.0).reshape(8, 2)
+    found = MODES[mode](reduced, *arguments, in_axes=(None, 0))
+    np.testing.assert_array_equal(found, np.full(8, 7.5))
+    if mode.endswith("=True"):  # elsewhere nothing is known, and nothing wrong
+        total = functools.partial(reduced, reduce_type="sum")
+        with pytest.raises(ValueError, match=r"same along axes \['batch'\].* sum .* not known"):
+            MODES[mode](total, *arguments, in_axes=(None, 0))
 
 
-@pytest.mark.parametrize("mode", [m for m in MODES if m != "vmap"])
+@pytest.mark.parametrize("mode", MODES)
 def test_what_takes_global_arrays_refuses_to_be_mapped(mode):
     mesh = Mesh(jax.devices(), ("batch",))
     sharding = research_dp.create_data_parallel_sharding(mesh, "batch")
     model, optimizer = linear_and(optax.sgd(0.1))
+    sgd = optax.sgd(0.1)
+    state = stacked_state(sgd, {"w": jnp.ones((2, 1))})
 
-    def step(x):
+    def spmd(x):
         batch = {"x": x, "y": jnp.zeros((8, 1))}
         return research_dp.spmd_train_step(model, optimizer, mean_squares, batch)
 
-    with pytest.raises(ValueError, match=r"inside a map over .*batch"):
-        MODES[mode](step, jnp.ones((8, 8, 2)), in_axes=(0,))
-    with pytest.raises(ValueError):
-        place = functools.partial(research_dp.place_batch_on_shards, sharding=sharding)
-        MODES[mode](place, jnp.ones((8, 8, 2)), in_axes=(0,))
+    def pmapped(x):
+        return research_dp.data_parallel_train_step(squares, sgd, {"x": x[:, None]}, state)[0]
+
+    for step in (spmd, pmapped):
+        with pytest.raises(ValueError, match=r"_step takes .* inside a map over .*batch"):
+            MODES[mode](step, jnp.ones((8, 8, 2)), in_axes=(0,))
+    place = functools.partial(research_dp.place_batch_on_shards, sharding=sharding)
+    if mode != "vmap":
+        with pytest.raises(ValueError):
+            MODES[mode](place, jnp.ones((8, 8, 2)), in_axes=(0,))
 
 
 @pytest.mark.parametrize("mode", MODES)

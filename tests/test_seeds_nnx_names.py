@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import gin
+import numpy as np
 import pytest
 from conftest import ROOT
 
@@ -55,10 +56,16 @@ def test_artifex_has_five_methods_and_three_twins():
     assert (len(own - twins), len(twins)) == (5, 3)
 
 
-def test_functions_can_be_bound_in_gin():
-    functions = {name for name in SIGNATURES if name.islower() and "." not in name}
-    for name in functions - {"place_nnx_state_on_shards"}:  # no filter can be written in gin
+def test_every_name_can_be_composed_in_gin():
+    for name in {name.split(".")[0].removesuffix("()") for name in SIGNATURES}:
+        assert getattr(research_dp, name)
         assert gin.get_configurable(f"distributed.{name}")
+    gin.parse_config("place_batch_on_shards.sharding = @create_data_parallel_sharding()")
+    gin.parse_config("create_data_parallel_sharding.mesh = @make_mesh()")
+    gin.parse_config("make_mesh.axes = {'data': 8}")
+    placed = gin.get_configurable("place_batch_on_shards")({"x": np.zeros((8, 2))})
+    assert placed["x"].addressable_shards[0].data.shape == (1, 2)
+    assert isinstance(gin.get_configurable("DataParallel")(), research_dp.DataParallel)
 
 
 def test_flax_nnx_is_imported_when_it_is_used_even_after_gin_is_locked():

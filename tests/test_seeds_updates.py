@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from steps import KINDS, mesh_of
 
 from research_dp import (
     OptaxAdapter,
@@ -23,16 +23,6 @@ from research_dp import (
 from research_dp.analysis.traffic import collectives
 
 SGD = optax.sgd(0.1)
-KINDS = ("reduce-scatter", "all-gather")
-
-
-def mesh_of(**axes):
-    """A mesh of the first devices."""
-    sizes = tuple(axes.values())
-    devices = jax.devices()[: int(np.prod(sizes))]
-    return jax.make_mesh(
-        sizes, tuple(axes), axis_types=(AxisType.Auto,) * len(axes), devices=devices
-    )
 
 
 def on_ranks(mesh, function):

@@ -78,6 +78,40 @@ def linen(w, x):
     return rdp.sync_gradients(grads, AXES, loss=value)["kernel"].value[0]
 
 
+class Residual(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return x + nn.Dense(8, use_bias=False)(x)
+
+
+def scanned(w, x):
+    block = nn.remat(rdp.shard_module_params(Residual, "fsdp", 4))
+    layers = nn.scan(
+        lambda module, x, _: (module(x), None),
+        variable_axes={"params": 0},
+        split_rngs={"params": True},
+        length=2,
+        metadata_params={nn.PARTITION_NAME: None},
+    )
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return layers(block(), x, None)[0]
+
+    held = Model().init(jax.random.key(0), jnp.zeros((1, 8)))
+    # With kernels of zeros the gradient of each element is the mean of x.
+    params = jax.tree.map(jnp.zeros_like, held)
+
+    def loss(params):
+        return jnp.mean(jnp.sum(Model().apply(params, jnp.ones((1, 8)) * x[:, None]), axis=-1))
+
+    value, grads = jax.value_and_grad(loss)(params)
+    grads = rdp.sync_gradients(grads, AXES, loss=value)
+    (kernel,) = jax.tree.leaves(grads)
+    return kernel.reshape(-1)
+
+
 def in_nnx(w, x):
     linear = rdp.shard_nnx_module_params(nnx.Linear, "fsdp", 4)
     module = linear(1, 8, use_bias=False, rngs=nnx.Rngs(0))
@@ -166,12 +200,13 @@ ROWS = {
         SHARD,
         MEAN,
     ),
-    "`gather_array_with_mean_grads` of an array that is the same on each device": (
+    "`gather_array_with_mean_grads` of what each device has alike, taken as a shard": (
         same_everywhere,
         SCALAR,
         MEAN,
     ),
     "`shard_module_params`": (linen, SCALAR, MEAN),
+    "`shard_module_params` under `nn.remat` and `nn.scan`": (scanned, SCALAR, MEAN),
     "`shard_nnx_module_params`": (in_nnx, SCALAR, MEAN),
     "`accumulate_gradients`": (accumulated, SHARD, MEAN),
     "`weighted_loss`, differentiated": (
@@ -265,11 +300,11 @@ def test_a_jax_that_keeps_them_nowhere_is_an_error(monkeypatch):
         varying_axes(1)
 
 
-def test_a_parameter_that_no_device_splits_is_named(mesh):
+def test_a_box_with_too_many_names_is_named(mesh):
     def function(w):
-        return rdp.gather_params({"a": {"w": nn.Partitioned(w, ("fsdp",))}}, "fsdp")
+        return rdp.gather_params({"a": {"w": nn.Partitioned(w, (None, "fsdp"))}}, "fsdp")
 
-    with pytest.raises(UsageError, match=r"^a/w: .* shape \(8,\) is the same on each device"):
+    with pytest.raises(UsageError, match=r"^a/w: .* array of shape \(8,\) has no dim 1"):
         jax.eval_shape(jax.shard_map(function, mesh=mesh, in_specs=P(), out_specs=P()), jnp.ones(8))
 
 

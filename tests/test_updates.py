@@ -1,34 +1,28 @@
-"""Sharded updates: the same numbers as one device, in every kind of map; padding; state; errors."""
+"""Sharded updates: the same numbers as one device, in every kind of map."""
 
 import functools
-import re
 
-import gin
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
-from test_seeds_updates import KINDS, mesh_of
+from steps import KINDS, mesh_of
 
 from research_dp import (
     OptaxAdapter,
     UsageError,
     fsdp_apply_gradients,
     fsdp_update,
-    pad_to_multiple,
     slice_specs,
     slice_state,
-    unpad,
     whole_state,
 )
 from research_dp.analysis.traffic import collectives
 from research_dp.distributed import collectives as primitives
-from research_dp.distributed.layout import lay_out_flat
 
 # Epsilon is large enough for the scale of gradients to matter.
 ADAM = optax.adam(1e-2, eps=1e-3)
@@ -96,9 +90,6 @@ def train(mesh, params, x, steps, *, transform=ADAM, check_vma=False, **options)
         params, state, norm = step(params, state, x)
         norms.append(float(norm))
     return params, norms
-
-
-# ---- The same numbers ----
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
@@ -199,6 +190,16 @@ def test_a_gradient_that_would_be_divided_twice_is_refused():
         mapped({"w": jnp.ones(4)}, jnp.ones(4))
 
 
+def test_how_to_sum_comes_too_late_where_autodiff_has_summed():
+    def step(params, x):
+        gradients = jax.grad(loss)(params, x)
+        return fsdp_apply_gradients(gradients, params, OptaxAdapter(ADAM), dtype="bfloat16")
+
+    mapped = jax.shard_map(step, mesh=mesh_of(r=8), in_specs=(P(), P("r")), out_specs=P())
+    with pytest.raises(UsageError, match=r"gradient b \(5,\) was summed over .* come too late"):
+        mapped(model(), batch())
+
+
 def one_step(params, x):
     optimizer = OptaxAdapter(ADAM)  # its state is made here, of slices
     params, norm = fsdp_apply_gradients(jax.grad(loss)(params, x), params, optimizer, max_norm=0.5)
@@ -243,22 +244,6 @@ def test_vmap_in_vmap_is_two_groups_or_one():
     close(jax.tree.map(lambda p: p[1, 2], both()), expected)
 
 
-@pytest.mark.parametrize("has_name", [True, False])
-def test_bound_axes_are_found_by_public_means_too(has_name, monkeypatch):
-    if not has_name:
-        monkeypatch.delattr(primitives.extend_core, "unsafe_get_axis_names_DO_NOT_USE")
-    seen = []
-
-    def look(x):
-        seen.append(primitives.bound_axes())
-        return x
-
-    jax.shard_map(look, mesh=mesh_of(dp=2, r=2), in_specs=P(), out_specs=P())(jnp.ones(2))
-    jax.pmap(look, axis_name="p")(jnp.ones(8))
-    look(jnp.ones(2))
-    assert seen == [("dp", "r"), ("p",), ()]
-
-
 def test_optimizers_that_go_by_rank_see_the_rank():
     def matrices(tree):
         return jax.tree.map(lambda p: p.ndim > 1, tree)
@@ -268,6 +253,18 @@ def test_optimizers_that_go_by_rank_see_the_rank():
     close(
         train(mesh_of(r=8), params, x, 3, transform=transform), one_device(transform, params, x, 3)
     )
+
+
+def test_an_optimizer_that_waits_for_several_gradients_can_be_split():
+    transform, params, x = optax.MultiSteps(optax.sgd(0.1, momentum=0.9), 2), model(), batch()
+    expected, state = params, transform.init(params)
+    for _ in range(4):
+        gradients = jax.grad(loss)(expected, x)
+        factor = 0.5 / max(0.5, optax.tree.norm(gradients))
+        gradients = jax.tree.map(lambda g, f=factor: g * f, gradients)
+        updates, state = transform.update(gradients, state, expected)
+        expected = optax.apply_updates(expected, updates)
+    close(train(mesh_of(r=4), params, x, 4, transform=transform)[0], expected)
 
 
 def test_masked_and_labelled_state_is_sliced_and_made_whole():
@@ -287,6 +284,8 @@ def test_masked_and_labelled_state_is_sliced_and_made_whole():
 
 
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
+
+
 LEAVES = st.dictionaries(
     st.sampled_from(["a", "b", "c", "d", "e"]),
     st.tuples(SHAPES, st.sampled_from(["float32", "bfloat16"]), st.booleans()),
@@ -333,173 +332,3 @@ def test_update_is_that_of_one_device(leaves, ranks, size, max_norm, seed):
         assert (out[name].dtype, out[name].shape) == (p.dtype, p.shape)
         tolerance = 1e-2 if p.dtype == jnp.bfloat16 else 1e-5
         close(out[name].astype(np.float32), expected[name].astype(np.float32), tolerance)
-
-
-# ---- What travels ----
-
-
-def test_sums_are_those_of_the_reduction_that_is_given():
-    def doubled(x, axis, dim):
-        return 2 * primitives.PLAIN.scatter_sum(x, axis, dim)
-
-    reduction = primitives.PLAIN._replace(scatter_sum=doubled)
-    mapped = jax.shard_map(
-        lambda p: fsdp_apply_gradients(p, p, OptaxAdapter(optax.sgd(1.0)), reduction=reduction),
-        mesh=mesh_of(r=4),
-        in_specs=P(),
-        out_specs=P(),
-        check_vma=False,
-    )
-    np.testing.assert_array_equal(jax.jit(mapped)(jnp.ones(6)), -np.ones(6))
-
-
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_wire_bytes_are_two_p_f_b_when_sizes_divide(ranks):
-    params = {"w": jnp.ones((16, 8)), "h": jnp.ones((3, 8), jnp.bfloat16), "b": jnp.ones(24)}
-
-    def step(params):
-        return fsdp_apply_gradients(params, params, OptaxAdapter(ADAM))
-
-    mapped = jax.shard_map(
-        step, mesh=mesh_of(r=ranks), in_specs=P(), out_specs=P(), check_vma=False
-    )
-    total = sum(p.nbytes for p in params.values())
-    found = collectives(mapped, params)
-    assert sum(c.wire_bytes for c in found) == 2 * total * (ranks - 1) / ranks
-    assert {c.dtype for c in found} == {"float32", "bfloat16"}
-
-
-# ---- Padding ----
-
-
-@pytest.mark.parametrize(("length", "padded"), [(0, 0), (1, 4), (4, 4), (5, 8)])
-def test_padding_appends_zeros_and_goes_away(length, padded):
-    x = jnp.ones((2, length), jnp.bfloat16)
-    y = pad_to_multiple(x, 4, dim=1)
-    assert (y.shape, y.dtype) == ((2, padded), x.dtype)
-    np.testing.assert_array_equal(y[:, length:].astype(np.float32), 0.0)
-    np.testing.assert_array_equal(unpad(y, length, dim=1), x)
-
-
-def test_flat_placements_say_what_a_device_holds():
-    tree = {"w": jnp.ones((3, 5)), "s": jnp.ones(()), "e": jnp.ones((0, 2))}
-    layout = lay_out_flat(tree, 4)
-    assert {k: p.split_shape for k, p in layout.items()} == {"w": (1, 16), "s": (4,), "e": (1, 0)}
-    assert {k: p.local_shape for k, p in layout.items()} == {"w": (1, 4), "s": (1,), "e": (1, 0)}
-    assert layout["w"].nbytes_per_device == 16
-    assert lay_out_flat(tree, 1)["w"].local_shape == (3, 5)
-
-
-# ---- Mistakes are told ----
-
-
-def refused(message, mesh=None, **given):
-    """Calls the function on `mesh`, with what is given; expects an error that says `message`."""
-    params = {"layer": {"w": jnp.ones((4, 6))}}
-    arguments = {
-        "gradients": params,
-        "parameters": params,
-        "optimizer": OptaxAdapter(ADAM),
-        **given,
-    }
-    mapped = jax.shard_map(
-        lambda: jax.tree.leaves(fsdp_apply_gradients(**arguments)),
-        mesh=mesh or mesh_of(r=2),
-        in_specs=(),
-        out_specs=P(),
-        check_vma=False,
-    )
-    with pytest.raises(UsageError, match=re.escape(message)):
-        mapped()
-
-
-def test_mistakes_in_groups_are_told():
-    refused("axis 'nope' is not bound here; bound are ['r']", fsdp_group="nope")
-    refused("axis 'r' is in fsdp_group ('r',) and dp_group ('r',)", fsdp_group="r", dp_group="r")
-    refused("leaves out axis 'dp' of size 2", mesh_of(dp=2, r=2), fsdp_group=["r"])
-    refused("XLA schedules collectives itself", communication_stream=0)
-    refused("max_norm = -1.0", max_norm=-1.0)
-    with pytest.raises(UsageError, match="axis 'r' is not bound here; bound are \\[\\]"):
-        fsdp_apply_gradients({}, {}, OptaxAdapter(ADAM), "r")
-
-
-def test_mistakes_in_trees_are_told_by_path():
-    refused("gradient 'layer/u' has no parameter", gradients={"layer": {"u": jnp.ones(3)}})
-    refused(
-        "gradient 'layer/w' has shape (6, 4), its parameter (4, 6)",
-        gradients={"layer": {"w": jnp.ones((6, 4))}},
-    )
-    refused(
-        "gradient 'layer/w' has dtype int32",
-        gradients={"layer": {"w": jnp.ones((4, 6), jnp.int32)}},
-    )
-    refused(
-        "two arrays of one tree have the path 'layer/w'",
-        parameters={"layer": {"w": jnp.ones(3)}, "layer/w": jnp.ones(3)},
-    )
-
-
-class Wrong:
-    def apply_gradients(self, gradients, parameters):
-        return {"other": gradients["layer"]["w"]}
-
-
-def test_optimizers_that_cannot_be_split_are_refused():
-    chain = optax.chain(optax.clip_by_global_norm(1.0), ADAM)
-    for transform in (chain, optax.lamb(1e-3)):
-        refused("mixes elements of a parameter (reduce", optimizer=OptaxAdapter(transform))
-    # Factored moments: elementwise on slices, and so silently different.
-    factored = optax.adafactor(
-        1e-2, min_dim_size_to_factor=4, clipping_threshold=None, multiply_by_parameter_scale=False
-    )
-    refused("whose state goes by a parameter's shape", optimizer=OptaxAdapter(factored))
-    refused("returns other paths", optimizer=Wrong())
-    refused("wrap an Optax transform: OptaxAdapter", optimizer=ADAM)
-    params = {"w": jnp.ones((4, 6))}
-    fsdp_apply_gradients(params, params, OptaxAdapter(chain))  # a world of one: whole parameters
-
-
-class PlainSGD:
-    """Any object with `apply_gradients`, as the seed has it; its arithmetic is in float32."""
-
-    def apply_gradients(self, gradients, parameters):
-        return jax.tree.map(
-            lambda g, p: p.astype(np.float32) - 0.5 * g.astype(np.float32), gradients, parameters
-        )
-
-
-def test_any_object_with_apply_gradients_will_do_and_dtypes_stay():
-    params = {"a": jnp.ones(5, jnp.bfloat16), "b": jnp.ones((2, 3))}
-    mapped = jax.shard_map(
-        lambda p: fsdp_apply_gradients(p, p, PlainSGD()),
-        mesh=mesh_of(r=4),
-        in_specs=P(),
-        out_specs=P(),
-        check_vma=False,
-    )
-    out = jax.jit(mapped)(params)
-    jax.tree.map(lambda x, p: np.testing.assert_array_equal(x, 0.5 * p), out, params)
-    assert {k: x.dtype for k, x in out.items()} == {k: p.dtype for k, p in params.items()}
-
-
-def test_the_functions_are_configurable():
-    gin.parse_config("distributed.fsdp_apply_gradients.communication_size = 7")
-    bound = gin.get_configurable("fsdp_apply_gradients")
-    params = [jnp.ones(8), jnp.ones(8)]
-    mapped = jax.shard_map(
-        lambda p: bound(p, p, OptaxAdapter(ADAM)),
-        mesh=mesh_of(r=2),
-        in_specs=P(),
-        out_specs=P(),
-        check_vma=False,
-    )
-    assert len(collectives(mapped, params)) == 4
-
-
-def test_the_example_of_the_documentation_runs():
-    text = (ROOT / "docs" / "api_updates.md").read_text()
-    (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    names = {}
-    exec(compile(example, "api_updates.md", "exec"), names)
-    assert names["on_disk"][0].mu["scale"].shape == ()
-    assert float(names["norm"]) > 0

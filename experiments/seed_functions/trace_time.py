@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 import research_dp
 
-AXIS = "fsdp"
+AXIS, WIDTH = "fsdp", 64
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -69,6 +69,28 @@ def sync_by_hand(grads):
     return jax.tree.map(lambda g: g if is_box(g) else lax.pmean(g, AXIS), grads, is_leaf=is_box)
 
 
+def module(dense, layers):
+    """The gradient of a Linen model of dense layers, of the class that is given."""
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            for i in range(layers):
+                x = dense(WIDTH, name=f"layer_{i}")(x)
+            return x
+
+    def loss(params):
+        return jnp.sum(Model().apply({"params": params}, jnp.ones((1, WIDTH))))
+
+    return jax.grad(loss)
+
+
+def sharded_by_hand(dense):
+    return nn.map_variables(
+        dense, "params", trans_in_fn=gather_by_hand, trans_out_fn=shard_by_hand, mutable=True
+    )
+
+
 def differentiated(function):
     """Traces the backward pass of a gather too."""
 
@@ -105,6 +127,16 @@ def main():
         for name, x in whole.items()
     }
     specs = nn.get_partition_spec(held)
+    layers = {
+        f"layer_{i}": {
+            "kernel": nn.Partitioned(
+                jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32), (None, AXIS)
+            ),
+            "bias": jax.ShapeDtypeStruct((WIDTH,), jnp.float32),
+        }
+        for i in range(flags.leaves // 2)
+    }
+    in_layers = (nn.get_partition_spec(layers), layers)
     ours_gather = functools.partial(research_dp.gather_params, axis_name=AXIS)
     cases = {
         "shard_params": (
@@ -122,6 +154,32 @@ def main():
             functools.partial(research_dp.sync_gradients, axis_names=(AXIS,)),
             sync_by_hand,
             (specs, held),
+        ),
+    }
+    dense = research_dp.shard_module_params(nn.Dense, AXIS, 2**10)
+    cases |= {
+        "gather_array_with_mean_grads": (
+            lambda tree: [
+                research_dp.gather_array_with_mean_grads(x, x.ndim - 1, AXIS)
+                for x in jax.tree.leaves(tree)
+            ],
+            lambda tree: [gather(x, x.ndim - 1) for x in jax.tree.leaves(tree)],
+            (P(), whole),
+        ),
+        "shard_module_params, differentiated": (
+            module(dense, flags.leaves // 2),
+            module(sharded_by_hand(nn.Dense), flags.leaves // 2),
+            in_layers,
+        ),
+        "reduce_gradients_across_devices": (
+            functools.partial(research_dp.reduce_gradients_across_devices, axis_name=AXIS),
+            lambda grads: jax.tree.map(lambda g: lax.pmean(g, AXIS), grads),
+            (P(), whole),
+        ),
+        "reduce_gradient_tree": (
+            research_dp.reduce_gradient_tree,
+            lambda grads: jax.tree.map(jnp.mean, grads),
+            (P(), whole),
         ),
     }
     print(f"{flags.leaves} leaves, median of {flags.pairs} pairs")

@@ -1,10 +1,10 @@
-"""What `spmd_train_step` and `place_model_state_on_shards` cost beside the same work by hand.
+"""What the functions of datarax and artifex cost beside the same work by hand.
 
 python experiments/seed_functions/trace_time_nnx.py
 
 On a model of 100 arrays and 8 CPU devices: processor time to trace and lower one Adam step under
-`nnx.jit`, and to put the state on the mesh. Pairs A B A B; prints the median of their ratios, and
-ends with status 1 if one is above the limit.
+`nnx.jit` or `pmap`, and to put states and batches on the mesh. Pairs A B A B; prints the median of
+their ratios, and ends with status 1 if one is above the limit.
 """
 
 import functools
@@ -16,10 +16,16 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import optax
-from flax import nnx
+from flax import jax_utils, nnx, struct
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from research_dp import place_model_state_on_shards, spmd_train_step
+from research_dp import (
+    data_parallel_train_step,
+    place_batch_on_shards,
+    place_model_state_on_shards,
+    place_nnx_state_on_shards,
+    spmd_train_step,
+)
 
 LAYERS, WIDTH, DEVICES, PAIRS, LIMIT = 50, 16, 8, 15, 1.5
 
@@ -51,9 +57,47 @@ def step_by_hand(model: Model, optimizer: nnx.Optimizer, batch: jax.Array) -> ja
     return loss
 
 
+@struct.dataclass
+class State:
+    step: jax.Array
+    params: dict
+    opt_state: tuple
+    model_state: dict
+
+
+ADAM = optax.adam(1e-3)
+
+
+def dense_loss(variables: dict, batch: jax.Array) -> jax.Array:
+    for layer in variables["params"].values():
+        batch = jnp.tanh(batch @ layer["kernel"] + layer["bias"][None])
+    return jnp.mean(batch**2)
+
+
+def pmap_ours(state: State, batch: jax.Array) -> tuple:
+    return data_parallel_train_step(lambda v, b: dense_loss(v, b), ADAM, batch, state)
+
+
+def pmap_by_hand(state: State, batch: jax.Array) -> tuple:
+    def step(state: State, batch: jax.Array) -> tuple:
+        loss, grads = jax.value_and_grad(lambda p: dense_loss({"params": p}, batch))(state.params)
+        # pmean sums over devices and divides by their number.
+        grads, loss = jax.lax.pmean((grads, loss), "batch")
+        updates, opt_state = ADAM.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        return state.replace(step=state.step + 1, params=params, opt_state=opt_state), loss
+
+    return jax.pmap(step, axis_name="batch")(state, batch)
+
+
 def lower(step: Callable[..., jax.Array], *args: object) -> None:
     jax.clear_caches()  # and a new function, so that nothing traced before is found
     nnx.jit(lambda *a: step(*a)).lower(*args)
+
+
+def lower_pmapped(step: Callable[..., tuple], *args: object) -> None:
+    jax.clear_caches()
+    jax.jit(lambda *a: step(*a)).lower(*args)
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -91,11 +135,31 @@ def main() -> None:
     }
     place = functools.partial(place_model_state_on_shards, state, mesh)
     to_split = functools.partial(jax.device_put, state, jax.tree.map(lambda _: split, state))
+    params = {f"layer_{i:02}": state["layers"][i] for i in range(LAYERS)}
+    start = State(jnp.zeros((), jnp.int32), params, ADAM.init(params), {})
+    stacked = (jax_utils.replicate(start), jnp.ones((DEVICES, 8, WIDTH)))
+    variables, filters = nnx.state(model), {nnx.Param: PartitionSpec("data")}
+    batches = {f"array_{i}": jnp.ones((64, WIDTH)) for i in range(2 * LAYERS)}
     within = [
         compare(
             "spmd_train_step, traced and lowered",
             functools.partial(lower, step_ours, model, optimizer, batch),
             functools.partial(lower, step_by_hand, model, optimizer, batch),
+        ),
+        compare(
+            "data_parallel_train_step, traced and lowered",
+            functools.partial(lower_pmapped, pmap_ours, *stacked),
+            functools.partial(lower_pmapped, pmap_by_hand, *stacked),
+        ),
+        compare(
+            "batch of 100 arrays",
+            functools.partial(place_batch_on_shards, batches, split),
+            functools.partial(jax.device_put, batches, split),
+        ),
+        compare(
+            "NNX state, by a filter",
+            functools.partial(place_nnx_state_on_shards, variables, mesh, filters),
+            functools.partial(jax.device_put, variables, split),
         ),
         compare("state, replicated", place, functools.partial(jax.device_put, state, whole)),
         compare("state, 'shard'", functools.partial(place, "shard"), to_split),

@@ -90,21 +90,28 @@ def all_mean_tree(
     reduction: Reduction = PLAIN,
     *,
     dtype: Any = None,
+    pre_divide: bool = False,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
 ) -> PyTree:
     """Mean over devices of each leaf, few collectives for many leaves; leaves keep their dtype."""
+
+    def move(rows: jax.Array) -> jax.Array:
+        return _mean(rows, axes, reduction, dtype, pre_divide)
+
     leaves, treedef = jax.tree.flatten(tree)
     rows = [x.reshape(1, -1) for x in leaves]
     sizes = [x.size for x in leaves]
-    moved = _in_buckets(rows, sizes, bucket_bytes, lambda x: _mean(x, axes, reduction, dtype))
+    moved = _in_buckets(rows, sizes, bucket_bytes, move)
     means = [m.reshape(x.shape) for m, x in zip(moved, leaves, strict=True)]
     return jax.tree.unflatten(treedef, means)
 
 
-def _mean(x: jax.Array, axes: Axes, reduction: Reduction, dtype: Any) -> jax.Array:
+def _mean(
+    x: jax.Array, axes: Axes, reduction: Reduction, dtype: Any, pre_divide: bool
+) -> jax.Array:
     """`all_mean`, for which nothing travels along axes where values are known to be equal."""
     differing = tuple(axis for axis in axes if not is_replicated(x, axis))
-    return all_mean(x, differing, reduction, dtype)
+    return all_mean(x, differing, reduction, dtype, pre_divide=pre_divide)
 
 
 def scatter_mean_tree(
@@ -115,6 +122,7 @@ def scatter_mean_tree(
     axis: str | Axes = FSDP_AXIS,
     replica_axes: Axes = (),
     dtype: Any = None,
+    pre_divide: bool = False,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
 ) -> PyTree:
     """This device's blocks of the mean over devices of each leaf that the layout shards.
@@ -126,6 +134,7 @@ def scatter_mean_tree(
         axis: The mesh axis, or axes, that blocks lie on: summed over first, by a reduce-scatter.
         replica_axes: Axes along which blocks are repeated: their mean is taken next.
         dtype: dtype on the wire; None: each leaf's own.
+        pre_divide: Divide before each sum, for float16.
         bucket_bytes: Bytes that travel in one collective; <= 0: one collective for each leaf.
     """
 
@@ -134,8 +143,8 @@ def scatter_mean_tree(
         if all(is_replicated(rows, name) for name in flat_axes(axis)):
             block = shard(rows, 0, axis)  # the mean of equal values is that value
         else:
-            block = scatter_mean(rows, 0, axis, reduction, dtype)
-        return _mean(block, replica_axes, reduction, dtype)
+            block = scatter_mean(rows, 0, axis, reduction, dtype, pre_divide=pre_divide)
+        return _mean(block, replica_axes, reduction, dtype, pre_divide)
 
     return _sharded_leaves(tree, layout, bucket_bytes, _whole_to_rows, move, _block_from_row)
 

@@ -17,6 +17,7 @@ import optax
 from research_dp.distributed.boxes import leaves_with_paths, split_over, value_of
 from research_dp.distributed.collectives import PLAIN, Axes, Reduction, flat_axes
 from research_dp.distributed.errors import UsageError
+from research_dp.distributed.layout import Placement
 from research_dp.distributed.mesh import FSDP_AXIS
 from research_dp.distributed.replication import is_replicated, is_tracked
 from research_dp.distributed.updates import clip_factor, norm_of_blocks
@@ -38,7 +39,8 @@ def sharded_global_norm(
         grads: Averaged gradients: `nn.Partitioned`s are shards as their names say, bare arrays are
             whole, or lie as `layout` says.
         axis_names: The bound axes to sum over. Other names of a box are left to the compiler.
-        layout: `Placement`s of bare arrays, a tree like `grads`; None: they are whole.
+        layout: Where bare arrays lie: a tree like `grads` of `Placement`s, or of boxes such as the
+            parameters; None: they are whole. `nnx.Optimizer` takes boxes off gradients.
         reduction: How sums of squares are summed.
 
     Returns:
@@ -105,11 +107,9 @@ def _blocks(grads: PyTree, axes: Axes, layout: PyTree) -> Iterator[tuple[jax.Arr
     """Each array with those of `axes` that it is split over."""
     tracked = [axis for axis in axes if is_tracked(axis)]
     leaves = leaves_with_paths(grads)
-    placements = [None] * len(leaves) if layout is None else jax.tree.leaves(layout)
-    for (path, leaf), placement in zip(leaves, placements, strict=True):
-        held = split_over(leaf)
-        if placement is not None and placement.dim is not None:
-            held = (FSDP_AXIS,)
+    lying = leaves if layout is None else leaves_with_paths(layout)
+    for (path, leaf), (_, lies) in zip(leaves, lying, strict=True):
+        held = split_over(leaf) or _placed_on(lies)
         varying = [a for a in tracked if a not in held and not is_replicated(value_of(leaf), a)]
         if varying:
             raise UsageError(
@@ -118,3 +118,10 @@ def _blocks(grads: PyTree, axes: Axes, layout: PyTree) -> Iterator[tuple[jax.Arr
                 "shard, by nn.Partitioned or `layout`."
             )
         yield value_of(leaf), tuple(axis for axis in axes if axis in held)
+
+
+def _placed_on(lies: Any) -> Axes:
+    """The axes that a `Placement`, or a box, splits its array over."""
+    if isinstance(lies, Placement):
+        return () if lies.dim is None else (FSDP_AXIS,)
+    return split_over(lies)

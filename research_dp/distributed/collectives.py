@@ -17,10 +17,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend import core as extend_core
 
 from research_dp.distributed.errors import UsageError
-from research_dp.distributed.replication import as_varying, is_replicated, is_tracked
+from research_dp.distributed.replication import as_varying, is_tracked
 
 Axes = tuple[str, ...]
 
@@ -74,16 +73,6 @@ def axes_size(axes: Axes) -> int:
         raise NameError(
             f"{error}. Call this inside shard_map, pmap or vmap(axis_name=...) over that axis."
         ) from None
-
-
-def bound_axes() -> Axes:
-    """Names of the axes that are bound here, the outermost first; () outside any map.
-
-    JAX's public API names those of `shard_map` and `pmap` alone (the abstract mesh); an axis of
-    `vmap(axis_name=...)` is told by `jax.extend` only, under a name that may go away.
-    """
-    names = getattr(extend_core, "unsafe_get_axis_names_DO_NOT_USE", None)
-    return tuple(names() if names else jax.sharding.get_abstract_mesh().manual_axes)
 
 
 def all_mean(
@@ -250,17 +239,15 @@ def gather_array_with_mean_grads(
         The full array, dim `axis` multiplied by the axis size.
 
     Raises:
-        UsageError: x has no such dim, or is known to be the same on each device, not a shard.
+        UsageError: x has no such dim.
         NameError: The axis is not bound.
     """
     axes = flat_axes(axis_name)
+    axes_size(axes)  # names an axis that is not bound
     if not -x.ndim <= axis < x.ndim:
         raise UsageError(f"gather over {axes}: an array of shape {x.shape} has no dim {axis}.")
-    if any(is_replicated(x, name) for name in axes):
-        raise UsageError(
-            f"gather over {axes}: the array of shape {x.shape} is the same on each device, as its "
-            f"type {jax.typeof(x)} says; there is nothing to gather. Shard it first."
-        )
+    # A type that says that x is the same on each device is no reason to refuse it: `nn.scan` traces
+    # its body once for shapes alone, with types that have lost where values vary.
     options = GatherOptions(
         axis % x.ndim, axes, gather_dtype, grad_scatter_dtype, reduction, pre_divide
     )

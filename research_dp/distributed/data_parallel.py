@@ -7,6 +7,7 @@ what their names promise; docs/api_nnx.md has an example of each.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,6 +20,7 @@ from jax.sharding import Mesh, PartitionSpec, Sharding
 from research_dp.distributed import collectives, means, placement
 from research_dp.distributed.errors import UsageError
 from research_dp.distributed.layout import choose_dim, match_rules
+from research_dp.distributed.sharded_params import sync_gradients
 
 PyTree = Any
 Batch = Any
@@ -119,23 +121,27 @@ def reduce_gradients_across_devices(
     Args:
         gradients: Gradients of each device's own loss. Leaves keep shape and dtype; the mean of
             whole numbers is a float32. Under `shard_map(check_vma=True)` those of replicated
-            parameters are summed by autodiff already, and are not summed again. To reduce twice,
-            or after differentiating a loss that was averaged over devices, is wrong there.
+            parameters are summed by autodiff already, and are not summed again; to reduce twice
+            is wrong there. Boxes that the axis splits keep their means (`sync_gradients`).
         reduce_type: 'mean' or 'sum', in any case of letters.
         axis_name: The bound axis, or a tuple of several.
-        loss: The loss that was differentiated: it is checked not to be averaged over devices
-            before, which gradients do not show.
+        loss: The loss that was differentiated, as in `sync_gradients`: tells whether it was
+            averaged over devices before, which gradients do not show.
 
     Raises:
-        UsageError: Another `reduce_type`, or `loss` was averaged before.
+        UsageError: Another `reduce_type`; `loss` was averaged before, and the sum of each device's
+            own gradients is wanted.
         NameError: The axis is not bound, e.g. `pmap` was not given `axis_name`.
     """
-    reduce = _by_reduce_type(reduce_type, mean=means.mean_gradient, sum=means.sum_gradient)
     axes = collectives.flat_axes(axis_name)
-    if loss is not None:
+
+    def total(gradients: Any) -> Any:
         means.check_own_loss(loss, axes)
-    # Each of the two sums over `axes` what is not summed yet; the mean divides, once, there.
-    return jax.tree.map(lambda gradient: reduce(gradient, axes), gradients)
+        # Sums over `axes` what is not summed yet; nobody divides.
+        return jax.tree.map(lambda gradient: means.sum_gradient(gradient, axes), gradients)
+
+    mean = functools.partial(sync_gradients, axis_names=axes, loss=loss)
+    return _by_reduce_type(reduce_type, mean=mean, sum=total)(gradients)
 
 
 @gin.register(module="distributed")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import numbers
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import gin
 import jax
 from jax.sharding import Mesh
 
@@ -25,6 +27,7 @@ class _AlsoStatic:
         return types.MethodType(self._function, owner() if instance is None else instance)
 
 
+@gin.register(module="distributed")
 class DeviceMeshManager:
     """Creates meshes with axes of type `Auto`.
 
@@ -36,17 +39,18 @@ class DeviceMeshManager:
     """
 
     def __init__(self, devices: Sequence[jax.Device] | None = None) -> None:
-        self._devices = list(jax.devices() if devices is None else devices)
+        self._devices = None if devices is None else list(devices)
 
     @property
     def devices(self) -> list[jax.Device]:
         """The devices that meshes are made of."""
-        return list(self._devices)
+        # Asked for when needed: whoever looks at a method on the class makes an instance.
+        return list(jax.devices() if self._devices is None else self._devices)
 
     @property
     def num_devices(self) -> int:
         """Number of them."""
-        return len(self._devices)
+        return len(self.devices)
 
     @_AlsoStatic
     def create_device_mesh(
@@ -64,7 +68,7 @@ class DeviceMeshManager:
             UsageError: A name occurs twice, a size is not positive (-1 is not filled up here), or
                 there are fewer devices than the product of the sizes.
         """
-        present = self._devices if devices is None else list(devices)
+        present = self.devices if devices is None else list(devices)
         pairs = list(mesh_shape.items() if isinstance(mesh_shape, Mapping) else mesh_shape)
         return build_mesh(_checked(pairs, len(present)), present)
 
@@ -119,7 +123,7 @@ def _checked(pairs: list[tuple[str, int]], present: int) -> dict[str, int]:
         twice = next(name for name in names if names.count(name) > 1)
         raise UsageError(f"mesh {equation}: axis {twice!r} is named {names.count(twice)} times.")
     for name, size in pairs:
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        if not isinstance(size, numbers.Integral) or isinstance(size, bool) or size < 1:
             raise UsageError(
                 f"mesh {equation}: axis {name!r} has size {size!r}; give a positive number, at "
                 f"most the {present} devices that are available."

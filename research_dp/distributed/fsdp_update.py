@@ -21,14 +21,13 @@ from research_dp.distributed.collectives import (
     Axes,
     Reduction,
     axes_size,
-    bound_axes,
     flat_axes,
 )
 from research_dp.distributed.errors import UsageError
 from research_dp.distributed.layout import Placement, by_path, lay_out_flat, path_name
 from research_dp.distributed.means import averaged_axes, own_gradient, refuse_divided_twice
 from research_dp.distributed.optimizer_state import OptaxAdapter
-from research_dp.distributed.replication import is_replicated, is_tracked
+from research_dp.distributed.replication import bound_axes, is_replicated, is_tracked
 from research_dp.distributed.updates import clip_factor, norm_of_blocks
 
 PyTree = Any
@@ -52,6 +51,8 @@ def fsdp_apply_gradients(
     communication_stream: Any = None,
     max_norm: float | None = None,
     *,
+    dtype: Any = None,
+    pre_divide: bool = False,
     loss: jax.Array | None = None,
     reduction: Reduction = PLAIN,
 ) -> PyTree:
@@ -81,6 +82,8 @@ def fsdp_apply_gradients(
         communication_stream: None: XLA schedules collectives itself.
         max_norm: Gradients are scaled down to this global L2 norm. A norm that is not a number
             makes every updated parameter NaN: no step is skipped.
+        dtype: dtype in which gradients are summed; None: each gradient's own.
+        pre_divide: Divide before the sum: in float16, eight times 10000 is inf.
         loss: The loss that was differentiated: tells under `check_vma=True` whether it was averaged
             over an axis before, or not split over it, as in `sync_gradients`.
         reduction: How partial sums are summed.
@@ -91,13 +94,16 @@ def fsdp_apply_gradients(
 
     Raises:
         UsageError: A group is not bound or leaves an axis out, a gradient does not fit its
-            parameter or `loss`, the optimizer is not elementwise or returns something else.
+            parameter or `loss`, the optimizer is not elementwise or returns something else, or
+            `dtype` and `pre_divide` come too late, for autodiff has summed (`sync_gradients`).
     """
     _check_options(optimizer, communication_stream, max_norm)
     fsdp, dp = _groups(fsdp_group, dp_group)
     params = by_path(parameters)
-    own = _own_gradients(gradients, params, loss, fsdp + dp)
-    layout, slices = _mean_slices(own, fsdp, dp, communication_size, reduction)
+    sums = {"dtype": dtype, "pre_divide": pre_divide}
+    own = _own_gradients(gradients, params, loss, fsdp + dp, **sums)
+    sums |= {"reduction": reduction, "bucket_bytes": communication_size}
+    layout, slices = _mean_slices(own, fsdp, dp, **sums)
     norm = None
     if max_norm is not None:
         split_over = fsdp if axes_size(fsdp) > 1 else ()
@@ -181,7 +187,11 @@ def _groups(fsdp_group: Group, dp_group: Group) -> tuple[Axes, Axes]:
 
 
 def _own_gradients(
-    gradients: PyTree, params: Mapping[str, jax.Array], loss: jax.Array | None, axes: Axes
+    gradients: PyTree,
+    params: Mapping[str, jax.Array],
+    loss: jax.Array | None,
+    axes: Axes,
+    **sums: Any,
 ) -> dict[str, jax.Array]:
     """Gradients by path, checked, such that their mean over `axes` is the right one."""
     done = averaged_axes(loss, axes)
@@ -191,26 +201,18 @@ def _own_gradients(
         g = jnp.asarray(g)
         _check_gradient(name, g, params)
         refuse_divided_twice(name, g.shape, [a for a in done if not is_replicated(g, a)])
-        own[name] = own_gradient(g, left)
+        own[name] = own_gradient(g, left, path=name, **sums)
     return own
 
 
 def _mean_slices(
-    own: Mapping[str, jax.Array],
-    fsdp: Axes,
-    dp: Axes,
-    bucket_bytes: int,
-    reduction: Reduction,
+    own: Mapping[str, jax.Array], fsdp: Axes, dp: Axes, **sums: Any
 ) -> tuple[dict[str, Placement], dict[str, jax.Array]]:
     """Which slices this device updates, and its slices of the mean gradients, both by path."""
     layout = lay_out_flat(own, axes_size(fsdp))
     if axes_size(fsdp) == 1:  # everything stays whole
-        means = buckets.all_mean_tree(own, fsdp + dp, reduction, bucket_bytes=bucket_bytes)
-        return layout, means
-    slices = buckets.scatter_mean_tree(
-        own, layout, reduction, axis=fsdp, replica_axes=dp, bucket_bytes=bucket_bytes
-    )
-    return layout, slices
+        return layout, buckets.all_mean_tree(own, fsdp + dp, **sums)
+    return layout, buckets.scatter_mean_tree(own, layout, axis=fsdp, replica_axes=dp, **sums)
 
 
 def _check_gradient(name: str, g: jax.Array, params: Mapping[str, jax.Array]) -> None:

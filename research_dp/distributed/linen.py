@@ -65,14 +65,16 @@ def shard_module_params(
     min_weight_bytes: int | None = None,
     pre_divide: bool = False,
     reduction: Reduction = PLAIN,
+    methods: Sequence[str] = ("__call__",),
 ) -> Any:
     """A module class whose parameters are sharded: gathered when it is called, sharded when made.
 
-    As in xlstm-jax. Paths and initial values are those of `target`; other collections than
-    `params` are left alone. Every call gathers: to save memory, wrap the parts of a model (its
-    blocks), and `nn.remat` outside of this, so that the backward pass gathers again. `nn.scan`
-    needs `metadata_params={nn.PARTITION_NAME: None}`. `init` inside mapped axes makes whole
-    parameters on each device before it cuts them; `init_sharded` does not.
+    As in xlstm-jax, but that the class has the name of `target` (there `Map_variables...`), so that
+    paths and initial values are those of `target`. Other collections than `params` are left alone.
+    Every call gathers: to save memory, wrap the parts of a model (its blocks), and `nn.remat`
+    outside of this, so that the backward pass gathers again. `nn.scan` needs
+    `metadata_params={nn.PARTITION_NAME: None}`. `init` inside mapped axes makes whole parameters on
+    each device before it cuts them; `init_sharded` does not.
 
     Args:
         target: A Linen module class, or a function of (module, ...), not an instance.
@@ -84,6 +86,8 @@ def shard_module_params(
         min_weight_bytes: As in `shard_params`.
         pre_divide: As in `gather_params`.
         reduction: As in `gather_params`.
+        methods: Names of the methods that see whole parameters, e.g. also `attend` of `nn.Embed`;
+            of no meaning for a function.
     """
     gather = functools.partial(
         gather_params,
@@ -100,4 +104,16 @@ def shard_module_params(
         rule=rule,
         min_weight_bytes=min_weight_bytes,
     )
-    return nn.map_variables(target, "params", trans_in_fn=gather, trans_out_fn=shard, mutable=True)
+    is_class = isinstance(target, type)
+    sharded = nn.map_variables(
+        target,
+        "params",
+        trans_in_fn=gather,
+        trans_out_fn=shard,
+        mutable=True,
+        methods=list(methods) if is_class else None,
+    )
+    if is_class:
+        # Linen names modules after their class, and draws initial values by the name.
+        sharded.__name__, sharded.__qualname__ = target.__name__, target.__qualname__
+    return sharded

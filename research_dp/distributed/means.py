@@ -49,6 +49,37 @@ def mean_gradient(
     """
     gradient = jnp.asarray(gradient)
     axes_size(axes)  # names an axis that is not bound
+    own, left = _own_and_left(gradient, axes, dtype, pre_divide, path)
+    return all_mean(own, left, reduction, dtype, pre_divide=pre_divide)
+
+
+def own_gradient(
+    gradient: jax.Array,
+    axes: Axes,
+    dtype: Any = None,
+    *,
+    pre_divide: bool = False,
+    path: str = "",
+) -> jax.Array:
+    """A gradient whose mean over devices is that of their own losses, for who averages later.
+
+    `mean_gradient` in two steps, for gradients that are averaged in buckets or by a reduce-scatter.
+
+    Args:
+        gradient: This device's gradient, or the sum that autodiff made of them.
+        axes: The bound axes that will be averaged over.
+        dtype: dtype in which they will be summed; refused as there.
+        pre_divide: Whether they will be divided first; refused as there.
+        path: Of the parameter, for messages.
+    """
+    return _own_and_left(gradient, axes, dtype, pre_divide, path)[0]
+
+
+def _own_and_left(
+    gradient: jax.Array, axes: Axes, dtype: Any, pre_divide: bool, path: str
+) -> tuple[jax.Array, Axes]:
+    """`own_gradient`, and the axes over which autodiff has not summed it."""
+    # Asked once a gradient and axis: each question is traced.
     summed = tuple(axis for axis in axes if is_replicated(gradient, axis))
     if summed and (pre_divide or (dtype and jnp.dtype(dtype) != gradient.dtype)):
         raise UsageError(
@@ -57,24 +88,9 @@ def mean_gradient(
             "check_vma=False, or differentiate with respect to "
             f"jax.lax.pcast(params, {summed}, to='varying')."
         )
-    left = tuple(axis for axis in axes if axis not in summed)
-    mean = all_mean(gradient, left, reduction, dtype, pre_divide=pre_divide)
-    # Autodiff summed over `summed`, `all_mean` averaged over the others: this divides the former.
-    return (mean / axes_size(summed)).astype(mean.dtype) if summed else mean
-
-
-def own_gradient(gradient: jax.Array, axes: Axes) -> jax.Array:
-    """A gradient whose mean over devices is that of their own losses, for who averages later.
-
-    `mean_gradient` in two steps, for gradients that are averaged in buckets or by a reduce-scatter.
-
-    Args:
-        gradient: This device's gradient, or the sum that autodiff made of them.
-        axes: The bound axes that will be averaged over.
-    """
-    summed = tuple(axis for axis in axes if is_replicated(gradient, axis))
     # Autodiff summed over `summed`: divided here, these equal values are their own mean.
-    return gradient / axes_size(summed) if summed else gradient
+    own = gradient / axes_size(summed) if summed else gradient
+    return own, tuple(axis for axis in axes if axis not in summed)
 
 
 def sum_gradient(gradient: jax.Array, axes: Axes, reduction: Reduction = PLAIN) -> jax.Array:
@@ -99,8 +115,8 @@ def averaged_axes(loss: jax.Array | None, axes: Axes) -> Axes:
     return () if loss is None else tuple(axis for axis in axes if is_replicated(loss, axis))
 
 
-def check_own_loss(loss: jax.Array, axes: Axes) -> None:
-    """Refuses a loss that was averaged over devices before it was differentiated.
+def check_own_loss(loss: jax.Array | None, axes: Axes) -> None:
+    """Refuses to sum the gradients of a loss that was averaged over devices.
 
     Raises:
         UsageError: The type of the loss says that it is the same along one of the bound axes.
@@ -109,8 +125,8 @@ def check_own_loss(loss: jax.Array, axes: Axes) -> None:
     if averaged:
         raise UsageError(
             f"the loss is the same along axes {list(averaged)}, so it was summed or averaged over "
-            "them before it was differentiated, and its gradients would be divided twice. "
-            "Differentiate each device's own loss, and average its value afterwards."
+            "them before it was differentiated, and the sum of each device's own gradients is not "
+            "known. Differentiate each device's own loss, and average its value afterwards."
         )
 
 
@@ -139,13 +155,14 @@ def weighted_mean(
     differentiated see `weighted_loss`.
 
     Args:
-        total: Sum over this device's valid items, any shape, floating-point.
+        total: Sum over this device's valid items, any shape: of losses, or of right answers.
         weight: Number of this device's valid items (or the sum of their weights), 0-d.
         axis_names: The mesh axes that items are split over.
         reduction: How sums are summed.
 
     Returns:
-        The same on each device, in the dtype of `total`; 0 if no device has a valid item.
+        The same on each device, in the dtype of `total` (float32 for whole numbers); 0 if no device
+        has a valid item.
     """
     axes = flat_axes(axis_names)
     # Both are sums over `axes`; `_divided` is the only division.
@@ -188,4 +205,5 @@ def _divided(total: jax.Array, count: jax.Array) -> jax.Array:
     wide = jnp.promote_types(total.dtype, jnp.float32)
     count = count.astype(wide)
     quotient = total.astype(wide) / jnp.where(count > 0, count, 1)
-    return jnp.where(count > 0, quotient, 0).astype(total.dtype)
+    result = total.dtype if jnp.issubdtype(total.dtype, jnp.inexact) else wide
+    return jnp.where(count > 0, quotient, 0).astype(result)

@@ -85,16 +85,6 @@ def refuse_several_processes(what: str, advice: str, binding: str) -> None:
         )
 
 
-def refuse_mapped(name: str) -> None:
-    """Raises UsageError inside `shard_map` and `pmap`, where `name` sees a part of each array."""
-    axes = jax.sharding.get_abstract_mesh().manual_axes
-    if axes:
-        raise UsageError(
-            f"{name} takes global arrays under jit; inside a map over {axes} nobody would average "
-            "its gradients. Call it outside, or use reduce_gradients_across_devices in the map."
-        )
-
-
 def _resolve_sizes(axes: Mapping[str, int], present: int, platform: str) -> dict[str, int]:
     def refuse(problem: str) -> UsageError:
         return UsageError(f"make_mesh.axes = {dict(axes)}: {problem}", binding="make_mesh.axes")

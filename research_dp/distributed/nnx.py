@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -97,14 +98,16 @@ def shard_nnx_module_params(
     min_weight_bytes: int | None = None,
     pre_divide: bool = False,
     reduction: Reduction = PLAIN,
+    methods: Sequence[str] = ("__call__",),
 ) -> Any:
     """An NNX module class whose parameters are sharded: gathered when it is called.
 
     The counterpart of `shard_module_params`. An instance, made inside mapped axes (or by
     `init_sharded`), holds shards in its `nnx.Param`s, the axis in their `out_sharding`, so that
-    `nnx.get_partition_spec` knows; their gradients are shards of the mean. `__call__` runs on a
-    copy with whole parameters; what it changes in other variables is kept, what it does to
-    parameters is not. Other methods see shards. `sync_gradients` takes the gradients as they are.
+    `nnx.get_partition_spec` knows; their gradients are shards of the mean. `methods` run on a copy
+    with whole parameters; what they change in other variables is kept, what they do to parameters
+    and attributes is not. Other methods see shards. `sync_gradients` takes the gradients as they
+    are.
 
     Every call gathers: wrap the parts of a model, and call them under `nnx.remat` so that the
     backward pass gathers again. Under `nnx.scan` and `nnx.vmap` with a partition name, give
@@ -120,6 +123,7 @@ def shard_nnx_module_params(
         min_weight_bytes: As in `shard_params`.
         pre_divide: As in `gather_params`.
         reduction: As in `gather_params`.
+        methods: Names of the methods that see whole parameters, e.g. also `attend` of `nnx.Embed`.
 
     Raises:
         UsageError: `target` is not a class of modules.
@@ -142,7 +146,8 @@ def shard_nnx_module_params(
             )
             nnx.update(self, held)
 
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def with_whole_parameters(name: str) -> Callable[..., Any]:
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
             graphdef, held, others = nnx.split(self, nnx.Param, ...)  # type: ignore[misc]
             whole = gather_params(
                 held,
@@ -153,10 +158,14 @@ def shard_nnx_module_params(
                 reduction=reduction,
             )
             module = nnx.merge(graphdef, whole, others)
-            result = super(Sharded, module).__call__(*args, **kwargs)
+            result = getattr(super(Sharded, module), name)(*args, **kwargs)
             nnx.update(self, _changed(others, nnx.state(module, nnx.Not(nnx.Param))))
             return result
 
+        return functools.wraps(getattr(target, name))(method)
+
+    for name in methods:
+        setattr(Sharded, name, with_whole_parameters(name))
     Sharded.__name__, Sharded.__qualname__ = target.__name__, target.__qualname__
     Sharded.__module__, Sharded.__doc__ = target.__module__, target.__doc__
     return Sharded

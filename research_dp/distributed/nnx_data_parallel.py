@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from research_dp.distributed import data_parallel, placement
 from research_dp.distributed.clipping import clip_by_global_norm_sharded
 from research_dp.distributed.errors import UsageError
-from research_dp.distributed.mesh import refuse_mapped
+from research_dp.distributed.replication import refuse_mapped
 
 Batch = Any
 
@@ -50,7 +50,7 @@ def spmd_train_step(
         The loss, or (loss, aux) with `has_aux`.
 
     Raises:
-        UsageError: Called inside `shard_map` or `pmap`.
+        UsageError: Called inside `shard_map`, `pmap` or `vmap(axis_name=...)`.
     """
     refuse_mapped("spmd_train_step")
     of_model = nnx.DiffState(0, optimizer.wrt)
@@ -62,10 +62,6 @@ def spmd_train_step(
         grads, _ = clip_by_global_norm_sharded(grads, max_grad_norm, ())
     optimizer.update(model, grads)
     return value
-
-
-with gin.unlock_config():  # this file may be imported after the configuration was locked
-    gin.register(module="distributed")(spmd_train_step)
 
 
 def place_nnx_state_on_shards(
@@ -174,3 +170,8 @@ class DataParallel(nnx.Module):
     def replicate_params(self, params: Any, mesh: Mesh) -> Any:
         """Puts every leaf whole on every device; Python numbers become arrays."""
         return data_parallel.place_model_state_on_shards(params, mesh, "replicate")
+
+
+with gin.unlock_config():  # this file may be imported after the configuration was locked
+    for _each in (spmd_train_step, place_nnx_state_on_shards, DataParallel):
+        gin.register(module="distributed")(_each)

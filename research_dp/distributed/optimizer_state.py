@@ -32,7 +32,7 @@ class OptaxAdapter:
     that outlives the trace would hold tracers.
 
     Attributes:
-        transform: The Optax transform.
+        transform: The Optax transform, or what is used like one (`optax.MultiSteps`).
         state: Its state; made of the parameters at hand by the first call, if None. Inside a map
             that splits the update these are slices, and so is the state.
 
@@ -45,7 +45,7 @@ class OptaxAdapter:
         self.transform = transform
         self.state = state
         # Jitted, so that the check and the update are one trace.
-        self._jitted = transform._replace(update=jax.jit(transform.update))
+        self._jitted = optax.GradientTransformation(transform.init, jax.jit(transform.update))
 
     def init(self, parameters: PyTree, shards: int = 1) -> PyTree:
         """Sets and returns the state before the first step, as global arrays.

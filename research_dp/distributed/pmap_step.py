@@ -19,6 +19,7 @@ from research_dp.distributed.collectives import all_mean
 from research_dp.distributed.data_parallel import reduce_gradients_across_devices
 from research_dp.distributed.errors import UsageError
 from research_dp.distributed.layout import path_name
+from research_dp.distributed.replication import refuse_mapped
 from research_dp.distributed.updates import apply_optimizer
 
 PyTree = Any
@@ -77,8 +78,9 @@ def data_parallel_train_step(
 
     Raises:
         UsageError: An array has no such first dim, rows do not divide into micro-batches, or `rngs`
-            are no random keys.
+            are no random keys, or this is called inside a map.
     """
+    refuse_mapped("data_parallel_train_step")
     options = _StepOptions(loss_fn, optimizer, has_aux, max_grad_norm, accumulation_steps)
     return _pmapped(options)(*_one_a_device(state, batch, rngs))
 

@@ -1,4 +1,4 @@
-"""What JAX knows about replication inside `shard_map`, and what its autodiff has summed by it.
+"""What JAX knows inside a map: bound axes, replication, and what autodiff has summed by it.
 
 With `check_vma=True`, the default of `jax.shard_map`, the type of each value says over which mesh
 axes it may differ from device to device ("varying"). The gradient of a value that is the same on
@@ -13,6 +13,9 @@ from typing import Any
 
 import jax
 from jax import lax
+from jax.extend import core as extend_core
+
+from research_dp.distributed.errors import UsageError
 
 
 def varying_axes(x: Any) -> frozenset[str]:
@@ -64,3 +67,24 @@ def as_varying(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """
     missing = tuple(axis for axis in axes if is_replicated(x, axis))
     return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def bound_axes() -> tuple[str, ...]:
+    """Names of the axes that are bound here, the outermost first; () outside any map.
+
+    JAX's public API names those of `shard_map` and `pmap` alone (the abstract mesh); an axis of
+    `vmap(axis_name=...)` is told by `jax.extend` only, under a name that may go away.
+    """
+    names = getattr(extend_core, "unsafe_get_axis_names_DO_NOT_USE", None)
+    return tuple(names() if names else jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def refuse_mapped(name: str) -> None:
+    """Raises UsageError where axes are bound, for `name`, which is called outside of any map."""
+    axes = bound_axes()
+    if axes:
+        raise UsageError(
+            f"{name} takes the arrays of all devices; inside a map over {axes} nobody would "
+            "average its gradients. Call it outside, or use reduce_gradients_across_devices in the "
+            "map."
+        )
