@@ -64,7 +64,7 @@ def test_collectives_carry_the_named_dtypes(mesh, gather_dtype, scatter_dtype, o
     def loss(w):
         full = collectives.gather_with_mean_grads(w, options)
         assert full.dtype == jnp.dtype(gather_dtype or "float32")
-        return jnp.sum(full.astype(jnp.float32))
+        return jnp.sum(full.astype(jnp.float32) ** 2) / 2
 
     found = read(mapped(mesh, jax.grad(loss), P("fsdp"), P("fsdp")), jnp.ones(16))
     wire = {c.kind: c.dtype for c in found}

@@ -17,7 +17,7 @@ REQUIRED |= {"fsdp", "fsdp_keep"}
 
 @pytest.mark.parametrize("file", FILES)
 def test_file_parses_and_is_short_and_says_what_it_is(file):
-    gin_config.load([file], ["NUM_CLASSES = 10"])
+    gin_config.load([file], ["NUM_CLASSES = 10", "VOCAB_SIZE = 256"])
     lines = (ROOT / file).read_text().splitlines()
     assert lines[0].startswith("# ")
     assert 3 <= len(lines) <= 40

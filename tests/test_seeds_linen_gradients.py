@@ -55,7 +55,7 @@ def test_case_08_dtypes_on_the_wire(dtype, gather, scatter, gathered, wire):
         def loss(w):
             full = research_dp.gather_array_with_mean_grads(w, -1, "data", gather, scatter)
             assert full.dtype == gathered
-            return jnp.sum(full.astype(jnp.float32))
+            return jnp.sum(full.astype(jnp.float32) ** 2)
 
         grad = jax.grad(loss)(w)
         assert grad.dtype == dtype

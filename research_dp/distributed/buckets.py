@@ -155,16 +155,54 @@ def gather_tree(
     *,
     axis: str | Axes = FSDP_AXIS,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    into: PyTree | None = None,
 ) -> PyTree:
     """Makes each leaf whole that the layout shards; the others are returned as they are.
 
-    Outside of what is differentiated, see `collectives.gather`.
+    Outside of what is differentiated, see `collectives.gather`. `into`, a tree of whole arrays that
+    are not used any more, may be overwritten with the result.
     """
 
     def move(rows: jax.Array) -> jax.Array:
         return gather(rows, 0, axis, replicated=True)
 
-    return _sharded_leaves(tree, layout, bucket_bytes, _block_to_row, move, _whole_from_rows)
+    leaves, treedef = jax.tree.flatten(tree)
+    places = jax.tree.leaves(layout)
+    stacks = [i for i, p in enumerate(places) if into is not None and _is_stack(p, bucket_bytes)]
+    rest = [i for i in range(len(leaves)) if i not in stacks]
+    moved = _sharded_leaves(
+        [leaves[i] for i in rest],
+        [places[i] for i in rest],
+        bucket_bytes,
+        _block_to_row,
+        move,
+        _whole_from_rows,
+    )
+    old = jax.tree.leaves(into)
+    whole = dict(zip(rest, moved, strict=True))
+    whole |= {i: _gather_stack(leaves[i], old[i], axis) for i in stacks}
+    return jax.tree.unflatten(treedef, [whole[i] for i in range(len(leaves))])
+
+
+def _gather_stack(blocks: jax.Array, into: jax.Array, axis: str | Axes) -> jax.Array:
+    """Gathers one array of a stack after the other into its place.
+
+    All at once they would be transposed, and be there twice: 2.5 GB more for lm_1b on 64 H100s.
+    """
+
+    def one(number: jax.Array, whole: jax.Array) -> jax.Array:
+        block = lax.dynamic_index_in_dim(blocks, number, keepdims=False)
+        full = gather(block, 0, axis, replicated=True)
+        return lax.dynamic_update_index_in_dim(whole, full, number, 0)
+
+    turns = jnp.arange(blocks.shape[0])
+    return lax.scan(lambda whole, number: (one(number, whole), None), into, turns)[0]
+
+
+def _is_stack(place: Placement, bucket_bytes: int) -> bool:
+    """Whether it fills a bucket alone, and is a stack of arrays split along their first dim."""
+    stacked = place.dim == 1 and len(place.shape) > 2 and not place.flat
+    return stacked and place.nbytes >= bucket_bytes > 0
 
 
 def shard_tree(tree: PyTree, layout: PyTree, *, axis: str | Axes = FSDP_AXIS) -> PyTree:

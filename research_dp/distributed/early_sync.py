@@ -38,7 +38,7 @@ def targets_of(sync: Sync, params: PyTree, layout: PyTree) -> PyTree:
 
 
 def hold(params: PyTree, targets: PyTree) -> PyTree:
-    """Parameters for `Units` whose `gather` is `synchronised`; differentiated in `targets` alone."""
+    """Parameters for `Units` whose `gather` is `synchronised`, differentiated in `targets`."""
     return jax.tree.map(lambda p, t: Held(jax.lax.stop_gradient(p), t), params, targets)
 
 

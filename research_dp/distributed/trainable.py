@@ -58,7 +58,7 @@ class Functions:
     """A module of some library as pure functions, before it has a loss.
 
     Attributes:
-        init: (key, input, or a tree of inputs, of `jax.ShapeDtypeStruct`) -> (parameters, model state).
+        init: (key, inputs of `jax.ShapeDtypeStruct`) -> (parameters, model state).
         apply: (parameters, model state, input, train, keys, batch_axes) ->
             (output, new model state).
     """

@@ -16,10 +16,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from research_dp.distributed.collectives import drop_gathered, exchange_rows, is_gathered, take_rows
+from research_dp.distributed.collectives import drop_gathered, is_gathered
 from research_dp.distributed.errors import UsageError
 from research_dp.distributed.layout import Placement
 from research_dp.distributed.look_ahead import scan_ahead
+from research_dp.distributed.tables import exchange_rows, take_rows
 
 PyTree = Any
 # (held parameters, their placements) -> whole parameters.

@@ -32,8 +32,7 @@ def language_model(
 ) -> TrainableModel:
     """A model of `tokens`: embedding, a stack of blocks, a norm, and a head.
 
-    Its units are the embedding, each block, the last norm, and pieces of the head (of the
-    embedding, if it is tied).
+    Its units are the embedding, each block, the last norm, and pieces of the head.
 
     Args:
         block: Maps `{'x': (B, S, width), 'positions', 'segments'}` to (B, S, width).
@@ -42,10 +41,9 @@ def language_model(
         depth: Number of blocks.
         tied: Whether the embedding is the head too.
         dtype: Compute dtype.
-        remat: What a block keeps for the backward pass, see `distributed.units.REMAT`.
+        remat: What a block keeps for its backward pass, see `distributed.units.REMAT`.
         unroll: Blocks in one turn of the loop over them.
-        logits_at_once: Logits that exist at a time on a device, at most, where the vocabulary can
-            be cut so small.
+        logits_at_once: Logits that exist at a time on a device, if the vocabulary can be cut so.
 
     Returns:
         A model for batches of `tokens` (B, S) int32; optionally `weights` (B, S), how much each

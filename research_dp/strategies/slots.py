@@ -184,4 +184,5 @@ def update_slices(
     del axes, reduction
     slices = buckets.shard_tree(params, layout)
     slices, opt_state = apply_optimizer(optimizer, grads, opt_state, slices)
-    return buckets.gather_tree(slices, layout, bucket_bytes=bucket_bytes), opt_state
+    whole = buckets.gather_tree(slices, layout, bucket_bytes=bucket_bytes, into=params)
+    return whole, opt_state
