@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import gin
 import jax
@@ -19,11 +19,13 @@ from research_dp.distributed.errors import (
     check_dtype,
     check_kind,
 )
+from research_dp.distributed.kinds import Dtype
 from research_dp.distributed.layout import Rule
 from research_dp.distributed.trainable import TrainableModel
 
 PyTree = Any
 Metrics = Mapping[str, jax.Array]
+When = Literal["step", "micro_batch"]
 
 
 class TrainState(NamedTuple):
@@ -188,10 +190,10 @@ def data_parallel(
     gather: Callable[..., PyTree] | None = None,
     sync: Callable[..., PyTree] | None = None,
     update: Callable[..., tuple[PyTree, PyTree]] | None = None,
-    gather_each: str = "micro_batch",
-    sync_each: str = "step",
+    gather_each: When = "micro_batch",
+    sync_each: When = "step",
     reduction: Reduction = PLAIN,
-    accumulation_dtype: Any = None,
+    accumulation_dtype: Dtype | None = None,
 ) -> Recipe:
     """Composes a strategy from an engine, a mesh and four functions.
 

@@ -9,6 +9,7 @@ import jax
 import optax
 
 from research_dp.distributed.errors import UsageError, check_count
+from research_dp.distributed.kinds import Fraction
 
 _OPTIMIZERS = (
     optax.adafactor,
@@ -32,7 +33,7 @@ for _function in (*_OPTIMIZERS, *_SCHEDULES):
 
 @gin.register(module="optim")
 def warmup_cosine(
-    peak_value: float, *, warmup_fraction: float = 0.05, end_fraction: float = 0.0
+    peak_value: float, *, warmup_fraction: Fraction = 0.05, end_fraction: Fraction = 0.0
 ) -> optax.Schedule:
     """A linear warm-up and a cosine decay over the whole run, whatever `train.num_steps` is.
 
