@@ -16,7 +16,7 @@ ALLOWED = {
     "data": {"data", "distributed"},
     "analysis": {"analysis", "strategies", "distributed"},
     "training": {"training", "strategies", "distributed"},
-    "config": {"config", "distributed", "strategies", "models", "data", "training"},
+    "config": {"config", "analysis", "distributed", "strategies", "models", "data", "training"},
 }
 CORE = {"jax", "flax", "optax", "gin", "numpy"}
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -22,13 +22,21 @@ class Options:
         workdir: Where results go.
         cpu_devices: Into how many devices this machine's CPU is split; None: as it is.
         dry_run: Check and show the configuration, train nothing.
+        imports: Modules that register functions of the user's own.
+        allow_unused: Whether a binding may be without effect.
+        list: Show what there is: '' for all, or a name; None: do not.
+        json: Show it as JSON.
     """
 
     gin_files: tuple[str, ...]
     bindings: tuple[str, ...]
     workdir: str | None
     cpu_devices: int | None
-    dry_run: bool
+    dry_run: bool = False
+    imports: tuple[str, ...] = ()
+    allow_unused: bool = False
+    list: str | None = None
+    json: bool = False
 
 
 def parse(argv: Sequence[str], description: str) -> Options:
@@ -49,10 +57,27 @@ def parse(argv: Sequence[str], description: str) -> Options:
     add("--workdir", metavar="DIR", help="where results go, and from where a run continues")
     add("--cpu_devices", type=_positive, metavar="N", help="split the CPU into N devices")
     add("--dry_run", action="store_true", help="check and show the configuration; train nothing")
+    add(
+        "--import",
+        dest="imports",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="a module of yours that registers functions with gin; repeatable",
+    )
+    add("--allow_unused", action="store_true", help="accept bindings without effect")
+    add(
+        "--list",
+        nargs="?",
+        const="",
+        metavar="NAME",
+        help="show all that gin files can name, or one of it; train nothing",
+    )
+    add("--json", action="store_true", help="with --list: as JSON")
     parsed = parser.parse_args(_expand_bindings(argv))
-    if not parsed.gin_file and not parsed.gin_bindings:
+    if parsed.list is None and not parsed.gin_file and not parsed.gin_bindings:
         parser.error("nothing to run: give --gin_file, e.g. --gin_file=gin/runs/digits.gin")
-    if not parsed.workdir and not parsed.dry_run:
+    if not parsed.workdir and not parsed.dry_run and parsed.list is None:
         parser.error("--workdir=DIR is required: results and checkpoints go there")
     return Options(
         tuple(parsed.gin_file),
@@ -60,6 +85,10 @@ def parse(argv: Sequence[str], description: str) -> Options:
         parsed.workdir,
         parsed.cpu_devices,
         parsed.dry_run,
+        tuple(parsed.imports),
+        parsed.allow_unused,
+        parsed.list,
+        parsed.json,
     )
 
 

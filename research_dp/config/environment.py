@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -56,6 +57,12 @@ def quieten_tensorflow() -> None:
     """Keeps TensorFlow, which only writes records here, from talking on standard error."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")  # announced in a line otherwise
+
+
+def reader_has_gone() -> int:
+    """Ends quietly when nobody reads standard output any more; returns the exit status."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 141  # that of a program ended by SIGPIPE
 
 
 def started() -> float:
