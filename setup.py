@@ -1,8 +1,10 @@
 """Package metadata. Tested versions are pinned in constraints.txt, which the README uses."""
 
+import shutil
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
 
 # Each dependency with its tested range and what it is there for.
 INSTALL_REQUIRES = [
@@ -36,6 +38,18 @@ EXTRAS = {
     "dev": ["ruff>=0.14", "mypy>=1.18", "pre-commit>=4"],  # linter and formatter, types, hooks
 }
 
+
+class BuildWithGinFiles(build_py):
+    """Puts the folder gin/ inside the package, so that a wheel has the shipped files."""
+
+    def run(self):
+        """Copies what is to be installed."""
+        super().run()
+        if not self.editable_mode:
+            to = Path(self.build_lib) / "research_dp" / "gin"
+            shutil.copytree("gin", to, dirs_exist_ok=True)
+
+
 setup(
     name="research_dp",
     version="0.1.0",
@@ -46,6 +60,7 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["research_dp", "research_dp.*"]),
     package_data={"research_dp": ["py.typed"]},
+    cmdclass={"build_py": BuildWithGinFiles},
     install_requires=INSTALL_REQUIRES,
     extras_require=EXTRAS,
     classifiers=[
