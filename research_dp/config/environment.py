@@ -20,7 +20,14 @@ def set_up_devices(cpu_devices: int | None) -> None:
     """
     if cpu_devices is None:
         return
-    jax.config.update("jax_num_cpu_devices", cpu_devices)
+    try:
+        jax.config.update("jax_num_cpu_devices", cpu_devices)
+    except RuntimeError as error:  # JAX is in use: in a notebook, or after another run
+        if len(jax.local_devices(backend="cpu")) != cpu_devices:
+            raise UsageError(
+                f"cpu_devices = {cpu_devices}, but JAX is in use already, with "
+                f"{len(jax.local_devices(backend='cpu'))} CPU devices. Start another process."
+            ) from error
     platform = jax.local_devices()[0].platform
     if platform != "cpu":
         raise UsageError(

@@ -107,7 +107,9 @@ def load(
     table = winners(right)
     lost = [item for binding in wrong for item in sources.references(binding.value)]
     reached = reach(table, ROOT, more=lost)
-    if whole and is_read:
+    if not whole:
+        found += unused.unbound(table, [*reached.unbound, *unused.macros_in(table)])
+    elif is_read:
         lacks_none = [where for binding in wrong if (where := key(binding))]
         found += unused.mistakes(right, table, reached, ROOT, lacks_none, allow_unused)
     if found:

@@ -14,6 +14,8 @@ from typing import Any
 
 import gin
 
+from research_dp.distributed.errors import UsageError
+
 _MUTABLE = ("_CONFIG", "_OPERATIVE_CONFIG", "_SINGLETONS")
 
 
@@ -61,6 +63,22 @@ def matching(selector: str) -> list[str]:
 def constants() -> list[str]:
     """Names that `%NAME` finds without a binding."""
     return [name for name, _ in gin.config._CONSTANTS.items()]
+
+
+def value_of(name: str) -> Any:
+    """What a parameter is bound to, references called.
+
+    Raises:
+        UsageError: It is bound nowhere.
+    """
+    try:
+        value = gin.query_parameter(name)
+    except ValueError as error:
+        raise UsageError(f"{name} is bound nowhere. Add the gin file that binds it.") from error
+    if isinstance(value, gin.config.ConfigurableReference):
+        function = value.scoped_configurable_fn
+        return function() if value.evaluate else function
+    return value
 
 
 def reset() -> None:

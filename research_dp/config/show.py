@@ -102,7 +102,7 @@ def mesh_line(strategy: Strategy) -> str:
 
 def state_table(strategy: Strategy) -> Table:
     """Bytes of parameters and state, in all and a device."""
-    table = _table("Bytes between steps", "what", "bytes in all:", "bytes a device:")
+    shown = table("Bytes between steps", "what", "bytes in all:", "bytes a device:")
     sums: collections.Counter[str] = collections.Counter()
     state = strategy.abstract_state
     for what in ("params", "model_state", "opt_state"):
@@ -110,9 +110,9 @@ def state_table(strategy: Strategy) -> Table:
         total = sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
         held = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
         sums.update(all=total, device=held)
-        table.add_row(what, f"{total:,}", f"{held:,}")
-    table.add_row("all", f"{sums['all']:,}", f"{sums['device']:,}")
-    return table
+        shown.add_row(what, f"{total:,}", f"{held:,}")
+    shown.add_row("all", f"{sums['all']:,}", f"{sums['device']:,}")
+    return shown
 
 
 def collectives_table(strategy: Strategy) -> Table:
@@ -126,21 +126,21 @@ def collectives_table(strategy: Strategy) -> Table:
     title = "Collectives a step"
     if not found and strategy.mesh.size > 1:
         title += ": left to the compiler"
-    table = _table(title, "kind", "over", "dtype", "times:", "bytes a device sends:")
+    shown = table(title, "kind", "over", "dtype", "times:", "bytes a device sends:")
     for (kind, axes, dtype), same in sorted(groups.items()):
         wire = sum(one.wire_bytes for one in same)
-        table.add_row(kind, axes, dtype, f"{sum(one.times for one in same)}", f"{wire:,.0f}")
+        shown.add_row(kind, axes, dtype, f"{sum(one.times for one in same)}", f"{wire:,.0f}")
     total = sum(one.wire_bytes for one in found)
-    table.add_row("all", "", "", str(sum(one.times for one in found)), f"{total:,.0f}")
-    return table
+    shown.add_row("all", "", "", str(sum(one.times for one in found)), f"{total:,.0f}")
+    return shown
 
 
-def _table(title: str, *columns: str) -> Table:
+def table(title: str, *columns: str) -> Table:
     """A table; columns whose name ends with a colon are of numbers."""
-    table = Table(title=title, box=box.SIMPLE, title_justify="left")
+    shown = Table(title=title, box=box.SIMPLE, title_justify="left")
     for column in columns:
-        table.add_column(column.rstrip(":"), justify="right" if column.endswith(":") else "left")
-    return table
+        shown.add_column(column.rstrip(":"), justify="right" if column.endswith(":") else "left")
+    return shown
 
 
 def print_list(name: str, imports: tuple[str, ...], *, as_json: bool) -> int:

@@ -30,7 +30,7 @@ def mistakes(
         lacks_none: Parameters that are bound, to something wrong.
         allow_unused: Whether something may be bound in vain.
     """
-    yield from _unbound(table, reached)
+    yield from unbound(table, reached.unbound)
     yield from _missing([*table, *lacks_none], reached)
     if not allow_unused:
         yield from _left_over(bindings, table, reached, root)
@@ -38,9 +38,20 @@ def mistakes(
         yield from _files_in_vain(table, reached)
 
 
-def _unbound(table: dict[Key, Binding], reached: Reached) -> Iterator[Mistake]:
+def macros_in(table: dict[Key, Binding]) -> Iterator[tuple[str, Binding]]:
+    """(macro, binding that uses it) of all bindings that win."""
+    for binding in table.values():
+        for item in references(binding.value):
+            if isinstance(item, Macro) and item.name not in gin_state.constants():
+                yield item.name, binding
+
+
+def unbound(table: dict[Key, Binding], uses: Iterable[tuple[str, Binding]]) -> Iterator[Mistake]:
+    """Macros that are used and bound nowhere."""
     macros = {scope for scope, name, _ in table if name == MACRO}
-    for name, binding in reached.unbound:
+    for name, binding in uses:
+        if name in macros:
+            continue
         hint = did_you_mean(name, macros)
         yield Mistake(
             binding.place,
