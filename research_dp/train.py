@@ -24,10 +24,12 @@ def main(argv: list[str]) -> int:
         environment.quieten_tensorflow()
         environment.set_up_processes()
         environment.set_up_devices(options.cpu_devices)
-        print(environment.set_up_compilation_cache(), flush=True)
+        cache = environment.set_up_compilation_cache()
         from research_dp.training.loop import train
 
         look = show.look(config) if options.dry_run else None
+        if look is None:
+            print(cache, flush=True)
         return train(workdir=options.workdir, look=look, started=environment.started())
     except (UsageError, TypeError, RuntimeError) as error:
         mistake = gin_config.as_mistake(error, config)

@@ -288,6 +288,10 @@ def test_slots_that_an_engine_does_not_have_are_refused():
             "sync and data_parallel.update do not fit",
         ),
         ("fsdp_keep", "data_parallel.sync_each = 'micro_batch'", "Use 'step' for both"),
+        ("ddp", "data_parallel.gather_each = 'step'", "calls no gather. Leave it at 'micro_batch'"),
+        ("zero1", "data_parallel.gather_each = 'step'", "calls no gather"),
+        ("pmap", "data_parallel.gather_each = 'step'", "calls no gather"),
+        ("spmd", "data_parallel.sync_each = 'micro_batch'", "calls no sync. Leave it at 'step'"),
     ],
 )
 def test_slots_that_do_not_fit_each_other_are_refused(stem, binding, told):

@@ -169,6 +169,19 @@ class Recipe:
                 binding="data_parallel.sync",
             )
 
+    def refuse_idle(self, *, gathers: bool, syncs: bool) -> None:
+        """Raises UsageError if it is bound when something happens that never does."""
+        for name, value, default, happens in (
+            ("gather", self.gather_each, "micro_batch", gathers),
+            ("sync", self.sync_each, "step", syncs),
+        ):
+            if value != default and not happens:
+                raise UsageError(
+                    f"data_parallel.{name}_each = {value!r} has no effect: this strategy calls no "
+                    f"{name}. Leave it at {default!r}.",
+                    binding=f"data_parallel.{name}_each",
+                )
+
     def refuse_slots(self, names: tuple[str, ...], why: str) -> None:
         """Raises UsageError if one of these slots is filled."""
         for name in names:
