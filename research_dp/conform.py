@@ -18,7 +18,7 @@ def main(argv: list[str]) -> int:
     config = None
     try:
         bindings = ["largest_dim.min_weight_size = 64", *options.bindings]
-        config = gin_config.load(options.gin_files, bindings, imports=options.imports, whole=False)
+        config = gin_config.load(options.gin_files, bindings, imports=options.imports)
         environment.set_up_devices(options.cpu_devices)
         environment.set_up_compilation_cache()
         from research_dp.conformance import suite

@@ -20,6 +20,7 @@ def main(argv: list[str]) -> int:
             options.bindings,
             imports=options.imports,
             allow_unused=options.allow_unused,
+            whole=True,
         )
         environment.quieten_tensorflow()
         environment.set_up_processes()

@@ -3,6 +3,7 @@
 And what must not be refused: the shipped files, in any sensible combination.
 """
 
+import functools
 import time
 
 import jax
@@ -12,6 +13,7 @@ from conftest import ROOT, stems
 from research_dp import train
 from research_dp.config import gin_config
 
+load = functools.partial(gin_config.load, whole=True)
 DIGITS = "--gin_file=gin/runs/digits.gin"
 
 
@@ -167,7 +169,7 @@ def test_leftovers_of_another_strategy_are_refused(refused):
 
 
 def test_what_is_allowed_is_bound(tmp_path):
-    config = gin_config.load(["gin/runs/digits.gin"], ["mlp.widths = (32,)"], allow_unused=True)
+    config = load(["gin/runs/digits.gin"], ["mlp.widths = (32,)"], allow_unused=True)
     assert [str(binding) for binding in config.unused] == ["mlp.widths = (32,)"]
 
 
@@ -182,23 +184,23 @@ def test_shipped_files_have_no_mistakes_in_any_combination(stem):
         if "NUM_CLASSES" in model.read_text():
             for data in images:
                 chosen = [f"gin/strategies/{stem}.gin", str(model), str(data)]
-                gin_config.load([*chosen, "gin/runs/digits.gin"])
+                load([*chosen, "gin/runs/digits.gin"])
     for optimizer in files("optim"):
         chosen = [f"gin/strategies/{stem}.gin", str(optimizer), "gin/options/tf_data.gin"]
-        gin_config.load(["gin/runs/digits.gin", *chosen])
+        load(["gin/runs/digits.gin", *chosen])
 
 
 @pytest.mark.parametrize("stem", [s for s in stems() if s not in ("single", "spmd", "spmd_fsdp")])
 def test_precision_files_go_with_every_strategy_that_has_such_collectives(stem):
     for precision in sorted((ROOT / "gin" / "precision").glob("*.gin")):
-        gin_config.load(["gin/runs/digits.gin", f"gin/strategies/{stem}.gin", str(precision)])
+        load(["gin/runs/digits.gin", f"gin/strategies/{stem}.gin", str(precision)])
 
 
 def test_what_is_called_is_what_the_checks_say(command, tmp_path):
     """The operative configuration, which gin writes as functions are called, has no more."""
     flags = ["--gin.train.num_steps=1", "--cpu_devices=2", f"--workdir={tmp_path}"]
     assert command(DIGITS, *flags).returncode == 0
-    again = gin_config.load([str(tmp_path / "operative_config.gin")])
-    first = gin_config.load(["gin/runs/digits.gin"])
+    again = load([str(tmp_path / "operative_config.gin")])
+    first = load(["gin/runs/digits.gin"])
     assert set(again.functions) <= set(first.functions)
     assert not again.unused

@@ -26,7 +26,8 @@ class Mistakes(UsageError):
     """
 
     def __init__(self, mistakes: Sequence[Mistake]):
-        super().__init__("\n".join(map(str, mistakes)))
+        blamed = mistakes[0].binding if len(mistakes) == 1 else None
+        super().__init__("\n".join(map(str, mistakes)), binding=blamed)
         self.mistakes = tuple(mistakes)
 
 
@@ -76,7 +77,7 @@ def load(
     *,
     imports: Sequence[str] = (),
     allow_unused: bool = False,
-    whole: bool = True,
+    whole: bool = False,
 ) -> Config:
     """Replaces what is bound by files, then bindings, and locks the configuration.
 
@@ -85,7 +86,8 @@ def load(
         bindings: Text such as 'train.num_steps = 20'.
         imports: Modules that register functions.
         allow_unused: Whether a binding may be without effect.
-        whole: Whether this is to be a run: nothing is missing, and nothing is there in vain.
+        whole: Whether this is to be a run, where nothing is missing and nothing there in vain; or
+            a part of one.
 
     Raises:
         Mistakes: Something is wrong; all that is, is told.

@@ -81,7 +81,8 @@ def _of_type(binding: Binding, macros: dict[str, Binding]) -> Iterator[Mistake]:
     problem = complaint(value, annotation(entry.function, binding.parameter))
     if problem:
         told = f"{binding.name} = {value!r}: {problem}"
-        yield Mistake(binding.place, told + ("" if told.endswith("?") else ".") + via)
+        end = "" if told.endswith("?") else "."
+        yield Mistake(binding.place, told + end + via, binding.name)
 
 
 def repeated(bindings: Iterable[Binding]) -> Iterator[Mistake]:

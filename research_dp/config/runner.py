@@ -56,7 +56,9 @@ def run(
     with gin_state.kept():
         config = None
         try:
-            config = gin_config.load(files, texts, imports=imports, allow_unused=allow_unused)
+            config = gin_config.load(
+                files, texts, imports=imports, allow_unused=allow_unused, whole=True
+            )
             environment.quieten_tensorflow()
             environment.set_up_devices(cpu_devices)
             environment.set_up_compilation_cache()

@@ -102,10 +102,12 @@ class Mistake:
     Attributes:
         place: E.g. 'gin/runs/digits.gin:12'; '' if there is none.
         message: What is wrong, what was expected, the nearest right name.
+        binding: The parameter to blame, if it is one.
     """
 
     place: str
     message: str
+    binding: str | None = None
 
     def __str__(self) -> str:
         return f"{self.place}: {self.message}" if self.place else self.message

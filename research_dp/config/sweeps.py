@@ -146,7 +146,11 @@ def _check(member: Member, options: command_line.Options) -> None:
     try:
         with gin_state.kept():
             gin_config.load(
-                files, bindings, imports=options.imports, allow_unused=options.allow_unused
+                files,
+                bindings,
+                imports=options.imports,
+                allow_unused=options.allow_unused,
+                whole=True,
             )
     except UsageError as error:
         member.status = "refused"
