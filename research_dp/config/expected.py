@@ -88,7 +88,7 @@ def makers(expected: Any) -> list[str]:
     for part in members(expected):
         called = typing.get_origin(part) is collections.abc.Callable
         given = (typing.get_args(part) or [None])[-1] if called else part
-        if not inspect.isclass(given) or given.__module__ == "builtins":
+        if not inspect.isclass(given) or given.__module__ in ("builtins", "typing"):
             continue
         for entry in gin_state.configurables().values():
             if annotation(entry.function, "return") is given:
@@ -152,6 +152,8 @@ def _is_type(value: Any, part: Any) -> bool:
         )
     except typeguard.TypeCheckError:
         return False
+    except TypeError:  # an annotation that cannot be asked: it accepts all
+        return True
     return True
 
 

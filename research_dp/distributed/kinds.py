@@ -7,9 +7,17 @@ check themselves with `errors.check_count` and the like, which ask here too.
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 import jax.numpy as jnp
+
+
+class Limit(Protocol):
+    """What values of a type are accepted; `str` says it in words that can follow 'give'."""
+
+    def accepts(self, value: Any) -> bool:
+        """Whether a value, of any type, is one of them."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
