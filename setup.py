@@ -34,7 +34,8 @@ INSTALL_REQUIRES = [
 EXTRAS = {
     "cuda": ["jax[cuda13]"],  # NVIDIA GPUs
     "tpu": ["jax[tpu]"],  # Cloud TPUs
-    "test": ["pytest>=8", "hypothesis>=6.100"],  # the test suite; property tests
+    # The test suite; property tests; what builds the wheel that a test installs.
+    "test": ["pytest>=8", "hypothesis>=6.100", "setuptools>=65", "wheel>=0.43"],
     "dev": ["ruff>=0.14", "mypy>=1.18", "pre-commit>=4"],  # linter and formatter, types, hooks
 }
 
