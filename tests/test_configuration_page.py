@@ -7,21 +7,15 @@ import shlex
 import pytest
 from conftest import ROOT
 
-from research_dp import conform, train
-from research_dp.config import environment
-
 PAGE = ROOT / "docs" / "configuration.md"
-MAINS = {"research_dp.train": train.main, "research_dp.conform": conform.main}
 BLOCK = re.compile(r"```console\n\$ python -m (\S+) (.*)\n((?:.*\n)*?)```\n")
 
 
 @pytest.mark.parametrize("number", range(len(BLOCK.findall(PAGE.read_text()))))
-def test_outputs_are_real(number, capsys, monkeypatch):
-    monkeypatch.setattr(environment, "set_up_compilation_cache", lambda: "")
+def test_outputs_are_real(number, command):
     module, flags, shown = BLOCK.findall(PAGE.read_text())[number]
-    MAINS[module](shlex.split(flags))
-    told = capsys.readouterr()
-    real = "".join(f"{line.rstrip()}\n" for line in (told.err + told.out).splitlines())
+    done = command(*shlex.split(flags), module=module)
+    real = "".join(f"{line.rstrip()}\n" for line in (done.stderr + done.stdout).splitlines())
     real = re.sub(r"[\d.]+e-\d\d apart", "0.0e+00 apart", real)  # differs between machines
     if os.environ.get("UPDATE_GOLDEN"):
         text = PAGE.read_text()

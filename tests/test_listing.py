@@ -22,7 +22,7 @@ def listed(capsys):
 
 def test_all_is_listed_in_groups_a_line_each(listed):
     blocks = {block.splitlines()[0]: block for block in listed().split("\n\n")}
-    assert list(blocks) == [*listing._GROUPS]
+    assert list(blocks)[: len(listing._GROUPS)] == [*listing._GROUPS]
     for stem in stems():
         assert f"\n  gin/strategies/{stem}.gin " in blocks["strategies"]
     for group, name in {

@@ -66,6 +66,7 @@ def reset() -> None:
 def register_all() -> None:
     """Imports what this package has, so that a binding may name any of it."""
     import research_dp.data
+    import research_dp.distributed.nnx_data_parallel
     import research_dp.models
     import research_dp.strategies
     import research_dp.training.loop  # noqa: F401

@@ -63,7 +63,7 @@ def everything(imports: Sequence[str] = ()) -> list[dict[str, Any]]:
         folder = file.split("/")[1]
         group = next((g for g, (folders, *_) in _GROUPS.items() if folder in folders), folder)
         groups.setdefault(group, []).append(_file_entry(file))
-    for entry in gin_state.configurables().values():
+    for entry in sorted(gin_state.configurables().values(), key=_place):
         groups.setdefault(_group(entry), []).append(_function_entry(entry))
     return [{"group": name, "entries": entries} for name, entries in groups.items() if entries]
 
@@ -147,6 +147,15 @@ def _type_text(written: Any) -> str:
     text = written if isinstance(written, str) else inspect.formatannotation(written)
     text = text.replace(inspect.formatannotation(jax.typing.ArrayLike), "ArrayLike")
     return re.sub(r"\b(?:[a-z_0-9]+\.)+(?=[A-Za-z])", "", text)
+
+
+def _place(entry: gin_state.Configurable) -> tuple[str, int]:
+    """Module and line, which do not depend on what was imported first."""
+    code = inspect.unwrap(entry.function)
+    try:
+        return code.__module__, inspect.getsourcelines(code)[1]
+    except (OSError, TypeError):
+        return code.__module__, 0
 
 
 def _file_of(code: Any) -> str:

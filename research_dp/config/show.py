@@ -115,7 +115,7 @@ def state_table(strategy: Strategy) -> Table:
     return shown
 
 
-def collectives_table(strategy: Strategy) -> Table:
+def collectives_table(strategy: Strategy) -> Table | str:
     """Collectives of the traced step, and the bytes that a device sends over a ring."""
     found = traffic.collectives(
         strategy.train_step, strategy.abstract_state, strategy.abstract_batch
@@ -125,7 +125,7 @@ def collectives_table(strategy: Strategy) -> Table:
         groups.setdefault((one.kind, ", ".join(one.axes), one.dtype), []).append(one)
     title = "Collectives a step"
     if not found and strategy.mesh.size > 1:
-        title += ": left to the compiler"
+        return f"{title}: none are written out; the compiler inserts them"
     shown = table(title, "kind", "over", "dtype", "times:", "bytes a device sends:")
     for (kind, axes, dtype), same in sorted(groups.items()):
         wire = sum(one.wire_bytes for one in same)
