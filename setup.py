@@ -1,8 +1,10 @@
 """Package metadata. Tested versions are pinned in constraints.txt, which the README uses."""
 
+import shutil
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
 
 # Each dependency with its tested range and what it is there for.
 INSTALL_REQUIRES = [
@@ -10,6 +12,7 @@ INSTALL_REQUIRES = [
     "flax>=0.12.8,<0.13",  # models: Linen and NNX
     "optax>=0.2.8,<0.3",  # optimizers and schedules
     "gin-config>=0.5.0,<0.6",  # the configuration
+    "typeguard>=4.5,<5",  # whether what gin files bind is what annotations say
     "numpy>=2.0,<3",  # host arrays
     "tensorflow-datasets>=4.9.10,<5",  # data sets
     "array_record>=0.8.3,<1",  # TFDS's random-access file format
@@ -39,9 +42,22 @@ EXTRAS = {
         "nvidia-cudnn-cu13>=9.10,<10",  # plans flash attention; without it only plain attention
     ],
     "plan-tpu": ["libtpu>=0.0.51,<0.1"],  # XLA's compiler for TPUs
-    "test": ["pytest>=8", "hypothesis>=6.100"],  # the test suite; property tests
+    # The test suite; property tests; what builds the wheel that a test installs.
+    "test": ["pytest>=8", "hypothesis>=6.100", "setuptools>=65", "wheel>=0.43"],
     "dev": ["ruff>=0.14", "mypy>=1.18", "pre-commit>=4"],  # linter and formatter, types, hooks
 }
+
+
+class BuildWithGinFiles(build_py):
+    """Puts the folder gin/ inside the package, so that a wheel has the shipped files."""
+
+    def run(self):
+        """Copies what is to be installed."""
+        super().run()
+        if not self.editable_mode:
+            to = Path(self.build_lib) / "research_dp" / "gin"
+            shutil.copytree("gin", to, dirs_exist_ok=True)
+
 
 setup(
     name="research_dp",
@@ -53,6 +69,7 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["research_dp", "research_dp.*"]),
     package_data={"research_dp": ["py.typed", "analysis/hardware.toml"]},
+    cmdclass={"build_py": BuildWithGinFiles},
     install_requires=INSTALL_REQUIRES,
     extras_require=EXTRAS,
     classifiers=[

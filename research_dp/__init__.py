@@ -71,6 +71,7 @@ from research_dp.strategies import (
 )
 
 if TYPE_CHECKING:
+    from research_dp.config.runner import run
     from research_dp.distributed.nnx import nnx_functions, shard_nnx_module_params
     from research_dp.distributed.nnx_data_parallel import (
         DataParallel,
@@ -78,8 +79,9 @@ if TYPE_CHECKING:
         spmd_train_step,
     )
 
-# Imported when they are used: Flax NNX takes long to import.
+# Imported when they are used: Flax NNX takes long to import, and so does what a run needs.
 _LATE = {
+    "run": "research_dp.config.runner",
     "DataParallel": "research_dp.distributed.nnx_data_parallel",
     "nnx_functions": "research_dp.distributed.nnx",
     "place_nnx_state_on_shards": "research_dp.distributed.nnx_data_parallel",
@@ -137,6 +139,7 @@ __all__ = [
     "pmapped",
     "reduce_gradient_tree",
     "reduce_gradients_across_devices",
+    "run",
     "scatter_gradients",
     "scatter_mean",
     "scatter_mean_tree",

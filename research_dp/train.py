@@ -7,36 +7,39 @@ import sys
 
 def main(argv: list[str]) -> int:
     """Runs the command; returns its exit status."""
-    from research_dp.config import command_line, environment, gin_config
+    from research_dp.config import command_line, environment, gin_config, show
     from research_dp.distributed.errors import UsageError
 
     options = command_line.parse(argv, __doc__ or "")
+    config = None
     try:
-        gin_config.load(options.gin_files, options.bindings)
+        if options.list is not None:
+            return show.print_list(options.list, options.imports, as_json=options.json)
+        config = gin_config.load(
+            options.gin_files,
+            options.bindings,
+            imports=options.imports,
+            allow_unused=options.allow_unused,
+            whole=True,
+        )
         environment.quieten_tensorflow()
         environment.set_up_processes()
         environment.set_up_devices(options.cpu_devices)
-        print(environment.set_up_compilation_cache(), flush=True)
+        cache = environment.set_up_compilation_cache()
         from research_dp.training.loop import train
 
-        started = environment.started()
-        return train(workdir=options.workdir, dry_run=options.dry_run, started=started)
+        look = show.look(config) if options.dry_run else None
+        if look is None:
+            print(cache, flush=True)
+        return train(workdir=options.workdir, look=look, started=environment.started())
     except (UsageError, TypeError, RuntimeError) as error:
-        mistake = error if isinstance(error, UsageError) else gin_config.missing_binding(error)
+        mistake = gin_config.as_mistake(error, config)
         if mistake is None:
             raise
-        print(_told(mistake, options), file=sys.stderr)
+        print(mistake, file=sys.stderr)
         return 2
-
-
-def _told(error: Exception, options) -> str:
-    """One or two lines: what is wrong, and where it was bound."""
-    from research_dp.config.gin_config import origin
-
-    message = str(error).split("\n  In call")[0]
-    binding = getattr(error, "binding", None)
-    place = binding and origin(binding, options.gin_files, options.bindings)
-    return f"error: {message}" + (f"\n  bound in {place}" if place else "")
+    except BrokenPipeError:  # `--list | head`
+        return environment.reader_has_gone()
 
 
 if __name__ == "__main__":

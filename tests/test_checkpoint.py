@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from test_strategies import build, one_matrix, run_steps, small
+from test_strategies import build, one_matrix, run_steps, small_model
 
 from research_dp.config import gin_config
 from research_dp.distributed.placement import fingerprint
@@ -14,7 +14,7 @@ PAIRS = [("fsdp", "ddp"), ("ddp", "hsdp"), ("zero1", "spmd_fsdp"), ("pmap", "fsd
 
 @pytest.mark.parametrize(("first", "second"), PAIRS)
 def test_state_is_the_same_bits_under_another_strategy(first, second, tmp_path):
-    strategy = build(first, small("linen"))
+    strategy = build(first, small_model("linen"))
     state = run_steps(strategy, 2)
     saved = jax.device_get(state)
     checkpoints = Checkpoints(tmp_path / "checkpoints")
@@ -23,7 +23,7 @@ def test_state_is_the_same_bits_under_another_strategy(first, second, tmp_path):
     checkpoints.close()
 
     gin_config.reset()
-    other = build(second, small("linen"))
+    other = build(second, small_model("linen"))
     again = Checkpoints(tmp_path / "checkpoints")
     restored, progress_too = again.restore(other.abstract_state)
     again.close()

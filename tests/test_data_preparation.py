@@ -190,7 +190,7 @@ def test_what_is_wrong_without_the_data_is_told_without_it(tmp_path, binding, me
     ("binding", "message"),
     [
         ("tfds_data.train_split = 'training'", r"digits has splits \['test', 'train'\]"),
-        ("tfds_data.eval_split = 3", r"digits has splits \['test', 'train'\]"),
+        ("tfds_data.eval_split = '3'", r"digits has splits \['test', 'train'\]"),
         ("tfds_data.eval_split = 'test[:0]'", r"'test\[:0\]' has no examples"),
     ],
 )

@@ -13,29 +13,14 @@ from conftest import ROOT, stems
 
 from research_dp.analysis.traffic import collectives
 from research_dp.config import gin_config
+from research_dp.conformance import suite
+from research_dp.conformance.suite import APIS, EXAMPLE, STEPS, batches, small_model, trace
 from research_dp.distributed.errors import UsageError
-from research_dp.distributed.placement import fingerprint
 from research_dp.distributed.trainable import LossOutput, TrainableModel
 from research_dp.models import convnet, mlp, resnet
 from research_dp.strategies import TrainSpec, keys
 
-BATCH, STEPS = 32, 4
-EXAMPLE = {
-    "image": jax.ShapeDtypeStruct((4, 4, 1), np.float32),
-    "label": jax.ShapeDtypeStruct((), np.int32),
-}
-
-
-@functools.cache
-def batches():
-    rng = np.random.default_rng(0)
-    return [
-        {
-            "image": rng.normal(size=(BATCH, 4, 4, 1)).astype(np.float32),
-            "label": rng.integers(0, 10, BATCH).astype(np.int32),
-        }
-        for _ in range(STEPS)
-    ]
+BATCH = 32
 
 
 def recipe(stem, *bindings):
@@ -61,20 +46,7 @@ def build(stem, model, *, bindings=(), accumulation=1, clip=None, optimizer=None
 
 
 def run(strategy, steps=STEPS, change=lambda batch: batch):
-    """(initial fingerprint, losses, gradient norms, parameters, eval metrics)."""
-    state = strategy.init(jax.random.key(0))
-    born = fingerprint(state.params)
-    losses, norms = [], []
-    for batch in batches()[:steps]:
-        local = {name: x[strategy.train_rows] for name, x in change(batch).items()}
-        state, metrics = strategy.train_step(state, strategy.place_batch(local))
-        losses.append(float(metrics["loss"][0] / metrics["loss"][1]))
-        norms.append(float(metrics["grad_norm"][0]))
-    part = {name: x[: strategy.eval_batch_size] for name, x in batches()[0].items()}
-    mask = (np.arange(strategy.eval_batch_size) < 5).astype(np.float32)
-    examples = strategy.place_eval_batch({**part, "mask": mask})
-    metrics = jax.device_get(strategy.eval_step(state, examples))
-    return born, losses, norms, jax.device_get(state.params), metrics
+    return trace(strategy, batches()[:steps], change)
 
 
 def run_steps(strategy, steps):
@@ -86,29 +58,13 @@ def run_steps(strategy, steps):
     return state
 
 
-def small(api):
-    return mlp(api=api, widths=(32, 16), num_classes=10, dropout_rate=0.3)
-
-
-@functools.cache
-def oracle(api):
-    gin_config.reset()
-    return run(build("single", small(api), accumulation=2, clip=0.5))
-
-
-@pytest.mark.parametrize("api", ["linen", "nnx"])
+@pytest.mark.parametrize("api", APIS)
 @pytest.mark.parametrize("stem", [s for s in stems() if s != "single"])
 def test_follows_single_with_dropout_clipping_and_accumulation(stem, api):
-    expected = oracle(api)
-    gin_config.reset()
-    born, losses, norms, params, metrics = run(build(stem, small(api), accumulation=2, clip=0.5))
-    assert born == expected[0], "initial parameters are not the same bits"
-    np.testing.assert_allclose(losses, expected[1], atol=2e-6)
-    np.testing.assert_allclose(norms, expected[2], rtol=1e-5)
-    assert max(expected[2]) > 0.5, "nothing was clipped"
-    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-5), params, expected[3])
-    assert metrics["loss"][1] == 5.0
-    np.testing.assert_allclose(metrics["loss"], expected[4]["loss"], rtol=1e-4)
+    found = list(suite.checks(recipe_of(stem), api))
+    assert len(found) == 6
+    assert not [check for check in found if not check.right]
+    assert max(suite.oracle(api).norms) > suite.MAX_NORM, "nothing was clipped"
 
 
 @pytest.mark.parametrize("stem", ["ddp", "fsdp", "spmd_fsdp"])
@@ -148,7 +104,7 @@ def test_masked_examples_do_not_count_wherever_they_lie():
 
 
 def test_fsdp_holds_an_eighth_of_what_is_sharded():
-    strategy = build("fsdp", small("linen"))
+    strategy = build("fsdp", small_model("linen"))
     state = strategy.init(jax.random.key(0))
     device = jax.devices()[0]
 
@@ -228,7 +184,7 @@ def test_a_seed_changes_dropout():
     losses = []
     for seed in (3, 4):
         gin_config.reset()
-        strategy = build("ddp", small("linen"), seed=seed)
+        strategy = build("ddp", small_model("linen"), seed=seed)
         losses.append(run(strategy, steps=1)[1])
     assert losses[0] != losses[1]
 
@@ -275,23 +231,23 @@ def one_matrix(dtype=jnp.float32):
 
 def test_optimizers_that_need_whole_parameters_are_refused_on_shards():
     with pytest.raises(UsageError, match="mixes elements of a parameter"):
-        build("fsdp", small("linen"), optimizer=optax.lamb(1e-3))
+        build("fsdp", small_model("linen"), optimizer=optax.lamb(1e-3))
     gin_config.reset()
     with pytest.raises(UsageError, match=r"train\.max_grad_norm"):
         build(
             "zero1",
-            small("linen"),
+            small_model("linen"),
             optimizer=optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)),
         )
     gin_config.reset()
     with pytest.raises(UsageError, match="random_bits"):
         build(
             "fsdp",
-            small("linen"),
+            small_model("linen"),
             optimizer=optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(0)), optax.sgd(1e-3)),
         )
     gin_config.reset()
-    build("ddp", small("linen"), optimizer=optax.lamb(1e-3))
+    build("ddp", small_model("linen"), optimizer=optax.lamb(1e-3))
 
 
 @pytest.mark.parametrize("stem", ["zero1", "fsdp", "spmd_fsdp"])
@@ -307,13 +263,13 @@ def test_state_of_optimizers_for_some_parameters_each_is_sharded(stem):
 
 def test_slots_that_an_engine_does_not_have_are_refused():
     with pytest.raises(UsageError, match=r"data_parallel\.gather = gather_shards"):
-        build("spmd", small("linen"), bindings=["data_parallel.gather = @gather_shards"])
+        build("spmd", small_model("linen"), bindings=["data_parallel.gather = @gather_shards"])
     gin_config.reset()
     with pytest.raises(UsageError, match="engine 'pmapped' has one axis"):
-        build("pmap", small("linen"), bindings=["make_mesh.axes = {'fsdp': -1}"])
+        build("pmap", small_model("linen"), bindings=["make_mesh.axes = {'fsdp': -1}"])
     gin_config.reset()
     with pytest.raises(UsageError, match="use 'step' or 'micro_batch'"):
-        build("ddp", small("linen"), bindings=["data_parallel.sync_each = 'epoch'"])
+        build("ddp", small_model("linen"), bindings=["data_parallel.sync_each = 'epoch'"])
 
 
 @pytest.mark.parametrize(
@@ -332,16 +288,20 @@ def test_slots_that_an_engine_does_not_have_are_refused():
             "sync and data_parallel.update do not fit",
         ),
         ("fsdp_keep", "data_parallel.sync_each = 'micro_batch'", "Use 'step' for both"),
+        ("ddp", "data_parallel.gather_each = 'step'", "calls no gather. Leave it at 'micro_batch'"),
+        ("zero1", "data_parallel.gather_each = 'step'", "calls no gather"),
+        ("pmap", "data_parallel.gather_each = 'step'", "calls no gather"),
+        ("spmd", "data_parallel.sync_each = 'micro_batch'", "calls no sync. Leave it at 'step'"),
     ],
 )
 def test_slots_that_do_not_fit_each_other_are_refused(stem, binding, told):
     with pytest.raises(UsageError, match=re.escape(told)):
-        build(stem, small("linen"), bindings=[binding])
+        build(stem, small_model("linen"), bindings=[binding])
 
 
 def test_a_batch_that_does_not_divide_is_refused_with_the_equation():
     spec = TrainSpec(
-        model=small("linen"),
+        model=small_model("linen"),
         optimizer=optax.sgd(0.1),
         example=EXAMPLE,
         batch_size=100,

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import re
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 _BARE_WORD = re.compile(r"^([A-Za-z_]|~|\.{0,2}/)[\w./+~-]*$")
 _LITERALS = {"None", "True", "False"}
@@ -22,45 +22,155 @@ class Options:
         workdir: Where results go.
         cpu_devices: Into how many devices this machine's CPU is split; None: as it is.
         dry_run: Check and show the configuration, train nothing.
+        imports: Modules that register functions of the user's own.
+        allow_unused: Whether a binding may be without effect.
+        list: Show what there is: '' for all, or a name; None: do not.
+        json: Show it as JSON.
     """
 
     gin_files: tuple[str, ...]
     bindings: tuple[str, ...]
-    workdir: str | None
-    cpu_devices: int | None
-    dry_run: bool
+    workdir: str | None = None
+    cpu_devices: int | None = None
+    dry_run: bool = False
+    imports: tuple[str, ...] = ()
+    allow_unused: bool = False
+    list: str | None = None
+    json: bool = False
 
 
 def parse(argv: Sequence[str], description: str) -> Options:
-    """Parses flags; exits with status 2 and a line of explanation if they are wrong."""
-    parser = _Parser(
-        prog="python -m research_dp.train", description=description, allow_abbrev=False
-    )
+    """Parses the flags of `train`; exits with status 2 and a line of explanation if wrong."""
+    parser = _parser("research_dp.train", description)
     add = parser.add_argument
-    add("--gin_file", action="append", default=[], metavar="F", help="later files win; repeatable")
+    add("--dry_run", action="store_true", help="check and show the configuration; train nothing")
+    add(
+        "--list",
+        nargs="?",
+        const="",
+        metavar="NAME",
+        help="show all that gin files can name, or one of it; train nothing",
+    )
+    add("--json", action="store_true", help="with --list: as JSON")
+    parsed = parser.parse_args(_expand_bindings(argv))
+    if parsed.list is None:
+        _require_run(parser, parsed)
+    return _options(parsed)
+
+
+def parse_sweep(argv: Sequence[str], description: str) -> tuple[Options, list[tuple[str, str]]]:
+    """Parses the flags of `sweep`.
+
+    Returns:
+        The options, and what is varied, in order: (name of a parameter, its values), or
+        ('', names of files).
+    """
+    parser = _parser("research_dp.sweep", description)
+    add = parser.add_argument
+    add("--dry_run", action="store_true", help="check and show all runs; train nothing")
+    add(
+        "--vary_file",
+        action="append",
+        metavar="F,G,...",
+        help="files of which each run adds one; nothing before or after a comma: none; repeatable",
+    )
+    add("--vary.NAME", metavar="V,W,...", help="values of a parameter: --vary.train.seed=0,1,2")
+    words, varied = _take_varied(_expand_bindings(argv))
+    parsed = parser.parse_args(words)
+    _require_run(parser, parsed)
+    return _options(parsed), varied
+
+
+def parse_conform(argv: Sequence[str], description: str) -> Options:
+    """Parses the flags of `conform`."""
+    parser = _parser("research_dp.conform", description)
+    parsed = parser.parse_args(_expand_bindings(argv))
+    if not parsed.gin_files and not parsed.bindings:
+        parser.error("nothing to check: give --gin_file, e.g. --gin_file=strategies/fsdp.gin")
+    return _options(parsed)
+
+
+def elements(text: str) -> list[str]:
+    """The values in 'V,W,...' or '[V, W]', each as it stands in a gin file."""
+    inside = text[1:-1] if text[:1] == "[" and text[-1:] == "]" else text
+    parts, depth, start = [], 0, 0
+    for place, letter in enumerate(inside):
+        depth += (letter in "([{") - (letter in ")]}")
+        if letter == "," and depth == 0:
+            parts.append(inside[start:place])
+            start = place + 1
+    return [_as_gin(part.strip()) for part in [*parts, inside[start:]]]
+
+
+def _parser(module: str, description: str) -> _Parser:
+    """The flags that all commands have which run gin files."""
+    parser = _Parser(prog=f"python -m {module}", description=description, allow_abbrev=False)
+    add = parser.add_argument
+    add(
+        "--gin_file",
+        dest="gin_files",
+        action="append",
+        default=[],
+        metavar="F",
+        help="later files win; repeatable; shipped ones are found as runs/digits.gin",
+    )
     add(
         "--gin_bindings",
+        dest="bindings",
         action="append",
         default=[],
         metavar="'NAME = VALUE'",
         help="a binding that wins over files; repeatable",
     )
-    add("--gin.NAME", metavar="VALUE", help="the same, shorter: --gin.train.num_steps=20")
+    add(
+        "--gin.NAME",
+        dest="_",
+        metavar="VALUE",
+        help="the same, shorter: --gin.train.num_steps=20; a bare word is a string",
+    )
     add("--workdir", metavar="DIR", help="where results go, and from where a run continues")
     add("--cpu_devices", type=_positive, metavar="N", help="split the CPU into N devices")
-    add("--dry_run", action="store_true", help="check and show the configuration; train nothing")
-    parsed = parser.parse_args(_expand_bindings(argv))
-    if not parsed.gin_file and not parsed.gin_bindings:
+    add(
+        "--import",
+        dest="imports",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="a module of yours that registers functions with gin; repeatable",
+    )
+    add("--allow_unused", action="store_true", help="accept bindings without effect")
+    return parser
+
+
+def _require_run(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> None:
+    if not parsed.gin_files and not parsed.bindings:
         parser.error("nothing to run: give --gin_file, e.g. --gin_file=gin/runs/digits.gin")
     if not parsed.workdir and not parsed.dry_run:
         parser.error("--workdir=DIR is required: results and checkpoints go there")
-    return Options(
-        tuple(parsed.gin_file),
-        tuple(parsed.gin_bindings),
-        parsed.workdir,
-        parsed.cpu_devices,
-        parsed.dry_run,
-    )
+
+
+def _options(parsed: argparse.Namespace) -> Options:
+    known = {field.name for field in dataclasses.fields(Options)}
+    values: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in vars(parsed).items()
+        if name in known
+    }
+    return Options(**values)
+
+
+def _take_varied(words: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
+    """(the other words, what is varied), in the order given."""
+    others, varied = [], []
+    for word in words:
+        name, _, text = word.partition("=")
+        if name.startswith("--vary.") and name != "--vary.NAME":
+            varied.append((name.removeprefix("--vary."), text))
+        elif name == "--vary_file":
+            varied.append(("", text))
+        else:
+            others.append(word)
+    return others, varied
 
 
 def _expand_bindings(argv: Sequence[str]) -> list[str]:

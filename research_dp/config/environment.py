@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -19,7 +20,14 @@ def set_up_devices(cpu_devices: int | None) -> None:
     """
     if cpu_devices is None:
         return
-    jax.config.update("jax_num_cpu_devices", cpu_devices)
+    try:
+        jax.config.update("jax_num_cpu_devices", cpu_devices)
+    except RuntimeError as error:  # JAX is in use: in a notebook, or after another run
+        if len(jax.local_devices(backend="cpu")) != cpu_devices:
+            raise UsageError(
+                f"cpu_devices = {cpu_devices}, but JAX is in use already, with "
+                f"{len(jax.local_devices(backend='cpu'))} CPU devices. Start another process."
+            ) from error
     platform = jax.local_devices()[0].platform
     if platform != "cpu":
         raise UsageError(
@@ -56,6 +64,12 @@ def quieten_tensorflow() -> None:
     """Keeps TensorFlow, which only writes records here, from talking on standard error."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")  # announced in a line otherwise
+
+
+def reader_has_gone() -> int:
+    """Ends quietly when nobody reads standard output any more; returns the exit status."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 141  # that of a program ended by SIGPIPE
 
 
 def started() -> float:

@@ -1,201 +1,187 @@
-"""Parsing gin files, and saying where a value came from."""
+"""From gin files and bindings to a locked configuration, or all mistakes in them at once."""
 
 from __future__ import annotations
 
-import difflib
-import inspect
+import dataclasses
+import itertools
 import re
-import tokenize
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any
+import traceback
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import gin
-from gin import config_parser
 
+from research_dp.config import gin_state, names, sources, unused
+from research_dp.config.reach import key, reach, winners
+from research_dp.config.sources import Binding, Import, Mistake
 from research_dp.distributed.errors import UsageError
 
-_GIN_ERRORS = (
-    *(ValueError, SyntaxError, TypeError, OSError, ImportError, NameError, RuntimeError),
-    tokenize.TokenError,
-)
-_ROOT = Path(__file__).resolve().parents[2]
+ROOT = "research_dp.training.loop.train"
+
+
+class Mistakes(UsageError):
+    """Everything that is wrong with a configuration, a line each.
+
+    Args:
+        mistakes: At least one.
+    """
+
+    def __init__(self, mistakes: Sequence[Mistake]):
+        blamed = mistakes[0].binding if len(mistakes) == 1 else None
+        super().__init__("\n".join(map(str, mistakes)), binding=blamed)
+        self.mistakes = tuple(mistakes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """A configuration that was read, checked and bound.
+
+    Attributes:
+        used: The bindings that take effect.
+        unused: Those that win but take none: of parts that were swapped, or allowed.
+        functions: Whole names of the functions that the run calls.
+    """
+
+    used: tuple[Binding, ...]
+    unused: tuple[Binding, ...]
+    functions: tuple[str, ...]
+
+    def origin(self, name: str) -> str | None:
+        """Where a parameter is bound, e.g. 'gin/strategies/ddp.gin:12'; None: nowhere.
+
+        Args:
+            name: E.g. 'make_mesh.axes'.
+        """
+        wanted = key(Binding("", *name.rpartition(".")[::2], None, "")) if "." in name else None
+        for binding in self.used:
+            if binding.name == name or (wanted and key(binding) == wanted):
+                return binding.place
+        return None
 
 
 def reset() -> None:
     """Forgets all bindings and unlocks the configuration."""
-    gin.config._set_config_is_locked(False)
-    gin.clear_config()
+    gin_state.reset()
 
 
-def load(files: Sequence[str], bindings: Sequence[str]) -> None:
-    """Replaces what is bound by files, then bindings, and locks the configuration.
-
-    Args:
-        files: Paths, from the working directory or from the folder that holds `gin/`.
-        bindings: Text such as 'train.num_steps = 20'.
-
-    Raises:
-        UsageError: A file does not exist or does not parse, or a name is unknown.
-    """
-    # The package's own configurables are always there, so that a binding may name any of them.
+def register_all() -> None:
+    """Imports what this package has, so that a binding may name any of it."""
     import research_dp.data
+    import research_dp.distributed.nnx_data_parallel
     import research_dp.models
     import research_dp.strategies
     import research_dp.training.loop  # noqa: F401
 
+
+def load(
+    files: Sequence[str],
+    bindings: Sequence[str] = (),
+    *,
+    imports: Sequence[str] = (),
+    allow_unused: bool = False,
+    whole: bool = False,
+) -> Config:
+    """Replaces what is bound by files, then bindings, and locks the configuration.
+
+    Args:
+        files: Paths, found as `sources.find` says.
+        bindings: Text such as 'train.num_steps = 20'.
+        imports: Modules that register functions.
+        allow_unused: Whether a binding may be without effect.
+        whole: Whether this is to be a run, where nothing is missing and nothing there in vain; or
+            a part of one.
+
+    Raises:
+        Mistakes: Something is wrong; all that is, is told.
+    """
+    register_all()
     reset()
-    gin.add_config_file_search_path(str(_ROOT))
-    for file in files:
-        if not find(file):
-            near = difflib.get_close_matches(file, [*_shipped()], n=1, cutoff=0.4)
-            hint = f" Did you mean {near[0]}?" if near else ""
-            raise UsageError(f"--gin_file={file}: no such file.{hint}")
-        with _explained():
-            gin.parse_config_file(file)
-    for binding in bindings:
-        with _explained(f"in --gin_bindings={binding!r}"):
-            gin.parse_config(binding)
-    with _explained():
-        gin.finalize()
+    statements: list[sources.Statement] = [
+        Import(f"import {name}", f"--import={name}") for name in imports
+    ]
+    statements += sources.read(files, bindings)
+    found = [item for item in statements if isinstance(item, Mistake)]
+    is_read = not found
+    found += _import(item for item in statements if isinstance(item, Import))
+    written = [item for item in statements if isinstance(item, Binding)]
+    macros = {b.parameter: b for b in winners(written).values() if not b.selector}
+    wrong = {binding: told for binding in written if (told := names.mistakes(binding, macros))}
+    found += [*itertools.chain(*wrong.values()), *names.repeated(written)]
+    right = [binding for binding in written if binding not in wrong]
+    table = winners(right)
+    lost = [item for binding in wrong for item in sources.references(binding.value)]
+    reached = reach(table, ROOT, more=lost)
+    if not whole:
+        found += unused.unbound(table, [*reached.unbound, *unused.macros_in(table)])
+    elif is_read:
+        lacks_none = [where for binding in wrong if (where := key(binding))]
+        found += unused.mistakes(right, table, reached, ROOT, lacks_none, allow_unused)
+    if found:
+        raise Mistakes(list(dict.fromkeys(found)))
+    _bind(reached.used if whole and not allow_unused else table.values(), reached.defaults)
+    idle = tuple(b for b in table.values() if b not in reached.used)
+    return Config(tuple(reached.used), idle, tuple(sorted(reached.names)))
+
+
+def as_mistake(error: BaseException, config: Config | None) -> str | None:
+    """What a command tells its user about an error; None if it is no mistake of theirs."""
+    known = error if isinstance(error, UsageError) else missing_binding(error)
+    if known is None:
+        return None
+    if isinstance(known, Mistakes):
+        return "\n".join(f"error: {mistake}" for mistake in known.mistakes)
+    message = str(known).split("\n  In call")[0]
+    place = config and known.binding and config.origin(known.binding)
+    return f"error: {message}" + (f"\n  bound in {place}" if place else "")
 
 
 def missing_binding(error: BaseException) -> UsageError | None:
-    """A call's missing parameter, told as the user's mistake; None if the error is another."""
-    text = str(error)
-    found = re.search(r"No values supplied by Gin or caller for arguments: \[(.+?)\]", text)
-    function = re.search(r"^\s*In call to configurable '(.+?)'", text, re.MULTILINE)
+    """A call's missing parameter, told as the user's mistake; None if the error is another.
+
+    What gin can know was found before. This is about functions that Python code calls.
+    """
+    found = re.search(r"No values supplied by Gin or caller for arguments: \[(.+?)\]", str(error))
+    function = re.search(r"^\s*In call to configurable '(.+?)'", str(error), re.MULTILINE)
     if found and function:
         first = found[1].split(",")[0].strip("' ")
         return UsageError(
             f"{function[1]} needs {found[1]}. Bind e.g. {function[1]}.{first} in a gin file."
         )
-    required = re.search(r"Required bindings for `(.+?)` not provided in config: \[(.+?)\]", text)
-    if required:
-        first = required[2].split(",")[0].strip("' ")
-        return UsageError(
-            f"{required[1]} needs {required[2]}, which nothing binds. Add the gin file that does, "
-            f"or --gin.{required[1]}.{first}=..."
-        )
     return None
 
 
-def find(file: str) -> Path | None:
-    """Where gin finds a file: as given, or below the folder that holds `gin/`."""
-    candidates = [Path(file), _ROOT / file]
-    return next((path for path in candidates if path.is_file()), None)
+def _import(imports: Iterable[Import]) -> Iterator[Mistake]:
+    """Imports modules, and has gin remember them for the dumps."""
+    for item in imports:
+        try:
+            gin.parse_config(item.text)
+        except Exception as error:  # a module of the user's own, with whatever is wrong in it
+            reason = str(error).split("\n")[0] or type(error).__name__
+            if isinstance(error, ImportError):
+                yield Mistake(
+                    item.place,
+                    f"{item.text}: {reason}. It must lie in the working directory, in PYTHONPATH, "
+                    "or be installed.",
+                )
+            else:
+                last = traceback.extract_tb(error.__traceback__)[-1]
+                where = getattr(error, "filename", None) or last.filename
+                line = getattr(error, "lineno", None) or last.lineno
+                yield Mistake(
+                    item.place, f"{item.text}: {type(error).__name__}: {reason} ({where}:{line})."
+                )
 
 
-def origin(name: str, files: Sequence[str], bindings: Sequence[str]) -> str | None:
-    """Where a parameter was last bound, e.g. 'gin/strategies/ddp.gin:12'; None: nowhere.
+def _bind(bindings: Iterable[Binding], defaults: Mapping[tuple[str, str], str]) -> None:
+    """Hands over to gin what was decided, and locks it.
 
-    Args:
-        name: E.g. 'make_mesh.axes'.
-        files: As for `load`.
-        bindings: As for `load`.
+    A function that is a parameter's default is bound as if a file had done so: gin would call the
+    plain function, to which no binding applies.
     """
-    found = None
-    for file in files:
-        for bound, place in _bound_in(file):
-            found = place if bound == name else found
-    for binding in bindings:
-        key = binding.split("=")[0].strip()
-        found = f"--gin.{key}" if key.split("/")[-1] == name else found
-    return found
-
-
-def _bound_in(file: str) -> Iterator[tuple[str, str]]:
-    """(name, place) of each binding of a file and of those it includes, in order."""
-    path = find(file)
-    if path is None:
-        return
-    with path.open() as lines:
-        for statement in config_parser.ConfigParser(lines, _Names()):
-            if isinstance(statement, config_parser.IncludeStatement):
-                yield from _bound_in(statement.filename)
-            elif isinstance(statement, config_parser.BindingStatement):
-                selector = statement.selector.split(".")[-1]
-                name = f"{selector}.{statement.arg_name}" if statement.arg_name else selector
-                yield name, f"{file}:{statement.location.line_num}"
-
-
-class _Names(config_parser.ParserDelegate):
-    """Parses values without looking anything up."""
-
-    def configurable_reference(self, scoped_configurable_name: str, evaluate: bool) -> Any:
-        return scoped_configurable_name, evaluate
-
-    def macro(self, macro_name: str) -> Any:
-        return macro_name
-
-
-class _explained:
-    """Turns gin's errors into one or two lines with the place and the nearest right name."""
-
-    def __init__(self, place: str = ""):
-        self._place = place
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, _GIN_ERRORS):
-            raise UsageError(_explain(error, self._place)) from error
-
-
-def _explain(error: BaseException, place: str) -> str:
-    if isinstance(error, SyntaxError):
-        where = f"in {error.filename}:{error.lineno}" if error.filename else place
-        message = error.msg.split("\n")[0]
-        if message.startswith("malformed node or string"):
-            message = "not a Python literal (put quotes around a string)"
-        return f"{message} {where}: {(error.text or '').strip()}".strip()
-    message, *rest = str(error).split("\n")
-    macro = re.search(r"No bindings specified for '(\w+)/gin\.macro'", message)
-    if macro:
-        return (
-            f"%{macro[1]} is used and bound nowhere. Add the gin file that binds it, or "
-            f"--gin.{macro[1]}=..."
-        )
-    found = re.search(r'file "(.+?)",? line (\d+)', "\n".join(rest))
-    where = f"in {found[1]}:{found[2]}" if found else place
-    if isinstance(error, ImportError):
-        message = f"cannot import: {message}"
-    return " ".join(part for part in (message, where, _suggest(message)) if part)
-
-
-def _suggest(message: str) -> str:
-    """The nearest right name for gin's complaint about a wrong one."""
-    unknown = re.search(r"No configurable matching (?:reference )?'@?([\w./]+?)(?:\(\))?'", message)
-    parameter = re.search(
-        r"Configurable '([\w./]+)' doesn't have a parameter named '(\w+)'", message
-    )
-    if unknown:
-        wanted, known = unknown[1].split("/")[-1], configurables()
-    elif parameter:
-        wanted, known = parameter[2], parameters(parameter[1])
-    else:
-        return ""
-    near = difflib.get_close_matches(wanted, known, n=3, cutoff=0.5)
-    return f"Did you mean {', '.join(near)}?" if near else f"Known: {', '.join(sorted(known))}."
-
-
-def configurables() -> list[str]:
-    """Short names of all registered configurables but gin's own."""
-    return sorted({name.split(".")[-1] for name in _registry() if not name.startswith("gin.")})
-
-
-def parameters(selector: str) -> list[str]:
-    """Names of the parameters of a configurable that gin can bind."""
-    for name, configurable in _registry().items():
-        if name == selector or name.endswith("." + selector):
-            return list(inspect.signature(configurable.wrapped).parameters)
-    return []
-
-
-def _registry() -> dict[str, Any]:
-    return {name: value for name, value in gin.config._REGISTRY.items()}
-
-
-def _shipped() -> list[str]:
-    return [str(path.relative_to(_ROOT)) for path in (_ROOT / "gin").rglob("*.gin")]
+    lines = [str(binding) for binding in bindings]
+    known = gin_state.configurables()
+    lines += [
+        f"{known[name].name}.{parameter} = @{known[default].name}"
+        for (name, parameter), default in defaults.items()
+    ]
+    gin.parse_config(lines)
+    gin.finalize()

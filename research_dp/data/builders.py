@@ -7,7 +7,7 @@ import difflib
 import importlib
 import textwrap
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import filelock
 
@@ -18,7 +18,7 @@ _OWN = {
     "digits": "research_dp.data.digits",
     "pystdlib_text": "research_dp.data.pystdlib_text",
 }
-_FORMATS = ("array_record", "tfrecord")
+FileFormat = Literal["array_record", "tfrecord"]
 
 
 def find_builder(name: str, data_dir: str | None = None, file_format: str = "array_record") -> Any:
@@ -34,9 +34,9 @@ def find_builder(name: str, data_dir: str | None = None, file_format: str = "arr
     """
     import tensorflow_datasets as tfds  # imported late: it is not needed to import this package
 
-    if file_format not in _FORMATS:
+    if file_format not in get_args(FileFormat):
         raise UsageError(
-            f"tfds_data.file_format = {file_format!r}: use one of {list(_FORMATS)}.",
+            f"tfds_data.file_format = {file_format!r}: use one of {list(get_args(FileFormat))}.",
             binding="tfds_data.file_format",
         )
     own = _OWN.get(str(name).split("/")[0])

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import gin
 
-from research_dp.data.builders import check_split, find_builder, prepare
+from research_dp.data.builders import FileFormat, check_split, find_builder, prepare
 from research_dp.data.preprocess import MakePreprocess, Preprocess
 from research_dp.data.random_access import random_access
 from research_dp.data.reader import Reader
@@ -21,8 +21,8 @@ def tfds_data(
     train_split: str = "train",
     eval_split: str = "test",
     preprocess: MakePreprocess = gin.REQUIRED,
-    reader: Reader | None = None,
-    file_format: str = "array_record",
+    reader: Reader = random_access,
+    file_format: FileFormat = "array_record",
     data_dir: str | None = None,
     download: bool = True,
 ) -> DataSet:
@@ -34,7 +34,7 @@ def tfds_data(
         train_split: E.g. 'train', 'train[:90%]'.
         eval_split: The split to evaluate on.
         preprocess: (features) -> Preprocess: `image_classification`, `byte_text`.
-        reader: `tf_data` for data sets prepared as TFRecord; None: `random_access`.
+        reader: `random_access`; or `tf_data`, for data sets prepared as TFRecord.
         file_format: How a data set is prepared that is not there yet: 'array_record' for
             `random_access`, 'tfrecord' for `tf_data`.
         data_dir: Where data sets lie; None: TFDS's default (environment variable TFDS_DATA_DIR).
@@ -46,9 +46,7 @@ def tfds_data(
     """
     builder = find_builder(name, data_dir, file_format)
     made: Preprocess = preprocess(builder.info.features)
-    # The default is gin's version of the function, to which bindings of its parameters apply.
-    read: Reader = reader or gin.get_configurable(random_access)
-    splits = read(builder, train_split, eval_split, made)
+    splits = reader(builder, train_split, eval_split, made)
 
     def check_splits() -> None:
         check_split(builder, train_split, "tfds_data.train_split")

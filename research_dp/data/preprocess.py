@@ -18,6 +18,7 @@ from PIL import Image
 
 from research_dp.distributed.data_set import Arrays
 from research_dp.distributed.errors import UsageError, check_count
+from research_dp.distributed.kinds import Count, CountOrZero
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,10 +49,10 @@ MakePreprocess = Callable[[Mapping[str, Any]], Preprocess]
 def image_classification(
     features: Mapping[str, Any],
     *,
-    size: int | None = None,
+    size: Count | None = None,
     mean: Sequence[float] = (0.5,),
     std: Sequence[float] = (0.5,),
-    pad_crop: int = 0,
+    pad_crop: CountOrZero = 0,
     flip: bool = False,
     random_resized_crop: bool = False,
 ) -> Preprocess:
@@ -130,9 +131,9 @@ def image_classification(
 def byte_text(
     features: Mapping[str, Any],
     *,
-    length: int = 256,
+    length: Count = 256,
     key: str = "text",
-    crop_from: int | None = None,
+    crop_from: Count | None = None,
 ) -> Preprocess:
     """The first bytes of each text as tokens, padded, with a mask over real bytes.
 

@@ -24,6 +24,7 @@ from research_dp.data.preprocess import Preprocess
 from research_dp.data.reader import Splits, check_format
 from research_dp.distributed.data_set import Arrays, EvalOrder, TrainOrder
 from research_dp.distributed.errors import check_count
+from research_dp.distributed.kinds import Count, CountOrZero
 
 
 class Examples:
@@ -101,10 +102,10 @@ def random_access(
     eval_split: str,
     preprocess: Preprocess,
     *,
-    threads: int = 0,
-    workers: int = 0,
-    prefetch: int = 4,
-    cache_bytes: int = 2**28,
+    threads: CountOrZero = 0,
+    workers: CountOrZero = 0,
+    prefetch: Count = 4,
+    cache_bytes: CountOrZero = 2**28,
 ) -> Splits:
     """Reads examples by index.
 

@@ -17,6 +17,7 @@ from research_dp.data.preprocess import Preprocess
 from research_dp.data.reader import Splits, check_format
 from research_dp.distributed.data_set import Arrays, EvalOrder, TrainOrder
 from research_dp.distributed.errors import check_count
+from research_dp.distributed.kinds import Count
 
 
 @gin.register(module="data")
@@ -26,8 +27,8 @@ def tf_data(
     eval_split: str,
     preprocess: Preprocess,
     *,
-    shuffle_buffer: int = 10_000,
-    prefetch: int = 4,
+    shuffle_buffer: Count = 10_000,
+    prefetch: Count = 4,
 ) -> Splits:
     """Reads a stream by tf.data, in the same order each time it is read with the same seed.
 

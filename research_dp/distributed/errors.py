@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax.numpy as jnp
+from research_dp.distributed.kinds import AtLeast, Floating, Limit
 
 
 class UsageError(ValueError):
@@ -51,16 +51,8 @@ def check_callable(name: str, value: Any, example: str) -> None:
 
 def check_dtype(name: str, value: Any) -> None:
     """Raises UsageError unless a parameter is a floating-point dtype, or None."""
-    if value is None:
-        return
-    try:
-        right = jnp.issubdtype(jnp.dtype(value), jnp.floating)
-    except TypeError:
-        right = False
-    if not right:
-        raise UsageError(
-            f"{name} = {value!r}: give a floating-point dtype, e.g. 'bfloat16'.", binding=name
-        )
+    if value is not None:
+        check_limit(name, value, Floating())
 
 
 def check_count(name: str, value: Any, least: int) -> None:
@@ -74,7 +66,10 @@ def check_count(name: str, value: Any, least: int) -> None:
     Raises:
         UsageError: It is not a whole number, or smaller.
     """
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise UsageError(
-            f"{name} = {value!r}: give a whole number of at least {least}.", binding=name
-        )
+    check_limit(name, value, AtLeast(least))
+
+
+def check_limit(name: str, value: Any, limit: Limit) -> None:
+    """Raises UsageError unless a limit of `kinds` accepts a parameter."""
+    if not limit.accepts(value):
+        raise UsageError(f"{name} = {value!r}: give {limit}.", binding=name)

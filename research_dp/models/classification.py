@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from research_dp.distributed.nnx import nnx_functions
 from research_dp.distributed.trainable import Batch, Functions, LossOutput, TrainableModel
 
 PyTree = Any
+Api = Literal["linen", "nnx"]
 
 
 def choose_api(

@@ -11,22 +11,23 @@ import jax
 from flax import nnx
 
 from research_dp.distributed.errors import check_dtype
+from research_dp.distributed.kinds import Count, DropoutRate, Dtype
 from research_dp.distributed.trainable import TrainableModel
-from research_dp.models.classification import choose_api, image_classifier
+from research_dp.models.classification import Api, choose_api, image_classifier
 from research_dp.models.dropout import check_rate, dropout
-from research_dp.models.norm import LinenNorm, NnxNorm, check_norm
+from research_dp.models.norm import LinenNorm, NnxNorm, Norm, check_norm
 
 
 @gin.register(module="models")
 def convnet(
     *,
-    api: str = "linen",
-    features: Sequence[int] = (32, 64),
-    hidden: int = 128,
-    num_classes: int = gin.REQUIRED,
-    norm: str = "group",
-    dropout_rate: float = 0.0,
-    dtype: str | None = None,
+    api: Api = "linen",
+    features: Sequence[Count] = (32, 64),
+    hidden: Count = 128,
+    num_classes: Count = gin.REQUIRED,
+    norm: Norm = "group",
+    dropout_rate: DropoutRate = 0.0,
+    dtype: Dtype | None = None,
 ) -> TrainableModel:
     """3x3 convolutions, each followed by a norm, ReLU and 2x2 mean pooling; one hidden layer.
 

@@ -11,19 +11,20 @@ import jax
 from flax import nnx
 
 from research_dp.distributed.errors import check_dtype
+from research_dp.distributed.kinds import Count, DropoutRate, Dtype
 from research_dp.distributed.trainable import TrainableModel
-from research_dp.models.classification import choose_api, image_classifier
+from research_dp.models.classification import Api, choose_api, image_classifier
 from research_dp.models.dropout import check_rate, dropout
 
 
 @gin.register(module="models")
 def mlp(
     *,
-    api: str = "linen",
-    widths: Sequence[int] = (256, 256),
-    num_classes: int = gin.REQUIRED,
-    dropout_rate: float = 0.0,
-    dtype: str | None = None,
+    api: Api = "linen",
+    widths: Sequence[Count] = (256, 256),
+    num_classes: Count = gin.REQUIRED,
+    dropout_rate: DropoutRate = 0.0,
+    dtype: Dtype | None = None,
 ) -> TrainableModel:
     """A perceptron with ReLU layers.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal, get_args
 
 import flax.linen as nn
 import jax
@@ -12,13 +12,15 @@ from flax import nnx
 from research_dp.distributed.errors import UsageError
 
 _GROUPS = 8
-NORMS = ("batch", "group", "none")
+Norm = Literal["batch", "group", "none"]
 
 
 def check_norm(norm: str, binding: str) -> None:
     """Raises UsageError for an unknown name."""
-    if norm not in NORMS:
-        raise UsageError(f"{binding} = {norm!r}: use one of {list(NORMS)}.", binding=binding)
+    if norm not in get_args(Norm):
+        raise UsageError(
+            f"{binding} = {norm!r}: use one of {list(get_args(Norm))}.", binding=binding
+        )
 
 
 class LinenNorm(nn.Module):

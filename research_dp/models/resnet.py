@@ -11,22 +11,23 @@ import jax.numpy as jnp
 from flax import nnx
 
 from research_dp.distributed.errors import check_dtype
+from research_dp.distributed.kinds import Count, DropoutRate, Dtype
 from research_dp.distributed.trainable import TrainableModel
-from research_dp.models.classification import choose_api, image_classifier
+from research_dp.models.classification import Api, choose_api, image_classifier
 from research_dp.models.dropout import check_rate, dropout
-from research_dp.models.norm import LinenNorm, NnxNorm, check_norm
+from research_dp.models.norm import LinenNorm, NnxNorm, Norm, check_norm
 
 
 @gin.register(module="models")
 def resnet(
     *,
-    api: str = "linen",
-    stages: Sequence[int] = (2, 2, 2),
-    width: int = 16,
-    num_classes: int = gin.REQUIRED,
-    norm: str = "batch",
-    dropout_rate: float = 0.0,
-    dtype: str | None = None,
+    api: Api = "linen",
+    stages: Sequence[Count] = (2, 2, 2),
+    width: Count = 16,
+    num_classes: Count = gin.REQUIRED,
+    norm: Norm = "batch",
+    dropout_rate: DropoutRate = 0.0,
+    dtype: Dtype | None = None,
 ) -> TrainableModel:
     """Basic residual blocks in stages; each stage but the first halves the image.
 

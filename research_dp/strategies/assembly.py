@@ -13,7 +13,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from research_dp.distributed import layout as layout_lib
 from research_dp.distributed import placement
-from research_dp.distributed.errors import UsageError, check_count
+from research_dp.distributed.errors import UsageError, check_count, check_limit
+from research_dp.distributed.kinds import Above
 from research_dp.distributed.mesh import BATCH_AXES, FSDP_AXIS, batch_devices
 from research_dp.distributed.updates import map_state, mixing_primitive
 from research_dp.strategies.strategy import Layouts, PlacedBatch, Recipe, TrainSpec, TrainState
@@ -159,12 +160,8 @@ class BatchLayout:
 
 def _check_norm(max_grad_norm: Any) -> None:
     """Raises UsageError unless it is None or a positive number."""
-    is_number = isinstance(max_grad_norm, int | float) and not isinstance(max_grad_norm, bool)
-    if max_grad_norm is not None and not (is_number and max_grad_norm > 0):
-        raise UsageError(
-            f"train.max_grad_norm = {max_grad_norm!r}: give a positive number, or None.",
-            binding="train.max_grad_norm",
-        )
+    if max_grad_norm is not None:
+        check_limit("train.max_grad_norm", max_grad_norm, Above(0))
 
 
 def _check_sizes(batch_size: int, devices: int, micros: int, mesh: Mesh) -> None:

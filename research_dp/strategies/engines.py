@@ -54,6 +54,7 @@ def mapped(recipe: Recipe, spec: TrainSpec) -> Strategy:
     """
     mesh = recipe.mesh
     recipe.refuse_no_sync()
+    recipe.refuse_idle(gathers=recipe.gather is not None, syncs=recipe.sync is not None)
     layouts, abstract = lay_out_state(recipe, spec, mesh, params_sharded=recipe.gather is not None)
     check_shards_suffice(recipe, spec, layouts)
     steps = Step(recipe, spec, layouts, split_axes(mesh))
@@ -96,6 +97,7 @@ def compiled(recipe: Recipe, spec: TrainSpec) -> Strategy:
             binding="data_parallel.reduction",
         )
     mesh = recipe.mesh
+    recipe.refuse_idle(gathers=recipe.shard is not None, syncs=False)
     layouts, abstract = lay_out_state(recipe, spec, mesh, params_sharded=True)
     if recipe.shard is not None:
         recipe = dataclasses.replace(recipe, gather=_gather_on(mesh))
@@ -133,6 +135,7 @@ def pmapped(recipe: Recipe, spec: TrainSpec) -> Strategy:
     )
     recipe.refuse_slots(("shard", "gather"), "engine 'pmapped' keeps parameters whole; bind None.")
     recipe.refuse_no_sync()
+    recipe.refuse_idle(gathers=False, syncs=recipe.sync is not None)
     if recipe.mesh.shape[FSDP_AXIS] != 1:
         raise UsageError(
             f"make_mesh.axes: engine 'pmapped' has one axis, {DATA_AXIS!r}, but {FSDP_AXIS!r} has "

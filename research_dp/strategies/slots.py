@@ -14,6 +14,7 @@ import optax
 from research_dp.distributed import buckets, collectives
 from research_dp.distributed.collectives import Axes, GatherOptions, Reduction
 from research_dp.distributed.errors import check_dtype
+from research_dp.distributed.kinds import Dtype
 from research_dp.distributed.mesh import FSDP_AXIS
 from research_dp.distributed.updates import apply_optimizer
 
@@ -26,8 +27,8 @@ def gather_shards(
     layout: PyTree,
     *,
     reduction: Reduction,
-    gather_dtype: Any = None,
-    grad_scatter_dtype: Any = None,
+    gather_dtype: Dtype | None = None,
+    grad_scatter_dtype: Dtype | None = None,
 ) -> PyTree:
     """Gathers sharded parameters; their gradients come back as shards of the mean.
 
@@ -59,7 +60,7 @@ def average_gradients(
     *,
     axes: Axes,
     reduction: Reduction,
-    dtype: Any = None,
+    dtype: Dtype | None = None,
     bucket_bytes: int = buckets.DEFAULT_BUCKET_BYTES,
 ) -> PyTree:
     """All-reduces gradients to their mean, in buckets.
@@ -89,7 +90,7 @@ def scatter_gradients(
     *,
     axes: Axes,
     reduction: Reduction,
-    dtype: Any = None,
+    dtype: Dtype | None = None,
     bucket_bytes: int = buckets.DEFAULT_BUCKET_BYTES,
 ) -> PyTree:
     """Reduce-scatters gradients: each device gets its slice of the mean, as `update_slices` needs.

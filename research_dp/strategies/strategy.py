@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import gin
 import jax
@@ -19,12 +19,14 @@ from research_dp.distributed.errors import (
     check_dtype,
     check_kind,
 )
+from research_dp.distributed.kinds import Dtype
 from research_dp.distributed.layout import Rule
 from research_dp.distributed.trainable import TrainableModel
 from research_dp.distributed.updates import with_master_weights
 
 PyTree = Any
 Metrics = Mapping[str, jax.Array]
+When = Literal["step", "micro_batch"]
 
 
 class TrainState(NamedTuple):
@@ -177,6 +179,19 @@ class Recipe:
                 binding="data_parallel.sync",
             )
 
+    def refuse_idle(self, *, gathers: bool, syncs: bool) -> None:
+        """Raises UsageError if it is bound when something happens that never does."""
+        for name, value, default, happens in (
+            ("gather", self.gather_each, "micro_batch", gathers),
+            ("sync", self.sync_each, "step", syncs),
+        ):
+            if value != default and not happens:
+                raise UsageError(
+                    f"data_parallel.{name}_each = {value!r} has no effect: this strategy calls no "
+                    f"{name}. Leave it at {default!r}.",
+                    binding=f"data_parallel.{name}_each",
+                )
+
     def refuse_slots(self, names: tuple[str, ...], why: str) -> None:
         """Raises UsageError if one of these slots is filled."""
         for name in names:
@@ -198,11 +213,11 @@ def data_parallel(
     gather: Callable[..., PyTree] | None = None,
     sync: Callable[..., PyTree] | None = None,
     update: Callable[..., tuple[PyTree, PyTree]] | None = None,
-    gather_each: str = "micro_batch",
-    sync_each: str = "step",
+    gather_each: When = "micro_batch",
+    sync_each: When = "step",
     reduction: Reduction = PLAIN,
-    accumulation_dtype: Any = None,
-    param_dtype: Any = None,
+    accumulation_dtype: Dtype | None = None,
+    param_dtype: Dtype | None = None,
     look_ahead: bool = False,
     compiler_options: Mapping[str, Any] | None = None,
 ) -> Recipe:

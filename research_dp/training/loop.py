@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import gin
@@ -11,10 +12,11 @@ import optax
 
 from research_dp.distributed.data_set import DataSet
 from research_dp.distributed.errors import UsageError, check_count, check_kind
+from research_dp.distributed.kinds import Count, CountOrZero, Positive
 from research_dp.distributed.trainable import TrainableModel
 from research_dp.strategies import Recipe, Strategy, TrainSpec, TrainState
 from research_dp.strategies.keys import init_key
-from research_dp.training import optim, report  # noqa: F401  (optim registers Optax with gin)
+from research_dp.training import optim  # noqa: F401  (registers Optax with gin)
 from research_dp.training.checkpoint import Checkpoints, Progress
 from research_dp.training.progress import Profile
 from research_dp.training.run import Run
@@ -24,24 +26,24 @@ from research_dp.training.stop import StopSignal
 DONE, STOPPED = 0, 143
 
 
-@gin.configurable(denylist=["workdir", "dry_run", "started"])
+@gin.configurable(denylist=["workdir", "look", "started"])
 def train(
     *,
     model: TrainableModel = gin.REQUIRED,
     data: DataSet = gin.REQUIRED,
     strategy: Recipe = gin.REQUIRED,
     optimizer: optax.GradientTransformation = gin.REQUIRED,
-    num_steps: int = gin.REQUIRED,
-    batch_size: int = gin.REQUIRED,
-    seed: int = 0,
-    accumulation_steps: int = 1,
-    max_grad_norm: float | None = None,
-    eval_every: int | None = None,
-    checkpoint_every: int | None = None,
-    log_every: int = 100,
-    profile_at: int | None = None,
+    num_steps: CountOrZero = gin.REQUIRED,
+    batch_size: Count = gin.REQUIRED,
+    seed: CountOrZero = 0,
+    accumulation_steps: Count = 1,
+    max_grad_norm: Positive | None = None,
+    eval_every: Count | None = None,
+    checkpoint_every: Count | None = None,
+    log_every: Count = 100,
+    profile_at: Count | None = None,
     workdir: str | None = None,
-    dry_run: bool = False,
+    look: Callable[[Strategy], None] | None = None,
     started: float | None = None,
 ) -> int:
     """Trains a model on data under a strategy; continues what is in the workdir.
@@ -61,7 +63,7 @@ def train(
         log_every: Record training metrics each so many steps.
         profile_at: Step after which the profiler traces a few steps; None: never.
         workdir: Folder of the run's results.
-        dry_run: Show the configuration and the layout, train nothing.
+        look: Called with the built strategy instead of training.
         started: `time.perf_counter()` when the command started.
 
     Returns:
@@ -84,7 +86,7 @@ def train(
     check_kind("train.strategy", strategy, Recipe, "@data_parallel()")
     check_kind("train.optimizer", optimizer, optax.GradientTransformation, "@optax.adamw()")
     _check_fits(model, data)
-    if not dry_run:
+    if look is None:
         folder = _open_folder(workdir)
     spec = TrainSpec(
         model=model,
@@ -96,9 +98,8 @@ def train(
         seed=seed,
     )
     built = strategy.build(spec)
-    if dry_run:
-        print(gin.config_str())
-        report.print_layout(built)
+    if look is not None:
+        look(built)
         return DONE
 
     # ---- Where it stands ----

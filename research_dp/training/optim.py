@@ -8,7 +8,8 @@ import gin
 import jax
 import optax
 
-from research_dp.distributed.errors import UsageError, check_count
+from research_dp.distributed.errors import UsageError, check_count, check_limit
+from research_dp.distributed.kinds import Fraction, Part
 
 _OPTIMIZERS = (
     optax.adafactor,
@@ -32,7 +33,7 @@ for _function in (*_OPTIMIZERS, *_SCHEDULES):
 
 @gin.register(module="optim")
 def warmup_cosine(
-    peak_value: float, *, warmup_fraction: float = 0.05, end_fraction: float = 0.0
+    peak_value: float, *, warmup_fraction: Fraction = 0.05, end_fraction: Fraction = 0.0
 ) -> optax.Schedule:
     """A linear warm-up and a cosine decay over the whole run, whatever `train.num_steps` is.
 
@@ -42,8 +43,7 @@ def warmup_cosine(
         end_fraction: Part of `peak_value` that is left at the end.
     """
     for name, value in (("warmup_fraction", warmup_fraction), ("end_fraction", end_fraction)):
-        if not 0 <= value <= 1:
-            raise UsageError(f"warmup_cosine.{name} = {value}: give a number from 0 to 1.")
+        check_limit(f"warmup_cosine.{name}", value, Part())
     decay_steps = max(_run_length(), 1)
     return optax.warmup_cosine_decay_schedule(
         init_value=0.0,

@@ -6,7 +6,6 @@ import collections
 
 import jax
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from research_dp.strategies import Strategy
@@ -44,14 +43,6 @@ def layout_table(strategy: Strategy) -> Table:
         sums["device"] += held.nbytes_per_device
     table.add_row("all", "", "", "", "", f"{sums['device']:,}", f"of {sums['all']:,} in all")
     return table
-
-
-def print_layout(strategy: Strategy, console: Console | None = None) -> None:
-    """Prints the table; wide rows are not cut in a pipe."""
-    console = console or Console()
-    if not console.is_terminal:
-        console = Console(width=200, file=console.file)
-    console.print(layout_table(strategy))
 
 
 def one_line(strategy: Strategy) -> str:

@@ -1,0 +1,103 @@
+"""The parts of gin that have no public name: its registry, and its state as a whole.
+
+Everything else here uses gin's public functions. `tests/test_gin_state.py` fails when another
+version of gin has other insides.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import gin
+
+from research_dp.distributed.errors import UsageError
+
+_MUTABLE = ("_CONFIG", "_OPERATIVE_CONFIG", "_SINGLETONS")
+
+
+@dataclasses.dataclass(frozen=True)
+class Configurable:
+    """A function that gin can configure.
+
+    Attributes:
+        selector: Its whole name, e.g. 'strategies.mapped'.
+        function: The function itself, without gin.
+        denied: Parameters that gin cannot bind.
+    """
+
+    selector: str
+    function: Callable[..., Any]
+    denied: frozenset[str]
+
+    @property
+    def name(self) -> str:
+        """The shortest name that a file would use: 'mapped', 'optax.adamw'."""
+        module, _, last = self.selector.rpartition(".")
+        return f"optax.{last}" if module == "optax" else last
+
+    @property
+    def parameters(self) -> dict[str, inspect.Parameter]:
+        """What gin can bind, by name."""
+        found = inspect.signature(self.function).parameters
+        return {name: p for name, p in found.items() if name not in self.denied}
+
+
+def configurables() -> dict[str, Configurable]:
+    """All registered functions but gin's own, by whole name."""
+    return {
+        name: Configurable(name, entry.wrapped, frozenset(entry.denylist or ()))
+        for name, entry in gin.config._REGISTRY.items()
+        if not name.startswith("gin.")
+    }
+
+
+def matching(selector: str) -> list[str]:
+    """The whole names that a selector can mean; gin's own functions too."""
+    return list(gin.config._REGISTRY.matching_selectors(selector))
+
+
+def constants() -> list[str]:
+    """Names that `%NAME` finds without a binding."""
+    return [name for name, _ in gin.config._CONSTANTS.items()]
+
+
+def value_of(name: str) -> Any:
+    """What a parameter is bound to, references called.
+
+    Raises:
+        UsageError: It is bound nowhere.
+    """
+    try:
+        value = gin.query_parameter(name)
+    except ValueError as error:
+        raise UsageError(f"{name} is bound nowhere. Add the gin file that binds it.") from error
+    if isinstance(value, gin.config.ConfigurableReference):
+        function = value.scoped_configurable_fn
+        return function() if value.evaluate else function
+    return value
+
+
+def reset() -> None:
+    """Forgets all bindings, and unlocks the configuration."""
+    gin.clear_config()
+
+
+@contextlib.contextmanager
+def kept() -> Iterator[None]:
+    """Puts back, at the end, all that was bound when it began."""
+    config = gin.config
+    before = {name: dict(getattr(config, name)) for name in _MUTABLE}
+    before["_CONFIG"] = {key: dict(values) for key, values in before["_CONFIG"].items()}
+    imports, locked = set(config._IMPORTS), gin.config_is_locked()
+    try:
+        yield
+    finally:
+        gin.clear_config()
+        for name, values in before.items():
+            getattr(config, name).update(values)
+        config._IMPORTS.update(imports)
+        config._set_config_is_locked(locked)

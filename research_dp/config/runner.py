@@ -1,0 +1,93 @@
+"""One run from gin files and bindings: what the command, sweeps and Python callers share."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from research_dp.config import environment, gin_config, gin_state
+from research_dp.distributed.errors import UsageError
+
+_STOPPED = 143
+
+
+class Stopped(RuntimeError):
+    """SIGTERM ended a run, after saving; the same call continues it."""
+
+
+def run(
+    gin_files: Sequence[str | os.PathLike[str]] = (),
+    bindings: Mapping[str, Any] | Sequence[str] = (),
+    workdir: str | os.PathLike[str] | None = None,
+    *,
+    imports: Sequence[str] = (),
+    cpu_devices: int | None = None,
+    allow_unused: bool = False,
+) -> dict[str, Any]:
+    """Trains what gin files say, as `python -m research_dp.train` does, as often as you like.
+
+    Example: `run(["gin/runs/digits.gin"], {"train.num_steps": 20}, workdir="runs/a")["eval"]`.
+
+    Args:
+        gin_files: Later ones win. Shipped ones are found by names such as 'runs/digits.gin'.
+        bindings: Parameter -> value; they win over files. A value is a Python literal; strings
+            that begin with '@' or '%' are references and macros. Or texts 'NAME = VALUE'.
+        workdir: Where results go, and from where a run continues.
+        imports: Modules of yours that register functions with gin.
+        cpu_devices: Into how many devices this machine's CPU is split; JAX must not be in use yet,
+            or have been split so.
+        allow_unused: Whether a binding may be without effect.
+
+    Returns:
+        What is in `summary.json`.
+
+    Raises:
+        UsageError: Something in the configuration, the data or the workdir is wrong; the message
+            has a line for each mistake.
+        Stopped: SIGTERM ended the run, after saving.
+    """
+    if workdir is None:
+        raise UsageError("run needs a workdir: results and checkpoints go there.")
+    files = [os.fspath(file) for file in gin_files]
+    texts = as_texts(bindings)
+    with gin_state.kept():
+        config = None
+        try:
+            config = gin_config.load(
+                files, texts, imports=imports, allow_unused=allow_unused, whole=True
+            )
+            environment.quieten_tensorflow()
+            environment.set_up_devices(cpu_devices)
+            environment.set_up_compilation_cache()
+            from research_dp.training.loop import train
+
+            status = train(workdir=os.fspath(workdir))
+        except gin_config.Mistakes:
+            raise
+        except (UsageError, TypeError, RuntimeError) as error:
+            mistake = gin_config.as_mistake(error, config)
+            if mistake is None:
+                raise
+            raise UsageError(mistake.removeprefix("error: ")) from error
+    if status == _STOPPED:
+        raise Stopped(f"SIGTERM stopped the run in {workdir}; the same call continues it.")
+    return json.loads((Path(workdir).expanduser() / "summary.json").read_text())
+
+
+def as_texts(bindings: Mapping[str, Any] | Sequence[str]) -> list[str]:
+    """Bindings as lines of a gin file."""
+    if isinstance(bindings, Mapping):
+        return [f"{name} = {as_gin(value)}" for name, value in bindings.items()]
+    return list(bindings)
+
+
+def as_gin(value: Any) -> str:
+    """A Python value as it stands in a gin file."""
+    if isinstance(value, str) and value[:1] in ("@", "%"):
+        return value
+    if isinstance(value, os.PathLike):
+        return repr(os.fspath(value))
+    return repr(value.item() if hasattr(value, "item") else value)

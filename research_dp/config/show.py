@@ -1,0 +1,172 @@
+"""What `--dry_run` shows: where each value comes from, the mesh, the layout, bytes, collectives."""
+
+from __future__ import annotations
+
+import collections
+import json
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import gin
+import jax
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from research_dp.analysis import traffic
+from research_dp.config import gin_config, gin_state
+from research_dp.config.gin_config import Config
+from research_dp.config.names import did_you_mean
+from research_dp.config.reach import key
+from research_dp.distributed.errors import UsageError
+from research_dp.strategies import Strategy
+from research_dp.training import report
+
+_COLUMN = 60
+_PIPE_WIDTH = 200  # rows of a table are not cut in a pipe
+
+
+def look(config: Config) -> Callable[[Strategy], None]:
+    """A function that shows a built strategy, and before it the configuration."""
+
+    def show(strategy: Strategy) -> None:
+        for line, place in configuration(config):
+            shown = Text(f"{line:<{_COLUMN}}  ")
+            put(shown.append(f"# {place}", style="cyan"))
+        for binding in config.unused:
+            put(Text(f"# without effect: {binding}  # {binding.place}", style="dim"))
+        put("", mesh_line(strategy), "", report.layout_table(strategy))
+        put(state_table(strategy), collectives_table(strategy))
+
+    return show
+
+
+def put(*parts: Any) -> None:
+    """Prints text and tables: colored and as wide as a terminal, plain and uncut in a pipe."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(width=_PIPE_WIDTH, highlight=False)
+    with console.capture() as captured:
+        for part in parts:
+            console.print(part, soft_wrap=not isinstance(part, Table))
+    print("\n".join(line.rstrip() for line in captured.get().splitlines()))
+
+
+def configuration(config: Config) -> Iterator[tuple[str, str]]:
+    """(binding, origin) of every value of the run: file and line, command line, or 'default'."""
+    macros = [b for b in config.used if not b.selector]
+    for binding in macros:
+        yield str(binding), binding.place
+    by_function: dict[str, dict[str, tuple[str, str]]] = {}
+    for binding in config.used:
+        where = key(binding)
+        if where is not None and binding.selector:
+            rows = by_function.setdefault(where[1], {})
+            rows[f"{where[0]}{where[2]}"] = str(binding), binding.place
+    for name in sorted(config.functions, key=lambda name: name != gin_config.ROOT):
+        entry = gin_state.configurables().get(name)
+        if entry is None:
+            continue
+        rows = dict(by_function.get(name, {}))
+        for parameter, default in _defaults(entry).items():
+            rows.setdefault(parameter, (f"{entry.name}.{parameter} = {default}", "default"))
+        yield from (rows[parameter] for parameter in sorted(rows))
+
+
+def _defaults(entry: gin_state.Configurable) -> dict[str, str]:
+    """Parameters that a function has a value for."""
+    shown = {}
+    for name, parameter in entry.parameters.items():
+        if parameter.default not in (parameter.empty, gin.REQUIRED):
+            shown[name] = default_text(parameter.default)
+    return shown
+
+
+def default_text(value: Any) -> str:
+    """A default as it would stand in a gin file, where it can."""
+    function = getattr(value, "__name__", None)
+    if function:
+        return f"@{function}"
+    return repr(value) if " at 0x" not in repr(value) else f"{type(value).__name__}(...)"
+
+
+def mesh_line(strategy: Strategy) -> str:
+    """The mesh, its sizes and devices."""
+    mesh = strategy.mesh
+    sizes = " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
+    kind = mesh.devices.flat[0].device_kind
+    return f"Mesh of {strategy.name}: {sizes} = {mesh.size} devices ({kind})"
+
+
+def state_table(strategy: Strategy) -> Table:
+    """Bytes of parameters and state, in all and a device."""
+    shown = table("Bytes between steps", "what", "bytes in all:", "bytes a device:")
+    sums: collections.Counter[str] = collections.Counter()
+    state = strategy.abstract_state
+    for what in ("params", "model_state", "opt_state"):
+        leaves = jax.tree.leaves(getattr(state, what))
+        total = sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
+        held = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
+        sums.update(all=total, device=held)
+        shown.add_row(what, f"{total:,}", f"{held:,}")
+    shown.add_row("all", f"{sums['all']:,}", f"{sums['device']:,}")
+    return shown
+
+
+def collectives_table(strategy: Strategy) -> Table | str:
+    """Collectives of the traced step, and the bytes that a device sends over a ring."""
+    found = traffic.collectives(
+        strategy.train_step, strategy.abstract_state, strategy.abstract_batch
+    )
+    groups: dict[Any, list[traffic.Collective]] = {}
+    for one in found:
+        groups.setdefault((one.kind, ", ".join(one.axes), one.dtype), []).append(one)
+    title = "Collectives a step"
+    if not found and strategy.mesh.size > 1:
+        return f"{title}: none are written out; the compiler inserts them"
+    shown = table(title, "kind", "over", "dtype", "times:", "bytes a device sends:")
+    for (kind, axes, dtype), same in sorted(groups.items()):
+        wire = sum(one.wire_bytes for one in same)
+        shown.add_row(kind, axes, dtype, f"{sum(one.times for one in same)}", f"{wire:,.0f}")
+    total = sum(one.wire_bytes for one in found)
+    shown.add_row("all", "", "", str(sum(one.times for one in found)), f"{total:,.0f}")
+    return shown
+
+
+def table(title: str, *columns: str) -> Table:
+    """A table; columns whose name ends with a colon are of numbers."""
+    shown = Table(title=title, box=box.SIMPLE, title_justify="left")
+    for column in columns:
+        shown.add_column(column.rstrip(":"), justify="right" if column.endswith(":") else "left")
+    return shown
+
+
+def print_list(name: str, imports: tuple[str, ...], *, as_json: bool) -> int:
+    """Prints what gin files can name: all, or one function or file; returns the exit status.
+
+    Args:
+        name: '' for all.
+        imports: Modules that register more.
+        as_json: Whether to print JSON.
+
+    Raises:
+        UsageError: There is nothing of this name.
+    """
+    from research_dp.config import listing
+
+    everything = listing.everything(imports)
+    if not name:
+        print(json.dumps(everything, indent=2) if as_json else listing.as_text(everything))
+        return 0
+    entries = [entry for group in everything for entry in group["entries"]]
+    found = [entry for entry in entries if name in (entry["name"], entry.get("selector"))]
+    if not found:
+        hint = did_you_mean(name, [entry["name"] for entry in entries])
+        raise UsageError(f"--list {name}: there is nothing of this name.{hint}")
+    if as_json:
+        print(json.dumps(found[0], indent=2))
+    else:
+        print(listing.in_full(found[0]))
+    return 0

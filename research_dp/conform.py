@@ -1,0 +1,46 @@
+"""`python -m research_dp.conform`: whether a gin file's strategy computes what one device does.
+
+Run it on strategies of your own: it builds the one that `train.strategy` names for a small model,
+in Linen and in NNX, and compares each step with one device's.
+"""
+
+from __future__ import annotations
+
+import sys
+
+
+def main(argv: list[str]) -> int:
+    """Runs the command; returns its exit status: 0 it does, 1 it does not, 2 a mistake."""
+    from research_dp.config import command_line, environment, gin_config, gin_state, show
+    from research_dp.distributed.errors import UsageError
+
+    options = command_line.parse_conform(argv, __doc__ or "")
+    config = None
+    try:
+        bindings = ["largest_dim.min_weight_size = 64", *options.bindings]
+        config = gin_config.load(options.gin_files, bindings, imports=options.imports)
+        environment.set_up_devices(options.cpu_devices)
+        environment.set_up_compilation_cache()
+        from research_dp.conformance import suite
+
+        recipe = gin_state.value_of("train.strategy")
+        found = [check for api in suite.APIS for check in suite.checks(recipe, api)]
+        sent = suite.wire_bytes(recipe, suite.APIS[0])
+    except (UsageError, TypeError, RuntimeError) as error:
+        mistake = gin_config.as_mistake(error, config)
+        if mistake is None:
+            raise
+        print(mistake, file=sys.stderr)
+        return 2
+    sizes = " x ".join(f"{name} {size}" for name, size in recipe.mesh.shape.items())
+    table = show.table(f"{recipe.name} on {sizes}, and single", "model", "what", "", "by how much")
+    for check in found:
+        table.add_row(check.api, check.what, "agrees" if check.right else "DIFFERS", check.told)
+    show.put(table, f"A device sends {sent:,.0f} bytes a step.")
+    wrong = sum(not check.right for check in found)
+    show.put(f"{wrong} of {len(found)} differ." if wrong else f"All {len(found)} agree.")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,27 @@
+"""docs/configuration.md: what its commands print is what stands below them."""
+
+import os
+import re
+import shlex
+
+import pytest
+from conftest import ROOT
+
+PAGE = ROOT / "docs" / "configuration.md"
+BLOCK = re.compile(r"```console\n\$ python -m (\S+) (.*)\n((?:.*\n)*?)```\n")
+
+
+@pytest.mark.parametrize("number", range(len(BLOCK.findall(PAGE.read_text()))))
+def test_outputs_are_real(number, command):
+    module, flags, shown = BLOCK.findall(PAGE.read_text())[number]
+    done = command(*shlex.split(flags), module=module)
+    real = "".join(f"{line.rstrip()}\n" for line in (done.stderr + done.stdout).splitlines())
+    real = re.sub(r"[\d.]+e-\d\d apart", "0.0e+00 apart", real)  # differs between machines
+    if os.environ.get("UPDATE_GOLDEN"):
+        text = PAGE.read_text()
+        found = list(BLOCK.finditer(text))[number]
+        PAGE.write_text(text[: found.start(3)] + real + text[found.end(3) :])
+        shown = real
+    assert shown == real, (
+        "if this is meant: UPDATE_GOLDEN=1 pytest tests/test_configuration_page.py"
+    )

@@ -1,0 +1,58 @@
+"""Values against annotations, and what is told of those that do not fit."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import pytest
+
+from research_dp.config.expected import annotation, complaint, in_words
+from research_dp.distributed.kinds import Count, CountOrZero, DropoutRate, Dtype, Fraction, Positive
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        *((3, int), (3, float), (0.5, float), ("a", str), (None, int | None), (True, bool)),
+        *(((1, 2), Sequence[int]), ([1], Sequence[Count]), ({"a": 1}, Mapping[str, int])),
+        *(("a", Literal["a", "b"]), (None, Literal["a"] | None), (len, Callable[..., Any])),
+        *((1, Count), (0, CountOrZero), (1, Positive), (1.0, Fraction), (0.0, DropoutRate)),
+        *(("bfloat16", Dtype), (None, Dtype | None), ("float8_e4m3fn", Dtype)),
+        *((object(), Any),),
+    ],
+)
+def test_right_values(value, expected):
+    assert complaint(value, expected) is None
+
+
+@pytest.mark.parametrize(
+    ("value", "expected", "told"),
+    [
+        (True, int, "give a whole number"),
+        (True, float, "give a number"),
+        (1.0, int, "give a whole number"),
+        ("1", int | None, "give a whole number, or None"),
+        (None, str, "give a string"),
+        ((1, 2.5), Sequence[int], "give a tuple or list of whole numbers"),
+        ((1, True), Sequence[int], "give a tuple or list of whole numbers"),
+        ({"a": "1"}, Mapping[str, int], "give a dict"),
+        ("c", Literal["a", "b"], "use one of ['a', 'b']"),
+        ("grop", Literal["group", "none"], "use one of ['group', 'none']. Did you mean 'group'?"),
+        (3, Callable[..., Any], "give a function"),
+        (0, Count, "give a whole number of at least 1"),
+        (0, Positive | None, "give a positive number, or None"),
+        (1.1, Fraction, "give a fraction in [0, 1]"),
+        (1, DropoutRate, "give a fraction in [0, 1)"),
+        ("int8", Dtype, "give a floating-point dtype, e.g. 'bfloat16'"),
+    ],
+)
+def test_wrong_values(value, expected, told):
+    assert complaint(value, expected) == told
+
+
+def test_annotations_that_cannot_be_read_accept_everything():
+    def function(a: "Missing", b: "int | None", c): ...  # noqa: F821
+
+    assert annotation(function, "a") is Any
+    assert annotation(function, "b") == int | None
+    assert annotation(function, "c") is Any
+    assert in_words(int | None) == "a whole number, or None"

@@ -1,0 +1,206 @@
+"""Planted mistakes: each is refused before anything is compiled, with its place and what is right.
+
+And what must not be refused: the shipped files, in any sensible combination.
+"""
+
+import functools
+import time
+
+import jax
+import pytest
+from conftest import ROOT, stems
+
+from research_dp import train
+from research_dp.config import gin_config
+
+load = functools.partial(gin_config.load, whole=True)
+DIGITS = "--gin_file=gin/runs/digits.gin"
+
+
+@pytest.fixture
+def refused(capsys, tmp_path):
+    """Runs the command on a file of this text after digits.gin; returns what it tells."""
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, *_, **__: compiled.append(event) if "backend_compile" in event else None
+    )
+
+    def run(text="", flags=(), first=(DIGITS,)):
+        file = tmp_path / "mine.gin"
+        file.write_text(text)
+        compiled.clear()
+        started = time.monotonic()
+        status = train.main([*first, f"--gin_file={file}", *flags, f"--workdir={tmp_path / 'w'}"])
+        seconds = time.monotonic() - started
+        told = capsys.readouterr().err
+        assert status == 2, told
+        assert seconds < 5
+        assert not compiled
+        assert not (tmp_path / "w").exists()
+        assert all(line.startswith("error: ") for line in told.splitlines()), told
+        return told.replace(str(file), "mine.gin")
+
+    yield run
+    jax.monitoring.clear_event_listeners()
+
+
+# Text of a file -> the place, and parts of what is told of it.
+IN_A_FILE = {
+    # ---- Names ----
+    "train.num_stpes = 3": ("mine.gin:1", "no parameter 'num_stpes'", "Did you mean num_steps?"),
+    "trian.num_steps = 3": ("mine.gin:1", "there is no 'trian'", "Did you mean train?"),
+    "train.model = @convnett()": ("mine.gin:1", "@convnett()", "Did you mean convnet?"),
+    "train.optimizer = @adamm()": ("mine.gin:1", "'adamm'", "optax.adam"),
+    "largest_dmi:\n  min_weight_size = 3": ("mine.gin:2", "Did you mean largest_dim?"),
+    "train.workdir = '/tmp'": ("mine.gin:1", "from the command, not from gin"),
+    # ---- Macros ----
+    "NUM_STPES = 10": ("mine.gin:1", "nothing uses %NUM_STPES"),
+    "train.num_steps = %STEPS": ("mine.gin:1", "%STEPS is used and bound nowhere", "--gin.STEPS"),
+    "STEPS = 3\ntrain.num_steps = %STPES": ("mine.gin:2", "%STPES is used", "Did you mean STEPS?"),
+    "STEPS = 1e3\ntrain.num_steps = %STEPS": ("mine.gin:2", "1000.0", "%STEPS is bound in mine.g"),
+    # ---- Twice ----
+    "train.seed = 1\ntrain.seed = 2": ("mine.gin:2", "mine.gin:1 in the same file says 1"),
+    "optax.adamw.b1 = 0.8\nadamw.b1 = 0.7": ("mine.gin:2", "mine.gin:1 in the same file says 0.8"),
+    # ---- Types ----
+    "train.num_steps = 'abc'": ("mine.gin:1", "'abc': give a whole number of at least 0"),
+    "train.num_steps = 1e3": ("mine.gin:1", "1000.0: give a whole number"),
+    "train.batch_size = True": ("mine.gin:1", "True: give a whole number of at least 1"),
+    "train.batch_size = None": ("mine.gin:1", "None: give a whole number"),
+    "train.seed = -1": ("mine.gin:1", "-1: give a whole number of at least 0"),
+    "train.log_every = 0": ("mine.gin:1", "0: give a whole number of at least 1"),
+    "train.max_grad_norm = 0.0": ("mine.gin:1", "give a positive number, or None"),
+    "convnet.dropout_rate = 1.0": ("mine.gin:1", "give a fraction in [0, 1)"),
+    "convnet.dropout_rate = '0.5'": ("mine.gin:1", "give a fraction in [0, 1)"),
+    "convnet.features = 8": ("mine.gin:1", "8: give a tuple or list of whole numbers"),
+    "convnet.features = (8, 0)": ("mine.gin:1", "(8, 0): give a tuple or list of whole numbers"),
+    "image_classification.flip = 'no'": ("mine.gin:1", "'no': give True or False"),
+    "tfds_data.name = 3": ("mine.gin:1", "3: give a string"),
+    "make_mesh.axes = [1, 8]": ("mine.gin:1", "[1, 8]: give a dict"),
+    "optax.adamw.learning_rate = '1e-3'": ("mine.gin:1", "optax.adamw.learning_rate = '1e-3'"),
+    # ---- Choices ----
+    "convnet.norm = 'layer'": ("mine.gin:1", "use one of ['batch', 'group', 'none']"),
+    "convnet.norm = 'grop'": ("mine.gin:1", "Did you mean 'group'?"),
+    "convnet.api = 'nxx'": ("mine.gin:1", "['linen', 'nnx']", "Did you mean 'nnx'?"),
+    "tfds_data.file_format = 'tfrecords'": ("mine.gin:1", "Did you mean 'tfrecord'?"),
+    "data_parallel.sync_each = 'epoch'": ("mine.gin:1", "one of ['step', 'micro_batch']"),
+    "convnet.dtype = 'bfloat17'": ("mine.gin:1", "give a floating-point dtype, e.g. 'bfloat16'"),
+    "gather_shards.gather_dtype = 'int32'": ("mine.gin:1", "give a floating-point dtype"),
+    # ---- References ----
+    "train.model = @convnet": ("mine.gin:1", "@convnet is the function itself; @convnet()"),
+    "train.model = @tfds_data()": ("mine.gin:1", "it returns DataSet; give e.g. @convnet()"),
+    "train.strategy = 'ddp'": ("mine.gin:1", "'ddp': give e.g. @data_parallel()"),
+    "data_parallel.engine = 'maped'": ("mine.gin:1", "give a function, e.g. @mapped"),
+    "data_parallel.mesh = @make_mesh": ("mine.gin:1", "@make_mesh() is what it returns"),
+    "data_parallel.engine = @mapped()": ("mine.gin:1", "give the function, @mapped"),
+    # ---- Without effect ----
+    "mlp.widths = (32,)": ("mine.gin:1", "never calls mlp", "train.model is @convnet() (gin/mod"),
+    "optax.adam.b1 = 0.8": ("mine.gin:1", "never calls optax.adam", "mean optax.adamw.b1?"),
+    "tf_data.prefetch = 2": ("mine.gin:1", "never calls tf_data", "random_access"),
+    "one/convnet.hidden = 8": ("mine.gin:1", "nothing is called in scope 'one'"),
+    "include 'gin/strategies/ddp.gin'\ngather_shards.gather_dtype = 'bfloat16'": (
+        "mine.gin:2",
+        "never calls gather_shards",
+    ),
+    # ---- Syntax, files, imports ----
+    "train.seed = a/b": ("mine.gin:1", "put quotes around a string"),
+    "\ntrain.seed == 2": ("mine.gin:2", "train.seed == 2"),
+    "make_mesh.axes = {'data': 8": ("mine.gin:1", "make_mesh.axes"),
+    "include 'gin/models/mpl.gin'": ("mine.gin:1", "Did you mean gin/models/mlp.gin?"),
+    "include 'mine.gin'": ("mine.gin:1", "includes itself"),
+    "import no_such_package": ("mine.gin:1", "No module named 'no_such_package'"),
+    # ---- Missing ----
+    "train.optimizer = @optax.lamb()": ("optax.lamb needs 'learning_rate'", "Bind optax.lamb.lear"),
+}
+
+
+@pytest.mark.parametrize("text", IN_A_FILE)
+def test_a_mistake_in_a_file_is_refused(refused, text):
+    told = refused(text)
+    for part in IN_A_FILE[text]:
+        assert part in told
+    assert len(told.splitlines()) == 1
+
+
+ON_THE_COMMAND_LINE = {
+    "--gin.train.num_steps=1e3": ("--gin.train.num_steps", "1000.0: give a whole number"),
+    "--gin.NUM_STPES=10": ("nothing uses %NUM_STPES",),
+    "--gin_bindings=mlp.widths = (32,)": ("--gin.mlp.widths", "never calls mlp"),
+    "--gin.convnet.norm=layer": ("--gin.convnet.norm", "'layer': use one of"),
+    "--gin_file=gin/strategies/fsdpp.gin": ("no such file", "gin/strategies/fsdp.gin"),
+    "--import=no_such_package": ("--import=no_such_package", "No module named"),
+    "--gin.make_mesh.axes=((": ("--gin.make_mesh.axes", "make_mesh.axes"),
+}
+
+
+@pytest.mark.parametrize("flag", ON_THE_COMMAND_LINE)
+def test_a_mistake_on_the_command_line_is_refused(refused, flag):
+    told = refused(flags=[flag])
+    for part in ON_THE_COMMAND_LINE[flag]:
+        assert part in told
+    assert len(told.splitlines()) == 1
+
+
+def test_all_mistakes_are_told_at_once(refused):
+    told = refused(
+        "train.num_stpes = 3\ntrain.seed == 2\nconvnet.norm = 'layer'\nWIDTH = 3\n",
+        ["--gin.train.batch_size=many"],
+    )
+    assert len(told.splitlines()) == 4  # WIDTH may belong to the line that cannot be read
+    for place in ("mine.gin:1", "mine.gin:2", "mine.gin:3", "--gin.train.batch_size"):
+        assert f"error: {place}: " in told
+
+
+@pytest.mark.parametrize(
+    ("files", "told"),
+    [
+        (["strategies/spmd", "precision/bf16_gather"], "nothing here has an effect"),
+        (["precision/bf16_collectives", "strategies/single"], "nothing here has an effect"),
+    ],
+)
+def test_options_without_effect_under_the_strategy_are_refused(refused, files, told):
+    assert told in refused(flags=[f"--gin_file=gin/{file}.gin" for file in files])
+
+
+def test_leftovers_of_another_strategy_are_refused(refused):
+    mine = "train.strategy = @data_parallel()\ndata_parallel.name = 'mine'\n"
+    told = refused(mine).splitlines()
+    assert "gin/strategies/fsdp.gin:10: data_parallel.gather = @gather_shards is left" in told[3]
+    assert "mine.gin:1 chose another train.strategy than gin/strategies/fsdp.gin:4" in told[3]
+
+
+def test_what_is_allowed_is_bound(tmp_path):
+    config = load(["gin/runs/digits.gin"], ["mlp.widths = (32,)"], allow_unused=True)
+    assert [str(binding) for binding in config.unused] == ["mlp.widths = (32,)"]
+
+
+@pytest.mark.parametrize("stem", stems())
+def test_shipped_files_have_no_mistakes_in_any_combination(stem):
+    def files(folder):
+        return sorted((ROOT / "gin" / folder).glob("*.gin"))
+
+    images = [p for p in files("data") if "image" in p.read_text()]
+    assert len(images) >= 4
+    for model in files("models"):
+        if "NUM_CLASSES" in model.read_text():
+            for data in images:
+                chosen = [f"gin/strategies/{stem}.gin", str(model), str(data)]
+                load([*chosen, "gin/runs/digits.gin"])
+    for optimizer in files("optim"):
+        chosen = [f"gin/strategies/{stem}.gin", str(optimizer), "gin/options/tf_data.gin"]
+        load(["gin/runs/digits.gin", *chosen])
+
+
+@pytest.mark.parametrize("stem", [s for s in stems() if s not in ("single", "spmd", "spmd_fsdp")])
+def test_precision_files_go_with_every_strategy_that_has_such_collectives(stem):
+    for precision in sorted((ROOT / "gin" / "precision").glob("*.gin")):
+        load(["gin/runs/digits.gin", f"gin/strategies/{stem}.gin", str(precision)])
+
+
+def test_what_is_called_is_what_the_checks_say(command, tmp_path):
+    """The operative configuration, which gin writes as functions are called, has no more."""
+    flags = ["--gin.train.num_steps=1", "--cpu_devices=2", f"--workdir={tmp_path}"]
+    assert command(DIGITS, *flags).returncode == 0
+    again = load([str(tmp_path / "operative_config.gin")])
+    first = load(["gin/runs/digits.gin"])
+    assert set(again.functions) <= set(first.functions)
+    assert not again.unused

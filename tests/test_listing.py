@@ -1,0 +1,78 @@
+"""What there is can be found: `--list`, and the reference page."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, stems
+
+from research_dp import train
+from research_dp.config import listing
+
+
+@pytest.fixture
+def listed(capsys):
+    def run(*flags):
+        assert train.main(["--list", *flags]) == 0
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_all_is_listed_in_groups_a_line_each(listed):
+    blocks = {block.splitlines()[0]: block for block in listed().split("\n\n")}
+    assert list(blocks)[: len(listing._GROUPS)] == [*listing._GROUPS]
+    for stem in stems():
+        assert f"\n  gin/strategies/{stem}.gin " in blocks["strategies"]
+    for group, name in {
+        "strategies": "gather_shards",
+        "models": "resnet",
+        "data": "tfds_data",
+        "optimizers": "optax.adamw",
+        "options": "gin/precision/bf16_gather.gin",
+    }.items():
+        assert f"\n  {name} " in blocks[group]
+    assert not [
+        line for line in blocks["models"].splitlines()[1:] if line.rstrip() == line.split()[0]
+    ]
+
+
+def test_one_function_is_shown_in_full(listed):
+    told = listed("convnet")
+    for part in (
+        "norm: Norm = 'group',  # one of ['batch', 'group', 'none']",
+        "num_classes: Count,  # required; a whole number of at least 1",
+        "dropout_rate: Dropout before the last layer.",
+        "In research_dp/models/convnet.py:",
+        "  gin/models/convnet_nnx.gin",
+    ):
+        assert part in told
+
+
+def test_a_file_is_shown_as_it_is(listed):
+    assert (ROOT / "gin/strategies/ddp.gin").read_text().strip() in listed("gin/strategies/ddp.gin")
+
+
+def test_json_has_the_same(listed):
+    groups = {group["group"]: group["entries"] for group in json.loads(listed("--json"))}
+    (found,) = [entry for entry in groups["models"] if entry["name"] == "mlp"]
+    assert found == json.loads(listed("mlp", "--json"))
+    assert found["parameters"]["num_classes"]["required"]
+    assert found["parameters"]["widths"]["default"] == "(256, 256)"
+
+
+def test_an_unknown_name_is_refused_with_the_nearest(capsys):
+    assert train.main(["--list", "convnett"]) == 2
+    assert "Did you mean convnet?" in capsys.readouterr().err
+
+
+def test_the_page_is_current():
+    done = subprocess.run([sys.executable, "tools/gin_page.py", "--check"], cwd=ROOT, check=False)
+    assert done.returncode == 0, "run python tools/gin_page.py"
+
+
+def test_a_reader_of_the_list_may_go_away():
+    line = f"{sys.executable} -m research_dp.train --list | head -1"
+    done = subprocess.run(line, shell=True, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "runs\n" and not done.stderr

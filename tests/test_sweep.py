@@ -1,0 +1,112 @@
+"""Sweeps, and runs from Python: the same as the command, more than once in a process."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+from research_dp.config import command_line, sweeps
+from research_dp.distributed.errors import UsageError
+
+SMALL = ["--gin_file=runs/digits.gin", "--gin_file=models/mlp.gin", "--gin.mlp.widths=(16,)"]
+
+
+def test_a_sweep_runs_the_product_and_continues_what_is_missing(command, tmp_path):
+    flags = [
+        *SMALL,
+        "--gin.train.num_steps=2",
+        "--vary_file=strategies/ddp.gin,strategies/zero1.gin",
+        "--vary.train.seed=0,1",
+        "--cpu_devices=2",
+        f"--workdir={tmp_path}",
+    ]
+    done = command(*flags, module="research_dp.sweep")
+    assert done.returncode == 0, done.stderr
+    folders = ["ddp-seed=0", "ddp-seed=1", "zero1-seed=0", "zero1-seed=1"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == folders
+    summaries = {f: json.loads((tmp_path / f / "summary.json").read_text()) for f in folders}
+    assert summaries["zero1-seed=1"]["strategy"] == "zero1"
+    prints = {f: s["params_fingerprint"] for f, s in summaries.items()}
+    assert prints["ddp-seed=0"] == prints["zero1-seed=0"] != prints["zero1-seed=1"]
+    rows = [line.split() for line in done.stdout.splitlines()[-6:]]
+    assert [row[:3] for row in rows if row[1:]] == [
+        ["ddp", "0", "done"],
+        ["ddp", "1", "done"],
+        ["zero1", "0", "done"],
+        ["zero1", "1", "done"],
+    ]
+    assert prints["ddp-seed=0"][:12] in done.stdout
+
+    (tmp_path / "ddp-seed=1" / "summary.json").unlink()
+    again = command(*flags, module="research_dp.sweep")
+    assert again.returncode == 0, again.stderr
+    assert again.stdout.count("Done already") == 3
+    summary = json.loads((tmp_path / "ddp-seed=1" / "summary.json").read_text())
+    assert summary["params_fingerprint"] == prints["ddp-seed=1"]
+
+
+def test_a_mistake_in_all_combinations_is_refused_and_in_one_is_told(command, tmp_path):
+    flags = [*SMALL, "--vary_file=strategies/ddp.gin,strategies/spmd.gin", f"--workdir={tmp_path}"]
+    wrong = command(*flags, "--gin.train.num_stpes=2", module="research_dp.sweep")
+    assert wrong.returncode == 2 and "Did you mean num_steps?" in wrong.stderr
+    one = command(
+        *flags, "--gin_file=precision/bf16_gather.gin", "--dry_run", module="research_dp.sweep"
+    )
+    assert one.returncode == 1
+    assert "error: spmd: precision/bf16_gather.gin: nothing here has an effect" in one.stderr
+    assert ["ddp", "missing"] in [line.split() for line in one.stdout.splitlines()]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("0,1,2", ["0", "1", "2"]),
+        ("float32,bfloat16", ["'float32'", "'bfloat16'"]),
+        ("[(8,), (16, 32)]", ["(8,)", "(16, 32)"]),
+        ("{'data': 1, 'fsdp': -1},{'data': -1}", ["{'data': 1, 'fsdp': -1}", "{'data': -1}"]),
+        ("@mlp(),@convnet()", ["@mlp()", "@convnet()"]),
+        ("None,0.5", ["None", "0.5"]),
+    ],
+)
+def test_values_that_are_varied(text, values):
+    assert command_line.elements(text) == values
+
+
+def test_two_runs_do_not_share_a_folder(tmp_path):
+    with pytest.raises(UsageError, match="two runs of the sweep would lie in"):
+        sweeps.members(tmp_path, [sweeps.binding_choices("train.seed", "1,1")])
+    files = sweeps.file_choices(0, "a/x.gin,b/x.gin")
+    assert [member.folder.name for member in sweeps.members(tmp_path, [files])] == [
+        "a_x.gin",
+        "b_x.gin",
+    ]
+
+
+def test_python_runs_what_the_command_runs_and_more_than_once(command, tmp_path, data_dir):
+    code = f"""
+import gin, research_dp
+gin.parse_config("make_mesh.axes = {{'data': 1}}")
+settings = {{"train.num_steps": 2, "mlp.widths": (16,), "tfds_data.data_dir": {str(data_dir)!r}}}
+files = ["runs/digits.gin", "models/mlp.gin"]
+for name in ("a", "b"):
+    found = research_dp.run(files, settings, workdir={str(tmp_path)!r} + "/" + name, cpu_devices=2)
+    print("fingerprint", found["params_fingerprint"], found["step"])
+    assert "{{'data': 1}}" in gin.config_str() and not gin.config_is_locked()
+try:
+    research_dp.run(files, {{"train.num_stpes": 2, "train.seed": "x"}}, workdir="never")
+except research_dp.UsageError as error:
+    assert len(error.mistakes) == 2
+    print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    flags = [*SMALL, "--gin.train.num_steps=2", "--cpu_devices=2", f"--workdir={tmp_path / 'c'}"]
+    assert command(*flags).returncode == 0
+    expected = json.loads((tmp_path / "c" / "summary.json").read_text())["params_fingerprint"]
+    assert done.stdout.count(f"fingerprint {expected} 2") == 2
+    assert "Did you mean num_steps?" in done.stdout

@@ -1,0 +1,97 @@
+"""Files of a researcher's own, outside this package: listed, shown, trained and certified."""
+
+import json
+import os
+
+import pytest
+from conftest import ROOT
+
+from research_dp.config import gin_config
+from research_dp.distributed.errors import UsageError
+
+STRATEGY = '''"""Averages gradients over one mesh axis after the other."""
+
+import gin
+
+from research_dp.distributed.buckets import all_mean_tree
+
+
+@gin.register
+def two_level_average(grads, layout, *, axes, reduction, scale: float = 1.0):
+    """Averages inside each group of devices, then across groups."""
+    for axis in reversed(axes):
+        grads = all_mean_tree(grads, (axis,), reduction)
+    return [g * scale for g in grads] if isinstance(grads, list) else scaled(grads, scale)
+
+
+def scaled(grads, scale):
+    import jax
+
+    return jax.tree.map(lambda g: g * scale, grads)
+'''
+GIN = """# Gradients averaged inside groups of devices, then across.
+import my_pkg.two_level
+include 'base.gin'
+
+data_parallel.name = 'two_level'
+data_parallel.sync = @two_level_average
+make_mesh.axes = {'data': 2, 'fsdp': -1}
+"""
+
+
+@pytest.fixture
+def package(tmp_path):
+    folder = tmp_path / "my_pkg"
+    folder.mkdir()
+    (folder / "__init__.py").touch()
+    (folder / "two_level.py").write_text(STRATEGY)
+    (folder / "two_level.gin").write_text(GIN)
+    # Beside the file that includes it, wherever the command is started.
+    (folder / "base.gin").write_text("# What it builds on.\ninclude 'gin/strategies/ddp.gin'\n")
+    return folder
+
+
+def test_an_own_strategy_is_listed_shown_trained_and_certified(command, package, tmp_path):
+    away = {"cwd": tmp_path, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
+    listed = command("--import=my_pkg.two_level", "--list", **away)
+    assert listed.returncode == 0, listed.stderr
+    assert "my_pkg\n  two_level_average  Averages inside each group" in listed.stdout
+    shown = command("--import=my_pkg.two_level", "--list=two_level_average", **away)
+    assert "In my_pkg/two_level.py:8" in shown.stdout, shown.stderr
+
+    flags = ["--gin_file=runs/digits.gin", "--gin_file=my_pkg/two_level.gin", "--cpu_devices=4"]
+    dry = command(*flags, "--dry_run", **away)
+    assert dry.returncode == 0, dry.stderr
+    assert "# my_pkg/two_level.gin:6" in dry.stdout
+    assert "two_level_average.scale = 1.0" in dry.stdout
+    wrong = command(*flags, "--dry_run", "--gin.two_level_average.scale=many", **away)
+    assert wrong.returncode == 2 and "'many': give a number" in wrong.stderr
+
+    small = ["--gin_file=models/mlp.gin", "--gin.train.num_steps=2", f"--workdir={tmp_path / 'w'}"]
+    done = command(*flags, *small, **away)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "w" / "summary.json").read_text())["strategy"] == "two_level"
+
+    conform = ["--gin_file=my_pkg/two_level.gin", "--cpu_devices=4"]
+    good = command(*conform, module="research_dp.conform", **away)
+    assert good.returncode == 0, good.stdout + good.stderr
+    assert "All 12 agree." in good.stdout
+    bad = ["--gin.two_level_average.scale=1.01"]
+    found = command(*conform, *bad, module="research_dp.conform", **away)
+    assert found.returncode == 1
+    assert "linen   gradient norms       DIFFERS" in found.stdout
+
+
+def test_a_module_that_breaks_is_told_with_its_place(package, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (package / "broken.py").write_text("import gin\n\nraise KeyError('nothing there')\n")
+    with pytest.raises(UsageError, match=r"KeyError: 'nothing there' \(.*broken.py:3\)"):
+        gin_config.load(["runs/digits.gin"], imports=["my_pkg.broken"])
+
+
+def test_conform_refuses_what_has_no_strategy(command):
+    done = command("--gin_file=models/mlp.gin", module="research_dp.conform")
+    assert done.returncode == 2 and "%NUM_CLASSES is used and bound nowhere" in done.stderr
+    flags = ["--gin_file=models/mlp.gin", "--gin.NUM_CLASSES=10"]
+    done = command(*flags, module="research_dp.conform")
+    assert done.returncode == 2 and "train.strategy is bound nowhere" in done.stderr
