@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,8 @@ def _dots(prim: Any, *args: Any, **params: Any) -> bool:
     return jax.checkpoint_policies.dots_with_no_batch_dims_saveable(prim, *args, **params)
 
 
+Remat = Literal["full", "dots", "none"]
+
 # What the forward pass of a unit keeps for the backward pass, besides its inputs. Gathered
 # parameters are never kept.
 REMAT: Mapping[str, Callable[..., bool]] = {
@@ -45,7 +47,7 @@ def _or_gathered(policy: Callable[..., bool], prim: Any, *args: Any, **params: A
     return is_gathered(prim, **params) or policy(prim, *args, **params)
 
 
-def check_remat(remat: str, binding: str) -> None:
+def check_remat(remat: Any, binding: str) -> None:
     """Raises UsageError for an unknown policy."""
     if remat not in REMAT:
         raise UsageError(f"{binding} = {remat!r}: use one of {list(REMAT)}.", binding=binding)

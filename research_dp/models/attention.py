@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
 
 from research_dp.distributed.errors import UsageError
 
-IMPLEMENTATIONS = ("auto", "cudnn", "chunked", "xla")
+Implementation = Literal["auto", "cudnn", "chunked", "xla"]
 _QUERIES = 256  # queries whose scores exist at a time, in 'chunked'
 _ROTARY_BASE = 10_000.0
 
@@ -37,7 +37,7 @@ def attention(
     value: jax.Array,
     segments: jax.Array | None = None,
     *,
-    implementation: str = "auto",
+    implementation: Implementation = "auto",
 ) -> jax.Array:
     """Causal attention; a token sees the tokens of its own segment up to itself.
 
@@ -50,9 +50,9 @@ def attention(
             scores of a few queries at a time. 'xla': all scores at once. 'auto': cuDNN where it
             runs, else chunked for long sequences.
     """
-    if implementation not in IMPLEMENTATIONS:
+    if implementation not in get_args(Implementation):
         raise UsageError(
-            f"transformer.attention = {implementation!r}: use one of {list(IMPLEMENTATIONS)}.",
+            f"transformer.attention = {implementation!r}: use one of {get_args(Implementation)}.",
             binding="transformer.attention",
         )
     if implementation == "auto":

@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from research_dp.distributed.errors import UsageError, check_count
+from research_dp.distributed.errors import UsageError, check_count, check_dtype
+from research_dp.distributed.kinds import Count, DropoutRate, Dtype
 from research_dp.distributed.trainable import TrainableModel
-from research_dp.distributed.units import check_remat
-from research_dp.models.attention import attention, rotate
-from research_dp.models.classification import choose_api
-from research_dp.models.dropout import dropout
+from research_dp.distributed.units import Remat, check_remat
+from research_dp.models.attention import Implementation, attention, rotate
+from research_dp.models.classification import Api, choose_api
+from research_dp.models.dropout import check_rate, dropout
 from research_dp.models.language import language_model
 
 
@@ -36,26 +37,26 @@ class BlockConfig:
     heads: int
     mlp_width: int
     dropout_rate: float
-    dtype: str
-    attention: str
+    dtype: Dtype
+    attention: Implementation
 
 
 @gin.register(module="models")
 def transformer(
     *,
-    api: str = "linen",
-    vocab_size: int = gin.REQUIRED,
-    width: int = 128,
-    depth: int = 4,
-    heads: int = 4,
-    mlp_width: int = 512,
+    api: Api = "linen",
+    vocab_size: Count = gin.REQUIRED,
+    width: Count = 128,
+    depth: Count = 4,
+    heads: Count = 4,
+    mlp_width: Count = 512,
     tied: bool = False,
-    dropout_rate: float = 0.0,
-    dtype: str = "float32",
-    remat: str = "full",
-    unroll: int = 1,
-    attention: str = "auto",
-    logits_at_once: int = 2**23,
+    dropout_rate: DropoutRate = 0.0,
+    dtype: Dtype = "float32",
+    remat: Remat = "full",
+    unroll: Count = 1,
+    attention: Implementation = "auto",
+    logits_at_once: Count = 2**23,
 ) -> TrainableModel:
     """A decoder of pre-norm blocks: RMSNorm, rotary positions, causal attention, gated MLP.
 
@@ -85,6 +86,8 @@ def transformer(
     for name, value in {"vocab_size": vocab_size, "width": width, "depth": depth}.items():
         check_count(f"transformer.{name}", value, 1)
     check_count("transformer.logits_at_once", logits_at_once, 1)
+    check_rate("transformer.dropout_rate", dropout_rate)
+    check_dtype("transformer.dtype", dtype)
     check_remat(remat, "transformer.remat")
     if width % heads or (width // heads) % 2:
         raise UsageError(
