@@ -6,11 +6,14 @@ DDP, FSDP and HSDP are the same code on `{'data': n, 'fsdp': 1}`, `{'data': 1, '
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import gin
 import jax
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from research_dp.distributed.errors import UsageError
@@ -18,6 +21,20 @@ from research_dp.distributed.errors import UsageError
 DATA_AXIS = "data"
 FSDP_AXIS = "fsdp"
 BATCH_AXES = (DATA_AXIS, FSDP_AXIS)
+
+_planned: contextvars.ContextVar[Sequence[jax.Device] | None] = contextvars.ContextVar(
+    "planned", default=None
+)
+
+
+@contextlib.contextmanager
+def planning_for(devices: Sequence[jax.Device]) -> Iterator[None]:
+    """Within it meshes are of these devices, which need not be there (`analysis.topologies`)."""
+    token = _planned.set(devices)
+    try:
+        yield
+    finally:
+        _planned.reset(token)
 
 
 @gin.register(module="distributed")
@@ -27,7 +44,7 @@ def make_mesh(axes: Mapping[str, int], devices: Sequence[jax.Device] | None = No
     Args:
         axes: Size of each axis, e.g. `{'data': 2, 'fsdp': -1}`. One size may be -1: what is left.
             An axis that is not named has size 1.
-        devices: The devices to lay out; all of them if None.
+        devices: The devices to lay out; all that are present, or planned for, if None.
 
     Returns:
         A mesh whose axes are of type `Auto`, so that `jit` may place what nobody constrains.
@@ -36,7 +53,7 @@ def make_mesh(axes: Mapping[str, int], devices: Sequence[jax.Device] | None = No
         UsageError: An unknown axis, a size below 1 that is not a single -1, or a product that is
             not the number of devices; the message prints the whole equation.
     """
-    present = list(jax.devices() if devices is None else devices)
+    present = list(devices or _planned.get() or jax.devices())
     sizes = _resolve_sizes(axes, len(present), present[0].platform)
     return build_mesh(sizes, present)
 
@@ -51,7 +68,7 @@ def one_device_mesh() -> Mesh:
     refuse_several_processes(
         "one_device_mesh", "Use make_mesh, or start a single process.", "data_parallel.mesh"
     )
-    return make_mesh({DATA_AXIS: 1, FSDP_AXIS: 1}, devices=jax.devices()[:1])
+    return make_mesh({}, devices=list(_planned.get() or jax.devices())[:1])
 
 
 def build_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device]) -> Mesh:
@@ -63,7 +80,11 @@ def build_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device]) -> Mesh:
     """
     used = list(devices)[: math.prod(sizes.values())]
     kinds = (AxisType.Auto,) * len(sizes)
-    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds, devices=used)
+    # On a TPU an axis follows the torus where it can, and otherwise takes a part of a dim of it.
+    laid_out = mesh_utils.create_device_mesh(
+        tuple(sizes.values()), used, allow_split_physical_axes=True
+    )
+    return Mesh(laid_out, tuple(sizes), axis_types=kinds)
 
 
 def split_axes(mesh: Mesh) -> tuple[str, ...]:

@@ -1,0 +1,130 @@
+"""What this project's own step needs on 64 accelerators, compiled without one.
+
+python experiments/limits/lm_1b.py [h100:8x8|v5e-64] [--case=NAME ...] [--budget]
+
+Needs the extra `plan-gpu` or `plan-tpu`. A case is a list of shipped gin files and bindings; with
+`--budget` the status is 1 if one needs more than is written beside it.
+"""
+
+import argparse
+import dataclasses
+import sys
+import time
+
+import gin
+import jax
+import numpy as np
+import optax
+
+from research_dp.analysis.program import ProgramCost, read
+from research_dp.analysis.topologies import Topology, topology
+from research_dp.config import gin_config
+from research_dp.distributed.mesh import planning_for
+from research_dp.strategies import TrainSpec
+
+LENGTH = 2048
+BF16 = "gin/precision/bf16_collectives.gin"
+GATHER = "gin/precision/bf16_gather.gin"
+PARAMS = "gin/precision/bf16_params.gin"
+MEMORY, SPEED = "gin/options/h100_memory.gin", "gin/options/h100_speed.gin"
+TPU = "gin/options/tpu_async.gin"
+NNX, PLAIN = "transformer.api = 'nnx'", "transformer.attention = 'chunked'"
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A strategy with gin files and bindings, and the most that it may need.
+
+    Attributes:
+        strategy: Its stem.
+        given: Gin files and bindings.
+        wire: GB a device sends a step.
+        temporary: GB of temporary memory a device.
+        state: GB of arguments a device.
+        collectives: Number a step.
+        waited: Milliseconds waited for the network, predicted.
+    """
+
+    strategy: str
+    given: tuple[str, ...] = ()
+    wire: float | None = None
+    temporary: float | None = None
+    state: float | None = None
+    collectives: int | None = None
+    waited: float | None = None
+
+
+H100 = {
+    "memory": Case("fsdp", (BF16, MEMORY), 6.88, 0.62),
+    "speed": Case("fsdp", (BF16, SPEED), 6.63, 1.0, None, 80, 3.0),
+    "f32 scatter": Case("fsdp", (GATHER, MEMORY), 9.26),
+    "no flash attention": Case("fsdp", (BF16, MEMORY, PLAIN), 6.88, 1.0),
+    "memory, nnx": Case("fsdp", (BF16, MEMORY, NNX), 6.88, 0.62),
+    "speed, nnx": Case("fsdp", (BF16, SPEED, NNX), 6.63, 1.0, None, 80, 3.0),
+    "fsdp_keep": Case("fsdp_keep", (BF16,), 4.76),
+    "zero1": Case("zero1", (PARAMS,), 4.76, 1.3, 2.65),
+    "zero2": Case("zero2", (PARAMS,), 4.76, 1.3, 2.65),
+    "hsdp 8 x 8": Case("hsdp", (BF16, MEMORY, "make_mesh.axes = {'data': 8, 'fsdp': 8}"), 6.65),
+    "ddp bf16": Case("ddp", (BF16,), 4.76),
+    "ddp f32": Case("ddp", (), 9.52),
+    "spmd_fsdp": Case("spmd_fsdp"),
+}
+V5E = {
+    "fsdp": Case("fsdp", (BF16, TPU), 9.1, 0.6, None, None, 17.0),
+    "fsdp, no options": Case("fsdp", (BF16,)),
+}
+CASES = {"h100:8x8": H100, "v5e-64": V5E}
+
+
+def compile_case(case: Case, where: Topology) -> ProgramCost:
+    """Compiles the training step of a case and reads it."""
+    files = [word for word in case.given if word.endswith(".gin")]
+    bindings = [word for word in case.given if not word.endswith(".gin")]
+    gin_config.reset()
+    gin_config.load(
+        ["gin/models/lm_1b.gin", f"gin/strategies/{case.strategy}.gin", *files], bindings
+    )
+    with planning_for(where.devices):
+        recipe = gin.query_parameter("train.strategy").scoped_configurable_fn()
+    spec = TrainSpec(
+        model=gin.query_parameter("train.model").scoped_configurable_fn(),
+        optimizer=optax.adamw(1e-3),
+        example={"tokens": jax.ShapeDtypeStruct((LENGTH,), np.int32)},
+        batch_size=len(where.devices),
+    )
+    built = recipe.build(spec)
+    lowered = built.train_step.lower(built.abstract_state, built.abstract_batch)
+    return read(lowered.compile(), built.mesh, where)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("topology", nargs="?", default="h100:8x8", choices=CASES)
+    parser.add_argument("--case", action="append", help="one of the cases; all if none is named")
+    parser.add_argument("--budget", action="store_true", help="status 1 if one needs too much")
+    flags = parser.parse_args()
+    where, over = topology(flags.topology), 0
+    print("| case | state GB | temporary GB | wire GB | collectives | waited ms | step ms | s |")
+    print("|---|---|---|---|---|---|---|---|")
+    for name, case in CASES[flags.topology].items():
+        if flags.case and name not in flags.case:
+            continue
+        start = time.perf_counter()
+        cost = compile_case(case, where)
+        found = [
+            (cost.argument_bytes / 1e9, case.state),
+            (cost.temp_bytes / 1e9, case.temporary),
+            (cost.wire_bytes / 1e9, case.wire),
+            (cost.collective_count, case.collectives),
+            (cost.schedule.exposed * 1e3, case.waited),
+        ]
+        cells = [f"{value:.4g}" + (f" (at most {most})" if most else "") for value, most in found]
+        over += sum(most is not None and value > most for value, most in found)
+        seconds = time.perf_counter() - start
+        cells += [f"{cost.schedule.step * 1e3:.1f}", f"{seconds:.0f}"]
+        print(f"| {name} | {' | '.join(cells)} |", flush=True)
+    return 1 if flags.budget and over else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
