@@ -12,7 +12,7 @@ from steps import mesh_of
 from research_dp.analysis.traffic import collectives as read
 from research_dp.distributed import buckets, collectives, replication, updates
 from research_dp.distributed.collectives import GatherOptions
-from research_dp.distributed.layout import choose_dim, lay_out
+from research_dp.distributed.layout import Choice, choose_dim, lay_out
 from research_dp.distributed.mesh import make_mesh
 
 AXES = ("data", "fsdp")
@@ -166,3 +166,18 @@ def test_bound_axes_are_found_by_public_means_too(has_name, monkeypatch):
     jax.pmap(look, axis_name="p")(jnp.ones(8))
     look(jnp.ones(2))
     assert seen == [("dp", "r"), ("p",), ()]
+
+
+def test_stacks_are_gathered_in_place_as_they_are_all_at_once(mesh):
+    tree = {"a": jnp.arange(3 * 16 * 5.0).reshape(3, 16, 5), "b": jnp.arange(64.0)}
+    layout = lay_out(tree, lambda path, *_: Choice(1 if path == "a" else 0), 8)
+    specs = jax.tree.map(lambda p: p.spec, layout)
+
+    def whole(shards):
+        old = jax.tree.map(jnp.zeros_like, tree)
+        return buckets.gather_tree(shards, layout, bucket_bytes=100, into=old)
+
+    function = mapped(mesh, whole, (specs,), P())
+    found = read(function, tree)
+    assert sorted((c.kind, c.times) for c in found) == [("all-gather", 1), ("all-gather", 3)]
+    jax.tree.map(np.testing.assert_array_equal, function(tree), tree)

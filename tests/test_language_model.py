@@ -214,6 +214,56 @@ def test_looking_ahead_does_not_gather_the_last_unit_twice():
     assert plain - ahead == pytest.approx(7 / 8 * block, rel=0.01)
 
 
+def wire(strategy, kinds):
+    """Bytes of the large collectives of these kinds."""
+    return sum(c.wire_bytes for c in traffic(strategy) if c.kind in kinds and c.nbytes > 512)
+
+
+@pytest.mark.parametrize("stem", ["ddp", "zero1", "zero2"])
+def test_gradients_of_replicated_blocks_are_synchronised_one_block_at_a_time(stem):
+    strategy = build(stem, model(depth=4))
+    sizes = {p.path: p.nbytes for p in jax.tree.leaves(strategy.layouts.slices)}
+    blocks = sum(n for path, n in sizes.items() if path.startswith("blocks"))
+    kind = "all-reduce" if stem == "ddp" else "reduce-scatter"
+    inside = [c for c in traffic(strategy) if c.kind == kind and c.times == 4 and c.nbytes > 512]
+    assert sum(c.nbytes * c.times for c in inside) == pytest.approx(blocks, rel=0.02)
+    total = 2 * 7 / 8 * sum(sizes.values())
+    moved = wire(strategy, {"all-reduce", "reduce-scatter", "all-gather"})
+    assert moved == pytest.approx(total, rel=0.02)
+
+
+def test_keeping_gathers_each_block_once():
+    strategy = build("fsdp_keep", model(depth=4, logits_at_once=2**20), rows=8)
+    sizes = {p.path: p.nbytes for p in jax.tree.leaves(strategy.layouts.params) if p.dim is not None}
+    needed = sum(n for path, n in sizes.items() if path != "embed/table")  # that is exchanged
+    moved = wire(strategy, {"reduce-scatter", "all-gather"})
+    assert moved == pytest.approx(2 * 7 / 8 * needed, rel=0.01)
+
+
+@pytest.mark.parametrize("stem", ["zero1", "fsdp", "ddp"])
+def test_bfloat16_parameters_follow_float32_ones_that_the_optimizer_keeps(stem):
+    kept = "data_parallel.param_dtype = 'bfloat16'"
+    bf16 = model(dtype="bfloat16")
+    expected = run(build("single", bf16, kept))[1]
+    strategy = build(stem, bf16, kept)
+    np.testing.assert_allclose(run(strategy)[1], expected, rtol=2e-2)
+    state = strategy.init(jax.random.key(0))
+    for seed in range(2):
+        state, _ = strategy.train_step(state, strategy.place_batch(batch(seed)))
+    dtypes = {str(x.dtype) for x in jax.tree.leaves(state.params)}
+    assert dtypes == {"bfloat16"}
+    for held, wide in zip(
+        jax.tree.leaves(state.params), jax.tree.leaves(state.opt_state.master), strict=True
+    ):
+        assert wide.dtype == jnp.float32
+        np.testing.assert_array_equal(held, wide.astype(jnp.bfloat16))
+
+
+def test_looking_ahead_is_refused_where_no_unit_is_gathered():
+    with pytest.raises(UsageError, match="gathers no unit"):
+        build("ddp", model(), LOOK_AHEAD)
+
+
 def test_collectives_carry_the_dtype_that_is_named():
     bindings = [
         "gather_shards.gather_dtype = 'bfloat16'",
