@@ -10,6 +10,8 @@ import optax
 import pytest
 from conftest import stems
 
+from research_dp.analysis.program import read
+from research_dp.analysis.topologies import topology
 from research_dp.analysis.traffic import collectives
 from research_dp.config import gin_config
 from research_dp.distributed.errors import UsageError
@@ -18,6 +20,7 @@ from research_dp.distributed.units import Units
 from research_dp.models import transformer
 from research_dp.models.attention import attention, rotate
 from research_dp.strategies import TrainSpec
+from research_dp.training.progress import Clock
 
 VOCAB, LENGTH, BATCH = 64, 16, 16
 LOOK_AHEAD = "data_parallel.look_ahead = True"
@@ -37,10 +40,11 @@ def batch(seed, rows=BATCH, segments=True):
     return made
 
 
-def build(stem, model, *bindings, accumulation=1, rows=BATCH):
+def build(stem, model, *bindings, accumulation=1, rows=BATCH, more=None):
     gin_config.reset()
     small = "largest_dim.min_weight_size = 128"
-    gin_config.load([f"gin/strategies/{stem}.gin"], [small, *bindings])
+    files = [f"gin/strategies/{stem}.gin", more]
+    gin_config.load([file for file in files if file], [small, *bindings])
     strategy = gin.query_parameter("train.strategy").scoped_configurable_fn()
     spec = TrainSpec(
         model=model,
@@ -301,3 +305,31 @@ def test_rows_taken_often_are_added_up_in_float32():
 def test_sizes_that_make_no_sense_are_refused(changes, message):
     with pytest.raises(UsageError, match=message):
         model(**changes)
+
+
+def test_work_is_what_the_program_multiplies_and_is_told_by_hand():
+    sizes = {"width": 16, "depth": 3, "mlp_width": 32}
+    matrices = 3 * (16 * 48 + 16 * 16 + 16 * 64 + 32 * 16) + VOCAB * 16
+    per_token = 6 * matrices + 12 * 3 * 16 * LENGTH
+    tiny = model(**sizes, remat="none", logits_at_once=2**20)
+    example = {"tokens": jax.ShapeDtypeStruct((LENGTH,), np.int32)}
+    work = tiny.work(example)
+    assert work == (LENGTH, per_token * LENGTH, "float32")
+
+    strategy = build("single", tiny)
+    compiled = strategy.train_step.lower(strategy.abstract_state, strategy.abstract_batch).compile()
+    counted = read(compiled, strategy.mesh, topology("cpu:1")).flops
+    assert counted == pytest.approx(BATCH * work.flops, rel=0.01)
+
+
+def test_rates_are_in_tokens_and_in_shares_of_the_peak(monkeypatch):
+    work = model().work({"tokens": jax.ShapeDtypeStruct((LENGTH,), np.int32)})
+    now = iter([0.0, 2.0, 2.0])
+    monkeypatch.setattr("time.perf_counter", lambda: next(now))
+    clock = Clock(32, work, peak=32 * work.flops * 10)
+    clock.start()
+    for _ in range(4):
+        clock.count_step()
+    rates = clock.rates()
+    assert rates["tokens_per_second"] == 2 * 32 * LENGTH
+    assert rates["mfu"] == pytest.approx(0.2)

@@ -16,7 +16,7 @@ ALLOWED = {
     "data": {"data", "distributed"},
     "analysis": {"analysis", "strategies", "distributed"},
     "conformance": {"conformance", "analysis", "models", "strategies", "distributed"},
-    "training": {"training", "strategies", "distributed"},
+    "training": {"training", "analysis", "strategies", "distributed"},
     "config": {"config", "analysis", "distributed", "strategies", "models", "data", "training"},
 }
 CORE = {"jax", "flax", "optax", "gin", "numpy"}

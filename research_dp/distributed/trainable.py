@@ -31,6 +31,21 @@ class LossOutput(NamedTuple):
     sums: Sums
 
 
+class Work(NamedTuple):
+    """What one training example is to a model, however it is computed.
+
+    Attributes:
+        tokens: Tokens that it has.
+        flops: Floating-point operations of its forward and backward pass that the model's formula
+            asks for: nothing that is computed twice counts twice.
+        dtype: Compute dtype, in which the devices' peak is taken for MFU.
+    """
+
+    tokens: int
+    flops: float
+    dtype: str
+
+
 @dataclasses.dataclass(frozen=True)
 class TrainableModel:
     """A model and its loss.
@@ -45,12 +60,15 @@ class TrainableModel:
             `STACK` or `TABLE` of `distributed.layout`. With any, `loss` takes one more argument,
             `units` (`distributed.units.Units`), and runs its parts through it. Empty: the model is
             one unit.
+        work: Shapes of one example's arrays -> `Work`, for rates in tokens and for MFU; None: they
+            are not known.
     """
 
     init: Callable[[jax.Array, Batch], tuple[PyTree, PyTree]]
     loss: Callable[..., LossOutput]
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     units: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    work: Callable[[Mapping[str, jax.ShapeDtypeStruct]], Work] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -55,6 +55,11 @@ def attention(
             f"transformer.attention = {implementation!r}: use one of {get_args(Implementation)}.",
             binding="transformer.attention",
         )
+    if query.dtype == jnp.float16 and _platform() == "cpu":
+        # XLA:CPU has no products of float16 that are added up in float32, which scores are.
+        query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
+        made = attention(query, key, value, segments, implementation=implementation)
+        return made.astype(jnp.float16)
     if implementation == "auto":
         on_gpu = _platform() == "cuda" and query.dtype in (jnp.bfloat16, jnp.float16)
         long = query.shape[1] > 2 * _QUERIES and query.shape[1] % _QUERIES == 0

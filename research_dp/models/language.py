@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from research_dp.distributed.layout import PART, STACK, TABLE
-from research_dp.distributed.trainable import Batch, Functions, LossOutput, TrainableModel
+from research_dp.distributed.trainable import Batch, Functions, LossOutput, TrainableModel, Work
 from research_dp.distributed.units import Units
 from research_dp.models.dropout import fold_in_each
 
@@ -52,13 +52,9 @@ def language_model(
     """
 
     def init(key: jax.Array, batch: Batch) -> tuple[PyTree, PyTree]:
+        assert batch["tokens"].ndim == 2  # no parameter depends on their number
         embed_key, block_key, head_key = jax.random.split(key, 3)
-        shape = (1, *batch["tokens"].shape[1:])
-        inputs = {
-            "x": jax.ShapeDtypeStruct((*shape, width), dtype),
-            "positions": jax.ShapeDtypeStruct(shape, jnp.int32),
-        }
-        one = jax.eval_shape(lambda key: block.init(key, inputs)[0], key)
+        one = _one_block(block, width, dtype)
         blocks = jax.vmap(lambda key: _draw(one, key))(jax.random.split(block_key, depth))
         scale = width**-0.5
         params = {
@@ -111,8 +107,16 @@ def language_model(
         )
         return LossOutput(total, jnp.sum(weights), model_state, {})
 
+    def work(example: Mapping[str, jax.ShapeDtypeStruct]) -> Work:
+        length = example["tokens"].shape[0]
+        sizes = [x.size for x in jax.tree.leaves(_one_block(block, width, dtype)) if x.ndim > 1]
+        # A product with a matrix is two operations an element, and its gradients are four; scores
+        # and their use are as many over all places, half of which are masked but counted.
+        each = 6 * (depth * sum(sizes) + vocab_size * width) + 12 * depth * width * length
+        return Work(length, float(each * length), dtype)
+
     kinds = {"embed": TABLE, "blocks": STACK, "norm": PART, **({} if tied else {"head": TABLE})}
-    return TrainableModel(init, loss, {"vocab_size": vocab_size}, kinds)
+    return TrainableModel(init, loss, {"vocab_size": vocab_size}, kinds, work)
 
 
 def _draw(like: PyTree, key: jax.Array) -> PyTree:
@@ -125,6 +129,15 @@ def _draw(like: PyTree, key: jax.Array) -> PyTree:
         for k, x in zip(jax.random.split(key, len(leaves)), leaves, strict=True)
     ]
     return jax.tree.unflatten(treedef, drawn)
+
+
+def _one_block(block: Functions, width: int, dtype: str) -> PyTree:
+    """Shapes of the parameters of one block, which do not depend on the sequence."""
+    inputs = {
+        "x": jax.ShapeDtypeStruct((1, 2, width), dtype),
+        "positions": jax.ShapeDtypeStruct((1, 2), jnp.int32),
+    }
+    return jax.eval_shape(lambda key: block.init(key, inputs)[0], jax.random.key(0))
 
 
 def _pieces(vocab_size: int, tokens: int, logits_at_once: int) -> int:

@@ -44,7 +44,8 @@ def init_state(spec: TrainSpec, key: jax.Array) -> TrainState:
     opt_state = spec.optimizer.init(params)
     if spec.param_dtype is not None:
         params = jax.tree.map(lambda x: x.astype(spec.param_dtype), params)
-    return TrainState(jnp.zeros((), jnp.int32), params, model_state, opt_state)
+    loss_scale = spec.loss_scale.init() if spec.loss_scale else ()
+    return TrainState(jnp.zeros((), jnp.int32), params, model_state, opt_state, loss_scale)
 
 
 def lay_out_state(
@@ -78,6 +79,7 @@ def lay_out_state(
         opt_state=map_state(
             spec.optimizer, spec_of, abstract.opt_state, slices, lambda _: PartitionSpec()
         ),
+        loss_scale=jax.tree.map(lambda _: PartitionSpec(), abstract.loss_scale),
     )
     placed = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),

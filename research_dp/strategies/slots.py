@@ -29,6 +29,7 @@ def gather_shards(
     reduction: Reduction,
     gather_dtype: Dtype | None = None,
     grad_scatter_dtype: Dtype | None = None,
+    pre_divide: bool = False,
 ) -> PyTree:
     """Gathers sharded parameters; their gradients come back as shards of the mean.
 
@@ -38,6 +39,7 @@ def gather_shards(
         reduction: How gradients are summed.
         gather_dtype: dtype on the wire and for compute, e.g. 'bfloat16'; None: the parameter's.
         grad_scatter_dtype: dtype in which gradients are summed; None: the parameter's.
+        pre_divide: Divide them before they are summed, for float16.
     """
     check_dtype("gather_shards.gather_dtype", gather_dtype)
     check_dtype("gather_shards.grad_scatter_dtype", grad_scatter_dtype)
@@ -46,7 +48,7 @@ def gather_shards(
         if placement.dim is None:
             return x
         options = GatherOptions(
-            placement.dim, FSDP_AXIS, gather_dtype, grad_scatter_dtype, reduction
+            placement.dim, FSDP_AXIS, gather_dtype, grad_scatter_dtype, reduction, pre_divide
         )
         return collectives.gather_with_mean_grads(x, options)
 
@@ -61,6 +63,7 @@ def average_gradients(
     axes: Axes,
     reduction: Reduction,
     dtype: Dtype | None = None,
+    pre_divide: bool = False,
     bucket_bytes: int = buckets.DEFAULT_BUCKET_BYTES,
 ) -> PyTree:
     """All-reduces gradients to their mean, in buckets.
@@ -74,11 +77,19 @@ def average_gradients(
         axes: The mesh axes that the batch is split over.
         reduction: How they are summed.
         dtype: dtype on the wire; None: each gradient's own.
+        pre_divide: Divide them before they are summed, for float16.
         bucket_bytes: Bytes that travel in one collective; <= 0: one collective for each leaf.
     """
     for is_sharded, over in ((False, axes), (True, _replica_axes(axes))):
         grads = _mean_where(
-            is_sharded, grads, layout, over, reduction, dtype=dtype, bucket_bytes=bucket_bytes
+            is_sharded,
+            grads,
+            layout,
+            over,
+            reduction,
+            dtype=dtype,
+            pre_divide=pre_divide,
+            bucket_bytes=bucket_bytes,
         )
     return grads
 
@@ -91,6 +102,7 @@ def scatter_gradients(
     axes: Axes,
     reduction: Reduction,
     dtype: Dtype | None = None,
+    pre_divide: bool = False,
     bucket_bytes: int = buckets.DEFAULT_BUCKET_BYTES,
 ) -> PyTree:
     """Reduce-scatters gradients: each device gets its slice of the mean, as `update_slices` needs.
@@ -104,6 +116,7 @@ def scatter_gradients(
         axes: The mesh axes that the batch is split over.
         reduction: How they are summed.
         dtype: dtype on the wire; None: each gradient's own.
+        pre_divide: Divide them before they are summed, for float16.
         bucket_bytes: Bytes that travel in one collective; <= 0: one collective for each leaf.
     """
     slices = buckets.scatter_mean_tree(
@@ -112,10 +125,18 @@ def scatter_gradients(
         reduction,
         replica_axes=_replica_axes(axes),
         dtype=dtype,
+        pre_divide=pre_divide,
         bucket_bytes=bucket_bytes,
     )
     return _mean_where(
-        False, slices, layout, axes, reduction, dtype=dtype, bucket_bytes=bucket_bytes
+        False,
+        slices,
+        layout,
+        axes,
+        reduction,
+        dtype=dtype,
+        pre_divide=pre_divide,
+        bucket_bytes=bucket_bytes,
     )
 
 

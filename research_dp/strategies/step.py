@@ -57,6 +57,7 @@ class Step:
         count = sums["loss"][1]
         rows = batch.position.shape[1] * axes_size(self.axes)
         scale = jnp.where(count > 0, rows / jnp.maximum(count, 1e-9), 0.0)
+        scale = scale / self._loss_scale(state)
         norm = scale * global_norm(grads, self.layouts.slices, self.recipe.reduction)
         scale = scale * clip_factor(norm, self.spec.max_grad_norm)
         own = self.spec.param_dtype is None  # otherwise the optimizer's parameters are wider
@@ -64,8 +65,31 @@ class Step:
             lambda g, p: (g * scale).astype(p.dtype if own else jnp.float32), grads, state.params
         )
         params, opt_state = self._update(grads, state)
+        new = TrainState(state.step + 1, params, model_state, opt_state, state.loss_scale)
         metrics = {**sums, "grad_norm": jnp.stack([norm, jnp.ones_like(norm)])}
-        return TrainState(state.step + 1, params, model_state, opt_state), metrics
+        if self.spec.loss_scale is None:
+            return new, metrics
+        return self._unless_overflown(state, new, norm, metrics)
+
+    def _unless_overflown(
+        self, old: TrainState, new: TrainState, norm: jax.Array, metrics: dict[str, jax.Array]
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
+        """The new state with its loss scale adapted; the old one if gradients overflowed."""
+        assert self.spec.loss_scale is not None
+        finite = jnp.isfinite(norm)
+        kept = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
+        adapted = self.spec.loss_scale.adapt(old.loss_scale, finite)
+        one = jnp.ones_like(norm)
+        metrics = {
+            **metrics,
+            # A norm that is not a number would hide all others of the record.
+            "grad_norm": jnp.stack([jnp.where(finite, norm, 0.0), finite.astype(norm.dtype)]),
+            "loss_scale": jnp.stack([old.loss_scale.scale, one]),
+        }
+        return kept._replace(step=new.step, loss_scale=adapted), metrics
+
+    def _loss_scale(self, state: TrainState) -> jax.Array | float:
+        return 1.0 if self.spec.loss_scale is None else state.loss_scale.scale
 
     def evaluate(
         self, state: TrainState, examples: Mapping[str, jax.Array]
@@ -95,9 +119,9 @@ class Step:
 
         def gradients(model_state: PyTree, micro: PlacedBatch) -> tuple[PyTree, Any, PyTree]:
             if early:
-                grads, out = self._early_gradients(state.step, params, model_state, micro)
+                grads, out = self._early_gradients(state, params, model_state, micro)
             else:
-                grads, out = self._gradients(state.step, params, model_state, micro, units)
+                grads, out = self._gradients(state, params, model_state, micro, units)
                 grads = self._sync(grads, "micro_batch")
             return grads, _pairs(out), out.model_state
 
@@ -112,7 +136,7 @@ class Step:
 
     def _gradients(
         self,
-        step: jax.Array,
+        state: TrainState,
         params: PyTree,
         model_state: PyTree,
         micro: PlacedBatch,
@@ -120,19 +144,19 @@ class Step:
         held: Callable[[PyTree], PyTree] = lambda params: params,
     ) -> tuple[PyTree, LossOutput]:
         """Gradients of one micro-batch, with respect to `params`, which `held` makes parameters."""
-        keys = example_keys(self.spec.seed, step, micro.position)
+        keys = example_keys(self.spec.seed, state.step, micro.position)
 
         def loss(params: PyTree) -> tuple[jax.Array, LossOutput]:
             out = self._loss(held(params), model_state, micro.examples, keys, units, train=True)
             # Divided by a constant, so that the numbers are of a mean's size whatever the dtype.
-            return out.total / micro.position.shape[0], out
+            return out.total / micro.position.shape[0] * self._loss_scale(state), out
 
         if units.gather is not None and not self.spec.model.units:
             loss = jax.checkpoint(loss, policy=drop_gathered)
         return jax.grad(loss, has_aux=True)(params)
 
     def _early_gradients(
-        self, step: jax.Array, params: PyTree, model_state: PyTree, micro: PlacedBatch
+        self, state: TrainState, params: PyTree, model_state: PyTree, micro: PlacedBatch
     ) -> tuple[PyTree, LossOutput]:
         """Synchronised gradients of one micro-batch; those of tables, used twice, at the end."""
         kinds, slices = self.spec.model.units, self.layouts.slices
@@ -144,7 +168,7 @@ class Step:
 
         targets = targets_of(self._synced, early, layout_of(early))
         grads, out = self._gradients(
-            step,
+            state,
             {**targets, **late},
             model_state,
             micro,

@@ -21,6 +21,7 @@ from research_dp.distributed.errors import (
 )
 from research_dp.distributed.kinds import Dtype
 from research_dp.distributed.layout import Rule
+from research_dp.distributed.loss_scale import LossScale
 from research_dp.distributed.trainable import TrainableModel
 from research_dp.distributed.updates import with_master_weights
 
@@ -37,12 +38,14 @@ class TrainState(NamedTuple):
         params: Parameters by path.
         model_state: E.g. batch statistics.
         opt_state: Optimizer state, with parameters' shapes, addressed by parameter path.
+        loss_scale: `LossScaleState`, or () without loss scaling.
     """
 
     step: Any
     params: PyTree
     model_state: PyTree
     opt_state: PyTree
+    loss_scale: Any = ()
 
 
 class PlacedBatch(NamedTuple):
@@ -84,6 +87,7 @@ class TrainSpec:
         seed: Seed of dropout keys (initialisation takes its key as an argument).
         param_dtype: dtype in which parameters lie and travel, the optimizer keeping them in the
             model's own; None: the model's own. The strategy's, see `Recipe.build`.
+        loss_scale: How the loss is scaled; None: it is not. The strategy's too.
     """
 
     model: TrainableModel
@@ -94,6 +98,7 @@ class TrainSpec:
     max_grad_norm: float | None = None
     seed: int = 0
     param_dtype: Any = None
+    loss_scale: LossScale | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -151,6 +156,7 @@ class Recipe:
     reduction: Reduction
     accumulation_dtype: Any
     param_dtype: Any
+    loss_scale: LossScale | None
     look_ahead: bool
     compiler_options: dict[str, Any]
 
@@ -165,7 +171,7 @@ class Recipe:
         if self.param_dtype is not None:
             optimizer = with_master_weights(spec.optimizer)
             spec = dataclasses.replace(spec, optimizer=optimizer, param_dtype=self.param_dtype)
-        strategy = self.engine(self, spec)
+        strategy = self.engine(self, dataclasses.replace(spec, loss_scale=self.loss_scale))
         # Whatever does not fit is found here. The trace is kept for the first step.
         jax.eval_shape(strategy.train_step, strategy.abstract_state, strategy.abstract_batch)
         return strategy
@@ -218,6 +224,7 @@ def data_parallel(
     reduction: Reduction = PLAIN,
     accumulation_dtype: Dtype | None = None,
     param_dtype: Dtype | None = None,
+    loss_scale: LossScale | None = None,
     look_ahead: bool = False,
     compiler_options: Mapping[str, Any] | None = None,
 ) -> Recipe:
@@ -246,6 +253,7 @@ def data_parallel(
         param_dtype: dtype in which parameters lie between steps and travel, e.g. 'bfloat16'; the
             optimizer then keeps them in the model's own dtype too, with the rest of its state.
             None: the model's own.
+        loss_scale: `@dynamic_loss_scale()` for compute in float16; None: the loss is not scaled.
         look_ahead: Gather the next unit of a stack, and scatter the last one's gradient, while one
             is computed; see `distributed.units.Units`.
         compiler_options: XLA's options for the training step, by name; gin/options/ has some that
@@ -253,6 +261,8 @@ def data_parallel(
     """
     check_kind("data_parallel.mesh", mesh, Mesh, "@make_mesh()")
     check_kind("data_parallel.reduction", reduction, Reduction, "nothing, for plain sums")
+    if loss_scale is not None:
+        check_kind("data_parallel.loss_scale", loss_scale, LossScale, "@dynamic_loss_scale()")
     check_callable("data_parallel.engine", engine, "@mapped")
     for key, slot in (("shard", shard), ("gather", gather), ("sync", sync), ("update", update)):
         check_callable(f"data_parallel.{key}", slot, "one of this package's, or None")
@@ -288,6 +298,7 @@ def data_parallel(
         reduction=reduction,
         accumulation_dtype=accumulation_dtype,
         param_dtype=param_dtype,
+        loss_scale=loss_scale,
         look_ahead=look_ahead,
         compiler_options=dict(compiler_options or {}),
     )

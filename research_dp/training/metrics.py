@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from clu import metrics as clu_metrics
 
-RATES = ("steps_per_second", "examples_per_second")
+RATES = ("steps_per_second", "examples_per_second", "tokens_per_second", "mfu")
 
 # name -> (sum, count), on the host.
 Sums = dict[str, tuple[float, float]]

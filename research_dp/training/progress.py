@@ -10,6 +10,7 @@ import jax
 from rich import progress as rich_progress
 from rich.console import Console
 
+from research_dp.distributed.trainable import Work
 from research_dp.training.metrics import RATES
 
 _PROFILED_STEPS = 5
@@ -20,10 +21,12 @@ class Clock:
 
     Args:
         batch_size: Examples a step.
+        work: What an example is, if the model says so.
+        peak: FLOP/s of all devices together, if it is known.
     """
 
-    def __init__(self, batch_size: int):
-        self._batch_size = batch_size
+    def __init__(self, batch_size: int, work: Work | None = None, peak: float | None = None):
+        self._batch_size, self._work, self._peak = batch_size, work, peak
         self._steps = self._all_steps = 0
         self._seconds = self._all_seconds = 0.0
         self._running_since: float | None = None
@@ -44,7 +47,13 @@ class Clock:
             self._steps, self._all_steps = self._steps + 1, self._all_steps + 1
 
     def rates(self) -> dict[str, float]:
-        """Steps and examples a second since the last call; nothing if no step was counted."""
+        """Rates since the last call; nothing if no step was counted.
+
+        Returns:
+            `steps_per_second`, `examples_per_second`; for a model that says what an example is
+            `tokens_per_second`, and on known devices `mfu` (Chowdhery et al., arXiv 2204.02311):
+            the share of their peak that the model's own operations take.
+        """
         if self._running_since is not None:
             self.stop()
             self.start()
@@ -52,7 +61,13 @@ class Clock:
             return {}
         rate = self._steps / self._seconds
         self._steps, self._seconds = 0, 0.0
-        return dict(zip(RATES, (rate, rate * self._batch_size), strict=True))
+        examples = rate * self._batch_size
+        rates = {"steps_per_second": rate, "examples_per_second": examples}
+        if self._work:
+            rates["tokens_per_second"] = examples * self._work.tokens
+            if self._peak:
+                rates["mfu"] = examples * self._work.flops / self._peak
+        return rates
 
     def overall(self) -> float | None:
         """Steps a second of the whole run so far."""
@@ -98,7 +113,10 @@ class ProgressBar:
         rate = scalars.get("steps_per_second")
         if rate:
             left = (self._num_steps - step) / rate
-            parts += [f"{rate:.1f} steps/s", f"{scalars['examples_per_second']:,.0f} examples/s"]
+            what = "tokens" if "tokens_per_second" in scalars else "examples"
+            parts += [f"{rate:.1f} steps/s", f"{scalars[f'{what}_per_second']:,.0f} {what}/s"]
+            if "mfu" in scalars:
+                parts.append(f"{scalars['mfu']:.1%} MFU")
             if self._bar:
                 self._bar.update(self._task, rate=f"{rate:.1f} steps/s")
             parts.append(f"{_duration(left)} left")

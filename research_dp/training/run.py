@@ -11,9 +11,12 @@ from typing import Any
 
 import gin
 import jax
+from jax.sharding import Mesh
 
+from research_dp.analysis.hardware import chip_of
 from research_dp.distributed.data_set import DataSet, EvalOrder, TrainOrder
 from research_dp.distributed.placement import fingerprint
+from research_dp.distributed.trainable import Work
 from research_dp.strategies import Strategy, TrainSpec, TrainState
 from research_dp.training import metrics as metrics_lib
 from research_dp.training import report
@@ -63,7 +66,8 @@ class Run:
         self._in_flight: collections.deque[Any] = collections.deque()
         self._summary: dict[str, Any] = {"train": {}, "seconds_to_first_step": None}
         self._records: metrics_lib.Records | None = None
-        self._clock = Clock(spec.batch_size)
+        work = spec.model.work(spec.example) if spec.model.work else None
+        self._clock = Clock(spec.batch_size, work, _peak(strategy.mesh, work))
         self._progress = ProgressBar(schedule.num_steps, first_step)
 
     # ---- Beginning ----
@@ -230,6 +234,15 @@ class Run:
         # Gin knows a parameter's value once its function was called: written more than once.
         if self._writes:
             (self.folder / "operative_config.gin").write_text(gin.operative_config_str())
+
+
+def _peak(mesh: Mesh, work: Work | None) -> float | None:
+    """FLOP/s of a mesh's devices at most; None if the kind is not known, or is a CPU."""
+    device = mesh.devices.flat[0]
+    chip = chip_of(device.device_kind)
+    if work is None or chip is None or device.platform == "cpu":
+        return None
+    return chip.peak({"bfloat16": "bf16", "float16": "f16"}.get(work.dtype, "f32")) * mesh.size
 
 
 def _most_in_flight() -> int:
