@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
@@ -18,23 +19,16 @@ from research_dp.models.dropout import fold_in_each
 PyTree = Any
 
 
-def language_model(
-    block: Functions,
-    *,
-    vocab_size: int,
-    width: int,
-    depth: int,
-    tied: bool,
-    dtype: str,
-    remat: str,
-    unroll: int,
-    logits_at_once: int,
-) -> TrainableModel:
+@dataclasses.dataclass(frozen=True)
+class LanguageModel:
     """A model of `tokens`: embedding, a stack of blocks, a norm, and a head.
 
-    Its units are the embedding, each block, the last norm, and pieces of the head.
+    Its units are the embedding, each block, the last norm, and pieces of the head. Batches have
+    `tokens` (B, S) int32; optionally `weights` (B, S), how much each token counts when it is
+    predicted, and `segments` (B, S) int32, which of several packed sequences it belongs to: 0 for
+    padding.
 
-    Args:
+    Attributes:
         block: Maps `{'x': (B, S, width), 'positions', 'segments'}` to (B, S, width).
         vocab_size: Number of tokens.
         width: Features of the residual stream.
@@ -44,29 +38,43 @@ def language_model(
         remat: What a block keeps for its backward pass, see `distributed.units.REMAT`.
         unroll: Blocks in one turn of the loop over them.
         logits_at_once: Logits that exist at a time on a device, if the vocabulary can be cut so.
-
-    Returns:
-        A model for batches of `tokens` (B, S) int32; optionally `weights` (B, S), how much each
-        token counts when it is predicted, and `segments` (B, S) int32, which of several packed
-        sequences it belongs to: 0 for padding.
     """
 
-    def init(key: jax.Array, batch: Batch) -> tuple[PyTree, PyTree]:
+    block: Functions
+    vocab_size: int
+    width: int
+    depth: int
+    tied: bool
+    dtype: str
+    remat: str
+    unroll: int
+    logits_at_once: int
+
+    def trainable(self) -> TrainableModel:
+        kinds = {"embed": TABLE, "blocks": STACK, "norm": PART}
+        if not self.tied:
+            kinds["head"] = TABLE
+        facts = {"vocab_size": self.vocab_size}
+        return TrainableModel(self.init, self.loss, facts, kinds, self.work)
+
+    def init(self, key: jax.Array, batch: Batch) -> tuple[PyTree, PyTree]:
+        """Parameters, the same bits whatever library the block is of; no model state."""
         assert batch["tokens"].ndim == 2  # no parameter depends on their number
         embed_key, block_key, head_key = jax.random.split(key, 3)
-        one = _one_block(block, width, dtype)
-        blocks = jax.vmap(lambda key: _draw(one, key))(jax.random.split(block_key, depth))
-        scale = width**-0.5
+        one = self._one_block()
+        block_keys = jax.random.split(block_key, self.depth)
+        table, scale = (self.vocab_size, self.width), self.width**-0.5
         params = {
-            "embed": {"table": scale * jax.random.normal(embed_key, (vocab_size, width))},
-            "blocks": blocks,
-            "norm": {"scale": jnp.ones((width,))},
+            "embed": {"table": scale * jax.random.normal(embed_key, table)},
+            "blocks": jax.vmap(lambda key: _draw(one, key))(block_keys),
+            "norm": {"scale": jnp.ones((self.width,))},
         }
-        if not tied:
-            params["head"] = {"table": scale * jax.random.normal(head_key, (vocab_size, width))}
+        if not self.tied:
+            params["head"] = {"table": scale * jax.random.normal(head_key, table)}
         return params, {}
 
     def loss(
+        self,
         params: PyTree,
         model_state: PyTree,
         batch: Batch,
@@ -76,6 +84,7 @@ def language_model(
         batch_axes: tuple[str, ...] = (),
         units: Units | None = None,
     ) -> LossOutput:
+        """Cross-entropy of each next token, weighted."""
         units = units or Units()
         tokens, segments = batch["tokens"], batch.get("segments")
         inputs = {"positions": _positions(tokens, segments)}
@@ -83,40 +92,51 @@ def language_model(
             inputs["segments"] = segments
 
         def one_block(own: PyTree, x: jax.Array, index: jax.Array) -> jax.Array:
+            given = {"x": x, **inputs}
             own_keys = None if keys is None else fold_in_each(keys, index)
-            made, _ = block.apply(
-                own, {}, {"x": x, **inputs}, train=train, keys=own_keys, batch_axes=batch_axes
-            )
-            return made
+            options = {"train": train, "keys": own_keys, "batch_axes": batch_axes}
+            return self.block.apply(own, {}, given, **options)[0]
+
+        def last_norm(own: PyTree, x: jax.Array) -> jax.Array:
+            return _rms_norm(x, own["norm"]["scale"])
 
         # Scaled, so that a tied embedding suits the head and the blocks see unit variance.
-        x = units.look_up("embed", params, tokens, dtype) * math.sqrt(width)
+        x = units.look_up("embed", params, tokens, self.dtype) * math.sqrt(self.width)
+        each = jnp.arange(self.depth)
         x = units.scan(
-            one_block, "blocks", params, x, each=jnp.arange(depth), remat=remat, unroll=unroll
+            one_block, "blocks", params, x, each=each, remat=self.remat, unroll=self.unroll
         )
-        x = units.run(
-            lambda own, x: _rms_norm(x, own["norm"]["scale"]), ("norm",), params, x, remat="full"
-        )
+        x = units.run(last_norm, ("norm",), params, x, remat="full")
         weights = _weights(batch)
         total = _cross_entropy(
             x,
-            functools.partial(units.scan_rows, name="embed" if tied else "head", params=params),
+            functools.partial(units.scan_rows, name=self._head(), params=params),
             jnp.roll(tokens, -1, axis=1),
             weights,
-            pieces=_pieces(vocab_size, tokens.size, logits_at_once),
+            pieces=_pieces(self.vocab_size, tokens.size, self.logits_at_once),
         )
         return LossOutput(total, jnp.sum(weights), model_state, {})
 
-    def work(example: Mapping[str, jax.ShapeDtypeStruct]) -> Work:
+    def work(self, example: Mapping[str, jax.ShapeDtypeStruct]) -> Work:
+        """Tokens and model FLOPs of a training example."""
         length = example["tokens"].shape[0]
-        sizes = [x.size for x in jax.tree.leaves(_one_block(block, width, dtype)) if x.ndim > 1]
+        matrices = sum(x.size for x in jax.tree.leaves(self._one_block()) if x.ndim > 1)
         # A product with a matrix is two operations an element, and its gradients are four; scores
         # and their use are as many over all places, half of which are masked but counted.
-        each = 6 * (depth * sum(sizes) + vocab_size * width) + 12 * depth * width * length
-        return Work(length, float(each * length), dtype)
+        each = 6 * (self.depth * matrices + self.vocab_size * self.width)
+        each += 12 * self.depth * self.width * length
+        return Work(length, float(each * length), self.dtype)
 
-    kinds = {"embed": TABLE, "blocks": STACK, "norm": PART, **({} if tied else {"head": TABLE})}
-    return TrainableModel(init, loss, {"vocab_size": vocab_size}, kinds, work)
+    def _head(self) -> str:
+        return "embed" if self.tied else "head"
+
+    def _one_block(self) -> PyTree:
+        """Shapes of the parameters of one block, which do not depend on the sequence."""
+        inputs = {
+            "x": jax.ShapeDtypeStruct((1, 2, self.width), self.dtype),
+            "positions": jax.ShapeDtypeStruct((1, 2), jnp.int32),
+        }
+        return jax.eval_shape(lambda key: self.block.init(key, inputs)[0], jax.random.key(0))
 
 
 def _draw(like: PyTree, key: jax.Array) -> PyTree:
@@ -129,15 +149,6 @@ def _draw(like: PyTree, key: jax.Array) -> PyTree:
         for k, x in zip(jax.random.split(key, len(leaves)), leaves, strict=True)
     ]
     return jax.tree.unflatten(treedef, drawn)
-
-
-def _one_block(block: Functions, width: int, dtype: str) -> PyTree:
-    """Shapes of the parameters of one block, which do not depend on the sequence."""
-    inputs = {
-        "x": jax.ShapeDtypeStruct((1, 2, width), dtype),
-        "positions": jax.ShapeDtypeStruct((1, 2), jnp.int32),
-    }
-    return jax.eval_shape(lambda key: block.init(key, inputs)[0], jax.random.key(0))
 
 
 def _pieces(vocab_size: int, tokens: int, logits_at_once: int) -> int:

@@ -17,7 +17,7 @@ from research_dp.distributed.units import Remat, check_remat
 from research_dp.models.attention import Implementation, attention, rotate
 from research_dp.models.classification import Api, choose_api
 from research_dp.models.dropout import check_rate, dropout
-from research_dp.models.language import language_model
+from research_dp.models.language import LanguageModel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +102,7 @@ def transformer(
         lambda: LinenBlock(config),
         lambda shape, rngs: NnxBlock(config, rngs=rngs),
     )
-    return language_model(
+    return LanguageModel(
         block,
         vocab_size=vocab_size,
         width=width,
@@ -112,7 +112,7 @@ def transformer(
         remat=remat,
         unroll=unroll,
         logits_at_once=logits_at_once,
-    )
+    ).trainable()
 
 
 class LinenBlock(nn.Module):
