@@ -6,7 +6,6 @@ import functools
 import importlib
 import inspect
 import re
-import sys
 import typing
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -164,10 +163,8 @@ def _file_of(code: Any) -> str:
         file, line = inspect.getsourcefile(code) or "", inspect.getsourcelines(code)[1]
     except (OSError, TypeError):
         return code.__module__
-    for folder in sorted(map(Path, filter(None, sys.path)), key=lambda p: -len(p.parts)):
-        if Path(file).is_relative_to(folder):
-            return f"{Path(file).relative_to(folder)}:{line}"
-    return f"{file}:{line}"
+    # As many folders as its package has names, wherever that was found.
+    return f"{Path(*Path(file).parts[-len(code.__module__.split('.')) :])}:{line}"
 
 
 @functools.cache
