@@ -204,3 +204,18 @@ def test_what_is_called_is_what_the_checks_say(command, tmp_path):
     first = load(["gin/runs/digits.gin"])
     assert set(again.functions) <= set(first.functions)
     assert not again.unused
+
+
+@pytest.mark.parametrize("stem", stems())
+def test_a_file_may_include_a_run_and_swap_a_part_of_it(stem, tmp_path):
+    mine = tmp_path / "mine.gin"
+    mine.write_text(
+        f"include 'gin/runs/digits.gin'\ninclude 'gin/strategies/{stem}.gin'\n"
+        "include 'gin/models/mlp.gin'\n"
+    )
+    load([str(mine)])
+
+
+def test_an_include_is_given_as_a_file(refused):
+    told = refused(flags=["--gin_bindings=include 'gin/strategies/ddp.gin'"])
+    assert "give --gin_file=gin/strategies/ddp.gin" in told

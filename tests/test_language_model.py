@@ -1,5 +1,6 @@
 """The decoder: its numbers by hand, under every strategy, unit by unit, in both libraries."""
 
+import dataclasses
 import functools
 
 import gin
@@ -15,11 +16,13 @@ from research_dp.analysis.topologies import topology
 from research_dp.analysis.traffic import collectives
 from research_dp.config import gin_config
 from research_dp.distributed.errors import UsageError
+from research_dp.distributed.layout import STACK, TABLE, Choice, largest_dim, lay_out
 from research_dp.distributed.placement import fingerprint
 from research_dp.distributed.units import Units
 from research_dp.models import transformer
 from research_dp.models.attention import attention, rotate
 from research_dp.strategies import TrainSpec
+from research_dp.strategies.slots import gather_shards
 from research_dp.training.progress import Clock
 
 VOCAB, LENGTH, BATCH = 64, 16, 16
@@ -46,7 +49,11 @@ def build(stem, model, *bindings, accumulation=1, rows=BATCH, more=None):
     files = [f"gin/strategies/{stem}.gin", more]
     gin_config.load([file for file in files if file], [small, *bindings])
     strategy = gin.query_parameter("train.strategy").scoped_configurable_fn()
-    spec = TrainSpec(
+    return strategy.build(spec_of(model, accumulation, rows))
+
+
+def spec_of(model, accumulation=1, rows=BATCH):
+    return TrainSpec(
         model=model,
         optimizer=optax.adam(1e-2),
         example={k: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for k, x in batch(0, 1).items()},
@@ -55,7 +62,6 @@ def build(stem, model, *bindings, accumulation=1, rows=BATCH, more=None):
         max_grad_norm=0.5,
         seed=3,
     )
-    return strategy.build(spec)
 
 
 def run(strategy, steps=3):
@@ -333,3 +339,36 @@ def test_rates_are_in_tokens_and_in_shares_of_the_peak(monkeypatch):
     rates = clock.rates()
     assert rates["tokens_per_second"] == 2 * 32 * LENGTH
     assert rates["mfu"] == pytest.approx(0.2)
+
+
+def test_a_rule_of_ones_own_is_followed_whatever_the_dim_is_used_for():
+    def last(path, shape, size):
+        return Choice(len(shape) - 1) if shape[-1] % size == 0 else Choice(None, "does not divide")
+
+    tree = {"blocks": {"w": jnp.zeros((3, 16, 32))}, "embed": {"table": jnp.zeros((64, 16))}}
+    kinds = {"blocks": STACK, "embed": TABLE}
+    assert [p.dim for p in jax.tree.leaves(lay_out(tree, last, 8, kinds))] == [2, 1]
+    by_default = lay_out(tree, functools.partial(largest_dim, min_weight_size=1), 8, kinds)
+    assert [p.dim for p in jax.tree.leaves(by_default)] == [1, 1]
+    first = lay_out(tree, lambda path, shape, size: Choice(0), 8, {"embed": TABLE, "blocks": STACK})
+    assert first["embed"]["table"].dim == 0
+
+
+def test_rows_travel_in_the_dtypes_that_are_named():
+    bindings = ["gather_shards.gather_dtype = 'bfloat16'"]
+    bindings += ["gather_shards.grad_scatter_dtype = 'float32'"]
+    strategy = build("fsdp", model(dtype="bfloat16"), *bindings, rows=8)
+    found = [c for c in traffic(strategy) if c.kind == "all-to-all"]
+    assert sorted(c.dtype for c in found) == ["bfloat16", "float32"]
+
+
+def test_a_gather_of_ones_own_that_knows_no_rows_gathers_tables():
+    def doubled(held, layout, *, reduction):
+        return jax.tree.map(lambda x: 2 * x, gather_shards(held, layout, reduction=reduction))
+
+    strategy = build("fsdp", model(depth=1), rows=8)
+    assert any(c.kind == "all-to-all" for c in traffic(strategy))
+    recipe = gin.query_parameter("train.strategy").scoped_configurable_fn()
+    changed = dataclasses.replace(recipe, gather=doubled)
+    found = traffic(changed.build(spec_of(model(depth=1), rows=8)))
+    assert not any(c.kind == "all-to-all" for c in found)

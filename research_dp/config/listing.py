@@ -120,7 +120,7 @@ def _file_entry(file: str) -> dict[str, Any]:
 
 def _parameter(code: Any, parameter: inspect.Parameter) -> dict[str, Any]:
     """What is known of a parameter; `expected` where its type alone does not say it."""
-    has_default = parameter.default not in (gin.REQUIRED, parameter.empty)
+    has_default = parameter.default is not gin.REQUIRED and parameter.default is not parameter.empty
     kind = annotation(code, parameter.name)
     told = any(typing.get_origin(part) in (Annotated, Literal) for part in members(kind))
     return {

@@ -79,7 +79,7 @@ def _defaults(entry: gin_state.Configurable) -> dict[str, str]:
     """Parameters that a function has a value for."""
     shown = {}
     for name, parameter in entry.parameters.items():
-        if parameter.default not in (parameter.empty, gin.REQUIRED):
+        if parameter.default is not parameter.empty and parameter.default is not gin.REQUIRED:
             shown[name] = default_text(parameter.default)
     return shown
 

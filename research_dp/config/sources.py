@@ -135,6 +135,9 @@ def read(files: Sequence[str], bindings: Sequence[str]) -> Iterator[Statement]:
     for source, text in enumerate(bindings, len(files)):
         place = f"--gin.{text.split('=')[0].strip()}"
         for statement in _statements(text, place):
+            if isinstance(statement, _Include):
+                yield Mistake(place, f"include: give --gin_file={statement.file} instead.")
+                continue
             yield dataclasses.replace(
                 statement,
                 place=place,
@@ -169,7 +172,11 @@ def first_comment(file: str) -> str:
 
 
 def _read_file(path: Path, shown: str, source: int, outer: tuple[str, ...]) -> Iterator[Statement]:
-    text = path.read_text()
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        yield Mistake(shown, f"cannot be read as text in UTF-8: {error}.")
+        return
     lines = text.splitlines()
     for statement in _statements(text, shown):
         if isinstance(statement, _Include):

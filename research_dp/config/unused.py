@@ -128,11 +128,18 @@ def _near(name: str, macros: Sequence[str]) -> list[str]:
 
 
 def _used_in_own_source(binding: Binding, bindings: Sequence[Binding], root: str) -> bool:
-    """Whether it has an effect in its own file, so that only a swapped part made it idle."""
+    """Whether it has an effect in its own file, so that only a swapped part made it idle.
+
+    Its own file, with what that includes, or one that includes it: whichever was swapped.
+    """
     if not binding.file:
         return False
-    own = winners(b for b in bindings if b.source == binding.source)
-    return any(b is binding for b in reach(own, root).used)
+    for file in (binding.file, *binding.included_by):
+        of_file = (b for b in bindings if file in (b.file, *b.included_by))
+        own = winners(b for b in of_file if b.source == binding.source)
+        if any(b is binding for b in reach(own, root).used):
+            return True
+    return False
 
 
 def _why_in_vain(binding: Binding, table: dict[Key, Binding], reached: Reached) -> str:

@@ -31,13 +31,12 @@ class Choice(NamedTuple):
     Attributes:
         dim: The dim to shard, or None: it stays whole.
         reason: Why it stays whole.
-        named: Whether somebody named this dim for this array. Otherwise another one will do that
-            suits how the array is used.
+        any_dim: Whether another dim will do that suits better how the array is used.
     """
 
     dim: int | None
     reason: str = ""
-    named: bool = False
+    any_dim: bool = False
 
 
 # (path, shape, axis size) -> Choice. `path` is e.g. 'Dense_0/kernel'.
@@ -140,6 +139,8 @@ def largest_dim(
 ) -> Choice:
     """Shards the largest divisible dim of every parameter above a threshold.
 
+    Of a model's stacks and tables another dim, if that is cheaper to gather: `lay_out`.
+
     Args:
         path: Path of the parameter; unused by this rule.
         shape: Shape of the parameter.
@@ -147,7 +148,7 @@ def largest_dim(
         min_weight_size: Parameters of at most this many elements stay whole.
     """
     del path
-    return choose_dim(shape, axis_size, min_weight_size)
+    return choose_dim(shape, axis_size, min_weight_size)._replace(any_dim=True)
 
 
 @gin.register(module="distributed")
@@ -173,7 +174,7 @@ def dim_by_path(
         if re.fullmatch(pattern, path):
             if dim is None:
                 return Choice(None, f"dim_by_path.dims says so for {pattern!r}")
-            return Choice(dim + len(shape) if dim < 0 else dim, named=True)
+            return Choice(dim + len(shape) if dim < 0 else dim)
     return Choice(*otherwise(path, shape, axis_size))
 
 
@@ -193,7 +194,7 @@ def lay_out(
         axis_size: Size of mesh axis `fsdp`. With 1 everything stays whole.
         units: What lies at keys at the top of the tree, where it is more than a `PART`. Of a
             `STACK` the rule is asked about one, and dim 0 stays whole. What the rule splits there
-            without having been told the dim is split as it is used, see `_dim_in_use`.
+            along any dim that will do is split as it is used, see `_dim_in_use`.
 
     Returns:
         A tree of the same structure with a `Placement` at each leaf.
@@ -214,7 +215,7 @@ def lay_out(
         else:
             choice = Choice(*rule(name, shape, axis_size))
         check_choice(choice, name, shape, axis_size)
-        if choice.dim is not None and not choice.named:
+        if choice.dim is not None and choice.any_dim:
             choice = Choice(_dim_in_use(kind, shape, axis_size, choice.dim))
         dtype = np.dtype(leaf.dtype)
         dim = None if choice.dim is None else choice.dim + before

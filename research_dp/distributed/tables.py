@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from research_dp.distributed.collectives import axes_size
+from research_dp.distributed.collectives import GatherOptions, axes_size, flat_axes, gather
 
 
 @jax.custom_vjp
@@ -39,8 +39,8 @@ def _take_bwd(kept: Any, g: jax.Array) -> tuple[jax.Array, None]:
 take_rows.defvjp(_take_fwd, _take_bwd)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def exchange_rows(block: jax.Array, indices: jax.Array, axis: str, dtype: Any) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def exchange_rows(block: jax.Array, indices: jax.Array, options: GatherOptions) -> jax.Array:
     """Rows of a table that is split by feature, without making it whole.
 
     Each device looks its columns up for all devices, and an all-to-all puts rows together. Worth
@@ -49,34 +49,31 @@ def exchange_rows(block: jax.Array, indices: jax.Array, axis: str, dtype: Any) -
     Args:
         block: This device's columns, (rows, features / devices).
         indices: (batch, ...) integers, this device's own.
-        axis: The mesh axis.
-        dtype: dtype of the rows, on the wire and returned.
+        options: Axis, and the dtypes on the wire; `dim` is 1.
 
     Returns:
-        (batch, ..., features). The gradient is that of the mean over the axis, added up in float32.
+        (batch, ..., features) in `gather_dtype`. The gradient, sent back in `grad_scatter_dtype`,
+        is that of the mean over the axis, added up in float32, whatever `reduction` says.
     """
-    everyone = lax.all_gather(indices, axis, axis=0, tiled=True)
-    return _exchange_fwd_of(block, everyone, axis, dtype)
-
-
-def _exchange_fwd_of(block: jax.Array, everyone: jax.Array, axis: str, dtype: Any) -> jax.Array:
-    mine = block[everyone].astype(dtype)
-    return lax.all_to_all(mine, axis, split_axis=0, concat_axis=mine.ndim - 1, tiled=True)
+    return _exchange_fwd(block, indices, options)[0]
 
 
 def _exchange_fwd(
-    block: jax.Array, indices: jax.Array, axis: str, dtype: Any
+    block: jax.Array, indices: jax.Array, options: GatherOptions
 ) -> tuple[jax.Array, Any]:
-    everyone = lax.all_gather(indices, axis, axis=0, tiled=True)
-    return _exchange_fwd_of(block, everyone, axis, dtype), (everyone, block[:, :0])
+    everyone = gather(indices, 0, options.axis)
+    mine = block[everyone].astype(options.gather_dtype or block.dtype)
+    rows = lax.all_to_all(mine, options.axis, split_axis=0, concat_axis=mine.ndim - 1, tiled=True)
+    return rows, (everyone, block[:, :0])
 
 
-def _exchange_bwd(axis: str, dtype: Any, kept: Any, g: jax.Array) -> tuple[jax.Array, None]:
+def _exchange_bwd(options: GatherOptions, kept: Any, g: jax.Array) -> tuple[jax.Array, None]:
     everyone, like = kept
-    mine = lax.all_to_all(g.astype(dtype), axis, split_axis=g.ndim - 1, concat_axis=0, tiled=True)
+    wire = g.astype(options.grad_scatter_dtype or like.dtype)
+    mine = lax.all_to_all(wire, options.axis, split_axis=g.ndim - 1, concat_axis=0, tiled=True)
     # Summed here over all devices' examples, and divided, once: the mean over the axis.
     (total, _) = _take_bwd((everyone, like.astype(jnp.float32)), mine)
-    return (total / axes_size((axis,))).astype(like.dtype), None
+    return (total / axes_size(flat_axes(options.axis))).astype(like.dtype), None
 
 
 exchange_rows.defvjp(_exchange_fwd, _exchange_bwd)

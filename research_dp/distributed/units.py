@@ -20,7 +20,7 @@ from research_dp.distributed.collectives import drop_gathered, is_gathered
 from research_dp.distributed.errors import UsageError
 from research_dp.distributed.layout import Placement
 from research_dp.distributed.look_ahead import scan_ahead
-from research_dp.distributed.tables import exchange_rows, take_rows
+from research_dp.distributed.tables import take_rows
 
 PyTree = Any
 # (held parameters, their placements) -> whole parameters.
@@ -60,8 +60,8 @@ class Units:
     Attributes:
         gather: Makes held parameters whole; None: they are.
         layout: Placements, nested like the parameters.
-        axis: The mesh axis, bound where the model runs, that parameters are split over and rows of
-            tables may be exchanged over; None: only `gather` moves them.
+        look_up_split: (held table, its placement, rows=) -> those rows of a table that is split by
+            feature; None: a table is gathered to be looked up in.
         keep: Whether what was gathered is kept for the backward pass.
         look_ahead: Whether a stack's next unit is gathered, and the last one's gradient scattered,
             while a unit is computed: faster where communication runs beside compute, for the
@@ -70,7 +70,7 @@ class Units:
 
     gather: Gather | None = None
     layout: Any = None
-    axis: str | None = None
+    look_up_split: Callable[..., PyTree] | None = None
     keep: bool = False
     look_ahead: bool = False
 
@@ -124,10 +124,11 @@ class Units:
         gather, stack = self.gather, params[name]
         layout = jax.tree.map(_of_one, self._layout(name)) if gather else None
         if gather and self.look_ahead and jax.tree.leaves(stack)[0].shape[0] > 1:
-            if remat != "full":
+            if remat != "full" or unroll != 1:
                 raise UsageError(
-                    f"data_parallel.look_ahead keeps a unit's input alone; remat = {remat!r} would "
-                    "keep more. Bind remat = 'full', or look_ahead = False.",
+                    "data_parallel.look_ahead keeps a unit's input alone and takes one at a time: "
+                    f"not with remat = {remat!r} and unroll = {unroll}. Bind remat = 'full' and "
+                    "unroll = 1, or look_ahead = False.",
                     binding="data_parallel.look_ahead",
                 )
             return scan_ahead(function, lambda held: gather(held, layout), stack, carry, each)
@@ -184,13 +185,11 @@ class Units:
         Returns:
             (..., features).
         """
-        gather, axis = self.gather, self.axis
-        if gather is not None and axis is not None:
+        if self.look_up_split is not None:
             place = _only(self._layout(name))
             if place.dim == 1 and indices.size < place.shape[0]:
-                whole = jax.eval_shape(lambda held: gather(held, self._layout(name)), params[name])
-                rows = exchange_rows(_only(params[name]), indices, axis, _only(whole).dtype)
-                return rows.astype(dtype)
+                rows = self.look_up_split(params[name], self._layout(name), rows=indices)
+                return _only(rows).astype(dtype)
 
         def take(own: PyTree) -> jax.Array:
             return take_rows(_only(own), indices).astype(dtype)

@@ -54,6 +54,11 @@ def mapped(recipe: Recipe, spec: TrainSpec) -> Strategy:
     """
     mesh = recipe.mesh
     recipe.refuse_no_sync()
+    if recipe.look_ahead and not spec.model.units:
+        raise UsageError(
+            "data_parallel.look_ahead = True, but the model names no units. Bind False.",
+            binding="data_parallel.look_ahead",
+        )
     recipe.refuse_idle(gathers=recipe.gather is not None, syncs=recipe.sync is not None)
     layouts, abstract = lay_out_state(recipe, spec, mesh, params_sharded=recipe.gather is not None)
     check_shards_suffice(recipe, spec, layouts)
@@ -133,6 +138,7 @@ def pmapped(recipe: Recipe, spec: TrainSpec) -> Strategy:
     refuse_several_processes(
         "engine 'pmapped'", "Use ddp, which computes the same.", "data_parallel.engine"
     )
+    recipe.refuse_slots(("compiler_options",), "jax.pmap takes none; bind None.")
     recipe.refuse_slots(("shard", "gather"), "engine 'pmapped' keeps parameters whole; bind None.")
     recipe.refuse_no_sync()
     recipe.refuse_idle(gathers=False, syncs=recipe.sync is not None)

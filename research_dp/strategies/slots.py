@@ -16,12 +16,13 @@ from research_dp.distributed.collectives import Axes, GatherOptions, Reduction
 from research_dp.distributed.errors import check_dtype
 from research_dp.distributed.kinds import Dtype
 from research_dp.distributed.mesh import FSDP_AXIS
+from research_dp.distributed.tables import exchange_rows
 from research_dp.distributed.updates import apply_optimizer
 
 PyTree = Any
 
 
-@gin.register(module="strategies")
+@gin.register(module="strategies", denylist=["rows"])
 def gather_shards(
     held: PyTree,
     layout: PyTree,
@@ -30,6 +31,7 @@ def gather_shards(
     gather_dtype: Dtype | None = None,
     grad_scatter_dtype: Dtype | None = None,
     pre_divide: bool = False,
+    rows: jax.Array | None = None,
 ) -> PyTree:
     """Gathers sharded parameters; their gradients come back as shards of the mean.
 
@@ -40,6 +42,8 @@ def gather_shards(
         gather_dtype: dtype on the wire and for compute, e.g. 'bfloat16'; None: the parameter's.
         grad_scatter_dtype: dtype in which gradients are summed; None: the parameter's.
         pre_divide: Divide them before they are summed, for float16.
+        rows: Of tables, split by feature, only these rows are wanted; see `tables.exchange_rows`.
+            A strategy's own function may lack this argument: tables are then gathered.
     """
     check_dtype("gather_shards.gather_dtype", gather_dtype)
     check_dtype("gather_shards.grad_scatter_dtype", grad_scatter_dtype)
@@ -50,6 +54,8 @@ def gather_shards(
         options = GatherOptions(
             placement.dim, FSDP_AXIS, gather_dtype, grad_scatter_dtype, reduction, pre_divide
         )
+        if rows is not None:
+            return exchange_rows(x, rows, options)
         return collectives.gather_with_mean_grads(x, options)
 
     return jax.tree.map(one, held, layout)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -205,12 +206,14 @@ class Step:
         recipe = self.recipe
         if recipe.gather is None:
             return Units()
+        gather = functools.partial(recipe.gather, reduction=recipe.reduction)
         # Rows are exchanged as plainly as they are added up: not if sums go another way.
         plain = FSDP_AXIS in self.axes and recipe.reduction is PLAIN
+        knows_rows = "rows" in inspect.signature(recipe.gather).parameters
         return Units(
-            functools.partial(recipe.gather, reduction=recipe.reduction),
+            gather,
             self.layouts.params,
-            axis=FSDP_AXIS if plain else None,
+            look_up_split=gather if plain and knows_rows else None,
             keep=keep,
             look_ahead=recipe.look_ahead,
         )

@@ -158,7 +158,7 @@ class Recipe:
     param_dtype: Any
     loss_scale: LossScale | None
     look_ahead: bool
-    compiler_options: dict[str, Any]
+    compiler_options: dict[str, Any] | None
 
     def build(self, spec: TrainSpec) -> Strategy:
         """Builds the strategy for a model and a batch, and traces its training step.
@@ -199,7 +199,7 @@ class Recipe:
                 )
 
     def refuse_slots(self, names: tuple[str, ...], why: str) -> None:
-        """Raises UsageError if one of these slots is filled."""
+        """Raises UsageError if one of these slots or options is not None."""
         for name in names:
             value = getattr(self, name)
             if value is not None:
@@ -300,5 +300,5 @@ def data_parallel(
         param_dtype=param_dtype,
         loss_scale=loss_scale,
         look_ahead=look_ahead,
-        compiler_options=dict(compiler_options or {}),
+        compiler_options=dict(compiler_options) if compiler_options else None,
     )
