@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_language_model import batch, build, model
+from test_language_model import batch, build, model, slow
 
 from research_dp.distributed.errors import UsageError
 from research_dp.distributed.loss_scale import dynamic_loss_scale
@@ -22,7 +22,7 @@ def test_the_scale_falls_at_an_overflow_and_grows_after_good_steps():
     assert seen == [(8, 1), (16, 0), (16, 1), (8, 0), (8, 1), (16, 0)]
 
 
-@pytest.mark.parametrize("stem", ["single", "ddp", "zero1", "fsdp"])
+@pytest.mark.parametrize("stem", [slow("single"), slow("ddp"), slow("zero1"), "fsdp"])
 def test_a_step_that_overflows_changes_the_scale_alone_and_the_next_ones_train(stem):
     # At 2^24 the gradients of a sum over tokens are beyond 65504.
     strategy = build(
@@ -42,6 +42,7 @@ def test_a_step_that_overflows_changes_the_scale_alone_and_the_next_ones_train(s
     assert losses[-1] < losses[0] - 0.2
 
 
+@pytest.mark.slow
 def test_small_gradients_survive_because_the_loss_is_scaled():
     def first_step(initial):
         bindings = [f"dynamic_loss_scale.initial = {initial}"]

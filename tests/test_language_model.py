@@ -79,7 +79,15 @@ def oracle(tied):
     return run(build("single", model(tied=tied, dropout_rate=0.1)))
 
 
-CASES = [(s, False) for s in stems() if s != "single"] + [("ddp", True), ("fsdp", True)]
+QUICK = ("ddp", "zero1", "fsdp", "hsdp", "spmd_fsdp")  # the others are much like one of them
+
+
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+CASES = [(s, False) if s in QUICK else slow(s, False) for s in stems() if s != "single"]
+CASES += [slow("ddp", True), ("fsdp", True)]
 
 
 @pytest.mark.parametrize(("stem", "tied"), CASES)
@@ -92,8 +100,8 @@ def test_every_strategy_follows_single(stem, tied):
 CUTS = [
     ({"api": "nnx"}, ()),
     ({"api": "nnx"}, (LOOK_AHEAD,)),
-    ({"unroll": 3}, ()),
-    ({"logits_at_once": 2**20}, (LOOK_AHEAD,)),
+    slow({"unroll": 3}, ()),
+    slow({"logits_at_once": 2**20}, (LOOK_AHEAD,)),
 ]
 
 
@@ -105,13 +113,13 @@ def test_linen_and_nnx_and_any_cut_of_the_work_compute_the_same(changes, binding
     np.testing.assert_allclose(numbers, oracle(False)[1], rtol=2e-5)
 
 
-@pytest.mark.parametrize("remat", ["dots", "none"])
+@pytest.mark.parametrize("remat", ["dots", slow("none")])
 def test_what_is_kept_for_the_backward_pass_changes_no_number(remat):
     _, numbers = run(build("fsdp", model(dropout_rate=0.1, remat=remat)))
     np.testing.assert_allclose(numbers, oracle(False)[1], rtol=2e-5)
 
 
-@pytest.mark.parametrize("stem", ["fsdp", "fsdp_keep", "zero2"])
+@pytest.mark.parametrize("stem", ["fsdp", slow("fsdp_keep"), slow("zero2")])
 def test_micro_batches_are_averaged_by_weight_not_by_number(stem):
     _, numbers = run(build(stem, model(dropout_rate=0.1), accumulation=2))
     np.testing.assert_allclose(numbers, oracle(False)[1], rtol=2e-5)

@@ -13,6 +13,7 @@ from research_dp.distributed.errors import UsageError
 SMALL = ["--gin_file=runs/digits.gin", "--gin_file=models/mlp.gin", "--gin.mlp.widths=(16,)"]
 
 
+@pytest.mark.slow
 def test_a_sweep_runs_the_product_and_continues_what_is_missing(command, tmp_path):
     flags = [
         *SMALL,
@@ -85,6 +86,7 @@ def test_two_runs_do_not_share_a_folder(tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_python_runs_what_the_command_runs_and_more_than_once(command, tmp_path, data_dir):
     code = f"""
 import gin, research_dp

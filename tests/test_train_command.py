@@ -21,7 +21,10 @@ def lines(folder, split):
 
 @pytest.mark.parametrize(
     ("stem", "more"),
-    [("zero1", []), ("fsdp_keep", ["--gin_file=gin/precision/bf16_gather.gin"])],
+    [
+        pytest.param("zero1", [], marks=pytest.mark.slow),
+        ("fsdp_keep", ["--gin_file=gin/precision/bf16_gather.gin"]),
+    ],
 )
 def test_a_run_leaves_what_was_promised_and_its_config_runs_it_again(command, tmp_path, stem, more):
     first = tmp_path / "first"
@@ -200,6 +203,7 @@ def test_a_folder_that_cannot_be_made_is_refused(command, tmp_path):
         assert done.returncode == 2 and told in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_the_learning_rate_follows_the_length_of_the_run(command, tmp_path):
     flags = ["--gin.train.log_every=1", "--gin.train.checkpoint_every=10", f"--workdir={tmp_path}"]
     for steps in (10, 20):

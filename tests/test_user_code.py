@@ -51,6 +51,7 @@ def package(tmp_path):
     return folder
 
 
+@pytest.mark.slow
 def test_an_own_strategy_is_listed_shown_trained_and_certified(command, package, tmp_path):
     away = {"cwd": tmp_path, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
     listed = command("--import=my_pkg.two_level", "--list", **away)
