@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 
-import gin
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,13 +13,13 @@ from conftest import stems
 from research_dp.analysis.program import read
 from research_dp.analysis.topologies import topology
 from research_dp.analysis.traffic import collectives
-from research_dp.config import gin_config
+from research_dp.config import gin_config, gin_state
 from research_dp.distributed.errors import UsageError
 from research_dp.distributed.layout import STACK, TABLE, Choice, largest_dim, lay_out
 from research_dp.distributed.placement import fingerprint
 from research_dp.distributed.units import Units
 from research_dp.models import transformer
-from research_dp.models.attention import attention, rotate
+from research_dp.models.attention import rotate
 from research_dp.strategies import TrainSpec
 from research_dp.strategies.slots import gather_shards
 from research_dp.training.progress import Clock
@@ -48,7 +47,7 @@ def build(stem, model, *bindings, accumulation=1, rows=BATCH, more=None):
     small = "largest_dim.min_weight_size = 128"
     files = [f"gin/strategies/{stem}.gin", more]
     gin_config.load([file for file in files if file], [small, *bindings])
-    strategy = gin.query_parameter("train.strategy").scoped_configurable_fn()
+    strategy = gin_state.value_of("train.strategy")
     return strategy.build(spec_of(model, accumulation, rows))
 
 
@@ -174,33 +173,6 @@ def reference_logits(params, examples):
     )
     x = x + (gate * jax.nn.sigmoid(gate) * up) @ blocks["down"]["kernel"]
     return norm(x, params["norm"]["scale"]) @ params["head"]["table"].T
-
-
-def test_rotary_scores_depend_on_distance_alone():
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 6, 1, 8)), jnp.float32)
-    places = jnp.arange(6)[None]
-    near = jnp.einsum("bqhd,bkhd->qk", rotate(x, places), rotate(x, places))
-    far = jnp.einsum("bqhd,bkhd->qk", rotate(x, places + 40), rotate(x, places + 40))
-    np.testing.assert_allclose(near, far, atol=1e-4)
-    assert not np.allclose(near, jnp.einsum("bqhd,bkhd->qk", x, x), atol=0.1)
-
-
-@pytest.mark.parametrize("with_segments", [False, True])
-def test_chunked_attention_is_attention(with_segments):
-    rng = np.random.default_rng(0)
-    qkv = [jnp.asarray(rng.normal(size=(2, 768, 2, 8)), jnp.float32) for _ in range(3)]
-    segments = jnp.asarray(np.sort(rng.integers(0, 3, (2, 768)), axis=1), jnp.int32)
-    segments = segments if with_segments else None
-
-    def loss(qkv, implementation):
-        out = attention(*qkv, segments, implementation=implementation)
-        return jnp.sum(jnp.sin(out)), out
-
-    (_, whole), whole_grads = jax.value_and_grad(loss, has_aux=True)(qkv, "xla")
-    (_, parts), part_grads = jax.value_and_grad(loss, has_aux=True)(qkv, "chunked")
-    np.testing.assert_allclose(parts, whole, atol=2e-5)
-    for mine, theirs in zip(part_grads, whole_grads, strict=True):
-        np.testing.assert_allclose(mine, theirs, atol=2e-4)
 
 
 def traffic(strategy):
@@ -376,7 +348,7 @@ def test_a_gather_of_ones_own_that_knows_no_rows_gathers_tables():
 
     strategy = build("fsdp", model(depth=1), rows=8)
     assert any(c.kind == "all-to-all" for c in traffic(strategy))
-    recipe = gin.query_parameter("train.strategy").scoped_configurable_fn()
+    recipe = gin_state.value_of("train.strategy")
     changed = dataclasses.replace(recipe, gather=doubled)
     found = traffic(changed.build(spec_of(model(depth=1), rows=8)))
     assert not any(c.kind == "all-to-all" for c in found)

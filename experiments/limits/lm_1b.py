@@ -11,14 +11,13 @@ import dataclasses
 import sys
 import time
 
-import gin
 import jax
 import numpy as np
 import optax
 
 from research_dp.analysis.program import ProgramCost, read
 from research_dp.analysis.topologies import Topology, topology
-from research_dp.config import gin_config
+from research_dp.config import gin_config, gin_state
 from research_dp.distributed.mesh import planning_for
 from research_dp.strategies import TrainSpec
 
@@ -85,9 +84,9 @@ def compile_case(case: Case, where: Topology) -> ProgramCost:
         ["gin/models/lm_1b.gin", f"gin/strategies/{case.strategy}.gin", *files], bindings
     )
     with planning_for(where.devices):
-        recipe = gin.query_parameter("train.strategy").scoped_configurable_fn()
+        recipe = gin_state.value_of("train.strategy")
     spec = TrainSpec(
-        model=gin.query_parameter("train.model").scoped_configurable_fn(),
+        model=gin_state.value_of("train.model"),
         optimizer=optax.adamw(1e-3),
         example={"tokens": jax.ShapeDtypeStruct((LENGTH,), np.int32)},
         batch_size=len(where.devices),

@@ -13,10 +13,9 @@ import statistics
 import tempfile
 import time
 
-import gin
 import jax
 
-from research_dp.config import environment, gin_config
+from research_dp.config import environment, gin_config, gin_state
 from research_dp.data.dataset import TrainOrder
 from research_dp.strategies import TrainSpec
 from research_dp.training import run as run_lib
@@ -80,8 +79,7 @@ def main():
     environment.set_up_compilation_cache()
 
     def bound(name):
-        value = gin.query_parameter(f"train.{name}")
-        return value.scoped_configurable_fn() if hasattr(value, "scoped_configurable_fn") else value
+        return gin_state.value_of(f"train.{name}")
 
     data = bound("data")
     spec = TrainSpec(

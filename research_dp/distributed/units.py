@@ -74,6 +74,10 @@ class Units:
     keep: bool = False
     look_ahead: bool = False
 
+    def whole(self, params: PyTree) -> PyTree:
+        """All parameters, whole: for a model that names no units."""
+        return params if self.gather is None else self.gather(params, self.layout)
+
     def run(
         self,
         function: Callable[..., Any],

@@ -115,7 +115,7 @@ class Step:
         early = early and (recipe.sync_each == "micro_batch" or not several)
         params, units = state.params, self._units(keep=keep)
         if once:
-            params, scatter = jax.vjp(self._whole, state.params)
+            params, scatter = jax.vjp(units.whole, state.params)
             units = Units()
 
         def gradients(model_state: PyTree, micro: PlacedBatch) -> tuple[PyTree, Any, PyTree]:
@@ -195,8 +195,8 @@ class Step:
         model, more = self.spec.model, {}
         if model.units:
             more = {"units": units}
-        elif units.gather is not None:
-            params = units.gather(params, units.layout)
+        else:
+            params = units.whole(params)
         return model.loss(
             params, model_state, examples, keys, train=train, batch_axes=self.axes, **more
         )
@@ -217,10 +217,6 @@ class Step:
             keep=keep,
             look_ahead=recipe.look_ahead,
         )
-
-    def _whole(self, held: PyTree) -> PyTree:
-        units = self._units()
-        return held if units.gather is None else units.gather(held, units.layout)
 
     def _sync(self, grads: PyTree, when: str) -> PyTree:
         recipe = self.recipe

@@ -263,7 +263,7 @@ def _ahead(
     The second batch of a row costs a third of the first, whose code and data a step has driven
     out of the caches. A row ends with the step that it is to be hidden behind.
     """
-    source, placed, most = iter(batches), collections.deque[Any](), _FEWEST_AHEAD
+    source, placed = iter(batches), collections.deque[Any]()
     while True:
         if len(placed) < _FEWEST_AHEAD:
             for batch in source:
