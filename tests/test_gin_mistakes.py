@@ -53,10 +53,15 @@ IN_A_FILE = {
     "train.optimizer = @adamm()": ("mine.gin:1", "'adamm'", "optax.adam"),
     "largest_dmi:\n  min_weight_size = 3": ("mine.gin:2", "Did you mean largest_dim?"),
     "train.workdir = '/tmp'": ("mine.gin:1", "from the command, not from gin"),
+    "data_parallel.engine = @make_mesh": ("mine.gin:1", "it returns Mesh", "give a function"),
+    "data_parallel.shard = @mapped": ("mine.gin:1", "it returns Strategy"),
     # ---- Macros ----
     "NUM_STPES = 10": ("mine.gin:1", "nothing uses %NUM_STPES"),
     "train.num_steps = %STEPS": ("mine.gin:1", "%STEPS is used and bound nowhere", "--gin.STEPS"),
     "STEPS = 3\ntrain.num_steps = %STPES": ("mine.gin:2", "%STPES is used", "Did you mean STEPS?"),
+    "A = %B\nB = %A\ntrain.num_steps = %A": ("mine.gin:3", "%A = %B = %A has no end"),
+    "W = 'x'\nconvnet.features = [%W, 3]": ("mine.gin:2", "whole numbers"),
+    "gin.macro.value = 3": ("mine.gin:1", "gin's own"),
     "STEPS = 1e3\ntrain.num_steps = %STEPS": ("mine.gin:2", "1000.0", "%STEPS is bound in mine.g"),
     # ---- Twice ----
     "train.seed = 1\ntrain.seed = 2": ("mine.gin:2", "mine.gin:1 in the same file says 1"),
@@ -214,6 +219,32 @@ def test_a_file_may_include_a_run_and_swap_a_part_of_it(stem, tmp_path):
         "include 'gin/models/mlp.gin'\n"
     )
     load([str(mine)])
+
+
+def test_wrong_numbers_of_an_optimizer_are_told_in_words_not_in_functions(refused):
+    told = refused("optax.adamw.b1 = 'x'")
+    assert "give a number" in told and "@gather" not in told
+    assert "a finite number" in refused("train.max_grad_norm = 1e999")
+
+
+def test_a_file_that_is_no_text_is_told(tmp_path):
+    file = tmp_path / "mine.gin"
+    file.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(gin_config.Mistakes, match="UTF-8"):
+        load([str(file)])
+    file.write_bytes(b"\xef\xbb\xbftrain.num_steps = 3\n")  # a byte-order mark
+    assert load([DIGITS.partition("=")[2], str(file)]).origin("train.num_steps") == f"{file}:1"
+
+
+def test_scopes_that_share_a_binding_are_both_followed():
+    bindings = [
+        "convnet.dtype = %LEAF",
+        "LEAF = 'bfloat16'",
+        "a/largest_dim.min_weight_size = 1024",
+        "data_parallel.shard = @a/largest_dim",
+    ]
+    config = load(["gin/runs/digits.gin"], bindings, allow_unused=True)
+    assert config.origin("convnet.dtype")
 
 
 def test_an_include_is_given_as_a_file(refused):

@@ -4,10 +4,12 @@ import json
 import subprocess
 import sys
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from conftest import ROOT
 
-from research_dp.config import command_line, sweeps
+from research_dp.config import command_line, runner, sweeps
 from research_dp.distributed.errors import UsageError
 
 SMALL = ["--gin_file=runs/digits.gin", "--gin_file=models/mlp.gin", "--gin.mlp.widths=(16,)"]
@@ -70,10 +72,17 @@ def test_a_mistake_in_all_combinations_is_refused_and_in_one_is_told(command, tm
         ("{'data': 1, 'fsdp': -1},{'data': -1}", ["{'data': 1, 'fsdp': -1}", "{'data': -1}"]),
         ("@mlp(),@convnet()", ["@mlp()", "@convnet()"]),
         ("None,0.5", ["None", "0.5"]),
+        ("[1,2],[3,4]", ["[1,2]", "[3,4]"]),
+        ("'a,b','c'", ["'a,b'", "'c'"]),
     ],
 )
 def test_values_that_are_varied(text, values):
     assert command_line.elements(text) == values
+
+
+def test_a_missing_value_is_told():
+    with pytest.raises(UsageError, match="is missing"):
+        command_line.elements("1,")
 
 
 def test_two_runs_do_not_share_a_folder(tmp_path):
@@ -112,3 +121,19 @@ except research_dp.UsageError as error:
     expected = json.loads((tmp_path / "c" / "summary.json").read_text())["params_fingerprint"]
     assert done.stdout.count(f"fingerprint {expected} 2") == 2
     assert "Did you mean num_steps?" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (np.int64(3), "3"),
+        (jnp.bfloat16, "'bfloat16'"),
+        (np.dtype("float32"), "'float32'"),
+        (["@mlp()", np.float64(0.5)], "[@mlp(), 0.5]"),
+        ((8,), "(8, )"),
+        ({"data": np.int32(2)}, "{'data': 2}"),
+        ("digits", "'digits'"),
+    ],
+)
+def test_python_values_as_they_stand_in_a_gin_file(value, text):
+    assert runner.as_gin(value) == text

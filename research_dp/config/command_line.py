@@ -8,6 +8,8 @@ import re
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from research_dp.distributed.errors import UsageError
+
 _BARE_WORD = re.compile(r"^([A-Za-z_]|~|\.{0,2}/)[\w./+~-]*$")
 _LITERALS = {"None", "True", "False"}
 
@@ -92,14 +94,27 @@ def parse_conform(argv: Sequence[str], description: str) -> Options:
 
 def elements(text: str) -> list[str]:
     """The values in 'V,W,...' or '[V, W]', each as it stands in a gin file."""
-    inside = text[1:-1] if text[:1] == "[" and text[-1:] == "]" else text
-    parts, depth, start = [], 0, 0
-    for place, letter in enumerate(inside):
-        depth += (letter in "([{") - (letter in ")]}")
-        if letter == "," and depth == 0:
-            parts.append(inside[start:place])
-            start = place + 1
-    return [_as_gin(part.strip()) for part in [*parts, inside[start:]]]
+    parts = _split(text)
+    if len(parts) == 1 and text[:1] == "[" and text[-1:] == "]":
+        parts = _split(text[1:-1])
+    if "" in parts:
+        raise UsageError(f"{text!r}: a value before or after a comma is missing.")
+    return [_as_gin(part) for part in parts]
+
+
+def _split(text: str) -> list[str]:
+    """Cuts at commas, but not those within brackets or quotes."""
+    parts, depth, quote = [""], 0, ""
+    for letter in text:
+        if letter in "'\"" and quote in ("", letter):
+            quote = "" if quote else letter
+        elif not quote:
+            depth += (letter in "([{") - (letter in ")]}")
+        if letter == "," and depth == 0 and not quote:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return [part.strip() for part in parts]
 
 
 def _parser(module: str, description: str) -> _Parser:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections.abc
 import difflib
 import inspect
+import math
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +31,8 @@ _CONTAINERS = {
     dict: "a dict",
     collections.abc.Mapping: "a dict",
 }
+# Whose classes are values that one writes or computes, not what a configurable is there to make.
+_NOT_MADE = {"builtins", "typing", "collections", "jax", "jaxlib", "numpy"}
 
 
 def annotation(function: Callable[..., Any], name: str) -> Any:
@@ -57,6 +60,8 @@ def complaint(value: Any, expected: Any) -> str | None:
         return _complaint_of_reference(value, expected)
     if _holds_references(value):
         return None  # what they stand for is not known before they are called
+    if isinstance(value, float) and not math.isfinite(value):
+        return "give a finite number"
     if any(_fits(value, part) for part in members(expected)):
         return None
     verb = "use" if _choices(expected) else "give"
@@ -71,6 +76,9 @@ def in_words(expected: Any, like: Any = None) -> str:
         like: A wrong value, whose nearest right one is the example.
     """
     wanted = [m for m in members(expected) if typing.get_origin(m) is not typing.Literal]
+    if float in wanted and any(_is_array(member) for member in wanted):
+        # Annotated as a scalar of whatever kind: said of it is what one would write.
+        wanted = [m for m in wanted if not _is_array(m) and m not in (bool, int, complex)]
     choices, examples = _choices(expected), makers(expected)
     words = [_word(member) for member in wanted]
     if choices:
@@ -88,7 +96,7 @@ def makers(expected: Any) -> list[str]:
     for part in members(expected):
         called = typing.get_origin(part) is collections.abc.Callable
         given = (typing.get_args(part) or [None])[-1] if called else part
-        if not inspect.isclass(given) or given.__module__ in ("builtins", "typing"):
+        if not inspect.isclass(given) or given.__module__.split(".")[0] in _NOT_MADE:
             continue
         for entry in gin_state.configurables().values():
             if annotation(entry.function, "return") is given:
@@ -107,7 +115,7 @@ def _complaint_of_reference(value: Reference, expected: Any) -> str | None:
     returned = annotation(entry.function, "return")
     if not value.evaluated:
         if takes_function:
-            return None
+            return _complaint_of_result(returned, wanted, expected)
         if returned in wanted:
             return f"@{value.name} is the function itself; @{value.name}() is what it returns"
         return f"give {in_words(expected)}"
@@ -119,6 +127,16 @@ def _complaint_of_reference(value: Reference, expected: Any) -> str | None:
         return None
     if takes_function:
         return f"@{value.name}() is what the function returns; give the function, @{value.name}"
+    return f"it returns {returned.__name__}; give {in_words(expected)}"
+
+
+def _complaint_of_result(returned: Any, wanted: Sequence[Any], expected: Any) -> str | None:
+    """What to give instead of a function, from what it returns and what is to be returned."""
+    results = [typing.get_args(member)[-1] for member in wanted if typing.get_args(member)]
+    if not inspect.isclass(returned) or not results or not all(map(inspect.isclass, results)):
+        return None
+    if any(issubclass(returned, result) for result in results):
+        return None
     return f"it returns {returned.__name__}; give {in_words(expected)}"
 
 
@@ -196,6 +214,10 @@ def _nearest(value: Any, expected: Any) -> str:
     choices = [c for c in _choices(expected) if isinstance(c, str)]
     near = difflib.get_close_matches(value, choices, n=1) if isinstance(value, str) else []
     return f". Did you mean {near[0]!r}?" if near else ""
+
+
+def _is_array(part: Any) -> bool:
+    return getattr(part, "__module__", "").split(".")[0] in ("jax", "jaxlib", "numpy")
 
 
 def _is_callable(part: Any) -> bool:

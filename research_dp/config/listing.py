@@ -55,8 +55,8 @@ def everything(imports: Sequence[str] = ()) -> list[dict[str, Any]]:
     for name in imports:
         try:
             importlib.import_module(name)
-        except ImportError as error:
-            raise UsageError(f"--import={name}: {error}.") from error
+        except Exception as error:  # a module of the user's own, with whatever is wrong in it
+            raise UsageError(f"--import={name}: {type(error).__name__}: {error}.") from error
     groups: dict[str, list[dict[str, Any]]] = {name: [] for name in _GROUPS}
     for file in sources.shipped():
         folder = file.split("/")[1]

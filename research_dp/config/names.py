@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from research_dp.config import gin_state
 from research_dp.config.expected import annotation, complaint
@@ -56,6 +57,8 @@ def _of_key(binding: Binding) -> Iterator[Mistake]:
 def _unknown(selector: str) -> str:
     """What is wrong with a function's name; empty if it names one."""
     names = gin_state.matching(selector)
+    if any(name.startswith("gin.") for name in names):
+        return f"{selector!r} is gin's own. Write %NAME for a macro."
     if len(names) > 1:
         return f"{selector!r} may be any of {', '.join(names)}; write one of them."
     if names:
@@ -71,11 +74,14 @@ def _of_type(binding: Binding, macros: dict[str, Binding]) -> Iterator[Mistake]:
     entry = gin_state.configurables().get(gin_state.matching(binding.selector)[0])
     if entry is None or binding.parameter not in entry.parameters:
         return
-    value, seen, via = binding.value, set[str](), ""
-    while isinstance(value, Macro) and value.name in macros and value.name not in seen:
-        seen.add(value.name)
+    value, via = binding.value, ""
+    if isinstance(value, Macro) and value.name in macros:
         via = f" (%{value.name} is bound in {macros[value.name].place})"
-        value = macros[value.name].value
+    try:
+        value = _resolved(value, macros, ())
+    except RecursionError as error:
+        yield Mistake(binding.place, f"{binding.name} = {binding.value!r}: {error}")
+        return
     if isinstance(value, Macro):
         return
     problem = complaint(value, annotation(entry.function, binding.parameter))
@@ -83,6 +89,24 @@ def _of_type(binding: Binding, macros: dict[str, Binding]) -> Iterator[Mistake]:
         told = f"{binding.name} = {value!r}: {problem}"
         end = "" if told.endswith("?") else "."
         yield Mistake(binding.place, told + end + via, binding.name)
+
+
+def _resolved(value: Any, macros: dict[str, Binding], within: tuple[str, ...]) -> Any:
+    """A value with what its macros are bound to, as far as they are.
+
+    Raises:
+        RecursionError: A macro is bound to itself, perhaps by way of others.
+    """
+    if isinstance(value, Macro) and value.name in macros:
+        if value.name in within:
+            round_ = " = ".join(f"%{name}" for name in (*within, value.name))
+            raise RecursionError(f"{round_} has no end. Bind one of them to a value.")
+        return _resolved(macros[value.name].value, macros, (*within, value.name))
+    if isinstance(value, list | tuple):
+        return type(value)(_resolved(item, macros, within) for item in value)
+    if isinstance(value, dict):
+        return {k: _resolved(item, macros, within) for k, item in value.items()}
+    return value
 
 
 def repeated(bindings: Iterable[Binding]) -> Iterator[Mistake]:

@@ -73,6 +73,7 @@ def reach(
         by_function.setdefault((scope, name), {})[parameter] = binding
     found = Reached()
     ahead: list[tuple[tuple[str, ...], str]] = [((), root)]
+    followed: set[tuple[Binding, tuple[str, ...]]] = set()
 
     def visit(scopes: tuple[str, ...], name: str) -> None:
         if (scopes, name) in found.functions:
@@ -89,9 +90,11 @@ def reach(
                 ahead.append((scopes, default))
 
     def follow(binding: Binding, scopes: tuple[str, ...]) -> None:
-        if binding in found.used:
+        if (binding, scopes) in followed:
             return
-        found.used.append(binding)
+        followed.add((binding, scopes))
+        if binding not in found.used:
+            found.used.append(binding)
         for item in references(binding.value):
             point(item, binding, scopes)
 

@@ -8,6 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
+
 from research_dp.config import environment, gin_config, gin_state
 from research_dp.distributed.errors import UsageError
 
@@ -51,7 +54,8 @@ def run(
     """
     if workdir is None:
         raise UsageError("run needs a workdir: results and checkpoints go there.")
-    files = [os.fspath(file) for file in gin_files]
+    one = isinstance(gin_files, str | os.PathLike)
+    files = [os.fspath(file) for file in ([gin_files] if one else gin_files)]
     texts = as_texts(bindings)
     with gin_state.kept():
         config = None
@@ -90,4 +94,12 @@ def as_gin(value: Any) -> str:
         return value
     if isinstance(value, os.PathLike):
         return repr(os.fspath(value))
+    if isinstance(value, list):
+        return f"[{', '.join(map(as_gin, value))}]"
+    if isinstance(value, tuple):
+        return f"({''.join(f'{as_gin(item)}, ' for item in value)})"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{as_gin(k)}: {as_gin(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, np.dtype | type):
+        return repr(jnp.dtype(value).name)  # jnp.bfloat16 and its like
     return repr(value.item() if hasattr(value, "item") else value)
