@@ -54,8 +54,8 @@ def run(
     """
     if workdir is None:
         raise UsageError("run needs a workdir: results and checkpoints go there.")
-    one = isinstance(gin_files, str | os.PathLike)
-    files = [os.fspath(file) for file in ([gin_files] if one else gin_files)]
+    given = [gin_files] if isinstance(gin_files, str | os.PathLike) else gin_files
+    files = [os.fspath(file) for file in given]
     texts = as_texts(bindings)
     with gin_state.kept():
         config = None
