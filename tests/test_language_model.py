@@ -352,3 +352,17 @@ def test_a_gather_of_ones_own_that_knows_no_rows_gathers_tables():
     changed = dataclasses.replace(recipe, gather=doubled)
     found = traffic(changed.build(spec_of(model(depth=1), rows=8)))
     assert not any(c.kind == "all-to-all" for c in found)
+
+
+def test_a_units_arrays_travel_together_if_asked_to():
+    together = "gather_shards.bucket_bytes = 1073741824"
+    strategy = build("fsdp", model(dropout_rate=0.1), together)
+    born, numbers = run(strategy)
+    assert born == oracle(False)[0]
+    np.testing.assert_allclose(numbers, oracle(False)[1], rtol=2e-5)
+    apart, joined = traffic(build("fsdp", model())), traffic(build("fsdp", model(), together))
+    # Three blocks, each gathered forward and backward and scattered once.
+    assert sum(c.times for c in apart if c.kind == "all-gather" and c.times == 3) == 3 * 2 * 4
+    assert sum(c.times for c in joined if c.kind == "all-gather" and c.times == 3) == 3 * 2
+    assert sum(c.times for c in joined if c.kind == "reduce-scatter" and c.times == 3) == 3
+    assert sum(c.wire_bytes for c in joined) == sum(c.wire_bytes for c in apart)

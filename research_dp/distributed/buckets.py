@@ -12,10 +12,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from research_dp.distributed.collectives import (
+    GATHERED,
     PLAIN,
     Axes,
+    GatherOptions,
     Reduction,
     all_mean,
     flat_axes,
@@ -182,6 +185,51 @@ def gather_tree(
     whole = dict(zip(rest, moved, strict=True))
     whole |= {i: _gather_stack(leaves[i], old[i], axis) for i in stacks}
     return jax.tree.unflatten(treedef, [whole[i] for i in range(len(leaves))])
+
+
+def gather_tree_with_mean_grads(
+    tree: PyTree, layout: PyTree, options: GatherOptions, *, bucket_bytes: int
+) -> PyTree:
+    """`collectives.gather_with_mean_grads` of all leaves that the layout shards, in buckets.
+
+    Args:
+        tree: This device's blocks, and whole leaves, which are returned as they are.
+        layout: Placements.
+        options: As there; its `dim` is not used.
+        bucket_bytes: Bytes that travel in one collective.
+
+    Returns:
+        Whole arrays. Buckets are packed and unpacked by copies, which a compiler that combines
+        collectives by itself does without.
+    """
+    dtypes = jax.tree.map(lambda x: x.dtype, tree)
+
+    @jax.custom_vjp
+    def run(tree: PyTree) -> PyTree:
+        def sent(x: jax.Array, p: Placement) -> jax.Array:
+            return x if p.dim is None else x.astype(options.gather_dtype or x.dtype)
+
+        wire = jax.tree.map(sent, tree, layout)
+        whole = gather_tree(wire, layout, axis=options.axis, bucket_bytes=bucket_bytes)
+        return jax.tree.map(lambda x: checkpoint_name(x, GATHERED), whole)
+
+    def backward(_: None, grads: PyTree) -> tuple[PyTree]:
+        def sent(g: jax.Array, p: Placement, dtype: Any) -> jax.Array:
+            return g if p.dim is None else g.astype(options.grad_scatter_dtype or dtype)
+
+        wire = jax.tree.map(sent, grads, layout, dtypes)
+        blocks = scatter_mean_tree(
+            wire,
+            layout,
+            options.reduction,
+            axis=options.axis,
+            pre_divide=options.pre_divide,
+            bucket_bytes=bucket_bytes,
+        )
+        return (jax.tree.map(lambda x, dtype: x.astype(dtype), blocks, dtypes),)
+
+    run.defvjp(lambda tree: (run(tree), None), backward)
+    return run(tree)
 
 
 def _gather_stack(blocks: jax.Array, into: jax.Array, axis: str | Axes) -> jax.Array:

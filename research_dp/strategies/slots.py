@@ -31,6 +31,7 @@ def gather_shards(
     gather_dtype: Dtype | None = None,
     grad_scatter_dtype: Dtype | None = None,
     pre_divide: bool = False,
+    bucket_bytes: int = 0,
     rows: jax.Array | None = None,
 ) -> PyTree:
     """Gathers sharded parameters; their gradients come back as shards of the mean.
@@ -42,11 +43,19 @@ def gather_shards(
         gather_dtype: dtype on the wire and for compute, e.g. 'bfloat16'; None: the parameter's.
         grad_scatter_dtype: dtype in which gradients are summed; None: the parameter's.
         pre_divide: Divide them before they are summed, for float16.
+        bucket_bytes: Bytes of a unit that travel in one collective; <= 0: one collective for each
+            array, for the compiler to combine.
         rows: Of tables, split by feature, only these rows are wanted; see `tables.exchange_rows`.
             A strategy's own function may lack this argument: tables are then gathered.
     """
     check_dtype("gather_shards.gather_dtype", gather_dtype)
     check_dtype("gather_shards.grad_scatter_dtype", grad_scatter_dtype)
+
+    if bucket_bytes > 0 and rows is None:
+        options = GatherOptions(
+            0, FSDP_AXIS, gather_dtype, grad_scatter_dtype, reduction, pre_divide
+        )
+        return buckets.gather_tree_with_mean_grads(held, layout, options, bucket_bytes=bucket_bytes)
 
     def one(x: jax.Array, placement: Any) -> jax.Array:
         if placement.dim is None:
