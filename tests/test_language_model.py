@@ -279,6 +279,22 @@ def test_rows_taken_often_are_added_up_in_float32():
     assert float(grads[0, 0]) == pytest.approx(1000, rel=0.01)  # bfloat16 would stop at 256
 
 
+@pytest.mark.parametrize("stem", ["single", "fsdp"])
+def test_a_vocabulary_without_divisors_is_cut_and_filled_up(stem):
+    whole = run(build("single", model(vocab_size=67, logits_at_once=2**20)), steps=2)
+    strategy = build(stem, model(vocab_size=67))
+    born, numbers = run(strategy, steps=2)
+    assert born == whole[0]
+    np.testing.assert_allclose(numbers, whole[1], rtol=2e-5)
+    tokens = BATCH * LENGTH // (1 if stem == "single" else 8)
+    text = str(
+        jax.make_jaxpr(strategy.train_step)(strategy.abstract_state, strategy.abstract_batch)
+    )
+    pieces = -(-67 * tokens // 600)
+    assert f"f32[{tokens},{-(-67 // pieces)}]" in text, "no piece of the logits"
+    assert f"f32[{tokens},67]" not in text, "all logits at once"
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -286,6 +302,8 @@ def test_rows_taken_often_are_added_up_in_float32():
         ({"remat": "some"}, "remat"),
         ({"api": "keras"}, "api"),
         ({"depth": 0}, "depth"),
+        ({"heads": 0}, "heads"),
+        ({"mlp_width": -1}, "mlp_width"),
     ],
 )
 def test_sizes_that_make_no_sense_are_refused(changes, message):

@@ -1,13 +1,15 @@
 """What this project's own step needs on 64 accelerators, compiled without one.
 
-python experiments/limits/lm_1b.py [h100:8x8|v5e-64] [--case=NAME ...] [--budget]
+python experiments/limits/lm_1b.py [h100:8x8|v5e-64] [--case=NAME ...] [--budget] [--init]
 
 Needs the extra `plan-gpu` or `plan-tpu`. A case is a list of shipped gin files and bindings; with
-`--budget` the status is 1 if one needs more than is written beside it.
+`--budget` the status is 1 if one needs more than is written beside it; with `--init` the program
+that makes the initial state is read, not the step.
 """
 
 import argparse
 import dataclasses
+import math
 import sys
 import time
 
@@ -19,7 +21,7 @@ from research_dp.analysis.program import ProgramCost, read
 from research_dp.analysis.topologies import Topology, topology
 from research_dp.config import gin_config, gin_state
 from research_dp.distributed.mesh import planning_for
-from research_dp.strategies import TrainSpec
+from research_dp.strategies import Strategy, TrainSpec
 
 LENGTH = 2048
 BF16 = "gin/precision/bf16_collectives.gin"
@@ -75,8 +77,8 @@ V5E = {
 CASES = {"h100:8x8": H100, "v5e-64": V5E}
 
 
-def compile_case(case: Case, where: Topology) -> ProgramCost:
-    """Compiles the training step of a case and reads it."""
+def build_case(case: Case, where: Topology) -> Strategy:
+    """The strategy of a case on these devices."""
     files = [word for word in case.given if word.endswith(".gin")]
     bindings = [word for word in case.given if not word.endswith(".gin")]
     gin_config.reset()
@@ -91,9 +93,26 @@ def compile_case(case: Case, where: Topology) -> ProgramCost:
         example={"tokens": jax.ShapeDtypeStruct((LENGTH,), np.int32)},
         batch_size=len(where.devices),
     )
-    built = recipe.build(spec)
+    return recipe.build(spec)
+
+
+def compile_step(case: Case, where: Topology) -> ProgramCost:
+    """Compiles the training step of a case and reads it."""
+    built = build_case(case, where)
     lowered = built.train_step.lower(built.abstract_state, built.abstract_batch)
     return read(lowered.compile(), built.mesh, where)
+
+
+def init_row(case: Case, where: Topology) -> tuple[str, bool]:
+    """Cells of what making the initial state takes, and whether that is too much."""
+    built = build_case(case, where)
+    memory = built.init.lower(jax.eval_shape(lambda: jax.random.key(0))).compile().memory_analysis()
+    leaves = jax.tree.leaves(built.abstract_state)
+    shards = [math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves]
+    leaf = max(x.size * x.dtype.itemsize for x in leaves)
+    peak = memory.output_size_in_bytes + memory.temp_size_in_bytes
+    figures = (sum(shards), memory.temp_size_in_bytes, peak, leaf)
+    return " | ".join(f"{x:,}" for x in figures), peak > sum(shards) + leaf
 
 
 def main() -> int:
@@ -101,15 +120,24 @@ def main() -> int:
     parser.add_argument("topology", nargs="?", default="h100:8x8", choices=CASES)
     parser.add_argument("--case", action="append", help="one of the cases; all if none is named")
     parser.add_argument("--budget", action="store_true", help="status 1 if one needs too much")
+    parser.add_argument("--init", action="store_true", help="read the initialisation")
     flags = parser.parse_args()
     where, over = topology(flags.topology), 0
+    cases = {n: c for n, c in CASES[flags.topology].items() if not flags.case or n in flags.case}
+    if flags.init:
+        print(
+            "| case | state bytes | temporary bytes | peak | largest leaf |\n|---|---|---|---|---|"
+        )
+        for name, case in cases.items():
+            cells, too_much = init_row(case, where)
+            over += too_much
+            print(f"| {name} | {cells} |", flush=True)
+        return 1 if flags.budget and over else 0
     print("| case | state GB | temporary GB | wire GB | collectives | waited ms | step ms | s |")
     print("|---|---|---|---|---|---|---|---|")
-    for name, case in CASES[flags.topology].items():
-        if flags.case and name not in flags.case:
-            continue
+    for name, case in cases.items():
         start = time.perf_counter()
-        cost = compile_case(case, where)
+        cost = compile_step(case, where)
         found = [
             (cost.argument_bytes / 1e9, case.state),
             (cost.temp_bytes / 1e9, case.temporary),

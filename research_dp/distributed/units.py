@@ -155,7 +155,7 @@ class Units:
             name: Key of the table in the model's parameters.
             params: The model's parameters, as they are held.
             carry: What the first call takes.
-            pieces: How many; it divides the rows.
+            pieces: How many, of equal size: the last one is filled up with rows of zeros.
             remat: As in `run`.
         """
         table, units, layout = params[name], self, self._layout(name)
@@ -164,15 +164,23 @@ class Units:
             table = self.gather(table, layout)
             units, layout = dataclasses.replace(self, gather=None), None
 
+        size = -(-_only(table).shape[0] // pieces)
+
         def piece_of(place: Placement) -> Placement:
-            return dataclasses.replace(place, shape=(place.shape[0] // pieces, *place.shape[1:]))
+            return dataclasses.replace(place, shape=(size, *place.shape[1:]))
+
+        def cut(x: jax.Array) -> jax.Array:
+            missing = pieces * size - x.shape[0]
+            padded = jnp.pad(x, [(0, missing), *[(0, 0)] * (x.ndim - 1)]) if missing else x
+            return padded.reshape(pieces, size, *x.shape[1:])
 
         def on_piece(own: PyTree, carry: Any, number: jax.Array) -> Any:
             return function(_only(own), carry, number)
 
         layout = jax.tree.map(piece_of, layout)
-        stack = jax.tree.map(lambda x: x.reshape(pieces, -1, *x.shape[1:]), table)
-        return units._loop(on_piece, layout, stack, carry, jnp.arange(pieces), remat, 1)
+        return units._loop(
+            on_piece, layout, jax.tree.map(cut, table), carry, jnp.arange(pieces), remat, 1
+        )
 
     def look_up(self, name: str, params: PyTree, indices: jax.Array, dtype: Any) -> jax.Array:
         """Rows of a table.

@@ -61,9 +61,8 @@ def attention(
         made = attention(query, key, value, segments, implementation=implementation)
         return made.astype(jnp.float16)
     if implementation == "auto":
-        on_gpu = _platform() == "cuda" and query.dtype in (jnp.bfloat16, jnp.float16)
         long = query.shape[1] > 2 * _QUERIES and query.shape[1] % _QUERIES == 0
-        implementation = "cudnn" if on_gpu else "chunked" if long else "xla"
+        implementation = "cudnn" if _suits_cudnn(query) else "chunked" if long else "xla"
     if implementation == "chunked":
         return _chunked(query, key, value, segments)
     mask = None if segments is None else segments[:, None, :, None] == segments[:, None, None, :]
@@ -71,6 +70,13 @@ def attention(
     return jax.nn.dot_product_attention(
         query, key, value, mask=mask, is_causal=True, implementation=kind
     )
+
+
+def _suits_cudnn(query: jax.Array) -> bool:
+    """Whether cuDNN's flash attention takes it on every GPU that has it: dtype, size of a head."""
+    features = query.shape[-1]
+    dtype = query.dtype in (jnp.bfloat16, jnp.float16)
+    return _platform() == "cuda" and dtype and features % 8 == 0 and features <= 128
 
 
 def _platform() -> str:

@@ -37,7 +37,7 @@ class LanguageModel:
         dtype: Compute dtype.
         remat: What a block keeps for its backward pass, see `distributed.units.REMAT`.
         unroll: Blocks in one turn of the loop over them.
-        logits_at_once: Logits that exist at a time on a device, if the vocabulary can be cut so.
+        logits_at_once: Logits that exist at a time on a device, at most.
     """
 
     block: Functions
@@ -113,6 +113,7 @@ class LanguageModel:
             functools.partial(units.scan_rows, name=self._head(), params=params),
             jnp.roll(tokens, -1, axis=1),
             weights,
+            rows=self.vocab_size,
             pieces=_pieces(self.vocab_size, tokens.size, self.logits_at_once),
         )
         return LossOutput(total, jnp.sum(weights), model_state, {})
@@ -152,10 +153,10 @@ def _draw(like: PyTree, key: jax.Array) -> PyTree:
 
 
 def _pieces(vocab_size: int, tokens: int, logits_at_once: int) -> int:
-    """Pieces of equal size to cut a vocabulary into; one, if none is small enough."""
-    wanted = -(-vocab_size * tokens // logits_at_once)
-    fitting = (n for n in range(wanted, vocab_size // 2 + 1) if vocab_size % n == 0)
-    return next(fitting, 1)
+    """Pieces to cut a vocabulary into: of equal size, if that takes less than twice as many."""
+    wanted = min(-(-vocab_size * tokens // logits_at_once), vocab_size)
+    fitting = (n for n in range(wanted, 2 * wanted) if vocab_size % n == 0)
+    return next(fitting, wanted)
 
 
 def _positions(tokens: jax.Array, segments: jax.Array | None) -> jax.Array:
@@ -195,6 +196,7 @@ def _cross_entropy(
     scan_rows: Callable[..., Any],
     targets: jax.Array,
     weights: jax.Array,
+    rows: int,
     pieces: int,
 ) -> jax.Array:
     """Weighted sum of cross-entropies; logits exist for one piece of the vocabulary at a time.
@@ -207,27 +209,34 @@ def _cross_entropy(
         scan_rows: `Units.scan_rows` of the head.
         targets: (B, S) int32.
         weights: (B, S) float32.
-        pieces: Number of pieces.
+        rows: Size of the vocabulary.
+        pieces: Number of pieces; the last one is filled up, unless `rows` divides.
     """
     dtype, target = x.dtype, targets.reshape(-1)
     wide = x.reshape(target.size, -1).astype(jnp.float32)  # its gradient is added up in float32
 
-    def add(rows: jax.Array, carry: Any, number: jax.Array) -> Any:
+    def add(piece: jax.Array, carry: Any, number: jax.Array) -> Any:
         largest, total, chosen = carry
-        logits = _logits(wide.astype(dtype), rows.astype(dtype))
+        logits = _logits(wide.astype(dtype), piece.astype(dtype))
+        first = number * piece.shape[0]
+        if rows % pieces:
+            there = first + jnp.arange(piece.shape[0]) < rows
+            logits = jnp.where(there[None], logits, -jnp.inf)
         # A constant that cancels out, so nothing is lost by not differentiating it.
         new_largest = jnp.maximum(largest, jax.lax.stop_gradient(jnp.max(logits, axis=1)))
         grown = jnp.sum(jnp.exp(logits - new_largest[:, None]), axis=1)
         total = total * jnp.exp(largest - new_largest) + grown
-        place = target - number * rows.shape[0]
-        inside = (place >= 0) & (place < rows.shape[0])
-        at = jnp.clip(place, 0, rows.shape[0] - 1)[:, None]
+        place = target - first
+        inside = (place >= 0) & (place < piece.shape[0])
+        at = jnp.clip(place, 0, piece.shape[0] - 1)[:, None]
         mine = jnp.take_along_axis(logits, at, axis=1)[:, 0]
         return new_largest, total, chosen + jnp.where(inside, mine, 0.0)
 
     zeros = jnp.zeros(target.shape, jnp.float32)
     carry = (zeros - jnp.inf, zeros, zeros)
-    largest, total, chosen = scan_rows(add, carry=carry, pieces=pieces, remat="full")
+    # Logits that exist whole anyway are kept: making them again would be for nothing.
+    remat = "full" if pieces > 1 else "none"
+    largest, total, chosen = scan_rows(add, carry=carry, pieces=pieces, remat=remat)
     losses = jnp.log(total) + largest - chosen
     return jnp.sum(losses * weights.reshape(-1))
 

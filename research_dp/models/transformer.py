@@ -83,9 +83,10 @@ def transformer(
     Raises:
         UsageError: A size or a name makes no sense.
     """
-    for name, value in {"vocab_size": vocab_size, "width": width, "depth": depth}.items():
+    counts = {"vocab_size": vocab_size, "width": width, "depth": depth, "heads": heads}
+    counts = {**counts, "mlp_width": mlp_width, "unroll": unroll, "logits_at_once": logits_at_once}
+    for name, value in counts.items():
         check_count(f"transformer.{name}", value, 1)
-    check_count("transformer.logits_at_once", logits_at_once, 1)
     check_rate("transformer.dropout_rate", dropout_rate)
     check_dtype("transformer.dtype", dtype)
     check_remat(remat, "transformer.remat")
