@@ -71,7 +71,10 @@ IN_A_FILE = {
     "train.num_steps = 1e3": ("mine.gin:1", "1000.0: give a whole number"),
     "train.batch_size = True": ("mine.gin:1", "True: give a whole number of at least 1"),
     "train.batch_size = None": ("mine.gin:1", "None: give a whole number"),
-    "train.seed = -1": ("mine.gin:1", "-1: give a whole number of at least 0"),
+    "train.seed = -1": ("mine.gin:1", "-1: give a whole number from 0 to 2^32 - 1"),
+    "train.seed = 4294967296": ("mine.gin:1", "give a whole number from 0 to 2^32 - 1"),
+    "optax.adamw.mu_dtype = 'flot32'": ("mine.gin:1", "give a dtype, e.g. 'bfloat16', or None"),
+    "optax.adamw.mu_dtype = 3": ("mine.gin:1", "give a dtype"),
     "train.log_every = 0": ("mine.gin:1", "0: give a whole number of at least 1"),
     "train.max_grad_norm = 0.0": ("mine.gin:1", "give a positive number, or None"),
     "convnet.dropout_rate = 1.0": ("mine.gin:1", "give a fraction in [0, 1)"),
@@ -113,6 +116,7 @@ IN_A_FILE = {
     "include 'gin/models/mpl.gin'": ("mine.gin:1", "Did you mean gin/models/mlp.gin?"),
     "include 'mine.gin'": ("mine.gin:1", "includes itself"),
     "import no_such_package": ("mine.gin:1", "No module named 'no_such_package'"),
+    "include 'gin/runs/lm_stdlib.gin'": ("mine.gin", "whole run, and so is gin/runs/digits.gin"),
     # ---- Missing ----
     "train.optimizer = @optax.lamb()": ("optax.lamb needs 'learning_rate'", "Bind optax.lamb.lear"),
 }

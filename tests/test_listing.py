@@ -76,3 +76,17 @@ def test_a_reader_of_the_list_may_go_away():
     line = f"{sys.executable} -m research_dp.train --list | head -1"
     done = subprocess.run(line, shell=True, cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "runs\n" and not done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--gin_file=gin/runs/digits.gin", "--dry_run", "--json"], "--json goes with --list"),
+        (["--gin_file=gin/runs/digits.gin", "--list"], "leave out gin files"),
+    ],
+)
+def test_flags_without_effect_are_refused(capsys, flags, told):
+    with pytest.raises(SystemExit) as ended:
+        train.main(flags)
+    assert ended.value.code == 2
+    assert told in capsys.readouterr().err

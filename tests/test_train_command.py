@@ -180,7 +180,8 @@ def test_dry_run_shows_configuration_and_layout_and_trains_nothing(command, tmp_
         (["--gin.train.batch_size=%SIZE"], ["%SIZE is used and bound nowhere", "--gin.SIZE"]),
         (["--gin.tfds_data.train_split=train[:90%]"], ["put quotes around a string"]),
         (["--gin.train.max_grad_norm=-1.0"], ["-1.0: give a positive number"]),
-        (["--gin.train.seed=-1"], ["-1: give a whole number of at least 0"]),
+        (["--gin.train.profile_at=5000"], ["profile_at = 5000 is never passed", "Bind less"]),
+        (["--gin.train.seed=-1"], ["-1: give a whole number from 0 to 2^32"]),
         (["--gin_file=gin/data/pystdlib_text.gin"], ["reads 'image'", "['tokens', 'weights']"]),
     ],
 )

@@ -56,7 +56,11 @@ def parse(argv: Sequence[str], description: str) -> Options:
     add("--json", action="store_true", help="with --list: as JSON")
     parsed = parser.parse_args(_expand_bindings(argv))
     if parsed.list is None:
+        if parsed.json:
+            parser.error("--json goes with --list: --list --json, or --list=NAME --json")
         _require_run(parser, parsed)
+    elif parsed.gin_files or parsed.bindings:
+        parser.error("--list shows what there is, not a run: leave out gin files and bindings")
     return _options(parsed)
 
 

@@ -6,6 +6,7 @@ import collections.abc
 import difflib
 import inspect
 import math
+import re
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +16,7 @@ import typeguard
 
 from research_dp.config import gin_state
 from research_dp.config.sources import Macro, Reference
+from research_dp.distributed.kinds import AnyDtype
 
 _WORDS = {
     int: "a whole number",
@@ -36,7 +38,16 @@ _NOT_MADE = {"builtins", "typing", "collections", "jax", "jaxlib", "numpy"}
 
 
 def annotation(function: Callable[..., Any], name: str) -> Any:
-    """What is written at a parameter ('return': at the result); `Any` if it says nothing."""
+    """What is written at a parameter ('return': at the result); `Any` if it says nothing.
+
+    What is called a dtype is taken for one: libraries write `Any` there.
+    """
+    written = _written(function, name)
+    vague = Any in members(written)
+    return AnyDtype | None if vague and re.fullmatch("(.*_)?dtype", name) else written
+
+
+def _written(function: Callable[..., Any], name: str) -> Any:
     code = inspect.unwrap(function)
     if inspect.isclass(code):
         code = code.__init__

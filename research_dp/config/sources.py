@@ -188,7 +188,7 @@ def _read_file(path: Path, shown: str, source: int, outer: tuple[str, ...]) -> I
                 yield Mistake(statement.place, f"{statement.file!r} includes itself.")
             else:
                 chain = (*outer, str(path.resolve()))
-                yield from _read_file(inner, _shown(inner, statement.file), source, chain)
+                yield from _read_file(inner, name_shown(inner, statement.file), source, chain)
         elif isinstance(statement, Binding):
             line = int(statement.place.rpartition(":")[2])
             yield dataclasses.replace(
@@ -203,8 +203,8 @@ def _read_file(path: Path, shown: str, source: int, outer: tuple[str, ...]) -> I
             yield statement
 
 
-def _shown(path: Path, file: str) -> str:
-    """How messages name a file."""
+def name_shown(path: Path, file: str) -> str:
+    """How messages name a file: a shipped one by its short name, others as they were given."""
     if path.is_relative_to(SHIPPED):
         return f"gin/{path.relative_to(SHIPPED)}"
     return file if Path(file) == path else str(path)

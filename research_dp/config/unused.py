@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
-from research_dp.config import gin_state
+from research_dp.config import gin_state, sources
 from research_dp.config.expected import annotation, makers
 from research_dp.config.names import did_you_mean, missing
 from research_dp.config.reach import MACRO, Key, Reached, key, reach, winners
@@ -36,6 +37,7 @@ def mistakes(
         yield from _left_over(bindings, table, reached, root)
         yield from _in_vain(bindings, table, reached, root)
         yield from _files_in_vain(table, reached)
+        yield from _runs_at_once(bindings, root)
 
 
 def macros_in(table: dict[Key, Binding]) -> Iterator[tuple[str, Binding]]:
@@ -186,6 +188,24 @@ def _files_in_vain(table: dict[Key, Binding], reached: Reached) -> Iterator[Mist
             yield Mistake(
                 _file(inside[0]), f"nothing here has an effect: this run never calls {names}."
             )
+
+
+def _runs_at_once(bindings: Sequence[Binding], root: str) -> Iterator[Mistake]:
+    """Files given beside each other each of which is a whole run."""
+    given: dict[int, tuple[str, set[str]]] = {}
+    for binding in bindings:
+        where = key(binding)
+        if binding.file and where is not None and where[1] == root:
+            outermost = (*binding.included_by, binding.file)[0]
+            name = sources.name_shown(Path(outermost), outermost)
+            given.setdefault(binding.source, (name, set()))[1].add(where[2])
+    runs = [file for file, bound in given.values() if not missing(root, bound, supplied=False)]
+    if len(runs) > 1:
+        yield Mistake(
+            runs[-1],
+            f"this is a whole run, and so is {runs[0]}. Give one of them, and files that change "
+            "parts of it; or write one that includes what you want of both.",
+        )
 
 
 def _file(binding: Binding) -> str:

@@ -34,6 +34,17 @@ class AtLeast:
 
 
 @dataclasses.dataclass(frozen=True)
+class Seeds:
+    """Seeds of random keys: JAX drops the bits above these without a word."""
+
+    def accepts(self, value: Any) -> bool:
+        return AtLeast(0).accepts(value) and value < 2**32
+
+    def __str__(self) -> str:
+        return "a whole number from 0 to 2^32 - 1"
+
+
+@dataclasses.dataclass(frozen=True)
 class Above:
     """Numbers above `bound`."""
 
@@ -73,6 +84,21 @@ class Floating:
         return "a floating-point dtype, e.g. 'bfloat16'"
 
 
+@dataclasses.dataclass(frozen=True)
+class Dtypes:
+    """All dtypes, or their names."""
+
+    def accepts(self, value: Any) -> bool:
+        try:
+            jnp.dtype(value)
+        except TypeError:
+            return False
+        return True
+
+    def __str__(self) -> str:
+        return "a dtype, e.g. 'bfloat16'"
+
+
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
@@ -82,4 +108,6 @@ CountOrZero = Annotated[int, AtLeast(0)]
 Positive = Annotated[float, Above(0)]
 Fraction = Annotated[float, Part()]
 DropoutRate = Annotated[float, Part(with_one=False)]
+Seed = Annotated[int, Seeds()]
 Dtype = Annotated[Any, Floating()]
+AnyDtype = Annotated[Any, Dtypes()]

@@ -11,8 +11,8 @@ import gin
 import optax
 
 from research_dp.distributed.data_set import DataSet
-from research_dp.distributed.errors import UsageError, check_count, check_kind
-from research_dp.distributed.kinds import Count, CountOrZero, Positive
+from research_dp.distributed.errors import UsageError, check_kind, check_limit
+from research_dp.distributed.kinds import Count, CountOrZero, Positive, Seed, Seeds
 from research_dp.distributed.trainable import TrainableModel
 from research_dp.strategies import Recipe, Strategy, TrainSpec, TrainState
 from research_dp.strategies.keys import init_key
@@ -35,7 +35,7 @@ def train(
     optimizer: optax.GradientTransformation = gin.REQUIRED,
     num_steps: CountOrZero = gin.REQUIRED,
     batch_size: Count = gin.REQUIRED,
-    seed: CountOrZero = 0,
+    seed: Seed = 0,
     accumulation_steps: Count = 1,
     max_grad_norm: Positive | None = None,
     eval_every: Count | None = None,
@@ -80,7 +80,7 @@ def train(
         checkpoint_every=checkpoint_every,
         profile_at=profile_at,
     )
-    check_count("train.seed", seed, 0)
+    check_limit("train.seed", seed, Seeds())
     check_kind("train.model", model, TrainableModel, "@convnet()")
     check_kind("train.data", data, DataSet, "@tfds_data()")
     check_kind("train.strategy", strategy, Recipe, "@data_parallel()")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from research_dp.distributed.errors import check_count
+from research_dp.distributed.errors import UsageError, check_count
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,7 +19,7 @@ class Schedule:
         profile_at: Step after which the profiler traces a few steps; None: never.
 
     Raises:
-        UsageError: One of them is not a count.
+        UsageError: One of them is not a count, or has no effect.
     """
 
     num_steps: int
@@ -34,6 +34,12 @@ class Schedule:
         for name in ("eval_every", "checkpoint_every", "profile_at"):
             if getattr(self, name) is not None:
                 check_count(f"train.{name}", getattr(self, name), 1)
+        if self.profile_at is not None and self.profile_at >= self.num_steps:
+            raise UsageError(
+                f"train.profile_at = {self.profile_at} is never passed: train.num_steps is "
+                f"{self.num_steps}. Bind less, or None.",
+                binding="train.profile_at",
+            )
 
     def logs(self, step: int) -> bool:
         return step % self.log_every == 0 or step == self.num_steps
