@@ -17,6 +17,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 WARM_UP = 5
+OPTIONS = "gin/options/cpu_processes.gin"
 
 
 def worker(strategy: str, process: int, count: int, port: str, sequences: int, steps: int) -> None:
@@ -29,7 +30,8 @@ def worker(strategy: str, process: int, count: int, port: str, sequences: int, s
     import numpy as np
     from lm_steps import LENGTH, shipped
 
-    built = shipped(strategy, sequences * count)
+    stem, *options = strategy.split(" with ")
+    built = shipped(stem, sequences * count, *options)
     tokens = np.random.default_rng(process).integers(0, 256, (sequences, LENGTH)).astype(np.int32)
     state, batch = built.init(jax.random.key(0)), built.place_batch({"tokens": tokens})
     seconds = []
@@ -87,8 +89,11 @@ def main() -> None:
     torch = [flags.torch, str(HERE / "lm_torch.py"), *sizes]
     cases = {
         f"{whose} {strategy}": ([*command, strategy], whose == "ours")
-        for strategy in ("ddp", "fsdp")
-        for whose, command in (("ours", me), ("PyTorch's", torch))
+        for whose, command, strategies in (
+            ("ours", me, ("ddp", "fsdp", f"fsdp with {OPTIONS}")),
+            ("PyTorch's", torch, ("ddp", "fsdp")),
+        )
+        for strategy in strategies
     }
     times: dict[tuple[str, int], list[float]] = {}
     for _ in range(flags.rounds):

@@ -23,10 +23,10 @@ CASES = {name: name for name in ("ddp", "zero1", "zero2", "fsdp", "fsdp_keep", "
 CASES = {**CASES, "ddp beside jit": "jit"}
 
 
-def shipped(strategy: str, sequences: int):
+def shipped(strategy: str, sequences: int, *files: str):
     gin_config.reset()
     gin_config.load(
-        ["gin/models/lm_tiny.gin", f"gin/strategies/{strategy}.gin"],
+        ["gin/models/lm_tiny.gin", f"gin/strategies/{strategy}.gin", *files],
         ["VOCAB_SIZE = 256", "largest_dim.min_weight_size = 1024"],
     )
     spec = TrainSpec(
