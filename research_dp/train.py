@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
+import traceback
 
 
 def main(argv: list[str]) -> int:
     """Runs the command; returns its exit status."""
     from research_dp.config import command_line, environment, gin_config, show
-    from research_dp.distributed.errors import UsageError
+    from research_dp.distributed.errors import RunFailure
 
     options = command_line.parse(argv, __doc__ or "")
     config = None
@@ -23,7 +24,7 @@ def main(argv: list[str]) -> int:
             whole=True,
         )
         environment.quieten_tensorflow()
-        environment.set_up_processes()
+        environment.set_up_processes(options.processes)
         environment.set_up_devices(options.cpu_devices)
         cache = environment.set_up_compilation_cache()
         from research_dp.training.loop import train
@@ -32,14 +33,18 @@ def main(argv: list[str]) -> int:
         if look is None:
             print(cache, flush=True)
         return train(workdir=options.workdir, look=look, started=environment.started())
-    except (UsageError, TypeError, RuntimeError) as error:
-        mistake = gin_config.as_mistake(error, config)
-        if mistake is None:
-            raise
-        print(mistake, file=sys.stderr)
-        return 2
+    except RunFailure as error:
+        print(f"error: {error}", file=sys.stderr)
+        return environment.leave(1)
     except BrokenPipeError:  # `--list | head`
         return environment.reader_has_gone()
+    except KeyboardInterrupt:
+        print("Interrupted before the first step: nothing was trained", file=sys.stderr)
+        return environment.leave(130)
+    except Exception as error:
+        mistake = gin_config.as_mistake(error, config)
+        print(mistake or traceback.format_exc(), file=sys.stderr)
+        return environment.leave(2 if mistake else 1)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from research_dp.training.progress import Profile
 from research_dp.training.run import Run
 from research_dp.training.schedule import Schedule
 from research_dp.training.stop import StopSignal
+from research_dp.training.watchdog import keep_watch
 
 DONE, STOPPED = 0, 143
 
@@ -42,6 +43,7 @@ def train(
     checkpoint_every: Count | None = None,
     log_every: Count = 100,
     profile_at: Count | None = None,
+    watchdog_seconds: Positive | None = None,
     workdir: str | None = None,
     look: Callable[[Strategy], None] | None = None,
     started: float | None = None,
@@ -62,12 +64,14 @@ def train(
         checkpoint_every: Save each so many steps; None: at the end only.
         log_every: Record training metrics each so many steps.
         profile_at: Step after which the profiler traces a few steps; None: never.
+        watchdog_seconds: A process without progress for so long writes its stacks and ends the run;
+            ten times as long while it compiles. None: it may take any time.
         workdir: Folder of the run's results.
         look: Called with the built strategy instead of training.
         started: `time.perf_counter()` when the command started.
 
     Returns:
-        Exit status: 0 when done, 143 when stopped by SIGTERM, after saving.
+        Exit status: 0 when done, 143 when stopped by SIGTERM or SIGINT, after saving.
 
     Raises:
         UsageError: Something in the configuration, the data or the workdir is wrong.
@@ -103,11 +107,16 @@ def train(
         return DONE
 
     # ---- Where it stands ----
-    with contextlib.closing(Checkpoints(folder / "checkpoints")) as checkpoints:
+    with (
+        keep_watch(folder, watchdog_seconds) as recorder,
+        contextlib.closing(Checkpoints(folder / "checkpoints")) as checkpoints,
+    ):
+        recorder.note("restore", 0)
         restored = checkpoints.restore(built.abstract_state)
         first_step = int(restored.state.step) if restored else 0
         if restored:
             _check_continues(folder, first_step, num_steps, restored.progress, spec)
+        recorder.note("start", first_step)
         state = restored.state if restored else built.init(init_key(seed))
         run = Run(
             spec,
@@ -116,6 +125,7 @@ def train(
             folder,
             schedule=schedule,
             checkpoints=checkpoints,
+            recorder=recorder,
             first_step=first_step,
             window=restored.progress.window if restored else {},
             started=time.perf_counter() if started is None else started,

@@ -22,6 +22,7 @@ from research_dp.training import metrics as metrics_lib
 from research_dp.training import report
 from research_dp.training.checkpoint import Checkpoints, Progress
 from research_dp.training.progress import Clock, ProgressBar
+from research_dp.training.recorder import Recorder
 from research_dp.training.schedule import Schedule
 
 _FEWEST_AHEAD = 2  # batches placed on the devices before the step that takes them
@@ -39,6 +40,7 @@ class Run:
         folder: Folder of the run's results; process 0 writes there.
         schedule: When what happens.
         checkpoints: Where the state is saved.
+        recorder: Where this process notes what it is doing.
         first_step: Steps that are done already.
         window: Sums of metrics before `first_step` that were not recorded yet.
         started: `time.perf_counter()` when the command started.
@@ -53,13 +55,15 @@ class Run:
         *,
         schedule: Schedule,
         checkpoints: Checkpoints,
+        recorder: Recorder,
         first_step: int,
         window: metrics_lib.Sums,
         started: float,
     ):
         self._spec, self._strategy, self._data, self.folder = spec, strategy, data, folder
         self._schedule, self._checkpoints, self._first_step = schedule, checkpoints, first_step
-        self._window, self._started = window, started
+        self._window, self._started, self._recorder = window, started, recorder
+        self._step, self._evaluated = first_step, False
         self._writes = jax.process_index() == 0
         self._unread: list[Mapping[str, Any]] = []
         self._due: tuple[int, list[Mapping[str, Any]]] | None = None
@@ -109,6 +113,8 @@ class Run:
         source = self._data.train(order)
         for batch in _ahead(self._strategy.place_batch, source, self._devices_work):
             # The next batch was placed while the last steps ran; now they are to be over.
+            first = self._step == self._first_step
+            self._recorder.note("compile" if first else "step", self._step + 1)
             self._wait_for_room()
             yield batch
 
@@ -116,6 +122,7 @@ class Run:
 
     def dispatched(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Keeps a step's metrics; fetches and records what was due before it, while it runs."""
+        self._step = step
         self._write_due()
         self._unread.append(metrics)
         self._in_flight.append(metrics)
@@ -128,6 +135,7 @@ class Run:
             self._progress.say(f"First step done {seconds:.1f} s after the start")
             self._write_operative_config()
             self._clock.start()
+        self._recorder.note("data", step + 1)
 
     def log(self, step: int) -> None:
         """Marks the metrics since the last call for the record; see `dispatched`."""
@@ -136,10 +144,12 @@ class Run:
     def evaluate(self, state: TrainState, step: int) -> dict[str, float]:
         """Metrics over the whole evaluation split, each example counted once."""
         self._settle(state)
+        self._note_evaluation()
         order = EvalOrder(batch_size=self._strategy.eval_batch_size, rows=self._strategy.eval_rows)
         source = self._data.evaluate(order)
         batches = _ahead(self._strategy.place_eval_batch, source, self._devices_work)
         metrics = metrics_lib.means(metrics_lib.add_up({}, self._eval_steps(state, batches)))
+        self._evaluated = True
         self._record("eval", step, metrics)
         self._resume(step)
         return metrics
@@ -147,13 +157,19 @@ class Run:
     def _eval_steps(self, state: TrainState, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:
             sums = self._strategy.eval_step(state, batch)
+            self._note_evaluation()
             self._in_flight.append(sums)
             self._wait_for_room()
             yield sums
 
+    def _note_evaluation(self) -> None:
+        # The first time it compiles, and so do the processes that this one may wait for.
+        self._recorder.note("eval" if self._evaluated else "compile", self._step)
+
     def save(self, state: TrainState, step: int) -> None:
         """Saves the state, in the background."""
         self._settle(state)
+        self._recorder.note("save", step)
         self._window = metrics_lib.add_up(self._window, self._unread)
         self._unread = []
         spec = self._spec
@@ -164,11 +180,13 @@ class Run:
 
     def stopped(self, step: int) -> None:
         """Says, once it is so, that a run which was told to stop is saved."""
+        self._recorder.note("save", step)
         self._checkpoints.wait()
-        self._progress.say(f"Stopped by SIGTERM; step {step} is saved in {self.folder}")
+        self._progress.say(f"Stopped by a signal; step {step} is saved in {self.folder}")
 
     def summarize(self, state: TrainState, step: int, final: Mapping[str, float]) -> None:
         """Writes `summary.json`, once the state is saved."""
+        self._recorder.note("save", step)
         self._checkpoints.wait()
         mesh = self._strategy.mesh
         summary = {
@@ -214,6 +232,7 @@ class Run:
         self._write_due()
 
     def _resume(self, step: int) -> None:
+        self._recorder.note("data", step + 1)
         if step > self._first_step:
             self._clock.start()
 
