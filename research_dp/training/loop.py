@@ -18,6 +18,7 @@ from research_dp.strategies import Recipe, Strategy, TrainSpec, TrainState
 from research_dp.strategies.keys import init_key
 from research_dp.training import optim  # noqa: F401  (registers Optax with gin)
 from research_dp.training.checkpoint import Checkpoints, Progress
+from research_dp.training.nonfinite import OnNonfinite
 from research_dp.training.progress import Profile
 from research_dp.training.run import Run
 from research_dp.training.schedule import Schedule
@@ -44,6 +45,7 @@ def train(
     log_every: Count = 100,
     profile_at: Count | None = None,
     watchdog_seconds: Positive | None = None,
+    on_nonfinite: OnNonfinite = "stop",
     workdir: str | None = None,
     look: Callable[[Strategy], None] | None = None,
     started: float | None = None,
@@ -66,6 +68,8 @@ def train(
         profile_at: Step after which the profiler traces a few steps; None: never.
         watchdog_seconds: A process without progress for so long writes its stacks and ends the run;
             ten times as long while it compiles. None: it may take any time.
+        on_nonfinite: What happens where a loss or a gradient is not finite: 'stop' ends the run
+            with the last checkpoint untouched; 'skip' leaves the step out, and counts it.
         workdir: Folder of the run's results.
         look: Called with the built strategy instead of training.
         started: `time.perf_counter()` when the command started.
@@ -100,6 +104,7 @@ def train(
         accumulation_steps=accumulation_steps,
         max_grad_norm=max_grad_norm,
         seed=seed,
+        skip_nonfinite=on_nonfinite == "skip",
     )
     built = strategy.build(spec)
     if look is not None:

@@ -17,10 +17,11 @@ from research_dp.analysis.hardware import chip_of
 from research_dp.distributed.data_set import DataSet, EvalOrder, TrainOrder
 from research_dp.distributed.placement import fingerprint
 from research_dp.distributed.trainable import Work
-from research_dp.strategies import Strategy, TrainSpec, TrainState
+from research_dp.strategies import NONFINITE, SKIPPED, Strategy, TrainSpec, TrainState
 from research_dp.training import metrics as metrics_lib
 from research_dp.training import report
 from research_dp.training.checkpoint import Checkpoints, Progress
+from research_dp.training.nonfinite import Nonfinite
 from research_dp.training.progress import Clock, ProgressBar
 from research_dp.training.recorder import Recorder
 from research_dp.training.schedule import Schedule
@@ -67,12 +68,19 @@ class Run:
         self._writes = jax.process_index() == 0
         self._unread: list[Mapping[str, Any]] = []
         self._due: tuple[int, list[Mapping[str, Any]]] | None = None
-        self._in_flight: collections.deque[Any] = collections.deque()
-        self._summary: dict[str, Any] = {"train": {}, "seconds_to_first_step": None}
+        self._in_flight: collections.deque[tuple[int, Any, Any]] = collections.deque()
+        self._summary: dict[str, Any] = {"train": {}, "skipped_steps": 0}
+        self._summary["seconds_to_first_step"] = None
         self._records: metrics_lib.Records | None = None
         work = spec.model.work(spec.example) if spec.model.work else None
         self._clock = Clock(spec.batch_size, work, _peak(strategy.mesh, work))
         self._progress = ProgressBar(schedule.num_steps, first_step)
+        self._nonfinite = Nonfinite(
+            [placement.path for placement in jax.tree.leaves(strategy.layouts.params)],
+            "skip" if spec.skip_nonfinite else "stop",
+            f"The checkpoints in {folder} are as they were.",
+            self._progress.say,
+        )
 
     # ---- Beginning ----
 
@@ -94,6 +102,7 @@ class Run:
             self._write_operative_config()
             kept = metrics_lib.drop_unsaved(self.folder, self._first_step, evaluates_again=last)
             self._summary["train"] = metrics_lib.last_train_means(kept)
+            self._summary["skipped_steps"] = int(sum(r.get(SKIPPED, 0) for r in kept))
             self._records = metrics_lib.Records(self.folder, kept)
         self._progress.say(report.one_line(self._strategy))
         if self._first_step:
@@ -124,8 +133,9 @@ class Run:
         """Keeps a step's metrics; fetches and records what was due before it, while it runs."""
         self._step = step
         self._write_due()
+        flags, metrics = metrics[NONFINITE], {k: x for k, x in metrics.items() if k != NONFINITE}
         self._unread.append(metrics)
-        self._in_flight.append(metrics)
+        self._in_flight.append((step, metrics, flags))
         self._clock.count_step()
         self._progress.step(step)
         if step == self._first_step + 1:
@@ -158,7 +168,7 @@ class Run:
         for batch in batches:
             sums = self._strategy.eval_step(state, batch)
             self._note_evaluation()
-            self._in_flight.append(sums)
+            self._in_flight.append((self._step, sums, None))
             self._wait_for_room()
             yield sums
 
@@ -217,17 +227,25 @@ class Run:
     def _wait_for_room(self) -> None:
         """Waits for the oldest steps until another one may be under way."""
         while len(self._in_flight) >= _most_in_flight():
-            jax.block_until_ready(self._in_flight.popleft())
+            self._wait_for_oldest()
+
+    def _wait_for_oldest(self) -> None:
+        """Waits for the oldest step, and looks at what it says of its numbers."""
+        step, sums, flags = self._in_flight.popleft()
+        jax.block_until_ready(sums)
+        if flags is not None:
+            self._nonfinite.look(step, flags)
 
     def _devices_work(self) -> bool:
         """Whether the newest step is still under way."""
-        newest = jax.tree.leaves(list(self._in_flight)[-1:])
+        newest = jax.tree.leaves([sums for _, sums, _ in list(self._in_flight)[-1:]])
         return bool(newest) and not newest[0].is_ready()
 
     def _settle(self, state: TrainState) -> None:
         """Waits for the last step, records what is due, and stops the clock."""
+        while self._in_flight:
+            self._wait_for_oldest()
         jax.block_until_ready(state)
-        self._in_flight.clear()
         self._clock.stop()
         self._write_due()
 
@@ -241,8 +259,10 @@ class Run:
             return
         (step, steps), self._due = self._due, None
         sums, self._window = metrics_lib.add_up(self._window, steps), {}
+        skipped = {SKIPPED: sums.pop(SKIPPED)[0]} if SKIPPED in sums else {}
+        self._summary["skipped_steps"] += int(sum(skipped.values()))
         self._summary["train"] = metrics_lib.means(sums)
-        self._record("train", step, {**self._summary["train"], **self._clock.rates()})
+        self._record("train", step, {**self._summary["train"], **skipped, **self._clock.rates()})
 
     def _record(self, split: str, step: int, scalars: Mapping[str, float]) -> None:
         if self._records:
