@@ -19,9 +19,10 @@ from research_dp.strategies.keys import init_key
 from research_dp.training import optim  # noqa: F401  (registers Optax with gin)
 from research_dp.training.checkpoint import Checkpoints, Progress
 from research_dp.training.nonfinite import OnNonfinite
-from research_dp.training.progress import Profile
+from research_dp.training.progress import Profile, say
 from research_dp.training.run import Run
 from research_dp.training.schedule import Schedule
+from research_dp.training.selftest import tested
 from research_dp.training.stop import StopSignal
 from research_dp.training.watchdog import keep_watch
 
@@ -46,6 +47,7 @@ def train(
     profile_at: Count | None = None,
     watchdog_seconds: Positive | None = None,
     on_nonfinite: OnNonfinite = "stop",
+    check_replicas_every: Count | None = None,
     workdir: str | None = None,
     look: Callable[[Strategy], None] | None = None,
     started: float | None = None,
@@ -70,6 +72,8 @@ def train(
             ten times as long while it compiles. None: it may take any time.
         on_nonfinite: What happens where a loss or a gradient is not finite: 'stop' ends the run
             with the last checkpoint untouched; 'skip' leaves the step out, and counts it.
+        check_replicas_every: Compare what devices hold that should hold the same each so many
+            steps; a difference ends the run. None: never.
         workdir: Folder of the run's results.
         look: Called with the built strategy instead of training.
         started: `time.perf_counter()` when the command started.
@@ -87,6 +91,7 @@ def train(
         eval_every=eval_every,
         checkpoint_every=checkpoint_every,
         profile_at=profile_at,
+        check_replicas_every=check_replicas_every,
     )
     check_count("train.seed", seed, 0)
     check_kind("train.model", model, TrainableModel, "@convnet()")
@@ -116,6 +121,8 @@ def train(
         keep_watch(folder, watchdog_seconds) as recorder,
         contextlib.closing(Checkpoints(folder / "checkpoints")) as checkpoints,
     ):
+        recorder.note("test", 0)
+        built = tested(strategy, spec, built, say)
         recorder.note("restore", 0)
         restored = checkpoints.restore(built.abstract_state)
         first_step = int(restored.state.step) if restored else 0
@@ -157,6 +164,8 @@ def _steps(
             run.dispatched(step, metrics)
             if schedule.logs(step):
                 run.log(step)
+            if schedule.compares(step):
+                run.compare_replicas(state, step)
             if schedule.evaluates(step):
                 run.evaluate(state, step)
             if schedule.saves(step):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -24,6 +25,7 @@ from research_dp.training.checkpoint import Checkpoints, Progress
 from research_dp.training.nonfinite import Nonfinite
 from research_dp.training.progress import Clock, ProgressBar
 from research_dp.training.recorder import Recorder
+from research_dp.training.replicas import ReplicaCheck
 from research_dp.training.schedule import Schedule
 
 _FEWEST_AHEAD = 2  # batches placed on the devices before the step that takes them
@@ -68,13 +70,15 @@ class Run:
         self._writes = jax.process_index() == 0
         self._unread: list[Mapping[str, Any]] = []
         self._due: tuple[int, list[Mapping[str, Any]]] | None = None
-        self._in_flight: collections.deque[tuple[int, Any, Any]] = collections.deque()
+        # What is under way, and who looks at it once it is over.
+        self._in_flight: collections.deque[tuple[Any, Callable[[], None]]] = collections.deque()
         self._summary: dict[str, Any] = {"train": {}, "skipped_steps": 0}
         self._summary["seconds_to_first_step"] = None
         self._records: metrics_lib.Records | None = None
         work = spec.model.work(spec.example) if spec.model.work else None
         self._clock = Clock(spec.batch_size, work, _peak(strategy.mesh, work))
         self._progress = ProgressBar(schedule.num_steps, first_step)
+        self._replicas = ReplicaCheck(strategy) if schedule.check_replicas_every else None
         self._nonfinite = Nonfinite(
             [placement.path for placement in jax.tree.leaves(strategy.layouts.params)],
             "skip" if spec.skip_nonfinite else "stop",
@@ -135,7 +139,8 @@ class Run:
         self._write_due()
         flags, metrics = metrics[NONFINITE], {k: x for k, x in metrics.items() if k != NONFINITE}
         self._unread.append(metrics)
-        self._in_flight.append((step, metrics, flags))
+        look = functools.partial(self._nonfinite.look, step, flags)
+        self._in_flight.append((metrics, look))
         self._clock.count_step()
         self._progress.step(step)
         if step == self._first_step + 1:
@@ -150,6 +155,13 @@ class Run:
     def log(self, step: int) -> None:
         """Marks the metrics since the last call for the record; see `dispatched`."""
         self._due, self._unread = (step, self._unread), []
+
+    def compare_replicas(self, state: TrainState, step: int) -> None:
+        """Has the devices compare what they hold; a difference ends the run a step or two later."""
+        assert self._replicas is not None
+        checksums = self._replicas.start(state)
+        look = functools.partial(self._replicas.look, step, checksums)
+        self._in_flight.append((checksums, look))
 
     def evaluate(self, state: TrainState, step: int) -> dict[str, float]:
         """Metrics over the whole evaluation split, each example counted once."""
@@ -168,7 +180,7 @@ class Run:
         for batch in batches:
             sums = self._strategy.eval_step(state, batch)
             self._note_evaluation()
-            self._in_flight.append((self._step, sums, None))
+            self._in_flight.append((sums, lambda: None))
             self._wait_for_room()
             yield sums
 
@@ -230,15 +242,13 @@ class Run:
             self._wait_for_oldest()
 
     def _wait_for_oldest(self) -> None:
-        """Waits for the oldest step, and looks at what it says of its numbers."""
-        step, sums, flags = self._in_flight.popleft()
-        jax.block_until_ready(sums)
-        if flags is not None:
-            self._nonfinite.look(step, flags)
+        results, look = self._in_flight.popleft()
+        jax.block_until_ready(results)
+        look()
 
     def _devices_work(self) -> bool:
         """Whether the newest step is still under way."""
-        newest = jax.tree.leaves([sums for _, sums, _ in list(self._in_flight)[-1:]])
+        newest = jax.tree.leaves([results for results, _ in list(self._in_flight)[-1:]])
         return bool(newest) and not newest[0].is_ready()
 
     def _settle(self, state: TrainState) -> None:
