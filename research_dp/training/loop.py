@@ -94,11 +94,7 @@ def train(
         check_replicas_every=check_replicas_every,
     )
     check_count("train.seed", seed, 0)
-    check_kind("train.model", model, TrainableModel, "@convnet()")
-    check_kind("train.data", data, DataSet, "@tfds_data()")
-    check_kind("train.strategy", strategy, Recipe, "@data_parallel()")
-    check_kind("train.optimizer", optimizer, optax.GradientTransformation, "@optax.adamw()")
-    _check_fits(model, data)
+    _check_parts(model, data, strategy, optimizer)
     if look is None:
         folder = _open_folder(workdir)
     spec = TrainSpec(
@@ -214,8 +210,14 @@ def _check_continues(
             )
 
 
-def _check_fits(model: TrainableModel, data: DataSet) -> None:
-    """Compares what the model was built for with what the data set is."""
+def _check_parts(
+    model: TrainableModel, data: DataSet, strategy: Recipe, optimizer: optax.GradientTransformation
+) -> None:
+    """Checks what each part is, and compares what the model was built for with the data set."""
+    check_kind("train.model", model, TrainableModel, "@convnet()")
+    check_kind("train.data", data, DataSet, "@tfds_data()")
+    check_kind("train.strategy", strategy, Recipe, "@data_parallel()")
+    check_kind("train.optimizer", optimizer, optax.GradientTransformation, "@optax.adamw()")
     for name, wanted in model.config.items():
         if name in data.info and data.info[name] != wanted:
             raise UsageError(
