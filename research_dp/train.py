@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import sys
 import traceback
 
@@ -49,4 +50,5 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    faulthandler.enable()  # Python's stacks, too, where a library aborts
     sys.exit(main(sys.argv[1:]))

@@ -65,16 +65,20 @@ class Watchdog:
 
     def _look(self) -> None:
         while not self._done.wait(min(1.0, self._seconds / 8)):
-            phase, step, since = self._recorder.now
-            patience = _PATIENCE.get(phase, 1.0)
-            if patience is None:
-                faulthandler.cancel_dump_traceback_later()
-                continue
-            waited, limit = time.monotonic() - since, patience * self._seconds
-            if waited > limit and (waited > limit * _WAITING or not self._waits_for_another()):
-                self._end(phase, step, waited)
-            later = max(limit * _BACKSTOP - waited, 0.1)
-            faulthandler.dump_traceback_later(later, exit=True, file=_STDERR)
+            self.look_once()
+
+    def look_once(self) -> None:
+        """Ends the process if it made no progress; winds the fault handler's clock if it did."""
+        phase, step, since = self._recorder.now
+        patience = _PATIENCE.get(phase, 1.0)
+        if patience is None:
+            faulthandler.cancel_dump_traceback_later()
+            return
+        waited, limit = time.monotonic() - since, patience * self._seconds
+        if waited > limit and (waited > limit * _WAITING or not self._waits_for_another()):
+            self._end(phase, step, waited)
+        later = max(limit * _BACKSTOP - waited, 0.1)
+        faulthandler.dump_traceback_later(later, exit=True, file=_STDERR)
 
     def _waits_for_another(self) -> bool:
         suspect = recorder_lib.behind(self._recorder.notes())
