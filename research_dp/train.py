@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import faulthandler
 import sys
+import traceback
 
 
 def main(argv: list[str]) -> int:
     """Runs the command; returns its exit status."""
     from research_dp.config import command_line, environment, gin_config, show
-    from research_dp.distributed.errors import UsageError
+    from research_dp.distributed.errors import RunFailure
 
     options = command_line.parse(argv, __doc__ or "")
     config = None
@@ -23,7 +25,7 @@ def main(argv: list[str]) -> int:
             whole=True,
         )
         environment.quieten_tensorflow()
-        environment.set_up_processes()
+        environment.set_up_processes(options.processes)
         environment.set_up_devices(options.cpu_devices)
         cache = environment.set_up_compilation_cache()
         from research_dp.training.loop import train
@@ -32,15 +34,21 @@ def main(argv: list[str]) -> int:
         if look is None:
             print(cache, flush=True)
         return train(workdir=options.workdir, look=look, started=environment.started())
-    except (UsageError, TypeError, RuntimeError) as error:
-        mistake = gin_config.as_mistake(error, config)
-        if mistake is None:
-            raise
-        print(mistake, file=sys.stderr)
-        return 2
+    except RunFailure as error:
+        message = str(error).split("\n  In call to")[0]  # which gin adds
+        print(f"error: {message}", file=sys.stderr)
+        return environment.leave(1)
     except BrokenPipeError:  # `--list | head`
         return environment.reader_has_gone()
+    except KeyboardInterrupt:
+        print("Interrupted before the first step: nothing was trained", file=sys.stderr)
+        return environment.leave(130)
+    except Exception as error:
+        mistake = gin_config.as_mistake(error, config)
+        print(mistake or traceback.format_exc(), file=sys.stderr)
+        return environment.leave(2 if mistake else 1)
 
 
 if __name__ == "__main__":
+    faulthandler.enable()  # Python's stacks, too, where a library aborts
     sys.exit(main(sys.argv[1:]))

@@ -11,6 +11,7 @@ import pytest
 from research_dp.config import gin_config
 
 ROOT = Path(__file__).resolve().parents[1]
+MODULE = "research_dp.train"
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
@@ -57,8 +58,9 @@ def command(data_dir, tmp_path_factory):
         "PYTHONPATH": str(ROOT),
     }
 
-    def run(*flags, start_only=False, group=False, cwd=ROOT, module="research_dp.train", **extra):
-        words = [sys.executable, "-m", module, *map(str, flags)]
+    def run(*flags, start_only=False, group=False, cwd=ROOT, module=MODULE, tool=None, **extra):
+        program = [ROOT / "tools" / tool] if tool else ["-m", module]
+        words = [sys.executable, *map(str, [*program, *flags])]
         options = {"cwd": cwd, "env": {**environment, **extra}, "text": True}
         if start_only:
             pipe = subprocess.PIPE

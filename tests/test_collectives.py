@@ -123,7 +123,7 @@ def test_global_norm_counts_shards_and_whole_leaves_once(mesh):
     layout = lay_out(tree, rule, 8)
 
     def norm(w, b):
-        return updates.global_norm({"w": w, "b": b}, layout)
+        return updates.global_norm({"w": w, "b": b}, layout)[0]
 
     value = mapped(mesh, norm, (P("fsdp"), P()), P())(tree["w"], tree["b"])
     assert float(value) == pytest.approx(np.sqrt(16 + 12))

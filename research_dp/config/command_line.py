@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
+from research_dp.config.environment import Processes
 from research_dp.distributed.errors import UsageError
 
 _BARE_WORD = re.compile(r"^([A-Za-z_]|~|\.{0,2}/)[\w./+~-]*$")
@@ -28,6 +29,7 @@ class Options:
         allow_unused: Whether a binding may be without effect.
         list: Show what there is: '' for all, or a name; None: do not.
         json: Show it as JSON.
+        processes: How to find the other processes of the run.
     """
 
     gin_files: tuple[str, ...]
@@ -39,6 +41,7 @@ class Options:
     allow_unused: bool = False
     list: str | None = None
     json: bool = False
+    processes: Processes = dataclasses.field(default_factory=Processes)
 
 
 def parse(argv: Sequence[str], description: str) -> Options:
@@ -54,6 +57,20 @@ def parse(argv: Sequence[str], description: str) -> Options:
         help="show all that gin files can name, or one of it; train nothing",
     )
     add("--json", action="store_true", help="with --list: as JSON")
+    add(
+        "--coordinator",
+        metavar="HOST:PORT|auto",
+        help="one run of several processes: where process 0 listens; auto: ask the cluster",
+    )
+    add("--num_processes", type=_positive, metavar="N", help="how many processes there are")
+    add("--process_id", type=_not_negative, metavar="I", help="which one this is, from 0")
+    add(
+        "--heartbeat_seconds",
+        type=_positive,
+        default=Processes.heartbeat_seconds,
+        metavar="S",
+        help="a process that was not heard of for so long ends the others (100)",
+    )
     parsed = parser.parse_args(_expand_bindings(argv))
     if parsed.list is None:
         if parsed.json:
@@ -169,13 +186,14 @@ def _require_run(parser: argparse.ArgumentParser, parsed: argparse.Namespace) ->
 
 
 def _options(parsed: argparse.Namespace) -> Options:
-    known = {field.name for field in dataclasses.fields(Options)}
-    values: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in vars(parsed).items()
-        if name in known
-    }
-    return Options(**values)
+    words = {n: tuple(v) if isinstance(v, list) else v for n, v in vars(parsed).items()}
+    processes = Processes(**_fields_of(Processes, words))
+    return Options(**_fields_of(Options, words), processes=processes)
+
+
+def _fields_of(kind: Any, words: Mapping[str, Any]) -> dict[str, Any]:
+    known = {field.name for field in dataclasses.fields(kind)}
+    return {name: value for name, value in words.items() if name in known}
 
 
 def _take_varied(words: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
@@ -216,6 +234,12 @@ def _as_gin(value: str) -> str:
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def _not_negative(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
     return int(text)
 
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import re
 import sys
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 
 from research_dp.distributed.errors import UsageError
+
+_SECONDS_TO_LEAVE = 5.0
 
 
 def set_up_devices(cpu_devices: int | None) -> None:
@@ -36,28 +42,96 @@ def set_up_devices(cpu_devices: int | None) -> None:
         )
 
 
-def set_up_processes() -> None:
-    """Joins the other processes of a run, if JAX_COORDINATOR_ADDRESS says that there are any.
+@dataclasses.dataclass(frozen=True)
+class Processes:
+    """How a command finds the other processes of its run; None: as JAX's variables say.
+
+    Attributes:
+        coordinator: HOST:PORT where process 0 listens, or 'auto': JAX asks the cluster (Slurm,
+            Open MPI, Kubernetes, Cloud TPU).
+        num_processes: How many there are.
+        process_id: Which one this is, from 0.
+        heartbeat_seconds: A process that was not heard of for so long is dead, and ends the others.
+    """
+
+    coordinator: str | None = None
+    num_processes: int | None = None
+    process_id: int | None = None
+    heartbeat_seconds: int = 100
+
+
+def set_up_processes(processes: Processes) -> None:
+    """Joins the other processes of a run, if flags or JAX_COORDINATOR_ADDRESS say that there are.
 
     Raises:
-        UsageError: JAX_NUM_PROCESSES or JAX_PROCESS_ID is missing or wrong.
+        UsageError: Something is missing or wrong, or the others cannot be found.
     """
-    address = os.environ.get("JAX_COORDINATOR_ADDRESS")
+    address = processes.coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS")
+    alone = [f"--{n}" for n in ("num_processes", "process_id") if getattr(processes, n) is not None]
+    if not address and alone:
+        raise UsageError(f"{' and '.join(alone)} say which process this is: give --coordinator.")
     if not address:
         return
-    try:
-        count, own = (int(os.environ[name]) for name in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID"))
-    except (KeyError, ValueError) as error:
+    if address == "auto":
+        if alone:
+            raise UsageError(
+                f"--coordinator=auto asks the cluster: leave out {' and '.join(alone)}."
+            )
+        _initialize(processes.heartbeat_seconds, "--coordinator=auto")
+        return
+    count = _number("num_processes", processes.num_processes, "JAX_NUM_PROCESSES", address)
+    own = _number("process_id", processes.process_id, "JAX_PROCESS_ID", address)
+    if not re.fullmatch(r".+:\d+", address) or not 0 <= own < count:
         raise UsageError(
-            f"JAX_COORDINATOR_ADDRESS={address} starts a run of several processes, which needs "
-            f"JAX_NUM_PROCESSES and JAX_PROCESS_ID as whole numbers too ({error})."
-        ) from error
-    if ":" not in address or not 0 <= own < count:
-        raise UsageError(
-            f"JAX_COORDINATOR_ADDRESS={address}, JAX_NUM_PROCESSES={count}, JAX_PROCESS_ID={own}: "
-            "give HOST:PORT, and an id from 0 to the number of processes less one."
+            f"--coordinator={address}, --num_processes={count}, --process_id={own}: give HOST:PORT "
+            "(or JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID), and an id from 0 to "
+            "the number of processes less one."
         )
-    jax.distributed.initialize(address, count, own)
+    where = f"process {own} of {count}, coordinator {address}"
+    _initialize(
+        processes.heartbeat_seconds,
+        where,
+        coordinator_address=address,
+        num_processes=count,
+        process_id=own,
+    )
+
+
+def _number(flag: str, given: int | None, variable: str, address: str) -> int:
+    """A flag, or the variable in its stead."""
+    text = os.environ.get(variable, "") if given is None else str(given)
+    if not text.isdecimal():
+        raise UsageError(
+            f"coordinator {address} starts a run of several processes, which needs --{flag} (or "
+            f"{variable}) as a whole number too, not {text!r}."
+        )
+    return int(text)
+
+
+def _initialize(heartbeat_seconds: int, where: str, **given: Any) -> None:
+    try:
+        jax.distributed.initialize(heartbeat_timeout_seconds=heartbeat_seconds, **given)
+    except (ValueError, RuntimeError) as error:
+        raise UsageError(
+            f"{where}: the processes of the run cannot join: {str(error).splitlines()[0]} "
+            "Start each with its own --process_id and the same --coordinator=HOST:PORT."
+        ) from error
+
+
+def leave(status: int) -> int:
+    """The exit status of a process that failed; does not wait for processes that did not fail.
+
+    JAX leaves a run together, and waits minutes for processes that may be stuck in a collective
+    with this one. So others get a few seconds to fail too, of the same mistake; then this one ends.
+    """
+    if status in (0, 143) or not jax.distributed.is_initialized():
+        return status
+    sys.stdout.flush()
+    sys.stderr.flush()
+    leaving = threading.Thread(target=jax.distributed.shutdown, daemon=True)
+    leaving.start()
+    leaving.join(_SECONDS_TO_LEAVE)
+    os._exit(status)
 
 
 def quieten_tensorflow() -> None:

@@ -88,10 +88,12 @@ class Examples:
 def _in_worker(source: Sequence[Any], preprocess: Preprocess, cache_bytes: int) -> Examples:
     """The copy of a worker process, which leaves signals to the run.
 
-    A SIGTERM to the whole group must not end the workers before the run is saved.
+    A signal to the whole group, as a terminal's Ctrl-C is, must not end the workers before the run
+    is saved.
     """
     if multiprocessing.parent_process() and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
     return Examples(source, preprocess, cache_bytes)
 
 

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from research_dp.distributed import exchange
 from research_dp.distributed.errors import UsageError
 from research_dp.distributed.replication import as_varying, is_tracked
 
@@ -46,10 +47,13 @@ def _psum(x: jax.Array, axes: Axes) -> jax.Array:
 
 def _psum_scatter(x: jax.Array, axis: str, dim: int) -> jax.Array:
     # Only sums, see _psum.
+    if exchange.reduces_wrongly():
+        return exchange.scatter_sum(x, axis, dim)
     return lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
 
 
 PLAIN = Reduction(_psum, _psum_scatter)
+EXCHANGED = Reduction(exchange.all_sum, exchange.scatter_sum)
 
 
 def flat_axes(axes: Any) -> Axes:

@@ -124,22 +124,53 @@ def norm_of_blocks(
     Returns:
         The norm of all arrays, the same on every device.
     """
-    squares: dict[Axes, list[jax.Array]] = {}
-    for x, axes in blocks:
-        squares.setdefault(axes, []).append(jnp.sum(jnp.square(x.astype(jnp.float32))))
     total = jnp.zeros((), jnp.float32)
-    for axes, parts in squares.items():
-        mine = sum(parts, start=jnp.zeros((), jnp.float32))
+    for axes, parts in _squares(blocks).items():
+        mine = sum((square for _, square in parts), start=jnp.zeros((), jnp.float32))
         # Blocks are summed over the axes that split them, and those alone: along others devices
         # hold the same ones, and whole arrays are counted once. Nothing is divided.
         total += reduction.all_sum(mine, axes) if axes else mine
     return jnp.sqrt(total)
 
 
-def global_norm(tree: PyTree, layout: PyTree, reduction: Reduction = PLAIN) -> jax.Array:
-    """L2 norm of a tree whose leaves lie as `layout` says: a 0-d float32, the same everywhere."""
+def global_norm(
+    tree: PyTree, layout: PyTree, reduction: Reduction = PLAIN
+) -> tuple[jax.Array, jax.Array]:
+    """L2 norm of a tree whose leaves lie as `layout` says, and which leaves spoil it.
+
+    Args:
+        tree: This device's blocks.
+        layout: Placements.
+        reduction: How sums of squares become one over devices.
+
+    Returns:
+        The norm, a 0-d float32; and float32 (leaves,) above 0 for a leaf whose sum of squares is
+        not finite. Both the same on every device, by the collectives that the norm needs alone.
+    """
     lying = ((FSDP_AXIS,) if p.dim is not None else () for p in jax.tree.leaves(layout))
-    return norm_of_blocks(zip(jax.tree.leaves(tree), lying, strict=True), reduction)
+    blocks = list(zip(jax.tree.leaves(tree), lying, strict=True))
+    total, spoilt = jnp.zeros((), jnp.float32), [jnp.zeros((), jnp.float32)] * len(blocks)
+    for axes, parts in _squares(blocks).items():
+        mine = sum((square for _, square in parts), start=jnp.zeros((), jnp.float32))
+        own = [(~jnp.isfinite(square)).astype(jnp.float32) for _, square in parts]
+        # Summed as in `norm_of_blocks`; the flags travel along.
+        together = jnp.stack([mine, *own])
+        together = reduction.all_sum(together, axes) if axes else together
+        total += together[0]
+        for (position, _), flag in zip(parts, together[1:], strict=True):
+            spoilt[position] = flag
+    return jnp.sqrt(total), jnp.stack(spoilt) if spoilt else jnp.zeros((0,), jnp.float32)
+
+
+def _squares(
+    blocks: Iterable[tuple[jax.Array, Axes]],
+) -> dict[Axes, list[tuple[int, jax.Array]]]:
+    """(position, sum of squares) of each block, by the axes that its array is split over."""
+    squares: dict[Axes, list[tuple[int, jax.Array]]] = {}
+    for position, (x, axes) in enumerate(blocks):
+        square = jnp.sum(jnp.square(x.astype(jnp.float32)))
+        squares.setdefault(axes, []).append((position, square))
+    return squares
 
 
 def clip_factor(norm: jax.Array, max_norm: float | None) -> jax.Array:

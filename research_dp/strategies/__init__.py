@@ -14,6 +14,8 @@ from research_dp.strategies.slots import (
     update_slices,
 )
 from research_dp.strategies.strategy import (
+    NONFINITE,
+    SKIPPED,
     Layouts,
     PlacedBatch,
     Recipe,
@@ -28,6 +30,8 @@ make_mesh = _mesh.make_mesh
 one_device_mesh = _mesh.one_device_mesh
 
 __all__ = [
+    "NONFINITE",
+    "SKIPPED",
     "Layouts",
     "PlacedBatch",
     "Recipe",

@@ -25,7 +25,15 @@ from research_dp.distributed.trainable import LossOutput
 from research_dp.distributed.units import Units
 from research_dp.distributed.updates import apply_optimizer, clip_factor, global_norm
 from research_dp.strategies.keys import example_keys
-from research_dp.strategies.strategy import Layouts, PlacedBatch, Recipe, TrainSpec, TrainState
+from research_dp.strategies.strategy import (
+    NONFINITE,
+    SKIPPED,
+    Layouts,
+    PlacedBatch,
+    Recipe,
+    TrainSpec,
+    TrainState,
+)
 
 PyTree = Any
 
@@ -50,7 +58,7 @@ class Step:
     def train(
         self, state: TrainState, batch: PlacedBatch
     ) -> tuple[TrainState, dict[str, jax.Array]]:
-        """One step: the new state, and metrics as arrays (2,) of sum and count."""
+        """One step: the new state, and metrics; see `Strategy`."""
         grads, model_state, sums = self._mean_gradients(state, batch)
         sums = self._add_up(sums)
         # Losses were divided by the rows of a device's micro-batch; the true number of valid
@@ -59,7 +67,8 @@ class Step:
         rows = batch.position.shape[1] * axes_size(self.axes)
         scale = jnp.where(count > 0, rows / jnp.maximum(count, 1e-9), 0.0)
         scale = scale / self._loss_scale(state)
-        norm = scale * global_norm(grads, self.layouts.slices, self.recipe.reduction)
+        norm, spoilt = global_norm(grads, self.layouts.slices, self.recipe.reduction)
+        norm = scale * norm
         scale = scale * clip_factor(norm, self.spec.max_grad_norm)
         own = self.spec.param_dtype is None  # otherwise the optimizer's parameters are wider
         grads = jax.tree.map(
@@ -68,9 +77,15 @@ class Step:
         params, opt_state = self._update(grads, state)
         new = TrainState(state.step + 1, params, model_state, opt_state, state.loss_scale)
         metrics = {**sums, "grad_norm": jnp.stack([norm, jnp.ones_like(norm)])}
-        if self.spec.loss_scale is None:
-            return new, metrics
-        return self._unless_overflown(state, new, norm, metrics)
+        wrong = ~(jnp.isfinite(norm) & jnp.isfinite(sums["loss"][0]))
+        if self.spec.loss_scale is not None:
+            new, metrics = self._unless_overflown(state, new, norm, metrics)
+            # Gradients that overflow are scaled down next time; a scale of 1 is not scaled down.
+            last = ~jnp.isfinite(norm) & (state.loss_scale.scale <= 1.0)
+            wrong = last | ~jnp.isfinite(sums["loss"][0])
+        if self.spec.skip_nonfinite:
+            new, metrics = _unless_wrong(wrong, state, new, metrics)
+        return new, {**metrics, NONFINITE: jnp.stack([wrong, *spoilt])}
 
     def _unless_overflown(
         self, old: TrainState, new: TrainState, norm: jax.Array, metrics: dict[str, jax.Array]
@@ -257,6 +272,16 @@ class Step:
         together = jnp.stack([sums[name] for name in names])
         added = self.recipe.reduction.all_sum(together, self.axes)
         return {name: added[i] for i, name in enumerate(names)}
+
+
+def _unless_wrong(
+    wrong: jax.Array, old: TrainState, new: TrainState, metrics: dict[str, jax.Array]
+) -> tuple[TrainState, dict[str, jax.Array]]:
+    """The new state and its metrics; the old state and none if the step went wrong."""
+    kept = jax.tree.map(lambda a, b: jnp.where(wrong, b, a), new, old)
+    kept = kept._replace(step=new.step, loss_scale=new.loss_scale)
+    metrics = {name: jnp.where(wrong, 0.0, pair) for name, pair in metrics.items()}
+    return kept, {**metrics, SKIPPED: jnp.stack([wrong.astype(jnp.float32), jnp.ones(())])}
 
 
 def _pairs(out: LossOutput) -> dict[str, jax.Array]:

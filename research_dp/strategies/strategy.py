@@ -29,6 +29,9 @@ PyTree = Any
 Metrics = Mapping[str, jax.Array]
 When = Literal["step", "micro_batch"]
 
+# Metrics of a training step that are no sums over examples.
+NONFINITE, SKIPPED = "nonfinite", "skipped_steps"
+
 
 class TrainState(NamedTuple):
     """Everything that training changes; global arrays.
@@ -88,6 +91,8 @@ class TrainSpec:
         param_dtype: dtype in which parameters lie and travel, the optimizer keeping them in the
             model's own; None: the model's own. The strategy's, see `Recipe.build`.
         loss_scale: How the loss is scaled; None: it is not. The strategy's too.
+        skip_nonfinite: Whether a step whose loss or gradients are not finite changes nothing but
+            the step's number, instead of the parameters.
     """
 
     model: TrainableModel
@@ -99,6 +104,7 @@ class TrainSpec:
     seed: int = 0
     param_dtype: Any = None
     loss_scale: LossScale | None = None
+    skip_nonfinite: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -118,7 +124,8 @@ class Strategy:
         place_batch: Host arrays of this process's `train_rows` -> PlacedBatch.
         place_eval_batch: Host arrays of this process's `eval_rows` -> examples on the devices.
         train_step: (TrainState, PlacedBatch) -> (TrainState, metrics); the old state is donated.
-            Metrics are arrays (2,): sum and count.
+            Metrics are arrays (2,): sum and count; and `NONFINITE`, (1 + parameters,), above 0
+            if the step went wrong, and for each gradient, in the order of paths, that did.
         eval_step: (TrainState, examples) -> metrics.
     """
 

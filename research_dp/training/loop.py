@@ -18,10 +18,13 @@ from research_dp.strategies import Recipe, Strategy, TrainSpec, TrainState
 from research_dp.strategies.keys import init_key
 from research_dp.training import optim  # noqa: F401  (registers Optax with gin)
 from research_dp.training.checkpoint import Checkpoints, Progress
-from research_dp.training.progress import Profile
+from research_dp.training.nonfinite import OnNonfinite
+from research_dp.training.progress import Profile, say
 from research_dp.training.run import Run
 from research_dp.training.schedule import Schedule
+from research_dp.training.selftest import tested
 from research_dp.training.stop import StopSignal
+from research_dp.training.watchdog import keep_watch
 
 DONE, STOPPED = 0, 143
 
@@ -42,6 +45,9 @@ def train(
     checkpoint_every: Count | None = None,
     log_every: Count = 100,
     profile_at: Count | None = None,
+    watchdog_seconds: Positive | None = None,
+    on_nonfinite: OnNonfinite = "stop",
+    check_replicas_every: Count | None = None,
     workdir: str | None = None,
     look: Callable[[Strategy], None] | None = None,
     started: float | None = None,
@@ -62,12 +68,18 @@ def train(
         checkpoint_every: Save each so many steps; None: at the end only.
         log_every: Record training metrics each so many steps.
         profile_at: Step after which the profiler traces a few steps; None: never.
+        watchdog_seconds: A process without progress for so long writes its stacks and ends the run;
+            ten times as long while it compiles. None: it may take any time.
+        on_nonfinite: What happens where a loss or a gradient is not finite: 'stop' ends the run
+            with the last checkpoint untouched; 'skip' leaves the step out, and counts it.
+        check_replicas_every: Compare what devices hold that should hold the same each so many
+            steps; a difference ends the run. None: never.
         workdir: Folder of the run's results.
         look: Called with the built strategy instead of training.
         started: `time.perf_counter()` when the command started.
 
     Returns:
-        Exit status: 0 when done, 143 when stopped by SIGTERM, after saving.
+        Exit status: 0 when done, 143 when stopped by SIGTERM or SIGINT, after saving.
 
     Raises:
         UsageError: Something in the configuration, the data or the workdir is wrong.
@@ -79,13 +91,10 @@ def train(
         eval_every=eval_every,
         checkpoint_every=checkpoint_every,
         profile_at=profile_at,
+        check_replicas_every=check_replicas_every,
     )
     check_limit("train.seed", seed, Seeds())
-    check_kind("train.model", model, TrainableModel, "@convnet()")
-    check_kind("train.data", data, DataSet, "@tfds_data()")
-    check_kind("train.strategy", strategy, Recipe, "@data_parallel()")
-    check_kind("train.optimizer", optimizer, optax.GradientTransformation, "@optax.adamw()")
-    _check_fits(model, data)
+    _check_parts(model, data, strategy, optimizer)
     if look is None:
         folder = _open_folder(workdir)
     spec = TrainSpec(
@@ -96,6 +105,7 @@ def train(
         accumulation_steps=accumulation_steps,
         max_grad_norm=max_grad_norm,
         seed=seed,
+        skip_nonfinite=on_nonfinite == "skip",
     )
     built = strategy.build(spec)
     if look is not None:
@@ -103,11 +113,18 @@ def train(
         return DONE
 
     # ---- Where it stands ----
-    with contextlib.closing(Checkpoints(folder / "checkpoints")) as checkpoints:
+    with (
+        keep_watch(folder, watchdog_seconds) as recorder,
+        contextlib.closing(Checkpoints(folder / "checkpoints")) as checkpoints,
+    ):
+        recorder.note("test", 0)
+        built = tested(strategy, spec, built, say)
+        recorder.note("restore", 0)
         restored = checkpoints.restore(built.abstract_state)
         first_step = int(restored.state.step) if restored else 0
         if restored:
             _check_continues(folder, first_step, num_steps, restored.progress, spec)
+        recorder.note("start", first_step)
         state = restored.state if restored else built.init(init_key(seed))
         run = Run(
             spec,
@@ -116,6 +133,7 @@ def train(
             folder,
             schedule=schedule,
             checkpoints=checkpoints,
+            recorder=recorder,
             first_step=first_step,
             window=restored.progress.window if restored else {},
             started=time.perf_counter() if started is None else started,
@@ -142,6 +160,8 @@ def _steps(
             run.dispatched(step, metrics)
             if schedule.logs(step):
                 run.log(step)
+            if schedule.compares(step):
+                run.compare_replicas(state, step)
             if schedule.evaluates(step):
                 run.evaluate(state, step)
             if schedule.saves(step):
@@ -190,8 +210,14 @@ def _check_continues(
             )
 
 
-def _check_fits(model: TrainableModel, data: DataSet) -> None:
-    """Compares what the model was built for with what the data set is."""
+def _check_parts(
+    model: TrainableModel, data: DataSet, strategy: Recipe, optimizer: optax.GradientTransformation
+) -> None:
+    """Checks what each part is, and compares what the model was built for with the data set."""
+    check_kind("train.model", model, TrainableModel, "@convnet()")
+    check_kind("train.data", data, DataSet, "@tfds_data()")
+    check_kind("train.strategy", strategy, Recipe, "@data_parallel()")
+    check_kind("train.optimizer", optimizer, optax.GradientTransformation, "@optax.adamw()")
     for name, wanted in model.config.items():
         if name in data.info and data.info[name] != wanted:
             raise UsageError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,11 +18,14 @@ from research_dp.analysis.hardware import chip_of
 from research_dp.distributed.data_set import DataSet, EvalOrder, TrainOrder
 from research_dp.distributed.placement import fingerprint
 from research_dp.distributed.trainable import Work
-from research_dp.strategies import Strategy, TrainSpec, TrainState
+from research_dp.strategies import NONFINITE, SKIPPED, Strategy, TrainSpec, TrainState
 from research_dp.training import metrics as metrics_lib
 from research_dp.training import report
 from research_dp.training.checkpoint import Checkpoints, Progress
+from research_dp.training.nonfinite import Nonfinite
 from research_dp.training.progress import Clock, ProgressBar
+from research_dp.training.recorder import Recorder
+from research_dp.training.replicas import ReplicaCheck
 from research_dp.training.schedule import Schedule
 
 _FEWEST_AHEAD = 2  # batches placed on the devices before the step that takes them
@@ -39,6 +43,7 @@ class Run:
         folder: Folder of the run's results; process 0 writes there.
         schedule: When what happens.
         checkpoints: Where the state is saved.
+        recorder: Where this process notes what it is doing.
         first_step: Steps that are done already.
         window: Sums of metrics before `first_step` that were not recorded yet.
         started: `time.perf_counter()` when the command started.
@@ -53,22 +58,33 @@ class Run:
         *,
         schedule: Schedule,
         checkpoints: Checkpoints,
+        recorder: Recorder,
         first_step: int,
         window: metrics_lib.Sums,
         started: float,
     ):
         self._spec, self._strategy, self._data, self.folder = spec, strategy, data, folder
         self._schedule, self._checkpoints, self._first_step = schedule, checkpoints, first_step
-        self._window, self._started = window, started
+        self._window, self._started, self._recorder = window, started, recorder
+        self._step, self._evaluated = first_step, False
         self._writes = jax.process_index() == 0
         self._unread: list[Mapping[str, Any]] = []
         self._due: tuple[int, list[Mapping[str, Any]]] | None = None
-        self._in_flight: collections.deque[Any] = collections.deque()
-        self._summary: dict[str, Any] = {"train": {}, "seconds_to_first_step": None}
+        # What is under way, and who looks at it once it is over.
+        self._in_flight: collections.deque[tuple[Any, Callable[[], None]]] = collections.deque()
+        self._summary: dict[str, Any] = {"train": {}, "skipped_steps": 0}
+        self._summary["seconds_to_first_step"] = None
         self._records: metrics_lib.Records | None = None
         work = spec.model.work(spec.example) if spec.model.work else None
         self._clock = Clock(spec.batch_size, work, _peak(strategy.mesh, work))
         self._progress = ProgressBar(schedule.num_steps, first_step)
+        self._replicas = ReplicaCheck(strategy) if schedule.check_replicas_every else None
+        self._nonfinite = Nonfinite(
+            [placement.path for placement in jax.tree.leaves(strategy.layouts.params)],
+            "skip" if spec.skip_nonfinite else "stop",
+            f"The checkpoints in {folder} are as they were.",
+            self._progress.say,
+        )
 
     # ---- Beginning ----
 
@@ -90,6 +106,7 @@ class Run:
             self._write_operative_config()
             kept = metrics_lib.drop_unsaved(self.folder, self._first_step, evaluates_again=last)
             self._summary["train"] = metrics_lib.last_train_means(kept)
+            self._summary["skipped_steps"] = int(sum(r.get(SKIPPED, 0) for r in kept))
             self._records = metrics_lib.Records(self.folder, kept)
         self._progress.say(report.one_line(self._strategy))
         if self._first_step:
@@ -109,6 +126,8 @@ class Run:
         source = self._data.train(order)
         for batch in _ahead(self._strategy.place_batch, source, self._devices_work):
             # The next batch was placed while the last steps ran; now they are to be over.
+            first = self._step == self._first_step
+            self._recorder.note("compile" if first else "step", self._step + 1)
             self._wait_for_room()
             yield batch
 
@@ -116,9 +135,12 @@ class Run:
 
     def dispatched(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Keeps a step's metrics; fetches and records what was due before it, while it runs."""
+        self._step = step
         self._write_due()
+        flags, metrics = metrics[NONFINITE], {k: x for k, x in metrics.items() if k != NONFINITE}
         self._unread.append(metrics)
-        self._in_flight.append(metrics)
+        look = functools.partial(self._nonfinite.look, step, flags)
+        self._in_flight.append((metrics, look))
         self._clock.count_step()
         self._progress.step(step)
         if step == self._first_step + 1:
@@ -128,18 +150,28 @@ class Run:
             self._progress.say(f"First step done {seconds:.1f} s after the start")
             self._write_operative_config()
             self._clock.start()
+        self._recorder.note("data", step + 1)
 
     def log(self, step: int) -> None:
         """Marks the metrics since the last call for the record; see `dispatched`."""
         self._due, self._unread = (step, self._unread), []
 
+    def compare_replicas(self, state: TrainState, step: int) -> None:
+        """Has the devices compare what they hold; a difference ends the run a step or two later."""
+        assert self._replicas is not None
+        checksums = self._replicas.start(state)
+        look = functools.partial(self._replicas.look, step, checksums)
+        self._in_flight.append((checksums, look))
+
     def evaluate(self, state: TrainState, step: int) -> dict[str, float]:
         """Metrics over the whole evaluation split, each example counted once."""
         self._settle(state)
+        self._note_evaluation()
         order = EvalOrder(batch_size=self._strategy.eval_batch_size, rows=self._strategy.eval_rows)
         source = self._data.evaluate(order)
         batches = _ahead(self._strategy.place_eval_batch, source, self._devices_work)
         metrics = metrics_lib.means(metrics_lib.add_up({}, self._eval_steps(state, batches)))
+        self._evaluated = True
         self._record("eval", step, metrics)
         self._resume(step)
         return metrics
@@ -147,13 +179,19 @@ class Run:
     def _eval_steps(self, state: TrainState, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:
             sums = self._strategy.eval_step(state, batch)
-            self._in_flight.append(sums)
+            self._note_evaluation()
+            self._in_flight.append((sums, lambda: None))
             self._wait_for_room()
             yield sums
+
+    def _note_evaluation(self) -> None:
+        # The first time it compiles, and so do the processes that this one may wait for.
+        self._recorder.note("eval" if self._evaluated else "compile", self._step)
 
     def save(self, state: TrainState, step: int) -> None:
         """Saves the state, in the background."""
         self._settle(state)
+        self._recorder.note("save", step)
         self._window = metrics_lib.add_up(self._window, self._unread)
         self._unread = []
         spec = self._spec
@@ -164,11 +202,13 @@ class Run:
 
     def stopped(self, step: int) -> None:
         """Says, once it is so, that a run which was told to stop is saved."""
+        self._recorder.note("save", step)
         self._checkpoints.wait()
-        self._progress.say(f"Stopped by SIGTERM; step {step} is saved in {self.folder}")
+        self._progress.say(f"Stopped by a signal; step {step} is saved in {self.folder}")
 
     def summarize(self, state: TrainState, step: int, final: Mapping[str, float]) -> None:
         """Writes `summary.json`, once the state is saved."""
+        self._recorder.note("save", step)
         self._checkpoints.wait()
         mesh = self._strategy.mesh
         summary = {
@@ -199,21 +239,28 @@ class Run:
     def _wait_for_room(self) -> None:
         """Waits for the oldest steps until another one may be under way."""
         while len(self._in_flight) >= _most_in_flight():
-            jax.block_until_ready(self._in_flight.popleft())
+            self._wait_for_oldest()
+
+    def _wait_for_oldest(self) -> None:
+        results, look = self._in_flight.popleft()
+        jax.block_until_ready(results)
+        look()
 
     def _devices_work(self) -> bool:
         """Whether the newest step is still under way."""
-        newest = jax.tree.leaves(list(self._in_flight)[-1:])
+        newest = jax.tree.leaves([results for results, _ in list(self._in_flight)[-1:]])
         return bool(newest) and not newest[0].is_ready()
 
     def _settle(self, state: TrainState) -> None:
         """Waits for the last step, records what is due, and stops the clock."""
+        while self._in_flight:
+            self._wait_for_oldest()
         jax.block_until_ready(state)
-        self._in_flight.clear()
         self._clock.stop()
         self._write_due()
 
     def _resume(self, step: int) -> None:
+        self._recorder.note("data", step + 1)
         if step > self._first_step:
             self._clock.start()
 
@@ -222,8 +269,10 @@ class Run:
             return
         (step, steps), self._due = self._due, None
         sums, self._window = metrics_lib.add_up(self._window, steps), {}
+        skipped = {SKIPPED: sums.pop(SKIPPED)[0]} if SKIPPED in sums else {}
+        self._summary["skipped_steps"] += int(sum(skipped.values()))
         self._summary["train"] = metrics_lib.means(sums)
-        self._record("train", step, {**self._summary["train"], **self._clock.rates()})
+        self._record("train", step, {**self._summary["train"], **skipped, **self._clock.rates()})
 
     def _record(self, split: str, step: int, scalars: Mapping[str, float]) -> None:
         if self._records:

@@ -17,6 +17,7 @@ class Schedule:
         eval_every: Evaluate each so many steps; None: at the end only.
         checkpoint_every: Save each so many steps; None: at the end only.
         profile_at: Step after which the profiler traces a few steps; None: never.
+        check_replicas_every: Compare replicas each so many steps; None: never.
 
     Raises:
         UsageError: One of them is not a count, or has no effect.
@@ -27,11 +28,12 @@ class Schedule:
     eval_every: int | None
     checkpoint_every: int | None
     profile_at: int | None
+    check_replicas_every: int | None = None
 
     def __post_init__(self) -> None:
         check_count("train.num_steps", self.num_steps, 0)
         check_count("train.log_every", self.log_every, 1)
-        for name in ("eval_every", "checkpoint_every", "profile_at"):
+        for name in ("eval_every", "checkpoint_every", "profile_at", "check_replicas_every"):
             if getattr(self, name) is not None:
                 check_count(f"train.{name}", getattr(self, name), 1)
         if self.profile_at is not None and self.profile_at >= self.num_steps:
@@ -47,6 +49,11 @@ class Schedule:
     def evaluates(self, step: int) -> bool:
         """Whether it evaluates in the middle; the end does so in any case."""
         return self.eval_every is not None and step % self.eval_every == 0 and step < self.num_steps
+
+    def compares(self, step: int) -> bool:
+        """Whether replicas are compared."""
+        every = self.check_replicas_every
+        return every is not None and step % every == 0
 
     def saves(self, step: int) -> bool:
         """Whether it saves in the middle; the end does so in any case."""

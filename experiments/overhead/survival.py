@@ -1,0 +1,113 @@
+"""What the flight recorder, the watchdog and the look at each step's numbers add to a step.
+
+python experiments/overhead/survival.py [--model=convnet] [--steps=2400]
+
+One run of the command's loop, in which they are switched off and on each few steps: both sides of
+a pair are neighbours in time. And the cost of each alone, timed in a row, beside a step's time.
+"""
+
+import argparse
+import contextlib
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from research_dp.config import environment, gin_config
+from research_dp.training import run as run_lib
+from research_dp.training.nonfinite import Nonfinite
+from research_dp.training.recorder import Recorder
+from research_dp.training.watchdog import Watchdog
+
+BLOCK = 20
+SKIPPED = 60
+WATCHDOG_SECONDS = 60.0
+
+
+class Switch:
+    """Turns them on and off, and keeps the time of each block of steps."""
+
+    def __init__(self):
+        self.on, self.times, self._began, self._watch = True, {True: [], False: []}, None, None
+        self._note, self._look = Recorder.note, Nonfinite.look
+        self._dispatched = run_lib.Run.dispatched
+
+    def install(self):
+        def dispatched(run, step, metrics):
+            self._dispatched(run, step, metrics)
+            if step >= SKIPPED and step % BLOCK == 0:
+                now = time.perf_counter()
+                if self._began is not None:
+                    self.times[self.on].append(now - self._began)
+                self._turn(run._recorder)
+                self._began = time.perf_counter()
+
+        run_lib.Run.dispatched = dispatched
+
+    def _turn(self, recorder):
+        if self._watch:
+            self._watch.close()
+            self._watch = None
+        self.on = not self.on
+        Recorder.note = self._note if self.on else lambda *_: None
+        Nonfinite.look = self._look if self.on else lambda *_: None
+        if self.on:
+            self._watch = contextlib.ExitStack()
+            self._watch.enter_context(Watchdog(recorder, WATCHDOG_SECONDS).watch())
+
+    def restore(self):
+        if self._watch:
+            self._watch.close()
+        Recorder.note, Nonfinite.look = self._note, self._look
+        run_lib.Run.dispatched = self._dispatched
+
+
+def alone(function, times=20000):
+    """Seconds of one call, in a row of many."""
+    started = time.perf_counter()
+    for _ in range(times):
+        function()
+    return (time.perf_counter() - started) / times
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--strategy", default="fsdp")
+    parser.add_argument("--model", default="convnet")
+    parser.add_argument("--steps", type=int, default=2400)
+    flags = parser.parse_args()
+    files = [f"gin/{f}.gin" for f in ("runs/digits", f"strategies/{flags.strategy}")]
+    bindings = [f"train.num_steps = {flags.steps}", "train.eval_every = None"]
+    bindings.append("train.checkpoint_every = None")
+    gin_config.load([*files, f"gin/models/{flags.model}.gin"], bindings)
+    environment.set_up_devices(8)
+    environment.set_up_compilation_cache()
+    from research_dp.training.loop import train
+
+    switch = Switch()
+    switch.install()
+    with tempfile.TemporaryDirectory() as folder:
+        train(workdir=folder)
+    switch.restore()
+    pairs = [a / b for a, b in zip(switch.times[True], switch.times[False], strict=False)]
+    step = statistics.median(switch.times[False]) / BLOCK
+    low, middle, high = statistics.quantiles(pairs, n=4)
+    with tempfile.TemporaryDirectory() as folder, Recorder(Path(folder)) as recorder:
+        note = alone(lambda: recorder.note("step", 12345))
+        watchdog = Watchdog(recorder, WATCHDOG_SECONDS)
+        check = alone(watchdog.look_once, 200)
+    flags_of_a_step = np.zeros(20)
+    nonfinite = Nonfinite([""] * 19, "stop", "", print)
+    look = alone(lambda: nonfinite.look(1, flags_of_a_step))
+    print(f"on / off: {middle:.4f} (median of {len(pairs)} pairs, quartiles {low:.4f} {high:.4f})")
+    print(
+        f"a step takes {step * 1e3:.2f} ms; two notes {2 * note * 1e6:.1f} us, a look at its "
+        f"numbers {look * 1e6:.1f} us, the watchdog {check * 1e6:.0f} us each second: "
+        f"{(2 * note + look) / step + check:.3%} of it"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,228 @@
+"""Before a run trusts its devices with months: do they compute one program, and send it right?
+
+Collectives are run on whole numbers, of which every sum is exact, at the sizes of the training
+step. Processes compare their configurations: of two different ones the first collective would hang,
+or worse.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import gin
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, PartitionSpec
+
+from research_dp.analysis import traffic
+from research_dp.distributed.collectives import EXCHANGED, PLAIN
+from research_dp.distributed.errors import RunFailure, UsageError
+from research_dp.distributed.mesh import split_axes
+from research_dp.strategies import Recipe, Strategy, TrainSpec
+
+_ROUNDS = 3  # what is wrong may be so now and then
+_MOST_BYTES = 2**25  # beyond, an array travels in pieces anyway, and testing would take long
+
+
+@dataclasses.dataclass(frozen=True)
+class Probe:
+    """A collective to test.
+
+    Attributes:
+        kind: As in `traffic.Collective`.
+        axes: The mesh axes it runs over.
+        dtype: Elements' dtype.
+        size: Elements of the full array.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    dtype: str
+    size: int
+
+    def __str__(self) -> str:
+        nbytes = self.size * jnp.dtype(self.dtype).itemsize
+        return f"{self.kind} of {nbytes:,} bytes of {self.dtype} over {' x '.join(self.axes)}"
+
+
+def tested(recipe: Recipe, spec: TrainSpec, strategy: Strategy, say: Callable[[str], None]) -> Any:
+    """The strategy, tested; or the same one with sums that go another way, if its own are wrong.
+
+    The devices of one process's CPU are not tested: they share its memory.
+
+    Args:
+        recipe: What the strategy was built from.
+        spec: What it was built for.
+        strategy: The built strategy.
+        say: Prints a line.
+
+    Returns:
+        A `Strategy`.
+
+    Raises:
+        UsageError: Processes have different configurations.
+        RunFailure: Collectives return wrong numbers, and there is no way around them.
+    """
+    several = jax.process_count() > 1
+    if several:
+        check_configurations(gin.config_str())
+    local = strategy.mesh.devices.flat[0].platform == "cpu" and not several
+    if strategy.mesh.size == 1 or local:
+        return strategy
+    started = time.perf_counter()
+    found = probes(strategy)
+    wrong = faults(strategy.mesh, found)
+    seconds = time.perf_counter() - started
+    if not wrong:
+        say(f"Collectives tested: {len(found)} kinds, {seconds:.1f} s")
+        return strategy
+    refusal = RunFailure(
+        f"collectives return wrong numbers: {'; '.join(wrong[:3])}. Nothing was trained. Test the "
+        "devices that are named and their links, or leave them out."
+    )
+    if recipe.reduction is not PLAIN:
+        raise refusal
+    try:
+        other = dataclasses.replace(recipe, reduction=EXCHANGED).build(spec)
+    except UsageError as error:  # the engine leaves sums to the compiler
+        raise refusal from error
+    if faults(strategy.mesh, probes(other)):
+        raise refusal
+    say(f"Wrong numbers: {'; '.join(wrong[:3])}. Sums go by all-to-all instead, which is right")
+    return other
+
+
+def probes(strategy: Strategy) -> list[Probe]:
+    """The largest collective of each kind, dtype and axes of the training step.
+
+    Those that the compiler will insert are not in the traced step: there an all-reduce and an
+    all-gather of the largest parameter stand for them.
+    """
+    try:
+        args = strategy.abstract_state, strategy.abstract_batch
+        traced = traffic.collectives(strategy.train_step, *args)
+    except NotImplementedError:  # one in a loop of unknown length, in a user's model
+        traced = []
+    largest: dict[tuple[str, tuple[str, ...], str], int] = {}
+    for one in traced:
+        key = (one.kind, one.axes, one.dtype)
+        largest[key] = max(largest.get(key, 0), one.nbytes)
+    if not largest:
+        leaf = max(jax.tree.leaves(strategy.layouts.params), key=lambda placement: placement.nbytes)
+        for kind in ("all-reduce", "all-gather"):
+            largest[kind, split_axes(strategy.mesh), str(leaf.dtype)] = leaf.nbytes
+    return [
+        Probe(kind, axes, dtype, min(nbytes, _MOST_BYTES) // jnp.dtype(dtype).itemsize)
+        for (kind, axes, dtype), nbytes in sorted(largest.items())
+        if jnp.dtype(dtype) != jnp.bool_
+    ]
+
+
+def faults(mesh: Mesh, wanted: Sequence[Probe]) -> list[str]:
+    """What returns wrong numbers, with the devices that see them; the same in every process."""
+
+    def run(salt: jax.Array) -> jax.Array:
+        own = jnp.stack([_wrong_elements(probe, salt) for probe in wanted])
+        # Nothing is summed: each device gets to see the counts of all.
+        return lax.all_gather(own, mesh.axis_names)
+
+    program = jax.jit(
+        jax.shard_map(
+            run, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False
+        )
+    )
+    wrong = sum(np.asarray(program(np.uint32(salt)), np.int64) for salt in range(_ROUNDS))
+    told = []
+    for probe, counts in zip(wanted, np.asarray(wrong).T, strict=True):
+        seen = [str(d.id) for d, count in zip(mesh.devices.flat, counts, strict=True) if count]
+        if seen:
+            more = f" and {len(seen) - 4} more" if len(seen) > 4 else ""
+            what = f"{int(counts.sum()):,} elements in {_ROUNDS} runs"
+            told.append(f"{probe}: {what}, on device {', '.join(seen[:4])}{more}")
+    return told
+
+
+def check_configurations(own: str) -> None:
+    """Compares this process's configuration with that of process 0.
+
+    Raises:
+        UsageError: In all processes, if one has another; with the first line that differs.
+    """
+    text = np.frombuffer(own.encode(), np.uint8)
+    sizes = multihost_utils.process_allgather(np.int32(text.size))
+    padded = np.zeros(int(sizes.max()), np.uint8)
+    padded[: text.size] = text
+    gathered = multihost_utils.process_allgather(padded)
+    texts = [row[:size].tobytes().decode() for row, size in zip(gathered, sizes, strict=True)]
+    for process, other in enumerate(texts):
+        if other != texts[0]:
+            lines = texts[0].splitlines(), other.splitlines()
+            only = [[x for x in a if x not in b] or ["nothing"] for a, b in (lines, lines[::-1])]
+            raise UsageError(
+                f"processes have different configurations: process 0 has {only[0][0]!r}, process "
+                f"{process} has {only[1][0]!r}. Give all the same files and flags."
+            )
+
+
+def _wrong_elements(probe: Probe, salt: jax.Array) -> jax.Array:
+    """How many elements of a collective's result are wrong on this device; 0-d int32."""
+    axes = probe.axes
+    count = math.prod(lax.axis_size(axis) for axis in axes)
+    rank = lax.axis_index(axes)
+    block = -(-probe.size // count)
+    dtype = jnp.dtype(probe.dtype)
+    floating = jnp.issubdtype(dtype, jnp.floating)
+    exact = 2 ** (jnp.finfo(dtype).nmant + 1 if floating else min(8 * dtype.itemsize - 1, 30))
+    ranks = np.arange(count)
+    weights = ranks % 3 + 1 if 3 * count <= exact else (ranks < exact).astype(np.int64)
+    total = int(weights.sum())
+    values = exact // total + 1  # so that the largest sum is exact
+
+    def numbers(start: Any, size: int, weight: Any) -> jax.Array:
+        """Whole numbers that depend on their place, times a device's weight."""
+        place = lax.iota(jnp.uint32, size) + jnp.asarray(start, jnp.uint32)
+        mixed = (place * np.uint32(2654435761) + salt * np.uint32(40503)) >> np.uint32(16)
+        return (mixed % np.uint32(values)).astype(dtype) * jnp.asarray(weight, dtype)
+
+    own = jnp.asarray(weights)[rank]
+    full = block * count
+    by_block = jnp.repeat(jnp.asarray(weights), block, total_repeat_length=full)
+    if probe.kind == "all-gather":
+        sent, right = numbers(rank * block, block, own), numbers(0, full, by_block)
+    elif probe.kind == "all-to-all":
+        sent = numbers(0, full, own)
+        right = jnp.tile(numbers(rank * block, block, 1), count) * by_block.astype(dtype)
+    elif probe.kind == "reduce-scatter":
+        sent, right = numbers(0, full, own), numbers(rank * block, block, total)
+    elif probe.kind == "permute":
+        sent, right = numbers(0, full, own), numbers(0, full, jnp.asarray(weights)[rank - 1])
+    else:
+        sent, right = numbers(0, full, own), numbers(0, full, total)
+    return jnp.sum(_SEND[probe.kind](sent, axes) != right, dtype=jnp.int32)
+
+
+def _scatter(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    for axis in axes:
+        x = lax.psum_scatter(x, axis, tiled=True)  # only sums
+    return x
+
+
+def _ring(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    count = math.prod(lax.axis_size(axis) for axis in axes)
+    return lax.ppermute(x, axes, [(i, (i + 1) % count) for i in range(count)])
+
+
+_SEND: dict[str, Callable[[jax.Array, tuple[str, ...]], jax.Array]] = {
+    "all-reduce": lax.psum,
+    "reduce-scatter": _scatter,
+    "all-gather": lambda x, axes: lax.all_gather(x, axes, tiled=True),
+    "all-to-all": lambda x, axes: lax.all_to_all(x, axes, 0, 0, tiled=True),
+    "permute": _ring,
+}

@@ -1,0 +1,53 @@
+"""Sums between two processes' CPUs are right at sizes where gloo's own reduce-scatter is not."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+BLOCK = 2**21  # elements: 8 MiB
+ROUNDS = 4
+
+PROGRAM = f"""
+import sys
+import jax, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from research_dp.distributed.collectives import PLAIN
+jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
+mesh = Mesh(jax.devices(), ("fsdp",))
+here = NamedSharding(mesh, P("fsdp"))
+step = jax.jit(jax.shard_map(
+    lambda x: (PLAIN.scatter_sum(x[0], "fsdp", 0)[None], PLAIN.all_sum(x[0], ("fsdp",))[None]),
+    mesh=mesh, in_specs=P("fsdp"), out_specs=P("fsdp"), check_vma=False))
+wrong = 0
+for round in range({ROUNDS}):
+    x = np.random.default_rng(round).integers(0, 100, (2, {BLOCK} * 2)).astype(np.float32)
+    given = jax.make_array_from_callback(x.shape, here, lambda index: x[index])
+    if not round:
+        assert "reduce-scatter" not in step.lower(given).compile().as_text()
+    block, whole = (y.addressable_shards[0].data[0] for y in step(given))
+    total = x.sum(0)
+    own = total.reshape(2, -1)[jax.process_index()]
+    wrong += not (np.array_equal(block, own) and np.array_equal(whole, total))
+print("wrong", wrong)
+"""
+
+
+@pytest.mark.slow
+def test_large_sums_between_processes_are_exact():
+    address = f"127.0.0.1:{30000 + os.getpid() % 10000}"
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, address, str(process)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+        )
+        for process in range(2)
+    ]
+    for process in both:
+        output, _ = process.communicate(timeout=200)
+        assert process.returncode == 0 and "wrong 0" in output, output

@@ -1,0 +1,156 @@
+"""Losses and gradients that are no numbers: found at their step, named, skipped or stopped at."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from conftest import ROOT, stems
+from test_processes_faults import FAULTY
+from test_strategies import recipe
+from test_train_command import MLP, lines, summary
+
+import research_dp.training.loop  # noqa: F401  (registers `train`)
+from research_dp.distributed.errors import RunFailure
+from research_dp.distributed.trainable import LossOutput, TrainableModel
+from research_dp.strategies import NONFINITE, SKIPPED, TrainSpec
+from research_dp.training.nonfinite import Nonfinite
+
+EXAMPLE = {"x": jax.ShapeDtypeStruct((), np.float32)}
+PATHS = ["a", "b", "c"]
+STOPS = 1e3  # an example above it makes the gradient of `b` infinite, and nothing else
+
+
+def init(key, batch):
+    del key, batch
+    return {"a": jnp.ones((128,)), "b": jnp.ones((16, 8)), "c": jnp.ones((3,))}, {}
+
+
+def loss(params, model_state, batch, keys, *, train, batch_axes):
+    del keys, train, batch_axes
+    x = batch["x"]
+    sizes = jnp.sum(params["a"] ** 2) + jnp.sum(params["c"] ** 2)
+    # sqrt has an infinite slope at 0.
+    root = jnp.sum(jnp.sqrt(jnp.where(jnp.any(x > STOPS), 0.0, 1.0) * params["b"] ** 2))
+    total = jnp.sum(jnp.where(x > STOPS, 1.0, x)) * sizes + root
+    return LossOutput(total, jnp.float32(x.shape[0]), model_state, {})
+
+
+def build(stem, *, skip, more=()):
+    spec = TrainSpec(
+        model=TrainableModel(init, loss),
+        optimizer=optax.adam(1e-2),
+        example=EXAMPLE,
+        batch_size=16,
+        accumulation_steps=2,
+        max_grad_norm=1.0,
+        skip_nonfinite=skip,
+    )
+    return recipe(stem, *more).build(spec)
+
+
+def step(strategy, state, **spoilt):
+    x = np.linspace(0.5, 1.5, 16, dtype=np.float32)
+    for place, value in spoilt.items():
+        x[int(place[1:])] = value
+    return strategy.train_step(state, strategy.place_batch({"x": x[strategy.train_rows]}))
+
+
+def slow(stem):
+    return pytest.param(stem, marks=pytest.mark.slow)
+
+
+ALL = [s if s in ("fsdp", "spmd") else slow(s) for s in stems()]
+
+
+@pytest.mark.parametrize("stem", ALL)
+def test_a_spoilt_step_is_named_and_changes_nothing_if_it_is_to_be_skipped(stem):
+    strategy = build(stem, skip=True)
+    state, metrics = step(strategy, strategy.init(jax.random.key(0)))
+    np.testing.assert_array_equal(metrics[NONFINITE], [0, 0, 0, 0])
+    before = jax.device_get(state)
+    state, metrics = step(strategy, state, x5=2 * STOPS)
+    # One example, of one device's micro-batch, spoils the gradient of `b` alone.
+    np.testing.assert_array_equal(np.asarray(metrics[NONFINITE]) > 0, [True, False, True, False])
+    np.testing.assert_array_equal(metrics[SKIPPED], [1, 1])
+    np.testing.assert_array_equal(metrics["loss"], [0, 0])
+    after = jax.device_get(state)
+    assert int(after.step) == 2
+    jax.tree.map(np.testing.assert_array_equal, after._replace(step=before.step), before)
+    state, metrics = step(strategy, state)
+    np.testing.assert_array_equal(metrics[SKIPPED], [0, 1])
+    assert np.isfinite(jax.device_get(state.params["b"])).all()
+    assert (jax.device_get(state.params["b"]) != before.params["b"]).all(), "it does not go on"
+
+
+def test_a_loss_that_is_no_number_is_wrong_whatever_the_gradients_are():
+    strategy = build("fsdp", skip=False)
+    state, metrics = step(strategy, strategy.init(jax.random.key(0)), x3=np.nan)
+    flags = np.asarray(metrics[NONFINITE]) > 0
+    np.testing.assert_array_equal(flags, [True, True, False, True])
+    assert SKIPPED not in metrics
+    assert np.isnan(jax.device_get(state.params["a"])).all(), "what 'stop' does not pay for"
+
+
+@pytest.mark.parametrize("stem", ["fsdp", slow("ddp"), slow("spmd_fsdp")])
+def test_with_a_scaled_loss_an_overflow_is_no_failure_until_the_scale_is_one(stem):
+    scaled = ["data_parallel.loss_scale = @dynamic_loss_scale()", "dynamic_loss_scale.initial = "]
+    for initial, wrong in ((2.0, False), (1.0, True)):
+        strategy = build(stem, skip=False, more=[scaled[0], f"{scaled[1]}{initial}"])
+        state = strategy.init(jax.random.key(0))
+        before = jax.device_get(state.params)
+        state, metrics = step(strategy, state, x5=2 * STOPS)
+        assert bool(metrics[NONFINITE][0] > 0) == wrong
+        assert float(state.loss_scale.scale) == 1.0
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), before)
+
+
+def test_what_is_said_of_a_step():
+    said = []
+    stop = Nonfinite(PATHS, "stop", "Nothing was touched.", said.append)
+    stop.look(1, np.zeros(4))
+    with pytest.raises(RunFailure, match=r"(?s)step 7: the gradient of b is not finite.*Nothing"):
+        stop.look(7, np.array([1, 0, 1, 0]))
+    with pytest.raises(RunFailure, match="step 8: the loss is not finite"):
+        stop.look(8, np.array([1, 0, 0, 0]))
+    skip = Nonfinite(PATHS, "skip", "Nothing was touched.", said.append)
+    for number in range(99):
+        skip.look(number, np.array([1, 1, 1, 1]))
+    assert said[-1] == "Skipped step 98: the gradient of all 3 parameters is not finite"
+    with pytest.raises(RunFailure, match="99 steps before it"):
+        skip.look(99, np.array([1, 1, 1, 1]))
+    skip.look(100, np.zeros(4))
+    skip.look(101, np.array([1, 1, 0, 0]))
+    assert said[-1] == "Skipped step 101: the gradient of a is not finite"
+
+
+@pytest.mark.slow
+def test_a_run_stops_with_its_checkpoint_untouched_and_goes_on_without_the_step(command, tmp_path):
+    flags = [
+        *MLP,
+        *FAULTY[:3],
+        "--gin.faulty.step=8",
+        "--gin.faulty.kind=nan",
+        "--gin.train.num_steps=12",
+        "--gin.train.checkpoint_every=4",
+        "--gin.train.log_every=3",
+        "--cpu_devices=2",
+        f"--workdir={tmp_path}",
+    ]
+    path = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    stopped = command(*flags, **path)
+    assert stopped.returncode == 1
+    assert (
+        "error: step 8: the gradient of head/bias, head/kernel, hidden_0/kernel is not"
+        in stopped.stderr
+    )
+    assert "Traceback" not in stopped.stderr
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir() if p.name.isdigit()] == ["4"]
+    done = command(*flags, "--gin.train.on_nonfinite=skip", **path)
+    assert done.returncode == 0, done.stderr
+    assert "Continuing from step 4" in done.stdout and "Skipped step 8" in done.stdout
+    assert summary(tmp_path)["skipped_steps"] == 1
+    assert np.isfinite(summary(tmp_path)["train"]["loss"])
+    records = lines(tmp_path, "train")
+    assert [records[s].get("skipped_steps") for s in (3, 6, 9, 12)] == [None, 0, 1, 0]
+    assert records[9]["loss"] is not None

@@ -1,0 +1,138 @@
+"""Processes that die, hang or are told to stop: who is named, how soon, with which status."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import ROOT
+from test_processes import RUN
+
+from research_dp.training import recorder
+from research_dp.training.recorder import Note, Recorder
+
+WATCHDOG = 6
+FAULTY = [
+    "--import=faults",
+    "--gin.train.data=@faulty()",
+    "--gin.faulty.data=@tfds_data()",
+    "--gin.faulty.step=8",
+    "--gin.faulty.process=1",
+]
+
+
+def note(process, step, phase):
+    return Note(process, 1, "host", step, phase, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("places", "expected"),
+    [
+        ([(8, "step"), (8, "data")], 1),
+        ([(9, "data"), (8, "step"), (9, "step")], 1),
+        ([(8, "save"), (8, "step"), (9, "data")], 1),
+        ([(8, "step"), (8, "step")], None),
+        ([(8, "data"), (8, "data")], 0),
+        ([(3, "eval")], 0),
+    ],
+)
+def test_the_process_that_others_wait_for_is_the_one_behind(places, expected):
+    found = recorder.behind([note(i, *place) for i, place in enumerate(places)])
+    assert (found and found.process) == expected
+
+
+def test_notes_are_there_without_an_orderly_end_and_the_newest_is_found(tmp_path):
+    one = Recorder(tmp_path, 0, 2)
+    for step in range(1, 200):  # around the ring, more than once
+        one.note("data", step)
+        one.note("step", step)
+    with Recorder(tmp_path, 1, 2) as other:
+        other.note("save", 7)
+    first, second = recorder.last_notes(tmp_path)
+    assert (first.step, first.phase, first.pid) == (199, "step", os.getpid())
+    assert (second.step, second.phase) == (7, "end")
+    assert recorder.flight(tmp_path, 0).stat().st_size == 64 * 64
+    (tmp_path / "flight" / "process_2.txt").write_text("process 2")  # begun, and killed
+    assert len(recorder.last_notes(tmp_path)) == 2
+
+
+@pytest.mark.parametrize("where", ["time.sleep(60)", "ctypes.PyDLL(None).sleep(60)"])
+def test_a_stuck_process_writes_its_stacks_and_ends(tmp_path, where):
+    """Also where C code keeps the interpreter's lock, so that no thread of Python's runs."""
+    code = f"""
+import ctypes, time
+from pathlib import Path
+from research_dp.training.watchdog import keep_watch
+def load_it():
+    {where}
+with keep_watch(Path({str(tmp_path)!r}), 0.4) as recorder:
+    recorder.note("step", 5)
+    time.sleep(0.2)
+    recorder.note("data", 6)
+    print(time.time(), flush=True)
+    load_it()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    took = time.time() - float(done.stdout)
+    assert done.returncode == 1
+    assert took < 2.0  # the interpreter's end included
+    assert "in load_it" in done.stderr, "no stacks"
+    if "PyDLL" not in where:
+        assert "process 0 made no progress" in done.stderr
+        assert "step 6, phase data" in done.stderr
+    (left,) = recorder.last_notes(tmp_path)
+    assert (left.step, left.phase) == (6, "data")
+
+
+def launch(command, tmp_path, *flags, **options):
+    return command(
+        "--num_processes=2",
+        "--",
+        *RUN,
+        *flags,
+        f"--workdir={tmp_path}",
+        tool="launch.py",
+        PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}",
+        **options,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "status", "read", "expected"),
+    [
+        ("sleep", 1, 1, ["process 1 made no progress for", "in _fail"]),
+        ("hold", 1, 1, ["Process 1 was behind all others"]),
+        ("freeze", 1, 1, ["Process 1 was behind all others"]),
+        ("kill", 137, 1, ["process 1 was first, killed by SIGKILL", "phase data."]),
+        ("abort", 134, 1, ["process 1 was first, killed by SIGABRT", "phase data."]),
+        ("raise", 1, 1, ["process 1 was first, exit status 1", "OSError: the disk is gone"]),
+    ],
+)
+def test_one_of_two_processes_fails_and_is_named(command, tmp_path, kind, status, read, expected):
+    done = launch(
+        command,
+        tmp_path,
+        f"--gin.train.watchdog_seconds={WATCHDOG}",
+        "--gin.train.num_steps=1000",
+        f"--gin.faulty.kind={kind}",
+        *FAULTY,
+    )
+    ended = time.time()
+    assert done.returncode == status, done.stderr
+    logs = [(tmp_path / "logs" / f"process_{i}.log").read_text() for i in range(2)]
+    for text in expected:
+        assert text in done.stderr + logs[1], done.stderr
+    assert f"process_{read}.log; it ends:" in done.stderr, done.stderr
+    notes = recorder.last_notes(tmp_path)
+    assert notes[1].phase == "data" and notes[1].step <= 8
+    stuck = kind in ("sleep", "hold", "freeze")
+    # Of which the launcher takes its grace, and the machine some seconds.
+    assert ended - notes[1].time < (2 * WATCHDOG if stuck else 0) + 8 + 6

@@ -1,0 +1,70 @@
+"""One flipped bit on one device is found, and named with its array, its device and its step."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+from conftest import stems
+from test_nonfinite import EXAMPLE, init, loss, slow, step
+from test_strategies import recipe
+
+import research_dp.training.loop  # noqa: F401  (registers `train`)
+from research_dp.distributed.errors import RunFailure, UsageError
+from research_dp.distributed.trainable import TrainableModel
+from research_dp.strategies import TrainSpec
+from research_dp.training.replicas import ReplicaCheck
+
+
+def build(stem, *more):
+    model = TrainableModel(init, loss)
+    spec = TrainSpec(model=model, optimizer=optax.adam(1e-2), example=EXAMPLE, batch_size=16)
+    return recipe(stem, *more).build(spec)
+
+
+def flip(x, device, bit=0, place=0):
+    """The same array with one bit of one element changed in one device's copy."""
+    parts = []
+    for shard in x.addressable_shards:
+        own = np.array(shard.data)
+        if shard.device == device:
+            own.reshape(-1).view(np.uint32)[place] ^= np.uint32(1 << bit)
+        parts.append(jax.device_put(own, shard.device))
+    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, parts)
+
+
+MANY = [s for s in stems() if s != "single"]
+
+
+@pytest.mark.parametrize("stem", [s if s in ("ddp", "pmap") else slow(s) for s in MANY])
+def test_a_flipped_bit_is_named(stem):
+    strategy = build(stem)
+    check = ReplicaCheck(strategy)
+    state, _ = step(strategy, strategy.init(jax.random.key(0)))
+    assert check.differences(check.start(state)) == []
+    odd = jax.devices()[5]
+    for bit, place in ((0, 0), (31, 2)):
+        params = {**state.params, "c": flip(state.params["c"], odd, bit, place)}
+        (found,) = check.differences(check.start(state._replace(params=params)))
+        assert (found.path, found.devices) == ("params c", (odd,))
+    with pytest.raises(RunFailure, match=r"step 7: replicas differ: params c on device 5 \(proc"):
+        check.look(7, check.start(state._replace(params=params)))
+
+
+def test_what_is_sharded_is_compared_with_its_own_replicas_only():
+    strategy = build("hsdp", "make_mesh.axes = {'data': 2, 'fsdp': 4}")
+    check = ReplicaCheck(strategy)
+    state, _ = step(strategy, strategy.init(jax.random.key(0)))
+    assert check.differences(check.start(state)) == []
+    moments = state.opt_state[0]
+    odd = jax.devices()[6]
+    spoilt = moments._replace(nu={**moments.nu, "b": flip(moments.nu["b"], odd)})
+    (found,) = check.differences(
+        check.start(state._replace(opt_state=(spoilt, *state.opt_state[1:])))
+    )
+    assert found.path.startswith("opt_state") and found.path.endswith("nu/b")
+    assert set(found.devices) == {jax.devices()[2], odd}, "of two nobody knows which is right"
+
+
+def test_one_device_has_nothing_to_compare():
+    with pytest.raises(UsageError, match=r"check_replicas_every compares devices"):
+        ReplicaCheck(build("single"))

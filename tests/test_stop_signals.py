@@ -1,0 +1,152 @@
+"""SIGINT and SIGTERM: agreed on, saved, 143; a second SIGINT ends a process at once."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import ROOT
+from test_processes import RUN
+from test_processes_faults import launch
+
+from research_dp.training import recorder
+
+LISTEN = """
+import ctypes, time
+from research_dp.training.stop import StopSignal
+with StopSignal().listen() as stop:
+    print("ready", flush=True)
+    {body}
+"""
+# A lock that is taken twice is waited for in C, and no signal ends that.
+IN_C = "c = ctypes.CDLL(None); m = ctypes.create_string_buffer(64)\n"
+IN_C += "    c.pthread_mutex_lock(m); c.pthread_mutex_lock(m)"
+IN_PYTHON = "while not stop.came(0): time.sleep(0.02)\n    raise SystemExit(143)"
+
+
+def listen(body):
+    process = subprocess.Popen(
+        [sys.executable, "-c", LISTEN.format(body=body)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_is_noted_and_the_loop_is_told(number):
+    process = listen(IN_PYTHON)
+    process.send_signal(number)
+    _, said = process.communicate(timeout=20)
+    assert process.returncode == 143
+    assert ("again: it stops at once" in said) == (number == signal.SIGINT)
+
+
+def test_a_second_sigint_ends_a_process_that_waits_in_c():
+    process = listen(IN_C)
+    process.send_signal(signal.SIGINT)
+    assert "again: it stops at once" in process.stderr.readline()
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert "nothing saved" in said
+
+
+def until_trained(tmp_path, process):
+    """Waits until both processes are past some steps; their notes."""
+    deadline = time.monotonic() + 120
+    while True:
+        notes = recorder.last_notes(tmp_path)
+        if len(notes) == 2 and min(note.step for note in notes) > 3:
+            return notes
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "to"), [("SIGINT", "launcher"), ("SIGINT", "one"), ("SIGTERM", "all")]
+)
+def test_a_signal_to_any_process_stops_all_at_one_step(command, tmp_path, number, to):
+    flags = ["--gin.train.num_steps=1000000", "--cpu_devices=1"]
+    launcher = launch(command, tmp_path, *flags, start_only=True)
+    notes = until_trained(tmp_path, launcher)
+    pids = {"launcher": [launcher.pid], "one": [notes[1].pid], "all": [n.pid for n in notes]}
+    for pid in pids[to]:
+        os.kill(pid, getattr(signal, number))
+    output, _ = launcher.communicate(timeout=120)
+    assert launcher.returncode == 143, output
+    saved = max(int(p.name) for p in (tmp_path / "checkpoints").iterdir() if p.name.isdigit())
+    assert f"step {saved} is saved" in output
+    assert {(n.step, n.phase) for n in recorder.last_notes(tmp_path)} == {(saved, "end")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_without_a_launcher_the_others_end_within_the_heartbeat_time(command, tmp_path, victim):
+    port = 20000 + os.getpid() % 10000 + victim
+    both = [
+        command(
+            *RUN,
+            "--gin.train.num_steps=1000000",
+            "--heartbeat_seconds=10",
+            f"--coordinator=127.0.0.1:{port}",
+            "--num_processes=2",
+            f"--process_id={process}",
+            f"--workdir={tmp_path}",
+            start_only=True,
+        )
+        for process in range(2)
+    ]
+    until_trained(tmp_path, both[0])
+    both[victim].kill()
+    killed = time.monotonic()
+    output, _ = both[1 - victim].communicate(timeout=60)
+    assert both[1 - victim].returncode not in (0, 143), output
+    assert time.monotonic() - killed < 2 * 10
+    both[victim].communicate()
+
+
+@pytest.mark.slow
+def test_processes_with_different_configurations_are_refused_at_once(command, tmp_path):
+    port = 20000 + os.getpid() % 10000 + 5
+    both = [
+        command(
+            *RUN,
+            f"--gin.train.seed={process}",
+            f"--coordinator=127.0.0.1:{port}",
+            "--num_processes=2",
+            f"--process_id={process}",
+            f"--workdir={tmp_path}",
+            start_only=True,
+        )
+        for process in range(2)
+    ]
+    for process in both:
+        output, _ = process.communicate(timeout=120)
+        assert process.returncode == 2, output
+        assert "process 0 has 'train.seed = 0', process 1 has 'train.seed = 1'" in output
+    assert not (tmp_path / "summary.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["--num_processes=2"], "--num_processes say which process this is: give --coordinator"),
+        (["--coordinator=localhost:1"], "needs --num_processes (or JAX_NUM_PROCESSES)"),
+        (["--coordinator=localhost", "--num_processes=1", "--process_id=0"], "give HOST:PORT"),
+        (["--coordinator=h:1", "--num_processes=2", "--process_id=2"], "an id from 0 to"),
+        (["--coordinator=auto", "--process_id=0"], "asks the cluster: leave out --process_id"),
+        (["--coordinator=auto"], "--coordinator=auto: the processes of the run cannot join"),
+    ],
+)
+def test_mistakes_about_processes_are_told(capsys, tmp_path, flags, expected):
+    from research_dp import train
+
+    assert train.main([*RUN, *flags, f"--workdir={tmp_path}"]) == 2
+    assert expected in capsys.readouterr().err

@@ -1,0 +1,195 @@
+"""Starts one run in several processes of this machine, and says what went wrong if it ends badly.
+
+    python tools/launch.py --num_processes=2 -- --gin_file=gin/runs/digits.gin --workdir=DIR
+
+What follows `--` are flags of `python -m research_dp.train`. Each process writes a log of its own,
+DIR/logs/process_I.log; process 0 is shown. When one process ends badly the others are ended too,
+and a few lines say who was first, where, and which log to read. Signals are passed on to all.
+Exit status: that of the process that ended badly first (128 + the signal's number); else 0, or 143.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+FINE = (0, 143)
+GRACE_SECONDS = 8.0  # for others to fail of the same, and to say so
+TAIL_LINES = 3
+
+
+@dataclasses.dataclass
+class Process:
+    """One process of the run.
+
+    Attributes:
+        number: Which one.
+        log: Where its output goes.
+        popen: The process.
+        ended: When it was found to have ended; None: it runs.
+        by_us: Whether this launcher ended it.
+    """
+
+    number: int
+    log: Path
+    popen: subprocess.Popen
+    ended: float | None = None
+    by_us: bool = False
+
+    @property
+    def status(self) -> int:
+        """Its exit status, as a shell has it."""
+        code = self.popen.returncode
+        return 128 - code if code < 0 else code
+
+    def how(self) -> str:
+        """How it ended, in words."""
+        code = self.popen.returncode
+        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+
+
+def main(argv: list[str]) -> int:
+    """Runs the command; returns its exit status."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--num_processes", "-n", type=int, required=True, metavar="N")
+    parser.add_argument("--module", default="research_dp.train", help="what python -m runs")
+    parser.add_argument("flags", nargs="+", metavar="-- FLAGS", help="flags of each process")
+    given = parser.parse_args(argv)
+    workdir = _workdir(given.flags)
+    if workdir is None:
+        parser.error("give --workdir=DIR after --: logs go there, and what processes are doing")
+    if given.num_processes < 1:
+        parser.error("--num_processes: give a whole number of at least 1")
+    for old in (*workdir.glob("flight/process_*.txt"), *workdir.glob("logs/process_*.log")):
+        old.unlink()
+    processes = start(given.module, given.flags, given.num_processes, workdir)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: _pass_on(processes, number))
+    first = watch(processes)
+    if first is None:
+        return max(process.status for process in processes)
+    print("\n".join(post_mortem(processes, first, workdir)), file=sys.stderr, flush=True)
+    return first.status
+
+
+def start(module: str, flags: list[str], count: int, workdir: Path) -> list[Process]:
+    """Starts all processes, each with its log."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    (workdir / "logs").mkdir(parents=True, exist_ok=True)
+    processes = []
+    for number in range(count):
+        log = workdir / "logs" / f"process_{number}.log"
+        where = [f"--coordinator=127.0.0.1:{port}", f"--num_processes={count}"]
+        with log.open("wb") as file:
+            popen = subprocess.Popen(
+                [sys.executable, "-m", module, *where, f"--process_id={number}", *flags],
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                # A terminal's Ctrl-C comes to this process alone, which passes it on, once.
+                start_new_session=True,
+                env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            )
+        processes.append(Process(number, log, popen))
+    return processes
+
+
+def watch(processes: list[Process]) -> Process | None:
+    """Waits for all, and shows what process 0 writes; the first that ended badly, if one did."""
+    done = threading.Event()
+    shown = threading.Thread(target=_show, args=(processes[0].log, done))
+    shown.start()
+    first: Process | None = None
+    while any(process.ended is None for process in processes):
+        time.sleep(0.05)
+        now = time.monotonic()
+        for process in processes:
+            if process.ended is None and process.popen.poll() is not None:
+                process.ended = now
+                if first is None and process.status not in FINE:
+                    first = process
+            elif process.ended is None and first and now - (first.ended or now) > GRACE_SECONDS:
+                # Not SIGTERM: to save takes all processes, and one is gone.
+                process.by_us = True
+                _signal(process, signal.SIGKILL)
+    done.set()
+    shown.join()
+    return first
+
+
+def post_mortem(processes: list[Process], first: Process, workdir: Path) -> list[str]:
+    """Who ended or stuck first, where, and which log to read."""
+    from research_dp.training import recorder
+
+    notes = recorder.last_notes(workdir)
+    suspect = recorder.behind(notes)
+    lines = [f"The run ended badly: process {first.number} was first, {first.how()}."]
+    by_number = {note.process: note for note in notes}
+    if first.number in by_number:
+        note = by_number[first.number]
+        lines.append(f"It was at step {note.step}, phase {note.phase}.")
+    else:
+        lines.append("It had not begun: it ended before its first note.")
+    culprit = first
+    if suspect and suspect.process != first.number and first.status == 1:
+        culprit = processes[suspect.process]
+        lines.append(
+            f"Process {suspect.process} was behind all others: step {suspect.step}, phase "
+            f"{suspect.phase}. They may have waited for it."
+        )
+    for process in processes:
+        how = "ended by the launcher" if process.by_us else process.how()
+        lines.append(f"  {by_number.get(process.number, f'process {process.number}')}: {how}")
+    lines.append(f"Read {culprit.log}; it ends:")
+    tail = culprit.log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
+    return [*lines, *(f"  | {line}" for line in tail)]
+
+
+def _workdir(flags: list[str]) -> Path | None:
+    found = None
+    for flag, following in zip(flags, [*flags[1:], ""], strict=True):
+        if flag.startswith("--workdir="):
+            found = flag.partition("=")[2]
+        elif flag == "--workdir":
+            found = following
+    return Path(found).expanduser() if found else None
+
+
+def _show(log: Path, done: threading.Event) -> None:
+    """Copies a log to standard output as it grows."""
+    with log.open(errors="replace") as file:
+        while True:
+            last = done.is_set()
+            print(file.read(), end="", flush=True)
+            if last:
+                return
+            done.wait(0.2)
+
+
+def _pass_on(processes: list[Process], number: int) -> None:
+    for process in processes:
+        if process.popen.poll() is None:
+            _signal(process, number)
+
+
+def _signal(process: Process, number: int) -> None:
+    try:
+        os.kill(process.popen.pid, number)
+    except ProcessLookupError:
+        return  # it has just ended
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
