@@ -8,7 +8,7 @@ import sys
 def main(argv: list[str]) -> int:
     """Runs the command; returns its exit status."""
     from research_dp.config import command_line, environment, gin_config, show
-    from research_dp.distributed.errors import UsageError
+    from research_dp.distributed.errors import RunFailure, UsageError
 
     options = command_line.parse(argv, __doc__ or "")
     config = None
@@ -32,6 +32,9 @@ def main(argv: list[str]) -> int:
         if look is None:
             print(cache, flush=True)
         return train(workdir=options.workdir, look=look, started=environment.started())
+    except RunFailure as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     except (UsageError, TypeError, RuntimeError) as error:
         mistake = gin_config.as_mistake(error, config)
         if mistake is None:

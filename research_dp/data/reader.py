@@ -11,10 +11,19 @@ from research_dp.distributed.errors import UsageError
 
 
 class Splits(NamedTuple):
-    """What a reader makes of a data set's splits; fields as in `DataSet`."""
+    """What a reader makes of a data set's splits; fields as in `DataSet`.
+
+    Attributes:
+        train: As there.
+        evaluate: As there.
+        order: What the order of training examples depends on besides data set and split.
+        rereads: As there.
+    """
 
     train: Callable[[TrainOrder], Iterator[Arrays]]
     evaluate: Callable[[EvalOrder], Iterator[Arrays]]
+    order: str = "by index"
+    rereads: bool = False
 
 
 # (TFDS builder, training split, evaluation split, preprocess) -> Splits. The builder's data may not

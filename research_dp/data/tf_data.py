@@ -90,7 +90,8 @@ def tf_data(
         if batch:
             yield _masked(batch, order, preprocess)
 
-    return Splits(train, evaluate)
+    order = f"tf.data, shuffle_buffer {shuffle_buffer}"
+    return Splits(train, evaluate, order=order, rereads=True)
 
 
 def _shuffle_seed(seed: int, purpose: Purpose) -> int:

@@ -1,4 +1,4 @@
-"""The one exception that means "the user's input is wrong", and a check that raises it."""
+"""The exceptions whose message is all that a user needs, and checks that raise the first."""
 
 from __future__ import annotations
 
@@ -19,6 +19,13 @@ class UsageError(ValueError):
     def __init__(self, message: str, *, binding: str | None = None):
         super().__init__(message)
         self.binding = binding
+
+
+class RunFailure(RuntimeError):
+    """A run went wrong through no mistake in its input; commands exit with status 1.
+
+    The message says what, where (process, step, parameter), and what to do.
+    """
 
 
 def check_kind(name: str, value: Any, kind: Any, example: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,8 +18,9 @@ from research_dp.distributed.trainable import TrainableModel
 from research_dp.strategies import Recipe, Strategy, TrainSpec, TrainState
 from research_dp.strategies.keys import init_key
 from research_dp.training import optim  # noqa: F401  (registers Optax with gin)
-from research_dp.training.checkpoint import Checkpoints, Progress
-from research_dp.training.progress import Profile
+from research_dp.training.checkpoint import Checkpoints
+from research_dp.training.manifest import Manifest
+from research_dp.training.progress import Profile, say
 from research_dp.training.run import Run
 from research_dp.training.schedule import Schedule
 from research_dp.training.stop import StopSignal
@@ -40,6 +42,8 @@ def train(
     max_grad_norm: Positive | None = None,
     eval_every: Count | None = None,
     checkpoint_every: Count | None = None,
+    keep: Count = 3,
+    keep_period: Count | None = None,
     log_every: Count = 100,
     profile_at: Count | None = None,
     workdir: str | None = None,
@@ -60,6 +64,8 @@ def train(
         max_grad_norm: Gradients are scaled down to this global L2 norm; None: never.
         eval_every: Evaluate each so many steps; None: at the end only.
         checkpoint_every: Save each so many steps; None: at the end only.
+        keep: How many of the newest checkpoints are kept.
+        keep_period: Those of steps that it divides are kept too; None: no others.
         log_every: Record training metrics each so many steps.
         profile_at: Step after which the profiler traces a few steps; None: never.
         workdir: Folder of the run's results.
@@ -78,9 +84,11 @@ def train(
         log_every=log_every,
         eval_every=eval_every,
         checkpoint_every=checkpoint_every,
+        keep_period=keep_period,
         profile_at=profile_at,
     )
     check_count("train.seed", seed, 0)
+    check_count("train.keep", keep, 1)
     check_kind("train.model", model, TrainableModel, "@convnet()")
     check_kind("train.data", data, DataSet, "@tfds_data()")
     check_kind("train.strategy", strategy, Recipe, "@data_parallel()")
@@ -103,11 +111,11 @@ def train(
         return DONE
 
     # ---- Where it stands ----
-    with contextlib.closing(Checkpoints(folder / "checkpoints")) as checkpoints:
-        restored = checkpoints.restore(built.abstract_state)
+    saved = Checkpoints(folder / "checkpoints", keep, keep_period, say)
+    with contextlib.closing(saved) as checkpoints:
+        check = functools.partial(_check_continues, folder, num_steps, spec, data)
+        restored = checkpoints.restore(built.abstract_state, check)
         first_step = int(restored.state.step) if restored else 0
-        if restored:
-            _check_continues(folder, first_step, num_steps, restored.progress, spec)
         state = restored.state if restored else built.init(init_key(seed))
         run = Run(
             spec,
@@ -171,17 +179,21 @@ def _open_folder(workdir: str | None) -> Path:
 
 
 def _check_continues(
-    folder: Path, step: int, num_steps: int, saved: Progress, spec: TrainSpec
+    folder: Path, num_steps: int, spec: TrainSpec, data: DataSet, found: Manifest
 ) -> None:
     """Refuses to continue a run as another one."""
-    if step > num_steps:
+    if found.step > num_steps:
         raise UsageError(
-            f"the run in {folder} is at step {step}, past train.num_steps = {num_steps}. "
+            f"the run in {folder} is at step {found.step}, past train.num_steps = {num_steps}. "
             "Use another --workdir, or raise train.num_steps.",
             binding="train.num_steps",
         )
-    for name in ("batch_size", "seed"):
-        before, now = getattr(saved, name), getattr(spec, name)
+    saved = found.progress
+    for name, before, now in (
+        ("batch_size", saved.batch_size, spec.batch_size),
+        ("seed", saved.seed, spec.seed),
+        ("data", saved.order, data.order),
+    ):
         if before != now:
             raise UsageError(
                 f"the run in {folder} has train.{name} = {before}, not {now}: its order of "

@@ -74,6 +74,12 @@ class Clock:
         return self._all_steps / self._all_seconds if self._all_steps else None
 
 
+def say(text: str) -> None:
+    """Prints a line, in process 0, where there is no bar yet."""
+    if jax.process_index() == 0:
+        print(text, flush=True)
+
+
 class ProgressBar:
     """Shows steps, rate, time left and the newest metrics; only process 0 prints.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from research_dp.distributed.errors import check_count
+from research_dp.distributed.errors import UsageError, check_count
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -16,24 +16,33 @@ class Schedule:
         log_every: Record training metrics each so many steps, and at the end.
         eval_every: Evaluate each so many steps; None: at the end only.
         checkpoint_every: Save each so many steps; None: at the end only.
+        keep_period: Checkpoints of steps that it divides are kept for good; None: none are.
         profile_at: Step after which the profiler traces a few steps; None: never.
 
     Raises:
-        UsageError: One of them is not a count.
+        UsageError: One of them is not a count, or `keep_period` is of steps that are not saved.
     """
 
     num_steps: int
     log_every: int
     eval_every: int | None
     checkpoint_every: int | None
+    keep_period: int | None
     profile_at: int | None
 
     def __post_init__(self) -> None:
         check_count("train.num_steps", self.num_steps, 0)
         check_count("train.log_every", self.log_every, 1)
-        for name in ("eval_every", "checkpoint_every", "profile_at"):
+        for name in ("eval_every", "checkpoint_every", "keep_period", "profile_at"):
             if getattr(self, name) is not None:
                 check_count(f"train.{name}", getattr(self, name), 1)
+        every, period = self.checkpoint_every, self.keep_period
+        if period is not None and (every is None or period % every):
+            raise UsageError(
+                f"train.keep_period = {period} is no multiple of train.checkpoint_every = {every}: "
+                "those steps are not saved.",
+                binding="train.keep_period",
+            )
 
     def logs(self, step: int) -> bool:
         return step % self.log_every == 0 or step == self.num_steps
