@@ -17,8 +17,9 @@ from research_dp.config import gin_config
 from research_dp.distributed.errors import RunFailure, UsageError
 from research_dp.distributed.placement import fingerprint
 from research_dp.models import mlp
-from research_dp.training.checkpoint import MANIFEST, Checkpoints, steps_in
-from research_dp.training.manifest import Manifest, Progress, origin
+from research_dp.training.checkpoint import Checkpoints
+from research_dp.training.manifest import Damaged, Manifest, Progress, origin
+from research_dp.training.stored import MANIFEST, overview, steps_in, verify
 
 PROGRESS = Progress(batch_size=32, seed=3, order="by index", window={"loss": (0.1, 3.0)})
 PAIRS = [("fsdp", "ddp"), ("ddp", "hsdp"), ("zero1", "spmd_fsdp"), ("pmap", "fsdp_keep")]
@@ -100,6 +101,29 @@ def test_manifest_says_where_the_run_stood_and_what_the_arrays_are(trained, fold
     assert shapes["opt_state/0/count"] == ()
     assert found.origin["versions"]["jax"] == jax.__version__
     assert not found.changed(trained[1])
+
+
+def test_verifying_reads_every_array(trained, folder):
+    assert verify(folder / "1").step == 1
+    assert len(list(overview(folder, verified=True))) == 3
+    flip_array(folder / "2", trained[1])
+    with pytest.raises(Damaged, match="params/hidden_0/kernel has not the checksum"):
+        verify(folder / "2")
+    (folder / "3" / "state" / "_METADATA").unlink()
+    (folder / "4.orbax-checkpoint-tmp").mkdir()
+    (folder / "1.damaged").mkdir()
+    rows = {(row.step, row.told.split(":")[0]): row for row in overview(folder, verified=True)}
+    assert list(rows) == [
+        (1, "whole"),
+        (1, "damaged, was moved aside"),
+        (2, "damaged"),
+        (3, "damaged"),
+        (4, "not complete"),
+    ]
+    assert [row.damaged for row in rows.values()] == [False, False, True, True, False]
+    assert rows[1, "whole"].examples == "32"
+    unread = [row.told for row in overview(folder, verified=False)]
+    assert unread.count("not verified") == 3
 
 
 def test_keeps_the_newest_and_those_of_a_period(trained, tmp_path):

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import logging
-import os
-import re
-import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -18,13 +13,18 @@ from research_dp.distributed.errors import RunFailure, UsageError
 from research_dp.strategies import TrainState
 from research_dp.training.agreement import first_problem, of_the_first
 from research_dp.training.manifest import Damaged, Manifest, Progress, leaves_of
+from research_dp.training.stored import (
+    HALF_WRITTEN,
+    MANIFEST,
+    STATE,
+    move_aside,
+    quieten_orbax,
+    read_state,
+    reason,
+    steps_in,
+)
 
 T = TypeVar("T")
-
-MANIFEST = Path("manifest", "manifest.json")  # in a checkpoint's folder
-STATE = "state"
-_COMPLETE = re.compile(r"(\d+)")
-_HALF_WRITTEN = re.compile(r"(\d+)\.orbax-checkpoint-tmp.*")
 
 
 class Restored(NamedTuple):
@@ -81,7 +81,7 @@ class Checkpoints:
             UsageError: The checkpoint is of another model or optimizer, or none can be read.
         """
         damaged: dict[int, str] = {}
-        for step in steps_in(self._folder, _HALF_WRITTEN):
+        for step in steps_in(self._folder, HALF_WRITTEN):
             self._say(f"Step {step} was being saved when the run ended, and is not complete")
         for step in self._agreed_steps():
             try:
@@ -122,7 +122,7 @@ class Checkpoints:
                 "Use another --workdir, or the configuration in its config.gin."
             )
         check(manifest)
-        state = _together(lambda: _read(folder / STATE, abstract_state))
+        state = _together(lambda: read_state(folder, abstract_state))
         changed = manifest.changed(state)
         if changed:
             raise Damaged(changed)
@@ -132,7 +132,7 @@ class Checkpoints:
         """Renames damaged checkpoints; nothing is deleted."""
         if damaged and jax.process_index() == 0:
             for step in damaged:
-                aside = _move_aside(self._folder / str(step))
+                aside = move_aside(self._folder / str(step))
                 self._say(f"What there is of step {step} was moved to {aside}")
         if damaged:
             of_the_first(0)  # the others wait until it is done
@@ -202,7 +202,7 @@ class Checkpoints:
         if self._manager is None:
             import orbax.checkpoint as ocp
 
-            _quieten_orbax()
+            quieten_orbax()
             self._manager = ocp.CheckpointManager(
                 self._folder,
                 options=ocp.CheckpointManagerOptions(
@@ -219,28 +219,6 @@ class Checkpoints:
         return self._manager
 
 
-def steps_in(folder: Path, named: re.Pattern[str] = _COMPLETE) -> Sequence[int]:
-    """Steps whose checkpoints are complete: Orbax renames a folder once all is in it."""
-    if not folder.is_dir():
-        return []
-    names = [named.fullmatch(path.name) for path in folder.iterdir() if path.is_dir()]
-    return sorted(int(name[1]) for name in names if name)
-
-
-def reason(error: BaseException) -> str:
-    """Why something could not be read or written, in a line."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    found = re.search(r"os_error_code='(\d+)'", str(error))
-    if found:
-        return os.strerror(int(found[1]))
-    if isinstance(error, OSError) and error.strerror:
-        where = f": {error.filename}" if error.filename else ""
-        return f"{error.strerror}{where}"
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return textwrap.shorten(lines[0], 200, placeholder=" ...").rstrip(".")
-
-
 def _together(read: Callable[[], T]) -> T:
     """What `read` returns, or Damaged in every process if it is raised in one."""
     result, problem = None, None
@@ -255,44 +233,5 @@ def _together(read: Callable[[], T]) -> T:
     return result
 
 
-def _read(folder: Path, abstract_state: TrainState) -> TrainState:
-    """The arrays, on the shardings of `abstract_state`; Damaged if that cannot be.
-
-    Without Orbax's manager, whose processes would wait for one that fails.
-    """
-    import orbax.checkpoint as ocp
-    from etils import epath
-
-    _quieten_orbax()
-    places = ocp.checkpoint_utils.construct_restore_args(abstract_state)
-    args = ocp.args.PyTreeRestore(item=abstract_state, restore_args=places)
-    try:
-        return ocp.PyTreeCheckpointHandler().restore(epath.Path(folder), args=args)
-    except jax.errors.JaxRuntimeError:  # the devices', such as no memory left; not the file's
-        raise
-    except Exception as error:  # whatever Orbax and TensorStore make of the files
-        raise Damaged(reason(error)) from error
-
-
-def _move_aside(folder: Path) -> Path:
-    """Renames a folder to a name that Orbax passes over."""
-    for number in range(1, 1000):
-        aside = folder.with_name(f"{folder.name}.damaged{number if number > 1 else ''}")
-        if not aside.exists():
-            return folder.rename(aside)
-    raise OSError(errno.EEXIST, "too many damaged checkpoints", str(folder))
-
-
 def _and_more(damaged: Mapping[int, str]) -> str:
     return f" and so are {len(damaged) - 1} older ones" if len(damaged) > 1 else ""
-
-
-def _quieten_orbax() -> None:
-    """What goes wrong is told once, not by each of Orbax's threads with a traceback as well."""
-    logger = logging.getLogger("absl")
-    if _not_of_orbax not in logger.filters:
-        logger.addFilter(_not_of_orbax)
-
-
-def _not_of_orbax(record: logging.LogRecord) -> bool:
-    return "orbax" not in record.pathname or record.levelno >= logging.CRITICAL
