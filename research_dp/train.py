@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
             print(cache, flush=True)
         return train(workdir=options.workdir, look=look, started=environment.started())
     except RunFailure as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {str(error).split(gin_config.IN_CALL)[0]}", file=sys.stderr)
         return 1
     except (UsageError, TypeError, RuntimeError) as error:
         mistake = gin_config.as_mistake(error, config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -29,6 +30,21 @@ class Splits(NamedTuple):
 # (TFDS builder, training split, evaluation split, preprocess) -> Splits. The builder's data may not
 # be there yet when the reader is called; it is when `train` or `evaluate` are.
 Reader = Callable[[Any, str, str, Preprocess], Splits]
+
+
+def unreadable(error: Exception, folder: Any, what: str) -> UsageError:
+    """What to tell of data that cannot be read.
+
+    Args:
+        error: What was raised.
+        folder: Where the data lies.
+        what: What could not be read, e.g. 'example 7 of digits train'.
+    """
+    why = textwrap.shorten(str(error) or type(error).__name__, 250, placeholder=" ...").rstrip(".")
+    return UsageError(
+        f"{what} cannot be read: {why}. Move {folder} away, and the next run prepares it again; "
+        "what this one saved is untouched."
+    )
 
 
 def check_format(builder: Any, readable: str, advice: str) -> None:

@@ -192,10 +192,11 @@ class Checkpoints:
         except RunFailure:
             raise
         except Exception as error:
-            left = f"Step {self._newest} is saved" if self._newest is not None else "None is saved"
+            left = "Nothing was saved before."
+            if self._newest is not None:
+                left = f"Step {self._newest} is saved; the same command continues from there."
             raise RunFailure(
-                f"saving step {step} in {self._folder} failed: {reason(error)}. {left}; the same "
-                "command continues from there."
+                f"saving step {step} in {self._folder} failed: {reason(error)}. {left}"
             ) from error
 
     def _open(self) -> Any:

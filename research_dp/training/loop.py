@@ -24,6 +24,7 @@ from research_dp.training.progress import Profile, say
 from research_dp.training.run import Run
 from research_dp.training.schedule import Schedule
 from research_dp.training.stop import StopSignal
+from research_dp.training.workdir import held
 
 DONE, STOPPED = 0, 143
 
@@ -94,8 +95,6 @@ def train(
     check_kind("train.strategy", strategy, Recipe, "@data_parallel()")
     check_kind("train.optimizer", optimizer, optax.GradientTransformation, "@optax.adamw()")
     _check_fits(model, data)
-    if look is None:
-        folder = _open_folder(workdir)
     spec = TrainSpec(
         model=model,
         optimizer=optimizer,
@@ -111,8 +110,10 @@ def train(
         return DONE
 
     # ---- Where it stands ----
-    saved = Checkpoints(folder / "checkpoints", keep, keep_period, say)
-    with contextlib.closing(saved) as checkpoints:
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(held(workdir))
+        checkpoints = Checkpoints(folder / "checkpoints", keep, keep_period, say)
+        stack.enter_context(contextlib.closing(checkpoints))
         check = functools.partial(_check_continues, folder, num_steps, spec, data)
         restored = checkpoints.restore(built.abstract_state, check)
         first_step = int(restored.state.step) if restored else 0
@@ -162,20 +163,6 @@ def _steps(
             return STOPPED
         run.summarize(state, step, run.evaluate(state, step))
     return DONE
-
-
-def _open_folder(workdir: str | None) -> Path:
-    """Makes the folder of the results."""
-    if workdir is None:
-        raise UsageError("train needs a workdir: results and checkpoints go there.")
-    if "://" in workdir:
-        raise UsageError(f"--workdir={workdir}: give a folder of this machine, or a mounted one.")
-    folder = Path(workdir).expanduser()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"--workdir={workdir} cannot be made: {error.strerror}.") from error
-    return folder
 
 
 def _check_continues(

@@ -189,10 +189,13 @@ def move_aside(folder: Path) -> Path:
 
 def quieten_orbax() -> None:
     """What goes wrong is told once, not by each of Orbax's threads with a traceback as well."""
-    logger = logging.getLogger("absl")
-    if _not_of_orbax not in logger.filters:
-        logger.addFilter(_not_of_orbax)
+    for name in ("absl", "concurrent.futures"):
+        logger = logging.getLogger(name)
+        if _not_of_orbax not in logger.filters:
+            logger.addFilter(_not_of_orbax)
 
 
 def _not_of_orbax(record: logging.LogRecord) -> bool:
-    return "orbax" not in record.pathname or record.levelno >= logging.CRITICAL
+    # The second is of its threads, which call back a loop that another one's failure has ended.
+    late = record.exc_info is not None and str(record.exc_info[1]) == "Event loop is closed"
+    return "orbax" not in record.pathname and not late
