@@ -35,8 +35,7 @@ def main(argv: list[str]) -> int:
             print(cache, flush=True)
         return train(workdir=options.workdir, look=look, started=environment.started())
     except RunFailure as error:
-        message = str(error).split("\n  In call to")[0]  # which gin adds
-        print(f"error: {message}", file=sys.stderr)
+        print(f"error: {str(error).split(gin_config.IN_CALL)[0]}", file=sys.stderr)
         return environment.leave(1)
     except BrokenPipeError:  # `--list | head`
         return environment.reader_has_gone()

@@ -81,6 +81,7 @@ def test_files_fit_in_a_head(path):
         "train",
         "sweep",
         "conform",
+        "checkpoints",
         "plan",
         "certify",
         "compare",

@@ -130,7 +130,7 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(command, tmp_path):
     assert command(*MLP, *flags).returncode == 0
     done = command(*MLP, *flags, "--gin.mlp.widths=(16,)")
     assert done.returncode == 2
-    assert "params head/kernel (16, 10) has shape (32, 10) there" in done.stderr
+    assert "params/head/kernel is float32[16, 10] here and float32[32, 10] there" in done.stderr
     assert "Traceback" not in done.stderr
     assert "mlp.widths = (32,)" in (tmp_path / "config.gin").read_text()
 

@@ -16,6 +16,7 @@ from research_dp.config.sources import Binding, Import, Mistake
 from research_dp.distributed.errors import UsageError
 
 ROOT = "research_dp.training.loop.train"
+IN_CALL = "\n  In call"  # how what gin adds to a message begins
 
 
 class Mistakes(UsageError):
@@ -129,7 +130,7 @@ def as_mistake(error: BaseException, config: Config | None) -> str | None:
         return None
     if isinstance(known, Mistakes):
         return "\n".join(f"error: {mistake}" for mistake in known.mistakes)
-    message = str(known).split("\n  In call")[0]
+    message = str(known).split(IN_CALL)[0]
     place = config and known.binding and config.origin(known.binding)
     return f"error: {message}" + (f"\n  bound in {place}" if place else "")
 

@@ -73,4 +73,6 @@ def tfds_data(
         prepare=ready,
         train=train,
         evaluate=evaluate,
+        order=f"{builder.info.full_name} {train_split}, {splits.order}",
+        rereads=splits.rereads,
     )

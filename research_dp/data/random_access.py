@@ -21,9 +21,9 @@ from absl import flags
 from research_dp.data.generators import Purpose, generator
 from research_dp.data.order import example_indices, stream_positions
 from research_dp.data.preprocess import Preprocess
-from research_dp.data.reader import Splits, check_format
+from research_dp.data.reader import Splits, check_format, unreadable
 from research_dp.distributed.data_set import Arrays, EvalOrder, TrainOrder
-from research_dp.distributed.errors import check_count
+from research_dp.distributed.errors import UsageError, check_count
 from research_dp.distributed.kinds import Count, CountOrZero
 
 
@@ -34,10 +34,20 @@ class Examples:
         source: Random-access source of raw examples.
         preprocess: Its `example` is applied.
         cache_bytes: Split is kept in memory if it needs at most so many bytes.
+        name: What it is called in messages, e.g. 'digits train'.
+        folder: Where the data lies, for messages.
     """
 
-    def __init__(self, source: Sequence[Any], preprocess: Preprocess, cache_bytes: int):
+    def __init__(
+        self,
+        source: Sequence[Any],
+        preprocess: Preprocess,
+        cache_bytes: int,
+        name: str = "the data",
+        folder: str = "its folder",
+    ):
         self._source, self._preprocess = source, preprocess
+        self._name, self._folder = name, folder
         self._cache_bytes = 0 if preprocess.example_is_random else cache_bytes
         self._cache: dict[str, np.ndarray] | None = None
         self._known = np.zeros(len(source), bool)
@@ -45,7 +55,8 @@ class Examples:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Worker processes get a copy, with a lock of its own and nothing in its cache.
-        return _in_worker, (self._source, self._preprocess, self._cache_bytes)
+        copied = (self._source, self._preprocess, self._cache_bytes, self._name, self._folder)
+        return _in_worker, copied
 
     def __len__(self) -> int:
         return len(self._source)
@@ -79,13 +90,29 @@ class Examples:
     def _read(
         self, indices: np.ndarray, rngs: Sequence[np.random.Generator | None] | None
     ) -> Mapping[str, np.ndarray]:
-        raw = self._source.__getitems__([int(i) for i in indices])  # type: ignore[attr-defined]
+        wanted = [int(i) for i in indices]
+        try:
+            raw = self._source.__getitems__(wanted)  # type: ignore[attr-defined]
+        except Exception as error:
+            raise self._unreadable(wanted, error) from error
         treat = self._preprocess.example
         each = [treat(x, rngs[n] if rngs else None) for n, x in enumerate(raw)]
         return {name: np.stack([x[name] for x in each]) for name in each[0]}
 
+    def _unreadable(self, indices: Sequence[int], error: Exception) -> UsageError:
+        """Says which of some examples cannot be read."""
+        for index in indices:
+            try:
+                self._source[index]
+            except Exception as its_own:
+                what = f"example {index} of {self._name}"
+                return unreadable(its_own, self._folder, what)
+        return unreadable(error, self._folder, self._name)
 
-def _in_worker(source: Sequence[Any], preprocess: Preprocess, cache_bytes: int) -> Examples:
+
+def _in_worker(
+    source: Sequence[Any], preprocess: Preprocess, cache_bytes: int, name: str, folder: str
+) -> Examples:
     """The copy of a worker process, which leaves signals to the run.
 
     A signal to the whole group, as a terminal's Ctrl-C is, must not end the workers before the run
@@ -94,7 +121,7 @@ def _in_worker(source: Sequence[Any], preprocess: Preprocess, cache_bytes: int) 
     if multiprocessing.parent_process() and threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
-    return Examples(source, preprocess, cache_bytes)
+    return Examples(source, preprocess, cache_bytes, name, folder)
 
 
 @gin.register(module="data")
@@ -138,7 +165,9 @@ def random_access(
 
     @functools.cache
     def examples_of(split: str) -> Examples:
-        return Examples(builder.as_data_source(split=split), preprocess, cache_bytes)
+        where = str(builder.data_path)
+        source = builder.as_data_source(split=split)
+        return Examples(source, preprocess, cache_bytes, f"{builder.name} {split}", where)
 
     def ahead(
         load: Callable[[int], Arrays], first: int, last: int, threads: int, workers: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -11,15 +12,39 @@ from research_dp.distributed.errors import UsageError
 
 
 class Splits(NamedTuple):
-    """What a reader makes of a data set's splits; fields as in `DataSet`."""
+    """What a reader makes of a data set's splits; fields as in `DataSet`.
+
+    Attributes:
+        train: As there.
+        evaluate: As there.
+        order: What the order of training examples depends on besides data set and split.
+        rereads: As there.
+    """
 
     train: Callable[[TrainOrder], Iterator[Arrays]]
     evaluate: Callable[[EvalOrder], Iterator[Arrays]]
+    order: str = "by index"
+    rereads: bool = False
 
 
 # (TFDS builder, training split, evaluation split, preprocess) -> Splits. The builder's data may not
 # be there yet when the reader is called; it is when `train` or `evaluate` are.
 Reader = Callable[[Any, str, str, Preprocess], Splits]
+
+
+def unreadable(error: Exception, folder: Any, what: str) -> UsageError:
+    """What to tell of data that cannot be read.
+
+    Args:
+        error: What was raised.
+        folder: Where the data lies.
+        what: What could not be read, e.g. 'example 7 of digits train'.
+    """
+    why = textwrap.shorten(str(error) or type(error).__name__, 250, placeholder=" ...").rstrip(".")
+    return UsageError(
+        f"{what} cannot be read: {why}. Move {folder} away, and the next run prepares it again; "
+        "what this one saved is untouched."
+    )
 
 
 def check_format(builder: Any, readable: str, advice: str) -> None:

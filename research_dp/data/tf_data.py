@@ -14,7 +14,7 @@ import numpy as np
 
 from research_dp.data.generators import Purpose, generator
 from research_dp.data.preprocess import Preprocess
-from research_dp.data.reader import Splits, check_format
+from research_dp.data.reader import Splits, check_format, unreadable
 from research_dp.distributed.data_set import Arrays, EvalOrder, TrainOrder
 from research_dp.distributed.errors import check_count
 from research_dp.distributed.kinds import Count
@@ -62,11 +62,22 @@ def tf_data(
         )
         return builder.as_dataset(split=split, shuffle_files=seed is not None, read_config=config)
 
+    def read(examples: Any, split: str) -> Iterator[Any]:
+        """The examples of a tf.data pipeline."""
+        import tensorflow as tf
+
+        try:
+            yield from examples.as_numpy_iterator()
+        except tf.errors.OpError as error:
+            raise unreadable(
+                error, builder.data_path, f"an example of {builder.name} {split}"
+            ) from error
+
     def train(order: TrainOrder) -> Iterator[Arrays]:
         seed = _shuffle_seed(order.seed, Purpose.BUFFER)
         raw = stream(train_split, order.seed).shuffle(shuffle_buffer, seed=seed).repeat()
         raw = raw.skip(order.first_step * order.batch_size).prefetch(prefetch * order.batch_size)
-        examples = enumerate(raw.as_numpy_iterator(), order.first_step * order.batch_size)
+        examples = enumerate(read(raw, train_split), order.first_step * order.batch_size)
         wanted = set(order.rows.tolist())
         for step in range(order.first_step, order.num_steps):
             kept: dict[int, Arrays] = {}
@@ -82,7 +93,7 @@ def tf_data(
 
     def evaluate(order: EvalOrder) -> Iterator[Arrays]:
         batch: list[Arrays] = []
-        for example in stream(eval_split, None).as_numpy_iterator():
+        for example in read(stream(eval_split, None), eval_split):
             batch.append(preprocess.example(example, None))
             if len(batch) == order.batch_size:
                 yield _masked(batch, order, preprocess)
@@ -90,7 +101,8 @@ def tf_data(
         if batch:
             yield _masked(batch, order, preprocess)
 
-    return Splits(train, evaluate)
+    order = f"tf.data, shuffle_buffer {shuffle_buffer}"
+    return Splits(train, evaluate, order=order, rereads=True)
 
 
 def _shuffle_seed(seed: int, purpose: Purpose) -> int:

@@ -56,6 +56,9 @@ class DataSet:
             must call it, for they may wait for each other; `train` and `evaluate` do.
         train: Yields this process's rows of each batch, endlessly shuffled.
         evaluate: Yields this process's rows of each batch, with `mask` (R,), 0 for padding.
+        order: What the order of training examples depends on besides `TrainOrder`; a run is not
+            continued under another.
+        rereads: Whether a run that is continued reads its stream again from the beginning.
     """
 
     name: str
@@ -64,3 +67,5 @@ class DataSet:
     prepare: Callable[[], None]
     train: Callable[[TrainOrder], Iterator[Arrays]]
     evaluate: Callable[[EvalOrder], Iterator[Arrays]]
+    order: str = ""
+    rereads: bool = False

@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 
-from research_dp.distributed.errors import UsageError
-from research_dp.distributed.layout import path_name
+from research_dp.distributed.errors import RunFailure, UsageError
 from research_dp.strategies import TrainState
-from research_dp.training.metrics import Sums
+from research_dp.training.agreement import first_problem, of_the_first
+from research_dp.training.manifest import Damaged, Manifest, Progress, leaves_of
+from research_dp.training.stored import (
+    HALF_WRITTEN,
+    MANIFEST,
+    STATE,
+    move_aside,
+    quieten_orbax,
+    read_state,
+    reason,
+    steps_in,
+)
 
-
-class Progress(NamedTuple):
-    """What a checkpoint holds besides the state.
-
-    Attributes:
-        batch_size: Examples a step.
-        seed: Seed of the order of examples and of random keys.
-        window: Sums of the metrics that were not recorded yet.
-    """
-
-    batch_size: int
-    seed: int
-    window: Sums
+T = TypeVar("T")
 
 
 class Restored(NamedTuple):
@@ -47,91 +47,192 @@ class Checkpoints:
     Args:
         folder: Folder of the checkpoints, one subfolder a step.
         keep: How many of the newest are kept.
+        keep_period: Those of steps that it divides are kept too; None: no others.
+        say: Told, in a line, what a person should know.
     """
 
-    def __init__(self, folder: Path, keep: int = 3):
-        self._folder, self._keep = folder.absolute(), keep
+    def __init__(
+        self,
+        folder: Path,
+        keep: int = 3,
+        keep_period: int | None = None,
+        say: Callable[[str], None] = lambda line: None,
+    ):
+        self._folder, self._keep, self._keep_period = folder.absolute(), keep, keep_period
+        self._say = say
         self._manager: Any = None
+        self._newest: int | None = None
+        self._saving: int | None = None  # the step that is being saved in the background
 
-    def restore(self, abstract_state: TrainState) -> Restored | None:
-        """The newest complete state, on the shardings of `abstract_state`; None if there is none.
+    # ---- Restoring ----
+
+    def restore(
+        self, abstract_state: TrainState, check: Callable[[Manifest], None] = lambda found: None
+    ) -> Restored | None:
+        """The newest state that is whole, on the shardings of `abstract_state`; None: none saved.
+
+        What is damaged is told and moved aside, so that its step can be saved again.
+
+        Args:
+            abstract_state: Shapes, dtypes and shardings.
+            check: Raises UsageError if the run may not go on from a checkpoint.
 
         Raises:
-            UsageError: The checkpoint is of another model or optimizer.
+            UsageError: The checkpoint is of another model or optimizer, or none can be read.
         """
-        if not self._folder.exists() or not any(self._folder.iterdir()):
-            return None
-        import orbax.checkpoint as ocp
+        damaged: dict[int, str] = {}
+        for step in steps_in(self._folder, HALF_WRITTEN):
+            self._say(f"Step {step} was being saved when the run ended, and is not complete")
+        for step in self._agreed_steps():
+            try:
+                restored = self._restore(step, abstract_state, check)
+            except Damaged as error:
+                damaged[step] = str(error)
+                self._say(f"The checkpoint of step {step} is damaged: {error}")
+                continue
+            self._set_aside(damaged)
+            self._newest = step
+            return restored
+        if damaged:
+            newest = max(damaged)
+            raise UsageError(
+                f"no checkpoint in {self._folder} can be read: that of step {newest} is damaged "
+                f"({damaged[newest]}){_and_more(damaged)}. Put back a copy, or use another "
+                "--workdir."
+            )
+        return None
 
-        manager = self._open()
-        step = manager.latest_step()
-        if step is None:
-            return None
-        difference = _difference(manager.item_metadata(step)["state"].tree, abstract_state)
+    def _agreed_steps(self) -> Iterator[int]:
+        """Steps of complete checkpoints as process 0 sees them, newest first."""
+        seen = sorted(steps_in(self._folder), reverse=True)
+        for index in range(of_the_first(len(seen))):
+            yield of_the_first(seen[index] if index < len(seen) else 0)
+
+    def _restore(
+        self, step: int, abstract_state: TrainState, check: Callable[[Manifest], None]
+    ) -> Restored:
+        folder = self._folder / str(step)
+        manifest = _together(lambda: Manifest.read(folder / MANIFEST))
+        if manifest.step != step:
+            raise Damaged(f"its manifest is of step {manifest.step}")
+        difference = manifest.difference(abstract_state)
         if difference:
             raise UsageError(
-                f"the checkpoint {self._folder / str(step)} is of another model or optimizer: "
-                f"{difference}. Use another --workdir, or the configuration in its config.gin."
+                f"the checkpoint {folder} is of another model or optimizer: {difference}. "
+                "Use another --workdir, or the configuration in its config.gin."
             )
-        wanted = ocp.args.Composite(
-            state=ocp.args.StandardRestore(abstract_state), progress=ocp.args.JsonRestore()
-        )
-        found = manager.restore(step, args=wanted)
-        sums = {k: (s, n) for k, (s, n) in found["progress"]["window"].items()}
-        return Restored(found["state"], Progress(**{**found["progress"], "window": sums}))
+        check(manifest)
+        state = _together(lambda: read_state(folder, abstract_state))
+        changed = manifest.changed(state)
+        if changed:
+            raise Damaged(changed)
+        return Restored(state, manifest.progress)
 
-    def save(self, state: TrainState, step: int, progress: Progress) -> None:
-        """Saves in the background; returns as soon as the state may be changed."""
+    def _set_aside(self, damaged: Mapping[int, str]) -> None:
+        """Renames damaged checkpoints; nothing is deleted."""
+        if damaged and jax.process_index() == 0:
+            for step in damaged:
+                aside = move_aside(self._folder / str(step))
+                self._say(f"What there is of step {step} was moved to {aside}")
+        if damaged:
+            of_the_first(0)  # the others wait until it is done
+
+    # ---- Saving ----
+
+    def save(
+        self, state: TrainState, step: int, progress: Progress, origin: Mapping[str, Any]
+    ) -> None:
+        """Saves in the background; returns as soon as the state may be changed.
+
+        Raises:
+            RunFailure: This, or the save before it, went wrong.
+        """
+        self.wait()
+        if step == self._newest:
+            return
         import orbax.checkpoint as ocp
 
-        manager = self._open()
-        if manager.latest_step() != step:
-            saved = ocp.args.Composite(
-                state=ocp.args.StandardSave(state),
-                progress=ocp.args.JsonSave(progress._asdict()),
-            )
-            manager.save(step, args=saved)
+        manifest = Manifest(step=step, progress=progress, leaves=leaves_of(state), origin=origin)
+        saved = ocp.args.Composite(
+            state=ocp.args.PyTreeSave(state), manifest=ocp.args.JsonSave(manifest.as_json())
+        )
+        with self._telling(step):
+            if not self._open().save(step, args=saved):
+                raise RunFailure(f"Orbax did not save step {step} in {self._folder}.")
+        self._saving = step
+
+    def check(self) -> None:
+        """Raises RunFailure if what was saved in the background went wrong."""
+        if self._saving is not None and not self._manager.is_saving_in_progress():
+            self.wait()
 
     def wait(self) -> None:
-        """Waits for what is being saved; raises what went wrong with it."""
-        if self._manager is not None:
-            self._manager.wait_until_finished()
+        """Waits for what is being saved; raises RunFailure if it goes wrong."""
+        if self._saving is not None:
+            step, self._saving = self._saving, None
+            with self._telling(step):
+                self._manager.wait_until_finished()
+            self._newest = step
 
     def close(self) -> None:
         """Waits, and releases what saving needed."""
-        if self._manager is not None:
-            self._manager.close()
+        try:
+            self.wait()
+        finally:
+            if self._manager is not None:
+                manager, self._manager = self._manager, None
+                with contextlib.suppress(Exception):  # raised by `wait`, once
+                    manager.close()
+
+    @contextlib.contextmanager
+    def _telling(self, step: int) -> Iterator[None]:
+        """Turns what goes wrong with saving a step into a RunFailure that says what is left."""
+        try:
+            yield
+        except RunFailure:
+            raise
+        except Exception as error:
+            left = "Nothing was saved before."
+            if self._newest is not None:
+                left = f"Step {self._newest} is saved; the same command continues from there."
+            raise RunFailure(
+                f"saving step {step} in {self._folder} failed: {reason(error)}. {left}"
+            ) from error
 
     def _open(self) -> Any:
         if self._manager is None:
             import orbax.checkpoint as ocp
 
+            quieten_orbax()
             self._manager = ocp.CheckpointManager(
                 self._folder,
-                options=ocp.CheckpointManagerOptions(max_to_keep=self._keep),
+                options=ocp.CheckpointManagerOptions(
+                    max_to_keep=self._keep,
+                    keep_period=self._keep_period,
+                    lightweight_initialize=True,
+                ),
                 item_handlers={
-                    "state": ocp.StandardCheckpointHandler(),
-                    "progress": ocp.JsonCheckpointHandler(),
+                    # Weights hardly get smaller, and what compresses them takes the loop's cores.
+                    STATE: ocp.PyTreeCheckpointHandler(use_compression=False),
+                    "manifest": ocp.JsonCheckpointHandler(filename=MANIFEST.name),
                 },
             )
         return self._manager
 
 
-def _difference(saved_tree: Any, wanted_state: TrainState) -> str | None:
-    """The first array, parameters first, that is not there or has another shape; None: none."""
-    for part in ("params", "model_state", "opt_state"):
-        saved = _shapes(saved_tree[part])
-        wanted = _shapes(getattr(wanted_state, part))
-        for path in sorted(wanted.keys() | saved.keys()):
-            if path not in saved:
-                return f"{part} {path} {wanted[path]} is not in it"
-            if path not in wanted:
-                return f"{part} {path} {saved[path]} is only in it"
-            if saved[path] != wanted[path]:
-                return f"{part} {path} {wanted[path]} has shape {saved[path]} there"
-    return None
+def _together(read: Callable[[], T]) -> T:
+    """What `read` returns, or Damaged in every process if it is raised in one."""
+    result, problem = None, None
+    try:
+        result = read()
+    except Damaged as error:
+        problem = str(error)
+    problem = first_problem(problem)
+    if problem:
+        raise Damaged(problem)
+    assert result is not None
+    return result
 
 
-def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
-    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: hasattr(x, "shape"))
-    return {path_name(path): tuple(leaf.shape) for path, leaf in leaves}
+def _and_more(damaged: Mapping[int, str]) -> str:
+    return f" and so are {len(damaged) - 1} older ones" if len(damaged) > 1 else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,13 +12,14 @@ import gin
 import optax
 
 from research_dp.distributed.data_set import DataSet
-from research_dp.distributed.errors import UsageError, check_kind, check_limit
+from research_dp.distributed.errors import UsageError, check_count, check_kind, check_limit
 from research_dp.distributed.kinds import Count, CountOrZero, Positive, Seed, Seeds
 from research_dp.distributed.trainable import TrainableModel
 from research_dp.strategies import Recipe, Strategy, TrainSpec, TrainState
 from research_dp.strategies.keys import init_key
 from research_dp.training import optim  # noqa: F401  (registers Optax with gin)
-from research_dp.training.checkpoint import Checkpoints, Progress
+from research_dp.training.checkpoint import Checkpoints
+from research_dp.training.manifest import Manifest
 from research_dp.training.nonfinite import OnNonfinite
 from research_dp.training.progress import Profile, say
 from research_dp.training.run import Run
@@ -25,6 +27,7 @@ from research_dp.training.schedule import Schedule
 from research_dp.training.selftest import tested
 from research_dp.training.stop import StopSignal
 from research_dp.training.watchdog import keep_watch
+from research_dp.training.workdir import held
 
 DONE, STOPPED = 0, 143
 
@@ -43,6 +46,8 @@ def train(
     max_grad_norm: Positive | None = None,
     eval_every: Count | None = None,
     checkpoint_every: Count | None = None,
+    keep: Count = 3,
+    keep_period: Count | None = None,
     log_every: Count = 100,
     profile_at: Count | None = None,
     watchdog_seconds: Positive | None = None,
@@ -66,6 +71,8 @@ def train(
         max_grad_norm: Gradients are scaled down to this global L2 norm; None: never.
         eval_every: Evaluate each so many steps; None: at the end only.
         checkpoint_every: Save each so many steps; None: at the end only.
+        keep: How many of the newest checkpoints are kept.
+        keep_period: Those of steps that it divides are kept too; None: no others.
         log_every: Record training metrics each so many steps.
         profile_at: Step after which the profiler traces a few steps; None: never.
         watchdog_seconds: A process without progress for so long writes its stacks and ends the run;
@@ -90,13 +97,13 @@ def train(
         log_every=log_every,
         eval_every=eval_every,
         checkpoint_every=checkpoint_every,
+        keep_period=keep_period,
         profile_at=profile_at,
         check_replicas_every=check_replicas_every,
     )
     check_limit("train.seed", seed, Seeds())
+    check_count("train.keep", keep, 1)
     _check_parts(model, data, strategy, optimizer)
-    if look is None:
-        folder = _open_folder(workdir)
     spec = TrainSpec(
         model=model,
         optimizer=optimizer,
@@ -113,17 +120,17 @@ def train(
         return DONE
 
     # ---- Where it stands ----
-    with (
-        keep_watch(folder, watchdog_seconds) as recorder,
-        contextlib.closing(Checkpoints(folder / "checkpoints")) as checkpoints,
-    ):
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(held(workdir))
+        recorder = stack.enter_context(keep_watch(folder, watchdog_seconds))
         recorder.note("test", 0)
         built = tested(strategy, spec, built, say)
         recorder.note("restore", 0)
-        restored = checkpoints.restore(built.abstract_state)
+        checkpoints = Checkpoints(folder / "checkpoints", keep, keep_period, say)
+        stack.enter_context(contextlib.closing(checkpoints))
+        check = functools.partial(_check_continues, folder, num_steps, spec, data)
+        restored = checkpoints.restore(built.abstract_state, check)
         first_step = int(restored.state.step) if restored else 0
-        if restored:
-            _check_continues(folder, first_step, num_steps, restored.progress, spec)
         recorder.note("start", first_step)
         state = restored.state if restored else built.init(init_key(seed))
         run = Run(
@@ -176,32 +183,22 @@ def _steps(
     return DONE
 
 
-def _open_folder(workdir: str | None) -> Path:
-    """Makes the folder of the results."""
-    if workdir is None:
-        raise UsageError("train needs a workdir: results and checkpoints go there.")
-    if "://" in workdir:
-        raise UsageError(f"--workdir={workdir}: give a folder of this machine, or a mounted one.")
-    folder = Path(workdir).expanduser()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"--workdir={workdir} cannot be made: {error.strerror}.") from error
-    return folder
-
-
 def _check_continues(
-    folder: Path, step: int, num_steps: int, saved: Progress, spec: TrainSpec
+    folder: Path, num_steps: int, spec: TrainSpec, data: DataSet, found: Manifest
 ) -> None:
     """Refuses to continue a run as another one."""
-    if step > num_steps:
+    if found.step > num_steps:
         raise UsageError(
-            f"the run in {folder} is at step {step}, past train.num_steps = {num_steps}. "
+            f"the run in {folder} is at step {found.step}, past train.num_steps = {num_steps}. "
             "Use another --workdir, or raise train.num_steps.",
             binding="train.num_steps",
         )
-    for name in ("batch_size", "seed"):
-        before, now = getattr(saved, name), getattr(spec, name)
+    saved = found.progress
+    for name, before, now in (
+        ("batch_size", saved.batch_size, spec.batch_size),
+        ("seed", saved.seed, spec.seed),
+        ("data", saved.order, data.order),
+    ):
         if before != now:
             raise UsageError(
                 f"the run in {folder} has train.{name} = {before}, not {now}: its order of "

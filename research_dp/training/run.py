@@ -21,7 +21,8 @@ from research_dp.distributed.trainable import Work
 from research_dp.strategies import NONFINITE, SKIPPED, Strategy, TrainSpec, TrainState
 from research_dp.training import metrics as metrics_lib
 from research_dp.training import report
-from research_dp.training.checkpoint import Checkpoints, Progress
+from research_dp.training.checkpoint import Checkpoints
+from research_dp.training.manifest import Progress, origin
 from research_dp.training.nonfinite import Nonfinite
 from research_dp.training.progress import Clock, ProgressBar
 from research_dp.training.recorder import Recorder
@@ -111,6 +112,12 @@ class Run:
         self._progress.say(report.one_line(self._strategy))
         if self._first_step:
             self._progress.say(f"Continuing from step {self._first_step} in {self.folder}")
+            if self._data.rereads:
+                seen = self._first_step * self._spec.batch_size
+                self._progress.say(
+                    f"Reading {seen:,} examples of {self._data.name} again to find the place: this "
+                    "reader cannot jump there"
+                )
 
     def batches(self) -> Iterator[Any]:
         """Training batches on the devices, a few ahead."""
@@ -136,6 +143,7 @@ class Run:
     def dispatched(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Keeps a step's metrics; fetches and records what was due before it, while it runs."""
         self._step = step
+        self._checkpoints.check()
         self._write_due()
         flags, metrics = metrics[NONFINITE], {k: x for k, x in metrics.items() if k != NONFINITE}
         self._unread.append(metrics)
@@ -194,8 +202,18 @@ class Run:
         self._recorder.note("save", step)
         self._window = metrics_lib.add_up(self._window, self._unread)
         self._unread = []
-        spec = self._spec
-        self._checkpoints.save(state, step, Progress(spec.batch_size, spec.seed, self._window))
+        progress = Progress(
+            batch_size=self._spec.batch_size,
+            seed=self._spec.seed,
+            order=self._data.order,
+            window=self._window,
+        )
+        made = origin(
+            strategy=self._strategy.name,
+            mesh=dict(self._strategy.mesh.shape),
+            config=gin.config_str(),
+        )
+        self._checkpoints.save(state, step, progress, made)
         self._resume(step)
 
     # ---- The end ----

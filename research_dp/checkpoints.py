@@ -1,0 +1,43 @@
+"""`python -m research_dp.checkpoints WORKDIR [--verify]`: what a run has saved, and if it is whole.
+
+Each checkpoint is a line. `--verify` reads all arrays and compares them with their checksums; the
+exit status is 1 if any is damaged.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+
+def main(argv: list[str]) -> int:
+    """Runs the command; returns its exit status: 0, 1 something is damaged, 2 a mistake."""
+    parser = argparse.ArgumentParser(
+        prog="python -m research_dp.checkpoints", description=__doc__, allow_abbrev=False
+    )
+    parser.add_argument("workdir", type=Path, help="folder of a run")
+    parser.add_argument("--verify", action="store_true", help="read all arrays")
+    options = parser.parse_args(argv)
+
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")  # a run may be using the accelerators
+    from research_dp.config import show
+    from research_dp.training import stored
+
+    folder = options.workdir.expanduser() / "checkpoints"
+    rows = list(stored.overview(folder, verified=options.verify))
+    if not rows:
+        print(f"error: there are no checkpoints in {folder}.", file=sys.stderr)
+        return 2
+    columns = ("step:", "examples seen:", "saved", "bytes:", "strategy", "mesh", "")
+    shown = show.table(f"Checkpoints in {folder}", *columns)
+    for row in rows:
+        shown.add_row(str(row.step), row.examples, row.saved, f"{row.size:,}", *row.made, row.told)
+    show.put(shown)
+    return 1 if any(row.damaged for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

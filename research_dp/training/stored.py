@@ -1,0 +1,201 @@
+"""Checkpoints on disk: which there are, what is in them, and whether they are whole."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import re
+import textwrap
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from research_dp.distributed.checksum import array_checksum
+from research_dp.distributed.layout import by_path
+from research_dp.training.manifest import Damaged, Manifest, told_changes
+
+PyTree = Any
+
+MANIFEST = Path("manifest", "manifest.json")  # in a checkpoint's folder
+STATE = "state"
+COMPLETE = re.compile(r"(\d+)")
+HALF_WRITTEN = re.compile(r"(\d+)\.orbax-checkpoint-tmp.*")
+SET_ASIDE = re.compile(r"(\d+)\.damaged\d*")
+
+
+def steps_in(folder: Path, named: re.Pattern[str] = COMPLETE) -> Sequence[int]:
+    """Steps whose checkpoints are complete: Orbax renames a folder once all is in it."""
+    if not folder.is_dir():
+        return []
+    names = [named.fullmatch(path.name) for path in folder.iterdir() if path.is_dir()]
+    return sorted(int(name[1]) for name in names if name)
+
+
+def reason(error: BaseException) -> str:
+    """Why something could not be read or written, in a line."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    found = re.search(r"os_error_code='(\d+)'", str(error))
+    if found:
+        return os.strerror(int(found[1]))
+    if isinstance(error, OSError) and error.strerror:
+        where = f": {error.filename}" if error.filename else ""
+        return f"{error.strerror}{where}"
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return textwrap.shorten(lines[0], 200, placeholder=" ...").rstrip(".")
+
+
+def read_state(folder: Path, abstract_state: PyTree) -> PyTree:
+    """The arrays of a checkpoint, on the shardings of `abstract_state`.
+
+    Raises:
+        Damaged: They cannot be read.
+    """
+    import orbax.checkpoint as ocp
+
+    return _read(
+        folder, abstract_state, ocp.checkpoint_utils.construct_restore_args(abstract_state)
+    )
+
+
+def verify(folder: Path) -> Manifest:
+    """Reads a checkpoint, array by array and without devices, and returns its manifest.
+
+    Raises:
+        Damaged: Something cannot be read, or is not what was written.
+    """
+    import orbax.checkpoint as ocp
+
+    manifest = Manifest.read(folder / MANIFEST)
+    try:
+        tree = ocp.PyTreeCheckpointHandler().metadata(_path(folder)).tree
+    except Exception as error:  # whatever Orbax makes of the files
+        raise Damaged(reason(error)) from error
+    paths = by_path(tree)
+    if paths.keys() != manifest.leaves.keys():
+        odd = sorted(paths.keys() ^ manifest.leaves.keys())[0]
+        raise Damaged(f"{odd} is not both in its manifest and in its arrays")
+    plain = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
+    changed = []
+    for path, leaf in manifest.leaves.items():
+        one = jax.tree.map(
+            lambda x, wanted=paths[path]: x if x is wanted else ocp.PLACEHOLDER, tree
+        )
+        read = _read(folder, one, plain)
+        (x,) = (x for x in jax.tree.leaves(read) if x is not ocp.PLACEHOLDER)
+        if array_checksum(x) != leaf.checksum:
+            changed.append(path)
+    problem = told_changes(changed)
+    if problem:
+        raise Damaged(problem)
+    return manifest
+
+
+class Row(NamedTuple):
+    """One checkpoint, for people.
+
+    Attributes:
+        step: Its step.
+        examples: Examples seen.
+        saved: When it was written.
+        size: Bytes of its files.
+        made: Strategy and mesh that wrote it.
+        told: Whether it is whole, or what is wrong.
+        damaged: Whether it is complete but cannot be used.
+    """
+
+    step: int
+    examples: str
+    saved: str
+    size: int
+    made: tuple[str, str]
+    told: str
+    damaged: bool
+
+
+def overview(folder: Path, *, verified: bool) -> Iterator[Row]:
+    """The checkpoints in a folder, complete or not, by step.
+
+    Args:
+        folder: The folder of a run's checkpoints.
+        verified: Whether to read all arrays, or only what the checkpoints say of themselves.
+    """
+    others = {HALF_WRITTEN: "not complete", SET_ASIDE: "damaged, was moved aside"}
+    found = [
+        (int(name[1]), path, others.get(named))
+        for path in (folder.iterdir() if folder.is_dir() else ())
+        for named in (COMPLETE, *others)
+        if path.is_dir() and (name := named.fullmatch(path.name))
+    ]
+    for step, path, told in sorted(found, key=lambda row: (row[0], row[1].name)):
+        size = _size(path)
+        if told:
+            yield Row(step, "", "", size, ("", ""), told, False)
+            continue
+        try:
+            manifest = verify(path) if verified else Manifest.read(path / MANIFEST)
+        except Damaged as error:
+            yield Row(step, "", "", size, ("", ""), f"damaged: {error}", True)
+            continue
+        by = manifest.origin
+        mesh = " x ".join(f"{axis} {length}" for axis, length in by.get("mesh", {}).items())
+        told = f"whole: {len(manifest.leaves)} arrays" if verified else "not verified"
+        made = (by.get("strategy", ""), mesh)
+        yield Row(step, f"{manifest.examples_seen:,}", by["time"], size, made, told, False)
+
+
+def _size(folder: Path) -> int:
+    """Bytes of the files in a folder, which a run may be about to delete."""
+    total = 0
+    for file in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            total += file.stat().st_size if file.is_file() else 0
+    return total
+
+
+def _read(folder: Path, wanted: PyTree, restore_args: PyTree) -> PyTree:
+    """Without Orbax's manager, whose processes would wait for one that fails."""
+    import orbax.checkpoint as ocp
+
+    quieten_orbax()
+    args = ocp.args.PyTreeRestore(item=wanted, restore_args=restore_args)
+    try:
+        return ocp.PyTreeCheckpointHandler().restore(_path(folder), args=args)
+    except jax.errors.JaxRuntimeError:  # the devices', such as no memory left; not the file's
+        raise
+    except Exception as error:  # whatever Orbax and TensorStore make of the files
+        raise Damaged(reason(error)) from error
+
+
+def _path(folder: Path) -> Any:
+    from etils import epath
+
+    return epath.Path(folder / STATE)
+
+
+def move_aside(folder: Path) -> Path:
+    """Renames a folder to a name that Orbax passes over."""
+    for number in range(1, 1000):
+        aside = folder.with_name(f"{folder.name}.damaged{number if number > 1 else ''}")
+        if not aside.exists():
+            return folder.rename(aside)
+    raise OSError(errno.EEXIST, "too many damaged checkpoints", str(folder))
+
+
+def quieten_orbax() -> None:
+    """What goes wrong is told once, not by each of Orbax's threads with a traceback as well."""
+    for name in ("absl", "concurrent.futures"):
+        logger = logging.getLogger(name)
+        if _not_of_orbax not in logger.filters:
+            logger.addFilter(_not_of_orbax)
+
+
+def _not_of_orbax(record: logging.LogRecord) -> bool:
+    # The second is of its threads, which call back a loop that another one's failure has ended.
+    late = record.exc_info is not None and str(record.exc_info[1]) == "Event loop is closed"
+    return "orbax" not in record.pathname and not late

@@ -1,0 +1,221 @@
+"""Faults of disks, files and folders: a clear message, the promised status, nothing lost."""
+
+import fcntl
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+import research_dp.train
+from research_dp.data import builders
+from research_dp.training.stored import overview, steps_in
+
+RUN = [
+    "--gin_file=gin/runs/digits.gin",
+    "--gin_file=gin/models/mlp.gin",
+    "--gin.mlp.widths=(256,)",
+    "--gin.train.num_steps=20",
+    "--gin.train.checkpoint_every=10",
+    "--gin.train.eval_every=None",
+    "--cpu_devices=8",
+]
+
+
+@pytest.fixture
+def train(capfd, data_dir, monkeypatch):
+    """Runs the command in this process; returns its exit status and what it said."""
+    monkeypatch.setenv("TFDS_DATA_DIR", str(data_dir))
+
+    def run(folder, *flags):
+        capfd.readouterr()
+        status = research_dp.train.main([*RUN, f"--workdir={folder}", *flags])
+        said = capfd.readouterr()
+        assert "Traceback" not in said.err
+        return status, said.out, said.err
+
+    return run
+
+
+def results(folder):
+    return json.loads((folder / "summary.json").read_text())
+
+
+# ---- Folders ----
+
+
+def test_a_second_run_in_the_same_folder_is_refused(train, tmp_path):
+    with open(tmp_path / ".run.lock", "w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        (tmp_path / ".run.holder").write_text("process 7 on otherhost")
+        status, _, err = train(tmp_path)
+        assert status == 2
+        assert f"another run (process 7 on otherhost) is using {tmp_path}" in err
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".run.holder", ".run.lock"]
+
+
+HOLD = (
+    "import sys, time\n"
+    "from research_dp.training.workdir import held\n"
+    "with held(sys.argv[1]):\n"
+    "    print('held', flush=True)\n"
+    "    time.sleep(600)\n"
+)
+
+
+@pytest.mark.slow
+def test_a_killed_run_leaves_its_folder_free(tmp_path):
+    command = [sys.executable, "-c", HOLD, str(tmp_path)]
+    options = {"cwd": ROOT, "env": {**os.environ, "PYTHONPATH": str(ROOT)}, "text": True}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    first = subprocess.Popen(command, **options, **pipes)
+    assert first.stdout.readline() == "held\n"
+    second = subprocess.run(command, capture_output=True, check=False, **options)
+    assert f"another run (process {first.pid} on " in second.stderr
+    first.send_signal(signal.SIGKILL)
+    first.communicate()
+    third = subprocess.Popen(command, **options, **pipes)
+    assert third.stdout.readline() == "held\n"
+    third.kill()
+    third.communicate()
+
+
+@pytest.mark.slow
+def test_the_folder_of_another_run_is_refused(train, tmp_path):
+    assert train(tmp_path)[0] == 0
+    before = {p: p.stat().st_mtime_ns for p in (tmp_path / "checkpoints").rglob("*")}
+    for flags, told in (
+        (["--gin.mlp.widths=(128,)"], "is of another model or optimizer: params/head/kernel"),
+        (["--gin.mlp.widths=(256, 256)"], "params/hidden_1/bias, float32[256], is not in it"),
+        (["--gin_file=gin/optim/sgd_momentum.gin"], "is of another model or optimizer: opt_state"),
+        (["--gin.train.seed=5"], "has train.seed = 0, not 5"),
+        (["--gin.train.batch_size=64"], "has train.batch_size = 128, not 64"),
+        (
+            ["--gin.tfds_data.train_split='train[:90%]'"],
+            "= digits/1.0.0 train, by index, not digits",
+        ),
+    ):
+        status, _, err = train(tmp_path, "--gin.train.num_steps=30", *flags)
+        assert status == 2 and told in err, err
+        assert "Use another --workdir" in err
+    assert {p: p.stat().st_mtime_ns for p in (tmp_path / "checkpoints").rglob("*")} == before
+
+
+# ---- Disks ----
+
+
+@pytest.fixture
+def mounted(tmp_path):
+    """Mounts a small disk in memory, where that is permitted."""
+    folder, mount = tmp_path / "disk", shutil.which("mount")
+    folder.mkdir()
+
+    def mount_as(options):
+        words = [mount or "mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
+        if not mount or subprocess.run(words, capture_output=True, check=False).returncode:
+            pytest.skip("mounting is not permitted here")
+        return folder
+
+    yield mount_as
+    subprocess.run(["umount", str(folder)], capture_output=True, check=False)
+
+
+def test_a_disk_that_cannot_be_written_is_refused(train, mounted):
+    status, _, err = train(mounted("size=1m,ro"))
+    assert status == 2 and "cannot be written: Read-only file system" in err
+
+
+@pytest.mark.slow
+def test_a_full_disk_ends_the_run_and_loses_nothing(train, mounted):
+    """A checkpoint of this model has 260 KB: two are kept where there is room for three."""
+    disk = mounted("size=820k")
+    status, _, err = train(disk, "--gin.train.num_steps=100", "--gin.train.keep=9")
+    assert status == 1
+    assert "No space left on device" in err and "the same command continues" in err
+    saved = steps_in(disk / "checkpoints")
+    assert saved and not any(row.damaged for row in overview(disk / "checkpoints", verified=True))
+    with_room = subprocess.run(["mount", "-o", "remount,size=30m", disk], check=False)
+    assert with_room.returncode == 0
+    status, out, _ = train(disk, "--gin.train.num_steps=100", "--gin.train.keep=9")
+    assert status == 0 and f"Continuing from step {saved[-1]}" in out
+    assert results(disk)["step"] == 100
+
+
+@pytest.mark.slow
+def test_files_that_cannot_grow_end_the_run(train, tmp_path):
+    wide = "--gin.mlp.widths=(2048,)"  # the programs that JAX keeps are smaller
+    assert train(tmp_path, wide)[0] == 0
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, before[1]))
+    try:
+        status, _, err = train(tmp_path, wide, "--gin.train.num_steps=60")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert status == 1 and "saving step 30" in err
+    assert "File too large. Step 20 is saved; the same command continues from there" in err
+    assert train(tmp_path, wide, "--gin.train.num_steps=60")[0] == 0
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(r["split"], r["step"]) for r in records[-2:]] == [("train", 60), ("eval", 60)]
+
+
+# ---- Data ----
+
+
+@pytest.fixture
+def spoiled(tmp_path, data_dir):
+    """Digits in one of the two formats, with a byte of the training file changed."""
+
+    def prepare(file_format):
+        folder = tmp_path / "data"
+        builder = builders.find_builder("digits", str(folder), file_format)
+        builders.download_and_prepare(builder)
+        (file,) = (p for p in folder.rglob("*-train.*") if p.is_file())
+        content = bytearray(file.read_bytes())
+        content[len(content) // 3] ^= 16
+        file.write_bytes(content)
+        return folder
+
+    return prepare
+
+
+@pytest.mark.parametrize(
+    "flags", [[], pytest.param(["--gin.random_access.workers=1"], marks=pytest.mark.slow)]
+)
+def test_an_example_that_cannot_be_read_is_named(train, spoiled, tmp_path, flags):
+    data = spoiled("array_record")
+    run = tmp_path / "run"
+    status, _, err = train(run, f"--gin.tfds_data.data_dir={data}", *flags)
+    assert status == 2
+    assert "example 680 of digits train cannot be read" in err
+    assert f"Move {data / 'digits' / '1.0.0'} away" in err
+
+
+@pytest.mark.slow
+def test_a_stream_that_cannot_be_read_is_told(train, spoiled, tmp_path):
+    data = spoiled("tfrecord")
+    flags = ["--gin_file=gin/options/tf_data.gin", f"--gin.tfds_data.data_dir={data}"]
+    status, _, err = train(tmp_path / "run", *flags)
+    assert status == 2 and "an example of digits train cannot be read" in err
+
+
+# ---- The command that looks ----
+
+
+@pytest.mark.slow
+def test_the_command_lists_and_verifies(train, tmp_path, command):
+    assert train(tmp_path)[0] == 0
+    look = {"module": "research_dp.checkpoints"}
+    listed = command(tmp_path, **look)
+    assert listed.returncode == 0 and listed.stdout.count("not verified") == 2
+    whole = command(tmp_path, "--verify", **look)
+    assert whole.returncode == 0 and whole.stdout.count("whole: 15 arrays") == 2, whole.stderr
+    (tmp_path / "checkpoints" / "10" / "state" / "manifest.ocdbt").unlink()
+    damaged = command(tmp_path, "--verify", **look)
+    assert damaged.returncode == 1 and "damaged: " in damaged.stdout
+    nothing = command(tmp_path / "elsewhere", **look)
+    assert nothing.returncode == 2 and "there are no checkpoints in" in nothing.stderr
