@@ -43,7 +43,7 @@ def train(
     log_every: Count = 100,
     profile_at: Count | None = None,
     workdir: str | None = None,
-    look: Callable[[Strategy], None] | None = None,
+    look: Callable[[Recipe, TrainSpec], None] | None = None,
     started: float | None = None,
 ) -> int:
     """Trains a model on data under a strategy; continues what is in the workdir.
@@ -63,7 +63,7 @@ def train(
         log_every: Record training metrics each so many steps.
         profile_at: Step after which the profiler traces a few steps; None: never.
         workdir: Folder of the run's results.
-        look: Called with the built strategy instead of training.
+        look: Called with the strategy, and what it is to be built for, instead of training.
         started: `time.perf_counter()` when the command started.
 
     Returns:
@@ -97,10 +97,10 @@ def train(
         max_grad_norm=max_grad_norm,
         seed=seed,
     )
-    built = strategy.build(spec)
     if look is not None:
-        look(built)
+        look(strategy, spec)
         return DONE
+    built = strategy.build(spec)
 
     # ---- Where it stands ----
     with contextlib.closing(Checkpoints(folder / "checkpoints")) as checkpoints:
