@@ -11,6 +11,7 @@ import importlib.util
 import os
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -128,9 +129,13 @@ def topology(name: str) -> Topology:
 
 def present() -> Topology:
     """The devices of this run. Where their kind is not known, they count as CPUs."""
-    devices = tuple(jax.devices())
-    chip = chip_of(devices[0].device_kind) or chips()["cpu"]
-    return Topology(f"{devices[0].device_kind} x {len(devices)}", chip, devices)
+    return of(jax.devices())
+
+
+def of(devices: Sequence[jax.Device]) -> Topology:
+    """These devices. Where their kind is not known, they count as CPUs."""
+    kind = devices[0].device_kind
+    return Topology(f"{kind} x {len(devices)}", chip_of(kind) or chips()["cpu"], tuple(devices))
 
 
 def _prepare(name: str, platform: str) -> None:

@@ -69,6 +69,7 @@ def register_all() -> None:
     import research_dp.data
     import research_dp.distributed.nnx_data_parallel
     import research_dp.models
+    import research_dp.planning.auto
     import research_dp.planning.budget
     import research_dp.strategies
     import research_dp.training.loop  # noqa: F401

@@ -113,3 +113,21 @@ def _ms(row: Row) -> str:
 def _size(nbytes: int | None) -> str:
     unit, name = scale([nbytes])
     return f"{(nbytes or 0) / unit:.2f} {name}"
+
+
+def in_three_lines(rows: Sequence[Row], where: Topology) -> list[str]:
+    """Which strategy, what the others would take, and which of them cannot be taken.
+
+    Args:
+        rows: At least one of them fits.
+        where: The devices.
+    """
+    best, *others = fastest_first(rows)
+    slower = [f"{row.strategy} {_seconds(row) / _seconds(best) - 1:+.0%}" for row in others]
+    stopped = [f"{row.strategy} {row.problem}" for row in rows if not row.fits]
+    return [
+        f"Of {len(rows)} strategies on {where.name}: {best.strategy}, {_ms(best)} ms a step "
+        f"predicted, {_size(best.needed_bytes)} of {_size(best.available_bytes)}. {_why(best)}",
+        f"Others: {', '.join(slower) or 'none fits'}.",
+        f"Not possible: {'; '.join(stopped) or 'none'}.",
+    ]
