@@ -7,9 +7,9 @@ import pytest
 from test_strategies import WIRE, build, one_matrix, recipe, traffic
 
 from research_dp.analysis.topologies import topology
-from research_dp.config import command_line, plans
+from research_dp.config import candidates, command_line, plans
 from research_dp.distributed.errors import UsageError
-from research_dp.planning import advice, tables
+from research_dp.planning import advice, batch, tables
 from research_dp.planning.budget import Budget
 from research_dp.planning.minimum import min_wire_bytes
 from research_dp.planning.row import Row, fastest_first
@@ -117,21 +117,21 @@ def test_a_budget_names_what_is_above_it():
 
 
 def test_strategies_are_named_by_stem_by_path_and_with_more_files():
-    every = [c.name for c in plans.candidates_of(["all"])]
+    every = [c.name for c in candidates.of(["all"])]
     assert {"single", "ddp", "fsdp", "hsdp", "zero2"} <= set(every)
-    (found,) = plans.candidates_of(["fsdp+h100_speed+bf16_gather"])
+    (found,) = candidates.of(["fsdp+h100_speed+bf16_gather"])
     assert found.name == "fsdp+h100_speed+bf16_gather"
     assert found.files == (
         "gin/strategies/fsdp.gin",
         "gin/options/h100_speed.gin",
         "gin/precision/bf16_gather.gin",
     )
-    (path,) = plans.candidates_of(["gin/strategies/ddp.gin"])
+    (path,) = candidates.of(["gin/strategies/ddp.gin"])
     assert (path.name, path.files) == ("ddp", ("gin/strategies/ddp.gin",))
     with pytest.raises(UsageError, match=r"no shipped file 'fsdq'.* Did you mean fsdp"):
-        plans.candidates_of(["fsdq"])
+        candidates.of(["fsdq"])
     with pytest.raises(UsageError, match=r"no file my\.gin"):
-        plans.candidates_of(["my.gin"])
+        candidates.of(["my.gin"])
 
 
 @pytest.mark.parametrize(
@@ -201,3 +201,35 @@ def test_a_budget_has_no_effect_on_training(command):
     done = command(DIGITS, "--gin.plan.max_wire_ratio=1.01", "--dry_run", "--cpu_devices=8")
     assert done.returncode == 0, done.stderr
     assert "plan.max_wire_ratio = 1.01" in done.stdout
+
+
+@pytest.mark.parametrize(("fixed", "each", "expected"), [(10, 1, 90), (10, 7, 12), (50, 49, 1)])
+def test_the_largest_batch_is_found_in_a_few_compilations(fixed, each, expected):
+    """Memory is `fixed + each * examples a device` of 100, and a little more with every tenth."""
+    tried = []
+
+    def attempt(spec):
+        n = spec.batch_size // 16
+        tried.append(n)
+        needed = fixed + each * n
+        return Row("x", batch_size=spec.batch_size, needed_bytes=needed, available_bytes=100,
+                   fits=needed <= 100)  # fmt: skip
+
+    spec = TrainSpec(model=None, optimizer=None, example={}, batch_size=16, accumulation_steps=2)
+    first = attempt(spec)
+    found = batch.largest(recipe("fsdp"), spec, first, attempt)
+    assert found.fits
+    assert found.batch_size == 16 * expected
+    assert len(tried) <= 5
+
+
+def test_more_micro_batches_are_tried_until_it_fits():
+    def attempt(spec):
+        return Row("x", fits=spec.accumulation_steps >= 4)
+
+    def steps(size):
+        spec = TrainSpec(model=None, optimizer=None, example={}, batch_size=size)
+        return batch.smallest_steps(recipe("fsdp"), spec, Row("x"), attempt)
+
+    assert steps(32).fits
+    assert steps(16) is None, "16 examples on 8 devices make no 4 micro-batches"

@@ -62,6 +62,12 @@ class Topology:
         return len(self.devices) // self.hosts
 
     @property
+    def domains(self) -> tuple[int, int]:
+        """Hosts (GPU) or slices (TPU), and devices in each."""
+        count = len({self.domain(device) for device in self.devices})
+        return count, len(self.devices) // count
+
+    @property
     def slices(self) -> int:
         """Slices of a TPU; 1 elsewhere."""
         return len({getattr(device, "slice_index", None) for device in self.devices})

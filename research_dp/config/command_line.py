@@ -101,6 +101,7 @@ class PlanOptions:
         strategies: Strategies to compare; empty: the run's own.
         json_file: Where the plan is written as JSON.
         dump_hlo: A folder for the compiled programs' text.
+        advise: Whether to compile the fastest with other options and batches too.
         measure: Whether to run each step, too, on the devices that are present.
     """
 
@@ -108,6 +109,7 @@ class PlanOptions:
     strategies: tuple[str, ...] = ()
     json_file: str | None = None
     dump_hlo: str | None = None
+    advise: bool = False
     measure: bool = False
 
 
@@ -125,6 +127,7 @@ def parse_plan(argv: Sequence[str], description: str) -> tuple[Options, PlanOpti
     )
     add("--json", dest="json_file", metavar="FILE", help="write the plan as JSON")
     add("--dump_hlo", metavar="DIR", help="write each compiled program's text")
+    add("--advise", action="store_true", help="compile other options and batches of the fastest")
     add("--measure", action="store_true", help="run each step, too, if the devices are present")
     parsed = parser.parse_args(_expand_bindings(argv))
     if not parsed.gin_files and not parsed.bindings:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,33 +15,22 @@ import jax
 
 from research_dp.analysis import topologies
 from research_dp.analysis.topologies import Topology
-from research_dp.config import environment, gin_config, sources
+from research_dp.config import candidates, environment
+from research_dp.config.candidates import Candidate
 from research_dp.config.command_line import Options, PlanOptions
-from research_dp.config.gin_config import Config, Mistakes
-from research_dp.config.names import did_you_mean
+from research_dp.config.gin_config import Config
 from research_dp.config.show import put
-from research_dp.config.sources import Mistake
 from research_dp.distributed.errors import UsageError
 from research_dp.distributed.mesh import planning_for
-from research_dp.planning import advice, tables
+from research_dp.planning import advice, batch, tables
 from research_dp.planning.measure import measure
-from research_dp.planning.row import Row, compile_row, refused
+from research_dp.planning.row import Row, compile_row, fastest_first, refused
 from research_dp.strategies import Recipe, TrainSpec
 
 DONE, EXCEEDED = 0, 1
 
-
-@dataclasses.dataclass(frozen=True)
-class Candidate:
-    """A strategy to plan for.
-
-    Attributes:
-        name: What its row is called; '' for the run's own.
-        files: Files that choose it, after the run's.
-    """
-
-    name: str
-    files: tuple[str, ...] = ()
+# Makes a row of a strategy and a run under a configuration.
+Look = Callable[[Recipe, TrainSpec, Config], Row | None]
 
 
 def plan(options: Options, wanted: PlanOptions) -> int:
@@ -51,22 +40,27 @@ def plan(options: Options, wanted: PlanOptions) -> int:
         UsageError: A mistake in the configuration, an unknown topology or strategy, or no strategy
             can be built.
     """
-    candidates = candidates_of(wanted.strategies)
-    strict = check(options, candidates)
+    chosen = candidates.of(wanted.strategies)
+    strict = candidates.check(options, chosen)
     where = topology_of(options, wanted)
     dump = _folder(wanted.dump_hlo)
     run = _Planner(options, where, dump, wanted.measure, strict)
     rows = []
-    for number, candidate in enumerate(candidates, 1):
-        _tell(f"[{number}/{len(candidates)}] {candidate.name or 'the run'} on {where.name}")
+    for number, candidate in enumerate(chosen, 1):
+        _tell(f"[{number}/{len(chosen)}] {candidate.name or 'the run'} on {where.name}")
         rows.append(run.row(candidate))
     if all((row.problem or "").startswith("refused") for row in rows):
         told = dict.fromkeys(f"{row.strategy}: {row.problem}" for row in rows)
         raise UsageError("\nerror: ".join(told))
     words = advice.words(rows, where)
     put(*tables.tables(rows, where), "", *words)
+    others = run.others(chosen, rows) if wanted.advise else []
+    if others:
+        more = advice.changes(others, fastest_first(rows))
+        put("", *tables.tables(others, where), "", *more)
+        words += more
     if wanted.json_file:
-        _write(wanted.json_file, tables.as_json(rows, where, words))
+        _write(wanted.json_file, tables.as_json(rows, others, where, words))
     for over in run.exceeded:
         print(f"error: {over}", file=sys.stderr)
     return EXCEEDED if run.exceeded else DONE
@@ -85,77 +79,6 @@ def topology_of(options: Options, wanted: PlanOptions) -> Topology:
     if wanted.topology == "here":
         return topologies.present()
     return topologies.topology(wanted.topology)
-
-
-def candidates_of(strategies: Sequence[str]) -> list[Candidate]:
-    """The strategies that are named; the run's own if none is.
-
-    Args:
-        strategies: Each 'fsdp', 'my/own.gin', 'fsdp+h100_speed+bf16_collectives'; or 'all'.
-
-    Raises:
-        UsageError: There is no such strategy or file.
-    """
-    if not strategies:
-        return [Candidate("")]
-    known = [Path(file).stem for file in sources.shipped() if "/strategies/" in file]
-    found: dict[str, Candidate] = {}
-    for text in strategies:
-        for name in known if text == "all" else [text]:
-            first, *others = name.split("+")
-            files = [_file(first, "strategies"), *(_file(other, "") for other in others)]
-            label = "+".join(Path(word).stem for word in name.split("+"))
-            found[label] = Candidate(label, tuple(files))
-    return list(found.values())
-
-
-def _file(name: str, folder: str) -> str:
-    """A file by its path, or a shipped one by its stem."""
-    if name.endswith(".gin"):
-        if sources.find(name) is None:
-            raise UsageError(f"--strategies: no file {name}.")
-        return name
-    shipped = {Path(f).stem: f for f in sources.shipped() if not folder or f"/{folder}/" in f}
-    if name not in shipped:
-        hint = did_you_mean(name, shipped)
-        raise UsageError(f"--strategies: no shipped file {name!r}.{hint} Or give a path to one.")
-    return shipped[name]
-
-
-def check(options: Options, candidates: Sequence[Candidate]) -> dict[str, bool]:
-    """Whether each candidate's configuration is right with nothing bound in vain, by name.
-
-    What has no effect under some strategies may have one under others, and is let through there.
-
-    Raises:
-        Mistakes: Something is wrong under every strategy, or in vain under every one.
-    """
-    strict: dict[str, bool] = {}
-    mistakes: list[dict[str, Mistake]] = []
-    for candidate in candidates:
-        try:
-            load(options, candidate)
-            strict[candidate.name] = True
-            mistakes.append({})
-        except Mistakes as error:
-            strict[candidate.name] = False
-            # By their places: what a message suggests instead depends on the strategy.
-            mistakes.append({mistake.place or str(mistake): mistake for mistake in error.mistakes})
-    common = [m for place, m in mistakes[0].items() if all(place in found for found in mistakes)]
-    if common:
-        raise Mistakes(common)
-    return strict
-
-
-def load(options: Options, candidate: Candidate, *, allow_unused: bool = False) -> Config:
-    """Binds the run with a candidate's strategy."""
-    return gin_config.load(
-        [*options.gin_files, *candidate.files],
-        options.bindings,
-        imports=options.imports,
-        allow_unused=options.allow_unused or allow_unused,
-        whole=True,
-    )
 
 
 class _Planner:
@@ -178,27 +101,79 @@ class _Planner:
         self.exceeded: list[str] = []
 
     def row(self, candidate: Candidate) -> Row:
-        """A candidate's row."""
+        """A candidate's row, held to the budget."""
+
+        def look(recipe: Recipe, spec: TrainSpec, config: Config) -> Row:
+            row = self.compile(candidate.name or recipe.name, recipe, spec)
+            budget = gin.get_configurable("plan")()
+            for name, told in budget.exceeded(row):
+                self.exceeded.append(f"{told} {name} is bound in {config.origin(name)}.")
+            return row
+
+        row = self.under(candidate, look)
+        assert row is not None  # this look always has one
+        return row
+
+    def others(self, chosen: Sequence[Candidate], rows: Sequence[Row]) -> list[Row]:
+        """Rows with other options than the fastest has, and with the largest batch that it can.
+
+        If nothing fits: with more micro-batches.
+        """
+        known = {row.strategy: row for row in rows}
+        by_name = {found.strategy: c for c, found in zip(chosen, rows, strict=True)}
+        found = []
+        for best in fastest_first(rows)[:1]:
+            for candidate in candidates.variants(by_name[best.strategy], best, self.where):
+                if candidate.name not in known:
+                    _tell(f"[advice] {candidate.name} on {self.where.name}")
+                    found.append(self.under(candidate, self.plain(candidate.name)))
+            found.append(self.under(by_name[best.strategy], self.search(best, batch.largest)))
+        if not fastest_first(rows):
+            for row in rows:
+                if row.state_bytes and row.state_bytes <= (row.available_bytes or 0):
+                    look = self.search(row, batch.smallest_steps)
+                    found.append(self.under(by_name[row.strategy], look))
+        return [row for row in found if row is not None and row not in rows]
+
+    def plain(self, name: str) -> Look:
+        """Compiles a strategy as it is."""
+        return lambda recipe, spec, config: self.compile(name, recipe, spec)
+
+    def search(self, row: Row, how: Callable[..., Row | None]) -> Look:
+        """Searches a batch for a row's strategy."""
+
+        def attempt(recipe: Recipe, spec: TrainSpec) -> Row:
+            _tell(
+                f"[advice] {row.strategy}, batch {spec.batch_size}, accumulation_steps "
+                f"{spec.accumulation_steps} on {self.where.name}"
+            )
+            name = f"{row.strategy}, batch {spec.batch_size}"
+            if spec.accumulation_steps > 1:
+                name += f" in {spec.accumulation_steps}"
+            return self.compile(name, recipe, spec)
+
+        return lambda recipe, spec, config: how(
+            recipe, spec, row, functools.partial(attempt, recipe)
+        )
+
+    def compile(self, name: str, recipe: Recipe, spec: TrainSpec) -> Row:
+        """One row."""
+        made = compile_row(name, recipe, spec, self.where, self.dump)
+        if self.measured and made.row.fits:
+            made.row.measured_seconds = measure(made)
+        return made.row
+
+    def under(self, candidate: Candidate, look: Look) -> Row | None:
+        """What a function makes of a candidate's strategy and run; why not, if it is refused."""
         from research_dp.training.loop import train
 
-        found: list[Row] = []
-        config = None
-
-        def look(recipe: Recipe, spec: TrainSpec) -> None:
-            name = candidate.name or recipe.name
-            made = compile_row(name, recipe, spec, self.where, self.dump)
-            if self.measured and made.row.fits:
-                made.row.measured_seconds = measure(made)
-            found.append(made.row)
-
+        found: list[Row | None] = []
+        config: Config | None = None
         try:
-            strict = self.strict[candidate.name]
-            config = load(self.options, candidate, allow_unused=not strict)
+            strict = self.strict.get(candidate.name, False)
+            config = bound = candidates.load(self.options, candidate, allow_unused=not strict)
             with planning_for(self.where.devices):
-                train(look=look)
-            budget = gin.get_configurable("plan")()
-            for name, told in budget.exceeded(found[0]):
-                self.exceeded.append(f"{told} {name} is bound in {config.origin(name)}.")
+                train(look=lambda recipe, spec: found.append(look(recipe, spec, bound)))
             return found[0]
         except UsageError as error:
             place = config and error.binding and config.origin(error.binding)

@@ -32,6 +32,39 @@ def words(rows: Sequence[Row], where: Topology) -> list[str]:
     return [*said, *_truth(rows, where)]
 
 
+def changes(others: Sequence[Row], ranked: Sequence[Row]) -> list[str]:
+    """What variants would change, each beside the fastest of a plan.
+
+    Args:
+        others: The variants.
+        ranked: The plan's strategies that fit, the fastest first.
+    """
+    if not ranked:
+        return [
+            _winner(row).replace("Fastest that fits", "This fits") for row in others if row.fits
+        ]
+    said, best = [], ranked[0]
+    for row in others:
+        if not row.fits:
+            said.append(f"{row.strategy} {row.problem}.")
+        elif row.batch_size != best.batch_size:
+            rates = (row.examples_per_second or 0.0) / (best.examples_per_second or 1.0)
+            mfu = f", MFU {row.mfu:.1%}" if row.mfu else ""
+            said.append(
+                f"Largest batch found to fit: {row.batch_size:,} a step, "
+                f"{_size(row.needed_bytes)} of {_size(row.available_bytes)} a device; {rates:.2f} "
+                f"times the examples/s{mfu}. Larger ones with train.accumulation_steps."
+            )
+        else:
+            sent = [(r.wire_bytes or {}).get("total") for r in (row, best)]
+            said.append(
+                f"{row.strategy} instead of {best.strategy}: a step of {_ms(row)} ms instead of "
+                f"{_ms(best)}, {_size(row.needed_bytes)} instead of {_size(best.needed_bytes)}, "
+                f"{_size(sent[0])} sent instead of {_size(sent[1])}."
+            )
+    return said
+
+
 def _winner(row: Row) -> str:
     rate = ""
     if row.tokens_per_second and row.mfu and not row.measured_seconds:
@@ -110,7 +143,7 @@ def _ms(row: Row) -> str:
     return f"{_seconds(row) * 1e3:.1f}"
 
 
-def _size(nbytes: int | None) -> str:
+def _size(nbytes: float | None) -> str:
     unit, name = scale([nbytes])
     return f"{(nbytes or 0) / unit:.2f} {name}"
 

@@ -98,14 +98,24 @@ def error(row: Row) -> float | None:
     return row.predicted_seconds / row.measured_seconds - 1
 
 
-def as_json(rows: Sequence[Row], where: Topology, words: Sequence[str]) -> dict[str, Any]:
-    """A plan as JSON; bytes, seconds, and rates are in their units, without prefixes."""
+def as_json(
+    rows: Sequence[Row], others: Sequence[Row], where: Topology, words: Sequence[str]
+) -> dict[str, Any]:
+    """A plan as JSON; bytes, seconds, and rates are in their units, without prefixes.
+
+    Args:
+        rows: The strategies.
+        others: Variants of the fastest.
+        where: The devices.
+        words: The advice.
+    """
     chip = dataclasses.asdict(where.chip)
     return {
         "topology": {"name": where.name, "devices": len(where.devices), "hosts": where.hosts},
         "device": {name: chip[name] for name in _RATES},
         "reserve": RESERVE[where.chip.platform],
         "strategies": {row.strategy: row.as_json() for row in rows},
+        "variants": {row.strategy: row.as_json() for row in others},
         "advice": list(words),
     }
 
