@@ -15,9 +15,19 @@ ALLOWED = {
     "models": {"models", "distributed"},
     "data": {"data", "distributed"},
     "analysis": {"analysis", "strategies", "distributed"},
+    "planning": {"planning", "analysis", "strategies", "distributed"},
     "conformance": {"conformance", "analysis", "models", "strategies", "distributed"},
     "training": {"training", "analysis", "strategies", "distributed"},
-    "config": {"config", "analysis", "distributed", "strategies", "models", "data", "training"},
+    "config": {
+        "config",
+        "planning",
+        "analysis",
+        "distributed",
+        "strategies",
+        "models",
+        "data",
+        "training",
+    },
 }
 CORE = {"jax", "flax", "optax", "gin", "numpy"}
 FILES = sorted(PACKAGE.rglob("*.py"))

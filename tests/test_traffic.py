@@ -53,3 +53,11 @@ def test_what_cannot_be_counted_is_refused():
         read(
             lambda x: lax.ragged_all_to_all(x, x, *[jnp.zeros(4, jnp.int32)] * 4, axis_name="fsdp")
         )
+
+
+def test_a_jitted_function_with_compiler_options_is_read():
+    options = {"xla_cpu_enable_fast_math": True}
+    mesh = make_mesh({"data": 8})
+    mapped = jax.shard_map(lambda x: lax.psum(x, "data"), mesh=mesh, in_specs=P(), out_specs=P())
+    found = collectives(jax.jit(mapped, compiler_options=options), jnp.ones(4))
+    assert sum(one.wire_bytes for one in found) == 2 * 16 * 7 / 8

@@ -51,7 +51,7 @@ class Schedule:
     @property
     def hidden_fraction(self) -> float:
         """The share of the network's time that lies behind compute; 1 where nothing is sent."""
-        return 1 - self.exposed / self.network if self.network else 1.0
+        return max(0.0, 1 - self.exposed / self.network) if self.network else 1.0
 
     @property
     def bound(self) -> str:

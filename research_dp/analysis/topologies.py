@@ -11,6 +11,7 @@ import importlib.util
 import os
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,12 @@ class Topology:
     @property
     def devices_per_host(self) -> int:
         return len(self.devices) // self.hosts
+
+    @property
+    def domains(self) -> tuple[int, int]:
+        """Hosts (GPU) or slices (TPU), and devices in each."""
+        count = len({self.domain(device) for device in self.devices})
+        return count, len(self.devices) // count
 
     @property
     def slices(self) -> int:
@@ -128,9 +135,13 @@ def topology(name: str) -> Topology:
 
 def present() -> Topology:
     """The devices of this run. Where their kind is not known, they count as CPUs."""
-    devices = tuple(jax.devices())
-    chip = chip_of(devices[0].device_kind) or chips()["cpu"]
-    return Topology(f"{devices[0].device_kind} x {len(devices)}", chip, devices)
+    return of(jax.devices())
+
+
+def of(devices: Sequence[jax.Device]) -> Topology:
+    """These devices. Where their kind is not known, they count as CPUs."""
+    kind = devices[0].device_kind
+    return Topology(f"{kind} x {len(devices)}", chip_of(kind) or chips()["cpu"], tuple(devices))
 
 
 def _prepare(name: str, platform: str) -> None:

@@ -70,7 +70,9 @@ def collectives(function: Callable[..., Any], *args: Any) -> list[Collective]:
         NotImplementedError: It has a collective that this reader does not know, or one in a loop
             whose length the program does not say.
     """
-    jaxpr = jax.make_jaxpr(function)(*args).jaxpr
+    # A jitted function is traced as it is: with compiler options it cannot be part of another.
+    trace = getattr(function, "trace", jax.jit(function).trace)
+    jaxpr = trace(*args).jaxpr.jaxpr
     # Every compiler drops what no result needs, such as the primal of a gradient that is wanted
     # alone.
     used, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)

@@ -113,6 +113,51 @@ def parse_conform(argv: Sequence[str], description: str) -> Options:
     return _options(parsed)
 
 
+@dataclasses.dataclass(frozen=True)
+class PlanOptions:
+    """What the command line of `plan` says beside the run.
+
+    Attributes:
+        topology: Devices to compile for.
+        strategies: Strategies to compare; empty: the run's own.
+        json_file: Where the plan is written as JSON.
+        dump_hlo: A folder for the compiled programs' text.
+        advise: Whether to compile the fastest with other options and batches too.
+        measure: Whether to run each step, too, on the devices that are present.
+    """
+
+    topology: str
+    strategies: tuple[str, ...] = ()
+    json_file: str | None = None
+    dump_hlo: str | None = None
+    advise: bool = False
+    measure: bool = False
+
+
+def parse_plan(argv: Sequence[str], description: str) -> tuple[Options, PlanOptions]:
+    """Parses the flags of `plan`."""
+    parser = _parser("research_dp.plan", description, workdir=False)
+    add = parser.add_argument
+    add("--topology", required=True, metavar="T", help="h100:8x8, v5e-64, cpu:8, ...; or: here")
+    add(
+        "--strategies",
+        default="",
+        metavar="all|A,B,...",
+        help="shipped strategies, or files, to compare; +F after one adds a file: "
+        "fsdp+h100_speed; without this flag the run's own",
+    )
+    add("--json", dest="json_file", metavar="FILE", help="write the plan as JSON")
+    add("--dump_hlo", metavar="DIR", help="write each compiled program's text")
+    add("--advise", action="store_true", help="compile other options and batches of the fastest")
+    add("--measure", action="store_true", help="run each step, too, if the devices are present")
+    parsed = parser.parse_args(_expand_bindings(argv))
+    if not parsed.gin_files and not parsed.bindings:
+        parser.error("nothing to plan: give --gin_file, e.g. --gin_file=gin/runs/digits.gin")
+    chosen = tuple(word.strip() for word in parsed.strategies.split(",") if word.strip())
+    given = {f.name: getattr(parsed, f.name) for f in dataclasses.fields(PlanOptions)}
+    return _options(parsed), PlanOptions(**{**given, "strategies": chosen})
+
+
 def elements(text: str) -> list[str]:
     """The values in 'V,W,...' or '[V, W]', each as it stands in a gin file."""
     parts = _split(text)
@@ -138,8 +183,8 @@ def _split(text: str) -> list[str]:
     return [part.strip() for part in parts]
 
 
-def _parser(module: str, description: str) -> _Parser:
-    """The flags that all commands have which run gin files."""
+def _parser(module: str, description: str, *, workdir: bool = True) -> _Parser:
+    """The flags that all commands have which run gin files; `workdir` where there are results."""
     parser = _Parser(prog=f"python -m {module}", description=description, allow_abbrev=False)
     add = parser.add_argument
     add(
@@ -164,7 +209,8 @@ def _parser(module: str, description: str) -> _Parser:
         metavar="VALUE",
         help="the same, shorter: --gin.train.num_steps=20; a bare word is a string",
     )
-    add("--workdir", metavar="DIR", help="where results go, and from where a run continues")
+    if workdir:
+        add("--workdir", metavar="DIR", help="where results go, and from where a run continues")
     add("--cpu_devices", type=_positive, metavar="N", help="split the CPU into N devices")
     add(
         "--import",

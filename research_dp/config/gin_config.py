@@ -12,11 +12,12 @@ import gin
 
 from research_dp.config import gin_state, names, sources, unused
 from research_dp.config.reach import key, reach, winners
-from research_dp.config.sources import Binding, Import, Mistake
+from research_dp.config.sources import Binding, Import, Mistake, Reference
 from research_dp.distributed.errors import UsageError
 
 ROOT = "research_dp.training.loop.train"
 IN_CALL = "\n  In call"  # how what gin adds to a message begins
+BUDGET = "planning.plan"  # a run may say what a plan of it is held to
 
 
 class Mistakes(UsageError):
@@ -69,6 +70,8 @@ def register_all() -> None:
     import research_dp.data
     import research_dp.distributed.nnx_data_parallel
     import research_dp.models
+    import research_dp.planning.auto
+    import research_dp.planning.budget
     import research_dp.strategies
     import research_dp.training.loop  # noqa: F401
 
@@ -110,7 +113,8 @@ def load(
     right = [binding for binding in written if binding not in wrong]
     table = winners(right)
     lost = [item for binding in wrong for item in sources.references(binding.value)]
-    reached = reach(table, ROOT, more=lost)
+    budget = [Reference(BUDGET, False)] if any(name == BUDGET for _, name, _ in table) else []
+    reached = reach(table, ROOT, more=[*lost, *budget])
     if not whole:
         found += unused.unbound(table, [*reached.unbound, *unused.macros_in(table)])
     elif is_read:

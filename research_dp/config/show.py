@@ -21,17 +21,18 @@ from research_dp.config.gin_config import Config
 from research_dp.config.names import did_you_mean
 from research_dp.config.reach import key
 from research_dp.distributed.errors import UsageError
-from research_dp.strategies import Strategy
+from research_dp.strategies import Recipe, Strategy, TrainSpec
 from research_dp.training import report
 
 _COLUMN = 60
 _PIPE_WIDTH = 200  # rows of a table are not cut in a pipe
 
 
-def look(config: Config) -> Callable[[Strategy], None]:
-    """A function that shows a built strategy, and before it the configuration."""
+def look(config: Config) -> Callable[[Recipe, TrainSpec], None]:
+    """A function that builds a strategy and shows it, and before it the configuration."""
 
-    def show(strategy: Strategy) -> None:
+    def show(recipe: Recipe, spec: TrainSpec) -> None:
+        strategy = recipe.build(spec)
         for line, place in configuration(config):
             shown = Text(f"{line:<{_COLUMN}}  ")
             put(shown.append(f"# {place}", style="cyan"))

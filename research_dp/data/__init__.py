@@ -6,6 +6,7 @@ Importing this package registers the pipelines with gin; TFDS itself is imported
 from research_dp.data.dataset import tfds_data
 from research_dp.data.preprocess import byte_text, image_classification
 from research_dp.data.random_access import random_access
+from research_dp.data.random_tokens import random_tokens
 from research_dp.data.tf_data import tf_data
 from research_dp.distributed.data_set import DataSet
 
@@ -14,6 +15,7 @@ __all__ = [
     "byte_text",
     "image_classification",
     "random_access",
+    "random_tokens",
     "tf_data",
     "tfds_data",
 ]

@@ -15,6 +15,8 @@ class Purpose(enum.IntEnum):
     EXAMPLE = 2  # augmentation of the example at a place in the training stream
     FILES = 3  # order of files, in a reader without random access
     BUFFER = 4  # order of the examples in that reader's shuffle buffer
+    TOKENS = 5  # of the example at a place in the training stream, where there is no data
+    EVAL_TOKENS = 6  # the same for evaluation
 
 
 def generator(seed: int, purpose: Purpose, index: int = 0) -> np.random.Generator:

@@ -54,7 +54,7 @@ def train(
     on_nonfinite: OnNonfinite = "stop",
     check_replicas_every: Count | None = None,
     workdir: str | None = None,
-    look: Callable[[Strategy], None] | None = None,
+    look: Callable[[Recipe, TrainSpec], None] | None = None,
     started: float | None = None,
 ) -> int:
     """Trains a model on data under a strategy; continues what is in the workdir.
@@ -82,7 +82,7 @@ def train(
         check_replicas_every: Compare what devices hold that should hold the same each so many
             steps; a difference ends the run. None: never.
         workdir: Folder of the run's results.
-        look: Called with the built strategy instead of training.
+        look: Called with the strategy, and what it is to be built for, instead of training.
         started: `time.perf_counter()` when the command started.
 
     Returns:
@@ -114,10 +114,10 @@ def train(
         seed=seed,
         skip_nonfinite=on_nonfinite == "skip",
     )
-    built = strategy.build(spec)
     if look is not None:
-        look(built)
+        look(strategy, spec)
         return DONE
+    built = strategy.build(spec)
 
     # ---- Where it stands ----
     with contextlib.ExitStack() as stack:

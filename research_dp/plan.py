@@ -1,0 +1,36 @@
+"""`python -m research_dp.plan`: what strategies cost on devices that need not be there.
+
+Each strategy's training step is compiled for the devices that --topology names, and the program is
+read: bytes, FLOPs and counts are exact, times are predicted from vendors' rates.
+"""
+
+from __future__ import annotations
+
+import sys
+
+
+def main(argv: list[str]) -> int:
+    """Runs the command; returns its exit status: 1 if something is above the budget."""
+    import jax
+
+    from research_dp.config import command_line, environment, gin_config, plans
+    from research_dp.distributed.errors import UsageError
+
+    options, wanted = command_line.parse_plan(argv, __doc__ or "")
+    try:
+        environment.quieten_tensorflow()
+        # A program from a cache has no compile time, and not every kind of device can have one.
+        jax.config.update("jax_enable_compilation_cache", False)
+        return plans.plan(options, wanted)
+    except (UsageError, TypeError, RuntimeError) as error:
+        mistake = gin_config.as_mistake(error, None)
+        if mistake is None:
+            raise
+        print(mistake, file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # `... | head`
+        return environment.reader_has_gone()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,251 @@
+"""One row of a plan: a strategy, compiled for some devices, and what its step costs there."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from research_dp.analysis import traffic
+from research_dp.analysis.fitting import DoesNotFitError, compile_to_fit
+from research_dp.analysis.program import ProgramCost, read
+from research_dp.analysis.topologies import Topology
+from research_dp.distributed.errors import UsageError
+from research_dp.planning.minimum import min_wire_bytes
+from research_dp.strategies import Recipe, Strategy, TrainSpec
+
+# The share of device memory that a step may not count on. GPUs: the CUDA context, NCCL's buffers,
+# fragmentation; JAX itself takes three quarters unless XLA_PYTHON_CLIENT_MEM_FRACTION says more.
+# TPUs: what the compiler may use is known already; batches that wait, and metrics, come on top.
+RESERVE = {"gpu": 0.08, "tpu": 0.02, "cpu": 0.0}
+
+
+@dataclasses.dataclass
+class Row:
+    """What a strategy's step costs, a device. None: not known, `problem` says why.
+
+    Attributes:
+        strategy: Its name.
+        mesh: Sizes of the mesh's axes.
+        batch_size: Examples a step, over all devices.
+        accumulation_steps: Micro-batches a step.
+        parameters: Number of parameters of the model.
+        params_bytes: Of the parameters that a device holds.
+        opt_bytes: Of its optimizer state.
+        state_bytes: Of all that it holds between steps.
+        batch_bytes: Of its part of a batch.
+        temp_bytes: Of what the step needs besides.
+        peak_bytes: Most in use at any moment, by the compiler.
+        needed_bytes: State, batch, temporary memory, and results that take no argument's place.
+        available_bytes: Device memory less `RESERVE`.
+        fits: Whether `needed_bytes` is at most `available_bytes`.
+        collectives: Each with kind, axes, dtype, purpose, count and wire_bytes.
+        wire_bytes: Bytes sent a step: 'total', 'by_kind', 'by_axis', 'by_dtype'.
+        min_wire_bytes: By the README's table.
+        hidden_fraction: The share of the network's time that lies behind compute.
+        flops: Of matrix multiplications.
+        predicted_seconds: A step, from vendors' rates.
+        predicted_parts: Its parts, each as if it were alone: 'compute', 'memory',
+            'network_inside' a host (GPU) or slice (TPU), 'network_across'; and 'exposed', the wait
+            for the network.
+        bound: The longest of the first four.
+        mfu: Model FLOPs over what the devices could do at most.
+        tokens_per_second: Of all devices.
+        examples_per_second: Of all devices.
+        compile_seconds: Tracing and compiling.
+        measured_seconds: A step on these devices, where they are there and it was asked for.
+        problem: Why it cannot be run so, in a sentence.
+    """
+
+    strategy: str
+    mesh: dict[str, int] | None = None
+    batch_size: int | None = None
+    accumulation_steps: int | None = None
+    parameters: int | None = None
+    params_bytes: int | None = None
+    opt_bytes: int | None = None
+    state_bytes: int | None = None
+    batch_bytes: int | None = None
+    temp_bytes: int | None = None
+    peak_bytes: int | None = None
+    needed_bytes: int | None = None
+    available_bytes: int | None = None
+    fits: bool = False
+    collectives: list[dict[str, Any]] | None = None
+    wire_bytes: dict[str, Any] | None = None
+    min_wire_bytes: float | None = None
+    hidden_fraction: float | None = None
+    flops: int | None = None
+    predicted_seconds: float | None = None
+    predicted_parts: dict[str, float] | None = None
+    bound: str | None = None
+    mfu: float | None = None
+    tokens_per_second: float | None = None
+    examples_per_second: float | None = None
+    compile_seconds: float | None = None
+    measured_seconds: float | None = None
+    problem: str | None = None
+
+    @property
+    def wire_ratio(self) -> float | None:
+        """Wire bytes over the least; None where nothing must be sent, or it is not known."""
+        if not self.min_wire_bytes or self.wire_bytes is None:
+            return None
+        return self.wire_bytes["total"] / self.min_wire_bytes
+
+    def as_json(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self), "wire_ratio": self.wire_ratio}
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """A row, and the program behind it.
+
+    Attributes:
+        row: The row.
+        strategy: The built strategy.
+        program: Its compiled training step; None if it does not compile.
+    """
+
+    row: Row
+    strategy: Strategy
+    program: Any
+
+
+def compile_row(
+    name: str, recipe: Recipe, spec: TrainSpec, where: Topology, dump: Path | None = None
+) -> Compiled:
+    """Builds a strategy, compiles its step and reads it.
+
+    Args:
+        name: What the row is called.
+        recipe: The strategy, its mesh made of `where`'s devices.
+        spec: The run.
+        where: The devices.
+        dump: A folder for the compiled program's text.
+
+    Raises:
+        UsageError: The strategy cannot be built so.
+    """
+    start = time.perf_counter()
+    built = recipe.build(spec)
+    row = _held(name, built, spec, where)
+    traced = traffic.collectives(built.train_step, built.abstract_state, built.abstract_batch)
+    row.min_wire_bytes = min_wire_bytes(recipe, spec, built, traced)
+    program = None
+    step: Any = built.train_step  # jitted, so that it can be lowered
+    try:
+        lowered = step.lower(built.abstract_state, built.abstract_batch)
+        program = compile_to_fit(lowered)
+        row.compile_seconds = time.perf_counter() - start
+        if dump is not None:
+            (dump / f"{name}.txt").write_text(program.as_text())
+        cost = read(program, built.mesh, where)
+        _sent(row, cost)
+        _timed(row, cost, spec, where, built)
+    except DoesNotFitError as error:
+        row.needed_bytes = error.needed_bytes
+        row.problem = _too_large(row)
+    except jax.errors.JaxRuntimeError as error:
+        row.problem = f"does not compile: {str(error).splitlines()[0]}"
+    except NotImplementedError as error:
+        row.problem = f"its program cannot be read: {error}"
+    return Compiled(row, built, program)
+
+
+def refused(name: str, error: UsageError) -> Row:
+    """The row of a strategy that cannot be built."""
+    return Row(name, problem=f"refused: {error}")
+
+
+def available_bytes(where: Topology) -> int:
+    """Device memory that a step may count on."""
+    return int(where.chip.memory_bytes * (1 - RESERVE[where.chip.platform]))
+
+
+def _held(name: str, built: Strategy, spec: TrainSpec, where: Topology) -> Row:
+    """A row with what is known before anything is compiled."""
+    state = built.abstract_state
+    return Row(
+        strategy=name,
+        mesh=dict(built.mesh.shape),
+        batch_size=spec.batch_size,
+        accumulation_steps=spec.accumulation_steps,
+        parameters=sum(math.prod(x.shape) for x in jax.tree.leaves(state.params)),
+        params_bytes=_bytes(state.params),
+        opt_bytes=_bytes(state.opt_state),
+        state_bytes=_bytes(state),
+        batch_bytes=_bytes(built.abstract_batch),
+        available_bytes=available_bytes(where),
+    )
+
+
+def _bytes(tree: Any) -> int:
+    """Bytes a device of abstract arrays with shardings."""
+    leaves = jax.tree.leaves(tree)
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
+
+
+def _sent(row: Row, cost: ProgramCost) -> None:
+    """Fills in memory, FLOPs and traffic."""
+    row.temp_bytes, row.peak_bytes, row.flops = cost.temp_bytes, cost.peak_bytes, cost.flops
+    results = cost.output_bytes - cost.alias_bytes
+    row.needed_bytes = max(cost.peak_bytes, cost.argument_bytes + cost.temp_bytes + results)
+    row.fits = row.available_bytes is not None and row.needed_bytes <= row.available_bytes
+    row.problem = None if row.fits else _too_large(row)
+    row.wire_bytes = {"total": cost.wire_bytes}
+    for key, field in (("by_kind", "kind"), ("by_axis", "axes"), ("by_dtype", "dtype")):
+        sums = cost.wire_bytes_by(field)
+        row.wire_bytes[key] = {name: nbytes for (name,), nbytes in sorted(sums.items())}
+    counts: collections.Counter[tuple[str, ...]] = collections.Counter()
+    fields = ("kind", "axes", "dtype", "purpose")
+    for one in cost.collectives:
+        counts[one.kind, "+".join(one.axes), one.dtype, one.purpose] += one.operations
+    row.collectives = [
+        {**dict(zip(fields, key, strict=True)), "count": counts[key], "wire_bytes": nbytes}
+        for key, nbytes in sorted(cost.wire_bytes_by(*fields).items())
+    ]
+
+
+def _timed(row: Row, cost: ProgramCost, spec: TrainSpec, where: Topology, built: Strategy) -> None:
+    """Fills in predicted times, and rates that follow from them."""
+    played = cost.schedule
+    alone = {
+        "compute": played.compute,
+        "memory": played.memory,
+        "network_inside": played.network_inside,
+        "network_across": played.network_across,
+    }
+    row.hidden_fraction = played.hidden_fraction
+    row.predicted_seconds = played.step
+    row.predicted_parts = {**alone, "exposed": played.exposed}
+    row.bound = max(alone, key=lambda part: alone[part]).replace("_", " ")
+    if not played.step:
+        return
+    row.examples_per_second = spec.batch_size / played.step
+    if spec.model.work is not None:
+        work = spec.model.work(spec.example)
+        row.tokens_per_second = work.tokens * row.examples_per_second
+        short = {"bfloat16": "bf16", "float16": "f16"}.get(work.dtype, "f32")
+        most = where.chip.peak(short) * built.mesh.size
+        row.mfu = work.flops * row.examples_per_second / most
+
+
+def _too_large(row: Row) -> str:
+    needed, available = row.needed_bytes or 0, row.available_bytes or 0
+    state = f", of which state {row.state_bytes / 1e9:.2f}" if row.state_bytes else ""
+    return f"does not fit: needs {needed / 1e9:.2f} of {available / 1e9:.2f} GB a device{state}"
+
+
+def fastest_first(rows: Iterable[Row]) -> list[Row]:
+    """Those that fit, the shortest step first: as measured if each of them was, or predicted."""
+    fitting = [row for row in rows if row.fits]
+    if all(row.measured_seconds for row in fitting):
+        return sorted(fitting, key=lambda row: row.measured_seconds or 0.0)
+    return sorted(fitting, key=lambda row: row.predicted_seconds or 0.0)

@@ -1,0 +1,80 @@
+"""The strategy that plans: it takes the fastest that fits, and computes what one device does."""
+
+import dataclasses
+import json
+
+import pytest
+from conftest import ROOT
+
+from research_dp.config import gin_config, gin_state
+from research_dp.conformance import suite
+from research_dp.distributed.errors import UsageError
+from research_dp.planning import auto as auto_lib
+from research_dp.planning import row as row_lib
+
+AUTO = "gin/options/auto.gin"
+NAMES = ["ddp", "zero1", "fsdp_keep", "fsdp"]
+
+
+def recipe(*bindings):
+    gin_config.load([AUTO], ["largest_dim.min_weight_size = 64", *bindings])
+    return gin_state.value_of("train.strategy")
+
+
+def test_candidates_are_the_shipped_strategies():
+    chosen = recipe().engine.args[0]
+    assert [candidate.name for candidate in chosen] == NAMES
+    for candidate in chosen:
+        gin_config.reset()
+        gin_config.load([f"gin/strategies/{candidate.name}.gin"])
+        shipped = gin_state.value_of("train.strategy")
+        for field in dataclasses.fields(shipped):
+            ours, theirs = (getattr(r, field.name) for r in (candidate, shipped))
+            named = [getattr(value, "__qualname__", value) for value in (ours, theirs)]
+            assert named[0] == named[1], (candidate.name, field.name)
+
+
+def planned(monkeypatch, needs):
+    """Lets each candidate need so many bytes and seconds: {name: (bytes, seconds)}."""
+
+    def made(name, candidate, spec, where):
+        nbytes, seconds = needs[name]
+        row = row_lib.Row(name, fits=nbytes <= 100, needed_bytes=nbytes, available_bytes=100)
+        row.predicted_seconds, row.problem = seconds, None if row.fits else "does not fit"
+        return row_lib.Compiled(row, name, None)
+
+    monkeypatch.setattr(auto_lib, "compile_row", made)
+
+
+def test_the_fastest_that_fits_is_taken_and_three_lines_tell_why(monkeypatch, capsys):
+    planned(monkeypatch, {"ddp": (200, 1), "zero1": (90, 4), "fsdp_keep": (80, 2), "fsdp": (9, 3)})
+    chosen = recipe()
+    assert chosen.engine(chosen, None) == "fsdp_keep"
+    told = capsys.readouterr().out.splitlines()
+    assert len(told) == 3
+    assert "fsdp_keep, 2000.0 ms" in told[0]
+    assert told[1] == "Others: fsdp +50%, zero1 +100%."
+    assert told[2] == "Not possible: ddp does not fit."
+
+
+def test_where_nothing_fits_each_reason_is_told(monkeypatch):
+    planned(monkeypatch, {name: (200, 1) for name in NAMES})
+    chosen = recipe()
+    with pytest.raises(UsageError, match="ddp does not fit; zero1 does not fit; fsdp_keep"):
+        chosen.engine(chosen, None)
+
+
+@pytest.mark.slow
+def test_it_follows_single():
+    assert not [check for check in suite.checks(recipe(), "linen") if not check.right]
+
+
+@pytest.mark.slow
+def test_a_run_takes_one_and_says_which(command, tmp_path):
+    flags = ["--gin_file=gin/runs/digits.gin", "--gin_file=gin/models/mlp.gin"]
+    flags += [f"--gin_file={AUTO}", "--gin.train.num_steps=3", "--cpu_devices=8"]
+    done = command(*flags, f"--workdir={tmp_path}", cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    taken = json.loads((tmp_path / "summary.json").read_text())["strategy"]
+    assert taken in NAMES
+    assert f": {taken}, " in done.stdout

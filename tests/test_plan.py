@@ -1,0 +1,235 @@
+"""The plan: its rows, what they are held to, and what its command says of mistakes."""
+
+import json
+
+import jax
+import pytest
+from test_strategies import WIRE, build, one_matrix, recipe, traffic
+
+from research_dp.analysis.topologies import topology
+from research_dp.config import candidates, command_line, plans
+from research_dp.distributed.errors import UsageError
+from research_dp.planning import advice, batch, tables
+from research_dp.planning.budget import Budget
+from research_dp.planning.minimum import min_wire_bytes
+from research_dp.planning.row import Row, fastest_first
+from research_dp.strategies import TrainSpec
+
+DIGITS = "--gin_file=gin/runs/digits.gin"
+MLP = "--gin_file=gin/models/mlp.gin"
+# What the plan of a strategy must say.
+KEYS = [
+    *("fits", "state_bytes", "temp_bytes", "peak_bytes", "wire_bytes", "min_wire_bytes"),
+    *("collectives", "hidden_fraction", "flops", "predicted_seconds", "predicted_parts", "bound"),
+]
+
+
+def plan(*flags):
+    return plans.plan(*command_line.parse_plan([*flags], ""))
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("stem", [*sorted(WIRE), "hsdp"])
+def test_the_least_is_what_a_strategy_sends_of_parameters_that_are_sharded(stem, accumulation):
+    strategy = build(stem, one_matrix(), accumulation=accumulation)
+    spec = TrainSpec(
+        model=None, optimizer=None, example={}, batch_size=32, accumulation_steps=accumulation
+    )
+    found = traffic(strategy)
+    least = min_wire_bytes(recipe(stem), spec, strategy, found)
+    assert least == pytest.approx(sum(c.wire_bytes for c in found if c.nbytes > 64))
+
+
+@pytest.mark.parametrize("stem", ["fsdp", "ddp", "zero1"])
+def test_the_least_is_counted_in_the_dtypes_that_travel(stem):
+    bindings = [
+        "gather_shards.gather_dtype = 'bfloat16'",
+        "gather_shards.grad_scatter_dtype = 'float32'",
+        "average_gradients.dtype = 'bfloat16'",
+        "scatter_gradients.dtype = 'bfloat16'",
+    ]
+    strategy = build(stem, one_matrix(), bindings=bindings)
+    spec = TrainSpec(model=None, optimizer=None, example={}, batch_size=32)
+    elements = sum(p.nbytes for p in jax.tree.leaves(strategy.layouts.params)) / 4
+    # fsdp gathers twice; zero1 gathers new parameters in their own dtype.
+    each = {"fsdp": 2 + 2 + 4, "ddp": 2 + 2, "zero1": 2 + 4}[stem]
+    least = min_wire_bytes(recipe(stem), spec, strategy, traffic(strategy))
+    assert least == pytest.approx(each * elements * 7 / 8)
+
+
+def row(name, *, needed=10e9, state=5e9, step=0.1, **others):
+    parts = {
+        "compute": step,
+        "memory": 0.01,
+        "network_inside": 0.0,
+        "network_across": 0.02,
+        "exposed": 0.01,
+    }
+    given = {
+        "needed_bytes": int(needed),
+        "state_bytes": int(state),
+        "available_bytes": int(15e9),
+        "fits": needed <= 15e9,
+        "predicted_seconds": step,
+        "predicted_parts": parts,
+        "bound": "compute",
+        "problem": None if needed <= 15e9 else "does not fit: needs too much",
+    }
+    return Row(name, **{**given, **others})
+
+
+def test_advice_names_the_fastest_that_fits_and_what_stops_the_others():
+    rows = [
+        row("slow", step=0.2),
+        row("quick", step=0.1),
+        row("large", needed=20e9, step=0.05),
+        row("huge", needed=30e9, state=29e9, step=0.05),
+        Row("odd", problem="refused: it cannot be"),
+    ]
+    best, slow, large, huge, odd, *_ = advice.words(rows, topology("cpu:8"))
+    assert best.startswith("Fastest that fits: quick, 100.0 ms")
+    assert "waits 10.0 ms for the network" in best
+    assert slow.startswith("slow: 2.0 times as long")
+    assert "fewer examples a device" in large
+    assert "its state must be sharded" in huge
+    assert odd == "odd refused: it cannot be."
+    assert advice.words(rows[2:], topology("cpu:8"))[0] == "Nothing of this fits."
+
+
+def test_measured_times_rank_where_all_were_measured():
+    rows = [row("a", step=0.1, measured_seconds=0.9), row("b", step=0.2, measured_seconds=0.3)]
+    assert [r.strategy for r in fastest_first(rows)] == ["b", "a"]
+    rows[1].measured_seconds = None
+    assert [r.strategy for r in fastest_first(rows)] == ["a", "b"]
+    assert tables.error(rows[0]) == pytest.approx(0.1 / 0.9 - 1)
+
+
+def test_a_budget_names_what_is_above_it():
+    sent = {"wire_bytes": {"total": 101.0}, "min_wire_bytes": 100.0, "peak_bytes": 50}
+    over = dict(Budget(max_wire_ratio=1.005, max_peak_bytes=49).exceeded(row("x", **sent)))
+    assert "1.01 times the least, more than 1.005" in over["plan.max_wire_ratio"]
+    assert "50 bytes a device at its peak, more than 49" in over["plan.max_peak_bytes"]
+    assert not list(Budget(1.02, 50).exceeded(row("x", **sent)))
+    # Nothing must be sent: no ratio to be above.
+    assert not list(Budget(1.0, None).exceeded(row("x", **{**sent, "min_wire_bytes": 0.0})))
+    # It does not even compile: what the compiler says that it needs counts.
+    assert list(Budget(None, 49).exceeded(row("x", peak_bytes=None)))
+
+
+def test_strategies_are_named_by_stem_by_path_and_with_more_files():
+    every = [c.name for c in candidates.of(["all"])]
+    assert {"single", "ddp", "fsdp", "hsdp", "zero2"} <= set(every)
+    (found,) = candidates.of(["fsdp+h100_speed+bf16_gather"])
+    assert found.name == "fsdp+h100_speed+bf16_gather"
+    assert found.files == (
+        "gin/strategies/fsdp.gin",
+        "gin/options/h100_speed.gin",
+        "gin/precision/bf16_gather.gin",
+    )
+    (path,) = candidates.of(["gin/strategies/ddp.gin"])
+    assert (path.name, path.files) == ("ddp", ("gin/strategies/ddp.gin",))
+    with pytest.raises(UsageError, match=r"no shipped file 'fsdq'.* Did you mean fsdp"):
+        candidates.of(["fsdq"])
+    with pytest.raises(UsageError, match=r"no file my\.gin"):
+        candidates.of(["my.gin"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--topology=h100"], "topology 'h100' is not known"),
+        (["--topology=v9-64"], "topology 'v9-64' is not known"),
+        (["--topology=cpu:8", "--gin.train.batch_size=100"], r"100 does not divide .* near.* 104"),
+        (["--topology=cpu:8", "--gin.train.num_stpes=3"], "Did you mean num_steps"),
+        # In vain under each of them; let through where it has an effect under one.
+        (
+            ["--topology=cpu:8", "--strategies=ddp,pmap", "--gin.gather_shards.gather_dtype=f16"],
+            "never calls gather_shards",
+        ),
+        (["--topology=h100:8x8", "--measure"], "--measure needs devices that are present"),
+        (["--topology=h100:8x8", "--cpu_devices=8"], "use it with --topology=here"),
+        (["--topology=cpu:8", "--gin.plan.max_wire_ratio=-1"], "give a positive number"),
+    ],
+)
+def test_mistakes_are_told(flags, told):
+    with pytest.raises(UsageError, match=told):
+        plan(DIGITS, *flags)
+
+
+@pytest.mark.slow
+def test_what_cannot_be_built_is_a_row_beside_the_others(capsys, tmp_path):
+    file = tmp_path / "plan.json"
+    bad = "--gin.make_mesh.axes={'data': 2, 'fsdp': 4}"
+    flags = ["--topology=cpu:8", "--strategies=ddp,pmap", f"--json={file}", "--dump_hlo", tmp_path]
+    assert plan(DIGITS, MLP, bad, *map(str, flags)) == 0
+    found = json.loads(file.read_text())["strategies"]
+    assert found["pmap"]["problem"].startswith("refused: make_mesh.axes: engine 'pmapped' has one")
+    assert not found["pmap"]["fits"]
+    assert found["ddp"]["fits"]
+    assert set(KEYS) <= set(found["ddp"])
+    assert not [key for key in KEYS if found["ddp"][key] is None]
+    sent = found["ddp"]["wire_bytes"]
+    for how in ("by_kind", "by_axis", "by_dtype"):
+        assert sum(sent[how].values()) == pytest.approx(sent["total"])
+    assert "HloModule" in (tmp_path / "ddp.txt").read_text()
+    assert "pmap refused" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_shipped_strategies_send_the_least():
+    """The budget that CI holds them to: a model all of whose matrices are sharded."""
+    mapped = "--strategies=ddp,zero1,zero2,fsdp,fsdp_keep,hsdp"
+    flags = [DIGITS, MLP, mapped, "--topology=cpu:8", "--gin.train.accumulation_steps=2"]
+    flags += ["--gin.largest_dim.min_weight_size=64", "--gin.plan.max_wire_ratio=1.01"]
+    assert plan(*flags) == 0
+
+
+@pytest.mark.slow
+def test_the_command_ends_with_a_status(command):
+    flags = [DIGITS, MLP, "--topology=cpu:8", "--strategies=zero1"]
+    flags += ["--gin.plan.max_wire_ratio=0.9", "--gin.plan.max_peak_bytes=1000"]
+    done = command(*flags, module="research_dp.plan")
+    assert done.returncode == 1, done.stderr
+    assert "zero1 sends 1 times the least, more than 0.9. plan.max_wire_ratio is" in done.stderr
+    assert "bytes a device at its peak, more than 1,000" in done.stderr
+    done = command(DIGITS, "--topology=h100", module="research_dp.plan")
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+
+
+@pytest.mark.slow
+def test_a_budget_has_no_effect_on_training(command):
+    done = command(DIGITS, "--gin.plan.max_wire_ratio=1.01", "--dry_run", "--cpu_devices=8")
+    assert done.returncode == 0, done.stderr
+    assert "plan.max_wire_ratio = 1.01" in done.stdout
+
+
+@pytest.mark.parametrize(("fixed", "each", "expected"), [(10, 1, 90), (10, 7, 12), (50, 49, 1)])
+def test_the_largest_batch_is_found_in_a_few_compilations(fixed, each, expected):
+    """Memory is `fixed + each * examples a device` of 100, and a little more with every tenth."""
+    tried = []
+
+    def attempt(spec):
+        n = spec.batch_size // 16
+        tried.append(n)
+        needed = fixed + each * n
+        return Row("x", batch_size=spec.batch_size, needed_bytes=needed, available_bytes=100,
+                   fits=needed <= 100)  # fmt: skip
+
+    spec = TrainSpec(model=None, optimizer=None, example={}, batch_size=16, accumulation_steps=2)
+    first = attempt(spec)
+    found = batch.largest(recipe("fsdp"), spec, first, attempt)
+    assert found.fits
+    assert found.batch_size == 16 * expected
+    assert len(tried) <= 5
+
+
+def test_more_micro_batches_are_tried_until_it_fits():
+    def attempt(spec):
+        return Row("x", fits=spec.accumulation_steps >= 4)
+
+    def steps(size):
+        spec = TrainSpec(model=None, optimizer=None, example={}, batch_size=size)
+        return batch.smallest_steps(recipe("fsdp"), spec, Row("x"), attempt)
+
+    assert steps(32).fits
+    assert steps(16) is None, "16 examples on 8 devices make no 4 micro-batches"
