@@ -17,7 +17,11 @@ ALLOWED = {
     "analysis": {"analysis", "strategies", "distributed"},
     "conformance": {"conformance", "analysis", "models", "strategies", "distributed"},
     "training": {"training", "analysis", "strategies", "distributed"},
-    "config": {"config", "analysis", "distributed", "strategies", "models", "data", "training"},
+    "certification": {"certification", "analysis", "strategies", "training", "distributed"},
+    "config": {
+        *("config", "analysis", "distributed", "strategies", "models", "data", "training"),
+        "certification",
+    },
 }
 CORE = {"jax", "flax", "optax", "gin", "numpy"}
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -28,6 +28,9 @@ class Options:
         allow_unused: Whether a binding may be without effect.
         list: Show what there is: '' for all, or a name; None: do not.
         json: Show it as JSON.
+        against: Gin file of the strategy that `certify` compares with.
+        steps: How many steps it compares.
+        json_file: Where it writes all that it found.
     """
 
     gin_files: tuple[str, ...]
@@ -39,6 +42,9 @@ class Options:
     allow_unused: bool = False
     list: str | None = None
     json: bool = False
+    against: str = "single"
+    steps: int = 30
+    json_file: str | None = None
 
 
 def parse(argv: Sequence[str], description: str) -> Options:
@@ -89,6 +95,19 @@ def parse_conform(argv: Sequence[str], description: str) -> Options:
     parsed = parser.parse_args(_expand_bindings(argv))
     if not parsed.gin_files and not parsed.bindings:
         parser.error("nothing to check: give --gin_file, e.g. --gin_file=strategies/fsdp.gin")
+    return _options(parsed)
+
+
+def parse_certify(argv: Sequence[str], description: str) -> Options:
+    """Parses the flags of `certify`."""
+    parser = _parser("research_dp.certify", description)
+    add = parser.add_argument
+    add("--against", default="single", metavar="S", help="the oracle: a strategy, or its gin file")
+    add("--steps", type=_positive, default=30, metavar="N", help="steps that are compared")
+    add("--json", dest="json_file", metavar="FILE", help="writes all that was found there")
+    parsed = parser.parse_args(_expand_bindings(argv))
+    if not parsed.gin_files and not parsed.bindings:
+        parser.error("nothing to certify: give --gin_file, e.g. --gin_file=gin/runs/digits.gin")
     return _options(parsed)
 
 

@@ -80,23 +80,18 @@ def train(
         checkpoint_every=checkpoint_every,
         profile_at=profile_at,
     )
-    check_count("train.seed", seed, 0)
-    check_kind("train.model", model, TrainableModel, "@convnet()")
-    check_kind("train.data", data, DataSet, "@tfds_data()")
     check_kind("train.strategy", strategy, Recipe, "@data_parallel()")
-    check_kind("train.optimizer", optimizer, optax.GradientTransformation, "@optax.adamw()")
-    _check_fits(model, data)
-    if look is None:
-        folder = _open_folder(workdir)
-    spec = TrainSpec(
+    spec = spec_of(
         model=model,
+        data=data,
         optimizer=optimizer,
-        example=data.example,
         batch_size=batch_size,
         accumulation_steps=accumulation_steps,
         max_grad_norm=max_grad_norm,
         seed=seed,
     )
+    if look is None:
+        folder = _open_folder(workdir)
     built = strategy.build(spec)
     if look is not None:
         look(built)
@@ -125,6 +120,37 @@ def train(
             if run.is_done_already():
                 return DONE
             return _steps(run, built, schedule, state, first_step)
+
+
+def spec_of(
+    *,
+    model: TrainableModel,
+    data: DataSet,
+    optimizer: optax.GradientTransformation,
+    batch_size: int,
+    accumulation_steps: int,
+    max_grad_norm: float | None,
+    seed: int,
+) -> TrainSpec:
+    """What a strategy is built for, from `train`'s parameters.
+
+    Raises:
+        UsageError: One of them is of another kind, or the model does not fit the data.
+    """
+    check_count("train.seed", seed, 0)
+    check_kind("train.model", model, TrainableModel, "@convnet()")
+    check_kind("train.data", data, DataSet, "@tfds_data()")
+    check_kind("train.optimizer", optimizer, optax.GradientTransformation, "@optax.adamw()")
+    _check_fits(model, data)
+    return TrainSpec(
+        model=model,
+        optimizer=optimizer,
+        example=data.example,
+        batch_size=batch_size,
+        accumulation_steps=accumulation_steps,
+        max_grad_norm=max_grad_norm,
+        seed=seed,
+    )
 
 
 def _steps(
