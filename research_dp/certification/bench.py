@@ -18,11 +18,14 @@ import numpy as np
 import optax
 
 from research_dp.distributed.errors import UsageError
+from research_dp.distributed.layout import Placement
+from research_dp.distributed.trainable import LossOutput, TrainableModel
 from research_dp.distributed.updates import apply_optimizer, with_master_weights
 from research_dp.strategies import PlacedBatch, Recipe, Strategy, TrainSpec, TrainState
 
 PyTree = Any
 Batch = Mapping[str, np.ndarray]
+EPS = float(np.finfo(np.float32).eps)
 
 
 class Recorded(NamedTuple):
@@ -109,12 +112,15 @@ class Bench:
         spec: Model, optimizer (the user's own) and batch.
         precision: Relative distance of neighbouring numbers of the coarsest dtype that the
             configuration names.
+        gather_dtype: dtype in which the strategy gathers what it shards, if the configuration
+            names one: the oracle computes with parameters rounded to it, too.
     """
 
     recipe: Recipe
     against: Recipe
     spec: TrainSpec
-    precision: float = float(np.finfo(np.float32).eps)
+    precision: float = EPS
+    gather_dtype: str | None = None
 
     @functools.cached_property
     def strategy(self) -> Strategy:
@@ -124,7 +130,22 @@ class Bench:
     def oracle(self) -> Strategy:
         numbers = ("accumulation_dtype", "param_dtype", "loss_scale")
         same = {name: getattr(self.recipe, name) for name in numbers}
-        return dataclasses.replace(self.against, **same).build(self._spec)
+        spec = self._spec
+        if self.gather_dtype is not None and self.against.gather is None:
+            spec = dataclasses.replace(spec, model=self._rounding_model())
+        return dataclasses.replace(self.against, **same).build(spec)
+
+    def _rounding_model(self) -> TrainableModel:
+        """The model with those parameters rounded that the strategy shards."""
+        model, layout = self.spec.model, self.strategy.layouts.params
+
+        def loss(params: PyTree, *args: Any, **more: Any) -> LossOutput:
+            def seen(x: jax.Array, place: Placement) -> jax.Array:
+                return x if place.dim is None else x.astype(self.gather_dtype)
+
+            return model.loss(jax.tree.map(seen, params, layout), *args, **more)
+
+        return dataclasses.replace(model, loss=loss)
 
     def with_spec(self, **changes: Any) -> Bench:
         """The same with another model, say."""
@@ -154,17 +175,9 @@ class Bench:
 
         The examples of each micro-batch are in another order, keys and all, so that sums over them
         are associated otherwise; and each parameter is moved by up to one unit in the last place
-        of the coarsest dtype that is named, as inner products of another order would come out.
+        of float32, as inner products of another order would come out.
         """
-
-        def nudge(x: np.ndarray) -> np.ndarray:
-            if not jnp.issubdtype(x.dtype, jnp.floating):
-                return x
-            by = rng.uniform(-1, 1, x.shape) * max(self.precision, float(jnp.finfo(x.dtype).eps))
-            return (x.astype(np.float64) * (1 + by)).astype(x.dtype)
-
-        nudged = state._replace(params=jax.tree.map(nudge, state.params))
-        return step(self.oracle, nudged, batch, order=_shuffled(self.spec, rng))
+        return step(self.oracle, nudged(state, rng), batch, order=_shuffled(self.spec, rng))
 
 
 def step(
@@ -205,6 +218,17 @@ def put(strategy: Strategy, state: TrainState) -> TrainState:
 def on_host(tree: PyTree) -> PyTree:
     """Arrays as numpy arrays of their own."""
     return jax.tree.map(lambda x: np.array(x), tree)
+
+
+def nudged(state: TrainState, rng: np.random.Generator) -> TrainState:
+    """A state whose parameters are moved by up to one unit in the last place of float32."""
+
+    def nudge(x: np.ndarray) -> np.ndarray:
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return x
+        return (x.astype(np.float64) * (1 + rng.uniform(-EPS, EPS, x.shape))).astype(x.dtype)
+
+    return state._replace(params=jax.tree.map(nudge, state.params))
 
 
 def _shuffled(spec: TrainSpec, rng: np.random.Generator) -> np.ndarray:

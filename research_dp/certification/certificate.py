@@ -8,14 +8,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from research_dp.certification import follow
-from research_dp.certification.differences import FACTOR, FLOOR_ULPS, Difference
+from research_dp.certification.differences import COARSE_ULPS, FACTOR, FLOOR_ULPS, Difference
 
 BOUND = (
     f"Bound: {FACTOR} times the noise of the oracle itself, at that step or usually, and at least "
-    f"{FLOOR_ULPS} ULPs of a leaf's greatest element. The noise is measured: {follow.NOISY} "
-    "oracles take each step with the examples of each micro-batch in another order and parameters "
-    "moved by up to one unit in the last place of the coarsest dtype named; "
-    f"{follow.MORE} more where a bound is passed."
+    f"{FLOOR_ULPS} ULPs of a leaf's greatest element, and {COARSE_ULPS} of the coarsest dtype that "
+    f"is named, if it is coarser. The noise is measured: {follow.NOISY} oracles take each step "
+    "with the examples of each micro-batch in another order and parameters moved by up to one "
+    f"float32 unit in the last place; {follow.MORE} more where a bound is passed."
 )
 
 

@@ -17,6 +17,7 @@ PyTree = Any
 
 FACTOR = 10  # times what the oracle's own noise was
 FLOOR_ULPS = 16  # of a leaf's greatest element: noise may be nothing by luck
+COARSE_ULPS = 4  # of the coarsest dtype that is named, in which partial sums may be rounded
 CAP = 0.1  # relative noise of usual gradients beyond which a bound would mean nothing
 
 
@@ -145,7 +146,7 @@ class Envelope:
         floor = float(FLOOR_ULPS)
         eps = float(jnp.finfo(dtype).eps)
         if self._precision > eps:
-            floor += 2 * self._precision / eps
+            floor += COARSE_ULPS * self._precision / eps
         return max(FACTOR * noise, FACTOR * usual, floor)
 
     def usual_noise(self, what: str) -> float:

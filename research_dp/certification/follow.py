@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import jax
 import numpy as np
 
 from research_dp.certification import replicas
@@ -15,6 +14,7 @@ from research_dp.certification.bench import (
     Done,
     as_pairs,
     gradients_of,
+    nudged,
     on_host,
     optimizer_state_of,
     put,
@@ -260,12 +260,6 @@ def evaluated(
 
     rng = np.random.default_rng(2)
 
-    def nudged(x: np.ndarray) -> np.ndarray:
-        return (x * (1 + rng.uniform(-1, 1, x.shape) * bench.precision)).astype(x.dtype)
-
-    noisy = [
-        measured(bench.oracle, state._replace(params=jax.tree.map(nudged, state.params)))
-        for _ in range(NOISY)
-    ]
+    noisy = [measured(bench.oracle, nudged(state, rng)) for _ in range(NOISY)]
     found, expected = (measured(s, state) for s in (bench.strategy, bench.oracle))
     return envelope.compare(int(state.step), found, expected, noisy)

@@ -40,7 +40,14 @@ def bench_of(config: Config, against: str) -> tuple[Bench, DataSet, tuple[str, .
         oracle = gin_state.value_of("train.strategy")
     dtypes = named_dtypes(config)
     precision = max(float(jnp.finfo(x).eps) for x in ("float32", *dtypes))
-    bench = Bench(recipe=recipe, against=oracle, spec=spec_of(**values), precision=precision)
+    gathered = [b.value for b in config.used if b.parameter == "gather_dtype"]
+    bench = Bench(
+        recipe=recipe,
+        against=oracle,
+        spec=spec_of(**values),
+        precision=precision,
+        gather_dtype=gathered[-1] if gathered else None,
+    )
     return bench, values["data"], dtypes
 
 
