@@ -28,7 +28,9 @@ def main(argv: list[str]) -> int:
             allow_unused=options.allow_unused,
             whole=True,
         )
+        command_line.check_writable("--json", options.json_file)
         environment.quieten_tensorflow()
+        environment.set_up_processes()
         environment.set_up_devices(options.cpu_devices)
         environment.set_up_compilation_cache()
         from research_dp.certification import proof, told
@@ -44,9 +46,6 @@ def main(argv: list[str]) -> int:
         if mistake is None:
             raise
         print(mistake, file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"error: --json={options.json_file}: {error.strerror}.", file=sys.stderr)
         return 2
     return 0 if done.certified else 1
 

@@ -113,6 +113,7 @@ class Envelope:
     def __init__(self, precision: float):
         self._precision = precision
         self._typical: dict[tuple[str, str], list[float]] = collections.defaultdict(list)
+        self._eps: dict[tuple[str, str], float] = {}
 
     def compare(
         self, step: int, found: Named, expected: Named, noisy: Sequence[Named]
@@ -144,7 +145,7 @@ class Envelope:
         usual = statistics.median([*self._typical[name], noise])
         self._typical[name].append(noise)
         floor = float(FLOOR_ULPS)
-        eps = float(jnp.finfo(dtype).eps)
+        eps = self._eps[name] = float(jnp.finfo(dtype).eps)
         if self._precision > eps:
             floor += COARSE_ULPS * self._precision / eps
         return max(FACTOR * noise, FACTOR * usual, floor)
@@ -152,9 +153,9 @@ class Envelope:
     def usual_noise(self, what: str) -> float:
         """Noise of a usual array of a kind, relative to its greatest element."""
         relative = [
-            statistics.median(noise) * float(np.finfo(np.float32).eps)
-            for (kind, _), noise in self._typical.items()
-            if kind == what and noise
+            statistics.median(noise) * self._eps[kind, leaf]
+            for (kind, leaf), noise in self._typical.items()
+            if kind == what
         ]
         return statistics.median(relative) if relative else 0.0
 

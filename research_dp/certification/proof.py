@@ -105,10 +105,15 @@ def _follow(
     assert seen is not None  # there is one step at least
     _step_checks(done, seen)
     noise = envelope.usual_noise("gradient")
-    done.checks.append(
-        Check("noise", noise < CAP, f"usually {noise:.1e} of a gradient, of at most {CAP:g}")
-    )
-    if done.certified:
+    told = f"usually {noise:.1e} of a gradient's greatest element, of at most {CAP:g}"
+    steps_are_right = done.certified
+    done.checks.append(Check("noise", noise < CAP, told))
+    if noise >= CAP:
+        done.cause = (
+            "the oracle changes so much when examples are reordered that a bug could hide in it: "
+            "the model depends on their order, or its dtype is too coarse for it"
+        )
+    elif steps_are_right:
         assert mid is not None
         left = batches[max(steps - AFTER, 0) : steps]
         _ends(done, bench, data, truth, envelope, mid, left)

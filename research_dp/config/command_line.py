@@ -91,7 +91,7 @@ def parse_sweep(argv: Sequence[str], description: str) -> tuple[Options, list[tu
 
 def parse_conform(argv: Sequence[str], description: str) -> Options:
     """Parses the flags of `conform`."""
-    parser = _parser("research_dp.conform", description)
+    parser = _parser("research_dp.conform", description, has_results=False)
     parsed = parser.parse_args(_expand_bindings(argv))
     if not parsed.gin_files and not parsed.bindings:
         parser.error("nothing to check: give --gin_file, e.g. --gin_file=strategies/fsdp.gin")
@@ -100,7 +100,7 @@ def parse_conform(argv: Sequence[str], description: str) -> Options:
 
 def parse_certify(argv: Sequence[str], description: str) -> Options:
     """Parses the flags of `certify`."""
-    parser = _parser("research_dp.certify", description)
+    parser = _parser("research_dp.certify", description, has_results=False)
     add = parser.add_argument
     add("--against", default="single", metavar="S", help="the oracle: a strategy, or its gin file")
     add("--steps", type=_positive, default=30, metavar="N", help="steps that are compared")
@@ -109,6 +109,15 @@ def parse_certify(argv: Sequence[str], description: str) -> Options:
     if not parsed.gin_files and not parsed.bindings:
         parser.error("nothing to certify: give --gin_file, e.g. --gin_file=gin/runs/digits.gin")
     return _options(parsed)
+
+
+def check_writable(flag: str, file: str | None) -> None:
+    """Raises UsageError if a file cannot be written, before hours of work would be lost."""
+    if file is not None:
+        try:
+            open(file, "a").close()
+        except OSError as error:
+            raise UsageError(f"{flag}={file} cannot be written: {error.strerror}.") from error
 
 
 def elements(text: str) -> list[str]:
@@ -136,7 +145,7 @@ def _split(text: str) -> list[str]:
     return [part.strip() for part in parts]
 
 
-def _parser(module: str, description: str) -> _Parser:
+def _parser(module: str, description: str, *, has_results: bool = True) -> _Parser:
     """The flags that all commands have which run gin files."""
     parser = _Parser(prog=f"python -m {module}", description=description, allow_abbrev=False)
     add = parser.add_argument
@@ -162,7 +171,8 @@ def _parser(module: str, description: str) -> _Parser:
         metavar="VALUE",
         help="the same, shorter: --gin.train.num_steps=20; a bare word is a string",
     )
-    add("--workdir", metavar="DIR", help="where results go, and from where a run continues")
+    if has_results:
+        add("--workdir", metavar="DIR", help="where results go, and from where a run continues")
     add("--cpu_devices", type=_positive, metavar="N", help="split the CPU into N devices")
     add(
         "--import",
