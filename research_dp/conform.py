@@ -1,7 +1,8 @@
 """`python -m research_dp.conform`: whether a gin file's strategy computes what one device does.
 
 Run it on strategies of your own: it builds the one that `train.strategy` names for a small model,
-in Linen and in NNX, and compares each step with one device's.
+in Linen and in NNX, and compares each step with one device's, within fixed tolerances. `certify`
+takes longer and asks more: a whole configuration, within what rounding allows, with causes.
 """
 
 from __future__ import annotations

@@ -18,15 +18,10 @@ ALLOWED = {
     "planning": {"planning", "analysis", "strategies", "distributed"},
     "conformance": {"conformance", "analysis", "models", "strategies", "distributed"},
     "training": {"training", "analysis", "strategies", "distributed"},
+    "certification": {"certification", "analysis", "strategies", "training", "distributed"},
     "config": {
-        "config",
-        "planning",
-        "analysis",
-        "distributed",
-        "strategies",
-        "models",
-        "data",
-        "training",
+        *("config", "analysis", "distributed", "strategies", "models", "data", "training"),
+        *("certification", "planning"),
     },
 }
 CORE = {"jax", "flax", "optax", "gin", "numpy"}

@@ -30,6 +30,9 @@ class Options:
         list: Show what there is: '' for all, or a name; None: do not.
         json: Show it as JSON.
         processes: How to find the other processes of the run.
+        against: Gin file of the strategy that `certify` compares with.
+        steps: How many steps it compares.
+        json_file: Where it writes all that it found.
     """
 
     gin_files: tuple[str, ...]
@@ -42,6 +45,9 @@ class Options:
     list: str | None = None
     json: bool = False
     processes: Processes = dataclasses.field(default_factory=Processes)
+    against: str = "single"
+    steps: int = 30
+    json_file: str | None = None
 
 
 def parse(argv: Sequence[str], description: str) -> Options:
@@ -106,7 +112,7 @@ def parse_sweep(argv: Sequence[str], description: str) -> tuple[Options, list[tu
 
 def parse_conform(argv: Sequence[str], description: str) -> Options:
     """Parses the flags of `conform`."""
-    parser = _parser("research_dp.conform", description)
+    parser = _parser("research_dp.conform", description, has_results=False)
     parsed = parser.parse_args(_expand_bindings(argv))
     if not parsed.gin_files and not parsed.bindings:
         parser.error("nothing to check: give --gin_file, e.g. --gin_file=strategies/fsdp.gin")
@@ -136,7 +142,7 @@ class PlanOptions:
 
 def parse_plan(argv: Sequence[str], description: str) -> tuple[Options, PlanOptions]:
     """Parses the flags of `plan`."""
-    parser = _parser("research_dp.plan", description, workdir=False)
+    parser = _parser("research_dp.plan", description, has_results=False)
     add = parser.add_argument
     add("--topology", required=True, metavar="T", help="h100:8x8, v5e-64, cpu:8, ...; or: here")
     add(
@@ -156,6 +162,28 @@ def parse_plan(argv: Sequence[str], description: str) -> tuple[Options, PlanOpti
     chosen = tuple(word.strip() for word in parsed.strategies.split(",") if word.strip())
     given = {f.name: getattr(parsed, f.name) for f in dataclasses.fields(PlanOptions)}
     return _options(parsed), PlanOptions(**{**given, "strategies": chosen})
+
+
+def parse_certify(argv: Sequence[str], description: str) -> Options:
+    """Parses the flags of `certify`."""
+    parser = _parser("research_dp.certify", description, has_results=False)
+    add = parser.add_argument
+    add("--against", default="single", metavar="S", help="the oracle: a strategy, or its gin file")
+    add("--steps", type=_positive, default=30, metavar="N", help="steps that are compared")
+    add("--json", dest="json_file", metavar="FILE", help="writes all that was found there")
+    parsed = parser.parse_args(_expand_bindings(argv))
+    if not parsed.gin_files and not parsed.bindings:
+        parser.error("nothing to certify: give --gin_file, e.g. --gin_file=gin/runs/digits.gin")
+    return _options(parsed)
+
+
+def check_writable(flag: str, file: str | None) -> None:
+    """Raises UsageError if a file cannot be written, before hours of work would be lost."""
+    if file is not None:
+        try:
+            open(file, "a").close()
+        except OSError as error:
+            raise UsageError(f"{flag}={file} cannot be written: {error.strerror}.") from error
 
 
 def elements(text: str) -> list[str]:
@@ -183,8 +211,8 @@ def _split(text: str) -> list[str]:
     return [part.strip() for part in parts]
 
 
-def _parser(module: str, description: str, *, workdir: bool = True) -> _Parser:
-    """The flags that all commands have which run gin files; `workdir` where there are results."""
+def _parser(module: str, description: str, *, has_results: bool = True) -> _Parser:
+    """The flags that all commands have which run gin files; a workdir where there are results."""
     parser = _Parser(prog=f"python -m {module}", description=description, allow_abbrev=False)
     add = parser.add_argument
     add(
@@ -209,7 +237,7 @@ def _parser(module: str, description: str, *, workdir: bool = True) -> _Parser:
         metavar="VALUE",
         help="the same, shorter: --gin.train.num_steps=20; a bare word is a string",
     )
-    if workdir:
+    if has_results:
         add("--workdir", metavar="DIR", help="where results go, and from where a run continues")
     add("--cpu_devices", type=_positive, metavar="N", help="split the CPU into N devices")
     add(

@@ -101,18 +101,17 @@ def train(
         profile_at=profile_at,
         check_replicas_every=check_replicas_every,
     )
-    check_limit("train.seed", seed, Seeds())
     check_count("train.keep", keep, 1)
-    _check_parts(model, data, strategy, optimizer)
-    spec = TrainSpec(
+    check_kind("train.strategy", strategy, Recipe, "@data_parallel()")
+    spec = spec_of(
         model=model,
+        data=data,
         optimizer=optimizer,
-        example=data.example,
         batch_size=batch_size,
         accumulation_steps=accumulation_steps,
         max_grad_norm=max_grad_norm,
         seed=seed,
-        skip_nonfinite=on_nonfinite == "skip",
+        on_nonfinite=on_nonfinite,
     )
     if look is not None:
         look(strategy, spec)
@@ -150,6 +149,44 @@ def train(
             if run.is_done_already():
                 return DONE
             return _steps(run, built, schedule, state, first_step)
+
+
+def spec_of(
+    *,
+    model: TrainableModel,
+    data: DataSet,
+    optimizer: optax.GradientTransformation,
+    batch_size: int,
+    accumulation_steps: int,
+    max_grad_norm: float | None,
+    seed: int,
+    on_nonfinite: OnNonfinite,
+) -> TrainSpec:
+    """What a strategy is built for, from `train`'s parameters.
+
+    Raises:
+        UsageError: One of them is of another kind, or the model does not fit the data.
+    """
+    check_limit("train.seed", seed, Seeds())
+    check_kind("train.model", model, TrainableModel, "@convnet()")
+    check_kind("train.data", data, DataSet, "@tfds_data()")
+    check_kind("train.optimizer", optimizer, optax.GradientTransformation, "@optax.adamw()")
+    for name, wanted in model.config.items():
+        if name in data.info and data.info[name] != wanted:
+            raise UsageError(
+                f"{name} is {wanted} in train.model but {data.info[name]} in {data.name}.",
+                binding="train.model",
+            )
+    return TrainSpec(
+        model=model,
+        optimizer=optimizer,
+        example=data.example,
+        batch_size=batch_size,
+        accumulation_steps=accumulation_steps,
+        max_grad_norm=max_grad_norm,
+        seed=seed,
+        skip_nonfinite=on_nonfinite == "skip",
+    )
 
 
 def _steps(
@@ -204,20 +241,4 @@ def _check_continues(
                 f"the run in {folder} has train.{name} = {before}, not {now}: its order of "
                 "examples would break. Use another --workdir, or the same value.",
                 binding=f"train.{name}",
-            )
-
-
-def _check_parts(
-    model: TrainableModel, data: DataSet, strategy: Recipe, optimizer: optax.GradientTransformation
-) -> None:
-    """Checks what each part is, and compares what the model was built for with the data set."""
-    check_kind("train.model", model, TrainableModel, "@convnet()")
-    check_kind("train.data", data, DataSet, "@tfds_data()")
-    check_kind("train.strategy", strategy, Recipe, "@data_parallel()")
-    check_kind("train.optimizer", optimizer, optax.GradientTransformation, "@optax.adamw()")
-    for name, wanted in model.config.items():
-        if name in data.info and data.info[name] != wanted:
-            raise UsageError(
-                f"{name} is {wanted} in train.model but {data.info[name]} in {data.name}.",
-                binding="train.model",
             )

@@ -1,0 +1,54 @@
+"""`python -m research_dp.certify`: whether a run's strategy computes what an oracle computes.
+
+Runs your own configuration, step by step, under its strategy and under `--against`, and prints a
+certificate, or the first difference that rounding does not explain, and its cause. `conform` is
+quicker and asks less: a strategy alone, on a small model, within fixed tolerances. See
+docs/certify.md.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+
+def main(argv: list[str]) -> int:
+    """Runs the command; returns its exit status: 0 certified, 1 not, 2 a mistake."""
+    from research_dp.config import command_line, environment, gin_config, show
+    from research_dp.distributed.errors import UsageError
+
+    options = command_line.parse_certify(argv, __doc__ or "")
+    config = None
+    try:
+        config = gin_config.load(
+            options.gin_files,
+            options.bindings,
+            imports=options.imports,
+            allow_unused=options.allow_unused,
+            whole=True,
+        )
+        command_line.check_writable("--json", options.json_file)
+        environment.quieten_tensorflow()
+        environment.set_up_processes(options.processes)
+        environment.set_up_devices(options.cpu_devices)
+        environment.set_up_compilation_cache()
+        from research_dp.certification import proof, told
+        from research_dp.config import certifying
+
+        bench, data, dtypes = certifying.bench_of(config, options.against)
+        done = proof.certify(bench, data, steps=options.steps, dtypes=dtypes)
+        if options.json_file:
+            Path(options.json_file).write_text(json.dumps(done.as_json(), indent=1))
+        show.put(*told.parts(done))
+    except (UsageError, TypeError, RuntimeError) as error:
+        mistake = gin_config.as_mistake(error, config)
+        if mistake is None:
+            raise
+        print(mistake, file=sys.stderr)
+        return 2
+    return 0 if done.certified else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,59 @@
+"""What `certify` compares, from a configuration."""
+
+from __future__ import annotations
+
+import inspect
+
+import gin
+import jax.numpy as jnp
+
+from research_dp.certification.bench import Bench, check_one_process
+from research_dp.config import gin_config, gin_state
+from research_dp.config.gin_config import Config
+from research_dp.distributed.data_set import DataSet
+from research_dp.distributed.errors import check_kind
+from research_dp.distributed.kinds import Floating
+from research_dp.strategies import Recipe
+from research_dp.training.loop import spec_of, train
+
+
+def bench_of(config: Config, against: str) -> tuple[Bench, DataSet, tuple[str, ...]]:
+    """What is compared, the data, and the floating-point dtypes that the configuration names.
+
+    Args:
+        config: Loaded.
+        against: Stem of a shipped strategy, or a gin file that binds `train.strategy`.
+
+    Raises:
+        UsageError: Something in the configuration is wrong.
+    """
+    check_one_process()
+    known = inspect.signature(spec_of).parameters
+    signature = inspect.signature(inspect.unwrap(train)).parameters
+    values = {name: signature[name].default for name in known}
+    values |= {k: x for k, x in gin.get_bindings("train").items() if k in known}
+    recipe = gin_state.value_of("train.strategy")
+    check_kind("train.strategy", recipe, Recipe, "@data_parallel()")
+    with gin_state.kept():
+        file = against if against.endswith(".gin") else f"strategies/{against}.gin"
+        gin_config.load([file])
+        oracle = gin_state.value_of("train.strategy")
+    dtypes = named_dtypes(config)
+    precision = max(float(jnp.finfo(x).eps) for x in ("float32", *dtypes))
+    gathered = [b.value for b in config.used if b.parameter == "gather_dtype"]
+    bench = Bench(
+        recipe=recipe,
+        against=oracle,
+        spec=spec_of(**values),
+        precision=precision,
+        gather_dtype=gathered[-1] if gathered else None,
+    )
+    return bench, values["data"], dtypes
+
+
+def named_dtypes(config: Config) -> tuple[str, ...]:
+    """The floating-point dtypes that bindings name, of parameters called `dtype` or `*_dtype`."""
+    named = {
+        b.value for b in config.used if b.parameter.endswith("dtype") and isinstance(b.value, str)
+    }
+    return tuple(sorted(x for x in named if Floating().accepts(x)))

@@ -1,0 +1,211 @@
+"""Strategies with one bug each, as users write them: in a slot, in the model, or in an engine."""
+
+import dataclasses
+import functools
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from research_dp.distributed import buckets
+from research_dp.distributed.collectives import PLAIN, Reduction
+from research_dp.distributed.layout import by_path
+from research_dp.distributed.trainable import LossOutput
+from research_dp.distributed.updates import apply_optimizer
+from research_dp.strategies import (
+    average_gradients,
+    mapped,
+    scatter_gradients,
+    update_local,
+    update_slices,
+)
+
+
+def on_leaf(tree, name, change):
+    """The tree with one leaf changed."""
+    paths = list(by_path(tree))
+    assert name in paths
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: change(x) if "/".join(k.key for k in path) == name else x, tree
+    )
+
+
+def place():
+    return lax.axis_index(("data", "fsdp"))
+
+
+# ---- In a slot ----
+
+
+def summed(grads, layout, *, axes, reduction):
+    return jax.tree.map(lambda g: lax.psum(g, axes), grads)
+
+
+def averaged_twice(grads, layout, *, axes, reduction):
+    mean = average_gradients(grads, layout, axes=axes, reduction=reduction)
+    return jax.tree.map(lambda g: g / lax.axis_size("data"), mean)
+
+
+def inside_groups_alone(grads, layout, *, axes, reduction):
+    return average_gradients(grads, layout, axes=("fsdp",), reduction=reduction)
+
+
+def cast_on_the_way(grads, layout, *, axes, reduction):
+    return average_gradients(grads, layout, axes=axes, reduction=reduction, dtype="bfloat16")
+
+
+def rounded_before(grads, layout, *, axes, reduction):
+    rounded = jax.tree.map(lambda g: g.astype(jnp.bfloat16).astype(g.dtype), grads)
+    return average_gradients(rounded, layout, axes=axes, reduction=reduction)
+
+
+def one_dropped(grads, layout, *, axes, reduction):
+    mean = average_gradients(grads, layout, axes=axes, reduction=reduction)
+    return on_leaf(mean, "hidden_1/bias", jnp.zeros_like)
+
+
+def one_summed(grads, layout, *, axes, reduction):
+    mean = scatter_gradients(grads, layout, axes=axes, reduction=reduction)
+    return on_leaf(mean, "head/bias", lambda g: g * lax.axis_size("fsdp"))
+
+
+def _local_norm(x, axes):
+    return x if x.ndim == 0 else PLAIN.all_sum(x, axes)
+
+
+local_norm = Reduction(_local_norm, PLAIN.scatter_sum)
+
+
+def stale_slices(optimizer, grads, opt_state, params, layout, *, axes, reduction):
+    """What is gathered are slices from before the update; a device's own are new."""
+    old = buckets.shard_tree(params, layout)
+    new, opt_state = apply_optimizer(optimizer, grads, opt_state, old)
+    whole = buckets.gather_tree(old, layout)
+
+    def own(x, slice_, p):
+        if p.dim is None:
+            return slice_
+        start = lax.axis_index("fsdp") * slice_.shape[p.dim]
+        return lax.dynamic_update_slice_in_dim(x, slice_, start, p.dim)
+
+    return jax.tree.map(own, whole, new, layout), opt_state
+
+
+def one_shard_not_updated(optimizer, grads, opt_state, params, layout, *, axes, reduction):
+    new, state = update_local(
+        optimizer, grads, opt_state, params, layout, axes=axes, reduction=reduction
+    )
+    kept = jax.tree.map(lambda a, b: jnp.where(place() == 3, b, a), state, opt_state)
+    return new, kept
+
+
+def decayed(optimizer, grads, opt_state, params, layout, *, axes, reduction):
+    new, state = update_slices(
+        optimizer, grads, opt_state, params, layout, axes=axes, reduction=reduction
+    )
+    return on_leaf(new, "head/kernel", lambda x: x * (1 - 1e-4)), state
+
+
+def eightfold(optimizer, grads, opt_state, params, layout, *, axes, reduction):
+    new, state = update_local(
+        optimizer, grads, opt_state, params, layout, axes=axes, reduction=reduction
+    )
+    return jax.tree.map(lambda a, b: b + 8 * (a - b), new, params), state
+
+
+# ---- In the model ----
+
+
+def with_loss(model, change):
+    """The model with a loss of another's making: change(model's loss, ...)."""
+    return dataclasses.replace(model, loss=functools.partial(change, model.loss))
+
+
+def keys_by_device(loss, params, state, batch, keys, *, train, batch_axes):
+    for axis in batch_axes:
+        number = lax.axis_index(axis)
+        keys = (
+            None if keys is None else jax.vmap(lambda k, n=number: jax.random.fold_in(k, n))(keys)
+        )
+    return loss(params, state, batch, keys, train=train, batch_axes=batch_axes)
+
+
+def mean_of_means(loss, params, state, batch, keys, *, train, batch_axes):
+    out = loss(params, state, batch, keys, train=train, batch_axes=batch_axes)
+    rows = jnp.float32(batch["label"].shape[0])
+    return LossOutput(out.total / jnp.maximum(out.weight, 1) * rows, rows, out.model_state, {})
+
+
+def own_statistics(loss, params, state, batch, keys, *, train, batch_axes):
+    return loss(params, state, batch, keys, train=train, batch_axes=())
+
+
+# ---- In an engine ----
+
+
+def checked_replication(recipe, spec):
+    """`check_vma=True`, under which autodiff sums, and a mean of equal sums leaves the sum."""
+    tracked = functools.partial(_tracked, jax.shard_map)
+    with mock.patch.object(jax, "shard_map", tracked):
+        return mapped(recipe, spec)
+
+
+def _tracked(shard_map, *args, **options):
+    return shard_map(*args, **{**options, "check_vma": True})
+
+
+def micro_batches_summed(recipe, spec):
+    def loss(loss, *args, **more):
+        out = loss(*args, **more)
+        return out._replace(weight=out.weight / spec.accumulation_steps)
+
+    return mapped(recipe, dataclasses.replace(spec, model=with_loss(spec.model, loss)))
+
+
+def repeated_data(recipe, spec):
+    """The second device is given the first one's examples."""
+    strategy = mapped(recipe, spec)
+    rows = spec.batch_size // strategy.mesh.size
+
+    def place_batch(examples):
+        wrong = {name: np.array(x) for name, x in examples.items()}
+        for x in wrong.values():
+            x[rows : 2 * rows] = x[:rows]
+        return strategy.place_batch(wrong)
+
+    return dataclasses.replace(strategy, place_batch=place_batch)
+
+
+def one_step_behind(recipe, spec):
+    """Gradients are taken at the parameters of the call before."""
+    strategy = mapped(recipe, spec)
+    held = []
+
+    def train_step(state, batch):
+        if isinstance(jax.tree.leaves(state.params)[0], jax.core.Tracer):
+            return strategy.train_step(state, batch)
+        fresh = jax.tree.map(jnp.copy, state)
+        held.append(state.params)
+        stale = held[0] if len(held) < _CALLS + 1 else held.pop(0)
+        at_old, metrics = strategy.train_step(
+            fresh._replace(params=jax.tree.map(jnp.copy, stale)), batch
+        )
+        moved = jax.tree.map(
+            lambda p, new, old: p + (new - old), state.params, at_old.params, stale
+        )
+        return at_old._replace(params=moved), metrics
+
+    return dataclasses.replace(strategy, train_step=train_step)
+
+
+_CALLS = 2  # the step before is so many calls ago: one from the oracle's state, one in a row
+
+
+def keyed_by_device(recipe, spec):
+    """Initial parameters of a key of its own."""
+    strategy = mapped(recipe, spec)
+    return dataclasses.replace(
+        strategy, init=lambda key: strategy.init(jax.random.fold_in(key, strategy.mesh.size))
+    )
