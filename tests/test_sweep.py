@@ -137,3 +137,13 @@ except research_dp.UsageError as error:
 )
 def test_python_values_as_they_stand_in_a_gin_file(value, text):
     assert runner.as_gin(value) == text
+
+
+def test_what_is_varied_may_stand_in_a_word_of_its_own(capsys):
+    flags = ["--gin_file=runs/digits.gin", "--dry_run"]
+    _, varied = command_line.parse_sweep([*flags, "--vary_file", "a,b", "--vary.x.y", "1,2"], "")
+    assert varied == [("", "a,b"), ("x.y", "1,2")]
+    for last in ("--vary_file", "--vary.x.y="):
+        with pytest.raises(SystemExit):
+            command_line.parse_sweep([*flags, last], "")
+        assert "give values" in capsys.readouterr().err

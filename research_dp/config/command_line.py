@@ -106,6 +106,9 @@ def parse_sweep(argv: Sequence[str], description: str) -> tuple[Options, list[tu
     add("--vary.NAME", metavar="V,W,...", help="values of a parameter: --vary.train.seed=0,1,2")
     words, varied = _take_varied(_expand_bindings(argv))
     parsed = parser.parse_args(words)
+    for name, text in varied:
+        if not text:
+            parser.error(f"{f'--vary.{name}' if name else '--vary_file'}: give values, V,W,...")
     _require_run(parser, parsed)
     return _options(parsed), varied
 
@@ -272,15 +275,16 @@ def _fields_of(kind: Any, words: Mapping[str, Any]) -> dict[str, Any]:
 
 def _take_varied(words: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
     """(the other words, what is varied), in the order given."""
-    others, varied = [], []
-    for word in words:
-        name, _, text = word.partition("=")
-        if name.startswith("--vary.") and name != "--vary.NAME":
-            varied.append((name.removeprefix("--vary."), text))
-        elif name == "--vary_file":
-            varied.append(("", text))
-        else:
+    others, varied, rest = [], [], list(words)
+    while rest:
+        word = rest.pop(0)
+        name, equals, text = word.partition("=")
+        if name != "--vary_file" and not name.startswith("--vary."):
             others.append(word)
+            continue
+        if not equals and rest and not rest[0].startswith("--"):
+            text = rest.pop(0)
+        varied.append((name.removeprefix("--vary_file").removeprefix("--vary."), text))
     return others, varied
 
 
