@@ -1,4 +1,4 @@
-"""Data that goes wrong at one step of one process: `--import=faults`, for tests of what follows."""
+"""Data and devices that go wrong at one step: `--import=faults`, for tests of what follows."""
 
 import ctypes
 import dataclasses
@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from research_dp.distributed.data_set import DataSet
+from research_dp.strategies import Recipe
 
 Kind = Literal["sleep", "hold", "kill", "abort", "freeze", "raise", "nan", "inf"]
 
@@ -26,6 +27,39 @@ def faulty(*, data: DataSet = gin.REQUIRED, kind: Kind, step: int, process: int 
             yield _fail(kind, batch) if here else batch
 
     return dataclasses.replace(data, train=train)
+
+
+@gin.register(module="tests")
+def flipping(*, strategy: Recipe = gin.REQUIRED, device: int, step: int) -> Recipe:
+    """`strategy` whose device, after a step, holds one wrong bit of the first parameter."""
+
+    def engine(recipe, spec):
+        built = strategy.engine(recipe, spec)
+
+        def train_step(state, batch):
+            now = None if isinstance(state.step, jax.core.Tracer) else int(state.step) + 1
+            state, metrics = built.train_step(state, batch)
+            if now == step:
+                first, *others = jax.tree.leaves(state.params)
+                leaves = [flip(first, jax.devices()[device]), *others]
+                params = jax.tree.unflatten(jax.tree.structure(state.params), leaves)
+                state = state._replace(params=params)
+            return state, metrics
+
+        return dataclasses.replace(built, train_step=train_step)
+
+    return dataclasses.replace(strategy, engine=engine)
+
+
+def flip(x, device, bit=0, place=0):
+    """The same array with one bit of one element changed in one device's copy."""
+    parts = []
+    for shard in x.addressable_shards:
+        own = np.array(shard.data)
+        if shard.device == device:
+            own.reshape(-1).view(np.uint32)[place] ^= np.uint32(1 << bit)
+        parts.append(jax.device_put(own, shard.device))
+    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, parts)
 
 
 def _fail(kind, batch):

@@ -1,12 +1,13 @@
 """One flipped bit on one device is found, and named with its array, its device and its step."""
 
 import jax
-import numpy as np
 import optax
 import pytest
-from conftest import stems
+from conftest import ROOT, stems
+from faults import flip
 from test_nonfinite import EXAMPLE, init, loss, slow, step
 from test_strategies import recipe
+from test_train_command import MLP, lines
 
 import research_dp.training.loop  # noqa: F401  (registers `train`)
 from research_dp.distributed.errors import RunFailure, UsageError
@@ -19,17 +20,6 @@ def build(stem, *more):
     model = TrainableModel(init, loss)
     spec = TrainSpec(model=model, optimizer=optax.adam(1e-2), example=EXAMPLE, batch_size=16)
     return recipe(stem, *more).build(spec)
-
-
-def flip(x, device, bit=0, place=0):
-    """The same array with one bit of one element changed in one device's copy."""
-    parts = []
-    for shard in x.addressable_shards:
-        own = np.array(shard.data)
-        if shard.device == device:
-            own.reshape(-1).view(np.uint32)[place] ^= np.uint32(1 << bit)
-        parts.append(jax.device_put(own, shard.device))
-    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, parts)
 
 
 MANY = [s for s in stems() if s != "single"]
@@ -68,3 +58,29 @@ def test_what_is_sharded_is_compared_with_its_own_replicas_only():
 def test_one_device_has_nothing_to_compare():
     with pytest.raises(UsageError, match=r"check_replicas_every compares devices"):
         ReplicaCheck(build("single"))
+
+
+@pytest.mark.slow
+def test_a_run_ends_at_the_comparison_after_a_flip(command, tmp_path):
+    done = command(
+        *MLP,
+        "--gin_file=gin/strategies/ddp.gin",
+        "--import=faults",
+        "--gin.train.strategy=@flipping()",
+        "--gin.flipping.strategy=@data_parallel()",
+        "--gin.flipping.device=2",
+        "--gin.flipping.step=7",
+        "--gin.train.check_replicas_every=5",
+        "--gin.train.checkpoint_every=5",
+        "--gin.train.log_every=1",
+        "--gin.train.num_steps=40",
+        "--cpu_devices=4",
+        f"--workdir={tmp_path}",
+        PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}",
+    )
+    assert done.returncode == 1
+    told = "error: step 10: replicas differ: params head/bias on device 2 (process 0)"
+    assert told in done.stderr
+    # What is saved at step 10 already is looked at first.
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir() if p.name.isdigit()] == ["5"]
+    assert max(lines(tmp_path, "train")) <= 11

@@ -6,6 +6,10 @@ What follows `--` are flags of `python -m research_dp.train`. Each process write
 DIR/logs/process_I.log; process 0 is shown. When one process ends badly the others are ended too,
 and a few lines say who was first, where, and which log to read. Signals are passed on to all.
 Exit status: that of the process that ended badly first (128 + the signal's number); else 0, or 143.
+
+    python tools/launch.py --post_mortem=DIR
+
+says where each process of a run was that something else started, on a cluster for example.
 """
 
 from __future__ import annotations
@@ -61,14 +65,17 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--num_processes", "-n", type=int, required=True, metavar="N")
+    parser.add_argument("--num_processes", "-n", type=int, metavar="N")
+    parser.add_argument("--post_mortem", type=Path, metavar="DIR", help="start nothing; look back")
     parser.add_argument("--module", default="research_dp.train", help="what python -m runs")
-    parser.add_argument("flags", nargs="+", metavar="-- FLAGS", help="flags of each process")
+    parser.add_argument("flags", nargs="*", metavar="-- FLAGS", help="flags of each process")
     given = parser.parse_args(argv)
+    if given.post_mortem:
+        return look_back(given.post_mortem)
     workdir = _workdir(given.flags)
     if workdir is None:
         parser.error("give --workdir=DIR after --: logs go there, and what processes are doing")
-    if given.num_processes < 1:
+    if not given.num_processes or given.num_processes < 1:
         parser.error("--num_processes: give a whole number of at least 1")
     for old in (*workdir.glob("flight/process_*.txt"), *workdir.glob("logs/process_*.log")):
         old.unlink()
@@ -155,6 +162,18 @@ def post_mortem(processes: list[Process], first: Process, workdir: Path) -> list
     lines.append(f"Read {culprit.log}; it ends:")
     tail = culprit.log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
     return [*lines, *(f"  | {line}" for line in tail)]
+
+
+def look_back(workdir: Path) -> int:
+    """Prints who was behind in a run that is over, and where each process was."""
+    from research_dp.training import recorder
+
+    notes = recorder.last_notes(workdir)
+    if not notes:
+        print(f"error: {workdir} has no flight/process_I.txt: no run began there", file=sys.stderr)
+        return 2
+    print("\n".join(recorder.post_mortem(notes)))
+    return 0
 
 
 def _workdir(flags: list[str]) -> Path | None:

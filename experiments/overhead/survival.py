@@ -13,7 +13,9 @@ import tempfile
 import time
 from pathlib import Path
 
+import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from research_dp.config import environment, gin_config
 from research_dp.training import run as run_lib
@@ -98,9 +100,11 @@ def main():
         note = alone(lambda: recorder.note("step", 12345))
         watchdog = Watchdog(recorder, WATCHDOG_SECONDS)
         check = alone(watchdog.look_once, 200)
-    flags_of_a_step = np.zeros(20)
+    # As a step leaves them: on all devices, and not read before.
+    everywhere = NamedSharding(Mesh(jax.devices(), "x"), PartitionSpec())
+    unread = iter([jax.device_put(np.zeros(20), everywhere) for _ in range(300)])
     nonfinite = Nonfinite([""] * 19, "stop", "", print)
-    look = alone(lambda: nonfinite.look(1, flags_of_a_step))
+    look = alone(lambda: nonfinite.look(1, next(unread)), 300)
     print(f"on / off: {middle:.4f} (median of {len(pairs)} pairs, quartiles {low:.4f} {high:.4f})")
     print(
         f"a step takes {step * 1e3:.2f} ms; two notes {2 * note * 1e6:.1f} us, a look at its "

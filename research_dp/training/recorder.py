@@ -69,7 +69,9 @@ class Recorder:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
         host = socket.gethostname().split(".")[0][:20]
-        os.pwrite(self._file, _line(f"process {process} {os.getpid()} {host}"), 0)
+        head = _line(f"process {process} {os.getpid()} {host}")
+        # All of it now: a note needs no room on a disk that has become full.
+        os.pwrite(self._file, head + _line("") * (_LINES - 1), 0)
         self._count = 0
         self.note("start", 0)
 
