@@ -150,3 +150,14 @@ def test_mistakes_about_processes_are_told(capsys, tmp_path, flags, expected):
 
     assert train.main([*RUN, *flags, f"--workdir={tmp_path}"]) == 2
     assert expected in capsys.readouterr().err
+
+
+def test_a_process_that_waits_for_others_to_start_says_so(monkeypatch, capfd):
+    from research_dp.config import environment
+
+    monkeypatch.setattr(environment, "_SECONDS_TO_TELL", 0.05)
+    monkeypatch.setattr(environment.jax.distributed, "initialize", lambda **_: time.sleep(0.5))
+    processes = environment.Processes("localhost:1234", 2, 1)
+    environment.set_up_processes(processes)
+    told = capfd.readouterr().err
+    assert "process 1 of 2, coordinator localhost:1234: still waits for the other" in told

@@ -3,9 +3,10 @@
     python tools/launch.py --num_processes=2 -- --gin_file=gin/runs/digits.gin --workdir=DIR
 
 What follows `--` are flags of `python -m research_dp.train`. Each process writes a log of its own,
-DIR/logs/process_I.log; process 0 is shown. When one process ends badly the others are ended too,
-and a few lines say who was first, where, and which log to read. Signals are passed on to all.
-Exit status: that of the process that ended badly first (128 + the signal's number); else 0, or 143.
+DIR/logs/process_I.log, behind those of earlier runs; process 0 is shown. When one ends badly the
+others are ended too, and a few lines say who was first, where, and which log to read. Signals are
+passed on to all. Exit status: that of the process that ended badly first (128 + the signal's
+number); else 0, or 143.
 
     python tools/launch.py --post_mortem=DIR
 
@@ -37,6 +38,7 @@ class Process:
     Attributes:
         number: Which one.
         log: Where its output goes.
+        begins: Where in the log this run's output begins.
         popen: The process.
         ended: When it was found to have ended; None: it runs.
         by_us: Whether this launcher ended it.
@@ -44,6 +46,7 @@ class Process:
 
     number: int
     log: Path
+    begins: int
     popen: subprocess.Popen
     ended: float | None = None
     by_us: bool = False
@@ -77,8 +80,8 @@ def main(argv: list[str]) -> int:
         parser.error("give --workdir=DIR after --: logs go there, and what processes are doing")
     if not given.num_processes or given.num_processes < 1:
         parser.error("--num_processes: give a whole number of at least 1")
-    for old in (*workdir.glob("flight/process_*.txt"), *workdir.glob("logs/process_*.log")):
-        old.unlink()
+    for old in workdir.glob("flight/process_*.txt"):
+        old.unlink()  # of a run that may have had more processes
     processes = start(given.module, given.flags, given.num_processes, workdir)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, _: _pass_on(processes, number))
@@ -99,7 +102,8 @@ def start(module: str, flags: list[str], count: int, workdir: Path) -> list[Proc
     for number in range(count):
         log = workdir / "logs" / f"process_{number}.log"
         where = [f"--coordinator=127.0.0.1:{port}", f"--num_processes={count}"]
-        with log.open("wb") as file:
+        with log.open("ab") as file:
+            begins = file.tell()
             popen = subprocess.Popen(
                 [sys.executable, "-m", module, *where, f"--process_id={number}", *flags],
                 stdout=file,
@@ -109,14 +113,14 @@ def start(module: str, flags: list[str], count: int, workdir: Path) -> list[Proc
                 start_new_session=True,
                 env={**os.environ, "PYTHONUNBUFFERED": "1"},
             )
-        processes.append(Process(number, log, popen))
+        processes.append(Process(number, log, begins, popen))
     return processes
 
 
 def watch(processes: list[Process]) -> Process | None:
     """Waits for all, and shows what process 0 writes; the first that ended badly, if one did."""
     done = threading.Event()
-    shown = threading.Thread(target=_show, args=(processes[0].log, done))
+    shown = threading.Thread(target=_show, args=(processes[0], done))
     shown.start()
     first: Process | None = None
     while any(process.ended is None for process in processes):
@@ -186,9 +190,10 @@ def _workdir(flags: list[str]) -> Path | None:
     return Path(found).expanduser() if found else None
 
 
-def _show(log: Path, done: threading.Event) -> None:
+def _show(process: Process, done: threading.Event) -> None:
     """Copies a log to standard output as it grows."""
-    with log.open(errors="replace") as file:
+    with process.log.open(errors="replace") as file:
+        file.seek(process.begins)
         while True:
             last = done.is_set()
             print(file.read(), end="", flush=True)

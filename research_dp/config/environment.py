@@ -16,6 +16,7 @@ import jax
 from research_dp.distributed.errors import UsageError
 
 _SECONDS_TO_LEAVE = 5.0
+_SECONDS_TO_TELL = 20.0
 
 
 def set_up_devices(cpu_devices: int | None) -> None:
@@ -109,6 +110,18 @@ def _number(flag: str, given: int | None, variable: str, address: str) -> int:
 
 
 def _initialize(heartbeat_seconds: int, where: str, **given: Any) -> None:
+    # JAX is silent for minutes, and then aborts the process with a deadline that was exceeded.
+    telling = threading.Timer(
+        _SECONDS_TO_TELL,
+        print,
+        (
+            f"{where}: still waits for the other processes. Is each one started, and does it reach "
+            "the coordinator's HOST:PORT?",
+        ),
+        {"file": sys.stderr, "flush": True},
+    )
+    telling.daemon = True
+    telling.start()
     try:
         jax.distributed.initialize(heartbeat_timeout_seconds=heartbeat_seconds, **given)
     except (ValueError, RuntimeError) as error:
@@ -116,6 +129,8 @@ def _initialize(heartbeat_seconds: int, where: str, **given: Any) -> None:
             f"{where}: the processes of the run cannot join: {str(error).splitlines()[0]} "
             "Start each with its own --process_id and the same --coordinator=HOST:PORT."
         ) from error
+    finally:
+        telling.cancel()
 
 
 def leave(status: int) -> int:

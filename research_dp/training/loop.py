@@ -7,6 +7,7 @@ import functools
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_args
 
 import gin
 import optax
@@ -76,7 +77,7 @@ def train(
         log_every: Record training metrics each so many steps.
         profile_at: Step after which the profiler traces a few steps; None: never.
         watchdog_seconds: A process without progress for so long writes its stacks and ends the run;
-            ten times as long while it compiles. None: it may take any time.
+            ten times as long while it compiles. A save must fit in it. None: it may take any time.
         on_nonfinite: What happens where a loss or a gradient is not finite: 'stop' ends the run
             with the last checkpoint untouched; 'skip' leaves the step out, and counts it.
         check_replicas_every: Compare what devices hold that should hold the same each so many
@@ -168,6 +169,8 @@ def spec_of(
         UsageError: One of them is of another kind, or the model does not fit the data.
     """
     check_limit("train.seed", seed, Seeds())
+    if on_nonfinite not in get_args(OnNonfinite):
+        raise UsageError(f"train.on_nonfinite = {on_nonfinite!r}: use 'stop' or 'skip'.")
     check_kind("train.model", model, TrainableModel, "@convnet()")
     check_kind("train.data", data, DataSet, "@tfds_data()")
     check_kind("train.optimizer", optimizer, optax.GradientTransformation, "@optax.adamw()")

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import jax
 
+from research_dp.distributed.errors import check_limit
+from research_dp.distributed.kinds import Above
 from research_dp.training import recorder as recorder_lib
 from research_dp.training.recorder import Recorder
 
@@ -26,7 +28,13 @@ _STDERR = 2
 
 @contextlib.contextmanager
 def keep_watch(folder: Path, seconds: float | None) -> Iterator[Recorder]:
-    """Records what this process does in a run's folder, and watches it if `seconds` are given."""
+    """Records what this process does in a run's folder, and watches it if `seconds` are given.
+
+    Raises:
+        UsageError: They are no positive number.
+    """
+    if seconds is not None:
+        check_limit("train.watchdog_seconds", seconds, Above(0))
     with contextlib.ExitStack() as stack:
         recorder = Recorder(folder, jax.process_index(), jax.process_count())
         stack.enter_context(recorder)
