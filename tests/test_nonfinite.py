@@ -124,6 +124,17 @@ def test_what_is_said_of_a_step():
     assert said[-1] == "Skipped step 101: the gradient of a is not finite"
 
 
+@pytest.mark.parametrize("stem", ["hsdp", slow("pmap")])
+def test_parameters_that_overflowed_are_not_saved(stem):
+    strategy = build(stem, skip=False)
+    state = strategy.init(jax.random.key(0))
+    look = Nonfinite(PATHS, "stop", "Nothing was touched.", print)
+    look.check_parameters(3, state.params)
+    spoilt = {**state.params, "b": state.params["b"].at[5, 7].set(np.inf)}
+    with pytest.raises(RunFailure, match=r"step 3: b has become infinite or no number"):
+        look.check_parameters(3, spoilt)
+
+
 @pytest.mark.slow
 def test_a_run_stops_with_its_checkpoint_untouched_and_goes_on_without_the_step(command, tmp_path):
     flags = [

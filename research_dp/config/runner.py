@@ -18,7 +18,7 @@ _STOPPED = 143
 
 
 class Stopped(RuntimeError):
-    """SIGTERM ended a run, after saving; the same call continues it."""
+    """A signal ended a run, after saving; the same call continues it."""
 
 
 def run(
@@ -50,7 +50,7 @@ def run(
     Raises:
         UsageError: Something in the configuration, the data or the workdir is wrong; the message
             has a line for each mistake.
-        Stopped: SIGTERM ended the run, after saving.
+        Stopped: A signal ended the run, after saving.
     """
     if workdir is None:
         raise UsageError("run needs a workdir: results and checkpoints go there.")
@@ -77,7 +77,7 @@ def run(
                 raise
             raise UsageError(mistake.removeprefix("error: ")) from error
     if status == _STOPPED:
-        raise Stopped(f"SIGTERM stopped the run in {workdir}; the same call continues it.")
+        raise Stopped(f"a signal stopped the run in {workdir}; the same call continues it.")
     return json.loads((Path(workdir).expanduser() / "summary.json").read_text())
 
 

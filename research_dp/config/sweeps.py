@@ -100,7 +100,7 @@ def sweep(options: command_line.Options, dimensions: Sequence[Sequence[Choice]])
 
     Returns:
         Exit status: 0 when all are done, 1 when one failed or was refused, 2 when all were
-        refused, 143 when stopped by SIGTERM.
+        refused, 143 when stopped by a signal.
     """
     runs = members(Path(options.workdir or ".").expanduser(), dimensions)
     for member in runs:
@@ -159,7 +159,7 @@ def _check(member: Member, options: command_line.Options) -> None:
 
 
 def _run(member: Member, options: command_line.Options) -> bool:
-    """Runs one; returns whether SIGTERM stopped it."""
+    """Runs one; returns whether a signal stopped it."""
     files, bindings = _of(member, options)
     try:
         member.summary = runner.run(

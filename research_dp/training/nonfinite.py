@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from research_dp.distributed.errors import RunFailure
@@ -60,11 +62,39 @@ class Nonfinite:
             )
         self._say(f"Skipped step {step}: {what}")
 
+    def check_parameters(self, step: int, params: Any) -> None:
+        """Looks at parameters that are to be saved; a collective, if there are several processes.
+
+        An update can overflow though its gradients were finite; what is saved then would end every
+        run that is continued from it.
+
+        Raises:
+            RunFailure: One of them is not finite.
+        """
+        finite = np.asarray(_all_finite(jax.tree.leaves(params)))
+        named = [path for path, good in zip(self._paths, finite, strict=True) if not good]
+        if named:
+            raise RunFailure(
+                f"step {step}: {self._list(named)} has become infinite or no number, though no "
+                f"gradient was; not saved. {self._untouched}\n  Lower the learning rate, or use a "
+                "wider dtype."
+            )
+
     def _what(self, spoilt: Sequence[float]) -> str:
         named = [path for path, flag in zip(self._paths, spoilt, strict=True) if flag]
         if not named:
             return "the loss is not finite"
+        return f"the gradient of {self._list(named)} is not finite"
+
+    def _list(self, named: Sequence[str]) -> str:
+        """Some names of parameters; not all of many."""
+        if 1 < len(named) == len(self._paths):
+            return f"all {len(named)} parameters"
         more = f" and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
-        whole = len(named) > 1 and len(named) == len(self._paths)
-        parameters = f"all {len(named)} parameters" if whole else ", ".join(named[:_NAMED]) + more
-        return f"the gradient of {parameters} is not finite"
+        return ", ".join(named[:_NAMED]) + more
+
+
+@jax.jit
+def _all_finite(leaves: list[jax.Array]) -> jax.Array:
+    """Whether all elements of each array are finite: (arrays,) bool."""
+    return jnp.stack([jnp.all(jnp.isfinite(x)) for x in leaves])

@@ -200,6 +200,7 @@ class Run:
         """Saves the state, in the background."""
         self._settle(state)
         self._recorder.note("save", step)
+        self._nonfinite.check_parameters(step, state.params)
         self._window = metrics_lib.add_up(self._window, self._unread)
         self._unread = []
         progress = Progress(
