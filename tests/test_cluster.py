@@ -34,6 +34,7 @@ def test_the_flags_in_the_examples_are_flags_of_the_command():
     assert len(own) == 5
 
 
+@pytest.mark.slow
 def test_a_run_is_looked_back_on(command, tmp_path):
     for process, place in enumerate([("step", 9), ("data", 8), ("step", 9)]):
         Recorder(tmp_path, process, 3).note(*place)

@@ -38,7 +38,9 @@ def listen(body):
     return process
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_a_signal_is_noted_and_the_loop_is_told(number):
     process = listen(IN_PYTHON)
     process.send_signal(number)

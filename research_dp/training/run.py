@@ -6,7 +6,7 @@ import collections
 import functools
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from research_dp.distributed.trainable import Work
 from research_dp.strategies import NONFINITE, SKIPPED, Strategy, TrainSpec, TrainState
 from research_dp.training import metrics as metrics_lib
 from research_dp.training import report
+from research_dp.training.ahead import placed_ahead
 from research_dp.training.checkpoint import Checkpoints
 from research_dp.training.manifest import Progress, origin
 from research_dp.training.nonfinite import Nonfinite
@@ -28,10 +29,6 @@ from research_dp.training.progress import Clock, ProgressBar
 from research_dp.training.recorder import Recorder
 from research_dp.training.replicas import ReplicaCheck
 from research_dp.training.schedule import Schedule
-
-_FEWEST_AHEAD = 2  # batches placed on the devices before the step that takes them
-_MOST_AHEAD = 16
-_BYTES_AHEAD = 2**24
 
 
 class Run:
@@ -131,7 +128,7 @@ class Run:
         if self._first_step < self._schedule.num_steps:
             self._progress.say("Compiling the training step")
         source = self._data.train(order)
-        for batch in _ahead(self._strategy.place_batch, source, self._devices_work):
+        for batch in placed_ahead(self._strategy.place_batch, source, self._devices_work):
             # The next batch was placed while the last steps ran; now they are to be over.
             first = self._step == self._first_step
             self._recorder.note("compile" if first else "step", self._step + 1)
@@ -177,7 +174,7 @@ class Run:
         self._note_evaluation()
         order = EvalOrder(batch_size=self._strategy.eval_batch_size, rows=self._strategy.eval_rows)
         source = self._data.evaluate(order)
-        batches = _ahead(self._strategy.place_eval_batch, source, self._devices_work)
+        batches = placed_ahead(self._strategy.place_eval_batch, source, self._devices_work)
         metrics = metrics_lib.means(metrics_lib.add_up({}, self._eval_steps(state, batches)))
         self._evaluated = True
         self._record("eval", step, metrics)
@@ -321,28 +318,3 @@ def _most_in_flight() -> int:
     many steps under way XLA deadlocks.
     """
     return 1 if jax.default_backend() == "cpu" else 2
-
-
-def _ahead(
-    place: Callable[[Any], Any], batches: Iterable[Any], devices_work: Callable[[], bool]
-) -> Iterator[Any]:
-    """Places batches on the devices ahead of their use, several of them if they are small.
-
-    The second batch of a row costs a third of the first, whose code and data a step has driven
-    out of the caches. A row ends with the step that it is to be hidden behind.
-    """
-    source, placed = iter(batches), collections.deque[Any]()
-    while True:
-        if len(placed) < _FEWEST_AHEAD:
-            for batch in source:
-                placed.append(place(batch))
-                most = min(_MOST_AHEAD, _BYTES_AHEAD // _bytes(batch))
-                if len(placed) >= _FEWEST_AHEAD and (len(placed) >= most or not devices_work()):
-                    break
-        if not placed:
-            return
-        yield placed.popleft()
-
-
-def _bytes(batch: Any) -> int:
-    return sum(x.nbytes for x in jax.tree.leaves(batch))
