@@ -56,6 +56,23 @@ def test_a_run_leaves_what_was_promised_and_its_config_runs_it_again(command, tm
         assert summary(again)["params_fingerprint"] == result["params_fingerprint"]
 
 
+def killed_once_saved(command, folder, *flags):
+    """Starts a run, or continues it, and kills it as soon as it has saved once more."""
+
+    def saved():
+        return {p.name for p in (folder / "checkpoints").glob("*") if p.name.isdigit()}
+
+    before = saved()
+    process = command(*flags, f"--workdir={folder}", start_only=True)
+    deadline = time.monotonic() + 120
+    while not saved() - before:
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert not (folder / "summary.json").exists()
+
+
 def test_killed_and_continued_ends_where_an_undisturbed_run_ends(command, tmp_path):
     flags = [
         *MLP,
@@ -66,14 +83,7 @@ def test_killed_and_continued_ends_where_an_undisturbed_run_ends(command, tmp_pa
     ]
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     assert command(*flags, f"--workdir={whole}").returncode == 0
-    process = command(*flags, f"--workdir={broken}", start_only=True)
-    deadline = time.monotonic() + 120
-    while not any(p.name.isdigit() for p in (broken / "checkpoints").glob("*")):
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert not (broken / "summary.json").exists()
+    killed_once_saved(command, broken, *flags)
     done = command(*flags, f"--workdir={broken}")
     assert done.returncode == 0, done.stderr
     assert "Continuing from step" in done.stdout

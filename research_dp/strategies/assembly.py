@@ -17,6 +17,7 @@ from research_dp.distributed.errors import UsageError, check_count, check_limit
 from research_dp.distributed.kinds import Above
 from research_dp.distributed.mesh import BATCH_AXES, FSDP_AXIS, batch_devices
 from research_dp.distributed.updates import map_state, mixing_primitive
+from research_dp.strategies.logical_shards import check_model, in_shards
 from research_dp.strategies.strategy import Layouts, PlacedBatch, Recipe, TrainSpec, TrainState
 
 PyTree = Any
@@ -67,6 +68,8 @@ def lay_out_state(
         abstract.params, recipe.shard, mesh.shape[FSDP_AXIS], spec.model.units
     )
     layouts = Layouts(slices if params_sharded else layout_lib.whole(slices), slices)
+    if recipe.reduction.logical_shards is not None:
+        check_model(recipe, spec, abstract)
 
     def spec_of(leaf: Any, place: layout_lib.Placement) -> PartitionSpec:
         # State of another shape than its parameter (factored moments, say) stays whole.
@@ -114,17 +117,19 @@ class BatchLayout:
     """Where a global batch lies: which rows are this process's, and how they get on the devices.
 
     A global batch is cut into micro-batches first, and each micro-batch over the devices, so that
-    micro-batch j holds the same examples on any mesh.
+    micro-batch j holds the same examples on any mesh. Or into logical shards, neighbours on one
+    device, which takes one after the other as micro-batches.
 
     Args:
         mesh: The mesh; dim 1 of a batch is split over its batch axes.
         spec: Sizes.
+        logical_shards: How many; None: micro-batches.
 
     Raises:
         UsageError: The batch does not divide; the message prints the whole equation.
     """
 
-    def __init__(self, mesh: Mesh, spec: TrainSpec):
+    def __init__(self, mesh: Mesh, spec: TrainSpec, logical_shards: int | None = None):
         devices, micros = batch_devices(mesh), spec.accumulation_steps
         _check_norm(spec.max_grad_norm)
         _check_sizes(spec.batch_size, devices, micros, mesh)
@@ -133,8 +138,12 @@ class BatchLayout:
         self.eval_sharding = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
         self.eval_batch_size = rows
         self.eval_rows = placement.local_indices(self.eval_sharding, (rows,), 0)
-        starts = np.arange(micros)[:, None] * rows
-        self._micro_rows = (starts + self.eval_rows[None, :]).astype(np.int32)
+        places = np.arange(spec.batch_size, dtype=np.int32).reshape(micros, rows)
+        if logical_shards:
+            places = in_shards(spec, devices, logical_shards)
+        micros, rows = places.shape
+        here = placement.local_indices(self.sharding, places.shape, 1)
+        self._micro_rows = places[:, here]
         self.train_rows = self._micro_rows.reshape(-1)
         self._position: jax.Array | None = None  # the same in each batch, so placed once
 

@@ -64,7 +64,7 @@ def mapped(recipe: Recipe, spec: TrainSpec) -> Strategy:
     check_shards_suffice(recipe, spec, layouts)
     steps = Step(recipe, spec, layouts, split_axes(mesh))
     state_specs = jax.tree.map(lambda x: x.sharding.spec, abstract)
-    batch = BatchLayout(mesh, spec)
+    batch = BatchLayout(mesh, spec, recipe.reduction.logical_shards)
     on_mesh = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
     train = on_mesh(
         steps.train,
@@ -96,7 +96,7 @@ def compiled(recipe: Recipe, spec: TrainSpec) -> Strategy:
         ("gather", "sync", "update"),
         "the compiler inserts collectives in engine 'compiled'; bind None.",
     )
-    if recipe.reduction is not PLAIN:
+    if recipe.reduction is not PLAIN and recipe.mesh.size > 1:
         raise UsageError(
             "data_parallel.reduction: engine 'compiled' leaves sums to the compiler; use 'mapped'.",
             binding="data_parallel.reduction",
@@ -109,7 +109,7 @@ def compiled(recipe: Recipe, spec: TrainSpec) -> Strategy:
     # Gradients and slices are seen as global arrays, whatever device holds what.
     seen = Layouts(layouts.params, whole(layouts.slices))
     steps = Step(recipe, spec, seen, ())
-    batch = BatchLayout(mesh, spec)
+    batch = BatchLayout(mesh, spec, recipe.reduction.logical_shards)
     outs = (shardings_of(abstract), NamedSharding(mesh, PartitionSpec()))
     return _strategy(
         recipe,
@@ -152,7 +152,7 @@ def pmapped(recipe: Recipe, spec: TrainSpec) -> Strategy:
     count = len(devices)
     layouts, abstract = lay_out_state(recipe, spec, recipe.mesh, params_sharded=False)
     steps = Step(recipe, spec, layouts, split_axes(recipe.mesh))
-    batch = BatchLayout(recipe.mesh, spec)
+    batch = BatchLayout(recipe.mesh, spec, recipe.reduction.logical_shards)
     # pmap lays its arguments out on a mesh of its own, of this one axis.
     line = Mesh(devices, (DATA_AXIS,))
     by_device = NamedSharding(line, PartitionSpec(DATA_AXIS))

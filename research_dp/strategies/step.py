@@ -22,9 +22,11 @@ from research_dp.distributed.errors import UsageError
 from research_dp.distributed.layout import TABLE, path_name
 from research_dp.distributed.mesh import FSDP_AXIS
 from research_dp.distributed.trainable import LossOutput
+from research_dp.distributed.tree import fence, norm_by_blocks, unknown_zero
 from research_dp.distributed.units import Units
 from research_dp.distributed.updates import apply_optimizer, clip_factor, global_norm
 from research_dp.strategies.keys import example_keys
+from research_dp.strategies.logical_shards import check_wide, one_by_one
 from research_dp.strategies.strategy import (
     NONFINITE,
     SKIPPED,
@@ -59,7 +61,11 @@ class Step:
         self, state: TrainState, batch: PlacedBatch
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         """One step: the new state, and metrics; see `Strategy`."""
-        grads, model_state, sums = self._mean_gradients(state, batch)
+        if self._shards:
+            grads, model_state, sums = self._mean_of_shards(state, batch)
+        else:
+            grads, model_state, sums = self._mean_gradients(state, batch)
+        _check_shapes(grads, self._slice_shapes(), "data_parallel.sync", "gradients")
         sums = self._add_up(sums)
         # Losses were divided by the rows of a device's micro-batch; the true number of valid
         # items comes in here, once.
@@ -67,13 +73,15 @@ class Step:
         rows = batch.position.shape[1] * axes_size(self.axes)
         scale = jnp.where(count > 0, rows / jnp.maximum(count, 1e-9), 0.0)
         scale = scale / self._loss_scale(state)
-        norm, spoilt = global_norm(grads, self.layouts.slices, self.recipe.reduction)
+        norm, spoilt = self._norm(grads, state.step)
         norm = scale * norm
         scale = scale * clip_factor(norm, self.spec.max_grad_norm)
         own = self.spec.param_dtype is None  # otherwise the optimizer's parameters are wider
         grads = jax.tree.map(
             lambda g, p: (g * scale).astype(p.dtype if own else jnp.float32), grads, state.params
         )
+        if self._shards:
+            grads = fence(grads, unknown_zero(state.step))
         params, opt_state = self._update(grads, state)
         new = TrainState(state.step + 1, params, model_state, opt_state, state.loss_scale)
         metrics = {**sums, "grad_norm": jnp.stack([norm, jnp.ones_like(norm)])}
@@ -111,9 +119,19 @@ class Step:
         self, state: TrainState, examples: Mapping[str, jax.Array]
     ) -> dict[str, jax.Array]:
         """Metrics of a batch as arrays (2,) of sum and count."""
-        units = self._units()
-        out = self._loss(state.params, state.model_state, examples, None, units, train=False)
-        return self._add_up(_pairs(out))
+        units, params = self._units(), state.params
+        if not self._shards:
+            out = self._loss(params, state.model_state, examples, None, units, train=False)
+            return self._add_up(_pairs(out))
+        params = units.whole(params)
+        rows = self.spec.batch_size // self._shards
+
+        def sums_of(part: PyTree, zero: jax.Array) -> dict[str, jax.Array]:
+            held = fence(params, zero)
+            return _pairs(self._loss(held, state.model_state, part, None, Units(), train=False))
+
+        parts = {name: x.reshape(-1, rows, *x.shape[1:]) for name, x in examples.items()}
+        return self._add_up(one_by_one(sums_of, parts, state.step))
 
     def _mean_gradients(
         self, state: TrainState, batch: PlacedBatch
@@ -147,8 +165,28 @@ class Step:
         if once:
             (grads,) = scatter(jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params))
         grads = grads if early else self._sync(grads, "step")
-        _check_shapes(grads, self._slice_shapes(), "data_parallel.sync", "gradients")
         return grads, model_state, sums
+
+    def _mean_of_shards(
+        self, state: TrainState, batch: PlacedBatch
+    ) -> tuple[PyTree, PyTree, dict[str, jax.Array]]:
+        """`_mean_gradients` where a micro-batch is a logical shard.
+
+        The sum over a device's shards is complete before it travels, so that the order of additions
+        is one for all strategies: all is gathered before them, and scattered after them.
+        """
+        params, scatter = jax.vjp(self._units().whole, state.params)
+        check_wide(params)
+
+        def of_shard(shard: PlacedBatch, zero: jax.Array) -> tuple[PyTree, PyTree]:
+            own = fence(params, zero)
+            grads, out = self._gradients(state, own, state.model_state, shard, Units())
+            return grads, _pairs(out)
+
+        grads, sums = one_by_one(of_shard, batch, state.step)
+        (grads,) = scatter(grads)
+        recipe = self.recipe
+        return grads if recipe.sync is None else self._synced(grads), state.model_state, sums
 
     def _gradients(
         self,
@@ -233,15 +271,28 @@ class Step:
             look_ahead=recipe.look_ahead,
         )
 
+    @property
+    def _shards(self) -> int:
+        """Number of logical shards; 0 if the reduction knows none."""
+        return self.recipe.reduction.logical_shards or 0
+
+    def _norm(self, grads: PyTree, step: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """See `global_norm`."""
+        slices = self.layouts.slices
+        if self._shards:
+            return norm_by_blocks(grads, slices, self._shards, unknown_zero(step))
+        return global_norm(grads, slices, self.recipe.reduction)
+
     def _sync(self, grads: PyTree, when: str) -> PyTree:
         recipe = self.recipe
         if recipe.sync is None or recipe.sync_each != when:
             return grads
-        return self._synced(grads, self.layouts.slices)
+        return self._synced(grads)
 
-    def _synced(self, grads: PyTree, layout: PyTree) -> PyTree:
+    def _synced(self, grads: PyTree, layout: PyTree = None) -> PyTree:
         recipe = self.recipe
         assert recipe.sync is not None
+        layout = self.layouts.slices if layout is None else layout
         return recipe.sync(grads, layout, axes=self.axes, reduction=recipe.reduction)
 
     def _update(self, grads: PyTree, state: TrainState) -> tuple[PyTree, PyTree]:

@@ -1,0 +1,218 @@
+"""Sums in one order, whatever the number of devices: a balanced binary tree over logical shards.
+
+The global batch is cut in V logical shards, the same on any mesh. Each gives its gradient by the
+same program, and the V gradients are added pairwise, neighbours first: those of one device locally,
+then those of a group of devices, then those of the groups. Whoever holds what, the same additions
+are done, so the result has the same bits.
+
+Compilers keep the order of additions, but may fuse a multiplication with the addition that follows
+it (one rounding less), and do so according to what stands beside it: `fence` keeps them apart.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import gin
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from research_dp.distributed.collectives import Axes, Reduction, axes_size, gather
+from research_dp.distributed.errors import UsageError, check_count
+from research_dp.distributed.kinds import Count
+from research_dp.distributed.layout import Placement
+from research_dp.distributed.mesh import FSDP_AXIS
+from research_dp.distributed.padding import flatten_padded, unflatten
+
+PyTree = Any
+
+
+@gin.register(module="distributed")
+def tree_reduction(*, logical_shards: Count) -> Reduction:
+    """Adds in the order of one balanced binary tree: the same bits on any number of devices.
+
+    For `data_parallel.reduction`. The devices, times `train.accumulation_steps`, must divide the
+    logical shards; a device runs its own one at a time, and what it sends is one sum. So gradients
+    travel once a step under every strategy, and live whole on each device until then.
+
+    Args:
+        logical_shards: How many logical shards the global batch is cut in, a power of two. Another
+            number gives other bits.
+
+    Raises:
+        UsageError: It is not a power of two.
+    """
+    name = "tree_reduction.logical_shards"
+    check_count(name, logical_shards, 1)
+    if logical_shards & (logical_shards - 1):
+        raise UsageError(
+            f"{name} = {logical_shards}: give a power of two, for sums are taken of pairs.",
+            binding=name,
+        )
+    return Reduction(_all_sum, _scatter_sum, logical_shards)
+
+
+def _scatter_sum(x: jax.Array, axis: str, dim: int) -> jax.Array:
+    # Only sums: whoever calls divides, once, by the number of partial results.
+    _refuse_narrow(x.dtype)
+    devices = axes_size((axis,))
+    blocks = jnp.moveaxis(x, dim, 0)
+    blocks = blocks.reshape(devices, blocks.shape[0] // devices, *blocks.shape[1:])
+    # As many bytes as a ring sends; the additions are done here, in the order of the devices.
+    mine = lax.all_to_all(blocks, axis, 0, 0, tiled=True)
+    return jnp.moveaxis(_add_pairs(mine), 0, dim)
+
+
+def _all_sum(x: jax.Array, axes: Axes) -> jax.Array:
+    # Only sums, as above: over the innermost axis first, whose devices hold neighbours, so that
+    # two levels of devices are two levels of the tree.
+    _refuse_narrow(x.dtype)
+    block = flatten_padded(x, axes_size(axes))
+    for axis in reversed(axes):
+        block = _scatter_sum(block, axis, 0)
+    for axis in axes:
+        block = gather(block, 0, axis, replicated=True)
+    return unflatten(block, x.shape)
+
+
+def _add_pairs(x: jax.Array) -> jax.Array:
+    """The sum along dim 0, whose length is a power of two, of neighbours, then of their sums."""
+    while x.shape[0] > 1:
+        x = x.reshape(x.shape[0] // 2, 2, *x.shape[1:])
+        x = x[:, 0] + x[:, 1]
+    return x[0]
+
+
+def _refuse_narrow(dtype: Any) -> None:
+    """Raises UsageError for dtypes in which compilers leave out roundings between additions."""
+    if jnp.issubdtype(dtype, jnp.inexact) and jnp.finfo(dtype).bits < 32:
+        raise UsageError(
+            f"data_parallel.reduction: @tree_reduction adds in float32, not in {jnp.dtype(dtype)}, "
+            "whose roundings compilers move. Leave dtypes of gradients and of gathers at None.",
+            binding="data_parallel.reduction",
+        )
+
+
+def add_up_pairs(leaf: Callable[[Any], PyTree], count: int, zero: jax.Array) -> PyTree:
+    """The sum of `leaf(0)` to `leaf(count - 1)`, computed one at a time, by the same tree.
+
+    Args:
+        leaf: Index -> a tree of arrays.
+        count: A power of two. `log2(count) + 1` partial sums are held.
+        zero: `unknown_zero`.
+    """
+    like = jax.eval_shape(leaf, 0)
+    for x in jax.tree.leaves(like):
+        _refuse_narrow(x.dtype)
+
+    # Nothing but -0.0 leaves every number as it is when it is added, -0.0 too.
+    nothing = jax.tree.map(lambda x: jnp.full(x.shape, -0.0, x.dtype), like)
+
+    def part(first: Any, size: int) -> PyTree:
+        if size == 1:
+            return leaf(first)
+
+        def add(number: Any, total: PyTree) -> PyTree:
+            return jax.tree.map(jnp.add, total, part(first + number * (size // 2), size // 2))
+
+        return lax.fori_loop(0, 2, add, nothing)
+
+    if count > 1:
+        return part(0, count)
+    # A loop here too, which the compiler does not know to turn once: it chooses other code for
+    # convolutions and products outside of loops.
+    return lax.fori_loop(0, 1 + zero, lambda number, _: leaf(number), nothing)
+
+
+def unknown_zero(count: jax.Array) -> jax.Array:
+    """0, made of a 0-d integer that is never negative, which a compiler does not know."""
+    return jnp.minimum(count, 0)
+
+
+def fence(tree: PyTree, zero: jax.Array) -> PyTree:
+    """The same values, across which no compiler fuses or reorders floating-point operations.
+
+    `jax.lax.optimization_barrier` does not do: XLA removes it before it fuses.
+
+    Args:
+        tree: Arrays.
+        zero: `unknown_zero`.
+    """
+
+    def one(x: jax.Array) -> jax.Array:
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return x
+        bits = jnp.dtype(f"uint{jnp.finfo(x.dtype).bits}")
+        same = lax.bitcast_convert_type(x, bits) ^ zero.astype(bits)
+        return lax.bitcast_convert_type(same, x.dtype)
+
+    return jax.tree.map(one, tree)
+
+
+def norm_by_blocks(
+    tree: PyTree, layout: PyTree, blocks: int, zero: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """L2 norm of arrays that lie as `layout` says, the same bits however they are split.
+
+    Every dim of an array is cut in as many equal pieces as `blocks`, a power of two, allows; the
+    sums of squares of these blocks are what devices exchange, and all are added in one order.
+
+    Args:
+        tree: This device's shards, or whole arrays.
+        layout: Placements, on as many devices as divide `blocks`.
+        blocks: At most how many pieces a dim is cut in.
+        zero: `unknown_zero`.
+
+    Returns:
+        The norm, a 0-d float32; and float32 (leaves,), 1 for a leaf whose sum of squares is not
+        finite. The same on every device.
+    """
+    places = jax.tree.leaves(layout)
+    sums = []
+    for x, place in zip(jax.tree.leaves(tree), places, strict=True):
+        order = _order(place.shape, blocks)
+        one = jnp.transpose(_squares(x.astype(jnp.float32), place, blocks, zero), order)
+        # Along the dims before the one that is split, and along this device's part of that.
+        here = len(order) if place.dim is None else order.index(place.dim) + 1
+        for _ in range(here):
+            one = _add_pairs(one)
+        sums.append(one)
+    split = [i for i, place in enumerate(places) if place.dim is not None]
+    if split:
+        mine = jnp.concatenate([sums[i].reshape(1, -1) for i in split], axis=1)
+        total = _add_pairs(gather(mine, 0, FSDP_AXIS, replicated=True))
+        for i, part in zip(split, lax.split(total, [sums[i].size for i in split]), strict=True):
+            sums[i] = part.reshape(sums[i].shape)
+    for i, one in enumerate(sums):
+        while one.ndim:
+            one = _add_pairs(one)
+        sums[i] = one
+    length = 2 ** math.ceil(math.log2(len(sums)))
+    each = jnp.stack(sums)
+    norm = jnp.sqrt(_add_pairs(flatten_padded(each, length)))
+    return norm, (~jnp.isfinite(each)).astype(jnp.float32)
+
+
+def _order(shape: tuple[int, ...], blocks: int) -> list[int]:
+    """The dims, in the order in which blocks are added along them.
+
+    Last the one that is most likely split: what is added before need not travel.
+    """
+    last = max(
+        range(len(shape)), key=lambda d: (math.gcd(shape[d], blocks), shape[d], d), default=0
+    )
+    return [dim for dim in range(len(shape)) if dim != last] + [last][: len(shape)]
+
+
+def _squares(x: jax.Array, place: Placement, blocks: int, zero: jax.Array) -> jax.Array:
+    """Sums of squares of the blocks of one array that this device holds, one for each."""
+    shape: list[int] = []
+    for dim, length in enumerate(place.shape):
+        pieces = math.gcd(length, blocks)
+        held = pieces // place.axis_size if dim == place.dim else pieces
+        shape += [held, length // pieces]
+    squares = fence(jnp.square(x), zero).reshape(shape)
+    return jnp.sum(squares, axis=tuple(range(1, len(shape), 2)))

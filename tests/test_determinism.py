@@ -1,0 +1,250 @@
+"""One order of additions: the same bits from every strategy, on any number of devices."""
+
+import dataclasses
+import functools
+
+import gin
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from conftest import ROOT
+from jax.sharding import PartitionSpec as P
+from steps import mesh_of, on
+
+from research_dp.analysis.traffic import collectives
+from research_dp.config import gin_config, gin_state
+from research_dp.distributed import tree
+from research_dp.distributed.errors import UsageError
+from research_dp.distributed.layout import choose_dim, lay_out, specs
+from research_dp.distributed.mesh import planning_for
+from research_dp.distributed.placement import fingerprint
+from research_dp.models import convnet, mlp, transformer
+from research_dp.strategies import TrainSpec, tree_reduction
+
+BATCH, SHARDS = 32, 16
+EXAMPLE = {
+    "image": jax.ShapeDtypeStruct((4, 4, 1), np.float32),
+    "label": jax.ShapeDtypeStruct((), np.int32),
+}
+# (strategy, devices on axis data, devices on axis fsdp).
+CELLS = [
+    *(("ddp", n, 1) for n in (1, 2, 4, 8)),
+    *((s, 1, n) for s in ("zero1", "zero2", "fsdp", "fsdp_keep") for n in (1, 2, 4, 8)),
+    ("hsdp", 2, 4),
+    ("hsdp", 4, 2),
+]
+
+
+def model_of(api):
+    # Odd widths: leaves that some meshes split, along other dims than others, and some do not.
+    return mlp(api=api, widths=(33, 24), num_classes=10, dropout_rate=0.3)
+
+
+TOKENS = {"tokens": jax.ShapeDtypeStruct((16,), np.int32)}
+
+
+def decoder(api):
+    sizes = {"vocab_size": 64, "width": 16, "depth": 2, "heads": 2, "mlp_width": 24}
+    return transformer(api=api, tied=True, dropout_rate=0.1, **sizes)
+
+
+@functools.cache
+def batches(steps):
+    rng = np.random.default_rng(0)
+    return [
+        {
+            "image": rng.normal(size=(BATCH, 4, 4, 1)).astype(np.float32),
+            "label": rng.integers(0, 10, BATCH).astype(np.int32),
+        }
+        for _ in range(steps)
+    ]
+
+
+def recipe(stem, data, fsdp, *, exact=True, bindings=()):
+    """A shipped strategy with the shipped option, on the first devices."""
+    import research_dp.training.loop  # noqa: F401  (registers `train`)
+
+    gin_config.reset()
+    files = [f"strategies/{stem}.gin", *(["options/deterministic.gin"] if exact else [])]
+    for file in files:
+        gin.parse_config_file(str(ROOT / "gin" / file))
+    sizes = [] if stem == "single" else [f"make_mesh.axes = {{'data': {data}, 'fsdp': {fsdp}}}"]
+    shards = [f"tree_reduction.logical_shards = {SHARDS}"] if exact else []
+    gin.parse_config([*sizes, *shards, "largest_dim.min_weight_size = 20", *bindings])
+    with planning_for(jax.devices()[: data * fsdp]):
+        return gin_state.value_of("train.strategy")
+
+
+def build(stem, data, fsdp, model, *, accumulation=1, example=EXAMPLE, more=None, **options):
+    schedule = optax.cosine_decay_schedule(1e-2, 100)
+    spec = TrainSpec(
+        model=model,
+        example=example,
+        batch_size=BATCH,
+        accumulation_steps=accumulation,
+        seed=3,
+        **{
+            "optimizer": optax.adamw(schedule, weight_decay=1e-2),
+            "max_grad_norm": 0.3,
+            **(more or {}),
+        },
+    )
+    return recipe(stem, data, fsdp, **options).build(spec)
+
+
+# Tests compile without LLVM's passes, which fuse multiplications with additions: users do not.
+AS_USERS_DO = ("data_parallel.compiler_options = {'xla_backend_optimization_level': 3}",)
+
+
+def bits(strategy, data):
+    """Everything that a run leaves, as bits: parameters, loss and norm of each step, state."""
+    state, told = strategy.init(jax.random.key(0)), []
+    for batch in data:
+        local = {name: x[strategy.train_rows] for name, x in batch.items()}
+        state, metrics = strategy.train_step(state, strategy.place_batch(local))
+        told.append([float(x).hex() for name in ("loss", "grad_norm") for x in metrics[name]])
+    return fingerprint(state.params), fingerprint(state.opt_state), told
+
+
+@functools.cache
+def single(api, steps, bindings=()):
+    return bits(build("single", 1, 1, model_of(api), bindings=bindings), batches(steps))
+
+
+def test_the_same_bits_as_on_one_device():
+    found = bits(build("hsdp", 2, 4, model_of("linen"), accumulation=2), batches(4))
+    assert found == single("linen", 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("api", ["linen", "nnx"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: "-".join(map(str, cell)))
+def test_the_same_bits_whatever_strategy_mesh_and_accumulation(cell, accumulation, api):
+    strategy = build(*cell, model_of(api), accumulation=accumulation, bindings=AS_USERS_DO)
+    assert bits(strategy, batches(30)) == single(api, 30, AS_USERS_DO)
+
+
+@pytest.mark.slow
+def test_it_is_the_order_that_makes_the_bits():
+    cells = [("ddp", 2, 1), ("ddp", 8, 1)]
+    found = [bits(build(*cell, model_of("linen"), exact=False), batches(4)) for cell in cells]
+    assert found[0] != found[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("api", ["linen", "nnx"])
+def test_the_same_bits_of_a_model_of_units_and_of_convolutions(api):
+    rng = np.random.default_rng(1)
+    text = [{"tokens": rng.integers(0, 64, (BATCH, 16)).astype(np.int32)} for _ in range(4)]
+    for model, example, data in (
+        (decoder(api), TOKENS, text),
+        (convnet(api=api, features=(8,), hidden=17, num_classes=10), EXAMPLE, batches(4)),
+    ):
+        options = {"example": example, "bindings": AS_USERS_DO}
+        # Sixteen shards on eight devices and eight: with a loop over a device's own, and without.
+        for shards in (16, 8):
+            options["bindings"] = (*AS_USERS_DO, f"tree_reduction.logical_shards = {shards}")
+            cells = [("single", 1, 1), ("ddp", 8, 1), ("fsdp", 1, 8), ("zero1", 1, 2)]
+            found = [bits(build(*cell, model, **options), data) for cell in cells]
+            assert all(one == found[0] for one in found)
+
+
+@pytest.mark.parametrize(
+    ("bindings", "options", "told"),
+    [
+        (["tree_reduction.logical_shards = 12"], {}, "give a power of two"),
+        (["tree_reduction.logical_shards = 4"], {}, "cannot be shared by 8 devices"),
+        ([], {"accumulation": 4}, "8 devices x accumulation_steps 4 = 32"),
+        (["tree_reduction.logical_shards = 64"], {}, "cannot be cut in 64 logical shards"),
+        (
+            ["data_parallel.look_ahead = True"],
+            {"model": decoder("linen"), "example": TOKENS},
+            "all is gathered before the first",
+        ),
+        (["data_parallel.accumulation_dtype = 'bfloat16'"], {}, "added up in float32"),
+        (["gather_shards.gather_dtype = 'bfloat16'"], {}, "parameters in bfloat16"),
+        (["data_parallel.param_dtype = 'bfloat16'"], {}, "parameters in bfloat16"),
+        (["gather_shards.grad_scatter_dtype = 'bfloat16'"], {}, "adds in float32, not in bf"),
+        ([], {"model": convnet(features=(8,), num_classes=10, norm="batch")}, "over the batch"),
+        ([], {"more": {"optimizer": optax.lamb(1e-3)}}, "mixes elements"),
+    ],
+)
+def test_what_cannot_be_exact_is_refused(bindings, options, told):
+    options = {"model": model_of("linen"), **options}
+    with pytest.raises(UsageError, match=told):
+        build("fsdp", 1, 8, options.pop("model"), bindings=bindings, **options)
+
+
+def test_sums_left_to_the_compiler_are_refused():
+    with pytest.raises(UsageError, match="leaves sums to the compiler"):
+        build("spmd", 8, 1, model_of("linen"))
+
+
+def test_a_loss_that_knows_other_examples_is_refused():
+    whole = model_of("linen")
+
+    def loss(*args, batch_axes, **options):
+        out = whole.loss(*args, batch_axes=batch_axes, **options)
+        return out._replace(total=jax.lax.pmean(out.total, batch_axes))
+
+    with pytest.raises(UsageError, match="statistics over the batch"):
+        build("ddp", 8, 1, dataclasses.replace(whole, loss=loss))
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("stem", ["ddp", "zero1", "zero2", "fsdp", "fsdp_keep", "hsdp"])
+def test_no_more_bytes_than_the_plain_reduction_sends(stem, accumulation):
+    sizes = {"ddp": (8, 1), "hsdp": (2, 4)}.get(stem, (1, 8))
+    # Sizes that eight divides: otherwise a bucket is padded, by seven elements at most.
+    model = mlp(widths=(128, 128), num_classes=16)
+
+    def sent(exact):
+        strategy = build(stem, *sizes, model, accumulation=accumulation, exact=exact)
+        found = collectives(strategy.train_step, strategy.abstract_state, strategy.abstract_batch)
+        return sum(one.wire_bytes for one in found)
+
+    assert sent(exact=True) <= 1.005 * sent(exact=False)
+
+
+def test_additions_are_those_of_one_tree_on_whatever_devices():
+    # Numbers whose sum depends on the order: only ((a + b) + (c + d)) + ... has these bits.
+    x = np.random.default_rng(0).normal(size=(8, 24)).astype(np.float32)
+    x *= 10.0 ** np.arange(8, dtype=np.float32)[:, None]
+    pairs = x
+    while len(pairs) > 1:
+        pairs = pairs[0::2] + pairs[1::2]
+    assert not np.array_equal(pairs[0], functools.reduce(np.add, x))
+    how = tree_reduction(logical_shards=8)
+    for axes in ({"data": 8}, {"data": 2, "fsdp": 4}, {"data": 4, "fsdp": 2}):
+        mesh, names = mesh_of(**axes), tuple(axes)
+
+        def both(x, names=names):
+            scattered = x[0]
+            for name in reversed(names):
+                scattered = how.scatter_sum(scattered, name, 0)
+            return how.all_sum(x[0], names), scattered
+
+        every, parts = on(mesh, both, P(names), (P(), P(names[::-1])))(x)
+        np.testing.assert_array_equal(every, pairs[0])
+        np.testing.assert_array_equal(parts, pairs[0])
+
+
+def test_the_norm_of_shards_has_the_bits_of_the_norm_of_wholes():
+    rng = np.random.default_rng(0)
+    shapes = {"a": (24, 40), "b": (40, 24), "c": (7,), "d": (3, 3, 16)}
+    params = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    found = set()
+    for n in (1, 2, 4, 8):
+        layout = lay_out(params, lambda path, shape, n: choose_dim(shape, n, 8), n)
+        mesh = mesh_of(data=1, fsdp=n)
+
+        def norm(held, layout=layout):
+            return tree.norm_by_blocks(held, layout, 8, jnp.int32(0))[0]
+
+        found.add(float(on(mesh, norm, (specs(layout),))(params)).hex())
+    assert len(found) == 1
+    whole = np.sqrt(sum(np.sum(np.square(x.astype(np.float64))) for x in params.values()))
+    assert float.fromhex(found.pop()) == pytest.approx(whole, rel=1e-6)
