@@ -1,5 +1,6 @@
 """The plan: its rows, what they are held to, and what its command says of mistakes."""
 
+import importlib.util
 import json
 
 import jax
@@ -187,6 +188,23 @@ def test_shipped_strategies_send_the_least():
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda13_plugin") is None,
+    reason="jax_cuda13_plugin is not installed: pip install -e '.[plan-gpu]'",
+)
+def test_shipped_strategies_send_the_least_on_gpus(command):
+    model = ["lm_125m", "random_tokens", "adamw_cosine", "bf16_collectives"]
+    folders = ["models", "data", "optim", "precision"]
+    files = [f"--gin_file={f}/{m}.gin" for f, m in zip(folders, model, strict=True)]
+    sizes = {"transformer.depth": 2, "random_tokens.length": 256, "train.batch_size": 16}
+    sizes |= {"train.num_steps": 1, "plan.max_wire_ratio": 1.01, "train.accumulation_steps": 1}
+    flags = [*files, *(f"--gin.{name}={value}" for name, value in sizes.items())]
+    flags += ["--topology=h100:2x8", "--strategies=ddp,zero1,zero2,fsdp,fsdp_keep,hsdp"]
+    done = command(*flags, module="research_dp.plan")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
 def test_the_command_ends_with_a_status(command):
     flags = [DIGITS, MLP, "--topology=cpu:8", "--strategies=zero1"]
     flags += ["--gin.plan.max_wire_ratio=0.9", "--gin.plan.max_peak_bytes=1000"]
@@ -223,6 +241,22 @@ def test_the_largest_batch_is_found_in_a_few_compilations(fixed, each, expected)
     assert found.fits
     assert found.batch_size == 16 * expected
     assert len(tried) <= 5
+
+
+def test_variants_are_those_that_can_change_something():
+    def sent(**dtypes):
+        each = [
+            {"kind": k.replace("_", "-"), "dtype": d, "wire_bytes": 5} for k, d in dtypes.items()
+        ]
+        row = Row("fsdp", mesh={"data": 1, "fsdp": 8}, wire_bytes={"total": 10.0}, collectives=each)
+        found = candidates.variants(candidates.Candidate("fsdp"), row, topology("cpu:8"))
+        return [candidate.name for candidate in found]
+
+    kept = ["fsdp", "fsdp_keep"]
+    both = ["fsdp+bf16_gather", "fsdp+bf16_collectives"]
+    assert sent(all_gather="f32", reduce_scatter="f32") == [*both, *kept]
+    assert sent(all_gather="bf16", reduce_scatter="f32") == [both[1], *kept]
+    assert sent(all_gather="bf16", reduce_scatter="bf16") == kept
 
 
 def test_more_micro_batches_are_tried_until_it_fits():

@@ -57,11 +57,10 @@ def changes(others: Sequence[Row], ranked: Sequence[Row]) -> list[str]:
                 f"times the examples/s{mfu}. Larger ones with train.accumulation_steps."
             )
         else:
-            sent = [(r.wire_bytes or {}).get("total") for r in (row, best)]
             said.append(
                 f"{row.strategy} instead of {best.strategy}: a step of {_ms(row)} ms instead of "
                 f"{_ms(best)}, {_size(row.needed_bytes)} instead of {_size(best.needed_bytes)}, "
-                f"{_size(sent[0])} sent instead of {_size(sent[1])}."
+                f"{_size(row.wire_total)} sent instead of {_size(best.wire_total)}."
             )
     return said
 

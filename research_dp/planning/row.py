@@ -93,11 +93,16 @@ class Row:
     problem: str | None = None
 
     @property
+    def wire_total(self) -> float:
+        """Wire bytes in all; 0 where they are not known."""
+        return self.wire_bytes["total"] if self.wire_bytes else 0.0
+
+    @property
     def wire_ratio(self) -> float | None:
         """Wire bytes over the least; None where nothing must be sent, or it is not known."""
         if not self.min_wire_bytes or self.wire_bytes is None:
             return None
-        return self.wire_bytes["total"] / self.min_wire_bytes
+        return self.wire_total / self.min_wire_bytes
 
     def as_json(self) -> dict[str, Any]:
         return {**dataclasses.asdict(self), "wire_ratio": self.wire_ratio}
