@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.experimental import mesh_utils
 from jax.experimental import topologies as jax_topologies
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 
 from research_dp.analysis.hardware import Chip, chip_of, chips
 from research_dp.distributed.errors import UsageError
+from research_dp.distributed.mesh import build_mesh
 
 EXAMPLES = "h100:8x8 (hosts x GPUs), v5e-64 (chips), 2xv5e-64 (slices x chips), cpu:8"
 
@@ -87,24 +87,7 @@ class Topology:
         Raises:
             UsageError: Several slices, and no axis that they divide.
         """
-        kinds = (AxisType.Auto,) * len(axes)
-        slices = self.slices
-        if slices == 1:
-            devices = mesh_utils.create_device_mesh(
-                shape, self.devices, allow_split_physical_axes=True
-            )
-            return Mesh(devices, axes, axis_types=kinds)
-        over = next((i for i, size in enumerate(shape) if size % slices == 0), None)
-        if over is None:
-            raise UsageError(
-                f"mesh {dict(zip(axes, shape, strict=True))}: {slices} slices divide no axis."
-            )
-        across = tuple(slices if i == over else 1 for i in range(len(shape)))
-        inside = tuple(size // factor for size, factor in zip(shape, across, strict=True))
-        devices = mesh_utils.create_hybrid_device_mesh(
-            inside, across, devices=self.devices, allow_split_physical_axes=True
-        )
-        return Mesh(devices, axes, axis_types=kinds)
+        return build_mesh(dict(zip(axes, shape, strict=True)), self.devices)
 
 
 def topology(name: str) -> Topology:

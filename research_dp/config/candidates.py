@@ -105,9 +105,13 @@ def load(options: Options, candidate: Candidate, *, allow_unused: bool = False) 
 def variants(candidate: Candidate, row: Row, where: Topology) -> list[Candidate]:
     """What else a strategy could be: other dtypes, whole parameters kept, groups of one host."""
     files, found = candidate.files, []
-    wide = any(one["dtype"] == "f32" and one["wire_bytes"] > 1e6 for one in row.collectives or ())
-    if wide:
-        for stem in ("bf16_gather", "bf16_collectives"):
+    wide = {
+        one["kind"]
+        for one in row.collectives or ()
+        if one["dtype"] == "f32" and one["wire_bytes"] > 0.01 * row.wire_total
+    }
+    for stem, helps in (("bf16_gather", "all-gather" in wide), ("bf16_collectives", bool(wide))):
+        if helps:
             file = f"gin/precision/{stem}.gin"
             found.append(Candidate(f"{row.strategy}+{stem}", (*files, file)))
     if row.mesh and row.mesh["fsdp"] > 1:

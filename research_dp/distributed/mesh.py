@@ -77,12 +77,28 @@ def build_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device]) -> Mesh:
     Args:
         sizes: Size of each axis, positive.
         devices: At least as many devices as the product of the sizes.
+
+    Raises:
+        UsageError: TPUs of several slices, whose number divides no axis.
     """
     used = list(devices)[: math.prod(sizes.values())]
     kinds = (AxisType.Auto,) * len(sizes)
+    shape = tuple(sizes.values())
+    # Of TPUs alone: what GPUs call slices is in their order already.
+    is_tpu = used[0].platform == "tpu"
+    slices = len({getattr(device, "slice_index", 0) for device in used}) if is_tpu else 1
     # On a TPU an axis follows the torus where it can, and otherwise takes a part of a dim of it.
-    laid_out = mesh_utils.create_device_mesh(
-        tuple(sizes.values()), used, allow_split_physical_axes=True
+    if slices == 1:
+        laid_out = mesh_utils.create_device_mesh(shape, used, allow_split_physical_axes=True)
+        return Mesh(laid_out, tuple(sizes), axis_types=kinds)
+    # The first axis that the slices divide runs over them.
+    over = next((i for i, size in enumerate(shape) if size % slices == 0), None)
+    if over is None:
+        raise UsageError(f"mesh {dict(sizes)}: {slices} slices divide no axis.")
+    across = tuple(slices if i == over else 1 for i in range(len(shape)))
+    inside = tuple(size // factor for size, factor in zip(shape, across, strict=True))
+    laid_out = mesh_utils.create_hybrid_device_mesh(
+        inside, across, devices=used, allow_split_physical_axes=True
     )
     return Mesh(laid_out, tuple(sizes), axis_types=kinds)
 

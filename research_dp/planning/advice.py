@@ -19,9 +19,10 @@ def words(rows: Sequence[Row], where: Topology) -> list[str]:
         where: The devices.
     """
     ranked = fastest_first(rows)
-    said = [_winner(ranked[0])] if ranked else ["Nothing of this fits."]
+    said = [_winner(ranked[0])] if ranked else ["Nothing of this fits, or its time is not known."]
     said += [_slower(row, ranked[0]) for row in ranked[1:]]
     said += [_obstacle(row) for row in rows if not row.fits]
+    said += [f"{row.strategy} fits, but {row.problem}." for row in rows if row.fits and row.problem]
     if ranked and where.chip.platform == "gpu":
         share = (ranked[0].needed_bytes or 0) / where.chip.memory_bytes
         if share > 0.75:
@@ -56,11 +57,10 @@ def changes(others: Sequence[Row], ranked: Sequence[Row]) -> list[str]:
                 f"times the examples/s{mfu}. Larger ones with train.accumulation_steps."
             )
         else:
-            sent = [(r.wire_bytes or {}).get("total") for r in (row, best)]
             said.append(
                 f"{row.strategy} instead of {best.strategy}: a step of {_ms(row)} ms instead of "
                 f"{_ms(best)}, {_size(row.needed_bytes)} instead of {_size(best.needed_bytes)}, "
-                f"{_size(sent[0])} sent instead of {_size(sent[1])}."
+                f"{_size(row.wire_total)} sent instead of {_size(best.wire_total)}."
             )
     return said
 
@@ -109,7 +109,7 @@ def _obstacle(row: Row) -> str:
     """Why a strategy cannot be run so, and what would help."""
     told = f"{row.strategy} {row.problem}".rstrip(".") + "."
     if row.needed_bytes is None or row.state_bytes is None or row.available_bytes is None:
-        return told
+        return told  # it was refused, or does not compile
     if row.state_bytes <= row.available_bytes:
         return f"{told} Its state would: fewer examples a device, or more train.accumulation_steps."
     return f"{told} No batch is small enough: its state must be sharded, or over more devices."

@@ -36,10 +36,16 @@ def largest(recipe: Recipe, spec: TrainSpec, row: Row, attempt: Try) -> Row:
             break
         known[each] = found
         following = _next(known)
-        if following in known:
+        if following in known or _nearly_full(found):
             break
         each = following
     return known[max(n for n, found in known.items() if found.fits)]
+
+
+def _nearly_full(row: Row) -> bool:
+    """Whether a row fits and leaves so little that another compilation is not worth it."""
+    assert row.needed_bytes is not None and row.available_bytes is not None
+    return row.fits and row.needed_bytes > 0.97 * row.available_bytes
 
 
 def _next(known: dict[int, Row]) -> int:

@@ -93,11 +93,16 @@ class Row:
     problem: str | None = None
 
     @property
+    def wire_total(self) -> float:
+        """Wire bytes in all; 0 where they are not known."""
+        return self.wire_bytes["total"] if self.wire_bytes else 0.0
+
+    @property
     def wire_ratio(self) -> float | None:
         """Wire bytes over the least; None where nothing must be sent, or it is not known."""
         if not self.min_wire_bytes or self.wire_bytes is None:
             return None
-        return self.wire_bytes["total"] / self.min_wire_bytes
+        return self.wire_total / self.min_wire_bytes
 
     def as_json(self) -> dict[str, Any]:
         return {**dataclasses.asdict(self), "wire_ratio": self.wire_ratio}
@@ -141,22 +146,33 @@ def compile_row(
     program = None
     step: Any = built.train_step  # jitted, so that it can be lowered
     try:
-        lowered = step.lower(built.abstract_state, built.abstract_batch)
-        program = compile_to_fit(lowered)
-        row.compile_seconds = time.perf_counter() - start
-        if dump is not None:
-            (dump / f"{name}.txt").write_text(program.as_text())
-        cost = read(program, built.mesh, where)
-        _sent(row, cost)
-        _timed(row, cost, spec, where, built)
+        program = compile_to_fit(step.lower(built.abstract_state, built.abstract_batch))
     except DoesNotFitError as error:
         row.needed_bytes = error.needed_bytes
         row.problem = _too_large(row)
     except jax.errors.JaxRuntimeError as error:
         row.problem = f"does not compile: {str(error).splitlines()[0]}"
-    except NotImplementedError as error:
-        row.problem = f"its program cannot be read: {error}"
+    row.compile_seconds = time.perf_counter() - start
+    if program is not None:
+        _kept(row, program.memory_analysis())
+        _read(row, program, spec, where, built, dump)
     return Compiled(row, built, program)
+
+
+def _read(
+    row: Row, program: Any, spec: TrainSpec, where: Topology, built: Strategy, dump: Path | None
+) -> None:
+    """Fills in what the compiled program's text says, if it can be had."""
+    try:
+        if dump is not None:
+            (dump / f"{row.strategy}.txt").write_text(program.as_text())
+        cost = read(program, built.mesh, where)
+    except (NotImplementedError, jax.errors.JaxRuntimeError) as error:
+        # A compiler can be newer than the library that would print its program.
+        row.problem = f"its program cannot be read: {str(error).splitlines()[0]}"
+        return
+    _sent(row, cost)
+    _timed(row, cost, spec, where, built)
 
 
 def refused(name: str, error: UsageError) -> Row:
@@ -192,13 +208,19 @@ def _bytes(tree: Any) -> int:
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
 
 
-def _sent(row: Row, cost: ProgramCost) -> None:
-    """Fills in memory, FLOPs and traffic."""
-    row.temp_bytes, row.peak_bytes, row.flops = cost.temp_bytes, cost.peak_bytes, cost.flops
-    results = cost.output_bytes - cost.alias_bytes
-    row.needed_bytes = max(cost.peak_bytes, cost.argument_bytes + cost.temp_bytes + results)
+def _kept(row: Row, memory: Any) -> None:
+    """Fills in what the compiler says of memory."""
+    row.temp_bytes, row.peak_bytes = memory.temp_size_in_bytes, memory.peak_memory_in_bytes
+    results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    given = memory.argument_size_in_bytes
+    row.needed_bytes = max(row.peak_bytes, given + row.temp_bytes + results)
     row.fits = row.available_bytes is not None and row.needed_bytes <= row.available_bytes
     row.problem = None if row.fits else _too_large(row)
+
+
+def _sent(row: Row, cost: ProgramCost) -> None:
+    """Fills in FLOPs and traffic."""
+    row.flops = cost.flops
     row.wire_bytes = {"total": cost.wire_bytes}
     for key, field in (("by_kind", "kind"), ("by_axis", "axes"), ("by_dtype", "dtype")):
         sums = cost.wire_bytes_by(field)
@@ -245,7 +267,7 @@ def _too_large(row: Row) -> str:
 
 def fastest_first(rows: Iterable[Row]) -> list[Row]:
     """Those that fit, the shortest step first: as measured if each of them was, or predicted."""
-    fitting = [row for row in rows if row.fits]
+    fitting = [row for row in rows if row.fits and row.predicted_seconds is not None]
     if all(row.measured_seconds for row in fitting):
         return sorted(fitting, key=lambda row: row.measured_seconds or 0.0)
     return sorted(fitting, key=lambda row: row.predicted_seconds or 0.0)

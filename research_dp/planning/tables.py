@@ -21,7 +21,7 @@ def tables(rows: Sequence[Row], where: Topology) -> list[Any]:
 def memory(rows: Sequence[Row], where: Topology) -> Table:
     """What each strategy keeps on a device."""
     size, part = where.chip.memory_bytes, RESERVE[where.chip.platform]
-    unit, name = scale(row.needed_bytes for row in rows)
+    unit, name = scale(row.needed_bytes or row.state_bytes for row in rows)
     shown = _table(
         f"Memory of a device in {name}: {size / unit:,.2f} of {where.chip.name}, less {part:.0%} "
         "that no step may count on",
@@ -133,7 +133,7 @@ _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
 def _sent(rows: Sequence[Row]) -> tuple[float, str]:
-    return scale(row.wire_bytes["total"] for row in rows if row.wire_bytes)
+    return scale(row.wire_total or row.min_wire_bytes for row in rows)
 
 
 def _number(value: float | None, unit: float, form: str) -> str:
