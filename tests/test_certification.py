@@ -11,16 +11,17 @@ import numpy as np
 import optax
 import planted_bugs as bugs
 import pytest
-from conftest import ROOT
+from conftest import ROOT, stems
 
-from research_dp.certification import differences
+from research_dp.certification import costs, differences
 from research_dp.certification.bench import Bench
 from research_dp.certification.proof import certify
 from research_dp.config import gin_config, gin_state
 from research_dp.distributed.data_set import DataSet
-from research_dp.models import convnet, mlp
+from research_dp.models import convnet, mlp, transformer
 from research_dp.strategies import TrainSpec
 
+README = (ROOT / "README.md").read_text()
 BATCH = 32
 STEPS = 3
 
@@ -194,12 +195,9 @@ def test_batch_statistics_of_each_device_are_found():
     ("stem", "options"),
     [
         ("fsdp", {"spec": {"max_grad_norm": 0.1, "accumulation_steps": 2}}),
-        pytest.param("hsdp", {"spec": {"max_grad_norm": 0.1}}, marks=pytest.mark.slow),
-        pytest.param("pmap", {}, marks=pytest.mark.slow),
         pytest.param(
             "spmd_fsdp", {"spec": {"optimizer": optax.lamb(1e-2)}}, marks=pytest.mark.slow
         ),
-        pytest.param("zero2", TWO, marks=pytest.mark.slow),
     ],
 )
 def test_what_is_right_is_certified(stem, options):
@@ -212,6 +210,40 @@ def test_what_is_right_is_certified(stem, options):
     gradients = [d for r in done.steps for d in r.differences if d.what == "gradient"]
     assert max(d.bound for d in gradients) < 200
     assert max(d.excess for d in gradients) > 0.01
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stem", [s for s in stems() if s != "single"])
+def test_every_shipped_strategy_is_certified(stem):
+    model = mlp(api="nnx", widths=(32, 16), num_classes=10, dropout_rate=0.3)
+    settings = {"model": model, "max_grad_norm": 0.1, "accumulation_steps": 2}
+    done = certify(bench_of(stem, spec=settings), noise(), steps=STEPS)
+    assert done.certified, (done.first, done.cause)
+
+
+@pytest.mark.slow
+def test_a_language_model_with_units_is_certified():
+    def tokens(order):
+        rng = np.random.default_rng(0)
+        while True:
+            yield {"tokens": rng.integers(0, 64, (order.batch_size, 12)).astype(np.int32)}
+
+    def masked(order):
+        yield {**next(tokens(order)), "mask": np.ones(order.batch_size, np.float32)}
+
+    example = {"tokens": jax.ShapeDtypeStruct((12,), np.int32)}
+    data = dataclasses.replace(noise(), example=example, train=tokens, evaluate=masked)
+    model = transformer(vocab_size=64, width=16, depth=2, heads=2, mlp_width=32, tied=True)
+    settings = {"model": model, "example": example, "batch_size": 16, "max_grad_norm": 1.0}
+    done = certify(bench_of("fsdp", spec=settings), data, steps=STEPS)
+    assert done.certified, (done.first, done.cause)
+
+
+def test_the_costs_are_those_of_the_readmes_table():
+    rows = re.findall(r"^\| `(\w+)` \|.*\| ([^|]*?) \|[^|]*\|$", README, re.MULTILINE)
+    told = {stem: sent for stem, sent in rows if not sent.endswith("(k = 1)")}
+    told["hsdp"] = told["hsdp"].replace("`fsdp`'s", told["fsdp"])
+    assert told == {stem: row.formula for stem, row in costs.TABLE.items()}
 
 
 def test_ulps_are_of_the_greatest_element():
@@ -314,7 +346,8 @@ def test_the_page_shows_what_the_command_prints(number, command, tmp_path):
     paths = {"cwd": tmp_path, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
     done = command(*shlex.split(found[2]), module=found[1], **paths)
     assert done.returncode == number, done.stderr
-    real = "".join(f"{line.rstrip()}\n" for line in done.stdout.splitlines())
+    lines = [x.rstrip() for x in done.stdout.splitlines() if not x.startswith("Dataset ")]
+    real = "".join(f"{line}\n" for line in lines)
     if os.environ.get("UPDATE_GOLDEN"):
         PAGE.write_text(text[: found.start(3)] + real + text[found.end(3) :])
     else:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from research_dp.analysis import traffic
+from research_dp.distributed.layout import TABLE as TABLE_UNIT
 from research_dp.distributed.mesh import DATA_AXIS, FSDP_AXIS
 from research_dp.strategies import Strategy, TrainSpec
 
@@ -128,6 +129,10 @@ def costs(strategy: Strategy, spec: TrainSpec) -> Iterator[Cost]:
         sizes = _sizes(strategy, spec)
         most = row.wire(sizes) + _METRICS if row else None
         told = f"{row.formula} of the table" if row else f"the table has no row {strategy.name!r}"
+        again = _tables_again(strategy, spec)
+        if most is not None and again:
+            most += again
+            told += "; embeddings may be heads too, so as much again of them"
         yield Cost("bytes sent a step", sum(one.wire_bytes for one in sent), most, told)
     shares = {"whole": 1.0, "sharded": _share(strategy)}
     for what, part in (("params", "params"), ("optimizer", "opt_state")):
@@ -137,6 +142,18 @@ def costs(strategy: Strategy, spec: TrainSpec) -> Iterator[Cost]:
         told = f"{lies}, of {total:,} in all" if lies else f"of {total:,} in all"
         name = "parameters" if what == "params" else "optimizer state"
         yield Cost(f"{name} a device", held, most, told)
+
+
+def _tables_again(strategy: Strategy, spec: TrainSpec) -> float:
+    """What units that are tables cost if they are used twice, gathered or row by row."""
+    kinds, shards = spec.model.units, strategy.mesh.shape[FSDP_AXIS]
+    tables = [
+        p.nbytes
+        for name, part in strategy.layouts.params.items()
+        for p in jax.tree.leaves(part)
+        if p.dim is not None and kinds.get(name) == TABLE_UNIT
+    ]
+    return 3 * spec.accumulation_steps * sum(tables) * (shards - 1) / shards
 
 
 def collectives(strategy: Strategy) -> list[traffic.Collective]:

@@ -74,6 +74,8 @@ def with_equal_masks(case: Case) -> str | None:
 def one_step_behind(case: Case) -> str | None:
     """Parameters that were gathered too early. The oracle alone is run."""
     seen = case.evidence
+    if not case.wrong("gradient"):
+        return None
     old = seen.before._replace(params=case.earlier.params)
     behind = by_path(gradients_of(step(case.bench.oracle, old, seen.batch).state))
     found = by_path(gradients_of(seen.found.state))

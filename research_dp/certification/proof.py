@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -71,7 +72,7 @@ def _batches(bench: Bench, data: DataSet, count: int) -> list[Batch]:
         first_step=0,
         num_steps=count,
     )
-    return [batch for batch, _ in zip(data.train(order), range(count), strict=False)]
+    return list(itertools.islice(data.train(order), count))
 
 
 def _initial(bench: Bench) -> Check:
@@ -137,7 +138,8 @@ def _record(seen: Evidence, row: list[Difference]) -> StepRecord:
 def _step_checks(done: Certificate, seen: Evidence) -> None:
     told = "the same bits on all devices, at each step"
     if seen.apart:
-        told = f"{seen.apart[0].what} {seen.apart[0].leaf} differs along {seen.apart[0].axes}"
+        one = seen.apart[0]
+        told = f"{one.what} {one.leaf} differs along {' and '.join(one.axes)}, step {seen.number}"
     done.checks.append(Check("copies", not seen.apart, told))
     worst: dict[str, Difference] = {}
     for d in done.worst().values():
@@ -149,7 +151,7 @@ def _step_checks(done: Certificate, seen: Evidence) -> None:
             Check(
                 what,
                 not d.is_wrong,
-                f"at most {d.excess:.2g} of the bound: {d.gap.ulps:.3g} ULPs, relative "
+                f"{d.excess:.2g} times its bound: {d.gap.ulps:.3g} ULPs, relative "
                 f"{d.gap.relative:.1e}{where}, step {d.step}",
             )
         )
@@ -170,7 +172,7 @@ def _ends(
     examples = dict(next(iter(source)))
     examples["mask"] = examples["mask"] * (np.arange(size) < 1 + size // 2)  # padding, always
     for d in follow.evaluated(bench, state, examples, envelope):
-        told = f"{d.excess:.2g} of the bound: {d.gap.ulps:.3g} ULPs"
+        told = f"{d.excess:.2g} times its bound: {d.gap.ulps:.3g} ULPs"
         done.checks.append(Check(d.what, not d.is_wrong, told))
     for survived in durability.survivals(bench, mid, left):
         told = f"{survived.lost} has other bits" if survived.lost else "the same bits"
@@ -185,7 +187,8 @@ def _first(done: Certificate, seen: Evidence) -> str | None:
         return f"step {d.step}, {d.name}: {size}" + (f" ({more} more differ)" if more else "")
     if seen.apart:
         one = seen.apart[0]
-        return f"step {seen.number}, {one.what} {one.leaf}: copies differ along {one.axes}"
+        axes = " and ".join(one.axes)
+        return f"step {seen.number}, {one.what} {one.leaf}: copies differ along {axes}"
     wrong = [d for d in done.steps[-1].differences if d.is_wrong]
     if not wrong:
         return None

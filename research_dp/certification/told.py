@@ -78,7 +78,7 @@ def _leaves(done: Certificate) -> Table:
         f"Arrays nearest to their bounds, of {len(worst)}, each at its worst step",
         *("array", "step:", "ULPs:", "bound:", "relative:"),
     )
-    for d in worst[:_LEAVES]:
+    for d in (d for d in worst[:_LEAVES] if d.excess):
         table.add_row(
             d.name, str(d.step), f"{d.gap.ulps:.3g}", f"{d.bound:.3g}", f"{d.gap.relative:.1e}"
         )
