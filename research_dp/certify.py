@@ -15,19 +15,12 @@ from pathlib import Path
 
 def main(argv: list[str]) -> int:
     """Runs the command; returns its exit status: 0 certified, 1 not, 2 a mistake."""
-    from research_dp.config import command_line, environment, gin_config, show
-    from research_dp.distributed.errors import UsageError
+    from research_dp.config import command_line, ending, environment, show
 
     options = command_line.parse_certify(argv, __doc__ or "")
-    config = None
-    try:
-        config = gin_config.load(
-            options.gin_files,
-            options.bindings,
-            imports=options.imports,
-            allow_unused=options.allow_unused,
-            whole=True,
-        )
+
+    def body(session: ending.Session) -> int:
+        config = session.load(options)
         command_line.check_writable("--json", options.json_file)
         environment.quieten_tensorflow()
         environment.set_up_processes(options.processes)
@@ -41,13 +34,9 @@ def main(argv: list[str]) -> int:
         if options.json_file:
             Path(options.json_file).write_text(json.dumps(done.as_json(), indent=1))
         show.put(*told.parts(done))
-    except (UsageError, TypeError, RuntimeError) as error:
-        mistake = gin_config.as_mistake(error, config)
-        if mistake is None:
-            raise
-        print(mistake, file=sys.stderr)
-        return 2
-    return 0 if done.certified else 1
+        return 0 if done.certified else 1
+
+    return ending.told(body)
 
 
 if __name__ == "__main__":

@@ -12,14 +12,13 @@ import sys
 
 def main(argv: list[str]) -> int:
     """Runs the command; returns its exit status: 0 it does, 1 it does not, 2 a mistake."""
-    from research_dp.config import command_line, environment, gin_config, gin_state, show
-    from research_dp.distributed.errors import UsageError
+    from research_dp.config import command_line, ending, environment, gin_config, gin_state, show
 
     options = command_line.parse_conform(argv, __doc__ or "")
-    config = None
-    try:
+
+    def body(session: ending.Session) -> int:
         bindings = ["largest_dim.min_weight_size = 64", *options.bindings]
-        config = gin_config.load(options.gin_files, bindings, imports=options.imports)
+        session.config = gin_config.load(options.gin_files, bindings, imports=options.imports)
         environment.set_up_devices(options.cpu_devices)
         environment.set_up_compilation_cache()
         from research_dp.conformance import suite
@@ -27,20 +26,16 @@ def main(argv: list[str]) -> int:
         recipe = gin_state.value_of("train.strategy")
         found = [check for api in suite.APIS for check in suite.checks(recipe, api)]
         sent = suite.wire_bytes(recipe, suite.APIS[0])
-    except (UsageError, TypeError, RuntimeError) as error:
-        mistake = gin_config.as_mistake(error, config)
-        if mistake is None:
-            raise
-        print(mistake, file=sys.stderr)
-        return 2
-    sizes = " x ".join(f"{name} {size}" for name, size in recipe.mesh.shape.items())
-    table = show.table(f"{recipe.name} on {sizes}, and single", "model", "what", "", "by how much")
-    for check in found:
-        table.add_row(check.api, check.what, "agrees" if check.right else "DIFFERS", check.told)
-    show.put(table, f"A device sends {sent:,.0f} bytes a step.")
-    wrong = sum(not check.right for check in found)
-    show.put(f"{wrong} of {len(found)} differ." if wrong else f"All {len(found)} agree.")
-    return 1 if wrong else 0
+        sizes = " x ".join(f"{name} {size}" for name, size in recipe.mesh.shape.items())
+        shown = show.table(f"{recipe.name} on {sizes}, and single", "model", "what", "", "by")
+        for check in found:
+            shown.add_row(check.api, check.what, "agrees" if check.right else "DIFFERS", check.told)
+        show.put(shown, f"A device sends {sent:,.0f} bytes a step.")
+        wrong = sum(not check.right for check in found)
+        show.put(f"{wrong} of {len(found)} differ." if wrong else f"All {len(found)} agree.")
+        return 1 if wrong else 0
+
+    return ending.told(body)
 
 
 if __name__ == "__main__":

@@ -13,23 +13,13 @@ def main(argv: list[str]) -> int:
     """Runs the command; returns its exit status: 1 if something is above the budget."""
     import jax
 
-    from research_dp.config import command_line, environment, gin_config, plans
-    from research_dp.distributed.errors import UsageError
+    from research_dp.config import command_line, ending, environment, plans
 
     options, wanted = command_line.parse_plan(argv, __doc__ or "")
-    try:
-        environment.quieten_tensorflow()
-        # A program from a cache has no compile time, and not every kind of device can have one.
-        jax.config.update("jax_enable_compilation_cache", False)
-        return plans.plan(options, wanted)
-    except (UsageError, TypeError, RuntimeError) as error:
-        mistake = gin_config.as_mistake(error, None)
-        if mistake is None:
-            raise
-        print(mistake, file=sys.stderr)
-        return 2
-    except BrokenPipeError:  # `... | head`
-        return environment.reader_has_gone()
+    environment.quieten_tensorflow()
+    # A program from a cache has no compile time, and not every kind of device can have one.
+    jax.config.update("jax_enable_compilation_cache", False)
+    return ending.told(lambda session: plans.plan(options, wanted))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
-from research_dp.config import command_line, runner, sweeps
+from research_dp.config import command_line, runner, sweeps, words
 from research_dp.distributed.errors import UsageError
 
 SMALL = ["--gin_file=runs/digits.gin", "--gin_file=models/mlp.gin", "--gin.mlp.widths=(16,)"]
@@ -77,12 +77,12 @@ def test_a_mistake_in_all_combinations_is_refused_and_in_one_is_told(command, tm
     ],
 )
 def test_values_that_are_varied(text, values):
-    assert command_line.elements(text) == values
+    assert words.elements(text) == values
 
 
 def test_a_missing_value_is_told():
     with pytest.raises(UsageError, match="is missing"):
-        command_line.elements("1,")
+        words.elements("1,")
 
 
 def test_two_runs_do_not_share_a_folder(tmp_path):

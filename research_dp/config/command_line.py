@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from research_dp.config.environment import Processes
+from research_dp.config.words import expand_bindings, take_varied
 from research_dp.distributed.errors import UsageError
-
-_BARE_WORD = re.compile(r"^([A-Za-z_]|~|\.{0,2}/)[\w./+~-]*$")
-_LITERALS = {"None", "True", "False"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +74,7 @@ def parse(argv: Sequence[str], description: str) -> Options:
         metavar="S",
         help="a process that was not heard of for so long ends the others (100)",
     )
-    parsed = parser.parse_args(_expand_bindings(argv))
+    parsed = parser.parse_args(expand_bindings(argv))
     if parsed.list is None:
         if parsed.json:
             parser.error("--json goes with --list: --list --json, or --list=NAME --json")
@@ -104,7 +101,7 @@ def parse_sweep(argv: Sequence[str], description: str) -> tuple[Options, list[tu
         help="files of which each run adds one; nothing before or after a comma: none; repeatable",
     )
     add("--vary.NAME", metavar="V,W,...", help="values of a parameter: --vary.train.seed=0,1,2")
-    words, varied = _take_varied(_expand_bindings(argv))
+    words, varied = take_varied(expand_bindings(argv))
     parsed = parser.parse_args(words)
     for name, text in varied:
         if not text:
@@ -116,7 +113,7 @@ def parse_sweep(argv: Sequence[str], description: str) -> tuple[Options, list[tu
 def parse_conform(argv: Sequence[str], description: str) -> Options:
     """Parses the flags of `conform`."""
     parser = _parser("research_dp.conform", description, has_results=False)
-    parsed = parser.parse_args(_expand_bindings(argv))
+    parsed = parser.parse_args(expand_bindings(argv))
     if not parsed.gin_files and not parsed.bindings:
         parser.error("nothing to check: give --gin_file, e.g. --gin_file=strategies/fsdp.gin")
     return _options(parsed)
@@ -159,7 +156,7 @@ def parse_plan(argv: Sequence[str], description: str) -> tuple[Options, PlanOpti
     add("--dump_hlo", metavar="DIR", help="write each compiled program's text")
     add("--advise", action="store_true", help="compile other options and batches of the fastest")
     add("--measure", action="store_true", help="run each step, too, if the devices are present")
-    parsed = parser.parse_args(_expand_bindings(argv))
+    parsed = parser.parse_args(expand_bindings(argv))
     if not parsed.gin_files and not parsed.bindings:
         parser.error("nothing to plan: give --gin_file, e.g. --gin_file=gin/runs/digits.gin")
     chosen = tuple(word.strip() for word in parsed.strategies.split(",") if word.strip())
@@ -174,7 +171,7 @@ def parse_certify(argv: Sequence[str], description: str) -> Options:
     add("--against", default="single", metavar="S", help="the oracle: a strategy, or its gin file")
     add("--steps", type=_positive, default=30, metavar="N", help="steps that are compared")
     add("--json", dest="json_file", metavar="FILE", help="writes all that was found there")
-    parsed = parser.parse_args(_expand_bindings(argv))
+    parsed = parser.parse_args(expand_bindings(argv))
     if not parsed.gin_files and not parsed.bindings:
         parser.error("nothing to certify: give --gin_file, e.g. --gin_file=gin/runs/digits.gin")
     return _options(parsed)
@@ -187,31 +184,6 @@ def check_writable(flag: str, file: str | None) -> None:
             open(file, "a").close()
         except OSError as error:
             raise UsageError(f"{flag}={file} cannot be written: {error.strerror}.") from error
-
-
-def elements(text: str) -> list[str]:
-    """The values in 'V,W,...' or '[V, W]', each as it stands in a gin file."""
-    parts = _split(text)
-    if len(parts) == 1 and text[:1] == "[" and text[-1:] == "]":
-        parts = _split(text[1:-1])
-    if "" in parts:
-        raise UsageError(f"{text!r}: a value before or after a comma is missing.")
-    return [_as_gin(part) for part in parts]
-
-
-def _split(text: str) -> list[str]:
-    """Cuts at commas, but not those within brackets or quotes."""
-    parts, depth, quote = [""], 0, ""
-    for letter in text:
-        if letter in "'\"" and quote in ("", letter):
-            quote = "" if quote else letter
-        elif not quote:
-            depth += (letter in "([{") - (letter in ")]}")
-        if letter == "," and depth == 0 and not quote:
-            parts.append("")
-        else:
-            parts[-1] += letter
-    return [part.strip() for part in parts]
 
 
 def _parser(module: str, description: str, *, has_results: bool = True) -> _Parser:
@@ -271,42 +243,6 @@ def _options(parsed: argparse.Namespace) -> Options:
 def _fields_of(kind: Any, words: Mapping[str, Any]) -> dict[str, Any]:
     known = {field.name for field in dataclasses.fields(kind)}
     return {name: value for name, value in words.items() if name in known}
-
-
-def _take_varied(words: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
-    """(the other words, what is varied), in the order given."""
-    others, varied, rest = [], [], list(words)
-    while rest:
-        word = rest.pop(0)
-        name, equals, text = word.partition("=")
-        if name != "--vary_file" and not name.startswith("--vary."):
-            others.append(word)
-            continue
-        if not equals and rest and not rest[0].startswith("--"):
-            text = rest.pop(0)
-        varied.append((name.removeprefix("--vary_file").removeprefix("--vary."), text))
-    return others, varied
-
-
-def _expand_bindings(argv: Sequence[str]) -> list[str]:
-    """Rewrites `--gin.NAME=VALUE` (or `--gin.NAME VALUE`) to `--gin_bindings=NAME = VALUE`."""
-    expanded, rest = [], list(argv)
-    while rest:
-        word = rest.pop(0)
-        if not word.startswith("--gin."):
-            expanded.append(word)
-            continue
-        name, equals, value = word.removeprefix("--gin.").partition("=")
-        if not equals and rest and not rest[0].startswith("--"):
-            value = rest.pop(0)
-        expanded.append(f"--gin_bindings={name} = {_as_gin(value)}")
-    return expanded
-
-
-def _as_gin(value: str) -> str:
-    """A bare word (bfloat16) or a path is a string; everything else is what gin makes of it."""
-    bare = _BARE_WORD.match(value) and value not in _LITERALS
-    return repr(value) if bare else value
 
 
 def _positive(text: str) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from rich.table import Table
 
-from research_dp.config import command_line, gin_config, gin_state, runner, show
+from research_dp.config import command_line, gin_config, gin_state, runner, show, words
 from research_dp.distributed.errors import UsageError
 
 DONE, FAILED, REFUSED, STOPPED = 0, 1, 2, 143
@@ -73,7 +73,7 @@ def file_choices(number: int, text: str) -> list[Choice]:
 
 def binding_choices(name: str, text: str) -> list[Choice]:
     """The choices of one `--vary.NAME=V,W,...`, or `--vary.NAME=[V, W]` of any literals."""
-    listed = command_line.elements(text)
+    listed = words.elements(text)
     short = name.rpartition(".")[2]
     return [Choice(name, f"{short}={_plain(v)}", (), (f"{name} = {v}",)) for v in listed]
 

@@ -1,0 +1,57 @@
+"""How commands end: with a status, and with what went wrong in a line or two."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable
+
+from research_dp.config import command_line, environment, gin_config
+from research_dp.distributed.errors import RunFailure
+
+FAILED, MISTAKEN, INTERRUPTED = 1, 2, 130
+
+
+class Session:
+    """What a command has found out; a mistake found later is told with where it is bound.
+
+    Attributes:
+        config: The configuration, once it is loaded.
+    """
+
+    def __init__(self) -> None:
+        self.config: gin_config.Config | None = None
+
+    def load(self, options: command_line.Options) -> gin_config.Config:
+        """Loads the whole run that a command line asks for."""
+        self.config = gin_config.load(
+            options.gin_files,
+            options.bindings,
+            imports=options.imports,
+            allow_unused=options.allow_unused,
+            whole=True,
+        )
+        return self.config
+
+
+def told(body: Callable[[Session], int]) -> int:
+    """Runs the body of a command; returns the exit status.
+
+    A user's mistake is told without a traceback, and so is a failure that says what is to be done;
+    whatever else goes wrong is a fault of this program, or of its libraries, and keeps its own.
+    """
+    session = Session()
+    try:
+        return body(session)
+    except RunFailure as error:
+        print(f"error: {str(error).split(gin_config.IN_CALL)[0]}", file=sys.stderr)
+        return environment.leave(FAILED)
+    except BrokenPipeError:  # `--list | head`
+        return environment.reader_has_gone()
+    except KeyboardInterrupt:
+        print("Interrupted: nothing more was done", file=sys.stderr)
+        return environment.leave(INTERRUPTED)
+    except Exception as error:
+        mistake = gin_config.as_mistake(error, session.config)
+        print(mistake or traceback.format_exc(), file=sys.stderr)
+        return environment.leave(MISTAKEN if mistake else FAILED)
