@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
+import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 import jax
 
 from research_dp.analysis import traffic
-from research_dp.analysis.fitting import DoesNotFitError, compile_to_fit
+from research_dp.analysis.fitting import DoesNotFitError, compile_to_fit, dumping, text_of
 from research_dp.analysis.program import ProgramCost, read
 from research_dp.analysis.topologies import Topology
 from research_dp.distributed.errors import UsageError
@@ -141,38 +142,39 @@ def compile_row(
     start = time.perf_counter()
     built = recipe.build(spec)
     row = _held(name, built, spec, where)
-    traced = traffic.collectives(built.train_step, built.abstract_state, built.abstract_batch)
-    row.min_wire_bytes = min_wire_bytes(recipe, spec, built, traced)
-    program = None
     step: Any = built.train_step  # jitted, so that it can be lowered
+    shapes = (built.abstract_state, built.abstract_batch)
+    with tempfile.TemporaryDirectory() as written:
+        options = dumping(where.chip.platform, Path(written))
+        program = _compile(row, step.lower(*shapes), options)
+        row.compile_seconds = time.perf_counter() - start
+        if program is not None:
+            _kept(row, program.memory_analysis())
+            try:
+                text = text_of(program, Path(written))
+                if dump is not None:
+                    (dump / f"{name}.txt").write_text(text)
+                cost = read(program, built.mesh, where, text)
+                _sent(row, cost)
+                _timed(row, cost, spec, where, built)
+                traced = traffic.collectives(step, *shapes)
+                row.min_wire_bytes = min_wire_bytes(recipe, spec, built, traced)
+            except (NotImplementedError, jax.errors.JaxRuntimeError) as error:
+                told = f"its program cannot be read: {str(error).splitlines()[0]}"
+                row.problem = row.problem or told
+    return Compiled(row, built, program)
+
+
+def _compile(row: Row, lowered: Any, options: dict[str, Any]) -> Any:
+    """The compiled program; None, and the row says why, if there is none."""
     try:
-        program = compile_to_fit(step.lower(built.abstract_state, built.abstract_batch))
+        return compile_to_fit(lowered, options)
     except DoesNotFitError as error:
         row.needed_bytes = error.needed_bytes
         row.problem = _too_large(row)
     except jax.errors.JaxRuntimeError as error:
         row.problem = f"does not compile: {str(error).splitlines()[0]}"
-    row.compile_seconds = time.perf_counter() - start
-    if program is not None:
-        _kept(row, program.memory_analysis())
-        _read(row, program, spec, where, built, dump)
-    return Compiled(row, built, program)
-
-
-def _read(
-    row: Row, program: Any, spec: TrainSpec, where: Topology, built: Strategy, dump: Path | None
-) -> None:
-    """Fills in what the compiled program's text says, if it can be had."""
-    try:
-        if dump is not None:
-            (dump / f"{row.strategy}.txt").write_text(program.as_text())
-        cost = read(program, built.mesh, where)
-    except (NotImplementedError, jax.errors.JaxRuntimeError) as error:
-        # A compiler can be newer than the library that would print its program.
-        row.problem = f"its program cannot be read: {str(error).splitlines()[0]}"
-        return
-    _sent(row, cost)
-    _timed(row, cost, spec, where, built)
+    return None
 
 
 def refused(name: str, error: UsageError) -> Row:
