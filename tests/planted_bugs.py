@@ -203,6 +203,21 @@ def one_step_behind(recipe, spec):
 _CALLS = 2  # the step before is so many calls ago: one from the oracle's state, one in a row
 
 
+def drifting(recipe, spec):
+    """Parameters that it made itself are scaled before they are used."""
+    strategy, made = mapped(recipe, spec), []
+
+    def train_step(state, batch):
+        leaf = jax.tree.leaves(state.params)[0]
+        if any(leaf is one for one in made):
+            state = state._replace(params=jax.tree.map(lambda x: x * 1.5, state.params))
+        new, metrics = strategy.train_step(state, batch)
+        made.append(jax.tree.leaves(new.params)[0])
+        return new, metrics
+
+    return dataclasses.replace(strategy, train_step=train_step)
+
+
 def keyed_by_device(recipe, spec):
     """Initial parameters of a key of its own."""
     strategy = mapped(recipe, spec)
