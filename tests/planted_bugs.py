@@ -72,7 +72,8 @@ def one_summed(grads, layout, *, axes, reduction):
 
 
 def _local_norm(x, axes):
-    return x if x.ndim == 0 else PLAIN.all_sum(x, axes)
+    # Sums of squares travel as a vector; gradients in rows, metrics in pairs.
+    return x if x.ndim < 2 else PLAIN.all_sum(x, axes)
 
 
 local_norm = Reduction(_local_norm, PLAIN.scatter_sum)
