@@ -372,3 +372,10 @@ def verdicts(output):
     checks = re.findall(r"^  (\w[\w ,]*?) +(holds|FAILS|-)  ", output, re.MULTILINE)
     ends = [line for line in output.splitlines() if re.match("(NOT )?CERT|Cause", line)]
     return checks, ends
+
+
+@pytest.mark.slow
+def test_a_run_that_is_not_finite_is_not_certified():
+    done = certify(bench_of("fsdp", spec={"optimizer": optax.sgd(1e30)}), noise(), steps=STEPS)
+    assert not done.certified
+    assert "the oracle's loss is nan at step" in str(done.first)
