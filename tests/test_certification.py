@@ -163,6 +163,11 @@ BUGS = {
         {"engine": bugs.micro_batches_summed, **TWO},
         "2 times .*: 2 micro-batches are summed, not averaged",
     ),
+    "something kept between steps": (
+        "fsdp",
+        {"engine": bugs.drifting},
+        "step 1, loss, in a row.*keeps something from step to step",
+    ),
     "initial parameters": (
         "fsdp",
         {"engine": bugs.keyed_by_device},
@@ -274,6 +279,14 @@ def test_a_bound_follows_the_noise_and_has_a_floor():
     assert bound(40) == bound(40) == bound(0) == differences.FACTOR * 40
 
 
+def test_a_coarse_dtype_loosens_gradients_and_no_counts():
+    right = {("gradient", "w"): np.ones(3, np.float32), ("items counted", ""): np.float32(128)}
+    off = {name: x * np.float32(127 / 128) for name, x in right.items()}
+    envelope = differences.Envelope(2.0**-7)
+    wrong = [d.what for d in envelope.compare(0, off, right, [right]) if d.is_wrong]
+    assert wrong == ["items counted"]
+
+
 def test_an_update_is_held_to_each_element():
     name = ("parameter", "w")
     old = {name: np.asarray([1.0, 1e-6], np.float32)}
@@ -346,8 +359,8 @@ def test_the_page_shows_what_the_command_prints(number, command, tmp_path):
     paths = {"cwd": tmp_path, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
     done = command(*shlex.split(found[2]), module=found[1], **paths)
     assert done.returncode == number, done.stderr
-    lines = [x.rstrip() for x in done.stdout.splitlines() if not x.startswith("Dataset ")]
-    real = "".join(f"{line}\n" for line in lines)
+    shown = done.stdout[done.stdout.index("Steps from") :]  # not that the data was prepared
+    real = "".join(f"{line.rstrip()}\n" for line in shown.splitlines())
     if os.environ.get("UPDATE_GOLDEN"):
         PAGE.write_text(text[: found.start(3)] + real + text[found.end(3) :])
     else:
@@ -359,3 +372,10 @@ def verdicts(output):
     checks = re.findall(r"^  (\w[\w ,]*?) +(holds|FAILS|-)  ", output, re.MULTILINE)
     ends = [line for line in output.splitlines() if re.match("(NOT )?CERT|Cause", line)]
     return checks, ends
+
+
+@pytest.mark.slow
+def test_a_run_that_is_not_finite_is_not_certified():
+    done = certify(bench_of("fsdp", spec={"optimizer": optax.sgd(1e30)}), noise(), steps=STEPS)
+    assert not done.certified
+    assert "the oracle's loss is nan at step" in str(done.first)

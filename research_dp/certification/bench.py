@@ -100,6 +100,11 @@ class Done(NamedTuple):
     def norm(self) -> float:
         return _mean(self.metrics["grad_norm"])
 
+    @property
+    def skipped(self) -> bool:
+        """Whether nothing was updated, for something was not finite: no norm counts then."""
+        return not self.metrics["grad_norm"][1]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bench:

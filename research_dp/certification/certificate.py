@@ -13,9 +13,10 @@ from research_dp.certification.differences import COARSE_ULPS, FACTOR, FLOOR_ULP
 BOUND = (
     f"Bound: {FACTOR} times the noise of the oracle itself, at that step or usually, and at least "
     f"{FLOOR_ULPS} ULPs of a leaf's greatest element, and {COARSE_ULPS} of the coarsest dtype that "
-    f"is named, if it is coarser. The noise is measured: {follow.NOISY} oracles take each step "
-    "with the examples of each micro-batch in another order and parameters moved by up to one "
-    f"float32 unit in the last place; {follow.MORE} more where a bound is passed."
+    "is named, if it is coarser (losses: a 64th of that). The noise is measured: "
+    f"{follow.NOISY} oracles take each step with the examples of each micro-batch in another order "
+    "and parameters moved by up to one float32 unit in the last place; "
+    f"{follow.MORE} more where a bound is passed."
 )
 
 

@@ -18,6 +18,9 @@ PyTree = Any
 FACTOR = 10  # times what the oracle's own noise was
 FLOOR_ULPS = 16  # of a leaf's greatest element: noise may be nothing by luck
 COARSE_ULPS = 4  # of the coarsest dtype that is named, in which partial sums may be rounded
+# By what it is: losses are means over many, and what is counted is counted exactly.
+_COARSE = dict.fromkeys(("gradient", "gradient norm", "model state"), float(COARSE_ULPS))
+_COARSE |= dict.fromkeys(("loss", "evaluation loss"), COARSE_ULPS / 64)
 CAP = 0.1  # relative noise of usual gradients beyond which a bound would mean nothing
 
 
@@ -147,7 +150,7 @@ class Envelope:
         floor = float(FLOOR_ULPS)
         eps = self._eps[name] = float(jnp.finfo(dtype).eps)
         if self._precision > eps:
-            floor += COARSE_ULPS * self._precision / eps
+            floor += _COARSE.get(name[0], 0.0) * self._precision / eps
         return max(FACTOR * noise, FACTOR * usual, floor)
 
     def usual_noise(self, what: str) -> float:

@@ -142,8 +142,8 @@ def _updates(
         return {**named("parameter", state.params), **own}
 
     def alone(done: Done) -> Named:
-        if bench.recipe.loss_scale is not None and not done.metrics["grad_norm"][1]:
-            return parts(state)  # gradients overflowed, and the step was to be left out
+        if done.skipped:
+            return parts(state)
         return parts(bench.update(state, gradients_of(done.state)))
 
     before, own, of_oracle = parts(state), parts(expected.state), alone(expected)
@@ -204,9 +204,8 @@ class Wandering:
     def _wander(self, index: int, batch: Batch) -> Named:
         state = self.others[index]
         done = self.bench.noisy(state, batch, self._rng)
-        skipped = self.bench.recipe.loss_scale is not None and not done.metrics["grad_norm"][1]
         # Gradients are noisy, the parameters they are applied to are not.
-        new = state if skipped else self.bench.update(state, gradients_of(done.state))
+        new = state if done.skipped else self.bench.update(state, gradients_of(done.state))
         same = done.state._replace(params=new.params, opt_state=new.opt_state)
         self.others[index] = same
         return _positions(done.loss, same.params)

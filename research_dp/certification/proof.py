@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -102,6 +103,8 @@ def _follow(
         done.steps.append(_record(seen, row))
         if not seen.is_right or any(d.is_wrong for d in row):
             break
+        if not math.isfinite(seen.expected.loss):
+            break
         earlier, truth = truth, seen.expected.state
     assert seen is not None  # there is one step at least
     _step_checks(done, seen)
@@ -109,7 +112,11 @@ def _follow(
     told = f"usually {noise:.1e} of a gradient's greatest element, of at most {CAP:g}"
     steps_are_right = done.certified
     done.checks.append(Check("noise", noise < CAP, told))
-    if noise >= CAP:
+    if not math.isfinite(seen.expected.loss) and steps_are_right:
+        told = f"the oracle's loss is {seen.expected.loss} at step {seen.number}"
+        done.checks.append(Check("finite", False, told))
+        done.cause = "the run itself; nothing can be compared with what is no number"
+    elif noise >= CAP:
         done.cause = (
             "the oracle changes so much when examples are reordered that a bug could hide in it: "
             "the model depends on their order, or its dtype is too coarse for it"
