@@ -11,13 +11,14 @@ import numpy as np
 
 from research_dp.certification import causes, costs, durability, follow
 from research_dp.certification.bench import Batch, Bench, on_host, step
-from research_dp.certification.case import Case
+from research_dp.certification.case import Case, leaves_of
 from research_dp.certification.certificate import Certificate, Check, StepRecord
-from research_dp.certification.differences import CAP, Difference, Envelope, same_bits
+from research_dp.certification.differences import CAP, Difference, Envelope, Hidden, same_bits
 from research_dp.certification.follow import Evidence
 from research_dp.distributed.data_set import DataSet, EvalOrder, TrainOrder
 from research_dp.strategies import TrainState
 
+NOISY_PART = 0.01  # of the squared norm of gradients, what noise may hide
 AFTER = 3  # steps after a checkpoint, and after a first difference
 
 
@@ -108,15 +109,15 @@ def _follow(
         earlier, truth = truth, seen.expected.state
     assert seen is not None  # there is one step at least
     _step_checks(done, seen)
-    noise = envelope.usual_noise("gradient")
-    told = f"usually {noise:.1e} of a gradient's greatest element, of at most {CAP:g}"
+    hidden = envelope.hidden()
+    done.unjudged = hidden.leaves
     steps_are_right = done.certified
-    done.checks.append(Check("noise", noise < CAP, told))
+    done.checks.append(_noise(hidden))
     if not math.isfinite(seen.expected.loss) and steps_are_right:
         told = f"the oracle's loss is {seen.expected.loss} at step {seen.number}"
         done.checks.append(Check("finite", False, told))
         done.cause = "the run itself; nothing can be compared with what is no number"
-    elif noise >= CAP:
+    elif hidden.part > NOISY_PART:
         done.cause = (
             "the oracle changes so much when examples are reordered that a bug could hide in it: "
             "the model depends on their order, or its dtype is too coarse for it"
@@ -128,6 +129,16 @@ def _follow(
     else:
         done.first = _first(done, seen)
         done.cause = _cause(bench, seen, earlier, batches, dtypes)
+
+
+def _noise(hidden: Hidden) -> Check:
+    told = f"a gradient's size is known to {hidden.bound:.1e}, of at most {CAP:g}"
+    if hidden.leaves:
+        told += (
+            f"; not that of {leaves_of(list(hidden.leaves))}, which is {hidden.part:.1g} of the "
+            "squared norm"
+        )
+    return Check("noise", hidden.part <= NOISY_PART, told)
 
 
 def _record(seen: Evidence, row: list[Difference]) -> StepRecord:
