@@ -5,7 +5,7 @@ import json
 
 import jax
 import pytest
-from test_strategies import WIRE, build, one_matrix, recipe_of, traffic
+from test_strategies import recipe_of
 
 from research_dp.analysis.topologies import topology
 from research_dp.config import candidates, command_line, plans
@@ -14,7 +14,6 @@ from research_dp.distributed.errors import UsageError
 from research_dp.planning import advice, batch, tables
 from research_dp.planning import row as row_lib
 from research_dp.planning.budget import Budget
-from research_dp.planning.minimum import min_wire_bytes
 from research_dp.planning.row import Row, fastest_first
 from research_dp.strategies import TrainSpec
 
@@ -29,35 +28,6 @@ KEYS = [
 
 def plan(*flags):
     return plans.plan(*command_line.parse_plan([*flags], ""))
-
-
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("stem", [*sorted(WIRE), "hsdp"])
-def test_the_least_is_what_a_strategy_sends_of_parameters_that_are_sharded(stem, accumulation):
-    strategy = build(stem, one_matrix(), accumulation=accumulation)
-    spec = TrainSpec(
-        model=None, optimizer=None, example={}, batch_size=32, accumulation_steps=accumulation
-    )
-    found = traffic(strategy)
-    least = min_wire_bytes(recipe_of(stem), spec, strategy, found)
-    assert least == pytest.approx(sum(c.wire_bytes for c in found if c.nbytes > 64))
-
-
-@pytest.mark.parametrize("stem", ["fsdp", "ddp", "zero1"])
-def test_the_least_is_counted_in_the_dtypes_that_travel(stem):
-    bindings = [
-        "gather_shards.gather_dtype = 'bfloat16'",
-        "gather_shards.grad_scatter_dtype = 'float32'",
-        "average_gradients.dtype = 'bfloat16'",
-        "scatter_gradients.dtype = 'bfloat16'",
-    ]
-    strategy = build(stem, one_matrix(), bindings=bindings)
-    spec = TrainSpec(model=None, optimizer=None, example={}, batch_size=32)
-    elements = sum(p.nbytes for p in jax.tree.leaves(strategy.layouts.params)) / 4
-    # fsdp gathers twice; zero1 gathers new parameters in their own dtype.
-    each = {"fsdp": 2 + 2 + 4, "ddp": 2 + 2, "zero1": 2 + 4}[stem]
-    least = min_wire_bytes(recipe_of(stem), spec, strategy, traffic(strategy))
-    assert least == pytest.approx(each * elements * 7 / 8)
 
 
 def row(name, *, needed=10e9, state=5e9, step=0.1, **others):

@@ -13,12 +13,11 @@ from typing import Any
 
 import jax
 
-from research_dp.analysis import traffic
 from research_dp.analysis.fitting import DoesNotFitError, compile_to_fit, dumping, text_of
+from research_dp.analysis.minimum import min_wire_bytes
 from research_dp.analysis.program import ProgramCost, read
 from research_dp.analysis.topologies import Topology
 from research_dp.distributed.errors import UsageError
-from research_dp.planning.minimum import min_wire_bytes
 from research_dp.strategies import Recipe, Strategy, TrainSpec
 
 # The share of device memory that a step may not count on. GPUs: the CUDA context, NCCL's buffers,
@@ -157,8 +156,7 @@ def compile_row(
                 cost = read(program, built.mesh, where, text)
                 _sent(row, cost)
                 _timed(row, cost, spec, where, built)
-                traced = traffic.collectives(step, *shapes)
-                row.min_wire_bytes = min_wire_bytes(recipe, spec, built, traced)
+                row.min_wire_bytes = min_wire_bytes(built, spec)
             except (NotImplementedError, jax.errors.JaxRuntimeError) as error:
                 told = f"its program cannot be read: {str(error).splitlines()[0]}"
                 row.problem = row.problem or told
