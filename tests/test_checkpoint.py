@@ -272,15 +272,19 @@ def test_a_failure_in_the_background_is_raised_at_the_next_look(trained, tmp_pat
 # ---- Any to any ----
 
 
+@functools.cache
+def built(stem, api):
+    gin_config.reset()
+    return build(stem, small_model(api))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("first", stems())
 def test_every_strategy_restores_what_every_other_saved(first, tmp_path):
-    state = run_steps(build(first, small_model("linen")), 2)
+    state = run_steps(built(first, "linen"), 2)
     saved = jax.device_get(state)
     save(tmp_path, state, 2)
     for second in stems():
-        gin_config.reset()
         for api in ("linen", "nnx"):
-            other = build(second, small_model(api))
+            other = built(second, api)
             assert_same_bits(restore(tmp_path, other).state, saved, other)
-            gin_config.reset()

@@ -112,7 +112,7 @@ def makers(expected: Any) -> list[str]:
         for entry in gin_state.configurables().values():
             if annotation(entry.function, "return") is given:
                 found.append(f"@{entry.name}" + ("" if called else "()"))
-    return sorted(found)
+    return found  # in the order in which they were registered, the usual ones first
 
 
 def _complaint_of_reference(value: Reference, expected: Any) -> str | None:

@@ -25,17 +25,10 @@ from research_dp.distributed.trainable import LossOutput
 from research_dp.distributed.tree import fence, norm_by_blocks, unknown_zero
 from research_dp.distributed.units import Units
 from research_dp.distributed.updates import apply_optimizer, clip_factor, global_norm
+from research_dp.strategies.finite import settle
 from research_dp.strategies.keys import example_keys
 from research_dp.strategies.logical_shards import check_wide, one_by_one
-from research_dp.strategies.strategy import (
-    NONFINITE,
-    SKIPPED,
-    Layouts,
-    PlacedBatch,
-    Recipe,
-    TrainSpec,
-    TrainState,
-)
+from research_dp.strategies.strategy import Layouts, PlacedBatch, Recipe, TrainSpec, TrainState
 
 PyTree = Any
 
@@ -84,33 +77,7 @@ class Step:
             grads = fence(grads, unknown_zero(state.step))
         params, opt_state = self._update(grads, state)
         new = TrainState(state.step + 1, params, model_state, opt_state, state.loss_scale)
-        metrics = {**sums, "grad_norm": jnp.stack([norm, jnp.ones_like(norm)])}
-        wrong = ~(jnp.isfinite(norm) & jnp.isfinite(sums["loss"][0]))
-        if self.spec.loss_scale is not None:
-            new, metrics = self._unless_overflown(state, new, norm, metrics)
-            # Gradients that overflow are scaled down next time; a scale of 1 is not scaled down.
-            last = ~jnp.isfinite(norm) & (state.loss_scale.scale <= 1.0)
-            wrong = last | ~jnp.isfinite(sums["loss"][0])
-        if self.spec.skip_nonfinite:
-            new, metrics = _unless_wrong(wrong, state, new, metrics)
-        return new, {**metrics, NONFINITE: jnp.stack([wrong, *spoilt])}
-
-    def _unless_overflown(
-        self, old: TrainState, new: TrainState, norm: jax.Array, metrics: dict[str, jax.Array]
-    ) -> tuple[TrainState, dict[str, jax.Array]]:
-        """The new state with its loss scale adapted; the old one if gradients overflowed."""
-        assert self.spec.loss_scale is not None
-        finite = jnp.isfinite(norm)
-        kept = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
-        adapted = self.spec.loss_scale.adapt(old.loss_scale, finite)
-        one = jnp.ones_like(norm)
-        metrics = {
-            **metrics,
-            # A norm that is not a number would hide all others of the record.
-            "grad_norm": jnp.stack([jnp.where(finite, norm, 0.0), finite.astype(norm.dtype)]),
-            "loss_scale": jnp.stack([old.loss_scale.scale, one]),
-        }
-        return kept._replace(step=new.step, loss_scale=adapted), metrics
+        return settle(self.spec, state, new, norm, spoilt, sums)
 
     def _loss_scale(self, state: TrainState) -> jax.Array | float:
         return 1.0 if self.spec.loss_scale is None else state.loss_scale.scale
@@ -323,16 +290,6 @@ class Step:
         together = jnp.stack([sums[name] for name in names])
         added = self.recipe.reduction.all_sum(together, self.axes)
         return {name: added[i] for i, name in enumerate(names)}
-
-
-def _unless_wrong(
-    wrong: jax.Array, old: TrainState, new: TrainState, metrics: dict[str, jax.Array]
-) -> tuple[TrainState, dict[str, jax.Array]]:
-    """The new state and its metrics; the old state and none if the step went wrong."""
-    kept = jax.tree.map(lambda a, b: jnp.where(wrong, b, a), new, old)
-    kept = kept._replace(step=new.step, loss_scale=new.loss_scale)
-    metrics = {name: jnp.where(wrong, 0.0, pair) for name, pair in metrics.items()}
-    return kept, {**metrics, SKIPPED: jnp.stack([wrong.astype(jnp.float32), jnp.ones(())])}
 
 
 def _pairs(out: LossOutput) -> dict[str, jax.Array]:
