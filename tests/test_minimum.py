@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from conftest import ROOT
-from test_strategies import BATCH, WIRE, build, one_matrix, recipe, traffic
+from test_strategies import BATCH, WIRE, build, one_matrix, recipe_of, traffic
 
 from research_dp.analysis.minimum import min_wire_bytes
 from research_dp.config import gin_config, gin_state
@@ -80,7 +80,7 @@ def test_gradients_travel_as_they_were_added_up():
 
 
 def test_a_function_with_arguments_of_its_own_is_read():
-    base = recipe("fsdp")
+    base = recipe_of("fsdp")
     for gather in (
         functools.partial(gather_shards, gather_dtype="bfloat16"),
         lambda *args, gather_dtype="bfloat16", **kw: gather_shards(

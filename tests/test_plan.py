@@ -85,10 +85,22 @@ def test_a_budget_names_what_is_above_it():
     assert "1.01 times the least, more than 1.005" in over["plan.max_wire_ratio"]
     assert "50 bytes a device at its peak, more than 49" in over["plan.max_peak_bytes"]
     assert not list(Budget(1.02, 50).exceeded(row("x", **sent)))
-    # Nothing must be sent: no ratio to be above.
-    assert not list(Budget(1.0, None).exceeded(row("x", **{**sent, "min_wire_bytes": 0.0})))
+    # Nothing must be sent: nothing may be.
+    assert list(Budget(1.0, None).exceeded(row("x", **{**sent, "min_wire_bytes": 0.0})))
+    none = {"wire_bytes": {"total": 0.0}, "min_wire_bytes": 0.0}
+    assert not list(Budget(1.0, None).exceeded(row("x", **none)))
     # It does not even compile: what the compiler says that it needs counts.
     assert list(Budget(None, 49).exceeded(row("x", peak_bytes=None)))
+
+
+def test_what_is_not_known_is_not_within_a_budget():
+    lost = Row("x", problem="refused: it cannot be")
+    over = dict(Budget(1.01, 50).exceeded(lost))
+    assert over == {
+        "plan.max_wire_ratio": "x sends an unknown number of bytes: it refused: it cannot be.",
+        "plan.max_peak_bytes": "x needs an unknown number of bytes: it refused: it cannot be.",
+    }
+    assert not list(Budget(None, None).exceeded(lost))
 
 
 def test_strategies_are_named_by_stem_by_path_and_with_more_files():
@@ -150,13 +162,27 @@ def test_what_cannot_be_built_is_a_row_beside_the_others(capsys, tmp_path):
     assert "pmap refused" in capsys.readouterr().out
 
 
+# Strategies whose collectives are written out.
+WRITTEN = ["ddp", "pmap", "zero1", "zero2", "fsdp", "fsdp_keep", "hsdp"]
+
+
+def held_to_the_least(file, names=WRITTEN):
+    found = json.loads(file.read_text())["strategies"]
+    assert list(found) == list(names)
+    for name, row in found.items():
+        assert row["fits"], name
+        assert row["wire_ratio"] <= 1.01, name
+
+
 @pytest.mark.slow
-def test_shipped_strategies_send_the_least():
+def test_shipped_strategies_send_the_least(tmp_path):
     """The budget that CI holds them to: a model all of whose matrices are sharded."""
-    mapped = "--strategies=ddp,zero1,zero2,fsdp,fsdp_keep,hsdp"
-    flags = [DIGITS, MLP, mapped, "--topology=cpu:8", "--gin.train.accumulation_steps=2"]
+    file = tmp_path / "plan.json"
+    flags = [DIGITS, MLP, f"--strategies={','.join(WRITTEN)}", "--topology=cpu:8"]
+    flags += ["--gin.train.accumulation_steps=2", f"--json={file}"]
     flags += ["--gin.largest_dim.min_weight_size=64", "--gin.plan.max_wire_ratio=1.01"]
     assert plan(*flags) == 0
+    held_to_the_least(file)
 
 
 @pytest.mark.slow
@@ -164,16 +190,18 @@ def test_shipped_strategies_send_the_least():
     importlib.util.find_spec("jax_cuda13_plugin") is None,
     reason="jax_cuda13_plugin is not installed: pip install -e '.[plan-gpu]'",
 )
-def test_shipped_strategies_send_the_least_on_gpus(command):
+def test_shipped_strategies_send_the_least_on_gpus(command, tmp_path):
     model = ["lm_125m", "random_tokens", "adamw_cosine", "bf16_collectives"]
     folders = ["models", "data", "optim", "precision"]
     files = [f"--gin_file={f}/{m}.gin" for f, m in zip(folders, model, strict=True)]
     sizes = {"transformer.depth": 2, "random_tokens.length": 256, "train.batch_size": 16}
     sizes |= {"train.num_steps": 1, "plan.max_wire_ratio": 1.01, "train.accumulation_steps": 1}
     flags = [*files, *(f"--gin.{name}={value}" for name, value in sizes.items())]
-    flags += ["--topology=h100:2x8", "--strategies=ddp,zero1,zero2,fsdp,fsdp_keep,hsdp"]
+    flags += ["--topology=h100:2x8", f"--strategies={','.join(WRITTEN)}"]
+    flags += [f"--json={tmp_path / 'plan.json'}"]
     done = command(*flags, module="research_dp.plan")
     assert done.returncode == 0, done.stderr
+    held_to_the_least(tmp_path / "plan.json")
 
 
 @pytest.mark.slow
@@ -295,6 +323,7 @@ def test_a_program_that_cannot_be_read_still_says_what_it_needs(monkeypatch):
 
 
 def test_a_program_whose_least_is_not_known_is_a_row_like_others():
+    recipe_of("fsdp")
     strategy = recipe("fsdp", "data_parallel.gather = @x/gather_shards")
     made = row_lib.compile_row("a/b", strategy, suite.small_spec("linen", 32), topology("cpu:8"))
     assert made.row.fits
