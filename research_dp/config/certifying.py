@@ -41,10 +41,11 @@ def bench_of(config: Config, against: str) -> tuple[Bench, DataSet, tuple[str, .
     dtypes = named_dtypes(config)
     precision = max(float(jnp.finfo(x).eps) for x in ("float32", *dtypes))
     gathered = [b.value for b in config.used if b.parameter == "gather_dtype"]
+    spec = spec_of(**values)
     bench = Bench(
-        recipe=recipe,
-        against=oracle,
-        spec=spec_of(**values),
+        recipe=recipe.resolve(spec),
+        against=oracle.resolve(spec),
+        spec=spec,
         precision=precision,
         gather_dtype=gathered[-1] if gathered else None,
     )
