@@ -11,6 +11,7 @@ from research_dp.conformance import suite
 from research_dp.distributed.errors import UsageError
 from research_dp.planning import auto as auto_lib
 from research_dp.planning import row as row_lib
+from research_dp.training import loop
 
 AUTO = "gin/options/auto.gin"
 NAMES = ["ddp", "zero1", "fsdp_keep", "fsdp"]
@@ -22,7 +23,7 @@ def recipe(*bindings):
 
 
 def test_candidates_are_the_shipped_strategies():
-    chosen = recipe().engine.args[0]
+    chosen = recipe().choose.args[0]
     assert [candidate.name for candidate in chosen] == NAMES
     for candidate in chosen:
         gin_config.reset()
@@ -41,7 +42,7 @@ def planned(monkeypatch, needs):
         nbytes, seconds = needs[name]
         row = row_lib.Row(name, fits=nbytes <= 100, needed_bytes=nbytes, available_bytes=100)
         row.predicted_seconds, row.problem = seconds, None if row.fits else "does not fit"
-        return row_lib.Compiled(row, name, None)
+        return row_lib.Compiled(row, None, None)
 
     monkeypatch.setattr(auto_lib, "compile_row", made)
 
@@ -49,7 +50,7 @@ def planned(monkeypatch, needs):
 def test_the_fastest_that_fits_is_taken_and_three_lines_tell_why(monkeypatch, capsys):
     planned(monkeypatch, {"ddp": (200, 1), "zero1": (90, 4), "fsdp_keep": (80, 2), "fsdp": (9, 3)})
     chosen = recipe()
-    assert chosen.engine(chosen, None) == "fsdp_keep"
+    assert chosen.resolve(None).name == "fsdp_keep"
     told = capsys.readouterr().out.splitlines()
     assert len(told) == 3
     assert "fsdp_keep, 2000.0 ms" in told[0]
@@ -61,7 +62,35 @@ def test_where_nothing_fits_each_reason_is_told(monkeypatch):
     planned(monkeypatch, {name: (200, 1) for name in NAMES})
     chosen = recipe()
     with pytest.raises(UsageError, match="ddp does not fit; zero1 does not fit; fsdp_keep"):
-        chosen.engine(chosen, None)
+        chosen.resolve(None)
+
+
+def test_all_processes_take_what_the_first_takes(monkeypatch):
+    """Another process's compiler may count another byte, and each would wait for the others."""
+    planned(monkeypatch, {"ddp": (101, 1), "zero1": (90, 4), "fsdp_keep": (80, 2), "fsdp": (9, 3)})
+    monkeypatch.setattr(auto_lib.jax, "process_count", lambda: 2)
+    told = []
+    monkeypatch.setattr(
+        auto_lib.multihost_utils, "broadcast_one_to_all", lambda x: told.append(int(x)) or 0 * x
+    )
+    assert recipe().resolve(None).name == "ddp"
+    assert told == [NAMES.index("fsdp_keep")]
+
+
+def test_who_looks_at_a_run_sees_the_one_that_is_taken(monkeypatch):
+    planned(monkeypatch, {"ddp": (200, 1), "zero1": (9, 1), "fsdp_keep": (9, 2), "fsdp": (9, 3)})
+    files = ["gin/runs/digits.gin", "gin/models/mlp.gin", AUTO]
+    gin_config.load(files, ["largest_dim.min_weight_size = 64"])
+    seen = []
+    loop.train(look=lambda recipe, spec: seen.append(recipe))
+    (taken,) = seen
+    assert (taken.name, taken.gather, taken.choose) == ("zero1", None, None)
+
+
+def test_what_is_built_carries_the_one_that_was_taken(monkeypatch):
+    planned(monkeypatch, {"ddp": (9, 1), "zero1": (9, 2), "fsdp_keep": (9, 2), "fsdp": (9, 3)})
+    built = recipe().build(suite.small_spec("linen"))
+    assert (built.name, built.recipe.sync.__name__) == ("ddp", "average_gradients")
 
 
 @pytest.mark.slow

@@ -126,7 +126,7 @@ def present() -> Topology:
 
 
 def of(devices: Sequence[jax.Device]) -> Topology:
-    """These devices, which are present.
+    """These devices, of this run or of a topology.
 
     Raises:
         UsageError: Nothing is known of their kind. Of CPUs all figures are nominal, whatever kind.
@@ -139,7 +139,8 @@ def of(devices: Sequence[jax.Device]) -> Topology:
             f"devices of kind {kind!r}: their memory and rates are not known, so that nothing can "
             f"be planned for them. Known are {known}."
         )
-    return Topology(f"{kind} x {len(devices)}", chip, tuple(devices), are_present=True)
+    are_present = devices[0] in jax.devices()
+    return Topology(f"{kind} x {len(devices)}", chip, tuple(devices), are_present)
 
 
 def _prepare(name: str, platform: str) -> None:

@@ -42,10 +42,11 @@ def bench_of(config: Config, against: str) -> tuple[Bench, DataSet, tuple[str, .
         oracle = gin_state.value_of("train.strategy")
     dtypes = named_dtypes(config)
     gathered = [b.value for b in config.used if b.parameter == "gather_dtype"]
+    spec = spec_of(**values)
     bench = Bench(
-        recipe=recipe,
-        against=oracle,
-        spec=spec_of(**values),
+        recipe=recipe.resolve(spec),
+        against=oracle.resolve(spec),
+        spec=spec,
         precision=precision_of(config.used),
         gather_dtype=gathered[-1] if gathered else None,
     )

@@ -8,12 +8,14 @@ from collections.abc import Sequence
 
 import gin
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
 from research_dp.analysis import topologies
 from research_dp.distributed.errors import UsageError, check_kind
 from research_dp.planning import advice
-from research_dp.planning.row import Compiled, Row, compile_row, fastest_first, refused
-from research_dp.strategies import Recipe, Strategy, TrainSpec
+from research_dp.planning.row import Row, compile_row, fastest_first, refused
+from research_dp.strategies import Recipe, TrainSpec
 
 
 @gin.register(module="planning")
@@ -34,28 +36,32 @@ def auto(*, candidates: Sequence[Recipe] = gin.REQUIRED) -> Recipe:
         raise UsageError("auto.candidates is empty: give at least one strategy.")
     for candidate in candidates:
         check_kind("auto.candidates", candidate, Recipe, "[@ddp/data_parallel()]")
-    # Candidates have dtypes and loss scales of their own, which `Recipe.build` sees to.
-    plain = dataclasses.replace(candidates[0], name="auto", param_dtype=None, loss_scale=None)
-    return dataclasses.replace(plain, engine=functools.partial(_take, tuple(candidates)))
+    return dataclasses.replace(
+        candidates[0], name="auto", choose=functools.partial(_choose, tuple(candidates))
+    )
 
 
-def _take(candidates: Sequence[Recipe], recipe: Recipe, spec: TrainSpec) -> Strategy:
-    """An engine: builds the winner."""
-    where = topologies.of(list(recipe.mesh.devices.flat))
+def _choose(candidates: Sequence[Recipe], spec: TrainSpec) -> Recipe:
+    """The fastest candidate that fits."""
+    where = topologies.of(list(candidates[0].mesh.devices.flat))
     rows: list[Row] = []
-    best: Compiled | None = None  # the others are let go
     for candidate in candidates:
         try:
-            made = compile_row(candidate.name, candidate, spec, where)
+            rows.append(compile_row(candidate.name, candidate, spec, where).row)
         except UsageError as error:
             rows.append(refused(candidate.name, error))
-            continue
-        rows.append(made.row)
-        if fastest_first(rows)[:1] == [made.row]:
-            best = made
-    if best is None:
+    best = next((rows.index(row) for row in fastest_first(rows)), None)
+    number = _of_the_first(-1 if best is None else best)
+    if number < 0:
         told = "; ".join(f"{row.strategy} {row.problem}" for row in rows)
         raise UsageError(f"auto: no candidate can be taken on {where.name}: {told}")
     if jax.process_index() == 0:
         print("\n".join(advice.in_three_lines(rows, where)), flush=True)
-    return best.strategy
+    return candidates[number]
+
+
+def _of_the_first(number: int) -> int:
+    """Process 0's number: compilers of several hosts need not agree on every byte."""
+    if jax.process_count() == 1:
+        return number
+    return int(multihost_utils.broadcast_one_to_all(np.int32(number)))

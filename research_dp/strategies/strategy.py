@@ -112,7 +112,7 @@ class Strategy:
     """A strategy built for one model and mesh: `init`, `place_batch`, `train_step`, `eval_step`.
 
     Attributes:
-        recipe: What it was built from; where that chose among others, the one that was taken.
+        recipe: What it was built from, resolved.
         layouts: Where parameters and optimizer state lie, and why.
         abstract_state: Shapes, dtypes and shardings of the state.
         abstract_batch: The same of a placed batch.
@@ -157,6 +157,10 @@ class Recipe:
     """A strategy before it meets a model: the engine, the mesh and the four slots.
 
     `data_parallel` makes one, and says what the fields mean.
+
+    Attributes:
+        choose: Of a recipe that stands for one of several: finds that one, once it is known what is
+            built, the same in every process. None: this is the one.
     """
 
     name: str
@@ -174,6 +178,17 @@ class Recipe:
     loss_scale: LossScale | None
     look_ahead: bool
     compiler_options: dict[str, Any] | None
+    choose: Callable[[TrainSpec], Recipe] | None = None
+
+    def resolve(self, spec: TrainSpec) -> Recipe:
+        """The recipe that is built: this one, or what it chooses.
+
+        Whoever reads a recipe, or builds it more than once, resolves it first.
+
+        Raises:
+            UsageError: There is none to choose.
+        """
+        return self if self.choose is None else self.choose(spec).resolve(spec)
 
     def build(self, spec: TrainSpec) -> Strategy:
         """Builds the strategy for a model and a batch, and traces its training step.
@@ -183,6 +198,8 @@ class Recipe:
                 the model reads what a batch does not have, or the optimizer cannot be applied to
                 shards.
         """
+        if self.choose is not None:
+            return self.resolve(spec).build(spec)
         if self.param_dtype is not None:
             optimizer = with_master_weights(spec.optimizer)
             spec = dataclasses.replace(spec, optimizer=optimizer, param_dtype=self.param_dtype)

@@ -114,6 +114,7 @@ def train(
         seed=seed,
         on_nonfinite=on_nonfinite,
     )
+    strategy = strategy.resolve(spec)
     if look is not None:
         look(strategy, spec)
         return DONE
