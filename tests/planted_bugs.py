@@ -71,6 +71,12 @@ def one_summed(grads, layout, *, axes, reduction):
     return on_leaf(mean, "head/bias", lambda g: g * lax.axis_size("fsdp"))
 
 
+def one_shrunk(grads, layout, *, axes, reduction):
+    """Less than the rounding of a bfloat16 element, but all one way."""
+    mean = average_gradients(grads, layout, axes=axes, reduction=reduction)
+    return on_leaf(mean, "hidden_0/kernel", lambda g: g * 0.985)
+
+
 def _local_norm(x, axes):
     # Sums of squares travel as a vector; gradients in rows, metrics in pairs.
     return x if x.ndim < 2 else PLAIN.all_sum(x, axes)

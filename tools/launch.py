@@ -5,8 +5,8 @@
 What follows `--` are flags of `python -m research_dp.train`. Each process writes a log of its own,
 DIR/logs/process_I.log, behind those of earlier runs; process 0 is shown. When one ends badly the
 others are ended too, and a few lines say who was first, where, and which log to read. Signals are
-passed on to all. Exit status: that of the process that ended badly first (128 + the signal's
-number); else 0, or 143.
+passed on to all; a terminal that is closed counts as SIGTERM. Exit status: that of the process that
+ended badly first (128 + the signal's number); else 0, or 143.
 
     python tools/launch.py --post_mortem=DIR
 
@@ -26,9 +26,13 @@ import threading
 import time
 from pathlib import Path
 
+import filelock
+
 FINE = (0, 143)
 GRACE_SECONDS = 8.0  # for others to fail of the same, and to say so
 TAIL_LINES = 3
+# As research_dp/training/workdir.py names them, whose imports would take seconds here.
+LOCK, HOLDER = ".run.lock", ".run.holder"
 
 
 @dataclasses.dataclass
@@ -80,27 +84,64 @@ def main(argv: list[str]) -> int:
         parser.error("give --workdir=DIR after --: logs go there, and what processes are doing")
     if not given.num_processes or given.num_processes < 1:
         parser.error("--num_processes: give a whole number of at least 1")
-    for old in workdir.glob("flight/process_*.txt"):
-        old.unlink()  # of a run that may have had more processes
-    processes = start(given.module, given.flags, given.num_processes, workdir)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, _: _pass_on(processes, number))
-    first = watch(processes)
+    holder = in_use(workdir)
+    if holder:  # whose logs and notes stay as they are
+        print(f"error: another run ({holder}) is using {workdir}.", file=sys.stderr)
+        return 2
+    asked = listen()
+    try:
+        processes = start(given.module, given.flags, given.num_processes, workdir)
+    except OSError as error:
+        print(f"error: --workdir={workdir} cannot be written: {error.strerror}.", file=sys.stderr)
+        return 2
+    first = watch(processes, asked)
     if first is None:
         return max(process.status for process in processes)
     print("\n".join(post_mortem(processes, first, workdir)), file=sys.stderr, flush=True)
     return first.status
 
 
+def in_use(workdir: Path) -> str | None:
+    """Process and host of the run that uses a folder now; None if none does."""
+    if not (workdir / LOCK).exists():
+        return None
+    lock = filelock.FileLock(workdir / LOCK, fallback_to_soft=False)
+    try:
+        with lock.acquire(timeout=0):
+            return None
+    except filelock.Timeout:
+        holder = workdir / HOLDER
+        return holder.read_text() if holder.exists() else "of which nothing is known"
+    except OSError:
+        return None  # the run itself says what is wrong with its folder
+
+
+def listen() -> list[int]:
+    """Collects signals from now on, for `watch` to pass on."""
+    asked: list[int] = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: asked.append(number))
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
+        # The processes have sessions of their own, so nothing else would tell them.
+        signal.signal(signal.SIGHUP, lambda *_: asked.append(signal.SIGTERM))
+    return asked
+
+
 def start(module: str, flags: list[str], count: int, workdir: Path) -> list[Process]:
-    """Starts all processes, each with its log."""
+    """Starts all processes, each with its log.
+
+    Raises:
+        OSError: A log cannot be written; nothing was started.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     (workdir / "logs").mkdir(parents=True, exist_ok=True)
     processes = []
-    for number in range(count):
-        log = workdir / "logs" / f"process_{number}.log"
+    logs = [workdir / "logs" / f"process_{number}.log" for number in range(count)]
+    for log in logs:
+        log.open("ab").close()  # all of them, before any process is started
+    for number, log in enumerate(logs):
         where = [f"--coordinator=127.0.0.1:{port}", f"--num_processes={count}"]
         with log.open("ab") as file:
             begins = file.tell()
@@ -117,21 +158,30 @@ def start(module: str, flags: list[str], count: int, workdir: Path) -> list[Proc
     return processes
 
 
-def watch(processes: list[Process]) -> Process | None:
-    """Waits for all, and shows what process 0 writes; the first that ended badly, if one did."""
+def watch(processes: list[Process], asked: list[int]) -> Process | None:
+    """Waits for all, and shows what process 0 writes; passes on the signals that are asked for.
+
+    Returns:
+        The first that ended badly, if one did. Of several that were found at once one that was
+        killed by a signal: the others may have failed of that.
+    """
     done = threading.Event()
     shown = threading.Thread(target=_show, args=(processes[0], done))
     shown.start()
     first: Process | None = None
     while any(process.ended is None for process in processes):
         time.sleep(0.05)
+        while asked:
+            _pass_on(processes, asked.pop(0))
         now = time.monotonic()
+        found = [p for p in processes if p.ended is None and p.popen.poll() is not None]
+        for process in found:
+            process.ended = now
+        bad = [process for process in found if process.status not in FINE]
+        if first is None and bad:
+            first = min(bad, key=lambda process: (process.popen.returncode >= 0, process.number))
         for process in processes:
-            if process.ended is None and process.popen.poll() is not None:
-                process.ended = now
-                if first is None and process.status not in FINE:
-                    first = process
-            elif process.ended is None and first and now - (first.ended or now) > GRACE_SECONDS:
+            if process.ended is None and first and now - (first.ended or now) > GRACE_SECONDS:
                 # Not SIGTERM: to save takes all processes, and one is gone.
                 process.by_us = True
                 _signal(process, signal.SIGKILL)
@@ -144,7 +194,9 @@ def post_mortem(processes: list[Process], first: Process, workdir: Path) -> list
     """Who ended or stuck first, where, and which log to read."""
     from research_dp.training import recorder
 
-    notes = recorder.last_notes(workdir)
+    # Those of an earlier run are of other processes.
+    pids = {process.popen.pid for process in processes}
+    notes = [note for note in recorder.last_notes(workdir) if note.pid in pids]
     suspect = recorder.behind(notes)
     lines = [f"The run ended badly: process {first.number} was first, {first.how()}."]
     by_number = {note.process: note for note in notes}
@@ -196,7 +248,10 @@ def _show(process: Process, done: threading.Event) -> None:
         file.seek(process.begins)
         while True:
             last = done.is_set()
-            print(file.read(), end="", flush=True)
+            try:
+                print(file.read(), end="", flush=True)
+            except OSError:
+                return  # nobody looks any more; the log has it all
             if last:
                 return
             done.wait(0.2)

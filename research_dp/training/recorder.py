@@ -89,6 +89,15 @@ class Recorder:
         """The newest note of each process of this run."""
         return [note for note in last_notes(self.folder) if note.process < self.processes]
 
+    def remove_others(self) -> None:
+        """Removes what an earlier run of more processes left; for one process that holds the lock.
+
+        A person who looks back would take it for this run's.
+        """
+        for note in last_notes(self.folder):
+            if note.process >= self.processes:
+                flight(self.folder, note.process).unlink(missing_ok=True)
+
     def __enter__(self) -> Recorder:
         return self
 

@@ -37,6 +37,8 @@ def keep_watch(folder: Path, seconds: float | None) -> Iterator[Recorder]:
         check_limit("train.watchdog_seconds", seconds, Above(0))
     with contextlib.ExitStack() as stack:
         recorder = Recorder(folder, jax.process_index(), jax.process_count())
+        if recorder.process == 0:
+            recorder.remove_others()
         stack.enter_context(recorder)
         if seconds:
             stack.enter_context(Watchdog(recorder, seconds).watch())

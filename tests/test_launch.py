@@ -1,0 +1,84 @@
+"""The launcher by itself: folders that are in use or cannot be written, signals, who was first."""
+
+import importlib.util
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import ROOT
+
+from research_dp.training import workdir
+from research_dp.training.recorder import Recorder, last_notes
+from research_dp.training.watchdog import keep_watch
+
+spec = importlib.util.spec_from_file_location("launch", ROOT / "tools" / "launch.py")
+launcher = importlib.util.module_from_spec(spec)
+sys.modules["launch"] = launcher  # where dataclasses look annotations up
+spec.loader.exec_module(launcher)
+
+
+@pytest.fixture(autouse=True)
+def signals_as_they_were():
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+
+
+def test_a_folder_in_use_is_refused_and_the_run_in_it_keeps_its_notes_and_logs(tmp_path, capfd):
+    (tmp_path / "logs").mkdir()
+    log = tmp_path / "logs" / "process_0.log"
+    log.write_text("as it was\n")
+    with workdir.held(str(tmp_path)), Recorder(tmp_path) as recorder:
+        assert launcher.main(["-n", "1", "--", f"--workdir={tmp_path}"]) == 2
+        recorder.note("step", 7)
+        (left,) = last_notes(tmp_path)
+        assert (left.step, left.phase) == (7, "step"), "the run writes where nobody reads"
+    told = capfd.readouterr().err
+    assert "error: another run (process " in told and str(tmp_path) in told
+    assert log.read_text() == "as it was\n"
+
+
+def test_a_folder_that_cannot_be_written_is_told_in_a_line(tmp_path, capfd):
+    (tmp_path / "logs").write_text("a file")
+    assert launcher.main(["-n", "1", "--", f"--workdir={tmp_path}"]) == 2
+    assert f"error: --workdir={tmp_path} cannot be written: " in capfd.readouterr().err
+
+
+def test_notes_of_a_run_of_more_processes_go_once_the_folder_is_held(tmp_path):
+    for process in range(3):
+        Recorder(tmp_path, process, 3).note("step", 9)
+    with keep_watch(tmp_path, None):
+        assert [note.process for note in last_notes(tmp_path)] == [0]
+
+
+def started(tmp_path, *programs):
+    processes = []
+    for number, program in enumerate(programs):
+        log = tmp_path / f"{number}.log"
+        log.touch()
+        popen = subprocess.Popen([sys.executable, "-c", program])
+        processes.append(launcher.Process(number, log, 0, popen))
+    return processes
+
+
+def test_of_two_ends_at_once_the_one_that_was_killed_is_first(tmp_path):
+    kill = "import os; os.kill(os.getpid(), 9)"
+    processes = started(tmp_path, "raise SystemExit(1)", kill)
+    for process in processes:
+        process.popen.wait()
+    assert launcher.watch(processes, []) is processes[1]
+
+
+def test_a_closed_terminal_stops_the_run_as_sigterm_does(tmp_path):
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
+    asked = launcher.listen()
+    processes = started(tmp_path, "import time; time.sleep(60)")
+    signal.raise_signal(signal.SIGHUP)
+    begun = time.monotonic()
+    assert launcher.watch(processes, asked) is None
+    assert processes[0].popen.returncode == -signal.SIGTERM
+    assert time.monotonic() - begun < 30
