@@ -21,9 +21,11 @@ MICRO = 1e-6
 
 
 def play(text, sent=100.0):
-    """Plays a program; every collective takes `sent` microseconds."""
-    played = schedule.play(hlo.parse(text), SLOW, lambda name: (sent * MICRO, False))
-    return {name: round(value / MICRO, 6) for name, value in dataclasses.asdict(played).items()}
+    """Plays a program; every collective takes `sent` microseconds and sends 1000 bytes."""
+    played = schedule.play(hlo.parse(text), SLOW, lambda name: (sent * MICRO, False, 1e3))
+    found = dataclasses.asdict(played)
+    plain = ("wire_bytes", "hidden_bytes", "is_lower_bound")
+    return {name: x if name in plain else round(x / MICRO, 6) for name, x in found.items()}
 
 
 def entry(body):
@@ -39,7 +41,7 @@ def test_an_instruction_takes_the_longer_of_compute_and_memory():
     body = ARGUMENTS + "\n  ROOT %n = f32[5]{0} negate(%x)"
     assert play(entry(body)) == {
         "compute": 0, "memory": 40, "network_inside": 0, "network_across": 0, "exposed": 0,
-        "step": 40,
+        "step": 40, "wire_bytes": 0, "hidden_bytes": 0, "is_lower_bound": False,
     }  # fmt: skip
     body = ARGUMENTS + (
         "\n  ROOT %d = f32[3,3]{1,0} dot(%y, %y), lhs_contracting_dims={0},"
@@ -61,12 +63,14 @@ def test_what_is_started_early_is_hidden_behind_compute(sent, exposed):
     found = play(entry(ARGUMENTS + STARTED), sent)
     assert (found["exposed"], found["step"]) == (exposed, 80 + exposed)
     assert found["network_inside"] == sent
+    assert found["hidden_bytes"] == pytest.approx(1000 * (1 - exposed / sent))
 
 
 def test_a_synchronous_collective_is_waited_for():
     for note in ("all-reduce(%x), replica_groups={}", 'all-reduce-start(%x), x={"is_sync":true}'):
         found = play(entry(ARGUMENTS + f"\n  ROOT %r = f32[5]{{0}} {note}"))
         assert (found["exposed"], found["step"]) == (100, 100)
+        assert (found["wire_bytes"], found["hidden_bytes"]) == (1000, 0)
 
 
 def test_there_is_one_network():
@@ -125,6 +129,31 @@ def test_loops_are_played_and_then_multiplied(turns):
     assert found["exposed"] == pytest.approx(20 * turns)
     assert found["step"] == pytest.approx(100 * turns)
     assert found["network_inside"] == pytest.approx(100 * turns)
+    assert found["wire_bytes"] == pytest.approx(1000 * turns)
+    assert found["hidden_bytes"] == pytest.approx(800 * turns)
+    assert not found["is_lower_bound"]
+
+
+def test_a_loop_of_unknown_length_makes_the_time_a_lower_bound():
+    found = play(LOOP.format(body=STARTED.replace("ROOT ", ""), note="x={}"))
+    assert found["is_lower_bound"]
+    assert found["step"] == pytest.approx(100)
+
+
+def test_what_is_hidden_is_counted_in_bytes():
+    """A short collective carries most bytes, unseen; a long one few, waited for."""
+    body = """
+  %one = f32[5]{0} all-reduce-start(%x), replica_groups={}
+  %a = f32[5]{0} negate(%x)
+  %first = f32[5]{0} all-reduce-done(%one)
+  ROOT %two = f32[5]{0} all-reduce(%x), replica_groups={}"""
+
+    def network(name):
+        return (10 * MICRO, False, 9e3) if name == "one" else (90 * MICRO, False, 1e3)
+
+    found = schedule.play(hlo.parse(entry(ARGUMENTS + body)), SLOW, network)
+    assert found.exposed == pytest.approx(90 * MICRO)
+    assert found.hidden_fraction == pytest.approx(0.9)
 
 
 def test_a_tpu_chain_is_waited_for_where_it_is_done():
@@ -246,8 +275,10 @@ def test_times_on_the_torus_of_v5e(coordinates, kind, seconds):
 
 def test_what_bounds_the_step_and_what_is_hidden():
     found = schedule.Schedule(
-        compute=3.0, memory=2.0, network_inside=1.0, network_across=3.0, exposed=1.0, step=5.0
-    )
+        compute=3.0, memory=2.0, network_inside=1.0, network_across=3.0, exposed=1.0, step=5.0,
+        wire_bytes=8.0, hidden_bytes=6.0,
+    )  # fmt: skip
     assert found.bound == "network"
     assert found.hidden_fraction == 0.75
+    assert dataclasses.replace(found, wire_bytes=0.0, hidden_bytes=0.0).hidden_fraction is None
     assert dataclasses.replace(found, network_across=0.0).bound == "compute"

@@ -91,6 +91,28 @@ def test_a_function_with_arguments_of_its_own_is_read():
         assert min_wire_bytes(built, spec_of(one_matrix())) == pytest.approx(sent(built))
 
 
+@pytest.mark.parametrize("stem", ["ddp", "fsdp", "hsdp"])
+def test_sums_of_logical_shards_are_sent_once(stem):
+    bindings = ["data_parallel.reduction = @tree_reduction()", "tree_reduction.logical_shards = 16"]
+    strategy = build(stem, one_matrix(), bindings=bindings, accumulation=2)
+    least = min_wire_bytes(strategy, spec_of(one_matrix(), 2))
+    big = sum(c.wire_bytes for c in traffic(strategy) if c.nbytes > 64)
+    assert least == pytest.approx(big)
+
+
+def test_a_decorated_function_of_ones_own_is_not_in_a_scope():
+    @functools.wraps(own_gather)
+    def gather(*args, **kw):
+        return own_gather(*args, **kw)
+
+    built = dataclasses.replace(recipe_of("fsdp"), gather=gather).build(spec_of(one_matrix()))
+    assert min_wire_bytes(built, spec_of(one_matrix())) == pytest.approx(sent(built))
+
+
+def own_gather(*args, gather_dtype="bfloat16", **kw):
+    return gather_shards(*args, gather_dtype=gather_dtype, **kw)
+
+
 def test_a_slot_in_a_scope_is_not_guessed():
     strategy = build("fsdp", one_matrix(), bindings=["data_parallel.gather = @x/gather_shards"])
     with pytest.raises(NotImplementedError, match="gather_shards: in a gin scope of its own"):

@@ -244,19 +244,51 @@ def test_the_largest_batch_is_found_in_a_few_compilations(fixed, each, expected)
 
 
 def test_variants_are_those_that_can_change_something():
-    def sent(**dtypes):
+    def sent(*slots, files=(), **dtypes):
         each = [
             {"kind": k.replace("_", "-"), "dtype": d, "wire_bytes": 5} for k, d in dtypes.items()
         ]
-        row = Row("fsdp", mesh={"data": 1, "fsdp": 8}, wire_bytes={"total": 10.0}, collectives=each)
-        found = candidates.variants(candidates.Candidate("fsdp"), row, topology("cpu:8"))
-        return [candidate.name for candidate in found]
+        row = Row("fsdp", slots=slots, mesh={"data": 1, "fsdp": 8}, wire_bytes={"total": 10.0},
+                  collectives=each)  # fmt: skip
+        chosen = candidates.Candidate("fsdp", files)
+        return candidates.variants(chosen, row, topology("cpu:8"))
+
+    def names(*slots, **dtypes):
+        return [candidate.name for candidate in sent(*slots, **dtypes)]
 
     kept = ["fsdp", "fsdp_keep"]
     both = ["fsdp+bf16_gather", "fsdp+bf16_collectives"]
-    assert sent(all_gather="f32", reduce_scatter="f32") == [*both, *kept]
-    assert sent(all_gather="bf16", reduce_scatter="f32") == [both[1], *kept]
-    assert sent(all_gather="bf16", reduce_scatter="bf16") == kept
+    slots = ["gather", "sync"]
+    assert names(*slots, all_gather="f32", reduce_scatter="f32") == [*both, *kept]
+    assert names(*slots, all_gather="bf16", reduce_scatter="f32") == [both[1], *kept]
+    assert names(*slots, all_gather="bf16", reduce_scatter="bf16") == kept
+    # zero1's update gathers, in the parameters' dtype; the compiler does as it likes.
+    assert names("sync", all_gather="f32", reduce_scatter="f32") == [both[1], *kept]
+    assert names("sync", all_gather="f32", reduce_scatter="bf16") == kept
+    assert names(all_gather="f32", reduce_scatter="f32") == kept
+
+
+def test_variants_keep_the_files_that_a_candidate_adds():
+    (chosen,) = candidates.of(["zero1+h100_speed"])
+    row = Row("zero1+h100_speed", mesh={"data": 1, "fsdp": 8}, wire_bytes={"total": 0.0})
+    found = candidates.variants(chosen, row, topology("cpu:8"))
+    assert [(c.name, c.files) for c in found] == [
+        (f"{stem}+h100_speed", (f"gin/strategies/{stem}.gin", "gin/options/h100_speed.gin"))
+        for stem in ("fsdp", "fsdp_keep")
+    ]
+
+
+def test_two_files_of_one_name_are_not_one_row(tmp_path):
+    own = tmp_path / "fsdp.gin"
+    own.write_text("")
+    with pytest.raises(UsageError, match="would both be row 'fsdp'"):
+        candidates.of(["fsdp", str(own)])
+    assert [c.name for c in candidates.of(["fsdp", "ddp", "fsdp"])] == ["fsdp", "ddp"]
+
+
+def test_a_plan_that_cannot_be_written_is_not_made(tmp_path):
+    with pytest.raises(UsageError, match=r"--json=.* cannot be written: No such file"):
+        plan(DIGITS, MLP, "--topology=cpu:8", f"--json={tmp_path / 'no' / 'plan.json'}")
 
 
 def test_more_micro_batches_are_tried_until_it_fits():
@@ -322,14 +354,16 @@ def test_a_program_that_cannot_be_read_still_says_what_it_needs(monkeypatch):
     assert "ddp fits, but its program cannot be read: INTERNAL: newer than the reader." in said
 
 
-def test_a_program_whose_least_is_not_known_is_a_row_like_others():
+def test_a_program_whose_least_is_not_known_is_a_row_like_others(tmp_path):
     recipe_of("fsdp")
     strategy = recipe("fsdp", "data_parallel.gather = @x/gather_shards")
-    made = row_lib.compile_row("a/b", strategy, suite.small_spec("linen", 32), topology("cpu:8"))
+    spec, where = suite.small_spec("linen", 32), topology("cpu:8")
+    made = row_lib.compile_row("a/b", strategy, spec, where, tmp_path)
     assert made.row.fits
     assert made.row.wire_total > 0
     assert made.row.wire_ratio is None
     assert "the least that it must send is not known: gather_shards" in made.row.problem
+    assert (tmp_path / "a_b.txt").exists()
 
 
 def device(platform, **stats):

@@ -149,12 +149,20 @@ def _bound(slot: Callable[..., Any] | None, name: str) -> Any:
     function = slot.func if isinstance(slot, functools.partial) else slot
     if isinstance(slot, functools.partial) and name in slot.keywords:
         return slot.keywords[name]
+    own = None if parameter.default is parameter.empty else parameter.default
+    if _gin_knows(function):
+        return gin.get_bindings(function).get(name, own)
+    if _gin_knows(inspect.unwrap(function)):
+        raise NotImplementedError(f"{function.__name__}: in a gin scope of its own")
+    return own
+
+
+def _gin_knows(function: Callable[..., Any]) -> bool:
     try:
-        return gin.get_bindings(function).get(name, parameter.default)
-    except ValueError as error:
-        if hasattr(function, "__wrapped__"):
-            raise NotImplementedError(f"{function.__name__}: in a gin scope of its own") from error
-        return parameter.default  # gin does not know it
+        gin.get_bindings(function)
+    except ValueError:
+        return False
+    return True
 
 
 @dataclasses.dataclass

@@ -94,9 +94,13 @@ def read(compiled: Any, mesh: Mesh, topology: Topology, text: str | None = None)
     found = reading.find(module, dict(mesh.shape), slices)
     ways = {c.name: route(topology, [devices[i] for i in c.group]) for c in found}
     took: dict[str, float] = collections.defaultdict(float)
+    nbytes: dict[str, float] = collections.defaultdict(float)
     for collective in {(c.name, c.dtype): c for c in found}.values():
         took[collective.name] += seconds(collective, ways[collective.name])
-    played = schedule.play(module, topology.chip, lambda name: (took[name], ways[name].crosses))
+        nbytes[collective.name] += dataclasses.replace(collective, times=1).wire_bytes
+    played = schedule.play(
+        module, topology.chip, lambda name: (took[name], ways[name].crosses, nbytes[name])
+    )
     by_dtype = flops_of(module)
     return ProgramCost(
         argument_bytes=memory.argument_size_in_bytes,

@@ -19,9 +19,9 @@ from research_dp.analysis.collectives import entered, is_sync, kind_of, starts
 from research_dp.analysis.hardware import Chip
 from research_dp.analysis.hlo import Computation, Instruction, Module
 
-# Gives the seconds of one execution of a collective, by its instruction's name, and whether it
-# leaves the host or slice.
-Network = Callable[[str], tuple[float, bool]]
+# Gives the seconds of one execution of a collective, by its instruction's name, whether it leaves
+# the host or slice, and the bytes that a device sends.
+Network = Callable[[str], tuple[float, bool, float]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +35,9 @@ class Schedule:
         network_across: Those that leave it.
         exposed: How long the compute stream waits for collectives.
         step: The whole run: every instruction at the slower of compute and memory, and `exposed`.
+        wire_bytes: What a device sends.
+        hidden_bytes: The part of it that travels while the compute stream does not wait for it.
+        is_lower_bound: Whether there is a loop of unknown length, of which one turn is counted.
     """
 
     compute: float
@@ -43,15 +46,18 @@ class Schedule:
     network_across: float
     exposed: float
     step: float
+    wire_bytes: float
+    hidden_bytes: float
+    is_lower_bound: bool = False
 
     @property
     def network(self) -> float:
         return self.network_inside + self.network_across
 
     @property
-    def hidden_fraction(self) -> float:
-        """The share of the network's time that lies behind compute; 1 where nothing is sent."""
-        return max(0.0, 1 - self.exposed / self.network) if self.network else 1.0
+    def hidden_fraction(self) -> float | None:
+        """The share of the wire bytes that travel behind compute; None where nothing is sent."""
+        return self.hidden_bytes / self.wire_bytes if self.wire_bytes else None
 
     @property
     def bound(self) -> str:
@@ -70,7 +76,8 @@ def play(module: Module, chip: Chip, network: Network) -> Schedule:
     """
     player = _Player(module, chip, network)
     player.computation(module.entry)
-    player.wait(max(player.finished.values(), default=0.0))
+    for sent in sorted(player.finished.values(), key=lambda one: one.arrival):
+        player.wait(sent)
     clock = [float(seconds) for seconds in player.clock]
     return Schedule(
         compute=clock[_COMPUTE],
@@ -79,11 +86,23 @@ def play(module: Module, chip: Chip, network: Network) -> Schedule:
         network_across=clock[_ACROSS],
         exposed=clock[_EXPOSED],
         step=clock[_COMPUTES],
+        wire_bytes=clock[_BYTES],
+        hidden_bytes=clock[_HIDDEN],
+        is_lower_bound=player.is_lower_bound,
     )
 
 
 # Places in the player's clock: the two streams' times, then sums.
-_COMPUTES, _SENDS, _EXPOSED, _COMPUTE, _MEMORY, _INSIDE, _ACROSS = range(7)
+_COMPUTES, _SENDS, _EXPOSED, _COMPUTE, _MEMORY, _INSIDE, _ACROSS, _BYTES, _HIDDEN = range(9)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sent:
+    """A collective on its way: when it will have arrived, how long it takes, and its bytes."""
+
+    arrival: float
+    took: float
+    nbytes: float
 
 
 class _Player:
@@ -91,8 +110,9 @@ class _Player:
         self.module = module
         self.chip = chip
         self.network = network
-        self.clock = np.zeros(7)
-        self.finished: dict[str, float] = {}  # when what was started will have arrived
+        self.clock = np.zeros(9)
+        self.finished: dict[str, _Sent] = {}  # what was started
+        self.is_lower_bound = False
         self.costs: dict[str, tuple[float, float]] = {}
 
     def computation(self, computation: Computation) -> None:
@@ -104,17 +124,18 @@ class _Player:
         """Plays one instruction."""
         if instruction.opcode in ("while", "conditional", "call"):
             for inner, turns in entered(self.module, computation, instruction):
+                self.is_lower_bound |= turns is None
                 self.loop(inner, 1 if turns is None else turns)
             return
         for key in self.awaited(computation, instruction):
             if key in self.finished:
                 self.wait(self.finished.pop(key))
         for name, later in self.sent(computation, instruction):
-            arrival = self.send(name)
+            sent = self.send(name)
             if later is None:
-                self.wait(arrival)
+                self.wait(sent)
             else:
-                self.finished[later] = arrival
+                self.finished[later] = sent
         self.work(computation, instruction)
 
     def loop(self, body: Computation, turns: int) -> None:
@@ -142,19 +163,22 @@ class _Player:
         if not instruction.opcode.endswith("-start"):  # copies that are started run beside
             self.clock[_COMPUTES] += max(compute, traffic)
 
-    def send(self, name: str) -> float:
-        """Puts a collective on the network; returns when it is there."""
-        took, crosses = self.network(name)
+    def send(self, name: str) -> _Sent:
+        """Puts a collective on the network."""
+        took, crosses, nbytes = self.network(name)
         arrival = max(self.clock[_COMPUTES], self.clock[_SENDS]) + took
         self.clock[_SENDS] = arrival
         self.clock[_ACROSS if crosses else _INSIDE] += took
-        return arrival
+        self.clock[_BYTES] += nbytes
+        return _Sent(arrival, took, nbytes)
 
-    def wait(self, arrival: float) -> None:
-        """Lets the compute stream wait."""
-        waited = max(0.0, arrival - self.clock[_COMPUTES])
+    def wait(self, sent: _Sent) -> None:
+        """Lets the compute stream wait for a collective."""
+        waited = max(0.0, sent.arrival - self.clock[_COMPUTES])
         self.clock[_COMPUTES] += waited
         self.clock[_EXPOSED] += waited
+        # A longer wait was for what is before it on the network, and moves none of its bytes.
+        self.clock[_HIDDEN] += sent.nbytes * (1 - min(1.0, waited / sent.took if sent.took else 0))
 
     def sent(
         self, computation: Computation, instruction: Instruction

@@ -49,7 +49,12 @@ def of(strategies: Sequence[str]) -> list[Candidate]:
             first, *others = name.split("+")
             files = [_file(first, "strategies"), *(_file(other, "") for other in others)]
             label = "+".join(Path(word).stem for word in name.split("+"))
-            found[label] = Candidate(label, tuple(files))
+            one = Candidate(label, tuple(files))
+            if found.setdefault(label, one) != one:
+                raise UsageError(
+                    f"--strategies: {', '.join(found[label].files)} and {', '.join(one.files)} "
+                    f"would both be row {label!r}. Rename a file."
+                )
     return list(found.values())
 
 
@@ -104,23 +109,30 @@ def load(options: Options, candidate: Candidate, *, allow_unused: bool = False) 
 
 def variants(candidate: Candidate, row: Row, where: Topology) -> list[Candidate]:
     """What else a strategy could be: other dtypes, whole parameters kept, groups of one host."""
-    files, found = candidate.files, []
+    found = []
     wide = {
         one["kind"]
         for one in row.collectives or ()
         if one["dtype"] == "f32" and one["wire_bytes"] > 0.01 * row.wire_total
     }
-    for stem, helps in (("bf16_gather", "all-gather" in wide), ("bf16_collectives", bool(wide))):
-        if helps:
-            file = f"gin/precision/{stem}.gin"
-            found.append(Candidate(f"{row.strategy}+{stem}", (*files, file)))
+    # What a slot has no part in, the compiler's or an update's, has no dtype to choose.
+    gathers = "all-gather" in wide and "gather" in row.slots
+    sums = bool(wide - {"all-gather"}) and bool({"gather", "sync"} & set(row.slots))
+    for stem, helps in (("bf16_gather", gathers), ("bf16_collectives", gathers or sums)):
+        file = f"gin/precision/{stem}.gin"
+        if helps and file not in candidate.files:
+            found.append(Candidate(f"{row.strategy}+{stem}", (*candidate.files, file)))
     if row.mesh and row.mesh["fsdp"] > 1:
-        found += [
-            Candidate(stem, (f"gin/strategies/{stem}.gin",)) for stem in ("fsdp", "fsdp_keep")
-        ]
+        found += [_instead(candidate, stem, stem) for stem in ("fsdp", "fsdp_keep")]
         groups, members = where.domains
         if groups > 1 and members > 1:
             axes = f"make_mesh.axes = {{'data': {groups}, 'fsdp': {members}}}"
-            name = f"hsdp {groups} x {members}"
-            found.append(Candidate(name, ("gin/strategies/hsdp.gin",), (axes,)))
+            found.append(_instead(candidate, "hsdp", f"hsdp {groups} x {members}", axes))
     return found
+
+
+def _instead(candidate: Candidate, stem: str, label: str, *bindings: str) -> Candidate:
+    """A candidate under another shipped strategy; its further files stay."""
+    _, *others = candidate.files or ("",)
+    name = "+".join([label, *(Path(file).stem for file in others)])
+    return Candidate(name, (f"gin/strategies/{stem}.gin", *others), bindings)

@@ -17,7 +17,7 @@ from research_dp.analysis import topologies
 from research_dp.analysis.topologies import Topology
 from research_dp.config import candidates, environment
 from research_dp.config.candidates import Candidate
-from research_dp.config.command_line import Options, PlanOptions
+from research_dp.config.command_line import Options, PlanOptions, check_writable
 from research_dp.config.gin_config import Config
 from research_dp.config.show import put
 from research_dp.distributed.errors import UsageError
@@ -40,6 +40,8 @@ def plan(options: Options, wanted: PlanOptions) -> int:
         UsageError: A mistake in the configuration, an unknown topology or strategy, or no strategy
             can be built.
     """
+    json_file = wanted.json_file and str(Path(wanted.json_file).expanduser())
+    check_writable("--json", json_file)
     chosen = candidates.of(wanted.strategies)
     strict = candidates.check(options, chosen)
     where = topology_of(options, wanted)
@@ -59,8 +61,8 @@ def plan(options: Options, wanted: PlanOptions) -> int:
         more = advice.changes(others, fastest_first(rows))
         put("", *tables.tables(others, where), "", *more)
         words += more
-    if wanted.json_file:
-        _write(wanted.json_file, tables.as_json(rows, others, where, words))
+    if json_file:
+        _write(json_file, tables.as_json(rows, others, where, words))
     for over in run.exceeded:
         print(f"error: {over}", file=sys.stderr)
     return EXCEEDED if run.exceeded else DONE
@@ -197,7 +199,7 @@ def _folder(path: str | None) -> Path | None:
 
 def _write(path: str, plan: Mapping[str, Any]) -> None:
     try:
-        Path(path).expanduser().write_text(json.dumps(plan, indent=2, allow_nan=False) + "\n")
+        Path(path).write_text(json.dumps(plan, indent=2, allow_nan=False) + "\n")
     except OSError as error:
         raise UsageError(f"--json={path} cannot be written: {error.strerror}.") from error
 

@@ -30,6 +30,12 @@ def words(rows: Sequence[Row], where: Topology) -> list[str]:
                 f"{ranked[0].strategy} needs {share:.0%} of the memory, and JAX takes 75 % unless "
                 "told otherwise: set XLA_PYTHON_CLIENT_MEM_FRACTION=0.92."
             )
+    said += [
+        f"{row.strategy}: its time is a lower bound, for one turn is counted of a loop of unknown "
+        "length."
+        for row in rows
+        if row.is_lower_bound
+    ]
     return [*said, *_truth(rows, where)]
 
 

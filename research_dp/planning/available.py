@@ -37,5 +37,6 @@ def _taken(where: Topology) -> int | None:
     """The size of JAX's pool on a device of this process; None where there is none to ask."""
     if not where.are_present:
         return None
-    here = next(d for d in where.devices if d.process_index == jax.process_index())
-    return (here.memory_stats() or {}).get("bytes_limit")
+    here = (d for d in where.devices if d.process_index == jax.process_index())
+    limits = [(device.memory_stats() or {}).get("bytes_limit") for device in here]
+    return min((limit for limit in limits if limit), default=None)

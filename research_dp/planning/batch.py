@@ -30,7 +30,7 @@ def largest(recipe: Recipe, spec: TrainSpec, row: Row, attempt: Try) -> Row:
         The row of the largest batch that was compiled and fits. If none larger does, of two batches
         in twice as many micro-batches; `row` itself if that does not either, or has no limit.
     """
-    if row.available_bytes is None:
+    if row.available_bytes is None or 2 * spec.batch_size > _MOST:
         return row
     step = batch_devices(recipe.mesh) * spec.accumulation_steps
     known = {spec.batch_size // step: row}
@@ -45,7 +45,7 @@ def largest(recipe: Recipe, spec: TrainSpec, row: Row, attempt: Try) -> Row:
             break
         each = following
     most = known[max(n for n, found in known.items() if found.fits)]
-    if most is not row or 2 * spec.batch_size > _MOST:
+    if most is not row:
         return most
     size, micros = 2 * spec.batch_size, 2 * spec.accumulation_steps
     found = attempt(dataclasses.replace(spec, batch_size=size, accumulation_steps=micros))

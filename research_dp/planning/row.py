@@ -29,6 +29,8 @@ class Row:
 
     Attributes:
         strategy: Its name.
+        slots: Which of a strategy's slots are filled: what travels otherwise, the compiler or the
+            update sends.
         mesh: Sizes of the mesh's axes.
         batch_size: Examples a step, over all devices.
         accumulation_steps: Micro-batches a step.
@@ -45,9 +47,12 @@ class Row:
         collectives: Each with kind, axes, dtype, purpose, count and wire_bytes.
         wire_bytes: Bytes sent a step: 'total', 'by_kind', 'by_axis', 'by_dtype'.
         min_wire_bytes: By the README's table.
-        hidden_fraction: The share of the network's time that lies behind compute.
+        hidden_fraction: The share of the wire bytes that travel behind compute; None: there are
+            none.
         flops: Of matrix multiplications; those of custom kernels are left out.
         predicted_seconds: A step, from vendors' rates.
+        is_lower_bound: Whether the prediction counts one turn of a loop that takes an unknown
+            number of them.
         predicted_parts: Its parts, each as if it were alone: 'compute', 'memory',
             'network_inside' a host (GPU) or slice (TPU), 'network_across'; and 'exposed', the wait
             for the network.
@@ -62,6 +67,7 @@ class Row:
     """
 
     strategy: str
+    slots: tuple[str, ...] = ()
     mesh: dict[str, int] | None = None
     batch_size: int | None = None
     accumulation_steps: int | None = None
@@ -81,6 +87,7 @@ class Row:
     hidden_fraction: float | None = None
     flops: int | None = None
     predicted_seconds: float | None = None
+    is_lower_bound: bool = False
     predicted_parts: dict[str, float] | None = None
     bound: str | None = None
     mfu: float | None = None
@@ -198,6 +205,7 @@ def _held(name: str, built: Strategy, spec: TrainSpec, where: Topology) -> Row:
     state = built.abstract_state
     return Row(
         strategy=name,
+        slots=tuple(n for n in ("gather", "sync", "update") if getattr(built.recipe, n)),
         mesh=dict(built.mesh.shape),
         batch_size=spec.batch_size,
         accumulation_steps=spec.accumulation_steps,
@@ -254,6 +262,7 @@ def _timed(row: Row, cost: ProgramCost, spec: TrainSpec, where: Topology, built:
     }
     row.hidden_fraction = played.hidden_fraction
     row.predicted_seconds = played.step
+    row.is_lower_bound = played.is_lower_bound
     row.predicted_parts = {**alone, "exposed": played.exposed}
     row.bound = max(alone, key=lambda part: alone[part]).replace("_", " ")
     if not played.step:

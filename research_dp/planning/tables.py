@@ -62,7 +62,7 @@ def step(rows: Sequence[Row]) -> Table:
             _number(row.hidden_fraction, 1, ".0%"),
             _number(row.flops, 1e12, ".4g"),
             *(_number(parts.get(part), 1e-3, ".2f") for part in _PARTS),
-            _number(row.predicted_seconds, 1e-3, ".2f"),
+            (">= " if row.is_lower_bound else "") + _number(row.predicted_seconds, 1e-3, ".2f"),
             row.bound or "",
             _number(row.mfu, 1, ".1%"),
             _number(row.tokens_per_second, 1, ",.0f"),
