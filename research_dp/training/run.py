@@ -202,7 +202,7 @@ class Run:
         """Saves the state, in the background."""
         self._settle(state)
         self._note("save", step)
-        self._nonfinite.check_parameters(step, state.params)
+        self._nonfinite.check_state(step, state)
         self._window = metrics_lib.add_up(self._window, self._unread)
         self._unread = []
         progress = Progress(
