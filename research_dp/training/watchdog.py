@@ -24,6 +24,7 @@ _PATIENCE = {"start": None, "test": 10.0, "restore": 10.0, "compile": 10.0, "clo
 # A process that waits for another one lets it speak first; the last word is the fault handler's.
 _WAITING, _BACKSTOP = 1.4, 1.7
 _STDERR = 2
+_SECONDS_TO_READ = 5.0
 
 
 @contextlib.contextmanager
@@ -98,6 +99,8 @@ class Watchdog:
         """Writes all stacks, says who is behind, ends the process."""
         faulthandler.cancel_dump_traceback_later()
         faulthandler.dump_traceback(_STDERR, all_threads=True)
+        # The folder of the notes may be what hangs.
+        faulthandler.dump_traceback_later(_SECONDS_TO_READ, exit=True, file=_STDERR)
         lines = recorder_lib.post_mortem(self._recorder.notes())
         text = "\n".join(
             [
