@@ -20,23 +20,28 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--verify", action="store_true", help="read all arrays")
     options = parser.parse_args(argv)
 
-    import jax
+    from research_dp.config import ending, show
+    from research_dp.distributed.errors import UsageError
 
-    jax.config.update("jax_platforms", "cpu")  # a run may be using the accelerators
-    from research_dp.config import show
-    from research_dp.training import stored
+    def body(session: ending.Session) -> int:
+        import jax
 
-    folder = options.workdir.expanduser() / "checkpoints"
-    rows = list(stored.overview(folder, verified=options.verify))
-    if not rows:
-        print(f"error: there are no checkpoints in {folder}.", file=sys.stderr)
-        return 2
-    columns = ("step:", "examples seen:", "saved", "bytes:", "strategy", "mesh", "")
-    shown = show.table(f"Checkpoints in {folder}", *columns)
-    for row in rows:
-        shown.add_row(str(row.step), row.examples, row.saved, f"{row.size:,}", *row.made, row.told)
-    show.put(shown)
-    return 1 if any(row.damaged for row in rows) else 0
+        jax.config.update("jax_platforms", "cpu")  # a run may be using the accelerators
+        from research_dp.training import stored
+
+        folder = options.workdir.expanduser() / "checkpoints"
+        rows = list(stored.overview(folder, verified=options.verify))
+        if not rows:
+            raise UsageError(f"there are no checkpoints in {folder}.")
+        columns = ("step:", "examples seen:", "saved", "bytes:", "strategy", "mesh", "")
+        shown = show.table(f"Checkpoints in {folder}", *columns)
+        for row in rows:
+            made = (row.saved, f"{row.size:,}", *row.made)
+            shown.add_row(str(row.step), row.examples, *made, row.told)
+        show.put(shown)
+        return 1 if any(row.damaged for row in rows) else 0
+
+    return ending.told(body)
 
 
 if __name__ == "__main__":

@@ -71,8 +71,15 @@ def one_summed(grads, layout, *, axes, reduction):
     return on_leaf(mean, "head/bias", lambda g: g * lax.axis_size("fsdp"))
 
 
+def one_shrunk(grads, layout, *, axes, reduction):
+    """Less than the rounding of a bfloat16 element, but all one way."""
+    mean = average_gradients(grads, layout, axes=axes, reduction=reduction)
+    return on_leaf(mean, "hidden_0/kernel", lambda g: g * 0.985)
+
+
 def _local_norm(x, axes):
-    return x if x.ndim == 0 else PLAIN.all_sum(x, axes)
+    # Sums of squares travel as a vector; gradients in rows, metrics in pairs.
+    return x if x.ndim < 2 else PLAIN.all_sum(x, axes)
 
 
 local_norm = Reduction(_local_norm, PLAIN.scatter_sum)
@@ -201,6 +208,21 @@ def one_step_behind(recipe, spec):
 
 
 _CALLS = 2  # the step before is so many calls ago: one from the oracle's state, one in a row
+
+
+def drifting(recipe, spec):
+    """Parameters that it made itself are scaled before they are used."""
+    strategy, made = mapped(recipe, spec), []
+
+    def train_step(state, batch):
+        leaf = jax.tree.leaves(state.params)[0]
+        if any(leaf is one for one in made):
+            state = state._replace(params=jax.tree.map(lambda x: x * 1.5, state.params))
+        new, metrics = strategy.train_step(state, batch)
+        made.append(jax.tree.leaves(new.params)[0])
+        return new, metrics
+
+    return dataclasses.replace(strategy, train_step=train_step)
 
 
 def keyed_by_device(recipe, spec):

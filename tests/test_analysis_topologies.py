@@ -1,6 +1,7 @@
 """Devices that are not there: their names, their figures, and programs compiled for them."""
 
 import importlib.util
+import types
 
 import jax
 import jax.numpy as jnp
@@ -130,3 +131,22 @@ def test_a_program_compiled_for_devices_that_are_not_there(name):
     assert found.argument_bytes == 256 * 512 * 2
     assert (found.wire_bytes_across > 0) == (hosts > 1 if platform == "gpu" else slices > 1)
     assert found.schedule.step >= found.schedule.compute > 0
+
+
+def hosts_of_gpus(kind, hosts, each):
+    """What JAX says of real GPUs: every host has a slice's number of its own."""
+    return [
+        types.SimpleNamespace(device_kind=kind, platform="gpu", process_index=h, slice_index=h)
+        for h in range(hosts)
+        for _ in range(each)
+    ]
+
+
+def test_hosts_of_real_gpus_are_no_slices():
+    where = topologies.of(hosts_of_gpus("NVIDIA H100 80GB HBM3", 2, 4))
+    assert (where.slices, where.domains, where.are_present) == (1, (2, 4), True)
+
+
+def test_a_kind_that_is_not_known_is_not_planned_for():
+    with pytest.raises(UsageError, match="kind 'NVIDIA L40S': their memory and rates are not"):
+        topologies.of(hosts_of_gpus("NVIDIA L40S", 1, 8))

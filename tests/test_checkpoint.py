@@ -1,7 +1,9 @@
 """The same state on disk whatever the strategy; what is damaged is not taken for it."""
 
+import errno
 import functools
 import json
+import os
 import resource
 import shutil
 import time
@@ -11,12 +13,14 @@ import numpy as np
 import optax
 import pytest
 from conftest import stems
+from jax.experimental import multihost_utils
 from test_strategies import build, one_matrix, run_steps, small_model
 
 from research_dp.config import gin_config
 from research_dp.distributed.errors import RunFailure, UsageError
 from research_dp.distributed.placement import fingerprint
 from research_dp.models import mlp
+from research_dp.training import manifest as manifest_module
 from research_dp.training.checkpoint import Checkpoints
 from research_dp.training.manifest import Damaged, Manifest, Progress, origin
 from research_dp.training.stored import MANIFEST, overview, steps_in, verify
@@ -272,15 +276,66 @@ def test_a_failure_in_the_background_is_raised_at_the_next_look(trained, tmp_pat
 # ---- Any to any ----
 
 
+@functools.cache
+def built(stem, api):
+    gin_config.reset()
+    return build(stem, small_model(api))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("first", stems())
 def test_every_strategy_restores_what_every_other_saved(first, tmp_path):
-    state = run_steps(build(first, small_model("linen")), 2)
+    state = run_steps(built(first, "linen"), 2)
     saved = jax.device_get(state)
     save(tmp_path, state, 2)
     for second in stems():
-        gin_config.reset()
         for api in ("linen", "nnx"):
-            other = build(second, small_model(api))
+            other = built(second, api)
             assert_same_bits(restore(tmp_path, other).state, saved, other)
-            gin_config.reset()
+
+
+def test_what_cannot_be_read_here_and_now_is_not_taken_for_damage(tmp_path, monkeypatch):
+    strategy = build("ddp", one_matrix())
+    save(tmp_path, strategy.init(jax.random.key(0)), 1)
+
+    def too_many(file):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(Manifest, "read", too_many)
+    with pytest.raises(RunFailure, match="Too many open files"):
+        restore(tmp_path, strategy)
+    assert steps_in(tmp_path) == [1]
+
+
+def test_a_checkpoint_of_a_newer_version_is_left_alone(tmp_path, monkeypatch):
+    strategy = build("ddp", one_matrix())
+    monkeypatch.setattr(manifest_module, "FORMAT", 2)
+    save(tmp_path, strategy.init(jax.random.key(0)), 1)
+    monkeypatch.undo()
+    with pytest.raises(UsageError, match="of format 2, and this version"):
+        restore(tmp_path, strategy)
+    assert steps_in(tmp_path) == [1]
+
+
+def test_a_save_that_fails_here_is_told_though_others_wait_for_this_process(tmp_path, monkeypatch):
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(build("ddp", one_matrix()).init(jax.random.key(0)), 1, PROGRESS, origin())
+    checkpoints._manager.wait_until_finished()
+
+    def full():
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(checkpoints._manager, "is_saving_in_progress", lambda: True)
+    monkeypatch.setattr(checkpoints._manager, "check_for_errors", full)
+    with pytest.raises(RunFailure, match="No space left on device"):
+        checkpoints.check()
+    monkeypatch.undo()
+    checkpoints.close()
+
+
+def test_saving_does_not_ask_when_to_stop(tmp_path, monkeypatch):
+    # Processes agree by the steps that they ask about, which must not go back.
+    asked = []
+    monkeypatch.setattr(multihost_utils, "reached_preemption_sync_point", asked.append)
+    save(tmp_path, build("ddp", one_matrix()).init(jax.random.key(0)), 1, 2)
+    assert not asked

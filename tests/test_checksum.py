@@ -31,7 +31,9 @@ ARRAYS = {
         ({"data": 2, "fsdp": 4}, P("fsdp")),
     ],
 )
-def test_is_the_same_on_any_sharding_and_by_numpy(axes, spec):
+@pytest.mark.parametrize("small", [0, 2**16], ids=["by the devices", "by the host"])
+def test_is_the_same_on_any_sharding_and_by_numpy(axes, spec, small, monkeypatch):
+    monkeypatch.setattr("research_dp.distributed.checksum._SMALL", small)
     mesh = mesh_of(**axes)
     divides = {name for name, x in ARRAYS.items() if x.ndim and x.shape[0] % 8 == 0}
     placed = {
@@ -41,10 +43,13 @@ def test_is_the_same_on_any_sharding_and_by_numpy(axes, spec):
     assert tree_checksums(placed) == {name: array_checksum(x) for name, x in sorted(ARRAYS.items())}
 
 
-def test_wide_elements_are_two_places():
+def test_wide_elements_are_two_places(monkeypatch):
+    monkeypatch.setattr("research_dp.distributed.checksum._SMALL", 0)
     wide = np.random.default_rng(3).normal(size=(5, 3))
     with jax.enable_x64(True):
-        assert tree_checksums({"x": jnp.asarray(wide)})["x"] == array_checksum(wide)
+        assert tree_checksums({"x": jax.device_put(wide, NamedSharding(mesh_of(data=8), P()))})[
+            "x"
+        ] == array_checksum(wide)
 
 
 def test_the_host_takes_large_arrays_in_parts(monkeypatch):

@@ -23,7 +23,7 @@ from research_dp.distributed.data_set import TrainOrder
 from research_dp.distributed.errors import UsageError
 
 TF_DATA = "gin/options/tf_data.gin"
-FILES = sorted(path.stem for path in (ROOT / "gin" / "data").glob("*.gin"))
+FILES = sorted(p.stem for p in (ROOT / "gin/data").glob("*.gin") if "tfds_data" in p.read_text())
 ORDER = TrainOrder(seed=0, batch_size=8, rows=np.arange(8), first_step=0, num_steps=3)
 
 

@@ -94,6 +94,8 @@ def build(stem, data, fsdp, model, *, accumulation=1, example=EXAMPLE, more=None
     return recipe(stem, data, fsdp, **options).build(spec)
 
 
+# As a loop, which compiles sixteen shards on one device as fast as two on eight.
+LOOP = ("tree_reduction.loop = True",)
 # Tests compile without LLVM's passes, which fuse multiplications with additions: users do not.
 AS_USERS_DO = ("data_parallel.compiler_options = {'xla_backend_optimization_level': 3}",)
 
@@ -113,9 +115,24 @@ def single(api, steps, bindings=()):
     return bits(build("single", 1, 1, model_of(api), bindings=bindings), batches(steps))
 
 
-def test_the_same_bits_as_on_one_device():
-    found = bits(build("hsdp", 2, 4, model_of("linen"), accumulation=2), batches(4))
-    assert found == single("linen", 4)
+EIGHT = ("tree_reduction.logical_shards = 8",)
+
+
+def test_the_same_bits_from_two_strategies_on_eight_and_on_four_devices():
+    cells = [("hsdp", 4, 2), ("ddp", 4, 1)]
+    found = [bits(build(*c, model_of("linen"), bindings=EIGHT), batches(4)) for c in cells]
+    assert found[0] == found[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("api", ["linen", "nnx"])
+@pytest.mark.parametrize(
+    "cell", [("ddp", 8, 1), ("zero1", 1, 4), ("zero2", 1, 8), ("fsdp", 1, 2), ("hsdp", 2, 4)]
+)
+def test_the_same_bits_as_on_one_device_with_shards_written_out(cell, api):
+    bindings = (*AS_USERS_DO, *EIGHT)
+    found = bits(build(*cell, model_of(api), bindings=bindings), batches(30))
+    assert found == single(api, 30, bindings)
 
 
 @pytest.mark.slow
@@ -123,8 +140,9 @@ def test_the_same_bits_as_on_one_device():
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: "-".join(map(str, cell)))
 def test_the_same_bits_whatever_strategy_mesh_and_accumulation(cell, accumulation, api):
-    strategy = build(*cell, model_of(api), accumulation=accumulation, bindings=AS_USERS_DO)
-    assert bits(strategy, batches(30)) == single(api, 30, AS_USERS_DO)
+    bindings = (*AS_USERS_DO, *LOOP)
+    strategy = build(*cell, model_of(api), accumulation=accumulation, bindings=bindings)
+    assert bits(strategy, batches(30)) == single(api, 30, bindings)
 
 
 @pytest.mark.slow
@@ -144,9 +162,11 @@ def test_the_same_bits_of_a_model_of_units_and_of_convolutions(api):
         (convnet(api=api, features=(8,), hidden=17, num_classes=10), EXAMPLE, batches(4)),
     ):
         options = {"example": example, "bindings": AS_USERS_DO}
-        # Sixteen shards on eight devices and eight: with a loop over a device's own, and without.
-        for shards in (16, 8):
-            options["bindings"] = (*AS_USERS_DO, f"tree_reduction.logical_shards = {shards}")
+        # Two shards a device and one, which is a loop too.
+        for shards, loop in ((16, False), (16, True), (8, True)):
+            bound = (f"logical_shards = {shards}", f"loop = {loop}")
+            how = [f"tree_reduction.{one}" for one in bound]
+            options["bindings"] = (*AS_USERS_DO, *how)
             cells = [("single", 1, 1), ("ddp", 8, 1), ("fsdp", 1, 8), ("zero1", 1, 2)]
             found = [bits(build(*cell, model, **options), data) for cell in cells]
             assert all(one == found[0] for one in found)

@@ -11,6 +11,7 @@ import sys
 
 import pytest
 from conftest import ROOT
+from test_processes import start
 
 import research_dp.train
 from research_dp.data import builders
@@ -219,3 +220,40 @@ def test_the_command_lists_and_verifies(train, tmp_path, command):
     assert damaged.returncode == 1 and "damaged: " in damaged.stdout
     nothing = command(tmp_path / "elsewhere", **look)
     assert nothing.returncode == 2 and "there are no checkpoints in" in nothing.stderr
+
+
+# ---- Several processes ----
+
+
+@pytest.mark.slow
+def test_processes_agree_on_what_is_damaged_and_on_who_may_run(command, tmp_path):
+    def both(*more):
+        processes = start(command, 2, *RUN[2:-1], "--cpu_devices=4", f"--workdir={tmp_path}", *more)
+        outputs = [process.communicate(timeout=200)[0] for process in processes]
+        return [process.returncode for process in processes], outputs
+
+    statuses, outputs = both()
+    assert statuses == [0, 0], outputs
+    # A part that one process alone reads.
+    largest = max((tmp_path / "checkpoints/20").rglob("ocdbt.process_1/d/*"), key=size_of)
+    largest.write_bytes(largest.read_bytes()[:100])
+    with open(tmp_path / ".run.lock", "w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        statuses, outputs = both("--gin.train.num_steps=30")
+    assert statuses == [2, 2], outputs
+    assert all("another run" in output for output in outputs)
+    statuses, outputs = both("--gin.train.num_steps=30")
+    assert statuses == [0, 0], outputs
+    assert "The checkpoint of step 20 is damaged: process " in outputs[0]
+    assert "Continuing from step 10 in" in outputs[0]
+    assert results(tmp_path)["step"] == 30
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == [
+        "10",
+        "20",
+        "20.damaged",
+        "30",
+    ]
+
+
+def size_of(file):
+    return file.stat().st_size

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import re
 import subprocess
 import sys
 import time
@@ -153,6 +154,8 @@ def test_one_of_two_processes_fails_and_is_named(command, tmp_path, kind, status
     assert f"process_{read}.log; it ends:" in done.stderr, done.stderr
     notes = recorder.last_notes(tmp_path)
     assert notes[1].phase == "data" and notes[1].step <= 8
+    waited = [float(x) for log in logs for x in re.findall(r"no progress for ([\d.]+) s", log)]
     stuck = kind in ("sleep", "hold", "freeze")
+    assert bool(waited) == stuck and max(waited, default=0) < 2 * WATCHDOG
     # Of which the launcher takes its grace, and the machine some seconds.
     assert ended - notes[1].time < (2 * WATCHDOG if stuck else 0) + 8 + 6

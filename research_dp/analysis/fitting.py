@@ -1,9 +1,10 @@
-"""Compiles, and tells a program that does not fit into device memory from one that is wrong."""
+"""Compiles and prints; tells a program that does not fit into device memory from a wrong one."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -51,3 +52,27 @@ def compile_to_fit(lowered: Any, options: Mapping[str, Any] | None = None) -> An
                 needed, limit = (int(float(found[i]) * _UNITS[found[i + 1]]) for i in (1, 3))
                 raise DoesNotFitError(needed, limit) from error
         raise
+
+
+def dumping(platform: str, folder: Path) -> dict[str, Any]:
+    """Options by which a compiler writes programs into a folder, for `text_of`.
+
+    A TPU's compiler can be newer than jaxlib, which then cannot print all of its programs.
+
+    Args:
+        platform: 'tpu', 'gpu' or 'cpu'.
+        folder: An empty one.
+    """
+    if platform != "tpu":
+        return {}
+    return {"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True}
+
+
+def text_of(program: Any, folder: Path) -> str:
+    """A compiled program's text: as its compiler wrote it into `dumping`'s folder, or jaxlib's.
+
+    Raises:
+        jax.errors.JaxRuntimeError: jaxlib cannot print it, and there is no other text.
+    """
+    written = sorted(folder.glob("*.after_codegen.txt"), key=lambda file: file.stat().st_size)
+    return written[-1].read_text() if written else program.as_text()

@@ -73,20 +73,21 @@ class ProgramCost:
         return sum(c.wire_bytes for c in self.collectives if c.name in self.crossing)
 
 
-def read(compiled: Any, mesh: Mesh, topology: Topology) -> ProgramCost:
+def read(compiled: Any, mesh: Mesh, topology: Topology, text: str | None = None) -> ProgramCost:
     """Reads a compiled program.
 
     Args:
         compiled: What `jax.jit(step).lower(*arguments).compile(options)` gives.
         mesh: The mesh that the program was written for; all its devices take part.
         topology: Where the mesh's devices are.
+        text: The program's text, where it is had otherwise than from `compiled`.
 
     Raises:
         NotImplementedError: A collective that this reader does not understand, or one in a loop
             whose length the program does not say.
     """
     memory = compiled.memory_analysis()
-    module = hlo.parse(compiled.as_text())
+    module = hlo.parse(compiled.as_text() if text is None else text)
     devices = list(mesh.devices.flat)
     several = topology.slices > 1
     slices = [topology.domain(device) for device in devices] if several else None

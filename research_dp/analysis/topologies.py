@@ -47,11 +47,13 @@ class Topology:
         name: What was asked for.
         chip: The kind of device.
         devices: All of them.
+        are_present: Whether they are there, and not only compiled for.
     """
 
     name: str
     chip: Chip
     devices: tuple[Any, ...]
+    are_present: bool = False
 
     @property
     def hosts(self) -> int:
@@ -69,7 +71,9 @@ class Topology:
 
     @property
     def slices(self) -> int:
-        """Slices of a TPU; 1 elsewhere."""
+        """Slices of a TPU; 1 elsewhere: XLA gives each host of GPUs a slice's number too."""
+        if self.chip.platform != "tpu":
+            return 1
         return len({getattr(device, "slice_index", None) for device in self.devices})
 
     def domain(self, device: Any) -> int:
@@ -117,14 +121,25 @@ def topology(name: str) -> Topology:
 
 
 def present() -> Topology:
-    """The devices of this run. Where their kind is not known, they count as CPUs."""
+    """The devices of this run; see `of`."""
     return of(jax.devices())
 
 
 def of(devices: Sequence[jax.Device]) -> Topology:
-    """These devices. Where their kind is not known, they count as CPUs."""
+    """These devices, which are present.
+
+    Raises:
+        UsageError: Nothing is known of their kind. Of CPUs all figures are nominal, whatever kind.
+    """
     kind = devices[0].device_kind
-    return Topology(f"{kind} x {len(devices)}", chip_of(kind) or chips()["cpu"], tuple(devices))
+    chip = chips()["cpu"] if devices[0].platform == "cpu" else chip_of(kind)
+    if chip is None:
+        known = ", ".join(kind for chip in chips().values() for kind in chip.device_kinds)
+        raise UsageError(
+            f"devices of kind {kind!r}: their memory and rates are not known, so that nothing can "
+            f"be planned for them. Known are {known}."
+        )
+    return Topology(f"{kind} x {len(devices)}", chip, tuple(devices), are_present=True)
 
 
 def _prepare(name: str, platform: str) -> None:

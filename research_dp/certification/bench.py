@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -100,6 +101,11 @@ class Done(NamedTuple):
     def norm(self) -> float:
         return _mean(self.metrics["grad_norm"])
 
+    @property
+    def skipped(self) -> bool:
+        """Whether nothing was updated, for something was not finite: no norm counts then."""
+        return not self.metrics["grad_norm"][1]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bench:
@@ -110,8 +116,8 @@ class Bench:
         against: The oracle; it is given what of the strategy is part of the numbers: the dtypes
             in which parameters lie and gradients add up, and the scale of the loss.
         spec: Model, optimizer (the user's own) and batch.
-        precision: Relative distance of neighbouring numbers of the coarsest dtype that the
-            configuration names.
+        precision: Relative distance of neighbouring numbers of the coarsest dtype in which the
+            configuration lets gradients be, before they are summed over devices.
         gather_dtype: dtype in which the strategy gathers what it shards, if the configuration
             names one: the oracle computes with parameters rounded to it, too.
     """
@@ -164,9 +170,10 @@ class Bench:
         return jax.jit(functools.partial(apply_optimizer, optimizer))
 
     def update(self, state: TrainState, grads: PyTree) -> TrainState:
-        """The state with its optimizer applied to some gradients, all on one device."""
-        device = self.oracle.mesh.devices.flat[0]
-        given = jax.device_put((grads, state.opt_state, state.params), device)
+        """The state with its optimizer applied to some gradients, lying as the oracle's do."""
+        lies = jax.tree.map(lambda x: x.sharding, self.oracle.abstract_state)
+        shardings = (gradients_of(lies), lies.opt_state, lies.params)
+        given = jax.device_put((grads, state.opt_state, state.params), shardings)
         params, opt_state = on_host(self.applied(*given))
         return state._replace(step=state.step + 1, params=params, opt_state=opt_state)
 
@@ -229,6 +236,21 @@ def nudged(state: TrainState, rng: np.random.Generator) -> TrainState:
         return (x.astype(np.float64) * (1 + rng.uniform(-EPS, EPS, x.shape))).astype(x.dtype)
 
     return state._replace(params=jax.tree.map(nudge, state.params))
+
+
+def rounded(grads: PyTree, precision: float, rng: np.random.Generator) -> PyTree:
+    """Gradients off by up to half a unit in the last place of a coarse dtype.
+
+    That of a usual element at least: partial sums that cancel are of its size.
+    """
+
+    def one(g: np.ndarray) -> np.ndarray:
+        wide = g.astype(np.float64)
+        usual = math.sqrt(np.mean(np.square(wide))) if g.size else 0.0
+        unit = precision * np.maximum(np.abs(wide), usual)
+        return (wide + unit * rng.uniform(-0.5, 0.5, g.shape)).astype(g.dtype)
+
+    return jax.tree.map(one, grads)
 
 
 def _shuffled(spec: TrainSpec, rng: np.random.Generator) -> np.ndarray:

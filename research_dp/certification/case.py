@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from research_dp.certification.bench import Batch, Bench
-from research_dp.certification.differences import Envelope
+from research_dp.certification.bench import EPS, Batch, Bench
+from research_dp.certification.differences import COARSE_ULPS, SIZE, Envelope
 from research_dp.certification.follow import Evidence, look
 from research_dp.distributed.mesh import batch_devices
 from research_dp.strategies import TrainState
@@ -37,8 +37,15 @@ class Case:
     dtypes: tuple[str, ...]
 
     def wrong(self, what: str) -> list[str]:
-        """Leaves of a kind that differ, the worst first."""
-        return [d.leaf for d in self.evidence.wrong if d.what == what]
+        """Leaves of a kind that differ, the worst first; gradients in elements or in size."""
+        kinds = (what, SIZE) if what == "gradient" else (what,)
+        return list(dict.fromkeys(d.leaf for d in self.evidence.wrong if d.what in kinds))
+
+    @property
+    def alike(self) -> float:
+        """Relative distance within which one thing is a multiple of another."""
+        coarse = self.bench.precision > EPS
+        return COARSE_ULPS * self.bench.precision if coarse else ALIKE
 
     def again(self, bench: Bench | None = None, batch: Batch | None = None) -> Evidence:
         """The step with something changed."""

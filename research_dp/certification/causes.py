@@ -35,4 +35,5 @@ _BY_RUNS: tuple[Callable[[Case], str | None], ...] = (
     counterfactuals.with_equal_masks,
     counterfactuals.without_keys,
     counterfactuals.with_the_same_examples,
+    symptoms.rounded,
 )

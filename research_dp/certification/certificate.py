@@ -12,10 +12,12 @@ from research_dp.certification.differences import COARSE_ULPS, FACTOR, FLOOR_ULP
 
 BOUND = (
     f"Bound: {FACTOR} times the noise of the oracle itself, at that step or usually, and at least "
-    f"{FLOOR_ULPS} ULPs of a leaf's greatest element, and {COARSE_ULPS} of the coarsest dtype that "
-    f"is named, if it is coarser. The noise is measured: {follow.NOISY} oracles take each step "
-    "with the examples of each micro-batch in another order and parameters moved by up to one "
-    f"float32 unit in the last place; {follow.MORE} more where a bound is passed."
+    f"{FLOOR_ULPS} ULPs of a leaf's greatest element; none for counts. Where gradients may be "
+    f"rounded to a coarser dtype, {COARSE_ULPS} ULPs of it more for each element (norms: a 16th of "
+    "that, losses: a 64th; a gradient's size: divided by the root of the number of its elements). "
+    f"The noise is measured: {follow.NOISY} oracles take each step with the examples of each "
+    "micro-batch in another order and parameters moved by up to one float32 unit in the last "
+    f"place; {follow.MORE} more where a bound is passed."
 )
 
 
@@ -69,6 +71,7 @@ class Certificate:
         steps: Step by step.
         first: Where the first difference is that rounding does not explain; None: nowhere.
         cause: What it is due to, where that was found.
+        unjudged: Gradients in whose noise a bug could hide.
     """
 
     title: str
@@ -76,6 +79,7 @@ class Certificate:
     steps: list[StepRecord] = dataclasses.field(default_factory=list)
     first: str | None = None
     cause: str | None = None
+    unjudged: tuple[str, ...] = ()
 
     @property
     def certified(self) -> bool:
@@ -98,6 +102,7 @@ class Certificate:
             "bound": BOUND,
             "first_difference": self.first,
             "cause": self.cause,
+            "not_judged": list(self.unjudged),
             "checks": [dataclasses.asdict(check) for check in self.checks],
             "steps": [
                 {

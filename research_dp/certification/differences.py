@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,8 +18,13 @@ PyTree = Any
 
 FACTOR = 10  # times what the oracle's own noise was
 FLOOR_ULPS = 16  # of a leaf's greatest element: noise may be nothing by luck
-COARSE_ULPS = 4  # of the coarsest dtype that is named, in which partial sums may be rounded
-CAP = 0.1  # relative noise of usual gradients beyond which a bound would mean nothing
+COARSE_ULPS = 4  # of the dtype in which gradients are rounded before they are summed
+# By what it is: norms and losses are of many elements, over which rounding averages out.
+_COARSE = {"gradient": 1.0, "model state": 1.0, "gradient norm": 1 / 16}
+_COARSE |= dict.fromkeys(("loss", "evaluation loss"), 1 / 64)
+_COUNTS = ("items counted", "evaluation items counted")
+SIZE = "gradient size"  # the part of a gradient that lies along the oracle's
+CAP = 0.1  # relative bound of a gradient's size beyond which it would mean nothing
 
 
 class Gap(NamedTuple):
@@ -107,18 +113,22 @@ class Envelope:
     """What rounding does to each array, from steps of the oracle that differ in nothing else.
 
     Args:
-        precision: Relative distance of neighbouring numbers of the coarsest dtype that is named.
+        precision: Relative distance of neighbouring numbers of the coarsest dtype in which the
+            configuration lets gradients be, before they are summed over devices.
     """
 
     def __init__(self, precision: float):
         self._precision = precision
         self._typical: dict[tuple[str, str], list[float]] = collections.defaultdict(list)
-        self._eps: dict[tuple[str, str], float] = {}
+        self._sizes: dict[str, list[tuple[float, float]]] = collections.defaultdict(list)
 
     def compare(
         self, step: int, found: Named, expected: Named, noisy: Sequence[Named]
     ) -> list[Difference]:
-        """Holds arrays to what is expected.
+        """Holds arrays to what is expected; gradients also in size.
+
+        Rounding goes either way, so along the oracle's gradient it averages out. A bug does not:
+        a gradient that is one percent too small is within the rounding of each bfloat16 element.
 
         Args:
             step: Number of the step.
@@ -126,38 +136,99 @@ class Envelope:
             expected: What the oracle has.
             noisy: What it has with other rounding.
         """
-        return [
-            Difference(
-                *name,
-                step,
-                gap(found[name], value),
-                self._bound(name, value, [x[name] for x in noisy]),
-            )
-            for name, value in expected.items()
-        ]
+        differences = []
+        for name, value in expected.items():
+            others = [x[name] for x in noisy]
+            bound = self._bound(name, value, others)
+            differences.append(Difference(*name, step, gap(found[name], value), bound))
+            size = size_of(found[name], value) if name[0] == "gradient" else None
+            if size is not None:
+                one = np.float32(1)
+                bound = self._size_bound(name[1], value, others)
+                apart = gap(np.float32(size), one)
+                differences.append(Difference(SIZE, name[1], step, apart, bound))
+        return differences
 
     def _bound(self, name: tuple[str, str], expected: Any, noisy: Sequence[Any]) -> float:
         """In ULPs: FACTOR times the noise of this step or of a usual one, or a floor."""
         dtype = np.asarray(expected).dtype
         if not jnp.issubdtype(dtype, jnp.floating):
             return 0.0
+        if name[0] in _COUNTS and float(expected).is_integer():
+            return 0.0  # sums of whole numbers are exact in any order
         noise = max((gap(x, expected).ulps for x in noisy), default=0.0)
-        usual = statistics.median([*self._typical[name], noise])
-        self._typical[name].append(noise)
-        floor = float(FLOOR_ULPS)
-        eps = self._eps[name] = float(jnp.finfo(dtype).eps)
-        if self._precision > eps:
-            floor += COARSE_ULPS * self._precision / eps
-        return max(FACTOR * noise, FACTOR * usual, floor)
+        eps = float(jnp.finfo(dtype).eps)
+        floor = FLOOR_ULPS + self._coarse(eps, coarse_of(name[0]))
+        return max(FACTOR * self._usual(name, noise), floor)
 
-    def usual_noise(self, what: str) -> float:
-        """Noise of a usual array of a kind, relative to its greatest element."""
-        relative = [
-            statistics.median(noise) * self._eps[kind, leaf]
-            for (kind, leaf), noise in self._typical.items()
-            if kind == what
-        ]
-        return statistics.median(relative) if relative else 0.0
+    def _size_bound(self, leaf: str, expected: Any, noisy: Sequence[Any]) -> float:
+        """The same of a gradient's size, in ULPs of 1."""
+        sizes = (size_of(x, expected) for x in noisy)
+        noise = max((np.inf if x is None else abs(x - 1) for x in sizes), default=0.0) / _EPS
+        floor = FLOOR_ULPS + self._coarse(_EPS, COARSE_ULPS / math.sqrt(_count_of(expected)))
+        bound = max(FACTOR * self._usual((SIZE, leaf), noise), floor)
+        self._sizes[leaf].append((bound * _EPS, float(np.linalg.norm(_wide(expected)))))
+        return bound
+
+    def _usual(self, name: tuple[str, str], noise: float) -> float:
+        """The noise of this step, or of a usual one if that is greater."""
+        self._typical[name].append(noise)
+        return max(noise, statistics.median(self._typical[name]))
+
+    def _coarse(self, eps: float, ulps: float) -> float:
+        """ULPs of the coarse dtype in those of an array's own, if that is finer."""
+        return ulps * self._precision / eps if self._precision > eps else 0.0
+
+    def hidden(self) -> Hidden:
+        """The gradients in whose noise a bug could hide."""
+        usual = {leaf: statistics.median(b for b, _ in x) for leaf, x in self._sizes.items()}
+        squares = {leaf: sum(norm**2 for _, norm in x) for leaf, x in self._sizes.items()}
+        leaves = tuple(leaf for leaf, bound in usual.items() if not bound <= CAP)
+        judged = [bound for leaf, bound in usual.items() if leaf not in leaves]
+        total = sum(squares.values())
+        part = sum(squares[leaf] for leaf in leaves) / total if total else 0.0
+        return Hidden(leaves, part, max(judged, default=0.0))
+
+
+class Hidden(NamedTuple):
+    """What cannot be judged.
+
+    Attributes:
+        leaves: Gradients whose size rounding may change by more than CAP.
+        part: Of the squared norm of all gradients, what is theirs.
+        bound: The greatest relative bound of the sizes of the others.
+    """
+
+    leaves: tuple[str, ...]
+    part: float
+    bound: float
+
+
+_EPS = float(np.finfo(np.float32).eps)
+
+
+def coarse_of(what: str) -> float:
+    """How many ULPs of the dtype in which gradients are rounded a thing may be off."""
+    return COARSE_ULPS * _COARSE.get(what, 0.0)
+
+
+def size_of(found: Any, expected: Any) -> float | None:
+    """<found, expected> / <expected, expected>; None if there is nothing to divide by."""
+    a, b = _wide(found).ravel(), _wide(expected).ravel()
+    square = float(b @ b)
+    if not np.isfinite(square) or not square or a.shape != b.shape:
+        return None
+    return float(a @ b) / square
+
+
+def _count_of(x: Any) -> float:
+    """How many elements of an array count: all of them if they are of one size."""
+    squares = _wide(x).ravel() ** 2
+    return float(squares.sum() ** 2 / (squares**2).sum())
+
+
+def _wide(x: Any) -> np.ndarray:
+    return np.asarray(x).astype(np.float64)
 
 
 def applied_alike(

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from research_dp.certification import replicas
 from research_dp.certification.bench import (
+    EPS,
     Batch,
     Bench,
     Done,
@@ -18,15 +20,19 @@ from research_dp.certification.bench import (
     on_host,
     optimizer_state_of,
     put,
+    rounded,
     step,
 )
 from research_dp.certification.differences import (
+    COARSE_ULPS,
     FACTOR,
     FLOOR_ULPS,
+    SIZE,
     Difference,
     Envelope,
     Named,
     applied_alike,
+    coarse_of,
     gap,
     named,
     update_ratio,
@@ -72,7 +78,7 @@ class Evidence:
 
 
 _ORDER = (
-    *("items counted", "gradient", "gradient norm", "loss", "model state", "parameter"),
+    *("items counted", "gradient", SIZE, "gradient norm", "loss", "model state", "parameter"),
     *("optimizer state", "loss scale"),
 )
 
@@ -142,8 +148,8 @@ def _updates(
         return {**named("parameter", state.params), **own}
 
     def alone(done: Done) -> Named:
-        if bench.recipe.loss_scale is not None and not done.metrics["grad_norm"][1]:
-            return parts(state)  # gradients overflowed, and the step was to be left out
+        if done.skipped:
+            return parts(state)
         return parts(bench.update(state, gradients_of(done.state)))
 
     before, own, of_oracle = parts(state), parts(expected.state), alone(expected)
@@ -175,7 +181,8 @@ class Wandering:
         """All take a step; compares where they are.
 
         A loss may be FACTOR times as far off as the others came. So may parameters, in L2 norm,
-        and four elements a whole update more: early updates of Adam are signs of gradients.
+        and four elements a whole update more: early updates of Adam are signs of gradients. At
+        least they may be off by the rounding of their own dtype, each element of them.
         """
         strategy = self.bench.strategy
         placed = strategy.place_batch({k: x[strategy.train_rows] for k, x in batch.items()})
@@ -194,19 +201,27 @@ class Wandering:
                 moved = float(np.abs(_wide(value) - _wide(old[name[1]])).max(initial=0))
                 self._moved[name[1]] = max(moved, self._moved.get(name[1], 0.0))
                 allowed += 4 * self._moved[name[1]]
-            eps = max(self.bench.precision, float(np.finfo(np.float32).eps))
-            allowed += FLOOR_ULPS * eps * float(np.linalg.norm(_wide(value)))
+            allowed += self._floor(name, value) * float(np.linalg.norm(_wide(value)))
             whole, apart = gap(found[name], value), _apart(found[name], value)
             bound = whole.ulps * allowed / apart if apart and np.isfinite(apart) else 0.0
             differences.append(Difference(*name, number, whole, bound))
         return differences
 
+    def _floor(self, name: tuple[str, str], value: Any) -> float:
+        """Relative difference that is allowed whatever the others did."""
+        eps = float(jnp.finfo(np.asarray(value).dtype).eps)
+        if name[1]:
+            return (FLOOR_ULPS if eps <= EPS else COARSE_ULPS) * eps
+        return FLOOR_ULPS * eps + coarse_of("loss") * self.bench.precision
+
     def _wander(self, index: int, batch: Batch) -> Named:
         state = self.others[index]
         done = self.bench.noisy(state, batch, self._rng)
-        skipped = self.bench.recipe.loss_scale is not None and not done.metrics["grad_norm"][1]
         # Gradients are noisy, the parameters they are applied to are not.
-        new = state if skipped else self.bench.update(state, gradients_of(done.state))
+        grads = gradients_of(done.state)
+        if self.bench.precision > EPS:
+            grads = rounded(grads, self.bench.precision, self._rng)
+        new = state if done.skipped else self.bench.update(state, grads)
         same = done.state._replace(params=new.params, opt_state=new.opt_state)
         self.others[index] = same
         return _positions(done.loss, same.params)

@@ -24,19 +24,25 @@ def multiple(case: Case) -> str | None:
     seen = case.evidence
     expected, found = (by_path(gradients_of(done.state)) for done in (seen.expected, seen.found))
     undo = _clip(case, seen.expected.norm) / _clip(case, seen.found.norm)
-    ratios = {leaf: ratio_of(found[leaf], e) for leaf, e in expected.items() if np.any(e)}
+    near = case.alike
+    ratios = {leaf: ratio_of(found[leaf], e, near) for leaf, e in expected.items() if np.any(e)}
     ratios = {leaf: None if r is None else r * undo for leaf, r in ratios.items()}
     if not ratios or None in ratios.values():
         return None
-    off = {leaf: r for leaf, r in ratios.items() if r is not None and abs(r - 1) > ALIKE}
+    wrong = case.wrong("gradient")
+    off = {
+        leaf: r
+        for leaf, r in ratios.items()
+        if r is not None and abs(r - 1) > ALIKE and leaf in wrong
+    }
     if not off:
         return _norm_multiple(case)
     values = list(off.values())
-    if not all(math.isclose(r, values[0], rel_tol=ALIKE, abs_tol=ALIKE) for r in values):
+    if not all(math.isclose(r, values[0], rel_tol=near, abs_tol=near) for r in values):
         told = ", ".join(f"{leaf} {r:.4g}" for leaf, r in list(off.items())[:SHOWN])
         return f"gradients are multiples of what they should be: {told}"
     which = "all gradients" if len(off) == len(ratios) else f"gradient {leaves_of(list(off))}"
-    if abs(values[0]) < ALIKE:
+    if abs(values[0]) < near:
         return f"{which} is dropped: it is zero"
     return f"{which}: {values[0]:.4g} times what it should be: {_why(case, values[0])}"
 
@@ -44,13 +50,13 @@ def multiple(case: Case) -> str | None:
 def _why(case: Case, ratio: float) -> str:
     """What a multiple may be the number of."""
     mesh, micros = case.bench.strategy.mesh, case.bench.spec.accumulation_steps
-    if micros > 1 and _is(ratio, micros):
+    if micros > 1 and _is(case, ratio, micros):
         one = case.bench.with_spec(accumulation_steps=1)
-        if not _is(ratio, batch_devices(mesh)) or case.again(one).is_right:
+        if not _is(case, ratio, batch_devices(mesh)) or case.again(one).is_right:
             return f"{micros} micro-batches are summed, not averaged"
     counts = {"all devices": mesh.size, **{f"axis {a}": n for a, n in mesh.shape.items()}}
     for over, count in counts.items():
-        if count > 1 and _is(ratio, count):
+        if count > 1 and _is(case, ratio, count):
             if _checks_replication(case):
                 return (
                     f"summed instead of averaged over {over}: under check_vma=True autodiff has "
@@ -58,9 +64,9 @@ def _why(case: Case, ratio: float) -> str:
                     "reduction)"
                 )
             return f"summed instead of averaged over {over}"
-        if count > 1 and _is(ratio, 1 / count):
+        if count > 1 and _is(case, ratio, 1 / count):
             return f"averaged twice over {over}"
-    if micros > 1 and _is(ratio, 1 / micros):
+    if micros > 1 and _is(case, ratio, 1 / micros):
         return f"averaged twice over {micros} micro-batches"
     return "no number of devices or micro-batches"
 
@@ -72,7 +78,7 @@ def _norm_multiple(case: Case) -> str | None:
         return None
     squared = (seen.found.norm / seen.expected.norm) ** 2
     for axis, count in case.bench.strategy.mesh.shape.items():
-        if count > 1 and (_is(squared, count) or _is(squared, 1 / count)):
+        if count > 1 and (_is(case, squared, count) or _is(case, squared, 1 / count)):
             way = "counts copies" if squared > 1 else "lacks the shards of other devices"
             return f"the gradient norm {way} along axis {axis}: its square is {squared:.4g} times"
     return f"the gradient norm is {math.sqrt(squared):.4g} times that of the same gradients"
@@ -104,8 +110,8 @@ def _clip(case: Case, norm: float) -> float:
     return 1.0 if limit is None or norm <= limit else limit / norm
 
 
-def _is(ratio: float, count: float) -> bool:
-    return math.isclose(ratio, count, rel_tol=ALIKE)
+def _is(case: Case, ratio: float, count: float) -> bool:
+    return math.isclose(ratio, count, rel_tol=case.alike)
 
 
 def _checks_replication(case: Case) -> bool:

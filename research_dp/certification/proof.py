@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Sequence
 
 import numpy as np
 
 from research_dp.certification import causes, costs, durability, follow
 from research_dp.certification.bench import Batch, Bench, on_host, step
-from research_dp.certification.case import Case
+from research_dp.certification.case import Case, leaves_of
 from research_dp.certification.certificate import Certificate, Check, StepRecord
-from research_dp.certification.differences import CAP, Difference, Envelope, same_bits
+from research_dp.certification.differences import CAP, Difference, Envelope, Hidden, same_bits
 from research_dp.certification.follow import Evidence
 from research_dp.distributed.data_set import DataSet, EvalOrder, TrainOrder
 from research_dp.strategies import TrainState
 
+NOISY_PART = 0.01  # of the squared norm of gradients, what noise may hide
 AFTER = 3  # steps after a checkpoint, and after a first difference
 
 
@@ -32,6 +34,9 @@ def certify(bench: Bench, data: DataSet, *, steps: int, dtypes: Sequence[str] = 
     Raises:
         UsageError: One of them cannot be built.
     """
+    plain = bench.recipe.build(bench.spec)
+    # Where the recipe chooses among others, all is about the one that it takes.
+    bench = dataclasses.replace(bench, recipe=plain.recipe)
     strategy, oracle = bench.strategy, bench.oracle
     sizes = " x ".join(f"{name} {size}" for name, size in strategy.mesh.shape.items())
     done = Certificate(
@@ -52,7 +57,7 @@ def certify(bench: Bench, data: DataSet, *, steps: int, dtypes: Sequence[str] = 
     unnamed = costs.unnamed_dtypes(strategy, dtypes)
     told = ", ".join(unnamed) + " is named nowhere" if unnamed else "named, or parameters' own"
     done.checks.append(Check("dtypes sent", not unnamed, told))
-    for cost in costs.costs(bench.recipe.build(bench.spec), bench.spec):
+    for cost in costs.costs(plain, bench.spec):
         most = "" if cost.most is None else f" of at most {cost.most:,.0f}"
         right = None if cost.most is None else cost.is_right
         done.checks.append(Check(cost.what, right, f"{cost.measured:,.0f}{most} ({cost.told})"))
@@ -102,14 +107,20 @@ def _follow(
         done.steps.append(_record(seen, row))
         if not seen.is_right or any(d.is_wrong for d in row):
             break
+        if not math.isfinite(seen.expected.loss):
+            break
         earlier, truth = truth, seen.expected.state
     assert seen is not None  # there is one step at least
     _step_checks(done, seen)
-    noise = envelope.usual_noise("gradient")
-    told = f"usually {noise:.1e} of a gradient's greatest element, of at most {CAP:g}"
+    hidden = envelope.hidden()
+    done.unjudged = hidden.leaves
     steps_are_right = done.certified
-    done.checks.append(Check("noise", noise < CAP, told))
-    if noise >= CAP:
+    done.checks.append(_noise(hidden))
+    if not math.isfinite(seen.expected.loss) and steps_are_right:
+        told = f"the oracle's loss is {seen.expected.loss} at step {seen.number}"
+        done.checks.append(Check("finite", False, told))
+        done.cause = "the run itself; nothing can be compared with what is no number"
+    elif hidden.part > NOISY_PART:
         done.cause = (
             "the oracle changes so much when examples are reordered that a bug could hide in it: "
             "the model depends on their order, or its dtype is too coarse for it"
@@ -121,6 +132,16 @@ def _follow(
     else:
         done.first = _first(done, seen)
         done.cause = _cause(bench, seen, earlier, batches, dtypes)
+
+
+def _noise(hidden: Hidden) -> Check:
+    told = f"a gradient's size is known to {hidden.bound:.1e}, of at most {CAP:g}"
+    if hidden.leaves:
+        told += (
+            f"; not that of {leaves_of(list(hidden.leaves))}, which is {hidden.part:.1g} of the "
+            "squared norm"
+        )
+    return Check("noise", hidden.part <= NOISY_PART, told)
 
 
 def _record(seen: Evidence, row: list[Difference]) -> StepRecord:

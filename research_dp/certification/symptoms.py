@@ -5,6 +5,9 @@ Each function is one suspicion. It returns what it found, in words, or None.
 
 from __future__ import annotations
 
+import statistics
+
+import jax.numpy as jnp
 import numpy as np
 
 from research_dp.certification import costs, replicas
@@ -18,6 +21,21 @@ def cast(case: Case) -> str | None:
     if not found:
         return None
     return f"the program sends {', '.join(found)}, which nothing in the configuration names: a cast"
+
+
+def rounded(case: Case) -> str | None:
+    """Gradients whose differences are of the size of a coarse dtype's rounding."""
+    seen = case.evidence
+    off = [d.gap.relative for d in seen.differences if d.what == "gradient"]
+    usual = statistics.median(off)
+    for dtype in ("bfloat16", "float16"):
+        eps = float(jnp.finfo(dtype).eps)
+        if eps / 10 < usual < eps and max(off) < 4 * eps:
+            return (
+                f"gradients are usually {usual:.1e} off, as if they, or what they are computed "
+                f"from, had been rounded to {dtype} on the way"
+            )
+    return None
 
 
 def not_updated(case: Case) -> str | None:

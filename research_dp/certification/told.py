@@ -26,6 +26,9 @@ def parts(done: Certificate) -> Iterator[Any]:
         table.add_row(check.what, _VERDICTS[check.right], check.told)
     yield table
     yield textwrap.fill(BOUND, _WIDTH)
+    if done.unjudged:
+        told = f"Not judged, for a bug could hide in their noise: {', '.join(done.unjudged)}."
+        yield textwrap.fill(told, _WIDTH)
     if done.certified:
         yield f"CERTIFIED: {done.title}."
         return

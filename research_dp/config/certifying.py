@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 
 import gin
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 from research_dp.certification.bench import Bench, check_one_process
 from research_dp.config import gin_config, gin_state
 from research_dp.config.gin_config import Config
+from research_dp.config.sources import Binding
 from research_dp.distributed.data_set import DataSet
 from research_dp.distributed.errors import check_kind
 from research_dp.distributed.kinds import Floating
@@ -39,13 +41,12 @@ def bench_of(config: Config, against: str) -> tuple[Bench, DataSet, tuple[str, .
         gin_config.load([file])
         oracle = gin_state.value_of("train.strategy")
     dtypes = named_dtypes(config)
-    precision = max(float(jnp.finfo(x).eps) for x in ("float32", *dtypes))
     gathered = [b.value for b in config.used if b.parameter == "gather_dtype"]
     bench = Bench(
         recipe=recipe,
         against=oracle,
         spec=spec_of(**values),
-        precision=precision,
+        precision=precision_of(config.used),
         gather_dtype=gathered[-1] if gathered else None,
     )
     return bench, values["data"], dtypes
@@ -53,7 +54,19 @@ def bench_of(config: Config, against: str) -> tuple[Bench, DataSet, tuple[str, .
 
 def named_dtypes(config: Config) -> tuple[str, ...]:
     """The floating-point dtypes that bindings name, of parameters called `dtype` or `*_dtype`."""
-    named = {
-        b.value for b in config.used if b.parameter.endswith("dtype") and isinstance(b.value, str)
-    }
-    return tuple(sorted(x for x in named if Floating().accepts(x)))
+    return tuple(sorted({b.value for b in config.used if _names_dtype(b)}))
+
+
+def precision_of(used: Iterable[Binding]) -> float:
+    """Of the coarsest dtype in which gradients may be before they are summed over devices.
+
+    That of compute counts as those on the wire do: each device rounds the gradient of its own
+    examples to it, the oracle that of all. What the optimizer keeps its state in does not.
+    """
+    named = (b.value for b in used if _names_dtype(b) and not b.selector.startswith("optax."))
+    return max(float(jnp.finfo(x).eps) for x in ("float32", *named))
+
+
+def _names_dtype(b: Binding) -> bool:
+    named = b.parameter.endswith("dtype") and isinstance(b.value, str)
+    return named and Floating().accepts(b.value)

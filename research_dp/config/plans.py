@@ -130,7 +130,7 @@ class _Planner:
             found.append(self.under(by_name[best.strategy], self.search(best, batch.largest)))
         if not fastest_first(rows):
             for row in rows:
-                if row.state_bytes and row.state_bytes <= (row.available_bytes or 0):
+                if batch.state_fits(row):
                     look = self.search(row, batch.smallest_steps)
                     found.append(self.under(by_name[row.strategy], look))
         return [row for row in found if row is not None and row not in rows]
@@ -160,7 +160,7 @@ class _Planner:
         """One row."""
         made = compile_row(name, recipe, spec, self.where, self.dump)
         if self.measured and made.row.fits:
-            made.row.measured_seconds = measure(made)
+            measure(made)
         return made.row
 
     def under(self, candidate: Candidate, look: Look) -> Row | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +24,7 @@ class PystdlibText(tfds.core.GeneratorBasedBuilder):
     interpreter: another version of Python has another text.
     """
 
-    VERSION = tfds.core.Version("1.0.0")
+    VERSION = tfds.core.Version(".".join(map(str, sys.version_info[:3])))  # its text is Python's
 
     def _info(self) -> tfds.core.DatasetInfo:
         return tfds.core.DatasetInfo(

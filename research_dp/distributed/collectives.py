@@ -36,11 +36,13 @@ class Reduction(NamedTuple):
         scatter_sum: (array, axis name, dim) -> this device's block, along dim, of the sum.
         logical_shards: In how many parts, whatever the number of devices, the global batch is cut
             and gradients are added up; None: each device's examples are one part.
+        loop: Whether a device's logical shards are a loop of the program, or written out.
     """
 
     all_sum: Callable[[jax.Array, Axes], jax.Array]
     scatter_sum: Callable[[jax.Array, str, int], jax.Array]
     logical_shards: int | None = None
+    loop: bool = False
 
 
 def _psum(x: jax.Array, axes: Axes) -> jax.Array:

@@ -25,13 +25,13 @@ from research_dp.distributed.errors import UsageError, check_count
 from research_dp.distributed.kinds import Count
 from research_dp.distributed.layout import Placement
 from research_dp.distributed.mesh import FSDP_AXIS
-from research_dp.distributed.padding import flatten_padded, unflatten
+from research_dp.distributed.padding import flatten_padded, pad_to_multiple, unflatten
 
 PyTree = Any
 
 
 @gin.register(module="distributed")
-def tree_reduction(*, logical_shards: Count) -> Reduction:
+def tree_reduction(*, logical_shards: Count, loop: bool = False) -> Reduction:
     """Adds in the order of one balanced binary tree: the same bits on any number of devices.
 
     For `data_parallel.reduction`. The devices, times `train.accumulation_steps`, must divide the
@@ -41,6 +41,9 @@ def tree_reduction(*, logical_shards: Count) -> Reduction:
     Args:
         logical_shards: How many logical shards the global batch is cut in, a power of two. Another
             number gives other bits.
+        loop: Compile a device's logical shards as one loop, for many of them or a large model;
+            otherwise they are written out one after the other. Other bits too: compilers choose
+            other code in loops. XLA's CPU backend is far slower there at convolutions.
 
     Raises:
         UsageError: It is not a power of two.
@@ -52,7 +55,7 @@ def tree_reduction(*, logical_shards: Count) -> Reduction:
             f"{name} = {logical_shards}: give a power of two, for sums are taken of pairs.",
             binding=name,
         )
-    return Reduction(_all_sum, _scatter_sum, logical_shards)
+    return Reduction(_all_sum, _scatter_sum, logical_shards, loop)
 
 
 def _scatter_sum(x: jax.Array, axis: str, dim: int) -> jax.Array:
@@ -96,15 +99,20 @@ def _refuse_narrow(dtype: Any) -> None:
         )
 
 
-def add_up_pairs(leaf: Callable[[Any], PyTree], count: int, zero: jax.Array) -> PyTree:
+def add_up_pairs(
+    leaf: Callable[[Any, jax.Array], PyTree], count: int, zero: jax.Array, *, loop: bool
+) -> PyTree:
     """The sum of `leaf(0)` to `leaf(count - 1)`, computed one at a time, by the same tree.
 
     Args:
-        leaf: Index -> a tree of arrays.
+        leaf: (index, `unknown_zero`) -> a tree of arrays.
         count: A power of two. `log2(count) + 1` partial sums are held.
         zero: `unknown_zero`.
+        loop: Whether `leaf` is the body of a loop, or is written out `count` times.
     """
-    like = jax.eval_shape(leaf, 0)
+    if not loop:
+        return _written_out(leaf, 0, count, zero)
+    like = jax.eval_shape(leaf, 0, zero)
     for x in jax.tree.leaves(like):
         _refuse_narrow(x.dtype)
 
@@ -113,7 +121,7 @@ def add_up_pairs(leaf: Callable[[Any], PyTree], count: int, zero: jax.Array) -> 
 
     def part(first: Any, size: int) -> PyTree:
         if size == 1:
-            return leaf(first)
+            return leaf(first, unknown_zero(zero + first))  # so that nothing leaves the loop
 
         def add(number: Any, total: PyTree) -> PyTree:
             return jax.tree.map(jnp.add, total, part(first + number * (size // 2), size // 2))
@@ -124,7 +132,18 @@ def add_up_pairs(leaf: Callable[[Any], PyTree], count: int, zero: jax.Array) -> 
         return part(0, count)
     # A loop here too, which the compiler does not know to turn once: it chooses other code for
     # convolutions and products outside of loops.
-    return lax.fori_loop(0, 1 + zero, lambda number, _: leaf(number), nothing)
+    return lax.fori_loop(0, 1 + zero, lambda number, _: leaf(number, zero), nothing)
+
+
+def _written_out(leaf: Callable[..., PyTree], first: int, size: int, zero: jax.Array) -> PyTree:
+    """`add_up_pairs` without a loop: each half after the other, so that one is alive at a time."""
+    if size == 1:
+        return leaf(first, zero)
+    total = _written_out(leaf, first, size // 2, zero)
+    done = jax.tree.leaves(total)[0].reshape(-1)[0]
+    later = unknown_zero(zero + jnp.isfinite(done))
+    second = _written_out(leaf, first + size // 2, size // 2, later)
+    return jax.tree.map(jnp.add, total, second)
 
 
 def unknown_zero(count: jax.Array) -> jax.Array:
@@ -192,8 +211,8 @@ def norm_by_blocks(
         sums[i] = one
     length = 2 ** math.ceil(math.log2(len(sums)))
     each = jnp.stack(sums)
-    norm = jnp.sqrt(_add_pairs(flatten_padded(each, length)))
-    return norm, (~jnp.isfinite(each)).astype(jnp.float32)
+    total = fence(_add_pairs(flatten_padded(each, length)), zero)
+    return jnp.sqrt(total), (~jnp.isfinite(each)).astype(jnp.float32)
 
 
 def _order(shape: tuple[int, ...], blocks: int) -> list[int]:
@@ -215,4 +234,8 @@ def _squares(x: jax.Array, place: Placement, blocks: int, zero: jax.Array) -> ja
         held = pieces // place.axis_size if dim == place.dim else pieces
         shape += [held, length // pieces]
     squares = fence(jnp.square(x), zero).reshape(shape)
-    return jnp.sum(squares, axis=tuple(range(1, len(shape), 2)))
+    # Written as additions: the order of a `jnp.sum` is that in which its operand happens to lie.
+    inside = jnp.transpose(squares, (*range(1, len(shape), 2), *range(0, len(shape), 2)))
+    size = math.prod(shape[1::2])
+    flat = inside.reshape(size, *shape[0::2])
+    return _add_pairs(pad_to_multiple(flat, 2 ** math.ceil(math.log2(size))))

@@ -23,7 +23,7 @@ def words(rows: Sequence[Row], where: Topology) -> list[str]:
     said += [_slower(row, ranked[0]) for row in ranked[1:]]
     said += [_obstacle(row) for row in rows if not row.fits]
     said += [f"{row.strategy} fits, but {row.problem}." for row in rows if row.fits and row.problem]
-    if ranked and where.chip.platform == "gpu":
+    if ranked and where.chip.platform == "gpu" and not where.are_present:
         share = (ranked[0].needed_bytes or 0) / where.chip.memory_bytes
         if share > 0.75:
             said.append(
@@ -42,7 +42,10 @@ def changes(others: Sequence[Row], ranked: Sequence[Row]) -> list[str]:
     """
     if not ranked:
         return [
-            _winner(row).replace("Fastest that fits", "This fits") for row in others if row.fits
+            _winner(row).replace("Fastest that fits", "This fits")
+            if row.fits
+            else f"{row.strategy} {row.problem}."
+            for row in others
         ]
     said, best = [], ranked[0]
     for row in others:
@@ -53,7 +56,7 @@ def changes(others: Sequence[Row], ranked: Sequence[Row]) -> list[str]:
             mfu = f", MFU {row.mfu:.1%}" if row.mfu else ""
             said.append(
                 f"Largest batch found to fit: {row.batch_size:,} a step, "
-                f"{_size(row.needed_bytes)} of {_size(row.available_bytes)} a device; {rates:.2f} "
+                f"{_room(row)} a device; {rates:.2f} "
                 f"times the examples/s{mfu}. Larger ones with train.accumulation_steps."
             )
         else:
@@ -67,11 +70,11 @@ def changes(others: Sequence[Row], ranked: Sequence[Row]) -> list[str]:
 
 def _winner(row: Row) -> str:
     rate = ""
-    if row.tokens_per_second and row.mfu and not row.measured_seconds:
+    if row.tokens_per_second and row.mfu:
         rate = f" ({row.tokens_per_second:,.0f} tokens/s, MFU {row.mfu:.1%})"
     return (
         f"Fastest that fits: {row.strategy}, {_ms(row)} ms a step{rate}, "
-        f"{_size(row.needed_bytes)} of {_size(row.available_bytes)} a device. {_why(row)}"
+        f"{_room(row)} a device. {_why(row)}"
     )
 
 
@@ -111,7 +114,10 @@ def _obstacle(row: Row) -> str:
     if row.needed_bytes is None or row.state_bytes is None or row.available_bytes is None:
         return told  # it was refused, or does not compile
     if row.state_bytes <= row.available_bytes:
-        return f"{told} Its state would: fewer examples a device, or more train.accumulation_steps."
+        return (
+            f"{told} Its state would by itself; whether it does with fewer examples at a time, "
+            "--advise tries."
+        )
     return f"{told} No batch is small enough: its state must be sharded, or over more devices."
 
 
@@ -120,7 +126,10 @@ def _truth(rows: Sequence[Row], where: Topology) -> list[str]:
     if where.chip.platform == "cpu":
         said = ["Rates of CPUs are nominal, of no machine in particular: compare times, no more."]
     else:
-        said = ["Bytes, counts and FLOPs are exact; times are estimates from vendors' rates."]
+        said = [
+            "Bytes and counts are exact, and FLOPs but for those of custom kernels, which are left "
+            "out; times are estimates from vendors' rates."
+        ]
     errors = [
         row.predicted_seconds / row.measured_seconds
         for row in rows
@@ -143,6 +152,12 @@ def _ms(row: Row) -> str:
     return f"{_seconds(row) * 1e3:.1f}"
 
 
+def _room(row: Row) -> str:
+    """What it needs, and of how much."""
+    limit = "" if row.available_bytes is None else f" of {_size(row.available_bytes)}"
+    return f"{_size(row.needed_bytes)}{limit}"
+
+
 def _size(nbytes: float | None) -> str:
     unit, name = scale([nbytes])
     return f"{(nbytes or 0) / unit:.2f} {name}"
@@ -160,7 +175,7 @@ def in_three_lines(rows: Sequence[Row], where: Topology) -> list[str]:
     stopped = [f"{row.strategy} {row.problem}" for row in rows if not row.fits]
     return [
         f"Of {len(rows)} strategies on {where.name}: {best.strategy}, {_ms(best)} ms a step "
-        f"predicted, {_size(best.needed_bytes)} of {_size(best.available_bytes)}. {_why(best)}",
+        f"predicted, {_room(best)}. {_why(best)}",
         f"Others: {', '.join(slower) or 'none fits'}.",
         f"Not possible: {'; '.join(stopped) or 'none'}.",
     ]

@@ -1,4 +1,4 @@
-"""The largest batch that fits: a secant through the memory of a few compiled steps."""
+"""The largest batch that fits, and the fewest micro-batches: by a few compiled steps."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from research_dp.planning.row import Row
 from research_dp.strategies import Recipe, TrainSpec
 
 _TRIES = 4
+_GROWTH = 8  # by how much a batch grows at once: what memory says further away is not worth trying
+_MOST = 2**31 - 1  # examples: their places in the batch are int32
 
 # Compiles the run with this many examples a step, in so many micro-batches.
 Try = Callable[[TrainSpec], Row]
@@ -25,8 +27,11 @@ def largest(recipe: Recipe, spec: TrainSpec, row: Row, attempt: Try) -> Row:
         attempt: Compiles it with another batch.
 
     Returns:
-        The row of the largest batch that was compiled and fits; `row` itself if none larger does.
+        The row of the largest batch that was compiled and fits. If none larger does, of two batches
+        in twice as many micro-batches; `row` itself if that does not either, or has no limit.
     """
+    if row.available_bytes is None:
+        return row
     step = batch_devices(recipe.mesh) * spec.accumulation_steps
     known = {spec.batch_size // step: row}
     each = 2 * (spec.batch_size // step)
@@ -35,11 +40,16 @@ def largest(recipe: Recipe, spec: TrainSpec, row: Row, attempt: Try) -> Row:
         if found.needed_bytes is None:
             break
         known[each] = found
-        following = _next(known)
+        following = min(_next(known), _MOST // step)
         if following in known or _nearly_full(found):
             break
         each = following
-    return known[max(n for n, found in known.items() if found.fits)]
+    most = known[max(n for n, found in known.items() if found.fits)]
+    if most is not row or 2 * spec.batch_size > _MOST:
+        return most
+    size, micros = 2 * spec.batch_size, 2 * spec.accumulation_steps
+    found = attempt(dataclasses.replace(spec, batch_size=size, accumulation_steps=micros))
+    return found if found.fits else row
 
 
 def _nearly_full(row: Row) -> bool:
@@ -60,25 +70,41 @@ def _next(known: dict[int, Row]) -> int:
     if not second.fits:
         # A size that is known not to fit bounds it; a miss by rounding must not end the search.
         return max(low, min(meets, high - 1))
-    return max(high, meets)
+    return max(high, min(meets, _GROWTH * high))
+
+
+def state_fits(row: Row) -> bool:
+    """Whether what a strategy holds between steps would fit by itself."""
+    limit = row.available_bytes
+    return row.state_bytes is not None and (limit is None or row.state_bytes <= limit)
 
 
 def smallest_steps(recipe: Recipe, spec: TrainSpec, row: Row, attempt: Try) -> Row | None:
-    """The same batch in more micro-batches, until it fits; None if it does not.
+    """The same batch in as few micro-batches as fit, found in at most four compilations.
 
     Args:
         recipe: The strategy, whose state fits.
         spec: The run.
         row: Its row, which does not fit.
         attempt: Compiles it with more micro-batches.
+
+    Returns:
+        Their row; if even one example a device at a time does not fit, that row; None if that is
+        what `row` is of.
     """
-    devices = batch_devices(recipe.mesh)
-    micros = spec.accumulation_steps
-    for _ in range(_TRIES):
-        micros *= 2
-        if spec.batch_size % (devices * micros):
-            return None
-        row = attempt(dataclasses.replace(spec, accumulation_steps=micros))
-        if row.fits:
-            return row
-    return None
+    most = spec.batch_size // batch_devices(recipe.mesh)
+    counts = [n for n in range(spec.accumulation_steps + 1, most + 1) if most % n == 0]
+    if not counts:
+        return None
+    best = attempt(dataclasses.replace(spec, accumulation_steps=counts[-1]))
+    low, high = 0, len(counts) - 1  # of `counts`, those below `low` do not fit, that at `high` does
+    for _ in range(_TRIES - 1):
+        if not best.fits or low == high:
+            break
+        middle = (low + high) // 2
+        found = attempt(dataclasses.replace(spec, accumulation_steps=counts[middle]))
+        if found.fits:
+            best, high = found, middle
+        else:
+            low = middle + 1
+    return best

@@ -20,27 +20,34 @@ class Budget:
     max_peak_bytes: int | None
 
     def exceeded(self, row: Row) -> Iterator[tuple[str, str]]:
-        """(the binding, a sentence) for each limit that a row is above."""
-        ratio, most = row.wire_ratio, self.max_wire_ratio
-        if most is not None and ratio is not None and ratio > most:
-            yield (
-                "plan.max_wire_ratio",
-                f"{row.strategy} sends {ratio:.4g} times the least, more than {most:g}.",
-            )
-        # Where it does not even compile, what the compiler says that it needs.
-        peak, limit = row.peak_bytes or row.needed_bytes, self.max_peak_bytes
-        if limit is not None and peak is not None and peak > limit:
-            yield (
-                "plan.max_peak_bytes",
-                f"{row.strategy} needs {peak:,} bytes a device at its peak, more than {limit:,}.",
-            )
+        """(the binding, a sentence) for each limit that a row is above, or may be."""
+        why = f": it {row.problem}" if row.problem else ""
+        if self.max_wire_ratio is not None:
+            name, most = "plan.max_wire_ratio", self.max_wire_ratio
+            if row.wire_bytes is None or row.min_wire_bytes is None:
+                yield name, f"{row.strategy} sends an unknown number of bytes{why}."
+            elif row.wire_total > most * row.min_wire_bytes:
+                ratio = (
+                    f"{row.wire_ratio:.4g} times the least" if row.wire_ratio else "without need"
+                )
+                yield name, f"{row.strategy} sends {ratio}, more than {most:g}."
+        if self.max_peak_bytes is not None:
+            name, limit = "plan.max_peak_bytes", self.max_peak_bytes
+            # Where it does not even compile, what the compiler says that it needs.
+            peak = row.peak_bytes or row.needed_bytes
+            if peak is None:
+                yield name, f"{row.strategy} needs an unknown number of bytes{why}."
+            elif peak > limit:
+                told = f"needs {peak:,} bytes a device at its peak, more than {limit:,}."
+                yield name, f"{row.strategy} {told}"
 
 
 @gin.register(module="planning")
 def plan(*, max_wire_ratio: Positive | None = None, max_peak_bytes: Count | None = None) -> Budget:
     """What `python -m research_dp.plan` holds strategies to; its status is 1 if one needs more.
 
-    Bindings of it have no effect on training.
+    Or if it is not known what one needs: it is refused, say. Bindings of it have no effect on
+    training.
 
     Args:
         max_wire_ratio: Wire bytes a step over the least of the README's table, e.g. 1.01.

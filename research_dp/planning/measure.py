@@ -14,14 +14,25 @@ from research_dp.strategies.keys import init_key
 _STEPS = 5
 
 
-def measure(made: Compiled) -> float:
-    """Seconds of a step: the median of five, after one that does not count.
+def measure(made: Compiled) -> None:
+    """Runs a step and tells its row how long it takes, or why it cannot be run.
 
-    The state is a run's first; the examples are zeros, which no dense computation minds.
+    The median of five, after one that does not count. The state is a run's first; the examples are
+    zeros, which no dense computation minds.
 
     Args:
         made: A strategy that fits, its program compiled for devices that are present.
     """
+    try:
+        made.row.take(_seconds(made))
+    except jax.errors.JaxRuntimeError as error:
+        line = str(error).splitlines()[0]
+        # What the compiler does not count is on the device too: other programs, buffers of links.
+        made.row.fits = made.row.fits and "RESOURCE_EXHAUSTED" not in line
+        made.row.problem = f"cannot be run here: {line}"
+
+
+def _seconds(made: Compiled) -> float:
     built, row = made.strategy, made.row
     assert row.batch_size is not None
     shapes = built.abstract_batch.examples

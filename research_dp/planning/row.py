@@ -5,6 +5,8 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
+import re
+import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,18 +14,13 @@ from typing import Any
 
 import jax
 
-from research_dp.analysis import traffic
-from research_dp.analysis.fitting import DoesNotFitError, compile_to_fit
+from research_dp.analysis.fitting import DoesNotFitError, compile_to_fit, dumping, text_of
+from research_dp.analysis.minimum import min_wire_bytes
 from research_dp.analysis.program import ProgramCost, read
 from research_dp.analysis.topologies import Topology
 from research_dp.distributed.errors import UsageError
-from research_dp.planning.minimum import min_wire_bytes
+from research_dp.planning.available import available_bytes
 from research_dp.strategies import Recipe, Strategy, TrainSpec
-
-# The share of device memory that a step may not count on. GPUs: the CUDA context, NCCL's buffers,
-# fragmentation; JAX itself takes three quarters unless XLA_PYTHON_CLIENT_MEM_FRACTION says more.
-# TPUs: what the compiler may use is known already; batches that wait, and metrics, come on top.
-RESERVE = {"gpu": 0.08, "tpu": 0.02, "cpu": 0.0}
 
 
 @dataclasses.dataclass
@@ -43,19 +40,20 @@ class Row:
         temp_bytes: Of what the step needs besides.
         peak_bytes: Most in use at any moment, by the compiler.
         needed_bytes: State, batch, temporary memory, and results that take no argument's place.
-        available_bytes: Device memory less `RESERVE`.
-        fits: Whether `needed_bytes` is at most `available_bytes`.
+        available_bytes: What a step may count on; None: there is no limit.
+        fits: Whether `needed_bytes` is at most that.
         collectives: Each with kind, axes, dtype, purpose, count and wire_bytes.
         wire_bytes: Bytes sent a step: 'total', 'by_kind', 'by_axis', 'by_dtype'.
         min_wire_bytes: By the README's table.
         hidden_fraction: The share of the network's time that lies behind compute.
-        flops: Of matrix multiplications.
+        flops: Of matrix multiplications; those of custom kernels are left out.
         predicted_seconds: A step, from vendors' rates.
         predicted_parts: Its parts, each as if it were alone: 'compute', 'memory',
             'network_inside' a host (GPU) or slice (TPU), 'network_across'; and 'exposed', the wait
             for the network.
         bound: The longest of the first four.
-        mfu: Model FLOPs over what the devices could do at most.
+        mfu: Model FLOPs over what the devices could do at most; this and the rates that follow are
+            measured where the step was.
         tokens_per_second: Of all devices.
         examples_per_second: Of all devices.
         compile_seconds: Tracing and compiling.
@@ -104,6 +102,14 @@ class Row:
             return None
         return self.wire_total / self.min_wire_bytes
 
+    def take(self, seconds: float) -> None:
+        """Fills in a step's measured time, and the rates that go with it."""
+        self.measured_seconds = seconds
+        if self.predicted_seconds:
+            for rate in ("mfu", "tokens_per_second", "examples_per_second"):
+                value = getattr(self, rate)
+                setattr(self, rate, value and value * self.predicted_seconds / seconds)
+
     def as_json(self) -> dict[str, Any]:
         return {**dataclasses.asdict(self), "wire_ratio": self.wire_ratio}
 
@@ -141,48 +147,50 @@ def compile_row(
     start = time.perf_counter()
     built = recipe.build(spec)
     row = _held(name, built, spec, where)
-    traced = traffic.collectives(built.train_step, built.abstract_state, built.abstract_batch)
-    row.min_wire_bytes = min_wire_bytes(recipe, spec, built, traced)
-    program = None
     step: Any = built.train_step  # jitted, so that it can be lowered
+    shapes = (built.abstract_state, built.abstract_batch)
+    with tempfile.TemporaryDirectory() as written:
+        options = dumping(where.chip.platform, Path(written))
+        program = _compile(row, step.lower(*shapes), options)
+        row.compile_seconds = time.perf_counter() - start
+        if program is not None:
+            _kept(row, program.memory_analysis())  # known, whatever becomes of the rest
+            try:
+                text = text_of(program, Path(written))
+                if dump is not None:
+                    (dump / f"{re.sub(r'[^+.=, 0-9A-Za-z_-]', '_', name)}.txt").write_text(text)
+                cost = read(program, built.mesh, where, text)
+                _sent(row, cost)
+                _timed(row, cost, spec, where, built)
+            except (NotImplementedError, jax.errors.JaxRuntimeError) as error:
+                _lacks(row, "its program cannot be read", error)
     try:
-        program = compile_to_fit(step.lower(built.abstract_state, built.abstract_batch))
+        row.min_wire_bytes = min_wire_bytes(built, spec)
+    except NotImplementedError as error:
+        _lacks(row, "the least that it must send is not known", error)
+    return Compiled(row, built, program)
+
+
+def _lacks(row: Row, what: str, error: Exception) -> None:
+    """Says why figures are missing, unless there is a problem that weighs more."""
+    row.problem = row.problem or f"{what}: {str(error).splitlines()[0]}"
+
+
+def _compile(row: Row, lowered: Any, options: dict[str, Any]) -> Any:
+    """The compiled program; None, and the row says why, if there is none."""
+    try:
+        return compile_to_fit(lowered, options)
     except DoesNotFitError as error:
         row.needed_bytes = error.needed_bytes
         row.problem = _too_large(row)
     except jax.errors.JaxRuntimeError as error:
         row.problem = f"does not compile: {str(error).splitlines()[0]}"
-    row.compile_seconds = time.perf_counter() - start
-    if program is not None:
-        _kept(row, program.memory_analysis())
-        _read(row, program, spec, where, built, dump)
-    return Compiled(row, built, program)
-
-
-def _read(
-    row: Row, program: Any, spec: TrainSpec, where: Topology, built: Strategy, dump: Path | None
-) -> None:
-    """Fills in what the compiled program's text says, if it can be had."""
-    try:
-        if dump is not None:
-            (dump / f"{row.strategy}.txt").write_text(program.as_text())
-        cost = read(program, built.mesh, where)
-    except (NotImplementedError, jax.errors.JaxRuntimeError) as error:
-        # A compiler can be newer than the library that would print its program.
-        row.problem = f"its program cannot be read: {str(error).splitlines()[0]}"
-        return
-    _sent(row, cost)
-    _timed(row, cost, spec, where, built)
+    return None
 
 
 def refused(name: str, error: UsageError) -> Row:
     """The row of a strategy that cannot be built."""
     return Row(name, problem=f"refused: {error}")
-
-
-def available_bytes(where: Topology) -> int:
-    """Device memory that a step may count on."""
-    return int(where.chip.memory_bytes * (1 - RESERVE[where.chip.platform]))
 
 
 def _held(name: str, built: Strategy, spec: TrainSpec, where: Topology) -> Row:
@@ -214,7 +222,7 @@ def _kept(row: Row, memory: Any) -> None:
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
     given = memory.argument_size_in_bytes
     row.needed_bytes = max(row.peak_bytes, given + row.temp_bytes + results)
-    row.fits = row.available_bytes is not None and row.needed_bytes <= row.available_bytes
+    row.fits = row.available_bytes is None or row.needed_bytes <= row.available_bytes
     row.problem = None if row.fits else _too_large(row)
 
 

@@ -10,7 +10,8 @@ from rich import box
 from rich.table import Table
 
 from research_dp.analysis.topologies import Topology
-from research_dp.planning.row import RESERVE, Row
+from research_dp.planning import available
+from research_dp.planning.row import Row
 
 
 def tables(rows: Sequence[Row], where: Topology) -> list[Any]:
@@ -20,11 +21,9 @@ def tables(rows: Sequence[Row], where: Topology) -> list[Any]:
 
 def memory(rows: Sequence[Row], where: Topology) -> Table:
     """What each strategy keeps on a device."""
-    size, part = where.chip.memory_bytes, RESERVE[where.chip.platform]
     unit, name = scale(row.needed_bytes or row.state_bytes for row in rows)
     shown = _table(
-        f"Memory of a device in {name}: {size / unit:,.2f} of {where.chip.name}, less {part:.0%} "
-        "that no step may count on",
+        f"Memory of a device in {name}; it has to fit in: {available.told(where)}",
         "strategy", "mesh", "parameters:", "optimizer:", "batch:", "temporary:", "needed:",
         "of:", "fits",
     )  # fmt: skip
@@ -44,7 +43,7 @@ def step(rows: Sequence[Row]) -> Table:
     unit, name = _sent(rows)
     shown = _table(
         f"A step: {name} that a device sends, and the least it must; ms predicted from vendors' "
-        "rates",
+        f"rates{', MFU and tokens/s as measured' if measured else ''}",
         "strategy", f"{name} sent:", "least:", "ratio:", "times:", "hidden:", "TFLOP:", "compute:",
         "memory:", "inside:", "across:", "waits:", "step ms:", "bound", "MFU:", "tokens/s:",
         *more, "compiled in s:",
@@ -113,7 +112,7 @@ def as_json(
     return {
         "topology": {"name": where.name, "devices": len(where.devices), "hosts": where.hosts},
         "device": {name: chip[name] for name in _RATES},
-        "reserve": RESERVE[where.chip.platform],
+        "available_bytes": available.available_bytes(where),
         "strategies": {row.strategy: row.as_json() for row in rows},
         "variants": {row.strategy: row.as_json() for row in others},
         "advice": list(words),

@@ -104,11 +104,10 @@ def compiled(recipe: Recipe, spec: TrainSpec) -> Strategy:
     mesh = recipe.mesh
     recipe.refuse_idle(gathers=recipe.shard is not None, syncs=False)
     layouts, abstract = lay_out_state(recipe, spec, mesh, params_sharded=True)
-    if recipe.shard is not None:
-        recipe = dataclasses.replace(recipe, gather=_gather_on(mesh))
+    gather = None if recipe.shard is None else _gather_on(mesh)
     # Gradients and slices are seen as global arrays, whatever device holds what.
     seen = Layouts(layouts.params, whole(layouts.slices))
-    steps = Step(recipe, spec, seen, ())
+    steps = Step(dataclasses.replace(recipe, gather=gather), spec, seen, ())
     batch = BatchLayout(mesh, spec, recipe.reduction.logical_shards)
     outs = (shardings_of(abstract), NamedSharding(mesh, PartitionSpec()))
     return _strategy(
@@ -231,8 +230,7 @@ def _strategy(
     _check_compiler_options(recipe)
     init = jax.jit(functools.partial(init_state, spec), out_shardings=shardings_of(abstract))
     return Strategy(
-        name=recipe.name,
-        mesh=recipe.mesh,
+        recipe=recipe,
         layouts=layouts,
         abstract_state=abstract,
         train_rows=batch.train_rows,

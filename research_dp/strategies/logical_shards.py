@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from research_dp.distributed.collectives import Reduction
 from research_dp.distributed.errors import UsageError
 from research_dp.distributed.tree import add_up_pairs, fence, unknown_zero
 from research_dp.distributed.units import Units
@@ -46,7 +47,10 @@ def in_shards(spec: TrainSpec, devices: int, shards: int) -> np.ndarray:
 
 
 def one_by_one(
-    function: Callable[[PyTree, jax.Array], PyTree], parts: PyTree, step: jax.Array
+    function: Callable[[PyTree, jax.Array], PyTree],
+    parts: PyTree,
+    step: jax.Array,
+    reduction: Reduction,
 ) -> PyTree:
     """The tree sum of what a function makes of each of this device's logical shards.
 
@@ -54,15 +58,15 @@ def one_by_one(
         function: (logical shard, `unknown_zero`) -> a tree of arrays.
         parts: Arrays with a leading dim that counts them.
         step: The step, as `unknown_zero` takes it.
+        reduction: Its `loop` says whether they are a loop, or written out.
     """
 
-    def leaf(index: Any) -> PyTree:
+    def leaf(index: Any, zero: jax.Array) -> PyTree:
         part = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), parts)
-        # Of the index, so that no part of the function leaves the loop.
-        zero = unknown_zero(step + index)
         return fence(function(part, zero), zero)
 
-    return add_up_pairs(leaf, jax.tree.leaves(parts)[0].shape[0], unknown_zero(step))
+    count = jax.tree.leaves(parts)[0].shape[0]
+    return add_up_pairs(leaf, count, unknown_zero(step), loop=reduction.loop)
 
 
 def check_model(recipe: Recipe, spec: TrainSpec, abstract: TrainState) -> None:

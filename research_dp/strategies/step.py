@@ -98,7 +98,7 @@ class Step:
             return _pairs(self._loss(held, state.model_state, part, None, Units(), train=False))
 
         parts = {name: x.reshape(-1, rows, *x.shape[1:]) for name, x in examples.items()}
-        return self._add_up(one_by_one(sums_of, parts, state.step))
+        return self._add_up(one_by_one(sums_of, parts, state.step, self.recipe.reduction))
 
     def _mean_gradients(
         self, state: TrainState, batch: PlacedBatch
@@ -150,9 +150,9 @@ class Step:
             grads, out = self._gradients(state, own, state.model_state, shard, Units())
             return grads, _pairs(out)
 
-        grads, sums = one_by_one(of_shard, batch, state.step)
-        (grads,) = scatter(grads)
         recipe = self.recipe
+        grads, sums = one_by_one(of_shard, batch, state.step, recipe.reduction)
+        (grads,) = scatter(grads)
         return grads if recipe.sync is None else self._synced(grads), state.model_state, sums
 
     def _gradients(

@@ -112,8 +112,7 @@ class Strategy:
     """A strategy built for one model and mesh: `init`, `place_batch`, `train_step`, `eval_step`.
 
     Attributes:
-        name: The recipe's name.
-        mesh: The mesh.
+        recipe: What it was built from; where that chose among others, the one that was taken.
         layouts: Where parameters and optimizer state lie, and why.
         abstract_state: Shapes, dtypes and shardings of the state.
         abstract_batch: The same of a placed batch.
@@ -129,8 +128,7 @@ class Strategy:
         eval_step: (TrainState, examples) -> metrics.
     """
 
-    name: str
-    mesh: Mesh
+    recipe: Recipe
     layouts: Layouts
     abstract_state: TrainState
     abstract_batch: PlacedBatch
@@ -142,6 +140,16 @@ class Strategy:
     place_eval_batch: Callable[[Mapping[str, np.ndarray]], PyTree]
     train_step: Callable[[TrainState, PlacedBatch], tuple[TrainState, Metrics]]
     eval_step: Callable[[TrainState, PyTree], Metrics]
+
+    @property
+    def name(self) -> str:
+        """The recipe's name."""
+        return self.recipe.name
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh."""
+        return self.recipe.mesh
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -22,6 +22,7 @@ from research_dp.training.stored import (
     read_state,
     reason,
     steps_in,
+    sync,
 )
 
 T = TypeVar("T")
@@ -63,6 +64,7 @@ class Checkpoints:
         self._manager: Any = None
         self._newest: int | None = None
         self._saving: int | None = None  # the step that is being saved in the background
+        self._failed = False
 
     # ---- Restoring ----
 
@@ -163,7 +165,12 @@ class Checkpoints:
 
     def check(self) -> None:
         """Raises RunFailure if what was saved in the background went wrong."""
-        if self._saving is not None and not self._manager.is_saving_in_progress():
+        if self._saving is None:
+            return
+        with self._telling(self._saving):
+            # This process's own errors: `wait` waits for all, who may be waiting for this one.
+            self._manager.check_for_errors()
+        if not self._manager.is_saving_in_progress():
             self.wait()
 
     def wait(self) -> None:
@@ -172,6 +179,8 @@ class Checkpoints:
             step, self._saving = self._saving, None
             with self._telling(step):
                 self._manager.wait_until_finished()
+                if jax.process_index() == 0:
+                    sync(self._folder / str(step))
             self._newest = step
 
     def close(self) -> None:
@@ -179,7 +188,9 @@ class Checkpoints:
         try:
             self.wait()
         finally:
-            if self._manager is not None:
+            # A save that failed here is waited for by the others, and they by Orbax here.
+            alone = self._failed and jax.process_count() > 1
+            if self._manager is not None and not alone:
                 manager, self._manager = self._manager, None
                 with contextlib.suppress(Exception):  # raised by `wait`, once
                     manager.close()
@@ -192,6 +203,7 @@ class Checkpoints:
         except RunFailure:
             raise
         except Exception as error:
+            self._saving, self._failed = None, True
             left = "Nothing was saved before."
             if self._newest is not None:
                 left = f"Step {self._newest} is saved; the same command continues from there."
@@ -203,8 +215,19 @@ class Checkpoints:
         if self._manager is None:
             import orbax.checkpoint as ocp
 
+            class Manager(ocp.CheckpointManager):
+                """Leaves JAX's agreement on when to stop to the loop.
+
+                Orbax would ask about the step that it saved, behind the loop's: the count of steps
+                that processes agree by would go back, and some miss the step to stop at.
+                """
+
+                def reached_preemption(self, step: int) -> bool:
+                    del step
+                    return False
+
             quieten_orbax()
-            self._manager = ocp.CheckpointManager(
+            self._manager = Manager(
                 self._folder,
                 options=ocp.CheckpointManagerOptions(
                     max_to_keep=self._keep,
@@ -221,15 +244,24 @@ class Checkpoints:
 
 
 def _together(read: Callable[[], T]) -> T:
-    """What `read` returns, or Damaged in every process if it is raised in one."""
-    result, problem = None, None
+    """What `read` returns; what is raised in one process is raised in all.
+
+    Raises:
+        Damaged: What was read is not what was written.
+        RunFailure: It could not be read here and now, whatever it is.
+    """
+    result, damage, failure = None, None, None
     try:
         result = read()
     except Damaged as error:
-        problem = str(error)
-    problem = first_problem(problem)
-    if problem:
-        raise Damaged(problem)
+        damage = str(error)
+    except (OSError, MemoryError) as error:
+        failure = reason(error)
+    failure, damage = first_problem(failure), first_problem(damage)
+    if failure:
+        raise RunFailure(f"a checkpoint cannot be read: {failure}. Nothing was changed.")
+    if damage:
+        raise Damaged(damage)
     assert result is not None
     return result
 

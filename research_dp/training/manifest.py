@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from research_dp.distributed.checksum import tree_checksums
+from research_dp.distributed.errors import UsageError
 from research_dp.distributed.layout import by_path
 from research_dp.training.metrics import Sums
 
@@ -103,10 +104,12 @@ class Manifest:
 
         Raises:
             Damaged: It is not there, or not as it was written.
+            UsageError: A newer version wrote it.
+            OSError: It cannot be read here and now.
         """
         try:
             text = file.read_text()
-        except (OSError, UnicodeDecodeError) as error:
+        except (FileNotFoundError, NotADirectoryError, UnicodeDecodeError) as error:
             raise Damaged(f"{file.name} of {file.parent.name} cannot be read: {error}") from error
         try:
             written = json.loads(text)
@@ -116,7 +119,11 @@ class Manifest:
         if _digest(content) != digest:
             raise Damaged(f"its {file.parent.name} is not what was written")
         if content["format"] != FORMAT:
-            raise Damaged(f"its format is {content['format']}, and this version reads {FORMAT}")
+            raise UsageError(
+                f"the checkpoint {file.parent.parent} is of format {content['format']}, and this "
+                f"version of research_dp reads {FORMAT}: {content['origin'].get('versions')} wrote "
+                "it. Use that version, or another --workdir."
+            )
         window = {name: (s, n) for name, (s, n) in content["progress"]["window"].items()}
         return cls(
             step=content["step"],

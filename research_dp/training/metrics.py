@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -154,7 +155,10 @@ def read_json(text: str) -> dict[str, Any]:
 def write_at_once(path: Path, text: str) -> None:
     """Writes a file so that it is never seen half written."""
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(text)
+    with temporary.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
     temporary.replace(path)
 
 

@@ -26,6 +26,11 @@ STATE = "state"
 COMPLETE = re.compile(r"(\d+)")
 HALF_WRITTEN = re.compile(r"(\d+)\.orbax-checkpoint-tmp.*")
 SET_ASIDE = re.compile(r"(\d+)\.damaged\d*")
+_ERROR_CODE = re.compile(r"os_error_code='(\d+)'")
+_NOT_THE_FILES = {
+    *(errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM, errno.ESTALE),
+    *(errno.EIO, errno.ETIMEDOUT, errno.EINTR),
+}
 
 
 def steps_in(folder: Path, named: re.Pattern[str] = COMPLETE) -> Sequence[int]:
@@ -38,9 +43,8 @@ def steps_in(folder: Path, named: re.Pattern[str] = COMPLETE) -> Sequence[int]:
 
 def reason(error: BaseException) -> str:
     """Why something could not be read or written, in a line."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    found = re.search(r"os_error_code='(\d+)'", str(error))
+    *_, error = _chain(error)
+    found = _ERROR_CODE.search(str(error))
     if found:
         return os.strerror(int(found[1]))
     if isinstance(error, OSError) and error.strerror:
@@ -48,6 +52,40 @@ def reason(error: BaseException) -> str:
         return f"{error.strerror}{where}"
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return textwrap.shorten(lines[0], 200, placeholder=" ...").rstrip(".")
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """An error, what caused it, what caused that, and so on."""
+    inner: BaseException | None = error
+    while inner is not None:
+        yield inner
+        inner = inner.__cause__ or (None if inner.__suppress_context__ else inner.__context__)
+
+
+def _of_this_machine(error: BaseException) -> OSError | MemoryError | None:
+    """Why files could not be read that may be whole; None if it is the files."""
+    for inner in _chain(error):
+        found = _ERROR_CODE.search(str(inner))
+        code = int(found[1]) if found else getattr(inner, "errno", None)
+        if code in _NOT_THE_FILES:
+            return OSError(code, os.strerror(code))
+        if isinstance(inner, MemoryError):
+            return inner
+    return None
+
+
+def sync(folder: Path) -> None:
+    """Has a checkpoint's own records written to the disk, and names, lest power fails.
+
+    TensorStore does so with the arrays, Orbax not with what says that they are whole.
+    """
+    for path in (*folder.glob("*"), *folder.glob("*/*"), folder, folder.parent):
+        with contextlib.suppress(FileNotFoundError):
+            number = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(number)
+            finally:
+                os.close(number)
 
 
 def read_state(folder: Path, abstract_state: PyTree) -> PyTree:
@@ -106,7 +144,7 @@ class Row(NamedTuple):
         size: Bytes of its files.
         made: Strategy and mesh that wrote it.
         told: Whether it is whole, or what is wrong.
-        damaged: Whether it is complete but cannot be used.
+        damaged: Whether it is complete but cannot be used, or looked at.
     """
 
     step: int
@@ -140,7 +178,12 @@ def overview(folder: Path, *, verified: bool) -> Iterator[Row]:
         try:
             manifest = verify(path) if verified else Manifest.read(path / MANIFEST)
         except Damaged as error:
+            if not path.exists():
+                continue  # a run deleted it meanwhile
             yield Row(step, "", "", size, ("", ""), f"damaged: {error}", True)
+            continue
+        except (OSError, MemoryError) as error:
+            yield Row(step, "", "", size, ("", ""), f"cannot be read: {reason(error)}", True)
             continue
         by = manifest.origin
         mesh = " x ".join(f"{axis} {length}" for axis, length in by.get("mesh", {}).items())
@@ -169,7 +212,7 @@ def _read(folder: Path, wanted: PyTree, restore_args: PyTree) -> PyTree:
     except jax.errors.JaxRuntimeError:  # the devices', such as no memory left; not the file's
         raise
     except Exception as error:  # whatever Orbax and TensorStore make of the files
-        raise Damaged(reason(error)) from error
+        raise _of_this_machine(error) or Damaged(reason(error)) from error
 
 
 def _path(folder: Path) -> Any:

@@ -1,0 +1,129 @@
+"""Step time and wire bytes with `tree_reduction`, beside the plain reduction, in pairs.
+
+Run: python experiments/determinism/step_time.py [--pairs=15] [--shards=8]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+
+import jax
+import numpy as np
+import optax
+
+from research_dp.analysis.traffic import collectives
+from research_dp.distributed.collectives import PLAIN
+from research_dp.distributed.layout import largest_dim
+from research_dp.distributed.tree import tree_reduction
+from research_dp.models import convnet, mlp, transformer
+from research_dp.strategies import (
+    TrainSpec,
+    average_gradients,
+    data_parallel,
+    gather_shards,
+    make_mesh,
+    mapped,
+    scatter_gradients,
+    update_local,
+    update_slices,
+)
+
+FSDP = {"shard": largest_dim, "gather": gather_shards, "sync": average_gradients}
+STRATEGIES = {
+    "ddp": ({"data": -1}, {"sync": average_gradients, "update": update_local}),
+    "zero1": (
+        {"fsdp": -1},
+        {"shard": largest_dim, "sync": scatter_gradients, "update": update_slices},
+    ),
+    "fsdp": ({"fsdp": -1}, {**FSDP, "update": update_local}),
+    "hsdp": ({"data": 2, "fsdp": -1}, {**FSDP, "update": update_local}),
+}
+IMAGE = {
+    "image": jax.ShapeDtypeStruct((8, 8, 1), np.float32),
+    "label": jax.ShapeDtypeStruct((), np.int32),
+}
+TEXT = {"tokens": jax.ShapeDtypeStruct((64,), np.int32)}
+DECODER = {"vocab_size": 256, "width": 128, "depth": 4, "heads": 4, "mlp_width": 256}
+MODELS = {
+    "mlp": (mlp(widths=(1024, 1024), num_classes=10), IMAGE, 512),
+    "convnet": (convnet(num_classes=10, dropout_rate=0.2), IMAGE, 128),
+    "decoder": (transformer(**DECODER), TEXT, 32),
+}
+
+
+def prepared(model: str, strategy: str, reduction):
+    """(the compiled step, state, batch, wire bytes) of a strategy on all devices."""
+    trainable, example, batch_size = MODELS[model]
+    axes, slots = STRATEGIES[strategy]
+    recipe = data_parallel(
+        name=strategy, engine=mapped, mesh=make_mesh(axes), reduction=reduction, **slots
+    )
+    spec = TrainSpec(
+        model=trainable,
+        optimizer=optax.adamw(1e-3),
+        example=example,
+        batch_size=batch_size,
+        max_grad_norm=1.0,
+    )
+    built = recipe.build(spec)
+    rng = np.random.default_rng(0)
+    batch = {
+        name: rng.integers(0, 10, (batch_size, *x.shape)).astype(x.dtype)
+        for name, x in example.items()
+    }
+    placed = built.place_batch({name: x[built.train_rows] for name, x in batch.items()})
+    found = collectives(built.train_step, built.abstract_state, built.abstract_batch)
+    sent = sum(one.wire_bytes for one in found)
+    return built.train_step, built.init(jax.random.key(0)), placed, sent
+
+
+def seconds(step, state, placed, steps: int):
+    """(state after some steps, seconds for them); one step under way at a time."""
+    start = time.perf_counter()
+    for _ in range(steps):
+        state, metrics = step(state, placed)
+        jax.block_until_ready(metrics)
+    jax.block_until_ready(state)
+    return state, time.perf_counter() - start
+
+
+def compare(model: str, strategy: str, pairs: int, steps: int, shards: int) -> str:
+    """One row of the table: ratios of times (median of pairs, and their range) and of bytes."""
+    runs = [
+        prepared(model, strategy, how) for how in (PLAIN, tree_reduction(logical_shards=shards))
+    ]
+    states = [seconds(run[0], run[1], run[2], 3)[0] for run in runs]
+    ratios = []
+    for pair in range(pairs):
+        times = [0.0, 0.0]
+        for one in (0, 1) if pair % 2 else (1, 0):
+            states[one], times[one] = seconds(runs[one][0], states[one], runs[one][2], steps)
+        ratios.append(times[1] / times[0])
+    low, high = np.percentile(ratios, [25, 75])
+    median = statistics.median(ratios)
+    bytes_ratio = runs[1][3] / runs[0][3]
+    return f"| {model} | {strategy} | {median:.2f} | {low:.2f} to {high:.2f} | {bytes_ratio:.4f} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pairs", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--shards", type=int, default=8)
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--strategies", default=",".join(STRATEGIES))
+    options = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 8)
+    print("| model | strategy | time, tree / plain | quartiles | bytes, tree / plain |")
+    print("|---|---|---|---|---|")
+    for model in options.models.split(","):
+        for strategy in options.strategies.split(","):
+            row = compare(model, strategy, options.pairs, options.steps, options.shards)
+            print(row, flush=True)
+
+
+if __name__ == "__main__":
+    main()

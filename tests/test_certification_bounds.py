@@ -1,0 +1,77 @@
+"""How far rounding may bring two arrays apart, and what no rounding does."""
+
+import numpy as np
+import pytest
+
+from research_dp.certification.differences import SIZE, Envelope
+from research_dp.config import certifying
+from research_dp.config.sources import Binding
+
+EPS = float(np.finfo(np.float32).eps)
+BF16 = 2.0**-7
+
+
+def gradient(count=600, seed=0):
+    return np.random.default_rng(seed).normal(size=count).astype(np.float32)
+
+
+def wrong(found, expected, *, precision, noise=0.0, what="gradient"):
+    """What is wrong of one array beside three that are `noise` of its elements off."""
+    name, rng = (what, "w" if what == "gradient" else ""), np.random.default_rng(1)
+    noisy = [
+        {name: expected * (1 + noise * rng.normal(size=np.shape(expected))).astype(np.float32)}
+        for _ in range(3)
+    ]
+    compared = Envelope(precision).compare(0, {name: found}, {name: expected}, noisy)
+    return [d.what for d in compared if d.is_wrong]
+
+
+@pytest.mark.parametrize("precision", [EPS, BF16])
+def test_counts_are_exact_whatever_dtype_is_named(precision):
+    counts = {"precision": precision, "what": "items counted"}
+    assert wrong(np.float32(125), np.float32(128), **counts) == ["items counted"]
+    assert wrong(np.nextafter(np.float32(128), np.float32(0)), np.float32(128), **counts)
+    assert not wrong(np.float32(128), np.float32(128), **counts)
+    # Weights need not be whole: their sums are rounded.
+    assert not wrong(np.float32(12.5) + np.float32(1e-6), np.float32(12.5), **counts)
+
+
+def test_a_coarse_dtype_hides_no_gradient_that_is_too_small():
+    g = gradient()
+    rounded = g.astype("bfloat16").astype(np.float32)
+    assert not wrong(rounded, g, precision=BF16)
+    assert wrong(rounded, g, precision=EPS) == ["gradient", SIZE]
+    assert wrong(rounded * np.float32(0.99), g, precision=BF16) == [SIZE]
+
+
+@pytest.mark.parametrize("what", ["loss", "gradient norm"])
+def test_a_coarse_dtype_loosens_sums_over_many_little(what):
+    assert wrong(np.float32(1.01), np.float32(1), precision=BF16, what=what) == [what]
+
+
+def test_noise_of_single_elements_hides_no_gradient_that_is_too_small():
+    g = gradient(60_000)
+    assert wrong(g * np.float32(0.5), g, precision=EPS, noise=0.1) == [SIZE]
+
+
+def test_gradients_that_are_noise_are_not_judged():
+    envelope, rng = Envelope(EPS), np.random.default_rng(0)
+    right = {("gradient", "w"): gradient(), ("gradient", "b"): gradient() * np.float32(1e-9)}
+    noisy = [{**right, ("gradient", "b"): rng.normal(size=600) * 1e-9} for _ in range(3)]
+    envelope.compare(0, right, right, noisy)
+    hidden = envelope.hidden()
+    assert hidden.leaves == ("b",)
+    assert hidden.part < 1e-12 and hidden.bound < 1e-5
+    envelope = Envelope(EPS)
+    envelope.compare(0, right, right, [{**x, ("gradient", "w"): gradient(seed=9)} for x in noisy])
+    assert envelope.hidden().part == 1.0
+
+
+def test_the_dtype_of_an_optimizers_state_is_none_of_gradients():
+    def precision(*names):
+        return certifying.precision_of(
+            Binding("", *name.rpartition(".")[::2], "bfloat16", "here") for name in names
+        )
+
+    assert precision() == precision("optax.adamw.mu_dtype") == EPS
+    assert precision("transformer.dtype") == precision("gather_shards.gather_dtype") == BF16

@@ -1,0 +1,60 @@
+"""What strategies send, beside what they may: traced, and not run."""
+
+import pytest
+from test_certification import bench_of
+
+from research_dp.certification import costs
+from research_dp.models import convnet, mlp
+from research_dp.strategies import gather_shards
+
+LAYERS = 40
+HALF = (
+    "gather_shards.gather_dtype = 'bfloat16'",
+    "gather_shards.grad_scatter_dtype = 'bfloat16'",
+)
+
+
+def sent(bench):
+    """Bytes sent a step, and how many at most."""
+    found = {cost.what: cost for cost in costs.costs(bench.recipe.build(bench.spec), bench.spec)}
+    assert found["parameters a device"].is_right
+    return found["bytes sent a step"]
+
+
+SLOW = [pytest.param(stem, marks=pytest.mark.slow) for stem in ("ddp", "fsdp_keep")]
+
+
+@pytest.mark.parametrize("stem", ["zero1", *SLOW])
+def test_a_model_of_many_leaves_is_within_the_table(stem):
+    deep = mlp(widths=(8,) * LAYERS, num_classes=10, dropout_rate=0.0)
+    cost = sent(bench_of(stem, spec={"model": deep, "max_grad_norm": 1.0}))
+    assert cost.is_right, cost
+
+
+def test_statistics_over_the_batch_are_within_the_table():
+    model = convnet(features=(64, 64), hidden=8, num_classes=10, norm="batch")
+    cost = sent(bench_of("ddp", spec={"model": model}))
+    assert cost.is_right, cost
+
+
+def test_what_is_reduced_in_float32_may_be_held_in_bfloat16():
+    wide = ["scatter_gradients.dtype = 'float32'", "average_gradients.dtype = 'float32'"]
+    for stem in ("ddp", "zero1"):
+        cost = sent(bench_of(stem, bindings=wide, param_dtype="bfloat16"))
+        assert cost.is_right, cost
+
+
+def deaf(held, layout, *, reduction, gather_dtype="bfloat16", grad_scatter_dtype="bfloat16"):
+    return gather_shards(held, layout, reduction=reduction)
+
+
+def test_a_named_dtype_must_be_that_of_what_travels():
+    assert sent(bench_of("fsdp", bindings=HALF)).is_right
+    cost = sent(bench_of("fsdp", gather=deaf))
+    assert not cost.is_right and cost.measured > 1.5 * cost.most
+
+
+def test_the_same_bits_are_within_the_table():
+    tree = ["data_parallel.reduction = @tree_reduction()", "tree_reduction.logical_shards = 8"]
+    cost = sent(bench_of("fsdp", bindings=tree, spec={"max_grad_norm": 1.0}))
+    assert cost.is_right, cost
