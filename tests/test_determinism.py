@@ -157,9 +157,10 @@ def test_it_is_the_order_that_makes_the_bits():
 def test_the_same_bits_of_a_model_of_units_and_of_convolutions(api):
     rng = np.random.default_rng(1)
     text = [{"tokens": rng.integers(0, 64, (BATCH, 16)).astype(np.int32)} for _ in range(4)]
-    for model, example, data in (
-        (decoder(api), TOKENS, text),
-        (convnet(api=api, features=(8,), hidden=17, num_classes=10), EXAMPLE, batches(4)),
+    sizes = {"features": (8,), "hidden": 17, "num_classes": 10}
+    for model, example, data, first in (
+        (decoder(api), TOKENS, text, ("ddp", 2, 1)),
+        (convnet(api=api, **sizes), EXAMPLE, batches(4), ("single", 1, 1)),
     ):
         options = {"example": example, "bindings": AS_USERS_DO}
         # Two shards a device and one, which is a loop too.
@@ -167,9 +168,14 @@ def test_the_same_bits_of_a_model_of_units_and_of_convolutions(api):
             bound = (f"logical_shards = {shards}", f"loop = {loop}")
             how = [f"tree_reduction.{one}" for one in bound]
             options["bindings"] = (*AS_USERS_DO, *how)
-            cells = [("single", 1, 1), ("ddp", 8, 1), ("fsdp", 1, 8), ("zero1", 1, 2)]
+            cells = [first, ("ddp", 8, 1), ("fsdp", 1, 8), ("zero1", 1, 2)]
             found = [bits(build(*cell, model, **options), data) for cell in cells]
             assert all(one == found[0] for one in found)
+
+
+def test_a_model_of_units_on_one_device_is_refused():
+    with pytest.raises(UsageError, match="other bits on one device"):
+        build("single", 1, 1, decoder("linen"), example=TOKENS)
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,13 @@ def check_model(recipe: Recipe, spec: TrainSpec, abstract: TrainState) -> None:
             "added up in float32 (data_parallel.reduction). Bind None.",
             binding="data_parallel.accumulation_dtype",
         )
+    if spec.model.units and recipe.mesh.size == 1:
+        # Found by comparing: the same step's products are compiled to other code there.
+        raise UsageError(
+            "data_parallel.reduction: a model that names units has other bits on one device than "
+            "on several. Take two devices or more, or leave out logical shards.",
+            binding="data_parallel.reduction",
+        )
     if jax.tree.leaves(abstract.model_state) or _knows_other_examples(spec, abstract):
         raise UsageError(
             "data_parallel.reduction: train.model has statistics over the batch, which are "
