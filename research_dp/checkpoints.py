@@ -20,6 +20,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--verify", action="store_true", help="read all arrays")
     options = parser.parse_args(argv)
 
+    from research_dp.analysis.tables import table
     from research_dp.config import ending, show
     from research_dp.distributed.errors import UsageError
 
@@ -34,7 +35,7 @@ def main(argv: list[str]) -> int:
         if not rows:
             raise UsageError(f"there are no checkpoints in {folder}.")
         columns = ("step:", "examples seen:", "saved", "bytes:", "strategy", "mesh", "")
-        shown = show.table(f"Checkpoints in {folder}", *columns)
+        shown = table(f"Checkpoints in {folder}", *columns)
         for row in rows:
             made = (row.saved, f"{row.size:,}", *row.made)
             shown.add_row(str(row.step), row.examples, *made, row.told)

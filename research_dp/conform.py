@@ -12,6 +12,7 @@ import sys
 
 def main(argv: list[str]) -> int:
     """Runs the command; returns its exit status: 0 it does, 1 it does not, 2 a mistake."""
+    from research_dp.analysis.tables import table
     from research_dp.config import command_line, ending, environment, gin_config, gin_state, show
 
     options = command_line.parse_conform(argv, __doc__ or "")
@@ -22,12 +23,13 @@ def main(argv: list[str]) -> int:
         environment.set_up_devices(options.cpu_devices)
         environment.set_up_compilation_cache()
         from research_dp.conformance import suite
+        from research_dp.distributed.mesh import sizes_text
 
         recipe = gin_state.value_of("train.strategy")
         found = [check for api in suite.APIS for check in suite.checks(recipe, api)]
         sent = suite.wire_bytes(recipe, suite.APIS[0])
-        sizes = " x ".join(f"{name} {size}" for name, size in recipe.mesh.shape.items())
-        shown = show.table(f"{recipe.name} on {sizes}, and single", "model", "what", "", "by")
+        sizes = sizes_text(recipe.mesh.shape)
+        shown = table(f"{recipe.name} on {sizes}, and single", "model", "what", "", "by")
         for check in found:
             shown.add_row(check.api, check.what, "agrees" if check.right else "DIFFERS", check.told)
         show.put(shown, f"A device sends {sent:,.0f} bytes a step.")

@@ -50,6 +50,10 @@ class Chip:
             return self.flops.get("f8", self.flops["bf16"])
         return self.flops.get(dtype, self.flops["f32"])
 
+    def peak_of(self, dtype: str) -> float:
+        """FLOP/s for operands of a dtype in JAX's words; what is not half as wide counts as f32."""
+        return self.peak({"bfloat16": "bf16", "float16": "f16"}.get(dtype, "f32"))
+
 
 @functools.cache
 def chips() -> dict[str, Chip]:

@@ -14,6 +14,8 @@ import jax
 from jax.extend.core import jaxprs_in_params
 from jax.interpreters import partial_eval
 
+from research_dp.strategies import Strategy
+
 # Primitive -> (kind, wire bytes a device of a ring as a multiple of (n - 1) / n of the full array).
 _KINDS = {
     "psum": ("all-reduce", 2),
@@ -57,6 +59,11 @@ class Collective:
             return float(self.nbytes * self.times)
         factor = next(f for kind, f in _KINDS.values() if kind == self.kind)
         return factor * self.nbytes * (self.devices - 1) / self.devices * self.times
+
+
+def of_step(strategy: Strategy) -> list[Collective]:
+    """The collectives of a strategy's training step."""
+    return collectives(strategy.train_step, strategy.abstract_state, strategy.abstract_batch)
 
 
 def collectives(function: Callable[..., Any], *args: Any) -> list[Collective]:

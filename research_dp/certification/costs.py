@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from research_dp.analysis import traffic
 from research_dp.analysis.minimum import min_wire_bytes
+from research_dp.distributed.placement import nbytes
 from research_dp.strategies import Strategy, TrainSpec
 
 PyTree = Any
@@ -74,7 +75,7 @@ def costs(strategy: Strategy, spec: TrainSpec) -> Iterator[Cost]:
     the compiler are left out.
     """
     row = TABLE.get(strategy.name)
-    sent = collectives(strategy)
+    sent = traffic.of_step(strategy)
     if row is None and not sent:
         yield Cost("bytes sent a step", 0.0, None, "by the compiler; not counted")
     else:
@@ -86,7 +87,7 @@ def costs(strategy: Strategy, spec: TrainSpec) -> Iterator[Cost]:
         yield Cost("bytes sent a step", sum(one.wire_bytes for one in sent), most, told)
     shares = {"whole": 1.0, "sharded": _share(strategy)}
     for what, part in (("params", "params"), ("optimizer", "opt_state")):
-        held, total = _held(getattr(strategy.abstract_state, part))
+        held, total = nbytes(getattr(strategy.abstract_state, part))
         lies = getattr(row, what) if row else None
         most = None if lies is None else shares[lies] * total + _METRICS
         told = f"{lies}, of {total:,} in all" if lies else f"of {total:,} in all"
@@ -119,18 +120,11 @@ def _arrays(tree: PyTree) -> Iterator[jax.ShapeDtypeStruct]:
     return (x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating))
 
 
-def collectives(strategy: Strategy) -> list[traffic.Collective]:
-    """Collectives of the traced training step."""
-    return traffic.collectives(
-        strategy.train_step, strategy.abstract_state, strategy.abstract_batch
-    )
-
-
 def unnamed_dtypes(strategy: Strategy, dtypes: Iterable[str]) -> list[str]:
     """Floating-point dtypes that gradients or parameters travel in, and that nothing names."""
     names = {str(x.dtype) for x in jax.tree.leaves(strategy.abstract_state.params)}
     known = {"float32", *names, *(str(jnp.dtype(x)) for x in dtypes)}
-    sent = {one.dtype for one in collectives(strategy)}
+    sent = {one.dtype for one in traffic.of_step(strategy)}
     return sorted(d for d in sent - known if jnp.issubdtype(jnp.dtype(d), jnp.floating))
 
 
@@ -138,10 +132,3 @@ def _share(strategy: Strategy) -> float:
     """The part of what is sharded where it can be that a device holds."""
     places = jax.tree.leaves(strategy.layouts.slices)
     return sum(p.nbytes_per_device for p in places) / sum(p.nbytes for p in places)
-
-
-def _held(tree: PyTree) -> tuple[int, int]:
-    """Bytes of a tree a device, and in all."""
-    leaves = jax.tree.leaves(tree)
-    held = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
-    return held, sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from research_dp.certification.bench import Batch, Bench, on_host, put, step
 from research_dp.certification.differences import same_bits
-from research_dp.distributed.mesh import build_mesh
+from research_dp.distributed.mesh import build_mesh, sizes_text
 from research_dp.strategies import Strategy, TrainState
 from research_dp.training.checkpoint import Checkpoints
 from research_dp.training.manifest import Progress
@@ -47,7 +47,7 @@ def survivals(bench: Bench, state: TrainState, batches: Sequence[Batch]) -> Iter
         ways = (_trained(strategy, given, batches) for given in (state, back))
         yield Survived(f"{len(batches)} steps after it", same_bits(*ways))
         for other in (bench.oracle, *_elsewhere(bench)):
-            sizes = " x ".join(f"{name} {size}" for name, size in other.mesh.shape.items())
+            sizes = sizes_text(other.mesh.shape)
             found = saved.restore(other)
             yield Survived(f"moved to {other.name} on {sizes}", same_bits(found, state))
     with tempfile.TemporaryDirectory() as folder:

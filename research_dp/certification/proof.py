@@ -16,6 +16,7 @@ from research_dp.certification.certificate import Certificate, Check, StepRecord
 from research_dp.certification.differences import CAP, Difference, Envelope, Hidden, same_bits
 from research_dp.certification.follow import Evidence
 from research_dp.distributed.data_set import DataSet, EvalOrder, TrainOrder
+from research_dp.distributed.mesh import sizes_text
 from research_dp.strategies import TrainState
 
 NOISY_PART = 0.01  # of the squared norm of gradients, what noise may hide
@@ -35,10 +36,9 @@ def certify(bench: Bench, data: DataSet, *, steps: int, dtypes: Sequence[str] = 
         UsageError: One of them cannot be built.
     """
     strategy, oracle = bench.strategy, bench.oracle
-    sizes = " x ".join(f"{name} {size}" for name, size in strategy.mesh.shape.items())
     done = Certificate(
-        f"{strategy.name} on {sizes} against {oracle.name}, {steps} steps of "
-        f"{bench.spec.batch_size} examples of {data.name}"
+        f"{strategy.name} on {sizes_text(strategy.mesh.shape)} against {oracle.name}, "
+        f"{steps} steps of {bench.spec.batch_size} examples of {data.name}"
     )
     born = _initial(bench)
     done.checks.append(born)

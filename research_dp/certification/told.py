@@ -6,9 +6,9 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
-from rich import box
 from rich.table import Table
 
+from research_dp.analysis.tables import table
 from research_dp.certification.certificate import BOUND, Certificate, StepRecord
 
 _STEPS, _LEAVES = 8, 12
@@ -21,10 +21,10 @@ def parts(done: Certificate) -> Iterator[Any]:
     if done.steps:
         yield _steps(done)
         yield _leaves(done)
-    table = _table(done.title, "check", "", "found")
+    shown = table(done.title, "check", "", "found")
     for check in done.checks:
-        table.add_row(check.what, _VERDICTS[check.right], check.told)
-    yield table
+        shown.add_row(check.what, _VERDICTS[check.right], check.told)
+    yield shown
     yield textwrap.fill(BOUND, _WIDTH)
     if done.unjudged:
         told = f"Not judged, for a bug could hide in their noise: {', '.join(done.unjudged)}."
@@ -37,16 +37,9 @@ def parts(done: Certificate) -> Iterator[Any]:
     yield f"Cause: {done.cause or 'not found; what differs first is all that is known'}."
 
 
-def _table(title: str, *columns: str) -> Table:
-    shown = Table(title=title, box=box.SIMPLE, title_justify="left")
-    for column in columns:
-        shown.add_column(column.rstrip(":"), justify="right" if column.endswith(":") else "left")
-    return shown
-
-
 def _steps(done: Certificate) -> Table:
     """A few of the steps, the first and the last among them."""
-    table = _table(
+    shown = table(
         "Steps from the oracle's state; differences in ULPs",
         *("step:", "loss:", "oracle's:", "apart:", "in a row:", "gradient norm:", "apart:"),
         *("worst gradient:", "relative:", "at"),
@@ -54,8 +47,8 @@ def _steps(done: Certificate) -> Table:
     last = len(done.steps) - 1
     chosen = sorted({round(i * last / (_STEPS - 1)) for i in range(_STEPS)})
     for record in (done.steps[i] for i in chosen):
-        table.add_row(*_row(record))
-    return table
+        shown.add_row(*_row(record))
+    return shown
 
 
 def _row(record: StepRecord) -> tuple[str, ...]:
@@ -77,12 +70,12 @@ def _row(record: StepRecord) -> tuple[str, ...]:
 def _leaves(done: Certificate) -> Table:
     """The arrays nearest to their bounds, each at its worst step."""
     worst = sorted(done.worst().values(), key=lambda d: -d.excess)
-    table = _table(
+    shown = table(
         f"Arrays nearest to their bounds, of {len(worst)}, each at its worst step",
         *("array", "step:", "ULPs:", "bound:", "relative:"),
     )
     for d in (d for d in worst[:_LEAVES] if d.excess):
-        table.add_row(
+        shown.add_row(
             d.name, str(d.step), f"{d.gap.ulps:.3g}", f"{d.bound:.3g}", f"{d.gap.relative:.1e}"
         )
-    return table
+    return shown

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import collections
 import json
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import gin
-import jax
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from research_dp.analysis import traffic
+from research_dp.analysis.tables import table
 from research_dp.config import gin_config, gin_state
 from research_dp.config.gin_config import Config
 from research_dp.config.names import did_you_mean
 from research_dp.config.reach import key
 from research_dp.distributed.errors import UsageError
+from research_dp.distributed.mesh import sizes_text
+from research_dp.distributed.placement import nbytes
 from research_dp.strategies import Recipe, Strategy, TrainSpec
 from research_dp.training import report
 
@@ -96,7 +96,7 @@ def default_text(value: Any) -> str:
 def mesh_line(strategy: Strategy) -> str:
     """The mesh, its sizes and devices."""
     mesh = strategy.mesh
-    sizes = " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
+    sizes = sizes_text(mesh.shape)
     kind = mesh.devices.flat[0].device_kind
     return f"Mesh of {strategy.name}: {sizes} = {mesh.size} devices ({kind})"
 
@@ -107,9 +107,7 @@ def state_table(strategy: Strategy) -> Table:
     sums: collections.Counter[str] = collections.Counter()
     state = strategy.abstract_state
     for what in ("params", "model_state", "opt_state"):
-        leaves = jax.tree.leaves(getattr(state, what))
-        total = sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
-        held = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
+        held, total = nbytes(getattr(state, what))
         sums.update(all=total, device=held)
         shown.add_row(what, f"{total:,}", f"{held:,}")
     shown.add_row("all", f"{sums['all']:,}", f"{sums['device']:,}")
@@ -118,9 +116,7 @@ def state_table(strategy: Strategy) -> Table:
 
 def collectives_table(strategy: Strategy) -> Table | str:
     """Collectives of the traced step, and the bytes that a device sends over a ring."""
-    found = traffic.collectives(
-        strategy.train_step, strategy.abstract_state, strategy.abstract_batch
-    )
+    found = traffic.of_step(strategy)
     groups: dict[Any, list[traffic.Collective]] = {}
     for one in found:
         groups.setdefault((one.kind, ", ".join(one.axes), one.dtype), []).append(one)
@@ -133,14 +129,6 @@ def collectives_table(strategy: Strategy) -> Table | str:
         shown.add_row(kind, axes, dtype, f"{sum(one.times for one in same)}", f"{wire:,.0f}")
     total = sum(one.wire_bytes for one in found)
     shown.add_row("all", "", "", str(sum(one.times for one in found)), f"{total:,.0f}")
-    return shown
-
-
-def table(title: str, *columns: str) -> Table:
-    """A table; columns whose name ends with a colon are of numbers."""
-    shown = Table(title=title, box=box.SIMPLE, title_justify="left")
-    for column in columns:
-        shown.add_column(column.rstrip(":"), justify="right" if column.endswith(":") else "left")
     return shown
 
 

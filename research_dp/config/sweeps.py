@@ -14,6 +14,7 @@ from typing import Any
 import jax
 from rich.table import Table
 
+from research_dp.analysis import tables
 from research_dp.config import command_line, gin_config, gin_state, runner, show, words
 from research_dp.distributed.errors import UsageError
 
@@ -125,7 +126,7 @@ def table(runs: Sequence[Member]) -> Table:
     heads = [choice.of for choice in runs[0].choices]
     metrics = sorted({name for member in runs for name in member.summary.get("eval", {})})
     numbers = [f"eval {name}:" for name in metrics]
-    found = show.table(
+    found = tables.table(
         "Sweep", *heads, "status", "step:", *numbers, "steps/s:", "parameters' fingerprint"
     )
     for member in runs:

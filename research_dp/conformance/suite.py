@@ -176,10 +176,7 @@ def checks(recipe: Recipe, api: str) -> Iterator[Check]:
 def wire_bytes(recipe: Recipe, api: str) -> float:
     """Bytes that a device sends in a step, as the traced program says."""
     strategy = recipe.build(small_spec(api, batch_size_for(recipe.mesh.size)))
-    found = traffic.collectives(
-        strategy.train_step, strategy.abstract_state, strategy.abstract_batch
-    )
-    return sum(one.wire_bytes for one in found)
+    return sum(one.wire_bytes for one in traffic.of_step(strategy))
 
 
 def _near(found: Any, expected: Any, *, atol: float = 0.0, rtol: float = 0.0) -> tuple[bool, str]:

@@ -122,6 +122,11 @@ def refuse_several_processes(what: str, advice: str, binding: str) -> None:
         )
 
 
+def sizes_text(sizes: Mapping[str, int]) -> str:
+    """A mesh's axes as messages and tables name them, e.g. 'data 1 x fsdp 8'."""
+    return " x ".join(f"{name} {size}" for name, size in sizes.items())
+
+
 def _resolve_sizes(axes: Mapping[str, int], present: int, platform: str) -> dict[str, int]:
     def refuse(problem: str) -> UsageError:
         return UsageError(f"make_mesh.axes = {dict(axes)}: {problem}", binding="make_mesh.axes")

@@ -44,6 +44,13 @@ def shardings(mesh: Mesh, specs: PyTree) -> PyTree:
     )
 
 
+def nbytes(tree: PyTree) -> tuple[int, int]:
+    """Bytes of a tree of arrays with shardings, abstract ones too: (a device, in all)."""
+    leaves = jax.tree.leaves(tree)
+    held = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
+    return held, sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
+
+
 def place(tree: PyTree, tree_shardings: PyTree) -> PyTree:
     """Puts this process's part of each host array on its sharding.
 

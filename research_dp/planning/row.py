@@ -19,6 +19,7 @@ from research_dp.analysis.minimum import min_wire_bytes
 from research_dp.analysis.program import ProgramCost, read
 from research_dp.analysis.topologies import Topology
 from research_dp.distributed.errors import UsageError
+from research_dp.distributed.placement import nbytes
 from research_dp.planning.available import available_bytes
 from research_dp.strategies import Recipe, Strategy, TrainSpec
 
@@ -210,18 +211,12 @@ def _held(name: str, built: Strategy, spec: TrainSpec, where: Topology) -> Row:
         batch_size=spec.batch_size,
         accumulation_steps=spec.accumulation_steps,
         parameters=sum(math.prod(x.shape) for x in jax.tree.leaves(state.params)),
-        params_bytes=_bytes(state.params),
-        opt_bytes=_bytes(state.opt_state),
-        state_bytes=_bytes(state),
-        batch_bytes=_bytes(built.abstract_batch),
+        params_bytes=nbytes(state.params)[0],
+        opt_bytes=nbytes(state.opt_state)[0],
+        state_bytes=nbytes(state)[0],
+        batch_bytes=nbytes(built.abstract_batch)[0],
         available_bytes=available_bytes(where),
     )
-
-
-def _bytes(tree: Any) -> int:
-    """Bytes a device of abstract arrays with shardings."""
-    leaves = jax.tree.leaves(tree)
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
 
 
 def _kept(row: Row, memory: Any) -> None:
@@ -240,14 +235,14 @@ def _sent(row: Row, cost: ProgramCost) -> None:
     row.wire_bytes = {"total": cost.wire_bytes}
     for key, field in (("by_kind", "kind"), ("by_axis", "axes"), ("by_dtype", "dtype")):
         sums = cost.wire_bytes_by(field)
-        row.wire_bytes[key] = {name: nbytes for (name,), nbytes in sorted(sums.items())}
+        row.wire_bytes[key] = {name: sent for (name,), sent in sorted(sums.items())}
     counts: collections.Counter[tuple[str, ...]] = collections.Counter()
     fields = ("kind", "axes", "dtype", "purpose")
     for one in cost.collectives:
         counts[one.kind, "+".join(one.axes), one.dtype, one.purpose] += one.operations
     row.collectives = [
-        {**dict(zip(fields, key, strict=True)), "count": counts[key], "wire_bytes": nbytes}
-        for key, nbytes in sorted(cost.wire_bytes_by(*fields).items())
+        {**dict(zip(fields, key, strict=True)), "count": counts[key], "wire_bytes": sent}
+        for key, sent in sorted(cost.wire_bytes_by(*fields).items())
     ]
 
 
@@ -271,8 +266,7 @@ def _timed(row: Row, cost: ProgramCost, spec: TrainSpec, where: Topology, built:
     if spec.model.work is not None:
         work = spec.model.work(spec.example)
         row.tokens_per_second = work.tokens * row.examples_per_second
-        short = {"bfloat16": "bf16", "float16": "f16"}.get(work.dtype, "f32")
-        most = where.chip.peak(short) * built.mesh.size
+        most = where.chip.peak_of(work.dtype) * built.mesh.size
         row.mfu = work.flops * row.examples_per_second / most
 
 

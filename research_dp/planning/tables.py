@@ -6,10 +6,11 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from rich import box
 from rich.table import Table
 
+from research_dp.analysis.tables import table
 from research_dp.analysis.topologies import Topology
+from research_dp.distributed.mesh import sizes_text
 from research_dp.planning import available
 from research_dp.planning.row import Row
 
@@ -22,13 +23,13 @@ def tables(rows: Sequence[Row], where: Topology) -> list[Any]:
 def memory(rows: Sequence[Row], where: Topology) -> Table:
     """What each strategy keeps on a device."""
     unit, name = scale(row.needed_bytes or row.state_bytes for row in rows)
-    shown = _table(
+    shown = table(
         f"Memory of a device in {name}; it has to fit in: {available.told(where)}",
         "strategy", "mesh", "parameters:", "optimizer:", "batch:", "temporary:", "needed:",
         "of:", "fits",
     )  # fmt: skip
     for row in rows:
-        mesh = " x ".join(f"{axis} {size}" for axis, size in (row.mesh or {}).items())
+        mesh = sizes_text(row.mesh or {})
         held = (row.params_bytes, row.opt_bytes, row.batch_bytes, row.temp_bytes, row.needed_bytes)
         sizes = (_number(nbytes, unit, ",.3f") for nbytes in (*held, row.available_bytes))
         fits = "yes" if row.fits else (row.problem or "").partition(":")[0]
@@ -41,7 +42,7 @@ def step(rows: Sequence[Row]) -> Table:
     measured = any(row.measured_seconds for row in rows)
     more = ("measured ms:", "error:") if measured else ()
     unit, name = _sent(rows)
-    shown = _table(
+    shown = table(
         f"A step: {name} that a device sends, and the least it must; ms predicted from vendors' "
         f"rates{', MFU and tokens/s as measured' if measured else ''}",
         "strategy", f"{name} sent:", "least:", "ratio:", "times:", "hidden:", "TFLOP:", "compute:",
@@ -79,7 +80,7 @@ def collectives(rows: Sequence[Row]) -> Table:
     """What each strategy sends, by kind, axis and dtype."""
     unit, name = _sent(rows)
     columns = ("strategy", "kind", "over", "dtype", "times:", f"{name} sent:")
-    shown = _table("Collectives a step", *columns)
+    shown = table("Collectives a step", *columns)
     for row in rows:
         first = row.strategy
         for one in row.collectives or ():
@@ -137,11 +138,3 @@ def _sent(rows: Sequence[Row]) -> tuple[float, str]:
 
 def _number(value: float | None, unit: float, form: str) -> str:
     return "" if value is None else f"{value / unit:{form}}"
-
-
-def _table(title: str, *columns: str) -> Table:
-    """A table; columns whose name ends with a colon are of numbers."""
-    shown = Table(title=title, box=box.SIMPLE, title_justify="left")
-    for column in columns:
-        shown.add_column(column.rstrip(":"), justify="right" if column.endswith(":") else "left")
-    return shown

@@ -15,7 +15,7 @@ from research_dp.distributed import layout as layout_lib
 from research_dp.distributed import placement
 from research_dp.distributed.errors import UsageError, check_count, check_limit
 from research_dp.distributed.kinds import Above
-from research_dp.distributed.mesh import BATCH_AXES, FSDP_AXIS, batch_devices
+from research_dp.distributed.mesh import BATCH_AXES, FSDP_AXIS, batch_devices, sizes_text
 from research_dp.distributed.updates import map_state, mixing_primitive
 from research_dp.strategies.logical_shards import check_model, in_shards
 from research_dp.strategies.strategy import Layouts, PlacedBatch, Recipe, TrainSpec, TrainState
@@ -180,7 +180,7 @@ def _check_sizes(batch_size: int, devices: int, micros: int, mesh: Mesh) -> None
     check_count("train.accumulation_steps", micros, 1)
     step = devices * micros
     if batch_size % step:
-        sizes = " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
+        sizes = sizes_text(mesh.shape)
         near = max(step, math.floor(batch_size / step + 0.5) * step)
         raise UsageError(
             f"train.batch_size = {batch_size} does not divide over {sizes} = {devices} devices x "

@@ -8,6 +8,7 @@ import jax
 from rich import box
 from rich.table import Table
 
+from research_dp.distributed.mesh import sizes_text
 from research_dp.strategies import Strategy
 
 _SHOWN = 200
@@ -17,7 +18,7 @@ def layout_table(strategy: Strategy) -> Table:
     """Rows of path, shape, dtype, where it lies, bytes a device; and why it is whole."""
     placements = jax.tree.leaves(strategy.layouts.params)
     slices = jax.tree.leaves(strategy.layouts.slices)
-    mesh = " x ".join(f"{name} {size}" for name, size in strategy.mesh.shape.items())
+    mesh = sizes_text(strategy.mesh.shape)
     table = Table(
         title=f"Parameters under {strategy.name} on {mesh}", box=box.SIMPLE, title_justify="left"
     )
@@ -51,7 +52,7 @@ def one_line(strategy: Strategy) -> str:
     sharded = sum(p.dim is not None for p in placements)
     held = sum(p.nbytes_per_device for p in placements)
     total = sum(p.nbytes for p in placements)
-    mesh = " x ".join(f"{name} {size}" for name, size in strategy.mesh.shape.items())
+    mesh = sizes_text(strategy.mesh.shape)
     return (
         f"{strategy.name} on {mesh}: {sharded} of {len(placements)} parameters sharded, "
         f"{held:,} of {total:,} bytes a device (--dry_run shows each)"

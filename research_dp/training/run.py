@@ -320,7 +320,7 @@ def _peak(mesh: Mesh, work: Work | None) -> float | None:
     chip = chip_of(device.device_kind)
     if work is None or chip is None or device.platform == "cpu":
         return None
-    return chip.peak({"bfloat16": "bf16", "float16": "f16"}.get(work.dtype, "f32")) * mesh.size
+    return chip.peak_of(work.dtype) * mesh.size
 
 
 def _most_in_flight() -> int:

@@ -116,8 +116,7 @@ def probes(strategy: Strategy) -> list[Probe]:
     CPUs, whose compiler makes none.
     """
     try:
-        args = strategy.abstract_state, strategy.abstract_batch
-        traced = traffic.collectives(strategy.train_step, *args)
+        traced = traffic.of_step(strategy)
     except NotImplementedError:  # one in a loop of unknown length, in a user's model
         traced = []
     largest: dict[tuple[str, tuple[str, ...], str], int] = {}

@@ -17,6 +17,7 @@ import numpy as np
 
 from research_dp.distributed.checksum import array_checksum
 from research_dp.distributed.layout import by_path
+from research_dp.distributed.mesh import sizes_text
 from research_dp.training.manifest import Damaged, Manifest, told_changes
 
 PyTree = Any
@@ -186,7 +187,7 @@ def overview(folder: Path, *, verified: bool) -> Iterator[Row]:
             yield Row(step, "", "", size, ("", ""), f"cannot be read: {reason(error)}", True)
             continue
         by = manifest.origin
-        mesh = " x ".join(f"{axis} {length}" for axis, length in by.get("mesh", {}).items())
+        mesh = sizes_text(by.get("mesh", {}))
         told = f"whole: {len(manifest.leaves)} arrays" if verified else "not verified"
         made = (by.get("strategy", ""), mesh)
         yield Row(step, f"{manifest.examples_seen:,}", by["time"], size, made, told, False)
