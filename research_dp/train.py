@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import sys
 
 
 def main(argv: list[str]) -> int:
     """Runs the command; returns its exit status."""
-    from research_dp.config import command_line, ending, environment, show
+    from research_dp.config import command_line, ending, environment, printing, show
 
     options = command_line.parse(argv, __doc__ or "")
 
@@ -23,9 +24,13 @@ def main(argv: list[str]) -> int:
         from research_dp.training.loop import train
 
         look = show.look(config) if options.dry_run else None
+        stack = contextlib.ExitStack()
         if look is None:
+            # Who stops reading does not stop training.
+            stack.enter_context(printing.while_read())
             print(cache, flush=True)
-        return train(workdir=options.workdir, look=look, started=environment.started())
+        with stack:
+            return train(workdir=options.workdir, look=look, started=environment.started())
 
     return ending.told(body)
 

@@ -1,12 +1,16 @@
 """What strategies send, beside what they may: traced, and not run."""
 
+import re
+
 import pytest
-from test_certification import bench_of
+from certified import bench_of
+from conftest import ROOT
 
 from research_dp.certification import costs
 from research_dp.models import convnet, mlp
 from research_dp.strategies import gather_shards
 
+README = (ROOT / "README.md").read_text()
 LAYERS = 40
 HALF = (
     "gather_shards.gather_dtype = 'bfloat16'",
@@ -58,3 +62,10 @@ def test_the_same_bits_are_within_the_table():
     tree = ["data_parallel.reduction = @tree_reduction()", "tree_reduction.logical_shards = 8"]
     cost = sent(bench_of("fsdp", bindings=tree, spec={"max_grad_norm": 1.0}))
     assert cost.is_right, cost
+
+
+def test_the_costs_are_those_of_the_readmes_table():
+    rows = re.findall(r"^\| `(\w+)` \|.*\| ([^|]*?) \|[^|]*\|$", README, re.MULTILINE)
+    told = {stem: sent for stem, sent in rows if not sent.endswith("(k = 1)")}
+    told["hsdp"] = told["hsdp"].replace("`fsdp`'s", told["fsdp"])
+    assert told == {stem: row.formula for stem, row in costs.TABLE.items()}

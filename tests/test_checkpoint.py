@@ -1,5 +1,6 @@
 """The same state on disk whatever the strategy; what is damaged is not taken for it."""
 
+import contextlib
 import errno
 import functools
 import json
@@ -248,23 +249,29 @@ def test_another_optimizer_is_refused_by_name(optimizer, told, folder):
     assert steps_in(folder) == [1, 2, 3]
 
 
-@pytest.fixture
+@contextlib.contextmanager
 def no_room():
-    """Files of this process can have few bytes, as on a disk that is nearly full."""
+    """Files of this process can have few bytes, as on a disk that is nearly full.
+
+    Not beyond a test's end: pytest itself may be writing to a file.
+    """
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_failure_in_the_background_is_raised_at_the_next_look(trained, tmp_path, no_room):
+# Of Orbax's threads, whose event loop the failure ends.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_failure_in_the_background_is_raised_at_the_next_look(trained, tmp_path):
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(trained[1], 1, PROGRESS, origin())
     checkpoints.wait()
-    no_room()
-    checkpoints.save(trained[1], 2, PROGRESS, origin())
-    with pytest.raises(
-        RunFailure, match=r"saving step 2 .* failed: File too large. Step 1 is saved"
-    ):
+    told = r"saving step 2 .* failed: File too large. Step 1 is saved"
+    with no_room(), pytest.raises(RunFailure, match=told):
+        checkpoints.save(trained[1], 2, PROGRESS, origin())
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             checkpoints.check()

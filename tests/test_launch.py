@@ -1,6 +1,9 @@
 """The launcher by itself: folders that are in use or cannot be written, signals, who was first."""
 
+import errno
+import fcntl
 import importlib.util
+import os
 import signal
 import subprocess
 import sys
@@ -9,6 +12,7 @@ import time
 import pytest
 from conftest import ROOT
 
+from research_dp.distributed.errors import UsageError
 from research_dp.training import workdir
 from research_dp.training.recorder import Recorder, last_notes
 from research_dp.training.watchdog import keep_watch
@@ -53,6 +57,15 @@ def test_notes_of_a_run_of_more_processes_go_once_the_folder_is_held(tmp_path):
         Recorder(tmp_path, process, 3).note("step", 9)
     with keep_watch(tmp_path, None):
         assert [note.process for note in last_notes(tmp_path)] == [0]
+
+
+def test_a_file_system_without_locks_is_refused(tmp_path, monkeypatch):
+    def flock(*_):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(UsageError, match="no locks"), workdir.held(str(tmp_path)):
+        pass
 
 
 def started(tmp_path, *programs):

@@ -129,10 +129,14 @@ def test_parameters_that_overflowed_are_not_saved(stem):
     strategy = build(stem, skip=False)
     state = strategy.init(jax.random.key(0))
     look = Nonfinite(PATHS, "stop", "Nothing was touched.", print)
-    look.check_parameters(3, state.params)
+    look.check_state(3, state)
     spoilt = {**state.params, "b": state.params["b"].at[5, 7].set(np.inf)}
     with pytest.raises(RunFailure, match=r"step 3: b has become infinite or no number"):
-        look.check_parameters(3, spoilt)
+        look.check_state(3, state._replace(params=spoilt))
+    adam, *others = state.opt_state
+    adam = adam._replace(nu={**adam.nu, "c": adam.nu["c"].at[0].set(np.inf)})
+    with pytest.raises(RunFailure, match=r"step 3: opt_state \S*nu/c has become infinite"):
+        look.check_state(3, state._replace(opt_state=(adam, *others)))
 
 
 @pytest.mark.slow

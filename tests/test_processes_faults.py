@@ -1,5 +1,6 @@
 """Processes that die, hang or are told to stop: who is named, how soon, with which status."""
 
+import itertools
 import os
 import re
 import subprocess
@@ -90,6 +91,25 @@ with keep_watch(Path({str(tmp_path)!r}), 0.4) as recorder:
         assert "step 6, phase data" in done.stderr
     (left,) = recorder.last_notes(tmp_path)
     assert (left.step, left.phase) == (6, "data")
+
+
+@pytest.mark.slow
+def test_what_compiles_or_takes_long_is_given_time(command, tmp_path):
+    flags = [f"--gin.train.{each}_every=1" for each in ("checkpoint", "eval", "check_replicas")]
+    steps = "--gin.train.num_steps=2"
+    done = command(*RUN, *flags, steps, "--cpu_devices=2", f"--workdir={tmp_path}")
+    assert done.returncode == 0, done.stderr
+    written = recorder.flight(tmp_path, 0).read_text().splitlines()[1:]
+    notes = [(int(line.split()[1]), line.split()[2]) for line in written if line.strip()]
+    places = [place for place, _ in itertools.groupby(notes)]
+    start = ["start", "test", "restore", "compile", "start"]
+    assert [phase for step, phase in places if step == 0] == start, "making a state has no limit"
+    first, second = ([p for s, p in places if s == step and p != "data"] for step in (1, 2))
+    # The first step, its comparison, its evaluation, its save.
+    assert first == ["compile"] * 4
+    assert second == ["step", "step", "save", "save", "eval", "save", "end"]
+    arrays = 4
+    assert notes[-arrays - 1 :] == [(2, "save")] * arrays + [(2, "end")], "a fingerprint is long"
 
 
 def launch(command, tmp_path, *flags, **options):

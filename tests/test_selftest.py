@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -92,6 +93,39 @@ def test_a_run_without_another_route_is_refused(monkeypatch):
 def test_a_run_whose_collectives_are_right_is_left_as_it_is(monkeypatch, stem):
     strategy, found, said = put_to_the_test(stem, monkeypatch, [])
     assert found is strategy and said[0].startswith("Collectives tested")
+
+
+@pytest.mark.parametrize("between_cpus", [False, True])
+def test_what_the_compiler_may_insert_is_tested(monkeypatch, between_cpus):
+    monkeypatch.setattr(selftest, "reduces_wrongly", lambda: between_cpus)
+    model = TrainableModel(init, loss)
+    spec = TrainSpec(model=model, optimizer=optax.adam(1e-2), example=EXAMPLE, batch_size=16)
+    found = {probe.kind for probe in selftest.probes(recipe("spmd_fsdp").build(spec))}
+    scatters = set() if between_cpus else {"reduce-scatter"}
+    assert found == {"all-reduce", "all-gather"} | scatters
+
+
+class Service:
+    """Of two processes: what the other one, which has devices 4 to 7, found is there already."""
+
+    def __init__(self, found):
+        self.kept = {"1": found}
+
+    def key_value_set(self, key, value):
+        self.kept[key.rpartition("/")[2]] = value
+
+    def blocking_key_value_get(self, key, timeout):
+        return self.kept[key.rpartition("/")[2]]
+
+
+def test_what_another_process_found_comes_by_the_coordination_service(monkeypatch):
+    service = Service(json.dumps({device: [3] for device in range(4, 8)}))
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(selftest.distributed.global_state, "client", service)
+    (told,) = selftest.faults(mesh_of(data=8), [Probe("all-reduce", ("data",), "float32", 64)])
+    assert "12 elements in 3 runs, on device 4, 5, 6, 7" in told
+    assert json.loads(service.kept["0"])["0"] == [0]
 
 
 def test_sums_by_exchange_are_those_of_the_library():

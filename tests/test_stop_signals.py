@@ -11,6 +11,7 @@ from conftest import ROOT
 from test_processes import RUN
 from test_processes_faults import launch
 
+from research_dp.distributed.errors import UsageError
 from research_dp.training import recorder
 
 LISTEN = """
@@ -152,6 +153,28 @@ def test_mistakes_about_processes_are_told(capsys, tmp_path, flags, expected):
 
     assert train.main([*RUN, *flags, f"--workdir={tmp_path}"]) == 2
     assert expected in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("variable", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"])
+def test_tasks_that_would_each_train_alone_are_refused(monkeypatch, variable):
+    from research_dp.config import environment
+
+    monkeypatch.setenv(variable, "1")
+    environment.set_up_processes(environment.Processes())
+    monkeypatch.setenv(variable, "4")
+    with pytest.raises(UsageError, match=f"{variable}=4: .*--coordinator=auto"):
+        environment.set_up_processes(environment.Processes())
+
+
+def test_a_cause_without_words_is_named_by_its_kind(monkeypatch):
+    from research_dp.config import environment
+
+    def fail(**_):
+        raise RuntimeError
+
+    monkeypatch.setattr(environment.jax.distributed, "initialize", fail)
+    with pytest.raises(UsageError, match="cannot join: RuntimeError Start each"):
+        environment.set_up_processes(environment.Processes("localhost:1234", 2, 1))
 
 
 def test_a_process_that_waits_for_others_to_start_says_so(monkeypatch, capfd):

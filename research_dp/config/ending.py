@@ -6,7 +6,7 @@ import sys
 import traceback
 from collections.abc import Callable
 
-from research_dp.config import command_line, environment, gin_config
+from research_dp.config import command_line, environment, gin_config, printing
 from research_dp.distributed.errors import RunFailure
 
 FAILED, MISTAKEN, INTERRUPTED = 1, 2, 130
@@ -46,12 +46,13 @@ def told(body: Callable[[Session], int]) -> int:
     except RunFailure as error:
         print(f"error: {str(error).split(gin_config.IN_CALL)[0]}", file=sys.stderr)
         return environment.leave(FAILED)
-    except BrokenPipeError:  # `--list | head`
-        return environment.reader_has_gone()
     except KeyboardInterrupt:
         print("Interrupted: nothing more was done", file=sys.stderr)
         return environment.leave(INTERRUPTED)
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and not printing.is_read():  # `--list | head`
+            printing.silence()
+            return printing.SIGPIPE
         mistake = gin_config.as_mistake(error, session.config)
         print(mistake or traceback.format_exc(), file=sys.stderr)
         return environment.leave(MISTAKEN if mistake else FAILED)

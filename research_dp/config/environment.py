@@ -72,6 +72,7 @@ def set_up_processes(processes: Processes) -> None:
     if not address and alone:
         raise UsageError(f"{' and '.join(alone)} say which process this is: give --coordinator.")
     if not address:
+        _refuse_lone_tasks()
         return
     if address == "auto":
         if alone:
@@ -96,6 +97,16 @@ def set_up_processes(processes: Processes) -> None:
         num_processes=count,
         process_id=own,
     )
+
+
+def _refuse_lone_tasks() -> None:
+    """Refuses to be one of several tasks that would each train the whole run by itself."""
+    for variable in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"):
+        if os.environ.get(variable, "1") != "1":
+            raise UsageError(
+                f"{variable}={os.environ[variable]}: this is one of several tasks. Give "
+                f"--coordinator=auto to make them one run, or unset {variable} for runs apart."
+            )
 
 
 def _number(flag: str, given: int | None, variable: str, address: str) -> int:
@@ -126,11 +137,15 @@ def _initialize(heartbeat_seconds: int, where: str, **given: Any) -> None:
         jax.distributed.initialize(heartbeat_timeout_seconds=heartbeat_seconds, **given)
     except (ValueError, RuntimeError) as error:
         raise UsageError(
-            f"{where}: the processes of the run cannot join: {str(error).splitlines()[0]} "
+            f"{where}: the processes of the run cannot join: {_first_line(error)} "
             "Start each with its own --process_id and the same --coordinator=HOST:PORT."
         ) from error
     finally:
         telling.cancel()
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def leave(status: int) -> int:
@@ -153,12 +168,6 @@ def quieten_tensorflow() -> None:
     """Keeps TensorFlow, which only writes records here, from talking on standard error."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")  # announced in a line otherwise
-
-
-def reader_has_gone() -> int:
-    """Ends quietly when nobody reads standard output any more; returns the exit status."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 141  # that of a program ended by SIGPIPE
 
 
 def started() -> float:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import multiprocessing
+import multiprocessing.connection
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -116,12 +118,20 @@ def _in_worker(
     """The copy of a worker process, which leaves signals to the run.
 
     A signal to the whole group, as a terminal's Ctrl-C is, must not end the workers before the run
-    is saved.
+    is saved. It ends with the run's process, however that ends: nobody would take its batches.
     """
-    if multiprocessing.parent_process() and threading.current_thread() is threading.main_thread():
+    parent = multiprocessing.parent_process()
+    if parent and threading.current_thread() is threading.main_thread():
+        threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
     return Examples(source, preprocess, cache_bytes, name, folder)
+
+
+def _end_with(sentinel: int) -> None:
+    """Ends this process once another one has."""
+    multiprocessing.connection.wait([sentinel])
+    os._exit(1)
 
 
 @gin.register(module="data")

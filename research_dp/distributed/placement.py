@@ -163,14 +163,22 @@ def local_indices(sharding: NamedSharding, shape: tuple[int, ...], dim: int) -> 
     return np.asarray(sorted(held), np.int64)
 
 
-def fingerprint(tree: PyTree) -> str:
+def fingerprint(tree: PyTree, alive: Callable[[], None] = lambda: None) -> str:
     """SHA-256 over a tree of global arrays: path, dtype, shape and bytes of each, sorted by path.
 
     The same for any strategy, mesh and number of processes. Leaf by leaf, so that the host holds
     one whole array at a time.
+
+    Args:
+        tree: Global arrays.
+        alive: Called before each array: billions of parameters take minutes.
+
+    Returns:
+        64 hex digits.
     """
     digest = hashlib.sha256()
     for path, leaf in by_path(tree).items():
+        alive()
         array = host_array(leaf)
         digest.update(f"{path} {array.dtype} {array.shape}".encode())
         digest.update(np.ascontiguousarray(array).tobytes())

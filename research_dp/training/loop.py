@@ -132,7 +132,7 @@ def train(
         check = functools.partial(_check_continues, folder, num_steps, spec, data)
         restored = checkpoints.restore(built.abstract_state, check)
         first_step = int(restored.state.step) if restored else 0
-        recorder.note("start", first_step)
+        recorder.note("compile", first_step)
         state = restored.state if restored else built.init(init_key(seed))
         run = Run(
             spec,

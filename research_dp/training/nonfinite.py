@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from research_dp.distributed.errors import RunFailure
+from research_dp.distributed.layout import by_path
+from research_dp.strategies import TrainState
 
 OnNonfinite = Literal["stop", "skip"]
 
@@ -62,17 +64,24 @@ class Nonfinite:
             )
         self._say(f"Skipped step {step}: {what}")
 
-    def check_parameters(self, step: int, params: Any) -> None:
-        """Looks at parameters that are to be saved; a collective, if there are several processes.
+    def check_state(self, step: int, state: TrainState) -> None:
+        """Looks at a state that is to be saved; a collective, if there are several processes.
 
-        An update can overflow though its gradients were finite; what is saved then would end every
-        run that is continued from it.
+        An update can overflow though its gradients were finite, and so can a model's statistics;
+        what is saved then would end every run that is continued from it.
 
         Raises:
-            RunFailure: One of them is not finite.
+            RunFailure: One of its arrays is not finite.
         """
-        finite = np.asarray(_all_finite(jax.tree.leaves(params)))
-        named = [path for path, good in zip(self._paths, finite, strict=True) if not good]
+        arrays = {
+            **by_path(state.params),
+            **{f"model_state {path}": x for path, x in by_path(state.model_state).items()},
+            # Scalars of an optimizer may be infinite: the best loss so far, before there is one.
+            **{f"opt_state {path}": x for path, x in by_path(state.opt_state).items() if x.ndim},
+        }
+        arrays = {p: x for p, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.inexact)}
+        finite = np.asarray(_all_finite(list(arrays.values())))
+        named = [path for path, good in zip(arrays, finite, strict=True) if not good]
         if named:
             raise RunFailure(
                 f"step {step}: {self._list(named)} has become infinite or no number, though no "

@@ -13,11 +13,13 @@ import time
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-Phase = Literal["start", "test", "restore", "data", "compile", "step", "eval", "save", "end"]
+Phase = Literal[
+    "start", "test", "restore", "data", "compile", "step", "eval", "save", "close", "end"
+]
 # In the order of a step: of two processes at one step, the one in an earlier phase is behind.
 _ORDER: tuple[str, ...] = get_args(Phase)
-# Phases in which a process may be waiting for the others. `compile` is the whole first step, or
-# evaluation.
+# Phases in which a process may be waiting for the others. `compile` is the first of a kind: step,
+# comparison, evaluation or save; and making the first state.
 _TOGETHER = ("test", "restore", "compile", "step", "eval", "save")
 
 _LINE = 64
@@ -84,6 +86,13 @@ class Recorder:
         os.pwrite(
             self._file, _line(f"{self._count} {step} {phase} {time.time():.6f}"), place * _LINE
         )
+
+    def closing(self) -> None:
+        """Says to the watchdog that libraries are closed, which may import and write a lot.
+
+        Not to the file: after a failure that says where the failure was.
+        """
+        self.now = ("close", self.now[1], time.monotonic())
 
     def notes(self) -> list[Note]:
         """The newest note of each process of this run."""

@@ -21,7 +21,7 @@ from research_dp.distributed.errors import RunFailure, UsageError
 from research_dp.distributed.layout import by_path
 from research_dp.strategies import Strategy, TrainState
 
-_PARTS = ("params", "model_state", "opt_state")
+_PARTS = ("step", "params", "model_state", "opt_state", "loss_scale")
 _NAMED = 4
 
 
@@ -99,7 +99,7 @@ class ReplicaCheck:
 def _leaves(state: TrainState) -> dict[str, Any]:
     """The arrays of a state, by path, each part under its name."""
     parts = {part: by_path(getattr(state, part)) for part in _PARTS}
-    return {f"{part} {path}": x for part, own in parts.items() for path, x in own.items()}
+    return {f"{part} {path}".rstrip(): x for part, own in parts.items() for path, x in own.items()}
 
 
 def _program(mesh: Mesh, specs: Sequence[PartitionSpec]) -> Callable[[list[jax.Array]], jax.Array]:

@@ -21,12 +21,13 @@ from research_dp.distributed.trainable import Work
 from research_dp.strategies import NONFINITE, SKIPPED, Strategy, TrainSpec, TrainState
 from research_dp.training import metrics as metrics_lib
 from research_dp.training import report
+from research_dp.training.agreement import of_the_first
 from research_dp.training.ahead import placed_ahead
 from research_dp.training.checkpoint import Checkpoints
 from research_dp.training.manifest import Progress, origin
 from research_dp.training.nonfinite import Nonfinite
 from research_dp.training.progress import Clock, ProgressBar
-from research_dp.training.recorder import Recorder
+from research_dp.training.recorder import Phase, Recorder
 from research_dp.training.replicas import ReplicaCheck
 from research_dp.training.schedule import Schedule
 
@@ -64,7 +65,7 @@ class Run:
         self._spec, self._strategy, self._data, self.folder = spec, strategy, data, folder
         self._schedule, self._checkpoints, self._first_step = schedule, checkpoints, first_step
         self._window, self._started, self._recorder = window, started, recorder
-        self._step, self._evaluated = first_step, False
+        self._step, self._done_once = first_step, set[Phase]()
         self._writes = jax.process_index() == 0
         self._unread: list[Mapping[str, Any]] = []
         self._due: tuple[int, list[Mapping[str, Any]]] | None = None
@@ -89,14 +90,18 @@ class Run:
     def is_done_already(self) -> bool:
         """Whether an earlier command ended this run; says so."""
         path = self.folder / "summary.json"
-        at_the_end = self._first_step == self._schedule.num_steps and path.exists()
-        if at_the_end and metrics_lib.read_json(path.read_text()).get("step") == self._first_step:
+        done = self._first_step == self._schedule.num_steps and path.exists()
+        done = done and metrics_lib.read_json(path.read_text()).get("step") == self._first_step
+        # Not every process need see the file yet, or see it whole.
+        done = bool(of_the_first(int(done)))
+        if done:
             self._progress.say(f"Done already, at step {self._first_step}: {path}")
-            return True
-        return False
+        return done
 
     def begin(self) -> None:
         """Writes the configuration, and drops records that will be written again."""
+        # As long as it may take: this, and the first batches.
+        self._recorder.note("start", self._first_step)
         self._data.prepare()
         last = self._first_step == self._schedule.num_steps
         if self._writes:
@@ -164,19 +169,23 @@ class Run:
     def compare_replicas(self, state: TrainState, step: int) -> None:
         """Has the devices compare what they hold; a difference ends the run a step or two later."""
         assert self._replicas is not None
+        self._wait_for_room()
+        self._note("step", step)
         checksums = self._replicas.start(state)
         look = functools.partial(self._replicas.look, step, checksums)
         self._in_flight.append((checksums, look))
+        self._done_once.add("step")
+        self._recorder.note("data", step + 1)
 
     def evaluate(self, state: TrainState, step: int) -> dict[str, float]:
         """Metrics over the whole evaluation split, each example counted once."""
         self._settle(state)
-        self._note_evaluation()
+        self._note("eval", step)
         order = EvalOrder(batch_size=self._strategy.eval_batch_size, rows=self._strategy.eval_rows)
         source = self._data.evaluate(order)
         batches = placed_ahead(self._strategy.place_eval_batch, source, self._devices_work)
         metrics = metrics_lib.means(metrics_lib.add_up({}, self._eval_steps(state, batches)))
-        self._evaluated = True
+        self._done_once.add("eval")
         self._record("eval", step, metrics)
         self._resume(step)
         return metrics
@@ -184,20 +193,16 @@ class Run:
     def _eval_steps(self, state: TrainState, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:
             sums = self._strategy.eval_step(state, batch)
-            self._note_evaluation()
+            self._note("eval", self._step)
             self._in_flight.append((sums, lambda: None))
             self._wait_for_room()
             yield sums
 
-    def _note_evaluation(self) -> None:
-        # The first time it compiles, and so do the processes that this one may wait for.
-        self._recorder.note("eval" if self._evaluated else "compile", self._step)
-
     def save(self, state: TrainState, step: int) -> None:
         """Saves the state, in the background."""
         self._settle(state)
-        self._recorder.note("save", step)
-        self._nonfinite.check_parameters(step, state.params)
+        self._note("save", step)
+        self._nonfinite.check_state(step, state)
         self._window = metrics_lib.add_up(self._window, self._unread)
         self._unread = []
         progress = Progress(
@@ -212,6 +217,7 @@ class Run:
             config=gin.config_str(),
         )
         self._checkpoints.save(state, step, progress, made)
+        self._done_once.add("save")
         self._resume(step)
 
     # ---- The end ----
@@ -237,7 +243,9 @@ class Run:
             "mesh": dict(mesh.shape),
             "strategy": self._strategy.name,
             "steps_per_second": self._clock.overall(),
-            "params_fingerprint": fingerprint(state.params),
+            "params_fingerprint": fingerprint(
+                state.params, lambda: self._recorder.note("save", step)
+            ),
         }
         if self._writes:
             text = json.dumps(metrics_lib.as_json(summary), indent=2, allow_nan=False) + "\n"
@@ -246,11 +254,16 @@ class Run:
         self._progress.say(f"Done: {self.folder / 'summary.json'}")
 
     def close(self) -> None:
+        self._recorder.closing()
         self._progress.close()
         if self._records:
             self._records.close()
 
     # ---- Inside ----
+
+    def _note(self, phase: Phase, step: int) -> None:
+        """Notes what begins: the first time it compiles, as others do that this one waits for."""
+        self._recorder.note(phase if phase in self._done_once else "compile", step)
 
     def _wait_for_room(self) -> None:
         """Waits for the oldest steps until another one may be under way."""

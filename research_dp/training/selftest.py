@@ -1,13 +1,18 @@
 """Before a run trusts its devices with months: do they compute one program, and send it right?
 
 Collectives are run on whole numbers, of which every sum is exact, at the sizes of the training
-step. Processes compare their configurations: of two different ones the first collective would hang,
-or worse.
+step, up to 32 MiB: beyond, testing would take longer than a second or so. What is found goes from
+process to process by JAX's coordination service, not by what is tested.
+
+Processes compare their configurations: of two different ones the first collective would hang, or
+worse.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import json
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -18,16 +23,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax._src import distributed  # the coordination service has no public name
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, PartitionSpec
 
 from research_dp.analysis import traffic
 from research_dp.distributed.collectives import EXCHANGED, PLAIN
 from research_dp.distributed.errors import RunFailure, UsageError
+from research_dp.distributed.exchange import reduces_wrongly
 from research_dp.distributed.mesh import split_axes
 from research_dp.strategies import Recipe, Strategy, TrainSpec
 
 _ROUNDS = 3  # what is wrong may be so now and then
+_MILLISECONDS_TO_WAIT = 300_000
+_TESTS = itertools.count()
 _MOST_BYTES = 2**25  # beyond, an array travels in pieces anyway, and testing would take long
 
 
@@ -102,8 +111,9 @@ def tested(recipe: Recipe, spec: TrainSpec, strategy: Strategy, say: Callable[[s
 def probes(strategy: Strategy) -> list[Probe]:
     """The largest collective of each kind, dtype and axes of the training step.
 
-    Those that the compiler will insert are not in the traced step: there an all-reduce and an
-    all-gather of the largest parameter stand for them.
+    Those that the compiler will insert are not in the traced step: there an all-reduce, an
+    all-gather and a reduce-scatter of the largest parameter stand for them; the last not between
+    CPUs, whose compiler makes none.
     """
     try:
         args = strategy.abstract_state, strategy.abstract_batch
@@ -116,7 +126,8 @@ def probes(strategy: Strategy) -> list[Probe]:
         largest[key] = max(largest.get(key, 0), one.nbytes)
     if not largest:
         leaf = max(jax.tree.leaves(strategy.layouts.params), key=lambda placement: placement.nbytes)
-        for kind in ("all-reduce", "all-gather"):
+        scatters = () if reduces_wrongly() else ("reduce-scatter",)
+        for kind in ("all-reduce", "all-gather", *scatters):
             largest[kind, split_axes(strategy.mesh), str(leaf.dtype)] = leaf.nbytes
     return [
         Probe(kind, axes, dtype, min(nbytes, _MOST_BYTES) // jnp.dtype(dtype).itemsize)
@@ -129,24 +140,42 @@ def faults(mesh: Mesh, wanted: Sequence[Probe]) -> list[str]:
     """What returns wrong numbers, with the devices that see them; the same in every process."""
 
     def run(salt: jax.Array) -> jax.Array:
-        own = jnp.stack([_wrong_elements(probe, salt) for probe in wanted])
-        # Nothing is summed: each device gets to see the counts of all.
-        return lax.all_gather(own, mesh.axis_names)
+        return jnp.stack([_wrong_elements(probe, salt) for probe in wanted])[None]
 
+    every = PartitionSpec(mesh.axis_names)
     program = jax.jit(
-        jax.shard_map(
-            run, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False
-        )
+        jax.shard_map(run, mesh=mesh, in_specs=PartitionSpec(), out_specs=every, check_vma=False)
     )
-    wrong = sum(np.asarray(program(np.uint32(salt)), np.int64) for salt in range(_ROUNDS))
+    own: dict[int, np.ndarray] = {}
+    for salt in range(_ROUNDS):
+        for shard in program(np.uint32(salt)).addressable_shards:
+            counts = np.asarray(shard.data, np.int64)[0]
+            own[shard.device.id] = own.get(shard.device.id, 0) + counts
+    by_device = _of_all({device: counts.tolist() for device, counts in own.items()})
+    wrong = np.asarray([by_device[device.id] for device in mesh.devices.flat])
     told = []
-    for probe, counts in zip(wanted, np.asarray(wrong).T, strict=True):
+    for probe, counts in zip(wanted, wrong.T, strict=True):
         seen = [str(d.id) for d, count in zip(mesh.devices.flat, counts, strict=True) if count]
         if seen:
             more = f" and {len(seen) - 4} more" if len(seen) > 4 else ""
             what = f"{int(counts.sum()):,} elements in {_ROUNDS} runs"
             told.append(f"{probe}: {what}, on device {', '.join(seen[:4])}{more}")
     return told
+
+
+def _of_all(own: dict[int, list[int]]) -> dict[int, list[int]]:
+    """What the devices of all processes found, from what this one's did."""
+    if not jax.distributed.is_initialized():
+        return own
+    client: Any = distributed.global_state.client
+    # A number of its own for each test: a key is written once.
+    key = f"research_dp/selftest/{next(_TESTS)}"
+    client.key_value_set(f"{key}/{jax.process_index()}", json.dumps(own))
+    found: dict[int, list[int]] = {}
+    for process in range(jax.process_count()):
+        theirs = client.blocking_key_value_get(f"{key}/{process}", _MILLISECONDS_TO_WAIT)
+        found |= {int(device): counts for device, counts in json.loads(theirs).items()}
+    return found
 
 
 def check_configurations(own: str) -> None:

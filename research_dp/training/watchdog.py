@@ -18,12 +18,13 @@ from research_dp.distributed.kinds import Above
 from research_dp.training import recorder as recorder_lib
 from research_dp.training.recorder import Recorder
 
-# How much longer than `seconds` a phase may take without a note: compilation and a first restore
-# take their time. What comes before the run, preparing data sets among it, may take any.
-_PATIENCE = {"start": None, "test": 10.0, "restore": 10.0, "compile": 10.0}
+# How much longer than `seconds` a phase may take without a note: compilation, a first restore and
+# libraries that are closed take their time. Preparing data sets, and the first read, may take any.
+_PATIENCE = {"start": None, "test": 10.0, "restore": 10.0, "compile": 10.0, "close": 10.0}
 # A process that waits for another one lets it speak first; the last word is the fault handler's.
 _WAITING, _BACKSTOP = 1.4, 1.7
 _STDERR = 2
+_SECONDS_TO_READ = 5.0
 
 
 @contextlib.contextmanager
@@ -98,6 +99,8 @@ class Watchdog:
         """Writes all stacks, says who is behind, ends the process."""
         faulthandler.cancel_dump_traceback_later()
         faulthandler.dump_traceback(_STDERR, all_threads=True)
+        # The folder of the notes may be what hangs.
+        faulthandler.dump_traceback_later(_SECONDS_TO_READ, exit=True, file=_STDERR)
         lines = recorder_lib.post_mortem(self._recorder.notes())
         text = "\n".join(
             [

@@ -36,7 +36,7 @@ def held(workdir: str | None) -> Iterator[Path]:
     if "://" in workdir:
         raise UsageError(f"--workdir={workdir}: give a folder of this machine, or a mounted one.")
     folder = Path(workdir).expanduser()
-    lock = filelock.FileLock(folder / _LOCK)
+    lock = filelock.FileLock(folder / _LOCK, fallback_to_soft=False)
     problem = first_problem(_take(folder, lock) if jax.process_index() == 0 else None)
     if problem:
         raise UsageError(problem)
@@ -67,5 +67,10 @@ def _take(folder: Path, lock: filelock.BaseFileLock) -> str | None:
         who = f" ({holder.read_text()})" if holder.exists() else ""
         return f"another run{who} is using {folder}. Wait until it ends, or use another --workdir."
     except OSError as error:
+        if error.errno == errno.ENOSYS:  # a file in its stead would outlive a run that is killed
+            return (
+                f"--workdir={folder}: its file system has no locks, which keep two runs apart. "
+                "Mount it with them (Lustre: -o flock), or use another --workdir."
+            )
         return f"--workdir={folder} cannot be written: {error.strerror}."
     return None

@@ -1,0 +1,54 @@
+"""Worker processes that read data end with the run, however it ends."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import ROOT
+
+PARENT = """
+import multiprocessing, os, time, types
+from research_dp.data.random_access import _in_worker
+
+def work(sender):
+    _in_worker([], types.SimpleNamespace(example_is_random=False), 0, "a split", "a folder")
+    sender.send(os.getpid())
+    time.sleep(600)
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe()
+    context.Process(target=work, args=(sender,)).start()
+    sender.close()
+    print(receiver.recv(), flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.slow
+def test_a_worker_ends_with_a_run_that_is_killed_and_not_by_a_signal_to_all(tmp_path):
+    program = tmp_path / "parent.py"
+    program.write_text(PARENT)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    words = [sys.executable, program]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment) as parent:
+        worker = int(parent.stdout.readline())
+        os.kill(worker, signal.SIGTERM)
+        time.sleep(0.5)
+        os.kill(worker, 0)
+        parent.kill()
+    deadline = time.monotonic() + 20
+    while runs(worker):
+        assert time.monotonic() < deadline, "an orphan that nothing but SIGKILL ends"
+        time.sleep(0.1)
+
+
+def runs(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
