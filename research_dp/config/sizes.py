@@ -41,7 +41,7 @@ def curves(
         under: Binds a candidate.
         tell: Says how far it is.
     """
-    others = _others(where)
+    others = _others(where, tell)
     found = []
     for candidate, row in zip(chosen, rows, strict=True):
         if row.mesh is None:
@@ -55,14 +55,14 @@ def curves(
     return found
 
 
-def _others(where: Topology) -> list[Topology]:
+def _others(where: Topology, tell: Callable[[str], None]) -> list[Topology]:
     """The other sizes that there is a compiler for: of CPUs no more than are present."""
     found = []
     for name in scaling.neighbours(where):
         try:
             found.append(topologies.topology(name))
-        except UsageError:
-            continue
+        except UsageError as error:
+            tell(f"[page] {name} is left out: {error}")
     return found
 
 

@@ -19,6 +19,7 @@ from research_dp.analysis.hardware import Chip
 from research_dp.analysis.network import Route, seconds
 from research_dp.analysis.topologies import Topology
 from research_dp.analysis.traffic import Collective
+from research_dp.distributed.errors import UsageError
 from research_dp.distributed.mesh import DATA_AXIS, FSDP_AXIS
 from research_dp.planning.row import Row
 from research_dp.strategies import Recipe, TrainSpec
@@ -98,12 +99,18 @@ def held(
         row: The strategy's row on some mesh of several devices; it tells whether parameters are
             split between steps.
         meshes: Sizes of the axes, by number of devices.
+
+    Returns:
+        It by number of devices, without those for which the rule has no layout.
     """
     spec = recipe.fitted(spec)
     found = {}
     for number, sizes in meshes.items():
         mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
-        layouts, state = lay_out_state(recipe, spec, mesh, params_sharded=True)
+        try:
+            layouts, state = lay_out_state(recipe, spec, mesh, params_sharded=True)
+        except UsageError:
+            continue  # a rule that names dims may choose one that so many devices do not divide
         places = jax.tree.leaves(layouts.slices)
         whole = sum(place.nbytes for place in places)
         if row.params_bytes == whole:
