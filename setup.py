@@ -42,8 +42,12 @@ EXTRAS = {
         "nvidia-cudnn-cu13>=9.10,<10",  # plans flash attention; without it only plain attention
     ],
     "plan-tpu": ["libtpu>=0.0.51,<0.1"],  # XLA's compiler for TPUs
-    # The test suite; property tests; what builds the wheel that a test installs; manifests.
-    "test": ["pytest>=8", "hypothesis>=6.100", "setuptools>=65", "wheel>=0.43", "pyyaml>=6"],
+    "plots": ["matplotlib>=3.9,<4"],  # the plots of `plan --html`
+    # The test suite; property tests; what builds the wheel that a test installs; manifests; plots.
+    "test": [
+        *("pytest>=8", "hypothesis>=6.100", "setuptools>=65", "wheel>=0.43", "pyyaml>=6"),
+        "matplotlib>=3.9,<4",
+    ],
     "dev": ["ruff>=0.14", "mypy>=1.18", "pre-commit>=4"],  # linter and formatter, types, hooks
 }
 

@@ -210,14 +210,14 @@ def one_step_behind(recipe, spec):
 _CALLS = 2  # the step before is so many calls ago: one from the oracle's state, one in a row
 
 
-def drifting(recipe, spec):
+def drifting(recipe, spec, *, by=1.5):
     """Parameters that it made itself are scaled before they are used."""
     strategy, made = mapped(recipe, spec), []
 
     def train_step(state, batch):
         leaf = jax.tree.leaves(state.params)[0]
         if any(leaf is one for one in made):
-            state = state._replace(params=jax.tree.map(lambda x: x * 1.5, state.params))
+            state = state._replace(params=jax.tree.map(lambda x: x * by, state.params))
         new, metrics = strategy.train_step(state, batch)
         made.append(jax.tree.leaves(new.params)[0])
         return new, metrics

@@ -1,6 +1,7 @@
 """`certify` passes what is right, and finds each planted bug by its leaf or cause."""
 
 import dataclasses
+import functools
 import re
 
 import jax
@@ -108,6 +109,11 @@ BUGS = {
         {"engine": bugs.drifting},
         "step 1, loss, in a row.*keeps something from step to step",
     ),
+    "a little kept between steps, in bfloat16": (
+        "ddp",
+        {"engine": functools.partial(bugs.drifting, by=1.1), **COARSE},
+        "step 1, .* in a row.*keeps something from step to step",
+    ),
     "initial parameters": (
         "fsdp",
         {"engine": bugs.keyed_by_device},
@@ -167,7 +173,8 @@ def test_every_shipped_strategy_is_certified(stem):
 
 
 @pytest.mark.slow
-def test_a_language_model_with_units_is_certified():
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_language_model_with_units_is_certified(dtype):
     def tokens(order):
         rng = np.random.default_rng(0)
         while True:
@@ -178,9 +185,11 @@ def test_a_language_model_with_units_is_certified():
 
     example = {"tokens": jax.ShapeDtypeStruct((12,), np.int32)}
     data = dataclasses.replace(noise(), example=example, train=tokens, evaluate=masked)
-    model = transformer(vocab_size=64, width=16, depth=2, heads=2, mlp_width=32, tied=True)
+    model = transformer(
+        vocab_size=64, width=16, depth=2, heads=2, mlp_width=32, tied=True, dtype=dtype
+    )
     settings = {"model": model, "example": example, "batch_size": 16, "max_grad_norm": 1.0}
-    done = certify(bench_of("fsdp", spec=settings), data, steps=STEPS)
+    done = certify(bench_of("fsdp", spec=settings, dtypes=(dtype,)), data, steps=STEPS)
     assert done.certified, (done.first, done.cause)
 
 

@@ -26,6 +26,7 @@ class Chip:
         flops: FLOP/s by element type.
         sources: Where the figures are from.
         torus: Dimensions of a TPU's torus.
+        slice_chips: Chips of the largest slice of a TPU.
         compile: What XLA is told of a GPU that is not there.
     """
 
@@ -39,6 +40,7 @@ class Chip:
     flops: Mapping[str, float]
     sources: Mapping[str, str]
     torus: int = 0
+    slice_chips: int = 0
     compile: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def peak(self, dtype: str) -> float:

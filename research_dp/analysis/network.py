@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from research_dp.analysis.collectives import CompiledCollective
 from research_dp.analysis.topologies import Topology
+from research_dp.analysis.traffic import Collective
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +57,7 @@ def _dimensions(devices: Sequence[Any]) -> int:
     return int(np.count_nonzero(np.ptp(coordinates, axis=0)))
 
 
-def seconds(collective: CompiledCollective, way: Route) -> float:
+def seconds(collective: Collective, way: Route) -> float:
     """Time of one execution, without latency.
 
     Rings: every byte leaves a host (a slice) once, over the cards of all its members together, and

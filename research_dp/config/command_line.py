@@ -127,6 +127,7 @@ class PlanOptions:
         topology: Devices to compile for.
         strategies: Strategies to compare; empty: the run's own.
         json_file: Where the plan is written as JSON.
+        html_file: Where it is written as a page with plots.
         dump_hlo: A folder for the compiled programs' text.
         advise: Whether to compile the fastest with other options and batches too.
         measure: Whether to run each step, too, on the devices that are present.
@@ -135,6 +136,7 @@ class PlanOptions:
     topology: str
     strategies: tuple[str, ...] = ()
     json_file: str | None = None
+    html_file: str | None = None
     dump_hlo: str | None = None
     advise: bool = False
     measure: bool = False
@@ -153,6 +155,7 @@ def parse_plan(argv: Sequence[str], description: str) -> tuple[Options, PlanOpti
         "fsdp+h100_speed; without this flag the run's own",
     )
     add("--json", dest="json_file", metavar="FILE", help="write the plan as JSON")
+    add("--html", dest="html_file", metavar="FILE", help="write a page: plots by devices, tables")
     add("--dump_hlo", metavar="DIR", help="write each compiled program's text")
     add("--advise", action="store_true", help="compile other options and batches of the fastest")
     add("--measure", action="store_true", help="run each step, too, if the devices are present")

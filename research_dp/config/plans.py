@@ -15,14 +15,14 @@ import jax
 
 from research_dp.analysis import topologies
 from research_dp.analysis.topologies import Topology
-from research_dp.config import candidates, environment
+from research_dp.config import candidates, environment, sizes
 from research_dp.config.candidates import Candidate
 from research_dp.config.command_line import Options, PlanOptions, check_writable
 from research_dp.config.gin_config import Config
 from research_dp.config.show import put
 from research_dp.distributed.errors import UsageError
 from research_dp.distributed.mesh import planning_for
-from research_dp.planning import advice, batch, tables
+from research_dp.planning import advice, batch, page, tables
 from research_dp.planning.measure import measure
 from research_dp.planning.row import Row, compile_row, fastest_first, refused
 from research_dp.strategies import Recipe, TrainSpec
@@ -42,6 +42,9 @@ def plan(options: Options, wanted: PlanOptions) -> int:
     """
     json_file = wanted.json_file and str(Path(wanted.json_file).expanduser())
     check_writable("--json", json_file)
+    if wanted.html_file:
+        page.check_matplotlib()
+        check_writable("--html", wanted.html_file)
     chosen = candidates.of(wanted.strategies)
     strict = candidates.check(options, chosen)
     where = topology_of(options, wanted)
@@ -63,6 +66,10 @@ def plan(options: Options, wanted: PlanOptions) -> int:
         words += more
     if json_file:
         _write(json_file, tables.as_json(rows, others, where, words))
+    if wanted.html_file:
+        curves = sizes.curves(chosen, rows, where, run.under, _tell)
+        text = page.page(rows, curves, where, words, _run(options))
+        Path(wanted.html_file).write_text(text, encoding="utf-8")
     for over in run.exceeded:
         print(f"error: {over}", file=sys.stderr)
     return EXCEEDED if run.exceeded else DONE
@@ -165,7 +172,7 @@ class _Planner:
             measure(made)
         return made.row
 
-    def under(self, candidate: Candidate, look: Look) -> Row | None:
+    def under(self, candidate: Candidate, look: Look, where: Topology | None = None) -> Row | None:
         """What a function makes of a candidate's strategy and run; why not, if it is refused."""
         from research_dp.training.loop import train
 
@@ -174,7 +181,7 @@ class _Planner:
         try:
             strict = self.strict.get(candidate.name, False)
             config = bound = candidates.load(self.options, candidate, allow_unused=not strict)
-            with planning_for(self.where.devices):
+            with planning_for((where or self.where).devices):
                 train(look=lambda recipe, spec: found.append(look(recipe, spec, bound)))
             return found[0]
         except UsageError as error:
@@ -195,6 +202,11 @@ def _folder(path: str | None) -> Path | None:
     except OSError as error:
         raise UsageError(f"--dump_hlo={path} cannot be made: {error.strerror}.") from error
     return folder
+
+
+def _run(options: Options) -> str:
+    """The run in a few words: its files and bindings."""
+    return ", ".join([*(Path(file).stem for file in options.gin_files), *options.bindings])
 
 
 def _write(path: str, plan: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from research_dp.distributed.errors import UsageError
 from research_dp.distributed.layout import by_path, path_name
@@ -18,7 +18,7 @@ from research_dp.distributed.layout import by_path, path_name
 PyTree = Any
 
 
-def shardings(mesh: Mesh, specs: PyTree) -> PyTree:
+def shardings(mesh: Mesh | AbstractMesh, specs: PyTree) -> PyTree:
     """`NamedSharding`s for a tree of `PartitionSpec`s; what is a `Sharding` already stays.
 
     Raises:

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from research_dp.distributed import layout as layout_lib
 from research_dp.distributed import placement
@@ -50,14 +50,14 @@ def init_state(spec: TrainSpec, key: jax.Array) -> TrainState:
 
 
 def lay_out_state(
-    recipe: Recipe, spec: TrainSpec, mesh: Mesh, *, params_sharded: bool
+    recipe: Recipe, spec: TrainSpec, mesh: Mesh | AbstractMesh, *, params_sharded: bool
 ) -> tuple[Layouts, TrainState]:
     """Decides where everything lies.
 
     Args:
         recipe: Its `shard` is asked.
         spec: The model and optimizer, whose shapes are found without computing anything.
-        mesh: The mesh.
+        mesh: The mesh; its sizes are enough.
         params_sharded: Whether parameters lie as `shard` says, or whole on each device.
 
     Returns:

@@ -200,13 +200,17 @@ class Recipe:
         """
         if self.choose is not None:
             return self.resolve(spec).build(spec)
-        if self.param_dtype is not None:
-            optimizer = with_master_weights(spec.optimizer)
-            spec = dataclasses.replace(spec, optimizer=optimizer, param_dtype=self.param_dtype)
-        strategy = self.engine(self, dataclasses.replace(spec, loss_scale=self.loss_scale))
+        strategy = self.engine(self, self.fitted(spec))
         # Whatever does not fit is found here. The trace is kept for the first step.
         jax.eval_shape(strategy.train_step, strategy.abstract_state, strategy.abstract_batch)
         return strategy
+
+    def fitted(self, spec: TrainSpec) -> TrainSpec:
+        """The spec as an engine takes it: with the strategy's own dtype and scale."""
+        if self.param_dtype is not None:
+            optimizer = with_master_weights(spec.optimizer)
+            spec = dataclasses.replace(spec, optimizer=optimizer, param_dtype=self.param_dtype)
+        return dataclasses.replace(spec, loss_scale=self.loss_scale)
 
     def refuse_no_sync(self) -> None:
         """Raises UsageError if several devices would each follow gradients of their own."""
