@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from research_dp.distributed.collectives import PLAIN
 from research_dp.distributed.layout import TABLE, Placement
 from research_dp.distributed.mesh import DATA_AXIS, FSDP_AXIS, batch_devices
 from research_dp.distributed.tables import take_rows
@@ -214,7 +213,7 @@ def _uses(strategy: Strategy, spec: TrainSpec) -> dict[str, _Use]:
     model, recipe = spec.model, strategy.recipe
     if not model.units:
         return {}
-    plain = recipe.gather if recipe.reduction is PLAIN else None  # see `Step`
+    plain = recipe.gather if recipe.reduction.exchanges_rows else None  # see `Step`
     knows_rows = plain is not None and "rows" in inspect.signature(plain).parameters
 
     def exchanges(name: str, rows: int) -> bool:

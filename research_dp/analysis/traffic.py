@@ -112,7 +112,8 @@ def _axes(equation: Any) -> set[str]:
 
 def _read(equation: Any, sizes: Mapping[str, int], times: int) -> Iterator[Collective]:
     axes = tuple(axis for axis in sizes if axis in _axes(equation))
-    devices = math.prod(sizes[axis] for axis in axes)
+    groups = equation.params.get("axis_index_groups")
+    devices = len(groups[0]) if groups else math.prod(sizes[axis] for axis in axes)
     kind, _ = _KINDS[equation.primitive.name]
     # The full array goes into a reduction, and comes out of a gather.
     arrays = equation.outvars if kind == "all-gather" else equation.invars

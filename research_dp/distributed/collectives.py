@@ -37,12 +37,15 @@ class Reduction(NamedTuple):
         logical_shards: In how many parts, whatever the number of devices, the global batch is cut
             and gradients are added up; None: each device's examples are one part.
         loop: Whether a device's logical shards are a loop of the program, or written out.
+        exchanges_rows: Whether rows that are looked up in a table may be exchanged instead of
+            gathering it; their gradients are then summed by the exchange.
     """
 
     all_sum: Callable[[jax.Array, Axes], jax.Array]
     scatter_sum: Callable[[jax.Array, str, int], jax.Array]
     logical_shards: int | None = None
     loop: bool = False
+    exchanges_rows: bool = False
 
 
 def _psum(x: jax.Array, axes: Axes) -> jax.Array:
@@ -57,7 +60,7 @@ def _psum_scatter(x: jax.Array, axis: str, dim: int) -> jax.Array:
     return lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
 
 
-PLAIN = Reduction(_psum, _psum_scatter)
+PLAIN = Reduction(_psum, _psum_scatter, exchanges_rows=True)
 EXCHANGED = Reduction(exchange.all_sum, exchange.scatter_sum)
 
 

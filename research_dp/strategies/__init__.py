@@ -5,6 +5,7 @@ Importing this package registers all of them with gin.
 
 from research_dp.distributed import layout as _layout
 from research_dp.distributed import mesh as _mesh
+from research_dp.distributed import torus as _torus
 from research_dp.distributed import tree as _tree
 from research_dp.strategies.engines import compiled, mapped, pmapped
 from research_dp.strategies.slots import (
@@ -29,6 +30,7 @@ from research_dp.strategies.strategy import (
 largest_dim = _layout.largest_dim
 make_mesh = _mesh.make_mesh
 one_device_mesh = _mesh.one_device_mesh
+torus_reduction = _torus.torus_reduction
 tree_reduction = _tree.tree_reduction
 
 __all__ = [
@@ -50,6 +52,7 @@ __all__ = [
     "one_device_mesh",
     "pmapped",
     "scatter_gradients",
+    "torus_reduction",
     "tree_reduction",
     "update_local",
     "update_slices",

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from research_dp.distributed.accumulation import add_up
-from research_dp.distributed.collectives import PLAIN, axes_size, drop_gathered
+from research_dp.distributed.collectives import axes_size, drop_gathered
 from research_dp.distributed.early_sync import hold, synchronised, targets_of
 from research_dp.distributed.errors import UsageError
 from research_dp.distributed.layout import TABLE, path_name
@@ -239,7 +239,7 @@ class Step:
             return Units()
         gather = functools.partial(recipe.gather, reduction=recipe.reduction)
         # Rows are exchanged as plainly as they are added up: not if sums go another way.
-        plain = FSDP_AXIS in self.axes and recipe.reduction is PLAIN
+        plain = FSDP_AXIS in self.axes and recipe.reduction.exchanges_rows
         knows_rows = "rows" in inspect.signature(recipe.gather).parameters
         return Units(
             gather,

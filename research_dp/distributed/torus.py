@@ -1,0 +1,135 @@
+"""Sums over a TPU's torus, along one of its dimensions after the other, at the bytes of a ring.
+
+XLA's TPU compiler sends a reduce-scatter over several dimensions of the torus as an all-reduce:
+twice the bytes. Along one dimension at a time it stays a reduce-scatter, provided that blocks are
+counted by a dim of their own, and the stages together send what one would.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+
+import gin
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh
+
+from research_dp.distributed.collectives import PLAIN, Reduction
+from research_dp.distributed.errors import UsageError
+
+# A TPU lays arrays out in tiles of 8 rows of 128; flat blocks are cut into whole ones.
+_TILE = 8 * 128
+
+
+@gin.register(module="distributed")
+def torus_reduction(*, mesh: Mesh) -> Reduction:
+    """Scatters sums along one dimension of a TPU's torus after the other.
+
+    For `data_parallel.reduction`. Sends the least bytes, where one reduce-scatter over several
+    dimensions would be sent as an all-reduce; but in more, smaller collectives, each of which waits
+    for the one before.
+
+    Args:
+        mesh: The strategy's mesh, whose devices know their place in the torus.
+
+    Raises:
+        UsageError: They do not: they are no TPUs.
+    """
+    if any(not hasattr(device, "coords") for device in mesh.devices.flat):
+        kind = mesh.devices.flat[0].device_kind
+        raise UsageError(
+            f"data_parallel.reduction = @torus_reduction(): a {kind!r} has no place in a "
+            "torus, as TPUs have. Leave it out.",
+            binding="data_parallel.reduction",
+        )
+    return staged_reduction(torus_stages(mesh))
+
+
+def staged_reduction(stages: Mapping[str, Sequence[int]]) -> Reduction:
+    """Scatters sums in stages, over groups of the devices of an axis.
+
+    Args:
+        stages: For an axis the sizes of its stages, the major one first; their product is the
+            axis's size. An axis that is not named has one stage.
+    """
+
+    def scatter_sum(x: jax.Array, axis: str, dim: int) -> jax.Array:
+        # Only sums: whoever calls divides, once, by the number of partial results.
+        groups = groups_of(stages.get(axis, ()))
+        if not groups:
+            return PLAIN.scatter_sum(x, axis, dim)
+        front = jnp.moveaxis(x, dim, 0)
+        devices = lax.axis_size(axis)
+        blocks = front.reshape(devices, front.shape[0] // devices, *front.shape[1:])
+        if front.ndim == 1 or blocks.shape[1] == 1:
+            flat = blocks.reshape(devices, -1)
+            short = -flat.shape[1] % _TILE
+            blocks = jnp.pad(flat, ((0, 0), (0, short))).reshape(devices, -1, _TILE)
+        for group in groups:
+            # Afterwards a device has the blocks of those that it will share the later stages with.
+            blocks = lax.psum_scatter(
+                blocks, axis, scatter_dimension=0, tiled=True, axis_index_groups=group
+            )
+        mine = blocks.reshape(-1)[: front.size // devices]
+        return jnp.moveaxis(mine.reshape(-1, *front.shape[1:]), 0, dim)
+
+    return PLAIN._replace(scatter_sum=scatter_sum)
+
+
+def groups_of(stages: Sequence[int]) -> list[list[list[int]]]:
+    """The groups of each stage, as positions along the axis; none for a single stage."""
+    if len(stages) < 2:
+        return []
+    places = np.arange(math.prod(stages)).reshape(tuple(stages))
+    return [
+        np.moveaxis(places, stage, -1).reshape(-1, size).tolist()
+        for stage, size in enumerate(stages)
+    ]
+
+
+def torus_stages(mesh: Mesh) -> dict[str, tuple[int, ...]]:
+    """For each axis of a mesh of TPUs, its sizes along the dimensions of the torus, major first.
+
+    An axis whose devices do not follow the torus has one stage: all of it.
+    """
+    found = {}
+    for index, name in enumerate(mesh.axis_names):
+        lines = np.moveaxis(mesh.devices, index, -1).reshape(-1, mesh.devices.shape[index])
+        cuts = {_stages([_place(device) for device in line]) for line in lines}
+        only = cuts.pop() if len(cuts) == 1 else None
+        found[name] = (lines.shape[1],) if only is None else only
+    return found
+
+
+def _place(device: jax.Device) -> tuple[int, ...]:
+    cores = (getattr(device, "slice_index", 0), getattr(device, "core_on_chip", 0))
+    return (*device.coords, *cores)
+
+
+def _stages(places: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
+    """Sizes of the stages of devices in a row, by their coordinates; None if they are no grid."""
+    if len(places) < 2:
+        return ()
+    size = next((n for n in range(len(places), 1, -1) if _in_lines(places, n)), None)
+    before = None if size is None else _stages(places[::size])
+    return None if before is None or size is None else (*before, size)
+
+
+def _in_lines(places: Sequence[tuple[int, ...]], size: int) -> bool:
+    """Whether each `size` neighbours of a row differ in one coordinate, the same for all."""
+    if len(places) % size:
+        return False
+    along = set()
+    for start in range(0, len(places), size):
+        line = places[start : start + size]
+        along |= {
+            axis
+            for one, other in itertools.pairwise(line)
+            for axis, (a, b) in enumerate(zip(one, other, strict=True))
+            if a != b
+        }
+    return len(along) == 1

@@ -1,0 +1,111 @@
+"""Sums along one dimension of a torus after the other."""
+
+import importlib.util
+import itertools
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from research_dp.analysis.program import read
+from research_dp.analysis.topologies import topology
+from research_dp.analysis.traffic import collectives
+from research_dp.distributed.collectives import PLAIN
+from research_dp.distributed.errors import UsageError
+from research_dp.distributed.mesh import make_mesh
+from research_dp.distributed.torus import (
+    groups_of,
+    staged_reduction,
+    torus_reduction,
+    torus_stages,
+)
+
+
+def scattered(reduction, x, dim):
+    """(sums, as scattered over 8 devices of which each adds multiples of x; bytes sent)."""
+    mesh = make_mesh({"fsdp": 8})
+
+    def run(x):
+        return reduction.scatter_sum(x * (1.0 + jax.lax.axis_index("fsdp")), "fsdp", dim)
+
+    out = P(*[None] * dim, "fsdp")
+    mapped = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=P(), out_specs=out, check_vma=False))
+    return np.asarray(mapped(x)), sum(one.wire_bytes for one in collectives(mapped, x))
+
+
+@pytest.mark.parametrize("stages", [(2, 4), (4, 2), (2, 2, 2)])
+@pytest.mark.parametrize(
+    ("shape", "dim"), [((16, 1024), 0), ((8, 3, 16), 2), ((8, 2048), 0), ((8192,), 0)]
+)
+def test_in_stages_as_at_once(stages, shape, dim):
+    """Any block in another place, or a stage over the wrong devices, gives other whole numbers."""
+    x = jnp.arange(float(np.prod(shape))).reshape(shape)
+    found, sent = scattered(staged_reduction({"fsdp": stages}), x, dim)
+    expected, least = scattered(PLAIN, x, dim)
+    np.testing.assert_array_equal(found, expected)
+    assert sent == least
+
+
+def test_blocks_that_fill_no_tile():
+    x = jnp.arange(8.0 * 5)
+    found, _ = scattered(staged_reduction({"fsdp": (2, 4)}), x, 0)
+    np.testing.assert_array_equal(found, 36 * np.asarray(x))
+
+
+def test_groups_of_two_stages():
+    first, second = groups_of((2, 3))
+    assert first == [[0, 3], [1, 4], [2, 5]]
+    assert second == [[0, 1, 2], [3, 4, 5]]
+    assert groups_of((8,)) == []
+
+
+def chips(places, axes):
+    devices = np.empty(len(places), object)
+    devices[:] = [types.SimpleNamespace(coords=place) for place in places]
+    names = tuple(axes)
+    return types.SimpleNamespace(axis_names=names, devices=devices.reshape(tuple(axes.values())))
+
+
+GRID = list(itertools.product(range(4), range(2), range(1)))
+
+
+@pytest.mark.parametrize(
+    ("places", "axes", "stages"),
+    [
+        (GRID, {"data": 1, "fsdp": 8}, {"data": (), "fsdp": (4, 2)}),
+        (GRID, {"data": 4, "fsdp": 2}, {"data": (4,), "fsdp": (2,)}),
+        (list(itertools.product(range(2), repeat=3)), {"fsdp": 8}, {"fsdp": (2, 2, 2)}),
+        ([(0, 0), (0, 1), (1, 1), (1, 0)], {"fsdp": 4}, {"fsdp": (4,)}),  # a ring, to and fro
+        ([(0, 0), (1, 1), (0, 1), (1, 0)], {"fsdp": 4}, {"fsdp": (4,)}),
+    ],
+)
+def test_the_stages_of_a_mesh(places, axes, stages):
+    assert torus_stages(chips(places, axes)) == stages
+
+
+def test_devices_without_a_torus_are_told():
+    with pytest.raises(UsageError, match="'cpu' has no place in a torus"):
+        torus_reduction(mesh=make_mesh({"fsdp": 8}))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+@pytest.mark.parametrize("name", ["v5e-64", "v5p-64"])
+def test_a_tpu_sends_what_a_ring_sends(name):
+    """Its compiler sends a reduce-scatter over the whole torus at twice the bytes."""
+    where = topology(name)
+    mesh = where.mesh((1, 64), ("data", "fsdp"))
+    ratios = []
+    for reduction in (PLAIN, torus_reduction(mesh=mesh)):
+
+        def run(x, reduction=reduction):
+            return reduction.scatter_sum(x, "fsdp", 0)
+
+        mapped = jax.shard_map(run, mesh=mesh, in_specs=P(), out_specs=P("fsdp"), check_vma=False)
+        x = jax.ShapeDtypeStruct((8192, 2048), jnp.bfloat16, sharding=NamedSharding(mesh, P()))
+        sent = read(jax.jit(mapped).lower(x).compile(), mesh, where).wire_bytes
+        ratios.append(sent / (x.size * 2 * 63 / 64))
+    assert ratios == [pytest.approx(2, rel=0.05), pytest.approx(1, rel=1e-6)]
