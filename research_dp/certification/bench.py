@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from research_dp.certification.differences import EPS
 from research_dp.distributed.errors import UsageError
 from research_dp.distributed.layout import Placement
 from research_dp.distributed.trainable import LossOutput, TrainableModel
@@ -26,7 +27,6 @@ from research_dp.strategies import PlacedBatch, Recipe, Strategy, TrainSpec, Tra
 
 PyTree = Any
 Batch = Mapping[str, np.ndarray]
-EPS = float(np.finfo(np.float32).eps)
 
 
 class Recorded(NamedTuple):

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from research_dp.certification.bench import EPS, Batch, Bench
-from research_dp.certification.differences import COARSE_ULPS, SIZE, Envelope
+from research_dp.certification.bench import Batch, Bench
+from research_dp.certification.differences import COARSE_ULPS, EPS, SIZE, Envelope
 from research_dp.certification.follow import Evidence, look
+from research_dp.distributed.errors import some_of
 from research_dp.distributed.mesh import batch_devices
 from research_dp.strategies import TrainState
 
@@ -79,14 +80,12 @@ def ratio_of(found: Any, expected: Any, near: float = ALIKE) -> float | None:
 def places_of(places: list[tuple[int, ...]], mesh: Any) -> str:
     """Devices by their place in the mesh."""
     told = [
-        " ".join(f"{axis} {at}" for axis, at in zip(mesh.axis_names, place, strict=True))
-        for place in places[:SHOWN]
+        f"({' '.join(f'{axis} {at}' for axis, at in zip(mesh.axis_names, place, strict=True))})"
+        for place in places
     ]
-    more = f" and {len(places) - SHOWN} more" if len(places) > SHOWN else ""
-    return f"device{'s' if len(places) > 1 else ''} ({'), ('.join(told)}){more}"
+    return f"device{'s' if len(places) > 1 else ''} {some_of(told, SHOWN)}"
 
 
 def leaves_of(leaves: list[str]) -> str:
     """The first of several paths."""
-    more = f" and {len(leaves) - SHOWN} more" if len(leaves) > SHOWN else ""
-    return f"{', '.join(leaves[:SHOWN])}{more}"
+    return some_of(leaves, SHOWN)

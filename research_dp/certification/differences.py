@@ -164,10 +164,10 @@ class Envelope:
     def _size_bound(self, leaf: str, expected: Any, noisy: Sequence[Any]) -> float:
         """The same of a gradient's size, in ULPs of 1."""
         sizes = (size_of(x, expected) for x in noisy)
-        noise = max((np.inf if x is None else abs(x - 1) for x in sizes), default=0.0) / _EPS
-        floor = FLOOR_ULPS + self._coarse(_EPS, COARSE_ULPS / math.sqrt(_count_of(expected)))
+        noise = max((np.inf if x is None else abs(x - 1) for x in sizes), default=0.0) / EPS
+        floor = FLOOR_ULPS + self._coarse(EPS, COARSE_ULPS / math.sqrt(_count_of(expected)))
         bound = max(FACTOR * self._usual((SIZE, leaf), noise), floor)
-        self._sizes[leaf].append((bound * _EPS, float(np.linalg.norm(_wide(expected)))))
+        self._sizes[leaf].append((bound * EPS, float(np.linalg.norm(wide(expected)))))
         return bound
 
     def _usual(self, name: tuple[str, str], noise: float) -> float:
@@ -204,7 +204,7 @@ class Hidden(NamedTuple):
     bound: float
 
 
-_EPS = float(np.finfo(np.float32).eps)
+EPS = float(np.finfo(np.float32).eps)
 
 
 def coarse_of(what: str) -> float:
@@ -214,7 +214,7 @@ def coarse_of(what: str) -> float:
 
 def size_of(found: Any, expected: Any) -> float | None:
     """<found, expected> / <expected, expected>; None if there is nothing to divide by."""
-    a, b = _wide(found).ravel(), _wide(expected).ravel()
+    a, b = wide(found).ravel(), wide(expected).ravel()
     square = float(b @ b)
     if not np.isfinite(square) or not square or a.shape != b.shape:
         return None
@@ -223,11 +223,12 @@ def size_of(found: Any, expected: Any) -> float | None:
 
 def _count_of(x: Any) -> float:
     """How many elements of an array count: all of them if they are of one size."""
-    squares = _wide(x).ravel() ** 2
+    squares = wide(x).ravel() ** 2
     return float(squares.sum() ** 2 / (squares**2).sum())
 
 
-def _wide(x: Any) -> np.ndarray:
+def wide(x: Any) -> np.ndarray:
+    """An array in float64, in which differences of narrower numbers are exact."""
     return np.asarray(x).astype(np.float64)
 
 

@@ -10,7 +10,6 @@ import numpy as np
 
 from research_dp.certification import replicas
 from research_dp.certification.bench import (
-    EPS,
     Batch,
     Bench,
     Done,
@@ -25,6 +24,7 @@ from research_dp.certification.bench import (
 )
 from research_dp.certification.differences import (
     COARSE_ULPS,
+    EPS,
     FACTOR,
     FLOOR_ULPS,
     SIZE,
@@ -36,6 +36,7 @@ from research_dp.certification.differences import (
     gap,
     named,
     update_ratio,
+    wide,
 )
 from research_dp.distributed.layout import by_path
 from research_dp.strategies import TrainState
@@ -198,10 +199,10 @@ class Wandering:
             self._spread[name] = max(spread, self._spread.get(name, 0.0))
             allowed = FACTOR * self._spread[name]
             if name[1]:
-                moved = float(np.abs(_wide(value) - _wide(old[name[1]])).max(initial=0))
+                moved = float(np.abs(wide(value) - wide(old[name[1]])).max(initial=0))
                 self._moved[name[1]] = max(moved, self._moved.get(name[1], 0.0))
                 allowed += 4 * self._moved[name[1]]
-            allowed += self._floor(name, value) * float(np.linalg.norm(_wide(value)))
+            allowed += self._floor(name, value) * float(np.linalg.norm(wide(value)))
             whole, apart = gap(found[name], value), _apart(found[name], value)
             bound = whole.ulps * allowed / apart if apart and np.isfinite(apart) else 0.0
             differences.append(Difference(*name, number, whole, bound))
@@ -241,13 +242,9 @@ def _positions(loss: float, params: Any) -> Named:
     }
 
 
-def _wide(x: Any) -> np.ndarray:
-    return np.asarray(x).astype(np.float64)
-
-
 def _apart(a: Any, b: Any) -> float:
     """L2 norm of a difference; inf if one is not a number where the other is."""
-    wide_a, wide_b = _wide(a), _wide(b)
+    wide_a, wide_b = wide(a), wide(b)
     if not np.array_equal(np.isfinite(wide_a), np.isfinite(wide_b)):
         return float("inf")
     return float(np.linalg.norm(np.nan_to_num(wide_a - wide_b)))

@@ -91,7 +91,7 @@ def _sums_of_parts(x: jax.Array, sharding: NamedSharding) -> jax.Array:
     idle = [axis for axis in axes if all(axis not in names for names in cut)]
 
     def sums(block: jax.Array) -> jax.Array:
-        bits = _bits(block)
+        bits = as_bits(block)
         shape = (*x.shape, *bits.shape[x.ndim :])
         places = jnp.zeros(bits.shape, jnp.uint32)
         for dim, length in enumerate(bits.shape):
@@ -114,7 +114,7 @@ def _sums_of_parts(x: jax.Array, sharding: NamedSharding) -> jax.Array:
     )(x)
 
 
-def _bits(x: jax.Array) -> jax.Array:
+def as_bits(x: jax.Array) -> jax.Array:
     """Elements as uint32; those of 8 bytes as two, in a dim of their own."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         x = jnp.stack([x.real, x.imag], -1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from research_dp.distributed.kinds import AtLeast, Floating, Limit
@@ -26,6 +27,12 @@ class RunFailure(RuntimeError):
 
     The message says what, where (process, step, parameter), and what to do.
     """
+
+
+def some_of(names: Sequence[str], most: int) -> str:
+    """The first of several names, and how many there are besides."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def check_kind(name: str, value: Any, kind: Any, example: str) -> None:

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 
 import gin
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
 from research_dp.analysis import topologies
+from research_dp.distributed.agreement import of_the_first
 from research_dp.distributed.errors import UsageError, check_kind
 from research_dp.planning import advice
 from research_dp.planning.row import Row, compile_row, fastest_first, refused
@@ -51,17 +50,11 @@ def _choose(candidates: Sequence[Recipe], spec: TrainSpec) -> Recipe:
         except UsageError as error:
             rows.append(refused(candidate.name, error))
     best = next((rows.index(row) for row in fastest_first(rows)), None)
-    number = _of_the_first(-1 if best is None else best)
+    # Compilers of several hosts need not agree on every byte.
+    number = of_the_first(-1 if best is None else best)
     if number < 0:
         told = "; ".join(f"{row.strategy} {row.problem}" for row in rows)
         raise UsageError(f"auto: no candidate can be taken on {where.name}: {told}")
     if jax.process_index() == 0:
         print("\n".join(advice.in_three_lines(rows, where)), flush=True)
     return candidates[number]
-
-
-def _of_the_first(number: int) -> int:
-    """Process 0's number: compilers of several hosts need not agree on every byte."""
-    if jax.process_count() == 1:
-        return number
-    return int(multihost_utils.broadcast_one_to_all(np.int32(number)))

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 
+from research_dp.distributed.agreement import first_problem, of_the_first
 from research_dp.distributed.errors import RunFailure, UsageError
 from research_dp.strategies import TrainState
-from research_dp.training.agreement import first_problem, of_the_first
 from research_dp.training.manifest import Damaged, Manifest, Progress, leaves_of
 from research_dp.training.stored import (
     HALF_WRITTEN,

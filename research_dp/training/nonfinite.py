@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from research_dp.distributed.errors import RunFailure
+from research_dp.distributed.errors import RunFailure, some_of
 from research_dp.distributed.layout import by_path
 from research_dp.strategies import TrainState
 
@@ -99,8 +99,7 @@ class Nonfinite:
         """Some names of parameters; not all of many."""
         if 1 < len(named) == len(self._paths):
             return f"all {len(named)} parameters"
-        more = f" and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
-        return ", ".join(named[:_NAMED]) + more
+        return some_of(named, _NAMED)
 
 
 @jax.jit

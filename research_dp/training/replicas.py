@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from research_dp.distributed.errors import RunFailure, UsageError
+from research_dp.distributed.checksum import as_bits
+from research_dp.distributed.errors import RunFailure, UsageError, some_of
 from research_dp.distributed.layout import by_path
 from research_dp.strategies import Strategy, TrainState
 
@@ -38,9 +39,8 @@ class Difference:
     devices: tuple[jax.Device, ...]
 
     def __str__(self) -> str:
-        named = ", ".join(f"{d.id} (process {d.process_index})" for d in self.devices[:_NAMED])
-        more = len(self.devices) - _NAMED
-        return f"{self.path} on device {named}" + (f" and {more} more" if more > 0 else "")
+        named = [f"{device.id} (process {device.process_index})" for device in self.devices]
+        return f"{self.path} on device {some_of(named, _NAMED)}"
 
 
 class ReplicaCheck:
@@ -115,13 +115,7 @@ def _program(mesh: Mesh, specs: Sequence[PartitionSpec]) -> Callable[[list[jax.A
 
 def _checksum(x: jax.Array) -> jax.Array:
     """A 0-d uint32 that any one changed element changes, and an exchange of two but by chance."""
-    if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        x = jnp.stack([x.real, x.imag])
-    if x.dtype == jnp.bool_:
-        x = x.astype(jnp.uint8)
-    # Elements of 8 bytes become two of 4, in a dim of their own.
-    bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"u{min(x.dtype.itemsize, 4)}"))
-    bits = bits.astype(jnp.uint32).reshape(-1)
+    bits = as_bits(x).reshape(-1)
     # An odd factor can be undone, so a changed element changes its product for certain.
     odd = 2 * jax.lax.iota(jnp.uint32, bits.size) + 1
     return jnp.sum(bits * (odd * np.uint32(0x9E3779B1)), dtype=jnp.uint32)

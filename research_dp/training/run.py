@@ -15,13 +15,13 @@ import jax
 from jax.sharding import Mesh
 
 from research_dp.analysis.hardware import chip_of
+from research_dp.distributed.agreement import of_the_first
 from research_dp.distributed.data_set import DataSet, EvalOrder, TrainOrder
 from research_dp.distributed.placement import fingerprint
 from research_dp.distributed.trainable import Work
 from research_dp.strategies import NONFINITE, SKIPPED, Strategy, TrainSpec, TrainState
 from research_dp.training import metrics as metrics_lib
 from research_dp.training import report
-from research_dp.training.agreement import of_the_first
 from research_dp.training.ahead import placed_ahead
 from research_dp.training.checkpoint import Checkpoints
 from research_dp.training.manifest import Progress, origin

@@ -24,12 +24,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax._src import distributed  # the coordination service has no public name
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh, PartitionSpec
 
 from research_dp.analysis import traffic
+from research_dp.distributed.agreement import texts_of_all
 from research_dp.distributed.collectives import EXCHANGED, PLAIN
-from research_dp.distributed.errors import RunFailure, UsageError
+from research_dp.distributed.errors import RunFailure, UsageError, some_of
 from research_dp.distributed.exchange import reduces_wrongly
 from research_dp.distributed.mesh import split_axes
 from research_dp.strategies import Recipe, Strategy, TrainSpec
@@ -156,9 +156,8 @@ def faults(mesh: Mesh, wanted: Sequence[Probe]) -> list[str]:
     for probe, counts in zip(wanted, wrong.T, strict=True):
         seen = [str(d.id) for d, count in zip(mesh.devices.flat, counts, strict=True) if count]
         if seen:
-            more = f" and {len(seen) - 4} more" if len(seen) > 4 else ""
             what = f"{int(counts.sum()):,} elements in {_ROUNDS} runs"
-            told.append(f"{probe}: {what}, on device {', '.join(seen[:4])}{more}")
+            told.append(f"{probe}: {what}, on device {some_of(seen, 4)}")
     return told
 
 
@@ -183,12 +182,7 @@ def check_configurations(own: str) -> None:
     Raises:
         UsageError: In all processes, if one has another; with the first line that differs.
     """
-    text = np.frombuffer(own.encode(), np.uint8)
-    sizes = multihost_utils.process_allgather(np.int32(text.size))
-    padded = np.zeros(int(sizes.max()), np.uint8)
-    padded[: text.size] = text
-    gathered = multihost_utils.process_allgather(padded)
-    texts = [row[:size].tobytes().decode() for row, size in zip(gathered, sizes, strict=True)]
+    texts = texts_of_all(own)
     for process, other in enumerate(texts):
         if other != texts[0]:
             lines = texts[0].splitlines(), other.splitlines()

@@ -12,8 +12,8 @@ from pathlib import Path
 import filelock
 import jax
 
+from research_dp.distributed.agreement import first_problem
 from research_dp.distributed.errors import RunFailure, UsageError
-from research_dp.training.agreement import first_problem
 from research_dp.training.stored import reason
 
 _LOCK, _HOLDER = ".run.lock", ".run.holder"

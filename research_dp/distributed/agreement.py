@@ -1,0 +1,37 @@
+"""What the processes of a run decide together, so that none is left waiting for the others.
+
+Every function here is a collective: all processes call it.
+"""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+
+def texts_of_all(own: str) -> list[str]:
+    """The text of each process, in their order."""
+    if jax.process_count() == 1:
+        return [own]
+    text = np.frombuffer(own.encode(), np.uint8)
+    sizes = multihost_utils.process_allgather(np.int32(text.size))
+    padded = np.zeros(max(1, int(sizes.max())), np.uint8)
+    padded[: text.size] = text
+    gathered = multihost_utils.process_allgather(padded)
+    return [row[:size].tobytes().decode() for row, size in zip(gathered, sizes, strict=True)]
+
+
+def first_problem(problem: str | None) -> str | None:
+    """What is wrong in any process, with its number; None if nothing is wrong in any."""
+    if jax.process_count() == 1:
+        return problem
+    texts = enumerate(texts_of_all(problem or ""))
+    return next((f"process {process}: {text}" for process, text in texts if text), None)
+
+
+def of_the_first(number: int) -> int:
+    """The number that process 0 has."""
+    if jax.process_count() == 1:
+        return number
+    return int(multihost_utils.broadcast_one_to_all(np.int32(number)))
