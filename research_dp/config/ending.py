@@ -44,7 +44,7 @@ def told(body: Callable[[Session], int]) -> int:
     try:
         return body(session)
     except RunFailure as error:
-        print(f"error: {str(error).split(gin_config.IN_CALL)[0]}", file=sys.stderr)
+        _tell_failures(error)
         return environment.leave(FAILED)
     except KeyboardInterrupt:
         print("Interrupted: nothing more was done", file=sys.stderr)
@@ -53,6 +53,16 @@ def told(body: Callable[[Session], int]) -> int:
         if isinstance(error, BrokenPipeError) and not printing.is_read():  # `--list | head`
             printing.silence()
             return printing.SIGPIPE
+        _tell_failures(error)
         mistake = gin_config.as_mistake(error, session.config)
         print(mistake or traceback.format_exc(), file=sys.stderr)
         return environment.leave(MISTAKEN if mistake else FAILED)
+
+
+def _tell_failures(error: BaseException | None) -> None:
+    """Tells how the run failed; first what came first, if closing it went wrong too."""
+    if error is None:
+        return
+    _tell_failures(error.__cause__ or (None if error.__suppress_context__ else error.__context__))
+    if isinstance(error, RunFailure):
+        print(f"error: {str(error).split(gin_config.IN_CALL)[0]}", file=sys.stderr)

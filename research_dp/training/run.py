@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import collections
 import functools
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from research_dp.training import metrics as metrics_lib
 from research_dp.training import report
 from research_dp.training.ahead import placed_ahead
 from research_dp.training.checkpoint import Checkpoints
+from research_dp.training.in_flight import InFlight
 from research_dp.training.manifest import Progress, origin
 from research_dp.training.nonfinite import Nonfinite
 from research_dp.training.progress import Clock, ProgressBar
@@ -69,8 +69,7 @@ class Run:
         self._writes = jax.process_index() == 0
         self._unread: list[Mapping[str, Any]] = []
         self._due: tuple[int, list[Mapping[str, Any]]] | None = None
-        # What is under way, and who looks at it once it is over.
-        self._in_flight: collections.deque[tuple[Any, Callable[[], None]]] = collections.deque()
+        self._in_flight = InFlight()
         self._summary: dict[str, Any] = {"train": {}, "skipped_steps": 0}
         self._summary["seconds_to_first_step"] = None
         self._records: metrics_lib.Records | None = None
@@ -105,7 +104,7 @@ class Run:
         self._data.prepare()
         last = self._first_step == self._schedule.num_steps
         if self._writes:
-            (self.folder / "config.gin").write_text(gin.config_str())
+            metrics_lib.write_at_once(self.folder / "config.gin", gin.config_str())
             self._write_operative_config()
             kept = metrics_lib.drop_unsaved(self.folder, self._first_step, evaluates_again=last)
             self._summary["train"] = metrics_lib.last_train_means(kept)
@@ -133,11 +132,11 @@ class Run:
         if self._first_step < self._schedule.num_steps:
             self._progress.say("Compiling the training step")
         source = self._data.train(order)
-        for batch in placed_ahead(self._strategy.place_batch, source, self._devices_work):
+        for batch in placed_ahead(self._strategy.place_batch, source, self._in_flight.is_at_work):
             # The next batch was placed while the last steps ran; now they are to be over.
             first = self._step == self._first_step
             self._recorder.note("compile" if first else "step", self._step + 1)
-            self._wait_for_room()
+            self._in_flight.wait_for_room()
             yield batch
 
     # ---- Steps ----
@@ -149,8 +148,7 @@ class Run:
         self._write_due()
         flags, metrics = metrics[NONFINITE], {k: x for k, x in metrics.items() if k != NONFINITE}
         self._unread.append(metrics)
-        look = functools.partial(self._nonfinite.look, step, flags)
-        self._in_flight.append((metrics, look))
+        self._in_flight.add(metrics, functools.partial(self._nonfinite.look, step, flags))
         self._clock.count_step()
         self._progress.step(step)
         if step == self._first_step + 1:
@@ -169,11 +167,10 @@ class Run:
     def compare_replicas(self, state: TrainState, step: int) -> None:
         """Has the devices compare what they hold; a difference ends the run a step or two later."""
         assert self._replicas is not None
-        self._wait_for_room()
+        self._in_flight.wait_for_room()
         self._note("step", step)
         checksums = self._replicas.start(state)
-        look = functools.partial(self._replicas.look, step, checksums)
-        self._in_flight.append((checksums, look))
+        self._in_flight.add(checksums, functools.partial(self._replicas.look, step, checksums))
         self._done_once.add("step")
         self._recorder.note("data", step + 1)
 
@@ -183,7 +180,8 @@ class Run:
         self._note("eval", step)
         order = EvalOrder(batch_size=self._strategy.eval_batch_size, rows=self._strategy.eval_rows)
         source = self._data.evaluate(order)
-        batches = placed_ahead(self._strategy.place_eval_batch, source, self._devices_work)
+        place = self._strategy.place_eval_batch
+        batches = placed_ahead(place, source, self._in_flight.is_at_work)
         metrics = metrics_lib.means(metrics_lib.add_up({}, self._eval_steps(state, batches)))
         self._done_once.add("eval")
         self._record("eval", step, metrics)
@@ -194,8 +192,8 @@ class Run:
         for batch in batches:
             sums = self._strategy.eval_step(state, batch)
             self._note("eval", self._step)
-            self._in_flight.append((sums, lambda: None))
-            self._wait_for_room()
+            self._in_flight.add(sums)
+            self._in_flight.wait_for_room()
             yield sums
 
     def save(self, state: TrainState, step: int) -> None:
@@ -265,25 +263,9 @@ class Run:
         """Notes what begins: the first time it compiles, as others do that this one waits for."""
         self._recorder.note(phase if phase in self._done_once else "compile", step)
 
-    def _wait_for_room(self) -> None:
-        """Waits for the oldest steps until another one may be under way."""
-        while len(self._in_flight) >= _most_in_flight():
-            self._wait_for_oldest()
-
-    def _wait_for_oldest(self) -> None:
-        results, look = self._in_flight.popleft()
-        jax.block_until_ready(results)
-        look()
-
-    def _devices_work(self) -> bool:
-        """Whether the newest step is still under way."""
-        newest = jax.tree.leaves([results for results, _ in list(self._in_flight)[-1:]])
-        return bool(newest) and not newest[0].is_ready()
-
     def _settle(self, state: TrainState) -> None:
         """Waits for the last step, records what is due, and stops the clock."""
-        while self._in_flight:
-            self._wait_for_oldest()
+        self._in_flight.wait_for_all()
         jax.block_until_ready(state)
         self._clock.stop()
         self._write_due()
@@ -311,7 +293,8 @@ class Run:
     def _write_operative_config(self) -> None:
         # Gin knows a parameter's value once its function was called: written more than once.
         if self._writes:
-            (self.folder / "operative_config.gin").write_text(gin.operative_config_str())
+            config = gin.operative_config_str()
+            metrics_lib.write_at_once(self.folder / "operative_config.gin", config)
 
 
 def _peak(mesh: Mesh, work: Work | None) -> float | None:
@@ -321,13 +304,3 @@ def _peak(mesh: Mesh, work: Work | None) -> float | None:
     if work is None or chip is None or device.platform == "cpu":
         return None
     return chip.peak_of(work.dtype) * mesh.size
-
-
-def _most_in_flight() -> int:
-    """How many steps may be under way when the next one is dispatched.
-
-    Two keep an accelerator busy. On a split CPU the devices share a pool of threads, and a step
-    that waits in a collective can hold the threads that the step before it needs to end: with
-    many steps under way XLA deadlocks.
-    """
-    return 1 if jax.default_backend() == "cpu" else 2
