@@ -106,21 +106,24 @@ def test_with_a_scaled_loss_an_overflow_is_no_failure_until_the_scale_is_one(ste
 
 
 def test_what_is_said_of_a_step():
+    def flags(*values):
+        return jax.device_put(np.array(values, np.float32))
+
     said = []
     stop = Nonfinite(PATHS, "stop", "Nothing was touched.", said.append)
-    stop.look(1, np.zeros(4))
+    stop.look(1, flags(0, 0, 0, 0))
     with pytest.raises(RunFailure, match=r"(?s)step 7: the gradient of b is not finite.*Nothing"):
-        stop.look(7, np.array([1, 0, 1, 0]))
+        stop.look(7, flags(1, 0, 1, 0))
     with pytest.raises(RunFailure, match="step 8: the loss is not finite"):
-        stop.look(8, np.array([1, 0, 0, 0]))
+        stop.look(8, flags(1, 0, 0, 0))
     skip = Nonfinite(PATHS, "skip", "Nothing was touched.", said.append)
     for number in range(99):
-        skip.look(number, np.array([1, 1, 1, 1]))
+        skip.look(number, flags(1, 1, 1, 1))
     assert said[-1] == "Skipped step 98: the gradient of all 3 parameters is not finite"
     with pytest.raises(RunFailure, match="99 steps before it"):
-        skip.look(99, np.array([1, 1, 1, 1]))
-    skip.look(100, np.zeros(4))
-    skip.look(101, np.array([1, 1, 0, 0]))
+        skip.look(99, flags(1, 1, 1, 1))
+    skip.look(100, flags(0, 0, 0, 0))
+    skip.look(101, flags(1, 1, 0, 0))
     assert said[-1] == "Skipped step 101: the gradient of a is not finite"
 
 

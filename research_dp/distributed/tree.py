@@ -12,7 +12,7 @@ it (one rounding less), and do so according to what stands beside it: `fence` ke
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import gin
@@ -25,7 +25,7 @@ from research_dp.distributed.errors import UsageError, check_count
 from research_dp.distributed.kinds import Count
 from research_dp.distributed.layout import Placement
 from research_dp.distributed.mesh import FSDP_AXIS
-from research_dp.distributed.padding import flatten_padded, pad_to_multiple, unflatten
+from research_dp.distributed.padding import flatten_padded, unflatten
 
 PyTree = Any
 
@@ -84,9 +84,18 @@ def _all_sum(x: jax.Array, axes: Axes) -> jax.Array:
 def _add_pairs(x: jax.Array) -> jax.Array:
     """The sum along dim 0, whose length is a power of two, of neighbours, then of their sums."""
     while x.shape[0] > 1:
-        x = x.reshape(x.shape[0] // 2, 2, *x.shape[1:])
-        x = x[:, 0] + x[:, 1]
+        # Subtrees of eight: compilers make one loop over memory of each.
+        several = min(8, x.shape[0])
+        x = x.reshape(x.shape[0] // several, several, *x.shape[1:])
+        x = _pairwise([x[:, i] for i in range(several)])
     return x[0]
+
+
+def _pairwise(parts: Sequence[jax.Array]) -> jax.Array:
+    """The sum of a power of two of arrays: of neighbours, then of their sums."""
+    while len(parts) > 1:
+        parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=True)]
+    return parts[0]
 
 
 def _refuse_narrow(dtype: Any) -> None:
@@ -234,8 +243,20 @@ def _squares(x: jax.Array, place: Placement, blocks: int, zero: jax.Array) -> ja
         held = pieces // place.axis_size if dim == place.dim else pieces
         shape += [held, length // pieces]
     squares = fence(jnp.square(x), zero).reshape(shape)
-    # Written as additions: the order of a `jnp.sum` is that in which its operand happens to lie.
-    inside = jnp.transpose(squares, (*range(1, len(shape), 2), *range(0, len(shape), 2)))
-    size = math.prod(shape[1::2])
-    flat = inside.reshape(size, *shape[0::2])
-    return _add_pairs(pad_to_multiple(flat, 2 ** math.ceil(math.log2(size))))
+    for dim in range(1, len(shape), 2):
+        squares = _add_along(squares, dim)
+    return squares.reshape(shape[0::2])
+
+
+def _add_along(x: jax.Array, dim: int) -> jax.Array:
+    """The sum along a dim, which stays, of length 1.
+
+    Written as additions: the order of a `jnp.sum` is that in which its operand happens to lie. Of
+    quarters of it, four at a time, for compilers make one loop over memory of that.
+    """
+    length = x.shape[dim]
+    short = 2 ** math.ceil(math.log2(length)) - length
+    x = jnp.pad(x, [(0, short if d == dim else 0) for d in range(x.ndim)])
+    while x.shape[dim] > 1:
+        x = _pairwise(jnp.split(x, min(4, x.shape[dim]), axis=dim))
+    return x
