@@ -28,7 +28,7 @@ BF16 = "gin/precision/bf16_collectives.gin"
 GATHER = "gin/precision/bf16_gather.gin"
 PARAMS = "gin/precision/bf16_params.gin"
 MEMORY, SPEED = "gin/options/h100_memory.gin", "gin/options/h100_speed.gin"
-TPU = "gin/options/tpu_async.gin"
+TPU, TORUS = "gin/options/tpu_async.gin", "gin/options/tpu_torus.gin"
 NNX, PLAIN = "transformer.api = 'nnx'", "transformer.attention = 'chunked'"
 
 
@@ -72,6 +72,7 @@ H100 = {
 }
 V5E = {
     "fsdp": Case("fsdp", (BF16, TPU), 9.1, 0.6, None, None, 17.0),
+    "fsdp, torus": Case("fsdp", (BF16, TPU, TORUS), 6.82, 0.6),
     "fsdp, no options": Case("fsdp", (BF16,)),
 }
 CASES = {"h100:8x8": H100, "v5e-64": V5E}
