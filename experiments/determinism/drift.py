@@ -1,7 +1,7 @@
-"""How far `ddp` on 1, 2, 4 and 8 devices drifts apart, with the plain reduction and with the tree.
+"""How far strategies drift from one device, with the plain reduction and with the tree.
 
-Run: python experiments/determinism/drift.py [--steps=200]
-Prints relative distances of all parameters from those on 1 device.
+Run: python experiments/determinism/drift.py [--steps=500] [--plot=docs/drift.svg]
+Prints relative distances of all parameters from those of `single`, and plots them by step.
 """
 
 from __future__ import annotations
@@ -12,35 +12,27 @@ import jax
 import numpy as np
 import optax
 
-from research_dp.distributed.collectives import PLAIN
-from research_dp.distributed.tree import tree_reduction
+from research_dp.config import gin_config, gin_state
+from research_dp.distributed.mesh import planning_for
 from research_dp.models import mlp
-from research_dp.strategies import (
-    TrainSpec,
-    average_gradients,
-    data_parallel,
-    make_mesh,
-    mapped,
-    update_local,
-)
+from research_dp.strategies import TrainSpec
 
 BATCH = 64
 EXAMPLE = {
     "image": jax.ShapeDtypeStruct((8, 8, 1), np.float32),
     "label": jax.ShapeDtypeStruct((), np.int32),
 }
+CASES = (("ddp", 2), ("ddp", 4), ("ddp", 8), ("zero1", 8), ("fsdp", 8), ("hsdp", 8))
+TREE = "gin/options/deterministic.gin"
 
 
-def params_of(devices: int, reduction, steps: int) -> list[np.ndarray]:
+def params_of(stem: str, devices: int, steps: int, *files: str) -> list[np.ndarray]:
     """All parameters as one vector, after each step."""
-    recipe = data_parallel(
-        name="ddp",
-        engine=mapped,
-        mesh=make_mesh({"data": devices}, devices=jax.devices()[:devices]),
-        sync=average_gradients,
-        update=update_local,
-        reduction=reduction,
-    )
+    gin_config.reset()
+    bindings = ["largest_dim.min_weight_size = 512"] if stem not in ("single", "ddp") else []
+    gin_config.load([f"gin/strategies/{stem}.gin", *files], bindings)
+    with planning_for(jax.devices()[:devices]):
+        recipe = gin_state.value_of("train.strategy")
     spec = TrainSpec(
         model=mlp(widths=(64, 64), num_classes=10, dropout_rate=0.1),
         optimizer=optax.adamw(3e-3),
@@ -61,21 +53,51 @@ def params_of(devices: int, reduction, steps: int) -> list[np.ndarray]:
     return found
 
 
+def apart(stem: str, devices: int, oracle: list[np.ndarray], *files: str) -> list[float]:
+    """Relative distance of all parameters from the oracle's, after each step."""
+    own = params_of(stem, devices, len(oracle), *files)
+    return [
+        float(np.linalg.norm(a - b) / np.linalg.norm(a)) for a, b in zip(oracle, own, strict=True)
+    ]
+
+
+def plot(path: str, curves: dict[str, list[float]], same: int) -> None:
+    """Distances by step; what is 0 everywhere cannot be drawn on a logarithmic scale."""
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    for name, away in curves.items():
+        axes.plot(range(1, len(away) + 1), away, label=name, linewidth=1.2)
+    axes.set(xscale="log", yscale="log", xlabel="step", ylabel="relative distance from one device")
+    told = f"with deterministic.gin: 0 in {same} of {len(curves)}, at every step"
+    axes.legend(title=f"plain sums ({told})", fontsize="small", title_fontsize="small")
+    axes.grid(which="both", alpha=0.2)
+    figure.savefig(path, metadata={"Date": None})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=200)
-    steps = parser.parse_args().steps
+    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--plot", help="an SVG file; needs matplotlib")
+    flags = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
-    for name, how in (("plain", PLAIN), ("tree", tree_reduction(logical_shards=8, loop=True))):
-        runs = {n: params_of(n, how, steps) for n in (1, 2, 4, 8)}
-        for n in (2, 4, 8):
-            away = [
-                float(np.linalg.norm(a - b) / np.linalg.norm(a))
-                for a, b in zip(runs[1], runs[n], strict=True)
-            ]
-            at = ", ".join(f"{s}: {away[s - 1]:.1e}" for s in (1, 10, steps // 2, steps))
-            print(f"{name}, {n} devices from 1, after steps {at}", flush=True)
+    steps, curves, same = flags.steps, {}, 0
+    shown = (1, 10, steps // 5, steps)
+    print("| strategy | devices | sums | " + " | ".join(f"step {s}" for s in shown) + " |")
+    print("|---" * (3 + len(shown)) + "|")
+    for sums, files in (("plain", ()), ("tree", (TREE,))):
+        oracle = params_of("single", 1, steps, *files)
+        for stem, devices in CASES:
+            away = apart(stem, devices, oracle, *files)
+            cells = " | ".join(f"{away[s - 1]:.1e}" for s in shown)
+            print(f"| {stem} | {devices} | {sums} | {cells} |", flush=True)
+            if sums == "plain":
+                curves[f"{stem}, {devices} devices"] = away
+            else:
+                same += not any(away)
+    if flags.plot:
+        plot(flags.plot, curves, same)
 
 
 if __name__ == "__main__":
