@@ -15,6 +15,7 @@ from test_processes import start
 
 from research_dp.data import builders
 from research_dp.distributed.data_set import TrainOrder
+from research_dp.training.recorder import last_notes
 from research_dp.training.stored import HALF_WRITTEN, steps_in
 
 CONSTANT = [
@@ -229,7 +230,10 @@ class Killer:
         holder = self.folder / ".run.holder"
         mine = f"process {self.process.pid} "
         self.wait_for(lambda: holder.exists() and holder.read_text().startswith(mine))
-        time.sleep(self.chance.uniform(0, 1.0))
+        self.wait_for(lambda: [note.phase for note in last_notes(self.folder)] == ["restore"])
+        time.sleep(self.chance.uniform(0, 0.2))
+        (note,) = last_notes(self.folder)
+        assert note.phase in ("restore", "compile"), "it was over before it could be killed"
 
 
 @pytest.mark.slow

@@ -37,6 +37,18 @@ def scattered(reduction, x, dim):
     return np.asarray(mapped(x)), sum(one.wire_bytes for one in collectives(mapped, x))
 
 
+def gathered(reduction, x, dim):
+    """(blocks of 8 devices, whole again; bytes sent)."""
+    mesh = make_mesh({"fsdp": 8})
+
+    def run(x):
+        return reduction.all_blocks(x, "fsdp", dim, "varying")
+
+    split = P(*[None] * dim, "fsdp")
+    mapped = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=split, out_specs=P(), check_vma=False))
+    return np.asarray(mapped(x)), sum(one.wire_bytes for one in collectives(mapped, x))
+
+
 @pytest.mark.parametrize("stages", [(2, 4), (4, 2), (2, 2, 2)])
 @pytest.mark.parametrize(
     ("shape", "dim"), [((16, 1024), 0), ((8, 3, 16), 2), ((8, 2048), 0), ((8192,), 0)]
@@ -48,12 +60,16 @@ def test_in_stages_as_at_once(stages, shape, dim):
     expected, least = scattered(PLAIN, x, dim)
     np.testing.assert_array_equal(found, expected)
     assert sent == least
+    found, sent = gathered(staged_reduction({"fsdp": stages}), x, dim)
+    np.testing.assert_array_equal(found, x)
+    assert sent == pytest.approx(gathered(PLAIN, x, dim)[1])
 
 
 def test_blocks_that_fill_no_tile():
     x = jnp.arange(8.0 * 5)
     found, _ = scattered(staged_reduction({"fsdp": (2, 4)}), x, 0)
     np.testing.assert_array_equal(found, 36 * np.asarray(x))
+    np.testing.assert_array_equal(gathered(staged_reduction({"fsdp": (2, 4)}), x, 0)[0], x)
 
 
 def test_groups_of_two_stages():
@@ -98,14 +114,18 @@ def test_a_tpu_sends_what_a_ring_sends(name):
     """Its compiler sends a reduce-scatter over the whole torus at twice the bytes."""
     where = topology(name)
     mesh = where.mesh((1, 64), ("data", "fsdp"))
-    ratios = []
-    for reduction in (PLAIN, torus_reduction(mesh=mesh)):
 
-        def run(x, reduction=reduction):
-            return reduction.scatter_sum(x, "fsdp", 0)
-
-        mapped = jax.shard_map(run, mesh=mesh, in_specs=P(), out_specs=P("fsdp"), check_vma=False)
-        x = jax.ShapeDtypeStruct((8192, 2048), jnp.bfloat16, sharding=NamedSharding(mesh, P()))
+    def ratio(run, inside, outside):
+        mapped = jax.shard_map(run, mesh=mesh, in_specs=inside, out_specs=outside, check_vma=False)
+        x = jax.ShapeDtypeStruct((8192, 2048), jnp.bfloat16, sharding=NamedSharding(mesh, inside))
         sent = read(jax.jit(mapped).lower(x).compile(), mesh, where).wire_bytes
-        ratios.append(sent / (x.size * 2 * 63 / 64))
-    assert ratios == [pytest.approx(2, rel=0.05), pytest.approx(1, rel=1e-6)]
+        return sent / (x.size * 2 * 63 / 64)
+
+    def scatters(reduction):
+        return ratio(lambda x: reduction.scatter_sum(x, "fsdp", 0), P(), P("fsdp"))
+
+    staged = torus_reduction(mesh=mesh)
+    assert scatters(PLAIN) == pytest.approx(2, rel=0.05)
+    assert scatters(staged) == pytest.approx(1, rel=1e-6)
+    gathers = ratio(lambda x: staged.all_blocks(x, "fsdp", 0, "varying"), P("fsdp"), P())
+    assert gathers == pytest.approx(1, rel=1e-6)

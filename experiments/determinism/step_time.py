@@ -1,6 +1,6 @@
 """Step time and wire bytes with `tree_reduction`, beside the plain reduction, in pairs.
 
-Run: python experiments/determinism/step_time.py [--pairs=15] [--shards=8]
+Run: python experiments/determinism/step_time.py [--pairs=15] [--shards=8] [--plot=FILE.svg]
 """
 
 from __future__ import annotations
@@ -89,8 +89,10 @@ def seconds(step, state, placed, steps: int):
     return state, time.perf_counter() - start
 
 
-def compare(model: str, strategy: str, pairs: int, steps: int, shards: int) -> str:
-    """One row of the table: ratios of times (median of pairs, and their range) and of bytes."""
+def compare(
+    model: str, strategy: str, pairs: int, steps: int, shards: int
+) -> tuple[float, float, float, float]:
+    """Ratios: of times the median of pairs and the quartiles, and of bytes."""
     runs = [
         prepared(model, strategy, how) for how in (PLAIN, tree_reduction(logical_shards=shards))
     ]
@@ -102,9 +104,25 @@ def compare(model: str, strategy: str, pairs: int, steps: int, shards: int) -> s
             states[one], times[one] = seconds(runs[one][0], states[one], runs[one][2], steps)
         ratios.append(times[1] / times[0])
     low, high = np.percentile(ratios, [25, 75])
-    median = statistics.median(ratios)
-    bytes_ratio = runs[1][3] / runs[0][3]
-    return f"| {model} | {strategy} | {median:.2f} | {low:.2f} to {high:.2f} | {bytes_ratio:.4f} |"
+    return statistics.median(ratios), float(low), float(high), runs[1][3] / runs[0][3]
+
+
+def plot(path: str, rows: list[tuple[str, str, float, float, float]]) -> None:
+    """Medians as bars, with their quartiles."""
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 3.5), layout="constrained")
+    medians = [median for _, _, median, _, _ in rows]
+    reach = [(median - low, high - median) for _, _, median, low, high in rows]
+    models = [model for model, *_ in rows]
+    colours = [f"C{sorted(set(models)).index(model)}" for model in models]
+    places = range(len(rows))
+    axes.bar(places, medians, color=colours, yerr=list(zip(*reach, strict=True)), capsize=3)
+    names = [f"{model}\n{strategy}" for model, strategy, *_ in rows]
+    axes.set_xticks(places, names, fontsize="x-small")
+    axes.axhline(1.0, color="black", linewidth=0.8)
+    axes.set(ylabel="time of a step, tree / plain", ylim=(0.8, None))
+    figure.savefig(path, metadata={"Date": None})
 
 
 def main() -> None:
@@ -114,15 +132,23 @@ def main() -> None:
     parser.add_argument("--shards", type=int, default=8)
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--strategies", default=",".join(STRATEGIES))
+    parser.add_argument("--plot", help="an SVG file; needs matplotlib")
     options = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
     print("| model | strategy | time, tree / plain | quartiles | bytes, tree / plain |")
     print("|---|---|---|---|---|")
+    rows = []
     for model in options.models.split(","):
         for strategy in options.strategies.split(","):
-            row = compare(model, strategy, options.pairs, options.steps, options.shards)
-            print(row, flush=True)
+            median, low, high, sent = compare(
+                model, strategy, options.pairs, options.steps, options.shards
+            )
+            rows.append((model, strategy, median, low, high))
+            span = f"{low:.2f} to {high:.2f}"
+            print(f"| {model} | {strategy} | {median:.2f} | {span} | {sent:.4f} |", flush=True)
+    if options.plot:
+        plot(options.plot, rows)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """What the flight recorder, the watchdog and the look at each step's numbers add to a step.
 
-python experiments/overhead/survival.py [--model=convnet] [--steps=2400]
+python experiments/overhead/survival.py [--model=convnet] [--steps=2400] [--part=NAME]
 
-One run of the command's loop, in which they are switched off and on each few steps: both sides of
-a pair are neighbours in time. And the cost of each alone, timed in a row, beside a step's time.
+One run of the command's loop, in which all or one of them are switched off and on each few steps:
+both sides of a pair are neighbours in time. And the cost of each alone, timed in a row, beside a
+step's time.
 """
 
 import argparse
@@ -26,12 +27,14 @@ from research_dp.training.watchdog import Watchdog
 BLOCK = 20
 SKIPPED = 60
 WATCHDOG_SECONDS = 60.0
+PARTS = ("recorder", "look", "watchdog")
 
 
 class Switch:
     """Turns them on and off, and keeps the time of each block of steps."""
 
-    def __init__(self):
+    def __init__(self, parts):
+        self._parts = parts
         self.on, self.times, self._began, self._watch = True, {True: [], False: []}, None, None
         self._note, self._look = Recorder.note, Nonfinite.look
         self._dispatched = run_lib.Run.dispatched
@@ -53,9 +56,11 @@ class Switch:
             self._watch.close()
             self._watch = None
         self.on = not self.on
-        Recorder.note = self._note if self.on else lambda *_: None
-        Nonfinite.look = self._look if self.on else lambda *_: None
-        if self.on:
+        if "recorder" in self._parts:
+            Recorder.note = self._note if self.on else lambda *_: None
+        if "look" in self._parts:
+            Nonfinite.look = self._look if self.on else lambda *_: None
+        if "watchdog" in self._parts and self.on:
             self._watch = contextlib.ExitStack()
             self._watch.enter_context(Watchdog(recorder, WATCHDOG_SECONDS).watch())
 
@@ -79,6 +84,7 @@ def main():
     parser.add_argument("--strategy", default="fsdp")
     parser.add_argument("--model", default="convnet")
     parser.add_argument("--steps", type=int, default=2400)
+    parser.add_argument("--part", choices=PARTS, help="switch this one alone")
     flags = parser.parse_args()
     files = [f"gin/{f}.gin" for f in ("runs/digits", f"strategies/{flags.strategy}")]
     bindings = [f"train.num_steps = {flags.steps}", "train.eval_every = None"]
@@ -88,7 +94,7 @@ def main():
     environment.set_up_compilation_cache()
     from research_dp.training.loop import train
 
-    switch = Switch()
+    switch = Switch([flags.part] if flags.part else PARTS)
     switch.install()
     with tempfile.TemporaryDirectory() as folder:
         train(workdir=folder)

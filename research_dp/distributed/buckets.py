@@ -155,6 +155,7 @@ def scatter_mean_tree(
 def gather_tree(
     tree: PyTree,
     layout: PyTree,
+    reduction: Reduction = PLAIN,
     *,
     axis: str | Axes = FSDP_AXIS,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
@@ -167,7 +168,7 @@ def gather_tree(
     """
 
     def move(rows: jax.Array) -> jax.Array:
-        return gather(rows, 0, axis, replicated=True)
+        return gather(rows, 0, axis, reduction, replicated=True)
 
     leaves, treedef = jax.tree.flatten(tree)
     places = jax.tree.leaves(layout)
@@ -183,7 +184,7 @@ def gather_tree(
     )
     old = jax.tree.leaves(into)
     whole = dict(zip(rest, moved, strict=True))
-    whole |= {i: _gather_stack(leaves[i], old[i], axis) for i in stacks}
+    whole |= {i: _gather_stack(leaves[i], old[i], axis, reduction) for i in stacks}
     return jax.tree.unflatten(treedef, [whole[i] for i in range(len(leaves))])
 
 
@@ -210,7 +211,9 @@ def gather_tree_with_mean_grads(
             return x if p.dim is None else x.astype(options.gather_dtype or x.dtype)
 
         wire = jax.tree.map(sent, tree, layout)
-        whole = gather_tree(wire, layout, axis=options.axis, bucket_bytes=bucket_bytes)
+        whole = gather_tree(
+            wire, layout, options.reduction, axis=options.axis, bucket_bytes=bucket_bytes
+        )
         return jax.tree.map(lambda x: checkpoint_name(x, GATHERED), whole)
 
     def backward(_: None, grads: PyTree) -> tuple[PyTree]:
@@ -232,7 +235,9 @@ def gather_tree_with_mean_grads(
     return run(tree)
 
 
-def _gather_stack(blocks: jax.Array, into: jax.Array, axis: str | Axes) -> jax.Array:
+def _gather_stack(
+    blocks: jax.Array, into: jax.Array, axis: str | Axes, reduction: Reduction
+) -> jax.Array:
     """Gathers one array of a stack after the other into its place.
 
     All at once they would be transposed, and be there twice: 2.5 GB more for lm_1b on 64 H100s.
@@ -240,7 +245,7 @@ def _gather_stack(blocks: jax.Array, into: jax.Array, axis: str | Axes) -> jax.A
 
     def one(number: jax.Array, whole: jax.Array) -> jax.Array:
         block = lax.dynamic_index_in_dim(blocks, number, keepdims=False)
-        full = gather(block, 0, axis, replicated=True)
+        full = gather(block, 0, axis, reduction, replicated=True)
         return lax.dynamic_update_index_in_dim(whole, full, number, 0)
 
     turns = jnp.arange(blocks.shape[0])

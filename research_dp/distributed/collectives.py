@@ -28,8 +28,12 @@ Axes = tuple[str, ...]
 GATHERED = "gathered_params"
 
 
+def _all_gather(x: jax.Array, axis: str, dim: int, to: str) -> jax.Array:
+    return lax.all_gather(x, axis, axis=dim, tiled=True, to=to)
+
+
 class Reduction(NamedTuple):
-    """How partial sums on several devices become one sum.
+    """How partial sums on several devices become one sum, and blocks of it whole again.
 
     Attributes:
         all_sum: (array, axis names) -> the sum, on every device.
@@ -39,6 +43,8 @@ class Reduction(NamedTuple):
         loop: Whether a device's logical shards are a loop of the program, or written out.
         exchanges_rows: Whether rows that are looked up in a table may be exchanged instead of
             gathering it; their gradients are then summed by the exchange.
+        all_blocks: (array, axis name, dim, to) -> the devices' blocks along dim, in their order;
+            `to` as `jax.lax.all_gather` has it.
     """
 
     all_sum: Callable[[jax.Array, Axes], jax.Array]
@@ -46,6 +52,7 @@ class Reduction(NamedTuple):
     logical_shards: int | None = None
     loop: bool = False
     exchanges_rows: bool = False
+    all_blocks: Callable[[jax.Array, str, int, str], jax.Array] = _all_gather
 
 
 def _psum(x: jax.Array, axes: Axes) -> jax.Array:
@@ -140,20 +147,28 @@ def _mean(
     return mean.astype(result)
 
 
-def gather(x: jax.Array, dim: int, axis: str | Axes, *, replicated: bool = False) -> jax.Array:
+def gather(
+    x: jax.Array,
+    dim: int,
+    axis: str | Axes,
+    reduction: Reduction = PLAIN,
+    *,
+    replicated: bool = False,
+) -> jax.Array:
     """Concatenates the devices' blocks along `dim`; several axes one after the other.
 
     Args:
         x: This device's block.
         dim: The dim that is split.
         axis: The mesh axis that it is split over, or several as one.
+        reduction: How they come together.
         replicated: Type the result as the same on each device where `shard_map` tracks that, so
             that it may leave the map whole. Never where it is differentiated: autodiff would sum
             its gradients by itself.
     """
     for name in reversed(flat_axes(axis)):
         to = "invarying" if replicated and is_tracked(name) else "varying"
-        x = lax.all_gather(x, name, axis=dim, tiled=True, to=to)
+        x = reduction.all_blocks(x, name, dim, to)
     return x
 
 
@@ -202,7 +217,8 @@ def gather_with_mean_grads(x: jax.Array, options: GatherOptions) -> jax.Array:
         if None), summed, divided by the axis size, and returned in x's dtype. Over other axes
         nothing is summed.
     """
-    full = gather(x.astype(options.gather_dtype or x.dtype), options.dim, options.axis)
+    wire = x.astype(options.gather_dtype or x.dtype)
+    full = gather(wire, options.dim, options.axis, options.reduction)
     return checkpoint_name(full, GATHERED)
 
 

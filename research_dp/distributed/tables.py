@@ -61,7 +61,7 @@ def exchange_rows(block: jax.Array, indices: jax.Array, options: GatherOptions) 
 def _exchange_fwd(
     block: jax.Array, indices: jax.Array, options: GatherOptions
 ) -> tuple[jax.Array, Any]:
-    everyone = gather(indices, 0, options.axis)
+    everyone = gather(indices, 0, options.axis, options.reduction)
     mine = block[everyone].astype(options.gather_dtype or block.dtype)
     rows = lax.all_to_all(mine, options.axis, split_axis=0, concat_axis=mine.ndim - 1, tiled=True)
     return rows, (everyone, block[:, :0])

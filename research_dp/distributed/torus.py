@@ -1,8 +1,9 @@
-"""Sums over a TPU's torus, along one of its dimensions after the other, at the bytes of a ring.
+"""Scatters and gathers along one dimension of a TPU's torus after the other, at a ring's bytes.
 
-XLA's TPU compiler sends a reduce-scatter over several dimensions of the torus as an all-reduce:
-twice the bytes. Along one dimension at a time it stays a reduce-scatter, provided that blocks are
-counted by a dim of their own, and the stages together send what one would.
+XLA's TPU compiler sends a reduce-scatter over several dimensions of the torus as an all-reduce, and
+a gather over three of them too: twice the bytes. Along one dimension at a time they stay what they
+are, provided that blocks are counted by a dim of their own, and the stages together send what one
+would.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ _TILE = 8 * 128
 
 @gin.register(module="distributed")
 def torus_reduction(*, mesh: Mesh) -> Reduction:
-    """Scatters sums along one dimension of a TPU's torus after the other.
+    """Scatters sums, and gathers blocks, along one dimension of a TPU's torus after the other.
 
-    For `data_parallel.reduction`. Sends the least bytes, where one reduce-scatter over several
+    For `data_parallel.reduction`. Sends the least bytes, where one collective over several
     dimensions would be sent as an all-reduce; but in more, smaller collectives, each of which waits
     for the one before.
 
@@ -50,7 +51,7 @@ def torus_reduction(*, mesh: Mesh) -> Reduction:
 
 
 def staged_reduction(stages: Mapping[str, Sequence[int]]) -> Reduction:
-    """Scatters sums in stages, over groups of the devices of an axis.
+    """Scatters sums, and gathers blocks, in stages over groups of the devices of an axis.
 
     Args:
         stages: For an axis the sizes of its stages, the major one first; their product is the
@@ -62,13 +63,8 @@ def staged_reduction(stages: Mapping[str, Sequence[int]]) -> Reduction:
         groups = groups_of(stages.get(axis, ()))
         if not groups:
             return PLAIN.scatter_sum(x, axis, dim)
-        front = jnp.moveaxis(x, dim, 0)
-        devices = lax.axis_size(axis)
-        blocks = front.reshape(devices, front.shape[0] // devices, *front.shape[1:])
-        if front.ndim == 1 or blocks.shape[1] == 1:
-            flat = blocks.reshape(devices, -1)
-            short = -flat.shape[1] % _TILE
-            blocks = jnp.pad(flat, ((0, 0), (0, short))).reshape(devices, -1, _TILE)
+        front, devices = jnp.moveaxis(x, dim, 0), lax.axis_size(axis)
+        blocks = _in_tiles(front.reshape(devices, -1, *front.shape[1:]))
         for group in groups:
             # Afterwards a device has the blocks of those that it will share the later stages with.
             blocks = lax.psum_scatter(
@@ -77,7 +73,29 @@ def staged_reduction(stages: Mapping[str, Sequence[int]]) -> Reduction:
         mine = blocks.reshape(-1)[: front.size // devices]
         return jnp.moveaxis(mine.reshape(-1, *front.shape[1:]), 0, dim)
 
-    return PLAIN._replace(scatter_sum=scatter_sum)
+    def all_blocks(x: jax.Array, axis: str, dim: int, to: str) -> jax.Array:
+        groups = groups_of(stages.get(axis, ()))
+        if not groups:
+            return PLAIN.all_blocks(x, axis, dim, to)
+        front, devices = jnp.moveaxis(x, dim, 0), lax.axis_size(axis)
+        blocks = _in_tiles(front[None])
+        for group in reversed(groups):
+            blocks = lax.all_gather(
+                blocks, axis, axis=0, tiled=True, axis_index_groups=group, to=to
+            )
+        whole = blocks.reshape(devices, -1)[:, : front.size]
+        return jnp.moveaxis(whole.reshape(-1, *front.shape[1:]), 0, dim)
+
+    return PLAIN._replace(scatter_sum=scatter_sum, all_blocks=all_blocks)
+
+
+def _in_tiles(blocks: jax.Array) -> jax.Array:
+    """(blocks, ...), of which what is flat is cut in whole tiles, filled up with zeros."""
+    if blocks.ndim > 2 and blocks.shape[1] > 1:
+        return blocks
+    flat = blocks.reshape(blocks.shape[0], -1)
+    short = -flat.shape[1] % _TILE
+    return jnp.pad(flat, ((0, 0), (0, short))).reshape(blocks.shape[0], -1, _TILE)
 
 
 def groups_of(stages: Sequence[int]) -> list[list[list[int]]]:

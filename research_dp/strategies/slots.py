@@ -215,11 +215,11 @@ def update_slices(
         params: Whole parameters.
         layout: Which slice of each one a device updates.
         axes: The mesh axes that the batch is split over; unused, for gradients are averaged.
-        reduction: Unused, for nothing is summed.
+        reduction: How slices become whole again; nothing is summed.
         bucket_bytes: Bytes that travel in one collective; <= 0: one collective for each leaf.
     """
-    del axes, reduction
+    del axes
     slices = buckets.shard_tree(params, layout)
     slices, opt_state = apply_optimizer(optimizer, grads, opt_state, slices)
-    whole = buckets.gather_tree(slices, layout, bucket_bytes=bucket_bytes, into=params)
+    whole = buckets.gather_tree(slices, layout, reduction, bucket_bytes=bucket_bytes, into=params)
     return whole, opt_state
