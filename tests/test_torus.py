@@ -127,5 +127,6 @@ def test_a_tpu_sends_what_a_ring_sends(name):
     staged = torus_reduction(mesh=mesh)
     assert scatters(PLAIN) == pytest.approx(2, rel=0.05)
     assert scatters(staged) == pytest.approx(1, rel=1e-6)
-    gathers = ratio(lambda x: staged.all_blocks(x, "fsdp", 0, "varying"), P("fsdp"), P())
-    assert gathers == pytest.approx(1, rel=1e-6)
+    if name == "v5p-64":  # of three dimensions
+        gathers = ratio(lambda x: staged.all_blocks(x, "fsdp", 0, "varying"), P("fsdp"), P())
+        assert gathers == pytest.approx(1, rel=1e-6)

@@ -51,7 +51,7 @@ def torus_reduction(*, mesh: Mesh) -> Reduction:
 
 
 def staged_reduction(stages: Mapping[str, Sequence[int]]) -> Reduction:
-    """Scatters sums, and gathers blocks, in stages over groups of the devices of an axis.
+    """Scatters sums in stages over groups of the devices of an axis; gathers, if there are three.
 
     Args:
         stages: For an axis the sizes of its stages, the major one first; their product is the
@@ -75,7 +75,7 @@ def staged_reduction(stages: Mapping[str, Sequence[int]]) -> Reduction:
 
     def all_blocks(x: jax.Array, axis: str, dim: int, to: str) -> jax.Array:
         groups = groups_of(stages.get(axis, ()))
-        if not groups:
+        if len(groups) < 3:  # over two dimensions it stays a gather, and takes the links of both
             return PLAIN.all_blocks(x, axis, dim, to)
         front, devices = jnp.moveaxis(x, dim, 0), lax.axis_size(axis)
         blocks = _in_tiles(front[None])
