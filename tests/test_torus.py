@@ -1,5 +1,6 @@
 """Sums along one dimension of a torus after the other."""
 
+import dataclasses
 import importlib.util
 import itertools
 import types
@@ -14,6 +15,8 @@ from jax.sharding import PartitionSpec as P
 from research_dp.analysis.program import read
 from research_dp.analysis.topologies import topology
 from research_dp.analysis.traffic import collectives
+from research_dp.config import gin_config, gin_state
+from research_dp.conformance import suite
 from research_dp.distributed.collectives import PLAIN
 from research_dp.distributed.errors import UsageError
 from research_dp.distributed.mesh import make_mesh
@@ -65,11 +68,32 @@ def test_in_stages_as_at_once(stages, shape, dim):
     assert sent == pytest.approx(gathered(PLAIN, x, dim)[1])
 
 
-def test_blocks_that_fill_no_tile():
+@pytest.mark.parametrize("stages", [(2, 4), (2, 2, 2)])
+def test_blocks_that_fill_no_tile(stages):
     x = jnp.arange(8.0 * 5)
-    found, _ = scattered(staged_reduction({"fsdp": (2, 4)}), x, 0)
+    found, _ = scattered(staged_reduction({"fsdp": stages}), x, 0)
     np.testing.assert_array_equal(found, 36 * np.asarray(x))
-    np.testing.assert_array_equal(gathered(staged_reduction({"fsdp": (2, 4)}), x, 0)[0], x)
+    np.testing.assert_array_equal(gathered(staged_reduction({"fsdp": stages}), x, 0)[0], x)
+
+
+def test_stages_of_another_mesh_are_not_taken():
+    """A strategy is put on half of its devices to see whether its state survives that."""
+    x = jnp.arange(16.0)
+    found, _ = scattered(staged_reduction({"fsdp": (4, 4)}), x, 0)
+    np.testing.assert_array_equal(found, 36 * np.asarray(x))
+    np.testing.assert_array_equal(gathered(staged_reduction({"fsdp": (2, 2, 4)}), x, 0)[0], x)
+
+
+@pytest.mark.parametrize("api", suite.APIS)
+@pytest.mark.parametrize("stem", ["zero1", "fsdp", "fsdp_keep"])
+def test_strategies_compute_the_same_in_stages(stem, api):
+    gin_config.reset()
+    gin_config.load([f"gin/strategies/{stem}.gin"], ["largest_dim.min_weight_size = 64"])
+    recipe = gin_state.value_of("train.strategy")
+    staged = dataclasses.replace(recipe, reduction=staged_reduction({"fsdp": (2, 2, 2)}))
+    wrong = [check for check in suite.checks(staged, api) if not check.right]
+    assert not wrong
+    assert suite.wire_bytes(staged, api) == pytest.approx(suite.wire_bytes(recipe, api), rel=0.01)
 
 
 def test_groups_of_two_stages():
@@ -96,6 +120,7 @@ GRID = list(itertools.product(range(4), range(2), range(1)))
         (GRID, {"data": 4, "fsdp": 2}, {"data": (4,), "fsdp": (2,)}),
         (list(itertools.product(range(2), repeat=3)), {"fsdp": 8}, {"fsdp": (2, 2, 2)}),
         ([(0, 0), (0, 1), (1, 1), (1, 0)], {"fsdp": 4}, {"fsdp": (4,)}),  # a ring, to and fro
+        (2 * list(itertools.product(range(2), repeat=2)), {"fsdp": 8}, {"fsdp": (8,)}),  # 2 slices
         ([(0, 0), (1, 1), (0, 1), (1, 0)], {"fsdp": 4}, {"fsdp": (4,)}),
     ],
 )

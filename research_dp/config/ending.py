@@ -61,8 +61,10 @@ def told(body: Callable[[Session], int]) -> int:
 
 def _tell_failures(error: BaseException | None) -> None:
     """Tells how the run failed; first what came first, if closing it went wrong too."""
+    while error is not None and gin_config.IN_CALL in str(error) and error.__context__ is not None:
+        error = error.__context__  # gin raises a copy that says where, and hides what it is of
     if error is None:
         return
     _tell_failures(error.__cause__ or (None if error.__suppress_context__ else error.__context__))
     if isinstance(error, RunFailure):
-        print(f"error: {str(error).split(gin_config.IN_CALL)[0]}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)

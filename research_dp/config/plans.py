@@ -6,9 +6,8 @@ import functools
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import gin
 import jax
@@ -42,9 +41,10 @@ def plan(options: Options, wanted: PlanOptions) -> int:
     """
     json_file = wanted.json_file and str(Path(wanted.json_file).expanduser())
     check_writable("--json", json_file)
-    if wanted.html_file:
+    html_file = wanted.html_file and str(Path(wanted.html_file).expanduser())
+    if html_file:
         page.check_matplotlib()
-        check_writable("--html", wanted.html_file)
+    check_writable("--html", html_file)
     chosen = candidates.of(wanted.strategies)
     strict = candidates.check(options, chosen)
     where = topology_of(options, wanted)
@@ -65,11 +65,11 @@ def plan(options: Options, wanted: PlanOptions) -> int:
         put("", *tables.tables(others, where), "", *more)
         words += more
     if json_file:
-        _write(json_file, tables.as_json(rows, others, where, words))
-    if wanted.html_file:
+        made = tables.as_json(rows, others, where, words)
+        _write("--json", json_file, json.dumps(made, indent=2, allow_nan=False) + "\n")
+    if html_file:
         curves = sizes.curves(chosen, rows, where, run.under, _tell)
-        text = page.page(rows, curves, where, words, _run(options))
-        Path(wanted.html_file).write_text(text, encoding="utf-8")
+        _write("--html", html_file, page.page(rows, curves, where, words, _run(options)))
     for over in run.exceeded:
         print(f"error: {over}", file=sys.stderr)
     return EXCEEDED if run.exceeded else DONE
@@ -209,11 +209,11 @@ def _run(options: Options) -> str:
     return ", ".join([*(Path(file).stem for file in options.gin_files), *options.bindings])
 
 
-def _write(path: str, plan: Mapping[str, Any]) -> None:
+def _write(flag: str, path: str, text: str) -> None:
     try:
-        Path(path).write_text(json.dumps(plan, indent=2, allow_nan=False) + "\n")
+        Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UsageError(f"--json={path} cannot be written: {error.strerror}.") from error
+        raise UsageError(f"{flag}={path} cannot be written: {error.strerror}.") from error
 
 
 def _tell(line: str) -> None:

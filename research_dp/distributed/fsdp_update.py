@@ -110,7 +110,7 @@ def fsdp_apply_gradients(
         norm = norm_of_blocks(((g, split_over) for g in slices.values()), reduction)
         scale = clip_factor(norm, max_norm)
         slices = {name: g * scale for name, g in slices.items()}
-    new = _update(gradients, slices, params, layout, optimizer, fsdp, communication_size)
+    new = _update(gradients, slices, params, layout, optimizer, fsdp, reduction, communication_size)
     result = jax.tree_util.tree_map_with_path(
         lambda path, p: new.get(path_name(path), p), parameters
     )
@@ -239,6 +239,7 @@ def _update(
     layout: Mapping[str, Placement],
     optimizer: Optimizer,
     axis: Axes,
+    reduction: Reduction,
     bucket_bytes: int,
 ) -> dict[str, jax.Array]:
     """New whole parameters by path, of those that have gradients.
@@ -261,4 +262,4 @@ def _update(
             f"was given: {sorted(set(new) ^ set(mine)) or 'shapes differ'}."
         )
     new = {name: x.astype(params[name].dtype) for name, x in new.items()}
-    return buckets.gather_tree(new, layout, axis=axis, bucket_bytes=bucket_bytes)
+    return buckets.gather_tree(new, layout, reduction, axis=axis, bucket_bytes=bucket_bytes)

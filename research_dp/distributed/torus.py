@@ -55,15 +55,16 @@ def staged_reduction(stages: Mapping[str, Sequence[int]]) -> Reduction:
 
     Args:
         stages: For an axis the sizes of its stages, the major one first; their product is the
-            axis's size. An axis that is not named has one stage.
+            axis's size. An axis that is not named has one stage, and so has one of another size,
+            as on a part of the mesh.
     """
 
     def scatter_sum(x: jax.Array, axis: str, dim: int) -> jax.Array:
         # Only sums: whoever calls divides, once, by the number of partial results.
-        groups = groups_of(stages.get(axis, ()))
-        if not groups:
+        devices, groups = lax.axis_size(axis), groups_of(stages.get(axis, ()))
+        if not groups or devices != math.prod(stages[axis]):
             return PLAIN.scatter_sum(x, axis, dim)
-        front, devices = jnp.moveaxis(x, dim, 0), lax.axis_size(axis)
+        front = jnp.moveaxis(x, dim, 0)
         blocks = _in_tiles(front.reshape(devices, -1, *front.shape[1:]))
         for group in groups:
             # Afterwards a device has the blocks of those that it will share the later stages with.
@@ -74,10 +75,12 @@ def staged_reduction(stages: Mapping[str, Sequence[int]]) -> Reduction:
         return jnp.moveaxis(mine.reshape(-1, *front.shape[1:]), 0, dim)
 
     def all_blocks(x: jax.Array, axis: str, dim: int, to: str) -> jax.Array:
-        groups = groups_of(stages.get(axis, ()))
-        if len(groups) < 3:  # over two dimensions it stays a gather, and takes the links of both
+        devices, groups = lax.axis_size(axis), groups_of(stages.get(axis, ()))
+        # Over two dimensions it stays a gather, and takes the links of both. JAX has no gather in
+        # groups whose result is typed as the same on each device.
+        if len(groups) < 3 or devices != math.prod(stages[axis]) or to != "varying":
             return PLAIN.all_blocks(x, axis, dim, to)
-        front, devices = jnp.moveaxis(x, dim, 0), lax.axis_size(axis)
+        front = jnp.moveaxis(x, dim, 0)
         blocks = _in_tiles(front[None])
         for group in reversed(groups):
             blocks = lax.all_gather(
@@ -90,11 +93,16 @@ def staged_reduction(stages: Mapping[str, Sequence[int]]) -> Reduction:
 
 
 def _in_tiles(blocks: jax.Array) -> jax.Array:
-    """(blocks, ...), of which what is flat is cut in whole tiles, filled up with zeros."""
+    """(blocks, ...), of which what is flat is cut in whole tiles, filled up with zeros.
+
+    Not if that more than doubles it: as much an all-reduce would send.
+    """
     if blocks.ndim > 2 and blocks.shape[1] > 1:
         return blocks
     flat = blocks.reshape(blocks.shape[0], -1)
     short = -flat.shape[1] % _TILE
+    if short > flat.shape[1]:
+        return flat
     return jnp.pad(flat, ((0, 0), (0, short))).reshape(blocks.shape[0], -1, _TILE)
 
 
@@ -112,26 +120,24 @@ def groups_of(stages: Sequence[int]) -> list[list[list[int]]]:
 def torus_stages(mesh: Mesh) -> dict[str, tuple[int, ...]]:
     """For each axis of a mesh of TPUs, its sizes along the dimensions of the torus, major first.
 
-    An axis whose devices do not follow the torus has one stage: all of it.
+    An axis whose devices do not follow the torus has one stage, all of it; and so has one over
+    several slices, between which a stage would send each chip's part instead of the slice's sum.
     """
     found = {}
     for index, name in enumerate(mesh.axis_names):
         lines = np.moveaxis(mesh.devices, index, -1).reshape(-1, mesh.devices.shape[index])
-        cuts = {_stages([_place(device) for device in line]) for line in lines}
+        cuts = {_stages([tuple(device.coords) for device in line]) for line in lines}
         only = cuts.pop() if len(cuts) == 1 else None
         found[name] = (lines.shape[1],) if only is None else only
     return found
-
-
-def _place(device: jax.Device) -> tuple[int, ...]:
-    cores = (getattr(device, "slice_index", 0), getattr(device, "core_on_chip", 0))
-    return (*device.coords, *cores)
 
 
 def _stages(places: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
     """Sizes of the stages of devices in a row, by their coordinates; None if they are no grid."""
     if len(places) < 2:
         return ()
+    if len(set(places)) < len(places):
+        return None  # of several slices, or cores of one chip
     size = next((n for n in range(len(places), 1, -1) if _in_lines(places, n)), None)
     before = None if size is None else _stages(places[::size])
     return None if before is None or size is None else (*before, size)

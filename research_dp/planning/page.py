@@ -38,8 +38,9 @@ FORMULAS = (
 )
 _LEFT_OUT = (
     "Each device keeps its examples, so that the batch grows with the devices. Hosts are as large "
-    "as the planned ones, slices of TPUs as large as there are. No time has latency, stragglers or "
-    "shared switches in it: with thousands of devices real steps are longer."
+    "as the planned ones; of TPUs one slice as large as there are, or slices like the planned "
+    "ones. No time has latency, stragglers or shared switches in it: with thousands of devices "
+    "real steps are longer."
 )
 
 

@@ -21,6 +21,7 @@ from research_dp.analysis.topologies import Topology
 from research_dp.analysis.traffic import Collective
 from research_dp.distributed.errors import UsageError
 from research_dp.distributed.mesh import DATA_AXIS, FSDP_AXIS
+from research_dp.distributed.placement import nbytes
 from research_dp.planning.row import Row
 from research_dp.strategies import Recipe, TrainSpec
 from research_dp.strategies.assembly import lay_out_state
@@ -115,12 +116,8 @@ def held(
         whole = sum(place.nbytes for place in places)
         if row.params_bytes == whole:
             layouts, state = lay_out_state(recipe, spec, mesh, params_sharded=False)
-        nbytes = sum(
-            math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-            for x in jax.tree.leaves(state)
-        )
         split = sum(math.prod(place.shape) for place in places if place.dim is not None)
-        found[number] = Held(sizes, nbytes, split)
+        found[number] = Held(sizes, nbytes(state)[0], split)
     return found
 
 
@@ -152,6 +149,8 @@ def curve(rows: Sequence[Row], at: Mapping[int, Held], where: Topology) -> Curve
     name, points = rows[0].strategy, {devices(row): _point(row) for row in rows}
     if any(n not in at or at[n].state_bytes != points[n].state_bytes for n in points):
         remark = "What it holds elsewhere does not follow from its mesh and rule."
+        if not at:
+            remark = "Which axis of its mesh grows with the devices is not known."
         if devices(rows[-1]) == 1:
             remark = "It runs on one device, however many there are."
         return Curve(name, tuple(points[n] for n in sorted(points)), remark=remark)
@@ -222,14 +221,14 @@ def _network(row: Row, mesh: Mapping[str, int], where: Topology) -> tuple[float,
         axes = tuple(axis for axis in mesh if axis in one["axes"].split("+"))
         before = math.prod(old[axis] for axis in axes)
         group = math.prod(mesh[axis] for axis in axes)
-        nbytes = one["wire_bytes"]
+        payload = one["wire_bytes"]
         if one["kind"] != "permute" and before > 1:
-            nbytes *= before / (before - 1) / _TWICE.get(one["kind"], 1)
+            payload *= before / (before - 1) / _TWICE.get(one["kind"], 1)
         if axes == (DATA_AXIS,):
-            nbytes *= old[FSDP_AXIS] / mesh[FSDP_AXIS]
+            payload *= old[FSDP_AXIS] / mesh[FSDP_AXIS]
         if one["kind"] == "all-gather" and one["dtype"] in _WIDTHS_OF_ROWS:
-            nbytes *= group / before
-        moved = Collective(one["kind"], axes, group, one["dtype"], nbytes, 1)
+            payload *= group / before
+        moved = Collective(one["kind"], axes, group, one["dtype"], payload, 1)
         sent += moved.wire_bytes
         took += seconds(moved, route_of(axes, mesh, where))
     return sent, took
