@@ -263,8 +263,6 @@ def no_room():
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-# Of Orbax's threads, whose event loop the failure ends.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_failure_in_the_background_is_raised_at_the_next_look(trained, tmp_path):
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(trained[1], 1, PROGRESS, origin())

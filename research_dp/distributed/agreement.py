@@ -14,7 +14,8 @@ def texts_of_all(own: str) -> list[str]:
     """The text of each process, in their order."""
     if jax.process_count() == 1:
         return [own]
-    text = np.frombuffer(own.encode(), np.uint8)
+    # A path may hold what is no text; one process alone must not fail here.
+    text = np.frombuffer(own.encode(errors="backslashreplace"), np.uint8)
     sizes = multihost_utils.process_allgather(np.int32(text.size))
     padded = np.zeros(max(1, int(sizes.max())), np.uint8)
     padded[: text.size] = text
