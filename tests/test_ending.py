@@ -27,9 +27,8 @@ def closing_fails(error):
 def test_what_came_first_is_told_first(later, status, told, capsys, monkeypatch):
     monkeypatch.setattr(ending.environment, "leave", lambda status: status)
 
-    @gin.configurable(
-        f"fails_{status}", module="test_ending"
-    )  # gin raises a copy that hides what came before
+    # Gin raises a copy, which hides what came before.
+    @gin.configurable(f"fails_{status}", module="test_ending")
     def body(session):
         with closing_fails(later):
             raise RunFailure("no number")

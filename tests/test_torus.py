@@ -69,8 +69,9 @@ def test_in_stages_as_at_once(stages, shape, dim):
 
 
 @pytest.mark.parametrize("stages", [(2, 4), (2, 2, 2)])
-def test_blocks_that_fill_no_tile(stages):
-    x = jnp.arange(8.0 * 5)
+@pytest.mark.parametrize("size", [5, 600])  # left as they are; filled up to a tile
+def test_blocks_that_fill_no_tile(stages, size):
+    x = jnp.arange(8.0 * size)
     found, _ = scattered(staged_reduction({"fsdp": stages}), x, 0)
     np.testing.assert_array_equal(found, 36 * np.asarray(x))
     np.testing.assert_array_equal(gathered(staged_reduction({"fsdp": stages}), x, 0)[0], x)

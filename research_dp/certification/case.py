@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from research_dp.certification.bench import Batch, Bench
-from research_dp.certification.differences import COARSE_ULPS, EPS, SIZE, Envelope
+from research_dp.certification.differences import COARSE_ULPS, EPS, SIZE, Envelope, wide
 from research_dp.certification.follow import Evidence, look
 from research_dp.distributed.errors import some_of
 from research_dp.distributed.mesh import batch_devices
@@ -67,7 +67,7 @@ def rows_of(case: Case, device: int) -> np.ndarray:
 
 def ratio_of(found: Any, expected: Any, near: float = ALIKE) -> float | None:
     """The multiple of one array that another is; None if it is none."""
-    a, b = (np.asarray(x).astype(np.float64).ravel() for x in (found, expected))
+    a, b = wide(found).ravel(), wide(expected).ravel()
     square = float(b @ b)
     if not square or not np.all(np.isfinite(a)):
         return None

@@ -16,6 +16,7 @@ from research_dp.distributed.layout import by_path
 
 PyTree = Any
 
+EPS = float(np.finfo(np.float32).eps)
 FACTOR = 10  # times what the oracle's own noise was
 FLOOR_ULPS = 16  # of a leaf's greatest element: noise may be nothing by luck
 COARSE_ULPS = 4  # of the dtype in which gradients are rounded before they are summed
@@ -46,7 +47,7 @@ class Gap(NamedTuple):
 def gap(found: Any, expected: Any) -> Gap:
     """How far two arrays of one shape are apart."""
     dtype = np.asarray(expected).dtype
-    a, b = (np.asarray(x).astype(np.float64) for x in (found, expected))
+    a, b = wide(found), wide(expected)
     if a.shape != b.shape or not np.array_equal(np.isfinite(a), np.isfinite(b)):
         return Gap(np.inf, np.inf, np.inf, np.inf)
     a, b = (np.nan_to_num(x, posinf=0, neginf=0) for x in (a, b))
@@ -204,9 +205,6 @@ class Hidden(NamedTuple):
     bound: float
 
 
-EPS = float(np.finfo(np.float32).eps)
-
-
 def coarse_of(what: str) -> float:
     """How many ULPs of the dtype in which gradients are rounded a thing may be off."""
     return COARSE_ULPS * _COARSE.get(what, 0.0)
@@ -257,7 +255,7 @@ def applied_alike(
 def update_ratio(found: Any, expected: Any, before: Any) -> float:
     """The worst element's difference, as a multiple of what is allowed."""
     dtype = np.asarray(expected).dtype
-    a, b, old = (np.asarray(x).astype(np.float64) for x in (found, expected, before))
+    a, b, old = wide(found), wide(expected), wide(before)
     if not jnp.issubdtype(dtype, jnp.floating):
         return 0.0 if np.array_equal(a, b) else np.inf
     if a.shape != b.shape or not np.array_equal(np.isfinite(a), np.isfinite(b)):

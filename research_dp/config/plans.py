@@ -39,9 +39,10 @@ def plan(options: Options, wanted: PlanOptions) -> int:
         UsageError: A mistake in the configuration, an unknown topology or strategy, or no strategy
             can be built.
     """
-    json_file = wanted.json_file and str(Path(wanted.json_file).expanduser())
+    json_file, html_file = (
+        file and str(Path(file).expanduser()) for file in (wanted.json_file, wanted.html_file)
+    )
     check_writable("--json", json_file)
-    html_file = wanted.html_file and str(Path(wanted.html_file).expanduser())
     if html_file:
         page.check_matplotlib()
     check_writable("--html", html_file)

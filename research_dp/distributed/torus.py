@@ -21,6 +21,7 @@ from jax.sharding import Mesh
 
 from research_dp.distributed.collectives import PLAIN, Reduction
 from research_dp.distributed.errors import UsageError
+from research_dp.distributed.padding import pad_to_multiple
 
 # A TPU lays arrays out in tiles of 8 rows of 128; flat blocks are cut into whole ones.
 _TILE = 8 * 128
@@ -59,12 +60,16 @@ def staged_reduction(stages: Mapping[str, Sequence[int]]) -> Reduction:
             as on a part of the mesh.
     """
 
+    def groups_along(axis: str) -> list[list[list[int]]]:
+        own = stages.get(axis, ())
+        return groups_of(own) if math.prod(own) == lax.axis_size(axis) else []
+
     def scatter_sum(x: jax.Array, axis: str, dim: int) -> jax.Array:
         # Only sums: whoever calls divides, once, by the number of partial results.
-        devices, groups = lax.axis_size(axis), groups_of(stages.get(axis, ()))
-        if not groups or devices != math.prod(stages[axis]):
+        groups = groups_along(axis)
+        if not groups:
             return PLAIN.scatter_sum(x, axis, dim)
-        front = jnp.moveaxis(x, dim, 0)
+        front, devices = jnp.moveaxis(x, dim, 0), lax.axis_size(axis)
         blocks = _in_tiles(front.reshape(devices, -1, *front.shape[1:]))
         for group in groups:
             # Afterwards a device has the blocks of those that it will share the later stages with.
@@ -75,10 +80,10 @@ def staged_reduction(stages: Mapping[str, Sequence[int]]) -> Reduction:
         return jnp.moveaxis(mine.reshape(-1, *front.shape[1:]), 0, dim)
 
     def all_blocks(x: jax.Array, axis: str, dim: int, to: str) -> jax.Array:
-        devices, groups = lax.axis_size(axis), groups_of(stages.get(axis, ()))
+        groups = groups_along(axis)
         # Over two dimensions it stays a gather, and takes the links of both. JAX has no gather in
         # groups whose result is typed as the same on each device.
-        if len(groups) < 3 or devices != math.prod(stages[axis]) or to != "varying":
+        if len(groups) < 3 or to != "varying":
             return PLAIN.all_blocks(x, axis, dim, to)
         front = jnp.moveaxis(x, dim, 0)
         blocks = _in_tiles(front[None])
@@ -86,7 +91,7 @@ def staged_reduction(stages: Mapping[str, Sequence[int]]) -> Reduction:
             blocks = lax.all_gather(
                 blocks, axis, axis=0, tiled=True, axis_index_groups=group, to=to
             )
-        whole = blocks.reshape(devices, -1)[:, : front.size]
+        whole = blocks.reshape(blocks.shape[0], -1)[:, : front.size]
         return jnp.moveaxis(whole.reshape(-1, *front.shape[1:]), 0, dim)
 
     return PLAIN._replace(scatter_sum=scatter_sum, all_blocks=all_blocks)
@@ -100,10 +105,10 @@ def _in_tiles(blocks: jax.Array) -> jax.Array:
     if blocks.ndim > 2 and blocks.shape[1] > 1:
         return blocks
     flat = blocks.reshape(blocks.shape[0], -1)
-    short = -flat.shape[1] % _TILE
-    if short > flat.shape[1]:
+    tiles = pad_to_multiple(flat, _TILE, 1)
+    if tiles.shape[1] > 2 * flat.shape[1]:
         return flat
-    return jnp.pad(flat, ((0, 0), (0, short))).reshape(blocks.shape[0], -1, _TILE)
+    return tiles.reshape(blocks.shape[0], -1, _TILE)
 
 
 def groups_of(stages: Sequence[int]) -> list[list[list[int]]]:

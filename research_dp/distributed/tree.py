@@ -25,7 +25,7 @@ from research_dp.distributed.errors import UsageError, check_count
 from research_dp.distributed.kinds import Count
 from research_dp.distributed.layout import Placement
 from research_dp.distributed.mesh import FSDP_AXIS
-from research_dp.distributed.padding import flatten_padded, unflatten
+from research_dp.distributed.padding import flatten_padded, pad_to_multiple, unflatten
 
 PyTree = Any
 
@@ -254,9 +254,7 @@ def _add_along(x: jax.Array, dim: int) -> jax.Array:
     Written as additions: the order of a `jnp.sum` is that in which its operand happens to lie. Of
     quarters of it, four at a time, for compilers make one loop over memory of that.
     """
-    length = x.shape[dim]
-    short = 2 ** math.ceil(math.log2(length)) - length
-    x = jnp.pad(x, [(0, short if d == dim else 0) for d in range(x.ndim)])
+    x = pad_to_multiple(x, 2 ** math.ceil(math.log2(x.shape[dim])), dim)
     while x.shape[dim] > 1:
         x = _pairwise(jnp.split(x, min(4, x.shape[dim]), axis=dim))
     return x

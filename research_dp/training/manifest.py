@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from research_dp.distributed.checksum import tree_checksums
-from research_dp.distributed.errors import UsageError
+from research_dp.distributed.errors import UsageError, some_of
 from research_dp.distributed.layout import by_path
 from research_dp.training.metrics import Sums
 
@@ -163,8 +163,8 @@ class Manifest:
 
 def told_changes(paths: list[str]) -> str | None:
     """Says that arrays are not what was written; None if there are none."""
-    more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
-    return f"{paths[0]}{more} has not the checksum that was written with it" if paths else None
+    told = some_of(paths, 1)
+    return f"{told} has not the checksum that was written with it" if paths else None
 
 
 def leaves_of(state: Any) -> dict[str, Leaf]:
