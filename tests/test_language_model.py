@@ -394,3 +394,15 @@ def test_a_units_arrays_travel_together_if_asked_to():
     assert sum(c.times for c in joined if c.kind == "all-gather" and c.times == 3) == 3 * 2
     assert sum(c.times for c in joined if c.kind == "reduce-scatter" and c.times == 3) == 3
     assert sum(c.wire_bytes for c in joined) == sum(c.wire_bytes for c in apart)
+
+
+def test_between_processes_on_cpus_a_units_arrays_travel_together_by_exchange(monkeypatch):
+    plain = traffic(build("fsdp", model()))
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    strategy = build("fsdp", model(dropout_rate=0.1))
+    found = traffic(strategy)
+    assert {c.kind for c in found} == {"all-to-all", "all-reduce"}
+    # Three blocks, each gathered forward and backward and scattered once.
+    assert sum(c.times for c in found if c.kind == "all-to-all" and c.times == 3) == 3 * 3
+    assert sum(c.wire_bytes for c in found) == sum(c.wire_bytes for c in plain)
+    np.testing.assert_allclose(run(strategy)[1], oracle(False)[1], rtol=2e-5)

@@ -97,7 +97,7 @@ def test_a_run_whose_collectives_are_right_is_left_as_it_is(monkeypatch, stem):
 
 @pytest.mark.parametrize("between_cpus", [False, True])
 def test_what_the_compiler_may_insert_is_tested(monkeypatch, between_cpus):
-    monkeypatch.setattr(selftest, "reduces_wrongly", lambda: between_cpus)
+    monkeypatch.setattr(selftest, "over_gloo", lambda: between_cpus)
     model = TrainableModel(init, loss)
     spec = TrainSpec(model=model, optimizer=optax.adam(1e-2), example=EXAMPLE, batch_size=16)
     found = {probe.kind for probe in selftest.probes(recipe("spmd_fsdp").build(spec))}
@@ -152,12 +152,26 @@ def test_sums_by_exchange_are_those_of_the_library():
     assert results[0][0].shape == (8, 3, 5)
 
 
+def test_blocks_by_exchange_are_those_of_the_library():
+    mesh = mesh_of(data=2, fsdp=4)
+    x = jnp.arange(8 * 3 * 5, dtype=jnp.bfloat16).reshape(2, 12, 5)
+
+    def both(x):
+        return exchange.all_blocks(x, "fsdp", 1), jax.lax.all_gather(x, "fsdp", axis=1, tiled=True)
+
+    cut = P("data", "fsdp")
+    mapped = jax.shard_map(both, mesh=mesh, in_specs=cut, out_specs=cut, check_vma=False)
+    ours, theirs = jax.jit(mapped)(x)
+    np.testing.assert_array_equal(ours, theirs)
+    assert ours.shape == (2, 4 * 12, 5)
+
+
 def test_between_cpus_reductions_are_exchanged_and_nowhere_else(monkeypatch):
-    assert not exchange.reduces_wrongly()
+    assert not exchange.over_gloo()
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
-    assert exchange.reduces_wrongly()
+    assert exchange.over_gloo()
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert not exchange.reduces_wrongly()
+    assert not exchange.over_gloo()
 
 
 def test_exchanged_strategies_follow_the_plain_ones():

@@ -1,6 +1,6 @@
 """What a second process costs, here and in PyTorch: step time with two over that with one.
 
-python experiments/overhead/lm_processes.py --torch=PYTHON [--rounds=N] [--sequences=N]
+python experiments/overhead/lm_processes.py --torch=PYTHON [--rounds=N] [--sequences=N] [--only=CASE]
 
 PYTHON is that of an environment with PyTorch. Each process has one core to itself and the same
 batch, whether it is alone or one of two, which talk over gloo on loopback. All cases take turns.
@@ -17,7 +17,6 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 WARM_UP = 5
-OPTIONS = "gin/options/cpu_processes.gin"
 
 
 def worker(strategy: str, process: int, count: int, port: str, sequences: int, steps: int) -> None:
@@ -30,8 +29,7 @@ def worker(strategy: str, process: int, count: int, port: str, sequences: int, s
     import numpy as np
     from lm_steps import LENGTH, shipped
 
-    stem, *options = strategy.split(" with ")
-    built = shipped(stem, sequences * count, *options)
+    built = shipped(strategy, sequences * count)
     tokens = np.random.default_rng(process).integers(0, 256, (sequences, LENGTH)).astype(np.int32)
     state, batch = built.init(jax.random.key(0)), built.place_batch({"tokens": tokens})
     seconds = []
@@ -78,6 +76,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--sequences", type=int, default=8, help="of one process")
     parser.add_argument("--steps", type=int, default=25)
+    parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)
     flags = parser.parse_args()
     if flags.worker:
@@ -90,10 +89,11 @@ def main() -> None:
     cases = {
         f"{whose} {strategy}": ([*command, strategy], whose == "ours")
         for whose, command, strategies in (
-            ("ours", me, ("ddp", "fsdp", f"fsdp with {OPTIONS}")),
+            ("ours", me, ("ddp", "fsdp")),
             ("PyTorch's", torch, ("ddp", "fsdp")),
         )
         for strategy in strategies
+        if flags.only in f"{whose} {strategy}"
     }
     times: dict[tuple[str, int], list[float]] = {}
     for _ in range(flags.rounds):

@@ -29,6 +29,9 @@ GATHERED = "gathered_params"
 
 
 def _all_gather(x: jax.Array, axis: str, dim: int, to: str) -> jax.Array:
+    # An all-to-all has no result that is typed as the same on each device.
+    if to == "varying" and exchange.over_gloo():
+        return exchange.all_blocks(x, axis, dim)
     return lax.all_gather(x, axis, axis=dim, tiled=True, to=to)
 
 
@@ -62,7 +65,7 @@ def _psum(x: jax.Array, axes: Axes) -> jax.Array:
 
 def _psum_scatter(x: jax.Array, axis: str, dim: int) -> jax.Array:
     # Only sums, see _psum.
-    if exchange.reduces_wrongly():
+    if exchange.over_gloo():
         return exchange.scatter_sum(x, axis, dim)
     return lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
 

@@ -1,7 +1,7 @@
-"""Sums by exchange: every device sends each other one its part, and adds up what it receives.
+"""Sums and gathers by exchange: every device sends each other one its part, by an all-to-all.
 
-As many bytes as a ring sends, in an order that does not depend on the transport. Where a backend's
-own reduction cannot be trusted, this one moves bytes alone and adds on the device.
+As many bytes as a ring sends, and sums in an order that does not depend on the transport. Where a
+backend's own reduction cannot be trusted, this one moves bytes alone and adds on the device.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from jax import lax
 from research_dp.distributed.replication import as_varying
 
 
-def reduces_wrongly() -> bool:
-    """Whether the transport's own reduce-scatter returns wrong numbers: gloo's, between CPUs.
+def over_gloo() -> bool:
+    """Whether collectives go over gloo, between CPUs, whose own serve badly.
 
-    For blocks of 4 MiB and more, now and then, without an error: a race in its halving-doubling
-    algorithm (https://github.com/jax-ml/jax/issues/40830). Once `jax.distributed` is set up, JAX's
-    CPU client takes gloo for the devices of one process too.
+    Its reduce-scatter returns wrong numbers for blocks of 4 MiB and more, now and then, without an
+    error: a race in its halving-doubling algorithm (https://github.com/jax-ml/jax/issues/40830).
+    Its all-gather, of any size, loses a time slice of the scheduler (4 ms) where a process has one
+    core, to a thread that polls for a lock: experiments/overhead. Once `jax.distributed` is set up,
+    JAX's CPU client takes gloo for the devices of one process too.
     """
     return jax.distributed.is_initialized() and jax.default_backend() == "cpu"
 
@@ -33,6 +35,12 @@ def scatter_sum(x: jax.Array, axis: str, dim: int) -> jax.Array:
     received = lax.all_to_all(as_varying(x, (axis,)), axis, dim, dim, tiled=True)
     apart = received.reshape(*x.shape[:dim], devices, -1, *x.shape[dim + 1 :])
     return jnp.sum(apart, axis=dim, dtype=x.dtype)
+
+
+def all_blocks(x: jax.Array, axis: str, dim: int) -> jax.Array:
+    """The devices' blocks along `dim`, in rank order: every device sends each other one its own."""
+    copies = jnp.concatenate([as_varying(x, (axis,))] * lax.axis_size(axis), axis=dim)
+    return lax.all_to_all(copies, axis, dim, dim, tiled=True)
 
 
 def all_sum(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:

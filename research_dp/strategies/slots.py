@@ -14,6 +14,7 @@ import optax
 from research_dp.distributed import buckets, collectives
 from research_dp.distributed.collectives import Axes, GatherOptions, Reduction
 from research_dp.distributed.errors import check_dtype
+from research_dp.distributed.exchange import over_gloo
 from research_dp.distributed.kinds import Dtype
 from research_dp.distributed.mesh import FSDP_AXIS
 from research_dp.distributed.tables import exchange_rows
@@ -31,7 +32,7 @@ def gather_shards(
     gather_dtype: Dtype | None = None,
     grad_scatter_dtype: Dtype | None = None,
     pre_divide: bool = False,
-    bucket_bytes: int = 0,
+    bucket_bytes: int | None = None,
     rows: jax.Array | None = None,
 ) -> PyTree:
     """Gathers sharded parameters; their gradients come back as shards of the mean.
@@ -44,13 +45,16 @@ def gather_shards(
         grad_scatter_dtype: dtype in which gradients are summed; None: the parameter's.
         pre_divide: Divide them before they are summed, for float16.
         bucket_bytes: Bytes of a unit that travel in one collective; <= 0: one collective for each
-            array, for the compiler to combine.
+            array, for the compiler to combine. None: 0, but 32 MiB between processes on CPUs, whose
+            compiler combines no gathers.
         rows: Of tables, split by feature, only these rows are wanted; see `tables.exchange_rows`.
             A strategy's own function may lack this argument: tables are then gathered.
     """
     check_dtype("gather_shards.gather_dtype", gather_dtype)
     check_dtype("gather_shards.grad_scatter_dtype", grad_scatter_dtype)
 
+    if bucket_bytes is None:
+        bucket_bytes = buckets.DEFAULT_BUCKET_BYTES if over_gloo() else 0
     if bucket_bytes > 0 and rows is None:
         options = GatherOptions(
             0, FSDP_AXIS, gather_dtype, grad_scatter_dtype, reduction, pre_divide

@@ -30,7 +30,7 @@ from research_dp.analysis import traffic
 from research_dp.distributed.agreement import texts_of_all
 from research_dp.distributed.collectives import EXCHANGED, PLAIN
 from research_dp.distributed.errors import RunFailure, UsageError, some_of
-from research_dp.distributed.exchange import reduces_wrongly
+from research_dp.distributed.exchange import over_gloo
 from research_dp.distributed.mesh import split_axes
 from research_dp.strategies import Recipe, Strategy, TrainSpec
 
@@ -125,7 +125,7 @@ def probes(strategy: Strategy) -> list[Probe]:
         largest[key] = max(largest.get(key, 0), one.nbytes)
     if not largest:
         leaf = max(jax.tree.leaves(strategy.layouts.params), key=lambda placement: placement.nbytes)
-        scatters = () if reduces_wrongly() else ("reduce-scatter",)
+        scatters = () if over_gloo() else ("reduce-scatter",)
         for kind in ("all-reduce", "all-gather", *scatters):
             largest[kind, split_axes(strategy.mesh), str(leaf.dtype)] = leaf.nbytes
     return [
