@@ -159,7 +159,18 @@ def test_mesh_axes_of_a_group():
     assert groups.mesh_axes([0, 4], sizes) == ("data",)
     assert groups.mesh_axes([0, 1], sizes) == ("fsdp",)  # a part of it
     assert groups.mesh_axes(list(range(8)), sizes) == ("data", "fsdp")
-    assert groups.along(5, ("data",), sizes) == (1, 5)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "found"),
+    [
+        ([[2, 6], [6, 2], [3, 7], [7, 3]], (2, 6)),  # each with one other
+        ([[0, 1], [1, 2], [2, 0], [3, 4], [4, 5], [5, 3]], (0, 1, 2)),  # a ring of three
+        ([[4, 5], [0, 1], [3, 4], [2, 3]], (2, 3, 4, 5)),  # an open chain, in any order
+    ],
+)
+def test_whom_a_permute_joins(pairs, found):
+    assert groups.joined(pairs) == found
 
 
 LOOP = """

@@ -220,6 +220,38 @@ ENTRY %main (a: f32[10,5], b: f32[5], c: s32[]) -> f32[10,5] {
     assert memory.moved(module, module.entry, module.entry.root) == 20 + 20 + 4
 
 
+@pytest.mark.parametrize(
+    ("result", "root", "nbytes"),
+    [
+        ("f32[1,5]", "dynamic-slice(%sum, %i, %zero), dynamic_slice_sizes={1,5}", 20 + 10 + 20 + 4),
+        ("f32[10,5]", "negate(%sum)", 200 + 100 + 200),
+        ("f32[5]", "reduce(%sum, %zero), dimensions={0}, to_apply=%add", 200 + 100 + 20),
+        ("(f32[10,5], f32[10,5])", "tuple(%sum, %a)", 200 + 100 + 200),
+    ],
+)
+def test_a_fusion_reads_what_its_result_needs(result, root, nbytes):
+    text = f"""
+%inner (a: f32[10,5], b: bf16[10,5], i: s32[]) -> {result} {{
+  %a = f32[10,5]{{1,0}} parameter(0)
+  %b = bf16[10,5]{{1,0}} parameter(1)
+  %i = s32[] parameter(2)
+  %zero = s32[] constant(0)
+  %wide = f32[10,5]{{1,0}} convert(%b)
+  %sum = f32[10,5]{{1,0}} add(%a, %wide)
+  ROOT %made = {result} {root}
+}}
+
+ENTRY %main (a: f32[10,5], b: bf16[10,5], c: s32[]) -> {result} {{
+  %a = f32[10,5]{{1,0}} parameter(0)
+  %b = bf16[10,5]{{1,0}} parameter(1)
+  %c = s32[] parameter(2)
+  ROOT %f = {result} fusion(%a, %b, %c), kind=kLoop, calls=%inner
+}}
+"""
+    module = hlo.parse(text)
+    assert memory.moved(module, module.entry, module.entry.root) == nbytes
+
+
 def devices(domains, members):
     return [
         SimpleNamespace(process_index=domain, id=domain * members + member)

@@ -220,9 +220,13 @@ def test_a_loss_that_knows_other_examples_is_refused():
         build("ddp", 8, 1, dataclasses.replace(whole, loss=loss))
 
 
+@pytest.mark.parametrize("halved_bytes", [0, 2**20])
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("stem", ["ddp", "zero1", "zero2", "fsdp", "fsdp_keep", "hsdp"])
-def test_no_more_bytes_than_the_plain_reduction_sends(stem, accumulation):
+def test_no_more_bytes_than_the_plain_reduction_sends(
+    stem, accumulation, halved_bytes, monkeypatch
+):
+    monkeypatch.setattr(tree, "_HALVED_BYTES", halved_bytes)
     sizes = {"ddp": (8, 1), "hsdp": (2, 4)}.get(stem, (1, 8))
     # Sizes that eight divides: otherwise a bucket is padded, by seven elements at most.
     model = mlp(widths=(128, 128), num_classes=16)
@@ -235,7 +239,15 @@ def test_no_more_bytes_than_the_plain_reduction_sends(stem, accumulation):
     assert sent(exact=True) <= 1.005 * sent(exact=False)
 
 
-def test_additions_are_those_of_one_tree_on_whatever_devices():
+@pytest.mark.parametrize(
+    ("halved_bytes", "platform", "kind"),
+    [(2**20, "cpu", "all-to-all"), (0, "cpu", "permute"), (0, "tpu", "all-to-all")],
+)
+def test_additions_are_those_of_one_tree_on_whatever_devices(
+    halved_bytes, platform, kind, monkeypatch
+):
+    monkeypatch.setattr(tree, "_HALVED_BYTES", halved_bytes)
+    monkeypatch.setattr(tree, "target_platform", lambda: platform)
     # Numbers whose sum depends on the order: only ((a + b) + (c + d)) + ... has these bits.
     x = np.random.default_rng(0).normal(size=(8, 24)).astype(np.float32)
     x *= 10.0 ** np.arange(8, dtype=np.float32)[:, None]
@@ -253,7 +265,9 @@ def test_additions_are_those_of_one_tree_on_whatever_devices():
                 scattered = how.scatter_sum(scattered, name, 0)
             return how.all_sum(x[0], names), scattered
 
-        every, parts = on(mesh, both, P(names), (P(), P(names[::-1])))(x)
+        function = on(mesh, both, P(names), (P(), P(names[::-1])))
+        assert {one.kind for one in collectives(function, x)} == {kind, "all-gather"}
+        every, parts = function(x)
         np.testing.assert_array_equal(every, pairs[0])
         np.testing.assert_array_equal(parts, pairs[0])
 

@@ -1,6 +1,6 @@
 """What a second process costs, here and in PyTorch: step time with two over that with one.
 
-python experiments/overhead/lm_processes.py --torch=PYTHON [--rounds=N] [--sequences=N] [--only=CASE]
+python experiments/overhead/lm_processes.py --torch=PYTHON [--rounds=N] [--only=CASE]
 
 PYTHON is that of an environment with PyTorch. Each process has one core to itself and the same
 batch, whether it is alone or one of two, which talk over gloo on loopback. All cases take turns.

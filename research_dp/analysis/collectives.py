@@ -203,7 +203,7 @@ class _Reader:
             return mapped[0], groups.mesh_axes(mapped[0], self.sizes)
         along = {axis for pair in mapped for axis in groups.mesh_axes(pair, self.sizes)}
         axes = tuple(axis for axis in self.sizes if axis in along)
-        return groups.along(mapped[0][0], axes, self.sizes), axes
+        return groups.joined(mapped), axes
 
 
 def entered(

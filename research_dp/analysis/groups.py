@@ -97,9 +97,11 @@ def mesh_axes(group: Sequence[int], sizes: dict[str, int]) -> tuple[str, ...]:
     return tuple(name for name, along in zip(sizes, coordinates, strict=True) if np.ptp(along))
 
 
-def along(position: int, axes: Sequence[str], sizes: dict[str, int]) -> tuple[int, ...]:
-    """The devices that one reaches from a position of the flattened mesh along some of its axes."""
-    ids = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
-    here = np.unravel_index(position, ids.shape)
-    line = (slice(None) if axis in axes else at for axis, at in zip(sizes, here, strict=True))
-    return tuple(int(n) for n in ids[tuple(line)].ravel())
+def joined(pairs: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """The devices that pairs of a sender and a receiver join with those of the first, in order."""
+    found = set(pairs[0])
+    while True:
+        more = found.union(*(pair for pair in pairs if found.intersection(pair)))
+        if more == found:
+            return tuple(sorted(found))
+        found = more

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from research_dp.analysis.collectives import KINDS
@@ -24,6 +25,8 @@ _FREE_CALLS = {
 }
 _PART_OF_FIRST = {"dynamic-slice", "slice", "gather"}
 _RENAMING = {"bitcast", "reshape"}
+# As large as what they read, perhaps, but an element of theirs needs many.
+_READS_ALL = {"dot", "convolution", "sort", "scatter", "reduce-window", "custom-call"}
 
 
 def _is_free(instruction: Instruction) -> bool:
@@ -68,34 +71,59 @@ def _copied(computation: Computation, instruction: Instruction) -> int:
 def _fused(
     module: Module, computation: Computation, fusion: Instruction, inner: Computation
 ) -> int:
+    needed = _needed(module, inner)
     read = 0
     for number, name in enumerate(fusion.operands):
         parameter = inner.parameters.get(number)
-        arrays = computation.instructions[name].result
-        if parameter is not None:
-            read += _read(module, inner, parameter.name, _sum(arrays))
+        made = computation.instructions[name]
+        if parameter is not None and _size(made):
+            read += _sum(made.result) * needed[parameter.name] // _size(made)
     return read + _written(module, inner, inner.root, fusion.result)
 
 
-def _read(module: Module, computation: Computation, name: str, whole: int) -> int:
-    """Bytes read of an array of `whole` bytes by all its users together, at most all of it."""
-    total = 0
-    for user in computation.instructions.values():
-        if name not in user.operands:
-            continue
-        if user.opcode in _RENAMING:
-            total += _read(module, computation, user.name, whole)
-        elif user.opcode in _PART_OF_FIRST and user.operands[0] == name:
-            total += min(whole, sum(array.nbytes for array in user.result))
-        elif _is_free(user) or (user.opcode == "dynamic-update-slice" and user.operands[0] == name):
-            continue  # handed through, or written in place: not read
-        elif user.opcode == "fusion" and (inner := module.called(user)):
-            for number, operand in enumerate(user.operands):
-                if operand == name:
-                    total += _read(module, inner, inner.parameters[number].name, whole)
-        else:
-            return whole
-    return min(whole, total)
+def _size(instruction: Instruction) -> int:
+    return sum(math.prod(array.dims) for array in instruction.result)
+
+
+def _needed(module: Module, computation: Computation) -> dict[str, int]:
+    """How many elements of each array in a fusion its result needs; at most all.
+
+    A fusion makes an element when it is needed: of an elementwise result of which a slice is taken,
+    the slice. What is handed through, or written in place, is not read.
+    """
+    made = computation.instructions
+    needed = dict.fromkeys(made, 0)
+    for part in _parts(computation, computation.root):
+        needed[part.name] = 0 if _is_free(part) else _size(part)
+    for user in reversed(made.values()):
+        inner = module.called(user) if user.opcode == "fusion" else None
+        for number, name in enumerate(user.operands):
+            wanted = _wanted(user, number, needed[user.name], _size(made[name]))
+            if inner is not None:
+                wanted = _needed(module, inner)[inner.parameters[number].name]
+            needed[name] = min(_size(made[name]), needed[name] + wanted)
+    return needed
+
+
+def _wanted(user: Instruction, number: int, needed: int, size: int) -> int:
+    """How many of an operand's `size` elements are read for those of a result that are needed."""
+    first = number == 0
+    if user.opcode in _RENAMING or (user.opcode in _PART_OF_FIRST and first):
+        return needed
+    if _is_free(user) or (user.opcode == "dynamic-update-slice" and first):
+        return 0
+    elementwise = size == _size(user) and user.opcode not in _READS_ALL
+    return needed if elementwise else size
+
+
+def _parts(computation: Computation, made: Instruction) -> list[Instruction]:
+    """What a fusion's result consists of, whatever it is called last."""
+    while made.opcode in _RENAMING:
+        made = computation.instructions[made.operands[0]]
+    if made.opcode != "tuple":
+        return [made]
+    parts = (computation.instructions[name] for name in made.operands)
+    return [one for part in parts for one in _parts(computation, part)]
 
 
 def _written(

@@ -103,6 +103,13 @@ def build_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device]) -> Mesh:
     return Mesh(laid_out, tuple(sizes), axis_types=kinds)
 
 
+def target_platform() -> str:
+    """'cpu', 'cuda', 'tpu': what a function is traced for, not what it is compiled on."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    platform = device.platform if device else jax.default_backend()
+    return "cuda" if platform == "gpu" else platform
+
+
 def split_axes(mesh: Mesh) -> tuple[str, ...]:
     """The batch axes with more than one device: those that anything must be summed over."""
     return tuple(name for name in BATCH_AXES if mesh.shape[name] > 1)

@@ -24,10 +24,12 @@ from research_dp.distributed.collectives import Axes, Reduction, axes_size, gath
 from research_dp.distributed.errors import UsageError, check_count
 from research_dp.distributed.kinds import Count
 from research_dp.distributed.layout import Placement
-from research_dp.distributed.mesh import FSDP_AXIS
+from research_dp.distributed.mesh import FSDP_AXIS, target_platform
 from research_dp.distributed.padding import flatten_padded, pad_to_multiple, unflatten
 
 PyTree = Any
+
+_HALVED_BYTES = 2**20  # from here on bytes cost more than starting several collectives does
 
 
 @gin.register(module="distributed")
@@ -61,12 +63,38 @@ def tree_reduction(*, logical_shards: Count, loop: bool = False) -> Reduction:
 def _scatter_sum(x: jax.Array, axis: str, dim: int) -> jax.Array:
     # Only sums: whoever calls divides, once, by the number of partial results.
     _refuse_narrow(x.dtype)
-    devices = axes_size((axis,))
-    blocks = jnp.moveaxis(x, dim, 0)
-    blocks = blocks.reshape(devices, blocks.shape[0] // devices, *blocks.shape[1:])
-    # As many bytes as a ring sends; the additions are done here, in the order of the devices.
-    mine = lax.all_to_all(blocks, axis, 0, 0, tiled=True)
-    return jnp.moveaxis(_add_pairs(mine), 0, dim)
+    front, devices = jnp.moveaxis(x, dim, 0), lax.axis_size(axis)
+    blocks = front.reshape(devices, front.shape[0] // devices, *front.shape[1:])
+    # Either way as many bytes as a ring sends, and the same additions. A torus has links enough for
+    # all devices at once; between hosts, halving sends what is already the sum of a host's devices.
+    large = x.size * x.dtype.itemsize >= _HALVED_BYTES and target_platform() != "tpu"
+    mine = _by_halves(blocks, axis) if large else _at_once(blocks, axis)
+    return jnp.moveaxis(mine, 0, dim)
+
+
+def _at_once(blocks: jax.Array, axis: str) -> jax.Array:
+    """The sum over devices of the block, along dim 0, that is this device's: one exchange."""
+    return _add_pairs(lax.all_to_all(blocks, axis, 0, 0, tiled=True))
+
+
+def _by_halves(blocks: jax.Array, axis: str) -> jax.Array:
+    """`_at_once` by recursive halving (Thakur et al., 2005), `log2(devices)` exchanges of pairs.
+
+    A device gives its neighbour half of what it has, then a quarter to the pair beside, and so on.
+    """
+    devices, here = lax.axis_size(axis), lax.axis_index(axis)
+    levels = devices.bit_length() - 1
+    blocks = blocks.reshape(*[2] * levels, *blocks.shape[1:])
+    for level in range(levels):
+        pairs = [(device, device ^ 2**level) for device in range(devices)]
+        side = here >> level & 1
+        kept, sent = (
+            lax.dynamic_index_in_dim(blocks, half, levels - 1 - level, keepdims=False)
+            for half in (side, 1 - side)
+        )
+        # Which of the two is added to the other makes no difference to the sum.
+        blocks = kept + lax.ppermute(sent, axis, pairs)
+    return blocks
 
 
 def _all_sum(x: jax.Array, axes: Axes) -> jax.Array:

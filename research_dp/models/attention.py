@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from research_dp.distributed.errors import UsageError
+from research_dp.distributed.mesh import target_platform
 
 Implementation = Literal["auto", "cudnn", "chunked", "xla"]
 _QUERIES = 256  # queries whose scores exist at a time, in 'chunked'
@@ -55,7 +56,7 @@ def attention(
             f"transformer.attention = {implementation!r}: use one of {get_args(Implementation)}.",
             binding="transformer.attention",
         )
-    if query.dtype == jnp.float16 and _platform() == "cpu":
+    if query.dtype == jnp.float16 and target_platform() == "cpu":
         # XLA:CPU has no products of float16 that are added up in float32, which scores are.
         query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
         made = attention(query, key, value, segments, implementation=implementation)
@@ -76,14 +77,7 @@ def _suits_cudnn(query: jax.Array) -> bool:
     """Whether cuDNN's flash attention takes it on every GPU that has it: dtype, size of a head."""
     features = query.shape[-1]
     dtype = query.dtype in (jnp.bfloat16, jnp.float16)
-    return _platform() == "cuda" and dtype and features % 8 == 0 and features <= 128
-
-
-def _platform() -> str:
-    """What the program is compiled for, which need not be what it is compiled on."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    platform = device.platform if device else jax.default_backend()
-    return "cuda" if platform == "gpu" else platform
+    return target_platform() == "cuda" and dtype and features % 8 == 0 and features <= 128
 
 
 def _chunked(
