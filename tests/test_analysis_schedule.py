@@ -227,6 +227,9 @@ ENTRY %main (a: f32[10,5], b: f32[5], c: s32[]) -> f32[10,5] {
         ("f32[10,5]", "negate(%sum)", 200 + 100 + 200),
         ("f32[5]", "reduce(%sum, %zero), dimensions={0}, to_apply=%add", 200 + 100 + 20),
         ("(f32[10,5], f32[10,5])", "tuple(%sum, %a)", 200 + 100 + 200),
+        ("f32[10,5]", "dynamic-update-slice(%sum, %row, %i, %zero)", 200 + 100 + 200 + 4),
+        ("f32[10,5]", "dynamic-update-slice(%a, %row, %i, %zero)", 20 + 20 + 4),
+        ("f32[1,5]", "dynamic-slice(%half, %i, %zero), dynamic_slice_sizes={1,5}", 20 + 20 + 4),
     ],
 )
 def test_a_fusion_reads_what_its_result_needs(result, root, nbytes):
@@ -238,6 +241,8 @@ def test_a_fusion_reads_what_its_result_needs(result, root, nbytes):
   %zero = s32[] constant(0)
   %wide = f32[10,5]{{1,0}} convert(%b)
   %sum = f32[10,5]{{1,0}} add(%a, %wide)
+  %row = f32[1,5]{{1,0}} slice(%a), slice={{[0:1], [0:5]}}
+  %half = f32[10,5]{{1,0}} multiply(%a, %a)
   ROOT %made = {result} {root}
 }}
 

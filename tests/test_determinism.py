@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from conftest import ROOT
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from steps import mesh_of, on
 
@@ -125,11 +126,15 @@ def test_the_same_bits_from_two_strategies_on_eight_and_on_four_devices():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("halved_bytes", [0, 2**20])
 @pytest.mark.parametrize("api", ["linen", "nnx"])
 @pytest.mark.parametrize(
     "cell", [("ddp", 8, 1), ("zero1", 1, 4), ("zero2", 1, 8), ("fsdp", 1, 2), ("hsdp", 2, 4)]
 )
-def test_the_same_bits_as_on_one_device_with_shards_written_out(cell, api):
+def test_the_same_bits_as_on_one_device_with_shards_written_out(
+    cell, api, halved_bytes, monkeypatch
+):
+    monkeypatch.setattr(tree, "_HALVED_BYTES", halved_bytes)
     bindings = (*AS_USERS_DO, *EIGHT)
     found = bits(build(*cell, model_of(api), bindings=bindings), batches(30))
     assert found == single(api, 30, bindings)
@@ -270,6 +275,33 @@ def test_additions_are_those_of_one_tree_on_whatever_devices(
         every, parts = function(x)
         np.testing.assert_array_equal(every, pairs[0])
         np.testing.assert_array_equal(parts, pairs[0])
+
+
+@pytest.mark.parametrize("halved_bytes", [0, 2**20])
+def test_a_fence_keeps_a_multiplication_out_of_the_sum(halved_bytes, monkeypatch):
+    monkeypatch.setattr(tree, "_HALVED_BYTES", halved_bytes)
+    x, y = np.random.default_rng(0).normal(size=(2, 8, 4096)).astype(np.float32)
+    expected = x * y
+    while len(expected) > 1:
+        expected = expected[0::2] + expected[1::2]
+    how = tree_reduction(logical_shards=8)
+
+    def of_product(x, y, zero):
+        return how.scatter_sum(tree.fence(x[0] * y[0], tree.unknown_zero(zero)), "data", 0)
+
+    every = on(mesh_of(data=8), of_product, (P("data"), P("data"), P()), P("data"))
+    arguments = (x, y, np.int32(0))
+    # As users compile: tests leave out LLVM's passes, which fuse multiplications with additions.
+    options = {"xla_backend_optimization_level": 3}
+    found = every.lower(*arguments).compile(options)(*arguments)
+    np.testing.assert_array_equal(found, expected[0])
+
+
+def test_a_tree_over_three_devices_is_refused():
+    how = tree_reduction(logical_shards=8)
+    mesh = Mesh(np.asarray(jax.devices()[:3]), ("data",))
+    with pytest.raises(UsageError, match="over 3 devices of axis 'data': take a power of two"):
+        on(mesh, lambda x: how.scatter_sum(x, "data", 0), P(), P("data"))(np.ones(6, np.float32))
 
 
 def test_the_norm_of_shards_has_the_bits_of_the_norm_of_wholes():

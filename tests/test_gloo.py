@@ -19,18 +19,21 @@ jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
 mesh = Mesh(jax.devices(), ("fsdp",))
 here = NamedSharding(mesh, P("fsdp"))
 step = jax.jit(jax.shard_map(
-    lambda x: (PLAIN.scatter_sum(x[0], "fsdp", 0)[None], PLAIN.all_sum(x[0], ("fsdp",))[None]),
+    lambda x: (PLAIN.scatter_sum(x[0], "fsdp", 0)[None], PLAIN.all_sum(x[0], ("fsdp",))[None],
+               PLAIN.all_blocks(x[0], "fsdp", 0, "varying")[None]),
     mesh=mesh, in_specs=P("fsdp"), out_specs=P("fsdp"), check_vma=False))
 wrong = 0
 for round in range({ROUNDS}):
     x = np.random.default_rng(round).integers(0, 100, (2, {BLOCK} * 2)).astype(np.float32)
     given = jax.make_array_from_callback(x.shape, here, lambda index: x[index])
     if not round:
-        assert "reduce-scatter" not in step.lower(given).compile().as_text()
-    block, whole = (y.addressable_shards[0].data[0] for y in step(given))
+        text = step.lower(given).compile().as_text()
+        assert "reduce-scatter" not in text and "all-gather" not in text
+    block, whole, both = (y.addressable_shards[0].data[0] for y in step(given))
     total = x.sum(0)
     own = total.reshape(2, -1)[jax.process_index()]
     wrong += not (np.array_equal(block, own) and np.array_equal(whole, total))
+    wrong += not np.array_equal(both, x.reshape(-1))
 print("wrong", wrong)
 """
 

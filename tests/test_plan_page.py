@@ -101,6 +101,20 @@ def test_sums_over_replicas_go_with_the_shard_and_indices_with_the_batch():
         assert scaling.extrapolate([near], 64, at, GPUS).wire_bytes == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("compiled_on", [8, 64])
+def test_halves_are_exchanged_inside_a_host_first(compiled_on):
+    total = 1e9
+    halves = {"kind": "permute", "axes": "fsdp", "dtype": "f32"}
+    near = row(compiled_on)
+    near.collectives = [{**halves, "wire_bytes": total * (1 - 1 / compiled_on)}]
+    sent, took = scaling._network(near, mesh(64), GPUS)
+    chip = GPUS.chip
+    assert sent == pytest.approx(total * 63 / 64)
+    assert took == pytest.approx(
+        total * (7 / 8 / chip.inside_rate + (1 / 8 - 1 / 64) / chip.across_rate)
+    )
+
+
 def test_the_mesh_grows_along_the_axis_that_grew():
     rows = [row(n, sizes={"data": 2, "fsdp": n // 2}) for n in (16, 64)]
     assert scaling.meshes(rows, [8, 9]) == {8: {"data": 2, "fsdp": 4}}

@@ -99,9 +99,13 @@ def mesh_axes(group: Sequence[int], sizes: dict[str, int]) -> tuple[str, ...]:
 
 def joined(pairs: Sequence[Sequence[int]]) -> tuple[int, ...]:
     """The devices that pairs of a sender and a receiver join with those of the first, in order."""
-    found = set(pairs[0])
-    while True:
-        more = found.union(*(pair for pair in pairs if found.intersection(pair)))
-        if more == found:
-            return tuple(sorted(found))
-        found = more
+    partners: dict[int, list[int]] = {}
+    for sender, receiver in pairs:
+        partners.setdefault(sender, []).append(receiver)
+        partners.setdefault(receiver, []).append(sender)
+    found, waiting = set(pairs[0]), list(pairs[0])
+    while waiting:
+        new = set(partners[waiting.pop()]) - found
+        found |= new
+        waiting += new
+    return tuple(sorted(found))

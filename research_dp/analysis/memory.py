@@ -92,28 +92,34 @@ def _needed(module: Module, computation: Computation) -> dict[str, int]:
     the slice. What is handed through, or written in place, is not read.
     """
     made = computation.instructions
-    needed = dict.fromkeys(made, 0)
-    for part in _parts(computation, computation.root):
-        needed[part.name] = 0 if _is_free(part) else _size(part)
+    parts = {part.name for part in _parts(computation, computation.root)}
+    sliced, whole = dict.fromkeys(made, 0), dict.fromkeys(made, 0)
+    for name in parts:
+        whole[name] = 0 if _is_free(made[name]) else _size(made[name])
     for user in reversed(made.values()):
+        needed = min(_size(user), sliced[user.name] + whole[user.name])
+        in_place = user.name in parts and _is_in_place(computation, user)
         inner = module.called(user) if user.opcode == "fusion" else None
+        read = _needed(module, inner) if inner is not None else {}
         for number, name in enumerate(user.operands):
-            wanted = _wanted(user, number, needed[user.name], _size(made[name]))
+            size = _size(made[name])
             if inner is not None:
-                wanted = _needed(module, inner)[inner.parameters[number].name]
-            needed[name] = min(_size(made[name]), needed[name] + wanted)
-    return needed
+                sliced[name] += read[inner.parameters[number].name]
+            elif user.opcode in _PART_OF_FIRST and number == 0:
+                sliced[name] += needed
+            elif not (in_place and number == 0):
+                elementwise = size == _size(user) and user.opcode not in _READS_ALL
+                wanted = min(needed, size) if elementwise or _is_free(user) else size
+                whole[name] = max(whole[name], wanted)
+    return {name: min(_size(made[name]), sliced[name] + whole[name]) for name in made}
 
 
-def _wanted(user: Instruction, number: int, needed: int, size: int) -> int:
-    """How many of an operand's `size` elements are read for those of a result that are needed."""
-    first = number == 0
-    if user.opcode in _RENAMING or (user.opcode in _PART_OF_FIRST and first):
-        return needed
-    if _is_free(user) or (user.opcode == "dynamic-update-slice" and first):
-        return 0
-    elementwise = size == _size(user) and user.opcode not in _READS_ALL
-    return needed if elementwise else size
+def _is_in_place(computation: Computation, made: Instruction) -> bool:
+    """Whether it updates a part of an array that the fusion is given."""
+    if made.opcode != "dynamic-update-slice":
+        return False
+    (updated,) = _parts(computation, computation.instructions[made.operands[0]])
+    return updated.opcode == "parameter"
 
 
 def _parts(computation: Computation, made: Instruction) -> list[Instruction]:
@@ -140,7 +146,7 @@ def _written(
             return sum(_written(module, computation, part, (array,)) for part, array in pairs)
     if _is_free(made):  # handed through
         return 0
-    if made.opcode == "dynamic-update-slice" and not all(array.on_chip for array in result):
+    if _is_in_place(computation, made) and not all(array.on_chip for array in result):
         update = computation.instructions[made.operands[1]].result
         return min(_sum(result), sum(array.nbytes for array in update))
     if made.opcode == "fusion" and (inner := module.called(made)):

@@ -29,7 +29,7 @@ GATHERED = "gathered_params"
 
 
 def _all_gather(x: jax.Array, axis: str, dim: int, to: str) -> jax.Array:
-    # An all-to-all has no result that is typed as the same on each device.
+    # A result that is typed as the same on each device (`check_vma`) only all_gather can give.
     if to == "varying" and exchange.over_gloo():
         return exchange.all_blocks(x, axis, dim)
     return lax.all_gather(x, axis, axis=dim, tiled=True, to=to)

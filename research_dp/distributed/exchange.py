@@ -16,13 +16,13 @@ from research_dp.distributed.replication import as_varying
 
 
 def over_gloo() -> bool:
-    """Whether collectives go over gloo, between CPUs, whose own serve badly.
+    """Whether collectives go over gloo, between CPUs: not by its reduce-scatter and all-gather.
 
     Its reduce-scatter returns wrong numbers for blocks of 4 MiB and more, now and then, without an
     error: a race in its halving-doubling algorithm (https://github.com/jax-ml/jax/issues/40830).
-    Its all-gather, of any size, loses a time slice of the scheduler (4 ms) where a process has one
-    core, to a thread that polls for a lock: experiments/overhead. Once `jax.distributed` is set up,
-    JAX's CPU client takes gloo for the devices of one process too.
+    Its all-gather loses 3 to 4 ms, a time slice of the scheduler, to a thread that polls for a lock
+    where a process has one core (experiments/overhead). Once `jax.distributed` is set up, JAX's CPU
+    client takes gloo for the devices of one process too.
     """
     return jax.distributed.is_initialized() and jax.default_backend() == "cpu"
 
@@ -38,7 +38,11 @@ def scatter_sum(x: jax.Array, axis: str, dim: int) -> jax.Array:
 
 
 def all_blocks(x: jax.Array, axis: str, dim: int) -> jax.Array:
-    """The devices' blocks along `dim`, in rank order: every device sends each other one its own."""
+    """The devices' blocks along `dim`, in rank order: every device sends each other one its own.
+
+    The copies that it sends take as much memory as the result.
+    """
+    dim %= x.ndim
     copies = jnp.concatenate([as_varying(x, (axis,))] * lax.axis_size(axis), axis=dim)
     return lax.all_to_all(copies, axis, dim, dim, tiled=True)
 
@@ -48,6 +52,6 @@ def all_sum(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     for axis in axes:
         devices, size = lax.axis_size(axis), math.prod(x.shape)
         flat = jnp.pad(x.reshape(-1), (0, -size % devices))
-        whole = lax.all_gather(scatter_sum(flat, axis, 0), axis, tiled=True)
+        whole = all_blocks(scatter_sum(flat, axis, 0), axis, 0)
         x = whole[:size].reshape(x.shape)
     return x

@@ -29,7 +29,9 @@ from research_dp.distributed.padding import flatten_padded, pad_to_multiple, unf
 
 PyTree = Any
 
-_HALVED_BYTES = 2**20  # from here on bytes cost more than starting several collectives does
+# From here on halving is faster between 8 CPU devices (experiments/determinism), where it saves no
+# bytes; between hosts it saves most of them, whatever the size.
+_HALVED_BYTES = 2**20
 
 
 @gin.register(module="distributed")
@@ -38,7 +40,8 @@ def tree_reduction(*, logical_shards: Count, loop: bool = False) -> Reduction:
 
     For `data_parallel.reduction`. The devices, times `train.accumulation_steps`, must divide the
     logical shards; a device runs its own one at a time, and what it sends is one sum. So gradients
-    travel once a step under every strategy, and live whole on each device until then.
+    travel once a step under every strategy, and live whole on each device until then. A `gather` of
+    one's own must not multiply: its backward pass would, between the fence and the additions.
 
     Args:
         logical_shards: How many logical shards the global batch is cut in, a power of two. Another
@@ -61,9 +64,17 @@ def tree_reduction(*, logical_shards: Count, loop: bool = False) -> Reduction:
 
 
 def _scatter_sum(x: jax.Array, axis: str, dim: int) -> jax.Array:
-    # Only sums: whoever calls divides, once, by the number of partial results.
+    # Only sums: whoever calls divides, once, by the number of partial results. What comes is fenced
+    # (`one_by_one`): a multiplication just before would be fused with the addition here, on some
+    # meshes.
     _refuse_narrow(x.dtype)
     front, devices = jnp.moveaxis(x, dim, 0), lax.axis_size(axis)
+    if devices & (devices - 1):
+        raise UsageError(
+            f"data_parallel.reduction: @tree_reduction over {devices} devices of axis {axis!r}: "
+            "take a power of two, for sums are taken of pairs.",
+            binding="data_parallel.reduction",
+        )
     blocks = front.reshape(devices, front.shape[0] // devices, *front.shape[1:])
     # Either way as many bytes as a ring sends, and the same additions. A torus has links enough for
     # all devices at once; between hosts, halving sends what is already the sum of a host's devices.
@@ -92,7 +103,7 @@ def _by_halves(blocks: jax.Array, axis: str) -> jax.Array:
             lax.dynamic_index_in_dim(blocks, half, levels - 1 - level, keepdims=False)
             for half in (side, 1 - side)
         )
-        # Which of the two is added to the other makes no difference to the sum.
+        # a + b is b + a, to the bit.
         blocks = kept + lax.ppermute(sent, axis, pairs)
     return blocks
 

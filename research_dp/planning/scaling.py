@@ -175,10 +175,11 @@ def extrapolate(rows: Sequence[Row], number: int, at: Mapping[int, Held], where:
 
     What a step needs beside state and batch goes as a + b / n through the two nearest compiled
     sizes (one: a alone): what is whole, and what is split. Each collective sends its bytes times
-    (g - 1) / g for groups of g, twice that for a sum; sums of shards over replicas go with the
-    shard, indices of rows with the batch. The step is that of the nearest compiled size, less its
-    wait, plus reading and writing what the state is more; plus the new time on the network, of
-    which as large a share is waited for.
+    (g - 1) / g for groups of g, twice that for a sum (permutes are taken for those of
+    `tree_reduction`); sums of shards over replicas go with the shard, indices of rows with the
+    batch. The step is that of the nearest compiled size, less its wait, plus reading and writing
+    what the state is more; plus the new time on the network, of which as large a share is waited
+    for.
 
     Args:
         rows: Compiled.
@@ -222,15 +223,24 @@ def _network(row: Row, mesh: Mapping[str, int], where: Topology) -> tuple[float,
         before = math.prod(old[axis] for axis in axes)
         group = math.prod(mesh[axis] for axis in axes)
         payload = one["wire_bytes"]
-        if one["kind"] != "permute" and before > 1:
+        if before > 1:
             payload *= before / (before - 1) / _TWICE.get(one["kind"], 1)
         if axes == (DATA_AXIS,):
             payload *= old[FSDP_AXIS] / mesh[FSDP_AXIS]
         if one["kind"] == "all-gather" and one["dtype"] in _WIDTHS_OF_ROWS:
             payload *= group / before
+        way = route_of(axes, mesh, where)
+        if one["kind"] == "permute":  # of `tree_reduction`: halves, inside a host or slice first
+            inside, across = (
+                payload * (1 - 1 / way.members),
+                payload * (1 / way.members - 1 / group),
+            )
+            sent += inside + across
+            took += inside / way.inside_direct + across / way.across
+            continue
         moved = Collective(one["kind"], axes, group, one["dtype"], payload, 1)
         sent += moved.wire_bytes
-        took += seconds(moved, route_of(axes, mesh, where))
+        took += seconds(moved, way)
     return sent, took
 
 

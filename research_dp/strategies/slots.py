@@ -45,8 +45,8 @@ def gather_shards(
         grad_scatter_dtype: dtype in which gradients are summed; None: the parameter's.
         pre_divide: Divide them before they are summed, for float16.
         bucket_bytes: Bytes of a unit that travel in one collective; <= 0: one collective for each
-            array, for the compiler to combine. None: 0, but 32 MiB between processes on CPUs, whose
-            compiler combines no gathers.
+            array, for the compiler to combine. None: 32 MiB between processes on CPUs, for whose
+            gathers no compiler does that; 0 elsewhere. Tables are not packed.
         rows: Of tables, split by feature, only these rows are wanted; see `tables.exchange_rows`.
             A strategy's own function may lack this argument: tables are then gathered.
     """
