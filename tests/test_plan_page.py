@@ -151,6 +151,7 @@ def test_a_strategy_that_does_not_compile_has_no_times():
         ("h100:2x8", "h100", 16, 2, ["h100:1x4", "h100:8x8"]),
         ("cpu:8", "cpu", 8, 1, ["cpu:2", "cpu:32"]),
         ("h100:1x6", "h100", 6, 1, []),
+        ("h100:6x8", "h100", 48, 6, ["h100:24x8"]),  # 12 are no whole hosts
     ],
 )
 def test_neighbours_are_a_quarter_and_four_times_the_devices(name, chip, count, hosts, expected):
