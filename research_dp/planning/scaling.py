@@ -29,8 +29,6 @@ from research_dp.strategies.assembly import lay_out_state
 # Numbers of devices that a page shows, beside those that were compiled.
 SIZES = tuple(2**power for power in range(3, 13))
 
-# Bytes of a ring's payload that a device sends, as multiples of (n - 1) / n.
-_TWICE = {"all-reduce": 2}
 _WIDTHS_OF_ROWS = ("s32", "u32", "s64", "u64")
 
 
@@ -222,23 +220,24 @@ def _network(row: Row, mesh: Mapping[str, int], where: Topology) -> tuple[float,
         axes = tuple(axis for axis in mesh if axis in one["axes"].split("+"))
         before = math.prod(old[axis] for axis in axes)
         group = math.prod(mesh[axis] for axis in axes)
-        payload = one["wire_bytes"]
-        if before > 1:
-            payload *= before / (before - 1) / _TWICE.get(one["kind"], 1)
+        if before == 1:  # of what it would send on more devices, the row tells nothing
+            continue
+        kind, halved = one["kind"], one["kind"] == "permute"
+        # Bytes sent for each byte of the full array; of `tree_reduction`'s halves all together.
+        sent_of_one = Collective(kind, axes, before, one["dtype"], 1, 1).wire_bytes
+        payload = one["wire_bytes"] / (1 - 1 / before if halved else sent_of_one)
         if axes == (DATA_AXIS,):
             payload *= old[FSDP_AXIS] / mesh[FSDP_AXIS]
-        if one["kind"] == "all-gather" and one["dtype"] in _WIDTHS_OF_ROWS:
+        if kind == "all-gather" and one["dtype"] in _WIDTHS_OF_ROWS:
             payload *= group / before
         way = route_of(axes, mesh, where)
-        if one["kind"] == "permute":  # of `tree_reduction`: halves, inside a host or slice first
-            inside, across = (
-                payload * (1 - 1 / way.members),
-                payload * (1 / way.members - 1 / group),
-            )
+        if halved:  # inside a host or slice first
+            inside = payload * (1 - 1 / way.members)
+            across = payload * (1 / way.members - 1 / group)
             sent += inside + across
             took += inside / way.inside_direct + across / way.across
             continue
-        moved = Collective(one["kind"], axes, group, one["dtype"], payload, 1)
+        moved = Collective(kind, axes, group, one["dtype"], payload, 1)
         sent += moved.wire_bytes
         took += seconds(moved, way)
     return sent, took
