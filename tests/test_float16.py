@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_language_model import batch, build, model, slow
+from decoder import batch, build, model, slow
 
 from research_dp.distributed.errors import UsageError
 from research_dp.distributed.loss_scale import dynamic_loss_scale

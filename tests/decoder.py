@@ -1,0 +1,79 @@
+"""A small decoder, its batches and strategies: what tests of it share."""
+
+import functools
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from research_dp.analysis.traffic import collectives
+from research_dp.config import gin_config, gin_state
+from research_dp.distributed.placement import fingerprint
+from research_dp.models import transformer
+from research_dp.strategies import TrainSpec
+
+VOCAB, LENGTH, BATCH = 64, 16, 16
+
+
+LOOK_AHEAD = "data_parallel.look_ahead = True"
+
+
+def model(**changes):
+    sizes = {"vocab_size": VOCAB, "width": 16, "depth": 3, "heads": 2, "mlp_width": 32}
+    return transformer(**{**sizes, "logits_at_once": 600, **changes})
+
+
+def batch(seed, rows=BATCH, segments=True):
+    rng = np.random.default_rng(seed)
+    made = {"tokens": rng.integers(0, VOCAB, (rows, LENGTH)).astype(np.int32)}
+    if segments:
+        made["segments"] = np.sort(rng.integers(0, 3, (rows, LENGTH)), axis=1).astype(np.int32)
+    made["weights"] = rng.uniform(0.5, 2.0, (rows, LENGTH)).astype(np.float32)
+    return made
+
+
+def build(stem, model, *bindings, accumulation=1, rows=BATCH, more=None):
+    gin_config.reset()
+    small = "largest_dim.min_weight_size = 128"
+    files = [f"gin/strategies/{stem}.gin", more]
+    gin_config.load([file for file in files if file], [small, *bindings])
+    strategy = gin_state.value_of("train.strategy")
+    return strategy.build(spec_of(model, accumulation, rows))
+
+
+def spec_of(model, accumulation=1, rows=BATCH):
+    return TrainSpec(
+        model=model,
+        optimizer=optax.adam(1e-2),
+        example={k: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for k, x in batch(0, 1).items()},
+        batch_size=rows,
+        accumulation_steps=accumulation,
+        max_grad_norm=0.5,
+        seed=3,
+    )
+
+
+def run(strategy, steps=3):
+    """(fingerprint at birth, losses and norms)."""
+    state = strategy.init(jax.random.key(0))
+    born, numbers = fingerprint(state.params), []
+    for seed in range(steps):
+        state, metrics = strategy.train_step(state, strategy.place_batch(batch(seed)))
+        numbers += [metrics["loss"][0] / metrics["loss"][1], metrics["grad_norm"][0]]
+    return born, np.asarray(numbers)
+
+
+@functools.cache
+def oracle(tied):
+    return run(build("single", model(tied=tied, dropout_rate=0.1)))
+
+
+def traffic(strategy):
+    """The collectives of a training step, as traced."""
+    args = (strategy.abstract_state, strategy.abstract_batch)
+    return collectives(strategy.train_step, *args)
+
+
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
