@@ -1,0 +1,113 @@
+"""What a plan tries beside what it was asked for: batches that fit, other dtypes and layouts."""
+
+import pytest
+from test_strategies import recipe_of
+
+from research_dp.analysis.topologies import topology
+from research_dp.config import candidates
+from research_dp.planning import batch
+from research_dp.planning.row import Row
+from research_dp.strategies import TrainSpec
+
+
+@pytest.mark.parametrize(("fixed", "each", "expected"), [(10, 1, 90), (10, 7, 12), (50, 49, 1)])
+def test_the_largest_batch_is_found_in_a_few_compilations(fixed, each, expected):
+    """Memory is `fixed + each * examples a device` of 100, and a little more with every tenth."""
+    tried = []
+
+    def attempt(spec):
+        n = spec.batch_size // 16
+        tried.append(n)
+        needed = fixed + each * n
+        return Row("x", batch_size=spec.batch_size, needed_bytes=needed, available_bytes=100,
+                   fits=needed <= 100)  # fmt: skip
+
+    spec = TrainSpec(model=None, optimizer=None, example={}, batch_size=16, accumulation_steps=2)
+    first = attempt(spec)
+    found = batch.largest(recipe_of("fsdp"), spec, first, attempt)
+    assert found.fits
+    assert found.batch_size == 16 * expected
+    assert len(tried) <= 5
+
+
+def test_variants_are_those_that_can_change_something():
+    def sent(*slots, files=(), **dtypes):
+        each = [
+            {"kind": k.replace("_", "-"), "dtype": d, "wire_bytes": 5} for k, d in dtypes.items()
+        ]
+        row = Row("fsdp", slots=slots, mesh={"data": 1, "fsdp": 8}, wire_bytes={"total": 10.0},
+                  collectives=each)  # fmt: skip
+        chosen = candidates.Candidate("fsdp", files)
+        return candidates.variants(chosen, row, topology("cpu:8"))
+
+    def names(*slots, **dtypes):
+        return [candidate.name for candidate in sent(*slots, **dtypes)]
+
+    kept = ["fsdp", "fsdp_keep"]
+    both = ["fsdp+bf16_gather", "fsdp+bf16_collectives"]
+    slots = ["gather", "sync"]
+    assert names(*slots, all_gather="f32", reduce_scatter="f32") == [*both, *kept]
+    assert names(*slots, all_gather="bf16", reduce_scatter="f32") == [both[1], *kept]
+    assert names(*slots, all_gather="bf16", reduce_scatter="bf16") == kept
+    # zero1's update gathers, in the parameters' dtype; the compiler does as it likes.
+    assert names("sync", all_gather="f32", reduce_scatter="f32") == [both[1], *kept]
+    assert names("sync", all_gather="f32", reduce_scatter="bf16") == kept
+    assert names(all_gather="f32", reduce_scatter="f32") == kept
+
+
+def test_variants_keep_the_files_that_a_candidate_adds():
+    (chosen,) = candidates.of(["zero1+h100_speed"])
+    row = Row("zero1+h100_speed", mesh={"data": 1, "fsdp": 8}, wire_bytes={"total": 0.0})
+    found = candidates.variants(chosen, row, topology("cpu:8"))
+    assert [(c.name, c.files) for c in found] == [
+        (f"{stem}+h100_speed", (f"gin/strategies/{stem}.gin", "gin/options/h100_speed.gin"))
+        for stem in ("fsdp", "fsdp_keep")
+    ]
+
+
+def test_more_micro_batches_are_tried_until_it_fits():
+    tried = []
+
+    def attempt(spec):
+        tried.append(spec)
+        steps = spec.accumulation_steps
+        return Row("x", fits=steps >= 4, accumulation_steps=steps)
+
+    def steps(size):
+        spec = TrainSpec(model=None, optimizer=None, example={}, batch_size=size)
+        return batch.smallest_steps(recipe_of("fsdp"), spec, Row("x"), attempt)
+
+    assert steps(32).accumulation_steps == 4
+    assert steps(8 * 9 * 5).accumulation_steps == 5, "of 3, 5, 9, 15, 45"
+    assert not steps(16).fits, "one example a device at a time"
+    assert steps(8) is None
+    assert len(tried) <= 9
+
+
+def test_the_batch_grows_by_no_more_than_can_be_tried():
+    """Memory that does not depend on the batch must not send the search to billions of examples."""
+    tried = []
+
+    def attempt(spec):
+        tried.append(spec.batch_size)
+        return Row("x", batch_size=spec.batch_size, needed_bytes=10, available_bytes=10**9,
+                   fits=True)  # fmt: skip
+
+    spec = TrainSpec(model=None, optimizer=None, example={}, batch_size=4096)
+    batch.largest(recipe_of("fsdp"), spec, attempt(spec), attempt)
+    assert max(tried) <= 4096 * 2 * 8**3
+    tried.clear()
+    spec = TrainSpec(model=None, optimizer=None, example={}, batch_size=2**29)
+    batch.largest(recipe_of("fsdp"), spec, attempt(spec), attempt)
+    assert max(tried) < 2**31
+
+
+def test_where_no_larger_batch_fits_at_once_more_micro_batches_are_tried():
+    def attempt(spec):
+        needed = 10 * spec.batch_size // spec.accumulation_steps
+        return Row("x", batch_size=spec.batch_size, needed_bytes=needed, available_bytes=100,
+                   accumulation_steps=spec.accumulation_steps, fits=needed <= 100)  # fmt: skip
+
+    spec = TrainSpec(model=None, optimizer=None, example={}, batch_size=8)
+    found = batch.largest(recipe_of("fsdp"), spec, attempt(spec), attempt)
+    assert (found.batch_size, found.accumulation_steps) == (16, 2)
