@@ -89,15 +89,13 @@ def test_a_signal_to_any_process_stops_all_at_one_step(command, tmp_path, number
     assert {(n.step, n.phase) for n in recorder.last_notes(tmp_path)} == {(saved, "end")}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 1])
-def test_without_a_launcher_the_others_end_by_the_heartbeat(command, tmp_path, victim):
-    port = 20000 + os.getpid() % 10000 + victim
-    both = [
+def two_without_a_launcher(command, tmp_path, own_port, *flags):
+    """Two processes of one run; in the flags a {process} is the number of each."""
+    port = 20000 + os.getpid() % 10000 + own_port
+    return [
         command(
             *RUN,
-            "--gin.train.num_steps=1000000",
-            "--heartbeat_seconds=10",
+            *(flag.format(process=process) for flag in flags),
             f"--coordinator=127.0.0.1:{port}",
             "--num_processes=2",
             f"--process_id={process}",
@@ -106,6 +104,13 @@ def test_without_a_launcher_the_others_end_by_the_heartbeat(command, tmp_path, v
         )
         for process in range(2)
     ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_without_a_launcher_the_others_end_by_the_heartbeat(command, tmp_path, victim):
+    flags = ["--gin.train.num_steps=1000000", "--heartbeat_seconds=10"]
+    both = two_without_a_launcher(command, tmp_path, victim, *flags)
     until_trained(tmp_path, both[0])
     # Not killed: then its connections would break, and tell the other one at once.
     both[victim].send_signal(signal.SIGSTOP)
@@ -121,20 +126,7 @@ def test_without_a_launcher_the_others_end_by_the_heartbeat(command, tmp_path, v
 
 @pytest.mark.slow
 def test_processes_with_different_configurations_are_refused_at_once(command, tmp_path):
-    port = 20000 + os.getpid() % 10000 + 5
-    both = [
-        command(
-            *RUN,
-            f"--gin.train.seed={process}",
-            f"--coordinator=127.0.0.1:{port}",
-            "--num_processes=2",
-            f"--process_id={process}",
-            f"--workdir={tmp_path}",
-            start_only=True,
-        )
-        for process in range(2)
-    ]
-    for process in both:
+    for process in two_without_a_launcher(command, tmp_path, 5, "--gin.train.seed={process}"):
         output, _ = process.communicate(timeout=120)
         assert process.returncode == 2, output
         assert "process 0 has 'train.seed = 0', process 1 has 'train.seed = 1'" in output
