@@ -6,6 +6,7 @@ Run: python experiments/determinism/step_time.py [--pairs=15] [--shards=8] [--pl
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import time
 
@@ -30,12 +31,14 @@ from research_dp.strategies import (
     update_slices,
 )
 
-FSDP = {"shard": largest_dim, "gather": gather_shards, "sync": average_gradients}
+# Of these small models too, most of what there is is sharded.
+SHARD = functools.partial(largest_dim, min_weight_size=1024)
+FSDP = {"shard": SHARD, "gather": gather_shards, "sync": average_gradients}
 STRATEGIES = {
     "ddp": ({"data": -1}, {"sync": average_gradients, "update": update_local}),
     "zero1": (
         {"fsdp": -1},
-        {"shard": largest_dim, "sync": scatter_gradients, "update": update_slices},
+        {"shard": SHARD, "sync": scatter_gradients, "update": update_slices},
     ),
     "fsdp": ({"fsdp": -1}, {**FSDP, "update": update_local}),
     "hsdp": ({"data": 2, "fsdp": -1}, {**FSDP, "update": update_local}),
