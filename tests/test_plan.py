@@ -142,6 +142,11 @@ def test_mistakes_are_told(flags, told):
         plan(DIGITS, *flags)
 
 
+def test_why_a_strategy_is_refused_is_told_without_gins_calls():
+    error = UsageError("it cannot be.\n  In call to configurable 'data_parallel' (<f at 0x7f>)")
+    assert row_lib.refused("x", error).problem == "refused: it cannot be."
+
+
 @pytest.mark.slow
 def test_what_cannot_be_built_is_a_row_beside_the_others(capsys, tmp_path):
     file = tmp_path / "plan.json"

@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable
 
 from research_dp.config import command_line, environment, gin_config, printing
-from research_dp.distributed.errors import RunFailure
+from research_dp.distributed.errors import RunFailure, message_of
 
 FAILED, MISTAKEN, INTERRUPTED = 1, 2, 130
 
@@ -61,7 +61,7 @@ def told(body: Callable[[Session], int]) -> int:
 
 def _tell_failures(error: BaseException | None) -> None:
     """Tells how the run failed; first what came first, if closing it went wrong too."""
-    while error is not None and gin_config.IN_CALL in str(error) and error.__context__ is not None:
+    while error is not None and message_of(error) != str(error) and error.__context__ is not None:
         error = error.__context__  # gin raises a copy that says where, and hides what it is of
     if error is None:
         return

@@ -13,10 +13,9 @@ import gin
 from research_dp.config import gin_state, names, sources, unused
 from research_dp.config.reach import key, reach, winners
 from research_dp.config.sources import Binding, Import, Mistake, Reference
-from research_dp.distributed.errors import UsageError
+from research_dp.distributed.errors import UsageError, message_of
 
 ROOT = "research_dp.training.loop.train"
-IN_CALL = "\n  In call"  # how what gin adds to a message begins
 BUDGET = "planning.plan"  # a run may say what a plan of it is held to
 
 
@@ -134,9 +133,8 @@ def as_mistake(error: BaseException, config: Config | None) -> str | None:
         return None
     if isinstance(known, Mistakes):
         return "\n".join(f"error: {mistake}" for mistake in known.mistakes)
-    message = str(known).split(IN_CALL)[0]
     place = config and known.binding and config.origin(known.binding)
-    return f"error: {message}" + (f"\n  bound in {place}" if place else "")
+    return f"error: {message_of(known)}" + (f"\n  bound in {place}" if place else "")
 
 
 def missing_binding(error: BaseException) -> UsageError | None:

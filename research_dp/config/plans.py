@@ -19,7 +19,7 @@ from research_dp.config.candidates import Candidate
 from research_dp.config.command_line import Options, PlanOptions, check_writable
 from research_dp.config.gin_config import Config
 from research_dp.config.show import put
-from research_dp.distributed.errors import UsageError
+from research_dp.distributed.errors import UsageError, message_of
 from research_dp.distributed.mesh import planning_for
 from research_dp.planning import advice, batch, page, tables
 from research_dp.planning.measure import measure
@@ -187,7 +187,7 @@ class _Planner:
             return found[0]
         except UsageError as error:
             place = config and error.binding and config.origin(error.binding)
-            told = f"{error}" + (f" ({place})" if place else "")
+            told = message_of(error) + (f" ({place})" if place else "")
             return refused(candidate.name or "the run", UsageError(told))
         finally:
             jax.clear_caches()

@@ -29,6 +29,14 @@ class RunFailure(RuntimeError):
     """
 
 
+IN_CALL = "\n  In call"  # how what gin adds to a message begins
+
+
+def message_of(error: BaseException) -> str:
+    """What an error says, without the calls and addresses that gin adds to it."""
+    return str(error).split(IN_CALL)[0]
+
+
 def some_of(names: Sequence[str], most: int) -> str:
     """The first of several names, and how many there are besides."""
     more = f" and {len(names) - most} more" if len(names) > most else ""

@@ -18,7 +18,7 @@ from research_dp.analysis.fitting import DoesNotFitError, compile_to_fit, dumpin
 from research_dp.analysis.minimum import min_wire_bytes
 from research_dp.analysis.program import ProgramCost, read
 from research_dp.analysis.topologies import Topology
-from research_dp.distributed.errors import UsageError
+from research_dp.distributed.errors import UsageError, message_of
 from research_dp.distributed.placement import nbytes
 from research_dp.planning.available import available_bytes
 from research_dp.strategies import Recipe, Strategy, TrainSpec
@@ -198,7 +198,7 @@ def _compile(row: Row, lowered: Any, options: dict[str, Any]) -> Any:
 
 def refused(name: str, error: UsageError) -> Row:
     """The row of a strategy that cannot be built."""
-    return Row(name, problem=f"refused: {error}")
+    return Row(name, problem=f"refused: {message_of(error)}")
 
 
 def _held(name: str, built: Strategy, spec: TrainSpec, where: Topology) -> Row:
