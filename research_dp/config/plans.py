@@ -187,7 +187,7 @@ class _Planner:
             return found[0]
         except UsageError as error:
             place = config and error.binding and config.origin(error.binding)
-            told = message_of(error) + (f" ({place})" if place else "")
+            told = message_of(error) + (f" Bound in {place}" if place else "")
             return refused(candidate.name or "the run", UsageError(told))
         finally:
             jax.clear_caches()
