@@ -31,7 +31,7 @@ def test_the_flags_in_the_examples_are_flags_of_the_command():
     flags = [word for word in re.findall(r"--[\w.]+=\S+", script) if "output" not in word]
     own = [f for f in flags if f.startswith(("--coord", "--heart", "--gin", "--workdir"))]
     assert command_line.parse([*own, "--gin_file=f"], "").processes.coordinator == "auto"
-    assert len(own) == 5
+    assert len(own) == 6
 
 
 @pytest.mark.slow
