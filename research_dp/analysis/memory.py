@@ -136,14 +136,11 @@ def _written(
     module: Module, computation: Computation, root: Instruction, result: tuple[Array, ...]
 ) -> int:
     """Bytes that a fusion writes: of an array that it updates in place, the update."""
-    made = root
-    while made.opcode in _RENAMING:
-        made = computation.instructions[made.operands[0]]
-    if made.opcode == "tuple":
-        parts = [computation.instructions[name] for name in made.operands]
-        if len(parts) == len(result):
-            pairs = zip(parts, result, strict=True)
-            return sum(_written(module, computation, part, (array,)) for part, array in pairs)
+    parts = _parts(computation, root)
+    if len(parts) != 1:
+        pairs = zip(parts, result, strict=True) if len(parts) == len(result) else ()
+        return sum(_written(module, computation, part, (array,)) for part, array in pairs)
+    (made,) = parts
     if _is_free(made):  # handed through
         return 0
     if _is_in_place(computation, made) and not all(array.on_chip for array in result):

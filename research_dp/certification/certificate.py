@@ -8,15 +8,23 @@ from collections.abc import Mapping
 from typing import Any
 
 from research_dp.certification import follow
-from research_dp.certification.differences import COARSE_ULPS, FACTOR, FLOOR_ULPS, Difference
+from research_dp.certification.differences import (
+    CHANGE_ULPS,
+    COARSE_ULPS,
+    FACTOR,
+    FLOOR_ULPS,
+    UPDATE_ULPS,
+    Difference,
+)
 
 BOUND = (
     f"Bound: {FACTOR} times the noise of the oracle itself, at that step or usually, and at least "
     f"{FLOOR_ULPS} ULPs of a leaf's greatest element; none for counts; of new parameters and "
-    "optimizer state, beside the optimizer's own of the same gradients, 4 ULPs of the element and "
-    "32 of the leaf's greatest change. Where gradients may be rounded to a coarser dtype, "
-    f"{COARSE_ULPS} ULPs of it more for each element (norms: a 16th of that, losses: a 64th; a "
-    "gradient's size: divided by the root of the number of its elements). The noise is measured: "
+    f"optimizer state, beside the optimizer's own of the same gradients, {UPDATE_ULPS} ULPs of the "
+    f"element and {CHANGE_ULPS} of the leaf's greatest change. Where gradients may be rounded to a "
+    f"coarser dtype, {COARSE_ULPS} ULPs of it more for each element (norms: a 16th of "
+    "that, losses: a 64th; a gradient's size: divided by the root of the number of its elements). "
+    "The noise is measured: "
     f"{follow.NOISY} oracles take each step with the examples of each micro-batch in another order "
     "and parameters moved by up to one float32 unit in the last place; "
     f"{follow.MORE} more where a bound is passed."

@@ -20,6 +20,7 @@ EPS = float(np.finfo(np.float32).eps)
 FACTOR = 10  # times what the oracle's own noise was
 FLOOR_ULPS = 16  # of a leaf's greatest element: noise may be nothing by luck
 COARSE_ULPS = 4  # of the dtype in which gradients are rounded before they are summed
+UPDATE_ULPS, CHANGE_ULPS = 4, 32  # of an updated element, and of its leaf's greatest change
 # By what it is: norms and losses are of many elements, over which rounding averages out.
 _COARSE = {"gradient": 1.0, "model state": 1.0, "gradient norm": 1 / 16}
 _COARSE |= dict.fromkeys(("loss", "evaluation loss"), 1 / 64)
@@ -235,7 +236,8 @@ def applied_alike(
 ) -> Iterator[Difference]:
     """Holds an update to the optimizer's own for the same gradients.
 
-    An element may be 4 of its ULPs off, and 32 ULPs of the leaf's greatest change, times `allowed`.
+    An element may be `UPDATE_ULPS` of its own off, and `CHANGE_ULPS` of the leaf's greatest change,
+    times `allowed`.
 
     Args:
         step: Number of the step.
@@ -263,7 +265,8 @@ def update_ratio(found: Any, expected: Any, before: Any) -> float:
     a, b, old = (np.nan_to_num(x, posinf=0, neginf=0) for x in (a, b, old))
     eps = float(jnp.finfo(dtype).eps)
     change = np.abs(b - old).max(initial=0)
-    tolerance = 4 * ulp(np.maximum(np.abs(b), np.abs(old)), dtype) + 32 * eps * change
+    own = ulp(np.maximum(np.abs(b), np.abs(old)), dtype)
+    tolerance = UPDATE_ULPS * own + CHANGE_ULPS * eps * change
     return float((np.abs(a - b) / tolerance).max(initial=0))
 
 

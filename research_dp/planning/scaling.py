@@ -270,8 +270,7 @@ def neighbours(where: Topology) -> list[str]:
     chip, (domains, members) = where.chip, where.domains
     total, names = domains * members, []
     for count in (total // 4, total * 4):
-        whole_hosts = count and count % min(count, members) == 0
-        if total % 4 or not whole_hosts or not 2 <= count <= SIZES[-1]:
+        if total % 4 or not 2 <= count <= SIZES[-1] or count % min(count, members):
             continue
         names.append(_name(chip, count, domains, members))
     return names
