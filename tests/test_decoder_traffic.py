@@ -62,13 +62,23 @@ def test_on_cpus_whole_gradients_are_synchronised_at_the_end():
     assert {c.times for c in found} == {1}
 
 
-def test_keeping_gathers_each_block_once():
+def test_keeping_gathers_each_block_once(monkeypatch):
+    # As on devices that compute while they communicate; on CPUs all is gathered before the model.
+    monkeypatch.setattr(Step, "_waits", False)
     strategy = build("fsdp_keep", model(depth=4, logits_at_once=2**20), rows=8)
     placements = jax.tree.leaves(strategy.layouts.params)
     sizes = {p.path: p.nbytes for p in placements if p.dim is not None}
     needed = sum(n for path, n in sizes.items() if path != "embed/table")  # that is exchanged
     moved = wire(strategy, {"reduce-scatter", "all-gather"})
     assert moved == pytest.approx(2 * 7 / 8 * needed, rel=0.01)
+
+
+def test_keeping_on_cpus_takes_one_collective_an_array():
+    strategy = build("fsdp_keep", model(depth=4, logits_at_once=2**20), rows=8)
+    sizes = [p.nbytes for p in jax.tree.leaves(strategy.layouts.params) if p.dim is not None]
+    moved = wire(strategy, {"reduce-scatter", "all-gather"})
+    assert moved == pytest.approx(2 * 7 / 8 * sum(sizes), rel=0.01)
+    assert {c.times for c in traffic(strategy) if c.kind in ("all-gather", "reduce-scatter")} == {1}
 
 
 def test_collectives_carry_the_dtype_that_is_named():

@@ -163,9 +163,9 @@ def test_the_same_bits_of_a_model_of_units_and_of_convolutions(api):
     rng = np.random.default_rng(1)
     text = [{"tokens": rng.integers(0, 64, (BATCH, 16)).astype(np.int32)} for _ in range(4)]
     sizes = {"features": (8,), "hidden": 17, "num_classes": 10}
-    for model, example, data, first in (
-        (decoder(api), TOKENS, text, ("ddp", 2, 1)),
-        (convnet(api=api, **sizes), EXAMPLE, batches(4), ("single", 1, 1)),
+    for model, example, data in (
+        (decoder(api), TOKENS, text),
+        (convnet(api=api, **sizes), EXAMPLE, batches(4)),
     ):
         options = {"example": example, "bindings": AS_USERS_DO}
         # Two shards a device and one, which is a loop too.
@@ -173,14 +173,9 @@ def test_the_same_bits_of_a_model_of_units_and_of_convolutions(api):
             bound = (f"logical_shards = {shards}", f"loop = {loop}")
             how = [f"tree_reduction.{one}" for one in bound]
             options["bindings"] = (*AS_USERS_DO, *how)
-            cells = [first, ("ddp", 8, 1), ("fsdp", 1, 8), ("zero1", 1, 2)]
+            cells = [("single", 1, 1), ("ddp", 8, 1), ("fsdp", 1, 8), ("zero1", 1, 2)]
             found = [bits(build(*cell, model, **options), data) for cell in cells]
             assert all(one == found[0] for one in found)
-
-
-def test_a_model_of_units_on_one_device_is_refused():
-    with pytest.raises(UsageError, match="other bits on one device"):
-        build("single", 1, 1, decoder("linen"), example=TOKENS)
 
 
 @pytest.mark.parametrize(
@@ -244,18 +239,28 @@ def test_no_more_bytes_than_the_plain_reduction_sends(
     assert sent(exact=True) <= 1.005 * sent(exact=False)
 
 
+@pytest.mark.parametrize("check_vma", [False, True])
 @pytest.mark.parametrize(
-    ("halved_bytes", "platform", "kind"),
-    [(2**20, "cpu", "all-to-all"), (0, "cpu", "permute"), (0, "tpu", "all-to-all")],
+    ("halved_bytes", "gathered_bytes", "platform", "over_gloo", "kind"),
+    [
+        (2**20, 0, "cpu", False, "all-to-all"),
+        (2**20, 2**20, "cpu", False, "all-to-all"),
+        (0, 0, "cpu", False, "reduce-scatter"),
+        (0, 0, "cpu", True, "all-to-all"),
+        (0, 0, "tpu", False, "all-to-all"),
+    ],
 )
 def test_additions_are_those_of_one_tree_on_whatever_devices(
-    halved_bytes, platform, kind, monkeypatch
+    halved_bytes, gathered_bytes, platform, over_gloo, kind, check_vma, monkeypatch
 ):
     monkeypatch.setattr(tree, "_HALVED_BYTES", halved_bytes)
+    monkeypatch.setattr(tree, "_GATHERED_BYTES", gathered_bytes)
     monkeypatch.setattr(tree, "target_platform", lambda: platform)
+    monkeypatch.setattr(tree, "over_gloo", lambda: over_gloo)
     # Numbers whose sum depends on the order: only ((a + b) + (c + d)) + ... has these bits.
     x = np.random.default_rng(0).normal(size=(8, 24)).astype(np.float32)
     x *= 10.0 ** np.arange(8, dtype=np.float32)[:, None]
+    x[:, :3] = -0.0
     pairs = x
     while len(pairs) > 1:
         pairs = pairs[0::2] + pairs[1::2]
@@ -268,13 +273,33 @@ def test_additions_are_those_of_one_tree_on_whatever_devices(
             scattered = x[0]
             for name in reversed(names):
                 scattered = how.scatter_sum(scattered, name, 0)
-            return how.all_sum(x[0], names), scattered
+            return jax.tree.map(tree.without_negative_zero, (how.all_sum(x[0], names), scattered))
 
-        function = on(mesh, both, P(names), (P(), P(names[::-1])))
+        function = on(mesh, both, P(names), (P(), P(names[::-1])), check_vma)
         assert {one.kind for one in collectives(function, x)} == {kind, "all-gather"}
         every, parts = function(x)
-        np.testing.assert_array_equal(every, pairs[0])
-        np.testing.assert_array_equal(parts, pairs[0])
+        for found in (every, parts):
+            expected = np.where(pairs[0] == 0, np.float32(0), pairs[0])
+            np.testing.assert_array_equal(
+                np.asarray(found).view(np.uint32), expected.view(np.uint32)
+            )
+
+
+def test_devices_of_a_vmap_add_as_others(monkeypatch):
+    monkeypatch.setattr(tree, "_HALVED_BYTES", 0)
+    x = np.random.default_rng(0).normal(size=(4, 100)).astype(np.float32)
+    how = tree_reduction(logical_shards=4)
+    found = jax.vmap(lambda x: how.all_sum(x, ("data",)), axis_name="data")(x)
+    np.testing.assert_array_equal(found, np.tile((x[0] + x[1]) + (x[2] + x[3]), (4, 1)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "uint32", "bool", "complex64"])
+def test_a_fence_changes_nothing(dtype):
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 5)) * 3).astype(dtype)
+    fenced = jax.jit(lambda x, step: tree.fence({"x": x}, tree.unknown_zero(step)))(x, 7)["x"]
+    np.testing.assert_array_equal(fenced, x)
+    program = str(jax.make_jaxpr(lambda x, step: tree.fence(x, tree.unknown_zero(step)))(x, 7))
+    assert " xor " in program
 
 
 @pytest.mark.parametrize("halved_bytes", [0, 2**20])

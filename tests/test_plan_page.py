@@ -38,7 +38,7 @@ def row(devices, *, hidden=0.5, whole=1e9, split=64e9, sizes=None):
     sizes = sizes or mesh(devices)
     f = (devices - 1) / devices
     sent = {"all-gather": 2 * 2 * ELEMENTS * f, "reduce-scatter": 2 * ELEMENTS * f}
-    kept = {"axes": "fsdp", "dtype": "bf16", "count": 3}
+    kept = {"axes": "fsdp", "dtype": "bf16", "count": 3, "devices": devices}
     collectives = [
         {**kept, "kind": kind, "purpose": kind, "wire_bytes": nbytes}
         for kind, nbytes in sent.items()
@@ -92,8 +92,10 @@ def test_formulas_give_what_is_compiled_where_the_model_of_costs_is_theirs():
 
 def test_sums_over_replicas_go_with_the_shard_and_indices_with_the_batch():
     where, total = {"data": 2, "fsdp": 16}, 1e9
-    sums = {"kind": "all-reduce", "axes": "data", "dtype": "f32", "wire_bytes": total}
-    rows = {"kind": "all-gather", "axes": "fsdp", "dtype": "s32", "wire_bytes": total * 15 / 16}
+    sums = {"kind": "all-reduce", "axes": "data", "dtype": "f32", "devices": 2}
+    sums["wire_bytes"] = total
+    rows = {"kind": "all-gather", "axes": "fsdp", "dtype": "s32", "devices": 16}
+    rows["wire_bytes"] = total * 15 / 16
     for one, expected in ((sums, total / 2), (rows, 2 * total * 31 / 32)):
         near = row(32, sizes=where)
         near.collectives = [one]
@@ -102,9 +104,9 @@ def test_sums_over_replicas_go_with_the_shard_and_indices_with_the_batch():
 
 
 @pytest.mark.parametrize("compiled_on", [8, 64])
-def test_halves_are_exchanged_inside_a_host_first(compiled_on):
+def test_sums_of_pairs_are_exchanged_inside_a_host_first(compiled_on):
     total = 1e9
-    halves = {"kind": "permute", "axes": "fsdp", "dtype": "f32"}
+    halves = {"kind": "reduce-scatter", "axes": "fsdp", "dtype": "f32", "devices": 2}
     near = row(compiled_on)
     near.collectives = [{**halves, "wire_bytes": total * (1 - 1 / compiled_on)}]
     sent, took = scaling._network(near, mesh(64), GPUS)

@@ -290,30 +290,37 @@ def _sharded_leaves(
     return jax.tree.unflatten(treedef, leaves)
 
 
-# A whole array as rows (n, k), one for each of n devices; a device's block as one of them, (1, k).
+# A whole array as rows (n, k), one for each of n devices; a device's block as one of them, (1, k),
+# in the order of the block's own elements: packing moves runs of memory, and blocks not at all.
 
 
 def _whole_to_rows(x: jax.Array, p: Placement) -> jax.Array:
-    flat = flatten_padded(x, p.axis_size) if p.flat else jnp.moveaxis(x, _dim(p), 0)
-    return flat.reshape(p.axis_size, math.prod(p.local_shape))
+    if p.flat:
+        blocks = flatten_padded(x, p.axis_size)
+    else:
+        blocks = jnp.moveaxis(x.reshape(_in_blocks(p)), _dim(p), 0)
+    return blocks.reshape(p.axis_size, math.prod(p.local_shape))
 
 
 def _whole_from_rows(rows: jax.Array, p: Placement) -> jax.Array:
-    return unflatten(rows, p.shape) if p.flat else _from_rows(rows, p, p.shape)
+    if p.flat:
+        return unflatten(rows, p.shape)
+    blocks = rows.reshape(p.axis_size, *p.local_shape)
+    return jnp.moveaxis(blocks, 0, _dim(p)).reshape(p.shape)
 
 
 def _block_to_row(x: jax.Array, p: Placement) -> jax.Array:
-    return (x if p.flat else jnp.moveaxis(x, _dim(p), 0)).reshape(1, x.size)
+    return x.reshape(1, x.size)
 
 
 def _block_from_row(row: jax.Array, p: Placement) -> jax.Array:
-    return row.reshape(p.local_shape) if p.flat else _from_rows(row, p, p.local_shape)
+    return row.reshape(p.local_shape)
 
 
-def _from_rows(rows: jax.Array, placement: Placement, shape: tuple[int, ...]) -> jax.Array:
-    dim = _dim(placement)
-    moved = (shape[dim], *shape[:dim], *shape[dim + 1 :])
-    return jnp.moveaxis(rows.reshape(moved), 0, dim)
+def _in_blocks(p: Placement) -> tuple[int, ...]:
+    """The whole array's shape, its dim that is split as two: the blocks, and along one of them."""
+    dim = _dim(p)
+    return (*p.shape[:dim], p.axis_size, *p.local_shape[dim:])
 
 
 def _dim(placement: Placement) -> int:

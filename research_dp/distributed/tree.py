@@ -18,20 +18,26 @@ from typing import Any
 import gin
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from research_dp.distributed.collectives import Axes, Reduction, axes_size, gather
 from research_dp.distributed.errors import UsageError, check_count
+from research_dp.distributed.exchange import over_gloo
 from research_dp.distributed.kinds import Count
 from research_dp.distributed.layout import Placement
 from research_dp.distributed.mesh import FSDP_AXIS, target_platform
 from research_dp.distributed.padding import flatten_padded, pad_to_multiple, unflatten
+from research_dp.distributed.replication import is_tracked
 
 PyTree = Any
 
 # From here on halving is faster between 8 CPU devices (experiments/determinism), where it saves no
 # bytes; between hosts it saves most of them, whatever the size.
 _HALVED_BYTES = 2**20
+# Up to here one gather, of as many times the bytes as there are devices, is quicker than an
+# exchange and a gather of the sum: metrics are that small.
+_GATHERED_BYTES = 2**6
 
 
 @gin.register(module="distributed")
@@ -67,56 +73,85 @@ def _scatter_sum(x: jax.Array, axis: str, dim: int) -> jax.Array:
     # Only sums: whoever calls divides, once, by the number of partial results. What comes is fenced
     # (`one_by_one`): a multiplication just before would be fused with the addition here, on some
     # meshes.
+    devices = _addends(x, axis)
+    blocks = x.reshape(*x.shape[:dim], devices, x.shape[dim] // devices, *x.shape[dim + 1 :])
+    blocks = jnp.moveaxis(blocks, dim, 0)
+    # Either way as many bytes as a ring sends, and the same additions.
+    if not _pays_halving(x, (axis,)):
+        return _add_pairs(lax.all_to_all(blocks, axis, 0, 0, tiled=True))
+    return _halved(_bits_reversed(blocks), axis)[0]
+
+
+def _addends(x: jax.Array, axis: str) -> int:
+    """How many devices add along an axis; raises UsageError where they cannot as a tree does."""
     _refuse_narrow(x.dtype)
-    front, devices = jnp.moveaxis(x, dim, 0), lax.axis_size(axis)
+    devices = axes_size((axis,))
     if devices & (devices - 1):
         raise UsageError(
             f"data_parallel.reduction: @tree_reduction over {devices} devices of axis {axis!r}: "
             "take a power of two, for sums are taken of pairs.",
             binding="data_parallel.reduction",
         )
-    blocks = front.reshape(devices, front.shape[0] // devices, *front.shape[1:])
-    # Either way as many bytes as a ring sends, and the same additions. A torus has links enough for
-    # all devices at once; between hosts, halving sends what is already the sum of a host's devices.
-    large = x.size * x.dtype.itemsize >= _HALVED_BYTES and target_platform() != "tpu"
-    mine = _by_halves(blocks, axis) if large else _at_once(blocks, axis)
-    return jnp.moveaxis(mine, 0, dim)
+    return devices
 
 
-def _at_once(blocks: jax.Array, axis: str) -> jax.Array:
-    """The sum over devices of the block, along dim 0, that is this device's: one exchange."""
-    return _add_pairs(lax.all_to_all(blocks, axis, 0, 0, tiled=True))
+def _pays_halving(x: jax.Array, axes: Axes) -> bool:
+    """Whether devices exchange halves in pairs, or blocks all at once.
 
-
-def _by_halves(blocks: jax.Array, axis: str) -> jax.Array:
-    """`_at_once` by recursive halving (Thakur et al., 2005), `log2(devices)` exchanges of pairs.
-
-    A device gives its neighbour half of what it has, then a quarter to the pair beside, and so on.
+    A torus has links enough for all at once; between hosts, halving sends what is already the sum
+    of a host's devices. Gloo's reduce-scatter cannot be trusted, and `vmap` has no pairs.
     """
-    devices, here = lax.axis_size(axis), lax.axis_index(axis)
-    levels = devices.bit_length() - 1
-    blocks = blocks.reshape(*[2] * levels, *blocks.shape[1:])
-    for level in range(levels):
-        pairs = [(device, device ^ 2**level) for device in range(devices)]
-        side = here >> level & 1
-        kept, sent = (
-            lax.dynamic_index_in_dim(blocks, half, levels - 1 - level, keepdims=False)
-            for half in (side, 1 - side)
-        )
-        # a + b is b + a, to the bit.
-        blocks = kept + lax.ppermute(sent, axis, pairs)
-    return blocks
+    large = x.size * x.dtype.itemsize >= _HALVED_BYTES
+    mapped = set(axes) <= set(jax.sharding.get_abstract_mesh().manual_axes)
+    return large and mapped and target_platform() != "tpu" and not over_gloo()
+
+
+def _pairs_of(devices: int) -> list[list[tuple[int, int]]]:
+    """Who adds with whom: neighbours first, then those two apart, and so on."""
+    distances = [2**level for level in range(devices.bit_length() - 1)]
+    return [[(i, i | d) for i in range(devices) if not i & d] for d in distances]
+
+
+def _bits_reversed(x: Any) -> Any:
+    """The entries along dim 0, each at the place that is its own with the bits reversed."""
+    levels = len(_pairs_of(len(x)))
+    bits = x.reshape(*[2] * levels, *x.shape[1:])
+    return bits.transpose(*reversed(range(levels)), *range(levels, bits.ndim)).reshape(x.shape)
+
+
+def _halved(x: jax.Array, axis: str) -> jax.Array:
+    """A block of the sum over an axis, along dim 0, by recursive halving (Thakur et al., 2005).
+
+    Each time a device gives the other of its pair half of what it has. Which block it is left with
+    is its place with the bits in reverse order: so each half is one run of memory.
+    """
+    for pairs in _pairs_of(lax.axis_size(axis)):
+        # Only sums, as above. a + b is b + a, to the bit: each pair adds in whatever order. But
+        # backends that start from 0 make 0.0 of -0.0 and -0.0: see `without_negative_zero`.
+        x = lax.psum_scatter(x, axis, axis_index_groups=pairs, tiled=True)
+    return x
 
 
 def _all_sum(x: jax.Array, axes: Axes) -> jax.Array:
     # Only sums, as above: over the innermost axis first, whose devices hold neighbours, so that
     # two levels of devices are two levels of the tree.
-    _refuse_narrow(x.dtype)
-    block = flatten_padded(x, axes_size(axes))
+    sizes = [_addends(x, axis) for axis in axes]
+    if x.size * x.dtype.itemsize <= _GATHERED_BYTES:
+        for axis in reversed(axes):
+            x = _add_pairs(gather(x[None], 0, axis, replicated=True))
+        return x
+    block = flatten_padded(x, math.prod(sizes))
+    if not _pays_halving(x, axes) or any(is_tracked(axis) for axis in axes):
+        for axis in reversed(axes):
+            block = _scatter_sum(block, axis, 0)
+        for axis in axes:
+            block = gather(block, 0, axis, replicated=True)
+        return unflatten(block, x.shape)
     for axis in reversed(axes):
-        block = _scatter_sum(block, axis, 0)
-    for axis in axes:
-        block = gather(block, 0, axis, replicated=True)
+        block = _halved(block, axis)
+    for axis, devices in zip(axes, sizes, strict=True):
+        in_order = [_bits_reversed(np.arange(devices)).tolist()]
+        block = lax.all_gather(block, axis, axis_index_groups=in_order, tiled=True)
     return unflatten(block, x.shape)
 
 
@@ -180,7 +215,7 @@ def add_up_pairs(
         return part(0, count)
     # A loop here too, which the compiler does not know to turn once: it chooses other code for
     # convolutions and products outside of loops.
-    return lax.fori_loop(0, 1 + zero, lambda number, _: leaf(number, zero), nothing)
+    return lax.fori_loop(0, 1 + zero, lambda number, _: part(number, 1), nothing)
 
 
 def _written_out(leaf: Callable[..., PyTree], first: int, size: int, zero: jax.Array) -> PyTree:
@@ -188,8 +223,9 @@ def _written_out(leaf: Callable[..., PyTree], first: int, size: int, zero: jax.A
     if size == 1:
         return leaf(first, zero)
     total = _written_out(leaf, first, size // 2, zero)
-    done = jax.tree.leaves(total)[0].reshape(-1)[0]
-    later = unknown_zero(zero + jnp.isfinite(done))
+    # Of all of them: else the compiler could merge what both halves do with the same parameters.
+    done = [jnp.isfinite(x.reshape(-1)[0]) for x in jax.tree.leaves(total) if x.size]
+    later = unknown_zero(zero + jnp.stack(done).sum())
     second = _written_out(leaf, first + size // 2, size // 2, later)
     return jax.tree.map(jnp.add, total, second)
 
@@ -200,16 +236,20 @@ def unknown_zero(count: jax.Array) -> jax.Array:
 
 
 def fence(tree: PyTree, zero: jax.Array) -> PyTree:
-    """The same values, across which no compiler fuses or reorders floating-point operations.
+    """The same values, across which no compiler fuses or reorders operations.
 
     `jax.lax.optimization_barrier` does not do: XLA removes it before it fuses.
 
     Args:
-        tree: Arrays.
+        tree: Arrays. Random keys are returned as they are.
         zero: `unknown_zero`.
     """
 
     def one(x: jax.Array) -> jax.Array:
+        if x.dtype == jnp.bool_ or jnp.issubdtype(x.dtype, jnp.integer):
+            return x ^ zero.astype(x.dtype)
+        if jnp.issubdtype(x.dtype, jnp.complexfloating):
+            return lax.complex(one(x.real), one(x.imag))
         if not jnp.issubdtype(x.dtype, jnp.floating):
             return x
         bits = jnp.dtype(f"uint{jnp.finfo(x.dtype).bits}")
@@ -217,6 +257,14 @@ def fence(tree: PyTree, zero: jax.Array) -> PyTree:
         return lax.bitcast_convert_type(same, x.dtype)
 
     return jax.tree.map(one, tree)
+
+
+def without_negative_zero(x: jax.Array) -> jax.Array:
+    """The same numbers; 0.0 for -0.0, which one way of adding up leaves and another does not.
+
+    The sign of a zero changes no other sum, so it is enough to do it at the end.
+    """
+    return jnp.where(x == 0, jnp.zeros_like(x), x)
 
 
 def norm_by_blocks(

@@ -45,7 +45,7 @@ class Row:
         needed_bytes: State, batch, temporary memory, and results that take no argument's place.
         available_bytes: What a step may count on; None: there is no limit.
         fits: Whether `needed_bytes` is at most that.
-        collectives: Each with kind, axes, dtype, purpose, count and wire_bytes.
+        collectives: Each with kind, axes, dtype, purpose, devices (of a group), count, wire_bytes.
         wire_bytes: Bytes sent a step: 'total', 'by_kind', 'by_axis', 'by_dtype'.
         min_wire_bytes: By the README's table.
         hidden_fraction: The share of the wire bytes that travel behind compute; None: there are
@@ -236,10 +236,10 @@ def _sent(row: Row, cost: ProgramCost) -> None:
     for key, field in (("by_kind", "kind"), ("by_axis", "axes"), ("by_dtype", "dtype")):
         sums = cost.wire_bytes_by(field)
         row.wire_bytes[key] = {name: sent for (name,), sent in sorted(sums.items())}
-    counts: collections.Counter[tuple[str, ...]] = collections.Counter()
-    fields = ("kind", "axes", "dtype", "purpose")
+    counts: collections.Counter[tuple[Any, ...]] = collections.Counter()
+    fields = ("kind", "axes", "dtype", "purpose", "devices")
     for one in cost.collectives:
-        counts[one.kind, "+".join(one.axes), one.dtype, one.purpose] += one.operations
+        counts[one.kind, "+".join(one.axes), one.dtype, one.purpose, one.devices] += one.operations
     row.collectives = [
         {**dict(zip(fields, key, strict=True)), "count": counts[key], "wire_bytes": sent}
         for key, sent in sorted(cost.wire_bytes_by(*fields).items())

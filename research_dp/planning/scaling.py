@@ -173,11 +173,10 @@ def extrapolate(rows: Sequence[Row], number: int, at: Mapping[int, Held], where:
 
     What a step needs beside state and batch goes as a + b / n through the two nearest compiled
     sizes (one: a alone): what is whole, and what is split. Each collective sends its bytes times
-    (g - 1) / g for groups of g, twice that for a sum (permutes are taken for those of
-    `tree_reduction`); sums of shards over replicas go with the shard, indices of rows with the
-    batch. The step is that of the nearest compiled size, less its wait, plus reading and writing
-    what the state is more; plus the new time on the network, of which as large a share is waited
-    for.
+    (g - 1) / g for groups of g, twice that for a sum; sums of shards over replicas go with the
+    shard, indices of rows with the batch. The step is that of the nearest compiled size, less its
+    wait, plus reading and writing what the state is more; plus the new time on the network, of
+    which as large a share is waited for.
 
     Args:
         rows: Compiled.
@@ -222,10 +221,11 @@ def _network(row: Row, mesh: Mapping[str, int], where: Topology) -> tuple[float,
         group = math.prod(mesh[axis] for axis in axes)
         if before == 1:  # of what it would send on more devices, the row tells nothing
             continue
-        kind, halved = one["kind"], one["kind"] == "permute"
-        # Bytes sent for each byte of the full array; of `tree_reduction`'s halves all together.
-        sent_of_one = Collective(kind, axes, before, one["dtype"], 1, 1).wire_bytes
-        payload = one["wire_bytes"] / (1 - 1 / before if halved else sent_of_one)
+        # By the bytes sent for each byte of the full array. Sums of pairs are `tree_reduction`'s:
+        # all that an array takes send together as many as a reduce-scatter.
+        kind = one["kind"]
+        halved = kind == "reduce-scatter" and one["devices"] < before
+        payload = one["wire_bytes"] / Collective(kind, axes, before, one["dtype"], 1, 1).wire_bytes
         if axes == (DATA_AXIS,):
             payload *= old[FSDP_AXIS] / mesh[FSDP_AXIS]
         if kind == "all-gather" and one["dtype"] in _WIDTHS_OF_ROWS:

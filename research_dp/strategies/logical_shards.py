@@ -13,8 +13,10 @@ from research_dp.distributed.collectives import Reduction
 from research_dp.distributed.errors import UsageError
 from research_dp.distributed.tree import add_up_pairs, fence, unknown_zero
 from research_dp.distributed.units import Units
+from research_dp.strategies.divisions import as_written
 from research_dp.strategies.keys import example_keys
 from research_dp.strategies.strategy import Recipe, TrainSpec, TrainState
+from research_dp.strategies.work_alone import worked_on_alone
 
 PyTree = Any
 
@@ -47,7 +49,8 @@ def in_shards(spec: TrainSpec, devices: int, shards: int) -> np.ndarray:
 
 
 def one_by_one(
-    function: Callable[[PyTree, jax.Array], PyTree],
+    function: Callable[[PyTree, PyTree], PyTree],
+    params: PyTree,
     parts: PyTree,
     step: jax.Array,
     reduction: Reduction,
@@ -55,15 +58,23 @@ def one_by_one(
     """The tree sum of what a function makes of each of this device's logical shards.
 
     Args:
-        function: (logical shard, `unknown_zero`) -> a tree of arrays.
+        function: (parameters, logical shard) -> a tree of arrays.
+        params: What it is called with.
         parts: Arrays with a leading dim that counts them.
         step: The step, as `unknown_zero` takes it.
         reduction: Its `loop` says whether they are a loop, or written out.
     """
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), parts)
+    written = as_written(function, params, like)
+    leaves, treedef = jax.tree.flatten(params)
+    alone = worked_on_alone(written.program, len(leaves))
 
     def leaf(index: Any, zero: jax.Array) -> PyTree:
         part = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), parts)
-        return fence(function(part, zero), zero)
+        # Not all parameters: their copies would cost as much memory as they, and as much time as
+        # the sum of the gradients.
+        own = [fence(x, zero) if fenced else x for x, fenced in zip(leaves, alone, strict=True)]
+        return fence(written(jax.tree.unflatten(treedef, own), fence(part, zero)), zero)
 
     count = jax.tree.leaves(parts)[0].shape[0]
     return add_up_pairs(leaf, count, unknown_zero(step), loop=reduction.loop)
@@ -82,13 +93,6 @@ def check_model(recipe: Recipe, spec: TrainSpec, abstract: TrainState) -> None:
             f"data_parallel.accumulation_dtype = {recipe.accumulation_dtype!r}: logical shards are "
             "added up in float32 (data_parallel.reduction). Bind None.",
             binding="data_parallel.accumulation_dtype",
-        )
-    if spec.model.units and recipe.mesh.size == 1:
-        # Found by comparing: the same step's products are compiled to other code there.
-        raise UsageError(
-            "data_parallel.reduction: a model that names units has other bits on one device than "
-            "on several. Take two devices or more, or leave out logical shards.",
-            binding="data_parallel.reduction",
         )
     if jax.tree.leaves(abstract.model_state) or _knows_other_examples(spec, abstract):
         raise UsageError(

@@ -22,9 +22,15 @@ from research_dp.distributed.errors import UsageError
 from research_dp.distributed.layout import TABLE, path_name
 from research_dp.distributed.mesh import FSDP_AXIS
 from research_dp.distributed.trainable import LossOutput
-from research_dp.distributed.tree import fence, norm_by_blocks, unknown_zero
+from research_dp.distributed.tree import (
+    fence,
+    norm_by_blocks,
+    unknown_zero,
+    without_negative_zero,
+)
 from research_dp.distributed.units import Units
 from research_dp.distributed.updates import apply_optimizer, clip_factor, global_norm
+from research_dp.strategies.divisions import as_written
 from research_dp.strategies.finite import settle
 from research_dp.strategies.keys import example_keys
 from research_dp.strategies.logical_shards import check_wide, one_by_one
@@ -74,8 +80,10 @@ class Step:
             lambda g, p: (g * scale).astype(p.dtype if own else jnp.float32), grads, state.params
         )
         if self._shards:
+            grads = jax.tree.map(without_negative_zero, grads)
             grads = fence(grads, unknown_zero(state.step))
-        params, opt_state = self._update(grads, state)
+        update = as_written(self._update, grads, state) if self._shards else self._update
+        params, opt_state = update(grads, state)
         new = TrainState(state.step + 1, params, model_state, opt_state, state.loss_scale)
         return settle(self.spec, state, new, norm, spoilt, sums)
 
@@ -93,12 +101,12 @@ class Step:
         params = units.whole(params)
         rows = self.spec.batch_size // self._shards
 
-        def sums_of(part: PyTree, zero: jax.Array) -> dict[str, jax.Array]:
-            held = fence(params, zero)
-            return _pairs(self._loss(held, state.model_state, part, None, Units(), train=False))
+        def sums_of(params: PyTree, part: PyTree) -> dict[str, jax.Array]:
+            return _pairs(self._loss(params, state.model_state, part, None, Units(), train=False))
 
         parts = {name: x.reshape(-1, rows, *x.shape[1:]) for name, x in examples.items()}
-        return self._add_up(one_by_one(sums_of, parts, state.step, self.recipe.reduction))
+        reduction = self.recipe.reduction
+        return self._add_up(one_by_one(sums_of, params, parts, state.step, reduction))
 
     def _mean_gradients(
         self, state: TrainState, batch: PlacedBatch
@@ -107,9 +115,10 @@ class Step:
         recipe, several = self.recipe, batch.position.shape[0] > 1
         has_units = bool(self.spec.model.units)
         keep = recipe.gather is not None and recipe.gather_each == "step"
-        # Units keep what they gather by themselves; for several micro-batches, or a model without
-        # units, all is gathered before them and scattered after them: each once.
-        once = keep and (several or not has_units)
+        # Units keep what they gather by themselves; for several micro-batches, a model without
+        # units, or where each collective is waited for, all is gathered before them and scattered
+        # after them: each once.
+        once = keep and (several or not has_units or self._waits)
         # Where each micro-batch is synchronised, or there is but one, units do it as they go.
         early = has_units and recipe.gather is None and recipe.sync is not None
         early = early and (recipe.sync_each == "micro_batch" or not several) and self._early_pays
@@ -145,13 +154,12 @@ class Step:
         params, scatter = jax.vjp(self._units().whole, state.params)
         check_wide(params)
 
-        def of_shard(shard: PlacedBatch, zero: jax.Array) -> tuple[PyTree, PyTree]:
-            own = fence(params, zero)
-            grads, out = self._gradients(state, own, state.model_state, shard, Units())
+        def of_shard(params: PyTree, shard: PlacedBatch) -> tuple[PyTree, PyTree]:
+            grads, out = self._gradients(state, params, state.model_state, shard, Units())
             return grads, _pairs(out)
 
         recipe = self.recipe
-        grads, sums = one_by_one(of_shard, batch, state.step, recipe.reduction)
+        grads, sums = one_by_one(of_shard, params, batch, state.step, recipe.reduction)
         (grads,) = scatter(grads)
         return grads if recipe.sync is None else self._synced(grads), state.model_state, sums
 
@@ -177,15 +185,21 @@ class Step:
         return jax.grad(loss, has_aux=True)(params)
 
     @property
+    def _waits(self) -> bool:
+        """Whether nothing is computed beside a collective, so that the fewer there are, the better.
+
+        XLA's CPU backend waits for each: those of units cost 2 to 4 % of a step of lm_tiny.
+        """
+        return self.recipe.mesh.devices.flat[0].platform == "cpu"
+
+    @property
     def _early_pays(self) -> bool:
         """Whether synchronising a unit as soon as it is ready saves time or memory.
 
-        XLA's CPU backend waits for each collective: more of them cost 2 % of a step of lm_tiny.
         Slices are smaller than what they are scattered from, on any device.
         """
         slices = jax.tree.leaves(self.layouts.slices)
-        waits = self.recipe.mesh.devices.flat[0].platform == "cpu"
-        return not waits or any(place.dim is not None for place in slices)
+        return not self._waits or any(place.dim is not None for place in slices)
 
     def _early_gradients(
         self, state: TrainState, params: PyTree, model_state: PyTree, micro: PlacedBatch

@@ -1,0 +1,130 @@
+"""Keeps compilers from computing a division as something else, here and not there.
+
+XLA turns divisions into products with a reciprocal, or two divisions into one, as it finds them:
+whether two users of a divisor have been merged before depends on how many devices the program is
+for, and on which arrays happen to have the same shape on a device. Each way rounds otherwise.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import source_info_util
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+
+PyTree = Any
+
+# Calls, whose body may as well stand where they are.
+_CALLS = {
+    "closed_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "jit": "jaxpr",
+}
+# What has programs of its own to run.
+_CONTROL = ("checkpoint", "cond", "remat", "remat2", "scan", "while")
+
+
+@dataclasses.dataclass(frozen=True)
+class AsWritten:
+    """A traced function, whose divisions no compiler rewrites.
+
+    Not to be differentiated: how it was to be differentiated is not kept. Divisions in kernels and
+    in maps of its own (`shard_map`) are left to the compiler.
+
+    Attributes:
+        program: What was traced.
+        results: The structure of its results.
+    """
+
+    program: ClosedJaxpr
+    results: Any
+
+    def __call__(self, *args: PyTree) -> PyTree:
+        """The results for arguments that are like those it was traced for."""
+        return jax.tree.unflatten(self.results, _evaluate(self.program, jax.tree.leaves(args)))
+
+
+def as_written(function: Callable[..., PyTree], *args: PyTree) -> AsWritten:
+    """Traces a function for arguments like these: arrays, or `jax.ShapeDtypeStruct`s."""
+    program, results = jax.make_jaxpr(function, return_shape=True)(*args)
+    return AsWritten(program, jax.tree.structure(results))
+
+
+def _evaluate(closed: Any, args: list[Any]) -> list[Any]:
+    """A program's results, computed as written."""
+    known = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+    known.update(zip(closed.jaxpr.invars, args, strict=True))
+
+    def value(x: Any) -> Any:
+        return x.val if isinstance(x, Literal) else known[x]
+
+    for equation in closed.jaxpr.eqns:
+        given = [value(x) for x in equation.invars]
+        where = equation.source_info
+        scopes = source_info_util.current_name_stack() + where.name_stack
+        with (
+            source_info_util.user_context(where.traceback, name_stack=scopes),
+            equation.ctx.manager,
+        ):
+            results = _results(equation, given)
+        known.update(zip(equation.outvars, results, strict=True))
+    return [value(x) for x in closed.jaxpr.outvars]
+
+
+def _results(equation: Any, given: list[Any]) -> list[Any]:
+    """What one operation gives."""
+    name, params = equation.primitive.name, equation.params
+    if name in _CALLS:
+        return _evaluate(params[_CALLS[name]], given)
+    if name == "div" and jnp.issubdtype(equation.outvars[0].aval.dtype, jnp.floating):
+        x, y = (jnp.broadcast_to(one, equation.outvars[0].aval.shape) for one in given)
+        return [_opaque(lax.div(_opaque(x), _opaque(y, x)))]
+    if name == "integer_pow" and params["y"] < 0:
+        return [_opaque(equation.primitive.bind(_opaque(given[0]), **params))]
+    if name in _CONTROL:
+        params = {key: _rewritten(param) for key, param in params.items()}
+        if isinstance(params.get("jaxpr"), Jaxpr):
+            # Rematerialisation, whose program has no constants of its own.
+            body, consts = _as_arguments(ClosedJaxpr(equation.params["jaxpr"], ()))
+            params, given = {**params, "jaxpr": body}, [*consts, *given]
+            if isinstance(params["prevent_cse"], tuple):
+                params["prevent_cse"] = (False,) * len(consts) + params["prevent_cse"]
+    found = equation.primitive.bind(*given, **params)
+    return found if equation.primitive.multiple_results else [found]
+
+
+def _rewritten(param: Any) -> Any:
+    """Programs among an operation's parameters, as written; others as they are."""
+    if isinstance(param, tuple):
+        return tuple(_rewritten(one) for one in param)
+    if not isinstance(param, ClosedJaxpr):
+        return param
+    return jax.make_jaxpr(lambda *args: _evaluate(param, list(args)))(*param.in_avals)
+
+
+def _as_arguments(program: ClosedJaxpr) -> tuple[Jaxpr, list[Any]]:
+    """A program as written, which takes its constants before its arguments, and those."""
+    closed = _rewritten(program)
+    body = closed.jaxpr
+    return body.replace(constvars=[], invars=[*body.constvars, *body.invars]), closed.consts
+
+
+def _opaque(x: jax.Array, other: jax.Array | None = None) -> jax.Array:
+    """The same values, of which the algebraic simplifier knows nothing.
+
+    Exclusive or with a zero that only the last stage of a compiler, which keeps divisions, sees:
+    there it costs nothing.
+    """
+    bits = jnp.dtype(f"uint{jnp.finfo(x.dtype).bits}")
+    last = jnp.array(jnp.finfo(x.dtype).bits - 1, bits)
+    number = lax.bitcast_convert_type(x, bits)
+    zero = number if other is None else lax.bitcast_convert_type(other, bits)
+    for _ in range(2):
+        zero = lax.shift_right_logical(zero, jnp.broadcast_to(last, zero.shape))
+    return lax.bitcast_convert_type(number ^ zero, x.dtype)
