@@ -5,7 +5,7 @@ from test_strategies import recipe_of
 
 from research_dp.analysis.topologies import topology
 from research_dp.config import candidates
-from research_dp.planning import batch
+from research_dp.planning import advice, batch
 from research_dp.planning.row import Row
 from research_dp.strategies import TrainSpec
 
@@ -53,6 +53,20 @@ def test_variants_are_those_that_can_change_something():
     assert names("sync", all_gather="f32", reduce_scatter="f32") == [both[1], *kept]
     assert names("sync", all_gather="f32", reduce_scatter="bf16") == kept
     assert names(all_gather="f32", reduce_scatter="f32") == kept
+
+
+def test_what_variants_change_is_said():
+    def costs(name, seconds, needed, sent):
+        return Row(name, fits=True, batch_size=16, predicted_seconds=seconds, needed_bytes=needed,
+                   wire_bytes={"total": sent})  # fmt: skip
+
+    best = costs("fsdp", 0.1, 10**9, 2e9)
+    others = [costs("fsdp_keep", 0.08, 3 * 10**9, 1e9), costs("fsdp+bf16_gather", 0.1, 10**9, 2e9)]
+    quicker, same = advice.changes(others, [best])
+    assert quicker.startswith("fsdp_keep instead of fsdp: a step of 80.0 ms instead of 100.0")
+    assert same.startswith(
+        "fsdp+bf16_gather costs what fsdp does: is what it binds bound otherwise"
+    )
 
 
 def test_variants_keep_the_files_that_a_candidate_adds():

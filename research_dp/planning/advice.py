@@ -65,6 +65,11 @@ def changes(others: Sequence[Row], ranked: Sequence[Row]) -> list[str]:
                 f"{_room(row)} a device; {rates:.2f} "
                 f"times the examples/s{mfu}. Larger ones with train.accumulation_steps."
             )
+        elif _costs(row) == _costs(best):
+            said.append(
+                f"{row.strategy} costs what {best.strategy} does: is what it binds bound otherwise "
+                "by a later file or on the command line?"
+            )
         else:
             said.append(
                 f"{row.strategy} instead of {best.strategy}: a step of {_ms(row)} ms instead of "
@@ -72,6 +77,10 @@ def changes(others: Sequence[Row], ranked: Sequence[Row]) -> list[str]:
                 f"{_size(row.wire_total)} sent instead of {_size(best.wire_total)}."
             )
     return said
+
+
+def _costs(row: Row) -> tuple[float | None, ...]:
+    return row.predicted_seconds, row.needed_bytes, row.wire_total
 
 
 def _winner(row: Row) -> str:
