@@ -27,6 +27,9 @@ BROKEN = "r, w = os.pipe(); os.close(r); os.write(w, b'x')"
         ("print('x' * 10**6, flush=True)", 141, None),
         (f"with printing.while_read(): print('x' * 10**6, flush=True)\n    {BROKEN}", 1, "Broken"),
         ("with printing.while_read(): print('x' * 10**6, flush=True); print('y')", 0, None),
+        # What is printed waits in a buffer until the command ends.
+        ("print('x')", 141, None),
+        ("with printing.while_read(): print('x')", 0, None),
     ],
 )
 def test_nobody_reads(body, status, told):
@@ -54,7 +57,7 @@ def run(program, read):
             stderr=subprocess.PIPE,
             text=True,
             timeout=100,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""},
         )
     finally:
         os.close(writer)

@@ -42,7 +42,9 @@ def told(body: Callable[[Session], int]) -> int:
     """
     session = Session()
     try:
-        return body(session)
+        status = body(session)
+        sys.stdout.flush()  # here, where it is known what to do if nobody reads
+        return status
     except RunFailure as error:
         _tell_failures(error)
         return environment.leave(FAILED)

@@ -32,6 +32,7 @@ def while_read() -> Iterator[None]:
     """Within it, what is printed once nobody reads it is thrown away, and no error."""
     with contextlib.redirect_stdout(cast(TextIO, _WhileRead(sys.stdout))):
         yield
+        sys.stdout.flush()
 
 
 class _WhileRead:
