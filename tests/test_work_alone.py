@@ -137,6 +137,7 @@ def test_only_what_is_worked_on_alone_is_fenced_for_each_shard():
     assert fences(lambda p, x: x @ (p["a"] @ p["b"])) == 4, "two parameters, two shards"
 
 
+@pytest.mark.slow
 def test_the_same_bits_of_a_model_that_computes_with_parameters_alone():
     rng = np.random.default_rng(0)
     batch = {
