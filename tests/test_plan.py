@@ -159,6 +159,8 @@ def test_what_cannot_be_built_is_a_row_beside_the_others(capsys, tmp_path):
     assert found["ddp"]["fits"]
     assert set(KEYS) <= set(found["ddp"])
     assert not [key for key in KEYS if found["ddp"][key] is None]
+    moved = found["ddp"]["collectives"]
+    assert moved and all(one["count"] > 0 and one["devices"] > 1 for one in moved)
     sent = found["ddp"]["wire_bytes"]
     for how in ("by_kind", "by_axis", "by_dtype"):
         assert sum(sent[how].values()) == pytest.approx(sent["total"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import math
 import re
@@ -236,14 +235,14 @@ def _sent(row: Row, cost: ProgramCost) -> None:
     for key, field in (("by_kind", "kind"), ("by_axis", "axes"), ("by_dtype", "dtype")):
         sums = cost.wire_bytes_by(field)
         row.wire_bytes[key] = {name: sent for (name,), sent in sorted(sums.items())}
-    counts: collections.Counter[tuple[Any, ...]] = collections.Counter()
-    fields = ("kind", "axes", "dtype", "purpose", "devices")
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for one in cost.collectives:
-        counts[one.kind, "+".join(one.axes), one.dtype, one.purpose, one.devices] += one.operations
-    row.collectives = [
-        {**dict(zip(fields, key, strict=True)), "count": counts[key], "wire_bytes": sent}
-        for key, sent in sorted(cost.wire_bytes_by(*fields).items())
-    ]
+        key = (one.kind, "+".join(one.axes), one.dtype, one.purpose, one.devices)
+        what = dict(zip(("kind", "axes", "dtype", "purpose", "devices"), key, strict=True))
+        entry = found.setdefault(key, {**what, "count": 0, "wire_bytes": 0.0})
+        entry["count"] += one.operations
+        entry["wire_bytes"] += one.wire_bytes
+    row.collectives = [found[key] for key in sorted(found)]
 
 
 def _timed(row: Row, cost: ProgramCost, spec: TrainSpec, where: Topology, built: Strategy) -> None:
