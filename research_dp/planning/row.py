@@ -237,12 +237,12 @@ def _sent(row: Row, cost: ProgramCost) -> None:
         row.wire_bytes[key] = {name: sent for (name,), sent in sorted(sums.items())}
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for one in cost.collectives:
-        key = (one.kind, "+".join(one.axes), one.dtype, one.purpose, one.devices)
-        what = dict(zip(("kind", "axes", "dtype", "purpose", "devices"), key, strict=True))
-        entry = found.setdefault(key, {**what, "count": 0, "wire_bytes": 0.0})
+        which = (one.kind, "+".join(one.axes), one.dtype, one.purpose, one.devices)
+        what = dict(zip(("kind", "axes", "dtype", "purpose", "devices"), which, strict=True))
+        entry = found.setdefault(which, {**what, "count": 0, "wire_bytes": 0.0})
         entry["count"] += one.operations
         entry["wire_bytes"] += one.wire_bytes
-    row.collectives = [found[key] for key in sorted(found)]
+    row.collectives = [found[which] for which in sorted(found)]
 
 
 def _timed(row: Row, cost: ProgramCost, spec: TrainSpec, where: Topology, built: Strategy) -> None:
