@@ -222,6 +222,8 @@ class Killer:
         time.sleep(self.chance.uniform(0, 0.3))
 
     def in_a_save(self):
+        # Not in the first: a restore is to be interrupted later, so there must be what to restore.
+        self.wait_for(lambda: steps_in(self.folder / "checkpoints"))
         before = {p.name for p in self.half_written()}
         self.wait_for(lambda: {p.name for p in self.half_written()} - before)
         time.sleep(self.chance.uniform(0, 0.01))
