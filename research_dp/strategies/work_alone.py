@@ -7,7 +7,7 @@ operations with examples leave it no choice.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Literal, jaxprs_in_params
@@ -21,7 +21,9 @@ _MOVES = frozenset(
     )
 )
 # What a value is made of: the places of the parameters; None: of the examples too.
-_Source = frozenset[int] | None
+Source = frozenset[int] | None
+Callers = tuple[Any, ...]
+Visit = Callable[[Any, Sequence[Source], Callers], None]
 
 
 def worked_on_alone(program: ClosedJaxpr, count: int) -> list[bool]:
@@ -34,45 +36,68 @@ def worked_on_alone(program: ClosedJaxpr, count: int) -> list[bool]:
         program: Its further arguments are the examples'; what it closes over is a constant.
         count: How many parameters it has.
     """
-    mine: list[_Source] = [frozenset((i,)) for i in range(count)]
     alone: set[int] = set()
-    _follow(program.jaxpr, mine + [None] * (len(program.in_avals) - count), alone)
+
+    def visit(equation: Any, given: Sequence[Source], callers: Callers) -> None:
+        del callers
+        opaque = any(True for _ in jaxprs_in_params(equation.params))
+        if opaque or (None not in given and equation.primitive.name not in _MOVES):
+            alone.update(*(one for one in given if one is not None))
+
+    trace_sources(program, count, visit)
     return [i in alone for i in range(count)]
 
 
-def _follow(jaxpr: Any, sources: Sequence[_Source], alone: set[int]) -> list[_Source]:
-    """The sources of a program's results, given its arguments'; adds to `alone`."""
-    known: dict[Any, _Source] = dict(zip(jaxpr.invars, sources, strict=True))
+def trace_sources(program: ClosedJaxpr, count: int, visit: Visit) -> None:
+    """Calls a function for each operation of a program, with what its arguments are made of.
 
-    def source(x: Any) -> _Source:
+    Programs of calls and of loops of known length are entered; a loop's more than once, until the
+    sources of its carry are known. Other operations that have programs are visited themselves.
+
+    Args:
+        program: Its first arguments are the parameters, the others the examples'.
+        count: How many parameters it has.
+        visit: (operation, sources of its arguments, operations whose programs it is in).
+    """
+    own: list[Source] = [frozenset((i,)) for i in range(count)]
+    _follow(program.jaxpr, own + [None] * (len(program.in_avals) - count), visit, ())
+
+
+def _follow(jaxpr: Any, sources: Sequence[Source], visit: Visit, callers: Callers) -> list[Source]:
+    """The sources of a program's results, given its arguments'."""
+    known: dict[Any, Source] = dict(zip(jaxpr.invars, sources, strict=True))
+
+    def source(x: Any) -> Source:
         return frozenset() if isinstance(x, Literal) else known.get(x, frozenset())
 
     for equation in jaxpr.eqns:
         given = [source(x) for x in equation.invars]
-        known.update(zip(equation.outvars, _through(equation, given, alone), strict=True))
+        results = _through(equation, given, visit, callers)
+        known.update(zip(equation.outvars, results, strict=True))
     return [source(x) for x in jaxpr.outvars]
 
 
-def _through(equation: Any, given: list[_Source], alone: set[int]) -> list[_Source]:
+def _through(equation: Any, given: list[Source], visit: Visit, callers: Callers) -> list[Source]:
     """The sources of an operation's results."""
     inner = list(jaxprs_in_params(equation.params))
     same = len(inner) == 1 and len(inner[0].invars) == len(given)
     if same and len(inner[0].outvars) == len(equation.outvars):
+        callers = (*callers, equation)
         if equation.primitive.name != "scan":
-            return _follow(inner[0], given, alone)
-        return _through_loop(equation, inner[0], given, alone)
+            return _follow(inner[0], given, visit, callers)
+        return _through_loop(equation, inner[0], given, visit, callers)
+    visit(equation, given, callers)
     own = frozenset().union(*(one for one in given if one is not None))
-    mixed = None in given
-    if inner or (not mixed and equation.primitive.name not in _MOVES):
-        alone |= own
-    return [None if mixed else own] * len(equation.outvars)
+    return [None if None in given else own] * len(equation.outvars)
 
 
-def _through_loop(equation: Any, body: Any, given: list[_Source], alone: set[int]) -> list[_Source]:
-    """The same of a scan, whose carry comes round until it tells nothing new."""
+def _through_loop(
+    equation: Any, body: Any, given: list[Source], visit: Visit, callers: Callers
+) -> list[Source]:
+    """The same of a scan, whose carry comes round until it has no new sources."""
     first, count = equation.params["num_consts"], equation.params["num_carry"]
     while True:
-        results = _follow(body, given, alone)
+        results = _follow(body, given, visit, callers)
         before = given[first : first + count]
         carry = [_joined(*pair) for pair in zip(before, results[:count], strict=True)]
         if carry == before:
@@ -80,5 +105,5 @@ def _through_loop(equation: Any, body: Any, given: list[_Source], alone: set[int
         given = [*given[:first], *carry, *given[first + count :]]
 
 
-def _joined(one: _Source, other: _Source) -> _Source:
+def _joined(one: Source, other: Source) -> Source:
     return None if one is None or other is None else one | other
