@@ -80,6 +80,7 @@ def mapped(recipe: Recipe, spec: TrainSpec) -> Strategy:
         layouts,
         abstract,
         batch,
+        batch_axes=steps.axes,
         train_step=jax.jit(train, donate_argnums=0, compiler_options=recipe.compiler_options),
         eval_step=jax.jit(evaluate),
     )
@@ -116,6 +117,7 @@ def compiled(recipe: Recipe, spec: TrainSpec) -> Strategy:
         layouts,
         abstract,
         batch,
+        batch_axes=steps.axes,
         train_step=jax.jit(
             steps.train,
             donate_argnums=0,
@@ -187,6 +189,7 @@ def pmapped(recipe: Recipe, spec: TrainSpec) -> Strategy:
         layouts,
         abstract,
         batch,
+        batch_axes=steps.axes,
         abstract_batch=abstract_batch,
         place_batch=place_batch,
         place_eval_batch=place_eval_batch,

@@ -126,6 +126,8 @@ class Strategy:
             Metrics are arrays (2,): sum and count; and `NONFINITE`, (1 + parameters,), above 0
             if the step went wrong, and for each gradient, in the order of paths, that did.
         eval_step: (TrainState, examples) -> metrics.
+        batch_axes: The mesh axes over which the batch is split where the loss runs; (): the loss
+            gets the global micro-batch.
     """
 
     recipe: Recipe
@@ -140,6 +142,12 @@ class Strategy:
     place_eval_batch: Callable[[Mapping[str, np.ndarray]], PyTree]
     train_step: Callable[[TrainState, PlacedBatch], tuple[TrainState, Metrics]]
     eval_step: Callable[[TrainState, PyTree], Metrics]
+    batch_axes: tuple[str, ...]
+
+    @property
+    def splits_batch(self) -> bool:
+        """Whether the examples that a loss gets together depend on the number of devices."""
+        return bool(self.batch_axes) and self.recipe.reduction.logical_shards is None
 
     @property
     def name(self) -> str:

@@ -1,0 +1,138 @@
+"""Random numbers of a loss that depend on how the batch is split over devices.
+
+Numbers are those of one device if each example has its own key, made of those that the loss is
+given. A mask that is drawn for several examples from one key (`nn.Dropout`, `nnx.Dropout`) has
+other values for an example on another number of devices, and no state shows it. So the program of
+the loss is read: once as a device runs it, once as one device alone would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import flax
+import jax
+from jax.extend.core import jaxprs_in_params
+
+from research_dp.distributed.errors import some_of
+from research_dp.distributed.mesh import batch_devices
+from research_dp.distributed.units import Units
+from research_dp.strategies.strategy import Strategy, TrainSpec
+from research_dp.strategies.work_alone import Callers, Source, trace_sources
+
+_DRAWS = ("random_bits", "random_split")
+_LIBRARIES = tuple(f"{Path(str(library.__file__)).parent}/" for library in (flax, jax))
+_NAMED = 3
+
+
+class _Draw(NamedTuple):
+    """A drawing of random numbers.
+
+    Attributes:
+        keys: Shape of the keys that it draws with.
+        shape: Shape of what is drawn with each key.
+        of_examples: Whether the keys are made of the examples' or of the examples.
+        where: The module, or the place in a source.
+    """
+
+    keys: tuple[int, ...]
+    shape: tuple[int, ...]
+    of_examples: bool
+    where: str
+
+
+def split_draws(spec: TrainSpec, strategy: Strategy) -> str | None:
+    """Reports random numbers that differ from those of one device; None: there are none.
+
+    Traces the loss twice if it draws at all; nothing is compiled. A loss whose number of draws is
+    another for another number of examples (a Python loop over them) is not judged.
+
+    Args:
+        spec: What the strategy was built for.
+        strategy: The built strategy.
+    """
+    if not strategy.splits_batch or not _draws_at_all(strategy):
+        return None
+    alone = spec.batch_size // spec.accumulation_steps
+    local = alone // batch_devices(strategy.mesh)
+    seen, expected = (_draws(spec, strategy, rows) for rows in (local, alone))
+    if len(seen) != len(expected):
+        return None
+    wrong = [a.where for a, b in zip(seen, expected, strict=True) if _depends_on_split(a, b)]
+    if not wrong:
+        return None
+    return (
+        f"random numbers at {some_of(list(dict.fromkeys(wrong)), _NAMED)} depend on how the batch "
+        f"is split ({local} of {alone} examples a device): a key serves several examples, or comes "
+        "from the place on a device; draw with `keys`, one key an example, as "
+        "research_dp.models.dropout does"
+    )
+
+
+def _depends_on_split(local: _Draw, alone: _Draw) -> bool:
+    """Whether an example's numbers depend on which others its device has."""
+    if local.shape != alone.shape:
+        return True  # one key for several examples
+    # Keys that are counted by the place on a device; or one example's key, used for all.
+    by_example = local.keys != alone.keys
+    return by_example != local.of_examples
+
+
+def _draws_at_all(strategy: Strategy) -> bool:
+    """Whether the training step, whose trace is at hand since it was built, draws numbers."""
+    program = jax.make_jaxpr(strategy.train_step)(strategy.abstract_state, strategy.abstract_batch)
+    return any(e.primitive.name in _DRAWS for e in _equations(program.jaxpr))
+
+
+def _draws(spec: TrainSpec, strategy: Strategy, rows: int) -> Sequence[_Draw]:
+    """What the loss of so many examples draws, in the order of its program."""
+    state, model = strategy.abstract_state, spec.model
+    more = {"units": Units()} if model.units else {}
+
+    def loss(params: Any, model_state: Any, examples: Any, keys: Any) -> Any:
+        axes = strategy.batch_axes
+        return model.loss(params, model_state, examples, keys, train=True, batch_axes=axes, **more)
+
+    examples = {
+        name: jax.ShapeDtypeStruct((rows, *x.shape), x.dtype) for name, x in spec.example.items()
+    }
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), rows))
+    axes = list(strategy.mesh.shape.items())
+    program = jax.make_jaxpr(loss, axis_env=axes)(state.params, state.model_state, examples, keys)
+    # By where an operation is: a loop's body is visited more than once, the last time for good.
+    found: dict[tuple[int, ...], list[_Draw]] = {}
+
+    def visit(equation: Any, given: Sequence[Source], callers: Callers) -> None:
+        inner = [e for jaxpr in jaxprs_in_params(equation.params) for e in _equations(jaxpr)]
+        drawing = [e for e in (equation, *inner) if e.primitive.name in _DRAWS]
+        mixed = None in given
+        place = tuple(map(id, (*callers, equation)))
+        if drawing:
+            where = _where((callers or (equation,))[0])
+            found[place] = [_draw(e, mixed, where) for e in drawing]
+
+    count = len(jax.tree.leaves((state.params, state.model_state)))
+    trace_sources(program, count, visit)
+    return [draw for draws in found.values() for draw in draws]
+
+
+def _draw(equation: Any, of_examples: bool, where: str) -> _Draw:
+    keys = equation.invars[0].aval.shape
+    return _Draw(keys, equation.outvars[0].aval.shape[len(keys) :], of_examples, where)
+
+
+def _where(equation: Any) -> str:
+    """The line of the model's source that an operation comes from."""
+    frames = equation.source_info.traceback.frames
+    own = next((f for f in frames if not f.file_name.startswith(_LIBRARIES)), frames[0])
+    return f"{Path(own.file_name).name}:{own.line_num} ({own.function_name})"
+
+
+def _equations(jaxpr: Any) -> Iterator[Any]:
+    """All operations of a program and of those inside."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jaxprs_in_params(equation.params):
+            yield from _equations(inner)
