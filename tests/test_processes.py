@@ -15,19 +15,20 @@ RUN = [
 ]
 
 
-def start(command, count, *flags):
+def start(command, count, *flags, run=RUN, **extra):
     """Starts one command in several processes."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     return [
         command(
-            *RUN,
+            *run,
             *flags,
             start_only=True,
             JAX_COORDINATOR_ADDRESS=f"localhost:{port}",
             JAX_NUM_PROCESSES=str(count),
             JAX_PROCESS_ID=str(process),
+            **extra,
         )
         for process in range(count)
     ]

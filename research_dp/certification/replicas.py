@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from research_dp.distributed.layout import by_path
+from research_dp.distributed.replicas import differing_axes, part_of
 
 
 class Apart(NamedTuple):
@@ -29,7 +30,11 @@ class Apart(NamedTuple):
 def differing(what: str, tree: Any, mesh: Mesh) -> Iterator[Apart]:
     """The arrays of a tree of global arrays whose copies are not the same bits."""
     for leaf, x in by_path(tree).items():
-        axes = _axes(x, mesh)
+        shards = {
+            place: (part_of(index), data.tobytes())
+            for place, (index, data) in blocks(x, mesh).items()
+        }
+        axes = differing_axes(shards, mesh.axis_names)
         if axes:
             yield Apart(what, leaf, axes)
 
@@ -38,18 +43,3 @@ def blocks(x: jax.Array, mesh: Mesh) -> dict[tuple[int, ...], tuple[tuple[slice,
     """By the place of a device in the mesh: which part of an array it holds, and that part."""
     place = {device: index for index, device in np.ndenumerate(mesh.devices)}
     return {place[s.device]: (s.index, np.asarray(s.data)) for s in x.addressable_shards}
-
-
-def _axes(x: jax.Array, mesh: Mesh) -> tuple[str, ...]:
-    held = blocks(x, mesh)
-    same = [held[place][1].tobytes() for place in sorted(held)]
-    if len(set(same)) <= 1:
-        return ()
-    found = []
-    for number, axis in enumerate(mesh.axis_names):
-        for place, (index, data) in held.items():
-            first = held[(*place[:number], 0, *place[number + 1 :])]
-            if first[0] == index and first[1].tobytes() != data.tobytes():
-                found.append(axis)
-                break
-    return tuple(found)

@@ -11,8 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from research_dp.certification import costs, replicas
-from research_dp.certification.case import ALIKE, Case, leaves_of, places_of
+from research_dp.certification.case import ALIKE, Case, places_of
 from research_dp.distributed.layout import by_path
+from research_dp.distributed.replicas import difference_text
+from research_dp.strategies import draws
 
 
 def cast(case: Case) -> str | None:
@@ -75,18 +77,16 @@ def stale_gather(case: Case) -> str | None:
     return None
 
 
+def split_draws(case: Case) -> str | None:
+    """Random numbers for several examples from one key."""
+    return draws.split_draws(case.bench.spec, case.bench.strategy)
+
+
 def apart(case: Case) -> str | None:
     """Copies that differ."""
     apart = case.evidence.apart
     if not apart:
         return None
     first = apart[0]
-    sizes = case.bench.strategy.mesh.shape
-    axes = " and ".join(f"{axis} (size {sizes[axis]})" for axis in first.axes)
-    leaves = leaves_of([one.leaf for one in apart if one.what == first.what])
-    told = f"copies of {first.what} {leaves} differ along mesh axis {axes}: "
-    if first.what == "gradient":
-        return told + f"never synchronised over {' and '.join(first.axes)}"
-    if first.what == "model state":
-        return told + "statistics are each device's own; take them over batch_axes"
-    return told + "gradients are the same, so each device updates in its own way"
+    leaves = [one.leaf for one in apart if one.what == first.what]
+    return difference_text(first.what, leaves, first.axes, case.bench.strategy.mesh)

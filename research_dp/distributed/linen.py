@@ -10,8 +10,10 @@ import flax.linen as nn
 import gin
 import jax
 import jax.numpy as jnp
+from flax.errors import InvalidRngError
 
 from research_dp.distributed.collectives import PLAIN, Reduction
+from research_dp.distributed.errors import UsageError
 from research_dp.distributed.layout import Rule
 from research_dp.distributed.sharded_params import gather_params, shard_params
 from research_dp.distributed.trainable import Functions
@@ -25,6 +27,10 @@ def linen_functions(module: nn.Module) -> Functions:
     Args:
         module: Its `__call__` takes (x, *, train, keys, batch_axes). Variables besides `params`
             are model state, updated while training. Boxes (`nn.Partitioned`) are taken off.
+
+    Raises:
+        UsageError: `apply` was called with a module that draws from an RNG stream (`nn.Dropout`),
+            whose masks would depend on the device; `research_dp.models.dropout` draws by example.
     """
 
     def init(key: jax.Array, x: Any) -> tuple[PyTree, PyTree]:
@@ -45,9 +51,15 @@ def linen_functions(module: nn.Module) -> Functions:
     ) -> tuple[jax.Array, PyTree]:
         variables = {"params": params, **model_state}
         mutable = list(model_state) if train else []
-        y, updates = module.apply(
-            variables, x, train=train, keys=keys, batch_axes=batch_axes, mutable=mutable
-        )
+        try:
+            y, updates = module.apply(
+                variables, x, train=train, keys=keys, batch_axes=batch_axes, mutable=mutable
+            )
+        except InvalidRngError as error:
+            raise UsageError(
+                f"{type(module).__name__} draws from an RNG stream of Flax, so its dropout would "
+                "depend on the device. Use research_dp.models.dropout with `keys` instead."
+            ) from error
         return y, {**model_state, **updates}
 
     return Functions(init, apply)

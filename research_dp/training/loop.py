@@ -205,7 +205,7 @@ def _steps(
         while step < schedule.num_steps and not stop.came(step):
             state, metrics = built.train_step(state, next(batches))
             step += 1
-            run.dispatched(step, metrics)
+            run.dispatched(step, state, metrics)
             if schedule.logs(step):
                 run.log(step)
             if schedule.compares(step):

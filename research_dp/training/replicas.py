@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,10 +20,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from research_dp.distributed.checksum import as_bits
 from research_dp.distributed.errors import RunFailure, UsageError, some_of
 from research_dp.distributed.layout import by_path
-from research_dp.strategies import Strategy, TrainState
+from research_dp.distributed.replicas import difference_text, differing_axes, part_of
+from research_dp.strategies import Strategy, TrainSpec, TrainState
+from research_dp.strategies.draws import split_draws
 
 _PARTS = ("step", "params", "model_state", "opt_state", "loss_scale")
 _NAMED = 4
+_Place = tuple[int, ...]  # of a device in the mesh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,10 +36,12 @@ class Difference:
     Attributes:
         path: The array.
         devices: Those that differ from the others.
+        axes: The mesh axes along which they do.
     """
 
     path: str
     devices: tuple[jax.Device, ...]
+    axes: tuple[str, ...]
 
     def __str__(self) -> str:
         named = [f"{device.id} (process {device.process_index})" for device in self.devices]
@@ -48,36 +53,41 @@ class ReplicaCheck:
 
     Args:
         strategy: The built strategy.
+        parts: The fields of a state that are compared.
 
     Raises:
         UsageError: There is one device, so nothing to compare.
     """
 
-    def __init__(self, strategy: Strategy):
-        self._mesh = strategy.mesh
+    def __init__(self, strategy: Strategy, parts: Sequence[str] = _PARTS):
+        self._mesh, self._parts = strategy.mesh, parts
         if self._mesh.size == 1:
             raise UsageError(
                 "train.check_replicas_every compares devices, but this run has one. Bind None.",
                 binding="train.check_replicas_every",
             )
-        self._leaves = _leaves(strategy.abstract_state)
+        self._leaves = _leaves(strategy.abstract_state, parts)
         specs = [PartitionSpec(*x.sharding.spec) for x in self._leaves.values()]
         self._checksums = jax.jit(_program(self._mesh, specs))
 
     def start(self, state: TrainState) -> jax.Array:
         """Has the devices take the checksums of a state: (devices, arrays) uint32."""
-        return self._checksums([_on(self._mesh, x) for x in _leaves(state).values()])
+        return self._checksums([_on(self._mesh, x) for x in _leaves(state, self._parts).values()])
 
     def differences(self, checksums: Any) -> list[Difference]:
         """What differs; a device is named that differs from most of those it should equal."""
-        table = np.asarray(checksums)
-        devices = list(self._mesh.devices.flat)
+        table = np.asarray(checksums).reshape(*self._mesh.devices.shape, -1)
         found = []
         for column, (path, leaf) in enumerate(self._leaves.items()):
-            own = dict(zip(devices, table[:, column], strict=True))
-            odd = [d for group in _replicas(leaf, devices) for d in _odd(group, own)]
-            if odd:
-                found.append(Difference(path, tuple(odd)))
+            parts = leaf.sharding.devices_indices_map(leaf.shape)
+            shards = {
+                place: (part_of(parts[device]), int(table[(*place, column)]))
+                for place, device in np.ndenumerate(self._mesh.devices)
+            }
+            axes = differing_axes(shards, self._mesh.axis_names)
+            if axes:
+                odd = (self._mesh.devices[place] for place in _odd(shards))
+                found.append(Difference(path, tuple(odd), axes))
         return found
 
     def look(self, step: int, checksums: Any) -> None:
@@ -96,9 +106,33 @@ class ReplicaCheck:
             )
 
 
-def _leaves(state: TrainState) -> dict[str, Any]:
-    """The arrays of a state, by path, each part under its name."""
-    parts = {part: by_path(getattr(state, part)) for part in _PARTS}
+def split_dependence(spec: TrainSpec, strategy: Strategy, state: TrainState) -> list[str]:
+    """Reports what of a model depends on how the batch is split over devices.
+
+    A collective, if the batch is split and the model has state.
+
+    Args:
+        spec: What the strategy was built for.
+        strategy: The built strategy.
+        state: A state after a step; statistics differ by then, if they are each device's own.
+    """
+    if not strategy.splits_batch:
+        return []
+    found = []
+    if jax.tree.leaves(state.model_state):
+        check = ReplicaCheck(strategy, ("model_state",))
+        differences = check.differences(check.start(state))
+        if differences:
+            paths = [one.path.removeprefix("model_state ") for one in differences]
+            axes = differences[0].axes
+            found.append(difference_text("model state", paths, axes, strategy.mesh))
+    drawn = split_draws(spec, strategy)
+    return [*found, drawn] if drawn else found
+
+
+def _leaves(state: TrainState, names: Sequence[str]) -> dict[str, Any]:
+    """The arrays of some parts of a state, by path, each part under its name."""
+    parts = {part: by_path(getattr(state, part)) for part in names}
     return {f"{part} {path}".rstrip(): x for part, own in parts.items() for path, x in own.items()}
 
 
@@ -130,19 +164,19 @@ def _on(mesh: Mesh, x: jax.Array) -> jax.Array:
     return jax.make_array_from_single_device_arrays(x.shape, sharding, parts)
 
 
-def _replicas(leaf: Any, devices: Sequence[jax.Device]) -> list[list[jax.Device]]:
-    """Groups of devices that hold the same part of an array."""
-    indices = leaf.sharding.devices_indices_map(leaf.shape)
-    groups: dict[Hashable, list[jax.Device]] = collections.defaultdict(list)
-    for device in devices:
-        groups[tuple((s.start, s.stop) for s in indices[device])].append(device)
-    return list(groups.values())
+def _odd(shards: Mapping[_Place, tuple[Hashable, int]]) -> list[_Place]:
+    """The devices whose checksum is not that of most with the same part; of two, both."""
+    groups: dict[Hashable, list[_Place]] = collections.defaultdict(list)
+    for place, (part, _) in shards.items():
+        groups[part].append(place)
+    return [place for group in groups.values() for place in _minority(group, shards)]
 
 
-def _odd(group: Sequence[jax.Device], own: dict[jax.Device, Any]) -> list[jax.Device]:
-    """The devices of a group whose checksum is not that of most; of two, both."""
-    counts = collections.Counter(int(own[device]) for device in group)
+def _minority(
+    group: Sequence[_Place], shards: Mapping[_Place, tuple[Hashable, int]]
+) -> Sequence[_Place]:
+    counts = collections.Counter(shards[place][1] for place in group)
     (usual, times), *others = counts.most_common()
     if others and others[0][1] == times:
-        return list(group)
-    return [device for device in group if own[device] != usual]
+        return group
+    return [place for place in group if shards[place][1] != usual]

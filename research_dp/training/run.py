@@ -28,7 +28,7 @@ from research_dp.training.manifest import Progress, origin
 from research_dp.training.nonfinite import Nonfinite
 from research_dp.training.progress import Clock, ProgressBar
 from research_dp.training.recorder import Phase, Recorder
-from research_dp.training.replicas import ReplicaCheck
+from research_dp.training.replicas import ReplicaCheck, split_dependence
 from research_dp.training.schedule import Schedule
 
 
@@ -141,7 +141,7 @@ class Run:
 
     # ---- Steps ----
 
-    def dispatched(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def dispatched(self, step: int, state: TrainState, metrics: Mapping[str, Any]) -> None:
         """Keeps a step's metrics; fetches and records what was due before it, while it runs."""
         self._step = step
         self._checkpoints.check()
@@ -157,8 +157,16 @@ class Run:
             self._summary["seconds_to_first_step"] = seconds
             self._progress.say(f"First step done {seconds:.1f} s after the start")
             self._write_operative_config()
+            self._warn_of_split(state)
             self._clock.start()
         self._recorder.note("data", step + 1)
+
+    def _warn_of_split(self, state: TrainState) -> None:
+        """Reports, once, why this run's numbers are not those of one device."""
+        for reason in split_dependence(self._spec, self._strategy, state):
+            text = f"The numbers are not those of one device: {reason}."
+            self._progress.say(f"Warning: {text}")
+            self._summary.setdefault("warnings", []).append(text)
 
     def log(self, step: int) -> None:
         """Marks the metrics since the last call for the record; see `dispatched`."""

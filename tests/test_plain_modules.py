@@ -1,0 +1,275 @@
+"""Flax's own BatchNorm and Dropout under every strategy: `single`'s numbers, or a report."""
+
+import functools
+
+import gin
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import plain_models
+import pytest
+from conftest import ROOT, stems
+from plain_models import MODELS, DropoutNet, linen_dropout, with_own_loss
+from test_processes import start
+from test_strategies import recipe
+from test_train_command import summary
+
+import research_dp.training.loop  # noqa: F401  (registers `train`)
+from research_dp.config import gin_config
+from research_dp.conformance.suite import EXAMPLE, batches
+from research_dp.distributed.errors import UsageError
+from research_dp.distributed.linen import linen_functions
+from research_dp.distributed.nnx import nnx_functions
+from research_dp.models import convnet, mlp
+from research_dp.models.classification import image_classifier
+from research_dp.strategies import TrainSpec
+from research_dp.strategies.draws import split_draws
+from research_dp.training.replicas import split_dependence
+
+BATCH, MICROS = 32, 2
+# Where a device's loss sees a part of the batch: along which axes.
+AXES = {
+    **dict.fromkeys(("fsdp", "fsdp_keep", "zero1", "zero2"), "fsdp (size 8)"),
+    **dict.fromkeys(("ddp", "pmap"), "data (size 8)"),
+    "hsdp": "data (size 2) and fsdp (size 4)",
+}
+STATISTICS = {
+    "nn.BatchNorm": "batch_stats/BatchNorm_0/mean, batch_stats/BatchNorm_0/var",
+    "nnx.BatchNorm": "norm/mean, norm/var",
+}
+
+
+def spec_of(model):
+    return TrainSpec(
+        model=model,
+        optimizer=optax.sgd(0.1),
+        example=EXAMPLE,
+        batch_size=BATCH,
+        accumulation_steps=MICROS,
+    )
+
+
+def first_step(stem, model):
+    """The loss and the state of the first step, and what is reported after it."""
+    gin_config.reset()
+    spec = spec_of(model)
+    strategy = recipe(stem).build(spec)
+    local = {name: x[strategy.train_rows] for name, x in batches(BATCH)[0].items()}
+    placed = strategy.place_batch(local)
+    state, metrics = strategy.train_step(strategy.init(jax.random.key(0)), placed)
+    found = jax.device_get((metrics["loss"], state.params, state.model_state))
+    return found, split_dependence(spec, strategy, state)
+
+
+@functools.cache
+def on_one_device(name):
+    found, reports = first_step("single", MODELS[name]())
+    assert not reports
+    return found
+
+
+def same(found, expected):
+    near = jax.tree.map(lambda a, b: np.allclose(a, b, rtol=1e-4, atol=1e-5), found, expected)
+    return all(jax.tree.leaves(near))
+
+
+QUICK = {
+    ("ddp", "nn.BatchNorm"),
+    ("ddp", "nnx.Dropout"),
+    ("spmd", "nn.BatchNorm"),
+    ("pmap", "nnx.BatchNorm"),
+    ("fsdp", "nn.Dropout"),
+}
+
+
+@pytest.mark.parametrize(
+    ("stem", "name"),
+    [
+        pytest.param(stem, name, marks=() if (stem, name) in QUICK else pytest.mark.slow)
+        for stem in stems()
+        for name in MODELS
+        if stem != "single"
+    ],
+)
+def test_numbers_are_those_of_single_or_it_is_reported(stem, name):
+    found, reports = first_step(stem, MODELS[name]())
+    if stem not in AXES:
+        assert same(found, on_one_device(name)) and not reports
+        return
+    assert not same(found[:2], on_one_device(name)[:2])
+    (report,) = reports
+    if name in STATISTICS:
+        paths = STATISTICS[name]
+        assert f"copies of model state {paths} differ along mesh axis {AXES[stem]}: " in report
+        assert "statistics are each device's own; take them over batch_axes" in report
+    else:
+        assert "random numbers at plain_models.py:" in report
+        assert "(2 of 16 examples a device)" in report
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        functools.partial(plain_models.linen_batch_norm, axes=True),
+        pytest.param(plain_models.linen_dropout_by_example, marks=pytest.mark.slow),
+        pytest.param(
+            functools.partial(convnet, features=(4,), hidden=8, num_classes=10, norm="batch"),
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_what_takes_all_devices_into_account_is_not_reported(model):
+    expected, _ = first_step("single", model())
+    found, reports = first_step("ddp", model())
+    assert same(found, expected) and not reports
+
+
+# ---- Draws, from the program alone ----
+
+
+def drawing(draw):
+    """A model that multiplies its input with draw(keys, rows, x), a function of a user's."""
+
+    def init(key, batch):
+        return {"w": jnp.ones((16, 10))}, {}
+
+    def apply(params, model_state, x, keys, train):
+        x = x.reshape(x.shape[0], -1)
+        if train:
+            x = x * draw(keys, x)
+        return x @ params["w"], model_state
+
+    return with_own_loss(init, apply)
+
+
+KEY = jax.random.key(7)
+
+
+def by_example(keys, x):
+    return jax.vmap(lambda key: jax.random.bernoulli(key, shape=x.shape[1:]))(keys)
+
+
+def in_layers(keys, x):
+    def layer(x, number):
+        own = jax.vmap(jax.random.fold_in, (0, None))(keys, number)
+        return x * by_example(own, x), None
+
+    return jax.lax.scan(layer, x, jnp.arange(3))[0]
+
+
+def in_layers_from_one(keys, x):
+    def layer(x, number):
+        return x * jax.random.bernoulli(jax.random.fold_in(KEY, number), shape=x.shape), None
+
+    return jax.lax.scan(layer, x, jnp.arange(3))[0]
+
+
+def in_a_branch(keys, x):
+    def drawn(x):
+        return jax.random.normal(keys[0], x.shape)
+
+    return jax.lax.cond(jnp.sum(x) > 0, drawn, lambda x: x, x)
+
+
+def by_name_of_example(keys, x):
+    names = jnp.int32(x[:, 0])
+    return by_example(jax.vmap(jax.random.fold_in, (None, 0))(KEY, names), x)
+
+
+def by_place_on_device(keys, x):
+    places = jnp.arange(x.shape[0])
+    return by_example(jax.vmap(jax.random.fold_in, (None, 0))(KEY, places), x)
+
+
+@pytest.mark.parametrize(
+    ("draw", "is_reported"),
+    [
+        (by_example, False),
+        (in_layers, False),
+        (by_name_of_example, False),
+        (lambda keys, x: jax.random.normal(KEY, (1, *x.shape[1:])), False),
+        (lambda keys, x: jax.random.normal(keys[0], x.shape), True),
+        (lambda keys, x: jax.random.normal(KEY, x.shape), True),
+        (lambda keys, x: jax.random.normal(keys[0], (1, *x.shape[1:])), True),
+        (lambda keys, x: by_example(jax.random.split(keys[0], x.shape[0]), x), True),
+        (lambda keys, x: by_example(jax.random.split(KEY, x.shape[0]), x), True),
+        (lambda keys, x: jax.random.normal(jax.random.PRNGKey(1), x.shape), True),
+        (by_place_on_device, True),
+        (in_layers_from_one, True),
+        (in_a_branch, True),
+    ],
+)
+def test_a_draw_is_reported_if_an_examples_numbers_depend_on_its_device(draw, is_reported):
+    spec = spec_of(drawing(draw))
+    assert split_draws(spec, recipe("single").build(spec)) is None
+    gin_config.reset()
+    found = split_draws(spec, recipe("ddp").build(spec))
+    assert (found is not None) == is_reported
+    if is_reported:
+        assert "test_plain_modules.py:" in found
+
+
+@pytest.mark.parametrize("api", ["linen", "nnx"])
+def test_the_shipped_dropout_is_not_reported(api):
+    spec = spec_of(mlp(api=api, widths=(8, 8), num_classes=10, dropout_rate=0.5))
+    assert split_draws(spec, recipe("fsdp").build(spec)) is None
+
+
+def test_with_logical_shards_a_device_alone_draws_the_same():
+    spec = spec_of(linen_dropout(lambda keys: keys[0]))
+    options = ROOT / "gin" / "options" / "deterministic.gin"
+    gin.parse_config_file(str(options))
+    built = recipe("ddp", "tree_reduction.logical_shards = 16").build(spec)
+    assert split_draws(spec, built) is None
+
+
+def test_rng_streams_of_flax_are_refused_where_the_module_is_called():
+    spec = spec_of(image_classifier(linen_functions(DropoutNet()), 10))
+    with pytest.raises(UsageError, match="DropoutNet draws from an RNG stream of Flax"):
+        recipe("ddp").build(spec)
+    gin_config.reset()
+    spec = spec_of(image_classifier(nnx_functions(plain_models.NnxDropoutNet), 10))
+    with pytest.raises(UsageError, match="NnxDropoutNet keeps random state of its own"):
+        recipe("ddp").build(spec)
+
+
+# ---- A run, as its user sees it ----
+
+SENTENCE = "The numbers are not those of one device: copies of model state batch_stats/BatchNorm_0"
+PLAIN = [
+    "--gin_file=runs/digits.gin",
+    "--gin_file=models/mlp.gin",
+    "--import=plain_models",
+    "--gin.train.model=@linen_batch_norm()",
+    "--gin.train.num_steps=3",
+]
+PATHS = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+
+
+def test_a_run_reports_statistics_of_a_device_once_after_its_first_step(command, tmp_path):
+    flags = ["--gin_file=strategies/fsdp.gin", "--cpu_devices=2", f"--workdir={tmp_path}"]
+    done = command(*PLAIN, *flags, **PATHS)
+    assert done.returncode == 0, done.stderr
+    before, after = done.stdout.split("First step done")
+    assert (before.count(SENTENCE), after.count(SENTENCE)) == (0, 1)
+    (warning,) = summary(tmp_path)["warnings"]
+    assert warning.startswith(SENTENCE) and f"Warning: {warning}\n" in done.stdout
+
+
+@pytest.mark.slow
+def test_processes_compare_what_each_has(command, tmp_path):
+    flags = ["--gin_file=strategies/ddp.gin", "--cpu_devices=1", f"--workdir={tmp_path}"]
+    both = start(command, 2, *flags, run=PLAIN, **PATHS)
+    outputs = [process.communicate(timeout=120)[0] for process in both]
+    assert [process.returncode for process in both] == [0, 0], outputs
+    assert (outputs[0].count(SENTENCE), outputs[1].count(SENTENCE)) == (1, 0)
+    assert "differ along mesh axis data (size 2)" in summary(tmp_path)["warnings"][0]
+
+
+@pytest.mark.slow
+def test_a_run_whose_numbers_are_those_of_one_device_warns_of_nothing(command, tmp_path):
+    flags = ["--gin_file=strategies/fsdp.gin", "--gin.linen_batch_norm.axes=True"]
+    done = command(*PLAIN, *flags, "--cpu_devices=2", f"--workdir={tmp_path}", **PATHS)
+    assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stdout and "warnings" not in summary(tmp_path)
