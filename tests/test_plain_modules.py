@@ -2,6 +2,7 @@
 
 import functools
 
+import certified
 import gin
 import jax
 import jax.numpy as jnp
@@ -123,6 +124,15 @@ def test_what_takes_all_devices_into_account_is_not_reported(model):
     expected, _ = first_step("single", model())
     found, reports = first_step("ddp", model())
     assert same(found, expected) and not reports
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_certify_gives_the_same_reason(name):
+    _, (report,) = first_step("ddp", MODELS[name]())
+    gin_config.reset()
+    spec = {"model": MODELS[name](), "accumulation_steps": MICROS}
+    assert report in certified.found("ddp", spec=spec)
 
 
 # ---- Draws, from the program alone ----

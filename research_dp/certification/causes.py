@@ -24,7 +24,6 @@ _AT_ONCE: tuple[Callable[[Case], str | None], ...] = (
     symptoms.cast,
     symptoms.not_updated,
     symptoms.stale_gather,
-    symptoms.split_draws,
     counterfactuals.one_step_behind,
 )
 _BY_RUNS: tuple[Callable[[Case], str | None], ...] = (

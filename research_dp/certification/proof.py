@@ -18,6 +18,7 @@ from research_dp.certification.follow import Evidence
 from research_dp.distributed.data_set import DataSet, EvalOrder, TrainOrder
 from research_dp.distributed.mesh import sizes_text
 from research_dp.strategies import TrainState
+from research_dp.strategies.draws import split_draws
 
 NOISY_PART = 0.01  # of the squared norm of gradients, what noise may hide
 AFTER = 3  # steps after a checkpoint, and after a first difference
@@ -118,7 +119,7 @@ def _follow(
         done.checks.append(Check("finite", False, told))
         done.cause = "the run itself; nothing can be compared with what is no number"
     elif hidden.part > NOISY_PART:
-        done.cause = (
+        done.cause = split_draws(bench.spec, bench.strategy) or (
             "the oracle changes so much when examples are reordered that a bug could hide in it: "
             "the model depends on their order, or its dtype is too coarse for it"
         )

@@ -14,7 +14,6 @@ from research_dp.certification import costs, replicas
 from research_dp.certification.case import ALIKE, Case, places_of
 from research_dp.distributed.layout import by_path
 from research_dp.distributed.replicas import difference_text
-from research_dp.strategies import draws
 
 
 def cast(case: Case) -> str | None:
@@ -75,11 +74,6 @@ def stale_gather(case: Case) -> str | None:
                     f"{places_of([place], mesh)} are those of the step before: a stale gather"
                 )
     return None
-
-
-def split_draws(case: Case) -> str | None:
-    """Random numbers for several examples from one key."""
-    return draws.split_draws(case.bench.spec, case.bench.strategy)
 
 
 def apart(case: Case) -> str | None:
