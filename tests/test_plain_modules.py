@@ -268,6 +268,19 @@ def test_a_run_reports_statistics_of_a_device_once_after_its_first_step(command,
 
 
 @pytest.mark.slow
+def test_the_comparison_waits_for_a_step_that_is_not_left_out(command, tmp_path):
+    flags = ["--gin_file=strategies/ddp.gin", "--cpu_devices=2", f"--workdir={tmp_path}"]
+    scale = ["--gin.data_parallel.loss_scale=@dynamic_loss_scale()"]
+    # The loss overflows once.
+    scale += [f"--gin.dynamic_loss_scale.{name}={2.0**127}" for name in ("initial", "factor")]
+    done = command(*PLAIN, *flags, *scale, "--gin.train.log_every=1", **PATHS)
+    assert done.returncode == 0, done.stderr
+    before, after = done.stdout.split(SENTENCE)
+    assert "train step 1/3" in before and "loss_scale 1\n" not in before, done.stdout
+    assert "train step 2/3" in after
+
+
+@pytest.mark.slow
 def test_processes_compare_what_each_has(command, tmp_path):
     flags = ["--gin_file=strategies/ddp.gin", "--cpu_devices=1", f"--workdir={tmp_path}"]
     both = start(command, 2, *flags, run=PLAIN, **PATHS)

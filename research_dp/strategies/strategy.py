@@ -142,7 +142,7 @@ class Strategy:
     place_eval_batch: Callable[[Mapping[str, np.ndarray]], PyTree]
     train_step: Callable[[TrainState, PlacedBatch], tuple[TrainState, Metrics]]
     eval_step: Callable[[TrainState, PyTree], Metrics]
-    batch_axes: tuple[str, ...]
+    batch_axes: tuple[str, ...] = ()
 
     @property
     def splits_batch(self) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 
 import gin
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from research_dp.analysis.hardware import chip_of
@@ -68,6 +69,7 @@ class Run:
         self._step, self._done_once = first_step, set[Phase]()
         self._writes = jax.process_index() == 0
         self._unread: list[Mapping[str, Any]] = []
+        self._is_compared = False
         self._due: tuple[int, list[Mapping[str, Any]]] | None = None
         self._in_flight = InFlight()
         self._summary: dict[str, Any] = {"train": {}, "skipped_steps": 0}
@@ -151,18 +153,24 @@ class Run:
         self._in_flight.add(metrics, functools.partial(self._nonfinite.look, step, flags))
         self._clock.count_step()
         self._progress.step(step)
-        if step == self._first_step + 1:
+        first = step == self._first_step + 1
+        if first:
             jax.block_until_ready(metrics)
             seconds = time.perf_counter() - self._started
             self._summary["seconds_to_first_step"] = seconds
             self._progress.say(f"First step done {seconds:.1f} s after the start")
             self._write_operative_config()
+        # A step that was left out changes no state: the comparison waits for one that does.
+        if not self._is_compared and np.asarray(metrics["grad_norm"])[1]:
             self._warn_of_split(state)
+        if first:
             self._clock.start()
         self._recorder.note("data", step + 1)
 
     def _warn_of_split(self, state: TrainState) -> None:
         """Reports, once, why this run's numbers are not those of one device."""
+        self._is_compared = True
+        self._recorder.note("compile", self._step)
         for reason in split_dependence(self._spec, self._strategy, state):
             text = f"The numbers are not those of one device: {reason}."
             self._progress.say(f"Warning: {text}")
