@@ -46,8 +46,8 @@ class _Draw(NamedTuple):
 def split_draws(spec: TrainSpec, strategy: Strategy) -> str | None:
     """Reports random numbers that differ from those of one device; None: there are none.
 
-    Traces the loss twice if it draws at all; nothing is compiled. A loss whose number of draws is
-    another for another number of examples (a Python loop over them) is not judged.
+    Traces the loss twice if it draws at all; nothing is compiled. If the loss cannot be judged, as
+    with a Python loop over examples, the report says so.
 
     Args:
         spec: What the strategy was built for.
@@ -57,9 +57,16 @@ def split_draws(spec: TrainSpec, strategy: Strategy) -> str | None:
         return None
     alone = spec.batch_size // spec.accumulation_steps
     local = alone // batch_devices(strategy.mesh)
-    seen, expected = (_draws(spec, strategy, rows) for rows in (local, alone))
+    unknown = (
+        "whether random numbers depend on how the batch is split is not known: the loss of "
+        f"{alone} examples, as one device has them, "
+    )
+    try:
+        seen, expected = (_draws(spec, strategy, rows) for rows in (local, alone))
+    except Exception as error:  # the model's own code may raise anything, and the run goes on
+        return unknown + f"cannot be traced ({type(error).__name__})"
     if len(seen) != len(expected):
-        return None
+        return unknown + f"draws {len(expected)} times, that of {local} examples {len(seen)} times"
     wrong = [a.where for a, b in zip(seen, expected, strict=True) if _depends_on_split(a, b)]
     if not wrong:
         return None

@@ -168,11 +168,11 @@ class Run:
         self._recorder.note("data", step + 1)
 
     def _warn_of_split(self, state: TrainState) -> None:
-        """Reports, once, why this run's numbers are not those of one device."""
+        """Reports, once, why this run's numbers may differ from those of one device."""
         self._is_compared = True
         self._recorder.note("compile", self._step)
         for reason in split_dependence(self._spec, self._strategy, state):
-            text = f"The numbers are not those of one device: {reason}."
+            text = f"Numbers may differ from those of one device: {reason}."
             self._progress.say(f"Warning: {text}")
             self._summary.setdefault("warnings", []).append(text)
 
