@@ -10,6 +10,7 @@ import pytest
 
 from research_dp.config import gin_config
 
+pytest_plugins = ["no_skips"]
 ROOT = Path(__file__).resolve().parents[1]
 MODULE = "research_dp.train"
 
@@ -58,7 +59,16 @@ def command(data_dir, tmp_path_factory):
         "PYTHONPATH": str(ROOT),
     }
 
-    def run(*flags, start_only=False, group=False, cwd=ROOT, module=MODULE, tool=None, **extra):
+    def run(
+        *flags,
+        start_only=False,
+        group=False,
+        cwd=ROOT,
+        module=MODULE,
+        tool=None,
+        timeout=300,
+        **extra,
+    ):
         program = [ROOT / "tools" / tool] if tool else ["-m", module]
         words = [sys.executable, *map(str, [*program, *flags])]
         options = {"cwd": cwd, "env": {**environment, **extra}, "text": True}
@@ -66,7 +76,7 @@ def command(data_dir, tmp_path_factory):
             pipe = subprocess.PIPE
             options |= {"stderr": subprocess.STDOUT, "start_new_session": group}
             return subprocess.Popen(words, stdout=pipe, **options)
-        return subprocess.run(words, capture_output=True, timeout=300, **options)
+        return subprocess.run(words, capture_output=True, timeout=timeout, **options)
 
     return run
 

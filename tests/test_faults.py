@@ -119,7 +119,7 @@ def mounted(tmp_path):
     def mount_as(options):
         words = [mount or "mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
         if not mount or subprocess.run(words, capture_output=True, check=False).returncode:
-            pytest.skip("mounting is not permitted here")
+            pytest.skip("needs a device that may be mounted: not permitted here")
         return folder
 
     yield mount_as

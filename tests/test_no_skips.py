@@ -1,0 +1,46 @@
+"""What is skipped in CI is counted: .ci/run fails for a test that is skipped without need."""
+
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+FILE = """
+import pytest
+
+def test_passes():
+    pass
+
+@pytest.mark.skipif(True, reason="needs a device: a GPU")
+def test_needs_a_device():
+    pass
+
+def test_is_known_to_fail():
+    pytest.xfail("a bug")
+"""
+SKIPPED = """
+@pytest.mark.skipif(True, reason="libtpu is not installed")
+def test_by_mark():
+    pass
+
+def test_inside():
+    pytest.importorskip("no_such_module")
+"""
+
+
+@pytest.mark.parametrize(("text", "count"), [(FILE, 0), (FILE + SKIPPED, 2)])
+def test_a_skip_without_need_fails_the_run(tmp_path, text, count):
+    (tmp_path / "test_file.py").write_text(text)
+    words = [sys.executable, "-m", "pytest", "-q", "-p", "no_skips", "--no-skips"]
+    path = {"PYTHONPATH": str(ROOT / "tests")}
+    done = subprocess.run(words, cwd=tmp_path, env=path, capture_output=True, text=True)
+    assert done.returncode == (1 if count else 0), done.stdout
+    assert (f"{count} skipped. Install what they need" in done.stdout) == bool(count)
+    assert "test_needs_a_device: " not in done.stdout
+
+
+def test_ci_counts_them():
+    lines = (ROOT / ".ci" / "run").read_text().splitlines()
+    runs = [line for line in lines if line.startswith("pytest")]
+    assert len(runs) == 2 and all("--no-skips" in line for line in runs)
