@@ -42,6 +42,14 @@ def any_mesh(request):
     return jax.sharding.Mesh(jax.devices(), ("data",))
 
 
+@pytest.fixture
+def uncached():
+    """Keeps commands that run in this process from storing programs outside the tests' folders."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    yield
+    jax.config.update("jax_enable_compilation_cache", True)
+
+
 @pytest.fixture(scope="session")
 def data_dir(tmp_path_factory):
     """Where TFDS data sets are prepared for the tests."""
