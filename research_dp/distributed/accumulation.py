@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from research_dp.distributed.collectives import flat_axes
+from research_dp.distributed.errors import check_dtype
 from research_dp.distributed.replication import as_varying, varying_axes
 
 PyTree = Any
@@ -78,7 +79,11 @@ def accumulate_gradients(
 
     Returns:
         (mean loss, gradients like `params`), what one batch of all examples would give.
+
+    Raises:
+        UsageError: `dtype` is not a floating-point dtype.
     """
+    check_dtype("accumulate_gradients.dtype", dtype)
     axes = flat_axes(axis_names)
 
     def whole(params: PyTree) -> PyTree:

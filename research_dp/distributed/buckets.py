@@ -25,6 +25,7 @@ from research_dp.distributed.collectives import (
     gather,
     scatter_mean,
     shard,
+    with_gradient,
 )
 from research_dp.distributed.layout import Placement
 from research_dp.distributed.mesh import FSDP_AXIS
@@ -160,15 +161,16 @@ def gather_tree(
     axis: str | Axes = FSDP_AXIS,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     into: PyTree | None = None,
+    replicated: bool = True,
 ) -> PyTree:
     """Makes each leaf whole that the layout shards; the others are returned as they are.
 
-    Outside of what is differentiated, see `collectives.gather`. `into`, a tree of whole arrays that
-    are not used any more, may be overwritten with the result.
+    Outside of what is differentiated; for `replicated` see `collectives.gather`. `into`, a tree of
+    whole arrays that are not used any more, may be overwritten with the result.
     """
 
     def move(rows: jax.Array) -> jax.Array:
-        return gather(rows, 0, axis, reduction, replicated=True)
+        return gather(rows, 0, axis, reduction, replicated=replicated)
 
     leaves, treedef = jax.tree.flatten(tree)
     places = jax.tree.leaves(layout)
@@ -205,18 +207,22 @@ def gather_tree_with_mean_grads(
     """
     dtypes = jax.tree.map(lambda x: x.dtype, tree)
 
-    @jax.custom_vjp
-    def run(tree: PyTree) -> PyTree:
+    def full(tree: PyTree) -> PyTree:
         def sent(x: jax.Array, p: Placement) -> jax.Array:
             return x if p.dim is None else x.astype(options.gather_dtype or x.dtype)
 
         wire = jax.tree.map(sent, tree, layout)
         whole = gather_tree(
-            wire, layout, options.reduction, axis=options.axis, bucket_bytes=bucket_bytes
+            wire,
+            layout,
+            options.reduction,
+            axis=options.axis,
+            bucket_bytes=bucket_bytes,
+            replicated=False,
         )
         return jax.tree.map(lambda x: checkpoint_name(x, GATHERED), whole)
 
-    def backward(_: None, grads: PyTree) -> tuple[PyTree]:
+    def blocks(grads: PyTree) -> PyTree:
         def sent(g: jax.Array, p: Placement, dtype: Any) -> jax.Array:
             return g if p.dim is None else g.astype(options.grad_scatter_dtype or dtype)
 
@@ -229,10 +235,9 @@ def gather_tree_with_mean_grads(
             pre_divide=options.pre_divide,
             bucket_bytes=bucket_bytes,
         )
-        return (jax.tree.map(lambda x, dtype: x.astype(dtype), blocks, dtypes),)
+        return jax.tree.map(lambda x, dtype: x.astype(dtype), blocks, dtypes)
 
-    run.defvjp(lambda tree: (run(tree), None), backward)
-    return run(tree)
+    return with_gradient(full, blocks)(tree)
 
 
 def _gather_stack(

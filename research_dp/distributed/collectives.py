@@ -7,7 +7,6 @@ hand down: a strategy may replace it without replacing anything else.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -19,7 +18,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from research_dp.distributed import exchange
-from research_dp.distributed.errors import UsageError
+from research_dp.distributed.errors import UsageError, check_dtype
 from research_dp.distributed.replication import as_varying, is_tracked
 
 Axes = tuple[str, ...]
@@ -75,12 +74,19 @@ EXCHANGED = Reduction(exchange.all_sum, exchange.scatter_sum)
 
 
 def flat_axes(axes: Any) -> Axes:
-    """Axis names as one flat tuple: of one name, a sequence, a nested one; None counts as none."""
+    """Axis names as one flat tuple: of one name, a sequence, a nested one; None counts as none.
+
+    Raises:
+        UsageError: An axis is named twice.
+    """
     if axes is None:
         return ()
     if isinstance(axes, str) or not isinstance(axes, Sequence):
         return (axes,)
-    return tuple(name for part in axes for name in flat_axes(part))
+    flat = tuple(name for part in axes for name in flat_axes(part))
+    if len(set(flat)) < len(flat):
+        raise UsageError(f"axis names {axes!r}: an axis is named twice. Name each axis once.")
+    return flat
 
 
 def axes_size(axes: Axes) -> int:
@@ -107,7 +113,8 @@ def all_mean(
 ) -> jax.Array:
     """Mean over devices, summed in `dtype` (x's own if None), returned in x's dtype.
 
-    Means of integers are float32, as `jax.lax.pmean` has it. For `pre_divide` see `_mean`.
+    Means of integers are float32, as `jax.lax.pmean` has it. For `pre_divide` see `_mean`. Raises
+    UsageError for a `dtype` that is not a floating-point dtype.
     """
     if not axes:
         return x
@@ -143,6 +150,7 @@ def _mean(
     Summed, then divided, as `jax.lax.pmean` does; `pre_divide` divides first, so that a sum in
     float16 stays below 65504, at the price of losing small addends.
     """
+    check_dtype("dtype", dtype)
     devices = axes_size(axes)
     result = x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.dtype(jnp.float32)
     wire = x.astype(dtype or x.dtype)
@@ -188,7 +196,7 @@ def shard(x: jax.Array, dim: int, axis: str | Axes) -> jax.Array:
 
 
 class GatherOptions(NamedTuple):
-    """Static options of `gather_with_mean_grads`.
+    """Options of `gather_with_mean_grads`.
 
     Attributes:
         dim: The dim that is split.
@@ -207,7 +215,31 @@ class GatherOptions(NamedTuple):
     pre_divide: bool = False
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def with_gradient(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A linear function, and the linear function that maps its gradients back.
+
+    Each is the derivative of the other, so that derivatives of any order are exact. A full array
+    has the gradient of this device's own loss; a shard has the gradient of the mean loss. So a
+    gather's gradient is scattered and divided, and the gradient of that is gathered, undivided:
+    autodiff's own transpose would divide once more, at each order.
+
+    Args:
+        forward: (pytree, *constants) -> pytree. It closes over no traced value.
+        backward: (gradient of what `forward` returns, *constants) -> gradient of its first
+            argument, in its dtypes. Constants, such as indices, are not differentiated.
+    """
+
+    @jax.custom_vjp
+    def run(x: Any, *constants: Any) -> Any:
+        return forward(x, *constants)
+
+    def transposed(constants: tuple[Any, ...], g: Any) -> tuple[Any, ...]:
+        return with_gradient(backward, forward)(g, *constants), *(None for _ in constants)
+
+    run.defvjp(lambda x, *constants: (run(x, *constants), constants), transposed)
+    return run
+
+
 def gather_with_mean_grads(x: jax.Array, options: GatherOptions) -> jax.Array:
     """Gathers a shard for compute; its gradient comes back as this device's block of the mean.
 
@@ -218,27 +250,20 @@ def gather_with_mean_grads(x: jax.Array, options: GatherOptions) -> jax.Array:
     Returns:
         The full array in `gather_dtype`. The cotangent is cast to `grad_scatter_dtype` (x's dtype
         if None), summed, divided by the axis size, and returned in x's dtype. Over other axes
-        nothing is summed.
+        nothing is summed. Derivatives of higher order are exact (`with_gradient`).
     """
-    wire = x.astype(options.gather_dtype or x.dtype)
-    full = gather(wire, options.dim, options.axis, options.reduction)
-    return checkpoint_name(full, GATHERED)
+    dim, axis, reduction, dtype = options.dim, options.axis, options.reduction, x.dtype
 
+    def full(x: jax.Array) -> jax.Array:
+        wire = x.astype(options.gather_dtype or dtype)
+        return checkpoint_name(gather(wire, dim, axis, reduction), GATHERED)
 
-def _gather_fwd(x: jax.Array, options: GatherOptions) -> tuple[jax.Array, jax.Array]:
-    # The residual is an empty slice: only x's dtype is needed on the way back.
-    return gather_with_mean_grads(x, options), jnp.zeros((0,), x.dtype)
+    def block(g: jax.Array) -> jax.Array:
+        wire = g.astype(options.grad_scatter_dtype or dtype)
+        mean = scatter_mean(wire, dim, axis, reduction, pre_divide=options.pre_divide)
+        return mean.astype(dtype)
 
-
-def _gather_bwd(options: GatherOptions, like: jax.Array, g: jax.Array) -> tuple[jax.Array]:
-    wire = g.astype(options.grad_scatter_dtype or like.dtype)
-    mean = scatter_mean(
-        wire, options.dim, options.axis, options.reduction, pre_divide=options.pre_divide
-    )
-    return (mean.astype(like.dtype),)
-
-
-gather_with_mean_grads.defvjp(_gather_fwd, _gather_bwd)
+    return with_gradient(full, block)(x)
 
 
 @gin.register(module="distributed")
@@ -270,9 +295,11 @@ def gather_array_with_mean_grads(
         The full array, dim `axis` multiplied by the axis size.
 
     Raises:
-        UsageError: x has no such dim.
+        UsageError: x has no such dim, or a dtype is not a floating-point dtype.
         NameError: The axis is not bound.
     """
+    check_dtype("gather_array_with_mean_grads.gather_dtype", gather_dtype)
+    check_dtype("gather_array_with_mean_grads.grad_scatter_dtype", grad_scatter_dtype)
     axes = flat_axes(axis_name)
     axes_size(axes)  # names an axis that is not bound
     if not -x.ndim <= axis < x.ndim:
@@ -285,7 +312,6 @@ def gather_array_with_mean_grads(
     return gather_with_mean_grads(x, options)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def gather_by_compiler(
     x: jax.Array, sharded: jax.sharding.NamedSharding, whole: jax.sharding.NamedSharding
 ) -> jax.Array:
@@ -294,20 +320,11 @@ def gather_by_compiler(
     Under `jit`, outside mapped axes. Without it the compiler may split activations over the dims
     that parameters are sharded on, and move those instead.
     """
-    del sharded  # the gradient's
-    return checkpoint_name(jax.lax.with_sharding_constraint(x, whole), GATHERED)
 
+    def full(x: jax.Array) -> jax.Array:
+        return checkpoint_name(jax.lax.with_sharding_constraint(x, whole), GATHERED)
 
-def _by_compiler_fwd(x: jax.Array, sharded: Any, whole: Any) -> tuple[jax.Array, None]:
-    return gather_by_compiler(x, sharded, whole), None
-
-
-def _by_compiler_bwd(sharded: Any, whole: Any, _: None, g: jax.Array) -> tuple[jax.Array]:
-    del whole
-    return (jax.lax.with_sharding_constraint(g, sharded),)
-
-
-gather_by_compiler.defvjp(_by_compiler_fwd, _by_compiler_bwd)
+    return with_gradient(full, lambda g: jax.lax.with_sharding_constraint(g, sharded))(x)
 
 
 _CHEAP = frozenset(

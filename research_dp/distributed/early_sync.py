@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from research_dp.distributed.collectives import GATHERED
+from research_dp.distributed.collectives import GATHERED, with_gradient
+from research_dp.distributed.layout import Placement
 
 PyTree = Any
 # (gradients, placements) -> gradients as the update takes them.
@@ -54,7 +55,11 @@ def synchronised(sync: Sync) -> Callable[[PyTree, PyTree], PyTree]:
             return held
         whole = jax.tree.unflatten(treedef, [x.whole for x in leaves])
         target = jax.tree.unflatten(treedef, [x.target for x in leaves])
-        return _pass(lambda grads: sync(grads, layout), whole, target)
+
+        def synced(grads: PyTree) -> PyTree:
+            return jax.tree.map(_undivided, sync(grads, layout), layout)
+
+        return _pass(synced, whole, target)
 
     return gather
 
@@ -74,6 +79,16 @@ def _pass(sync: Callable[[PyTree], PyTree], whole: PyTree, target: PyTree) -> Py
 
     run.defvjp(forward, backward)
     return run(whole, target)
+
+
+def _undivided(gradient: jax.Array, place: Placement) -> jax.Array:
+    """A synchronised gradient; if it is a slice, its own gradient comes back undivided.
+
+    As `with_gradient` has it: autodiff's transpose of `sync` gathers slices and divides them.
+    """
+    if place.dim is None:
+        return gradient
+    return with_gradient(lambda x: x, lambda g: g * place.axis_size)(gradient)
 
 
 def _is_held(x: Any) -> bool:

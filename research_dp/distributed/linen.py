@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax.errors import InvalidRngError
 
 from research_dp.distributed.collectives import PLAIN, Reduction
-from research_dp.distributed.errors import UsageError
+from research_dp.distributed.errors import UsageError, check_dtype
 from research_dp.distributed.layout import Rule
 from research_dp.distributed.sharded_params import gather_params, shard_params
 from research_dp.distributed.trainable import Functions
@@ -100,7 +100,12 @@ def shard_module_params(
         reduction: As in `gather_params`.
         methods: Names of the methods that see whole parameters, e.g. also `attend` of `nn.Embed`;
             of no meaning for a function.
+
+    Raises:
+        UsageError: A dtype is not a floating-point dtype.
     """
+    check_dtype("shard_module_params.gather_dtype", gather_dtype)
+    check_dtype("shard_module_params.grad_scatter_dtype", grad_scatter_dtype)
     gather = functools.partial(
         gather_params,
         axis_name=axis_name,

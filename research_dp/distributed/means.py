@@ -17,7 +17,7 @@ from research_dp.distributed.collectives import (
     axes_size,
     flat_axes,
 )
-from research_dp.distributed.errors import UsageError
+from research_dp.distributed.errors import UsageError, check_dtype
 from research_dp.distributed.replication import is_replicated
 
 
@@ -79,6 +79,7 @@ def _own_and_left(
     gradient: jax.Array, axes: Axes, dtype: Any, pre_divide: bool, path: str
 ) -> tuple[jax.Array, Axes]:
     """`own_gradient`, and the axes over which autodiff has not summed it."""
+    check_dtype("dtype", dtype)
     # Asked once a gradient and axis: each question is traced.
     summed = tuple(axis for axis in axes if is_replicated(gradient, axis))
     if summed and (pre_divide or (dtype and jnp.dtype(dtype) != gradient.dtype)):

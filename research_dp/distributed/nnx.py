@@ -11,7 +11,7 @@ import jax
 from flax import nnx
 
 from research_dp.distributed.collectives import PLAIN, Reduction
-from research_dp.distributed.errors import UsageError
+from research_dp.distributed.errors import UsageError, check_dtype
 from research_dp.distributed.layout import Rule
 from research_dp.distributed.sharded_params import gather_params, shard_params
 from research_dp.distributed.trainable import Functions
@@ -126,8 +126,10 @@ def shard_nnx_module_params(
         methods: Names of the methods that see whole parameters, e.g. also `attend` of `nnx.Embed`.
 
     Raises:
-        UsageError: `target` is not a class of modules.
+        UsageError: `target` is not a class of modules, or a dtype is not a floating-point dtype.
     """
+    check_dtype("shard_nnx_module_params.gather_dtype", gather_dtype)
+    check_dtype("shard_nnx_module_params.grad_scatter_dtype", grad_scatter_dtype)
     if not (isinstance(target, type) and issubclass(target, nnx.Module)):
         raise UsageError(
             f"shard_nnx_module_params takes a class of nnx.Module, not {target!r}: parameters are "

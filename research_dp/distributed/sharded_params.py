@@ -27,7 +27,7 @@ from research_dp.distributed.boxes import (
     with_value,
 )
 from research_dp.distributed.collectives import PLAIN, Axes, Reduction, axes_size, flat_axes
-from research_dp.distributed.errors import UsageError
+from research_dp.distributed.errors import UsageError, check_dtype
 from research_dp.distributed.layout import Choice, Rule, check_choice, choose_dim
 from research_dp.distributed.means import averaged_axes, mean_gradient, refuse_divided_twice
 from research_dp.distributed.replication import is_replicated
@@ -102,8 +102,8 @@ def shard_params(
         before.
 
     Raises:
-        UsageError: The rule chose a dim that is taken or does not divide, or there are both a
-            rule and `min_weight_bytes`.
+        UsageError: The rule chose a dim that is taken or does not divide, there are both a
+            rule and `min_weight_bytes`, or an axis is named twice.
         NameError: The axis is not bound.
     """
     if rule is not None and min_weight_bytes is not None:
@@ -169,7 +169,13 @@ def gather_params(
     Returns:
         The same tree. A gathered leaf is a bare array, or a `nn.Partitioned` if another axis still
         splits it; the others are the same objects as before.
+
+    Raises:
+        UsageError: A dtype is not a floating-point dtype, or an axis is named twice.
+        NameError: The axis is not bound.
     """
+    check_dtype("gather_params.gather_dtype", gather_dtype)
+    check_dtype("gather_params.grad_scatter_dtype", grad_scatter_dtype)
     axis_name = as_name(axis_name)
     gather = functools.partial(
         collectives.gather_array_with_mean_grads,
@@ -229,6 +235,7 @@ def sync_gradients(
             was divided then; or `dtype` and `pre_divide` come too late, for autodiff has summed.
         NameError: An axis is not bound.
     """
+    check_dtype("sync_gradients.dtype", dtype)
     axes = flat_axes(axis_names)
     axes_size(axes)  # names an axis that is not bound
     done = averaged_axes(loss, axes)

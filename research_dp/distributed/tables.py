@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from research_dp.distributed.collectives import GatherOptions, axes_size, flat_axes, gather
+from research_dp.distributed.collectives import (
+    GatherOptions,
+    axes_size,
+    flat_axes,
+    gather,
+    with_gradient,
+)
 
 
 @jax.custom_vjp
@@ -32,14 +37,12 @@ def _take_fwd(table: jax.Array, indices: jax.Array) -> tuple[jax.Array, Any]:
 
 def _take_bwd(kept: Any, g: jax.Array) -> tuple[jax.Array, None]:
     indices, like = kept
-    zeros = jnp.zeros((like.shape[0], g.shape[-1]), jnp.float32)
-    return zeros.at[indices].add(g.astype(jnp.float32)).astype(like.dtype), None
+    return _add_rows(g, indices, like.shape[0]).astype(like.dtype), None
 
 
 take_rows.defvjp(_take_fwd, _take_bwd)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def exchange_rows(block: jax.Array, indices: jax.Array, options: GatherOptions) -> jax.Array:
     """Rows of a table that is split by feature, without making it whole.
 
@@ -54,26 +57,29 @@ def exchange_rows(block: jax.Array, indices: jax.Array, options: GatherOptions) 
     Returns:
         (batch, ..., features) in `gather_dtype`. The gradient, sent back in `grad_scatter_dtype`,
         is that of the mean over the axis, added up in float32, whatever `reduction` says.
+        Derivatives of higher order are exact (`with_gradient`).
     """
-    return _exchange_fwd(block, indices, options)[0]
+    count, dtype = block.shape[0], block.dtype
 
+    def rows(block: jax.Array, everyone: jax.Array) -> jax.Array:
+        mine = block[everyone].astype(options.gather_dtype or dtype)
+        return _swapped(mine, options, 0, mine.ndim - 1)
 
-def _exchange_fwd(
-    block: jax.Array, indices: jax.Array, options: GatherOptions
-) -> tuple[jax.Array, Any]:
+    def columns(g: jax.Array, everyone: jax.Array) -> jax.Array:
+        wire = g.astype(options.grad_scatter_dtype or dtype)
+        total = _add_rows(_swapped(wire, options, g.ndim - 1, 0), everyone, count)
+        # Summed here over all devices' examples, and divided, once: the mean over the axis.
+        return (total / axes_size(flat_axes(options.axis))).astype(dtype)
+
     everyone = gather(indices, 0, options.axis, options.reduction)
-    mine = block[everyone].astype(options.gather_dtype or block.dtype)
-    rows = lax.all_to_all(mine, options.axis, split_axis=0, concat_axis=mine.ndim - 1, tiled=True)
-    return rows, (everyone, block[:, :0])
+    return with_gradient(rows, columns)(block, everyone)
 
 
-def _exchange_bwd(options: GatherOptions, kept: Any, g: jax.Array) -> tuple[jax.Array, None]:
-    everyone, like = kept
-    wire = g.astype(options.grad_scatter_dtype or like.dtype)
-    mine = lax.all_to_all(wire, options.axis, split_axis=g.ndim - 1, concat_axis=0, tiled=True)
-    # Summed here over all devices' examples, and divided, once: the mean over the axis.
-    (total, _) = _take_bwd((everyone, like.astype(jnp.float32)), mine)
-    return (total / axes_size(flat_axes(options.axis))).astype(like.dtype), None
+def _swapped(x: jax.Array, options: GatherOptions, split: int, concat: int) -> jax.Array:
+    return lax.all_to_all(x, options.axis, split_axis=split, concat_axis=concat, tiled=True)
 
 
-exchange_rows.defvjp(_exchange_fwd, _exchange_bwd)
+def _add_rows(g: jax.Array, indices: jax.Array, count: int) -> jax.Array:
+    """The gradient of a table of `count` rows, float32, from that of the rows taken."""
+    zeros = jnp.zeros((count, g.shape[-1]), jnp.float32)
+    return zeros.at[indices].add(g.astype(jnp.float32))
