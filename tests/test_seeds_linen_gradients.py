@@ -166,8 +166,8 @@ def test_case_13_gradients_are_right_whether_replication_is_checked_or_not(check
     x = jnp.arange(16.0)
 
     def replicated(w, x):
-        grad = jax.grad(lambda w: jnp.mean(w * x))(w)
-        return research_dp.sync_gradients(grad, ("data",))
+        value, grad = jax.value_and_grad(lambda w: jnp.mean(w * x))(w)
+        return research_dp.sync_gradients(grad, ("data",), loss=value)
 
     grad = on(A, replicated, (P(), P("data")), P(), check_vma)(jnp.ones(()), x)
     assert float(grad) == 7.5
@@ -177,7 +177,8 @@ def test_case_13_gradients_are_right_whether_replication_is_checked_or_not(check
             full = research_dp.gather_params(w, "fsdp")
             return jnp.mean(jnp.sum(full) * x)
 
-        return research_dp.sync_gradients(jax.grad(loss)(w), ("dp", "fsdp"))
+        value, grad = jax.value_and_grad(loss)(w)
+        return research_dp.sync_gradients(grad, ("dp", "fsdp"), loss=value)
 
     w = nn.Partitioned(jnp.ones(8), ("fsdp",))
     grad = on(B, hybrid, (P("fsdp"), DEVICES), P("fsdp"), check_vma)(w, x)

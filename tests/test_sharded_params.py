@@ -45,13 +45,27 @@ def replicated(w, x, loss=own, check=False, **options):
     return rdp.sync_gradients(grad, AXES, loss=value if check else None, **options)
 
 
+def twice(w, x):
+    value, grad = jax.value_and_grad(own)(w, x)
+    once = rdp.sync_gradients(grad, "fsdp", loss=value)
+    again = rdp.sync_gradients(once, AXES, loss=value)
+    return rdp.sync_gradients({"w": nn.Partitioned(again, ())}, AXES)["w"].value
+
+
+def averaged_already(w, x):
+    return rdp.sync_gradients(averaged(w, x), AXES)
+
+
 def made_varying(w, x):
     return replicated(as_varying(w, AXES), x, dtype="bfloat16", pre_divide=True)
 
 
 def gathered_array(w, x):
-    grad = jax.grad(lambda w: own(rdp.gather_array_with_mean_grads(w, 0, "fsdp"), x))(w)
-    return rdp.sync_gradients(nn.Partitioned(grad, ("fsdp",)), AXES).value
+    def loss(w):
+        return own(rdp.gather_array_with_mean_grads(w, 0, "fsdp"), x)
+
+    value, grad = jax.value_and_grad(loss)(w)
+    return rdp.sync_gradients(nn.Partitioned(grad, ("fsdp",)), AXES, loss=value).value
 
 
 def gathered(w, x, loss=own, check=False, axis="fsdp"):
@@ -157,15 +171,22 @@ def clipped(w, x, averaged=True):
 MEAN, MASKED = 7.5, 71 / 9
 SCALAR, SHARD, BOTH = (), ("fsdp",), (AXES,)
 ROWS = {
-    "`sync_gradients`, replicated parameter": (replicated, SCALAR, MEAN),
+    "`sync_gradients(loss=...)`, replicated parameter": (
+        functools.partial(replicated, check=True),
+        SCALAR,
+        MEAN,
+    ),
+    "`sync_gradients(loss=...)`, twice": (twice, SCALAR, MEAN),
+    "`sync_gradients` without `loss`, replicated parameter": (replicated, SCALAR, MEAN),
+    "`sync_gradients` of a metric that was averaged": (averaged_already, SCALAR, MEAN),
     "`sync_gradients`, parameter made varying by `jax.lax.pcast`": (made_varying, SCALAR, MEAN),
     "`sync_gradients(dtype=...)`, replicated parameter": (
-        functools.partial(replicated, dtype="bfloat16"),
+        functools.partial(replicated, dtype="bfloat16", check=True),
         SCALAR,
         MEAN,
     ),
     "`sync_gradients(pre_divide=True)`, replicated parameter": (
-        functools.partial(replicated, pre_divide=True),
+        functools.partial(replicated, pre_divide=True, check=True),
         SCALAR,
         MEAN,
     ),

@@ -121,8 +121,8 @@ def reduce_gradients_across_devices(
     Args:
         gradients: Gradients of each device's own loss. Leaves keep shape and dtype; the mean of
             whole numbers is a float32. Under `shard_map(check_vma=True)` those of replicated
-            parameters are summed by autodiff already, and are not summed again; to reduce twice
-            is wrong there. Boxes that the axis splits keep their means (`sync_gradients`).
+            parameters are summed by autodiff already, and are not summed again; their mean needs
+            `loss`. Boxes that the axis splits keep their means (`sync_gradients`).
         reduce_type: 'mean' or 'sum', in any case of letters.
         axis_name: The bound axis, or a tuple of several.
         loss: The loss that was differentiated, as in `sync_gradients`: tells whether it was
@@ -130,7 +130,7 @@ def reduce_gradients_across_devices(
 
     Raises:
         UsageError: Another `reduce_type`; `loss` was averaged before, and the sum of each device's
-            own gradients is wanted.
+            own gradients is wanted; the mean of what is the same on each device, without `loss`.
         NameError: The axis is not bound, e.g. `pmap` was not given `axis_name`.
     """
     axes = collectives.flat_axes(axis_name)

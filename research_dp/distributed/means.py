@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +19,11 @@ from research_dp.distributed.collectives import (
     flat_axes,
 )
 from research_dp.distributed.errors import UsageError, check_dtype
-from research_dp.distributed.replication import is_replicated
+from research_dp.distributed.replication import is_replicated, varying_axes
+
+# The axes that `mean_gradient` averaged a value over, by the value's id, while the value exists: its
+# type does not say so.
+_AVERAGED: dict[int, tuple[weakref.ref[Any], Axes]] = {}
 
 
 def mean_gradient(
@@ -29,12 +34,14 @@ def mean_gradient(
     *,
     pre_divide: bool = False,
     path: str = "",
+    fresh: bool,
 ) -> jax.Array:
     """Mean over devices of the gradients of each device's own loss, whoever has summed them.
 
     Under `shard_map(check_vma=True)` autodiff has summed the gradient of a parameter that is the
     same along an axis: the type of the gradient then no longer varies along it. Averaging such a
-    gradient would leave the sum.
+    gradient would leave the sum. An average has the same type, and dividing it would be wrong: so
+    the caller says that a gradient is fresh. What this function returned is returned unchanged.
 
     Args:
         gradient: This device's gradient, or the sum that autodiff made of them.
@@ -43,14 +50,25 @@ def mean_gradient(
         dtype: dtype of that sum; None: the gradient's.
         pre_divide: Divide before that sum.
         path: Of the parameter, for messages.
+        fresh: Whether the gradient is known to be as autodiff returned it.
 
     Raises:
-        UsageError: It is summed already, so `dtype` or `pre_divide` come too late.
+        UsageError: It is summed already, so `dtype` or `pre_divide` come too late; or it is the
+            same along an axis, and not known to be fresh.
     """
-    gradient = jnp.asarray(gradient)
     axes_size(axes)  # names an axis that is not bound
-    own, left = _own_and_left(gradient, axes, dtype, pre_divide, path)
-    return all_mean(own, left, reduction, dtype, pre_divide=pre_divide)
+    value, done = _AVERAGED.get(id(gradient), (None, ()))
+    done = done if value is not None and value() is gradient else ()
+    if set(axes) <= set(done):
+        return gradient
+    left = tuple(axis for axis in axes if axis not in done)
+    gradient = jnp.asarray(gradient)
+    own, left = _own_and_left(gradient, left, dtype, pre_divide, path, fresh=fresh)
+    mean = all_mean(own, left, reduction, dtype, pre_divide=pre_divide)
+    if len(left) < len(axes) or varying_axes(gradient):  # replication is tracked
+        key = id(mean)
+        _AVERAGED[key] = weakref.ref(mean, lambda _: _AVERAGED.pop(key, None)), (*done, *axes)
+    return mean
 
 
 def own_gradient(
@@ -76,12 +94,18 @@ def own_gradient(
 
 
 def _own_and_left(
-    gradient: jax.Array, axes: Axes, dtype: Any, pre_divide: bool, path: str
+    gradient: jax.Array, axes: Axes, dtype: Any, pre_divide: bool, path: str, *, fresh: bool = True
 ) -> tuple[jax.Array, Axes]:
     """`own_gradient`, and the axes over which autodiff has not summed it."""
     check_dtype("dtype", dtype)
     # Asked once a gradient and axis: each question is traced.
     summed = tuple(axis for axis in axes if is_replicated(gradient, axis))
+    if not fresh and axes_size(summed) > 1:
+        raise UsageError(
+            f"the gradient {path} {gradient.shape} is the same along {summed} (check_vma=True): "
+            "autodiff has summed it, or it is an average already; its type does not say which. "
+            "Pass loss=, as jax.value_and_grad returned it with the gradients; leave averages out."
+        )
     if summed and (pre_divide or (dtype and jnp.dtype(dtype) != gradient.dtype)):
         raise UsageError(
             f"the gradient {path} {gradient.shape} was summed over {summed} in {gradient.dtype} by "

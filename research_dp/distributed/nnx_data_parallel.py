@@ -154,18 +154,24 @@ class DataParallel(nnx.Module):
         gradients: Any,
         reduce_type: Literal["mean", "sum"] = "mean",
         axis_name: str = "batch",
+        *,
+        loss: jax.Array | None = None,
     ) -> Any:
         """See `research_dp.reduce_gradients_across_devices`."""
-        return self.all_reduce_gradients_static(gradients, reduce_type, axis_name)
+        return self.all_reduce_gradients_static(gradients, reduce_type, axis_name, loss=loss)
 
     @staticmethod
     def all_reduce_gradients_static(
         gradients: Any,
         reduce_type: Literal["mean", "sum"] = "mean",
         axis_name: str = "batch",
+        *,
+        loss: jax.Array | None = None,
     ) -> Any:
         """See `research_dp.reduce_gradients_across_devices`."""
-        return data_parallel.reduce_gradients_across_devices(gradients, reduce_type, axis_name)
+        return data_parallel.reduce_gradients_across_devices(
+            gradients, reduce_type, axis_name, loss=loss
+        )
 
     def replicate_params(self, params: Any, mesh: Mesh) -> Any:
         """Puts every leaf whole on every device; Python numbers become arrays."""

@@ -214,7 +214,8 @@ def sync_gradients(
     """Averages gradients over the mesh axes that their parameters are replicated on.
 
     As in xlstm-jax; and right under `shard_map(check_vma=True)` too, where autodiff has summed the
-    gradients of replicated parameters already (`mean_gradient`).
+    gradients of replicated parameters already (`mean_gradient`). Types do not tell such a sum from
+    an average, so `loss` is needed there. What this function returned stays as it is.
 
     Args:
         grads: Gradients of each device's own loss, a mean over its own examples. Those of sharded
@@ -222,9 +223,10 @@ def sync_gradients(
         axis_names: The mesh axes to average over; one name, or several.
         dtype: dtype in which they are summed; None: each gradient's own.
         pre_divide: Divide before the sum, for float16.
-        loss: The loss that was differentiated, as `jax.value_and_grad` returns it. Its type says,
-            and gradients do not, whether it was averaged over an axis before, or not split over it:
-            then autodiff has not summed gradients over that axis, and nothing is divided.
+        loss: The loss that was differentiated, as `jax.value_and_grad` returns it with `grads`. Its
+            type says, and gradients do not, whether it was averaged over an axis before, or not
+            split over it: then autodiff has not summed gradients over that axis, and nothing is
+            divided. To be given under `check_vma=True`, unless parameters vary along the axes.
         reduction: How they are summed.
 
     Returns:
@@ -232,7 +234,8 @@ def sync_gradients(
 
     Raises:
         UsageError: `loss` was averaged before over an axis that splits a parameter, whose gradient
-            was divided then; or `dtype` and `pre_divide` come too late, for autodiff has summed.
+            was divided then; `dtype` and `pre_divide` come too late, for autodiff has summed; or a
+            leaf is the same along an axis, by its type, and there is no `loss`.
         NameError: An axis is not bound.
     """
     check_dtype("sync_gradients.dtype", dtype)
@@ -248,7 +251,13 @@ def sync_gradients(
         if not over:
             return leaf
         mean = mean_gradient(
-            value_of(leaf), over, reduction, dtype, pre_divide=pre_divide, path=path
+            value_of(leaf),
+            over,
+            reduction,
+            dtype,
+            pre_divide=pre_divide,
+            path=path,
+            fresh=loss is not None,
         )
         return with_value(leaf, mean)
 
