@@ -98,6 +98,7 @@ def all_mean_tree(
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
 ) -> PyTree:
     """Mean over devices of each leaf, few collectives for many leaves; leaves keep their dtype."""
+    axes = flat_axes(axes)
 
     def move(rows: jax.Array) -> jax.Array:
         return _mean(rows, axes, reduction, dtype, pre_divide)

@@ -116,6 +116,7 @@ def all_mean(
     Means of integers are float32, as `jax.lax.pmean` has it. For `pre_divide` see `_mean`. Raises
     UsageError for a `dtype` that is not a floating-point dtype.
     """
+    axes = flat_axes(axes)
     if not axes:
         return x
     return _mean(x, axes, lambda wire: reduction.all_sum(wire, axes), dtype, pre_divide)
@@ -218,10 +219,9 @@ class GatherOptions(NamedTuple):
 def with_gradient(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
     """A linear function, and the linear function that maps its gradients back.
 
-    Each is the derivative of the other, so that derivatives of any order are exact. A full array
-    has the gradient of this device's own loss; a shard has the gradient of the mean loss. So a
-    gather's gradient is scattered and divided, and the gradient of that is gathered, undivided:
-    autodiff's own transpose would divide once more, at each order.
+    Each is the derivative of the other, so derivatives of any order are exact. A full array has the
+    gradient of this device's own loss; a shard has that of the mean loss. So a gather's gradient is
+    scattered and divided, and its gradient is gathered, undivided. Autodiff would divide again.
 
     Args:
         forward: (pytree, *constants) -> pytree. It closes over no traced value.

@@ -21,8 +21,8 @@ from research_dp.distributed.collectives import (
 from research_dp.distributed.errors import UsageError, check_dtype
 from research_dp.distributed.replication import is_replicated, varying_axes
 
-# The axes that `mean_gradient` averaged a value over, by the value's id, while the value exists: its
-# type does not say so.
+# The axes that `mean_gradient` averaged a value over, by the value's id, while the value exists:
+# its type does not say so.
 _AVERAGED: dict[int, tuple[weakref.ref[Any], Axes]] = {}
 
 
