@@ -385,3 +385,36 @@ def test_forward_mode_is_refused_as_before():
 
     with pytest.raises(TypeError, match="forward-mode"):
         on(mesh_of(fsdp=2), function, P(AXIS), P())(jnp.ones(4))
+
+
+class Sgd:
+    def apply_gradients(self, gradients, parameters):
+        return jax.tree.map(lambda p, g: p - 0.5 * g, parameters, gradients)
+
+
+@pytest.mark.parametrize(
+    ("check_vma", "max_norm"),
+    [(True, 0.5), *(pytest.param(c, None, marks=pytest.mark.slow) for c in (False, True))],
+)
+def test_through_a_sharded_update(check_vma, max_norm):
+    def adapted(update, w, x):
+        value, grad = jax.value_and_grad(own)(w, x[0])
+        return own(update(w, grad, value), x[1])
+
+    def own(w, x):
+        return jnp.mean(jnp.sum(jnp.sin(x @ w), axis=-1))
+
+    def sharded(w, grad, loss):
+        new = rdp.fsdp_apply_gradients(grad, w, Sgd(), max_norm=max_norm, loss=loss)
+        return new if max_norm is None else new[0]
+
+    def plain(w, grad, loss):
+        scale = 1 if max_norm is None else max_norm / jnp.linalg.norm(grad)
+        return w - 0.5 * scale * grad
+
+    def on_device(w, x):
+        value, grad = jax.value_and_grad(functools.partial(adapted, sharded))(w, x)
+        return rdp.sync_gradients(grad, AXIS, loss=value)
+
+    found = on(mesh_of(fsdp=4), on_device, (P(), P(None, AXIS)), P(), check_vma)(PARAMS["in"], X)
+    close(found, jax.jit(jax.grad(functools.partial(adapted, plain)))(PARAMS["in"], X))
