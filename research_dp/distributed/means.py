@@ -102,7 +102,7 @@ def _own_and_left(
     summed = tuple(axis for axis in axes if is_replicated(gradient, axis))
     if not fresh and axes_size(summed) > 1:
         raise UsageError(
-            f"the gradient {path} {gradient.shape} is the same along {summed} (check_vma=True): "
+            f"{path or 'a gradient'} {gradient.shape} is the same along {summed} (check_vma=True): "
             "autodiff has summed it, or it is an average already; its type does not say which. "
             "Pass loss=, as jax.value_and_grad returned it with the gradients; leave averages out."
         )
