@@ -16,11 +16,12 @@ import optax
 
 from research_dp.distributed.boxes import leaves_with_paths, split_over, value_of
 from research_dp.distributed.collectives import PLAIN, Axes, Reduction, flat_axes
-from research_dp.distributed.errors import UsageError
+from research_dp.distributed.errors import UsageError, some_of
+from research_dp.distributed.kinds import NonNegative
 from research_dp.distributed.layout import Placement
 from research_dp.distributed.mesh import FSDP_AXIS
 from research_dp.distributed.replication import is_replicated, is_tracked
-from research_dp.distributed.updates import clip_factor, norm_of_blocks
+from research_dp.distributed.updates import check_max_norm, clip_factor, norm_of_blocks
 
 PyTree = Any
 
@@ -48,7 +49,8 @@ def sharded_global_norm(
 
     Raises:
         UsageError: A leaf varies from device to device though it counts as whole, which is known
-            under `check_vma=True`: it was not averaged, or is a shard without a box.
+            under `check_vma=True`: it was not averaged, or is a shard without a box. Or `layout`
+            has other leaves than `grads`.
         NameError: An axis is not bound.
     """
     return norm_of_blocks(_blocks(grads, flat_axes(axis_names), layout), reduction)
@@ -57,7 +59,7 @@ def sharded_global_norm(
 @gin.register(module="distributed")
 def clip_by_global_norm_sharded(
     grads: PyTree,
-    max_norm: float,
+    max_norm: NonNegative,
     axis_names: str | Sequence[str],
     *,
     layout: PyTree = None,
@@ -74,7 +76,11 @@ def clip_by_global_norm_sharded(
 
     Returns:
         (gradients in their dtypes, the norm before). If the norm is NaN, all gradients are NaN.
+
+    Raises:
+        UsageError: `max_norm` is not a number of at least 0, or as in `sharded_global_norm`.
     """
+    check_max_norm("max_norm", max_norm)
     norm = sharded_global_norm(grads, axis_names, layout=layout, reduction=reduction)
     factor = clip_factor(norm, max_norm)
     return jax.tree.map(lambda g: (g * factor).astype(g.dtype), grads), norm
@@ -82,7 +88,7 @@ def clip_by_global_norm_sharded(
 
 @gin.register(module="distributed")
 def clip_by_global_norm(
-    max_norm: float,
+    max_norm: NonNegative,
     axis_names: str | Sequence[str],
     *,
     layout: PyTree = None,
@@ -90,8 +96,9 @@ def clip_by_global_norm(
 ) -> optax.GradientTransformation:
     """`optax.clip_by_global_norm`, right inside mapped axes where gradients are sharded.
 
-    For `optax.chain`; arguments are those of `clip_by_global_norm_sharded`.
+    For `optax.chain`; arguments and errors are those of `clip_by_global_norm_sharded`.
     """
+    check_max_norm("max_norm", max_norm)
 
     def update(updates: PyTree, state: Any, params: PyTree = None) -> tuple[PyTree, Any]:
         del params
@@ -108,6 +115,12 @@ def _blocks(grads: PyTree, axes: Axes, layout: PyTree) -> Iterator[tuple[jax.Arr
     tracked = [axis for axis in axes if is_tracked(axis)]
     leaves = leaves_with_paths(grads)
     lying = leaves if layout is None else leaves_with_paths(layout)
+    missing = {path for path, _ in leaves} ^ {path for path, _ in lying}
+    if missing or len(leaves) != len(lying):
+        raise UsageError(
+            "norm of gradients: layout has other leaves than the gradients "
+            f"({some_of(sorted(missing), 3)}); give a tree of their structure."
+        )
     for (path, leaf), (_, lies) in zip(leaves, lying, strict=True):
         held = split_over(leaf) or _placed_on(lies)
         varying = [a for a in tracked if a not in held and not is_replicated(value_of(leaf), a)]

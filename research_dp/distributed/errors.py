@@ -37,6 +37,11 @@ def message_of(error: BaseException) -> str:
     return str(error).split(IN_CALL)[0]
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message."""
+    return str(error).split("\n")[0]
+
+
 def some_of(names: Sequence[str], most: int) -> str:
     """The first of several names, and how many there are besides."""
     more = f" and {len(names) - most} more" if len(names) > most else ""

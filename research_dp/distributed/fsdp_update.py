@@ -8,6 +8,7 @@ in docs/api_updates.md.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import Any, Protocol
 
 import gin
@@ -23,19 +24,23 @@ from research_dp.distributed.collectives import (
     axes_size,
     flat_axes,
 )
-from research_dp.distributed.errors import UsageError
+from research_dp.distributed.errors import UsageError, check_dtype
 from research_dp.distributed.layout import Placement, by_path, lay_out_flat, path_name
 from research_dp.distributed.means import averaged_axes, own_gradient, refuse_divided_twice
-from research_dp.distributed.optimizer_state import OptaxAdapter
+from research_dp.distributed.optimizer_state import OptaxAdapter, check_elementwise, slice_axes
 from research_dp.distributed.replication import bound_axes, is_replicated, is_tracked
-from research_dp.distributed.updates import clip_factor, norm_of_blocks
+from research_dp.distributed.updates import check_max_norm, clip_factor, norm_of_blocks
 
 PyTree = Any
 Group = str | Sequence[str] | None
 
 
 class Optimizer(Protocol):
-    """What `fsdp_apply_gradients` needs of an optimizer."""
+    """What `fsdp_apply_gradients` needs of an optimizer.
+
+    It is traced, in a copy, to show that each element is updated by itself. A class whose objects
+    cannot be copied and traced may say so itself, by an attribute `elementwise = True`.
+    """
 
     def apply_gradients(self, gradients: PyTree, parameters: PyTree) -> PyTree: ...
 
@@ -74,7 +79,7 @@ def fsdp_apply_gradients(
         optimizer: Has `apply_gradients(gradients, parameters) -> parameters`; it is given each
             gradient in its parameter's dtype.
         fsdp_group: Axis, or axes, that the update is split over; None: all bound ones but
-            `dp_group`.
+            `dp_group`. Slices are numbered by the axes' names, in whatever order they are given.
         dp_group: Axis, or axes, along which slices are repeated and averaged. None: there are
             none; () too, and axes in neither group (tensor parallel) are meant so.
         communication_size: Arrays of one dtype travel together until they are so many bytes;
@@ -97,7 +102,9 @@ def fsdp_apply_gradients(
             parameter or `loss`, the optimizer is not elementwise or returns something else, or
             `dtype` and `pre_divide` come too late, for autodiff has summed (`sync_gradients`).
     """
-    _check_options(optimizer, communication_stream, max_norm)
+    _check_options(optimizer, communication_size, communication_stream)
+    check_max_norm("max_norm", max_norm)
+    check_dtype("dtype", dtype)
     fsdp, dp = _groups(fsdp_group, dp_group)
     params = by_path(parameters)
     sums = {"dtype": dtype, "pre_divide": pre_divide}
@@ -148,7 +155,7 @@ def fsdp_update(
     return result[0], optimizer.state, result[1]
 
 
-def _check_options(optimizer: Any, communication_stream: Any, max_norm: Any) -> None:
+def _check_options(optimizer: Any, communication_size: Any, communication_stream: Any) -> None:
     if not hasattr(optimizer, "apply_gradients"):
         raise UsageError(
             f"the optimizer, a {type(optimizer).__name__}, has no apply_gradients(gradients, "
@@ -159,15 +166,18 @@ def _check_options(optimizer: Any, communication_stream: Any, max_norm: Any) -> 
             "communication_stream: XLA schedules collectives itself, there is none to choose; "
             "leave it None."
         )
-    if max_norm is not None and not isinstance(max_norm, jax.Array) and max_norm < 0:
-        raise UsageError(f"max_norm = {max_norm}: give a number of at least 0, or None.")
+    if not isinstance(communication_size, Integral) or isinstance(communication_size, bool):
+        raise UsageError(
+            f"communication_size = {communication_size!r}: give a number of bytes, e.g. "
+            f"{buckets.DEFAULT_BUCKET_BYTES}; at most 0: each array is communicated alone."
+        )
 
 
 def _groups(fsdp_group: Group, dp_group: Group) -> tuple[Axes, Axes]:
     """The axes of both groups, checked against those that are bound here."""
     bound = bound_axes()
     dp = flat_axes(dp_group)
-    fsdp = tuple(a for a in bound if a not in dp) if fsdp_group is None else flat_axes(fsdp_group)
+    fsdp = slice_axes([a for a in bound if a not in dp] if fsdp_group is None else fsdp_group)
     for axis in fsdp + dp:
         if axis not in bound:
             raise UsageError(
@@ -253,8 +263,11 @@ def _update(
 
     mine = buckets.shard_tree(params, layout, axis=axis)
     given = {name: g.astype(params[name].dtype) for name, g in slices.items()}
-    if axes_size(axis) > 1 and isinstance(optimizer, OptaxAdapter):
-        optimizer.check_slices(tree(given), tree(mine), tree(params), axes_size(axis))
+    own = type(optimizer).apply_gradients is not OptaxAdapter.apply_gradients
+    if isinstance(optimizer, OptaxAdapter) and not own:
+        optimizer.check_slices(tree(params), axes_size(axis))
+    elif axes_size(axis) > 1:
+        check_elementwise(optimizer, mine, layout, tree)
     new = by_path(optimizer.apply_gradients(tree(given), tree(mine)))
     if {n: x.shape for n, x in new.items()} != {n: x.shape for n, x in mine.items()}:
         raise UsageError(

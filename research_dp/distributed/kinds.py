@@ -7,6 +7,7 @@ check themselves with `errors.check_count` and the like, which ask here too.
 from __future__ import annotations
 
 import dataclasses
+from numbers import Integral, Real
 from typing import Annotated, Any, Protocol
 
 import jax.numpy as jnp
@@ -27,7 +28,8 @@ class AtLeast:
     least: int
 
     def accepts(self, value: Any) -> bool:
-        return isinstance(value, int) and not isinstance(value, bool) and value >= self.least
+        whole = isinstance(value, Integral) and not isinstance(value, bool)
+        return whole and value >= self.least
 
     def __str__(self) -> str:
         return f"a whole number of at least {self.least}"
@@ -55,6 +57,19 @@ class Above:
 
     def __str__(self) -> str:
         return "a positive number" if self.bound == 0 else f"a number above {self.bound}"
+
+
+@dataclasses.dataclass(frozen=True)
+class NotBelow:
+    """Numbers from `bound` on."""
+
+    bound: float
+
+    def accepts(self, value: Any) -> bool:
+        return _is_number(value) and value >= self.bound
+
+    def __str__(self) -> str:
+        return f"a number of at least {self.bound}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,12 +115,13 @@ class Dtypes:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 Count = Annotated[int, AtLeast(1)]
 CountOrZero = Annotated[int, AtLeast(0)]
 Positive = Annotated[float, Above(0)]
+NonNegative = Annotated[float, NotBelow(0)]
 Fraction = Annotated[float, Part()]
 DropoutRate = Annotated[float, Part(with_one=False)]
 Seed = Annotated[int, Seeds()]

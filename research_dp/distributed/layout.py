@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from research_dp.distributed.errors import UsageError
+from research_dp.distributed.errors import UsageError, check_count
 from research_dp.distributed.mesh import FSDP_AXIS
 
 PyTree = Any
@@ -271,10 +271,17 @@ def lay_out_flat(tree: PyTree, shards: int) -> PyTree:
 
     Returns:
         A tree of the same structure with a `Placement` at each leaf.
+
+    Raises:
+        UsageError: `shards` is below 1, or a leaf is a random key or no array.
     """
+    check_count("shards", shards, 1)
 
     def place(path: Any, leaf: Any) -> Placement:
-        name, shape, dtype = path_name(path), tuple(leaf.shape), np.dtype(leaf.dtype)
+        name, dtype = path_name(path), getattr(leaf, "dtype", None)
+        if not isinstance(dtype, np.dtype):
+            raise UsageError(f"{name!r} is {dtype or type(leaf)}: only numbers can be split.")
+        shape = tuple(leaf.shape)
         if shards == 1:
             return Placement(name, shape, dtype, None, "there is one shard", 1)
         return Placement(name, shape, dtype, max(len(shape) - 1, 0), "", shards, flat=True)
@@ -284,12 +291,8 @@ def lay_out_flat(tree: PyTree, shards: int) -> PyTree:
 
 def whole(layout: PyTree) -> PyTree:
     """The same tree with nothing sharded: how `zero1` keeps its parameters."""
-    return jax.tree.map(
-        lambda p: dataclasses.replace(
-            p, dim=None, reason="the strategy keeps parameters whole", flat=False
-        ),
-        layout,
-    )
+    kept = {"dim": None, "reason": "the strategy keeps parameters whole", "flat": False}
+    return jax.tree.map(lambda p: dataclasses.replace(p, **kept), layout)
 
 
 def specs(layout: PyTree) -> PyTree:

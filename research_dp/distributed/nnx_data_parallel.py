@@ -17,6 +17,7 @@ from research_dp.distributed import data_parallel, placement
 from research_dp.distributed.clipping import clip_by_global_norm_sharded
 from research_dp.distributed.errors import UsageError
 from research_dp.distributed.replication import refuse_mapped
+from research_dp.distributed.updates import check_max_norm
 
 Batch = Any
 
@@ -50,9 +51,11 @@ def spmd_train_step(
         The loss, or (loss, aux) with `has_aux`.
 
     Raises:
-        UsageError: Called inside `shard_map`, `pmap` or `vmap(axis_name=...)`.
+        UsageError: `max_grad_norm` is not a number of at least 0, or it is called inside
+            `shard_map`, `pmap` or `vmap(axis_name=...)`.
     """
     refuse_mapped("spmd_train_step")
+    check_max_norm("max_grad_norm", max_grad_norm)
     of_model = nnx.DiffState(0, optimizer.wrt)
     gradients = nnx.value_and_grad(loss_fn, argnums=of_model, has_aux=has_aux)
     value, grads = gradients(model, batch, **({} if rngs is None else {"rngs": rngs}))

@@ -8,18 +8,29 @@ buckets.
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from types import FunctionType, ModuleType
 from typing import Any
 
 import gin
 import jax
+import jax.numpy as jnp
 import optax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
-from research_dp.distributed.collectives import Axes
-from research_dp.distributed.errors import UsageError
+from research_dp.distributed.collectives import Axes, flat_axes
+from research_dp.distributed.dependence import elementwise
+from research_dp.distributed.elementwise import find_mixing
+from research_dp.distributed.errors import UsageError, first_line
 from research_dp.distributed.layout import Placement, by_path, dim_spec, lay_out_flat
 from research_dp.distributed.padding import flatten_padded, unflatten
-from research_dp.distributed.updates import apply_optimizer, map_state, mixing_in
+from research_dp.distributed.updates import (
+    apply_optimizer,
+    find_mixing_update,
+    local_part,
+    map_state,
+)
 
 PyTree = Any
 
@@ -44,7 +55,7 @@ class OptaxAdapter:
     def __init__(self, transform: optax.GradientTransformation, state: PyTree = None):
         self.transform = transform
         self.state = state
-        # Jitted, so that the check and the update are one trace.
+        # Jitted, so that outside of a map it is one program.
         self._jitted = optax.GradientTransformation(transform.init, jax.jit(transform.update))
 
     def init(self, parameters: PyTree, shards: int = 1) -> PyTree:
@@ -64,41 +75,45 @@ class OptaxAdapter:
         parameters, self.state = apply_optimizer(self._jitted, gradients, state, parameters)
         return parameters
 
-    def check_slices(
-        self, gradients: PyTree, slices: PyTree, parameters: PyTree, shards: int
-    ) -> None:
+    def check_slices(self, parameters: PyTree, shards: int) -> None:
         """Checks that the update of slices is a slice of the update. Computes nothing.
 
         Args:
-            gradients: This device's slices of the gradients.
-            slices: This device's slices of the parameters.
-            parameters: The whole parameters; shapes suffice.
+            parameters: The unsharded parameters that have gradients; shapes suffice.
             shards: Number of slices.
 
         Raises:
-            UsageError: The optimizer mixes elements of an array, or its state is not what
-                `slice_state` makes: it was not sliced, or not for so many shards, or it goes by the
-                shape of a parameter (factored moments).
+            UsageError: The optimizer mixes elements of an array, or needs more than gradients,
+                state and parameters. Or its state is not what `slice_state` makes: it was not
+                sliced, or not for so many shards or these parameters, or it goes by the shape of a
+                parameter (factored moments).
         """
-        state = self._state_of(slices)
-        whole = jax.eval_shape(self.transform.init, parameters)
         layout = lay_out_flat(parameters, shards)
-        expected = by_path(map_state(self.transform, _local, whole, layout))
-        held = by_path(state)
-        for name in sorted(expected.keys() | held.keys()):
-            shape, wanted = (x[name].shape if name in x else None for x in (held, expected))
+        unsharded = jax.eval_shape(self.transform.init, parameters)
+        state = self.state
+        if state is None:
+            slices = jax.tree.map(local_part, parameters, layout)
+            state = jax.eval_shape(self.transform.init, slices)
+        expected = by_path(map_state(self.transform, local_part, unsharded, layout))
+        given = by_path(state)
+        for name in sorted(expected.keys() | given.keys()):
+            shape, wanted = (jnp.shape(x[name]) if name in x else None for x in (given, expected))
+            if wanted is None or shape is None:
+                raise UsageError(
+                    f"optimizer state {name} is {'missing' if shape is None else 'left over'}: "
+                    "the state must be that of the parameters that have gradients, and no others."
+                )
             if shape != wanted:
                 raise UsageError(
                     f"optimizer state {name} has shape {shape} on a device, but slices for "
                     f"{shards} devices have {wanted}. Lay it out by slice_state and slice_specs; "
                     "an optimizer whose state goes by a parameter's shape cannot be split."
                 )
-        mixing = mixing_in(self._jitted.update, gradients, state, slices)
+        mixing = find_mixing_update(
+            self.transform, layout, None if self.state is None else unsharded
+        )
         if mixing:
-            raise UsageError(
-                f"the optimizer mixes elements of a parameter ({mixing}), but is applied to one of "
-                f"{shards} slices. Take an elementwise one; to clip by global norm use max_norm."
-            )
+            raise _mixing_error(mixing, shards)
 
     def _state_of(self, parameters: PyTree) -> PyTree:
         if self.state is None:
@@ -106,9 +121,97 @@ class OptaxAdapter:
         return self.state
 
 
-def _local(x: Any, p: Placement) -> Any:
-    """What a device holds of an array of the state."""
-    return jax.ShapeDtypeStruct(p.local_shape, x.dtype) if x.shape == p.shape else x
+def check_elementwise(
+    optimizer: Any,
+    slices: Mapping[str, jax.Array],
+    layout: Mapping[str, Placement],
+    tree: Callable[[Mapping[str, Any]], PyTree],
+) -> None:
+    """Checks any object with `apply_gradients` that is to be applied to slices.
+
+    A copy of the object (`copy.deepcopy`) is traced; the object itself does not change. Its state
+    is the arrays that it has, also in attributes of its attributes.
+
+    Args:
+        optimizer: The object. With an attribute `elementwise = True` it is not checked.
+        slices: This device's slices of the parameters, by path.
+        layout: Placements of the parameters, by path.
+        tree: Arrays by path -> the tree that the object is given.
+
+    Raises:
+        UsageError: It mixes elements of an array, or what it keeps between steps does; or it cannot
+            be copied and traced.
+    """
+    if getattr(optimizer, "elementwise", False):
+        return
+    state = _arrays(optimizer)
+
+    def apply(gradients: Any, parameters: Any) -> tuple[Any, Any]:
+        own = copy.deepcopy(optimizer, {id(x): x for x in state})
+        new = own.apply_gradients(tree(gradients), tree(parameters))
+        return [x for _, x in sorted(by_path(new).items())], _arrays(own)
+
+    def program(parameters: Mapping[str, Any]) -> Any:
+        return jax.make_jaxpr(apply)(parameters, parameters)
+
+    # State of slices does not fit unsharded parameters: then slices alone are traced.
+    local = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in slices.items()}
+    unsharded = {name: jax.ShapeDtypeStruct(p.shape, p.dtype) for name, p in layout.items()}
+    has_slices = any(x.ndim for x in state)
+    try:
+        traced = program(local if has_slices else unsharded)
+    except Exception as error:
+        raise UsageError(
+            f"the optimizer, a {type(optimizer).__name__}, could not be checked before it is "
+            f"applied to slices: {type(error).__name__}: {first_line(error)}. If each element is "
+            "updated by itself, set its attribute elementwise = True."
+        ) from error
+    labels = [elementwise(name) for name in local]
+    mixing = find_mixing(
+        traced,
+        [*labels, *labels],
+        labels,
+        on_shards=None if has_slices else lambda: program(local),
+        shard_shapes=frozenset(x.shape for x in local.values()),
+    )
+    if mixing:
+        raise _mixing_error(mixing, next(iter(layout.values())).axis_size)
+
+
+def _mixing_error(reason: str, shards: int) -> UsageError:
+    return UsageError(
+        f"the optimizer mixes elements of a parameter ({reason}), but is applied to one of "
+        f"{shards} slices. Take an elementwise one; to clip by global norm use max_norm."
+    )
+
+
+def _arrays(x: Any, seen: set[int] | None = None) -> list[jax.Array]:
+    """The JAX arrays that an object has, in its attributes and theirs."""
+    seen = set() if seen is None else seen
+    found = []
+    for leaf in jax.tree.leaves(x):
+        if isinstance(leaf, jax.Array):
+            found.append(leaf)
+        elif id(leaf) not in seen and not isinstance(leaf, type | ModuleType | FunctionType):
+            seen.add(id(leaf))
+            found += _arrays(leaf.__getstate__(), seen)
+    return found
+
+
+def slice_axes(group: str | Sequence[str] | None) -> Axes:
+    """The axes of a group in the order in which slices are numbered: by name.
+
+    One order for all who slice, step and read back, however they name the group.
+    """
+    return tuple(sorted(flat_axes(group)))
+
+
+def _sharded_over(x: Any, p: Placement) -> Axes:
+    """The axes over which the dim of slices is sharded, where that is known."""
+    sharding = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or len(sharding.spec) <= (p.dim or 0):
+        return ()
+    return flat_axes(sharding.spec[p.dim or 0])
 
 
 def slice_state(
@@ -141,10 +244,23 @@ def slice_state(
 def whole_state(
     transform: optax.GradientTransformation, state: PyTree, parameters: PyTree, shards: int
 ) -> PyTree:
-    """The inverse of `slice_state`: global arrays of the parameters' shapes, without padding."""
+    """The inverse of `slice_state`: global arrays of the parameters' shapes, without padding.
+
+    Raises:
+        UsageError: An array is sharded over axes in another order than `slice_axes` has: slices
+            would be read back in that order.
+    """
 
     def one(x: Any, p: Placement) -> Any:
-        return unflatten(x, p.shape) if p.flat and x.shape == p.split_shape else x
+        if not p.flat or x.shape != p.split_shape:
+            return x
+        axes = _sharded_over(x, p)
+        if axes != slice_axes(axes):
+            raise UsageError(
+                f"optimizer state of {p.path} is sharded over {axes}, but slices are in the order "
+                f"{slice_axes(axes)}. Lay it out by slice_specs."
+            )
+        return unflatten(x, p.shape)
 
     return map_state(transform, one, state, lay_out_flat(parameters, shards))
 
@@ -157,14 +273,15 @@ def slice_specs(
     Args:
         transform: The transform.
         parameters: The parameters that have gradients; shapes suffice.
-        axis: The mesh axis, or axes, of the group.
+        axis: The mesh axis, or axes, of the group, in any order: see `slice_axes`.
         shards: Size of the group.
     """
+    axes = slice_axes(axis)
 
     def one(x: Any, p: Placement) -> PartitionSpec:
         if p.dim is None or x.shape != p.shape:
             return PartitionSpec()
-        return dim_spec(p.dim, axis)
+        return dim_spec(p.dim, axes if len(axes) > 1 else axes[0])
 
     state, layout = jax.eval_shape(transform.init, parameters), lay_out_flat(parameters, shards)
     return map_state(transform, one, state, layout, lambda _: PartitionSpec())

@@ -8,13 +8,27 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from research_dp.distributed.errors import UsageError, check_count
+
 
 def pad_to_multiple(x: jax.Array, multiple: int, dim: int = 0) -> jax.Array:
-    """Appends zeros along `dim` until its length is a multiple; `x` itself if it is one."""
+    """Appends zeros along `dim` until its length is a multiple; `x` itself if it is one.
+
+    Args:
+        x: An array of at least one dim.
+        multiple: At least 1.
+        dim: From the end, if negative.
+
+    Raises:
+        UsageError: `multiple` is no count, or `x` has no such dim.
+    """
+    check_count("multiple", multiple, 1)
+    if not -x.ndim <= dim < x.ndim:
+        raise UsageError(f"dim = {dim}: the array has shape {x.shape}.")
     missing = -x.shape[dim] % multiple
     if not missing:
         return x
-    widths = [(0, missing if d == dim else 0, 0) for d in range(x.ndim)]
+    widths = [(0, missing if d == dim % x.ndim else 0, 0) for d in range(x.ndim)]
     return lax.pad(x, jnp.zeros((), x.dtype), widths)
 
 

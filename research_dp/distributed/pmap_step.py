@@ -20,7 +20,7 @@ from research_dp.distributed.data_parallel import reduce_gradients_across_device
 from research_dp.distributed.errors import UsageError
 from research_dp.distributed.layout import path_name
 from research_dp.distributed.replication import refuse_mapped
-from research_dp.distributed.updates import apply_optimizer
+from research_dp.distributed.updates import apply_optimizer, check_max_norm
 
 PyTree = Any
 Batch = Any
@@ -78,9 +78,11 @@ def data_parallel_train_step(
 
     Raises:
         UsageError: An array has no such first dim, rows do not divide into micro-batches, or `rngs`
-            are no random keys, or this is called inside a map.
+            are no random keys, `max_grad_norm` is not a number of at least 0, or this is called
+            inside a map.
     """
     refuse_mapped("data_parallel_train_step")
+    check_max_norm("max_grad_norm", max_grad_norm)
     options = _StepOptions(loss_fn, optimizer, has_aux, max_grad_norm, accumulation_steps)
     return _pmapped(options)(*_one_a_device(state, batch, rngs))
 

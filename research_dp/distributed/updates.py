@@ -7,23 +7,18 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
-from jax.extend.core import jaxprs_in_params
 
 from research_dp.distributed.collectives import PLAIN, Axes, Reduction
-from research_dp.distributed.errors import UsageError
-from research_dp.distributed.layout import path_name
+from research_dp.distributed.dependence import REPLICATED, Dependence, elementwise
+from research_dp.distributed.elementwise import find_mixing
+from research_dp.distributed.errors import UsageError, check_limit, first_line
+from research_dp.distributed.kinds import NotBelow
+from research_dp.distributed.layout import Placement, path_name
 from research_dp.distributed.mesh import FSDP_AXIS
 
 PyTree = Any
-
-# Primitives that mix elements of one array, or draw at random for a shape; an optimizer that uses
-# them on a parameter computes something else on a shard. Matched by prefix.
-_MIXING = (
-    *("reduce", "dot_general", "conv_", "sort", "cum", "argm", "top_k", "scan", "while", "gather"),
-    *("qr", "svd", "eig", "cholesky", "lu", "householder", "triangular_solve", "fft"),
-    *("random_bits", "threefry", "rng_"),
-)
 
 
 def apply_optimizer(
@@ -97,18 +92,34 @@ def map_state(
         opt_state: The state, or one of its structure.
         layout: Placements of the parameters.
         others: For what belongs to no parameter, such as counts.
+
+    Raises:
+        UsageError: `init` computes with its parameters, so that optax cannot find what is theirs.
     """
 
-    def is_masked(x: Any) -> bool:
-        return isinstance(x, optax.MaskedNode)  # a parameter that this part leaves to another
+    def place_of(x: Any, p: Placement) -> Any:
+        return x if isinstance(x, optax.MaskedNode) else p
 
-    return optax.tree.map_params(
-        optimizer,
-        lambda x, p: x if is_masked(x) else function(x, p),
+    try:
+        places = optax.tree.map_params(
+            optimizer,
+            place_of,
+            opt_state,
+            layout,
+            transform_non_params=lambda _: None,
+            is_leaf=lambda x: isinstance(x, optax.MaskedNode),  # left to another part
+        )
+    except Exception as error:
+        raise UsageError(
+            "the optimizer's state does not show which array belongs to which parameter, so it "
+            f"cannot be sharded (optax.tree.map_params: {type(error).__name__}: "
+            f"{first_line(error)})."
+        ) from error
+    return jax.tree.map(
+        lambda p, x: jax.tree.map(others, x) if p is None else function(x, p),
+        places,
         opt_state,
-        layout,
-        transform_non_params=others,
-        is_leaf=is_masked,
+        is_leaf=lambda p: p is None,
     )
 
 
@@ -168,9 +179,29 @@ def _squares(
     """(position, sum of squares) of each block, by the axes that its array is split over."""
     squares: dict[Axes, list[tuple[int, jax.Array]]] = {}
     for position, (x, axes) in enumerate(blocks):
-        square = jnp.sum(jnp.square(x.astype(jnp.float32)))
-        squares.setdefault(axes, []).append((position, square))
+        squares.setdefault(axes, []).append((position, _sum_of_squares(x)))
     return squares
+
+
+def _sum_of_squares(x: jax.Array) -> jax.Array:
+    if jnp.iscomplexobj(x):
+        return _sum_of_squares(x.real) + _sum_of_squares(x.imag)
+    return jnp.sum(jnp.square(x.astype(jnp.float32)))
+
+
+def check_max_norm(name: str, max_norm: Any) -> None:
+    """Checks a limit of gradients' norm, unless it is None or traced.
+
+    Args:
+        name: The argument's name, e.g. `max_norm`.
+        max_norm: What was given.
+
+    Raises:
+        UsageError: It is not a number of at least 0.
+    """
+    if max_norm is not None and not isinstance(max_norm, jax.core.Tracer):
+        is_array = isinstance(max_norm, jax.Array | np.ndarray) and max_norm.ndim == 0
+        check_limit(name, max_norm.item() if is_array else max_norm, NotBelow(0))
 
 
 def clip_factor(norm: jax.Array, max_norm: float | None) -> jax.Array:
@@ -184,33 +215,67 @@ def clip_factor(norm: jax.Array, max_norm: float | None) -> jax.Array:
     return jnp.where(norm <= max_norm, 1.0, max_norm / norm)
 
 
-def mixing_primitive(optimizer: optax.GradientTransformation, params: PyTree) -> str | None:
-    """Name of an operation by which the optimizer mixes elements of a parameter, if there is one.
-
-    An optimizer without any can be applied to shards. Decided on the traced update, for abstract
-    parameters: nothing is computed.
+def find_mixing_update(
+    optimizer: optax.GradientTransformation, layout: PyTree, opt_state: PyTree = None
+) -> str | None:
+    """Finds why an optimizer cannot be applied to shards; traces its update, computes nothing.
 
     Args:
         optimizer: The optimizer.
-        params: Parameters, or `jax.ShapeDtypeStruct`s.
+        layout: Placements of parameters and gradients.
+        opt_state: Shapes and dtypes of its unsharded state; None: `init` makes it of the shards.
+
+    Returns:
+        Why its update of shards is not a shard of its update, as `find_mixing` has it; None: it is,
+        or nothing is sharded.
+
+    Raises:
+        UsageError: The update fails for gradients, state and parameters, or the state does not
+            show which parameter it belongs to.
     """
-    opt_state = jax.eval_shape(optimizer.init, params)
-    return mixing_in(optimizer.update, params, opt_state, params)
+    params = jax.tree.map(_abstract, layout)
+    state = jax.eval_shape(optimizer.init, params) if opt_state is None else opt_state
+    state = jax.tree.map(_abstract, state)
+
+    def update(grads: PyTree, params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
+        state = optimizer.init(params) if opt_state is None else state
+        return optimizer.update(grads, state, params)
+
+    try:
+        program = jax.make_jaxpr(update)(params, params, state)
+    except Exception as error:
+        raise UsageError(
+            "the optimizer's update fails; it is called with gradients, state and parameters, and "
+            f"nothing else: {type(error).__name__}: {first_line(error)}"
+        ) from error
+    if all(p.dim is None for p in jax.tree.leaves(layout)):
+        return None
+
+    def mapped(function: Callable[[Any, Placement], Any], others: Callable[[Any], Any]) -> PyTree:
+        return (
+            jax.tree.map(function, params, layout),
+            map_state(optimizer, function, state, layout, others),
+        )
+
+    shards, shard_state = mapped(local_part, lambda x: x)
+    labels, state_labels = mapped(_depends_on, lambda _: REPLICATED)
+    return find_mixing(
+        program,
+        jax.tree.leaves((labels, labels, state_labels)),
+        jax.tree.leaves((labels, state_labels)),
+        on_shards=lambda: jax.make_jaxpr(update)(shards, shards, shard_state),
+    )
 
 
-def mixing_in(function: Callable[..., Any], *args: Any) -> str | None:
-    """Name of an operation of a function, traced for these arguments, that mixes elements."""
-    return _find_mixing(jax.make_jaxpr(function)(*args).jaxpr)
+def _abstract(x: Any) -> jax.ShapeDtypeStruct:
+    """Shape and dtype alone: a sharding or weak type would make programs differ."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
-def _find_mixing(jaxpr: Any) -> str | None:
-    for equation in jaxpr.eqns:
-        variables = (*equation.invars, *equation.outvars)
-        on_arrays = any(getattr(v.aval, "ndim", 0) > 0 for v in variables)
-        if on_arrays and equation.primitive.name.startswith(_MIXING):
-            return equation.primitive.name
-        for inner in jaxprs_in_params(equation.params):
-            found = _find_mixing(inner)
-            if found:
-                return found
-    return None
+def local_part(x: Any, p: Placement) -> Any:
+    """Abstract local shard of an array, which is sharded if it has its parameter's shape."""
+    return jax.ShapeDtypeStruct(p.local_shape if x.shape == p.shape else x.shape, x.dtype)
+
+
+def _depends_on(x: Any, p: Placement) -> Dependence:
+    return elementwise(p.path) if p.dim is not None and x.shape == p.shape else REPLICATED

@@ -16,7 +16,7 @@ from research_dp.distributed import placement
 from research_dp.distributed.errors import UsageError, check_count, check_limit
 from research_dp.distributed.kinds import Above
 from research_dp.distributed.mesh import BATCH_AXES, FSDP_AXIS, batch_devices, sizes_text
-from research_dp.distributed.updates import map_state, mixing_primitive
+from research_dp.distributed.updates import find_mixing_update, map_state
 from research_dp.strategies.logical_shards import check_model, in_shards
 from research_dp.strategies.strategy import Layouts, PlacedBatch, Recipe, TrainSpec, TrainState
 
@@ -71,17 +71,11 @@ def lay_out_state(
     if recipe.reduction.logical_shards is not None:
         check_model(recipe, spec, abstract)
 
-    def spec_of(leaf: Any, place: layout_lib.Placement) -> PartitionSpec:
-        # State of another shape than its parameter (factored moments, say) stays whole.
-        return place.spec if leaf.shape == place.shape else PartitionSpec()
-
     specs = TrainState(
         step=PartitionSpec(),
         params=layout_lib.specs(layouts.params),
         model_state=jax.tree.map(lambda _: PartitionSpec(), abstract.model_state),
-        opt_state=map_state(
-            spec.optimizer, spec_of, abstract.opt_state, slices, lambda _: PartitionSpec()
-        ),
+        opt_state=_opt_state_specs(spec, abstract.opt_state, slices),
         loss_scale=jax.tree.map(lambda _: PartitionSpec(), abstract.loss_scale),
     )
     placed = jax.tree.map(
@@ -92,14 +86,41 @@ def lay_out_state(
     return layouts, placed
 
 
-def check_shards_suffice(recipe: Recipe, spec: TrainSpec, layouts: Layouts) -> None:
-    """Raises UsageError if the optimizer needs whole parameters and would see shards of them."""
-    sharded = [p for p in jax.tree.leaves(layouts.slices) if p.dim is not None]
-    if not sharded:
-        return
-    params = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), layouts.slices)
-    mixing = mixing_primitive(spec.optimizer, params)
+def _opt_state_specs(spec: TrainSpec, opt_state: PyTree, slices: PyTree) -> PyTree:
+    def spec_of(leaf: Any, place: layout_lib.Placement) -> PartitionSpec:
+        # State of another shape than its parameter (factored moments, say) stays whole.
+        return place.spec if leaf.shape == place.shape else PartitionSpec()
+
+    if all(place.dim is None for place in jax.tree.leaves(slices)):
+        return jax.tree.map(lambda _: PartitionSpec(), opt_state)
+    try:
+        return map_state(spec.optimizer, spec_of, opt_state, slices, lambda _: PartitionSpec())
+    except UsageError as error:
+        raise UsageError(
+            f"train.optimizer: {error} Use ddp, which keeps it replicated.",
+            binding="train.optimizer",
+        ) from error
+
+
+def check_optimizer(recipe: Recipe, spec: TrainSpec, slices: PyTree, state: TrainState) -> None:
+    """Checks that the step can apply the optimizer; traces its update.
+
+    Args:
+        recipe: The strategy, for the message.
+        spec: The optimizer.
+        slices: Placements of parameters and gradients as the step's program sees them.
+        state: Shapes and dtypes of the unsharded state.
+
+    Raises:
+        UsageError: The update needs more than gradients, state and parameters, or it mixes elements
+            of a parameter and would see shards.
+    """
+    try:
+        mixing = find_mixing_update(spec.optimizer, slices, state.opt_state)
+    except UsageError as error:
+        raise UsageError(f"train.optimizer: {error}", binding="train.optimizer") from error
     if mixing:
+        sharded = [p for p in jax.tree.leaves(slices) if p.dim is not None]
         raise UsageError(
             f"train.optimizer mixes elements of a parameter ({mixing}), but strategy "
             f"{recipe.name!r} applies it to shards (of {sharded[0].path} and {len(sharded) - 1} "

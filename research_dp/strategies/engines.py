@@ -24,7 +24,7 @@ from research_dp.distributed.mesh import (
 )
 from research_dp.strategies.assembly import (
     BatchLayout,
-    check_shards_suffice,
+    check_optimizer,
     init_state,
     lay_out_state,
     shardings_of,
@@ -61,7 +61,7 @@ def mapped(recipe: Recipe, spec: TrainSpec) -> Strategy:
         )
     recipe.refuse_idle(gathers=recipe.gather is not None, syncs=recipe.sync is not None)
     layouts, abstract = lay_out_state(recipe, spec, mesh, params_sharded=recipe.gather is not None)
-    check_shards_suffice(recipe, spec, layouts)
+    check_optimizer(recipe, spec, layouts.slices, abstract)
     steps = Step(recipe, spec, layouts, split_axes(mesh))
     state_specs = jax.tree.map(lambda x: x.sharding.spec, abstract)
     batch = BatchLayout(mesh, spec, recipe.reduction.logical_shards)
@@ -108,6 +108,7 @@ def compiled(recipe: Recipe, spec: TrainSpec) -> Strategy:
     gather = None if recipe.shard is None else _gather_on(mesh)
     # Gradients and slices are seen as global arrays, whatever device holds what.
     seen = Layouts(layouts.params, whole(layouts.slices))
+    check_optimizer(recipe, spec, seen.slices, abstract)
     steps = Step(dataclasses.replace(recipe, gather=gather), spec, seen, ())
     batch = BatchLayout(mesh, spec, recipe.reduction.logical_shards)
     outs = (shardings_of(abstract), NamedSharding(mesh, PartitionSpec()))
@@ -152,6 +153,7 @@ def pmapped(recipe: Recipe, spec: TrainSpec) -> Strategy:
     devices = recipe.mesh.devices.ravel()
     count = len(devices)
     layouts, abstract = lay_out_state(recipe, spec, recipe.mesh, params_sharded=False)
+    check_optimizer(recipe, spec, layouts.slices, abstract)
     steps = Step(recipe, spec, layouts, split_axes(recipe.mesh))
     batch = BatchLayout(recipe.mesh, spec, recipe.reduction.logical_shards)
     # pmap lays its arguments out on a mesh of its own, of this one axis.

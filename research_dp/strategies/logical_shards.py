@@ -126,6 +126,12 @@ def _knows_other_examples(spec: TrainSpec, abstract: TrainState) -> bool:
 def check_wide(gathered: PyTree) -> None:
     """Raises UsageError if gradients of what was gathered would be added in a narrow dtype."""
     for x in jax.tree.leaves(gathered):
+        if jnp.iscomplexobj(x):
+            raise UsageError(
+                "data_parallel.reduction: exact sums are of real numbers, but a parameter is "
+                f"{x.dtype}. Split it into its real and imaginary part, or leave the default.",
+                binding="data_parallel.reduction",
+            )
         if jnp.finfo(x.dtype).bits < 32:
             raise UsageError(
                 f"data_parallel.reduction: gradients of parameters in {x.dtype} cannot be added in "
