@@ -279,7 +279,8 @@ def _captured(consts: Pair, shard_shapes: frozenset[tuple[int, ...]]) -> list[De
             return CONSTANT
         if np.shape(one) in shard_shapes:
             return elementwise()
-        return CONSTANT if plain and np.all(one == np.ravel(one)[:1]) else REPLICATED
+        flat = np.asarray(one).ravel() if plain else None
+        return CONSTANT if flat is not None and np.all(flat == flat[:1]) else REPLICATED
 
     return [label(*pair) for pair in _together(*consts)]
 
