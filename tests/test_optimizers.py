@@ -19,7 +19,7 @@ REFUSED = {
     "lamb": "reduce_sum",
     "novograd": "state goes by a parameter's shape",
     "noisy_sgd": "not sharded with the parameter",
-    "contrib.galore": "svd",
+    "contrib.galore": "state goes by a parameter's shape",
     "contrib.muon": "transpose",
     "contrib.prodigy": "dot_general",
     "sm3": "does not show which array belongs to which parameter",

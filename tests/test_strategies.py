@@ -103,6 +103,33 @@ def test_masked_examples_do_not_count_wherever_they_lie():
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-5), params, expected[3])
 
 
+@pytest.mark.parametrize("stem", ["single", "fsdp"])
+def test_gradients_are_clipped_by_the_norm_of_the_mean_over_valid_examples(stem):
+    """Against a step of JAX and optax alone; SGD, for Adam hides a factor."""
+    model, limit = mlp(widths=(16,), num_classes=10), 0.1
+    batch = {**batches()[0], "mask": (np.arange(BATCH) % 8 < 3).astype(np.float32)}
+    strategy = build(stem, model, optimizer=optax.sgd(1.0), clip=limit)
+    state = strategy.init(jax.random.key(0))
+    params = jax.device_get(state.params)
+    local = {name: x[strategy.train_rows] for name, x in batch.items()}
+    new, _ = strategy.train_step(state, strategy.place_batch(local))
+
+    def loss(params):
+        keys = jax.random.split(jax.random.key(0), BATCH)
+        out = model.loss(params, {}, batch, keys, train=True, batch_axes=())
+        return out.total / batch["mask"].sum()
+
+    grads = jax.grad(loss)(params)
+    norm = optax.tree.norm(grads)
+    assert norm > 2 * limit, "nothing was clipped"
+    expected = jax.tree.map(lambda p, g: p - g * limit / norm, params, grads)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, atol=2e-6),
+        jax.device_get(new.params),
+        expected,
+    )
+
+
 def test_fsdp_holds_an_eighth_of_what_is_sharded():
     strategy = build("fsdp", small_model("linen"))
     state = strategy.init(jax.random.key(0))

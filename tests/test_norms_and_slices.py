@@ -1,0 +1,217 @@
+"""Limits of norms, complex gradients, sizes and orders of slices, against numpy."""
+
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+from steps import mesh_of, on
+
+import research_dp as rdp
+from research_dp import UsageError
+from research_dp.distributed.collectives import PLAIN
+from research_dp.distributed.layout import Choice, lay_out
+from research_dp.strategies.slots import update_slices
+
+ADAM = optax.adam(0.1)
+
+
+# ---- Norms ----
+
+
+def test_norms_of_complex_gradients_count_both_parts():
+    grads = {"w": jnp.full(4, 3 + 4j), "b": jnp.full(3, 2.0)}
+    true = np.sqrt(4 * 25 + 3 * 4)
+    np.testing.assert_allclose(rdp.sharded_global_norm(grads, ()), true, rtol=1e-6)
+    clipped, norm = rdp.clip_by_global_norm_sharded(grads, 1.0, ())
+    np.testing.assert_allclose([norm, optax.tree.norm(clipped)], [true, 1.0], rtol=1e-6)
+    assert clipped["w"].dtype == grads["w"].dtype
+
+
+LIMITS = [-1.0, float("nan"), "1", True, np.float32(-2), jnp.float32(jnp.nan), [1.0]]
+
+
+def takes_a_limit():
+    grads = {"w": jnp.ones(4)}
+    model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    state = types.SimpleNamespace(params=grads)
+    return {
+        "clip_by_global_norm": lambda x: rdp.clip_by_global_norm(x, ()),
+        "clip_by_global_norm_sharded": lambda x: rdp.clip_by_global_norm_sharded(grads, x, ()),
+        "fsdp_apply_gradients": lambda x: rdp.fsdp_apply_gradients(
+            grads, grads, rdp.OptaxAdapter(ADAM), max_norm=x
+        ),
+        "fsdp_update": lambda x: rdp.fsdp_update(grads, grads, ADAM, ADAM.init(grads), max_norm=x),
+        "spmd_train_step": lambda x: rdp.spmd_train_step(
+            model, optimizer, lambda m, b: m(b).mean(), jnp.ones((2, 2)), max_grad_norm=x
+        ),
+        "data_parallel_train_step": lambda x: rdp.data_parallel_train_step(
+            None, ADAM, jnp.ones((8, 2)), state, max_grad_norm=x
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", takes_a_limit())
+@pytest.mark.parametrize("limit", LIMITS, ids=repr)
+def test_a_limit_that_is_no_number_of_at_least_zero_is_refused(name, limit):
+    with pytest.raises(UsageError, match=r"max(_grad)?_norm = .*: give a number of at least 0"):
+        takes_a_limit()[name](limit)
+
+
+@pytest.mark.parametrize("limit", [0, 0.5, np.float32(0.5), jnp.float32(0.5), np.array(0.5)])
+def test_a_limit_may_be_any_number_and_traced(limit):
+    grads = {"w": jnp.ones(4)}
+    for function in (rdp.clip_by_global_norm_sharded, jax.jit(rdp.clip_by_global_norm_sharded)):
+        clipped, _ = function(grads, limit, ())
+        np.testing.assert_allclose(clipped["w"], np.full(4, float(limit) / 2), rtol=1e-6)
+
+
+def test_a_layout_of_other_leaves_is_refused():
+    grads = {"w": jnp.ones(4), "b": jnp.ones(2)}
+    for layout in ({"w": grads["w"]}, {"w": grads["w"], "c": grads["b"]}, [grads["w"]]):
+        with pytest.raises(UsageError, match="layout has other leaves than the gradients"):
+            rdp.clip_by_global_norm_sharded(grads, 1.0, (), layout=layout)
+
+
+# ---- Slices ----
+
+SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
+
+
+@settings(max_examples=6, deadline=None, derandomize=True)
+@given(shape=SHAPES, shards=st.sampled_from([2, 3, 8]))
+def test_slices_of_state_are_numpys_ravel_and_pad(shape, shards):
+    rng = np.random.default_rng(0)
+    params = {"w": np.zeros(shape, np.float32)}
+    state = jax.tree.map(
+        lambda x: rng.normal(size=x.shape).astype(x.dtype), jax.eval_shape(ADAM.init, params)
+    )
+    sliced = rdp.slice_state(ADAM, state, params, shards)
+    for own, x in zip(sliced[0][1:], state[0][1:], strict=True):
+        flat = np.pad(x["w"].ravel(), (0, -x["w"].size % shards))
+        assert own["w"].shape == (1,) * (len(shape) - 1) + flat.shape
+        np.testing.assert_array_equal(own["w"].ravel(), flat)
+    back = rdp.whole_state(ADAM, sliced, params, shards)
+    jax.tree.map(np.testing.assert_array_equal, back, state)
+
+
+@pytest.mark.parametrize("shards", [0, -2, 2.0, True, "4"])
+def test_a_number_of_shards_below_one_is_refused(shards):
+    params = {"w": jnp.ones(4)}
+    state = ADAM.init(params)
+    for function in (rdp.slice_state, rdp.whole_state):
+        with pytest.raises(UsageError, match=r"shards = .*: give a whole number of at least 1"):
+            function(ADAM, state, params, shards)
+    with pytest.raises(UsageError, match="shards = "):
+        rdp.slice_specs(ADAM, params, "r", shards)
+
+
+def test_keys_and_what_is_no_array_cannot_be_sliced():
+    state = ADAM.init({"w": jnp.ones(4)})
+    for leaf, kind in ((jax.random.key(0), "key<"), (1.0, "float")):
+        with pytest.raises(UsageError, match=f"'w' is .*{kind}.*only numbers can be split"):
+            rdp.slice_state(ADAM, state, {"w": leaf}, 2)
+
+
+def test_padding_takes_a_count_and_a_dim_that_is_there():
+    x = jnp.ones((3, 5))
+    for multiple in (0, -1, 2.0, "4"):
+        with pytest.raises(UsageError, match=r"multiple = .*: give a whole number of at least 1"):
+            rdp.pad_to_multiple(x, multiple)
+    with pytest.raises(UsageError, match=r"dim = 2: the array has shape \(3, 5\)"):
+        rdp.pad_to_multiple(x, 4, 2)
+    np.testing.assert_array_equal(rdp.pad_to_multiple(x, 4, -1), np.pad(x, ((0, 0), (0, 3))))
+
+
+def test_sizes_of_communication_are_numbers_of_bytes():
+    params = {"w": jnp.ones(4)}
+    for size in ("32M", 2.5, None, True):
+        with pytest.raises(UsageError, match=r"communication_size = .*: give a number of bytes"):
+            rdp.fsdp_apply_gradients(
+                params, params, rdp.OptaxAdapter(ADAM), communication_size=size
+            )
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_state_must_be_of_the_parameters_that_have_gradients(ranks):
+    params = {"a": jnp.ones(4), "b": jnp.ones(4)}
+
+    def step(trained, of):
+        gradients, state = {k: params[k] for k in trained}, ADAM.init({k: params[k] for k in of})
+        state = jax.tree.map(lambda x: x[: 4 // ranks] if x.ndim else x, state)
+        return on(mesh_of(r=ranks), lambda: rdp.fsdp_update(gradients, params, ADAM, state))()
+
+    with pytest.raises(UsageError, match="optimizer state 0/mu/b is left over"):
+        step("a", "ab")
+    with pytest.raises(UsageError, match="optimizer state 0/mu/b is missing"):
+        step("ab", "a")
+
+
+@pytest.mark.parametrize("order", [("r", "dp"), ("dp", "r")])
+@pytest.mark.parametrize("group", [("r", "dp"), ("dp", "r"), None])
+def test_slices_are_in_one_order_however_the_group_is_named(order, group):
+    params = {"w": jnp.arange(8.0)}
+    transform = optax.trace(0.9)
+
+    def step(params, state):
+        return rdp.fsdp_update(params, params, transform, state, fsdp_group=group)
+
+    specs = rdp.slice_specs(transform, params, order, 4)
+    mapped = on(mesh_of(r=2, dp=2), step, (P(), specs), (P(), specs))
+    _, state = mapped(params, rdp.slice_state(transform, transform.init(params), params, 4))
+    momentum = rdp.whole_state(transform, state, params, 4).trace["w"]
+    np.testing.assert_array_equal(momentum, params["w"])
+
+
+def test_state_laid_out_by_hand_in_another_order_is_refused():
+    params = {"w": jnp.arange(8.0)}
+    state = rdp.slice_state(ADAM, ADAM.init(params), params, 4)
+    sharding = jax.sharding.NamedSharding(mesh_of(r=2, dp=2), P(("r", "dp")))
+    state = jax.tree.map(lambda x: jax.device_put(x, sharding) if x.ndim else x, state)
+    with pytest.raises(UsageError, match=r"w is sharded over \('r', 'dp'\).*\('dp', 'r'\).*specs"):
+        rdp.whole_state(ADAM, state, params, 4)
+
+
+# ---- The slot `update_slices` ----
+
+
+def stacked_update(reduction=PLAIN):
+    """(update of a stack of matrices sharded on eight devices, the stack, its local gradients)."""
+    params = {"w": jnp.ones((4, 64, 64))}
+    layout = lay_out(params, lambda *_: Choice(1), 8)
+
+    def step(params, grads):
+        transform = optax.sgd(1.0)
+        state = transform.init(grads)
+        options = {"axes": ("fsdp",), "reduction": reduction, "bucket_bytes": 1}
+        return update_slices(transform, grads, state, params, layout, **options)[0]
+
+    specs = {"w": layout["w"].spec}
+    mapped = jax.shard_map(
+        step, mesh=mesh_of(fsdp=8), in_specs=(P(), specs), out_specs=P(), check_vma=False
+    )
+    return mapped, params, {"w": jnp.arange(4.0 * 64 * 64).reshape(4, 64, 64)}
+
+
+def test_updated_parameters_are_written_over_the_old_ones():
+    update, params, grads = stacked_update()
+    memory = jax.jit(update, donate_argnums=0).lower(params, grads).compile().memory_analysis()
+    size = params["w"].nbytes
+    assert memory.alias_size_in_bytes == size
+    assert memory.temp_size_in_bytes < size, "the stack is there twice"
+    np.testing.assert_array_equal(jax.jit(update)(params, grads)["w"], 1 - grads["w"])
+
+
+def test_slices_are_gathered_by_the_reduction_that_is_given():
+    def twice(*arguments):
+        return 2 * PLAIN.all_blocks(*arguments)
+
+    update, params, grads = stacked_update(PLAIN._replace(all_blocks=twice))
+    np.testing.assert_array_equal(jax.jit(update)(params, grads)["w"], 2 * (1 - grads["w"]))
