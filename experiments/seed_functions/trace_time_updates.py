@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from research_dp import OptaxAdapter, fsdp_apply_gradients, slice_specs, slice_state
 
-LEAVES, DEVICES, PAIRS, LIMIT = 100, 8, 15, 1.5
+LEAVES, DEVICES, PAIRS, LIMIT = 100, 8, 15, 2.5
 ADAM = optax.adam(1e-3)
 
 
