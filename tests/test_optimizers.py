@@ -26,7 +26,7 @@ REFUSED = {
     "lbfgs": "does not show which array belongs to which parameter",
     "polyak_sgd": "nothing else: TypeError: .* 'value'",
     "contrib.reduce_on_plateau": "nothing else: TypeError: .* 'value'",
-    "contrib.momo": "nothing else: TypeError: .* 'loss'",
+    "contrib.momo": "nothing else: TypeError: .* 'value'",
     "contrib.sophia": "nothing else: ValueError: obj_fn",
 }
 ACCEPTED = {"adamw", "lion", "sgd", "rmsprop", "contrib.schedule_free_adamw"}
