@@ -13,6 +13,7 @@ from typing import Any
 
 import gin
 import jax
+import jax.numpy as jnp
 import numpy as np
 from PIL import Image
 
@@ -28,7 +29,8 @@ class Preprocess:
     Attributes:
         spec: Shape and dtype of one model input, by name.
         info: Facts for the model, e.g. `num_classes`.
-        example: (raw example, generator or None) -> arrays of fixed shapes.
+        example: (raw example, generator or None) -> arrays of fixed shapes. A `UsageError` that it
+            raises is reported with the example's place.
         batch: (stacked examples, rows, global batch size, generator or None) -> model inputs.
             With a generator: draw for the whole global batch, then take `rows`.
         example_is_random: Whether `example` draws while training, so that it must not be cached.
@@ -44,6 +46,10 @@ class Preprocess:
 # Features of a data set (as in `tfds.core.DatasetInfo.features`) -> Preprocess.
 MakePreprocess = Callable[[Mapping[str, Any]], Preprocess]
 
+# The value of full brightness, by which images are divided that are no floats.
+_BRIGHTEST = {"bool": 1.0, "uint8": 255.0, "uint16": 65535.0}
+_INT32 = np.iinfo(np.int32)
+
 
 @gin.register(module="data")
 def image_classification(
@@ -56,10 +62,15 @@ def image_classification(
     flip: bool = False,
     random_resized_crop: bool = False,
 ) -> Preprocess:
-    """Images in [0, 1], normalised, with their labels.
+    """Images as float32, normalised by mean and standard deviation, with their labels.
+
+    Images of uint8 are divided by 255 and images of uint16 by 65535, so that they are in [0, 1].
+    Images of floating-point dtypes keep their values: `mean` and `std` are in their units, and the
+    defaults fit values in [0, 1].
 
     Args:
-        features: The data set's features; `image` and `label` are used.
+        features: The data set's features. `image` (height, width, channels), uint8, uint16 or
+            floating-point, and `label` (), integer, are used.
         size: Height and width of the model's input; None: the images', which then have one shape.
         mean: Subtracted, for each channel (or one for all).
         std: Divided by, for each channel (or one for all).
@@ -69,13 +80,16 @@ def image_classification(
             (Szegedy et al., arXiv 1409.4842); otherwise the central square is resized.
 
     Raises:
-        UsageError: The data set lacks a feature, or its images have no one size, or a count
-            makes no sense.
+        UsageError: The data set lacks a feature or has it in another shape or dtype, or its images
+            have no one size, or a count makes no sense.
     """
     check_count("image_classification.pad_crop", pad_crop, 0)
     if size is not None:
         check_count("image_classification.size", size, 1)
-    _require(features, ("image", "label"), "image_classification")
+    wanted = "(height, width, channels) of uint8, uint16 or floats"
+    dtype = _check_feature(features, "image", "image_classification", _is_image, wanted)
+    _check_feature(features, "label", "image_classification", _is_label, "one integer")
+    brightest = np.float32(_BRIGHTEST.get(dtype.name, 1.0))
     channels = features["image"].shape[-1]
     shape = (size, size, channels) if size else tuple(features["image"].shape)
     if None in shape:
@@ -96,11 +110,15 @@ def image_classification(
     shift, scale = np.asarray(mean, np.float32), np.asarray(std, np.float32)
 
     def example(raw: Mapping[str, Any], rng: np.random.Generator | None) -> Arrays:
-        image = np.asarray(raw["image"], np.uint8)
+        image, label = np.asarray(raw["image"]), int(raw["label"])
+        if image.dtype != np.uint8:
+            image = image.astype(np.float32)
         if size:
             box = _random_box(image, rng) if rng and random_resized_crop else _center_box(image)
             image = _resize(image, box, size)
-        return {"image": image, "label": np.asarray(raw["label"], np.int32)}
+        if not _INT32.min <= label <= _INT32.max:
+            raise UsageError(f"its label is {label}, beyond int32. Number classes from 0.")
+        return {"image": image, "label": np.asarray(label, np.int32)}
 
     def batch(
         arrays: Arrays, rows: np.ndarray, total: int, rng: np.random.Generator | None
@@ -112,7 +130,7 @@ def image_classification(
         if rng and flip:
             mirrored = rng.random(total)[rows] < 0.5
             image = np.where(mirrored[:, None, None, None], image[:, :, ::-1], image)
-        normal = (image.astype(np.float32) / 255.0 - shift) / scale
+        normal = (image.astype(np.float32) / brightest - shift) / scale
         return {"image": normal, "label": arrays["label"]}
 
     return Preprocess(
@@ -138,21 +156,22 @@ def byte_text(
     """The first bytes of each text as tokens, padded, with a mask over real bytes.
 
     Args:
-        features: The data set's features; `key` is used: text, or a vector of bytes.
+        features: The data set's features; `key` is used: text, or a vector of uint8.
         length: Tokens an example. Longer texts are cut.
         key: Name of the feature.
         crop_from: While training, `length` bytes at random out of the first so many; None: always
             the first.
 
     Raises:
-        UsageError: The data set has no such feature, or the length makes no sense.
+        UsageError: The data set has no such feature, or it is neither text nor bytes, or the length
+            makes no sense.
     """
     check_count("byte_text.length", length, 1)
     read = length
     if crop_from is not None:
         check_count("byte_text.crop_from", crop_from, length)
         read = crop_from
-    _require(features, (key,), "byte_text")
+    _check_feature(features, key, "byte_text", _is_text, "one text or a vector of uint8")
 
     def example(raw: Mapping[str, Any], rng: np.random.Generator | None) -> Arrays:
         del rng  # nothing is random
@@ -185,14 +204,52 @@ def byte_text(
     )
 
 
-def _require(features: Mapping[str, Any], names: Sequence[str], function: str) -> None:
-    missing = [name for name in names if name not in features]
-    if missing:
-        raise UsageError(
-            f"{function} needs feature {missing[0]!r}; this data set has {sorted(features)}. "
-            "Bind tfds_data.preprocess to what fits it.",
-            binding="tfds_data.preprocess",
-        )
+def _is_image(shape: Sequence[int | None], dtype: np.dtype) -> bool:
+    known = dtype.name in _BRIGHTEST or jnp.issubdtype(dtype, jnp.floating)
+    return len(shape) == 3 and known
+
+
+def _is_label(shape: Sequence[int | None], dtype: np.dtype) -> bool:
+    return not shape and (dtype == np.bool_ or jnp.issubdtype(dtype, jnp.integer))
+
+
+def _is_text(shape: Sequence[int | None], dtype: np.dtype) -> bool:
+    return (len(shape), dtype) in ((0, np.object_), (1, np.uint8))
+
+
+def _check_feature(
+    features: Mapping[str, Any],
+    name: str,
+    function: str,
+    accepts: Callable[[Sequence[int | None], np.dtype], bool],
+    wanted: str,
+) -> np.dtype:
+    """The dtype of a feature; refuses one whose values a function would cut or misread.
+
+    Args:
+        features: The data set's features.
+        name: The feature.
+        function: The gin name of the function that uses it, for messages.
+        accepts: (shape, dtype) -> whether the function can use it.
+        wanted: What it can use, in words.
+
+    Raises:
+        UsageError: There is no such feature, or it is of another shape or dtype.
+    """
+    if name not in features:
+        problem = f"; this data set has {sorted(features)}"
+    else:
+        shape, dtype = features[name].shape, features[name].np_dtype
+        nested = isinstance(dtype, Mapping)  # then the shape is a dict too
+        if not nested and accepts(shape, np.dtype(dtype)):
+            return np.dtype(dtype)
+        here = f"features {sorted(dtype)}" if nested else f"{shape} of {np.dtype(dtype)}"
+        problem = f" as {wanted}; here it is {here}"
+    raise UsageError(
+        f"{function} needs feature {name!r}{problem}. Prepare the data set so, or bind "
+        "tfds_data.preprocess to a function that fits it.",
+        binding="tfds_data.preprocess",
+    )
 
 
 def _center_box(image: np.ndarray) -> tuple[int, int, int, int]:
@@ -212,10 +269,16 @@ def _random_box(image: np.ndarray, rng: np.random.Generator) -> tuple[int, int, 
 
 
 def _resize(image: np.ndarray, box: tuple[int, int, int, int], size: int) -> np.ndarray:
-    gray = image.shape[-1] == 1
-    picture = Image.fromarray(image[..., 0] if gray else image)
-    resized = np.asarray(picture.resize((size, size), Image.Resampling.BILINEAR, box=box))
-    return resized[..., None] if gray else resized
+    """Resizes a box of an image (H, W, C), uint8 or float32, to (size, size, C)."""
+
+    def resized(plane: np.ndarray) -> np.ndarray:
+        picture = Image.fromarray(plane)
+        return np.asarray(picture.resize((size, size), Image.Resampling.BILINEAR, box=box))
+
+    if image.dtype == np.uint8 and image.shape[-1] > 1:
+        return resized(image)
+    # Pillow has floats, and gray, as one channel alone.
+    return np.stack([resized(plane) for plane in np.moveaxis(image, -1, 0)], axis=-1)
 
 
 def _crop(image: np.ndarray, pad: int, offsets: np.ndarray) -> np.ndarray:
