@@ -128,6 +128,8 @@ def _reason(builder: Any, error: Exception) -> str | None:
     if by_hand and isinstance(error, (AssertionError, FileNotFoundError, tf.errors.NotFoundError)):
         folder = builder.data_dir_root / "downloads" / "manual"
         return f"archives are missing in manual_dir = {folder}. {_one_line(by_hand)}"
+    if isinstance(error, AssertionError) and "No examples were yielded" in str(error):
+        return f"{_one_line(error)}. Its builder must give each split an example, or not name it."
     if isinstance(error, ImportError):
         package = (error.name or "").split(".")[0].replace("_", "-")
         return f"{_one_line(error)}. " + (f"Do: pip install {package}" if package else "")

@@ -23,7 +23,7 @@ from absl import flags
 from research_dp.data.generators import Purpose, generator
 from research_dp.data.order import example_indices, stream_positions
 from research_dp.data.preprocess import Preprocess
-from research_dp.data.reader import Splits, check_format, unreadable
+from research_dp.data.reader import Splits, check_decodable, check_format, treated, unreadable
 from research_dp.distributed.data_set import Arrays, EvalOrder, TrainOrder
 from research_dp.distributed.errors import UsageError, check_count
 from research_dp.distributed.kinds import Count, CountOrZero
@@ -97,9 +97,20 @@ class Examples:
             raw = self._source.__getitems__(wanted)  # type: ignore[attr-defined]
         except Exception as error:
             raise self._unreadable(wanted, error) from error
-        treat = self._preprocess.example
-        each = [treat(x, rngs[n] if rngs else None) for n, x in enumerate(raw)]
+        each = [
+            treated(self._preprocess, x, rng, functools.partial(self.located, index))
+            for index, x, rng in zip(wanted, raw, rngs or [None] * len(raw), strict=True)
+        ]
         return {name: np.stack([x[name] for x in each]) for name in each[0]}
+
+    def located(self, index: int) -> str:
+        """How messages name an example."""
+        return f"example {index} of {self._name}"
+
+    def located_in_stream(self, order: TrainOrder, place: int) -> str:
+        """How messages name the example at a place of the training stream."""
+        (index,) = example_indices(np.array([place]), len(self), order.seed)
+        return self.located(index)
 
     def _unreadable(self, indices: Sequence[int], error: Exception) -> UsageError:
         """Says which of some examples cannot be read."""
@@ -107,8 +118,7 @@ class Examples:
             try:
                 self._source[index]
             except Exception as its_own:
-                what = f"example {index} of {self._name}"
-                return unreadable(its_own, self._folder, what)
+                return unreadable(its_own, self._folder, self.located(index))
         return unreadable(error, self._folder, self._name)
 
 
@@ -161,7 +171,8 @@ def random_access(
         cache_bytes: A split whose treated examples need at most so many bytes is kept in memory.
 
     Raises:
-        UsageError: The data set is in a format without random access, or a count makes no sense.
+        UsageError: The data set is in a format without random access, or its images need OpenCV to
+            be decoded, or a count makes no sense.
     """
     check_count("random_access.threads", threads, 0)
     check_count("random_access.workers", workers, 0)
@@ -172,24 +183,13 @@ def random_access(
         "array_record",
         "Add --gin_file=gin/options/tf_data.gin, or bind another tfds_data.data_dir.",
     )
+    check_decodable(builder)
 
     @functools.cache
     def examples_of(split: str) -> Examples:
         where = str(builder.data_path)
         source = builder.as_data_source(split=split)
         return Examples(source, preprocess, cache_bytes, f"{builder.name} {split}", where)
-
-    def ahead(
-        load: Callable[[int], Arrays], first: int, last: int, threads: int, workers: int
-    ) -> Iterator[Arrays]:
-        batches = grain.MapDataset.range(first, last).map(load)
-        options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=prefetch)
-        ahead = batches.to_iter_dataset(options)
-        if workers:
-            if not flags.FLAGS.is_parsed():
-                flags.FLAGS.mark_as_parsed()  # Grain hands absl's flags, of which we have none, on
-            ahead = ahead.mp_prefetch(grain.MultiprocessingOptions(num_workers=workers))
-        return iter(ahead)
 
     def train(order: TrainOrder) -> Iterator[Arrays]:
         examples = examples_of(train_split)
@@ -203,7 +203,7 @@ def random_access(
             rng = generator(order.seed, Purpose.BATCH, step)
             return preprocess.batch(examples(indices, rngs), order.rows, order.batch_size, rng)
 
-        return ahead(load, order.first_step, order.num_steps, threads, workers)
+        return _ahead(load, order.first_step, order.num_steps, threads, workers, prefetch)
 
     def evaluate(order: EvalOrder) -> Iterator[Arrays]:
         examples = examples_of(eval_split)
@@ -216,6 +216,26 @@ def random_access(
             return {**batch, "mask": real.astype(np.float32)}
 
         # Threads only: evaluations are short beside the seconds that processes take to start.
-        return ahead(load, 0, -(-len(examples) // order.batch_size), max(threads, workers), 0)
+        batches = -(-len(examples) // order.batch_size)
+        return _ahead(load, 0, batches, max(threads, workers), 0, prefetch)
 
-    return Splits(train, evaluate)
+    def locate(order: TrainOrder | EvalOrder, place: int) -> str:
+        if isinstance(order, EvalOrder):
+            return examples_of(eval_split).located(place)
+        return examples_of(train_split).located_in_stream(order, place)
+
+    return Splits(train, evaluate, locate=locate)
+
+
+def _ahead(
+    load: Callable[[int], Arrays], first: int, last: int, threads: int, workers: int, prefetch: int
+) -> Iterator[Arrays]:
+    """What `load` gives for first, ..., last - 1, read by threads or processes ahead of its use."""
+    batches = grain.MapDataset.range(first, last).map(load)
+    options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=prefetch)
+    ahead = batches.to_iter_dataset(options)
+    if workers:
+        if not flags.FLAGS.is_parsed():
+            flags.FLAGS.mark_as_parsed()  # Grain hands absl's flags, of which we have none, on
+        ahead = ahead.mp_prefetch(grain.MultiprocessingOptions(num_workers=workers))
+    return iter(ahead)

@@ -6,6 +6,7 @@ continued run reads from the stream's beginning to the step where it stopped.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 
 from research_dp.data.generators import Purpose, generator
 from research_dp.data.preprocess import Preprocess
-from research_dp.data.reader import Splits, check_format, unreadable
+from research_dp.data.reader import Splits, check_format, treated, unreadable
 from research_dp.distributed.data_set import Arrays, EvalOrder, TrainOrder
 from research_dp.distributed.errors import check_count
 from research_dp.distributed.kinds import Count
@@ -51,33 +52,24 @@ def tf_data(
         "Leave out gin/options/tf_data.gin, or bind another tfds_data.data_dir.",
     )
 
-    def stream(split: str, seed: int | None) -> Any:
-        import tensorflow_datasets as tfds  # imported late, and TensorFlow with it
+    def train_stream(seed: int, first: int, **options: Any) -> Any:
+        """The shuffled examples from a place on."""
+        raw = _stream(builder, train_split, seed, **options)
+        raw = raw.shuffle(shuffle_buffer, seed=_shuffle_seed(seed, Purpose.BUFFER))
+        return raw.repeat().skip(first)
 
-        config = tfds.ReadConfig(
-            shuffle_seed=None if seed is None else _shuffle_seed(seed, Purpose.FILES),
-            interleave_cycle_length=1,
-            # Shuffled on purpose, data sets too whose files are in order.
-            enable_ordering_guard=False,
-        )
-        return builder.as_dataset(split=split, shuffle_files=seed is not None, read_config=config)
-
-    def read(examples: Any, split: str) -> Iterator[Any]:
-        """The examples of a tf.data pipeline."""
-        import tensorflow as tf
-
-        try:
-            yield from examples.as_numpy_iterator()
-        except tf.errors.OpError as error:
-            raise unreadable(
-                error, builder.data_path, f"an example of {builder.name} {split}"
-            ) from error
+    def locate(order: TrainOrder | EvalOrder, place: int) -> str:
+        if isinstance(order, EvalOrder):
+            return f"example {place} of {builder.name} {eval_split}"
+        # Read again with the name of each example's file, which takes time but no memory.
+        (found,) = train_stream(order.seed, place, add_tfds_id=True).take(1).as_numpy_iterator()
+        file, _, index = found["tfds_id"].decode().rpartition("__")
+        return f"example {index} of {file} ({builder.name} {train_split})"
 
     def train(order: TrainOrder) -> Iterator[Arrays]:
-        seed = _shuffle_seed(order.seed, Purpose.BUFFER)
-        raw = stream(train_split, order.seed).shuffle(shuffle_buffer, seed=seed).repeat()
-        raw = raw.skip(order.first_step * order.batch_size).prefetch(prefetch * order.batch_size)
-        examples = enumerate(read(raw, train_split), order.first_step * order.batch_size)
+        first = order.first_step * order.batch_size
+        raw = train_stream(order.seed, first).prefetch(prefetch * order.batch_size)
+        examples = enumerate(_read(builder, raw, train_split), first)
         wanted = set(order.rows.tolist())
         for step in range(order.first_step, order.num_steps):
             kept: dict[int, Arrays] = {}
@@ -86,15 +78,18 @@ def tf_data(
                 if row in wanted:
                     random = preprocess.example_is_random
                     rng = generator(order.seed, Purpose.EXAMPLE, place) if random else None
-                    kept[row] = preprocess.example(example, rng)
+                    where = functools.partial(locate, order, place)
+                    kept[row] = treated(preprocess, example, rng, where)
             rng = generator(order.seed, Purpose.BATCH, step)
             rows = _stack([kept[row] for row in order.rows.tolist()])
             yield preprocess.batch(rows, order.rows, order.batch_size, rng)
 
     def evaluate(order: EvalOrder) -> Iterator[Arrays]:
         batch: list[Arrays] = []
-        for example in read(stream(eval_split, None), eval_split):
-            batch.append(preprocess.example(example, None))
+        raw = _stream(builder, eval_split, None)
+        for place, example in enumerate(_read(builder, raw, eval_split)):
+            where = functools.partial(locate, order, place)
+            batch.append(treated(preprocess, example, None, where))
             if len(batch) == order.batch_size:
                 yield _masked(batch, order, preprocess)
                 batch = []
@@ -102,7 +97,33 @@ def tf_data(
             yield _masked(batch, order, preprocess)
 
     order = f"tf.data, shuffle_buffer {shuffle_buffer}"
-    return Splits(train, evaluate, order=order, rereads=True)
+    return Splits(train, evaluate, order=order, rereads=True, locate=locate)
+
+
+def _stream(builder: Any, split: str, seed: int | None, **options: Any) -> Any:
+    """A tf.data pipeline of a split's examples; with a seed its files are shuffled."""
+    import tensorflow_datasets as tfds  # imported late, and TensorFlow with it
+
+    config = tfds.ReadConfig(
+        shuffle_seed=None if seed is None else _shuffle_seed(seed, Purpose.FILES),
+        interleave_cycle_length=1,
+        # Shuffled on purpose, data sets too whose files are in order.
+        enable_ordering_guard=False,
+        **options,
+    )
+    return builder.as_dataset(split=split, shuffle_files=seed is not None, read_config=config)
+
+
+def _read(builder: Any, examples: Any, split: str) -> Iterator[Any]:
+    """The examples of a tf.data pipeline."""
+    import tensorflow as tf
+
+    try:
+        yield from examples.as_numpy_iterator()
+    except tf.errors.OpError as error:
+        raise unreadable(
+            error, builder.data_path, f"an example of {builder.name} {split}"
+        ) from error
 
 
 def _shuffle_seed(seed: int, purpose: Purpose) -> int:
