@@ -8,10 +8,11 @@ from collections.abc import Iterator
 import gin
 
 from research_dp.data.builders import FileFormat, check_split, find_builder, prepare
+from research_dp.data.identity import identity_of
 from research_dp.data.preprocess import MakePreprocess, Preprocess
 from research_dp.data.random_access import random_access
 from research_dp.data.reader import Reader
-from research_dp.distributed.data_set import Arrays, DataSet, EvalOrder, TrainOrder
+from research_dp.distributed.data_set import Arrays, DataIdentity, DataSet, EvalOrder, TrainOrder
 
 
 @gin.register(module="data")
@@ -65,6 +66,11 @@ def tfds_data(
         ready()
         return splits.evaluate(order)
 
+    @functools.cache
+    def identity() -> DataIdentity:
+        ready()
+        return identity_of(builder, (train_split, eval_split))
+
     check_splits()  # now, if they are known; else once they are
     return DataSet(
         name=name,
@@ -75,4 +81,6 @@ def tfds_data(
         evaluate=evaluate,
         order=f"{builder.info.full_name} {train_split}, {splits.order}",
         rereads=splits.rereads,
+        identity=identity,
+        locate=splits.locate,
     )

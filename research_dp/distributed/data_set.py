@@ -45,6 +45,62 @@ class EvalOrder:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class SplitIdentity:
+    """What distinguishes the examples of a split from others of the same name.
+
+    Attributes:
+        examples: Number of examples.
+        digest: Hexadecimal hash of a few of them.
+    """
+
+    examples: int
+    digest: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataIdentity:
+    """Which data a run reads. Processes of a run, and a run that is continued, compare it.
+
+    Attributes:
+        name: Name of the data set.
+        version: Its version.
+        splits: What is read of it, by split, e.g. 'train[:90%]'.
+    """
+
+    name: str
+    version: str
+    splits: Mapping[str, SplitIdentity]
+
+    def __str__(self) -> str:
+        splits = (
+            f"{split} {one.examples:,} examples (digest {one.digest})"
+            for split, one in self.splits.items()
+        )
+        return f"{self.name} {self.version}: {', '.join(splits)}"
+
+    @classmethod
+    def from_json(cls, written: Mapping[str, Any]) -> DataIdentity:
+        """The identity that `dataclasses.asdict` made a dict of."""
+        splits = {split: SplitIdentity(**one) for split, one in written["splits"].items()}
+        return cls(**{**written, "splits": splits})
+
+    def difference(self, other: DataIdentity) -> tuple[str, str] | None:
+        """The first thing that differs, as (here, in `other`); None if nothing does.
+
+        Splits that only one of them names are not compared.
+        """
+        if (self.name, self.version) != (other.name, other.version):
+            return f"{self.name} {self.version}", f"{other.name} {other.version}"
+        for split in self.splits.keys() & other.splits.keys():
+            one, two = self.splits[split], other.splits[split]
+            if one.examples != two.examples:
+                return f"{one.examples:,} examples in {split}", f"{two.examples:,}"
+            if one.digest != two.digest:
+                return f"digest {one.digest} of {split}", two.digest
+        return None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DataSet:
     """Training and evaluation batches. It can be made, and asked, without the data being there.
 
@@ -59,6 +115,9 @@ class DataSet:
         order: What the order of training examples depends on besides `TrainOrder`; a run is not
             continued under another.
         rereads: Whether a run that is continued reads its stream again from the beginning.
+        identity: () -> `DataIdentity`, once the data is prepared; None: it is not known.
+        locate: (order, place in its stream) -> which example is there, for messages; None: the
+            place itself is reported.
     """
 
     name: str
@@ -69,3 +128,5 @@ class DataSet:
     evaluate: Callable[[EvalOrder], Iterator[Arrays]]
     order: str = ""
     rereads: bool = False
+    identity: Callable[[], DataIdentity] | None = None
+    locate: Callable[[TrainOrder | EvalOrder, int], str] | None = None

@@ -62,6 +62,8 @@ class TrainableModel:
             one unit.
         work: Shapes of one example's arrays -> `Work`, for rates in tokens and for MFU; None: they
             are not known.
+        bounds: Integer arrays of a batch, each with the fact of `config` that its values are below
+            and not negative, e.g. {'label': 'num_classes'}. A run refuses other values.
     """
 
     init: Callable[[jax.Array, Batch], tuple[PyTree, PyTree]]
@@ -69,6 +71,7 @@ class TrainableModel:
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     units: Mapping[str, str] = dataclasses.field(default_factory=dict)
     work: Callable[[Mapping[str, jax.ShapeDtypeStruct]], Work] | None = None
+    bounds: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)

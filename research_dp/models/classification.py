@@ -72,4 +72,5 @@ def image_classifier(functions: Functions, num_classes: int) -> TrainableModel:
         sums = {"accuracy": (jnp.sum(correct * mask), count)}
         return LossOutput(jnp.sum(losses * mask), count, model_state, sums)
 
-    return TrainableModel(init, loss, {"num_classes": num_classes})
+    facts, bounds = {"num_classes": num_classes}, {"label": "num_classes"}
+    return TrainableModel(init, loss, facts, bounds=bounds)

@@ -55,7 +55,8 @@ class LanguageModel:
         if not self.tied:
             kinds["head"] = TABLE
         facts = {"vocab_size": self.vocab_size}
-        return TrainableModel(self.init, self.loss, facts, kinds, self.work)
+        bounds = {"tokens": "vocab_size"}
+        return TrainableModel(self.init, self.loss, facts, kinds, self.work, bounds)
 
     def init(self, key: jax.Array, batch: Batch) -> tuple[PyTree, PyTree]:
         """Parameters, the same bits whatever library the block is of; no model state."""

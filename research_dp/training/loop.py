@@ -143,7 +143,7 @@ def train(
             checkpoints=checkpoints,
             recorder=recorder,
             first_step=first_step,
-            window=restored.progress.window if restored else {},
+            saved=restored.progress if restored else None,
             started=time.perf_counter() if started is None else started,
         )
         del restored  # the state is donated to the first step

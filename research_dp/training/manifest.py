@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from research_dp.distributed.checksum import tree_checksums
+from research_dp.distributed.data_set import DataIdentity
 from research_dp.distributed.errors import UsageError, some_of
 from research_dp.distributed.layout import by_path
 from research_dp.training.metrics import Sums
@@ -36,12 +37,14 @@ class Progress:
         seed: Seed of the order of examples and of random keys.
         order: What else the order of examples depends on; see `DataSet.order`.
         window: Sums of the metrics that were not recorded yet.
+        data: Which data the run reads; None: not known, as in checkpoints of earlier versions.
     """
 
     batch_size: int
     seed: int
     order: str
     window: Sums
+    data: DataIdentity | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,11 +88,13 @@ class Manifest:
 
     def as_json(self) -> dict[str, Any]:
         """What is written: the content, and a checksum of it."""
+        progress = dataclasses.asdict(self.progress)
         content = {
             "format": FORMAT,
             "step": self.step,
             "examples_seen": self.examples_seen,
-            "progress": dataclasses.asdict(self.progress),
+            "data": progress.pop("data"),  # beside: earlier versions know all that progress has
+            "progress": progress,
             "leaves": {
                 path: [list(leaf.shape), leaf.dtype, leaf.checksum]
                 for path, leaf in self.leaves.items()
@@ -125,9 +130,10 @@ class Manifest:
                 "it. Use that version, or another --workdir."
             )
         window = {name: (s, n) for name, (s, n) in content["progress"]["window"].items()}
+        data = content.get("data") and DataIdentity.from_json(content["data"])
         return cls(
             step=content["step"],
-            progress=Progress(**{**content["progress"], "window": window}),
+            progress=Progress(**{**content["progress"], "window": window, "data": data}),
             leaves={
                 path: Leaf(tuple(shape), dtype, checksum)
                 for path, (shape, dtype, checksum) in content["leaves"].items()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import time
@@ -16,7 +17,7 @@ from jax.sharding import Mesh
 
 from research_dp.analysis.hardware import chip_of
 from research_dp.distributed.agreement import of_the_first
-from research_dp.distributed.data_set import DataSet, EvalOrder, TrainOrder
+from research_dp.distributed.data_set import DataIdentity, DataSet, EvalOrder, TrainOrder
 from research_dp.distributed.placement import fingerprint
 from research_dp.distributed.trainable import Work
 from research_dp.strategies import NONFINITE, SKIPPED, Strategy, TrainSpec, TrainState
@@ -25,6 +26,7 @@ from research_dp.training import report
 from research_dp.training.ahead import placed_ahead
 from research_dp.training.checkpoint import Checkpoints
 from research_dp.training.in_flight import InFlight
+from research_dp.training.inputs import check_same_data, checked_batches, shared_identity
 from research_dp.training.manifest import Progress, origin
 from research_dp.training.nonfinite import Nonfinite
 from research_dp.training.progress import Clock, ProgressBar
@@ -45,7 +47,7 @@ class Run:
         checkpoints: Where the state is saved.
         recorder: Where this process notes what it is doing.
         first_step: Steps that are done already.
-        window: Sums of metrics before `first_step` that were not recorded yet.
+        saved: Where the run stood when it was saved; None: it begins.
         started: `time.perf_counter()` when the command started.
     """
 
@@ -60,12 +62,14 @@ class Run:
         checkpoints: Checkpoints,
         recorder: Recorder,
         first_step: int,
-        window: metrics_lib.Sums,
+        saved: Progress | None,
         started: float,
     ):
         self._spec, self._strategy, self._data, self.folder = spec, strategy, data, folder
         self._schedule, self._checkpoints, self._first_step = schedule, checkpoints, first_step
-        self._window, self._started, self._recorder = window, started, recorder
+        self._window = saved.window if saved else {}
+        self._saved, self._started, self._recorder = saved, started, recorder
+        self._identity: DataIdentity | None = None
         self._step, self._done_once = first_step, set[Phase]()
         self._writes = jax.process_index() == 0
         self._unread: list[Mapping[str, Any]] = []
@@ -100,10 +104,13 @@ class Run:
         return done
 
     def begin(self) -> None:
-        """Writes the configuration, and drops records that will be written again."""
+        """Compares the data, writes the configuration, drops records to be written again."""
         # As long as it may take: this, and the first batches.
         self._recorder.note("start", self._first_step)
         self._data.prepare()
+        self._identity = shared_identity(self._data)
+        if self._saved:
+            check_same_data(self._identity, self._saved.data, f"the run in {self.folder}")
         last = self._first_step == self._schedule.num_steps
         if self._writes:
             metrics_lib.write_at_once(self.folder / "config.gin", gin.config_str())
@@ -113,6 +120,10 @@ class Run:
             self._summary["skipped_steps"] = int(sum(r.get(SKIPPED, 0) for r in kept))
             self._records = metrics_lib.Records(self.folder, kept)
         self._progress.say(report.one_line(self._strategy))
+        if self._identity:
+            self._progress.say(f"Data: {self._identity}")
+        if self._saved and not self._saved.data:
+            self._progress.say("The checkpoint does not say which data it was trained on")
         if self._first_step:
             self._progress.say(f"Continuing from step {self._first_step} in {self.folder}")
             if self._data.rereads:
@@ -133,7 +144,7 @@ class Run:
         )
         if self._first_step < self._schedule.num_steps:
             self._progress.say("Compiling the training step")
-        source = self._data.train(order)
+        source = checked_batches(self._data, order, self._spec.model)
         for batch in placed_ahead(self._strategy.place_batch, source, self._in_flight.is_at_work):
             # The next batch was placed while the last steps ran; now they are to be over.
             first = self._step == self._first_step
@@ -195,7 +206,7 @@ class Run:
         self._settle(state)
         self._note("eval", step)
         order = EvalOrder(batch_size=self._strategy.eval_batch_size, rows=self._strategy.eval_rows)
-        source = self._data.evaluate(order)
+        source = checked_batches(self._data, order, self._spec.model)
         place = self._strategy.place_eval_batch
         batches = placed_ahead(place, source, self._in_flight.is_at_work)
         metrics = metrics_lib.means(metrics_lib.add_up({}, self._eval_steps(state, batches)))
@@ -224,6 +235,7 @@ class Run:
             seed=self._spec.seed,
             order=self._data.order,
             window=self._window,
+            data=self._identity,
         )
         made = origin(
             strategy=self._strategy.name,
@@ -252,6 +264,7 @@ class Run:
             "examples_seen": step * self._spec.batch_size,
             **self._summary,
             "eval": dict(final),
+            "data": dataclasses.asdict(self._identity) if self._identity else None,
             "devices": mesh.size,
             "processes": jax.process_count(),
             "mesh": dict(mesh.shape),

@@ -1,0 +1,77 @@
+"""Which data there is in a builder's files: what a run compares before it reads them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import PurePosixPath
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from research_dp.data.reader import unreadable
+from research_dp.distributed.data_set import DataIdentity, SplitIdentity
+
+_HASHED = 8  # examples of a split
+
+
+def identity_of(builder: Any, splits: Sequence[str]) -> DataIdentity:
+    """The identity of prepared data, the same for each file format, reader and process.
+
+    Args:
+        builder: A TFDS builder whose data is prepared.
+        splits: The splits that are read, e.g. 'train[:90%]'.
+
+    Raises:
+        UsageError: An example cannot be read.
+    """
+    path = PurePosixPath(builder.info.full_name)  # name, perhaps a configuration, version
+    return DataIdentity(
+        name=str(path.parent),
+        version=path.name,
+        splits={split: _split_identity(builder, split) for split in splits},
+    )
+
+
+def _split_identity(builder: Any, split: str) -> SplitIdentity:
+    """Hashes decoded examples at even distances."""
+    import tensorflow_datasets as tfds  # imported late, as the readers do
+
+    size = builder.info.splits[split].num_examples
+    digest = hashlib.sha256()
+    in_order = tfds.ReadConfig(try_autocache=False, interleave_cycle_length=1)
+    for part in tfds.even_splits(split, min(_HASHED, size)):
+        try:
+            if builder.info.file_format.value == "array_record":
+                example = builder.as_data_source(split=part)[0]
+            else:
+                first = builder.as_dataset(split=part, read_config=in_order).take(1)
+                (example,) = first.as_numpy_iterator()
+        except Exception as error:  # whatever TFDS and the format's library make of the files
+            what = f"an example of {builder.name} {split}"
+            raise unreadable(error, builder.data_path, what) from error
+        _update(digest, example)
+    return SplitIdentity(examples=size, digest=digest.hexdigest()[:16])
+
+
+def _update(digest: Any, value: Any) -> None:
+    """Hashes one feature, or a dict of them, in a form that all readers give."""
+    if isinstance(value, np.ndarray) and value.dtype == np.object_:
+        value = value.ravel().tolist()
+    if isinstance(value, Mapping):
+        for name, inner in sorted(value.items()):
+            digest.update(name.encode())
+            _update(digest, inner)
+    elif isinstance(value, bytes | str):
+        text = value.encode() if isinstance(value, str) else value
+        digest.update(len(text).to_bytes(8, "little") + text)
+    elif isinstance(value, list | tuple):
+        digest.update(len(value).to_bytes(8, "little"))
+        for inner in value:
+            _update(digest, inner)
+    elif (array := np.asarray(value)).dtype != np.object_:  # not a data set inside of an example
+        # A reader may give Python's numbers: one width for all integers, one for all floats.
+        wide = np.float64 if jnp.issubdtype(array.dtype, jnp.floating) else np.int64
+        digest.update(repr(array.shape).encode())
+        digest.update(np.ascontiguousarray(array, wide).tobytes())

@@ -1,0 +1,108 @@
+"""What a run checks of its data: the same in all processes, as before, and fit for the model."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+
+import numpy as np
+
+from research_dp.distributed.agreement import texts_of_all
+from research_dp.distributed.data_set import Arrays, DataIdentity, DataSet, EvalOrder, TrainOrder
+from research_dp.distributed.errors import UsageError
+from research_dp.distributed.trainable import TrainableModel
+
+
+def shared_identity(data: DataSet) -> DataIdentity | None:
+    """The identity of the data, the same in all processes; None: the data set has none.
+
+    A collective. The data must be prepared.
+
+    Raises:
+        UsageError: Processes read different data; in all of them.
+    """
+    own = data.identity() if data.identity else None
+    texts = texts_of_all(json.dumps(dataclasses.asdict(own) if own else None))
+    found = [written and DataIdentity.from_json(written) for written in map(json.loads, texts)]
+    for process, other in enumerate(found):
+        difference = other.difference(found[0]) if other and found[0] else None
+        if difference:
+            raise UsageError(
+                f"processes read different data of {data.name}: process 0 has {difference[1]}, "
+                f"process {process} has {difference[0]}.\n  Give all of them the same folder "
+                "(tfds_data.data_dir, TFDS_DATA_DIR), or prepare the data anew where it differs."
+            )
+    return own
+
+
+def check_same_data(now: DataIdentity | None, saved: DataIdentity | None, run: str) -> None:
+    """Refuses to continue a run on data that it was not trained on.
+
+    Args:
+        now: The data that there is; None: not known.
+        saved: The data that the run was trained on; None: not known.
+        run: What the run is called in messages, e.g. 'the run in DIR'.
+
+    Raises:
+        UsageError: They differ.
+    """
+    difference = now.difference(saved) if now and saved else None
+    if difference:
+        raise UsageError(
+            f"{run} read other data: it had {difference[1]}, and now it is {difference[0]}.\n"
+            "  Put back the data (tfds_data.data_dir, TFDS_DATA_DIR), or use another --workdir."
+        )
+
+
+def checked_batches(
+    data: DataSet, order: TrainOrder | EvalOrder, model: TrainableModel
+) -> Iterator[Arrays]:
+    """This process's rows of each batch, whose integers are within `TrainableModel.bounds`.
+
+    Out of bounds, an embedding or a loss would read NaN, or the numbers of another class.
+
+    Args:
+        data: Its training or its evaluation batches are read.
+        order: Which of them.
+        model: What they are for. With `mask` (R,), rows of 0 are not checked.
+
+    Raises:
+        UsageError: A value is out of bounds, with the example; or there are too few batches.
+    """
+    first, least, split = 0, 1, "evaluation"
+    if isinstance(order, TrainOrder):
+        first, least, split = order.first_step, order.num_steps - order.first_step, "training"
+    number = 0
+    for batch in data.train(order) if isinstance(order, TrainOrder) else data.evaluate(order):
+        found = _out_of_bounds(batch, model)
+        if found:
+            row, problem = found
+            place = (first + number) * order.batch_size + int(order.rows[row])
+            where = f"example {place} of the {split} stream of {data.name}"
+            raise UsageError(f"{data.locate(order, place) if data.locate else where} {problem}")
+        yield batch
+        number += 1
+    if number < least:
+        raise UsageError(
+            f"{data.name} has no {split} batch {first + number + 1}: its {split} data is empty, or "
+            "its function returned too early."
+        )
+
+
+def _out_of_bounds(batch: Arrays, model: TrainableModel) -> tuple[int, str] | None:
+    """The first row of a batch with a value out of bounds, and what is wrong; None: none is."""
+    for name, fact in model.bounds.items():
+        values, limit = np.asarray(batch[name]), model.config[fact]
+        if not values.size or (values.min() >= 0 and values.max() < limit):
+            continue
+        wrong = (values < 0) | (values >= limit)
+        if "mask" in batch:
+            wrong &= np.reshape(batch["mask"], (-1, *[1] * (values.ndim - 1))) > 0
+        for row, *place in np.argwhere(wrong)[:1]:
+            return int(row), (
+                f"has {name} {values[(row, *place)]}, and train.model takes 0 to {limit - 1} "
+                f"({fact} = {limit}).\n  Mend the data set, or the model's {fact}; what this run "
+                "saved is untouched."
+            )
+    return None
