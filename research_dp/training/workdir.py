@@ -14,6 +14,7 @@ import jax
 
 from research_dp.distributed.agreement import first_problem
 from research_dp.distributed.errors import RunFailure, UsageError
+from research_dp.training.shared_folder import check_shared
 from research_dp.training.stored import reason
 
 _LOCK, _HOLDER = ".run.lock", ".run.holder"
@@ -27,8 +28,8 @@ def held(workdir: str | None) -> Iterator[Path]:
     Process 0 holds a lock of the operating system, which ends with the process, however it ends.
 
     Raises:
-        UsageError: There is no such folder, it cannot be written, or another run uses it; in every
-            process.
+        UsageError: There is no such folder, it cannot be written, another run uses it, or processes
+            do not share it; in every process.
         RunFailure: The disk failed, or is full, while the run was under way.
     """
     if workdir is None:
@@ -41,6 +42,7 @@ def held(workdir: str | None) -> Iterator[Path]:
     if problem:
         raise UsageError(problem)
     try:
+        check_shared(folder)
         yield folder
     except OSError as error:
         if error.errno not in _DISK:
