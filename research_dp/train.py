@@ -30,7 +30,12 @@ def main(argv: list[str]) -> int:
             stack.enter_context(printing.while_read())
             print(cache, flush=True)
         with stack:
-            return train(workdir=options.workdir, look=look, started=environment.started())
+            return train(
+                workdir=options.workdir,
+                look=look,
+                started=environment.started(),
+                bound_at=config.origin,
+            )
 
     return ending.told(body)
 

@@ -68,7 +68,7 @@ def run(
             environment.set_up_compilation_cache()
             from research_dp.training.loop import train
 
-            status = train(workdir=os.fspath(workdir))
+            status = train(workdir=os.fspath(workdir), bound_at=config.origin)
         except gin_config.Mistakes:
             raise
         except (UsageError, TypeError, RuntimeError) as error:

@@ -19,8 +19,9 @@ from research_dp.distributed.trainable import TrainableModel
 from research_dp.strategies import Recipe, Strategy, TrainSpec, TrainState
 from research_dp.strategies.keys import init_key
 from research_dp.training import optim  # noqa: F401  (registers Optax with gin)
+from research_dp.training.changes import changes
 from research_dp.training.checkpoint import Checkpoints
-from research_dp.training.manifest import Manifest
+from research_dp.training.manifest import Manifest, origin
 from research_dp.training.nonfinite import OnNonfinite
 from research_dp.training.progress import Profile, say
 from research_dp.training.run import Run
@@ -33,7 +34,7 @@ from research_dp.training.workdir import held
 DONE, STOPPED = 0, 143
 
 
-@gin.configurable(denylist=["workdir", "look", "started"])
+@gin.configurable(denylist=["workdir", "look", "started", "bound_at"])
 def train(
     *,
     model: TrainableModel = gin.REQUIRED,
@@ -57,6 +58,7 @@ def train(
     workdir: str | None = None,
     look: Callable[[Recipe, TrainSpec], None] | None = None,
     started: float | None = None,
+    bound_at: Callable[[str], str | None] | None = None,
 ) -> int:
     """Trains a model on data under a strategy; continues what is in the workdir.
 
@@ -85,6 +87,7 @@ def train(
         workdir: Folder of the run's results.
         look: Called with the strategy, and what it is to be built for, instead of training.
         started: `time.perf_counter()` when the command started.
+        bound_at: Name of a parameter -> the file and line that bound it, for messages.
 
     Returns:
         Exit status: 0 when done, 143 when stopped by SIGTERM or SIGINT, after saving.
@@ -129,9 +132,14 @@ def train(
         recorder.note("restore", 0)
         checkpoints = Checkpoints(folder / "checkpoints", keep, keep_period, say)
         stack.enter_context(contextlib.closing(checkpoints))
-        check = functools.partial(_check_continues, folder, num_steps, spec, data)
+        read: list[Manifest] = []  # of the checkpoints that the run could continue, newest first
+        check = functools.partial(_check_continues, folder, num_steps, spec, data, read)
         restored = checkpoints.restore(built.abstract_state, check)
         first_step = int(restored.state.step) if restored else 0
+        if restored:
+            now = origin(config=gin.config_str())
+            for line in changes(read[-1].origin, now, bound_at):
+                say(f"Changed since step {first_step}: {line}")
         recorder.note("compile", first_step)
         state = restored.state if restored else built.init(init_key(seed))
         run = Run(
@@ -225,9 +233,14 @@ def _steps(
 
 
 def _check_continues(
-    folder: Path, num_steps: int, spec: TrainSpec, data: DataSet, found: Manifest
+    folder: Path,
+    num_steps: int,
+    spec: TrainSpec,
+    data: DataSet,
+    accepted: list[Manifest],
+    found: Manifest,
 ) -> None:
-    """Refuses to continue a run as another one."""
+    """Refuses to continue a run as another one; adds what it found to what it accepted."""
     if found.step > num_steps:
         raise UsageError(
             f"the run in {folder} is at step {found.step}, past train.num_steps = {num_steps}. "
@@ -246,3 +259,4 @@ def _check_continues(
                 "examples would break. Use another --workdir, or the same value.",
                 binding=f"train.{name}",
             )
+    accepted.append(found)
