@@ -84,19 +84,21 @@ class DataIdentity:
         splits = {split: SplitIdentity(**one) for split, one in written["splits"].items()}
         return cls(**{**written, "splits": splits})
 
-    def difference(self, other: DataIdentity) -> tuple[str, str] | None:
-        """The first thing that differs, as (here, in `other`); None if nothing does.
+    def difference(self, other: DataIdentity) -> tuple[str, str, str] | None:
+        """The first thing that differs, as (what, here, in `other`); None if nothing does.
 
         Splits that only one of them names are not compared.
         """
         if (self.name, self.version) != (other.name, other.version):
-            return f"{self.name} {self.version}", f"{other.name} {other.version}"
-        for split in self.splits.keys() & other.splits.keys():
+            here, there = (f"{one.name} {one.version}" for one in (self, other))
+            return "the data set", here, there
+        for split in sorted(self.splits.keys() & other.splits.keys()):
             one, two = self.splits[split], other.splits[split]
             if one.examples != two.examples:
-                return f"{one.examples:,} examples in {split}", f"{two.examples:,}"
+                what = f"the number of examples in {split}"
+                return what, f"{one.examples:,}", f"{two.examples:,}"
             if one.digest != two.digest:
-                return f"digest {one.digest} of {split}", two.digest
+                return f"the digest of examples of {split}", one.digest, two.digest
         return None
 
 

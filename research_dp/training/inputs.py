@@ -26,11 +26,12 @@ def shared_identity(data: DataSet) -> DataIdentity | None:
     texts = texts_of_all(json.dumps(dataclasses.asdict(own) if own else None))
     found = [written and DataIdentity.from_json(written) for written in map(json.loads, texts)]
     for process, other in enumerate(found):
-        difference = other.difference(found[0]) if other and found[0] else None
+        difference = found[0].difference(other) if other and found[0] else None
         if difference:
+            what, first, here = difference
             raise UsageError(
-                f"processes read different data of {data.name}: process 0 has {difference[1]}, "
-                f"process {process} has {difference[0]}.\n  Give all of them the same folder "
+                f"processes read different data of {data.name}: {what} is {first} in process 0 and "
+                f"{here} in process {process}.\n  Give all of them the same folder "
                 "(tfds_data.data_dir, TFDS_DATA_DIR), or prepare the data anew where it differs."
             )
     return own
@@ -47,10 +48,11 @@ def check_same_data(now: DataIdentity | None, saved: DataIdentity | None, run: s
     Raises:
         UsageError: They differ.
     """
-    difference = now.difference(saved) if now and saved else None
+    difference = saved.difference(now) if now and saved else None
     if difference:
+        what, was, is_ = difference
         raise UsageError(
-            f"{run} read other data: it had {difference[1]}, and now it is {difference[0]}.\n"
+            f"{run} was trained on other data: {what} was {was}, and is {is_} now.\n"
             "  Put back the data (tfds_data.data_dir, TFDS_DATA_DIR), or use another --workdir."
         )
 

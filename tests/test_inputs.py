@@ -1,0 +1,385 @@
+"""What data is to a run: its dtypes, which data it is, and what a model can take of it."""
+
+import dataclasses
+import hashlib
+import json
+import types
+
+import gin
+import jax
+import numpy as np
+import pytest
+import tensorflow_datasets as tfds
+from tensorflow_datasets.core import features as tfds_features
+
+from research_dp.config import gin_config
+from research_dp.data import reader
+from research_dp.data.dataset import tfds_data
+from research_dp.data.preprocess import byte_text, image_classification
+from research_dp.data.random_access import Examples, random_access
+from research_dp.data.tf_data import tf_data
+from research_dp.distributed.data_set import (
+    DataIdentity,
+    DataSet,
+    EvalOrder,
+    SplitIdentity,
+    TrainOrder,
+)
+from research_dp.distributed.errors import UsageError
+from research_dp.distributed.trainable import TrainableModel
+from research_dp.models import mlp
+from research_dp.training import inputs, shared_folder
+from research_dp.training.changes import changes
+from research_dp.training.manifest import Manifest, Progress, origin
+
+TRAIN, TEST, CLASSES = 40, 12, 10
+WRONG = 37  # the label of example 7 of each split
+READERS = {"array_record": random_access, "tfrecord": tf_data}
+
+
+class FloatDots(tfds.core.GeneratorBasedBuilder):
+    """Images of float32 in [0, 1], and labels that are no classes."""
+
+    VERSION = tfds.core.Version("2.1.0")
+    seed, train = 0, TRAIN
+
+    def _info(self):
+        image = tfds_features.Image(shape=(4, 4, 1), dtype=np.float32)
+        label = tfds_features.Scalar(np.int64)
+        features = tfds_features.FeaturesDict({"image": image, "label": label})
+        return tfds.core.DatasetInfo(builder=self, features=features, disable_shuffling=True)
+
+    def _split_generators(self, dl_manager):
+        return {"train": self._generate_examples(self.train), "test": self._generate_examples(TEST)}
+
+    def _generate_examples(self, count):
+        draws = np.random.default_rng(self.seed)
+        for index in range(count):
+            image = draws.random((4, 4, 1), np.float32)
+            yield index, {"image": image, "label": WRONG if index == 7 else index % CLASSES}
+
+
+def dots(folder, file_format="array_record", eval_split="test"):
+    return tfds_data(
+        name="float_dots",
+        eval_split=eval_split,
+        preprocess=image_classification,
+        reader=READERS[file_format],
+        file_format=file_format,
+        data_dir=str(folder),
+    )
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory):
+    """The data set in both formats, by the readers that read them."""
+    return {name: dots(tmp_path_factory.mktemp(name), name) for name in READERS}
+
+
+@pytest.fixture(params=READERS)
+def data(request, both):
+    return both[request.param]
+
+
+def raw_images(count):
+    draws = np.random.default_rng(0)
+    return np.stack([draws.random((4, 4, 1), np.float32) for _ in range(count)])
+
+
+def order_of(steps=5, batch_size=16, rows=None):
+    rows = np.arange(batch_size) if rows is None else np.asarray(rows)
+    return TrainOrder(seed=3, batch_size=batch_size, rows=rows, first_step=0, num_steps=steps)
+
+
+def refused(message):
+    return pytest.raises(UsageError, match=message)
+
+
+# ---- Dtypes ----
+
+
+def features_of(image, label=np.int64, shape=(8, 8, 3), label_shape=()):
+    return {
+        "image": tfds_features.Tensor(shape=shape, dtype=image),
+        "label": tfds_features.Tensor(shape=label_shape, dtype=label),
+    }
+
+
+LEVELS = {"uint8": 255, "uint16": 65535, "float16": 1, "float32": 1, "float64": 1, "bool": 1}
+
+
+@pytest.mark.parametrize("size", [None, 5])
+@pytest.mark.parametrize("dtype", LEVELS)
+def test_the_same_pixels_are_the_same_input_in_any_dtype(dtype, size):
+    draws = np.random.default_rng(1)
+    pixels = draws.random((8, 8, 3)) if dtype != "bool" else draws.random((8, 8, 3)) < 0.5
+    scaled = pixels * LEVELS[dtype]
+    stored = (np.round(scaled) if LEVELS[dtype] > 1 else scaled).astype(dtype)
+    mean, std = (0.1, 0.2, 0.3), (0.5, 0.25, 2.0)
+    made = image_classification(features_of(np.dtype(dtype)), size=size, mean=mean, std=std)
+    one = made.example({"image": stored, "label": 3}, None)
+    batch = made.batch({k: x[None] for k, x in one.items()}, np.arange(1), 1, None)
+    assert batch["image"].dtype == np.float32 and batch["label"].dtype == np.int32
+    if size is None:
+        wanted = (pixels - np.array(mean)) / np.array(std)
+    else:
+        single = image_classification(features_of(np.float32), size=size, mean=mean, std=std)
+        one = single.example({"image": pixels.astype(np.float32), "label": 3}, None)
+        assert len(np.unique(one["image"])) > 10, "resizing cut floats"
+        wanted = single.batch({"image": one["image"][None], "label": None}, None, 1, None)["image"]
+        wanted = wanted[0]
+    levels = {"uint8": 255, "float16": 2048}.get(dtype, 65535)
+    np.testing.assert_allclose(batch["image"][0], wanted, atol=4 / levels + 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("features", "message"),
+    [
+        (features_of(np.int32), r"'image' as .* uint8, uint16 or floats; here it is .* of int32"),
+        (features_of(np.uint8, shape=(8, 8)), r"'image' as .*; here it is \(8, 8\) of uint8"),
+        (features_of(np.uint8, np.float32), r"'label' as one integer; here .* of float32"),
+        (features_of(np.uint8, label_shape=(10,)), r"'label' as one integer; here it is \(10,\)"),
+        (
+            {**features_of(np.uint8), "label": tfds_features.FeaturesDict({"a": np.int64})},
+            r"'label' as one integer; here it is features \['a'\]",
+        ),
+    ],
+)
+def test_what_would_be_cut_is_refused_before_anything_is_read(features, message):
+    with refused(message) as raised:
+        image_classification(features)
+    assert raised.value.binding == "tfds_data.preprocess"
+
+
+@pytest.mark.parametrize(
+    "feature",
+    [
+        tfds_features.Tensor(shape=(None,), dtype=np.int64),
+        tfds_features.Tensor(shape=(None,), dtype=np.float32),
+        tfds_features.Sequence(tfds_features.Text()),
+    ],
+)
+def test_what_is_neither_text_nor_bytes_is_refused(feature):
+    with refused("byte_text needs feature 'text' as one text or a vector of uint8; here it is"):
+        byte_text({"text": feature})
+    assert byte_text({"text": tfds_features.Text()}).info
+
+
+def test_floats_reach_the_model_as_they_are(data):
+    (batch, *_) = data.evaluate(EvalOrder(batch_size=TEST, rows=np.arange(TEST)))
+    np.testing.assert_allclose(batch["image"], (raw_images(TEST) - 0.5) / 0.5, atol=1e-6)
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_images_that_only_opencv_decodes_are_refused_without_it(monkeypatch, installed):
+    monkeypatch.setattr(reader.importlib.util, "find_spec", lambda name: installed or None)
+    image = tfds_features.Image(shape=(4, 4, 1), dtype=np.uint16)
+    builder = types.SimpleNamespace(name="x", info=types.SimpleNamespace(features={"scan": image}))
+    if installed:
+        reader.check_decodable(builder)
+    else:
+        with refused(r"uint16 \(scan\).*pip install opencv-python-headless; or"):
+            reader.check_decodable(builder)
+
+
+class Huge(list):
+    def __getitems__(self, indices):
+        return [self[i] for i in indices]
+
+
+def test_a_label_beyond_int32_is_named_and_not_wrapped():
+    made = image_classification(features_of(np.uint8))
+    image = np.zeros((8, 8, 3), np.uint8)
+    source = Huge({"image": image, "label": np.int64(i * 2**31 + 3)} for i in range(3))
+    examples = Examples(source, made, 0, "mine train")
+    assert examples(np.array([0]))["label"].tolist() == [3]
+    with refused("^example 2 of mine train: its label is 4294967299, beyond int32"):
+        examples(np.array([0, 2]))
+
+
+def test_a_split_that_its_builder_leaves_empty_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(FloatDots, "train", 0)
+    with refused('cannot be prepared: .*split "train": No examples were yielded.*each split'):
+        dots(tmp_path).prepare()
+
+
+# ---- Identity ----
+
+
+def test_identity_is_that_of_the_content_whatever_the_file_format(both, tmp_path, monkeypatch):
+    found = both["array_record"].identity()
+    assert (found.name, found.version) == ("float_dots", "2.1.0")
+    counts = {split: one.examples for split, one in found.splits.items()}
+    assert counts == {"train": TRAIN, "test": TEST}
+    assert both["tfrecord"].identity() == found
+    assert DataIdentity.from_json(json.loads(json.dumps(dataclasses.asdict(found)))) == found
+    monkeypatch.setattr(FloatDots, "train", TRAIN - 1)
+    fewer = dots(tmp_path / "fewer").identity()
+    assert found.difference(fewer) == ("the number of examples in train", "40", "39")
+    monkeypatch.undo()
+    monkeypatch.setattr(FloatDots, "seed", 1)
+    what, *digests = dots(tmp_path / "seed").identity().difference(found)
+    assert "digest" in what and len(set(digests)) == 2
+
+
+def identity(examples=40, digest="ab", version="1.0.0", split="test"):
+    splits = {split: SplitIdentity(examples=examples, digest=digest)}
+    return DataIdentity(name="mine", version=version, splits=splits)
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (identity(examples=1200), "the number of examples in test was 40, and is 1,200 now"),
+        (identity(digest="cd"), "the digest of examples of test was ab, and is cd now"),
+        (identity(version="1.0.1"), "the data set was mine 1.0.0, and is mine 1.0.1 now"),
+        (identity(), None),
+        (identity(examples=7, split="test[:7]"), None),  # its binding is reported as changed
+        (None, None),
+    ],
+)
+def test_a_run_is_continued_on_its_own_data_alone(other, message):
+    if message is None:
+        inputs.check_same_data(other, identity(), "the run")
+    else:
+        with refused(f"^the run was trained on other data: {message}.\n.*or use another --workdir"):
+            inputs.check_same_data(other, identity(), "the run")
+
+
+def test_processes_with_different_data_are_refused(monkeypatch):
+    data = types.SimpleNamespace(name="mine", identity=identity)
+    others = []
+    monkeypatch.setattr(inputs, "texts_of_all", lambda own: [own, *others])
+    assert inputs.shared_identity(data) == identity()
+    others.append(json.dumps(dataclasses.asdict(identity(examples=39))))
+    with refused("the number of examples in test is 40 in process 0 and 39 in process 1"):
+        inputs.shared_identity(data)
+
+
+def test_a_manifest_keeps_the_identity_and_one_without_it_is_read(tmp_path):
+    progress = Progress(batch_size=8, seed=0, order="x", window={}, data=identity())
+    manifest = Manifest(step=1, progress=progress, leaves={}, origin=origin())
+    file = tmp_path / "manifest.json"
+    file.write_text(json.dumps(manifest.as_json()))
+    assert Manifest.read(file).progress == progress
+    written = manifest.as_json()["content"]
+    assert set(written["progress"]) == {"batch_size", "seed", "order", "window"}
+    earlier = {name: value for name, value in written.items() if name != "data"}
+    digest = hashlib.sha256(json.dumps(earlier, sort_keys=True).encode()).hexdigest()
+    text = json.dumps({"content": earlier, "sha256": digest})
+    file.write_text(text)
+    assert Manifest.read(file).progress == dataclasses.replace(progress, data=None)
+
+
+# ---- Bounds ----
+
+
+def test_a_label_that_is_no_class_is_named_in_both_splits(data):
+    model = mlp(widths=(4,), num_classes=CLASSES)
+    told = f"has label {WRONG}, and train.model takes 0 to 9 \\(num_classes = 10\\)"
+    with refused(f"^example 7 of float_dots test {told}"):
+        list(inputs.checked_batches(data, EvalOrder(batch_size=8, rows=np.arange(8)), model))
+    with refused(rf"^example 7 of \S+( \(float_dots)? train\)? {told}"):
+        list(inputs.checked_batches(data, order_of(), model))
+    wide = mlp(widths=(4,), num_classes=WRONG + 1)
+    assert len(list(inputs.checked_batches(data, order_of(), wide))) == 5
+
+
+def test_a_process_that_has_no_such_row_goes_on(data):
+    batches = list(data.train(order_of()))
+    rows = [np.flatnonzero(batch["label"] == WRONG) for batch in batches]
+    clean = [r for r in range(16) if not any(r in found for found in rows)]
+    model = mlp(widths=(4,), num_classes=CLASSES)
+    assert len(list(inputs.checked_batches(data, order_of(rows=clean), model))) == 5
+
+
+def stream(*batches, name="mine"):
+    return DataSet(
+        name=name,
+        example={},
+        info={},
+        prepare=lambda: None,
+        train=lambda order: iter(batches),
+        evaluate=lambda order: iter(batches),
+    )
+
+
+def test_any_integers_that_a_model_bounds_are_checked_and_padding_is_not():
+    model = TrainableModel(None, None, {"words": 5}, bounds={"tokens": "words"})
+    tokens = np.array([[0, 4, 1], [2, 9, 0]], np.int32)
+    rows = np.array([4, 6])
+    order = EvalOrder(batch_size=8, rows=rows)
+    good, masked = {"tokens": tokens % 5}, {"tokens": tokens, "mask": np.array([1.0, 0.0])}
+    assert len(list(inputs.checked_batches(stream(good, masked), order, model))) == 2
+    with refused("^example 14 of the evaluation stream of mine has tokens 9, .* 0 to 4"):
+        list(inputs.checked_batches(stream(good, {"tokens": tokens}), order, model))
+    with refused("has tokens -1"):
+        list(inputs.checked_batches(stream({"tokens": -tokens % 3 - 1}), order, model))
+
+
+def test_data_that_ends_early_is_refused():
+    model = TrainableModel(None, None)
+    with refused("mine has no training batch 3: its training data is empty, or"):
+        list(inputs.checked_batches(stream({}, {}), order_of(steps=5), model))
+    with refused("mine has no evaluation batch 1"):
+        list(inputs.checked_batches(stream(), EvalOrder(batch_size=8, rows=np.arange(8)), model))
+
+
+# ---- What changed ----
+
+
+def config(*bindings):
+    gin.clear_config()
+    gin.parse_config([*bindings])
+    return gin.config_str()
+
+
+def test_every_binding_that_changed_is_told_with_both_values_and_its_place():
+    gin_config.register_all()
+    values = [f"a rather long value {i}" for i in range(9)]
+    same = ["mlp.widths = (%A, 4)", f"tfds_data.eval_split = {values!r}"]
+    old = config(*same, "A = 3", "optax.adam.b1 = 0.5", f"tfds_data.name = {values!r}")
+    values[4] = "# = @"
+    new = config(*same, "A = 4", "x/optax.adam.b1 = 0.5", f"tfds_data.name = {values!r}")
+    before = {"config": old, "devices": 4, "processes": 1, "versions": {"jax": "1"}}
+    now = {"config": new, "devices": 8, "processes": 1, "versions": {"jax": "2"}}
+    found = changes(before, now, {"A": "mine.gin:3"}.get)
+    assert [line for line in found if not line.startswith("tfds_data")] == [
+        "A: 3 -> 4  (mine.gin:3)",
+        "x/optax.adam.b1: unbound -> 0.5",
+        "devices: 4 -> 8",
+        "version of jax: 1 -> 2",
+        "optax.adam.b1: 0.5 -> unbound",
+    ]
+    (name,) = (line for line in found if line.startswith("tfds_data"))
+    old_value, new_value = name.removeprefix("tfds_data.name: ").split(" -> ")
+    assert "value 4'" in old_value and "'# = @'" in new_value and "value 8']" in new_value
+    assert changes(now, now) == []
+
+
+# ---- The folder ----
+
+
+@pytest.mark.parametrize("process", [0, 1])
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_folder_that_is_not_shared_is_refused(tmp_path, monkeypatch, process, shared):
+    (tmp_path / "0").mkdir()
+    (tmp_path / "1").mkdir()
+    name = ".run.abc"
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(jax, "process_index", lambda: process)
+    monkeypatch.setattr(shared_folder, "_SECONDS", 0.0)
+    monkeypatch.setattr(shared_folder.secrets, "token_hex", lambda size: "abc")
+    monkeypatch.setattr(shared_folder, "texts_of_all", lambda own: [f"{name} first", own])
+    problems = []
+    monkeypatch.setattr(shared_folder, "first_problem", lambda own: problems.append(own) or own)
+    if process == 1:
+        (tmp_path / "0" / name).touch()
+    folder = tmp_path / ("0" if shared else str(process))
+    if shared or process == 0:
+        shared_folder.check_shared(folder)
+    else:
+        with refused(r"^--workdir=.*1 on .* is not the folder that process 0 has on first"):
+            shared_folder.check_shared(folder)
+    assert (tmp_path / "0" / name).exists() == (process == 1), "process 0 removes its file"
+    assert len(problems) == 2, "each process takes part in each collective"
