@@ -346,10 +346,10 @@ def test_every_binding_that_changed_is_told_with_both_values_and_its_place():
     found = changes(before, now, {"A": "mine.gin:3"}.get)
     assert [line for line in found if not line.startswith("tfds_data")] == [
         "A: 3 -> 4  (mine.gin:3)",
-        "x/optax.adam.b1: unbound -> 0.5",
+        "x/adam.b1: unbound -> 0.5",
         "devices: 4 -> 8",
         "version of jax: 1 -> 2",
-        "optax.adam.b1: 0.5 -> unbound",
+        "adam.b1: 0.5 -> unbound",
     ]
     (name,) = (line for line in found if line.startswith("tfds_data"))
     old_value, new_value = name.removeprefix("tfds_data.name: ").split(" -> ")

@@ -92,8 +92,8 @@ class DataIdentity:
         if (self.name, self.version) != (other.name, other.version):
             here, there = (f"{one.name} {one.version}" for one in (self, other))
             return "the data set", here, there
-        for split in sorted(self.splits.keys() & other.splits.keys()):
-            one, two = self.splits[split], other.splits[split]
+        for split, one in self.splits.items():
+            two = other.splits.get(split, one)
             if one.examples != two.examples:
                 what = f"the number of examples in {split}"
                 return what, f"{one.examples:,}", f"{two.examples:,}"
