@@ -62,7 +62,7 @@ def test_what_changed_before_a_continuation_is_told_and_other_data_is_refused(
     assert status == 0
     assert f"Changed since step 2: {mean}: (0.5,) -> (0.3,)  (--gin.{mean})" in out
     assert "Changed since step 2: train.num_steps: 2 -> 4" in out
-    assert "The checkpoint does not say which data it was trained on" in out and told in out
+    assert "The checkpoint does not record its data; this is assumed" in out and told in out
 
 
 def two_apart(command, workdirs, folders, *flags):

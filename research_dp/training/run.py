@@ -122,8 +122,8 @@ class Run:
         self._progress.say(report.one_line(self._strategy))
         if self._identity:
             self._progress.say(f"Data: {self._identity}")
-        if self._saved and not self._saved.data:
-            self._progress.say("The checkpoint does not say which data it was trained on")
+            if self._saved and not self._saved.data:
+                self._progress.say("The checkpoint does not record its data; this is assumed")
         if self._first_step:
             self._progress.say(f"Continuing from step {self._first_step} in {self.folder}")
             if self._data.rereads:
