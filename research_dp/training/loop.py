@@ -20,7 +20,7 @@ from research_dp.strategies import Recipe, Strategy, TrainSpec, TrainState
 from research_dp.strategies.keys import init_key
 from research_dp.training import optim  # noqa: F401  (registers Optax with gin)
 from research_dp.training.changes import changes
-from research_dp.training.checkpoint import Checkpoints
+from research_dp.training.checkpoint import Checkpoints, Restored
 from research_dp.training.manifest import Manifest, origin
 from research_dp.training.nonfinite import OnNonfinite
 from research_dp.training.progress import Profile, say
@@ -132,14 +132,9 @@ def train(
         recorder.note("restore", 0)
         checkpoints = Checkpoints(folder / "checkpoints", keep, keep_period, say)
         stack.enter_context(contextlib.closing(checkpoints))
-        read: list[Manifest] = []  # of the checkpoints that the run could continue, newest first
-        check = functools.partial(_check_continues, folder, num_steps, spec, data, read)
-        restored = checkpoints.restore(built.abstract_state, check)
+        check = functools.partial(_check_continues, folder, num_steps, spec, data)
+        restored = _restored(checkpoints, built, check, bound_at)
         first_step = int(restored.state.step) if restored else 0
-        if restored:
-            now = origin(config=gin.config_str())
-            for line in changes(read[-1].origin, now, bound_at):
-                say(f"Changed since step {first_step}: {line}")
         recorder.note("compile", first_step)
         state = restored.state if restored else built.init(init_key(seed))
         run = Run(
@@ -232,15 +227,31 @@ def _steps(
     return DONE
 
 
+def _restored(
+    checkpoints: Checkpoints,
+    built: Strategy,
+    check: Callable[[Manifest], None],
+    bound_at: Callable[[str], str | None] | None,
+) -> Restored | None:
+    """The newest state that the run may continue; says what changed since it was saved."""
+    read: list[Manifest] = []
+
+    def accept(found: Manifest) -> None:
+        check(found)
+        read.append(found)
+
+    restored = checkpoints.restore(built.abstract_state, accept)
+    if restored:
+        now = origin(config=gin.config_str())
+        for line in changes(read[-1].origin, now, bound_at):
+            say(f"Changed since step {read[-1].step}: {line}")
+    return restored
+
+
 def _check_continues(
-    folder: Path,
-    num_steps: int,
-    spec: TrainSpec,
-    data: DataSet,
-    accepted: list[Manifest],
-    found: Manifest,
+    folder: Path, num_steps: int, spec: TrainSpec, data: DataSet, found: Manifest
 ) -> None:
-    """Refuses to continue a run as another one; adds what it found to what it accepted."""
+    """Refuses to continue a run as another one."""
     if found.step > num_steps:
         raise UsageError(
             f"the run in {folder} is at step {found.step}, past train.num_steps = {num_steps}. "
@@ -259,4 +270,3 @@ def _check_continues(
                 "examples would break. Use another --workdir, or the same value.",
                 binding=f"train.{name}",
             )
-    accepted.append(found)
