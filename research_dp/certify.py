@@ -17,9 +17,8 @@ def main(argv: list[str]) -> int:
     """Runs the command; returns its exit status: 0 certified, 1 not, 2 a mistake."""
     from research_dp.config import command_line, ending, environment, show
 
-    options = command_line.parse_certify(argv, __doc__ or "")
-
     def body(session: ending.Session) -> int:
+        options = command_line.parse_certify(argv, __doc__ or "")
         config = session.load(options)
         command_line.check_writable("--json", options.json_file)
         environment.quieten_tensorflow()

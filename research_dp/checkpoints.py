@@ -18,13 +18,12 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("workdir", type=Path, help="folder of a run")
     parser.add_argument("--verify", action="store_true", help="read all arrays")
-    options = parser.parse_args(argv)
-
     from research_dp.analysis.tables import table
     from research_dp.config import ending, show
     from research_dp.distributed.errors import UsageError
 
     def body(session: ending.Session) -> int:
+        options = parser.parse_args(argv)
         import jax
 
         jax.config.update("jax_platforms", "cpu")  # a run may be using the accelerators

@@ -15,9 +15,8 @@ def main(argv: list[str]) -> int:
     from research_dp.analysis.tables import table
     from research_dp.config import command_line, ending, environment, gin_config, gin_state, show
 
-    options = command_line.parse_conform(argv, __doc__ or "")
-
     def body(session: ending.Session) -> int:
+        options = command_line.parse_conform(argv, __doc__ or "")
         bindings = ["largest_dim.min_weight_size = 64", *options.bindings]
         session.config = gin_config.load(options.gin_files, bindings, imports=options.imports)
         environment.set_up_devices(options.cpu_devices)

@@ -15,11 +15,14 @@ def main(argv: list[str]) -> int:
 
     from research_dp.config import command_line, ending, environment, plans
 
-    options, wanted = command_line.parse_plan(argv, __doc__ or "")
-    environment.quieten_tensorflow()
-    # A program from a cache has no compile time, and not every kind of device can have one.
-    jax.config.update("jax_enable_compilation_cache", False)
-    return ending.told(lambda session: plans.plan(options, wanted))
+    def body(session: ending.Session) -> int:
+        options, wanted = command_line.parse_plan(argv, __doc__ or "")
+        environment.quieten_tensorflow()
+        # A program from a cache has no compile time, and not every kind of device can have one.
+        jax.config.update("jax_enable_compilation_cache", False)
+        return plans.plan(options, wanted)
+
+    return ending.told(body)
 
 
 if __name__ == "__main__":

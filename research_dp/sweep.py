@@ -7,17 +7,19 @@ import sys
 
 def main(argv: list[str]) -> int:
     """Runs the command; returns its exit status."""
-    from research_dp.config import command_line, ending, environment, sweeps
-
-    options, varied = command_line.parse_sweep(argv, __doc__ or "")
+    from research_dp.config import command_line, ending, environment, printing, sweeps
 
     def body(session: ending.Session) -> int:
+        options, varied = command_line.parse_sweep(argv, __doc__ or "")
         dimensions = [
             sweeps.binding_choices(name, text) if name else sweeps.file_choices(number, text)
             for number, (name, text) in enumerate(varied)
         ]
         environment.quieten_tensorflow()
-        return sweeps.sweep(options, dimensions)
+        if options.dry_run:
+            return sweeps.sweep(options, dimensions)
+        with printing.dispensable():
+            return sweeps.sweep(options, dimensions)
 
     return ending.told(body)
 

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import sys
+
+from research_dp.config import printing
 
 
 def main(argv: list[str]) -> int:
     """Runs the command; returns its exit status."""
-    from research_dp.config import command_line, ending, environment, printing, show
-
-    options = command_line.parse(argv, __doc__ or "")
+    from research_dp.config import command_line, ending, environment, show
 
     def body(session: ending.Session) -> int:
+        options = command_line.parse(argv, __doc__ or "")
         if options.list is not None:
             return show.print_list(options.list, options.imports, as_json=options.json)
+        if options.dry_run:
+            return trained(session, options)
+        with printing.dispensable():
+            return trained(session, options)
+
+    def trained(session: ending.Session, options: command_line.Options) -> int:
         config = session.load(options)
         environment.quieten_tensorflow()
         environment.set_up_processes(options.processes)
@@ -24,22 +30,19 @@ def main(argv: list[str]) -> int:
         from research_dp.training.loop import train
 
         look = show.look(config) if options.dry_run else None
-        stack = contextlib.ExitStack()
         if look is None:
-            # Who stops reading does not stop training.
-            stack.enter_context(printing.while_read())
             print(cache, flush=True)
-        with stack:
-            return train(
-                workdir=options.workdir,
-                look=look,
-                started=environment.started(),
-                bound_at=config.origin,
-            )
+        return train(
+            workdir=options.workdir,
+            look=look,
+            started=environment.started(),
+            bound_at=config.origin,
+        )
 
     return ending.told(body)
 
 
 if __name__ == "__main__":
+    printing.repair()  # the fault handler needs a standard error
     faulthandler.enable()  # Python's stacks, too, where a library aborts
     sys.exit(main(sys.argv[1:]))

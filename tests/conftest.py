@@ -86,6 +86,7 @@ def command(data_dir, tmp_path_factory):
             return subprocess.Popen(words, stdout=pipe, **options)
         return subprocess.run(words, capture_output=True, timeout=timeout, **options)
 
+    run.environment = environment
     return run
 
 

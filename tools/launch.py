@@ -16,6 +16,7 @@ says where each process of a run was that something else started, on a cluster f
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import os
 import signal
@@ -25,6 +26,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import TextIO
 
 import filelock
 
@@ -86,18 +88,18 @@ def main(argv: list[str]) -> int:
         parser.error("--num_processes: give a whole number of at least 1")
     holder = in_use(workdir)
     if holder:  # whose logs and notes stay as they are
-        print(f"error: another run ({holder}) is using {workdir}.", file=sys.stderr)
+        tell(f"error: another run ({holder}) is using {workdir}.", sys.stderr)
         return 2
     asked = listen()
     try:
         processes = start(given.module, given.flags, given.num_processes, workdir)
     except OSError as error:
-        print(f"error: --workdir={workdir} cannot be written: {error.strerror}.", file=sys.stderr)
+        tell(f"error: --workdir={workdir} cannot be written: {error.strerror}.", sys.stderr)
         return 2
     first = watch(processes, asked)
     if first is None:
         return max(process.status for process in processes)
-    print("\n".join(post_mortem(processes, first, workdir)), file=sys.stderr, flush=True)
+    tell("\n".join(post_mortem(processes, first, workdir)), sys.stderr)
     return first.status
 
 
@@ -222,14 +224,29 @@ def post_mortem(processes: list[Process], first: Process, workdir: Path) -> list
 
 def look_back(workdir: Path) -> int:
     """Prints who was behind in a run that is over, and where each process was."""
+    from research_dp.config import ending
+    from research_dp.distributed.errors import UsageError
     from research_dp.training import recorder
 
-    notes = recorder.last_notes(workdir)
-    if not notes:
-        print(f"error: {workdir} has no flight/process_I.txt: no run began there", file=sys.stderr)
-        return 2
-    print("\n".join(recorder.post_mortem(notes)))
-    return 0
+    def body(session: ending.Session) -> int:
+        notes = recorder.last_notes(workdir)
+        if not notes:
+            raise UsageError(f"{workdir} has no flight/process_I.txt: no run began there")
+        print("\n".join(recorder.post_mortem(notes)))
+        return 0
+
+    return ending.told(body)
+
+
+def tell(text: str, stream: TextIO | None) -> None:
+    """Writes a line, if it can be written: neither the run nor its exit status depends on it."""
+    _write(f"{text}\n".encode(errors="replace"), stream)
+
+
+def _write(text: bytes, stream: TextIO | None) -> None:
+    if stream is not None:  # it was closed before the start
+        with contextlib.suppress(OSError):
+            os.write(stream.fileno(), text)
 
 
 def _workdir(flags: list[str]) -> Path | None:
@@ -244,14 +261,11 @@ def _workdir(flags: list[str]) -> Path | None:
 
 def _show(process: Process, done: threading.Event) -> None:
     """Copies a log to standard output as it grows."""
-    with process.log.open(errors="replace") as file:
+    with process.log.open("rb") as file:
         file.seek(process.begins)
         while True:
             last = done.is_set()
-            try:
-                print(file.read(), end="", flush=True)
-            except OSError:
-                return  # nobody looks any more; the log has it all
+            _write(file.read(), sys.stdout)
             if last:
                 return
             done.wait(0.2)

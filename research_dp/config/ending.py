@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 import traceback
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from research_dp.config import command_line, environment, gin_config, printing
 from research_dp.distributed.errors import RunFailure, message_of
 
 FAILED, MISTAKEN, INTERRUPTED = 1, 2, 130
+SIGPIPE = 141  # as of a program that was ended by it
 
 
 class Session:
@@ -40,11 +42,23 @@ def told(body: Callable[[Session], int]) -> int:
     A user's mistake is told without a traceback, and so is a failure that says what is to be done;
     whatever else goes wrong is a fault of this program, or of its libraries, and keeps its own.
     """
-    session = Session()
+    printing.repair()
     try:
-        status = body(session)
-        sys.stdout.flush()  # here, where it is known what to do if nobody reads
-        return status
+        with printing.dispensable():
+            return _status_of(body, Session())
+    finally:
+        printing.discard_pending()
+
+
+def _status_of(body: Callable[[Session], int], session: Session) -> int:
+    try:
+        with printing.required():
+            return body(session)
+    except printing.Unwritten as error:
+        if error.reason.errno == errno.EPIPE:  # `--list | head`
+            return environment.leave(SIGPIPE)
+        print(f"error: {error}", file=sys.stderr)
+        return environment.leave(FAILED)
     except RunFailure as error:
         _tell_failures(error)
         return environment.leave(FAILED)
@@ -52,9 +66,6 @@ def told(body: Callable[[Session], int]) -> int:
         print("Interrupted: nothing more was done", file=sys.stderr)
         return environment.leave(INTERRUPTED)
     except Exception as error:
-        if isinstance(error, BrokenPipeError) and not printing.is_read():  # `--list | head`
-            printing.silence()
-            return printing.SIGPIPE
         _tell_failures(error)
         mistake = gin_config.as_mistake(error, session.config)
         print(mistake or traceback.format_exc(), file=sys.stderr)

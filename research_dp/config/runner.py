@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from research_dp.config import environment, gin_config, gin_state
+from research_dp.config import environment, gin_config, gin_state, printing
 from research_dp.distributed.errors import UsageError
 
 _STOPPED = 143
@@ -68,7 +68,8 @@ def run(
             environment.set_up_compilation_cache()
             from research_dp.training.loop import train
 
-            status = train(workdir=os.fspath(workdir), bound_at=config.origin)
+            with printing.dispensable():
+                status = train(workdir=os.fspath(workdir), bound_at=config.origin)
         except gin_config.Mistakes:
             raise
         except (UsageError, TypeError, RuntimeError) as error:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -110,5 +109,7 @@ class Watchdog:
                 *(lines if self._recorder.processes > 1 else []),
             ]
         )
-        print(text, file=sys.__stderr__, flush=True)
-        os._exit(1)
+        try:
+            os.write(_STDERR, f"{text}\n".encode(errors="replace"))
+        finally:  # also where nobody can be told
+            os._exit(1)
