@@ -27,9 +27,21 @@ IN_C += "    c.pthread_mutex_lock(m); c.pthread_mutex_lock(m)"
 IN_PYTHON = "while not stop.came(0): time.sleep(0.02)\n    raise SystemExit(143)"
 
 
-def listen(body):
+BEFORE_STEPS = """
+import ctypes, time
+from research_dp.training import stop
+with stop.before_steps():
+    try:
+        print("ready", flush=True)
+        {body}
+    finally:
+        print("closed", flush=True)
+"""
+
+
+def listen(body, program=LISTEN):
     process = subprocess.Popen(
-        [sys.executable, "-c", LISTEN.format(body=body)],
+        [sys.executable, "-c", program.format(body=body)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -40,7 +52,12 @@ def listen(body):
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+    "number",
+    [
+        signal.SIGINT,
+        pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param(signal.SIGHUP, marks=pytest.mark.slow),
+    ],
 )
 def test_a_signal_is_noted_and_the_loop_is_told(number):
     process = listen(IN_PYTHON)
@@ -58,6 +75,63 @@ def test_a_second_sigint_ends_a_process_that_waits_in_c():
     _, said = process.communicate(timeout=20)
     assert process.returncode == 130
     assert "nothing saved" in said
+
+
+@pytest.mark.parametrize(
+    ("body", "number"),
+    [
+        ("time.sleep(60)", signal.SIGTERM),
+        pytest.param("time.sleep(60)", signal.SIGHUP, marks=pytest.mark.slow),
+    ],
+)
+def test_before_the_steps_there_is_nothing_to_save_and_what_is_open_is_closed(body, number):
+    process = listen(body, BEFORE_STEPS)
+    process.send_signal(number)
+    printed, said = process.communicate(timeout=20)
+    assert process.returncode == 143
+    assert printed == "closed\n"
+    assert said == f"{signal.Signals(number).name}: stopped; there was nothing to save\n"
+
+
+@pytest.mark.slow
+def test_before_the_steps_a_process_that_waits_in_c_ends_too():
+    body = f"stop._SECONDS_TO_LEAVE = 0.5\n    {IN_C}".replace("\n", "\n    ")
+    process = listen(body, BEFORE_STEPS)
+    time.sleep(1)  # until it waits
+    process.send_signal(signal.SIGTERM)
+    printed, said = process.communicate(timeout=20)
+    assert process.returncode == 143
+    assert not printed and said.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_a_hangup_that_is_ignored_stays_ignored():
+    body = "import os; os.kill(os.getpid(), 1); time.sleep(0.5); raise SystemExit(7 + stop.came(0))"
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        process = listen(body)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    process.communicate(timeout=20)
+    assert process.returncode == 7
+
+
+@pytest.mark.slow
+def test_a_data_set_that_is_prepared_when_the_run_is_told_to_stop_leaves_nothing(command, tmp_path):
+    flags = [*RUN, f"--workdir={tmp_path / 'run'}"]
+    process = command(*flags, start_only=True, TFDS_DATA_DIR=str(tmp_path / "tfds"))
+    try:
+        deadline = time.monotonic() + 100
+        while not list(tmp_path.glob("tfds/digits/incomplete.*")):
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.01)
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 143
+    assert "SIGTERM: stopped; there was nothing to save" in output
+    assert not list(tmp_path.glob("tfds/digits/*"))
 
 
 def until_trained(tmp_path, process):

@@ -27,11 +27,11 @@ from research_dp.training.progress import Profile, say
 from research_dp.training.run import Run
 from research_dp.training.schedule import Schedule
 from research_dp.training.selftest import tested
-from research_dp.training.stop import StopSignal
+from research_dp.training.stop import STOPPED, StopSignal
 from research_dp.training.watchdog import keep_watch
 from research_dp.training.workdir import held
 
-DONE, STOPPED = 0, 143
+DONE = 0
 
 
 @gin.configurable(denylist=["workdir", "look", "started", "bound_at"])

@@ -1,4 +1,4 @@
-"""Whether somebody wants the run to stop: SIGTERM or SIGINT, agreed on by all processes."""
+"""Whether somebody wants the run to stop: SIGTERM, SIGHUP or SIGINT, agreed on by all processes."""
 
 from __future__ import annotations
 
@@ -8,25 +8,26 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 from jax.experimental import multihost_utils
 
-INTERRUPTED = 130
+INTERRUPTED, STOPPED = 130, 143
+_SECONDS_TO_LEAVE = 10.0
 
 
 class StopSignal:
-    """Whether SIGTERM or SIGINT came; the loop asks before each step.
+    """Whether SIGTERM, SIGHUP or SIGINT came; the loop asks before each step.
 
     With several processes JAX's own service listens for SIGTERM, and names one step for all of
-    them: each is told to stop there, whichever of them was signalled. SIGINT is passed on to it. A
-    second SIGINT ends this process at once, also while its main thread waits in C++.
+    them: each is told to stop there, whichever of them was signalled. The others are passed on to
+    it. A second SIGINT ends this process at once, also while its main thread waits in C++.
     """
 
     def __init__(self) -> None:
-        self._came = False
+        self._came, self._interrupts = False, 0
         self._together = jax.process_count() > 1
 
     def came(self, step: int) -> bool:
@@ -39,46 +40,88 @@ class StopSignal:
     def listen(self) -> Iterator[StopSignal]:
         """Notes signals instead of dying from them; in a thread that is not the main one: nothing.
 
-        Python runs handlers between instructions of the main thread, which may be waiting for the
-        devices. So a thread of its own is told of each signal as it comes.
+        A second SIGINT is noticed also while the main thread waits for the devices.
         """
-        if threading.current_thread() is not threading.main_thread():
+        numbers = (*_hangup(), signal.SIGINT, *(() if self._together else (signal.SIGTERM,)))
+        with _handled(numbers, self._note, self._follow):
             yield self
-            return
-        told, teller = socket.socketpair()
-        teller.setblocking(False)
-        thread = threading.Thread(target=self._follow, args=(told,), name="signals", daemon=True)
-        numbers = (signal.SIGINT,) if self._together else (signal.SIGINT, signal.SIGTERM)
-        handlers = {number: signal.signal(number, self._note) for number in numbers}
-        before = signal.set_wakeup_fd(teller.fileno(), warn_on_full_buffer=False)
-        thread.start()
-        try:
-            yield self
-        finally:
-            signal.set_wakeup_fd(before)
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
-            teller.close()
-            thread.join()
-            told.close()
 
     def _note(self, number: int, _: Any = None) -> None:
         first, self._came = not self._came, True
-        if first and self._together and number == signal.SIGINT:
+        if first and self._together and number != signal.SIGTERM:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    def _follow(self, told: socket.socket) -> None:
-        interrupts = 0
-        while numbers := told.recv(16):
-            for number in numbers:
-                interrupts += number == signal.SIGINT
-                self._note(number)
-            if interrupts == 1 and signal.SIGINT in numbers:
-                print(
-                    "SIGINT: the run saves and stops; again: it stops at once",
-                    file=sys.stderr,
-                    flush=True,
-                )
-            if interrupts > 1:
-                print("SIGINT again: stopped at once, nothing saved", file=sys.stderr, flush=True)
-                os._exit(INTERRUPTED)
+    def _follow(self, number: int) -> None:
+        self._interrupts += number == signal.SIGINT
+        self._note(number)
+        if number != signal.SIGINT:
+            return
+        if self._interrupts > 1:
+            print("SIGINT again: stopped at once, nothing saved", file=sys.stderr, flush=True)
+            os._exit(INTERRUPTED)
+        print("SIGINT: the run saves and stops; again: it stops at once", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def before_steps() -> Iterator[None]:
+    """Exits with status 143 at SIGTERM or SIGHUP, while there is nothing to save.
+
+    What is open is closed: a data set that is being prepared leaves nothing behind. If the main
+    thread waits in C, for other processes or a compiler, the process ends after a few seconds.
+    """
+
+    def leave(number: int, _: Any = None) -> None:
+        raise SystemExit(STOPPED)
+
+    def say(number: int) -> None:
+        if number in handled:
+            name = signal.Signals(number).name
+            print(f"{name}: stopped; there was nothing to save", file=sys.stderr, flush=True)
+            ending = threading.Timer(_SECONDS_TO_LEAVE, os._exit, (STOPPED,))
+            ending.daemon = True
+            ending.start()
+
+    handled = (*_hangup(), signal.SIGTERM)
+    with _handled(handled, leave, say):
+        yield
+
+
+def _hangup() -> tuple[signal.Signals, ...]:
+    """The signal of a terminal that closes, unless it is ignored, as under nohup."""
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return () if ignored else (signal.SIGHUP,)
+
+
+@contextlib.contextmanager
+def _handled(
+    numbers: Sequence[int], handler: Callable[[int, Any], None], at_once: Callable[[int], None]
+) -> Iterator[None]:
+    """Handles signals; in a thread that is not the main one: nothing.
+
+    Python calls `handler` between instructions of the main thread, which may be waiting for the
+    devices. So a thread of its own calls `at_once` with each signal as it comes.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    told, teller = socket.socketpair()
+    teller.setblocking(False)
+
+    def follow() -> None:
+        while received := told.recv(16):
+            for number in received:
+                at_once(number)
+
+    thread = threading.Thread(target=follow, name="signals", daemon=True)
+    handlers = {number: signal.signal(number, handler) for number in numbers}
+    before = signal.set_wakeup_fd(teller.fileno(), warn_on_full_buffer=False)
+    thread.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        for number, former in handlers.items():
+            signal.signal(number, former)
+        teller.close()
+        thread.join()
+        told.close()
