@@ -244,7 +244,7 @@ def test_a_cause_without_words_is_named_by_its_kind(monkeypatch):
 
     monkeypatch.setattr(environment.jax.distributed, "initialize", fail)
     with pytest.raises(UsageError, match="cannot join: RuntimeError Start each"):
-        environment.set_up_processes(environment.Processes("localhost:1234", 2, 1))
+        environment.set_up_processes(environment.Processes("h:1234", 2, 1))
 
 
 def test_a_process_that_waits_for_others_to_start_says_so(monkeypatch, capfd):
@@ -252,7 +252,7 @@ def test_a_process_that_waits_for_others_to_start_says_so(monkeypatch, capfd):
 
     monkeypatch.setattr(environment, "_SECONDS_TO_TELL", 0.05)
     monkeypatch.setattr(environment.jax.distributed, "initialize", lambda **_: time.sleep(0.5))
-    processes = environment.Processes("localhost:1234", 2, 1)
+    processes = environment.Processes("h:1234", 2, 1)
     environment.set_up_processes(processes)
     told = capfd.readouterr().err
-    assert "process 1 of 2, coordinator localhost:1234: still waits for the other" in told
+    assert "process 1 of 2, coordinator h:1234: still waits for the other" in told

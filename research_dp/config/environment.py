@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import ipaddress
 import os
 import re
+import socket
 import sys
 import threading
 import time
@@ -12,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax._src import distributed, xla_bridge
+from jax._src.lib import _jax
 
 from research_dp.distributed.errors import UsageError
 
@@ -90,13 +94,78 @@ def set_up_processes(processes: Processes) -> None:
             "the number of processes less one."
         )
     where = f"process {own} of {count}, coordinator {address}"
+    bound = _bind_address(address)
+    if own == 0:
+        _check_can_listen(where, bound)
     _initialize(
         processes.heartbeat_seconds,
         where,
         coordinator_address=address,
         num_processes=count,
         process_id=own,
+        coordinator_bind_address=bound,
     )
+    if _is_loopback(address):
+        _keep_gloo_on_loopback(address)
+
+
+def _bind_address(address: str) -> str:
+    """Where process 0 listens: at the address, if it is one, or at all those of its machine.
+
+    The service has no passwords: who reaches it can join, and end, the run. What a host's name
+    stands for may differ between machines, so a name is no address, but for localhost.
+    """
+    host, _, port = address.rpartition(":")
+    is_address = host == "localhost" or _ip(host) is not None
+    everywhere = address if is_address else f"[::]:{port}"
+    return os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", everywhere)
+
+
+def _check_can_listen(where: str, bound: str) -> None:
+    """Says why process 0 cannot listen somewhere; JAX says only that it cannot."""
+    host, _, port = bound.rpartition(":")
+    try:
+        family, *_, place = socket.getaddrinfo(host.strip("[]"), port)[0]
+        socket.create_server(place[:2], family=family).close()
+    except OSError as error:
+        reason = str(error.strerror).partition(" (while")[0]
+        raise UsageError(
+            f"{where}: it cannot listen on {bound}: {reason}. Give an address of its machine, and "
+            "a port that is free. If others reach it by another address, set "
+            f"JAX_COORDINATOR_BIND_ADDRESS=[::]:{port}."
+        ) from error
+
+
+def _ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        return None
+
+
+def _is_loopback(address: str) -> bool:
+    """Whether a coordinator's address is one that this machine's own processes alone reach."""
+    host = address.rpartition(":")[0]
+    found = _ip(host)
+    return host == "localhost" if found is None else found.is_loopback
+
+
+def _keep_gloo_on_loopback(address: str) -> None:
+    """Has the CPU's collectives connect over the coordinator's address.
+
+    They listen at the address that the machine's name stands for otherwise: others can reach it, or
+    there is none, and the run fails. JAX has no public name for this.
+    """
+    if jax.config.values["jax_cpu_collectives_implementation"] != "gloo":
+        return
+    host = address.rpartition(":")[0].strip("[]")
+
+    def client() -> Any:
+        return xla_bridge.make_cpu_client(
+            _jax.make_gloo_tcp_collectives(distributed.global_state.client, hostname=host)
+        )
+
+    xla_bridge.register_backend_factory("cpu", client, fail_quietly=False)
 
 
 def _refuse_lone_tasks() -> None:
