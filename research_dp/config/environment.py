@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import ipaddress
 import os
 import re
 import socket
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import jax
-from jax._src import distributed, xla_bridge
+from jax._src import cloud_tpu_init, distributed, hardware_utils, xla_bridge
 from jax._src.lib import _jax
 
 from research_dp.distributed.errors import UsageError
 
 _SECONDS_TO_LEAVE = 5.0
 _SECONDS_TO_TELL = 20.0
+_CUDA = {"xla_cuda12", "xla_cuda13"}
 
 
 def set_up_devices(cpu_devices: int | None) -> None:
@@ -29,6 +32,9 @@ def set_up_devices(cpu_devices: int | None) -> None:
     Raises:
         UsageError: An accelerator is used.
     """
+    if not jax.config.values["jax_platforms"] and not _may_have_accelerators():
+        # Their plugins serve `plan` here; where no device is they fail, in many lines.
+        jax.config.update("jax_platforms", "cpu")
     if cpu_devices is None:
         return
     try:
@@ -45,6 +51,17 @@ def set_up_devices(cpu_devices: int | None) -> None:
             f"--cpu_devices={cpu_devices} splits a CPU, but this run uses {platform}. "
             "Leave it out, or set JAX_PLATFORMS=cpu."
         )
+
+
+def _may_have_accelerators() -> bool:
+    """Whether there is a GPU or TPU, by what JAX goes by, or a plugin for something else."""
+    plugins = {plugin.name for plugin in importlib.metadata.entry_points(group="jax_plugins")}
+    return (
+        hardware_utils.has_visible_nvidia_gpu()
+        or hardware_utils.num_available_tpu_chips_and_device_id()[0] > 0
+        or cloud_tpu_init.jax_force_tpu_init()
+        or bool(plugins - _CUDA)
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -267,4 +284,21 @@ def set_up_compilation_cache() -> str:
         # Small programs too: many of them make up the time to the first step.
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
     where = jax.config.values["jax_compilation_cache_dir"]
-    return f"Compiled programs are kept in {where} (JAX_COMPILATION_CACHE_DIR)"
+    problem = None if "://" in where else _unwritable(Path(where))
+    if problem is None:
+        return f"Compiled programs are kept in {where} (JAX_COMPILATION_CACHE_DIR)"
+    jax.config.update("jax_enable_compilation_cache", False)
+    return (
+        f"Compiled programs are not kept: {where} cannot be written: {problem} "
+        "(JAX_COMPILATION_CACHE_DIR)"
+    )
+
+
+def _unwritable(folder: Path) -> str | None:
+    """Why no file can be made in a folder, which is made if it is not there; None: it can."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        return error.strerror
+    return None
