@@ -3,9 +3,11 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+import gin
 import pytest
 
 from research_dp.config.expected import annotation, complaint, in_words
+from research_dp.config.sources import Reference
 from research_dp.distributed.kinds import Count, CountOrZero, DropoutRate, Dtype, Fraction, Positive
 
 
@@ -56,3 +58,26 @@ def test_annotations_that_cannot_be_read_accept_everything():
     assert annotation(function, "b") == int | None
     assert annotation(function, "c") is Any
     assert in_words(int | None) == "a whole number, or None"
+
+
+class Model:
+    pass
+
+
+@gin.register(module="tests")
+def bare(x=1): ...
+
+
+@gin.register(module="tests")
+class Bare:
+    def __init__(self, x=1): ...
+
+
+@pytest.mark.parametrize("expected", [Model, Model | None, Callable[..., Model], Callable, Any])
+@pytest.mark.parametrize("name", ["bare", "Bare"])
+def test_functions_without_annotations_are_accepted_and_checked_when_called(name, expected):
+    assert complaint(Reference(name, evaluated=True), expected) is None
+    takes_functions = expected not in (Model, Model | None)
+    told = complaint(Reference(name, evaluated=False), expected)
+    called = f"@{name} is the function itself; @{name}() is what it returns"
+    assert told == (None if takes_functions else called)

@@ -107,7 +107,7 @@ def makers(expected: Any) -> list[str]:
     for part in members(expected):
         called = typing.get_origin(part) is collections.abc.Callable
         given = (typing.get_args(part) or [None])[-1] if called else part
-        if not inspect.isclass(given) or given.__module__.split(".")[0] in _NOT_MADE:
+        if not _is_class(given) or given.__module__.split(".")[0] in _NOT_MADE:
             continue
         for entry in gin_state.configurables().values():
             if annotation(entry.function, "return") is given:
@@ -127,12 +127,12 @@ def _complaint_of_reference(value: Reference, expected: Any) -> str | None:
     if not value.evaluated:
         if takes_function:
             return _complaint_of_result(returned, wanted, expected)
-        if returned in wanted:
+        if returned is Any or returned in wanted:
             return f"@{value.name} is the function itself; @{value.name}() is what it returns"
         return f"give {in_words(expected)}"
-    if not inspect.isclass(returned):
+    if not _is_class(returned):
         return None
-    if any(inspect.isclass(member) and issubclass(returned, member) for member in wanted):
+    if any(_is_class(member) and issubclass(returned, member) for member in wanted):
         return None
     if takes_function and any("__call__" in vars(base) for base in returned.__mro__):
         return None
@@ -144,7 +144,7 @@ def _complaint_of_reference(value: Reference, expected: Any) -> str | None:
 def _complaint_of_result(returned: Any, wanted: Sequence[Any], expected: Any) -> str | None:
     """What to give instead of a function, from what it returns and what is to be returned."""
     results = [typing.get_args(member)[-1] for member in wanted if typing.get_args(member)]
-    if not inspect.isclass(returned) or not results or not all(map(inspect.isclass, results)):
+    if not _is_class(returned) or not results or not all(map(_is_class, results)):
         return None
     if any(issubclass(returned, result) for result in results):
         return None
@@ -241,7 +241,12 @@ def _is_plain(part: Any) -> bool:
     origin = typing.get_origin(part)
     if origin is not None:
         return origin in _CONTAINERS or origin is typing.Literal
-    return part is not Any and inspect.isclass(part) and not getattr(part, "_is_protocol", False)
+    return _is_class(part) and not getattr(part, "_is_protocol", False)
+
+
+def _is_class(part: Any) -> bool:
+    """Whether it is a class that says something: `Any` is one too, since Python 3.11."""
+    return inspect.isclass(part) and part is not Any
 
 
 def _holds_references(value: Any) -> bool:
