@@ -1,11 +1,15 @@
 """What a command says when more than one thing went wrong."""
 
 import contextlib
+import importlib
+import sys
 
 import gin
+import jax
 import pytest
 
-from research_dp.config import ending
+from research_dp.config import ending, gin_state
+from research_dp.distributed import mesh
 from research_dp.distributed.errors import RunFailure, UsageError
 
 
@@ -48,3 +52,71 @@ def test_what_was_answered_is_not_told(capsys, monkeypatch):
 
     assert ending.told(body) == 1
     assert capsys.readouterr().err == "error: neither way\n"
+
+
+OWN = """
+import jax
+
+def innermost():
+    raise ValueError("mine")
+
+def loss(x):
+    try:
+        innermost()
+    except ValueError as error:
+        raise KeyError("also mine") from error
+
+def traced(x):
+    return jax.jit(lambda y: y + jax.numpy.ones((7, 3)))(x)
+
+def calls(function):
+    return function()
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    (tmp_path / "own_code.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield importlib.import_module("own_code")
+    del sys.modules["own_code"]
+
+
+def raises(body, capsys):
+    """What is said of an error in the body of a command, which gin calls."""
+    with gin_state.kept():
+        called = gin.external_configurable(body, f"raises_{id(body)}", module="test_ending")
+        assert ending.told(lambda session: called()) == 1
+    return capsys.readouterr().err
+
+
+def test_an_error_in_code_of_the_users_own_has_its_frames_alone(own, capsys):
+    said = raises(lambda: jax.grad(own.loss)(1.0), capsys)
+    lines = said.splitlines()
+    assert lines[0].startswith(
+        "error: code outside research_dp failed (JAX_TRACEBACK_FILTERING=off"
+    )
+    assert lines[-1] == "KeyError: 'also mine'"
+    assert lines[-3].endswith("line 11, in loss") and "own_code.py" in lines[-3]
+    assert "ValueError: mine" in said and "in innermost" in said
+    assert " at 0x" not in said and "site-packages" not in said and "config/ending.py" not in said
+
+
+def test_what_a_library_refuses_is_shown_where_own_code_asked_for_it(own, capsys):
+    said = raises(lambda: own.traced(jax.numpy.ones((2, 2))), capsys)
+    assert "in traced" in said and "site-packages" not in said
+    assert "add got incompatible shapes" in said.splitlines()[-1]
+
+
+def test_an_error_of_this_package_keeps_all_frames_also_where_own_code_called_it(own, capsys):
+    said = raises(lambda: own.calls(lambda: mesh.sizes_text(None)), capsys)
+    assert "Traceback" in said and "mesh.py" in said and "config/ending.py" in said
+
+
+def test_all_frames_are_shown_on_request(own, capsys, monkeypatch):
+    before = jax.config.values["jax_traceback_filtering"]
+    jax.config.update("jax_traceback_filtering", "off")
+    try:
+        assert "config/ending.py" in raises(lambda: own.loss(1.0), capsys)
+    finally:
+        jax.config.update("jax_traceback_filtering", before)

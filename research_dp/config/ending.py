@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import errno
+import itertools
+import site
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable
+from pathlib import Path
+
+import jax
 
 from research_dp.config import command_line, environment, gin_config, printing
 from research_dp.distributed.errors import RunFailure, message_of
 
 FAILED, MISTAKEN, INTERRUPTED = 1, 2, 130
 SIGPIPE = 141  # as of a program that was ended by it
+_PACKAGE = Path(__file__).parents[1]
+_INSTALLED = [
+    Path(site.getusersitepackages()),
+    *(Path(sysconfig.get_path(n)) for n in ("stdlib", "platstdlib", "purelib", "platlib")),
+]
+_FILTERING = "JAX_TRACEBACK_FILTERING"
 
 
 class Session:
@@ -40,7 +52,7 @@ def told(body: Callable[[Session], int]) -> int:
     """Runs the body of a command; returns the exit status.
 
     A user's mistake is told without a traceback, and so is a failure that says what is to be done;
-    whatever else goes wrong is a fault of this program, or of its libraries, and keeps its own.
+    whatever else goes wrong has one: see `traceback_of`.
     """
     printing.repair()
     try:
@@ -68,14 +80,60 @@ def _status_of(body: Callable[[Session], int], session: Session) -> int:
     except Exception as error:
         _tell_failures(error)
         mistake = gin_config.as_mistake(error, session.config)
-        print(mistake or traceback.format_exc(), file=sys.stderr)
+        print(mistake or traceback_of(error), file=sys.stderr)
         return environment.leave(MISTAKEN if mistake else FAILED)
+
+
+def traceback_of(error: BaseException) -> str:
+    """The traceback of an error; if a user's own code raised it, the frames of that code alone.
+
+    JAX_TRACEBACK_FILTERING=off leaves all of them in.
+    """
+    all_frames = jax.config.values["jax_traceback_filtering"] == "off"
+    own = "" if all_frames else _own_traceback(_original(error))
+    if not own:
+        return "".join(traceback.format_exception(error))
+    head = "error: code outside research_dp failed (JAX_TRACEBACK_FILTERING=off shows all frames):"
+    return f"{head}\n{own.rstrip()}"
+
+
+def _own_traceback(error: BaseException | None) -> str:
+    """The frames outside this package and outside installed ones; '' if it is not their error."""
+    if error is None:
+        return ""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    files = [Path(frame.f_code.co_filename) for frame, _ in frames]
+    ours = [_PACKAGE in file.parents for file in files]
+    own = [not mine and not _is_installed(file) for mine, file in zip(ours, files, strict=True)]
+    raised = [is_own for is_own, mine in zip(own, ours, strict=True) if is_own or mine]
+    if not raised or not raised[-1]:
+        return ""
+    before = _own_traceback(
+        error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    )
+    shown = traceback.StackSummary.extract(itertools.compress(frames, own))
+    lines = ["Traceback (most recent call last):\n", *shown.format()]
+    # JAX adds a note on frames that it left out.
+    said = traceback.format_exception_only(error)
+    lines += [line for line in said if _FILTERING not in line and line.strip("-\n")]
+    return (f"{before}\nwhich led to:\n\n" if before else "") + "".join(lines)
+
+
+def _is_installed(file: Path) -> bool:
+    """Whether code was installed, or comes with Python, or is in no file."""
+    return str(file).startswith("<") or any(folder in file.parents for folder in _INSTALLED)
+
+
+def _original(error: BaseException | None) -> BaseException | None:
+    """The error of which gin raised a copy that says where, and hides what it is of."""
+    while error is not None and message_of(error) != str(error) and error.__context__ is not None:
+        error = error.__context__
+    return error
 
 
 def _tell_failures(error: BaseException | None) -> None:
     """Tells how the run failed; first what came first, if closing it went wrong too."""
-    while error is not None and message_of(error) != str(error) and error.__context__ is not None:
-        error = error.__context__  # gin raises a copy that says where, and hides what it is of
+    error = _original(error)
     if error is None:
         return
     _tell_failures(error.__cause__ or (None if error.__suppress_context__ else error.__context__))

@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import re
 import sys
-import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import jax
 from rich.table import Table
 
 from research_dp.analysis import tables
-from research_dp.config import command_line, gin_config, gin_state, runner, show, words
+from research_dp.config import command_line, ending, gin_config, gin_state, runner, show, words
 from research_dp.distributed.errors import UsageError
 
 DONE, FAILED, REFUSED, STOPPED = 0, 1, 2, 143
@@ -179,9 +178,9 @@ def _run(member: Member, options: command_line.Options) -> bool:
     except UsageError as error:
         member.status = "refused"
         print(f"error: {member.label}: {error}", file=sys.stderr)
-    except Exception:  # the others are to run all the same
+    except Exception as error:  # the others are to run all the same
         member.status = "failed"
-        traceback.print_exc()
+        print(ending.traceback_of(error), file=sys.stderr)
     jax.clear_caches()  # the next run has programs of its own
     return False
 
