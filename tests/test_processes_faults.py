@@ -1,8 +1,10 @@
 """Processes that die, hang or are told to stop: who is named, how soon, with which status."""
 
 import itertools
+import math
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -13,6 +15,7 @@ from test_processes import RUN
 
 from research_dp.training import recorder
 from research_dp.training.recorder import Note, Recorder
+from research_dp.training.watchdog import Watchdog
 
 WATCHDOG = 6
 FAULTY = [
@@ -83,7 +86,7 @@ with keep_watch(Path({str(tmp_path)!r}), 0.4) as recorder:
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     took = time.time() - float(done.stdout)
-    assert done.returncode == 1
+    assert done.returncode == (-signal.SIGABRT if "PyDLL" in where else 1)
     assert took < 2.0  # the interpreter's end included
     assert "in load_it" in done.stderr, "no stacks"
     if "PyDLL" not in where:
@@ -91,6 +94,57 @@ with keep_watch(Path({str(tmp_path)!r}), 0.4) as recorder:
         assert "step 6, phase data" in done.stderr
     (left,) = recorder.last_notes(tmp_path)
     assert (left.step, left.phase) == (6, "data")
+
+
+SUSPENDED = """
+import sys, time
+from pathlib import Path
+from research_dp.training.watchdog import keep_watch
+with keep_watch(Path(sys.argv[1]), 1.0) as recorder:
+    recorder.note("step", 5)
+    print("ready", flush=True)
+    time.sleep(0.5)
+    recorder.note("step", 6)
+    time.sleep(0.5)
+"""
+
+
+@pytest.mark.parametrize("whole_job", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_process_that_is_suspended_and_continued_goes_on(tmp_path, whole_job):
+    """For longer than it may be silent, also by the clock of the helper that watches it."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", SUSPENDED, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    try:
+        assert process.stdout.readline() == "ready\n"
+        send = os.killpg if whole_job else os.kill
+        send(process.pid, signal.SIGSTOP)
+        time.sleep(3)
+        send(process.pid, signal.SIGCONT)
+        _, said = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert (process.returncode, said) == (0, "")
+
+
+def test_a_step_may_take_its_time_between_two_looks(tmp_path):
+    """What did not run does not count, what did counts from the note on."""
+    with Recorder(tmp_path) as recorder:
+        watchdog = Watchdog(recorder, 8.0)
+        recorder.note("step", 1)
+        watchdog._looked -= 100.0  # before the note: not its time
+        assert watchdog.look_once() == pytest.approx(1.7 * 8, abs=0.5)
+        watchdog._looked -= 100.0  # suspended
+        assert watchdog.look_once() == pytest.approx(1.7 * 8 - 2, abs=0.5)
+        watchdog._looked -= 1.0
+        assert watchdog.look_once() == pytest.approx(1.7 * 8 - 3, abs=0.5)
+        recorder.note("start", 1)
+        assert watchdog.look_once() == math.inf
 
 
 @pytest.mark.slow

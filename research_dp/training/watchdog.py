@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import math
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -20,10 +23,32 @@ from research_dp.training.recorder import Recorder
 # How much longer than `seconds` a phase may take without a note: compilation, a first restore and
 # libraries that are closed take their time. Preparing data sets, and the first read, may take any.
 _PATIENCE = {"start": None, "test": 10.0, "restore": 10.0, "compile": 10.0, "close": 10.0}
-# A process that waits for another one lets it speak first; the last word is the fault handler's.
+# A process that waits for another one lets it speak first; the last word is the helper's.
 _WAITING, _BACKSTOP = 1.4, 1.7
 _STDERR = 2
 _SECONDS_TO_READ = 5.0
+# Aborts the process if it is not heard of for as long as it said last, by its own ticks: a job
+# that is suspended does not tick, and a process that is stopped alone is no reason.
+_HELPER = """
+import os, select, signal, sys
+pid, tick, left = sys.argv[1], float(sys.argv[2]), float("inf")
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, signal.SIG_IGN)
+def is_stopped():
+    path = f"/proc/{pid}/stat"
+    return os.path.exists(path) and open(path).read().rpartition(")")[2].split()[0] in "Tt"
+while left > 0:
+    if os.getppid() != int(pid):
+        sys.exit()
+    if select.select([0], [], [], tick)[0]:
+        said = os.read(0, 4096).split()
+        if not said:
+            sys.exit()
+        left = float(said[-1])
+    elif not is_stopped():
+        left -= tick
+os.kill(int(pid), signal.SIGABRT)
+"""
 
 
 @contextlib.contextmanager
@@ -49,8 +74,9 @@ class Watchdog:
     """Watches the notes of a recorder from a thread of its own.
 
     The thread runs while the main one waits in C++. Where the main thread keeps the interpreter's
-    lock in C++, Python's fault handler, which needs none, writes the stacks and ends the process a
-    little later; what it did is in the flight record then.
+    lock in C++, a helper process aborts this one a little later, and Python's fault handler, which
+    needs no lock, writes the stacks; what it did is in the flight record then. Time in which the
+    process was suspended does not count: both count their own ticks.
 
     Args:
         recorder: This process's.
@@ -59,36 +85,51 @@ class Watchdog:
 
     def __init__(self, recorder: Recorder, seconds: float):
         self._recorder, self._seconds = recorder, seconds
+        self._tick = min(1.0, seconds / 8)
         self._done = threading.Event()
+        self._seen, self._waited, self._looked = recorder.now, 0.0, time.monotonic()
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
         """Watches while the context is open."""
-        thread = threading.Thread(target=self._look, name="watchdog", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            self._done.set()
-            thread.join()
-            faulthandler.cancel_dump_traceback_later()
+        if not faulthandler.is_enabled():
+            faulthandler.enable(_STDERR)
+        words = [sys.executable, "-ISc", _HELPER, str(os.getpid()), str(self._tick)]
+        null = subprocess.DEVNULL
+        with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=null, stderr=null) as helper:
+            assert helper.stdin is not None
+            os.set_blocking(helper.stdin.fileno(), False)
+            thread = threading.Thread(
+                target=self._look, args=(helper.stdin.fileno(),), name="watchdog", daemon=True
+            )
+            thread.start()
+            try:
+                yield
+            finally:
+                self._done.set()
+                thread.join()
 
-    def _look(self) -> None:
-        while not self._done.wait(min(1.0, self._seconds / 8)):
-            self.look_once()
+    def _look(self, helper: int) -> None:
+        while not self._done.wait(self._tick):
+            left = self.look_once()
+            with contextlib.suppress(OSError):  # whoever killed the helper gets no stacks
+                os.write(helper, f"{left}\n".encode())
 
-    def look_once(self) -> None:
-        """Ends the process if it made no progress; winds the fault handler's clock if it did."""
-        phase, step, since = self._recorder.now
+    def look_once(self) -> float:
+        """Ends the process if it made no progress; returns for how long it need not be heard of."""
+        phase, step, since = now = self._recorder.now
+        looked, self._looked = self._looked, time.monotonic()
+        if now is not self._seen:
+            self._seen, self._waited, looked = now, 0.0, max(looked, since)
+        # More than that from tick to tick is time in which this process did not run.
+        self._waited += min(self._looked - looked, 2 * self._tick)
         patience = _PATIENCE.get(phase, 1.0)
         if patience is None:
-            faulthandler.cancel_dump_traceback_later()
-            return
-        waited, limit = time.monotonic() - since, patience * self._seconds
+            return math.inf
+        waited, limit = self._waited, patience * self._seconds
         if waited > limit and (waited > limit * _WAITING or not self._waits_for_another()):
             self._end(phase, step, waited)
-        later = max(limit * _BACKSTOP - waited, 0.1)
-        faulthandler.dump_traceback_later(later, exit=True, file=_STDERR)
+        return max(limit * _BACKSTOP - waited, 0.1)
 
     def _waits_for_another(self) -> bool:
         suspect = recorder_lib.behind(self._recorder.notes())
@@ -96,7 +137,6 @@ class Watchdog:
 
     def _end(self, phase: str, step: int, waited: float) -> None:
         """Writes all stacks, says who is behind, ends the process."""
-        faulthandler.cancel_dump_traceback_later()
         faulthandler.dump_traceback(_STDERR, all_threads=True)
         # The folder of the notes may be what hangs.
         faulthandler.dump_traceback_later(_SECONDS_TO_READ, exit=True, file=_STDERR)
