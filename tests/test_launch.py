@@ -95,3 +95,16 @@ def test_a_closed_terminal_stops_the_run_as_sigterm_does(tmp_path):
     assert launcher.watch(processes, asked) is None
     assert processes[0].popen.returncode == -signal.SIGTERM
     assert time.monotonic() - begun < 30
+
+
+def test_the_launcher_outlives_what_it_writes_to(tmp_path, monkeypatch, capfd):
+    with open("/dev/full", "wb", buffering=0) as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        monkeypatch.setattr(sys, "stderr", full)
+        processes = started(tmp_path, "import sys; sys.exit(3)")
+        processes[0].log.write_text("what process 0 writes\n" * 1000)
+        assert launcher.watch(processes, []) is processes[0]
+        launcher.tell("the post-mortem", sys.stderr)
+        monkeypatch.setattr(sys, "stderr", None)  # closed before the start
+        launcher.tell("the post-mortem", sys.stderr)
+    assert capfd.readouterr() == ("", "")
