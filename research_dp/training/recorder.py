@@ -6,12 +6,13 @@ time as it goes, and whoever is left reads them: the watchdog, the launcher, a p
 
 from __future__ import annotations
 
-import itertools
 import os
 import socket
 import time
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
+
+from research_dp.training import files
 
 Phase = Literal[
     "start", "test", "restore", "data", "compile", "step", "eval", "save", "close", "end"
@@ -23,6 +24,7 @@ _ORDER: tuple[str, ...] = get_args(Phase)
 _TOGETHER = ("test", "restore", "compile", "step", "eval", "save")
 
 _LINE = 64
+_YEAR_3000 = 32503680000  # seconds
 _LINES = 64  # the head, and the newest 63 notes, in turn
 
 
@@ -69,7 +71,8 @@ class Recorder:
         self.folder, self.process, self.processes = folder, process, processes
         path = flight(folder, process)
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        path.unlink(missing_ok=True)
+        self._file = files.create(path)
         host = socket.gethostname().split(".")[0][:20]
         head = _line(f"process {process} {os.getpid()} {host}")
         # All of it now: a note needs no room on a disk that has become full.
@@ -118,12 +121,12 @@ class Recorder:
 
 def flight(folder: Path, process: int) -> Path:
     """Where a process writes."""
-    return folder / "flight" / f"process_{process}.txt"
+    return folder / files.FLIGHT / f"process_{process}.txt"
 
 
 def last_notes(folder: Path) -> list[Note]:
     """The newest note of each process of a run, by process."""
-    found = (_read(path) for path in (folder / "flight").glob("process_*.txt"))
+    found = (_read(path) for path in (folder / files.FLIGHT).glob("process_*.txt"))
     return sorted(note for note in found if note)
 
 
@@ -159,13 +162,22 @@ def _line(text: str) -> bytes:
 
 def _read(path: Path) -> Note | None:
     """The newest note in a file; None if it has none."""
+    if not path.is_file():  # a FIFO, which would be waited for
+        return None
     try:
-        lines = path.read_text().splitlines()
-        _, process, pid, host = lines[0].split()
-    except (OSError, ValueError, IndexError):
-        return None  # it was just begun
-    notes = []
-    for words in map(str.split, itertools.islice(lines, 1, None)):
-        if len(words) == 4 and words[2] in _ORDER:
-            notes.append((int(words[0]), int(words[1]), words[2], float(words[3])))
-    return Note(int(process), int(pid), host, *max(notes)[1:]) if notes else None
+        head, *lines = path.read_text().splitlines()
+        _, process, pid, host = head.split()
+        newest = max((note for note in map(_note, lines) if note), default=None)
+        return Note(int(process), int(pid), host, *newest[1:]) if newest else None
+    except (OSError, ValueError):
+        return None  # it was just begun, or is damaged
+
+
+def _note(line: str) -> tuple[int, int, str, float] | None:
+    """Number, step, phase and time of a line; None if it is empty or damaged."""
+    try:
+        count, step, phase, since = line.split()
+        note = int(count), int(step), phase, float(since)
+    except ValueError:
+        return None
+    return note if phase in _ORDER and 0 <= note[3] < _YEAR_3000 else None

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import socket
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,10 +15,10 @@ import jax
 
 from research_dp.distributed.agreement import first_problem
 from research_dp.distributed.errors import RunFailure, UsageError
+from research_dp.training import files
 from research_dp.training.shared_folder import check_shared
-from research_dp.training.stored import reason
+from research_dp.training.stored import reason, steps_in
 
-_LOCK, _HOLDER = ".run.lock", ".run.holder"
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
 
@@ -37,7 +38,8 @@ def held(workdir: str | None) -> Iterator[Path]:
     if "://" in workdir:
         raise UsageError(f"--workdir={workdir}: give a folder of this machine, or a mounted one.")
     folder = Path(workdir).expanduser()
-    lock = filelock.FileLock(folder / _LOCK, fallback_to_soft=False)
+    _check_name(folder)
+    lock = filelock.FileLock(folder / files.LOCK, fallback_to_soft=False)
     problem = first_problem(_take(folder, lock) if jax.process_index() == 0 else None)
     if problem:
         raise UsageError(problem)
@@ -45,14 +47,71 @@ def held(workdir: str | None) -> Iterator[Path]:
         check_shared(folder)
         yield folder
     except OSError as error:
-        if error.errno not in _DISK:
+        if error.errno not in _DISK and not _is_below(error.filename, folder):
             raise
+        saved = steps_in(folder / files.CHECKPOINTS)
+        left = f"Step {saved[-1]} is saved" if saved else "No step was saved"
         raise RunFailure(
-            f"the results in {folder} cannot be written: {reason(error)}. Nothing that was saved "
-            "is lost: the same command continues from the newest checkpoint."
+            f"the results in {folder} cannot be written: {reason(error)}. {left}; the same "
+            "command continues from there."
         ) from error
     finally:
         lock.release()
+
+
+def check_new(folder: Path, began: bool, config: str) -> None:
+    """Refuses to begin a run where there are records of another one whose checkpoints are lost.
+
+    A run that was killed before its first save begins again.
+
+    Args:
+        folder: Folder of the run.
+        began: Whether the run that is in it ended before its first save.
+        config: The configuration of this run.
+
+    Raises:
+        UsageError: There are such records; in every process.
+    """
+    problem = None
+    if jax.process_index() == 0:
+        found = [name for name in (files.RECORDS, files.SUMMARY) if _has_content(folder / name)]
+        before = folder / files.CONFIG
+        same = before.exists() and before.read_bytes() == config.encode(errors="surrogateescape")
+        if found and not (began and same):
+            problem = (
+                f"{folder} has records of a run ({' and '.join(found)}), and no checkpoint in "
+                f"{folder / files.CHECKPOINTS}. Put back or mount the checkpoints to continue it; "
+                "to begin anew use another --workdir, or move the records away."
+            )
+    problem = first_problem(problem)
+    if problem:
+        raise UsageError(problem)
+
+
+def _has_content(path: Path) -> bool:
+    return path.exists() and path.stat().st_size > 0
+
+
+def _check_name(folder: Path) -> None:
+    """Refuses a path that the libraries which write there cannot take."""
+    for path in map(os.path.realpath, (folder, folder / files.CHECKPOINTS)):
+        try:
+            path.encode()
+        except UnicodeEncodeError as error:
+            raise UsageError(
+                f"--workdir={ascii(path)[1:-1]} is not UTF-8, which checkpoints need. Use another "
+                "name."
+            ) from error
+        if "\\" in path:
+            raise UsageError(
+                f"--workdir={path} has a backslash, which TensorStore takes for a separator. Use "
+                "another name."
+            )
+
+
+def _is_below(name: object, folder: Path) -> bool:
+    """Whether an error's file name is in a folder."""
+    return isinstance(name, str | os.PathLike) and Path(name).is_relative_to(folder)
 
 
 def _take(folder: Path, lock: filelock.BaseFileLock) -> str | None:
@@ -61,12 +120,16 @@ def _take(folder: Path, lock: filelock.BaseFileLock) -> str | None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         return f"--workdir={folder} cannot be made: {error.strerror}."
+    holder = folder / files.HOLDER
     try:
+        problem = files.unexpected(folder)
+        if problem:
+            return problem
         lock.acquire(timeout=0)
-        (folder / _HOLDER).write_text(f"process {os.getpid()} on {socket.gethostname()}")
+        files.remove_temporary(folder)
+        files.replace(holder, f"process {os.getpid()} on {socket.gethostname()}")
     except filelock.Timeout:
-        holder = folder / _HOLDER
-        who = f" ({holder.read_text()})" if holder.exists() else ""
+        who = f" ({_text(holder)})" if holder.exists() else ""
         return f"another run{who} is using {folder}. Wait until it ends, or use another --workdir."
     except OSError as error:
         if error.errno == errno.ENOSYS:  # a file in its stead would outlive a run that is killed
@@ -76,3 +139,7 @@ def _take(folder: Path, lock: filelock.BaseFileLock) -> str | None:
             )
         return f"--workdir={folder} cannot be written: {error.strerror}."
     return None
+
+
+def _text(holder: Path) -> str:
+    return textwrap.shorten(holder.read_bytes()[:200].decode(errors="replace"), 100)
