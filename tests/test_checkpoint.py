@@ -21,6 +21,7 @@ from research_dp.config import gin_config
 from research_dp.distributed.errors import RunFailure, UsageError
 from research_dp.distributed.placement import fingerprint
 from research_dp.models import mlp
+from research_dp.training import checkpoint as checkpoint_module
 from research_dp.training import manifest as manifest_module
 from research_dp.training.checkpoint import Checkpoints
 from research_dp.training.manifest import Damaged, Manifest, Progress, origin
@@ -324,17 +325,18 @@ def test_a_checkpoint_of_a_newer_version_is_left_alone(tmp_path, monkeypatch):
 
 def test_a_save_that_fails_here_is_told_though_others_wait_for_this_process(tmp_path, monkeypatch):
     checkpoints = Checkpoints(tmp_path)
-    checkpoints.save(build("ddp", one_matrix()).init(jax.random.key(0)), 1, PROGRESS, origin())
-    checkpoints._manager.wait_until_finished()
 
-    def full():
+    def full(folder):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(checkpoints._manager, "is_saving_in_progress", lambda: True)
-    monkeypatch.setattr(checkpoints._manager, "check_for_errors", full)
-    with pytest.raises(RunFailure, match="No space left on device"):
-        checkpoints.check()
-    monkeypatch.undo()
+    monkeypatch.setattr(checkpoint_module, "sync", full)
+    state = build("ddp", one_matrix()).init(jax.random.key(0))
+    checkpoints.save(state, 1, PROGRESS, origin())
+    deadline = time.monotonic() + 60
+    with pytest.raises(RunFailure, match=r"saving step 1 .* No space left"):
+        while time.monotonic() < deadline:
+            checkpoints.check()
+            time.sleep(0.01)
     checkpoints.close()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -12,13 +13,18 @@ import jax
 from research_dp.distributed.agreement import first_problem, of_the_first
 from research_dp.distributed.errors import RunFailure, UsageError
 from research_dp.strategies import TrainState
+from research_dp.training import files
 from research_dp.training.manifest import Damaged, Manifest, Progress, leaves_of
 from research_dp.training.stored import (
     HALF_WRITTEN,
     MANIFEST,
+    NOTHING_SAVED,
     STATE,
+    literal,
     move_aside,
+    prune,
     quieten_orbax,
+    read_manifest,
     read_state,
     reason,
     steps_in,
@@ -61,9 +67,11 @@ class Checkpoints:
     ):
         self._folder, self._keep, self._keep_period = folder.absolute(), keep, keep_period
         self._say = say
-        self._manager: Any = None
+        self._checkpointer: Any = None
         self._newest: int | None = None
         self._saving: int | None = None  # the step that is being saved in the background
+        self._saved: Future[list[str]] | None = None  # what ends it, and what to say then
+        self._thread = ThreadPoolExecutor(1, "checkpoints")
         self._failed = False
 
     # ---- Restoring ----
@@ -104,6 +112,18 @@ class Checkpoints:
             )
         return None
 
+    def begin(self) -> None:
+        """Notes, before the first save of a run, that there is nothing to restore yet.
+
+        Whoever finds records and no checkpoints knows by it that none was lost.
+        """
+        self._folder.mkdir(parents=True, exist_ok=True)
+        files.replace(self._folder / NOTHING_SAVED, "")
+
+    def saved_nothing(self) -> bool:
+        """Whether a run began here that ended before its first save."""
+        return (self._folder / NOTHING_SAVED).is_file()
+
     def _agreed_steps(self) -> Iterator[int]:
         """Steps of complete checkpoints as process 0 sees them, newest first."""
         seen = sorted(steps_in(self._folder), reverse=True)
@@ -114,7 +134,7 @@ class Checkpoints:
         self, step: int, abstract_state: TrainState, check: Callable[[Manifest], None]
     ) -> Restored:
         folder = self._folder / str(step)
-        manifest = _together(lambda: Manifest.read(folder / MANIFEST))
+        manifest = _together(lambda: read_manifest(folder))
         if manifest.step != step:
             raise Damaged(f"its manifest is of step {manifest.step}")
         difference = manifest.difference(abstract_state)
@@ -159,29 +179,24 @@ class Checkpoints:
             state=ocp.args.PyTreeSave(state), manifest=ocp.args.JsonSave(manifest.as_json())
         )
         with self._telling(step):
-            if not self._open().save(step, args=saved):
-                raise RunFailure(f"Orbax did not save step {step} in {self._folder}.")
+            self._open().save(literal(self._folder / str(step)), args=saved)
         self._saving = step
+        self._saved = self._thread.submit(self._complete, step)
 
     def check(self) -> None:
         """Raises RunFailure if what was saved in the background went wrong."""
-        if self._saving is None:
-            return
-        with self._telling(self._saving):
-            # This process's own errors: `wait` waits for all, who may be waiting for this one.
-            self._manager.check_for_errors()
-        if not self._manager.is_saving_in_progress():
+        if self._saved is not None and self._saved.done():
             self.wait()
 
     def wait(self) -> None:
         """Waits for what is being saved; raises RunFailure if it goes wrong."""
-        if self._saving is not None:
+        if self._saving is not None and self._saved is not None:
             step, self._saving = self._saving, None
             with self._telling(step):
-                self._manager.wait_until_finished()
-                if jax.process_index() == 0:
-                    sync(self._folder / str(step))
-            self._newest = step
+                lines = self._saved.result()
+            self._saved, self._newest = None, step
+            for line in lines:
+                self._say(line)
 
     def close(self) -> None:
         """Waits, and releases what saving needed."""
@@ -190,10 +205,24 @@ class Checkpoints:
         finally:
             # A save that failed here is waited for by the others, and they by Orbax here.
             alone = self._failed and jax.process_count() > 1
-            if self._manager is not None and not alone:
-                manager, self._manager = self._manager, None
+            if self._checkpointer is not None and not alone:
+                checkpointer, self._checkpointer = self._checkpointer, None
                 with contextlib.suppress(Exception):  # raised by `wait`, once
-                    manager.close()
+                    checkpointer.close()
+            self._thread.shutdown(wait=not alone)
+
+    def _complete(self, step: int) -> list[str]:
+        """Ends a save: the checkpoint is on the disk, and older ones are removed.
+
+        Returns:
+            Lines to say: older ones that cannot be removed.
+        """
+        self._checkpointer.wait_until_finished()
+        if jax.process_index() != 0:
+            return []
+        sync(self._folder / str(step))
+        (self._folder / NOTHING_SAVED).unlink(missing_ok=True)
+        return prune(self._folder, self._keep, self._keep_period)
 
     @contextlib.contextmanager
     def _telling(self, step: int) -> Iterator[None]:
@@ -212,35 +241,20 @@ class Checkpoints:
             ) from error
 
     def _open(self) -> Any:
-        if self._manager is None:
+        if self._checkpointer is None:
             import orbax.checkpoint as ocp
 
-            class Manager(ocp.CheckpointManager):
-                """Leaves JAX's agreement on when to stop to the loop.
-
-                Orbax would ask about the step that it saved, behind the loop's: the count of steps
-                that processes agree by would go back, and some miss the step to stop at.
-                """
-
-                def reached_preemption(self, step: int) -> bool:
-                    del step
-                    return False
-
             quieten_orbax()
-            self._manager = Manager(
-                self._folder,
-                options=ocp.CheckpointManagerOptions(
-                    max_to_keep=self._keep,
-                    keep_period=self._keep_period,
-                    lightweight_initialize=True,
-                ),
-                item_handlers={
+            self._folder.mkdir(parents=True, exist_ok=True)
+            handler = ocp.CompositeCheckpointHandler(
+                **{
                     # Weights hardly get smaller, and what compresses them takes the loop's cores.
                     STATE: ocp.PyTreeCheckpointHandler(use_compression=False),
                     "manifest": ocp.JsonCheckpointHandler(filename=MANIFEST.name),
-                },
+                }
             )
-        return self._manager
+            self._checkpointer = ocp.AsyncCheckpointer(handler)
+        return self._checkpointer
 
 
 def _together(read: Callable[[], T]) -> T:

@@ -7,6 +7,7 @@ import errno
 import logging
 import os
 import re
+import shutil
 import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,15 +19,18 @@ import numpy as np
 from research_dp.distributed.checksum import array_checksum
 from research_dp.distributed.layout import by_path
 from research_dp.distributed.mesh import sizes_text
+from research_dp.training import files
 from research_dp.training.manifest import Damaged, Manifest, told_changes
 
 PyTree = Any
 
 MANIFEST = Path("manifest", "manifest.json")  # in a checkpoint's folder
 STATE = "state"
-COMPLETE = re.compile(r"(\d+)")
-HALF_WRITTEN = re.compile(r"(\d+)\.orbax-checkpoint-tmp.*")
-SET_ASIDE = re.compile(r"(\d+)\.damaged\d*")
+NOTHING_SAVED = "nothing_saved_yet"  # in the folder of the checkpoints
+_STEP = r"(0|[1-9][0-9]{0,17})"  # as a step is written: no other digits, no leading zeros
+COMPLETE = re.compile(_STEP)
+HALF_WRITTEN = re.compile(_STEP + r"\.orbax-checkpoint-tmp.*")
+SET_ASIDE = re.compile(_STEP + r"\.damaged[0-9]*")
 _ERROR_CODE = re.compile(r"os_error_code='(\d+)'")
 _NOT_THE_FILES = {
     *(errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM, errno.ESTALE),
@@ -38,7 +42,7 @@ def steps_in(folder: Path, named: re.Pattern[str] = COMPLETE) -> Sequence[int]:
     """Steps whose checkpoints are complete: Orbax renames a folder once all is in it."""
     if not folder.is_dir():
         return []
-    names = [named.fullmatch(path.name) for path in folder.iterdir() if path.is_dir()]
+    names = [named.fullmatch(path.name) for path in folder.iterdir()]
     return sorted(int(name[1]) for name in names if name)
 
 
@@ -76,17 +80,35 @@ def _of_this_machine(error: BaseException) -> OSError | MemoryError | None:
 
 
 def sync(folder: Path) -> None:
-    """Has a checkpoint's own records written to the disk, and names, lest power fails.
+    """Writes a checkpoint's own records and names to the disk: they survive a power failure.
 
     TensorStore does so with the arrays, Orbax not with what says that they are whole.
     """
     for path in (*folder.glob("*"), *folder.glob("*/*"), folder, folder.parent):
         with contextlib.suppress(FileNotFoundError):
-            number = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(number)
-            finally:
-                os.close(number)
+            files.sync(path)
+
+
+def prune(folder: Path, keep: int, keep_period: int | None) -> list[str]:
+    """Removes old checkpoints of a run; returns a line for each that cannot be removed.
+
+    One that is a link is not the run's to remove.
+
+    Args:
+        folder: Folder of the checkpoints.
+        keep: How many of the newest stay.
+        keep_period: Those of steps that it divides stay too; None: no others.
+    """
+    problems = []
+    for step in steps_in(folder)[:-keep]:
+        path = folder / str(step)
+        if (keep_period and step % keep_period == 0) or path.is_symlink() or not path.is_dir():
+            continue
+        try:
+            shutil.rmtree(path)
+        except OSError as error:
+            problems.append(f"The checkpoint {path} cannot be removed: {reason(error)}")
+    return problems
 
 
 def read_state(folder: Path, abstract_state: PyTree) -> PyTree:
@@ -102,6 +124,20 @@ def read_state(folder: Path, abstract_state: PyTree) -> PyTree:
     )
 
 
+def read_manifest(folder: Path) -> Manifest:
+    """What a checkpoint says of itself.
+
+    Raises:
+        Damaged: It is not there, not as it was written, or something in the folder is no file.
+        UsageError: A newer version wrote it.
+        OSError: It cannot be read here and now.
+    """
+    problem = files.unreadable(folder)
+    if problem:
+        raise Damaged(problem)
+    return Manifest.read(folder / MANIFEST)
+
+
 def verify(folder: Path) -> Manifest:
     """Reads a checkpoint, array by array and without devices, and returns its manifest.
 
@@ -110,9 +146,9 @@ def verify(folder: Path) -> Manifest:
     """
     import orbax.checkpoint as ocp
 
-    manifest = Manifest.read(folder / MANIFEST)
+    manifest = read_manifest(folder)
     try:
-        tree = ocp.PyTreeCheckpointHandler().metadata(_path(folder)).tree
+        tree = ocp.PyTreeCheckpointHandler().metadata(literal(folder / STATE)).tree
     except Exception as error:  # whatever Orbax makes of the files
         raise Damaged(reason(error)) from error
     paths = by_path(tree)
@@ -169,7 +205,7 @@ def overview(folder: Path, *, verified: bool) -> Iterator[Row]:
         (int(name[1]), path, others.get(named))
         for path in (folder.iterdir() if folder.is_dir() else ())
         for named in (COMPLETE, *others)
-        if path.is_dir() and (name := named.fullmatch(path.name))
+        if (name := named.fullmatch(path.name))
     ]
     for step, path, told in sorted(found, key=lambda row: (row[0], row[1].name)):
         size = _size(path)
@@ -177,9 +213,9 @@ def overview(folder: Path, *, verified: bool) -> Iterator[Row]:
             yield Row(step, "", "", size, ("", ""), told, False)
             continue
         try:
-            manifest = verify(path) if verified else Manifest.read(path / MANIFEST)
+            manifest = verify(path) if verified else read_manifest(path)
         except Damaged as error:
-            if not path.exists():
+            if not os.path.lexists(path):
                 continue  # a run deleted it meanwhile
             yield Row(step, "", "", size, ("", ""), f"damaged: {error}", True)
             continue
@@ -209,26 +245,30 @@ def _read(folder: Path, wanted: PyTree, restore_args: PyTree) -> PyTree:
     quieten_orbax()
     args = ocp.args.PyTreeRestore(item=wanted, restore_args=restore_args)
     try:
-        return ocp.PyTreeCheckpointHandler().restore(_path(folder), args=args)
+        return ocp.PyTreeCheckpointHandler().restore(literal(folder / STATE), args=args)
     except jax.errors.JaxRuntimeError:  # the devices', such as no memory left; not the file's
         raise
     except Exception as error:  # whatever Orbax and TensorStore make of the files
         raise _of_this_machine(error) or Damaged(reason(error)) from error
 
 
-def _path(folder: Path) -> Any:
+def literal(folder: Path) -> Any:
+    """A path for Orbax that stays a path where Orbax looks for names in it.
+
+    `etils.epath.Path.glob` takes the folder itself for a part of the pattern: `a[1]` would be `a1`.
+    """
     from etils import epath
 
-    return epath.Path(folder / STATE)
+    class Literal(type(epath.Path())):  # type: ignore[misc]
+        def glob(self, pattern: str) -> Iterator[Any]:
+            return (type(self)(path) for path in Path(self).glob(pattern))
+
+    return Literal(os.path.realpath(folder))  # TensorStore takes no `..`
 
 
 def move_aside(folder: Path) -> Path:
-    """Renames a folder to a name that Orbax passes over."""
-    for number in range(1, 1000):
-        aside = folder.with_name(f"{folder.name}.damaged{number if number > 1 else ''}")
-        if not aside.exists():
-            return folder.rename(aside)
-    raise OSError(errno.EEXIST, "too many damaged checkpoints", str(folder))
+    """Renames a checkpoint to a name that is none of a checkpoint."""
+    return folder.rename(files.free_name(folder))
 
 
 def quieten_orbax() -> None:
