@@ -18,7 +18,10 @@ from research_dp.distributed.kinds import Count, CountOrZero, Positive, Seed, Se
 from research_dp.distributed.trainable import TrainableModel
 from research_dp.strategies import Recipe, Strategy, TrainSpec, TrainState
 from research_dp.strategies.keys import init_key
-from research_dp.training import optim  # noqa: F401  (registers Optax with gin)
+from research_dp.training import (
+    files,
+    optim,  # noqa: F401  (registers Optax with gin)
+)
 from research_dp.training.changes import changes
 from research_dp.training.checkpoint import Checkpoints, Restored
 from research_dp.training.manifest import Manifest, origin
@@ -29,7 +32,7 @@ from research_dp.training.schedule import Schedule
 from research_dp.training.selftest import tested
 from research_dp.training.stop import STOPPED, StopSignal
 from research_dp.training.watchdog import keep_watch
-from research_dp.training.workdir import held
+from research_dp.training.workdir import check_new, held
 
 DONE = 0
 
@@ -130,10 +133,12 @@ def train(
         recorder.note("test", 0)
         built = tested(strategy, spec, built, say)
         recorder.note("restore", 0)
-        checkpoints = Checkpoints(folder / "checkpoints", keep, keep_period, say)
+        checkpoints = Checkpoints(folder / files.CHECKPOINTS, keep, keep_period, say)
         stack.enter_context(contextlib.closing(checkpoints))
         check = functools.partial(_check_continues, folder, num_steps, spec, data)
         restored = _restored(checkpoints, built, check, bound_at)
+        if restored is None:
+            check_new(folder, checkpoints.saved_nothing(), gin.config_str())
         first_step = int(restored.state.step) if restored else 0
         recorder.note("compile", first_step)
         state = restored.state if restored else built.init(init_key(seed))

@@ -38,6 +38,7 @@ class Progress:
         order: What else the order of examples depends on; see `DataSet.order`.
         window: Sums of the metrics that were not recorded yet.
         data: Which data the run reads; None: not known, as in checkpoints of earlier versions.
+        records: How many records of metrics were written; 0: not known.
     """
 
     batch_size: int
@@ -45,6 +46,7 @@ class Progress:
     order: str
     window: Sums
     data: DataIdentity | None = None
+    records: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
-import shutil
-import time
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 from clu import metrics as clu_metrics
+
+from research_dp.training import files
+
+if TYPE_CHECKING:
+    from research_dp.training.events import Events
 
 RATES = ("steps_per_second", "examples_per_second", "tokens_per_second", "mfu")
 
@@ -42,8 +46,8 @@ def means(sums: Sums) -> dict[str, float]:
         name: clu_metrics.Average(total=np.float32(total), count=np.float32(count))
         for name, (total, count) in sums.items()
     }
-    collection = clu_metrics.Collection.create_collection(**averages)
-    return {name: float(value) for name, value in collection.compute().items()}
+    # Not CLU's `create_collection`: each call makes a class, which JAX keeps for ever.
+    return {name: float(average.compute()) for name, average in averages.items()}
 
 
 def as_json(value: Any) -> Any:
@@ -54,67 +58,52 @@ def as_json(value: Any) -> Any:
 
 
 class Records:
-    """Writes scalars to `metrics.jsonl` at once and to TensorBoard now and then.
-
-    TensorBoard's writer (CLU's) imports TensorFlow, which takes seconds: that is done in a thread,
-    once the run is a minute old or over.
+    """Writes scalars to `metrics.jsonl` and to TensorBoard, both at once.
 
     Args:
         workdir: Folder of the run.
-        kept: Records of the run that is continued. TensorBoard's are written anew from them: a
-            killed run may have written fewer, or some that are written again.
-        flush_seconds: How often TensorBoard's events are written.
+        kept: Records of the run that is continued; TensorBoard's are written anew from them.
+        complete: Whether they are all that the run had; if not, older event files stay.
     """
 
     def __init__(
-        self, workdir: Path, kept: Sequence[Mapping[str, Any]] = (), flush_seconds: float = 60.0
+        self, workdir: Path, kept: Sequence[Mapping[str, Any]] = (), complete: bool = True
     ):
-        self._workdir, self._flush_seconds = workdir, flush_seconds
-        shutil.rmtree(workdir / "tensorboard", ignore_errors=True)
-        self._file = (workdir / "metrics.jsonl").open("a", buffering=1)
-        self._waiting = [(r["split"], r["step"], _scalars(r)) for r in kept]
-        self._writers: dict[str, Any] = {}
-        self._thread = ThreadPoolExecutor(1, "tensorboard")
-        self._writing: Future[None] | None = None
-        self._flushed = time.monotonic()
+        self._workdir, self._count = workdir, len(kept)
+        self._file = os.fdopen(files.append(workdir / files.RECORDS), "ab")
+        self._events: dict[str, Events] = {}
+        for record in kept:
+            self._events_of(record["split"]).write(record["step"], _scalars(record))
+        for events in self._events.values() if complete else ():
+            events.remove_older()
 
     def write(self, split: str, step: int, scalars: Mapping[str, float]) -> None:
         """Records scalars of a split ('train', 'eval') at a step."""
         record = as_json({"split": split, "step": step, **scalars})
-        self._file.write(json.dumps(record, allow_nan=False) + "\n")
-        self._waiting.append((split, step, dict(scalars)))
-        busy = self._writing is not None and not self._writing.done()
-        if time.monotonic() - self._flushed > self._flush_seconds and not busy:
-            self._flush()
+        self._file.write((json.dumps(record, allow_nan=False) + "\n").encode())
+        self._file.flush()
+        self._events_of(split).write(step, scalars)
+        self._count += 1
+
+    def sync(self) -> int:
+        """Writes all records to the disk, and returns how many there are."""
+        os.fsync(self._file.fileno())
+        for events in self._events.values():
+            events.sync()
+        return self._count
 
     def close(self) -> None:
-        """Writes what is left; raises what went wrong in the thread."""
-        self._file.close()
-        self._flush()
-        self._thread.shutdown()
-        assert self._writing is not None
-        self._writing.result()
-        for writer in self._writers.values():
-            writer.close()
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._file.close)
+            for events in self._events.values():
+                stack.callback(events.close)
 
-    def _flush(self) -> None:
-        if self._writing is not None:
-            self._writing.result()
-        self._flushed, waiting, self._waiting = time.monotonic(), self._waiting, []
-        self._writing = self._thread.submit(self._to_tensorboard, waiting)
+    def _events_of(self, split: str) -> Events:
+        if split not in self._events:
+            from research_dp.training.events import Events
 
-    def _to_tensorboard(self, waiting: Sequence[tuple[str, int, dict[str, float]]]) -> None:
-        if not waiting:
-            return
-        from clu import metric_writers
-
-        for split, step, scalars in waiting:
-            if split not in self._writers:
-                folder = str(self._workdir / "tensorboard" / split)
-                self._writers[split] = metric_writers.SummaryWriter(folder)
-            self._writers[split].write_scalars(step, scalars)
-        for writer in self._writers.values():
-            writer.flush()
+            self._events[split] = Events(self._workdir / files.TENSORBOARD / split)
+        return self._events[split]
 
 
 def last_train_means(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -123,47 +112,61 @@ def last_train_means(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return {name: value for means in newest for name, value in means.items() if name not in RATES}
 
 
-def drop_unsaved(workdir: Path, step: int, *, evaluates_again: bool) -> list[dict[str, Any]]:
+def drop_unsaved(
+    path: Path, step: int, *, evaluates_again: bool, say: Callable[[str], None] = lambda line: None
+) -> list[dict[str, Any]]:
     """Drops from `metrics.jsonl` what a run continued from a step writes again.
 
+    Lines that are no records are dropped too; the file is kept under another name then.
+
     Args:
-        workdir: Folder of the run.
+        path: The file.
         step: Everything beyond it is dropped.
         evaluates_again: Whether the evaluation at the step itself is to be dropped too.
+        say: Prints a line.
 
     Returns:
         What is kept.
     """
-    path = workdir / "metrics.jsonl"
     again = (step, "eval") if evaluates_again else None
-    lines = path.read_text().splitlines() if path.exists() else []
-    # The last line of a killed run may be half a line.
-    records = [record for record in map(read_json, lines) if record]
+    content = path.read_bytes() if path.exists() else b""
+    *lines, unfinished = content.split(b"\n")
+    # A run that was killed may have written half of its last line.
+    records = [read_json(line) for line in (*lines, unfinished)]
+    bad = sum(not _is_record(record) for record in records[:-1])
+    if bad:
+        aside = files.free_name(path)
+        files.replace(aside, content)
+        say(f"{bad} of {len(lines)} lines of {path} are no records: left out; {aside} has them")
+    records = [record for record in records if _is_record(record)]
     kept = [r for r in records if r["step"] <= step and (r["step"], r["split"]) != again]
-    write_at_once(path, "".join(json.dumps(record) + "\n" for record in kept))
+    files.replace(path, "".join(json.dumps(record) + "\n" for record in kept))
     return kept
 
 
-def read_json(text: str) -> dict[str, Any]:
-    """An object; empty if the text is not whole."""
+def read_json(text: str | bytes) -> dict[str, Any]:
+    """A JSON object; empty if the text is none."""
     try:
-        return json.loads(text)
-    except json.JSONDecodeError:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
         return {}
+    return found if isinstance(found, dict) else {}
 
 
-def write_at_once(path: Path, text: str) -> None:
-    """Writes a file so that it is never seen half written."""
-    temporary = path.with_suffix(".tmp")
-    with temporary.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+def _is_record(found: Mapping[str, Any]) -> bool:
+    """Whether an object is what `Records` writes."""
+    return (
+        found.get("split") in files.SPLITS
+        and type(found.get("step")) is int
+        and all(
+            value is None or (type(value) in (int, float) and abs(value) <= sys.float_info.max)
+            for name, value in found.items()
+            if name not in ("split", "step")
+        )
+    )
 
 
 def _scalars(record: Mapping[str, Any]) -> dict[str, float]:
-    """A record without what it is of; a null was not a number."""
-    told = ("split", "step")
-    values = {name: value for name, value in record.items() if name not in told}
+    """A record's metrics; a null was not a number."""
+    values = {name: value for name, value in record.items() if name not in ("split", "step")}
     return {name: math.nan if value is None else value for name, value in values.items()}

@@ -21,8 +21,8 @@ from research_dp.distributed.data_set import DataIdentity, DataSet, EvalOrder, T
 from research_dp.distributed.placement import fingerprint
 from research_dp.distributed.trainable import Work
 from research_dp.strategies import NONFINITE, SKIPPED, Strategy, TrainSpec, TrainState
+from research_dp.training import files, report
 from research_dp.training import metrics as metrics_lib
-from research_dp.training import report
 from research_dp.training.ahead import placed_ahead
 from research_dp.training.checkpoint import Checkpoints
 from research_dp.training.in_flight import InFlight
@@ -94,9 +94,9 @@ class Run:
 
     def is_done_already(self) -> bool:
         """Whether an earlier command ended this run; says so."""
-        path = self.folder / "summary.json"
+        path = self.folder / files.SUMMARY
         done = self._first_step == self._schedule.num_steps and path.exists()
-        done = done and metrics_lib.read_json(path.read_text()).get("step") == self._first_step
+        done = done and metrics_lib.read_json(path.read_bytes()).get("step") == self._first_step
         # Not every process need see the file yet, or see it whole.
         done = bool(of_the_first(int(done)))
         if done:
@@ -111,14 +111,12 @@ class Run:
         self._identity = shared_identity(self._data)
         if self._saved:
             check_same_data(self._identity, self._saved.data, f"the run in {self.folder}")
-        last = self._first_step == self._schedule.num_steps
         if self._writes:
-            metrics_lib.write_at_once(self.folder / "config.gin", gin.config_str())
+            if not self._first_step:
+                self._checkpoints.begin()
+            files.replace(self.folder / files.CONFIG, gin.config_str())
             self._write_operative_config()
-            kept = metrics_lib.drop_unsaved(self.folder, self._first_step, evaluates_again=last)
-            self._summary["train"] = metrics_lib.last_train_means(kept)
-            self._summary["skipped_steps"] = int(sum(r.get(SKIPPED, 0) for r in kept))
-            self._records = metrics_lib.Records(self.folder, kept)
+            self._open_records()
         self._progress.say(report.one_line(self._strategy))
         if self._identity:
             self._progress.say(f"Data: {self._identity}")
@@ -132,6 +130,22 @@ class Run:
                     f"Reading {seen:,} examples of {self._data.name} again to find the place: this "
                     "reader cannot jump there"
                 )
+
+    def _open_records(self) -> None:
+        """Continues the records of the run, and says if some that it had are missing."""
+        last = self._first_step == self._schedule.num_steps
+        say, path = self._progress.say, self.folder / files.RECORDS
+        kept = metrics_lib.drop_unsaved(path, self._first_step, evaluates_again=last, say=say)
+        before = self._saved.records if self._saved else 0
+        missing = before - len(kept)
+        if missing > 0:
+            say(
+                f"{path} has not {missing} of the {before} records that were written before "
+                f"step {self._first_step} was saved; older TensorBoard events stay"
+            )
+        self._summary["train"] = metrics_lib.last_train_means(kept)
+        self._summary["skipped_steps"] = int(sum(r.get(SKIPPED) or 0 for r in kept))
+        self._records = metrics_lib.Records(self.folder, kept, complete=missing <= 0)
 
     def batches(self) -> Iterator[Any]:
         """Training batches on the devices, a few ahead."""
@@ -236,6 +250,7 @@ class Run:
             order=self._data.order,
             window=self._window,
             data=self._identity,
+            records=self._records.sync() if self._records else 0,
         )
         made = origin(
             strategy=self._strategy.name,
@@ -276,9 +291,11 @@ class Run:
         }
         if self._writes:
             text = json.dumps(metrics_lib.as_json(summary), indent=2, allow_nan=False) + "\n"
-            metrics_lib.write_at_once(self.folder / "summary.json", text)
+            if self._records:
+                self._records.sync()
+            files.replace(self.folder / files.SUMMARY, text)
             self._write_operative_config()
-        self._progress.say(f"Done: {self.folder / 'summary.json'}")
+        self._progress.say(f"Done: {self.folder / files.SUMMARY}")
 
     def close(self) -> None:
         self._recorder.closing()
@@ -322,8 +339,7 @@ class Run:
     def _write_operative_config(self) -> None:
         # Gin knows a parameter's value once its function was called: written more than once.
         if self._writes:
-            config = gin.operative_config_str()
-            metrics_lib.write_at_once(self.folder / "operative_config.gin", config)
+            files.replace(self.folder / files.OPERATIVE_CONFIG, gin.operative_config_str())
 
 
 def _peak(mesh: Mesh, work: Work | None) -> float | None:
