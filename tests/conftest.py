@@ -1,6 +1,8 @@
 """Eight CPU devices, one folder of prepared data, and no gin left over from another test."""
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -56,9 +58,33 @@ def data_dir(tmp_path_factory):
     return tmp_path_factory.mktemp("tfds")
 
 
+_running = []  # what `command` started and left running
+
+
+@pytest.fixture(autouse=True)
+def no_process_is_left():
+    """Ends what a test started, with the processes that those started, however the test ends."""
+    before = len(_running)
+    yield
+    while len(_running) > before:
+        process = _running.pop()
+        if process.poll() is None:
+            process.terminate()  # a launcher ends the processes that it started
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=20)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        with process:  # closes its pipe, and waits for it
+            pass
+
+
 @pytest.fixture(scope="session")
 def command(data_dir, tmp_path_factory):
-    """Runs `python -m research_dp.train` with these flags; returns the finished process."""
+    """Runs `python -m research_dp.train` with these flags; returns the finished process.
+
+    With `start_only` it returns the running one, in a process group of its own, which ends with
+    the test.
+    """
     environment = {
         **os.environ,
         "TFDS_DATA_DIR": str(data_dir),
@@ -68,22 +94,15 @@ def command(data_dir, tmp_path_factory):
     }
 
     def run(
-        *flags,
-        start_only=False,
-        group=False,
-        cwd=ROOT,
-        module=MODULE,
-        tool=None,
-        timeout=300,
-        **extra,
+        *flags, start_only=False, cwd=ROOT, module=MODULE, tool=None, timeout=300, **extra
     ):
         program = [ROOT / "tools" / tool] if tool else ["-m", module]
         words = [sys.executable, *map(str, [*program, *flags])]
         options = {"cwd": cwd, "env": {**environment, **extra}, "text": True}
         if start_only:
-            pipe = subprocess.PIPE
-            options |= {"stderr": subprocess.STDOUT, "start_new_session": group}
-            return subprocess.Popen(words, stdout=pipe, **options)
+            options |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+            _running.append(subprocess.Popen(words, start_new_session=True, **options))
+            return _running[-1]
         return subprocess.run(words, capture_output=True, timeout=timeout, **options)
 
     run.environment = environment

@@ -123,7 +123,7 @@ def test_continues_on_another_strategy_and_number_of_devices(command, tmp_path):
 def test_sigterm_to_the_whole_group_saves_and_exits_143(command, tmp_path, workers):
     flags = [*MLP, "--gin.train.num_steps=1000000", f"--workdir={tmp_path}", "--cpu_devices=2"]
     flags.append(f"--gin.random_access.workers={workers}")
-    process = command(*flags, "--gin.train.log_every=10", start_only=True, group=True)
+    process = command(*flags, "--gin.train.log_every=10", start_only=True)
     deadline = time.monotonic() + 120
     while not (tmp_path / "metrics.jsonl").exists() or not lines(tmp_path, "train"):
         assert time.monotonic() < deadline and process.poll() is None

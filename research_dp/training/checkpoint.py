@@ -20,6 +20,7 @@ from research_dp.training.stored import (
     MANIFEST,
     NOTHING_SAVED,
     STATE,
+    drained,
     literal,
     move_aside,
     prune,
@@ -178,7 +179,7 @@ class Checkpoints:
         saved = ocp.args.Composite(
             state=ocp.args.PyTreeSave(state), manifest=ocp.args.JsonSave(manifest.as_json())
         )
-        with self._telling(step):
+        with self._telling(step), drained():
             self._open().save(literal(self._folder / str(step)), args=saved)
         self._saving = step
         self._saved = self._thread.submit(self._complete, step)
@@ -217,7 +218,8 @@ class Checkpoints:
         Returns:
             Lines to say: older ones that cannot be removed.
         """
-        self._checkpointer.wait_until_finished()
+        with drained():
+            self._checkpointer.wait_until_finished()
         if jax.process_index() != 0:
             return []
         sync(self._folder / str(step))

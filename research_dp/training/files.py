@@ -32,8 +32,13 @@ def create(path: Path) -> int:
 
 
 def append(path: Path) -> int:
-    """Opens a file to be written at its end, and follows no link; returns its descriptor."""
-    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    """Opens a file to be written at its end; returns its descriptor.
+
+    Raises:
+        OSError: It is a link, or a FIFO that nobody reads.
+    """
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+    return os.open(path, flags, 0o666)
 
 
 def replace(path: Path, content: str | bytes) -> None:

@@ -38,7 +38,7 @@ class Progress:
         order: What else the order of examples depends on; see `DataSet.order`.
         window: Sums of the metrics that were not recorded yet.
         data: Which data the run reads; None: not known, as in checkpoints of earlier versions.
-        records: How many records of metrics were written; 0: not known.
+        records: How many records of training were written; 0: not known.
     """
 
     batch_size: int

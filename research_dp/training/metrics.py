@@ -69,7 +69,7 @@ class Records:
     def __init__(
         self, workdir: Path, kept: Sequence[Mapping[str, Any]] = (), complete: bool = True
     ):
-        self._workdir, self._count = workdir, len(kept)
+        self._workdir, self._count = workdir, count_train(kept)
         self._file = os.fdopen(files.append(workdir / files.RECORDS), "ab")
         self._events: dict[str, Events] = {}
         for record in kept:
@@ -83,10 +83,10 @@ class Records:
         self._file.write((json.dumps(record, allow_nan=False) + "\n").encode())
         self._file.flush()
         self._events_of(split).write(step, scalars)
-        self._count += 1
+        self._count += split == "train"
 
     def sync(self) -> int:
-        """Writes all records to the disk, and returns how many there are."""
+        """Writes all records to the disk, and returns how many of training there are."""
         os.fsync(self._file.fileno())
         for events in self._events.values():
             events.sync()
@@ -104,6 +104,11 @@ class Records:
 
             self._events[split] = Events(self._workdir / files.TENSORBOARD / split)
         return self._events[split]
+
+
+def count_train(records: Sequence[Mapping[str, Any]]) -> int:
+    """How many records of training there are."""
+    return sum(record["split"] == "train" for record in records)
 
 
 def last_train_means(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:

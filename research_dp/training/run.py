@@ -137,11 +137,12 @@ class Run:
         say, path = self._progress.say, self.folder / files.RECORDS
         kept = metrics_lib.drop_unsaved(path, self._first_step, evaluates_again=last, say=say)
         before = self._saved.records if self._saved else 0
-        missing = before - len(kept)
+        missing = before - metrics_lib.count_train(kept)
         if missing > 0:
             say(
-                f"{path} has not {missing} of the {before} records that were written before "
-                f"step {self._first_step} was saved; older TensorBoard events stay"
+                f"{missing} of the {before} records of training that were written before "
+                f"step {self._first_step} was saved are not in {path}; older TensorBoard events "
+                "stay"
             )
         self._summary["train"] = metrics_lib.last_train_means(kept)
         self._summary["skipped_steps"] = int(sum(r.get(SKIPPED) or 0 for r in kept))

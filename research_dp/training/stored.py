@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import logging
@@ -245,7 +246,8 @@ def _read(folder: Path, wanted: PyTree, restore_args: PyTree) -> PyTree:
     quieten_orbax()
     args = ocp.args.PyTreeRestore(item=wanted, restore_args=restore_args)
     try:
-        return ocp.PyTreeCheckpointHandler().restore(literal(folder / STATE), args=args)
+        with drained():
+            return ocp.PyTreeCheckpointHandler().restore(literal(folder / STATE), args=args)
     except jax.errors.JaxRuntimeError:  # the devices', such as no memory left; not the file's
         raise
     except Exception as error:  # whatever Orbax and TensorStore make of the files
@@ -280,6 +282,35 @@ def quieten_orbax() -> None:
 
 
 def _not_of_orbax(record: logging.LogRecord) -> bool:
-    # The second is of its threads, which call back a loop that another one's failure has ended.
-    late = record.exc_info is not None and str(record.exc_info[1]) == "Event loop is closed"
-    return "orbax" not in record.pathname and not late
+    return "orbax" not in record.pathname
+
+
+class _Draining(asyncio.DefaultEventLoopPolicy):
+    """Event loops that end their tasks before they close.
+
+    Orbax closes its loop when a read or write fails. TensorStore calls back for the others, which
+    are under way, and each of them would print a traceback.
+    """
+
+    def new_event_loop(self) -> asyncio.AbstractEventLoop:
+        loop = super().new_event_loop()
+        close = loop.close
+
+        def drain() -> None:
+            while tasks := asyncio.all_tasks(loop):
+                loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+            close()
+
+        loop.close = drain  # type: ignore[method-assign]
+        return loop
+
+
+@contextlib.contextmanager
+def drained() -> Iterator[None]:
+    """Within it, reads and writes that fail are waited for."""
+    before = asyncio.get_event_loop_policy()
+    asyncio.set_event_loop_policy(_Draining())
+    try:
+        yield
+    finally:
+        asyncio.set_event_loop_policy(before)

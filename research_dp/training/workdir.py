@@ -49,11 +49,8 @@ def held(workdir: str | None) -> Iterator[Path]:
     except OSError as error:
         if error.errno not in _DISK and not _is_below(error.filename, folder):
             raise
-        saved = steps_in(folder / files.CHECKPOINTS)
-        left = f"Step {saved[-1]} is saved" if saved else "No step was saved"
         raise RunFailure(
-            f"the results in {folder} cannot be written: {reason(error)}. {left}; the same "
-            "command continues from there."
+            f"the results in {folder} cannot be read or written: {reason(error)}. {_left(folder)}"
         ) from error
     finally:
         lock.release()
@@ -107,6 +104,17 @@ def _check_name(folder: Path) -> None:
                 f"--workdir={path} has a backslash, which TensorStore takes for a separator. Use "
                 "another name."
             )
+
+
+def _left(folder: Path) -> str:
+    """What is saved in a folder, and what to do."""
+    try:
+        saved = steps_in(folder / files.CHECKPOINTS)
+    except OSError:
+        return "Nothing that was saved is lost: the same command continues once it can be."
+    if not saved:
+        return "No step was saved."
+    return f"Step {saved[-1]} is saved; the same command continues from there."
 
 
 def _is_below(name: object, folder: Path) -> bool:

@@ -1,0 +1,161 @@
+"""Whatever happens to the files of a run: the right weights at its end, or a refusal in words."""
+
+import collections
+import contextlib
+import faulthandler
+import os
+import random
+import shutil
+import stat
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import tiny_run
+from injuries import injure
+
+FIRST, THEN = 6, (8, 10)  # steps of the run that is injured, and of its continuations
+NOBODY = 65534
+_SECONDS_OF_A_RUN = 120
+_REWRITTEN = {".run.lock", ".run.holder", "process_0.txt"}  # also by a run that is refused
+
+
+@contextlib.contextmanager
+def as_nobody():
+    """Without root's right to read and write everything."""
+    before = os.geteuid()
+    if before == 0:
+        os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        os.seteuid(before)
+
+
+@pytest.fixture(scope="module")
+def place():
+    """A folder that root's tests can use without root's rights."""
+    path = Path(tempfile.mkdtemp())
+    path.chmod(0o777)
+    yield path
+    for below in path.rglob("*"):
+        if below.is_dir() and not below.is_symlink():
+            below.chmod(0o700)
+    shutil.rmtree(path)
+
+
+@pytest.fixture(scope="module")
+def pristine(place):
+    """A run after some steps, with files of a user's in it; and the weights later on."""
+    folder = place / "pristine"
+    right = {}
+    for steps in THEN:
+        assert tiny_run.outcome(place / f"right{steps}", num_steps=steps) == (0, "")
+        right[steps] = tiny_run.summary(place / f"right{steps}")["params_fingerprint"]
+    # What libraries import when they fail is imported before root's rights are given up.
+    for file in (place / "right8" / "checkpoints" / "8").rglob("*"):
+        if file.is_file():
+            file.write_bytes(b"")
+    assert tiny_run.outcome(place / "right8", num_steps=8) == (0, "")
+    assert tiny_run.outcome(folder, num_steps=FIRST) == (0, "")
+    (folder / "mine").write_text("a user's")
+    (folder / "checkpoints" / "mine.txt").write_text("a user's")
+    (folder / "tensorboard" / "train" / "mine").mkdir()
+    if os.geteuid() == 0:
+        for path in (folder, *folder.rglob("*")):
+            os.chown(path, NOBODY, NOBODY)
+    return folder, right
+
+
+def tree(folder):
+    """Contents of all that is in a folder, by path; nothing is followed."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        mode = path.lstat().st_mode
+        if stat.S_ISLNK(mode):
+            found[str(path.relative_to(folder))] = os.readlink(path)
+        elif stat.S_ISREG(mode):
+            found[str(path.relative_to(folder))] = path.read_bytes()
+        else:
+            found[str(path.relative_to(folder))] = stat.S_IFMT(mode)
+    return found
+
+
+def trial(pristine, place, chance):
+    """Injures a copy of a run, continues it, injures it, continues it.
+
+    Returns:
+        A list of (kind of file, injury, exit status); whatever is wrong fails.
+    """
+    folder, right = pristine
+    run, outside = place / "run", place / "outside"
+    done = []
+    with as_nobody():
+        shutil.copytree(folder, run)
+        (outside / "moved").mkdir(parents=True)
+        (outside / "precious.txt").write_text("precious")
+    try:
+        for steps in THEN:
+            injuries = [injure(run, outside, chance) for _ in range(chance.choice([1, 1, 1, 2]))]
+            before, beyond = tree(run), tree(outside)
+            faulthandler.dump_traceback_later(_SECONDS_OF_A_RUN, exit=True, file=sys.__stderr__)
+            with as_nobody():
+                status, message = tiny_run.outcome(run, num_steps=steps)
+            faulthandler.cancel_dump_traceback_later()
+            said = f"{injuries}: {status} {message}"
+            after = tree(run)
+            assert tree(outside) == beyond, said
+            mine = {p: x for p, x in before.items() if Path(p).name.startswith("mine")}
+            assert mine.items() <= after.items(), said
+            done += [(*injury, status) for injury in injuries]
+            if status:
+                assert status in (1, 2) and message and message.count("\n") <= 1, said
+                if status == 2:
+                    same = [
+                        {p: x for p, x in found.items() if Path(p).name not in _REWRITTEN}
+                        for found in (before, after)
+                    ]
+                    assert same[0] == same[1], said
+                return done
+            assert tiny_run.summary(run)["params_fingerprint"] == right[steps], said
+            told = [record["step"] for record in tiny_run.records(run, "train")]
+            assert told == sorted(told) and len(set(told)) == len(told), said
+    finally:
+        _remove(run)
+        _remove(outside)
+    return done
+
+
+def _remove(folder):
+    for path in folder.rglob("*"):
+        if path.is_dir() and not path.is_symlink():
+            path.chmod(0o700)
+    shutil.rmtree(folder)
+
+
+def run_trials(pristine, place, seed, count):
+    """Counts of statuses by kind of file and by injury."""
+    chance = random.Random(seed)
+    found = []
+    while len(found) < count:
+        found += trial(pristine, place, chance)
+    for column, title in ((0, "file"), (1, "injury")):
+        counts = collections.Counter((row[column], row[2]) for row in found)
+        print(f"\n{title:28s}  done  failed  refused")
+        for name in sorted({row[column] for row in found}):
+            print(f"{name:28s}  {counts[name, 0]:4d}  {counts[name, 1]:6d}  {counts[name, 2]:7d}")
+    print(len(found), "injuries", collections.Counter(row[2] for row in found))
+    return found
+
+
+def test_an_injured_run_ends_right_or_is_refused(pristine, place):
+    found = run_trials(pristine, place, 0, 12)
+    assert {row[2] for row in found} <= {0, 1, 2}
+
+
+@pytest.mark.slow
+def test_every_kind_of_injury_to_every_kind_of_file(pristine, place):
+    found = run_trials(pristine, place, 1, 600)
+    assert len({row[0] for row in found}) >= 12 and len({row[1] for row in found}) >= 10
+    assert sum(row[2] == 0 for row in found) > 200, "hardly any was continued"

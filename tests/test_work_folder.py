@@ -1,0 +1,404 @@
+"""The files of a run: literal paths, nothing followed, nothing lost, nothing deleted unasked."""
+
+import dataclasses
+import errno
+import os
+import shutil
+import struct
+
+import gin
+import pytest
+import tiny_run
+from tensorboard.compat.proto import event_pb2
+from test_faults import mounted as mounted
+from test_injured_folders import tree
+
+from research_dp.training import files, metrics, stored
+from research_dp.training.checkpoint import Checkpoints
+from research_dp.training.progress import ProgressBar
+from research_dp.training.recorder import last_notes
+from research_dp.training.stored import steps_in
+
+SPECIAL = "a[1]*?{b} **#%20~"  # what globs, URLs and shells read something into
+BY_ALL_RUNS = (".run.lock", ".run.holder", "flight/process_0.txt")
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """A run of 6 steps, and the weights of one of 8."""
+    folder = tmp_path_factory.mktemp("run")
+    assert tiny_run.outcome(folder / "six", num_steps=6) == (0, "")
+    assert tiny_run.outcome(folder / "eight", num_steps=8) == (0, "")
+    return folder / "six", tiny_run.summary(folder / "eight")["params_fingerprint"]
+
+
+@pytest.fixture
+def run(ended, tmp_path):
+    return shutil.copytree(ended[0], tmp_path / "run")
+
+
+def continues(run, ended, **options):
+    """Whether it ends at step 8 with the right weights and all records."""
+    assert tiny_run.outcome(run, num_steps=8, **options) == (0, "")
+    assert tiny_run.summary(run)["params_fingerprint"] == ended[1]
+
+
+def unchanged(before, after):
+    assert {p: x for p, x in before.items() if p not in BY_ALL_RUNS} == {
+        p: x for p, x in after.items() if p not in BY_ALL_RUNS
+    }
+
+
+# ---- Paths ----
+
+
+def test_names_that_look_like_patterns_are_names(ended, tmp_path):
+    folder = tmp_path / SPECIAL
+    assert tiny_run.outcome(folder, num_steps=6) == (0, "")
+    assert [row.damaged for row in stored.overview(folder / "checkpoints", verified=True)] == [
+        False
+    ] * 3
+    continues(folder, ended)
+    assert os.listdir(tmp_path) == [SPECIAL]
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [(b"\xff\xfe", "is not UTF-8"), (b"a\\b", "has a backslash, which TensorStore takes for")],
+)
+@pytest.mark.parametrize("linked", [False, True])
+def test_paths_that_checkpoints_cannot_have_are_refused_at_the_start(tmp_path, name, told, linked):
+    folder = os.fsdecode(os.fsencode(tmp_path) + b"/" + name)
+    if linked:
+        os.mkdir(folder)
+        os.symlink(folder, tmp_path / "link")
+        folder = str(tmp_path / "link")
+    before = tree(tmp_path)
+    status, message = tiny_run.outcome(folder)
+    assert status == 2 and told in message and message.isprintable()
+    assert tree(tmp_path) == before
+
+
+# ---- Records without checkpoints ----
+
+
+def _lost(run):
+    (run / "checkpoints").rename(run.parent / "elsewhere")
+
+
+def _unmounted(run):
+    _lost(run)
+    (run / "checkpoints").symlink_to(run.parent / "no store")
+
+
+def _mounted_empty(run):
+    _lost(run)
+    (run.parent / "store").mkdir()
+    (run / "checkpoints").symlink_to(run.parent / "store")
+
+
+def _emptied(run):
+    shutil.move(run / "checkpoints", run.parent / "elsewhere")
+    (run / "checkpoints").mkdir()
+
+
+@pytest.mark.parametrize("lose", [_lost, _unmounted, _mounted_empty, _emptied])
+def test_records_without_checkpoints_are_a_question(run, ended, lose):
+    lose(run)
+    before = tree(run.parent)
+    status, message = tiny_run.outcome(run, num_steps=8)
+    assert status == 2 and "put back" in message.lower(), message
+    after = tree(run.parent)
+    after.pop("run/checkpoints/" + stored.NOTHING_SAVED, None)
+    strip = [f"run/{name}" for name in BY_ALL_RUNS]
+    assert {p: x for p, x in before.items() if p not in strip} == {
+        p: x for p, x in after.items() if p not in strip
+    }
+    if (run / "checkpoints").is_symlink():
+        (run / "checkpoints").unlink()
+    elif (run / "checkpoints").exists():
+        (run / "checkpoints").rmdir()
+    (run.parent / "elsewhere").rename(run / "checkpoints")
+    continues(run, ended)
+
+
+def _ends_at(step):
+    """Data that fails at a step, as a run that is killed there."""
+
+    def train(order):
+        for number, batch in enumerate(tiny_run.DATA.train(order), order.first_step + 1):
+            if number == step:
+                raise RuntimeError("killed")
+            yield batch
+
+    return dataclasses.replace(tiny_run.DATA, train=train)
+
+
+def test_a_run_that_ended_before_its_first_save_begins_again(ended, tmp_path):
+    with pytest.raises(RuntimeError, match="killed"):
+        tiny_run.train(tmp_path, data=_ends_at(8), checkpoint_every=None)
+    assert tiny_run.records(tmp_path)
+    # Not as another run: its records would be lost.
+    gin.parse_config("largest_dim.min_weight_size = 9")
+    status, message = tiny_run.outcome(tmp_path, num_steps=8)
+    assert status == 2 and f"{tmp_path} has records of a run (metrics.jsonl)" in message
+    gin.clear_config()
+    continues(tmp_path, ended)
+    assert not (tmp_path / "checkpoints" / stored.NOTHING_SAVED).exists()
+    steps = [record["step"] for record in tiny_run.records(tmp_path, "train")]
+    assert steps == [2, 4, 6, 8]
+
+
+# ---- Records ----
+
+
+def damaged_lines(run, *lines):
+    file = run / "metrics.jsonl"
+    first, *others = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(b"".join([first, *lines, *others]))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"\xff\xfe\n",
+        b"[]\n",
+        b"3\n",
+        b"{}\n",
+        b'{"split": "train", "step": "2"}\n',
+        b'{"split": "../x", "step": 2}\n',
+        b'{"split": "train", "step": 2, "loss": [1]}\n',
+        b'{"split": "train", "step": 2, "loss": 1e999}\n',
+        b"[" * 100_000 + b"\n",
+    ],
+)
+def test_lines_that_are_no_records_are_left_out_and_kept_aside(tmp_path, line):
+    good = b'{"split": "train", "step": 2, "loss": null}\n'
+    file, said = tmp_path / "metrics.jsonl", []
+    file.write_bytes(good + line + good + b'{"split": "tra')
+    kept = metrics.drop_unsaved(file, 2, evaluates_again=False, say=said.append)
+    assert kept == [{"split": "train", "step": 2, "loss": None}] * 2
+    assert file.read_bytes() == good * 2
+    assert (
+        tmp_path / "metrics.jsonl.damaged"
+    ).read_bytes() == good + line + good + b'{"split": "tra'
+    assert len(said) == 1 and "1 of 3 lines of" in said[0]
+
+
+def test_half_of_the_last_line_is_no_damage(tmp_path):
+    file, said = tmp_path / "metrics.jsonl", []
+    file.write_bytes(b'{"split": "train", "step": 2}\n{"split": "tra')
+    metrics.drop_unsaved(file, 2, evaluates_again=False, say=said.append)
+    assert not said and os.listdir(tmp_path) == ["metrics.jsonl"]
+
+
+def test_records_that_are_missing_are_told(run, ended, capsys):
+    lines = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_bytes(b"".join(lines[2:]))
+    events = set((run / "tensorboard" / "train").iterdir())
+    continues(run, ended)
+    told = "2 of the 3 records of training that were written before step 6 was saved are not in"
+    assert told in capsys.readouterr().out
+    assert events < set((run / "tensorboard" / "train").iterdir())
+    # The next checkpoint counts what there is.
+    assert tiny_run.outcome(run, num_steps=10) == (0, "")
+    assert "are not in" not in capsys.readouterr().out
+
+
+def test_records_are_on_the_disk_before_the_checkpoint_that_counts_them(tmp_path, monkeypatch):
+    synced, sizes = {}, []
+    fsync, save = os.fsync, Checkpoints.save
+
+    def noted(number):
+        synced[os.readlink(f"/proc/self/fd/{number}")] = os.fstat(number).st_size
+        fsync(number)
+
+    def checked(self, *args):
+        file = tmp_path / "metrics.jsonl"
+        sizes.append((synced.get(str(file)), file.stat().st_size))
+        save(self, *args)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(Checkpoints, "save", checked)
+    assert tiny_run.outcome(tmp_path) == (0, "")
+    assert len(sizes) >= 4 and all(before == now > 0 for before, now in sizes)
+    assert {str(tmp_path), str(tmp_path / "summary.json")} & synced.keys()
+
+
+# ---- TensorBoard ----
+
+
+def events(folder):
+    """(step, scalars) of the event files of a split, in order."""
+    found = []
+    for file in sorted(folder.glob("events.*")):
+        content = file.read_bytes()
+        while content:
+            size = struct.unpack("<Q", content[:8])[0]
+            event = event_pb2.Event.FromString(content[12 : 12 + size])
+            content = content[16 + size :]
+            if event.HasField("summary"):
+                values = {value.tag: value.simple_value for value in event.summary.value}
+                found.append((event.step, values))
+    return found
+
+
+def test_tensorboard_has_all_records_when_done_is_said(tmp_path, monkeypatch):
+    seen = {}
+
+    def say(self, text):
+        if text.startswith("Done"):  # a signal may end the process from now on
+            seen.update({split: events(tmp_path / "tensorboard" / split) for split in files.SPLITS})
+
+    monkeypatch.setattr(ProgressBar, "say", say)
+    assert tiny_run.outcome(tmp_path, num_steps=6) == (0, "")
+    assert tiny_run.outcome(tmp_path, num_steps=8) == (0, "")
+    for split in files.SPLITS:
+        wanted = tiny_run.records(tmp_path, split)
+        assert [step for step, _ in seen[split]] == [record["step"] for record in wanted]
+        for (_, values), record in zip(seen[split], wanted, strict=True):
+            assert values["loss"] == pytest.approx(record["loss"])
+        assert len(list((tmp_path / "tensorboard" / split).iterdir())) == 1
+
+
+@pytest.mark.slow
+def test_tensorboard_reads_what_is_written(run):
+    from tensorboard.backend.event_processing import event_accumulator
+
+    found = event_accumulator.EventAccumulator(str(run / "tensorboard" / "train"))
+    found.Reload()
+    assert [event.step for event in found.Scalars("loss")] == [2, 4, 6]
+
+
+# ---- Links, and files of the wrong kind ----
+
+
+def test_no_link_is_followed(run, ended, tmp_path):
+    outside = tmp_path / "outside"
+    outside.write_text("precious")
+    for name in ("config.tmp", "metrics.tmp", ".config.gin.tmp", "summary.tmp"):
+        (run / name).symlink_to(outside)
+    continues(run, ended)
+    assert outside.read_text() == "precious" and (run / "config.tmp").is_symlink()
+    for name in (*files._FILES, "flight/process_0.txt"):
+        path = run / name
+        content = path.read_bytes()
+        path.unlink()
+        path.symlink_to(outside)
+        status, message = tiny_run.outcome(run)
+        assert status == 2 and f"{path} is a link to {outside}" in message
+        path.unlink()
+        path.write_bytes(content)
+    assert outside.read_text() == "precious"
+
+
+def test_a_file_is_created_only_where_nothing_is(tmp_path):
+    (tmp_path / "link").symlink_to("nothing")
+    for name in ("link", "file"):
+        (tmp_path / "file").write_text("")
+        with pytest.raises(FileExistsError):
+            files.create(tmp_path / name)
+    (tmp_path / "to").write_text("precious")
+    (tmp_path / "linked").symlink_to("to")
+    with pytest.raises(OSError, match="Too many levels"):
+        files.append(tmp_path / "linked")
+    files.replace(tmp_path / "linked", "new")
+    assert (tmp_path / "to").read_text() == "precious"
+    assert (tmp_path / "linked").read_text() == "new" and not (tmp_path / "linked").is_symlink()
+    assert sorted(os.listdir(tmp_path)) == ["file", "link", "linked", "to"]
+    os.umask(before := os.umask(0))
+    assert (tmp_path / "linked").stat().st_mode & 0o777 == 0o666 & ~before
+
+
+def test_what_a_killed_process_left_of_a_replacement_is_removed(run):
+    left = run / ".summary.json.0123456789abcdef.tmp"
+    for name in (left.name, ".mine.tmp", "0123456789abcdef.tmp"):
+        (run / name).write_text("")
+    assert tiny_run.outcome(run, num_steps=6) == (0, "")
+    assert not left.exists()
+    assert (run / ".mine.tmp").exists() and (run / "0123456789abcdef.tmp").exists()
+
+
+def test_names_that_are_no_steps_are_passed_over(run, ended):
+    for name in ("0099", "²", "٣", "1٣", "99x", "-1", " 99"):
+        (run / "checkpoints" / name).mkdir()
+    (run / "checkpoints" / "77").write_text("a file")
+    continues(run, ended, keep=9)
+    assert steps_in(run / "checkpoints") == [2, 4, 6, 8]
+    assert (run / "checkpoints" / "77.damaged").read_text() == "a file"
+    assert (run / "checkpoints" / "٣").is_dir()
+
+
+@pytest.mark.parametrize("text", ["[]", "3", "\ud800", "{", '{"step": "6"}'])
+def test_a_summary_that_is_none_is_written_anew(run, text):
+    (run / "summary.json").write_bytes(text.encode(errors="surrogatepass"))
+    assert tiny_run.outcome(run, num_steps=6) == (0, "")
+    assert tiny_run.summary(run)["step"] == 6
+
+
+def test_notes_that_are_damaged_are_passed_over(tmp_path):
+    flight = tmp_path / "flight"
+    flight.mkdir()
+    (flight / "process_0.txt").write_text(
+        "process 0 7 host\n1 5 save 1000.5\nx 5 save 1\n2 6 save 1e300\n3 7 nothing 1\n"
+    )
+    (flight / "process_1.txt").write_bytes(b"\xff")
+    (flight / "process_2.txt").write_text("process 1\n")
+    os.mkfifo(flight / "process_3.txt")
+    (note,) = last_notes(tmp_path)
+    assert (note.step, note.phase) == (5, "save") and str(note)
+
+
+# ---- Old checkpoints ----
+
+
+def test_a_checkpoint_that_is_a_link_is_not_removed(run, ended):
+    shutil.move(run / "checkpoints" / "2", run.parent / "kept")
+    (run / "checkpoints" / "2").symlink_to(run.parent / "kept")
+    before = tree(run.parent / "kept")
+    continues(run, ended, keep=1)
+    assert steps_in(run / "checkpoints") == [2, 8]
+    assert tree(run.parent / "kept") == before
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_is_told_and_the_run_goes_on(
+    run, ended, monkeypatch, capsys
+):
+    def busy(path):
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(path))
+
+    monkeypatch.setattr(stored.shutil, "rmtree", busy)
+    continues(run, ended)
+    told = f"The checkpoint {run}/checkpoints/2 cannot be removed: Device or resource busy"
+    assert told in capsys.readouterr().out
+    assert steps_in(run / "checkpoints") == [2, 4, 6, 8]
+
+
+# ---- Disks ----
+
+
+def test_a_disk_without_inodes_ends_the_run_and_says_what_is_saved(mounted):
+    disk = mounted("size=20m,nr_inodes=120")
+    status, message = tiny_run.outcome(disk, num_steps=100, keep=9)
+    assert status == 1 and "No space left on device" in message, message
+    saved = steps_in(disk / "checkpoints")
+    assert saved and f"Step {saved[-1]} is saved" in message and "\n" not in message
+
+
+# ---- Memory ----
+
+
+def test_records_need_no_more_memory_as_they_become_many(tmp_path):
+    def resident():
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    written = metrics.Records(tmp_path)
+    for number in range(30_000):
+        sums = metrics.add_up({}, [{"loss": (float(number), 4.0)}])
+        written.write("train", number, metrics.means(sums))
+        if number == 3_000:
+            early = resident()
+    assert resident() - early < 10e6
+    assert written.sync() == 30_000
+    written.close()
