@@ -7,6 +7,7 @@ import runpy
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import gin
 import numpy as np
@@ -89,6 +90,26 @@ def test_preparation_that_fails_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr(Digits, "download_and_prepare", lambda self: os.stat("none"))
     with refused("digits cannot be prepared: .*No such file"):
         load("digits", tmp_path / "other").prepare()
+
+
+def test_what_killed_preparations_left_is_removed(tmp_path, monkeypatch, capsys):
+    builder = builders.find_builder("digits", str(tmp_path))
+    beside = Path(builder.data_path.parent)
+    beside.mkdir(parents=True)
+    (tmp_path / "outside").mkdir()
+    for name in ("incomplete.A1B2C3_1.0.0", "incomplete.A1B2C3_2.0.0", "incomplete.mine"):
+        (beside / name).mkdir()
+        (beside / name / "part").write_text("")
+    (beside / "incomplete.LINKED_1.0.0").symlink_to(tmp_path / "outside")
+    monkeypatch.setattr(Digits, "download_and_prepare", lambda self: self.data_path.mkdir())
+    builders.download_and_prepare(builder)
+    assert sorted(path.name for path in beside.iterdir()) == [
+        "1.0.0",
+        "incomplete.A1B2C3_2.0.0",
+        "incomplete.LINKED_1.0.0",
+        "incomplete.mine",
+    ]
+    assert f"Removing {beside / 'incomplete.A1B2C3_1.0.0'}, which" in capsys.readouterr().out
 
 
 def test_the_tool_prepares_and_reports(tmp_path, few_digits, monkeypatch, capsys):

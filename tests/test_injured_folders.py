@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import tiny_run
 from injuries import injure
+from test_train_command import MLP
 
 FIRST, THEN = 6, (8, 10)  # steps of the run that is injured, and of its continuations
 NOBODY = 65534
@@ -159,3 +160,50 @@ def test_every_kind_of_injury_to_every_kind_of_file(pristine, place):
     found = run_trials(pristine, place, 1, 600)
     assert len({row[0] for row in found}) >= 12 and len({row[1] for row in found}) >= 10
     assert sum(row[2] == 0 for row in found) > 200, "hardly any was continued"
+
+
+# ---- By the command, in processes of their own ----
+
+COMMAND = [
+    *MLP,
+    "--gin.train.optimizer=@optax.sgd()",
+    "--gin.optax.sgd.learning_rate=0.01",
+    "--allow_unused",
+    "--gin.train.checkpoint_every=10",
+    "--gin.train.eval_every=None",
+    "--cpu_devices=2",
+]
+
+
+@pytest.mark.slow
+def test_the_command_ends_right_or_refuses(command, tmp_path):
+    def train(folder, steps):
+        return command(*COMMAND, f"--gin.train.num_steps={steps}", f"--workdir={folder}")
+
+    for name, steps in (("begun", 30), ("right", 40)):
+        done = train(tmp_path / name, steps)
+        assert done.returncode == 0, done.stderr
+    (tmp_path / "begun" / "mine").write_text("a user's")
+    right = tiny_run.summary(tmp_path / "right")["params_fingerprint"]
+    chance, found = random.Random(2), []
+    while len(found) < 30:
+        run, outside = tmp_path / "run", tmp_path / "outside"
+        shutil.copytree(tmp_path / "begun", run)
+        (outside / "moved").mkdir(parents=True)
+        (outside / "precious.txt").write_text("precious")
+        injuries = [injure(run, outside, chance) for _ in range(2)]
+        beyond = tree(outside)
+        done = train(run, 40)
+        said = f"{injuries}: {done.returncode} {done.stdout} {done.stderr}"
+        assert "Traceback" not in done.stderr and "Error" not in done.stderr, said
+        assert tree(outside) == beyond, said
+        if done.returncode:
+            told = [line for line in done.stderr.splitlines() if not line.startswith("WARNING")]
+            assert done.returncode in (1, 2) and 1 <= len(told) <= 2, said
+        else:
+            assert tiny_run.summary(run)["params_fingerprint"] == right, said
+        found += [(*injury, done.returncode) for injury in injuries]
+        _remove(run)
+        _remove(outside)
+    print(collections.Counter(found))
+    assert {row[2] for row in found} >= {0, 2}

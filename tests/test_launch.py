@@ -52,6 +52,18 @@ def test_a_folder_that_cannot_be_written_is_told_in_a_line(tmp_path, capfd):
     assert f"error: --workdir={tmp_path} cannot be written: " in capfd.readouterr().err
 
 
+def test_no_link_is_followed_and_no_fifo_waited_for(tmp_path, capfd):
+    (tmp_path / "logs").mkdir()
+    log = tmp_path / "logs" / "process_0.log"
+    (tmp_path / "precious").write_text("precious")
+    for make in (lambda: log.symlink_to(tmp_path / "precious"), lambda: os.mkfifo(log)):
+        make()
+        assert launcher.main(["-n", "1", "--", f"--workdir={tmp_path}"]) == 2
+        assert f"error: --workdir={tmp_path} cannot be written: " in capfd.readouterr().err
+        log.unlink()
+    assert (tmp_path / "precious").read_text() == "precious"
+
+
 def test_notes_of_a_run_of_more_processes_go_once_the_folder_is_held(tmp_path):
     for process in range(3):
         Recorder(tmp_path, process, 3).note("step", 9)

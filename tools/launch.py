@@ -26,14 +26,14 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import TextIO
+from typing import BinaryIO, TextIO
 
 import filelock
 
 FINE = (0, 143)
 GRACE_SECONDS = 8.0  # for others to fail of the same, and to say so
 TAIL_LINES = 3
-# As research_dp/training/workdir.py names them, whose imports would take seconds here.
+# As research_dp/training/files.py names them, whose imports would take seconds here.
 LOCK, HOLDER = ".run.lock", ".run.holder"
 
 
@@ -113,7 +113,8 @@ def in_use(workdir: Path) -> str | None:
             return None
     except filelock.Timeout:
         holder = workdir / HOLDER
-        return holder.read_text() if holder.exists() else "of which nothing is known"
+        known = holder.is_file()  # not a FIFO, which would be waited for
+        return holder.read_text(errors="replace") if known else "of which nothing is known"
     except OSError:
         return None  # the run itself says what is wrong with its folder
 
@@ -142,10 +143,10 @@ def start(module: str, flags: list[str], count: int, workdir: Path) -> list[Proc
     processes = []
     logs = [workdir / "logs" / f"process_{number}.log" for number in range(count)]
     for log in logs:
-        log.open("ab").close()  # all of them, before any process is started
+        append(log).close()  # all of them, before any process is started
     for number, log in enumerate(logs):
         where = [f"--coordinator=127.0.0.1:{port}", f"--num_processes={count}"]
-        with log.open("ab") as file:
+        with append(log) as file:
             begins = file.tell()
             popen = subprocess.Popen(
                 [sys.executable, "-m", module, *where, f"--process_id={number}", *flags],
@@ -158,6 +159,16 @@ def start(module: str, flags: list[str], count: int, workdir: Path) -> list[Proc
             )
         processes.append(Process(number, log, begins, popen))
     return processes
+
+
+def append(log: Path) -> BinaryIO:
+    """Opens a log at its end.
+
+    Raises:
+        OSError: It cannot be written, or is a link or a FIFO.
+    """
+    more = os.O_NOFOLLOW | os.O_NONBLOCK
+    return open(log, "ab", opener=lambda path, flags: os.open(path, flags | more, 0o666))
 
 
 def watch(processes: list[Process], asked: list[int]) -> Process | None:

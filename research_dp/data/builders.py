@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import importlib
+import re
 import textwrap
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -99,6 +100,7 @@ def download_and_prepare(builder: Any) -> None:
     try:
         with _lock(builder):
             if not builder.data_path.exists():
+                _remove_incomplete(builder.data_path)
                 print(f"Preparing {builder.name} in {builder.data_path} (once)", flush=True)
                 builder.download_and_prepare()
     except Exception as error:
@@ -108,6 +110,17 @@ def download_and_prepare(builder: Any) -> None:
         raise UsageError(
             f"{builder.name} cannot be prepared: {reason}", binding="tfds_data.name"
         ) from error
+
+
+def _remove_incomplete(data_path: Any) -> None:
+    """Removes what preparations that were killed left beside a data set; for who has its lock."""
+    if "://" in str(data_path):
+        return  # without a lock others may be writing there
+    named = re.compile(rf"incomplete\.[0-9A-Za-z]+_{re.escape(data_path.name)}")
+    for path in data_path.parent.iterdir() if data_path.parent.exists() else ():
+        if named.fullmatch(path.name) and not Path(path).is_symlink():
+            print(f"Removing {path}, which a preparation that was ended left", flush=True)
+            path.rmtree()
 
 
 def _lock(builder: Any) -> Any:
