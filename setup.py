@@ -19,9 +19,9 @@ INSTALL_REQUIRES = [
     "importlib_resources>=6.0,<8",  # TFDS imports it for builders in packages, undeclared
     "tensorflow-cpu>=2.20,<3; platform_machine == 'x86_64' and sys_platform == 'linux'",
     "tensorflow>=2.20,<3; platform_machine != 'x86_64' or sys_platform != 'linux'",
-    # ^ TFDS writes data sets with it, CLU's TensorBoard writer uses it; never needed to train
-    "tensorboard>=2.20,<3",  # CLU's writers import it
-    "clu>=0.0.12,<0.1",  # metrics, and writers for TensorBoard
+    # ^ TFDS writes data sets with it; never needed to train
+    "tensorboard>=2.20,<3",  # its event files
+    "clu>=0.0.12,<0.1",  # metrics
     "grain>=0.2.18,<0.3",  # threads and processes that read batches ahead
     "orbax-checkpoint>=0.12.8,<0.13",  # checkpoints
     "absl-py>=2,<3",  # Grain's worker processes want its flags parsed

@@ -251,7 +251,7 @@ def leave(status: int) -> int:
 
 
 def quieten_tensorflow() -> None:
-    """Keeps TensorFlow, which only writes records here, from talking on standard error."""
+    """Keeps TensorFlow, which TFDS imports, from writing to standard error."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")  # announced in a line otherwise
 

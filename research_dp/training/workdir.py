@@ -38,9 +38,11 @@ def held(workdir: str | None) -> Iterator[Path]:
     if "://" in workdir:
         raise UsageError(f"--workdir={workdir}: give a folder of this machine, or a mounted one.")
     folder = Path(workdir).expanduser()
-    _check_name(folder)
     lock = filelock.FileLock(folder / files.LOCK, fallback_to_soft=False)
-    problem = first_problem(_take(folder, lock) if jax.process_index() == 0 else None)
+    problem = _name_problem(folder)
+    if not problem and jax.process_index() == 0:
+        problem = _take(folder, lock)
+    problem = first_problem(problem)
     if problem:
         raise UsageError(problem)
     try:
@@ -89,21 +91,20 @@ def _has_content(path: Path) -> bool:
     return path.exists() and path.stat().st_size > 0
 
 
-def _check_name(folder: Path) -> None:
-    """Refuses a path that the libraries which write there cannot take."""
+def _name_problem(folder: Path) -> str | None:
+    """Why the libraries that write to a path cannot take it; None if they can."""
     for path in map(os.path.realpath, (folder, folder / files.CHECKPOINTS)):
         try:
             path.encode()
-        except UnicodeEncodeError as error:
-            raise UsageError(
-                f"--workdir={ascii(path)[1:-1]} is not UTF-8, which checkpoints need. Use another "
-                "name."
-            ) from error
+        except UnicodeEncodeError:
+            name = ascii(path)[1:-1]
+            return f"--workdir={name} is not UTF-8, which checkpoints need. Use another name."
         if "\\" in path:
-            raise UsageError(
+            return (
                 f"--workdir={path} has a backslash, which TensorStore takes for a separator. Use "
                 "another name."
             )
+    return None
 
 
 def _left(folder: Path) -> str:
