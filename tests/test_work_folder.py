@@ -15,6 +15,7 @@ from test_injured_folders import tree
 
 from research_dp.training import files, metrics, stored
 from research_dp.training.checkpoint import Checkpoints
+from research_dp.training.manifest import Damaged
 from research_dp.training.progress import ProgressBar
 from research_dp.training.recorder import last_notes
 from research_dp.training.stored import steps_in
@@ -349,6 +350,22 @@ def test_notes_that_are_damaged_are_passed_over(tmp_path):
     os.mkfifo(flight / "process_3.txt")
     (note,) = last_notes(tmp_path)
     assert (note.step, note.phase) == (5, "save") and str(note)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to(path.parents[2])])
+def test_a_save_follows_no_link_and_waits_for_no_fifo(run, ended, make):
+    make(run / "checkpoints" / "8.orbax-checkpoint-tmp")
+    (run.parent / "precious").write_text("precious")
+    continues(run, ended)
+    assert (run.parent / "precious").read_text() == "precious"
+
+
+def test_a_checkpoint_with_a_fifo_in_it_is_damaged(run, ended):
+    os.mkfifo(run / "checkpoints" / "6" / "state" / "d" / "waits")
+    with pytest.raises(Damaged, match="6/state/d/waits is a FIFO"):
+        stored.read_manifest(run / "checkpoints" / "6")
+    continues(run, ended)
+    assert (run / "checkpoints" / "6.damaged").is_dir()
 
 
 # ---- Old checkpoints ----

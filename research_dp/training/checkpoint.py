@@ -20,6 +20,7 @@ from research_dp.training.stored import (
     MANIFEST,
     NOTHING_SAVED,
     STATE,
+    clear_temporary,
     drained,
     literal,
     move_aside,
@@ -180,7 +181,10 @@ class Checkpoints:
             state=ocp.args.PyTreeSave(state), manifest=ocp.args.JsonSave(manifest.as_json())
         )
         with self._telling(step), drained():
-            self._open().save(literal(self._folder / str(step)), args=saved)
+            checkpointer = self._open()
+            if jax.process_index() == 0:
+                clear_temporary(self._folder, step)
+            checkpointer.save(literal(self._folder / str(step)), args=saved)
         self._saving = step
         self._saved = self._thread.submit(self._complete, step)
 

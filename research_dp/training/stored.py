@@ -112,6 +112,17 @@ def prune(folder: Path, keep: int, keep_period: int | None) -> list[str]:
     return problems
 
 
+def clear_temporary(folder: Path, step: int) -> None:
+    """Removes links and files with the names under which Orbax writes a step's folder.
+
+    It would wait for a FIFO, and not pass a link. Folders, which a killed save leaves, it removes.
+    """
+    for path in list(folder.iterdir()):
+        named = HALF_WRITTEN.fullmatch(path.name)
+        if named and int(named[1]) == step and (path.is_symlink() or not path.is_dir()):
+            path.unlink()
+
+
 def read_state(folder: Path, abstract_state: PyTree) -> PyTree:
     """The arrays of a checkpoint, on the shardings of `abstract_state`.
 
