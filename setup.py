@@ -12,7 +12,6 @@ INSTALL_REQUIRES = [
     "flax>=0.12.8,<0.13",  # models: Linen and NNX
     "optax>=0.2.8,<0.3",  # optimizers and schedules
     "gin-config>=0.5.0,<0.6",  # the configuration
-    "typeguard>=4.5,<5",  # whether what gin files bind is what annotations say
     "numpy>=2.0,<3",  # host arrays
     "tensorflow-datasets>=4.9.10,<5",  # data sets
     "array_record>=0.8.3,<1",  # TFDS's random-access file format

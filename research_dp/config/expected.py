@@ -1,4 +1,4 @@
-"""What a parameter's annotation expects of a value, checked by typeguard, and said in words."""
+"""What a parameter's annotation expects of a value, as gin writes it: references and words."""
 
 from __future__ import annotations
 
@@ -7,32 +7,24 @@ import difflib
 import inspect
 import math
 import re
-import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import typeguard
-
 from research_dp.config import gin_state
 from research_dp.config.sources import Macro, Reference
+from research_dp.distributed.annotations import (
+    CONTAINERS,
+    bare,
+    choices_of,
+    fits,
+    is_callable,
+    members,
+    words_of,
+    written,
+)
 from research_dp.distributed.kinds import AnyDtype
 
-_WORDS = {
-    int: "a whole number",
-    float: "a number",
-    str: "a string",
-    bool: "True or False",
-    type(None): "None",
-}
-_PLURALS = {int: "whole numbers", float: "numbers", str: "strings"}
-_CONTAINERS = {
-    tuple: "a tuple",
-    list: "a list",
-    collections.abc.Sequence: "a tuple or list",
-    dict: "a dict",
-    collections.abc.Mapping: "a dict",
-}
 # Whose classes are values that one writes or computes, not what a configurable is there to make.
 _NOT_MADE = {"builtins", "typing", "collections", "jax", "jaxlib", "numpy"}
 
@@ -42,22 +34,9 @@ def annotation(function: Callable[..., Any], name: str) -> Any:
 
     What is called a dtype is taken for one: libraries write `Any` there.
     """
-    written = _written(function, name)
-    vague = Any in members(written)
-    return AnyDtype | None if vague and re.fullmatch("(.*_)?dtype", name) else written
-
-
-def _written(function: Callable[..., Any], name: str) -> Any:
-    code = inspect.unwrap(function)
-    if inspect.isclass(code):
-        code = code.__init__
-    written = getattr(code, "__annotations__", {}).get(name, Any)
-    if not isinstance(written, str):
-        return written
-    try:
-        return eval(written, getattr(code, "__globals__", {}))  # one at a time: some cannot be
-    except (NameError, AttributeError, TypeError, SyntaxError):
-        return Any
+    expected = written(function, name)
+    vague = Any in members(expected)
+    return AnyDtype | None if vague and re.fullmatch("(.*_)?dtype", name) else expected
 
 
 def complaint(value: Any, expected: Any) -> str | None:
@@ -73,9 +52,9 @@ def complaint(value: Any, expected: Any) -> str | None:
         return None  # what they stand for is not known before they are called
     if isinstance(value, float) and not math.isfinite(value):
         return "give a finite number"
-    if any(_fits(value, part) for part in members(expected)):
+    if fits(value, expected):
         return None
-    verb = "use" if _choices(expected) else "give"
+    verb = "use" if choices_of(expected) else "give"
     return f"{verb} {in_words(expected, value)}{_nearest(value, expected)}"
 
 
@@ -86,19 +65,16 @@ def in_words(expected: Any, like: Any = None) -> str:
         expected: The annotation.
         like: A wrong value, whose nearest right one is the example.
     """
-    wanted = [m for m in members(expected) if typing.get_origin(m) is not typing.Literal]
+    wanted = members(expected)
     if float in wanted and any(_is_array(member) for member in wanted):
         # Annotated as a scalar of whatever kind: said of it is what one would write.
         wanted = [m for m in wanted if not _is_array(m) and m not in (bool, int, complex)]
-    choices, examples = _choices(expected), makers(expected)
-    words = [_word(member) for member in wanted]
-    if choices:
-        words.insert(0, f"one of {choices}")
+    words, examples = words_of(wanted), makers(expected)
     if examples:
         near = difflib.get_close_matches(f"@{like}", examples, n=1, cutoff=0.5)
-        kind = "a function, " if any(map(_is_callable, wanted)) else ""
+        kind = "a function, " if any(map(is_callable, wanted)) else ""
         words = [f"{kind}e.g. {(near or examples)[0]}", *(["None"] if "None" in words else [])]
-    return ", or ".join(dict.fromkeys(words))
+    return ", or ".join(words)
 
 
 def makers(expected: Any) -> list[str]:
@@ -120,9 +96,9 @@ def _complaint_of_reference(value: Reference, expected: Any) -> str | None:
     names = gin_state.matching(value.selector)
     entry = gin_state.configurables().get(names[0]) if names else None
     wanted = [member for member in members(expected) if member is not type(None)]
-    if entry is None or not all(_is_plain(member) or _is_callable(member) for member in wanted):
+    if entry is None or not all(_is_plain(member) or is_callable(member) for member in wanted):
         return None
-    takes_function = any(map(_is_callable, wanted))
+    takes_function = any(map(is_callable, wanted))
     returned = annotation(entry.function, "return")
     if not value.evaluated:
         if takes_function:
@@ -151,78 +127,9 @@ def _complaint_of_result(returned: Any, wanted: Sequence[Any], expected: Any) ->
     return f"it returns {returned.__name__}; give {in_words(expected)}"
 
 
-def members(expected: Any) -> list[Any]:
-    """The members of a union, or the annotation alone."""
-    if isinstance(expected, types.UnionType) or typing.get_origin(expected) is typing.Union:
-        return [part for member in typing.get_args(expected) for part in members(member)]
-    return [expected]
-
-
-def _fits(value: Any, part: Any) -> bool:
-    if isinstance(value, bool) and _bare(part) in (int, float):
-        return False  # bool is an int to Python, and a slip here
-    return _is_type(value, part) and _in_limits(value, part) and _elements_fit(value, part)
-
-
-def _elements_fit(value: Any, part: Any) -> bool:
-    """Whether the elements of a sequence are within their limits too."""
-    inner = typing.get_args(part)
-    is_sequence = typing.get_origin(part) in (collections.abc.Sequence, list)
-    return not is_sequence or all(complaint(element, inner[0]) is None for element in value)
-
-
-def _is_type(value: Any, part: Any) -> bool:
-    try:
-        typeguard.check_type(
-            value,
-            _bare(part),
-            forward_ref_policy=typeguard.ForwardRefPolicy.IGNORE,
-            collection_check_strategy=typeguard.CollectionCheckStrategy.ALL_ITEMS,
-        )
-    except typeguard.TypeCheckError:
-        return False
-    except TypeError:  # an annotation that cannot be asked: it accepts all
-        return True
-    return True
-
-
-def _in_limits(value: Any, part: Any) -> bool:
-    """Whether the metadata of `Annotated` accept a value of the right type."""
-    return all(limit.accepts(value) for limit in _limits(part))
-
-
-def _limits(part: Any) -> list[Any]:
-    return [limit for limit in getattr(part, "__metadata__", ()) if hasattr(limit, "accepts")]
-
-
-def _bare(part: Any) -> Any:
-    return typing.get_args(part)[0] if typing.get_origin(part) is typing.Annotated else part
-
-
-def _counts(inner: Sequence[Any]) -> bool:
-    return len(inner) == 1 and _bare(inner[0]) in _PLURALS
-
-
-def _choices(expected: Any) -> list[Any]:
-    literals = [m for m in members(expected) if typing.get_origin(m) is typing.Literal]
-    return [choice for literal in literals for choice in typing.get_args(literal)]
-
-
-def _word(part: Any) -> str:
-    if typing.get_origin(part) is typing.Annotated:
-        return str(_limits(part)[0]) if _limits(part) else _word(_bare(part))
-    origin = typing.get_origin(part)
-    if origin in _CONTAINERS:
-        inner = [a for a in typing.get_args(part) if a is not Ellipsis]
-        return _CONTAINERS[origin] + (f" of {_PLURALS[_bare(inner[0])]}" if _counts(inner) else "")
-    if _is_callable(part):
-        return "a function"
-    return _WORDS.get(part) or str(getattr(part, "__name__", part))
-
-
 def _nearest(value: Any, expected: Any) -> str:
     """The right string that a wrong one is like."""
-    choices = [c for c in _choices(expected) if isinstance(c, str)]
+    choices = [c for c in choices_of(expected) if isinstance(c, str)]
     near = difflib.get_close_matches(value, choices, n=1) if isinstance(value, str) else []
     return f". Did you mean {near[0]!r}?" if near else ""
 
@@ -231,16 +138,12 @@ def _is_array(part: Any) -> bool:
     return getattr(part, "__module__", "").split(".")[0] in ("jax", "jaxlib", "numpy")
 
 
-def _is_callable(part: Any) -> bool:
-    return collections.abc.Callable in (part, typing.get_origin(part))
-
-
 def _is_plain(part: Any) -> bool:
     """Whether it is a class that a value either is of or is not."""
-    part = _bare(part)
+    part = bare(part)
     origin = typing.get_origin(part)
     if origin is not None:
-        return origin in _CONTAINERS or origin is typing.Literal
+        return origin in CONTAINERS or origin is typing.Literal
     return _is_class(part) and not getattr(part, "_is_protocol", False)
 
 

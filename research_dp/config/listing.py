@@ -16,11 +16,12 @@ import jax
 import optax
 
 from research_dp.config import gin_config, gin_state, sources
-from research_dp.config.expected import annotation, in_words, members
+from research_dp.config.expected import annotation, in_words
 from research_dp.config.reach import key
 from research_dp.config.show import default_text
 from research_dp.config.sources import Binding
 from research_dp.data import DataSet
+from research_dp.distributed.annotations import members
 from research_dp.distributed.errors import UsageError
 from research_dp.distributed.layout import Choice
 from research_dp.distributed.trainable import TrainableModel

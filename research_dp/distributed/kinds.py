@@ -1,16 +1,19 @@
-"""Named kinds of parameters: a type, and what its values must be.
+"""Kinds of parameters: a type, and which of its values are accepted.
 
-Gin's values are checked against them before a run, all at once; functions that Python code calls
-check themselves with `errors.check_count` and the like, which ask here too.
+They are annotations. `config.expected` checks gin's values against them before a run, and
+`annotations.checked` the arguments of public functions; `errors.check_count` and the like ask here.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from numbers import Integral, Real
+import numbers
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Protocol
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 class Limit(Protocol):
@@ -28,8 +31,7 @@ class AtLeast:
     least: int
 
     def accepts(self, value: Any) -> bool:
-        whole = isinstance(value, Integral) and not isinstance(value, bool)
-        return whole and value >= self.least
+        return is_integer(value) and value >= self.least
 
     def __str__(self) -> str:
         return f"a whole number of at least {self.least}"
@@ -53,7 +55,7 @@ class Above:
     bound: float
 
     def accepts(self, value: Any) -> bool:
-        return _is_number(value) and value > self.bound
+        return is_number(value) and value > self.bound
 
     def __str__(self) -> str:
         return "a positive number" if self.bound == 0 else f"a number above {self.bound}"
@@ -66,7 +68,7 @@ class NotBelow:
     bound: float
 
     def accepts(self, value: Any) -> bool:
-        return _is_number(value) and value >= self.bound
+        return is_number(value) and value >= self.bound
 
     def __str__(self) -> str:
         return f"a number of at least {self.bound}"
@@ -79,7 +81,7 @@ class Part:
     with_one: bool = True
 
     def accepts(self, value: Any) -> bool:
-        return _is_number(value) and 0 <= value <= 1 and (self.with_one or value < 1)
+        return is_number(value) and 0 <= value <= 1 and (self.with_one or value < 1)
 
     def __str__(self) -> str:
         return f"a fraction in [0, 1{']' if self.with_one else ')'}"
@@ -114,8 +116,151 @@ class Dtypes:
         return "a dtype, e.g. 'bfloat16'"
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
+@dataclasses.dataclass(frozen=True)
+class Axes:
+    """Names of mesh axes: one, or several, nested or not; `least` of them."""
+
+    least: int
+
+    def accepts(self, value: Any) -> bool:
+        return isinstance(value, str) or (
+            isinstance(value, tuple | list)
+            and len(value) >= self.least
+            and all(self.accepts(name) for name in value)
+        )
+
+    def __str__(self) -> str:
+        return "the name of a mesh axis, or several" + (" (() for none)" if not self.least else "")
+
+
+@dataclasses.dataclass(frozen=True)
+class Has:
+    """Objects with these attributes, of any class; `example` is one."""
+
+    names: tuple[str, ...]
+    example: str
+
+    def accepts(self, value: Any) -> bool:
+        return not isinstance(value, type) and all(hasattr(value, name) for name in self.names)
+
+    def __str__(self) -> str:
+        return f"an object with {' and '.join(self.names)}, e.g. {self.example}"
+
+
+@dataclasses.dataclass(frozen=True)
+class One:
+    """Values that a function accepts."""
+
+    accepts: Callable[[Any], bool]
+    words: str
+
+    def __str__(self) -> str:
+        return self.words
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaves:
+    """Trees whose leaves a function accepts.
+
+    Attributes:
+        test: Whether a leaf is accepted.
+        words: What its leaves are, in the plural.
+        like: The parameter whose tree has leaves at the same paths; "": there is none.
+        empty: Whether a tree without leaves is accepted.
+    """
+
+    test: Callable[[Any], bool]
+    words: str
+    like: str = ""
+    empty: bool = True
+
+    def accepts(self, value: Any) -> bool:
+        return self.trouble(value, {}) is None
+
+    def trouble(self, value: Any, others: Mapping[str, Any]) -> str | None:
+        """What to say after the parameter's name; None: the tree is accepted."""
+        try:
+            flat = jax.tree_util.tree_leaves_with_path(value)
+        except (TypeError, ValueError) as error:  # keys that cannot be sorted
+            return f": it is no pytree ({str(error).splitlines()[0]}). Give {self.words}."
+        wrong = next(((path, leaf) for path, leaf in flat if not self.test(leaf)), None)
+        if wrong is not None:
+            path, leaf = wrong
+            where = f": leaf {path_name(path)!r} is" if path else " ="
+            return f"{where} {described(leaf)}. Give {self.words}."
+        if not flat and not self.empty:
+            return f" = {described(value)} has no leaves. Give {self.words}."
+        if not self.like:
+            return None
+        paths = [path_name(path) for path, _ in flat]
+        other = [path_name(p) for p, _ in jax.tree_util.tree_leaves_with_path(others[self.like])]
+        if paths == other:
+            return None
+        odd = next((p for p in (*other, *paths) if (p in other) != (p in paths)), "order of leaves")
+        return f" differs from {self.like} in {odd!r}. Give {self.words} of the same structure."
+
+    def __str__(self) -> str:
+        return self.words
+
+
+def described(value: Any) -> str:
+    """A value in a message: an array by its shape and dtype, an object that prints long by kind."""
+    dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", None)
+    if dtype is not None and shape is not None:
+        name = "float0" if dtype == jax.dtypes.float0 else dtype
+        return f"an array of shape {tuple(shape)} and dtype {name}"
+    text = repr(value)
+    return text if len(text) <= 80 and "\n" not in text else f"a {type(value).__name__}"
+
+
+def path_name(path: Any) -> str:
+    """A key path as names joined by '/', e.g. 'Dense_0/kernel'.
+
+    The `.value` in which Flax's boxes and variables keep their array is left out.
+    """
+    if path and path[-1] == jax.tree_util.GetAttrKey("value"):
+        path = path[:-1]
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def is_array(x: Any) -> bool:
+    """Whether it is an array of numbers or of True and False: no keys, float0, text or objects."""
+    return isinstance(x, jax.Array | np.ndarray | np.generic) and is_abstract_array(x)
+
+
+def is_abstract_array(x: Any) -> bool:
+    """The same of anything with a shape and a dtype."""
+    dtype = getattr(x, "dtype", None)
+    if dtype is None or not hasattr(x, "shape"):
+        return False
+    try:
+        return jnp.issubdtype(dtype, jnp.number) or jnp.issubdtype(dtype, jnp.bool_)
+    except TypeError:  # another library's dtype
+        return False
+
+
+def is_array_or_number(x: Any) -> bool:
+    """Whether it is such an array, or a Python number."""
+    return isinstance(x, int | float | complex) or is_array(x)
+
+
+def is_key(x: Any) -> bool:
+    """Whether it is one random key, of JAX's key types or of its older uint32 arrays."""
+    if not isinstance(x, jax.Array | np.ndarray):
+        return False
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return x.ndim == 0
+    return x.dtype == np.uint32 and x.ndim == 1
+
+
+def is_integer(value: Any) -> bool:
+    """Whether it is a whole number; True and False are none."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a real number; True and False are none."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 Count = Annotated[int, AtLeast(1)]
@@ -127,3 +272,14 @@ DropoutRate = Annotated[float, Part(with_one=False)]
 Seed = Annotated[int, Seeds()]
 Dtype = Annotated[Any, Floating()]
 AnyDtype = Annotated[Any, Dtypes()]
+Number = Annotated[jax.Array, One(is_array_or_number, "a number, or an array of numbers")]
+Array = Annotated[jax.Array, One(is_array, "an array of numbers")]
+Arrays = Annotated[Any, Leaves(is_array, "arrays of numbers")]
+SomeArrays = Annotated[Any, Leaves(is_array, "arrays of numbers", empty=False)]
+Numbers = Annotated[Any, Leaves(is_array_or_number, "arrays of numbers")]
+Shapes = Annotated[Any, Leaves(is_abstract_array, "arrays of numbers, or their shapes and dtypes")]
+Keys = Annotated[Any, Leaves(is_key, "random keys, e.g. jax.random.key(0)", empty=False)]
+AxisName = Annotated[str | Sequence[str], Axes(1)]
+AxisNames = Annotated[str | Sequence[str], Axes(0)]
+Shape = Annotated[tuple[int, ...], "a shape, e.g. (8, 16)"]
+Transform = Annotated[Any, Has(("init", "update"), "optax.sgd(0.1)")]

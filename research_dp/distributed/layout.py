@@ -18,7 +18,9 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from research_dp.distributed.annotations import checked
 from research_dp.distributed.errors import UsageError, check_count
+from research_dp.distributed.kinds import Count, CountOrZero, Shape, Shapes, path_name
 from research_dp.distributed.mesh import FSDP_AXIS
 
 PyTree = Any
@@ -322,16 +324,6 @@ def match_rules(tree: PyTree, rules: Mapping[str, T], what: str = "rule") -> PyT
             f"{', '.join(map(repr, near)) or 'nothing'}. Give the whole path of a leaf."
         )
     return jax.tree.unflatten(jax.tree.structure(tree), [rules.get(path) for path in paths])
-
-
-def path_name(path: Any) -> str:
-    """A key path as names joined by '/', e.g. 'Dense_0/kernel'.
-
-    The `.value` in which Flax's boxes and variables hold their array is left out.
-    """
-    if path and path[-1] == jax.tree_util.GetAttrKey("value"):
-        path = path[:-1]
-    return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def by_path(tree: PyTree) -> Mapping[str, Any]:
