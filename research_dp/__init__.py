@@ -21,6 +21,7 @@ from research_dp.distributed.collectives import (
     scatter_mean,
 )
 from research_dp.distributed.data_parallel import (
+    MeshRules,
     create_data_parallel_sharding,
     data_parallel_rules,
     place_batch_on_shards,
@@ -95,6 +96,7 @@ __all__ = [
     "DataParallel",
     "DeviceMeshManager",
     "LossOutput",
+    "MeshRules",
     "OptaxAdapter",
     "Placement",
     "Reduction",

@@ -77,7 +77,7 @@ def test_mesh_fills_up_and_keeps_the_order_of_axes():
         ({"data": -1, "fsdp": -1}, "only one axis may be -1"),
         ({"data": 0}, "size 0"),
         ({"model": 8}, "unknown axis 'model'"),
-        ({"data": 8.0}, "size 8.0"),
+        ({"data": 8.0}, "= {'data': 8.0}: give a dict of sizes"),
     ],
 )
 def test_a_mesh_that_does_not_fit_is_refused_with_the_equation(axes, message):

@@ -104,7 +104,7 @@ def test_case_24_a_manager_of_some_devices_uses_those():
         ({"data": 0}, "axis 'data' has size 0"),
         ({"data": -1}, "axis 'data' has size -1"),
         ([("data", 2), ("data", 4)], "'data' is named 2 times"),
-        ({"data": 2.0}, "axis 'data' has size 2.0"),
+        ({"data": 2.0}, r"mesh_shape = {'data': 2.0}: give sizes"),
     ],
 )
 def test_case_24_impossible_meshes_are_errors_with_the_numbers(shape, message):

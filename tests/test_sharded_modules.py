@@ -256,7 +256,7 @@ def test_one_table_in_and_out(mesh, kind, check_vma):
 
 
 def test_nnx_instances_are_refused():
-    with pytest.raises(UsageError, match="takes a class of"):
+    with pytest.raises(UsageError, match="give a class of"):
         rdp.shard_nnx_module_params(Block(rngs=nnx.Rngs(0)), "data")
 
 

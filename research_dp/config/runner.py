@@ -8,11 +8,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from research_dp.config import environment, gin_config, gin_state, printing
+from research_dp.distributed.annotations import checked
 from research_dp.distributed.errors import UsageError
+from research_dp.distributed.kinds import Count, described, is_array
 
 _STOPPED = 143
 
@@ -21,13 +24,14 @@ class Stopped(RuntimeError):
     """A signal ended a run, after saving; the same call continues it."""
 
 
+@checked
 def run(
-    gin_files: Sequence[str | os.PathLike[str]] = (),
+    gin_files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
     bindings: Mapping[str, Any] | Sequence[str] = (),
     workdir: str | os.PathLike[str] | None = None,
     *,
     imports: Sequence[str] = (),
-    cpu_devices: int | None = None,
+    cpu_devices: Count | None = None,
     allow_unused: bool = False,
 ) -> dict[str, Any]:
     """Trains what gin files say, as `python -m research_dp.train` does, as often as you like.
@@ -103,4 +107,6 @@ def as_gin(value: Any) -> str:
         return "{" + ", ".join(f"{as_gin(k)}: {as_gin(v)}" for k, v in value.items()) + "}"
     if isinstance(value, np.dtype | type):
         return repr(jnp.dtype(value).name)  # jnp.bfloat16 and its like
+    if isinstance(value, jax.Array | np.ndarray) and (value.ndim or not is_array(value)):
+        raise UsageError(f"bindings: {described(value)} is no value of a gin file: give numbers.")
     return repr(value.item() if hasattr(value, "item") else value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import gin
@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from research_dp.distributed.annotations import checked
 from research_dp.distributed.collectives import flat_axes
-from research_dp.distributed.errors import check_dtype
+from research_dp.distributed.kinds import Arrays, AxisNames, Dtype, MicroBatches
 from research_dp.distributed.replication import as_varying, varying_axes
 
 PyTree = Any
@@ -51,14 +52,15 @@ def add_up(
 
 
 @gin.register(module="distributed")
+@checked
 def accumulate_gradients(
     loss: Callable[[PyTree, PyTree], jax.Array],
-    params: PyTree,
-    micro_batches: PyTree,
+    params: Arrays,
+    micro_batches: MicroBatches,
     *,
-    axis_names: str | Sequence[str] = (),
+    axis_names: AxisNames = (),
     gather: Callable[[PyTree], PyTree] | None = None,
-    dtype: Any = None,
+    dtype: Dtype | None = None,
 ) -> tuple[jax.Array, PyTree]:
     """Mean loss and gradients over micro-batches, with one gather and one scatter for all of them.
 
@@ -81,9 +83,9 @@ def accumulate_gradients(
         (mean loss, gradients like `params`), what one batch of all examples would give.
 
     Raises:
-        UsageError: `dtype` is not a floating-point dtype.
+        UsageError: There is no micro-batch, the arrays differ in their number, or `dtype` is not a
+            floating-point dtype.
     """
-    check_dtype("accumulate_gradients.dtype", dtype)
     axes = flat_axes(axis_names)
 
     def whole(params: PyTree) -> PyTree:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import gin
+import numpy as np
 
 from research_dp.distributed.errors import UsageError
 from research_dp.distributed.kinds import Leaves, described, is_integer, is_number
@@ -35,7 +36,7 @@ CONTAINERS = {
 
 
 def checked(function: F) -> F:
-    """Makes a function refuse arguments that its annotations do not accept.
+    """Makes a function, or a class, refuse arguments that its annotations do not accept.
 
     The annotations are read at the first call. Where gin knows the function, `gin.register` comes
     above this decorator.
@@ -43,9 +44,14 @@ def checked(function: F) -> F:
     Raises:
         UsageError: By the function made, with its name and the parameter's.
     """
+    if inspect.isclass(function):
+        function.__init__ = checked(function.__init__)  # type: ignore[method-assign]
+        return function
     signature = inspect.signature(function)
     *_, owner, name = ("", *function.__qualname__.split("."))
     title = owner if name == "__init__" else name
+    known = signature.parameters
+    missing = {name: gin.REQUIRED for name in known if known[name].default is gin.REQUIRED}
 
     @functools.cache
     def expected() -> list[tuple[str, Any]]:
@@ -54,9 +60,8 @@ def checked(function: F) -> F:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        check_values(title, bound.arguments, expected())
+        given = missing | signature.bind(*args, **kwargs).arguments
+        check_values(title, given, [x for x in expected() if x[0] in given])
         return function(*args, **kwargs)
 
     call.__signature__ = signature  # type: ignore[attr-defined]  # gin asks for no wrapped function
@@ -110,6 +115,8 @@ def _fits(value: Any, part: Any) -> bool:
         return any(type(value) is type(choice) and value == choice for choice in inner)
     if part in (int, float):
         return is_integer(value) if part is int else is_number(value)
+    if part is bool:
+        return isinstance(value, bool | np.bool_)
     if part is None:
         return value is None
     kind = origin or part
@@ -122,6 +129,8 @@ def _fits(value: Any, part: Any) -> bool:
     try:
         if not isinstance(value, kind):
             return False
+        if kind is type and inner:
+            return issubclass(typing.cast(type, value), inner[0])
     except TypeError:  # a class that cannot be asked
         return True
     return _elements_fit(value, kind, inner)

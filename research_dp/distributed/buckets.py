@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from research_dp.distributed.annotations import checked
 from research_dp.distributed.collectives import (
     GATHERED,
     PLAIN,
@@ -27,7 +28,8 @@ from research_dp.distributed.collectives import (
     shard,
     with_gradient,
 )
-from research_dp.distributed.layout import Placement
+from research_dp.distributed.kinds import Arrays, AxisName, AxisNames, Dtype, arrays_like
+from research_dp.distributed.layout import Placement, placements_of
 from research_dp.distributed.mesh import FSDP_AXIS
 from research_dp.distributed.padding import flatten_padded, unflatten
 from research_dp.distributed.replication import is_replicated, varying_axes
@@ -88,12 +90,13 @@ def _in_buckets(
     return moved
 
 
+@checked
 def all_mean_tree(
-    tree: PyTree,
-    axes: Axes,
+    tree: Arrays,
+    axes: AxisNames,
     reduction: Reduction = PLAIN,
     *,
-    dtype: Any = None,
+    dtype: Dtype | None = None,
     pre_divide: bool = False,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
 ) -> PyTree:
@@ -119,14 +122,15 @@ def _mean(
     return all_mean(x, differing, reduction, dtype, pre_divide=pre_divide)
 
 
+@checked
 def scatter_mean_tree(
-    tree: PyTree,
-    layout: PyTree,
+    tree: Arrays,
+    layout: Annotated[PyTree, placements_of("tree")],
     reduction: Reduction = PLAIN,
     *,
-    axis: str | Axes = FSDP_AXIS,
-    replica_axes: Axes = (),
-    dtype: Any = None,
+    axis: AxisName = FSDP_AXIS,
+    replica_axes: AxisNames = (),
+    dtype: Dtype | None = None,
     pre_divide: bool = False,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
 ) -> PyTree:
@@ -146,22 +150,23 @@ def scatter_mean_tree(
     def move(rows: jax.Array) -> jax.Array:
         # Each mean divides by the size of the axes that it sums over: together, once by each.
         if all(is_replicated(rows, name) for name in flat_axes(axis)):
-            block = shard(rows, 0, axis)  # the mean of equal values is that value
+            block = shard(rows, 0, flat_axes(axis))  # the mean of equal values is that value
         else:
             block = scatter_mean(rows, 0, axis, reduction, dtype, pre_divide=pre_divide)
-        return _mean(block, replica_axes, reduction, dtype, pre_divide)
+        return _mean(block, flat_axes(replica_axes), reduction, dtype, pre_divide)
 
     return _sharded_leaves(tree, layout, bucket_bytes, _whole_to_rows, move, _block_from_row)
 
 
+@checked
 def gather_tree(
-    tree: PyTree,
-    layout: PyTree,
+    tree: Arrays,
+    layout: Annotated[PyTree, placements_of("tree")],
     reduction: Reduction = PLAIN,
     *,
-    axis: str | Axes = FSDP_AXIS,
+    axis: AxisName = FSDP_AXIS,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-    into: PyTree | None = None,
+    into: Annotated[PyTree, arrays_like("tree")] | None = None,
     replicated: bool = True,
 ) -> PyTree:
     """Makes each leaf whole that the layout shards; the others are returned as they are.
@@ -171,7 +176,7 @@ def gather_tree(
     """
 
     def move(rows: jax.Array) -> jax.Array:
-        return gather(rows, 0, axis, reduction, replicated=replicated)
+        return gather(rows, 0, flat_axes(axis), reduction, replicated=replicated)
 
     leaves, treedef = jax.tree.flatten(tree)
     places = jax.tree.leaves(layout)
@@ -187,7 +192,7 @@ def gather_tree(
     )
     old = jax.tree.leaves(into)
     whole = dict(zip(rest, moved, strict=True))
-    whole |= {i: _gather_stack(leaves[i], old[i], axis, reduction) for i in stacks}
+    whole |= {i: _gather_stack(leaves[i], old[i], flat_axes(axis), reduction) for i in stacks}
     return jax.tree.unflatten(treedef, [whole[i] for i in range(len(leaves))])
 
 

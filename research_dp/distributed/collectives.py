@@ -18,7 +18,9 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from research_dp.distributed import exchange
-from research_dp.distributed.errors import UsageError, check_dtype
+from research_dp.distributed.annotations import checked
+from research_dp.distributed.errors import UsageError
+from research_dp.distributed.kinds import Array, AxisName, AxisNames, Dtype
 from research_dp.distributed.replication import as_varying, is_tracked
 
 Axes = tuple[str, ...]
@@ -103,11 +105,12 @@ def axes_size(axes: Axes) -> int:
         ) from None
 
 
+@checked
 def all_mean(
-    x: jax.Array,
-    axes: Axes,
+    x: Array,
+    axes: AxisNames,
     reduction: Reduction = PLAIN,
-    dtype: Any = None,
+    dtype: Dtype | None = None,
     *,
     pre_divide: bool = False,
 ) -> jax.Array:
@@ -122,17 +125,29 @@ def all_mean(
     return _mean(x, axes, lambda wire: reduction.all_sum(wire, axes), dtype, pre_divide)
 
 
+@checked
 def scatter_mean(
-    x: jax.Array,
+    x: Array,
     dim: int,
-    axis: str | Axes,
+    axis: AxisName,
     reduction: Reduction = PLAIN,
-    dtype: Any = None,
+    dtype: Dtype | None = None,
     *,
     pre_divide: bool = False,
 ) -> jax.Array:
-    """This device's block along `dim` of the mean over `axis`; else as `all_mean`."""
+    """This device's block along `dim` of the mean over `axis`; else as `all_mean`.
+
+    Raises:
+        UsageError: x has no such dim, or the devices do not divide it.
+    """
     axes = flat_axes(axis)
+    devices = axes_size(axes)
+    if not -x.ndim <= dim < x.ndim or x.shape[dim] % devices:
+        raise UsageError(
+            f"scatter_mean.dim = {dim}: {devices} devices over {axes} do not divide such a dim of "
+            f"an array of shape {x.shape}."
+        )
+    dim %= x.ndim
 
     def add(wire: jax.Array) -> jax.Array:
         for name in axes:
@@ -151,7 +166,6 @@ def _mean(
     Summed, then divided, as `jax.lax.pmean` does; `pre_divide` divides first, so that a sum in
     float16 stays below 65504, at the price of losing small addends.
     """
-    check_dtype("dtype", dtype)
     devices = axes_size(axes)
     result = x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.dtype(jnp.float32)
     wire = x.astype(dtype or x.dtype)
@@ -267,12 +281,13 @@ def gather_with_mean_grads(x: jax.Array, options: GatherOptions) -> jax.Array:
 
 
 @gin.register(module="distributed")
+@checked
 def gather_array_with_mean_grads(
-    x: jax.Array,
+    x: Array,
     axis: int,
-    axis_name: str | Sequence[str],
-    gather_dtype: Any = None,
-    grad_scatter_dtype: Any = None,
+    axis_name: AxisName,
+    gather_dtype: Dtype | None = None,
+    grad_scatter_dtype: Dtype | None = None,
     *,
     pre_divide: bool = False,
     reduction: Reduction = PLAIN,
@@ -298,8 +313,6 @@ def gather_array_with_mean_grads(
         UsageError: x has no such dim, or a dtype is not a floating-point dtype.
         NameError: The axis is not bound.
     """
-    check_dtype("gather_array_with_mean_grads.gather_dtype", gather_dtype)
-    check_dtype("gather_array_with_mean_grads.grad_scatter_dtype", grad_scatter_dtype)
     axes = flat_axes(axis_name)
     axes_size(axes)  # names an axis that is not bound
     if not -x.ndim <= axis < x.ndim:

@@ -7,27 +7,41 @@ what their names promise; docs/api_nnx.md has an example of each.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import gin
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec, Sharding
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec, Sharding
 
 from research_dp.distributed import collectives, means, placement
+from research_dp.distributed.annotations import checked
 from research_dp.distributed.errors import UsageError
-from research_dp.distributed.layout import choose_dim, match_rules
+from research_dp.distributed.kinds import (
+    AxisNames,
+    Number,
+    Numbers,
+    One,
+    Placeable,
+    is_array,
+    path_name,
+)
+from research_dp.distributed.layout import choose_dim
 from research_dp.distributed.sharded_params import sync_gradients
 
 PyTree = Any
 Batch = Any
+# Refused where it is looked up, in datarax's words.
+ReduceType = Annotated[str, One(lambda _: True, "'mean' or 'sum'")]
 
 
 @gin.register(module="distributed")
-def create_data_parallel_sharding(mesh: Mesh, data_axis: str = "data") -> Sharding:
+@checked
+def create_data_parallel_sharding(mesh: Mesh | AbstractMesh, data_axis: str = "data") -> Sharding:
     """The sharding that splits dim 0 of an array over one mesh axis (datarax, artifex).
 
     Args:
@@ -41,29 +55,35 @@ def create_data_parallel_sharding(mesh: Mesh, data_axis: str = "data") -> Shardi
 
 
 @gin.register(module="distributed")
+@checked
 def place_batch_on_shards(batch: Batch, sharding: Sharding) -> Batch:
     """Puts the arrays of a batch on a sharding (datarax).
 
     Args:
-        batch: Any pytree. `jax.Array` and `np.ndarray` leaves are placed (datarax leaves numpy
-            arrays where they are); strings, Python and numpy scalars are returned as they are.
+        batch: Any pytree. Arrays of numbers and random keys are placed, of numpy too (datarax
+            leaves those where they are). Other leaves are returned as they are: strings, Python
+            and numpy scalars, numpy arrays of text or objects.
             With several processes each gives its own rows, as `placement.place` takes them.
         sharding: E.g. of `create_data_parallel_sharding`.
 
     Raises:
         UsageError: An array cannot be divided; the message has its path and the numbers.
     """
-    targets = jax.tree.map(
-        lambda x: sharding if isinstance(x, (jax.Array, np.ndarray)) else None, batch
-    )
+
+    def target(x: Any) -> Sharding | None:
+        on_devices = isinstance(x, jax.Array) or (isinstance(x, np.ndarray) and is_array(x))
+        return sharding if on_devices else None
+
+    targets = jax.tree.map(target, batch)
     return placement.place(batch, targets)
 
 
 @gin.register(module="distributed")
+@checked
 def place_model_state_on_shards(
-    state: Any,
+    state: Placeable,
     mesh: Mesh,
-    param_sharding: str | dict[str, PartitionSpec] | None = None,
+    param_sharding: str | Mapping[str, Any] | None = None,
 ) -> Any:
     """Puts a model's state on a mesh (datarax; artifex's `shard_model_state`).
 
@@ -81,7 +101,7 @@ def place_model_state_on_shards(
     """
     if isinstance(param_sharding, Mapping):
         targets = placement.shardings(mesh, param_sharding)
-        return placement.put(state, match_rules(state, targets, "param_sharding"))
+        return placement.put(state, _matched(state, targets))
     if param_sharding == "shard":
         return placement.put(state, placement.shardings(mesh, _dim_0_specs(state, mesh)))
     if param_sharding in (None, "replicate"):
@@ -90,6 +110,22 @@ def place_model_state_on_shards(
         f"Unknown param_sharding: {param_sharding!r}. Use 'replicate', 'shard', None or a dict of "
         "paths to PartitionSpecs."
     )
+
+
+def _matched(tree: PyTree, rules: Mapping[str, Sharding]) -> PyTree:
+    """The rule of each leaf, by its path, or None.
+
+    Raises:
+        UsageError: A rule names no leaf; the message has the nearest paths.
+    """
+    paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    for name in sorted(set(rules) - set(paths)):
+        near = difflib.get_close_matches(name, paths, n=3, cutoff=0.3) or sorted(paths)[:3]
+        raise UsageError(
+            f"param_sharding {name!r} matches none of {len(paths)} paths; near it: "
+            f"{', '.join(map(repr, near)) or 'nothing'}. Give the whole path of a leaf."
+        )
+    return jax.tree.unflatten(jax.tree.structure(tree), [rules.get(path) for path in paths])
 
 
 def _dim_0_specs(state: PyTree, mesh: Mesh) -> PyTree:
@@ -106,12 +142,13 @@ def _dim_0_specs(state: PyTree, mesh: Mesh) -> PyTree:
 
 
 @gin.register(module="distributed")
+@checked
 def reduce_gradients_across_devices(
-    gradients: Any,
-    reduce_type: str = "mean",
-    axis_name: str = "batch",
+    gradients: Numbers,
+    reduce_type: ReduceType = "mean",
+    axis_name: AxisNames = "batch",
     *,
-    loss: jax.Array | None = None,
+    loss: Number | None = None,
 ) -> Any:
     """Mean or sum of each gradient over the devices (datarax; artifex's `all_reduce_gradients`).
 
@@ -145,7 +182,8 @@ def reduce_gradients_across_devices(
 
 
 @gin.register(module="distributed")
-def reduce_gradient_tree(gradients: Any, reduce_type: str = "mean") -> Any:
+@checked
+def reduce_gradient_tree(gradients: Numbers, reduce_type: ReduceType = "mean") -> Any:
     """Mean or sum over all elements of each gradient: one scalar a leaf (datarax).
 
     This does not average gradients over devices, whatever its name says: it is kept as datarax has
@@ -172,6 +210,7 @@ def _by_reduce_type(reduce_type: str, **functions: Callable[..., Any]) -> Callab
     return functions[name]
 
 
+@checked
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshRules:
     """Which mesh axis each kind of dim lies on; None: on none (datarax).
@@ -196,6 +235,7 @@ class MeshRules:
 
 
 @gin.register(module="distributed")
+@checked
 def data_parallel_rules(data_axis: str = "data") -> MeshRules:
     """The rules by which only the batch is split (datarax)."""
     return MeshRules(data=data_axis)

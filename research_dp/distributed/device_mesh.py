@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-import numbers
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import gin
 import jax
 from jax.sharding import Mesh
 
+from research_dp.distributed.annotations import checked
 from research_dp.distributed.errors import UsageError
+from research_dp.distributed.kinds import Count, Devices, MeshShape
 from research_dp.distributed.mesh import build_mesh
 
 
@@ -28,6 +29,7 @@ class _AlsoStatic:
 
 
 @gin.register(module="distributed")
+@checked
 class DeviceMeshManager:
     """Creates meshes with axes of type `Auto`.
 
@@ -38,7 +40,7 @@ class DeviceMeshManager:
         devices: The devices that meshes are made of; all of them if None.
     """
 
-    def __init__(self, devices: Sequence[jax.Device] | None = None) -> None:
+    def __init__(self, devices: Devices | None = None) -> None:
         self._devices = None if devices is None else list(devices)
 
     @property
@@ -53,10 +55,11 @@ class DeviceMeshManager:
         return len(self.devices)
 
     @_AlsoStatic
+    @checked
     def create_device_mesh(
         self,
-        mesh_shape: Mapping[str, int] | Sequence[tuple[str, int]],
-        devices: Sequence[jax.Device] | None = None,
+        mesh_shape: MeshShape,
+        devices: Devices | None = None,
     ) -> Mesh:
         """Creates a mesh of the first devices.
 
@@ -73,8 +76,9 @@ class DeviceMeshManager:
         return build_mesh(_checked(pairs, len(present)), present)
 
     @_AlsoStatic
+    @checked
     def create_data_parallel_mesh(
-        self, num_devices: int | None = None, axis_name: str = "data"
+        self, num_devices: Count | None = None, axis_name: str = "data"
     ) -> Mesh:
         """Creates a mesh of one axis over `num_devices` devices; all of them if None.
 
@@ -86,17 +90,19 @@ class DeviceMeshManager:
         )
 
     @_AlsoStatic
+    @checked
     def create_model_parallel_mesh(
-        self, num_devices: int | None = None, axis_name: str = "model"
+        self, num_devices: Count | None = None, axis_name: str = "model"
     ) -> Mesh:
         """The same, its axis named `model`."""
         return self.create_data_parallel_mesh(num_devices, axis_name)
 
     @_AlsoStatic
+    @checked
     def create_hybrid_mesh(
         self,
-        data_parallel_size: int = 1,
-        model_parallel_size: int = 1,
+        data_parallel_size: Count = 1,
+        model_parallel_size: Count = 1,
         data_axis: str = "data",
         model_axis: str = "model",
     ) -> Mesh:
@@ -110,6 +116,7 @@ class DeviceMeshManager:
         )
 
     @_AlsoStatic
+    @checked
     def get_mesh_info(self, mesh: Mesh) -> dict[str, Any]:
         """`{'total_devices': 8, 'axes': {'data': 4, 'model': 2}}` of a 4 x 2 mesh."""
         return {"total_devices": mesh.size, "axes": dict(mesh.shape)}
@@ -117,13 +124,15 @@ class DeviceMeshManager:
 
 def _checked(pairs: list[tuple[str, int]], present: int) -> dict[str, int]:
     sizes = dict(pairs)
+    if not sizes:
+        raise UsageError("create_device_mesh.mesh_shape has no axis: give e.g. {'data': 8}.")
     equation = " x ".join(f"{name} {size}" for name, size in pairs)
     if len(sizes) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
         raise UsageError(f"mesh {equation}: axis {twice!r} is named {names.count(twice)} times.")
     for name, size in pairs:
-        if not isinstance(size, numbers.Integral) or isinstance(size, bool) or size < 1:
+        if size < 1:
             raise UsageError(
                 f"mesh {equation}: axis {name!r} has size {size!r}; give a positive number, at "
                 f"most the {present} devices that are available."

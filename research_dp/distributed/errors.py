@@ -48,6 +48,13 @@ def some_of(names: Sequence[str], most: int) -> str:
     return ", ".join(names[:most]) + more
 
 
+def check_methods(function: str, target: Any, methods: Sequence[str]) -> None:
+    """Raises UsageError for a name in a function's `methods` that a class lacks."""
+    for name in methods:
+        if not hasattr(target, name):
+            raise UsageError(f"{function}.methods: {target.__name__} has no method {name!r}.")
+
+
 def check_kind(name: str, value: Any, kind: Any, example: str) -> None:
     """Checks that a parameter is an object of some class.
 

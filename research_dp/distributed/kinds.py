@@ -92,10 +92,7 @@ class Floating:
     """Floating-point dtypes, or their names."""
 
     def accepts(self, value: Any) -> bool:
-        try:
-            return jnp.issubdtype(jnp.dtype(value), jnp.floating)
-        except TypeError:
-            return False
+        return Dtypes().accepts(value) and jnp.issubdtype(jnp.dtype(value), jnp.floating)
 
     def __str__(self) -> str:
         return "a floating-point dtype, e.g. 'bfloat16'"
@@ -106,9 +103,11 @@ class Dtypes:
     """All dtypes, or their names."""
 
     def accepts(self, value: Any) -> bool:
+        if isinstance(value, jax.Array | np.ndarray | np.generic):
+            return False  # whose own dtype numpy would take
         try:
             jnp.dtype(value)
-        except TypeError:
+        except (TypeError, ValueError):
             return False
         return True
 
@@ -167,18 +166,22 @@ class Leaves:
         words: What its leaves are, in the plural.
         like: The parameter whose tree has leaves at the same paths; "": there is none.
         empty: Whether a tree without leaves is accepted.
+        counts: What the first dim of each leaf counts, the same number for all; "": nothing.
     """
 
     test: Callable[[Any], bool]
     words: str
     like: str = ""
     empty: bool = True
+    counts: str = ""
 
     def accepts(self, value: Any) -> bool:
         return self.trouble(value, {}) is None
 
     def trouble(self, value: Any, others: Mapping[str, Any]) -> str | None:
         """What to say after the parameter's name; None: the tree is accepted."""
+        if value is None:
+            return f" = None: give {self.words}."
         try:
             flat = jax.tree_util.tree_leaves_with_path(value)
         except (TypeError, ValueError) as error:  # keys that cannot be sorted
@@ -190,6 +193,14 @@ class Leaves:
             return f"{where} {described(leaf)}. Give {self.words}."
         if not flat and not self.empty:
             return f" = {described(value)} has no leaves. Give {self.words}."
+        lengths = [leaf.shape[0] if leaf.ndim else 0 for _, leaf in flat if self.counts]
+        for (path, leaf), length in zip(flat, lengths, strict=False):
+            if length == 0 or length != lengths[0]:
+                number = f", {lengths[0]} like the first leaf" if lengths[0] else ""
+                return (
+                    f": leaf {path_name(path)!r} of shape {leaf.shape} needs a first dim that "
+                    f"counts {self.counts}, at least one{number}."
+                )
         if not self.like:
             return None
         paths = [path_name(path) for path, _ in flat]
@@ -221,6 +232,60 @@ def path_name(path: Any) -> str:
     if path and path[-1] == jax.tree_util.GetAttrKey("value"):
         path = path[:-1]
     return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def is_shape(x: Any) -> bool:
+    """Whether it is a shape."""
+    return isinstance(x, tuple | list) and all(AtLeast(0).accepts(length) for length in x)
+
+
+def is_sizes(x: Any) -> bool:
+    """Whether it is a dict of sizes by axis name."""
+    return isinstance(x, Mapping) and all(isinstance(n, str) and is_integer(x[n]) for n in x)
+
+
+def is_mesh_shape(x: Any) -> bool:
+    """Whether it is sizes by axis name, or pairs of name and size; a name may occur twice."""
+    if not isinstance(x, tuple | list):
+        return is_sizes(x)
+    return all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in x) and all(
+        isinstance(name, str) and is_integer(size) for name, size in x
+    )
+
+
+def is_placeable(x: Any) -> bool:
+    """Whether it can be put on devices: a number, or an array of numbers or of random keys."""
+    return is_array_or_number(x) or (
+        isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    )
+
+
+def is_units(x: Any) -> bool:
+    """Whether it says of keys what parts of a model are there."""
+    return isinstance(x, Mapping) and all(
+        isinstance(x[key], str) and x[key] in ("part", "stack", "table") for key in x
+    )
+
+
+def is_indices(x: Any) -> bool:
+    """Whether it is an array of whole numbers."""
+    return is_array(x) and jnp.issubdtype(x.dtype, jnp.integer)
+
+
+def arrays_like(parameter: str) -> Leaves:
+    """The kind of a tree of arrays, at the paths of the tree that is given as `parameter`."""
+    return Leaves(is_array, "arrays of numbers", parameter)
+
+
+def is_devices(x: Any) -> bool:
+    """Whether it is one or more devices, in any order."""
+    several = isinstance(x, Sequence | np.ndarray) and len(x) > 0
+    return several and all(hasattr(device, "platform") for device in x)
+
+
+def is_norm(x: Any) -> bool:
+    """Whether it is a number of at least 0, or such an array, which may be traced."""
+    return (is_number(x) and x >= 0) or (is_array(x) and np.ndim(x) == 0)
 
 
 def is_array(x: Any) -> bool:
@@ -278,8 +343,19 @@ Arrays = Annotated[Any, Leaves(is_array, "arrays of numbers")]
 SomeArrays = Annotated[Any, Leaves(is_array, "arrays of numbers", empty=False)]
 Numbers = Annotated[Any, Leaves(is_array_or_number, "arrays of numbers")]
 Shapes = Annotated[Any, Leaves(is_abstract_array, "arrays of numbers, or their shapes and dtypes")]
-Keys = Annotated[Any, Leaves(is_key, "random keys, e.g. jax.random.key(0)", empty=False)]
+Units = Annotated[Mapping[str, str], One(is_units, "a dict of key -> 'part', 'stack' or 'table'")]
+Indices = Annotated[jax.Array, One(is_indices, "an array of whole numbers")]
+MicroBatches = Annotated[
+    Any, Leaves(is_array, "arrays of numbers", empty=False, counts="micro-batches")
+]
+DeviceRows = Annotated[Any, Leaves(is_array, "arrays of numbers", empty=False, counts="devices")]
+Keys = Annotated[Any, Leaves(is_key, "single random keys, e.g. jax.random.key(0)", empty=False)]
 AxisName = Annotated[str | Sequence[str], Axes(1)]
 AxisNames = Annotated[str | Sequence[str], Axes(0)]
-Shape = Annotated[tuple[int, ...], "a shape, e.g. (8, 16)"]
+Shape = Annotated[tuple[int, ...], One(is_shape, "a shape, e.g. (8, 16)")]
+Sizes = Annotated[Mapping[str, int], One(is_sizes, "a dict of sizes, e.g. {'data': 8}")]
+Devices = Annotated[Sequence[jax.Device], One(is_devices, "devices, e.g. jax.devices()")]
+MeshShape = Annotated[Any, One(is_mesh_shape, "sizes of axes, e.g. {'data': 8}")]
+Placeable = Annotated[Any, Leaves(is_placeable, "arrays of numbers or random keys")]
+MaxNorm = Annotated[float, One(is_norm, "a number of at least 0")]
 Transform = Annotated[Any, Has(("init", "update"), "optax.sgd(0.1)")]

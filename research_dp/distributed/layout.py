@@ -7,24 +7,31 @@ shardings of the compiled engine, the optimizer state, and what is read back fro
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import gin
 import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from research_dp.distributed.annotations import checked
-from research_dp.distributed.errors import UsageError, check_count
-from research_dp.distributed.kinds import Count, CountOrZero, Shape, Shapes, path_name
+from research_dp.distributed.annotations import checked, fits
+from research_dp.distributed.errors import UsageError
+from research_dp.distributed.kinds import (
+    Count,
+    CountOrZero,
+    Leaves,
+    Shape,
+    Shapes,
+    Units,
+    described,
+    path_name,
+)
 from research_dp.distributed.mesh import FSDP_AXIS
 
 PyTree = Any
-T = TypeVar("T")
 
 
 class Choice(NamedTuple):
@@ -101,15 +108,21 @@ class Placement:
         return math.prod(self.local_shape) * self.dtype.itemsize
 
 
+def placements_of(parameter: str) -> Leaves:
+    """The kind of a layout: `Placement`s at the paths of the tree that is given as `parameter`."""
+    return Leaves(lambda x: isinstance(x, Placement), "Placements, as lay_out gives", parameter)
+
+
 def dim_spec(dim: int, axis: str | tuple[str, ...] = FSDP_AXIS) -> PartitionSpec:
     """The spec of an array whose dim lies on a mesh axis, or on several."""
     return PartitionSpec(*(None,) * dim, axis)
 
 
+@checked
 def choose_dim(
-    shape: tuple[int, ...],
-    axis_size: int,
-    min_weight_size: int = 2**18,
+    shape: Shape,
+    axis_size: Count,
+    min_weight_size: CountOrZero = 2**18,
     free: tuple[bool, ...] | None = None,
 ) -> Choice:
     """Chooses the largest free dim that the axis size divides; ties go to the higher index.
@@ -121,7 +134,12 @@ def choose_dim(
         axis_size: Number of shards.
         min_weight_size: Arrays of at most this many elements stay whole.
         free: For each dim whether it may be taken (it is not sharded already); all, if None.
+
+    Raises:
+        UsageError: `free` is not as long as `shape`.
     """
+    if free is not None and len(free) != len(shape):
+        raise UsageError(f"choose_dim.free = {free}: give one True or False a dim of {shape}.")
     size = math.prod(shape)
     if size <= min_weight_size:
         return Choice(None, f"{size} elements, at most min_weight_size {min_weight_size}")
@@ -136,8 +154,9 @@ def choose_dim(
 
 
 @gin.register(module="distributed")
+@checked
 def largest_dim(
-    path: str, shape: tuple[int, ...], axis_size: int, *, min_weight_size: int = 2**18
+    path: str, shape: Shape, axis_size: Count, *, min_weight_size: CountOrZero = 2**18
 ) -> Choice:
     """Shards the largest divisible dim of every parameter above a threshold.
 
@@ -154,10 +173,11 @@ def largest_dim(
 
 
 @gin.register(module="distributed")
+@checked
 def dim_by_path(
     path: str,
-    shape: tuple[int, ...],
-    axis_size: int,
+    shape: Shape,
+    axis_size: Count,
     *,
     dims: Mapping[str, int | None],
     otherwise: Rule = largest_dim,
@@ -177,7 +197,7 @@ def dim_by_path(
             if dim is None:
                 return Choice(None, f"dim_by_path.dims says so for {pattern!r}")
             return Choice(dim + len(shape) if dim < 0 else dim)
-    return Choice(*otherwise(path, shape, axis_size))
+    return ask(otherwise, path, shape, axis_size, chooser="dim_by_path.otherwise")
 
 
 # What a unit is: a part of a model; parts of one shape, stacked along dim 0; a table of which rows
@@ -185,8 +205,9 @@ def dim_by_path(
 PART, STACK, TABLE = "part", "stack", "table"
 
 
+@checked
 def lay_out(
-    tree: PyTree, rule: Rule | None, axis_size: int, units: Mapping[str, str] | None = None
+    tree: Shapes, rule: Rule | None, axis_size: Count, units: Units | None = None
 ) -> PyTree:
     """Asks the rule about each array of a tree.
 
@@ -215,8 +236,7 @@ def lay_out(
         elif axis_size == 1:
             choice = Choice(None, f"axis {FSDP_AXIS!r} has size 1")
         else:
-            choice = Choice(*rule(name, shape, axis_size))
-        check_choice(choice, name, shape, axis_size)
+            choice = ask(rule, name, shape, axis_size)
         if choice.dim is not None and choice.any_dim:
             choice = Choice(_dim_in_use(kind, shape, axis_size, choice.dim))
         dtype = np.dtype(leaf.dtype)
@@ -226,20 +246,29 @@ def lay_out(
     return jax.tree_util.tree_map_with_path(place, tree)
 
 
-def check_choice(
-    choice: Choice,
+def ask(
+    rule: Rule,
     path: str,
     shape: tuple[int, ...],
     axis_size: int,
     *,
     axis: Any = FSDP_AXIS,
     chooser: str = "data_parallel.shard",
-) -> None:
-    """Refuses a dim that does not exist or that the devices do not divide.
+) -> Choice:
+    """What a rule says of one array, checked.
 
     Raises:
-        UsageError: It is one; the message names the path, the shape and the axis size.
+        UsageError: It returned no `Choice`, or a dim that does not exist or that the devices do not
+            divide; the message names the path, the shape and the axis size.
     """
+    given = rule(path, shape, axis_size)
+    if not fits(given, Choice | tuple[int | None] | tuple[int | None, str]):
+        raise UsageError(
+            f"{chooser} returned {described(given)} for {path} {shape}: return Choice(dim), or "
+            "Choice(None, reason).",
+            binding=chooser,
+        )
+    choice = Choice(*given)
     dim = choice.dim
     if dim is not None and not (0 <= dim < len(shape) and shape[dim] % axis_size == 0):
         raise UsageError(
@@ -247,6 +276,7 @@ def check_choice(
             f"devices on axis {axis!r} do not divide. Return Choice(None, reason) for it.",
             binding=chooser,
         )
+    return choice
 
 
 def _dim_in_use(kind: str, shape: tuple[int, ...], axis_size: int, chosen: int) -> int:
@@ -300,30 +330,6 @@ def whole(layout: PyTree) -> PyTree:
 def specs(layout: PyTree) -> PyTree:
     """The `PartitionSpec` of each leaf of a layout."""
     return jax.tree.map(lambda placement: placement.spec, layout)
-
-
-def match_rules(tree: PyTree, rules: Mapping[str, T], what: str = "rule") -> PyTree:
-    """Finds the rule of each leaf by its path.
-
-    Args:
-        tree: Any pytree.
-        rules: Path, e.g. 'params/Dense_0/kernel', -> what the rule says of the leaf there.
-        what: What to call a rule in the error.
-
-    Returns:
-        A tree of the same structure, each leaf what its rule says, or None: no rule names it.
-
-    Raises:
-        UsageError: A rule names no leaf; the message has the nearest paths.
-    """
-    paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-    for name in sorted(set(rules) - set(paths)):
-        near = difflib.get_close_matches(name, paths, n=3, cutoff=0.3) or sorted(paths)[:3]
-        raise UsageError(
-            f"{what} {name!r} matches none of {len(paths)} paths; near it: "
-            f"{', '.join(map(repr, near)) or 'nothing'}. Give the whole path of a leaf."
-        )
-    return jax.tree.unflatten(jax.tree.structure(tree), [rules.get(path) for path in paths])
 
 
 def by_path(tree: PyTree) -> Mapping[str, Any]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 import flax.linen as nn
 import gin
@@ -12,8 +12,10 @@ import jax
 import jax.numpy as jnp
 from flax.errors import InvalidRngError
 
+from research_dp.distributed.annotations import checked
 from research_dp.distributed.collectives import PLAIN, Reduction
-from research_dp.distributed.errors import UsageError, check_dtype
+from research_dp.distributed.errors import UsageError, check_methods
+from research_dp.distributed.kinds import AxisName, CountOrZero, Dtype, One
 from research_dp.distributed.layout import Rule
 from research_dp.distributed.sharded_params import gather_params, shard_params
 from research_dp.distributed.trainable import Functions
@@ -21,6 +23,11 @@ from research_dp.distributed.trainable import Functions
 PyTree = Any
 
 
+def _is_target(x: Any) -> bool:
+    return callable(x) and not isinstance(x, nn.Module)
+
+
+@checked
 def linen_functions(module: nn.Module) -> Functions:
     """Pure `init` and `apply` of a Linen module.
 
@@ -66,15 +73,16 @@ def linen_functions(module: nn.Module) -> Functions:
 
 
 @gin.register(module="distributed")
+@checked
 def shard_module_params(
-    target: Callable[..., Any],
-    axis_name: str | Sequence[str],
-    min_weight_size: int = 2**18,
-    gather_dtype: Any = None,
-    grad_scatter_dtype: Any = None,
+    target: Annotated[Any, One(_is_target, "a Linen module class, or a function of a module")],
+    axis_name: AxisName,
+    min_weight_size: CountOrZero = 2**18,
+    gather_dtype: Dtype | None = None,
+    grad_scatter_dtype: Dtype | None = None,
     *,
     rule: Rule | None = None,
-    min_weight_bytes: int | None = None,
+    min_weight_bytes: CountOrZero | None = None,
     pre_divide: bool = False,
     reduction: Reduction = PLAIN,
     methods: Sequence[str] = ("__call__",),
@@ -102,10 +110,9 @@ def shard_module_params(
             of no meaning for a function.
 
     Raises:
-        UsageError: A dtype is not a floating-point dtype.
+        UsageError: `target` is an instance or lacks one of `methods`, or a dtype is not a
+            floating-point dtype.
     """
-    check_dtype("shard_module_params.gather_dtype", gather_dtype)
-    check_dtype("shard_module_params.grad_scatter_dtype", grad_scatter_dtype)
     gather = functools.partial(
         gather_params,
         axis_name=axis_name,
@@ -122,6 +129,8 @@ def shard_module_params(
         min_weight_bytes=min_weight_bytes,
     )
     is_class = isinstance(target, type)
+    if is_class:
+        check_methods("shard_module_params", target, methods)
     sharded = nn.map_variables(
         target,
         "params",

@@ -10,6 +10,7 @@ import gin
 import jax
 import jax.numpy as jnp
 
+from research_dp.distributed.annotations import checked
 from research_dp.distributed.collectives import (
     PLAIN,
     Axes,
@@ -18,7 +19,8 @@ from research_dp.distributed.collectives import (
     axes_size,
     flat_axes,
 )
-from research_dp.distributed.errors import UsageError, check_dtype
+from research_dp.distributed.errors import UsageError
+from research_dp.distributed.kinds import AxisNames, Number
 from research_dp.distributed.replication import is_replicated, varying_axes
 
 # The axes that `mean_gradient` averaged a value over, by the value's id, while the value exists:
@@ -97,7 +99,6 @@ def _own_and_left(
     gradient: jax.Array, axes: Axes, dtype: Any, pre_divide: bool, path: str, *, fresh: bool = True
 ) -> tuple[jax.Array, Axes]:
     """`own_gradient`, and the axes over which autodiff has not summed it."""
-    check_dtype("dtype", dtype)
     # Asked once a gradient and axis: each question is traced.
     summed = tuple(axis for axis in axes if is_replicated(gradient, axis))
     if not fresh and axes_size(summed) > 1:
@@ -166,10 +167,11 @@ def refuse_divided_twice(path: str, shape: tuple[int, ...], axes: Sequence[str])
 
 
 @gin.register(module="distributed")
+@checked
 def weighted_mean(
-    total: jax.Array,
-    weight: jax.Array,
-    axis_names: str | Sequence[str],
+    total: Number,
+    weight: Number,
+    axis_names: AxisNames,
     *,
     reduction: Reduction = PLAIN,
 ) -> jax.Array:
@@ -196,10 +198,11 @@ def weighted_mean(
 
 
 @gin.register(module="distributed")
+@checked
 def weighted_loss(
-    total: jax.Array,
-    weight: jax.Array,
-    axis_names: str | Sequence[str],
+    total: Number,
+    weight: Number,
+    axis_names: AxisNames,
     *,
     reduction: Reduction = PLAIN,
 ) -> jax.Array:

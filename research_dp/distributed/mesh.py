@@ -16,7 +16,9 @@ import jax
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
+from research_dp.distributed.annotations import checked
 from research_dp.distributed.errors import UsageError
+from research_dp.distributed.kinds import Devices, Sizes
 
 DATA_AXIS = "data"
 FSDP_AXIS = "fsdp"
@@ -38,7 +40,8 @@ def planning_for(devices: Sequence[jax.Device]) -> Iterator[None]:
 
 
 @gin.register(module="distributed")
-def make_mesh(axes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
+@checked
+def make_mesh(axes: Sizes, devices: Devices | None = None) -> Mesh:
     """Builds the mesh over all devices, its axes in the order (`data`, `fsdp`).
 
     Args:
@@ -53,7 +56,7 @@ def make_mesh(axes: Mapping[str, int], devices: Sequence[jax.Device] | None = No
         UsageError: An unknown axis, a size below 1 that is not a single -1, or a product that is
             not the number of devices; the message prints the whole equation.
     """
-    present = list(devices or _planned.get() or jax.devices())
+    present = list(_planned.get() or jax.devices() if devices is None else devices)
     sizes = _resolve_sizes(axes, len(present), present[0].platform)
     return build_mesh(sizes, present)
 
@@ -143,7 +146,7 @@ def _resolve_sizes(axes: Mapping[str, int], present: int, platform: str) -> dict
         raise refuse(f"unknown axis {unknown[0]!r}; the axes are {list(BATCH_AXES)}.")
     sizes = {name: axes.get(name, 1) for name in BATCH_AXES}
     for name, size in sizes.items():
-        if not isinstance(size, int) or isinstance(size, bool) or size == 0 or size < -1:
+        if size == 0 or size < -1:
             raise refuse(f"axis {name!r} has size {size!r}; give a positive number, or one -1.")
     free = [name for name, size in sizes.items() if size == -1]
     if len(free) > 1:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import gin
 import jax
 from flax import nnx
 
+from research_dp.distributed.annotations import checked
 from research_dp.distributed.collectives import PLAIN, Reduction
-from research_dp.distributed.errors import UsageError, check_dtype
+from research_dp.distributed.errors import UsageError, check_methods
+from research_dp.distributed.kinds import AxisName, CountOrZero, Dtype
 from research_dp.distributed.layout import Rule
 from research_dp.distributed.sharded_params import gather_params, shard_params
 from research_dp.distributed.trainable import Functions
@@ -19,6 +21,7 @@ from research_dp.distributed.trainable import Functions
 PyTree = Any
 
 
+@checked
 def nnx_functions(factory: Callable[..., nnx.Module]) -> Functions:
     """Pure `init` and `apply` of an NNX module.
 
@@ -87,15 +90,16 @@ def _merged(a: PyTree, b: PyTree) -> PyTree:
 
 
 @gin.register(module="distributed")
+@checked
 def shard_nnx_module_params(
-    target: type[nnx.Module],
-    axis_name: str | Sequence[str],
-    min_weight_size: int = 2**18,
-    gather_dtype: Any = None,
-    grad_scatter_dtype: Any = None,
+    target: Annotated[type[nnx.Module], "a class of nnx.Module"],
+    axis_name: AxisName,
+    min_weight_size: CountOrZero = 2**18,
+    gather_dtype: Dtype | None = None,
+    grad_scatter_dtype: Dtype | None = None,
     *,
     rule: Rule | None = None,
-    min_weight_bytes: int | None = None,
+    min_weight_bytes: CountOrZero | None = None,
     pre_divide: bool = False,
     reduction: Reduction = PLAIN,
     methods: Sequence[str] = ("__call__",),
@@ -126,15 +130,10 @@ def shard_nnx_module_params(
         methods: Names of the methods that see whole parameters, e.g. also `attend` of `nnx.Embed`.
 
     Raises:
-        UsageError: `target` is not a class of modules, or a dtype is not a floating-point dtype.
+        UsageError: `target` is not a class of modules or lacks one of `methods`, or a dtype is not
+            a floating-point dtype.
     """
-    check_dtype("shard_nnx_module_params.gather_dtype", gather_dtype)
-    check_dtype("shard_nnx_module_params.grad_scatter_dtype", grad_scatter_dtype)
-    if not (isinstance(target, type) and issubclass(target, nnx.Module)):
-        raise UsageError(
-            f"shard_nnx_module_params takes a class of nnx.Module, not {target!r}: parameters are "
-            "sharded where they are made."
-        )
+    check_methods("shard_nnx_module_params", target, methods)
 
     class Sharded(target):  # type: ignore[misc, valid-type]
         def __init__(self, *args: Any, **kwargs: Any):

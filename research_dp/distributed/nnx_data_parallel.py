@@ -6,41 +6,47 @@ Flax NNX takes long to import, so `research_dp` imports this file when a name of
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import gin
 import jax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from research_dp.distributed import data_parallel, placement
+from research_dp.distributed.annotations import checked
 from research_dp.distributed.clipping import clip_by_global_norm_sharded
+from research_dp.distributed.collectives import flat_axes
 from research_dp.distributed.errors import UsageError
+from research_dp.distributed.kinds import MaxNorm, Placeable, is_array, path_name
 from research_dp.distributed.replication import refuse_mapped
-from research_dp.distributed.updates import check_max_norm
 
 Batch = Any
 
 
+@checked
 def spmd_train_step(
     model: nnx.Module,
-    optimizer: nnx.Optimizer,
+    optimizer: Annotated[nnx.Optimizer, "an nnx.Optimizer, e.g. nnx.Optimizer(model, tx, wrt=...)"],
     loss_fn: Callable[[nnx.Module, Batch], jax.Array],
     batch: Batch,
     *,
     has_aux: bool = False,
     rngs: Any | None = None,
-    max_grad_norm: float | None = None,
+    max_grad_norm: MaxNorm | None = None,
 ) -> Any:
     """One training step on global arrays; the compiler inserts the collectives (datarax).
 
-    To be called under `nnx.jit`. Wherever model, optimizer and batch lie (replicated, sharded, on
-    one device), the numbers are those of one device. There is no accumulation of micro-batches
-    here, because the compiler would reduce the gradients of each: use a strategy.
+    To be called under `nnx.jit`, with arrays that one program can take: all on the devices of one
+    mesh, or uncommitted (a model as its constructor leaves it). Their shardings do not change the
+    numbers. On a mesh with `Explicit` axes, parameters that share an axis with the batch are
+    all-gathered for the loss. There is no accumulation of micro-batches here, because the compiler
+    would reduce the gradients of each: use a strategy.
 
     Args:
         model: Updated in place, e.g. its batch statistics by `loss_fn`.
-        optimizer: Updated in place, and the model's variables of its `wrt` with it.
+        optimizer: Updated in place, and the model's variables of its `wrt` with it. A
+            `nnx.ModelAndOptimizer` has to be that of `model`.
         loss_fn: (model, batch) -> loss, 0-d: the mean over the whole batch.
         batch: Global arrays, e.g. of `place_batch_on_shards`.
         has_aux: `loss_fn` returns (loss, aux).
@@ -51,25 +57,74 @@ def spmd_train_step(
         The loss, or (loss, aux) with `has_aux`.
 
     Raises:
-        UsageError: `max_grad_norm` is not a number of at least 0, or it is called inside
-            `shard_map`, `pmap` or `vmap(axis_name=...)`.
+        UsageError: An argument is of another kind, arrays are committed to different devices, or
+            this is called inside `shard_map`, `pmap` or `vmap(axis_name=...)`.
     """
     refuse_mapped("spmd_train_step")
-    check_max_norm("max_grad_norm", max_grad_norm)
+    _refuse_other_devices({"model": nnx.state(model), "batch": batch})
+    has_model = isinstance(optimizer, nnx.ModelAndOptimizer)
+    if has_model and vars(optimizer)["model"] is not model:
+        raise UsageError(
+            "spmd_train_step.optimizer is a ModelAndOptimizer of another model: give its own, "
+            "optimizer.model, as model."
+        )
     of_model = nnx.DiffState(0, optimizer.wrt)
-    gradients = nnx.value_and_grad(loss_fn, argnums=of_model, has_aux=has_aux)
+    loss = _with_gathered(loss_fn, optimizer.wrt, batch)
+    gradients = nnx.value_and_grad(loss, argnums=of_model, has_aux=has_aux)
     value, grads = gradients(model, batch, **({} if rngs is None else {"rngs": rngs}))
     # The loss is a mean over the global batch, so the compiler sums over devices where the batch
     # is split, and the mean divides: nobody may do either again.
     if max_grad_norm is not None:
         grads, _ = clip_by_global_norm_sharded(grads, max_grad_norm, ())
-    optimizer.update(model, grads)
+    optimizer.update(*([grads] if has_model else [model, grads]))
     return value
 
 
+def _with_gathered(loss_fn: Callable[..., Any], wrt: Any, batch: Batch) -> Callable[..., Any]:
+    """The loss of parameters that are replicated over the batch's `Explicit` axes.
+
+    JAX multiplies no arrays that are sharded over one such axis, and knows no sharding for the
+    gradient of a parameter that is on no mesh. Gradients come back sharded as the parameters are.
+    """
+    placed = [jax.typeof(x).sharding for x in jax.tree.leaves(batch) if is_array(x)]
+    axes = {name for sharding in placed for dim in sharding.spec for name in flat_axes(dim)}
+    if not axes:
+        return loss_fn
+    mesh = next(sharding.mesh for sharding in placed if not sharding.mesh.empty)
+
+    def gathered(x: jax.Array) -> jax.Array:
+        spec = jax.typeof(x).sharding.spec
+        kept = (tuple(name for name in flat_axes(dim) if name not in axes) for dim in spec)
+        return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*kept)))
+
+    def loss(model: nnx.Module, batch: Batch, **kwargs: Any) -> Any:
+        graphdef, params, others = nnx.split(model, wrt, ...)  # type: ignore[misc]
+        replicated = nnx.merge(graphdef, jax.tree.map(gathered, params), others)
+        value = loss_fn(replicated, batch, **kwargs)
+        nnx.update(model, nnx.state(replicated, nnx.Not(wrt)))
+        return value
+
+    return loss
+
+
+def _refuse_other_devices(tree: Any) -> None:
+    """Raises UsageError if arrays are committed to different devices; traced ones are not asked."""
+    first: dict[Any, str] = {}
+    for path, x in jax.tree_util.tree_leaves_with_path(tree):
+        if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.committed:
+            first.setdefault(frozenset(x.sharding.device_set), path_name(path))
+    if len(first) > 1:
+        (one, other), (a, b) = list(first)[:2], list(first.values())[:2]
+        raise UsageError(
+            f"spmd_train_step: {a} is on {len(one)} devices and {b} on {len(other)} others. Put "
+            "model and optimizer on the batch's mesh: place_nnx_state_on_shards."
+        )
+
+
+@checked
 def place_nnx_state_on_shards(
-    state: nnx.State,
-    mesh: Mesh,
+    state: Annotated[nnx.State, "an nnx.State, e.g. nnx.state(model)"],
+    mesh: Mesh | AbstractMesh,
     filter_sharding: nnx.StateSharding | dict[Any, PartitionSpec | Sharding],
 ) -> nnx.State:
     """Puts the variables of an NNX state where the first filter that matches each says (datarax).
@@ -128,7 +183,7 @@ class DataParallel(nnx.Module):
         """See `research_dp.create_data_parallel_sharding`."""
         return data_parallel.create_data_parallel_sharding(mesh, data_axis)
 
-    def shard_batch(self, batch: Any, sharding: NamedSharding) -> Any:
+    def shard_batch(self, batch: Any, sharding: Sharding) -> Any:
         """Puts every leaf of a batch on a sharding; `place_batch_on_shards` spares some.
 
         Args:
@@ -142,7 +197,8 @@ class DataParallel(nnx.Module):
         return self.shard_batch_static(batch, sharding)
 
     @staticmethod
-    def shard_batch_static(batch: Any, sharding: NamedSharding) -> Any:
+    @checked
+    def shard_batch_static(batch: Placeable, sharding: Sharding) -> Any:
         """See `shard_batch`."""
         return placement.place(batch, sharding)
 
@@ -176,7 +232,8 @@ class DataParallel(nnx.Module):
             gradients, reduce_type, axis_name, loss=loss
         )
 
-    def replicate_params(self, params: Any, mesh: Mesh) -> Any:
+    @checked
+    def replicate_params(self, params: Placeable, mesh: Mesh) -> Any:
         """Puts every leaf whole on every device; Python numbers become arrays."""
         return data_parallel.place_model_state_on_shards(params, mesh, "replicate")
 

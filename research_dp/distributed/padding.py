@@ -8,23 +8,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from research_dp.distributed.errors import UsageError, check_count
+from research_dp.distributed.annotations import checked
+from research_dp.distributed.errors import UsageError
+from research_dp.distributed.kinds import Array, Count, CountOrZero
 
 
-def pad_to_multiple(x: jax.Array, multiple: int, dim: int = 0) -> jax.Array:
+@checked
+def pad_to_multiple(x: Array, multiple: Count, dim: int = 0) -> jax.Array:
     """Appends zeros along `dim` until its length is a multiple; `x` itself if it is one.
 
-    Args:
-        x: An array of at least one dim.
-        multiple: At least 1.
-        dim: From the end, if negative.
-
     Raises:
-        UsageError: `multiple` is no count, or `x` has no such dim.
+        UsageError: x has no such dim.
     """
-    check_count("multiple", multiple, 1)
-    if not -x.ndim <= dim < x.ndim:
-        raise UsageError(f"dim = {dim}: the array has shape {x.shape}.")
+    dim = _dim_of(x, dim)
     missing = -x.shape[dim] % multiple
     if not missing:
         return x
@@ -32,9 +28,23 @@ def pad_to_multiple(x: jax.Array, multiple: int, dim: int = 0) -> jax.Array:
     return lax.pad(x, jnp.zeros((), x.dtype), widths)
 
 
-def unpad(x: jax.Array, length: int, dim: int = 0) -> jax.Array:
-    """The first `length` elements along `dim`; `x` itself if it has no more."""
+@checked
+def unpad(x: Array, length: CountOrZero, dim: int = 0) -> jax.Array:
+    """The first `length` elements along `dim`; `x` itself if it has no more.
+
+    Raises:
+        UsageError: x has no such dim, or fewer elements along it.
+    """
+    dim = _dim_of(x, dim)
+    if length > x.shape[dim]:
+        raise UsageError(f"unpad.length = {length} is more than dim {dim} of {x.shape} has.")
     return x if x.shape[dim] == length else lax.slice_in_dim(x, 0, length, axis=dim)
+
+
+def _dim_of(x: jax.Array, dim: int) -> int:
+    if not -x.ndim <= dim < x.ndim:
+        raise UsageError(f"dim = {dim}: an array of shape {x.shape} has no such dim.")
+    return dim % x.ndim
 
 
 def flatten_padded(x: jax.Array, multiple: int) -> jax.Array:

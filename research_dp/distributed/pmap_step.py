@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import gin
 import jax
@@ -14,18 +14,28 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from research_dp.distributed.accumulation import add_up
+from research_dp.distributed.annotations import checked
 from research_dp.distributed.clipping import clip_by_global_norm_sharded
 from research_dp.distributed.collectives import all_mean
 from research_dp.distributed.data_parallel import reduce_gradients_across_devices
 from research_dp.distributed.errors import UsageError
-from research_dp.distributed.layout import path_name
+from research_dp.distributed.kinds import (
+    Count,
+    DeviceRows,
+    Has,
+    Keys,
+    MaxNorm,
+    Transform,
+    path_name,
+)
 from research_dp.distributed.replication import refuse_mapped
-from research_dp.distributed.updates import apply_optimizer, check_max_norm
+from research_dp.distributed.updates import apply_optimizer
 
 PyTree = Any
 Batch = Any
 
 _BATCH_AXIS = "batch"
+_STATE = Has(("params", "opt_state", "step", "replace"), "flax.training.train_state.TrainState")
 
 
 class _StepOptions(NamedTuple):
@@ -39,16 +49,17 @@ class _StepOptions(NamedTuple):
 
 
 @gin.register(module="distributed")
+@checked
 def data_parallel_train_step(
     loss_fn: Callable[..., Any],
-    optimizer: Any,
-    batch: Batch,
-    state: Any,
-    rngs: Any | None = None,
+    optimizer: Transform,
+    batch: DeviceRows,
+    state: Annotated[Any, _STATE],
+    rngs: Keys | None = None,
     *,
     has_aux: bool = False,
-    max_grad_norm: float | None = None,
-    accumulation_steps: int = 1,
+    max_grad_norm: MaxNorm | None = None,
+    accumulation_steps: Count = 1,
 ) -> tuple[Any, dict[str, Any]]:
     """One training step under `pmap`, gradients averaged over its axis 'batch' (datarax).
 
@@ -60,8 +71,9 @@ def data_parallel_train_step(
             device's batch, 0-d. Without `rngs` it need not take them.
         optimizer: Any optax transform.
         batch: Arrays (devices, rows a device, ...).
-        state: Has `params`, `opt_state`, `model_state`, `step` and `replace`; each array has a
-            first dim of devices, e.g. by `flax.jax_utils.replicate`.
+        state: Has `params`, `opt_state`, `step`, `replace`, and may have `model_state`, e.g. Flax's
+            `TrainState`; each array has a first dim of devices, e.g. by
+            `flax.jax_utils.replicate`.
         rngs: One random key or a tree of them. Device i is given `fold_in(key, i)` of each, and
             with several micro-batches `fold_in` of that and the micro-batch. Pass new ones each
             step.
@@ -77,12 +89,10 @@ def data_parallel_train_step(
         aux.
 
     Raises:
-        UsageError: An array has no such first dim, rows do not divide into micro-batches, or `rngs`
-            are no random keys, `max_grad_norm` is not a number of at least 0, or this is called
-            inside a map.
+        UsageError: An argument is of another kind, an array has no such first dim, the batch is
+            empty, rows do not divide into micro-batches, or this is called inside a map.
     """
     refuse_mapped("data_parallel_train_step")
-    check_max_norm("max_grad_norm", max_grad_norm)
     options = _StepOptions(loss_fn, optimizer, has_aux, max_grad_norm, accumulation_steps)
     return _pmapped(options)(*_one_a_device(state, batch, rngs))
 
@@ -97,6 +107,8 @@ def _one_a_device(state: Any, batch: Batch, rngs: Any) -> tuple[Any, Batch, Any]
     arrays = jax.tree_util.tree_leaves_with_path({"batch": batch, "state": state})
     rows = len(arrays[0][1]) if np.ndim(arrays[0][1]) else 0
     for path, x in arrays:
+        if 0 in np.shape(x)[:2] and path_name(path).split("/")[0] == "batch":
+            raise UsageError(f"{path_name(path)!r} of shape {np.shape(x)} has no rows.")
         if np.ndim(x) == 0 or len(x) != rows or rows > jax.local_device_count():
             raise UsageError(
                 f"{path_name(path)!r} of shape {np.shape(x)}: each array of batch and state needs "
@@ -123,7 +135,7 @@ def _device_step(
     takes_rngs = rngs is not None or "rngs" in inspect.signature(options.loss_fn).parameters
 
     def loss(params: PyTree, micro: Batch, keys: Any) -> tuple[jax.Array, Any]:
-        variables = {"params": params, **(state.model_state or {})}
+        variables = {"params": params, **(getattr(state, "model_state", None) or {})}
         out = options.loss_fn(variables, micro, **({"rngs": keys} if takes_rngs else {}))
         return out if options.has_aux else (out, None)
 
@@ -155,7 +167,7 @@ def _cut(batch: Batch, count: int) -> Batch:
     def cut(path: Any, x: jax.Array) -> jax.Array:
         if count == 1:
             return x[None]
-        if count < 1 or x.ndim == 0 or x.shape[0] % count:
+        if x.ndim == 0 or x.shape[0] % count:
             raise UsageError(
                 f"accumulation_steps {count} does not divide the rows of batch leaf "
                 f"{path_name(path)!r}, of shape {x.shape} on each device."
@@ -166,20 +178,5 @@ def _cut(batch: Batch, count: int) -> Batch:
 
 
 def _fold_in(keys: PyTree, index: jax.Array) -> PyTree:
-    """Other keys for each index.
-
-    Raises:
-        UsageError: A leaf is no single key.
-    """
-
-    def fold(path: Any, key: Any) -> jax.Array:
-        typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-        if key.ndim != (0 if typed else 1):
-            name = f" {path_name(path)!r}" if path else ""
-            raise UsageError(
-                f"rngs: leaf{name} of shape {key.shape} and dtype {key.dtype} is no single random "
-                "key. Give jax.random.key(seed), or a dict of such keys."
-            )
-        return jax.random.fold_in(key, index)
-
-    return jax.tree_util.tree_map_with_path(fold, keys)
+    """Other keys for each index."""
+    return jax.tree.map(lambda key: jax.random.fold_in(key, index), keys)

@@ -9,12 +9,14 @@ import gin
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from research_dp.distributed.annotations import checked
 from research_dp.distributed.boxes import is_box, names_of, split_over, unboxed, with_value
 
 PyTree = Any
 
 
 @gin.register(module="distributed")
+@checked
 def init_sharded(init: Callable[..., PyTree], mesh: Mesh, *args: Any) -> PyTree:
     """Runs an initialiser of sharded parameters so that each is made where it lies.
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
 from typing import Any
 
 import gin
@@ -17,6 +16,7 @@ import jax
 import numpy as np
 
 from research_dp.distributed import collectives
+from research_dp.distributed.annotations import checked
 from research_dp.distributed.boxes import (
     as_name,
     map_leaves,
@@ -27,8 +27,9 @@ from research_dp.distributed.boxes import (
     with_value,
 )
 from research_dp.distributed.collectives import PLAIN, Axes, Reduction, axes_size, flat_axes
-from research_dp.distributed.errors import UsageError, check_dtype
-from research_dp.distributed.layout import Choice, Rule, check_choice, choose_dim
+from research_dp.distributed.errors import UsageError
+from research_dp.distributed.kinds import AxisName, AxisNames, CountOrZero, Dtype, Number, Numbers
+from research_dp.distributed.layout import Choice, Rule, ask, choose_dim
 from research_dp.distributed.means import averaged_axes, mean_gradient, refuse_divided_twice
 from research_dp.distributed.replication import is_replicated
 
@@ -60,8 +61,7 @@ def choose_shard(
         return Choice(None, f"already sharded over {held}"), True
     free = tuple(name is None for name in names[: len(shape)])
     if rule is not None:
-        choice = Choice(*rule(path, shape, axis_size))
-        check_choice(choice, path, shape, axis_size, axis=axis_name, chooser="rule")
+        choice = ask(rule, path, shape, axis_size, axis=axis_name, chooser="rule")
         if choice.dim is not None and not free[choice.dim]:
             raise UsageError(f"rule chose dim {choice.dim} of {path} {shape}, which {held} splits.")
         return choice, False
@@ -73,14 +73,15 @@ def choose_shard(
 
 
 @gin.register(module="distributed")
+@checked
 @jax.named_scope("shard_params")
 def shard_params(
-    params: PyTree,
-    axis_name: str | Sequence[str],
-    min_weight_size: int = 2**18,
+    params: Numbers,
+    axis_name: AxisName,
+    min_weight_size: CountOrZero = 2**18,
     *,
     rule: Rule | None = None,
-    min_weight_bytes: int | None = None,
+    min_weight_bytes: CountOrZero | None = None,
 ) -> PyTree:
     """Shards parameters over a mesh axis: each device keeps its block, in a box.
 
@@ -142,12 +143,13 @@ def shard_params(
 
 
 @gin.register(module="distributed")
+@checked
 @jax.named_scope("gather_params")
 def gather_params(
-    params: PyTree,
-    axis_name: str | Sequence[str],
-    gather_dtype: Any = None,
-    grad_scatter_dtype: Any = None,
+    params: Numbers,
+    axis_name: AxisName,
+    gather_dtype: Dtype | None = None,
+    grad_scatter_dtype: Dtype | None = None,
     *,
     pre_divide: bool = False,
     reduction: Reduction = PLAIN,
@@ -174,8 +176,6 @@ def gather_params(
         UsageError: A dtype is not a floating-point dtype, or an axis is named twice.
         NameError: The axis is not bound.
     """
-    check_dtype("gather_params.gather_dtype", gather_dtype)
-    check_dtype("gather_params.grad_scatter_dtype", grad_scatter_dtype)
     axis_name = as_name(axis_name)
     gather = functools.partial(
         collectives.gather_array_with_mean_grads,
@@ -201,14 +201,15 @@ def gather_params(
 
 
 @gin.register(module="distributed")
+@checked
 @jax.named_scope("sync_gradients")
 def sync_gradients(
-    grads: PyTree,
-    axis_names: str | Sequence[str],
+    grads: Numbers,
+    axis_names: AxisNames,
     *,
-    dtype: Any = None,
+    dtype: Dtype | None = None,
     pre_divide: bool = False,
-    loss: jax.Array | None = None,
+    loss: Number | None = None,
     reduction: Reduction = PLAIN,
 ) -> PyTree:
     """Averages gradients over the mesh axes that their parameters are replicated on.
@@ -238,7 +239,6 @@ def sync_gradients(
             leaf is the same along an axis, by its type, and there is no `loss`.
         NameError: An axis is not bound.
     """
-    check_dtype("sync_gradients.dtype", dtype)
     axes = flat_axes(axis_names)
     axes_size(axes)  # names an axis that is not bound
     done = averaged_axes(loss, axes)

@@ -3,19 +3,35 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import gin
 import jax
 import numpy as np
 
+from research_dp.distributed.annotations import checked
 from research_dp.distributed.boxes import as_name, leaves_with_paths, names_of, value_of
 from research_dp.distributed.collectives import flat_axes
+from research_dp.distributed.errors import UsageError
+from research_dp.distributed.kinds import (
+    AxisName,
+    Count,
+    CountOrZero,
+    Leaves,
+    is_abstract_array,
+    is_array_or_number,
+)
 from research_dp.distributed.layout import Placement, Rule
 from research_dp.distributed.sharded_params import choose_shard
 
 PyTree = Any
+
+
+def _is_reported(x: Any) -> bool:
+    return isinstance(x, Placement) or is_array_or_number(x) or is_abstract_array(x)
+
+
+Reported = Annotated[PyTree, Leaves(_is_reported, "arrays, or Placements")]
 
 
 class ShardingRow(NamedTuple):
@@ -45,14 +61,15 @@ class ShardingRow(NamedTuple):
 
 
 @gin.register(module="distributed")
+@checked
 def sharding_report(
-    params: PyTree,
-    axis_name: str | Sequence[str] | None = None,
-    axis_size: int | None = None,
-    min_weight_size: int = 2**18,
+    params: Reported,
+    axis_name: AxisName | None = None,
+    axis_size: Count | None = None,
+    min_weight_size: CountOrZero = 2**18,
     *,
     rule: Rule | None = None,
-    min_weight_bytes: int | None = None,
+    min_weight_bytes: CountOrZero | None = None,
 ) -> list[ShardingRow]:
     """Says of each parameter on which dim it is sharded, or why it is not.
 
@@ -75,14 +92,14 @@ def sharding_report(
         A row for each leaf, in the tree's order.
 
     Raises:
-        ValueError: The tree holds arrays, and axis_name or axis_size is missing.
+        UsageError: The tree holds arrays, and axis_name or axis_size is missing.
     """
 
     def row(path: str, leaf: Any) -> ShardingRow:
         if isinstance(leaf, Placement):
             return ShardingRow(leaf.path, leaf.shape, leaf.dtype, leaf.dim, leaf.reason)
         if axis_name is None or axis_size is None:
-            raise ValueError(f"sharding_report: {path} is an array; give axis_name and axis_size.")
+            raise UsageError(f"sharding_report: {path} is an array; give axis_name and axis_size.")
         shape, dtype = tuple(np.shape(value_of(leaf))), jax.dtypes.result_type(value_of(leaf))
         names = names_of(leaf)
         axes = set(flat_axes(axis_name))

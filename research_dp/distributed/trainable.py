@@ -8,6 +8,9 @@ from typing import Any, NamedTuple
 
 import jax
 
+from research_dp.distributed.annotations import checked
+from research_dp.distributed.kinds import Units
+
 PyTree = Any
 Batch = Mapping[str, Any]
 # name -> (sum over valid items, number of valid items): added up over devices, micro-batches and
@@ -46,6 +49,7 @@ class Work(NamedTuple):
     dtype: str
 
 
+@checked
 @dataclasses.dataclass(frozen=True)
 class TrainableModel:
     """A model and its loss.
@@ -69,7 +73,7 @@ class TrainableModel:
     init: Callable[[jax.Array, Batch], tuple[PyTree, PyTree]]
     loss: Callable[..., LossOutput]
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    units: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    units: Units = dataclasses.field(default_factory=dict)
     work: Callable[[Mapping[str, jax.ShapeDtypeStruct]], Work] | None = None
     bounds: Mapping[str, str] = dataclasses.field(default_factory=dict)
 

@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from research_dp.distributed import placement
+from research_dp.distributed.annotations import checked
 from research_dp.distributed.collectives import PLAIN, gather_by_compiler
 from research_dp.distributed.errors import UsageError
 from research_dp.distributed.layout import whole
@@ -43,6 +44,7 @@ PyTree = Any
 
 
 @gin.register(module="strategies")
+@checked
 def mapped(recipe: Recipe, spec: TrainSpec) -> Strategy:
     """`shard_map`: the step is one device's program, every collective written out by the slots.
 
@@ -87,6 +89,7 @@ def mapped(recipe: Recipe, spec: TrainSpec) -> Strategy:
 
 
 @gin.register(module="strategies")
+@checked
 def compiled(recipe: Recipe, spec: TrainSpec) -> Strategy:
     """`jit` on global arrays: the compiler inserts the collectives that the shardings imply.
 
@@ -130,6 +133,7 @@ def compiled(recipe: Recipe, spec: TrainSpec) -> Strategy:
 
 
 @gin.register(module="strategies")
+@checked
 def pmapped(recipe: Recipe, spec: TrainSpec) -> Strategy:
     """`pmap` over axis `data`, parameters replicated: kept for comparison with older code.
 

@@ -5,17 +5,17 @@ They run inside the mesh's axes, on one device's view; `shard` rules are in `dis
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import gin
 import jax
-import optax
 
 from research_dp.distributed import buckets, collectives
-from research_dp.distributed.collectives import Axes, GatherOptions, Reduction
-from research_dp.distributed.errors import check_dtype
+from research_dp.distributed.annotations import checked
+from research_dp.distributed.collectives import Axes, GatherOptions, Reduction, flat_axes
 from research_dp.distributed.exchange import over_gloo
-from research_dp.distributed.kinds import Dtype
+from research_dp.distributed.kinds import Arrays, AxisNames, Dtype, Indices, Transform, arrays_like
+from research_dp.distributed.layout import placements_of
 from research_dp.distributed.mesh import FSDP_AXIS
 from research_dp.distributed.tables import exchange_rows
 from research_dp.distributed.updates import apply_optimizer
@@ -24,16 +24,17 @@ PyTree = Any
 
 
 @gin.register(module="strategies", denylist=["rows"])
+@checked
 def gather_shards(
-    held: PyTree,
-    layout: PyTree,
+    held: Arrays,
+    layout: Annotated[PyTree, placements_of("held")],
     *,
     reduction: Reduction,
     gather_dtype: Dtype | None = None,
     grad_scatter_dtype: Dtype | None = None,
     pre_divide: bool = False,
     bucket_bytes: int | None = None,
-    rows: jax.Array | None = None,
+    rows: Indices | None = None,
 ) -> PyTree:
     """Gathers sharded parameters; their gradients come back as shards of the mean.
 
@@ -50,9 +51,6 @@ def gather_shards(
         rows: Of tables, split by feature, only these rows are wanted; see `tables.exchange_rows`.
             A strategy's own function may lack this argument: tables are then gathered.
     """
-    check_dtype("gather_shards.gather_dtype", gather_dtype)
-    check_dtype("gather_shards.grad_scatter_dtype", grad_scatter_dtype)
-
     if bucket_bytes is None:
         bucket_bytes = buckets.DEFAULT_BUCKET_BYTES if over_gloo() else 0
     if bucket_bytes > 0 and rows is None:
@@ -75,11 +73,12 @@ def gather_shards(
 
 
 @gin.register(module="strategies")
+@checked
 def average_gradients(
-    grads: PyTree,
-    layout: PyTree,
+    grads: Arrays,
+    layout: Annotated[PyTree, placements_of("grads")],
     *,
-    axes: Axes,
+    axes: AxisNames,
     reduction: Reduction,
     dtype: Dtype | None = None,
     pre_divide: bool = False,
@@ -115,11 +114,12 @@ def average_gradients(
 
 
 @gin.register(module="strategies")
+@checked
 def scatter_gradients(
-    grads: PyTree,
-    layout: PyTree,
+    grads: Arrays,
+    layout: Annotated[PyTree, placements_of("grads")],
     *,
-    axes: Axes,
+    axes: AxisNames,
     reduction: Reduction,
     dtype: Dtype | None = None,
     pre_divide: bool = False,
@@ -161,16 +161,16 @@ def scatter_gradients(
     )
 
 
-def _replica_axes(axes: Axes) -> Axes:
+def _replica_axes(axes: AxisNames) -> Axes:
     """The axes along which what is sharded is repeated."""
-    return tuple(axis for axis in axes if axis != FSDP_AXIS)
+    return tuple(axis for axis in flat_axes(axes) if axis != FSDP_AXIS)
 
 
 def _mean_where(
     is_sharded: bool,
     grads: PyTree,
     layout: PyTree,
-    axes: Axes,
+    axes: AxisNames,
     reduction: Reduction,
     **options: Any,
 ) -> PyTree:
@@ -185,14 +185,15 @@ def _mean_where(
 
 
 @gin.register(module="strategies")
+@checked
 def update_local(
-    optimizer: optax.GradientTransformation,
-    grads: PyTree,
+    optimizer: Transform,
+    grads: Annotated[PyTree, arrays_like("params")],
     opt_state: PyTree,
-    params: PyTree,
-    layout: PyTree,
+    params: Arrays,
+    layout: Annotated[PyTree, placements_of("params")],
     *,
-    axes: Axes,
+    axes: AxisNames,
     reduction: Reduction,
 ) -> tuple[PyTree, PyTree]:
     """Applies the optimizer to what this device holds: whole parameters, or its shards."""
@@ -201,14 +202,15 @@ def update_local(
 
 
 @gin.register(module="strategies")
+@checked
 def update_slices(
-    optimizer: optax.GradientTransformation,
-    grads: PyTree,
+    optimizer: Transform,
+    grads: Annotated[PyTree, arrays_like("params")],
     opt_state: PyTree,
-    params: PyTree,
-    layout: PyTree,
+    params: Arrays,
+    layout: Annotated[PyTree, placements_of("params")],
     *,
-    axes: Axes,
+    axes: AxisNames,
     reduction: Reduction,
     bucket_bytes: int = buckets.DEFAULT_BUCKET_BYTES,
 ) -> tuple[PyTree, PyTree]:

@@ -9,17 +9,12 @@ from typing import Any, Literal, NamedTuple
 import gin
 import jax
 import numpy as np
-import optax
 from jax.sharding import Mesh
 
+from research_dp.distributed.annotations import checked
 from research_dp.distributed.collectives import PLAIN, Reduction
-from research_dp.distributed.errors import (
-    UsageError,
-    check_callable,
-    check_dtype,
-    check_kind,
-)
-from research_dp.distributed.kinds import Dtype
+from research_dp.distributed.errors import UsageError
+from research_dp.distributed.kinds import Dtype, Seed, Transform
 from research_dp.distributed.layout import Rule
 from research_dp.distributed.loss_scale import LossScale
 from research_dp.distributed.trainable import TrainableModel
@@ -76,6 +71,7 @@ class Layouts(NamedTuple):
     slices: PyTree
 
 
+@checked
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainSpec:
     """What a strategy is built for.
@@ -96,13 +92,13 @@ class TrainSpec:
     """
 
     model: TrainableModel
-    optimizer: optax.GradientTransformation
+    optimizer: Transform
     example: Mapping[str, jax.ShapeDtypeStruct]
     batch_size: int
     accumulation_steps: int = 1
     max_grad_norm: float | None = None
-    seed: int = 0
-    param_dtype: Any = None
+    seed: Seed = 0
+    param_dtype: Dtype | None = None
     loss_scale: LossScale | None = None
     skip_nonfinite: bool = False
 
@@ -254,6 +250,7 @@ class Recipe:
 
 
 @gin.register(module="strategies")
+@checked
 def data_parallel(
     *,
     name: str = gin.REQUIRED,
@@ -303,21 +300,6 @@ def data_parallel(
         compiler_options: XLA's options for the training step, by name; gin/options/ has some that
             were measured.
     """
-    check_kind("data_parallel.mesh", mesh, Mesh, "@make_mesh()")
-    check_kind("data_parallel.reduction", reduction, Reduction, "nothing, for plain sums")
-    if loss_scale is not None:
-        check_kind("data_parallel.loss_scale", loss_scale, LossScale, "@dynamic_loss_scale()")
-    check_callable("data_parallel.engine", engine, "@mapped")
-    for key, slot in (("shard", shard), ("gather", gather), ("sync", sync), ("update", update)):
-        check_callable(f"data_parallel.{key}", slot, "one of this package's, or None")
-    check_dtype("data_parallel.accumulation_dtype", accumulation_dtype)
-    check_dtype("data_parallel.param_dtype", param_dtype)
-    for key, value in (("gather_each", gather_each), ("sync_each", sync_each)):
-        if value not in ("step", "micro_batch"):
-            raise UsageError(
-                f"data_parallel.{key} = {value!r}: use 'step' or 'micro_batch'.",
-                binding=f"data_parallel.{key}",
-            )
     if look_ahead and (gather is None or gather_each == "step"):
         raise UsageError(
             f"data_parallel.look_ahead = True, but {name!r} gathers no unit by itself. Bind False.",

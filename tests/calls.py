@@ -1,0 +1,339 @@
+"""A right call of each public function, and what kind of argument each of its parameters takes."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import jax_utils, nnx
+from flax.training.train_state import TrainState as FlaxState
+from jax.sharding import PartitionSpec as P
+
+import research_dp as rdp
+from research_dp.distributed.loss_scale import dynamic_loss_scale
+
+# Arguments that no parameter, or few, should take.
+WRONG = {
+    "None": None,
+    "an object": object(),
+    "text": "text",
+    "texts": ("text",),
+    "3": 3,
+    "0": 0,
+    "-1": -1,
+    "1.5": 1.5,
+    "NaN": float("nan"),
+    "True": True,
+    "()": (),
+    "{}": {},
+    "numbers": [1, 2],
+    "an array": np.ones(3, np.float32),
+    "another tree": {"other": np.ones(3, np.float32)},
+    "a key": jax.random.key(0),
+    "float0": np.zeros(3, jax.dtypes.float0),
+    "objects": np.array([None, "a"], object),
+    "an array of text": np.array(["a", "b"]),
+    "a tree with a key": {"w": jax.random.key(0)},
+    "a tree with float0": {"w": np.zeros(3, jax.dtypes.float0)},
+    "a tree with objects": {"w": np.array([None], object)},
+    "a tree with text": {"w": "text"},
+    "a function": lambda *args, **kwargs: None,
+    "a class": str,
+}
+EVERY = frozenset(WRONG)
+# Kind of parameter -> those of them that it may take; with '?' None too.
+ARRAYS = {"an array", "another tree", "()", "{}"}
+TAKES = {
+    "one of its class": (),
+    "arrays": ARRAYS,
+    "arrays or numbers": {*ARRAYS, "3", "0", "-1", "1.5", "NaN", "True", "numbers"},
+    "to be placed": {
+        *(*ARRAYS, "3", "0", "-1", "1.5", "NaN", "True", "numbers", "a key", "a tree with a key"),
+    },
+    "shapes": {*ARRAYS, "a tree with numbers"},
+    "an array": {"an array"},
+    "a number": {"an array", "3", "0", "-1", "1.5", "NaN", "True"},
+    "random keys": {"a key", "a tree with a key"},
+    "like another": (),
+    "anything": EVERY,
+    "an axis": {"text", "texts"},
+    "axes": {"text", "texts", "()"},
+    "a count": {"3"},
+    "a count or 0": {"3", "0"},
+    "an integer": {"3", "0", "-1"},
+    "a norm": {"3", "0", "1.5"},
+    "a flag": {"True"},
+    "a dtype": (),
+    "text": {"text"},
+    "texts": {"texts", "()"},
+    # What a function of the caller's does with its arguments is its own affair.
+    "a function": {"a function", "a class"},
+    "a function's flag": {"True"},
+    "a function's argument": EVERY,
+    "sizes": {"{}"},
+    "a dict": {"{}", "another tree", *(key for key in WRONG if key.startswith("a tree"))},
+    "a shape": {"numbers", "()"},
+}
+
+MESH = rdp.make_mesh({"data": 2, "fsdp": 4})
+SHARDING = rdp.create_data_parallel_sharding(MESH)
+TREE = {"w": np.ones((8, 16), np.float32)}
+LAYOUT = rdp.lay_out(TREE, lambda *_: rdp.Choice(0), 4)
+BOXED = {"w": nn.Partitioned(jnp.ones((2, 16)), ("fsdp", None))}
+SGD = optax.sgd(0.1)
+MODEL = nnx.Linear(4, 1, rngs=nnx.Rngs(0))
+STATE = jax_utils.replicate(FlaxState.create(apply_fn=None, params=TREE, tx=SGD))
+
+
+def squares(model, batch):
+    return jnp.mean(model(batch["x"]) ** 2)
+
+
+def of_tree(variables, batch, rngs=None):
+    return jnp.mean((batch["x"] @ variables["params"]["w"]) ** 2)
+
+
+def trainable():
+    """The smallest model."""
+
+    def loss(params, model_state, batch, keys, train, batch_axes):
+        total = jnp.sum((batch["x"] @ params["w"]) ** 2)
+        return rdp.LossOutput(total, jnp.float32(len(batch["x"])), model_state, {})
+
+    def init(key, batch):
+        return {"w": jnp.ones((batch["x"].shape[-1], 16))}, {}
+
+    return {"init": init, "loss": loss}
+
+
+def recipe(engine=rdp.mapped):
+    sync = None if engine is rdp.compiled else rdp.average_gradients
+    mesh = rdp.make_mesh({"data": 8}) if engine is rdp.pmapped else MESH
+    return rdp.data_parallel(name="ddp", engine=engine, mesh=mesh, sync=sync)
+
+
+SPEC = {
+    "model": rdp.TrainableModel(**trainable()),
+    "optimizer": SGD,
+    "example": {"x": jax.ShapeDtypeStruct((8,), np.float32)},
+    "batch_size": 16,
+}
+
+# Parameter -> (a right argument, its kind), where a call below says nothing else.
+USUAL = {
+    "accumulation_steps": (1, "a count"),
+    "axes": (("data", "fsdp"), "axes"),
+    "axis": ("fsdp", "an axis"),
+    "axis_name": ("fsdp", "an axis"),
+    "axis_names": (("data", "fsdp"), "axes"),
+    "axis_size": (4, "a count"),
+    "bucket_bytes": (0, "an integer"),
+    "communication_size": (0, "an integer"),
+    "communication_stream": (None, "one of its class?"),
+    "data_axis": ("data", "text"),
+    "dim": (0, "an integer"),
+    "dp_group": ("data", "axes?"),
+    "dtype": (None, "a dtype?"),
+    "fsdp_group": ("fsdp", "axes?"),
+    "gather_dtype": (None, "a dtype?"),
+    "grad_scatter_dtype": (None, "a dtype?"),
+    "gradients": (TREE, "arrays or numbers"),
+    "grads": (TREE, "arrays or numbers"),
+    "has_aux": (False, "a function's flag"),
+    "layout": (LAYOUT, "like another"),
+    "loss": (None, "a number?"),
+    "loss_fn": (squares, "a function"),
+    "max_grad_norm": (None, "a norm?"),
+    "max_norm": (1.0, "a norm?"),
+    "mesh": (MESH, "one of its class"),
+    "methods": (("__call__",), "texts"),
+    "min_weight_bytes": (None, "a count or 0?"),
+    "min_weight_size": (0, "a count or 0"),
+    "opt_state": (SGD.init(TREE), "anything"),
+    "optimizer": (SGD, "one of its class"),
+    "param_dtype": (None, "a dtype?"),
+    "parameters": (TREE, "arrays or numbers"),
+    "params": (TREE, "arrays or numbers"),
+    "path": ("w", "text"),
+    "pre_divide": (False, "a flag"),
+    "recipe": (recipe(), "one of its class"),
+    "reduce_type": ("mean", "one of its class"),
+    "reduction": (rdp.PLAIN, "one of its class"),
+    "rule": (None, "a function?"),
+    "shape": ((8, 16), "a shape"),
+    "sharding": (SHARDING, "one of its class"),
+    "shards": (4, "a count"),
+    "spec": (rdp.TrainSpec(**SPEC), "one of its class"),
+    "transform": (SGD, "one of its class"),
+    "tree": (TREE, "arrays"),
+    "x": (np.ones((8, 16), np.float32), "an array"),
+}
+EAGER_AXIS = {"axis_name": ("data", "text")}
+SLOT = {"grads": (TREE, "arrays"), "params": (TREE, "arrays")}
+# Public name -> what differs of its parameters.
+CALLS = {
+    "DataParallel": {},
+    "DataParallel.all_reduce_gradients": {"axis_name": ("data", "axes")},
+    "DataParallel.all_reduce_gradients_static": {"axis_name": ("data", "axes")},
+    "DataParallel.create_data_parallel_sharding": {},
+    "DataParallel.create_data_parallel_sharding_static": {},
+    "DataParallel.replicate_params": {"params": (TREE, "to be placed")},
+    "DataParallel.shard_batch": {"batch": (TREE, "to be placed")},
+    "DataParallel.shard_batch_static": {"batch": (TREE, "to be placed")},
+    "DataParallel.shard_model_state": {
+        "state": (TREE, "to be placed"),
+        "param_sharding": ("replicate", "sizes?"),
+    },
+    "DeviceMeshManager": {"devices": (None, "one of its class?")},
+    "DeviceMeshManager.create_data_parallel_mesh": {
+        "num_devices": (8, "a count?"),
+        **EAGER_AXIS,
+    },
+    "DeviceMeshManager.create_device_mesh": {
+        "mesh_shape": ({"data": 8}, "one of its class"),
+        "devices": (None, "one of its class?"),
+    },
+    "DeviceMeshManager.create_hybrid_mesh": {
+        "data_parallel_size": (1, "a count"),
+        "model_parallel_size": (1, "a count"),
+        "model_axis": ("model", "text"),
+    },
+    "DeviceMeshManager.create_model_parallel_mesh": {
+        "num_devices": (8, "a count?"),
+        **EAGER_AXIS,
+    },
+    "DeviceMeshManager.get_mesh_info": {},
+    "MeshRules": {name: ("data", "text?") for name in ("data", "embed", "mlp", "heads")},
+    "OptaxAdapter": {"state": (None, "anything")},
+    "OptaxAdapter.apply_gradients": {},
+    "OptaxAdapter.check_slices": {"slices": (TREE, "arrays or numbers")},
+    "OptaxAdapter.init": {},
+    "TrainSpec": {
+        **{name: (value, "one of its class") for name, value in SPEC.items()},
+        "example": (SPEC["example"], "anything"),
+        "batch_size": (16, "a count"),
+        "max_grad_norm": (None, "a norm?"),
+        "seed": (0, "a count or 0"),
+        "loss_scale": (dynamic_loss_scale(), "one of its class?"),
+        "skip_nonfinite": (False, "a flag"),
+    },
+    "TrainableModel": {
+        **{name: (value, "a function") for name, value in trainable().items()},
+        "config": ({}, "a dict"),
+        "units": ({}, "sizes"),
+        "work": (None, "a function?"),
+    },
+    "accumulate_gradients": {
+        "loss": (lambda *trees: sum(map(jnp.sum, jax.tree.leaves(trees))), "a function"),
+        "micro_batches": (np.ones((2, 4, 8), np.float32), "arrays"),
+        "gather": (None, "a function?"),
+        "params": (TREE, "arrays"),
+    },
+    "all_mean": {},
+    "all_mean_tree": {},
+    "average_gradients": {"grads": (TREE, "arrays")},
+    "choose_dim": {"free": (None, "one of its class?")},
+    "clip_by_global_norm": {"max_norm": (1.0, "a norm"), "layout": (None, "anything")},
+    "clip_by_global_norm_sharded": {"max_norm": (1.0, "a norm"), "layout": (None, "like another?")},
+    "compiled": {"recipe": (recipe(rdp.compiled), "one of its class")},
+    "create_data_parallel_sharding": {},
+    "data_parallel": {
+        "name": ("ddp", "text"),
+        "engine": (rdp.mapped, "a function"),
+        **{slot: (None, "a function?") for slot in ("shard", "gather", "sync", "update")},
+        "gather_each": ("micro_batch", "one of its class"),
+        "sync_each": ("step", "one of its class"),
+        "accumulation_dtype": (None, "a dtype?"),
+        "loss_scale": (None, "one of its class?"),
+        "look_ahead": (False, "a flag"),
+        "compiler_options": (None, "a dict?"),
+    },
+    "data_parallel_rules": {"data_axis": ("data", "text")},
+    "data_parallel_train_step": {
+        "loss_fn": (of_tree, "a function"),
+        "batch": ({"x": np.ones((8, 2, 8), np.float32)}, "arrays"),
+        "state": (STATE, "one of its class"),
+        "rngs": (None, "random keys?"),
+    },
+    "dim_by_path": {"dims": ({"w": 0}, "sizes"), "otherwise": (rdp.largest_dim, "a function")},
+    "fsdp_apply_gradients": {"optimizer": (rdp.OptaxAdapter(SGD), "one of its class")},
+    "fsdp_update": {},
+    "gather_array_with_mean_grads": {"axis": (0, "an integer")},
+    "gather_params": {"params": (BOXED, "arrays or numbers")},
+    "gather_shards": {
+        "held": ({"w": np.ones((2, 16), np.float32)}, "arrays"),
+        "bucket_bytes": (None, "an integer?"),
+        "rows": (None, "an array?"),
+    },
+    "gather_tree": {
+        "tree": ({"w": np.ones((2, 16), np.float32)}, "arrays"),
+        "into": (None, "like another?"),
+    },
+    "global_norm": {"tree": (TREE, "arrays or numbers")},
+    "init_sharded": {"init": (lambda: TREE, "a function")},
+    "largest_dim": {},
+    "lay_out": {"tree": (TREE, "shapes"), "units": (None, "sizes?")},
+    "linen_functions": {"module": (nn.Dense(3), "one of its class")},
+    "make_mesh": {
+        "axes": ({"data": -1}, "one of its class"),
+        "devices": (None, "one of its class?"),
+    },
+    "mapped": {},
+    "nnx_functions": {"factory": (lambda shape, rngs: MODEL, "a function")},
+    "one_device_mesh": {},
+    "pad_to_multiple": {"multiple": (3, "a count")},
+    "place_batch_on_shards": {"batch": (TREE, "anything")},
+    "place_model_state_on_shards": {
+        "state": (TREE, "to be placed"),
+        "param_sharding": (None, "sizes?"),
+    },
+    "place_nnx_state_on_shards": {
+        "state": (nnx.state(MODEL), "one of its class"),
+        "filter_sharding": ({...: P()}, "one of its class"),
+    },
+    "pmapped": {"recipe": (recipe(rdp.pmapped), "one of its class")},
+    "reduce_gradient_tree": {},
+    "reduce_gradients_across_devices": {"axis_name": ("data", "axes")},
+    "run": {
+        "gin_files": ((), "anything"),
+        "bindings": ((), "anything"),
+        "workdir": ("unused", "anything"),
+        "imports": ((), "texts"),
+        "cpu_devices": (None, "a count?"),
+        "allow_unused": (False, "a flag"),
+    },
+    "scatter_gradients": {"grads": (TREE, "arrays")},
+    "scatter_mean": {},
+    "scatter_mean_tree": {"replica_axes": ((), "axes")},
+    "shard_module_params": {"target": (nn.Dense, "a function")},
+    "shard_nnx_module_params": {"target": (nnx.Linear, "one of its class")},
+    "shard_params": {},
+    "sharded_global_norm": {"layout": (None, "like another?")},
+    "sharding_report": {
+        "params": (TREE, "arrays or numbers"),
+        "axis_name": ("fsdp", "an axis"),
+    },
+    "slice_specs": {},
+    "slice_state": {"state": (SGD.init(TREE), "anything")},
+    "spmd_train_step": {
+        "model": (MODEL, "one of its class"),
+        "optimizer": (nnx.Optimizer(MODEL, SGD, wrt=nnx.Param), "one of its class"),
+        "batch": ({"x": np.ones((8, 4), np.float32)}, "a function's argument"),
+        "rngs": (None, "a function's argument"),
+    },
+    "sync_gradients": {},
+    "unpad": {"length": (3, "a count or 0")},
+    "update_local": {**SLOT, "opt_state": (SGD.init(TREE), "anything")},
+    "update_slices": {
+        "grads": ({"w": np.ones((2, 16), np.float32)}, "arrays"),
+        "params": (TREE, "arrays"),
+    },
+    "weighted_loss": {"total": (1.0, "a number"), "weight": (2, "a number")},
+    "weighted_mean": {"total": (1.0, "a number"), "weight": (2, "a number")},
+    "whole_state": {"state": (SGD.init(TREE), "anything")},
+}
+# Values that are no functions, and records of values, which whoever is given them checks.
+RECORDS = {
+    *("PLAIN", "Choice", "LossOutput", "Placement", "Reduction", "ShardingRow", "Strategy"),
+    *("TrainState", "UsageError"),
+}
