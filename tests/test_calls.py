@@ -95,7 +95,7 @@ def named(parameter, message, value):
     return any(word in message for word in words)
 
 
-LEAVES = ("'w'", "'other'", "'bias'", "of shape")
+LEAVES = ("'w'", "'other'", "'bias'", "'x'", "of shape")
 
 
 def test_every_public_name_is_in_the_table_and_every_right_call_is_right():

@@ -213,7 +213,7 @@ def _by_reduce_type(reduce_type: str, **functions: Callable[..., Any]) -> Callab
 @checked
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshRules:
-    """Which mesh axis each kind of dim lies on; None: on none (datarax).
+    """The mesh axis that each kind of dim is sharded over, or None (datarax).
 
     `PartitionSpec(*rules('data', 'embed'))` is the spec of an array with those dims.
 
