@@ -28,6 +28,7 @@ WRONG = {
     "{}": {},
     "numbers": [1, 2],
     "an array": np.ones(3, np.float32),
+    "a 0-d array": jnp.ones(()),
     "another tree": {"other": np.ones(3, np.float32)},
     "a key": jax.random.key(0),
     "float0": np.zeros(3, jax.dtypes.float0),
@@ -42,7 +43,7 @@ WRONG = {
 }
 EVERY = frozenset(WRONG)
 # Kind of parameter -> those of them that it may take; with '?' None too.
-ARRAYS = {"an array", "another tree", "()", "{}"}
+ARRAYS = {"an array", "a 0-d array", "another tree", "()", "{}"}
 TAKES = {
     "one of its class": (),
     "arrays": ARRAYS,
@@ -51,8 +52,8 @@ TAKES = {
         *(*ARRAYS, "3", "0", "-1", "1.5", "NaN", "True", "numbers", "a key", "a tree with a key"),
     },
     "shapes": {*ARRAYS, "a tree with numbers"},
-    "an array": {"an array"},
-    "a number": {"an array", "3", "0", "-1", "1.5", "NaN", "True"},
+    "an array": {"an array", "a 0-d array"},
+    "a number": {"an array", "a 0-d array", "3", "0", "-1", "1.5", "NaN", "True"},
     "random keys": {"a key", "a tree with a key"},
     "like another": (),
     "anything": EVERY,
@@ -62,6 +63,7 @@ TAKES = {
     "a count or 0": {"3", "0"},
     "an integer": {"3", "0", "-1"},
     "a norm": {"3", "0", "1.5"},
+    "a traced norm": {"3", "0", "1.5", "a 0-d array"},
     "a flag": {"True"},
     "a dtype": (),
     "text": {"text"},
@@ -316,6 +318,7 @@ CALLS = {
     "slice_specs": {},
     "slice_state": {"state": (SGD.init(TREE), "anything")},
     "spmd_train_step": {
+        "max_grad_norm": (None, "a traced norm?"),
         "model": (MODEL, "one of its class"),
         "optimizer": (nnx.Optimizer(MODEL, SGD, wrt=nnx.Param), "one of its class"),
         "batch": ({"x": np.ones((8, 4), np.float32)}, "a function's argument"),

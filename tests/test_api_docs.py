@@ -33,6 +33,7 @@ def test_every_page_is_run():
 @pytest.mark.parametrize("page", PAGES)
 def test_a_page_runs_as_printed_in_a_process_of_its_own(page, tmp_path):
     ours = ("XLA_FLAGS", "JAX_")
+    quick = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
     bare = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     program = tmp_path / "page.py"
     program.write_text(f"{blocks(page)}\n{PAGES[page]}\n")
@@ -41,7 +42,7 @@ def test_a_page_runs_as_printed_in_a_process_of_its_own(page, tmp_path):
         capture_output=True,
         text=True,
         cwd=tmp_path,
-        env={**bare, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
+        env={**bare, **quick, "PYTHONPATH": str(ROOT)},
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]

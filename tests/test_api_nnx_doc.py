@@ -20,6 +20,7 @@ def run(code, line, names):
     exec(compile("\n" * line + code, str(DOC), "exec"), names)
 
 
+@pytest.mark.slow
 def test_every_block_runs_and_mended_examples_do_as_said_as_printed():
     names, seen = {"__name__": "docs"}, []
     for line, code in blocks():

@@ -24,8 +24,9 @@ from research_dp.data.generators import Purpose, generator
 from research_dp.data.order import example_indices, stream_positions
 from research_dp.data.preprocess import Preprocess
 from research_dp.data.reader import Splits, check_decodable, check_format, treated, unreadable
+from research_dp.distributed.annotations import checked
 from research_dp.distributed.data_set import Arrays, EvalOrder, TrainOrder
-from research_dp.distributed.errors import UsageError, check_count
+from research_dp.distributed.errors import UsageError
 from research_dp.distributed.kinds import Count, CountOrZero
 
 
@@ -145,6 +146,7 @@ def _end_with(sentinel: int) -> None:
 
 
 @gin.register(module="data")
+@checked
 def random_access(
     builder: Any,
     train_split: str,
@@ -174,10 +176,6 @@ def random_access(
         UsageError: The data set is in a format without random access, or its images need OpenCV to
             be decoded, or a count makes no sense.
     """
-    check_count("random_access.threads", threads, 0)
-    check_count("random_access.workers", workers, 0)
-    check_count("random_access.prefetch", prefetch, 1)
-    check_count("random_access.cache_bytes", cache_bytes, 0)
     check_format(
         builder,
         "array_record",

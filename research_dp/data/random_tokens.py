@@ -10,12 +10,13 @@ import numpy as np
 
 from research_dp.data.generators import Purpose, generator
 from research_dp.data.order import stream_positions
+from research_dp.distributed.annotations import checked
 from research_dp.distributed.data_set import Arrays, DataSet, EvalOrder, TrainOrder
-from research_dp.distributed.errors import check_count
 from research_dp.distributed.kinds import Count
 
 
 @gin.register(module="data")
+@checked
 def random_tokens(
     *,
     length: Count = gin.REQUIRED,
@@ -35,10 +36,6 @@ def random_tokens(
     Raises:
         UsageError: A count makes no sense.
     """
-    for name, value in (
-        ("length", length), ("vocab_size", vocab_size), ("eval_examples", eval_examples)
-    ):  # fmt: skip
-        check_count(f"random_tokens.{name}", value, 1)
 
     def drawn(seed: int, purpose: Purpose, places: np.ndarray) -> np.ndarray:
         rows = (generator(seed, purpose, int(p)).integers(vocab_size, size=length) for p in places)

@@ -16,12 +16,13 @@ import numpy as np
 from research_dp.data.generators import Purpose, generator
 from research_dp.data.preprocess import Preprocess
 from research_dp.data.reader import Splits, check_format, treated, unreadable
+from research_dp.distributed.annotations import checked
 from research_dp.distributed.data_set import Arrays, EvalOrder, TrainOrder
-from research_dp.distributed.errors import check_count
 from research_dp.distributed.kinds import Count
 
 
 @gin.register(module="data")
+@checked
 def tf_data(
     builder: Any,
     train_split: str,
@@ -44,8 +45,6 @@ def tf_data(
     Raises:
         UsageError: The data set is in another format, or a count makes no sense.
     """
-    check_count("tf_data.shuffle_buffer", shuffle_buffer, 1)
-    check_count("tf_data.prefetch", prefetch, 1)
     check_format(
         builder,
         "tfrecord",

@@ -163,7 +163,8 @@ def trouble(value: Any, expected: Any, others: Mapping[str, Any]) -> str | None:
     name = getattr(value, "__name__", None)
     if inspect.isfunction(value) and name and not any(map(is_callable, members(expected))):
         return f" is the function {name} itself. Give {in_words(expected)}."
-    return f" = {described(value)}: give {in_words(expected)}."
+    verb = "use" if choices_of(expected) else "give"
+    return f" = {described(value)}: {verb} {in_words(expected)}."
 
 
 def in_words(expected: Any) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import types
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import gin
 import jax
@@ -13,8 +13,20 @@ from jax.sharding import Mesh
 
 from research_dp.distributed.annotations import checked
 from research_dp.distributed.errors import UsageError
-from research_dp.distributed.kinds import Count, Devices, MeshShape
+from research_dp.distributed.kinds import Count, Devices, One, is_integer, is_sizes
 from research_dp.distributed.mesh import build_mesh
+
+
+def _is_mesh_shape(x: Any) -> bool:
+    """Whether it is sizes by axis name, or pairs of name and size; a name may occur twice."""
+    if not isinstance(x, tuple | list):
+        return is_sizes(x)
+    return all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in x) and all(
+        isinstance(name, str) and is_integer(size) for name, size in x
+    )
+
+
+MeshShape = Annotated[Any, One(_is_mesh_shape, "sizes of axes, e.g. {'data': 8}")]
 
 
 class _AlsoStatic:

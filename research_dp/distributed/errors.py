@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from research_dp.distributed.kinds import AtLeast, Floating, Limit
+from research_dp.distributed.kinds import AtLeast, Limit
 
 
 class UsageError(ValueError):
@@ -75,18 +75,6 @@ def check_kind(name: str, value: Any, kind: Any, example: str) -> None:
     else:
         problem = f"{name} = {value!r}: give e.g. {example}."
     raise UsageError(problem, binding=name)
-
-
-def check_callable(name: str, value: Any, example: str) -> None:
-    """Raises UsageError unless a parameter is a function, or None."""
-    if value is not None and not callable(value):
-        raise UsageError(f"{name} = {value!r}: give a function, e.g. {example}.", binding=name)
-
-
-def check_dtype(name: str, value: Any) -> None:
-    """Raises UsageError unless a parameter is a floating-point dtype, or None."""
-    if value is not None:
-        check_limit(name, value, Floating())
 
 
 def check_count(name: str, value: Any, least: int) -> None:

@@ -244,15 +244,6 @@ def is_sizes(x: Any) -> bool:
     return isinstance(x, Mapping) and all(isinstance(n, str) and is_integer(x[n]) for n in x)
 
 
-def is_mesh_shape(x: Any) -> bool:
-    """Whether it is sizes by axis name, or pairs of name and size; a name may occur twice."""
-    if not isinstance(x, tuple | list):
-        return is_sizes(x)
-    return all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in x) and all(
-        isinstance(name, str) and is_integer(size) for name, size in x
-    )
-
-
 def is_placeable(x: Any) -> bool:
     """Whether it can be put on devices: a number, or an array of numbers or of random keys."""
     return is_array_or_number(x) or (
@@ -284,8 +275,8 @@ def is_devices(x: Any) -> bool:
 
 
 def is_norm(x: Any) -> bool:
-    """Whether it is a number of at least 0, or such an array, which may be traced."""
-    return (is_number(x) and x >= 0) or (is_array(x) and np.ndim(x) == 0)
+    """Whether it is a number of at least 0."""
+    return is_number(x) and x >= 0
 
 
 def is_array(x: Any) -> bool:
@@ -355,7 +346,6 @@ AxisNames = Annotated[str | Sequence[str], Axes(0)]
 Shape = Annotated[tuple[int, ...], One(is_shape, "a shape, e.g. (8, 16)")]
 Sizes = Annotated[Mapping[str, int], One(is_sizes, "a dict of sizes, e.g. {'data': 8}")]
 Devices = Annotated[Sequence[jax.Device], One(is_devices, "devices, e.g. jax.devices()")]
-MeshShape = Annotated[Any, One(is_mesh_shape, "sizes of axes, e.g. {'data': 8}")]
 Placeable = Annotated[Any, Leaves(is_placeable, "arrays of numbers or random keys")]
 MaxNorm = Annotated[float, One(is_norm, "a number of at least 0")]
 Transform = Annotated[Any, Has(("init", "update"), "optax.sgd(0.1)")]

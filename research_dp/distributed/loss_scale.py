@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import gin
 import jax
 import jax.numpy as jnp
 
-from research_dp.distributed.errors import UsageError, check_count
+from research_dp.distributed.annotations import checked
+from research_dp.distributed.kinds import Above, Count, Positive
+
+AboveOne = Annotated[float, Above(1)]
 
 
 class LossScaleState(NamedTuple):
@@ -45,8 +48,9 @@ class LossScale:
 
 
 @gin.register(module="distributed")
+@checked
 def dynamic_loss_scale(
-    *, initial: float = 2.0**15, growth_interval: int = 2000, factor: float = 2.0
+    *, initial: Positive = 2.0**15, growth_interval: Count = 2000, factor: AboveOne = 2.0
 ) -> LossScale:
     """Multiplies the loss, and divides the gradients once they are reduced, in float32.
 
@@ -61,11 +65,4 @@ def dynamic_loss_scale(
     Raises:
         UsageError: A number makes no sense.
     """
-    check_count("dynamic_loss_scale.growth_interval", growth_interval, 1)
-    for name, value, least in (("initial", initial, 0.0), ("factor", factor, 1.0)):
-        if not value > least:
-            raise UsageError(
-                f"dynamic_loss_scale.{name} = {value!r}: give a number above {least:g}.",
-                binding=f"dynamic_loss_scale.{name}",
-            )
     return LossScale(initial, growth_interval, factor)

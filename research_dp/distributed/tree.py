@@ -21,8 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from research_dp.distributed.annotations import checked
 from research_dp.distributed.collectives import Axes, Reduction, axes_size, gather
-from research_dp.distributed.errors import UsageError, check_count
+from research_dp.distributed.errors import UsageError
 from research_dp.distributed.exchange import over_gloo
 from research_dp.distributed.kinds import Count
 from research_dp.distributed.layout import Placement
@@ -41,6 +42,7 @@ _GATHERED_BYTES = 2**6
 
 
 @gin.register(module="distributed")
+@checked
 def tree_reduction(*, logical_shards: Count, loop: bool = False) -> Reduction:
     """Adds in the order of one balanced binary tree: the same bits on any number of devices.
 
@@ -60,7 +62,6 @@ def tree_reduction(*, logical_shards: Count, loop: bool = False) -> Reduction:
         UsageError: It is not a power of two.
     """
     name = "tree_reduction.logical_shards"
-    check_count(name, logical_shards, 1)
     if logical_shards & (logical_shards - 1):
         raise UsageError(
             f"{name} = {logical_shards}: give a power of two, for sums are taken of pairs.",

@@ -47,12 +47,6 @@ def _or_gathered(policy: Callable[..., bool], prim: Any, *args: Any, **params: A
     return is_gathered(prim, **params) or policy(prim, *args, **params)
 
 
-def check_remat(remat: Any, binding: str) -> None:
-    """Raises UsageError for an unknown policy."""
-    if remat not in REMAT:
-        raise UsageError(f"{binding} = {remat!r}: use one of {list(REMAT)}.", binding=binding)
-
-
 @dataclasses.dataclass(frozen=True)
 class Units:
     """Runs the parts of a model.

@@ -10,15 +10,16 @@ import gin
 import jax
 from flax import nnx
 
-from research_dp.distributed.errors import check_dtype
+from research_dp.distributed.annotations import checked
 from research_dp.distributed.kinds import Count, DropoutRate, Dtype
 from research_dp.distributed.trainable import TrainableModel
 from research_dp.models.classification import Api, choose_api, image_classifier
-from research_dp.models.dropout import check_rate, dropout
-from research_dp.models.norm import LinenNorm, NnxNorm, Norm, check_norm
+from research_dp.models.dropout import dropout
+from research_dp.models.norm import LinenNorm, NnxNorm, Norm
 
 
 @gin.register(module="models")
+@checked
 def convnet(
     *,
     api: Api = "linen",
@@ -40,9 +41,6 @@ def convnet(
         dropout_rate: Dropout before the last layer.
         dtype: Compute dtype; None: float32.
     """
-    check_rate("convnet.dropout_rate", dropout_rate)
-    check_dtype("convnet.dtype", dtype)
-    check_norm(norm, "convnet.norm")
     config = (tuple(features), hidden, num_classes, norm, dropout_rate, dtype)
     functions = choose_api(
         api,

@@ -2,18 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
-
-from research_dp.distributed.errors import check_limit
-from research_dp.distributed.kinds import Part
-
-
-def check_rate(name: str, rate: Any) -> None:
-    """Raises UsageError unless a dropout rate, bound as `name`, is in [0, 1)."""
-    check_limit(name, rate, Part(with_one=False))
 
 
 def fold_in_each(keys: jax.Array, number: jax.Array | int) -> jax.Array:

@@ -10,14 +10,15 @@ import gin
 import jax
 from flax import nnx
 
-from research_dp.distributed.errors import check_dtype
+from research_dp.distributed.annotations import checked
 from research_dp.distributed.kinds import Count, DropoutRate, Dtype
 from research_dp.distributed.trainable import TrainableModel
 from research_dp.models.classification import Api, choose_api, image_classifier
-from research_dp.models.dropout import check_rate, dropout
+from research_dp.models.dropout import dropout
 
 
 @gin.register(module="models")
+@checked
 def mlp(
     *,
     api: Api = "linen",
@@ -35,8 +36,6 @@ def mlp(
         dropout_rate: Dropout after each hidden layer.
         dtype: Compute dtype; None: float32.
     """
-    check_rate("mlp.dropout_rate", dropout_rate)
-    check_dtype("mlp.dtype", dtype)
     functions = choose_api(
         api,
         "mlp.api",

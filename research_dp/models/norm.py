@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import flax.linen as nn
 import jax
 from flax import nnx
 
-from research_dp.distributed.errors import UsageError
-
 _GROUPS = 8
 Norm = Literal["batch", "group", "none"]
-
-
-def check_norm(norm: str, binding: str) -> None:
-    """Raises UsageError for an unknown name."""
-    if norm not in get_args(Norm):
-        raise UsageError(
-            f"{binding} = {norm!r}: use one of {list(get_args(Norm))}.", binding=binding
-        )
 
 
 class LinenNorm(nn.Module):

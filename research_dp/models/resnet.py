@@ -10,15 +10,16 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from research_dp.distributed.errors import check_dtype
+from research_dp.distributed.annotations import checked
 from research_dp.distributed.kinds import Count, DropoutRate, Dtype
 from research_dp.distributed.trainable import TrainableModel
 from research_dp.models.classification import Api, choose_api, image_classifier
-from research_dp.models.dropout import check_rate, dropout
-from research_dp.models.norm import LinenNorm, NnxNorm, Norm, check_norm
+from research_dp.models.dropout import dropout
+from research_dp.models.norm import LinenNorm, NnxNorm, Norm
 
 
 @gin.register(module="models")
+@checked
 def resnet(
     *,
     api: Api = "linen",
@@ -42,9 +43,6 @@ def resnet(
         dropout_rate: Dropout before the last layer.
         dtype: Compute dtype; None: float32.
     """
-    check_rate("resnet.dropout_rate", dropout_rate)
-    check_dtype("resnet.dtype", dtype)
-    check_norm(norm, "resnet.norm")
     config = (tuple(stages), width, num_classes, norm, dropout_rate, dtype)
     functions = choose_api(
         api,

@@ -10,13 +10,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from research_dp.distributed.errors import UsageError, check_count, check_dtype
+from research_dp.distributed.annotations import checked
+from research_dp.distributed.errors import UsageError
 from research_dp.distributed.kinds import Count, DropoutRate, Dtype
 from research_dp.distributed.trainable import TrainableModel
-from research_dp.distributed.units import Remat, check_remat
+from research_dp.distributed.units import Remat
 from research_dp.models.attention import Implementation, attention, rotate
 from research_dp.models.classification import Api, choose_api
-from research_dp.models.dropout import check_rate, dropout
+from research_dp.models.dropout import dropout
 from research_dp.models.language import LanguageModel
 
 
@@ -42,6 +43,7 @@ class BlockConfig:
 
 
 @gin.register(module="models")
+@checked
 def transformer(
     *,
     api: Api = "linen",
@@ -83,13 +85,6 @@ def transformer(
     Raises:
         UsageError: A size or a name makes no sense.
     """
-    counts = {"vocab_size": vocab_size, "width": width, "depth": depth, "heads": heads}
-    counts = {**counts, "mlp_width": mlp_width, "unroll": unroll, "logits_at_once": logits_at_once}
-    for name, value in counts.items():
-        check_count(f"transformer.{name}", value, 1)
-    check_rate("transformer.dropout_rate", dropout_rate)
-    check_dtype("transformer.dtype", dtype)
-    check_remat(remat, "transformer.remat")
     if width % heads or (width // heads) % 2:
         raise UsageError(
             f"transformer.width = {width} over heads = {heads}: a head needs an even, whole number "

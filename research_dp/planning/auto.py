@@ -11,13 +11,15 @@ import jax
 
 from research_dp.analysis import topologies
 from research_dp.distributed.agreement import of_the_first
-from research_dp.distributed.errors import UsageError, check_kind
+from research_dp.distributed.annotations import checked
+from research_dp.distributed.errors import UsageError
 from research_dp.planning import advice
 from research_dp.planning.row import Row, compile_row, fastest_first, refused
 from research_dp.strategies import Recipe, TrainSpec
 
 
 @gin.register(module="planning")
+@checked
 def auto(*, candidates: Sequence[Recipe] = gin.REQUIRED) -> Recipe:
     """Compiles each candidate's training step, and takes the fastest of those that fit.
 
@@ -33,8 +35,6 @@ def auto(*, candidates: Sequence[Recipe] = gin.REQUIRED) -> Recipe:
     """
     if not candidates:
         raise UsageError("auto.candidates is empty: give at least one strategy.")
-    for candidate in candidates:
-        check_kind("auto.candidates", candidate, Recipe, "[@ddp/data_parallel()]")
     return dataclasses.replace(
         candidates[0], name="auto", choose=functools.partial(_choose, tuple(candidates))
     )

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import gin
 
-from research_dp.distributed.errors import check_count, check_limit
-from research_dp.distributed.kinds import Above, Count, Positive
+from research_dp.distributed.annotations import checked
+from research_dp.distributed.kinds import Count, Positive
 from research_dp.planning.row import Row
 
 
@@ -43,6 +43,7 @@ class Budget:
 
 
 @gin.register(module="planning")
+@checked
 def plan(*, max_wire_ratio: Positive | None = None, max_peak_bytes: Count | None = None) -> Budget:
     """What `python -m research_dp.plan` holds strategies to; its status is 1 if one needs more.
 
@@ -56,8 +57,4 @@ def plan(*, max_wire_ratio: Positive | None = None, max_peak_bytes: Count | None
     Raises:
         UsageError: A limit makes no sense.
     """
-    if max_wire_ratio is not None:
-        check_limit("plan.max_wire_ratio", max_wire_ratio, Above(0))
-    if max_peak_bytes is not None:
-        check_count("plan.max_peak_bytes", max_peak_bytes, 1)
     return Budget(max_wire_ratio, max_peak_bytes)

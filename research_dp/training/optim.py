@@ -8,8 +8,9 @@ import gin
 import jax
 import optax
 
-from research_dp.distributed.errors import UsageError, check_count, check_limit
-from research_dp.distributed.kinds import Fraction, Part
+from research_dp.distributed.annotations import checked
+from research_dp.distributed.errors import UsageError, check_count
+from research_dp.distributed.kinds import Fraction
 
 _OPTIMIZERS = (
     optax.adafactor,
@@ -32,6 +33,7 @@ for _function in (*_OPTIMIZERS, *_SCHEDULES):
 
 
 @gin.register(module="optim")
+@checked
 def warmup_cosine(
     peak_value: float, *, warmup_fraction: Fraction = 0.05, end_fraction: Fraction = 0.0
 ) -> optax.Schedule:
@@ -42,8 +44,6 @@ def warmup_cosine(
         warmup_fraction: Part of the run that the warm-up takes.
         end_fraction: Part of `peak_value` that is left at the end.
     """
-    for name, value in (("warmup_fraction", warmup_fraction), ("end_fraction", end_fraction)):
-        check_limit(f"warmup_cosine.{name}", value, Part())
     decay_steps = max(_run_length(), 1)
     return optax.warmup_cosine_decay_schedule(
         init_value=0.0,
