@@ -106,6 +106,15 @@ def test_every_public_name_is_in_the_table_and_every_right_call_is_right():
         assert all(entry(name, parameter) for parameter in parameters(name))
 
 
+@pytest.fixture(autouse=True, scope="module")
+def plain_tracebacks():
+    """Thousands of errors are raised here, and filtering a traceback takes longer than most."""
+    before = jax.config.jax_traceback_filtering
+    jax.config.update("jax_traceback_filtering", "off")
+    yield
+    jax.config.update("jax_traceback_filtering", before)
+
+
 def names():
     return [
         pytest.param(name, marks=pytest.mark.xfail(strict=True))

@@ -1,13 +1,21 @@
 """What a plan tries beside what it was asked for: batches that fit, other dtypes and layouts."""
 
+import optax
 import pytest
 from test_strategies import recipe_of
 
 from research_dp.analysis.topologies import topology
 from research_dp.config import candidates
+from research_dp.distributed.trainable import TrainableModel
 from research_dp.planning import advice, batch
 from research_dp.planning.row import Row
 from research_dp.strategies import TrainSpec
+
+
+def spec_of(**sizes):
+    """A spec of which the sizes alone are read."""
+    model = TrainableModel(init=lambda *_: None, loss=lambda *_: None)
+    return TrainSpec(model=model, optimizer=optax.identity(), example={}, **sizes)
 
 
 @pytest.mark.parametrize(("fixed", "each", "expected"), [(10, 1, 90), (10, 7, 12), (50, 49, 1)])
@@ -22,7 +30,7 @@ def test_the_largest_batch_is_found_in_a_few_compilations(fixed, each, expected)
         return Row("x", batch_size=spec.batch_size, needed_bytes=needed, available_bytes=100,
                    fits=needed <= 100)  # fmt: skip
 
-    spec = TrainSpec(model=None, optimizer=None, example={}, batch_size=16, accumulation_steps=2)
+    spec = spec_of(batch_size=16, accumulation_steps=2)
     first = attempt(spec)
     found = batch.largest(recipe_of("fsdp"), spec, first, attempt)
     assert found.fits
@@ -88,7 +96,7 @@ def test_more_micro_batches_are_tried_until_it_fits():
         return Row("x", fits=steps >= 4, accumulation_steps=steps)
 
     def steps(size):
-        spec = TrainSpec(model=None, optimizer=None, example={}, batch_size=size)
+        spec = spec_of(batch_size=size)
         return batch.smallest_steps(recipe_of("fsdp"), spec, Row("x"), attempt)
 
     assert steps(32).accumulation_steps == 4
@@ -107,11 +115,11 @@ def test_the_batch_grows_by_no_more_than_can_be_tried():
         return Row("x", batch_size=spec.batch_size, needed_bytes=10, available_bytes=10**9,
                    fits=True)  # fmt: skip
 
-    spec = TrainSpec(model=None, optimizer=None, example={}, batch_size=4096)
+    spec = spec_of(batch_size=4096)
     batch.largest(recipe_of("fsdp"), spec, attempt(spec), attempt)
     assert max(tried) <= 4096 * 2 * 8**3
     tried.clear()
-    spec = TrainSpec(model=None, optimizer=None, example={}, batch_size=2**29)
+    spec = spec_of(batch_size=2**29)
     batch.largest(recipe_of("fsdp"), spec, attempt(spec), attempt)
     assert max(tried) < 2**31
 
@@ -122,6 +130,6 @@ def test_where_no_larger_batch_fits_at_once_more_micro_batches_are_tried():
         return Row("x", batch_size=spec.batch_size, needed_bytes=needed, available_bytes=100,
                    accumulation_steps=spec.accumulation_steps, fits=needed <= 100)  # fmt: skip
 
-    spec = TrainSpec(model=None, optimizer=None, example={}, batch_size=8)
+    spec = spec_of(batch_size=8)
     found = batch.largest(recipe_of("fsdp"), spec, attempt(spec), attempt)
     assert (found.batch_size, found.accumulation_steps) == (16, 2)

@@ -169,7 +169,14 @@ def trouble(value: Any, expected: Any, others: Mapping[str, Any]) -> str | None:
 
 def in_words(expected: Any) -> str:
     """E.g. 'a whole number, or None'."""
-    return ", or ".join(words_of(members(expected)))
+    words = words_of(members(expected))
+    return ", or ".join(f"{_article(w)}{w}" for w in words)
+
+
+def _article(words: str) -> str:
+    """What is written before the name of a class."""
+    is_class = words.isidentifier() and words != "None"
+    return ("an " if words[0] in "AEIOU" else "a ") if is_class else ""
 
 
 def words_of(parts: Sequence[Any]) -> list[str]:

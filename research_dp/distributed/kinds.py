@@ -197,9 +197,10 @@ class Leaves:
         for (path, leaf), length in zip(flat, lengths, strict=False):
             if length == 0 or length != lengths[0]:
                 number = f", {lengths[0]} like the first leaf" if lengths[0] else ""
+                name = f": leaf {path_name(path)!r}" if path else ""
                 return (
-                    f": leaf {path_name(path)!r} of shape {leaf.shape} needs a first dim that "
-                    f"counts {self.counts}, at least one{number}."
+                    f"{name} of shape {leaf.shape} needs a first dim that counts {self.counts}, "
+                    f"at least one{number}."
                 )
         if not self.like:
             return None
