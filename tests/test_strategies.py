@@ -295,7 +295,7 @@ def test_slots_that_an_engine_does_not_have_are_refused():
     with pytest.raises(UsageError, match="engine 'pmapped' has one axis"):
         build("pmap", small_model("linen"), bindings=["make_mesh.axes = {'fsdp': -1}"])
     gin_config.reset()
-    with pytest.raises(UsageError, match="use 'step' or 'micro_batch'"):
+    with pytest.raises(UsageError, match=r"use one of \['step', 'micro_batch'\]"):
         build("ddp", small_model("linen"), bindings=["data_parallel.sync_each = 'epoch'"])
 
 
