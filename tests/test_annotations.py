@@ -90,7 +90,7 @@ def test_what_cannot_be_read_or_is_not_given_is_accepted():
         ),
         ((np.zeros(2, jax.dtypes.float0),), "trees.tree = an array of shape (2,) and dtype float0"),
         (({1: jnp.ones(1), "a": jnp.ones(1)},), "trees.tree: it is no pytree"),
-        (({"a": jnp.ones(1)}, {"b": jnp.ones(1)}), "trees.like differs from tree in 'a'."),
+        (({"a": jnp.ones(1)}, {"b": jnp.ones(1)}), "trees.like differs from tree in 'a': give"),
         (({}, {}, {"a": "1"}), "trees.values: leaf 'a' is '1'."),
         (({}, {}, (), 3), "trees.axes = 3: give the name of a mesh axis, or several"),
         (({}, {}, (), ("a", 3)), "trees.axes = ('a', 3): give"),

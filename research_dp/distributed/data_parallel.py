@@ -82,7 +82,7 @@ def place_batch_on_shards(batch: Batch, sharding: Sharding) -> Batch:
 @checked
 def place_model_state_on_shards(
     state: Placeable,
-    mesh: Mesh,
+    mesh: Mesh | AbstractMesh,
     param_sharding: str | Mapping[str, Any] | None = None,
 ) -> Any:
     """Puts a model's state on a mesh (datarax; artifex's `shard_model_state`).
@@ -128,7 +128,7 @@ def _matched(tree: PyTree, rules: Mapping[str, Sharding]) -> PyTree:
     return jax.tree.unflatten(jax.tree.structure(tree), [rules.get(path) for path in paths])
 
 
-def _dim_0_specs(state: PyTree, mesh: Mesh) -> PyTree:
+def _dim_0_specs(state: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
     """Asks the rule with dim 0 alone free, and every size worth sharding."""
     axis = mesh.axis_names[0]
 

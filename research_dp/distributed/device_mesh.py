@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import gin
 import jax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from research_dp.distributed.annotations import checked
 from research_dp.distributed.errors import UsageError
@@ -129,7 +129,7 @@ class DeviceMeshManager:
 
     @_AlsoStatic
     @checked
-    def get_mesh_info(self, mesh: Mesh) -> dict[str, Any]:
+    def get_mesh_info(self, mesh: Mesh | AbstractMesh) -> dict[str, Any]:
         """`{'total_devices': 8, 'axes': {'data': 4, 'model': 2}}` of a 4 x 2 mesh."""
         return {"total_devices": mesh.size, "axes": dict(mesh.shape)}
 

@@ -209,7 +209,7 @@ class Leaves:
         if paths == other:
             return None
         odd = next((p for p in (*other, *paths) if (p in other) != (p in paths)), "order of leaves")
-        return f" differs from {self.like} in {odd!r}. Give {self.words} of the same structure."
+        return f" differs from {self.like} in {odd!r}: give {self.words}, in the same structure."
 
     def __str__(self) -> str:
         return self.words

@@ -110,7 +110,7 @@ class Placement:
 
 def placements_of(parameter: str) -> Leaves:
     """The kind of a layout: `Placement`s at the paths of the tree that is given as `parameter`."""
-    return Leaves(lambda x: isinstance(x, Placement), "Placements, as lay_out gives", parameter)
+    return Leaves(lambda x: isinstance(x, Placement), "Placements, as of lay_out", parameter)
 
 
 def dim_spec(dim: int, axis: str | tuple[str, ...] = FSDP_AXIS) -> PartitionSpec:

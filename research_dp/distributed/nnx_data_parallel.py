@@ -241,7 +241,7 @@ class DataParallel(nnx.Module):
         )
 
     @checked
-    def replicate_params(self, params: Placeable, mesh: Mesh) -> Any:
+    def replicate_params(self, params: Placeable, mesh: Mesh | AbstractMesh) -> Any:
         """Puts every leaf whole on every device; Python numbers become arrays."""
         return data_parallel.place_model_state_on_shards(params, mesh, "replicate")
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import gin
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from research_dp.distributed.annotations import checked
 from research_dp.distributed.boxes import is_box, names_of, split_over, unboxed, with_value
@@ -17,7 +17,7 @@ PyTree = Any
 
 @gin.register(module="distributed")
 @checked
-def init_sharded(init: Callable[..., PyTree], mesh: Mesh, *args: Any) -> PyTree:
+def init_sharded(init: Callable[..., PyTree], mesh: Mesh | AbstractMesh, *args: Any) -> PyTree:
     """Runs an initialiser of sharded parameters so that each is made where it lies.
 
     For modules of `shard_module_params` classes, whose `init` inside mapped axes makes whole
