@@ -30,13 +30,13 @@ class Normalised(nnx.Module):
         return self.norm(self.linear(x) + 1.0)
 
 
-def trained(batch, spec=None, mesh=None, optimizer=nnx.Optimizer):
+def trained(batch, spec=None, mesh=None, optimizer=nnx.Optimizer, wrt=nnx.Param):
     """Losses of three steps, and the model after them."""
     model = Normalised()
     if spec is not None:
         filters = {nnx.Param: spec, ...: P()}
         nnx.update(model, research_dp.place_nnx_state_on_shards(nnx.state(model), mesh, filters))
-    state = optimizer(model, optax.sgd(0.1, 0.9), wrt=nnx.Param)
+    state = optimizer(model, optax.sgd(0.1, 0.9), wrt=wrt)
 
     @nnx.jit
     def step(model, state, batch):
@@ -61,6 +61,17 @@ def test_spmd_numbers_are_those_of_one_device(any_mesh, spec, one_device):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
     if spec:
         assert model.linear.kernel[...].addressable_shards[0].data.shape == (1, 8)
+
+
+def test_spmd_trains_some_parameters_where_all_are_sharded_over_the_axis_of_the_batch():
+    mesh = jax.make_mesh((8,), ("data",))
+    batch = jax.device_put({"x": X}, jax.NamedSharding(mesh, P("data")))
+    wrt = nnx.All(nnx.Param, nnx.PathContains("norm"))
+    expected, one = trained({"x": X}, wrt=wrt)
+    losses, model = trained(batch, P("data"), mesh, wrt=wrt)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    np.testing.assert_allclose(model.norm.scale, one.norm.scale, rtol=1e-4)
+    assert model.linear.kernel[...].addressable_shards[0].data.shape == (1, 8)
 
 
 def test_spmd_takes_an_optimizer_with_its_own_model_and_no_other(one_device):

@@ -160,7 +160,7 @@ def shard_nnx_module_params(
             )
             module = nnx.merge(graphdef, whole, others)
             result = getattr(super(Sharded, module), name)(*args, **kwargs)
-            nnx.update(self, _changed(others, nnx.state(module, nnx.Not(nnx.Param))))
+            nnx.update(self, changed(others, nnx.state(module, nnx.Not(nnx.Param))))
             return result
 
         return functools.wraps(getattr(target, name))(method)
@@ -172,7 +172,7 @@ def shard_nnx_module_params(
     return Sharded
 
 
-def _changed(before: nnx.State, after: nnx.State) -> nnx.State:
+def changed(before: nnx.State, after: nnx.State) -> nnx.State:
     """The variables of `after` that are new or hold another array than before."""
     old = dict(nnx.to_flat_state(before))
     return nnx.from_flat_state(

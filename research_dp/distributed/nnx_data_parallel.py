@@ -19,6 +19,7 @@ from research_dp.distributed.clipping import clip_by_global_norm_sharded
 from research_dp.distributed.collectives import flat_axes
 from research_dp.distributed.errors import UsageError
 from research_dp.distributed.kinds import One, Placeable, is_array, is_norm, path_name
+from research_dp.distributed.nnx import changed
 from research_dp.distributed.replication import refuse_mapped
 
 Batch = Any
@@ -100,16 +101,20 @@ def _with_gathered(loss_fn: Callable[..., Any], wrt: Any, batch: Batch) -> Calla
         return loss_fn
     mesh = next(sharding.mesh for sharding in placed if not sharding.mesh.empty)
 
-    def gathered(x: jax.Array) -> jax.Array:
+    def gathered(x: Any) -> Any:
+        if not is_array(x):
+            return x  # a random key
         spec = jax.typeof(x).sharding.spec
         kept = (tuple(name for name in flat_axes(dim) if name not in axes) for dim in spec)
         return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*kept)))
 
     def loss(model: nnx.Module, batch: Batch, **kwargs: Any) -> Any:
-        graphdef, params, others = nnx.split(model, wrt, ...)  # type: ignore[misc]
-        replicated = nnx.merge(graphdef, jax.tree.map(gathered, params), others)
+        graphdef, *variables = nnx.split(model, wrt, ...)
+        params, others = jax.tree.map(gathered, variables)
+        before = jax.tree.map(lambda x: x, others)  # the module changes its own variables
+        replicated = nnx.merge(graphdef, params, others)
         value = loss_fn(replicated, batch, **kwargs)
-        nnx.update(model, nnx.state(replicated, nnx.Not(wrt)))
+        nnx.update(model, changed(before, nnx.state(replicated, nnx.Not(wrt))))
         return value
 
     return loss
