@@ -151,7 +151,7 @@ def _bound(slot: Callable[..., Any] | None, name: str) -> Any:
     own = None if parameter.default is parameter.empty else parameter.default
     if _gin_knows(function):
         return gin.get_bindings(function).get(name, own)
-    if _gin_knows(inspect.unwrap(function)):
+    if _gin_knows(inspect.unwrap(function, stop=_gin_knows)):
         raise NotImplementedError(f"{function.__name__}: in a gin scope of its own")
     return own
 
