@@ -270,6 +270,7 @@ CALLS = {
     "gather_tree": {
         "tree": ({"w": np.ones((2, 16), np.float32)}, "arrays"),
         "into": (None, "like another?"),
+        "axis": ("fsdp", "axes"),
     },
     "global_norm": {"tree": (TREE, "arrays or numbers")},
     "init_sharded": {"init": (lambda: TREE, "a function")},
@@ -306,7 +307,7 @@ CALLS = {
     },
     "scatter_gradients": {"grads": (TREE, "arrays")},
     "scatter_mean": {},
-    "scatter_mean_tree": {"replica_axes": ((), "axes")},
+    "scatter_mean_tree": {"axis": ("fsdp", "axes"), "replica_axes": ((), "axes")},
     "shard_module_params": {"target": (nn.Dense, "a function")},
     "shard_nnx_module_params": {"target": (nnx.Linear, "one of its class")},
     "shard_params": {},

@@ -28,7 +28,8 @@ from research_dp.distributed.collectives import (
     shard,
     with_gradient,
 )
-from research_dp.distributed.kinds import Arrays, AxisName, AxisNames, Dtype, arrays_like
+from research_dp.distributed.errors import UsageError
+from research_dp.distributed.kinds import Arrays, AxisNames, Dtype, arrays_like
 from research_dp.distributed.layout import Placement, placements_of
 from research_dp.distributed.mesh import FSDP_AXIS
 from research_dp.distributed.padding import flatten_padded, unflatten
@@ -128,7 +129,7 @@ def scatter_mean_tree(
     layout: Annotated[PyTree, placements_of("tree")],
     reduction: Reduction = PLAIN,
     *,
-    axis: AxisName = FSDP_AXIS,
+    axis: AxisNames = FSDP_AXIS,
     replica_axes: AxisNames = (),
     dtype: Dtype | None = None,
     pre_divide: bool = False,
@@ -146,6 +147,7 @@ def scatter_mean_tree(
         pre_divide: Divide before each sum, for float16.
         bucket_bytes: Bytes that travel in one collective; <= 0: one collective for each leaf.
     """
+    _refuse_no_axis(layout, axis)
 
     def move(rows: jax.Array) -> jax.Array:
         # Each mean divides by the size of the axes that it sums over: together, once by each.
@@ -164,7 +166,7 @@ def gather_tree(
     layout: Annotated[PyTree, placements_of("tree")],
     reduction: Reduction = PLAIN,
     *,
-    axis: AxisName = FSDP_AXIS,
+    axis: AxisNames = FSDP_AXIS,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     into: Annotated[PyTree, arrays_like("tree")] | None = None,
     replicated: bool = True,
@@ -174,6 +176,7 @@ def gather_tree(
     Outside of what is differentiated; for `replicated` see `collectives.gather`. `into`, a tree of
     whole arrays that are not used any more, may be overwritten with the result.
     """
+    _refuse_no_axis(layout, axis)
 
     def move(rows: jax.Array) -> jax.Array:
         return gather(rows, 0, flat_axes(axis), reduction, replicated=replicated)
@@ -194,6 +197,13 @@ def gather_tree(
     whole = dict(zip(rest, moved, strict=True))
     whole |= {i: _gather_stack(leaves[i], old[i], flat_axes(axis), reduction) for i in stacks}
     return jax.tree.unflatten(treedef, [whole[i] for i in range(len(leaves))])
+
+
+def _refuse_no_axis(layout: PyTree, axis: AxisNames) -> None:
+    """Raises UsageError where a layout shards arrays over no axis."""
+    sharded = [p.path for p in jax.tree.leaves(layout) if p.dim is not None]
+    if sharded and not flat_axes(axis):
+        raise UsageError(f"axis = (): the layout shards {sharded[0]!r}; name its axis.")
 
 
 def gather_tree_with_mean_grads(
