@@ -93,9 +93,7 @@ def command(data_dir, tmp_path_factory):
         "PYTHONPATH": str(ROOT),
     }
 
-    def run(
-        *flags, start_only=False, cwd=ROOT, module=MODULE, tool=None, timeout=300, **extra
-    ):
+    def run(*flags, start_only=False, cwd=ROOT, module=MODULE, tool=None, timeout=300, **extra):
         program = [ROOT / "tools" / tool] if tool else ["-m", module]
         words = [sys.executable, *map(str, [*program, *flags])]
         options = {"cwd": cwd, "env": {**environment, **extra}, "text": True}

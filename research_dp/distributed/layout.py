@@ -294,7 +294,8 @@ def _dim_in_use(kind: str, shape: tuple[int, ...], axis_size: int, chosen: int) 
     return chosen
 
 
-def lay_out_flat(tree: PyTree, shards: int) -> PyTree:
+@checked
+def lay_out_flat(tree: PyTree, shards: Count) -> PyTree:
     """Splits every array as a flat one, padded, whatever its shape.
 
     Args:
@@ -307,7 +308,6 @@ def lay_out_flat(tree: PyTree, shards: int) -> PyTree:
     Raises:
         UsageError: `shards` is below 1, or a leaf is a random key or no array.
     """
-    check_count("shards", shards, 1)
 
     def place(path: Any, leaf: Any) -> Placement:
         name, dtype = path_name(path), getattr(leaf, "dtype", None)

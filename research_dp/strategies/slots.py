@@ -98,7 +98,6 @@ def average_gradients(
         pre_divide: Divide them before they are summed, for float16.
         bucket_bytes: Bytes that travel in one collective; <= 0: one collective for each leaf.
     """
-    check_dtype("average_gradients.dtype", dtype)
     for is_sharded, over in ((False, axes), (True, _replica_axes(axes))):
         grads = _mean_where(
             is_sharded,
@@ -139,7 +138,6 @@ def scatter_gradients(
         pre_divide: Divide them before they are summed, for float16.
         bucket_bytes: Bytes that travel in one collective; <= 0: one collective for each leaf.
     """
-    check_dtype("scatter_gradients.dtype", dtype)
     slices = buckets.scatter_mean_tree(
         grads,
         layout,
