@@ -16,7 +16,6 @@ from jax.ad_checkpoint import checkpoint_name
 
 from research_dp.distributed.annotations import checked
 from research_dp.distributed.collectives import (
-    GATHERED,
     PLAIN,
     Axes,
     GatherOptions,
@@ -33,6 +32,7 @@ from research_dp.distributed.kinds import Arrays, AxisNames, Dtype, arrays_like
 from research_dp.distributed.layout import Placement, placements_of
 from research_dp.distributed.mesh import FSDP_AXIS
 from research_dp.distributed.padding import flatten_padded, unflatten
+from research_dp.distributed.remat import GATHERED
 from research_dp.distributed.replication import is_replicated, varying_axes
 
 PyTree = Any

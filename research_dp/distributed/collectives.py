@@ -21,12 +21,10 @@ from research_dp.distributed import exchange
 from research_dp.distributed.annotations import checked
 from research_dp.distributed.errors import UsageError
 from research_dp.distributed.kinds import Array, AxisName, AxisNames, Dtype
+from research_dp.distributed.remat import GATHERED
 from research_dp.distributed.replication import as_varying, is_tracked
 
 Axes = tuple[str, ...]
-
-# Names gathered parameters, so that a rematerialisation policy can drop just them.
-GATHERED = "gathered_params"
 
 
 def _all_gather(x: jax.Array, axis: str, dim: int, to: str) -> jax.Array:
@@ -338,26 +336,3 @@ def gather_by_compiler(
         return checkpoint_name(jax.lax.with_sharding_constraint(x, whole), GATHERED)
 
     return with_gradient(full, lambda g: jax.lax.with_sharding_constraint(g, sharded))(x)
-
-
-_CHEAP = frozenset(
-    ("convert_element_type", "transpose", "reshape", "broadcast_in_dim", "squeeze", "slice", "rev")
-)
-
-
-def drop_gathered(prim: Any, *_: Any, **params: Any) -> bool:
-    """A `jax.checkpoint` policy: saves everything but gathered parameters.
-
-    Nor what is as cheap to make again as it is big to keep: casts and changes of shape. A cast of
-    a gathered parameter would stay in its place otherwise. A name inside a custom_vjp is invisible
-    to the library's own policies, so this one looks into the call.
-    """
-    return prim.name not in _CHEAP and not is_gathered(prim, **params)
-
-
-def is_gathered(prim: Any, **params: Any) -> bool:
-    """Whether a traced operation makes parameters whole."""
-    if prim.name != "custom_vjp_call":
-        return False
-    equations = params["call_jaxpr"].jaxpr.eqns
-    return any(e.primitive.name == "name" and e.params["name"] == GATHERED for e in equations)

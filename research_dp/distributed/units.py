@@ -9,42 +9,22 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from research_dp.distributed.collectives import drop_gathered, is_gathered
 from research_dp.distributed.errors import UsageError
 from research_dp.distributed.layout import Placement
 from research_dp.distributed.look_ahead import scan_ahead
+from research_dp.distributed.remat import REMAT, keep_gathered
 from research_dp.distributed.tables import take_rows
 
 PyTree = Any
 # (held parameters, their placements) -> whole parameters.
 Gather = Callable[[PyTree, PyTree], PyTree]
-
-
-def _dots(prim: Any, *args: Any, **params: Any) -> bool:
-    return jax.checkpoint_policies.dots_with_no_batch_dims_saveable(prim, *args, **params)
-
-
-Remat = Literal["full", "dots", "none"]
-
-# What the forward pass of a unit keeps for the backward pass, besides its inputs. Gathered
-# parameters are never kept.
-REMAT: Mapping[str, Callable[..., bool]] = {
-    "full": jax.checkpoint_policies.nothing_saveable,
-    "dots": _dots,
-    "none": drop_gathered,
-}
-
-
-def _or_gathered(policy: Callable[..., bool], prim: Any, *args: Any, **params: Any) -> bool:
-    """What a policy keeps, and gathered parameters."""
-    return is_gathered(prim, **params) or policy(prim, *args, **params)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,7 +213,7 @@ class Units:
             return jax.checkpoint(function, policy=REMAT[remat])
         policy = REMAT[remat]
         if self.keep:
-            policy = functools.partial(_or_gathered, policy)
+            policy = functools.partial(keep_gathered, policy)
 
         def gathered(held: PyTree, *args: Any) -> Any:
             return function(gather(held, layout), *args)

@@ -35,7 +35,7 @@ class LanguageModel:
         depth: Number of blocks.
         tied: Whether the embedding is the head too.
         dtype: Compute dtype.
-        remat: What a block keeps for its backward pass, see `distributed.units.REMAT`.
+        remat: What a block keeps for its backward pass, see `distributed.remat.REMAT`.
         unroll: Blocks in one turn of the loop over them.
         logits_at_once: Logits that exist at a time on a device, at most.
     """

@@ -13,8 +13,8 @@ from flax import nnx
 from research_dp.distributed.annotations import checked
 from research_dp.distributed.errors import UsageError
 from research_dp.distributed.kinds import Count, DropoutRate, Dtype
+from research_dp.distributed.remat import Remat
 from research_dp.distributed.trainable import TrainableModel
-from research_dp.distributed.units import Remat
 from research_dp.models.attention import Implementation, attention, rotate
 from research_dp.models.classification import Api, choose_api
 from research_dp.models.dropout import dropout

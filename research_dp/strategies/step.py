@@ -16,11 +16,12 @@ import jax
 import jax.numpy as jnp
 
 from research_dp.distributed.accumulation import add_up
-from research_dp.distributed.collectives import axes_size, drop_gathered
+from research_dp.distributed.collectives import axes_size
 from research_dp.distributed.early_sync import hold, synchronised, targets_of
 from research_dp.distributed.errors import UsageError
 from research_dp.distributed.layout import TABLE, path_name
 from research_dp.distributed.mesh import FSDP_AXIS
+from research_dp.distributed.remat import drop_gathered
 from research_dp.distributed.trainable import LossOutput
 from research_dp.distributed.tree import (
     fence,
