@@ -146,7 +146,7 @@ USUAL = {
     "loss": (None, "a number?"),
     "loss_fn": (squares, "a function"),
     "max_grad_norm": (None, "a norm?"),
-    "max_norm": (1.0, "a norm?"),
+    "max_norm": (1.0, "a traced norm?"),
     "mesh": (MESH, "one of its class"),
     "methods": (("__call__",), "texts"),
     "min_weight_bytes": (None, "a count or 0?"),
@@ -208,7 +208,7 @@ CALLS = {
     "MeshRules": {name: ("data", "text?") for name in ("data", "embed", "mlp", "heads")},
     "OptaxAdapter": {"state": (None, "anything")},
     "OptaxAdapter.apply_gradients": {},
-    "OptaxAdapter.check_slices": {"slices": (TREE, "arrays or numbers")},
+    "OptaxAdapter.check_slices": {},
     "OptaxAdapter.init": {},
     "TrainSpec": {
         **{name: (value, "one of its class") for name, value in SPEC.items()},
@@ -224,6 +224,7 @@ CALLS = {
         "config": ({}, "a dict"),
         "units": ({}, "sizes"),
         "work": (None, "a function?"),
+        "bounds": ({}, "a dict"),
     },
     "accumulate_gradients": {
         "loss": (lambda *trees: sum(map(jnp.sum, jax.tree.leaves(trees))), "a function"),
@@ -235,8 +236,11 @@ CALLS = {
     "all_mean_tree": {},
     "average_gradients": {"grads": (TREE, "arrays")},
     "choose_dim": {"free": (None, "one of its class?")},
-    "clip_by_global_norm": {"max_norm": (1.0, "a norm"), "layout": (None, "anything")},
-    "clip_by_global_norm_sharded": {"max_norm": (1.0, "a norm"), "layout": (None, "like another?")},
+    "clip_by_global_norm": {"max_norm": (1.0, "a traced norm"), "layout": (None, "anything")},
+    "clip_by_global_norm_sharded": {
+        "max_norm": (1.0, "a traced norm"),
+        "layout": (None, "like another?"),
+    },
     "compiled": {"recipe": (recipe(rdp.compiled), "one of its class")},
     "create_data_parallel_sharding": {},
     "data_parallel": {
@@ -271,6 +275,7 @@ CALLS = {
         "tree": ({"w": np.ones((2, 16), np.float32)}, "arrays"),
         "into": (None, "like another?"),
         "axis": ("fsdp", "axes"),
+        "replicated": (True, "a flag"),
     },
     "global_norm": {"tree": (TREE, "arrays or numbers")},
     "init_sharded": {"init": (lambda: TREE, "a function")},

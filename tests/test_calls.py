@@ -20,13 +20,6 @@ MAPPED = {
     *("scatter_mean_tree", "shard_params", "sharded_global_norm", "sync_gradients"),
     *("update_local", "update_slices", "weighted_loss", "weighted_mean"),
 }
-# Names whose arguments are not checked yet.
-PENDING = {
-    *("OptaxAdapter", "clip_by_global_norm", "clip_by_global_norm_sharded"),
-    *("fsdp_apply_gradients", "fsdp_update", "global_norm", "sharded_global_norm"),
-    *("slice_specs", "slice_state", "whole_state"),
-    *("update_local.opt_state", "update_slices.opt_state"),
-}
 INSTANCES = {
     "DataParallel": research_dp.DataParallel,
     "DeviceMeshManager": research_dp.DeviceMeshManager,
@@ -117,30 +110,19 @@ def plain_tracebacks():
     jax.config.update("jax_traceback_filtering", before)
 
 
-def names():
-    return [
-        pytest.param(name, marks=pytest.mark.xfail(strict=True))
-        if name.split(".")[0] in PENDING
-        else name
-        for name in TARGETS
-    ]
-
-
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_right_call_returns(name):
     if name != "run":  # tests of the commands train
         call(name)
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", TARGETS)
 def test_a_wrong_argument_is_named(name):
     wrong = []
     for parameter in parameters(name):
         kind = entry(name, parameter)[1]
         takes = {*TAKES[kind.removesuffix("?")], *(["None"] if kind.endswith("?") else [])}
         for what in WRONG:
-            if f"{name}.{parameter}" in PENDING:
-                continue
             if kind.startswith("a function") and what in takes:
                 continue  # what it does with its arguments is its own affair
             got = outcome(name, parameter, WRONG[what])

@@ -76,7 +76,7 @@ def test_a_limit_may_be_any_number_and_traced(limit):
 def test_a_layout_of_other_leaves_is_refused():
     grads = {"w": jnp.ones(4), "b": jnp.ones(2)}
     for layout in ({"w": grads["w"]}, {"w": grads["w"], "c": grads["b"]}, [grads["w"]]):
-        with pytest.raises(UsageError, match="layout has other leaves than the gradients"):
+        with pytest.raises(UsageError, match=r"layout differs from grads in '.*': give Placements"):
             rdp.clip_by_global_norm_sharded(grads, 1.0, (), layout=layout)
 
 
@@ -117,8 +117,8 @@ def test_a_number_of_shards_below_one_is_refused(shards):
 
 def test_keys_and_what_is_no_array_cannot_be_sliced():
     state = ADAM.init({"w": jnp.ones(4)})
-    for leaf, kind in ((jax.random.key(0), "key<"), (1.0, "float")):
-        with pytest.raises(UsageError, match=f"'w' is .*{kind}.*only numbers can be split"):
+    for leaf, kind in ((jax.random.key(0), ".* dtype key<.*"), (1.0, "1.0")):
+        with pytest.raises(UsageError, match=f"leaf 'w' is {kind}. Give arrays of numbers"):
             rdp.slice_state(ADAM, state, {"w": leaf}, 2)
 
 
@@ -135,7 +135,7 @@ def test_padding_takes_a_count_and_a_dim_that_is_there():
 def test_sizes_of_communication_are_numbers_of_bytes():
     params = {"w": jnp.ones(4)}
     for size in ("32M", 2.5, None, True):
-        with pytest.raises(UsageError, match=r"communication_size = .*: give a number of bytes"):
+        with pytest.raises(UsageError, match=r"communication_size = .*: give a whole number"):
             rdp.fsdp_apply_gradients(
                 params, params, rdp.OptaxAdapter(ADAM), communication_size=size
             )
@@ -150,9 +150,9 @@ def test_state_must_be_of_the_parameters_that_have_gradients(ranks):
         state = jax.tree.map(lambda x: x[: 4 // ranks] if x.ndim else x, state)
         return on(mesh_of(r=ranks), lambda: rdp.fsdp_update(gradients, params, ADAM, state))()
 
-    with pytest.raises(UsageError, match="optimizer state 0/mu/b is left over"):
+    with pytest.raises(UsageError, match="opt_state: '0/mu/b' is left over"):
         step("a", "ab")
-    with pytest.raises(UsageError, match="optimizer state 0/mu/b is missing"):
+    with pytest.raises(UsageError, match="opt_state: '0/mu/b' is missing"):
         step("ab", "a")
 
 

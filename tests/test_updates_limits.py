@@ -154,7 +154,7 @@ def test_optimizers_that_cannot_be_split_are_refused():
     )
     refused("whose state goes by a parameter's shape", optimizer=OptaxAdapter(factored))
     refused("returns other paths", optimizer=Wrong())
-    refused("wrap an Optax transform: OptaxAdapter", optimizer=ADAM)
+    refused("give an object with apply_gradients, e.g. OptaxAdapter", optimizer=ADAM)
     params = {"w": jnp.ones((4, 6))}
     fsdp_apply_gradients(params, params, OptaxAdapter(chain))  # a world of one: whole parameters
 

@@ -7,31 +7,42 @@ split them, and whole gradients are counted once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
+from typing import Annotated, Any
 
 import gin
 import jax
 import optax
 
+from research_dp.distributed.annotations import checked
 from research_dp.distributed.boxes import leaves_with_paths, split_over, value_of
 from research_dp.distributed.collectives import PLAIN, Axes, Reduction, flat_axes
-from research_dp.distributed.errors import UsageError, some_of
-from research_dp.distributed.kinds import NonNegative
+from research_dp.distributed.errors import UsageError
+from research_dp.distributed.kinds import Arrays, AxisNames, Leaves, TracedNorm, is_abstract_array
 from research_dp.distributed.layout import Placement
 from research_dp.distributed.mesh import FSDP_AXIS
 from research_dp.distributed.replication import is_replicated, is_tracked
-from research_dp.distributed.updates import check_max_norm, clip_factor, norm_of_blocks
+from research_dp.distributed.updates import clip_factor, norm_of_blocks
 
 PyTree = Any
 
 
+def _says_where(x: Any) -> bool:
+    return isinstance(x, Placement) or is_abstract_array(x)
+
+
+Layout = Annotated[
+    PyTree, Leaves(_says_where, "Placements, or boxes such as the parameters", "grads")
+]
+
+
 @gin.register(module="distributed")
+@checked
 def sharded_global_norm(
-    grads: PyTree,
-    axis_names: str | Sequence[str],
+    grads: Arrays,
+    axis_names: AxisNames,
     *,
-    layout: PyTree = None,
+    layout: Layout | None = None,
     reduction: Reduction = PLAIN,
 ) -> jax.Array:
     """L2 norm of gradients of which this device holds shards.
@@ -57,12 +68,13 @@ def sharded_global_norm(
 
 
 @gin.register(module="distributed")
+@checked
 def clip_by_global_norm_sharded(
-    grads: PyTree,
-    max_norm: NonNegative,
-    axis_names: str | Sequence[str],
+    grads: Arrays,
+    max_norm: TracedNorm,
+    axis_names: AxisNames,
     *,
-    layout: PyTree = None,
+    layout: Layout | None = None,
     reduction: Reduction = PLAIN,
 ) -> tuple[PyTree, jax.Array]:
     """Scales gradients so that their global norm is at most `max_norm`; no epsilon.
@@ -80,16 +92,16 @@ def clip_by_global_norm_sharded(
     Raises:
         UsageError: `max_norm` is not a number of at least 0, or as in `sharded_global_norm`.
     """
-    check_max_norm("max_norm", max_norm)
     norm = sharded_global_norm(grads, axis_names, layout=layout, reduction=reduction)
     factor = clip_factor(norm, max_norm)
     return jax.tree.map(lambda g: (g * factor).astype(g.dtype), grads), norm
 
 
 @gin.register(module="distributed")
+@checked
 def clip_by_global_norm(
-    max_norm: NonNegative,
-    axis_names: str | Sequence[str],
+    max_norm: TracedNorm,
+    axis_names: AxisNames,
     *,
     layout: PyTree = None,
     reduction: Reduction = PLAIN,
@@ -98,7 +110,6 @@ def clip_by_global_norm(
 
     For `optax.chain`; arguments and errors are those of `clip_by_global_norm_sharded`.
     """
-    check_max_norm("max_norm", max_norm)
 
     def update(updates: PyTree, state: Any, params: PyTree = None) -> tuple[PyTree, Any]:
         del params
@@ -115,12 +126,6 @@ def _blocks(grads: PyTree, axes: Axes, layout: PyTree) -> Iterator[tuple[jax.Arr
     tracked = [axis for axis in axes if is_tracked(axis)]
     leaves = leaves_with_paths(grads)
     lying = leaves if layout is None else leaves_with_paths(layout)
-    missing = {path for path, _ in leaves} ^ {path for path, _ in lying}
-    if missing or len(leaves) != len(lying):
-        raise UsageError(
-            "norm of gradients: layout has other leaves than the gradients "
-            f"({some_of(sorted(missing), 3)}); give a tree of their structure."
-        )
     for (path, leaf), (_, lies) in zip(leaves, lying, strict=True):
         held = split_over(leaf) or _placed_on(lies)
         varying = [a for a in tracked if a not in held and not is_replicated(value_of(leaf), a)]

@@ -7,16 +7,15 @@ in docs/api_updates.md.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from numbers import Integral
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Annotated, Any, Protocol
 
 import gin
 import jax
 import jax.numpy as jnp
-import optax
 
 from research_dp.distributed import buckets
+from research_dp.distributed.annotations import checked
 from research_dp.distributed.collectives import (
     PLAIN,
     Axes,
@@ -24,15 +23,25 @@ from research_dp.distributed.collectives import (
     axes_size,
     flat_axes,
 )
-from research_dp.distributed.errors import UsageError, check_dtype
+from research_dp.distributed.errors import UsageError
+from research_dp.distributed.kinds import (
+    AxisNames,
+    Dtype,
+    Has,
+    Number,
+    Numbers,
+    Placeable,
+    TracedNorm,
+    Transform,
+)
 from research_dp.distributed.layout import Placement, by_path, lay_out_flat, path_name
 from research_dp.distributed.means import averaged_axes, own_gradient, refuse_divided_twice
 from research_dp.distributed.optimizer_state import OptaxAdapter, check_elementwise, slice_axes
 from research_dp.distributed.replication import bound_axes, is_replicated, is_tracked
-from research_dp.distributed.updates import check_max_norm, clip_factor, norm_of_blocks
+from research_dp.distributed.updates import clip_factor, norm_of_blocks
 
 PyTree = Any
-Group = str | Sequence[str] | None
+Group = AxisNames | None
 
 
 class Optimizer(Protocol):
@@ -46,19 +55,20 @@ class Optimizer(Protocol):
 
 
 @gin.register(module="distributed")
+@checked
 def fsdp_apply_gradients(
-    gradients: PyTree,
-    parameters: PyTree,
-    optimizer: Optimizer,
+    gradients: Numbers,
+    parameters: Placeable,
+    optimizer: Annotated[Optimizer, Has(("apply_gradients",), "OptaxAdapter(transform, state)")],
     fsdp_group: Group = None,
     dp_group: Group = None,
     communication_size: int = buckets.DEFAULT_BUCKET_BYTES,
-    communication_stream: Any = None,
-    max_norm: float | None = None,
+    communication_stream: Annotated[None, "None: XLA schedules collectives itself"] = None,
+    max_norm: TracedNorm | None = None,
     *,
-    dtype: Any = None,
+    dtype: Dtype | None = None,
     pre_divide: bool = False,
-    loss: jax.Array | None = None,
+    loss: Number | None = None,
     reduction: Reduction = PLAIN,
 ) -> PyTree:
     """One optimizer step whose gradients and optimizer state are split over devices.
@@ -102,9 +112,7 @@ def fsdp_apply_gradients(
             parameter or `loss`, the optimizer is not elementwise or returns something else, or
             `dtype` and `pre_divide` come too late, for autodiff has summed (`sync_gradients`).
     """
-    _check_options(optimizer, communication_size, communication_stream)
-    check_max_norm("max_norm", max_norm)
-    check_dtype("dtype", dtype)
+    del communication_stream  # there is none to choose
     fsdp, dp = _groups(fsdp_group, dp_group)
     params = by_path(parameters)
     sums = {"dtype": dtype, "pre_divide": pre_divide}
@@ -125,13 +133,14 @@ def fsdp_apply_gradients(
 
 
 @gin.register(module="distributed")
+@checked
 def fsdp_update(
-    gradients: PyTree,
-    parameters: PyTree,
-    transform: optax.GradientTransformation,
+    gradients: Numbers,
+    parameters: Placeable,
+    transform: Transform,
     opt_state: PyTree,
     *,
-    max_norm: float | None = None,
+    max_norm: TracedNorm | None = None,
     **options: Any,
 ) -> tuple[PyTree, ...]:
     """`fsdp_apply_gradients` as a pure function of an Optax transform and its state.
@@ -155,24 +164,6 @@ def fsdp_update(
     return result[0], optimizer.state, result[1]
 
 
-def _check_options(optimizer: Any, communication_size: Any, communication_stream: Any) -> None:
-    if not hasattr(optimizer, "apply_gradients"):
-        raise UsageError(
-            f"the optimizer, a {type(optimizer).__name__}, has no apply_gradients(gradients, "
-            "parameters); wrap an Optax transform: OptaxAdapter(transform, state)."
-        )
-    if communication_stream is not None:
-        raise UsageError(
-            "communication_stream: XLA schedules collectives itself, there is none to choose; "
-            "leave it None."
-        )
-    if not isinstance(communication_size, Integral) or isinstance(communication_size, bool):
-        raise UsageError(
-            f"communication_size = {communication_size!r}: give a number of bytes, e.g. "
-            f"{buckets.DEFAULT_BUCKET_BYTES}; at most 0: each array is communicated alone."
-        )
-
-
 def _groups(fsdp_group: Group, dp_group: Group) -> tuple[Axes, Axes]:
     """The axes of both groups, checked against those that are bound here."""
     bound = bound_axes()
@@ -180,8 +171,9 @@ def _groups(fsdp_group: Group, dp_group: Group) -> tuple[Axes, Axes]:
     fsdp = slice_axes([a for a in bound if a not in dp] if fsdp_group is None else fsdp_group)
     for axis in fsdp + dp:
         if axis not in bound:
+            group = "fsdp_group" if axis in fsdp else "dp_group"
             raise UsageError(
-                f"axis {axis!r} is not bound here; bound are {list(bound)}. Call "
+                f"{group}: axis {axis!r} is not bound here; bound are {list(bound)}. Call "
                 "fsdp_apply_gradients inside a map that has it."
             )
         if (fsdp + dp).count(axis) > 1:
@@ -231,10 +223,9 @@ def _check_gradient(name: str, g: jax.Array, params: Mapping[str, jax.Array]) ->
             f"gradient {name!r} has no parameter of that path; there are {list(params)[:5]}"
             f"{' and more' if len(params) > 5 else ''}."
         )
-    if g.shape != params[name].shape:
-        raise UsageError(
-            f"gradient {name!r} has shape {g.shape}, its parameter {params[name].shape}."
-        )
+    shape = jnp.shape(params[name])
+    if g.shape != shape:
+        raise UsageError(f"gradient {name!r} has shape {g.shape}, its parameter {shape}.")
     if not jnp.issubdtype(g.dtype, jnp.floating):
         raise UsageError(
             f"gradient {name!r} has dtype {g.dtype}; leave out what is not trained: parameters "

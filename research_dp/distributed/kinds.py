@@ -62,32 +62,6 @@ class Above:
 
 
 @dataclasses.dataclass(frozen=True)
-class NotBelow:
-    """Numbers from `bound` on."""
-
-    bound: float
-
-    def accepts(self, value: Any) -> bool:
-        return is_number(value) and value >= self.bound
-
-    def __str__(self) -> str:
-        return f"a number of at least {self.bound}"
-
-
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """Fractions from 0 to 1, which itself may be left out."""
-
-    with_one: bool = True
-
-    def accepts(self, value: Any) -> bool:
-        return is_number(value) and 0 <= value <= 1 and (self.with_one or value < 1)
-
-    def __str__(self) -> str:
-        return f"a fraction in [0, 1{']' if self.with_one else ')'}"
-
-
-@dataclasses.dataclass(frozen=True)
 class Floating:
     """Floating-point dtypes, or their names."""
 
@@ -275,9 +249,21 @@ def is_devices(x: Any) -> bool:
     return several and all(hasattr(device, "platform") for device in x)
 
 
+def is_fraction(x: Any) -> bool:
+    """Whether it is a number from 0 to 1."""
+    return is_number(x) and 0 <= x <= 1
+
+
 def is_norm(x: Any) -> bool:
     """Whether it is a number of at least 0."""
     return is_number(x) and x >= 0
+
+
+def is_traced_norm(x: Any) -> bool:
+    """Whether it is a number of at least 0, or a 0-d array of one, whose value may be traced."""
+    if not isinstance(x, jax.Array | np.ndarray):
+        return is_norm(x)
+    return is_array(x) and x.ndim == 0 and (isinstance(x, jax.core.Tracer) or is_norm(x.item()))
 
 
 def is_array(x: Any) -> bool:
@@ -323,9 +309,8 @@ def is_number(value: Any) -> bool:
 Count = Annotated[int, AtLeast(1)]
 CountOrZero = Annotated[int, AtLeast(0)]
 Positive = Annotated[float, Above(0)]
-NonNegative = Annotated[float, NotBelow(0)]
-Fraction = Annotated[float, Part()]
-DropoutRate = Annotated[float, Part(with_one=False)]
+Fraction = Annotated[float, One(is_fraction, "a fraction in [0, 1]")]
+DropoutRate = Annotated[float, One(lambda x: is_fraction(x) and x < 1, "a fraction in [0, 1)")]
 Seed = Annotated[int, Seeds()]
 Dtype = Annotated[Any, Floating()]
 AnyDtype = Annotated[Any, Dtypes()]
@@ -349,4 +334,5 @@ Sizes = Annotated[Mapping[str, int], One(is_sizes, "a dict of sizes, e.g. {'data
 Devices = Annotated[Sequence[jax.Device], One(is_devices, "devices, e.g. jax.devices()")]
 Placeable = Annotated[Any, Leaves(is_placeable, "arrays of numbers or random keys")]
 MaxNorm = Annotated[float, One(is_norm, "a number of at least 0")]
+TracedNorm = Annotated[Any, One(is_traced_norm, "a number of at least 0")]
 Transform = Annotated[Any, Has(("init", "update"), "optax.sgd(0.1)")]

@@ -295,7 +295,7 @@ def _dim_in_use(kind: str, shape: tuple[int, ...], axis_size: int, chosen: int) 
 
 
 @checked
-def lay_out_flat(tree: PyTree, shards: Count) -> PyTree:
+def lay_out_flat(tree: Shapes, shards: Count) -> PyTree:
     """Splits every array as a flat one, padded, whatever its shape.
 
     Args:
@@ -304,16 +304,10 @@ def lay_out_flat(tree: PyTree, shards: Count) -> PyTree:
 
     Returns:
         A tree of the same structure with a `Placement` at each leaf.
-
-    Raises:
-        UsageError: `shards` is below 1, or a leaf is a random key or no array.
     """
 
     def place(path: Any, leaf: Any) -> Placement:
-        name, dtype = path_name(path), getattr(leaf, "dtype", None)
-        if not isinstance(dtype, np.dtype):
-            raise UsageError(f"{name!r} is {dtype or type(leaf)}: only numbers can be split.")
-        shape = tuple(leaf.shape)
+        name, shape, dtype = path_name(path), tuple(leaf.shape), np.dtype(leaf.dtype)
         if shards == 1:
             return Placement(name, shape, dtype, None, "there is one shard", 1)
         return Placement(name, shape, dtype, max(len(shape) - 1, 0), "", shards, flat=True)

@@ -18,19 +18,11 @@ from research_dp.distributed.annotations import checked
 from research_dp.distributed.clipping import clip_by_global_norm_sharded
 from research_dp.distributed.collectives import flat_axes
 from research_dp.distributed.errors import UsageError
-from research_dp.distributed.kinds import One, Placeable, is_array, is_norm, path_name
+from research_dp.distributed.kinds import Placeable, TracedNorm, is_array, path_name
 from research_dp.distributed.nnx import changed
 from research_dp.distributed.replication import refuse_mapped
 
 Batch = Any
-
-
-def _is_traced_norm(x: Any) -> bool:
-    """Whether it is a number of at least 0, or a 0-d array of JAX, whose value may be traced."""
-    return is_norm(x) or (isinstance(x, jax.Array) and is_array(x) and x.ndim == 0)
-
-
-TracedNorm = Annotated[Any, One(_is_traced_norm, "a number of at least 0")]
 
 
 @checked

@@ -11,22 +11,31 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import Annotated, Any
 
 import gin
 import jax
-import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from research_dp.distributed.annotations import checked
 from research_dp.distributed.collectives import Axes, flat_axes
 from research_dp.distributed.dependence import elementwise
 from research_dp.distributed.elementwise import find_mixing
 from research_dp.distributed.errors import UsageError, first_line
+from research_dp.distributed.kinds import (
+    Arrays,
+    AxisName,
+    Count,
+    Shapes,
+    Transform,
+    arrays_like,
+)
 from research_dp.distributed.layout import Placement, by_path, dim_spec, lay_out_flat
 from research_dp.distributed.padding import flatten_padded, unflatten
 from research_dp.distributed.updates import (
     apply_optimizer,
+    check_state,
     find_mixing_update,
     local_part,
     map_state,
@@ -36,6 +45,7 @@ PyTree = Any
 
 
 @gin.register(module="distributed")
+@checked
 class OptaxAdapter:
     """An Optax transform as an object with `apply_gradients`, which holds its state.
 
@@ -52,13 +62,14 @@ class OptaxAdapter:
         state: As above.
     """
 
-    def __init__(self, transform: optax.GradientTransformation, state: PyTree = None):
+    def __init__(self, transform: Transform, state: PyTree = None):
         self.transform = transform
         self.state = state
         # Jitted, so that outside of a map it is one program.
         self._jitted = optax.GradientTransformation(transform.init, jax.jit(transform.update))
 
-    def init(self, parameters: PyTree, shards: int = 1) -> PyTree:
+    @checked
+    def init(self, parameters: Arrays, shards: Count = 1) -> PyTree:
         """Sets and returns the state before the first step, as global arrays.
 
         Args:
@@ -69,13 +80,17 @@ class OptaxAdapter:
         self.state = slice_state(self.transform, whole, parameters, shards)
         return self.state
 
-    def apply_gradients(self, gradients: PyTree, parameters: PyTree) -> PyTree:
+    @checked
+    def apply_gradients(
+        self, gradients: Annotated[PyTree, arrays_like("parameters")], parameters: Arrays
+    ) -> PyTree:
         """One step: new parameters, dtypes kept; the state is replaced."""
         state = self._state_of(parameters)
         parameters, self.state = apply_optimizer(self._jitted, gradients, state, parameters)
         return parameters
 
-    def check_slices(self, parameters: PyTree, shards: int) -> None:
+    @checked
+    def check_slices(self, parameters: Shapes, shards: Count) -> None:
         """Checks that the update of slices is a slice of the update. Computes nothing.
 
         Args:
@@ -94,21 +109,12 @@ class OptaxAdapter:
         if state is None:
             slices = jax.tree.map(local_part, parameters, layout)
             state = jax.eval_shape(self.transform.init, slices)
-        expected = by_path(map_state(self.transform, local_part, unsharded, layout))
-        given = by_path(state)
-        for name in sorted(expected.keys() | given.keys()):
-            shape, wanted = (jnp.shape(x[name]) if name in x else None for x in (given, expected))
-            if wanted is None or shape is None:
-                raise UsageError(
-                    f"optimizer state {name} is {'missing' if shape is None else 'left over'}: "
-                    "the state must be that of the parameters that have gradients, and no others."
-                )
-            if shape != wanted:
-                raise UsageError(
-                    f"optimizer state {name} has shape {shape} on a device, but slices for "
-                    f"{shards} devices have {wanted}. Lay it out by slice_state and slice_specs; "
-                    "an optimizer whose state goes by a parameter's shape cannot be split."
-                )
+        check_state(
+            state,
+            map_state(self.transform, local_part, unsharded, layout),
+            f"Lay it out for {shards} devices by slice_state and slice_specs; an optimizer whose "
+            "state goes by a parameter's shape cannot be split.",
+        )
         mixing = find_mixing_update(
             self.transform, layout, None if self.state is None else unsharded
         )
@@ -214,9 +220,8 @@ def _sharded_over(x: Any, p: Placement) -> Axes:
     return flat_axes(sharding.spec[p.dim or 0])
 
 
-def slice_state(
-    transform: optax.GradientTransformation, state: PyTree, parameters: PyTree, shards: int
-) -> PyTree:
+@checked
+def slice_state(transform: Transform, state: PyTree, parameters: Shapes, shards: Count) -> PyTree:
     """A state of whole arrays as slices for a group of this size.
 
     Pure, and fit for `jit` with `out_shardings` from `slice_specs`, so that no device need hold
@@ -241,9 +246,8 @@ def slice_state(
     return map_state(transform, one, state, lay_out_flat(parameters, shards))
 
 
-def whole_state(
-    transform: optax.GradientTransformation, state: PyTree, parameters: PyTree, shards: int
-) -> PyTree:
+@checked
+def whole_state(transform: Transform, state: PyTree, parameters: Shapes, shards: Count) -> PyTree:
     """The inverse of `slice_state`: global arrays of the parameters' shapes, without padding.
 
     Raises:
@@ -265,9 +269,8 @@ def whole_state(
     return map_state(transform, one, state, lay_out_flat(parameters, shards))
 
 
-def slice_specs(
-    transform: optax.GradientTransformation, parameters: PyTree, axis: str | Axes, shards: int
-) -> PyTree:
+@checked
+def slice_specs(transform: Transform, parameters: Shapes, axis: AxisName, shards: Count) -> PyTree:
     """The `PartitionSpec`s of a sliced state, for `shard_map` and for shardings.
 
     Args:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
+from research_dp.distributed.annotations import checked
 from research_dp.distributed.collectives import PLAIN, Axes, Reduction
 from research_dp.distributed.dependence import REPLICATED, Dependence, elementwise
 from research_dp.distributed.elementwise import find_mixing
-from research_dp.distributed.errors import UsageError, check_limit, first_line
-from research_dp.distributed.kinds import NotBelow
-from research_dp.distributed.layout import Placement, path_name
+from research_dp.distributed.errors import UsageError, first_line
+from research_dp.distributed.kinds import Arrays, described
+from research_dp.distributed.layout import Placement, by_path, path_name, placements_of
 from research_dp.distributed.mesh import FSDP_AXIS
 
 PyTree = Any
@@ -27,7 +28,8 @@ def apply_optimizer(
     """One optimizer step: (new parameters, new optimizer state), dtypes kept.
 
     Raises:
-        UsageError: A gradient has another shape than its parameter.
+        UsageError: A gradient has another shape than its parameter, or the update fails for a state
+            that `optimizer.init` would not make of the parameters.
     """
     flat = jax.tree_util.tree_leaves_with_path(grads)
     for (path, g), p in zip(flat, jax.tree.leaves(params), strict=True):
@@ -37,8 +39,52 @@ def apply_optimizer(
                 f"shape {p.shape}: data_parallel.sync and data_parallel.update do not fit.",
                 binding="data_parallel.update",
             )
-    updates, opt_state = optimizer.update(grads, opt_state, params)
-    return optax.apply_updates(params, updates), opt_state
+    try:
+        updates, new_state = optimizer.update(grads, opt_state, params)
+    except Exception:  # a wrong state raises whatever it meets: it is looked for afterwards
+        _check_state_of(optimizer, opt_state, params)
+        raise
+    return optax.apply_updates(params, updates), new_state
+
+
+def _check_state_of(
+    optimizer: optax.GradientTransformation, opt_state: PyTree, params: PyTree
+) -> None:
+    """Raises UsageError for a state of other paths, shapes or structure than `init` gives it."""
+    expected = jax.eval_shape(optimizer.init, params)
+    check_state(opt_state, expected, "Make it by optimizer.init of these parameters.")
+    given: Any = jax.tree.structure(opt_state)
+    if given != jax.tree.structure(expected):
+        raise UsageError(
+            f"opt_state = {described(opt_state)} has another structure than what optimizer.init "
+            f"makes of the parameters: {described(expected)}."
+        )
+
+
+def check_state(opt_state: PyTree, expected: PyTree, advice: str) -> None:
+    """Checks the paths and shapes of an optimizer's state.
+
+    Args:
+        opt_state: The state.
+        expected: Arrays, or their shapes and dtypes.
+        advice: What to do about an array of another shape.
+
+    Raises:
+        UsageError: An array is missing, left over or of another shape.
+    """
+    given, wanted = by_path(opt_state), by_path(expected)
+    for name in sorted(given.keys() | wanted.keys()):
+        if name not in given or name not in wanted:
+            raise UsageError(
+                f"opt_state: {name!r} is {'left over' if name in given else 'missing'}; the state "
+                "must be that of the parameters that have gradients, and no others."
+            )
+        shape = np.shape(given[name])
+        if shape != wanted[name].shape:
+            raise UsageError(
+                f"opt_state: {name!r} has shape {shape} on a device, not {wanted[name].shape}. "
+                f"{advice}"
+            )
 
 
 class MasterState(NamedTuple):
@@ -144,8 +190,9 @@ def norm_of_blocks(
     return jnp.sqrt(total)
 
 
+@checked
 def global_norm(
-    tree: PyTree, layout: PyTree, reduction: Reduction = PLAIN
+    tree: Arrays, layout: Annotated[PyTree, placements_of("tree")], reduction: Reduction = PLAIN
 ) -> tuple[jax.Array, jax.Array]:
     """L2 norm of a tree whose leaves lie as `layout` says, and which leaves spoil it.
 
@@ -187,21 +234,6 @@ def _sum_of_squares(x: jax.Array) -> jax.Array:
     if jnp.iscomplexobj(x):
         return _sum_of_squares(x.real) + _sum_of_squares(x.imag)
     return jnp.sum(jnp.square(x.astype(jnp.float32)))
-
-
-def check_max_norm(name: str, max_norm: Any) -> None:
-    """Checks a limit of gradients' norm, unless it is None or traced.
-
-    Args:
-        name: The argument's name, e.g. `max_norm`.
-        max_norm: What was given.
-
-    Raises:
-        UsageError: It is not a number of at least 0.
-    """
-    if max_norm is not None and not isinstance(max_norm, jax.core.Tracer):
-        is_array = isinstance(max_norm, jax.Array | np.ndarray) and max_norm.ndim == 0
-        check_limit(name, max_norm.item() if is_array else max_norm, NotBelow(0))
 
 
 def clip_factor(norm: jax.Array, max_norm: float | None) -> jax.Array:
