@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from importlib import resources
 from typing import Any
 
+from jax.sharding import Mesh
+
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
@@ -70,3 +72,12 @@ def chip_of(device_kind: str) -> Chip | None:
         if device_kind in chip.device_kinds:
             return chip
     return None
+
+
+def peak_of_mesh(mesh: Mesh, dtype: str) -> float | None:
+    """FLOP/s of a mesh's devices for operands of a dtype; None for CPUs and unknown devices."""
+    device = mesh.devices.flat[0]
+    chip = chip_of(device.device_kind)
+    if chip is None or device.platform == "cpu":
+        return None
+    return chip.peak_of(dtype) * mesh.size

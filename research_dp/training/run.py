@@ -13,13 +13,11 @@ from typing import Any
 import gin
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
-from research_dp.analysis.hardware import chip_of
+from research_dp.analysis.hardware import peak_of_mesh
 from research_dp.distributed.agreement import of_the_first
 from research_dp.distributed.data_set import DataIdentity, DataSet, EvalOrder, TrainOrder
 from research_dp.distributed.placement import fingerprint
-from research_dp.distributed.trainable import Work
 from research_dp.strategies import NONFINITE, SKIPPED, Strategy, TrainSpec, TrainState
 from research_dp.training import files, report
 from research_dp.training import metrics as metrics_lib
@@ -80,7 +78,9 @@ class Run:
         self._summary["seconds_to_first_step"] = None
         self._records: metrics_lib.Records | None = None
         work = spec.model.work(spec.example) if spec.model.work else None
-        self._clock = Clock(spec.batch_size, work, _peak(strategy.mesh, work))
+        self._clock = Clock(
+            spec.batch_size, work, peak_of_mesh(strategy.mesh, work.dtype) if work else None
+        )
         self._progress = ProgressBar(schedule.num_steps, first_step)
         self._replicas = ReplicaCheck(strategy) if schedule.check_replicas_every else None
         self._nonfinite = Nonfinite(
@@ -341,12 +341,3 @@ class Run:
         # Gin knows a parameter's value once its function was called: written more than once.
         if self._writes:
             files.replace(self.folder / files.OPERATIVE_CONFIG, gin.operative_config_str())
-
-
-def _peak(mesh: Mesh, work: Work | None) -> float | None:
-    """FLOP/s of a mesh's devices at most; None if the kind is not known, or is a CPU."""
-    device = mesh.devices.flat[0]
-    chip = chip_of(device.device_kind)
-    if work is None or chip is None or device.platform == "cpu":
-        return None
-    return chip.peak_of(work.dtype) * mesh.size
