@@ -1,13 +1,12 @@
 """Limits of norms, complex gradients, sizes and orders of slices, against numpy."""
 
-import types
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import nnx
+from flax.training.train_state import TrainState
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
@@ -41,7 +40,7 @@ def takes_a_limit():
     grads = {"w": jnp.ones(4)}
     model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
-    state = types.SimpleNamespace(params=grads)
+    state = TrainState.create(apply_fn=None, params=grads, tx=ADAM)
     return {
         "clip_by_global_norm": lambda x: rdp.clip_by_global_norm(x, ()),
         "clip_by_global_norm_sharded": lambda x: rdp.clip_by_global_norm_sharded(grads, x, ()),
@@ -53,7 +52,7 @@ def takes_a_limit():
             model, optimizer, lambda m, b: m(b).mean(), jnp.ones((2, 2)), max_grad_norm=x
         ),
         "data_parallel_train_step": lambda x: rdp.data_parallel_train_step(
-            None, ADAM, jnp.ones((8, 2)), state, max_grad_norm=x
+            abs, ADAM, jnp.ones((8, 2)), state, max_grad_norm=x
         ),
     }
 
@@ -127,7 +126,7 @@ def test_padding_takes_a_count_and_a_dim_that_is_there():
     for multiple in (0, -1, 2.0, "4"):
         with pytest.raises(UsageError, match=r"multiple = .*: give a whole number of at least 1"):
             rdp.pad_to_multiple(x, multiple)
-    with pytest.raises(UsageError, match=r"dim = 2: the array has shape \(3, 5\)"):
+    with pytest.raises(UsageError, match=r"dim = 2: an array of shape \(3, 5\)"):
         rdp.pad_to_multiple(x, 4, 2)
     np.testing.assert_array_equal(rdp.pad_to_multiple(x, 4, -1), np.pad(x, ((0, 0), (0, 3))))
 
@@ -150,10 +149,38 @@ def test_state_must_be_of_the_parameters_that_have_gradients(ranks):
         state = jax.tree.map(lambda x: x[: 4 // ranks] if x.ndim else x, state)
         return on(mesh_of(r=ranks), lambda: rdp.fsdp_update(gradients, params, ADAM, state))()
 
-    with pytest.raises(UsageError, match="opt_state: '0/mu/b' is left over"):
+    with pytest.raises(UsageError, match="opt_state 0/mu/b is left over"):
         step("a", "ab")
-    with pytest.raises(UsageError, match="opt_state: '0/mu/b' is missing"):
+    with pytest.raises(UsageError, match="opt_state 0/mu/b is missing"):
         step("ab", "a")
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        (
+            ADAM.init({"w": jnp.ones(3)}),
+            r"opt_state 0/mu/w has shape \(3,\) on a device, not \(4,\)",
+        ),
+        (ADAM.init({"v": jnp.ones(4)}), "opt_state 0/mu/v is left over"),
+        (optax.EmptyState(), "opt_state 0/count is missing"),
+    ],
+)
+def test_a_state_with_which_an_update_fails_is_named(state, message):
+    params = {"w": jnp.ones(4)}
+    with pytest.raises(UsageError, match=message):
+        rdp.OptaxAdapter(ADAM, state).apply_gradients(params, params)
+
+
+def test_a_failure_of_an_update_that_the_state_does_not_explain_stays():
+    def update(grads, state, params):
+        raise ZeroDivisionError("of its own")
+
+    params = {"w": jnp.ones(4)}
+    with pytest.raises(ZeroDivisionError, match="of its own"):
+        rdp.OptaxAdapter(optax.GradientTransformation(ADAM.init, update)).apply_gradients(
+            params, params
+        )
 
 
 @pytest.mark.parametrize("order", [("r", "dp"), ("dp", "r")])

@@ -13,6 +13,8 @@ from steps import mesh_of, on
 
 from research_dp import OptaxAdapter, UsageError, fsdp_update, slice_specs, slice_state
 
+# Of noisy_sgd, which is made without a key here.
+pytestmark = pytest.mark.filterwarnings("ignore:Specifying a key")
 SHAPES = {"w": (6, 5), "b": (5,), "scale": ()}
 REFUSED = {
     "adafactor": "reduce_sum",

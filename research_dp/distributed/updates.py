@@ -76,13 +76,13 @@ def check_state(opt_state: PyTree, expected: PyTree, advice: str) -> None:
     for name in sorted(given.keys() | wanted.keys()):
         if name not in given or name not in wanted:
             raise UsageError(
-                f"opt_state: {name!r} is {'left over' if name in given else 'missing'}; the state "
-                "must be that of the parameters that have gradients, and no others."
+                f"opt_state {name or 'itself'} is {'left over' if name in given else 'missing'}: "
+                "the state must be that of the parameters that have gradients, and no others."
             )
         shape = np.shape(given[name])
         if shape != wanted[name].shape:
             raise UsageError(
-                f"opt_state: {name!r} has shape {shape} on a device, not {wanted[name].shape}. "
+                f"opt_state {name} has shape {shape} on a device, not {wanted[name].shape}. "
                 f"{advice}"
             )
 
