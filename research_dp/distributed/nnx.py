@@ -89,7 +89,6 @@ def _merged(a: PyTree, b: PyTree) -> PyTree:
     return merged
 
 
-@gin.register(module="distributed")
 @checked
 def shard_nnx_module_params(
     target: Annotated[type[nnx.Module], "a class of nnx.Module"],
@@ -180,3 +179,7 @@ def changed(before: nnx.State, after: nnx.State) -> nnx.State:
         for path, variable in nnx.to_flat_state(after)
         if path not in old or old[path].get_value() is not variable.get_value()
     )
+
+
+with gin.unlock_config():  # this file may be imported after the configuration was locked
+    shard_nnx_module_params = gin.register(module="distributed")(shard_nnx_module_params)

@@ -169,9 +169,7 @@ def pmapped(recipe: Recipe, spec: TrainSpec) -> Strategy:
     )
     abstract_batch = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(
-            (count, x.shape[0], x.shape[1] // count, *x.shape[2:]),
-            x.dtype,
-            sharding=by_device,
+            (count, x.shape[0], x.shape[1] // count, *x.shape[2:]), x.dtype, sharding=by_device
         ),
         batch.abstract,
     )

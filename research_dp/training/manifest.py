@@ -95,7 +95,9 @@ class Manifest:
             "format": FORMAT,
             "step": self.step,
             "examples_seen": self.examples_seen,
-            "data": progress.pop("data"),  # beside: earlier versions know all that progress has
+            # Beside `progress`, all of whose fields earlier versions know.
+            "data": progress.pop("data"),
+            "records": progress.pop("records"),
             "progress": progress,
             "leaves": {
                 path: [list(leaf.shape), leaf.dtype, leaf.checksum]
@@ -131,11 +133,14 @@ class Manifest:
                 f"version of research_dp reads {FORMAT}: {content['origin'].get('versions')} wrote "
                 "it. Use that version, or another --workdir."
             )
-        window = {name: (s, n) for name, (s, n) in content["progress"]["window"].items()}
-        data = content.get("data") and DataIdentity.from_json(content["data"])
+        more = {
+            "window": {name: (s, n) for name, (s, n) in content["progress"]["window"].items()},
+            "data": content.get("data") and DataIdentity.from_json(content["data"]),
+            "records": content.get("records", 0),
+        }
         return cls(
             step=content["step"],
-            progress=Progress(**{**content["progress"], "window": window, "data": data}),
+            progress=Progress(**{**content["progress"], **more}),
             leaves={
                 path: Leaf(tuple(shape), dtype, checksum)
                 for path, (shape, dtype, checksum) in content["leaves"].items()
