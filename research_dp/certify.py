@@ -15,14 +15,14 @@ from pathlib import Path
 
 def main(argv: list[str]) -> int:
     """Runs the command; returns its exit status: 0 certified, 1 not, 2 a mistake."""
-    from research_dp.config import command_line, ending, environment, show
+    from research_dp.config import command_line, ending, environment, processes, show
 
     def body(session: ending.Session) -> int:
         options = command_line.parse_certify(argv, __doc__ or "")
         config = session.load(options)
         command_line.check_writable("--json", options.json_file)
         environment.quieten_tensorflow()
-        environment.set_up_processes(options.processes)
+        processes.set_up_processes(options.processes)
         environment.set_up_devices(options.cpu_devices)
         environment.set_up_compilation_cache()
         from research_dp.certification import proof, told

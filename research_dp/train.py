@@ -10,7 +10,7 @@ from research_dp.config import printing
 
 def main(argv: list[str]) -> int:
     """Runs the command; returns its exit status."""
-    from research_dp.config import command_line, ending, environment, show
+    from research_dp.config import command_line, ending, environment, processes, show
     from research_dp.training import stop
 
     def body(session: ending.Session) -> int:
@@ -25,7 +25,7 @@ def main(argv: list[str]) -> int:
     def trained(session: ending.Session, options: command_line.Options) -> int:
         config = session.load(options)
         environment.quieten_tensorflow()
-        environment.set_up_processes(options.processes)
+        processes.set_up_processes(options.processes)
         environment.set_up_devices(options.cpu_devices)
         cache = environment.set_up_compilation_cache()
         from research_dp.training.loop import train

@@ -1,5 +1,6 @@
 """What commands set up before JAX is used: which devices it looks for, where programs are kept."""
 
+import importlib.metadata
 import os
 import subprocess
 import sys
@@ -7,6 +8,7 @@ import sys
 import jax
 import pytest
 from conftest import ROOT
+from jax._src import hardware_utils
 
 from research_dp.config import environment
 
@@ -50,18 +52,66 @@ def test_plugins_for_devices_that_are_not_there_are_left_alone(tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("there", ["a GPU", "a TPU", "a plugin", "a choice"])
-def test_devices_that_may_be_there_are_looked_for(monkeypatch, settings, there):
-    plugin = environment.importlib.metadata.EntryPoint("other", "jax_plugins.other", "jax_plugins")
-    gpu, chips, plugins = there == "a GPU", int(there == "a TPU"), [plugin] * (there == "a plugin")
-    hardware = environment.hardware_utils
-    monkeypatch.setattr(hardware, "has_visible_nvidia_gpu", lambda: gpu)
-    monkeypatch.setattr(hardware, "num_available_tpu_chips_and_device_id", lambda: (chips, None))
-    monkeypatch.setattr(environment.importlib.metadata, "entry_points", lambda group: plugins)
-    chosen = "cpu,cuda" if there == "a choice" else None
-    settings.update("jax_platforms", chosen)
+@pytest.fixture
+def no_devices(monkeypatch):
+    """A machine on which JAX finds no GPU, TPU or other plugin."""
+    monkeypatch.setattr(hardware_utils, "has_visible_nvidia_gpu", lambda: False)
+    monkeypatch.setattr(hardware_utils, "num_available_tpu_chips_and_device_id", lambda: (0, None))
+    monkeypatch.setattr(environment, "_plugins", lambda: set())
+
+
+def test_without_devices_jax_uses_the_cpu(settings, no_devices):
+    settings.update("jax_platforms", None)
     environment.set_up_devices(None)
-    assert settings.values["jax_platforms"] == chosen
+    assert settings.values["jax_platforms"] == "cpu"
+
+
+def a_gpu(patch):
+    patch.setattr(hardware_utils, "has_visible_nvidia_gpu", lambda: True)
+
+
+def a_tpu(patch):
+    patch.setattr(hardware_utils, "num_available_tpu_chips_and_device_id", lambda: (1, None))
+
+
+def a_plugin(patch):
+    patch.setattr(environment, "_plugins", lambda: {"xla_cuda13", "other"})
+
+
+def a_library(patch):
+    patch.setenv("PJRT_NAMES_AND_LIBRARY_PATHS", "other:/opt/other.so")
+
+
+def another_jax(patch):
+    patch.delattr(hardware_utils, "has_visible_nvidia_gpu")
+
+
+@pytest.mark.parametrize("add", [a_gpu, a_tpu, a_plugin, a_library, another_jax])
+def test_devices_that_may_be_there_are_looked_for(monkeypatch, settings, no_devices, capsys, add):
+    add(monkeypatch)
+    settings.update("jax_platforms", None)
+    environment.set_up_devices(None)
+    assert settings.values["jax_platforms"] is None
+    warning = "has no attribute 'has_visible_nvidia_gpu': it looks for GPUs and TPUs itself.\n"
+    assert capsys.readouterr().err.endswith(warning if add is another_jax else "")
+
+
+def test_a_choice_of_platforms_stays(settings, no_devices):
+    settings.update("jax_platforms", "cpu,cuda")
+    environment.set_up_devices(None)
+    assert settings.values["jax_platforms"] == "cpu,cuda"
+
+
+def test_plugins_are_found_where_jax_finds_them(monkeypatch, tmp_path):
+    """As entry points, and as modules of the namespace `jax_plugins`; none of them is loaded."""
+    entry = importlib.metadata.EntryPoint("advertised", "jax_plugins.advertised", "jax_plugins")
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [entry])
+    (tmp_path / "jax_plugins" / "by_path").mkdir(parents=True)
+    (tmp_path / "jax_plugins" / "by_path" / "__init__.py").write_text("raise RuntimeError")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "jax_plugins", raising=False)
+    assert {"advertised", "by_path"} <= environment._plugins()
+    sys.modules.pop("jax_plugins", None)
 
 
 def test_a_cache_that_cannot_be_written_is_told_and_not_used(settings, tmp_path):

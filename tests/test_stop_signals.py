@@ -227,32 +227,31 @@ def test_mistakes_about_processes_are_told(capsys, tmp_path, flags, expected):
 
 @pytest.mark.parametrize("variable", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"])
 def test_tasks_that_would_each_train_alone_are_refused(monkeypatch, variable):
-    from research_dp.config import environment
+    from research_dp.config import processes
 
     monkeypatch.setenv(variable, "1")
-    environment.set_up_processes(environment.Processes())
+    processes.set_up_processes(processes.Processes())
     monkeypatch.setenv(variable, "4")
     with pytest.raises(UsageError, match=f"{variable}=4: .*--coordinator=auto"):
-        environment.set_up_processes(environment.Processes())
+        processes.set_up_processes(processes.Processes())
 
 
 def test_a_cause_without_words_is_named_by_its_kind(monkeypatch):
-    from research_dp.config import environment
+    from research_dp.config import processes
 
     def fail(**_):
         raise RuntimeError
 
-    monkeypatch.setattr(environment.jax.distributed, "initialize", fail)
+    monkeypatch.setattr(processes.jax.distributed, "initialize", fail)
     with pytest.raises(UsageError, match="cannot join: RuntimeError Start each"):
-        environment.set_up_processes(environment.Processes("h:1234", 2, 1))
+        processes.set_up_processes(processes.Processes("h:1234", 2, 1))
 
 
 def test_a_process_that_waits_for_others_to_start_says_so(monkeypatch, capfd):
-    from research_dp.config import environment
+    from research_dp.config import processes
 
-    monkeypatch.setattr(environment, "_SECONDS_TO_TELL", 0.05)
-    monkeypatch.setattr(environment.jax.distributed, "initialize", lambda **_: time.sleep(0.5))
-    processes = environment.Processes("h:1234", 2, 1)
-    environment.set_up_processes(processes)
+    monkeypatch.setattr(processes, "_SECONDS_TO_TELL", 0.05)
+    monkeypatch.setattr(processes.jax.distributed, "initialize", lambda **_: time.sleep(0.5))
+    processes.set_up_processes(processes.Processes("h:1234", 2, 1))
     told = capfd.readouterr().err
     assert "process 1 of 2, coordinator h:1234: still waits for the other" in told

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from research_dp.config.environment import Processes
+from research_dp.config.processes import Processes
 from research_dp.config.words import expand_bindings, take_varied
 from research_dp.distributed.errors import UsageError
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import jax
 
-from research_dp.config import command_line, environment, gin_config, printing
+from research_dp.config import command_line, gin_config, printing, processes
 from research_dp.distributed.errors import RunFailure, message_of
 
 FAILED, MISTAKEN, INTERRUPTED = 1, 2, 130
@@ -68,20 +68,20 @@ def _status_of(body: Callable[[Session], int], session: Session) -> int:
             return body(session)
     except printing.Unwritten as error:
         if error.reason.errno == errno.EPIPE:  # `--list | head`
-            return environment.leave(SIGPIPE)
+            return processes.leave(SIGPIPE)
         print(f"error: {error}", file=sys.stderr)
-        return environment.leave(FAILED)
+        return processes.leave(FAILED)
     except RunFailure as error:
         _tell_failures(error)
-        return environment.leave(FAILED)
+        return processes.leave(FAILED)
     except KeyboardInterrupt:
         print("Interrupted: nothing more was done", file=sys.stderr)
-        return environment.leave(INTERRUPTED)
+        return processes.leave(INTERRUPTED)
     except Exception as error:
         _tell_failures(error)
         mistake = gin_config.as_mistake(error, session.config)
         print(mistake or traceback_of(error), file=sys.stderr)
-        return environment.leave(MISTAKEN if mistake else FAILED)
+        return processes.leave(MISTAKEN if mistake else FAILED)
 
 
 def traceback_of(error: BaseException) -> str:
