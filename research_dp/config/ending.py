@@ -97,6 +97,11 @@ def traceback_of(error: BaseException) -> str:
     return f"{head}\n{own.rstrip()}"
 
 
+def is_of_users_code(error: BaseException) -> bool:
+    """Whether code outside this package, and not installed, raised an error."""
+    return bool(_own_traceback(_original(error)))
+
+
 def _own_traceback(error: BaseException | None) -> str:
     """The frames outside this package and outside installed ones; '' if it is not their error."""
     if error is None:

@@ -14,12 +14,12 @@ import jax
 
 from research_dp.analysis import topologies
 from research_dp.analysis.topologies import Topology
-from research_dp.config import candidates, environment, sizes
+from research_dp.config import candidates, ending, environment, gin_config, sizes
 from research_dp.config.candidates import Candidate
 from research_dp.config.command_line import Options, PlanOptions, check_writable
 from research_dp.config.gin_config import Config
 from research_dp.config.show import put
-from research_dp.distributed.errors import UsageError, message_of
+from research_dp.distributed.errors import UsageError, first_line, message_of
 from research_dp.distributed.mesh import planning_for
 from research_dp.planning import advice, batch, page, tables
 from research_dp.planning.measure import measure
@@ -27,6 +27,9 @@ from research_dp.planning.row import Row, compile_row, fastest_first, refused
 from research_dp.strategies import Recipe, TrainSpec
 
 DONE, EXCEEDED = 0, 1
+
+# What building and tracing a strategy may raise beside mistakes.
+_UNBUILDABLE = (jax.errors.JaxRuntimeError, NotImplementedError, TypeError, ValueError)
 
 # Makes a row of a strategy and a run under a configuration.
 Look = Callable[[Recipe, TrainSpec, Config], Row | None]
@@ -188,6 +191,12 @@ class _Planner:
         except UsageError as error:
             place = config and error.binding and config.origin(error.binding)
             told = message_of(error) + (f" Bound in {place}" if place else "")
+            return refused(candidate.name or "the run", UsageError(told))
+        except _UNBUILDABLE as error:
+            # JAX may refuse devices that suit other strategies, whose rows are not lost for that.
+            if ending.is_of_users_code(error) or gin_config.missing_binding(error):
+                raise
+            told = f"{type(error).__name__}: {first_line(error)}"
             return refused(candidate.name or "the run", UsageError(told))
         finally:
             jax.clear_caches()
