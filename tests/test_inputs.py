@@ -15,6 +15,7 @@ from tensorflow_datasets.core import features as tfds_features
 from research_dp.config import gin_config
 from research_dp.data import reader
 from research_dp.data.dataset import tfds_data
+from research_dp.data.identity import identity_of
 from research_dp.data.preprocess import byte_text, image_classification
 from research_dp.data.random_access import Examples, random_access
 from research_dp.data.tf_data import tf_data
@@ -220,6 +221,36 @@ def test_identity_is_that_of_the_content_whatever_the_file_format(both, tmp_path
     monkeypatch.setattr(FloatDots, "seed", 1)
     what, *digests = dots(tmp_path / "seed").identity().difference(found)
     assert "digest" in what and len(set(digests)) == 2
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_identity_of_images_is_that_of_their_files(tmp_path, several):
+    """Decoders of JPEG differ by a level here and there."""
+
+    class Photos(tfds.core.GeneratorBasedBuilder, skip_registration=True):
+        VERSION = tfds.core.Version("1.0.0")
+
+        def _info(self):
+            image = tfds_features.Image(shape=(16, 16, 3), encoding_format="jpeg")
+            inner = {"photo": tfds_features.Sequence(image) if several else image}
+            features = tfds_features.FeaturesDict({"view": inner, "label": np.int64})
+            return tfds.core.DatasetInfo(builder=self, features=features)
+
+        def _split_generators(self, dl_manager):
+            return {"train": self._generate_examples()}
+
+        def _generate_examples(self):
+            draws = np.random.default_rng(0)
+            for index in range(3):
+                photo = draws.integers(0, 255, (16, 16, 3), np.uint8)
+                yield index, {"view": {"photo": [photo] * 2 if several else photo}, "label": 0}
+
+    found = []
+    for file_format in READERS:
+        builder = Photos(data_dir=str(tmp_path / file_format), file_format=file_format)
+        builder.download_and_prepare()
+        found.append(identity_of(builder, ["train"]))
+    assert found[0] == found[1]
 
 
 def identity(examples=40, digest="ab", version="1.0.0", split="test"):
