@@ -92,24 +92,34 @@ def test_preparation_that_fails_is_told(tmp_path, monkeypatch):
         load("digits", tmp_path / "other").prepare()
 
 
-def test_what_killed_preparations_left_is_removed(tmp_path, monkeypatch, capsys):
+def test_what_killed_preparations_left_is_removed_unless_in_use(tmp_path, monkeypatch, capsys):
     builder = builders.find_builder("digits", str(tmp_path))
     beside = Path(builder.data_path.parent)
     beside.mkdir(parents=True)
     (tmp_path / "outside").mkdir()
-    for name in ("incomplete.A1B2C3_1.0.0", "incomplete.A1B2C3_2.0.0", "incomplete.mine"):
+    names = ["A1B2C3_1.0.0", "A1B2C3_2.0.0", "mine", "INUSE1_1.0.0", "INUSE2_1.0.0"]
+    for name in (f"incomplete.{name}" for name in names):
         (beside / name).mkdir()
         (beside / name / "part").write_text("")
+        yesterday = time.time() - 86400
+        if "INUSE1" not in name:  # a program that does not take the lock writes into a file
+            os.utime(beside / name / "part", (yesterday, yesterday))
+        if "INUSE2" not in name:  # or makes one
+            os.utime(beside / name, (yesterday, yesterday))
     (beside / "incomplete.LINKED_1.0.0").symlink_to(tmp_path / "outside")
     monkeypatch.setattr(Digits, "download_and_prepare", lambda self: self.data_path.mkdir())
     builders.download_and_prepare(builder)
     assert sorted(path.name for path in beside.iterdir()) == [
         "1.0.0",
         "incomplete.A1B2C3_2.0.0",
+        "incomplete.INUSE1_1.0.0",
+        "incomplete.INUSE2_1.0.0",
         "incomplete.LINKED_1.0.0",
         "incomplete.mine",
     ]
-    assert f"Removing {beside / 'incomplete.A1B2C3_1.0.0'}, which" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"Removing {beside / 'incomplete.A1B2C3_1.0.0'}, which" in said
+    assert f"Leaving {beside / 'incomplete.INUSE1_1.0.0'}, in which" in said
 
 
 def test_the_tool_prepares_and_reports(tmp_path, few_digits, monkeypatch, capsys):

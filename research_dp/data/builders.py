@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import difflib
 import importlib
+import math
 import re
+import shutil
 import textwrap
+import time
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -19,6 +22,7 @@ _OWN = {
     "digits": "research_dp.data.digits",
     "pystdlib_text": "research_dp.data.pystdlib_text",
 }
+_HOURS_IN_USE = 6  # a preparation that wrote nothing for so long was ended
 FileFormat = Literal["array_record", "tfrecord"]
 
 
@@ -113,14 +117,34 @@ def download_and_prepare(builder: Any) -> None:
 
 
 def _remove_incomplete(data_path: Any) -> None:
-    """Removes what preparations that were killed left beside a data set; for who has its lock."""
+    """Removes what preparations that were killed left beside a data set; for who has its lock.
+
+    Not every preparation takes the lock: `tfds build` does not, nor a host whose file system shares
+    no locks. So a folder in which something changed lately stays.
+    """
     if "://" in str(data_path):
         return  # without a lock others may be writing there
     named = re.compile(rf"incomplete\.[0-9A-Za-z]+_{re.escape(data_path.name)}")
-    for path in data_path.parent.iterdir() if data_path.parent.exists() else ():
-        if named.fullmatch(path.name) and not Path(path).is_symlink():
-            print(f"Removing {path}, which a preparation that was ended left", flush=True)
-            path.rmtree()
+    for path in map(Path, data_path.parent.iterdir()) if data_path.parent.exists() else ():
+        if not named.fullmatch(path.name) or path.is_symlink():
+            continue
+        if time.time() - _last_change(path) < _HOURS_IN_USE * 3600:
+            print(
+                f"Leaving {path}, in which something changed in the last {_HOURS_IN_USE} hours: "
+                "another program may be preparing it",
+                flush=True,
+            )
+            continue
+        print(f"Removing {path}, which a preparation that was ended left", flush=True)
+        shutil.rmtree(path)
+
+
+def _last_change(folder: Path) -> float:
+    """When something in a folder was last changed, in seconds since the epoch; inf: just now."""
+    try:
+        return max(path.lstat().st_mtime for path in (folder, *folder.rglob("*")))
+    except FileNotFoundError:  # it was renamed or removed meanwhile
+        return math.inf
 
 
 def _lock(builder: Any) -> Any:
