@@ -4,9 +4,11 @@ import errno
 import fcntl
 import importlib.util
 import os
+import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -107,6 +109,21 @@ def test_a_closed_terminal_stops_the_run_as_sigterm_does(tmp_path):
     assert launcher.watch(processes, asked) is None
     assert processes[0].popen.returncode == -signal.SIGTERM
     assert time.monotonic() - begun < 30
+
+
+def test_all_is_shown_where_writes_are_partial(tmp_path, monkeypatch):
+    """A pipe that its reader made non-blocking takes what it has room for, or nothing."""
+    reads, writes = os.pipe()
+    os.set_blocking(writes, False)
+    text = b"what process 0 writes\n" * 20_000
+    with open(reads, "rb") as out, open(writes, "wb", buffering=0) as stream:
+        writing = threading.Thread(target=launcher._write, args=(text, stream), daemon=True)
+        writing.start()
+        found = b""
+        while len(found) < len(text) and select.select([out], [], [], 20)[0]:
+            found += os.read(reads, 10_000)
+        writing.join(20)
+    assert found == text and not writing.is_alive()
 
 
 def test_the_launcher_outlives_what_it_writes_to(tmp_path, monkeypatch, capfd):

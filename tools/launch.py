@@ -19,6 +19,7 @@ import argparse
 import contextlib
 import dataclasses
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -256,8 +257,13 @@ def tell(text: str, stream: TextIO | None) -> None:
 
 def _write(text: bytes, stream: TextIO | None) -> None:
     if stream is not None:  # it was closed before the start
+        rest = memoryview(text)
         with contextlib.suppress(OSError):
-            os.write(stream.fileno(), text)
+            while rest:
+                try:
+                    rest = rest[os.write(stream.fileno(), rest) :]
+                except BlockingIOError:  # a full pipe that its reader made non-blocking
+                    select.select([], [stream], [], 1.0)
 
 
 def _workdir(flags: list[str]) -> Path | None:
