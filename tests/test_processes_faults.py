@@ -87,7 +87,7 @@ with keep_watch(Path({str(tmp_path)!r}), 0.4) as recorder:
     )
     took = time.time() - float(done.stdout)
     assert done.returncode == (-signal.SIGABRT if "PyDLL" in where else 1)
-    assert took < 2.0  # the interpreter's end included
+    assert took < 20  # well before the sleep ends; a helper starts in it, and the interpreter ends
     assert "in load_it" in done.stderr, "no stacks"
     if "PyDLL" not in where:
         assert "process 0 made no progress" in done.stderr
