@@ -40,7 +40,11 @@ def instructions():
     lines = info.read_text().splitlines() if info.exists() else []
     flags = next((line.split() for line in lines if line.startswith(("flags", "Features"))), [])
     wanted = ("avx", "fma", "amx", "asimd", "sve")
-    return [platform.machine(), *sorted(flag for flag in flags if flag.startswith(wanted))]
+    # XLA tunes programs for the model too.
+    model = next(
+        (line.split(":")[1].strip() for line in lines if line.startswith("model name")), ""
+    )
+    return [platform.machine(), model, *sorted(flag for flag in flags if flag.startswith(wanted))]
 
 
 def records(folder):
@@ -62,6 +66,8 @@ def rewrite(command, folder):
         RUN.mkdir(exist_ok=True)
         shutil.copy(folder / name, RUN / name)
     shutil.copytree(folder / "checkpoints" / "5", RUN / "checkpoints" / "5")
+    for note in RUN.rglob("commit_success.txt"):  # Orbax writes where the run was made
+        note.write_text(note.read_text().replace(f"{folder}/", ""))
     restored = train_to(command, copied(folder.parent), 5)["params_fingerprint"]
     found = {"instructions": instructions(), "step 5": restored, "step 10": fingerprint}
     golden.recorded("run_fingerprints", found)
