@@ -4,10 +4,10 @@ import fcntl
 import json
 import os
 import resource
-import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from conftest import ROOT
@@ -15,7 +15,7 @@ from test_processes import start
 
 import research_dp.train
 from research_dp.data import builders
-from research_dp.training.stored import overview, steps_in
+from research_dp.training.stored import steps_in
 
 RUN = [
     "--gin_file=gin/runs/digits.gin",
@@ -110,41 +110,73 @@ def test_the_folder_of_another_run_is_refused(train, tmp_path):
 # ---- Disks ----
 
 
+class Disk:
+    """A small disk in memory, mounted in a namespace of its own: that takes no privileges.
+
+    Attributes:
+        folder: Where commands see it that are run by `run`.
+        seen: Where this process sees it.
+    """
+
+    def __init__(self, folder, environment):
+        words = ["unshare", "--map-root-user", "--mount", "sh", "-c", "echo ready; cat"]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self.holder, self.folder = subprocess.Popen(words, **pipes), folder
+        self.environment = environment
+        assert self.holder.stdout.readline() == "ready\n", "there are no user namespaces"
+        self.seen = Path(f"/proc/{self.holder.pid}/root{folder}")
+
+    def run(self, *words):
+        enter = ["nsenter", f"--target={self.holder.pid}", "--user", "--mount"]
+        return subprocess.run(
+            [*enter, "--preserve-credentials", *map(str, words)],
+            cwd=ROOT,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+        )
+
+    def mount(self, options):
+        done = self.run("mount", "-t", "tmpfs", "-o", options, "tmpfs", self.folder)
+        assert done.returncode == 0, done.stderr
+
+    def train(self, *flags):
+        workdir = f"--workdir={self.folder}"
+        return self.run(sys.executable, "-m", "research_dp.train", *RUN, workdir, *flags)
+
+
 @pytest.fixture
-def mounted(tmp_path):
-    """Mounts a small disk in memory, where that is permitted."""
-    folder, mount = tmp_path / "disk", shutil.which("mount")
-    folder.mkdir()
-
-    def mount_as(options):
-        words = [mount or "mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
-        if not mount or subprocess.run(words, capture_output=True, check=False).returncode:
-            pytest.skip("needs a device that may be mounted: not permitted here")
-        return folder
-
-    yield mount_as
-    subprocess.run(["umount", str(folder)], capture_output=True, check=False)
+def disk(tmp_path, command):
+    (tmp_path / "disk").mkdir()
+    disk = Disk(tmp_path / "disk", command.environment)
+    yield disk
+    disk.holder.kill()
+    disk.holder.communicate()
 
 
-def test_a_disk_that_cannot_be_written_is_refused(train, mounted):
-    status, _, err = train(mounted("size=1m,ro"))
-    assert status == 2 and "cannot be written: Read-only file system" in err
+def test_a_disk_that_cannot_be_written_is_refused(disk):
+    disk.mount("size=1m,ro")
+    done = disk.train()
+    assert done.returncode == 2 and "cannot be written: Read-only file system" in done.stderr
 
 
 @pytest.mark.slow
-def test_a_full_disk_ends_the_run_and_loses_nothing(train, mounted):
+def test_a_full_disk_ends_the_run_and_loses_nothing(disk):
     """A checkpoint of this model has 260 KB: two are kept where there is room for three."""
-    disk = mounted("size=820k")
-    status, _, err = train(disk, "--gin.train.num_steps=100", "--gin.train.keep=9")
-    assert status == 1
-    assert "No space left on device" in err and "the same command continues" in err
-    saved = steps_in(disk / "checkpoints")
-    assert saved and not any(row.damaged for row in overview(disk / "checkpoints", verified=True))
-    with_room = subprocess.run(["mount", "-o", "remount,size=30m", disk], check=False)
-    assert with_room.returncode == 0
-    status, out, _ = train(disk, "--gin.train.num_steps=100", "--gin.train.keep=9")
-    assert status == 0 and f"Continuing from step {saved[-1]}" in out
-    assert results(disk)["step"] == 100
+    disk.mount("size=820k")
+    flags = ["--gin.train.num_steps=100", "--gin.train.keep=9"]
+    done = disk.train(*flags)
+    assert done.returncode == 1, done.stderr
+    assert "No space left on device" in done.stderr
+    assert "the same command continues" in done.stderr
+    saved = steps_in(disk.seen / "checkpoints")
+    whole = disk.run(sys.executable, "-m", "research_dp.checkpoints", disk.folder, "--verify")
+    assert saved and whole.returncode == 0, whole.stdout
+    disk.mount("remount,size=30m")
+    done = disk.train(*flags)
+    assert done.returncode == 0, done.stderr
+    assert f"Continuing from step {saved[-1]}" in done.stdout
+    assert results(disk.seen)["step"] == 100
 
 
 @pytest.mark.slow
