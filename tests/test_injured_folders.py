@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import faulthandler
+import gc
 import os
 import random
 import shutil
@@ -15,6 +16,9 @@ import pytest
 import tiny_run
 from injuries import injure
 from test_train_command import MLP
+
+from research_dp.training import stored
+from research_dp.training.manifest import Damaged
 
 FIRST, THEN = 6, (8, 10)  # steps of the run that is injured, and of its continuations
 NOBODY = 65534
@@ -207,3 +211,31 @@ def test_the_command_ends_right_or_refuses(command, tmp_path):
         _remove(outside)
     print(collections.Counter(found))
     assert {row[2] for row in found} >= {0, 2}
+
+
+@pytest.mark.filterwarnings("error")  # as pytest collects what threads and destructors raise
+@pytest.mark.parametrize(
+    ("names", "tries"),
+    [("state/manifest.ocdbt", 4), pytest.param("**/*", 3, marks=pytest.mark.slow)],
+)
+def test_a_damaged_checkpoint_is_reported_without_tracebacks(tmp_path, capfd, names, tries):
+    """Reads that fail at the same time end before their event loop is closed."""
+    assert tiny_run.outcome(tmp_path, num_steps=2) == (0, "")
+    checkpoint = tmp_path / "checkpoints" / "2"
+    paths = sorted(path for path in checkpoint.glob(names) if path.is_file())
+    contents = {path: path.read_bytes() for path in paths}
+    capfd.readouterr()
+    damaged = set()
+    for path, content in contents.items():
+        for left in (None, b"", content[: len(content) // 2]):
+            path.unlink() if left is None else path.write_bytes(left)
+            # Which reads are under way when the first one fails is chance.
+            for _ in range(tries):
+                try:
+                    stored.verify(checkpoint)
+                except Damaged:
+                    damaged.add(path.name)
+            gc.collect()  # a task that was never awaited would complain now
+            path.write_bytes(content)
+    assert capfd.readouterr().err == ""
+    assert "manifest.ocdbt" in damaged

@@ -180,13 +180,14 @@ class Checkpoints:
         saved = ocp.args.Composite(
             state=ocp.args.PyTreeSave(state), manifest=ocp.args.JsonSave(manifest.as_json())
         )
-        with self._telling(step), drained():
+        with self._telling(step), contextlib.ExitStack() as writing:
+            writing.enter_context(drained())
             checkpointer = self._open()
             if jax.process_index() == 0:
                 clear_temporary(self._folder, step)
             checkpointer.save(literal(self._folder / str(step)), args=saved)
-        self._saving = step
-        self._saved = self._thread.submit(self._complete, step)
+            self._saving = step
+            self._saved = self._thread.submit(self._complete, step, writing.pop_all())
 
     def check(self) -> None:
         """Raises RunFailure if what was saved in the background went wrong."""
@@ -216,13 +217,17 @@ class Checkpoints:
                     checkpointer.close()
             self._thread.shutdown(wait=not alone)
 
-    def _complete(self, step: int) -> list[str]:
+    def _complete(self, step: int, writing: contextlib.ExitStack) -> list[str]:
         """Ends a save: the checkpoint is on the disk, and older ones are removed.
+
+        Args:
+            step: The step that is being saved.
+            writing: Closed once its arrays are written.
 
         Returns:
             Lines to say: older ones that cannot be removed.
         """
-        with drained():
+        with writing:
             self._checkpointer.wait_until_finished()
         if jax.process_index() != 0:
             return []

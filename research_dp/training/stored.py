@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import functools
 import logging
 import os
 import re
@@ -159,10 +160,8 @@ def verify(folder: Path) -> Manifest:
     import orbax.checkpoint as ocp
 
     manifest = read_manifest(folder)
-    try:
+    with _reading():
         tree = ocp.PyTreeCheckpointHandler().metadata(literal(folder / STATE)).tree
-    except Exception as error:  # whatever Orbax makes of the files
-        raise Damaged(reason(error)) from error
     paths = by_path(tree)
     if paths.keys() != manifest.leaves.keys():
         odd = sorted(paths.keys() ^ manifest.leaves.keys())[0]
@@ -254,11 +253,18 @@ def _read(folder: Path, wanted: PyTree, restore_args: PyTree) -> PyTree:
     """Without Orbax's manager, whose processes would wait for one that fails."""
     import orbax.checkpoint as ocp
 
-    quieten_orbax()
     args = ocp.args.PyTreeRestore(item=wanted, restore_args=restore_args)
+    with _reading():
+        return ocp.PyTreeCheckpointHandler().restore(literal(folder / STATE), args=args)
+
+
+@contextlib.contextmanager
+def _reading() -> Iterator[None]:
+    """Within it, Orbax reads a checkpoint; errors become Damaged or those of this machine."""
+    quieten_orbax()
     try:
         with drained():
-            return ocp.PyTreeCheckpointHandler().restore(literal(folder / STATE), args=args)
+            yield
     except jax.errors.JaxRuntimeError:  # the devices', such as no memory left; not the file's
         raise
     except Exception as error:  # whatever Orbax and TensorStore make of the files
@@ -270,13 +276,19 @@ def literal(folder: Path) -> Any:
 
     `etils.epath.Path.glob` takes the folder itself for a part of the pattern: `a[1]` would be `a1`.
     """
+    return _literal_class()(os.path.realpath(folder))  # TensorStore takes no `..`
+
+
+@functools.cache
+def _literal_class() -> Any:
+    """Made at the first use, as etils is slow to import; a class is never freed."""
     from etils import epath
 
     class Literal(type(epath.Path())):  # type: ignore[misc]
         def glob(self, pattern: str) -> Iterator[Any]:
             return (type(self)(path) for path in Path(self).glob(pattern))
 
-    return Literal(os.path.realpath(folder))  # TensorStore takes no `..`
+    return Literal
 
 
 def move_aside(folder: Path) -> Path:
