@@ -104,6 +104,34 @@ def test_before_the_steps_a_process_that_waits_in_c_ends_too():
     assert not printed and said.count("\n") == 1
 
 
+ENDING = """
+import os, signal, time
+from research_dp.training.stop import StopSignal, before_steps
+with before_steps():
+    try:
+        with StopSignal().listen():
+            pass
+    finally:  # while a run is closed
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            os.kill(os.getpid(), number)
+        time.sleep(0.3)
+        print("saved")
+"""
+
+
+def test_a_signal_to_a_run_that_is_ending_changes_nothing():
+    done = subprocess.run(
+        [sys.executable, "-c", ENDING],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert (done.returncode, done.stdout) == (0, "saved\n")
+    said = [f"{name}: the run is ending already" for name in ("SIGTERM", "SIGHUP")]
+    assert sorted(done.stderr.splitlines()) == sorted(said)
+
+
 @pytest.mark.slow
 def test_a_hangup_that_is_ignored_stays_ignored():
     body = "import os; os.kill(os.getpid(), 1); time.sleep(0.5); raise SystemExit(7 + stop.came(0))"

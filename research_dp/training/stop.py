@@ -16,6 +16,7 @@ from jax.experimental import multihost_utils
 
 INTERRUPTED, STOPPED = 130, 143
 _SECONDS_TO_LEAVE = 10.0
+_steps_began = threading.Event()  # in this process; see `before_steps`
 
 
 class StopSignal:
@@ -43,6 +44,7 @@ class StopSignal:
         A second SIGINT is noticed also while the main thread waits for the devices.
         """
         numbers = (*_hangup(), signal.SIGINT, *(() if self._together else (signal.SIGTERM,)))
+        _steps_began.set()
         with _handled(numbers, self._note, self._follow):
             yield self
 
@@ -68,19 +70,32 @@ def before_steps() -> Iterator[None]:
 
     What is open is closed: a data set that is being prepared leaves nothing behind. If the main
     thread waits in C, for other processes or a compiler, the process ends after a few seconds.
+
+    Once `StopSignal.listen` was called these signals change nothing: when it returns the run is
+    ending, and what it saves in the background is completed.
     """
 
     def leave(number: int, _: Any = None) -> None:
-        raise SystemExit(STOPPED)
+        if not _steps_began.is_set():
+            raise SystemExit(STOPPED)
+
+    def end() -> None:
+        if not _steps_began.is_set():
+            os._exit(STOPPED)
 
     def say(number: int) -> None:
-        if number in handled:
-            name = signal.Signals(number).name
-            print(f"{name}: stopped; there was nothing to save", file=sys.stderr, flush=True)
-            ending = threading.Timer(_SECONDS_TO_LEAVE, os._exit, (STOPPED,))
-            ending.daemon = True
-            ending.start()
+        if number not in handled:
+            return
+        name = signal.Signals(number).name
+        if _steps_began.is_set():
+            print(f"{name}: the run is ending already", file=sys.stderr, flush=True)
+            return
+        print(f"{name}: stopped; there was nothing to save", file=sys.stderr, flush=True)
+        ending = threading.Timer(_SECONDS_TO_LEAVE, end)
+        ending.daemon = True
+        ending.start()
 
+    _steps_began.clear()
     handled = (*_hangup(), signal.SIGTERM)
     with _handled(handled, leave, say):
         yield
@@ -104,17 +119,17 @@ def _handled(
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    told, teller = socket.socketpair()
-    teller.setblocking(False)
+    receiver, sender = socket.socketpair()
+    sender.setblocking(False)
 
     def follow() -> None:
-        while received := told.recv(16):
+        while received := receiver.recv(16):
             for number in received:
                 at_once(number)
 
     thread = threading.Thread(target=follow, name="signals", daemon=True)
     handlers = {number: signal.signal(number, handler) for number in numbers}
-    before = signal.set_wakeup_fd(teller.fileno(), warn_on_full_buffer=False)
+    before = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
     thread.start()
     try:
         yield
@@ -122,6 +137,6 @@ def _handled(
         signal.set_wakeup_fd(before)
         for number, former in handlers.items():
             signal.signal(number, former)
-        teller.close()
+        sender.close()
         thread.join()
-        told.close()
+        receiver.close()
