@@ -90,33 +90,33 @@ def traceback_of(error: BaseException) -> str:
     JAX_TRACEBACK_FILTERING=off leaves all of them in.
     """
     all_frames = jax.config.values["jax_traceback_filtering"] == "off"
-    own = "" if all_frames else _own_traceback(_original(error))
-    if not own:
+    user_traceback = "" if all_frames else _user_traceback(_original(error))
+    if not user_traceback:
         return "".join(traceback.format_exception(error))
     head = "error: code outside research_dp failed (JAX_TRACEBACK_FILTERING=off shows all frames):"
-    return f"{head}\n{own.rstrip()}"
+    return f"{head}\n{user_traceback.rstrip()}"
 
 
 def is_of_users_code(error: BaseException) -> bool:
     """Whether code outside this package, and not installed, raised an error."""
-    return bool(_own_traceback(_original(error)))
+    return bool(_user_traceback(_original(error)))
 
 
-def _own_traceback(error: BaseException | None) -> str:
+def _user_traceback(error: BaseException | None) -> str:
     """The frames outside this package and outside installed ones; '' if it is not their error."""
     if error is None:
         return ""
     frames = list(traceback.walk_tb(error.__traceback__))
     files = [Path(frame.f_code.co_filename) for frame, _ in frames]
     ours = [_PACKAGE in file.parents for file in files]
-    own = [not mine and not _is_installed(file) for mine, file in zip(ours, files, strict=True)]
-    raised = [is_own for is_own, mine in zip(own, ours, strict=True) if is_own or mine]
+    users = [not our and not _is_installed(file) for our, file in zip(ours, files, strict=True)]
+    raised = [user for user, our in zip(users, ours, strict=True) if user or our]
     if not raised or not raised[-1]:
         return ""
-    before = _own_traceback(
+    before = _user_traceback(
         error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     )
-    shown = traceback.StackSummary.extract(itertools.compress(frames, own))
+    shown = traceback.StackSummary.extract(itertools.compress(frames, users))
     lines = ["Traceback (most recent call last):\n", *shown.format()]
     # JAX adds a note on frames that it left out.
     said = traceback.format_exception_only(error)
