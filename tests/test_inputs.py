@@ -1,9 +1,12 @@
 """What data is to a run: its dtypes, which data it is, and what a model can take of it."""
 
 import dataclasses
+import errno
 import hashlib
 import json
+import os
 import types
+from pathlib import Path
 
 import gin
 import jax
@@ -19,6 +22,7 @@ from research_dp.data.identity import identity_of
 from research_dp.data.preprocess import byte_text, image_classification
 from research_dp.data.random_access import Examples, random_access
 from research_dp.data.tf_data import tf_data
+from research_dp.distributed import agreement
 from research_dp.distributed.data_set import (
     DataIdentity,
     DataSet,
@@ -359,6 +363,14 @@ def test_any_integers_that_a_model_bounds_are_checked_and_padding_is_not():
         list(inputs.checked_batches(stream(good, {"tokens": tokens}), order, model))
     with refused("has tokens -1"):
         list(inputs.checked_batches(stream({"tokens": -tokens % 3 - 1}), order, model))
+    # A mask of the model's own.
+    own = {"tokens": tokens, "mask": np.array([[1, 1, 1], [1, 0, 1]])}
+    with refused("^example 6 of the evaluation stream of mine has tokens 9"):
+        list(inputs.checked_batches(stream(own), order, model))
+    with refused(
+        "^the evaluation data of mine has no 'tokens'; train.model takes 0 to 4 of it. Its arrays: words."
+    ):
+        list(inputs.checked_batches(stream({"words": tokens}), order, model))
 
 
 def test_data_that_ends_early_is_refused():
@@ -427,3 +439,29 @@ def test_a_folder_that_is_not_shared_is_refused(tmp_path, monkeypatch, process, 
             shared_folder.check_shared(folder)
     assert (tmp_path / "0" / name).exists() == (process == 1), "process 0 removes its file"
     assert len(problems) == 2, "each process takes part in each collective"
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.ESTALE])
+def test_a_folder_that_one_process_cannot_read_is_refused_in_all(tmp_path, monkeypatch, number):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    monkeypatch.setattr(shared_folder, "_SECONDS", 0.0)
+    monkeypatch.setattr(shared_folder, "texts_of_all", lambda text: [".run.abc first", text])
+    problems = []
+    monkeypatch.setattr(shared_folder, "first_problem", lambda x: problems.append(x) or x)
+
+    def fail(path, **_):
+        raise OSError(number, os.strerror(number), str(path))
+
+    monkeypatch.setattr(Path, "stat", fail)
+    with refused(f"--workdir={tmp_path} on .* cannot be read: {os.strerror(number)}"):
+        shared_folder.check_shared(tmp_path)
+    assert len(problems) == 2, "each process takes part in each collective"
+
+
+def test_processes_agree_on_numbers_of_any_size(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    gathered = agreement.multihost_utils
+    monkeypatch.setattr(gathered, "process_allgather", lambda x: np.stack([x, 0 * x]))
+    for number in (-1, 0, 7, 9_999_999_999, 10**18 - 1):
+        assert agreement.of_the_first(number) == number

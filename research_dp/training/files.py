@@ -16,10 +16,14 @@ RECORDS, SUMMARY = "metrics.jsonl", "summary.json"
 CHECKPOINTS, FLIGHT, TENSORBOARD = "checkpoints", "flight", "tensorboard"
 SPLITS = ("train", "eval")
 
+NOTHING_SAVED = "nothing_saved_yet"  # in the folder of the checkpoints
+
 _FILES = (LOCK, HOLDER, CONFIG, OPERATIVE_CONFIG, RECORDS, SUMMARY)
 _EVENTS = tuple(f"{TENSORBOARD}/{split}" for split in SPLITS)
 _FOLDERS = (CHECKPOINTS, FLIGHT, TENSORBOARD, *_EVENTS, "profile")
-_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.tmp")
+PROBE = ".run."  # and 32 hexadecimal digits: see `shared_folder`
+_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.tmp|" + re.escape(PROBE) + "[0-9a-f]{32}")
+_NO_SYNC_OF_FOLDERS = (errno.EINVAL, errno.ENOTSUP)  # some FUSE and SMB mounts
 
 
 def create(path: Path) -> int:
@@ -57,6 +61,20 @@ def replace(path: Path, content: str | bytes) -> None:
     sync(path.parent)
 
 
+def has_content(path: Path) -> bool:
+    """Whether a file is there and not empty."""
+    return path.exists() and path.stat().st_size > 0
+
+
+def is_utf8(text: str) -> bool:
+    """Whether a text can be encoded: JSON and file names may have lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def free_name(path: Path) -> Path:
     """A name beside a path, `NAME.damaged` or `NAME.damagedN`, that nothing has yet."""
     for number in range(1, 1000):
@@ -67,17 +85,23 @@ def free_name(path: Path) -> Path:
 
 
 def sync(path: Path) -> None:
-    """Writes a file, or the names in a folder, to the disk: they survive a power failure."""
+    """Writes a file, or the names in a folder, to the disk: they survive a power failure.
+
+    Names do not on a file system that cannot sync folders.
+    """
     number = os.open(path, os.O_RDONLY)
     try:
         os.fsync(number)
+    except OSError as error:
+        if error.errno not in _NO_SYNC_OF_FOLDERS or not stat.S_ISDIR(os.fstat(number).st_mode):
+            raise
     finally:
         os.close(number)
 
 
 def remove_temporary(folder: Path) -> None:
-    """Removes what `replace` left in a folder when its process was killed."""
-    for path in list(folder.iterdir()):
+    """Removes temporary files that killed processes left in a work folder."""
+    for path in (*_inside(folder, ".*"), *_inside(folder / CHECKPOINTS, ".*")):
         if _TEMPORARY.fullmatch(path.name) and stat.S_ISREG(path.lstat().st_mode):
             path.unlink()
 
@@ -89,7 +113,7 @@ def unexpected(folder: Path) -> str | None:
     to folders.
     """
     notes = [f"{FLIGHT}/{path.name}" for path in _inside(folder / FLIGHT, "process_*.txt")]
-    for name in (*_FILES, *notes):
+    for name in (*_FILES, f"{CHECKPOINTS}/{NOTHING_SAVED}", *notes):
         path = folder / name
         if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
             return f"{path} is {kind_of(path)}, and the run writes a file there. Move it away."

@@ -22,11 +22,11 @@ def shared_identity(data: DataSet) -> DataIdentity | None:
     Raises:
         UsageError: Processes read different data; in all of them.
     """
-    own = data.identity() if data.identity else None
-    texts = texts_of_all(json.dumps(dataclasses.asdict(own) if own else None))
-    found = [written and DataIdentity.from_json(written) for written in map(json.loads, texts)]
-    for process, other in enumerate(found):
-        difference = found[0].difference(other) if other and found[0] else None
+    local = data.identity() if data.identity else None
+    texts = texts_of_all(json.dumps(dataclasses.asdict(local) if local else None))
+    identities = [text and DataIdentity.from_json(text) for text in map(json.loads, texts)]
+    for process, other in enumerate(identities):
+        difference = identities[0].difference(other) if other and identities[0] else None
         if difference:
             what, first, here = difference
             raise UsageError(
@@ -34,7 +34,7 @@ def shared_identity(data: DataSet) -> DataIdentity | None:
                 f"{here} in process {process}.\n  Give all of them the same folder "
                 "(tfds_data.data_dir, TFDS_DATA_DIR), or prepare the data anew where it differs."
             )
-    return own
+    return local
 
 
 def check_same_data(now: DataIdentity | None, saved: DataIdentity | None, run: str) -> None:
@@ -67,19 +67,28 @@ def checked_batches(
     Args:
         data: Its training or its evaluation batches are read.
         order: Which of them.
-        model: What they are for. With `mask` (R,), rows of 0 are not checked.
+        model: What they are for. With a `mask` (R,), rows of 0 are not checked; a mask of more
+            dims is the model's own.
 
     Raises:
-        UsageError: A value is out of bounds, with the example; or there are too few batches.
+        UsageError: A value is out of bounds, with the example; a batch has not an array that the
+            model bounds; or there are too few batches.
     """
     first, least, split = 0, 1, "evaluation"
     if isinstance(order, TrainOrder):
         first, least, split = order.first_step, order.num_steps - order.first_step, "training"
     number = 0
     for batch in data.train(order) if isinstance(order, TrainOrder) else data.evaluate(order):
-        found = _out_of_bounds(batch, model)
-        if found:
-            row, problem = found
+        missing = sorted(model.bounds.keys() - batch.keys())
+        if missing:
+            raise UsageError(
+                f"the {split} data of {data.name} has no {missing[0]!r}; train.model takes 0 to "
+                f"{model.config[model.bounds[missing[0]]] - 1} of it. "
+                f"Its arrays: {', '.join(batch) or 'none'}."
+            )
+        violation = _out_of_bounds(batch, model)
+        if violation:
+            row, problem = violation
             place = (first + number) * order.batch_size + int(order.rows[row])
             where = f"example {place} of the {split} stream of {data.name}"
             raise UsageError(f"{data.locate(order, place) if data.locate else where} {problem}")
@@ -99,7 +108,7 @@ def _out_of_bounds(batch: Arrays, model: TrainableModel) -> tuple[int, str] | No
         if not values.size or (values.min() >= 0 and values.max() < limit):
             continue
         wrong = (values < 0) | (values >= limit)
-        if "mask" in batch:
+        if np.ndim(batch.get("mask")) == 1:
             wrong &= np.reshape(batch["mask"], (-1, *[1] * (values.ndim - 1))) > 0
         for row, *place in np.argwhere(wrong)[:1]:
             return int(row), (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import socket
 import time
@@ -11,6 +12,7 @@ import jax
 
 from research_dp.distributed.agreement import first_problem, texts_of_all
 from research_dp.distributed.errors import UsageError
+from research_dp.training import files
 
 _SECONDS = 10.0  # in which a network's file system shows a new file to other machines
 _PAUSE = 0.1
@@ -26,12 +28,12 @@ def check_shared(folder: Path) -> None:
         folder: The folder, which process 0 has created.
 
     Raises:
-        UsageError: Process 0 cannot create the file, or another one does not see it; in all.
+        UsageError: Process 0 cannot create the file, or a process does not see it; in all.
     """
     if jax.process_count() == 1:
         return
     writes, host = jax.process_index() == 0, socket.gethostname()
-    name, where = texts_of_all(f".run.{secrets.token_hex(16)} {host}")[0].split(" ", 1)
+    name, where = texts_of_all(f"{files.PROBE}{secrets.token_hex(16)} {host}")[0].split(" ", 1)
     file = folder / name
     problem = None
     try:
@@ -41,23 +43,30 @@ def check_shared(folder: Path) -> None:
         problem = f"{folder} cannot be written: {error.strerror}."
     problem = first_problem(problem)
     if problem is None:
-        if not _appears(file):
+        error = _error_of(file)
+        if isinstance(error, FileNotFoundError | NotADirectoryError):
             problem = (
                 f"--workdir={folder} on {host} is not the folder that process 0 has on {where}. "
                 "Give all processes one folder of a file system that they share."
             )
+        elif error:
+            problem = f"--workdir={folder} on {host} cannot be read: {error.strerror}."
         problem = first_problem(problem)
     if writes:
-        file.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the next run removes what is left
+            file.unlink(missing_ok=True)
     if problem:
         raise UsageError(problem)
 
 
-def _appears(file: Path) -> bool:
-    """Whether a file is there, or comes to be seen within a few seconds."""
+def _error_of(file: Path) -> OSError | None:
+    """Why a file is not seen, even after a few seconds; None: it is."""
     deadline = time.monotonic() + _SECONDS
-    while not file.exists():
-        if time.monotonic() > deadline:
-            return False
+    while True:
+        try:
+            file.stat()
+            return None
+        except OSError as error:
+            if time.monotonic() > deadline:
+                return error
         time.sleep(_PAUSE)
-    return True
