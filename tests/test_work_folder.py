@@ -1,9 +1,12 @@
 """The files of a run: literal paths, nothing followed, nothing lost, nothing deleted unasked."""
 
+import contextlib
 import dataclasses
 import errno
 import os
+import re
 import shutil
+import stat
 import struct
 
 import gin
@@ -82,6 +85,21 @@ def test_paths_that_checkpoints_cannot_have_are_refused_at_the_start(
     assert tree(tmp_path) == before
 
 
+@pytest.mark.parametrize(
+    ("workdir", "expected"),
+    [
+        ("~no_such_user/run", "--workdir=~no_such_user/run: ~no_such_user is no user's home"),
+        ("a\0b", "--workdir=a\\x00b has a null character"),
+    ],
+)
+def test_paths_that_no_folder_can_have_are_refused(tmp_path, monkeypatch, workdir, expected):
+    monkeypatch.chdir(tmp_path)
+    status, message = tiny_run.outcome(workdir)
+    assert status == 2 and message.startswith(expected)
+    assert os.listdir(tmp_path) == []
+    assert tiny_run.outcome(f"./{SPECIAL.replace('a', '~')}", num_steps=2) == (0, "")
+
+
 # ---- Records without checkpoints ----
 
 
@@ -112,7 +130,7 @@ def test_records_without_checkpoints_are_a_question(run, ended, lose):
     status, message = tiny_run.outcome(run, num_steps=8)
     assert status == 2 and "put back" in message.lower(), message
     after = tree(run.parent)
-    after.pop("run/checkpoints/" + stored.NOTHING_SAVED, None)
+    after.pop("run/checkpoints/" + files.NOTHING_SAVED, None)
     strip = [f"run/{name}" for name in BY_ALL_RUNS]
     assert {p: x for p, x in before.items() if p not in strip} == {
         p: x for p, x in after.items() if p not in strip
@@ -144,12 +162,16 @@ def test_a_run_that_ended_before_its_first_save_begins_again(ended, tmp_path):
     # Not as another run: its records would be lost.
     gin.parse_config("largest_dim.min_weight_size = 9")
     status, message = tiny_run.outcome(tmp_path, num_steps=8)
-    assert status == 2 and f"{tmp_path} has records of a run (metrics.jsonl)" in message
+    assert status == 2
+    expected = f"{tmp_path} has records of a run (metrics.jsonl) that saved nothing and had another"
+    assert message.startswith(expected) and "ut back" not in message
     gin.clear_config()
     continues(tmp_path, ended)
-    assert not (tmp_path / "checkpoints" / stored.NOTHING_SAVED).exists()
+    assert not (tmp_path / "checkpoints" / files.NOTHING_SAVED).exists()
     steps = [record["step"] for record in tiny_run.records(tmp_path, "train")]
     assert steps == [2, 4, 6, 8]
+    assert [step for step, _ in events(tmp_path / "tensorboard" / "train")] == steps
+    assert [step for step, _ in events(tmp_path / "tensorboard" / "eval")] == [4, 8]
 
 
 # ---- Records ----
@@ -172,6 +194,10 @@ def damaged_lines(run, *lines):
         b'{"split": "../x", "step": 2}\n',
         b'{"split": "train", "step": 2, "loss": [1]}\n',
         b'{"split": "train", "step": 2, "loss": 1e999}\n',
+        b'{"split": "train", "step": -1, "loss": 1}\n',
+        b'{"split": "train", "step": -100000000000000000000000, "loss": 1}\n',
+        b'{"split": "train", "step": 9223372036854775808, "loss": 1}\n',
+        b'{"split": "train", "step": 2, "\\ud800": 1}\n',
         b"[" * 100_000 + b"\n",
     ],
 )
@@ -179,7 +205,8 @@ def test_lines_that_are_no_records_are_left_out_and_kept_aside(tmp_path, line):
     good = b'{"split": "train", "step": 2, "loss": null}\n'
     file, said = tmp_path / "metrics.jsonl", []
     file.write_bytes(good + line + good + b'{"split": "tra')
-    kept = metrics.drop_unsaved(file, 2, evaluates_again=False, say=said.append)
+    kept = metrics.drop_unsaved(file, 2**70, evaluates_again=False, say=said.append)
+    metrics.Records(tmp_path, kept).close()
     assert kept == [{"split": "train", "step": 2, "loss": None}] * 2
     assert file.read_bytes() == good * 2
     assert (
@@ -225,7 +252,8 @@ def test_records_are_on_the_disk_before_the_checkpoint_that_counts_them(tmp_path
     monkeypatch.setattr(Checkpoints, "save", checked)
     assert tiny_run.outcome(tmp_path) == (0, "")
     assert len(sizes) >= 4 and all(before == now > 0 for before, now in sizes)
-    assert {str(tmp_path), str(tmp_path / "summary.json")} & synced.keys()
+    assert str(tmp_path) in synced
+    assert any(path.startswith(f"{tmp_path}/.summary.json.") for path in synced)
 
 
 # ---- TensorBoard ----
@@ -264,6 +292,27 @@ def test_tensorboard_has_all_records_when_done_is_said(tmp_path, monkeypatch):
         assert len(list((tmp_path / "tensorboard" / split).iterdir())) == 1
 
 
+def test_events_after_the_restored_step_are_not_there_twice(tmp_path):
+    """Also where no record is before it: neither of training nor of evaluation."""
+    with pytest.raises(RuntimeError, match="killed"):
+        tiny_run.train(tmp_path, data=_ends_at(8), log_every=4)
+    for step in steps_in(tmp_path / "checkpoints"):
+        if step > 2:
+            shutil.rmtree(tmp_path / "checkpoints" / str(step))
+    assert tiny_run.outcome(tmp_path, num_steps=8, log_every=4) == (0, "")
+    for split in files.SPLITS:
+        assert [step for step, _ in events(tmp_path / "tensorboard" / split)] == [4, 8]
+
+
+def test_events_of_a_run_whose_records_were_moved_away_stay(run, ended):
+    for name in ("metrics.jsonl", "summary.json"):
+        (run / name).rename(run.parent / name)
+    (run / "checkpoints").rename(run.parent / "elsewhere")
+    before = {p: x for p, x in tree(run / "tensorboard").items() if isinstance(x, bytes)}
+    continues(run, ended)
+    assert before and before.items() <= tree(run / "tensorboard").items()
+
+
 @pytest.mark.slow
 def test_tensorboard_reads_what_is_written(run):
     from tensorboard.backend.event_processing import event_accumulator
@@ -295,6 +344,39 @@ def test_no_link_is_followed(run, ended, tmp_path):
     assert outside.read_text() == "precious"
 
 
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
+def test_the_mark_of_a_run_without_checkpoints_is_a_file(tmp_path, make):
+    mark = tmp_path / "checkpoints" / files.NOTHING_SAVED
+    mark.parent.mkdir()
+    make(mark)
+    status, message = tiny_run.outcome(tmp_path)
+    assert status == 2 and f"{mark} is a " in message and "Move it away" in message
+    assert os.listdir(mark.parent) == [mark.name]
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.EIO])
+def test_a_file_system_that_cannot_sync_folders_will_do(tmp_path, monkeypatch, number):
+    fsync = os.fsync
+
+    def refuse(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode) or refuses_files:
+            raise OSError(number, os.strerror(number))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    refuses_files = False
+    with (
+        contextlib.nullcontext()
+        if number != errno.EIO
+        else pytest.raises(OSError, match="Input/output")
+    ):
+        files.replace(tmp_path / "file", "text")
+    assert (tmp_path / "file").read_text() == "text"
+    refuses_files = True
+    with pytest.raises(OSError, match=re.escape(os.strerror(number))):
+        files.sync(tmp_path / "file")
+
+
 def test_a_file_is_created_only_where_nothing_is(tmp_path):
     (tmp_path / "link").symlink_to("nothing")
     for name in ("link", "file"):
@@ -314,11 +396,12 @@ def test_a_file_is_created_only_where_nothing_is(tmp_path):
 
 
 def test_what_a_killed_process_left_of_a_replacement_is_removed(run):
-    left = run / ".summary.json.0123456789abcdef.tmp"
-    for name in (left.name, ".mine.tmp", "0123456789abcdef.tmp"):
-        (run / name).write_text("")
+    left = [run / ".summary.json.0123456789abcdef.tmp", run / f".run.{'0123456789abcdef' * 2}"]
+    left.append(run / "checkpoints" / f".{files.NOTHING_SAVED}.0123456789abcdef.tmp")
+    for path in (*left, run / ".mine.tmp", run / "0123456789abcdef.tmp"):
+        path.write_text("")
     assert tiny_run.outcome(run, num_steps=6) == (0, "")
-    assert not left.exists()
+    assert not [path for path in left if path.exists()]
     assert (run / ".mine.tmp").exists() and (run / "0123456789abcdef.tmp").exists()
 
 

@@ -18,7 +18,6 @@ from research_dp.training.manifest import Damaged, Manifest, Progress, leaves_of
 from research_dp.training.stored import (
     HALF_WRITTEN,
     MANIFEST,
-    NOTHING_SAVED,
     STATE,
     clear_temporary,
     drained,
@@ -120,11 +119,11 @@ class Checkpoints:
         Whoever finds records and no checkpoints knows by it that none was lost.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
-        files.replace(self._folder / NOTHING_SAVED, "")
+        files.replace(self._folder / files.NOTHING_SAVED, "")
 
     def saved_nothing(self) -> bool:
         """Whether a run began here that ended before its first save."""
-        return (self._folder / NOTHING_SAVED).is_file()
+        return (self._folder / files.NOTHING_SAVED).is_file()
 
     def _agreed_steps(self) -> Iterator[int]:
         """Steps of complete checkpoints as process 0 sees them, newest first."""
@@ -232,7 +231,7 @@ class Checkpoints:
         if jax.process_index() != 0:
             return []
         sync(self._folder / str(step))
-        (self._folder / NOTHING_SAVED).unlink(missing_ok=True)
+        (self._folder / files.NOTHING_SAVED).unlink(missing_ok=True)
         return prune(self._folder, self._keep, self._keep_period)
 
     @contextlib.contextmanager

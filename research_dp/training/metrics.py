@@ -63,7 +63,7 @@ class Records:
     Args:
         workdir: Folder of the run.
         kept: Records of the run that is continued; TensorBoard's are written anew from them.
-        complete: Whether they are all that the run had; if not, older event files stay.
+        complete: Whether they are all that the run had; if so, older event files are removed.
     """
 
     def __init__(
@@ -74,8 +74,10 @@ class Records:
         self._events: dict[str, Events] = {}
         for record in kept:
             self._events_of(record["split"]).write(record["step"], _scalars(record))
-        for events in self._events.values() if complete else ():
-            events.remove_older()
+        # Also of a split without records: its events are of steps that the run repeats.
+        for split in files.SPLITS if complete else ():
+            if (workdir / files.TENSORBOARD / split).is_dir():
+                self._events_of(split).remove_older()
 
     def write(self, split: str, step: int, scalars: Mapping[str, float]) -> None:
         """Records scalars of a split ('train', 'eval') at a step."""
@@ -152,20 +154,23 @@ def drop_unsaved(
 def read_json(text: str | bytes) -> dict[str, Any]:
     """A JSON object; empty if the text is none."""
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
-def _is_record(found: Mapping[str, Any]) -> bool:
-    """Whether an object is what `Records` writes."""
+def _is_record(value: Mapping[str, Any]) -> bool:
+    """Whether an object is what `Records` writes, and TensorBoard's events can have."""
+    step = value.get("step")
     return (
-        found.get("split") in files.SPLITS
-        and type(found.get("step")) is int
+        value.get("split") in files.SPLITS
+        and type(step) is int
+        and 0 <= step < 2**63
         and all(
-            value is None or (type(value) in (int, float) and abs(value) <= sys.float_info.max)
-            for name, value in found.items()
+            (x is None or (type(x) in (int, float) and abs(x) <= sys.float_info.max))
+            and files.is_utf8(name)
+            for name, x in value.items()
             if name not in ("split", "step")
         )
     )

@@ -135,6 +135,8 @@ class Run:
         """Continues the records of the run, and says if some that it had are missing."""
         last = self._first_step == self._schedule.num_steps
         say, path = self._progress.say, self.folder / files.RECORDS
+        # Without any, events may be those of another run, whose records a user moved away.
+        has_records = files.has_content(path)
         kept = metrics_lib.drop_unsaved(path, self._first_step, evaluates_again=last, say=say)
         before = self._saved.records if self._saved else 0
         missing = before - metrics_lib.count_train(kept)
@@ -146,7 +148,9 @@ class Run:
             )
         self._summary["train"] = metrics_lib.last_train_means(kept)
         self._summary["skipped_steps"] = int(sum(r.get(SKIPPED) or 0 for r in kept))
-        self._records = metrics_lib.Records(self.folder, kept, complete=missing <= 0)
+        self._records = metrics_lib.Records(
+            self.folder, kept, complete=has_records and missing <= 0
+        )
 
     def batches(self) -> Iterator[Any]:
         """Training batches on the devices, a few ahead."""

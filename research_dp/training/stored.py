@@ -28,7 +28,6 @@ PyTree = Any
 
 MANIFEST = Path("manifest", "manifest.json")  # in a checkpoint's folder
 STATE = "state"
-NOTHING_SAVED = "nothing_saved_yet"  # in the folder of the checkpoints
 _STEP = r"(0|[1-9][0-9]{0,17})"  # as a step is written: no other digits, no leading zeros
 COMPLETE = re.compile(_STEP)
 HALF_WRITTEN = re.compile(_STEP + r"\.orbax-checkpoint-tmp.*")

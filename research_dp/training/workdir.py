@@ -37,9 +37,10 @@ def held(workdir: str | None) -> Iterator[Path]:
         raise UsageError("train needs a workdir: results and checkpoints go there.")
     if "://" in workdir:
         raise UsageError(f"--workdir={workdir}: give a folder of this machine, or a mounted one.")
-    folder = Path(workdir).expanduser()
+    workdir = os.path.expanduser(workdir)
+    folder = Path(workdir)
     lock = filelock.FileLock(folder / files.LOCK, fallback_to_soft=False)
-    problem = _name_problem(folder)
+    problem = _name_problem(workdir)
     if not problem and jax.process_index() == 0:
         problem = _take(folder, lock)
     problem = first_problem(problem)
@@ -73,12 +74,21 @@ def check_new(folder: Path, began: bool, config: str) -> None:
     """
     problem = None
     if jax.process_index() == 0:
-        found = [name for name in (files.RECORDS, files.SUMMARY) if _has_content(folder / name)]
+        names = [
+            name for name in (files.RECORDS, files.SUMMARY) if files.has_content(folder / name)
+        ]
         before = folder / files.CONFIG
         same = before.exists() and before.read_bytes() == config.encode(errors="surrogateescape")
-        if found and not (began and same):
+        records = f"{folder} has records of a run ({' and '.join(names)})"
+        if names and began and not same:
             problem = (
-                f"{folder} has records of a run ({' and '.join(found)}), and no checkpoint in "
+                f"{records} that saved nothing and had another configuration "
+                f"({files.CONFIG}). Use that configuration, or another --workdir, or move the "
+                "records away."
+            )
+        elif names and not began:
+            problem = (
+                f"{records}, and no checkpoint in "
                 f"{folder / files.CHECKPOINTS}. Put back or mount the checkpoints to continue it; "
                 "to begin anew use another --workdir, or move the records away."
             )
@@ -87,16 +97,14 @@ def check_new(folder: Path, began: bool, config: str) -> None:
         raise UsageError(problem)
 
 
-def _has_content(path: Path) -> bool:
-    return path.exists() and path.stat().st_size > 0
-
-
-def _name_problem(folder: Path) -> str | None:
-    """Why the libraries that write to a path cannot take it; None if they can."""
-    for path in map(os.path.realpath, (folder, folder / files.CHECKPOINTS)):
-        try:
-            path.encode()
-        except UnicodeEncodeError:
+def _name_problem(folder: str) -> str | None:
+    """Why a folder's name cannot be used; None if it can."""
+    if folder.startswith("~"):  # `expanduser` left it
+        return f"--workdir={folder}: {folder.split('/')[0]} is no user's home. Give its path."
+    if "\0" in folder:
+        return f"--workdir={ascii(folder)[1:-1]} has a null character. Use another name."
+    for path in map(os.path.realpath, (folder, os.path.join(folder, files.CHECKPOINTS))):
+        if not files.is_utf8(path):
             name = ascii(path)[1:-1]
             return f"--workdir={name} is not UTF-8, which checkpoints need. Use another name."
         if "\\" in path:
