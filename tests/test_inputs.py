@@ -367,9 +367,7 @@ def test_any_integers_that_a_model_bounds_are_checked_and_padding_is_not():
     own = {"tokens": tokens, "mask": np.array([[1, 1, 1], [1, 0, 1]])}
     with refused("^example 6 of the evaluation stream of mine has tokens 9"):
         list(inputs.checked_batches(stream(own), order, model))
-    with refused(
-        "^the evaluation data of mine has no 'tokens'; train.model takes 0 to 4 of it. Its arrays: words."
-    ):
+    with refused("^the evaluation data of mine has no 'tokens'; .* Its arrays: words."):
         list(inputs.checked_batches(stream({"words": tokens}), order, model))
 
 

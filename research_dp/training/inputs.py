@@ -108,7 +108,7 @@ def _out_of_bounds(batch: Arrays, model: TrainableModel) -> tuple[int, str] | No
         if not values.size or (values.min() >= 0 and values.max() < limit):
             continue
         wrong = (values < 0) | (values >= limit)
-        if np.ndim(batch.get("mask")) == 1:
+        if "mask" in batch and np.ndim(batch["mask"]) == 1:
             wrong &= np.reshape(batch["mask"], (-1, *[1] * (values.ndim - 1))) > 0
         for row, *place in np.argwhere(wrong)[:1]:
             return int(row), (

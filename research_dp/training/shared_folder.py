@@ -43,14 +43,14 @@ def check_shared(folder: Path) -> None:
         problem = f"{folder} cannot be written: {error.strerror}."
     problem = first_problem(problem)
     if problem is None:
-        error = _error_of(file)
-        if isinstance(error, FileNotFoundError | NotADirectoryError):
+        failure = _error_of(file)
+        if isinstance(failure, FileNotFoundError | NotADirectoryError):
             problem = (
                 f"--workdir={folder} on {host} is not the folder that process 0 has on {where}. "
                 "Give all processes one folder of a file system that they share."
             )
-        elif error:
-            problem = f"--workdir={folder} on {host} cannot be read: {error.strerror}."
+        elif failure:
+            problem = f"--workdir={folder} on {host} cannot be read: {failure.strerror}."
         problem = first_problem(problem)
     if writes:
         with contextlib.suppress(OSError):  # the next run removes what is left
