@@ -157,7 +157,7 @@ def _ends_at(step):
 
 def test_a_run_that_ended_before_its_first_save_begins_again(ended, tmp_path):
     with pytest.raises(RuntimeError, match="killed"):
-        tiny_run.train(tmp_path, data=_ends_at(8), checkpoint_every=None)
+        tiny_run.train(tmp_path, num_steps=48, data=_ends_at(40), checkpoint_every=None)
     assert tiny_run.records(tmp_path)
     # Not as another run: its records would be lost.
     gin.parse_config("largest_dim.min_weight_size = 9")
@@ -295,7 +295,7 @@ def test_tensorboard_has_all_records_when_done_is_said(tmp_path, monkeypatch):
 def test_events_after_the_restored_step_are_not_there_twice(tmp_path):
     """Also where no record is before it: neither of training nor of evaluation."""
     with pytest.raises(RuntimeError, match="killed"):
-        tiny_run.train(tmp_path, data=_ends_at(8), log_every=4)
+        tiny_run.train(tmp_path, num_steps=48, data=_ends_at(40), log_every=4, keep=99)
     for step in steps_in(tmp_path / "checkpoints"):
         if step > 2:
             shutil.rmtree(tmp_path / "checkpoints" / str(step))
