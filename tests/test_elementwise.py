@@ -18,6 +18,11 @@ from research_dp.distributed.elementwise import find_mixing
 
 SHAPE, SHARDS = (4, 6), 4  # shards are (1, 6), as slices of the flat array
 KEY = np.array([0, 7], np.uint32)
+DECAYS = np.array([0.1, 0.9, 0.3], np.float32)
+
+
+def decay(carry, d):
+    return carry * d + d, None
 
 
 def noise(shape):
@@ -64,6 +69,7 @@ ELEMENTWISE = {
     "vmap": lambda g, p: jax.vmap(lambda x, y: jnp.where(x > 0, x * y, 2 * y))(g, p),
     "a random scalar": lambda g, p: g + noise(()) * p,
     "complex": lambda g, p: jnp.abs(g + 1j * p),
+    "a scan from the end": lambda g, p: lax.scan(decay, g, DECAYS, reverse=True)[0] + p,
     "a sum of five numbers": lambda g, p: g * jnp.sum(jnp.arange(5.0)),
 }
 MIXING = {
@@ -89,6 +95,10 @@ MIXING = {
     "pad": lambda g, p: jnp.pad(g, ((0, 0), (1, 0)))[:, :-1],
     "set one": lambda g, p: g.at[0, 0].set(0.0),
     "fft": lambda g, p: jnp.real(jnp.fft.fft(g)),
+    "order of a scan": lambda g, p: lax.scan(decay, g, DECAYS, reverse=g.shape[0] > 1)[0] + p,
+    "dtype of a number": lambda g, p: (
+        g * (jnp.ones((), jnp.bfloat16 if g.shape[0] > 1 else jnp.float16) / 3).astype(g.dtype)
+    ),
     "callback": lambda g, p: jax.pure_callback(lambda x: x[:, ::-1], g, g),
 }
 

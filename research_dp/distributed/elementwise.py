@@ -111,6 +111,8 @@ def _interpret(programs: Pair, inputs: Sequence[Dependence]) -> list[Dependence]
 
     def write(one: Sequence[Any], other: Sequence[Any], found: Sequence[Dependence]) -> None:
         for (v, twin), label in zip(_together(one, other), found, strict=True):
+            if getattr(v.aval, "dtype", None) != getattr(twin.aval, "dtype", None):
+                raise _ProgramsDiffer
             if label.kind == "replicated" and v.aval.shape != twin.aval.shape:
                 label = mixed("an array whose shape depends on the parameter's")
             elif label.kind == "replicated" and np.prod(v.aval.shape) == 1:
@@ -131,13 +133,13 @@ def _interpret(programs: Pair, inputs: Sequence[Dependence]) -> list[Dependence]
                 found.append(labels[v])
         return found
 
-    whole, local = programs
-    write((*whole.constvars, *whole.invars), (*local.constvars, *local.invars), inputs)
-    for one, other in itertools.zip_longest(equations_of(whole), equations_of(local)):
+    unsharded, local = programs
+    write((*unsharded.constvars, *unsharded.invars), (*local.constvars, *local.invars), inputs)
+    for one, other in itertools.zip_longest(equations_of(unsharded), equations_of(local)):
         if one is None or other is None or one.primitive is not other.primitive:
             raise _ProgramsDiffer
         write(one.outvars, other.outvars, _apply((one, other), read(one.invars, other.invars)))
-    return read(whole.outvars, local.outvars)
+    return read(unsharded.outvars, local.outvars)
 
 
 def _apply(equations: Pair, inputs: list[Dependence]) -> list[Dependence]:
@@ -149,6 +151,8 @@ def _apply(equations: Pair, inputs: list[Dependence]) -> list[Dependence]:
             _programs(equations, "jaxpr" if "jaxpr" in one.params else "call_jaxpr"), inputs
         )
     if name in _CONTROL_FLOW:
+        if not _same(*map(_options, equations)):
+            raise _ProgramsDiffer
         return _CONTROL_FLOW[name](equations, inputs)
     if name in _KEEP_ORDER and inputs[0].kind in ("elementwise", "mixed"):
         return [_moved(equations, inputs[0])]
@@ -205,7 +209,7 @@ def _cond(equations: Pair, inputs: list[Dependence]) -> list[Dependence]:
         return [mixed(reason)] * len(equations[0].outvars)
     branches = [
         _call(_programs(equations, "branches", number), operands)
-        for number in range(len(equations[0].params["branches"]))
+        for number, _ in enumerate(_together(*(e.params["branches"] for e in equations)))
     ]
     joined = functools.partial(join, "cond")
     return [functools.reduce(joined, labels) for labels in zip(*branches, strict=True)]
@@ -229,8 +233,6 @@ def _while(equations: Pair, inputs: list[Dependence]) -> list[Dependence]:
 
 def _scan(equations: Pair, inputs: list[Dependence]) -> list[Dependence]:
     params = equations[0].params
-    if params["length"] != equations[1].params["length"]:
-        raise _ProgramsDiffer
     first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
     # Rows of what is scanned over, and stacked results, are other elements in each turn.
     rows = [
@@ -241,14 +243,14 @@ def _scan(equations: Pair, inputs: list[Dependence]) -> list[Dependence]:
         return _call(_programs(equations, "jaxpr"), [*inputs[:first], *carry, *rows])
 
     carry = _fixpoint("scan", inputs[first:last], lambda carry: turn(carry)[: len(carry)])
-    stacked = turn(carry)[len(carry) :]
-    return [
-        *carry,
-        *(
-            x if x.kind == "mixed" else mixed(f"scan of {name_of(x)}") if x.detail else REPLICATED
-            for x in stacked
-        ),
-    ]
+    return [*carry, *map(_stacked, turn(carry)[len(carry) :])]
+
+
+def _stacked(label: Dependence) -> Dependence:
+    """The label of the values that a scan stacks."""
+    if label.kind == "elementwise":
+        return mixed(f"scan of {name_of(label)}")
+    return label if label.kind == "mixed" else REPLICATED
 
 
 _CONTROL_FLOW = {"cond": _cond, "while": _while, "scan": _scan}
@@ -290,6 +292,15 @@ def _programs(equations: Pair, name: str, number: int | None = None) -> tuple[Pa
     inner = [e.params[name] if number is None else e.params[name][number] for e in equations]
     open_ = [(x, ()) if isinstance(x, Jaxpr) else (x.jaxpr, x.consts) for x in inner]
     return (open_[0][0], open_[1][0]), (open_[0][1], open_[1][1])
+
+
+def _options(equation: JaxprEqn) -> dict[str, Any]:
+    """The parameters of an equation that are not programs."""
+    return {
+        name: value
+        for name, value in equation.params.items()
+        if not any(isinstance(x, Jaxpr | ClosedJaxpr) for x in jax.tree.leaves(value))
+    }
 
 
 def _together(one: Sequence[Any], other: Sequence[Any]) -> list[Pair]:
