@@ -8,7 +8,7 @@ in docs/api_updates.md.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, Protocol, cast
 
 import gin
 import jax
@@ -254,9 +254,8 @@ def _update(
 
     mine = buckets.shard_tree(params, layout, axis=axis)
     given = {name: g.astype(params[name].dtype) for name, g in slices.items()}
-    own = type(optimizer).apply_gradients is not OptaxAdapter.apply_gradients
-    if isinstance(optimizer, OptaxAdapter) and not own:
-        optimizer.check_slices(tree(params), axes_size(axis))
+    if getattr(type(optimizer), "apply_gradients", None) is OptaxAdapter.apply_gradients:
+        cast(OptaxAdapter, optimizer).check_slices(tree(params), axes_size(axis))
     elif axes_size(axis) > 1:
         check_elementwise(optimizer, mine, layout, tree)
     new = by_path(optimizer.apply_gradients(tree(given), tree(mine)))
