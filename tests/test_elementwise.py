@@ -1,6 +1,7 @@
 """What may be applied to shards: shown on traced programs, and compared with numbers."""
 
 import threading
+import types
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from jax import lax
 from steps import mesh_of, on
 
+import research_dp as rdp
 from research_dp import UsageError, fsdp_apply_gradients
 from research_dp.distributed.dependence import elementwise
 from research_dp.distributed.elementwise import find_mixing
@@ -180,7 +182,15 @@ class Locked(Own):
 PARAMS = {"w": jnp.asarray(np.random.default_rng(1).normal(size=SHAPE), jnp.float32)}
 
 
-def steps(make, count=2):
+def with_state(transform, params=PARAMS):
+    """An object of an own class that was given its state as slices for four devices."""
+    made = Own(transform)
+    slices = {k: (*(1,) * (p.ndim - 1), -(-p.size // 4)) for k, p in params.items()}
+    made.kept["state"] = transform.init({k: jnp.zeros(shape) for k, shape in slices.items()})
+    return made
+
+
+def steps(make, count=2, params=PARAMS):
     """Parameters after some steps within one map, on four devices."""
 
     def run(params):
@@ -190,9 +200,10 @@ def steps(make, count=2):
             params = fsdp_apply_gradients(gradients, params, optimizer)
         return params
 
-    return on(mesh_of(r=4), run)(PARAMS)
+    return on(mesh_of(r=4), run)(params)
 
 
+@pytest.mark.parametrize("make", [Own, with_state])
 @pytest.mark.parametrize(
     "transform",
     [
@@ -204,25 +215,107 @@ def steps(make, count=2):
         optax.stateless(lambda g, _: jax.tree.map(lambda x: jnp.roll(x, 1), g)),
     ],
 )
-def test_own_classes_that_mix_elements_are_refused(transform):
+def test_own_classes_that_mix_elements_are_refused(transform, make):
     with pytest.raises(UsageError, match=r"mixes elements of a parameter .* one of 4 slices"):
-        steps(lambda: Own(transform))
+        steps(lambda: make(transform))
 
 
-def test_own_classes_that_are_elementwise_are_right_and_keep_their_state():
+CHANGES = {
+    "first dim": lambda g: g / g.shape[0],
+    "size": lambda g: g / g.size,
+    "a branch": lambda g: g * (2.0 if g.shape[0] > 1 else 1.0),
+    "place": lambda g: g + jnp.arange(g.size).reshape(g.shape),
+    "noise": lambda g: g + noise(g.shape),
+}
+
+
+@pytest.mark.parametrize("shape", [SHAPE, (4,)])  # of (4,) each slice has one element
+@pytest.mark.parametrize("name", CHANGES)
+def test_arrays_in_own_classes_do_not_switch_the_comparison_off(name, shape):
+    params = {"w": jnp.ones(shape)}
+    change = optax.stateless(lambda g, _: jax.tree.map(CHANGES[name], g))
+
+    def with_others():
+        made = Own(change)
+        made.rates, made.key = jnp.linspace(1, 0, 10), jnp.asarray(KEY)
+        return made
+
+    for make in (lambda: with_state(optax.chain(optax.trace(0.9), change), params), with_others):
+        with pytest.raises(UsageError, match="mixes elements of a parameter"):
+            steps(make, params=params)
+
+
+def test_own_classes_must_not_mix_elements_of_their_state():
+    def stacked_by_a_scan(m):
+        return lax.scan(lambda carry, _: (carry, m), 0.0, None, length=2)[1].sum()
+
+    for total in (jnp.sum, stacked_by_a_scan):
+
+        def update(updates, state, params, total=total):
+            return jax.tree.map(lambda g, m: g * (1 + total(m)), updates, state), state
+
+        transform = optax.GradientTransformation(lambda params: params, update)
+        with pytest.raises(UsageError, match="mixes elements of a parameter"):
+            steps(lambda t=transform: with_state(t))
+
+
+@pytest.mark.parametrize("given", [Own, with_state])
+def test_own_classes_that_are_elementwise_are_right_and_keep_their_state(given):
     transform, made = optax.adam(0.1), []
+    # Slices of both have the same shape: the paths in the state say which is which.
+    params = {**PARAMS, "v": PARAMS["w"].reshape(3, 8)}
 
     def make():
-        made.append(Own(transform))
+        made.append(given(transform) if given is Own else given(transform, params))
         return made[-1]
 
-    out = steps(make)
+    out = steps(make, params=params)
     assert made[0].steps == 2, "the check changed the object"
-    params, state = PARAMS, transform.init(PARAMS)
+    state = transform.init(params)
     for _ in range(2):
         updates, state = transform.update(jax.tree.map(jnp.sin, params), state, params)
         params = optax.apply_updates(params, updates)
-    np.testing.assert_allclose(out["w"], params["w"], rtol=1e-5)
+    for name, p in params.items():
+        np.testing.assert_allclose(out[name], p, rtol=1e-5)
+
+
+def test_a_slice_that_may_be_of_several_parameters_is_refused():
+    class Listed(Own):
+        def apply_gradients(self, gradients, parameters):
+            names, (m, v) = ("v", "w"), self.moments
+            self.moments = [0.9 * m + gradients["v"], 0.9 * v + gradients["w"]]
+            return {k: parameters[k] - x for k, x in zip(names, self.moments, strict=True)}
+
+    def make():
+        made = Listed(None)
+        made.moments = [jnp.zeros((1, 6))] * 2
+        return made
+
+    params = {**PARAMS, "v": PARAMS["w"].reshape(3, 8)}
+    with pytest.raises(UsageError, match=r"moments/0 \(1, 6\) may be a slice.*elementwise = True"):
+        steps(make, params=params)
+
+
+def test_own_classes_may_have_meshes_and_devices():
+    def make():
+        made = Own(optax.sgd(0.1))
+        made.mesh, made.devices = mesh_of(r=4), jax.devices()
+        made.sharding = jax.sharding.NamedSharding(made.mesh, jax.sharding.PartitionSpec("r"))
+        return made
+
+    out = steps(make, 1)
+    np.testing.assert_allclose(out["w"], PARAMS["w"] - 0.1 * np.sin(PARAMS["w"]), rtol=1e-5)
+
+
+def test_apply_gradients_may_be_an_attribute_of_an_object():
+    def sgd(gradients, parameters):
+        return jax.tree.map(lambda p, g: p - 0.1 * g, parameters, gradients)
+
+    out = steps(lambda: types.SimpleNamespace(apply_gradients=sgd), 1)
+    np.testing.assert_allclose(out["w"], PARAMS["w"] - 0.1 * np.sin(PARAMS["w"]), rtol=1e-5)
+    lamb = rdp.OptaxAdapter(optax.lamb(0.1))
+    with pytest.raises(UsageError, match="mixes elements of a parameter"):
+        steps(lambda: types.SimpleNamespace(apply_gradients=lamb.apply_gradients))
 
 
 def test_what_own_classes_keep_between_steps_must_not_mix_either():
@@ -235,6 +328,13 @@ def test_what_own_classes_keep_between_steps_must_not_mix_either():
 def test_a_class_that_cannot_be_traced_in_a_copy_says_itself_that_it_is_elementwise():
     with pytest.raises(UsageError, match=r"Locked, could not be checked .*elementwise = True"):
         steps(lambda: Locked(optax.sgd(0.1)))
+
+    class Unreadable(Own):
+        def __getstate__(self):
+            raise RuntimeError("not to be saved")
+
+    with pytest.raises(UsageError, match=r"Unreadable, could not be checked .*not to be saved"):
+        steps(lambda: Unreadable(optax.sgd(0.1)))
 
     class Declared(Locked):
         elementwise = True

@@ -25,7 +25,6 @@ from research_dp.distributed.dependence import (
     CONSTANT,
     REPLICATED,
     Dependence,
-    elementwise,
     is_deterministic,
     is_elementwise,
     join,
@@ -51,7 +50,6 @@ def find_mixing(
     results: Sequence[Dependence],
     *,
     on_shards: Callable[[], ClosedJaxpr] | None = None,
-    shard_shapes: frozenset[tuple[int, ...]] = frozenset(),
 ) -> str | None:
     """Finds why a function is not elementwise.
 
@@ -60,7 +58,6 @@ def find_mixing(
         arguments: What each argument depends on, flat.
         results: What each result may depend on, flat. Further results must not be 'mixed'.
         on_shards: Traces the program for one device's shards, which is compared.
-        shard_shapes: Arrays of these shapes that the program captured are elementwise state.
 
     Returns:
         The reason, in a few words: the primitive, and the path of a parameter. None: it is
@@ -68,14 +65,14 @@ def find_mixing(
     """
     try:
         other = program if on_shards is None else on_shards()
-        consts = _captured((program.consts, other.consts), shard_shapes)
+        consts = _captured((program.consts, other.consts))
         found = _interpret((program.jaxpr, other.jaxpr), [*consts, *arguments])
     except Exception as error:
         # The function fails for shards, or has another program. The program for unsharded
         # parameters usually shows why.
         if on_shards is None:
             raise
-        reason = find_mixing(program, arguments, results, shard_shapes=shard_shapes)
+        reason = find_mixing(program, arguments, results)
         if reason is None and not isinstance(error, _ProgramsDiffer):
             reason = f"{type(error).__name__} for shards: {first_line(error)}"
         return reason or "its program depends on the shape of a parameter"
@@ -126,7 +123,7 @@ def _interpret(programs: Pair, inputs: Sequence[Dependence]) -> list[Dependence]
             v, twin = map(source, pair)
             literals = [x for x in (v, twin) if isinstance(x, core.Literal)]
             if len(literals) == 2:
-                found += _captured(([v.val], [twin.val]), frozenset())
+                found += _captured(([v.val], [twin.val]))
             elif literals or twins[twin] is not v:
                 raise _ProgramsDiffer
             else:
@@ -198,7 +195,7 @@ def _moved(equations: Pair, label: Dependence) -> Dependence:
 
 def _call(programs: tuple[Pair, Pair], inputs: Sequence[Dependence]) -> list[Dependence]:
     """Labels of the results of a program inside a primitive."""
-    consts = _captured(programs[1], frozenset())
+    consts = _captured(programs[1])
     return _interpret(programs[0], [*consts, *inputs])
 
 
@@ -269,7 +266,7 @@ def _fixpoint(
     return now
 
 
-def _captured(consts: Pair, shard_shapes: frozenset[tuple[int, ...]]) -> list[Dependence]:
+def _captured(consts: Pair) -> list[Dependence]:
     """Labels of arrays that a function did not take as arguments."""
 
     def label(one: Any, other: Any) -> Dependence:
@@ -279,8 +276,6 @@ def _captured(consts: Pair, shard_shapes: frozenset[tuple[int, ...]]) -> list[De
             return mixed("a number that depends on the parameter's shape")
         if np.size(one) == 1:
             return CONSTANT
-        if np.shape(one) in shard_shapes:
-            return elementwise()
         flat = np.asarray(one).ravel() if plain else None
         return CONSTANT if flat is not None and np.all(flat == flat[:1]) else REPLICATED
 

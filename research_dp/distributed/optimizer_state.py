@@ -9,14 +9,14 @@ buckets.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from types import FunctionType, ModuleType
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FunctionType, MethodType, ModuleType
 from typing import Annotated, Any
 
 import gin
 import jax
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from research_dp.distributed.annotations import checked
 from research_dp.distributed.collectives import Axes, flat_axes
@@ -30,6 +30,7 @@ from research_dp.distributed.kinds import (
     Shapes,
     Transform,
     arrays_like,
+    path_name,
 )
 from research_dp.distributed.layout import Placement, by_path, dim_spec, lay_out_flat
 from research_dp.distributed.padding import flatten_padded, unflatten
@@ -136,7 +137,8 @@ def check_elementwise(
     """Checks any object with `apply_gradients` that is to be applied to slices.
 
     A copy of the object (`copy.deepcopy`) is traced; the object itself does not change. Its state
-    is the arrays that it has, also in attributes of its attributes.
+    is the arrays that it has, also in attributes of its attributes. Those of a slice's shape are
+    slices; in the program for unsharded parameters abstract unsharded arrays replace them.
 
     Args:
         optimizer: The object. With an attribute `elementwise = True` it is not checked.
@@ -150,35 +152,37 @@ def check_elementwise(
     """
     if getattr(optimizer, "elementwise", False):
         return
-    state = _arrays(optimizer)
-
-    def apply(gradients: Any, parameters: Any) -> tuple[Any, Any]:
-        own = copy.deepcopy(optimizer, {id(x): x for x in state})
-        new = own.apply_gradients(tree(gradients), tree(parameters))
-        return [x for _, x in sorted(by_path(new).items())], _arrays(own)
-
-    def program(parameters: Mapping[str, Any]) -> Any:
-        return jax.make_jaxpr(apply)(parameters, parameters)
-
-    # State of slices does not fit unsharded parameters: then slices alone are traced.
-    local = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in slices.items()}
-    unsharded = {name: jax.ShapeDtypeStruct(p.shape, p.dtype) for name, p in layout.items()}
-    has_slices = any(x.ndim for x in state)
     try:
-        traced = program(local if has_slices else unsharded)
+        shared = [x for _, x in _parts(optimizer)]
+        shapes = {x.shape for x in slices.values()}
+        state = [(path, x) for path, x in _arrays(optimizer) if x.shape in shapes]
+
+        def apply(gradients: Any, parameters: Any, values: Sequence[Any]) -> tuple[Any, Any]:
+            memo = {id(x): x for x in shared}
+            memo |= {id(x): value for (_, x), value in zip(state, values, strict=True)}
+            own = copy.deepcopy(optimizer, memo)
+            new = own.apply_gradients(tree(gradients), tree(parameters))
+            return [x for _, x in sorted(by_path(new).items())], [x for _, x in _arrays(own)]
+
+        def program(parameters: Mapping[str, Any], values: Sequence[Any]) -> Any:
+            # Shape and dtype alone: a sharding or weak type would make the programs differ.
+            given = (dict(parameters), dict(parameters), values)
+            abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), given)
+            return jax.make_jaxpr(apply)(*abstract)
+
+        traced = program(layout, [_unsharded(path, x, layout) for path, x in state])
     except Exception as error:
         raise UsageError(
             f"the optimizer, a {type(optimizer).__name__}, could not be checked before it is "
             f"applied to slices: {type(error).__name__}: {first_line(error)}. If each element is "
             "updated by itself, set its attribute elementwise = True."
         ) from error
-    labels = [elementwise(name) for name in local]
+    labels = [elementwise(name) for name in slices]
     mixing = find_mixing(
         traced,
-        [*labels, *labels],
+        [*labels, *labels, *(elementwise() for _ in state)],
         labels,
-        on_shards=None if has_slices else lambda: program(local),
-        shard_shapes=frozenset(x.shape for x in local.values()),
+        on_shards=lambda: program(slices, [x for _, x in state]),
     )
     if mixing:
         raise _mixing_error(mixing, next(iter(layout.values())).axis_size)
@@ -191,17 +195,40 @@ def _mixing_error(reason: str, shards: int) -> UsageError:
     )
 
 
-def _arrays(x: Any, seen: set[int] | None = None) -> list[jax.Array]:
-    """The JAX arrays that an object has, in its attributes and theirs."""
-    seen = set() if seen is None else seen
-    found = []
-    for leaf in jax.tree.leaves(x):
-        if isinstance(leaf, jax.Array):
-            found.append(leaf)
+def _parts(
+    x: Any, prefix: str = "", seen: dict[int, Any] | None = None
+) -> Iterator[tuple[str, Any]]:
+    """What a copy of an object shares with it, by path: its arrays, devices and meshes."""
+    seen = {} if seen is None else seen
+    for keys, leaf in jax.tree_util.tree_leaves_with_path(x):
+        path = f"{prefix}/{path_name(keys)}".strip("/")
+        if isinstance(leaf, jax.Array | jax.Device | Mesh | Sharding):
+            yield path, leaf
         elif id(leaf) not in seen and not isinstance(leaf, type | ModuleType | FunctionType):
-            seen.add(id(leaf))
-            found += _arrays(leaf.__getstate__(), seen)
-    return found
+            seen[id(leaf)] = leaf
+            inner = leaf.__self__ if isinstance(leaf, MethodType) else leaf.__getstate__()
+            yield from _parts(inner, path, seen)
+
+
+def _arrays(x: Any) -> list[tuple[str, jax.Array]]:
+    """The JAX arrays of an object, in its attributes and theirs, by path."""
+    return [(path, leaf) for path, leaf in _parts(x) if isinstance(leaf, jax.Array)]
+
+
+def _unsharded(path: str, x: jax.Array, layout: Mapping[str, Placement]) -> jax.ShapeDtypeStruct:
+    """What replaces a slice that an optimizer keeps: an abstract array of its parameter's shape.
+
+    Raises:
+        ValueError: Slices of several parameters of different shapes have the shape of `x`, and
+            `path` ends with the path of none of them.
+    """
+    shapes = {name: p.shape for name, p in layout.items() if p.local_shape == x.shape}
+    if len(set(shapes.values())) > 1:
+        names = [name for name in shapes if f"/{path}".endswith(f"/{name}")]
+        if not names:
+            raise ValueError(f"its array {path} {x.shape} may be a slice of any of {shapes}")
+        return jax.ShapeDtypeStruct(shapes[max(names, key=len)], x.dtype)
+    return jax.ShapeDtypeStruct(next(iter(shapes.values())), x.dtype)
 
 
 def slice_axes(group: str | Sequence[str] | None) -> Axes:
