@@ -73,8 +73,8 @@ def train(mesh, params, x, steps, *, transform=ADAM, check_vma=False, **options)
     specs = slice_specs(transform, params, fsdp, shards)
 
     def step(params, state, x):
-        gradients = jax.grad(loss)(params, x)
-        return fsdp_update(gradients, params, transform, state, max_norm=0.5, **options)
+        value, gradients = jax.value_and_grad(loss)(params, x)
+        return fsdp_update(gradients, params, transform, state, max_norm=0.5, loss=value, **options)
 
     step = jax.jit(
         jax.shard_map(
@@ -136,7 +136,8 @@ def test_gradients_that_autodiff_summed_are_not_reduced_again():
     params, x = model(), batch()
 
     def step(params, x):
-        return fsdp_apply_gradients(jax.grad(loss)(params, x), params, OptaxAdapter(ADAM))
+        value, gradients = jax.value_and_grad(loss)(params, x)
+        return fsdp_apply_gradients(gradients, params, OptaxAdapter(ADAM), loss=value)
 
     mapped = jax.shard_map(step, mesh=mesh_of(r=8), in_specs=(P(), P("r")), out_specs=P())
     kinds = {c.kind for c in collectives(mapped, params, x)}
@@ -150,7 +151,7 @@ def test_of_mixed_gradients_only_those_are_reduced_that_autodiff_did_not_sum():
             "summed": jax.grad(lambda w: jnp.sum(w * x[0]))(params["summed"]),
             "own": jnp.full((4,), x[0]),
         }
-        return fsdp_apply_gradients(gradients, params, OptaxAdapter(optax.sgd(1.0)))
+        return fsdp_apply_gradients(gradients, params, OptaxAdapter(optax.sgd(1.0)), loss=x[0])
 
     params = {"summed": jnp.zeros(4), "own": jnp.zeros(4)}
     mapped = jax.shard_map(step, mesh=mesh_of(r=4), in_specs=(P(), P("r")), out_specs=P())
@@ -159,8 +160,7 @@ def test_of_mixed_gradients_only_those_are_reduced_that_autodiff_did_not_sum():
     assert [c.nbytes for c in scattered] == [params["own"].nbytes]
 
 
-@pytest.mark.parametrize("given", [True, False])
-def test_a_loss_that_was_averaged_before_is_told_by_loss(given):
+def test_gradients_of_a_loss_that_was_averaged_before_are_not_divided():
     params, x = model(), batch()
 
     def step(params, x):
@@ -169,15 +169,14 @@ def test_a_loss_that_was_averaged_before_is_told_by_loss(given):
             return jax.lax.pmean(loss(params, x), "r")
 
         value, gradients = jax.value_and_grad(averaged)(params)
-        optimizer, options = OptaxAdapter(ADAM), {"loss": value} if given else {}
-        return fsdp_apply_gradients(gradients, params, optimizer, max_norm=0.5, **options)
+        optimizer = OptaxAdapter(ADAM)
+        return fsdp_apply_gradients(gradients, params, optimizer, max_norm=0.5, loss=value)
 
     mapped = jax.shard_map(step, mesh=mesh_of(r=4), in_specs=(P(), P("r")), out_specs=P())
     out, norm = jax.jit(mapped)(params, x)
     expected, (true_norm,) = one_device(ADAM, params, x, 1)
-    if given:
-        close(out, expected)
-    np.testing.assert_allclose(norm, true_norm if given else true_norm / 4, rtol=1e-6)
+    close(out, expected)
+    np.testing.assert_allclose(norm, true_norm, rtol=1e-6)
 
 
 def test_a_gradient_that_would_be_divided_twice_is_refused():
@@ -192,8 +191,9 @@ def test_a_gradient_that_would_be_divided_twice_is_refused():
 
 def test_how_to_sum_comes_too_late_where_autodiff_has_summed():
     def step(params, x):
-        gradients = jax.grad(loss)(params, x)
-        return fsdp_apply_gradients(gradients, params, OptaxAdapter(ADAM), dtype="bfloat16")
+        value, gradients = jax.value_and_grad(loss)(params, x)
+        options = {"loss": value, "dtype": "bfloat16"}
+        return fsdp_apply_gradients(gradients, params, OptaxAdapter(ADAM), **options)
 
     mapped = jax.shard_map(step, mesh=mesh_of(r=8), in_specs=(P(), P("r")), out_specs=P())
     with pytest.raises(UsageError, match=r"gradient b \(5,\) was summed over .* come too late"):

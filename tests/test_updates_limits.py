@@ -10,13 +10,15 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
-from steps import mesh_of
+from steps import mesh_of, on
 
 from research_dp import (
     OptaxAdapter,
     UsageError,
     fsdp_apply_gradients,
+    fsdp_update,
     pad_to_multiple,
+    sync_gradients,
     unpad,
 )
 from research_dp.analysis.traffic import collectives
@@ -194,3 +196,39 @@ def test_the_functions_are_configurable():
         check_vma=False,
     )
     assert len(collectives(mapped, params)) == 4
+
+
+UPDATES = {
+    "fsdp_apply_gradients": lambda grads, params, **options: fsdp_apply_gradients(
+        grads, params, OptaxAdapter(optax.sgd(1.0)), **options
+    ),
+    "fsdp_update": lambda grads, params, **options: fsdp_update(
+        grads, params, optax.sgd(1.0), optax.sgd(1.0).init(params), **options
+    )[0],
+}
+
+
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("group", ["dp", ("dp", "r")])
+@pytest.mark.parametrize("name", UPDATES)
+def test_averages_of_sync_gradients_are_not_divided_again(name, group, given):
+    def step(params, x):
+        value, grads = jax.value_and_grad(lambda w: jnp.sum(w * x))(params["w"])
+        grads = {"w": sync_gradients(grads, group, loss=value)}
+        # The gradient is then averaged over what is left of both axes.
+        options = {"fsdp_group": ("dp", "r"), "loss": value if given or group == "dp" else None}
+        return UPDATES[name](grads, params, **options)
+
+    mapped = on(mesh_of(dp=2, r=2), step, (P(), P(("dp", "r"))), P(), check_vma=True)
+    out = mapped({"w": jnp.zeros(3)}, jnp.arange(12.0))
+    np.testing.assert_allclose(out["w"], -np.arange(12.0).reshape(4, 3).mean(0), rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_a_gradient_that_may_be_an_average_needs_the_loss(name):
+    def step(params, x):
+        return UPDATES[name](jax.grad(lambda p: jnp.sum(p["w"] * x))(params), params)
+
+    mapped = on(mesh_of(r=4), step, (P(), P("r")), P(), check_vma=True)
+    with pytest.raises(UsageError, match=r"w \(3,\) is the same along \('r',\).*Pass loss="):
+        mapped({"w": jnp.zeros(3)}, jnp.arange(12.0))

@@ -99,8 +99,8 @@ def fsdp_apply_gradients(
             makes every updated parameter NaN: no step is skipped.
         dtype: dtype in which gradients are summed; None: each gradient's own.
         pre_divide: Divide before the sum: in float16, eight times 10000 is inf.
-        loss: The loss that was differentiated: tells under `check_vma=True` whether it was averaged
-            over an axis before, or not split over it, as in `sync_gradients`.
+        loss: The loss that was differentiated. Under `check_vma=True` its type says whether it was
+            averaged over an axis before, or not split over it. Needed there as in `sync_gradients`.
         reduction: How partial sums are summed.
 
     Returns:
@@ -203,7 +203,7 @@ def _own_gradients(
         g = jnp.asarray(g)
         _check_gradient(name, g, params)
         refuse_divided_twice(name, g.shape, [a for a in done if not is_replicated(g, a)])
-        own[name] = own_gradient(g, left, path=name, **sums)
+        own[name] = own_gradient(g, left, path=name, fresh=loss is not None, **sums)
     return own
 
 

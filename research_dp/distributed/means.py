@@ -23,8 +23,10 @@ from research_dp.distributed.errors import UsageError
 from research_dp.distributed.kinds import AxisNames, Number
 from research_dp.distributed.replication import is_replicated, varying_axes
 
-# The axes that `mean_gradient` averaged a value over, by the value's id, while the value exists:
-# its type does not say so.
+# The axes that `mean_gradient` averaged a value over, by the value's id. The type of an average is
+# that of a sum by autodiff, and an array takes no attributes, so the fact needs a table beside the
+# values. Entries go by identity and go with the value (weak references): no result depends on what
+# was traced before, and no tracer is kept alive.
 _AVERAGED: dict[int, tuple[weakref.ref[Any], Axes]] = {}
 
 
@@ -59,13 +61,11 @@ def mean_gradient(
             same along an axis, and not known to be fresh.
     """
     axes_size(axes)  # names an axis that is not bound
-    value, done = _AVERAGED.get(id(gradient), (None, ()))
-    done = done if value is not None and value() is gradient else ()
+    done = _averaged_over(gradient)
     if set(axes) <= set(done):
         return gradient
-    left = tuple(axis for axis in axes if axis not in done)
     gradient = jnp.asarray(gradient)
-    own, left = _own_and_left(gradient, left, dtype, pre_divide, path, fresh=fresh)
+    own, left = _own_and_left(gradient, axes, dtype, pre_divide, path, fresh=fresh)
     mean = all_mean(own, left, reduction, dtype, pre_divide=pre_divide)
     if len(left) < len(axes) or varying_axes(gradient):  # replication is tracked
         key = id(mean)
@@ -80,6 +80,7 @@ def own_gradient(
     *,
     pre_divide: bool = False,
     path: str = "",
+    fresh: bool,
 ) -> jax.Array:
     """A gradient whose mean over devices is that of their own losses, for who averages later.
 
@@ -91,15 +92,24 @@ def own_gradient(
         dtype: dtype in which they will be summed; refused as there.
         pre_divide: Whether they will be divided first; refused as there.
         path: Of the parameter, for messages.
+        fresh: As there.
     """
-    return _own_and_left(gradient, axes, dtype, pre_divide, path)[0]
+    return _own_and_left(gradient, axes, dtype, pre_divide, path, fresh=fresh)[0]
+
+
+def _averaged_over(gradient: jax.Array) -> Axes:
+    """The axes over which `mean_gradient` made this value; () if it is not known to have."""
+    value, axes = _AVERAGED.get(id(gradient), (None, ()))
+    return axes if value is not None and value() is gradient else ()
 
 
 def _own_and_left(
-    gradient: jax.Array, axes: Axes, dtype: Any, pre_divide: bool, path: str, *, fresh: bool = True
+    gradient: jax.Array, axes: Axes, dtype: Any, pre_divide: bool, path: str, *, fresh: bool
 ) -> tuple[jax.Array, Axes]:
-    """`own_gradient`, and the axes over which autodiff has not summed it."""
-    # Asked once a gradient and axis: each question is traced.
+    """`own_gradient`, and the axes over which it is neither summed by autodiff nor averaged."""
+    done = _averaged_over(gradient)
+    axes = tuple(axis for axis in axes if axis not in done)
+    # `is_replicated` adds an equation to the program, so each axis is checked once.
     summed = tuple(axis for axis in axes if is_replicated(gradient, axis))
     if not fresh and axes_size(summed) > 1:
         raise UsageError(
