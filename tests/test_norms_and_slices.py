@@ -183,20 +183,42 @@ def test_a_failure_of_an_update_that_the_state_does_not_explain_stays():
         )
 
 
-@pytest.mark.parametrize("order", [("r", "dp"), ("dp", "r")])
-@pytest.mark.parametrize("group", [("r", "dp"), ("dp", "r"), None])
-def test_slices_are_in_one_order_however_the_group_is_named(order, group):
+@pytest.mark.parametrize("group", [("dp", "r"), None])
+def test_slices_are_numbered_by_the_names_of_the_axes(group):
     params = {"w": jnp.arange(8.0)}
     transform = optax.trace(0.9)
 
     def step(params, state):
         return rdp.fsdp_update(params, params, transform, state, fsdp_group=group)
 
-    specs = rdp.slice_specs(transform, params, order, 4)
-    mapped = on(mesh_of(r=2, dp=2), step, (P(), specs), (P(), specs))
+    specs = rdp.slice_specs(transform, params, ("dp", "r"), 4)
+    mapped = on(mesh_of(dp=2, r=2), step, (P(), specs), (P(), specs))
     _, state = mapped(params, rdp.slice_state(transform, transform.init(params), params, 4))
     momentum = rdp.whole_state(transform, state, params, 4).trace["w"]
     np.testing.assert_array_equal(momentum, params["w"])
+
+
+def test_a_group_in_another_order_is_refused_with_the_order_to_write():
+    params = {"w": jnp.arange(8.0)}
+    words = r": slices are numbered .* order is \('r', 'dp'\)\. Write \('dp', 'r'\)"
+
+    def update(group, **axes):
+        state = {"w": jnp.zeros(2)}
+
+        def step(params):
+            rdp.fsdp_update(params, params, optax.trace(0.9), optax.TraceState(state), **group)
+            return rdp.fsdp_apply_gradients(params, params, rdp.OptaxAdapter(ADAM), **group)
+
+        return jax.eval_shape(on(mesh_of(**axes), step), params)
+
+    with pytest.raises(UsageError, match="fsdp_group" + words):
+        update({"fsdp_group": ("r", "dp")}, dp=2, r=2)
+    with pytest.raises(UsageError, match="fsdp_group = None, all axes" + words):
+        update({}, r=2, dp=2)
+    with pytest.raises(UsageError, match="axis" + words):
+        rdp.slice_specs(ADAM, params, ("r", "dp"), 4)
+    update({"fsdp_group": ("dp", "r")}, r=2, dp=2)
+    update({}, r=4, dp=1)  # an axis of size 1 does not number anything
 
 
 def test_state_laid_out_by_hand_in_another_order_is_refused():
@@ -204,7 +226,7 @@ def test_state_laid_out_by_hand_in_another_order_is_refused():
     state = rdp.slice_state(ADAM, ADAM.init(params), params, 4)
     sharding = jax.sharding.NamedSharding(mesh_of(r=2, dp=2), P(("r", "dp")))
     state = jax.tree.map(lambda x: jax.device_put(x, sharding) if x.ndim else x, state)
-    with pytest.raises(UsageError, match=r"w is sharded over \('r', 'dp'\).*\('dp', 'r'\).*specs"):
+    with pytest.raises(UsageError, match=r"state of w: .* order is \('r', 'dp'\).*\('dp', 'r'\)"):
         rdp.whole_state(ADAM, state, params, 4)
 
 

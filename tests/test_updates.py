@@ -121,7 +121,7 @@ def test_twenty_adam_steps_are_those_of_ddp(ranks, size):
     [
         ({"r": 8}, {}),
         ({"dp": 2, "r": 4}, {"fsdp_group": "r", "dp_group": "dp"}),
-        ({"dp": 2, "r": 4}, {"fsdp_group": ("r", "dp")}),
+        ({"dp": 2, "r": 4}, {"fsdp_group": ("dp", "r")}),
         ({"r": 1}, {}),
     ],
 )
@@ -241,7 +241,9 @@ def test_vmap_in_vmap_is_two_groups_or_one():
 
     expected, _ = one_device(ADAM, params, x, 1)
     close(jax.tree.map(lambda p: p[1, 2], both(fsdp_group="in", dp_group="out")), expected)
-    close(jax.tree.map(lambda p: p[1, 2], both()), expected)
+    close(jax.tree.map(lambda p: p[1, 2], both(fsdp_group=("in", "out"))), expected)
+    with pytest.raises(UsageError, match=r"order is \('out', 'in'\). Write \('in', 'out'\)"):
+        both()
 
 
 def test_optimizers_that_go_by_rank_see_the_rank():

@@ -36,7 +36,11 @@ from research_dp.distributed.kinds import (
 )
 from research_dp.distributed.layout import Placement, by_path, lay_out_flat, path_name
 from research_dp.distributed.means import averaged_axes, own_gradient, refuse_divided_twice
-from research_dp.distributed.optimizer_state import OptaxAdapter, check_elementwise, slice_axes
+from research_dp.distributed.optimizer_state import (
+    OptaxAdapter,
+    check_elementwise,
+    check_slice_axes,
+)
 from research_dp.distributed.replication import bound_axes, is_replicated, is_tracked
 from research_dp.distributed.updates import clip_factor, norm_of_blocks
 
@@ -89,7 +93,8 @@ def fsdp_apply_gradients(
         optimizer: Has `apply_gradients(gradients, parameters) -> parameters`; it is given each
             gradient in its parameter's dtype.
         fsdp_group: Axis, or axes, that the update is split over; None: all bound ones but
-            `dp_group`. Slices are numbered by the axes' names, in whatever order they are given.
+            `dp_group`. Slices are numbered by the axes' names: several axes are given in that
+            order.
         dp_group: Axis, or axes, along which slices are repeated and averaged. None: there are
             none; () too, and axes in neither group (tensor parallel) are meant so.
         communication_size: Arrays of one dtype travel together until they are so many bytes;
@@ -108,9 +113,10 @@ def fsdp_apply_gradients(
         gradient's norm before clipping, 0-d float32.
 
     Raises:
-        UsageError: A group is not bound or leaves an axis out, a gradient does not fit its
-            parameter or `loss`, the optimizer is not elementwise or returns something else, or
-            `dtype` and `pre_divide` come too late, for autodiff has summed (`sync_gradients`).
+        UsageError: A group is not bound, leaves an axis out or has another order; a gradient does
+            not fit its parameter or `loss`, or needs `loss`; the optimizer is not elementwise or
+            returns something else; or `dtype` and `pre_divide` come too late, for autodiff has
+            summed (`sync_gradients`).
     """
     del communication_stream  # there is none to choose
     fsdp, dp = _groups(fsdp_group, dp_group)
@@ -168,7 +174,11 @@ def _groups(fsdp_group: Group, dp_group: Group) -> tuple[Axes, Axes]:
     """The axes of both groups, checked against those that are bound here."""
     bound = bound_axes()
     dp = flat_axes(dp_group)
-    fsdp = slice_axes([a for a in bound if a not in dp] if fsdp_group is None else fsdp_group)
+    if fsdp_group is None:
+        fsdp = tuple(axis for axis in bound if axis not in dp)
+        check_slice_axes("fsdp_group = None, all axes", [a for a in fsdp if axes_size((a,)) > 1])
+    else:
+        fsdp = check_slice_axes("fsdp_group", fsdp_group)
     for axis in fsdp + dp:
         if axis not in bound:
             group = "fsdp_group" if axis in fsdp else "dp_group"

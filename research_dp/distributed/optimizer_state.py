@@ -231,12 +231,28 @@ def _unsharded(path: str, x: jax.Array, layout: Mapping[str, Placement]) -> jax.
     return jax.ShapeDtypeStruct(next(iter(shapes.values())), x.dtype)
 
 
-def slice_axes(group: str | Sequence[str] | None) -> Axes:
-    """The axes of a group in the order in which slices are numbered: by name.
+def check_slice_axes(name: str, group: str | Sequence[str]) -> Axes:
+    """Checks that the axes of a group are in the order in which slices are numbered: by name.
 
-    One order for all who slice, step and read back, however they name the group.
+    Two groups of the same axes then number slices alike: those of the step and of its state.
+
+    Args:
+        name: What the message calls the group.
+        group: The axis, or axes.
+
+    Returns:
+        The axes.
+
+    Raises:
+        UsageError: The order is another one.
     """
-    return tuple(sorted(flat_axes(group)))
+    axes = flat_axes(group)
+    if axes != tuple(sorted(axes)):
+        raise UsageError(
+            f"{name}: slices are numbered by the axes' names, but the order is {axes}. Write "
+            f"{tuple(sorted(axes))}, here and in slice_specs and fsdp_apply_gradients."
+        )
+    return axes
 
 
 def _sharded_over(x: Any, p: Placement) -> Axes:
@@ -278,19 +294,15 @@ def whole_state(transform: Transform, state: PyTree, parameters: Shapes, shards:
     """The inverse of `slice_state`: global arrays of the parameters' shapes, without padding.
 
     Raises:
-        UsageError: An array is sharded over axes in another order than `slice_axes` has: slices
-            would be read back in that order.
+        UsageError: An array is sharded over axes that are not in the order of their names: slices
+            would be read back in another order than they were made in.
     """
 
     def one(x: Any, p: Placement) -> Any:
         if not p.flat or x.shape != p.split_shape:
             return x
         axes = _sharded_over(x, p)
-        if axes != slice_axes(axes):
-            raise UsageError(
-                f"optimizer state of {p.path} is sharded over {axes}, but slices are in the order "
-                f"{slice_axes(axes)}. Lay it out by slice_specs."
-            )
+        check_slice_axes(f"sharding of the optimizer state of {p.path}", axes)
         return unflatten(x, p.shape)
 
     return map_state(transform, one, state, lay_out_flat(parameters, shards))
@@ -303,10 +315,13 @@ def slice_specs(transform: Transform, parameters: Shapes, axis: AxisName, shards
     Args:
         transform: The transform.
         parameters: The parameters that have gradients; shapes suffice.
-        axis: The mesh axis, or axes, of the group, in any order: see `slice_axes`.
+        axis: The mesh axis, or axes, of the group, in the order of their names.
         shards: Size of the group.
+
+    Raises:
+        UsageError: The axes are in another order.
     """
-    axes = slice_axes(axis)
+    axes = check_slice_axes("axis", axis)
 
     def one(x: Any, p: Placement) -> PartitionSpec:
         if p.dim is None or x.shape != p.shape:

@@ -73,10 +73,14 @@ def bound_axes() -> tuple[str, ...]:
     """Names of the axes that are bound here, the outermost first; () outside any map.
 
     JAX's public API names those of `shard_map` and `pmap` alone (the abstract mesh); an axis of
-    `vmap(axis_name=...)` is told by `jax.extend` only, under a name that may go away.
+    `vmap(axis_name=...)` is told by `jax.extend` only, under a name that may go away. Those of a
+    mesh are in the mesh's order. JAX caches sets of axes, so `jax.extend` may return the order of
+    another map of the same axes.
     """
-    names = getattr(extend_core, "unsafe_get_axis_names_DO_NOT_USE", None)
-    return tuple(names() if names else jax.sharding.get_abstract_mesh().manual_axes)
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    names = getattr(extend_core, "unsafe_get_axis_names_DO_NOT_USE", lambda: manual)()
+    in_order = iter(axis for axis in manual if axis in names)
+    return tuple(next(in_order) if axis in manual else axis for axis in names)
 
 
 def refuse_mapped(name: str) -> None:
