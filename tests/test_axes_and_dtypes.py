@@ -6,11 +6,19 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
-from steps import abstract, mesh_of
+from jax.sharding import PartitionSpec as P
+from plain_models import with_own_loss
+from steps import abstract, mesh_of, on
+from test_strategies import recipe
 
 import research_dp as rdp
-from research_dp.distributed.collectives import PLAIN
+import research_dp.training.loop
+from research_dp.config import gin_config
+from research_dp.conformance.suite import EXAMPLE, batches
+from research_dp.distributed.buckets import gather_tree_with_mean_grads
+from research_dp.distributed.collectives import PLAIN, GatherOptions
 from research_dp.distributed.layout import lay_out
+from research_dp.distributed.tables import exchange_rows, take_rows
 from research_dp.strategies import slots
 
 W = jnp.ones((16, 4))
@@ -105,3 +113,103 @@ def test_parameters_that_are_integers_are_still_gathered():
         return rdp.gather_params(rdp.shard_params(jnp.arange(16), "fsdp", 0), "fsdp")
 
     assert abstract(mesh_of(fsdp=8), function).dtype == jnp.int32
+
+
+Z = jnp.arange(32, dtype=jnp.float32).reshape(8, 4) * (3 + 4j)
+BF16 = {"gather_dtype": "bfloat16", "grad_scatter_dtype": "bfloat16"}
+OPTION_ON_COMPLEX = {
+    "all_mean": lambda z: rdp.all_mean(z, "fsdp", dtype="float32"),
+    "all_mean_tree": lambda z: rdp.all_mean_tree(z, "fsdp", dtype="bfloat16"),
+    "sync_gradients": lambda z: rdp.sync_gradients(z, "fsdp", dtype="bfloat16"),
+    "scatter_mean": lambda z: jnp.sum(
+        rdp.all_mean(rdp.scatter_mean(jnp.tile(z, (8, 1)), 0, "fsdp", dtype="float32"), "fsdp"), 0
+    )[None],
+    "accumulate_gradients": lambda z: rdp.all_mean(
+        rdp.accumulate_gradients(
+            lambda w, x: jnp.sum(jnp.real(w * z)) * x, z, jnp.ones(2), dtype="bfloat16"
+        )[1],
+        "fsdp",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPTION_ON_COMPLEX)
+def test_a_sum_of_complex_arrays_keeps_the_imaginary_part(name):
+    found = on(mesh_of(fsdp=8), OPTION_ON_COMPLEX[name], P("fsdp"))(Z)
+    assert jnp.allclose(found, jnp.mean(Z, 0, keepdims=True), rtol=1e-6), found
+
+
+def gathered_by_tree(x):
+    layout = lay_out([jax.ShapeDtypeStruct((64,), x.dtype)], lambda *_: rdp.Choice(0), 8)
+    options = GatherOptions(0, "fsdp", "bfloat16", "bfloat16")
+    return gather_tree_with_mean_grads([x], layout, options, bucket_bytes=64)[0]
+
+
+GATHERS = {
+    "gather_array": lambda x: rdp.gather_array_with_mean_grads(x, 0, "fsdp", **BF16),
+    "gather_params": lambda x: rdp.gather_params(nn.Partitioned(x, ("fsdp",)), "fsdp", **BF16),
+    "tree": gathered_by_tree,
+    "rows": lambda x: jnp.concatenate(
+        exchange_rows(
+            x[None].reshape(1, 8), jnp.zeros(1, int), GatherOptions(1, "fsdp", *BF16.values())
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GATHERS)
+def test_a_gather_keeps_complex_arrays_and_integers(name):
+    mesh = mesh_of(fsdp=8)
+    for x in (1001 * jnp.arange(64), jnp.arange(64) * (1.001 + 1j)):
+        assert jnp.array_equal(on(mesh, GATHERS[name], P("fsdp"))(x), x)
+    if name == "rows":
+        return  # each device's gradient there is that of rows of all devices
+
+    def loss(x):
+        return jnp.sum(jnp.abs(GATHERS[name](x) - 1j) ** 2)
+
+    z = jnp.arange(64) * (1.001 + 1j)
+    found = on(mesh, jax.grad(loss), P("fsdp"), P("fsdp"))(z)
+    assert jnp.allclose(found, jax.grad(lambda z: jnp.sum(jnp.abs(z - 1j) ** 2))(z))
+
+
+def test_rows_of_a_complex_table_have_complex_gradients():
+    table = jnp.arange(8.0).reshape(4, 2) * (1 + 2j)
+    gradient = jax.grad(lambda t, take: jnp.sum(jnp.abs(take(t)) ** 2))
+    rows = jnp.array([1, 1, 3])
+    found = gradient(table, lambda t: take_rows(t, rows))
+    assert jnp.allclose(found, gradient(table, lambda t: t[rows]))
+
+
+def complex_weights(stem, *bindings):
+    """What one step of a linear model with complex weights makes of them."""
+
+    def init(key, batch):
+        return {"w": jnp.full((16, 16), 1 + 1j, jnp.complex64)}, {}
+
+    def apply(params, model_state, x, keys, train):
+        x = x.reshape(x.shape[0], -1)
+        return jnp.real(x @ (params["w"] * (1 - 0.5j))), model_state
+
+    gin_config.reset()
+    model = with_own_loss(init, apply)
+    spec = rdp.TrainSpec(model=model, optimizer=optax.sgd(0.1), example=EXAMPLE, batch_size=16)
+    strategy = recipe(stem, *bindings).build(spec)
+    examples = {name: x[strategy.train_rows] for name, x in batches(16)[0].items()}
+    state = strategy.init(jax.random.key(0))
+    return strategy.train_step(state, strategy.place_batch(examples))[0].params["w"]
+
+
+@pytest.mark.parametrize(
+    ("stem", "options"),
+    [
+        ("ddp", ("average_gradients.dtype",)),
+        ("fsdp", ("gather_shards.gather_dtype", "gather_shards.grad_scatter_dtype")),
+    ],
+)
+def test_a_strategy_in_bfloat16_trains_complex_parameters(stem, options):
+    options = (*options, "data_parallel.param_dtype")
+    expected = complex_weights(stem)
+    found = complex_weights(stem, *(f"{option} = 'bfloat16'" for option in options))
+    assert found.dtype == jnp.complex64 and not jnp.array_equal(expected, expected[0, 0])
+    assert jnp.allclose(found, expected, rtol=1e-6), (found, expected)

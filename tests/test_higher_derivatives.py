@@ -387,6 +387,39 @@ def test_forward_mode_is_refused_as_before():
         on(mesh_of(fsdp=2), function, P(AXIS), P())(jnp.ones(4))
 
 
+def gathered_loss(x):
+    return jnp.sum(rdp.gather_array_with_mean_grads(x, 0, AXIS) ** 4)
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+@pytest.mark.parametrize(
+    "derivative",
+    [
+        lambda x: jax.jvp(gathered_loss, (x,), (x,))[1] * x,
+        lambda x: jax.jvp(jax.grad(gathered_loss), (x,), (x,))[1],
+        lambda x: jnp.sum(jax.hessian(gathered_loss)(x), axis=1),
+    ],
+    ids=["jvp", "jvp of grad", "hessian"],
+)
+def test_forward_mode_without_jit_says_what_to_use(derivative, check_vma):
+    mapped = jax.shard_map(
+        derivative, mesh=mesh_of(fsdp=2), in_specs=P(AXIS), out_specs=P(AXIS), check_vma=check_vma
+    )
+    with pytest.raises(rdp.UsageError, match=r"not available through a gather\. Use reverse over"):
+        mapped(jnp.ones(4))
+
+
+def test_an_error_of_the_function_itself_stays_what_it_is():
+    reduction = PLAIN._replace(all_blocks=lambda x, axis, dim, to: x + None)
+
+    def function(x):
+        gather = functools.partial(rdp.gather_array_with_mean_grads, axis=0, axis_name=AXIS)
+        return jax.grad(lambda x: jnp.sum(gather(x, reduction=reduction)))(x)
+
+    with pytest.raises(TypeError, match="NoneType"):
+        on(mesh_of(fsdp=2), function, P(AXIS), P(AXIS))(jnp.ones(4))
+
+
 class Sgd:
     def apply_gradients(self, gradients, parameters):
         return jax.tree.map(lambda p, g: p - 0.5 * g, parameters, gradients)

@@ -19,6 +19,7 @@ import numpy as np
 import optax
 
 from research_dp.certification.differences import EPS
+from research_dp.distributed.collectives import cast_dtype
 from research_dp.distributed.errors import UsageError
 from research_dp.distributed.layout import Placement
 from research_dp.distributed.trainable import LossOutput, TrainableModel
@@ -147,7 +148,7 @@ class Bench:
 
         def loss(params: PyTree, *args: Any, **more: Any) -> LossOutput:
             def seen(x: jax.Array, place: Placement) -> jax.Array:
-                return x if place.dim is None else x.astype(self.gather_dtype)
+                return x if place.dim is None else x.astype(cast_dtype(x.dtype, self.gather_dtype))
 
             return model.loss(jax.tree.map(seen, params, layout), *args, **more)
 

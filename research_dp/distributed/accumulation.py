@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from research_dp.distributed.annotations import checked
-from research_dp.distributed.collectives import flat_axes
+from research_dp.distributed.collectives import cast_dtype, flat_axes
 from research_dp.distributed.kinds import Arrays, AxisNames, Dtype, MicroBatches
 from research_dp.distributed.replication import as_varying, varying_axes
 
@@ -30,7 +30,7 @@ def add_up(
         function: (carry, micro-batch) -> (gradients, further sums, new carry).
         carry: Handed from one to the next, e.g. batch statistics.
         micro_batches: Arrays with a leading dim that counts them; with one, nothing is added.
-        dtype: dtype in which gradients are added up; None: their own.
+        dtype: dtype in which gradients are added up; None: their own. Complex ones keep theirs.
 
     Returns:
         (sum of gradients, sums, last carry).
@@ -46,7 +46,7 @@ def add_up(
         return (total, jax.tree.map(jnp.add, sums, more), carry), None
 
     grads, sums, _ = jax.eval_shape(function, carry, first)
-    zeros = jax.tree.map(lambda g: _zeros(g, dtype), grads)
+    zeros = jax.tree.map(lambda g: _zeros(g, cast_dtype(g.dtype, dtype)), grads)
     state, _ = lax.scan(add, (zeros, jax.tree.map(_zeros, sums), carry), micro_batches)
     return state
 
@@ -77,7 +77,7 @@ def accumulate_gradients(
             would sum over them in each micro-batch; without effect elsewhere.
         gather: Makes parameters whole, e.g. `partial(gather_params, axis_name='fsdp')`, with
             gradients that come back as its own; None: they are.
-        dtype: dtype in which gradients are added up; None: their own.
+        dtype: dtype in which gradients are added up; None: their own. Complex ones keep theirs.
 
     Returns:
         (mean loss, gradients like `params`), what one batch of all examples would give.

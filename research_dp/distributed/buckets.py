@@ -21,15 +21,16 @@ from research_dp.distributed.collectives import (
     GatherOptions,
     Reduction,
     all_mean,
+    cast_dtype,
     flat_axes,
     gather,
     scatter_mean,
     shard,
-    with_gradient,
 )
 from research_dp.distributed.errors import UsageError
 from research_dp.distributed.kinds import Arrays, AxisNames, Dtype, arrays_like
 from research_dp.distributed.layout import Placement, placements_of
+from research_dp.distributed.linear import with_gradient
 from research_dp.distributed.mesh import FSDP_AXIS
 from research_dp.distributed.padding import flatten_padded, unflatten
 from research_dp.distributed.remat import GATHERED
@@ -118,7 +119,7 @@ def all_mean_tree(
 def _mean(
     x: jax.Array, axes: Axes, reduction: Reduction, dtype: Any, pre_divide: bool
 ) -> jax.Array:
-    """`all_mean`, for which nothing travels along axes where values are known to be equal."""
+    """`all_mean`, skipping axes along which the value is already replicated."""
     differing = tuple(axis for axis in axes if not is_replicated(x, axis))
     return all_mean(x, differing, reduction, dtype, pre_divide=pre_divide)
 
@@ -225,7 +226,7 @@ def gather_tree_with_mean_grads(
 
     def full(tree: PyTree) -> PyTree:
         def sent(x: jax.Array, p: Placement) -> jax.Array:
-            return x if p.dim is None else x.astype(options.gather_dtype or x.dtype)
+            return x if p.dim is None else x.astype(cast_dtype(x.dtype, options.gather_dtype))
 
         wire = jax.tree.map(sent, tree, layout)
         whole = gather_tree(
@@ -240,7 +241,7 @@ def gather_tree_with_mean_grads(
 
     def blocks(grads: PyTree) -> PyTree:
         def sent(g: jax.Array, p: Placement, dtype: Any) -> jax.Array:
-            return g if p.dim is None else g.astype(options.grad_scatter_dtype or dtype)
+            return g if p.dim is None else g.astype(cast_dtype(dtype, options.grad_scatter_dtype))
 
         wire = jax.tree.map(sent, grads, layout, dtypes)
         blocks = scatter_mean_tree(

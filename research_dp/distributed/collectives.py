@@ -21,6 +21,7 @@ from research_dp.distributed import exchange
 from research_dp.distributed.annotations import checked
 from research_dp.distributed.errors import UsageError
 from research_dp.distributed.kinds import Array, AxisName, AxisNames, Dtype
+from research_dp.distributed.linear import with_gradient
 from research_dp.distributed.remat import GATHERED
 from research_dp.distributed.replication import as_varying, is_tracked
 
@@ -114,8 +115,8 @@ def all_mean(
 ) -> jax.Array:
     """Mean over devices, summed in `dtype` (x's own if None), returned in x's dtype.
 
-    Means of integers are float32, as `jax.lax.pmean` has it. For `pre_divide` see `_mean`. Raises
-    UsageError for a `dtype` that is not a floating-point dtype.
+    Means of integers are float32, as `jax.lax.pmean` has it; complex arrays are summed in their own
+    dtype. For `pre_divide` see `_mean`. Raises UsageError for a `dtype` that is not floating-point.
     """
     axes = flat_axes(axes)
     if not axes:
@@ -156,6 +157,15 @@ def scatter_mean(
     return _mean(x, axes, add, dtype, pre_divide)
 
 
+def cast_dtype(own: Any, dtype: Any) -> Any:
+    """The dtype that an array of dtype `own` is cast to where an option names `dtype`.
+
+    It is `dtype` for real floating-point arrays. Complex ones, which would lose their imaginary
+    part, integers and keys stay as they are, as does everything if `dtype` is None.
+    """
+    return dtype if dtype is not None and jnp.issubdtype(own, jnp.floating) else own
+
+
 def _mean(
     x: jax.Array, axes: Axes, add: Callable[[jax.Array], jax.Array], dtype: Any, pre_divide: bool
 ) -> jax.Array:
@@ -166,7 +176,7 @@ def _mean(
     """
     devices = axes_size(axes)
     result = x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.dtype(jnp.float32)
-    wire = x.astype(dtype or x.dtype)
+    wire = x.astype(x.dtype if dtype is None else cast_dtype(result, dtype))
     mean = add(wire / devices) if pre_divide else add(wire) / devices
     return mean.astype(result)
 
@@ -214,8 +224,8 @@ class GatherOptions(NamedTuple):
     Attributes:
         dim: The dim that is split.
         axis: The mesh axis that it is split over, or several as one.
-        gather_dtype: dtype of the gathered array; None: x's own.
-        grad_scatter_dtype: dtype in which gradients are summed; None: x's own.
+        gather_dtype: dtype of the gathered array; None: x's own. See `cast_dtype`.
+        grad_scatter_dtype: dtype in which gradients are summed; None: x's own. See `cast_dtype`.
         reduction: How gradients are summed.
         pre_divide: Whether gradients are divided before they are summed, for float16.
     """
@@ -226,30 +236,6 @@ class GatherOptions(NamedTuple):
     grad_scatter_dtype: Any = None
     reduction: Reduction = PLAIN
     pre_divide: bool = False
-
-
-def with_gradient(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
-    """A linear function, and the linear function that maps its gradients back.
-
-    Each is the derivative of the other, so derivatives of any order are exact. A full array has the
-    gradient of this device's own loss; a shard has that of the mean loss. So a gather's gradient is
-    scattered and divided, and its gradient is gathered, undivided. Autodiff would divide again.
-
-    Args:
-        forward: (pytree, *constants) -> pytree. It closes over no traced value.
-        backward: (gradient of what `forward` returns, *constants) -> gradient of its first
-            argument, in its dtypes. Constants, such as indices, are not differentiated.
-    """
-
-    @jax.custom_vjp
-    def run(x: Any, *constants: Any) -> Any:
-        return forward(x, *constants)
-
-    def transposed(constants: tuple[Any, ...], g: Any) -> tuple[Any, ...]:
-        return with_gradient(backward, forward)(g, *constants), *(None for _ in constants)
-
-    run.defvjp(lambda x, *constants: (run(x, *constants), constants), transposed)
-    return run
 
 
 def gather_with_mean_grads(x: jax.Array, options: GatherOptions) -> jax.Array:
@@ -267,11 +253,11 @@ def gather_with_mean_grads(x: jax.Array, options: GatherOptions) -> jax.Array:
     dim, axis, reduction, dtype = options.dim, options.axis, options.reduction, x.dtype
 
     def full(x: jax.Array) -> jax.Array:
-        wire = x.astype(options.gather_dtype or dtype)
+        wire = x.astype(cast_dtype(dtype, options.gather_dtype))
         return checkpoint_name(gather(wire, dim, axis, reduction), GATHERED)
 
     def block(g: jax.Array) -> jax.Array:
-        wire = g.astype(options.grad_scatter_dtype or dtype)
+        wire = g.astype(cast_dtype(dtype, options.grad_scatter_dtype))
         mean = scatter_mean(wire, dim, axis, reduction, pre_divide=options.pre_divide)
         return mean.astype(dtype)
 
@@ -299,13 +285,15 @@ def gather_array_with_mean_grads(
         x: This device's block, floating-point if it is differentiated.
         axis: The dim that is split; negative ones count from the end.
         axis_name: The mesh axis it is split over, or several as one.
-        gather_dtype: dtype on the wire and of the result; None: x's.
+        gather_dtype: dtype on the wire and of the result; None: x's. Complex arrays and integers
+            keep their dtype, here and in the sum.
         grad_scatter_dtype: dtype in which gradients are summed; None: x's, not `gather_dtype`.
         pre_divide: Divide gradients before they are summed: in float16, eight times 10000 is inf.
         reduction: How gradients are summed.
 
     Returns:
-        The full array, dim `axis` multiplied by the axis size. Exact in reverse mode of any order.
+        The full array, dim `axis` multiplied by the axis size. Exact in reverse mode of any order;
+        forward mode (jvp, jacfwd, hessian) is refused.
 
     Raises:
         UsageError: x has no such dim, or a dtype is not a floating-point dtype.

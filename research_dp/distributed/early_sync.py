@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from research_dp.distributed.collectives import with_gradient
 from research_dp.distributed.layout import Placement
+from research_dp.distributed.linear import with_gradient
 from research_dp.distributed.remat import GATHERED
 
 PyTree = Any

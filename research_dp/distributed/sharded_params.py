@@ -163,7 +163,7 @@ def gather_params(
         params: Arrays and boxes, as this device sees them.
         axis_name: The mesh axis, bound here, or several as one; as it stands in the boxes.
         gather_dtype: dtype on the wire and for compute; None: the parameter's. Leaves that are not
-            sharded over the axis keep theirs.
+            sharded over the axis keep theirs, as do complex ones and integers.
         grad_scatter_dtype: dtype in which gradients are summed; None: the parameter's.
         pre_divide: Divide gradients before they are summed, for float16.
         reduction: How gradients are summed.
@@ -222,7 +222,7 @@ def sync_gradients(
         grads: Gradients of each device's own loss, a mean over its own examples. Those of sharded
             parameters are shards of the mean over the axes that split them (`gather_params`).
         axis_names: The mesh axes to average over; one name, or several.
-        dtype: dtype in which they are summed; None: each gradient's own.
+        dtype: dtype in which they are summed; None: each gradient's own. Complex ones keep theirs.
         pre_divide: Divide before the sum, for float16.
         loss: The loss that was differentiated, as `jax.value_and_grad` returns it with `grads`. Its
             type says, and gradients do not, whether it was averaged over an axis before, or not

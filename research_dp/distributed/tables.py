@@ -11,10 +11,11 @@ from jax import lax
 from research_dp.distributed.collectives import (
     GatherOptions,
     axes_size,
+    cast_dtype,
     flat_axes,
     gather,
-    with_gradient,
 )
+from research_dp.distributed.linear import with_gradient
 
 
 @jax.custom_vjp
@@ -62,11 +63,11 @@ def exchange_rows(block: jax.Array, indices: jax.Array, options: GatherOptions) 
     count, dtype = block.shape[0], block.dtype
 
     def rows(block: jax.Array, everyone: jax.Array) -> jax.Array:
-        mine = block[everyone].astype(options.gather_dtype or dtype)
+        mine = block[everyone].astype(cast_dtype(dtype, options.gather_dtype))
         return _swapped(mine, options, 0, mine.ndim - 1)
 
     def columns(g: jax.Array, everyone: jax.Array) -> jax.Array:
-        wire = g.astype(options.grad_scatter_dtype or dtype)
+        wire = g.astype(cast_dtype(dtype, options.grad_scatter_dtype))
         total = _add_rows(_swapped(wire, options, g.ndim - 1, 0), everyone, count)
         # Summed here over all devices' examples, and divided, once: the mean over the axis.
         return (total / axes_size(flat_axes(options.axis))).astype(dtype)
@@ -80,6 +81,7 @@ def _swapped(x: jax.Array, options: GatherOptions, split: int, concat: int) -> j
 
 
 def _add_rows(g: jax.Array, indices: jax.Array, count: int) -> jax.Array:
-    """The gradient of a table of `count` rows, float32, from that of the rows taken."""
-    zeros = jnp.zeros((count, g.shape[-1]), jnp.float32)
-    return zeros.at[indices].add(g.astype(jnp.float32))
+    """The gradient of a table of `count` rows, at least float32, from that of the rows taken."""
+    wide = jnp.promote_types(g.dtype, jnp.float32)
+    zeros = jnp.zeros((count, g.shape[-1]), wide)
+    return zeros.at[indices].add(g.astype(wide))

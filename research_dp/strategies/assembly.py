@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from research_dp.distributed import layout as layout_lib
 from research_dp.distributed import placement
+from research_dp.distributed.collectives import cast_dtype
 from research_dp.distributed.errors import UsageError, check_count, check_limit
 from research_dp.distributed.kinds import Above
 from research_dp.distributed.mesh import BATCH_AXES, FSDP_AXIS, batch_devices, sizes_text
@@ -44,7 +45,7 @@ def init_state(spec: TrainSpec, key: jax.Array) -> TrainState:
     params, model_state = spec.model.init(key, _OneExample(spec.example))
     opt_state = spec.optimizer.init(params)
     if spec.param_dtype is not None:
-        params = jax.tree.map(lambda x: x.astype(spec.param_dtype), params)
+        params = jax.tree.map(lambda x: x.astype(cast_dtype(x.dtype, spec.param_dtype)), params)
     loss_scale = spec.loss_scale.init() if spec.loss_scale else ()
     return TrainState(jnp.zeros((), jnp.int32), params, model_state, opt_state, loss_scale)
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from research_dp.distributed.accumulation import add_up
-from research_dp.distributed.collectives import axes_size
+from research_dp.distributed.collectives import axes_size, cast_dtype
 from research_dp.distributed.early_sync import hold, synchronised, targets_of
 from research_dp.distributed.errors import UsageError
 from research_dp.distributed.layout import TABLE, path_name
@@ -78,7 +78,9 @@ class Step:
         scale = scale * clip_factor(norm, self.spec.max_grad_norm)
         own = self.spec.param_dtype is None  # otherwise the optimizer's parameters are wider
         grads = jax.tree.map(
-            lambda g, p: (g * scale).astype(p.dtype if own else jnp.float32), grads, state.params
+            lambda g, p: (g * scale).astype(p.dtype if own else cast_dtype(p.dtype, jnp.float32)),
+            grads,
+            state.params,
         )
         if self._shards:
             grads = jax.tree.map(without_negative_zero, grads)
