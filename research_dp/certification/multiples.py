@@ -6,17 +6,15 @@ Each function is one suspicion. It returns what it found, in words, or None.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import jaxprs_in_params
 
 from research_dp.certification.bench import gradients_of
 from research_dp.certification.case import ALIKE, SHOWN, Case, leaves_of, ratio_of
 from research_dp.distributed.layout import by_path
 from research_dp.distributed.mesh import batch_devices
+from research_dp.strategies.work_alone import operations
 
 
 def multiple(case: Case) -> str | None:
@@ -118,11 +116,4 @@ def _checks_replication(case: Case) -> bool:
     """Whether the training step has a `shard_map` that tracks replication."""
     strategy = case.bench.strategy
     traced = jax.make_jaxpr(strategy.train_step)(strategy.abstract_state, strategy.abstract_batch)
-
-    def walk(jaxpr: Any) -> Iterator[bool]:
-        for equation in jaxpr.eqns:
-            yield bool(equation.params.get("check_vma"))
-            for inner in jaxprs_in_params(equation.params):
-                yield from walk(inner)
-
-    return any(walk(traced.jaxpr))
+    return any(one.params.get("check_vma") for one in operations(traced.jaxpr))

@@ -21,6 +21,10 @@ from research_dp.strategies import TrainState
 from research_dp.strategies.draws import split_draws
 
 NOISY_PART = 0.01  # of the squared norm of gradients, what noise may hide
+UNSTABLE = (
+    "the oracle changes so much when examples are reordered that a bug could hide in it: "
+    "the model depends on their order, or its dtype is too coarse for it"
+)
 AFTER = 3  # steps after a checkpoint, and after a first difference
 
 
@@ -119,10 +123,8 @@ def _follow(
         done.checks.append(Check("finite", False, told))
         done.cause = "the run itself; nothing can be compared with what is no number"
     elif hidden.part > NOISY_PART:
-        done.cause = split_draws(bench.spec, bench.strategy) or (
-            "the oracle changes so much when examples are reordered that a bug could hide in it: "
-            "the model depends on their order, or its dtype is too coarse for it"
-        )
+        draws = split_draws(bench.spec, bench.strategy)
+        done.cause = draws.message if draws and draws.is_known else UNSTABLE
     elif steps_are_right:
         assert mid is not None
         left = batches[max(steps - AFTER, 0) : steps]

@@ -82,5 +82,5 @@ def apart(case: Case) -> str | None:
     if not apart:
         return None
     first = apart[0]
-    leaves = [one.leaf for one in apart if one.what == first.what]
+    leaves = [one.leaf for one in apart if (one.what, one.axes) == (first.what, first.axes)]
     return difference_text(first.what, leaves, first.axes, case.bench.strategy.mesh)

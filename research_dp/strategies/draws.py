@@ -8,7 +8,7 @@ the loss is read: once as a device runs it, once as one device alone would.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,18 +20,30 @@ from research_dp.distributed.errors import some_of
 from research_dp.distributed.mesh import batch_devices
 from research_dp.distributed.units import Units
 from research_dp.strategies.strategy import Strategy, TrainSpec
-from research_dp.strategies.work_alone import Callers, Source, trace_sources
+from research_dp.strategies.work_alone import Callers, Source, operations, trace_sources
 
-_DRAWS = ("random_bits", "random_split")
+_DRAWS = ("random_bits", "random_split", "random_gamma")
 _LIBRARIES = tuple(f"{Path(str(library.__file__)).parent}/" for library in (flax, jax))
 _NAMED = 3
 
 
-class _Draw(NamedTuple):
-    """A drawing of random numbers.
+class DrawReport(NamedTuple):
+    """What is reported of random numbers.
 
     Attributes:
-        keys: Shape of the keys that it draws with.
+        message: The sentence.
+        is_known: Whether numbers differ from those of one device; False: the loss cannot be judged.
+    """
+
+    message: str
+    is_known: bool
+
+
+class _Draw(NamedTuple):
+    """A drawing of random numbers, or of a key made of a key and a number.
+
+    Attributes:
+        keys: Shape of the keys that it draws with, over all turns of the loops that bring them.
         shape: Shape of what is drawn with each key.
         of_examples: Whether the keys are made of the examples' or of the examples.
         where: The module, or the place in a source.
@@ -43,11 +55,11 @@ class _Draw(NamedTuple):
     where: str
 
 
-def split_draws(spec: TrainSpec, strategy: Strategy) -> str | None:
+def split_draws(spec: TrainSpec, strategy: Strategy) -> DrawReport | None:
     """Reports random numbers that differ from those of one device; None: there are none.
 
     Traces the loss twice if it draws at all; nothing is compiled. If the loss cannot be judged, as
-    with a Python loop over examples, the report says so.
+    with a Python loop over examples, the report says so (`is_known`).
 
     Args:
         spec: What the strategy was built for.
@@ -64,17 +76,19 @@ def split_draws(spec: TrainSpec, strategy: Strategy) -> str | None:
     try:
         seen, expected = (_draws(spec, strategy, rows) for rows in (local, alone))
     except Exception as error:  # the model's own code may raise anything, and the run goes on
-        return unknown + f"cannot be traced ({type(error).__name__})"
+        return DrawReport(unknown + f"cannot be traced ({type(error).__name__})", is_known=False)
     if len(seen) != len(expected):
-        return unknown + f"draws {len(expected)} times, that of {local} examples {len(seen)} times"
+        times = f"draws {len(expected)} times, that of {local} examples {len(seen)} times"
+        return DrawReport(unknown + times, is_known=False)
     wrong = [a.where for a, b in zip(seen, expected, strict=True) if _depends_on_split(a, b)]
     if not wrong:
         return None
-    return (
+    return DrawReport(
         f"random numbers at {some_of(list(dict.fromkeys(wrong)), _NAMED)} depend on how the batch "
         f"is split ({local} of {alone} examples a device): a key serves several examples, or comes "
         "from the place on a device; draw with `keys`, one key an example, as "
-        "research_dp.models.dropout does"
+        "research_dp.models.dropout does",
+        is_known=True,
     )
 
 
@@ -88,9 +102,9 @@ def _depends_on_split(local: _Draw, alone: _Draw) -> bool:
 
 
 def _draws_at_all(strategy: Strategy) -> bool:
-    """Whether the training step, whose trace is at hand since it was built, draws numbers."""
+    """Whether the training step draws random numbers; building it has cached its trace."""
     program = jax.make_jaxpr(strategy.train_step)(strategy.abstract_state, strategy.abstract_batch)
-    return any(e.primitive.name in _DRAWS for e in _equations(program.jaxpr))
+    return any(e.primitive.name in _DRAWS for e in operations(program.jaxpr))
 
 
 def _draws(spec: TrainSpec, strategy: Strategy, rows: int) -> Sequence[_Draw]:
@@ -112,13 +126,18 @@ def _draws(spec: TrainSpec, strategy: Strategy, rows: int) -> Sequence[_Draw]:
     found: dict[tuple[int, ...], list[_Draw]] = {}
 
     def visit(equation: Any, given: Sequence[Source], callers: Callers) -> None:
-        inner = [e for jaxpr in jaxprs_in_params(equation.params) for e in _equations(jaxpr)]
-        drawing = [e for e in (equation, *inner) if e.primitive.name in _DRAWS]
-        mixed = None in given
+        first = (callers or (equation,))[0]
         place = tuple(map(id, (*callers, equation)))
+        if equation.primitive.name in (*_DRAWS, "random_fold_in"):
+            # Of one key and many numbers: each example's own key only if the key is.
+            turns = _turns(callers, equation)
+            drawn = _draw(equation, given[0] is None, _where(first))
+            found[place] = [drawn._replace(keys=(*turns, *drawn.keys))]
+            return
+        inner = [e for jaxpr in jaxprs_in_params(equation.params) for e in operations(jaxpr)]
+        drawing = [e for e in inner if e.primitive.name in _DRAWS]
         if drawing:
-            where = _where((callers or (equation,))[0])
-            found[place] = [_draw(e, mixed, where) for e in drawing]
+            found[place] = [_draw(e, None in given, _where(first)) for e in drawing]
 
     count = len(jax.tree.leaves((state.params, state.model_state)))
     trace_sources(program, count, visit)
@@ -127,7 +146,31 @@ def _draws(spec: TrainSpec, strategy: Strategy, rows: int) -> Sequence[_Draw]:
 
 def _draw(equation: Any, of_examples: bool, where: str) -> _Draw:
     keys = equation.invars[0].aval.shape
-    return _Draw(keys, equation.outvars[0].aval.shape[len(keys) :], of_examples, where)
+    folds = equation.primitive.name == "random_fold_in"
+    shape = () if folds else equation.outvars[0].aval.shape[len(keys) :]
+    return _Draw(keys, shape, of_examples, where)
+
+
+def _turns(callers: Callers, equation: Any) -> tuple[int, ...]:
+    """The lengths of the scans around an operation, each turn of which brings keys of its own."""
+    return tuple(
+        scan.params["length"]
+        for i, scan in enumerate(callers)
+        if scan.primitive.name == "scan" and _is_scanned(scan, (*callers[i + 1 :], equation))
+    )
+
+
+def _is_scanned(scan: Any, place: Callers) -> bool:
+    """Whether the keys of an operation in a scan come from the arrays that it scans."""
+    scanned = []
+
+    def visit(equation: Any, given: Sequence[Source], callers: Callers) -> None:
+        if tuple(map(id, (*callers, equation))) == tuple(map(id, place)):
+            scanned.append(given[0] is None)
+
+    before = scan.params["num_consts"] + scan.params["num_carry"]
+    trace_sources(scan.params["jaxpr"], before, visit)
+    return any(scanned)
 
 
 def _where(equation: Any) -> str:
@@ -135,11 +178,3 @@ def _where(equation: Any) -> str:
     frames = equation.source_info.traceback.frames
     own = next((f for f in frames if not f.file_name.startswith(_LIBRARIES)), frames[0])
     return f"{Path(own.file_name).name}:{own.line_num} ({own.function_name})"
-
-
-def _equations(jaxpr: Any) -> Iterator[Any]:
-    """All operations of a program and of those inside."""
-    for equation in jaxpr.eqns:
-        yield equation
-        for inner in jaxprs_in_params(equation.params):
-            yield from _equations(inner)

@@ -7,7 +7,7 @@ operations with examples leave it no choice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Literal, jaxprs_in_params
@@ -24,6 +24,14 @@ _MOVES = frozenset(
 Source = frozenset[int] | None
 Callers = tuple[Any, ...]
 Visit = Callable[[Any, Sequence[Source], Callers], None]
+
+
+def operations(jaxpr: Any) -> Iterator[Any]:
+    """All operations of a program and of the programs inside, each before those inside it."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jaxprs_in_params(equation.params):
+            yield from operations(inner)
 
 
 def worked_on_alone(program: ClosedJaxpr, count: int) -> list[bool]:

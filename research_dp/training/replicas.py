@@ -123,11 +123,12 @@ def split_dependence(spec: TrainSpec, strategy: Strategy, state: TrainState) -> 
         check = ReplicaCheck(strategy, ("model_state",))
         differences = check.differences(check.start(state))
         if differences:
-            paths = [one.path.removeprefix("model_state ") for one in differences]
             axes = differences[0].axes
+            alike = [one.path for one in differences if one.axes == axes]
+            paths = [path.removeprefix("model_state ") for path in alike]
             found.append(difference_text("model state", paths, axes, strategy.mesh))
     drawn = split_draws(spec, strategy)
-    return [*found, drawn] if drawn else found
+    return [*found, drawn.message] if drawn else found
 
 
 def _leaves(state: TrainState, names: Sequence[str]) -> dict[str, Any]:
