@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from research_dp import UsageError
+from research_dp import UsageError, shard_params
 from research_dp.distributed.annotations import checked
 from research_dp.distributed.kinds import Arrays, AxisNames, Count, Dtype, Numbers, arrays_like
 
@@ -44,6 +45,11 @@ def trees(
     return tree
 
 
+@checked
+def required(*, needed: int = gin.REQUIRED) -> int:
+    return needed
+
+
 def test_a_checked_function_keeps_its_name_signature_and_result():
     assert function(3, needed={}) == 3
     assert function.__name__ == "function" and function.__doc__ == "Its docstring."
@@ -73,9 +79,25 @@ def test_a_wrong_argument_is_refused_in_words(arguments, message):
     assert caught.value.binding.startswith("function.")
 
 
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: trees(), "trees() missing 1 required positional argument: 'tree'"),
+        (lambda: trees((), call=len, tree=()), "trees() got multiple values for argument 'tree'"),
+        (lambda: trees((), axis="data"), "trees() got an unexpected keyword argument 'axis'"),
+        (lambda: required(axis="data"), "required() got an unexpected keyword argument 'axis'"),
+        (lambda: shard_params({}), "shard_params() missing 1 required positional argument: 'axis_"),
+    ],
+)
+def test_a_call_that_does_not_fit_the_signature_is_pythons_own_error(call, message):
+    with pytest.raises(TypeError, match=re.escape(message)) as caught:
+        call()
+    assert caught.value.__context__ is None
+
+
 def test_what_cannot_be_read_or_is_not_given_is_accepted():
     assert trees({}, unread=object()) == {}
-    with pytest.raises(TypeError, match="missing a required argument: 'tree'"):
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'tree'"):
         trees()
 
 

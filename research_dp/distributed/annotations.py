@@ -60,7 +60,13 @@ def checked(function: F) -> F:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        given = missing | signature.bind(*args, **kwargs).arguments
+        try:
+            bound = signature.bind(*args, **kwargs).arguments
+        except TypeError:
+            bound = None
+        if bound is None:
+            return function(*args, **kwargs)  # raises Python's own error, which names the function
+        given = missing | bound
         check_values(title, given, [x for x in expected() if x[0] in given])
         return function(*args, **kwargs)
 
@@ -147,7 +153,7 @@ def _elements_fit(value: Any, kind: Any, inner: tuple[Any, ...]) -> bool:
 
 
 def trouble(value: Any, expected: Any, others: Mapping[str, Any]) -> str | None:
-    """What is wrong with an argument, to be said after its name; None: nothing is.
+    """The problem with an argument, worded to follow its name; None if it is accepted.
 
     Args:
         value: The argument.

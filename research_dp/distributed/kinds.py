@@ -317,7 +317,6 @@ AnyDtype = Annotated[Any, Dtypes()]
 Number = Annotated[jax.Array, One(is_array_or_number, "a number, or an array of numbers")]
 Array = Annotated[jax.Array, One(is_array, "an array of numbers")]
 Arrays = Annotated[Any, Leaves(is_array, "arrays of numbers")]
-SomeArrays = Annotated[Any, Leaves(is_array, "arrays of numbers", empty=False)]
 Numbers = Annotated[Any, Leaves(is_array_or_number, "arrays of numbers")]
 Shapes = Annotated[Any, Leaves(is_abstract_array, "arrays of numbers, or their shapes and dtypes")]
 Units = Annotated[Mapping[str, str], One(is_units, "a dict of key -> 'part', 'stack' or 'table'")]
@@ -334,5 +333,7 @@ Sizes = Annotated[Mapping[str, int], One(is_sizes, "a dict of sizes, e.g. {'data
 Devices = Annotated[Sequence[jax.Device], One(is_devices, "devices, e.g. jax.devices()")]
 Placeable = Annotated[Any, Leaves(is_placeable, "arrays of numbers or random keys")]
 MaxNorm = Annotated[float, One(is_norm, "a number of at least 0")]
-TracedNorm = Annotated[Any, One(is_traced_norm, "a number of at least 0")]
+TracedNorm = Annotated[
+    Any, One(is_traced_norm, "a number of at least 0, or a 0-d array of such a number")
+]
 Transform = Annotated[Any, Has(("init", "update"), "optax.sgd(0.1)")]

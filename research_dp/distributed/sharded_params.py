@@ -28,7 +28,16 @@ from research_dp.distributed.boxes import (
 )
 from research_dp.distributed.collectives import PLAIN, Axes, Reduction, axes_size, flat_axes
 from research_dp.distributed.errors import UsageError
-from research_dp.distributed.kinds import AxisName, AxisNames, CountOrZero, Dtype, Number, Numbers
+from research_dp.distributed.kinds import (
+    AxisName,
+    AxisNames,
+    CountOrZero,
+    Dtype,
+    Number,
+    Numbers,
+    Placeable,
+    is_array_or_number,
+)
 from research_dp.distributed.layout import Choice, Rule, ask, choose_dim
 from research_dp.distributed.means import averaged_axes, mean_gradient, refuse_divided_twice
 from research_dp.distributed.replication import is_replicated
@@ -76,7 +85,7 @@ def choose_shard(
 @checked
 @jax.named_scope("shard_params")
 def shard_params(
-    params: Numbers,
+    params: Placeable,
     axis_name: AxisName,
     min_weight_size: CountOrZero = 2**18,
     *,
@@ -90,7 +99,7 @@ def shard_params(
     A leaf that no dim suits stays as it is, and one warning a call names them all.
 
     Args:
-        params: Arrays and boxes, as this device sees them.
+        params: Arrays and boxes, as this device sees them. Random keys are returned as they are.
         axis_name: The mesh axis, bound here, or several as one.
         min_weight_size: Parameters of at most this many elements stay whole.
         rule: Chooses each dim instead: (path, shape, axis size) -> `Choice`; thresholds are then
@@ -104,7 +113,8 @@ def shard_params(
 
     Raises:
         UsageError: The rule chose a dim that is taken or does not divide, there are both a
-            rule and `min_weight_bytes`, or an axis is named twice.
+            rule and `min_weight_bytes`, an axis is named twice, or a leaf that would be sharded
+            has random keys.
         NameError: The axis is not bound.
     """
     if rule is not None and min_weight_bytes is not None:
@@ -127,8 +137,13 @@ def shard_params(
             if warn:
                 kept.append(f"{path} {np.shape(value_of(leaf))} ({choice.reason})")
             return leaf
-        names = names_of(leaf)
-        block = collectives.shard(value_of(leaf), choice.dim, axis_name)
+        names, x = names_of(leaf), value_of(leaf)
+        if not is_array_or_number(x):
+            raise UsageError(
+                f"shard_params: {path} {np.shape(x)} are random keys, which cannot be gathered. "
+                "Keep them out of params, or raise min_weight_size."
+            )
+        block = collectives.shard(x, choice.dim, axis_name)
         return renamed(leaf, block, _with_name(names, choice.dim, axis_name))
 
     sharded = map_leaves(one, params)
@@ -146,7 +161,7 @@ def shard_params(
 @checked
 @jax.named_scope("gather_params")
 def gather_params(
-    params: Numbers,
+    params: Placeable,
     axis_name: AxisName,
     gather_dtype: Dtype | None = None,
     grad_scatter_dtype: Dtype | None = None,
@@ -160,7 +175,7 @@ def gather_params(
     axes that the batch is split over, `sync_gradients` averages it.
 
     Args:
-        params: Arrays and boxes, as this device sees them.
+        params: Arrays and boxes, as this device sees them. Random keys are returned as they are.
         axis_name: The mesh axis, bound here, or several as one; as it stands in the boxes.
         gather_dtype: dtype on the wire and for compute; None: the parameter's. Leaves that are not
             sharded over the axis keep theirs, as do complex ones and integers.

@@ -14,8 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from research_dp.distributed import layout as layout_lib
 from research_dp.distributed import placement
 from research_dp.distributed.collectives import cast_dtype
-from research_dp.distributed.errors import UsageError, check_count, check_limit
-from research_dp.distributed.kinds import Above
+from research_dp.distributed.errors import UsageError
 from research_dp.distributed.mesh import BATCH_AXES, FSDP_AXIS, batch_devices, sizes_text
 from research_dp.distributed.updates import find_mixing_update, map_state
 from research_dp.strategies.logical_shards import check_model, in_shards
@@ -153,7 +152,6 @@ class BatchLayout:
 
     def __init__(self, mesh: Mesh, spec: TrainSpec, logical_shards: int | None = None):
         devices, micros = batch_devices(mesh), spec.accumulation_steps
-        _check_norm(spec.max_grad_norm)
         _check_sizes(spec.batch_size, devices, micros, mesh)
         rows = spec.batch_size // micros
         self.sharding = NamedSharding(mesh, PartitionSpec(None, BATCH_AXES))
@@ -191,15 +189,7 @@ class BatchLayout:
         return placement.place(dict(examples), self.eval_sharding)
 
 
-def _check_norm(max_grad_norm: Any) -> None:
-    """Raises UsageError unless it is None or a positive number."""
-    if max_grad_norm is not None:
-        check_limit("train.max_grad_norm", max_grad_norm, Above(0))
-
-
 def _check_sizes(batch_size: int, devices: int, micros: int, mesh: Mesh) -> None:
-    check_count("train.batch_size", batch_size, 1)
-    check_count("train.accumulation_steps", micros, 1)
     step = devices * micros
     if batch_size % step:
         sizes = sizes_text(mesh.shape)

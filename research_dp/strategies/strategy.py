@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from research_dp.distributed.annotations import checked
 from research_dp.distributed.collectives import PLAIN, Reduction
 from research_dp.distributed.errors import UsageError
-from research_dp.distributed.kinds import Dtype, Seed, Transform
+from research_dp.distributed.kinds import Count, Dtype, MaxNorm, Seed, Transform
 from research_dp.distributed.layout import Rule
 from research_dp.distributed.loss_scale import LossScale
 from research_dp.distributed.trainable import TrainableModel
@@ -94,9 +94,9 @@ class TrainSpec:
     model: TrainableModel
     optimizer: Transform
     example: Mapping[str, jax.ShapeDtypeStruct]
-    batch_size: int
-    accumulation_steps: int = 1
-    max_grad_norm: float | None = None
+    batch_size: Count
+    accumulation_steps: Count = 1
+    max_grad_norm: MaxNorm | None = None
     seed: Seed = 0
     param_dtype: Dtype | None = None
     loss_scale: LossScale | None = None
