@@ -265,7 +265,7 @@ CALLS = {
     "fsdp_apply_gradients": {"optimizer": (rdp.OptaxAdapter(SGD), "one of its class")},
     "fsdp_update": {},
     "gather_array_with_mean_grads": {"axis": (0, "an integer")},
-    "gather_params": {"params": (BOXED, "arrays or numbers")},
+    "gather_params": {"params": (BOXED, "to be placed")},
     "gather_shards": {
         "held": ({"w": np.ones((2, 16), np.float32)}, "arrays"),
         "bucket_bytes": (None, "an integer?"),
@@ -315,7 +315,7 @@ CALLS = {
     "scatter_mean_tree": {"axis": ("fsdp", "axes"), "replica_axes": ((), "axes")},
     "shard_module_params": {"target": (nn.Dense, "a function")},
     "shard_nnx_module_params": {"target": (nnx.Linear, "one of its class")},
-    "shard_params": {},
+    "shard_params": {"params": (TREE, "to be placed")},
     "sharded_global_norm": {"layout": (None, "like another?")},
     "sharding_report": {
         "params": (TREE, "arrays or numbers"),

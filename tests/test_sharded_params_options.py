@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
-from steps import mesh_of, on
+from steps import abstract, mesh_of, on
 
 import research_dp as rdp
 from research_dp.analysis.traffic import collectives as read
@@ -156,3 +156,24 @@ def test_a_mean_of_whole_numbers_is_a_fraction(mesh):
 
     mean = on(mesh, accuracy, P("data"))(jnp.arange(16) < 5)
     assert (mean.dtype, float(mean)) == (jnp.float32, 5 / 16)
+
+
+@pytest.mark.parametrize("min_bytes", [None, 0])
+def test_random_keys_are_returned_as_they_are(min_bytes):
+    key = jax.random.key(3)
+
+    def function(w):
+        tree = {"w": w, "key": key, "boxed": nn.Partitioned(key, ())}
+        sharded = rdp.shard_params(tree, "fsdp", 0, min_weight_bytes=min_bytes)
+        gathered = rdp.gather_params(sharded, "fsdp")
+        return gathered["w"], jax.random.key_data(gathered["key"])
+
+    w, data = on(mesh_of(fsdp=8), function)(jnp.arange(16.0))
+    assert jnp.array_equal(w, jnp.arange(16.0))
+    assert jnp.array_equal(data, jax.random.key_data(key))
+
+
+def test_random_keys_that_would_be_sharded_are_refused_by_path():
+    keys = jax.random.split(jax.random.key(3), 16)
+    with pytest.raises(rdp.UsageError, match=r"rng/all \(16,\) are random keys, which cannot be"):
+        abstract(mesh_of(fsdp=8), lambda: rdp.shard_params({"rng": {"all": keys}}, "fsdp", 0))
