@@ -1,5 +1,6 @@
 """Limits of norms, complex gradients, sizes and orders of slices, against numpy."""
 
+import calls
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,6 +37,10 @@ def test_norms_of_complex_gradients_count_both_parts():
 LIMITS = [-1.0, float("nan"), "1", True, np.float32(-2), jnp.float32(jnp.nan), [1.0]]
 
 
+def spec(**options):
+    return rdp.TrainSpec(**{**calls.SPEC, **options})
+
+
 def takes_a_limit():
     grads = {"w": jnp.ones(4)}
     model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
@@ -54,6 +59,7 @@ def takes_a_limit():
         "data_parallel_train_step": lambda x: rdp.data_parallel_train_step(
             abs, ADAM, jnp.ones((8, 2)), state, max_grad_norm=x
         ),
+        "TrainSpec": lambda x: spec(max_grad_norm=x),
     }
 
 
@@ -62,6 +68,21 @@ def takes_a_limit():
 def test_a_limit_that_is_no_number_of_at_least_zero_is_refused(name, limit):
     with pytest.raises(UsageError, match=r"max(_grad)?_norm = .*: give a number of at least 0"):
         takes_a_limit()[name](limit)
+
+
+def test_a_strategy_takes_a_limit_of_zero():
+    strategy = calls.recipe().build(spec(max_grad_norm=0))
+    state = strategy.init(jax.random.key(0))
+    before = np.asarray(state.params["w"])
+    batch = {"x": np.ones((16, 8), np.float32)}
+    after, _ = strategy.train_step(state, strategy.place_batch(batch))
+    np.testing.assert_array_equal(after.params["w"], before)
+
+
+@pytest.mark.parametrize("name", ["batch_size", "accumulation_steps"])
+def test_a_spec_names_its_own_wrong_count(name):
+    with pytest.raises(UsageError, match=rf"^TrainSpec\.{name} = 0: give a whole number of at"):
+        spec(**{name: 0})
 
 
 @pytest.mark.parametrize("limit", [0, 0.5, np.float32(0.5), jnp.float32(0.5), np.array(0.5)])
