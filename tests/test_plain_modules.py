@@ -1,6 +1,7 @@
 """Flax's own BatchNorm and Dropout under every strategy: `single`'s numbers, or a report."""
 
 import functools
+from types import SimpleNamespace
 
 import certified
 import decoder
@@ -12,12 +13,15 @@ import optax
 import plain_models
 import pytest
 from conftest import ROOT, stems
+from faults import flip
 from plain_models import MODELS, DropoutNet, linen_dropout, with_own_loss
 from test_processes import start
 from test_strategies import recipe
 from test_train_command import summary
 
 import research_dp.training.loop  # noqa: F401  (registers `train`)
+from research_dp.certification import symptoms
+from research_dp.certification.replicas import Apart
 from research_dp.config import gin_config
 from research_dp.conformance.suite import EXAMPLE, batches
 from research_dp.distributed.errors import UsageError
@@ -117,6 +121,26 @@ def test_what_takes_all_devices_into_account_is_not_reported(model):
     expected, _ = first_step("single", model())
     found, reports = first_step("ddp", model())
     assert same(found, expected) and not reports
+
+
+def test_a_report_names_only_arrays_that_differ_along_its_axes():
+    spec = spec_of(plain_models.linen_batch_norm(axes=True))
+    strategy = recipe("hsdp", "make_mesh.axes = {'data': 2, 'fsdp': 4}").build(spec)
+    state = strategy.init(jax.random.key(0))
+    norm = dict(state.model_state["batch_stats"]["BatchNorm_0"])
+    for device in jax.devices()[4:]:
+        norm["mean"] = flip(norm["mean"], device)
+    norm["var"] = flip(norm["var"], jax.devices()[5])
+    model_state = {"batch_stats": {"BatchNorm_0": norm}}
+    (report,) = split_dependence(spec, strategy, state._replace(model_state=model_state))
+    along = "differ along mesh axis data (size 2): "
+    assert f"copies of model state batch_stats/BatchNorm_0/mean {along}" in report
+
+    apart = [Apart("gradient", "a", ("data",)), Apart("gradient", "b", ("data", "fsdp"))]
+    case = SimpleNamespace(
+        evidence=SimpleNamespace(apart=apart), bench=SimpleNamespace(strategy=strategy)
+    )
+    assert f"copies of gradient a {along}" in symptoms.apart(case)
 
 
 @pytest.mark.slow
