@@ -8,12 +8,14 @@ import re
 import shutil
 import stat
 import struct
+import sys
 
 import gin
 import pytest
 import tiny_run
+from conftest import ROOT
 from tensorboard.compat.proto import event_pb2
-from test_faults import mounted as mounted
+from test_faults import disk as disk
 from test_injured_folders import tree
 
 from research_dp.training import files, metrics, stored
@@ -480,12 +482,15 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_reported_and_the_run_goes_o
 # ---- Disks ----
 
 
-def test_a_disk_without_inodes_ends_the_run_and_says_what_is_saved(mounted):
-    disk = mounted("size=20m,nr_inodes=120")
-    status, message = tiny_run.outcome(disk, num_steps=100, keep=9)
-    assert status == 1 and "No space left on device" in message, message
-    saved = steps_in(disk / "checkpoints")
-    assert saved and f"Step {saved[-1]} is saved" in message and "\n" not in message
+def test_a_disk_without_inodes_ends_the_run_and_says_what_is_saved(disk):
+    disk.mount("size=20m,nr_inodes=120")
+    code = "import tiny_run; print(*tiny_run.outcome({!r}, num_steps=100, keep=9))"
+    disk.environment = {**disk.environment, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    done = disk.run(sys.executable, "-c", code.format(str(disk.folder)))
+    status, _, message = done.stdout.strip().splitlines()[-1].partition(" ")
+    assert status == "1" and "No space left on device" in message, done.stdout + done.stderr
+    saved = steps_in(disk.seen / "checkpoints")
+    assert saved and f"Step {saved[-1]} is saved" in message
 
 
 # ---- Memory ----
