@@ -83,7 +83,7 @@ with keep_watch(Path({str(tmp_path)!r}), 0.4) as recorder:
         capture_output=True,
         text=True,
         timeout=50,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
     )
     took = time.time() - float(done.stdout)
     assert done.returncode == (-signal.SIGABRT if "PyDLL" in where else 1)
@@ -118,7 +118,7 @@ def test_a_process_that_is_suspended_and_continued_goes_on(tmp_path, whole_job):
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
     )
     try:
         assert process.stdout.readline() == "ready\n"
