@@ -35,6 +35,7 @@ from research_dp.distributed.kinds import (
 from research_dp.distributed.layout import Placement, by_path, dim_spec, lay_out_flat
 from research_dp.distributed.padding import flatten_padded, unflatten
 from research_dp.distributed.updates import (
+    abstract,
     apply_optimizer,
     check_state,
     find_mixing_update,
@@ -165,10 +166,8 @@ def check_elementwise(
             return [x for _, x in sorted(by_path(new).items())], [x for _, x in _arrays(own)]
 
         def program(parameters: Mapping[str, Any], values: Sequence[Any]) -> Any:
-            # Shape and dtype alone: a sharding or weak type would make the programs differ.
             given = (dict(parameters), dict(parameters), values)
-            abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), given)
-            return jax.make_jaxpr(apply)(*abstract)
+            return jax.make_jaxpr(apply)(*jax.tree.map(abstract, given))
 
         traced = program(layout, [_unsharded(path, x, layout) for path, x in state])
     except Exception as error:

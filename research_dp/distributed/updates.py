@@ -265,9 +265,9 @@ def find_mixing_update(
         UsageError: The update fails for gradients, state and parameters, or the state does not
             show which parameter it belongs to.
     """
-    params = jax.tree.map(_abstract, layout)
+    params = jax.tree.map(abstract, layout)
     state = jax.eval_shape(optimizer.init, params) if opt_state is None else opt_state
-    state = jax.tree.map(_abstract, state)
+    state = jax.tree.map(abstract, state)
 
     def update(grads: PyTree, params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
         state = optimizer.init(params) if opt_state is None else state
@@ -299,7 +299,7 @@ def find_mixing_update(
     )
 
 
-def _abstract(x: Any) -> jax.ShapeDtypeStruct:
+def abstract(x: Any) -> jax.ShapeDtypeStruct:
     """Shape and dtype alone: a sharding or weak type would make programs differ."""
     return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
