@@ -19,6 +19,9 @@ MODULE = "research_dp.train"
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# Commands that run in this process would share the user's programs with tests that need none of
+# them: a program for devices that are not here can be stored, but not be read back.
+jax.config.update("jax_enable_compilation_cache", False)
 
 # Tests compile much and compute little: XLA:CPU compiles in half the time without LLVM's passes.
 # Not so the commands, which tests run as users do: flags are read at the first compilation here.
@@ -42,14 +45,6 @@ def any_mesh(request):
     if request.param == "explicit":
         return jax.make_mesh((8,), ("data",))
     return jax.sharding.Mesh(jax.devices(), ("data",))
-
-
-@pytest.fixture
-def uncached():
-    """Keeps commands that run in this process from storing programs outside the tests' folders."""
-    jax.config.update("jax_enable_compilation_cache", False)
-    yield
-    jax.config.update("jax_enable_compilation_cache", True)
 
 
 @pytest.fixture(scope="session")

@@ -51,7 +51,7 @@ def show_keys() -> TrainableModel:
 
 
 @pytest.mark.parametrize("stem", ["single", "fsdp"])
-def test_a_seed_gives_the_recorded_keys(stem, uncached, tmp_path):
+def test_a_seed_gives_the_recorded_keys(stem, tmp_path):
     files = ["data/random_tokens.gin", f"strategies/{stem}.gin"]
     summary = research_dp.run(files, BINDINGS, tmp_path, allow_unused=True)
     lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())

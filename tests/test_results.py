@@ -82,7 +82,7 @@ def damage(folder):
 
 
 @pytest.mark.slow
-def test_what_commands_leave_behind_is_as_recorded(uncached, data_dir, monkeypatch, tmp_path):
+def test_what_commands_leave_behind_is_as_recorded(data_dir, monkeypatch, tmp_path):
     monkeypatch.setenv("TFDS_DATA_DIR", str(data_dir))
     statuses = {}
 
