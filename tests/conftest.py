@@ -16,6 +16,9 @@ pytest_plugins = ["no_skips"]
 ROOT = Path(__file__).resolve().parents[1]
 MODULE = "research_dp.train"
 
+# What tests start inherits this: under nohup a hangup would be ignored, and runs follow that.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -45,7 +45,7 @@ def listen(body, program=LISTEN):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
     )
     assert process.stdout.readline() == "ready\n"
     return process
@@ -125,7 +125,7 @@ def test_a_signal_to_a_run_that_is_ending_changes_nothing():
         capture_output=True,
         text=True,
         timeout=50,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
     )
     assert (done.returncode, done.stdout) == (0, "saved\n")
     said = [f"{name}: the run is ending already" for name in ("SIGTERM", "SIGHUP")]
