@@ -34,6 +34,17 @@ with pytest.MonkeyPatch.context() as patch:
     jax.jit(lambda: 0).lower().compile()
 
 
+def run_bare(code):
+    """Runs a program in a process of its own, without the eight devices of these tests."""
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+    )
+
+
 @pytest.fixture(autouse=True)
 def clean_gin(monkeypatch):
     monkeypatch.chdir(ROOT)

@@ -10,7 +10,7 @@ import sys
 import time
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, run_bare
 from test_processes import RUN
 
 from research_dp.training import recorder
@@ -78,13 +78,7 @@ with keep_watch(Path({str(tmp_path)!r}), 0.4) as recorder:
     print(time.time(), flush=True)
     load_it()
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=50,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
-    )
+    done = run_bare(code)
     took = time.time() - float(done.stdout)
     assert done.returncode == (-signal.SIGABRT if "PyDLL" in where else 1)
     assert took < 20  # well before the sleep ends; a helper starts in it, and the interpreter ends

@@ -7,7 +7,7 @@ import sys
 import time
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, run_bare
 from test_processes import RUN
 from test_processes_faults import launch
 
@@ -120,13 +120,7 @@ with before_steps():
 
 
 def test_a_signal_to_a_run_that_is_ending_changes_nothing():
-    done = subprocess.run(
-        [sys.executable, "-c", ENDING],
-        capture_output=True,
-        text=True,
-        timeout=50,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
-    )
+    done = run_bare(ENDING)
     assert (done.returncode, done.stdout) == (0, "saved\n")
     said = [f"{name}: the run is ending already" for name in ("SIGTERM", "SIGHUP")]
     assert sorted(done.stderr.splitlines()) == sorted(said)
