@@ -30,7 +30,6 @@ from research_dp.distributed.data_parallel import (
     reduce_gradients_across_devices,
 )
 from research_dp.distributed.device_mesh import DeviceMeshManager
-from research_dp.distributed.errors import UsageError
 from research_dp.distributed.fsdp_update import fsdp_apply_gradients, fsdp_update
 from research_dp.distributed.layout import (
     Choice,
@@ -54,8 +53,8 @@ from research_dp.distributed.pmap_step import data_parallel_train_step
 from research_dp.distributed.sharded_init import init_sharded
 from research_dp.distributed.sharded_params import gather_params, shard_params, sync_gradients
 from research_dp.distributed.sharding_report import ShardingRow, sharding_report
-from research_dp.distributed.trainable import LossOutput, TrainableModel
 from research_dp.distributed.updates import global_norm
+from research_dp.errors import UsageError
 from research_dp.strategies import (
     Strategy,
     TrainSpec,
@@ -70,6 +69,7 @@ from research_dp.strategies import (
     update_local,
     update_slices,
 )
+from research_dp.types import LossOutput, TrainableModel
 
 if TYPE_CHECKING:
     from research_dp.config.runner import run
@@ -86,7 +86,7 @@ _LATE = {
     "DataParallel": "research_dp.distributed.nnx_data_parallel",
     "nnx_functions": "research_dp.distributed.nnx",
     "place_nnx_state_on_shards": "research_dp.distributed.nnx_data_parallel",
-    "shard_nnx_module_params": "research_dp.distributed.nnx",
+    "shard_nnx_module_params": "research_dp.compat.nnx",
     "spmd_train_step": "research_dp.distributed.nnx_data_parallel",
 }
 

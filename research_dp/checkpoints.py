@@ -18,9 +18,9 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("workdir", type=Path, help="folder of a run")
     parser.add_argument("--verify", action="store_true", help="read all arrays")
-    from research_dp.analysis.tables import table
     from research_dp.config import ending, show
-    from research_dp.distributed.errors import UsageError
+    from research_dp.console import table
+    from research_dp.errors import UsageError
 
     def body(session: ending.Session) -> int:
         options = parser.parse_args(argv)

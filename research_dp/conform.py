@@ -12,8 +12,8 @@ import sys
 
 def main(argv: list[str]) -> int:
     """Runs the command; returns its exit status: 0 it does, 1 it does not, 2 a mistake."""
-    from research_dp.analysis.tables import table
     from research_dp.config import command_line, ending, environment, gin_config, gin_state, show
+    from research_dp.console import table
 
     def body(session: ending.Session) -> int:
         options = command_line.parse_conform(argv, __doc__ or "")

@@ -10,9 +10,9 @@ import optax
 from research_dp.certification.bench import Bench
 from research_dp.certification.proof import certify
 from research_dp.config import gin_config, gin_state
-from research_dp.distributed.data_set import DataSet
 from research_dp.models import mlp
 from research_dp.strategies import TrainSpec
+from research_dp.types import DataSet
 
 BATCH = 32
 STEPS = 3

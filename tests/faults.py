@@ -11,8 +11,8 @@ import gin
 import jax
 import numpy as np
 
-from research_dp.distributed.data_set import DataSet
 from research_dp.strategies import Recipe
+from research_dp.types import DataSet
 
 Kind = Literal["sleep", "hold", "kill", "abort", "freeze", "raise", "nan", "inf"]
 

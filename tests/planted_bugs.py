@@ -12,7 +12,6 @@ from jax import lax
 from research_dp.distributed import buckets
 from research_dp.distributed.collectives import PLAIN, Reduction
 from research_dp.distributed.layout import by_path
-from research_dp.distributed.trainable import LossOutput
 from research_dp.distributed.updates import apply_optimizer
 from research_dp.strategies import (
     average_gradients,
@@ -21,6 +20,7 @@ from research_dp.strategies import (
     update_local,
     update_slices,
 )
+from research_dp.types import LossOutput
 
 
 def on_leaf(tree, name, change):

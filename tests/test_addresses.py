@@ -13,7 +13,7 @@ from jax._src.lib import _jax
 
 from research_dp.config import processes
 from research_dp.config.processes import Processes
-from research_dp.distributed.errors import UsageError
+from research_dp.errors import UsageError
 
 PROGRAM = """
 import sys, jax

@@ -14,7 +14,7 @@ from research_dp.analysis import topologies
 from research_dp.analysis.hardware import chip_of, chips
 from research_dp.analysis.program import read
 from research_dp.analysis.topologies import topology
-from research_dp.distributed.errors import UsageError
+from research_dp.errors import UsageError
 
 BOTH = ("data", "fsdp")
 

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from research_dp import UsageError, shard_params
-from research_dp.distributed.annotations import checked
-from research_dp.distributed.kinds import Arrays, AxisNames, Count, Dtype, Numbers, arrays_like
+from research_dp.argument_checks import checked
+from research_dp.argument_types import Arrays, AxisNames, Count, Dtype, Numbers, arrays_like
 
 
 @checked

@@ -8,7 +8,7 @@ from conftest import ROOT
 
 from research_dp.config import gin_config, gin_state
 from research_dp.conformance import suite
-from research_dp.distributed.errors import UsageError
+from research_dp.errors import UsageError
 from research_dp.planning import auto as auto_lib
 from research_dp.planning import row as row_lib
 from research_dp.training import loop

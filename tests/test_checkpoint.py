@@ -18,8 +18,8 @@ from jax.experimental import multihost_utils
 from test_strategies import build, one_matrix, run_steps, small_model
 
 from research_dp.config import gin_config
-from research_dp.distributed.errors import RunFailure, UsageError
 from research_dp.distributed.placement import fingerprint
+from research_dp.errors import RunFailure, UsageError
 from research_dp.models import mlp
 from research_dp.training import checkpoint as checkpoint_module
 from research_dp.training import manifest as manifest_module

@@ -15,7 +15,7 @@ from research_dp.data import builders, order
 from research_dp.data.generators import Purpose, generator
 from research_dp.data.preprocess import Preprocess
 from research_dp.data.random_access import Examples
-from research_dp.distributed.data_set import EvalOrder, TrainOrder
+from research_dp.types import EvalOrder, TrainOrder
 
 TF_DATA = "gin/options/tf_data.gin"
 BATCH = 500

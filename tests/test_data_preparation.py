@@ -20,8 +20,8 @@ from research_dp.config import gin_config
 from research_dp.data import builders
 from research_dp.data.digits import Digits
 from research_dp.data.pystdlib_text import is_held_out
-from research_dp.distributed.data_set import TrainOrder
-from research_dp.distributed.errors import UsageError
+from research_dp.errors import UsageError
+from research_dp.types import TrainOrder
 
 TF_DATA = "gin/options/tf_data.gin"
 FILES = sorted(p.stem for p in (ROOT / "gin/data").glob("*.gin") if "tfds_data" in p.read_text())

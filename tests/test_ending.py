@@ -10,7 +10,7 @@ import pytest
 
 from research_dp.config import ending, gin_state
 from research_dp.distributed import mesh
-from research_dp.distributed.errors import RunFailure, UsageError
+from research_dp.errors import RunFailure, UsageError
 
 
 @contextlib.contextmanager

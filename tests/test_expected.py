@@ -6,9 +6,9 @@ from typing import Any, Literal
 import gin
 import pytest
 
+from research_dp.argument_types import Count, CountOrZero, DropoutRate, Dtype, Fraction, Positive
 from research_dp.config.expected import annotation, complaint, in_words
 from research_dp.config.sources import Reference
-from research_dp.distributed.kinds import Count, CountOrZero, DropoutRate, Dtype, Fraction, Positive
 
 
 @pytest.mark.parametrize(

@@ -23,19 +23,19 @@ from research_dp.data.preprocess import byte_text, image_classification
 from research_dp.data.random_access import Examples, random_access
 from research_dp.data.tf_data import tf_data
 from research_dp.distributed import agreement
-from research_dp.distributed.data_set import (
-    DataIdentity,
-    DataSet,
-    EvalOrder,
-    SplitIdentity,
-    TrainOrder,
-)
-from research_dp.distributed.errors import UsageError
-from research_dp.distributed.trainable import TrainableModel
+from research_dp.errors import UsageError
 from research_dp.models import mlp
 from research_dp.training import inputs, shared_folder
 from research_dp.training.changes import changes
 from research_dp.training.manifest import Manifest, Progress, origin
+from research_dp.types import (
+    DataIdentity,
+    DataSet,
+    EvalOrder,
+    SplitIdentity,
+    TrainableModel,
+    TrainOrder,
+)
 
 TRAIN, TEST, CLASSES = 40, 12, 10
 WRONG = 37  # the label of example 7 of each split

@@ -11,9 +11,9 @@ from decoder import BATCH, LENGTH, LOOK_AHEAD, VOCAB, batch, build, model, oracl
 
 from research_dp.analysis.program import read
 from research_dp.analysis.topologies import topology
-from research_dp.distributed.errors import UsageError
 from research_dp.distributed.layout import STACK, TABLE, Choice, largest_dim, lay_out
 from research_dp.distributed.units import Units
+from research_dp.errors import UsageError
 from research_dp.models.attention import rotate
 from research_dp.training.progress import Clock
 

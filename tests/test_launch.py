@@ -14,7 +14,7 @@ import time
 import pytest
 from conftest import ROOT
 
-from research_dp.distributed.errors import UsageError
+from research_dp.errors import UsageError
 from research_dp.training import workdir
 from research_dp.training.recorder import Recorder, last_notes
 from research_dp.training.watchdog import keep_watch

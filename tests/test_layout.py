@@ -5,9 +5,9 @@ import jax
 import numpy as np
 import pytest
 
-from research_dp.distributed.errors import UsageError
 from research_dp.distributed.layout import Choice, choose_dim, lay_out
 from research_dp.distributed.mesh import make_mesh, one_device_mesh
+from research_dp.errors import UsageError
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,10 @@ from test_strategies import recipe
 from test_train_command import MLP, lines, summary
 
 import research_dp.training.loop  # noqa: F401  (registers `train`)
-from research_dp.distributed.errors import RunFailure
-from research_dp.distributed.trainable import LossOutput, TrainableModel
+from research_dp.errors import RunFailure
 from research_dp.strategies import NONFINITE, SKIPPED, TrainSpec
 from research_dp.training.nonfinite import Nonfinite
+from research_dp.types import LossOutput, TrainableModel
 
 EXAMPLE = {"x": jax.ShapeDtypeStruct((), np.float32)}
 PATHS = ["a", "b", "c"]

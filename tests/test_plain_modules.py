@@ -24,9 +24,9 @@ from research_dp.certification import symptoms
 from research_dp.certification.replicas import Apart
 from research_dp.config import gin_config
 from research_dp.conformance.suite import EXAMPLE, batches
-from research_dp.distributed.errors import UsageError
 from research_dp.distributed.linen import linen_functions
 from research_dp.distributed.nnx import nnx_functions
+from research_dp.errors import UsageError
 from research_dp.models import convnet, mlp
 from research_dp.models.classification import image_classifier
 from research_dp.strategies import TrainSpec

@@ -16,8 +16,8 @@ from test_strategies import recipe
 
 import research_dp.training.loop  # noqa: F401  (registers `train`)
 from research_dp.distributed.layout import by_path
-from research_dp.distributed.trainable import LossOutput, TrainableModel
 from research_dp.strategies import TrainSpec
+from research_dp.types import LossOutput, TrainableModel
 
 BATCH, MICROS, MAX_NORM = 48, 3, 1.0
 OPTIMIZERS = {"sgd": optax.sgd(0.5), "adam": optax.adam(1e-2)}

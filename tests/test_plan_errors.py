@@ -7,7 +7,7 @@ import pytest
 from test_plan import DIGITS, MLP, plan
 
 from research_dp.config import ending
-from research_dp.distributed.errors import UsageError
+from research_dp.errors import UsageError
 from research_dp.strategies import Recipe
 
 

@@ -11,7 +11,7 @@ from conftest import ROOT
 from test_processes import RUN, summary
 
 from research_dp.config import ending, printing
-from research_dp.distributed.errors import UsageError
+from research_dp.errors import UsageError
 
 FULL, CLOSED, BROKEN, HUNG_UP = "No space", "Bad file descriptor", "Broken pipe", "Input/output"
 DEAD = [FULL, CLOSED, BROKEN, HUNG_UP]

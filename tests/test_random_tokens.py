@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from research_dp.data import random_tokens
-from research_dp.distributed.data_set import EvalOrder, TrainOrder
-from research_dp.distributed.errors import UsageError
+from research_dp.errors import UsageError
+from research_dp.types import EvalOrder, TrainOrder
 
 DATA = random_tokens(length=16, vocab_size=50, eval_examples=10)
 

@@ -10,10 +10,10 @@ from test_strategies import recipe
 from test_train_command import MLP, lines
 
 import research_dp.training.loop  # noqa: F401  (registers `train`)
-from research_dp.distributed.errors import RunFailure, UsageError
-from research_dp.distributed.trainable import TrainableModel
+from research_dp.errors import RunFailure, UsageError
 from research_dp.strategies import TrainSpec
 from research_dp.training.replicas import ReplicaCheck
+from research_dp.types import TrainableModel
 
 
 def build(stem, *more):

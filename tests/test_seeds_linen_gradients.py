@@ -14,7 +14,7 @@ from steps import abstract, mesh_of, on
 
 import research_dp
 from research_dp.analysis.traffic import collectives as read
-from research_dp.distributed.errors import UsageError
+from research_dp.errors import UsageError
 
 # Mesh A and mesh B of the cases.
 A, B = mesh_of(data=8), mesh_of(dp=2, fsdp=4)

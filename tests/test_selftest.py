@@ -17,11 +17,11 @@ from test_strategies import recipe
 import research_dp.training.loop  # noqa: F401  (registers `train`)
 from research_dp.distributed import exchange
 from research_dp.distributed.collectives import EXCHANGED, PLAIN
-from research_dp.distributed.errors import RunFailure
-from research_dp.distributed.trainable import TrainableModel
+from research_dp.errors import RunFailure
 from research_dp.strategies import TrainSpec
 from research_dp.training import selftest
 from research_dp.training.selftest import Probe
+from research_dp.types import TrainableModel
 
 DTYPES = ("float32", "bfloat16", "float16", "int32", "int8")
 KINDS = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "permute")

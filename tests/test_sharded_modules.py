@@ -17,7 +17,7 @@ from steps import mesh_of, on
 
 import research_dp as rdp
 from research_dp.analysis.traffic import collectives as read
-from research_dp.distributed.errors import UsageError
+from research_dp.errors import UsageError
 
 X = np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32)
 

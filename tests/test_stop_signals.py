@@ -11,7 +11,7 @@ from conftest import ROOT, run_bare
 from test_processes import RUN
 from test_processes_faults import launch
 
-from research_dp.distributed.errors import UsageError
+from research_dp.errors import UsageError
 from research_dp.training import recorder
 
 LISTEN = """

@@ -15,10 +15,10 @@ from research_dp.analysis.traffic import collectives
 from research_dp.config import gin_config
 from research_dp.conformance import suite
 from research_dp.conformance.suite import APIS, EXAMPLE, STEPS, batches, small_model, trace
-from research_dp.distributed.errors import UsageError
-from research_dp.distributed.trainable import LossOutput, TrainableModel
+from research_dp.errors import UsageError
 from research_dp.models import convnet, mlp, resnet
 from research_dp.strategies import TrainSpec, keys
+from research_dp.types import LossOutput, TrainableModel
 
 BATCH = 32
 

@@ -10,7 +10,7 @@ import pytest
 from conftest import ROOT
 
 from research_dp.config import command_line, runner, sweeps, words
-from research_dp.distributed.errors import UsageError
+from research_dp.errors import UsageError
 
 SMALL = ["--gin_file=runs/digits.gin", "--gin_file=models/mlp.gin", "--gin.mlp.widths=(16,)"]
 

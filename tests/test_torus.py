@@ -18,7 +18,6 @@ from research_dp.analysis.traffic import collectives
 from research_dp.config import gin_config, gin_state
 from research_dp.conformance import suite
 from research_dp.distributed.collectives import PLAIN
-from research_dp.distributed.errors import UsageError
 from research_dp.distributed.mesh import make_mesh
 from research_dp.distributed.torus import (
     groups_of,
@@ -26,6 +25,7 @@ from research_dp.distributed.torus import (
     torus_reduction,
     torus_stages,
 )
+from research_dp.errors import UsageError
 
 
 def scattered(reduction, x, dim):

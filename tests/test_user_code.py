@@ -7,7 +7,7 @@ import pytest
 from conftest import ROOT
 
 from research_dp.config import gin_config
-from research_dp.distributed.errors import UsageError
+from research_dp.errors import UsageError
 
 STRATEGY = '''"""Averages gradients over one mesh axis after the other."""
 

@@ -11,11 +11,10 @@ import optax
 from test_strategies import recipe
 
 from research_dp.config import gin_config
-from research_dp.distributed.data_set import DataSet
-from research_dp.distributed.errors import RunFailure, UsageError, message_of
-from research_dp.distributed.trainable import LossOutput, TrainableModel
+from research_dp.errors import RunFailure, UsageError, message_of
 from research_dp.strategies import TrainSpec
 from research_dp.training.metrics import RATES
+from research_dp.types import DataSet, LossOutput, TrainableModel
 
 BATCH, DIM = 4, 8
 

@@ -237,7 +237,7 @@ def post_mortem(processes: list[Process], first: Process, workdir: Path) -> list
 def look_back(workdir: Path) -> int:
     """Prints who was behind in a run that is over, and where each process was."""
     from research_dp.config import ending
-    from research_dp.distributed.errors import UsageError
+    from research_dp.errors import UsageError
     from research_dp.training import recorder
 
     def body(session: ending.Session) -> int:

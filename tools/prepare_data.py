@@ -9,7 +9,7 @@ import argparse
 import sys
 
 from research_dp.data.builders import download_and_prepare, find_builder
-from research_dp.distributed.errors import UsageError
+from research_dp.errors import UsageError
 
 
 def main() -> int:

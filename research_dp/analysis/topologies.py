@@ -20,8 +20,8 @@ from jax.experimental import topologies as jax_topologies
 from jax.sharding import Mesh
 
 from research_dp.analysis.hardware import Chip, chip_of, chips
-from research_dp.distributed.errors import UsageError
 from research_dp.distributed.mesh import build_mesh
+from research_dp.errors import UsageError
 
 EXAMPLES = "h100:8x8 (hosts x GPUs), v5e-64 (chips), 2xv5e-64 (slices x chips), cpu:8"
 

@@ -11,8 +11,8 @@ import numpy as np
 from research_dp.certification.bench import Batch, Bench
 from research_dp.certification.differences import COARSE_ULPS, EPS, SIZE, Envelope, wide
 from research_dp.certification.follow import Evidence, look
-from research_dp.distributed.errors import some_of
 from research_dp.distributed.mesh import batch_devices
+from research_dp.errors import some_of
 from research_dp.strategies import TrainState
 
 ALIKE = 1e-3  # relative: what is this near to a multiple is that multiple

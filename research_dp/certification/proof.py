@@ -15,10 +15,10 @@ from research_dp.certification.case import Case, leaves_of
 from research_dp.certification.certificate import Certificate, Check, StepRecord
 from research_dp.certification.differences import CAP, Difference, Envelope, Hidden, same_bits
 from research_dp.certification.follow import Evidence
-from research_dp.distributed.data_set import DataSet, EvalOrder, TrainOrder
 from research_dp.distributed.mesh import sizes_text
 from research_dp.strategies import TrainState
 from research_dp.strategies.draws import split_draws
+from research_dp.types import DataSet, EvalOrder, TrainOrder
 
 NOISY_PART = 0.01  # of the squared norm of gradients, what noise may hide
 UNSTABLE = (

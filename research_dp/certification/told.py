@@ -8,8 +8,8 @@ from typing import Any
 
 from rich.table import Table
 
-from research_dp.analysis.tables import table
 from research_dp.certification.certificate import BOUND, Certificate, StepRecord
+from research_dp.console import table
 
 _STEPS, _LEAVES = 8, 12
 _WIDTH = 120

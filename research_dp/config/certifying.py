@@ -8,15 +8,15 @@ from collections.abc import Iterable
 import gin
 import jax.numpy as jnp
 
+from research_dp.argument_types import Floating
 from research_dp.certification.bench import Bench, check_one_process
 from research_dp.config import gin_config, gin_state
 from research_dp.config.gin_config import Config
 from research_dp.config.sources import Binding
-from research_dp.distributed.data_set import DataSet
-from research_dp.distributed.errors import check_kind
-from research_dp.distributed.kinds import Floating
+from research_dp.errors import check_kind
 from research_dp.strategies import Recipe
 from research_dp.training.loop import spec_of, train
+from research_dp.types import DataSet
 
 
 def bench_of(config: Config, against: str) -> tuple[Bench, DataSet, tuple[str, ...]]:

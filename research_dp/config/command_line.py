@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from research_dp.config.processes import Processes
 from research_dp.config.words import expand_bindings, take_varied
-from research_dp.distributed.errors import UsageError
+from research_dp.errors import UsageError
 
 
 @dataclasses.dataclass(frozen=True)

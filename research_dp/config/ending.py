@@ -14,7 +14,7 @@ from pathlib import Path
 import jax
 
 from research_dp.config import command_line, gin_config, printing, processes
-from research_dp.distributed.errors import RunFailure, message_of
+from research_dp.errors import RunFailure, message_of
 
 FAILED, MISTAKEN, INTERRUPTED = 1, 2, 130
 SIGPIPE = 141  # as of a program that was ended by it

@@ -13,7 +13,7 @@ from pathlib import Path
 import jax
 
 from research_dp.config.jax_internals import jax_internals
-from research_dp.distributed.errors import UsageError
+from research_dp.errors import UsageError
 
 _CUDA = {"xla_cuda12", "xla_cuda13"}
 

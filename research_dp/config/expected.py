@@ -11,9 +11,7 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from research_dp.config import gin_state
-from research_dp.config.sources import Macro, Reference
-from research_dp.distributed.annotations import (
+from research_dp.argument_checks import (
     CONTAINERS,
     bare,
     choices_of,
@@ -23,7 +21,9 @@ from research_dp.distributed.annotations import (
     words_of,
     written,
 )
-from research_dp.distributed.kinds import AnyDtype
+from research_dp.argument_types import AnyDtype
+from research_dp.config import gin_state
+from research_dp.config.sources import Macro, Reference
 
 # Whose classes are values that one writes or computes, not what a configurable is there to make.
 _NOT_MADE = {"builtins", "typing", "collections", "jax", "jaxlib", "numpy"}

@@ -13,7 +13,7 @@ import gin
 from research_dp.config import gin_state, names, sources, unused
 from research_dp.config.reach import key, reach, winners
 from research_dp.config.sources import Binding, Import, Mistake, Reference
-from research_dp.distributed.errors import UsageError, message_of
+from research_dp.errors import UsageError, message_of
 
 ROOT = "research_dp.training.loop.train"
 BUDGET = "planning.plan"  # a run may say what a plan of it is held to

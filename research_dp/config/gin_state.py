@@ -14,7 +14,7 @@ from typing import Any
 
 import gin
 
-from research_dp.distributed.errors import UsageError
+from research_dp.errors import UsageError
 
 _MUTABLE = ("_CONFIG", "_OPERATIVE_CONFIG", "_SINGLETONS")
 

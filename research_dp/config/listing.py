@@ -15,17 +15,17 @@ import gin
 import jax
 import optax
 
+from research_dp.argument_checks import members
 from research_dp.config import gin_config, gin_state, sources
 from research_dp.config.expected import annotation, in_words
 from research_dp.config.reach import key
 from research_dp.config.show import default_text
 from research_dp.config.sources import Binding
 from research_dp.data import DataSet
-from research_dp.distributed.annotations import members
-from research_dp.distributed.errors import UsageError
 from research_dp.distributed.layout import Choice
-from research_dp.distributed.trainable import TrainableModel
+from research_dp.errors import UsageError
 from research_dp.strategies import Recipe, Strategy
+from research_dp.types import TrainableModel
 
 # Group -> (folders of gin files, modules of functions, what functions of any module return).
 _GROUPS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[type, ...]]] = {

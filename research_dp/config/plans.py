@@ -19,8 +19,8 @@ from research_dp.config.candidates import Candidate
 from research_dp.config.command_line import Options, PlanOptions, check_writable
 from research_dp.config.gin_config import Config
 from research_dp.config.show import put
-from research_dp.distributed.errors import UsageError, first_line, message_of
 from research_dp.distributed.mesh import planning_for
+from research_dp.errors import UsageError, first_line, message_of
 from research_dp.planning import advice, batch, page, tables
 from research_dp.planning.measure import measure
 from research_dp.planning.row import Row, compile_row, fastest_first, refused

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from research_dp.config.jax_internals import jax_internals
-from research_dp.distributed.errors import UsageError
+from research_dp.errors import UsageError
 
 _SECONDS_TO_LEAVE = 5.0
 _SECONDS_TO_TELL = 20.0

@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from research_dp.argument_checks import checked
+from research_dp.argument_types import Count, described, is_array
 from research_dp.config import environment, gin_config, gin_state, printing
-from research_dp.distributed.annotations import checked
-from research_dp.distributed.errors import UsageError
-from research_dp.distributed.kinds import Count, described, is_array
+from research_dp.errors import UsageError
 
 _STOPPED = 143
 

@@ -13,14 +13,14 @@ from rich.table import Table
 from rich.text import Text
 
 from research_dp.analysis import traffic
-from research_dp.analysis.tables import table
 from research_dp.config import gin_config, gin_state
 from research_dp.config.gin_config import Config
 from research_dp.config.names import did_you_mean
 from research_dp.config.reach import key
-from research_dp.distributed.errors import UsageError
+from research_dp.console import table
 from research_dp.distributed.mesh import sizes_text
 from research_dp.distributed.placement import nbytes
+from research_dp.errors import UsageError
 from research_dp.strategies import Recipe, Strategy, TrainSpec
 from research_dp.training import report
 

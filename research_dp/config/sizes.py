@@ -10,7 +10,7 @@ from research_dp.analysis import topologies
 from research_dp.analysis.topologies import Topology
 from research_dp.config.candidates import Candidate
 from research_dp.config.gin_config import Config
-from research_dp.distributed.errors import UsageError
+from research_dp.errors import UsageError
 from research_dp.planning import scaling
 from research_dp.planning.row import Row, compile_row
 from research_dp.planning.scaling import SIZES, Curve, Held

@@ -13,9 +13,9 @@ from typing import Any
 import jax
 from rich.table import Table
 
-from research_dp.analysis import tables
+from research_dp import console
 from research_dp.config import command_line, ending, gin_config, gin_state, runner, show, words
-from research_dp.distributed.errors import UsageError
+from research_dp.errors import UsageError
 
 DONE, FAILED, REFUSED, STOPPED = 0, 1, 2, 143
 
@@ -125,7 +125,7 @@ def table(runs: Sequence[Member]) -> Table:
     heads = [choice.of for choice in runs[0].choices]
     metrics = sorted({name for member in runs for name in member.summary.get("eval", {})})
     numbers = [f"eval {name}:" for name in metrics]
-    found = tables.table(
+    found = console.table(
         "Sweep", *heads, "status", "step:", *numbers, "steps/s:", "parameters' fingerprint"
     )
     for member in runs:

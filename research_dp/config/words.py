@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from research_dp.distributed.errors import UsageError
+from research_dp.errors import UsageError
 
 _BARE_WORD = re.compile(r"^([A-Za-z_]|~|\.{0,2}/)[\w./+~-]*$")
 _LITERALS = {"None", "True", "False"}

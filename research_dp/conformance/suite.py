@@ -18,7 +18,6 @@ import optax
 
 from research_dp.analysis import traffic
 from research_dp.distributed.placement import fingerprint
-from research_dp.distributed.trainable import TrainableModel
 from research_dp.models import mlp
 from research_dp.strategies import (
     Recipe,
@@ -28,6 +27,7 @@ from research_dp.strategies import (
     data_parallel,
     one_device_mesh,
 )
+from research_dp.types import TrainableModel
 
 STEPS = 4
 MICRO_BATCHES = 2

@@ -8,7 +8,7 @@ from research_dp.data.preprocess import byte_text, image_classification
 from research_dp.data.random_access import random_access
 from research_dp.data.random_tokens import random_tokens
 from research_dp.data.tf_data import tf_data
-from research_dp.distributed.data_set import DataSet
+from research_dp.types import DataSet
 
 __all__ = [
     "DataSet",

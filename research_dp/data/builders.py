@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 
 import filelock
 
-from research_dp.distributed.errors import UsageError
+from research_dp.errors import UsageError
 
 # Builders of this package: TFDS finds them by name once their module is imported.
 _OWN = {

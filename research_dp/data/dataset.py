@@ -12,7 +12,7 @@ from research_dp.data.identity import identity_of
 from research_dp.data.preprocess import MakePreprocess, Preprocess
 from research_dp.data.random_access import random_access
 from research_dp.data.reader import Reader
-from research_dp.distributed.data_set import Arrays, DataIdentity, DataSet, EvalOrder, TrainOrder
+from research_dp.types import Arrays, DataIdentity, DataSet, EvalOrder, TrainOrder
 
 
 @gin.register(module="data")

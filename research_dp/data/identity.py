@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from research_dp.data.reader import unreadable
-from research_dp.distributed.data_set import DataIdentity, SplitIdentity
+from research_dp.types import DataIdentity, SplitIdentity
 
 _HASHED = 8  # examples of a split
 

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from PIL import Image
 
-from research_dp.distributed.data_set import Arrays
-from research_dp.distributed.errors import UsageError, check_count
-from research_dp.distributed.kinds import Count, CountOrZero
+from research_dp.argument_types import Count, CountOrZero
+from research_dp.errors import UsageError, check_count
+from research_dp.types import Arrays
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,11 +8,11 @@ import gin
 import jax
 import numpy as np
 
+from research_dp.argument_checks import checked
+from research_dp.argument_types import Count
 from research_dp.data.generators import Purpose, generator
 from research_dp.data.order import stream_positions
-from research_dp.distributed.annotations import checked
-from research_dp.distributed.data_set import Arrays, DataSet, EvalOrder, TrainOrder
-from research_dp.distributed.kinds import Count
+from research_dp.types import Arrays, DataSet, EvalOrder, TrainOrder
 
 
 @gin.register(module="data")

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from research_dp.data.preprocess import Preprocess
-from research_dp.distributed.data_set import Arrays, EvalOrder, TrainOrder
-from research_dp.distributed.errors import UsageError
+from research_dp.errors import UsageError
+from research_dp.types import Arrays, EvalOrder, TrainOrder
 
 
 class Splits(NamedTuple):

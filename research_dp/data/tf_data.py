@@ -13,12 +13,12 @@ from typing import Any
 import gin
 import numpy as np
 
+from research_dp.argument_checks import checked
+from research_dp.argument_types import Count
 from research_dp.data.generators import Purpose, generator
 from research_dp.data.preprocess import Preprocess
 from research_dp.data.reader import Splits, check_format, treated, unreadable
-from research_dp.distributed.annotations import checked
-from research_dp.distributed.data_set import Arrays, EvalOrder, TrainOrder
-from research_dp.distributed.kinds import Count
+from research_dp.types import Arrays, EvalOrder, TrainOrder
 
 
 @gin.register(module="data")

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from research_dp.distributed.annotations import checked
+from research_dp.argument_checks import checked
+from research_dp.argument_types import Arrays, AxisNames, Dtype, MicroBatches
 from research_dp.distributed.collectives import cast_dtype, flat_axes
-from research_dp.distributed.kinds import Arrays, AxisNames, Dtype, MicroBatches
 from research_dp.distributed.replication import as_varying, varying_axes
 
 PyTree = Any

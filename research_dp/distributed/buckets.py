@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from research_dp.distributed.annotations import checked
+from research_dp.argument_checks import checked
+from research_dp.argument_types import Arrays, AxisNames, Dtype, arrays_like
 from research_dp.distributed.collectives import (
     PLAIN,
     Axes,
@@ -27,14 +28,13 @@ from research_dp.distributed.collectives import (
     scatter_mean,
     shard,
 )
-from research_dp.distributed.errors import UsageError
-from research_dp.distributed.kinds import Arrays, AxisNames, Dtype, arrays_like
 from research_dp.distributed.layout import Placement, placements_of
 from research_dp.distributed.linear import with_gradient
 from research_dp.distributed.mesh import FSDP_AXIS
 from research_dp.distributed.padding import flatten_padded, unflatten
 from research_dp.distributed.remat import GATHERED
 from research_dp.distributed.replication import is_replicated, varying_axes
+from research_dp.errors import UsageError
 
 PyTree = Any
 

@@ -14,15 +14,15 @@ import gin
 import jax
 import optax
 
-from research_dp.distributed.annotations import checked
+from research_dp.argument_checks import checked
+from research_dp.argument_types import Arrays, AxisNames, Leaves, TracedNorm, is_abstract_array
 from research_dp.distributed.boxes import leaves_with_paths, split_over, value_of
 from research_dp.distributed.collectives import PLAIN, Axes, Reduction, flat_axes
-from research_dp.distributed.errors import UsageError
-from research_dp.distributed.kinds import Arrays, AxisNames, Leaves, TracedNorm, is_abstract_array
 from research_dp.distributed.layout import Placement
 from research_dp.distributed.mesh import FSDP_AXIS
 from research_dp.distributed.replication import is_replicated, is_tracked
 from research_dp.distributed.updates import clip_factor, norm_of_blocks
+from research_dp.errors import UsageError
 
 PyTree = Any
 

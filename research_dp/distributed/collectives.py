@@ -17,13 +17,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from research_dp.argument_checks import checked
+from research_dp.argument_types import Array, AxisName, AxisNames, Dtype
 from research_dp.distributed import exchange
-from research_dp.distributed.annotations import checked
-from research_dp.distributed.errors import UsageError
-from research_dp.distributed.kinds import Array, AxisName, AxisNames, Dtype
 from research_dp.distributed.linear import with_gradient
 from research_dp.distributed.remat import GATHERED
 from research_dp.distributed.replication import as_varying, is_tracked
+from research_dp.errors import UsageError
 
 Axes = tuple[str, ...]
 

@@ -18,10 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec, Sharding
 
-from research_dp.distributed import collectives, means, placement
-from research_dp.distributed.annotations import checked
-from research_dp.distributed.errors import UsageError
-from research_dp.distributed.kinds import (
+from research_dp.argument_checks import checked
+from research_dp.argument_types import (
     AxisNames,
     Number,
     Numbers,
@@ -30,8 +28,10 @@ from research_dp.distributed.kinds import (
     is_array,
     path_name,
 )
+from research_dp.distributed import collectives, means, placement
 from research_dp.distributed.layout import choose_dim
 from research_dp.distributed.sharded_params import sync_gradients
+from research_dp.errors import UsageError
 
 PyTree = Any
 Batch = Any

@@ -11,10 +11,10 @@ import gin
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from research_dp.distributed.annotations import checked
-from research_dp.distributed.errors import UsageError
-from research_dp.distributed.kinds import Count, Devices, One, is_integer, is_sizes
+from research_dp.argument_checks import checked
+from research_dp.argument_types import Count, Devices, One, is_integer, is_sizes
 from research_dp.distributed.mesh import build_mesh
+from research_dp.errors import UsageError
 
 
 def _is_mesh_shape(x: Any) -> bool:

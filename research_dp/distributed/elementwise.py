@@ -31,7 +31,7 @@ from research_dp.distributed.dependence import (
     mixed,
     name_of,
 )
-from research_dp.distributed.errors import first_line
+from research_dp.errors import first_line
 
 # Primitives that run the program in their parameter `jaxpr` or `call_jaxpr` once.
 _CALLS = {"jit", "closed_call", "remat2", "custom_jvp_call", "custom_vjp_call"}

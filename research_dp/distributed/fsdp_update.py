@@ -14,17 +14,8 @@ import gin
 import jax
 import jax.numpy as jnp
 
-from research_dp.distributed import buckets
-from research_dp.distributed.annotations import checked
-from research_dp.distributed.collectives import (
-    PLAIN,
-    Axes,
-    Reduction,
-    axes_size,
-    flat_axes,
-)
-from research_dp.distributed.errors import UsageError
-from research_dp.distributed.kinds import (
+from research_dp.argument_checks import checked
+from research_dp.argument_types import (
     AxisNames,
     Dtype,
     Has,
@@ -33,6 +24,14 @@ from research_dp.distributed.kinds import (
     Placeable,
     TracedNorm,
     Transform,
+)
+from research_dp.distributed import buckets
+from research_dp.distributed.collectives import (
+    PLAIN,
+    Axes,
+    Reduction,
+    axes_size,
+    flat_axes,
 )
 from research_dp.distributed.layout import Placement, by_path, lay_out_flat, path_name
 from research_dp.distributed.means import averaged_axes, own_gradient, refuse_divided_twice
@@ -43,6 +42,7 @@ from research_dp.distributed.optimizer_state import (
 )
 from research_dp.distributed.replication import bound_axes, is_replicated, is_tracked
 from research_dp.distributed.updates import clip_factor, norm_of_blocks
+from research_dp.errors import UsageError
 
 PyTree = Any
 Group = AxisNames | None

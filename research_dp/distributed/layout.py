@@ -17,9 +17,8 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from research_dp.distributed.annotations import checked, fits
-from research_dp.distributed.errors import UsageError
-from research_dp.distributed.kinds import (
+from research_dp.argument_checks import checked, fits
+from research_dp.argument_types import (
     Count,
     CountOrZero,
     Leaves,
@@ -30,6 +29,7 @@ from research_dp.distributed.kinds import (
     path_name,
 )
 from research_dp.distributed.mesh import FSDP_AXIS
+from research_dp.errors import UsageError
 
 PyTree = Any
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from research_dp.distributed.errors import UsageError
+from research_dp.errors import UsageError
 
 
 def with_gradient(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:

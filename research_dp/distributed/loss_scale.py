@@ -9,8 +9,8 @@ import gin
 import jax
 import jax.numpy as jnp
 
-from research_dp.distributed.annotations import checked
-from research_dp.distributed.kinds import Above, Count, Positive
+from research_dp.argument_checks import checked
+from research_dp.argument_types import Above, Count, Positive
 
 AboveOne = Annotated[float, Above(1)]
 

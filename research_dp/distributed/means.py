@@ -10,7 +10,8 @@ import gin
 import jax
 import jax.numpy as jnp
 
-from research_dp.distributed.annotations import checked
+from research_dp.argument_checks import checked
+from research_dp.argument_types import AxisNames, Number
 from research_dp.distributed.collectives import (
     PLAIN,
     Axes,
@@ -19,9 +20,8 @@ from research_dp.distributed.collectives import (
     axes_size,
     flat_axes,
 )
-from research_dp.distributed.errors import UsageError
-from research_dp.distributed.kinds import AxisNames, Number
 from research_dp.distributed.replication import is_replicated, varying_axes
+from research_dp.errors import UsageError
 
 # The axes that `mean_gradient` averaged a value over, by the value's id. The type of an average is
 # that of a sum by autodiff, and an array takes no attributes, so the fact needs a table beside the

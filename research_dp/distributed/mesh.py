@@ -16,9 +16,9 @@ import jax
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-from research_dp.distributed.annotations import checked
-from research_dp.distributed.errors import UsageError
-from research_dp.distributed.kinds import Devices, Sizes
+from research_dp.argument_checks import checked
+from research_dp.argument_types import Devices, Sizes
+from research_dp.errors import UsageError
 
 DATA_AXIS = "data"
 FSDP_AXIS = "fsdp"

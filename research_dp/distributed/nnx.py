@@ -10,13 +10,13 @@ import gin
 import jax
 from flax import nnx
 
-from research_dp.distributed.annotations import checked
+from research_dp.argument_checks import checked
+from research_dp.argument_types import AxisName, CountOrZero, Dtype
 from research_dp.distributed.collectives import PLAIN, Reduction
-from research_dp.distributed.errors import UsageError, check_methods
-from research_dp.distributed.kinds import AxisName, CountOrZero, Dtype
 from research_dp.distributed.layout import Rule
 from research_dp.distributed.sharded_params import gather_params, shard_params
-from research_dp.distributed.trainable import Functions
+from research_dp.errors import UsageError, check_methods
+from research_dp.types import Functions
 
 PyTree = Any
 

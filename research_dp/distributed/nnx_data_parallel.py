@@ -13,14 +13,14 @@ import jax
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
+from research_dp.argument_checks import checked
+from research_dp.argument_types import Placeable, TracedNorm, is_array, path_name
 from research_dp.distributed import data_parallel, placement
-from research_dp.distributed.annotations import checked
 from research_dp.distributed.clipping import clip_by_global_norm_sharded
 from research_dp.distributed.collectives import flat_axes
-from research_dp.distributed.errors import UsageError
-from research_dp.distributed.kinds import Placeable, TracedNorm, is_array, path_name
 from research_dp.distributed.nnx import changed
 from research_dp.distributed.replication import refuse_mapped
+from research_dp.errors import UsageError
 
 Batch = Any
 

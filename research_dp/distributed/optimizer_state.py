@@ -18,12 +18,8 @@ import jax
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from research_dp.distributed.annotations import checked
-from research_dp.distributed.collectives import Axes, flat_axes
-from research_dp.distributed.dependence import elementwise
-from research_dp.distributed.elementwise import find_mixing
-from research_dp.distributed.errors import UsageError, first_line
-from research_dp.distributed.kinds import (
+from research_dp.argument_checks import checked
+from research_dp.argument_types import (
     Arrays,
     AxisName,
     Count,
@@ -32,6 +28,9 @@ from research_dp.distributed.kinds import (
     arrays_like,
     path_name,
 )
+from research_dp.distributed.collectives import Axes, flat_axes
+from research_dp.distributed.dependence import elementwise
+from research_dp.distributed.elementwise import find_mixing
 from research_dp.distributed.layout import Placement, by_path, dim_spec, lay_out_flat
 from research_dp.distributed.padding import flatten_padded, unflatten
 from research_dp.distributed.updates import (
@@ -42,6 +41,7 @@ from research_dp.distributed.updates import (
     local_part,
     map_state,
 )
+from research_dp.errors import UsageError, first_line
 
 PyTree = Any
 

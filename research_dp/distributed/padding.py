@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from research_dp.distributed.annotations import checked
-from research_dp.distributed.errors import UsageError
-from research_dp.distributed.kinds import Array, Count, CountOrZero
+from research_dp.argument_checks import checked
+from research_dp.argument_types import Array, Count, CountOrZero
+from research_dp.errors import UsageError
 
 
 @checked

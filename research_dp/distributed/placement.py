@@ -12,8 +12,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
-from research_dp.distributed.errors import UsageError
 from research_dp.distributed.layout import by_path, path_name
+from research_dp.errors import UsageError
 
 PyTree = Any
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from research_dp.distributed.errors import some_of
+from research_dp.errors import some_of
 
 _NAMED = 3
 

@@ -15,7 +15,7 @@ import jax
 from jax import lax
 from jax.extend import core as extend_core
 
-from research_dp.distributed.errors import UsageError
+from research_dp.errors import UsageError
 
 
 def varying_axes(x: Any) -> frozenset[str]:

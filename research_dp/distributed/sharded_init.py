@@ -9,7 +9,7 @@ import gin
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from research_dp.distributed.annotations import checked
+from research_dp.argument_checks import checked
 from research_dp.distributed.boxes import is_box, names_of, split_over, unboxed, with_value
 
 PyTree = Any

@@ -15,8 +15,18 @@ import gin
 import jax
 import numpy as np
 
+from research_dp.argument_checks import checked
+from research_dp.argument_types import (
+    AxisName,
+    AxisNames,
+    CountOrZero,
+    Dtype,
+    Number,
+    Numbers,
+    Placeable,
+    is_array_or_number,
+)
 from research_dp.distributed import collectives
-from research_dp.distributed.annotations import checked
 from research_dp.distributed.boxes import (
     as_name,
     map_leaves,
@@ -27,20 +37,10 @@ from research_dp.distributed.boxes import (
     with_value,
 )
 from research_dp.distributed.collectives import PLAIN, Axes, Reduction, axes_size, flat_axes
-from research_dp.distributed.errors import UsageError
-from research_dp.distributed.kinds import (
-    AxisName,
-    AxisNames,
-    CountOrZero,
-    Dtype,
-    Number,
-    Numbers,
-    Placeable,
-    is_array_or_number,
-)
 from research_dp.distributed.layout import Choice, Rule, ask, choose_dim
 from research_dp.distributed.means import averaged_axes, mean_gradient, refuse_divided_twice
 from research_dp.distributed.replication import is_replicated
+from research_dp.errors import UsageError
 
 PyTree = Any
 

@@ -9,11 +9,8 @@ import gin
 import jax
 import numpy as np
 
-from research_dp.distributed.annotations import checked
-from research_dp.distributed.boxes import as_name, leaves_with_paths, names_of, value_of
-from research_dp.distributed.collectives import flat_axes
-from research_dp.distributed.errors import UsageError
-from research_dp.distributed.kinds import (
+from research_dp.argument_checks import checked
+from research_dp.argument_types import (
     AxisName,
     Count,
     CountOrZero,
@@ -21,8 +18,11 @@ from research_dp.distributed.kinds import (
     is_abstract_array,
     is_array_or_number,
 )
+from research_dp.distributed.boxes import as_name, leaves_with_paths, names_of, value_of
+from research_dp.distributed.collectives import flat_axes
 from research_dp.distributed.layout import Placement, Rule
 from research_dp.distributed.sharded_params import choose_shard
+from research_dp.errors import UsageError
 
 PyTree = Any
 

@@ -20,8 +20,8 @@ from jax import lax
 from jax.sharding import Mesh
 
 from research_dp.distributed.collectives import PLAIN, Reduction
-from research_dp.distributed.errors import UsageError
 from research_dp.distributed.padding import pad_to_multiple
+from research_dp.errors import UsageError
 
 # A TPU lays arrays out in tiles of 8 rows of 128; flat blocks are cut into whole ones.
 _TILE = 8 * 128

@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from research_dp.distributed.annotations import checked
+from research_dp.argument_checks import checked
+from research_dp.argument_types import Arrays, described
 from research_dp.distributed.collectives import PLAIN, Axes, Reduction
 from research_dp.distributed.dependence import REPLICATED, Dependence, elementwise
 from research_dp.distributed.elementwise import find_mixing
-from research_dp.distributed.errors import UsageError, first_line
-from research_dp.distributed.kinds import Arrays, described
 from research_dp.distributed.layout import Placement, by_path, path_name, placements_of
 from research_dp.distributed.mesh import FSDP_AXIS
+from research_dp.errors import UsageError, first_line
 
 PyTree = Any
 

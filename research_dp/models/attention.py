@@ -8,8 +8,8 @@ from typing import Literal, get_args
 import jax
 import jax.numpy as jnp
 
-from research_dp.distributed.errors import UsageError
 from research_dp.distributed.mesh import target_platform
+from research_dp.errors import UsageError
 
 Implementation = Literal["auto", "cudnn", "chunked", "xla"]
 _QUERIES = 256  # queries whose scores exist at a time, in 'chunked'

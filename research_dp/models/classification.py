@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from research_dp.distributed.errors import UsageError
 from research_dp.distributed.linen import linen_functions
 from research_dp.distributed.nnx import nnx_functions
-from research_dp.distributed.trainable import Batch, Functions, LossOutput, TrainableModel
+from research_dp.errors import UsageError
+from research_dp.types import Batch, Functions, LossOutput, TrainableModel
 
 PyTree = Any
 Api = Literal["linen", "nnx"]

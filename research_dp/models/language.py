@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from research_dp.distributed.layout import PART, STACK, TABLE
-from research_dp.distributed.trainable import Batch, Functions, LossOutput, TrainableModel, Work
 from research_dp.distributed.units import Units
 from research_dp.models.dropout import fold_in_each
+from research_dp.types import Batch, Functions, LossOutput, TrainableModel, Work
 
 PyTree = Any
 

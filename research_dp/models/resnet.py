@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from research_dp.distributed.annotations import checked
-from research_dp.distributed.kinds import Count, DropoutRate, Dtype
-from research_dp.distributed.trainable import TrainableModel
+from research_dp.argument_checks import checked
+from research_dp.argument_types import Count, DropoutRate, Dtype
 from research_dp.models.classification import Api, choose_api, image_classifier
 from research_dp.models.dropout import dropout
 from research_dp.models.norm import LinenNorm, NnxNorm, Norm
+from research_dp.types import TrainableModel
 
 
 @gin.register(module="models")

@@ -10,15 +10,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from research_dp.distributed.annotations import checked
-from research_dp.distributed.errors import UsageError
-from research_dp.distributed.kinds import Count, DropoutRate, Dtype
+from research_dp.argument_checks import checked
+from research_dp.argument_types import Count, DropoutRate, Dtype
 from research_dp.distributed.remat import Remat
-from research_dp.distributed.trainable import TrainableModel
+from research_dp.errors import UsageError
 from research_dp.models.attention import Implementation, attention, rotate
 from research_dp.models.classification import Api, choose_api
 from research_dp.models.dropout import dropout
 from research_dp.models.language import LanguageModel
+from research_dp.types import TrainableModel
 
 
 @dataclasses.dataclass(frozen=True)

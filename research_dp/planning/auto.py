@@ -10,9 +10,9 @@ import gin
 import jax
 
 from research_dp.analysis import topologies
+from research_dp.argument_checks import checked
 from research_dp.distributed.agreement import of_the_first
-from research_dp.distributed.annotations import checked
-from research_dp.distributed.errors import UsageError
+from research_dp.errors import UsageError
 from research_dp.planning import advice
 from research_dp.planning.row import Row, compile_row, fastest_first, refused
 from research_dp.strategies import Recipe, TrainSpec

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import gin
 
-from research_dp.distributed.annotations import checked
-from research_dp.distributed.kinds import Count, Positive
+from research_dp.argument_checks import checked
+from research_dp.argument_types import Count, Positive
 from research_dp.planning.row import Row
 
 

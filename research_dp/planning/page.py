@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from research_dp.analysis.topologies import Topology
-from research_dp.distributed.errors import UsageError
+from research_dp.errors import UsageError
 from research_dp.planning import tables
 from research_dp.planning.row import Row
 from research_dp.planning.scaling import Curve, Point

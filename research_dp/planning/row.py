@@ -17,8 +17,8 @@ from research_dp.analysis.fitting import DoesNotFitError, compile_to_fit, dumpin
 from research_dp.analysis.minimum import min_wire_bytes
 from research_dp.analysis.program import ProgramCost, read
 from research_dp.analysis.topologies import Topology
-from research_dp.distributed.errors import UsageError, message_of
 from research_dp.distributed.placement import nbytes
+from research_dp.errors import UsageError, message_of
 from research_dp.planning.available import available_bytes
 from research_dp.strategies import Recipe, Strategy, TrainSpec
 

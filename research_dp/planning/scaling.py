@@ -19,9 +19,9 @@ from research_dp.analysis.hardware import Chip
 from research_dp.analysis.network import Route, seconds
 from research_dp.analysis.topologies import Topology
 from research_dp.analysis.traffic import Collective
-from research_dp.distributed.errors import UsageError
 from research_dp.distributed.mesh import DATA_AXIS, FSDP_AXIS
 from research_dp.distributed.placement import nbytes
+from research_dp.errors import UsageError
 from research_dp.planning.row import Row
 from research_dp.strategies import Recipe, TrainSpec
 from research_dp.strategies.assembly import lay_out_state

@@ -8,8 +8,8 @@ from typing import Any
 
 from rich.table import Table
 
-from research_dp.analysis.tables import table
 from research_dp.analysis.topologies import Topology
+from research_dp.console import table
 from research_dp.distributed.mesh import sizes_text
 from research_dp.planning import available
 from research_dp.planning.row import Row

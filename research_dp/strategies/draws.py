@@ -16,9 +16,9 @@ import flax
 import jax
 from jax.extend.core import jaxprs_in_params
 
-from research_dp.distributed.errors import some_of
 from research_dp.distributed.mesh import batch_devices
 from research_dp.distributed.units import Units
+from research_dp.errors import some_of
 from research_dp.strategies.strategy import Strategy, TrainSpec
 from research_dp.strategies.work_alone import Callers, Source, operations, trace_sources
 

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from research_dp.distributed.collectives import Reduction
-from research_dp.distributed.errors import UsageError
 from research_dp.distributed.tree import add_up_pairs, fence, unknown_zero
 from research_dp.distributed.units import Units
+from research_dp.errors import UsageError
 from research_dp.strategies.divisions import as_written
 from research_dp.strategies.keys import example_keys
 from research_dp.strategies.strategy import Recipe, TrainSpec, TrainState

@@ -10,11 +10,11 @@ from typing import Annotated, Any
 import gin
 import jax
 
+from research_dp.argument_checks import checked
+from research_dp.argument_types import Arrays, AxisNames, Dtype, Indices, Transform, arrays_like
 from research_dp.distributed import buckets, collectives
-from research_dp.distributed.annotations import checked
 from research_dp.distributed.collectives import Axes, GatherOptions, Reduction, flat_axes
 from research_dp.distributed.exchange import over_gloo
-from research_dp.distributed.kinds import Arrays, AxisNames, Dtype, Indices, Transform, arrays_like
 from research_dp.distributed.layout import placements_of
 from research_dp.distributed.mesh import FSDP_AXIS
 from research_dp.distributed.tables import exchange_rows

@@ -18,11 +18,9 @@ import jax.numpy as jnp
 from research_dp.distributed.accumulation import add_up
 from research_dp.distributed.collectives import axes_size, cast_dtype
 from research_dp.distributed.early_sync import hold, synchronised, targets_of
-from research_dp.distributed.errors import UsageError
 from research_dp.distributed.layout import TABLE, path_name
 from research_dp.distributed.mesh import FSDP_AXIS
 from research_dp.distributed.remat import drop_gathered
-from research_dp.distributed.trainable import LossOutput
 from research_dp.distributed.tree import (
     fence,
     norm_by_blocks,
@@ -31,11 +29,13 @@ from research_dp.distributed.tree import (
 )
 from research_dp.distributed.units import Units
 from research_dp.distributed.updates import apply_optimizer, clip_factor, global_norm
+from research_dp.errors import UsageError
 from research_dp.strategies.divisions import as_written
 from research_dp.strategies.finite import settle
 from research_dp.strategies.keys import example_keys
 from research_dp.strategies.logical_shards import check_wide, one_by_one
 from research_dp.strategies.strategy import Layouts, PlacedBatch, Recipe, TrainSpec, TrainState
+from research_dp.types import LossOutput
 
 PyTree = Any
 

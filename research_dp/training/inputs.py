@@ -9,9 +9,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from research_dp.distributed.agreement import texts_of_all
-from research_dp.distributed.data_set import Arrays, DataIdentity, DataSet, EvalOrder, TrainOrder
-from research_dp.distributed.errors import UsageError
-from research_dp.distributed.trainable import TrainableModel
+from research_dp.errors import UsageError
+from research_dp.types import Arrays, DataIdentity, DataSet, EvalOrder, TrainableModel, TrainOrder
 
 
 def shared_identity(data: DataSet) -> DataIdentity | None:

@@ -12,10 +12,8 @@ from typing import get_args
 import gin
 import optax
 
-from research_dp.distributed.data_set import DataSet
-from research_dp.distributed.errors import UsageError, check_count, check_kind, check_limit
-from research_dp.distributed.kinds import Count, CountOrZero, Positive, Seed, Seeds
-from research_dp.distributed.trainable import TrainableModel
+from research_dp.argument_types import Count, CountOrZero, Positive, Seed, Seeds
+from research_dp.errors import UsageError, check_count, check_kind, check_limit
 from research_dp.strategies import Recipe, Strategy, TrainSpec, TrainState
 from research_dp.strategies.keys import init_key
 from research_dp.training import (
@@ -33,6 +31,7 @@ from research_dp.training.selftest import tested
 from research_dp.training.stop import STOPPED, StopSignal
 from research_dp.training.watchdog import keep_watch
 from research_dp.training.workdir import check_new, held
+from research_dp.types import DataSet, TrainableModel
 
 DONE = 0
 

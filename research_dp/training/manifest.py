@@ -15,10 +15,10 @@ from typing import Any
 import jax
 
 from research_dp.distributed.checksum import tree_checksums
-from research_dp.distributed.data_set import DataIdentity
-from research_dp.distributed.errors import UsageError, some_of
 from research_dp.distributed.layout import by_path
+from research_dp.errors import UsageError, some_of
 from research_dp.training.metrics import Sums
+from research_dp.types import DataIdentity
 
 FORMAT = 1
 _PACKAGES = ("research_dp", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")

@@ -8,9 +8,9 @@ import gin
 import jax
 import optax
 
-from research_dp.distributed.annotations import checked
-from research_dp.distributed.errors import UsageError, check_count
-from research_dp.distributed.kinds import Fraction
+from research_dp.argument_checks import checked
+from research_dp.argument_types import Fraction
+from research_dp.errors import UsageError, check_count
 
 _OPTIMIZERS = (
     optax.adafactor,

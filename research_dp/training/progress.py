@@ -10,8 +10,8 @@ import jax
 from rich import progress as rich_progress
 from rich.console import Console
 
-from research_dp.distributed.trainable import Work
 from research_dp.training.metrics import RATES
+from research_dp.types import Work
 
 _PROFILED_STEPS = 5
 

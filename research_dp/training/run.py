@@ -16,7 +16,6 @@ import numpy as np
 
 from research_dp.analysis.hardware import peak_of_mesh
 from research_dp.distributed.agreement import of_the_first
-from research_dp.distributed.data_set import DataIdentity, DataSet, EvalOrder, TrainOrder
 from research_dp.distributed.placement import fingerprint
 from research_dp.strategies import NONFINITE, SKIPPED, Strategy, TrainSpec, TrainState
 from research_dp.training import files, report
@@ -31,6 +30,7 @@ from research_dp.training.progress import Clock, ProgressBar
 from research_dp.training.recorder import Phase, Recorder
 from research_dp.training.replicas import ReplicaCheck, split_dependence
 from research_dp.training.schedule import Schedule
+from research_dp.types import DataIdentity, DataSet, EvalOrder, TrainOrder
 
 
 class Run:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from research_dp.distributed.errors import UsageError, check_count
+from research_dp.errors import UsageError, check_count
 
 _COUNTS = ("eval_every", "checkpoint_every", "keep_period", "profile_at", "check_replicas_every")
 

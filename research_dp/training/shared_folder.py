@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 
 from research_dp.distributed.agreement import first_problem, texts_of_all
-from research_dp.distributed.errors import UsageError
+from research_dp.errors import UsageError
 from research_dp.training import files
 
 _SECONDS = 10.0  # in which a network's file system shows a new file to other machines

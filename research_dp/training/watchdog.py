@@ -15,8 +15,8 @@ from pathlib import Path
 
 import jax
 
-from research_dp.distributed.errors import check_limit
-from research_dp.distributed.kinds import Above
+from research_dp.argument_types import Above
+from research_dp.errors import check_limit
 from research_dp.training import recorder as recorder_lib
 from research_dp.training.recorder import Recorder
 

@@ -14,7 +14,7 @@ import filelock
 import jax
 
 from research_dp.distributed.agreement import first_problem
-from research_dp.distributed.errors import RunFailure, UsageError
+from research_dp.errors import RunFailure, UsageError
 from research_dp.training import files
 from research_dp.training.shared_folder import check_shared
 from research_dp.training.stored import reason, steps_in

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 import gin
 import numpy as np
 
-from research_dp.distributed.errors import UsageError
-from research_dp.distributed.kinds import Leaves, described, is_integer, is_number
+from research_dp.argument_types import Leaves, described, is_integer, is_number
+from research_dp.errors import UsageError
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from research_dp.distributed.kinds import AtLeast, Limit
+from research_dp.argument_types import AtLeast, Limit
 
 
 class UsageError(ValueError):
