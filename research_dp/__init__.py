@@ -6,7 +6,6 @@ The functions that strategies are made of; the training command is `python -m re
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from research_dp.distributed.accumulation import accumulate_gradients
 from research_dp.distributed.buckets import all_mean_tree, gather_tree, scatter_mean_tree
 from research_dp.distributed.clipping import (
     clip_by_global_norm,
@@ -30,18 +29,12 @@ from research_dp.distributed.data_parallel import (
     reduce_gradients_across_devices,
 )
 from research_dp.distributed.device_mesh import DeviceMeshManager
-from research_dp.distributed.fsdp_update import fsdp_apply_gradients, fsdp_update
-from research_dp.distributed.layout import (
-    Choice,
-    Placement,
-    choose_dim,
-    dim_by_path,
-    largest_dim,
-    lay_out,
-)
+from research_dp.distributed.fsdp import gather_params, shard_params, sync_gradients
+from research_dp.distributed.gradient_means import weighted_loss, weighted_mean
 from research_dp.distributed.linen import linen_functions, shard_module_params
-from research_dp.distributed.means import weighted_loss, weighted_mean
 from research_dp.distributed.mesh import make_mesh, one_device_mesh
+from research_dp.distributed.microbatch import accumulate_gradients
+from research_dp.distributed.optimizer import global_norm
 from research_dp.distributed.optimizer_state import (
     OptaxAdapter,
     slice_specs,
@@ -51,9 +44,16 @@ from research_dp.distributed.optimizer_state import (
 from research_dp.distributed.padding import pad_to_multiple, unpad
 from research_dp.distributed.pmap_step import data_parallel_train_step
 from research_dp.distributed.sharded_init import init_sharded
-from research_dp.distributed.sharded_params import gather_params, shard_params, sync_gradients
+from research_dp.distributed.sharded_update import fsdp_apply_gradients, fsdp_update
+from research_dp.distributed.sharding import (
+    Choice,
+    Placement,
+    choose_dim,
+    dim_by_path,
+    largest_dim,
+    lay_out,
+)
 from research_dp.distributed.sharding_report import ShardingRow, sharding_report
-from research_dp.distributed.updates import global_norm
 from research_dp.errors import UsageError
 from research_dp.strategies import (
     Strategy,

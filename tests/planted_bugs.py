@@ -11,8 +11,8 @@ from jax import lax
 
 from research_dp.distributed import buckets
 from research_dp.distributed.collectives import PLAIN, Reduction
-from research_dp.distributed.layout import by_path
-from research_dp.distributed.updates import apply_optimizer
+from research_dp.distributed.optimizer import apply_optimizer
+from research_dp.distributed.sharding import by_path
 from research_dp.strategies import (
     average_gradients,
     mapped,

@@ -17,8 +17,8 @@ from research_dp.config import gin_config
 from research_dp.conformance.suite import EXAMPLE, batches
 from research_dp.distributed.buckets import gather_tree_with_mean_grads
 from research_dp.distributed.collectives import PLAIN, GatherOptions
-from research_dp.distributed.layout import lay_out
-from research_dp.distributed.tables import exchange_rows, take_rows
+from research_dp.distributed.embedding import exchange_rows, take_rows
+from research_dp.distributed.sharding import lay_out
 from research_dp.strategies import slots
 
 W = jnp.ones((16, 4))

@@ -10,10 +10,10 @@ from jax.sharding import PartitionSpec as P
 from steps import mesh_of
 
 from research_dp.analysis.traffic import collectives as read
-from research_dp.distributed import buckets, collectives, replication, updates
+from research_dp.distributed import buckets, collectives, optimizer, vma
 from research_dp.distributed.collectives import GatherOptions
-from research_dp.distributed.layout import Choice, choose_dim, lay_out
 from research_dp.distributed.mesh import make_mesh
+from research_dp.distributed.sharding import Choice, choose_dim, lay_out
 
 AXES = ("data", "fsdp")
 
@@ -123,16 +123,16 @@ def test_global_norm_counts_shards_and_whole_leaves_once(mesh):
     layout = lay_out(tree, rule, 8)
 
     def norm(w, b):
-        return updates.global_norm({"w": w, "b": b}, layout)[0]
+        return optimizer.global_norm({"w": w, "b": b}, layout)[0]
 
     value = mapped(mesh, norm, (P("fsdp"), P()), P())(tree["w"], tree["b"])
     assert float(value) == pytest.approx(np.sqrt(16 + 12))
 
 
 def test_clip_factor():
-    assert float(updates.clip_factor(jnp.float32(4.0), 1.0)) == 0.25
-    assert float(updates.clip_factor(jnp.float32(0.5), 1.0)) == 1.0
-    assert float(updates.clip_factor(jnp.float32(9.0), None)) == 1.0
+    assert float(optimizer.clip_factor(jnp.float32(4.0), 1.0)) == 0.25
+    assert float(optimizer.clip_factor(jnp.float32(0.5), 1.0)) == 1.0
+    assert float(optimizer.clip_factor(jnp.float32(9.0), None)) == 1.0
 
 
 def test_traffic_multiplies_loops_and_knows_ring_factors(mesh):
@@ -155,11 +155,11 @@ def test_traffic_multiplies_loops_and_knows_ring_factors(mesh):
 @pytest.mark.parametrize("has_name", [True, False])
 def test_bound_axes_are_found_by_public_means_too(has_name, monkeypatch):
     if not has_name:
-        monkeypatch.delattr(replication.extend_core, "unsafe_get_axis_names_DO_NOT_USE")
+        monkeypatch.delattr(vma.extend_core, "unsafe_get_axis_names_DO_NOT_USE")
     seen = []
 
     def look(x):
-        seen.append(replication.bound_axes())
+        seen.append(vma.bound_axes())
         return x
 
     jax.shard_map(look, mesh=mesh_of(dp=2, r=2), in_specs=P(), out_specs=P())(jnp.ones(2))

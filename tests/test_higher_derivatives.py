@@ -12,11 +12,11 @@ from jax.sharding import PartitionSpec as P
 from steps import mesh_of, on
 
 import research_dp as rdp
-from research_dp.distributed import buckets, early_sync
-from research_dp.distributed.boxes import unboxed
+from research_dp.distributed import buckets, overlap
+from research_dp.distributed.boxed import unboxed
 from research_dp.distributed.collectives import PLAIN, GatherOptions
-from research_dp.distributed.layout import choose_dim, lay_out
-from research_dp.distributed.tables import exchange_rows, take_rows
+from research_dp.distributed.embedding import exchange_rows, take_rows
+from research_dp.distributed.sharding import choose_dim, lay_out
 from research_dp.distributed.units import Units
 from research_dp.strategies import slots
 
@@ -346,15 +346,15 @@ def test_gradients_that_are_synchronised_as_units_finish(sync):
     rule = rdp.Choice(1) if sliced else rdp.Choice(None)
     layout = lay_out(MODEL, lambda path, shape, size: rule, devices)
     synced = functools.partial(sync, axes=(AXIS,), reduction=PLAIN)
-    units = Units(early_sync.synchronised(synced), layout)
+    units = Units(overlap.synchronised(synced), layout)
 
     def on_device(params, tokens):
         def gradient(targets):
-            return jax.grad(
-                lambda t: run_units(units, early_sync.hold(params, t), tokens[0], "full")
-            )(targets)
+            return jax.grad(lambda t: run_units(units, overlap.hold(params, t), tokens[0], "full"))(
+                targets
+            )
 
-        targets = early_sync.targets_of(synced, params, layout)
+        targets = overlap.targets_of(synced, params, layout)
         vector = jax.tree.map(lambda p: jnp.sin(3 * p + 1), buckets.shard_tree(params, layout))
         product = jax.grad(lambda t: dot(gradient(t), vector))(targets)
         return buckets.gather_tree(product, layout)

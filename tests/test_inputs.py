@@ -22,7 +22,7 @@ from research_dp.data.identity import identity_of
 from research_dp.data.preprocess import byte_text, image_classification
 from research_dp.data.random_access import Examples, random_access
 from research_dp.data.tf_data import tf_data
-from research_dp.distributed import agreement
+from research_dp.distributed import multihost
 from research_dp.errors import UsageError
 from research_dp.models import mlp
 from research_dp.training import inputs, shared_folder
@@ -459,7 +459,7 @@ def test_a_folder_that_one_process_cannot_read_is_refused_in_all(tmp_path, monke
 
 def test_processes_agree_on_numbers_of_any_size(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    gathered = agreement.multihost_utils
+    gathered = multihost.multihost_utils
     monkeypatch.setattr(gathered, "process_allgather", lambda x: np.stack([x, 0 * x]))
     for number in (-1, 0, 7, 9_999_999_999, 10**18 - 1):
-        assert agreement.of_the_first(number) == number
+        assert multihost.of_the_first(number) == number

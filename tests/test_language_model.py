@@ -11,7 +11,7 @@ from decoder import BATCH, LENGTH, LOOK_AHEAD, VOCAB, batch, build, model, oracl
 
 from research_dp.analysis.program import read
 from research_dp.analysis.topologies import topology
-from research_dp.distributed.layout import STACK, TABLE, Choice, largest_dim, lay_out
+from research_dp.distributed.sharding import STACK, TABLE, Choice, largest_dim, lay_out
 from research_dp.distributed.units import Units
 from research_dp.errors import UsageError
 from research_dp.models.attention import rotate

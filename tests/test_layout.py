@@ -5,8 +5,8 @@ import jax
 import numpy as np
 import pytest
 
-from research_dp.distributed.layout import Choice, choose_dim, lay_out
 from research_dp.distributed.mesh import make_mesh, one_device_mesh
+from research_dp.distributed.sharding import Choice, choose_dim, lay_out
 from research_dp.errors import UsageError
 
 

@@ -16,7 +16,7 @@ from steps import mesh_of, on
 import research_dp as rdp
 from research_dp import UsageError
 from research_dp.distributed.collectives import PLAIN
-from research_dp.distributed.layout import Choice, lay_out
+from research_dp.distributed.sharding import Choice, lay_out
 from research_dp.strategies.slots import update_slices
 
 ADAM = optax.adam(0.1)

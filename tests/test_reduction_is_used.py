@@ -13,7 +13,7 @@ from steps import mesh_of, on
 
 import research_dp as rdp
 from research_dp.analysis import traffic
-from research_dp.distributed.layout import lay_out
+from research_dp.distributed.sharding import lay_out
 from research_dp.strategies import TrainSpec
 
 CALLS = {

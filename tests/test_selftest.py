@@ -15,8 +15,8 @@ from test_nonfinite import EXAMPLE, init, loss
 from test_strategies import recipe
 
 import research_dp.training.loop  # noqa: F401  (registers `train`)
-from research_dp.distributed import exchange
 from research_dp.distributed.collectives import EXCHANGED, PLAIN
+from research_dp.distributed.transports import all_to_all
 from research_dp.errors import RunFailure
 from research_dp.strategies import TrainSpec
 from research_dp.training import selftest
@@ -157,7 +157,9 @@ def test_blocks_by_exchange_are_those_of_the_library():
     x = jnp.arange(8 * 3 * 5, dtype=jnp.bfloat16).reshape(2, 12, 5)
 
     def both(x):
-        return exchange.all_blocks(x, "fsdp", 1), jax.lax.all_gather(x, "fsdp", axis=1, tiled=True)
+        return all_to_all.all_blocks(x, "fsdp", 1), jax.lax.all_gather(
+            x, "fsdp", axis=1, tiled=True
+        )
 
     cut = P("data", "fsdp")
     mapped = jax.shard_map(both, mesh=mesh, in_specs=cut, out_specs=cut, check_vma=False)
@@ -167,11 +169,11 @@ def test_blocks_by_exchange_are_those_of_the_library():
 
 
 def test_between_cpus_reductions_are_exchanged_and_nowhere_else(monkeypatch):
-    assert not exchange.over_gloo()
+    assert not all_to_all.over_gloo()
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
-    assert exchange.over_gloo()
+    assert all_to_all.over_gloo()
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert not exchange.over_gloo()
+    assert not all_to_all.over_gloo()
 
 
 def test_exchanged_strategies_follow_the_plain_ones():

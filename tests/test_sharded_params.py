@@ -15,7 +15,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import research_dp as rdp
-from research_dp.distributed.replication import as_varying, varying_axes
+from research_dp.distributed.vma import as_varying, varying_axes
 from research_dp.errors import UsageError
 
 AXES = ("dp", "fsdp")

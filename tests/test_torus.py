@@ -19,7 +19,7 @@ from research_dp.config import gin_config, gin_state
 from research_dp.conformance import suite
 from research_dp.distributed.collectives import PLAIN
 from research_dp.distributed.mesh import make_mesh
-from research_dp.distributed.torus import (
+from research_dp.distributed.transports.tpu_torus import (
     groups_of,
     staged_reduction,
     torus_reduction,

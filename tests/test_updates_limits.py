@@ -23,7 +23,7 @@ from research_dp import (
 )
 from research_dp.analysis.traffic import collectives
 from research_dp.distributed import collectives as primitives
-from research_dp.distributed.layout import lay_out_flat
+from research_dp.distributed.sharding import lay_out_flat
 
 ADAM = optax.adam(1e-2)
 

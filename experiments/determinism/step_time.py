@@ -16,7 +16,7 @@ import optax
 
 from research_dp.analysis.traffic import collectives
 from research_dp.distributed.collectives import PLAIN
-from research_dp.distributed.layout import largest_dim
+from research_dp.distributed.sharding import largest_dim
 from research_dp.distributed.tree import tree_reduction
 from research_dp.models import convnet, mlp, transformer
 from research_dp.strategies import (

@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from research_dp.distributed.layout import TABLE, Placement
+from research_dp.distributed.embedding import take_rows
 from research_dp.distributed.mesh import DATA_AXIS, FSDP_AXIS, batch_devices
-from research_dp.distributed.tables import take_rows
+from research_dp.distributed.sharding import TABLE, Placement
 from research_dp.distributed.units import Units
 from research_dp.strategies import Recipe, Strategy, TrainSpec
 from research_dp.strategies.keys import example_keys

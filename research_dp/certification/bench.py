@@ -20,8 +20,8 @@ import optax
 
 from research_dp.certification.differences import EPS
 from research_dp.distributed.collectives import cast_dtype
-from research_dp.distributed.layout import Placement
-from research_dp.distributed.updates import apply_optimizer, with_master_weights
+from research_dp.distributed.optimizer import apply_optimizer, with_master_weights
+from research_dp.distributed.sharding import Placement
 from research_dp.errors import UsageError
 from research_dp.strategies import PlacedBatch, Recipe, Strategy, TrainSpec, TrainState
 from research_dp.types import LossOutput, TrainableModel

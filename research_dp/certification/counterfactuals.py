@@ -14,8 +14,8 @@ import numpy as np
 from research_dp.certification.bench import gradients_of, step
 from research_dp.certification.case import Case, rows_of
 from research_dp.certification.differences import gap
-from research_dp.distributed.layout import by_path
 from research_dp.distributed.mesh import batch_devices
+from research_dp.distributed.sharding import by_path
 
 _MASKS = ("mask", "weights")
 

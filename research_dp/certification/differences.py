@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from research_dp.distributed.layout import by_path
+from research_dp.distributed.sharding import by_path
 
 PyTree = Any
 

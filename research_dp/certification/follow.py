@@ -38,7 +38,7 @@ from research_dp.certification.differences import (
     update_ratio,
     wide,
 )
-from research_dp.distributed.layout import by_path
+from research_dp.distributed.sharding import by_path
 from research_dp.strategies import TrainState
 from research_dp.strategies.keys import init_key
 

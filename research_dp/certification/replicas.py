@@ -9,8 +9,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from research_dp.distributed.layout import by_path
-from research_dp.distributed.replicas import differing_axes, part_of
+from research_dp.distributed.replica_difference import differing_axes, part_of
+from research_dp.distributed.sharding import by_path
 
 
 class Apart(NamedTuple):

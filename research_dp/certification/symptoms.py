@@ -12,8 +12,8 @@ import numpy as np
 
 from research_dp.certification import costs, replicas
 from research_dp.certification.case import ALIKE, Case, places_of
-from research_dp.distributed.layout import by_path
-from research_dp.distributed.replicas import difference_text
+from research_dp.distributed.replica_difference import difference_text
+from research_dp.distributed.sharding import by_path
 
 
 def cast(case: Case) -> str | None:

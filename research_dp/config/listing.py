@@ -22,7 +22,7 @@ from research_dp.config.reach import key
 from research_dp.config.show import default_text
 from research_dp.config.sources import Binding
 from research_dp.data import DataSet
-from research_dp.distributed.layout import Choice
+from research_dp.distributed.sharding import Choice
 from research_dp.errors import UsageError
 from research_dp.strategies import Recipe, Strategy
 from research_dp.types import TrainableModel

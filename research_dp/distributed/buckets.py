@@ -28,12 +28,12 @@ from research_dp.distributed.collectives import (
     scatter_mean,
     shard,
 )
-from research_dp.distributed.layout import Placement, placements_of
 from research_dp.distributed.linear import with_gradient
 from research_dp.distributed.mesh import FSDP_AXIS
 from research_dp.distributed.padding import flatten_padded, unflatten
 from research_dp.distributed.remat import GATHERED
-from research_dp.distributed.replication import is_replicated, varying_axes
+from research_dp.distributed.sharding import Placement, placements_of
+from research_dp.distributed.vma import is_replicated, varying_axes
 from research_dp.errors import UsageError
 
 PyTree = Any

@@ -17,7 +17,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
-from research_dp.distributed.layout import by_path
+from research_dp.distributed.sharding import by_path
 
 PyTree = Any
 

@@ -19,10 +19,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 from research_dp.argument_checks import checked
 from research_dp.argument_types import Array, AxisName, AxisNames, Dtype
-from research_dp.distributed import exchange
 from research_dp.distributed.linear import with_gradient
 from research_dp.distributed.remat import GATHERED
-from research_dp.distributed.replication import as_varying, is_tracked
+from research_dp.distributed.transports import all_to_all
+from research_dp.distributed.vma import as_varying, is_tracked
 from research_dp.errors import UsageError
 
 Axes = tuple[str, ...]
@@ -30,8 +30,8 @@ Axes = tuple[str, ...]
 
 def _all_gather(x: jax.Array, axis: str, dim: int, to: str) -> jax.Array:
     # A result that is typed as the same on each device (`check_vma`) only all_gather can give.
-    if to == "varying" and exchange.over_gloo():
-        return exchange.all_blocks(x, axis, dim)
+    if to == "varying" and all_to_all.over_gloo():
+        return all_to_all.all_blocks(x, axis, dim)
     return lax.all_gather(x, axis, axis=dim, tiled=True, to=to)
 
 
@@ -65,13 +65,13 @@ def _psum(x: jax.Array, axes: Axes) -> jax.Array:
 
 def _psum_scatter(x: jax.Array, axis: str, dim: int) -> jax.Array:
     # Only sums, see _psum.
-    if exchange.over_gloo():
-        return exchange.scatter_sum(x, axis, dim)
+    if all_to_all.over_gloo():
+        return all_to_all.scatter_sum(x, axis, dim)
     return lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
 
 
 PLAIN = Reduction(_psum, _psum_scatter, exchanges_rows=True)
-EXCHANGED = Reduction(exchange.all_sum, exchange.scatter_sum)
+EXCHANGED = Reduction(all_to_all.all_sum, all_to_all.scatter_sum)
 
 
 def flat_axes(axes: Any) -> Axes:

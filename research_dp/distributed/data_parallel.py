@@ -28,9 +28,9 @@ from research_dp.argument_types import (
     is_array,
     path_name,
 )
-from research_dp.distributed import collectives, means, placement
-from research_dp.distributed.layout import choose_dim
-from research_dp.distributed.sharded_params import sync_gradients
+from research_dp.distributed import collectives, gradient_means, placement
+from research_dp.distributed.fsdp import sync_gradients
+from research_dp.distributed.sharding import choose_dim
 from research_dp.errors import UsageError
 
 PyTree = Any
@@ -173,9 +173,9 @@ def reduce_gradients_across_devices(
     axes = collectives.flat_axes(axis_name)
 
     def total(gradients: Any) -> Any:
-        means.check_own_loss(loss, axes)
+        gradient_means.check_own_loss(loss, axes)
         # Sums over `axes` what is not summed yet; nobody divides.
-        return jax.tree.map(lambda gradient: means.sum_gradient(gradient, axes), gradients)
+        return jax.tree.map(lambda gradient: gradient_means.sum_gradient(gradient, axes), gradients)
 
     mean = functools.partial(sync_gradients, axis_names=axes, loss=loss)
     return _by_reduce_type(reduce_type, mean=mean, sum=total)(gradients)

@@ -15,8 +15,8 @@ from flax.errors import InvalidRngError
 from research_dp.argument_checks import checked
 from research_dp.argument_types import AxisName, CountOrZero, Dtype, One
 from research_dp.distributed.collectives import PLAIN, Reduction
-from research_dp.distributed.layout import Rule
-from research_dp.distributed.sharded_params import gather_params, shard_params
+from research_dp.distributed.fsdp import gather_params, shard_params
+from research_dp.distributed.sharding import Rule
 from research_dp.errors import UsageError, check_methods
 from research_dp.types import Functions
 

@@ -19,7 +19,7 @@ from research_dp.distributed import data_parallel, placement
 from research_dp.distributed.clipping import clip_by_global_norm_sharded
 from research_dp.distributed.collectives import flat_axes
 from research_dp.distributed.nnx import changed
-from research_dp.distributed.replication import refuse_mapped
+from research_dp.distributed.vma import refuse_mapped
 from research_dp.errors import UsageError
 
 Batch = Any

@@ -31,9 +31,7 @@ from research_dp.argument_types import (
 from research_dp.distributed.collectives import Axes, flat_axes
 from research_dp.distributed.dependence import elementwise
 from research_dp.distributed.elementwise import find_mixing
-from research_dp.distributed.layout import Placement, by_path, dim_spec, lay_out_flat
-from research_dp.distributed.padding import flatten_padded, unflatten
-from research_dp.distributed.updates import (
+from research_dp.distributed.optimizer import (
     abstract,
     apply_optimizer,
     check_state,
@@ -41,6 +39,8 @@ from research_dp.distributed.updates import (
     local_part,
     map_state,
 )
+from research_dp.distributed.padding import flatten_padded, unflatten
+from research_dp.distributed.sharding import Placement, by_path, dim_spec, lay_out_flat
 from research_dp.errors import UsageError, first_line
 
 PyTree = Any

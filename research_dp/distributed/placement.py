@@ -12,7 +12,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
-from research_dp.distributed.layout import by_path, path_name
+from research_dp.distributed.sharding import by_path, path_name
 from research_dp.errors import UsageError
 
 PyTree = Any

@@ -10,7 +10,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from research_dp.argument_checks import checked
-from research_dp.distributed.boxes import is_box, names_of, split_over, unboxed, with_value
+from research_dp.distributed.boxed import is_box, names_of, split_over, unboxed, with_value
 
 PyTree = Any
 

@@ -18,10 +18,10 @@ from research_dp.argument_types import (
     is_abstract_array,
     is_array_or_number,
 )
-from research_dp.distributed.boxes import as_name, leaves_with_paths, names_of, value_of
+from research_dp.distributed.boxed import as_name, leaves_with_paths, names_of, value_of
 from research_dp.distributed.collectives import flat_axes
-from research_dp.distributed.layout import Placement, Rule
-from research_dp.distributed.sharded_params import choose_shard
+from research_dp.distributed.fsdp import choose_shard
+from research_dp.distributed.sharding import Placement, Rule
 from research_dp.errors import UsageError
 
 PyTree = Any

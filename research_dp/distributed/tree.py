@@ -24,11 +24,11 @@ from jax import lax
 from research_dp.argument_checks import checked
 from research_dp.argument_types import Count
 from research_dp.distributed.collectives import Axes, Reduction, axes_size, gather
-from research_dp.distributed.exchange import over_gloo
-from research_dp.distributed.layout import Placement
 from research_dp.distributed.mesh import FSDP_AXIS, target_platform
 from research_dp.distributed.padding import flatten_padded, pad_to_multiple, unflatten
-from research_dp.distributed.replication import is_tracked
+from research_dp.distributed.sharding import Placement
+from research_dp.distributed.transports.all_to_all import over_gloo
+from research_dp.distributed.vma import is_tracked
 from research_dp.errors import UsageError
 
 PyTree = Any

@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from research_dp.distributed.layout import Placement
-from research_dp.distributed.look_ahead import scan_ahead
+from research_dp.distributed.embedding import take_rows
+from research_dp.distributed.overlap import scan_ahead
 from research_dp.distributed.remat import REMAT, keep_gathered
-from research_dp.distributed.tables import take_rows
+from research_dp.distributed.sharding import Placement
 from research_dp.errors import UsageError
 
 PyTree = Any

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from research_dp.distributed.layout import PART, STACK, TABLE
+from research_dp.distributed.sharding import PART, STACK, TABLE
 from research_dp.distributed.units import Units
 from research_dp.models.dropout import fold_in_each
 from research_dp.types import Batch, Functions, LossOutput, TrainableModel, Work

@@ -15,13 +15,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from research_dp.argument_checks import checked
 from research_dp.distributed import placement
 from research_dp.distributed.collectives import PLAIN, gather_by_compiler
-from research_dp.distributed.layout import whole
 from research_dp.distributed.mesh import (
     DATA_AXIS,
     FSDP_AXIS,
     refuse_several_processes,
     split_axes,
 )
+from research_dp.distributed.sharding import whole
 from research_dp.errors import UsageError
 from research_dp.strategies.assembly import (
     BatchLayout,

@@ -14,11 +14,11 @@ from research_dp.argument_checks import checked
 from research_dp.argument_types import Arrays, AxisNames, Dtype, Indices, Transform, arrays_like
 from research_dp.distributed import buckets, collectives
 from research_dp.distributed.collectives import Axes, GatherOptions, Reduction, flat_axes
-from research_dp.distributed.exchange import over_gloo
-from research_dp.distributed.layout import placements_of
+from research_dp.distributed.embedding import exchange_rows
 from research_dp.distributed.mesh import FSDP_AXIS
-from research_dp.distributed.tables import exchange_rows
-from research_dp.distributed.updates import apply_optimizer
+from research_dp.distributed.optimizer import apply_optimizer
+from research_dp.distributed.sharding import placements_of
+from research_dp.distributed.transports.all_to_all import over_gloo
 
 PyTree = Any
 

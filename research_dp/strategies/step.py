@@ -15,12 +15,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from research_dp.distributed.accumulation import add_up
 from research_dp.distributed.collectives import axes_size, cast_dtype
-from research_dp.distributed.early_sync import hold, synchronised, targets_of
-from research_dp.distributed.layout import TABLE, path_name
 from research_dp.distributed.mesh import FSDP_AXIS
+from research_dp.distributed.microbatch import add_up
+from research_dp.distributed.optimizer import apply_optimizer, clip_factor, global_norm
+from research_dp.distributed.overlap import hold, synchronised, targets_of
 from research_dp.distributed.remat import drop_gathered
+from research_dp.distributed.sharding import TABLE, path_name
 from research_dp.distributed.tree import (
     fence,
     norm_by_blocks,
@@ -28,7 +29,6 @@ from research_dp.distributed.tree import (
     without_negative_zero,
 )
 from research_dp.distributed.units import Units
-from research_dp.distributed.updates import apply_optimizer, clip_factor, global_norm
 from research_dp.errors import UsageError
 from research_dp.strategies.divisions import as_written
 from research_dp.strategies.finite import settle

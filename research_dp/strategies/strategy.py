@@ -14,9 +14,9 @@ from jax.sharding import Mesh
 from research_dp.argument_checks import checked
 from research_dp.argument_types import Count, Dtype, MaxNorm, Seed, Transform
 from research_dp.distributed.collectives import PLAIN, Reduction
-from research_dp.distributed.layout import Rule
 from research_dp.distributed.loss_scale import LossScale
-from research_dp.distributed.updates import with_master_weights
+from research_dp.distributed.optimizer import with_master_weights
+from research_dp.distributed.sharding import Rule
 from research_dp.errors import UsageError
 from research_dp.types import TrainableModel
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 
-from research_dp.distributed.agreement import first_problem, of_the_first
+from research_dp.distributed.multihost import first_problem, of_the_first
 from research_dp.errors import RunFailure, UsageError
 from research_dp.strategies import TrainState
 from research_dp.training import files

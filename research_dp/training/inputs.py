@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from research_dp.distributed.agreement import texts_of_all
+from research_dp.distributed.multihost import texts_of_all
 from research_dp.errors import UsageError
 from research_dp.types import Arrays, DataIdentity, DataSet, EvalOrder, TrainableModel, TrainOrder
 

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from research_dp.distributed.checksum import tree_checksums
-from research_dp.distributed.layout import by_path
+from research_dp.distributed.sharding import by_path
 from research_dp.errors import UsageError, some_of
 from research_dp.training.metrics import Sums
 from research_dp.types import DataIdentity

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from research_dp.distributed.layout import by_path
+from research_dp.distributed.sharding import by_path
 from research_dp.errors import RunFailure, some_of
 from research_dp.strategies import TrainState
 

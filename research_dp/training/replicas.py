@@ -18,8 +18,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from research_dp.distributed.checksum import as_bits
-from research_dp.distributed.layout import by_path
-from research_dp.distributed.replicas import difference_text, differing_axes, part_of
+from research_dp.distributed.replica_difference import difference_text, differing_axes, part_of
+from research_dp.distributed.sharding import by_path
 from research_dp.errors import RunFailure, UsageError, some_of
 from research_dp.strategies import Strategy, TrainSpec, TrainState
 from research_dp.strategies.draws import split_draws

@@ -27,10 +27,10 @@ from jax._src import distributed  # the coordination service has no public name
 from jax.sharding import Mesh, PartitionSpec
 
 from research_dp.analysis import traffic
-from research_dp.distributed.agreement import texts_of_all
 from research_dp.distributed.collectives import EXCHANGED, PLAIN
-from research_dp.distributed.exchange import over_gloo
 from research_dp.distributed.mesh import split_axes
+from research_dp.distributed.multihost import texts_of_all
+from research_dp.distributed.transports.all_to_all import over_gloo
 from research_dp.errors import RunFailure, UsageError, some_of
 from research_dp.strategies import Recipe, Strategy, TrainSpec
 

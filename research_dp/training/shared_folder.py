@@ -10,7 +10,7 @@ from pathlib import Path
 
 import jax
 
-from research_dp.distributed.agreement import first_problem, texts_of_all
+from research_dp.distributed.multihost import first_problem, texts_of_all
 from research_dp.errors import UsageError
 from research_dp.training import files
 

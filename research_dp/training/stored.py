@@ -19,8 +19,8 @@ import jax
 import numpy as np
 
 from research_dp.distributed.checksum import array_checksum
-from research_dp.distributed.layout import by_path
 from research_dp.distributed.mesh import sizes_text
+from research_dp.distributed.sharding import by_path
 from research_dp.training import files
 from research_dp.training.manifest import Damaged, Manifest, told_changes
 

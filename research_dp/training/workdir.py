@@ -13,7 +13,7 @@ from pathlib import Path
 import filelock
 import jax
 
-from research_dp.distributed.agreement import first_problem
+from research_dp.distributed.multihost import first_problem
 from research_dp.errors import RunFailure, UsageError
 from research_dp.training import files
 from research_dp.training.shared_folder import check_shared

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from research_dp.distributed.replication import as_varying
+from research_dp.distributed.vma import as_varying
 
 
 def over_gloo() -> bool:

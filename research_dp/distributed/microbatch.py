@@ -13,7 +13,7 @@ from jax import lax
 from research_dp.argument_checks import checked
 from research_dp.argument_types import Arrays, AxisNames, Dtype, MicroBatches
 from research_dp.distributed.collectives import cast_dtype, flat_axes
-from research_dp.distributed.replication import as_varying, varying_axes
+from research_dp.distributed.vma import as_varying, varying_axes
 
 PyTree = Any
 

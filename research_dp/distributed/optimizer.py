@@ -15,8 +15,8 @@ from research_dp.argument_types import Arrays, described
 from research_dp.distributed.collectives import PLAIN, Axes, Reduction
 from research_dp.distributed.dependence import REPLICATED, Dependence, elementwise
 from research_dp.distributed.elementwise import find_mixing
-from research_dp.distributed.layout import Placement, by_path, path_name, placements_of
 from research_dp.distributed.mesh import FSDP_AXIS
+from research_dp.distributed.sharding import Placement, by_path, path_name, placements_of
 from research_dp.errors import UsageError, first_line
 
 PyTree = Any

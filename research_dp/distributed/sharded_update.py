@@ -33,15 +33,15 @@ from research_dp.distributed.collectives import (
     axes_size,
     flat_axes,
 )
-from research_dp.distributed.layout import Placement, by_path, lay_out_flat, path_name
-from research_dp.distributed.means import averaged_axes, own_gradient, refuse_divided_twice
+from research_dp.distributed.gradient_means import averaged_axes, own_gradient, refuse_divided_twice
+from research_dp.distributed.optimizer import clip_factor, norm_of_blocks
 from research_dp.distributed.optimizer_state import (
     OptaxAdapter,
     check_elementwise,
     check_slice_axes,
 )
-from research_dp.distributed.replication import bound_axes, is_replicated, is_tracked
-from research_dp.distributed.updates import clip_factor, norm_of_blocks
+from research_dp.distributed.sharding import Placement, by_path, lay_out_flat, path_name
+from research_dp.distributed.vma import bound_axes, is_replicated, is_tracked
 from research_dp.errors import UsageError
 
 PyTree = Any

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from research_dp.distributed.collectives import Axes, flat_axes
-from research_dp.distributed.layout import path_name
+from research_dp.distributed.sharding import path_name
 
 PyTree = Any
 

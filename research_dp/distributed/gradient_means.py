@@ -20,7 +20,7 @@ from research_dp.distributed.collectives import (
     axes_size,
     flat_axes,
 )
-from research_dp.distributed.replication import is_replicated, varying_axes
+from research_dp.distributed.vma import is_replicated, varying_axes
 from research_dp.errors import UsageError
 
 # The axes that `mean_gradient` averaged a value over, by the value's id. The type of an average is

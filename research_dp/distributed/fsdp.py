@@ -27,7 +27,7 @@ from research_dp.argument_types import (
     is_array_or_number,
 )
 from research_dp.distributed import collectives
-from research_dp.distributed.boxes import (
+from research_dp.distributed.boxed import (
     as_name,
     map_leaves,
     names_of,
@@ -37,9 +37,13 @@ from research_dp.distributed.boxes import (
     with_value,
 )
 from research_dp.distributed.collectives import PLAIN, Axes, Reduction, axes_size, flat_axes
-from research_dp.distributed.layout import Choice, Rule, ask, choose_dim
-from research_dp.distributed.means import averaged_axes, mean_gradient, refuse_divided_twice
-from research_dp.distributed.replication import is_replicated
+from research_dp.distributed.gradient_means import (
+    averaged_axes,
+    mean_gradient,
+    refuse_divided_twice,
+)
+from research_dp.distributed.sharding import Choice, Rule, ask, choose_dim
+from research_dp.distributed.vma import is_replicated
 from research_dp.errors import UsageError
 
 PyTree = Any

@@ -1,0 +1,1 @@
+"""Collectives that a platform needs in another form."""
