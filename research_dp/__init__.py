@@ -6,6 +6,18 @@ The functions that strategies are made of; the training command is `python -m re
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from research_dp.compat.datarax import (
+    MeshRules,
+    create_data_parallel_sharding,
+    data_parallel_rules,
+    place_batch_on_shards,
+    place_model_state_on_shards,
+    reduce_gradient_tree,
+    reduce_gradients_across_devices,
+)
+from research_dp.compat.datarax_pmap import data_parallel_train_step
+from research_dp.compat.device_mesh import DeviceMeshManager
+from research_dp.compat.linen import shard_module_params
 from research_dp.distributed.buckets import all_mean_tree, gather_tree, scatter_mean_tree
 from research_dp.distributed.clipping import (
     clip_by_global_norm,
@@ -19,19 +31,9 @@ from research_dp.distributed.collectives import (
     gather_array_with_mean_grads,
     scatter_mean,
 )
-from research_dp.distributed.data_parallel import (
-    MeshRules,
-    create_data_parallel_sharding,
-    data_parallel_rules,
-    place_batch_on_shards,
-    place_model_state_on_shards,
-    reduce_gradient_tree,
-    reduce_gradients_across_devices,
-)
-from research_dp.distributed.device_mesh import DeviceMeshManager
 from research_dp.distributed.fsdp import gather_params, shard_params, sync_gradients
 from research_dp.distributed.gradient_means import weighted_loss, weighted_mean
-from research_dp.distributed.linen import linen_functions, shard_module_params
+from research_dp.distributed.linen import linen_functions
 from research_dp.distributed.mesh import make_mesh, one_device_mesh
 from research_dp.distributed.microbatch import accumulate_gradients
 from research_dp.distributed.optimizer import global_norm
@@ -42,7 +44,6 @@ from research_dp.distributed.optimizer_state import (
     whole_state,
 )
 from research_dp.distributed.padding import pad_to_multiple, unpad
-from research_dp.distributed.pmap_step import data_parallel_train_step
 from research_dp.distributed.sharded_init import init_sharded
 from research_dp.distributed.sharded_update import fsdp_apply_gradients, fsdp_update
 from research_dp.distributed.sharding import (
@@ -72,22 +73,19 @@ from research_dp.strategies import (
 from research_dp.types import LossOutput, TrainableModel
 
 if TYPE_CHECKING:
+    from research_dp.compat.artifex import DataParallel, place_nnx_state_on_shards, spmd_train_step
+    from research_dp.compat.nnx import shard_nnx_module_params
     from research_dp.config.runner import run
-    from research_dp.distributed.nnx import nnx_functions, shard_nnx_module_params
-    from research_dp.distributed.nnx_data_parallel import (
-        DataParallel,
-        place_nnx_state_on_shards,
-        spmd_train_step,
-    )
+    from research_dp.distributed.nnx import nnx_functions
 
 # Imported when they are used: Flax NNX takes long to import, and so does what a run needs.
 _LATE = {
     "run": "research_dp.config.runner",
-    "DataParallel": "research_dp.distributed.nnx_data_parallel",
+    "DataParallel": "research_dp.compat.artifex",
     "nnx_functions": "research_dp.distributed.nnx",
-    "place_nnx_state_on_shards": "research_dp.distributed.nnx_data_parallel",
+    "place_nnx_state_on_shards": "research_dp.compat.artifex",
     "shard_nnx_module_params": "research_dp.compat.nnx",
-    "spmd_train_step": "research_dp.distributed.nnx_data_parallel",
+    "spmd_train_step": "research_dp.compat.artifex",
 }
 
 __all__ = [

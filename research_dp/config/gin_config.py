@@ -66,8 +66,8 @@ def reset() -> None:
 
 def register_all() -> None:
     """Imports what this package has, so that a binding may name any of it."""
+    import research_dp.compat.artifex
     import research_dp.data
-    import research_dp.distributed.nnx_data_parallel
     import research_dp.models
     import research_dp.planning.auto
     import research_dp.planning.budget

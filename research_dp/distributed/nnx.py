@@ -1,21 +1,15 @@
-"""Where Flax NNX ends: modules as pure functions on plain dicts, modules that hold shards."""
+"""Flax NNX modules as pure functions on plain dicts."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
-from typing import Annotated, Any
+from collections.abc import Callable
+from typing import Any
 
-import gin
 import jax
 from flax import nnx
 
 from research_dp.argument_checks import checked
-from research_dp.argument_types import AxisName, CountOrZero, Dtype
-from research_dp.distributed.collectives import PLAIN, Reduction
-from research_dp.distributed.fsdp import gather_params, shard_params
-from research_dp.distributed.sharding import Rule
-from research_dp.errors import UsageError, check_methods
+from research_dp.errors import UsageError
 from research_dp.types import Functions
 
 PyTree = Any
@@ -87,99 +81,3 @@ def _merged(a: PyTree, b: PyTree) -> PyTree:
     for name, value in b.items():
         merged[name] = _merged(a[name], value) if name in a else value
     return merged
-
-
-@checked
-def shard_nnx_module_params(
-    target: Annotated[type[nnx.Module], "a class of nnx.Module"],
-    axis_name: AxisName,
-    min_weight_size: CountOrZero = 2**18,
-    gather_dtype: Dtype | None = None,
-    grad_scatter_dtype: Dtype | None = None,
-    *,
-    rule: Rule | None = None,
-    min_weight_bytes: CountOrZero | None = None,
-    pre_divide: bool = False,
-    reduction: Reduction = PLAIN,
-    methods: Sequence[str] = ("__call__",),
-) -> Any:
-    """An NNX module class whose parameters are sharded: gathered when it is called.
-
-    The counterpart of `shard_module_params`. An instance, made inside mapped axes (or by
-    `init_sharded`), holds shards in its `nnx.Param`s, the axis in their `out_sharding`, so that
-    `nnx.get_partition_spec` knows; their gradients are shards of the mean. `methods` run on a copy
-    with whole parameters; what they change in other variables is kept, what they do to parameters
-    and attributes is not. Other methods see shards. `sync_gradients` takes the gradients as they
-    are.
-
-    Every call gathers: wrap the parts of a model, and call them under `nnx.remat` so that the
-    backward pass gathers again. Under `nnx.scan` and `nnx.vmap` with a partition name, give
-    `transform_metadata={nnx.PARTITION_NAME: None}`.
-
-    Args:
-        target: The class, not an instance.
-        axis_name: The mesh axis, or several as one; bound where the module is made and called.
-        min_weight_size: As in `shard_params`.
-        gather_dtype: As in `gather_params`.
-        grad_scatter_dtype: As in `gather_params`.
-        rule: As in `shard_params`; paths start at the module.
-        min_weight_bytes: As in `shard_params`.
-        pre_divide: As in `gather_params`.
-        reduction: As in `gather_params`.
-        methods: Names of the methods that see whole parameters, e.g. also `attend` of `nnx.Embed`.
-
-    Raises:
-        UsageError: `target` is not a class of modules or lacks one of `methods`, or a dtype is not
-            a floating-point dtype.
-    """
-    check_methods("shard_nnx_module_params", target, methods)
-
-    class Sharded(target):  # type: ignore[misc, valid-type]
-        def __init__(self, *args: Any, **kwargs: Any):
-            super().__init__(*args, **kwargs)
-            held = shard_params(
-                nnx.state(self, nnx.Param),
-                axis_name,
-                min_weight_size,
-                rule=rule,
-                min_weight_bytes=min_weight_bytes,
-            )
-            nnx.update(self, held)
-
-    def with_whole_parameters(name: str) -> Callable[..., Any]:
-        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            graphdef, held, others = nnx.split(self, nnx.Param, ...)  # type: ignore[misc]
-            whole = gather_params(
-                held,
-                axis_name,
-                gather_dtype,
-                grad_scatter_dtype,
-                pre_divide=pre_divide,
-                reduction=reduction,
-            )
-            module = nnx.merge(graphdef, whole, others)
-            result = getattr(super(Sharded, module), name)(*args, **kwargs)
-            nnx.update(self, changed(others, nnx.state(module, nnx.Not(nnx.Param))))
-            return result
-
-        return functools.wraps(getattr(target, name))(method)
-
-    for name in methods:
-        setattr(Sharded, name, with_whole_parameters(name))
-    Sharded.__name__, Sharded.__qualname__ = target.__name__, target.__qualname__
-    Sharded.__module__, Sharded.__doc__ = target.__module__, target.__doc__
-    return Sharded
-
-
-def changed(before: nnx.State, after: nnx.State) -> nnx.State:
-    """The variables of `after` that are new or hold another array than before."""
-    old = dict(nnx.to_flat_state(before))
-    return nnx.from_flat_state(
-        (path, variable)
-        for path, variable in nnx.to_flat_state(after)
-        if path not in old or old[path].get_value() is not variable.get_value()
-    )
-
-
-with gin.unlock_config():  # this file may be imported after the configuration was locked
-    shard_nnx_module_params = gin.register(module="distributed")(shard_nnx_module_params)

@@ -15,9 +15,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from research_dp.argument_checks import checked
 from research_dp.argument_types import Count, DeviceRows, Has, Keys, MaxNorm, Transform, path_name
+from research_dp.compat.datarax import reduce_gradients_across_devices
 from research_dp.distributed.clipping import clip_by_global_norm_sharded
 from research_dp.distributed.collectives import all_mean
-from research_dp.distributed.data_parallel import reduce_gradients_across_devices
 from research_dp.distributed.microbatch import add_up
 from research_dp.distributed.optimizer import apply_optimizer
 from research_dp.distributed.vma import refuse_mapped

@@ -15,10 +15,11 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Shard
 
 from research_dp.argument_checks import checked
 from research_dp.argument_types import Placeable, TracedNorm, is_array, path_name
-from research_dp.distributed import data_parallel, placement
+from research_dp.compat import datarax
+from research_dp.compat.nnx import changed
+from research_dp.distributed import placement
 from research_dp.distributed.clipping import clip_by_global_norm_sharded
 from research_dp.distributed.collectives import flat_axes
-from research_dp.distributed.nnx import changed
 from research_dp.distributed.vma import refuse_mapped
 from research_dp.errors import UsageError
 
@@ -186,7 +187,7 @@ class DataParallel(nnx.Module):
     @staticmethod
     def create_data_parallel_sharding_static(mesh: Mesh, data_axis: str = "data") -> NamedSharding:
         """See `research_dp.create_data_parallel_sharding`."""
-        return data_parallel.create_data_parallel_sharding(mesh, data_axis)
+        return datarax.create_data_parallel_sharding(mesh, data_axis)
 
     def shard_batch(self, batch: Any, sharding: Sharding) -> Any:
         """Puts every leaf of a batch on a sharding; `place_batch_on_shards` spares some.
@@ -211,7 +212,7 @@ class DataParallel(nnx.Module):
         self, state: Any, mesh: Mesh, param_sharding: Literal["replicate", "shard"] = "replicate"
     ) -> Any:
         """See `research_dp.place_model_state_on_shards`, whose dicts of paths it takes too."""
-        return data_parallel.place_model_state_on_shards(state, mesh, param_sharding)
+        return datarax.place_model_state_on_shards(state, mesh, param_sharding)
 
     def all_reduce_gradients(
         self,
@@ -233,14 +234,12 @@ class DataParallel(nnx.Module):
         loss: jax.Array | None = None,
     ) -> Any:
         """See `research_dp.reduce_gradients_across_devices`."""
-        return data_parallel.reduce_gradients_across_devices(
-            gradients, reduce_type, axis_name, loss=loss
-        )
+        return datarax.reduce_gradients_across_devices(gradients, reduce_type, axis_name, loss=loss)
 
     @checked
     def replicate_params(self, params: Placeable, mesh: Mesh | AbstractMesh) -> Any:
         """Puts every leaf whole on every device; Python numbers become arrays."""
-        return data_parallel.place_model_state_on_shards(params, mesh, "replicate")
+        return datarax.place_model_state_on_shards(params, mesh, "replicate")
 
 
 with gin.unlock_config():  # this file may be imported after the configuration was locked

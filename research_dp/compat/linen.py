@@ -1,0 +1,96 @@
+"""Flax Linen module classes whose parameters are sharded."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import flax.linen as nn
+import gin
+
+from research_dp.argument_checks import checked
+from research_dp.argument_types import AxisName, CountOrZero, Dtype, One
+from research_dp.distributed.collectives import PLAIN, Reduction
+from research_dp.distributed.fsdp import gather_params, shard_params
+from research_dp.distributed.sharding import Rule
+from research_dp.errors import check_methods
+
+PyTree = Any
+
+
+def _is_target(x: Any) -> bool:
+    return callable(x) and not isinstance(x, nn.Module)
+
+
+@gin.register(module="distributed")
+@checked
+def shard_module_params(
+    target: Annotated[Any, One(_is_target, "a Linen module class, or a function of a module")],
+    axis_name: AxisName,
+    min_weight_size: CountOrZero = 2**18,
+    gather_dtype: Dtype | None = None,
+    grad_scatter_dtype: Dtype | None = None,
+    *,
+    rule: Rule | None = None,
+    min_weight_bytes: CountOrZero | None = None,
+    pre_divide: bool = False,
+    reduction: Reduction = PLAIN,
+    methods: Sequence[str] = ("__call__",),
+) -> Any:
+    """A module class whose parameters are sharded: gathered when it is called, sharded when made.
+
+    As in xlstm-jax, but that the class has the name of `target` (there `Map_variables...`), so that
+    paths and initial values are those of `target`. Other collections than `params` are left alone.
+    Every call gathers: to save memory, wrap the parts of a model (its blocks), and `nn.remat`
+    outside of this, so that the backward pass gathers again. `nn.scan` needs
+    `metadata_params={nn.PARTITION_NAME: None}`. `init` inside mapped axes makes whole parameters on
+    each device before it cuts them; `init_sharded` does not.
+
+    Args:
+        target: A Linen module class, or a function of (module, ...), not an instance.
+        axis_name: The mesh axis, or several as one; bound where the module is used.
+        min_weight_size: As in `shard_params`.
+        gather_dtype: As in `gather_params`.
+        grad_scatter_dtype: As in `gather_params`.
+        rule: As in `shard_params`; paths start at the wrapped module.
+        min_weight_bytes: As in `shard_params`.
+        pre_divide: As in `gather_params`.
+        reduction: As in `gather_params`.
+        methods: Names of the methods that see whole parameters, e.g. also `attend` of `nn.Embed`;
+            of no meaning for a function.
+
+    Raises:
+        UsageError: `target` is an instance or lacks one of `methods`, or a dtype is not a
+            floating-point dtype.
+    """
+    gather = functools.partial(
+        gather_params,
+        axis_name=axis_name,
+        gather_dtype=gather_dtype,
+        grad_scatter_dtype=grad_scatter_dtype,
+        pre_divide=pre_divide,
+        reduction=reduction,
+    )
+    shard = functools.partial(
+        shard_params,
+        axis_name=axis_name,
+        min_weight_size=min_weight_size,
+        rule=rule,
+        min_weight_bytes=min_weight_bytes,
+    )
+    is_class = isinstance(target, type)
+    if is_class:
+        check_methods("shard_module_params", target, methods)
+    sharded = nn.map_variables(
+        target,
+        "params",
+        trans_in_fn=gather,
+        trans_out_fn=shard,
+        mutable=True,
+        methods=list(methods) if is_class else None,
+    )
+    if is_class:
+        # Linen names modules after their class, and draws initial values by the name.
+        sharded.__name__, sharded.__qualname__ = target.__name__, target.__qualname__
+    return sharded
