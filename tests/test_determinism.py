@@ -16,7 +16,7 @@ from steps import mesh_of, on
 
 from research_dp.analysis.traffic import collectives
 from research_dp.config import gin_config, gin_state
-from research_dp.distributed import tree
+from research_dp.deterministic import sum as tree
 from research_dp.distributed.mesh import planning_for
 from research_dp.distributed.placement import fingerprint
 from research_dp.distributed.sharding import choose_dim, lay_out, specs

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from research_dp.strategies.divisions import as_written
+from research_dp.deterministic.division import as_written
 
 
 @jax.custom_jvp

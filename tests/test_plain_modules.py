@@ -30,7 +30,7 @@ from research_dp.errors import UsageError
 from research_dp.models import convnet, mlp
 from research_dp.models.classification import image_classifier
 from research_dp.strategies import TrainSpec
-from research_dp.strategies.draws import split_draws
+from research_dp.strategies.random_draws import split_draws
 from research_dp.training.replicas import split_dependence
 
 BATCH, MICROS = 32, 2

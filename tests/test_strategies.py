@@ -17,7 +17,8 @@ from research_dp.conformance import suite
 from research_dp.conformance.suite import APIS, EXAMPLE, STEPS, batches, small_model, trace
 from research_dp.errors import UsageError
 from research_dp.models import convnet, mlp, resnet
-from research_dp.strategies import TrainSpec, keys
+from research_dp.strategies import TrainSpec
+from research_dp.strategies import rng as keys
 from research_dp.types import LossOutput, TrainableModel
 
 BATCH = 32

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from test_determinism import AS_USERS_DO, bits, build
 
+from research_dp.deterministic import logical_shards
+from research_dp.deterministic.param_only_ops import worked_on_alone
 from research_dp.models import convnet, mlp, transformer
-from research_dp.strategies import logical_shards, tree_reduction
-from research_dp.strategies.keys import example_keys
-from research_dp.strategies.work_alone import worked_on_alone
+from research_dp.strategies import tree_reduction
+from research_dp.strategies.rng import example_keys
 from research_dp.types import LossOutput, TrainableModel
 
 A, B, V = jnp.ones((4, 4)), jnp.ones((4, 4)), jnp.ones((1, 4))

@@ -15,9 +15,9 @@ import numpy as np
 import optax
 
 from research_dp.analysis.traffic import collectives
+from research_dp.deterministic.sum import tree_reduction
 from research_dp.distributed.collectives import PLAIN
 from research_dp.distributed.sharding import largest_dim
-from research_dp.distributed.tree import tree_reduction
 from research_dp.models import convnet, mlp, transformer
 from research_dp.strategies import (
     TrainSpec,

@@ -23,7 +23,7 @@ from research_dp.distributed.mesh import DATA_AXIS, FSDP_AXIS, batch_devices
 from research_dp.distributed.sharding import TABLE, Placement
 from research_dp.distributed.units import Units
 from research_dp.strategies import Recipe, Strategy, TrainSpec
-from research_dp.strategies.keys import example_keys
+from research_dp.strategies.rng import example_keys
 
 PyTree = Any
 

@@ -40,7 +40,7 @@ from research_dp.certification.differences import (
 )
 from research_dp.distributed.sharding import by_path
 from research_dp.strategies import TrainState
-from research_dp.strategies.keys import init_key
+from research_dp.strategies.rng import init_key
 
 NOISY, WANDERING, MORE = 3, 2, 16  # oracles that round otherwise: each step, in a row, in doubt
 

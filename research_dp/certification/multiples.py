@@ -12,9 +12,9 @@ import numpy as np
 
 from research_dp.certification.bench import gradients_of
 from research_dp.certification.case import ALIKE, SHOWN, Case, leaves_of, ratio_of
+from research_dp.deterministic.param_only_ops import operations
 from research_dp.distributed.mesh import batch_devices
 from research_dp.distributed.sharding import by_path
-from research_dp.strategies.work_alone import operations
 
 
 def multiple(case: Case) -> str | None:

@@ -17,7 +17,7 @@ from research_dp.certification.differences import CAP, Difference, Envelope, Hid
 from research_dp.certification.follow import Evidence
 from research_dp.distributed.mesh import sizes_text
 from research_dp.strategies import TrainState
-from research_dp.strategies.draws import split_draws
+from research_dp.strategies.random_draws import split_draws
 from research_dp.types import DataSet, EvalOrder, TrainOrder
 
 NOISY_PART = 0.01  # of the squared norm of gradients, what noise may hide

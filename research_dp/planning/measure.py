@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from research_dp.planning.row import Compiled
-from research_dp.strategies.keys import init_key
+from research_dp.strategies.rng import init_key
 
 _STEPS = 5
 

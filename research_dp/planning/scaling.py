@@ -24,7 +24,7 @@ from research_dp.distributed.placement import nbytes
 from research_dp.errors import UsageError
 from research_dp.planning.row import Row
 from research_dp.strategies import Recipe, TrainSpec
-from research_dp.strategies.assembly import lay_out_state
+from research_dp.strategies.state import lay_out_state
 
 # Numbers of devices that a page shows, beside those that were compiled.
 SIZES = tuple(2**power for power in range(3, 13))

@@ -3,9 +3,9 @@
 Importing this package registers all of them with gin.
 """
 
+from research_dp.deterministic import sum as _tree
 from research_dp.distributed import mesh as _mesh
 from research_dp.distributed import sharding as _layout
-from research_dp.distributed import tree as _tree
 from research_dp.distributed.transports import tpu_torus as _torus
 from research_dp.strategies.engines import compiled, mapped, pmapped
 from research_dp.strategies.slots import (

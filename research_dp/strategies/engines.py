@@ -23,7 +23,7 @@ from research_dp.distributed.mesh import (
 )
 from research_dp.distributed.sharding import whole
 from research_dp.errors import UsageError
-from research_dp.strategies.assembly import (
+from research_dp.strategies.state import (
     BatchLayout,
     check_optimizer,
     init_state,

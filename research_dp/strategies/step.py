@@ -15,6 +15,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from research_dp.deterministic.division import as_written
+from research_dp.deterministic.logical_shards import check_wide, one_by_one
+from research_dp.deterministic.sum import fence, norm_by_blocks, unknown_zero, without_negative_zero
 from research_dp.distributed.collectives import axes_size, cast_dtype
 from research_dp.distributed.mesh import FSDP_AXIS
 from research_dp.distributed.microbatch import add_up
@@ -22,18 +25,10 @@ from research_dp.distributed.optimizer import apply_optimizer, clip_factor, glob
 from research_dp.distributed.overlap import hold, synchronised, targets_of
 from research_dp.distributed.remat import drop_gathered
 from research_dp.distributed.sharding import TABLE, path_name
-from research_dp.distributed.tree import (
-    fence,
-    norm_by_blocks,
-    unknown_zero,
-    without_negative_zero,
-)
 from research_dp.distributed.units import Units
 from research_dp.errors import UsageError
-from research_dp.strategies.divisions import as_written
-from research_dp.strategies.finite import settle
-from research_dp.strategies.keys import example_keys
-from research_dp.strategies.logical_shards import check_wide, one_by_one
+from research_dp.strategies.nonfinite import settle
+from research_dp.strategies.rng import example_keys
 from research_dp.strategies.strategy import Layouts, PlacedBatch, Recipe, TrainSpec, TrainState
 from research_dp.types import LossOutput
 

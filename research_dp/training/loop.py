@@ -15,7 +15,7 @@ import optax
 from research_dp.argument_types import Count, CountOrZero, Positive, Seed, Seeds
 from research_dp.errors import UsageError, check_count, check_kind, check_limit
 from research_dp.strategies import Recipe, Strategy, TrainSpec, TrainState
-from research_dp.strategies.keys import init_key
+from research_dp.strategies.rng import init_key
 from research_dp.training import (
     files,
     optim,  # noqa: F401  (registers Optax with gin)

@@ -22,7 +22,7 @@ from research_dp.distributed.replica_difference import difference_text, differin
 from research_dp.distributed.sharding import by_path
 from research_dp.errors import RunFailure, UsageError, some_of
 from research_dp.strategies import Strategy, TrainSpec, TrainState
-from research_dp.strategies.draws import split_draws
+from research_dp.strategies.random_draws import split_draws
 
 _PARTS = ("step", "params", "model_state", "opt_state", "loss_scale")
 _NAMED = 4

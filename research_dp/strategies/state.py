@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from research_dp.deterministic.logical_shards import check_model, in_shards
 from research_dp.distributed import placement
 from research_dp.distributed import sharding as layout_lib
 from research_dp.distributed.collectives import cast_dtype
 from research_dp.distributed.mesh import BATCH_AXES, FSDP_AXIS, batch_devices, sizes_text
 from research_dp.distributed.optimizer import find_mixing_update, map_state
 from research_dp.errors import UsageError
-from research_dp.strategies.logical_shards import check_model, in_shards
 from research_dp.strategies.strategy import Layouts, PlacedBatch, Recipe, TrainSpec, TrainState
 
 PyTree = Any

@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from research_dp.deterministic.division import as_written
+from research_dp.deterministic.param_only_ops import worked_on_alone
+from research_dp.deterministic.sum import add_up_pairs, fence, unknown_zero
 from research_dp.distributed.collectives import Reduction
-from research_dp.distributed.tree import add_up_pairs, fence, unknown_zero
 from research_dp.distributed.units import Units
 from research_dp.errors import UsageError
-from research_dp.strategies.divisions import as_written
-from research_dp.strategies.keys import example_keys
+from research_dp.strategies.rng import example_keys
 from research_dp.strategies.strategy import Recipe, TrainSpec, TrainState
-from research_dp.strategies.work_alone import worked_on_alone
 
 PyTree = Any
 

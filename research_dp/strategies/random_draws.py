@@ -16,11 +16,11 @@ import flax
 import jax
 from jax.extend.core import jaxprs_in_params
 
+from research_dp.deterministic.param_only_ops import Callers, Source, operations, trace_sources
 from research_dp.distributed.mesh import batch_devices
 from research_dp.distributed.units import Units
 from research_dp.errors import some_of
 from research_dp.strategies.strategy import Strategy, TrainSpec
-from research_dp.strategies.work_alone import Callers, Source, operations, trace_sources
 
 _DRAWS = ("random_bits", "random_split", "random_gamma")
 _LIBRARIES = tuple(f"{Path(str(library.__file__)).parent}/" for library in (flax, jax))
