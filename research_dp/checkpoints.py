@@ -27,10 +27,10 @@ def main(argv: list[str]) -> int:
         import jax
 
         jax.config.update("jax_platforms", "cpu")  # a run may be using the accelerators
-        from research_dp.training import stored
+        from research_dp.training import checkpoint_files
 
         folder = options.workdir.expanduser() / "checkpoints"
-        rows = list(stored.overview(folder, verified=options.verify))
+        rows = list(checkpoint_files.overview(folder, verified=options.verify))
         if not rows:
             raise UsageError(f"there are no checkpoints in {folder}.")
         columns = ("step:", "examples seen:", "saved", "bytes:", "strategy", "mesh", "")

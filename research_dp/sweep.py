@@ -8,7 +8,7 @@ import sys
 def main(argv: list[str]) -> int:
     """Runs the command; returns its exit status."""
     from research_dp.config import command_line, ending, environment, printing, sweeps
-    from research_dp.training import stop
+    from research_dp.training import preemption
 
     def body(session: ending.Session) -> int:
         options, varied = command_line.parse_sweep(argv, __doc__ or "")
@@ -19,7 +19,7 @@ def main(argv: list[str]) -> int:
         environment.quieten_tensorflow()
         if options.dry_run:
             return sweeps.sweep(options, dimensions)
-        with printing.dispensable(), stop.before_steps():
+        with printing.dispensable(), preemption.before_steps():
             return sweeps.sweep(options, dimensions)
 
     return ending.told(body)

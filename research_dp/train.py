@@ -11,7 +11,7 @@ from research_dp.config import printing
 def main(argv: list[str]) -> int:
     """Runs the command; returns its exit status."""
     from research_dp.config import command_line, ending, environment, processes, show
-    from research_dp.training import stop
+    from research_dp.training import preemption
 
     def body(session: ending.Session) -> int:
         options = command_line.parse(argv, __doc__ or "")
@@ -19,7 +19,7 @@ def main(argv: list[str]) -> int:
             return show.print_list(options.list, options.imports, as_json=options.json)
         if options.dry_run:
             return trained(session, options)
-        with printing.dispensable(), stop.before_steps():
+        with printing.dispensable(), preemption.before_steps():
             return trained(session, options)
 
     def trained(session: ending.Session, options: command_line.Options) -> int:

@@ -24,8 +24,8 @@ from research_dp.models import mlp
 from research_dp.training import checkpoint as checkpoint_module
 from research_dp.training import manifest as manifest_module
 from research_dp.training.checkpoint import Checkpoints
+from research_dp.training.checkpoint_files import MANIFEST, overview, steps_in, verify
 from research_dp.training.manifest import Damaged, Manifest, Progress, origin
-from research_dp.training.stored import MANIFEST, overview, steps_in, verify
 
 PROGRESS = Progress(batch_size=32, seed=3, order="by index", window={"loss": (0.1, 3.0)})
 PAIRS = [("fsdp", "ddp"), ("ddp", "hsdp"), ("zero1", "spmd_fsdp"), ("pmap", "fsdp_keep")]

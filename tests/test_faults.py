@@ -15,7 +15,7 @@ from test_processes import start
 
 import research_dp.train
 from research_dp.data import builders
-from research_dp.training.stored import steps_in
+from research_dp.training.checkpoint_files import steps_in
 
 RUN = [
     "--gin_file=gin/runs/digits.gin",

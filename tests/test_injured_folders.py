@@ -17,7 +17,7 @@ import tiny_run
 from injuries import injure
 from test_train_command import MLP
 
-from research_dp.training import stored
+from research_dp.training import checkpoint_files
 from research_dp.training.manifest import Damaged
 
 FIRST, THEN = 6, (8, 10)  # steps of the run that is injured, and of its continuations
@@ -232,7 +232,7 @@ def test_a_damaged_checkpoint_is_reported_without_tracebacks(tmp_path, capfd, na
             # Which reads are under way when the first one fails is chance.
             for _ in range(tries):
                 try:
-                    stored.verify(checkpoint)
+                    checkpoint_files.verify(checkpoint)
                 except Damaged:
                     damaged.add(path.name)
             gc.collect()  # a task that was never awaited would complain now

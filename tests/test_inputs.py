@@ -25,8 +25,8 @@ from research_dp.data.tf_data import tf_data
 from research_dp.distributed import multihost
 from research_dp.errors import UsageError
 from research_dp.models import mlp
-from research_dp.training import inputs, shared_folder
-from research_dp.training.changes import changes
+from research_dp.training import input_checks, shared_folder
+from research_dp.training.config_changes import changes
 from research_dp.training.manifest import Manifest, Progress, origin
 from research_dp.types import (
     DataIdentity,
@@ -275,20 +275,20 @@ def identity(examples=40, digest="ab", version="1.0.0", split="test"):
 )
 def test_a_run_is_continued_on_its_own_data_alone(other, message):
     if message is None:
-        inputs.check_same_data(other, identity(), "the run")
+        input_checks.check_same_data(other, identity(), "the run")
     else:
         with refused(f"^the run was trained on other data: {message}.\n.*or use another --workdir"):
-            inputs.check_same_data(other, identity(), "the run")
+            input_checks.check_same_data(other, identity(), "the run")
 
 
 def test_processes_with_different_data_are_refused(monkeypatch):
     data = types.SimpleNamespace(name="mine", identity=identity)
     others = []
-    monkeypatch.setattr(inputs, "texts_of_all", lambda own: [own, *others])
-    assert inputs.shared_identity(data) == identity()
+    monkeypatch.setattr(input_checks, "texts_of_all", lambda own: [own, *others])
+    assert input_checks.shared_identity(data) == identity()
     others.append(json.dumps(dataclasses.asdict(identity(examples=39))))
     with refused("the number of examples in test is 40 in process 0 and 39 in process 1"):
-        inputs.shared_identity(data)
+        input_checks.shared_identity(data)
 
 
 def test_a_manifest_keeps_the_identity_and_one_without_it_is_read(tmp_path):
@@ -313,11 +313,11 @@ def test_a_label_that_is_no_class_is_named_in_both_splits(data):
     model = mlp(widths=(4,), num_classes=CLASSES)
     told = f"has label {WRONG}, and train.model takes 0 to 9 \\(num_classes = 10\\)"
     with refused(f"^example 7 of float_dots test {told}"):
-        list(inputs.checked_batches(data, EvalOrder(batch_size=8, rows=np.arange(8)), model))
+        list(input_checks.checked_batches(data, EvalOrder(batch_size=8, rows=np.arange(8)), model))
     with refused(rf"^example 7 of \S+( \(float_dots)? train\)? {told}"):
-        list(inputs.checked_batches(data, order_of(), model))
+        list(input_checks.checked_batches(data, order_of(), model))
     wide = mlp(widths=(4,), num_classes=WRONG + 1)
-    assert len(list(inputs.checked_batches(data, order_of(), wide))) == 5
+    assert len(list(input_checks.checked_batches(data, order_of(), wide))) == 5
 
 
 def test_a_process_that_has_no_such_row_goes_on(data):
@@ -325,7 +325,7 @@ def test_a_process_that_has_no_such_row_goes_on(data):
     rows = [np.flatnonzero(batch["label"] == WRONG) for batch in batches]
     clean = [r for r in range(16) if not any(r in found for found in rows)]
     model = mlp(widths=(4,), num_classes=CLASSES)
-    assert len(list(inputs.checked_batches(data, order_of(rows=clean), model))) == 5
+    assert len(list(input_checks.checked_batches(data, order_of(rows=clean), model))) == 5
 
 
 def stream(*batches, name="mine"):
@@ -358,25 +358,29 @@ def test_any_integers_that_a_model_bounds_are_checked_and_padding_is_not():
     rows = np.array([4, 6])
     order = EvalOrder(batch_size=8, rows=rows)
     good, masked = {"tokens": tokens % 5}, {"tokens": tokens, "mask": np.array([1.0, 0.0])}
-    assert len(list(inputs.checked_batches(stream(good, masked), order, model))) == 2
+    assert len(list(input_checks.checked_batches(stream(good, masked), order, model))) == 2
     with refused("^example 14 of the evaluation stream of mine has tokens 9, .* 0 to 4"):
-        list(inputs.checked_batches(stream(good, {"tokens": tokens}), order, model))
+        list(input_checks.checked_batches(stream(good, {"tokens": tokens}), order, model))
     with refused("has tokens -1"):
-        list(inputs.checked_batches(stream({"tokens": -tokens % 3 - 1}), order, model))
+        list(input_checks.checked_batches(stream({"tokens": -tokens % 3 - 1}), order, model))
     # A mask of the model's own.
     own = {"tokens": tokens, "mask": np.array([[1, 1, 1], [1, 0, 1]])}
     with refused("^example 6 of the evaluation stream of mine has tokens 9"):
-        list(inputs.checked_batches(stream(own), order, model))
+        list(input_checks.checked_batches(stream(own), order, model))
     with refused("^the evaluation data of mine has no 'tokens'; .* Its arrays: words."):
-        list(inputs.checked_batches(stream({"words": tokens}), order, model))
+        list(input_checks.checked_batches(stream({"words": tokens}), order, model))
 
 
 def test_data_that_ends_early_is_refused():
     model = TrainableModel(_init, _loss)
     with refused("mine has no training batch 3: its training data is empty, or"):
-        list(inputs.checked_batches(stream({}, {}), order_of(steps=5), model))
+        list(input_checks.checked_batches(stream({}, {}), order_of(steps=5), model))
     with refused("mine has no evaluation batch 1"):
-        list(inputs.checked_batches(stream(), EvalOrder(batch_size=8, rows=np.arange(8)), model))
+        list(
+            input_checks.checked_batches(
+                stream(), EvalOrder(batch_size=8, rows=np.arange(8)), model
+            )
+        )
 
 
 # ---- What changed ----

@@ -16,7 +16,7 @@ from conftest import ROOT
 
 from research_dp.errors import UsageError
 from research_dp.training import workdir
-from research_dp.training.recorder import Recorder, last_notes
+from research_dp.training.flight_recorder import Recorder, last_notes
 from research_dp.training.watchdog import keep_watch
 
 spec = importlib.util.spec_from_file_location("launch", ROOT / "tools" / "launch.py")

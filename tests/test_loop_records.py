@@ -10,10 +10,10 @@ import tiny_run
 from conftest import ROOT
 from test_train_command import MLP
 
+from research_dp.training.checkpoint_files import steps_in
+from research_dp.training.intervals import Schedule
 from research_dp.training.metrics import drop_unsaved
-from research_dp.training.schedule import Schedule
-from research_dp.training.stop import StopSignal
-from research_dp.training.stored import steps_in
+from research_dp.training.preemption import StopSignal
 
 STEPS = 60
 
@@ -106,7 +106,7 @@ def test_the_command_that_trains_an_optimizer_that_overflows(command, tmp_path):
 def test_to_import_checkpoints_loads_neither_orbax_nor_tensorflow():
     program = (
         "import sys\n"
-        "import research_dp.training.checkpoint, research_dp.training.run\n"
+        "import research_dp.training.checkpoint, research_dp.training.trainer\n"
         "late = ('orbax', 'tensorstore', 'tensorflow', 'tensorboard', 'grain')\n"
         "print(*(name for name in late if name in sys.modules))"
     )

@@ -31,7 +31,7 @@ from research_dp.models import convnet, mlp
 from research_dp.models.classification import image_classifier
 from research_dp.strategies import TrainSpec
 from research_dp.strategies.random_draws import split_draws
-from research_dp.training.replicas import split_dependence
+from research_dp.training.replica_check import split_dependence
 
 BATCH, MICROS = 32, 2
 # Where a device's loss sees a part of the batch: along which axes.

@@ -13,8 +13,8 @@ import pytest
 from conftest import ROOT, run_bare
 from test_processes import RUN
 
-from research_dp.training import recorder
-from research_dp.training.recorder import Note, Recorder
+from research_dp.training import flight_recorder as recorder
+from research_dp.training.flight_recorder import Note, Recorder
 from research_dp.training.watchdog import Watchdog
 
 WATCHDOG = 6

@@ -12,7 +12,7 @@ from test_train_command import MLP, lines
 import research_dp.training.loop  # noqa: F401  (registers `train`)
 from research_dp.errors import RunFailure, UsageError
 from research_dp.strategies import TrainSpec
-from research_dp.training.replicas import ReplicaCheck
+from research_dp.training.replica_check import ReplicaCheck
 from research_dp.types import TrainableModel
 
 

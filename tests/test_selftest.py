@@ -19,8 +19,8 @@ from research_dp.distributed.collectives import EXCHANGED, PLAIN
 from research_dp.distributed.transports import all_to_all
 from research_dp.errors import RunFailure
 from research_dp.strategies import TrainSpec
-from research_dp.training import selftest
-from research_dp.training.selftest import Probe
+from research_dp.training import preflight
+from research_dp.training.preflight import Probe
 from research_dp.types import TrainableModel
 
 DTYPES = ("float32", "bfloat16", "float16", "int32", "int8")
@@ -36,7 +36,7 @@ def test_what_is_right_passes_on_every_axis_and_dtype():
         for dtype in DTYPES
         if not (kind == "permute" and len(axes) > 1)
     ]
-    assert selftest.faults(mesh, wanted) == []
+    assert preflight.faults(mesh, wanted) == []
 
 
 def drop_last(send, x, axes):
@@ -53,10 +53,10 @@ def exchange_blocks(send, x, axes):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("fault", [drop_last, exchange_blocks])
 def test_a_fault_is_seen(monkeypatch, kind, fault):
-    broken = functools.partial(fault, selftest._SEND[kind])
-    monkeypatch.setitem(selftest._SEND, kind, broken)
+    broken = functools.partial(fault, preflight._SEND[kind])
+    monkeypatch.setitem(preflight._SEND, kind, broken)
     mesh = mesh_of(data=1, fsdp=8)
-    told = selftest.faults(mesh, [Probe(k, ("fsdp",), "bfloat16", 800) for k in KINDS])
+    told = preflight.faults(mesh, [Probe(k, ("fsdp",), "bfloat16", 800) for k in KINDS])
     assert len(told) == 1 and told[0].startswith(f"{kind} of 1,600 bytes of bfloat16 over fsdp")
 
 
@@ -67,19 +67,19 @@ def put_to_the_test(stem, monkeypatch, broken):
     strategy = how.build(spec)
     # One process's CPU is not tested by itself: as if these were several processes.
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(selftest, "check_configurations", lambda own: None)
+    monkeypatch.setattr(preflight, "check_configurations", lambda own: None)
     for kind in broken:
-        send = functools.partial(drop_last, selftest._SEND[kind])
-        monkeypatch.setitem(selftest._SEND, kind, send)
+        send = functools.partial(drop_last, preflight._SEND[kind])
+        monkeypatch.setitem(preflight._SEND, kind, send)
     said = []
-    return strategy, selftest.tested(how, spec, strategy, said.append), said
+    return strategy, preflight.tested(how, spec, strategy, said.append), said
 
 
 def test_a_run_takes_another_route_around_a_broken_reduce_scatter(monkeypatch):
     strategy, found, said = put_to_the_test("zero1", monkeypatch, ["reduce-scatter"])
     assert "reduce-scatter of 1,024 bytes" in said[0] and "by all-to-all instead" in said[0]
-    kinds = {probe.kind for probe in selftest.probes(found)}
-    assert {p.kind for p in selftest.probes(strategy)} - kinds == {"all-reduce", "reduce-scatter"}
+    kinds = {probe.kind for probe in preflight.probes(found)}
+    assert {p.kind for p in preflight.probes(strategy)} - kinds == {"all-reduce", "reduce-scatter"}
 
 
 def test_a_run_without_another_route_is_refused(monkeypatch):
@@ -97,10 +97,10 @@ def test_a_run_whose_collectives_are_right_is_left_as_it_is(monkeypatch, stem):
 
 @pytest.mark.parametrize("between_cpus", [False, True])
 def test_what_the_compiler_may_insert_is_tested(monkeypatch, between_cpus):
-    monkeypatch.setattr(selftest, "over_gloo", lambda: between_cpus)
+    monkeypatch.setattr(preflight, "over_gloo", lambda: between_cpus)
     model = TrainableModel(init, loss)
     spec = TrainSpec(model=model, optimizer=optax.adam(1e-2), example=EXAMPLE, batch_size=16)
-    found = {probe.kind for probe in selftest.probes(recipe("spmd_fsdp").build(spec))}
+    found = {probe.kind for probe in preflight.probes(recipe("spmd_fsdp").build(spec))}
     scatters = set() if between_cpus else {"reduce-scatter"}
     assert found == {"all-reduce", "all-gather"} | scatters
 
@@ -122,8 +122,8 @@ def test_what_another_process_found_comes_by_the_coordination_service(monkeypatc
     service = Service(json.dumps({device: [3] for device in range(4, 8)}))
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(selftest.distributed.global_state, "client", service)
-    (told,) = selftest.faults(mesh_of(data=8), [Probe("all-reduce", ("data",), "float32", 64)])
+    monkeypatch.setattr(preflight.distributed.global_state, "client", service)
+    (told,) = preflight.faults(mesh_of(data=8), [Probe("all-reduce", ("data",), "float32", 64)])
     assert "12 elements in 3 runs, on device 4, 5, 6, 7" in told
     assert json.loads(service.kept["0"])["0"] == [0]
 

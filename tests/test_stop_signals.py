@@ -12,11 +12,11 @@ from test_processes import RUN
 from test_processes_faults import launch
 
 from research_dp.errors import UsageError
-from research_dp.training import recorder
+from research_dp.training import flight_recorder
 
 LISTEN = """
 import ctypes, time
-from research_dp.training.stop import StopSignal
+from research_dp.training.preemption import StopSignal
 with StopSignal().listen() as stop:
     print("ready", flush=True)
     {body}
@@ -106,7 +106,7 @@ def test_before_the_steps_a_process_that_waits_in_c_ends_too():
 
 ENDING = """
 import os, signal, time
-from research_dp.training.stop import StopSignal, before_steps
+from research_dp.training.preemption import StopSignal, before_steps
 with before_steps():
     try:
         with StopSignal().listen():
@@ -160,7 +160,7 @@ def until_trained(tmp_path, process):
     """Waits until both processes are past some steps; their notes."""
     deadline = time.monotonic() + 120
     while True:
-        notes = recorder.last_notes(tmp_path)
+        notes = flight_recorder.last_notes(tmp_path)
         if len(notes) == 2 and min(note.step for note in notes) > 3:
             return notes
         assert time.monotonic() < deadline and process.poll() is None
@@ -182,7 +182,7 @@ def test_a_signal_to_any_process_stops_all_at_one_step(command, tmp_path, number
     assert launcher.returncode == 143, output
     saved = max(int(p.name) for p in (tmp_path / "checkpoints").iterdir() if p.name.isdigit())
     assert f"step {saved} is saved" in output
-    assert {(n.step, n.phase) for n in recorder.last_notes(tmp_path)} == {(saved, "end")}
+    assert {(n.step, n.phase) for n in flight_recorder.last_notes(tmp_path)} == {(saved, "end")}
 
 
 def two_without_a_launcher(command, tmp_path, own_port, *flags):

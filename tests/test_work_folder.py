@@ -18,12 +18,12 @@ from tensorboard.compat.proto import event_pb2
 from test_faults import disk as disk
 from test_injured_folders import tree
 
-from research_dp.training import files, metrics, stored
+from research_dp.training import checkpoint_files, files, metrics
 from research_dp.training.checkpoint import Checkpoints
+from research_dp.training.checkpoint_files import steps_in
+from research_dp.training.flight_recorder import last_notes
 from research_dp.training.manifest import Damaged
 from research_dp.training.progress import ProgressBar
-from research_dp.training.recorder import last_notes
-from research_dp.training.stored import steps_in
 
 SPECIAL = "a[1]*?{b} **#%20~"  # what globs, URLs and shells read something into
 BY_ALL_RUNS = (".run.lock", ".run.holder", "flight/process_0.txt")
@@ -61,9 +61,9 @@ def unchanged(before, after):
 def test_names_that_look_like_patterns_are_names(ended, tmp_path):
     folder = tmp_path / SPECIAL
     assert tiny_run.outcome(folder, num_steps=6) == (0, "")
-    assert [row.damaged for row in stored.overview(folder / "checkpoints", verified=True)] == [
-        False
-    ] * 3
+    assert [
+        row.damaged for row in checkpoint_files.overview(folder / "checkpoints", verified=True)
+    ] == [False] * 3
     continues(folder, ended)
     assert os.listdir(tmp_path) == [SPECIAL]
 
@@ -448,7 +448,7 @@ def test_a_save_follows_no_link_and_waits_for_no_fifo(run, ended, make):
 def test_a_checkpoint_with_a_fifo_in_it_is_damaged(run, ended):
     os.mkfifo(run / "checkpoints" / "6" / "state" / "d" / "waits")
     with pytest.raises(Damaged, match="6/state/d/waits is a FIFO"):
-        stored.read_manifest(run / "checkpoints" / "6")
+        checkpoint_files.read_manifest(run / "checkpoints" / "6")
     continues(run, ended)
     assert (run / "checkpoints" / "6.damaged").is_dir()
 
@@ -472,7 +472,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_reported_and_the_run_goes_o
     def busy(path):
         raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(path))
 
-    monkeypatch.setattr(stored.shutil, "rmtree", busy)
+    monkeypatch.setattr(checkpoint_files.shutil, "rmtree", busy)
     continues(run, ended)
     expected = f"The checkpoint {run}/checkpoints/2 cannot be removed: Device or resource busy"
     assert expected in capsys.readouterr().out

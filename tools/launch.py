@@ -206,12 +206,12 @@ def watch(processes: list[Process], asked: list[int]) -> Process | None:
 
 def post_mortem(processes: list[Process], first: Process, workdir: Path) -> list[str]:
     """Who ended or stuck first, where, and which log to read."""
-    from research_dp.training import recorder
+    from research_dp.training import flight_recorder
 
     # Those of an earlier run are of other processes.
     pids = {process.popen.pid for process in processes}
-    notes = [note for note in recorder.last_notes(workdir) if note.pid in pids]
-    suspect = recorder.behind(notes)
+    notes = [note for note in flight_recorder.last_notes(workdir) if note.pid in pids]
+    suspect = flight_recorder.behind(notes)
     lines = [f"The run ended badly: process {first.number} was first, {first.how()}."]
     by_number = {note.process: note for note in notes}
     if first.number in by_number:
@@ -238,13 +238,13 @@ def look_back(workdir: Path) -> int:
     """Prints who was behind in a run that is over, and where each process was."""
     from research_dp.config import ending
     from research_dp.errors import UsageError
-    from research_dp.training import recorder
+    from research_dp.training import flight_recorder
 
     def body(session: ending.Session) -> int:
-        notes = recorder.last_notes(workdir)
+        notes = flight_recorder.last_notes(workdir)
         if not notes:
             raise UsageError(f"{workdir} has no flight/process_I.txt: no run began there")
-        print("\n".join(recorder.post_mortem(notes)))
+        print("\n".join(flight_recorder.post_mortem(notes)))
         return 0
 
     return ending.told(body)

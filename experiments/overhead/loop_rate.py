@@ -18,7 +18,7 @@ import jax
 from research_dp.config import environment, gin_config, gin_state
 from research_dp.data.dataset import TrainOrder
 from research_dp.strategies import TrainSpec
-from research_dp.training import run as run_lib
+from research_dp.training import trainer as run_lib
 
 PAIRS = 9
 SKIPPED = 20

@@ -19,9 +19,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from research_dp.config import environment, gin_config
-from research_dp.training import run as run_lib
+from research_dp.training import trainer as run_lib
+from research_dp.training.flight_recorder import Recorder
 from research_dp.training.nonfinite import Nonfinite
-from research_dp.training.recorder import Recorder
 from research_dp.training.watchdog import Watchdog
 
 BLOCK = 20

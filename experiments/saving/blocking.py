@@ -17,7 +17,7 @@ import time
 import jax
 
 from research_dp.config import environment, gin_config
-from research_dp.training import run as run_lib
+from research_dp.training import trainer as run_lib
 
 EVERY = 50
 WIDTH = 4992  # 25 million parameters, 100 MB; with Adam's moments a checkpoint has 300 MB

@@ -22,7 +22,7 @@ from research_dp.distributed.mesh import sizes_text
 from research_dp.distributed.placement import nbytes
 from research_dp.errors import UsageError
 from research_dp.strategies import Recipe, Strategy, TrainSpec
-from research_dp.training import report
+from research_dp.training import sharding_table
 
 _COLUMN = 60
 _PIPE_WIDTH = 200  # rows of a table are not cut in a pipe
@@ -38,7 +38,7 @@ def look(config: Config) -> Callable[[Recipe, TrainSpec], None]:
             put(shown.append(f"# {place}", style="cyan"))
         for binding in config.unused:
             put(Text(f"# without effect: {binding}  # {binding.place}", style="dim"))
-        put("", mesh_line(strategy), "", report.layout_table(strategy))
+        put("", mesh_line(strategy), "", sharding_table.layout_table(strategy))
         put(state_table(strategy), collectives_table(strategy))
 
     return show

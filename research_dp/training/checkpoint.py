@@ -14,8 +14,7 @@ from research_dp.distributed.multihost import first_problem, of_the_first
 from research_dp.errors import RunFailure, UsageError
 from research_dp.strategies import TrainState
 from research_dp.training import files
-from research_dp.training.manifest import Damaged, Manifest, Progress, leaves_of
-from research_dp.training.stored import (
+from research_dp.training.checkpoint_files import (
     HALF_WRITTEN,
     MANIFEST,
     STATE,
@@ -31,6 +30,7 @@ from research_dp.training.stored import (
     steps_in,
     sync,
 )
+from research_dp.training.manifest import Damaged, Manifest, Progress, leaves_of
 
 T = TypeVar("T")
 

@@ -16,19 +16,16 @@ from research_dp.argument_types import Count, CountOrZero, Positive, Seed, Seeds
 from research_dp.errors import UsageError, check_count, check_kind, check_limit
 from research_dp.strategies import Recipe, Strategy, TrainSpec, TrainState
 from research_dp.strategies.rng import init_key
-from research_dp.training import (
-    files,
-    optim,  # noqa: F401  (registers Optax with gin)
-)
-from research_dp.training.changes import changes
+from research_dp.training import files
 from research_dp.training.checkpoint import Checkpoints, Restored
+from research_dp.training.config_changes import changes
+from research_dp.training.intervals import Schedule
 from research_dp.training.manifest import Manifest, origin
 from research_dp.training.nonfinite import OnNonfinite
+from research_dp.training.preemption import STOPPED, StopSignal
+from research_dp.training.preflight import tested
 from research_dp.training.progress import Profile, say
-from research_dp.training.run import Run
-from research_dp.training.schedule import Schedule
-from research_dp.training.selftest import tested
-from research_dp.training.stop import STOPPED, StopSignal
+from research_dp.training.trainer import Run
 from research_dp.training.watchdog import keep_watch
 from research_dp.training.workdir import check_new, held
 from research_dp.types import DataSet, TrainableModel

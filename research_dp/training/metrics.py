@@ -18,7 +18,7 @@ from clu import metrics as clu_metrics
 from research_dp.training import files
 
 if TYPE_CHECKING:
-    from research_dp.training.events import Events
+    from research_dp.training.tensorboard import Events
 
 RATES = ("steps_per_second", "examples_per_second", "tokens_per_second", "mfu")
 
@@ -102,7 +102,7 @@ class Records:
 
     def _events_of(self, split: str) -> Events:
         if split not in self._events:
-            from research_dp.training.events import Events
+            from research_dp.training.tensorboard import Events
 
             self._events[split] = Events(self._workdir / files.TENSORBOARD / split)
         return self._events[split]

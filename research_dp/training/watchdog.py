@@ -17,8 +17,8 @@ import jax
 
 from research_dp.argument_types import Above
 from research_dp.errors import check_limit
-from research_dp.training import recorder as recorder_lib
-from research_dp.training.recorder import Recorder
+from research_dp.training import flight_recorder as recorder_lib
+from research_dp.training.flight_recorder import Recorder
 
 # How much longer than `seconds` a phase may take without a note: compilation, a first restore and
 # libraries that are closed take their time. Preparing data sets, and the first read, may take any.

@@ -16,8 +16,8 @@ import jax
 from research_dp.distributed.multihost import first_problem
 from research_dp.errors import RunFailure, UsageError
 from research_dp.training import files
+from research_dp.training.checkpoint_files import reason, steps_in
 from research_dp.training.shared_folder import check_shared
-from research_dp.training.stored import reason, steps_in
 
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 

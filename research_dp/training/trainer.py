@@ -18,18 +18,18 @@ from research_dp.analysis.hardware import peak_of_mesh
 from research_dp.distributed.multihost import of_the_first
 from research_dp.distributed.placement import fingerprint
 from research_dp.strategies import NONFINITE, SKIPPED, Strategy, TrainSpec, TrainState
-from research_dp.training import files, report
+from research_dp.training import files, sharding_table
 from research_dp.training import metrics as metrics_lib
-from research_dp.training.ahead import placed_ahead
 from research_dp.training.checkpoint import Checkpoints
-from research_dp.training.in_flight import InFlight
-from research_dp.training.inputs import check_same_data, checked_batches, shared_identity
+from research_dp.training.dispatch import InFlight
+from research_dp.training.flight_recorder import Phase, Recorder
+from research_dp.training.input_checks import check_same_data, checked_batches, shared_identity
+from research_dp.training.intervals import Schedule
 from research_dp.training.manifest import Progress, origin
 from research_dp.training.nonfinite import Nonfinite
+from research_dp.training.prefetch import placed_ahead
 from research_dp.training.progress import Clock, ProgressBar
-from research_dp.training.recorder import Phase, Recorder
-from research_dp.training.replicas import ReplicaCheck, split_dependence
-from research_dp.training.schedule import Schedule
+from research_dp.training.replica_check import ReplicaCheck, split_dependence
 from research_dp.types import DataIdentity, DataSet, EvalOrder, TrainOrder
 
 
@@ -117,7 +117,7 @@ class Run:
             files.replace(self.folder / files.CONFIG, gin.config_str())
             self._write_operative_config()
             self._open_records()
-        self._progress.say(report.one_line(self._strategy))
+        self._progress.say(sharding_table.one_line(self._strategy))
         if self._identity:
             self._progress.say(f"Data: {self._identity}")
             if self._saved and not self._saved.data:
