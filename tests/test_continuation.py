@@ -171,7 +171,7 @@ import zlib
 
 import gin
 
-from research_dp.data.random_access import random_access
+from research_dp.data.array_record import random_access
 from research_dp.data.reader import Splits
 
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from research_dp.config import gin_config
-from research_dp.data import builders, order
-from research_dp.data.generators import Purpose, generator
+from research_dp.data import builders, shuffle
+from research_dp.data.array_record import Examples
 from research_dp.data.preprocess import Preprocess
-from research_dp.data.random_access import Examples
+from research_dp.data.rng import Purpose, generator
 from research_dp.types import EvalOrder, TrainOrder
 
 TF_DATA = "gin/options/tf_data.gin"
@@ -87,7 +87,7 @@ def order_by_hand(size, seed, epoch):
 
 @pytest.mark.parametrize("size", [1, 2, 7, 64, 1437])
 def test_each_epoch_is_the_permutation_made_by_hand(size):
-    stream = order.example_indices(np.arange(3 * size), size, seed=5).tolist()
+    stream = shuffle.example_indices(np.arange(3 * size), size, seed=5).tolist()
     epochs = [stream[:size], stream[size : 2 * size], stream[2 * size :]]
     assert epochs == [order_by_hand(size, 5, epoch) for epoch in range(3)]
     assert all(sorted(epoch) == list(range(size)) for epoch in epochs)
@@ -97,19 +97,19 @@ def test_each_epoch_is_the_permutation_made_by_hand(size):
 
 def test_order_of_a_seed_never_changes():
     """Or a continued run would see some examples twice and others never."""
-    stream = order.example_indices(np.arange(14), 7, seed=0)
+    stream = shuffle.example_indices(np.arange(14), 7, seed=0)
     assert stream.tolist() == [4, 1, 6, 3, 0, 5, 2, 5, 3, 0, 2, 6, 1, 4]
 
 
 def test_large_epochs_are_ordered_a_place_at_a_time_the_same(monkeypatch):
     places = np.arange(990, 1010)
-    small = order.example_indices(places, 1000, seed=1)
-    monkeypatch.setattr(order, "_SMALL", 0)
-    np.testing.assert_array_equal(order.example_indices(places, 1000, seed=1), small)
+    small = shuffle.example_indices(places, 1000, seed=1)
+    monkeypatch.setattr(shuffle, "_SMALL", 0)
+    np.testing.assert_array_equal(shuffle.example_indices(places, 1000, seed=1), small)
 
 
 def test_order_is_well_mixed():
-    places = order.permute(np.arange(10_000), 10_000, seed=0, epoch=0)
+    places = shuffle.permute(np.arange(10_000), 10_000, seed=0, epoch=0)
     assert abs(np.corrcoef(np.arange(10_000), places)[0, 1]) < 0.03
 
 

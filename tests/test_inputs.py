@@ -17,11 +17,11 @@ from tensorflow_datasets.core import features as tfds_features
 
 from research_dp.config import gin_config
 from research_dp.data import reader
-from research_dp.data.dataset import tfds_data
+from research_dp.data.array_record import Examples, random_access
 from research_dp.data.identity import identity_of
 from research_dp.data.preprocess import byte_text, image_classification
-from research_dp.data.random_access import Examples, random_access
 from research_dp.data.tf_data import tf_data
+from research_dp.data.tfds import tfds_data
 from research_dp.distributed import multihost
 from research_dp.errors import UsageError
 from research_dp.models import mlp

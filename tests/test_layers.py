@@ -63,7 +63,7 @@ def test_imports_run_one_way(path):
 @pytest.mark.parametrize(
     ("layer", "source"),
     [
-        ("training", "import research_dp.data.dataset"),
+        ("training", "import research_dp.data.tfds"),
         ("training", "from research_dp.data import DataSet"),
         ("training", "from research_dp import data"),
         ("training", "def late():\n    from research_dp.models import mlp"),

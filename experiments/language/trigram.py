@@ -9,7 +9,7 @@ on: each byte of a piece of text but its first, given those before it in the pie
 
 import numpy as np
 
-from research_dp.data.dataset import prepared_builder
+from research_dp.data.tfds import prepared_builder
 
 
 def texts(split: str) -> list[np.ndarray]:

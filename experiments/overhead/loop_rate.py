@@ -16,7 +16,7 @@ import time
 import jax
 
 from research_dp.config import environment, gin_config, gin_state
-from research_dp.data.dataset import TrainOrder
+from research_dp.data.tfds import TrainOrder
 from research_dp.strategies import TrainSpec
 from research_dp.training import trainer as run_lib
 

@@ -3,11 +3,11 @@
 Importing this package registers the pipelines with gin; TFDS itself is imported when one is made.
 """
 
-from research_dp.data.dataset import tfds_data
+from research_dp.data.array_record import random_access
 from research_dp.data.preprocess import byte_text, image_classification
-from research_dp.data.random_access import random_access
 from research_dp.data.random_tokens import random_tokens
 from research_dp.data.tf_data import tf_data
+from research_dp.data.tfds import tfds_data
 from research_dp.types import DataSet
 
 __all__ = [

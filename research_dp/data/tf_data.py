@@ -15,9 +15,9 @@ import numpy as np
 
 from research_dp.argument_checks import checked
 from research_dp.argument_types import Count
-from research_dp.data.generators import Purpose, generator
 from research_dp.data.preprocess import Preprocess
 from research_dp.data.reader import Splits, check_format, treated, unreadable
+from research_dp.data.rng import Purpose, generator
 from research_dp.types import Arrays, EvalOrder, TrainOrder
 
 

@@ -17,7 +17,7 @@ from research_dp.errors import UsageError
 from research_dp.models.attention import Implementation, attention, rotate
 from research_dp.models.classification import Api, choose_api
 from research_dp.models.dropout import dropout
-from research_dp.models.language import LanguageModel
+from research_dp.models.language_model import LanguageModel
 from research_dp.types import TrainableModel
 
 

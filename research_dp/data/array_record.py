@@ -22,10 +22,10 @@ from absl import flags
 
 from research_dp.argument_checks import checked
 from research_dp.argument_types import Count, CountOrZero
-from research_dp.data.generators import Purpose, generator
-from research_dp.data.order import example_indices, stream_positions
 from research_dp.data.preprocess import Preprocess
 from research_dp.data.reader import Splits, check_decodable, check_format, treated, unreadable
+from research_dp.data.rng import Purpose, generator
+from research_dp.data.shuffle import example_indices, stream_positions
 from research_dp.errors import UsageError
 from research_dp.types import Arrays, EvalOrder, TrainOrder
 

@@ -10,7 +10,7 @@ import functools
 
 import numpy as np
 
-from research_dp.data.generators import Purpose, generator
+from research_dp.data.rng import Purpose, generator
 
 _ROUNDS = 6
 _SMALL = 2**16  # epochs of up to so many examples are kept

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import gin
 
+from research_dp.data.array_record import random_access
 from research_dp.data.builders import FileFormat, check_split, find_builder, prepare
 from research_dp.data.identity import identity_of
 from research_dp.data.preprocess import MakePreprocess, Preprocess
-from research_dp.data.random_access import random_access
 from research_dp.data.reader import Reader
 from research_dp.types import Arrays, DataIdentity, DataSet, EvalOrder, TrainOrder
 
