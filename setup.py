@@ -71,7 +71,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["research_dp", "research_dp.*"]),
-    package_data={"research_dp": ["py.typed", "analysis/hardware.toml"]},
+    package_data={"research_dp": ["py.typed", "distributed/hardware.toml"]},
     cmdclass={"build_py": BuildWithGinFiles},
     install_requires=INSTALL_REQUIRES,
     extras_require=EXTRAS,

@@ -7,11 +7,11 @@ import numpy as np
 import optax
 import pytest
 
-from research_dp.analysis.traffic import collectives
 from research_dp.config import gin_config, gin_state
 from research_dp.distributed.placement import fingerprint
 from research_dp.models import transformer
 from research_dp.strategies import TrainSpec
+from research_dp.strategies.jaxpr_collectives import collectives
 
 VOCAB, LENGTH, BATCH = 64, 16, 16
 

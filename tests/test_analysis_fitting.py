@@ -8,8 +8,8 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from research_dp.analysis import fitting
-from research_dp.analysis.fitting import DoesNotFitError, compile_to_fit
+from research_dp.analysis import compile as fitting
+from research_dp.analysis.compile import DoesNotFitError, compile_to_fit
 from research_dp.analysis.topologies import topology
 
 

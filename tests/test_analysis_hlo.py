@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from research_dp.analysis import collectives, groups, hlo, loops
-from research_dp.analysis.program import flops_of
+from research_dp.analysis import hlo, hlo_collectives, replica_groups, trip_count
+from research_dp.analysis.program_cost import flops_of
 
 BF16, F32 = 2, 4
 LAYER = 1024 * 1024 * BF16  # bytes of one layer's gathered weights in the stored FSDP programs
@@ -21,7 +21,9 @@ def module(name):
 
 def counts(name, sizes, slices=None):
     """{(kind, purpose, axes): (wire bytes, operations)} of a stored program."""
-    found = collectives.find(module(name), dict(zip(("data", "fsdp"), sizes, strict=True)), slices)
+    found = hlo_collectives.find(
+        module(name), dict(zip(("data", "fsdp"), sizes, strict=True)), slices
+    )
     total = {}
     for c in found:
         key = (c.kind, c.purpose, "+".join(c.axes), c.dtype)
@@ -61,7 +63,7 @@ def test_a_chain_of_fusions_that_carries_one_collective_counts_once():
     assert found["all-reduce", "all-reduce", "data+fsdp", "bf16"] == (4 * 2 * ring(layer, 64), 4)
     chained = [
         c
-        for c in collectives.find(module("tpu_fsdp_async"), {"data": 8, "fsdp": 8})
+        for c in hlo_collectives.find(module("tpu_fsdp_async"), {"data": 8, "fsdp": 8})
         if c.kind == "all-reduce" and c.dtype == "bf16"
     ]
     assert all(c.is_async for c in chained)
@@ -81,9 +83,9 @@ def test_every_kind(platform):
 
 
 def test_is_sync_is_not_asynchronous():
-    found = collectives.find(module("gpu_every_kind"), {"data": 4, "fsdp": 4})
+    found = hlo_collectives.find(module("gpu_every_kind"), {"data": 4, "fsdp": 4})
     assert not any(c.is_async for c in found)
-    assert any(c.is_async for c in collectives.find(module("gpu_fsdp"), {"data": 2, "fsdp": 8}))
+    assert any(c.is_async for c in hlo_collectives.find(module("gpu_fsdp"), {"data": 2, "fsdp": 8}))
 
 
 def test_fusion_around_an_all_reduce_that_keeps_a_slice_is_a_reduce_scatter_of_the_padded_array():
@@ -145,20 +147,20 @@ def test_flops(name, flops):
     ],
 )
 def test_groups(text, expected):
-    assert groups.replica_groups(text, 4) == expected
+    assert replica_groups.replica_groups(text, 4) == expected
 
 
 def test_groups_in_an_unknown_form_are_refused():
     with pytest.raises(NotImplementedError, match="a form that this reader does not know"):
-        groups.replica_groups("replica_groups=something_new", 4)
+        replica_groups.replica_groups("replica_groups=something_new", 4)
 
 
 def test_mesh_axes_of_a_group():
     sizes = {"data": 2, "fsdp": 4}
-    assert groups.mesh_axes([0, 1, 2, 3], sizes) == ("fsdp",)
-    assert groups.mesh_axes([0, 4], sizes) == ("data",)
-    assert groups.mesh_axes([0, 1], sizes) == ("fsdp",)  # a part of it
-    assert groups.mesh_axes(list(range(8)), sizes) == ("data", "fsdp")
+    assert replica_groups.mesh_axes([0, 1, 2, 3], sizes) == ("fsdp",)
+    assert replica_groups.mesh_axes([0, 4], sizes) == ("data",)
+    assert replica_groups.mesh_axes([0, 1], sizes) == ("fsdp",)  # a part of it
+    assert replica_groups.mesh_axes(list(range(8)), sizes) == ("data", "fsdp")
 
 
 @pytest.mark.parametrize(
@@ -170,7 +172,7 @@ def test_mesh_axes_of_a_group():
     ],
 )
 def test_whom_a_permute_joins(pairs, found):
-    assert groups.joined(pairs) == found
+    assert replica_groups.joined(pairs) == found
 
 
 LOOP = """
@@ -217,13 +219,13 @@ ENTRY %main (a: s32[]) -> (s32[], s32[]) {
 def test_trip_count_from_the_condition(start, end, step, direction, turns):
     text = LOOP.replace("NOTE", "").replace("START", str(start)).replace("STEP", str(step))
     parsed = hlo.parse(text.replace("END", end).replace("DIRECTION", direction))
-    assert loops.trip_count(parsed, parsed.entry, parsed.entry.instructions["loop"]) == turns
+    assert trip_count.trip_count(parsed, parsed.entry, parsed.entry.instructions["loop"]) == turns
 
 
 def test_trip_count_that_the_compiler_knows():
     note = ', backend_config={"known_trip_count":{"n":"5"}}'
     parsed = hlo.parse(LOOP.replace("NOTE", note).replace("END", "parameter(0)"))
-    assert loops.trip_count(parsed, parsed.entry, parsed.entry.instructions["loop"]) == 5
+    assert trip_count.trip_count(parsed, parsed.entry, parsed.entry.instructions["loop"]) == 5
 
 
 ASYNC = """
@@ -248,7 +250,7 @@ ENTRY %main (x: bf16[64], y: f32[32]) -> bf16[64] {
 
 
 def test_wrapped_asynchronous_collectives_count_once_and_tuples_by_type():
-    found = collectives.find(hlo.parse(ASYNC), {"fsdp": 4})
+    found = hlo_collectives.find(hlo.parse(ASYNC), {"fsdp": 4})
     assert [(c.kind, c.dtype, c.nbytes, c.operations, c.is_async) for c in found] == [
         ("all-to-all", "bf16", 128, 1, True),
         ("all-reduce", "bf16", 128, 1, False),

@@ -7,7 +7,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from test_strategies import build, one_matrix, traffic
 
-from research_dp.analysis.program import read
+from research_dp.analysis.program_cost import read
 from research_dp.analysis.topologies import topology
 
 BOTH = ("data", "fsdp")

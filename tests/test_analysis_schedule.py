@@ -5,9 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from research_dp.analysis import collectives, hlo, memory, network, schedule
-from research_dp.analysis.hardware import chips
+from research_dp.analysis import hbm_traffic, hlo, hlo_collectives, timeline
+from research_dp.analysis import link_model as network
 from research_dp.analysis.topologies import Topology
+from research_dp.distributed.hardware import chips
 
 # A device that does 1 FLOP, moves 1 byte and sends 1 byte in a microsecond.
 SLOW = dataclasses.replace(
@@ -22,7 +23,7 @@ MICRO = 1e-6
 
 def play(text, sent=100.0):
     """Plays a program; every collective takes `sent` microseconds and sends 1000 bytes."""
-    played = schedule.play(hlo.parse(text), SLOW, lambda name: (sent * MICRO, False, 1e3))
+    played = timeline.play(hlo.parse(text), SLOW, lambda name: (sent * MICRO, False, 1e3))
     found = dataclasses.asdict(played)
     plain = ("wire_bytes", "hidden_bytes", "is_lower_bound")
     return {name: x if name in plain else round(x / MICRO, 6) for name, x in found.items()}
@@ -151,7 +152,7 @@ def test_what_is_hidden_is_counted_in_bytes():
     def network(name):
         return (10 * MICRO, False, 9e3) if name == "one" else (90 * MICRO, False, 1e3)
 
-    found = schedule.play(hlo.parse(entry(ARGUMENTS + body)), SLOW, network)
+    found = timeline.play(hlo.parse(entry(ARGUMENTS + body)), SLOW, network)
     assert found.exposed == pytest.approx(90 * MICRO)
     assert found.hidden_fraction == pytest.approx(0.9)
 
@@ -187,7 +188,7 @@ ENTRY %main (x: f32[5]) -> f32[5] {
   ROOT %m = f32[5]{0} fusion(%k), kind=kCustom, calls=%done
 }
 """
-    (found,) = collectives.find(hlo.parse(text), {"fsdp": 4})
+    (found,) = hlo_collectives.find(hlo.parse(text), {"fsdp": 4})
     assert found.is_async and found.operations == 1
     played = play(text)
     assert played["network_inside"] == 100
@@ -217,7 +218,7 @@ ENTRY %main (a: f32[10,5], b: f32[5], c: s32[]) -> f32[10,5] {
 """
     module = hlo.parse(text)
     # A row is read and a row is written; b is on the chip; the index has 4 bytes.
-    assert memory.moved(module, module.entry, module.entry.root) == 20 + 20 + 4
+    assert hbm_traffic.moved(module, module.entry, module.entry.root) == 20 + 20 + 4
 
 
 @pytest.mark.parametrize(
@@ -254,7 +255,7 @@ ENTRY %main (a: f32[10,5], b: bf16[10,5], c: s32[]) -> {result} {{
 }}
 """
     module = hlo.parse(text)
-    assert memory.moved(module, module.entry, module.entry.root) == nbytes
+    assert hbm_traffic.moved(module, module.entry, module.entry.root) == nbytes
 
 
 def devices(domains, members):
@@ -266,7 +267,7 @@ def devices(domains, members):
 
 
 def collective(kind, count, nbytes=64e9):
-    return collectives.CompiledCollective(
+    return hlo_collectives.CompiledCollective(
         kind=kind, axes=("fsdp",), devices=count, dtype="bf16", nbytes=int(nbytes), times=2,
         name="c", operations=2, is_async=False, purpose=kind, group=tuple(range(count)),
     )  # fmt: skip
@@ -311,7 +312,7 @@ def test_times_on_the_torus_of_v5e(coordinates, kind, seconds):
 
 
 def test_what_bounds_the_step_and_what_is_hidden():
-    found = schedule.Schedule(
+    found = timeline.Schedule(
         compute=3.0, memory=2.0, network_inside=1.0, network_across=3.0, exposed=1.0, step=5.0,
         wire_bytes=8.0, hidden_bytes=6.0,
     )  # fmt: skip

@@ -9,11 +9,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from steps import mesh_of
 
-from research_dp.analysis.traffic import collectives as read
 from research_dp.distributed import buckets, collectives, optimizer, vma
 from research_dp.distributed.collectives import GatherOptions
 from research_dp.distributed.mesh import make_mesh
 from research_dp.distributed.sharding import Choice, choose_dim, lay_out
+from research_dp.strategies.jaxpr_collectives import collectives as read
 
 AXES = ("data", "fsdp")
 

@@ -14,7 +14,6 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from steps import mesh_of, on
 
-from research_dp.analysis.traffic import collectives
 from research_dp.config import gin_config, gin_state
 from research_dp.deterministic import sum as tree
 from research_dp.distributed.mesh import planning_for
@@ -23,6 +22,7 @@ from research_dp.distributed.sharding import choose_dim, lay_out, specs
 from research_dp.errors import UsageError
 from research_dp.models import convnet, mlp, transformer
 from research_dp.strategies import TrainSpec, tree_reduction
+from research_dp.strategies.jaxpr_collectives import collectives
 
 BATCH, SHARDS = 32, 16
 EXAMPLE = {

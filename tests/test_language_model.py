@@ -9,7 +9,7 @@ import pytest
 from conftest import stems
 from decoder import BATCH, LENGTH, LOOK_AHEAD, VOCAB, batch, build, model, oracle, run, slow
 
-from research_dp.analysis.program import read
+from research_dp.analysis.program_cost import read
 from research_dp.analysis.topologies import topology
 from research_dp.distributed.sharding import STACK, TABLE, Choice, largest_dim, lay_out
 from research_dp.distributed.units import Units

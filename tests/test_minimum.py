@@ -10,7 +10,7 @@ import pytest
 from conftest import ROOT
 from test_strategies import BATCH, WIRE, build, one_matrix, recipe_of, traffic
 
-from research_dp.analysis.minimum import min_wire_bytes
+from research_dp.analysis.comm_lower_bound import min_wire_bytes
 from research_dp.config import gin_config, gin_state
 from research_dp.conformance.suite import EXAMPLE
 from research_dp.distributed import collectives

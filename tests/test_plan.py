@@ -8,10 +8,10 @@ import jax
 import pytest
 from test_strategies import recipe, recipe_of
 
-from research_dp.analysis.hardware import chips
 from research_dp.analysis.topologies import Topology, topology
 from research_dp.config import candidates, command_line, plans
 from research_dp.conformance import suite
+from research_dp.distributed.hardware import chips
 from research_dp.errors import UsageError
 from research_dp.planning import advice, available, measure, tables
 from research_dp.planning import row as row_lib

@@ -8,9 +8,9 @@ import re
 import pytest
 
 from research_dp.analysis import topologies
-from research_dp.analysis.hardware import chips
 from research_dp.analysis.topologies import Topology
 from research_dp.config import command_line, plans
+from research_dp.distributed.hardware import chips
 from research_dp.errors import UsageError
 from research_dp.planning import page, scaling
 from research_dp.planning.row import Row

@@ -12,9 +12,8 @@ from jax.sharding import PartitionSpec as P
 from steps import mesh_of, on
 
 import research_dp as rdp
-from research_dp.analysis import traffic
 from research_dp.distributed.sharding import lay_out
-from research_dp.strategies import TrainSpec
+from research_dp.strategies import TrainSpec, jaxpr_collectives
 
 CALLS = {
     "ddp": {"all_sum"},
@@ -56,7 +55,7 @@ def test_every_collective_of_a_step_is_the_reductions(stem):
         batch_size=BATCH,
         max_grad_norm=1.0,
     )
-    assert traffic.of_step(recipe.build(spec)) == []
+    assert jaxpr_collectives.of_step(recipe.build(spec)) == []
     assert calls == CALLS[stem]
 
 

@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 from steps import abstract, mesh_of, on
 
 import research_dp
-from research_dp.analysis.traffic import collectives as read
 from research_dp.errors import UsageError
+from research_dp.strategies.jaxpr_collectives import collectives as read
 
 # Mesh A and mesh B of the cases.
 A, B = mesh_of(data=8), mesh_of(dp=2, fsdp=4)

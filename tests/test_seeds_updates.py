@@ -20,7 +20,7 @@ from research_dp import (
     slice_state,
     whole_state,
 )
-from research_dp.analysis.traffic import collectives
+from research_dp.strategies.jaxpr_collectives import collectives
 
 SGD = optax.sgd(0.1)
 

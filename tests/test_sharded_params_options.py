@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 from steps import abstract, mesh_of, on
 
 import research_dp as rdp
-from research_dp.analysis.traffic import collectives as read
 from research_dp.errors import UsageError
+from research_dp.strategies.jaxpr_collectives import collectives as read
 
 X = np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32)
 

@@ -11,7 +11,6 @@ import optax
 import pytest
 from conftest import ROOT, stems
 
-from research_dp.analysis.traffic import collectives
 from research_dp.config import gin_config
 from research_dp.conformance import suite
 from research_dp.conformance.suite import APIS, EXAMPLE, STEPS, batches, small_model, trace
@@ -19,6 +18,7 @@ from research_dp.errors import UsageError
 from research_dp.models import convnet, mlp, resnet
 from research_dp.strategies import TrainSpec
 from research_dp.strategies import rng as keys
+from research_dp.strategies.jaxpr_collectives import collectives
 from research_dp.types import LossOutput, TrainableModel
 
 BATCH = 32

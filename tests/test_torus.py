@@ -12,9 +12,8 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from research_dp.analysis.program import read
+from research_dp.analysis.program_cost import read
 from research_dp.analysis.topologies import topology
-from research_dp.analysis.traffic import collectives
 from research_dp.config import gin_config, gin_state
 from research_dp.conformance import suite
 from research_dp.distributed.collectives import PLAIN
@@ -26,6 +25,7 @@ from research_dp.distributed.transports.tpu_torus import (
     torus_stages,
 )
 from research_dp.errors import UsageError
+from research_dp.strategies.jaxpr_collectives import collectives
 
 
 def scattered(reduction, x, dim):

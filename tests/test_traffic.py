@@ -6,8 +6,8 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from research_dp.analysis.traffic import collectives
 from research_dp.distributed.mesh import make_mesh
+from research_dp.strategies.jaxpr_collectives import collectives
 
 
 def read(function):

@@ -11,7 +11,7 @@ from flax import nnx
 from steps import linear_and, regression, sgd_step, squares, stacked_state
 
 import research_dp
-from research_dp.analysis.traffic import collectives as read
+from research_dp.strategies.jaxpr_collectives import collectives as read
 
 
 @pytest.fixture(scope="module")

@@ -21,8 +21,8 @@ from research_dp import (
     slice_state,
     whole_state,
 )
-from research_dp.analysis.traffic import collectives
 from research_dp.distributed import collectives as primitives
+from research_dp.strategies.jaxpr_collectives import collectives
 
 # Epsilon is large enough for the scale of gradients to matter.
 ADAM = optax.adam(1e-2, eps=1e-3)

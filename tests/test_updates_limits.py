@@ -21,9 +21,9 @@ from research_dp import (
     sync_gradients,
     unpad,
 )
-from research_dp.analysis.traffic import collectives
 from research_dp.distributed import collectives as primitives
 from research_dp.distributed.sharding import lay_out_flat
+from research_dp.strategies.jaxpr_collectives import collectives
 
 ADAM = optax.adam(1e-2)
 

@@ -14,7 +14,6 @@ import jax
 import numpy as np
 import optax
 
-from research_dp.analysis.traffic import collectives
 from research_dp.deterministic.sum import tree_reduction
 from research_dp.distributed.collectives import PLAIN
 from research_dp.distributed.sharding import largest_dim
@@ -30,6 +29,7 @@ from research_dp.strategies import (
     update_local,
     update_slices,
 )
+from research_dp.strategies.jaxpr_collectives import collectives
 
 # Of these small models too, most of what there is is sharded.
 SHARD = functools.partial(largest_dim, min_weight_size=1024)

@@ -19,7 +19,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from research_dp.analysis.program import read
+from research_dp.analysis.program_cost import read
 from research_dp.analysis.topologies import topology
 
 LAYERS, WIDTH, HIDDEN, VOCABULARY, LENGTH, HEADS = 16, 2048, 8192, 32768, 2048, 16

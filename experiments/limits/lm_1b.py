@@ -17,7 +17,7 @@ import jax
 import numpy as np
 import optax
 
-from research_dp.analysis.program import ProgramCost, read
+from research_dp.analysis.program_cost import ProgramCost, read
 from research_dp.analysis.topologies import Topology, topology
 from research_dp.config import gin_config, gin_state
 from research_dp.distributed.mesh import planning_for

@@ -19,7 +19,7 @@ import jax
 from jax.experimental import topologies as jax_topologies
 from jax.sharding import Mesh
 
-from research_dp.analysis.hardware import Chip, chip_of, chips
+from research_dp.distributed.hardware import Chip, chip_of, chips
 from research_dp.distributed.mesh import build_mesh
 from research_dp.errors import UsageError
 

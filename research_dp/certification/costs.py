@@ -10,10 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from research_dp.analysis import traffic
-from research_dp.analysis.minimum import min_wire_bytes
+from research_dp.analysis.comm_lower_bound import min_wire_bytes
 from research_dp.distributed.placement import nbytes
-from research_dp.strategies import Strategy, TrainSpec
+from research_dp.strategies import Strategy, TrainSpec, jaxpr_collectives
 
 PyTree = Any
 
@@ -75,7 +74,7 @@ def costs(strategy: Strategy, spec: TrainSpec) -> Iterator[Cost]:
     the compiler are left out.
     """
     row = TABLE.get(strategy.name)
-    sent = traffic.of_step(strategy)
+    sent = jaxpr_collectives.of_step(strategy)
     if row is None and not sent:
         yield Cost("bytes sent a step", 0.0, None, "by the compiler; not counted")
     else:
@@ -124,7 +123,7 @@ def unnamed_dtypes(strategy: Strategy, dtypes: Iterable[str]) -> list[str]:
     """Floating-point dtypes that gradients or parameters travel in, and that nothing names."""
     names = {str(x.dtype) for x in jax.tree.leaves(strategy.abstract_state.params)}
     known = {"float32", *names, *(str(jnp.dtype(x)) for x in dtypes)}
-    sent = {one.dtype for one in traffic.of_step(strategy)}
+    sent = {one.dtype for one in jaxpr_collectives.of_step(strategy)}
     return sorted(d for d in sent - known if jnp.issubdtype(jnp.dtype(d), jnp.floating))
 
 

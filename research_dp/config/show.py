@@ -12,7 +12,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from research_dp.analysis import traffic
 from research_dp.config import gin_config, gin_state
 from research_dp.config.gin_config import Config
 from research_dp.config.names import did_you_mean
@@ -21,7 +20,7 @@ from research_dp.console import table
 from research_dp.distributed.mesh import sizes_text
 from research_dp.distributed.placement import nbytes
 from research_dp.errors import UsageError
-from research_dp.strategies import Recipe, Strategy, TrainSpec
+from research_dp.strategies import Recipe, Strategy, TrainSpec, jaxpr_collectives
 from research_dp.training import sharding_table
 
 _COLUMN = 60
@@ -116,8 +115,8 @@ def state_table(strategy: Strategy) -> Table:
 
 def collectives_table(strategy: Strategy) -> Table | str:
     """Collectives of the traced step, and the bytes that a device sends over a ring."""
-    found = traffic.of_step(strategy)
-    groups: dict[Any, list[traffic.Collective]] = {}
+    found = jaxpr_collectives.of_step(strategy)
+    groups: dict[Any, list[jaxpr_collectives.Collective]] = {}
     for one in found:
         groups.setdefault((one.kind, ", ".join(one.axes), one.dtype), []).append(one)
     title = "Collectives a step"

@@ -16,7 +16,6 @@ import jax
 import numpy as np
 import optax
 
-from research_dp.analysis import traffic
 from research_dp.distributed.placement import fingerprint
 from research_dp.models import mlp
 from research_dp.strategies import (
@@ -25,6 +24,7 @@ from research_dp.strategies import (
     TrainSpec,
     compiled,
     data_parallel,
+    jaxpr_collectives,
     one_device_mesh,
 )
 from research_dp.types import TrainableModel
@@ -176,7 +176,7 @@ def checks(recipe: Recipe, api: str) -> Iterator[Check]:
 def wire_bytes(recipe: Recipe, api: str) -> float:
     """Bytes that a device sends in a step, as the traced program says."""
     strategy = recipe.build(small_spec(api, batch_size_for(recipe.mesh.size)))
-    return sum(one.wire_bytes for one in traffic.of_step(strategy))
+    return sum(one.wire_bytes for one in jaxpr_collectives.of_step(strategy))
 
 
 def _near(found: Any, expected: Any, *, atol: float = 0.0, rtol: float = 0.0) -> tuple[bool, str]:

@@ -13,9 +13,9 @@ from typing import Any
 
 import jax
 
-from research_dp.analysis.fitting import DoesNotFitError, compile_to_fit, dumping, text_of
-from research_dp.analysis.minimum import min_wire_bytes
-from research_dp.analysis.program import ProgramCost, read
+from research_dp.analysis.comm_lower_bound import min_wire_bytes
+from research_dp.analysis.compile import DoesNotFitError, compile_to_fit, dumping, text_of
+from research_dp.analysis.program_cost import ProgramCost, read
 from research_dp.analysis.topologies import Topology
 from research_dp.distributed.placement import nbytes
 from research_dp.errors import UsageError, message_of

@@ -15,15 +15,15 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh
 
-from research_dp.analysis.hardware import Chip
-from research_dp.analysis.network import Route, seconds
+from research_dp.analysis.link_model import Route, seconds
 from research_dp.analysis.topologies import Topology
-from research_dp.analysis.traffic import Collective
+from research_dp.distributed.hardware import Chip
 from research_dp.distributed.mesh import DATA_AXIS, FSDP_AXIS
 from research_dp.distributed.placement import nbytes
 from research_dp.errors import UsageError
 from research_dp.planning.row import Row
 from research_dp.strategies import Recipe, TrainSpec
+from research_dp.strategies.jaxpr_collectives import Collective
 from research_dp.strategies.state import lay_out_state
 
 # Numbers of devices that a page shows, beside those that were compiled.

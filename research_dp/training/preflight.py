@@ -26,13 +26,12 @@ from jax import lax
 from jax._src import distributed  # the coordination service has no public name
 from jax.sharding import Mesh, PartitionSpec
 
-from research_dp.analysis import traffic
 from research_dp.distributed.collectives import EXCHANGED, PLAIN
 from research_dp.distributed.mesh import split_axes
 from research_dp.distributed.multihost import texts_of_all
 from research_dp.distributed.transports.all_to_all import over_gloo
 from research_dp.errors import RunFailure, UsageError, some_of
-from research_dp.strategies import Recipe, Strategy, TrainSpec
+from research_dp.strategies import Recipe, Strategy, TrainSpec, jaxpr_collectives
 
 _ROUNDS = 3  # what is wrong may be so now and then
 _MILLISECONDS_TO_WAIT = 300_000
@@ -116,7 +115,7 @@ def probes(strategy: Strategy) -> list[Probe]:
     CPUs, whose compiler makes none.
     """
     try:
-        traced = traffic.of_step(strategy)
+        traced = jaxpr_collectives.of_step(strategy)
     except NotImplementedError:  # one in a loop of unknown length, in a user's model
         traced = []
     largest: dict[tuple[str, tuple[str, ...], str], int] = {}

@@ -14,7 +14,7 @@ import gin
 import jax
 import numpy as np
 
-from research_dp.analysis.hardware import peak_of_mesh
+from research_dp.distributed.hardware import peak_of_mesh
 from research_dp.distributed.multihost import of_the_first
 from research_dp.distributed.placement import fingerprint
 from research_dp.strategies import NONFINITE, SKIPPED, Strategy, TrainSpec, TrainState

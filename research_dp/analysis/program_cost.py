@@ -8,11 +8,12 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from research_dp.analysis import collectives as reading
-from research_dp.analysis import flops, hlo, schedule
-from research_dp.analysis.collectives import CompiledCollective
-from research_dp.analysis.network import route, seconds
-from research_dp.analysis.schedule import Schedule
+from research_dp.analysis import flops, hlo
+from research_dp.analysis import hlo_collectives as reading
+from research_dp.analysis import timeline as schedule
+from research_dp.analysis.hlo_collectives import CompiledCollective
+from research_dp.analysis.link_model import route, seconds
+from research_dp.analysis.timeline import Schedule
 from research_dp.analysis.topologies import Topology
 
 

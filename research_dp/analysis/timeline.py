@@ -14,10 +14,11 @@ from collections.abc import Callable
 
 import numpy as np
 
-from research_dp.analysis import flops, memory
-from research_dp.analysis.collectives import entered, is_sync, kind_of, starts
-from research_dp.analysis.hardware import Chip
+from research_dp.analysis import flops
+from research_dp.analysis import hbm_traffic as memory
 from research_dp.analysis.hlo import Computation, Instruction, Module
+from research_dp.analysis.hlo_collectives import entered, is_sync, kind_of, starts
+from research_dp.distributed.hardware import Chip
 
 # Gives the seconds of one execution of a collective, by its instruction's name, whether it leaves
 # the host or slice, and the bytes that a device sends.

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from research_dp.analysis.topologies import Topology
-from research_dp.analysis.traffic import Collective
+from research_dp.strategies.jaxpr_collectives import Collective
 
 
 @dataclasses.dataclass(frozen=True)

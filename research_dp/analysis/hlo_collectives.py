@@ -7,10 +7,10 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from research_dp.analysis import groups
+from research_dp.analysis import replica_groups
 from research_dp.analysis.hlo import Computation, Instruction, Module
-from research_dp.analysis.loops import trip_count
-from research_dp.analysis.traffic import Collective
+from research_dp.analysis.trip_count import trip_count
+from research_dp.strategies.jaxpr_collectives import Collective
 
 KINDS = {
     "all-reduce": "all-reduce",
@@ -196,14 +196,14 @@ class _Reader:
             # Devices at the same place of each slice; of an exchange the program tells no more.
             whole = kind in ("all-to-all", "permute")
             group = range(math.prod(self.sizes.values())) if whole else self.counterparts
-            return tuple(group), groups.mesh_axes(list(group), self.sizes)
-        listed = groups.replica_groups(instruction.attributes, len(self.slice))
+            return tuple(group), replica_groups.mesh_axes(list(group), self.sizes)
+        listed = replica_groups.replica_groups(instruction.attributes, len(self.slice))
         mapped = [tuple(self.slice[member] for member in group) for group in listed]
         if kind != "permute":
-            return mapped[0], groups.mesh_axes(mapped[0], self.sizes)
-        along = {axis for pair in mapped for axis in groups.mesh_axes(pair, self.sizes)}
+            return mapped[0], replica_groups.mesh_axes(mapped[0], self.sizes)
+        along = {axis for pair in mapped for axis in replica_groups.mesh_axes(pair, self.sizes)}
         axes = tuple(axis for axis in self.sizes if axis in along)
-        return groups.joined(mapped), axes
+        return replica_groups.joined(mapped), axes
 
 
 def entered(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from research_dp.analysis.collectives import KINDS
 from research_dp.analysis.hlo import Array, Computation, Instruction, Module
+from research_dp.analysis.hlo_collectives import KINDS
 
 # Instructions that move nothing: names for what is there, and waiting for what was started.
 _FREE = {
