@@ -25,14 +25,14 @@ def main(argv: list[str]) -> int:
         processes.set_up_processes(options.processes)
         environment.set_up_devices(options.cpu_devices)
         environment.set_up_compilation_cache()
-        from research_dp.certification import proof, told
+        from research_dp.certification import certify, report
         from research_dp.config import certifying
 
         bench, data, dtypes = certifying.bench_of(config, options.against)
-        done = proof.certify(bench, data, steps=options.steps, dtypes=dtypes)
+        done = certify.certify(bench, data, steps=options.steps, dtypes=dtypes)
         if options.json_file:
             Path(options.json_file).write_text(json.dumps(done.as_json(), indent=1))
-        show.put(*told.parts(done))
+        show.put(*report.parts(done))
         return 0 if done.certified else 1
 
     return ending.told(body)

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from research_dp.certification.bench import Bench
-from research_dp.certification.proof import certify
+from research_dp.certification.certify import certify
+from research_dp.certification.harness import Bench
 from research_dp.config import gin_config, gin_state
 from research_dp.models import mlp
 from research_dp.strategies import TrainSpec

@@ -10,7 +10,7 @@ from research_dp.config import gin_config, gin_state
 from research_dp.conformance import suite
 from research_dp.errors import UsageError
 from research_dp.planning import auto as auto_lib
-from research_dp.planning import row as row_lib
+from research_dp.planning import estimate as row_lib
 from research_dp.training import loop
 
 AUTO = "gin/options/auto.gin"

@@ -12,7 +12,7 @@ import pytest
 from certified import STEPS, bench_of, found, noise, perceptron
 from conftest import stems
 
-from research_dp.certification.proof import certify
+from research_dp.certification.certify import certify
 from research_dp.models import convnet, mlp, transformer
 
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from research_dp.certification import differences
-from research_dp.certification.differences import SIZE, Envelope
+from research_dp.certification import tolerances
+from research_dp.certification.tolerances import SIZE, Envelope
 from research_dp.config import certifying
 from research_dp.config.sources import Binding
 
@@ -81,35 +81,35 @@ def test_the_dtype_of_an_optimizers_state_is_none_of_gradients():
 def test_ulps_are_of_the_greatest_element():
     a = np.asarray([1.0, 1e-9], np.float32)
     b = a + np.asarray([2**-22, 0], np.float32)
-    found = differences.gap(b, a)
+    found = tolerances.gap(b, a)
     assert (found.ulps, found.scale) == (2.0, 1.0)
     assert found.relative == pytest.approx(2**-22, rel=1e-3)
-    assert differences.gap(a * np.nan, a).ulps == np.inf
-    assert differences.gap(a * np.nan, a * np.nan).ulps == 0
-    assert float(differences.ulp(3.0, np.float32)) == 2**-22
-    assert float(differences.ulp(1.0, "bfloat16")) == 2**-7
+    assert tolerances.gap(a * np.nan, a).ulps == np.inf
+    assert tolerances.gap(a * np.nan, a * np.nan).ulps == 0
+    assert float(tolerances.ulp(3.0, np.float32)) == 2**-22
+    assert float(tolerances.ulp(1.0, "bfloat16")) == 2**-7
 
 
 def test_a_bound_follows_the_noise_and_has_a_floor():
     name = ("gradient", "w")
     right = np.ones(3, np.float32)
-    envelope = differences.Envelope(float(np.finfo(np.float32).eps))
+    envelope = tolerances.Envelope(float(np.finfo(np.float32).eps))
 
     def bound(ulps):
         noisy = {name: right + np.float32(ulps * 2**-23)}
         found, _ = envelope.compare(0, {name: right}, {name: right}, [noisy])
         return found.bound
 
-    assert bound(0) == differences.FLOOR_ULPS
-    assert bound(40) == differences.FACTOR * 40
+    assert bound(0) == tolerances.FLOOR_ULPS
+    assert bound(40) == tolerances.FACTOR * 40
     # A step without noise is judged by usual ones.
-    assert bound(40) == bound(40) == bound(0) == differences.FACTOR * 40
+    assert bound(40) == bound(40) == bound(0) == tolerances.FACTOR * 40
 
 
 def test_a_coarse_dtype_loosens_gradients_and_no_counts():
     right = {("gradient", "w"): np.ones(3, np.float32), ("items counted", ""): np.float32(128)}
     off = {name: x * np.float32(127 / 128) for name, x in right.items()}
-    envelope = differences.Envelope(2.0**-7)
+    envelope = tolerances.Envelope(2.0**-7)
     wrong = [d.what for d in envelope.compare(0, off, right, [right]) if d.is_wrong]
     assert wrong == ["items counted"]
 
@@ -119,7 +119,7 @@ def test_an_update_is_held_to_each_element():
     old = {name: np.asarray([1.0, 1e-6], np.float32)}
     right = {name: old[name] + np.float32(1e-9)}
     off = {name: right[name] + np.asarray([0, 1e-10], np.float32)}
-    (same,) = differences.applied_alike(0, right, right, old, 1.0)
-    (wrong,) = differences.applied_alike(0, off, right, old, 1.0)
+    (same,) = tolerances.applied_alike(0, right, right, old, 1.0)
+    (wrong,) = tolerances.applied_alike(0, off, right, old, 1.0)
     assert not same.is_wrong
     assert wrong.is_wrong, "an element far below the greatest one was off"

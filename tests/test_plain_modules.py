@@ -20,8 +20,8 @@ from test_strategies import recipe
 from test_train_command import summary
 
 import research_dp.training.loop  # noqa: F401  (registers `train`)
-from research_dp.certification import symptoms
-from research_dp.certification.replicas import Apart
+from research_dp.certification import diagnose_static
+from research_dp.certification.replica_blocks import Apart
 from research_dp.config import gin_config
 from research_dp.conformance.suite import EXAMPLE, batches
 from research_dp.distributed.linen import linen_functions
@@ -140,7 +140,7 @@ def test_a_report_names_only_arrays_that_differ_along_its_axes():
     case = SimpleNamespace(
         evidence=SimpleNamespace(apart=apart), bench=SimpleNamespace(strategy=strategy)
     )
-    assert f"copies of gradient a {along}" in symptoms.apart(case)
+    assert f"copies of gradient a {along}" in diagnose_static.apart(case)
 
 
 @pytest.mark.slow

@@ -13,10 +13,10 @@ from research_dp.config import candidates, command_line, plans
 from research_dp.conformance import suite
 from research_dp.distributed.hardware import chips
 from research_dp.errors import UsageError
-from research_dp.planning import advice, available, measure, tables
-from research_dp.planning import row as row_lib
-from research_dp.planning.budget import Budget
-from research_dp.planning.row import Row, fastest_first
+from research_dp.planning import advice, measure, memory_budget, tables
+from research_dp.planning import estimate as row_lib
+from research_dp.planning.estimate import Row, fastest_first
+from research_dp.planning.limits import Budget
 
 DIGITS = "--gin_file=gin/runs/digits.gin"
 MLP = "--gin_file=gin/models/mlp.gin"
@@ -277,7 +277,7 @@ def device(platform, **stats):
 
 def test_what_is_available_is_what_jax_took_where_devices_are_there():
     def of(name, **options):
-        return available.available_bytes(Topology(name, chips()[name], **options))
+        return memory_budget.available_bytes(Topology(name, chips()[name], **options))
 
     nominal = int(chips()["h100"].memory_bytes * 0.92)
     assert of("h100", devices=(device("gpu"),)) == nominal

@@ -12,9 +12,9 @@ from research_dp.analysis.topologies import Topology
 from research_dp.config import command_line, plans
 from research_dp.distributed.hardware import chips
 from research_dp.errors import UsageError
-from research_dp.planning import page, scaling
-from research_dp.planning.row import Row
-from research_dp.planning.scaling import Curve, Held, Point
+from research_dp.planning import extrapolation, html_report
+from research_dp.planning.estimate import Row
+from research_dp.planning.extrapolation import Curve, Held, Point
 
 ELEMENTS = 1e9
 
@@ -74,7 +74,7 @@ def held(sizes):
 
 def test_formulas_give_what_is_compiled_where_the_model_of_costs_is_theirs():
     rows = [row(n) for n in (16, 64, 256)]
-    found = scaling.curve(rows, held([8, 16, 32, 64, 256, 4096]), GPUS)
+    found = extrapolation.curve(rows, held([8, 16, 32, 64, 256, 4096]), GPUS)
     assert [p.devices for p in found.points] == [8, 16, 32, 64, 256, 4096]
     assert [p.devices for p in found.points if p.compiled] == [16, 64, 256]
     assert len(found.checks) == 3
@@ -100,7 +100,7 @@ def test_sums_over_replicas_go_with_the_shard_and_indices_with_the_batch():
         near = row(32, sizes=where)
         near.collectives = [one]
         at = {n: Held({"data": 2, "fsdp": n // 2}, 1, 1) for n in (32, 64)}
-        assert scaling.extrapolate([near], 64, at, GPUS).wire_bytes == pytest.approx(expected)
+        assert extrapolation.extrapolate([near], 64, at, GPUS).wire_bytes == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("compiled_on", [8, 64])
@@ -109,7 +109,7 @@ def test_sums_of_pairs_are_exchanged_inside_a_host_first(compiled_on):
     halves = {"kind": "reduce-scatter", "axes": "fsdp", "dtype": "f32", "devices": 2}
     near = row(compiled_on)
     near.collectives = [{**halves, "wire_bytes": total * (1 - 1 / compiled_on)}]
-    sent, took = scaling._network(near, mesh(64), GPUS)
+    sent, took = extrapolation._network(near, mesh(64), GPUS)
     chip = GPUS.chip
     assert sent == pytest.approx(total * 63 / 64)
     assert took == pytest.approx(
@@ -119,31 +119,31 @@ def test_sums_of_pairs_are_exchanged_inside_a_host_first(compiled_on):
 
 def test_the_mesh_grows_along_the_axis_that_grew():
     rows = [row(n, sizes={"data": 2, "fsdp": n // 2}) for n in (16, 64)]
-    assert scaling.meshes(rows, [8, 9]) == {8: {"data": 2, "fsdp": 4}}
-    assert scaling.meshes(rows[:1], [8]) == {}, "either axis may take more"
-    assert scaling.meshes([row(16)], [8]) == {8: mesh(8)}
+    assert extrapolation.meshes(rows, [8, 9]) == {8: {"data": 2, "fsdp": 4}}
+    assert extrapolation.meshes(rows[:1], [8]) == {}, "either axis may take more"
+    assert extrapolation.meshes([row(16)], [8]) == {8: mesh(8)}
 
 
 def test_nothing_is_extrapolated_that_does_not_follow():
     at = held([16, 32, 64])
     at[32] = Held(mesh(32), at[32].state_bytes, 5)
-    found = scaling.curve([row(16), row(64)], at, GPUS)
+    found = extrapolation.curve([row(16), row(64)], at, GPUS)
     assert [p.devices for p in found.points] == [16, 64]
     assert "On 32 devices other parameters are split" in found.remark
     at[64] = Held(mesh(64), 1, 5)  # not what the built strategy holds
-    found = scaling.curve([row(16), row(64)], at, GPUS)
+    found = extrapolation.curve([row(16), row(64)], at, GPUS)
     assert not found.checks
     assert "does not follow" in found.remark
-    found = scaling.curve([row(1)], {}, GPUS)
+    found = extrapolation.curve([row(1)], {}, GPUS)
     assert "one device" in found.remark
 
 
 def test_a_strategy_that_does_not_compile_has_no_times():
     refused = Row("x", mesh=mesh(64), state_bytes=187500000, needed_bytes=int(90e9))
-    found = scaling.curve([refused], held([32, 64]), GPUS)
+    found = extrapolation.curve([refused], held([32, 64]), GPUS)
     assert [p.seconds for p in found.points] == [None, None]
     assert all(p.needed_bytes for p in found.points)
-    assert "<svg" in page.plot([found], None, "h100")
+    assert "<svg" in html_report.plot([found], None, "h100")
 
 
 @pytest.mark.parametrize(
@@ -158,28 +158,28 @@ def test_a_strategy_that_does_not_compile_has_no_times():
 )
 def test_neighbours_are_a_quarter_and_four_times_the_devices(name, chip, count, hosts, expected):
     devices = [Device(i * 8 // (count // hosts)) for i in range(count)]
-    assert scaling.neighbours(Topology(name, chips()[chip], tuple(devices))) == expected
+    assert extrapolation.neighbours(Topology(name, chips()[chip], tuple(devices))) == expected
 
 
 def test_the_page_says_what_was_compiled_and_escapes_what_users_wrote():
     rows = [row(n) for n in (16, 64)]
-    curves = [scaling.curve(rows, held([8, 16, 64]), GPUS)]
-    text = page.page(rows[1:], curves, GPUS, ["a < b & c"], "<run>")
+    curves = [extrapolation.curve(rows, held([8, 16, 64]), GPUS)]
+    text = html_report.page(rows[1:], curves, GPUS, ["a < b & c"], "<run>")
     assert "a &lt; b &amp; c" in text
     assert "&lt;run&gt;" in text
     assert len(re.findall("<td>compiled</td>", text)) == 2
     assert len(re.findall("<td>extrapolated</td>", text)) == 1
-    for name, told in page.FORMULAS:
+    for name, told in html_report.FORMULAS:
         assert f"<dt>{name}</dt><dd>{told}" in html.unescape(text)
     # Nothing is loaded from elsewhere.
     assert not re.findall(r'(?:src|href)="(?!#)', text)
-    one = page.page(rows[1:], [Curve("fsdp", curves[0].points)], GPUS, [], "run")
+    one = html_report.page(rows[1:], [Curve("fsdp", curves[0].points)], GPUS, [], "run")
     assert "the formulas are not checked" in one
 
 
 def test_filled_markers_are_compiled_points_and_equal_curves_share_a_line():
     points = (Point(8, True, 1, 5e9, 1e9, 0.1), Point(16, False, 1, 3e9, 1e9, 0.2))
-    figure = page.draw([Curve("a", points), Curve("b", points)], int(20e9), "h100")
+    figure = html_report.draw([Curve("a", points), Curve("b", points)], int(20e9), "h100")
     (memory, _), (legend,) = figure.axes, figure.legends
     assert [text.get_text() for text in legend.get_texts()] == ["a, b", "compiled", "extrapolated"]
     every, compiled = memory.lines[:2]

@@ -7,7 +7,7 @@ from test_strategies import recipe_of
 from research_dp.analysis.topologies import topology
 from research_dp.config import candidates
 from research_dp.planning import advice, batch
-from research_dp.planning.row import Row
+from research_dp.planning.estimate import Row
 from research_dp.strategies import TrainSpec
 from research_dp.types import TrainableModel
 

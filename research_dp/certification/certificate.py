@@ -7,8 +7,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from research_dp.certification import follow
-from research_dp.certification.differences import (
+from research_dp.certification import compare_steps
+from research_dp.certification.tolerances import (
     CHANGE_ULPS,
     COARSE_ULPS,
     FACTOR,
@@ -25,9 +25,9 @@ BOUND = (
     f"coarser dtype, {COARSE_ULPS} ULPs of it more for each element (norms: a 16th of "
     "that, losses: a 64th; a gradient's size: divided by the root of the number of its elements). "
     "The noise is measured: "
-    f"{follow.NOISY} oracles take each step with the examples of each micro-batch in another order "
+    f"{compare_steps.NOISY} oracles take each step with the examples of each micro-batch in another order "
     "and parameters moved by up to one float32 unit in the last place; "
-    f"{follow.MORE} more where a bound is passed."
+    f"{compare_steps.MORE} more where a bound is passed."
 )
 
 

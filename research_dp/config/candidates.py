@@ -13,7 +13,7 @@ from research_dp.config.gin_config import Config, Mistakes
 from research_dp.config.names import did_you_mean
 from research_dp.config.sources import Mistake
 from research_dp.errors import UsageError
-from research_dp.planning.row import Row
+from research_dp.planning.estimate import Row
 
 
 @dataclasses.dataclass(frozen=True)

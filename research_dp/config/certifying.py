@@ -9,7 +9,7 @@ import gin
 import jax.numpy as jnp
 
 from research_dp.argument_types import Floating
-from research_dp.certification.bench import Bench, check_one_process
+from research_dp.certification.harness import Bench, check_one_process
 from research_dp.config import gin_config, gin_state
 from research_dp.config.gin_config import Config
 from research_dp.config.sources import Binding

@@ -70,7 +70,7 @@ def register_all() -> None:
     import research_dp.data
     import research_dp.models
     import research_dp.planning.auto
-    import research_dp.planning.budget
+    import research_dp.planning.limits
     import research_dp.strategies
     import research_dp.training.loop  # noqa: F401
 

@@ -21,9 +21,9 @@ from research_dp.config.gin_config import Config
 from research_dp.config.show import put
 from research_dp.distributed.mesh import planning_for
 from research_dp.errors import UsageError, first_line, message_of
-from research_dp.planning import advice, batch, page, tables
+from research_dp.planning import advice, batch, html_report, tables
+from research_dp.planning.estimate import Row, compile_row, fastest_first, refused
 from research_dp.planning.measure import measure
-from research_dp.planning.row import Row, compile_row, fastest_first, refused
 from research_dp.strategies import Recipe, TrainSpec
 
 DONE, EXCEEDED = 0, 1
@@ -47,7 +47,7 @@ def plan(options: Options, wanted: PlanOptions) -> int:
     )
     check_writable("--json", json_file)
     if html_file:
-        page.check_matplotlib()
+        html_report.check_matplotlib()
     check_writable("--html", html_file)
     chosen = candidates.of(wanted.strategies)
     strict = candidates.check(options, chosen)
@@ -73,7 +73,7 @@ def plan(options: Options, wanted: PlanOptions) -> int:
         _write("--json", json_file, json.dumps(made, indent=2, allow_nan=False) + "\n")
     if html_file:
         curves = sizes.curves(chosen, rows, where, run.under, _tell)
-        _write("--html", html_file, page.page(rows, curves, where, words, _run(options)))
+        _write("--html", html_file, html_report.page(rows, curves, where, words, _run(options)))
     for over in run.exceeded:
         print(f"error: {over}", file=sys.stderr)
     return EXCEEDED if run.exceeded else DONE

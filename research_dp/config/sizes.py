@@ -11,9 +11,9 @@ from research_dp.analysis.topologies import Topology
 from research_dp.config.candidates import Candidate
 from research_dp.config.gin_config import Config
 from research_dp.errors import UsageError
-from research_dp.planning import scaling
-from research_dp.planning.row import Row, compile_row
-from research_dp.planning.scaling import SIZES, Curve, Held
+from research_dp.planning import extrapolation
+from research_dp.planning.estimate import Row, compile_row
+from research_dp.planning.extrapolation import SIZES, Curve, Held
 from research_dp.strategies import Recipe, TrainSpec
 
 # A strategy that takes longer is compiled for the asked devices alone.
@@ -47,7 +47,7 @@ def curves(
         if row.mesh is None:
             continue
         sizes = [row]
-        if scaling.devices(row) == len(where.devices) and (row.compile_seconds or 0) <= _LONG:
+        if extrapolation.devices(row) == len(where.devices) and (row.compile_seconds or 0) <= _LONG:
             for other in others:
                 tell(f"[page] {row.strategy} on {other.name}")
                 sizes.append(under(candidate, _at(row, other), other))
@@ -58,7 +58,7 @@ def curves(
 def _others(where: Topology, tell: Callable[[str], None]) -> list[Topology]:
     """The other sizes that there is a compiler for: of CPUs no more than are present."""
     found = []
-    for name in scaling.neighbours(where):
+    for name in extrapolation.neighbours(where):
         try:
             found.append(topologies.topology(name))
         except UsageError as error:
@@ -70,7 +70,7 @@ def _at(row: Row, other: Topology) -> Callable[[Recipe, TrainSpec, Config], Row]
     """Compiles a row's run on other devices, as many examples on each."""
 
     def look(recipe: Recipe, spec: TrainSpec, config: Config) -> Row:
-        size = (row.batch_size or 0) * len(other.devices) // scaling.devices(row)
+        size = (row.batch_size or 0) * len(other.devices) // extrapolation.devices(row)
         return compile_row(
             row.strategy, recipe, dataclasses.replace(spec, batch_size=size), other
         ).row
@@ -81,11 +81,11 @@ def _at(row: Row, other: Topology) -> Callable[[Recipe, TrainSpec, Config], Row]
 def _curve(candidate: Candidate, rows: Sequence[Row], where: Topology, under: Under) -> Curve:
     rows = [row for row in rows if row.mesh]
     at: dict[int, Held] = {}
-    sizes = sorted({*SIZES, *map(scaling.devices, rows)})
-    widest = max(rows, key=scaling.devices)
+    sizes = sorted({*SIZES, *map(extrapolation.devices, rows)})
+    widest = max(rows, key=extrapolation.devices)
 
     def look(recipe: Recipe, spec: TrainSpec, config: Config) -> None:
-        at.update(scaling.held(recipe, spec, widest, scaling.meshes(rows, sizes)))
+        at.update(extrapolation.held(recipe, spec, widest, extrapolation.meshes(rows, sizes)))
 
     under(candidate, look, where)
-    return scaling.curve(rows, at, where)
+    return extrapolation.curve(rows, at, where)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from research_dp.analysis.topologies import Topology
-from research_dp.planning.row import Row, fastest_first
+from research_dp.planning.estimate import Row, fastest_first
 from research_dp.planning.tables import scale
 
 _MUCH = 0.02  # a smaller part of a step is not worth a sentence

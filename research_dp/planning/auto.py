@@ -14,7 +14,7 @@ from research_dp.argument_checks import checked
 from research_dp.distributed.multihost import of_the_first
 from research_dp.errors import UsageError
 from research_dp.planning import advice
-from research_dp.planning.row import Row, compile_row, fastest_first, refused
+from research_dp.planning.estimate import Row, compile_row, fastest_first, refused
 from research_dp.strategies import Recipe, TrainSpec
 
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 
 from research_dp.distributed.mesh import batch_devices
-from research_dp.planning.row import Row
+from research_dp.planning.estimate import Row
 from research_dp.strategies import Recipe, TrainSpec
 
 _TRIES = 4

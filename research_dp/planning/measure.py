@@ -8,7 +8,7 @@ import time
 import jax
 import numpy as np
 
-from research_dp.planning.row import Compiled
+from research_dp.planning.estimate import Compiled
 from research_dp.strategies.rng import init_key
 
 _STEPS = 5

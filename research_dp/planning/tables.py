@@ -11,8 +11,8 @@ from rich.table import Table
 from research_dp.analysis.topologies import Topology
 from research_dp.console import table
 from research_dp.distributed.mesh import sizes_text
-from research_dp.planning import available
-from research_dp.planning.row import Row
+from research_dp.planning import memory_budget
+from research_dp.planning.estimate import Row
 
 
 def tables(rows: Sequence[Row], where: Topology) -> list[Any]:
@@ -24,7 +24,7 @@ def memory(rows: Sequence[Row], where: Topology) -> Table:
     """What each strategy keeps on a device."""
     unit, name = scale(row.needed_bytes or row.state_bytes for row in rows)
     shown = table(
-        f"Memory of a device in {name}; it has to fit in: {available.told(where)}",
+        f"Memory of a device in {name}; it has to fit in: {memory_budget.told(where)}",
         "strategy", "mesh", "parameters:", "optimizer:", "batch:", "temporary:", "needed:",
         "of:", "fits",
     )  # fmt: skip
@@ -113,7 +113,7 @@ def as_json(
     return {
         "topology": {"name": where.name, "devices": len(where.devices), "hosts": where.hosts},
         "device": {name: chip[name] for name in _RATES},
-        "available_bytes": available.available_bytes(where),
+        "available_bytes": memory_budget.available_bytes(where),
         "strategies": {row.strategy: row.as_json() for row in rows},
         "variants": {row.strategy: row.as_json() for row in others},
         "advice": list(words),

@@ -21,7 +21,7 @@ from research_dp.distributed.hardware import Chip
 from research_dp.distributed.mesh import DATA_AXIS, FSDP_AXIS
 from research_dp.distributed.placement import nbytes
 from research_dp.errors import UsageError
-from research_dp.planning.row import Row
+from research_dp.planning.estimate import Row
 from research_dp.strategies import Recipe, TrainSpec
 from research_dp.strategies.jaxpr_collectives import Collective
 from research_dp.strategies.state import lay_out_state

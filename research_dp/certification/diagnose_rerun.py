@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from research_dp.certification.bench import gradients_of, step
-from research_dp.certification.case import Case, rows_of
-from research_dp.certification.differences import gap
+from research_dp.certification.failed_step import Case, rows_of
+from research_dp.certification.harness import gradients_of, step
+from research_dp.certification.tolerances import gap
 from research_dp.distributed.mesh import batch_devices
 from research_dp.distributed.sharding import by_path
 

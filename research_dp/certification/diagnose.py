@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from research_dp.certification import counterfactuals, multiples, symptoms
-from research_dp.certification.case import Case
+from research_dp.certification import diagnose_rerun, diagnose_scale, diagnose_static
+from research_dp.certification.failed_step import Case
 
 
 def cause(cases: Sequence[Case]) -> str | None:
@@ -21,19 +21,19 @@ def cause(cases: Sequence[Case]) -> str | None:
 
 # Those that do not run the strategy again come first: it may keep something from run to run.
 _AT_ONCE: tuple[Callable[[Case], str | None], ...] = (
-    symptoms.cast,
-    symptoms.not_updated,
-    symptoms.stale_gather,
-    counterfactuals.one_step_behind,
+    diagnose_static.cast,
+    diagnose_static.not_updated,
+    diagnose_static.stale_gather,
+    diagnose_rerun.one_step_behind,
 )
 _BY_RUNS: tuple[Callable[[Case], str | None], ...] = (
-    counterfactuals.without_clipping,
-    symptoms.apart,
-    multiples.multiple,
-    multiples.update,
-    counterfactuals.unseen,
-    counterfactuals.with_equal_masks,
-    counterfactuals.without_keys,
-    counterfactuals.with_the_same_examples,
-    symptoms.rounded,
+    diagnose_rerun.without_clipping,
+    diagnose_static.apart,
+    diagnose_scale.multiple,
+    diagnose_scale.update,
+    diagnose_rerun.unseen,
+    diagnose_rerun.with_equal_masks,
+    diagnose_rerun.without_keys,
+    diagnose_rerun.with_the_same_examples,
+    diagnose_static.rounded,
 )

@@ -10,8 +10,8 @@ import math
 import jax
 import numpy as np
 
-from research_dp.certification.bench import gradients_of
-from research_dp.certification.case import ALIKE, SHOWN, Case, leaves_of, ratio_of
+from research_dp.certification.failed_step import ALIKE, SHOWN, Case, leaves_of, ratio_of
+from research_dp.certification.harness import gradients_of
 from research_dp.deterministic.param_only_ops import operations
 from research_dp.distributed.mesh import batch_devices
 from research_dp.distributed.sharding import by_path

@@ -19,7 +19,7 @@ from research_dp.analysis.program_cost import ProgramCost, read
 from research_dp.analysis.topologies import Topology
 from research_dp.distributed.placement import nbytes
 from research_dp.errors import UsageError, message_of
-from research_dp.planning.available import available_bytes
+from research_dp.planning.memory_budget import available_bytes
 from research_dp.strategies import Recipe, Strategy, TrainSpec
 
 

@@ -10,8 +10,8 @@ import statistics
 import jax.numpy as jnp
 import numpy as np
 
-from research_dp.certification import costs, replicas
-from research_dp.certification.case import ALIKE, Case, places_of
+from research_dp.certification import costs, replica_blocks
+from research_dp.certification.failed_step import ALIKE, Case, places_of
 from research_dp.distributed.replica_difference import difference_text
 from research_dp.distributed.sharding import by_path
 
@@ -46,7 +46,7 @@ def not_updated(case: Case) -> str | None:
     found, before, expected = map(by_path, trees)
     old: dict[tuple[int, ...], bool] = {}
     for leaf, x in found.items():
-        for place, (index, block) in replicas.blocks(x, mesh).items():
+        for place, (index, block) in replica_blocks.blocks(x, mesh).items():
             was, is_to_be = before[leaf][index], expected[leaf][index]
             if np.array_equal(was, is_to_be) or np.ndim(was) == 0:
                 continue
@@ -66,7 +66,7 @@ def stale_gather(case: Case) -> str | None:
     before, expected = by_path(seen.before.params), by_path(seen.expected.state.params)
     for leaf, x in by_path(seen.found.on_devices.params).items():
         changed = before[leaf] != expected[leaf]
-        for place, (index, block) in replicas.blocks(x, mesh).items():
+        for place, (index, block) in replica_blocks.blocks(x, mesh).items():
             old = (block == before[leaf][index]) & changed[index]
             if 0 < old.sum() < changed[index].sum() and old.mean() > ALIKE:
                 return (

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from research_dp.certification import causes, costs, durability, follow
-from research_dp.certification.bench import Batch, Bench, on_host, step
-from research_dp.certification.case import Case, leaves_of
+from research_dp.certification import checkpoint_roundtrip, compare_steps, costs, diagnose
 from research_dp.certification.certificate import Certificate, Check, StepRecord
-from research_dp.certification.differences import CAP, Difference, Envelope, Hidden, same_bits
-from research_dp.certification.follow import Evidence
+from research_dp.certification.compare_steps import Evidence
+from research_dp.certification.failed_step import Case, leaves_of
+from research_dp.certification.harness import Batch, Bench, on_host, step
+from research_dp.certification.tolerances import CAP, Difference, Envelope, Hidden, same_bits
 from research_dp.distributed.mesh import sizes_text
 from research_dp.strategies import TrainState
 from research_dp.strategies.random_draws import split_draws
@@ -83,7 +83,7 @@ def _batches(bench: Bench, data: DataSet, count: int) -> list[Batch]:
 
 
 def _initial(bench: Bench) -> Check:
-    lost = same_bits(*follow.initial_state(bench))
+    lost = same_bits(*compare_steps.initial_state(bench))
     return Check(
         "initial state", lost is None, "the same bits" if lost is None else f"{lost} has other bits"
     )
@@ -99,12 +99,12 @@ def _follow(
 ) -> None:
     """Takes all steps, or those to the first difference; then what only a right one is asked."""
     envelope = Envelope(bench.precision)
-    truth, wandering = follow.begin(bench)
+    truth, wandering = compare_steps.begin(bench)
     earlier, mid, seen = truth, None, None
     for number in range(steps):
         if number == max(steps - AFTER, 0):
             mid = on_host(wandering.state)
-        seen = follow.look(bench, number, truth, batches[number], envelope)
+        seen = compare_steps.look(bench, number, truth, batches[number], envelope)
         row = wandering.step(number, batches[number], truth, seen.expected)
         done.steps.append(_record(seen, row))
         if not seen.is_right or any(d.is_wrong for d in row):
@@ -192,10 +192,10 @@ def _ends(
     source = data.evaluate(EvalOrder(batch_size=size, rows=np.arange(size)))
     examples = dict(next(iter(source)))
     examples["mask"] = examples["mask"] * (np.arange(size) < 1 + size // 2)  # padding, always
-    for d in follow.evaluated(bench, state, examples, envelope):
+    for d in compare_steps.evaluated(bench, state, examples, envelope):
         told = f"{d.excess:.2g} times its bound: {d.gap.ulps:.3g} ULPs"
         done.checks.append(Check(d.what, not d.is_wrong, told))
-    for survived in durability.survivals(bench, mid, left):
+    for survived in checkpoint_roundtrip.survivals(bench, mid, left):
         told = f"{survived.lost} has other bits" if survived.lost else "the same bits"
         done.checks.append(Check(survived.what, not survived.lost, told))
 
@@ -233,7 +233,7 @@ def _cause(
     next_state = seen.expected.state
     number = seen.number + AFTER - 1
     state = step(bench.oracle, next_state, batches[number - 1]).state
-    later = follow.look(bench, number, state, batches[number], Envelope(bench.precision))
+    later = compare_steps.look(bench, number, state, batches[number], Envelope(bench.precision))
     if later.is_right:
-        return causes.cause([first])
-    return causes.cause([dataclasses.replace(first, evidence=later, earlier=next_state), first])
+        return diagnose.cause([first])
+    return diagnose.cause([dataclasses.replace(first, evidence=later, earlier=next_state), first])

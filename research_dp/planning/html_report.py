@@ -13,8 +13,8 @@ from rich.console import Console
 from research_dp.analysis.topologies import Topology
 from research_dp.errors import UsageError
 from research_dp.planning import tables
-from research_dp.planning.row import Row
-from research_dp.planning.scaling import Curve, Point
+from research_dp.planning.estimate import Row
+from research_dp.planning.extrapolation import Curve, Point
 
 # How each figure is had, beside the plots.
 FORMULAS = (

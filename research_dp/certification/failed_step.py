@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from research_dp.certification.bench import Batch, Bench
-from research_dp.certification.differences import COARSE_ULPS, EPS, SIZE, Envelope, wide
-from research_dp.certification.follow import Evidence, look
+from research_dp.certification.compare_steps import Evidence, look
+from research_dp.certification.harness import Batch, Bench
+from research_dp.certification.tolerances import COARSE_ULPS, EPS, SIZE, Envelope, wide
 from research_dp.distributed.mesh import batch_devices
 from research_dp.errors import some_of
 from research_dp.strategies import TrainState

@@ -8,8 +8,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from research_dp.certification import replicas
-from research_dp.certification.bench import (
+from research_dp.certification import replica_blocks
+from research_dp.certification.harness import (
     Batch,
     Bench,
     Done,
@@ -22,7 +22,7 @@ from research_dp.certification.bench import (
     rounded,
     step,
 )
-from research_dp.certification.differences import (
+from research_dp.certification.tolerances import (
     COARSE_ULPS,
     EPS,
     FACTOR,
@@ -65,7 +65,7 @@ class Evidence:
     expected: Done
     found: Done
     differences: list[Difference]
-    apart: list[replicas.Apart]
+    apart: list[replica_blocks.Apart]
 
     @property
     def wrong(self) -> list[Difference]:
@@ -112,7 +112,7 @@ def look(
     apart = [
         one
         for what, tree in parts_of(found.on_devices).items()
-        for one in replicas.differing(what, tree, bench.strategy.mesh)
+        for one in replica_blocks.differing(what, tree, bench.strategy.mesh)
     ]
     return Evidence(number, batch, state, expected, found, differences, apart)
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from research_dp.certification.bench import Batch, Bench, on_host, put, step
-from research_dp.certification.differences import same_bits
+from research_dp.certification.harness import Batch, Bench, on_host, put, step
+from research_dp.certification.tolerances import same_bits
 from research_dp.distributed.mesh import build_mesh, sizes_text
 from research_dp.strategies import Strategy, TrainState
 from research_dp.training.checkpoint import Checkpoints

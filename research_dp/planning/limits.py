@@ -9,7 +9,7 @@ import gin
 
 from research_dp.argument_checks import checked
 from research_dp.argument_types import Count, Positive
-from research_dp.planning.row import Row
+from research_dp.planning.estimate import Row
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from research_dp.certification.differences import EPS
+from research_dp.certification.tolerances import EPS
 from research_dp.distributed.collectives import cast_dtype
 from research_dp.distributed.optimizer import apply_optimizer, with_master_weights
 from research_dp.distributed.sharding import Placement
