@@ -73,14 +73,14 @@ from research_dp.strategies import (
 from research_dp.types import LossOutput, TrainableModel
 
 if TYPE_CHECKING:
+    from research_dp.commands.run import run
     from research_dp.compat.artifex import DataParallel, place_nnx_state_on_shards, spmd_train_step
     from research_dp.compat.nnx import shard_nnx_module_params
-    from research_dp.config.runner import run
     from research_dp.distributed.nnx import nnx_functions
 
 # Imported when they are used: Flax NNX takes long to import, and so does what a run needs.
 _LATE = {
-    "run": "research_dp.config.runner",
+    "run": "research_dp.commands.run",
     "DataParallel": "research_dp.compat.artifex",
     "nnx_functions": "research_dp.distributed.nnx",
     "place_nnx_state_on_shards": "research_dp.compat.artifex",

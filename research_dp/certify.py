@@ -15,27 +15,27 @@ from pathlib import Path
 
 def main(argv: list[str]) -> int:
     """Runs the command; returns its exit status: 0 certified, 1 not, 2 a mistake."""
-    from research_dp.config import command_line, ending, environment, processes, show
+    from research_dp.commands import dry_run, exit_status, flags, processes, runtime
 
-    def body(session: ending.Session) -> int:
-        options = command_line.parse_certify(argv, __doc__ or "")
+    def body(session: exit_status.Session) -> int:
+        options = flags.parse_certify(argv, __doc__ or "")
         config = session.load(options)
-        command_line.check_writable("--json", options.json_file)
-        environment.quieten_tensorflow()
+        flags.check_writable("--json", options.json_file)
+        runtime.quieten_tensorflow()
         processes.set_up_processes(options.processes)
-        environment.set_up_devices(options.cpu_devices)
-        environment.set_up_compilation_cache()
+        runtime.set_up_devices(options.cpu_devices)
+        runtime.set_up_compilation_cache()
         from research_dp.certification import certify, report
-        from research_dp.config import certifying
+        from research_dp.commands import certify as certifying
 
         bench, data, dtypes = certifying.bench_of(config, options.against)
         done = certify.certify(bench, data, steps=options.steps, dtypes=dtypes)
         if options.json_file:
             Path(options.json_file).write_text(json.dumps(done.as_json(), indent=1))
-        show.put(*report.parts(done))
+        dry_run.put(*report.parts(done))
         return 0 if done.certified else 1
 
-    return ending.told(body)
+    return exit_status.told(body)
 
 
 if __name__ == "__main__":

@@ -18,11 +18,11 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("workdir", type=Path, help="folder of a run")
     parser.add_argument("--verify", action="store_true", help="read all arrays")
-    from research_dp.config import ending, show
+    from research_dp.commands import dry_run, exit_status
     from research_dp.console import table
     from research_dp.errors import UsageError
 
-    def body(session: ending.Session) -> int:
+    def body(session: exit_status.Session) -> int:
         options = parser.parse_args(argv)
         import jax
 
@@ -38,10 +38,10 @@ def main(argv: list[str]) -> int:
         for row in rows:
             made = (row.saved, f"{row.size:,}", *row.made)
             shown.add_row(str(row.step), row.examples, *made, row.told)
-        show.put(shown)
+        dry_run.put(shown)
         return 1 if any(row.damaged for row in rows) else 0
 
-    return ending.told(body)
+    return exit_status.told(body)
 
 
 if __name__ == "__main__":

@@ -13,16 +13,16 @@ def main(argv: list[str]) -> int:
     """Runs the command; returns its exit status: 1 if something is above the budget."""
     import jax
 
-    from research_dp.config import command_line, ending, environment, plans
+    from research_dp.commands import exit_status, flags, plan, runtime
 
-    def body(session: ending.Session) -> int:
-        options, wanted = command_line.parse_plan(argv, __doc__ or "")
-        environment.quieten_tensorflow()
+    def body(session: exit_status.Session) -> int:
+        options, wanted = flags.parse_plan(argv, __doc__ or "")
+        runtime.quieten_tensorflow()
         # A program from a cache has no compile time, and not every kind of device can have one.
         jax.config.update("jax_enable_compilation_cache", False)
-        return plans.plan(options, wanted)
+        return plan.plan(options, wanted)
 
-    return ending.told(body)
+    return exit_status.told(body)
 
 
 if __name__ == "__main__":

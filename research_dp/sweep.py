@@ -7,22 +7,22 @@ import sys
 
 def main(argv: list[str]) -> int:
     """Runs the command; returns its exit status."""
-    from research_dp.config import command_line, ending, environment, printing, sweeps
+    from research_dp.commands import exit_status, flags, runtime, streams, sweep
     from research_dp.training import preemption
 
-    def body(session: ending.Session) -> int:
-        options, varied = command_line.parse_sweep(argv, __doc__ or "")
+    def body(session: exit_status.Session) -> int:
+        options, varied = flags.parse_sweep(argv, __doc__ or "")
         dimensions = [
-            sweeps.binding_choices(name, text) if name else sweeps.file_choices(number, text)
+            sweep.binding_choices(name, text) if name else sweep.file_choices(number, text)
             for number, (name, text) in enumerate(varied)
         ]
-        environment.quieten_tensorflow()
+        runtime.quieten_tensorflow()
         if options.dry_run:
-            return sweeps.sweep(options, dimensions)
-        with printing.dispensable(), preemption.before_steps():
-            return sweeps.sweep(options, dimensions)
+            return sweep.sweep(options, dimensions)
+        with streams.dispensable(), preemption.before_steps():
+            return sweep.sweep(options, dimensions)
 
-    return ending.told(body)
+    return exit_status.told(body)
 
 
 if __name__ == "__main__":

@@ -5,45 +5,45 @@ from __future__ import annotations
 import faulthandler
 import sys
 
-from research_dp.config import printing
+from research_dp.commands import streams
 
 
 def main(argv: list[str]) -> int:
     """Runs the command; returns its exit status."""
-    from research_dp.config import command_line, ending, environment, processes, show
+    from research_dp.commands import dry_run, exit_status, flags, processes, runtime
     from research_dp.training import preemption
 
-    def body(session: ending.Session) -> int:
-        options = command_line.parse(argv, __doc__ or "")
+    def body(session: exit_status.Session) -> int:
+        options = flags.parse(argv, __doc__ or "")
         if options.list is not None:
-            return show.print_list(options.list, options.imports, as_json=options.json)
+            return dry_run.print_list(options.list, options.imports, as_json=options.json)
         if options.dry_run:
             return trained(session, options)
-        with printing.dispensable(), preemption.before_steps():
+        with streams.dispensable(), preemption.before_steps():
             return trained(session, options)
 
-    def trained(session: ending.Session, options: command_line.Options) -> int:
+    def trained(session: exit_status.Session, options: flags.Options) -> int:
         config = session.load(options)
-        environment.quieten_tensorflow()
+        runtime.quieten_tensorflow()
         processes.set_up_processes(options.processes)
-        environment.set_up_devices(options.cpu_devices)
-        cache = environment.set_up_compilation_cache()
+        runtime.set_up_devices(options.cpu_devices)
+        cache = runtime.set_up_compilation_cache()
         from research_dp.training.loop import train
 
-        look = show.look(config) if options.dry_run else None
+        look = dry_run.look(config) if options.dry_run else None
         if look is None:
             print(cache, flush=True)
         return train(
             workdir=options.workdir,
             look=look,
-            started=environment.started(),
+            started=runtime.started(),
             bound_at=config.origin,
         )
 
-    return ending.told(body)
+    return exit_status.told(body)
 
 
 if __name__ == "__main__":
-    printing.repair()  # the fault handler needs a standard error
+    streams.repair()  # the fault handler needs a standard error
     faulthandler.enable()  # Python's stacks, too, where a library aborts
     sys.exit(main(sys.argv[1:]))

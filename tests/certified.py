@@ -9,7 +9,7 @@ import optax
 
 from research_dp.certification.certify import certify
 from research_dp.certification.harness import Bench
-from research_dp.config import gin_config, gin_state
+from research_dp.config import gin_internals, load
 from research_dp.models import mlp
 from research_dp.strategies import TrainSpec
 from research_dp.types import DataSet
@@ -48,8 +48,8 @@ def noise():
 
 
 def recipe_of(stem, *bindings):
-    gin_config.load([f"strategies/{stem}.gin"], ["largest_dim.min_weight_size = 64", *bindings])
-    return gin_state.value_of("train.strategy")
+    load.load([f"strategies/{stem}.gin"], ["largest_dim.min_weight_size = 64", *bindings])
+    return gin_internals.value_of("train.strategy")
 
 
 def perceptron(dropout_rate=0.3):

@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from research_dp.config import gin_config
+from research_dp.config import load
 
 pytest_plugins = ["no_skips"]
 ROOT = Path(__file__).resolve().parents[1]
@@ -48,9 +48,9 @@ def run_bare(code):
 @pytest.fixture(autouse=True)
 def clean_gin(monkeypatch):
     monkeypatch.chdir(ROOT)
-    gin_config.reset()
+    load.reset()
     yield
-    gin_config.reset()
+    load.reset()
 
 
 @pytest.fixture(scope="module", params=["auto", "explicit"])

@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 
-from research_dp.config import gin_config, gin_state
+from research_dp.config import gin_internals, load
 from research_dp.distributed.placement import fingerprint
 from research_dp.models import transformer
 from research_dp.strategies import TrainSpec
@@ -34,11 +34,11 @@ def batch(seed, rows=BATCH, segments=True):
 
 
 def build(stem, model, *bindings, accumulation=1, rows=BATCH, more=None):
-    gin_config.reset()
+    load.reset()
     small = "largest_dim.min_weight_size = 128"
     files = [f"gin/strategies/{stem}.gin", more]
-    gin_config.load([file for file in files if file], [small, *bindings])
-    strategy = gin_state.value_of("train.strategy")
+    load.load([file for file in files if file], [small, *bindings])
+    strategy = gin_internals.value_of("train.strategy")
     return strategy.build(spec_of(model, accumulation, rows))
 
 

@@ -11,8 +11,8 @@ from conftest import ROOT
 from jax._src import xla_bridge
 from jax._src.lib import _jax
 
-from research_dp.config import processes
-from research_dp.config.processes import Processes
+from research_dp.commands import processes
+from research_dp.commands.processes import Processes
 from research_dp.errors import UsageError
 
 PROGRAM = """

@@ -6,7 +6,7 @@ import json
 import pytest
 from conftest import ROOT
 
-from research_dp.config import gin_config, gin_state
+from research_dp.config import gin_internals, load
 from research_dp.conformance import suite
 from research_dp.errors import UsageError
 from research_dp.planning import auto as auto_lib
@@ -18,17 +18,17 @@ NAMES = ["ddp", "zero1", "fsdp_keep", "fsdp"]
 
 
 def recipe(*bindings):
-    gin_config.load([AUTO], ["largest_dim.min_weight_size = 64", *bindings])
-    return gin_state.value_of("train.strategy")
+    load.load([AUTO], ["largest_dim.min_weight_size = 64", *bindings])
+    return gin_internals.value_of("train.strategy")
 
 
 def test_candidates_are_the_shipped_strategies():
     chosen = recipe().choose.args[0]
     assert [candidate.name for candidate in chosen] == NAMES
     for candidate in chosen:
-        gin_config.reset()
-        gin_config.load([f"gin/strategies/{candidate.name}.gin"])
-        shipped = gin_state.value_of("train.strategy")
+        load.reset()
+        load.load([f"gin/strategies/{candidate.name}.gin"])
+        shipped = gin_internals.value_of("train.strategy")
         for field in dataclasses.fields(shipped):
             ours, theirs = (getattr(r, field.name) for r in (candidate, shipped))
             named = [getattr(value, "__qualname__", value) for value in (ours, theirs)]
@@ -77,7 +77,7 @@ def test_all_processes_take_what_the_first_takes(monkeypatch):
 def test_who_looks_at_a_run_sees_the_one_that_is_taken(monkeypatch):
     planned(monkeypatch, {"ddp": (200, 1), "zero1": (9, 1), "fsdp_keep": (9, 2), "fsdp": (9, 3)})
     files = ["gin/runs/digits.gin", "gin/models/mlp.gin", AUTO]
-    gin_config.load(files, ["largest_dim.min_weight_size = 64"])
+    load.load(files, ["largest_dim.min_weight_size = 64"])
     seen = []
     loop.train(look=lambda recipe, spec: seen.append(recipe))
     (taken,) = seen

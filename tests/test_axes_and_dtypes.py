@@ -13,7 +13,7 @@ from test_strategies import recipe
 
 import research_dp as rdp
 import research_dp.training.loop
-from research_dp.config import gin_config
+from research_dp.config import load
 from research_dp.conformance.suite import EXAMPLE, batches
 from research_dp.distributed.buckets import gather_tree_with_mean_grads
 from research_dp.distributed.collectives import PLAIN, GatherOptions
@@ -191,7 +191,7 @@ def complex_weights(stem, *bindings):
         x = x.reshape(x.shape[0], -1)
         return jnp.real(x @ (params["w"] * (1 - 0.5j))), model_state
 
-    gin_config.reset()
+    load.reset()
     model = with_own_loss(init, apply)
     spec = rdp.TrainSpec(model=model, optimizer=optax.sgd(0.1), example=EXAMPLE, batch_size=16)
     strategy = recipe(stem, *bindings).build(spec)

@@ -5,8 +5,8 @@ import pytest
 
 from research_dp.certification import tolerances
 from research_dp.certification.tolerances import SIZE, Envelope
-from research_dp.config import certifying
-from research_dp.config.sources import Binding
+from research_dp.commands import certify
+from research_dp.config.parser import Binding
 
 EPS = float(np.finfo(np.float32).eps)
 BF16 = 2.0**-7
@@ -70,7 +70,7 @@ def test_gradients_that_are_noise_are_not_judged():
 
 def test_the_dtype_of_an_optimizers_state_is_none_of_gradients():
     def precision(*names):
-        return certifying.precision_of(
+        return certify.precision_of(
             Binding("", *name.rpartition(".")[::2], "bfloat16", "here") for name in names
         )
 

@@ -17,7 +17,7 @@ from conftest import stems
 from jax.experimental import multihost_utils
 from test_strategies import build, one_matrix, run_steps, small_model
 
-from research_dp.config import gin_config
+from research_dp.config import load
 from research_dp.distributed.placement import fingerprint
 from research_dp.errors import RunFailure, UsageError
 from research_dp.models import mlp
@@ -62,7 +62,7 @@ def test_state_is_the_same_bits_under_another_strategy(first, second, tmp_path):
     state = run_steps(build(first, small_model("linen")), 2)
     saved = jax.device_get(state)
     save(tmp_path, state, 2)
-    gin_config.reset()
+    load.reset()
     other = build(second, small_model("nnx"))
     restored, progress = restore(tmp_path, other)
     assert progress == PROGRESS
@@ -80,7 +80,7 @@ def test_nothing_to_restore(tmp_path):
 @pytest.fixture(scope="module")
 def trained():
     """A strategy, and its state after a step."""
-    gin_config.reset()
+    load.reset()
     strategy = build("fsdp", mlp(widths=(256, 64), num_classes=10))
     return strategy, run_steps(strategy, 1)
 
@@ -284,7 +284,7 @@ def test_a_failure_in_the_background_is_raised_at_the_next_look(trained, tmp_pat
 
 @functools.cache
 def built(stem, api):
-    gin_config.reset()
+    load.reset()
     return build(stem, small_model(api))
 
 

@@ -9,7 +9,7 @@ import yaml
 from conftest import ROOT
 from test_processes import RUN, summary
 
-from research_dp.config import command_line
+from research_dp.commands import flags as command_line
 from research_dp.training.flight_recorder import Recorder
 
 CLUSTER = ROOT / "experiments" / "cluster"

@@ -10,7 +10,7 @@ import gin
 import numpy as np
 import pytest
 
-from research_dp.config import gin_config
+from research_dp.config import load as gin_config
 from research_dp.data import builders, shuffle
 from research_dp.data.array_record import Examples
 from research_dp.data.preprocess import Preprocess

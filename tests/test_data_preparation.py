@@ -16,7 +16,7 @@ import tensorflow_datasets as tfds
 from conftest import ROOT
 from tensorflow_datasets.testing import mocking
 
-from research_dp.config import gin_config
+from research_dp.config import load as gin_config
 from research_dp.data import builders
 from research_dp.data.digits import Digits
 from research_dp.data.pystdlib_text import is_held_out

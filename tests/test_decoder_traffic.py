@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from decoder import LOOK_AHEAD, build, model, oracle, run, spec_of, traffic
 
-from research_dp.config import gin_state
+from research_dp.config import gin_internals
 from research_dp.strategies.slots import gather_shards
 from research_dp.strategies.step import Step
 
@@ -106,7 +106,7 @@ def test_a_gather_of_ones_own_that_knows_no_rows_gathers_tables():
 
     strategy = build("fsdp", model(depth=1), rows=8)
     assert any(c.kind == "all-to-all" for c in traffic(strategy))
-    recipe = gin_state.value_of("train.strategy")
+    recipe = gin_internals.value_of("train.strategy")
     changed = dataclasses.replace(recipe, gather=doubled)
     found = traffic(changed.build(spec_of(model(depth=1), rows=8)))
     assert not any(c.kind == "all-to-all" for c in found)

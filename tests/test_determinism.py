@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from steps import mesh_of, on
 
-from research_dp.config import gin_config, gin_state
+from research_dp.config import gin_internals, load
 from research_dp.deterministic import sum as tree
 from research_dp.distributed.mesh import planning_for
 from research_dp.distributed.placement import fingerprint
@@ -67,7 +67,7 @@ def recipe(stem, data, fsdp, *, exact=True, bindings=()):
     """A shipped strategy with the shipped option, on the first devices."""
     import research_dp.training.loop  # noqa: F401  (registers `train`)
 
-    gin_config.reset()
+    load.reset()
     files = [f"strategies/{stem}.gin", *(["options/deterministic.gin"] if exact else [])]
     for file in files:
         gin.parse_config_file(str(ROOT / "gin" / file))
@@ -75,7 +75,7 @@ def recipe(stem, data, fsdp, *, exact=True, bindings=()):
     shards = [f"tree_reduction.logical_shards = {SHARDS}"] if exact else []
     gin.parse_config([*sizes, *shards, "largest_dim.min_weight_size = 20", *bindings])
     with planning_for(jax.devices()[: data * fsdp]):
-        return gin_state.value_of("train.strategy")
+        return gin_internals.value_of("train.strategy")
 
 
 def build(stem, data, fsdp, model, *, accumulation=1, example=EXAMPLE, more=None, **options):

@@ -8,7 +8,8 @@ import gin
 import jax
 import pytest
 
-from research_dp.config import ending, gin_state
+from research_dp.commands import exit_status
+from research_dp.config import gin_internals
 from research_dp.distributed import mesh
 from research_dp.errors import RunFailure, UsageError
 
@@ -29,7 +30,7 @@ def closing_fails(error):
     ],
 )
 def test_what_came_first_is_told_first(later, status, told, capsys, monkeypatch):
-    monkeypatch.setattr(ending.processes, "leave", lambda status: status)
+    monkeypatch.setattr(exit_status.processes, "leave", lambda status: status)
 
     # Gin raises a copy, which hides what came before.
     @gin.configurable(f"fails_{status}", module="test_ending")
@@ -37,12 +38,12 @@ def test_what_came_first_is_told_first(later, status, told, capsys, monkeypatch)
         with closing_fails(later):
             raise RunFailure("no number")
 
-    assert ending.told(body) == status
+    assert exit_status.told(body) == status
     assert capsys.readouterr().err == told
 
 
 def test_what_was_answered_is_not_told(capsys, monkeypatch):
-    monkeypatch.setattr(ending.processes, "leave", lambda status: status)
+    monkeypatch.setattr(exit_status.processes, "leave", lambda status: status)
 
     def body(session):
         try:
@@ -50,7 +51,7 @@ def test_what_was_answered_is_not_told(capsys, monkeypatch):
         except RunFailure:
             raise RunFailure("neither way") from None
 
-    assert ending.told(body) == 1
+    assert exit_status.told(body) == 1
     assert capsys.readouterr().err == "error: neither way\n"
 
 
@@ -84,9 +85,9 @@ def own(tmp_path, monkeypatch):
 
 def raises(body, capsys):
     """What is said of an error in the body of a command, which gin calls."""
-    with gin_state.kept():
+    with gin_internals.kept():
         called = gin.external_configurable(body, f"raises_{id(body)}", module="test_ending")
-        assert ending.told(lambda session: called()) == 1
+        assert exit_status.told(lambda session: called()) == 1
     return capsys.readouterr().err
 
 
@@ -99,7 +100,11 @@ def test_an_error_in_code_of_the_users_own_has_its_frames_alone(own, capsys):
     assert lines[-1] == "KeyError: 'also mine'"
     assert lines[-3].endswith("line 11, in loss") and "own_code.py" in lines[-3]
     assert "ValueError: mine" in said and "in innermost" in said
-    assert " at 0x" not in said and "site-packages" not in said and "config/ending.py" not in said
+    assert (
+        " at 0x" not in said
+        and "site-packages" not in said
+        and "commands/exit_status.py" not in said
+    )
 
 
 def test_what_a_library_refuses_is_shown_where_own_code_asked_for_it(own, capsys):
@@ -110,13 +115,13 @@ def test_what_a_library_refuses_is_shown_where_own_code_asked_for_it(own, capsys
 
 def test_an_error_of_this_package_keeps_all_frames_also_where_own_code_called_it(own, capsys):
     said = raises(lambda: own.calls(lambda: mesh.sizes_text(None)), capsys)
-    assert "Traceback" in said and "mesh.py" in said and "config/ending.py" in said
+    assert "Traceback" in said and "mesh.py" in said and "commands/exit_status.py" in said
 
 
 def test_all_frames_are_shown_on_request(own, capsys, monkeypatch):
     before = jax.config.values["jax_traceback_filtering"]
     jax.config.update("jax_traceback_filtering", "off")
     try:
-        assert "config/ending.py" in raises(lambda: own.loss(1.0), capsys)
+        assert "commands/exit_status.py" in raises(lambda: own.loss(1.0), capsys)
     finally:
         jax.config.update("jax_traceback_filtering", before)

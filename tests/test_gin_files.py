@@ -7,7 +7,7 @@ import gin
 import pytest
 from conftest import ROOT, stems
 
-from research_dp.config import gin_config, sources
+from research_dp.config import load, parser
 
 FILES = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "gin").rglob("*.gin"))
 RUNS = [f for f in FILES if f.startswith("gin/runs/")]
@@ -17,7 +17,7 @@ REQUIRED |= {"fsdp", "fsdp_keep"}
 
 @pytest.mark.parametrize("file", FILES)
 def test_file_parses_and_is_short_and_says_what_it_is(file):
-    gin_config.load([file], ["NUM_CLASSES = 10", "VOCAB_SIZE = 256"])
+    load.load([file], ["NUM_CLASSES = 10", "VOCAB_SIZE = 256"])
     lines = (ROOT / file).read_text().splitlines()
     assert lines[0].startswith("# ")
     assert 3 <= len(lines) <= 40
@@ -26,8 +26,8 @@ def test_file_parses_and_is_short_and_says_what_it_is(file):
 def test_every_strategy_of_the_table_has_its_file_and_name():
     assert set(stems()) >= REQUIRED
     for stem in stems():
-        gin_config.reset()
-        gin_config.load([f"gin/strategies/{stem}.gin"])
+        load.reset()
+        load.load([f"gin/strategies/{stem}.gin"])
         assert gin.query_parameter("data_parallel.name") == stem
 
 
@@ -36,8 +36,8 @@ def test_strategy_files_bind_the_same_parameters():
     bound = {
         stem: {
             item.name
-            for item in sources.read([f"gin/strategies/{stem}.gin"], [])
-            if isinstance(item, sources.Binding) and item.selector == "data_parallel"
+            for item in parser.read([f"gin/strategies/{stem}.gin"], [])
+            if isinstance(item, parser.Binding) and item.selector == "data_parallel"
         }
         for stem in stems()
     }
@@ -54,8 +54,8 @@ def test_files_commute_the_run_file_too():
     ]
     texts = set()
     for order in itertools.permutations(parts):
-        gin_config.reset()
-        config = gin_config.load(order, whole=True)
+        load.reset()
+        config = load.load(order, whole=True)
         assert config.origin("data_parallel.name") == "gin/strategies/zero1.gin:6"
         texts.add("\n".join(sorted(gin.config_str().splitlines())))
     assert len(texts) == 1
@@ -63,7 +63,7 @@ def test_files_commute_the_run_file_too():
 
 @pytest.mark.parametrize("file", RUNS)
 def test_resolved_configuration_is_the_stored_one(file):
-    gin_config.load([file], [], whole=True)
+    load.load([file], [], whole=True)
     text = gin.config_str()
     golden = ROOT / "tests" / "golden" / (os.path.basename(file) + ".txt")
     if os.environ.get("UPDATE_GOLDEN"):
@@ -77,9 +77,8 @@ def test_origin_names_the_file_and_line_that_wins():
     lines = (ROOT / files[1]).read_text().splitlines()
     line = next(i for i, text in enumerate(lines, 1) if text.startswith("make_mesh.axes"))
     assert (
-        gin_config.load(files, whole=True).origin("make_mesh.axes")
-        == f"gin/strategies/hsdp.gin:{line}"
+        load.load(files, whole=True).origin("make_mesh.axes") == f"gin/strategies/hsdp.gin:{line}"
     )
-    bound = gin_config.load(files, ["make_mesh.axes = {'data': 8}"], whole=True)
+    bound = load.load(files, ["make_mesh.axes = {'data': 8}"], whole=True)
     assert bound.origin("make_mesh.axes") == "--gin.make_mesh.axes"
     assert bound.origin("train.seed") is None

@@ -11,7 +11,7 @@ import pytest
 from conftest import ROOT, stems
 
 from research_dp import train
-from research_dp.config import gin_config
+from research_dp.config import load as gin_config
 
 load = functools.partial(gin_config.load, whole=True)
 DIGITS = "--gin_file=gin/runs/digits.gin"

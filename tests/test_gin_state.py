@@ -3,21 +3,21 @@
 import gin
 import pytest
 
-from research_dp.config import gin_state
+from research_dp.config import gin_internals
 
 
 def test_the_insides_of_gin_are_what_they_were():
     assert {"wrapped", "denylist"} <= set(gin.config._REGISTRY["gin.macro"]._fields)
-    for name in (*gin_state._MUTABLE, "_IMPORTS", "_CONSTANTS"):
+    for name in (*gin_internals._MUTABLE, "_IMPORTS", "_CONSTANTS"):
         assert hasattr(gin.config, name), f"gin.config has no {name} any more"
-    assert gin_state.matching("macro") == ["gin.macro"]
-    assert gin_state.constants() == ["gin.REQUIRED"]
+    assert gin_internals.matching("macro") == ["gin.macro"]
+    assert gin_internals.constants() == ["gin.REQUIRED"]
 
 
 def test_registered_functions_are_found_without_gins_own():
     from research_dp.strategies import mapped
 
-    known = gin_state.configurables()
+    known = gin_internals.configurables()
     assert known["strategies.mapped"].function is mapped
     assert not [name for name in known if name.startswith("gin.")]
 
@@ -28,8 +28,8 @@ def test_what_was_bound_is_put_back(locked):
     if locked:
         gin.finalize()
     before = gin.config_str()
-    with gin_state.kept():
-        gin_state.reset()
+    with gin_internals.kept():
+        gin_internals.reset()
         gin.parse_config("make_mesh.axes = {'data': 8}")
         gin.finalize()
     assert gin.config_str() == before

@@ -15,7 +15,7 @@ import pytest
 import tensorflow_datasets as tfds
 from tensorflow_datasets.core import features as tfds_features
 
-from research_dp.config import gin_config
+from research_dp.config import load
 from research_dp.data import reader
 from research_dp.data.array_record import Examples, random_access
 from research_dp.data.identity import identity_of
@@ -393,7 +393,7 @@ def config(*bindings):
 
 
 def test_every_binding_that_changed_is_told_with_both_values_and_its_place():
-    gin_config.register_all()
+    load.register_all()
     values = [f"a rather long value {i}" for i in range(9)]
     same = ["mlp.widths = (%A, 4)", f"tfds_data.eval_split = {values!r}"]
     old = config(*same, "A = 3", "optax.adam.b1 = 0.5", f"tfds_data.name = {values!r}")

@@ -8,7 +8,7 @@ import pytest
 from conftest import ROOT, stems
 
 from research_dp import train
-from research_dp.config import listing
+from research_dp.commands import catalog
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def listed(capsys):
 
 def test_all_is_listed_in_groups_a_line_each(listed):
     blocks = {block.splitlines()[0]: block for block in listed().split("\n\n")}
-    assert list(blocks)[: len(listing._GROUPS)] == [*listing._GROUPS]
+    assert list(blocks)[: len(catalog._GROUPS)] == [*catalog._GROUPS]
     for stem in stems():
         assert f"\n  gin/strategies/{stem}.gin " in blocks["strategies"]
     for group, name in {

@@ -11,7 +11,7 @@ from conftest import ROOT
 from test_strategies import BATCH, WIRE, build, one_matrix, recipe_of, traffic
 
 from research_dp.analysis.comm_lower_bound import min_wire_bytes
-from research_dp.config import gin_config, gin_state
+from research_dp.config import gin_internals, load
 from research_dp.conformance.suite import EXAMPLE
 from research_dp.distributed import collectives
 from research_dp.strategies import TrainSpec, gather_shards
@@ -123,7 +123,7 @@ def test_a_slot_in_a_scope_is_not_guessed():
 def language(stem, *bindings, batch=8, length=32, accumulation=1):
     """A small language model under a strategy: (strategy, spec)."""
     sizes = {"vocab_size": 512, "width": 64, "depth": 2, "heads": 4, "mlp_width": 128}
-    gin_config.load(
+    load.load(
         [str(ROOT / "gin" / f) for f in ("models/lm_tiny.gin", f"strategies/{stem}.gin")],
         [
             *(f"transformer.{name} = {value}" for name, value in sizes.items()),
@@ -132,13 +132,13 @@ def language(stem, *bindings, batch=8, length=32, accumulation=1):
         ],
     )
     spec = TrainSpec(
-        model=gin_state.value_of("train.model"),
+        model=gin_internals.value_of("train.model"),
         optimizer=optax.sgd(1e-2),
         example={"tokens": jax.ShapeDtypeStruct((length,), np.int32)},
         batch_size=batch * accumulation,
         accumulation_steps=accumulation,
     )
-    return gin_state.value_of("train.strategy").build(spec), spec
+    return gin_internals.value_of("train.strategy").build(spec), spec
 
 
 SLOW = pytest.mark.slow

@@ -22,7 +22,7 @@ from test_train_command import summary
 import research_dp.training.loop  # noqa: F401  (registers `train`)
 from research_dp.certification import diagnose_static
 from research_dp.certification.replica_blocks import Apart
-from research_dp.config import gin_config
+from research_dp.config import load
 from research_dp.conformance.suite import EXAMPLE, batches
 from research_dp.distributed.linen import linen_functions
 from research_dp.distributed.nnx import nnx_functions
@@ -58,7 +58,7 @@ def spec_of(model):
 
 def first_step(stem, model):
     """The loss and the state of the first step, and what is reported after it."""
-    gin_config.reset()
+    load.reset()
     spec = spec_of(model)
     strategy = recipe(stem).build(spec)
     local = {name: x[strategy.train_rows] for name, x in batches(BATCH)[0].items()}
@@ -147,7 +147,7 @@ def test_a_report_names_only_arrays_that_differ_along_its_axes():
 @pytest.mark.parametrize("name", MODELS)
 def test_certify_gives_the_same_reason(name):
     _, (report,) = first_step("ddp", MODELS[name]())
-    gin_config.reset()
+    load.reset()
     spec = {"model": MODELS[name](), "accumulation_steps": MICROS}
     assert report in certified.found("ddp", spec=spec)
 
@@ -272,7 +272,7 @@ def by_place_on_device(keys, x):
 def test_a_draw_is_reported_if_an_examples_numbers_depend_on_its_device(draw, is_reported):
     spec = spec_of(drawing(draw))
     assert split_draws(spec, recipe("single").build(spec)) is None
-    gin_config.reset()
+    load.reset()
     found = split_draws(spec, recipe("ddp").build(spec))
     assert (found is not None) == is_reported
     if is_reported:
@@ -336,7 +336,7 @@ def test_rng_streams_of_flax_are_refused_where_the_module_is_called():
     spec = spec_of(image_classifier(linen_functions(DropoutNet()), 10))
     with pytest.raises(UsageError, match="DropoutNet draws from an RNG stream of Flax"):
         recipe("ddp").build(spec)
-    gin_config.reset()
+    load.reset()
     spec = spec_of(image_classifier(nnx_functions(plain_models.NnxDropoutNet), 10))
     with pytest.raises(UsageError, match="NnxDropoutNet keeps random state of its own"):
         recipe("ddp").build(spec)

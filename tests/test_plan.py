@@ -9,7 +9,9 @@ import pytest
 from test_strategies import recipe, recipe_of
 
 from research_dp.analysis.topologies import Topology, topology
-from research_dp.config import candidates, command_line, plans
+from research_dp.commands import flags as command_line
+from research_dp.commands import plan as plans
+from research_dp.commands import plan_candidates
 from research_dp.conformance import suite
 from research_dp.distributed.hardware import chips
 from research_dp.errors import UsageError
@@ -103,21 +105,21 @@ def test_what_is_not_known_is_not_within_a_budget():
 
 
 def test_strategies_are_named_by_stem_by_path_and_with_more_files():
-    every = [c.name for c in candidates.of(["all"])]
+    every = [c.name for c in plan_candidates.of(["all"])]
     assert {"single", "ddp", "fsdp", "hsdp", "zero2"} <= set(every)
-    (found,) = candidates.of(["fsdp+h100_speed+bf16_gather"])
+    (found,) = plan_candidates.of(["fsdp+h100_speed+bf16_gather"])
     assert found.name == "fsdp+h100_speed+bf16_gather"
     assert found.files == (
         "gin/strategies/fsdp.gin",
         "gin/options/h100_speed.gin",
         "gin/precision/bf16_gather.gin",
     )
-    (path,) = candidates.of(["gin/strategies/ddp.gin"])
+    (path,) = plan_candidates.of(["gin/strategies/ddp.gin"])
     assert (path.name, path.files) == ("ddp", ("gin/strategies/ddp.gin",))
     with pytest.raises(UsageError, match=r"no shipped file 'fsdq'.* Did you mean fsdp"):
-        candidates.of(["fsdq"])
+        plan_candidates.of(["fsdq"])
     with pytest.raises(UsageError, match=r"no file my\.gin"):
-        candidates.of(["my.gin"])
+        plan_candidates.of(["my.gin"])
 
 
 @pytest.mark.parametrize(
@@ -233,8 +235,8 @@ def test_two_files_of_one_name_are_not_one_row(tmp_path):
     own = tmp_path / "fsdp.gin"
     own.write_text("")
     with pytest.raises(UsageError, match="would both be row 'fsdp'"):
-        candidates.of(["fsdp", str(own)])
-    assert [c.name for c in candidates.of(["fsdp", "ddp", "fsdp"])] == ["fsdp", "ddp"]
+        plan_candidates.of(["fsdp", str(own)])
+    assert [c.name for c in plan_candidates.of(["fsdp", "ddp", "fsdp"])] == ["fsdp", "ddp"]
 
 
 def test_a_plan_that_cannot_be_written_is_not_made(tmp_path):

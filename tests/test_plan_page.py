@@ -9,7 +9,8 @@ import pytest
 
 from research_dp.analysis import topologies
 from research_dp.analysis.topologies import Topology
-from research_dp.config import command_line, plans
+from research_dp.commands import flags as command_line
+from research_dp.commands import plan
 from research_dp.distributed.hardware import chips
 from research_dp.errors import UsageError
 from research_dp.planning import extrapolation, html_report
@@ -196,7 +197,7 @@ def test_without_matplotlib_nothing_is_compiled(monkeypatch, tmp_path):
     )
     flags = ["--gin_file=gin/runs/digits.gin", "--topology=cpu:8", f"--html={tmp_path / 'p.html'}"]
     with pytest.raises(UsageError, match=r"pip install -c constraints.txt -e '\.\[plots\]'"):
-        plans.plan(*command_line.parse_plan(flags, ""))
+        plan.plan(*command_line.parse_plan(flags, ""))
     assert not list(tmp_path.iterdir())
 
 
@@ -205,7 +206,7 @@ def test_the_command_writes_a_page_whose_formulas_hold(tmp_path):
     file = tmp_path / "plan.html"
     flags = ["--gin_file=gin/runs/digits.gin", "--gin_file=gin/models/mlp.gin"]
     flags += ["--topology=cpu:8", "--strategies=ddp,fsdp,hsdp,single", f"--html={file}"]
-    assert plans.plan(*command_line.parse_plan(flags, "")) == 0
+    assert plan.plan(*command_line.parse_plan(flags, "")) == 0
     text = file.read_text()
     assert "<svg" in text
     assert "It runs on one device" in text

@@ -5,7 +5,7 @@ import pytest
 from test_strategies import recipe_of
 
 from research_dp.analysis.topologies import topology
-from research_dp.config import candidates
+from research_dp.commands import plan_candidates
 from research_dp.planning import advice, batch
 from research_dp.planning.estimate import Row
 from research_dp.strategies import TrainSpec
@@ -45,8 +45,8 @@ def test_variants_are_those_that_can_change_something():
         ]
         row = Row("fsdp", slots=slots, mesh={"data": 1, "fsdp": 8}, wire_bytes={"total": 10.0},
                   collectives=each)  # fmt: skip
-        chosen = candidates.Candidate("fsdp", files)
-        return candidates.variants(chosen, row, topology("cpu:8"))
+        chosen = plan_candidates.Candidate("fsdp", files)
+        return plan_candidates.variants(chosen, row, topology("cpu:8"))
 
     def names(*slots, **dtypes):
         return [candidate.name for candidate in sent(*slots, **dtypes)]
@@ -78,9 +78,9 @@ def test_what_variants_change_is_said():
 
 
 def test_variants_keep_the_files_that_a_candidate_adds():
-    (chosen,) = candidates.of(["zero1+h100_speed"])
+    (chosen,) = plan_candidates.of(["zero1+h100_speed"])
     row = Row("zero1+h100_speed", mesh={"data": 1, "fsdp": 8}, wire_bytes={"total": 0.0})
-    found = candidates.variants(chosen, row, topology("cpu:8"))
+    found = plan_candidates.variants(chosen, row, topology("cpu:8"))
     assert [(c.name, c.files) for c in found] == [
         (f"{stem}+h100_speed", (f"gin/strategies/{stem}.gin", "gin/options/h100_speed.gin"))
         for stem in ("fsdp", "fsdp_keep")

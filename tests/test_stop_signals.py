@@ -249,7 +249,7 @@ def test_mistakes_about_processes_are_told(capsys, tmp_path, flags, expected):
 
 @pytest.mark.parametrize("variable", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"])
 def test_tasks_that_would_each_train_alone_are_refused(monkeypatch, variable):
-    from research_dp.config import processes
+    from research_dp.commands import processes
 
     monkeypatch.setenv(variable, "1")
     processes.set_up_processes(processes.Processes())
@@ -259,7 +259,7 @@ def test_tasks_that_would_each_train_alone_are_refused(monkeypatch, variable):
 
 
 def test_a_cause_without_words_is_named_by_its_kind(monkeypatch):
-    from research_dp.config import processes
+    from research_dp.commands import processes
 
     def fail(**_):
         raise RuntimeError
@@ -270,7 +270,7 @@ def test_a_cause_without_words_is_named_by_its_kind(monkeypatch):
 
 
 def test_a_process_that_waits_for_others_to_start_says_so(monkeypatch, capfd):
-    from research_dp.config import processes
+    from research_dp.commands import processes
 
     monkeypatch.setattr(processes, "_SECONDS_TO_TELL", 0.05)
     monkeypatch.setattr(processes.jax.distributed, "initialize", lambda **_: time.sleep(0.5))

@@ -11,7 +11,7 @@ import optax
 import pytest
 from conftest import ROOT, stems
 
-from research_dp.config import gin_config
+from research_dp.config import load
 from research_dp.conformance import suite
 from research_dp.conformance.suite import APIS, EXAMPLE, STEPS, batches, small_model, trace
 from research_dp.errors import UsageError
@@ -72,7 +72,7 @@ def test_follows_single_with_dropout_clipping_and_accumulation(stem, api):
 def test_batch_norm_sees_the_global_micro_batch(stem):
     model = convnet(features=(8,), hidden=16, num_classes=10, norm="batch")
     expected = run(build("single", model, accumulation=2), steps=2)
-    gin_config.reset()
+    load.reset()
     _, losses, _, params, metrics = run(build(stem, model, accumulation=2), steps=2)
     np.testing.assert_allclose(losses, expected[1], atol=2e-6)
     np.testing.assert_allclose(metrics["loss"], expected[4]["loss"], rtol=1e-3)
@@ -85,7 +85,7 @@ def test_batch_norm_sees_the_global_micro_batch(stem):
 def test_resnet_with_batch_norm_follows_single(stem, api):
     model = resnet(api=api, stages=(1, 1), width=8, num_classes=10)
     expected = run(build("single", model), steps=2)
-    gin_config.reset()
+    load.reset()
     born, losses, *_ = run(build(stem, model), steps=2)
     assert born == expected[0]
     np.testing.assert_allclose(losses, expected[1], atol=1e-5)
@@ -97,7 +97,7 @@ def test_masked_examples_do_not_count_wherever_they_lie():
 
     model = mlp(widths=(16,), num_classes=10)
     expected = run(build("single", model), change=mask)
-    gin_config.reset()
+    load.reset()
     _, losses, norms, params, _ = run(build("fsdp", model), change=mask)
     np.testing.assert_allclose(losses, expected[1], atol=2e-6)
     np.testing.assert_allclose(norms, expected[2], rtol=1e-5)
@@ -211,7 +211,7 @@ def test_random_keys_differ_by_purpose_seed_step_and_place_and_by_nothing_else()
 def test_a_seed_changes_dropout():
     losses = []
     for seed in (3, 4):
-        gin_config.reset()
+        load.reset()
         strategy = build("ddp", small_model("linen"), seed=seed)
         losses.append(run(strategy, steps=1)[1])
     assert losses[0] != losses[1]
@@ -226,7 +226,7 @@ def test_casts_and_transposes_of_gathered_parameters_are_not_kept_for_the_backwa
 
 def test_one_device_sends_nothing():
     for stem in ("ddp", "fsdp", "zero1", "hsdp"):
-        gin_config.reset()
+        load.reset()
         mesh = ["data_parallel.mesh = @one_device_mesh()"]
         assert traffic(build(stem, one_matrix(), bindings=mesh)) == []
 
@@ -260,21 +260,21 @@ def one_matrix(dtype=jnp.float32):
 def test_optimizers_that_need_whole_parameters_are_refused_on_shards():
     with pytest.raises(UsageError, match="mixes elements of a parameter"):
         build("fsdp", small_model("linen"), optimizer=optax.lamb(1e-3))
-    gin_config.reset()
+    load.reset()
     with pytest.raises(UsageError, match=r"train\.max_grad_norm"):
         build(
             "zero1",
             small_model("linen"),
             optimizer=optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)),
         )
-    gin_config.reset()
+    load.reset()
     with pytest.raises(UsageError, match="random_bits"):
         build(
             "fsdp",
             small_model("linen"),
             optimizer=optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(0)), optax.sgd(1e-3)),
         )
-    gin_config.reset()
+    load.reset()
     build("ddp", small_model("linen"), optimizer=optax.lamb(1e-3))
 
 
@@ -292,10 +292,10 @@ def test_state_of_optimizers_for_some_parameters_each_is_sharded(stem):
 def test_slots_that_an_engine_does_not_have_are_refused():
     with pytest.raises(UsageError, match=r"data_parallel\.gather = gather_shards"):
         build("spmd", small_model("linen"), bindings=["data_parallel.gather = @gather_shards"])
-    gin_config.reset()
+    load.reset()
     with pytest.raises(UsageError, match="engine 'pmapped' has one axis"):
         build("pmap", small_model("linen"), bindings=["make_mesh.axes = {'fsdp': -1}"])
-    gin_config.reset()
+    load.reset()
     with pytest.raises(UsageError, match=r"use one of \['step', 'micro_batch'\]"):
         build("ddp", small_model("linen"), bindings=["data_parallel.sync_each = 'epoch'"])
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
-from research_dp.config import command_line, runner, sweeps, words
+from research_dp.commands import flag_values, run, sweep
+from research_dp.commands import flags as command_line
 from research_dp.errors import UsageError
 
 SMALL = ["--gin_file=runs/digits.gin", "--gin_file=models/mlp.gin", "--gin.mlp.widths=(16,)"]
@@ -77,19 +78,19 @@ def test_a_mistake_in_all_combinations_is_refused_and_in_one_is_told(command, tm
     ],
 )
 def test_values_that_are_varied(text, values):
-    assert words.elements(text) == values
+    assert flag_values.elements(text) == values
 
 
 def test_a_missing_value_is_told():
     with pytest.raises(UsageError, match="is missing"):
-        words.elements("1,")
+        flag_values.elements("1,")
 
 
 def test_two_runs_do_not_share_a_folder(tmp_path):
     with pytest.raises(UsageError, match="two runs of the sweep would lie in"):
-        sweeps.members(tmp_path, [sweeps.binding_choices("train.seed", "1,1")])
-    files = sweeps.file_choices(0, "a/x.gin,b/x.gin")
-    assert [member.folder.name for member in sweeps.members(tmp_path, [files])] == [
+        sweep.members(tmp_path, [sweep.binding_choices("train.seed", "1,1")])
+    files = sweep.file_choices(0, "a/x.gin,b/x.gin")
+    assert [member.folder.name for member in sweep.members(tmp_path, [files])] == [
         "a_x.gin",
         "b_x.gin",
     ]
@@ -136,7 +137,7 @@ except research_dp.UsageError as error:
     ],
 )
 def test_python_values_as_they_stand_in_a_gin_file(value, text):
-    assert runner.as_gin(value) == text
+    assert run.as_gin(value) == text
 
 
 def test_what_is_varied_may_stand_in_a_word_of_its_own(capsys):

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from research_dp.analysis.program_cost import read
 from research_dp.analysis.topologies import topology
-from research_dp.config import gin_config, gin_state
+from research_dp.config import gin_internals, load
 from research_dp.conformance import suite
 from research_dp.distributed.collectives import PLAIN
 from research_dp.distributed.mesh import make_mesh
@@ -88,9 +88,9 @@ def test_stages_of_another_mesh_are_not_taken():
 @pytest.mark.parametrize("api", suite.APIS)
 @pytest.mark.parametrize("stem", ["zero1", "fsdp", "fsdp_keep"])
 def test_strategies_compute_the_same_in_stages(stem, api):
-    gin_config.reset()
-    gin_config.load([f"gin/strategies/{stem}.gin"], ["largest_dim.min_weight_size = 64"])
-    recipe = gin_state.value_of("train.strategy")
+    load.reset()
+    load.load([f"gin/strategies/{stem}.gin"], ["largest_dim.min_weight_size = 64"])
+    recipe = gin_internals.value_of("train.strategy")
     staged = dataclasses.replace(recipe, reduction=staged_reduction({"fsdp": (2, 2, 2)}))
     wrong = [check for check in suite.checks(staged, api) if not check.right]
     assert not wrong

@@ -6,7 +6,7 @@ import os
 import pytest
 from conftest import ROOT
 
-from research_dp.config import gin_config
+from research_dp.config import load
 from research_dp.errors import UsageError
 
 STRATEGY = '''"""Averages gradients over one mesh axis after the other."""
@@ -87,7 +87,7 @@ def test_a_module_that_breaks_is_told_with_its_place(package, tmp_path, monkeypa
     monkeypatch.syspath_prepend(tmp_path)
     (package / "broken.py").write_text("import gin\n\nraise KeyError('nothing there')\n")
     with pytest.raises(UsageError, match=r"KeyError: 'nothing there' \(.*broken.py:3\)"):
-        gin_config.load(["runs/digits.gin"], imports=["my_pkg.broken"])
+        load.load(["runs/digits.gin"], imports=["my_pkg.broken"])
 
 
 def test_conform_refuses_what_has_no_strategy(command):

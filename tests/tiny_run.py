@@ -10,7 +10,7 @@ import numpy as np
 import optax
 from test_strategies import recipe
 
-from research_dp.config import gin_config
+from research_dp.config import load
 from research_dp.errors import RunFailure, UsageError, message_of
 from research_dp.strategies import TrainSpec
 from research_dp.training.metrics import RATES
@@ -59,11 +59,11 @@ OPTIMIZER = optax.adam(1e-2)
 @functools.cache
 def _strategy():
     """`single`, whose programs are compiled once for all runs."""
-    gin_config.reset()
+    load.reset()
     single = recipe("single")
     spec = TrainSpec(model=MODEL, optimizer=OPTIMIZER, example=DATA.example, batch_size=BATCH)
     built = single.build(spec)
-    gin_config.reset()
+    load.reset()
     return dataclasses.replace(single, engine=lambda recipe, spec: built)
 
 

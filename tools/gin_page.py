@@ -10,7 +10,7 @@ from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-from research_dp.config import listing
+from research_dp.commands import catalog
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "gin.md"
 HEAD = """# What gin files can name
@@ -25,7 +25,7 @@ ALONE = "functions for code of your own"
 def page() -> str:
     """The whole page."""
     parts = [HEAD]
-    for group in listing.everything():
+    for group in catalog.everything():
         parts.append(f"\n## {group['group'].capitalize()}\n")
         if group["group"] == ALONE:
             parts.append("\nThey are called from Python, and described in [api.md](api.md).\n")

@@ -236,18 +236,18 @@ def post_mortem(processes: list[Process], first: Process, workdir: Path) -> list
 
 def look_back(workdir: Path) -> int:
     """Prints who was behind in a run that is over, and where each process was."""
-    from research_dp.config import ending
+    from research_dp.commands import exit_status
     from research_dp.errors import UsageError
     from research_dp.training import flight_recorder
 
-    def body(session: ending.Session) -> int:
+    def body(session: exit_status.Session) -> int:
         notes = flight_recorder.last_notes(workdir)
         if not notes:
             raise UsageError(f"{workdir} has no flight/process_I.txt: no run began there")
         print("\n".join(flight_recorder.post_mortem(notes)))
         return 0
 
-    return ending.told(body)
+    return exit_status.told(body)
 
 
 def tell(text: str, stream: TextIO | None) -> None:

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import optax
 
-from research_dp.config import gin_config, gin_state
+from research_dp.config import gin_internals, load
 from research_dp.distributed.mesh import planning_for
 from research_dp.models import mlp
 from research_dp.strategies import TrainSpec
@@ -28,11 +28,11 @@ TREE = "gin/options/deterministic.gin"
 
 def params_of(stem: str, devices: int, steps: int, *files: str) -> list[np.ndarray]:
     """All parameters as one vector, after each step."""
-    gin_config.reset()
+    load.reset()
     bindings = ["largest_dim.min_weight_size = 512"] if stem not in ("single", "ddp") else []
-    gin_config.load([f"gin/strategies/{stem}.gin", *files], bindings)
+    load.load([f"gin/strategies/{stem}.gin", *files], bindings)
     with planning_for(jax.devices()[:devices]):
-        recipe = gin_state.value_of("train.strategy")
+        recipe = gin_internals.value_of("train.strategy")
     spec = TrainSpec(
         model=mlp(widths=(64, 64), num_classes=10, dropout_rate=0.1),
         optimizer=optax.adamw(3e-3),

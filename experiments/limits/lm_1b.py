@@ -19,7 +19,7 @@ import optax
 
 from research_dp.analysis.program_cost import ProgramCost, read
 from research_dp.analysis.topologies import Topology, topology
-from research_dp.config import gin_config, gin_state
+from research_dp.config import gin_internals, load
 from research_dp.distributed.mesh import planning_for
 from research_dp.strategies import Strategy, TrainSpec
 
@@ -82,14 +82,12 @@ def build_case(case: Case, where: Topology) -> Strategy:
     """The strategy of a case on these devices."""
     files = [word for word in case.given if word.endswith(".gin")]
     bindings = [word for word in case.given if not word.endswith(".gin")]
-    gin_config.reset()
-    gin_config.load(
-        ["gin/models/lm_1b.gin", f"gin/strategies/{case.strategy}.gin", *files], bindings
-    )
+    load.reset()
+    load.load(["gin/models/lm_1b.gin", f"gin/strategies/{case.strategy}.gin", *files], bindings)
     with planning_for(where.devices):
-        recipe = gin_state.value_of("train.strategy")
+        recipe = gin_internals.value_of("train.strategy")
     spec = TrainSpec(
-        model=gin_state.value_of("train.model"),
+        model=gin_internals.value_of("train.model"),
         optimizer=optax.adamw(1e-3),
         example={"tokens": jax.ShapeDtypeStruct((LENGTH,), np.int32)},
         batch_size=len(where.devices),

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from lm_by_hand import CLIP, OPTIMIZER, build
 
-from research_dp.config import gin_config, gin_state
+from research_dp.config import gin_internals, load
 from research_dp.strategies import TrainSpec
 
 LENGTH, STEPS, WARM_UP = 256, 3, 3
@@ -24,19 +24,19 @@ CASES = {**CASES, "ddp beside jit": "jit"}
 
 
 def shipped(strategy: str, sequences: int, *files: str):
-    gin_config.reset()
-    gin_config.load(
+    load.reset()
+    load.load(
         ["gin/models/lm_tiny.gin", f"gin/strategies/{strategy}.gin", *files],
         ["VOCAB_SIZE = 256", "largest_dim.min_weight_size = 1024"],
     )
     spec = TrainSpec(
-        model=gin_state.value_of("train.model"),
+        model=gin_internals.value_of("train.model"),
         optimizer=OPTIMIZER,
         example={"tokens": jax.ShapeDtypeStruct((LENGTH,), np.int32)},
         batch_size=sequences,
         max_grad_norm=CLIP,
     )
-    return gin_state.value_of("train.strategy").build(spec)
+    return gin_internals.value_of("train.strategy").build(spec)
 
 
 def by_name(params):

@@ -15,7 +15,8 @@ import time
 
 import jax
 
-from research_dp.config import environment, gin_config, gin_state
+from research_dp.commands import runtime
+from research_dp.config import gin_internals, load
 from research_dp.data.tfds import TrainOrder
 from research_dp.strategies import TrainSpec
 from research_dp.training import trainer as run_lib
@@ -74,12 +75,12 @@ def main():
     files = [f"gin/{f}.gin" for f in ("runs/digits", f"strategies/{flags.strategy}")]
     bindings = [f"train.num_steps = {flags.steps}", "train.eval_every = None"]
     bindings.append("train.checkpoint_every = None")  # the bare loop saves nothing either
-    gin_config.load([*files, f"gin/models/{flags.model}.gin"], bindings)
-    environment.set_up_devices(8)
-    environment.set_up_compilation_cache()
+    load.load([*files, f"gin/models/{flags.model}.gin"], bindings)
+    runtime.set_up_devices(8)
+    runtime.set_up_compilation_cache()
 
     def bound(name):
-        return gin_state.value_of(f"train.{name}")
+        return gin_internals.value_of(f"train.{name}")
 
     data = bound("data")
     spec = TrainSpec(

@@ -18,7 +18,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from research_dp.config import environment, gin_config
+from research_dp.commands import runtime
+from research_dp.config import load
 from research_dp.training import trainer as run_lib
 from research_dp.training.flight_recorder import Recorder
 from research_dp.training.nonfinite import Nonfinite
@@ -89,9 +90,9 @@ def main():
     files = [f"gin/{f}.gin" for f in ("runs/digits", f"strategies/{flags.strategy}")]
     bindings = [f"train.num_steps = {flags.steps}", "train.eval_every = None"]
     bindings.append("train.checkpoint_every = None")
-    gin_config.load([*files, f"gin/models/{flags.model}.gin"], bindings)
-    environment.set_up_devices(8)
-    environment.set_up_compilation_cache()
+    load.load([*files, f"gin/models/{flags.model}.gin"], bindings)
+    runtime.set_up_devices(8)
+    runtime.set_up_compilation_cache()
     from research_dp.training.loop import train
 
     switch = Switch([flags.part] if flags.part else PARTS)

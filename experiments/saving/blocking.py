@@ -16,7 +16,8 @@ import time
 
 import jax
 
-from research_dp.config import environment, gin_config
+from research_dp.commands import runtime
+from research_dp.config import load
 from research_dp.training import trainer as run_lib
 
 EVERY = 50
@@ -40,9 +41,9 @@ def main():
         "train.eval_every = None",
         "train.keep = 1",
     ]
-    gin_config.load([f"gin/{file}.gin" for file in files], bindings)
-    environment.set_up_devices(flags.devices)
-    environment.set_up_compilation_cache()
+    load.load([f"gin/{file}.gin" for file in files], bindings)
+    runtime.set_up_devices(flags.devices)
+    runtime.set_up_compilation_cache()
     from research_dp.training.loop import train
 
     marks = []  # (when the save began, when the loop went on, whether it was real)

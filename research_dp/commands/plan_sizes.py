@@ -8,8 +8,8 @@ from typing import Any
 
 from research_dp.analysis import topologies
 from research_dp.analysis.topologies import Topology
-from research_dp.config.candidates import Candidate
-from research_dp.config.gin_config import Config
+from research_dp.commands.plan_candidates import Candidate
+from research_dp.config.load import Config
 from research_dp.errors import UsageError
 from research_dp.planning import extrapolation
 from research_dp.planning.estimate import Row, compile_row

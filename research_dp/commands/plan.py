@@ -14,11 +14,12 @@ import jax
 
 from research_dp.analysis import topologies
 from research_dp.analysis.topologies import Topology
-from research_dp.config import candidates, ending, environment, gin_config, sizes
-from research_dp.config.candidates import Candidate
-from research_dp.config.command_line import Options, PlanOptions, check_writable
-from research_dp.config.gin_config import Config
-from research_dp.config.show import put
+from research_dp.commands import exit_status, plan_candidates, plan_sizes, runtime
+from research_dp.commands.dry_run import put
+from research_dp.commands.flags import Options, PlanOptions, check_writable
+from research_dp.commands.plan_candidates import Candidate
+from research_dp.config import load
+from research_dp.config.load import Config
 from research_dp.distributed.mesh import planning_for
 from research_dp.errors import UsageError, first_line, message_of
 from research_dp.planning import advice, batch, html_report, tables
@@ -49,8 +50,8 @@ def plan(options: Options, wanted: PlanOptions) -> int:
     if html_file:
         html_report.check_matplotlib()
     check_writable("--html", html_file)
-    chosen = candidates.of(wanted.strategies)
-    strict = candidates.check(options, chosen)
+    chosen = plan_candidates.of(wanted.strategies)
+    strict = plan_candidates.check(options, chosen)
     where = topology_of(options, wanted)
     dump = _folder(wanted.dump_hlo)
     run = _Planner(options, where, dump, wanted.measure, strict)
@@ -72,7 +73,7 @@ def plan(options: Options, wanted: PlanOptions) -> int:
         made = tables.as_json(rows, others, where, words)
         _write("--json", json_file, json.dumps(made, indent=2, allow_nan=False) + "\n")
     if html_file:
-        curves = sizes.curves(chosen, rows, where, run.under, _tell)
+        curves = plan_sizes.curves(chosen, rows, where, run.under, _tell)
         _write("--html", html_file, html_report.page(rows, curves, where, words, _run(options)))
     for over in run.exceeded:
         print(f"error: {over}", file=sys.stderr)
@@ -84,7 +85,7 @@ def topology_of(options: Options, wanted: PlanOptions) -> Topology:
     simulated = re.fullmatch(r"cpu:(\d+)", wanted.topology)
     if simulated or wanted.topology == "here":
         given = int(simulated[1]) if simulated and int(simulated[1]) else None
-        environment.set_up_devices(options.cpu_devices or given)
+        runtime.set_up_devices(options.cpu_devices or given)
     elif options.cpu_devices:
         raise UsageError("--cpu_devices splits this machine's CPU: use it with --topology=here.")
     if wanted.measure and not simulated and wanted.topology != "here":
@@ -136,7 +137,7 @@ class _Planner:
         by_name = {found.strategy: c for c, found in zip(chosen, rows, strict=True)}
         found = []
         for best in fastest_first(rows)[:1]:
-            for candidate in candidates.variants(by_name[best.strategy], best, self.where):
+            for candidate in plan_candidates.variants(by_name[best.strategy], best, self.where):
                 if candidate.name not in known:
                     _tell(f"[advice] {candidate.name} on {self.where.name}")
                     found.append(self.under(candidate, self.plain(candidate.name)))
@@ -184,7 +185,7 @@ class _Planner:
         config: Config | None = None
         try:
             strict = self.strict.get(candidate.name, False)
-            config = bound = candidates.load(self.options, candidate, allow_unused=not strict)
+            config = bound = plan_candidates.load(self.options, candidate, allow_unused=not strict)
             with planning_for((where or self.where).devices):
                 train(look=lambda recipe, spec: found.append(look(recipe, spec, bound)))
             return found[0]
@@ -194,7 +195,7 @@ class _Planner:
             return refused(candidate.name or "the run", UsageError(told))
         except _UNBUILDABLE as error:
             # JAX may refuse devices that suit other strategies, whose rows are not lost for that.
-            if ending.is_of_users_code(error) or gin_config.missing_binding(error):
+            if exit_status.is_of_users_code(error) or load.missing_binding(error):
                 raise
             told = f"{type(error).__name__}: {first_line(error)}"
             return refused(candidate.name or "the run", UsageError(told))

@@ -7,8 +7,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from research_dp.config.processes import Processes
-from research_dp.config.words import expand_bindings, take_varied
+from research_dp.commands.flag_values import expand_bindings, take_varied
+from research_dp.commands.processes import Processes
 from research_dp.errors import UsageError
 
 

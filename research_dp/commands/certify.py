@@ -10,9 +10,9 @@ import jax.numpy as jnp
 
 from research_dp.argument_types import Floating
 from research_dp.certification.harness import Bench, check_one_process
-from research_dp.config import gin_config, gin_state
-from research_dp.config.gin_config import Config
-from research_dp.config.sources import Binding
+from research_dp.config import gin_internals, load
+from research_dp.config.load import Config
+from research_dp.config.parser import Binding
 from research_dp.errors import check_kind
 from research_dp.strategies import Recipe
 from research_dp.training.loop import spec_of, train
@@ -34,12 +34,12 @@ def bench_of(config: Config, against: str) -> tuple[Bench, DataSet, tuple[str, .
     signature = inspect.signature(inspect.unwrap(train)).parameters
     values = {name: signature[name].default for name in known}
     values |= {k: x for k, x in gin.get_bindings("train").items() if k in known}
-    recipe = gin_state.value_of("train.strategy")
+    recipe = gin_internals.value_of("train.strategy")
     check_kind("train.strategy", recipe, Recipe, "@data_parallel()")
-    with gin_state.kept():
+    with gin_internals.kept():
         file = against if against.endswith(".gin") else f"strategies/{against}.gin"
-        gin_config.load([file])
-        oracle = gin_state.value_of("train.strategy")
+        load.load([file])
+        oracle = gin_internals.value_of("train.strategy")
     dtypes = named_dtypes(config)
     gathered = [b.value for b in config.used if b.parameter == "gather_dtype"]
     spec = spec_of(**values)

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import jax
 
-from research_dp.config import command_line, gin_config, printing, processes
+from research_dp.commands import flags, processes, streams
+from research_dp.config import load as gin_config
 from research_dp.errors import RunFailure, message_of
 
 FAILED, MISTAKEN, INTERRUPTED = 1, 2, 130
@@ -36,7 +37,7 @@ class Session:
     def __init__(self) -> None:
         self.config: gin_config.Config | None = None
 
-    def load(self, options: command_line.Options) -> gin_config.Config:
+    def load(self, options: flags.Options) -> gin_config.Config:
         """Loads the whole run that a command line asks for."""
         self.config = gin_config.load(
             options.gin_files,
@@ -54,19 +55,19 @@ def told(body: Callable[[Session], int]) -> int:
     A user's mistake is told without a traceback, and so is a failure that says what is to be done;
     whatever else goes wrong has one: see `traceback_of`.
     """
-    printing.repair()
+    streams.repair()
     try:
-        with printing.dispensable():
+        with streams.dispensable():
             return _status_of(body, Session())
     finally:
-        printing.discard_pending()
+        streams.discard_pending()
 
 
 def _status_of(body: Callable[[Session], int], session: Session) -> int:
     try:
-        with printing.required():
+        with streams.required():
             return body(session)
-    except printing.Unwritten as error:
+    except streams.Unwritten as error:
         if error.reason.errno == errno.EPIPE:  # `--list | head`
             return processes.leave(SIGPIPE)
         print(f"error: {error}", file=sys.stderr)

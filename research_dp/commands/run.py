@@ -14,7 +14,8 @@ import numpy as np
 
 from research_dp.argument_checks import checked
 from research_dp.argument_types import Count, described, is_array
-from research_dp.config import environment, gin_config, gin_state, printing
+from research_dp.commands import runtime, streams
+from research_dp.config import gin_internals, load
 from research_dp.errors import UsageError
 
 _STOPPED = 143
@@ -61,23 +62,21 @@ def run(
     given = [gin_files] if isinstance(gin_files, str | os.PathLike) else gin_files
     files = [os.fspath(file) for file in given]
     texts = as_texts(bindings)
-    with gin_state.kept():
+    with gin_internals.kept():
         config = None
         try:
-            config = gin_config.load(
-                files, texts, imports=imports, allow_unused=allow_unused, whole=True
-            )
-            environment.quieten_tensorflow()
-            environment.set_up_devices(cpu_devices)
-            environment.set_up_compilation_cache()
+            config = load.load(files, texts, imports=imports, allow_unused=allow_unused, whole=True)
+            runtime.quieten_tensorflow()
+            runtime.set_up_devices(cpu_devices)
+            runtime.set_up_compilation_cache()
             from research_dp.training.loop import train
 
-            with printing.dispensable():
+            with streams.dispensable():
                 status = train(workdir=os.fspath(workdir), bound_at=config.origin)
-        except gin_config.Mistakes:
+        except load.Mistakes:
             raise
         except (UsageError, TypeError, RuntimeError) as error:
-            mistake = gin_config.as_mistake(error, config)
+            mistake = load.as_mistake(error, config)
             if mistake is None:
                 raise
             raise UsageError(mistake.removeprefix("error: ")) from error

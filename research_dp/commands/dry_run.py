@@ -12,10 +12,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from research_dp.config import gin_config, gin_state
-from research_dp.config.gin_config import Config
-from research_dp.config.names import did_you_mean
-from research_dp.config.reach import key
+from research_dp.config import gin_internals, load
+from research_dp.config.load import Config
+from research_dp.config.name_checks import did_you_mean
+from research_dp.config.reachability import key
 from research_dp.console import table
 from research_dp.distributed.mesh import sizes_text
 from research_dp.distributed.placement import nbytes
@@ -65,8 +65,8 @@ def configuration(config: Config) -> Iterator[tuple[str, str]]:
         if where is not None and binding.selector:
             rows = by_function.setdefault(where[1], {})
             rows[f"{where[0]}{where[2]}"] = str(binding), binding.place
-    for name in sorted(config.functions, key=lambda name: name != gin_config.ROOT):
-        entry = gin_state.configurables().get(name)
+    for name in sorted(config.functions, key=lambda name: name != load.ROOT):
+        entry = gin_internals.configurables().get(name)
         if entry is None:
             continue
         rows = dict(by_function.get(name, {}))
@@ -75,7 +75,7 @@ def configuration(config: Config) -> Iterator[tuple[str, str]]:
         yield from (rows[parameter] for parameter in sorted(rows))
 
 
-def _defaults(entry: gin_state.Configurable) -> dict[str, str]:
+def _defaults(entry: gin_internals.Configurable) -> dict[str, str]:
     """Parameters that a function has a value for."""
     shown = {}
     for name, parameter in entry.parameters.items():
@@ -142,11 +142,11 @@ def print_list(name: str, imports: tuple[str, ...], *, as_json: bool) -> int:
     Raises:
         UsageError: There is nothing of this name.
     """
-    from research_dp.config import listing
+    from research_dp.commands import catalog
 
-    everything = listing.everything(imports)
+    everything = catalog.everything(imports)
     if not name:
-        print(json.dumps(everything, indent=2) if as_json else listing.as_text(everything))
+        print(json.dumps(everything, indent=2) if as_json else catalog.as_text(everything))
         return 0
     entries = [entry for group in everything for entry in group["entries"]]
     found = [entry for entry in entries if name in (entry["name"], entry.get("selector"))]
@@ -156,5 +156,5 @@ def print_list(name: str, imports: tuple[str, ...], *, as_json: bool) -> int:
     if as_json:
         print(json.dumps(found[0], indent=2))
     else:
-        print(listing.in_full(found[0]))
+        print(catalog.in_full(found[0]))
     return 0

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
-from research_dp.config import gin_state
-from research_dp.config.sources import Binding, Macro, Reference, references
+from research_dp.config import gin_internals
+from research_dp.config.parser import Binding, Macro, Reference, references
 
 Key = tuple[str, str, str]  # scope, whole name of the function, parameter
 MACRO = "gin.macro"
@@ -40,7 +40,7 @@ def key(binding: Binding) -> Key | None:
     """Which parameter of which function it binds; None if there is no such function, or several."""
     if not binding.selector:
         return f"{binding.scope}/{binding.parameter}".strip("/"), MACRO, "value"
-    names = gin_state.matching(binding.selector)
+    names = gin_internals.matching(binding.selector)
     return (binding.scope, names[0], binding.parameter) if len(names) == 1 else None
 
 
@@ -103,10 +103,10 @@ def reach(
             bound = by_function.get((item.name, MACRO), {}).get("value")
             if bound is not None:
                 follow(bound, scopes)
-            elif binding is not None and item.name not in gin_state.constants():
+            elif binding is not None and item.name not in gin_internals.constants():
                 found.unbound.append((item.name, binding))
             return
-        names = gin_state.matching(item.selector)
+        names = gin_internals.matching(item.selector)
         if len(names) == 1:
             inner = item.scopes or scopes
             if item.evaluated and binding is not None:
@@ -123,7 +123,7 @@ def reach(
 
 def _default_functions(name: str) -> dict[str, str]:
     """Parameters of a function whose default is a function that gin can configure."""
-    known = gin_state.configurables()
+    known = gin_internals.configurables()
     entry = known.get(name)
     if entry is None:
         return {}

@@ -16,11 +16,11 @@ import jax
 import optax
 
 from research_dp.argument_checks import members
-from research_dp.config import gin_config, gin_state, sources
-from research_dp.config.expected import annotation, in_words
-from research_dp.config.reach import key
-from research_dp.config.show import default_text
-from research_dp.config.sources import Binding
+from research_dp.commands.dry_run import default_text
+from research_dp.config import gin_internals, load, parser
+from research_dp.config.parser import Binding
+from research_dp.config.reachability import key
+from research_dp.config.typecheck import annotation, in_words
 from research_dp.data import DataSet
 from research_dp.distributed.sharding import Choice
 from research_dp.errors import UsageError
@@ -52,18 +52,18 @@ def everything(imports: Sequence[str] = ()) -> list[dict[str, Any]]:
     Raises:
         UsageError: One of them cannot be imported.
     """
-    gin_config.register_all()
+    load.register_all()
     for name in imports:
         try:
             importlib.import_module(name)
         except Exception as error:  # a module of the user's own, with whatever is wrong in it
             raise UsageError(f"--import={name}: {type(error).__name__}: {error}.") from error
     groups: dict[str, list[dict[str, Any]]] = {name: [] for name in _GROUPS}
-    for file in sources.shipped():
+    for file in parser.shipped():
         folder = file.split("/")[1]
         group = next((g for g, (folders, *_) in _GROUPS.items() if folder in folders), folder)
         groups.setdefault(group, []).append(_file_entry(file))
-    for entry in sorted(gin_state.configurables().values(), key=_place):
+    for entry in sorted(gin_internals.configurables().values(), key=_place):
         groups.setdefault(_group(entry), []).append(_function_entry(entry))
     return [{"group": name, "entries": entries} for name, entries in groups.items() if entries]
 
@@ -89,7 +89,7 @@ def in_full(entry: dict[str, Any]) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def _group(entry: gin_state.Configurable) -> str:
+def _group(entry: gin_internals.Configurable) -> str:
     module = entry.selector.rpartition(".")[0]
     returned = annotation(entry.function, "return")
     for name, (_, modules, kinds) in _GROUPS.items():
@@ -98,7 +98,7 @@ def _group(entry: gin_state.Configurable) -> str:
     return module.split(".")[0]  # a package of the user's own
 
 
-def _function_entry(entry: gin_state.Configurable) -> dict[str, Any]:
+def _function_entry(entry: gin_internals.Configurable) -> dict[str, Any]:
     code = inspect.unwrap(entry.function)
     doc = inspect.getdoc(code) or ""
     return {
@@ -114,9 +114,9 @@ def _function_entry(entry: gin_state.Configurable) -> dict[str, Any]:
 
 
 def _file_entry(file: str) -> dict[str, Any]:
-    path = sources.find(file)
+    path = parser.find(file)
     text = path.read_text() if path else ""
-    return {"name": file, "summary": sources.first_comment(file), "file": str(path), "text": text}
+    return {"name": file, "summary": parser.first_comment(file), "file": str(path), "text": text}
 
 
 def _parameter(code: Any, parameter: inspect.Parameter) -> dict[str, Any]:
@@ -149,7 +149,7 @@ def _type_text(written: Any) -> str:
     return re.sub(r"\b(?:[a-z_0-9]+\.)+(?=[A-Za-z])", "", text)
 
 
-def _place(entry: gin_state.Configurable) -> tuple[str, int]:
+def _place(entry: gin_internals.Configurable) -> tuple[str, int]:
     """Module and line, which do not depend on what was imported first."""
     code = inspect.unwrap(entry.function)
     try:
@@ -172,8 +172,8 @@ def _file_of(code: Any) -> str:
 def _bound_in() -> dict[str, list[str]]:
     """Whole name of a function -> the shipped files that bind it themselves."""
     found: dict[str, list[str]] = {}
-    for file in sources.shipped():
-        for item in sources.read([file], []):
+    for file in parser.shipped():
+        for item in parser.read([file], []):
             where = key(item) if isinstance(item, Binding) and item.depth == 0 else None
             if where and file not in found.setdefault(where[1], []):
                 found[where[1]].append(file)

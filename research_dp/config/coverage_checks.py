@@ -6,11 +6,11 @@ import difflib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from research_dp.config import gin_state, sources
-from research_dp.config.expected import annotation, makers
-from research_dp.config.names import did_you_mean, missing
-from research_dp.config.reach import MACRO, Key, Reached, key, reach, winners
-from research_dp.config.sources import Binding, Macro, Mistake, Reference, references
+from research_dp.config import gin_internals, parser
+from research_dp.config.name_checks import did_you_mean, missing
+from research_dp.config.parser import Binding, Macro, Mistake, Reference, references
+from research_dp.config.reachability import MACRO, Key, Reached, key, reach, winners
+from research_dp.config.typecheck import annotation, makers
 
 
 def mistakes(
@@ -44,7 +44,7 @@ def macros_in(table: dict[Key, Binding]) -> Iterator[tuple[str, Binding]]:
     """(macro, binding that uses it) of all bindings that win."""
     for binding in table.values():
         for item in references(binding.value):
-            if isinstance(item, Macro) and item.name not in gin_state.constants():
+            if isinstance(item, Macro) and item.name not in gin_internals.constants():
                 yield item.name, binding
 
 
@@ -70,7 +70,7 @@ def _missing(bound_keys: Iterable[Key], reached: Reached) -> Iterator[Mistake]:
         lacks = missing(name, bound, supplied=(scopes, name) in reached.supplied)
         if lacks and name not in told:
             told.add(name)
-            entry = gin_state.configurables()[name]
+            entry = gin_internals.configurables()[name]
             example = (makers(annotation(entry.function, lacks[0])) or ["..."])[0]
             yield Mistake(
                 "",
@@ -150,13 +150,13 @@ def _why_in_vain(binding: Binding, table: dict[Key, Binding], reached: Reached) 
             p.name for b in table.values() for p in references(b.value) if isinstance(p, Macro)
         }
         return f"nothing uses %{binding.parameter}.{did_you_mean(binding.parameter, names)}"
-    name = gin_state.matching(binding.selector)[0]
+    name = gin_internals.matching(binding.selector)[0]
     if binding.scope and name in reached.names:
         return f"nothing is called in scope {binding.scope!r}."
     called = {
-        gin_state.configurables()[n].name: gin_state.configurables()[n]
+        gin_internals.configurables()[n].name: gin_internals.configurables()[n]
         for n in reached.names
-        if n in gin_state.configurables()
+        if n in gin_internals.configurables()
     }
     same = [n for n, e in called.items() if binding.parameter in e.parameters]
     near = did_you_mean(binding.name, [f"{n}.{binding.parameter}" for n in same])
@@ -164,11 +164,11 @@ def _why_in_vain(binding: Binding, table: dict[Key, Binding], reached: Reached) 
     return f"this run never calls {binding.selector}.{near or _instead(name, called, table)}"
 
 
-def _instead(name: str, called: dict[str, gin_state.Configurable], table: dict) -> str:
+def _instead(name: str, called: dict[str, gin_internals.Configurable], table: dict) -> str:
     """What is called where the function could be."""
-    result = annotation(gin_state.configurables()[name].function, "return")
+    result = annotation(gin_internals.configurables()[name].function, "return")
     for (_, function, parameter), binding in table.items():
-        entry = gin_state.configurables().get(function)
+        entry = gin_internals.configurables().get(function)
         if entry is None or entry.name not in called:
             continue
         expected = annotation(entry.function, parameter)
@@ -197,7 +197,7 @@ def _runs_at_once(bindings: Sequence[Binding], root: str) -> Iterator[Mistake]:
         where = key(binding)
         if binding.file and where is not None and where[1] == root:
             outermost = (*binding.included_by, binding.file)[0]
-            name = sources.name_shown(Path(outermost), outermost)
+            name = parser.name_shown(Path(outermost), outermost)
             given.setdefault(binding.source, (name, set()))[1].add(where[2])
     runs = [file for file, bound in given.values() if not missing(root, bound, supplied=False)]
     if len(runs) > 1:

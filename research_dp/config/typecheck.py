@@ -22,8 +22,8 @@ from research_dp.argument_checks import (
     written,
 )
 from research_dp.argument_types import AnyDtype
-from research_dp.config import gin_state
-from research_dp.config.sources import Macro, Reference
+from research_dp.config import gin_internals
+from research_dp.config.parser import Macro, Reference
 
 # Whose classes are values that one writes or computes, not what a configurable is there to make.
 _NOT_MADE = {"builtins", "typing", "collections", "jax", "jaxlib", "numpy"}
@@ -85,7 +85,7 @@ def makers(expected: Any) -> list[str]:
         given = (typing.get_args(part) or [None])[-1] if called else part
         if not _is_class(given) or given.__module__.split(".")[0] in _NOT_MADE:
             continue
-        for entry in gin_state.configurables().values():
+        for entry in gin_internals.configurables().values():
             if annotation(entry.function, "return") is given:
                 found.append(f"@{entry.name}" + ("" if called else "()"))
     return found  # in the order in which they were registered, the usual ones first
@@ -93,8 +93,8 @@ def makers(expected: Any) -> list[str]:
 
 def _complaint_of_reference(value: Reference, expected: Any) -> str | None:
     """The same of a reference, from what its function says that it returns."""
-    names = gin_state.matching(value.selector)
-    entry = gin_state.configurables().get(names[0]) if names else None
+    names = gin_internals.matching(value.selector)
+    entry = gin_internals.configurables().get(names[0]) if names else None
     wanted = [member for member in members(expected) if member is not type(None)]
     if entry is None or not all(_is_plain(member) or is_callable(member) for member in wanted):
         return None

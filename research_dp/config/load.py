@@ -10,9 +10,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import gin
 
-from research_dp.config import gin_state, names, sources, unused
-from research_dp.config.reach import key, reach, winners
-from research_dp.config.sources import Binding, Import, Mistake, Reference
+from research_dp.config import coverage_checks as unused
+from research_dp.config import gin_internals, name_checks, parser
+from research_dp.config.parser import Binding, Import, Mistake, Reference
+from research_dp.config.reachability import key, reach, winners
 from research_dp.errors import UsageError, message_of
 
 ROOT = "research_dp.training.loop.train"
@@ -61,7 +62,7 @@ class Config:
 
 def reset() -> None:
     """Forgets all bindings and unlocks the configuration."""
-    gin_state.reset()
+    gin_internals.reset()
 
 
 def register_all() -> None:
@@ -98,20 +99,22 @@ def load(
     """
     register_all()
     reset()
-    statements: list[sources.Statement] = [
+    statements: list[parser.Statement] = [
         Import(f"import {name}", f"--import={name}") for name in imports
     ]
-    statements += sources.read(files, bindings)
+    statements += parser.read(files, bindings)
     found = [item for item in statements if isinstance(item, Mistake)]
     is_read = not found
     found += _import(item for item in statements if isinstance(item, Import))
     written = [item for item in statements if isinstance(item, Binding)]
     macros = {b.parameter: b for b in winners(written).values() if not b.selector}
-    wrong = {binding: told for binding in written if (told := names.mistakes(binding, macros))}
-    found += [*itertools.chain(*wrong.values()), *names.repeated(written)]
+    wrong = {
+        binding: told for binding in written if (told := name_checks.mistakes(binding, macros))
+    }
+    found += [*itertools.chain(*wrong.values()), *name_checks.repeated(written)]
     right = [binding for binding in written if binding not in wrong]
     table = winners(right)
-    lost = [item for binding in wrong for item in sources.references(binding.value)]
+    lost = [item for binding in wrong for item in parser.references(binding.value)]
     budget = [Reference(BUDGET, False)] if any(name == BUDGET for _, name, _ in table) else []
     reached = reach(table, ROOT, more=[*lost, *budget])
     if not whole:
@@ -181,7 +184,7 @@ def _bind(bindings: Iterable[Binding], defaults: Mapping[tuple[str, str], str]) 
     plain function, to which no binding applies.
     """
     lines = [str(binding) for binding in bindings]
-    known = gin_state.configurables()
+    known = gin_internals.configurables()
     lines += [
         f"{known[name].name}.{parameter} = @{known[default].name}"
         for (name, parameter), default in defaults.items()

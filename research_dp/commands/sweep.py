@@ -14,7 +14,8 @@ import jax
 from rich.table import Table
 
 from research_dp import console
-from research_dp.config import command_line, ending, gin_config, gin_state, runner, show, words
+from research_dp.commands import dry_run, exit_status, flag_values, flags, run
+from research_dp.config import gin_internals, load
 from research_dp.errors import UsageError
 
 DONE, FAILED, REFUSED, STOPPED = 0, 1, 2, 143
@@ -73,7 +74,7 @@ def file_choices(number: int, text: str) -> list[Choice]:
 
 def binding_choices(name: str, text: str) -> list[Choice]:
     """The choices of one `--vary.NAME=V,W,...`, or `--vary.NAME=[V, W]` of any literals."""
-    listed = words.elements(text)
+    listed = flag_values.elements(text)
     short = name.rpartition(".")[2]
     return [Choice(name, f"{short}={_plain(v)}", (), (f"{name} = {v}",)) for v in listed]
 
@@ -95,7 +96,7 @@ def members(workdir: Path, dimensions: Sequence[Sequence[Choice]]) -> list[Membe
     return found
 
 
-def sweep(options: command_line.Options, dimensions: Sequence[Sequence[Choice]]) -> int:
+def sweep(options: flags.Options, dimensions: Sequence[Sequence[Choice]]) -> int:
     """Checks all combinations, runs those that are not done, prints a table.
 
     Returns:
@@ -113,7 +114,7 @@ def sweep(options: command_line.Options, dimensions: Sequence[Sequence[Choice]])
             continue
         print(f"\n== {number} of {len(runs)}: {member.label}, in {member.folder}", flush=True)
         stopped = _run(member, options)
-    show.put("", table(runs))
+    dry_run.put("", table(runs))
     if stopped:
         return STOPPED
     fine = "missing" if options.dry_run else "done"
@@ -141,11 +142,11 @@ def table(runs: Sequence[Member]) -> Table:
     return found
 
 
-def _check(member: Member, options: command_line.Options) -> None:
+def _check(member: Member, options: flags.Options) -> None:
     files, bindings = _of(member, options)
     try:
-        with gin_state.kept():
-            gin_config.load(
+        with gin_internals.kept():
+            load.load(
                 files,
                 bindings,
                 imports=options.imports,
@@ -158,11 +159,11 @@ def _check(member: Member, options: command_line.Options) -> None:
             print(f"error: {member.label}: {line}", file=sys.stderr)
 
 
-def _run(member: Member, options: command_line.Options) -> bool:
+def _run(member: Member, options: flags.Options) -> bool:
     """Runs one; returns whether a signal stopped it."""
     files, bindings = _of(member, options)
     try:
-        member.summary = runner.run(
+        member.summary = run.run(
             files,
             bindings,
             member.folder,
@@ -171,7 +172,7 @@ def _run(member: Member, options: command_line.Options) -> bool:
             allow_unused=options.allow_unused,
         )
         member.status = "done"
-    except runner.Stopped as error:
+    except run.Stopped as error:
         member.status = "stopped"
         print(error, file=sys.stderr)
         return True
@@ -180,12 +181,12 @@ def _run(member: Member, options: command_line.Options) -> bool:
         print(f"error: {member.label}: {error}", file=sys.stderr)
     except Exception as error:  # the others are to run all the same
         member.status = "failed"
-        print(ending.traceback_of(error), file=sys.stderr)
+        print(exit_status.traceback_of(error), file=sys.stderr)
     jax.clear_caches()  # the next run has programs of its own
     return False
 
 
-def _of(member: Member, options: command_line.Options) -> tuple[list[str], list[str]]:
+def _of(member: Member, options: flags.Options) -> tuple[list[str], list[str]]:
     files = [file for choice in member.choices for file in choice.files]
     bindings = [binding for choice in member.choices for binding in choice.bindings]
     return [*options.gin_files, *files], [*options.bindings, *bindings]

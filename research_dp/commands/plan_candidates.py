@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from research_dp.analysis.topologies import Topology
-from research_dp.config import gin_config, sources
-from research_dp.config.command_line import Options
-from research_dp.config.gin_config import Config, Mistakes
-from research_dp.config.names import did_you_mean
-from research_dp.config.sources import Mistake
+from research_dp.commands.flags import Options
+from research_dp.config import load as gin_config
+from research_dp.config import parser
+from research_dp.config.load import Config, Mistakes
+from research_dp.config.name_checks import did_you_mean
+from research_dp.config.parser import Mistake
 from research_dp.errors import UsageError
 from research_dp.planning.estimate import Row
 
@@ -42,7 +43,7 @@ def of(strategies: Sequence[str]) -> list[Candidate]:
     """
     if not strategies:
         return [Candidate("")]
-    known = [Path(file).stem for file in sources.shipped() if "/strategies/" in file]
+    known = [Path(file).stem for file in parser.shipped() if "/strategies/" in file]
     found: dict[str, Candidate] = {}
     for text in strategies:
         for name in known if text == "all" else [text]:
@@ -61,10 +62,10 @@ def of(strategies: Sequence[str]) -> list[Candidate]:
 def _file(name: str, folder: str) -> str:
     """A file by its path, or a shipped one by its stem."""
     if name.endswith(".gin"):
-        if sources.find(name) is None:
+        if parser.find(name) is None:
             raise UsageError(f"--strategies: no file {name}.")
         return name
-    shipped = {Path(f).stem: f for f in sources.shipped() if not folder or f"/{folder}/" in f}
+    shipped = {Path(f).stem: f for f in parser.shipped() if not folder or f"/{folder}/" in f}
     if name not in shipped:
         hint = did_you_mean(name, shipped)
         raise UsageError(f"--strategies: no shipped file {name!r}.{hint} Or give a path to one.")

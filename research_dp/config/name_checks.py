@@ -7,10 +7,10 @@ import inspect
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from research_dp.config import gin_state
-from research_dp.config.expected import annotation, complaint
-from research_dp.config.reach import Key, key
-from research_dp.config.sources import Binding, Macro, Mistake, Reference, references
+from research_dp.config import gin_internals
+from research_dp.config.parser import Binding, Macro, Mistake, Reference, references
+from research_dp.config.reachability import Key, key
+from research_dp.config.typecheck import annotation, complaint
 
 
 def mistakes(binding: Binding, macros: dict[str, Binding]) -> list[Mistake]:
@@ -39,7 +39,7 @@ def _of_key(binding: Binding) -> Iterator[Mistake]:
     if problem:
         yield Mistake(binding.place, f"{binding}: {problem}")
         return
-    entry = gin_state.configurables().get(gin_state.matching(binding.selector)[0])
+    entry = gin_internals.configurables().get(gin_internals.matching(binding.selector)[0])
     if entry is None:
         return
     takes_any = any(p.kind is p.VAR_KEYWORD for p in entry.parameters.values())
@@ -56,14 +56,14 @@ def _of_key(binding: Binding) -> Iterator[Mistake]:
 
 def _unknown(selector: str) -> str:
     """What is wrong with a function's name; empty if it names one."""
-    names = gin_state.matching(selector)
+    names = gin_internals.matching(selector)
     if any(name.startswith("gin.") for name in names):
         return f"{selector!r} is gin's own. Write %NAME for a macro."
     if len(names) > 1:
         return f"{selector!r} may be any of {', '.join(names)}; write one of them."
     if names:
         return ""
-    known = {entry.name for entry in gin_state.configurables().values()}
+    known = {entry.name for entry in gin_internals.configurables().values()}
     hint = did_you_mean(selector, known)
     return f"there is no {selector!r}.{hint or ' --list shows all; is its module imported?'}"
 
@@ -71,7 +71,7 @@ def _unknown(selector: str) -> str:
 def _of_type(binding: Binding, macros: dict[str, Binding]) -> Iterator[Mistake]:
     if not binding.selector or any(_of_names(binding)):
         return
-    entry = gin_state.configurables().get(gin_state.matching(binding.selector)[0])
+    entry = gin_internals.configurables().get(gin_internals.matching(binding.selector)[0])
     if entry is None or binding.parameter not in entry.parameters:
         return
     value, via = binding.value, ""
@@ -134,7 +134,7 @@ def missing(name: str, bound: Iterable[str], *, supplied: bool) -> list[str]:
     """
     import gin
 
-    entry = gin_state.configurables().get(name)
+    entry = gin_internals.configurables().get(name)
     if entry is None:
         return []
     kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)

@@ -1,0 +1,1 @@
+"""The commands: flags, devices, exit statuses, and what each command does."""
