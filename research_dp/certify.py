@@ -15,7 +15,8 @@ from pathlib import Path
 
 def main(argv: list[str]) -> int:
     """Runs the command; returns its exit status: 0 certified, 1 not, 2 a mistake."""
-    from research_dp.commands import dry_run, exit_status, flags, processes, runtime
+    from research_dp.commands import exit_status, flags, processes, runtime
+    from research_dp.console import put
 
     def body(session: exit_status.Session) -> int:
         options = flags.parse_certify(argv, __doc__ or "")
@@ -32,7 +33,7 @@ def main(argv: list[str]) -> int:
         done = certify.certify(bench, data, steps=options.steps, dtypes=dtypes)
         if options.json_file:
             Path(options.json_file).write_text(json.dumps(done.as_json(), indent=1))
-        dry_run.put(*report.parts(done))
+        put(*report.parts(done))
         return 0 if done.certified else 1
 
     return exit_status.told(body)

@@ -18,8 +18,8 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("workdir", type=Path, help="folder of a run")
     parser.add_argument("--verify", action="store_true", help="read all arrays")
-    from research_dp.commands import dry_run, exit_status
-    from research_dp.console import table
+    from research_dp.commands import exit_status
+    from research_dp.console import put, table
     from research_dp.errors import UsageError
 
     def body(session: exit_status.Session) -> int:
@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
         for row in rows:
             made = (row.saved, f"{row.size:,}", *row.made)
             shown.add_row(str(row.step), row.examples, *made, row.told)
-        dry_run.put(shown)
+        put(shown)
         return 1 if any(row.damaged for row in rows) else 0
 
     return exit_status.told(body)

@@ -12,9 +12,9 @@ import sys
 
 def main(argv: list[str]) -> int:
     """Runs the command; returns its exit status: 0 it does, 1 it does not, 2 a mistake."""
-    from research_dp.commands import dry_run, exit_status, flags, runtime
+    from research_dp.commands import exit_status, flags, runtime
     from research_dp.config import gin_internals, load
-    from research_dp.console import table
+    from research_dp.console import put, table
 
     def body(session: exit_status.Session) -> int:
         options = flags.parse_conform(argv, __doc__ or "")
@@ -32,9 +32,9 @@ def main(argv: list[str]) -> int:
         shown = table(f"{recipe.name} on {sizes}, and single", "model", "what", "", "by")
         for check in found:
             shown.add_row(check.api, check.what, "agrees" if check.right else "DIFFERS", check.told)
-        dry_run.put(shown, f"A device sends {sent:,.0f} bytes a step.")
+        put(shown, f"A device sends {sent:,.0f} bytes a step.")
         wrong = sum(not check.right for check in found)
-        dry_run.put(f"{wrong} of {len(found)} differ." if wrong else f"All {len(found)} agree.")
+        put(f"{wrong} of {len(found)} differ." if wrong else f"All {len(found)} agree.")
         return 1 if wrong else 0
 
     return exit_status.told(body)

@@ -10,13 +10,13 @@ from research_dp.commands import streams
 
 def main(argv: list[str]) -> int:
     """Runs the command; returns its exit status."""
-    from research_dp.commands import dry_run, exit_status, flags, processes, runtime
+    from research_dp.commands import catalog, dry_run, exit_status, flags, processes, runtime
     from research_dp.training import preemption
 
     def body(session: exit_status.Session) -> int:
         options = flags.parse(argv, __doc__ or "")
         if options.list is not None:
-            return dry_run.print_list(options.list, options.imports, as_json=options.json)
+            return catalog.print_list(options.list, options.imports, as_json=options.json)
         if options.dry_run:
             return trained(session, options)
         with streams.dispensable(), preemption.before_steps():

@@ -25,7 +25,8 @@ BOUND = (
     f"coarser dtype, {COARSE_ULPS} ULPs of it more for each element (norms: a 16th of "
     "that, losses: a 64th; a gradient's size: divided by the root of the number of its elements). "
     "The noise is measured: "
-    f"{compare_steps.NOISY} oracles take each step with the examples of each micro-batch in another order "
+    f"{compare_steps.NOISY} oracles take each step with the examples of each micro-batch in "
+    "another order "
     "and parameters moved by up to one float32 unit in the last place; "
     f"{compare_steps.MORE} more where a bound is passed."
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import json
 import re
 import typing
 from collections.abc import Iterable, Sequence
@@ -18,6 +19,7 @@ import optax
 from research_dp.argument_checks import members
 from research_dp.commands.dry_run import default_text
 from research_dp.config import gin_internals, load, parser
+from research_dp.config.name_checks import did_you_mean
 from research_dp.config.parser import Binding
 from research_dp.config.reachability import key
 from research_dp.config.typecheck import annotation, in_words
@@ -178,3 +180,30 @@ def _bound_in() -> dict[str, list[str]]:
             if where and file not in found.setdefault(where[1], []):
                 found[where[1]].append(file)
     return found
+
+
+def print_list(name: str, imports: tuple[str, ...], *, as_json: bool) -> int:
+    """Prints what gin files can name: all, or one function or file; returns the exit status.
+
+    Args:
+        name: '' for all.
+        imports: Modules that register more.
+        as_json: Whether to print JSON.
+
+    Raises:
+        UsageError: There is nothing of this name.
+    """
+    groups = everything(imports)
+    if not name:
+        print(json.dumps(groups, indent=2) if as_json else as_text(groups))
+        return 0
+    entries = [entry for group in groups for entry in group["entries"]]
+    found = [entry for entry in entries if name in (entry["name"], entry.get("selector"))]
+    if not found:
+        hint = did_you_mean(name, [entry["name"] for entry in entries])
+        raise UsageError(f"--list {name}: there is nothing of this name.{hint}")
+    if as_json:
+        print(json.dumps(found[0], indent=2))
+    else:
+        print(in_full(found[0]))
+    return 0

@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import collections
-import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import gin
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from research_dp.config import gin_internals, load
 from research_dp.config.load import Config
-from research_dp.config.name_checks import did_you_mean
 from research_dp.config.reachability import key
-from research_dp.console import table
+from research_dp.console import put, table
 from research_dp.distributed.mesh import sizes_text
 from research_dp.distributed.placement import nbytes
-from research_dp.errors import UsageError
 from research_dp.strategies import Recipe, Strategy, TrainSpec, jaxpr_collectives
 from research_dp.training import sharding_table
 
 _COLUMN = 60
-_PIPE_WIDTH = 200  # rows of a table are not cut in a pipe
 
 
 def look(config: Config) -> Callable[[Recipe, TrainSpec], None]:
@@ -41,17 +36,6 @@ def look(config: Config) -> Callable[[Recipe, TrainSpec], None]:
         put(state_table(strategy), collectives_table(strategy))
 
     return show
-
-
-def put(*parts: Any) -> None:
-    """Prints text and tables: colored and as wide as a terminal, plain and uncut in a pipe."""
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(width=_PIPE_WIDTH, highlight=False)
-    with console.capture() as captured:
-        for part in parts:
-            console.print(part, soft_wrap=not isinstance(part, Table))
-    print("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
 
 def configuration(config: Config) -> Iterator[tuple[str, str]]:
@@ -129,32 +113,3 @@ def collectives_table(strategy: Strategy) -> Table | str:
     total = sum(one.wire_bytes for one in found)
     shown.add_row("all", "", "", str(sum(one.times for one in found)), f"{total:,.0f}")
     return shown
-
-
-def print_list(name: str, imports: tuple[str, ...], *, as_json: bool) -> int:
-    """Prints what gin files can name: all, or one function or file; returns the exit status.
-
-    Args:
-        name: '' for all.
-        imports: Modules that register more.
-        as_json: Whether to print JSON.
-
-    Raises:
-        UsageError: There is nothing of this name.
-    """
-    from research_dp.commands import catalog
-
-    everything = catalog.everything(imports)
-    if not name:
-        print(json.dumps(everything, indent=2) if as_json else catalog.as_text(everything))
-        return 0
-    entries = [entry for group in everything for entry in group["entries"]]
-    found = [entry for entry in entries if name in (entry["name"], entry.get("selector"))]
-    if not found:
-        hint = did_you_mean(name, [entry["name"] for entry in entries])
-        raise UsageError(f"--list {name}: there is nothing of this name.{hint}")
-    if as_json:
-        print(json.dumps(found[0], indent=2))
-    else:
-        print(catalog.in_full(found[0]))
-    return 0

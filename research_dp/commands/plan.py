@@ -15,11 +15,11 @@ import jax
 from research_dp.analysis import topologies
 from research_dp.analysis.topologies import Topology
 from research_dp.commands import exit_status, plan_candidates, plan_sizes, runtime
-from research_dp.commands.dry_run import put
 from research_dp.commands.flags import Options, PlanOptions, check_writable
 from research_dp.commands.plan_candidates import Candidate
 from research_dp.config import load
 from research_dp.config.load import Config
+from research_dp.console import put
 from research_dp.distributed.mesh import planning_for
 from research_dp.errors import UsageError, first_line, message_of
 from research_dp.planning import advice, batch, html_report, tables

@@ -14,8 +14,9 @@ import jax
 from rich.table import Table
 
 from research_dp import console
-from research_dp.commands import dry_run, exit_status, flag_values, flags, run
+from research_dp.commands import exit_status, flag_values, flags, run
 from research_dp.config import gin_internals, load
+from research_dp.console import put
 from research_dp.errors import UsageError
 
 DONE, FAILED, REFUSED, STOPPED = 0, 1, 2, 143
@@ -114,7 +115,7 @@ def sweep(options: flags.Options, dimensions: Sequence[Sequence[Choice]]) -> int
             continue
         print(f"\n== {number} of {len(runs)}: {member.label}, in {member.folder}", flush=True)
         stopped = _run(member, options)
-    dry_run.put("", table(runs))
+    put("", table(runs))
     if stopped:
         return STOPPED
     fine = "missing" if options.dry_run else "done"
