@@ -4,6 +4,7 @@ The functions that strategies are made of; the training command is `python -m re
 """
 
 import importlib
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from research_dp.compat.datarax import (
@@ -41,18 +42,18 @@ from research_dp.distributed.optimizer_state import (
     OptaxAdapter,
     slice_specs,
     slice_state,
-    whole_state,
+    unsharded_state,
 )
 from research_dp.distributed.padding import pad_to_multiple, unpad
 from research_dp.distributed.sharded_init import init_sharded
 from research_dp.distributed.sharded_update import fsdp_apply_gradients, fsdp_update
 from research_dp.distributed.sharding import (
-    Choice,
-    Placement,
+    LeafSharding,
+    ShardDecision,
     choose_dim,
     dim_by_path,
+    infer_sharding,
     largest_dim,
-    lay_out,
 )
 from research_dp.distributed.sharding_report import ShardingRow, sharding_report
 from research_dp.errors import UsageError
@@ -90,14 +91,14 @@ _LATE = {
 
 __all__ = [
     "PLAIN",
-    "Choice",
     "DataParallel",
     "DeviceMeshManager",
+    "LeafSharding",
     "LossOutput",
     "MeshRules",
     "OptaxAdapter",
-    "Placement",
     "Reduction",
+    "ShardDecision",
     "ShardingRow",
     "Strategy",
     "TrainSpec",
@@ -124,9 +125,9 @@ __all__ = [
     "gather_shards",
     "gather_tree",
     "global_norm",
+    "infer_sharding",
     "init_sharded",
     "largest_dim",
-    "lay_out",
     "linen_functions",
     "make_mesh",
     "mapped",
@@ -153,15 +154,29 @@ __all__ = [
     "spmd_train_step",
     "sync_gradients",
     "unpad",
+    "unsharded_state",
     "update_local",
     "update_slices",
     "weighted_loss",
     "weighted_mean",
-    "whole_state",
 ]
+
+
+# Names until version 0.1, kept for one release.
+_RENAMED = {
+    "Choice": "ShardDecision",
+    "Placement": "LeafSharding",
+    "lay_out": "infer_sharding",
+    "whole_state": "unsharded_state",
+}
 
 
 def __getattr__(name: str) -> Any:
     if name in _LATE:
         return getattr(importlib.import_module(_LATE[name]), name)
+    if name in _RENAMED:
+        new = _RENAMED[name]
+        message = f"research_dp.{name} is now research_dp.{new}"
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        return globals()[new]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -80,7 +80,7 @@ TAKES = {
 MESH = rdp.make_mesh({"data": 2, "fsdp": 4})
 SHARDING = rdp.create_data_parallel_sharding(MESH)
 TREE = {"w": np.ones((8, 16), np.float32)}
-LAYOUT = rdp.lay_out(TREE, lambda *_: rdp.Choice(0), 4)
+LAYOUT = rdp.infer_sharding(TREE, lambda *_: rdp.ShardDecision(0), 4)
 BOXED = {"w": nn.Partitioned(jnp.ones((2, 16)), ("fsdp", None))}
 SGD = optax.sgd(0.1)
 MODEL = nnx.Linear(4, 1, rngs=nnx.Rngs(0))
@@ -280,7 +280,7 @@ CALLS = {
     "global_norm": {"tree": (TREE, "arrays or numbers")},
     "init_sharded": {"init": (lambda: TREE, "a function")},
     "largest_dim": {},
-    "lay_out": {"tree": (TREE, "shapes"), "units": (None, "sizes?")},
+    "infer_sharding": {"tree": (TREE, "shapes"), "units": (None, "sizes?")},
     "linen_functions": {"module": (nn.Dense(3), "one of its class")},
     "make_mesh": {
         "axes": ({"data": -1}, "one of its class"),
@@ -339,10 +339,18 @@ CALLS = {
     },
     "weighted_loss": {"total": (1.0, "a number"), "weight": (2, "a number")},
     "weighted_mean": {"total": (1.0, "a number"), "weight": (2, "a number")},
-    "whole_state": {"state": (SGD.init(TREE), "anything")},
+    "unsharded_state": {"state": (SGD.init(TREE), "anything")},
 }
 # Values that are no functions, and records of values, which whoever is given them checks.
 RECORDS = {
-    *("PLAIN", "Choice", "LossOutput", "Placement", "Reduction", "ShardingRow", "Strategy"),
+    *(
+        "PLAIN",
+        "ShardDecision",
+        "LossOutput",
+        "LeafSharding",
+        "Reduction",
+        "ShardingRow",
+        "Strategy",
+    ),
     *("TrainState", "UsageError"),
 }

@@ -69,7 +69,7 @@ def bench_of(stem, *, engine=None, spec=None, bindings=(), dtypes=(), **slots):
         **(spec or {}),
     }
     precision = max(float(jnp.finfo(x).eps) for x in ("float32", *dtypes))
-    return Bench(recipe=recipe, against=single, spec=TrainSpec(**settings), precision=precision)
+    return Bench(config=recipe, against=single, spec=TrainSpec(**settings), precision=precision)
 
 
 def found(stem, **options):

@@ -11,7 +11,7 @@ import gin
 import jax
 import numpy as np
 
-from research_dp.strategies import Recipe
+from research_dp.strategies import StrategyConfig
 from research_dp.types import DataSet
 
 Kind = Literal["sleep", "hold", "kill", "abort", "freeze", "raise", "nan", "inf"]
@@ -30,7 +30,7 @@ def faulty(*, data: DataSet = gin.REQUIRED, kind: Kind, step: int, process: int 
 
 
 @gin.register(module="tests")
-def flipping(*, strategy: Recipe = gin.REQUIRED, device: int, step: int) -> Recipe:
+def flipping(*, strategy: StrategyConfig = gin.REQUIRED, device: int, step: int) -> StrategyConfig:
     """`strategy` whose device, after a step, holds one wrong bit of the first parameter."""
 
     def engine(recipe, spec):

@@ -79,10 +79,10 @@ def one_shrunk(grads, layout, *, axes, reduction):
 
 def _local_norm(x, axes):
     # Sums of squares travel as a vector; gradients in rows, metrics in pairs.
-    return x if x.ndim < 2 else PLAIN.all_sum(x, axes)
+    return x if x.ndim < 2 else PLAIN.all_reduce(x, axes)
 
 
-local_norm = Reduction(_local_norm, PLAIN.scatter_sum)
+local_norm = Reduction(_local_norm, PLAIN.reduce_scatter)
 
 
 def stale_slices(optimizer, grads, opt_state, params, layout, *, axes, reduction):

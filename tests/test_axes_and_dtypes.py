@@ -18,11 +18,11 @@ from research_dp.conformance.suite import EXAMPLE, batches
 from research_dp.distributed.buckets import gather_tree_with_mean_grads
 from research_dp.distributed.collectives import PLAIN, GatherOptions
 from research_dp.distributed.embedding import exchange_rows, take_rows
-from research_dp.distributed.sharding import lay_out
+from research_dp.distributed.sharding import infer_sharding
 from research_dp.strategies import slots
 
 W = jnp.ones((16, 4))
-LAYOUT = lay_out([W], lambda *_: rdp.Choice(0), 8)
+LAYOUT = infer_sharding([W], lambda *_: rdp.ShardDecision(0), 8)
 SLOT = {"axes": ("fsdp",), "reduction": PLAIN}
 TWICE = ("fsdp", "fsdp")
 
@@ -140,7 +140,9 @@ def test_a_sum_of_complex_arrays_keeps_the_imaginary_part(name):
 
 
 def gathered_by_tree(x):
-    layout = lay_out([jax.ShapeDtypeStruct((64,), x.dtype)], lambda *_: rdp.Choice(0), 8)
+    layout = infer_sharding(
+        [jax.ShapeDtypeStruct((64,), x.dtype)], lambda *_: rdp.ShardDecision(0), 8
+    )
     options = GatherOptions(0, "fsdp", "bfloat16", "bfloat16")
     return gather_tree_with_mean_grads([x], layout, options, bucket_bytes=64)[0]
 

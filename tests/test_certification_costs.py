@@ -20,7 +20,7 @@ HALF = (
 
 def sent(bench):
     """Bytes sent a step, and how many at most."""
-    found = {cost.what: cost for cost in costs.costs(bench.recipe.build(bench.spec), bench.spec)}
+    found = {cost.what: cost for cost in costs.costs(bench.config.build(bench.spec), bench.spec)}
     assert found["parameters a device"].is_right
     return found["bytes sent a step"]
 

@@ -12,7 +12,7 @@ from steps import mesh_of
 from research_dp.distributed import buckets, collectives, optimizer, vma
 from research_dp.distributed.collectives import GatherOptions
 from research_dp.distributed.mesh import make_mesh
-from research_dp.distributed.sharding import Choice, choose_dim, lay_out
+from research_dp.distributed.sharding import ShardDecision, choose_dim, infer_sharding
 from research_dp.strategies.jaxpr_collectives import collectives as read
 
 AXES = ("data", "fsdp")
@@ -83,7 +83,7 @@ def test_trees_travel_in_buckets_and_come_back_as_they_were(mesh, bucket_bytes):
         "c": jnp.arange(64, dtype=jnp.bfloat16).reshape(4, 8, 2),
         "d": jnp.ones((7,)),
     }
-    layout = lay_out(tree, rule, 8)
+    layout = infer_sharding(tree, rule, 8)
     assert [layout[k].dim for k in "abcd"] == [1, 0, 1, None]
 
     def there_and_back(tree):
@@ -120,7 +120,7 @@ def test_buckets_close_when_full_and_keep_dtypes_apart():
 
 def test_global_norm_counts_shards_and_whole_leaves_once(mesh):
     tree = {"w": jnp.ones(16), "b": jnp.full((3,), 2.0)}
-    layout = lay_out(tree, rule, 8)
+    layout = infer_sharding(tree, rule, 8)
 
     def norm(w, b):
         return optimizer.global_norm({"w": w, "b": b}, layout)[0]
@@ -170,7 +170,7 @@ def test_bound_axes_are_found_by_public_means_too(has_name, monkeypatch):
 
 def test_stacks_are_gathered_in_place_as_they_are_all_at_once(mesh):
     tree = {"a": jnp.arange(3 * 16 * 5.0).reshape(3, 16, 5), "b": jnp.arange(64.0)}
-    layout = lay_out(tree, lambda path, *_: Choice(1 if path == "a" else 0), 8)
+    layout = infer_sharding(tree, lambda path, *_: ShardDecision(1 if path == "a" else 0), 8)
     specs = jax.tree.map(lambda p: p.spec, layout)
 
     def whole(shards):

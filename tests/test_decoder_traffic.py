@@ -17,7 +17,7 @@ def test_wire_bytes_of_fsdp_are_three_times_the_blocks_and_twice_the_rest():
     # nothing. Blocks are gathered twice and scattered once, the head's pieces too.
     strategy = build("fsdp", model(depth=4, logits_at_once=2**20), rows=8)
     sizes = {
-        p.path: p.nbytes for p in jax.tree.leaves(strategy.layouts.params) if p.dim is not None
+        p.path: p.nbytes for p in jax.tree.leaves(strategy.shardings.params) if p.dim is not None
     }
     blocks = sum(n for path, n in sizes.items() if path.startswith("blocks"))
     tables = {p: n for p, n in sizes.items() if p.endswith("table")}
@@ -30,7 +30,7 @@ def test_wire_bytes_of_fsdp_are_three_times_the_blocks_and_twice_the_rest():
 def test_looking_ahead_does_not_gather_the_last_unit_twice():
     plain = sum(c.wire_bytes for c in traffic(build("fsdp", model(depth=4))))
     ahead = sum(c.wire_bytes for c in traffic(build("fsdp", model(depth=4), LOOK_AHEAD)))
-    layout = jax.tree.leaves(build("fsdp", model(depth=4)).layouts.params)
+    layout = jax.tree.leaves(build("fsdp", model(depth=4)).shardings.params)
     block = sum(p.nbytes for p in layout if p.path.startswith("blocks") and p.dim is not None) / 4
     assert plain - ahead == pytest.approx(7 / 8 * block, rel=0.01)
 
@@ -46,7 +46,7 @@ def test_gradients_of_replicated_blocks_are_synchronised_one_block_at_a_time(ste
     if stem == "ddp":
         monkeypatch.setattr(Step, "_early_pays", True)
     strategy = build(stem, model(depth=4))
-    sizes = {p.path: p.nbytes for p in jax.tree.leaves(strategy.layouts.slices)}
+    sizes = {p.path: p.nbytes for p in jax.tree.leaves(strategy.shardings.slices)}
     blocks = sum(n for path, n in sizes.items() if path.startswith("blocks"))
     kind = "all-reduce" if stem == "ddp" else "reduce-scatter"
     inside = [c for c in traffic(strategy) if c.kind == kind and c.times == 4 and c.nbytes > 512]
@@ -66,7 +66,7 @@ def test_keeping_gathers_each_block_once(monkeypatch):
     # As on devices that compute while they communicate; on CPUs all is gathered before the model.
     monkeypatch.setattr(Step, "_waits", False)
     strategy = build("fsdp_keep", model(depth=4, logits_at_once=2**20), rows=8)
-    placements = jax.tree.leaves(strategy.layouts.params)
+    placements = jax.tree.leaves(strategy.shardings.params)
     sizes = {p.path: p.nbytes for p in placements if p.dim is not None}
     needed = sum(n for path, n in sizes.items() if path != "embed/table")  # that is exchanged
     moved = wire(strategy, {"reduce-scatter", "all-gather"})
@@ -75,7 +75,7 @@ def test_keeping_gathers_each_block_once(monkeypatch):
 
 def test_keeping_on_cpus_takes_one_collective_an_array():
     strategy = build("fsdp_keep", model(depth=4, logits_at_once=2**20), rows=8)
-    sizes = [p.nbytes for p in jax.tree.leaves(strategy.layouts.params) if p.dim is not None]
+    sizes = [p.nbytes for p in jax.tree.leaves(strategy.shardings.params) if p.dim is not None]
     moved = wire(strategy, {"reduce-scatter", "all-gather"})
     assert moved == pytest.approx(2 * 7 / 8 * sum(sizes), rel=0.01)
     assert {c.times for c in traffic(strategy) if c.kind in ("all-gather", "reduce-scatter")} == {1}

@@ -18,7 +18,7 @@ from research_dp.config import gin_internals, load
 from research_dp.deterministic import sum as tree
 from research_dp.distributed.mesh import planning_for
 from research_dp.distributed.placement import fingerprint
-from research_dp.distributed.sharding import choose_dim, lay_out, specs
+from research_dp.distributed.sharding import choose_dim, infer_sharding, specs
 from research_dp.errors import UsageError
 from research_dp.models import convnet, mlp, transformer
 from research_dp.strategies import TrainSpec, tree_reduction
@@ -272,8 +272,10 @@ def test_additions_are_those_of_one_tree_on_whatever_devices(
         def both(x, names=names):
             scattered = x[0]
             for name in reversed(names):
-                scattered = how.scatter_sum(scattered, name, 0)
-            return jax.tree.map(tree.without_negative_zero, (how.all_sum(x[0], names), scattered))
+                scattered = how.reduce_scatter(scattered, name, 0)
+            return jax.tree.map(
+                tree.without_negative_zero, (how.all_reduce(x[0], names), scattered)
+            )
 
         function = on(mesh, both, P(names), (P(), P(names[::-1])), check_vma)
         assert {one.kind for one in collectives(function, x)} == {kind, "all-gather"}
@@ -289,7 +291,7 @@ def test_devices_of_a_vmap_add_as_others(monkeypatch):
     monkeypatch.setattr(tree, "_HALVED_BYTES", 0)
     x = np.random.default_rng(0).normal(size=(4, 100)).astype(np.float32)
     how = tree_reduction(logical_shards=4)
-    found = jax.vmap(lambda x: how.all_sum(x, ("data",)), axis_name="data")(x)
+    found = jax.vmap(lambda x: how.all_reduce(x, ("data",)), axis_name="data")(x)
     np.testing.assert_array_equal(found, np.tile((x[0] + x[1]) + (x[2] + x[3]), (4, 1)))
 
 
@@ -312,7 +314,7 @@ def test_a_fence_keeps_a_multiplication_out_of_the_sum(halved_bytes, monkeypatch
     how = tree_reduction(logical_shards=8)
 
     def of_product(x, y, zero):
-        return how.scatter_sum(tree.fence(x[0] * y[0], tree.unknown_zero(zero)), "data", 0)
+        return how.reduce_scatter(tree.fence(x[0] * y[0], tree.unknown_zero(zero)), "data", 0)
 
     every = on(mesh_of(data=8), of_product, (P("data"), P("data"), P()), P("data"))
     arguments = (x, y, np.int32(0))
@@ -326,7 +328,7 @@ def test_a_tree_over_three_devices_is_refused():
     how = tree_reduction(logical_shards=8)
     mesh = Mesh(np.asarray(jax.devices()[:3]), ("data",))
     with pytest.raises(UsageError, match="over 3 devices of axis 'data': take a power of two"):
-        on(mesh, lambda x: how.scatter_sum(x, "data", 0), P(), P("data"))(np.ones(6, np.float32))
+        on(mesh, lambda x: how.reduce_scatter(x, "data", 0), P(), P("data"))(np.ones(6, np.float32))
 
 
 def test_the_norm_of_shards_has_the_bits_of_the_norm_of_wholes():
@@ -335,7 +337,7 @@ def test_the_norm_of_shards_has_the_bits_of_the_norm_of_wholes():
     params = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
     found = set()
     for n in (1, 2, 4, 8):
-        layout = lay_out(params, lambda path, shape, n: choose_dim(shape, n, 8), n)
+        layout = infer_sharding(params, lambda path, shape, n: choose_dim(shape, n, 8), n)
         mesh = mesh_of(data=1, fsdp=n)
 
         def norm(held, layout=layout):

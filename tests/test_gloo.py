@@ -19,8 +19,8 @@ jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
 mesh = Mesh(jax.devices(), ("fsdp",))
 here = NamedSharding(mesh, P("fsdp"))
 step = jax.jit(jax.shard_map(
-    lambda x: (PLAIN.scatter_sum(x[0], "fsdp", 0)[None], PLAIN.all_sum(x[0], ("fsdp",))[None],
-               PLAIN.all_blocks(x[0], "fsdp", 0, "varying")[None]),
+    lambda x: (PLAIN.reduce_scatter(x[0], "fsdp", 0)[None], PLAIN.all_reduce(x[0], ("fsdp",))[None],
+               PLAIN.all_gather(x[0], "fsdp", 0, "varying")[None]),
     mesh=mesh, in_specs=P("fsdp"), out_specs=P("fsdp"), check_vma=False))
 wrong = 0
 for round in range({ROUNDS}):

@@ -16,7 +16,7 @@ from research_dp.distributed import buckets, overlap
 from research_dp.distributed.boxed import unboxed
 from research_dp.distributed.collectives import PLAIN, GatherOptions
 from research_dp.distributed.embedding import exchange_rows, take_rows
-from research_dp.distributed.sharding import choose_dim, lay_out
+from research_dp.distributed.sharding import choose_dim, infer_sharding
 from research_dp.distributed.units import Units
 from research_dp.strategies import slots
 
@@ -93,7 +93,9 @@ def by_array(params, **dtypes):
 
 
 def by_bucket(params, gather_dtype=None, grad_scatter_dtype=None):
-    layout = lay_out(PARAMS, lambda path, shape, size: choose_dim(shape, size, 1), devices_here())
+    layout = infer_sharding(
+        PARAMS, lambda path, shape, size: choose_dim(shape, size, 1), devices_here()
+    )
     options = GatherOptions(0, AXIS, gather_dtype, grad_scatter_dtype)
     return buckets.gather_tree_with_mean_grads(unboxed(params), layout, options, bucket_bytes=2**20)
 
@@ -257,7 +259,7 @@ def test_rows_of_a_table(check_vma):
 
     def on_device(x, indices):
         options = GatherOptions(1, AXIS)
-        block = rdp.shard_params(table, AXIS, 1, rule=lambda *_: rdp.Choice(1)).value
+        block = rdp.shard_params(table, AXIS, 1, rule=lambda *_: rdp.ShardDecision(1)).value
         look_up = functools.partial(exchange_rows, indices=indices, options=options)
         found = derivatives(functools.partial(loss, look_up), block, x)
         return jax.tree.map(lambda x: jax.lax.all_gather(x, AXIS, axis=1, tiled=True)[None], found)
@@ -292,7 +294,7 @@ def run_units(units, params, tokens, remat):
 
 
 def layout_of(params, devices):
-    return lay_out(params, lambda path, shape, size: rdp.Choice(1), devices)
+    return infer_sharding(params, lambda path, shape, size: rdp.ShardDecision(1), devices)
 
 
 def check_units(remat, *, devices=8, **options):
@@ -343,8 +345,8 @@ def test_every_kind_of_unit(remat, keep, bucket_bytes, devices):
 def test_gradients_that_are_synchronised_as_units_finish(sync):
     sliced = sync is slots.scatter_gradients
     devices = 8 if sliced else 4
-    rule = rdp.Choice(1) if sliced else rdp.Choice(None)
-    layout = lay_out(MODEL, lambda path, shape, size: rule, devices)
+    rule = rdp.ShardDecision(1) if sliced else rdp.ShardDecision(None)
+    layout = infer_sharding(MODEL, lambda path, shape, size: rule, devices)
     synced = functools.partial(sync, axes=(AXIS,), reduction=PLAIN)
     units = Units(overlap.synchronised(synced), layout)
 
@@ -410,7 +412,7 @@ def test_forward_mode_without_jit_says_what_to_use(derivative, check_vma):
 
 
 def test_an_error_of_the_function_itself_stays_what_it_is():
-    reduction = PLAIN._replace(all_blocks=lambda x, axis, dim, to: x + None)
+    reduction = PLAIN._replace(all_gather=lambda x, axis, dim, to: x + None)
 
     def function(x):
         gather = functools.partial(rdp.gather_array_with_mean_grads, axis=0, axis_name=AXIS)

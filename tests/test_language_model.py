@@ -11,7 +11,13 @@ from decoder import BATCH, LENGTH, LOOK_AHEAD, VOCAB, batch, build, model, oracl
 
 from research_dp.analysis.program_cost import read
 from research_dp.analysis.topologies import topology
-from research_dp.distributed.sharding import STACK, TABLE, Choice, largest_dim, lay_out
+from research_dp.distributed.sharding import (
+    STACK,
+    TABLE,
+    ShardDecision,
+    infer_sharding,
+    largest_dim,
+)
 from research_dp.distributed.units import Units
 from research_dp.errors import UsageError
 from research_dp.models.attention import rotate
@@ -207,12 +213,18 @@ def test_rates_are_in_tokens_and_in_shares_of_the_peak(monkeypatch):
 
 def test_a_rule_of_ones_own_is_followed_whatever_the_dim_is_used_for():
     def last(path, shape, size):
-        return Choice(len(shape) - 1) if shape[-1] % size == 0 else Choice(None, "does not divide")
+        return (
+            ShardDecision(len(shape) - 1)
+            if shape[-1] % size == 0
+            else ShardDecision(None, "does not divide")
+        )
 
     tree = {"blocks": {"w": jnp.zeros((3, 16, 32))}, "embed": {"table": jnp.zeros((64, 16))}}
     kinds = {"blocks": STACK, "embed": TABLE}
-    assert [p.dim for p in jax.tree.leaves(lay_out(tree, last, 8, kinds))] == [2, 1]
-    by_default = lay_out(tree, functools.partial(largest_dim, min_weight_size=1), 8, kinds)
+    assert [p.dim for p in jax.tree.leaves(infer_sharding(tree, last, 8, kinds))] == [2, 1]
+    by_default = infer_sharding(tree, functools.partial(largest_dim, min_weight_size=1), 8, kinds)
     assert [p.dim for p in jax.tree.leaves(by_default)] == [1, 1]
-    first = lay_out(tree, lambda path, shape, size: Choice(0), 8, {"embed": TABLE, "blocks": STACK})
+    first = infer_sharding(
+        tree, lambda path, shape, size: ShardDecision(0), 8, {"embed": TABLE, "blocks": STACK}
+    )
     assert first["embed"]["table"].dim == 0

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from research_dp.distributed.mesh import make_mesh, one_device_mesh
-from research_dp.distributed.sharding import Choice, choose_dim, lay_out
+from research_dp.distributed.sharding import ShardDecision, choose_dim, infer_sharding
 from research_dp.errors import UsageError
 
 
@@ -48,7 +48,7 @@ def test_a_taken_dim_is_not_chosen():
 def test_a_rule_that_does_not_divide_is_refused_with_path_shape_and_size():
     tree = {"a": {"kernel": jax.ShapeDtypeStruct((6, 8), np.float32)}}
     with pytest.raises(UsageError, match=r"dim 0 of a/kernel \(6, 8\), which 4 devices"):
-        lay_out(tree, lambda path, shape, size: Choice(0), 4)
+        infer_sharding(tree, lambda path, shape, size: ShardDecision(0), 4)
 
 
 def test_layout_says_bytes_and_reason():
@@ -56,7 +56,7 @@ def test_layout_says_bytes_and_reason():
         "w": jax.ShapeDtypeStruct((64, 8), np.float32),
         "b": jax.ShapeDtypeStruct((3,), np.float32),
     }
-    layout = lay_out(tree, lambda path, shape, size: choose_dim(shape, size, 0), 8)
+    layout = infer_sharding(tree, lambda path, shape, size: choose_dim(shape, size, 0), 8)
     assert layout["w"].nbytes_per_device == 64 * 8 * 4 // 8
     assert layout["b"].nbytes_per_device == 12
     assert "divisible by 8" in layout["b"].reason

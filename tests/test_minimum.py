@@ -51,7 +51,7 @@ def test_it_is_what_a_strategy_sends_of_parameters_that_are_sharded(stem, accumu
 @pytest.mark.parametrize("stem", ["fsdp", "ddp", "zero1"])
 def test_it_is_counted_in_the_dtypes_that_are_bound(stem):
     strategy = build(stem, one_matrix(), bindings=BF16)
-    elements = sum(p.nbytes for p in jax.tree.leaves(strategy.layouts.params)) / 4
+    elements = sum(p.nbytes for p in jax.tree.leaves(strategy.shardings.params)) / 4
     # fsdp gathers twice; zero1 gathers new parameters in their own dtype.
     each = {"fsdp": 2 + 2 + 4, "ddp": 2 + 2, "zero1": 2 + 4}[stem]
     least = min_wire_bytes(strategy, spec_of(one_matrix()))

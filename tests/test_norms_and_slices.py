@@ -16,7 +16,7 @@ from steps import mesh_of, on
 import research_dp as rdp
 from research_dp import UsageError
 from research_dp.distributed.collectives import PLAIN
-from research_dp.distributed.sharding import Choice, lay_out
+from research_dp.distributed.sharding import ShardDecision, infer_sharding
 from research_dp.strategies.slots import update_slices
 
 ADAM = optax.adam(0.1)
@@ -71,7 +71,7 @@ def test_a_limit_that_is_no_number_of_at_least_zero_is_refused(name, limit):
 
 
 def test_a_strategy_takes_a_limit_of_zero():
-    strategy = calls.recipe().build(spec(max_grad_norm=0))
+    strategy = calls.config().build(spec(max_grad_norm=0))
     state = strategy.init(jax.random.key(0))
     before = np.asarray(state.params["w"])
     batch = {"x": np.ones((16, 8), np.float32)}
@@ -120,7 +120,7 @@ def test_slices_of_state_are_numpys_ravel_and_pad(shape, shards):
         flat = np.pad(x["w"].ravel(), (0, -x["w"].size % shards))
         assert own["w"].shape == (1,) * (len(shape) - 1) + flat.shape
         np.testing.assert_array_equal(own["w"].ravel(), flat)
-    back = rdp.whole_state(ADAM, sliced, params, shards)
+    back = rdp.unsharded_state(ADAM, sliced, params, shards)
     jax.tree.map(np.testing.assert_array_equal, back, state)
 
 
@@ -128,7 +128,7 @@ def test_slices_of_state_are_numpys_ravel_and_pad(shape, shards):
 def test_a_number_of_shards_below_one_is_refused(shards):
     params = {"w": jnp.ones(4)}
     state = ADAM.init(params)
-    for function in (rdp.slice_state, rdp.whole_state):
+    for function in (rdp.slice_state, rdp.unsharded_state):
         with pytest.raises(UsageError, match=r"shards = .*: give a whole number of at least 1"):
             function(ADAM, state, params, shards)
     with pytest.raises(UsageError, match="shards = "):
@@ -215,7 +215,7 @@ def test_slices_are_numbered_by_the_names_of_the_axes(group):
     specs = rdp.slice_specs(transform, params, ("dp", "r"), 4)
     mapped = on(mesh_of(dp=2, r=2), step, (P(), specs), (P(), specs))
     _, state = mapped(params, rdp.slice_state(transform, transform.init(params), params, 4))
-    momentum = rdp.whole_state(transform, state, params, 4).trace["w"]
+    momentum = rdp.unsharded_state(transform, state, params, 4).trace["w"]
     np.testing.assert_array_equal(momentum, params["w"])
 
 
@@ -248,7 +248,7 @@ def test_state_laid_out_by_hand_in_another_order_is_refused():
     sharding = jax.sharding.NamedSharding(mesh_of(r=2, dp=2), P(("r", "dp")))
     state = jax.tree.map(lambda x: jax.device_put(x, sharding) if x.ndim else x, state)
     with pytest.raises(UsageError, match=r"state of w: .* order is \('r', 'dp'\).*\('dp', 'r'\)"):
-        rdp.whole_state(ADAM, state, params, 4)
+        rdp.unsharded_state(ADAM, state, params, 4)
 
 
 # ---- The slot `update_slices` ----
@@ -257,7 +257,7 @@ def test_state_laid_out_by_hand_in_another_order_is_refused():
 def stacked_update(reduction=PLAIN):
     """(update of a stack of matrices sharded on eight devices, the stack, its local gradients)."""
     params = {"w": jnp.ones((4, 64, 64))}
-    layout = lay_out(params, lambda *_: Choice(1), 8)
+    layout = infer_sharding(params, lambda *_: ShardDecision(1), 8)
 
     def step(params, grads):
         transform = optax.sgd(1.0)
@@ -283,7 +283,7 @@ def test_updated_parameters_are_written_over_the_old_ones():
 
 def test_slices_are_gathered_by_the_reduction_that_is_given():
     def twice(*arguments):
-        return 2 * PLAIN.all_blocks(*arguments)
+        return 2 * PLAIN.all_gather(*arguments)
 
-    update, params, grads = stacked_update(PLAIN._replace(all_blocks=twice))
+    update, params, grads = stacked_update(PLAIN._replace(all_gather=twice))
     np.testing.assert_array_equal(jax.jit(update)(params, grads)["w"], 2 * (1 - grads["w"]))

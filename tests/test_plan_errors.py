@@ -8,19 +8,19 @@ from test_plan import DIGITS, MLP, plan
 
 from research_dp.commands import exit_status
 from research_dp.errors import UsageError
-from research_dp.strategies import Recipe
+from research_dp.strategies import StrategyConfig
 
 
 def injured(monkeypatch, error):
     """Has one strategy's trace fail as it does where JAX refuses its devices."""
-    original = Recipe.build
+    original = StrategyConfig.build
 
     def build(recipe, spec):
         if recipe.name == "pmap":
             raise error
         return original(recipe, spec)
 
-    monkeypatch.setattr(Recipe, "build", build)
+    monkeypatch.setattr(StrategyConfig, "build", build)
 
 
 def test_an_error_of_one_strategy_is_a_row_beside_the_others(monkeypatch, capsys, tmp_path):

@@ -12,35 +12,35 @@ from jax.sharding import PartitionSpec as P
 from steps import mesh_of, on
 
 import research_dp as rdp
-from research_dp.distributed.sharding import lay_out
+from research_dp.distributed.sharding import infer_sharding
 from research_dp.strategies import TrainSpec, jaxpr_collectives
 
 CALLS = {
-    "ddp": {"all_sum"},
-    "zero1": {"all_sum", "scatter_sum", "all_blocks"},
-    "zero2": {"all_sum", "scatter_sum", "all_blocks"},
-    "fsdp": {"all_sum", "scatter_sum", "all_blocks"},
-    "fsdp_keep": {"all_sum", "scatter_sum", "all_blocks"},
-    "hsdp": {"all_sum", "scatter_sum", "all_blocks"},
+    "ddp": {"all_reduce"},
+    "zero1": {"all_reduce", "reduce_scatter", "all_gather"},
+    "zero2": {"all_reduce", "reduce_scatter", "all_gather"},
+    "fsdp": {"all_reduce", "reduce_scatter", "all_gather"},
+    "fsdp_keep": {"all_reduce", "reduce_scatter", "all_gather"},
+    "hsdp": {"all_reduce", "reduce_scatter", "all_gather"},
 }
 
 
 def silent(calls):
     """A reduction that notes what it is asked for, and communicates nothing."""
 
-    def all_sum(x, axes):
-        calls.add("all_sum")
+    def all_reduce(x, axes):
+        calls.add("all_reduce")
         return x
 
-    def scatter_sum(x, axis, dim):
-        calls.add("scatter_sum")
+    def reduce_scatter(x, axis, dim):
+        calls.add("reduce_scatter")
         return jax.lax.slice_in_dim(x, 0, x.shape[dim] // jax.lax.axis_size(axis), axis=dim)
 
-    def all_blocks(x, axis, dim, to):
-        calls.add("all_blocks")
+    def all_gather(x, axis, dim, to):
+        calls.add("all_gather")
         return jnp.concatenate([x] * jax.lax.axis_size(axis), axis=dim)
 
-    return rdp.Reduction(all_sum, scatter_sum, all_blocks=all_blocks)
+    return rdp.Reduction(all_reduce, reduce_scatter, all_gather=all_gather)
 
 
 @pytest.mark.parametrize("stem", CALLS)
@@ -64,7 +64,7 @@ def test_every_collective_of_a_step_is_the_reductions(stem):
 
 def test_a_scatter_over_two_axes_sums_over_the_one_that_values_vary_on():
     tree = {"w": jnp.arange(16.0).reshape(4, 4)}
-    layout = lay_out(tree, lambda *_: rdp.Choice(0), 4)
+    layout = infer_sharding(tree, lambda *_: rdp.ShardDecision(0), 4)
 
     def scattered(tree):
         varying = jax.tree.map(lambda x: x * (1.0 + jax.lax.axis_index("a")), tree)

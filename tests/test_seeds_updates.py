@@ -18,7 +18,7 @@ from research_dp import (
     fsdp_apply_gradients,
     slice_specs,
     slice_state,
-    whole_state,
+    unsharded_state,
 )
 from research_dp.strategies.jaxpr_collectives import collectives
 
@@ -233,7 +233,7 @@ def adam_step(ranks, size):
 
     def step(params, state):
         params, sliced = mapped(params, slice_state(ADAM, state, params, ranks))
-        whole = whole_state(ADAM, sliced, params, ranks)
+        whole = unsharded_state(ADAM, sliced, params, ranks)
         return jax.device_get(params), jax.device_get(whole), sliced
 
     return step

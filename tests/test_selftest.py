@@ -133,8 +133,8 @@ def test_sums_by_exchange_are_those_of_the_library():
     x = jnp.asarray(np.random.default_rng(0).integers(-99, 99, (8, 12, 5)), jnp.float32)
 
     def both(reduction, x):
-        block = reduction.scatter_sum(x[0], "fsdp", 0)
-        return block[None], reduction.all_sum(x[0], ("data", "fsdp"))[None]
+        block = reduction.reduce_scatter(x[0], "fsdp", 0)
+        return block[None], reduction.all_reduce(x[0], ("data", "fsdp"))[None]
 
     results = [
         jax.jit(
@@ -157,7 +157,7 @@ def test_blocks_by_exchange_are_those_of_the_library():
     x = jnp.arange(8 * 3 * 5, dtype=jnp.bfloat16).reshape(2, 12, 5)
 
     def both(x):
-        return all_to_all.all_blocks(x, "fsdp", 1), jax.lax.all_gather(
+        return all_to_all.all_gather(x, "fsdp", 1), jax.lax.all_gather(
             x, "fsdp", axis=1, tiled=True
         )
 

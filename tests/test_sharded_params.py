@@ -332,15 +332,15 @@ def test_a_box_with_too_many_names_is_named(mesh):
 def test_the_function_that_sums_is_handed_down(mesh):
     seen = []
 
-    def all_sum(x, axes):
+    def all_reduce(x, axes):
         seen.append(axes)
         return jax.lax.psum(x, axes)
 
-    def scatter_sum(x, axis, dim):
+    def reduce_scatter(x, axis, dim):
         seen.append(axis)
         return jax.lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
 
-    summing = rdp.Reduction(all_sum, scatter_sum)
+    summing = rdp.Reduction(all_reduce, reduce_scatter)
 
     def function(w, x):
         held = {"w": nn.Partitioned(w, ("fsdp",)), "b": jnp.ones(())}

@@ -51,12 +51,12 @@ def test_a_rule_chooses_by_path(mesh):
     [
         (
             (6, 8),
-            {"rule": lambda *_: rdp.Choice(0)},
+            {"rule": lambda *_: rdp.ShardDecision(0)},
             r"rule chose dim 0 of w \(6, 8\)",
         ),
         (
             nn.Partitioned(jnp.zeros((8, 8)), ("tp", None)),
-            {"rule": lambda *_: rdp.Choice(0)},
+            {"rule": lambda *_: rdp.ShardDecision(0)},
             r"dim 0 of w \(8, 8\), which \('tp',\) splits",
         ),
         ((8, 8), {"rule": rdp.largest_dim, "min_weight_bytes": 1}, "both decide"),
@@ -88,7 +88,7 @@ def test_report_says_the_same_before_and_after(mesh):
     assert [(r.path, r.dim, r.reason) for r in rdp.sharding_report(after, "data", 8, 4)] == [
         (r.path, r.dim, r.reason) for r in rows
     ]
-    layout = rdp.lay_out(tree, functools.partial(rdp.largest_dim, min_weight_size=4), 8)
+    layout = rdp.infer_sharding(tree, functools.partial(rdp.largest_dim, min_weight_size=4), 8)
     assert rdp.sharding_report(layout) == rows
     with pytest.raises(ValueError, match="big is an array; give axis_name"):
         rdp.sharding_report(tree)
@@ -121,7 +121,9 @@ def test_micro_batches_move_parameters_and_gradients_once(mesh, check_vma):
 
 
 def test_clipping_at_the_edges(mesh):
-    layout = rdp.lay_out({"w": X, "b": X[0, :3]}, lambda *a: rdp.choose_dim(a[1], a[2], 16), 8)
+    layout = rdp.infer_sharding(
+        {"w": X, "b": X[0, :3]}, lambda *a: rdp.choose_dim(a[1], a[2], 16), 8
+    )
     assert [p.dim for p in jax.tree.leaves(layout)] == [None, 1]
     on_fsdp = mesh_of(fsdp=8)
 

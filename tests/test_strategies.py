@@ -144,7 +144,7 @@ def test_fsdp_holds_an_eighth_of_what_is_sharded():
             if shard.device == device
         )
 
-    placements = jax.tree.leaves(strategy.layouts.params)
+    placements = jax.tree.leaves(strategy.shardings.params)
     sharded = sum(p.nbytes for p in placements if p.dim is not None)
     whole = sum(p.nbytes for p in placements if p.dim is None)
     assert sharded > 5 * whole
@@ -179,7 +179,7 @@ def test_wire_bytes_are_those_of_the_table(stem, accumulation):
     # One matrix after another, so that every parameter is sharded and needed on the way back.
     strategy = build(stem, one_matrix(), accumulation=accumulation)
     found = traffic(strategy)
-    params = sum(p.nbytes for p in jax.tree.leaves(strategy.layouts.params))
+    params = sum(p.nbytes for p in jax.tree.leaves(strategy.shardings.params))
     expected = WIRE[stem](accumulation) * params * 7 / 8
     measured = sum(c.wire_bytes for c in found if c.nbytes > 64)
     assert measured == pytest.approx(expected)
@@ -187,7 +187,7 @@ def test_wire_bytes_are_those_of_the_table(stem, accumulation):
 
 def test_hsdp_keeps_big_collectives_inside_its_groups():
     strategy = build("hsdp", one_matrix())
-    params = sum(p.nbytes for p in jax.tree.leaves(strategy.layouts.params))
+    params = sum(p.nbytes for p in jax.tree.leaves(strategy.shardings.params))
     inside = [c for c in traffic(strategy) if c.axes == ("fsdp",) and c.nbytes > 64]
     across = [c for c in traffic(strategy) if c.axes == ("data",) and c.nbytes > 64]
     assert dict(strategy.mesh.shape) == {"data": 2, "fsdp": 4}
@@ -219,7 +219,7 @@ def test_a_seed_changes_dropout():
 
 def test_casts_and_transposes_of_gathered_parameters_are_not_kept_for_the_backward_pass():
     strategy = build("fsdp", one_matrix(jnp.bfloat16))
-    params = sum(p.nbytes for p in jax.tree.leaves(strategy.layouts.params))
+    params = sum(p.nbytes for p in jax.tree.leaves(strategy.shardings.params))
     measured = sum(c.wire_bytes for c in traffic(strategy) if c.nbytes > 64)
     assert measured == pytest.approx(3 * params * 7 / 8)
 

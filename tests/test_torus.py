@@ -33,7 +33,7 @@ def scattered(reduction, x, dim):
     mesh = make_mesh({"fsdp": 8})
 
     def run(x):
-        return reduction.scatter_sum(x * (1.0 + jax.lax.axis_index("fsdp")), "fsdp", dim)
+        return reduction.reduce_scatter(x * (1.0 + jax.lax.axis_index("fsdp")), "fsdp", dim)
 
     out = P(*[None] * dim, "fsdp")
     mapped = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=P(), out_specs=out, check_vma=False))
@@ -45,7 +45,7 @@ def gathered(reduction, x, dim):
     mesh = make_mesh({"fsdp": 8})
 
     def run(x):
-        return reduction.all_blocks(x, "fsdp", dim, "varying")
+        return reduction.all_gather(x, "fsdp", dim, "varying")
 
     split = P(*[None] * dim, "fsdp")
     mapped = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=split, out_specs=P(), check_vma=False))
@@ -148,11 +148,11 @@ def test_a_tpu_sends_what_a_ring_sends(name):
         return sent / (x.size * 2 * 63 / 64)
 
     def scatters(reduction):
-        return ratio(lambda x: reduction.scatter_sum(x, "fsdp", 0), P(), P("fsdp"))
+        return ratio(lambda x: reduction.reduce_scatter(x, "fsdp", 0), P(), P("fsdp"))
 
     staged = torus_reduction(mesh=mesh)
     assert scatters(PLAIN) == pytest.approx(2, rel=0.05)
     assert scatters(staged) == pytest.approx(1, rel=1e-6)
     if name == "v5p-64":  # of three dimensions
-        gathers = ratio(lambda x: staged.all_blocks(x, "fsdp", 0, "varying"), P("fsdp"), P())
+        gathers = ratio(lambda x: staged.all_gather(x, "fsdp", 0, "varying"), P("fsdp"), P())
         assert gathers == pytest.approx(1, rel=1e-6)

@@ -19,7 +19,7 @@ from research_dp import (
     fsdp_update,
     slice_specs,
     slice_state,
-    whole_state,
+    unsharded_state,
 )
 from research_dp.distributed import collectives as primitives
 from research_dp.strategies.jaxpr_collectives import collectives
@@ -280,7 +280,7 @@ def test_masked_and_labelled_state_is_sliced_and_made_whole():
     )
     state = transform.init(params)
     sliced = slice_state(transform, state, params, 4)
-    back = whole_state(transform, sliced, params, 4)
+    back = unsharded_state(transform, sliced, params, 4)
     assert jax.tree.structure(back) == jax.tree.structure(state)
     assert jax.tree.map(jnp.shape, back) == jax.tree.map(jnp.shape, state)
 

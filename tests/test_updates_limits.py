@@ -22,7 +22,7 @@ from research_dp import (
     unpad,
 )
 from research_dp.distributed import collectives as primitives
-from research_dp.distributed.sharding import lay_out_flat
+from research_dp.distributed.sharding import infer_flat_sharding
 from research_dp.strategies.jaxpr_collectives import collectives
 
 ADAM = optax.adam(1e-2)
@@ -30,9 +30,9 @@ ADAM = optax.adam(1e-2)
 
 def test_sums_are_those_of_the_reduction_that_is_given():
     def doubled(x, axis, dim):
-        return 2 * primitives.PLAIN.scatter_sum(x, axis, dim)
+        return 2 * primitives.PLAIN.reduce_scatter(x, axis, dim)
 
-    reduction = primitives.PLAIN._replace(scatter_sum=doubled)
+    reduction = primitives.PLAIN._replace(reduce_scatter=doubled)
     mapped = jax.shard_map(
         lambda p: fsdp_apply_gradients(p, p, OptaxAdapter(optax.sgd(1.0)), reduction=reduction),
         mesh=mesh_of(r=4),
@@ -88,11 +88,11 @@ def test_padding_appends_zeros_and_goes_away(length, padded):
 
 def test_flat_placements_say_what_a_device_holds():
     tree = {"w": jnp.ones((3, 5)), "s": jnp.ones(()), "e": jnp.ones((0, 2))}
-    layout = lay_out_flat(tree, 4)
+    layout = infer_flat_sharding(tree, 4)
     assert {k: p.split_shape for k, p in layout.items()} == {"w": (1, 16), "s": (4,), "e": (1, 0)}
     assert {k: p.local_shape for k, p in layout.items()} == {"w": (1, 4), "s": (1,), "e": (1, 0)}
     assert layout["w"].nbytes_per_device == 16
-    assert lay_out_flat(tree, 1)["w"].local_shape == (3, 5)
+    assert infer_flat_sharding(tree, 1)["w"].local_shape == (3, 5)
 
 
 def refused(message, mesh=None, **given):

@@ -20,9 +20,9 @@ import numpy as np
 
 from research_dp.distributed.embedding import take_rows
 from research_dp.distributed.mesh import DATA_AXIS, FSDP_AXIS, batch_devices
-from research_dp.distributed.sharding import TABLE, Placement
+from research_dp.distributed.sharding import TABLE, LeafSharding
 from research_dp.distributed.units import Units
-from research_dp.strategies import Recipe, Strategy, TrainSpec
+from research_dp.strategies import Strategy, StrategyConfig, TrainSpec
 from research_dp.strategies.rng import example_keys
 
 PyTree = Any
@@ -45,12 +45,12 @@ def min_wire_bytes(strategy: Strategy, spec: TrainSpec) -> float:
         NotImplementedError: A slot is a gin reference in a scope, whose bindings have no public
             name.
     """
-    recipe, mesh = strategy.recipe, strategy.mesh
+    recipe, mesh = strategy.config, strategy.mesh
     inside, across = mesh.shape[FSDP_AXIS], mesh.shape[DATA_AXIS]
     times, widths = _Times.of(recipe, spec), _Widths.of(recipe, spec)
     uses = _uses(strategy, spec)
     total = 0.0
-    layouts = (strategy.layouts.params, strategy.layouts.slices)
+    layouts = (strategy.shardings.params, strategy.shardings.slices)
     for held, piece in zip(*map(jax.tree.leaves, layouts), strict=True):
         count, own = math.prod(piece.split_shape), held.dtype.itemsize
         gathered, returned = widths.gathered or own, widths.returned or own
@@ -94,7 +94,7 @@ class _Times:
     by_use: bool
 
     @classmethod
-    def of(cls, recipe: Recipe, spec: TrainSpec) -> _Times:
+    def of(cls, recipe: StrategyConfig, spec: TrainSpec) -> _Times:
         if recipe.reduction.logical_shards is not None:  # one sum over all that a device computes
             return cls(1, 1, again=False, by_use=False)
         micros = spec.accumulation_steps
@@ -122,7 +122,7 @@ class _Widths:
     sent: int | None
 
     @classmethod
-    def of(cls, recipe: Recipe, spec: TrainSpec) -> _Widths:
+    def of(cls, recipe: StrategyConfig, spec: TrainSpec) -> _Widths:
         # `sync` takes sums of micro-batches as they were added up; what is scattered once for all
         # of them is a parameter's shard again.
         once = recipe.gather is not None and recipe.gather_each == "step"
@@ -210,14 +210,14 @@ class _Recorder(Units):
 
 def _uses(strategy: Strategy, spec: TrainSpec) -> dict[str, _Use]:
     """How a device's micro-batch uses each unit: the model's loss, asked and not computed."""
-    model, recipe = spec.model, strategy.recipe
+    model, recipe = spec.model, strategy.config
     if not model.units:
         return {}
     plain = recipe.gather if recipe.reduction.exchanges_rows else None  # see `Step`
     knows_rows = plain is not None and "rows" in inspect.signature(plain).parameters
 
     def exchanges(name: str, rows: int) -> bool:
-        places: list[Placement] = jax.tree.leaves(strategy.layouts.params[name])
+        places: list[LeafSharding] = jax.tree.leaves(strategy.shardings.params[name])
         split = model.units.get(name) == TABLE and places[0].dim == 1
         return knows_rows and split and rows < places[0].shape[0]
 

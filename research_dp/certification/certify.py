@@ -59,7 +59,7 @@ def certify(bench: Bench, data: DataSet, *, steps: int, dtypes: Sequence[str] = 
     unnamed = costs.unnamed_dtypes(strategy, dtypes)
     told = ", ".join(unnamed) + " is named nowhere" if unnamed else "named, or parameters' own"
     done.checks.append(Check("dtypes sent", not unnamed, told))
-    for cost in costs.costs(bench.recipe.build(bench.spec), bench.spec):
+    for cost in costs.costs(bench.config.build(bench.spec), bench.spec):
         most = "" if cost.most is None else f" of at most {cost.most:,.0f}"
         right = None if cost.most is None else cost.is_right
         done.checks.append(Check(cost.what, right, f"{cost.measured:,.0f}{most} ({cost.told})"))

@@ -85,12 +85,12 @@ def _trained(strategy: Strategy, state: TrainState, batches: Sequence[Batch]) ->
 
 def _elsewhere(bench: Bench) -> Iterator[Strategy]:
     """The strategy on half of its devices, where it has an even number; only traced."""
-    mesh = bench.recipe.mesh
+    mesh = bench.config.mesh
     sizes = dict(mesh.shape)
     axis = max(sizes, key=lambda name: (sizes[name] % 2 == 0, sizes[name]))
     if sizes[axis] % 2:
         return
     sizes[axis] //= 2
     devices = list(mesh.devices.flat)[: math.prod(sizes.values())]
-    smaller = dataclasses.replace(bench.recipe, mesh=build_mesh(sizes, devices))
-    yield dataclasses.replace(bench, recipe=smaller).strategy
+    smaller = dataclasses.replace(bench.config, mesh=build_mesh(sizes, devices))
+    yield dataclasses.replace(bench, config=smaller).strategy

@@ -107,7 +107,7 @@ def _sums(strategy: Strategy, spec: TrainSpec) -> float:
     state = strategy.abstract_state
     # The norm is all-reduced with a flag for each gradient, 4 bytes twice around the ring.
     norm = 8 * (len(jax.tree.leaves(state.params)) + 1)
-    norm *= strategy.recipe.reduction.logical_shards or 1  # by blocks
+    norm *= strategy.config.reduction.logical_shards or 1  # by blocks
     # Statistics over the batch: forward, forward again for the backward pass, and backward.
     statistics = (
         3 * 2 * sum(math.prod(x.shape) * x.dtype.itemsize for x in _arrays(state.model_state))
@@ -129,5 +129,5 @@ def unnamed_dtypes(strategy: Strategy, dtypes: Iterable[str]) -> list[str]:
 
 def _share(strategy: Strategy) -> float:
     """The part of what is sharded where it can be that a device holds."""
-    places = jax.tree.leaves(strategy.layouts.slices)
+    places = jax.tree.leaves(strategy.shardings.slices)
     return sum(p.nbytes_per_device for p in places) / sum(p.nbytes for p in places)

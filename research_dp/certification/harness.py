@@ -21,9 +21,9 @@ import optax
 from research_dp.certification.tolerances import EPS
 from research_dp.distributed.collectives import cast_dtype
 from research_dp.distributed.optimizer import apply_optimizer, with_master_weights
-from research_dp.distributed.sharding import Placement
+from research_dp.distributed.sharding import LeafSharding
 from research_dp.errors import UsageError
-from research_dp.strategies import PlacedBatch, Recipe, Strategy, TrainSpec, TrainState
+from research_dp.strategies import PlacedBatch, Strategy, StrategyConfig, TrainSpec, TrainState
 from research_dp.types import LossOutput, TrainableModel
 
 PyTree = Any
@@ -113,7 +113,7 @@ class Bench:
     """What is compared with what.
 
     Attributes:
-        recipe: The strategy.
+        config: The strategy.
         against: The oracle; it is given what of the strategy is part of the numbers: the dtypes
             in which parameters lie and gradients add up, and the scale of the loss.
         spec: Model, optimizer (the user's own) and batch.
@@ -123,20 +123,20 @@ class Bench:
             names one: the oracle computes with parameters rounded to it, too.
     """
 
-    recipe: Recipe
-    against: Recipe
+    config: StrategyConfig
+    against: StrategyConfig
     spec: TrainSpec
     precision: float = EPS
     gather_dtype: str | None = None
 
     @functools.cached_property
     def strategy(self) -> Strategy:
-        return self.recipe.build(self._spec)
+        return self.config.build(self._spec)
 
     @functools.cached_property
     def oracle(self) -> Strategy:
         numbers = ("accumulation_dtype", "param_dtype", "loss_scale")
-        same = {name: getattr(self.recipe, name) for name in numbers}
+        same = {name: getattr(self.config, name) for name in numbers}
         spec = self._spec
         if self.gather_dtype is not None and self.against.gather is None:
             spec = dataclasses.replace(spec, model=self._rounding_model())
@@ -144,10 +144,10 @@ class Bench:
 
     def _rounding_model(self) -> TrainableModel:
         """The model with those parameters rounded that the strategy shards."""
-        model, layout = self.spec.model, self.strategy.layouts.params
+        model, layout = self.spec.model, self.strategy.shardings.params
 
         def loss(params: PyTree, *args: Any, **more: Any) -> LossOutput:
-            def seen(x: jax.Array, place: Placement) -> jax.Array:
+            def seen(x: jax.Array, place: LeafSharding) -> jax.Array:
                 return x if place.dim is None else x.astype(cast_dtype(x.dtype, self.gather_dtype))
 
             return model.loss(jax.tree.map(seen, params, layout), *args, **more)
@@ -166,7 +166,7 @@ class Bench:
     def applied(self) -> Callable[..., tuple[PyTree, PyTree]]:
         """(gradients, optimizer state, parameters) -> (parameters, optimizer state), by itself."""
         optimizer = self._spec.optimizer
-        if self.recipe.param_dtype is not None:
+        if self.config.param_dtype is not None:
             optimizer = with_master_weights(optimizer)
         return jax.jit(functools.partial(apply_optimizer, optimizer))
 

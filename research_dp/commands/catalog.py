@@ -24,9 +24,9 @@ from research_dp.config.parser import Binding
 from research_dp.config.reachability import key
 from research_dp.config.typecheck import annotation, in_words
 from research_dp.data import DataSet
-from research_dp.distributed.sharding import Choice
+from research_dp.distributed.sharding import ShardDecision
 from research_dp.errors import UsageError
-from research_dp.strategies import Recipe, Strategy
+from research_dp.strategies import Strategy, StrategyConfig
 from research_dp.types import TrainableModel
 
 # Group -> (folders of gin files, modules of functions, what functions of any module return).
@@ -35,7 +35,7 @@ _GROUPS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[type, ...]]] = 
     "strategies": (
         ("strategies",),
         ("strategies",),
-        (Recipe, Strategy, jax.sharding.Mesh, Choice),
+        (StrategyConfig, Strategy, jax.sharding.Mesh, ShardDecision),
     ),
     "models": (("models",), ("models",), (TrainableModel,)),
     "data": (("data",), ("data",), (DataSet,)),

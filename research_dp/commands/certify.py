@@ -14,7 +14,7 @@ from research_dp.config import gin_internals, load
 from research_dp.config.load import Config
 from research_dp.config.parser import Binding
 from research_dp.errors import check_kind
-from research_dp.strategies import Recipe
+from research_dp.strategies import StrategyConfig
 from research_dp.training.loop import spec_of, train
 from research_dp.types import DataSet
 
@@ -35,7 +35,7 @@ def bench_of(config: Config, against: str) -> tuple[Bench, DataSet, tuple[str, .
     values = {name: signature[name].default for name in known}
     values |= {k: x for k, x in gin.get_bindings("train").items() if k in known}
     recipe = gin_internals.value_of("train.strategy")
-    check_kind("train.strategy", recipe, Recipe, "@data_parallel()")
+    check_kind("train.strategy", recipe, StrategyConfig, "@data_parallel()")
     with gin_internals.kept():
         file = against if against.endswith(".gin") else f"strategies/{against}.gin"
         load.load([file])
@@ -44,7 +44,7 @@ def bench_of(config: Config, against: str) -> tuple[Bench, DataSet, tuple[str, .
     gathered = [b.value for b in config.used if b.parameter == "gather_dtype"]
     spec = spec_of(**values)
     bench = Bench(
-        recipe=recipe.resolve(spec),
+        config=recipe.resolve(spec),
         against=oracle.resolve(spec),
         spec=spec,
         precision=precision_of(config.used),

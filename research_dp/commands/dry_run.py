@@ -16,16 +16,16 @@ from research_dp.config.reachability import key
 from research_dp.console import put, table
 from research_dp.distributed.mesh import sizes_text
 from research_dp.distributed.placement import nbytes
-from research_dp.strategies import Recipe, Strategy, TrainSpec, jaxpr_collectives
+from research_dp.strategies import Strategy, StrategyConfig, TrainSpec, jaxpr_collectives
 from research_dp.training import sharding_table
 
 _COLUMN = 60
 
 
-def look(config: Config) -> Callable[[Recipe, TrainSpec], None]:
+def look(config: Config) -> Callable[[StrategyConfig, TrainSpec], None]:
     """A function that builds a strategy and shows it, and before it the configuration."""
 
-    def show(recipe: Recipe, spec: TrainSpec) -> None:
+    def show(recipe: StrategyConfig, spec: TrainSpec) -> None:
         strategy = recipe.build(spec)
         for line, place in configuration(config):
             shown = Text(f"{line:<{_COLUMN}}  ")

@@ -25,7 +25,7 @@ from research_dp.errors import UsageError, first_line, message_of
 from research_dp.planning import advice, batch, html_report, tables
 from research_dp.planning.estimate import Row, compile_row, fastest_first, refused
 from research_dp.planning.measure import measure
-from research_dp.strategies import Recipe, TrainSpec
+from research_dp.strategies import StrategyConfig, TrainSpec
 
 DONE, EXCEEDED = 0, 1
 
@@ -33,7 +33,7 @@ DONE, EXCEEDED = 0, 1
 _UNBUILDABLE = (jax.errors.JaxRuntimeError, NotImplementedError, TypeError, ValueError)
 
 # Makes a row of a strategy and a run under a configuration.
-Look = Callable[[Recipe, TrainSpec, Config], Row | None]
+Look = Callable[[StrategyConfig, TrainSpec, Config], Row | None]
 
 
 def plan(options: Options, wanted: PlanOptions) -> int:
@@ -117,7 +117,7 @@ class _Planner:
     def row(self, candidate: Candidate) -> Row:
         """A candidate's row, held to the budget."""
 
-        def look(recipe: Recipe, spec: TrainSpec, config: Config) -> Row:
+        def look(recipe: StrategyConfig, spec: TrainSpec, config: Config) -> Row:
             row = self.compile(candidate.name or recipe.name, recipe, spec)
             budget = gin.get_configurable("plan")()
             for name, told in budget.exceeded(row):
@@ -156,7 +156,7 @@ class _Planner:
     def search(self, row: Row, how: Callable[..., Row | None]) -> Look:
         """Searches a batch for a row's strategy."""
 
-        def attempt(recipe: Recipe, spec: TrainSpec) -> Row:
+        def attempt(recipe: StrategyConfig, spec: TrainSpec) -> Row:
             _tell(
                 f"[advice] {row.strategy}, batch {spec.batch_size}, accumulation_steps "
                 f"{spec.accumulation_steps} on {self.where.name}"
@@ -170,7 +170,7 @@ class _Planner:
             recipe, spec, row, functools.partial(attempt, recipe)
         )
 
-    def compile(self, name: str, recipe: Recipe, spec: TrainSpec) -> Row:
+    def compile(self, name: str, recipe: StrategyConfig, spec: TrainSpec) -> Row:
         """One row."""
         made = compile_row(name, recipe, spec, self.where, self.dump)
         if self.measured and made.row.fits:

@@ -14,13 +14,13 @@ from research_dp.errors import UsageError
 from research_dp.planning import extrapolation
 from research_dp.planning.estimate import Row, compile_row
 from research_dp.planning.extrapolation import SIZES, Curve, Held
-from research_dp.strategies import Recipe, TrainSpec
+from research_dp.strategies import StrategyConfig, TrainSpec
 
 # A strategy that takes longer is compiled for the asked devices alone.
 _LONG = 60.0  # seconds
 
 # Hands a candidate's strategy and run, on some devices, to a function; its row, or why it has none.
-Under = Callable[[Candidate, Callable[[Recipe, TrainSpec, Config], Any], Topology], Any]
+Under = Callable[[Candidate, Callable[[StrategyConfig, TrainSpec, Config], Any], Topology], Any]
 
 
 def curves(
@@ -66,10 +66,10 @@ def _others(where: Topology, tell: Callable[[str], None]) -> list[Topology]:
     return found
 
 
-def _at(row: Row, other: Topology) -> Callable[[Recipe, TrainSpec, Config], Row]:
+def _at(row: Row, other: Topology) -> Callable[[StrategyConfig, TrainSpec, Config], Row]:
     """Compiles a row's run on other devices, as many examples on each."""
 
-    def look(recipe: Recipe, spec: TrainSpec, config: Config) -> Row:
+    def look(recipe: StrategyConfig, spec: TrainSpec, config: Config) -> Row:
         size = (row.batch_size or 0) * len(other.devices) // extrapolation.devices(row)
         return compile_row(
             row.strategy, recipe, dataclasses.replace(spec, batch_size=size), other
@@ -84,7 +84,7 @@ def _curve(candidate: Candidate, rows: Sequence[Row], where: Topology, under: Un
     sizes = sorted({*SIZES, *map(extrapolation.devices, rows)})
     widest = max(rows, key=extrapolation.devices)
 
-    def look(recipe: Recipe, spec: TrainSpec, config: Config) -> None:
+    def look(recipe: StrategyConfig, spec: TrainSpec, config: Config) -> None:
         at.update(extrapolation.held(recipe, spec, widest, extrapolation.meshes(rows, sizes)))
 
     under(candidate, look, where)

@@ -19,8 +19,8 @@ import optax
 from research_dp.distributed.placement import fingerprint
 from research_dp.models import mlp
 from research_dp.strategies import (
-    Recipe,
     Strategy,
+    StrategyConfig,
     TrainSpec,
     compiled,
     data_parallel,
@@ -145,7 +145,7 @@ def batch_size_for(devices: int) -> int:
     return math.lcm(32, devices * MICRO_BATCHES)
 
 
-def checks(recipe: Recipe, api: str) -> Iterator[Check]:
+def checks(recipe: StrategyConfig, api: str) -> Iterator[Check]:
     """Compares a strategy with the oracle.
 
     Args:
@@ -173,7 +173,7 @@ def checks(recipe: Recipe, api: str) -> Iterator[Check]:
     yield check("evaluation loss", *_near(*mean, rtol=1e-4))
 
 
-def wire_bytes(recipe: Recipe, api: str) -> float:
+def wire_bytes(recipe: StrategyConfig, api: str) -> float:
     """Bytes that a device sends in a step, as the traced program says."""
     strategy = recipe.build(small_spec(api, batch_size_for(recipe.mesh.size)))
     return sum(one.wire_bytes for one in jaxpr_collectives.of_step(strategy))

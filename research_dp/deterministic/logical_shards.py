@@ -16,7 +16,7 @@ from research_dp.distributed.collectives import Reduction
 from research_dp.distributed.units import Units
 from research_dp.errors import UsageError
 from research_dp.strategies.rng import example_keys
-from research_dp.strategies.strategy import Recipe, TrainSpec, TrainState
+from research_dp.strategies.strategy import StrategyConfig, TrainSpec, TrainState
 
 PyTree = Any
 
@@ -80,7 +80,7 @@ def one_by_one(
     return add_up_pairs(leaf, count, unknown_zero(step), loop=reduction.loop)
 
 
-def check_model(recipe: Recipe, spec: TrainSpec, abstract: TrainState) -> None:
+def check_model(recipe: StrategyConfig, spec: TrainSpec, abstract: TrainState) -> None:
     """Raises UsageError for what logical shards, which know nothing of each other, cannot do."""
     if recipe.look_ahead:
         raise UsageError(

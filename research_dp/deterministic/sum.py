@@ -26,7 +26,7 @@ from research_dp.argument_types import Count
 from research_dp.distributed.collectives import Axes, Reduction, axes_size, gather
 from research_dp.distributed.mesh import FSDP_AXIS, target_platform
 from research_dp.distributed.padding import flatten_padded, pad_to_multiple, unflatten
-from research_dp.distributed.sharding import Placement
+from research_dp.distributed.sharding import LeafSharding
 from research_dp.distributed.transports.all_to_all import over_gloo
 from research_dp.distributed.vma import is_tracked
 from research_dp.errors import UsageError
@@ -67,10 +67,10 @@ def tree_reduction(*, logical_shards: Count, loop: bool = False) -> Reduction:
             f"{name} = {logical_shards}: give a power of two, for sums are taken of pairs.",
             binding=name,
         )
-    return Reduction(_all_sum, _scatter_sum, logical_shards, loop)
+    return Reduction(_all_reduce, _reduce_scatter, logical_shards, loop)
 
 
-def _scatter_sum(x: jax.Array, axis: str, dim: int) -> jax.Array:
+def _reduce_scatter(x: jax.Array, axis: str, dim: int) -> jax.Array:
     # Only sums: whoever calls divides, once, by the number of partial results. What comes is fenced
     # (`one_by_one`): a multiplication just before would be fused with the addition here, on some
     # meshes.
@@ -133,7 +133,7 @@ def _halved(x: jax.Array, axis: str) -> jax.Array:
     return x
 
 
-def _all_sum(x: jax.Array, axes: Axes) -> jax.Array:
+def _all_reduce(x: jax.Array, axes: Axes) -> jax.Array:
     # Only sums, as above: over the innermost axis first, whose devices hold neighbours, so that
     # two levels of devices are two levels of the tree.
     sizes = [_addends(x, axis) for axis in axes]
@@ -144,7 +144,7 @@ def _all_sum(x: jax.Array, axes: Axes) -> jax.Array:
     block = flatten_padded(x, math.prod(sizes))
     if not _pays_halving(x, axes) or any(is_tracked(axis) for axis in axes):
         for axis in reversed(axes):
-            block = _scatter_sum(block, axis, 0)
+            block = _reduce_scatter(block, axis, 0)
         for axis in axes:
             block = gather(block, 0, axis, replicated=True)
         return unflatten(block, x.shape)
@@ -323,7 +323,7 @@ def _order(shape: tuple[int, ...], blocks: int) -> list[int]:
     return [dim for dim in range(len(shape)) if dim != last] + [last][: len(shape)]
 
 
-def _squares(x: jax.Array, place: Placement, blocks: int, zero: jax.Array) -> jax.Array:
+def _squares(x: jax.Array, place: LeafSharding, blocks: int, zero: jax.Array) -> jax.Array:
     """Sums of squares of the blocks of one array that this device holds, one for each."""
     shape: list[int] = []
     for dim, length in enumerate(place.shape):

@@ -32,7 +32,7 @@ from research_dp.distributed.linear import with_gradient
 from research_dp.distributed.mesh import FSDP_AXIS
 from research_dp.distributed.padding import flatten_padded, unflatten
 from research_dp.distributed.remat import GATHERED
-from research_dp.distributed.sharding import Placement, placements_of
+from research_dp.distributed.sharding import LeafSharding, shardings_like
 from research_dp.distributed.vma import is_replicated, varying_axes
 from research_dp.errors import UsageError
 
@@ -127,7 +127,7 @@ def _mean(
 @checked
 def scatter_mean_tree(
     tree: Arrays,
-    layout: Annotated[PyTree, placements_of("tree")],
+    layout: Annotated[PyTree, shardings_like("tree")],
     reduction: Reduction = PLAIN,
     *,
     axis: AxisNames = FSDP_AXIS,
@@ -164,7 +164,7 @@ def scatter_mean_tree(
 @checked
 def gather_tree(
     tree: Arrays,
-    layout: Annotated[PyTree, placements_of("tree")],
+    layout: Annotated[PyTree, shardings_like("tree")],
     reduction: Reduction = PLAIN,
     *,
     axis: AxisNames = FSDP_AXIS,
@@ -225,7 +225,7 @@ def gather_tree_with_mean_grads(
     dtypes = jax.tree.map(lambda x: x.dtype, tree)
 
     def full(tree: PyTree) -> PyTree:
-        def sent(x: jax.Array, p: Placement) -> jax.Array:
+        def sent(x: jax.Array, p: LeafSharding) -> jax.Array:
             return x if p.dim is None else x.astype(cast_dtype(x.dtype, options.gather_dtype))
 
         wire = jax.tree.map(sent, tree, layout)
@@ -240,7 +240,7 @@ def gather_tree_with_mean_grads(
         return jax.tree.map(lambda x: checkpoint_name(x, GATHERED), whole)
 
     def blocks(grads: PyTree) -> PyTree:
-        def sent(g: jax.Array, p: Placement, dtype: Any) -> jax.Array:
+        def sent(g: jax.Array, p: LeafSharding, dtype: Any) -> jax.Array:
             return g if p.dim is None else g.astype(cast_dtype(dtype, options.grad_scatter_dtype))
 
         wire = jax.tree.map(sent, grads, layout, dtypes)
@@ -274,7 +274,7 @@ def _gather_stack(
     return lax.scan(lambda whole, number: (one(number, whole), None), into, turns)[0]
 
 
-def _is_stack(place: Placement, bucket_bytes: int) -> bool:
+def _is_stack(place: LeafSharding, bucket_bytes: int) -> bool:
     """Whether it fills a bucket alone, and is a stack of arrays split along their first dim."""
     stacked = place.dim == 1 and len(place.shape) > 2 and not place.flat
     return stacked and place.nbytes >= bucket_bytes > 0
@@ -283,7 +283,7 @@ def _is_stack(place: Placement, bucket_bytes: int) -> bool:
 def shard_tree(tree: PyTree, layout: PyTree, *, axis: str | Axes = FSDP_AXIS) -> PyTree:
     """This device's block of each leaf that the layout shards; no communication."""
 
-    def one(x: jax.Array, p: Placement) -> jax.Array:
+    def one(x: jax.Array, p: LeafSharding) -> jax.Array:
         if p.dim is None:
             return x
         if p.flat:
@@ -297,9 +297,9 @@ def _sharded_leaves(
     tree: PyTree,
     layout: PyTree,
     bucket_bytes: int,
-    to_rows: Callable[[jax.Array, Placement], jax.Array],
+    to_rows: Callable[[jax.Array, LeafSharding], jax.Array],
     move: Callable[[jax.Array], jax.Array],
-    from_rows: Callable[[jax.Array, Placement], jax.Array],
+    from_rows: Callable[[jax.Array, LeafSharding], jax.Array],
 ) -> PyTree:
     leaves, treedef = jax.tree.flatten(tree)
     placements = jax.tree.leaves(layout)
@@ -316,7 +316,7 @@ def _sharded_leaves(
 # in the order of the block's own elements: packing moves runs of memory, and blocks not at all.
 
 
-def _whole_to_rows(x: jax.Array, p: Placement) -> jax.Array:
+def _whole_to_rows(x: jax.Array, p: LeafSharding) -> jax.Array:
     if p.flat:
         blocks = flatten_padded(x, p.axis_size)
     else:
@@ -324,27 +324,27 @@ def _whole_to_rows(x: jax.Array, p: Placement) -> jax.Array:
     return blocks.reshape(p.axis_size, math.prod(p.local_shape))
 
 
-def _whole_from_rows(rows: jax.Array, p: Placement) -> jax.Array:
+def _whole_from_rows(rows: jax.Array, p: LeafSharding) -> jax.Array:
     if p.flat:
         return unflatten(rows, p.shape)
     blocks = rows.reshape(p.axis_size, *p.local_shape)
     return jnp.moveaxis(blocks, 0, _dim(p)).reshape(p.shape)
 
 
-def _block_to_row(x: jax.Array, p: Placement) -> jax.Array:
+def _block_to_row(x: jax.Array, p: LeafSharding) -> jax.Array:
     return x.reshape(1, x.size)
 
 
-def _block_from_row(row: jax.Array, p: Placement) -> jax.Array:
+def _block_from_row(row: jax.Array, p: LeafSharding) -> jax.Array:
     return row.reshape(p.local_shape)
 
 
-def _in_blocks(p: Placement) -> tuple[int, ...]:
+def _in_blocks(p: LeafSharding) -> tuple[int, ...]:
     """The whole array's shape, its dim that is split as two: the blocks, and along one of them."""
     dim = _dim(p)
     return (*p.shape[:dim], p.axis_size, *p.local_shape[dim:])
 
 
-def _dim(placement: Placement) -> int:
+def _dim(placement: LeafSharding) -> int:
     assert placement.dim is not None
     return placement.dim

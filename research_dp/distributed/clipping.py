@@ -20,7 +20,7 @@ from research_dp.distributed.boxed import leaves_with_paths, split_over, value_o
 from research_dp.distributed.collectives import PLAIN, Axes, Reduction, flat_axes
 from research_dp.distributed.mesh import FSDP_AXIS
 from research_dp.distributed.optimizer import clip_factor, norm_of_blocks
-from research_dp.distributed.sharding import Placement
+from research_dp.distributed.sharding import LeafSharding
 from research_dp.distributed.vma import is_replicated, is_tracked
 from research_dp.errors import UsageError
 
@@ -28,7 +28,7 @@ PyTree = Any
 
 
 def _says_where(x: Any) -> bool:
-    return isinstance(x, Placement) or is_abstract_array(x)
+    return isinstance(x, LeafSharding) or is_abstract_array(x)
 
 
 Layout = Annotated[
@@ -51,8 +51,8 @@ def sharded_global_norm(
         grads: Averaged gradients: `nn.Partitioned`s are shards as their names say, bare arrays are
             whole, or lie as `layout` says.
         axis_names: The bound axes to sum over. Other names of a box are left to the compiler.
-        layout: Where bare arrays lie: a tree like `grads` of `Placement`s, or of boxes such as the
-            parameters; None: they are whole. `nnx.Optimizer` takes boxes off gradients.
+        layout: Shardings of bare arrays: a tree like `grads` of `LeafSharding`s, or of boxes such
+            as the parameters; None: they are replicated. `nnx.Optimizer` takes boxes off gradients.
         reduction: How sums of squares are summed.
 
     Returns:
@@ -139,7 +139,7 @@ def _blocks(grads: PyTree, axes: Axes, layout: PyTree) -> Iterator[tuple[jax.Arr
 
 
 def _placed_on(lies: Any) -> Axes:
-    """The axes that a `Placement`, or a box, splits its array over."""
-    if isinstance(lies, Placement):
+    """The axes that a `LeafSharding`, or a box, splits its array over."""
+    if isinstance(lies, LeafSharding):
         return () if lies.dim is None else (FSDP_AXIS,)
     return split_over(lies)

@@ -31,7 +31,7 @@ Axes = tuple[str, ...]
 def _all_gather(x: jax.Array, axis: str, dim: int, to: str) -> jax.Array:
     # A result that is typed as the same on each device (`check_vma`) only all_gather can give.
     if to == "varying" and all_to_all.over_gloo():
-        return all_to_all.all_blocks(x, axis, dim)
+        return all_to_all.all_gather(x, axis, dim)
     return lax.all_gather(x, axis, axis=dim, tiled=True, to=to)
 
 
@@ -39,23 +39,23 @@ class Reduction(NamedTuple):
     """How partial sums on several devices become one sum, and blocks of it whole again.
 
     Attributes:
-        all_sum: (array, axis names) -> the sum, on every device.
-        scatter_sum: (array, axis name, dim) -> this device's block, along dim, of the sum.
+        all_reduce: (array, axis names) -> the sum, on every device.
+        reduce_scatter: (array, axis name, dim) -> this device's block, along dim, of the sum.
         logical_shards: In how many parts, whatever the number of devices, the global batch is cut
             and gradients are added up; None: each device's examples are one part.
         loop: Whether a device's logical shards are a loop of the program, or written out.
         exchanges_rows: Whether rows that are looked up in a table may be exchanged instead of
             gathering it; their gradients are then summed by the exchange.
-        all_blocks: (array, axis name, dim, to) -> the devices' blocks along dim, in their order;
+        all_gather: (array, axis name, dim, to) -> the devices' blocks along dim, in their order;
             `to` as `jax.lax.all_gather` has it.
     """
 
-    all_sum: Callable[[jax.Array, Axes], jax.Array]
-    scatter_sum: Callable[[jax.Array, str, int], jax.Array]
+    all_reduce: Callable[[jax.Array, Axes], jax.Array]
+    reduce_scatter: Callable[[jax.Array, str, int], jax.Array]
     logical_shards: int | None = None
     loop: bool = False
     exchanges_rows: bool = False
-    all_blocks: Callable[[jax.Array, str, int, str], jax.Array] = _all_gather
+    all_gather: Callable[[jax.Array, str, int, str], jax.Array] = _all_gather
 
 
 def _psum(x: jax.Array, axes: Axes) -> jax.Array:
@@ -66,12 +66,12 @@ def _psum(x: jax.Array, axes: Axes) -> jax.Array:
 def _psum_scatter(x: jax.Array, axis: str, dim: int) -> jax.Array:
     # Only sums, see _psum.
     if all_to_all.over_gloo():
-        return all_to_all.scatter_sum(x, axis, dim)
+        return all_to_all.reduce_scatter(x, axis, dim)
     return lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
 
 
 PLAIN = Reduction(_psum, _psum_scatter, exchanges_rows=True)
-EXCHANGED = Reduction(all_to_all.all_sum, all_to_all.scatter_sum)
+EXCHANGED = Reduction(all_to_all.all_reduce, all_to_all.reduce_scatter)
 
 
 def flat_axes(axes: Any) -> Axes:
@@ -121,7 +121,7 @@ def all_mean(
     axes = flat_axes(axes)
     if not axes:
         return x
-    return _mean(x, axes, lambda wire: reduction.all_sum(wire, axes), dtype, pre_divide)
+    return _mean(x, axes, lambda wire: reduction.all_reduce(wire, axes), dtype, pre_divide)
 
 
 @checked
@@ -151,7 +151,7 @@ def scatter_mean(
     def add(wire: jax.Array) -> jax.Array:
         for name in axes:
             # Sums over one axis after the other, the major one first; `_mean` divides, once.
-            wire = reduction.scatter_sum(wire, name, dim)
+            wire = reduction.reduce_scatter(wire, name, dim)
         return wire
 
     return _mean(x, axes, add, dtype, pre_divide)
@@ -202,7 +202,7 @@ def gather(
     """
     for name in reversed(flat_axes(axis)):
         to = "invarying" if replicated and is_tracked(name) else "varying"
-        x = reduction.all_blocks(x, name, dim, to)
+        x = reduction.all_gather(x, name, dim, to)
     return x
 
 

@@ -42,7 +42,7 @@ from research_dp.distributed.gradient_means import (
     mean_gradient,
     refuse_divided_twice,
 )
-from research_dp.distributed.sharding import Choice, Rule, ask, choose_dim
+from research_dp.distributed.sharding import Rule, ShardDecision, ask, choose_dim
 from research_dp.distributed.vma import is_replicated
 from research_dp.errors import UsageError
 
@@ -60,7 +60,7 @@ def choose_shard(
     *,
     rule: Rule | None = None,
     min_weight_bytes: int | None = None,
-) -> tuple[Choice, bool]:
+) -> tuple[ShardDecision, bool]:
     """What `shard_params` does with one leaf: (the dim or the reason, whether to warn).
 
     Arguments are those of `shard_params`; `leaf` may be abstract.
@@ -71,7 +71,7 @@ def choose_shard(
     names, shape = names_of(leaf), tuple(np.shape(value_of(leaf)))
     held = split_over(leaf)
     if set(held) & set(flat_axes(axis_name)):
-        return Choice(None, f"already sharded over {held}"), True
+        return ShardDecision(None, f"already sharded over {held}"), True
     free = tuple(name is None for name in names[: len(shape)])
     if rule is not None:
         choice = ask(rule, path, shape, axis_size, axis=axis_name, chooser="rule")
@@ -106,8 +106,8 @@ def shard_params(
         params: Arrays and boxes, as this device sees them. Random keys are returned as they are.
         axis_name: The mesh axis, bound here, or several as one.
         min_weight_size: Parameters of at most this many elements stay whole.
-        rule: Chooses each dim instead: (path, shape, axis size) -> `Choice`; thresholds are then
-            its own.
+        rule: Chooses each dim instead: (path, shape, axis size) -> `ShardDecision`; thresholds are
+            then its own.
         min_weight_bytes: A threshold in bytes, instead of `min_weight_size`.
 
     Returns:

@@ -140,7 +140,7 @@ def sum_gradient(gradient: jax.Array, axes: Axes, reduction: Reduction = PLAIN) 
     axes_size(axes)  # names an axis that is not bound
     # Where the type says that it is the same on each device autodiff has summed; nobody divides.
     left = tuple(axis for axis in axes if not is_replicated(gradient, axis))
-    return reduction.all_sum(jnp.asarray(gradient), left) if left else gradient
+    return reduction.all_reduce(jnp.asarray(gradient), left) if left else gradient
 
 
 def averaged_axes(loss: jax.Array | None, axes: Axes) -> Axes:
@@ -203,8 +203,8 @@ def weighted_mean(
     """
     axes = flat_axes(axis_names)
     # Both are sums over `axes`; `_divided` is the only division.
-    everything = reduction.all_sum(jnp.asarray(total), axes)
-    return _divided(everything, reduction.all_sum(jnp.asarray(weight), axes))
+    everything = reduction.all_reduce(jnp.asarray(total), axes)
+    return _divided(everything, reduction.all_reduce(jnp.asarray(weight), axes))
 
 
 @gin.register(module="distributed")
@@ -234,7 +234,7 @@ def weighted_loss(
     axes = flat_axes(axis_names)
     # Only weights are summed over `axes`. Gradients of `total` are averaged, so divided, by whoever
     # takes them; the factor makes good for that.
-    count = reduction.all_sum(jax.lax.stop_gradient(jnp.asarray(weight)), axes)
+    count = reduction.all_reduce(jax.lax.stop_gradient(jnp.asarray(weight)), axes)
     return _divided(jnp.asarray(total) * axes_size(axes), count)
 
 

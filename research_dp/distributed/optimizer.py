@@ -16,7 +16,7 @@ from research_dp.distributed.collectives import PLAIN, Axes, Reduction
 from research_dp.distributed.dependence import REPLICATED, Dependence, elementwise
 from research_dp.distributed.elementwise import find_mixing
 from research_dp.distributed.mesh import FSDP_AXIS
-from research_dp.distributed.sharding import Placement, by_path, path_name, placements_of
+from research_dp.distributed.sharding import LeafSharding, by_path, path_name, shardings_like
 from research_dp.errors import UsageError, first_line
 
 PyTree = Any
@@ -143,7 +143,7 @@ def map_state(
         UsageError: `init` computes with its parameters, so that optax cannot find what is theirs.
     """
 
-    def place_of(x: Any, p: Placement) -> Any:
+    def place_of(x: Any, p: LeafSharding) -> Any:
         return x if isinstance(x, optax.MaskedNode) else p
 
     try:
@@ -186,13 +186,13 @@ def norm_of_blocks(
         mine = sum((square for _, square in parts), start=jnp.zeros((), jnp.float32))
         # Blocks are summed over the axes that split them, and those alone: along others devices
         # hold the same ones, and whole arrays are counted once. Nothing is divided.
-        total += reduction.all_sum(mine, axes) if axes else mine
+        total += reduction.all_reduce(mine, axes) if axes else mine
     return jnp.sqrt(total)
 
 
 @checked
 def global_norm(
-    tree: Arrays, layout: Annotated[PyTree, placements_of("tree")], reduction: Reduction = PLAIN
+    tree: Arrays, layout: Annotated[PyTree, shardings_like("tree")], reduction: Reduction = PLAIN
 ) -> tuple[jax.Array, jax.Array]:
     """L2 norm of a tree whose leaves lie as `layout` says, and which leaves spoil it.
 
@@ -213,7 +213,7 @@ def global_norm(
         own = [(~jnp.isfinite(square)).astype(jnp.float32) for _, square in parts]
         # Summed as in `norm_of_blocks`; the flags travel along.
         together = jnp.stack([mine, *own])
-        together = reduction.all_sum(together, axes) if axes else together
+        together = reduction.all_reduce(together, axes) if axes else together
         total += together[0]
         for (position, _), flag in zip(parts, together[1:], strict=True):
             spoilt[position] = flag
@@ -283,7 +283,9 @@ def find_mixing_update(
     if all(p.dim is None for p in jax.tree.leaves(layout)):
         return None
 
-    def mapped(function: Callable[[Any, Placement], Any], others: Callable[[Any], Any]) -> PyTree:
+    def mapped(
+        function: Callable[[Any, LeafSharding], Any], others: Callable[[Any], Any]
+    ) -> PyTree:
         return (
             jax.tree.map(function, params, layout),
             map_state(optimizer, function, state, layout, others),
@@ -304,10 +306,10 @@ def abstract(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
-def local_part(x: Any, p: Placement) -> Any:
+def local_part(x: Any, p: LeafSharding) -> Any:
     """Abstract local shard of an array, which is sharded if it has its parameter's shape."""
     return jax.ShapeDtypeStruct(p.local_shape if x.shape == p.shape else x.shape, x.dtype)
 
 
-def _depends_on(x: Any, p: Placement) -> Dependence:
+def _depends_on(x: Any, p: LeafSharding) -> Dependence:
     return elementwise(p.path) if p.dim is not None and x.shape == p.shape else REPLICATED

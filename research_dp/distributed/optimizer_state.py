@@ -2,7 +2,7 @@
 
 Whole: each array of the state has its parameter's shape, as `transform.init(parameters)` leaves it.
 This is what belongs on disk. Sliced: each is flat and padded, and its last dim lies on the mesh
-axes of a group (`Placement.split_shape`). Both are addressed by parameter path; neither knows of
+axes of a group (`LeafSharding.split_shape`). Both are addressed by parameter path; neither knows of
 buckets.
 """
 
@@ -40,7 +40,7 @@ from research_dp.distributed.optimizer import (
     map_state,
 )
 from research_dp.distributed.padding import flatten_padded, unflatten
-from research_dp.distributed.sharding import Placement, by_path, dim_spec, lay_out_flat
+from research_dp.distributed.sharding import LeafSharding, by_path, dim_spec, infer_flat_sharding
 from research_dp.errors import UsageError, first_line
 
 PyTree = Any
@@ -105,7 +105,7 @@ class OptaxAdapter:
                 sliced, or not for so many shards or these parameters, or it goes by the shape of a
                 parameter (factored moments).
         """
-        layout = lay_out_flat(parameters, shards)
+        layout = infer_flat_sharding(parameters, shards)
         unsharded = jax.eval_shape(self.transform.init, parameters)
         state = self.state
         if state is None:
@@ -132,7 +132,7 @@ class OptaxAdapter:
 def check_elementwise(
     optimizer: Any,
     slices: Mapping[str, jax.Array],
-    layout: Mapping[str, Placement],
+    layout: Mapping[str, LeafSharding],
     tree: Callable[[Mapping[str, Any]], PyTree],
 ) -> None:
     """Checks any object with `apply_gradients` that is to be applied to slices.
@@ -214,7 +214,7 @@ def _arrays(x: Any) -> list[tuple[str, jax.Array]]:
     return [(path, leaf) for path, leaf in _parts(x) if isinstance(leaf, jax.Array)]
 
 
-def _unsharded(path: str, x: jax.Array, layout: Mapping[str, Placement]) -> jax.ShapeDtypeStruct:
+def _unsharded(path: str, x: jax.Array, layout: Mapping[str, LeafSharding]) -> jax.ShapeDtypeStruct:
     """What replaces a slice that an optimizer keeps: an abstract array of its parameter's shape.
 
     Raises:
@@ -254,7 +254,7 @@ def check_slice_axes(name: str, group: str | Sequence[str]) -> Axes:
     return axes
 
 
-def _sharded_over(x: Any, p: Placement) -> Axes:
+def _sharded_over(x: Any, p: LeafSharding) -> Axes:
     """The axes over which the dim of slices is sharded, where that is known."""
     sharding = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
     if not isinstance(sharding, NamedSharding) or len(sharding.spec) <= (p.dim or 0):
@@ -271,7 +271,7 @@ def slice_state(transform: Transform, state: PyTree, parameters: Shapes, shards:
 
     Args:
         transform: The transform whose state it is.
-        state: Whole, as from `transform.init(parameters)` or `whole_state`.
+        state: Whole, as from `transform.init(parameters)` or `unsharded_state`.
         parameters: The parameters that have gradients; shapes suffice.
         shards: Size of the group. With 1 the state stays whole.
 
@@ -280,16 +280,18 @@ def slice_state(transform: Transform, state: PyTree, parameters: Shapes, shards:
         are as they were.
     """
 
-    def one(x: Any, p: Placement) -> Any:
+    def one(x: Any, p: LeafSharding) -> Any:
         if not p.flat or x.shape != p.shape:
             return x
         return flatten_padded(x, p.axis_size).reshape(p.split_shape)
 
-    return map_state(transform, one, state, lay_out_flat(parameters, shards))
+    return map_state(transform, one, state, infer_flat_sharding(parameters, shards))
 
 
 @checked
-def whole_state(transform: Transform, state: PyTree, parameters: Shapes, shards: Count) -> PyTree:
+def unsharded_state(
+    transform: Transform, state: PyTree, parameters: Shapes, shards: Count
+) -> PyTree:
     """The inverse of `slice_state`: global arrays of the parameters' shapes, without padding.
 
     Raises:
@@ -297,14 +299,14 @@ def whole_state(transform: Transform, state: PyTree, parameters: Shapes, shards:
             would be read back in another order than they were made in.
     """
 
-    def one(x: Any, p: Placement) -> Any:
+    def one(x: Any, p: LeafSharding) -> Any:
         if not p.flat or x.shape != p.split_shape:
             return x
         axes = _sharded_over(x, p)
         check_slice_axes(f"sharding of the optimizer state of {p.path}", axes)
         return unflatten(x, p.shape)
 
-    return map_state(transform, one, state, lay_out_flat(parameters, shards))
+    return map_state(transform, one, state, infer_flat_sharding(parameters, shards))
 
 
 @checked
@@ -322,10 +324,13 @@ def slice_specs(transform: Transform, parameters: Shapes, axis: AxisName, shards
     """
     axes = check_slice_axes("axis", axis)
 
-    def one(x: Any, p: Placement) -> PartitionSpec:
+    def one(x: Any, p: LeafSharding) -> PartitionSpec:
         if p.dim is None or x.shape != p.shape:
             return PartitionSpec()
         return dim_spec(p.dim, axes if len(axes) > 1 else axes[0])
 
-    state, layout = jax.eval_shape(transform.init, parameters), lay_out_flat(parameters, shards)
+    state, layout = (
+        jax.eval_shape(transform.init, parameters),
+        infer_flat_sharding(parameters, shards),
+    )
     return map_state(transform, one, state, layout, lambda _: PartitionSpec())

@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from research_dp.distributed.linear import with_gradient
 from research_dp.distributed.remat import GATHERED
-from research_dp.distributed.sharding import Placement
+from research_dp.distributed.sharding import LeafSharding
 
 PyTree = Any
 # (gradients, placements) -> gradients as the update takes them.
@@ -88,7 +88,7 @@ def _pass(sync: Callable[[PyTree], PyTree], whole: PyTree, target: PyTree) -> Py
     return run(whole, target)
 
 
-def _undivided(gradient: jax.Array, place: Placement) -> jax.Array:
+def _undivided(gradient: jax.Array, place: LeafSharding) -> jax.Array:
     """A synchronised gradient; if it is a slice, its own gradient comes back undivided.
 
     As `with_gradient` has it: autodiff's transpose of `sync` gathers slices and divides them.
@@ -102,7 +102,7 @@ def _is_held(x: Any) -> bool:
     return isinstance(x, Held)
 
 
-def scan_ahead(
+def scan_prefetched(
     function: Callable[[PyTree, Any, Any], Any],
     whole: Callable[[PyTree], PyTree],
     stack: PyTree,

@@ -40,7 +40,7 @@ from research_dp.distributed.optimizer_state import (
     check_elementwise,
     check_slice_axes,
 )
-from research_dp.distributed.sharding import Placement, by_path, lay_out_flat, path_name
+from research_dp.distributed.sharding import LeafSharding, by_path, infer_flat_sharding, path_name
 from research_dp.distributed.vma import bound_axes, is_replicated, is_tracked
 from research_dp.errors import UsageError
 
@@ -219,9 +219,9 @@ def _own_gradients(
 
 def _mean_slices(
     own: Mapping[str, jax.Array], fsdp: Axes, dp: Axes, **sums: Any
-) -> tuple[dict[str, Placement], dict[str, jax.Array]]:
+) -> tuple[dict[str, LeafSharding], dict[str, jax.Array]]:
     """Which slices this device updates, and its slices of the mean gradients, both by path."""
-    layout = lay_out_flat(own, axes_size(fsdp))
+    layout = infer_flat_sharding(own, axes_size(fsdp))
     if axes_size(fsdp) == 1:  # everything stays whole
         return layout, buckets.all_mean_tree(own, fsdp + dp, **sums)
     return layout, buckets.scatter_mean_tree(own, layout, axis=fsdp, replica_axes=dp, **sums)
@@ -247,7 +247,7 @@ def _update(
     like: PyTree,
     slices: Mapping[str, jax.Array],
     params: Mapping[str, jax.Array],
-    layout: Mapping[str, Placement],
+    layout: Mapping[str, LeafSharding],
     optimizer: Optimizer,
     axis: Axes,
     reduction: Reduction,

@@ -34,26 +34,26 @@ from research_dp.errors import UsageError
 PyTree = Any
 
 
-class Choice(NamedTuple):
+class ShardDecision(NamedTuple):
     """What a rule says of one array.
 
     Attributes:
         dim: The dim to shard, or None: it stays whole.
         reason: Why it stays whole.
-        any_dim: Whether another dim will do that suits better how the array is used.
+        movable: Whether another dim will do that suits better how the array is used.
     """
 
     dim: int | None
     reason: str = ""
-    any_dim: bool = False
+    movable: bool = False
 
 
-# (path, shape, axis size) -> Choice. `path` is e.g. 'Dense_0/kernel'.
-Rule = Callable[[str, tuple[int, ...], int], Choice]
+# (path, shape, axis size) -> ShardDecision. `path` is e.g. 'Dense_0/kernel'.
+Rule = Callable[[str, tuple[int, ...], int], ShardDecision]
 
 
 @dataclasses.dataclass(frozen=True)
-class Placement:
+class LeafSharding:
     """Where one array lies. A leaf (not a pytree) of the layout trees.
 
     Attributes:
@@ -108,9 +108,11 @@ class Placement:
         return math.prod(self.local_shape) * self.dtype.itemsize
 
 
-def placements_of(parameter: str) -> Leaves:
-    """The kind of a layout: `Placement`s at the paths of the tree that is given as `parameter`."""
-    return Leaves(lambda x: isinstance(x, Placement), "Placements, as of lay_out", parameter)
+def shardings_like(parameter: str) -> Leaves:
+    """The kind of a tree of `LeafSharding`s at the paths of the tree given as `parameter`."""
+    return Leaves(
+        lambda x: isinstance(x, LeafSharding), "Placements, as of infer_sharding", parameter
+    )
 
 
 def dim_spec(dim: int, axis: str | tuple[str, ...] = FSDP_AXIS) -> PartitionSpec:
@@ -124,7 +126,7 @@ def choose_dim(
     axis_size: Count,
     min_weight_size: CountOrZero = 2**18,
     free: tuple[bool, ...] | None = None,
-) -> Choice:
+) -> ShardDecision:
     """Chooses the largest free dim that the axis size divides; ties go to the higher index.
 
     The rule of big_vision and xlstm-jax, made stable at any rank.
@@ -142,25 +144,25 @@ def choose_dim(
         raise UsageError(f"choose_dim.free = {free}: give one True or False a dim of {shape}.")
     size = math.prod(shape)
     if size <= min_weight_size:
-        return Choice(None, f"{size} elements, at most min_weight_size {min_weight_size}")
+        return ShardDecision(None, f"{size} elements, at most min_weight_size {min_weight_size}")
     candidates = [
         dim
         for dim, length in enumerate(shape)
         if length % axis_size == 0 and (free is None or free[dim])
     ]
     if not candidates:
-        return Choice(None, f"no free dim of {shape} is divisible by {axis_size}")
-    return Choice(max(candidates, key=lambda dim: (shape[dim], dim)))
+        return ShardDecision(None, f"no free dim of {shape} is divisible by {axis_size}")
+    return ShardDecision(max(candidates, key=lambda dim: (shape[dim], dim)))
 
 
 @gin.register(module="distributed")
 @checked
 def largest_dim(
     path: str, shape: Shape, axis_size: Count, *, min_weight_size: CountOrZero = 2**18
-) -> Choice:
+) -> ShardDecision:
     """Shards the largest divisible dim of every parameter above a threshold.
 
-    Of a model's stacks and tables another dim, if that is cheaper to gather: `lay_out`.
+    Of a model's stacks and tables another dim, if that is cheaper to gather: `infer_sharding`.
 
     Args:
         path: Path of the parameter; unused by this rule.
@@ -169,7 +171,7 @@ def largest_dim(
         min_weight_size: Parameters of at most this many elements stay whole.
     """
     del path
-    return choose_dim(shape, axis_size, min_weight_size)._replace(any_dim=True)
+    return choose_dim(shape, axis_size, min_weight_size)._replace(movable=True)
 
 
 @gin.register(module="distributed")
@@ -181,7 +183,7 @@ def dim_by_path(
     *,
     dims: Mapping[str, int | None],
     otherwise: Rule = largest_dim,
-) -> Choice:
+) -> ShardDecision:
     """A rule that is told the dim of some parameters, and asks another rule about the rest.
 
     Args:
@@ -195,8 +197,8 @@ def dim_by_path(
     for pattern, dim in dims.items():
         if re.fullmatch(pattern, path):
             if dim is None:
-                return Choice(None, f"dim_by_path.dims says so for {pattern!r}")
-            return Choice(dim + len(shape) if dim < 0 else dim)
+                return ShardDecision(None, f"dim_by_path.dims says so for {pattern!r}")
+            return ShardDecision(dim + len(shape) if dim < 0 else dim)
     return ask(otherwise, path, shape, axis_size, chooser="dim_by_path.otherwise")
 
 
@@ -206,7 +208,7 @@ PART, STACK, TABLE = "part", "stack", "table"
 
 
 @checked
-def lay_out(
+def infer_sharding(
     tree: Shapes, rule: Rule | None, axis_size: Count, units: Units | None = None
 ) -> PyTree:
     """Asks the rule about each array of a tree.
@@ -220,28 +222,28 @@ def lay_out(
             along any dim that will do is split as it is used, see `_dim_in_use`.
 
     Returns:
-        A tree of the same structure with a `Placement` at each leaf.
+        A tree of the same structure with a `LeafSharding` at each leaf.
 
     Raises:
         UsageError: The rule chose a dim that does not exist or that does not divide.
     """
 
-    def place(path: Any, leaf: Any) -> Placement:
+    def place(path: Any, leaf: Any) -> LeafSharding:
         name, full = path_name(path), tuple(leaf.shape)
         kind = (units or {}).get(name.split("/")[0], PART)
         before = 1 if kind == STACK else 0
         shape = full[before:]
         if rule is None:
-            choice = Choice(None, "the strategy shards nothing")
+            choice = ShardDecision(None, "the strategy shards nothing")
         elif axis_size == 1:
-            choice = Choice(None, f"axis {FSDP_AXIS!r} has size 1")
+            choice = ShardDecision(None, f"axis {FSDP_AXIS!r} has size 1")
         else:
             choice = ask(rule, name, shape, axis_size)
-        if choice.dim is not None and choice.any_dim:
-            choice = Choice(_dim_in_use(kind, shape, axis_size, choice.dim))
+        if choice.dim is not None and choice.movable:
+            choice = ShardDecision(_dim_in_use(kind, shape, axis_size, choice.dim))
         dtype = np.dtype(leaf.dtype)
         dim = None if choice.dim is None else choice.dim + before
-        return Placement(name, full, dtype, dim, choice.reason, axis_size)
+        return LeafSharding(name, full, dtype, dim, choice.reason, axis_size)
 
     return jax.tree_util.tree_map_with_path(place, tree)
 
@@ -254,26 +256,26 @@ def ask(
     *,
     axis: Any = FSDP_AXIS,
     chooser: str = "data_parallel.shard",
-) -> Choice:
+) -> ShardDecision:
     """What a rule says of one array, checked.
 
     Raises:
-        UsageError: It returned no `Choice`, or a dim that does not exist or that the devices do not
-            divide; the message names the path, the shape and the axis size.
+        UsageError: It returned no `ShardDecision`, or a dim that does not exist or that the devices
+            do not divide; the message names the path, the shape and the axis size.
     """
     given = rule(path, shape, axis_size)
-    if not fits(given, Choice | tuple[int | None] | tuple[int | None, str]):
+    if not fits(given, ShardDecision | tuple[int | None] | tuple[int | None, str]):
         raise UsageError(
-            f"{chooser} returned {described(given)} for {path} {shape}: return Choice(dim), or "
-            "Choice(None, reason).",
+            f"{chooser} returned {described(given)} for {path} {shape}: return ShardDecision(dim), "
+            "or ShardDecision(None, reason).",
             binding=chooser,
         )
-    choice = Choice(*given)
+    choice = ShardDecision(*given)
     dim = choice.dim
     if dim is not None and not (0 <= dim < len(shape) and shape[dim] % axis_size == 0):
         raise UsageError(
             f"{chooser} chose dim {dim} of {path} {shape}, which {axis_size} "
-            f"devices on axis {axis!r} do not divide. Return Choice(None, reason) for it.",
+            f"devices on axis {axis!r} do not divide. Return ShardDecision(None, reason) for it.",
             binding=chooser,
         )
     return choice
@@ -295,7 +297,7 @@ def _dim_in_use(kind: str, shape: tuple[int, ...], axis_size: int, chosen: int) 
 
 
 @checked
-def lay_out_flat(tree: Shapes, shards: Count) -> PyTree:
+def infer_flat_sharding(tree: Shapes, shards: Count) -> PyTree:
     """Splits every array as a flat one, padded, whatever its shape.
 
     Args:
@@ -303,14 +305,14 @@ def lay_out_flat(tree: Shapes, shards: Count) -> PyTree:
         shards: Number of slices. With 1 everything stays whole.
 
     Returns:
-        A tree of the same structure with a `Placement` at each leaf.
+        A tree of the same structure with a `LeafSharding` at each leaf.
     """
 
-    def place(path: Any, leaf: Any) -> Placement:
+    def place(path: Any, leaf: Any) -> LeafSharding:
         name, shape, dtype = path_name(path), tuple(leaf.shape), np.dtype(leaf.dtype)
         if shards == 1:
-            return Placement(name, shape, dtype, None, "there is one shard", 1)
-        return Placement(name, shape, dtype, max(len(shape) - 1, 0), "", shards, flat=True)
+            return LeafSharding(name, shape, dtype, None, "there is one shard", 1)
+        return LeafSharding(name, shape, dtype, max(len(shape) - 1, 0), "", shards, flat=True)
 
     return jax.tree_util.tree_map_with_path(place, tree)
 

@@ -21,14 +21,14 @@ from research_dp.argument_types import (
 from research_dp.distributed.boxed import as_name, leaves_with_paths, names_of, value_of
 from research_dp.distributed.collectives import flat_axes
 from research_dp.distributed.fsdp import choose_shard
-from research_dp.distributed.sharding import Placement, Rule
+from research_dp.distributed.sharding import LeafSharding, Rule
 from research_dp.errors import UsageError
 
 PyTree = Any
 
 
 def _is_reported(x: Any) -> bool:
-    return isinstance(x, Placement) or is_array_or_number(x) or is_abstract_array(x)
+    return isinstance(x, LeafSharding) or is_array_or_number(x) or is_abstract_array(x)
 
 
 Reported = Annotated[PyTree, Leaves(_is_reported, "arrays, or Placements")]
@@ -81,7 +81,7 @@ def sharding_report(
         assert sum(r.nbytes for r in rows if r.dim is None) < 0.02 * sum(r.nbytes for r in rows)
 
     Args:
-        params: Arrays and `nn.Partitioned`s, or `Placement`s, which need no further argument.
+        params: Arrays and `nn.Partitioned`s, or `LeafSharding`s, which need no further argument.
         axis_name: As in `shard_params`; need not be bound.
         axis_size: Number of devices along it.
         min_weight_size: As in `shard_params`.
@@ -96,7 +96,7 @@ def sharding_report(
     """
 
     def row(path: str, leaf: Any) -> ShardingRow:
-        if isinstance(leaf, Placement):
+        if isinstance(leaf, LeafSharding):
             return ShardingRow(leaf.path, leaf.shape, leaf.dtype, leaf.dim, leaf.reason)
         if axis_name is None or axis_size is None:
             raise UsageError(f"sharding_report: {path} is an array; give axis_name and axis_size.")

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from research_dp.distributed.embedding import take_rows
-from research_dp.distributed.overlap import scan_ahead
+from research_dp.distributed.overlap import scan_prefetched
 from research_dp.distributed.remat import REMAT, keep_gathered
-from research_dp.distributed.sharding import Placement
+from research_dp.distributed.sharding import LeafSharding
 from research_dp.errors import UsageError
 
 PyTree = Any
@@ -109,7 +109,7 @@ class Units:
                     "unroll = 1, or look_ahead = False.",
                     binding="data_parallel.look_ahead",
                 )
-            return scan_ahead(function, lambda held: gather(held, layout), stack, carry, each)
+            return scan_prefetched(function, lambda held: gather(held, layout), stack, carry, each)
         return self._loop(function, layout, stack, carry, each, remat, unroll)
 
     def scan_rows(
@@ -140,7 +140,7 @@ class Units:
 
         size = -(-_only(table).shape[0] // pieces)
 
-        def piece_of(place: Placement) -> Placement:
+        def piece_of(place: LeafSharding) -> LeafSharding:
             return dataclasses.replace(place, shape=(size, *place.shape[1:]))
 
         def cut(x: jax.Array) -> jax.Array:
@@ -227,7 +227,7 @@ def _only(tree: PyTree) -> Any:
     return leaf
 
 
-def _of_one(stacked: Placement) -> Placement:
+def _of_one(stacked: LeafSharding) -> LeafSharding:
     """Where one unit of a stack lies."""
     return dataclasses.replace(
         stacked, shape=stacked.shape[1:], dim=None if stacked.dim is None else stacked.dim - 1

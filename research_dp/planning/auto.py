@@ -15,12 +15,12 @@ from research_dp.distributed.multihost import of_the_first
 from research_dp.errors import UsageError
 from research_dp.planning import advice
 from research_dp.planning.estimate import Row, compile_row, fastest_first, refused
-from research_dp.strategies import Recipe, TrainSpec
+from research_dp.strategies import StrategyConfig, TrainSpec
 
 
 @gin.register(module="planning")
 @checked
-def auto(*, candidates: Sequence[Recipe] = gin.REQUIRED) -> Recipe:
+def auto(*, candidates: Sequence[StrategyConfig] = gin.REQUIRED) -> StrategyConfig:
     """Compiles each candidate's training step, and takes the fastest of those that fit.
 
     Nothing is run: times are predicted, memory is the compiler's. Three lines tell why. The summary
@@ -40,7 +40,7 @@ def auto(*, candidates: Sequence[Recipe] = gin.REQUIRED) -> Recipe:
     )
 
 
-def _choose(candidates: Sequence[Recipe], spec: TrainSpec) -> Recipe:
+def _choose(candidates: Sequence[StrategyConfig], spec: TrainSpec) -> StrategyConfig:
     """The fastest candidate that fits."""
     where = topologies.of(list(candidates[0].mesh.devices.flat))
     rows: list[Row] = []

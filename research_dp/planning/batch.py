@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from research_dp.distributed.mesh import batch_devices
 from research_dp.planning.estimate import Row
-from research_dp.strategies import Recipe, TrainSpec
+from research_dp.strategies import StrategyConfig, TrainSpec
 
 _TRIES = 4
 _GROWTH = 8  # by how much a batch grows at once: what memory says further away is not worth trying
@@ -17,7 +17,7 @@ _MOST = 2**31 - 1  # examples: their places in the batch are int32
 Try = Callable[[TrainSpec], Row]
 
 
-def largest(recipe: Recipe, spec: TrainSpec, row: Row, attempt: Try) -> Row:
+def largest(recipe: StrategyConfig, spec: TrainSpec, row: Row, attempt: Try) -> Row:
     """The most examples a device that fit at a time, found in at most four compilations.
 
     Args:
@@ -79,7 +79,7 @@ def state_fits(row: Row) -> bool:
     return row.state_bytes is not None and (limit is None or row.state_bytes <= limit)
 
 
-def smallest_steps(recipe: Recipe, spec: TrainSpec, row: Row, attempt: Try) -> Row | None:
+def smallest_steps(recipe: StrategyConfig, spec: TrainSpec, row: Row, attempt: Try) -> Row | None:
     """The same batch in as few micro-batches as fit, found in at most four compilations.
 
     Args:

@@ -20,7 +20,7 @@ from research_dp.analysis.topologies import Topology
 from research_dp.distributed.placement import nbytes
 from research_dp.errors import UsageError, message_of
 from research_dp.planning.memory_budget import available_bytes
-from research_dp.strategies import Recipe, Strategy, TrainSpec
+from research_dp.strategies import Strategy, StrategyConfig, TrainSpec
 
 
 @dataclasses.dataclass
@@ -137,7 +137,7 @@ class Compiled:
 
 
 def compile_row(
-    name: str, recipe: Recipe, spec: TrainSpec, where: Topology, dump: Path | None = None
+    name: str, recipe: StrategyConfig, spec: TrainSpec, where: Topology, dump: Path | None = None
 ) -> Compiled:
     """Builds a strategy, compiles its step and reads it.
 
@@ -205,7 +205,7 @@ def _held(name: str, built: Strategy, spec: TrainSpec, where: Topology) -> Row:
     state = built.abstract_state
     return Row(
         strategy=name,
-        slots=tuple(n for n in ("gather", "sync", "update") if getattr(built.recipe, n)),
+        slots=tuple(n for n in ("gather", "sync", "update") if getattr(built.config, n)),
         mesh=dict(built.mesh.shape),
         batch_size=spec.batch_size,
         accumulation_steps=spec.accumulation_steps,

@@ -22,9 +22,9 @@ from research_dp.distributed.mesh import DATA_AXIS, FSDP_AXIS
 from research_dp.distributed.placement import nbytes
 from research_dp.errors import UsageError
 from research_dp.planning.estimate import Row
-from research_dp.strategies import Recipe, TrainSpec
+from research_dp.strategies import StrategyConfig, TrainSpec
 from research_dp.strategies.jaxpr_collectives import Collective
-from research_dp.strategies.state import lay_out_state
+from research_dp.strategies.state import infer_state_sharding
 
 # Numbers of devices that a page shows, beside those that were compiled.
 SIZES = tuple(2**power for power in range(3, 13))
@@ -88,7 +88,7 @@ class Curve:
 
 
 def held(
-    recipe: Recipe, spec: TrainSpec, row: Row, meshes: Mapping[int, dict[str, int]]
+    recipe: StrategyConfig, spec: TrainSpec, row: Row, meshes: Mapping[int, dict[str, int]]
 ) -> dict[int, Held]:
     """What lies on a device of each of these meshes, by the rule.
 
@@ -107,13 +107,13 @@ def held(
     for number, sizes in meshes.items():
         mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
         try:
-            layouts, state = lay_out_state(recipe, spec, mesh, params_sharded=True)
+            layouts, state = infer_state_sharding(recipe, spec, mesh, params_sharded=True)
         except UsageError:
             continue  # a rule that names dims may choose one that so many devices do not divide
         places = jax.tree.leaves(layouts.slices)
         whole = sum(place.nbytes for place in places)
         if row.params_bytes == whole:
-            layouts, state = lay_out_state(recipe, spec, mesh, params_sharded=False)
+            layouts, state = infer_state_sharding(recipe, spec, mesh, params_sharded=False)
         split = sum(math.prod(place.shape) for place in places if place.dim is not None)
         found[number] = Held(sizes, nbytes(state)[0], split)
     return found

@@ -26,16 +26,16 @@ from research_dp.errors import UsageError
 from research_dp.strategies.state import (
     BatchLayout,
     check_optimizer,
+    infer_state_sharding,
     init_state,
-    lay_out_state,
     shardings_of,
 )
 from research_dp.strategies.step import Step
 from research_dp.strategies.strategy import (
-    Layouts,
     PlacedBatch,
-    Recipe,
+    StateShardings,
     Strategy,
+    StrategyConfig,
     TrainSpec,
     TrainState,
 )
@@ -45,7 +45,7 @@ PyTree = Any
 
 @gin.register(module="strategies")
 @checked
-def mapped(recipe: Recipe, spec: TrainSpec) -> Strategy:
+def mapped(recipe: StrategyConfig, spec: TrainSpec) -> Strategy:
     """`shard_map`: the step is one device's program, every collective written out by the slots.
 
     Replication is not tracked (`check_vma=False`): gradients of whole parameters are this device's
@@ -62,7 +62,9 @@ def mapped(recipe: Recipe, spec: TrainSpec) -> Strategy:
             binding="data_parallel.look_ahead",
         )
     recipe.refuse_idle(gathers=recipe.gather is not None, syncs=recipe.sync is not None)
-    layouts, abstract = lay_out_state(recipe, spec, mesh, params_sharded=recipe.gather is not None)
+    layouts, abstract = infer_state_sharding(
+        recipe, spec, mesh, params_sharded=recipe.gather is not None
+    )
     check_optimizer(recipe, spec, layouts.slices, abstract)
     steps = Step(recipe, spec, layouts, split_axes(mesh))
     state_specs = jax.tree.map(lambda x: x.sharding.spec, abstract)
@@ -90,7 +92,7 @@ def mapped(recipe: Recipe, spec: TrainSpec) -> Strategy:
 
 @gin.register(module="strategies")
 @checked
-def compiled(recipe: Recipe, spec: TrainSpec) -> Strategy:
+def compiled(recipe: StrategyConfig, spec: TrainSpec) -> Strategy:
     """`jit` on global arrays: the compiler inserts the collectives that the shardings imply.
 
     Raises:
@@ -107,10 +109,10 @@ def compiled(recipe: Recipe, spec: TrainSpec) -> Strategy:
         )
     mesh = recipe.mesh
     recipe.refuse_idle(gathers=recipe.shard is not None, syncs=False)
-    layouts, abstract = lay_out_state(recipe, spec, mesh, params_sharded=True)
+    layouts, abstract = infer_state_sharding(recipe, spec, mesh, params_sharded=True)
     gather = None if recipe.shard is None else _gather_on(mesh)
     # Gradients and slices are seen as global arrays, whatever device holds what.
-    seen = Layouts(layouts.params, whole(layouts.slices))
+    seen = StateShardings(layouts.params, whole(layouts.slices))
     check_optimizer(recipe, spec, seen.slices, abstract)
     steps = Step(dataclasses.replace(recipe, gather=gather), spec, seen, ())
     batch = BatchLayout(mesh, spec, recipe.reduction.logical_shards)
@@ -134,7 +136,7 @@ def compiled(recipe: Recipe, spec: TrainSpec) -> Strategy:
 
 @gin.register(module="strategies")
 @checked
-def pmapped(recipe: Recipe, spec: TrainSpec) -> Strategy:
+def pmapped(recipe: StrategyConfig, spec: TrainSpec) -> Strategy:
     """`pmap` over axis `data`, parameters replicated: kept for comparison with older code.
 
     Raises:
@@ -156,7 +158,7 @@ def pmapped(recipe: Recipe, spec: TrainSpec) -> Strategy:
         )
     devices = recipe.mesh.devices.ravel()
     count = len(devices)
-    layouts, abstract = lay_out_state(recipe, spec, recipe.mesh, params_sharded=False)
+    layouts, abstract = infer_state_sharding(recipe, spec, recipe.mesh, params_sharded=False)
     check_optimizer(recipe, spec, layouts.slices, abstract)
     steps = Step(recipe, spec, layouts, split_axes(recipe.mesh))
     batch = BatchLayout(recipe.mesh, spec, recipe.reduction.logical_shards)
@@ -222,9 +224,9 @@ def _gather_on(mesh: Mesh) -> Any:
 
 
 def _strategy(
-    recipe: Recipe,
+    recipe: StrategyConfig,
     spec: TrainSpec,
-    layouts: Layouts,
+    layouts: StateShardings,
     abstract: TrainState,
     batch: BatchLayout,
     **own_parts: Any,
@@ -237,8 +239,8 @@ def _strategy(
     _check_compiler_options(recipe)
     init = jax.jit(functools.partial(init_state, spec), out_shardings=shardings_of(abstract))
     return Strategy(
-        recipe=recipe,
-        layouts=layouts,
+        config=recipe,
+        shardings=layouts,
         abstract_state=abstract,
         train_rows=batch.train_rows,
         eval_rows=batch.eval_rows,
@@ -253,7 +255,7 @@ def _strategy(
     )
 
 
-def _check_compiler_options(recipe: Recipe) -> None:
+def _check_compiler_options(recipe: StrategyConfig) -> None:
     """Raises UsageError if the compiler of the mesh's devices does not know an option."""
     if not recipe.compiler_options:
         return

@@ -17,7 +17,7 @@ from research_dp.distributed.collectives import Axes, GatherOptions, Reduction, 
 from research_dp.distributed.embedding import exchange_rows
 from research_dp.distributed.mesh import FSDP_AXIS
 from research_dp.distributed.optimizer import apply_optimizer
-from research_dp.distributed.sharding import placements_of
+from research_dp.distributed.sharding import shardings_like
 from research_dp.distributed.transports.all_to_all import over_gloo
 
 PyTree = Any
@@ -27,7 +27,7 @@ PyTree = Any
 @checked
 def gather_shards(
     held: Arrays,
-    layout: Annotated[PyTree, placements_of("held")],
+    layout: Annotated[PyTree, shardings_like("held")],
     *,
     reduction: Reduction,
     gather_dtype: Dtype | None = None,
@@ -76,7 +76,7 @@ def gather_shards(
 @checked
 def average_gradients(
     grads: Arrays,
-    layout: Annotated[PyTree, placements_of("grads")],
+    layout: Annotated[PyTree, shardings_like("grads")],
     *,
     axes: AxisNames,
     reduction: Reduction,
@@ -116,7 +116,7 @@ def average_gradients(
 @checked
 def scatter_gradients(
     grads: Arrays,
-    layout: Annotated[PyTree, placements_of("grads")],
+    layout: Annotated[PyTree, shardings_like("grads")],
     *,
     axes: AxisNames,
     reduction: Reduction,
@@ -189,7 +189,7 @@ def update_local(
     grads: Annotated[PyTree, arrays_like("params")],
     opt_state: PyTree,
     params: Arrays,
-    layout: Annotated[PyTree, placements_of("params")],
+    layout: Annotated[PyTree, shardings_like("params")],
     *,
     axes: AxisNames,
     reduction: Reduction,
@@ -206,7 +206,7 @@ def update_slices(
     grads: Annotated[PyTree, arrays_like("params")],
     opt_state: PyTree,
     params: Arrays,
-    layout: Annotated[PyTree, placements_of("params")],
+    layout: Annotated[PyTree, shardings_like("params")],
     *,
     axes: AxisNames,
     reduction: Reduction,

@@ -18,7 +18,13 @@ from research_dp.distributed.collectives import cast_dtype
 from research_dp.distributed.mesh import BATCH_AXES, FSDP_AXIS, batch_devices, sizes_text
 from research_dp.distributed.optimizer import find_mixing_update, map_state
 from research_dp.errors import UsageError
-from research_dp.strategies.strategy import Layouts, PlacedBatch, Recipe, TrainSpec, TrainState
+from research_dp.strategies.strategy import (
+    PlacedBatch,
+    StateShardings,
+    StrategyConfig,
+    TrainSpec,
+    TrainState,
+)
 
 PyTree = Any
 
@@ -49,9 +55,9 @@ def init_state(spec: TrainSpec, key: jax.Array) -> TrainState:
     return TrainState(jnp.zeros((), jnp.int32), params, model_state, opt_state, loss_scale)
 
 
-def lay_out_state(
-    recipe: Recipe, spec: TrainSpec, mesh: Mesh | AbstractMesh, *, params_sharded: bool
-) -> tuple[Layouts, TrainState]:
+def infer_state_sharding(
+    recipe: StrategyConfig, spec: TrainSpec, mesh: Mesh | AbstractMesh, *, params_sharded: bool
+) -> tuple[StateShardings, TrainState]:
     """Decides where everything lies.
 
     Args:
@@ -64,10 +70,10 @@ def lay_out_state(
         The layouts, and the state as `jax.ShapeDtypeStruct`s with shardings.
     """
     abstract = jax.eval_shape(lambda key: init_state(spec, key), jax.random.key(0))
-    slices = layout_lib.lay_out(
+    slices = layout_lib.infer_sharding(
         abstract.params, recipe.shard, mesh.shape[FSDP_AXIS], spec.model.units
     )
-    layouts = Layouts(slices if params_sharded else layout_lib.whole(slices), slices)
+    layouts = StateShardings(slices if params_sharded else layout_lib.whole(slices), slices)
     if recipe.reduction.logical_shards is not None:
         check_model(recipe, spec, abstract)
 
@@ -87,7 +93,7 @@ def lay_out_state(
 
 
 def _opt_state_specs(spec: TrainSpec, opt_state: PyTree, slices: PyTree) -> PyTree:
-    def spec_of(leaf: Any, place: layout_lib.Placement) -> PartitionSpec:
+    def spec_of(leaf: Any, place: layout_lib.LeafSharding) -> PartitionSpec:
         # State of another shape than its parameter (factored moments, say) stays whole.
         return place.spec if leaf.shape == place.shape else PartitionSpec()
 
@@ -102,7 +108,9 @@ def _opt_state_specs(spec: TrainSpec, opt_state: PyTree, slices: PyTree) -> PyTr
         ) from error
 
 
-def check_optimizer(recipe: Recipe, spec: TrainSpec, slices: PyTree, state: TrainState) -> None:
+def check_optimizer(
+    recipe: StrategyConfig, spec: TrainSpec, slices: PyTree, state: TrainState
+) -> None:
     """Checks that the step can apply the optimizer; traces its update.
 
     Args:

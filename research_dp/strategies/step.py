@@ -29,7 +29,13 @@ from research_dp.distributed.units import Units
 from research_dp.errors import UsageError
 from research_dp.strategies.nonfinite import settle
 from research_dp.strategies.rng import example_keys
-from research_dp.strategies.strategy import Layouts, PlacedBatch, Recipe, TrainSpec, TrainState
+from research_dp.strategies.strategy import (
+    PlacedBatch,
+    StateShardings,
+    StrategyConfig,
+    TrainSpec,
+    TrainState,
+)
 from research_dp.types import LossOutput
 
 PyTree = Any
@@ -40,16 +46,16 @@ class Step:
     """The step functions of a recipe.
 
     Attributes:
-        recipe: The slots.
+        config: The slots.
         spec: Model, optimizer and batch.
-        layouts: Where things lie, as the step sees them.
+        shardings: Where things lie, as the step sees them.
         axes: The mesh axes that are bound where the steps run and that have more than one device;
             () in the compiled engine.
     """
 
-    recipe: Recipe
+    config: StrategyConfig
     spec: TrainSpec
-    layouts: Layouts
+    shardings: StateShardings
     axes: tuple[str, ...]
 
     def train(
@@ -103,14 +109,14 @@ class Step:
             return _pairs(self._loss(params, state.model_state, part, None, Units(), train=False))
 
         parts = {name: x.reshape(-1, rows, *x.shape[1:]) for name, x in examples.items()}
-        reduction = self.recipe.reduction
+        reduction = self.config.reduction
         return self._add_up(one_by_one(sums_of, params, parts, state.step, reduction))
 
     def _mean_gradients(
         self, state: TrainState, batch: PlacedBatch
     ) -> tuple[PyTree, PyTree, dict[str, jax.Array]]:
         """(gradients as `update` takes them, new model state, sums of metrics)."""
-        recipe, several = self.recipe, batch.position.shape[0] > 1
+        recipe, several = self.config, batch.position.shape[0] > 1
         has_units = bool(self.spec.model.units)
         keep = recipe.gather is not None and recipe.gather_each == "step"
         # Units keep what they gather by themselves; for several micro-batches, a model without
@@ -156,7 +162,7 @@ class Step:
             grads, out = self._gradients(state, params, state.model_state, shard, Units())
             return grads, _pairs(out)
 
-        recipe = self.recipe
+        recipe = self.config
         grads, sums = one_by_one(of_shard, params, batch, state.step, recipe.reduction)
         (grads,) = scatter(grads)
         return grads if recipe.sync is None else self._synced(grads), state.model_state, sums
@@ -188,7 +194,7 @@ class Step:
 
         XLA's CPU backend waits for each: those of units cost 2 to 4 % of a step of lm_tiny.
         """
-        return self.recipe.mesh.devices.flat[0].platform == "cpu"
+        return self.config.mesh.devices.flat[0].platform == "cpu"
 
     @property
     def _early_pays(self) -> bool:
@@ -196,14 +202,14 @@ class Step:
 
         Slices are smaller than what they are scattered from, on any device.
         """
-        slices = jax.tree.leaves(self.layouts.slices)
+        slices = jax.tree.leaves(self.shardings.slices)
         return not self._waits or any(place.dim is not None for place in slices)
 
     def _early_gradients(
         self, state: TrainState, params: PyTree, model_state: PyTree, micro: PlacedBatch
     ) -> tuple[PyTree, LossOutput]:
         """Synchronised gradients of one micro-batch; those of tables, used twice, at the end."""
-        kinds, slices = self.spec.model.units, self.layouts.slices
+        kinds, slices = self.spec.model.units, self.shardings.slices
         early = {name: own for name, own in params.items() if kinds.get(name) != TABLE}
         late = {name: own for name, own in params.items() if name not in early}
 
@@ -246,7 +252,7 @@ class Step:
 
     def _units(self, *, keep: bool = False) -> Units:
         """How the model's units become whole."""
-        recipe = self.recipe
+        recipe = self.config
         if recipe.gather is None:
             return Units()
         gather = functools.partial(recipe.gather, reduction=recipe.reduction)
@@ -255,7 +261,7 @@ class Step:
         knows_rows = "rows" in inspect.signature(recipe.gather).parameters
         return Units(
             gather,
-            self.layouts.params,
+            self.shardings.params,
             look_up_split=gather if plain and knows_rows else None,
             keep=keep,
             look_ahead=recipe.look_ahead,
@@ -264,29 +270,29 @@ class Step:
     @property
     def _shards(self) -> int:
         """Number of logical shards; 0 if the reduction knows none."""
-        return self.recipe.reduction.logical_shards or 0
+        return self.config.reduction.logical_shards or 0
 
     def _norm(self, grads: PyTree, step: jax.Array) -> tuple[jax.Array, jax.Array]:
         """See `global_norm`."""
-        slices = self.layouts.slices
+        slices = self.shardings.slices
         if self._shards:
             return norm_by_blocks(grads, slices, self._shards, unknown_zero(step))
-        return global_norm(grads, slices, self.recipe.reduction)
+        return global_norm(grads, slices, self.config.reduction)
 
     def _sync(self, grads: PyTree, when: str) -> PyTree:
-        recipe = self.recipe
+        recipe = self.config
         if recipe.sync is None or recipe.sync_each != when:
             return grads
         return self._synced(grads)
 
     def _synced(self, grads: PyTree, layout: PyTree = None) -> PyTree:
-        recipe = self.recipe
+        recipe = self.config
         assert recipe.sync is not None
-        layout = self.layouts.slices if layout is None else layout
+        layout = self.shardings.slices if layout is None else layout
         return recipe.sync(grads, layout, axes=self.axes, reduction=recipe.reduction)
 
     def _update(self, grads: PyTree, state: TrainState) -> tuple[PyTree, PyTree]:
-        optimizer, recipe = self.spec.optimizer, self.recipe
+        optimizer, recipe = self.spec.optimizer, self.config
         if recipe.update is None:
             return apply_optimizer(optimizer, grads, state.opt_state, state.params)
         params, opt_state = recipe.update(
@@ -294,7 +300,7 @@ class Step:
             grads,
             state.opt_state,
             state.params,
-            self.layouts.slices,
+            self.shardings.slices,
             axes=self.axes,
             reduction=recipe.reduction,
         )
@@ -303,7 +309,7 @@ class Step:
         return params, opt_state
 
     def _slice_shapes(self) -> list[tuple[int, ...]]:
-        return [p.local_shape for p in jax.tree.leaves(self.layouts.slices)]
+        return [p.local_shape for p in jax.tree.leaves(self.shardings.slices)]
 
     def _add_up(self, sums: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """Sums over devices, all in one small collective; means are taken on the host."""
@@ -311,7 +317,7 @@ class Step:
             return sums
         names = sorted(sums)
         together = jnp.stack([sums[name] for name in names])
-        added = self.recipe.reduction.all_sum(together, self.axes)
+        added = self.config.reduction.all_reduce(together, self.axes)
         return {name: added[i] for i, name in enumerate(names)}
 
 

@@ -59,8 +59,8 @@ class PlacedBatch(NamedTuple):
     position: Any
 
 
-class Layouts(NamedTuple):
-    """Where things lie: trees of `Placement`.
+class StateShardings(NamedTuple):
+    """Where things lie: trees of `LeafSharding`.
 
     Attributes:
         params: Parameters between steps.
@@ -85,7 +85,7 @@ class TrainSpec:
         max_grad_norm: Gradients are scaled down to this global L2 norm; None: never.
         seed: Seed of dropout keys (initialisation takes its key as an argument).
         param_dtype: dtype in which parameters lie and travel, the optimizer keeping them in the
-            model's own; None: the model's own. The strategy's, see `Recipe.build`.
+            model's own; None: the model's own. The strategy's, see `StrategyConfig.build`.
         loss_scale: How the loss is scaled; None: it is not. The strategy's too.
         skip_nonfinite: Whether a step whose loss or gradients are not finite changes nothing but
             the step's number, instead of the parameters.
@@ -108,8 +108,8 @@ class Strategy:
     """A strategy built for one model and mesh: `init`, `place_batch`, `train_step`, `eval_step`.
 
     Attributes:
-        recipe: What it was built from, resolved.
-        layouts: Where parameters and optimizer state lie, and why.
+        config: What it was built from, resolved.
+        shardings: Where parameters and optimizer state lie, and why.
         abstract_state: Shapes, dtypes and shardings of the state.
         abstract_batch: The same of a placed batch.
         train_rows: Places in the global batch of the examples that this process provides.
@@ -126,8 +126,8 @@ class Strategy:
             gets the global micro-batch.
     """
 
-    recipe: Recipe
-    layouts: Layouts
+    config: StrategyConfig
+    shardings: StateShardings
     abstract_state: TrainState
     abstract_batch: PlacedBatch
     train_rows: np.ndarray
@@ -143,21 +143,21 @@ class Strategy:
     @property
     def splits_batch(self) -> bool:
         """Whether the examples that a loss gets together depend on the number of devices."""
-        return bool(self.batch_axes) and self.recipe.reduction.logical_shards is None
+        return bool(self.batch_axes) and self.config.reduction.logical_shards is None
 
     @property
     def name(self) -> str:
         """The recipe's name."""
-        return self.recipe.name
+        return self.config.name
 
     @property
     def mesh(self) -> Mesh:
         """The mesh."""
-        return self.recipe.mesh
+        return self.config.mesh
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Recipe:
+class StrategyConfig:
     """A strategy before it meets a model: the engine, the mesh and the four slots.
 
     `data_parallel` makes one, and says what the fields mean.
@@ -168,7 +168,7 @@ class Recipe:
     """
 
     name: str
-    engine: Callable[[Recipe, TrainSpec], Strategy]
+    engine: Callable[[StrategyConfig, TrainSpec], Strategy]
     mesh: Mesh
     shard: Rule | None
     gather: Callable[..., PyTree] | None
@@ -182,9 +182,9 @@ class Recipe:
     loss_scale: LossScale | None
     look_ahead: bool
     compiler_options: dict[str, Any] | None
-    choose: Callable[[TrainSpec], Recipe] | None = None
+    choose: Callable[[TrainSpec], StrategyConfig] | None = None
 
-    def resolve(self, spec: TrainSpec) -> Recipe:
+    def resolve(self, spec: TrainSpec) -> StrategyConfig:
         """The recipe that is built: this one, or what it chooses.
 
         Whoever reads a recipe, or builds it more than once, resolves it first.
@@ -254,7 +254,7 @@ class Recipe:
 def data_parallel(
     *,
     name: str = gin.REQUIRED,
-    engine: Callable[[Recipe, TrainSpec], Strategy] = gin.REQUIRED,
+    engine: Callable[[StrategyConfig, TrainSpec], Strategy] = gin.REQUIRED,
     mesh: Mesh = gin.REQUIRED,
     shard: Rule | None = None,
     gather: Callable[..., PyTree] | None = None,
@@ -268,15 +268,15 @@ def data_parallel(
     loss_scale: LossScale | None = None,
     look_ahead: bool = False,
     compiler_options: Mapping[str, Any] | None = None,
-) -> Recipe:
+) -> StrategyConfig:
     """Composes a strategy from an engine, a mesh and four functions.
 
     Args:
         name: What the run's summary calls it.
         engine: `mapped`, `compiled` or `pmapped`.
         mesh: The device mesh.
-        shard: (path, shape, axis size) -> `Choice`: the dim of a parameter that lies on mesh axis
-            `fsdp`. Parameters lie as it says where something can make them whole again: `gather`,
+        shard: (path, shape, axis size) -> `ShardDecision`: the dim of a parameter that is sharded
+            over mesh axis `fsdp`. Parameters are sharded so where something gathers them: `gather`,
             or the compiler. Without `gather` a mapped strategy keeps whole parameters, and `shard`
             says which slice of each one a device updates. None: nothing is sharded.
         gather: (held, layout, reduction=) -> whole parameters for compute, whose gradients come
@@ -311,7 +311,7 @@ def data_parallel(
             "gathered parameters are scattered at the end of a step only. Use 'step' for both.",
             binding="data_parallel.sync_each",
         )
-    return Recipe(
+    return StrategyConfig(
         name=name,
         engine=engine,
         mesh=mesh,

@@ -12,9 +12,10 @@ from typing import get_args
 import gin
 import optax
 
+import research_dp.training.optimizers  # noqa: F401  (registers Optax with gin)
 from research_dp.argument_types import Count, CountOrZero, Positive, Seed, Seeds
 from research_dp.errors import UsageError, check_count, check_kind, check_limit
-from research_dp.strategies import Recipe, Strategy, TrainSpec, TrainState
+from research_dp.strategies import Strategy, StrategyConfig, TrainSpec, TrainState
 from research_dp.strategies.rng import init_key
 from research_dp.training import files
 from research_dp.training.checkpoint import Checkpoints, Restored
@@ -38,7 +39,7 @@ def train(
     *,
     model: TrainableModel = gin.REQUIRED,
     data: DataSet = gin.REQUIRED,
-    strategy: Recipe = gin.REQUIRED,
+    strategy: StrategyConfig = gin.REQUIRED,
     optimizer: optax.GradientTransformation = gin.REQUIRED,
     num_steps: CountOrZero = gin.REQUIRED,
     batch_size: Count = gin.REQUIRED,
@@ -55,7 +56,7 @@ def train(
     on_nonfinite: OnNonfinite = "stop",
     check_replicas_every: Count | None = None,
     workdir: str | None = None,
-    look: Callable[[Recipe, TrainSpec], None] | None = None,
+    look: Callable[[StrategyConfig, TrainSpec], None] | None = None,
     started: float | None = None,
     bound_at: Callable[[str], str | None] | None = None,
 ) -> int:
@@ -105,7 +106,7 @@ def train(
         check_replicas_every=check_replicas_every,
     )
     check_count("train.keep", keep, 1)
-    check_kind("train.strategy", strategy, Recipe, "@data_parallel()")
+    check_kind("train.strategy", strategy, StrategyConfig, "@data_parallel()")
     spec = spec_of(
         model=model,
         data=data,

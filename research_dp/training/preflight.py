@@ -31,7 +31,7 @@ from research_dp.distributed.mesh import split_axes
 from research_dp.distributed.multihost import texts_of_all
 from research_dp.distributed.transports.all_to_all import over_gloo
 from research_dp.errors import RunFailure, UsageError, some_of
-from research_dp.strategies import Recipe, Strategy, TrainSpec, jaxpr_collectives
+from research_dp.strategies import Strategy, StrategyConfig, TrainSpec, jaxpr_collectives
 
 _ROUNDS = 3  # what is wrong may be so now and then
 _MILLISECONDS_TO_WAIT = 300_000
@@ -60,7 +60,9 @@ class Probe:
         return f"{self.kind} of {nbytes:,} bytes of {self.dtype} over {' x '.join(self.axes)}"
 
 
-def tested(recipe: Recipe, spec: TrainSpec, strategy: Strategy, say: Callable[[str], None]) -> Any:
+def tested(
+    recipe: StrategyConfig, spec: TrainSpec, strategy: Strategy, say: Callable[[str], None]
+) -> Any:
     """The strategy, tested; or the same one with sums that go another way, if its own are wrong.
 
     The devices of one process's CPU are not tested: they share its memory.
@@ -123,7 +125,9 @@ def probes(strategy: Strategy) -> list[Probe]:
         key = (one.kind, one.axes, one.dtype)
         largest[key] = max(largest.get(key, 0), one.nbytes)
     if not largest:
-        leaf = max(jax.tree.leaves(strategy.layouts.params), key=lambda placement: placement.nbytes)
+        leaf = max(
+            jax.tree.leaves(strategy.shardings.params), key=lambda placement: placement.nbytes
+        )
         scatters = () if over_gloo() else ("reduce-scatter",)
         for kind in ("all-reduce", "all-gather", *scatters):
             largest[kind, split_axes(strategy.mesh), str(leaf.dtype)] = leaf.nbytes

@@ -16,8 +16,8 @@ _SHOWN = 200
 
 def layout_table(strategy: Strategy) -> Table:
     """Rows of path, shape, dtype, where it lies, bytes a device; and why it is whole."""
-    placements = jax.tree.leaves(strategy.layouts.params)
-    slices = jax.tree.leaves(strategy.layouts.slices)
+    placements = jax.tree.leaves(strategy.shardings.params)
+    slices = jax.tree.leaves(strategy.shardings.slices)
     mesh = sizes_text(strategy.mesh.shape)
     table = Table(
         title=f"Parameters under {strategy.name} on {mesh}", box=box.SIMPLE, title_justify="left"
@@ -48,7 +48,7 @@ def layout_table(strategy: Strategy) -> Table:
 
 def one_line(strategy: Strategy) -> str:
     """How many parameters are sharded, and how many bytes of them a device holds."""
-    placements = jax.tree.leaves(strategy.layouts.params)
+    placements = jax.tree.leaves(strategy.shardings.params)
     sharded = sum(p.dim is not None for p in placements)
     held = sum(p.nbytes_per_device for p in placements)
     total = sum(p.nbytes for p in placements)

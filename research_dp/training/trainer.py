@@ -84,7 +84,7 @@ class Run:
         self._progress = ProgressBar(schedule.num_steps, first_step)
         self._replicas = ReplicaCheck(strategy) if schedule.check_replicas_every else None
         self._nonfinite = Nonfinite(
-            [placement.path for placement in jax.tree.leaves(strategy.layouts.params)],
+            [placement.path for placement in jax.tree.leaves(strategy.shardings.params)],
             "skip" if spec.skip_nonfinite else "stop",
             f"The checkpoints in {folder} are as they were.",
             self._progress.say,

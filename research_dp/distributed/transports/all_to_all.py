@@ -27,7 +27,7 @@ def over_gloo() -> bool:
     return jax.distributed.is_initialized() and jax.default_backend() == "cpu"
 
 
-def scatter_sum(x: jax.Array, axis: str, dim: int) -> jax.Array:
+def reduce_scatter(x: jax.Array, axis: str, dim: int) -> jax.Array:
     """This device's block, along `dim`, of the sum over a bound axis; added in rank order."""
     devices = lax.axis_size(axis)
     # Block j goes to device j; what comes lies in the order of its senders. Only a sum: whoever
@@ -37,7 +37,7 @@ def scatter_sum(x: jax.Array, axis: str, dim: int) -> jax.Array:
     return jnp.sum(apart, axis=dim, dtype=x.dtype)
 
 
-def all_blocks(x: jax.Array, axis: str, dim: int) -> jax.Array:
+def all_gather(x: jax.Array, axis: str, dim: int) -> jax.Array:
     """The devices' blocks along `dim`, in rank order: every device sends each other one its own.
 
     The copies that it sends take as much memory as the result.
@@ -47,11 +47,11 @@ def all_blocks(x: jax.Array, axis: str, dim: int) -> jax.Array:
     return lax.all_to_all(copies, axis, dim, dim, tiled=True)
 
 
-def all_sum(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+def all_reduce(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """The sum over bound axes, on every device: scattered, then gathered, one axis at a time."""
     for axis in axes:
         devices, size = lax.axis_size(axis), math.prod(x.shape)
         flat = jnp.pad(x.reshape(-1), (0, -size % devices))
-        whole = all_blocks(scatter_sum(flat, axis, 0), axis, 0)
+        whole = all_gather(reduce_scatter(flat, axis, 0), axis, 0)
         x = whole[:size].reshape(x.shape)
     return x

@@ -64,11 +64,11 @@ def staged_reduction(stages: Mapping[str, Sequence[int]]) -> Reduction:
         own = stages.get(axis, ())
         return groups_of(own) if math.prod(own) == lax.axis_size(axis) else []
 
-    def scatter_sum(x: jax.Array, axis: str, dim: int) -> jax.Array:
+    def reduce_scatter(x: jax.Array, axis: str, dim: int) -> jax.Array:
         # Only sums: whoever calls divides, once, by the number of partial results.
         groups = groups_along(axis)
         if not groups:
-            return PLAIN.scatter_sum(x, axis, dim)
+            return PLAIN.reduce_scatter(x, axis, dim)
         front, devices = jnp.moveaxis(x, dim, 0), lax.axis_size(axis)
         blocks = _in_tiles(front.reshape(devices, -1, *front.shape[1:]))
         for group in groups:
@@ -79,12 +79,12 @@ def staged_reduction(stages: Mapping[str, Sequence[int]]) -> Reduction:
         mine = blocks.reshape(-1)[: front.size // devices]
         return jnp.moveaxis(mine.reshape(-1, *front.shape[1:]), 0, dim)
 
-    def all_blocks(x: jax.Array, axis: str, dim: int, to: str) -> jax.Array:
+    def all_gather(x: jax.Array, axis: str, dim: int, to: str) -> jax.Array:
         groups = groups_along(axis)
         # Over two dimensions it stays a gather, and takes the links of both. JAX has no gather in
         # groups whose result is typed as the same on each device.
         if len(groups) < 3 or to != "varying":
-            return PLAIN.all_blocks(x, axis, dim, to)
+            return PLAIN.all_gather(x, axis, dim, to)
         front = jnp.moveaxis(x, dim, 0)
         blocks = _in_tiles(front[None])
         for group in reversed(groups):
@@ -94,7 +94,7 @@ def staged_reduction(stages: Mapping[str, Sequence[int]]) -> Reduction:
         whole = blocks.reshape(blocks.shape[0], -1)[:, : front.size]
         return jnp.moveaxis(whole.reshape(-1, *front.shape[1:]), 0, dim)
 
-    return PLAIN._replace(scatter_sum=scatter_sum, all_blocks=all_blocks)
+    return PLAIN._replace(reduce_scatter=reduce_scatter, all_gather=all_gather)
 
 
 def _in_tiles(blocks: jax.Array) -> jax.Array:
