@@ -25,19 +25,16 @@ from research_dp.distributed.clipping import (
     clip_by_global_norm_sharded,
     sharded_global_norm,
 )
-from research_dp.distributed.collectives import (
-    PLAIN,
-    Reduction,
-    all_mean,
-    gather_array_with_mean_grads,
-    scatter_mean,
-)
-from research_dp.distributed.fsdp import gather_params, shard_params, sync_gradients
+from research_dp.distributed.collectives import PLAIN, Reduction, all_mean, scatter_mean
+from research_dp.distributed.differentiable_gather import gather_array_with_mean_grads
+from research_dp.distributed.fsdp import gather_params, shard_params
 from research_dp.distributed.gradient_means import weighted_loss, weighted_mean
+from research_dp.distributed.gradient_sync import scatter_gradients, sync_gradients
 from research_dp.distributed.linen import linen_functions
 from research_dp.distributed.mesh import make_mesh, one_device_mesh
 from research_dp.distributed.microbatch import accumulate_gradients
-from research_dp.distributed.optimizer import global_norm
+from research_dp.distributed.norms import global_norm
+from research_dp.distributed.optimizer import apply_gradients
 from research_dp.distributed.optimizer_state import (
     OptaxAdapter,
     slice_specs,
@@ -45,31 +42,26 @@ from research_dp.distributed.optimizer_state import (
     unsharded_state,
 )
 from research_dp.distributed.padding import pad_to_multiple, unpad
-from research_dp.distributed.sharded_init import init_sharded
-from research_dp.distributed.sharded_update import fsdp_apply_gradients, fsdp_update
-from research_dp.distributed.sharding import (
-    LeafSharding,
+from research_dp.distributed.shard_rules import (
     ShardDecision,
     choose_dim,
     dim_by_path,
-    infer_sharding,
     largest_dim,
 )
+from research_dp.distributed.sharded_init import init_sharded
+from research_dp.distributed.sharding import LeafSharding, infer_sharding
 from research_dp.distributed.sharding_report import ShardingRow, sharding_report
+from research_dp.distributed.update import fsdp_apply_gradients, fsdp_update
 from research_dp.errors import UsageError
 from research_dp.strategies import (
     Strategy,
+    StrategyConfig,
     TrainSpec,
     TrainState,
-    average_gradients,
     compiled,
     data_parallel,
-    gather_shards,
     mapped,
     pmapped,
-    scatter_gradients,
-    update_local,
-    update_slices,
 )
 from research_dp.types import LossOutput, TrainableModel
 
@@ -101,6 +93,7 @@ __all__ = [
     "ShardDecision",
     "ShardingRow",
     "Strategy",
+    "StrategyConfig",
     "TrainSpec",
     "TrainState",
     "TrainableModel",
@@ -108,7 +101,7 @@ __all__ = [
     "accumulate_gradients",
     "all_mean",
     "all_mean_tree",
-    "average_gradients",
+    "apply_gradients",
     "choose_dim",
     "clip_by_global_norm",
     "clip_by_global_norm_sharded",
@@ -122,7 +115,6 @@ __all__ = [
     "fsdp_update",
     "gather_array_with_mean_grads",
     "gather_params",
-    "gather_shards",
     "gather_tree",
     "global_norm",
     "infer_sharding",
@@ -155,8 +147,6 @@ __all__ = [
     "sync_gradients",
     "unpad",
     "unsharded_state",
-    "update_local",
-    "update_slices",
     "weighted_loss",
     "weighted_mean",
 ]

@@ -18,7 +18,7 @@ def main(argv: list[str]) -> int:
 
     def body(session: exit_status.Session) -> int:
         options = flags.parse_conform(argv, __doc__ or "")
-        bindings = ["largest_dim.min_weight_size = 64", *options.bindings]
+        bindings = ["shard_params.min_weight_size = 64", *options.bindings]
         session.config = load.load(options.gin_files, bindings, imports=options.imports)
         runtime.set_up_devices(options.cpu_devices)
         runtime.set_up_compilation_cache()

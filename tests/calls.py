@@ -109,7 +109,7 @@ def trainable():
 
 
 def recipe(engine=rdp.mapped):
-    sync = None if engine is rdp.compiled else rdp.average_gradients
+    sync = None if engine is rdp.compiled else rdp.sync_gradients
     mesh = rdp.make_mesh({"data": 8}) if engine is rdp.pmapped else MESH
     return rdp.data_parallel(name="ddp", engine=engine, mesh=mesh, sync=sync)
 
@@ -158,7 +158,7 @@ USUAL = {
     "params": (TREE, "arrays or numbers"),
     "path": ("w", "text"),
     "pre_divide": (False, "a flag"),
-    "recipe": (recipe(), "one of its class"),
+    "config": (recipe(), "one of its class"),
     "reduce_type": ("mean", "one of its class"),
     "reduction": (rdp.PLAIN, "one of its class"),
     "rule": (None, "a function?"),
@@ -234,24 +234,26 @@ CALLS = {
     },
     "all_mean": {},
     "all_mean_tree": {},
-    "average_gradients": {"grads": (TREE, "arrays")},
+    "apply_gradients": {"optimizer": (rdp.OptaxAdapter(SGD), "one of its class")},
     "choose_dim": {"free": (None, "one of its class?")},
     "clip_by_global_norm": {"max_norm": (1.0, "a traced norm"), "layout": (None, "anything")},
     "clip_by_global_norm_sharded": {
         "max_norm": (1.0, "a traced norm"),
         "layout": (None, "like another?"),
     },
-    "compiled": {"recipe": (recipe(rdp.compiled), "one of its class")},
+    "compiled": {"config": (recipe(rdp.compiled), "one of its class")},
     "create_data_parallel_sharding": {},
     "data_parallel": {
         "name": ("ddp", "text"),
         "engine": (rdp.mapped, "a function"),
         **{slot: (None, "a function?") for slot in ("shard", "gather", "sync", "update")},
-        "gather_each": ("micro_batch", "one of its class"),
+        "reshard_after_forward": (True, "a flag"),
         "sync_each": ("step", "one of its class"),
         "accumulation_dtype": (None, "a dtype?"),
         "loss_scale": (None, "one of its class?"),
-        "look_ahead": (False, "a flag"),
+        "prefetch": (False, "a flag"),
+        "overlap": (True, "a flag"),
+        "choose": (None, "a function?"),
         "compiler_options": (None, "a dict?"),
     },
     "data_parallel_rules": {"data_axis": ("data", "text")},
@@ -262,12 +264,15 @@ CALLS = {
         "rngs": (None, "random keys?"),
     },
     "dim_by_path": {"dims": ({"w": 0}, "sizes"), "otherwise": (rdp.largest_dim, "a function")},
-    "fsdp_apply_gradients": {"optimizer": (rdp.OptaxAdapter(SGD), "one of its class")},
+    "fsdp_apply_gradients": {
+        "optimizer": (rdp.OptaxAdapter(SGD), "one of its class"),
+        "shardings": (None, "like another?"),
+        "averaged": (False, "a flag"),
+    },
     "fsdp_update": {},
     "gather_array_with_mean_grads": {"axis": (0, "an integer")},
-    "gather_params": {"params": (BOXED, "to be placed")},
-    "gather_shards": {
-        "held": ({"w": np.ones((2, 16), np.float32)}, "arrays"),
+    "gather_params": {
+        "params": (BOXED, "to be placed"),
         "bucket_bytes": (None, "an integer?"),
         "rows": (None, "an array?"),
     },
@@ -299,7 +304,7 @@ CALLS = {
         "state": (nnx.state(MODEL), "one of its class"),
         "filter_sharding": ({...: P()}, "one of its class"),
     },
-    "pmapped": {"recipe": (recipe(rdp.pmapped), "one of its class")},
+    "pmapped": {"config": (recipe(rdp.pmapped), "one of its class")},
     "reduce_gradient_tree": {},
     "reduce_gradients_across_devices": {"axis_name": ("data", "axes")},
     "run": {
@@ -310,12 +315,16 @@ CALLS = {
         "cpu_devices": (None, "a count?"),
         "allow_unused": (False, "a flag"),
     },
-    "scatter_gradients": {"grads": (TREE, "arrays")},
+    "scatter_gradients": {"grads": (TREE, "arrays"), "shardings": (LAYOUT, "like another")},
     "scatter_mean": {},
     "scatter_mean_tree": {"axis": ("fsdp", "axes"), "replica_axes": ((), "axes")},
     "shard_module_params": {"target": (nn.Dense, "a function")},
     "shard_nnx_module_params": {"target": (nnx.Linear, "one of its class")},
-    "shard_params": {"params": (TREE, "to be placed")},
+    "shard_params": {
+        "params": (TREE, "to be placed"),
+        "units": (None, "a dict?"),
+        "on_decision": (None, "a function?"),
+    },
     "sharded_global_norm": {"layout": (None, "like another?")},
     "sharding_report": {
         "params": (TREE, "arrays or numbers"),
@@ -332,11 +341,6 @@ CALLS = {
     },
     "sync_gradients": {},
     "unpad": {"length": (3, "a count or 0")},
-    "update_local": {**SLOT, "opt_state": (SGD.init(TREE), "anything")},
-    "update_slices": {
-        "grads": ({"w": np.ones((2, 16), np.float32)}, "arrays"),
-        "params": (TREE, "arrays"),
-    },
     "weighted_loss": {"total": (1.0, "a number"), "weight": (2, "a number")},
     "weighted_mean": {"total": (1.0, "a number"), "weight": (2, "a number")},
     "unsharded_state": {"state": (SGD.init(TREE), "anything")},
@@ -345,6 +349,7 @@ CALLS = {
 RECORDS = {
     *(
         "PLAIN",
+        "StrategyConfig",
         "ShardDecision",
         "LossOutput",
         "LeafSharding",

@@ -48,7 +48,7 @@ def noise():
 
 
 def recipe_of(stem, *bindings):
-    load.load([f"strategies/{stem}.gin"], ["largest_dim.min_weight_size = 64", *bindings])
+    load.load([f"strategies/{stem}.gin"], ["shard_params.min_weight_size = 64", *bindings])
     return gin_internals.value_of("train.strategy")
 
 

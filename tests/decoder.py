@@ -16,7 +16,7 @@ from research_dp.strategies.jaxpr_collectives import collectives
 VOCAB, LENGTH, BATCH = 64, 16, 16
 
 
-LOOK_AHEAD = "data_parallel.look_ahead = True"
+LOOK_AHEAD = "data_parallel.prefetch = True"
 
 
 def model(**changes):
@@ -35,7 +35,7 @@ def batch(seed, rows=BATCH, segments=True):
 
 def build(stem, model, *bindings, accumulation=1, rows=BATCH, more=None):
     load.reset()
-    small = "largest_dim.min_weight_size = 128"
+    small = "shard_params.min_weight_size = 128"
     files = [f"gin/strategies/{stem}.gin", more]
     load.load([file for file in files if file], [small, *bindings])
     strategy = gin_internals.value_of("train.strategy")

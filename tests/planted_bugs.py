@@ -10,25 +10,23 @@ import numpy as np
 from jax import lax
 
 from research_dp.distributed import buckets
-from research_dp.distributed.collectives import PLAIN, Reduction
-from research_dp.distributed.optimizer import apply_optimizer
-from research_dp.distributed.sharding import by_path
+from research_dp.distributed.boxed import leaves_with_paths, map_leaves, value_of, with_value
+from research_dp.distributed.collectives import PLAIN, Reduction, takes
 from research_dp.strategies import (
-    average_gradients,
+    fsdp_apply_gradients,
     mapped,
     scatter_gradients,
-    update_local,
-    update_slices,
+    sync_gradients,
 )
 from research_dp.types import LossOutput
 
 
 def on_leaf(tree, name, change):
     """The tree with one leaf changed."""
-    paths = list(by_path(tree))
-    assert name in paths
-    return jax.tree_util.tree_map_with_path(
-        lambda path, x: change(x) if "/".join(k.key for k in path) == name else x, tree
+    leaves = dict(leaves_with_paths(tree))
+    assert name in leaves
+    return map_leaves(
+        lambda path, x: with_value(x, change(value_of(x))) if path == name else x, tree
     )
 
 
@@ -39,42 +37,41 @@ def place():
 # ---- In a slot ----
 
 
-def summed(grads, layout, *, axes, reduction):
+def summed(grads, axes):
     return jax.tree.map(lambda g: lax.psum(g, axes), grads)
 
 
-def averaged_twice(grads, layout, *, axes, reduction):
-    mean = average_gradients(grads, layout, axes=axes, reduction=reduction)
+def averaged_twice(grads, axes):
+    mean = sync_gradients(grads, axes)
     return jax.tree.map(lambda g: g / lax.axis_size("data"), mean)
 
 
-def inside_groups_alone(grads, layout, *, axes, reduction):
-    return average_gradients(grads, layout, axes=("fsdp",), reduction=reduction)
+def inside_groups_alone(grads, axes):
+    return sync_gradients(grads, ("fsdp",))
 
 
-def cast_on_the_way(grads, layout, *, axes, reduction):
-    return average_gradients(grads, layout, axes=axes, reduction=reduction, dtype="bfloat16")
+def cast_on_the_way(grads, axes):
+    return sync_gradients(grads, axes, dtype="bfloat16")
 
 
-def rounded_before(grads, layout, *, axes, reduction):
+def rounded_before(grads, axes):
     rounded = jax.tree.map(lambda g: g.astype(jnp.bfloat16).astype(g.dtype), grads)
-    return average_gradients(rounded, layout, axes=axes, reduction=reduction)
+    return sync_gradients(rounded, axes)
 
 
-def one_dropped(grads, layout, *, axes, reduction):
-    mean = average_gradients(grads, layout, axes=axes, reduction=reduction)
-    return on_leaf(mean, "hidden_1/bias", jnp.zeros_like)
+def one_dropped(grads, axes):
+    return on_leaf(sync_gradients(grads, axes), "hidden_1/bias", jnp.zeros_like)
 
 
-def one_summed(grads, layout, *, axes, reduction):
-    mean = scatter_gradients(grads, layout, axes=axes, reduction=reduction)
+@takes("shardings")
+def one_summed(grads, axes, *, shardings):
+    mean = scatter_gradients(grads, axes, shardings=shardings)
     return on_leaf(mean, "head/bias", lambda g: g * lax.axis_size("fsdp"))
 
 
-def one_shrunk(grads, layout, *, axes, reduction):
+def one_shrunk(grads, axes):
     """Less than the rounding of a bfloat16 element, but all one way."""
-    mean = average_gradients(grads, layout, axes=axes, reduction=reduction)
-    return on_leaf(mean, "hidden_0/kernel", lambda g: g * 0.985)
+    return on_leaf(sync_gradients(grads, axes), "hidden_0/kernel", lambda g: g * 0.985)
 
 
 def _local_norm(x, axes):
@@ -85,11 +82,12 @@ def _local_norm(x, axes):
 local_norm = Reduction(_local_norm, PLAIN.reduce_scatter)
 
 
-def stale_slices(optimizer, grads, opt_state, params, layout, *, axes, reduction):
-    """What is gathered are slices from before the update; a device's own are new."""
-    old = buckets.shard_tree(params, layout)
-    new, opt_state = apply_optimizer(optimizer, grads, opt_state, old)
-    whole = buckets.gather_tree(old, layout)
+@takes("shardings")
+def stale_slices(gradients, parameters, optimizer, *, shardings):
+    """What is gathered are shards from before the update; a device's own are new."""
+    old = buckets.shard_tree(parameters, shardings)
+    new = optimizer.apply_gradients(gradients, old)
+    full = buckets.gather_tree(old, shardings)
 
     def own(x, slice_, p):
         if p.dim is None:
@@ -97,29 +95,27 @@ def stale_slices(optimizer, grads, opt_state, params, layout, *, axes, reduction
         start = lax.axis_index("fsdp") * slice_.shape[p.dim]
         return lax.dynamic_update_slice_in_dim(x, slice_, start, p.dim)
 
-    return jax.tree.map(own, whole, new, layout), opt_state
+    return jax.tree.map(own, full, new, shardings)
 
 
-def one_shard_not_updated(optimizer, grads, opt_state, params, layout, *, axes, reduction):
-    new, state = update_local(
-        optimizer, grads, opt_state, params, layout, axes=axes, reduction=reduction
+def one_shard_not_updated(gradients, parameters, optimizer):
+    before = optimizer._before.opt_state
+    new = optimizer.apply_gradients(gradients, parameters)
+    optimizer.state = jax.tree.map(
+        lambda a, b: jnp.where(place() == 3, b, a), optimizer.state, before
     )
-    kept = jax.tree.map(lambda a, b: jnp.where(place() == 3, b, a), state, opt_state)
-    return new, kept
+    return new
 
 
-def decayed(optimizer, grads, opt_state, params, layout, *, axes, reduction):
-    new, state = update_slices(
-        optimizer, grads, opt_state, params, layout, axes=axes, reduction=reduction
-    )
-    return on_leaf(new, "head/kernel", lambda x: x * (1 - 1e-4)), state
+@takes("shardings", "averaged")
+def decayed(gradients, parameters, optimizer, **options):
+    new = fsdp_apply_gradients(gradients, parameters, optimizer, **options)
+    return on_leaf(new, "head/kernel", lambda x: x * (1 - 1e-4))
 
 
-def eightfold(optimizer, grads, opt_state, params, layout, *, axes, reduction):
-    new, state = update_local(
-        optimizer, grads, opt_state, params, layout, axes=axes, reduction=reduction
-    )
-    return jax.tree.map(lambda a, b: b + 8 * (a - b), new, params), state
+def eightfold(gradients, parameters, optimizer):
+    new = optimizer.apply_gradients(gradients, parameters)
+    return jax.tree.map(lambda a, b: b + 8 * (a - b), new, parameters)
 
 
 # ---- In the model ----

@@ -18,7 +18,7 @@ NAMES = ["ddp", "zero1", "fsdp_keep", "fsdp"]
 
 
 def recipe(*bindings):
-    load.load([AUTO], ["largest_dim.min_weight_size = 64", *bindings])
+    load.load([AUTO], ["shard_params.min_weight_size = 64", *bindings])
     return gin_internals.value_of("train.strategy")
 
 
@@ -77,7 +77,7 @@ def test_all_processes_take_what_the_first_takes(monkeypatch):
 def test_who_looks_at_a_run_sees_the_one_that_is_taken(monkeypatch):
     planned(monkeypatch, {"ddp": (200, 1), "zero1": (9, 1), "fsdp_keep": (9, 2), "fsdp": (9, 3)})
     files = ["gin/runs/digits.gin", "gin/models/mlp.gin", AUTO]
-    load.load(files, ["largest_dim.min_weight_size = 64"])
+    load.load(files, ["shard_params.min_weight_size = 64"])
     seen = []
     loop.train(look=lambda recipe, spec: seen.append(recipe))
     (taken,) = seen
@@ -87,7 +87,7 @@ def test_who_looks_at_a_run_sees_the_one_that_is_taken(monkeypatch):
 def test_what_is_built_carries_the_one_that_was_taken(monkeypatch):
     planned(monkeypatch, {"ddp": (9, 1), "zero1": (9, 2), "fsdp_keep": (9, 2), "fsdp": (9, 3)})
     built = recipe().build(suite.small_spec("linen"))
-    assert (built.name, built.config.sync.__name__) == ("ddp", "average_gradients")
+    assert (built.name, built.config.sync.__name__) == ("ddp", "sync_gradients")
 
 
 @pytest.mark.slow

@@ -15,11 +15,10 @@ import research_dp as rdp
 import research_dp.training.loop
 from research_dp.config import load
 from research_dp.conformance.suite import EXAMPLE, batches
-from research_dp.distributed.buckets import gather_tree_with_mean_grads
-from research_dp.distributed.collectives import PLAIN, GatherOptions
+from research_dp.distributed.collectives import PLAIN
+from research_dp.distributed.differentiable_gather import GatherOptions, gather_tree_with_mean_grads
 from research_dp.distributed.embedding import exchange_rows, take_rows
 from research_dp.distributed.sharding import infer_sharding
-from research_dp.strategies import slots
 
 W = jnp.ones((16, 4))
 LAYOUT = infer_sharding([W], lambda *_: rdp.ShardDecision(0), 8)
@@ -79,10 +78,10 @@ BY_DTYPE = {
     "gather_params": lambda **kw: rdp.gather_params(W, "fsdp", **kw),
     "shard_module_params": lambda **kw: rdp.shard_module_params(nn.Dense, "fsdp", **kw),
     "shard_nnx_module_params": lambda **kw: rdp.shard_nnx_module_params(nnx.Linear, "fsdp", **kw),
-    "gather_shards": lambda **kw: slots.gather_shards([W], LAYOUT, reduction=PLAIN, **kw),
     "sync_gradients": lambda dtype: rdp.sync_gradients(W, "fsdp", dtype=dtype),
-    "average_gradients": lambda dtype: slots.average_gradients([W], LAYOUT, **SLOT, dtype=dtype),
-    "scatter_gradients": lambda dtype: slots.scatter_gradients([W], LAYOUT, **SLOT, dtype=dtype),
+    "scatter_gradients": lambda dtype: rdp.scatter_gradients(
+        [W], "fsdp", shardings=LAYOUT, dtype=dtype
+    ),
     "accumulate_gradients": lambda dtype: rdp.accumulate_gradients(
         lambda w, x: jnp.sum(w), W, W[None], dtype=dtype
     ),
@@ -96,7 +95,7 @@ OPTIONS = [
     (name, option)
     for name in BY_DTYPE
     for option in (
-        ("gather_dtype", "grad_scatter_dtype") if list(BY_DTYPE).index(name) < 5 else ("dtype",)
+        ("gather_dtype", "grad_scatter_dtype") if list(BY_DTYPE).index(name) < 4 else ("dtype",)
     )
 ]
 
@@ -205,8 +204,8 @@ def complex_weights(stem, *bindings):
 @pytest.mark.parametrize(
     ("stem", "options"),
     [
-        ("ddp", ("average_gradients.dtype",)),
-        ("fsdp", ("gather_shards.gather_dtype", "gather_shards.grad_scatter_dtype")),
+        ("ddp", ("sync_gradients.dtype",)),
+        ("fsdp", ("gather_params.gather_dtype", "gather_params.grad_scatter_dtype")),
     ],
 )
 def test_a_strategy_in_bfloat16_trains_complex_parameters(stem, options):

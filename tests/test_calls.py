@@ -13,12 +13,12 @@ from research_dp import UsageError
 # Called where axes are bound.
 MAPPED = {
     *("DataParallel.all_reduce_gradients", "DataParallel.all_reduce_gradients_static"),
-    *("accumulate_gradients", "all_mean", "all_mean_tree", "average_gradients"),
+    *("accumulate_gradients", "all_mean", "all_mean_tree", "apply_gradients"),
     *("clip_by_global_norm_sharded", "fsdp_apply_gradients", "fsdp_update", "gather_params"),
-    *("gather_array_with_mean_grads", "gather_shards", "gather_tree", "global_norm"),
+    *("gather_array_with_mean_grads", "gather_tree", "global_norm"),
     *("reduce_gradients_across_devices", "scatter_gradients", "scatter_mean"),
     *("scatter_mean_tree", "shard_params", "sharded_global_norm", "sync_gradients"),
-    *("update_local", "update_slices", "weighted_loss", "weighted_mean"),
+    *("weighted_loss", "weighted_mean"),
 }
 INSTANCES = {
     "DataParallel": research_dp.DataParallel,

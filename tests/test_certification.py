@@ -22,7 +22,7 @@ def model_with(change, **options):
 
 TWO_AXES = "make_mesh.axes = {'data': 4, 'fsdp': 2}"  # replication is tracked over both
 TWO = {"spec": {"accumulation_steps": 2}}
-COARSE = {"bindings": ["average_gradients.dtype = 'bfloat16'"], "dtypes": ("bfloat16",)}
+COARSE = {"bindings": ["sync_gradients.dtype = 'bfloat16'"], "dtypes": ("bfloat16",)}
 BUGS = {
     "summed": ("ddp", {"sync": bugs.summed}, "8 times .*: summed instead of averaged over all dev"),
     "averaged twice": ("ddp", {"sync": bugs.averaged_twice}, "0.125 times .*: averaged twice over"),

@@ -75,7 +75,7 @@ def test_the_dtype_of_an_optimizers_state_is_none_of_gradients():
         )
 
     assert precision() == precision("optax.adamw.mu_dtype") == EPS
-    assert precision("transformer.dtype") == precision("gather_shards.gather_dtype") == BF16
+    assert precision("transformer.dtype") == precision("gather_params.gather_dtype") == BF16
 
 
 def test_ulps_are_of_the_greatest_element():

@@ -8,13 +8,13 @@ from conftest import ROOT
 
 from research_dp.certification import costs
 from research_dp.models import convnet, mlp
-from research_dp.strategies import gather_shards
+from research_dp.strategies import gather_params
 
 README = (ROOT / "README.md").read_text()
 LAYERS = 40
 HALF = (
-    "gather_shards.gather_dtype = 'bfloat16'",
-    "gather_shards.grad_scatter_dtype = 'bfloat16'",
+    "gather_params.gather_dtype = 'bfloat16'",
+    "gather_params.grad_scatter_dtype = 'bfloat16'",
 )
 
 
@@ -42,14 +42,14 @@ def test_statistics_over_the_batch_are_within_the_table():
 
 
 def test_what_is_reduced_in_float32_may_be_held_in_bfloat16():
-    wide = ["scatter_gradients.dtype = 'float32'", "average_gradients.dtype = 'float32'"]
+    wide = ["scatter_gradients.dtype = 'float32'", "sync_gradients.dtype = 'float32'"]
     for stem in ("ddp", "zero1"):
         cost = sent(bench_of(stem, bindings=wide, param_dtype="bfloat16"))
         assert cost.is_right, cost
 
 
-def deaf(held, layout, *, reduction, gather_dtype="bfloat16", grad_scatter_dtype="bfloat16"):
-    return gather_shards(held, layout, reduction=reduction)
+def deaf(params, axis_name, gather_dtype="bfloat16", grad_scatter_dtype="bfloat16"):
+    return gather_params(params, axis_name)
 
 
 def test_a_named_dtype_must_be_that_of_what_travels():

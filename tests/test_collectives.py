@@ -9,10 +9,12 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from steps import mesh_of
 
-from research_dp.distributed import buckets, collectives, optimizer, vma
-from research_dp.distributed.collectives import GatherOptions
+import research_dp as rdp
+from research_dp.distributed import buckets, optimizer, vma
+from research_dp.distributed.differentiable_gather import GatherOptions
 from research_dp.distributed.mesh import make_mesh
-from research_dp.distributed.sharding import ShardDecision, choose_dim, infer_sharding
+from research_dp.distributed.shard_rules import ShardDecision, choose_dim
+from research_dp.distributed.sharding import infer_sharding
 from research_dp.strategies.jaxpr_collectives import collectives as read
 
 AXES = ("data", "fsdp")
@@ -36,7 +38,7 @@ def rule(path, shape, size):
 
 def test_gathered_gradient_is_the_mean(mesh):
     def loss(w):
-        full = collectives.gather_with_mean_grads(w, GatherOptions(0, "fsdp"))
+        full = rdp.gather_array_with_mean_grads(w, 0, "fsdp")
         return jnp.sum(full) * (jax.lax.axis_index("fsdp") + 1.0)
 
     value, grad = mapped(
@@ -62,7 +64,7 @@ def test_collectives_carry_the_named_dtypes(mesh, gather_dtype, scatter_dtype, o
     options = GatherOptions(0, "fsdp", gather_dtype, scatter_dtype)
 
     def loss(w):
-        full = collectives.gather_with_mean_grads(w, options)
+        full = options.differentiable(w.dtype)(w)
         assert full.dtype == jnp.dtype(gather_dtype or "float32")
         return jnp.sum(full.astype(jnp.float32) ** 2) / 2
 

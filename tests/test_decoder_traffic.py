@@ -8,8 +8,7 @@ import pytest
 from decoder import LOOK_AHEAD, build, model, oracle, run, spec_of, traffic
 
 from research_dp.config import gin_internals
-from research_dp.strategies.slots import gather_shards
-from research_dp.strategies.step import Step
+from research_dp.strategies import gather_params
 
 
 def test_wire_bytes_of_fsdp_are_three_times_the_blocks_and_twice_the_rest():
@@ -41,10 +40,7 @@ def wire(strategy, kinds):
 
 
 @pytest.mark.parametrize("stem", ["ddp", "zero1", "zero2"])
-def test_gradients_of_replicated_blocks_are_synchronised_one_block_at_a_time(stem, monkeypatch):
-    # As on devices that compute while they communicate; CPUs do so only for slices.
-    if stem == "ddp":
-        monkeypatch.setattr(Step, "_early_pays", True)
+def test_gradients_of_replicated_blocks_are_synchronised_one_block_at_a_time(stem):
     strategy = build(stem, model(depth=4))
     sizes = {p.path: p.nbytes for p in jax.tree.leaves(strategy.shardings.slices)}
     blocks = sum(n for path, n in sizes.items() if path.startswith("blocks"))
@@ -56,15 +52,16 @@ def test_gradients_of_replicated_blocks_are_synchronised_one_block_at_a_time(ste
     assert moved == pytest.approx(total, rel=0.02)
 
 
-def test_on_cpus_whole_gradients_are_synchronised_at_the_end():
-    """Nothing is computed beside a collective there, and more of them take longer."""
-    found = [c for c in traffic(build("ddp", model(depth=4))) if c.nbytes > 512]
+NO_OVERLAP = "data_parallel.overlap = False"
+
+
+def test_without_overlap_gradients_are_synchronised_at_the_end():
+    """Nothing is computed beside a collective on CPUs, and more of them take longer."""
+    found = [c for c in traffic(build("ddp", model(depth=4), NO_OVERLAP)) if c.nbytes > 512]
     assert {c.times for c in found} == {1}
 
 
-def test_keeping_gathers_each_block_once(monkeypatch):
-    # As on devices that compute while they communicate; on CPUs all is gathered before the model.
-    monkeypatch.setattr(Step, "_waits", False)
+def test_keeping_gathers_each_block_once():
     strategy = build("fsdp_keep", model(depth=4, logits_at_once=2**20), rows=8)
     placements = jax.tree.leaves(strategy.shardings.params)
     sizes = {p.path: p.nbytes for p in placements if p.dim is not None}
@@ -73,8 +70,8 @@ def test_keeping_gathers_each_block_once(monkeypatch):
     assert moved == pytest.approx(2 * 7 / 8 * needed, rel=0.01)
 
 
-def test_keeping_on_cpus_takes_one_collective_an_array():
-    strategy = build("fsdp_keep", model(depth=4, logits_at_once=2**20), rows=8)
+def test_keeping_without_overlap_takes_one_collective_an_array():
+    strategy = build("fsdp_keep", model(depth=4, logits_at_once=2**20), NO_OVERLAP, rows=8)
     sizes = [p.nbytes for p in jax.tree.leaves(strategy.shardings.params) if p.dim is not None]
     moved = wire(strategy, {"reduce-scatter", "all-gather"})
     assert moved == pytest.approx(2 * 7 / 8 * sum(sizes), rel=0.01)
@@ -83,8 +80,8 @@ def test_keeping_on_cpus_takes_one_collective_an_array():
 
 def test_collectives_carry_the_dtype_that_is_named():
     bindings = [
-        "gather_shards.gather_dtype = 'bfloat16'",
-        "gather_shards.grad_scatter_dtype = 'float32'",
+        "gather_params.gather_dtype = 'bfloat16'",
+        "gather_params.grad_scatter_dtype = 'float32'",
     ]
     found = traffic(build("fsdp", model(dtype="bfloat16"), *bindings))
     big = {(c.kind, str(c.dtype)) for c in found if c.nbytes > 512}
@@ -93,16 +90,16 @@ def test_collectives_carry_the_dtype_that_is_named():
 
 
 def test_rows_travel_in_the_dtypes_that_are_named():
-    bindings = ["gather_shards.gather_dtype = 'bfloat16'"]
-    bindings += ["gather_shards.grad_scatter_dtype = 'float32'"]
+    bindings = ["gather_params.gather_dtype = 'bfloat16'"]
+    bindings += ["gather_params.grad_scatter_dtype = 'float32'"]
     strategy = build("fsdp", model(dtype="bfloat16"), *bindings, rows=8)
     found = [c for c in traffic(strategy) if c.kind == "all-to-all"]
     assert sorted(c.dtype for c in found) == ["bfloat16", "float32"]
 
 
 def test_a_gather_of_ones_own_that_knows_no_rows_gathers_tables():
-    def doubled(held, layout, *, reduction):
-        return jax.tree.map(lambda x: 2 * x, gather_shards(held, layout, reduction=reduction))
+    def doubled(params, axis_name):
+        return jax.tree.map(lambda x: 2 * x, gather_params(params, axis_name))
 
     strategy = build("fsdp", model(depth=1), rows=8)
     assert any(c.kind == "all-to-all" for c in traffic(strategy))
@@ -113,7 +110,7 @@ def test_a_gather_of_ones_own_that_knows_no_rows_gathers_tables():
 
 
 def test_a_units_arrays_travel_together_if_asked_to():
-    together = "gather_shards.bucket_bytes = 1073741824"
+    together = "gather_params.bucket_bytes = 1073741824"
     strategy = build("fsdp", model(dropout_rate=0.1), together)
     born, numbers = run(strategy)
     assert born == oracle(False)[0]

@@ -16,9 +16,11 @@ from steps import mesh_of, on
 
 from research_dp.config import gin_internals, load
 from research_dp.deterministic import sum as tree
+from research_dp.deterministic.norm import norm_by_blocks
 from research_dp.distributed.mesh import planning_for
 from research_dp.distributed.placement import fingerprint
-from research_dp.distributed.sharding import choose_dim, infer_sharding, specs
+from research_dp.distributed.shard_rules import choose_dim
+from research_dp.distributed.sharding import infer_sharding, specs
 from research_dp.errors import UsageError
 from research_dp.models import convnet, mlp, transformer
 from research_dp.strategies import TrainSpec, tree_reduction
@@ -73,7 +75,7 @@ def recipe(stem, data, fsdp, *, exact=True, bindings=()):
         gin.parse_config_file(str(ROOT / "gin" / file))
     sizes = [] if stem == "single" else [f"make_mesh.axes = {{'data': {data}, 'fsdp': {fsdp}}}"]
     shards = [f"tree_reduction.logical_shards = {SHARDS}"] if exact else []
-    gin.parse_config([*sizes, *shards, "largest_dim.min_weight_size = 20", *bindings])
+    gin.parse_config([*sizes, *shards, "shard_params.min_weight_size = 20", *bindings])
     with planning_for(jax.devices()[: data * fsdp]):
         return gin_internals.value_of("train.strategy")
 
@@ -186,14 +188,14 @@ def test_the_same_bits_of_a_model_of_units_and_of_convolutions(api):
         ([], {"accumulation": 4}, "8 devices x accumulation_steps 4 = 32"),
         (["tree_reduction.logical_shards = 64"], {}, "cannot be cut in 64 logical shards"),
         (
-            ["data_parallel.look_ahead = True"],
+            ["data_parallel.prefetch = True"],
             {"model": decoder("linen"), "example": TOKENS},
             "all is gathered before the first",
         ),
         (["data_parallel.accumulation_dtype = 'bfloat16'"], {}, "added up in float32"),
-        (["gather_shards.gather_dtype = 'bfloat16'"], {}, "parameters in bfloat16"),
+        (["gather_params.gather_dtype = 'bfloat16'"], {}, "parameters in bfloat16"),
         (["data_parallel.param_dtype = 'bfloat16'"], {}, "parameters in bfloat16"),
-        (["gather_shards.grad_scatter_dtype = 'bfloat16'"], {}, "adds in float32, not in bf"),
+        (["gather_params.grad_scatter_dtype = 'bfloat16'"], {}, "adds in float32, not in bf"),
         ([], {"model": convnet(features=(8,), num_classes=10, norm="batch")}, "over the batch"),
         ([], {"more": {"optimizer": optax.lamb(1e-3)}}, "mixes elements"),
     ],
@@ -341,7 +343,7 @@ def test_the_norm_of_shards_has_the_bits_of_the_norm_of_wholes():
         mesh = mesh_of(data=1, fsdp=n)
 
         def norm(held, layout=layout):
-            return tree.norm_by_blocks(held, layout, 8, jnp.int32(0))[0]
+            return norm_by_blocks(held, layout, 8, jnp.int32(0))[0]
 
         found.add(float(on(mesh, norm, (specs(layout),))(params)).hex())
     assert len(found) == 1

@@ -92,7 +92,7 @@ IN_A_FILE = {
     "tfds_data.file_format = 'tfrecords'": ("mine.gin:1", "Did you mean 'tfrecord'?"),
     "data_parallel.sync_each = 'epoch'": ("mine.gin:1", "one of ['step', 'micro_batch']"),
     "convnet.dtype = 'bfloat17'": ("mine.gin:1", "give a floating-point dtype, e.g. 'bfloat16'"),
-    "gather_shards.gather_dtype = 'int32'": ("mine.gin:1", "give a floating-point dtype"),
+    "gather_params.gather_dtype = 'int32'": ("mine.gin:1", "give a floating-point dtype"),
     # ---- References ----
     "train.model = @convnet": ("mine.gin:1", "@convnet is the function itself; @convnet()"),
     "train.model = @tfds_data()": ("mine.gin:1", "it returns DataSet; give e.g. @convnet()"),
@@ -107,7 +107,7 @@ IN_A_FILE = {
     "one/convnet.hidden = 8": ("mine.gin:1", "nothing is called in scope 'one'"),
     "include 'gin/strategies/ddp.gin'\ngather_shards.gather_dtype = 'bfloat16'": (
         "mine.gin:2",
-        "never calls gather_shards",
+        "never calls gather_params",
     ),
     # ---- Syntax, files, imports ----
     "train.seed = a/b": ("mine.gin:1", "put quotes around a string"),
@@ -173,7 +173,7 @@ def test_options_without_effect_under_the_strategy_are_refused(refused, files, t
 def test_leftovers_of_another_strategy_are_refused(refused):
     mine = "train.strategy = @data_parallel()\ndata_parallel.name = 'mine'\n"
     told = refused(mine).splitlines()
-    assert "gin/strategies/fsdp.gin:10: data_parallel.gather = @gather_shards is left" in told[3]
+    assert "gin/strategies/fsdp.gin:10: data_parallel.gather = @gather_params is left" in told[3]
     assert "mine.gin:1 chose another train.strategy than gin/strategies/fsdp.gin:4" in told[3]
 
 
@@ -244,7 +244,7 @@ def test_scopes_that_share_a_binding_are_both_followed():
     bindings = [
         "convnet.dtype = %LEAF",
         "LEAF = 'bfloat16'",
-        "a/largest_dim.min_weight_size = 1024",
+        "a/shard_params.min_weight_size = 1024",
         "data_parallel.shard = @a/largest_dim",
     ]
     config = load(["gin/runs/digits.gin"], bindings, allow_unused=True)

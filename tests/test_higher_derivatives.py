@@ -1,5 +1,6 @@
 """Derivatives of higher order through every gather, against plain jax on one device."""
 
+import dataclasses
 import functools
 
 import flax.linen as nn
@@ -14,11 +15,13 @@ from steps import mesh_of, on
 import research_dp as rdp
 from research_dp.distributed import buckets, overlap
 from research_dp.distributed.boxed import unboxed
-from research_dp.distributed.collectives import PLAIN, GatherOptions
+from research_dp.distributed.collectives import PLAIN
+from research_dp.distributed.differentiable_gather import GatherOptions
 from research_dp.distributed.embedding import exchange_rows, take_rows
-from research_dp.distributed.sharding import choose_dim, infer_sharding
+from research_dp.distributed.shard_rules import choose_dim
+from research_dp.distributed.sharding import infer_sharding
 from research_dp.distributed.units import Units
-from research_dp.strategies import slots
+from research_dp.strategies.slots import in_boxes
 
 AXIS = "fsdp"
 X = np.random.default_rng(0).normal(size=(2, 16, 8)).astype(np.float32)
@@ -300,8 +303,12 @@ def layout_of(params, devices):
 def check_units(remat, *, devices=8, **options):
     layout = layout_of(MODEL, devices)
     bucket_bytes = options.pop("bucket_bytes", 0)
-    gather = functools.partial(slots.gather_shards, reduction=PLAIN, bucket_bytes=bucket_bytes)
-    units = Units(gather, layout, look_up_split=gather, **options)
+
+    def gather(shards, shardings, **rows):
+        boxed = in_boxes(shards, shardings)
+        return rdp.gather_params(boxed, AXIS, bucket_bytes=bucket_bytes, **rows)
+
+    units = Units(gather, layout, look_up_sharded=gather, **options)
 
     def on_device(params, tokens):
         held = buckets.shard_tree(params, layout)
@@ -324,7 +331,7 @@ def one_device_of_units():
 @pytest.mark.parametrize(
     ("remat", "options"),
     [
-        ("full", {"look_ahead": True}),
+        ("full", {"prefetch": True}),
         pytest.param("none", {"keep": True, "bucket_bytes": 2**20}, marks=pytest.mark.slow),
     ],
 )
@@ -341,20 +348,25 @@ def test_every_kind_of_unit(remat, keep, bucket_bytes, devices):
     check_units(remat, keep=keep, bucket_bytes=bucket_bytes, devices=devices)
 
 
-@pytest.mark.parametrize("sync", [slots.average_gradients, slots.scatter_gradients])
+@pytest.mark.parametrize("sync", [rdp.sync_gradients, rdp.scatter_gradients])
 def test_gradients_that_are_synchronised_as_units_finish(sync):
-    sliced = sync is slots.scatter_gradients
+    sliced = sync is rdp.scatter_gradients
     devices = 8 if sliced else 4
     rule = rdp.ShardDecision(1) if sliced else rdp.ShardDecision(None)
     layout = infer_sharding(MODEL, lambda path, shape, size: rule, devices)
-    synced = functools.partial(sync, axes=(AXIS,), reduction=PLAIN)
+
+    def synced(grads, shardings):
+        return sync(grads, (AXIS,), **({"shardings": shardings} if sliced else {}))
+
     units = Units(overlap.synchronised(synced), layout)
 
     def on_device(params, tokens):
         def gradient(targets):
-            return jax.grad(lambda t: run_units(units, overlap.hold(params, t), tokens[0], "full"))(
-                targets
-            )
+            def loss(targets):
+                given = overlap.with_target(params, targets)
+                return run_units(units, given, tokens[0], "full")
+
+            return jax.grad(loss)(targets)
 
         targets = overlap.targets_of(synced, params, layout)
         vector = jax.tree.map(lambda p: jnp.sin(3 * p + 1), buckets.shard_tree(params, layout))
@@ -412,7 +424,7 @@ def test_forward_mode_without_jit_says_what_to_use(derivative, check_vma):
 
 
 def test_an_error_of_the_function_itself_stays_what_it_is():
-    reduction = PLAIN._replace(all_gather=lambda x, axis, dim, to: x + None)
+    reduction = dataclasses.replace(PLAIN, all_gather=lambda x, axis, dim, to: x + None)
 
     def function(x):
         gather = functools.partial(rdp.gather_array_with_mean_grads, axis=0, axis_name=AXIS)

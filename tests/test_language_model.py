@@ -11,13 +11,8 @@ from decoder import BATCH, LENGTH, LOOK_AHEAD, VOCAB, batch, build, model, oracl
 
 from research_dp.analysis.program_cost import read
 from research_dp.analysis.topologies import topology
-from research_dp.distributed.sharding import (
-    STACK,
-    TABLE,
-    ShardDecision,
-    infer_sharding,
-    largest_dim,
-)
+from research_dp.distributed.shard_rules import ShardDecision, largest_dim
+from research_dp.distributed.sharding import STACK, TABLE, infer_sharding
 from research_dp.distributed.units import Units
 from research_dp.errors import UsageError
 from research_dp.models.attention import rotate
@@ -139,7 +134,7 @@ def test_looking_ahead_is_refused_where_no_unit_is_gathered():
 
 
 def test_looking_ahead_refuses_what_it_would_not_keep():
-    with pytest.raises(UsageError, match=r"look_ahead.*remat = 'dots'"):
+    with pytest.raises(UsageError, match=r"prefetch.*remat = 'dots'"):
         build("fsdp", model(remat="dots"), LOOK_AHEAD)
 
 

@@ -26,7 +26,7 @@ def test_all_is_listed_in_groups_a_line_each(listed):
     for stem in stems():
         assert f"\n  gin/strategies/{stem}.gin " in blocks["strategies"]
     for group, name in {
-        "strategies": "gather_shards",
+        "strategies": "mapped",
         "models": "resnet",
         "data": "tfds_data",
         "optimizers": "optax.adamw",

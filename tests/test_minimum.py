@@ -14,13 +14,12 @@ from research_dp.analysis.comm_lower_bound import min_wire_bytes
 from research_dp.config import gin_internals, load
 from research_dp.conformance.suite import EXAMPLE
 from research_dp.distributed import collectives
-from research_dp.strategies import TrainSpec, gather_shards
-from research_dp.strategies.step import Step
+from research_dp.strategies import TrainSpec, gather_params
 
 BF16 = [
-    "gather_shards.gather_dtype = 'bfloat16'",
-    "gather_shards.grad_scatter_dtype = 'float32'",
-    "average_gradients.dtype = 'bfloat16'",
+    "gather_params.gather_dtype = 'bfloat16'",
+    "gather_params.grad_scatter_dtype = 'float32'",
+    "sync_gradients.dtype = 'bfloat16'",
     "scatter_gradients.dtype = 'bfloat16'",
 ]
 
@@ -83,8 +82,8 @@ def test_gradients_travel_as_they_were_added_up():
 def test_a_function_with_arguments_of_its_own_is_read():
     base = recipe_of("fsdp")
     for gather in (
-        functools.partial(gather_shards, gather_dtype="bfloat16"),
-        lambda *args, gather_dtype="bfloat16", **kw: gather_shards(
+        functools.partial(gather_params, gather_dtype="bfloat16"),
+        lambda *args, gather_dtype="bfloat16", **kw: gather_params(
             *args, gather_dtype=gather_dtype, **kw
         ),
     ):
@@ -111,12 +110,12 @@ def test_a_decorated_function_of_ones_own_is_not_in_a_scope():
 
 
 def own_gather(*args, gather_dtype="bfloat16", **kw):
-    return gather_shards(*args, gather_dtype=gather_dtype, **kw)
+    return gather_params(*args, gather_dtype=gather_dtype, **kw)
 
 
 def test_a_slot_in_a_scope_is_not_guessed():
-    strategy = build("fsdp", one_matrix(), bindings=["data_parallel.gather = @x/gather_shards"])
-    with pytest.raises(NotImplementedError, match="gather_shards: in a gin scope of its own"):
+    strategy = build("fsdp", one_matrix(), bindings=["data_parallel.gather = @x/gather_params"])
+    with pytest.raises(NotImplementedError, match="gather_params: in a gin scope of its own"):
         min_wire_bytes(strategy, spec_of(one_matrix()))
 
 
@@ -127,7 +126,7 @@ def language(stem, *bindings, batch=8, length=32, accumulation=1):
         [str(ROOT / "gin" / f) for f in ("models/lm_tiny.gin", f"strategies/{stem}.gin")],
         [
             *(f"transformer.{name} = {value}" for name, value in sizes.items()),
-            "largest_dim.min_weight_size = 64",
+            "shard_params.min_weight_size = 64",
             *bindings,
         ],
     )
@@ -154,9 +153,7 @@ SLOW = pytest.mark.slow
         pytest.param("fsdp_keep", 2, False, marks=SLOW),
     ],
 )
-def test_tables_count_as_they_are_used(stem, accumulation, tied, length, monkeypatch):
-    # As on devices that compute while they communicate; CPUs take a kept table once and whole.
-    monkeypatch.setattr(Step, "_waits", False)
+def test_tables_count_as_they_are_used(stem, accumulation, tied, length):
     strategy, spec = language(
         stem, f"transformer.tied = {tied}", *BF16, accumulation=accumulation, length=length
     )

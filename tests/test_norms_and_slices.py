@@ -1,5 +1,7 @@
 """Limits of norms, complex gradients, sizes and orders of slices, against numpy."""
 
+import dataclasses
+
 import calls
 import jax
 import jax.numpy as jnp
@@ -16,8 +18,8 @@ from steps import mesh_of, on
 import research_dp as rdp
 from research_dp import UsageError
 from research_dp.distributed.collectives import PLAIN
-from research_dp.distributed.sharding import ShardDecision, infer_sharding
-from research_dp.strategies.slots import update_slices
+from research_dp.distributed.shard_rules import ShardDecision
+from research_dp.distributed.sharding import infer_sharding
 
 ADAM = optax.adam(0.1)
 
@@ -71,7 +73,7 @@ def test_a_limit_that_is_no_number_of_at_least_zero_is_refused(name, limit):
 
 
 def test_a_strategy_takes_a_limit_of_zero():
-    strategy = calls.config().build(spec(max_grad_norm=0))
+    strategy = calls.recipe().build(spec(max_grad_norm=0))
     state = strategy.init(jax.random.key(0))
     before = np.asarray(state.params["w"])
     batch = {"x": np.ones((16, 8), np.float32)}
@@ -251,7 +253,7 @@ def test_state_laid_out_by_hand_in_another_order_is_refused():
         rdp.unsharded_state(ADAM, state, params, 4)
 
 
-# ---- The slot `update_slices` ----
+# ---- `fsdp_apply_gradients` in a strategy ----
 
 
 def stacked_update(reduction=PLAIN):
@@ -260,10 +262,9 @@ def stacked_update(reduction=PLAIN):
     layout = infer_sharding(params, lambda *_: ShardDecision(1), 8)
 
     def step(params, grads):
-        transform = optax.sgd(1.0)
-        state = transform.init(grads)
-        options = {"axes": ("fsdp",), "reduction": reduction, "bucket_bytes": 1}
-        return update_slices(transform, grads, state, params, layout, **options)[0]
+        optimizer = rdp.OptaxAdapter(optax.sgd(1.0))
+        options = {"reduction": reduction, "shardings": layout, "averaged": True}
+        return rdp.fsdp_apply_gradients(grads, params, optimizer, communication_size=1, **options)
 
     specs = {"w": layout["w"].spec}
     mapped = jax.shard_map(
@@ -285,5 +286,5 @@ def test_slices_are_gathered_by_the_reduction_that_is_given():
     def twice(*arguments):
         return 2 * PLAIN.all_gather(*arguments)
 
-    update, params, grads = stacked_update(PLAIN._replace(all_gather=twice))
+    update, params, grads = stacked_update(dataclasses.replace(PLAIN, all_gather=twice))
     np.testing.assert_array_equal(jax.jit(update)(params, grads)["w"], 2 * (1 - grads["w"]))

@@ -131,8 +131,8 @@ def test_strategies_are_named_by_stem_by_path_and_with_more_files():
         (["--topology=cpu:8", "--gin.train.num_stpes=3"], "Did you mean num_steps"),
         # In vain under each of them; let through where it has an effect under one.
         (
-            ["--topology=cpu:8", "--strategies=ddp,pmap", "--gin.gather_shards.gather_dtype=f16"],
-            "never calls gather_shards",
+            ["--topology=cpu:8", "--strategies=ddp,pmap", "--gin.gather_params.gather_dtype=f16"],
+            "never calls gather_params",
         ),
         (["--topology=h100:8x8", "--measure"], "--measure needs devices that are present"),
         (["--topology=h100:8x8", "--cpu_devices=8"], "use it with --topology=here"),
@@ -188,7 +188,7 @@ def test_shipped_strategies_send_the_least(tmp_path):
     file = tmp_path / "plan.json"
     flags = [DIGITS, MLP, f"--strategies={','.join(WRITTEN)}", "--topology=cpu:8"]
     flags += ["--gin.train.accumulation_steps=2", f"--json={file}"]
-    flags += ["--gin.largest_dim.min_weight_size=64", "--gin.plan.max_wire_ratio=1.01"]
+    flags += ["--gin.shard_params.min_weight_size=64", "--gin.plan.max_wire_ratio=1.01"]
     assert plan(*flags) == 0
     held_to_the_least(file)
 
@@ -261,13 +261,13 @@ def test_a_program_that_cannot_be_read_still_says_what_it_needs(monkeypatch):
 
 def test_a_program_whose_least_is_not_known_is_a_row_like_others(tmp_path):
     recipe_of("fsdp")
-    strategy = recipe("fsdp", "data_parallel.gather = @x/gather_shards")
+    strategy = recipe("fsdp", "data_parallel.gather = @x/gather_params")
     spec, where = suite.small_spec("linen", 32), topology("cpu:8")
     made = row_lib.compile_row("a/b", strategy, spec, where, tmp_path)
     assert made.row.fits
     assert made.row.wire_total > 0
     assert made.row.wire_ratio is None
-    assert "the least that it must send is not known: gather_shards" in made.row.problem
+    assert "the least that it must send is not known: gather_params" in made.row.problem
     assert (tmp_path / "a_b.txt").exists()
 
 

@@ -46,7 +46,7 @@ def silent(calls):
 @pytest.mark.parametrize("stem", CALLS)
 def test_every_collective_of_a_step_is_the_reductions(stem):
     calls = set()
-    bindings = ("gather_shards.bucket_bytes = 1000",) if stem == "hsdp" else ()
+    bindings = ("gather_params.bucket_bytes = 1000",) if stem == "hsdp" else ()
     recipe = dataclasses.replace(recipe_of(stem, *bindings), reduction=silent(calls))
     spec = TrainSpec(
         model=perceptron(),

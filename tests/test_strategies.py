@@ -26,7 +26,7 @@ BATCH = 32
 
 def recipe(stem, *bindings):
     gin.parse_config_file(str(ROOT / "gin" / "strategies" / f"{stem}.gin"))
-    gin.parse_config(["largest_dim.min_weight_size = 64", *bindings])
+    gin.parse_config(["shard_params.min_weight_size = 64", *bindings])
     train = gin.query_parameter("train.strategy")
     return train.configurable.wrapper() if hasattr(train, "configurable") else train
 
@@ -290,8 +290,8 @@ def test_state_of_optimizers_for_some_parameters_each_is_sharded(stem):
 
 
 def test_slots_that_an_engine_does_not_have_are_refused():
-    with pytest.raises(UsageError, match=r"data_parallel\.gather = gather_shards"):
-        build("spmd", small_model("linen"), bindings=["data_parallel.gather = @gather_shards"])
+    with pytest.raises(UsageError, match=r"data_parallel\.gather = gather_params"):
+        build("spmd", small_model("linen"), bindings=["data_parallel.gather = @gather_params"])
     load.reset()
     with pytest.raises(UsageError, match="engine 'pmapped' has one axis"):
         build("pmap", small_model("linen"), bindings=["make_mesh.axes = {'fsdp': -1}"])
@@ -307,18 +307,22 @@ def test_slots_that_an_engine_does_not_have_are_refused():
         ("pmap", "data_parallel.sync = None", "nothing averages their gradients"),
         (
             "zero1",
-            "data_parallel.sync = @average_gradients",
+            "data_parallel.sync = @sync_gradients",
             "sync leaves gradients",
         ),
         (
             "zero1",
-            "data_parallel.update = @update_local",
-            "sync and data_parallel.update do not fit",
+            "data_parallel.update = @apply_gradients",
+            "update leaves parameters of the optimizer",
         ),
-        ("fsdp_keep", "data_parallel.sync_each = 'micro_batch'", "Use 'step' for both"),
-        ("ddp", "data_parallel.gather_each = 'step'", "calls no gather. Leave it at 'micro_batch'"),
-        ("zero1", "data_parallel.gather_each = 'step'", "calls no gather"),
-        ("pmap", "data_parallel.gather_each = 'step'", "calls no gather"),
+        ("fsdp_keep", "data_parallel.sync_each = 'micro_batch'", "Use 'step'"),
+        (
+            "ddp",
+            "data_parallel.reshard_after_forward = False",
+            "calls no gather. Leave it at True",
+        ),
+        ("zero1", "data_parallel.reshard_after_forward = False", "calls no gather"),
+        ("pmap", "data_parallel.reshard_after_forward = False", "calls no gather"),
         ("spmd", "data_parallel.sync_each = 'micro_batch'", "calls no sync. Leave it at 'step'"),
     ],
 )
@@ -349,8 +353,8 @@ def recipe_of(stem):
 @pytest.mark.parametrize(
     ("binding", "kind", "dtype"),
     [
-        ("gather_shards.gather_dtype = 'bfloat16'", "all-gather", "bfloat16"),
-        ("gather_shards.grad_scatter_dtype = 'bfloat16'", "reduce-scatter", "bfloat16"),
+        ("gather_params.gather_dtype = 'bfloat16'", "all-gather", "bfloat16"),
+        ("gather_params.grad_scatter_dtype = 'bfloat16'", "reduce-scatter", "bfloat16"),
     ],
 )
 def test_precision_options_change_what_travels(binding, kind, dtype):

@@ -89,7 +89,7 @@ def test_stages_of_another_mesh_are_not_taken():
 @pytest.mark.parametrize("stem", ["zero1", "fsdp", "fsdp_keep"])
 def test_strategies_compute_the_same_in_stages(stem, api):
     load.reset()
-    load.load([f"gin/strategies/{stem}.gin"], ["largest_dim.min_weight_size = 64"])
+    load.load([f"gin/strategies/{stem}.gin"], ["shard_params.min_weight_size = 64"])
     recipe = gin_internals.value_of("train.strategy")
     staged = dataclasses.replace(recipe, reduction=staged_reduction({"fsdp": (2, 2, 2)}))
     wrong = [check for check in suite.checks(staged, api) if not check.right]

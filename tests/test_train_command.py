@@ -183,7 +183,7 @@ def test_dry_run_shows_configuration_and_layout_and_trains_nothing(command, tmp_
         (["--gin.train.strategy=ddp"], ["'ddp': give e.g. @data_parallel()"]),
         (["--gin.data_parallel.mesh=@make_mesh"], ["@make_mesh()"]),
         (["--gin.data_parallel.engine=mapped"], ["'mapped': give a function, e.g. @mapped"]),
-        (["--gin.gather_shards.gather_dtype=bfloat17"], ["'bfloat17': give a floating-point"]),
+        (["--gin.gather_params.gather_dtype=bfloat17"], ["'bfloat17': give a floating-point"]),
         (["--gin.convnet.dtype=int32"], ["convnet.dtype = 'int32'"]),
         (["--gin.convnet.dropout_rate=1.5"], ["1.5: give a fraction in [0, 1)"]),
         (["--gin.image_classification.mean=(0.5, 0.5, 0.5)"], ["each of the 1 channels"]),

@@ -1,5 +1,6 @@
 """Sharded updates: what travels and in which dtype, padding, mistakes that are told."""
 
+import dataclasses
 import functools
 import re
 
@@ -32,7 +33,7 @@ def test_sums_are_those_of_the_reduction_that_is_given():
     def doubled(x, axis, dim):
         return 2 * primitives.PLAIN.reduce_scatter(x, axis, dim)
 
-    reduction = primitives.PLAIN._replace(reduce_scatter=doubled)
+    reduction = dataclasses.replace(primitives.PLAIN, reduce_scatter=doubled)
     mapped = jax.shard_map(
         lambda p: fsdp_apply_gradients(p, p, OptaxAdapter(optax.sgd(1.0)), reduction=reduction),
         mesh=mesh_of(r=4),

@@ -162,7 +162,7 @@ def test_a_run_that_ended_before_its_first_save_begins_again(ended, tmp_path):
         tiny_run.train(tmp_path, num_steps=48, data=_ends_at(40), checkpoint_every=None)
     assert tiny_run.records(tmp_path)
     # Not as another run: its records would be lost.
-    gin.parse_config("largest_dim.min_weight_size = 9")
+    gin.parse_config("shard_params.min_weight_size = 9")
     status, message = tiny_run.outcome(tmp_path, num_steps=8)
     assert status == 2
     expected = f"{tmp_path} has records of a run (metrics.jsonl) that saved nothing and had another"

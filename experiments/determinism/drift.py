@@ -29,7 +29,7 @@ TREE = "gin/options/deterministic.gin"
 def params_of(stem: str, devices: int, steps: int, *files: str) -> list[np.ndarray]:
     """All parameters as one vector, after each step."""
     load.reset()
-    bindings = ["largest_dim.min_weight_size = 512"] if stem not in ("single", "ddp") else []
+    bindings = ["shard_params.min_weight_size = 512"] if stem not in ("single", "ddp") else []
     load.load([f"gin/strategies/{stem}.gin", *files], bindings)
     with planning_for(jax.devices()[:devices]):
         recipe = gin_internals.value_of("train.strategy")

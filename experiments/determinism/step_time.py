@@ -16,32 +16,32 @@ import optax
 
 from research_dp.deterministic.sum import tree_reduction
 from research_dp.distributed.collectives import PLAIN
-from research_dp.distributed.sharding import largest_dim
 from research_dp.models import convnet, mlp, transformer
 from research_dp.strategies import (
     TrainSpec,
-    average_gradients,
+    apply_gradients,
     data_parallel,
-    gather_shards,
+    fsdp_apply_gradients,
+    gather_params,
     make_mesh,
     mapped,
     scatter_gradients,
-    update_local,
-    update_slices,
+    shard_params,
+    sync_gradients,
 )
 from research_dp.strategies.jaxpr_collectives import collectives
 
 # Of these small models too, most of what there is is sharded.
-SHARD = functools.partial(largest_dim, min_weight_size=1024)
-FSDP = {"shard": SHARD, "gather": gather_shards, "sync": average_gradients}
+SHARD = functools.partial(shard_params, min_weight_size=1024)
+FSDP = {"shard": SHARD, "gather": gather_params, "sync": sync_gradients}
 STRATEGIES = {
-    "ddp": ({"data": -1}, {"sync": average_gradients, "update": update_local}),
+    "ddp": ({"data": -1}, {"sync": sync_gradients, "update": apply_gradients}),
     "zero1": (
         {"fsdp": -1},
-        {"shard": SHARD, "sync": scatter_gradients, "update": update_slices},
+        {"shard": SHARD, "sync": scatter_gradients, "update": fsdp_apply_gradients},
     ),
-    "fsdp": ({"fsdp": -1}, {**FSDP, "update": update_local}),
-    "hsdp": ({"data": 2, "fsdp": -1}, {**FSDP, "update": update_local}),
+    "fsdp": ({"fsdp": -1}, {**FSDP, "update": apply_gradients}),
+    "hsdp": ({"data": 2, "fsdp": -1}, {**FSDP, "update": apply_gradients}),
 }
 IMAGE = {
     "image": jax.ShapeDtypeStruct((8, 8, 1), np.float32),

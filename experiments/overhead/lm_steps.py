@@ -27,7 +27,7 @@ def shipped(strategy: str, sequences: int, *files: str):
     load.reset()
     load.load(
         ["gin/models/lm_tiny.gin", f"gin/strategies/{strategy}.gin", *files],
-        ["VOCAB_SIZE = 256", "largest_dim.min_weight_size = 1024"],
+        ["VOCAB_SIZE = 256", "shard_params.min_weight_size = 1024"],
     )
     spec = TrainSpec(
         model=gin_internals.value_of("train.model"),

@@ -18,11 +18,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from research_dp.distributed.collectives import PLAIN
 from research_dp.distributed.embedding import take_rows
 from research_dp.distributed.mesh import DATA_AXIS, FSDP_AXIS, batch_devices
 from research_dp.distributed.sharding import TABLE, LeafSharding
 from research_dp.distributed.units import Units
-from research_dp.strategies import Strategy, StrategyConfig, TrainSpec
+from research_dp.strategies import Strategy, StrategyConfig, TrainSpec, slots
 from research_dp.strategies.rng import example_keys
 
 PyTree = Any
@@ -98,7 +99,7 @@ class _Times:
         if recipe.reduction.logical_shards is not None:  # one sum over all that a device computes
             return cls(1, 1, again=False, by_use=False)
         micros = spec.accumulation_steps
-        each = recipe.gather_each == "micro_batch"
+        each = recipe.reshard_after_forward
         return cls(
             micros if each else 1,
             micros if recipe.sync_each == "micro_batch" else 1,
@@ -125,7 +126,7 @@ class _Widths:
     def of(cls, recipe: StrategyConfig, spec: TrainSpec) -> _Widths:
         # `sync` takes sums of micro-batches as they were added up; what is scattered once for all
         # of them is a parameter's shard again.
-        once = recipe.gather is not None and recipe.gather_each == "step"
+        once = recipe.gather is not None and not recipe.reshard_after_forward
         adds = recipe.sync_each == "step" and spec.accumulation_steps > 1 and not once
         return cls(
             _width(_bound(recipe.gather, "gather_dtype")),
@@ -138,7 +139,7 @@ def _width(dtype: Any) -> int | None:
     return None if dtype is None else jnp.dtype(dtype).itemsize
 
 
-def _bound(slot: Callable[..., Any] | None, name: str) -> Any:
+def _bound(slot: Any, name: str) -> Any:
     """What a parameter of a slot's function is: bound with gin, or its default."""
     if slot is None:
         return None
@@ -213,8 +214,8 @@ def _uses(strategy: Strategy, spec: TrainSpec) -> dict[str, _Use]:
     model, recipe = spec.model, strategy.config
     if not model.units:
         return {}
-    plain = recipe.gather if recipe.reduction.exchanges_rows else None  # see `Step`
-    knows_rows = plain is not None and "rows" in inspect.signature(plain).parameters
+    plain = recipe.gather if recipe.reduction is PLAIN else None  # see `Step`
+    knows_rows = plain is not None and bool(slots.options_of(plain, {"rows": None}))
 
     def exchanges(name: str, rows: int) -> bool:
         places: list[LeafSharding] = jax.tree.leaves(strategy.shardings.params[name])

@@ -24,7 +24,7 @@ from research_dp.config.parser import Binding
 from research_dp.config.reachability import key
 from research_dp.config.typecheck import annotation, in_words
 from research_dp.data import DataSet
-from research_dp.distributed.sharding import ShardDecision
+from research_dp.distributed.shard_rules import ShardDecision
 from research_dp.errors import UsageError
 from research_dp.strategies import Strategy, StrategyConfig
 from research_dp.types import TrainableModel

@@ -29,8 +29,8 @@ from research_dp.argument_types import (
     path_name,
 )
 from research_dp.distributed import collectives, gradient_means, placement
-from research_dp.distributed.fsdp import sync_gradients
-from research_dp.distributed.sharding import choose_dim
+from research_dp.distributed.gradient_sync import sync_gradients
+from research_dp.distributed.shard_rules import choose_dim
 from research_dp.errors import UsageError
 
 PyTree = Any

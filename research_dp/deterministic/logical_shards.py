@@ -11,8 +11,7 @@ import numpy as np
 
 from research_dp.deterministic.division import as_written
 from research_dp.deterministic.param_only_ops import worked_on_alone
-from research_dp.deterministic.sum import add_up_pairs, fence, unknown_zero
-from research_dp.distributed.collectives import Reduction
+from research_dp.deterministic.sum import TreeReduction, add_up_pairs, fence, unknown_zero
 from research_dp.distributed.units import Units
 from research_dp.errors import UsageError
 from research_dp.strategies.rng import example_keys
@@ -29,12 +28,12 @@ def in_shards(spec: TrainSpec, devices: int, shards: int) -> np.ndarray:
     Raises:
         UsageError: The shards cannot be shared by the devices, or the batch by the shards.
     """
-    held = devices * spec.accumulation_steps
-    if shards % held:
+    parts = devices * spec.accumulation_steps
+    if shards % parts:
         raise UsageError(
             f"tree_reduction.logical_shards = {shards} cannot be shared by {devices} devices x "
-            f"accumulation_steps {spec.accumulation_steps} = {held}. Take a multiple, for all runs "
-            "that are to agree; devices must be a power of two.",
+            f"accumulation_steps {spec.accumulation_steps} = {parts}. Take a multiple, for all "
+            "runs that are to agree; devices must be a power of two.",
             binding="tree_reduction.logical_shards",
         )
     if spec.batch_size % shards:
@@ -53,7 +52,7 @@ def one_by_one(
     params: PyTree,
     parts: PyTree,
     step: jax.Array,
-    reduction: Reduction,
+    reduction: TreeReduction,
 ) -> PyTree:
     """The tree sum of what a function makes of each of this device's logical shards.
 
@@ -82,11 +81,11 @@ def one_by_one(
 
 def check_model(recipe: StrategyConfig, spec: TrainSpec, abstract: TrainState) -> None:
     """Raises UsageError for what logical shards, which know nothing of each other, cannot do."""
-    if recipe.look_ahead:
+    if recipe.prefetch:
         raise UsageError(
-            "data_parallel.look_ahead = True: with logical shards (data_parallel.reduction) all is "
+            "data_parallel.prefetch = True: with logical shards (data_parallel.reduction) all is "
             "gathered before the first. Bind False.",
-            binding="data_parallel.look_ahead",
+            binding="data_parallel.prefetch",
         )
     if recipe.accumulation_dtype not in (None, "float32"):
         raise UsageError(
@@ -135,6 +134,6 @@ def check_wide(gathered: PyTree) -> None:
         if jnp.finfo(x.dtype).bits < 32:
             raise UsageError(
                 f"data_parallel.reduction: gradients of parameters in {x.dtype} cannot be added in "
-                "float32. Leave gather_shards.gather_dtype and data_parallel.param_dtype at None.",
+                "float32. Leave gather_params.gather_dtype and data_parallel.param_dtype at None.",
                 binding="data_parallel.reduction",
             )

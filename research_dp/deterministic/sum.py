@@ -2,8 +2,8 @@
 
 The global batch is cut in V logical shards, the same on any mesh. Each gives its gradient by the
 same program, and the V gradients are added pairwise, neighbours first: those of one device locally,
-then those of a group of devices, then those of the groups. Whoever holds what, the same additions
-are done, so the result has the same bits.
+then those of a group of devices, then those of the groups. The additions do not depend on which
+device has which shard, so the result has the same bits.
 
 Compilers keep the order of additions, but may fuse a multiplication with the addition that follows
 it (one rounding less), and do so according to what stands beside it: `fence` keeps them apart.
@@ -11,6 +11,7 @@ it (one rounding less), and do so according to what stands beside it: `fence` ke
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,9 +25,8 @@ from jax import lax
 from research_dp.argument_checks import checked
 from research_dp.argument_types import Count
 from research_dp.distributed.collectives import Axes, Reduction, axes_size, gather
-from research_dp.distributed.mesh import FSDP_AXIS, target_platform
-from research_dp.distributed.padding import flatten_padded, pad_to_multiple, unflatten
-from research_dp.distributed.sharding import LeafSharding
+from research_dp.distributed.mesh import target_platform
+from research_dp.distributed.padding import flatten_padded, unflatten
 from research_dp.distributed.transports.all_to_all import over_gloo
 from research_dp.distributed.vma import is_tracked
 from research_dp.errors import UsageError
@@ -41,18 +41,31 @@ _HALVED_BYTES = 2**20
 _GATHERED_BYTES = 2**6
 
 
+@dataclasses.dataclass(frozen=True)
+class TreeReduction(Reduction):
+    """Collectives that add in the order of one balanced binary tree.
+
+    Attributes:
+        logical_shards: Number of parts into which the global batch is cut, on any mesh.
+        loop: Whether a device's logical shards are a loop of the program, or written out.
+    """
+
+    logical_shards: int = 1  # type: ignore[misc]
+    loop: bool = False
+
+
 @gin.register(module="distributed")
 @checked
 def tree_reduction(*, logical_shards: Count, loop: bool = False) -> Reduction:
     """Adds in the order of one balanced binary tree: the same bits on any number of devices.
 
-    For `data_parallel.reduction`. The devices, times `train.accumulation_steps`, must divide the
-    logical shards; a device runs its own one at a time, and what it sends is one sum. So gradients
-    travel once a step under every strategy, and live whole on each device until then. A `gather` of
-    one's own must not multiply: its backward pass would, between the fence and the additions.
+    The `reduction` of a strategy. The devices, times `train.accumulation_steps`, must divide the
+    logical shards; a device runs its own one at a time, and it sends one sum. So gradients are
+    communicated once a step under every strategy; each device has full ones until then. A user's
+    `gather` must not multiply: its backward pass would, between the fence and the additions.
 
     Args:
-        logical_shards: How many logical shards the global batch is cut in, a power of two. Another
+        logical_shards: Number of logical shards, a power of two. Another
             number gives other bits.
         loop: Compile a device's logical shards as one loop, for many of them or a large model;
             otherwise they are written out one after the other. Other bits too: compilers choose
@@ -67,7 +80,7 @@ def tree_reduction(*, logical_shards: Count, loop: bool = False) -> Reduction:
             f"{name} = {logical_shards}: give a power of two, for sums are taken of pairs.",
             binding=name,
         )
-    return Reduction(_all_reduce, _reduce_scatter, logical_shards, loop)
+    return TreeReduction(_all_reduce, _reduce_scatter, logical_shards=logical_shards, loop=loop)
 
 
 def _reduce_scatter(x: jax.Array, axis: str, dim: int) -> jax.Array:
@@ -79,7 +92,7 @@ def _reduce_scatter(x: jax.Array, axis: str, dim: int) -> jax.Array:
     blocks = jnp.moveaxis(blocks, dim, 0)
     # Either way as many bytes as a ring sends, and the same additions.
     if not _pays_halving(x, (axis,)):
-        return _add_pairs(lax.all_to_all(blocks, axis, 0, 0, tiled=True))
+        return add_pairs(lax.all_to_all(blocks, axis, 0, 0, tiled=True))
     return _halved(_bits_reversed(blocks), axis)[0]
 
 
@@ -139,7 +152,7 @@ def _all_reduce(x: jax.Array, axes: Axes) -> jax.Array:
     sizes = [_addends(x, axis) for axis in axes]
     if x.size * x.dtype.itemsize <= _GATHERED_BYTES:
         for axis in reversed(axes):
-            x = _add_pairs(gather(x[None], 0, axis, replicated=True))
+            x = add_pairs(gather(x[None], 0, axis, replicated=True))
         return x
     block = flatten_padded(x, math.prod(sizes))
     if not _pays_halving(x, axes) or any(is_tracked(axis) for axis in axes):
@@ -156,17 +169,17 @@ def _all_reduce(x: jax.Array, axes: Axes) -> jax.Array:
     return unflatten(block, x.shape)
 
 
-def _add_pairs(x: jax.Array) -> jax.Array:
+def add_pairs(x: jax.Array) -> jax.Array:
     """The sum along dim 0, whose length is a power of two, of neighbours, then of their sums."""
     while x.shape[0] > 1:
         # Subtrees of eight: compilers make one loop over memory of each.
         several = min(8, x.shape[0])
         x = x.reshape(x.shape[0] // several, several, *x.shape[1:])
-        x = _pairwise([x[:, i] for i in range(several)])
+        x = pairwise([x[:, i] for i in range(several)])
     return x[0]
 
 
-def _pairwise(parts: Sequence[jax.Array]) -> jax.Array:
+def pairwise(parts: Sequence[jax.Array]) -> jax.Array:
     """The sum of a power of two of arrays: of neighbours, then of their sums."""
     while len(parts) > 1:
         parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=True)]
@@ -190,7 +203,7 @@ def add_up_pairs(
 
     Args:
         leaf: (index, `unknown_zero`) -> a tree of arrays.
-        count: A power of two. `log2(count) + 1` partial sums are held.
+        count: A power of two. `log2(count) + 1` partial sums are kept.
         zero: `unknown_zero`.
         loop: Whether `leaf` is the body of a loop, or is written out `count` times.
     """
@@ -266,83 +279,3 @@ def without_negative_zero(x: jax.Array) -> jax.Array:
     The sign of a zero changes no other sum, so it is enough to do it at the end.
     """
     return jnp.where(x == 0, jnp.zeros_like(x), x)
-
-
-def norm_by_blocks(
-    tree: PyTree, layout: PyTree, blocks: int, zero: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """L2 norm of arrays that lie as `layout` says, the same bits however they are split.
-
-    Every dim of an array is cut in as many equal pieces as `blocks`, a power of two, allows; the
-    sums of squares of these blocks are what devices exchange, and all are added in one order.
-
-    Args:
-        tree: This device's shards, or whole arrays.
-        layout: Placements, on as many devices as divide `blocks`.
-        blocks: At most how many pieces a dim is cut in.
-        zero: `unknown_zero`.
-
-    Returns:
-        The norm, a 0-d float32; and float32 (leaves,), 1 for a leaf whose sum of squares is not
-        finite. The same on every device.
-    """
-    places = jax.tree.leaves(layout)
-    sums = []
-    for x, place in zip(jax.tree.leaves(tree), places, strict=True):
-        order = _order(place.shape, blocks)
-        one = jnp.transpose(_squares(x.astype(jnp.float32), place, blocks, zero), order)
-        # Along the dims before the one that is split, and along this device's part of that.
-        here = len(order) if place.dim is None else order.index(place.dim) + 1
-        for _ in range(here):
-            one = _add_pairs(one)
-        sums.append(one)
-    split = [i for i, place in enumerate(places) if place.dim is not None]
-    if split:
-        mine = jnp.concatenate([sums[i].reshape(1, -1) for i in split], axis=1)
-        total = _add_pairs(gather(mine, 0, FSDP_AXIS, replicated=True))
-        for i, part in zip(split, lax.split(total, [sums[i].size for i in split]), strict=True):
-            sums[i] = part.reshape(sums[i].shape)
-    for i, one in enumerate(sums):
-        while one.ndim:
-            one = _add_pairs(one)
-        sums[i] = one
-    length = 2 ** math.ceil(math.log2(len(sums)))
-    each = jnp.stack(sums)
-    total = fence(_add_pairs(flatten_padded(each, length)), zero)
-    return jnp.sqrt(total), (~jnp.isfinite(each)).astype(jnp.float32)
-
-
-def _order(shape: tuple[int, ...], blocks: int) -> list[int]:
-    """The dims, in the order in which blocks are added along them.
-
-    Last the one that is most likely split: what is added before need not travel.
-    """
-    last = max(
-        range(len(shape)), key=lambda d: (math.gcd(shape[d], blocks), shape[d], d), default=0
-    )
-    return [dim for dim in range(len(shape)) if dim != last] + [last][: len(shape)]
-
-
-def _squares(x: jax.Array, place: LeafSharding, blocks: int, zero: jax.Array) -> jax.Array:
-    """Sums of squares of the blocks of one array that this device holds, one for each."""
-    shape: list[int] = []
-    for dim, length in enumerate(place.shape):
-        pieces = math.gcd(length, blocks)
-        held = pieces // place.axis_size if dim == place.dim else pieces
-        shape += [held, length // pieces]
-    squares = fence(jnp.square(x), zero).reshape(shape)
-    for dim in range(1, len(shape), 2):
-        squares = _add_along(squares, dim)
-    return squares.reshape(shape[0::2])
-
-
-def _add_along(x: jax.Array, dim: int) -> jax.Array:
-    """The sum along a dim, which stays, of length 1.
-
-    Written as additions: the order of a `jnp.sum` is that in which its operand happens to lie. Of
-    quarters of it, four at a time, for compilers make one loop over memory of that.
-    """
-    x = pad_to_multiple(x, 2 ** math.ceil(math.log2(x.shape[dim])), dim)
-    while x.shape[dim] > 1:
-        x = _pairwise(jnp.split(x, min(4, x.shape[dim]), axis=dim))
-    return x

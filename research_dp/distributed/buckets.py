@@ -1,4 +1,4 @@
-"""The primitives on trees: few collectives for many arrays, which travel together in buckets.
+"""The primitives on trees: few collectives for many arrays, communicated together in buckets.
 
 As in `collectives`: inside mapped axes, on one device's view of the arrays.
 """
@@ -12,26 +12,21 @@ from typing import Annotated, Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 
 from research_dp.argument_checks import checked
 from research_dp.argument_types import Arrays, AxisNames, Dtype, arrays_like
 from research_dp.distributed.collectives import (
     PLAIN,
     Axes,
-    GatherOptions,
     Reduction,
     all_mean,
-    cast_dtype,
     flat_axes,
     gather,
     scatter_mean,
     shard,
 )
-from research_dp.distributed.linear import with_gradient
 from research_dp.distributed.mesh import FSDP_AXIS
 from research_dp.distributed.padding import flatten_padded, unflatten
-from research_dp.distributed.remat import GATHERED
 from research_dp.distributed.sharding import LeafSharding, shardings_like
 from research_dp.distributed.vma import is_replicated, varying_axes
 from research_dp.errors import UsageError
@@ -42,13 +37,13 @@ DEFAULT_BUCKET_BYTES = 32 * 2**20
 
 
 def make_buckets(sizes: Sequence[tuple[Hashable, int]], bucket_bytes: int) -> list[list[int]]:
-    """Groups arrays that travel together: of one kind, in order, up to about `bucket_bytes`.
+    """Groups arrays of one kind, in order, into buckets of about `bucket_bytes`.
 
-    A bucket is closed as soon as it holds at least `bucket_bytes`, as MLX does.
+    A bucket is closed as soon as it has at least `bucket_bytes`, as in MLX.
 
     Args:
         sizes: For each array its kind (the dtype, say) and number of bytes.
-        bucket_bytes: Size at which a bucket is full; <= 0: each array travels alone.
+        bucket_bytes: Size at which a bucket is full; <= 0: each array alone.
 
     Returns:
         Indices into `sizes`, each once.
@@ -56,12 +51,12 @@ def make_buckets(sizes: Sequence[tuple[Hashable, int]], bucket_bytes: int) -> li
     done: list[list[int]] = []
     filling: dict[Any, tuple[list[int], int]] = {}
     for index, (kind, nbytes) in enumerate(sizes):
-        members, held = filling.pop(kind, ([], 0))
+        members, size = filling.pop(kind, ([], 0))
         members.append(index)
-        if held + nbytes >= bucket_bytes:
+        if size + nbytes >= bucket_bytes:
             done.append(members)
         else:
-            filling[kind] = (members, held + nbytes)
+            filling[kind] = (members, size + nbytes)
     return sorted(done + [members for members, _ in filling.values()])
 
 
@@ -75,8 +70,8 @@ def _in_buckets(
 
     Args:
         rows: The arrays. Those of one bucket have the same dtype, and vary over the same axes.
-        sizes: Elements of the whole array that each is of, which fill a bucket; so that what
-            travels together depends neither on padding nor on the number of devices.
+        sizes: Elements of the full array that each belongs to, which fill a bucket: so buckets
+            depend neither on padding nor on the number of devices.
         bucket_bytes: As `make_buckets` has it.
         move: (r, k) -> (any, k).
     """
@@ -136,17 +131,18 @@ def scatter_mean_tree(
     pre_divide: bool = False,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
 ) -> PyTree:
-    """This device's blocks of the mean over devices of each leaf that the layout shards.
+    """This device's shards of the mean over devices of each leaf that is sharded.
 
     Args:
-        tree: Whole arrays. Leaves that the layout keeps whole are returned as they are.
-        layout: Placements.
+        tree: Full arrays. Leaves that are not sharded are returned as they are.
+        layout: Their shardings.
         reduction: How they are summed.
-        axis: The mesh axis, or axes, that blocks lie on: summed over first, by a reduce-scatter.
-        replica_axes: Axes along which blocks are repeated: their mean is taken next.
+        axis: The mesh axis, or axes, that leaves are sharded over: summed over first, by a
+            reduce-scatter.
+        replica_axes: Axes along which shards are replicated: the mean over them is taken next.
         dtype: dtype on the wire; None: each leaf's own.
         pre_divide: Divide before each sum, for float16.
-        bucket_bytes: Bytes that travel in one collective; <= 0: one collective for each leaf.
+        bucket_bytes: Bytes of one collective; <= 0: one collective for each leaf.
     """
     _refuse_no_axis(layout, axis)
 
@@ -158,7 +154,7 @@ def scatter_mean_tree(
             block = scatter_mean(rows, 0, axis, reduction, dtype, pre_divide=pre_divide)
         return _mean(block, flat_axes(replica_axes), reduction, dtype, pre_divide)
 
-    return _sharded_leaves(tree, layout, bucket_bytes, _whole_to_rows, move, _block_from_row)
+    return _sharded_leaves(tree, layout, bucket_bytes, _full_to_rows, move, _block_from_row)
 
 
 @checked
@@ -172,10 +168,10 @@ def gather_tree(
     into: Annotated[PyTree, arrays_like("tree")] | None = None,
     replicated: bool = True,
 ) -> PyTree:
-    """Makes each leaf whole that the layout shards; the others are returned as they are.
+    """Gathers each leaf that is sharded; the others are returned as they are.
 
-    Outside of what is differentiated; for `replicated` see `collectives.gather`. `into`, a tree of
-    whole arrays that are not used any more, may be overwritten with the result.
+    Not for code that is differentiated; for `replicated` see `collectives.gather`. `into`, a tree
+    of full arrays that are not used any more, may be overwritten with the result.
     """
     _refuse_no_axis(layout, axis)
 
@@ -192,12 +188,12 @@ def gather_tree(
         bucket_bytes,
         _block_to_row,
         move,
-        _whole_from_rows,
+        _full_from_rows,
     )
     old = jax.tree.leaves(into)
-    whole = dict(zip(rest, moved, strict=True))
-    whole |= {i: _gather_stack(leaves[i], old[i], flat_axes(axis), reduction) for i in stacks}
-    return jax.tree.unflatten(treedef, [whole[i] for i in range(len(leaves))])
+    full = dict(zip(rest, moved, strict=True))
+    full |= {i: _gather_stack(leaves[i], old[i], flat_axes(axis), reduction) for i in stacks}
+    return jax.tree.unflatten(treedef, [full[i] for i in range(len(leaves))])
 
 
 def _refuse_no_axis(layout: PyTree, axis: AxisNames) -> None:
@@ -207,87 +203,37 @@ def _refuse_no_axis(layout: PyTree, axis: AxisNames) -> None:
         raise UsageError(f"axis = (): the layout shards {sharded[0]!r}; name its axis.")
 
 
-def gather_tree_with_mean_grads(
-    tree: PyTree, layout: PyTree, options: GatherOptions, *, bucket_bytes: int
-) -> PyTree:
-    """`collectives.gather_with_mean_grads` of all leaves that the layout shards, in buckets.
-
-    Args:
-        tree: This device's blocks, and whole leaves, which are returned as they are.
-        layout: Placements.
-        options: As there; its `dim` is not used.
-        bucket_bytes: Bytes that travel in one collective.
-
-    Returns:
-        Whole arrays. Buckets are packed and unpacked by copies, which a compiler that combines
-        collectives by itself does without.
-    """
-    dtypes = jax.tree.map(lambda x: x.dtype, tree)
-
-    def full(tree: PyTree) -> PyTree:
-        def sent(x: jax.Array, p: LeafSharding) -> jax.Array:
-            return x if p.dim is None else x.astype(cast_dtype(x.dtype, options.gather_dtype))
-
-        wire = jax.tree.map(sent, tree, layout)
-        whole = gather_tree(
-            wire,
-            layout,
-            options.reduction,
-            axis=options.axis,
-            bucket_bytes=bucket_bytes,
-            replicated=False,
-        )
-        return jax.tree.map(lambda x: checkpoint_name(x, GATHERED), whole)
-
-    def blocks(grads: PyTree) -> PyTree:
-        def sent(g: jax.Array, p: LeafSharding, dtype: Any) -> jax.Array:
-            return g if p.dim is None else g.astype(cast_dtype(dtype, options.grad_scatter_dtype))
-
-        wire = jax.tree.map(sent, grads, layout, dtypes)
-        blocks = scatter_mean_tree(
-            wire,
-            layout,
-            options.reduction,
-            axis=options.axis,
-            pre_divide=options.pre_divide,
-            bucket_bytes=bucket_bytes,
-        )
-        return jax.tree.map(lambda x, dtype: x.astype(dtype), blocks, dtypes)
-
-    return with_gradient(full, blocks)(tree)
-
-
 def _gather_stack(
     blocks: jax.Array, into: jax.Array, axis: str | Axes, reduction: Reduction
 ) -> jax.Array:
-    """Gathers one array of a stack after the other into its place.
+    """Gathers the arrays of a stack one at a time, in place.
 
-    All at once they would be transposed, and be there twice: 2.5 GB more for lm_1b on 64 H100s.
+    A gather of all at once is transposed and needs a copy: 2.5 GB more for lm_1b on 64 H100s.
     """
 
-    def one(number: jax.Array, whole: jax.Array) -> jax.Array:
+    def one(number: jax.Array, stack: jax.Array) -> jax.Array:
         block = lax.dynamic_index_in_dim(blocks, number, keepdims=False)
         full = gather(block, 0, axis, reduction, replicated=True)
-        return lax.dynamic_update_index_in_dim(whole, full, number, 0)
+        return lax.dynamic_update_index_in_dim(stack, full, number, 0)
 
     turns = jnp.arange(blocks.shape[0])
-    return lax.scan(lambda whole, number: (one(number, whole), None), into, turns)[0]
+    return lax.scan(lambda stack, number: (one(number, stack), None), into, turns)[0]
 
 
 def _is_stack(place: LeafSharding, bucket_bytes: int) -> bool:
-    """Whether it fills a bucket alone, and is a stack of arrays split along their first dim."""
+    """Whether it fills a bucket alone, and is a stack of arrays sharded along their first dim."""
     stacked = place.dim == 1 and len(place.shape) > 2 and not place.flat
     return stacked and place.nbytes >= bucket_bytes > 0
 
 
 def shard_tree(tree: PyTree, layout: PyTree, *, axis: str | Axes = FSDP_AXIS) -> PyTree:
-    """This device's block of each leaf that the layout shards; no communication."""
+    """This device's shard of each leaf that is sharded; no communication."""
 
     def one(x: jax.Array, p: LeafSharding) -> jax.Array:
         if p.dim is None:
             return x
         if p.flat:
-            return shard(_whole_to_rows(x, p), 0, axis).reshape(p.local_shape)
+            return shard(_full_to_rows(x, p), 0, axis).reshape(p.local_shape)
         return shard(x, p.dim, axis)
 
     return jax.tree.map(one, tree, layout)
@@ -312,11 +258,11 @@ def _sharded_leaves(
     return jax.tree.unflatten(treedef, leaves)
 
 
-# A whole array as rows (n, k), one for each of n devices; a device's block as one of them, (1, k),
-# in the order of the block's own elements: packing moves runs of memory, and blocks not at all.
+# A full array as rows (n, k), one for each of n devices; a shard as one row, (1, k), in the order
+# of its elements: packing then copies runs of memory, and shards not at all.
 
 
-def _whole_to_rows(x: jax.Array, p: LeafSharding) -> jax.Array:
+def _full_to_rows(x: jax.Array, p: LeafSharding) -> jax.Array:
     if p.flat:
         blocks = flatten_padded(x, p.axis_size)
     else:
@@ -324,7 +270,7 @@ def _whole_to_rows(x: jax.Array, p: LeafSharding) -> jax.Array:
     return blocks.reshape(p.axis_size, math.prod(p.local_shape))
 
 
-def _whole_from_rows(rows: jax.Array, p: LeafSharding) -> jax.Array:
+def _full_from_rows(rows: jax.Array, p: LeafSharding) -> jax.Array:
     if p.flat:
         return unflatten(rows, p.shape)
     blocks = rows.reshape(p.axis_size, *p.local_shape)
@@ -340,7 +286,7 @@ def _block_from_row(row: jax.Array, p: LeafSharding) -> jax.Array:
 
 
 def _in_blocks(p: LeafSharding) -> tuple[int, ...]:
-    """The whole array's shape, its dim that is split as two: the blocks, and along one of them."""
+    """The full array's shape, its sharded dim as two: the shards, and along one of them."""
     dim = _dim(p)
     return (*p.shape[:dim], p.axis_size, *p.local_shape[dim:])
 

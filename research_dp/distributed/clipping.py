@@ -19,7 +19,7 @@ from research_dp.argument_types import Arrays, AxisNames, Leaves, TracedNorm, is
 from research_dp.distributed.boxed import leaves_with_paths, split_over, value_of
 from research_dp.distributed.collectives import PLAIN, Axes, Reduction, flat_axes
 from research_dp.distributed.mesh import FSDP_AXIS
-from research_dp.distributed.optimizer import clip_factor, norm_of_blocks
+from research_dp.distributed.norms import clip_factor, norm_of_blocks
 from research_dp.distributed.sharding import LeafSharding
 from research_dp.distributed.vma import is_replicated, is_tracked
 from research_dp.errors import UsageError

@@ -1,4 +1,4 @@
-"""Tables of which rows are looked up, such as embeddings: whole, or split by feature."""
+"""Lookups of rows in tables such as embeddings, replicated or sharded by feature."""
 
 from __future__ import annotations
 
@@ -8,19 +8,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from research_dp.distributed.collectives import (
-    GatherOptions,
-    axes_size,
-    cast_dtype,
-    flat_axes,
-    gather,
-)
+from research_dp.distributed.collectives import axes_size, cast_dtype, flat_axes, gather
+from research_dp.distributed.differentiable_gather import GatherOptions
 from research_dp.distributed.linear import with_gradient
 
 
 @jax.custom_vjp
 def take_rows(table: jax.Array, indices: jax.Array) -> jax.Array:
-    """Rows of a whole table; gradients are added up in float32, however often a row is taken.
+    """Rows of an unsharded table; gradients are added up in float32, however often a row is used.
 
     Args:
         table: (rows, features).
@@ -33,7 +28,7 @@ def take_rows(table: jax.Array, indices: jax.Array) -> jax.Array:
 
 
 def _take_fwd(table: jax.Array, indices: jax.Array) -> tuple[jax.Array, Any]:
-    return table[indices], (indices, table[:, :0])  # of the table, rows and dtype are needed
+    return table[indices], (indices, table[:, :0])  # for the number of rows and the dtype
 
 
 def _take_bwd(kept: Any, g: jax.Array) -> tuple[jax.Array, None]:
@@ -45,14 +40,14 @@ take_rows.defvjp(_take_fwd, _take_bwd)
 
 
 def exchange_rows(block: jax.Array, indices: jax.Array, options: GatherOptions) -> jax.Array:
-    """Rows of a table that is split by feature, without making it whole.
+    """Rows of a table that is sharded by feature, without gathering it.
 
-    Each device looks its columns up for all devices, and an all-to-all puts rows together. Worth
-    it where a device takes fewer rows than the table has.
+    Each device looks up its columns for all devices, and an all-to-all joins them. That sends less
+    where a device looks up fewer rows than the table has.
 
     Args:
         block: This device's columns, (rows, features / devices).
-        indices: (batch, ...) integers, this device's own.
+        indices: (batch, ...) integers of this device.
         options: Axis, and the dtypes on the wire; `dim` is 1.
 
     Returns:
@@ -63,13 +58,13 @@ def exchange_rows(block: jax.Array, indices: jax.Array, options: GatherOptions) 
     count, dtype = block.shape[0], block.dtype
 
     def rows(block: jax.Array, everyone: jax.Array) -> jax.Array:
-        mine = block[everyone].astype(cast_dtype(dtype, options.gather_dtype))
-        return _swapped(mine, options, 0, mine.ndim - 1)
+        local = block[everyone].astype(cast_dtype(dtype, options.gather_dtype))
+        return _swapped(local, options, 0, local.ndim - 1)
 
     def columns(g: jax.Array, everyone: jax.Array) -> jax.Array:
         wire = g.astype(cast_dtype(dtype, options.grad_scatter_dtype))
         total = _add_rows(_swapped(wire, options, g.ndim - 1, 0), everyone, count)
-        # Summed here over all devices' examples, and divided, once: the mean over the axis.
+        # Summed over all devices' examples, and divided here, once: the mean over the axis.
         return (total / axes_size(flat_axes(options.axis))).astype(dtype)
 
     everyone = gather(indices, 0, options.axis, options.reduction)

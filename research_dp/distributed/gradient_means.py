@@ -16,99 +16,56 @@ from research_dp.distributed.collectives import (
     PLAIN,
     Axes,
     Reduction,
-    all_mean,
     axes_size,
     flat_axes,
 )
 from research_dp.distributed.vma import is_replicated, varying_axes
 from research_dp.errors import UsageError
 
-# The axes that `mean_gradient` averaged a value over, by the value's id. The type of an average is
-# that of a sum by autodiff, and an array takes no attributes, so the fact needs a table beside the
-# values. Entries go by identity and go with the value (weak references): no result depends on what
-# was traced before, and no tracer is kept alive.
+# The axes that a value was averaged over, by the value's id. The type of an average is that of a
+# sum by autodiff, and an array takes no attributes, so the fact needs a table beside the values.
+# Entries go by identity and go with the value (weak references): no result depends on what was
+# traced before, and no tracer is kept alive.
 _AVERAGED: dict[int, tuple[weakref.ref[Any], Axes]] = {}
 
 
-def mean_gradient(
+def local_gradient(
     gradient: jax.Array,
     axes: Axes,
-    reduction: Reduction = PLAIN,
     dtype: Any = None,
     *,
     pre_divide: bool = False,
     path: str = "",
     fresh: bool,
-) -> jax.Array:
-    """Mean over devices of the gradients of each device's own loss, whoever has summed them.
+) -> tuple[jax.Array, Axes]:
+    """A gradient whose mean over devices is that of their own losses, whoever has summed them.
 
     Under `shard_map(check_vma=True)` autodiff has summed the gradient of a parameter that is the
     same along an axis: the type of the gradient then no longer varies along it. Averaging such a
-    gradient would leave the sum. An average has the same type, and dividing it would be wrong: so
-    the caller says that a gradient is fresh. What this function returned is returned unchanged.
+    gradient would leave the sum, so it is divided here. An average has the same type, and dividing
+    it would be wrong: so the caller says that a gradient is fresh. A gradient that `mark_averaged`
+    knows is returned unchanged.
 
     Args:
         gradient: This device's gradient, or the sum that autodiff made of them.
         axes: The bound axes to average over.
-        reduction: How gradients are summed that are not summed yet.
-        dtype: dtype of that sum; None: the gradient's.
-        pre_divide: Divide before that sum.
+        dtype: dtype in which gradients will be summed; None: the gradient's.
+        pre_divide: Whether they will be divided before they are summed.
         path: Of the parameter, for messages.
         fresh: Whether the gradient is known to be as autodiff returned it.
+
+    Returns:
+        The gradient, and the axes over which it is still to be averaged.
 
     Raises:
         UsageError: It is summed already, so `dtype` or `pre_divide` come too late; or it is the
             same along an axis, and not known to be fresh.
     """
-    axes_size(axes)  # names an axis that is not bound
-    done = _averaged_over(gradient)
-    if set(axes) <= set(done):
-        return gradient
-    gradient = jnp.asarray(gradient)
-    own, left = _own_and_left(gradient, axes, dtype, pre_divide, path, fresh=fresh)
-    mean = all_mean(own, left, reduction, dtype, pre_divide=pre_divide)
-    if len(left) < len(axes) or varying_axes(gradient):  # replication is tracked
-        key = id(mean)
-        _AVERAGED[key] = weakref.ref(mean, lambda _: _AVERAGED.pop(key, None)), (*done, *axes)
-    return mean
-
-
-def own_gradient(
-    gradient: jax.Array,
-    axes: Axes,
-    dtype: Any = None,
-    *,
-    pre_divide: bool = False,
-    path: str = "",
-    fresh: bool,
-) -> jax.Array:
-    """A gradient whose mean over devices is that of their own losses, for who averages later.
-
-    `mean_gradient` in two steps, for gradients that are averaged in buckets or by a reduce-scatter.
-
-    Args:
-        gradient: This device's gradient, or the sum that autodiff made of them.
-        axes: The bound axes that will be averaged over.
-        dtype: dtype in which they will be summed; refused as there.
-        pre_divide: Whether they will be divided first; refused as there.
-        path: Of the parameter, for messages.
-        fresh: As there.
-    """
-    return _own_and_left(gradient, axes, dtype, pre_divide, path, fresh=fresh)[0]
-
-
-def _averaged_over(gradient: jax.Array) -> Axes:
-    """The axes over which `mean_gradient` made this value; () if it is not known to have."""
-    value, axes = _AVERAGED.get(id(gradient), (None, ()))
-    return axes if value is not None and value() is gradient else ()
-
-
-def _own_and_left(
-    gradient: jax.Array, axes: Axes, dtype: Any, pre_divide: bool, path: str, *, fresh: bool
-) -> tuple[jax.Array, Axes]:
-    """`own_gradient`, and the axes over which it is neither summed by autodiff nor averaged."""
     done = _averaged_over(gradient)
     axes = tuple(axis for axis in axes if axis not in done)
+    if not axes:
+        return gradient, ()
+    gradient = jnp.asarray(gradient)
     # `is_replicated` adds an equation to the program, so each axis is checked once.
     summed = tuple(axis for axis in axes if is_replicated(gradient, axis))
     if not fresh and axes_size(summed) > 1:
@@ -125,15 +82,37 @@ def _own_and_left(
             f"jax.lax.pcast(params, {summed}, to='varying')."
         )
     # Autodiff summed over `summed`: divided here, these equal values are their own mean.
-    own = gradient / axes_size(summed) if summed else gradient
-    return own, tuple(axis for axis in axes if axis not in summed)
+    local = gradient / axes_size(summed) if summed else gradient
+    return local, tuple(axis for axis in axes if axis not in summed)
+
+
+def mark_averaged(mean: jax.Array, axes: Axes, left: Axes, gradient: jax.Array) -> jax.Array:
+    """The same mean, which `local_gradient` returns unchanged from then on.
+
+    Args:
+        mean: The mean of a gradient over axes.
+        axes: The axes.
+        left: Those over which `local_gradient` said that it was still to be averaged.
+        gradient: What `local_gradient` returned.
+    """
+    if len(left) < len(axes) or varying_axes(gradient):  # replication is tracked
+        key = id(mean)
+        known = (*_averaged_over(gradient), *axes)
+        _AVERAGED[key] = weakref.ref(mean, lambda _: _AVERAGED.pop(key, None)), known
+    return mean
+
+
+def _averaged_over(gradient: jax.Array) -> Axes:
+    """The axes over which `mark_averaged` knows a value to be a mean."""
+    value, axes = _AVERAGED.get(id(gradient), (None, ()))
+    return axes if value is not None and value() is gradient else ()
 
 
 def sum_gradient(gradient: jax.Array, axes: Axes, reduction: Reduction = PLAIN) -> jax.Array:
-    """Sum over devices of the gradients of each device's own loss, whoever sums: `mean_gradient`.
+    """Sum over devices of the gradients of each device's own loss, whoever sums: `local_gradient`.
 
     Args:
-        gradient: As in `mean_gradient`.
+        gradient: As in `local_gradient`.
         axes: The bound axes to sum over.
         reduction: How gradients are summed that are not summed yet.
     """

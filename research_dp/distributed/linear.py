@@ -28,9 +28,7 @@ def with_gradient(forward: Callable[..., Any], backward: Callable[..., Any]) -> 
     """
     linearised: list[bool] = []
 
-    @jax.custom_vjp
-    def run(x: Any, *constants: Any) -> Any:
-        return forward(x, *constants)
+    run = jax.custom_vjp(forward)
 
     def transposed(constants: tuple[Any, ...], g: Any) -> tuple[Any, ...]:
         return with_gradient(backward, forward)(g, *constants), *(None for _ in constants)

@@ -1,4 +1,4 @@
-"""Adding up micro-batches, and moving parameters and gradients once for all of them."""
+"""Sums over micro-batches, with one gather and one scatter for all of them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def add_up(
 
     Args:
         function: (carry, micro-batch) -> (gradients, further sums, new carry).
-        carry: Handed from one to the next, e.g. batch statistics.
+        carry: Passed from one to the next, e.g. batch statistics.
         micro_batches: Arrays with a leading dim that counts them; with one, nothing is added.
         dtype: dtype in which gradients are added up; None: their own. Complex ones keep theirs.
 
@@ -66,17 +66,17 @@ def accumulate_gradients(
 
     Differentiating a sharded module once a micro-batch gathers and scatters each time. Here
     parameters are gathered before the first and gradients, added up on each device, are scattered
-    after the last; in between whole gradients are held. `sync_gradients` is called afterwards, by
-    the caller, once.
+    after the last; in between each device has full gradients. The caller calls `sync_gradients`
+    afterwards, once.
 
     Args:
-        loss: (whole parameters, micro-batch) -> this device's own mean loss, 0-d.
-        params: Parameters as this device holds them.
+        loss: (unsharded parameters, micro-batch) -> this device's own mean loss, 0-d.
+        params: Parameters as this device has them.
         micro_batches: Arrays with a leading dim that counts micro-batches of equal size.
         axis_names: The mesh axes that the batch is split over. Under `check_vma=True` autodiff
-            would sum over them in each micro-batch; without effect elsewhere.
-        gather: Makes parameters whole, e.g. `partial(gather_params, axis_name='fsdp')`, with
-            gradients that come back as its own; None: they are.
+            would sum over them in each micro-batch; no effect elsewhere.
+        gather: Gathers parameters, e.g. `partial(gather_params, axis_name='fsdp')`, whose
+            gradients come back as shards; None: parameters are replicated.
         dtype: dtype in which gradients are added up; None: their own. Complex ones keep theirs.
 
     Returns:
@@ -88,11 +88,11 @@ def accumulate_gradients(
     """
     axes = flat_axes(axis_names)
 
-    def whole(params: PyTree) -> PyTree:
+    def gathered(params: PyTree) -> PyTree:
         params = params if gather is None else gather(params)
         return jax.tree.map(lambda x: as_varying(x, axes), params)
 
-    full, scatter = jax.vjp(whole, params)
+    full, scatter = jax.vjp(gathered, params)
 
     def one(_: None, micro: PyTree) -> tuple[PyTree, jax.Array, None]:
         value, grads = jax.value_and_grad(loss)(full, micro)
@@ -100,8 +100,8 @@ def accumulate_gradients(
 
     total, value, _ = add_up(one, None, micro_batches, dtype)
     count = jax.tree.leaves(micro_batches)[0].shape[0]
-    # Micro-batches were summed and are averaged here; devices are not: `gather`'s gradient and
-    # `sync_gradients` do that.
+    # Divides by the number of micro-batches alone: `gather`'s gradient and `sync_gradients` average
+    # over devices.
     (grads,) = scatter(jax.tree.map(lambda g, p: (g / count).astype(p.dtype), total, full))
     return value / count, grads
 

@@ -1,25 +1,51 @@
-"""Applying an optimizer on what a device holds, and clipping by the true global norm."""
+"""The optimizer applied to local arrays, and the global norm of sharded gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Annotated, Any, NamedTuple
+from collections.abc import Callable
+from typing import Annotated, Any, NamedTuple, Protocol
 
+import gin
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
 from research_dp.argument_checks import checked
-from research_dp.argument_types import Arrays, described
-from research_dp.distributed.collectives import PLAIN, Axes, Reduction
-from research_dp.distributed.dependence import REPLICATED, Dependence, elementwise
-from research_dp.distributed.elementwise import find_mixing
-from research_dp.distributed.mesh import FSDP_AXIS
-from research_dp.distributed.sharding import LeafSharding, by_path, path_name, shardings_like
+from research_dp.argument_types import Has, Numbers, Placeable, described
+from research_dp.distributed.sharding import LeafSharding, by_path, path_name
 from research_dp.errors import UsageError, first_line
 
 PyTree = Any
+
+
+class Optimizer(Protocol):
+    """What `fsdp_apply_gradients` needs of an optimizer.
+
+    It is traced, in a copy, to show that each element is updated by itself. A class whose objects
+    cannot be copied and traced may say so itself, by an attribute `elementwise = True`.
+    """
+
+    def apply_gradients(self, gradients: PyTree, parameters: PyTree) -> PyTree: ...
+
+
+@gin.register(module="distributed")
+@checked
+def apply_gradients(
+    gradients: Numbers,
+    parameters: Placeable,
+    optimizer: Annotated[Optimizer, Has(("apply_gradients",), "OptaxAdapter(transform, state)")],
+) -> PyTree:
+    """Applies the optimizer to what this device has: replicated parameters, or its shards.
+
+    Args:
+        gradients: Averaged gradients.
+        parameters: Arrays of the same shapes.
+        optimizer: Has `apply_gradients(gradients, parameters) -> parameters`.
+
+    Returns:
+        The new parameters.
+    """
+    return optimizer.apply_gradients(gradients, parameters)
 
 
 def apply_optimizer(
@@ -36,8 +62,7 @@ def apply_optimizer(
         if g.shape != p.shape:
             raise UsageError(
                 f"the optimizer is given a gradient of shape {g.shape} for {path_name(path)} of "
-                f"shape {p.shape}: data_parallel.sync and data_parallel.update do not fit.",
-                binding="data_parallel.update",
+                f"shape {p.shape}."
             )
     try:
         updates, new_state = optimizer.update(grads, opt_state, params)
@@ -100,11 +125,11 @@ class MasterState(NamedTuple):
 
 
 def with_master_weights(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    """An optimizer that keeps parameters in a wider dtype than they lie and travel in.
+    """An optimizer that keeps master weights in a wider dtype than that of the parameters.
 
-    It is initialised with wide parameters, which it updates with gradients cast to their dtype;
-    what it is given from then on, and returns, is their rounding (Micikevicius et al., arXiv
-    1710.03740). Being optimizer state, the wide ones are sharded where that is.
+    It is initialised with wide parameters, and updates them with gradients cast to their dtype.
+    From then on it is given, and returns, their rounding (Micikevicius et al., arXiv 1710.03740).
+    Master weights are optimizer state, and sharded like it.
     """
 
     def init(params: PyTree) -> MasterState:
@@ -116,7 +141,7 @@ def with_master_weights(optimizer: optax.GradientTransformation) -> optax.Gradie
         wide = jax.tree.map(lambda g, m: g.astype(m.dtype), grads, state.master)
         updates, inner = optimizer.update(wide, state.inner, state.master)
         master = optax.apply_updates(state.master, updates)
-        # What is added to the rounded parameters so that they become the rounding of the new ones.
+        # Added to the rounded parameters, these make them the rounding of the new ones.
         steps = jax.tree.map(lambda m, p: m - p.astype(m.dtype), master, params)
         return steps, MasterState(master, inner)
 
@@ -167,149 +192,3 @@ def map_state(
         opt_state,
         is_leaf=lambda p: p is None,
     )
-
-
-def norm_of_blocks(
-    blocks: Iterable[tuple[jax.Array, Axes]], reduction: Reduction = PLAIN
-) -> jax.Array:
-    """L2 norm of arrays of which this device holds blocks: a 0-d float32.
-
-    Args:
-        blocks: (this device's block, the axes that the array is split over; () if it is whole).
-        reduction: How sums of squares become one over devices.
-
-    Returns:
-        The norm of all arrays, the same on every device.
-    """
-    total = jnp.zeros((), jnp.float32)
-    for axes, parts in _squares(blocks).items():
-        mine = sum((square for _, square in parts), start=jnp.zeros((), jnp.float32))
-        # Blocks are summed over the axes that split them, and those alone: along others devices
-        # hold the same ones, and whole arrays are counted once. Nothing is divided.
-        total += reduction.all_reduce(mine, axes) if axes else mine
-    return jnp.sqrt(total)
-
-
-@checked
-def global_norm(
-    tree: Arrays, layout: Annotated[PyTree, shardings_like("tree")], reduction: Reduction = PLAIN
-) -> tuple[jax.Array, jax.Array]:
-    """L2 norm of a tree whose leaves lie as `layout` says, and which leaves spoil it.
-
-    Args:
-        tree: This device's blocks.
-        layout: Placements.
-        reduction: How sums of squares become one over devices.
-
-    Returns:
-        The norm, a 0-d float32; and float32 (leaves,) above 0 for a leaf whose sum of squares is
-        not finite. Both the same on every device, by the collectives that the norm needs alone.
-    """
-    lying = ((FSDP_AXIS,) if p.dim is not None else () for p in jax.tree.leaves(layout))
-    blocks = list(zip(jax.tree.leaves(tree), lying, strict=True))
-    total, spoilt = jnp.zeros((), jnp.float32), [jnp.zeros((), jnp.float32)] * len(blocks)
-    for axes, parts in _squares(blocks).items():
-        mine = sum((square for _, square in parts), start=jnp.zeros((), jnp.float32))
-        own = [(~jnp.isfinite(square)).astype(jnp.float32) for _, square in parts]
-        # Summed as in `norm_of_blocks`; the flags travel along.
-        together = jnp.stack([mine, *own])
-        together = reduction.all_reduce(together, axes) if axes else together
-        total += together[0]
-        for (position, _), flag in zip(parts, together[1:], strict=True):
-            spoilt[position] = flag
-    return jnp.sqrt(total), jnp.stack(spoilt) if spoilt else jnp.zeros((0,), jnp.float32)
-
-
-def _squares(
-    blocks: Iterable[tuple[jax.Array, Axes]],
-) -> dict[Axes, list[tuple[int, jax.Array]]]:
-    """(position, sum of squares) of each block, by the axes that its array is split over."""
-    squares: dict[Axes, list[tuple[int, jax.Array]]] = {}
-    for position, (x, axes) in enumerate(blocks):
-        squares.setdefault(axes, []).append((position, _sum_of_squares(x)))
-    return squares
-
-
-def _sum_of_squares(x: jax.Array) -> jax.Array:
-    if jnp.iscomplexobj(x):
-        return _sum_of_squares(x.real) + _sum_of_squares(x.imag)
-    return jnp.sum(jnp.square(x.astype(jnp.float32)))
-
-
-def clip_factor(norm: jax.Array, max_norm: float | None) -> jax.Array:
-    """What to multiply gradients by so that their norm is at most `max_norm`; 1.0 if it is.
-
-    No epsilon, as Optax has none. A norm that is not a number makes the factor NaN, and so every
-    gradient: nothing is skipped.
-    """
-    if max_norm is None:
-        return jnp.ones((), jnp.float32)
-    return jnp.where(norm <= max_norm, 1.0, max_norm / norm)
-
-
-def find_mixing_update(
-    optimizer: optax.GradientTransformation, layout: PyTree, opt_state: PyTree = None
-) -> str | None:
-    """Finds why an optimizer cannot be applied to shards; traces its update, computes nothing.
-
-    Args:
-        optimizer: The optimizer.
-        layout: Placements of parameters and gradients.
-        opt_state: Shapes and dtypes of its unsharded state; None: `init` makes it of the shards.
-
-    Returns:
-        Why its update of shards is not a shard of its update, as `find_mixing` has it; None: it is,
-        or nothing is sharded.
-
-    Raises:
-        UsageError: The update fails for gradients, state and parameters, or the state does not
-            show which parameter it belongs to.
-    """
-    params = jax.tree.map(abstract, layout)
-    state = jax.eval_shape(optimizer.init, params) if opt_state is None else opt_state
-    state = jax.tree.map(abstract, state)
-
-    def update(grads: PyTree, params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
-        state = optimizer.init(params) if opt_state is None else state
-        return optimizer.update(grads, state, params)
-
-    try:
-        program = jax.make_jaxpr(update)(params, params, state)
-    except Exception as error:
-        raise UsageError(
-            "the optimizer's update fails; it is called with gradients, state and parameters, and "
-            f"nothing else: {type(error).__name__}: {first_line(error)}"
-        ) from error
-    if all(p.dim is None for p in jax.tree.leaves(layout)):
-        return None
-
-    def mapped(
-        function: Callable[[Any, LeafSharding], Any], others: Callable[[Any], Any]
-    ) -> PyTree:
-        return (
-            jax.tree.map(function, params, layout),
-            map_state(optimizer, function, state, layout, others),
-        )
-
-    shards, shard_state = mapped(local_part, lambda x: x)
-    labels, state_labels = mapped(_depends_on, lambda _: REPLICATED)
-    return find_mixing(
-        program,
-        jax.tree.leaves((labels, labels, state_labels)),
-        jax.tree.leaves((labels, state_labels)),
-        on_shards=lambda: jax.make_jaxpr(update)(shards, shards, shard_state),
-    )
-
-
-def abstract(x: Any) -> jax.ShapeDtypeStruct:
-    """Shape and dtype alone: a sharding or weak type would make programs differ."""
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)
-
-
-def local_part(x: Any, p: LeafSharding) -> Any:
-    """Abstract local shard of an array, which is sharded if it has its parameter's shape."""
-    return jax.ShapeDtypeStruct(p.local_shape if x.shape == p.shape else x.shape, x.dtype)
-
-
-def _depends_on(x: Any, p: LeafSharding) -> Dependence:
-    return elementwise(p.path) if p.dim is not None and x.shape == p.shape else REPLICATED

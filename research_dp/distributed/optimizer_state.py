@@ -1,22 +1,20 @@
-"""Optimizer state as slices on devices and as whole arrays; an Optax optimizer as an object.
+"""Optimizer state as slices on devices and as full arrays; an Optax optimizer as an object.
 
-Whole: each array of the state has its parameter's shape, as `transform.init(parameters)` leaves it.
-This is what belongs on disk. Sliced: each is flat and padded, and its last dim lies on the mesh
-axes of a group (`LeafSharding.split_shape`). Both are addressed by parameter path; neither knows of
-buckets.
+Full: each array of the state has its parameter's shape, as `transform.init(parameters)` leaves it.
+Checkpoints have this form. Sliced: each is flat and padded, and its last dim is sharded over the
+mesh axes of a group (`LeafSharding.split_shape`). Both are addressed by parameter path; neither
+knows of buckets.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import FunctionType, MethodType, ModuleType
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import gin
 import jax
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from research_dp.argument_checks import checked
 from research_dp.argument_types import (
@@ -26,22 +24,13 @@ from research_dp.argument_types import (
     Shapes,
     Transform,
     arrays_like,
-    path_name,
 )
 from research_dp.distributed.collectives import Axes, flat_axes
-from research_dp.distributed.dependence import elementwise
-from research_dp.distributed.elementwise import find_mixing
-from research_dp.distributed.optimizer import (
-    abstract,
-    apply_optimizer,
-    check_state,
-    find_mixing_update,
-    local_part,
-    map_state,
-)
+from research_dp.distributed.optimizer import apply_optimizer, check_state, map_state
+from research_dp.distributed.optimizer_checks import find_mixing_update, local_part, mixing_error
 from research_dp.distributed.padding import flatten_padded, unflatten
-from research_dp.distributed.sharding import LeafSharding, by_path, dim_spec, infer_flat_sharding
-from research_dp.errors import UsageError, first_line
+from research_dp.distributed.sharding import LeafSharding, dim_spec, infer_flat_sharding
+from research_dp.errors import UsageError
 
 PyTree = Any
 
@@ -49,7 +38,7 @@ PyTree = Any
 @gin.register(module="distributed")
 @checked
 class OptaxAdapter:
-    """An Optax transform as an object with `apply_gradients`, which holds its state.
+    """An Optax transform as an object with `apply_gradients`, which keeps its state.
 
     Inside a jitted map make one of the state that comes in, and hand its state out; an adapter
     that outlives the trace would hold tracers.
@@ -75,11 +64,11 @@ class OptaxAdapter:
         """Sets and returns the state before the first step, as global arrays.
 
         Args:
-            parameters: The parameters that will have gradients, whole.
-            shards: Size of the group that the update is split over; 1: whole arrays.
+            parameters: The unsharded parameters that will have gradients.
+            shards: Size of the group that the update is split over; 1: full arrays.
         """
-        whole = self.transform.init(parameters)
-        self.state = slice_state(self.transform, whole, parameters, shards)
+        full = self.transform.init(parameters)
+        self.state = slice_state(self.transform, full, parameters, shards)
         return self.state
 
     @checked
@@ -121,113 +110,12 @@ class OptaxAdapter:
             self.transform, layout, None if self.state is None else unsharded
         )
         if mixing:
-            raise _mixing_error(mixing, shards)
+            raise mixing_error(mixing, shards)
 
     def _state_of(self, parameters: PyTree) -> PyTree:
         if self.state is None:
             self.state = self.transform.init(parameters)
         return self.state
-
-
-def check_elementwise(
-    optimizer: Any,
-    slices: Mapping[str, jax.Array],
-    layout: Mapping[str, LeafSharding],
-    tree: Callable[[Mapping[str, Any]], PyTree],
-) -> None:
-    """Checks any object with `apply_gradients` that is to be applied to slices.
-
-    A copy of the object (`copy.deepcopy`) is traced; the object itself does not change. Its state
-    is the arrays that it has, also in attributes of its attributes. Those of a slice's shape are
-    slices; in the program for unsharded parameters abstract unsharded arrays replace them.
-
-    Args:
-        optimizer: The object. With an attribute `elementwise = True` it is not checked.
-        slices: This device's slices of the parameters, by path.
-        layout: Placements of the parameters, by path.
-        tree: Arrays by path -> the tree that the object is given.
-
-    Raises:
-        UsageError: It mixes elements of an array, or what it keeps between steps does; or it cannot
-            be copied and traced.
-    """
-    if getattr(optimizer, "elementwise", False):
-        return
-    try:
-        shared = [x for _, x in _parts(optimizer)]
-        shapes = {x.shape for x in slices.values()}
-        state = [(path, x) for path, x in _arrays(optimizer) if x.shape in shapes]
-
-        def apply(gradients: Any, parameters: Any, values: Sequence[Any]) -> tuple[Any, Any]:
-            memo = {id(x): x for x in shared}
-            memo |= {id(x): value for (_, x), value in zip(state, values, strict=True)}
-            own = copy.deepcopy(optimizer, memo)
-            new = own.apply_gradients(tree(gradients), tree(parameters))
-            return [x for _, x in sorted(by_path(new).items())], [x for _, x in _arrays(own)]
-
-        def program(parameters: Mapping[str, Any], values: Sequence[Any]) -> Any:
-            given = (dict(parameters), dict(parameters), values)
-            return jax.make_jaxpr(apply)(*jax.tree.map(abstract, given))
-
-        traced = program(layout, [_unsharded(path, x, layout) for path, x in state])
-    except Exception as error:
-        raise UsageError(
-            f"the optimizer, a {type(optimizer).__name__}, could not be checked before it is "
-            f"applied to slices: {type(error).__name__}: {first_line(error)}. If each element is "
-            "updated by itself, set its attribute elementwise = True."
-        ) from error
-    labels = [elementwise(name) for name in slices]
-    mixing = find_mixing(
-        traced,
-        [*labels, *labels, *(elementwise() for _ in state)],
-        labels,
-        on_shards=lambda: program(slices, [x for _, x in state]),
-    )
-    if mixing:
-        raise _mixing_error(mixing, next(iter(layout.values())).axis_size)
-
-
-def _mixing_error(reason: str, shards: int) -> UsageError:
-    return UsageError(
-        f"the optimizer mixes elements of a parameter ({reason}), but is applied to one of "
-        f"{shards} slices. Take an elementwise one; to clip by global norm use max_norm."
-    )
-
-
-def _parts(
-    x: Any, prefix: str = "", seen: dict[int, Any] | None = None
-) -> Iterator[tuple[str, Any]]:
-    """What a copy of an object shares with it, by path: its arrays, devices and meshes."""
-    seen = {} if seen is None else seen
-    for keys, leaf in jax.tree_util.tree_leaves_with_path(x):
-        path = f"{prefix}/{path_name(keys)}".strip("/")
-        if isinstance(leaf, jax.Array | jax.Device | Mesh | Sharding):
-            yield path, leaf
-        elif id(leaf) not in seen and not isinstance(leaf, type | ModuleType | FunctionType):
-            seen[id(leaf)] = leaf
-            inner = leaf.__self__ if isinstance(leaf, MethodType) else leaf.__getstate__()
-            yield from _parts(inner, path, seen)
-
-
-def _arrays(x: Any) -> list[tuple[str, jax.Array]]:
-    """The JAX arrays of an object, in its attributes and theirs, by path."""
-    return [(path, leaf) for path, leaf in _parts(x) if isinstance(leaf, jax.Array)]
-
-
-def _unsharded(path: str, x: jax.Array, layout: Mapping[str, LeafSharding]) -> jax.ShapeDtypeStruct:
-    """What replaces a slice that an optimizer keeps: an abstract array of its parameter's shape.
-
-    Raises:
-        ValueError: Slices of several parameters of different shapes have the shape of `x`, and
-            `path` ends with the path of none of them.
-    """
-    shapes = {name: p.shape for name, p in layout.items() if p.local_shape == x.shape}
-    if len(set(shapes.values())) > 1:
-        names = [name for name in shapes if f"/{path}".endswith(f"/{name}")]
-        if not names:
-            raise ValueError(f"its array {path} {x.shape} may be a slice of any of {shapes}")
-        return jax.ShapeDtypeStruct(shapes[max(names, key=len)], x.dtype)
-    return jax.ShapeDtypeStruct(next(iter(shapes.values())), x.dtype)
 
 
 def check_slice_axes(name: str, group: str | Sequence[str]) -> Axes:
@@ -264,7 +152,7 @@ def _sharded_over(x: Any, p: LeafSharding) -> Axes:
 
 @checked
 def slice_state(transform: Transform, state: PyTree, parameters: Shapes, shards: Count) -> PyTree:
-    """A state of whole arrays as slices for a group of this size.
+    """A state of full arrays as slices for a group of this size.
 
     Pure, and fit for `jit` with `out_shardings` from `slice_specs`, so that no device need hold
     all of it.
@@ -273,7 +161,7 @@ def slice_state(transform: Transform, state: PyTree, parameters: Shapes, shards:
         transform: The transform whose state it is.
         state: Whole, as from `transform.init(parameters)` or `unsharded_state`.
         parameters: The parameters that have gradients; shapes suffice.
-        shards: Size of the group. With 1 the state stays whole.
+        shards: Size of the group. With 1 the state stays unsharded.
 
     Returns:
         A tree of the same structure. Arrays of another shape than their parameter's (counts, say)

@@ -21,7 +21,8 @@ from research_dp.argument_types import (
 from research_dp.distributed.boxed import as_name, leaves_with_paths, names_of, value_of
 from research_dp.distributed.collectives import flat_axes
 from research_dp.distributed.fsdp import choose_shard
-from research_dp.distributed.sharding import LeafSharding, Rule
+from research_dp.distributed.shard_rules import Rule
+from research_dp.distributed.sharding import LeafSharding
 from research_dp.errors import UsageError
 
 PyTree = Any

@@ -1,20 +1,17 @@
-"""Strategies: a recipe of four functions, the engines that compile it, the functions themselves.
+"""Strategies: a configuration of four slots, the engines that compile it, the functions themselves.
 
 Importing this package registers all of them with gin.
 """
 
-from research_dp.deterministic import sum as _tree
-from research_dp.distributed import mesh as _mesh
-from research_dp.distributed import sharding as _layout
-from research_dp.distributed.transports import tpu_torus as _torus
+from research_dp.deterministic.sum import tree_reduction
+from research_dp.distributed.fsdp import gather_params, shard_params
+from research_dp.distributed.gradient_sync import scatter_gradients, sync_gradients
+from research_dp.distributed.mesh import make_mesh, one_device_mesh
+from research_dp.distributed.optimizer import apply_gradients
+from research_dp.distributed.shard_rules import dim_by_path, largest_dim
+from research_dp.distributed.transports.tpu_torus import torus_reduction
+from research_dp.distributed.update import fsdp_apply_gradients
 from research_dp.strategies.engines import compiled, mapped, pmapped
-from research_dp.strategies.slots import (
-    average_gradients,
-    gather_shards,
-    scatter_gradients,
-    update_local,
-    update_slices,
-)
 from research_dp.strategies.strategy import (
     NONFINITE,
     SKIPPED,
@@ -27,12 +24,6 @@ from research_dp.strategies.strategy import (
     data_parallel,
 )
 
-largest_dim = _layout.largest_dim
-make_mesh = _mesh.make_mesh
-one_device_mesh = _mesh.one_device_mesh
-torus_reduction = _torus.torus_reduction
-tree_reduction = _tree.tree_reduction
-
 __all__ = [
     "NONFINITE",
     "SKIPPED",
@@ -42,18 +33,20 @@ __all__ = [
     "StrategyConfig",
     "TrainSpec",
     "TrainState",
-    "average_gradients",
+    "apply_gradients",
     "compiled",
     "data_parallel",
-    "gather_shards",
+    "dim_by_path",
+    "fsdp_apply_gradients",
+    "gather_params",
     "largest_dim",
     "make_mesh",
     "mapped",
     "one_device_mesh",
     "pmapped",
     "scatter_gradients",
+    "shard_params",
+    "sync_gradients",
     "torus_reduction",
     "tree_reduction",
-    "update_local",
-    "update_slices",
 ]

@@ -1,4 +1,4 @@
-"""The three engines: how a recipe's step is compiled. `mapped`, `compiled`, `pmapped`."""
+"""The three engines: how a strategy's step is compiled. `mapped`, `compiled`, `pmapped`."""
 
 from __future__ import annotations
 
@@ -13,16 +13,20 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from research_dp.argument_checks import checked
+from research_dp.deterministic.step import DeterministicStep
 from research_dp.distributed import placement
-from research_dp.distributed.collectives import PLAIN, gather_by_compiler
+from research_dp.distributed.boxed import is_box
+from research_dp.distributed.collectives import PLAIN
+from research_dp.distributed.differentiable_gather import gather_by_compiler
 from research_dp.distributed.mesh import (
     DATA_AXIS,
     FSDP_AXIS,
     refuse_several_processes,
     split_axes,
 )
-from research_dp.distributed.sharding import whole
+from research_dp.distributed.sharding import replicated
 from research_dp.errors import UsageError
+from research_dp.strategies import slots
 from research_dp.strategies.state import (
     BatchLayout,
     check_optimizer,
@@ -45,30 +49,30 @@ PyTree = Any
 
 @gin.register(module="strategies")
 @checked
-def mapped(recipe: StrategyConfig, spec: TrainSpec) -> Strategy:
+def mapped(config: StrategyConfig, spec: TrainSpec) -> Strategy:
     """`shard_map`: the step is one device's program, every collective written out by the slots.
 
-    Replication is not tracked (`check_vma=False`): gradients of whole parameters are this device's
-    own until `sync` averages them, once.
+    Replication is not tracked (`check_vma=False`): gradients of replicated parameters are this
+    device's own until `sync` averages them, once.
 
     Raises:
         UsageError: The optimizer cannot be applied to shards, or the batch does not divide.
     """
-    mesh = recipe.mesh
-    recipe.refuse_no_sync()
-    if recipe.look_ahead and not spec.model.units:
+    mesh = config.mesh
+    slots.refuse_no_sync(config)
+    if config.prefetch and not spec.model.units:
         raise UsageError(
-            "data_parallel.look_ahead = True, but the model names no units. Bind False.",
-            binding="data_parallel.look_ahead",
+            "data_parallel.prefetch = True, but the model names no units. Bind False.",
+            binding="data_parallel.prefetch",
         )
-    recipe.refuse_idle(gathers=recipe.gather is not None, syncs=recipe.sync is not None)
-    layouts, abstract = infer_state_sharding(
-        recipe, spec, mesh, params_sharded=recipe.gather is not None
+    slots.refuse_idle(config, gathers=config.gather is not None, syncs=config.sync is not None)
+    shardings, abstract = infer_state_sharding(
+        config, spec, mesh, params_sharded=config.gather is not None
     )
-    check_optimizer(recipe, spec, layouts.slices, abstract)
-    steps = Step(recipe, spec, layouts, split_axes(mesh))
+    check_optimizer(config, spec, shardings.slices, abstract)
+    steps = _step(config, spec, shardings, split_axes(mesh))
     state_specs = jax.tree.map(lambda x: x.sharding.spec, abstract)
-    batch = BatchLayout(mesh, spec, recipe.reduction.logical_shards)
+    batch = BatchLayout(mesh, spec, config.reduction.logical_shards)
     on_mesh = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
     train = on_mesh(
         steps.train,
@@ -79,48 +83,49 @@ def mapped(recipe: StrategyConfig, spec: TrainSpec) -> Strategy:
         steps.evaluate, in_specs=(state_specs, batch.eval_sharding.spec), out_specs=PartitionSpec()
     )
     return _strategy(
-        recipe,
+        config,
         spec,
-        layouts,
+        shardings,
         abstract,
         batch,
         batch_axes=steps.axes,
-        train_step=jax.jit(train, donate_argnums=0, compiler_options=recipe.compiler_options),
+        train_step=jax.jit(train, donate_argnums=0, compiler_options=_compiler_options(config)),
         eval_step=jax.jit(evaluate),
     )
 
 
 @gin.register(module="strategies")
 @checked
-def compiled(recipe: StrategyConfig, spec: TrainSpec) -> Strategy:
+def compiled(config: StrategyConfig, spec: TrainSpec) -> Strategy:
     """`jit` on global arrays: the compiler inserts the collectives that the shardings imply.
 
     Raises:
         UsageError: A slot is filled that only a mapped program has, or the batch does not divide.
     """
-    recipe.refuse_slots(
+    slots.refuse_filled(
+        config,
         ("gather", "sync", "update"),
         "the compiler inserts collectives in engine 'compiled'; bind None.",
     )
-    if recipe.reduction is not PLAIN and recipe.mesh.size > 1:
+    if config.reduction is not PLAIN and config.mesh.size > 1:
         raise UsageError(
             "data_parallel.reduction: engine 'compiled' leaves sums to the compiler; use 'mapped'.",
             binding="data_parallel.reduction",
         )
-    mesh = recipe.mesh
-    recipe.refuse_idle(gathers=recipe.shard is not None, syncs=False)
-    layouts, abstract = infer_state_sharding(recipe, spec, mesh, params_sharded=True)
-    gather = None if recipe.shard is None else _gather_on(mesh)
-    # Gradients and slices are seen as global arrays, whatever device holds what.
-    seen = StateShardings(layouts.params, whole(layouts.slices))
-    check_optimizer(recipe, spec, seen.slices, abstract)
-    steps = Step(dataclasses.replace(recipe, gather=gather), spec, seen, ())
-    batch = BatchLayout(mesh, spec, recipe.reduction.logical_shards)
+    mesh = config.mesh
+    slots.refuse_idle(config, gathers=config.shard is not None, syncs=False)
+    shardings, abstract = infer_state_sharding(config, spec, mesh, params_sharded=True)
+    gather = None if config.shard is None else _gather_on(mesh)
+    # The step sees gradients and slices as global arrays.
+    seen = StateShardings(shardings.params, replicated(shardings.slices))
+    check_optimizer(config, spec, seen.slices, abstract)
+    steps = _step(dataclasses.replace(config, gather=gather), spec, seen, ())
+    batch = BatchLayout(mesh, spec, config.reduction.logical_shards)
     outs = (shardings_of(abstract), NamedSharding(mesh, PartitionSpec()))
     return _strategy(
-        recipe,
+        config,
         spec,
-        layouts,
+        shardings,
         abstract,
         batch,
         batch_axes=steps.axes,
@@ -128,7 +133,7 @@ def compiled(recipe: StrategyConfig, spec: TrainSpec) -> Strategy:
             steps.train,
             donate_argnums=0,
             out_shardings=outs,
-            compiler_options=recipe.compiler_options,
+            compiler_options=_compiler_options(config),
         ),
         eval_step=jax.jit(steps.evaluate, out_shardings=outs[1]),
     )
@@ -136,7 +141,7 @@ def compiled(recipe: StrategyConfig, spec: TrainSpec) -> Strategy:
 
 @gin.register(module="strategies")
 @checked
-def pmapped(recipe: StrategyConfig, spec: TrainSpec) -> Strategy:
+def pmapped(config: StrategyConfig, spec: TrainSpec) -> Strategy:
     """`pmap` over axis `data`, parameters replicated: kept for comparison with older code.
 
     Raises:
@@ -146,22 +151,25 @@ def pmapped(recipe: StrategyConfig, spec: TrainSpec) -> Strategy:
     refuse_several_processes(
         "engine 'pmapped'", "Use ddp, which computes the same.", "data_parallel.engine"
     )
-    recipe.refuse_slots(("compiler_options",), "jax.pmap takes none; bind None.")
-    recipe.refuse_slots(("shard", "gather"), "engine 'pmapped' keeps parameters whole; bind None.")
-    recipe.refuse_no_sync()
-    recipe.refuse_idle(gathers=False, syncs=recipe.sync is not None)
-    if recipe.mesh.shape[FSDP_AXIS] != 1:
+    slots.refuse_filled(config, ("compiler_options",), "jax.pmap takes none; bind None.")
+    slots.refuse_filled(
+        config, ("shard", "gather"), "engine 'pmapped' replicates parameters; bind None."
+    )
+    slots.refuse_no_sync(config)
+    slots.refuse_idle(config, gathers=False, syncs=config.sync is not None)
+    slots.refuse_state(config, "engine 'pmapped' keeps no state of slots; use 'mapped'.")
+    if config.mesh.shape[FSDP_AXIS] != 1:
         raise UsageError(
             f"make_mesh.axes: engine 'pmapped' has one axis, {DATA_AXIS!r}, but {FSDP_AXIS!r} has "
-            f"size {recipe.mesh.shape[FSDP_AXIS]}. Bind make_mesh.axes = {{'data': -1}}.",
+            f"size {config.mesh.shape[FSDP_AXIS]}. Bind make_mesh.axes = {{'data': -1}}.",
             binding="make_mesh.axes",
         )
-    devices = recipe.mesh.devices.ravel()
+    devices = config.mesh.devices.ravel()
     count = len(devices)
-    layouts, abstract = infer_state_sharding(recipe, spec, recipe.mesh, params_sharded=False)
-    check_optimizer(recipe, spec, layouts.slices, abstract)
-    steps = Step(recipe, spec, layouts, split_axes(recipe.mesh))
-    batch = BatchLayout(recipe.mesh, spec, recipe.reduction.logical_shards)
+    shardings, abstract = infer_state_sharding(config, spec, config.mesh, params_sharded=False)
+    check_optimizer(config, spec, shardings.slices, abstract)
+    steps = _step(config, spec, shardings, split_axes(config.mesh))
+    batch = BatchLayout(config.mesh, spec, config.reduction.logical_shards)
     # pmap lays its arguments out on a mesh of its own, of this one axis.
     line = Mesh(devices, (DATA_AXIS,))
     by_device = NamedSharding(line, PartitionSpec(DATA_AXIS))
@@ -190,9 +198,9 @@ def pmapped(recipe: StrategyConfig, spec: TrainSpec) -> Strategy:
         jax.pmap, axis_name=DATA_AXIS, in_axes=(None, 0), out_axes=None, devices=list(devices)
     )
     return _strategy(
-        recipe,
+        config,
         spec,
-        layouts,
+        shardings,
         abstract,
         batch,
         batch_axes=steps.axes,
@@ -204,43 +212,51 @@ def pmapped(recipe: StrategyConfig, spec: TrainSpec) -> Strategy:
     )
 
 
+def _step(
+    config: StrategyConfig, spec: TrainSpec, shardings: StateShardings, axes: tuple[str, ...]
+) -> Step:
+    """The step functions; with exact sums if the strategy's reduction has logical shards."""
+    exact = config.reduction.logical_shards is not None
+    return (DeterministicStep if exact else Step)(config, spec, shardings, axes)
+
+
 def _gather_on(mesh: Mesh) -> Any:
-    """A `gather` by which the compiler makes parameters whole."""
+    """A `gather` in which the compiler inserts the collectives."""
     replicated = NamedSharding(mesh, PartitionSpec())
 
-    def gather(held: PyTree, layout: PyTree, *, reduction: Any) -> PyTree:
-        del reduction  # the compiler's business
-        return jax.tree.map(
-            lambda x, p: (
-                gather_by_compiler(x, NamedSharding(mesh, p.spec), replicated)
-                if p.dim is not None
-                else x
-            ),
-            held,
-            layout,
-        )
+    def gather(params: PyTree, axis_name: str) -> PyTree:
+        del axis_name
+
+        def one(leaf: Any) -> Any:
+            if not is_box(leaf):
+                return leaf
+            sharded = NamedSharding(mesh, PartitionSpec(*leaf.names))
+            return gather_by_compiler(leaf.value, sharded, replicated)
+
+        return jax.tree.map(one, params, is_leaf=is_box)
 
     return gather
 
 
 def _strategy(
-    recipe: StrategyConfig,
+    config: StrategyConfig,
     spec: TrainSpec,
-    layouts: StateShardings,
+    shardings: StateShardings,
     abstract: TrainState,
     batch: BatchLayout,
     **own_parts: Any,
 ) -> Strategy:
-    """A strategy from what all engines make alike and the parts that each makes its own way.
+    """A strategy from what all engines have in common and the parts of one.
 
-    Batches lie as `batch` says, if the engine has no other way. `init` is compiled with the state's
-    shardings, so that no device ever holds the full model.
+    `init` is compiled with the state's shardings, so that the full model is never on one device.
     """
-    _check_compiler_options(recipe)
-    init = jax.jit(functools.partial(init_state, spec), out_shardings=shardings_of(abstract))
+    _check_compiler_options(config)
+    init = jax.jit(
+        functools.partial(init_state, config, spec), out_shardings=shardings_of(abstract)
+    )
     return Strategy(
-        config=recipe,
-        shardings=layouts,
+        config=config,
+        shardings=shardings,
         abstract_state=abstract,
         train_rows=batch.train_rows,
         eval_rows=batch.eval_rows,
@@ -255,18 +271,22 @@ def _strategy(
     )
 
 
-def _check_compiler_options(recipe: StrategyConfig) -> None:
+def _compiler_options(config: StrategyConfig) -> dict[str, Any] | None:
+    return dict(config.compiler_options) if config.compiler_options else None
+
+
+def _check_compiler_options(config: StrategyConfig) -> None:
     """Raises UsageError if the compiler of the mesh's devices does not know an option."""
-    if not recipe.compiler_options:
+    if not config.compiler_options:
         return
-    device = jax.sharding.SingleDeviceSharding(recipe.mesh.devices.flat[0])
+    device = jax.sharding.SingleDeviceSharding(config.mesh.devices.flat[0])
     one = jax.ShapeDtypeStruct((), np.float32, sharding=device)
     try:
         # The least program there is: the compiler reads options before anything else.
-        jax.jit(lambda x: x, compiler_options=recipe.compiler_options).lower(one).compile()
+        jax.jit(lambda x: x, compiler_options=_compiler_options(config)).lower(one).compile()
     except Exception as error:
         raise UsageError(
-            f"data_parallel.compiler_options on {recipe.mesh.devices.flat[0].platform}: "
+            f"data_parallel.compiler_options on {config.mesh.devices.flat[0].platform}: "
             f"{str(error).splitlines()[0]}. Take the gin/options/ file of your devices, or none.",
             binding="data_parallel.compiler_options",
         ) from error

@@ -1,4 +1,4 @@
-"""What becomes of a step whose loss or gradients are not finite."""
+"""What is done with a step whose loss or gradients are not finite."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def settle(
     old: TrainState,
     new: TrainState,
     norm: jax.Array,
-    spoilt: jax.Array,
+    nonfinite: jax.Array,
     sums: Metrics,
 ) -> tuple[TrainState, Metrics]:
     """The state that a step leaves, and its metrics; see `Strategy`.
@@ -25,7 +25,7 @@ def settle(
         old: The state before the step.
         new: What the step made of it.
         norm: Global norm of the gradients.
-        spoilt: float32 (parameters,), above 0 where a gradient is not finite.
+        nonfinite: float32 (parameters,), above 0 where a gradient is not finite.
         sums: Metrics of the loss, summed over devices.
     """
     metrics = {**sums, "grad_norm": jnp.stack([norm, jnp.ones_like(norm)])}
@@ -37,7 +37,7 @@ def settle(
         wrong = ~jnp.isfinite(norm) & (old.loss_scale.scale <= 1.0) | loss_is_wrong
     if spec.skip_nonfinite:
         new, metrics = _unless_wrong(wrong, old, new, metrics)
-    return new, {**metrics, NONFINITE: jnp.stack([wrong, *spoilt])}
+    return new, {**metrics, NONFINITE: jnp.stack([wrong, *nonfinite])}
 
 
 def _unless_overflown(

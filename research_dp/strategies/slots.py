@@ -1,231 +1,192 @@
-"""The functions that fill a mapped strategy's slots `gather`, `sync` and `update`.
+"""What a strategy's four functions are given and return.
 
-They run inside the mesh's axes, on one device's view; `shard` rules are in `distributed.layout`.
+Each has the contract of its seed: a function that somebody wrote for xlstm-jax's `shard_params`,
+`gather_params` or `sync_gradients`, or for MLX's optimizers, fills the slot unchanged. What else
+a strategy decides comes by keyword, to functions that declare it by `collectives.takes`:
+
+    reduction: The strategy's collectives (`Reduction`); `gather`, `sync`, `update`.
+    shardings: `LeafSharding`s of gradients and optimizer state; `sync`, `update`.
+    averaged: Whether `sync` has averaged the gradients; `update`, which does it otherwise.
+    rows: Rows of tables that are sharded by feature, which alone are wanted; `gather`.
+    units, on_decision: See `shard_params`; `shard`.
+
+`sync` and `update` may carry state, as Optax transforms do: see `Stateful`.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-import gin
+import flax.linen as nn
 import jax
 
-from research_dp.argument_checks import checked
-from research_dp.argument_types import Arrays, AxisNames, Dtype, Indices, Transform, arrays_like
-from research_dp.distributed import buckets, collectives
-from research_dp.distributed.collectives import Axes, GatherOptions, Reduction, flat_axes
-from research_dp.distributed.embedding import exchange_rows
+from research_dp.distributed.boxed import unboxed
 from research_dp.distributed.mesh import FSDP_AXIS
-from research_dp.distributed.optimizer import apply_optimizer
-from research_dp.distributed.sharding import shardings_like
-from research_dp.distributed.transports.all_to_all import over_gloo
+from research_dp.errors import UsageError
+
+if TYPE_CHECKING:
+    from research_dp.strategies.strategy import StrategyConfig
 
 PyTree = Any
 
 
-@gin.register(module="strategies", denylist=["rows"])
-@checked
-def gather_shards(
-    held: Arrays,
-    layout: Annotated[PyTree, shardings_like("held")],
-    *,
-    reduction: Reduction,
-    gather_dtype: Dtype | None = None,
-    grad_scatter_dtype: Dtype | None = None,
-    pre_divide: bool = False,
-    bucket_bytes: int | None = None,
-    rows: Indices | None = None,
-) -> PyTree:
-    """Gathers sharded parameters; their gradients come back as shards of the mean.
+class Shard(Protocol):
+    """Decides which parameters are sharded; e.g. `shard_params`.
+
+    It is traced inside mapped axes, and never run: the engine takes the dims from the boxes. Of a
+    stack of layers it is given one layer.
+    """
+
+    def __call__(self, params: PyTree, axis_name: str) -> PyTree:
+        """Replicated parameters -> local shards, in `nn.Partitioned`s that name the axis."""
+
+
+class Gather(Protocol):
+    """All-gathers parameters for compute; e.g. `gather_params`."""
+
+    def __call__(self, params: PyTree, axis_name: str) -> PyTree:
+        """Boxed local shards -> unsharded parameters, whose gradients come back as boxed shards.
+
+        A gradient is this device's shard of the mean over the axis.
+        """
+
+
+class Sync(Protocol):
+    """Averages gradients over devices; e.g. `sync_gradients`, `scatter_gradients`."""
+
+    def __call__(self, grads: PyTree, axis_names: tuple[str, ...]) -> PyTree:
+        """Local gradients, boxed where sharded -> averages, of the shapes that `update` takes."""
+
+
+class Update(Protocol):
+    """Applies the optimizer; e.g. `apply_gradients`, `fsdp_apply_gradients`."""
+
+    def __call__(self, gradients: PyTree, parameters: PyTree, optimizer: Any) -> PyTree:
+        """(gradients, parameters, object with `apply_gradients`) -> new parameters."""
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """A slot with state: an object with these two methods in place of a function.
+
+    Attributes:
+        differs_over: The mesh axes over which the state differs from device to device; () if it is
+            the same on all. The state is then a global array with a leading dim for those axes.
+    """
+
+    differs_over: tuple[str, ...]
+
+    def init(self, params: PyTree) -> PyTree:
+        """Unsharded parameters -> the state of one device before the first step."""
+
+    def apply(self, *args: Any, state: PyTree, **options: Any) -> tuple[PyTree, PyTree]:
+        """The slot's arguments and this device's state -> (what the slot returns, new state)."""
+
+    def resize(self, state: PyTree, devices: int) -> PyTree:
+        """Global state, with its leading dim -> the same for another number of devices.
+
+        Raises:
+            UsageError: It cannot be continued on another number of devices.
+        """
+
+
+def options_of(slot: Any, offered: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a strategy's options that a slot's function declares to take."""
+    function = slot.apply if isinstance(slot, Stateful) else slot
+    taken: frozenset[str] = getattr(function, "takes", frozenset())
+    while not taken and hasattr(function, "func"):  # functools.partial
+        function = function.func
+        taken = getattr(function, "takes", frozenset())
+    return {name: value for name, value in offered.items() if name in taken}
+
+
+def call_in(
+    states: PyTree, name: str, slot: Callable[..., PyTree] | Stateful, *args: Any, **offered: Any
+) -> tuple[PyTree, PyTree]:
+    """Calls a slot's function or object.
 
     Args:
-        held: This device's shards, and whole leaves, which are returned as they are.
-        layout: Placements.
-        reduction: How gradients are summed.
-        gather_dtype: dtype on the wire and for compute, e.g. 'bfloat16'; None: the parameter's.
-        grad_scatter_dtype: dtype in which gradients are summed; None: the parameter's.
-        pre_divide: Divide them before they are summed, for float16.
-        bucket_bytes: Bytes of a unit that travel in one collective; <= 0: one collective for each
-            array, for the compiler to combine. None: 32 MiB between processes on CPUs, for whose
-            gathers no compiler does that; 0 elsewhere. Tables are not packed.
-        rows: Of tables, split by feature, only these rows are wanted; see `tables.exchange_rows`.
-            A strategy's own function may lack this argument: tables are then gathered.
-    """
-    if bucket_bytes is None:
-        bucket_bytes = buckets.DEFAULT_BUCKET_BYTES if over_gloo() else 0
-    if bucket_bytes > 0 and rows is None:
-        options = GatherOptions(
-            0, FSDP_AXIS, gather_dtype, grad_scatter_dtype, reduction, pre_divide
-        )
-        return buckets.gather_tree_with_mean_grads(held, layout, options, bucket_bytes=bucket_bytes)
+        states: States of the slots that have any, by name, as this device has them: with a leading
+            dim of length 1 if they differ from device to device.
+        name: The slot.
+        slot: Its function, or its object.
+        *args: The arguments of the slot's contract.
+        **offered: The strategy's options; those that it declares are passed.
 
-    def one(x: jax.Array, placement: Any) -> jax.Array:
-        if placement.dim is None:
+    Returns:
+        (what the slot returns, the new states).
+    """
+    options = options_of(slot, offered)
+    if not isinstance(slot, Stateful):
+        return unboxed(slot(*args, **options)), states
+    differs = bool(slot.differs_over)
+    state = jax.tree.map(lambda x: x[0], states[name]) if differs else states[name]
+    result, state = slot.apply(*args, state=state, **options)
+    state = jax.tree.map(lambda x: x[None], state) if differs else state
+    return unboxed(result), {**states, name: state}
+
+
+def in_boxes(tree: PyTree, shardings: PyTree) -> PyTree:
+    """Arrays that are sharded over `fsdp` in boxes that name it at their dim."""
+
+    def one(x: jax.Array, sharding: Any) -> Any:
+        if sharding.dim is None:
             return x
-        options = GatherOptions(
-            placement.dim, FSDP_AXIS, gather_dtype, grad_scatter_dtype, reduction, pre_divide
+        names: list[str | None] = [None] * x.ndim
+        names[sharding.dim] = FSDP_AXIS
+        return nn.Partitioned(x, tuple(names))
+
+    return jax.tree.map(one, tree, shardings)
+
+
+def refuse_no_sync(config: StrategyConfig) -> None:
+    """Raises UsageError if several devices would each follow gradients of their own."""
+    if config.sync is None and config.mesh.size > 1 and not _averages(config.update):
+        raise UsageError(
+            f"data_parallel.sync = None on {config.mesh.size} devices: nothing averages their "
+            "gradients. Bind @sync_gradients, which leaves alone what `gather` averaged.",
+            binding="data_parallel.sync",
         )
-        if rows is not None:
-            return exchange_rows(x, rows, options)
-        return collectives.gather_with_mean_grads(x, options)
-
-    return jax.tree.map(one, held, layout)
 
 
-@gin.register(module="strategies")
-@checked
-def average_gradients(
-    grads: Arrays,
-    layout: Annotated[PyTree, shardings_like("grads")],
-    *,
-    axes: AxisNames,
-    reduction: Reduction,
-    dtype: Dtype | None = None,
-    pre_divide: bool = False,
-    bucket_bytes: int = buckets.DEFAULT_BUCKET_BYTES,
-) -> PyTree:
-    """All-reduces gradients to their mean, in buckets.
-
-    Gradients of sharded parameters are already the mean over `fsdp`, for `gather_shards` made
-    them so; they are averaged over the other axes only.
-
-    Args:
-        grads: Gradients, lying as `layout` says.
-        layout: Placements.
-        axes: The mesh axes that the batch is split over.
-        reduction: How they are summed.
-        dtype: dtype on the wire; None: each gradient's own.
-        pre_divide: Divide them before they are summed, for float16.
-        bucket_bytes: Bytes that travel in one collective; <= 0: one collective for each leaf.
-    """
-    for is_sharded, over in ((False, axes), (True, _replica_axes(axes))):
-        grads = _mean_where(
-            is_sharded,
-            grads,
-            layout,
-            over,
-            reduction,
-            dtype=dtype,
-            pre_divide=pre_divide,
-            bucket_bytes=bucket_bytes,
-        )
-    return grads
+def _averages(update: Any) -> bool:
+    """Whether `update` averages gradients that `sync` has not averaged."""
+    return update is not None and bool(options_of(update, {"averaged": False}))
 
 
-@gin.register(module="strategies")
-@checked
-def scatter_gradients(
-    grads: Arrays,
-    layout: Annotated[PyTree, shardings_like("grads")],
-    *,
-    axes: AxisNames,
-    reduction: Reduction,
-    dtype: Dtype | None = None,
-    pre_divide: bool = False,
-    bucket_bytes: int = buckets.DEFAULT_BUCKET_BYTES,
-) -> PyTree:
-    """Reduce-scatters gradients: each device gets its slice of the mean, as `update_slices` needs.
-
-    Over `fsdp` first, then over the other axes, in the same buckets; what the layout keeps whole is
-    averaged over all of them. With `update_slices` this is `fsdp_apply_gradients` as two slots.
-
-    Args:
-        grads: Whole gradients of this device's examples.
-        layout: Which slice of each one a device updates.
-        axes: The mesh axes that the batch is split over.
-        reduction: How they are summed.
-        dtype: dtype on the wire; None: each gradient's own.
-        pre_divide: Divide them before they are summed, for float16.
-        bucket_bytes: Bytes that travel in one collective; <= 0: one collective for each leaf.
-    """
-    slices = buckets.scatter_mean_tree(
-        grads,
-        layout,
-        reduction,
-        replica_axes=_replica_axes(axes),
-        dtype=dtype,
-        pre_divide=pre_divide,
-        bucket_bytes=bucket_bytes,
-    )
-    return _mean_where(
-        False,
-        slices,
-        layout,
-        axes,
-        reduction,
-        dtype=dtype,
-        pre_divide=pre_divide,
-        bucket_bytes=bucket_bytes,
-    )
+def refuse_idle(config: StrategyConfig, *, gathers: bool, syncs: bool) -> None:
+    """Raises UsageError if it is bound when something happens that never does."""
+    for name, value, default, happens in (
+        ("reshard_after_forward", config.reshard_after_forward, True, gathers),
+        ("sync_each", config.sync_each, "step", syncs),
+    ):
+        if value != default and not happens:
+            slot = "sync" if name == "sync_each" else "gather"
+            raise UsageError(
+                f"data_parallel.{name} = {value!r} has no effect: this strategy calls no {slot}. "
+                f"Leave it at {default!r}.",
+                binding=f"data_parallel.{name}",
+            )
 
 
-def _replica_axes(axes: AxisNames) -> Axes:
-    """The axes along which what is sharded is repeated."""
-    return tuple(axis for axis in flat_axes(axes) if axis != FSDP_AXIS)
+def refuse_filled(config: StrategyConfig, names: tuple[str, ...], why: str) -> None:
+    """Raises UsageError if one of these slots or options is not None."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None:
+            raise UsageError(
+                f"data_parallel.{name} = {getattr(value, '__name__', value)}: {why}",
+                binding=f"data_parallel.{name}",
+            )
 
 
-def _mean_where(
-    is_sharded: bool,
-    grads: PyTree,
-    layout: PyTree,
-    axes: AxisNames,
-    reduction: Reduction,
-    **options: Any,
-) -> PyTree:
-    """Averages over `axes` the gradients that the layout shards, or those that it keeps whole."""
-    leaves, treedef = jax.tree.flatten(grads)
-    placements = jax.tree.leaves(layout)
-    chosen = [i for i, p in enumerate(placements) if (p.dim is not None) == is_sharded]
-    means = buckets.all_mean_tree([leaves[i] for i in chosen], axes, reduction, **options)
-    for i, mean in zip(chosen, means, strict=True):
-        leaves[i] = mean
-    return jax.tree.unflatten(treedef, leaves)
-
-
-@gin.register(module="strategies")
-@checked
-def update_local(
-    optimizer: Transform,
-    grads: Annotated[PyTree, arrays_like("params")],
-    opt_state: PyTree,
-    params: Arrays,
-    layout: Annotated[PyTree, shardings_like("params")],
-    *,
-    axes: AxisNames,
-    reduction: Reduction,
-) -> tuple[PyTree, PyTree]:
-    """Applies the optimizer to what this device holds: whole parameters, or its shards."""
-    del layout, axes, reduction  # nothing is moved
-    return apply_optimizer(optimizer, grads, opt_state, params)
-
-
-@gin.register(module="strategies")
-@checked
-def update_slices(
-    optimizer: Transform,
-    grads: Annotated[PyTree, arrays_like("params")],
-    opt_state: PyTree,
-    params: Arrays,
-    layout: Annotated[PyTree, shardings_like("params")],
-    *,
-    axes: AxisNames,
-    reduction: Reduction,
-    bucket_bytes: int = buckets.DEFAULT_BUCKET_BYTES,
-) -> tuple[PyTree, PyTree]:
-    """Applies the optimizer to this device's slice of whole parameters, then gathers them.
-
-    Args:
-        optimizer: The optimizer.
-        grads: This device's slices of the gradients, as `scatter_gradients` leaves them.
-        opt_state: This device's slice of the optimizer state.
-        params: Whole parameters.
-        layout: Which slice of each one a device updates.
-        axes: The mesh axes that the batch is split over; unused, for gradients are averaged.
-        reduction: How slices become whole again; nothing is summed.
-        bucket_bytes: Bytes that travel in one collective; <= 0: one collective for each leaf.
-    """
-    del axes
-    slices = buckets.shard_tree(params, layout)
-    slices, opt_state = apply_optimizer(optimizer, grads, opt_state, slices)
-    whole = buckets.gather_tree(slices, layout, reduction, bucket_bytes=bucket_bytes, into=params)
-    return whole, opt_state
+def refuse_state(config: StrategyConfig, why: str) -> None:
+    """Raises UsageError if a slot carries state."""
+    for name in ("sync", "update"):
+        slot = getattr(config, name)
+        if isinstance(slot, Stateful):
+            raise UsageError(
+                f"data_parallel.{name} = {type(slot).__name__}: {why}",
+                binding=f"data_parallel.{name}",
+            )

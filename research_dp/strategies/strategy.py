@@ -1,4 +1,4 @@
-"""What a strategy is: a recipe of four slots, and what an engine builds from it."""
+"""What a strategy is: four slots and their options, and what an engine builds from them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from research_dp.argument_types import Count, Dtype, MaxNorm, Seed, Transform
 from research_dp.distributed.collectives import PLAIN, Reduction
 from research_dp.distributed.loss_scale import LossScale
 from research_dp.distributed.optimizer import with_master_weights
-from research_dp.distributed.sharding import Rule
 from research_dp.errors import UsageError
+from research_dp.strategies.slots import Stateful
 from research_dp.types import TrainableModel
 
 PyTree = Any
 Metrics = Mapping[str, jax.Array]
 When = Literal["step", "micro_batch"]
+Slot = Callable[..., PyTree] | Stateful
 
 # Metrics of a training step that are no sums over examples.
 NONFINITE, SKIPPED = "nonfinite", "skipped_steps"
@@ -37,6 +38,7 @@ class TrainState(NamedTuple):
         model_state: E.g. batch statistics.
         opt_state: Optimizer state, with parameters' shapes, addressed by parameter path.
         loss_scale: `LossScaleState`, or () without loss scaling.
+        slots: State of the slots that have any, by slot ('sync', 'update'); see `slots.Stateful`.
     """
 
     step: Any
@@ -44,6 +46,7 @@ class TrainState(NamedTuple):
     model_state: PyTree
     opt_state: PyTree
     loss_scale: Any = ()
+    slots: Any = ()
 
 
 class PlacedBatch(NamedTuple):
@@ -60,11 +63,11 @@ class PlacedBatch(NamedTuple):
 
 
 class StateShardings(NamedTuple):
-    """Where things lie: trees of `LeafSharding`.
+    """How a state is sharded: trees of `LeafSharding`.
 
     Attributes:
         params: Parameters between steps.
-        slices: Gradients as the update takes them, and the optimizer state.
+        slices: Gradients as the optimizer takes them, and the optimizer state.
     """
 
     params: PyTree
@@ -84,8 +87,8 @@ class TrainSpec:
         accumulation_steps: Micro-batches a step.
         max_grad_norm: Gradients are scaled down to this global L2 norm; None: never.
         seed: Seed of dropout keys (initialisation takes its key as an argument).
-        param_dtype: dtype in which parameters lie and travel, the optimizer keeping them in the
-            model's own; None: the model's own. The strategy's, see `StrategyConfig.build`.
+        param_dtype: dtype of parameters between steps and on the wire, the optimizer keeping them
+            in the model's own; None: the model's own. Set by `StrategyConfig.fitted`.
         loss_scale: How the loss is scaled; None: it is not. The strategy's too.
         skip_nonfinite: Whether a step whose loss or gradients are not finite changes nothing but
             the step's number, instead of the parameters.
@@ -109,7 +112,7 @@ class Strategy:
 
     Attributes:
         config: What it was built from, resolved.
-        shardings: Where parameters and optimizer state lie, and why.
+        shardings: How parameters and optimizer state are sharded, and why.
         abstract_state: Shapes, dtypes and shardings of the state.
         abstract_batch: The same of a placed batch.
         train_rows: Places in the global batch of the examples that this process provides.
@@ -156,38 +159,85 @@ class Strategy:
         return self.config.mesh
 
 
+@gin.register("data_parallel", module="strategies", denylist=["choose"])
+@checked
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StrategyConfig:
     """A strategy before it meets a model: the engine, the mesh and the four slots.
 
-    `data_parallel` makes one, and says what the fields mean.
+    `strategies.slots` has the contracts of the slots. None in a slot means: not needed.
 
     Attributes:
-        choose: Of a recipe that stands for one of several: finds that one, once it is known what is
+        name: What the run's summary calls it.
+        engine: `mapped`, `compiled` or `pmapped`.
+        mesh: The device mesh.
+        shard: Which dims of parameters are sharded over mesh axis `fsdp`. Parameters are sharded
+            between steps if `gather`, or the compiler, gathers them. Without `gather` a mapped
+            strategy keeps them replicated, and `shard` says which shard of each a device updates.
+            None: nothing is sharded.
+        gather: How shards become full parameters for compute. None: parameters are replicated.
+        sync: How gradients are averaged. None: there is one device, or `update` or the compiler
+            averages.
+        update: How the optimizer is applied. None: as by `apply_gradients`.
+        reshard_after_forward: Whether gathered parameters are dropped after their use, and gathered
+            again in the backward pass, for each micro-batch. Otherwise they are gathered once a
+            step, and their gradients are scattered once a step.
+        sync_each: When `sync` is called: each 'step', or each 'micro_batch'.
+        reduction: The collectives that `gather`, `sync` and `update` use.
+        accumulation_dtype: dtype in which gradients of micro-batches are added up; None: their
+            own.
+        param_dtype: dtype of parameters between steps and on the wire, e.g. 'bfloat16'; the
+            optimizer then keeps them in the model's own dtype too, with the rest of its state.
+            None: the model's own.
+        loss_scale: `@dynamic_loss_scale()` for compute in float16; None: the loss is not scaled.
+        prefetch: Whether the next unit of a stack is gathered, and the last one's gradient
+            scattered, while one is computed; see `distributed.units.Units`.
+        overlap: Whether collectives run beside compute: each unit is then gathered, or its
+            gradient synchronised, by itself. False where each collective is waited for, as on
+            CPUs: fewer, larger ones are faster.
+        compiler_options: XLA's options for the training step, by name; gin/options/ has some that
+            were measured.
+        choose: Finds the strategy, where this one stands for several, once it is known what is
             built, the same in every process. None: this is the one.
     """
 
-    name: str
-    engine: Callable[[StrategyConfig, TrainSpec], Strategy]
-    mesh: Mesh
-    shard: Rule | None
-    gather: Callable[..., PyTree] | None
-    sync: Callable[..., PyTree] | None
-    update: Callable[..., tuple[PyTree, PyTree]] | None
-    gather_each: str
-    sync_each: str
-    reduction: Reduction
-    accumulation_dtype: Any
-    param_dtype: Any
-    loss_scale: LossScale | None
-    look_ahead: bool
-    compiler_options: dict[str, Any] | None
+    name: str = gin.REQUIRED
+    engine: Callable[[StrategyConfig, TrainSpec], Strategy] = gin.REQUIRED
+    mesh: Mesh = gin.REQUIRED
+    shard: Callable[..., PyTree] | None = None
+    gather: Callable[..., PyTree] | None = None
+    sync: Slot | None = None
+    update: Slot | None = None
+    reshard_after_forward: bool = True
+    sync_each: When = "step"
+    reduction: Reduction = PLAIN
+    accumulation_dtype: Dtype | None = None
+    param_dtype: Dtype | None = None
+    loss_scale: LossScale | None = None
+    prefetch: bool = False
+    overlap: bool = True
+    compiler_options: Mapping[str, Any] | None = None
     choose: Callable[[TrainSpec], StrategyConfig] | None = None
 
-    def resolve(self, spec: TrainSpec) -> StrategyConfig:
-        """The recipe that is built: this one, or what it chooses.
+    def __post_init__(self) -> None:
+        if self.prefetch and (self.gather is None or not self.reshard_after_forward):
+            raise UsageError(
+                f"data_parallel.prefetch = True, but {self.name!r} gathers no unit by itself. Bind "
+                "False.",
+                binding="data_parallel.prefetch",
+            )
+        if self.gather and not self.reshard_after_forward and self.sync_each == "micro_batch":
+            raise UsageError(
+                "data_parallel.sync_each = 'micro_batch' with reshard_after_forward = False: "
+                "gradients of gathered parameters are scattered at the end of a step only. Use "
+                "'step'.",
+                binding="data_parallel.sync_each",
+            )
 
-        Whoever reads a recipe, or builds it more than once, resolves it first.
+    def resolve(self, spec: TrainSpec) -> StrategyConfig:
+        """The strategy that is built: this one, or what it chooses.
+
+        Whoever reads a strategy, or builds it more than once, resolves it first.
 
         Raises:
             UsageError: There is none to choose.
@@ -216,115 +266,5 @@ class StrategyConfig:
             spec = dataclasses.replace(spec, optimizer=optimizer, param_dtype=self.param_dtype)
         return dataclasses.replace(spec, loss_scale=self.loss_scale)
 
-    def refuse_no_sync(self) -> None:
-        """Raises UsageError if several devices would each follow gradients of their own."""
-        if self.sync is None and self.mesh.size > 1:
-            raise UsageError(
-                f"data_parallel.sync = None on {self.mesh.size} devices: nothing averages their "
-                "gradients. Bind @average_gradients, which leaves alone what `gather` averaged.",
-                binding="data_parallel.sync",
-            )
 
-    def refuse_idle(self, *, gathers: bool, syncs: bool) -> None:
-        """Raises UsageError if it is bound when something happens that never does."""
-        for name, value, default, happens in (
-            ("gather", self.gather_each, "micro_batch", gathers),
-            ("sync", self.sync_each, "step", syncs),
-        ):
-            if value != default and not happens:
-                raise UsageError(
-                    f"data_parallel.{name}_each = {value!r} has no effect: this strategy calls no "
-                    f"{name}. Leave it at {default!r}.",
-                    binding=f"data_parallel.{name}_each",
-                )
-
-    def refuse_slots(self, names: tuple[str, ...], why: str) -> None:
-        """Raises UsageError if one of these slots or options is not None."""
-        for name in names:
-            value = getattr(self, name)
-            if value is not None:
-                raise UsageError(
-                    f"data_parallel.{name} = {getattr(value, '__name__', value)}: {why}",
-                    binding=f"data_parallel.{name}",
-                )
-
-
-@gin.register(module="strategies")
-@checked
-def data_parallel(
-    *,
-    name: str = gin.REQUIRED,
-    engine: Callable[[StrategyConfig, TrainSpec], Strategy] = gin.REQUIRED,
-    mesh: Mesh = gin.REQUIRED,
-    shard: Rule | None = None,
-    gather: Callable[..., PyTree] | None = None,
-    sync: Callable[..., PyTree] | None = None,
-    update: Callable[..., tuple[PyTree, PyTree]] | None = None,
-    gather_each: When = "micro_batch",
-    sync_each: When = "step",
-    reduction: Reduction = PLAIN,
-    accumulation_dtype: Dtype | None = None,
-    param_dtype: Dtype | None = None,
-    loss_scale: LossScale | None = None,
-    look_ahead: bool = False,
-    compiler_options: Mapping[str, Any] | None = None,
-) -> StrategyConfig:
-    """Composes a strategy from an engine, a mesh and four functions.
-
-    Args:
-        name: What the run's summary calls it.
-        engine: `mapped`, `compiled` or `pmapped`.
-        mesh: The device mesh.
-        shard: (path, shape, axis size) -> `ShardDecision`: the dim of a parameter that is sharded
-            over mesh axis `fsdp`. Parameters are sharded so where something gathers them: `gather`,
-            or the compiler. Without `gather` a mapped strategy keeps whole parameters, and `shard`
-            says which slice of each one a device updates. None: nothing is sharded.
-        gather: (held, layout, reduction=) -> whole parameters for compute, whose gradients come
-            back as this device's shard of the mean over `fsdp`. None: parameters are whole.
-        sync: (grads, layout, axes=, reduction=) -> gradients as `update` takes them, averaged
-            over devices. None: there is one device, or the compiler averages.
-        update: (optimizer, grads, opt_state, params, layout, axes=, reduction=) ->
-            (params, opt_state). None: the optimizer is applied to what a device holds.
-        gather_each: When `gather` is called: for each 'micro_batch', and again in its backward
-            pass; or once a 'step', so that whole parameters and gradients live through it.
-        sync_each: When `sync` is called: each 'step', or each 'micro_batch'.
-        reduction: How partial sums become one; `sync`, `gather` and `update` receive it.
-        accumulation_dtype: dtype in which gradients of micro-batches are added up; None: their
-            own.
-        param_dtype: dtype in which parameters lie between steps and travel, e.g. 'bfloat16'; the
-            optimizer then keeps them in the model's own dtype too, with the rest of its state.
-            None: the model's own.
-        loss_scale: `@dynamic_loss_scale()` for compute in float16; None: the loss is not scaled.
-        look_ahead: Gather the next unit of a stack, and scatter the last one's gradient, while one
-            is computed; see `distributed.units.Units`.
-        compiler_options: XLA's options for the training step, by name; gin/options/ has some that
-            were measured.
-    """
-    if look_ahead and (gather is None or gather_each == "step"):
-        raise UsageError(
-            f"data_parallel.look_ahead = True, but {name!r} gathers no unit by itself. Bind False.",
-            binding="data_parallel.look_ahead",
-        )
-    if gather is not None and (gather_each, sync_each) == ("step", "micro_batch"):
-        raise UsageError(
-            "data_parallel.sync_each = 'micro_batch' with gather_each = 'step': gradients of "
-            "gathered parameters are scattered at the end of a step only. Use 'step' for both.",
-            binding="data_parallel.sync_each",
-        )
-    return StrategyConfig(
-        name=name,
-        engine=engine,
-        mesh=mesh,
-        shard=shard,
-        gather=gather,
-        sync=sync,
-        update=update,
-        gather_each=gather_each,
-        sync_each=sync_each,
-        reduction=reduction,
-        accumulation_dtype=accumulation_dtype,
-        param_dtype=param_dtype,
-        loss_scale=loss_scale,
-        look_ahead=look_ahead,
-        compiler_options=dict(compiler_options) if compiler_options else None,
-    )
+data_parallel = StrategyConfig

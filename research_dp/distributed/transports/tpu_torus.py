@@ -8,6 +8,7 @@ would.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -94,7 +95,7 @@ def staged_reduction(stages: Mapping[str, Sequence[int]]) -> Reduction:
         whole = blocks.reshape(blocks.shape[0], -1)[:, : front.size]
         return jnp.moveaxis(whole.reshape(-1, *front.shape[1:]), 0, dim)
 
-    return PLAIN._replace(reduce_scatter=reduce_scatter, all_gather=all_gather)
+    return dataclasses.replace(PLAIN, reduce_scatter=reduce_scatter, all_gather=all_gather)
 
 
 def _in_tiles(blocks: jax.Array) -> jax.Array:

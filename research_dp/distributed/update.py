@@ -1,14 +1,15 @@
-"""The optimizer step of ZeRO: gradients reduce-scattered, each slice updated, parameters gathered.
+"""The optimizer step, replicated or sharded (ZeRO): the functions of slot `update`.
 
-An adapter, with the interface of MLX's `fsdp_apply_gradients` (0.31.1 to 0.32.0), over the same
-primitives as the slots `scatter_gradients` and `update_slices`. What differs from MLX is written
-in docs/api_updates.md.
+`fsdp_apply_gradients` has the interface of MLX's (0.31.1 to 0.32.0). Gradients are
+reduce-scattered, each shard is updated, and parameters are gathered. docs/api_updates.md lists
+what differs.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
-from typing import Annotated, Any, Protocol, cast
+from typing import Annotated, Any, cast
 
 import gin
 import jax
@@ -32,15 +33,26 @@ from research_dp.distributed.collectives import (
     Reduction,
     axes_size,
     flat_axes,
+    takes,
 )
-from research_dp.distributed.gradient_means import averaged_axes, own_gradient, refuse_divided_twice
-from research_dp.distributed.optimizer import clip_factor, norm_of_blocks
-from research_dp.distributed.optimizer_state import (
-    OptaxAdapter,
-    check_elementwise,
-    check_slice_axes,
+from research_dp.distributed.gradient_means import (
+    averaged_axes,
+    local_gradient,
+    refuse_divided_twice,
 )
-from research_dp.distributed.sharding import LeafSharding, by_path, infer_flat_sharding, path_name
+from research_dp.distributed.gradient_sync import mean_shards
+from research_dp.distributed.mesh import FSDP_AXIS
+from research_dp.distributed.norms import clip_factor, norm_of_blocks
+from research_dp.distributed.optimizer import Optimizer
+from research_dp.distributed.optimizer_checks import check_elementwise
+from research_dp.distributed.optimizer_state import OptaxAdapter, check_slice_axes
+from research_dp.distributed.sharding import (
+    LeafSharding,
+    by_path,
+    infer_flat_sharding,
+    path_name,
+    shardings_like,
+)
 from research_dp.distributed.vma import bound_axes, is_replicated, is_tracked
 from research_dp.errors import UsageError
 
@@ -48,17 +60,8 @@ PyTree = Any
 Group = AxisNames | None
 
 
-class Optimizer(Protocol):
-    """What `fsdp_apply_gradients` needs of an optimizer.
-
-    It is traced, in a copy, to show that each element is updated by itself. A class whose objects
-    cannot be copied and traced may say so itself, by an attribute `elementwise = True`.
-    """
-
-    def apply_gradients(self, gradients: PyTree, parameters: PyTree) -> PyTree: ...
-
-
-@gin.register(module="distributed")
+@gin.register(module="distributed", denylist=["shardings", "averaged"])
+@takes("reduction", "shardings", "averaged")
 @checked
 def fsdp_apply_gradients(
     gradients: Numbers,
@@ -74,31 +77,33 @@ def fsdp_apply_gradients(
     pre_divide: bool = False,
     loss: Number | None = None,
     reduction: Reduction = PLAIN,
+    shardings: Annotated[PyTree, shardings_like("gradients")] | None = None,
+    averaged: bool = False,
 ) -> PyTree:
-    """One optimizer step whose gradients and optimizer state are split over devices.
+    """One optimizer step whose gradients and optimizer state are sharded over devices.
 
     Gradients are reduce-scattered to their mean, clipped by its global norm, applied to this
-    device's slices, and these gathered. Called where axes are bound (`shard_map`, `pmap`,
-    `vmap(axis_name=...)`); outside of any map there is a world of one.
+    device's shards of the parameters, and these gathered. Called where axes are bound
+    (`shard_map`, `pmap`, `vmap(axis_name=...)`); outside of any map there is a world of one.
 
-    A slice is a part of a flat, padded array, (1, ..., 1, k) of its parameter's rank, so the
-    optimizer must be elementwise; an `OptaxAdapter` of another is refused. It sees a tree of the
-    gradients' structure, by parameter path, never buckets.
+    Without `shardings` a shard is a part of a flat, padded array, (1, ..., 1, k) of its parameter's
+    rank. The optimizer must be elementwise; an `OptaxAdapter` of another is refused. It sees a tree
+    of the gradients' structure, by parameter path, never buckets.
 
     Args:
         gradients: Gradients of this device's own loss, floating point. Parameters without one are
             returned as they are. Under `check_vma=True` those of replicated parameters are sums
-            already (`mean_gradient`), and are divided.
-        parameters: Whole parameters.
+            already (`local_gradient`), and are divided.
+        parameters: Replicated parameters.
         optimizer: Has `apply_gradients(gradients, parameters) -> parameters`; it is given each
             gradient in its parameter's dtype.
-        fsdp_group: Axis, or axes, that the update is split over; None: all bound ones but
-            `dp_group`. Slices are numbered by the axes' names: several axes are given in that
+        fsdp_group: Axis, or axes, that the update is sharded over; None: all bound ones but
+            `dp_group`. Shards are numbered by the axes' names: several axes are given in that
             order.
-        dp_group: Axis, or axes, along which slices are repeated and averaged. None: there are
+        dp_group: Axis, or axes, along which shards are replicated and averaged. None: there are
             none; () too, and axes in neither group (tensor parallel) are meant so.
-        communication_size: Arrays of one dtype travel together until they are so many bytes;
-            <= 0: each alone.
+        communication_size: Arrays of one dtype are communicated together in buckets of so many
+            bytes; <= 0: each alone.
         communication_stream: None: XLA schedules collectives itself.
         max_norm: Gradients are scaled down to this global L2 norm. A norm that is not a number
             makes every updated parameter NaN: no step is skipped.
@@ -106,7 +111,10 @@ def fsdp_apply_gradients(
         pre_divide: Divide before the sum: in float16, eight times 10000 is inf.
         loss: The loss that was differentiated. Under `check_vma=True` its type says whether it was
             averaged over an axis before, or not split over it. Needed there as in `sync_gradients`.
-        reduction: How partial sums are summed.
+        reduction: The collectives.
+        shardings: A strategy's own `LeafSharding`s over axis `fsdp`, instead of flat shards.
+        averaged: Whether `gradients` are this device's shards of the mean already, as
+            `scatter_gradients` returns them.
 
     Returns:
         The parameters, dtypes and structure kept; with `max_norm` a pair of them and the mean
@@ -119,23 +127,72 @@ def fsdp_apply_gradients(
             summed (`sync_gradients`).
     """
     del communication_stream  # there is none to choose
-    fsdp, dp = _groups(fsdp_group, dp_group)
     params = by_path(parameters)
-    sums = {"dtype": dtype, "pre_divide": pre_divide}
-    own = _own_gradients(gradients, params, loss, fsdp + dp, **sums)
-    sums |= {"reduction": reduction, "bucket_bytes": communication_size}
-    layout, slices = _mean_slices(own, fsdp, dp, **sums)
+    sums: dict[str, Any] = {"dtype": dtype, "pre_divide": pre_divide}
+    grads: Mapping[str, jax.Array]
+    if shardings is None:
+        fsdp, dp = _groups(fsdp_group, dp_group)
+        axes = fsdp + dp
+        grads = _local_gradients(gradients, params, loss, axes, **sums)
+        layout = infer_flat_sharding(grads, axes_size(fsdp))
+    else:
+        axes = tuple(axis for axis in bound_axes() if axes_size((axis,)) > 1)
+        fsdp = tuple(axis for axis in axes if axis == FSDP_AXIS)
+        dp = tuple(axis for axis in axes if axis != FSDP_AXIS)
+        grads, layout = by_path(gradients), by_path(shardings)
+    if not averaged:
+        sums |= {"bucket_bytes": communication_size}
+        grads = mean_shards(dict(grads), dict(layout), fsdp, dp, axes, reduction, **sums)
     norm = None
     if max_norm is not None:
-        split_over = fsdp if axes_size(fsdp) > 1 else ()
-        norm = norm_of_blocks(((g, split_over) for g in slices.values()), reduction)
+        over = {name: fsdp if p.dim is not None else () for name, p in layout.items()}
+        norm = norm_of_blocks(((g, over[name]) for name, g in grads.items()), reduction)
         scale = clip_factor(norm, max_norm)
-        slices = {name: g * scale for name, g in slices.items()}
-    new = _update(gradients, slices, params, layout, optimizer, fsdp, reduction, communication_size)
+        grads = {name: g * scale for name, g in grads.items()}
+    if shardings is None:
+        grads = {name: g.astype(params[name].dtype) for name, g in grads.items()}
+        _check_optimizer(optimizer, gradients, params, layout)
+    params = {name: jnp.asarray(params[name]) for name in grads}
+    layout = dict(layout)
+    shards = buckets.shard_tree(params, layout, axis=fsdp)
+    new = by_path(optimizer.apply_gradients(_like(gradients, grads), _like(gradients, shards)))
+    if {n: x.shape for n, x in new.items()} != {n: x.shape for n, x in shards.items()}:
+        raise UsageError(
+            "optimizer.apply_gradients returns other paths or shapes than the parameters that it "
+            f"was given: {sorted(set(new) ^ set(shards)) or 'shapes differ'}."
+        )
+    new = {name: x.astype(params[name].dtype) for name, x in new.items()}
+    full = buckets.gather_tree(
+        new, layout, reduction, axis=fsdp, bucket_bytes=communication_size, into=params
+    )
     result = jax.tree_util.tree_map_with_path(
-        lambda path, p: new.get(path_name(path), p), parameters
+        lambda keys, p: full.get(path_name(keys), p), parameters
     )
     return result if norm is None else (result, norm)
+
+
+def _like(tree: PyTree, leaves: Mapping[str, jax.Array]) -> PyTree:
+    """Leaves by path, in the structure of a tree."""
+    return jax.tree_util.tree_map_with_path(lambda keys, _: leaves[path_name(keys)], tree)
+
+
+def _check_optimizer(
+    optimizer: Optimizer,
+    gradients: PyTree,
+    params: Mapping[str, jax.Array],
+    layout: Mapping[str, LeafSharding],
+) -> None:
+    """Raises UsageError if an optimizer cannot be applied to flat shards."""
+    params = {name: jnp.asarray(params[name]) for name in layout}
+    shards = next(iter(layout.values())).axis_size if layout else 1
+    if getattr(type(optimizer), "apply_gradients", None) is OptaxAdapter.apply_gradients:
+        cast(OptaxAdapter, optimizer).check_slices(_like(gradients, params), shards)
+    elif shards > 1:
+        local = {
+            name: jax.ShapeDtypeStruct(p.local_shape, params[name].dtype)
+            for name, p in layout.items()
+        }
+        check_elementwise(optimizer, local, layout, functools.partial(_like, gradients))
 
 
 @gin.register(module="distributed")
@@ -198,7 +255,7 @@ def _groups(fsdp_group: Group, dp_group: Group) -> tuple[Axes, Axes]:
     return fsdp, dp
 
 
-def _own_gradients(
+def _local_gradients(
     gradients: PyTree,
     params: Mapping[str, jax.Array],
     loss: jax.Array | None,
@@ -208,23 +265,13 @@ def _own_gradients(
     """Gradients by path, checked, such that their mean over `axes` is the right one."""
     done = averaged_axes(loss, axes)
     left = tuple(axis for axis in axes if axis not in done and is_tracked(axis))
-    own = {}
+    local = {}
     for name, g in by_path(gradients).items():
         g = jnp.asarray(g)
         _check_gradient(name, g, params)
         refuse_divided_twice(name, g.shape, [a for a in done if not is_replicated(g, a)])
-        own[name] = own_gradient(g, left, path=name, fresh=loss is not None, **sums)
-    return own
-
-
-def _mean_slices(
-    own: Mapping[str, jax.Array], fsdp: Axes, dp: Axes, **sums: Any
-) -> tuple[dict[str, LeafSharding], dict[str, jax.Array]]:
-    """Which slices this device updates, and its slices of the mean gradients, both by path."""
-    layout = infer_flat_sharding(own, axes_size(fsdp))
-    if axes_size(fsdp) == 1:  # everything stays whole
-        return layout, buckets.all_mean_tree(own, fsdp + dp, **sums)
-    return layout, buckets.scatter_mean_tree(own, layout, axis=fsdp, replica_axes=dp, **sums)
+        local[name], _ = local_gradient(g, left, path=name, fresh=loss is not None, **sums)
+    return local
 
 
 def _check_gradient(name: str, g: jax.Array, params: Mapping[str, jax.Array]) -> None:
@@ -241,38 +288,3 @@ def _check_gradient(name: str, g: jax.Array, params: Mapping[str, jax.Array]) ->
             f"gradient {name!r} has dtype {g.dtype}; leave out what is not trained: parameters "
             "without a gradient are returned as they are."
         )
-
-
-def _update(
-    like: PyTree,
-    slices: Mapping[str, jax.Array],
-    params: Mapping[str, jax.Array],
-    layout: Mapping[str, LeafSharding],
-    optimizer: Optimizer,
-    axis: Axes,
-    reduction: Reduction,
-    bucket_bytes: int,
-) -> dict[str, jax.Array]:
-    """New whole parameters by path, of those that have gradients.
-
-    The optimizer sees trees of the structure of `like`.
-    """
-    params = {name: jnp.asarray(params[name]) for name in slices}
-
-    def tree(leaves: Mapping[str, jax.Array]) -> PyTree:
-        return jax.tree_util.tree_map_with_path(lambda path, _: leaves[path_name(path)], like)
-
-    mine = buckets.shard_tree(params, layout, axis=axis)
-    given = {name: g.astype(params[name].dtype) for name, g in slices.items()}
-    if getattr(type(optimizer), "apply_gradients", None) is OptaxAdapter.apply_gradients:
-        cast(OptaxAdapter, optimizer).check_slices(tree(params), axes_size(axis))
-    elif axes_size(axis) > 1:
-        check_elementwise(optimizer, mine, layout, tree)
-    new = by_path(optimizer.apply_gradients(tree(given), tree(mine)))
-    if {n: x.shape for n, x in new.items()} != {n: x.shape for n, x in mine.items()}:
-        raise UsageError(
-            "optimizer.apply_gradients returns other paths or shapes than the parameters that it "
-            f"was given: {sorted(set(new) ^ set(mine)) or 'shapes differ'}."
-        )
-    new = {name: x.astype(params[name].dtype) for name, x in new.items()}
-    return buckets.gather_tree(new, layout, reduction, axis=axis, bucket_bytes=bucket_bytes)
