@@ -1,0 +1,198 @@
+"""The four slots: their functions are the seeds', and functions of others fill them unchanged."""
+
+import dataclasses
+import functools
+
+import flax.linen as nn
+import jax
+import numpy as np
+import optax
+import pytest
+from certified import BATCH, examples, noise, perceptron, recipe_of
+from jax import lax
+
+import research_dp as rdp
+from examples.error_feedback import ErrorFeedback
+from research_dp.strategies import TrainSpec
+
+STEPS = 3
+
+
+def spec():
+    return TrainSpec(
+        model=perceptron(),
+        optimizer=optax.adam(1e-2),
+        example=noise().example,
+        batch_size=BATCH,
+        max_grad_norm=1.0,
+    )
+
+
+def trained(config, steps=STEPS):
+    """The state after some steps."""
+    strategy = config.build(spec())
+    state = strategy.init(jax.random.key(0))
+    for step in range(steps):
+        state, _ = strategy.train_step(state, strategy.place_batch(examples(step, BATCH)))
+    return state
+
+
+@functools.cache
+def of_one_device():
+    return jax.tree.map(np.asarray, trained(recipe_of("single")).params)
+
+
+def follows_one_device(config, rtol=1e-4):
+    params = jax.tree.map(np.asarray, trained(config).params)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol), params, of_one_device()
+    )
+
+
+@pytest.mark.parametrize(
+    ("stem", "slot", "name"),
+    [
+        ("fsdp", "shard", "shard_params"),
+        ("fsdp", "gather", "gather_params"),
+        ("fsdp", "sync", "sync_gradients"),
+        ("fsdp", "update", "apply_gradients"),
+        ("zero1", "sync", "scatter_gradients"),
+        ("zero1", "update", "fsdp_apply_gradients"),
+        ("ddp", "sync", "sync_gradients"),
+    ],
+)
+def test_a_shipped_strategy_calls_the_public_function(stem, slot, name):
+    assert getattr(recipe_of(stem), slot).__wrapped__ is getattr(rdp, name)
+
+
+# ---- Functions written for xlstm-jax's contract, with JAX and Flax alone ----
+
+
+def is_box(x):
+    return isinstance(x, nn.Partitioned)
+
+
+def plain_shard(params, axis_name):
+    size, index = lax.axis_size(axis_name), lax.axis_index(axis_name)
+
+    def one(x):
+        if not x.ndim or x.shape[0] % size:
+            return x
+        block = x.shape[0] // size
+        shard = lax.dynamic_slice_in_dim(x, index * block, block)
+        return nn.Partitioned(shard, (axis_name, *(None,) * (x.ndim - 1)))
+
+    return jax.tree.map(one, params)
+
+
+def plain_gather(params, axis_name):
+    def one(box):
+        if not is_box(box):
+            return box
+        dim = box.names.index(axis_name)
+
+        @jax.custom_vjp
+        def gather(x):
+            return lax.all_gather(x, axis_name, axis=dim, tiled=True)
+
+        def backward(_, g):
+            total = lax.psum_scatter(g, axis_name, scatter_dimension=dim, tiled=True)
+            return (total / lax.axis_size(axis_name),)
+
+        gather.defvjp(lambda x: (gather(x), None), backward)
+        return gather(box.value)
+
+    return jax.tree.map(one, params, is_leaf=is_box)
+
+
+def plain_sync(grads, axis_names):
+    def one(g):
+        if not is_box(g):
+            return lax.pmean(g, axis_names)
+        over = tuple(axis for axis in axis_names if axis not in g.names)
+        return g.replace(value=lax.pmean(g.value, over)) if over else g
+
+    return jax.tree.map(one, grads, is_leaf=is_box)
+
+
+def plain_update(gradients, parameters, optimizer):
+    return optimizer.apply_gradients(gradients, parameters)
+
+
+PLAIN_SLOTS = {
+    "shard": plain_shard,
+    "gather": plain_gather,
+    "sync": plain_sync,
+    "update": plain_update,
+}
+
+
+@pytest.mark.parametrize("slot", [*PLAIN_SLOTS, "all"])
+@pytest.mark.parametrize("stem", ["hsdp"])
+def test_a_function_of_the_seeds_contract_fills_a_slot(stem, slot):
+    chosen = PLAIN_SLOTS if slot == "all" else {slot: PLAIN_SLOTS[slot]}
+    follows_one_device(dataclasses.replace(recipe_of(stem), **chosen))
+
+
+def test_the_plain_rule_decides_what_is_sharded():
+    strategy = dataclasses.replace(recipe_of("fsdp"), shard=plain_shard).build(spec())
+    dims = {p.path: p.dim for p in jax.tree.leaves(strategy.shardings.params)}
+    assert dims["hidden_0/kernel"] == 0 and dims["head/bias"] is None
+    (bias,) = [p for p in jax.tree.leaves(strategy.shardings.params) if p.path == "head/bias"]
+    assert bias.reason == "`shard` left it replicated"
+
+
+def test_gradients_may_be_averaged_by_the_update_alone():
+    follows_one_device(dataclasses.replace(recipe_of("zero1"), sync=None))
+
+
+@pytest.mark.parametrize(
+    ("shard", "message"),
+    [
+        (lambda params, axis: {}, "another tree than the parameters"),
+        (
+            lambda params, axis: jax.tree.map(
+                lambda x: nn.Partitioned(x, (axis, *(None,) * (x.ndim - 1))), params
+            ),
+            r"head/bias with shape \(10,\), which is not a shard of \(10,\) along dim 0",
+        ),
+    ],
+)
+def test_what_is_no_shard_is_refused(shard, message):
+    config = dataclasses.replace(recipe_of("fsdp"), shard=shard)
+    with pytest.raises(rdp.UsageError, match=message):
+        config.build(spec())
+
+
+# ---- Slots with state ----
+
+
+def test_state_is_carried_and_differs_from_device_to_device():
+    config = dataclasses.replace(recipe_of("ddp"), sync=ErrorFeedback())
+    first = config.build(spec()).init(jax.random.key(0))
+    assert all(not np.any(x) for x in jax.tree.leaves(first.slots))
+    state = trained(config)
+    for error, param in zip(
+        jax.tree.leaves(state.slots["sync"]), jax.tree.leaves(state.params), strict=True
+    ):
+        assert error.shape == (8, *param.shape)
+        assert error.sharding.shard_shape(error.shape) == (1, *param.shape)
+    kernel = np.asarray(state.slots["sync"]["hidden_0"]["kernel"])
+    assert len({x.tobytes() for x in kernel}) == 8
+
+
+def test_error_feedback_follows_the_exact_gradients():
+    """What was rounded away comes back: plain rounding drifts from the sum of the gradients."""
+    config = dataclasses.replace(recipe_of("ddp"), sync=ErrorFeedback())
+    follows_one_device(config, rtol=2e-2)
+
+
+def test_an_engine_that_keeps_no_state_says_so():
+    config = dataclasses.replace(recipe_of("pmap"), sync=ErrorFeedback())
+    with pytest.raises(rdp.UsageError, match="sync = ErrorFeedback: engine 'pmapped' keeps no"):
+        config.build(spec())
+
+
+def test_a_gather_carries_no_state():
+    with pytest.raises(rdp.UsageError, match=r"gather = .*ErrorFeedback.*give a function"):
+        dataclasses.replace(recipe_of("fsdp"), gather=ErrorFeedback())
