@@ -118,8 +118,8 @@ def test_what_killed_preparations_left_is_removed_unless_in_use(tmp_path, monkey
         "incomplete.mine",
     ]
     said = capsys.readouterr().out
-    assert f"Removing {beside / 'incomplete.A1B2C3_1.0.0'}, which" in said
-    assert f"Leaving {beside / 'incomplete.INUSE1_1.0.0'}, in which" in said
+    assert f"Removing {beside / 'incomplete.A1B2C3_1.0.0'}, the rest of" in said
+    assert f"Leaving {beside / 'incomplete.INUSE1_1.0.0'}, which changed" in said
 
 
 def test_the_tool_prepares_and_reports(tmp_path, few_digits, monkeypatch, capsys):

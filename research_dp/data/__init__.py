@@ -1,6 +1,6 @@
-"""Data sets: TFDS builders that need no download, and pipelines whose order is known in advance.
+"""Data sets, readers and preprocessing; the order of examples is a function of (seed, step).
 
-Importing this package registers the pipelines with gin; TFDS itself is imported when one is made.
+Importing this package registers them with gin; TFDS is imported when a data set is constructed.
 """
 
 from research_dp.data.array_record import random_access

@@ -1,7 +1,6 @@
-"""The default reader: any example at any time, so that order and place need no state.
+"""The default reader: random access to ArrayRecord files by index, without iterator state.
 
-Examples are read by index from ArrayRecord (`tfds.data_source`), a whole batch at a time, by
-threads or worker processes of Grain.
+Threads or worker processes of Grain read a batch at a time.
 """
 
 from __future__ import annotations
@@ -23,7 +22,14 @@ from absl import flags
 from research_dp.argument_checks import checked
 from research_dp.argument_types import Count, CountOrZero
 from research_dp.data.preprocess import Preprocess
-from research_dp.data.reader import Splits, check_decodable, check_format, treated, unreadable
+from research_dp.data.reader import (
+    Splits,
+    check_decodable,
+    check_format,
+    preprocess_example,
+    read_error,
+    stack,
+)
 from research_dp.data.rng import Purpose, generator
 from research_dp.data.shuffle import example_indices, stream_positions
 from research_dp.errors import UsageError
@@ -31,14 +37,14 @@ from research_dp.types import Arrays, EvalOrder, TrainOrder
 
 
 class Examples:
-    """Stacked, treated examples of a split by index; kept in memory if they are few.
+    """Stacked, preprocessed examples of a split by index; small splits are cached in memory.
 
     Args:
         source: Random-access source of raw examples.
         preprocess: Its `example` is applied.
-        cache_bytes: Split is kept in memory if it needs at most so many bytes.
-        name: What it is called in messages, e.g. 'digits train'.
-        folder: Where the data lies, for messages.
+        cache_bytes: The split is cached if it needs at most this many bytes.
+        name: Name of the split in messages, e.g. 'digits train'.
+        folder: Folder of the data, for messages.
     """
 
     def __init__(
@@ -53,13 +59,13 @@ class Examples:
         self._name, self._folder = name, folder
         self._cache_bytes = 0 if preprocess.example_is_random else cache_bytes
         self._cache: dict[str, np.ndarray] | None = None
-        self._known = np.zeros(len(source), bool)
-        self._lock = threading.Lock()  # held to look into the cache or change it, not to read
+        self._is_cached = np.zeros(len(source), bool)
+        self._lock = threading.Lock()  # guards the cache; reading needs no lock
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Worker processes get a copy, with a lock of its own and nothing in its cache.
-        copied = (self._source, self._preprocess, self._cache_bytes, self._name, self._folder)
-        return _in_worker, copied
+        # Worker processes get a copy with an empty cache.
+        args = (self._source, self._preprocess, self._cache_bytes, self._name, self._folder)
+        return _in_worker, args
 
     def __len__(self) -> int:
         return len(self._source)
@@ -67,11 +73,11 @@ class Examples:
     def __call__(
         self, indices: np.ndarray, rngs: Sequence[np.random.Generator | None] | None = None
     ) -> Mapping[str, np.ndarray]:
-        """Examples at these indices, stacked; `rngs` has one generator an example, if any."""
+        """Examples at these indices, stacked; `rngs` has one generator for each, or is None."""
         if not self._cache_bytes:
             return self._read(indices, rngs)
         with self._lock:
-            missing = np.unique(indices[~self._known[indices]])
+            missing = np.unique(indices[~self._is_cached[indices]])
         fresh = self._read(missing, None) if len(missing) else {}
         with self._lock:
             if self._cache is None:
@@ -79,12 +85,12 @@ class Examples:
             if self._cache is not None:
                 for name, values in fresh.items():
                     self._cache[name][missing] = values
-                self._known[missing] = True
+                self._is_cached[missing] = True
                 return {name: values[indices] for name, values in self._cache.items()}
         return self._read(indices, rngs)
 
     def _allocate(self, sample: Arrays) -> dict[str, np.ndarray] | None:
-        """Room for the whole split, or None, now and later, if that is too much."""
+        """Empty arrays for the split; None if they exceed `cache_bytes`, which disables caching."""
         if sum(v[0].nbytes for v in sample.values()) * len(self) > self._cache_bytes:
             self._cache_bytes = 0
             return None
@@ -93,54 +99,49 @@ class Examples:
     def _read(
         self, indices: np.ndarray, rngs: Sequence[np.random.Generator | None] | None
     ) -> Mapping[str, np.ndarray]:
-        wanted = [int(i) for i in indices]
+        integers = [int(i) for i in indices]
         try:
-            raw = self._source.__getitems__(wanted)  # type: ignore[attr-defined]
+            raw = self._source.__getitems__(integers)  # type: ignore[attr-defined]
         except Exception as error:
-            raise self._unreadable(wanted, error) from error
-        each = [
-            treated(self._preprocess, x, rng, functools.partial(self.located, index))
-            for index, x, rng in zip(wanted, raw, rngs or [None] * len(raw), strict=True)
-        ]
-        return {name: np.stack([x[name] for x in each]) for name in each[0]}
+            raise self._read_error(integers, error) from error
+        return stack(
+            [
+                preprocess_example(self._preprocess, x, rng, functools.partial(self.locate, index))
+                for index, x, rng in zip(integers, raw, rngs or [None] * len(raw), strict=True)
+            ]
+        )
 
-    def located(self, index: int) -> str:
-        """How messages name an example."""
+    def locate(self, index: int) -> str:
+        """The name of an example in messages."""
         return f"example {index} of {self._name}"
 
-    def located_in_stream(self, order: TrainOrder, place: int) -> str:
-        """How messages name the example at a place of the training stream."""
-        (index,) = example_indices(np.array([place]), len(self), order.seed)
-        return self.located(index)
-
-    def _unreadable(self, indices: Sequence[int], error: Exception) -> UsageError:
-        """Says which of some examples cannot be read."""
+    def _read_error(self, indices: Sequence[int], error: Exception) -> UsageError:
+        """The error of the first example that cannot be read alone."""
         for index in indices:
             try:
                 self._source[index]
-            except Exception as its_own:
-                return unreadable(its_own, self._folder, self.located(index))
-        return unreadable(error, self._folder, self._name)
+            except Exception as single_error:
+                return read_error(single_error, self._folder, self.locate(index))
+        return read_error(error, self._folder, self._name)
 
 
 def _in_worker(
     source: Sequence[Any], preprocess: Preprocess, cache_bytes: int, name: str, folder: str
 ) -> Examples:
-    """The copy of a worker process, which leaves signals to the run.
+    """Unpickles `Examples` in a worker process, which ignores signals and exits with its parent.
 
-    A signal to the whole group, as a terminal's Ctrl-C is, must not end the workers before the run
-    is saved. It ends with the run's process, however that ends: nobody would take its batches.
+    A signal to the process group, e.g. Ctrl-C, must not end workers before the run is saved.
     """
     parent = multiprocessing.parent_process()
     if parent and threading.current_thread() is threading.main_thread():
-        threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
+        threading.Thread(target=_exit_with, args=(parent.sentinel,), daemon=True).start()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
     return Examples(source, preprocess, cache_bytes, name, folder)
 
 
-def _end_with(sentinel: int) -> None:
-    """Ends this process once another one has."""
+def _exit_with(sentinel: int) -> None:
+    """Exits this process as soon as another one has exited."""
     multiprocessing.connection.wait([sentinel])
     os._exit(1)
 
@@ -165,16 +166,17 @@ def random_access(
         train_split: Split to train on.
         eval_split: Split to evaluate on.
         preprocess: From features to model inputs.
-        threads: Threads that read batches ahead; 0: batches are read when they are taken, which
-            a run does while the devices work.
-        workers: Processes that do it instead while training, for data that is slow to decode; 0:
-            none. Evaluation has as many threads.
-        prefetch: Batches read ahead.
-        cache_bytes: A split whose treated examples need at most so many bytes is kept in memory.
+        threads: Threads that prefetch batches; 0: a batch is read when it is requested, which a
+            run does while the devices compute.
+        workers: Processes that prefetch training batches instead, for data that is slow to decode;
+            0: none. Evaluation uses as many threads.
+        prefetch: Batches that are prefetched.
+        cache_bytes: A split is cached in memory if its preprocessed examples need at most this
+            many bytes.
 
     Raises:
-        UsageError: The data set is in a format without random access, or its images need OpenCV to
-            be decoded, or a count makes no sense.
+        UsageError: The data set is in a format without random access, or decoding its images needs
+            OpenCV, which is not installed.
     """
     check_format(
         builder,
@@ -185,55 +187,55 @@ def random_access(
 
     @functools.cache
     def examples_of(split: str) -> Examples:
-        where = str(builder.data_path)
-        source = builder.as_data_source(split=split)
-        return Examples(source, preprocess, cache_bytes, f"{builder.name} {split}", where)
+        source, folder = builder.as_data_source(split=split), str(builder.data_path)
+        return Examples(source, preprocess, cache_bytes, f"{builder.name} {split}", folder)
 
     def train(order: TrainOrder) -> Iterator[Arrays]:
         examples = examples_of(train_split)
 
         def load(step: int) -> Arrays:
-            places = stream_positions(step, order.batch_size, order.rows)
-            indices = example_indices(places, len(examples), order.seed)
+            positions = stream_positions(step, order.batch_size, order.rows)
+            indices = example_indices(positions, len(examples), order.seed)
             rngs = None
             if preprocess.example_is_random:
-                rngs = [generator(order.seed, Purpose.EXAMPLE, int(place)) for place in places]
+                rngs = [generator(order.seed, Purpose.EXAMPLE, int(p)) for p in positions]
             rng = generator(order.seed, Purpose.BATCH, step)
             return preprocess.batch(examples(indices, rngs), order.rows, order.batch_size, rng)
 
-        return _ahead(load, order.first_step, order.num_steps, threads, workers, prefetch)
+        return _prefetched(load, order.first_step, order.num_steps, threads, workers, prefetch)
 
     def evaluate(order: EvalOrder) -> Iterator[Arrays]:
         examples = examples_of(eval_split)
 
         def load(index: int) -> Arrays:
-            places = stream_positions(index, order.batch_size, order.rows)
-            real = places < len(examples)
-            batch = examples(np.where(real, places, 0))
+            positions = stream_positions(index, order.batch_size, order.rows)
+            real = positions < len(examples)
+            batch = examples(np.where(real, positions, 0))
             batch = preprocess.batch(batch, order.rows, order.batch_size, None)
             return {**batch, "mask": real.astype(np.float32)}
 
-        # Threads only: evaluations are short beside the seconds that processes take to start.
-        batches = -(-len(examples) // order.batch_size)
-        return _ahead(load, 0, batches, max(threads, workers), 0, prefetch)
+        # Threads only: processes take seconds to start, and evaluations are short.
+        num_batches = -(-len(examples) // order.batch_size)
+        return _prefetched(load, 0, num_batches, max(threads, workers), 0, prefetch)
 
-    def locate(order: TrainOrder | EvalOrder, place: int) -> str:
+    def locate(order: TrainOrder | EvalOrder, position: int) -> str:
         if isinstance(order, EvalOrder):
-            return examples_of(eval_split).located(place)
-        return examples_of(train_split).located_in_stream(order, place)
+            return examples_of(eval_split).locate(position)
+        examples = examples_of(train_split)
+        (index,) = example_indices(np.array([position]), len(examples), order.seed)
+        return examples.locate(index)
 
     return Splits(train, evaluate, locate=locate)
 
 
-def _ahead(
+def _prefetched(
     load: Callable[[int], Arrays], first: int, last: int, threads: int, workers: int, prefetch: int
 ) -> Iterator[Arrays]:
-    """What `load` gives for first, ..., last - 1, read by threads or processes ahead of its use."""
-    batches = grain.MapDataset.range(first, last).map(load)
+    """Yields load(first), ..., load(last - 1), prefetched by threads or processes."""
     options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=prefetch)
-    ahead = batches.to_iter_dataset(options)
+    batches = grain.MapDataset.range(first, last).map(load).to_iter_dataset(options)
     if workers:
         if not flags.FLAGS.is_parsed():
-            flags.FLAGS.mark_as_parsed()  # Grain hands absl's flags, of which we have none, on
-        ahead = ahead.mp_prefetch(grain.MultiprocessingOptions(num_workers=workers))
-    return iter(ahead)
+            flags.FLAGS.mark_as_parsed()  # Grain passes absl's flags to workers; there are none
+        batches = batches.mp_prefetch(grain.MultiprocessingOptions(num_workers=workers))
+    return iter(batches)

@@ -1,4 +1,4 @@
-"""TFDS builder of the handwritten digits that scikit-learn ships: real data without a download."""
+"""TFDS builder of the handwritten digits in scikit-learn: real data without a download."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _TEST_EACH = 5
 
 
 class Digits(tfds.core.GeneratorBasedBuilder):
-    """1,797 images of 8x8 pixels in 16 levels of gray; each fifth is in the test split.
+    """1,797 images of 8x8 pixels in 16 levels of gray; every fifth is in the test split.
 
     Optical Recognition of Handwritten Digits (Alpaydin and Kaynak, UCI, 1998), its test part.
     """
@@ -48,6 +48,6 @@ class Digits(tfds.core.GeneratorBasedBuilder):
         for index in range(len(data.target)):
             if (index % _TEST_EACH == 0) != test:
                 continue
-            # Sixteen levels, 0 to 16, become 0 to 255.
+            # Levels 0 to 16 become 0 to 255.
             image = np.round(data.images[index] * (255 / 16)).astype(np.uint8)[..., None]
             yield index, {"image": image, "label": int(data.target[index])}

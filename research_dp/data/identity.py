@@ -1,4 +1,4 @@
-"""Which data there is in a builder's files: what a run compares before it reads them."""
+"""The identity of prepared data, which a resumed run and the processes of a run compare."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from research_dp.data.reader import unreadable
+from research_dp.data.reader import read_error
 from research_dp.types import DataIdentity, SplitIdentity
 
-_HASHED = 8  # examples of a split
+_NUM_HASHED = 8  # examples of a split
 
 
 def identity_of(builder: Any, splits: Sequence[str]) -> DataIdentity:
@@ -35,33 +35,33 @@ def identity_of(builder: Any, splits: Sequence[str]) -> DataIdentity:
 
 
 def _split_identity(builder: Any, split: str) -> SplitIdentity:
-    """Hashes examples at even distances; of images the files, as their decoders differ."""
-    import tensorflow_datasets as tfds  # imported late, as the readers do
+    """Hashes evenly spaced examples; images as encoded, because decoders differ."""
+    import tensorflow_datasets as tfds  # late: it is slow to import
 
     size = builder.info.splits[split].num_examples
     digest = hashlib.sha256()
     in_order = tfds.ReadConfig(try_autocache=False, interleave_cycle_length=1)
     decoders = _skip_images(builder.info.features)
-    for part in tfds.even_splits(split, min(_HASHED, size)):
+    for part in tfds.even_splits(split, min(_NUM_HASHED, size)):
         try:
             if builder.info.file_format.value == "array_record":
                 example = builder.as_data_source(split=part, decoders=decoders)[0]
             else:
                 examples = builder.as_dataset(split=part, read_config=in_order, decoders=decoders)
                 (example,) = examples.take(1).as_numpy_iterator()
-        except Exception as error:  # whatever TFDS and the format's library make of the files
-            what = f"an example of {builder.name} {split}"
-            raise unreadable(error, builder.data_path, what) from error
+        except Exception as error:  # TFDS and the libraries of the formats raise any class
+            name = f"an example of {builder.name} {split}"
+            raise read_error(error, builder.data_path, name) from error
         _update(digest, example)
     return SplitIdentity(examples=size, digest=digest.hexdigest()[:16])
 
 
 def _skip_images(feature: Any) -> Any:
-    """TFDS decoders that leave images as they are in their files; None where there are none."""
+    """TFDS decoders that leave images encoded; None for features without images."""
     import tensorflow_datasets as tfds
 
     class Skip(tfds.decode.SkipDecoding):
-        """Leaves images in sequences too."""
+        """Skips images in sequences too."""
 
         decode_batch_example = decode_batch_example_np = tfds.decode.SkipDecoding.decode_example
 
@@ -77,7 +77,7 @@ def _skip_images(feature: Any) -> Any:
 
 
 def _update(digest: Any, value: Any) -> None:
-    """Hashes one feature, or a dict of them, in a form that all readers give."""
+    """Hashes a feature, or a dict of features, independently of the reader's Python types."""
     if isinstance(value, np.ndarray) and value.dtype == np.object_:
         value = value.ravel().tolist()
     if isinstance(value, Mapping):
@@ -91,8 +91,8 @@ def _update(digest: Any, value: Any) -> None:
         digest.update(len(value).to_bytes(8, "little"))
         for inner in value:
             _update(digest, inner)
-    elif (array := np.asarray(value)).dtype != np.object_:  # not a data set inside of an example
-        # A reader may give Python's numbers: one width for all integers, one for all floats.
+    elif (array := np.asarray(value)).dtype != np.object_:  # not a nested data set
+        # Readers differ in dtypes: all integers are hashed as int64, all floats as float64.
         wide = np.float64 if jnp.issubdtype(array.dtype, jnp.floating) else np.int64
         digest.update(repr(array.shape).encode())
         digest.update(np.ascontiguousarray(array, wide).tobytes())

@@ -1,8 +1,7 @@
-"""From a data set's features to a model's inputs, by numpy alone.
+"""Preprocessing and augmentation in numpy: from a data set's features to a model's inputs.
 
-`Preprocess.example` treats one raw example (decode, resize) and `Preprocess.batch` a stack of
-them (augment, normalise). Random draws come from a generator that the pipeline seeds with the
-run's seed and the place in the training stream, so they are the same on any number of processes.
+The reader seeds each generator with the run's seed and the position in the training stream, so
+that augmentation is the same on any number of processes.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from PIL import Image
 
+from research_dp.argument_checks import checked
 from research_dp.argument_types import Count, CountOrZero
 from research_dp.errors import UsageError, check_count
 from research_dp.types import Arrays
@@ -24,16 +24,16 @@ from research_dp.types import Arrays
 
 @dataclasses.dataclass(frozen=True)
 class Preprocess:
-    """What a task makes of a data set.
+    """How examples of a data set become model inputs.
 
     Attributes:
-        spec: Shape and dtype of one model input, by name.
+        spec: Shape and dtype of each model input.
         info: Facts for the model, e.g. `num_classes`.
-        example: (raw example, generator or None) -> arrays of fixed shapes. A `UsageError` that it
-            raises is reported with the example's place.
-        batch: (stacked examples, rows, global batch size, generator or None) -> model inputs.
-            With a generator: draw for the whole global batch, then take `rows`.
-        example_is_random: Whether `example` draws while training, so that it must not be cached.
+        example: Decodes and resizes: (raw example, generator or None) -> arrays of fixed shapes.
+            The reader adds the example's position to a `UsageError` raised here.
+        batch: Augments and normalises: (stacked examples, rows, global batch size, generator or
+            None) -> model inputs. It draws for the global batch and uses the draws of `rows`.
+        example_is_random: Whether `example` draws while training, which rules out caching.
     """
 
     spec: Mapping[str, jax.ShapeDtypeStruct]
@@ -43,17 +43,17 @@ class Preprocess:
     example_is_random: bool = False
 
 
-# Features of a data set (as in `tfds.core.DatasetInfo.features`) -> Preprocess.
-MakePreprocess = Callable[[Mapping[str, Any]], Preprocess]
+Features = Any  # name -> TFDS feature, a dict or `tfds.features.FeaturesDict`
+MakePreprocess = Callable[[Features], Preprocess]
 
-# The value of full brightness, by which images are divided that are no floats.
-_BRIGHTEST = {"bool": 1.0, "uint8": 255.0, "uint16": 65535.0}
+_MAX_VALUE = {"bool": 1.0, "uint8": 255.0, "uint16": 65535.0}
 _INT32 = np.iinfo(np.int32)
 
 
 @gin.register(module="data")
+@checked
 def image_classification(
-    features: Mapping[str, Any],
+    features: Features,
     *,
     size: Count | None = None,
     mean: Sequence[float] = (0.5,),
@@ -64,41 +64,36 @@ def image_classification(
 ) -> Preprocess:
     """Images as float32, normalised by mean and standard deviation, with their labels.
 
-    Images of uint8 are divided by 255 and images of uint16 by 65535, so that they are in [0, 1].
-    Images of floating-point dtypes keep their values: `mean` and `std` are in their units, and the
-    defaults fit values in [0, 1].
+    Images of uint8 and uint16 are scaled to [0, 1] first; floating-point images are not.
 
     Args:
         features: The data set's features. `image` (height, width, channels), uint8, uint16 or
             floating-point, and `label` (), integer, are used.
-        size: Height and width of the model's input; None: the images', which then have one shape.
+        size: Height and width of the model's input; None: those of the images.
         mean: Subtracted, for each channel (or one for all).
         std: Divided by, for each channel (or one for all).
-        pad_crop: While training, pad by so many zero pixels and crop at random.
+        pad_crop: While training, pad by this many zero pixels and crop at random.
         flip: While training, mirror half of the images left to right.
         random_resized_crop: While training, resize a random area of 8 to 100 % of the image
             (Szegedy et al., arXiv 1409.4842); otherwise the central square is resized.
 
     Raises:
         UsageError: The data set lacks a feature or has it in another shape or dtype, or its images
-            have no one size, or a count makes no sense.
+            differ in size and `size` is None.
     """
-    check_count("image_classification.pad_crop", pad_crop, 0)
-    if size is not None:
-        check_count("image_classification.size", size, 1)
-    wanted = "(height, width, channels) of uint8, uint16 or floats"
-    dtype = _check_feature(features, "image", "image_classification", _is_image, wanted)
+    expected = "(height, width, channels) of uint8, uint16 or floats"
+    dtype = _check_feature(features, "image", "image_classification", _is_image, expected)
     _check_feature(features, "label", "image_classification", _is_label, "one integer")
-    brightest = np.float32(_BRIGHTEST.get(dtype.name, 1.0))
+    max_value = np.float32(_MAX_VALUE.get(dtype.name, 1.0))
     channels = features["image"].shape[-1]
     shape = (size, size, channels) if size else tuple(features["image"].shape)
     if None in shape:
         raise UsageError(
-            f"image_classification.size is not bound, and images of shape {shape} have no one "
-            "size. Bind it, e.g. to 224.",
+            f"image_classification.size is not bound, and images of shape {shape} differ in size. "
+            "Bind it, e.g. to 224.",
             binding="image_classification.size",
         )
-    # Labels that are no classes, or classes that are counted when the data is prepared, have none.
+    # None for labels that are not a ClassLabel, or whose classes are unknown before preparation.
     num_classes = getattr(features["label"], "num_classes", None)
     for name, values in (("mean", mean), ("std", std)):
         if len(values) not in (1, channels):
@@ -130,8 +125,8 @@ def image_classification(
         if rng and flip:
             mirrored = rng.random(total)[rows] < 0.5
             image = np.where(mirrored[:, None, None, None], image[:, :, ::-1], image)
-        normal = (image.astype(np.float32) / brightest - shift) / scale
-        return {"image": normal, "label": arrays["label"]}
+        normalised = (image.astype(np.float32) / max_value - shift) / scale
+        return {"image": normalised, "label": arrays["label"]}
 
     return Preprocess(
         spec={
@@ -146,8 +141,9 @@ def image_classification(
 
 
 @gin.register(module="data")
+@checked
 def byte_text(
-    features: Mapping[str, Any],
+    features: Features,
     *,
     length: Count = 256,
     key: str = "text",
@@ -159,27 +155,25 @@ def byte_text(
         features: The data set's features; `key` is used: text, or a vector of uint8.
         length: Tokens an example. Longer texts are cut.
         key: Name of the feature.
-        crop_from: While training, `length` bytes at random out of the first so many; None: always
-            the first.
+        crop_from: While training, crop `length` bytes at random out of the first `crop_from`;
+            None: always take the first bytes.
 
     Raises:
-        UsageError: The data set has no such feature, or it is neither text nor bytes, or the length
-            makes no sense.
+        UsageError: The data set has no such feature, or it is neither text nor bytes, or
+            `crop_from` is below `length`.
     """
-    check_count("byte_text.length", length, 1)
-    read = length
     if crop_from is not None:
         check_count("byte_text.crop_from", crop_from, length)
-        read = crop_from
+    num_bytes = crop_from or length
     _check_feature(features, key, "byte_text", _is_text, "one text or a vector of uint8")
 
     def example(raw: Mapping[str, Any], rng: np.random.Generator | None) -> Arrays:
-        del rng  # nothing is random
+        del rng  # `batch` draws the crop
         value = raw[key]
         value = value.encode() if isinstance(value, str) else value
         data = np.frombuffer(value, np.uint8) if isinstance(value, bytes) else np.asarray(value)
-        tokens, weights = np.zeros(read, np.int32), np.zeros(read, np.float32)
-        used = min(len(data), read)
+        tokens, weights = np.zeros(num_bytes, np.int32), np.zeros(num_bytes, np.float32)
+        used = min(len(data), num_bytes)
         tokens[:used], weights[:used] = data[:used], 1.0
         return {"tokens": tokens, "weights": weights}
 
@@ -190,8 +184,8 @@ def byte_text(
         if rng and crop_from:
             spare = np.maximum(arrays["weights"].sum(axis=1) - length, 0)
             starts = (rng.random(total)[rows] * (spare + 1)).astype(np.int64)
-        places = starts[:, None] + np.arange(length)
-        return {name: np.take_along_axis(x, places, axis=1) for name, x in arrays.items()}
+        indices = starts[:, None] + np.arange(length)
+        return {name: np.take_along_axis(x, indices, axis=1) for name, x in arrays.items()}
 
     return Preprocess(
         spec={
@@ -205,8 +199,8 @@ def byte_text(
 
 
 def _is_image(shape: Sequence[int | None], dtype: np.dtype) -> bool:
-    known = dtype.name in _BRIGHTEST or jnp.issubdtype(dtype, jnp.floating)
-    return len(shape) == 3 and known
+    supported = dtype.name in _MAX_VALUE or jnp.issubdtype(dtype, jnp.floating)
+    return len(shape) == 3 and supported
 
 
 def _is_label(shape: Sequence[int | None], dtype: np.dtype) -> bool:
@@ -218,24 +212,13 @@ def _is_text(shape: Sequence[int | None], dtype: np.dtype) -> bool:
 
 
 def _check_feature(
-    features: Mapping[str, Any],
+    features: Features,
     name: str,
     function: str,
     accepts: Callable[[Sequence[int | None], np.dtype], bool],
-    wanted: str,
+    expected: str,
 ) -> np.dtype:
-    """The dtype of a feature; refuses one whose values a function would cut or misread.
-
-    Args:
-        features: The data set's features.
-        name: The feature.
-        function: The gin name of the function that uses it, for messages.
-        accepts: (shape, dtype) -> whether the function can use it.
-        wanted: What it can use, in words.
-
-    Raises:
-        UsageError: There is no such feature, or it is of another shape or dtype.
-    """
+    """The dtype of a feature; refuses one whose shape or dtype `function` does not accept."""
     if name not in features:
         problem = f"; this data set has {sorted(features)}"
     else:
@@ -244,7 +227,7 @@ def _check_feature(
         if not nested and accepts(shape, np.dtype(dtype)):
             return np.dtype(dtype)
         here = f"features {sorted(dtype)}" if nested else f"{shape} of {np.dtype(dtype)}"
-        problem = f" as {wanted}; here it is {here}"
+        problem = f" as {expected}; here it is {here}"
     raise UsageError(
         f"{function} needs feature {name!r}{problem}. Prepare the data set so, or bind "
         "tfds_data.preprocess to a function that fits it.",
@@ -277,17 +260,16 @@ def _resize(image: np.ndarray, box: tuple[int, int, int, int], size: int) -> np.
 
     if image.dtype == np.uint8 and image.shape[-1] > 1:
         return resized(image)
-    # Pillow has floats, and gray, as one channel alone.
+    # Pillow resizes floats and grayscale one channel at a time.
     return np.stack([resized(plane) for plane in np.moveaxis(image, -1, 0)], axis=-1)
 
 
 def _crop(image: np.ndarray, pad: int, offsets: np.ndarray) -> np.ndarray:
-    """Shifts each image of (B, H, W, C) by offsets (B, 2) in [0, 2 * pad], zeros moving in."""
-    _, height, width, _ = image.shape
-    size, channels = len(image), image.shape[-1]
-    # np.pad does the same in four times the time, of small images.
+    """Crops each zero-padded image of (B, H, W, C) at offsets (B, 2) in [0, 2 * pad]."""
+    size, height, width, channels = image.shape
+    # np.pad takes four times as long for small images.
     padded = np.zeros((size, height + 2 * pad, width + 2 * pad, channels), image.dtype)
     padded[:, pad : pad + height, pad : pad + width] = image
     ys = offsets[:, 0, None] + np.arange(height)
     xs = offsets[:, 1, None] + np.arange(width)
-    return padded[np.arange(len(image))[:, None, None], ys[:, :, None], xs[:, None, :]]
+    return padded[np.arange(size)[:, None, None], ys[:, :, None], xs[:, None, :]]

@@ -1,4 +1,4 @@
-"""TFDS builder of the Python standard library's own source: real text without a download."""
+"""TFDS builder of the Python standard library's source: real text without a download."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ _SKIPPED = {"site-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__
 class PystdlibText(tfds.core.GeneratorBasedBuilder):
     """Bytes of the standard library's modules in chunks of up to 1,024, split by file.
 
-    A tenth of the files, chosen by a hash of their path, are the test split, so that no file is
-    in both. Tests and tools that come with Python are left out. The text is that of the running
-    interpreter: another version of Python has another text.
+    A tenth of the files, chosen by a hash of their path, are the test split, so that no file is in
+    both. Tests and tools are left out. Each version of Python has its own text.
     """
 
-    VERSION = tfds.core.Version(".".join(map(str, sys.version_info[:3])))  # its text is Python's
+    VERSION = tfds.core.Version(".".join(map(str, sys.version_info[:3])))
 
     def _info(self) -> tfds.core.DatasetInfo:
         return tfds.core.DatasetInfo(

@@ -1,4 +1,4 @@
-"""Tokens drawn at random: shapes for plans, and batches that cost nothing, for rates."""
+"""Random tokens: shapes for plans, and batches without input cost for throughput measurements."""
 
 from __future__ import annotations
 
@@ -23,34 +23,31 @@ def random_tokens(
     vocab_size: Count = gin.REQUIRED,
     eval_examples: Count = 64,
 ) -> DataSet:
-    """Sequences of tokens, each as likely as any other. Nothing is read or downloaded.
+    """Sequences of uniformly distributed tokens; the loss cannot fall below log(vocab_size).
 
-    No model can learn them: the loss ends at log(vocab_size). An example is a function of the
-    run's seed and its place in the stream, on any number of devices.
+    An example is a function of the run's seed and its position in the stream.
 
     Args:
         length: Tokens an example.
-        vocab_size: Tokens are drawn from so many.
+        vocab_size: Number of different tokens.
         eval_examples: Examples to evaluate on, the same in every run.
-
-    Raises:
-        UsageError: A count makes no sense.
     """
 
-    def drawn(seed: int, purpose: Purpose, places: np.ndarray) -> np.ndarray:
-        rows = (generator(seed, purpose, int(p)).integers(vocab_size, size=length) for p in places)
-        return np.stack(list(rows)).astype(np.int32)
+    def draw(seed: int, purpose: Purpose, positions: np.ndarray) -> np.ndarray:
+        rngs = (generator(seed, purpose, int(position)) for position in positions)
+        rows = [rng.integers(vocab_size, size=length) for rng in rngs]
+        return np.stack(rows).astype(np.int32)
 
     def train(order: TrainOrder) -> Iterator[Arrays]:
         for step in range(order.first_step, order.num_steps):
-            places = stream_positions(step, order.batch_size, order.rows)
-            yield {"tokens": drawn(order.seed, Purpose.TOKENS, places)}
+            positions = stream_positions(step, order.batch_size, order.rows)
+            yield {"tokens": draw(order.seed, Purpose.TOKENS, positions)}
 
     def evaluate(order: EvalOrder) -> Iterator[Arrays]:
         for index in range(-(-eval_examples // order.batch_size)):
-            places = stream_positions(index, order.batch_size, order.rows)
-            mask = (places < eval_examples).astype(np.float32)
-            yield {"tokens": drawn(0, Purpose.EVAL_TOKENS, places), "mask": mask}
+            positions = stream_positions(index, order.batch_size, order.rows)
+            mask = (positions < eval_examples).astype(np.float32)
+            yield {"tokens": draw(0, Purpose.EVAL_TOKENS, positions), "mask": mask}
 
     return DataSet(
         name="random_tokens",

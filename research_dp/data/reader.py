@@ -1,10 +1,10 @@
-"""What reads a data set's files, as seen by `tfds_data`."""
+"""The interface of readers, and the checks and messages that they share."""
 
 from __future__ import annotations
 
 import importlib.util
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,14 +15,14 @@ from research_dp.types import Arrays, EvalOrder, TrainOrder
 
 
 class Splits(NamedTuple):
-    """What a reader makes of a data set's splits; fields as in `DataSet`.
+    """Batches of a data set's splits; fields as in `DataSet`.
 
     Attributes:
-        train: As there.
-        evaluate: As there.
+        train: As in `DataSet`.
+        evaluate: As in `DataSet`.
         order: What the order of training examples depends on besides data set and split.
-        rereads: As there.
-        locate: As there.
+        rereads: As in `DataSet`.
+        locate: As in `DataSet`.
     """
 
     train: Callable[[TrainOrder], Iterator[Arrays]]
@@ -32,82 +32,64 @@ class Splits(NamedTuple):
     locate: Callable[[TrainOrder | EvalOrder, int], str] | None = None
 
 
-# (TFDS builder, training split, evaluation split, preprocess) -> Splits. The builder's data may not
-# be there yet when the reader is called; it is when `train` or `evaluate` are.
+# (TFDS builder, training split, evaluation split, preprocess) -> Splits. The data may be prepared
+# after the reader is called, but before `train` or `evaluate` are.
 Reader = Callable[[Any, str, str, Preprocess], Splits]
 
 
-def unreadable(error: Exception, folder: Any, what: str) -> UsageError:
-    """What to tell of data that cannot be read.
+def stack(examples: Sequence[Arrays]) -> Arrays:
+    """Examples with the same arrays as one batch."""
+    return {name: np.stack([example[name] for example in examples]) for name in examples[0]}
 
-    Args:
-        error: What was raised.
-        folder: Where the data lies.
-        what: What could not be read, e.g. 'example 7 of digits train'.
-    """
-    why = textwrap.shorten(str(error) or type(error).__name__, 250, placeholder=" ...").rstrip(".")
+
+def read_error(error: Exception, folder: Any, name: str) -> UsageError:
+    """The error for data in `folder` that cannot be read, e.g. 'example 7 of digits train'."""
+    reason = textwrap.shorten(str(error) or type(error).__name__, 250, placeholder=" ...")
     return UsageError(
-        f"{what} cannot be read: {why}. Move {folder} away, and the next run prepares it again; "
-        "what this one saved is untouched."
+        f"{name} cannot be read: {reason.rstrip('.')}. Move {folder} away, and the next run "
+        "prepares it again; what this run saved is untouched."
     )
 
 
-def treated(
+def preprocess_example(
     preprocess: Preprocess,
     raw: Any,
     rng: np.random.Generator | None,
-    where: Callable[[], str],
+    locate: Callable[[], str],
 ) -> Arrays:
-    """What `preprocess.example` makes of a raw example.
-
-    Args:
-        preprocess: Its `example` is called.
-        raw: The raw example.
-        rng: Its random numbers; None: nothing is drawn.
-        where: () -> which example it is, e.g. 'example 7 of digits train'.
-
-    Raises:
-        UsageError: `preprocess.example` refused the example; the message names it.
-    """
+    """Calls `preprocess.example`; its `UsageError`s get the example's name from `locate`."""
     try:
         return preprocess.example(raw, rng)
     except UsageError as error:
-        raise UsageError(f"{where()}: {error}", binding=error.binding) from error
+        raise UsageError(f"{locate()}: {error}", binding=error.binding) from error
 
 
 def check_format(builder: Any, readable: str, advice: str) -> None:
-    """Refuses a data set whose files a reader cannot read.
+    """Refuses a data set that is, or would be prepared, in another format than the reader's.
 
     Args:
         builder: A TFDS builder.
         readable: The format that the reader reads.
-        advice: What the user can do with data that is there.
-
-    Raises:
-        UsageError: The data is in another format, or would be prepared in it.
+        advice: What to do about prepared data, for the message.
     """
-    found = builder.info.file_format.value
-    if found == readable:
+    actual = builder.info.file_format.value
+    if actual == readable:
         return
     if not builder.data_path.exists():
         raise UsageError(
-            f"{builder.name} would be prepared as {found}, which tfds_data.reader cannot read. "
+            f"{builder.name} would be prepared as {actual}, which tfds_data.reader cannot read. "
             f"Bind tfds_data.file_format = '{readable}'.",
             binding="tfds_data.file_format",
         )
     raise UsageError(
-        f"{builder.name} in {builder.data_path} is {found}, and tfds_data.reader reads {readable}. "
-        f"{advice}",
+        f"{builder.name} in {builder.data_path} is {actual}, and tfds_data.reader reads "
+        f"{readable}. {advice}",
         binding="tfds_data.reader",
     )
 
 
 def check_decodable(builder: Any) -> None:
-    """Refuses images that TFDS decodes to numpy arrays by OpenCV alone, where it is not installed.
-
-    Raises:
-        UsageError: The data set has such images.
-    """
+    """Refuses images of uint16, which TFDS decodes with OpenCV, if OpenCV is not installed."""
     import tensorflow_datasets as tfds
 
     images = {

@@ -1,4 +1,4 @@
-"""Where every random draw of the data comes from: the seed, what it is for, and which one."""
+"""Random streams of the data pipeline: one for each seed, purpose and index."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import numpy as np
 
 
 class Purpose(enum.IntEnum):
-    """What is drawn. Each has streams of its own; a number once given is never given again."""
+    """What is drawn. Each purpose has its own streams; a number is never reused."""
 
     ORDER = 0  # of the examples of an epoch
     BATCH = 1  # augmentation of a step's batch
-    EXAMPLE = 2  # augmentation of the example at a place in the training stream
-    FILES = 3  # order of files, in a reader without random access
-    BUFFER = 4  # order of the examples in that reader's shuffle buffer
-    TOKENS = 5  # of the example at a place in the training stream, where there is no data
+    EXAMPLE = 2  # augmentation of the example at a position of the training stream
+    FILES = 3  # order of files, in `tf_data`
+    BUFFER = 4  # order of the examples in the shuffle buffer of `tf_data`
+    TOKENS = 5  # tokens at a position of the training stream of `random_tokens`
     EVAL_TOKENS = 6  # the same for evaluation
 
 
@@ -25,6 +25,6 @@ def generator(seed: int, purpose: Purpose, index: int = 0) -> np.random.Generato
     Args:
         seed: Seed of the run, at least 0.
         purpose: What it draws.
-        index: Which epoch, step or place, at least 0.
+        index: Epoch, step or position, at least 0.
     """
     return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(purpose, index)))
