@@ -1,4 +1,4 @@
-"""Models, one file each, in Linen and in NNX; `TrainableModel` is all that the rest sees.
+"""Models, one file each, in Flax Linen and NNX; `TrainableModel` is all that the rest sees.
 
 Importing this package registers all of them with gin.
 """

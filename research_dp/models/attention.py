@@ -1,18 +1,19 @@
-"""Causal attention over packed sequences, by the fastest implementation that there is."""
+"""Causal attention over packed sequences, by the fastest implementation available."""
 
 from __future__ import annotations
 
 import math
-from typing import Literal, get_args
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from research_dp.argument_checks import checked
 from research_dp.distributed.mesh import target_platform
-from research_dp.errors import UsageError
 
 Implementation = Literal["auto", "cudnn", "chunked", "xla"]
-_QUERIES = 256  # queries whose scores exist at a time, in 'chunked'
+_CHUNK = 256  # queries whose scores are computed at a time by 'chunked'
 _ROTARY_BASE = 10_000.0
 
 
@@ -32,71 +33,69 @@ def rotate(x: jax.Array, positions: jax.Array) -> jax.Array:
     return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
 
 
+@checked
 def attention(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    segments: jax.Array | None = None,
+    segments: jax.Array | np.ndarray | None = None,
     *,
     implementation: Implementation = "auto",
 ) -> jax.Array:
-    """Causal attention; a token sees the tokens of its own segment up to itself.
+    """Causal attention: a token attends to itself and to earlier tokens of its segment.
 
     Args:
         query: (B, S, heads, features), like `key` and `value`.
         key: Keys.
         value: Values.
-        segments: (B, S) int32, the sequence that each token belongs to; None: one.
+        segments: (B, S) int32, the sequence that each token belongs to; None: one sequence.
         implementation: 'cudnn': flash attention, on NVIDIA GPUs in bfloat16 or float16. 'chunked':
-            scores of a few queries at a time. 'xla': all scores at once. 'auto': cuDNN where it
-            runs, else chunked for long sequences.
+            scores of 256 queries at a time. 'xla': all scores at once. 'auto': cuDNN where it is
+            supported, else 'chunked' for long sequences, else 'xla'.
+
+    Raises:
+        UsageError: Another implementation is named.
     """
-    if implementation not in get_args(Implementation):
-        raise UsageError(
-            f"transformer.attention = {implementation!r}: use one of {get_args(Implementation)}.",
-            binding="transformer.attention",
-        )
     if query.dtype == jnp.float16 and target_platform() == "cpu":
-        # XLA:CPU has no products of float16 that are added up in float32, which scores are.
+        # XLA:CPU has no float16 matmul with float32 accumulation, which scores need.
         query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
-        made = attention(query, key, value, segments, implementation=implementation)
-        return made.astype(jnp.float16)
+        output = attention(query, key, value, segments, implementation=implementation)
+        return output.astype(jnp.float16)
     if implementation == "auto":
-        long = query.shape[1] > 2 * _QUERIES and query.shape[1] % _QUERIES == 0
-        implementation = "cudnn" if _suits_cudnn(query) else "chunked" if long else "xla"
+        long = query.shape[1] > 2 * _CHUNK and query.shape[1] % _CHUNK == 0
+        implementation = "cudnn" if _supported_by_cudnn(query) else "chunked" if long else "xla"
     if implementation == "chunked":
         return _chunked(query, key, value, segments)
     mask = None if segments is None else segments[:, None, :, None] == segments[:, None, None, :]
-    kind: Literal["cudnn", "xla"] = "cudnn" if implementation == "cudnn" else "xla"
     return jax.nn.dot_product_attention(
-        query, key, value, mask=mask, is_causal=True, implementation=kind
+        query, key, value, mask=mask, is_causal=True, implementation=implementation
     )
 
 
-def _suits_cudnn(query: jax.Array) -> bool:
-    """Whether cuDNN's flash attention takes it on every GPU that has it: dtype, size of a head."""
+def _supported_by_cudnn(query: jax.Array) -> bool:
+    """Whether cuDNN's flash attention takes this dtype and head size on every GPU."""
     features = query.shape[-1]
     dtype = query.dtype in (jnp.bfloat16, jnp.float16)
     return target_platform() == "cuda" and dtype and features % 8 == 0 and features <= 128
 
 
 def _chunked(
-    query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array | None
+    query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array | np.ndarray | None
 ) -> jax.Array:
-    """Scores of `_QUERIES` queries at a time, made again in the backward pass."""
+    """Scores of `_CHUNK` queries at a time, recomputed in the backward pass."""
     batch, length, heads, features = query.shape
-    size = math.gcd(length, _QUERIES)
-    places = jnp.arange(length)
+    size = math.gcd(length, _CHUNK)
+    positions = jnp.arange(length)
 
     @jax.checkpoint
-    def some(start: jax.Array) -> jax.Array:
-        own = jax.lax.dynamic_slice_in_dim(query, start, size, axis=1)
-        mask = (start + jnp.arange(size))[:, None] >= places[None, :]
+    def chunk(start: jax.Array) -> jax.Array:
+        queries = jax.lax.dynamic_slice_in_dim(query, start, size, axis=1)
+        mask = (start + jnp.arange(size))[:, None] >= positions[None, :]
         mask = mask[None, None]
         if segments is not None:
-            mine = jax.lax.dynamic_slice_in_dim(segments, start, size, axis=1)
-            mask = mask & (mine[:, None, :, None] == segments[:, None, None, :])
-        return jax.nn.dot_product_attention(own, key, value, mask=mask, implementation="xla")
+            chunk_segments = jax.lax.dynamic_slice_in_dim(segments, start, size, axis=1)
+            mask = mask & (chunk_segments[:, None, :, None] == segments[:, None, None, :])
+        return jax.nn.dot_product_attention(queries, key, value, mask=mask, implementation="xla")
 
-    chunks = jax.lax.map(some, jnp.arange(0, length, size))
+    chunks = jax.lax.map(chunk, jnp.arange(0, length, size))
     return chunks.swapaxes(0, 1).reshape(batch, length, heads, features)

@@ -1,44 +1,20 @@
-"""The task of classifying: softmax cross-entropy and accuracy, weighted by a mask."""
+"""Image classification: softmax cross-entropy and accuracy, weighted by a mask."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from flax import nnx
 
-from research_dp.distributed.linen import linen_functions
-from research_dp.distributed.nnx import nnx_functions
-from research_dp.errors import UsageError
 from research_dp.types import Batch, Functions, LossOutput, TrainableModel
 
 PyTree = Any
-Api = Literal["linen", "nnx"]
-
-
-def choose_api(
-    api: str, binding: str, linen: Callable[[], Any], make_nnx: Callable[..., nnx.Module]
-) -> Functions:
-    """A model's pure functions from its Linen or its NNX module.
-
-    Args:
-        api: 'linen' or 'nnx'.
-        binding: The gin name to blame for another value.
-        linen: () -> Linen module.
-        make_nnx: (input shape, rngs) -> NNX module.
-    """
-    if api == "linen":
-        return linen_functions(linen())
-    if api == "nnx":
-        return nnx_functions(make_nnx)
-    raise UsageError(f"{binding} = {api!r}: use 'linen' or 'nnx'.", binding=binding)
 
 
 def image_classifier(functions: Functions, num_classes: int) -> TrainableModel:
-    """A classifier of `image` into `label`.
+    """A model that classifies `image` into `label`.
 
     Args:
         functions: Maps images (B, H, W, C) float32 to logits (B, num_classes).

@@ -1,20 +1,19 @@
-"""A small convolutional network, in Linen and in NNX."""
+"""A small convolutional network."""
 
 from __future__ import annotations
 
-import math
+import dataclasses
 from collections.abc import Sequence
 
 import flax.linen as nn
 import gin
 import jax
-from flax import nnx
 
 from research_dp.argument_checks import checked
 from research_dp.argument_types import Count, DropoutRate, Dtype
-from research_dp.models.classification import Api, choose_api, image_classifier
+from research_dp.models.classification import image_classifier
 from research_dp.models.dropout import dropout
-from research_dp.models.norm import LinenNorm, NnxNorm, Norm
+from research_dp.models.layers import Api, Layers, Norm, module_constructors, network_functions
 from research_dp.types import TrainableModel
 
 
@@ -41,89 +40,34 @@ def convnet(
         dropout_rate: Dropout before the last layer.
         dtype: Compute dtype; None: float32.
     """
-    config = (tuple(features), hidden, num_classes, norm, dropout_rate, dtype)
-    functions = choose_api(
-        api,
-        "convnet.api",
-        lambda: LinenConvNet(*config),
-        lambda shape, rngs: NnxConvNet(shape, *config, rngs=rngs),
-    )
-    return image_classifier(functions, num_classes)
+    network = ConvNet(tuple(features), hidden, num_classes, norm, dropout_rate, dtype)
+    return image_classifier(network_functions(api, network), num_classes)
 
 
-class LinenConvNet(nn.Module):
-    """The Linen module; fields as in `convnet`."""
+@dataclasses.dataclass(frozen=True)
+class ConvNet:
+    """The network; fields as in `convnet`."""
 
     features: tuple[int, ...]
     hidden: int
     num_classes: int
-    norm: str
+    norm: Norm
     dropout_rate: float
-    dtype: str | None = None
+    dtype: Dtype | None = None
 
-    @nn.compact
-    def __call__(
-        self,
-        x: jax.Array,
-        *,
-        train: bool,
-        keys: jax.Array | None = None,
-        batch_axes: tuple[str, ...] = (),
-    ) -> jax.Array:
+    def __call__(self, layers: Layers, x: jax.Array) -> jax.Array:
+        use_bias = self.norm == "none"  # norms have their own bias
         for i, channels in enumerate(self.features):
-            # A norm follows with a bias of its own.
-            use_bias = self.norm == "none"
-            x = nn.Conv(channels, (3, 3), use_bias=use_bias, dtype=self.dtype, name=f"conv_{i}")(x)
-            norm = LinenNorm(self.norm, self.dtype, name=f"norm_{i}")
-            x = nn.relu(norm(x, train=train, batch_axes=batch_axes))
-            x = mean_pool(x)
+            x = layers.conv(f"conv_{i}", channels, 3, use_bias=use_bias)(x)
+            x = layers.norm(f"norm_{i}", self.norm)(x)
+            x = mean_pool(jax.nn.relu(x))
         x = x.reshape(x.shape[0], -1)
-        x = nn.relu(nn.Dense(self.hidden, dtype=self.dtype, name="hidden")(x))
-        x = dropout(x, self.dropout_rate, keys, layer=0)
-        return nn.Dense(self.num_classes, dtype=self.dtype, name="head")(x)
+        x = jax.nn.relu(layers.dense("hidden", self.hidden)(x))
+        x = dropout(x, self.dropout_rate, layers.keys, layer=0)
+        return layers.dense("head", self.num_classes)(x)
 
 
-class NnxConvNet(nnx.Module):
-    """The NNX module, with the parameters of `LinenConvNet`."""
-
-    def __init__(
-        self,
-        shape: tuple[int, ...],
-        features: Sequence[int],
-        hidden: int,
-        num_classes: int,
-        norm: str,
-        dropout_rate: float,
-        dtype: str | None,
-        *,
-        rngs: nnx.Rngs,
-    ):
-        self.depth, self.dropout_rate = len(features), dropout_rate
-        height, width, channels = shape
-        for i, size in enumerate(features):
-            use_bias = norm == "none"
-            conv = nnx.Conv(channels, size, (3, 3), use_bias=use_bias, dtype=dtype, rngs=rngs)
-            setattr(self, f"conv_{i}", conv)
-            setattr(self, f"norm_{i}", NnxNorm(norm, size, dtype, rngs))
-            height, width, channels = math.ceil(height / 2), math.ceil(width / 2), size
-        self.hidden = nnx.Linear(height * width * channels, hidden, dtype=dtype, rngs=rngs)
-        self.head = nnx.Linear(hidden, num_classes, dtype=dtype, rngs=rngs)
-
-    def __call__(
-        self,
-        x: jax.Array,
-        *,
-        train: bool,
-        keys: jax.Array | None = None,
-        batch_axes: tuple[str, ...] = (),
-    ) -> jax.Array:
-        for i in range(self.depth):
-            x = getattr(self, f"conv_{i}")(x)
-            x = nnx.relu(getattr(self, f"norm_{i}")(x, train=train, batch_axes=batch_axes))
-            x = mean_pool(x)
-        x = x.reshape(x.shape[0], -1)
-        x = nnx.relu(self.hidden(x))
-        return self.head(dropout(x, self.dropout_rate, keys, layer=0))
+LinenConvNet, NnxConvNet = module_constructors(ConvNet)
 
 
 def mean_pool(x: jax.Array) -> jax.Array:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 
 def fold_in_each(keys: jax.Array, number: jax.Array | int) -> jax.Array:
-    """Keys (B,) for one of several uses, told apart by a number."""
+    """Folds a number into each of the keys (B,)."""
     return jax.vmap(lambda key: jax.random.fold_in(key, number))(keys)
 
 
@@ -18,11 +18,11 @@ def dropout(x: jax.Array, rate: float, keys: jax.Array | None, layer: int) -> ja
         x: Activations, (B, ...).
         rate: Fraction to drop, in [0, 1).
         keys: One random key an example, (B,); None (evaluation): x is returned.
-        layer: A number that tells the dropout layers of a model apart.
+        layer: Number of the dropout layer in the model: each layer draws another mask.
     """
     if keys is None or rate == 0.0:
         return x
-    kept = jax.vmap(
+    keep = jax.vmap(
         lambda key: jax.random.bernoulli(jax.random.fold_in(key, layer), 1.0 - rate, x.shape[1:])
     )(keys)
-    return jnp.where(kept, x / (1.0 - rate), jnp.zeros((), x.dtype))
+    return jnp.where(keep, x / (1.0 - rate), jnp.zeros((), x.dtype))

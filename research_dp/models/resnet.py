@@ -1,20 +1,19 @@
-"""A small residual network, in Linen and in NNX."""
+"""A small residual network."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import dataclasses
+from collections.abc import Sequence
 
-import flax.linen as nn
 import gin
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from research_dp.argument_checks import checked
 from research_dp.argument_types import Count, DropoutRate, Dtype
-from research_dp.models.classification import Api, choose_api, image_classifier
+from research_dp.models.classification import image_classifier
 from research_dp.models.dropout import dropout
-from research_dp.models.norm import LinenNorm, NnxNorm, Norm
+from research_dp.models.layers import Api, Layers, Norm, module_constructors, network_functions
 from research_dp.types import TrainableModel
 
 
@@ -43,152 +42,51 @@ def resnet(
         dropout_rate: Dropout before the last layer.
         dtype: Compute dtype; None: float32.
     """
-    config = (tuple(stages), width, num_classes, norm, dropout_rate, dtype)
-    functions = choose_api(
-        api,
-        "resnet.api",
-        lambda: LinenResNet(*config),
-        lambda shape, rngs: NnxResNet(shape, *config, rngs=rngs),
-    )
-    return image_classifier(functions, num_classes)
+    network = ResNet(tuple(stages), width, num_classes, norm, dropout_rate, dtype)
+    return image_classifier(network_functions(api, network), num_classes)
 
 
-def _blocks(stages: Sequence[int], width: int) -> Iterator[tuple[str, int, int]]:
-    """(name, channels, stride) of each block."""
-    for stage, count in enumerate(stages):
-        for index in range(count):
-            stride = 2 if stage > 0 and index == 0 else 1
-            yield f"block_{stage}_{index}", width * 2**stage, stride
-
-
-class LinenBlock(nn.Module):
-    """Two 3x3 convolutions around a shortcut."""
-
-    channels: int
-    stride: int
-    norm: str
-    dtype: str | None = None
-
-    @nn.compact
-    def __call__(self, x: jax.Array, *, train: bool, batch_axes: tuple[str, ...]) -> jax.Array:
-        def conv_norm(x: jax.Array, name: str, size: int, stride: int) -> jax.Array:
-            strides = (stride, stride)
-            x = nn.Conv(
-                self.channels,
-                (size, size),
-                strides,
-                use_bias=False,
-                dtype=self.dtype,
-                name=f"conv_{name}",
-            )(x)
-            norm = LinenNorm(self.norm, self.dtype, name=f"norm_{name}")
-            return norm(x, train=train, batch_axes=batch_axes)
-
-        y = nn.relu(conv_norm(x, "0", 3, self.stride))
-        y = conv_norm(y, "1", 3, 1)
-        if x.shape != y.shape:
-            x = conv_norm(x, "skip", 1, self.stride)
-        return nn.relu(x + y)
-
-
-class LinenResNet(nn.Module):
-    """The Linen module; fields as in `resnet`."""
+@dataclasses.dataclass(frozen=True)
+class ResNet:
+    """The network; fields as in `resnet`."""
 
     stages: tuple[int, ...]
     width: int
     num_classes: int
-    norm: str
+    norm: Norm
     dropout_rate: float
-    dtype: str | None = None
+    dtype: Dtype | None = None
 
-    @nn.compact
-    def __call__(
-        self,
-        x: jax.Array,
-        *,
-        train: bool,
-        keys: jax.Array | None = None,
-        batch_axes: tuple[str, ...] = (),
-    ) -> jax.Array:
-        x = nn.Conv(self.width, (3, 3), use_bias=False, dtype=self.dtype, name="conv")(x)
-        norm = LinenNorm(self.norm, self.dtype, name="norm")
-        x = nn.relu(norm(x, train=train, batch_axes=batch_axes))
-        for name, channels, stride in _blocks(self.stages, self.width):
-            block = LinenBlock(channels, stride, self.norm, self.dtype, name=name)
-            x = block(x, train=train, batch_axes=batch_axes)
-        x = dropout(jnp.mean(x, axis=(1, 2)), self.dropout_rate, keys, layer=0)
-        return nn.Dense(self.num_classes, dtype=self.dtype, name="head")(x)
+    def __call__(self, layers: Layers, x: jax.Array) -> jax.Array:
+        x = layers.conv("conv", self.width, 3)(x)
+        x = jax.nn.relu(layers.norm("norm", self.norm)(x))
+        for stage, count in enumerate(self.stages):
+            for index in range(count):
+                stride = 2 if stage > 0 and index == 0 else 1
+                block = ResNetBlock(self.width * 2**stage, stride, self.norm)
+                x = layers.submodule(f"block_{stage}_{index}", block)(x)
+        x = dropout(jnp.mean(x, axis=(1, 2)), self.dropout_rate, layers.keys, layer=0)
+        return layers.dense("head", self.num_classes)(x)
 
 
-class NnxBlock(nnx.Module):
-    """The NNX module, with the parameters of `LinenBlock`."""
+@dataclasses.dataclass(frozen=True)
+class ResNetBlock:
+    """Two 3x3 convolutions around a shortcut."""
 
-    def __init__(
-        self,
-        in_channels: int,
-        channels: int,
-        stride: int,
-        norm: str,
-        dtype: str | None,
-        rngs: nnx.Rngs,
-    ):
-        def conv(inputs: int, size: int, stride: int) -> nnx.Conv:
-            kernel, strides = (size, size), (stride, stride)
-            return nnx.Conv(
-                inputs, channels, kernel, strides, use_bias=False, dtype=dtype, rngs=rngs
-            )
+    channels: int
+    stride: int
+    norm: Norm
 
-        self.conv_0 = conv(in_channels, 3, stride)
-        self.norm_0 = NnxNorm(norm, channels, dtype, rngs)
-        self.conv_1 = conv(channels, 3, 1)
-        self.norm_1 = NnxNorm(norm, channels, dtype, rngs)
-        self.has_skip = in_channels != channels or stride != 1
-        if self.has_skip:
-            self.conv_skip = conv(in_channels, 1, stride)
-            self.norm_skip = NnxNorm(norm, channels, dtype, rngs)
+    def __call__(self, layers: Layers, x: jax.Array) -> jax.Array:
+        def conv_norm(x: jax.Array, name: str, size: int, stride: int) -> jax.Array:
+            x = layers.conv(f"conv_{name}", self.channels, size, stride)(x)
+            return layers.norm(f"norm_{name}", self.norm)(x)
 
-    def __call__(self, x: jax.Array, *, train: bool, batch_axes: tuple[str, ...]) -> jax.Array:
-        def conv_norm(x: jax.Array, name: str) -> jax.Array:
-            x = getattr(self, f"conv_{name}")(x)
-            return getattr(self, f"norm_{name}")(x, train=train, batch_axes=batch_axes)
-
-        y = conv_norm(nnx.relu(conv_norm(x, "0")), "1")
-        return nnx.relu((conv_norm(x, "skip") if self.has_skip else x) + y)
+        y = jax.nn.relu(conv_norm(x, "0", 3, self.stride))
+        y = conv_norm(y, "1", 3, 1)
+        if x.shape != y.shape:
+            x = conv_norm(x, "skip", 1, self.stride)
+        return jax.nn.relu(x + y)
 
 
-class NnxResNet(nnx.Module):
-    """The NNX module, with the parameters of `LinenResNet`."""
-
-    def __init__(
-        self,
-        shape: tuple[int, ...],
-        stages: Sequence[int],
-        width: int,
-        num_classes: int,
-        norm: str,
-        dropout_rate: float,
-        dtype: str | None,
-        *,
-        rngs: nnx.Rngs,
-    ):
-        self.names, self.dropout_rate = tuple(n for n, _, _ in _blocks(stages, width)), dropout_rate
-        self.conv = nnx.Conv(shape[-1], width, (3, 3), use_bias=False, dtype=dtype, rngs=rngs)
-        self.norm = NnxNorm(norm, width, dtype, rngs)
-        features = width
-        for name, channels, stride in _blocks(stages, width):
-            setattr(self, name, NnxBlock(features, channels, stride, norm, dtype, rngs))
-            features = channels
-        self.head = nnx.Linear(features, num_classes, dtype=dtype, rngs=rngs)
-
-    def __call__(
-        self,
-        x: jax.Array,
-        *,
-        train: bool,
-        keys: jax.Array | None = None,
-        batch_axes: tuple[str, ...] = (),
-    ) -> jax.Array:
-        x = nnx.relu(self.norm(self.conv(x), train=train, batch_axes=batch_axes))
-        for name in self.names:
-            x = getattr(self, name)(x, train=train, batch_axes=batch_axes)
-        return self.head(dropout(jnp.mean(x, axis=(1, 2)), self.dropout_rate, keys, layer=0))
+LinenResNet, NnxResNet = module_constructors(ResNet)
