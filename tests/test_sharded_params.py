@@ -195,7 +195,7 @@ ROWS = {
         SCALAR,
         MEAN,
     ),
-    "`sync_gradients(loss=...)`, loss the same on each device, for the batch is not split": (
+    "`sync_gradients(loss=...)`, loss replicated because the batch is not split": (
         functools.partial(replicated, loss=lambda w, x: 7.5 * w, check=True),
         SCALAR,
         MEAN,
@@ -221,7 +221,7 @@ ROWS = {
         SHARD,
         MEAN,
     ),
-    "`gather_array_with_mean_grads` of what each device has alike, taken as a shard": (
+    "`gather_array_with_mean_grads` of a replicated array, used as a shard": (
         same_everywhere,
         SCALAR,
         MEAN,

@@ -17,11 +17,11 @@ BEGIN, END = "<!-- names: python tools/api_page.py -->\n", "<!-- end of names --
 
 
 def row(name: str) -> str:
-    """A public name's row: summary, and the pages that mention it."""
+    """Returns the row of a public name: summary, and the pages that mention it."""
     value = getattr(research_dp, name)
     summary = (inspect.getdoc(value) or "").split("\n\n")[0].replace("\n", " ")
     if not callable(value):
-        summary = f"the `{type(value).__name__}` that is used if no other is given"
+        summary = f"the default `{type(value).__name__}`"
     own_page = [
         p for p in sorted(DOCS.glob("api_*.md")) if re.search(rf"\b{name}\b", p.read_text())
     ]
@@ -30,7 +30,7 @@ def row(name: str) -> str:
 
 
 def filled(text: str) -> str:
-    """The page with its table made anew."""
+    """Returns the page with a new table."""
     before, rest = text.split(BEGIN)
     _, after = rest.split(END)
     table = "| name | what it is | page |\n|---|---|---|\n"
