@@ -16,7 +16,7 @@ def main() -> int:
     """Prepares the data set that the command line names."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("name", help="TFDS name, e.g. cifar10, c4/en, digits")
-    parser.add_argument("--data_dir", help="where data sets lie; TFDS's default if left out")
+    parser.add_argument("--data_dir", help="folder of the data sets; default: TFDS's")
     flags = parser.parse_args()
     try:
         builder = find_builder(flags.name, flags.data_dir)

@@ -1,7 +1,7 @@
-"""How far strategies drift from one device, with the plain reduction and with the tree.
+"""Measures how far strategies drift from one device, with plain sums and with the tree reduction.
 
 Run: python experiments/determinism/drift.py [--steps=500] [--plot=docs/drift.svg]
-Prints relative distances of all parameters from those of `single`, and plots them by step.
+Prints the relative distance of all parameters from those of `single`, and plots it by step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TREE = "gin/options/deterministic.gin"
 
 
 def params_of(stem: str, devices: int, steps: int, *files: str) -> list[np.ndarray]:
-    """All parameters as one vector, after each step."""
+    """Returns all parameters as one vector, after each step."""
     load.reset()
     bindings = ["shard_params.min_weight_size = 512"] if stem not in ("single", "ddp") else []
     load.load([f"gin/strategies/{stem}.gin", *files], bindings)
@@ -54,7 +54,7 @@ def params_of(stem: str, devices: int, steps: int, *files: str) -> list[np.ndarr
 
 
 def apart(stem: str, devices: int, oracle: list[np.ndarray], *files: str) -> list[float]:
-    """Relative distance of all parameters from the oracle's, after each step."""
+    """Returns the relative distance of all parameters from the oracle's, after each step."""
     own = params_of(stem, devices, len(oracle), *files)
     return [
         float(np.linalg.norm(a - b) / np.linalg.norm(a)) for a, b in zip(oracle, own, strict=True)
@@ -62,7 +62,7 @@ def apart(stem: str, devices: int, oracle: list[np.ndarray], *files: str) -> lis
 
 
 def plot(path: str, curves: dict[str, list[float]], same: int) -> None:
-    """Distances by step; what is 0 everywhere cannot be drawn on a logarithmic scale."""
+    """Plots distances by step; a curve of zeros cannot be drawn on a logarithmic scale."""
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")

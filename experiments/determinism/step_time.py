@@ -1,4 +1,4 @@
-"""Step time and wire bytes with `tree_reduction`, beside the plain reduction, in pairs.
+"""Compares step time and wire bytes of `tree_reduction` with the plain reduction, in pairs.
 
 Run: python experiments/determinism/step_time.py [--pairs=15] [--shards=8] [--plot=FILE.svg]
 """
@@ -31,9 +31,9 @@ from research_dp.strategies import (
 )
 from research_dp.strategies.jaxpr_collectives import collectives
 
-# Of these small models too, most of what there is is sharded.
-SHARD = functools.partial(shard_params, min_weight_size=1024)
-FSDP = {"shard": SHARD, "gather": gather_params, "sync": sync_gradients}
+# A low threshold, so that most parameters of these small models are sharded.
+SHARD = functools.partial(largest_dim, min_weight_size=1024)
+FSDP = {"shard": SHARD, "gather": gather_shards, "sync": average_gradients}
 STRATEGIES = {
     "ddp": ({"data": -1}, {"sync": sync_gradients, "update": apply_gradients}),
     "zero1": (
@@ -57,7 +57,7 @@ MODELS = {
 
 
 def prepared(model: str, strategy: str, reduction):
-    """(the compiled step, state, batch, wire bytes) of a strategy on all devices."""
+    """Returns (compiled step, state, batch, wire bytes) of a strategy on all devices."""
     trainable, example, batch_size = MODELS[model]
     axes, slots = STRATEGIES[strategy]
     recipe = data_parallel(
@@ -83,7 +83,7 @@ def prepared(model: str, strategy: str, reduction):
 
 
 def seconds(step, state, placed, steps: int):
-    """(state after some steps, seconds for them); one step under way at a time."""
+    """Returns (state after some steps, seconds for them), with one step in flight at a time."""
     start = time.perf_counter()
     for _ in range(steps):
         state, metrics = step(state, placed)
@@ -95,7 +95,7 @@ def seconds(step, state, placed, steps: int):
 def compare(
     model: str, strategy: str, pairs: int, steps: int, shards: int
 ) -> tuple[float, float, float, float]:
-    """Ratios: of times the median of pairs and the quartiles, and of bytes."""
+    """Returns the median and the quartiles of the time ratios, and the ratio of wire bytes."""
     runs = [
         prepared(model, strategy, how) for how in (PLAIN, tree_reduction(logical_shards=shards))
     ]
@@ -111,7 +111,7 @@ def compare(
 
 
 def plot(path: str, rows: list[tuple[str, str, float, float, float]]) -> None:
-    """Medians as bars, with their quartiles."""
+    """Plots medians as bars, with their quartiles."""
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 3.5), layout="constrained")

@@ -1,10 +1,10 @@
-"""A byte-trigram model with back-off, counted on the training split: the figure to beat.
+"""A byte-trigram model with back-off, counted on the training split: the baseline.
 
 python experiments/language/trigram.py
 
 Interpolated Witten-Bell smoothing (Witten and Bell, 1991): a context that was followed by many
-kinds of bytes gives more weight to the shorter context. Scores what the language model is scored
-on: each byte of a piece of text but its first, given those before it in the piece.
+kinds of bytes gives more weight to the shorter context. The score is that of the language model:
+each byte of a piece of text except the first, given the bytes before it in the piece.
 """
 
 import numpy as np
@@ -18,7 +18,7 @@ def texts(split: str) -> list[np.ndarray]:
 
 
 def pairs(pieces: list[np.ndarray], order: int) -> tuple[np.ndarray, np.ndarray]:
-    """(contexts of `order` bytes as one number, next bytes); the first bytes have none."""
+    """Returns (contexts of `order` bytes as one number, next bytes), without the first bytes."""
     contexts, nexts = [], []
     for piece in pieces:
         context = np.zeros(len(piece) - order, np.int64)
@@ -41,7 +41,7 @@ def main() -> None:
         probability = np.full(len(piece) - 1, 1 / 256)
         for order, table in enumerate(tables):
             counts = table.reshape(-1, 256)
-            # Place i of `probability` predicts byte i + 1; a context of `order` bytes needs them.
+            # Element i of `probability` predicts byte i + 1, so the first contexts are too short.
             first = max(0, order - 1)
             context = np.zeros(len(piece) - 1 - first, np.int64)
             for back in range(order):

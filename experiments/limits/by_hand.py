@@ -1,8 +1,7 @@
-"""A 1.2 B-parameter decoder's FSDP step written by hand, compiled for devices that are not there.
+"""A hand-written FSDP step of a 1.2 B-parameter decoder, compiled for absent devices.
 
-The reference that the strategies are measured by, and the check of `research_dp.analysis`: what it
-reads here is known from a reader that was written apart from it. Needs the extras plan-gpu and
-plan-tpu.
+It is the reference for the strategies, and a check of `research_dp.analysis`: an independent reader
+measured the same program. Needs the extras plan-gpu and plan-tpu.
 
     python experiments/limits/by_hand.py h100:8x8 mapped cudnn [compiler_option=value ...]
     python experiments/limits/by_hand.py h100:8x8 compiled cudnn
@@ -67,7 +66,7 @@ def block(x, w, how):
 
 
 def loss(w, tokens, how, gather, pin):
-    """The sum of the losses; `gather` makes weights whole, `pin` says where activations lie."""
+    """Sums the losses; `gather` all-gathers weights, `pin` constrains activation shardings."""
 
     def layer(x, shards):
         return pin(block(x, jax.tree.map(gather, shards), how)), None

@@ -1,10 +1,10 @@
-"""What this project's own step needs on 64 accelerators, compiled without one.
+"""Measures what this project's own step needs on 64 accelerators, compiled without one.
 
 python experiments/limits/lm_1b.py [h100:8x8|v5e-64] [--case=NAME ...] [--budget] [--init]
 
-Needs the extra `plan-gpu` or `plan-tpu`. A case is a list of shipped gin files and bindings; with
-`--budget` the status is 1 if one needs more than is written beside it; with `--init` the program
-that makes the initial state is read, not the step.
+Needs the extra `plan-gpu` or `plan-tpu`. A case is a list of shipped gin files and bindings. With
+`--budget` the status is 1 if a case exceeds its budget. With `--init` the script reads the program
+that initialises the state instead of the step.
 """
 
 import argparse
@@ -34,7 +34,7 @@ NNX, PLAIN = "transformer.api = 'nnx'", "transformer.attention = 'chunked'"
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A strategy with gin files and bindings, and the most that it may need.
+    """A strategy with gin files and bindings, and its budget.
 
     Attributes:
         strategy: Its stem.
@@ -43,7 +43,7 @@ class Case:
         temporary: GB of temporary memory a device.
         state: GB of arguments a device.
         collectives: Number a step.
-        waited: Milliseconds waited for the network, predicted.
+        waited: Predicted milliseconds of waiting for the network.
     """
 
     strategy: str
@@ -79,7 +79,7 @@ CASES = {"h100:8x8": H100, "v5e-64": V5E}
 
 
 def build_case(case: Case, where: Topology) -> Strategy:
-    """The strategy of a case on these devices."""
+    """Builds the strategy of a case on these devices."""
     files = [word for word in case.given if word.endswith(".gin")]
     bindings = [word for word in case.given if not word.endswith(".gin")]
     load.reset()
@@ -103,7 +103,7 @@ def compile_step(case: Case, where: Topology) -> ProgramCost:
 
 
 def init_row(case: Case, where: Topology) -> tuple[str, bool]:
-    """Cells of what making the initial state takes, and whether that is too much."""
+    """Returns the table cells for the initialisation, and whether it exceeds the budget."""
     built = build_case(case, where)
     memory = built.init.lower(jax.eval_shape(lambda: jax.random.key(0))).compile().memory_analysis()
     leaves = jax.tree.leaves(built.abstract_state)
@@ -117,8 +117,10 @@ def init_row(case: Case, where: Topology) -> tuple[str, bool]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("topology", nargs="?", default="h100:8x8", choices=CASES)
-    parser.add_argument("--case", action="append", help="one of the cases; all if none is named")
-    parser.add_argument("--budget", action="store_true", help="status 1 if one needs too much")
+    parser.add_argument("--case", action="append", help="run this case; default: all")
+    parser.add_argument(
+        "--budget", action="store_true", help="status 1 if a case exceeds its budget"
+    )
     parser.add_argument("--init", action="store_true", help="read the initialisation")
     flags = parser.parse_args()
     where, over = topology(flags.topology), 0

@@ -53,7 +53,7 @@ def main():
             return losses.mean(), correct
 
         (value, correct), grads = jax.value_and_grad(loss, has_aux=True)(params)
-        # psum / size in pmean: the mean over devices of each device's mean.
+        # pmean sums over devices and divides by their number: the mean of the devices' means.
         grads = jax.lax.pmean(grads, "data")
         updates, opt_state = optimizer.update(grads, opt_state, params)
         metrics = jax.lax.pmean((value, correct), "data")

@@ -1,12 +1,11 @@
-"""Time from command to first step, beside a hand-written script that does the same step.
+"""Compares the time from command to first step with a hand-written script of the same step.
 
 python experiments/overhead/first_step.py
 
-Both start a fresh Python process with an empty compilation cache and are timed from outside, until
-they say that the first step is done, of
-the model, batch and optimizer of gin/runs/digits.gin under `ddp` on 8 CPU devices. The script
-(`by_hand.py`) uses jax, flax and optax alone and random images; ours reads the data set, which is
-prepared already.
+Both run the model, batch and optimizer of gin/runs/digits.gin under `ddp` on 8 CPU devices. Each
+starts a new Python process with an empty compilation cache. The time is measured from outside,
+until the process reports its first step. The script (`by_hand.py`) uses only jax, flax and optax,
+and random images. Ours reads the data set, which is already prepared.
 """
 
 import os
@@ -22,7 +21,7 @@ HERE = Path(__file__).resolve().parent
 
 
 def seconds_until(line_begins: str, words: list[str]) -> float:
-    """Wall time from the start of a process to a line of its output, taken from outside."""
+    """Returns the wall time from the start of a process to a line of its output."""
     with tempfile.TemporaryDirectory() as cache:
         environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": cache, "JAX_PLATFORMS": "cpu"}
         started, seconds = time.perf_counter(), None

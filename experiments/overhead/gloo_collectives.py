@@ -1,4 +1,4 @@
-"""Collectives between two processes over gloo, each process on one core: milliseconds of each.
+"""Times collectives between two processes over gloo, each process on one core.
 
 python experiments/overhead/gloo_collectives.py [--elements=32768] [--turns=300]
 """
@@ -11,7 +11,7 @@ import time
 
 
 def worker(process: int, port: str, elements: int, turns: int) -> None:
-    """One of the two; the first one prints."""
+    """Runs one of the two processes; the first one prints."""
     import jax
 
     jax.config.update("jax_platforms", "cpu")

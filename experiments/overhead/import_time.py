@@ -1,4 +1,4 @@
-"""How long `import research_dp` takes beside the libraries that it builds on: paired runs.
+"""Compares `import research_dp` with importing the libraries that it uses, in pairs.
 
 python experiments/overhead/import_time.py
 """

@@ -1,6 +1,6 @@
-"""The steps of `lm_tiny` as an expert writes them by hand, with jax and optax alone.
+"""The steps of `lm_tiny` written by hand with jax and optax alone.
 
-What `lm_steps.py` times the shipped strategies beside. `jit` leaves all to the compiler.
+`lm_steps.py` compares the shipped strategies with them. `jit` leaves communication to the compiler.
 """
 
 import jax
@@ -41,7 +41,7 @@ def block(x, w):
 
 
 def loss(w, tokens, whole, policy):
-    """The mean loss of this device's tokens; `whole` gathers a weight, `policy` is the remat."""
+    """Mean loss of the local tokens; `whole` all-gathers a weight, `policy` is the remat policy."""
 
     def layer(x, shards):
         return block(x, jax.tree.map(whole, shards)), None
@@ -56,7 +56,7 @@ def loss(w, tokens, whole, policy):
 
 
 def split_dims(strategy):
-    """Dim along which each weight is split over 'fsdp' (None: whole), as the strategies split."""
+    """Dim of each weight that is sharded over 'fsdp' (None: replicated), as in the strategies."""
     if strategy in ("ddp", "jit"):
         return {"embed": None, "norm": None, "blocks": dict.fromkeys([*MATRICES, *NORMS])}
     return {"embed": 1, "norm": None, "blocks": {**dict.fromkeys(MATRICES, 1), **NORMS}}
@@ -73,12 +73,12 @@ def is_none(x):
 
 
 def each(function, dims, *trees):
-    """`function(dim, *leaves)` for each weight."""
+    """Maps `function(dim, *leaves)` over the weights."""
     return jax.tree.map(function, dims, *trees, is_leaf=is_none)
 
 
 def scatter(dim, g):
-    """This device's slice of the mean over 'fsdp': summed here, divided here, once."""
+    """The local slice of the mean over 'fsdp'; the sum and the one division are here."""
     if dim is None:
         return lax.pmean(g, "fsdp")
     return lax.psum_scatter(g, "fsdp", scatter_dimension=dim, tiled=True) / lax.axis_size("fsdp")
@@ -89,7 +89,7 @@ def gather(dim, x):
 
 
 def clip(grads, dims):
-    """Scales by the global norm: squares of slices are summed over 'fsdp', those of wholes not."""
+    """Clips by the global norm; only squares of slices are summed over 'fsdp'."""
     squares = each(lambda dim, g: (dim, jnp.sum(g * g)), dims, grads)
     pairs = jax.tree.leaves(squares, is_leaf=lambda x: isinstance(x, tuple))
     sliced = sum(s for dim, s in pairs if dim is not None)
@@ -101,10 +101,10 @@ def clip(grads, dims):
 
 
 def make_step(strategy, dims):
-    """(weights, optimizer state, tokens) -> the same after a step, loss, gradient norm."""
+    """Returns a step: (weights, optimizer state, tokens) -> the same, loss, gradient norm."""
 
     def whole_in_use(x):
-        """A weight where it is used: a matrix of one block lies split along its first dim."""
+        """All-gathers a weight at its use; one block's matrix is sharded along its first dim."""
         dim = 1 if x.shape[0] == VOCABULARY else 0
         return x if x.ndim == 1 else checkpoint_name(gather(dim, x), "whole")
 
@@ -115,7 +115,7 @@ def make_step(strategy, dims):
         return lax.dynamic_slice_in_dim(x, lax.axis_index("fsdp") * size, size, dim)
 
     def mean_of_scattered(dim, g):
-        """The transpose of a gather summed over 'fsdp'; divided here, once; wholes averaged."""
+        """Divides sharded gradients, which the gather's transpose summed; averages the others."""
         return lax.pmean(g, "fsdp") if dim is None else g / lax.axis_size("fsdp")
 
     def gradients(w, tokens):
@@ -144,7 +144,7 @@ def make_step(strategy, dims):
 
 
 def build(strategy, mesh, weights):
-    """(weights and optimizer state where they lie, the compiled step) of a strategy."""
+    """Returns (placed weights and optimizer state, compiled step) of a strategy."""
     dims = split_dims(strategy)
     held = specs_of(split_dims("ddp") if strategy in ("zero1", "zero2") else dims)
     state_specs = optax.tree_map_params(

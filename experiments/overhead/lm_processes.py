@@ -1,9 +1,9 @@
-"""What a second process costs, here and in PyTorch: step time with two over that with one.
+"""Compares the step time of two processes with that of one, here and in PyTorch.
 
 python experiments/overhead/lm_processes.py --torch=PYTHON [--rounds=N] [--only=CASE]
 
-PYTHON is that of an environment with PyTorch. Each process has one core to itself and the same
-batch, whether it is alone or one of two, which talk over gloo on loopback. All cases take turns.
+PYTHON is the interpreter of an environment with PyTorch. Each process has its own core and the same
+batch, alone or as one of two. Two processes communicate over gloo on loopback. Cases alternate.
 """
 
 import argparse
@@ -20,7 +20,7 @@ WARM_UP = 5
 
 
 def worker(strategy: str, process: int, count: int, port: str, sequences: int, steps: int) -> None:
-    """One process of ours; the first one prints the seconds of its steps."""
+    """Runs one process of this package; the first one prints the seconds of its steps."""
     import jax
 
     jax.config.update("jax_platforms", "cpu")
@@ -43,7 +43,7 @@ def worker(strategy: str, process: int, count: int, port: str, sequences: int, s
 
 
 def median_step(command: list[str], count: int, by_flags: bool, steps: int) -> float:
-    """Runs a case in `count` processes, each on a core of its own."""
+    """Runs a case in `count` processes, each on its own core."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
@@ -74,7 +74,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--torch", required=True, help="python with PyTorch")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--sequences", type=int, default=8, help="of one process")
+    parser.add_argument("--sequences", type=int, default=8, help="sequences of one process")
     parser.add_argument("--steps", type=int, default=25)
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)

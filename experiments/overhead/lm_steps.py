@@ -1,10 +1,10 @@
-"""Times a step of `lm_tiny` under each mapped strategy beside the same step written by hand.
+"""Compares a step of `lm_tiny` under each mapped strategy with the step written by hand.
 
 python experiments/overhead/lm_steps.py [--strategy=NAME ...] [--pairs=N] [--sequences=N]
 
 Eight CPU devices in one process, AdamW, clipping. Both start from the same weights and must give
-the same losses. Then they take turns, a few steps each: ratios hold although other work shares the
-cores.
+the same losses. Then they alternate, a few steps each, so that other work on the cores cancels out
+in the ratios.
 """
 
 import argparse
@@ -40,13 +40,13 @@ def shipped(strategy: str, sequences: int, *files: str):
 
 
 def by_name(params):
-    """Their arrays as the step by hand names them."""
+    """Renames the arrays as in the hand-written step."""
     blocks = {name: next(iter(own.values())) for name, own in params["blocks"].items()}
     return {"embed": params["embed"]["table"], "norm": params["norm"]["scale"], "blocks": blocks}
 
 
 def compare(case: str, by_hand: str, pairs: int, sequences: int) -> list[float]:
-    """Ratios of the time of a few steps, ours over theirs, pair by pair."""
+    """Returns the time ratios of a few steps, ours over by hand, pair by pair."""
     strategy = shipped(case, sequences)
     tokens = np.random.default_rng(0).integers(0, 256, (sequences, LENGTH)).astype(np.int32)
     ours = [strategy.init(jax.random.key(0))]

@@ -1,7 +1,7 @@
-"""`lm_tiny` in PyTorch under DDP or FSDP2, over gloo: what `lm_processes.py` compares with.
+"""`lm_tiny` in PyTorch under DDP or FSDP2, over gloo, for `lm_processes.py` to compare with.
 
-Needs PyTorch, in an environment of its own. Started by `lm_processes.py`, which sets RANK,
-WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+Needs PyTorch, in a separate environment. `lm_processes.py` starts it and sets RANK, WORLD_SIZE,
+MASTER_ADDR and MASTER_PORT.
 """
 
 import argparse
@@ -62,7 +62,7 @@ class Decoder(nn.Module):
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("strategy", choices=["ddp", "fsdp"])
-    parser.add_argument("--sequences", type=int, required=True, help="of one process")
+    parser.add_argument("--sequences", type=int, required=True, help="sequences of one process")
     parser.add_argument("--steps", type=int, required=True)
     flags = parser.parse_args()
     torch.set_num_threads(1)
@@ -70,7 +70,7 @@ def main() -> None:
     torch.manual_seed(0)
     model = Decoder()
     if flags.strategy == "ddp":
-        # One process has nobody to average with; the wrapper would cost it something.
+        # One process averages with no one, and the wrapper would cost time.
         step_model = DistributedDataParallel(model) if dist.get_world_size() > 1 else model
     else:
         mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))

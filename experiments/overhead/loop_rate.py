@@ -1,9 +1,9 @@
-"""Steps a second of the whole command beside a bare loop over the same compiled step.
+"""Compares steps a second of the command with a bare loop over the same compiled step.
 
 python experiments/overhead/loop_rate.py [--strategy=fsdp] [--model=convnet] [--in_flight=1]
 
-The bare loop calls `Strategy.train_step` on batches that are on the devices already, and reads
-nothing back. Both in one process, A B A B; the first 20 steps of each are not counted.
+The bare loop calls `Strategy.train_step` on batches that are already on the devices, and reads
+nothing back. Both run in one process, A B A B. The first 20 steps of each are not counted.
 """
 
 import argparse
@@ -26,9 +26,9 @@ SKIPPED = 20
 
 
 def bare(strategy, state, batches, steps, in_flight):
-    """Steps a second of a loop that does nothing else.
+    """Returns the steps a second of a loop that does nothing else.
 
-    It waits for earlier steps, for with hundreds under way XLA's CPU client deadlocks.
+    It waits for earlier steps: with hundreds in flight XLA's CPU client deadlocks.
     """
     started, running = 0.0, collections.deque()
     for step, batch in enumerate(itertools.islice(itertools.cycle(batches), steps)):
@@ -43,7 +43,7 @@ def bare(strategy, state, batches, steps, in_flight):
 
 
 def whole(steps):
-    """Steps a second of the loop of the command: reading, recording and all."""
+    """Returns the steps a second of the command's loop, with reading and recording."""
     times = []
     original = run_lib.Run.dispatched
 
@@ -70,7 +70,7 @@ def main():
     parser.add_argument("--strategy", default="fsdp")
     parser.add_argument("--model", default="convnet")
     parser.add_argument("--steps", type=int, default=320)
-    parser.add_argument("--in_flight", type=int, default=1, help="steps under way in the bare loop")
+    parser.add_argument("--in_flight", type=int, default=1, help="steps in flight in the bare loop")
     flags = parser.parse_args()
     files = [f"gin/{f}.gin" for f in ("runs/digits", f"strategies/{flags.strategy}")]
     bindings = [f"train.num_steps = {flags.steps}", "train.eval_every = None"]

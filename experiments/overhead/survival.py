@@ -1,10 +1,10 @@
-"""What the flight recorder, the watchdog and the look at each step's numbers add to a step.
+"""Measures what flight recorder, watchdog and non-finite check add to a step.
 
 python experiments/overhead/survival.py [--model=convnet] [--steps=2400] [--part=NAME]
 
-One run of the command's loop, in which all or one of them are switched off and on each few steps:
-both sides of a pair are neighbours in time. And the cost of each alone, timed in a row, beside a
-step's time.
+One run of the command's loop switches all or one of them off and on every few steps, so that both
+sides of a pair are adjacent in time. The script also times each alone, called repeatedly, and
+compares that with a step.
 """
 
 import argparse
@@ -32,7 +32,7 @@ PARTS = ("recorder", "look", "watchdog")
 
 
 class Switch:
-    """Turns them on and off, and keeps the time of each block of steps."""
+    """Switches them on and off, and records the time of each block of steps."""
 
     def __init__(self, parts):
         self._parts = parts
@@ -73,7 +73,7 @@ class Switch:
 
 
 def alone(function, times=20000):
-    """Seconds of one call, in a row of many."""
+    """Returns the seconds of one call, averaged over many."""
     started = time.perf_counter()
     for _ in range(times):
         function()
@@ -107,7 +107,7 @@ def main():
         note = alone(lambda: recorder.note("step", 12345))
         watchdog = Watchdog(recorder, WATCHDOG_SECONDS)
         check = alone(watchdog.look_once, 200)
-    # As a step leaves them: on all devices, and not read before.
+    # As after a step: on all devices, and not read before.
     everywhere = NamedSharding(Mesh(jax.devices(), "x"), PartitionSpec())
     unread = iter([jax.device_put(np.zeros(20), everywhere) for _ in range(300)])
     nonfinite = Nonfinite([""] * 19, "stop", "", print)

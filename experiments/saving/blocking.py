@@ -1,11 +1,11 @@
-"""How much of a run's time saving takes: a model of 100 MB, saved each 50 steps.
+"""Measures how much of a run's time saving takes: a model of 100 MB, saved every 50 steps.
 
 python experiments/saving/blocking.py [--strategy=fsdp] [--devices=8] [--pairs=3] [--batch_size=128]
 
-One run, whose saves are real and left out in turn (A B A B), so that other work on the machine
-weighs on both alike. Printed for each pair: the share of the time between saves during which the
-loop waits for a save, and how much longer 50 steps take with one, which counts as well what the
-background's work takes from the steps.
+One run alternates between saving and not saving (A B A B), so that other work on the machine
+affects both equally. For each pair the script prints two figures: the share of the time between
+saves during which the loop waits, and how much longer 50 steps take with a save. The second also
+counts what the background thread takes from the steps.
 """
 
 import argparse
@@ -46,11 +46,11 @@ def main():
     runtime.set_up_compilation_cache()
     from research_dp.training.loop import train
 
-    marks = []  # (when the save began, when the loop went on, whether it was real)
+    marks = []  # (start of the save, time when the loop continued, whether it saved)
     original = run_lib.Run.save
 
     def save(self, state, step):
-        jax.block_until_ready(state)  # the steps' own time
+        jax.block_until_ready(state)  # without the time of the saves
         began, real = time.perf_counter(), len(marks) % 2 == 1
         if real:
             original(self, state, step)
@@ -59,7 +59,7 @@ def main():
     run_lib.Run.save = save
     with tempfile.TemporaryDirectory() as folder:
         train(workdir=folder)
-    # From a save's beginning to that of the next: the first interval is of a save left out.
+    # Intervals between the starts of two saves; the first one follows a skipped save.
     intervals = [(b[0] - a[0], a[1] - a[0]) for a, b in itertools.pairwise(marks)]
     blocked, longer = [], []
     for (without, _), (with_one, waited) in zip(intervals[0::2], intervals[1::2], strict=False):

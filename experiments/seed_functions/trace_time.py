@@ -1,8 +1,8 @@
-"""Tracing and lowering the functions on boxes beside the same written by hand.
+"""Compares tracing and lowering of the functions on boxes with the same written by hand.
 
 python experiments/seed_functions/trace_time.py [--leaves=100] [--pairs=15]
 
-`by hand` is what one would write for a model whose layout is known: slices, a custom gradient with
+`by hand` is the code for a model whose shardings are known: slices, a custom gradient with
 `all_gather` and `psum_scatter`, `pmean`, in loops over leaves. A B A B; nothing cached or compiled.
 """
 
@@ -34,7 +34,7 @@ def forward(x, dim):
 
 
 def backward(dim, _, g):
-    # psum_scatter sums, this divides: the mean.
+    # psum_scatter sums over the devices; this division makes the mean.
     total = lax.psum_scatter(g, AXIS, scatter_dimension=dim, tiled=True)
     return (total / lax.axis_size(AXIS),)
 
@@ -65,12 +65,12 @@ def gather_by_hand(params):
 
 
 def sync_by_hand(grads):
-    # Whole gradients are averaged, by pmean; those of shards are means already.
+    # pmean averages unsharded gradients; those of shards are already means.
     return jax.tree.map(lambda g: g if is_box(g) else lax.pmean(g, AXIS), grads, is_leaf=is_box)
 
 
 def module(dense, layers):
-    """The gradient of a Linen model of dense layers, of the class that is given."""
+    """Returns the gradient function of a Linen model of dense layers of this class."""
 
     class Model(nn.Module):
         @nn.compact
@@ -92,7 +92,7 @@ def sharded_by_hand(dense):
 
 
 def differentiated(function):
-    """Traces the backward pass of a gather too."""
+    """Also traces the backward pass of a gather."""
 
     def total(params):
         return sum(jnp.sum(x) for x in jax.tree.leaves(function(params)))
@@ -101,7 +101,7 @@ def differentiated(function):
 
 
 def traced_and_lowered(function, mesh, specs, params):
-    """Seconds to lower a new function, so that nothing was traced before."""
+    """Returns the seconds to lower a new function, so that nothing was traced before."""
     mapped = jax.shard_map(
         lambda p: function(p), mesh=mesh, in_specs=(specs,), out_specs=P(), check_vma=False
     )

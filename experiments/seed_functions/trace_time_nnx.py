@@ -1,10 +1,10 @@
-"""What the functions of datarax and artifex cost beside the same work by hand.
+"""Compares the functions of datarax and artifex with the same work by hand.
 
 python experiments/seed_functions/trace_time_nnx.py
 
-On a model of 100 arrays and 8 CPU devices: processor time to trace and lower one Adam step under
-`nnx.jit` or `pmap`, and to put states and batches on the mesh. Pairs A B A B; prints the median of
-their ratios, and ends with status 1 if one is above the limit.
+Measures processor time on a model of 100 arrays and 8 CPU devices: to trace and lower one Adam step
+under `nnx.jit` or `pmap`, and to place states and batches on the mesh. Prints the median ratio of
+pairs A B A B, and ends with status 1 if one exceeds the limit.
 """
 
 import functools
@@ -91,7 +91,7 @@ def pmap_by_hand(state: State, batch: jax.Array) -> tuple:
 
 
 def lower(step: Callable[..., jax.Array], *args: object) -> None:
-    jax.clear_caches()  # and a new function, so that nothing traced before is found
+    jax.clear_caches()  # and a new function, so that nothing was traced before
     nnx.jit(lambda *a: step(*a)).lower(*args)
 
 

@@ -1,9 +1,9 @@
-"""Time to trace and lower `fsdp_apply_gradients`, over that of the same step written by hand.
+"""Compares tracing and lowering of `fsdp_apply_gradients` with the step written by hand.
 
-Both are a ZeRO step with Adam on a tree of 100 arrays over 8 CPU devices, gradients and parameters
-each in one collective. Prints the median of paired ratios (A B A B ...) of processor time, JAX's
-caches emptied before each, with the check that the optimizer is elementwise, which a step by hand
-does not have, and without it. Exits with 1 above the limit.
+Both are a ZeRO step with Adam on a tree of 100 arrays over 8 CPU devices. Gradients and parameters
+each use one collective. Prints the median ratio of processor time of pairs (A B A B ...), with
+JAX's caches emptied before each. The ratio is measured with and without the check that the
+optimizer is elementwise, which the hand-written step lacks. Exits with 1 above the limit.
 """
 
 import gc
@@ -38,7 +38,7 @@ def by_hand(params, opt_state, grads):
     def rows(x):
         return x.reshape(DEVICES, x.size // DEVICES)
 
-    # psum_scatter sums over the devices; the division makes it the mean.
+    # psum_scatter sums over the devices; this division makes the mean.
     joined = jnp.concatenate([rows(g) for g in leaves], axis=1)
     mean = lax.psum_scatter(joined, "fsdp", scatter_dimension=0, tiled=True) / DEVICES
     grads = treedef.unflatten(jnp.split(mean, _ends(widths), axis=1))
@@ -61,7 +61,7 @@ def seconds(step, specs, *args):
     jax.clear_caches()
     gc.collect()
     mapped = jax.shard_map(
-        lambda *a: step(*a),  # a new function each time: nothing traced before is found
+        lambda *a: step(*a),  # a new function each time, so that nothing was traced before
         mesh=jax.make_mesh((DEVICES,), ("fsdp",), axis_types=(AxisType.Auto,)),
         in_specs=(P(), specs, P()),
         out_specs=(P(), specs),
