@@ -1,16 +1,16 @@
-"""Starts one run in several processes of this machine, and says what went wrong if it ends badly.
+"""Starts one run in several processes of this machine, and reports what went wrong.
 
     python tools/launch.py --num_processes=2 -- --gin_file=gin/runs/digits.gin --workdir=DIR
 
-What follows `--` are flags of `python -m research_dp.train`. Each process writes a log of its own,
-DIR/logs/process_I.log, behind those of earlier runs; process 0 is shown. When one ends badly the
-others are ended too, and a few lines say who was first, where, and which log to read. Signals are
-passed on to all; a terminal that is closed counts as SIGTERM. Exit status: that of the process that
-ended badly first (128 + the signal's number); else 0, or 143.
+The flags after `--` are those of `python -m research_dp.train`. Each process appends to its own
+log, DIR/logs/process_I.log. The launcher shows the log of process 0. If one process fails, the
+launcher ends the others, and a few lines say which was first, where, and which log to read. It
+forwards signals to all processes; a closed terminal counts as SIGTERM. Exit status: that of the
+process that failed first (128 + the signal's number); otherwise 0, or 143.
 
     python tools/launch.py --post_mortem=DIR
 
-says where each process of a run was that something else started, on a cluster for example.
+says where each process of a run was, for runs that a cluster started, for example.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from typing import BinaryIO, TextIO
 import filelock
 
 FINE = (0, 143)
-GRACE_SECONDS = 8.0  # for others to fail of the same, and to say so
+GRACE_SECONDS = 8.0  # for other processes to hit the same error and report it
 TAIL_LINES = 3
-# As research_dp/training/files.py names them, whose imports would take seconds here.
+# The names of research_dp/training/files.py, whose import would take seconds here.
 LOCK, HOLDER = ".run.lock", ".run.holder"
 
 
@@ -43,11 +43,11 @@ class Process:
     """One process of the run.
 
     Attributes:
-        number: Which one.
-        log: Where its output goes.
-        begins: Where in the log this run's output begins.
+        number: Its number in the run, from 0.
+        log: The file of its output.
+        begins: Offset of this run's output in the log.
         popen: The process.
-        ended: When it was found to have ended; None: it runs.
+        ended: Time at which its end was noticed; None: it runs.
         by_us: Whether this launcher ended it.
     """
 
@@ -60,12 +60,12 @@ class Process:
 
     @property
     def status(self) -> int:
-        """Its exit status, as a shell has it."""
+        """The exit status as a shell reports it."""
         code = self.popen.returncode
         return 128 - code if code < 0 else code
 
     def how(self) -> str:
-        """How it ended, in words."""
+        """Describes how it ended."""
         code = self.popen.returncode
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
 
@@ -76,19 +76,19 @@ def main(argv: list[str]) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--num_processes", "-n", type=int, metavar="N")
-    parser.add_argument("--post_mortem", type=Path, metavar="DIR", help="start nothing; look back")
-    parser.add_argument("--module", default="research_dp.train", help="what python -m runs")
+    parser.add_argument("--post_mortem", type=Path, metavar="DIR", help="report a past run")
+    parser.add_argument("--module", default="research_dp.train", help="module to run")
     parser.add_argument("flags", nargs="*", metavar="-- FLAGS", help="flags of each process")
     given = parser.parse_args(argv)
     if given.post_mortem:
         return look_back(given.post_mortem)
     workdir = _workdir(given.flags)
     if workdir is None:
-        parser.error("give --workdir=DIR after --: logs go there, and what processes are doing")
+        parser.error("give --workdir=DIR after --: logs and flight records go there")
     if not given.num_processes or given.num_processes < 1:
         parser.error("--num_processes: give a whole number of at least 1")
     holder = in_use(workdir)
-    if holder:  # whose logs and notes stay as they are
+    if holder:  # its logs and notes stay unchanged
         tell(f"error: another run ({holder}) is using {workdir}.", sys.stderr)
         return 2
     asked = listen()
@@ -105,7 +105,7 @@ def main(argv: list[str]) -> int:
 
 
 def in_use(workdir: Path) -> str | None:
-    """Process and host of the run that uses a folder now; None if none does."""
+    """Process and host of the run that is using a folder; None if there is none."""
     if not (workdir / LOCK).exists():
         return None
     lock = filelock.FileLock(workdir / LOCK, fallback_to_soft=False)
@@ -114,25 +114,25 @@ def in_use(workdir: Path) -> str | None:
             return None
     except filelock.Timeout:
         holder = workdir / HOLDER
-        known = holder.is_file()  # not a FIFO, which would be waited for
-        return holder.read_text(errors="replace") if known else "of which nothing is known"
+        known = holder.is_file()  # reading a FIFO would block
+        return holder.read_text(errors="replace") if known else "unknown process"
     except OSError:
-        return None  # the run itself says what is wrong with its folder
+        return None  # the run itself reports what is wrong with its folder
 
 
 def listen() -> list[int]:
-    """Collects signals from now on, for `watch` to pass on."""
+    """Collects signals from now on, for `watch` to forward."""
     asked: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, _: asked.append(number))
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
-        # The processes have sessions of their own, so nothing else would tell them.
+        # The processes have their own sessions, so nothing else would signal them.
         signal.signal(signal.SIGHUP, lambda *_: asked.append(signal.SIGTERM))
     return asked
 
 
 def start(module: str, flags: list[str], count: int, workdir: Path) -> list[Process]:
-    """Starts all processes, each with its log.
+    """Starts all processes, each with its own log.
 
     Raises:
         OSError: A log cannot be written; nothing was started.
@@ -144,7 +144,7 @@ def start(module: str, flags: list[str], count: int, workdir: Path) -> list[Proc
     processes = []
     logs = [workdir / "logs" / f"process_{number}.log" for number in range(count)]
     for log in logs:
-        append(log).close()  # all of them, before any process is started
+        append(log).close()  # check all of them before any process starts
     for number, log in enumerate(logs):
         where = [f"--coordinator=127.0.0.1:{port}", f"--num_processes={count}"]
         with append(log) as file:
@@ -154,7 +154,7 @@ def start(module: str, flags: list[str], count: int, workdir: Path) -> list[Proc
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
-                # A terminal's Ctrl-C comes to this process alone, which passes it on, once.
+                # A terminal's Ctrl-C reaches only this process, which forwards it once.
                 start_new_session=True,
                 env={**os.environ, "PYTHONUNBUFFERED": "1"},
             )
@@ -163,7 +163,7 @@ def start(module: str, flags: list[str], count: int, workdir: Path) -> list[Proc
 
 
 def append(log: Path) -> BinaryIO:
-    """Opens a log at its end.
+    """Opens a log for appending.
 
     Raises:
         OSError: It cannot be written, or is a link or a FIFO.
@@ -173,11 +173,11 @@ def append(log: Path) -> BinaryIO:
 
 
 def watch(processes: list[Process], asked: list[int]) -> Process | None:
-    """Waits for all, and shows what process 0 writes; passes on the signals that are asked for.
+    """Waits for all processes, shows the output of process 0, and forwards signals.
 
     Returns:
-        The first that ended badly, if one did. Of several that were found at once one that was
-        killed by a signal: the others may have failed of that.
+        The first process that failed; None if all ended well. If several failures are noticed at
+        once, one that was killed by a signal: it may have caused the others.
     """
     done = threading.Event()
     shown = threading.Thread(target=_show, args=(processes[0], done))
@@ -196,7 +196,7 @@ def watch(processes: list[Process], asked: list[int]) -> Process | None:
             first = min(bad, key=lambda process: (process.popen.returncode >= 0, process.number))
         for process in processes:
             if process.ended is None and first and now - (first.ended or now) > GRACE_SECONDS:
-                # Not SIGTERM: to save takes all processes, and one is gone.
+                # Not SIGTERM: saving needs all processes, and one is gone.
                 process.by_us = True
                 _signal(process, signal.SIGKILL)
     done.set()
@@ -205,10 +205,10 @@ def watch(processes: list[Process], asked: list[int]) -> Process | None:
 
 
 def post_mortem(processes: list[Process], first: Process, workdir: Path) -> list[str]:
-    """Who ended or stuck first, where, and which log to read."""
+    """Says which process failed or hung first, where, and which log to read."""
     from research_dp.training import flight_recorder
 
-    # Those of an earlier run are of other processes.
+    # Notes of an earlier run have other process ids.
     pids = {process.popen.pid for process in processes}
     notes = [note for note in flight_recorder.last_notes(workdir) if note.pid in pids]
     suspect = flight_recorder.behind(notes)
@@ -218,7 +218,7 @@ def post_mortem(processes: list[Process], first: Process, workdir: Path) -> list
         note = by_number[first.number]
         lines.append(f"It was at step {note.step}, phase {note.phase}.")
     else:
-        lines.append("It had not begun: it ended before its first note.")
+        lines.append("It ended before its first note.")
     culprit = first
     if suspect and suspect.process != first.number and first.status == 1:
         culprit = processes[suspect.process]
@@ -235,7 +235,7 @@ def post_mortem(processes: list[Process], first: Process, workdir: Path) -> list
 
 
 def look_back(workdir: Path) -> int:
-    """Prints who was behind in a run that is over, and where each process was."""
+    """Prints which process of a finished run was behind, and where each process was."""
     from research_dp.commands import exit_status
     from research_dp.errors import UsageError
     from research_dp.training import flight_recorder
@@ -251,18 +251,18 @@ def look_back(workdir: Path) -> int:
 
 
 def tell(text: str, stream: TextIO | None) -> None:
-    """Writes a line, if it can be written: neither the run nor its exit status depends on it."""
+    """Writes a line if possible; neither the run nor its exit status depends on it."""
     _write(f"{text}\n".encode(errors="replace"), stream)
 
 
 def _write(text: bytes, stream: TextIO | None) -> None:
-    if stream is not None:  # it was closed before the start
+    if stream is not None:  # None: it was closed before the start
         rest = memoryview(text)
         with contextlib.suppress(OSError):
             while rest:
                 try:
                     rest = rest[os.write(stream.fileno(), rest) :]
-                except BlockingIOError:  # a full pipe that its reader made non-blocking
+                except BlockingIOError:  # a full pipe in non-blocking mode
                     select.select([], [stream], [], 1.0)
 
 
@@ -298,7 +298,7 @@ def _signal(process: Process, number: int) -> None:
     try:
         os.kill(process.popen.pid, number)
     except ProcessLookupError:
-        return  # it has just ended
+        return  # it has already ended
 
 
 if __name__ == "__main__":
