@@ -1,5 +1,6 @@
-"""What the pages name exists: paths, links, modules, gin parameters. Prose is wrapped."""
+"""What pages and scripts name exists: paths, links, modules, gin parameters. Prose is wrapped."""
 
+import ast
 import importlib
 import re
 
@@ -85,6 +86,17 @@ def resolves(dotted):
             found = getattr(found, part, None)
         return found is not None
     return False
+
+
+def test_scripts_import_what_exists():
+    """Scripts of experiments/ and tools/ are not run by tests, so a rename can break them."""
+    missing = []
+    for script in [*(ROOT / "experiments").rglob("*.py"), *(ROOT / "tools").glob("*.py")]:
+        for node in ast.walk(ast.parse(script.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("research_dp"):
+                dotted = [f"{node.module}.{alias.name}" for alias in node.names]
+                missing += [f"{name(script)}: {text}" for text in dotted if not resolves(text)]
+    assert not missing
 
 
 @pytest.mark.parametrize("page", CURRENT, ids=name)

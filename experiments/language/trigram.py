@@ -9,11 +9,13 @@ each byte of a piece of text except the first, given the bytes before it in the 
 
 import numpy as np
 
-from research_dp.data.tfds import prepared_builder
+from research_dp.data.builders import download_and_prepare, find_builder
 
 
 def texts(split: str) -> list[np.ndarray]:
-    source = prepared_builder("pystdlib_text").as_data_source(split=split)
+    builder = find_builder("pystdlib_text")
+    download_and_prepare(builder)
+    source = builder.as_data_source(split=split)
     return [np.asarray(example["text"], np.int64) for example in source]
 
 
