@@ -188,10 +188,10 @@ def watch(processes: list[Process], asked: list[int]) -> Process | None:
         while asked:
             _pass_on(processes, asked.pop(0))
         now = time.monotonic()
-        found = [p for p in processes if p.ended is None and p.popen.poll() is not None]
-        for process in found:
+        ended = [p for p in processes if p.ended is None and p.popen.poll() is not None]
+        for process in ended:
             process.ended = now
-        bad = [process for process in found if process.status not in FINE]
+        bad = [process for process in ended if process.status not in FINE]
         if first is None and bad:
             first = min(bad, key=lambda process: (process.popen.returncode >= 0, process.number))
         for process in processes:
@@ -267,13 +267,13 @@ def _write(text: bytes, stream: TextIO | None) -> None:
 
 
 def _workdir(flags: list[str]) -> Path | None:
-    found = None
+    workdir = None
     for flag, following in zip(flags, [*flags[1:], ""], strict=True):
         if flag.startswith("--workdir="):
-            found = flag.partition("=")[2]
+            workdir = flag.partition("=")[2]
         elif flag == "--workdir":
-            found = following
-    return Path(found).expanduser() if found else None
+            workdir = following
+    return Path(workdir).expanduser() if workdir else None
 
 
 def _show(process: Process, done: threading.Event) -> None:

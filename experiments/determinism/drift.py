@@ -32,7 +32,7 @@ def params_of(stem: str, devices: int, steps: int, *files: str) -> list[np.ndarr
     bindings = ["shard_params.min_weight_size = 512"] if stem not in ("single", "ddp") else []
     load.load([f"gin/strategies/{stem}.gin", *files], bindings)
     with planning_for(jax.devices()[:devices]):
-        recipe = gin_internals.value_of("train.strategy")
+        config = gin_internals.value_of("train.strategy")
     spec = TrainSpec(
         model=mlp(widths=(64, 64), num_classes=10, dropout_rate=0.1),
         optimizer=optax.adamw(3e-3),
@@ -40,8 +40,8 @@ def params_of(stem: str, devices: int, steps: int, *files: str) -> list[np.ndarr
         batch_size=BATCH,
         max_grad_norm=1.0,
     )
-    strategy = recipe.build(spec)
-    state, rng, found = strategy.init(jax.random.key(0)), np.random.default_rng(0), []
+    strategy = config.build(spec)
+    state, rng, vectors = strategy.init(jax.random.key(0)), np.random.default_rng(0), []
     teacher = rng.normal(size=(64, 10))
     for _ in range(steps):
         image = rng.normal(size=(BATCH, 8, 8, 1)).astype(np.float32)
@@ -49,15 +49,16 @@ def params_of(stem: str, devices: int, steps: int, *files: str) -> list[np.ndarr
         batch = {"image": image[strategy.train_rows], "label": label[strategy.train_rows]}
         state, metrics = strategy.train_step(state, strategy.place_batch(batch))
         jax.block_until_ready(metrics)
-        found.append(np.concatenate([np.ravel(x) for x in jax.tree.leaves(state.params)]))
-    return found
+        vectors.append(np.concatenate([np.ravel(x) for x in jax.tree.leaves(state.params)]))
+    return vectors
 
 
 def apart(stem: str, devices: int, oracle: list[np.ndarray], *files: str) -> list[float]:
     """Returns the relative distance of all parameters from the oracle's, after each step."""
-    own = params_of(stem, devices, len(oracle), *files)
+    vectors = params_of(stem, devices, len(oracle), *files)
     return [
-        float(np.linalg.norm(a - b) / np.linalg.norm(a)) for a, b in zip(oracle, own, strict=True)
+        float(np.linalg.norm(a - b) / np.linalg.norm(a))
+        for a, b in zip(oracle, vectors, strict=True)
     ]
 
 
@@ -69,8 +70,8 @@ def plot(path: str, curves: dict[str, list[float]], same: int) -> None:
     for name, away in curves.items():
         axes.plot(range(1, len(away) + 1), away, label=name, linewidth=1.2)
     axes.set(xscale="log", yscale="log", xlabel="step", ylabel="relative distance from one device")
-    told = f"with deterministic.gin: 0 in {same} of {len(curves)}, at every step"
-    axes.legend(title=f"plain sums ({told})", fontsize="small", title_fontsize="small")
+    note = f"with deterministic.gin: 0 in {same} of {len(curves)}, at every step"
+    axes.legend(title=f"plain sums ({note})", fontsize="small", title_fontsize="small")
     axes.grid(which="both", alpha=0.2)
     figure.savefig(path, metadata={"Date": None})
 

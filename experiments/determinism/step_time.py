@@ -60,7 +60,7 @@ def prepared(model: str, strategy: str, reduction):
     """Returns (compiled step, state, batch, wire bytes) of a strategy on all devices."""
     trainable, example, batch_size = MODELS[model]
     axes, slots = STRATEGIES[strategy]
-    recipe = data_parallel(
+    config = data_parallel(
         name=strategy, engine=mapped, mesh=make_mesh(axes), reduction=reduction, **slots
     )
     spec = TrainSpec(
@@ -70,15 +70,15 @@ def prepared(model: str, strategy: str, reduction):
         batch_size=batch_size,
         max_grad_norm=1.0,
     )
-    built = recipe.build(spec)
+    built = config.build(spec)
     rng = np.random.default_rng(0)
     batch = {
         name: rng.integers(0, 10, (batch_size, *x.shape)).astype(x.dtype)
         for name, x in example.items()
     }
     placed = built.place_batch({name: x[built.train_rows] for name, x in batch.items()})
-    found = collectives(built.train_step, built.abstract_state, built.abstract_batch)
-    sent = sum(one.wire_bytes for one in found)
+    communication = collectives(built.train_step, built.abstract_state, built.abstract_batch)
+    sent = sum(one.wire_bytes for one in communication)
     return built.train_step, built.init(jax.random.key(0)), placed, sent
 
 

@@ -89,7 +89,7 @@ def make_step(how, gather, pin, total):
 
 
 def compile_step(mesh, engine, how, options):
-    def whole(shard):
+    def unshard(shard):
         return lax.all_gather(shard.astype(jnp.bfloat16), "fsdp", tiled=True)
 
     def placed(shape, spec):
@@ -107,7 +107,7 @@ def compile_step(mesh, engine, how, options):
     outputs = (ROWS, specs, P())
     if engine == "mapped":
         step = jax.shard_map(
-            make_step(how, whole, lambda x: x, lambda x: lax.psum(x, "fsdp")),
+            make_step(how, unshard, lambda x: x, lambda x: lax.psum(x, "fsdp")),
             mesh=mesh, in_specs=(ROWS, specs, P("fsdp")), out_specs=outputs, check_vma=False,
         )  # fmt: skip
     else:

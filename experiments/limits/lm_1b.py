@@ -85,14 +85,14 @@ def build_case(case: Case, where: Topology) -> Strategy:
     load.reset()
     load.load(["gin/models/lm_1b.gin", f"gin/strategies/{case.strategy}.gin", *files], bindings)
     with planning_for(where.devices):
-        recipe = gin_internals.value_of("train.strategy")
+        config = gin_internals.value_of("train.strategy")
     spec = TrainSpec(
         model=gin_internals.value_of("train.model"),
         optimizer=optax.adamw(1e-3),
         example={"tokens": jax.ShapeDtypeStruct((LENGTH,), np.int32)},
         batch_size=len(where.devices),
     )
-    return recipe.build(spec)
+    return config.build(spec)
 
 
 def compile_step(case: Case, where: Topology) -> ProgramCost:
@@ -139,15 +139,17 @@ def main() -> int:
     for name, case in cases.items():
         start = time.perf_counter()
         cost = compile_step(case, where)
-        found = [
+        measured = [
             (cost.argument_bytes / 1e9, case.state),
             (cost.temp_bytes / 1e9, case.temporary),
             (cost.wire_bytes / 1e9, case.wire),
             (cost.collective_count, case.collectives),
             (cost.schedule.exposed * 1e3, case.waited),
         ]
-        cells = [f"{value:.4g}" + (f" (at most {most})" if most else "") for value, most in found]
-        over += sum(most is not None and value > most for value, most in found)
+        cells = [
+            f"{value:.4g}" + (f" (at most {most})" if most else "") for value, most in measured
+        ]
+        over += sum(most is not None and value > most for value, most in measured)
         seconds = time.perf_counter() - start
         cells += [f"{cost.schedule.step * 1e3:.1f}", f"{seconds:.0f}"]
         print(f"| {name} | {' | '.join(cells)} |", flush=True)

@@ -40,15 +40,15 @@ def block(x, w):
     return x + (jax.nn.silu(gate) * up) @ w["down"]
 
 
-def loss(w, tokens, whole, policy):
-    """Mean loss of the local tokens; `whole` all-gathers a weight, `policy` is the remat policy."""
+def loss(w, tokens, unshard, policy):
+    """Mean loss of the local tokens; `unshard` all-gathers a weight, `policy` is for remat."""
 
     def layer(x, shards):
-        return block(x, jax.tree.map(whole, shards)), None
+        return block(x, jax.tree.map(unshard, shards)), None
 
     if policy is not None:
         layer = jax.checkpoint(layer, policy=policy)
-    table = whole(w["embed"])
+    table = unshard(w["embed"])
     x, _ = lax.scan(layer, table[tokens] * WIDTH**0.5, w["blocks"])
     logits = norm(x, w["norm"]) @ table.T
     losses = optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:])
@@ -106,7 +106,7 @@ def make_step(strategy, dims):
     def whole_in_use(x):
         """All-gathers a weight at its use; one block's matrix is sharded along its first dim."""
         dim = 1 if x.shape[0] == VOCABULARY else 0
-        return x if x.ndim == 1 else checkpoint_name(gather(dim, x), "whole")
+        return x if x.ndim == 1 else checkpoint_name(gather(dim, x), "unshard")
 
     def slice_of(dim, x):
         if dim is None:
@@ -120,7 +120,7 @@ def make_step(strategy, dims):
 
     def gradients(w, tokens):
         if strategy in ("fsdp", "hsdp"):
-            policy = jax.checkpoint_policies.save_anything_except_these_names("whole")
+            policy = jax.checkpoint_policies.save_anything_except_these_names("unshard")
             value, grads = jax.value_and_grad(loss)(w, tokens, whole_in_use, policy)
             grads = each(mean_of_scattered, dims, grads)
             return value, lax.pmean(grads, "data") if strategy == "hsdp" else grads
@@ -134,9 +134,9 @@ def make_step(strategy, dims):
         value, grads = gradients(w, tokens)
         grads, size = clip(grads, dims)
         zero = strategy in ("zero1", "zero2")
-        own = each(slice_of, dims, w) if zero else w
-        updates, state = OPTIMIZER.update(grads, state, own)
-        new = optax.apply_updates(own, updates)
+        slices = each(slice_of, dims, w) if zero else w
+        updates, state = OPTIMIZER.update(grads, state, slices)
+        new = optax.apply_updates(slices, updates)
         new = each(gather, dims, new) if zero else new
         return new, state, value if strategy == "jit" else lax.pmean(value, BATCH), size
 
@@ -146,7 +146,7 @@ def make_step(strategy, dims):
 def build(strategy, mesh, weights):
     """Returns (placed weights and optimizer state, compiled step) of a strategy."""
     dims = split_dims(strategy)
-    held = specs_of(split_dims("ddp") if strategy in ("zero1", "zero2") else dims)
+    param_specs = specs_of(split_dims("ddp") if strategy in ("zero1", "zero2") else dims)
     state_specs = optax.tree_map_params(
         OPTIMIZER,
         lambda _, spec: spec,
@@ -160,11 +160,15 @@ def build(strategy, mesh, weights):
             lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, P)
         )
 
-    weights = jax.device_put(weights, placed(held))
+    weights = jax.device_put(weights, placed(param_specs))
     state = jax.jit(OPTIMIZER.init, out_shardings=placed(state_specs))(weights)
-    step, outs = make_step(strategy, dims), (held, state_specs, P(), P())
+    step, outs = make_step(strategy, dims), (param_specs, state_specs, P(), P())
     if strategy != "jit":
         step = jax.shard_map(
-            step, mesh=mesh, in_specs=(held, state_specs, P(BATCH)), out_specs=outs, check_vma=False
+            step,
+            mesh=mesh,
+            in_specs=(param_specs, state_specs, P(BATCH)),
+            out_specs=outs,
+            check_vma=False,
         )
     return (weights, state), jax.jit(step, donate_argnums=(0, 1), out_shardings=placed(outs))

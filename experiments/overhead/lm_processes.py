@@ -50,10 +50,10 @@ def median_step(command: list[str], count: int, by_flags: bool, steps: int) -> f
     processes = []
     for process in range(count):
         place = {"RANK": str(process), "WORLD_SIZE": str(count)}
-        own = [str(process), str(count), port] if by_flags else []
+        process_flags = [str(process), str(count), port] if by_flags else []
         processes.append(
             subprocess.Popen(
-                ["taskset", "-c", str(process), *command, *own],
+                ["taskset", "-c", str(process), *command, *process_flags],
                 env={**os.environ, **place, "MASTER_ADDR": "localhost", "MASTER_PORT": port},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,

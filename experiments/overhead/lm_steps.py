@@ -41,7 +41,7 @@ def shipped(strategy: str, sequences: int, *files: str):
 
 def by_name(params):
     """Renames the arrays as in the hand-written step."""
-    blocks = {name: next(iter(own.values())) for name, own in params["blocks"].items()}
+    blocks = {name: next(iter(arrays.values())) for name, arrays in params["blocks"].items()}
     return {"embed": params["embed"]["table"], "norm": params["norm"]["scale"], "blocks": blocks}
 
 
@@ -69,8 +69,8 @@ def compare(case: str, by_hand: str, pairs: int, sequences: int) -> list[float]:
         return value
 
     for _ in range(WARM_UP):
-        mine, other = run_ours(), run_theirs()
-        np.testing.assert_allclose(mine, other, rtol=1e-4)
+        losses = run_ours(), run_theirs()
+        np.testing.assert_allclose(*losses, rtol=1e-4)
     ratios = []
     for pair in range(pairs):
         seconds = {}

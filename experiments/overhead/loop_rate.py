@@ -42,7 +42,7 @@ def bare(strategy, state, batches, steps, in_flight):
     return (steps - SKIPPED) / (time.perf_counter() - started)
 
 
-def whole(steps):
+def command_rate(steps):
     """Returns the steps a second of the command's loop, with reading and recording."""
     times = []
     original = run_lib.Run.dispatched
@@ -96,7 +96,7 @@ def main():
     for _ in range(PAIRS):
         state = strategy.init(jax.random.key(0))
         theirs = bare(strategy, state, batches, flags.steps, flags.in_flight)
-        ours = whole(flags.steps)
+        ours = command_rate(flags.steps)
         pairs.append((ours, theirs))
         print(f"command {ours:.1f} steps/s, bare loop {theirs:.1f} steps/s")
     ratios = sorted(a / b for a, b in pairs)

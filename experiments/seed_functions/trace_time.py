@@ -48,8 +48,8 @@ def shard_by_hand(params):
             return x
         dim = max(range(x.ndim), key=lambda d: (x.shape[d], d))
         block = x.shape[dim] // lax.axis_size(AXIS)
-        mine = lax.dynamic_slice_in_dim(x, lax.axis_index(AXIS) * block, block, dim)
-        return nn.Partitioned(mine, (None,) * dim + (AXIS,) + (None,) * (x.ndim - dim - 1))
+        shard = lax.dynamic_slice_in_dim(x, lax.axis_index(AXIS) * block, block, dim)
+        return nn.Partitioned(shard, (None,) * dim + (AXIS,) + (None,) * (x.ndim - dim - 1))
 
     return jax.tree.map(one, params)
 
@@ -118,15 +118,15 @@ def main():
     flags = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", 8)
     mesh = jax.make_mesh((8,), (AXIS,), axis_types=(AxisType.Auto,))
-    whole = {  # kernels are sharded, biases are not
+    replicated = {  # kernels are sharded, biases are not
         f"layer_{i}": jax.ShapeDtypeStruct((64, 128) if i % 2 == 0 else (128,), jnp.float32)
         for i in range(flags.leaves)
     }
-    held = {
+    shards = {
         name: nn.Partitioned(x, (None, AXIS)) if len(x.shape) == 2 else x
-        for name, x in whole.items()
+        for name, x in replicated.items()
     }
-    specs = nn.get_partition_spec(held)
+    specs = nn.get_partition_spec(shards)
     layers = {
         f"layer_{i}": {
             "kernel": nn.Partitioned(
@@ -142,18 +142,18 @@ def main():
         "shard_params": (
             functools.partial(research_dp.shard_params, axis_name=AXIS, min_weight_size=2**10),
             shard_by_hand,
-            (P(), whole),
+            (P(), replicated),
         ),
-        "gather_params": (ours_gather, gather_by_hand, (specs, held)),
+        "gather_params": (ours_gather, gather_by_hand, (specs, shards)),
         "gather_params and its gradient": (
             differentiated(ours_gather),
             differentiated(gather_by_hand),
-            (specs, held),
+            (specs, shards),
         ),
         "sync_gradients": (
             functools.partial(research_dp.sync_gradients, axis_names=(AXIS,)),
             sync_by_hand,
-            (specs, held),
+            (specs, shards),
         ),
     }
     dense = research_dp.shard_module_params(nn.Dense, AXIS, 2**10)
@@ -164,7 +164,7 @@ def main():
                 for x in jax.tree.leaves(tree)
             ],
             lambda tree: [gather(x, x.ndim - 1) for x in jax.tree.leaves(tree)],
-            (P(), whole),
+            (P(), replicated),
         ),
         "shard_module_params, differentiated": (
             module(dense, flags.leaves // 2),
@@ -174,12 +174,12 @@ def main():
         "reduce_gradients_across_devices": (
             functools.partial(research_dp.reduce_gradients_across_devices, axis_name=AXIS),
             lambda grads: jax.tree.map(lambda g: lax.pmean(g, AXIS), grads),
-            (P(), whole),
+            (P(), replicated),
         ),
         "reduce_gradient_tree": (
             research_dp.reduce_gradient_tree,
             lambda grads: jax.tree.map(jnp.mean, grads),
-            (P(), whole),
+            (P(), replicated),
         ),
     }
     print(f"{flags.leaves} leaves, median of {flags.pairs} pairs")
@@ -189,8 +189,8 @@ def main():
             for _ in range(flags.pairs + 1)
         ][1:]
         ratio = statistics.median(a / b for a, b in times)
-        mine, hand = (1000 * statistics.median(column) for column in zip(*times, strict=True))
-        print(f"{name}: {mine:.1f} ms, by hand {hand:.1f} ms, ratio {ratio:.2f}")
+        ours_ms, hand_ms = (1000 * statistics.median(column) for column in zip(*times, strict=True))
+        print(f"{name}: {ours_ms:.1f} ms, by hand {hand_ms:.1f} ms, ratio {ratio:.2f}")
 
 
 if __name__ == "__main__":

@@ -111,9 +111,9 @@ def compare(name: str, ours: Callable[[], object], by_hand: Callable[[], object]
     seconds(ours), seconds(by_hand)
     ratios, hand = [], []
     for _ in range(PAIRS):
-        mine = seconds(ours)
+        own_seconds = seconds(ours)
         hand.append(seconds(by_hand))
-        ratios.append(mine / hand[-1])
+        ratios.append(own_seconds / hand[-1])
     ratio = statistics.median(ratios)
     print(f"{name}: {ratio:.2f} times by hand, {1000 * statistics.median(hand):.1f} ms")
     return ratio <= LIMIT
@@ -124,7 +124,9 @@ def main() -> None:
     model = Model()
     optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
     mesh = jax.make_mesh((DEVICES,), ("data",), axis_types=(AxisType.Auto,))
-    whole, split = (NamedSharding(mesh, spec) for spec in (PartitionSpec(), PartitionSpec("data")))
+    replicated, split = (
+        NamedSharding(mesh, spec) for spec in (PartitionSpec(), PartitionSpec("data"))
+    )
     state = nnx.to_pure_dict(nnx.state(model))
     batch = jax.device_put(jnp.ones((64, WIDTH)), split)
 
@@ -161,7 +163,7 @@ def main() -> None:
             functools.partial(place_nnx_state_on_shards, variables, mesh, filters),
             functools.partial(jax.device_put, variables, split),
         ),
-        compare("state, replicated", place, functools.partial(jax.device_put, state, whole)),
+        compare("state, replicated", place, functools.partial(jax.device_put, state, replicated)),
         compare("state, 'shard'", functools.partial(place, "shard"), to_split),
         compare("state, a rule for each path", functools.partial(place, paths), to_split),
     ]

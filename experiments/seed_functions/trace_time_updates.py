@@ -42,11 +42,11 @@ def by_hand(params, opt_state, grads):
     joined = jnp.concatenate([rows(g) for g in leaves], axis=1)
     mean = lax.psum_scatter(joined, "fsdp", scatter_dimension=0, tiled=True) / DEVICES
     grads = treedef.unflatten(jnp.split(mean, _ends(widths), axis=1))
-    mine = jax.tree.map(lambda p: lax.dynamic_slice_in_dim(rows(p), device, 1), params)
-    updates, opt_state = ADAM.update(grads, opt_state, mine)
-    joined = jnp.concatenate(jax.tree.leaves(optax.apply_updates(mine, updates)), axis=1)
-    whole = lax.all_gather(joined, "fsdp", axis=0, tiled=True)
-    parts = jnp.split(whole, _ends(widths), axis=1)
+    slices = jax.tree.map(lambda p: lax.dynamic_slice_in_dim(rows(p), device, 1), params)
+    updates, opt_state = ADAM.update(grads, opt_state, slices)
+    joined = jnp.concatenate(jax.tree.leaves(optax.apply_updates(slices, updates)), axis=1)
+    gathered = lax.all_gather(joined, "fsdp", axis=0, tiled=True)
+    parts = jnp.split(gathered, _ends(widths), axis=1)
     return treedef.unflatten([x.reshape(s) for x, s in zip(parts, shapes, strict=True)]), opt_state
 
 
