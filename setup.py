@@ -1,4 +1,4 @@
-"""Package metadata. Tested versions are pinned in constraints.txt, which the README uses."""
+"""Package metadata. constraints.txt pins the tested versions; README uses it."""
 
 import shutil
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 from setuptools.command.build_py import build_py
 
-# Each dependency with its tested range and what it is there for.
+# Each dependency with its tested range and its purpose.
 INSTALL_REQUIRES = [
     "jax>=0.10.2,<0.12",  # the arrays, the meshes, the compiler
     "flax>=0.12.8,<0.13",  # models: Linen and NNX
@@ -18,13 +18,13 @@ INSTALL_REQUIRES = [
     "importlib_resources>=6.0,<8",  # TFDS imports it for builders in packages, undeclared
     "tensorflow-cpu>=2.20,<3; platform_machine == 'x86_64' and sys_platform == 'linux'",
     "tensorflow>=2.20,<3; platform_machine != 'x86_64' or sys_platform != 'linux'",
-    # ^ TFDS writes data sets with it; never needed to train
+    # ^ TFDS writes data sets with it; training does not need it
     "tensorboard>=2.20,<3",  # its event files
     "clu>=0.0.12,<0.1",  # metrics
-    "grain>=0.2.18,<0.3",  # threads and processes that read batches ahead
+    "grain>=0.2.18,<0.3",  # threads and processes that prefetch batches
     "orbax-checkpoint>=0.12.8,<0.13",  # checkpoints
-    "absl-py>=2,<3",  # Grain's worker processes want its flags parsed
-    "filelock>=4.2.11,<5",  # one run a folder; one process prepares a data set, others wait
+    "absl-py>=2,<3",  # Grain's worker processes require parsed flags
+    "filelock>=4.2.11,<5",  # one run a folder; one process prepares a data set while others wait
     "rich>=13,<16",  # the progress bar and tables on a terminal
     "pillow>=10,<14",  # decoding and resizing images
     "scikit-learn>=1.5,<2",  # ships the handwritten digits
@@ -33,16 +33,16 @@ INSTALL_REQUIRES = [
 EXTRAS = {
     "cuda": ["jax[cuda13]"],  # NVIDIA GPUs
     "tpu": ["jax[tpu]"],  # Cloud TPUs
-    # Compilers for devices that are not there (analysis/topologies.py); they need no driver.
+    # Compilers for absent devices (analysis/topologies.py); they need no driver.
     "plan-gpu": [
         "jax-cuda13-plugin>=0.10.2,<0.12",  # XLA's compiler for NVIDIA GPUs, as JAX finds it
         "jax-cuda13-pjrt>=0.10.2,<0.12",  # the compiler itself
         "nvidia-cuda-nvcc>=13,<14",  # ptxas and libdevice, which the compiler calls
-        "nvidia-cudnn-cu13>=9.10,<10",  # plans flash attention; without it only plain attention
+        "nvidia-cudnn-cu13>=9.10,<10",  # needed to plan flash attention
     ],
     "plan-tpu": ["libtpu>=0.0.51,<0.1"],  # XLA's compiler for TPUs
     "plots": ["matplotlib>=3.9,<4"],  # the plots of `plan --html`
-    # The test suite; property tests; what builds the wheel that a test installs; manifests; plots.
+    # The test suite, property tests, the wheel that a test builds and installs, manifests, plots.
     "test": [
         *("pytest>=8", "hypothesis>=6.100", "setuptools>=65", "wheel>=0.43", "pyyaml>=6"),
         "matplotlib>=3.9,<4",
@@ -55,7 +55,7 @@ class BuildWithGinFiles(build_py):
     """Puts the folder gin/ inside the package, so that a wheel has the shipped files."""
 
     def run(self):
-        """Copies what is to be installed."""
+        """Copies the files to install."""
         super().run()
         if not self.editable_mode:
             to = Path(self.build_lib) / "research_dp" / "gin"
