@@ -32,8 +32,8 @@ from research_dp.strategies import (
 from research_dp.strategies.jaxpr_collectives import collectives
 
 # A low threshold, so that most parameters of these small models are sharded.
-SHARD = functools.partial(largest_dim, min_weight_size=1024)
-FSDP = {"shard": SHARD, "gather": gather_shards, "sync": average_gradients}
+SHARD = functools.partial(shard_params, min_weight_size=1024)
+FSDP = {"shard": SHARD, "gather": gather_params, "sync": sync_gradients}
 STRATEGIES = {
     "ddp": ({"data": -1}, {"sync": sync_gradients, "update": apply_gradients}),
     "zero1": (

@@ -148,22 +148,7 @@ def pmapped(config: StrategyConfig, spec: TrainSpec) -> Strategy:
         UsageError: Something is sharded, the batch does not divide, or there are several processes,
             whose arrays pmap keeps apart.
     """
-    refuse_several_processes(
-        "engine 'pmapped'", "Use ddp, which computes the same.", "data_parallel.engine"
-    )
-    slots.refuse_filled(config, ("compiler_options",), "jax.pmap takes none; bind None.")
-    slots.refuse_filled(
-        config, ("shard", "gather"), "engine 'pmapped' replicates parameters; bind None."
-    )
-    slots.refuse_no_sync(config)
-    slots.refuse_idle(config, gathers=False, syncs=config.sync is not None)
-    slots.refuse_state(config, "engine 'pmapped' keeps no state of slots; use 'mapped'.")
-    if config.mesh.shape[FSDP_AXIS] != 1:
-        raise UsageError(
-            f"make_mesh.axes: engine 'pmapped' has one axis, {DATA_AXIS!r}, but {FSDP_AXIS!r} has "
-            f"size {config.mesh.shape[FSDP_AXIS]}. Bind make_mesh.axes = {{'data': -1}}.",
-            binding="make_mesh.axes",
-        )
+    _check_pmapped(config)
     devices = config.mesh.devices.ravel()
     count = len(devices)
     shardings, abstract = infer_state_sharding(config, spec, config.mesh, params_sharded=False)
@@ -210,6 +195,26 @@ def pmapped(config: StrategyConfig, spec: TrainSpec) -> Strategy:
         train_step=pmap(steps.train, donate_argnums=0),
         eval_step=pmap(steps.evaluate),
     )
+
+
+def _check_pmapped(config: StrategyConfig) -> None:
+    """Raises UsageError for what `pmap` cannot do."""
+    refuse_several_processes(
+        "engine 'pmapped'", "Use ddp, which computes the same.", "data_parallel.engine"
+    )
+    slots.refuse_filled(config, ("compiler_options",), "jax.pmap takes none; bind None.")
+    slots.refuse_filled(
+        config, ("shard", "gather"), "engine 'pmapped' replicates parameters; bind None."
+    )
+    slots.refuse_no_sync(config)
+    slots.refuse_idle(config, gathers=False, syncs=config.sync is not None)
+    slots.refuse_state(config, "engine 'pmapped' keeps no state of slots; use 'mapped'.")
+    if config.mesh.shape[FSDP_AXIS] != 1:
+        raise UsageError(
+            f"make_mesh.axes: engine 'pmapped' has one axis, {DATA_AXIS!r}, but {FSDP_AXIS!r} has "
+            f"size {config.mesh.shape[FSDP_AXIS]}. Bind make_mesh.axes = {{'data': -1}}.",
+            binding="make_mesh.axes",
+        )
 
 
 def _step(
