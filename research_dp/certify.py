@@ -1,6 +1,6 @@
 """`python -m research_dp.certify`: whether a run's strategy computes what an oracle computes.
 
-Runs your own configuration, step by step, under its strategy and under `--against`, and prints a
+Runs your own configuration, step by step, under its strategy and under `--against`. Prints a
 certificate, or the first difference that rounding does not explain, and its cause. `conform` is
 quicker and asks less: a strategy alone, on a small model, within fixed tolerances. See
 docs/certify.md.
@@ -26,15 +26,14 @@ def main(argv: list[str]) -> int:
         processes.set_up_processes(options.processes)
         runtime.set_up_devices(options.cpu_devices)
         runtime.set_up_compilation_cache()
-        from research_dp.certification import certify, report
-        from research_dp.commands import certify as certifying
+        from research_dp.certification import report
+        from research_dp.commands import certify
 
-        bench, data, dtypes = certifying.bench_of(config, options.against)
-        done = certify.certify(bench, data, steps=options.steps, dtypes=dtypes)
+        certificate = certify.certify_run(config, options.against, options.steps)
         if options.json_file:
-            Path(options.json_file).write_text(json.dumps(done.as_json(), indent=1))
-        put(*report.parts(done))
-        return 0 if done.certified else 1
+            Path(options.json_file).write_text(json.dumps(certificate.as_json(), indent=1))
+        put(*report.parts(certificate))
+        return 0 if certificate.certified else 1
 
     return exit_status.told(body)
 

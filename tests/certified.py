@@ -59,7 +59,7 @@ def perceptron(dropout_rate=0.3):
 def bench_of(stem, *, engine=None, spec=None, bindings=(), dtypes=(), **slots):
     single = recipe_of("single")
     slots = slots if engine is None else {**slots, "engine": engine}
-    recipe = dataclasses.replace(recipe_of(stem, *bindings), **slots)
+    config = dataclasses.replace(recipe_of(stem, *bindings), **slots)
     settings = {
         "model": perceptron(),
         "optimizer": optax.adam(1e-2),
@@ -69,12 +69,13 @@ def bench_of(stem, *, engine=None, spec=None, bindings=(), dtypes=(), **slots):
         **(spec or {}),
     }
     precision = max(float(jnp.finfo(x).eps) for x in ("float32", *dtypes))
-    return Bench(config=recipe, against=single, spec=TrainSpec(**settings), precision=precision)
+    return Bench(config=config, against=single, spec=TrainSpec(**settings), precision=precision)
 
 
-def found(stem, **options):
+def refusal(stem, **options):
+    """The first difference and the cause of what is not certified."""
     dtypes = options.get("dtypes", ())
     done = certify(bench_of(stem, **options), noise(), steps=STEPS, dtypes=dtypes)
     assert not done.certified
-    assert done.first is not None
-    return f"{done.first} | {done.cause}"
+    assert done.first_difference is not None
+    return f"{done.first_difference} | {done.cause}"

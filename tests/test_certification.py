@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import planted_bugs as bugs
 import pytest
-from certified import STEPS, bench_of, found, noise, perceptron
+from certified import STEPS, bench_of, noise, perceptron, refusal
 from conftest import stems
 
 from research_dp.certification.certify import certify
@@ -127,9 +127,9 @@ QUICK = ("summed",)
     "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in BUGS]
 )
 def test_a_planted_bug_is_found_and_named(name):
-    stem, options, told = BUGS[name]
-    text = found(stem, **options)
-    assert re.search(told, text), text
+    stem, options, pattern = BUGS[name]
+    text = refusal(stem, **options)
+    assert re.search(pattern, text), text
 
 
 @pytest.mark.slow
@@ -138,7 +138,7 @@ def test_batch_statistics_of_each_device_are_found():
     right = bench_of("ddp", spec={"model": model})
     done = certify(right, noise(), steps=STEPS)
     assert done.certified, done.as_json()["checks"]
-    text = found("ddp", spec={"model": bugs.with_loss(model, bugs.own_statistics)})
+    text = refusal("ddp", spec={"model": bugs.with_loss(model, bugs.own_statistics)})
     assert "statistics are each device's own" in text
 
 
@@ -153,12 +153,12 @@ def test_batch_statistics_of_each_device_are_found():
 )
 def test_what_is_right_is_certified(stem, options):
     done = certify(bench_of(stem, **options), noise(), steps=STEPS)
-    assert done.certified, (done.first, done.cause)
-    checks = {check.what: check for check in done.checks}
-    assert checks["saved and restored"].right
+    assert done.certified, (done.first_difference, done.cause)
+    checks = {check.name: check for check in done.checks}
+    assert checks["saved and restored"].passed
     assert len(done.steps) == STEPS
     # The bounds are near to what happens: what is a hundred times as far off would be found.
-    gradients = [d for r in done.steps for d in r.differences if d.what == "gradient"]
+    gradients = [d for r in done.steps for d in r.differences if d.kind == "gradient"]
     assert max(d.bound for d in gradients) < 200
     assert max(d.excess for d in gradients) > 0.01
 
@@ -169,7 +169,7 @@ def test_every_shipped_strategy_is_certified(stem):
     model = mlp(api="nnx", widths=(32, 16), num_classes=10, dropout_rate=0.3)
     settings = {"model": model, "max_grad_norm": 0.1, "accumulation_steps": 2}
     done = certify(bench_of(stem, spec=settings), noise(), steps=STEPS)
-    assert done.certified, (done.first, done.cause)
+    assert done.certified, (done.first_difference, done.cause)
 
 
 @pytest.mark.slow
@@ -190,18 +190,18 @@ def test_a_language_model_with_units_is_certified(dtype):
     )
     settings = {"model": model, "example": example, "batch_size": 16, "max_grad_norm": 1.0}
     done = certify(bench_of("fsdp", spec=settings, dtypes=(dtype,)), data, steps=STEPS)
-    assert done.certified, (done.first, done.cause)
+    assert done.certified, (done.first_difference, done.cause)
 
 
 @pytest.mark.slow
 def test_a_run_that_is_not_finite_is_not_certified():
     done = certify(bench_of("fsdp", spec={"optimizer": optax.sgd(1e30)}), noise(), steps=STEPS)
     assert not done.certified
-    assert "the oracle's loss is nan at step" in str(done.first)
+    assert "the oracle's loss is nan at step" in str(done.first_difference)
 
 
 @pytest.mark.slow
-def test_a_step_that_both_leave_out_is_right():
+def test_a_step_that_both_skip_is_right():
     def train(order):
         for number, batch in enumerate(noise().train(order)):
             batch["image"][5] = np.nan if number == 1 else batch["image"][5]
@@ -210,5 +210,5 @@ def test_a_step_that_both_leave_out_is_right():
     data = dataclasses.replace(noise(), train=train)
     spec = {"skip_nonfinite": True, "model": perceptron(dropout_rate=0.0)}
     done = certify(bench_of("fsdp", spec=spec), data, steps=STEPS)
-    assert done.certified, (done.first, done.cause)
-    assert done.steps[1].loss == 0.0, "it was not left out"
+    assert done.certified, (done.first_difference, done.cause)
+    assert done.steps[1].loss == 0.0, "it was not skipped"

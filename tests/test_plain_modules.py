@@ -21,7 +21,7 @@ from test_train_command import summary
 
 import research_dp.training.loop  # noqa: F401  (registers `train`)
 from research_dp.certification import diagnose_static
-from research_dp.certification.replica_blocks import Apart
+from research_dp.certification.compare_steps import ReplicaDifference
 from research_dp.config import load
 from research_dp.conformance.suite import EXAMPLE, batches
 from research_dp.distributed.linen import linen_functions
@@ -136,11 +136,14 @@ def test_a_report_names_only_arrays_that_differ_along_its_axes():
     along = "differ along mesh axis data (size 2): "
     assert f"copies of model state batch_stats/BatchNorm_0/mean {along}" in report
 
-    apart = [Apart("gradient", "a", ("data",)), Apart("gradient", "b", ("data", "fsdp"))]
+    replicas = [
+        ReplicaDifference("gradient", "a", ("data",)),
+        ReplicaDifference("gradient", "b", ("data", "fsdp")),
+    ]
     case = SimpleNamespace(
-        evidence=SimpleNamespace(apart=apart), bench=SimpleNamespace(strategy=strategy)
+        step=SimpleNamespace(replicas=replicas), bench=SimpleNamespace(strategy=strategy)
     )
-    assert f"copies of gradient a {along}" in diagnose_static.apart(case)
+    assert f"copies of gradient a {along}" in diagnose_static.replicas_differ(case)["message"]
 
 
 @pytest.mark.slow
@@ -149,7 +152,7 @@ def test_certify_gives_the_same_reason(name):
     _, (report,) = first_step("ddp", MODELS[name]())
     load.reset()
     spec = {"model": MODELS[name](), "accumulation_steps": MICROS}
-    assert report in certified.found("ddp", spec=spec)
+    assert report in certified.refusal("ddp", spec=spec)
 
 
 # ---- Draws, from the program alone ----
@@ -320,7 +323,7 @@ def test_certify_names_no_cause_that_is_not_known():
         own = [jax.random.fold_in(keys[0], i) for i in range(len(keys))]
         return jnp.stack([jax.random.normal(key, x.shape[1:]) for key in own])
 
-    found = certified.found("ddp", spec={"model": drawing(from_the_first)})
+    found = certified.refusal("ddp", spec={"model": drawing(from_the_first)})
     assert "not known" not in found and "when examples are reordered" in found
 
 

@@ -1,4 +1,4 @@
-"""Runs all checks of a strategy against an oracle, and looks for the cause of what fails."""
+"""Runs all checks of a strategy against its oracle, and searches the cause of what fails."""
 
 from __future__ import annotations
 
@@ -9,23 +9,35 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from research_dp.certification import checkpoint_roundtrip, compare_steps, costs, diagnose
-from research_dp.certification.certificate import Certificate, Check, StepRecord
-from research_dp.certification.compare_steps import Evidence
-from research_dp.certification.failed_step import Case, leaves_of
-from research_dp.certification.harness import Batch, Bench, on_host, step
-from research_dp.certification.tolerances import CAP, Difference, Envelope, Hidden, same_bits
+from research_dp.certification import compare_steps, costs
+from research_dp.certification.certificate import Certificate, StepRecord
+from research_dp.certification.checkpoint_roundtrip import round_trips
+from research_dp.certification.compare_steps import StepComparison, compare_step
+from research_dp.certification.diagnose import find_cause
+from research_dp.certification.diagnose_case import SHOWN, Case
+from research_dp.certification.harness import Batch, Bench, run_step, to_host
+from research_dp.certification.tolerances import CAP, Difference, Envelope, first_difference
+from research_dp.certification.trajectory import FreeRun
 from research_dp.distributed.mesh import sizes_text
+from research_dp.errors import some_of
 from research_dp.strategies import TrainState
 from research_dp.strategies.random_draws import split_draws
 from research_dp.types import DataSet, EvalOrder, TrainOrder
 
-NOISY_PART = 0.01  # of the squared norm of gradients, what noise may hide
-UNSTABLE = (
+MAX_UNJUDGED = 0.01  # of the squared norm of the gradients
+AFTER = 3  # steps after a checkpoint, and after a first difference
+_UNSTABLE = (
     "the oracle changes so much when examples are reordered that a bug could hide in it: "
     "the model depends on their order, or its dtype is too coarse for it"
 )
-AFTER = 3  # steps after a checkpoint, and after a first difference
+_INITIAL = (
+    "parameters are not drawn as the oracle draws them: initialise unsharded arrays from one "
+    "key under jit with output shardings, so that no device draws its own"
+)
+_STATEFUL = (
+    "each step is right from the oracle's state, and steps in a row are not: the strategy "
+    "keeps something from step to step besides the state that it is given"
+)
 
 
 def certify(bench: Bench, data: DataSet, *, steps: int, dtypes: Sequence[str] = ()) -> Certificate:
@@ -41,32 +53,66 @@ def certify(bench: Bench, data: DataSet, *, steps: int, dtypes: Sequence[str] = 
         UsageError: One of them cannot be built.
     """
     strategy, oracle = bench.strategy, bench.oracle
-    done = Certificate(
+    certificate = Certificate(
         f"{strategy.name} on {sizes_text(strategy.mesh.shape)} against {oracle.name}, "
         f"{steps} steps of {bench.spec.batch_size} examples of {data.name}"
     )
-    born = _initial(bench)
-    done.checks.append(born)
-    if born.right:
-        batches = _batches(bench, data, steps + AFTER)
-        _follow(done, bench, data, batches, steps, tuple(dtypes))
+    actual, initial = compare_steps.initial_states(bench)
+    different = first_difference(actual, initial)
+    certificate.check_bits("initial state", different)
+    if different is None:
+        _compare_steps(certificate, bench, data, initial, steps, tuple(dtypes))
     else:
-        done.first = f"before the first step, {born.told}"
-        done.cause = (
-            "parameters are not drawn as the oracle draws them: initialise whole arrays from one "
-            "key under jit with output shardings, so that no device draws its own"
-        )
+        certificate.located = f"before the first step, {different} has other bits"
+        certificate.cause = _INITIAL
     unnamed = costs.unnamed_dtypes(strategy, dtypes)
-    told = ", ".join(unnamed) + " is named nowhere" if unnamed else "named, or parameters' own"
-    done.checks.append(Check("dtypes sent", not unnamed, told))
+    message = f"{', '.join(unnamed)} is named nowhere" if unnamed else "named, or parameters' own"
+    certificate.check("dtypes sent", not unnamed, message)
     for cost in costs.costs(bench.config.build(bench.spec), bench.spec):
-        most = "" if cost.most is None else f" of at most {cost.most:,.0f}"
-        right = None if cost.most is None else cost.is_right
-        done.checks.append(Check(cost.what, right, f"{cost.measured:,.0f}{most} ({cost.told})"))
-    if not done.certified and done.first is None:
-        failed = next(check for check in done.checks if check.right is False)
-        done.first = f"{failed.what}: {failed.told}"
-    return done
+        certificate.check(cost.name, cost.passed, cost.message)
+    return certificate
+
+
+def _compare_steps(
+    certificate: Certificate,
+    bench: Bench,
+    data: DataSet,
+    initial: TrainState,
+    steps: int,
+    dtypes: tuple[str, ...],
+) -> None:
+    """Compares all steps, or those to the first difference; then what only a right one allows."""
+    batches, start = _batches(bench, data, steps + AFTER), max(steps - AFTER, 0)
+    envelope = Envelope(bench.precision)
+    state, previous, free_run = initial, initial, FreeRun(bench, initial)
+    for number in range(steps):
+        batch = batches[number]
+        if number == start:
+            to_save = to_host(free_run.state)
+        step = compare_step(bench, number, state, batch, envelope)
+        in_a_row = free_run.step(number, batch, state, step.expected)
+        certificate.steps.append(StepRecord(step, in_a_row))
+        wrong_in_a_row = [d for d in in_a_row if d.is_wrong]
+        if not step.is_right or wrong_in_a_row or not math.isfinite(step.expected.loss):
+            break
+        previous, state = state, step.expected.state
+    _check_steps(certificate, step)
+    steps_are_right = certificate.certified
+    enough_is_judged = _check_noise(certificate, envelope)
+    if steps_are_right and not math.isfinite(step.expected.loss):
+        message = f"the oracle's loss is {step.expected.loss} at step {step.number}"
+        certificate.check("finite", False, message)
+        certificate.cause = "the run itself; a loss that is not finite cannot be compared"
+    elif not enough_is_judged:
+        draws = split_draws(bench.spec, bench.strategy)
+        certificate.cause = draws.message if draws and draws.is_known else _UNSTABLE
+    elif steps_are_right:
+        _check_evaluation(certificate, bench, data, state, envelope)
+        for way, different in round_trips(bench, to_save, batches[start:steps]):
+            certificate.check_bits(way, different)
+    else:
+        certificate.located = _first_difference_text(step, wrong_in_a_row)
+        certificate.cause = _cause(bench, step, previous, batches, dtypes)
 
 
 def _batches(bench: Bench, data: DataSet, count: int) -> list[Batch]:
@@ -82,158 +128,77 @@ def _batches(bench: Bench, data: DataSet, count: int) -> list[Batch]:
     return list(itertools.islice(data.train(order), count))
 
 
-def _initial(bench: Bench) -> Check:
-    lost = same_bits(*compare_steps.initial_state(bench))
-    return Check(
-        "initial state", lost is None, "the same bits" if lost is None else f"{lost} has other bits"
-    )
-
-
-def _follow(
-    done: Certificate,
-    bench: Bench,
-    data: DataSet,
-    batches: list[Batch],
-    steps: int,
-    dtypes: tuple[str, ...],
-) -> None:
-    """Takes all steps, or those to the first difference; then what only a right one is asked."""
-    envelope = Envelope(bench.precision)
-    truth, wandering = compare_steps.begin(bench)
-    earlier, mid, seen = truth, None, None
-    for number in range(steps):
-        if number == max(steps - AFTER, 0):
-            mid = on_host(wandering.state)
-        seen = compare_steps.look(bench, number, truth, batches[number], envelope)
-        row = wandering.step(number, batches[number], truth, seen.expected)
-        done.steps.append(_record(seen, row))
-        if not seen.is_right or any(d.is_wrong for d in row):
-            break
-        if not math.isfinite(seen.expected.loss):
-            break
-        earlier, truth = truth, seen.expected.state
-    assert seen is not None  # there is one step at least
-    _step_checks(done, seen)
-    hidden = envelope.hidden()
-    done.unjudged = hidden.leaves
-    steps_are_right = done.certified
-    done.checks.append(_noise(hidden))
-    if not math.isfinite(seen.expected.loss) and steps_are_right:
-        told = f"the oracle's loss is {seen.expected.loss} at step {seen.number}"
-        done.checks.append(Check("finite", False, told))
-        done.cause = "the run itself; nothing can be compared with what is no number"
-    elif hidden.part > NOISY_PART:
-        draws = split_draws(bench.spec, bench.strategy)
-        done.cause = draws.message if draws and draws.is_known else UNSTABLE
-    elif steps_are_right:
-        assert mid is not None
-        left = batches[max(steps - AFTER, 0) : steps]
-        _ends(done, bench, data, truth, envelope, mid, left)
-    else:
-        done.first = _first(done, seen)
-        done.cause = _cause(bench, seen, earlier, batches, dtypes)
-
-
-def _noise(hidden: Hidden) -> Check:
-    told = f"a gradient's size is known to {hidden.bound:.1e}, of at most {CAP:g}"
-    if hidden.leaves:
-        told += (
-            f"; not that of {leaves_of(list(hidden.leaves))}, which is {hidden.part:.1g} of the "
-            "squared norm"
-        )
-    return Check("noise", hidden.part <= NOISY_PART, told)
-
-
-def _record(seen: Evidence, row: list[Difference]) -> StepRecord:
-    found, expected = seen.found, seen.expected
-    return StepRecord(
-        seen.number,
-        found.loss,
-        expected.loss,
-        found.norm,
-        expected.norm,
-        seen.differences + row,
-    )
-
-
-def _step_checks(done: Certificate, seen: Evidence) -> None:
-    told = "the same bits on all devices, at each step"
-    if seen.apart:
-        one = seen.apart[0]
-        told = f"{one.what} {one.leaf} differs along {' and '.join(one.axes)}, step {seen.number}"
-    done.checks.append(Check("copies", not seen.apart, told))
+def _check_steps(certificate: Certificate, last: StepComparison) -> None:
+    message = "the same bits on all devices, at each step"
+    if last.replicas:
+        kind, leaf, axes = last.replicas[0]
+        message = f"{kind} {leaf} differs along {' and '.join(axes)}, step {last.number}"
+    certificate.check("copies", not last.replicas, message)
     worst: dict[str, Difference] = {}
-    for d in done.worst().values():
-        if d.what not in worst or worst[d.what].excess < d.excess:
-            worst[d.what] = d
-    for what, d in worst.items():
+    for d in certificate.worst().values():
+        if d.kind not in worst or worst[d.kind].excess < d.excess:
+            worst[d.kind] = d
+    for kind, d in worst.items():
         where = f" at {d.leaf}" if d.leaf else ""
-        done.checks.append(
-            Check(
-                what,
-                not d.is_wrong,
-                f"{d.excess:.2g} times its bound: {d.gap.ulps:.3g} ULPs, relative "
-                f"{d.gap.relative:.1e}{where}, step {d.step}",
-            )
-        )
+        message = f"{_excess_text(d)}, relative {d.gap.relative:.1e}{where}, step {d.step}"
+        certificate.check(kind, not d.is_wrong, message)
 
 
-def _ends(
-    done: Certificate,
-    bench: Bench,
-    data: DataSet,
-    state: TrainState,
-    envelope: Envelope,
-    mid: TrainState,
-    left: list[Batch],
+def _excess_text(d: Difference) -> str:
+    return f"{d.excess:.2g} times its bound: {d.gap.ulps:.3g} ULPs"
+
+
+def _check_noise(certificate: Certificate, envelope: Envelope) -> bool:
+    """Lists the gradients that are not judged; returns whether they are few."""
+    unjudged = envelope.unjudged()
+    certificate.not_judged = unjudged.leaves
+    message = f"a gradient's size is known to {unjudged.bound:.1e}, of at most {CAP:g}"
+    if unjudged.leaves:
+        leaves = some_of(unjudged.leaves, SHOWN)
+        message += f"; not that of {leaves}, which is {unjudged.share:.1g} of the squared norm"
+    certificate.check("noise", unjudged.share <= MAX_UNJUDGED, message)
+    return unjudged.share <= MAX_UNJUDGED
+
+
+def _check_evaluation(
+    certificate: Certificate, bench: Bench, data: DataSet, state: TrainState, envelope: Envelope
 ) -> None:
-    """Evaluation, and what becomes of a state that is saved."""
     size = bench.strategy.eval_batch_size
-    source = data.evaluate(EvalOrder(batch_size=size, rows=np.arange(size)))
-    examples = dict(next(iter(source)))
-    examples["mask"] = examples["mask"] * (np.arange(size) < 1 + size // 2)  # padding, always
-    for d in compare_steps.evaluated(bench, state, examples, envelope):
-        told = f"{d.excess:.2g} times its bound: {d.gap.ulps:.3g} ULPs"
-        done.checks.append(Check(d.what, not d.is_wrong, told))
-    for survived in checkpoint_roundtrip.survivals(bench, mid, left):
-        told = f"{survived.lost} has other bits" if survived.lost else "the same bits"
-        done.checks.append(Check(survived.what, not survived.lost, told))
+    order = EvalOrder(batch_size=size, rows=np.arange(size))
+    examples = dict(next(iter(data.evaluate(order))))
+    # Some examples are always padding.
+    examples["mask"] = examples["mask"] * (np.arange(size) < 1 + size // 2)
+    for d in compare_steps.compare_evaluation(bench, state, examples, envelope):
+        certificate.check(d.kind, not d.is_wrong, _excess_text(d))
 
 
-def _first(done: Certificate, seen: Evidence) -> str | None:
-    if seen.wrong:
-        d = seen.wrong[0]
+def _first_difference_text(step: StepComparison, wrong_in_a_row: Sequence[Difference]) -> str:
+    if step.wrong:
+        d = step.wrong[0]
         size = f"{d.gap.ulps:.3g} ULPs, relative {d.gap.relative:.1e}, bound {d.bound:.3g} ULPs"
-        more = len(seen.wrong) - 1
-        return f"step {d.step}, {d.name}: {size}" + (f" ({more} more differ)" if more else "")
-    if seen.apart:
-        one = seen.apart[0]
-        axes = " and ".join(one.axes)
-        return f"step {seen.number}, {one.what} {one.leaf}: copies differ along {axes}"
-    wrong = [d for d in done.steps[-1].differences if d.is_wrong]
-    if not wrong:
-        return None
-    return f"step {wrong[0].step}, {wrong[0].name}: {wrong[0].gap.ulps:.3g} ULPs"
+        more = f" ({len(step.wrong) - 1} more differ)" if len(step.wrong) > 1 else ""
+        return f"step {d.step}, {d.name}: {size}{more}"
+    if step.replicas:
+        kind, leaf, axes = step.replicas[0]
+        return f"step {step.number}, {kind} {leaf}: copies differ along {' and '.join(axes)}"
+    d = wrong_in_a_row[0]
+    return f"step {d.step}, {d.name}: {d.gap.ulps:.3g} ULPs"
 
 
 def _cause(
     bench: Bench,
-    seen: Evidence,
-    earlier: TrainState,
+    step: StepComparison,
+    previous: TrainState,
     batches: list[Batch],
     dtypes: tuple[str, ...],
 ) -> str | None:
-    """Looks for it a few steps later, if it is still there: no moment is zero any more by then."""
-    if seen.is_right:
-        return (
-            "each step is right from the oracle's state, and steps in a row are not: the strategy "
-            "keeps something from step to step besides the state that it is given"
-        )
-    first = Case(bench, seen, earlier, batches[seen.number + 1], dtypes)
-    next_state = seen.expected.state
-    number = seen.number + AFTER - 1
-    state = step(bench.oracle, next_state, batches[number - 1]).state
-    later = compare_steps.look(bench, number, state, batches[number], Envelope(bench.precision))
+    """Searches the cause, first a few steps later, when no optimizer moment is zero any more."""
+    if step.is_right:
+        return _STATEFUL
+    first = Case(bench, step, previous, batches[step.number + 1], dtypes)
+    next_state, number = step.expected.state, step.number + AFTER - 1
+    state = run_step(bench.oracle, next_state, batches[number - 1]).state
+    later = compare_step(bench, number, state, batches[number], Envelope(bench.precision))
     if later.is_right:
-        return diagnose.cause([first])
-    return diagnose.cause([dataclasses.replace(first, evidence=later, earlier=next_state), first])
+        return find_cause([first])
+    return find_cause([dataclasses.replace(first, step=later, earlier=next_state), first])

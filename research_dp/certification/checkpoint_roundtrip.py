@@ -1,4 +1,4 @@
-"""Whether a state survives being saved: the same bits go on, and lie anywhere."""
+"""Whether a state keeps its bits when it is saved, restored, and moved to other devices."""
 
 from __future__ import annotations
 
@@ -6,85 +6,65 @@ import contextlib
 import dataclasses
 import math
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
-from research_dp.certification.harness import Batch, Bench, on_host, put, step
-from research_dp.certification.tolerances import same_bits
+from research_dp.certification.harness import Batch, Bench, run_step, to_devices, to_host
+from research_dp.certification.tolerances import first_difference
 from research_dp.distributed.mesh import build_mesh, sizes_text
 from research_dp.strategies import Strategy, TrainState
 from research_dp.training.checkpoint import Checkpoints
 from research_dp.training.manifest import Progress
 
 
-class Survived(NamedTuple):
-    """One way of leaving and coming back.
+def round_trips(
+    bench: Bench, state: TrainState, batches: Sequence[Batch]
+) -> Iterator[tuple[str, str | None]]:
+    """Saves a state of the strategy, and restores it in several ways.
 
-    Attributes:
-        what: Which.
-        lost: Path of the first array with other bits; None: all have the same.
+    Yields each way, and the path of the first array whose bits it changes; None: it changes none.
     """
-
-    what: str
-    lost: str | None
-
-
-def survivals(bench: Bench, state: TrainState, batches: Sequence[Batch]) -> Iterator[Survived]:
-    """Saves a state, and looks what becomes of it.
-
-    Args:
-        bench: The strategy and its oracle.
-        state: A state of the strategy, on the host.
-        batches: What it is trained on next.
-    """
-    strategy = bench.strategy
-    with tempfile.TemporaryDirectory() as folder:
-        saved = _Saved(Path(folder), strategy, bench)
-        saved.save(put(strategy, state))
-        back = saved.restore(strategy)
-        yield Survived("saved and restored", same_bits(back, state))
-        ways = (_trained(strategy, given, batches) for given in (state, back))
-        yield Survived(f"{len(batches)} steps after it", same_bits(*ways))
-        for other in (bench.oracle, *_elsewhere(bench)):
+    strategy, oracle = bench.strategy, bench.oracle
+    with _saved(bench, strategy, state) as restore:
+        restored = restore(strategy)
+        yield "saved and restored", first_difference(restored, state)
+        ends = (_train(strategy, start, batches) for start in (state, restored))
+        yield f"{len(batches)} steps after it", first_difference(*ends)
+        for other in (oracle, *_on_half_of_the_devices(bench)):
             sizes = sizes_text(other.mesh.shape)
-            found = saved.restore(other)
-            yield Survived(f"moved to {other.name} on {sizes}", same_bits(found, state))
+            yield f"moved to {other.name} on {sizes}", first_difference(restore(other), state)
+    with _saved(bench, oracle, state) as restore:
+        yield f"moved back from {oracle.name}", first_difference(restore(strategy), state)
+
+
+@contextlib.contextmanager
+def _saved(
+    bench: Bench, strategy: Strategy, state: TrainState
+) -> Iterator[Callable[[Strategy], TrainState]]:
+    """Saves a state; the folder is opened anew for each use, as by a run that continues."""
+    spec = bench.spec
+    progress = Progress(batch_size=spec.batch_size, seed=spec.seed, order="", window={})
     with tempfile.TemporaryDirectory() as folder:
-        saved = _Saved(Path(folder), bench.oracle, bench)
-        saved.save(put(bench.oracle, state))
-        found = saved.restore(strategy)
-        yield Survived(f"moved back from {bench.oracle.name}", same_bits(found, state))
+
+        def restore(other: Strategy) -> TrainState:
+            with contextlib.closing(Checkpoints(Path(folder))) as checkpoints:
+                restored = checkpoints.restore(other.abstract_state)
+                assert restored is not None  # it was saved just now
+                return to_host(restored.state)
+
+        with contextlib.closing(Checkpoints(Path(folder))) as checkpoints:
+            checkpoints.save(to_devices(strategy, state), int(state.step), progress, origin={})
+        yield restore
 
 
-class _Saved:
-    """A folder of checkpoints, opened anew for each use, as a run that continues does."""
-
-    def __init__(self, folder: Path, strategy: Strategy, bench: Bench):
-        self._folder, self._strategy, self._spec = folder, strategy, bench.spec
-
-    def save(self, state: TrainState) -> None:
-        with contextlib.closing(Checkpoints(self._folder)) as checkpoints:
-            progress = Progress(
-                batch_size=self._spec.batch_size, seed=self._spec.seed, order="", window={}
-            )
-            checkpoints.save(state, int(state.step), progress, origin={})
-
-    def restore(self, strategy: Strategy) -> TrainState:
-        with contextlib.closing(Checkpoints(self._folder)) as checkpoints:
-            restored = checkpoints.restore(strategy.abstract_state)
-            assert restored is not None  # it was saved just now
-            return on_host(restored.state)
-
-
-def _trained(strategy: Strategy, state: TrainState, batches: Sequence[Batch]) -> TrainState:
+def _train(strategy: Strategy, state: TrainState, batches: Sequence[Batch]) -> TrainState:
     for batch in batches:
-        state = step(strategy, state, batch).state
+        state = run_step(strategy, state, batch).state
     return state
 
 
-def _elsewhere(bench: Bench) -> Iterator[Strategy]:
-    """The strategy on half of its devices, where it has an even number; only traced."""
+def _on_half_of_the_devices(bench: Bench) -> Iterator[Strategy]:
+    """The strategy on half of an axis, if one has an even size; it is traced, not compiled."""
     mesh = bench.config.mesh
     sizes = dict(mesh.shape)
     axis = max(sizes, key=lambda name: (sizes[name] % 2 == 0, sizes[name]))

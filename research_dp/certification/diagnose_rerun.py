@@ -1,7 +1,4 @@
-"""Causes that other runs tell: the step with one thing changed.
-
-Each function is one suspicion. It returns what it found, in words, or None.
-"""
+"""Suspicions that a changed rerun of the step confirms: see the table in diagnose.py."""
 
 from __future__ import annotations
 
@@ -11,117 +8,90 @@ from typing import Any
 
 import numpy as np
 
-from research_dp.certification.failed_step import Case, rows_of
-from research_dp.certification.harness import gradients_of, step
+from research_dp.certification.diagnose_case import Case
+from research_dp.certification.harness import gradients_of, run_step
 from research_dp.certification.tolerances import gap
-from research_dp.distributed.mesh import batch_devices
 from research_dp.distributed.sharding import by_path
 
 _MASKS = ("mask", "weights")
 
 
-def without_clipping(case: Case) -> str | None:
-    """Clipping by another norm: right but for the norm if nothing is clipped."""
-    seen, limit = case.evidence, case.bench.spec.max_grad_norm
+def without_clipping(case: Case) -> Mapping[str, Any] | None:
+    """All but the norm is right if nothing is clipped."""
+    step, limit = case.step, case.bench.spec.max_grad_norm
     if limit is None:
         return None
-    unclipped = case.again(case.bench.with_spec(max_grad_norm=None))
-    if unclipped.apart or {d.what for d in unclipped.wrong} - {"gradient norm"}:
+    unclipped = case.rerun(case.bench.with_spec(max_grad_norm=None))
+    if unclipped.replicas or {d.kind for d in unclipped.wrong} - {"gradient norm"}:
         return None
-    norms = f"{seen.found.norm:.6g}, where the oracle has {seen.expected.norm:.6g}"
-    return (
-        f"only with train.max_grad_norm = {limit}: gradients are clipped by another norm than the "
-        f"global one, such as a device's local norm (its norm is {norms})"
-    )
+    return {"limit": limit, "norm": step.actual.norm, "expected": step.expected.norm}
 
 
-def unseen(case: Case) -> str | None:
-    """Devices whose examples can be changed without anything else changing."""
-    seen, bench = case.evidence, case.bench
-    unseen = []
-    for device in range(batch_devices(bench.strategy.mesh)):
-        rows = rows_of(case, device)
-        batch = {name: np.array(x) for name, x in seen.batch.items()}
+def unused_examples(case: Case) -> Mapping[str, Any] | None:
+    """The strategy's loss ignores changes of some devices' examples."""
+    step, bench, rows_by_device = case.step, case.bench, case.rows_by_device()
+    unused = []
+    for device, rows in enumerate(rows_by_device):
+        batch = {name: np.array(x) for name, x in step.batch.items()}
         for name, x in case.other_batch.items():
             batch[name][rows] = x[rows]
-        done = step(bench.strategy, seen.before, batch)
-        changed = step(bench.oracle, seen.before, batch)
-        same = done.metrics["loss"] == seen.found.metrics["loss"]
-        if same and changed.metrics["loss"] != seen.expected.metrics["loss"]:
-            unseen.append(device)
-    if not unseen:
+        actual = run_step(bench.strategy, step.before, batch)
+        expected = run_step(bench.oracle, step.before, batch)
+        is_same = actual.metrics["loss"] == step.actual.metrics["loss"]
+        if is_same and expected.metrics["loss"] != step.expected.metrics["loss"]:
+            unused.append(device)
+    if not unused:
         return None
-    rows = rows_of(case, unseen[0])
-    return (
-        f"the examples of device {', '.join(map(str, unseen))} do not count (places "
-        f"{rows[0]} to {rows[-1]} of the batch first): another's are repeated in their stead"
-    )
+    rows = rows_by_device[unused[0]]
+    return {"devices": ", ".join(map(str, unused)), "first": rows[0], "last": rows[-1]}
 
 
-def with_equal_masks(case: Case) -> str | None:
-    """Means of means: right if all examples count alike."""
-    seen = case.evidence
-    masks = [name for name in _MASKS if name in seen.batch]
-    if not masks:
+def with_equal_masks(case: Case) -> Mapping[str, Any] | None:
+    """The step is right if all examples count alike."""
+    batch = case.step.batch
+    masks = [name for name in _MASKS if name in batch]
+    ones = {name: np.ones_like(batch[name]) for name in masks}
+    if not masks or not case.rerun(batch={**batch, **ones}).is_right:
         return None
-    ones = {name: np.ones_like(seen.batch[name]) for name in masks}
-    if not case.again(batch={**seen.batch, **ones}).is_right:
-        return None
-    return (
-        f"only with uneven {' and '.join(masks)}: a mean of each device's own means is taken, and "
-        "not the sum over all valid items divided by their number"
-    )
+    return {"masks": " and ".join(masks)}
 
 
-def one_step_behind(case: Case) -> str | None:
-    """Parameters that were gathered too early. The oracle alone is run."""
-    seen = case.evidence
+def one_step_behind(case: Case) -> Mapping[str, Any] | None:
+    """The gradients are the oracle's at the parameters of the step before."""
+    step = case.step
     if not case.wrong("gradient"):
         return None
-    old = seen.before._replace(params=case.earlier.params)
-    behind = by_path(gradients_of(step(case.bench.oracle, old, seen.batch).state))
-    found, expected = (by_path(gradients_of(done.state)) for done in (seen.found, seen.expected))
-    bounds = {d.leaf: d.bound for d in seen.differences if d.what == "gradient"}
+    old = step.before._replace(params=case.earlier.params)
+    behind = by_path(gradients_of(run_step(case.bench.oracle, old, step.batch).state))
+    bounds = {d.leaf: d.bound for d in step.differences if d.kind == "gradient"}
 
-    def near(others: Mapping[str, Any]) -> bool:
-        return all(gap(others[leaf], x).ulps <= bounds[leaf] for leaf, x in behind.items())
+    def is_near(grads: Mapping[str, Any]) -> bool:
+        return all(gap(grads[leaf], x).ulps <= bounds[leaf] for leaf, x in behind.items())
 
-    # At the first step no parameters are older: the gradients are the oracle's.
-    if near(expected) or not near(found):
-        return None
-    return "gradients are those of the parameters of the step before: a stale gather"
+    expected, actual = (by_path(gradients_of(r.state)) for r in (step.expected, step.actual))
+    # At the first step no parameters are older: these gradients are the oracle's.
+    return {} if is_near(actual) and not is_near(expected) else None
 
 
-def without_keys(case: Case) -> str | None:
-    """Random keys of a device: right if there are none."""
+def without_keys(case: Case) -> Mapping[str, Any] | None:
+    """The step is right if the model gets no random keys."""
     model = case.bench.spec.model
 
-    def loss(params: Any, state: Any, batch: Any, keys: Any, **more: Any) -> Any:
-        return model.loss(params, state, batch, None, **more)
+    def loss(params: Any, state: Any, batch: Any, keys: Any, **options: Any) -> Any:
+        return model.loss(params, state, batch, None, **options)
 
     without = case.bench.with_spec(model=dataclasses.replace(model, loss=loss))
-    if not case.again(without).is_right:
-        return None
-    return (
-        "only with random keys (dropout): they are to come from the seed, the step and the "
-        "example's place in the global batch, not from a device's index"
-    )
+    return {} if case.rerun(without).is_right else None
 
 
-def with_the_same_examples(case: Case) -> str | None:
-    """Statistics of a device: right if all have the same examples."""
-    batch: Mapping[str, Any] = case.evidence.batch
-    places = [rows_of(case, i) for i in range(batch_devices(case.bench.strategy.mesh))]
+def with_the_same_examples(case: Case) -> Mapping[str, Any] | None:
+    """The step is right if all devices have the same examples."""
+    batch, rows_by_device = case.step.batch, case.rows_by_device()
     weights = [np.asarray(batch[name]) for name in _MASKS if name in batch]
-    # Of those that count most: with none that counts, all would be right.
-    chosen = max(places, key=lambda rows: sum(float(w[rows].sum()) for w in weights))
+    # The device with most valid examples: without any, every step would be right.
+    chosen = max(rows_by_device, key=lambda rows: sum(float(w[rows].sum()) for w in weights))
     tiled = {name: np.array(x) for name, x in batch.items()}
-    for rows in places:
+    for rows in rows_by_device:
         for name in tiled:
             tiled[name][rows] = batch[name][chosen]
-    if not case.again(batch=tiled).is_right:
-        return None
-    return (
-        "only where devices have other examples: something that is no sum over examples is taken "
-        "of each device's own"
-    )
+    return {} if case.rerun(batch=tiled).is_right else None

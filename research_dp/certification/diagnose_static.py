@@ -1,86 +1,77 @@
-"""Causes that the bits of one step and the traced program tell: nothing is run again.
-
-Each function is one suspicion. It returns what it found, in words, or None.
-"""
+"""Suspicions that the step's bits and its traced program confirm: see the table in diagnose.py."""
 
 from __future__ import annotations
 
 import statistics
+from collections.abc import Mapping
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from research_dp.certification import costs, replica_blocks
-from research_dp.certification.failed_step import ALIKE, Case, places_of
+from research_dp.certification import costs
+from research_dp.certification.compare_steps import shards_by_place
+from research_dp.certification.diagnose_case import NEAR, Case
 from research_dp.distributed.replica_difference import difference_text
 from research_dp.distributed.sharding import by_path
 
 
-def cast(case: Case) -> str | None:
-    """A dtype on the wire that nothing names."""
-    found = costs.unnamed_dtypes(case.bench.strategy, case.dtypes)
-    if not found:
-        return None
-    return f"the program sends {', '.join(found)}, which nothing in the configuration names: a cast"
+def cast_on_the_wire(case: Case) -> Mapping[str, Any] | None:
+    """A dtype on the wire that the configuration does not name."""
+    unnamed = costs.unnamed_dtypes(case.bench.strategy, case.dtypes)
+    return {"dtypes": ", ".join(unnamed)} if unnamed else None
 
 
-def rounded(case: Case) -> str | None:
-    """Gradients whose differences are of the size of a coarse dtype's rounding."""
-    seen = case.evidence
-    off = [d.gap.relative for d in seen.differences if d.what == "gradient"]
+def rounded(case: Case) -> Mapping[str, Any] | None:
+    """Gradients that are off by about the rounding of a coarse dtype."""
+    off = [d.gap.relative for d in case.step.differences if d.kind == "gradient"]
     usual = statistics.median(off)
     for dtype in ("bfloat16", "float16"):
         eps = float(jnp.finfo(dtype).eps)
         if eps / 10 < usual < eps and max(off) < 4 * eps:
-            return (
-                f"gradients are usually {usual:.1e} off, as if they, or what they are computed "
-                f"from, had been rounded to {dtype} on the way"
-            )
+            return {"usual": usual, "dtype": dtype}
     return None
 
 
-def not_updated(case: Case) -> str | None:
-    """Devices whose part of the optimizer's state, gradients included, has its old bits."""
-    seen, mesh = case.evidence, case.bench.strategy.mesh
-    trees = (seen.found.on_devices.opt_state, seen.before.opt_state, seen.expected.state.opt_state)
-    found, before, expected = map(by_path, trees)
-    old: dict[tuple[int, ...], bool] = {}
-    for leaf, x in found.items():
-        for place, (index, block) in replica_blocks.blocks(x, mesh).items():
-            was, is_to_be = before[leaf][index], expected[leaf][index]
-            if np.array_equal(was, is_to_be) or np.ndim(was) == 0:
-                continue
-            old[place] = np.array_equal(block, was) and old.get(place, True)
-    stale = [place for place, is_old in old.items() if is_old]
-    if not stale:
+def not_updated(case: Case) -> Mapping[str, Any] | None:
+    """Devices whose shards of the optimizer's state, gradients included, have their old bits."""
+    step, mesh = case.step, case.bench.strategy.mesh
+    states = (step.actual.on_devices, step.before, step.expected.state)
+    actual, before, expected = (by_path(state.opt_state) for state in states)
+    stale: dict[tuple[int, ...], bool] = {}
+    for leaf, x in actual.items():
+        for place, (index, shard) in shards_by_place(x, mesh).items():
+            old = before[leaf][index]
+            if np.ndim(old) and not np.array_equal(old, expected[leaf][index]):
+                stale[place] = np.array_equal(shard, old) and stale.get(place, True)
+    places = [place for place, is_stale in stale.items() if is_stale]
+    if not places:
         return None
-    where = "any device" if len(stale) == len(old) else places_of(stale, mesh)
-    return f"the optimizer's state is not updated on {where}: it has the bits of the step before"
+    is_all = len(places) == len(stale)
+    return {"devices": "any device" if is_all else case.devices_text(places)}
 
 
-def stale_gather(case: Case) -> str | None:
-    """Whole parameters that are new in a device's own slice, and old elsewhere."""
-    seen, mesh = case.evidence, case.bench.strategy.mesh
+def stale_shards(case: Case) -> Mapping[str, Any] | None:
+    """Replicated parameters of which a device has updated its own shard alone."""
     if case.wrong("gradient"):
         return None
-    before, expected = by_path(seen.before.params), by_path(seen.expected.state.params)
-    for leaf, x in by_path(seen.found.on_devices.params).items():
+    step, mesh = case.step, case.bench.strategy.mesh
+    before, expected = by_path(step.before.params), by_path(step.expected.state.params)
+    for leaf, x in by_path(step.actual.on_devices.params).items():
         changed = before[leaf] != expected[leaf]
-        for place, (index, block) in replica_blocks.blocks(x, mesh).items():
+        for place, (index, block) in shards_by_place(x, mesh).items():
             old = (block == before[leaf][index]) & changed[index]
-            if 0 < old.sum() < changed[index].sum() and old.mean() > ALIKE:
-                return (
-                    f"after the update {old.sum()} of {old.size} elements of parameter {leaf} on "
-                    f"{places_of([place], mesh)} are those of the step before: a stale gather"
-                )
+            if 0 < old.sum() < changed[index].sum() and old.mean() > NEAR:
+                device = case.devices_text([place])
+                return {"old": old.sum(), "size": old.size, "leaf": leaf, "device": device}
     return None
 
 
-def apart(case: Case) -> str | None:
-    """Copies that differ."""
-    apart = case.evidence.apart
-    if not apart:
+def replicas_differ(case: Case) -> Mapping[str, Any] | None:
+    """Replicas that do not have the same bits."""
+    replicas = case.step.replicas
+    if not replicas:
         return None
-    first = apart[0]
-    leaves = [one.leaf for one in apart if (one.what, one.axes) == (first.what, first.axes)]
-    return difference_text(first.what, leaves, first.axes, case.bench.strategy.mesh)
+    kind, _, axes = replicas[0]
+    leaves = [one.leaf for one in replicas if (one.kind, one.axes) == (kind, axes)]
+    return {"message": difference_text(kind, leaves, axes, case.bench.strategy.mesh)}

@@ -1,8 +1,7 @@
-"""A strategy and its oracle side by side, built so that every step can be looked into.
+"""A test bench: a strategy and its oracle, with each step's gradients and update visible.
 
-Both are built with an optimizer that keeps the gradients it was given in its state, so that one
-program tells the gradients, the update and the trajectory; the strategy's own functions run as
-they are. States travel between the two as host arrays.
+Both are built with an optimizer that records its gradients in its state; the strategy's own
+functions run unchanged. States pass between the two as host arrays.
 """
 
 from __future__ import annotations
@@ -22,105 +21,89 @@ from research_dp.certification.tolerances import EPS
 from research_dp.distributed.collectives import cast_dtype
 from research_dp.distributed.optimizer import apply_optimizer, with_master_weights
 from research_dp.distributed.sharding import LeafSharding
-from research_dp.errors import UsageError
 from research_dp.strategies import PlacedBatch, Strategy, StrategyConfig, TrainSpec, TrainState
 from research_dp.types import LossOutput, TrainableModel
 
 PyTree = Any
 Batch = Mapping[str, np.ndarray]
+MetricSums = Mapping[str, tuple[float, float]]  # name -> (sum, count)
 
 
-class Recorded(NamedTuple):
-    """State of `recording`.
-
-    Attributes:
-        inner: State of the optimizer.
-        grads: Gradients as it was given them last: averaged and clipped; zeros before.
-    """
+class RecordedState(NamedTuple):
+    """The optimizer's state, and the averaged, clipped gradients of its last update."""
 
     inner: PyTree
     grads: PyTree
 
 
-def recording(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    """The same optimizer, which keeps the gradients of its last update in its state."""
+def record_gradients(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+    """The optimizer, with the gradients of its last update in its state."""
 
-    def init(params: PyTree) -> Recorded:
-        return Recorded(optimizer.init(params), jax.tree.map(jnp.zeros_like, params))
+    def init(params: PyTree) -> RecordedState:
+        return RecordedState(optimizer.init(params), jax.tree.map(jnp.zeros_like, params))
 
     def update(
-        grads: PyTree, state: Recorded, params: PyTree | None = None
-    ) -> tuple[PyTree, Recorded]:
+        grads: PyTree, state: RecordedState, params: PyTree | None = None
+    ) -> tuple[PyTree, RecordedState]:
         updates, inner = optimizer.update(grads, state.inner, params)
-        kept = jax.tree.map(lambda g, old: g.astype(old.dtype), grads, state.grads)
-        return updates, Recorded(inner, kept)
+        recorded = jax.tree.map(lambda g, old: g.astype(old.dtype), grads, state.grads)
+        return updates, RecordedState(inner, recorded)
 
     return optax.GradientTransformation(init, update)
 
 
 def gradients_of(state: TrainState) -> PyTree:
     """The gradients that led to a state."""
-    return _recorded(state.opt_state).grads
+    leaves = jax.tree.leaves(state.opt_state, is_leaf=_is_recorded)
+    (recorded,) = filter(_is_recorded, leaves)
+    return recorded.grads
 
 
 def optimizer_state_of(state: TrainState) -> PyTree:
-    """The optimizer's state without what `recording` keeps in it."""
-
-    def plain(x: Any) -> Any:
-        return x.inner if _is_recorded(x) else x
-
-    return jax.tree.map(plain, state.opt_state, is_leaf=_is_recorded)
+    """The optimizer's state without the recorded gradients."""
+    return jax.tree.map(
+        lambda x: x.inner if _is_recorded(x) else x, state.opt_state, is_leaf=_is_recorded
+    )
 
 
 def _is_recorded(x: Any) -> bool:
-    return isinstance(x, Recorded)
+    return isinstance(x, RecordedState)
 
 
-def _recorded(opt_state: PyTree) -> Recorded:
-    (found,) = filter(_is_recorded, jax.tree.leaves(opt_state, is_leaf=_is_recorded))
-    return found
-
-
-class Done(NamedTuple):
-    """What a step left.
-
-    Attributes:
-        state: The new state, host arrays.
-        metrics: Each metric's sum and count.
-        on_devices: The same state as it lies on the devices.
-    """
+class StepResult(NamedTuple):
+    """The new state, as host arrays and on the devices, and the step's metrics."""
 
     state: TrainState
-    metrics: Mapping[str, tuple[float, float]]
+    metrics: MetricSums
     on_devices: TrainState
 
     @property
     def loss(self) -> float:
-        return _mean(self.metrics["loss"])
+        return mean(self.metrics["loss"])
 
     @property
     def norm(self) -> float:
-        return _mean(self.metrics["grad_norm"])
+        return mean(self.metrics["grad_norm"])
 
     @property
     def skipped(self) -> bool:
-        """Whether nothing was updated, for something was not finite: no norm counts then."""
+        """Whether the update was skipped because a value was not finite."""
         return not self.metrics["grad_norm"][1]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bench:
-    """What is compared with what.
+    """A strategy and the oracle that it is compared with.
 
     Attributes:
         config: The strategy.
-        against: The oracle; it is given what of the strategy is part of the numbers: the dtypes
-            in which parameters lie and gradients add up, and the scale of the loss.
-        spec: Model, optimizer (the user's own) and batch.
-        precision: Relative distance of neighbouring numbers of the coarsest dtype in which the
-            configuration lets gradients be, before they are summed over devices.
-        gather_dtype: dtype in which the strategy gathers what it shards, if the configuration
-            names one: the oracle computes with parameters rounded to it, too.
+        against: The oracle; it takes over the strategy's param_dtype, accumulation_dtype and
+            loss_scale.
+        spec: What both are built for.
+        precision: Machine epsilon of the coarsest dtype that gradients may have before they are
+            summed over devices.
+        gather_dtype: dtype in which the strategy gathers shards, if the configuration names one:
+            the oracle then rounds these parameters to it, too.
     """
 
     config: StrategyConfig
@@ -131,142 +114,144 @@ class Bench:
 
     @functools.cached_property
     def strategy(self) -> Strategy:
-        return self.config.build(self._spec)
+        return self.config.build(self._recording_spec)
 
     @functools.cached_property
     def oracle(self) -> Strategy:
-        numbers = ("accumulation_dtype", "param_dtype", "loss_scale")
-        same = {name: getattr(self.config, name) for name in numbers}
-        spec = self._spec
+        numerics = ("accumulation_dtype", "param_dtype", "loss_scale")
+        spec = self._recording_spec
         if self.gather_dtype is not None and self.against.gather is None:
             spec = dataclasses.replace(spec, model=self._rounding_model())
-        return dataclasses.replace(self.against, **same).build(spec)
+        changes = {name: getattr(self.config, name) for name in numerics}
+        return dataclasses.replace(self.against, **changes).build(spec)
 
     def _rounding_model(self) -> TrainableModel:
-        """The model with those parameters rounded that the strategy shards."""
-        model, layout = self.spec.model, self.strategy.shardings.params
+        """The model that rounds the parameters which the strategy shards."""
+        model, shardings = self.spec.model, self.strategy.shardings.params
 
-        def loss(params: PyTree, *args: Any, **more: Any) -> LossOutput:
-            def seen(x: jax.Array, place: LeafSharding) -> jax.Array:
-                return x if place.dim is None else x.astype(cast_dtype(x.dtype, self.gather_dtype))
+        def round_sharded(x: jax.Array, sharding: LeafSharding) -> jax.Array:
+            return x if sharding.dim is None else x.astype(cast_dtype(x.dtype, self.gather_dtype))
 
-            return model.loss(jax.tree.map(seen, params, layout), *args, **more)
+        def loss(params: PyTree, *args: Any, **options: Any) -> LossOutput:
+            return model.loss(jax.tree.map(round_sharded, params, shardings), *args, **options)
 
         return dataclasses.replace(model, loss=loss)
 
     def with_spec(self, **changes: Any) -> Bench:
-        """The same with another model, say."""
+        """The bench with another model, accumulation, clipping, ..."""
         return dataclasses.replace(self, spec=dataclasses.replace(self.spec, **changes))
 
     @functools.cached_property
-    def _spec(self) -> TrainSpec:
-        return dataclasses.replace(self.spec, optimizer=recording(self.spec.optimizer))
+    def _recording_spec(self) -> TrainSpec:
+        return dataclasses.replace(self.spec, optimizer=record_gradients(self.spec.optimizer))
 
     @functools.cached_property
-    def applied(self) -> Callable[..., tuple[PyTree, PyTree]]:
-        """(gradients, optimizer state, parameters) -> (parameters, optimizer state), by itself."""
-        optimizer = self._spec.optimizer
+    def _apply_optimizer(self) -> Callable[..., tuple[PyTree, PyTree]]:
+        optimizer = self._recording_spec.optimizer
         if self.config.param_dtype is not None:
             optimizer = with_master_weights(optimizer)
         return jax.jit(functools.partial(apply_optimizer, optimizer))
 
     def update(self, state: TrainState, grads: PyTree) -> TrainState:
-        """The state with its optimizer applied to some gradients, lying as the oracle's do."""
-        lies = jax.tree.map(lambda x: x.sharding, self.oracle.abstract_state)
-        shardings = (gradients_of(lies), lies.opt_state, lies.params)
-        given = jax.device_put((grads, state.opt_state, state.params), shardings)
-        params, opt_state = on_host(self.applied(*given))
+        """Applies the optimizer to some gradients, outside any strategy."""
+        shardings = _shardings(self.oracle)
+        placed = jax.device_put(
+            (grads, state.opt_state, state.params),
+            (gradients_of(shardings), shardings.opt_state, shardings.params),
+        )
+        params, opt_state = to_host(self._apply_optimizer(*placed))
         return state._replace(step=state.step + 1, params=params, opt_state=opt_state)
 
-    def noisy(self, state: TrainState, batch: Batch, rng: np.random.Generator) -> Done:
-        """The oracle's step with everything about it changed that rounding is free to change.
+    def noisy_step(self, state: TrainState, batch: Batch, rng: np.random.Generator) -> StepResult:
+        """The oracle's step with other rounding.
 
-        The examples of each micro-batch are in another order, keys and all, so that sums over them
-        are associated otherwise; and each parameter is moved by up to one unit in the last place
-        of float32, as inner products of another order would come out.
+        Each micro-batch's examples are permuted with their keys, so that sums over them associate
+        differently. Parameters are perturbed by up to one float32 ULP, as if inner products had
+        been summed in another order.
         """
-        return step(self.oracle, nudged(state, rng), batch, order=_shuffled(self.spec, rng))
+        start = perturb_params(state, rng)
+        rows = np.arange(self.spec.batch_size).reshape(self.spec.accumulation_steps, -1)
+        return run_step(self.oracle, start, batch, order=rng.permuted(rows, axis=1).reshape(-1))
 
 
-def step(
+def run_step(
     strategy: Strategy, state: TrainState, batch: Batch, *, order: np.ndarray | None = None
-) -> Done:
-    """One training step from host arrays.
+) -> StepResult:
+    """Runs one training step from host arrays; with `order`, on the permuted examples.
 
-    Args:
-        strategy: Built.
-        state: Where it starts.
-        batch: The global batch.
-        order: Places in the batch of the examples as they are to lie; each keeps its key.
+    Each example keeps its random key.
     """
-    placed = strategy.place_batch({name: x[strategy.train_rows] for name, x in batch.items()})
-    if order is not None:
-        # Places travel as one more array of the batch, so that they lie as it does.
-        moved = {name: x[order] for name, x in batch.items()} | {_PLACES: order.astype(np.int32)}
-        examples = dict(strategy.place_batch(moved).examples)
-        placed = PlacedBatch(examples=examples, position=examples.pop(_PLACES))
-    on_devices, metrics = strategy.train_step(put(strategy, state), placed)
-    return Done(on_host(on_devices), as_pairs(metrics), on_devices)
+    if order is None:
+        placed = place_batch(strategy, batch)
+    else:
+        # Positions are placed as one more array of the batch, so that they are sharded as it is.
+        permuted = {name: x[order] for name, x in batch.items()}
+        permuted[_POSITIONS] = order.astype(np.int32)
+        examples = dict(strategy.place_batch(permuted).examples)
+        placed = PlacedBatch(examples=examples, position=examples.pop(_POSITIONS))
+    on_devices, metrics = strategy.train_step(to_devices(strategy, state), placed)
+    return StepResult(to_host(on_devices), metric_sums(metrics), on_devices)
 
 
-_PLACES = "places of the examples"
+_POSITIONS = "positions of the examples"
 
 
-def as_pairs(metrics: Mapping[str, Any]) -> Mapping[str, tuple[float, float]]:
-    """Sum and count of each metric."""
-    return {name: (float(x[0]), float(x[1])) for name, x in on_host(metrics).items()}
+def place_batch(strategy: Strategy, batch: Batch) -> PlacedBatch:
+    """Puts a global batch on a strategy's devices."""
+    return strategy.place_batch({name: x[strategy.train_rows] for name, x in batch.items()})
 
 
-def put(strategy: Strategy, state: TrainState) -> TrainState:
-    """A host state on a strategy's devices; a copy, for it will be donated."""
-    shardings = jax.tree.map(lambda x: x.sharding, strategy.abstract_state)
-    return jax.device_put(state, shardings, may_alias=False)
+def evaluate(strategy: Strategy, state: TrainState, batch: Batch) -> MetricSums:
+    """The metrics of an evaluation batch, for a state on the devices."""
+    rows = {name: x[strategy.eval_rows] for name, x in batch.items()}
+    return metric_sums(strategy.eval_step(state, strategy.place_eval_batch(rows)))
 
 
-def on_host(tree: PyTree) -> PyTree:
-    """Arrays as numpy arrays of their own."""
+def metric_sums(metrics: Mapping[str, Any]) -> MetricSums:
+    """Sum and count of each metric, as Python numbers."""
+    return {name: (float(x[0]), float(x[1])) for name, x in to_host(metrics).items()}
+
+
+def mean(pair: tuple[float, float]) -> float:
+    """Sum over count; 0 if nothing was counted."""
+    return pair[0] / pair[1] if pair[1] else 0.0
+
+
+def _shardings(strategy: Strategy) -> TrainState:
+    return jax.tree.map(lambda x: x.sharding, strategy.abstract_state)
+
+
+def to_devices(strategy: Strategy, state: TrainState) -> TrainState:
+    """A host state on a strategy's devices; a copy, because steps donate it."""
+    return jax.device_put(state, _shardings(strategy), may_alias=False)
+
+
+def to_host(tree: PyTree) -> PyTree:
+    """The tree with numpy copies of its arrays."""
     return jax.tree.map(lambda x: np.array(x), tree)
 
 
-def nudged(state: TrainState, rng: np.random.Generator) -> TrainState:
-    """A state whose parameters are moved by up to one unit in the last place of float32."""
+def perturb_params(state: TrainState, rng: np.random.Generator) -> TrainState:
+    """The state with parameters moved by up to one ULP of float32."""
 
-    def nudge(x: np.ndarray) -> np.ndarray:
+    def perturb(x: np.ndarray) -> np.ndarray:
         if not jnp.issubdtype(x.dtype, jnp.floating):
             return x
         return (x.astype(np.float64) * (1 + rng.uniform(-EPS, EPS, x.shape))).astype(x.dtype)
 
-    return state._replace(params=jax.tree.map(nudge, state.params))
+    return state._replace(params=jax.tree.map(perturb, state.params))
 
 
-def rounded(grads: PyTree, precision: float, rng: np.random.Generator) -> PyTree:
-    """Gradients off by up to half a unit in the last place of a coarse dtype.
+def round_gradients(grads: PyTree, precision: float, rng: np.random.Generator) -> PyTree:
+    """Gradients moved by up to half a ULP of a coarse dtype.
 
-    That of a usual element at least: partial sums that cancel are of its size.
+    The ULP is at least that of a usual element: partial sums that cancel are of its size.
     """
 
-    def one(g: np.ndarray) -> np.ndarray:
-        wide = g.astype(np.float64)
-        usual = math.sqrt(np.mean(np.square(wide))) if g.size else 0.0
-        unit = precision * np.maximum(np.abs(wide), usual)
-        return (wide + unit * rng.uniform(-0.5, 0.5, g.shape)).astype(g.dtype)
+    def perturb(g: np.ndarray) -> np.ndarray:
+        exact = g.astype(np.float64)
+        usual = math.sqrt(np.mean(np.square(exact))) if g.size else 0.0
+        unit = precision * np.maximum(np.abs(exact), usual)
+        return (exact + unit * rng.uniform(-0.5, 0.5, g.shape)).astype(g.dtype)
 
-    return jax.tree.map(one, grads)
-
-
-def _shuffled(spec: TrainSpec, rng: np.random.Generator) -> np.ndarray:
-    """Places of a batch, in another order within each micro-batch."""
-    rows = np.arange(spec.batch_size).reshape(spec.accumulation_steps, -1)
-    return rng.permuted(rows, axis=1).reshape(-1)
-
-
-def _mean(pair: tuple[float, float]) -> float:
-    return pair[0] / pair[1] if pair[1] else 0.0
-
-
-def check_one_process() -> None:
-    """Raises UsageError if there are several processes."""
-    if jax.process_count() > 1:
-        raise UsageError(
-            f"certify runs in one process; this run has {jax.process_count()}. Give --cpu_devices."
-        )
+    return jax.tree.map(perturb, grads)

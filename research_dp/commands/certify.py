@@ -9,65 +9,69 @@ import gin
 import jax.numpy as jnp
 
 from research_dp.argument_types import Floating
-from research_dp.certification.harness import Bench, check_one_process
+from research_dp.certification.certificate import Certificate
+from research_dp.certification.certify import certify
+from research_dp.certification.harness import Bench
 from research_dp.config import gin_internals, load
 from research_dp.config.load import Config
 from research_dp.config.parser import Binding
+from research_dp.distributed.mesh import refuse_several_processes
 from research_dp.errors import check_kind
 from research_dp.strategies import StrategyConfig
 from research_dp.training.loop import spec_of, train
-from research_dp.types import DataSet
 
 
-def bench_of(config: Config, against: str) -> tuple[Bench, DataSet, tuple[str, ...]]:
-    """What is compared, the data, and the floating-point dtypes that the configuration names.
+def certify_run(config: Config, against: str, steps: int) -> Certificate:
+    """Certifies the strategy of a loaded configuration.
 
     Args:
-        config: Loaded.
+        config: The configuration.
         against: Stem of a shipped strategy, or a gin file that binds `train.strategy`.
+        steps: How many steps are compared.
 
     Raises:
         UsageError: Something in the configuration is wrong.
     """
-    check_one_process()
+    refuse_several_processes("certify", "Give --cpu_devices.", binding="")
     known = inspect.signature(spec_of).parameters
     signature = inspect.signature(inspect.unwrap(train)).parameters
     values = {name: signature[name].default for name in known}
     values |= {k: x for k, x in gin.get_bindings("train").items() if k in known}
-    recipe = gin_internals.value_of("train.strategy")
-    check_kind("train.strategy", recipe, StrategyConfig, "@data_parallel()")
+    strategy = _bound_strategy()
     with gin_internals.kept():
         file = against if against.endswith(".gin") else f"strategies/{against}.gin"
         load.load([file])
         oracle = gin_internals.value_of("train.strategy")
-    dtypes = named_dtypes(config)
     gathered = [b.value for b in config.used if b.parameter == "gather_dtype"]
     spec = spec_of(**values)
     bench = Bench(
-        config=recipe.resolve(spec),
+        config=strategy.resolve(spec),
         against=oracle.resolve(spec),
         spec=spec,
         precision=precision_of(config.used),
         gather_dtype=gathered[-1] if gathered else None,
     )
-    return bench, values["data"], dtypes
+    dtypes = sorted({b.value for b in config.used if _names_dtype(b)})
+    return certify(bench, values["data"], steps=steps, dtypes=dtypes)
 
 
-def named_dtypes(config: Config) -> tuple[str, ...]:
-    """The floating-point dtypes that bindings name, of parameters called `dtype` or `*_dtype`."""
-    return tuple(sorted({b.value for b in config.used if _names_dtype(b)}))
+def _bound_strategy() -> StrategyConfig:
+    strategy = gin_internals.value_of("train.strategy")
+    check_kind("train.strategy", strategy, StrategyConfig, "@data_parallel()")
+    return strategy
 
 
 def precision_of(used: Iterable[Binding]) -> float:
-    """Of the coarsest dtype in which gradients may be before they are summed over devices.
+    """Machine epsilon of the coarsest dtype that gradients may have before they are summed.
 
-    That of compute counts as those on the wire do: each device rounds the gradient of its own
-    examples to it, the oracle that of all. What the optimizer keeps its state in does not.
+    The dtype of compute counts as those on the wire do: each device rounds the gradient of its own
+    examples to it, the oracle that of all. The dtype of the optimizer's state does not count.
     """
-    named = (b.value for b in used if _names_dtype(b) and not b.selector.startswith("optax."))
-    return max(float(jnp.finfo(x).eps) for x in ("float32", *named))
+    names = (b.value for b in used if _names_dtype(b) and not b.selector.startswith("optax."))
+    return max(float(jnp.finfo(x).eps) for x in ("float32", *names))
 
 
 def _names_dtype(b: Binding) -> bool:
-    named = b.parameter.endswith("dtype") and isinstance(b.value, str)
-    return named and Floating().accepts(b.value)
+    """Whether a binding gives a floating-point dtype to `dtype` or to `*_dtype`."""
+    is_named = b.parameter.endswith("dtype") and isinstance(b.value, str)
+    return is_named and Floating().accepts(b.value)

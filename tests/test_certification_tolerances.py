@@ -1,4 +1,4 @@
-"""How far rounding may bring two arrays apart, and what no rounding does."""
+"""How large a difference rounding explains, and what it does not."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ def wrong(found, expected, *, precision, noise=0.0, what="gradient"):
         for _ in range(3)
     ]
     compared = Envelope(precision).compare(0, {name: found}, {name: expected}, noisy)
-    return [d.what for d in compared if d.is_wrong]
+    return [d.kind for d in compared if d.is_wrong]
 
 
 @pytest.mark.parametrize("precision", [EPS, BF16])
@@ -60,15 +60,15 @@ def test_gradients_that_are_noise_are_not_judged():
     right = {("gradient", "w"): gradient(), ("gradient", "b"): gradient() * np.float32(1e-9)}
     noisy = [{**right, ("gradient", "b"): rng.normal(size=600) * 1e-9} for _ in range(3)]
     envelope.compare(0, right, right, noisy)
-    hidden = envelope.hidden()
-    assert hidden.leaves == ("b",)
-    assert hidden.part < 1e-12 and hidden.bound < 1e-5
+    unjudged = envelope.unjudged()
+    assert unjudged.leaves == ("b",)
+    assert unjudged.share < 1e-12 and unjudged.bound < 1e-5
     envelope = Envelope(EPS)
     envelope.compare(0, right, right, [{**x, ("gradient", "w"): gradient(seed=9)} for x in noisy])
-    assert envelope.hidden().part == 1.0
+    assert envelope.unjudged().share == 1.0
 
 
-def test_the_dtype_of_an_optimizers_state_is_none_of_gradients():
+def test_the_dtype_of_an_optimizers_state_does_not_count():
     def precision(*names):
         return certify.precision_of(
             Binding("", *name.rpartition(".")[::2], "bfloat16", "here") for name in names
@@ -110,16 +110,16 @@ def test_a_coarse_dtype_loosens_gradients_and_no_counts():
     right = {("gradient", "w"): np.ones(3, np.float32), ("items counted", ""): np.float32(128)}
     off = {name: x * np.float32(127 / 128) for name, x in right.items()}
     envelope = tolerances.Envelope(2.0**-7)
-    wrong = [d.what for d in envelope.compare(0, off, right, [right]) if d.is_wrong]
+    wrong = [d.kind for d in envelope.compare(0, off, right, [right]) if d.is_wrong]
     assert wrong == ["items counted"]
 
 
-def test_an_update_is_held_to_each_element():
+def test_each_element_of_an_update_has_its_bound():
     name = ("parameter", "w")
     old = {name: np.asarray([1.0, 1e-6], np.float32)}
     right = {name: old[name] + np.float32(1e-9)}
     off = {name: right[name] + np.asarray([0, 1e-10], np.float32)}
-    (same,) = tolerances.applied_alike(0, right, right, old, 1.0)
-    (wrong,) = tolerances.applied_alike(0, off, right, old, 1.0)
+    (same,) = tolerances.compare_updates(0, right, right, old, 1.0)
+    (wrong,) = tolerances.compare_updates(0, off, right, old, 1.0)
     assert not same.is_wrong
     assert wrong.is_wrong, "an element far below the greatest one was off"
