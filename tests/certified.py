@@ -1,14 +1,17 @@
 """A small model, masked noise to train it on, and a strategy beside its oracle."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
+from research_dp.certification import quick
 from research_dp.certification.certify import certify
 from research_dp.certification.harness import Bench
+from research_dp.commands.certify import quick_model
 from research_dp.config import gin_internals, load
 from research_dp.models import mlp
 from research_dp.strategies import TrainSpec
@@ -79,3 +82,22 @@ def refusal(stem, **options):
     assert not done.certified
     assert done.first_difference is not None
     return f"{done.first_difference} | {done.cause}"
+
+
+# ---- The quick certification ----
+
+
+@functools.cache
+def quick_oracle(api, batch_size=32):
+    """What one device computes, once for all strategies."""
+    return quick.trace_single(quick_model(api), batch_size)
+
+
+def quick_spec(api, batch_size=32):
+    return quick.small_spec(quick_model(api), batch_size)
+
+
+def quick_checks(config, api):
+    size = quick.batch_size_for(config)
+    strategy = config.build(quick_spec(api, size))
+    return quick.compare(quick.trace(strategy, quick.batches(size)), quick_oracle(api, size))

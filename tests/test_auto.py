@@ -3,11 +3,11 @@
 import dataclasses
 import json
 
+import certified
 import pytest
 from conftest import ROOT
 
 from research_dp.config import gin_internals, load
-from research_dp.conformance import suite
 from research_dp.errors import UsageError
 from research_dp.planning import auto as auto_lib
 from research_dp.planning import estimate as row_lib
@@ -86,13 +86,13 @@ def test_who_looks_at_a_run_sees_the_one_that_is_taken(monkeypatch):
 
 def test_what_is_built_carries_the_one_that_was_taken(monkeypatch):
     planned(monkeypatch, {"ddp": (9, 1), "zero1": (9, 2), "fsdp_keep": (9, 2), "fsdp": (9, 3)})
-    built = recipe().build(suite.small_spec("linen"))
-    assert (built.name, built.config.sync.__name__) == ("ddp", "sync_gradients")
+    built = recipe().build(certified.quick_spec("linen"))
+    assert (built.name, built.config.sync.__name__) == ("ddp", "average_gradients")
 
 
 @pytest.mark.slow
 def test_it_follows_single():
-    assert not [check for check in suite.checks(recipe(), "linen") if not check.right]
+    assert not [check for check in certified.quick_checks(recipe(), "linen") if not check.passed]
 
 
 @pytest.mark.slow

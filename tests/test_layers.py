@@ -22,7 +22,6 @@ ALLOWED = {
     "training": {*GROUND, "training"},
     "analysis": {*GROUND, "analysis"},
     "planning": {*GROUND, "analysis", "planning"},
-    "conformance": {*GROUND, "analysis", "models", "conformance"},
     "certification": {*GROUND, "analysis", "training", "certification"},
 }
 ALLOWED["config"] = {*ALLOWED, "config"}

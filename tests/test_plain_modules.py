@@ -22,8 +22,8 @@ from test_train_command import summary
 import research_dp.training.loop  # noqa: F401  (registers `train`)
 from research_dp.certification import diagnose_static
 from research_dp.certification.compare_steps import ReplicaDifference
+from research_dp.certification.quick import EXAMPLE, batches
 from research_dp.config import load
-from research_dp.conformance.suite import EXAMPLE, batches
 from research_dp.distributed.linen import linen_functions
 from research_dp.distributed.nnx import nnx_functions
 from research_dp.errors import UsageError

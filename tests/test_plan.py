@@ -4,6 +4,7 @@ import importlib.util
 import json
 import types
 
+import certified
 import jax
 import pytest
 from test_strategies import recipe, recipe_of
@@ -12,7 +13,6 @@ from research_dp.analysis.topologies import Topology, topology
 from research_dp.commands import flags as command_line
 from research_dp.commands import plan as plans
 from research_dp.commands import plan_candidates
-from research_dp.conformance import suite
 from research_dp.distributed.hardware import chips
 from research_dp.errors import UsageError
 from research_dp.planning import advice, measure, memory_budget, tables
@@ -249,7 +249,7 @@ def test_a_program_that_cannot_be_read_still_says_what_it_needs(monkeypatch):
         raise jax.errors.JaxRuntimeError("INTERNAL: newer than the reader\nmore")
 
     monkeypatch.setattr(row_lib, "read", unreadable)
-    strategy, spec = recipe_of("ddp"), suite.small_spec("linen", 32)
+    strategy, spec = recipe_of("ddp"), certified.quick_spec("linen")
     made = row_lib.compile_row("ddp", strategy, spec, topology("cpu:8")).row
     assert made.fits
     assert made.needed_bytes > made.state_bytes
@@ -261,8 +261,8 @@ def test_a_program_that_cannot_be_read_still_says_what_it_needs(monkeypatch):
 
 def test_a_program_whose_least_is_not_known_is_a_row_like_others(tmp_path):
     recipe_of("fsdp")
-    strategy = recipe("fsdp", "data_parallel.gather = @x/gather_params")
-    spec, where = suite.small_spec("linen", 32), topology("cpu:8")
+    strategy = recipe("fsdp", "data_parallel.gather = @x/gather_shards")
+    spec, where = certified.quick_spec("linen"), topology("cpu:8")
     made = row_lib.compile_row("a/b", strategy, spec, where, tmp_path)
     assert made.row.fits
     assert made.row.wire_total > 0

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 
 import pytest
 from conftest import ROOT
@@ -73,14 +74,17 @@ def test_an_own_strategy_is_listed_shown_trained_and_certified(command, package,
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "w" / "summary.json").read_text())["strategy"] == "two_level"
 
-    conform = ["--gin_file=my_pkg/two_level.gin", "--cpu_devices=4"]
-    good = command(*conform, module="research_dp.conform", **away)
+    quick = ["--gin_file=my_pkg/two_level.gin", "--cpu_devices=4"]
+    good = command("--quick", *quick, module="research_dp.certify", **away)
     assert good.returncode == 0, good.stdout + good.stderr
-    assert "All 12 agree." in good.stdout
-    bad = ["--gin.two_level_average.scale=1.01"]
-    found = command(*conform, *bad, module="research_dp.conform", **away)
-    assert found.returncode == 1
-    assert "linen   gradient norms       DIFFERS" in found.stdout
+    assert len(re.findall("^  (linen|nnx) .* holds ", good.stdout, re.MULTILINE)) == 12
+    assert "\nCERTIFIED: two_level on data 2 x fsdp 2 against single" in good.stdout
+    bad = [*quick, "--gin.two_level_average.scale=1.01"]
+    done = command(*bad, module="research_dp.conform", **away)
+    assert done.returncode == 1
+    assert "linen gradient norms       FAILS" in done.stdout
+    assert "NOT CERTIFIED" in done.stdout and "First difference: linen" in done.stdout
+    assert "now: python -m research_dp.certify --quick" in done.stderr
 
 
 def test_a_module_that_breaks_is_told_with_its_place(package, tmp_path, monkeypatch):
@@ -90,9 +94,11 @@ def test_a_module_that_breaks_is_told_with_its_place(package, tmp_path, monkeypa
         load.load(["runs/digits.gin"], imports=["my_pkg.broken"])
 
 
-def test_conform_refuses_what_has_no_strategy(command):
+def test_a_quick_certification_needs_a_strategy(command):
     done = command("--gin_file=models/mlp.gin", module="research_dp.conform")
     assert done.returncode == 2 and "%NUM_CLASSES is used and bound nowhere" in done.stderr
     flags = ["--gin_file=models/mlp.gin", "--gin.NUM_CLASSES=10"]
-    done = command(*flags, module="research_dp.conform")
+    done = command("--quick", *flags, module="research_dp.certify")
     assert done.returncode == 2 and "train.strategy is bound nowhere" in done.stderr
+    done = command("--quick", "--steps=3", *flags, module="research_dp.certify")
+    assert done.returncode == 2 and "leave out --against and --steps" in done.stderr

@@ -9,6 +9,7 @@ import gin
 import jax.numpy as jnp
 
 from research_dp.argument_types import Floating
+from research_dp.certification import quick
 from research_dp.certification.certificate import Certificate
 from research_dp.certification.certify import certify
 from research_dp.certification.harness import Bench
@@ -17,8 +18,12 @@ from research_dp.config.load import Config
 from research_dp.config.parser import Binding
 from research_dp.distributed.mesh import refuse_several_processes
 from research_dp.errors import check_kind
+from research_dp.models import mlp
 from research_dp.strategies import StrategyConfig
 from research_dp.training.loop import spec_of, train
+from research_dp.types import TrainableModel
+
+QUICK_APIS = ("linen", "nnx")
 
 
 def certify_run(config: Config, against: str, steps: int) -> Certificate:
@@ -53,6 +58,21 @@ def certify_run(config: Config, against: str, steps: int) -> Certificate:
     )
     dtypes = sorted({b.value for b in config.used if _names_dtype(b)})
     return certify(bench, values["data"], steps=steps, dtypes=dtypes)
+
+
+def certify_quick() -> Certificate:
+    """Certifies the strategy that is bound, on the small built-in run.
+
+    Raises:
+        UsageError: None is bound, or it cannot be built.
+    """
+    models = {api: quick_model(api) for api in QUICK_APIS}
+    return quick.certify_quick(_bound_strategy(), models)
+
+
+def quick_model(api: str) -> TrainableModel:
+    """A small perceptron with dropout."""
+    return mlp(api=api, widths=(32, 16), num_classes=quick.NUM_CLASSES, dropout_rate=0.3)
 
 
 def _bound_strategy() -> StrategyConfig:

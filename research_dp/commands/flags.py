@@ -29,6 +29,7 @@ class Options:
         processes: How to find the other processes of the run.
         against: Gin file of the strategy that `certify` compares with.
         steps: How many steps it compares.
+        quick: Whether it compares on a small built-in run.
         json_file: Where it writes all that it found.
     """
 
@@ -44,6 +45,7 @@ class Options:
     processes: Processes = dataclasses.field(default_factory=Processes)
     against: str = "single"
     steps: int = 30
+    quick: bool = False
     json_file: str | None = None
 
 
@@ -110,15 +112,6 @@ def parse_sweep(argv: Sequence[str], description: str) -> tuple[Options, list[tu
     return _options(parsed), varied
 
 
-def parse_conform(argv: Sequence[str], description: str) -> Options:
-    """Parses the flags of `conform`."""
-    parser = _parser("research_dp.conform", description, has_results=False)
-    parsed = parser.parse_args(expand_bindings(argv))
-    if not parsed.gin_files and not parsed.bindings:
-        parser.error("nothing to check: give --gin_file, e.g. --gin_file=strategies/fsdp.gin")
-    return _options(parsed)
-
-
 @dataclasses.dataclass(frozen=True)
 class PlanOptions:
     """What the command line of `plan` says beside the run.
@@ -174,7 +167,10 @@ def parse_certify(argv: Sequence[str], description: str) -> Options:
     add("--against", default="single", metavar="S", help="the oracle: a strategy, or its gin file")
     add("--steps", type=_positive, default=30, metavar="N", help="steps that are compared")
     add("--json", dest="json_file", metavar="FILE", help="writes all that was found there")
+    add("--quick", action="store_true", help="a strategy's file alone, on a small built-in run")
     parsed = parser.parse_args(expand_bindings(argv))
+    if parsed.quick and (parsed.against, parsed.steps) != (Options.against, Options.steps):
+        parser.error("--quick has its own oracle and steps: leave out --against and --steps")
     if not parsed.gin_files and not parsed.bindings:
         parser.error("nothing to certify: give --gin_file, e.g. --gin_file=gin/runs/digits.gin")
     return _options(parsed)
