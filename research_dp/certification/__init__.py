@@ -1,1 +1,1 @@
-"""Proves that a strategy computes what an oracle computes, on a configuration of the user's own."""
+"""Certifies that a strategy computes what an oracle computes, on the user's configuration."""

@@ -1,4 +1,4 @@
-"""Runs all checks of a strategy against its oracle, and searches the cause of what fails."""
+"""Runs all checks of a strategy against its oracle, and searches for the cause of a failure."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _compare_steps(
     steps: int,
     dtypes: tuple[str, ...],
 ) -> None:
-    """Compares all steps, or those to the first difference; then what only a right one allows."""
+    """Compares steps up to the first difference; without one, also evaluation and checkpoints."""
     batches, start = _batches(bench, data, steps + AFTER), max(steps - AFTER, 0)
     envelope = Envelope(bench.precision)
     state, previous, free_run = initial, initial, FreeRun(bench, initial)
@@ -116,15 +116,10 @@ def _compare_steps(
 
 
 def _batches(bench: Bench, data: DataSet, count: int) -> list[Batch]:
-    spec = bench.spec
+    seed, size = bench.spec.seed, bench.spec.batch_size
+    rows = np.arange(size)
     data.prepare()
-    order = TrainOrder(
-        seed=spec.seed,
-        batch_size=spec.batch_size,
-        rows=np.arange(spec.batch_size),
-        first_step=0,
-        num_steps=count,
-    )
+    order = TrainOrder(seed=seed, batch_size=size, rows=rows, first_step=0, num_steps=count)
     return list(itertools.islice(data.train(order), count))
 
 
@@ -192,7 +187,7 @@ def _cause(
     batches: list[Batch],
     dtypes: tuple[str, ...],
 ) -> str | None:
-    """Searches the cause, first a few steps later, when no optimizer moment is zero any more."""
+    """Searches for the cause, first a few steps later, when no optimizer moment is zero."""
     if step.is_right:
         return _STATEFUL
     first = Case(bench, step, previous, batches[step.number + 1], dtypes)

@@ -73,7 +73,7 @@ def certify_quick(config: StrategyConfig, models: Mapping[str, TrainableModel]) 
             certificate.check(f"{api} {check.name}", check.passed, check.message)
         certificate.check(f"{api} bytes sent a step", None, f"{wire_bytes(strategy):,.0f}")
     if not certificate.certified:
-        certificate.cause = "not searched; certify a run without --quick to find it"
+        certificate.cause = "--quick does not search for it; certify a run without --quick does"
     return certificate
 
 
