@@ -22,7 +22,7 @@ def main(argv: list[str]) -> int:
     def body(session: exit_status.Session) -> int:
         options = flags.parse_certify(argv, __doc__ or "")
         if options.quick:
-            bindings = ["largest_dim.min_weight_size = 64", *options.bindings]
+            bindings = ["shard_params.min_weight_size = 64", *options.bindings]
             config = load.load(options.gin_files, bindings, imports=options.imports)
             session.config = config
         else:

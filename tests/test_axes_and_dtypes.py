@@ -15,8 +15,8 @@ import research_dp as rdp
 import research_dp.training.loop
 from research_dp.certification.quick import EXAMPLE, batches
 from research_dp.config import load
-from research_dp.distributed.buckets import gather_tree_with_mean_grads
-from research_dp.distributed.collectives import PLAIN, GatherOptions
+from research_dp.distributed.collectives import PLAIN
+from research_dp.distributed.differentiable_gather import GatherOptions, gather_tree_with_mean_grads
 from research_dp.distributed.embedding import exchange_rows, take_rows
 from research_dp.distributed.sharding import infer_sharding
 

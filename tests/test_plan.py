@@ -261,7 +261,7 @@ def test_a_program_that_cannot_be_read_still_says_what_it_needs(monkeypatch):
 
 def test_a_program_whose_least_is_not_known_is_a_row_like_others(tmp_path):
     recipe_of("fsdp")
-    strategy = recipe("fsdp", "data_parallel.gather = @x/gather_shards")
+    strategy = recipe("fsdp", "data_parallel.gather = @x/gather_params")
     spec, where = certified.quick_spec("linen"), topology("cpu:8")
     made = row_lib.compile_row("a/b", strategy, spec, where, tmp_path)
     assert made.row.fits

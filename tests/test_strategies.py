@@ -291,8 +291,8 @@ def test_state_of_optimizers_for_some_parameters_each_is_sharded(stem):
 
 
 def test_slots_that_an_engine_does_not_have_are_refused():
-    with pytest.raises(UsageError, match=r"data_parallel\.gather = gather_shards"):
-        build("spmd", quick_model("linen"), bindings=["data_parallel.gather = @gather_shards"])
+    with pytest.raises(UsageError, match=r"data_parallel\.gather = gather_params"):
+        build("spmd", quick_model("linen"), bindings=["data_parallel.gather = @gather_params"])
     load.reset()
     with pytest.raises(UsageError, match="engine 'pmapped' has one axis"):
         build("pmap", quick_model("linen"), bindings=["make_mesh.axes = {'fsdp': -1}"])
