@@ -8,19 +8,19 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-_PIPE_WIDTH = 200  # rows of a table are not cut in a pipe
+_PIPE_WIDTH = 200  # wide enough that no row of a table is cut in a pipe
 
 
 def table(title: str, *columns: str) -> Table:
-    """A table; columns whose name ends with a colon are of numbers."""
-    shown = Table(title=title, box=box.SIMPLE, title_justify="left")
+    """A table; a column whose name ends with a colon is right-aligned, for numbers."""
+    result = Table(title=title, box=box.SIMPLE, title_justify="left")
     for column in columns:
-        shown.add_column(column.rstrip(":"), justify="right" if column.endswith(":") else "left")
-    return shown
+        result.add_column(column.rstrip(":"), justify="right" if column.endswith(":") else "left")
+    return result
 
 
 def put(*parts: Any) -> None:
-    """Prints text and tables: colored and as wide as a terminal, plain and uncut in a pipe."""
+    """Prints text and tables: colored and as wide as the terminal, or plain and uncut in a pipe."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(width=_PIPE_WIDTH, highlight=False)

@@ -1,11 +1,11 @@
-"""The exceptions whose message is all that a user needs, and checks that raise the first."""
+"""The exceptions whose message is all that a user needs, and checks that raise `UsageError`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from research_dp.argument_types import AtLeast, Limit
+from research_dp.argument_types import Limit, at_least
 
 
 class UsageError(ValueError):
@@ -23,18 +23,15 @@ class UsageError(ValueError):
 
 
 class RunFailure(RuntimeError):
-    """A run went wrong through no mistake in its input; commands exit with status 1.
+    """A run failed although its input is correct; commands exit with status 1.
 
     The message says what, where (process, step, parameter), and what to do.
     """
 
 
-IN_CALL = "\n  In call"  # how what gin adds to a message begins
-
-
 def message_of(error: BaseException) -> str:
-    """What an error says, without the calls and addresses that gin adds to it."""
-    return str(error).split(IN_CALL)[0]
+    """The message of an error, without the calls and addresses that gin appends to it."""
+    return str(error).split("\n  In call")[0]
 
 
 def first_line(error: BaseException) -> str:
@@ -43,29 +40,26 @@ def first_line(error: BaseException) -> str:
 
 
 def some_of(names: Sequence[str], most: int) -> str:
-    """The first of several names, and how many there are besides."""
+    """The first few of several names, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
 
 def check_methods(function: str, target: Any, methods: Sequence[str]) -> None:
-    """Raises UsageError for a name in a function's `methods` that a class lacks."""
+    """Raises UsageError if a class lacks one of a function's `methods`."""
     for name in methods:
         if not hasattr(target, name):
             raise UsageError(f"{function}.methods: {target.__name__} has no method {name!r}.")
 
 
 def check_kind(name: str, value: Any, kind: Any, example: str) -> None:
-    """Checks that a parameter is an object of some class.
+    """Raises UsageError unless a parameter is an instance of a class.
 
     Args:
-        name: Its gin name, e.g. `train.model`.
-        value: What it was given.
+        name: Its gin name.
+        value: Its value.
         kind: The class, or several.
-        example: What would be right, as it stands in a gin file.
-
-    Raises:
-        UsageError: It is something else.
+        example: A value of that class, as it is written in a gin file.
     """
     if isinstance(value, kind):
         return
@@ -78,20 +72,11 @@ def check_kind(name: str, value: Any, kind: Any, example: str) -> None:
 
 
 def check_count(name: str, value: Any, least: int) -> None:
-    """Checks a whole number.
-
-    Args:
-        name: Its gin name, e.g. `train.num_steps`.
-        value: What was bound.
-        least: The smallest that makes sense.
-
-    Raises:
-        UsageError: It is not a whole number, or smaller.
-    """
-    check_limit(name, value, AtLeast(least))
+    """Raises UsageError unless a parameter is an integer of at least `least`."""
+    check_limit(name, value, at_least(least))
 
 
 def check_limit(name: str, value: Any, limit: Limit) -> None:
-    """Raises UsageError unless a limit of `kinds` accepts a parameter."""
+    """Raises UsageError unless a parameter is within a limit; `name` is its gin name."""
     if not limit.accepts(value):
         raise UsageError(f"{name} = {value!r}: give {limit}.", binding=name)

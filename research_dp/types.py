@@ -1,4 +1,4 @@
-"""What models and data sets are to everything else."""
+"""The interfaces of models and data sets."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from research_dp.argument_types import Units
 
 PyTree = Any
 Batch = Mapping[str, Any]
-# name -> (sum over valid items, number of valid items): added up over devices, micro-batches and
-# batches, then divided, so that a mean is never a mean of means.
+# name -> (sum over valid items, number of valid items). They are summed over devices, micro-batches
+# and batches before the division, so that a mean is never a mean of means.
 Sums = Mapping[str, tuple[jax.Array, jax.Array]]
 
 
 class LossOutput(NamedTuple):
-    """What a loss returns for the examples it was given.
+    """The result of a loss function.
 
     Attributes:
         total: Sum of the loss over valid items (examples, or tokens); 0-d float32.
@@ -36,13 +36,13 @@ class LossOutput(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What one training example is to a model, however it is computed.
+    """The work of training on one example, for throughput and MFU.
 
     Attributes:
-        tokens: Tokens that it has.
-        flops: Floating-point operations of its forward and backward pass that the model's formula
-            asks for: nothing that is computed twice counts twice.
-        dtype: Compute dtype, in which the devices' peak is taken for MFU.
+        tokens: Number of tokens.
+        flops: Floating-point operations of the forward and backward pass by the model's formula:
+            recomputation is not counted.
+        dtype: Compute dtype, for which MFU takes the devices' peak.
     """
 
     tokens: int
@@ -59,16 +59,14 @@ class TrainableModel:
         init: (key, batch of `jax.ShapeDtypeStruct`) -> (parameters, model state), nested dicts.
         loss: (parameters, model state, batch, keys, train, batch_axes) -> `LossOutput`. `keys` has
             one random key an example, (B,), or is None; `batch_axes` are the bound mesh axes that
-            the batch is split over, for statistics over the whole batch.
-        config: Facts that the data set can be checked against, e.g. `num_classes`.
-        units: Keys of the parameters that are gathered together, each with what it is: `PART`,
-            `STACK` or `TABLE` of `distributed.layout`. With any, `loss` takes one more argument,
-            `units` (`distributed.units.Units`), and runs its parts through it. Empty: the model is
-            one unit.
-        work: Shapes of one example's arrays -> `Work`, for rates in tokens and for MFU; None: they
-            are not known.
-        bounds: Integer arrays of a batch, each with the fact of `config` that its values are below
-            and not negative, e.g. {'label': 'num_classes'}. A run refuses other values.
+            the batch is split over, for statistics over the global batch.
+        config: Properties that must agree with the data set's `info`, e.g. `num_classes`.
+        units: Key -> 'part', 'stack' or 'table', for parameters that are gathered together. If
+            there are any, `loss` also takes `units` and computes these parts through it. Empty: the
+            model is one unit.
+        work: Shapes of one example's arrays -> `Work`; None: unknown.
+        bounds: Integer array of a batch -> the key of `config` that bounds it, e.g.
+            {'label': 'num_classes'}. A run refuses values that are negative or not below it.
     """
 
     init: Callable[[jax.Array, Batch], tuple[PyTree, PyTree]]
@@ -81,7 +79,7 @@ class TrainableModel:
 
 @dataclasses.dataclass(frozen=True)
 class Functions:
-    """A module of some library as pure functions, before it has a loss.
+    """A module of a neural-network library as pure functions, without a loss.
 
     Attributes:
         init: (key, inputs of `jax.ShapeDtypeStruct`) -> (parameters, model state).
@@ -103,9 +101,9 @@ class TrainOrder:
     Attributes:
         seed: Seed of the order and of augmentation.
         batch_size: Size of the global batch.
-        rows: Places in the global batch that this process provides, (R,) integer.
-        first_step: Step to begin with.
-        num_steps: Step to end before.
+        rows: Indices in the global batch that this process provides, (R,) integer.
+        first_step: First step.
+        num_steps: Step before which to stop.
     """
 
     seed: int
@@ -117,11 +115,11 @@ class TrainOrder:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalOrder:
-    """Which part of an evaluation split to read: each example once, in order, padding masked.
+    """Which evaluation batches to read: each example once, in order, padding masked.
 
     Attributes:
         batch_size: Size of the global batch.
-        rows: Places in the global batch that this process provides, (R,) integer.
+        rows: Indices in the global batch that this process provides, (R,) integer.
     """
 
     batch_size: int
@@ -130,7 +128,7 @@ class EvalOrder:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SplitIdentity:
-    """What distinguishes the examples of a split from others of the same name.
+    """Identifies the examples of a split.
 
     Attributes:
         examples: Number of examples.
@@ -143,12 +141,12 @@ class SplitIdentity:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataIdentity:
-    """Which data a run reads. Processes of a run, and a run that is continued, compare it.
+    """Identifies the data that a run reads; compared between processes and with a resumed run.
 
     Attributes:
         name: Name of the data set.
         version: Its version.
-        splits: What is read of it, by split, e.g. 'train[:90%]'.
+        splits: The splits that are read, by name, e.g. 'train[:90%]'.
     """
 
     name: str
@@ -157,53 +155,52 @@ class DataIdentity:
 
     def __str__(self) -> str:
         splits = (
-            f"{split} {one.examples:,} examples (digest {one.digest})"
-            for split, one in self.splits.items()
+            f"{name} {split.examples:,} examples (digest {split.digest})"
+            for name, split in self.splits.items()
         )
         return f"{self.name} {self.version}: {', '.join(splits)}"
 
     @classmethod
-    def from_json(cls, written: Mapping[str, Any]) -> DataIdentity:
-        """The identity that `dataclasses.asdict` made a dict of."""
-        splits = {split: SplitIdentity(**one) for split, one in written["splits"].items()}
-        return cls(**{**written, "splits": splits})
+    def from_json(cls, fields: Mapping[str, Any]) -> DataIdentity:
+        """The inverse of `dataclasses.asdict`."""
+        splits = {name: SplitIdentity(**split) for name, split in fields["splits"].items()}
+        return cls(**{**fields, "splits": splits})
 
     def difference(self, other: DataIdentity) -> tuple[str, str, str] | None:
-        """The first thing that differs, as (what, here, in `other`); None if nothing does.
+        """The first difference as (what, value here, value in `other`); None: they are equal.
 
-        Splits that only one of them names are not compared.
+        Only splits that both have are compared.
         """
         if (self.name, self.version) != (other.name, other.version):
-            here, there = (f"{one.name} {one.version}" for one in (self, other))
-            return "the data set", here, there
-        for split, one in self.splits.items():
-            two = other.splits.get(split, one)
-            if one.examples != two.examples:
-                what = f"the number of examples in {split}"
-                return what, f"{one.examples:,}", f"{two.examples:,}"
-            if one.digest != two.digest:
-                return f"the digest of examples of {split}", one.digest, two.digest
+            return "the data set", f"{self.name} {self.version}", f"{other.name} {other.version}"
+        for name in (name for name in self.splits if name in other.splits):
+            here, there = self.splits[name], other.splits[name]
+            if here.examples != there.examples:
+                what = f"the number of examples in {name}"
+                return what, f"{here.examples:,}", f"{there.examples:,}"
+            if here.digest != there.digest:
+                return f"the digest of examples of {name}", here.digest, there.digest
         return None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataSet:
-    """Training and evaluation batches. It can be made, and asked, without the data being there.
+    """Training and evaluation batches. Its fields are known before the data is there.
 
     Attributes:
-        name: Its name, for messages.
+        name: Name for messages.
         example: Shape and dtype of one example's arrays.
-        info: Facts for the model, e.g. `num_classes`.
-        prepare: Makes the data ready to be read where it is not, e.g. downloads it. Every process
-            must call it, for they may wait for each other; `train` and `evaluate` do.
+        info: Properties for the model, e.g. `num_classes`.
+        prepare: Makes the data readable, e.g. downloads it. Every process must call it, because
+            processes may wait for each other; `train` and `evaluate` do.
         train: Yields this process's rows of each batch, endlessly shuffled.
         evaluate: Yields this process's rows of each batch, with `mask` (R,), 0 for padding.
-        order: What the order of training examples depends on besides `TrainOrder`; a run is not
-            continued under another.
-        rereads: Whether a run that is continued reads its stream again from the beginning.
-        identity: () -> `DataIdentity`, once the data is prepared; None: it is not known.
-        locate: (order, place in its stream) -> which example is there, for messages; None: the
-            place itself is reported.
+        order: What the order of training examples depends on besides `TrainOrder`; a run resumes
+            only with the same.
+        rereads: Whether a resumed run reads its stream again from the beginning.
+        identity: () -> `DataIdentity`, once the data is prepared; None: unknown.
+        locate: (order, index in its stream) -> which example is there, for messages; None: messages
+            give the index.
     """
 
     name: str

@@ -62,13 +62,13 @@ def test_a_checked_function_keeps_its_name_signature_and_result():
     ("arguments", "message"),
     [
         ({}, "function.needed is missing: give a dict."),
-        ({"count": True}, "function.count = True: give a whole number of at least 1."),
-        ({"count": 0}, "function.count = 0: give a whole number of at least 1."),
+        ({"count": True}, "function.count = True: give an integer of at least 1."),
+        ({"count": 0}, "function.count = 0: give an integer of at least 1."),
         ({"names": "ab"}, "function.names = 'ab': give a tuple or list of strings."),
         ({"mode": "c"}, "function.mode = 'c': use one of ['a', 'b']."),
         ({"kind": list}, "function.kind = <class 'list'>: give a type, or None."),
         ({"sizes": {"a": "1"}}, "function.sizes = {'a': '1'}: give a dict, or None."),
-        ({"count": len}, "function.count = <built-in function len>: give a whole number"),
+        ({"count": len}, "function.count = <built-in function len>: give an integer"),
         ({"count": test_a_checked_function_keeps_its_name_signature_and_result}, "itself. Give"),
     ],
 )
@@ -141,5 +141,5 @@ def test_a_checked_class_checks_what_it_is_made_of():
 
     assert Record(3) == Record(size=3)
     assert list(inspect.signature(Record).parameters) == ["size", "names"]
-    with pytest.raises(UsageError, match=r"Record\.size = '3': give a whole number"):
+    with pytest.raises(UsageError, match=r"Record\.size = '3': give an integer"):
         Record("3")

@@ -256,7 +256,7 @@ def test_a_count_that_makes_no_sense_is_refused_by_name(tmp_path, name):
     options = [TF_DATA] if name.startswith("tf_data") else []
     for value in [-1, 1.5, True, "abc", *([] if name in MAY_BE_ZERO else [0])]:
         gin_config.reset()
-        with refused(f"{name} = .*whole number of at least") as raised:
+        with refused(f"{name} = .*integer of at least") as raised:
             load(file, tmp_path, f"{name} = {value!r}", options=options)
         assert raised.value.binding == name
 

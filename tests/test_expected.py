@@ -29,18 +29,18 @@ def test_right_values(value, expected):
 @pytest.mark.parametrize(
     ("value", "expected", "told"),
     [
-        (True, int, "give a whole number"),
+        (True, int, "give an integer"),
         (True, float, "give a number"),
-        (1.0, int, "give a whole number"),
-        ("1", int | None, "give a whole number, or None"),
+        (1.0, int, "give an integer"),
+        ("1", int | None, "give an integer, or None"),
         (None, str, "give a string"),
-        ((1, 2.5), Sequence[int], "give a tuple or list of whole numbers"),
-        ((1, True), Sequence[int], "give a tuple or list of whole numbers"),
+        ((1, 2.5), Sequence[int], "give a tuple or list of integers"),
+        ((1, True), Sequence[int], "give a tuple or list of integers"),
         ({"a": "1"}, Mapping[str, int], "give a dict"),
         ("c", Literal["a", "b"], "use one of ['a', 'b']"),
         ("grop", Literal["group", "none"], "use one of ['group', 'none']. Did you mean 'group'?"),
         (3, Callable[..., Any], "give a function"),
-        (0, Count, "give a whole number of at least 1"),
+        (0, Count, "give an integer of at least 1"),
         (0, Positive | None, "give a positive number, or None"),
         (1.1, Fraction, "give a fraction in [0, 1]"),
         (1, DropoutRate, "give a fraction in [0, 1)"),
@@ -57,7 +57,7 @@ def test_annotations_that_cannot_be_read_accept_everything():
     assert annotation(function, "a") is Any
     assert annotation(function, "b") == int | None
     assert annotation(function, "c") is Any
-    assert in_words(int | None) == "a whole number, or None"
+    assert in_words(int | None) == "an integer, or None"
 
 
 class Model:

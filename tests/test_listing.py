@@ -42,7 +42,7 @@ def test_one_function_is_shown_in_full(listed):
     told = listed("convnet")
     for part in (
         "norm: Norm = 'group',  # one of ['batch', 'group', 'none']",
-        "num_classes: Count,  # required; a whole number of at least 1",
+        "num_classes: Count,  # required; an integer of at least 1",
         "dropout_rate: Dropout before the last layer.",
         "In research_dp/models/convnet.py:",
         "  gin/models/convnet_nnx.gin",

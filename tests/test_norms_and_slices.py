@@ -83,7 +83,7 @@ def test_a_strategy_takes_a_limit_of_zero():
 
 @pytest.mark.parametrize("name", ["batch_size", "accumulation_steps"])
 def test_a_spec_names_its_own_wrong_count(name):
-    with pytest.raises(UsageError, match=rf"^TrainSpec\.{name} = 0: give a whole number of at"):
+    with pytest.raises(UsageError, match=rf"^TrainSpec\.{name} = 0: give an integer of at"):
         spec(**{name: 0})
 
 
@@ -131,7 +131,7 @@ def test_a_number_of_shards_below_one_is_refused(shards):
     params = {"w": jnp.ones(4)}
     state = ADAM.init(params)
     for function in (rdp.slice_state, rdp.unsharded_state):
-        with pytest.raises(UsageError, match=r"shards = .*: give a whole number of at least 1"):
+        with pytest.raises(UsageError, match=r"shards = .*: give an integer of at least 1"):
             function(ADAM, state, params, shards)
     with pytest.raises(UsageError, match="shards = "):
         rdp.slice_specs(ADAM, params, "r", shards)
@@ -147,7 +147,7 @@ def test_keys_and_what_is_no_array_cannot_be_sliced():
 def test_padding_takes_a_count_and_a_dim_that_is_there():
     x = jnp.ones((3, 5))
     for multiple in (0, -1, 2.0, "4"):
-        with pytest.raises(UsageError, match=r"multiple = .*: give a whole number of at least 1"):
+        with pytest.raises(UsageError, match=r"multiple = .*: give an integer of at least 1"):
             rdp.pad_to_multiple(x, multiple)
     with pytest.raises(UsageError, match=r"dim = 2: an array of shape \(3, 5\)"):
         rdp.pad_to_multiple(x, 4, 2)
@@ -157,7 +157,7 @@ def test_padding_takes_a_count_and_a_dim_that_is_there():
 def test_sizes_of_communication_are_numbers_of_bytes():
     params = {"w": jnp.ones(4)}
     for size in ("32M", 2.5, None, True):
-        with pytest.raises(UsageError, match=r"communication_size = .*: give a whole number"):
+        with pytest.raises(UsageError, match=r"communication_size = .*: give an integer"):
             rdp.fsdp_apply_gradients(
                 params, params, rdp.OptaxAdapter(ADAM), communication_size=size
             )

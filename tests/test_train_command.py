@@ -166,7 +166,7 @@ def test_dry_run_shows_configuration_and_layout_and_trains_nothing(command, tmp_
         (["--gin.train.model=@convnett()"], ["@convnett", "Did you mean convnet"]),
         (["--gin.train.num_stpes=3"], ["num_stpes", "Did you mean num_steps"]),
         (["--gin.largest_dmi.min_weight_size=3"], ["largest_dmi", "Did you mean largest_dim"]),
-        (["--gin.train.num_steps=1e3"], ["1000.0: give a whole number"]),
+        (["--gin.train.num_steps=1e3"], ["1000.0: give an integer"]),
         (["--gin_file=gin/strategies/fsdpp.gin"], ["no such file", "gin/strategies/fsdp.gin"]),
         (["--gin.convnet.norm=layer"], ["'layer': use one of ['batch', 'group', 'none']"]),
         (["--gin.convnet.num_classes=11"], ["num_classes is 11 in train.model but 10 in digits"]),
@@ -191,7 +191,7 @@ def test_dry_run_shows_configuration_and_layout_and_trains_nothing(command, tmp_
         (["--gin.tfds_data.train_split=train[:90%]"], ["put quotes around a string"]),
         (["--gin.train.max_grad_norm=-1.0"], ["-1.0: give a positive number"]),
         (["--gin.train.profile_at=5000"], ["profile_at = 5000 is never passed", "Bind less"]),
-        (["--gin.train.seed=-1"], ["-1: give a whole number from 0 to 2^32"]),
+        (["--gin.train.seed=-1"], ["-1: give an integer from 0 to 2^32"]),
         (["--gin_file=gin/data/pystdlib_text.gin"], ["reads 'image'", "['tokens', 'weights']"]),
     ],
 )

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import gin
 import jax.numpy as jnp
 
-from research_dp.argument_types import Floating
+from research_dp.argument_types import is_floating_dtype
 from research_dp.certification import quick
 from research_dp.certification.certificate import Certificate
 from research_dp.certification.certify import certify
@@ -94,4 +94,4 @@ def precision_of(used: Iterable[Binding]) -> float:
 def _names_dtype(b: Binding) -> bool:
     """Whether a binding gives a floating-point dtype to `dtype` or to `*_dtype`."""
     is_named = b.parameter.endswith("dtype") and isinstance(b.value, str)
-    return is_named and Floating().accepts(b.value)
+    return is_named and is_floating_dtype(b.value)

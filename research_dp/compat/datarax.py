@@ -1,14 +1,13 @@
-"""datarax's data-parallel functions, each a short adapter over this package's primitives.
+"""datarax's data-parallel functions, as adapters over this package's primitives.
 
-What needs Flax NNX is in `nnx_data_parallel`. Where datarax fails or guesses, these say so or do
-what their names promise; docs/api_nnx.md has an example of each.
+What needs Flax NNX is in `compat.artifex`. Where datarax fails or guesses, these raise an error or
+do what their names promise; docs/api_nnx.md has an example of each.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-import functools
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
@@ -21,9 +20,9 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec, Sharding
 from research_dp.argument_checks import checked
 from research_dp.argument_types import (
     AxisNames,
+    Limit,
     Number,
     Numbers,
-    One,
     Placeable,
     is_array,
     path_name,
@@ -35,8 +34,8 @@ from research_dp.errors import UsageError
 
 PyTree = Any
 Batch = Any
-# Refused where it is looked up, in datarax's words.
-ReduceType = Annotated[str, One(lambda _: True, "'mean' or 'sum'")]
+# Unknown values are refused by `_by_reduce_type`, in datarax's words.
+ReduceType = Annotated[str, Limit(lambda _: True, "'mean' or 'sum'")]
 
 
 @gin.register(module="distributed")
@@ -60,10 +59,10 @@ def place_batch_on_shards(batch: Batch, sharding: Sharding) -> Batch:
     """Puts the arrays of a batch on a sharding (datarax).
 
     Args:
-        batch: Any pytree. Arrays of numbers and random keys are placed, of numpy too (datarax
-            leaves those where they are). Other leaves are returned as they are: strings, Python
-            and numpy scalars, numpy arrays of text or objects.
-            With several processes each gives its own rows, as `placement.place` takes them.
+        batch: Any pytree. Arrays of numbers and random keys are placed, numpy arrays too (datarax
+            does not place those). Other leaves are returned unchanged: strings, Python and numpy
+            scalars, numpy arrays of text or objects. With several processes each gives its own
+            rows, as `placement.place` expects.
         sharding: E.g. of `create_data_parallel_sharding`.
 
     Raises:
@@ -71,11 +70,10 @@ def place_batch_on_shards(batch: Batch, sharding: Sharding) -> Batch:
     """
 
     def target(x: Any) -> Sharding | None:
-        on_devices = isinstance(x, jax.Array) or (isinstance(x, np.ndarray) and is_array(x))
-        return sharding if on_devices else None
+        is_placed = isinstance(x, jax.Array) or (isinstance(x, np.ndarray) and is_array(x))
+        return sharding if is_placed else None
 
-    targets = jax.tree.map(target, batch)
-    return placement.place(batch, targets)
+    return placement.place(batch, jax.tree.map(target, batch))
 
 
 @gin.register(module="distributed")
@@ -88,20 +86,19 @@ def place_model_state_on_shards(
     """Puts a model's state on a mesh (datarax; artifex's `shard_model_state`).
 
     Args:
-        state: Any pytree: dicts, `nnx.State`, train states. Empty sub-dicts stay.
+        state: Any pytree: dicts, `nnx.State`, train states. Empty sub-dicts are kept.
         mesh: The mesh.
-        param_sharding: 'replicate' or None: every leaf whole on every device. 'shard': dim 0 of
-            each leaf over the mesh's first axis; scalars and what it does not divide stay whole.
-            A dict of paths, e.g. {'params/dense/kernel': PartitionSpec('data', None)}: those
-            leaves so, the others left where they are.
+        param_sharding: 'replicate' or None: every leaf is replicated. 'shard': dim 0 of each leaf
+            is sharded over the mesh's first axis; scalars, and leaves that it does not divide, are
+            replicated. A dict of paths, e.g. {'params/dense/kernel': PartitionSpec('data', None)}:
+            these leaves are placed, the others stay where they are.
 
     Raises:
-        UsageError: An unknown string, a path that names no leaf (with near ones), a spec with an
+        UsageError: An unknown string, a path of no leaf (with the nearest paths), or a spec with an
             axis that the mesh lacks or that does not divide its leaf.
     """
     if isinstance(param_sharding, Mapping):
-        targets = placement.shardings(mesh, param_sharding)
-        return placement.put(state, _matched(state, targets))
+        return placement.put(state, _matched(state, placement.shardings(mesh, param_sharding)))
     if param_sharding == "shard":
         return placement.put(state, placement.shardings(mesh, _dim_0_specs(state, mesh)))
     if param_sharding in (None, "replicate"):
@@ -113,30 +110,29 @@ def place_model_state_on_shards(
 
 
 def _matched(tree: PyTree, rules: Mapping[str, Sharding]) -> PyTree:
-    """The rule of each leaf, by its path, or None.
+    """The sharding of each leaf by its path, or None.
 
     Raises:
-        UsageError: A rule names no leaf; the message has the nearest paths.
+        UsageError: A path is of no leaf; the message has the nearest paths.
     """
     paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
     for name in sorted(set(rules) - set(paths)):
         near = difflib.get_close_matches(name, paths, n=3, cutoff=0.3) or sorted(paths)[:3]
         raise UsageError(
             f"param_sharding {name!r} matches none of {len(paths)} paths; near it: "
-            f"{', '.join(map(repr, near)) or 'nothing'}. Give the whole path of a leaf."
+            f"{', '.join(map(repr, near)) or 'nothing'}. Give the full path of a leaf."
         )
     return jax.tree.unflatten(jax.tree.structure(tree), [rules.get(path) for path in paths])
 
 
 def _dim_0_specs(state: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
-    """Asks the rule with dim 0 alone free, and every size worth sharding."""
     axis = mesh.axis_names[0]
 
     def spec(x: Any) -> PartitionSpec:
         shape = np.shape(x)
         free = tuple(dim == 0 for dim in range(len(shape)))
-        choice = choose_dim(shape, mesh.shape[axis], min_weight_size=0, free=free)
-        return PartitionSpec() if choice.dim is None else PartitionSpec(axis)
+        decision = choose_dim(shape, mesh.shape[axis], min_weight_size=0, free=free)
+        return PartitionSpec() if decision.dim is None else PartitionSpec(axis)
 
     return jax.tree.map(spec, state)
 
@@ -157,27 +153,29 @@ def reduce_gradients_across_devices(
 
     Args:
         gradients: Gradients of each device's own loss. Leaves keep shape and dtype; the mean of
-            whole numbers is a float32. Under `shard_map(check_vma=True)` those of replicated
-            parameters are summed by autodiff already, and are not summed again; their mean needs
-            `loss`. Boxes that the axis splits keep their means (`sync_gradients`).
+            integers is a float32. Under `shard_map(check_vma=True)` autodiff has already summed
+            those of replicated parameters: they are not summed again, and their mean needs `loss`.
+            Boxes that the axis splits keep their means (`sync_gradients`).
         reduce_type: 'mean' or 'sum', in any case of letters.
         axis_name: The bound axis, or a tuple of several.
-        loss: The loss that was differentiated, as in `sync_gradients`: tells whether it was
-            averaged over devices before, which gradients do not show.
+        loss: The loss that was differentiated, as in `sync_gradients`: its type shows whether it
+            was averaged over devices before, which gradients do not show.
 
     Raises:
-        UsageError: Another `reduce_type`; `loss` was averaged before, and the sum of each device's
-            own gradients is wanted; the mean of what is the same on each device, without `loss`.
+        UsageError: Another `reduce_type`; the sum of gradients whose `loss` was averaged before; or
+            the mean of gradients that are the same on each device, without `loss`.
         NameError: The axis is not bound, e.g. `pmap` was not given `axis_name`.
     """
     axes = collectives.flat_axes(axis_name)
 
+    def mean(gradients: Any) -> Any:
+        return sync_gradients(gradients, axis_names=axes, loss=loss)
+
     def total(gradients: Any) -> Any:
         gradient_means.check_own_loss(loss, axes)
-        # Sums over `axes` what is not summed yet; nobody divides.
+        # Sums over `axes` unless autodiff has summed already; nobody divides.
         return jax.tree.map(lambda gradient: gradient_means.sum_gradient(gradient, axes), gradients)
 
-    mean = functools.partial(sync_gradients, axis_names=axes, loss=loss)
     return _by_reduce_type(reduce_type, mean=mean, sum=total)(gradients)
 
 
@@ -186,12 +184,12 @@ def reduce_gradients_across_devices(
 def reduce_gradient_tree(gradients: Numbers, reduce_type: ReduceType = "mean") -> Any:
     """Mean or sum over all elements of each gradient: one scalar a leaf (datarax).
 
-    This does not average gradients over devices, whatever its name says: it is kept as datarax has
-    it, for statistics. Gradients under `jit` are global arrays, reduced already
-    (`spmd_train_step`); inside `shard_map` and `pmap` use `reduce_gradients_across_devices`.
+    In spite of its name it does not average over devices: datarax has it so, for statistics.
+    Gradients under `jit` are global arrays, already reduced (`spmd_train_step`); inside `shard_map`
+    and `pmap` use `reduce_gradients_across_devices`.
 
     Args:
-        gradients: Global arrays, sharded in any way.
+        gradients: Global arrays of any sharding.
         reduce_type: 'mean' or 'sum', in any case of letters.
 
     Returns:
@@ -213,15 +211,15 @@ def _by_reduce_type(reduce_type: str, **functions: Callable[..., Any]) -> Callab
 @checked
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshRules:
-    """The mesh axis that each kind of dim is sharded over, or None (datarax).
+    """The mesh axis that each logical dim is sharded over, or None (datarax).
 
-    `PartitionSpec(*rules('data', 'embed'))` is the spec of an array with those dims.
+    `PartitionSpec(*rules('data', 'embed'))` is the spec of an array with these dims.
 
     Attributes:
-        data: The axis of the batch.
-        embed: That of embeddings.
-        mlp: That of hidden layers.
-        heads: That of attention heads.
+        data: Axis of the batch.
+        embed: Axis of embeddings.
+        mlp: Axis of hidden layers.
+        heads: Axis of attention heads.
     """
 
     data: str | None = None
@@ -230,12 +228,12 @@ class MeshRules:
     heads: str | None = None
 
     def __call__(self, *dims: str) -> tuple[str | None, ...]:
-        """The mesh axis of each dim; AttributeError for a name that has no rule."""
+        """The mesh axis of each dim; AttributeError for a name without a rule."""
         return tuple(getattr(self, dim) for dim in dims)
 
 
 @gin.register(module="distributed")
 @checked
 def data_parallel_rules(data_axis: str = "data") -> MeshRules:
-    """The rules by which only the batch is split (datarax)."""
+    """Rules that shard the batch alone (datarax)."""
     return MeshRules(data=data_axis)

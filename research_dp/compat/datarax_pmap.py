@@ -1,4 +1,4 @@
-"""datarax's train step under `pmap`, kept for code that is written that way."""
+"""datarax's train step under `pmap`, for existing code."""
 
 from __future__ import annotations
 
@@ -14,7 +14,15 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from research_dp.argument_checks import checked
-from research_dp.argument_types import Count, DeviceRows, Has, Keys, MaxNorm, Transform, path_name
+from research_dp.argument_types import (
+    Count,
+    DeviceRows,
+    Keys,
+    MaxNorm,
+    Transform,
+    has_attributes,
+    path_name,
+)
 from research_dp.compat.datarax import reduce_gradients_across_devices
 from research_dp.distributed.clipping import clip_by_global_norm_sharded
 from research_dp.distributed.collectives import all_mean
@@ -27,7 +35,12 @@ PyTree = Any
 Batch = Any
 
 _BATCH_AXIS = "batch"
-_STATE = Has(("params", "opt_state", "step", "replace"), "flax.training.train_state.TrainState")
+_State = Annotated[
+    Any,
+    has_attributes(
+        ("params", "opt_state", "step", "replace"), "flax.training.train_state.TrainState"
+    ),
+]
 
 
 class _StepOptions(NamedTuple):
@@ -46,7 +59,7 @@ def data_parallel_train_step(
     loss_fn: Callable[..., Any],
     optimizer: Transform,
     batch: DeviceRows,
-    state: Annotated[Any, _STATE],
+    state: _State,
     rngs: Keys | None = None,
     *,
     has_aux: bool = False,
@@ -55,30 +68,28 @@ def data_parallel_train_step(
 ) -> tuple[Any, dict[str, Any]]:
     """One training step under `pmap`, gradients averaged over its axis 'batch' (datarax).
 
-    Compiled once for the same `loss_fn`, `optimizer` and options: make both outside the loop. New
-    code is better off with `spmd_train_step` or a strategy.
+    Compiled once for the same `loss_fn`, `optimizer` and options: make both outside the loop. For
+    new code prefer `spmd_train_step` or a strategy.
 
     Args:
         loss_fn: ({'params': params, **model_state}, batch, rngs=...) -> the mean loss of a
-            device's batch, 0-d. Without `rngs` it need not take them.
+            device's batch, 0-d. Without `rngs` it need not accept them.
         optimizer: Any optax transform.
         batch: Arrays (devices, rows a device, ...).
         state: Has `params`, `opt_state`, `step`, `replace`, and may have `model_state`, e.g. Flax's
             `TrainState`; each array has a first dim of devices, e.g. by
             `flax.jax_utils.replicate`.
-        rngs: One random key or a tree of them. Device i is given `fold_in(key, i)` of each, and
-            with several micro-batches `fold_in` of that and the micro-batch. Pass new ones each
-            step.
+        rngs: One random key or a tree of them. Device i uses `fold_in(key, i)`, and with several
+            micro-batches `fold_in` of that and the micro-batch. Pass new keys at each step.
         has_aux: `loss_fn` returns (loss, aux).
         max_grad_norm: Averaged gradients are scaled to at most this global norm.
-        accumulation_steps: Rows of a device are cut into this many micro-batches, whose gradients
-            are averaged before devices communicate, once.
+        accumulation_steps: Number of micro-batches that a device's rows are split into; their
+            gradients are averaged before the devices communicate, once.
 
     Returns:
         The new state, and metrics: 'loss', the mean over all devices, on each of them (devices,);
-        with `has_aux` also 'aux' as each device computed it, (devices, ...), added up over
-        micro-batches. `model_state` is not changed: a loss that computes a new one returns it as
-        aux.
+        with `has_aux` also 'aux' of each device, (devices, ...), summed over micro-batches.
+        `model_state` is unchanged: a loss that computes a new one returns it as aux.
 
     Raises:
         UsageError: An argument is of another kind, an array has no such first dim, the batch is
@@ -86,45 +97,46 @@ def data_parallel_train_step(
     """
     refuse_mapped("data_parallel_train_step")
     options = _StepOptions(loss_fn, optimizer, has_aux, max_grad_norm, accumulation_steps)
-    return _pmapped(options)(*_one_a_device(state, batch, rngs))
+    return _pmapped(options)(*_one_row_per_device(state, batch, rngs))
 
 
-def _one_a_device(state: Any, batch: Batch, rngs: Any) -> tuple[Any, Batch, Any]:
+def _one_row_per_device(state: Any, batch: Batch, rngs: Any) -> tuple[Any, Batch, Any]:
     """Puts row i of each array on device i, where `pmap` leaves its results, and keys on each.
 
-    `pmap` would take arrays from elsewhere too, but compile once more for the results of its first
-    call. Keys are repeated because jax 0.10.2 may mistake which argument an `in_axes` of None is
-    for, if as many arrays as arguments are passed.
+    `pmap` accepts arrays from elsewhere, but compiles again for the results of its first call. Keys
+    are repeated because jax 0.10.2 may mistake which argument an `in_axes` of None belongs to, if
+    as many arrays as arguments are passed.
     """
     arrays = jax.tree_util.tree_leaves_with_path({"batch": batch, "state": state})
     rows = len(arrays[0][1]) if np.ndim(arrays[0][1]) else 0
     for path, x in arrays:
+        name = f"{path_name(path)!r} of shape {np.shape(x)}"
         if 0 in np.shape(x)[:2] and path_name(path).split("/")[0] == "batch":
-            raise UsageError(f"{path_name(path)!r} of shape {np.shape(x)} has no rows.")
+            raise UsageError(f"{name} has no rows.")
         if np.ndim(x) == 0 or len(x) != rows or rows > jax.local_device_count():
             raise UsageError(
-                f"{path_name(path)!r} of shape {np.shape(x)}: each array of batch and state needs "
-                f"a first dim of devices, the same for all and at most {jax.local_device_count()}. "
-                "flax.jax_utils.replicate makes such a state."
+                f"{name}: each array of batch and state needs a first dim of devices, the same "
+                f"for all and at most {jax.local_device_count()}. flax.jax_utils.replicate makes "
+                "such a state."
             )
     rngs = jax.tree.map(lambda key: jnp.broadcast_to(key, (rows, *key.shape)), rngs)
     if jax.process_count() > 1:
         return state, batch, rngs  # pmap puts them on this process's devices
-    line = Mesh(jax.local_devices()[:rows], (_BATCH_AXIS,))
-    by_device = NamedSharding(line, PartitionSpec(_BATCH_AXIS))
+    mesh = Mesh(jax.local_devices()[:rows], (_BATCH_AXIS,))
+    by_device = NamedSharding(mesh, PartitionSpec(_BATCH_AXIS))
     return jax.device_put((state, batch, rngs), by_device)
 
 
 @functools.lru_cache(maxsize=64)
 def _pmapped(options: _StepOptions) -> Callable[..., tuple[Any, dict[str, Any]]]:
-    step = functools.partial(_device_step, options)
-    return jax.pmap(step, axis_name=_BATCH_AXIS)
+    return jax.pmap(functools.partial(_device_step, options), axis_name=_BATCH_AXIS)
 
 
 def _device_step(
     options: _StepOptions, state: Any, batch: Batch, rngs: Any
 ) -> tuple[Any, dict[str, Any]]:
     takes_rngs = rngs is not None or "rngs" in inspect.signature(options.loss_fn).parameters
+    count = options.accumulation_steps
 
     def loss(params: PyTree, micro: Batch, keys: Any) -> tuple[jax.Array, Any]:
         variables = {"params": params, **(getattr(state, "model_state", None) or {})}
@@ -134,29 +146,28 @@ def _device_step(
     keys = _fold_in(rngs, jax.lax.axis_index(_BATCH_AXIS))
 
     def gradients(index: jax.Array, micro: Batch) -> tuple[PyTree, Any, jax.Array]:
-        of_micro = keys if count == 1 else _fold_in(keys, index)
-        value, grads = jax.value_and_grad(loss, has_aux=True)(state.params, micro, of_micro)
+        micro_keys = keys if count == 1 else _fold_in(keys, index)
+        value, grads = jax.value_and_grad(loss, has_aux=True)(state.params, micro, micro_keys)
         return grads, value, index + 1
 
-    count = options.accumulation_steps
-    total, (value, aux), _ = add_up(gradients, jnp.zeros((), jnp.int32), _cut(batch, count))
-    # Micro-batches are as many on each device and of one size: their sum is divided by their
-    # number here, and the mean over devices taken below, once for all of them.
-    own = jax.tree.map(lambda g: g / count, total)
-    grads = reduce_gradients_across_devices(own, "mean", _BATCH_AXIS)
+    total, (value, aux), _ = add_up(gradients, jnp.zeros((), jnp.int32), _split(batch, count))
+    # All devices have the same number of micro-batches, of one size: their sum is divided by that
+    # number here, and the mean over devices is taken below, once.
+    local = jax.tree.map(lambda g: g / count, total)
+    grads = reduce_gradients_across_devices(local, "mean", _BATCH_AXIS)
     if options.max_grad_norm is not None:
         grads, _ = clip_by_global_norm_sharded(grads, options.max_grad_norm, ())
     params, opt_state = apply_optimizer(options.optimizer, grads, state.opt_state, state.params)
     new_state = state.replace(step=state.step + 1, params=params, opt_state=opt_state)
-    # As for the gradients: over micro-batches, then, in all_mean, over devices.
+    # As for the gradients: the mean over micro-batches, then, in all_mean, over devices.
     metrics = {"loss": all_mean(value / count, (_BATCH_AXIS,))}
     return new_state, {**metrics, "aux": aux} if options.has_aux else metrics
 
 
-def _cut(batch: Batch, count: int) -> Batch:
-    """A device's batch with a leading dim of micro-batches."""
+def _split(batch: Batch, count: int) -> Batch:
+    """Adds a leading dim of micro-batches to a device's batch."""
 
-    def cut(path: Any, x: jax.Array) -> jax.Array:
+    def split(path: Any, x: jax.Array) -> jax.Array:
         if count == 1:
             return x[None]
         if x.ndim == 0 or x.shape[0] % count:
@@ -166,9 +177,8 @@ def _cut(batch: Batch, count: int) -> Batch:
             )
         return x.reshape(count, -1, *x.shape[1:])
 
-    return jax.tree_util.tree_map_with_path(cut, batch)
+    return jax.tree_util.tree_map_with_path(split, batch)
 
 
 def _fold_in(keys: PyTree, index: jax.Array) -> PyTree:
-    """Other keys for each index."""
     return jax.tree.map(lambda key: jax.random.fold_in(key, index), keys)

@@ -12,13 +12,13 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from research_dp.argument_checks import checked
-from research_dp.argument_types import Count, Devices, One, is_integer, is_sizes
+from research_dp.argument_types import Count, Devices, Limit, is_integer, is_sizes
 from research_dp.distributed.mesh import build_mesh
 from research_dp.errors import UsageError
 
 
 def _is_mesh_shape(x: Any) -> bool:
-    """Whether it is sizes by axis name, or pairs of name and size; a name may occur twice."""
+    """Whether it is sizes by axis name, or pairs of name and size; names may be repeated."""
     if not isinstance(x, tuple | list):
         return is_sizes(x)
     return all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in x) and all(
@@ -26,11 +26,11 @@ def _is_mesh_shape(x: Any) -> bool:
     )
 
 
-MeshShape = Annotated[Any, One(_is_mesh_shape, "sizes of axes, e.g. {'data': 8}")]
+MeshShape = Annotated[Any, Limit(_is_mesh_shape, "sizes of axes, e.g. {'data': 8}")]
 
 
-class _AlsoStatic:
-    """A method that, called on the class, is called on an instance with all devices."""
+class _InstanceOrClassMethod:
+    """A method that can be called on the class too: on an instance with all devices."""
 
     def __init__(self, function: Callable[..., Any]):
         self._function = function
@@ -49,7 +49,7 @@ class DeviceMeshManager:
     `DeviceMeshManager.create_device_mesh({'data': 4})`. Strategies use `make_mesh` instead.
 
     Args:
-        devices: The devices that meshes are made of; all of them if None.
+        devices: The devices to build meshes of; None: all of them.
     """
 
     def __init__(self, devices: Devices | None = None) -> None:
@@ -57,59 +57,54 @@ class DeviceMeshManager:
 
     @property
     def devices(self) -> list[jax.Device]:
-        """The devices that meshes are made of."""
-        # Asked for when needed: whoever looks at a method on the class makes an instance.
+        """The devices to build meshes of."""
+        # JAX is asked late: accessing a method on the class creates an instance.
         return list(jax.devices() if self._devices is None else self._devices)
 
     @property
     def num_devices(self) -> int:
-        """Number of them."""
+        """Number of these devices."""
         return len(self.devices)
 
-    @_AlsoStatic
+    @_InstanceOrClassMethod
     @checked
-    def create_device_mesh(
-        self,
-        mesh_shape: MeshShape,
-        devices: Devices | None = None,
-    ) -> Mesh:
+    def create_device_mesh(self, mesh_shape: MeshShape, devices: Devices | None = None) -> Mesh:
         """Creates a mesh of the first devices.
 
         Args:
             mesh_shape: Size of each axis, `{'data': 4, 'model': 2}` or pairs of name and size.
-            devices: The devices to choose from; the manager's if None.
+            devices: The devices to choose from; None: the manager's.
 
         Raises:
-            UsageError: A name occurs twice, a size is not positive (-1 is not filled up here), or
+            UsageError: A name is repeated, a size is not positive (-1 is not filled up here), or
                 there are fewer devices than the product of the sizes.
         """
-        present = self.devices if devices is None else list(devices)
+        available = self.devices if devices is None else list(devices)
         pairs = list(mesh_shape.items() if isinstance(mesh_shape, Mapping) else mesh_shape)
-        return build_mesh(_checked(pairs, len(present)), present)
+        return build_mesh(_checked_sizes(pairs, len(available)), available)
 
-    @_AlsoStatic
+    @_InstanceOrClassMethod
     @checked
     def create_data_parallel_mesh(
         self, num_devices: Count | None = None, axis_name: str = "data"
     ) -> Mesh:
-        """Creates a mesh of one axis over `num_devices` devices; all of them if None.
+        """Creates a mesh of one axis over `num_devices` devices; None: all of them.
 
         Raises:
             UsageError: See `create_device_mesh`; datarax makes a smaller mesh instead.
         """
-        return self.create_device_mesh(
-            {axis_name: self.num_devices if num_devices is None else num_devices}
-        )
+        size = self.num_devices if num_devices is None else num_devices
+        return self.create_device_mesh({axis_name: size})
 
-    @_AlsoStatic
+    @_InstanceOrClassMethod
     @checked
     def create_model_parallel_mesh(
         self, num_devices: Count | None = None, axis_name: str = "model"
     ) -> Mesh:
-        """The same, its axis named `model`."""
+        """The same with an axis named `model`."""
         return self.create_data_parallel_mesh(num_devices, axis_name)
 
-    @_AlsoStatic
+    @_InstanceOrClassMethod
     @checked
     def create_hybrid_mesh(
         self,
@@ -127,32 +122,31 @@ class DeviceMeshManager:
             [(data_axis, data_parallel_size), (model_axis, model_parallel_size)]
         )
 
-    @_AlsoStatic
+    @_InstanceOrClassMethod
     @checked
     def get_mesh_info(self, mesh: Mesh | AbstractMesh) -> dict[str, Any]:
         """`{'total_devices': 8, 'axes': {'data': 4, 'model': 2}}` of a 4 x 2 mesh."""
         return {"total_devices": mesh.size, "axes": dict(mesh.shape)}
 
 
-def _checked(pairs: list[tuple[str, int]], present: int) -> dict[str, int]:
-    sizes = dict(pairs)
-    if not sizes:
+def _checked_sizes(pairs: list[tuple[str, int]], available: int) -> dict[str, int]:
+    if not pairs:
         raise UsageError("create_device_mesh.mesh_shape has no axis: give e.g. {'data': 8}.")
-    equation = " x ".join(f"{name} {size}" for name, size in pairs)
-    if len(sizes) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise UsageError(f"mesh {equation}: axis {twice!r} is named {names.count(twice)} times.")
+    mesh = f"mesh {' x '.join(f'{name} {size}' for name, size in pairs)}"
+    names = [name for name, _ in pairs]
     for name, size in pairs:
+        if names.count(name) > 1:
+            raise UsageError(f"{mesh}: axis {name!r} is named {names.count(name)} times.")
         if size < 1:
             raise UsageError(
-                f"mesh {equation}: axis {name!r} has size {size!r}; give a positive number, at "
-                f"most the {present} devices that are available."
+                f"{mesh}: axis {name!r} has size {size!r}; give a positive number, at most the "
+                f"{available} devices that are available."
             )
+    sizes = dict(pairs)
     needed = math.prod(sizes.values())
-    if needed > present:
+    if needed > available:
         raise UsageError(
-            f"Not enough devices: mesh {equation} requires {needed} devices, but only {present} "
-            "are available. Give smaller sizes."
+            f"Not enough devices: {mesh} requires {needed} devices, but only {available} are "
+            "available. Give smaller sizes."
         )
     return sizes

@@ -10,23 +10,25 @@ import flax.linen as nn
 import gin
 
 from research_dp.argument_checks import checked
-from research_dp.argument_types import AxisName, CountOrZero, Dtype, One
+from research_dp.argument_types import AxisName, CountOrZero, Dtype, Limit
 from research_dp.distributed.collectives import PLAIN, Reduction
 from research_dp.distributed.fsdp import gather_params, shard_params
 from research_dp.distributed.shard_rules import Rule
 from research_dp.errors import check_methods
 
-PyTree = Any
-
-
-def _is_target(x: Any) -> bool:
-    return callable(x) and not isinstance(x, nn.Module)
+Target = Annotated[
+    Any,
+    Limit(
+        lambda x: callable(x) and not isinstance(x, nn.Module),
+        "a Linen module class, or a function of a module",
+    ),
+]
 
 
 @gin.register(module="distributed")
 @checked
 def shard_module_params(
-    target: Annotated[Any, One(_is_target, "a Linen module class, or a function of a module")],
+    target: Target,
     axis_name: AxisName,
     min_weight_size: CountOrZero = 2**18,
     gather_dtype: Dtype | None = None,
@@ -38,27 +40,21 @@ def shard_module_params(
     reduction: Reduction = PLAIN,
     methods: Sequence[str] = ("__call__",),
 ) -> Any:
-    """A module class whose parameters are sharded: gathered when it is called, sharded when made.
+    """A module class whose parameters are sharded by `init`, and gathered when it is called.
 
-    As in xlstm-jax, but that the class has the name of `target` (there `Map_variables...`), so that
-    paths and initial values are those of `target`. Other collections than `params` are left alone.
-    Every call gathers: to save memory, wrap the parts of a model (its blocks), and `nn.remat`
-    outside of this, so that the backward pass gathers again. `nn.scan` needs
-    `metadata_params={nn.PARTITION_NAME: None}`. `init` inside mapped axes makes whole parameters on
-    each device before it cuts them; `init_sharded` does not.
+    As in xlstm-jax, except that the class keeps the name of `target` (there: `Map_variables...`),
+    so that paths and initial values are those of `target`. Other collections are not sharded.
 
-    Args:
-        target: A Linen module class, or a function of (module, ...), not an instance.
-        axis_name: The mesh axis, or several as one; bound where the module is used.
-        min_weight_size: As in `shard_params`.
-        gather_dtype: As in `gather_params`.
-        grad_scatter_dtype: As in `gather_params`.
-        rule: As in `shard_params`; paths start at the wrapped module.
-        min_weight_bytes: As in `shard_params`.
-        pre_divide: As in `gather_params`.
-        reduction: As in `gather_params`.
-        methods: Names of the methods that see whole parameters, e.g. also `attend` of `nn.Embed`;
-            of no meaning for a function.
+    Every call gathers. To save memory, wrap the parts of a model (its blocks), and put `nn.remat`
+    around the result, so that the backward pass gathers again. `nn.scan` needs
+    `metadata_params={nn.PARTITION_NAME: None}`. `init` inside mapped axes makes the full parameters
+    on each device before it shards them; `init_sharded` does not.
+
+    `target` is a class, or a function of (module, ...), not an instance. `axis_name` is bound where
+    the module is used. `min_weight_size`, `rule` (its paths start at the wrapped module) and
+    `min_weight_bytes` are those of `shard_params`; the dtypes, `pre_divide` and `reduction` are
+    those of `gather_params`. `methods` names the methods that see full parameters, e.g. also
+    `attend` of `nn.Embed`; it is ignored for a function.
 
     Raises:
         UsageError: `target` is an instance or lacks one of `methods`, or a dtype is not a
@@ -91,6 +87,6 @@ def shard_module_params(
         methods=list(methods) if is_class else None,
     )
     if is_class:
-        # Linen names modules after their class, and draws initial values by the name.
+        # Linen names modules after their class, and the initial values depend on the name.
         sharded.__name__, sharded.__qualname__ = target.__name__, target.__qualname__
     return sharded

@@ -16,8 +16,6 @@ from research_dp.distributed.fsdp import gather_params, shard_params
 from research_dp.distributed.shard_rules import Rule
 from research_dp.errors import check_methods
 
-PyTree = Any
-
 
 @checked
 def shard_nnx_module_params(
@@ -33,30 +31,19 @@ def shard_nnx_module_params(
     reduction: Reduction = PLAIN,
     methods: Sequence[str] = ("__call__",),
 ) -> Any:
-    """An NNX module class whose parameters are sharded: gathered when it is called.
+    """An NNX module class whose parameters are sharded, and gathered when it is called.
 
-    The counterpart of `shard_module_params`. An instance, made inside mapped axes (or by
-    `init_sharded`), holds shards in its `nnx.Param`s, the axis in their `out_sharding`, so that
-    `nnx.get_partition_spec` knows; their gradients are shards of the mean. `methods` run on a copy
-    with whole parameters; what they change in other variables is kept, what they do to parameters
-    and attributes is not. Other methods see shards. `sync_gradients` takes the gradients as they
-    are.
+    The counterpart of `shard_module_params`, which describes the options. An instance, made inside
+    mapped axes (or by `init_sharded`), has shards in its `nnx.Param`s, and the axis in their
+    `out_sharding`, so that `nnx.get_partition_spec` works. Their gradients are shards of the mean;
+    `sync_gradients` takes them as they are.
 
-    Every call gathers: wrap the parts of a model, and call them under `nnx.remat` so that the
+    `methods` run on a copy with full parameters: changes of other variables are kept, changes of
+    parameters and attributes are not. Other methods see shards.
+
+    Every call gathers. Wrap the parts of a model, and call them under `nnx.remat`, so that the
     backward pass gathers again. Under `nnx.scan` and `nnx.vmap` with a partition name, give
     `transform_metadata={nnx.PARTITION_NAME: None}`.
-
-    Args:
-        target: The class, not an instance.
-        axis_name: The mesh axis, or several as one; bound where the module is made and called.
-        min_weight_size: As in `shard_params`.
-        gather_dtype: As in `gather_params`.
-        grad_scatter_dtype: As in `gather_params`.
-        rule: As in `shard_params`; paths start at the module.
-        min_weight_bytes: As in `shard_params`.
-        pre_divide: As in `gather_params`.
-        reduction: As in `gather_params`.
-        methods: Names of the methods that see whole parameters, e.g. also `attend` of `nnx.Embed`.
 
     Raises:
         UsageError: `target` is not a class of modules or lacks one of `methods`, or a dtype is not
@@ -67,27 +54,27 @@ def shard_nnx_module_params(
     class Sharded(target):  # type: ignore[misc, valid-type]
         def __init__(self, *args: Any, **kwargs: Any):
             super().__init__(*args, **kwargs)
-            held = shard_params(
+            shards = shard_params(
                 nnx.state(self, nnx.Param),
                 axis_name,
                 min_weight_size,
                 rule=rule,
                 min_weight_bytes=min_weight_bytes,
             )
-            nnx.update(self, held)
+            nnx.update(self, shards)
 
-    def with_whole_parameters(name: str) -> Callable[..., Any]:
+    def with_gathered_params(name: str) -> Callable[..., Any]:
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            graphdef, held, others = nnx.split(self, nnx.Param, ...)  # type: ignore[misc]
-            whole = gather_params(
-                held,
+            graphdef, shards, others = nnx.split(self, nnx.Param, ...)  # type: ignore[misc]
+            params = gather_params(
+                shards,
                 axis_name,
                 gather_dtype,
                 grad_scatter_dtype,
                 pre_divide=pre_divide,
                 reduction=reduction,
             )
-            module = nnx.merge(graphdef, whole, others)
+            module = nnx.merge(graphdef, params, others)
             result = getattr(super(Sharded, module), name)(*args, **kwargs)
             nnx.update(self, changed(others, nnx.state(module, nnx.Not(nnx.Param))))
             return result
@@ -95,14 +82,14 @@ def shard_nnx_module_params(
         return functools.wraps(getattr(target, name))(method)
 
     for name in methods:
-        setattr(Sharded, name, with_whole_parameters(name))
+        setattr(Sharded, name, with_gathered_params(name))
     Sharded.__name__, Sharded.__qualname__ = target.__name__, target.__qualname__
     Sharded.__module__, Sharded.__doc__ = target.__module__, target.__doc__
     return Sharded
 
 
 def changed(before: nnx.State, after: nnx.State) -> nnx.State:
-    """The variables of `after` that are new or hold another array than before."""
+    """The variables of `after` that are new or contain another array than before."""
     old = dict(nnx.to_flat_state(before))
     return nnx.from_flat_state(
         (path, variable)

@@ -13,13 +13,13 @@ from typing import Any
 
 from research_dp.argument_checks import (
     CONTAINERS,
+    annotation_of,
     bare,
     choices_of,
     fits,
     is_callable,
     members,
     words_of,
-    written,
 )
 from research_dp.argument_types import AnyDtype
 from research_dp.config import gin_internals
@@ -34,7 +34,7 @@ def annotation(function: Callable[..., Any], name: str) -> Any:
 
     What is called a dtype is taken for one: libraries write `Any` there.
     """
-    expected = written(function, name)
+    expected = annotation_of(function, name)
     vague = Any in members(expected)
     return AnyDtype | None if vague and re.fullmatch("(.*_)?dtype", name) else expected
 
@@ -59,7 +59,7 @@ def complaint(value: Any, expected: Any) -> str | None:
 
 
 def in_words(expected: Any, like: Any = None) -> str:
-    """E.g. 'a whole number, or None'.
+    """E.g. 'an integer, or None'.
 
     Args:
         expected: The annotation.

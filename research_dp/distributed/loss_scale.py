@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from research_dp.argument_checks import checked
-from research_dp.argument_types import Above, Count, Positive
+from research_dp.argument_types import Count, Positive, above
 
-AboveOne = Annotated[float, Above(1)]
+AboveOne = Annotated[float, above(1)]
 
 
 class LossScaleState(NamedTuple):

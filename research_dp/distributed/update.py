@@ -19,12 +19,12 @@ from research_dp.argument_checks import checked
 from research_dp.argument_types import (
     AxisNames,
     Dtype,
-    Has,
     Number,
     Numbers,
     Placeable,
     TracedNorm,
     Transform,
+    has_attributes,
 )
 from research_dp.distributed import buckets
 from research_dp.distributed.collectives import (
@@ -66,7 +66,9 @@ Group = AxisNames | None
 def fsdp_apply_gradients(
     gradients: Numbers,
     parameters: Placeable,
-    optimizer: Annotated[Optimizer, Has(("apply_gradients",), "OptaxAdapter(transform, state)")],
+    optimizer: Annotated[
+        Optimizer, has_attributes(("apply_gradients",), "OptaxAdapter(transform, state)")
+    ],
     fsdp_group: Group = None,
     dp_group: Group = None,
     communication_size: int = buckets.DEFAULT_BUCKET_BYTES,

@@ -13,7 +13,7 @@ import gin
 import optax
 
 import research_dp.training.optimizers  # noqa: F401  (registers Optax with gin)
-from research_dp.argument_types import Count, CountOrZero, Positive, Seed, Seeds
+from research_dp.argument_types import SEEDS, Count, CountOrZero, Positive, Seed
 from research_dp.errors import UsageError, check_count, check_kind, check_limit
 from research_dp.strategies import Strategy, StrategyConfig, TrainSpec, TrainState
 from research_dp.strategies.rng import init_key
@@ -174,7 +174,7 @@ def spec_of(
     Raises:
         UsageError: One of them is of another kind, or the model does not fit the data.
     """
-    check_limit("train.seed", seed, Seeds())
+    check_limit("train.seed", seed, SEEDS)
     if on_nonfinite not in get_args(OnNonfinite):
         raise UsageError(f"train.on_nonfinite = {on_nonfinite!r}: use 'stop' or 'skip'.")
     check_kind("train.model", model, TrainableModel, "@convnet()")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import jax
 
-from research_dp.argument_types import Above
+from research_dp.argument_types import above
 from research_dp.errors import check_limit
 from research_dp.training import flight_recorder as recorder_lib
 from research_dp.training.flight_recorder import Recorder
@@ -59,7 +59,7 @@ def keep_watch(folder: Path, seconds: float | None) -> Iterator[Recorder]:
         UsageError: They are no positive number.
     """
     if seconds is not None:
-        check_limit("train.watchdog_seconds", seconds, Above(0))
+        check_limit("train.watchdog_seconds", seconds, above(0))
     with contextlib.ExitStack() as stack:
         recorder = Recorder(folder, jax.process_index(), jax.process_count())
         if recorder.process == 0:
