@@ -39,17 +39,17 @@ def spmd_train_step(
 ) -> Any:
     """One training step on global arrays; the compiler inserts the collectives (datarax).
 
-    To be called under `nnx.jit`, with arrays that one program can take: all on the devices of one
-    mesh, or uncommitted (a model as its constructor leaves it). Their shardings do not change the
-    numbers. On a mesh with `Explicit` axes, parameters that share an axis with the batch are
-    all-gathered for the loss. There is no accumulation of micro-batches here, because the compiler
-    would reduce the gradients of each: use a strategy.
+    To be called under `nnx.jit`. All arrays are on the devices of one mesh, or uncommitted (as a
+    model's constructor leaves them); their shardings do not change the numbers. On a mesh with
+    `Explicit` axes, parameters that share an axis with the batch are all-gathered for the loss.
+    Micro-batches are not accumulated here, because the compiler would reduce the gradients of each:
+    use a strategy.
 
     Args:
         model: Updated in place, e.g. its batch statistics by `loss_fn`.
-        optimizer: Updated in place, and the model's variables of its `wrt` with it. A
-            `nnx.ModelAndOptimizer` has to be that of `model`.
-        loss_fn: (model, batch) -> loss, 0-d: the mean over the whole batch.
+        optimizer: Updated in place, with the model's variables of its `wrt`. A
+            `nnx.ModelAndOptimizer` must be that of `model`.
+        loss_fn: (model, batch) -> loss, 0-d: the mean over the global batch.
         batch: Global arrays, e.g. of `place_batch_on_shards`.
         has_aux: `loss_fn` returns (loss, aux).
         rngs: If given, `loss_fn` is called with `rngs=rngs`, e.g. an `nnx.Rngs`.
@@ -70,29 +70,31 @@ def spmd_train_step(
             "spmd_train_step.optimizer is a ModelAndOptimizer of another model: give its own, "
             "optimizer.model, as model."
         )
-    of_model = nnx.DiffState(0, optimizer.wrt)
-    loss = _with_gathered(loss_fn, optimizer.wrt, batch)
-    gradients = nnx.value_and_grad(loss, argnums=of_model, has_aux=has_aux)
+    wrt = nnx.DiffState(0, optimizer.wrt)
+    loss = _with_gathered_params(loss_fn, optimizer.wrt, batch)
+    gradients = nnx.value_and_grad(loss, argnums=wrt, has_aux=has_aux)
     value, grads = gradients(model, batch, **({} if rngs is None else {"rngs": rngs}))
-    # The loss is a mean over the global batch, so the compiler sums over devices where the batch
-    # is split, and the mean divides: nobody may do either again.
+    # The loss is a mean over the global batch: the compiler sums over devices, and the mean
+    # divides. Nobody may do either again.
     if max_grad_norm is not None:
         grads, _ = clip_by_global_norm_sharded(grads, max_grad_norm, ())
     optimizer.update(*([grads] if has_model else [model, grads]))
     return value
 
 
-def _with_gathered(loss_fn: Callable[..., Any], wrt: Any, batch: Batch) -> Callable[..., Any]:
-    """The loss of parameters that are replicated over the batch's `Explicit` axes.
+def _with_gathered_params(
+    loss_fn: Callable[..., Any], wrt: Any, batch: Batch
+) -> Callable[..., Any]:
+    """The loss with parameters all-gathered over the batch's `Explicit` axes.
 
-    JAX multiplies no arrays that are sharded over one such axis, and knows no sharding for the
-    gradient of a parameter that is on no mesh. Gradients come back sharded as the parameters are.
+    JAX multiplies no arrays that are sharded over the same such axis, and infers no sharding for
+    the gradient of a parameter on no mesh. Gradients come back sharded as the parameters are.
     """
-    placed = [jax.typeof(x).sharding for x in jax.tree.leaves(batch) if is_array(x)]
-    axes = {name for sharding in placed for dim in sharding.spec for name in flat_axes(dim)}
+    shardings = [jax.typeof(x).sharding for x in jax.tree.leaves(batch) if is_array(x)]
+    axes = {name for sharding in shardings for dim in sharding.spec for name in flat_axes(dim)}
     if not axes:
         return loss_fn
-    mesh = next(sharding.mesh for sharding in placed if not sharding.mesh.empty)
+    mesh = next(sharding.mesh for sharding in shardings if not sharding.mesh.empty)
 
     def gathered(x: Any) -> Any:
         if not is_array(x):
@@ -104,7 +106,7 @@ def _with_gathered(loss_fn: Callable[..., Any], wrt: Any, batch: Batch) -> Calla
     def loss(model: nnx.Module, batch: Batch, **kwargs: Any) -> Any:
         graphdef, *variables = nnx.split(model, wrt, ...)
         params, others = jax.tree.map(gathered, variables)
-        before = jax.tree.map(lambda x: x, others)  # the module changes its own variables
+        before = jax.tree.map(lambda x: x, others)  # the module modifies its own variables
         replicated = nnx.merge(graphdef, params, others)
         value = loss_fn(replicated, batch, **kwargs)
         nnx.update(model, changed(before, nnx.state(replicated, nnx.Not(wrt))))
@@ -114,7 +116,7 @@ def _with_gathered(loss_fn: Callable[..., Any], wrt: Any, batch: Batch) -> Calla
 
 
 def _refuse_other_devices(tree: Any) -> None:
-    """Raises UsageError if arrays are committed to different devices; traced ones are not asked."""
+    """Raises UsageError if arrays are committed to different devices; tracers are skipped."""
     first: dict[Any, str] = {}
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
         if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.committed:
@@ -133,20 +135,20 @@ def place_nnx_state_on_shards(
     mesh: Mesh | AbstractMesh,
     filter_sharding: nnx.StateSharding | dict[Any, PartitionSpec | Sharding],
 ) -> nnx.State:
-    """Puts the variables of an NNX state where the first filter that matches each says (datarax).
+    """Puts each variable of an NNX state on the sharding of the first filter it matches (datarax).
 
     Args:
         state: E.g. `nnx.state(model)`, or `nnx.state(optimizer)`.
         mesh: A mesh with axes of type `Auto` or `Explicit`.
         filter_sharding: NNX filters, e.g. `nnx.Param`, `...` or a predicate, -> the spec on `mesh`,
-            or a whole sharding, of all arrays of the variable.
+            or the sharding, of all arrays of the variable.
 
     Returns:
-        A state of the same variables, their types and metadata kept.
+        A state of the same variables, with their types and metadata.
 
     Raises:
-        UsageError: A variable that no filter matches, a spec with an axis that the mesh lacks or
-            that does not divide an array; the message has the variable's path.
+        UsageError: A variable matches no filter, or a spec has an axis that the mesh lacks or that
+            does not divide an array; the message has the variable's path.
     """
     if not isinstance(filter_sharding, nnx.StateSharding):
         filter_sharding = nnx.StateSharding(filter_sharding)
@@ -172,9 +174,9 @@ def _first_match(filters: Sequence[Any], path: tuple[Any, ...], variable: Any) -
 
 
 class DataParallel(nnx.Module):
-    """artifex's data-parallel functions as methods; it holds no state.
+    """artifex's data-parallel functions as methods; it has no state.
 
-    Those that have a twin with the suffix `_static` are the same without an instance.
+    The methods with the suffix `_static` are the same without an instance.
     """
 
     def __init__(self) -> None:
@@ -182,15 +184,12 @@ class DataParallel(nnx.Module):
 
     def create_data_parallel_sharding(self, mesh: Mesh, data_axis: str = "data") -> NamedSharding:
         """See `research_dp.create_data_parallel_sharding`."""
-        return self.create_data_parallel_sharding_static(mesh, data_axis)
-
-    @staticmethod
-    def create_data_parallel_sharding_static(mesh: Mesh, data_axis: str = "data") -> NamedSharding:
-        """See `research_dp.create_data_parallel_sharding`."""
         return datarax.create_data_parallel_sharding(mesh, data_axis)
 
+    create_data_parallel_sharding_static = staticmethod(datarax.create_data_parallel_sharding)
+
     def shard_batch(self, batch: Any, sharding: Sharding) -> Any:
-        """Puts every leaf of a batch on a sharding; `place_batch_on_shards` spares some.
+        """Puts every leaf of a batch on a sharding; `place_batch_on_shards` skips some.
 
         Args:
             batch: Any pytree of jax and numpy arrays.
@@ -211,7 +210,7 @@ class DataParallel(nnx.Module):
     def shard_model_state(
         self, state: Any, mesh: Mesh, param_sharding: Literal["replicate", "shard"] = "replicate"
     ) -> Any:
-        """See `research_dp.place_model_state_on_shards`, whose dicts of paths it takes too."""
+        """See `research_dp.place_model_state_on_shards`, whose dicts of paths it accepts too."""
         return datarax.place_model_state_on_shards(state, mesh, param_sharding)
 
     def all_reduce_gradients(
@@ -223,25 +222,16 @@ class DataParallel(nnx.Module):
         loss: jax.Array | None = None,
     ) -> Any:
         """See `research_dp.reduce_gradients_across_devices`."""
-        return self.all_reduce_gradients_static(gradients, reduce_type, axis_name, loss=loss)
-
-    @staticmethod
-    def all_reduce_gradients_static(
-        gradients: Any,
-        reduce_type: Literal["mean", "sum"] = "mean",
-        axis_name: str = "batch",
-        *,
-        loss: jax.Array | None = None,
-    ) -> Any:
-        """See `research_dp.reduce_gradients_across_devices`."""
         return datarax.reduce_gradients_across_devices(gradients, reduce_type, axis_name, loss=loss)
+
+    all_reduce_gradients_static = staticmethod(datarax.reduce_gradients_across_devices)
 
     @checked
     def replicate_params(self, params: Placeable, mesh: Mesh | AbstractMesh) -> Any:
-        """Puts every leaf whole on every device; Python numbers become arrays."""
+        """Replicates every leaf on all devices; Python numbers become arrays."""
         return datarax.place_model_state_on_shards(params, mesh, "replicate")
 
 
 with gin.unlock_config():  # this file may be imported after the configuration was locked
-    for _each in (spmd_train_step, place_nnx_state_on_shards, DataParallel):
-        gin.register(module="distributed")(_each)
+    for _function in (spmd_train_step, place_nnx_state_on_shards, DataParallel):
+        gin.register(module="distributed")(_function)
