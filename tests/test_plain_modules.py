@@ -341,7 +341,7 @@ def test_rng_streams_of_flax_are_refused_where_the_module_is_called():
         recipe("ddp").build(spec)
     load.reset()
     spec = spec_of(image_classifier(nnx_functions(plain_models.NnxDropoutNet), 10))
-    with pytest.raises(UsageError, match="NnxDropoutNet keeps random state of its own"):
+    with pytest.raises(UsageError, match="NnxDropoutNet has random state of its own"):
         recipe("ddp").build(spec)
 
 

@@ -1,8 +1,8 @@
-"""What a leaf of a parameter tree says about where it lies: bare arrays, Linen's and NNX's boxes.
+"""Boxes around arrays that name the mesh axes of their dims: Linen's and NNX's.
 
 A box has a name for each dim: the mesh axis that splits it, several axes as a tuple, or None. In
 Linen it is an `nn.Partitioned`, in NNX an `nnx.Variable` whose metadata `out_sharding` has the
-names. A bare array is whole. The only file that knows what boxes are made of.
+names. A bare array is replicated. Only this file knows the two classes.
 """
 
 from __future__ import annotations
@@ -44,24 +44,24 @@ def names_of(leaf: Any) -> tuple[Any, ...]:
 
 
 def split_over(leaf: Any) -> Axes:
-    """Names of the axes that the leaf is split over."""
+    """The axes that the leaf is split over."""
     return tuple(axis for axis in flat_axes(names_of(leaf)) if axis is not None)
 
 
 def with_value(leaf: Any, value: Any) -> Any:
-    """The same leaf, names and all, around another array."""
+    """The same leaf, with its names, around another array."""
     return leaf.replace(value=value) if is_box(leaf) else value
 
 
 def renamed(leaf: Any, value: Any, names: tuple[Any, ...]) -> Any:
     """The leaf around another array, split as `names` say.
 
-    A `Variable` stays one. Otherwise an `nn.Partitioned`, whatever kind of box it was, or a bare
-    array if nothing splits it any more.
+    A `Variable` stays one. Anything else becomes an `nn.Partitioned`, or a bare array if no axis
+    splits it.
     """
     split = any(name is not None for name in names)
     if _is_variable(leaf):
-        # Not eager: NNX would constrain a shard like a whole array wherever it copies the Variable.
+        # Not eager: NNX would constrain a shard like a global array when it copies the Variable.
         return leaf.replace(
             value=value, out_sharding=names if split else None, eager_sharding=False
         )
@@ -69,7 +69,7 @@ def renamed(leaf: Any, value: Any, names: tuple[Any, ...]) -> Any:
 
 
 def unboxed(tree: PyTree) -> PyTree:
-    """The tree with arrays in the place of boxes."""
+    """The tree with arrays instead of boxes."""
     return jax.tree.map(value_of, tree, is_leaf=is_box)
 
 
@@ -87,12 +87,12 @@ def leaves_with_paths(tree: PyTree) -> list[tuple[str, Any]]:
 
 
 def as_name(axis_name: str | Sequence[str]) -> str | Axes:
-    """An axis as it stands in a box: a string, or a tuple of several."""
+    """An axis as a name in a box: a string, or a tuple of several."""
     axes = flat_axes(axis_name)
     return axes[0] if len(axes) == 1 else axes
 
 
 def _is_variable(x: Any) -> bool:
-    # Flax NNX takes long to import. Who has a Variable has imported it.
+    # Flax NNX takes long to import; it is imported wherever a Variable exists.
     nnx = sys.modules.get("flax.nnx")
     return nnx is not None and isinstance(x, nnx.Variable)

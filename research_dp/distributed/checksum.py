@@ -1,7 +1,7 @@
-"""A checksum of an array that does not depend on where its parts lie.
+"""A checksum of an array that does not depend on its sharding.
 
-Integer sums over the elements, each mixed with its place: exact in any order, so each device sums
-what it holds, and a host that reads the array back from a file finds the same.
+It consists of integer sums over the elements, each mixed with its position. They are exact in any
+order: each device sums its shard, and a host that reads the array from a file finds the same.
 """
 
 from __future__ import annotations
@@ -17,42 +17,43 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
+from research_dp.distributed.collectives import flat_axes
 from research_dp.distributed.sharding import by_path
 
 PyTree = Any
 
-_CHUNK = 2**22  # elements that the host takes at a time
-_SMALL = 2**16  # arrays of so many elements are sooner read by the host than compiled for
+_CHUNK = 2**22  # elements that the host reads at a time
+_SMALL = 2**16  # the host reads arrays of so many elements sooner than a program is compiled
 
 
 def tree_checksums(tree: PyTree) -> Mapping[str, str]:
     """Checksums of global arrays, by path: 16 hex digits each.
 
-    Devices share the work of an array that several of them hold, and send each other nothing.
-    A collective, if there are several processes.
+    Devices that have replicas of an array share the work, and do not communicate. A collective, if
+    there are several processes.
 
     Args:
         tree: Arrays on the devices, of elements of 1, 2, 4 or 8 bytes.
 
     Returns:
-        The same for any sharding. One changed element changes it for certain, others but with
-        probability 2**-64.
+        The same for any sharding. A change of one element always changes it, other changes with
+        probability 1 - 2**-64.
     """
-    named = by_path(tree)
-    on_devices = {path: _device_sums(x) for path, x in named.items() if not _for_the_host(x)}
-    sums = {path: _host_sums(np.asarray(x)) for path, x in named.items() if path not in on_devices}
+    arrays = by_path(tree)
+    on_devices = {path: _device_sums(x) for path, x in arrays.items() if not _is_for_host(x)}
+    sums = {path: _host_sums(np.asarray(x)) for path, x in arrays.items() if path not in on_devices}
     if on_devices:
-        sums |= zip(on_devices, _added_up(list(on_devices.values())), strict=True)
-    return {path: _hex(sums[path]) for path in named}
+        sums |= zip(on_devices, _total_sums(list(on_devices.values())), strict=True)
+    return {path: _hex(sums[path]) for path in arrays}
 
 
 def array_checksum(x: np.ndarray) -> str:
-    """The same of an array on the host, by numpy alone."""
+    """The same of an array on the host, by numpy."""
     return _hex(_host_sums(x))
 
 
-def _for_the_host(x: Any) -> bool:
-    """Whether the host reads an array, which all processes then do."""
+def _is_for_host(x: Any) -> bool:
+    """Whether the host reads an array; all processes decide alike."""
     if not isinstance(x, jax.Array) or not isinstance(x.sharding, NamedSharding):
         return True
     return x.size <= _SMALL and (x.is_fully_addressable or x.is_fully_replicated)
@@ -65,45 +66,45 @@ def _host_sums(x: np.ndarray) -> np.ndarray:
     total = np.zeros(2, np.uint64)
     for start in range(0, flat.size, _CHUNK):
         bits = flat[start : start + _CHUNK].astype(np.uint32)
-        places = np.arange(start, start + bits.size, dtype=np.uint64).astype(np.uint32)
-        mixed, weights = _mix(bits, places)
+        positions = np.arange(start, start + bits.size, dtype=np.uint64).astype(np.uint32)
+        mixed, weights = _mix(bits, positions)
         total += [mixed.sum(dtype=np.uint64), (mixed * weights).sum(dtype=np.uint64)]
     return total.astype(np.uint32)
 
 
-def _added_up(parts: Sequence[jax.Array]) -> np.ndarray:
+def _total_sums(sums: Sequence[jax.Array]) -> np.ndarray:
     """(arrays, 2) uint32: the sums (devices, 2) of each array, over devices and processes."""
-    own = np.stack([sum(np.asarray(s.data)[0] for s in x.addressable_shards) for x in parts])
+    local = np.stack([sum(np.asarray(s.data)[0] for s in x.addressable_shards) for x in sums])
     if jax.process_count() == 1:
-        return own
-    return np.asarray(multihost_utils.process_allgather(own)).sum(0, dtype=np.uint32)
+        return local
+    return np.asarray(multihost_utils.process_allgather(local)).sum(0, dtype=np.uint32)
 
 
 def _device_sums(x: jax.Array) -> jax.Array:
-    """(devices, 2) uint32: what each device finds in its part of an array."""
-    return _sums_of_parts(x, _shared_out(x))
+    """(devices, 2) uint32: the sums of each device over its part of an array."""
+    return _sums_of_parts(x, _fully_sharded(x))
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def _sums_of_parts(x: jax.Array, sharding: NamedSharding) -> jax.Array:
     axes = sharding.mesh.axis_names
-    cut = _axes_by_dim(sharding, x.ndim)
-    idle = [axis for axis in axes if all(axis not in names for names in cut)]
+    by_dim = _axes_by_dim(sharding, x.ndim)
+    replica_axes = [axis for axis in axes if all(axis not in names for names in by_dim)]
 
     def sums(block: jax.Array) -> jax.Array:
         bits = as_bits(block)
         shape = (*x.shape, *bits.shape[x.ndim :])
-        places = jnp.zeros(bits.shape, jnp.uint32)
+        positions = jnp.zeros(bits.shape, jnp.uint32)
         for dim, length in enumerate(bits.shape):
-            along = jax.lax.broadcasted_iota(jnp.uint32, bits.shape, dim)
-            if dim < x.ndim and cut[dim]:
-                along += jax.lax.axis_index(cut[dim]).astype(jnp.uint32) * np.uint32(length)
-            places += along * np.uint32(math.prod(shape[dim + 1 :]) % 2**32)
-        mixed, weights = _mix(bits, places)
-        found = jnp.stack([jnp.sum(y, dtype=jnp.uint32) for y in (mixed, mixed * weights)])
-        # Of devices that hold the same part the first one counts.
-        first = [jax.lax.axis_index(axis) == 0 for axis in idle]
-        return jnp.where(jnp.all(jnp.array(first, bool)), found, 0)[None]
+            index = jax.lax.broadcasted_iota(jnp.uint32, bits.shape, dim)
+            if dim < x.ndim and by_dim[dim]:
+                index += jax.lax.axis_index(by_dim[dim]).astype(jnp.uint32) * np.uint32(length)
+            positions += index * np.uint32(math.prod(shape[dim + 1 :]) % 2**32)
+        mixed, weights = _mix(bits, positions)
+        result = jnp.stack([jnp.sum(y, dtype=jnp.uint32) for y in (mixed, mixed * weights)])
+        # Only the first of several replicas counts.
+        first = [jax.lax.axis_index(axis) == 0 for axis in replica_axes]
+        return jnp.where(jnp.all(jnp.array(first, bool)), result, 0)[None]
 
     return jax.shard_map(
         sums,
@@ -115,7 +116,7 @@ def _sums_of_parts(x: jax.Array, sharding: NamedSharding) -> jax.Array:
 
 
 def as_bits(x: jax.Array) -> jax.Array:
-    """Elements as uint32; those of 8 bytes as two, in a dim of their own."""
+    """Elements as uint32; elements of 8 bytes as two, in a dim of their own."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         x = jnp.stack([x.real, x.imag], -1)
     unsigned = jnp.dtype(f"u{min(x.dtype.itemsize, 4)}")
@@ -124,40 +125,42 @@ def as_bits(x: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)
 
 
-def _mix(bits: Any, places: Any) -> tuple[Any, Any]:
-    """(elements mixed with their places, odd weights); uint32.
+def _mix(bits: Any, positions: Any) -> tuple[Any, Any]:
+    """(elements mixed with their positions, odd weights); uint32.
 
-    The mixing (Wellons' lowbias32, 2018) can be undone, so no two elements at a place are alike.
+    The mixing (Wellons' lowbias32, 2018) is a bijection: different elements at a position differ.
     """
-    x = bits + places * np.uint32(0x9E3779B9)
+    x = bits + positions * np.uint32(0x9E3779B9)
     x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)
     x = (x ^ (x >> np.uint32(15))) * np.uint32(0x846CA68B)
-    return x ^ (x >> np.uint32(16)), places * np.uint32(2) + np.uint32(1)
+    return x ^ (x >> np.uint32(16)), positions * np.uint32(2) + np.uint32(1)
 
 
-def _shared_out(x: jax.Array) -> NamedSharding:
-    """A sharding that cuts an array over the mesh axes that do not cut it yet, where one divides.
+def _fully_sharded(x: jax.Array) -> NamedSharding:
+    """A sharding that also splits an array over its replicas' axes, if they divide a dim.
 
-    Nothing is sent for it: each device takes a part of what it holds.
+    This needs no communication: each device takes a part of its shard.
     """
     sharding = x.sharding
     assert isinstance(sharding, NamedSharding)
-    cut = _axes_by_dim(sharding, x.ndim)
-    idle = tuple(a for a in sharding.mesh.axis_names if all(a not in names for names in cut))
-    if not idle or not sharding.mesh.are_all_axes_auto:
+    by_dim = _axes_by_dim(sharding, x.ndim)
+    replica_axes = tuple(
+        axis for axis in sharding.mesh.axis_names if all(axis not in names for names in by_dim)
+    )
+    if not replica_axes or not sharding.mesh.are_all_axes_auto:
         return sharding
-    for dim, names in enumerate(cut):
-        parts = math.prod(sharding.mesh.shape[axis] for axis in (*names, *idle))
-        if x.shape[dim] % parts == 0:
-            spec = [*cut[:dim], (*names, *idle), *cut[dim + 1 :]]
-            return NamedSharding(sharding.mesh, PartitionSpec(*spec))
+    for dim, names in enumerate(by_dim):
+        axes = (*names, *replica_axes)
+        if x.shape[dim] % math.prod(sharding.mesh.shape[axis] for axis in axes) == 0:
+            spec = PartitionSpec(*by_dim[:dim], axes, *by_dim[dim + 1 :])
+            return NamedSharding(sharding.mesh, spec)
     return sharding
 
 
 def _axes_by_dim(sharding: NamedSharding, ndim: int) -> list[tuple[str, ...]]:
-    """The mesh axes that cut each dim."""
+    """The mesh axes that each dim is split over."""
     spec = [*sharding.spec, *[None] * (ndim - len(sharding.spec))]
-    return [names if isinstance(names, tuple) else (names,) if names else () for names in spec]
+    return [flat_axes(names) for names in spec]
 
 
 def _hex(pair: Any) -> str:

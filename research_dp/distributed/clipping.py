@@ -1,17 +1,18 @@
-"""Clipping gradients by their true global norm where each device holds shards of some.
+"""The global norm of gradients that are sharded over devices, and clipping by it.
 
-`optax.global_norm` inside mapped axes sees this device's shards alone: another norm on each device,
-too small, and parameters that drift apart. Here squares of shards are summed over the axes that
-split them, and whole gradients are counted once.
+`optax.global_norm` inside mapped axes computes the norm of this device's shards: it is too small,
+differs between devices, and lets parameters drift apart. Here squares of shards are summed over the
+axes that split them, and replicated gradients are counted once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any
 
 import gin
 import jax
+import jax.numpy as jnp
 import optax
 
 from research_dp.argument_checks import checked
@@ -19,20 +20,19 @@ from research_dp.argument_types import Arrays, AxisNames, Leaves, TracedNorm, is
 from research_dp.distributed.boxed import leaves_with_paths, split_over, value_of
 from research_dp.distributed.collectives import PLAIN, Axes, Reduction, flat_axes
 from research_dp.distributed.mesh import FSDP_AXIS
-from research_dp.distributed.norms import clip_factor, norm_of_blocks
-from research_dp.distributed.sharding import LeafSharding
+from research_dp.distributed.sharding import LeafSharding, shardings_like
 from research_dp.distributed.vma import is_replicated, is_tracked
 from research_dp.errors import UsageError
 
 PyTree = Any
-
-
-def _says_where(x: Any) -> bool:
-    return isinstance(x, LeafSharding) or is_abstract_array(x)
-
-
+Blocks = Iterable[tuple[jax.Array, Axes]]  # arrays of this device, with the axes that split them
 Layout = Annotated[
-    PyTree, Leaves(_says_where, "Placements, or boxes such as the parameters", "grads")
+    PyTree,
+    Leaves(
+        lambda x: isinstance(x, LeafSharding) or is_abstract_array(x),
+        "LeafShardings, or boxes such as the parameters",
+        "grads",
+    ),
 ]
 
 
@@ -45,23 +45,23 @@ def sharded_global_norm(
     layout: Layout | None = None,
     reduction: Reduction = PLAIN,
 ) -> jax.Array:
-    """L2 norm of gradients of which this device holds shards.
+    """L2 norm of gradients that are sharded over devices.
 
     Args:
-        grads: Averaged gradients: `nn.Partitioned`s are shards as their names say, bare arrays are
-            whole, or lie as `layout` says.
+        grads: Averaged gradients: `nn.Partitioned`s are shards as their names say; bare arrays are
+            replicated, or sharded as `layout` says.
         axis_names: The bound axes to sum over. Other names of a box are left to the compiler.
         layout: Shardings of bare arrays: a tree like `grads` of `LeafSharding`s, or of boxes such
-            as the parameters; None: they are replicated. `nnx.Optimizer` takes boxes off gradients.
+            as the parameters; None: they are replicated. `nnx.Optimizer` unboxes gradients.
         reduction: How sums of squares are summed.
 
     Returns:
-        A 0-d float32, the same on each device. Inf and NaN of one leaf show in it.
+        A 0-d float32, the same on each device. Inf and NaN of one leaf make it inf or NaN.
 
     Raises:
-        UsageError: A leaf varies from device to device though it counts as whole, which is known
-            under `check_vma=True`: it was not averaged, or is a shard without a box. Or `layout`
-            has other leaves than `grads`.
+        UsageError: A leaf varies between devices although it counts as replicated (known under
+            `check_vma=True`): it was not averaged, or is a shard without a box. Or `layout` has
+            other leaves than `grads`.
         NameError: An axis is not bound.
     """
     return norm_of_blocks(_blocks(grads, flat_axes(axis_names), layout), reduction)
@@ -79,12 +79,7 @@ def clip_by_global_norm_sharded(
 ) -> tuple[PyTree, jax.Array]:
     """Scales gradients so that their global norm is at most `max_norm`; no epsilon.
 
-    Args:
-        grads: As in `sharded_global_norm`.
-        max_norm: The largest norm.
-        axis_names: As in `sharded_global_norm`.
-        layout: As in `sharded_global_norm`.
-        reduction: As in `sharded_global_norm`.
+    The other arguments are those of `sharded_global_norm`.
 
     Returns:
         (gradients in their dtypes, the norm before). If the norm is NaN, all gradients are NaN.
@@ -106,7 +101,7 @@ def clip_by_global_norm(
     layout: PyTree = None,
     reduction: Reduction = PLAIN,
 ) -> optax.GradientTransformation:
-    """`optax.clip_by_global_norm`, right inside mapped axes where gradients are sharded.
+    """`optax.clip_by_global_norm` for sharded gradients inside mapped axes.
 
     For `optax.chain`; arguments and errors are those of `clip_by_global_norm_sharded`.
     """
@@ -121,25 +116,97 @@ def clip_by_global_norm(
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
+@checked
+def global_norm(
+    tree: Arrays, layout: Annotated[PyTree, shardings_like("tree")], reduction: Reduction = PLAIN
+) -> tuple[jax.Array, jax.Array]:
+    """L2 norm of a tree that is sharded as `layout` says, and its nonfinite leaves.
+
+    Args:
+        tree: This device's shards.
+        layout: `LeafSharding`s.
+        reduction: How sums of squares are summed over devices.
+
+    Returns:
+        The norm, a 0-d float32; and float32 (leaves,), above 0 for a leaf whose sum of squares is
+        not finite. Both are the same on every device, and need no more collectives than the norm.
+    """
+    split = (_axes_of(p) for p in jax.tree.leaves(layout))
+    blocks = list(zip(jax.tree.leaves(tree), split, strict=True))
+    total = jnp.zeros((), jnp.float32)
+    nonfinite = [jnp.zeros((), jnp.float32)] * len(blocks)
+    for axes, squares in _squares_by_axes(blocks).items():
+        local = _sum(squares)
+        flags = [(~jnp.isfinite(square)).astype(jnp.float32) for square in squares.values()]
+        sums = _all_reduced(jnp.stack([local, *flags]), axes, reduction)
+        total += sums[0]
+        for position, flag in zip(squares, sums[1:], strict=True):
+            nonfinite[position] = flag
+    return jnp.sqrt(total), jnp.stack(nonfinite) if nonfinite else jnp.zeros((0,), jnp.float32)
+
+
+def norm_of_blocks(blocks: Blocks, reduction: Reduction = PLAIN) -> jax.Array:
+    """L2 norm of arrays that are split over devices: a 0-d float32, the same on every device."""
+    total = jnp.zeros((), jnp.float32)
+    for axes, squares in _squares_by_axes(blocks).items():
+        total += _all_reduced(_sum(squares), axes, reduction)
+    return jnp.sqrt(total)
+
+
+def clip_factor(norm: jax.Array, max_norm: float | None) -> jax.Array:
+    """The factor that scales gradients to a norm of at most `max_norm`; 1.0 if it is.
+
+    No epsilon, as Optax has none. A norm of NaN makes the factor NaN, and so every gradient.
+    """
+    if max_norm is None:
+        return jnp.ones((), jnp.float32)
+    return jnp.where(norm <= max_norm, 1.0, max_norm / norm)
+
+
+def _squares_by_axes(blocks: Blocks) -> dict[Axes, dict[int, jax.Array]]:
+    """Position -> sum of squares of each block, by the axes that split its array."""
+    squares: dict[Axes, dict[int, jax.Array]] = {}
+    for position, (x, axes) in enumerate(blocks):
+        squares.setdefault(axes, {})[position] = _sum_of_squares(x)
+    return squares
+
+
+def _sum_of_squares(x: jax.Array) -> jax.Array:
+    if jnp.iscomplexobj(x):
+        return _sum_of_squares(x.real) + _sum_of_squares(x.imag)
+    return jnp.sum(jnp.square(x.astype(jnp.float32)))
+
+
+def _sum(squares: dict[int, jax.Array]) -> jax.Array:
+    return sum(squares.values(), start=jnp.zeros((), jnp.float32))
+
+
+def _all_reduced(x: jax.Array, axes: Axes, reduction: Reduction) -> jax.Array:
+    # Summed over the axes that split the blocks, and those alone: along others the blocks are
+    # replicated, and count once. Nothing is divided.
+    return reduction.all_reduce(x, axes) if axes else x
+
+
 def _blocks(grads: PyTree, axes: Axes, layout: PyTree) -> Iterator[tuple[jax.Array, Axes]]:
     """Each array with those of `axes` that it is split over."""
     tracked = [axis for axis in axes if is_tracked(axis)]
     leaves = leaves_with_paths(grads)
-    lying = leaves if layout is None else leaves_with_paths(layout)
-    for (path, leaf), (_, lies) in zip(leaves, lying, strict=True):
-        held = split_over(leaf) or _placed_on(lies)
-        varying = [a for a in tracked if a not in held and not is_replicated(value_of(leaf), a)]
+    shardings = leaves if layout is None else leaves_with_paths(layout)
+    for (path, leaf), (_, sharding) in zip(leaves, shardings, strict=True):
+        x = value_of(leaf)
+        split = split_over(leaf) or _axes_of(sharding)
+        varying = [a for a in tracked if a not in split and not is_replicated(x, a)]
         if varying:
             raise UsageError(
-                f"norm of gradients: {path} {value_of(leaf).shape} counts as whole, but "
-                f"varies over {varying}. Average it first (sync_gradients), or say that it is a "
-                "shard, by nn.Partitioned or `layout`."
+                f"norm of gradients: {path} {x.shape} counts as replicated, but varies over "
+                f"{varying}. Average it first (sync_gradients), or mark it as a shard, by "
+                "nn.Partitioned or `layout`."
             )
-        yield value_of(leaf), tuple(axis for axis in axes if axis in held)
+        yield x, tuple(axis for axis in axes if axis in split)
 
 
-def _placed_on(lies: Any) -> Axes:
-    """The axes that a `LeafSharding`, or a box, splits its array over."""
-    if isinstance(lies, LeafSharding):
-        return () if lies.dim is None else (FSDP_AXIS,)
-    return split_over(lies)
+def _axes_of(sharding: Any) -> Axes:
+    """The axes of a `LeafSharding`, or of a box."""
+    if isinstance(sharding, LeafSharding):
+        return () if sharding.dim is None else (FSDP_AXIS,)
+    return split_over(sharding)

@@ -1,7 +1,7 @@
-"""What the elements of an array depend on: labels of values, and which primitives keep them.
+"""Labels that say what the elements of an array depend on, and which primitives are elementwise.
 
-A primitive counts as elementwise if `vmap` turns its scalar form into itself: JAX's own batching
-rule is the proof, and there is no list of names.
+A primitive is elementwise if `vmap` maps its application to scalars to itself. JAX's own batching
+rule is the proof, so there is no list of names.
 """
 
 from __future__ import annotations
@@ -21,19 +21,26 @@ class Dependence:
     Attributes:
         kind: 'constant': all elements are equal, and the same on all devices. 'replicated': the
             array is the same on all devices. 'elementwise': each element depends on the element of
-            one parameter at the same place in row-major order. 'mixed': none of these.
-        detail: Path of the parameter, '' if it is not known which; of 'mixed' the reason.
+            one parameter at the same position in row-major order. 'mixed': none of these.
+        detail: Path of the parameter, '' if unknown; the reason for 'mixed'.
     """
 
     kind: Literal["constant", "replicated", "elementwise", "mixed"]
     detail: str = ""
 
-    def fits(self, wanted: Dependence) -> bool:
-        """Whether a result with this label may be used where `wanted` is expected."""
+    def fits(self, expected: Dependence) -> bool:
+        """Whether a result with this label may be used where `expected` is."""
         if self.kind == "elementwise":
-            known = {self.detail, wanted.detail} - {""}
-            return wanted.kind == "elementwise" and len(known) <= 1
-        return self.kind == "constant" or self.kind == wanted.kind == "replicated"
+            paths = {self.detail, expected.detail} - {""}
+            return expected.kind == "elementwise" and len(paths) <= 1
+        return self.kind == "constant" or self.kind == expected.kind == "replicated"
+
+    @property
+    def source(self) -> str:
+        """What an array with this label is made of, for a message."""
+        if self.kind == "elementwise":
+            return self.detail or "a shard"
+        return "an array that is not sharded with the parameter"
 
 
 CONSTANT = Dependence("constant")
@@ -50,22 +57,20 @@ def mixed(reason: str) -> Dependence:
     return Dependence("mixed", reason)
 
 
-def join(name: str, one: Dependence, other: Dependence) -> Dependence:
-    """The label of what depends on both, element by element."""
-    if one.kind == "mixed" or other == CONSTANT:
-        return one
-    if other.kind == "mixed" or one == CONSTANT:
-        return other
-    if one.kind == other.kind == "elementwise" and one.fits(other):
-        return one if one.detail else other
-    return one if one == other else mixed(f"{name} of {name_of(one)} and {name_of(other)}")
+def mixed_by(operation: str, label: Dependence) -> Dependence:
+    """The label of the result of an operation that mixes the elements of its operand."""
+    return label if label.kind == "mixed" else mixed(f"{operation} {label.source}")
 
 
-def name_of(label: Dependence) -> str:
-    """What a label depends on, for a message."""
-    if label.kind == "elementwise":
-        return label.detail or "a shard"
-    return "an array that is not sharded with the parameter"
+def join(operation: str, a: Dependence, b: Dependence) -> Dependence:
+    """The label of an elementwise function of two arrays."""
+    if a.kind == "mixed" or b == CONSTANT:
+        return a
+    if b.kind == "mixed" or a == CONSTANT:
+        return b
+    if a.kind == b.kind == "elementwise" and a.fits(b):
+        return a if a.detail else b
+    return a if a == b else mixed(f"{operation} of {a.source} and {b.source}")
 
 
 def is_deterministic(equation: JaxprEqn) -> bool:
@@ -74,7 +79,7 @@ def is_deterministic(equation: JaxprEqn) -> bool:
 
 
 def is_elementwise(equation: JaxprEqn) -> bool:
-    """Whether each element of the results depends on the same element of each operand alone."""
+    """Whether each element of the results depends on the same element of each operand only."""
     avals: list[Any] = [v.aval for v in equation.invars]
     results: list[Any] = list(equation.outvars)
     operands = tuple((x.ndim, x.dtype) for x in avals)
@@ -83,7 +88,7 @@ def is_elementwise(equation: JaxprEqn) -> bool:
         return False
     try:
         return _maps_scalars(equation.primitive, tuple(equation.params.items()), operands)
-    except TypeError:  # a parameter that cannot be hashed; no elementwise primitive has one
+    except TypeError:  # an unhashable parameter; no elementwise primitive has one
         return False
 
 
@@ -93,10 +98,7 @@ def _maps_scalars(
 ) -> bool:
     """Whether a primitive is the `vmap` of its own application to scalars.
 
-    Args:
-        primitive: The primitive.
-        params: Its parameters.
-        operands: (rank, dtype) of each operand; those of rank 0 are common to all elements.
+    `operands` has (rank, dtype) of each; those of rank 0 are the same for all elements.
     """
     ranks = [rank for rank, _ in operands]
     if not set(ranks) <= {0, max(ranks)}:
@@ -110,15 +112,15 @@ def _maps_scalars(
     arrays = [jax.ShapeDtypeStruct((2,) * rank, dtype) for rank, dtype in operands]
     try:
         program = jax.make_jaxpr(function)(*arrays).jaxpr
-    except Exception:  # not for scalars, or without a rule for vmap: whatever it raises
+    except Exception:  # not for scalars, or without a rule for vmap: raises anything
         return False
-    if not program.eqns:  # JAX leaves out a cast that changes nothing
+    if not program.eqns:  # JAX omits a cast that changes nothing
         return set(program.outvars) <= set(program.invars)
-    only = program.eqns[0]
+    equation = program.eqns[0]
     return (
         len(program.eqns) == 1
-        and only.primitive is primitive
-        and only.params == dict(params)
-        and only.invars == program.invars
-        and only.outvars == program.outvars
+        and equation.primitive is primitive
+        and equation.params == dict(params)
+        and equation.invars == program.invars
+        and equation.outvars == program.outvars
     )

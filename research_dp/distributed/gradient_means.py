@@ -1,4 +1,4 @@
-"""Means over devices that are easy to get wrong: of gradients, and of uneven numbers of items."""
+"""Means over devices: of gradients, which autodiff may have summed, and of uneven item counts."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def local_gradient(
     knows is returned unchanged.
 
     Args:
-        gradient: This device's gradient, or the sum that autodiff made of them.
+        gradient: This device's gradient, or the sum that autodiff made.
         axes: The bound axes to average over.
         dtype: dtype in which gradients will be summed; None: the gradient's.
         pre_divide: Whether they will be divided before they are summed.
@@ -58,8 +58,8 @@ def local_gradient(
         The gradient, and the axes over which it is still to be averaged.
 
     Raises:
-        UsageError: It is summed already, so `dtype` or `pre_divide` come too late; or it is the
-            same along an axis, and not known to be fresh.
+        UsageError: It is summed already, so `dtype` or `pre_divide` come too late; or it is
+            replicated along an axis, and not known to be fresh.
     """
     done = _averaged_over(gradient)
     axes = tuple(axis for axis in axes if axis not in done)
@@ -93,7 +93,7 @@ def mark_averaged(mean: jax.Array, axes: Axes, left: Axes, gradient: jax.Array) 
         mean: The mean of a gradient over axes.
         axes: The axes.
         left: Those over which `local_gradient` said that it was still to be averaged.
-        gradient: What `local_gradient` returned.
+        gradient: What `local_gradient` was given.
     """
     if len(left) < len(axes) or varying_axes(gradient):  # replication is tracked
         key = id(mean)
@@ -123,19 +123,15 @@ def sum_gradient(gradient: jax.Array, axes: Axes, reduction: Reduction = PLAIN) 
 
 
 def averaged_axes(loss: jax.Array | None, axes: Axes) -> Axes:
-    """Those of bound axes along which a loss is known to be the same before it is differentiated.
+    """The bound axes along which a loss is known to be replicated before it is differentiated.
 
-    It was averaged over them, or the batch is not split over them. None: nothing is known.
+    It was averaged over them, or the batch is not split over them. No loss: nothing is known.
     """
     return () if loss is None else tuple(axis for axis in axes if is_replicated(loss, axis))
 
 
 def check_own_loss(loss: jax.Array | None, axes: Axes) -> None:
-    """Refuses to sum the gradients of a loss that was averaged over devices.
-
-    Raises:
-        UsageError: The type of the loss says that it is the same along one of the bound axes.
-    """
+    """Raises UsageError if a loss, whose gradients are to be summed, was averaged over devices."""
     averaged = averaged_axes(loss, axes)
     if averaged:
         raise UsageError(
@@ -146,7 +142,7 @@ def check_own_loss(loss: jax.Array | None, axes: Axes) -> None:
 
 
 def refuse_divided_twice(path: str, shape: tuple[int, ...], axes: Sequence[str]) -> None:
-    """Raises UsageError for axes that a loss was averaged over, if its gradient varies there."""
+    """Raises UsageError if there are axes that a loss was averaged over but its gradient varies."""
     if axes:
         raise UsageError(
             f"the loss was averaged over {list(axes)} before it was differentiated, so the "
@@ -166,24 +162,23 @@ def weighted_mean(
 ) -> jax.Array:
     """Mean over the items of all devices, where devices have uneven numbers of valid items.
 
-    The mean of the devices' means is something else: a device with one valid item would count as
-    much as one with a hundred. So the sums are summed, and divided once. For a loss that is
-    differentiated see `weighted_loss`.
+    In the mean of the devices' means a device with one valid item would count as much as one with a
+    hundred. So the sums are summed, and divided once. To differentiate, use `weighted_loss`.
 
     Args:
-        total: Sum over this device's valid items, any shape: of losses, or of right answers.
+        total: Sum over this device's valid items, any shape, e.g. of losses or correct answers.
         weight: Number of this device's valid items (or the sum of their weights), 0-d.
         axis_names: The mesh axes that items are split over.
         reduction: How sums are summed.
 
     Returns:
-        The same on each device, in the dtype of `total` (float32 for whole numbers); 0 if no device
-        has a valid item.
+        The same on each device, in the dtype of `total` (float32 for integers); 0 if no device has
+        a valid item.
     """
     axes = flat_axes(axis_names)
-    # Both are sums over `axes`; `_divided` is the only division.
-    everything = reduction.all_reduce(jnp.asarray(total), axes)
-    return _divided(everything, reduction.all_reduce(jnp.asarray(weight), axes))
+    # Both are summed over `axes`; `_divided` is the only division.
+    global_total = reduction.all_reduce(jnp.asarray(total), axes)
+    return _divided(global_total, reduction.all_reduce(jnp.asarray(weight), axes))
 
 
 @gin.register(module="distributed")
@@ -197,9 +192,9 @@ def weighted_loss(
 ) -> jax.Array:
     """This device's part of `weighted_mean`, to be differentiated.
 
-    Its mean over devices is `weighted_mean(total, weight)`, so that `sync_gradients` and gathered
-    parameters, which average over devices, make of its gradients the gradient of that mean. Of
-    `weighted_mean` itself, gathered parameters would divide gradients twice under `check_vma=True`.
+    Its mean over devices is `weighted_mean(total, weight)`. `sync_gradients` and gathered
+    parameters average gradients over devices, which gives the gradient of that mean. Gradients of
+    `weighted_mean` itself would be divided twice under `check_vma=True`.
 
     Args:
         total: Sum of the loss over this device's valid items, 0-d.
@@ -208,11 +203,11 @@ def weighted_loss(
         reduction: How weights are summed.
 
     Returns:
-        `total` times devices, divided by the weight of all; 0 if no device has a valid item.
+        `total` times the number of devices, divided by the weight of all; 0 if that is 0.
     """
     axes = flat_axes(axis_names)
-    # Only weights are summed over `axes`. Gradients of `total` are averaged, so divided, by whoever
-    # takes them; the factor makes good for that.
+    # Only weights are summed over `axes`. Whoever takes the gradients of `total` averages them, so
+    # divides by the number of devices; the factor compensates for that.
     count = reduction.all_reduce(jax.lax.stop_gradient(jnp.asarray(weight)), axes)
     return _divided(jnp.asarray(total) * axes_size(axes), count)
 

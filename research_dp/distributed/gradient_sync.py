@@ -82,24 +82,25 @@ def sync_gradients(
     # (index, gradient, axes it is a mean over in the end), by the axes left to average over.
     pending: dict[Axes, list[tuple[int, jax.Array, Axes]]] = {}
     for index, (path, leaf) in enumerate(leaves):
-        local, sharded_over = value_of(leaf), split_over(leaf)
-        divided = [a for a in done if a in sharded_over or not is_replicated(local, a)]
-        refuse_divided_twice(path, np.shape(local), divided)
+        gradient, sharded_over = value_of(leaf), split_over(leaf)
+        divided = [a for a in done if a in sharded_over or not is_replicated(gradient, a)]
+        refuse_divided_twice(path, np.shape(gradient), divided)
         over = tuple(axis for axis in axes if axis not in (*sharded_over, *done))
-        if over:
-            local, left = local_gradient(local, over, path=path, fresh=loss is not None, **sums)
-            if left:
-                pending.setdefault(left, []).append((index, local, over))
-            else:
-                means[index] = mark_averaged(local, over, left, local)
+        if not over:
+            continue
+        local, left = local_gradient(gradient, over, path=path, fresh=loss is not None, **sums)
+        if left:
+            pending.setdefault(left, []).append((index, local, over))
+        else:
+            means[index] = mark_averaged(local, over, left, gradient)
     for left in sorted(pending, key=len, reverse=True):
         group = pending[left]
         # One all-reduce a bucket sums; `all_mean_tree` divides, once, by the size of `left`.
         summed = buckets.all_mean_tree(
             [local for _, local, _ in group], left, reduction, bucket_bytes=bucket_bytes, **sums
         )
-        for (index, before, over), mean in zip(group, summed, strict=True):
-            means[index] = mark_averaged(mean, over, left, before)
+        for (index, _, over), mean in zip(group, summed, strict=True):
+            means[index] = mark_averaged(mean, over, left, value_of(leaves[index][1]))
     synced = [leaf for _, leaf in leaves]
     for index, mean in means.items():
         synced[index] = with_value(synced[index], mean)

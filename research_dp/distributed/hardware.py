@@ -1,10 +1,9 @@
-"""What devices can do at most: the figures of hardware.toml."""
+"""Peak rates and memory of accelerators, from hardware.toml."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 import tomllib
 from collections.abc import Mapping
 from importlib import resources
@@ -20,16 +19,16 @@ class Chip:
     Attributes:
         name: E.g. 'h100'.
         platform: 'gpu', 'tpu' or 'cpu'.
-        device_kinds: What JAX calls it.
+        device_kinds: Its `device_kind`s in JAX.
         memory_bytes: Device memory that a program may use.
         memory_rate: Bytes/s of that memory.
         inside_rate: Bytes/s to devices of the same host (GPU), or over one link of the torus (TPU).
         across_rate: Bytes/s to other hosts (GPU) or slices (TPU).
         flops: FLOP/s by element type.
-        sources: Where the figures are from.
+        sources: Sources of the figures.
         torus: Dimensions of a TPU's torus.
         slice_chips: Chips of the largest slice of a TPU.
-        compile: What XLA is told of a GPU that is not there.
+        compile: Properties that XLA needs to compile for a GPU that is not present.
     """
 
     name: str
@@ -46,16 +45,13 @@ class Chip:
     compile: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def peak(self, dtype: str) -> float:
-        """FLOP/s for operands of an element type in XLA's words.
-
-        Without a rate of its own, a float of 8 bits counts as bf16, all else as f32.
-        """
-        if re.match(r"f8e", dtype):
+        """FLOP/s for an element type by XLA's name; unknown 8-bit floats as bf16, others as f32."""
+        if dtype.startswith("f8e"):
             return self.flops.get("f8", self.flops["bf16"])
         return self.flops.get(dtype, self.flops["f32"])
 
     def peak_of(self, dtype: str) -> float:
-        """FLOP/s for operands of a dtype in JAX's words; what is not half as wide counts as f32."""
+        """FLOP/s for a dtype by JAX's name; all but bfloat16 and float16 count as f32."""
         return self.peak({"bfloat16": "bf16", "float16": "f16"}.get(dtype, "f32"))
 
 
@@ -67,15 +63,12 @@ def chips() -> dict[str, Chip]:
 
 
 def chip_of(device_kind: str) -> Chip | None:
-    """The kind of device that JAX calls this, if its figures are known."""
-    for chip in chips().values():
-        if device_kind in chip.device_kinds:
-            return chip
-    return None
+    """The chip with this `device_kind` in JAX, if its figures are known."""
+    return next((chip for chip in chips().values() if device_kind in chip.device_kinds), None)
 
 
 def peak_of_mesh(mesh: Mesh, dtype: str) -> float | None:
-    """FLOP/s of a mesh's devices for operands of a dtype; None for CPUs and unknown devices."""
+    """FLOP/s of all devices of a mesh for a dtype; None for CPUs and unknown devices."""
     device = mesh.devices.flat[0]
     chip = chip_of(device.device_kind)
     if chip is None or device.platform == "cpu":

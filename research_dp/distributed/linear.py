@@ -1,4 +1,4 @@
-"""Linear functions whose gradient is a given linear function."""
+"""Linear functions with a given transpose."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from research_dp.errors import UsageError
 
 
 def with_gradient(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
-    """A linear function, and the linear function that maps its gradients back.
+    """The linear function `forward`, whose transpose is `backward`, and the reverse.
 
     Each is the derivative of the other, so derivatives of any order are exact. A full array has the
-    gradient of this device's own loss; a shard has that of the mean loss. So a gather's gradient is
-    scattered and divided, and its gradient is gathered, undivided. Autodiff would divide again.
+    gradient of this device's own loss, a shard that of the mean loss. So a gather's gradient is
+    scattered and divided, and the gradient of that is gathered without a division. Autodiff would
+    divide again.
 
     Args:
         forward: (pytree, *constants) -> pytree. It closes over no traced value.
-        backward: (gradient of what `forward` returns, *constants) -> gradient of its first
-            argument, in its dtypes. Constants, such as indices, are not differentiated.
+        backward: (gradient of the result, *constants) -> gradient of the pytree, in its dtypes.
+            Constants, such as indices, are not differentiated.
 
     Returns:
-        (pytree, *constants) -> pytree. It raises UsageError in forward mode, for which there is no
-        rule; inside `jax.jit` JAX raises its own TypeError instead.
+        A function like `forward`. In forward mode, for which there is no rule, it raises
+        UsageError; inside `jax.jit` JAX raises its own TypeError.
     """
     linearised: list[bool] = []
 
@@ -47,9 +48,9 @@ def with_gradient(forward: Callable[..., Any], backward: Callable[..., Any]) -> 
         except TypeError as error:
             if not linearised:
                 raise
-            # The forward pass is over. Reverse mode calls `transposed` later, elsewhere; forward
-            # mode asks JAX for the tangent right here, and each transformation refuses it in words
-            # of its own, such as "unhashable type: 'list'".
+            # The forward pass has run. Reverse mode calls `transposed` later, elsewhere. Forward
+            # mode asks for the tangent here, and each JAX transformation fails in its own words,
+            # such as "unhashable type: 'list'".
             raise UsageError(
                 "forward-mode differentiation (jvp, jacfwd, hessian) is not available through a "
                 "gather. Use reverse over reverse, e.g. jax.jacrev(jax.jacrev(f))."

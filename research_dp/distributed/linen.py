@@ -22,11 +22,11 @@ def linen_functions(module: nn.Module) -> Functions:
 
     Args:
         module: Its `__call__` takes (x, *, train, keys, batch_axes). Variables besides `params`
-            are model state, updated while training. Boxes (`nn.Partitioned`) are taken off.
+            are model state, updated while training. Boxes (`nn.Partitioned`) are removed.
 
     Raises:
-        UsageError: `apply` was called with a module that draws from an RNG stream (`nn.Dropout`),
-            whose masks would depend on the device; `research_dp.models.dropout` draws by example.
+        UsageError: By `apply`, if the module draws from an RNG stream (`nn.Dropout`), so that its
+            masks would depend on the device.
     """
 
     def init(key: jax.Array, x: Any) -> tuple[PyTree, PyTree]:
@@ -54,7 +54,7 @@ def linen_functions(module: nn.Module) -> Functions:
         except InvalidRngError as error:
             raise UsageError(
                 f"{type(module).__name__} draws from an RNG stream of Flax, so its dropout would "
-                "depend on the device. Use research_dp.models.dropout with `keys` instead."
+                "depend on the device. Draw with `keys` instead, one key an example."
             ) from error
         return y, {**model_state, **updates}
 

@@ -1,4 +1,4 @@
-"""Dynamic loss scaling, without which small gradients are zero in float16."""
+"""Dynamic loss scaling, which keeps small gradients from underflowing in float16."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ AboveOne = Annotated[float, above(1)]
 
 
 class LossScaleState(NamedTuple):
-    """What changes from step to step.
+    """State of a `LossScale`.
 
     Attributes:
-        scale: What the loss is multiplied by; 0-d float32.
+        scale: Factor of the loss; 0-d float32.
         good_steps: Steps since the scale changed or a gradient overflowed; 0-d int32.
     """
 
@@ -29,7 +29,7 @@ class LossScaleState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LossScale:
-    """How the scale is adapted; `dynamic_loss_scale` makes one and says what the fields mean."""
+    """How the scale is adapted; `dynamic_loss_scale` describes the fields."""
 
     initial: float
     growth_interval: int
@@ -39,7 +39,7 @@ class LossScale:
         return LossScaleState(jnp.float32(self.initial), jnp.int32(0))
 
     def adapt(self, state: LossScaleState, finite: jax.Array) -> LossScaleState:
-        """The state after a step whose gradients were finite, or were not."""
+        """The state after a step, by whether its gradients were finite."""
         good = jnp.where(finite, state.good_steps + 1, 0)
         grows = good >= self.growth_interval
         scale = jnp.where(finite, state.scale, jnp.maximum(state.scale / self.factor, 1.0))
@@ -52,17 +52,13 @@ class LossScale:
 def dynamic_loss_scale(
     *, initial: Positive = 2.0**15, growth_interval: Count = 2000, factor: AboveOne = 2.0
 ) -> LossScale:
-    """Multiplies the loss, and divides the gradients once they are reduced, in float32.
+    """Multiplies the loss by a scale, and divides the reduced gradients by it, in float32.
 
-    A step whose gradients overflow changes nothing but the scale (Micikevicius et al., arXiv
-    1710.03740).
+    A step whose gradients overflow changes only the scale (Micikevicius et al., arXiv 1710.03740).
 
     Args:
         initial: First scale.
-        growth_interval: Steps without an overflow after which the scale grows.
-        factor: What it is multiplied by then, and divided by at an overflow.
-
-    Raises:
-        UsageError: A number makes no sense.
+        growth_interval: Steps without an overflow after which the scale is multiplied by `factor`.
+        factor: The scale is divided by it at an overflow.
     """
     return LossScale(initial, growth_interval, factor)

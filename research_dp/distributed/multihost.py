@@ -1,4 +1,4 @@
-"""What the processes of a run decide together, so that none is left waiting for the others.
+"""Agreement between the processes of a run, so that none waits for another that has failed.
 
 Every function here is a collective: all processes call it.
 """
@@ -10,12 +10,12 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 
-def texts_of_all(own: str) -> list[str]:
+def texts_of_all(local: str) -> list[str]:
     """The text of each process, in their order."""
     if jax.process_count() == 1:
-        return [own]
-    # A path may hold what is no text; one process alone must not fail here.
-    text = np.frombuffer(own.encode(errors="backslashreplace"), np.uint8)
+        return [local]
+    # A path may not be encodable; a single process must not fail here.
+    text = np.frombuffer(local.encode(errors="backslashreplace"), np.uint8)
     sizes = multihost_utils.process_allgather(np.int32(text.size))
     padded = np.zeros(max(1, int(sizes.max())), np.uint8)
     padded[: text.size] = text
@@ -24,7 +24,7 @@ def texts_of_all(own: str) -> list[str]:
 
 
 def first_problem(problem: str | None) -> str | None:
-    """What is wrong in any process, with its number; None if nothing is wrong in any."""
+    """The problem of the first process that has one, with its number; None: none has."""
     if jax.process_count() == 1:
         return problem
     texts = enumerate(texts_of_all(problem or ""))
@@ -32,5 +32,5 @@ def first_problem(problem: str | None) -> str | None:
 
 
 def of_the_first(number: int) -> int:
-    """The number that process 0 has, of any size."""
+    """The integer of process 0, of any size."""
     return int(texts_of_all(str(number))[0])

@@ -24,22 +24,21 @@ def nnx_functions(factory: Callable[..., nnx.Module]) -> Functions:
             (x, *, train, keys, batch_axes). Variables other than `nnx.Param` are model state.
 
     Raises:
-        UsageError: The module keeps random state of its own (`nnx.Dropout`), which would depend on
-            the device; `research_dp.models.dropout` draws by example instead.
+        UsageError: The module has random state (`nnx.Dropout`), which would depend on the device.
     """
 
     def abstract(shape: tuple[int, ...]) -> nnx.Module:
         module = nnx.eval_shape(lambda: factory(shape, nnx.Rngs(0)))
         if jax.tree.leaves(nnx.state(module, nnx.RngState)):
             raise UsageError(
-                f"{type(module).__name__} keeps random state of its own, so its dropout would "
-                "depend on the device. Use research_dp.models.dropout with `keys` instead."
+                f"{type(module).__name__} has random state of its own, so its dropout would "
+                "depend on the device. Draw with `keys` instead, one key an example."
             )
         return module
 
     def init(key: jax.Array, x: Any) -> tuple[PyTree, PyTree]:
         shape = _shape(x)
-        abstract(shape)  # refuses what cannot be trained, before anything is drawn
+        abstract(shape)  # refuses a module with random state before anything is drawn
         module = factory(shape, nnx.Rngs(key))
         return _params(module), _model_state(module)
 

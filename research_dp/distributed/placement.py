@@ -1,4 +1,4 @@
-"""Putting trees on shardings, and saying where a global batch lies."""
+"""Puts trees of arrays on shardings, and reads global arrays back."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
+from research_dp.distributed.collectives import flat_axes
 from research_dp.distributed.sharding import by_path, path_name
 from research_dp.errors import UsageError
 
@@ -19,7 +20,7 @@ PyTree = Any
 
 
 def shardings(mesh: Mesh | AbstractMesh, specs: PyTree) -> PyTree:
-    """`NamedSharding`s for a tree of `PartitionSpec`s; what is a `Sharding` already stays.
+    """`NamedSharding`s for a tree of `PartitionSpec`s; a `Sharding` in the tree is kept.
 
     Raises:
         UsageError: A spec names an axis that the mesh lacks.
@@ -28,13 +29,13 @@ def shardings(mesh: Mesh | AbstractMesh, specs: PyTree) -> PyTree:
     def on_mesh(path: Any, spec: Any) -> Sharding:
         if isinstance(spec, Sharding):
             return spec
-        of = f" of {path_name(path)!r}" if path else ""
+        where = f" of {path_name(path)!r}" if path else ""
         if not isinstance(spec, PartitionSpec):
-            raise UsageError(f"{spec!r}{of} is no jax.sharding.PartitionSpec.")
-        missing = [axis for dim in spec for axis in _axes(dim) if axis not in mesh.axis_names]
+            raise UsageError(f"{spec!r}{where} is no jax.sharding.PartitionSpec.")
+        missing = [a for dim in spec for a in flat_axes(dim) if a not in mesh.axis_names]
         if missing:
             raise UsageError(
-                f"{spec}{of}: axis {missing[0]!r} is not found in mesh {dict(mesh.shape)}. "
+                f"{spec}{where}: axis {missing[0]!r} is not found in mesh {dict(mesh.shape)}. "
                 "Name one of the mesh's axes."
             )
         return NamedSharding(mesh, spec)
@@ -45,55 +46,55 @@ def shardings(mesh: Mesh | AbstractMesh, specs: PyTree) -> PyTree:
 
 
 def nbytes(tree: PyTree) -> tuple[int, int]:
-    """Bytes of a tree of arrays with shardings, abstract ones too: (a device, in all)."""
+    """Bytes of a tree of arrays with shardings, abstract ones too: (per device, in total)."""
     leaves = jax.tree.leaves(tree)
-    held = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
-    return held, sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
+    local = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
+    return local, sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
 
 
 def place(tree: PyTree, tree_shardings: PyTree) -> PyTree:
     """Puts this process's part of each host array on its sharding.
 
     Args:
-        tree: Host arrays, holding what this process's devices need, in global order. Arrays that
-            are global already are moved.
-        tree_shardings: One sharding for all leaves, or a tree of them, in which None means: leave
-            that leaf as it is.
+        tree: Host arrays with the rows of this process's devices, in global order. Arrays that are
+            global already are resharded.
+        tree_shardings: One sharding for all leaves, or a tree of them, in which None leaves a leaf
+            where it is.
 
     Returns:
         Global arrays.
 
     Raises:
-        UsageError: An array cannot be divided as its sharding says; the message has its path.
+        UsageError: An array cannot be divided as its sharding requires; the message has its path.
     """
 
     def from_rows(path: Any, x: Any, sharding: Sharding) -> jax.Array:
-        del path  # how many rows are needed depends on the process: jax checks
+        del path  # the number of rows depends on the process: jax checks it
         return jax.make_array_from_process_local_data(sharding, np.asarray(x))
 
-    return _move(tree, tree_shardings, from_rows)
+    return _put(tree, tree_shardings, from_rows)
 
 
 def put(tree: PyTree, tree_shardings: PyTree) -> PyTree:
-    """Puts whole arrays, the same in every process, on shardings: `place` for parameters.
+    """Puts full arrays, the same in every process, on shardings: `place` for parameters.
 
     With one process the two are the same.
     """
 
-    def from_whole(path: Any, x: Any, sharding: Sharding) -> jax.Array:
+    def from_full(path: Any, x: Any, sharding: Sharding) -> jax.Array:
         _check_divides(path, x, sharding)
-        whole = x if isinstance(x, jax.Array) else np.asarray(x)
-        return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+        full = x if isinstance(x, jax.Array) else np.asarray(x)
+        return jax.make_array_from_callback(full.shape, sharding, lambda index: full[index])
 
-    return _move(tree, tree_shardings, from_whole)
+    return _put(tree, tree_shardings, from_full)
 
 
-def _move(
+def _put(
     tree: PyTree, tree_shardings: PyTree, assemble: Callable[[Any, Any, Sharding], jax.Array]
 ) -> PyTree:
-    """Moves the leaves that have a sharding.
+    """Puts the leaves that have a sharding.
 
-    `assemble` makes a global array of what one of several processes has: (path, leaf, sharding).
+    `assemble(path, leaf, sharding)` makes a global array of what one of several processes has.
     """
     flat, _ = jax.tree_util.tree_flatten_with_path(tree)
     treedef: Any = jax.tree.structure(tree)
@@ -109,14 +110,14 @@ def _move(
             leaves[i] = assemble(flat[i][0], leaves[i], targets[i])
         else:
             _check_divides(flat[i][0], leaves[i], targets[i])
-    moved = jax.device_put([leaves[i] for i in chosen], [targets[i] for i in chosen])
-    for i, x in zip(chosen, moved, strict=True):
+    arrays = jax.device_put([leaves[i] for i in chosen], [targets[i] for i in chosen])
+    for i, x in zip(chosen, arrays, strict=True):
         leaves[i] = _constrained(x, targets[i])
     return treedef.unflatten(leaves)
 
 
 def _constrained(x: jax.Array, sharding: Sharding) -> jax.Array:
-    """Under `jit` with `Auto` axes device_put is a hint, which the compiler drops; this is not."""
+    """Under `jit` with `Auto` axes the compiler ignores device_put, but not this."""
     explicit = isinstance(sharding, NamedSharding) and sharding.mesh.are_all_axes_explicit
     if explicit or not isinstance(x, jax.core.Tracer):
         return x
@@ -124,7 +125,7 @@ def _constrained(x: jax.Array, sharding: Sharding) -> jax.Array:
 
 
 def _is_global(x: Any) -> bool:
-    """Whether an array is made of all processes' parts already, or is being traced."""
+    """Whether an array consists of all processes' parts already, or is traced."""
     return isinstance(x, jax.Array) and (
         isinstance(x, jax.core.Tracer) or not x.is_fully_addressable
     )
@@ -135,7 +136,7 @@ def _check_divides(path: Any, x: Any, sharding: Sharding) -> None:
         return
     shape = np.shape(x)
     for dim, names in enumerate(sharding.spec):
-        parts = math.prod(sharding.mesh.shape[axis] for axis in _axes(names))
+        parts = math.prod(sharding.mesh.shape[axis] for axis in flat_axes(names))
         if dim >= len(shape):
             problem = f"rank {len(shape)} is too small for {sharding.spec}. Leave it out, or"
         elif shape[dim] % parts:
@@ -152,29 +153,22 @@ def _check_divides(path: Any, x: Any, sharding: Sharding) -> None:
         )
 
 
-def _axes(names: Any) -> tuple[str, ...]:
-    """One entry of a PartitionSpec as a tuple of axis names."""
-    if names is None:
-        return ()
-    return names if isinstance(names, tuple) else (names,)
-
-
 def local_indices(sharding: NamedSharding, shape: tuple[int, ...], dim: int) -> np.ndarray:
-    """Indices along `dim` of a global array that this process's devices hold, ascending."""
-    held = {
+    """Indices along `dim` of a global array that are on this process's devices, ascending."""
+    indices = {
         index
         for slices in sharding.addressable_devices_indices_map(shape).values()
         if slices is not None
         for index in range(*slices[dim].indices(shape[dim]))
     }
-    return np.asarray(sorted(held), np.int64)
+    return np.asarray(sorted(indices), np.int64)
 
 
 def fingerprint(tree: PyTree, alive: Callable[[], None] = lambda: None) -> str:
     """SHA-256 over a tree of global arrays: path, dtype, shape and bytes of each, sorted by path.
 
-    The same for any strategy, mesh and number of processes. Leaf by leaf, so that the host holds
-    one whole array at a time.
+    The same for any strategy, mesh and number of processes. Arrays are read one after the other, so
+    that the host needs memory for one of them.
 
     Args:
         tree: Global arrays.

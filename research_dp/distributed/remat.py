@@ -1,4 +1,4 @@
-"""Rematerialisation policies: what a forward pass keeps for the backward pass."""
+"""Rematerialisation policies: what a forward pass saves for the backward pass."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import jax
 
-# Names gathered parameters, so that a policy can drop just them.
+# The checkpoint name of gathered parameters, by which a policy recognises them.
 GATHERED = "gathered_params"
 
 _CHEAP = frozenset(
@@ -18,15 +18,17 @@ _CHEAP = frozenset(
 def drop_gathered(prim: Any, *_: Any, **params: Any) -> bool:
     """A `jax.checkpoint` policy: saves everything but gathered parameters.
 
-    Nor what is as cheap to make again as it is big to keep: casts and changes of shape. A cast of
-    a gathered parameter would stay in its place otherwise. A name inside a custom_vjp is invisible
-    to the library's own policies, so this one looks into the call.
+    Casts and changes of shape are not saved either: they are cheap, and a saved cast of a gathered
+    parameter would take its place.
     """
     return prim.name not in _CHEAP and not is_gathered(prim, **params)
 
 
 def is_gathered(prim: Any, **params: Any) -> bool:
-    """Whether a traced operation makes parameters whole."""
+    """Whether a traced operation gathers parameters.
+
+    JAX's own policies do not see a name inside a custom_vjp, so this inspects the call.
+    """
     if prim.name != "custom_vjp_call":
         return False
     equations = params["call_jaxpr"].jaxpr.eqns
@@ -39,8 +41,7 @@ def _dots(prim: Any, *args: Any, **params: Any) -> bool:
 
 Remat = Literal["full", "dots", "none"]
 
-# What the forward pass of a unit keeps for the backward pass, besides its inputs. Gathered
-# parameters are never kept.
+# What the forward pass of a unit saves, besides its inputs; never gathered parameters.
 REMAT: Mapping[str, Callable[..., bool]] = {
     "full": jax.checkpoint_policies.nothing_saveable,
     "dots": _dots,
@@ -49,5 +50,5 @@ REMAT: Mapping[str, Callable[..., bool]] = {
 
 
 def keep_gathered(policy: Callable[..., bool], prim: Any, *args: Any, **params: Any) -> bool:
-    """What a policy keeps, and gathered parameters."""
+    """A policy that also saves gathered parameters."""
     return is_gathered(prim, **params) or policy(prim, *args, **params)

@@ -1,4 +1,4 @@
-"""Along which mesh axes the replicas of an array differ, and the sentence that reports it."""
+"""Finds the mesh axes along which the replicas of an array differ, and words the message."""
 
 from __future__ import annotations
 
@@ -15,37 +15,34 @@ _NAMED = 3
 def differing_axes(
     shards: Mapping[tuple[int, ...], tuple[Hashable, Hashable]], axis_names: Sequence[str]
 ) -> tuple[str, ...]:
-    """The mesh axes along which devices have other contents of the same part of an array.
+    """The mesh axes along which devices have different contents of the same part of an array.
 
     Args:
-        shards: For each device, by its place in the mesh: which part of the array it has, and the
-            contents of that part (bytes, or a checksum).
-        axis_names: The axes of the mesh, in the order of a place.
+        shards: Mesh coordinates of a device -> the part of the array that it has, and the contents
+            of that part (bytes, or a checksum).
+        axis_names: The axes of the mesh, in the order of the coordinates.
     """
 
-    def differ(number: int) -> bool:
-        for place, (part, contents) in shards.items():
-            first = shards[(*place[:number], 0, *place[number + 1 :])]
+    def differ(axis: int) -> bool:
+        for coordinates, (part, contents) in shards.items():
+            first = shards[(*coordinates[:axis], 0, *coordinates[axis + 1 :])]
             if first[0] == part and first[1] != contents:
                 return True
         return False
 
-    return tuple(axis for number, axis in enumerate(axis_names) if differ(number))
+    return tuple(axis for i, axis in enumerate(axis_names) if differ(i))
 
 
 def part_of(index: Sequence[slice]) -> Hashable:
-    """The part of an array that an index of slices stands for."""
+    """The part of an array that an index of slices selects, hashable."""
     return tuple((s.start, s.stop) for s in index)
 
 
 def difference_text(what: str, paths: Sequence[str], axes: Sequence[str], mesh: Mesh) -> str:
-    """Which replicas differ, along which axes, why, and what to do.
+    """A message: which replicas differ along which mesh axes, why, and what to do.
 
-    Args:
-        what: 'gradient', 'parameter', 'optimizer state' or 'model state'.
-        paths: Paths of the arrays that differ.
-        axes: Mesh axes along which they do.
-        mesh: The mesh.
+    `what` is 'gradient', 'parameter', 'optimizer state' or 'model state'; `paths` are those of the
+    arrays that differ.
     """
     sizes: Mapping[str, Any] = mesh.shape
     along = " and ".join(f"{axis} (size {sizes[axis]})" for axis in axes)

@@ -1,4 +1,4 @@
-"""Variables made where they lie, so that no device ever holds the whole model."""
+"""Initialises variables as shards, so that no device needs memory for the full model."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ PyTree = Any
 @gin.register(module="distributed")
 @checked
 def init_sharded(init: Callable[..., PyTree], mesh: Mesh | AbstractMesh, *args: Any) -> PyTree:
-    """Runs an initialiser of sharded parameters so that each is made where it lies.
+    """Runs an initialiser of sharded parameters such that each device computes its shards.
 
-    For modules of `shard_module_params` classes, whose `init` inside mapped axes makes whole
-    parameters on each device before it cuts them. Here the initialiser is only traced there, for
-    where things lie. The values come from axes of size 1, where a shard is the whole, computed by
-    `jit` as global arrays with those shardings: the bits of the unsharded module's `jit(init)`.
+    For modules of `shard_module_params` classes, whose `init` inside mapped axes makes the full
+    parameters on each device. Here that is only traced, for the shardings. The values come from
+    axes of size 1, where a shard is the full array; `jit` computes them as global arrays with those
+    shardings. They are the bits of the unsharded module's `jit(init)`.
 
     Args:
         init: (*args) -> tree of arrays and boxes, e.g. `module.init` or
@@ -40,15 +40,16 @@ def init_sharded(init: Callable[..., PyTree], mesh: Mesh | AbstractMesh, *args: 
     )
     boxes = jax.eval_shape(on_mesh, *args)
 
-    def whole(*args: Any) -> PyTree:
+    def unsharded(*args: Any) -> PyTree:
         function = init
         for axis in mesh.axis_names:
             function = jax.vmap(function, None, axis_name=axis, axis_size=1)
         values = unboxed(function(*args))
         return jax.tree.map(lambda x: x.reshape(x.shape[len(mesh.axis_names) :]), values)
 
-    def lies(leaf: Any) -> NamedSharding:
+    def sharding(leaf: Any) -> NamedSharding:
         return NamedSharding(mesh, PartitionSpec(*names_of(leaf) if split_over(leaf) else ()))
 
-    values = jax.jit(whole, out_shardings=jax.tree.map(lies, boxes, is_leaf=is_box))(*args)
+    shardings = jax.tree.map(sharding, boxes, is_leaf=is_box)
+    values = jax.jit(unsharded, out_shardings=shardings)(*args)
     return jax.tree.map(with_value, boxes, values, is_leaf=is_box)

@@ -1,4 +1,4 @@
-"""What of a tree is sharded, what is not, and why: rows to print or to assert on."""
+"""Reports which arrays of a tree are sharded, and why the others are not."""
 
 from __future__ import annotations
 
@@ -28,11 +28,13 @@ from research_dp.errors import UsageError
 PyTree = Any
 
 
-def _is_reported(x: Any) -> bool:
-    return isinstance(x, LeafSharding) or is_array_or_number(x) or is_abstract_array(x)
-
-
-Reported = Annotated[PyTree, Leaves(_is_reported, "arrays, or Placements")]
+Reported = Annotated[
+    PyTree,
+    Leaves(
+        lambda x: isinstance(x, LeafSharding) or is_array_or_number(x) or is_abstract_array(x),
+        "arrays, or LeafShardings",
+    ),
+]
 
 
 class ShardingRow(NamedTuple):
@@ -43,7 +45,7 @@ class ShardingRow(NamedTuple):
         shape: Its shape, as in the tree that was given.
         dtype: Its element type.
         dim: The dim that is split over the axis, or None.
-        reason: Why it is whole; empty if it is sharded.
+        reason: Why it is replicated; empty if it is sharded.
     """
 
     path: str
@@ -57,8 +59,9 @@ class ShardingRow(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
     def __str__(self) -> str:
-        lies = "whole: " + self.reason if self.dim is None else f"sharded along dim {self.dim}"
-        return f"{self.path} {self.shape} {self.dtype}: {lies}"
+        replicated = f"replicated: {self.reason}"
+        status = replicated if self.dim is None else f"sharded along dim {self.dim}"
+        return f"{self.path} {self.shape} {self.dtype}: {status}"
 
 
 @gin.register(module="distributed")
@@ -72,28 +75,28 @@ def sharding_report(
     rule: Rule | None = None,
     min_weight_bytes: CountOrZero | None = None,
 ) -> list[ShardingRow]:
-    """Says of each parameter on which dim it is sharded, or why it is not.
+    """Lists for each parameter the dim on which it is sharded, or why it is replicated.
 
-    Works on what `shard_params` is given (what it will do), on what it returns (what it did), on
-    optimizer states of either, and on layouts; arrays may be abstract. Pure: nothing is logged or
-    computed. That little is left whole is asserted as
+    Accepts the arguments of `shard_params` (what it will do), its results (what it did), optimizer
+    states of either, and trees of `LeafSharding`s; arrays may be abstract. Pure: nothing is logged
+    or computed. To assert that little is replicated:
 
         rows = sharding_report(params, 'fsdp', 8)
         assert sum(r.nbytes for r in rows if r.dim is None) < 0.02 * sum(r.nbytes for r in rows)
 
     Args:
         params: Arrays and `nn.Partitioned`s, or `LeafSharding`s, which need no further argument.
-        axis_name: As in `shard_params`; need not be bound.
+        axis_name: As in `shard_params`, like the arguments below; need not be bound.
         axis_size: Number of devices along it.
-        min_weight_size: As in `shard_params`.
-        rule: As in `shard_params`.
-        min_weight_bytes: As in `shard_params`.
+        min_weight_size: See there.
+        rule: See there.
+        min_weight_bytes: See there.
 
     Returns:
         A row for each leaf, in the tree's order.
 
     Raises:
-        UsageError: The tree holds arrays, and axis_name or axis_size is missing.
+        UsageError: The tree has arrays, and axis_name or axis_size is missing.
     """
 
     def row(path: str, leaf: Any) -> ShardingRow:
@@ -107,7 +110,7 @@ def sharding_report(
         for dim, name in enumerate(names):
             if axes & set(flat_axes(name)):
                 return ShardingRow(path, shape, dtype, dim, "")
-        choice, _ = choose_shard(
+        decision, _ = choose_shard(
             path,
             leaf,
             as_name(axis_name),
@@ -116,6 +119,6 @@ def sharding_report(
             rule=rule,
             min_weight_bytes=min_weight_bytes,
         )
-        return ShardingRow(path, shape, dtype, choice.dim, choice.reason)
+        return ShardingRow(path, shape, dtype, decision.dim, decision.reason)
 
     return [row(path, leaf) for path, leaf in leaves_with_paths(params)]

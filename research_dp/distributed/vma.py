@@ -1,10 +1,9 @@
-"""What JAX knows inside a map: bound axes, replication, and what autodiff has summed by it.
+"""Bound axes, and the axes over which a value varies (JAX's "varying manual axes").
 
 With `check_vma=True`, the default of `jax.shard_map`, the type of each value says over which mesh
-axes it may differ from device to device ("varying"). The gradient of a value that is the same on
-each device is then summed over the axes by autodiff itself, and nothing in the numbers tells. With
-`check_vma=False`, under `pmap` and under `vmap(axis_name=...)`, nothing is tracked and nothing is
-summed. The types tell which of the two it is.
+axes it may differ between devices. Autodiff then sums the gradient of a replicated value over the
+axes, which its numbers do not show. With `check_vma=False`, under `pmap` and under
+`vmap(axis_name=...)`, nothing is tracked and nothing is summed. The types show which it is.
 """
 
 from __future__ import annotations
@@ -21,61 +20,55 @@ from research_dp.errors import UsageError
 def varying_axes(x: Any) -> frozenset[str]:
     """Names of the axes over which the type of `x` says that it varies, or is a partial sum.
 
-    Empty where replication is not tracked. Reads `jax.typeof(x)`: the axes are at `.mat` in JAX
-    0.10.2, at `.vma` in others.
+    Empty where replication is not tracked. The type has the axes at `.mat` in JAX 0.10.2, at `.vma`
+    in other versions.
 
     Raises:
-        NotImplementedError: This version of JAX keeps them at neither place.
+        NotImplementedError: This version of JAX has them at neither.
     """
-    kind = jax.typeof(x)
+    x_type = jax.typeof(x)
     for name in ("mat", "manual_axis_type"):
-        manual = getattr(kind, name, None)
+        manual = getattr(x_type, name, None)
         if manual is not None:
             return frozenset(manual.varying) | frozenset(manual.unreduced)
     try:
-        return frozenset(kind.vma) | frozenset(getattr(kind, "unreduced", ()))
+        return frozenset(x_type.vma) | frozenset(getattr(x_type, "unreduced", ()))
     except AttributeError:
         raise NotImplementedError(
-            f"jax {jax.__version__} does not say where a value varies, so whether a gradient has "
-            "been summed cannot be known; research_dp is tested with jax 0.10.2."
+            f"jax {jax.__version__} does not say over which axes a value varies, so whether a "
+            "gradient has been summed is unknown; research_dp is tested with jax 0.10.2."
         ) from None
 
 
 def is_tracked(axis: str) -> bool:
     """Whether JAX tracks replication over a bound axis: `shard_map` with `check_vma=True`.
 
-    An index along the axis differs on each device, so its type says so where anything is tracked.
-
-    Raises:
-        NameError: The axis is not bound.
+    The type of an index along the axis varies over it if anything is tracked. Raises NameError if
+    the axis is not bound.
     """
     return axis in varying_axes(lax.axis_index(axis))
 
 
 def is_replicated(x: Any, axis: str) -> bool:
-    """Whether the type of `x` says that it is the same on each device along a bound axis.
-
-    False where replication is not tracked: there nothing is known.
-    """
+    """Whether the type of `x` says that it is replicated along a bound axis; False if untracked."""
     return is_tracked(axis) and axis not in varying_axes(x)
 
 
 def as_varying(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """`x` typed as varying over bound axes; no change of values, none where nothing is tracked.
+    """`x` typed as varying over bound axes; its value, and an untracked type, do not change.
 
-    Autodiff sums the gradient here, where it passes, and not at each use of the result.
+    Autodiff sums the gradient once here, not at each use of the result.
     """
     missing = tuple(axis for axis in axes if is_replicated(x, axis))
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
 def bound_axes() -> tuple[str, ...]:
-    """Names of the axes that are bound here, the outermost first; () outside any map.
+    """Names of the bound axes, the outermost first; () outside any map.
 
-    JAX's public API names those of `shard_map` and `pmap` alone (the abstract mesh); an axis of
-    `vmap(axis_name=...)` is told by `jax.extend` only, under a name that may go away. Those of a
-    mesh are in the mesh's order. JAX caches sets of axes, so `jax.extend` may return the order of
-    another map of the same axes.
+    JAX's abstract mesh names the axes of `shard_map` and `pmap`, in the mesh's order. Axes of
+    `vmap(axis_name=...)` are known to `jax.extend` only, under a name that may disappear. JAX
+    caches sets of axes, so `jax.extend` may return the order of another map of the same axes.
     """
     manual = jax.sharding.get_abstract_mesh().manual_axes
     names = getattr(extend_core, "unsafe_get_axis_names_DO_NOT_USE", lambda: manual)()
@@ -84,11 +77,10 @@ def bound_axes() -> tuple[str, ...]:
 
 
 def refuse_mapped(name: str) -> None:
-    """Raises UsageError where axes are bound, for `name`, which is called outside of any map."""
+    """Raises UsageError if axes are bound, for a function that must be called outside any map."""
     axes = bound_axes()
     if axes:
         raise UsageError(
-            f"{name} takes the arrays of all devices; inside a map over {axes} nobody would "
-            "average its gradients. Call it outside, or use reduce_gradients_across_devices in the "
-            "map."
+            f"{name} takes global arrays; inside a map over {axes} nothing would average its "
+            "gradients. Call it outside, or use reduce_gradients_across_devices in the map."
         )

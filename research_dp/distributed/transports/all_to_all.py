@@ -1,7 +1,7 @@
-"""Sums and gathers by exchange: every device sends each other one its part, by an all-to-all.
+"""Reductions and gathers by all-to-all: every device sends each other one its part.
 
-As many bytes as a ring sends, and sums in an order that does not depend on the transport. Where a
-backend's own reduction cannot be trusted, this one moves bytes alone and adds on the device.
+They send as many bytes as a ring, and add in an order that does not depend on the transport. Where
+a backend's own reduction is unreliable, the transport moves bytes only and the device adds.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from research_dp.distributed.vma import as_varying
 
 
 def over_gloo() -> bool:
-    """Whether collectives go over gloo, between CPUs: not by its reduce-scatter and all-gather.
+    """Whether collectives go over gloo, whose reduce-scatter and all-gather are not used.
 
     Its reduce-scatter returns wrong numbers for blocks of 4 MiB and more, now and then, without an
     error: a race in its halving-doubling algorithm (https://github.com/jax-ml/jax/issues/40830).
     Its all-gather loses 3 to 4 ms, a time slice of the scheduler, to a thread that polls for a lock
     where a process has one core (experiments/overhead). Once `jax.distributed` is set up, JAX's CPU
-    client takes gloo for the devices of one process too.
+    client uses gloo for the devices of one process too.
     """
     return jax.distributed.is_initialized() and jax.default_backend() == "cpu"
 
@@ -30,18 +30,15 @@ def over_gloo() -> bool:
 def reduce_scatter(x: jax.Array, axis: str, dim: int) -> jax.Array:
     """This device's block, along `dim`, of the sum over a bound axis; added in rank order."""
     devices = lax.axis_size(axis)
-    # Block j goes to device j; what comes lies in the order of its senders. Only a sum: whoever
-    # calls divides.
+    # Block j goes to device j; received blocks are in the order of their senders. Only a sum:
+    # whoever calls divides.
     received = lax.all_to_all(as_varying(x, (axis,)), axis, dim, dim, tiled=True)
-    apart = received.reshape(*x.shape[:dim], devices, -1, *x.shape[dim + 1 :])
-    return jnp.sum(apart, axis=dim, dtype=x.dtype)
+    blocks = received.reshape(*x.shape[:dim], devices, -1, *x.shape[dim + 1 :])
+    return jnp.sum(blocks, axis=dim, dtype=x.dtype)
 
 
 def all_gather(x: jax.Array, axis: str, dim: int) -> jax.Array:
-    """The devices' blocks along `dim`, in rank order: every device sends each other one its own.
-
-    The copies that it sends take as much memory as the result.
-    """
+    """The devices' blocks along `dim`, in rank order; needs memory for as many copies of `x`."""
     dim %= x.ndim
     copies = jnp.concatenate([as_varying(x, (axis,))] * lax.axis_size(axis), axis=dim)
     return lax.all_to_all(copies, axis, dim, dim, tiled=True)
@@ -52,6 +49,6 @@ def all_reduce(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     for axis in axes:
         devices, size = lax.axis_size(axis), math.prod(x.shape)
         flat = jnp.pad(x.reshape(-1), (0, -size % devices))
-        whole = all_gather(reduce_scatter(flat, axis, 0), axis, 0)
-        x = whole[:size].reshape(x.shape)
+        total = all_gather(reduce_scatter(flat, axis, 0), axis, 0)
+        x = total[:size].reshape(x.shape)
     return x

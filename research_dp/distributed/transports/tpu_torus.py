@@ -1,9 +1,8 @@
-"""Scatters and gathers along one dimension of a TPU's torus after the other, at a ring's bytes.
+"""Reduce-scatter and all-gather in stages, one for each dimension of a TPU's torus.
 
-XLA's TPU compiler sends a reduce-scatter over several dimensions of the torus as an all-reduce, and
-a gather over three of them too: twice the bytes. Along one dimension at a time they stay what they
-are, provided that blocks are counted by a dim of their own, and the stages together send what one
-would.
+XLA's TPU compiler implements a reduce-scatter over several dimensions of the torus, and a gather
+over three, by an all-reduce: twice the bytes. Over one dimension at a time it does not, provided
+that blocks have a dim of their own, and the stages together send the bytes of one ring.
 """
 
 from __future__ import annotations
@@ -24,46 +23,44 @@ from research_dp.distributed.collectives import PLAIN, Reduction
 from research_dp.distributed.padding import pad_to_multiple
 from research_dp.errors import UsageError
 
-# A TPU lays arrays out in tiles of 8 rows of 128; flat blocks are cut into whole ones.
+# TPU memory has tiles of 8 rows of 128 elements; flat blocks are padded to a multiple.
 _TILE = 8 * 128
 
 
 @gin.register(module="distributed")
 def torus_reduction(*, mesh: Mesh) -> Reduction:
-    """Scatters sums, and gathers blocks, along one dimension of a TPU's torus after the other.
+    """A reduction that scatters and gathers along one dimension of a TPU's torus after the other.
 
-    For `data_parallel.reduction`. Sends the least bytes, where one collective over several
-    dimensions would be sent as an all-reduce; but in more, smaller collectives, each of which waits
-    for the one before.
+    It sends the fewest bytes: XLA implements one collective over several dimensions by an
+    all-reduce. But its collectives are more and smaller, and each waits for the one before.
 
     Args:
-        mesh: The strategy's mesh, whose devices know their place in the torus.
+        mesh: The strategy's mesh.
 
     Raises:
-        UsageError: They do not: they are no TPUs.
+        UsageError: The devices of the mesh are no TPUs.
     """
     if any(not hasattr(device, "coords") for device in mesh.devices.flat):
         kind = mesh.devices.flat[0].device_kind
         raise UsageError(
-            f"data_parallel.reduction = @torus_reduction(): a {kind!r} has no place in a "
-            "torus, as TPUs have. Leave it out.",
-            binding="data_parallel.reduction",
+            f"torus_reduction.mesh: a {kind!r} has no place in a torus, as TPUs have. Leave "
+            "torus_reduction out.",
+            binding="torus_reduction.mesh",
         )
     return staged_reduction(torus_stages(mesh))
 
 
 def staged_reduction(stages: Mapping[str, Sequence[int]]) -> Reduction:
-    """Scatters sums in stages over groups of the devices of an axis; gathers, if there are three.
+    """A reduction that scatters in stages over groups of an axis; three or more also gather so.
 
     Args:
-        stages: For an axis the sizes of its stages, the major one first; their product is the
-            axis's size. An axis that is not named has one stage, and so has one of another size,
-            as on a part of the mesh.
+        stages: Axis -> the sizes of its stages, the major one first; their product is the axis's
+            size. An axis that is missing, or has another size (on a part of the mesh), has one.
     """
 
     def groups_along(axis: str) -> list[list[list[int]]]:
-        own = stages.get(axis, ())
-        return groups_of(own) if math.prod(own) == lax.axis_size(axis) else []
+        sizes = stages.get(axis, ())
+        return groups_of(sizes) if math.prod(sizes) == lax.axis_size(axis) else []
 
     def reduce_scatter(x: jax.Array, axis: str, dim: int) -> jax.Array:
         # Only sums: whoever calls divides, once, by the number of partial results.
@@ -73,17 +70,17 @@ def staged_reduction(stages: Mapping[str, Sequence[int]]) -> Reduction:
         front, devices = jnp.moveaxis(x, dim, 0), lax.axis_size(axis)
         blocks = _in_tiles(front.reshape(devices, -1, *front.shape[1:]))
         for group in groups:
-            # Afterwards a device has the blocks of those that it will share the later stages with.
+            # Afterwards a device has the blocks of its groups in the later stages.
             blocks = lax.psum_scatter(
                 blocks, axis, scatter_dimension=0, tiled=True, axis_index_groups=group
             )
-        mine = blocks.reshape(-1)[: front.size // devices]
-        return jnp.moveaxis(mine.reshape(-1, *front.shape[1:]), 0, dim)
+        local = blocks.reshape(-1)[: front.size // devices]
+        return jnp.moveaxis(local.reshape(-1, *front.shape[1:]), 0, dim)
 
     def all_gather(x: jax.Array, axis: str, dim: int, to: str) -> jax.Array:
         groups = groups_along(axis)
-        # Over two dimensions it stays a gather, and takes the links of both. JAX has no gather in
-        # groups whose result is typed as the same on each device.
+        # XLA gathers over two dimensions at once, on the links of both. JAX has no gather in groups
+        # whose result is typed as replicated.
         if len(groups) < 3 or to != "varying":
             return PLAIN.all_gather(x, axis, dim, to)
         front = jnp.moveaxis(x, dim, 0)
@@ -92,16 +89,16 @@ def staged_reduction(stages: Mapping[str, Sequence[int]]) -> Reduction:
             blocks = lax.all_gather(
                 blocks, axis, axis=0, tiled=True, axis_index_groups=group, to=to
             )
-        whole = blocks.reshape(blocks.shape[0], -1)[:, : front.size]
-        return jnp.moveaxis(whole.reshape(-1, *front.shape[1:]), 0, dim)
+        full = blocks.reshape(blocks.shape[0], -1)[:, : front.size]
+        return jnp.moveaxis(full.reshape(-1, *front.shape[1:]), 0, dim)
 
     return dataclasses.replace(PLAIN, reduce_scatter=reduce_scatter, all_gather=all_gather)
 
 
 def _in_tiles(blocks: jax.Array) -> jax.Array:
-    """(blocks, ...), of which what is flat is cut in whole tiles, filled up with zeros.
+    """(blocks, ...) as (blocks, tiles, tile) if the blocks are flat, padded with zeros.
 
-    Not if that more than doubles it: as much an all-reduce would send.
+    Not if that more than doubles them: an all-reduce would send no more.
     """
     if blocks.ndim > 2 and blocks.shape[1] > 1:
         return blocks
@@ -113,12 +110,12 @@ def _in_tiles(blocks: jax.Array) -> jax.Array:
 
 
 def groups_of(stages: Sequence[int]) -> list[list[list[int]]]:
-    """The groups of each stage, as positions along the axis; none for a single stage."""
+    """The groups of each stage, as indices along the axis; none for a single stage."""
     if len(stages) < 2:
         return []
-    places = np.arange(math.prod(stages)).reshape(tuple(stages))
+    indices = np.arange(math.prod(stages)).reshape(tuple(stages))
     return [
-        np.moveaxis(places, stage, -1).reshape(-1, size).tolist()
+        np.moveaxis(indices, stage, -1).reshape(-1, size).tolist()
         for stage, size in enumerate(stages)
     ]
 
@@ -126,40 +123,35 @@ def groups_of(stages: Sequence[int]) -> list[list[list[int]]]:
 def torus_stages(mesh: Mesh) -> dict[str, tuple[int, ...]]:
     """For each axis of a mesh of TPUs, its sizes along the dimensions of the torus, major first.
 
-    An axis whose devices do not follow the torus has one stage, all of it; and so has one over
-    several slices, between which a stage would send each chip's part instead of the slice's sum.
+    An axis whose devices do not follow the torus has one stage. So has an axis over several slices,
+    between which a stage would send each chip's part instead of the slice's sum.
     """
-    found = {}
+    result = {}
     for index, name in enumerate(mesh.axis_names):
         lines = np.moveaxis(mesh.devices, index, -1).reshape(-1, mesh.devices.shape[index])
-        cuts = {_stages([tuple(device.coords) for device in line]) for line in lines}
-        only = cuts.pop() if len(cuts) == 1 else None
-        found[name] = (lines.shape[1],) if only is None else only
-    return found
+        stages = {_stages([tuple(device.coords) for device in line]) for line in lines}
+        only = stages.pop() if len(stages) == 1 else None
+        result[name] = (lines.shape[1],) if only is None else only
+    return result
 
 
-def _stages(places: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
-    """Sizes of the stages of devices in a row, by their coordinates; None if they are no grid."""
-    if len(places) < 2:
+def _stages(coords: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
+    """Sizes of the stages of an axis, by its devices' coordinates; None if they are no grid."""
+    if len(coords) < 2:
         return ()
-    if len(set(places)) < len(places):
-        return None  # of several slices, or cores of one chip
-    size = next((n for n in range(len(places), 1, -1) if _in_lines(places, n)), None)
-    before = None if size is None else _stages(places[::size])
-    return None if before is None or size is None else (*before, size)
+    if len(set(coords)) < len(coords):
+        return None  # several slices, or cores of one chip
+    size = next((n for n in range(len(coords), 1, -1) if _in_lines(coords, n)), None)
+    major = None if size is None else _stages(coords[::size])
+    return None if major is None or size is None else (*major, size)
 
 
-def _in_lines(places: Sequence[tuple[int, ...]], size: int) -> bool:
-    """Whether each `size` neighbours of a row differ in one coordinate, the same for all."""
-    if len(places) % size:
+def _in_lines(coords: Sequence[tuple[int, ...]], size: int) -> bool:
+    """Whether all groups of `size` consecutive devices vary in the same one coordinate."""
+    if len(coords) % size:
         return False
-    along = set()
-    for start in range(0, len(places), size):
-        line = places[start : start + size]
-        along |= {
-            axis
-            for one, other in itertools.pairwise(line)
-            for axis, (a, b) in enumerate(zip(one, other, strict=True))
-            if a != b
-        }
-    return len(along) == 1
+    varying = set()
+    for start in range(0, len(coords), size):
+        for one, other in itertools.pairwise(coords[start : start + size]):
+            varying |= {dim for dim, (a, b) in enumerate(zip(one, other, strict=True)) if a != b}
+    return len(varying) == 1
