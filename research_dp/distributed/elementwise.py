@@ -3,7 +3,8 @@
 An optimizer may be applied to shards if each element of its results depends only on the same
 element of gradients, parameters and state, and on values that are equal on all devices. Abstract
 interpretation labels every intermediate value with its `Dependence`. The programs for unsharded
-parameters and for shards are read in parallel: they must differ in shapes only. Every primitive mixes elements unless it is shown to be elementwise.
+parameters and for shards are read in parallel: they must differ in shapes only. A primitive mixes
+elements unless it is shown to be elementwise.
 """
 
 from __future__ import annotations
