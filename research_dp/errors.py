@@ -53,13 +53,9 @@ def check_methods(function: str, target: Any, methods: Sequence[str]) -> None:
 
 
 def check_kind(name: str, value: Any, kind: Any, example: str) -> None:
-    """Raises UsageError unless a parameter is an instance of a class.
+    """Raises UsageError unless a parameter, by its gin name, is an instance of a class.
 
-    Args:
-        name: Its gin name.
-        value: Its value.
-        kind: The class, or several.
-        example: A value of that class, as it is written in a gin file.
+    `kind` is the class, or several; `example` is such a value as gin files write it.
     """
     if isinstance(value, kind):
         return

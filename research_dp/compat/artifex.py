@@ -5,7 +5,8 @@ Flax NNX takes long to import, so `research_dp` imports this file when a name of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 import gin
@@ -152,25 +153,20 @@ def place_nnx_state_on_shards(
     """
     if not isinstance(filter_sharding, nnx.StateSharding):
         filter_sharding = nnx.StateSharding(filter_sharding)
-    filters = filter_sharding.filters
+    filters = list(filter_sharding.filters)
     targets = placement.shardings(mesh, list(filter_sharding.shardings))
 
     def target(path: tuple[Any, ...], variable: Any) -> Any:
-        first = _first_match(filters, path, variable)
-        return jax.tree.map(lambda _: targets[first], variable)
+        matches = (nnx.filterlib.to_predicate(each)(path, variable) for each in filters)
+        sharding = next(itertools.compress(targets, matches), None)
+        if sharding is None:
+            raise UsageError(
+                f"{'/'.join(map(str, path))!r}, a {type(variable).__name__}, matches none of the "
+                f"filters {filters}. Add one, e.g. `...` for all others."
+            )
+        return jax.tree.map(lambda _: sharding, variable)
 
     return placement.put(state, nnx.map_state(target, state))
-
-
-def _first_match(filters: Sequence[Any], path: tuple[Any, ...], variable: Any) -> int:
-    """Index of the first filter that matches a variable."""
-    for index, each in enumerate(filters):
-        if nnx.filterlib.to_predicate(each)(path, variable):
-            return index
-    raise UsageError(
-        f"{'/'.join(map(str, path))!r}, a {type(variable).__name__}, matches none of the filters "
-        f"{list(filters)}. Add one, e.g. `...` for all others."
-    )
 
 
 class DataParallel(nnx.Module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import gin
 import jax
@@ -41,16 +41,6 @@ _State = Annotated[
         ("params", "opt_state", "step", "replace"), "flax.training.train_state.TrainState"
     ),
 ]
-
-
-class _StepOptions(NamedTuple):
-    """What a compiled step depends on; hashable."""
-
-    loss_fn: Callable[..., Any]
-    optimizer: Any
-    has_aux: bool
-    max_grad_norm: float | None
-    accumulation_steps: int
 
 
 @gin.register(module="distributed")
@@ -96,8 +86,8 @@ def data_parallel_train_step(
             empty, rows do not divide into micro-batches, or this is called inside a map.
     """
     refuse_mapped("data_parallel_train_step")
-    options = _StepOptions(loss_fn, optimizer, has_aux, max_grad_norm, accumulation_steps)
-    return _pmapped(options)(*_one_row_per_device(state, batch, rngs))
+    step = _pmapped(loss_fn, optimizer, has_aux, max_grad_norm, accumulation_steps)
+    return step(*_one_row_per_device(state, batch, rngs))
 
 
 def _one_row_per_device(state: Any, batch: Batch, rngs: Any) -> tuple[Any, Batch, Any]:
@@ -128,20 +118,27 @@ def _one_row_per_device(state: Any, batch: Batch, rngs: Any) -> tuple[Any, Batch
 
 
 @functools.lru_cache(maxsize=64)
-def _pmapped(options: _StepOptions) -> Callable[..., tuple[Any, dict[str, Any]]]:
-    return jax.pmap(functools.partial(_device_step, options), axis_name=_BATCH_AXIS)
+def _pmapped(*options: Any) -> Callable[..., tuple[Any, dict[str, Any]]]:
+    """The compiled step, by the first arguments of `_device_step`."""
+    return jax.pmap(functools.partial(_device_step, *options), axis_name=_BATCH_AXIS)
 
 
 def _device_step(
-    options: _StepOptions, state: Any, batch: Batch, rngs: Any
+    loss_fn: Callable[..., Any],
+    optimizer: Any,
+    has_aux: bool,
+    max_grad_norm: float | None,
+    count: int,
+    state: Any,
+    batch: Batch,
+    rngs: Any,
 ) -> tuple[Any, dict[str, Any]]:
-    takes_rngs = rngs is not None or "rngs" in inspect.signature(options.loss_fn).parameters
-    count = options.accumulation_steps
+    takes_rngs = rngs is not None or "rngs" in inspect.signature(loss_fn).parameters
 
     def loss(params: PyTree, micro: Batch, keys: Any) -> tuple[jax.Array, Any]:
         variables = {"params": params, **(getattr(state, "model_state", None) or {})}
-        out = options.loss_fn(variables, micro, **({"rngs": keys} if takes_rngs else {}))
-        return out if options.has_aux else (out, None)
+        out = loss_fn(variables, micro, **({"rngs": keys} if takes_rngs else {}))
+        return out if has_aux else (out, None)
 
     keys = _fold_in(rngs, jax.lax.axis_index(_BATCH_AXIS))
 
@@ -155,13 +152,13 @@ def _device_step(
     # number here, and the mean over devices is taken below, once.
     local = jax.tree.map(lambda g: g / count, total)
     grads = reduce_gradients_across_devices(local, "mean", _BATCH_AXIS)
-    if options.max_grad_norm is not None:
-        grads, _ = clip_by_global_norm_sharded(grads, options.max_grad_norm, ())
-    params, opt_state = apply_optimizer(options.optimizer, grads, state.opt_state, state.params)
+    if max_grad_norm is not None:
+        grads, _ = clip_by_global_norm_sharded(grads, max_grad_norm, ())
+    params, opt_state = apply_optimizer(optimizer, grads, state.opt_state, state.params)
     new_state = state.replace(step=state.step + 1, params=params, opt_state=opt_state)
     # As for the gradients: the mean over micro-batches, then, in all_mean, over devices.
     metrics = {"loss": all_mean(value / count, (_BATCH_AXIS,))}
-    return new_state, {**metrics, "aux": aux} if options.has_aux else metrics
+    return new_state, {**metrics, "aux": aux} if has_aux else metrics
 
 
 def _split(batch: Batch, count: int) -> Batch:

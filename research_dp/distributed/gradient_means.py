@@ -1,4 +1,4 @@
-"""Means over devices: of gradients, which autodiff may have summed, and of uneven item counts."""
+"""Means over devices that are easy to get wrong: of gradients, and of uneven numbers of items."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def local_gradient(
     knows is returned unchanged.
 
     Args:
-        gradient: This device's gradient, or the sum that autodiff made.
+        gradient: This device's gradient, or the sum that autodiff made of them.
         axes: The bound axes to average over.
         dtype: dtype in which gradients will be summed; None: the gradient's.
         pre_divide: Whether they will be divided before they are summed.
@@ -58,8 +58,8 @@ def local_gradient(
         The gradient, and the axes over which it is still to be averaged.
 
     Raises:
-        UsageError: It is summed already, so `dtype` or `pre_divide` come too late; or it is
-            replicated along an axis, and not known to be fresh.
+        UsageError: It is summed already, so `dtype` or `pre_divide` come too late; or it is the
+            same along an axis, and not known to be fresh.
     """
     done = _averaged_over(gradient)
     axes = tuple(axis for axis in axes if axis not in done)

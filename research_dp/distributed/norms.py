@@ -1,4 +1,4 @@
-"""The global norm of sharded gradients, and clipping by it."""
+"""The global norm of arrays that are sharded over devices, and the factor that clips it."""
 
 from __future__ import annotations
 
@@ -15,77 +15,61 @@ from research_dp.distributed.mesh import FSDP_AXIS
 from research_dp.distributed.sharding import shardings_like
 
 PyTree = Any
-
-
-def norm_of_blocks(
-    blocks: Iterable[tuple[jax.Array, Axes]], reduction: Reduction = PLAIN
-) -> jax.Array:
-    """L2 norm of arrays, from this device's blocks of them: a 0-d float32.
-
-    Args:
-        blocks: (this device's block, the axes that the array is sharded over; () if replicated).
-        reduction: How sums of squares become one over devices.
-
-    Returns:
-        The norm of all arrays, the same on every device.
-    """
-    total = jnp.zeros((), jnp.float32)
-    for axes, parts in _squares(blocks).items():
-        local = sum((square for _, square in parts), start=jnp.zeros((), jnp.float32))
-        # Blocks are summed over the axes that split them, and those alone: along others devices
-        # have the same ones, and replicated arrays are counted once. Nothing is divided.
-        total += reduction.all_reduce(local, axes) if axes else local
-    return jnp.sqrt(total)
+Blocks = Iterable[tuple[jax.Array, Axes]]  # arrays of this device, with the axes that split them
 
 
 @checked
 def global_norm(
     tree: Arrays, layout: Annotated[PyTree, shardings_like("tree")], reduction: Reduction = PLAIN
 ) -> tuple[jax.Array, jax.Array]:
-    """L2 norm of a tree of local shards, and which leaves make it nonfinite.
+    """L2 norm of a tree that is sharded as `layout` says, and its nonfinite leaves.
 
     Args:
-        tree: This device's blocks.
-        layout: Shardings.
-        reduction: How sums of squares become one over devices.
+        tree: This device's shards.
+        layout: `LeafSharding`s.
+        reduction: How sums of squares are summed over devices.
 
     Returns:
-        The norm, a 0-d float32; and float32 (leaves,) above 0 for a leaf whose sum of squares is
-        not finite. Both the same on every device, by the collectives that the norm needs alone.
+        The norm, a 0-d float32; and float32 (leaves,), above 0 for a leaf whose sum of squares is
+        not finite. Both are the same on every device, and need no more collectives than the norm.
     """
-    axes_of = ((FSDP_AXIS,) if p.dim is not None else () for p in jax.tree.leaves(layout))
-    blocks = list(zip(jax.tree.leaves(tree), axes_of, strict=True))
-    total, nonfinite = jnp.zeros((), jnp.float32), [jnp.zeros((), jnp.float32)] * len(blocks)
-    for axes, parts in _squares(blocks).items():
-        local = sum((square for _, square in parts), start=jnp.zeros((), jnp.float32))
-        flags = [(~jnp.isfinite(square)).astype(jnp.float32) for _, square in parts]
-        # Summed as in `norm_of_blocks`; the flags are communicated with them.
-        together = jnp.stack([local, *flags])
-        together = reduction.all_reduce(together, axes) if axes else together
-        total += together[0]
-        for (position, _), flag in zip(parts, together[1:], strict=True):
+    split = ((FSDP_AXIS,) if p.dim is not None else () for p in jax.tree.leaves(layout))
+    blocks = list(zip(jax.tree.leaves(tree), split, strict=True))
+    total = jnp.zeros((), jnp.float32)
+    nonfinite = [jnp.zeros((), jnp.float32)] * len(blocks)
+    for axes, squares in _squares_by_axes(blocks).items():
+        local = _sum(squares)
+        flags = [(~jnp.isfinite(square)).astype(jnp.float32) for square in squares.values()]
+        sums = _all_reduced(jnp.stack([local, *flags]), axes, reduction)
+        total += sums[0]
+        for position, flag in zip(squares, sums[1:], strict=True):
             nonfinite[position] = flag
     return jnp.sqrt(total), jnp.stack(nonfinite) if nonfinite else jnp.zeros((0,), jnp.float32)
 
 
-def clip_factor(norm: jax.Array, max_norm: float | None) -> jax.Array:
-    """What to multiply gradients by so that their norm is at most `max_norm`; 1.0 if it is.
+def norm_of_blocks(blocks: Blocks, reduction: Reduction = PLAIN) -> jax.Array:
+    """L2 norm of arrays that are split over devices: a 0-d float32, the same on every device."""
+    total = jnp.zeros((), jnp.float32)
+    for axes, squares in _squares_by_axes(blocks).items():
+        total += _all_reduced(_sum(squares), axes, reduction)
+    return jnp.sqrt(total)
 
-    No epsilon, as Optax has none. A norm that is not a number makes the factor NaN, and so every
-    gradient: nothing is skipped.
+
+def clip_factor(norm: jax.Array, max_norm: float | None) -> jax.Array:
+    """The factor that scales gradients to a norm of at most `max_norm`; 1.0 if it is.
+
+    No epsilon, as Optax has none. A norm of NaN makes the factor NaN, and so every gradient.
     """
     if max_norm is None:
         return jnp.ones((), jnp.float32)
     return jnp.where(norm <= max_norm, 1.0, max_norm / norm)
 
 
-def _squares(
-    blocks: Iterable[tuple[jax.Array, Axes]],
-) -> dict[Axes, list[tuple[int, jax.Array]]]:
-    """(position, sum of squares) of each block, by the axes that its array is split over."""
-    squares: dict[Axes, list[tuple[int, jax.Array]]] = {}
+def _squares_by_axes(blocks: Blocks) -> dict[Axes, dict[int, jax.Array]]:
+    """Position -> sum of squares of each block, by the axes that split its array."""
+    squares: dict[Axes, dict[int, jax.Array]] = {}
     for position, (x, axes) in enumerate(blocks):
-        squares.setdefault(axes, []).append((position, _sum_of_squares(x)))
+        squares.setdefault(axes, {})[position] = _sum_of_squares(x)
     return squares
 
 
@@ -93,3 +77,13 @@ def _sum_of_squares(x: jax.Array) -> jax.Array:
     if jnp.iscomplexobj(x):
         return _sum_of_squares(x.real) + _sum_of_squares(x.imag)
     return jnp.sum(jnp.square(x.astype(jnp.float32)))
+
+
+def _sum(squares: dict[int, jax.Array]) -> jax.Array:
+    return sum(squares.values(), start=jnp.zeros((), jnp.float32))
+
+
+def _all_reduced(x: jax.Array, axes: Axes, reduction: Reduction) -> jax.Array:
+    # Summed over the axes that split the blocks, and those alone: along others the blocks are
+    # replicated, and count once. Nothing is divided.
+    return reduction.all_reduce(x, axes) if axes else x

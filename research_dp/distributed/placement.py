@@ -49,7 +49,7 @@ def nbytes(tree: PyTree) -> tuple[int, int]:
     """Bytes of a tree of arrays with shardings, abstract ones too: (per device, in total)."""
     leaves = jax.tree.leaves(tree)
     local = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
-    return local, sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
+    return local, sum(x.size * x.dtype.itemsize for x in leaves)
 
 
 def place(tree: PyTree, tree_shardings: PyTree) -> PyTree:
