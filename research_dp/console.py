@@ -8,7 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-_PIPE_WIDTH = 200  # wide enough that no row of a table is cut in a pipe
+_PIPE_WIDTH = 200  # table rows are not truncated in a pipe
 
 
 def table(title: str, *columns: str) -> Table:

@@ -173,7 +173,7 @@ def reduce_gradients_across_devices(
 
     def total(gradients: Any) -> Any:
         gradient_means.check_own_loss(loss, axes)
-        # Sums over `axes` unless autodiff has summed already; nobody divides.
+        # Sums over `axes` unless autodiff has summed already. Nothing is divided.
         return jax.tree.map(lambda gradient: gradient_means.sum_gradient(gradient, axes), gradients)
 
     return _by_reduce_type(reduce_type, mean=mean, sum=total)(gradients)
@@ -235,5 +235,5 @@ class MeshRules:
 @gin.register(module="distributed")
 @checked
 def data_parallel_rules(data_axis: str = "data") -> MeshRules:
-    """Rules that shard the batch alone (datarax)."""
+    """Rules that shard only the batch (datarax)."""
     return MeshRules(data=data_axis)

@@ -17,7 +17,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
-from research_dp.distributed.collectives import flat_axes
+from research_dp.distributed.collectives import Axes, flat_axes
 from research_dp.distributed.sharding import by_path
 
 PyTree = Any
@@ -88,8 +88,7 @@ def _device_sums(x: jax.Array) -> jax.Array:
 @functools.partial(jax.jit, static_argnums=1)
 def _sums_of_parts(x: jax.Array, sharding: NamedSharding) -> jax.Array:
     axes = sharding.mesh.axis_names
-    by_dim = _axes_by_dim(sharding, x.ndim)
-    replica_axes = [axis for axis in axes if all(axis not in names for names in by_dim)]
+    by_dim, replica_axes = _axes_of(sharding, x.ndim)
 
     def sums(block: jax.Array) -> jax.Array:
         bits = as_bits(block)
@@ -143,10 +142,7 @@ def _fully_sharded(x: jax.Array) -> NamedSharding:
     """
     sharding = x.sharding
     assert isinstance(sharding, NamedSharding)
-    by_dim = _axes_by_dim(sharding, x.ndim)
-    replica_axes = tuple(
-        axis for axis in sharding.mesh.axis_names if all(axis not in names for names in by_dim)
-    )
+    by_dim, replica_axes = _axes_of(sharding, x.ndim)
     if not replica_axes or not sharding.mesh.are_all_axes_auto:
         return sharding
     for dim, names in enumerate(by_dim):
@@ -157,10 +153,12 @@ def _fully_sharded(x: jax.Array) -> NamedSharding:
     return sharding
 
 
-def _axes_by_dim(sharding: NamedSharding, ndim: int) -> list[tuple[str, ...]]:
-    """The mesh axes that each dim is split over."""
+def _axes_of(sharding: NamedSharding, ndim: int) -> tuple[list[Axes], Axes]:
+    """The mesh axes that each dim is split over, and those that split none."""
     spec = [*sharding.spec, *[None] * (ndim - len(sharding.spec))]
-    return [flat_axes(names) for names in spec]
+    by_dim = [flat_axes(names) for names in spec]
+    split = {axis for names in by_dim for axis in names}
+    return by_dim, tuple(axis for axis in sharding.mesh.axis_names if axis not in split)
 
 
 def _hex(pair: Any) -> str:

@@ -77,9 +77,9 @@ def sharding_report(
 ) -> list[ShardingRow]:
     """Lists for each parameter the dim on which it is sharded, or why it is replicated.
 
-    Accepts the arguments of `shard_params` (what it will do), its results (what it did), optimizer
-    states of either, and trees of `LeafSharding`s; arrays may be abstract. Pure: nothing is logged
-    or computed. To assert that little is replicated:
+    Accepts parameters before and after `shard_params`, optimizer states of either, and trees of
+    `LeafSharding`s; arrays may be abstract. Pure: nothing is logged or computed. To assert that
+    little is replicated:
 
         rows = sharding_report(params, 'fsdp', 8)
         assert sum(r.nbytes for r in rows if r.dim is None) < 0.02 * sum(r.nbytes for r in rows)

@@ -31,7 +31,7 @@ def reduce_scatter(x: jax.Array, axis: str, dim: int) -> jax.Array:
     """This device's block, along `dim`, of the sum over a bound axis; added in rank order."""
     devices = lax.axis_size(axis)
     # Block j goes to device j; received blocks are in the order of their senders. Only a sum:
-    # whoever calls divides.
+    # the caller divides.
     received = lax.all_to_all(as_varying(x, (axis,)), axis, dim, dim, tiled=True)
     blocks = received.reshape(*x.shape[:dim], devices, -1, *x.shape[dim + 1 :])
     return jnp.sum(blocks, axis=dim, dtype=x.dtype)

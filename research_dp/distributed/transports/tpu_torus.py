@@ -63,7 +63,7 @@ def staged_reduction(stages: Mapping[str, Sequence[int]]) -> Reduction:
         return groups_of(sizes) if math.prod(sizes) == lax.axis_size(axis) else []
 
     def reduce_scatter(x: jax.Array, axis: str, dim: int) -> jax.Array:
-        # Only sums: whoever calls divides, once, by the number of partial results.
+        # Only sums: the caller divides, once, by the number of partial results.
         groups = groups_along(axis)
         if not groups:
             return PLAIN.reduce_scatter(x, axis, dim)
