@@ -96,14 +96,12 @@ Arrays = Mapping[str, np.ndarray]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainOrder:
-    """Which training batches to read.
+    """Which training batches to read: those of steps `first_step` to `num_steps` - 1.
 
     Attributes:
         seed: Seed of the order and of augmentation.
         batch_size: Size of the global batch.
         rows: Indices in the global batch that this process provides, (R,) integer.
-        first_step: First step.
-        num_steps: Step before which to stop.
     """
 
     seed: int
@@ -117,9 +115,7 @@ class TrainOrder:
 class EvalOrder:
     """Which evaluation batches to read: each example once, in order, padding masked.
 
-    Attributes:
-        batch_size: Size of the global batch.
-        rows: Indices in the global batch that this process provides, (R,) integer.
+    The fields are those of `TrainOrder`.
     """
 
     batch_size: int
@@ -128,12 +124,7 @@ class EvalOrder:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SplitIdentity:
-    """Identifies the examples of a split.
-
-    Attributes:
-        examples: Number of examples.
-        digest: Hexadecimal hash of a few of them.
-    """
+    """Identifies the examples of a split by their number and a hash of a few of them."""
 
     examples: int
     digest: str

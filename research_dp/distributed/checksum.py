@@ -29,15 +29,9 @@ _SMALL = 2**16  # the host reads arrays of so many elements sooner than a progra
 def tree_checksums(tree: PyTree) -> Mapping[str, str]:
     """Checksums of global arrays, by path: 16 hex digits each.
 
-    Devices that have replicas of an array share the work, and do not communicate. A collective, if
-    there are several processes.
-
-    Args:
-        tree: Arrays on the devices, of elements of 1, 2, 4 or 8 bytes.
-
-    Returns:
-        The same for any sharding. A change of one element always changes it, other changes with
-        probability 1 - 2**-64.
+    They are the same for any sharding. A change of one element always changes a checksum, other
+    changes with probability 1 - 2**-64. Elements have 1, 2, 4 or 8 bytes. Devices with replicas of
+    an array share the work, and do not communicate. A collective, if there are several processes.
     """
     arrays = by_path(tree)
     on_devices = {path: _device_sums(x) for path, x in arrays.items() if not _is_for_host(x)}

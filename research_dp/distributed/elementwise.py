@@ -54,7 +54,7 @@ def find_mixing(
     """Finds why a function is not elementwise; None: it is.
 
     Args:
-        program: Its program for unsharded parameters; that for shards, if no other can be traced.
+        program: Its program for unsharded parameters, or for shards if only that can be traced.
         arguments: What each argument depends on, flat.
         results: What each result may depend on, flat. Further results must not be 'mixed'.
         on_shards: Traces the program for one device's shards, which is compared.

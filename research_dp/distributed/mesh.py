@@ -76,11 +76,7 @@ def _present() -> list[jax.Device]:
 
 
 def build_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device]) -> Mesh:
-    """The mesh of the first of these devices, its axes of type `Auto`, in the order given.
-
-    Args:
-        sizes: Size of each axis, positive.
-        devices: At least as many devices as the product of the sizes.
+    """The mesh of the first of these devices, its axes of type `Auto`, in the order of `sizes`.
 
     Raises:
         UsageError: TPUs of several slices, whose number divides no axis.

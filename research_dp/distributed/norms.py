@@ -26,7 +26,7 @@ def global_norm(
 
     Args:
         tree: This device's shards.
-        layout: `LeafSharding`s.
+        layout: Their `LeafSharding`s.
         reduction: How sums of squares are summed over devices.
 
     Returns:

@@ -167,15 +167,8 @@ def local_indices(sharding: NamedSharding, shape: tuple[int, ...], dim: int) -> 
 def fingerprint(tree: PyTree, alive: Callable[[], None] = lambda: None) -> str:
     """SHA-256 over a tree of global arrays: path, dtype, shape and bytes of each, sorted by path.
 
-    The same for any strategy, mesh and number of processes. Arrays are read one after the other, so
-    that the host needs memory for one of them.
-
-    Args:
-        tree: Global arrays.
-        alive: Called before each array: billions of parameters take minutes.
-
-    Returns:
-        64 hex digits.
+    The same 64 hex digits for any strategy, mesh and number of processes. The host reads one array
+    at a time, and calls `alive` before each: billions of parameters take minutes.
     """
     digest = hashlib.sha256()
     for path, leaf in by_path(tree).items():

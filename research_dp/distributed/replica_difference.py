@@ -17,10 +17,8 @@ def differing_axes(
 ) -> tuple[str, ...]:
     """The mesh axes along which devices have different contents of the same part of an array.
 
-    Args:
-        shards: Mesh coordinates of a device -> the part of the array that it has, and the contents
-            of that part (bytes, or a checksum).
-        axis_names: The axes of the mesh, in the order of the coordinates.
+    `shards` has, by the mesh coordinates of a device, the part of the array that it has and the
+    contents of that part (bytes, or a checksum).
     """
 
     def differ(axis: int) -> bool:

@@ -21,10 +21,7 @@ def varying_axes(x: Any) -> frozenset[str]:
     """Names of the axes over which the type of `x` says that it varies, or is a partial sum.
 
     Empty where replication is not tracked. The type has the axes at `.mat` in JAX 0.10.2, at `.vma`
-    in other versions.
-
-    Raises:
-        NotImplementedError: This version of JAX has them at neither.
+    in other versions, and NotImplementedError is raised if at neither.
     """
     x_type = jax.typeof(x)
     for name in ("mat", "manual_axis_type"):

@@ -53,9 +53,8 @@ def torus_reduction(*, mesh: Mesh) -> Reduction:
 def staged_reduction(stages: Mapping[str, Sequence[int]]) -> Reduction:
     """A reduction that scatters in stages over groups of an axis; three or more also gather so.
 
-    Args:
-        stages: Axis -> the sizes of its stages, the major one first; their product is the axis's
-            size. An axis that is missing, or has another size (on a part of the mesh), has one.
+    `stages` has the sizes of an axis's stages, the major one first, whose product is its size. An
+    axis that is missing, or has another size (on a part of the mesh), has one stage.
     """
 
     def groups_along(axis: str) -> list[list[list[int]]]:
