@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 from research_dp.argument_checks import checked
-from research_dp.argument_types import Has, Numbers, Placeable, described
+from research_dp.argument_types import Numbers, Placeable, described, has_attributes
 from research_dp.distributed.sharding import LeafSharding, by_path, path_name
 from research_dp.errors import UsageError, first_line
 
@@ -33,7 +33,9 @@ class Optimizer(Protocol):
 def apply_gradients(
     gradients: Numbers,
     parameters: Placeable,
-    optimizer: Annotated[Optimizer, Has(("apply_gradients",), "OptaxAdapter(transform, state)")],
+    optimizer: Annotated[
+        Optimizer, has_attributes(("apply_gradients",), "OptaxAdapter(transform, state)")
+    ],
 ) -> PyTree:
     """Applies the optimizer to what this device has: replicated parameters, or its shards.
 
