@@ -16,11 +16,11 @@ def main(argv: list[str]) -> int:
     from research_dp.commands import exit_status, flags, plan, runtime
 
     def body(session: exit_status.Session) -> int:
-        options, wanted = flags.parse_plan(argv, __doc__ or "")
+        options, plan_options = flags.parse_plan(argv, __doc__ or "")
         runtime.quieten_tensorflow()
         # A program from a cache has no compile time, and not every kind of device can have one.
         jax.config.update("jax_enable_compilation_cache", False)
-        return plan.plan(options, wanted)
+        return plan.plan(options, plan_options)
 
     return exit_status.told(body)
 

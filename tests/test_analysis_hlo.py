@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from research_dp.analysis import hlo, hlo_collectives, replica_groups, trip_count
+from research_dp.analysis import hlo, replica_groups, trip_count
+from research_dp.analysis.hlo_collectives import find_collectives
 from research_dp.analysis.program_cost import flops_of
 
 BF16, F32 = 2, 4
@@ -21,9 +22,7 @@ def module(name):
 
 def counts(name, sizes, slices=None):
     """{(kind, purpose, axes): (wire bytes, operations)} of a stored program."""
-    found = hlo_collectives.find(
-        module(name), dict(zip(("data", "fsdp"), sizes, strict=True)), slices
-    )
+    found = find_collectives(module(name), dict(zip(("data", "fsdp"), sizes, strict=True)), slices)
     total = {}
     for c in found:
         key = (c.kind, c.purpose, "+".join(c.axes), c.dtype)
@@ -63,7 +62,7 @@ def test_a_chain_of_fusions_that_carries_one_collective_counts_once():
     assert found["all-reduce", "all-reduce", "data+fsdp", "bf16"] == (4 * 2 * ring(layer, 64), 4)
     chained = [
         c
-        for c in hlo_collectives.find(module("tpu_fsdp_async"), {"data": 8, "fsdp": 8})
+        for c in find_collectives(module("tpu_fsdp_async"), {"data": 8, "fsdp": 8})
         if c.kind == "all-reduce" and c.dtype == "bf16"
     ]
     assert all(c.is_async for c in chained)
@@ -83,9 +82,9 @@ def test_every_kind(platform):
 
 
 def test_is_sync_is_not_asynchronous():
-    found = hlo_collectives.find(module("gpu_every_kind"), {"data": 4, "fsdp": 4})
+    found = find_collectives(module("gpu_every_kind"), {"data": 4, "fsdp": 4})
     assert not any(c.is_async for c in found)
-    assert any(c.is_async for c in hlo_collectives.find(module("gpu_fsdp"), {"data": 2, "fsdp": 8}))
+    assert any(c.is_async for c in find_collectives(module("gpu_fsdp"), {"data": 2, "fsdp": 8}))
 
 
 def test_fusion_around_an_all_reduce_that_keeps_a_slice_is_a_reduce_scatter_of_the_padded_array():
@@ -172,7 +171,7 @@ def test_mesh_axes_of_a_group():
     ],
 )
 def test_whom_a_permute_joins(pairs, found):
-    assert replica_groups.joined(pairs) == found
+    assert replica_groups.connected_devices(pairs) == found
 
 
 LOOP = """
@@ -219,13 +218,13 @@ ENTRY %main (a: s32[]) -> (s32[], s32[]) {
 def test_trip_count_from_the_condition(start, end, step, direction, turns):
     text = LOOP.replace("NOTE", "").replace("START", str(start)).replace("STEP", str(step))
     parsed = hlo.parse(text.replace("END", end).replace("DIRECTION", direction))
-    assert trip_count.trip_count(parsed, parsed.entry, parsed.entry.instructions["loop"]) == turns
+    assert trip_count.trip_count(parsed.entry.instructions["loop"]) == turns
 
 
 def test_trip_count_that_the_compiler_knows():
     note = ', backend_config={"known_trip_count":{"n":"5"}}'
     parsed = hlo.parse(LOOP.replace("NOTE", note).replace("END", "parameter(0)"))
-    assert trip_count.trip_count(parsed, parsed.entry, parsed.entry.instructions["loop"]) == 5
+    assert trip_count.trip_count(parsed.entry.instructions["loop"]) == 5
 
 
 ASYNC = """
@@ -250,7 +249,7 @@ ENTRY %main (x: bf16[64], y: f32[32]) -> bf16[64] {
 
 
 def test_wrapped_asynchronous_collectives_count_once_and_tuples_by_type():
-    found = hlo_collectives.find(hlo.parse(ASYNC), {"fsdp": 4})
+    found = find_collectives(hlo.parse(ASYNC), {"fsdp": 4})
     assert [(c.kind, c.dtype, c.nbytes, c.operations, c.is_async) for c in found] == [
         ("all-to-all", "bf16", 128, 1, True),
         ("all-reduce", "bf16", 128, 1, False),

@@ -44,7 +44,7 @@ def test_a_missing_compiler_is_told_with_the_command(name, extra, monkeypatch):
 
 def test_cpu_devices():
     found = topology("cpu:4")
-    assert (len(found.devices), found.hosts, found.devices_per_host, found.slices) == (4, 1, 4, 1)
+    assert (len(found.devices), found.hosts, found.domains, found.slices) == (4, 1, (1, 4), 1)
     assert found.mesh((2, 2), BOTH).shape == {"data": 2, "fsdp": 2}
 
 
@@ -61,13 +61,13 @@ def test_present_devices():
     ],
 )  # fmt: skip
 def test_the_shape_of_a_slice(count, dims, shape):
-    assert topologies._torus("name", count, dims) == shape
+    assert topologies._slice_shape("name", count, dims) == shape
 
 
 @pytest.mark.parametrize("count", [0, 48])
 def test_a_slice_has_a_power_of_two_of_chips(count):
     with pytest.raises(UsageError, match="no power of two"):
-        topologies._torus("v5e-48", count, 2)
+        topologies._slice_shape("v5e-48", count, 2)
 
 
 @pytest.mark.parametrize("chip", chips().values(), ids=lambda chip: chip.name)

@@ -7,6 +7,7 @@ import types
 import certified
 import jax
 import pytest
+from plan_rows import make_row
 from test_strategies import recipe, recipe_of
 
 from research_dp.analysis.topologies import Topology, topology
@@ -16,9 +17,9 @@ from research_dp.commands import plan_candidates
 from research_dp.distributed.hardware import chips
 from research_dp.errors import UsageError
 from research_dp.planning import advice, measure, memory_budget, tables
-from research_dp.planning import estimate as row_lib
-from research_dp.planning.estimate import Row, fastest_first
+from research_dp.planning import estimate as estimate_lib
 from research_dp.planning.limits import Budget
+from research_dp.planning.row import Row, fastest_first
 
 DIGITS = "--gin_file=gin/runs/digits.gin"
 MLP = "--gin_file=gin/models/mlp.gin"
@@ -51,7 +52,7 @@ def row(name, *, needed=10e9, state=5e9, step=0.1, **others):
         "bound": "compute",
         "problem": None if needed <= 15e9 else "does not fit: needs too much",
     }
-    return Row(name, **{**given, **others})
+    return make_row(name, **{**given, **others})
 
 
 def test_advice_names_the_fastest_that_fits_and_what_stops_the_others():
@@ -77,7 +78,7 @@ def test_measured_times_rank_where_all_were_measured():
     assert [r.strategy for r in fastest_first(rows)] == ["b", "a"]
     rows[1].measured_seconds = None
     assert [r.strategy for r in fastest_first(rows)] == ["a", "b"]
-    assert tables.error(rows[0]) == pytest.approx(0.1 / 0.9 - 1)
+    assert tables.prediction_error(rows[0]) == pytest.approx(0.1 / 0.9 - 1)
 
 
 def test_a_budget_names_what_is_above_it():
@@ -146,7 +147,7 @@ def test_mistakes_are_told(flags, told):
 
 def test_why_a_strategy_is_refused_is_told_without_gins_calls():
     error = UsageError("it cannot be.\n  In call to configurable 'data_parallel' (<f at 0x7f>)")
-    assert row_lib.refused("x", error).problem == "refused: it cannot be."
+    assert Row.refused("x", error).problem == "refused: it cannot be."
 
 
 @pytest.mark.slow
@@ -248,11 +249,11 @@ def test_a_program_that_cannot_be_read_still_says_what_it_needs(monkeypatch):
     def unreadable(*args):
         raise jax.errors.JaxRuntimeError("INTERNAL: newer than the reader\nmore")
 
-    monkeypatch.setattr(row_lib, "read", unreadable)
+    monkeypatch.setattr(estimate_lib, "read", unreadable)
     strategy, spec = recipe_of("ddp"), certified.quick_spec("linen")
-    made = row_lib.compile_row("ddp", strategy, spec, topology("cpu:8")).row
+    made = estimate_lib.compile_row("ddp", strategy, spec, topology("cpu:8")).row
     assert made.fits
-    assert made.needed_bytes > made.state_bytes
+    assert made.needed_bytes > made.memory.state_bytes
     assert made.problem == "its program cannot be read: INTERNAL: newer than the reader"
     assert fastest_first([made]) == []
     said = advice.words([made], topology("cpu:8"))
@@ -263,9 +264,9 @@ def test_a_program_whose_least_is_not_known_is_a_row_like_others(tmp_path):
     recipe_of("fsdp")
     strategy = recipe("fsdp", "data_parallel.gather = @x/gather_params")
     spec, where = certified.quick_spec("linen"), topology("cpu:8")
-    made = row_lib.compile_row("a/b", strategy, spec, where, tmp_path)
+    made = estimate_lib.compile_row("a/b", strategy, spec, where, tmp_path)
     assert made.row.fits
-    assert made.row.wire_total > 0
+    assert made.row.traffic.total > 0
     assert made.row.wire_ratio is None
     assert "the least that it must send is not known: gather_params" in made.row.problem
     assert (tmp_path / "a_b.txt").exists()
@@ -290,16 +291,16 @@ def test_what_is_available_is_what_jax_took_where_devices_are_there():
 
 def test_what_was_measured_gives_the_rates_and_what_cannot_be_run_is_told(monkeypatch):
     one = row("x", step=0.1, mfu=0.5, tokens_per_second=1000.0, examples_per_second=10.0)
-    monkeypatch.setattr(measure, "_seconds", lambda made: 0.2)
-    measure.measure(row_lib.Compiled(one, None, None))
-    rates = one.mfu, one.tokens_per_second, one.examples_per_second
+    monkeypatch.setattr(measure, "_median_seconds", lambda made: 0.2)
+    measure.measure(estimate_lib.Compiled(one, None, None))
+    rates = one.timing.mfu, one.timing.tokens_per_second, one.timing.examples_per_second
     assert (one.measured_seconds, *rates) == (0.2, 0.25, 500.0, 5.0)
 
     def too_much(made):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory\nmore")
 
-    monkeypatch.setattr(measure, "_seconds", too_much)
+    monkeypatch.setattr(measure, "_median_seconds", too_much)
     other = row("y")
-    measure.measure(row_lib.Compiled(other, None, None))
+    measure.measure(estimate_lib.Compiled(other, None, None))
     assert not other.fits
     assert other.problem == "cannot be run here: RESOURCE_EXHAUSTED: Out of memory"

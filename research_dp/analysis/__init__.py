@@ -1,1 +1,1 @@
-"""Reading programs: what they communicate, need and take, on devices present or not."""
+"""Reads compiled programs: communication, memory, FLOPs and time, on devices present or not."""

@@ -1,6 +1,6 @@
-"""The least bytes that a strategy must send: the README's table, parameter by parameter.
+"""The least bytes that a strategy must communicate: the README's table, parameter by parameter.
 
-Nothing is read from the step that is judged: how wide an element is comes from the bindings of the
+Nothing is read from the step that is judged: the width of an element comes from the bindings of the
 strategy's slots, how often a parameter is used from the model.
 """
 
@@ -28,49 +28,51 @@ from research_dp.strategies.rng import example_keys
 
 PyTree = Any
 
-_INDEX = 4  # bytes: rows are looked up by int32
+_INDEX_BYTES = 4  # rows are looked up by int32
 
 
 def min_wire_bytes(strategy: Strategy, spec: TrainSpec) -> float:
     """Bytes that a device sends in a step over rings, by the README's table.
 
-    A table that is split by feature sends the rows that are looked up, where they are fewer than
-    its own. Sums of metrics, and norms, come on top.
+    For a table that is sharded by feature, the rows that are looked up count where they are fewer
+    than its own. Reductions of metrics and norms come on top.
 
     Args:
-        strategy: The built strategy: its recipe says what travels when, its layouts what is
-            sharded.
+        strategy: The built strategy: its config says what is communicated when, its shardings what
+            is sharded.
         spec: What it was built for.
 
     Raises:
         NotImplementedError: A slot is a gin reference in a scope, whose bindings have no public
             name.
     """
-    recipe, mesh = strategy.config, strategy.mesh
-    inside, across = mesh.shape[FSDP_AXIS], mesh.shape[DATA_AXIS]
-    times, widths = _Times.of(recipe, spec), _Widths.of(recipe, spec)
-    uses = _uses(strategy, spec)
+    config, mesh = strategy.config, strategy.mesh
+    shards, replicas = mesh.shape[FSDP_AXIS], mesh.shape[DATA_AXIS]
+    passes, dtypes = _Passes.of(config, spec), _wire_dtypes(config, spec)
+    unit_uses = _unit_uses(strategy, spec)
     total = 0.0
-    layouts = (strategy.shardings.params, strategy.shardings.slices)
-    for held, piece in zip(*map(jax.tree.leaves, layouts), strict=True):
-        count, own = math.prod(piece.split_shape), held.dtype.itemsize
-        gathered, returned = widths.gathered or own, widths.returned or own
-        sent = widths.sent or own
-        reduced = 2 * count * sent  # a sum travels a ring twice
-        if held.dim is not None:
-            use = uses[held.path.split("/")[0]] if times.by_use else _Use(whole=1)
-            # To look rows up, once: the gradient needs no table.
-            again = use.whole * (2 if times.again else 1) + use.looked_up
-            back = use.whole + use.looked_up
-            moved = count * (again * gathered + back * returned)
-            moved += use.rows * (held.shape[-1] * (gathered + returned) + inside * _INDEX)
-            total += times.gathers * _ring(moved, inside)
-            total += times.syncs * _ring(reduced / inside, across)
-        elif piece.dim is not None:
-            total += _ring(count * (times.syncs * sent + own), inside)
-            total += times.syncs * _ring(reduced / inside, across)
+    trees = (strategy.shardings.params, strategy.shardings.slices)
+    for param, update in zip(*map(jax.tree.leaves, trees), strict=True):
+        size, width = math.prod(update.split_shape), param.dtype.itemsize
+        gather, scatter, sync = (
+            width if dtype is None else jnp.dtype(dtype).itemsize for dtype in dtypes
+        )
+        reduced = 2 * size * sync  # a ring all-reduce sends everything twice
+        if param.dim is not None:
+            use = unit_uses[param.path.split("/")[0]] if passes.per_use else _Use(full=1)
+            # A lookup gathers once: its gradient does not need the table.
+            gathers = use.full * (2 if passes.regather else 1) + use.lookups
+            scatters = use.full + use.lookups
+            communicated = size * (gathers * gather + scatters * scatter)
+            row = param.shape[-1] * (gather + scatter) + shards * _INDEX_BYTES
+            communicated += use.exchanged_rows * row
+            total += passes.gathers * _ring(communicated, shards)
+            total += passes.syncs * _ring(reduced / shards, replicas)
+        elif update.dim is not None:
+            total += _ring(size * (passes.syncs * sync + width), shards)
+            total += passes.syncs * _ring(reduced / shards, replicas)
         else:
-            total += times.syncs * _ring(reduced, inside * across)
+            total += passes.syncs * _ring(reduced, shards * replicas)
     return total
 
 
@@ -79,85 +81,70 @@ def _ring(nbytes: float, devices: int) -> float:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Times:
-    """How often a step does what.
+class _Passes:
+    """How often a step communicates.
 
     Attributes:
         gathers: Passes for which sharded parameters are gathered and their gradients scattered.
         syncs: Times that gradients are synchronised.
-        again: Whether a pass gathers again for its backward half.
-        by_use: Whether a pass gathers each unit where it is used, or everything beforehand.
+        regather: Whether a pass gathers again for its backward half.
+        per_use: Whether a pass gathers each unit where it is used, or everything beforehand.
     """
 
     gathers: int
     syncs: int
-    again: bool
-    by_use: bool
+    regather: bool
+    per_use: bool
 
     @classmethod
-    def of(cls, recipe: StrategyConfig, spec: TrainSpec) -> _Times:
-        if recipe.reduction.logical_shards is not None:  # one sum over all that a device computes
-            return cls(1, 1, again=False, by_use=False)
-        micros = spec.accumulation_steps
-        each = recipe.reshard_after_forward
+    def of(cls, config: StrategyConfig, spec: TrainSpec) -> _Passes:
+        if config.reduction.logical_shards is not None:  # one sum over all logical shards
+            return cls(1, 1, regather=False, per_use=False)
+        micro_batches = spec.accumulation_steps
+        each = config.reshard_after_forward
         return cls(
-            micros if each else 1,
-            micros if recipe.sync_each == "micro_batch" else 1,
-            again=each,
-            by_use=bool(spec.model.units) and (each or micros == 1),
+            micro_batches if each else 1,
+            micro_batches if config.sync_each == "micro_batch" else 1,
+            regather=each,
+            per_use=bool(spec.model.units) and (each or micro_batches == 1),
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Widths:
-    """Bytes of an element on the wire, as the slots' bindings say; None: the element's own.
-
-    Attributes:
-        gathered: In `gather`.
-        returned: Of gradients on their way back from it.
-        sent: Of gradients in `sync`.
-    """
-
-    gathered: int | None
-    returned: int | None
-    sent: int | None
-
-    @classmethod
-    def of(cls, recipe: StrategyConfig, spec: TrainSpec) -> _Widths:
-        # `sync` takes sums of micro-batches as they were added up; what is scattered once for all
-        # of them is a parameter's shard again.
-        once = recipe.gather is not None and not recipe.reshard_after_forward
-        adds = recipe.sync_each == "step" and spec.accumulation_steps > 1 and not once
-        return cls(
-            _width(_bound(recipe.gather, "gather_dtype")),
-            _width(_bound(recipe.gather, "grad_scatter_dtype")),
-            _width(_bound(recipe.sync, "dtype") or (recipe.accumulation_dtype if adds else None)),
-        )
+def _wire_dtypes(config: StrategyConfig, spec: TrainSpec) -> tuple[Any, Any, Any]:
+    """The dtypes bound for `gather`, for its gradients, and for `sync`; None: the parameter's."""
+    # `sync` takes sums of micro-batches in the dtype they were accumulated in; a gradient that is
+    # scattered once for all of them is in the parameter's dtype again.
+    scattered_once = config.gather is not None and not config.reshard_after_forward
+    accumulates = config.sync_each == "step" and spec.accumulation_steps > 1
+    accumulated = config.accumulation_dtype if accumulates and not scattered_once else None
+    return (
+        _bound_value(config.gather, "gather_dtype"),
+        _bound_value(config.gather, "grad_scatter_dtype"),
+        _bound_value(config.sync, "dtype") or accumulated,
+    )
 
 
-def _width(dtype: Any) -> int | None:
-    return None if dtype is None else jnp.dtype(dtype).itemsize
-
-
-def _bound(slot: Any, name: str) -> Any:
-    """What a parameter of a slot's function is: bound with gin, or its default."""
-    if slot is None:
+def _bound_value(slot: Callable[..., Any] | slots.Stateful | None, name: str) -> Any:
+    """The value of a parameter of a slot's function: bound with gin, or its default."""
+    if isinstance(slot, slots.Stateful):
+        return getattr(slot, name, None)
+    parameter = slot and inspect.signature(slot).parameters.get(name)
+    if slot is None or parameter is None:
         return None
-    parameter = inspect.signature(slot).parameters.get(name)
-    if parameter is None:
-        return None
-    function = slot.func if isinstance(slot, functools.partial) else slot
-    if isinstance(slot, functools.partial) and name in slot.keywords:
-        return slot.keywords[name]
-    own = None if parameter.default is parameter.empty else parameter.default
-    if _gin_knows(function):
-        return gin.get_bindings(function).get(name, own)
-    if _gin_knows(inspect.unwrap(function, stop=_gin_knows)):
+    function = slot
+    if isinstance(slot, functools.partial):
+        if name in slot.keywords:
+            return slot.keywords[name]
+        function = slot.func
+    default = None if parameter.default is parameter.empty else parameter.default
+    if _is_registered(function):
+        return gin.get_bindings(function).get(name, default)
+    if _is_registered(inspect.unwrap(function, stop=_is_registered)):
         raise NotImplementedError(f"{function.__name__}: in a gin scope of its own")
-    return own
+    return default
 
 
-def _gin_knows(function: Callable[..., Any]) -> bool:
+def _is_registered(function: Callable[..., Any]) -> bool:
     try:
         gin.get_bindings(function)
     except ValueError:
@@ -167,71 +154,72 @@ def _gin_knows(function: Callable[..., Any]) -> bool:
 
 @dataclasses.dataclass
 class _Use:
-    """What a micro-batch makes of a unit.
+    """How a micro-batch uses a unit.
 
     Attributes:
-        whole: How often it is used whole.
-        looked_up: How often rows are looked up in it, for which it is gathered.
-        rows: How many rows a device looks up in it by exchange.
+        full: How often it needs all of it.
+        lookups: How often it gathers it to look up rows.
+        exchanged_rows: How many rows a device looks up by exchange.
     """
 
-    whole: int = 0
-    looked_up: int = 0
-    rows: int = 0
+    full: int = 0
+    lookups: int = 0
+    exchanged_rows: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
-class _Recorder(Units):
-    """Units of whole parameters, which note what the model does with them."""
+class _RecordingUnits(Units):
+    """Units of unsharded parameters, which record how the model uses them."""
 
-    found: dict[str, _Use] = dataclasses.field(default_factory=dict)
+    uses: dict[str, _Use] = dataclasses.field(default_factory=dict)
     exchanges: Callable[[str, int], bool] = lambda name, rows: False
 
     def run(self, function: Any, names: Any, params: PyTree, *args: Any, remat: str) -> Any:
         for name in names:
-            self.found[name].whole += 1
+            self.uses[name].full += 1
         return super().run(function, names, params, *args, remat=remat)
 
     def scan(self, function: Any, name: str, *args: Any, **options: Any) -> Any:
-        self.found[name].whole += 1
+        self.uses[name].full += 1
         return super().scan(function, name, *args, **options)
 
     def scan_rows(self, function: Any, name: str, *args: Any, **options: Any) -> Any:
-        self.found[name].whole += 1
+        self.uses[name].full += 1
         return super().scan_rows(function, name, *args, **options)
 
     def look_up(self, name: str, params: PyTree, indices: jax.Array, dtype: Any) -> jax.Array:
         if self.exchanges(name, indices.size):
-            self.found[name].rows += indices.size
+            self.uses[name].exchanged_rows += indices.size
         else:
-            self.found[name].looked_up += 1
+            self.uses[name].lookups += 1
         (table,) = jax.tree.leaves(params[name])
         return take_rows(table, indices).astype(dtype)
 
 
-def _uses(strategy: Strategy, spec: TrainSpec) -> dict[str, _Use]:
-    """How a device's micro-batch uses each unit: the model's loss, asked and not computed."""
-    model, recipe = spec.model, strategy.config
+def _unit_uses(strategy: Strategy, spec: TrainSpec) -> dict[str, _Use]:
+    """How a device's micro-batch uses each unit, found by tracing the model's loss."""
+    model, config = spec.model, strategy.config
     if not model.units:
         return {}
-    plain = recipe.gather if recipe.reduction is PLAIN else None  # see `Step`
-    knows_rows = plain is not None and bool(slots.options_of(plain, {"rows": None}))
+    # As `Step` decides: rows are exchanged if the slot takes `rows` and the reduction allows it.
+    gather = config.gather if config.reduction is PLAIN else None
+    takes_rows = gather is not None and bool(slots.options_of(gather, {"rows": None}))
 
     def exchanges(name: str, rows: int) -> bool:
-        places: list[LeafSharding] = jax.tree.leaves(strategy.shardings.params[name])
-        split = model.units.get(name) == TABLE and places[0].dim == 1
-        return knows_rows and split and rows < places[0].shape[0]
+        table: LeafSharding = jax.tree.leaves(strategy.shardings.params[name])[0]
+        by_feature = model.units.get(name) == TABLE and table.dim == 1
+        return takes_rows and by_feature and rows < table.shape[0]
 
     state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), strategy.abstract_state)
-    seen = _Recorder(found={name: _Use() for name in state.params}, exchanges=exchanges)
+    units = _RecordingUnits(uses={name: _Use() for name in state.params}, exchanges=exchanges)
     rows = spec.batch_size // spec.accumulation_steps // batch_devices(strategy.mesh)
     examples = {k: jax.ShapeDtypeStruct((rows, *x.shape), x.dtype) for k, x in spec.example.items()}
 
     def loss(params: PyTree, model_state: PyTree, examples: Any, position: jax.Array) -> Any:
         keys = example_keys(spec.seed, jnp.int32(0), position)
-        more = {"units": seen, "train": True, "batch_axes": ()}
-        return model.loss(params, model_state, examples, keys, **more).total
+        options = {"units": units, "train": True, "batch_axes": ()}
+        return model.loss(params, model_state, examples, keys, **options).total
 
-    places = jax.ShapeDtypeStruct((rows,), np.int32)
-    jax.eval_shape(loss, state.params, state.model_state, examples, places)
-    return seen.found
+    positions = jax.ShapeDtypeStruct((rows,), np.int32)
+    jax.eval_shape(loss, state.params, state.model_state, examples, positions)
+    return units.uses

@@ -1,4 +1,4 @@
-"""Compiles and prints; tells a program that does not fit into device memory from a wrong one."""
+"""Compiles and prints programs, and recognises those that do not fit into device memory."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import jax
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SIZE = r"([\d.]+)([KMGT]?)"
-_MESSAGES = (  # of XLA for TPUs; for GPUs it compiles what does not fit
-    re.compile(rf"\({_SIZE}\) exceeds available HBM \({_SIZE}\)"),
-    re.compile(rf"Used {_SIZE} of {_SIZE} hbm"),
+_OUT_OF_MEMORY = re.compile(  # as XLA's TPU compiler words it; its GPU compiler never says it
+    rf"\({_SIZE}\) exceeds available HBM \({_SIZE}\)|Used {_SIZE} of {_SIZE} hbm"
 )
 
 
@@ -21,8 +20,8 @@ class DoesNotFitError(Exception):
     """A program needs more device memory than there is.
 
     Attributes:
-        needed_bytes: What it needs, as far as the compiler says it.
-        limit_bytes: What there is.
+        needed_bytes: What it needs, as far as the compiler says.
+        limit_bytes: What the device has.
     """
 
     def __init__(self, needed_bytes: int, limit_bytes: int):
@@ -34,12 +33,12 @@ class DoesNotFitError(Exception):
 def compile_to_fit(lowered: Any, options: Mapping[str, Any] | None = None) -> Any:
     """Compiles a program.
 
-    A TPU's compiler refuses what does not fit; a GPU's does not: compare `ProgramCost.peak_bytes`
-    with `Chip.memory_bytes`.
+    A TPU's compiler refuses a program that does not fit. A GPU's does not: compare
+    `ProgramCost.peak_bytes` with `Chip.memory_bytes`.
 
     Args:
         lowered: What `jax.jit(step).lower(*arguments)` gives.
-        options: The compiler's.
+        options: Compiler options.
 
     Raises:
         DoesNotFitError: It needs more device memory than there is.
@@ -47,21 +46,18 @@ def compile_to_fit(lowered: Any, options: Mapping[str, Any] | None = None) -> An
     try:
         return lowered.compile(dict(options) if options else None)
     except jax.errors.JaxRuntimeError as error:
-        for message in _MESSAGES:
-            if found := message.search(str(error)):
-                needed, limit = (int(float(found[i]) * _UNITS[found[i + 1]]) for i in (1, 3))
-                raise DoesNotFitError(needed, limit) from error
+        if sizes := _OUT_OF_MEMORY.search(str(error)):
+            needed, needed_unit, limit, limit_unit = (x for x in sizes.groups() if x is not None)
+            raise DoesNotFitError(
+                int(float(needed) * _UNITS[needed_unit]), int(float(limit) * _UNITS[limit_unit])
+            ) from error
         raise
 
 
-def dumping(platform: str, folder: Path) -> dict[str, Any]:
-    """Options by which a compiler writes programs into a folder, for `text_of`.
+def dump_options(platform: str, folder: Path) -> dict[str, Any]:
+    """Compiler options that write programs into an empty folder, for `text_of`.
 
     A TPU's compiler can be newer than jaxlib, which then cannot print all of its programs.
-
-    Args:
-        platform: 'tpu', 'gpu' or 'cpu'.
-        folder: An empty one.
     """
     if platform != "tpu":
         return {}
@@ -69,10 +65,10 @@ def dumping(platform: str, folder: Path) -> dict[str, Any]:
 
 
 def text_of(program: Any, folder: Path) -> str:
-    """A compiled program's text: as its compiler wrote it into `dumping`'s folder, or jaxlib's.
+    """A compiled program's text: from the folder of `dump_options`, else as jaxlib prints it.
 
     Raises:
         jax.errors.JaxRuntimeError: jaxlib cannot print it, and there is no other text.
     """
-    written = sorted(folder.glob("*.after_codegen.txt"), key=lambda file: file.stat().st_size)
-    return written[-1].read_text() if written else program.as_text()
+    dumps = sorted(folder.glob("*.after_codegen.txt"), key=lambda file: file.stat().st_size)
+    return dumps[-1].read_text() if dumps else program.as_text()

@@ -12,160 +12,138 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from research_dp.analysis.hlo import Array, Computation, Instruction, Module
+from research_dp.analysis.hlo import Instruction
 
 # Custom calls that are one matrix multiplication: cuBLAS in its variants.
 _MATMUL_CALLS = re.compile(r"__cublas\$|__onednn\$matmul|__cudnn\$(?!conv|fmha|norm)")
 _ATTENTION_CALL = re.compile(r"__cudnn\$fmha\w*")
 
 
-def flops(computation: Computation, instruction: Instruction) -> tuple[int, str]:
+def flops(instruction: Instruction) -> tuple[int, str]:
     """FLOPs of one instruction that multiplies matrices, and its operands' element type.
 
     Returns:
-        (0, '') for all others: adding and exponentiating is bound by memory.
+        (0, '') for all others: elementwise operations are bound by memory.
     """
-    operands = computation.arrays(instruction)
-    if instruction.opcode == "dot":
-        contracting = instruction.dims("lhs_contracting_dims")
-        return _dot(instruction.result[0], operands[0], contracting), operands[0].dtype
-    if instruction.opcode == "convolution":
-        return _convolution(instruction, operands), operands[0].dtype
-    if instruction.opcode == "custom-call":
-        return _custom_call(instruction, operands)
-    return 0, ""
+    counters = {"dot": _dot, "convolution": _convolution, "custom-call": _custom_call}
+    counter = counters.get(instruction.opcode)
+    count = counter(instruction) if counter else 0
+    return (count, instruction.inputs[0].dtype) if count else (0, "")
 
 
-def inside(
-    module: Module, computation: Computation, instruction: Instruction
-) -> Iterator[tuple[int, str]]:
-    """FLOPs of an instruction and, where it is a fusion, of what is fused in it."""
-    count, dtype = flops(computation, instruction)
+def flops_inside(instruction: Instruction) -> Iterator[tuple[int, str]]:
+    """`flops` of an instruction and, where it is a fusion or a call, of those it runs."""
+    count, dtype = flops(instruction)
     if count:
         yield count, dtype
-    if instruction.opcode in ("fusion", "call", "async-start"):
-        inner = module.called(instruction) or module.called(instruction, "to_apply")
-        if inner:
-            for fused in inner.instructions.values():
-                yield from inside(module, inner, fused)
+    if inlined := instruction.inlined:
+        for inner in inlined.instructions.values():
+            yield from flops_inside(inner)
 
 
-def _dot(result: Array, left: Array, contracting: tuple[int, ...]) -> int:
-    return 2 * math.prod(result.dims) * math.prod(left.dims[dim] for dim in contracting)
+def _integers(text: str) -> list[int]:
+    return [int(n) for n in re.findall(r"\d+", text)]
 
 
-def _custom_call(instruction: Instruction, operands: list[Array]) -> tuple[int, str]:
-    if _ATTENTION_CALL.match(instruction.target):
-        return _attention(instruction, operands), operands[0].dtype
-    if instruction.target.startswith("__cudnn$conv"):
-        return _cudnn_convolution(instruction, operands), operands[0].dtype
-    if _MATMUL_CALLS.match(instruction.target):
-        found = re.search(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]', instruction.attributes)
-        contracting = tuple(int(n) for n in re.findall(r"\d+", found[1])) if found else ()
-        return _dot(instruction.result[0], operands[0], contracting), operands[0].dtype
-    # A Pallas kernel says itself what it does, if its author told it.
-    estimate = re.search(r'"cost_estimate":\s*{"flops":\s*"?(\d+)', instruction.attributes)
-    return (int(estimate[1]), operands[0].dtype) if estimate and operands else (0, "")
+def _dot(instruction: Instruction) -> int:
+    return _matmul(instruction, instruction.attribute(r"\blhs_contracting_dims={([0-9,]*)}"))
 
 
-def _attention(instruction: Instruction, operands: list[Array]) -> int:
+def _matmul(instruction: Instruction, contracting: str) -> int:
+    left = instruction.inputs[0]
+    contracted = math.prod(left.dims[dim] for dim in _integers(contracting))
+    return 2 * math.prod(instruction.result[0].dims) * contracted
+
+
+def _custom_call(instruction: Instruction) -> int:
+    target = instruction.target
+    if _ATTENTION_CALL.match(target):
+        return _attention(instruction)
+    if target.startswith("__cudnn$conv"):
+        return _cudnn_convolution(instruction)
+    if _MATMUL_CALLS.match(target):
+        return _matmul(
+            instruction, instruction.attribute(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]')
+        )
+    # Authors of Pallas kernels may state the cost.
+    estimate = instruction.attribute(r'"cost_estimate":\s*{"flops":\s*"?(\d+)', "0")
+    return int(estimate) if instruction.inputs else 0
+
+
+def _attention(instruction: Instruction) -> int:
     """Flash attention by cuDNN: two matrix multiplications forward, four backward.
 
-    Masked-out parts count in full, and the scores that the backward pass computes once more do not:
+    Masked-out parts count in full, and the scores that the backward pass recomputes do not count:
     so all implementations of attention count the same.
     """
-    *_, queries, keys = _numbers(instruction, "intermediate_tensor_shape")
-    heads_and_batch = _numbers(instruction, "intermediate_tensor_shape")[:-2]
-    head = operands[0].dims[-1]
+    shape = instruction.attribute(
+        r'"intermediate_tensor_shape":\s*{.*?"dimensions":\s*\[([^\]]*)\]', "0, 0"
+    )
+    head_size = instruction.inputs[0].dims[-1]
     multiplications = 4 if "Backward" in instruction.target else 2
-    return multiplications * 2 * math.prod(heads_and_batch) * queries * keys * head
+    return multiplications * 2 * math.prod(_integers(shape)) * head_size
 
 
-def _numbers(instruction: Instruction, field: str) -> list[int]:
-    found = re.search(rf'"{field}":\s*{{.*?"dimensions":\s*\[([^\]]*)\]', instruction.attributes)
-    return [int(n) for n in re.findall(r"\d+", found[1])] if found else [0, 0]
-
-
-def _labels(instruction: Instruction) -> tuple[str, str, str]:
-    found = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.attributes)
-    if not found:
+def _dim_labels(instruction: Instruction) -> tuple[str, str, str]:
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.attributes)
+    if not labels:
         raise NotImplementedError(f"{instruction.name}: a convolution without dim_labels")
-    return found[1], found[2], found[3]
+    return labels[1], labels[2], labels[3]
 
 
-def _convolution(instruction: Instruction, operands: list[Array]) -> int:
+def _convolution(instruction: Instruction) -> int:
     """A convolution: on a TPU, every matrix multiplication is one.
 
     There a batch dimension becomes a window that is dilated so that it meets one element at a time.
     So only positions where the window meets an element of the input, no padding and no hole, count.
     """
-    left, right = operands[:2]
-    inputs, kernel, outputs = _labels(instruction)
-    valid = 1
-    for place in sorted(set(outputs) - {"b", "f"}):
-        valid *= _positions(
-            left.dims[inputs.index(place)],
-            right.dims[kernel.index(place)],
-            instruction.result[0].dims[outputs.index(place)],
-            _window(instruction, int(place), len(outputs) - 2),
+    inputs, kernel, outputs = _dim_labels(instruction)
+    left, right = instruction.inputs[:2]
+    result = instruction.result[0]
+    spatial = sorted(set(outputs) - {"b", "f"})
+    window = {
+        field: [int(value.split("_")[0]) for value in values.split("x")]
+        for field, values in re.findall(
+            r"(\w+)=([\w\-]+)", instruction.attribute(r"window={([^}]*)}")
         )
-    feature_groups = _count(instruction, "feature_group_count")
-    batch_groups = _count(instruction, "batch_group_count")
-    return (
-        2
-        * valid
-        * (left.dims[inputs.index("b")] // batch_groups)
-        * (left.dims[inputs.index("f")] // feature_groups)
-        * right.dims[kernel.index("o")]
-    )
-
-
-def _count(instruction: Instruction, attribute: str) -> int:
-    found = re.search(rf"\b{attribute}=(\d+)", instruction.attributes)
-    return int(found[1]) if found else 1
-
-
-def _window(instruction: Instruction, place: int, spatial: int) -> dict[str, int]:
-    """Stride, padding before and dilations of one dimension of a window."""
-    found = re.search(r"window={([^}]*)}", instruction.attributes)
-    fields = dict(part.split("=") for part in found[1].split()) if found else {}
-
-    def number(field: str, default: int) -> int:
-        values = fields.get(field, "").split("x")
-        return int(values[place].split("_")[0]) if len(values) == spatial and values[0] else default
-
-    return {
-        "stride": number("stride", 1),
-        "before": number("pad", 0),
-        "left": number("lhs_dilate", 1),
-        "right": number("rhs_dilate", 1),
     }
+    positions = 1
+    for label in spatial:
+        positions *= _valid_positions(
+            left.dims[inputs.index(label)],
+            right.dims[kernel.index(label)],
+            result.dims[outputs.index(label)],
+            {name: v[int(label)] for name, v in window.items() if len(v) == len(spatial)},
+        )
+    batch = left.dims[inputs.index("b")]
+    batch //= int(instruction.attribute(r"\bbatch_group_count=(\d+)", "1"))
+    features = left.dims[inputs.index("f")]
+    features //= int(instruction.attribute(r"\bfeature_group_count=(\d+)", "1"))
+    return 2 * positions * batch * features * right.dims[kernel.index("o")]
 
 
-def _positions(size: int, window: int, results: int, how: dict[str, int]) -> int:
-    """How many (result, window position) pairs meet an element of the input."""
-    start = np.arange(results)[:, None] * how["stride"] - how["before"]
-    at = start + np.arange(window)[None] * how["right"]
-    reach = (size - 1) * how["left"] + 1
-    return int(np.count_nonzero((at >= 0) & (at < reach) & (at % how["left"] == 0)))
+def _valid_positions(size: int, window_size: int, results: int, window: dict[str, int]) -> int:
+    """How many pairs of a result and a window position meet an element of the input."""
+    start = np.arange(results)[:, None] * window.get("stride", 1) - window.get("pad", 0)
+    place = start + np.arange(window_size)[None] * window.get("rhs_dilate", 1)
+    dilation = window.get("lhs_dilate", 1)
+    dilated_size = (size - 1) * dilation + 1
+    valid = (place >= 0) & (place < dilated_size) & (place % dilation == 0)
+    return int(np.count_nonzero(valid))
 
 
-def _cudnn_convolution(instruction: Instruction, operands: list[Array]) -> int:
+def _cudnn_convolution(instruction: Instruction) -> int:
     """Convolutions by cuDNN, forward and both gradients: as many FLOPs as the forward one has.
 
     The window's positions in the padding are counted too.
     """
-    _, kernel_labels, _ = _labels(instruction)
-    result = instruction.result[0]
+    _, kernel_labels, _ = _dim_labels(instruction)
+    result, inputs = instruction.result[0], instruction.inputs
     if "BackwardFilter" in instruction.target:
-        outputs, kernel = operands[1], result
+        outputs, kernel = inputs[1], result
     elif "BackwardInput" in instruction.target:
-        outputs, kernel = operands[0], operands[1]
+        outputs, kernel = inputs[0], inputs[1]
     else:
-        outputs, kernel = result, operands[1]
-    return (
-        2
-        * math.prod(outputs.dims)
-        * math.prod(kernel.dims)
-        // kernel.dims[kernel_labels.index("o")]
-    )
+        outputs, kernel = result, inputs[1]
+    products = math.prod(outputs.dims) * math.prod(kernel.dims)
+    return 2 * products // kernel.dims[kernel_labels.index("o")]

@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from research_dp.analysis.hlo import Array, Computation, Instruction, Module
+from research_dp.analysis.hlo import Array, Computation, Instruction
 from research_dp.analysis.hlo_collectives import KINDS
 
-# Instructions that move nothing: names for what is there, and waiting for what was started.
+# Instructions without traffic: names for existing arrays, and waits for operations already started.
 _FREE = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id",
     "replica-id", "opt-barrier", "add-dependency", "while", "conditional", "call", "send", "recv",
     "async-update",
-    *KINDS,  # what they read and write keeps pace with a network that is much slower
+    *KINDS,  # their reads and writes keep pace with a network that is much slower
 }  # fmt: skip
 _FREE_CALLS = {
     "AllocateBuffer",
@@ -23,129 +23,123 @@ _FREE_CALLS = {
     "AsyncCollectiveStart",
     "AsyncCollectiveDone",
 }
-_PART_OF_FIRST = {"dynamic-slice", "slice", "gather"}
-_RENAMING = {"bitcast", "reshape"}
-# As large as what they read, perhaps, but an element of theirs needs many.
+_SLICES = {"dynamic-slice", "slice", "gather"}  # of the first operand
+_RENAMES = {"bitcast", "reshape"}
+# Each element of their results needs many elements of their operands.
 _READS_ALL = {"dot", "convolution", "sort", "scatter", "reduce-window", "custom-call"}
+
+
+def hbm_bytes(instruction: Instruction) -> int:
+    """Bytes read and written by an instruction: its operands' and its result's.
+
+    Where an instruction takes a slice, the slice counts; where it updates an array in place, the
+    update. Arrays in a TPU's on-chip memory do not count.
+    """
+    opcode = instruction.opcode
+    if _is_free(instruction) or opcode.endswith("-done"):
+        return 0
+    if opcode.endswith("-start"):
+        return _async_copy_bytes(instruction)
+    if fused := instruction.fused:
+        return _fusion_bytes(instruction, fused)
+    if opcode in _SLICES:
+        return 2 * _nbytes(instruction.result)
+    if opcode == "dynamic-update-slice":
+        return 2 * _nbytes(instruction.operands[1].result)
+    return _nbytes(instruction.inputs) + _nbytes(instruction.result)
 
 
 def _is_free(instruction: Instruction) -> bool:
     return instruction.opcode in _FREE or instruction.target in _FREE_CALLS
 
 
-def moved(module: Module, computation: Computation, instruction: Instruction) -> int:
-    """Bytes read and written by an instruction: its operands' and its result's.
-
-    Of what it only takes a slice of, the slice counts; of what it updates in place, the update.
-    Arrays in a TPU's on-chip memory cost nothing here.
-    """
-    opcode = instruction.opcode
-    if _is_free(instruction) or opcode.endswith("-done"):
-        return 0
-    if opcode.endswith("-start"):
-        return _copied(computation, instruction)
-    inner = module.called(instruction)
-    if opcode == "fusion" and inner is not None:
-        return _fused(module, computation, instruction, inner)
-    if opcode in _PART_OF_FIRST:
-        return 2 * _sum(instruction.result)
-    if opcode == "dynamic-update-slice":
-        return 2 * _sum(computation.instructions[instruction.operands[1]].result)
-    return _sum(computation.arrays(instruction)) + _sum(instruction.result)
-
-
-def _sum(arrays: Iterable[Array]) -> int:
+def _nbytes(arrays: Iterable[Array]) -> int:
     return sum(array.nbytes for array in arrays if not array.on_chip)
-
-
-def _copied(computation: Computation, instruction: Instruction) -> int:
-    """An asynchronous copy or slice: read here, written there, one of the two perhaps on chip."""
-    if instruction.opcode == "copy-start":
-        return _sum(instruction.result[:2])
-    if instruction.opcode == "slice-start":
-        source, target = instruction.result[:2]
-        return target.nbytes * (2 - source.on_chip - target.on_chip)
-    return 0
-
-
-def _fused(
-    module: Module, computation: Computation, fusion: Instruction, inner: Computation
-) -> int:
-    needed = _needed(module, inner)
-    read = 0
-    for number, name in enumerate(fusion.operands):
-        parameter = inner.parameters.get(number)
-        made = computation.instructions[name]
-        if parameter is not None and _size(made):
-            read += _sum(made.result) * needed[parameter.name] // _size(made)
-    return read + _written(module, inner, inner.root, fusion.result)
 
 
 def _size(instruction: Instruction) -> int:
     return sum(math.prod(array.dims) for array in instruction.result)
 
 
-def _needed(module: Module, computation: Computation) -> dict[str, int]:
+def _async_copy_bytes(start: Instruction) -> int:
+    """An asynchronous copy or slice: one read and one write, one of the two perhaps on chip."""
+    if start.opcode == "copy-start":
+        return _nbytes(start.result[:2])
+    if start.opcode == "slice-start":
+        source, target = start.result[:2]
+        return target.nbytes * (2 - source.on_chip - target.on_chip)
+    return 0
+
+
+def _fusion_bytes(fusion: Instruction, fused: Computation) -> int:
+    needed = _needed_elements(fused)
+    read = 0
+    for number, operand in enumerate(fusion.operands):
+        if number in fused.parameters and _size(operand):
+            share = needed[fused.parameters[number]]
+            read += _nbytes(operand.result) * share // _size(operand)
+    return read + _written_bytes(fused.root, fusion.result)
+
+
+def _needed_elements(fused: Computation) -> dict[Instruction, int]:
     """How many elements of each array in a fusion its result needs; at most all.
 
-    A fusion makes an element when it is needed: of an elementwise result of which a slice is taken,
-    the slice. What is handed through, or written in place, is not read.
+    A fusion computes an element only where it is needed: where a slice is taken of an elementwise
+    result, the slice. Arrays that are passed through, or updated in place, are not read.
     """
-    made = computation.instructions
-    parts = {part.name for part in _parts(computation, computation.root)}
-    sliced, whole = dict.fromkeys(made, 0), dict.fromkeys(made, 0)
-    for name in parts:
-        whole[name] = 0 if _is_free(made[name]) else _size(made[name])
-    for user in reversed(made.values()):
-        needed = min(_size(user), sliced[user.name] + whole[user.name])
-        in_place = user.name in parts and _is_in_place(computation, user)
-        inner = module.called(user) if user.opcode == "fusion" else None
-        read = _needed(module, inner) if inner is not None else {}
-        for number, name in enumerate(user.operands):
-            size = _size(made[name])
-            if inner is not None:
-                sliced[name] += read[inner.parameters[number].name]
-            elif user.opcode in _PART_OF_FIRST and number == 0:
-                sliced[name] += needed
+    instructions = fused.instructions.values()
+    results = set(_results(fused.root))
+    # By slices, whose sizes add up; by other users, of which the largest counts.
+    sliced, used = dict.fromkeys(instructions, 0), dict.fromkeys(instructions, 0)
+    for result in results:
+        used[result] = 0 if _is_free(result) else _size(result)
+    for user in reversed(instructions):
+        needed = min(_size(user), sliced[user] + used[user])
+        in_place = user in results and _is_in_place(user)
+        inner = user.fused
+        inner_needs = _needed_elements(inner) if inner else {}
+        for number, operand in enumerate(user.operands):
+            size = _size(operand)
+            if inner:
+                sliced[operand] += inner_needs[inner.parameters[number]]
+            elif user.opcode in _SLICES and number == 0:
+                sliced[operand] += needed
             elif not (in_place and number == 0):
                 elementwise = size == _size(user) and user.opcode not in _READS_ALL
-                wanted = min(needed, size) if elementwise or _is_free(user) else size
-                whole[name] = max(whole[name], wanted)
-    return {name: min(_size(made[name]), sliced[name] + whole[name]) for name in made}
+                share = min(needed, size) if elementwise or _is_free(user) else size
+                used[operand] = max(used[operand], share)
+    return {i: min(_size(i), sliced[i] + used[i]) for i in instructions}
 
 
-def _is_in_place(computation: Computation, made: Instruction) -> bool:
-    """Whether it updates a part of an array that the fusion is given."""
-    if made.opcode != "dynamic-update-slice":
+def _is_in_place(update: Instruction) -> bool:
+    """Whether it updates a part of an array that is the fusion's argument."""
+    if update.opcode != "dynamic-update-slice":
         return False
-    (updated,) = _parts(computation, computation.instructions[made.operands[0]])
+    (updated,) = _results(update.operands[0])
     return updated.opcode == "parameter"
 
 
-def _parts(computation: Computation, made: Instruction) -> list[Instruction]:
-    """What a fusion's result consists of, whatever it is called last."""
-    while made.opcode in _RENAMING:
-        made = computation.instructions[made.operands[0]]
-    if made.opcode != "tuple":
-        return [made]
-    parts = (computation.instructions[name] for name in made.operands)
-    return [one for part in parts for one in _parts(computation, part)]
+def _results(instruction: Instruction) -> list[Instruction]:
+    """The elements of an instruction's result, under the instructions that only rename them."""
+    while instruction.opcode in _RENAMES:
+        instruction = instruction.operands[0]
+    if instruction.opcode != "tuple":
+        return [instruction]
+    return [result for operand in instruction.operands for result in _results(operand)]
 
 
-def _written(
-    module: Module, computation: Computation, root: Instruction, result: tuple[Array, ...]
-) -> int:
-    """Bytes that a fusion writes: of an array that it updates in place, the update."""
-    parts = _parts(computation, root)
-    if len(parts) != 1:
-        pairs = zip(parts, result, strict=True) if len(parts) == len(result) else ()
-        return sum(_written(module, computation, part, (array,)) for part, array in pairs)
-    (made,) = parts
-    if _is_free(made):  # handed through
+def _written_bytes(root: Instruction, arrays: tuple[Array, ...]) -> int:
+    """Bytes that a fusion writes; of an array that it updates in place, the update's."""
+    results = _results(root)
+    if len(results) != 1:
+        pairs = zip(results, arrays, strict=True) if len(results) == len(arrays) else ()
+        return sum(_written_bytes(result, (array,)) for result, array in pairs)
+    (result,) = results
+    if _is_free(result):  # passed through
         return 0
-    if _is_in_place(computation, made) and not all(array.on_chip for array in result):
-        update = computation.instructions[made.operands[1]].result
-        return min(_sum(result), sum(array.nbytes for array in update))
-    if made.opcode == "fusion" and (inner := module.called(made)):
-        return _written(module, inner, inner.root, result)
-    return _sum(result)
+    if _is_in_place(result) and not all(array.on_chip for array in arrays):
+        update = sum(array.nbytes for array in result.operands[1].result)
+        return min(_nbytes(arrays), update)
+    if fused := result.fused:
+        return _written_bytes(fused.root, arrays)
+    return _nbytes(arrays)

@@ -1,7 +1,7 @@
 """Parses the text of an optimised program (`compiled.as_text()`) of XLA for GPU, TPU and CPU.
 
-Only the structure is here: computations, instructions, shapes. What an instruction costs is in
-`collectives.py`, `flops.py` and `schedule.py`.
+Only the structure is here: computations, instructions, shapes. The modules beside this one say
+what an instruction costs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Iterator
 
-# Bits of an element. What is missing here has no storage: tokens and opaque handles.
+# Bits of an element. Types that are missing here have no storage: tokens and opaque handles.
 _BITS = {"pred": 8, "bf16": 16, "c64": 64, "c128": 128} | {
     f"{kind}{bits}": bits for kind in "suf" for bits in (1, 2, 4, 8, 16, 32, 64)
 }
@@ -21,6 +21,7 @@ _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
 _OPERAND = re.compile(r"%([\w.\-]+)")
 _COMMENT = re.compile(r"/\*.*?\*/")
+_BRACKET = re.compile(r"[()]")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Array:
     Attributes:
         dtype: Element type in XLA's words, e.g. 'bf16'.
         dims: Sizes.
-        on_chip: It lies in a TPU's on-chip memory, not in HBM.
+        on_chip: It is in a TPU's on-chip memory, not in HBM.
     """
 
     dtype: str
@@ -41,67 +42,94 @@ class Array:
     def nbytes(self) -> int:
         bits = _BITS.get(self.dtype)
         if bits is None:  # f8e4m3fn and its kin, f4e2m1fn
-            bits = int(found[1]) if (found := re.match(r"f([48])e", self.dtype)) else 0
+            small_float = re.match(r"f([48])e", self.dtype)
+            bits = int(small_float[1]) if small_float else 0
         return math.ceil(math.prod(self.dims) * bits / 8)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False, repr=False)
 class Instruction:
     """One line of a program.
 
     Attributes:
         name: Unique in the module.
         opcode: E.g. 'all-gather-start'.
-        result: The array, or the arrays of the tuple (nested ones flattened), that it makes.
-        operands: Names of its operands, in the same computation.
-        literal: What stands between the operand brackets: a constant's value, a parameter's number.
+        result: The array, or the arrays of the tuple (nested ones flattened), that it produces.
+        operands: Instructions of the same computation.
+        literal: The text between the operand brackets: a constant's value, a parameter's number.
         attributes: The rest of the line.
         is_root: It is its computation's result.
+        computation: The computation that it belongs to.
+        users: Instructions that have it as an operand.
     """
 
     name: str
     opcode: str
     result: tuple[Array, ...]
-    operands: tuple[str, ...]
+    operands: tuple[Instruction, ...]
     literal: str
     attributes: str
     is_root: bool
+    computation: Computation
+    users: list[Instruction] = dataclasses.field(default_factory=list)
 
-    def called(self, attribute: str) -> str | None:
-        """The name of the computation that an attribute (`calls`, `body`, ...) names."""
-        found = re.search(rf"\b{attribute}=%?([\w.\-]+)", self.attributes)
-        return found[1] if found else None
+    def attribute(self, pattern: str, default: str = "") -> str:
+        """The first group of a pattern's first match in the attributes."""
+        match = re.search(pattern, self.attributes)
+        return match[1] if match else default
 
-    def dims(self, attribute: str) -> tuple[int, ...]:
-        """A list of numbers such as `lhs_contracting_dims={1}`; empty where it is not given."""
-        found = re.search(rf"\b{attribute}={{([0-9,]*)}}", self.attributes)
-        return tuple(int(n) for n in found[1].split(",") if n) if found else ()
+    def called(self, attribute: str = "calls") -> Computation | None:
+        """The computation that an attribute (`calls`, `body`, ...) names."""
+        name = self.attribute(rf"\b{attribute}=%?([\w.\-]+)")
+        return self.computation.siblings.get(name)
 
     @property
-    def index(self) -> int:
-        """Which element a `get-tuple-element` takes."""
-        found = re.search(r"\bindex=(\d+)", self.attributes)
-        return int(found[1]) if found else 0
+    def fused(self) -> Computation | None:
+        """The computation inside a fusion; None for other instructions."""
+        return self.called() if self.opcode == "fusion" else None
+
+    @property
+    def inlined(self) -> Computation | None:
+        """The computation that a fusion, a call or an asynchronous wrapper runs once."""
+        if self.opcode not in ("fusion", "call", "async-start"):
+            return None
+        return self.called() or self.called("to_apply")
+
+    @property
+    def inputs(self) -> list[Array]:
+        """The operands' arrays."""
+        return [array for operand in self.operands for array in operand.result]
 
     @property
     def target(self) -> str:
         """The target of a custom call, else ''."""
-        found = re.search(r'custom_call_target="([^"]*)"', self.attributes)
-        return found[1] if found else ""
+        return self.attribute(r'custom_call_target="([^"]*)"')
 
     @property
-    def op_name(self) -> str:
-        """Where it comes from in the JAX program, e.g. '.../while/body/all_gather'."""
-        found = re.search(r'op_name="([^"]*)"', self.attributes)
-        return found[1] if found else ""
+    def is_async(self) -> bool:
+        """Whether it starts an operation that another instruction waits for.
+
+        The compiler marks a `*-start` that it does not overlap after all.
+        """
+        marked_sync = re.search(r'"is_sync":\s*true', self.attributes)
+        return self.opcode.endswith("-start") and not marked_sync
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False, repr=False)
 class Computation:
-    """A function of a program: its instructions in the order of the schedule."""
+    """A function of a program: its instructions in the order of the schedule.
+
+    Attributes:
+        name: Unique in the module.
+        siblings: All computations of the module, by name.
+        instructions: By name.
+        in_fusion: Whether a fusion calls it.
+    """
 
     name: str
-    instructions: dict[str, Instruction]
+    siblings: dict[str, Computation]
+    instructions: dict[str, Instruction] = dataclasses.field(default_factory=dict)
+    in_fusion: bool = False
 
     @functools.cached_property
     def root(self) -> Instruction:
@@ -111,17 +139,8 @@ class Computation:
     @functools.cached_property
     def parameters(self) -> dict[int, Instruction]:
         """Parameters by number."""
-        found = (i for i in self.instructions.values() if i.opcode == "parameter")
-        return {int(i.literal): i for i in found}
-
-    def arrays(self, instruction: Instruction) -> list[Array]:
-        """The arrays that go into an instruction."""
-        return [
-            array
-            for name in instruction.operands
-            if name in self.instructions
-            for array in self.instructions[name].result
-        ]
+        parameters = (i for i in self.instructions.values() if i.opcode == "parameter")
+        return {int(i.literal): i for i in parameters}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,56 +150,42 @@ class Module:
     computations: dict[str, Computation]
     entry: Computation
 
-    @functools.cached_property
-    def fused(self) -> frozenset[str]:
-        """Names of the computations inside fusions."""
-        return frozenset(
-            instruction.called("calls") or ""
-            for computation in self.computations.values()
-            for instruction in computation.instructions.values()
-            if instruction.opcode == "fusion"
-        )
-
-    def called(self, instruction: Instruction, attribute: str = "calls") -> Computation | None:
-        """The computation that an instruction names, if it does."""
-        return self.computations.get(instruction.called(attribute) or "")
-
 
 def parse(text: str) -> Module:
-    """Parses a program.
-
-    Args:
-        text: What `compiled.as_text()` gives.
+    """Parses a program as `compiled.as_text()` prints it.
 
     Raises:
         ValueError: The text has no entry computation.
     """
     computations: dict[str, Computation] = {}
-    entry = None
-    current: dict[str, Instruction] = {}
-    for line in _whole_lines(text):
+    entry = current = None
+    for line in _statements(text):
         if header := _HEADER.match(line):
-            current = {}
-            computations[header[2]] = Computation(header[2], current)
-            entry = header[2] if header[1] else entry
-        else:
-            instruction = _instruction(line)
-            current[instruction.name] = instruction
+            current = computations[header[2]] = Computation(header[2], computations)
+            entry = current if header[1] else entry
+        elif current is not None:
+            instruction = _instruction(line, current)
+            current.instructions[instruction.name] = instruction
+            for operand in instruction.operands:
+                operand.users.append(instruction)
     if entry is None:
         raise ValueError("no entry computation in this text: give what compiled.as_text() prints")
-    return Module(computations, computations[entry])
+    for computation in computations.values():
+        for instruction in computation.instructions.values():
+            if fused := instruction.fused:
+                fused.in_fusion = True
+    return Module(computations, entry)
 
 
-def _whole_lines(text: str) -> Iterator[str]:
-    """Headers and instructions, each on one line.
+def _statements(text: str) -> Iterator[str]:
+    """Headers and instructions, each as one string.
 
-    A custom call's configuration may run over several lines, and some of these start with '}'. So a
-    computation ends where the next one starts, and all else is glued to the instruction before.
+    A custom call's configuration may run over several lines, some of which start with '}'. So a
+    computation ends where the next one starts, and other lines belong to the instruction before.
     """
     pending = ""
     for line in text.splitlines():
-        starts = _HEADER.match(line) or _INSTRUCTION.match(line)
-        if starts:
+        if _HEADER.match(line) or _INSTRUCTION.match(line):
             if pending:
                 yield pending
             pending = line
@@ -190,29 +195,31 @@ def _whole_lines(text: str) -> Iterator[str]:
         yield pending
 
 
-def _instruction(line: str) -> Instruction:
+def _instruction(line: str, computation: Computation) -> Instruction:
     head = _INSTRUCTION.match(line)
     assert head is not None
     rest = line[head.end() :]
-    end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")
-    opens = rest.index("(", end)
-    closes = _closing(rest, opens)
-    literal = rest[opens + 1 : closes]
+    type_end = _closing_bracket(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")
+    opening = rest.index("(", type_end)
+    closing = _closing_bracket(rest, opening)
+    literal = rest[opening + 1 : closing]
+    known = computation.instructions
     return Instruction(
         name=head[2],
-        opcode=rest[end:opens].strip(),
-        result=arrays(rest[:end]),
-        operands=tuple(_OPERAND.findall(literal)),
+        opcode=rest[type_end:opening].strip(),
+        result=arrays(rest[:type_end]),
+        operands=tuple(known[name] for name in _OPERAND.findall(literal) if name in known),
         literal=literal,
-        attributes=rest[closes + 1 :],
+        attributes=rest[closing + 1 :],
         is_root=bool(head[1]),
+        computation=computation,
     )
 
 
-def _closing(text: str, start: int) -> int:
-    """Where the bracket that opens at `start` closes."""
+def _closing_bracket(text: str, start: int) -> int:
+    """The position of the bracket that closes the one at `start`."""
     depth = 0
-    for bracket in re.compile(r"[()]").finditer(text, start):
+    for bracket in _BRACKET.finditer(text, start):
         depth += 1 if bracket[0] == "(" else -1
         if depth == 0:
             return bracket.start()
@@ -222,10 +229,6 @@ def _closing(text: str, start: int) -> int:
 def arrays(text: str) -> tuple[Array, ...]:
     """The arrays of a type, e.g. '(bf16[2,4]{1,0:T(8,128)S(1)}, f32[])'."""
     return tuple(
-        Array(
-            dtype,
-            tuple(int(n.lstrip("<=")) for n in dims.split(",") if n),
-            "S(1)" in layout,
-        )
+        Array(dtype, tuple(int(n.lstrip("<=")) for n in dims.split(",") if n), "S(1)" in layout)
         for dtype, dims, layout in _ARRAY.findall(_COMMENT.sub("", text))
     )

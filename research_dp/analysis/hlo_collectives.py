@@ -1,15 +1,16 @@
-"""The collectives of a compiled program: what they move, how often, between whom."""
+"""The collectives of a compiled program: what they communicate, how often, between whom."""
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from research_dp.analysis import replica_groups
 from research_dp.analysis.hlo import Computation, Instruction, Module
-from research_dp.analysis.trip_count import trip_count
+from research_dp.analysis.replica_groups import connected_devices, mesh_axes, replica_groups
+from research_dp.analysis.trip_count import executed
 from research_dp.strategies.jaxpr_collectives import Collective
 
 KINDS = {
@@ -29,8 +30,7 @@ _SLICE_KINDS = {
     "ALL_TO_ALL": "all-to-all",
     "ONE_TO_ONE": "permute",
 }
-_SLICE_TRANSFER = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
-# Words of a JAX program's names that say what was asked for, whatever the compiler made of it.
+# The JAX primitive that a collective was compiled from, by the last part of its `op_name`.
 _PURPOSES = {
     "all_gather": "all-gather",
     "reduce_scatter": "reduce-scatter",
@@ -39,6 +39,7 @@ _PURPOSES = {
     "ppermute": "permute",
     "psum": "all-reduce",
 }
+_SAME_ELEMENTS = ("bitcast", "copy", "convert", "reshape")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,12 +48,12 @@ class CompiledCollective(Collective):
 
     Attributes:
         name: The instruction.
-        operations: How many operations this is, all times together. Arrays of several types may
-            travel in one operation: it counts for the first of them, and 0 for the others.
+        operations: How many operations this is, loops multiplied out. One operation may carry
+            arrays of several types: it counts for the first of them, and 0 for the others.
         is_async: It starts in one place and is waited for in another.
-        purpose: The kind that was asked for. A TPU sends some all-gathers as an all-reduce of
-            arrays padded with zeros, and some reduce-scatters as a whole all-reduce, at twice the
-            bytes.
+        purpose: The kind that was asked for. A TPU executes some all-gathers as an all-reduce of
+            arrays padded with zeros, and some reduce-scatters as an all-reduce of the full array,
+            at twice the bytes.
         group: One group of devices, as positions in the flattened mesh.
     """
 
@@ -63,7 +64,7 @@ class CompiledCollective(Collective):
     group: tuple[int, ...]
 
 
-def find(
+def find_collectives(
     module: Module, mesh_sizes: Mapping[str, int], slices: Sequence[int] | None = None
 ) -> list[CompiledCollective]:
     """All collectives that a program runs, loops multiplied out.
@@ -77,104 +78,25 @@ def find(
         NotImplementedError: A collective in a loop whose length the program does not say, or
             between groups in an unknown form.
     """
-    reader = _Reader(module, dict(mesh_sizes), slices)
-    return list(reader.walk(module.entry, 1, False))
-
-
-def kind_of(module: Module, computation: Computation, instruction: Instruction) -> str | None:
-    """What kind of collective an instruction is or starts; None if it is none, or ends one.
-
-    A TPU's asynchronous collective is a chain of fusions: `AsyncCollectiveStart`, compute with
-    steps of it inside, `AsyncCollectiveDone`. The collective is printed in each; only the start
-    counts.
-    """
-    if instruction.opcode == "send":
-        transfer = _SLICE_TRANSFER.search(instruction.attributes)
-        return _SLICE_KINDS[transfer[1]] if transfer else None
-    kind = KINDS.get(instruction.opcode.removesuffix("-start"))
-    if kind is None:
-        return None
-    chained = re.search(r'"async_collective_fusion_config"|chain_id=', instruction.attributes)
-    if chained and not starts(computation, instruction):
-        return None
-    if kind == "all-reduce" and computation.name in module.fused and _slices(computation):
-        return "reduce-scatter"
-    return kind
-
-
-def _slices(computation: Computation) -> bool:
-    """Whether a fusion ends in a slice: a TPU's reduce-scatter, written as all-reduce and slice."""
-    root = computation.root
-    while root.opcode in ("bitcast", "copy", "convert", "reshape"):
-        root = computation.instructions[root.operands[0]]
-    return root.opcode == "dynamic-slice"
-
-
-def starts(computation: Computation, instruction: Instruction) -> bool:
-    """Whether a TPU's `AsyncCollectiveStart` takes this collective."""
-    return any(
-        i.target == "AsyncCollectiveStart" and instruction.name in i.operands
-        for i in computation.instructions.values()
-    )
-
-
-def is_sync(instruction: Instruction) -> bool:
-    """Whether the compiler marked a `*-start` as not overlapped after all."""
-    return bool(re.search(r'"is_sync":\s*true', instruction.attributes))
-
-
-class _Reader:
-    """Walks through a program and collects its collectives."""
-
-    def __init__(self, module: Module, sizes: dict[str, int], slices: Sequence[int] | None):
-        self.module = module
-        self.sizes = sizes
-        slices = slices or [0] * math.prod(sizes.values())
-        # Each slice runs a program of its own, whose groups number the slice's devices.
-        by_slice: dict[int, list[int]] = {}
-        for position, number in enumerate(slices):
-            by_slice.setdefault(number, []).append(position)
-        self.slice = by_slice[slices[0]]
-        self.counterparts = [positions[0] for positions in by_slice.values()]
-
-    def walk(
-        self, computation: Computation, times: int | None, asynchronous: bool
-    ) -> Iterator[CompiledCollective]:
-        """Collectives of a computation that runs so many times (None: nobody knows)."""
-        for instruction in computation.instructions.values():
-            kind = kind_of(self.module, computation, instruction)
-            if kind:
-                if times is None:
-                    raise NotImplementedError(
-                        f"{instruction.name}: a collective in a loop of unknown length; use scan"
-                    )
-                yield from self.read(computation, instruction, kind, times, asynchronous)
-            for inner, inner_times in entered(self.module, computation, instruction):
-                wrapped = asynchronous or (
-                    instruction.opcode == "async-start" and not is_sync(instruction)
-                )
-                turns = None if times is None or inner_times is None else times * inner_times
-                yield from self.walk(inner, turns, wrapped)
-
-    def read(
-        self,
-        computation: Computation,
-        instruction: Instruction,
-        kind: str,
-        times: int,
-        asynchronous: bool,
-    ) -> Iterator[CompiledCollective]:
-        """One collective: a record for each element type that travels in it."""
-        group, axes = self.members(instruction, kind)
-        started = instruction.opcode.endswith("-start") and not is_sync(instruction)
-        started = started or instruction.opcode == "send"
-        sizes: dict[str, int] = {}
-        for array in computation.arrays(instruction):
-            full = len(group) if kind == "all-gather" else 1
-            sizes[array.dtype] = sizes.get(array.dtype, 0) + array.nbytes * full
+    groups = _Groups(mesh_sizes, slices)
+    result = []
+    for instruction, times, in_async in executed(module):
+        kind = kind_of(instruction)
+        if kind is None:
+            continue
+        if times is None:
+            raise NotImplementedError(
+                f"{instruction.name}: a collective in a loop of unknown length; use scan"
+            )
+        group, axes = groups.of(instruction, kind)
+        is_async = instruction.is_async or instruction.opcode == "send"
+        sizes: dict[str, int] = collections.defaultdict(int)
+        for array in instruction.inputs:
+            # Bytes of the full array, which comes out of an all-gather and goes into the others.
+            sizes[array.dtype] += array.nbytes * (len(group) if kind == "all-gather" else 1)
         sizes.pop("token", None)
         for position, (dtype, nbytes) in enumerate(sizes.items()):
-            yield CompiledCollective(
+            collective = CompiledCollective(
                 kind=kind,
                 axes=axes,
                 devices=len(group),
@@ -183,84 +105,108 @@ class _Reader:
                 times=times,
                 name=instruction.name,
                 operations=0 if position else times,
-                is_async=asynchronous or started or starts(computation, instruction),
-                purpose=_purpose(self.module, computation, instruction, kind),
+                is_async=in_async or is_async or starts_chain(instruction),
+                purpose=_purpose(instruction, kind),
                 group=group,
             )
+            result.append(collective)
+    return result
 
-    def members(
-        self, instruction: Instruction, kind: str
-    ) -> tuple[tuple[int, ...], tuple[str, ...]]:
+
+def kind_of(instruction: Instruction) -> str | None:
+    """The kind of collective that an instruction is or starts; None if it is none, or ends one.
+
+    A TPU's asynchronous collective is a chain of fusions: `AsyncCollectiveStart`, compute with
+    steps of it inside, `AsyncCollectiveDone`. The collective is printed in each; only the start
+    counts.
+    """
+    if instruction.opcode == "send":
+        transfer = instruction.attribute(r'_xla_megascale_transfer_type="(\w+)"')
+        return _SLICE_KINDS[transfer] if transfer else None
+    kind = KINDS.get(instruction.opcode.removesuffix("-start"))
+    if kind is None:
+        return None
+    chain = re.search(r'"async_collective_fusion_config"|chain_id=', instruction.attributes)
+    if chain and not starts_chain(instruction):
+        return None
+    computation = instruction.computation
+    if kind == "all-reduce" and computation.in_fusion and _returns_slice(computation):
+        return "reduce-scatter"  # as a TPU writes one: a fusion of all-reduce and slice
+    return kind
+
+
+def starts_chain(instruction: Instruction) -> bool:
+    """Whether a TPU's `AsyncCollectiveStart` takes this collective."""
+    return any(user.target == "AsyncCollectiveStart" for user in instruction.users)
+
+
+def _returns_slice(computation: Computation) -> bool:
+    root = computation.root
+    while root.opcode in _SAME_ELEMENTS:
+        root = root.operands[0]
+    return root.opcode == "dynamic-slice"
+
+
+class _Groups:
+    """Which devices of a mesh take part in a collective."""
+
+    def __init__(self, mesh_sizes: Mapping[str, int], slices: Sequence[int] | None):
+        self.mesh_sizes = mesh_sizes
+        slices = slices or [0] * math.prod(mesh_sizes.values())
+        positions: dict[int, list[int]] = {}
+        for position, number in enumerate(slices):
+            positions.setdefault(number, []).append(position)
+        # Each slice runs a program of its own, whose groups number the slice's devices.
+        self.first_slice = positions[slices[0]]
+        self.counterparts = [of_slice[0] for of_slice in positions.values()]
+
+    def of(self, instruction: Instruction, kind: str) -> tuple[tuple[int, ...], tuple[str, ...]]:
         """One group of a collective, as positions in the flattened mesh, and its mesh axes."""
+        sizes = self.mesh_sizes
         if instruction.opcode == "send":
-            # Devices at the same place of each slice; of an exchange the program tells no more.
-            whole = kind in ("all-to-all", "permute")
-            group = range(math.prod(self.sizes.values())) if whole else self.counterparts
-            return tuple(group), replica_groups.mesh_axes(list(group), self.sizes)
-        listed = replica_groups.replica_groups(instruction.attributes, len(self.slice))
-        mapped = [tuple(self.slice[member] for member in group) for group in listed]
+            # The first device of each slice. A program does not say between which devices an
+            # all-to-all or a permute exchanges data: then all devices.
+            group = self.counterparts
+            if kind in ("all-to-all", "permute"):
+                group = list(range(math.prod(sizes.values())))
+            return tuple(group), mesh_axes(group, sizes)
+        local_groups = replica_groups(instruction.attributes, len(self.first_slice))
+        groups = [tuple(self.first_slice[i] for i in members) for members in local_groups]
         if kind != "permute":
-            return mapped[0], replica_groups.mesh_axes(mapped[0], self.sizes)
-        along = {axis for pair in mapped for axis in replica_groups.mesh_axes(pair, self.sizes)}
-        axes = tuple(axis for axis in self.sizes if axis in along)
-        return replica_groups.joined(mapped), axes
+            return groups[0], mesh_axes(groups[0], sizes)
+        crossed = {axis for pair in groups for axis in mesh_axes(pair, sizes)}
+        return connected_devices(groups), tuple(axis for axis in sizes if axis in crossed)
 
 
-def entered(
-    module: Module, computation: Computation, instruction: Instruction
-) -> Iterator[tuple[Computation, int | None]]:
-    """The computations that an instruction runs, and how often; every branch of a conditional."""
-    if instruction.opcode == "while":
-        if body := module.called(instruction, "body"):
-            yield body, trip_count(module, computation, instruction)
-    elif instruction.opcode in ("fusion", "call", "async-start"):
-        inner = module.called(instruction) or module.called(instruction, "to_apply")
-        if inner:
-            yield inner, 1
-    elif instruction.opcode == "conditional":
-        branches = re.search(r"branch_computations=\{([^}]*)\}", instruction.attributes)
-        listed = re.findall(r"%?([\w.\-]+)", branches[1]) if branches else []
-        either = (instruction.called(f"{side}_computation") for side in ("true", "false"))
-        for name in listed or [name for name in either if name]:
-            yield module.computations[name], 1
-
-
-_SAME = ("bitcast", "copy", "convert", "reshape")
-
-
-def _purpose(module: Module, computation: Computation, instruction: Instruction, kind: str) -> str:
-    last = instruction.op_name.rsplit("/", 1)[-1]
-    if last in _PURPOSES:
-        return _PURPOSES[last]
-    if kind == "all-reduce" and _padded(module, computation, instruction.operands[0]):
+def _purpose(instruction: Instruction, kind: str) -> str:
+    primitive = instruction.attribute(r'op_name="([^"]*)"').rsplit("/", 1)[-1]
+    if primitive in _PURPOSES:
+        return _PURPOSES[primitive]
+    if kind == "all-reduce" and _is_padded(instruction.operands[0]):
         return "all-gather"
-    if kind == "all-reduce" and _sliced(module, computation, instruction.name):
+    if kind == "all-reduce" and _is_sliced(instruction):
         return "reduce-scatter"
     return kind
 
 
-def _padded(module: Module, computation: Computation, name: str) -> bool:
-    """Whether an array is a device's part written into an array of zeros."""
-    made = computation.instructions[name]
-    if made.opcode == "fusion" and (inner := module.called(made)):
-        return _padded(module, inner, inner.root.name)
-    if made.opcode in _SAME:
-        return _padded(module, computation, made.operands[0])
-    return made.opcode == "dynamic-update-slice"
+def _is_padded(array: Instruction) -> bool:
+    """Whether an array is a device's shard written into an array of zeros."""
+    if fused := array.fused:
+        return _is_padded(fused.root)
+    if array.opcode in _SAME_ELEMENTS:
+        return _is_padded(array.operands[0])
+    return array.opcode == "dynamic-update-slice"
 
 
-def _sliced(module: Module, computation: Computation, name: str) -> bool:
+def _is_sliced(array: Instruction) -> bool:
     """Whether every use of an array takes a slice of it."""
-    users = [i for i in computation.instructions.values() if name in i.operands]
-    return bool(users) and all(_takes_slice(module, computation, user, name) for user in users)
+    return bool(array.users) and all(_takes_slice(user, array) for user in array.users)
 
 
-def _takes_slice(module: Module, computation: Computation, user: Instruction, name: str) -> bool:
-    if user.opcode == "dynamic-slice":
-        return True
-    if user.opcode in (*_SAME, "get-tuple-element"):
-        return _sliced(module, computation, user.name)
-    if user.opcode == "fusion" and (inner := module.called(user)):
-        numbers = [i for i, operand in enumerate(user.operands) if operand == name]
-        return all(_sliced(module, inner, inner.parameters[i].name) for i in numbers)
-    return False
+def _takes_slice(user: Instruction, array: Instruction) -> bool:
+    if user.opcode in (*_SAME_ELEMENTS, "get-tuple-element"):
+        return _is_sliced(user)
+    if fused := user.fused:
+        numbers = [i for i, operand in enumerate(user.operands) if operand is array]
+        return all(_is_sliced(fused.parameters[i]) for i in numbers)
+    return user.opcode == "dynamic-slice"

@@ -14,21 +14,21 @@ from research_dp.strategies.jaxpr_collectives import Collective
 
 @dataclasses.dataclass(frozen=True)
 class Route:
-    """The links that a group of devices has.
+    """The links of a group of devices; rates are bytes/s that a device sends.
 
     Attributes:
-        domains: Hosts (GPU) or slices (TPU) that the group lies in.
+        domains: Hosts (GPU) or slices (TPU) that the group is in.
         members: Its devices in each of them.
-        inside: Bytes/s that a device sends to others of its domain, in a ring.
-        inside_direct: The same, each to each.
-        across: Bytes/s that a device sends to other domains.
+        ring_rate: To others of its domain, in a ring.
+        direct_rate: To others of its domain, all to all.
+        across_rate: To other domains.
     """
 
     domains: int
     members: int
-    inside: float
-    inside_direct: float
-    across: float
+    ring_rate: float
+    direct_rate: float
+    across_rate: float
 
     @property
     def crosses(self) -> bool:
@@ -36,43 +36,34 @@ class Route:
 
 
 def route(topology: Topology, devices: Sequence[Any]) -> Route:
-    """The links between the devices of a group.
-
-    Args:
-        topology: Where they are.
-        devices: The group, e.g. `[mesh.devices.flat[i] for i in collective.group]`.
-    """
+    """The links of a group, e.g. of `[mesh.devices.flat[i] for i in collective.group]`."""
     chip = topology.chip
     domains = len({topology.domain(device) for device in devices})
-    inside, direct = chip.inside_rate, chip.inside_rate
+    ring_rate = chip.inside_rate
     if chip.platform == "tpu":
         # A ring goes both ways along each dimension of the torus in which the group extends.
-        inside *= 2 * max(1, _dimensions(devices))
-    return Route(domains, len(devices) // domains, inside, direct, chip.across_rate)
+        coordinates = np.array([device.coords for device in devices])
+        extended = int(np.count_nonzero(np.ptp(coordinates, axis=0)))
+        ring_rate *= 2 * max(1, extended)
+    return Route(domains, len(devices) // domains, ring_rate, chip.inside_rate, chip.across_rate)
 
 
-def _dimensions(devices: Sequence[Any]) -> int:
-    """In how many dimensions of the torus these TPU chips differ."""
-    coordinates = np.array([device.coords for device in devices])
-    return int(np.count_nonzero(np.ptp(coordinates, axis=0)))
-
-
-def seconds(collective: Collective, way: Route) -> float:
+def seconds(collective: Collective, links: Route) -> float:
     """Time of one execution, without latency.
 
-    Rings: every byte leaves a host (a slice) once, over the cards of all its members together, and
-    moves inside at the links' rate; the slower of the two bounds it. All-to-all has no such ring:
-    what goes to another host leaves by the sender's own card.
+    In a ring every byte leaves a host (a slice) once, over the cards of all its members together,
+    and passes inside at the links' rate; the slower of the two bounds it. An all-to-all has no
+    ring: bytes for another host leave by the sender's own card.
     """
-    once = dataclasses.replace(collective, times=1).wire_bytes
-    if not way.crosses:
-        direct = collective.kind in ("all-to-all", "permute")
-        return once / (way.inside_direct if direct else way.inside)
+    wire_bytes = dataclasses.replace(collective, times=1).wire_bytes
+    if not links.crosses:
+        is_direct = collective.kind in ("all-to-all", "permute")
+        return wire_bytes / (links.direct_rate if is_direct else links.ring_rate)
     if collective.kind == "permute":
-        return once / way.across
+        return wire_bytes / links.across_rate
     if collective.kind == "all-to-all":
-        here, all_members = way.members, collective.devices
-        inside = collective.nbytes * (here - 1) / all_members / way.inside_direct
-        across = collective.nbytes * (all_members - here) / all_members / way.across
+        members, devices = links.members, collective.devices
+        inside = collective.nbytes * (members - 1) / devices / links.direct_rate
+        across = collective.nbytes * (devices - members) / devices / links.across_rate
         return max(inside, across)
-    return once / min(way.inside, way.members * way.across)
+    return wire_bytes / min(links.ring_rate, links.members * links.across_rate)

@@ -1,4 +1,4 @@
-"""What a compiled program costs: the one function that the commands and tests ask."""
+"""What a compiled program costs: memory, FLOPs, communication, and a predicted time."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from research_dp.analysis import flops, hlo
-from research_dp.analysis import hlo_collectives as reading
-from research_dp.analysis import timeline as schedule
-from research_dp.analysis.hlo_collectives import CompiledCollective
+from research_dp.analysis import hlo
+from research_dp.analysis.flops import flops
+from research_dp.analysis.hlo_collectives import CompiledCollective, find_collectives
 from research_dp.analysis.link_model import route, seconds
-from research_dp.analysis.timeline import Schedule
+from research_dp.analysis.timeline import Schedule, simulate
 from research_dp.analysis.topologies import Topology
+from research_dp.analysis.trip_count import executed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,13 +23,13 @@ class ProgramCost:
 
     Attributes:
         argument_bytes: Of its arguments: for a training step, the state and the batch.
-        output_bytes: Of its results, those that take an argument's place included.
-        alias_bytes: Of the results that take an argument's place (donated).
-        temp_bytes: Of what it needs besides.
+        output_bytes: Of its results, those that replace an argument included.
+        alias_bytes: Of the results that replace an argument (donated).
+        temp_bytes: Of temporary memory.
         peak_bytes: Most bytes in use at any moment, arguments included.
         flops: Of matrix multiplications.
         flops_by_dtype: The same, by the operands' element type.
-        collectives: What it sends.
+        collectives: Its communication.
         crossing: Names of the collectives that leave a host (GPU) or a slice (TPU).
         schedule: Predicted times; these are estimates, from vendors' rates.
     """
@@ -64,7 +64,8 @@ class ProgramCost:
         """
         total: dict[tuple[str, ...], float] = collections.defaultdict(float)
         for collective in self.collectives:
-            key = tuple(_text(getattr(collective, field)) for field in fields)
+            values = (getattr(collective, field) for field in fields)
+            key = tuple("+".join(v) if isinstance(v, tuple) else v for v in values)
             total[key] += collective.wire_bytes
         return dict(total)
 
@@ -81,7 +82,7 @@ def read(compiled: Any, mesh: Mesh, topology: Topology, text: str | None = None)
         compiled: What `jax.jit(step).lower(*arguments).compile(options)` gives.
         mesh: The mesh that the program was written for; all its devices take part.
         topology: Where the mesh's devices are.
-        text: The program's text, where it is had otherwise than from `compiled`.
+        text: The program's text; None: `compiled` prints it.
 
     Raises:
         NotImplementedError: A collective that this reader does not understand, or one in a loop
@@ -90,17 +91,17 @@ def read(compiled: Any, mesh: Mesh, topology: Topology, text: str | None = None)
     memory = compiled.memory_analysis()
     module = hlo.parse(compiled.as_text() if text is None else text)
     devices = list(mesh.devices.flat)
-    several = topology.slices > 1
-    slices = [topology.domain(device) for device in devices] if several else None
-    found = reading.find(module, dict(mesh.shape), slices)
-    ways = {c.name: route(topology, [devices[i] for i in c.group]) for c in found}
-    took: dict[str, float] = collections.defaultdict(float)
+    slices = [topology.domain(d) for d in devices] if topology.slices > 1 else None
+    collectives = find_collectives(module, dict(mesh.shape), slices)
+    routes = {c.name: route(topology, [devices[i] for i in c.group]) for c in collectives}
+    # One operation may carry arrays of several types.
+    times: dict[str, float] = collections.defaultdict(float)
     nbytes: dict[str, float] = collections.defaultdict(float)
-    for collective in {(c.name, c.dtype): c for c in found}.values():
-        took[collective.name] += seconds(collective, ways[collective.name])
+    for collective in {(c.name, c.dtype): c for c in collectives}.values():
+        times[collective.name] += seconds(collective, routes[collective.name])
         nbytes[collective.name] += dataclasses.replace(collective, times=1).wire_bytes
-    played = schedule.play(
-        module, topology.chip, lambda name: (took[name], ways[name].crosses, nbytes[name])
+    schedule = simulate(
+        module, topology.chip, lambda name: (times[name], routes[name].crosses, nbytes[name])
     )
     by_dtype = flops_of(module)
     return ProgramCost(
@@ -111,9 +112,9 @@ def read(compiled: Any, mesh: Mesh, topology: Topology, text: str | None = None)
         peak_bytes=memory.peak_memory_in_bytes,
         flops=sum(by_dtype.values()),
         flops_by_dtype=by_dtype,
-        collectives=tuple(found),
-        crossing=frozenset(name for name, way in ways.items() if way.crosses),
-        schedule=played,
+        collectives=tuple(collectives),
+        crossing=frozenset(name for name, links in routes.items() if links.crosses),
+        schedule=schedule,
     )
 
 
@@ -124,22 +125,12 @@ def flops_of(module: hlo.Module) -> dict[str, int]:
         NotImplementedError: A matrix multiplication in a loop of unknown length.
     """
     total: dict[str, int] = collections.defaultdict(int)
-
-    def walk(computation: hlo.Computation, times: int | None) -> None:
-        for instruction in computation.instructions.values():
-            count, dtype = flops.flops(computation, instruction)
-            if count and times is None:
-                raise NotImplementedError(
-                    f"{instruction.name}: a matrix multiplication in a loop of unknown length"
-                )
-            if count:
-                total[dtype] += count * (times or 0)
-            for inner, turns in reading.entered(module, computation, instruction):
-                walk(inner, None if times is None or turns is None else times * turns)
-
-    walk(module.entry, 1)
+    for instruction, times, _ in executed(module):
+        count, dtype = flops(instruction)
+        if count and times is None:
+            raise NotImplementedError(
+                f"{instruction.name}: a matrix multiplication in a loop of unknown length"
+            )
+        if count:
+            total[dtype] += count * (times or 0)
     return dict(total)
-
-
-def _text(value: Any) -> str:
-    return "+".join(value) if isinstance(value, tuple) else str(value)

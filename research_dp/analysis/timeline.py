@@ -1,27 +1,27 @@
-"""Plays a compiled program's schedule: what waits for the network, and what bounds the step.
+"""Simulates a compiled program's schedule: what waits for the network, and what bounds the step.
 
-An estimate from vendors' rates, of a machine that does everything else for nothing: one stream
-computes, one sends. Each instruction takes the longer of its FLOPs at the peak rate and its bytes
-at the memory's rate, each collective its bytes at the links' rate. What the schedule says is exact:
-what is started when, and where it is waited for.
+An estimate from vendors' rates: one stream computes, one communicates, and nothing else costs
+time. Each instruction takes the longer of its FLOPs at the peak rate and its bytes at the memory's
+rate, each collective its bytes at the links' rate. Where each collective starts and where it is
+waited for is exact: the program says it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from research_dp.analysis import flops
-from research_dp.analysis import hbm_traffic as memory
+from research_dp.analysis.flops import flops_inside
+from research_dp.analysis.hbm_traffic import hbm_bytes
 from research_dp.analysis.hlo import Computation, Instruction, Module
-from research_dp.analysis.hlo_collectives import entered, is_sync, kind_of, starts
+from research_dp.analysis.hlo_collectives import kind_of, starts_chain
+from research_dp.analysis.trip_count import callees
 from research_dp.distributed.hardware import Chip
 
-# Gives the seconds of one execution of a collective, by its instruction's name, whether it leaves
-# the host or slice, and the bytes that a device sends.
+# (name of a collective's instruction) -> the seconds of one execution, whether it leaves the host
+# or slice, and the bytes that a device sends.
 Network = Callable[[str], tuple[float, bool, float]]
 
 
@@ -35,10 +35,10 @@ class Schedule:
         network_inside: All collectives inside a host (GPU) or slice (TPU), one after the other.
         network_across: Those that leave it.
         exposed: How long the compute stream waits for collectives.
-        step: The whole run: every instruction at the slower of compute and memory, and `exposed`.
-        wire_bytes: What a device sends.
-        hidden_bytes: The part of it that travels while the compute stream does not wait for it.
-        is_lower_bound: Whether there is a loop of unknown length, of which one turn is counted.
+        step: The full run: every instruction at the slower of compute and memory, and `exposed`.
+        wire_bytes: Bytes that a device sends.
+        hidden_bytes: Those of them that are sent while the compute stream does not wait for them.
+        is_lower_bound: Whether one iteration is counted of a loop of unknown length.
     """
 
     compute: float
@@ -57,7 +57,7 @@ class Schedule:
 
     @property
     def hidden_fraction(self) -> float | None:
-        """The share of the wire bytes that travel behind compute; None where nothing is sent."""
+        """The share of the wire bytes that is hidden behind compute; None where there are none."""
         return self.hidden_bytes / self.wire_bytes if self.wire_bytes else None
 
     @property
@@ -67,166 +67,159 @@ class Schedule:
         return max(times, key=lambda name: times[name])
 
 
-def play(module: Module, chip: Chip, network: Network) -> Schedule:
-    """Plays a program's schedule.
+# Positions in the simulation's clock: the two streams' times, then the sums of `Schedule`.
+_COMPUTE_STREAM, _NETWORK_STREAM, *_SUMS = range(9)
+_COMPUTE, _MEMORY, _INSIDE, _ACROSS, _EXPOSED, _WIRE_BYTES, _HIDDEN_BYTES = _SUMS
+
+
+def simulate(module: Module, chip: Chip, network: Network) -> Schedule:
+    """Simulates a program's schedule.
 
     Args:
         module: The program.
         chip: The devices' rates.
         network: How long each collective takes.
     """
-    player = _Player(module, chip, network)
-    player.computation(module.entry)
-    for sent in sorted(player.finished.values(), key=lambda one: one.arrival):
-        player.wait(sent)
-    clock = [float(seconds) for seconds in player.clock]
+    simulation = _Simulation(chip, network)
+    simulation.run(module.entry)
+    for transfer in sorted(simulation.in_flight.values(), key=lambda t: t.arrival):
+        simulation.wait(transfer)
+    clock = simulation.clock.tolist()
     return Schedule(
         compute=clock[_COMPUTE],
         memory=clock[_MEMORY],
         network_inside=clock[_INSIDE],
         network_across=clock[_ACROSS],
         exposed=clock[_EXPOSED],
-        step=clock[_COMPUTES],
-        wire_bytes=clock[_BYTES],
-        hidden_bytes=clock[_HIDDEN],
-        is_lower_bound=player.is_lower_bound,
+        step=clock[_COMPUTE_STREAM],
+        wire_bytes=clock[_WIRE_BYTES],
+        hidden_bytes=clock[_HIDDEN_BYTES],
+        is_lower_bound=simulation.is_lower_bound,
     )
 
 
-# Places in the player's clock: the two streams' times, then sums.
-_COMPUTES, _SENDS, _EXPOSED, _COMPUTE, _MEMORY, _INSIDE, _ACROSS, _BYTES, _HIDDEN = range(9)
-
-
 @dataclasses.dataclass(frozen=True)
-class _Sent:
-    """A collective on its way: when it will have arrived, how long it takes, and its bytes."""
+class _Transfer:
+    """A collective in flight: when it arrives, how long it takes, and its bytes."""
 
     arrival: float
-    took: float
+    seconds: float
     nbytes: float
 
 
-class _Player:
-    def __init__(self, module: Module, chip: Chip, network: Network):
-        self.module = module
+class _Simulation:
+    def __init__(self, chip: Chip, network: Network):
         self.chip = chip
         self.network = network
         self.clock = np.zeros(9)
-        self.finished: dict[str, _Sent] = {}  # what was started
+        self.in_flight: dict[str, _Transfer] = {}
         self.is_lower_bound = False
-        self.costs: dict[str, tuple[float, float]] = {}
+        self.costs: dict[Instruction, tuple[float, float]] = {}
 
-    def computation(self, computation: Computation) -> None:
-        """Plays a computation's instructions in their order."""
+    def run(self, computation: Computation) -> None:
         for instruction in computation.instructions.values():
-            self.instruction(computation, instruction)
-
-    def instruction(self, computation: Computation, instruction: Instruction) -> None:
-        """Plays one instruction."""
-        if instruction.opcode in ("while", "conditional", "call"):
-            for inner, turns in entered(self.module, computation, instruction):
-                self.is_lower_bound |= turns is None
-                self.loop(inner, 1 if turns is None else turns)
-            return
-        for key in self.awaited(computation, instruction):
-            if key in self.finished:
-                self.wait(self.finished.pop(key))
-        for name, later in self.sent(computation, instruction):
-            sent = self.send(name)
-            if later is None:
-                self.wait(sent)
+            if instruction.opcode in ("while", "conditional", "call"):
+                for callee, trips in callees(instruction):
+                    self.is_lower_bound |= trips is None
+                    self.repeat(callee, 1 if trips is None else trips)
             else:
-                self.finished[later] = sent
-        self.work(computation, instruction)
+                self.execute(instruction)
 
-    def loop(self, body: Computation, turns: int) -> None:
-        """Plays a loop; once its turns are all alike, the rest of them in one go."""
+    def repeat(self, body: Computation, trips: int) -> None:
+        """Simulates a loop until two iterations take equally long, and multiplies out the rest."""
         before = None
-        for turn in range(turns):
+        for trip in range(trips):
             start = self.clock.copy()
-            self.computation(body)
-            took = self.clock - start
-            if before is not None and np.allclose(took, before, rtol=1e-9, atol=0):
-                self.clock += took * (turns - turn - 1)
+            self.run(body)
+            elapsed = self.clock - start
+            if before is not None and np.allclose(elapsed, before, rtol=1e-9, atol=0):
+                self.clock += elapsed * (trips - trip - 1)
                 return
-            before = took
+            before = elapsed
 
-    def work(self, computation: Computation, instruction: Instruction) -> None:
+    def execute(self, instruction: Instruction) -> None:
+        for awaited in _awaited(instruction):
+            if awaited in self.in_flight:
+                self.wait(self.in_flight.pop(awaited))
+        for name, key in _started(instruction):
+            transfer = self.send(name)
+            if key is None:
+                self.wait(transfer)
+            else:
+                self.in_flight[key] = transfer
+        self.compute(instruction)
+
+    def compute(self, instruction: Instruction) -> None:
         """An instruction's own compute and memory traffic."""
-        if instruction.name not in self.costs:
-            found = flops.inside(self.module, computation, instruction)
-            compute = sum(count / self.chip.peak(dtype) for count, dtype in found)
-            moved = memory.moved(self.module, computation, instruction)
-            self.costs[instruction.name] = compute, moved / self.chip.memory_rate
-        compute, traffic = self.costs[instruction.name]
+        if instruction not in self.costs:
+            seconds = sum(n / self.chip.peak(dtype) for n, dtype in flops_inside(instruction))
+            self.costs[instruction] = seconds, hbm_bytes(instruction) / self.chip.memory_rate
+        compute, memory = self.costs[instruction]
         self.clock[_COMPUTE] += compute
-        self.clock[_MEMORY] += traffic
-        if not instruction.opcode.endswith("-start"):  # copies that are started run beside
-            self.clock[_COMPUTES] += max(compute, traffic)
+        self.clock[_MEMORY] += memory
+        if not instruction.opcode.endswith("-start"):  # asynchronous copies run beside compute
+            self.clock[_COMPUTE_STREAM] += max(compute, memory)
 
-    def send(self, name: str) -> _Sent:
-        """Puts a collective on the network."""
-        took, crosses, nbytes = self.network(name)
-        arrival = max(self.clock[_COMPUTES], self.clock[_SENDS]) + took
-        self.clock[_SENDS] = arrival
-        self.clock[_ACROSS if crosses else _INSIDE] += took
-        self.clock[_BYTES] += nbytes
-        return _Sent(arrival, took, nbytes)
+    def send(self, name: str) -> _Transfer:
+        """Puts a collective on the network, behind those already on it."""
+        seconds, crosses, nbytes = self.network(name)
+        arrival = max(self.clock[_COMPUTE_STREAM], self.clock[_NETWORK_STREAM]) + seconds
+        self.clock[_NETWORK_STREAM] = arrival
+        self.clock[_ACROSS if crosses else _INSIDE] += seconds
+        self.clock[_WIRE_BYTES] += nbytes
+        return _Transfer(arrival, seconds, nbytes)
 
-    def wait(self, sent: _Sent) -> None:
+    def wait(self, transfer: _Transfer) -> None:
         """Lets the compute stream wait for a collective."""
-        waited = max(0.0, sent.arrival - self.clock[_COMPUTES])
-        self.clock[_COMPUTES] += waited
+        waited = max(0.0, transfer.arrival - self.clock[_COMPUTE_STREAM])
+        self.clock[_COMPUTE_STREAM] += waited
         self.clock[_EXPOSED] += waited
-        # A longer wait was for what is before it on the network, and moves none of its bytes.
-        self.clock[_HIDDEN] += sent.nbytes * (1 - min(1.0, waited / sent.took if sent.took else 0))
+        # A longer wait was for the collectives before it on the network; none of its bytes are sent
+        # during that.
+        exposed = min(1.0, waited / transfer.seconds if transfer.seconds else 0)
+        self.clock[_HIDDEN_BYTES] += transfer.nbytes * (1 - exposed)
 
-    def sent(
-        self, computation: Computation, instruction: Instruction
-    ) -> list[tuple[str, str | None]]:
-        """Collectives that an instruction sends, and under which key each is waited for later.
 
-        The key is None where the instruction itself waits.
-        """
-        if kind_of(self.module, computation, instruction):
-            later = instruction.opcode.endswith("-start") and not is_sync(instruction)
-            if instruction.opcode == "send":
-                return [(instruction.name, _rendezvous(instruction))]
-            return [(instruction.name, instruction.name if later else None)]
-        found: list[tuple[str, str | None]] = []
-        inner = self.module.called(instruction)
-        if instruction.opcode in ("fusion", "async-start") and inner:
-            wrapped = instruction.opcode == "async-start" and not is_sync(instruction)
-            for fused in inner.instructions.values():
-                for name, key in self.sent(inner, fused):
-                    if starts(inner, fused):
-                        key = _chain(fused)
-                    found.append((name, instruction.name if wrapped else key))
-        return found
+def _started(instruction: Instruction) -> Iterator[tuple[str, str | None]]:
+    """Collectives that an instruction starts, and the key under which each is waited for later.
 
-    def awaited(self, computation: Computation, instruction: Instruction) -> list[str]:
-        """The keys of what an instruction waits for."""
-        if instruction.opcode == "recv-done":
-            return [_rendezvous(computation.instructions[instruction.operands[0]])]
-        if instruction.opcode.endswith("-done") and instruction.operands:
-            begun = computation.instructions[instruction.operands[0]]
-            while begun.opcode == "async-update":
-                begun = computation.instructions[begun.operands[0]]
-            return [begun.name]
-        inner = self.module.called(instruction)
-        if instruction.opcode == "fusion" and inner:
-            ends = any(i.target == "AsyncCollectiveDone" for i in inner.instructions.values())
-            return [_chain(i) for i in inner.instructions.values() if ends and _chain(i)]
-        return []
+    The key is None where the instruction itself waits.
+    """
+    if kind_of(instruction):
+        key = instruction.name if instruction.is_async else None
+        yield instruction.name, _rendezvous(instruction) if instruction.opcode == "send" else key
+    elif instruction.opcode in ("fusion", "async-start") and (wrapped := instruction.called()):
+        for inner in wrapped.instructions.values():
+            for name, key in _started(inner):
+                if instruction.is_async:
+                    yield name, instruction.name
+                else:
+                    yield name, _chain(inner) if starts_chain(inner) else key
+
+
+def _awaited(instruction: Instruction) -> list[str]:
+    """The keys of the collectives that an instruction waits for."""
+    if instruction.opcode == "recv-done":
+        return [_rendezvous(instruction.operands[0])]
+    if instruction.opcode.endswith("-done") and instruction.operands:
+        start = instruction.operands[0]
+        while start.opcode == "async-update":
+            start = start.operands[0]
+        return [start.name]
+    if fused := instruction.fused:
+        inner = fused.instructions.values()
+        if any(i.target == "AsyncCollectiveDone" for i in inner):
+            return [chain for i in inner if (chain := _chain(i))]
+    return []
 
 
 def _chain(instruction: Instruction) -> str:
     """The key of a TPU's chain of fusions that carry one collective; '' outside of them."""
-    found = re.search(r'chain_id="(\d+)"', instruction.attributes)
-    return f"chain {found[1]}" if found else ""
+    number = instruction.attribute(r'chain_id="(\d+)"')
+    return f"chain {number}" if number else ""
 
 
 def _rendezvous(instruction: Instruction) -> str:
-    """The key by which a `send` between slices and its `recv` know each other."""
-    found = re.search(r'_xla_host_transfer_rendezvous="([^"]*)"', instruction.attributes)
-    return f"rendezvous {found[1]}" if found else ""
+    """The key that a `send` between slices and its `recv` share."""
+    key = instruction.attribute(r'_xla_host_transfer_rendezvous="([^"]*)"')
+    return f"rendezvous {key}" if key else ""

@@ -25,7 +25,7 @@ from research_dp.errors import UsageError
 
 EXAMPLES = "h100:8x8 (hosts x GPUs), v5e-64 (chips), 2xv5e-64 (slices x chips), cpu:8"
 
-# What the plugins want to be told where no device is.
+# What the plugins need where no device is.
 _ENVIRONMENT = {
     "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # else the CUDA plugin looks for a driver
     "TPU_SKIP_MDS_QUERY": "1",  # else libtpu asks the cloud's metadata server, and waits
@@ -41,10 +41,10 @@ _PLUGINS = {"gpu": ("jax_cuda13_plugin", "jax_cuda12_plugin"), "tpu": ("libtpu",
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """Devices, present or not, and what is known of them.
+    """Devices, present or not, and their figures.
 
     Attributes:
-        name: What was asked for.
+        name: As given, or of the devices' kind and number.
         chip: The kind of device.
         devices: All of them.
         are_present: Whether they are there, and not only compiled for.
@@ -60,10 +60,6 @@ class Topology:
         return len({device.process_index for device in self.devices})
 
     @property
-    def devices_per_host(self) -> int:
-        return len(self.devices) // self.hosts
-
-    @property
     def domains(self) -> tuple[int, int]:
         """Hosts (GPU) or slices (TPU), and devices in each."""
         count = len({self.domain(device) for device in self.devices})
@@ -71,13 +67,11 @@ class Topology:
 
     @property
     def slices(self) -> int:
-        """Slices of a TPU; 1 elsewhere: XLA gives each host of GPUs a slice's number too."""
-        if self.chip.platform != "tpu":
-            return 1
-        return len({getattr(device, "slice_index", None) for device in self.devices})
+        """Slices of a TPU; 1 elsewhere: XLA numbers each host of GPUs as a slice too."""
+        return self.domains[0] if self.chip.platform == "tpu" else 1
 
     def domain(self, device: Any) -> int:
-        """The host (GPU) or slice (TPU) inside which a device's fast links lead."""
+        """The host (GPU) or slice (TPU) that a device's fast links connect."""
         if self.chip.platform == "tpu":
             return int(getattr(device, "slice_index", None) or 0)
         return int(device.process_index)
@@ -129,7 +123,7 @@ def of(devices: Sequence[jax.Device]) -> Topology:
     """These devices, of this run or of a topology.
 
     Raises:
-        UsageError: Nothing is known of their kind. Of CPUs all figures are nominal, whatever kind.
+        UsageError: Their kind is unknown. All CPUs are known, with nominal figures.
     """
     kind = devices[0].device_kind
     chip = chips()["cpu"] if devices[0].platform == "cpu" else chip_of(kind)
@@ -143,13 +137,48 @@ def of(devices: Sequence[jax.Device]) -> Topology:
     return Topology(f"{kind} x {len(devices)}", chip, tuple(devices), are_present)
 
 
+def _gpu(name: str, chip: Chip, hosts: int, gpus: int) -> Topology:
+    _prepare(name, "gpu")
+    if min(hosts, gpus) < 1:
+        raise UsageError(f"topology {name!r}: give at least one host and one GPU.")
+    target = _target_config(chip)
+    return _described(name, chip, "cuda", "", target_config=target, topology=f"1x{hosts}x{gpus}")
+
+
+def _tpu(name: str, chip: Chip, slices: int, size: str) -> Topology:
+    _prepare(name, "tpu")
+    shape = tuple(int(n) for n in size.split("x"))
+    if len(shape) == 1:
+        shape = _slice_shape(name, shape[0], chip.torus)
+    options = {"num_slices": slices} if slices > 1 else {}
+    return _described(name, chip, "tpu", f"{chip.name}:{'x'.join(map(str, shape))}", **options)
+
+
+def _cpu(name: str, chip: Chip, count: int) -> Topology:
+    devices = jax.devices("cpu")
+    if not 1 <= count <= len(devices):
+        raise UsageError(
+            f"topology {name!r}: {len(devices)} CPU devices are present; --cpu_devices={count} "
+            "makes as many."
+        )
+    return Topology(name, chip, tuple(devices[:count]))
+
+
+def _described(name: str, chip: Chip, platform: str, layout: str, **options: Any) -> Topology:
+    try:
+        description = jax_topologies.get_topology_desc(layout, platform, **options)
+    except Exception as error:  # JAX and the plugins raise several kinds
+        raise UsageError(f"topology {name!r}: its compiler does not know it: {error}") from error
+    return Topology(name, chip, tuple(description.devices))
+
+
 def _prepare(name: str, platform: str) -> None:
-    """Sets what the compilers want, before JAX starts them, and says what is missing."""
+    """Checks that a compiler is installed, and sets what it needs before JAX starts it."""
     for variable, setting in _ENVIRONMENT.items():
         os.environ.setdefault(variable, setting)
     plugins = _PLUGINS[platform]
     missing = "" if any(importlib.util.find_spec(plugin) for plugin in plugins) else plugins[0]
-    if platform == "gpu" and not missing and not _assembler():
+    if platform == "gpu" and not missing and not _has_assembler():
         missing = "nvidia-cuda-nvcc"
     if missing:
         raise UsageError(
@@ -157,31 +186,21 @@ def _prepare(name: str, platform: str) -> None:
             f"pip install -c constraints.txt -e '.[plan-{platform}]'"
         )
     if not os.environ.get("JAX_PLATFORMS"):
-        # The arrays of this process live on its CPU: the devices compiled for are not there, and a
-        # plugin that looks for them fails. Later than JAX's start this has no effect and no need.
+        # This process's arrays stay on its CPU: a plugin that looks for absent devices fails. After
+        # JAX's start this has no effect, and is not needed.
         jax.config.update("jax_platforms", "cpu")
 
 
-def _assembler() -> bool:
+def _has_assembler() -> bool:
     """Whether XLA will find NVIDIA's assembler: on the path, in a CUDA toolkit, or in its wheel."""
     wheels = importlib.util.find_spec("nvidia")
     folders = list((wheels and wheels.submodule_search_locations) or ())
-    found = (any(Path(folder).glob("*/bin/ptxas")) for folder in folders)
-    toolkit = Path("/usr/local/cuda/bin/ptxas").exists()
-    return bool(shutil.which("ptxas")) or toolkit or any(found)
+    in_wheel = any(any(Path(folder).glob("*/bin/ptxas")) for folder in folders)
+    return in_wheel or bool(shutil.which("ptxas")) or Path("/usr/local/cuda/bin/ptxas").exists()
 
 
-def _gpu(name: str, chip: Chip, hosts: int, gpus: int) -> Topology:
-    _prepare(name, "gpu")
-    if min(hosts, gpus) < 1:
-        raise UsageError(f"topology {name!r}: give at least one host and one GPU.")
-    described = {"target_config": _target(chip), "topology": f"1x{hosts}x{gpus}"}
-    description = _describe(name, "cuda", "", **described)
-    return Topology(name, chip, tuple(description.devices))
-
-
-def _target(chip: Chip) -> str:
-    """The GPU as XLA wants it described: its `GpuTargetConfigProto`, as text."""
+def _target_config(chip: Chip) -> str:
+    """The GPU as XLA's `GpuTargetConfigProto`, in text format."""
     gpu = chip.compile
     major, minor = gpu["capability"].split(".")
     return f"""gpu_device_info {{
@@ -198,42 +217,14 @@ def _target(chip: Chip) -> str:
       device_description_str: "{chip.device_kinds[0]}" """
 
 
-def _tpu(name: str, chip: Chip, slices: int, size: str) -> Topology:
-    _prepare(name, "tpu")
-    shape = tuple(int(n) for n in size.split("x"))
-    if len(shape) == 1:
-        shape = _torus(name, shape[0], chip.torus)
-    options = {"num_slices": slices} if slices > 1 else {}
-    layout = f"{chip.name}:{'x'.join(map(str, shape))}"
-    description = _describe(name, "tpu", layout, **options)
-    return Topology(name, chip, tuple(description.devices))
-
-
-def _torus(name: str, count: int, dims: int) -> tuple[int, ...]:
-    """The shape of a slice of so many chips: powers of two, as even as can be."""
-    power = count.bit_length() - 1
-    if count < 1 or count != 2**power:
+def _slice_shape(name: str, chip_count: int, dims: int) -> tuple[int, ...]:
+    """The shape of a TPU slice: powers of two, as even as can be."""
+    power = chip_count.bit_length() - 1
+    if chip_count < 1 or chip_count != 2**power:
         raise UsageError(
-            f"topology {name!r}: {count} chips are no power of two; give the slice's shape, e.g. "
-            f"{'x'.join(['4'] * dims)}."
+            f"topology {name!r}: {chip_count} chips are no power of two; give the slice's shape, "
+            f"e.g. {'x'.join(['4'] * dims)}."
         )
-    shape = [2 ** (power // dims + (position < power % dims)) for position in range(dims)]
-    # v5p slices of four chips lie flat on one host: 2x2x1.
-    return tuple(sorted(shape)) if count > 4 else tuple(sorted(shape, reverse=True))
-
-
-def _describe(name: str, platform: str, layout: str, **options: Any) -> Any:
-    try:
-        return jax_topologies.get_topology_desc(layout, platform, **options)
-    except Exception as error:  # JAX and the plugins raise several kinds
-        raise UsageError(f"topology {name!r}: its compiler does not know it: {error}") from error
-
-
-def _cpu(name: str, chip: Chip, count: int) -> Topology:
-    devices = jax.devices("cpu")
-    if not 1 <= count <= len(devices):
-        raise UsageError(
-            f"topology {name!r}: {len(devices)} CPU devices are present; --cpu_devices={count} "
-            "makes as many."
-        )
-    return Topology(name, chip, tuple(devices[:count]))
+    shape = sorted(2 ** (power // dims + (position < power % dims)) for position in range(dims))
+    # A v5p slice of four chips is flat, on one host: 2x2x1.
+    return tuple(shape if chip_count > 4 else reversed(shape))

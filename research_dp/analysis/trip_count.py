@@ -1,61 +1,88 @@
-"""How often each loop of a compiled program runs."""
+"""How often each loop of a compiled program runs, and so each of its instructions."""
 
 from __future__ import annotations
 
 import math
+import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from research_dp.analysis.hlo import Computation, Instruction, Module
 
-# The value of parameter `number`, or of element `index` of it; None where it is not known.
+# (number, index) -> the value of a parameter, or of an element of it; None where it is unknown.
 Arguments = Callable[[int, int | None], int | None]
 _TRANSPARENT = {"copy", "bitcast", "convert", "reshape", "copy-done", "copy-start"}
 _ARITHMETIC: dict[str, Callable[[int, int], int]] = {
-    "add": lambda a, b: a + b,
-    "subtract": lambda a, b: a - b,
-    "multiply": lambda a, b: a * b,
+    "add": operator.add,
+    "subtract": operator.sub,
+    "multiply": operator.mul,
 }
 
 
-def trip_count(module: Module, computation: Computation, loop: Instruction) -> int | None:
-    """How often a `while` runs its body.
+def executed(module: Module) -> Iterator[tuple[Instruction, int | None, bool]]:
+    """All instructions that a program runs, each before those of the computations it calls.
 
-    GPU and CPU say it. A TPU program does not: there the condition's two sides are followed from
-    the loop's start over one turn, and taken to go on by the same step.
-
-    Args:
-        module: The program.
-        computation: Where the loop stands.
-        loop: The `while` instruction.
-
-    Returns:
-        The number, or None where it depends on data.
+    Yields:
+        The instruction; how often it runs, None where that is unknown; whether it is inside an
+        asynchronous wrapper.
     """
-    if known := re.search(r'"known_trip_count":\s*{"n":\s*"?(\d+)', loop.attributes):
-        return int(known[1])
-    condition, body = module.called(loop, "condition"), module.called(loop, "body")
+
+    def walk(
+        computation: Computation, times: int | None, in_async: bool
+    ) -> Iterator[tuple[Instruction, int | None, bool]]:
+        for instruction in computation.instructions.values():
+            yield instruction, times, in_async
+            wrapped = in_async or (instruction.opcode == "async-start" and instruction.is_async)
+            for callee, trips in callees(instruction):
+                total = None if times is None or trips is None else times * trips
+                yield from walk(callee, total, wrapped)
+
+    return walk(module.entry, 1, False)
+
+
+def callees(instruction: Instruction) -> Iterator[tuple[Computation, int | None]]:
+    """The computations that an instruction runs, and how often; every branch of a conditional."""
+    if instruction.opcode == "while":
+        if body := instruction.called("body"):
+            yield body, trip_count(instruction)
+    elif instruction.opcode == "conditional":
+        listed = instruction.attribute(r"branch_computations=\{([^}]*)\}")
+        names = re.findall(r"%?([\w.\-]+)", listed)
+        sides = (instruction.called(f"{side}_computation") for side in ("true", "false"))
+        branches = [instruction.computation.siblings[name] for name in names]
+        yield from ((branch, 1) for branch in branches or sides if branch)
+    elif inlined := instruction.inlined:
+        yield inlined, 1
+
+
+def trip_count(loop: Instruction) -> int | None:
+    """How often a `while` runs its body; None where it depends on data.
+
+    GPU and CPU programs state it. A TPU program does not: there both sides of the condition are
+    evaluated before the first iteration and after it, and assumed to change by equal steps.
+    """
+    if known := loop.attribute(r'"known_trip_count":\s*{"n":\s*"?(\d+)'):
+        return int(known)
+    condition, body = loop.called("condition"), loop.called("body")
     if condition is None or body is None:
         return None
-    start = computation.instructions[loop.operands[0]]
+    start, step = loop.operands[0], body.root
 
-    def first(number: int, index: int | None) -> int | None:
-        return value(module, computation, start, _unknown, index)
+    def initial(number: int, index: int | None) -> int | None:
+        return _evaluate(start, lambda number, index: None, index)
 
-    def second(number: int, index: int | None) -> int | None:
-        return value(module, body, body.root, first, index)
+    def following(number: int, index: int | None) -> int | None:
+        return _evaluate(step, initial, index)
 
-    compare, sides = _comparison(module, condition, first)
-    _, next_sides = _comparison(module, condition, second)
-    if compare is None or None in (*sides, *next_sides):
+    direction, first = _comparison(condition.root, initial)
+    _, second = _comparison(condition.root, following)
+    if first is None or second is None:
         return None
-    gap = sides[1] - sides[0]  # type: ignore[operator]
-    next_gap = next_sides[1] - next_sides[0]  # type: ignore[operator]
-    return _turns(compare, gap, next_gap - gap)
+    return _iterations(direction, first, second - first)
 
 
-def _turns(direction: str, gap: int, step: int) -> int | None:
-    """How often `left < right` (or >, ...) holds while `right - left` goes gap, gap + step, ..."""
+def _iterations(direction: str, gap: int, step: int) -> int | None:
+    """How often `left < right` (or >, ...) is true while `right - left` is gap, gap + step, ..."""
     if direction in ("GT", "GE"):
         direction, gap, step = {"GT": "LT", "GE": "LE"}[direction], -gap, -step
     if direction == "NE":
@@ -67,42 +94,29 @@ def _turns(direction: str, gap: int, step: int) -> int | None:
     return max(0, math.ceil(gap / -step)) if step else 0
 
 
-def _comparison(
-    module: Module, condition: Computation, arguments: Arguments
-) -> tuple[str | None, tuple[int | None, ...]]:
-    """The direction and the two sides of the comparison that a condition returns."""
-    root = condition.root
-    if root.opcode == "fusion" and (inner := module.called(root)):
-        return _comparison(module, inner, _fused(module, condition, root, arguments))
-    if root.opcode in ("copy", "bitcast"):
-        root = condition.instructions[root.operands[0]]
-    found = re.search(r"direction=(\w+)", root.attributes)
-    if root.opcode != "compare" or not found:
-        return None, ()
-    sides = (condition.instructions[name] for name in root.operands)
-    return found[1], tuple(value(module, condition, side, arguments) for side in sides)
+def _comparison(root: Instruction, arguments: Arguments) -> tuple[str, int | None]:
+    """The direction of the comparison that a condition returns, and its right side less its left.
 
-
-def value(
-    module: Module,
-    computation: Computation,
-    instruction: Instruction,
-    arguments: Arguments,
-    index: int | None = None,
-) -> int | None:
-    """The whole number that an instruction gives, where constants and arguments decide it.
-
-    Args:
-        module: The program.
-        computation: Where the instruction stands.
-        instruction: What to evaluate.
-        arguments: Values of the computation's parameters.
-        index: Which element, where the instruction gives a tuple.
+    The difference is None where the sides are unknown.
     """
+    if fused := root.fused:
+        return _comparison(fused.root, _fused_arguments(root, arguments))
+    if root.opcode in ("copy", "bitcast"):
+        root = root.operands[0]
+    direction = root.attribute(r"direction=(\w+)")
+    if root.opcode != "compare" or not direction:
+        return "", None
+    left, right = (_evaluate(side, arguments) for side in root.operands)
+    return direction, None if left is None or right is None else right - left
+
+
+def _evaluate(
+    instruction: Instruction, arguments: Arguments, index: int | None = None
+) -> int | None:
+    """The integer that an instruction, or element `index` of its tuple, gives; None if unknown."""
 
     def operand(position: int, element: int | None = None) -> int | None:
-        inner = computation.instructions[instruction.operands[position]]
-        return value(module, computation, inner, arguments, element)
+        return _evaluate(instruction.operands[position], arguments, element)
 
     opcode = instruction.opcode
     if opcode == "constant":
@@ -110,7 +124,7 @@ def value(
     if opcode == "parameter":
         return arguments(int(instruction.literal), index)
     if opcode == "get-tuple-element":
-        return operand(0, instruction.index)
+        return operand(0, int(instruction.attribute(r"\bindex=(\d+)", "0")))
     if opcode == "tuple":
         return None if index is None else operand(index)
     if opcode in _TRANSPARENT:
@@ -118,25 +132,11 @@ def value(
     if opcode in _ARITHMETIC:
         left, right = operand(0), operand(1)
         return None if left is None or right is None else _ARITHMETIC[opcode](left, right)
-    if opcode == "fusion" and (inner := module.called(instruction)):
-        return value(
-            module, inner, inner.root, _fused(module, computation, instruction, arguments), index
-        )
+    if fused := instruction.fused:
+        return _evaluate(fused.root, _fused_arguments(instruction, arguments), index)
     return None
 
 
-def _fused(
-    module: Module, computation: Computation, fusion: Instruction, arguments: Arguments
-) -> Arguments:
-    """The arguments that a fusion hands to its computation."""
-
-    def argument(number: int, index: int | None) -> int | None:
-        operand = computation.instructions[fusion.operands[number]]
-        return value(module, computation, operand, arguments, index)
-
-    return argument
-
-
-def _unknown(number: int, index: int | None) -> int | None:
-    """Nothing is known of the arguments of a computation that is not a loop's."""
-    return None
+def _fused_arguments(fusion: Instruction, arguments: Arguments) -> Arguments:
+    """The arguments that a fusion passes to its computation."""
+    return lambda number, index: _evaluate(fusion.operands[number], arguments, index)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import re
@@ -14,7 +15,7 @@ import jax
 
 from research_dp.analysis import topologies
 from research_dp.analysis.topologies import Topology
-from research_dp.commands import exit_status, plan_candidates, plan_sizes, runtime
+from research_dp.commands import exit_status, plan_candidates, runtime
 from research_dp.commands.flags import Options, PlanOptions, check_writable
 from research_dp.commands.plan_candidates import Candidate
 from research_dp.config import load
@@ -22,189 +23,238 @@ from research_dp.config.load import Config
 from research_dp.console import put
 from research_dp.distributed.mesh import planning_for
 from research_dp.errors import UsageError, first_line, message_of
-from research_dp.planning import advice, batch, html_report, tables
-from research_dp.planning.estimate import Row, compile_row, fastest_first, refused
+from research_dp.planning import advice, batch, extrapolation, html_report, tables
+from research_dp.planning.estimate import compile_row, compile_scaled
+from research_dp.planning.extrapolation import SIZES, Curve, MeshState
 from research_dp.planning.measure import measure
+from research_dp.planning.row import Row, fastest_first
 from research_dp.strategies import StrategyConfig, TrainSpec
 
 DONE, EXCEEDED = 0, 1
-
+# A strategy that takes longer to compile is compiled for the given devices alone.
+_LONG_COMPILATION = 60.0  # seconds
 # What building and tracing a strategy may raise beside mistakes.
 _UNBUILDABLE = (jax.errors.JaxRuntimeError, NotImplementedError, TypeError, ValueError)
 
-# Makes a row of a strategy and a run under a configuration.
-Look = Callable[[StrategyConfig, TrainSpec, Config], Row | None]
+# Makes a row of a strategy and a run.
+MakeRow = Callable[[StrategyConfig, TrainSpec], Row | None]
 
 
-def plan(options: Options, wanted: PlanOptions) -> int:
+def plan(options: Options, plan_options: PlanOptions) -> int:
     """Plans, and prints; returns the exit status.
 
     Raises:
         UsageError: A mistake in the configuration, an unknown topology or strategy, or no strategy
             can be built.
     """
-    json_file, html_file = (
-        file and str(Path(file).expanduser()) for file in (wanted.json_file, wanted.html_file)
-    )
+    files = (plan_options.json_file, plan_options.html_file)
+    json_file, html_file = (file and str(Path(file).expanduser()) for file in files)
     check_writable("--json", json_file)
     if html_file:
         html_report.check_matplotlib()
     check_writable("--html", html_file)
-    chosen = plan_candidates.of(wanted.strategies)
-    strict = plan_candidates.check(options, chosen)
-    where = topology_of(options, wanted)
-    dump = _folder(wanted.dump_hlo)
-    run = _Planner(options, where, dump, wanted.measure, strict)
+    candidates = plan_candidates.of(plan_options.strategies)
+    strict = plan_candidates.check(options, candidates)
+    where = topology_of(options, plan_options)
+    dump = _dump_folder(plan_options.dump_hlo)
+    planner = _Planner(options, where, dump, plan_options.measure, strict)
     rows = []
-    for number, candidate in enumerate(chosen, 1):
-        _tell(f"[{number}/{len(chosen)}] {candidate.name or 'the run'} on {where.name}")
-        rows.append(run.row(candidate))
+    for number, candidate in enumerate(candidates, 1):
+        _report(f"[{number}/{len(candidates)}] {candidate.name or 'the run'} on {where.name}")
+        rows.append(planner.row(candidate))
     if all((row.problem or "").startswith("refused") for row in rows):
-        told = dict.fromkeys(f"{row.strategy}: {row.problem}" for row in rows)
-        raise UsageError("\nerror: ".join(told))
+        problems = dict.fromkeys(f"{row.strategy}: {row.problem}" for row in rows)
+        raise UsageError("\nerror: ".join(problems))
     words = advice.words(rows, where)
     put(*tables.tables(rows, where), "", *words)
-    others = run.others(chosen, rows) if wanted.advise else []
+    others = planner.others(candidates, rows) if plan_options.advise else []
     if others:
-        more = advice.changes(others, fastest_first(rows))
-        put("", *tables.tables(others, where), "", *more)
-        words += more
+        changes = advice.changes(others, fastest_first(rows))
+        put("", *tables.tables(others, where), "", *changes)
+        words += changes
     if json_file:
-        made = tables.as_json(rows, others, where, words)
-        _write("--json", json_file, json.dumps(made, indent=2, allow_nan=False) + "\n")
+        result = tables.as_json(rows, others, where, words)
+        _write("--json", json_file, json.dumps(result, indent=2, allow_nan=False) + "\n")
     if html_file:
-        curves = plan_sizes.curves(chosen, rows, where, run.under, _tell)
-        _write("--html", html_file, html_report.page(rows, curves, where, words, _run(options)))
-    for over in run.exceeded:
-        print(f"error: {over}", file=sys.stderr)
-    return EXCEEDED if run.exceeded else DONE
+        curves = planner.curves(candidates, rows)
+        run = ", ".join([*(Path(file).stem for file in options.gin_files), *options.bindings])
+        _write("--html", html_file, html_report.page(rows, curves, where, words, run))
+    for message in planner.exceeded:
+        print(f"error: {message}", file=sys.stderr)
+    return EXCEEDED if planner.exceeded else DONE
 
 
-def topology_of(options: Options, wanted: PlanOptions) -> Topology:
-    """The devices, which JAX is set up for."""
-    simulated = re.fullmatch(r"cpu:(\d+)", wanted.topology)
-    if simulated or wanted.topology == "here":
-        given = int(simulated[1]) if simulated and int(simulated[1]) else None
-        runtime.set_up_devices(options.cpu_devices or given)
+def topology_of(options: Options, plan_options: PlanOptions) -> Topology:
+    """The devices, for which JAX is set up."""
+    name = plan_options.topology
+    simulated = re.fullmatch(r"cpu:(\d+)", name)
+    is_local = bool(simulated) or name == "here"
+    if is_local:
+        count = int(simulated[1]) if simulated else 0
+        runtime.set_up_devices(options.cpu_devices or count or None)
     elif options.cpu_devices:
         raise UsageError("--cpu_devices splits this machine's CPU: use it with --topology=here.")
-    if wanted.measure and not simulated and wanted.topology != "here":
+    if plan_options.measure and not is_local:
         raise UsageError("--measure needs devices that are present: --topology=here, or cpu:N.")
-    if wanted.topology == "here":
-        return topologies.present()
-    return topologies.topology(wanted.topology)
+    return topologies.present() if name == "here" else topologies.topology(name)
 
 
+@dataclasses.dataclass
 class _Planner:
     """Plans one candidate after the other, each under its own configuration.
 
     Attributes:
-        exceeded: What of the rows is above the budget, each with the place that says so.
+        options: The run.
+        where: The devices.
+        dump: A folder for the compiled programs' text.
+        measures: Whether steps are also run.
+        strict: By candidate, whether all its bindings take effect.
+        exceeded: Rows above the budget, each with the binding that limits it.
+        config: The configuration that is bound.
     """
 
-    def __init__(
-        self,
-        options: Options,
-        where: Topology,
-        dump: Path | None,
-        measured: bool,
-        strict: dict[str, bool],
-    ):
-        self.options, self.where, self.dump = options, where, dump
-        self.measured, self.strict = measured, strict
-        self.exceeded: list[str] = []
+    options: Options
+    where: Topology
+    dump: Path | None
+    measures: bool
+    strict: dict[str, bool]
+    exceeded: list[str] = dataclasses.field(default_factory=list)
+    config: Config | None = None
 
     def row(self, candidate: Candidate) -> Row:
-        """A candidate's row, held to the budget."""
+        """A candidate's row, checked against the budget."""
 
-        def look(recipe: StrategyConfig, spec: TrainSpec, config: Config) -> Row:
-            row = self.compile(candidate.name or recipe.name, recipe, spec)
+        def checked_row(strategy: StrategyConfig, spec: TrainSpec) -> Row:
+            assert self.config is not None
+            row = self.compile(candidate.name or strategy.name, strategy, spec)
             budget = gin.get_configurable("plan")()
-            for name, told in budget.exceeded(row):
-                self.exceeded.append(f"{told} {name} is bound in {config.origin(name)}.")
+            for name, message in budget.exceeded(row):
+                self.exceeded.append(f"{message} {name} is bound in {self.config.origin(name)}.")
             return row
 
-        row = self.under(candidate, look)
-        assert row is not None  # this look always has one
+        row = self.under(candidate, checked_row)
+        assert row is not None
         return row
 
-    def others(self, chosen: Sequence[Candidate], rows: Sequence[Row]) -> list[Row]:
-        """Rows with other options than the fastest has, and with the largest batch that it can.
+    def others(self, candidates: Sequence[Candidate], rows: Sequence[Row]) -> list[Row]:
+        """Variants of the fastest: other options, and the largest batch that fits.
 
-        If nothing fits: with more micro-batches.
+        If nothing fits: all whose state does, with more micro-batches.
         """
-        known = {row.strategy: row for row in rows}
-        by_name = {found.strategy: c for c, found in zip(chosen, rows, strict=True)}
-        found = []
+        by_name = {row.strategy: c for c, row in zip(candidates, rows, strict=True)}
+        variants: list[Row | None] = []
         for best in fastest_first(rows)[:1]:
-            for candidate in plan_candidates.variants(by_name[best.strategy], best, self.where):
-                if candidate.name not in known:
-                    _tell(f"[advice] {candidate.name} on {self.where.name}")
-                    found.append(self.under(candidate, self.plain(candidate.name)))
-            found.append(self.under(by_name[best.strategy], self.search(best, batch.largest)))
+            for variant in plan_candidates.variants(by_name[best.strategy], best, self.where):
+                if variant.name not in by_name:
+                    _report(f"[advice] {variant.name} on {self.where.name}")
+                    make_row = functools.partial(self.compile, variant.name)
+                    variants.append(self.under(variant, make_row))
+            search = self.search(best, batch.largest_batch)
+            variants.append(self.under(by_name[best.strategy], search))
         if not fastest_first(rows):
             for row in rows:
-                if batch.state_fits(row):
-                    look = self.search(row, batch.smallest_steps)
-                    found.append(self.under(by_name[row.strategy], look))
-        return [row for row in found if row is not None and row not in rows]
+                if row.memory and row.memory.state_fits:
+                    search = self.search(row, batch.fewest_micro_batches)
+                    variants.append(self.under(by_name[row.strategy], search))
+        return [row for row in variants if row is not None and row not in rows]
 
-    def plain(self, name: str) -> Look:
-        """Compiles a strategy as it is."""
-        return lambda recipe, spec, config: self.compile(name, recipe, spec)
+    def curves(self, candidates: Sequence[Candidate], rows: Sequence[Row]) -> list[Curve]:
+        """A curve by number of devices of each strategy that could be built.
 
-    def search(self, row: Row, how: Callable[..., Row | None]) -> Look:
+        At most two more sizes a strategy are compiled, a quarter and four times the devices.
+        """
+        others = _neighbours(self.where)
+        curves = []
+        for candidate, row in zip(candidates, rows, strict=True):
+            if row.setup is None:
+                continue
+            compiled = [row]
+            is_quick = (row.compile_seconds or 0) <= _LONG_COMPILATION
+            if row.setup.devices == len(self.where.devices) and is_quick:
+                for other in others:
+                    _report(f"[page] {row.strategy} on {other.name}")
+                    make_row = functools.partial(compile_scaled, row, other)
+                    scaled = self.under(candidate, make_row, other)
+                    compiled += [scaled] if scaled and scaled.setup else []
+            curves.append(self.curve(candidate, compiled))
+        return curves
+
+    def curve(self, candidate: Candidate, rows: Sequence[Row]) -> Curve:
+        """The curve of a candidate through its rows."""
+        by_devices = {row.setup.devices: row for row in rows if row.setup}
+        states: dict[int, MeshState] = {}
+
+        def infer_states(strategy: StrategyConfig, spec: TrainSpec) -> None:
+            meshes = extrapolation.scaled_meshes(rows, sorted({*SIZES, *by_devices}))
+            widest = by_devices[max(by_devices)]
+            states.update(extrapolation.mesh_states(strategy, spec, widest, meshes))
+
+        self.under(candidate, infer_states)
+        return extrapolation.curve(rows, states, self.where)
+
+    def search(self, row: Row, method: Callable[..., Row | None]) -> MakeRow:
         """Searches a batch for a row's strategy."""
 
-        def attempt(recipe: StrategyConfig, spec: TrainSpec) -> Row:
-            _tell(
+        def compile_with(strategy: StrategyConfig, spec: TrainSpec) -> Row:
+            _report(
                 f"[advice] {row.strategy}, batch {spec.batch_size}, accumulation_steps "
                 f"{spec.accumulation_steps} on {self.where.name}"
             )
             name = f"{row.strategy}, batch {spec.batch_size}"
             if spec.accumulation_steps > 1:
                 name += f" in {spec.accumulation_steps}"
-            return self.compile(name, recipe, spec)
+            return self.compile(name, strategy, spec)
 
-        return lambda recipe, spec, config: how(
-            recipe, spec, row, functools.partial(attempt, recipe)
+        return lambda strategy, spec: method(
+            strategy, spec, row, functools.partial(compile_with, strategy)
         )
 
-    def compile(self, name: str, recipe: StrategyConfig, spec: TrainSpec) -> Row:
+    def compile(self, name: str, strategy: StrategyConfig, spec: TrainSpec) -> Row:
         """One row."""
-        made = compile_row(name, recipe, spec, self.where, self.dump)
-        if self.measured and made.row.fits:
-            measure(made)
-        return made.row
+        compiled = compile_row(name, strategy, spec, self.where, self.dump)
+        if self.measures and compiled.row.fits:
+            measure(compiled)
+        return compiled.row
 
-    def under(self, candidate: Candidate, look: Look, where: Topology | None = None) -> Row | None:
-        """What a function makes of a candidate's strategy and run; why not, if it is refused."""
+    def under(
+        self, candidate: Candidate, make_row: MakeRow, where: Topology | None = None
+    ) -> Row | None:
+        """The row that a function makes of a candidate's strategy and run, or a refusal."""
         from research_dp.training.loop import train
 
-        found: list[Row | None] = []
-        config: Config | None = None
+        result: list[Row | None] = []
+        self.config = None
         try:
             strict = self.strict.get(candidate.name, False)
-            config = bound = plan_candidates.load(self.options, candidate, allow_unused=not strict)
+            self.config = plan_candidates.load(self.options, candidate, allow_unused=not strict)
             with planning_for((where or self.where).devices):
-                train(look=lambda recipe, spec: found.append(look(recipe, spec, bound)))
-            return found[0]
+                train(look=lambda strategy, spec: result.append(make_row(strategy, spec)))
+            return result[0]
         except UsageError as error:
-            place = config and error.binding and config.origin(error.binding)
-            told = message_of(error) + (f" Bound in {place}" if place else "")
-            return refused(candidate.name or "the run", UsageError(told))
+            place = self.config and error.binding and self.config.origin(error.binding)
+            reason = message_of(error) + (f" Bound in {place}" if place else "")
         except _UNBUILDABLE as error:
             # JAX may refuse devices that suit other strategies, whose rows are not lost for that.
             if exit_status.is_of_users_code(error) or load.missing_binding(error):
                 raise
-            told = f"{type(error).__name__}: {first_line(error)}"
-            return refused(candidate.name or "the run", UsageError(told))
+            reason = f"{type(error).__name__}: {first_line(error)}"
         finally:
             jax.clear_caches()
+        return Row.refused(candidate.name or "the run", UsageError(reason))
 
 
-def _folder(path: str | None) -> Path | None:
-    """Makes a folder for results."""
+def _neighbours(where: Topology) -> list[Topology]:
+    """The other sizes that there is a compiler for; CPUs: no more than are present."""
+    others = []
+    for name in extrapolation.neighbours(where):
+        try:
+            others.append(topologies.topology(name))
+        except UsageError as error:
+            _report(f"[page] {name} is left out: {error}")
+    return others
+
+
+def _dump_folder(path: str | None) -> Path | None:
     if path is None:
         return None
     folder = Path(path).expanduser()
@@ -215,11 +265,6 @@ def _folder(path: str | None) -> Path | None:
     return folder
 
 
-def _run(options: Options) -> str:
-    """The run in a few words: its files and bindings."""
-    return ", ".join([*(Path(file).stem for file in options.gin_files), *options.bindings])
-
-
 def _write(flag: str, path: str, text: str) -> None:
     try:
         Path(path).write_text(text, encoding="utf-8")
@@ -227,6 +272,6 @@ def _write(flag: str, path: str, text: str) -> None:
         raise UsageError(f"{flag}={path} cannot be written: {error.strerror}.") from error
 
 
-def _tell(line: str) -> None:
-    """Says how far it is, where results are not mixed with it."""
+def _report(line: str) -> None:
+    """Reports progress on stderr: results are on stdout."""
     print(line, file=sys.stderr, flush=True)

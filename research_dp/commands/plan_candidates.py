@@ -14,7 +14,9 @@ from research_dp.config.load import Config, Mistakes
 from research_dp.config.name_checks import did_you_mean
 from research_dp.config.parser import Mistake
 from research_dp.errors import UsageError
-from research_dp.planning.estimate import Row
+from research_dp.planning.row import Row
+
+_WIDE = 0.01  # f32 collectives below this part of the wire bytes are not worth a variant
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,20 +45,19 @@ def of(strategies: Sequence[str]) -> list[Candidate]:
     """
     if not strategies:
         return [Candidate("")]
-    known = [Path(file).stem for file in parser.shipped() if "/strategies/" in file]
-    found: dict[str, Candidate] = {}
-    for text in strategies:
-        for name in known if text == "all" else [text]:
-            first, *others = name.split("+")
-            files = [_file(first, "strategies"), *(_file(other, "") for other in others)]
-            label = "+".join(Path(word).stem for word in name.split("+"))
-            one = Candidate(label, tuple(files))
-            if found.setdefault(label, one) != one:
-                raise UsageError(
-                    f"--strategies: {', '.join(found[label].files)} and {', '.join(one.files)} "
-                    f"would both be row {label!r}. Rename a file."
-                )
-    return list(found.values())
+    shipped = [Path(file).stem for file in parser.shipped() if "/strategies/" in file]
+    candidates: dict[str, Candidate] = {}
+    for name in (n for text in strategies for n in (shipped if text == "all" else [text])):
+        first, *others = name.split("+")
+        files = [_file(first, "strategies"), *(_file(other, "") for other in others)]
+        label = "+".join(Path(word).stem for word in name.split("+"))
+        candidate = Candidate(label, tuple(files))
+        if candidates.setdefault(label, candidate) != candidate:
+            both = (", ".join(c.files) for c in (candidates[label], candidate))
+            raise UsageError(
+                f"--strategies: {' and '.join(both)} would both be row {label!r}. Rename a file."
+            )
+    return list(candidates.values())
 
 
 def _file(name: str, folder: str) -> str:
@@ -73,25 +74,25 @@ def _file(name: str, folder: str) -> str:
 
 
 def check(options: Options, candidates: Sequence[Candidate]) -> dict[str, bool]:
-    """Whether each candidate's configuration is right with nothing bound in vain, by name.
+    """By candidate, whether its configuration is correct and all its bindings take effect.
 
-    What has no effect under some strategies may have one under others, and is let through there.
+    A binding without effect under some strategies may have one under others, and is allowed.
 
     Raises:
-        Mistakes: Something is wrong under every strategy, or in vain under every one.
+        Mistakes: Something is wrong, or without effect, under every strategy.
     """
     strict: dict[str, bool] = {}
     mistakes: list[dict[str, Mistake]] = []
     for candidate in candidates:
+        of_candidate: list[Mistake] = []
         try:
             load(options, candidate)
-            strict[candidate.name] = True
-            mistakes.append({})
         except Mistakes as error:
-            strict[candidate.name] = False
-            # By their places: what a message suggests instead depends on the strategy.
-            mistakes.append({mistake.place or str(mistake): mistake for mistake in error.mistakes})
-    common = [m for place, m in mistakes[0].items() if all(place in found for found in mistakes)]
+            of_candidate = list(error.mistakes)
+        strict[candidate.name] = not of_candidate
+        # By their places: what a message suggests instead depends on the strategy.
+        mistakes.append({mistake.place or str(mistake): mistake for mistake in of_candidate})
+    common = [m for place, m in mistakes[0].items() if all(place in others for others in mistakes)]
     if common:
         raise Mistakes(common)
     return strict
@@ -109,31 +110,33 @@ def load(options: Options, candidate: Candidate, *, allow_unused: bool = False) 
 
 
 def variants(candidate: Candidate, row: Row, where: Topology) -> list[Candidate]:
-    """What else a strategy could be: other dtypes, whole parameters kept, groups of one host."""
-    found = []
+    """What else a strategy could be: other dtypes, kept parameters, groups of one host."""
+    assert row.setup and row.traffic
     wide = {
-        one["kind"]
-        for one in row.collectives or ()
-        if one["dtype"] == "f32" and one["wire_bytes"] > 0.01 * row.wire_total
+        total.kind
+        for total in row.traffic.collectives
+        if total.dtype == "f32" and total.wire_bytes > _WIDE * row.traffic.total
     }
-    # What a slot has no part in, the compiler's or an update's, has no dtype to choose.
-    gathers = "all-gather" in wide and "gather" in row.slots
-    sums = bool(wide - {"all-gather"}) and bool({"gather", "sync"} & set(row.slots))
+    # Collectives of the compiler or of an update have no dtype to choose.
+    slots = row.setup.slots
+    gathers = "all-gather" in wide and "gather" in slots
+    sums = bool(wide - {"all-gather"}) and bool({"gather", "sync"} & set(slots))
+    result = []
     for stem, helps in (("bf16_gather", gathers), ("bf16_collectives", gathers or sums)):
         file = f"gin/precision/{stem}.gin"
         if helps and file not in candidate.files:
-            found.append(Candidate(f"{row.strategy}+{stem}", (*candidate.files, file)))
-    if row.mesh and row.mesh["fsdp"] > 1:
-        found += [_instead(candidate, stem, stem) for stem in ("fsdp", "fsdp_keep")]
+            result.append(Candidate(f"{row.strategy}+{stem}", (*candidate.files, file)))
+    if row.setup.mesh["fsdp"] > 1:
+        result += [_replaced(candidate, stem, stem) for stem in ("fsdp", "fsdp_keep")]
         groups, members = where.domains
         if groups > 1 and members > 1:
             axes = f"make_mesh.axes = {{'data': {groups}, 'fsdp': {members}}}"
-            found.append(_instead(candidate, "hsdp", f"hsdp {groups} x {members}", axes))
-    return found
+            result.append(_replaced(candidate, "hsdp", f"hsdp {groups} x {members}", axes))
+    return result
 
 
-def _instead(candidate: Candidate, stem: str, label: str, *bindings: str) -> Candidate:
-    """A candidate under another shipped strategy; its further files stay."""
+def _replaced(candidate: Candidate, stem: str, label: str, *bindings: str) -> Candidate:
+    """A candidate with another shipped strategy; its further files stay."""
     _, *others = candidate.files or ("",)
     name = "+".join([label, *(Path(file).stem for file in others)])
     return Candidate(name, (f"gin/strategies/{stem}.gin", *others), bindings)

@@ -1,1 +1,1 @@
-"""What strategies would cost: rows of a plan, the least they could send, advice, budgets."""
+"""What strategies would cost: rows of a plan, advice, limits, other numbers of devices."""

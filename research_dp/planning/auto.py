@@ -14,7 +14,8 @@ from research_dp.argument_checks import checked
 from research_dp.distributed.multihost import of_the_first
 from research_dp.errors import UsageError
 from research_dp.planning import advice
-from research_dp.planning.estimate import Row, compile_row, fastest_first, refused
+from research_dp.planning.estimate import compile_row
+from research_dp.planning.row import Row, fastest_first
 from research_dp.strategies import StrategyConfig, TrainSpec
 
 
@@ -23,7 +24,7 @@ from research_dp.strategies import StrategyConfig, TrainSpec
 def auto(*, candidates: Sequence[StrategyConfig] = gin.REQUIRED) -> StrategyConfig:
     """Compiles each candidate's training step, and takes the fastest of those that fit.
 
-    Nothing is run: times are predicted, memory is the compiler's. Three lines tell why. The summary
+    Nothing is run: times are predicted, memory is the compiler's. Three lines say why. The summary
     has the name of the one that was taken.
 
     Args:
@@ -36,25 +37,24 @@ def auto(*, candidates: Sequence[StrategyConfig] = gin.REQUIRED) -> StrategyConf
     if not candidates:
         raise UsageError("auto.candidates is empty: give at least one strategy.")
     return dataclasses.replace(
-        candidates[0], name="auto", choose=functools.partial(_choose, tuple(candidates))
+        candidates[0], name="auto", choose=functools.partial(_fastest, tuple(candidates))
     )
 
 
-def _choose(candidates: Sequence[StrategyConfig], spec: TrainSpec) -> StrategyConfig:
-    """The fastest candidate that fits."""
+def _fastest(candidates: Sequence[StrategyConfig], spec: TrainSpec) -> StrategyConfig:
     where = topologies.of(list(candidates[0].mesh.devices.flat))
     rows: list[Row] = []
     for candidate in candidates:
         try:
             rows.append(compile_row(candidate.name, candidate, spec, where).row)
         except UsageError as error:
-            rows.append(refused(candidate.name, error))
-    best = next((rows.index(row) for row in fastest_first(rows)), None)
+            rows.append(Row.refused(candidate.name, error))
+    fastest = next((rows.index(row) for row in fastest_first(rows)), -1)
     # Compilers of several hosts need not agree on every byte.
-    number = of_the_first(-1 if best is None else best)
-    if number < 0:
-        told = "; ".join(f"{row.strategy} {row.problem}" for row in rows)
-        raise UsageError(f"auto: no candidate can be taken on {where.name}: {told}")
+    chosen = of_the_first(fastest)
+    if chosen < 0:
+        reasons = "; ".join(f"{row.strategy} {row.problem}" for row in rows)
+        raise UsageError(f"auto: no candidate can be taken on {where.name}: {reasons}")
     if jax.process_index() == 0:
-        print("\n".join(advice.in_three_lines(rows, where)), flush=True)
-    return candidates[number]
+        print("\n".join(advice.summary(rows, where)), flush=True)
+    return candidates[chosen]

@@ -6,105 +6,96 @@ import dataclasses
 from collections.abc import Callable
 
 from research_dp.distributed.mesh import batch_devices
-from research_dp.planning.estimate import Row
+from research_dp.planning.row import Row
 from research_dp.strategies import StrategyConfig, TrainSpec
 
-_TRIES = 4
-_GROWTH = 8  # by how much a batch grows at once: what memory says further away is not worth trying
-_MOST = 2**31 - 1  # examples: their places in the batch are int32
+_MAX_COMPILATIONS = 4
+_MAX_GROWTH = 8  # of a batch from one compilation to the next: memory further away is a guess
+_MAX_EXAMPLES = 2**31 - 1  # their positions in the batch are int32
+_NEARLY_FULL = 0.97  # the part of the memory above which another compilation is not worth it
 
-# Compiles the run with this many examples a step, in so many micro-batches.
-Try = Callable[[TrainSpec], Row]
+# Compiles a run with another batch size or number of micro-batches.
+Compile = Callable[[TrainSpec], Row]
 
 
-def largest(recipe: StrategyConfig, spec: TrainSpec, row: Row, attempt: Try) -> Row:
+def largest_batch(config: StrategyConfig, spec: TrainSpec, row: Row, compile_with: Compile) -> Row:
     """The most examples a device that fit at a time, found in at most four compilations.
 
     Args:
-        recipe: The strategy.
-        spec: The run; its micro-batches stay as many.
+        config: The strategy.
+        spec: The run; its number of micro-batches stays.
         row: Its row, which fits.
-        attempt: Compiles it with another batch.
+        compile_with: Compiles it with another spec.
 
     Returns:
-        The row of the largest batch that was compiled and fits. If none larger does, of two batches
-        in twice as many micro-batches; `row` itself if that does not either, or has no limit.
+        The row of the largest batch that was compiled and fits. If none larger does: of two batches
+        in twice as many micro-batches; `row` itself if that does not fit either, or has no limit.
     """
-    if row.available_bytes is None or 2 * spec.batch_size > _MOST:
+    limit = row.available_bytes
+    if limit is None or 2 * spec.batch_size > _MAX_EXAMPLES:
         return row
-    step = batch_devices(recipe.mesh) * spec.accumulation_steps
-    known = {spec.batch_size // step: row}
-    each = 2 * (spec.batch_size // step)
-    for _ in range(_TRIES):
-        found = attempt(dataclasses.replace(spec, batch_size=each * step))
-        if found.needed_bytes is None:
+    step = batch_devices(config.mesh) * spec.accumulation_steps
+    size = spec.batch_size // step  # examples a device and micro-batch
+    known = {size: row}
+    size *= 2
+    for _ in range(_MAX_COMPILATIONS):
+        larger = compile_with(dataclasses.replace(spec, batch_size=size * step))
+        if larger.needed_bytes is None:
             break
-        known[each] = found
-        following = min(_next(known), _MOST // step)
-        if following in known or _nearly_full(found):
+        known[size] = larger
+        following = min(_next_size(known, limit), _MAX_EXAMPLES // step)
+        nearly_full = larger.fits and larger.needed_bytes > _NEARLY_FULL * limit
+        if following in known or nearly_full:
             break
-        each = following
-    most = known[max(n for n, found in known.items() if found.fits)]
-    if most is not row:
-        return most
-    size, micros = 2 * spec.batch_size, 2 * spec.accumulation_steps
-    found = attempt(dataclasses.replace(spec, batch_size=size, accumulation_steps=micros))
-    return found if found.fits else row
+        size = following
+    best = known[max(size for size, tried in known.items() if tried.fits)]
+    if best is not row:
+        return best
+    twice = dataclasses.replace(
+        spec, batch_size=2 * spec.batch_size, accumulation_steps=2 * spec.accumulation_steps
+    )
+    larger = compile_with(twice)
+    return larger if larger.fits else row
 
 
-def _nearly_full(row: Row) -> bool:
-    """Whether a row fits and leaves so little that another compilation is not worth it."""
-    assert row.needed_bytes is not None and row.available_bytes is not None
-    return row.fits and row.needed_bytes > 0.97 * row.available_bytes
-
-
-def _next(known: dict[int, Row]) -> int:
+def _next_size(known: dict[int, Row], limit: int) -> int:
     """Where the line through the two known sizes next to the limit meets it, rounded down."""
     sizes = sorted(known)
     above = next((i for i, size in enumerate(sizes) if not known[size].fits), len(sizes) - 1)
     low, high = sizes[max(0, above - 1)], sizes[max(1, above)]
-    first, second = known[low], known[high]
-    assert first.needed_bytes and second.needed_bytes and first.available_bytes
-    slope = max(1.0, (second.needed_bytes - first.needed_bytes) / (high - low))
-    meets = int(low + (first.available_bytes - first.needed_bytes) / slope)
-    if not second.fits:
-        # A size that is known not to fit bounds it; a miss by rounding must not end the search.
+    needed_low, needed_high = (known[size].needed_bytes or 0 for size in (low, high))
+    slope = max(1.0, (needed_high - needed_low) / (high - low))
+    meets = int(low + (limit - needed_low) / slope)
+    if not known[high].fits:
+        # A size that is known not to fit is an upper bound, whatever the rounding.
         return max(low, min(meets, high - 1))
-    return max(high, min(meets, _GROWTH * high))
+    return max(high, min(meets, _MAX_GROWTH * high))
 
 
-def state_fits(row: Row) -> bool:
-    """Whether what a strategy holds between steps would fit by itself."""
-    limit = row.available_bytes
-    return row.state_bytes is not None and (limit is None or row.state_bytes <= limit)
-
-
-def smallest_steps(recipe: StrategyConfig, spec: TrainSpec, row: Row, attempt: Try) -> Row | None:
+def fewest_micro_batches(
+    config: StrategyConfig, spec: TrainSpec, row: Row, compile_with: Compile
+) -> Row | None:
     """The same batch in as few micro-batches as fit, found in at most four compilations.
 
-    Args:
-        recipe: The strategy, whose state fits.
-        spec: The run.
-        row: Its row, which does not fit.
-        attempt: Compiles it with more micro-batches.
+    Args as in `largest_batch`; the strategy's state fits, but `row` does not.
 
     Returns:
-        Their row; if even one example a device at a time does not fit, that row; None if that is
-        what `row` is of.
+        Their row; if even one example a device at a time does not fit, that row; None if `row` is
+        that one already.
     """
-    most = spec.batch_size // batch_devices(recipe.mesh)
+    most = spec.batch_size // batch_devices(config.mesh)
     counts = [n for n in range(spec.accumulation_steps + 1, most + 1) if most % n == 0]
     if not counts:
         return None
-    best = attempt(dataclasses.replace(spec, accumulation_steps=counts[-1]))
-    low, high = 0, len(counts) - 1  # of `counts`, those below `low` do not fit, that at `high` does
-    for _ in range(_TRIES - 1):
+    best = compile_with(dataclasses.replace(spec, accumulation_steps=counts[-1]))
+    low, high = 0, len(counts) - 1  # below `low` none fits; `high` fits
+    for _ in range(_MAX_COMPILATIONS - 1):
         if not best.fits or low == high:
             break
         middle = (low + high) // 2
-        found = attempt(dataclasses.replace(spec, accumulation_steps=counts[middle]))
-        if found.fits:
-            best, high = found, middle
+        fewer = compile_with(dataclasses.replace(spec, accumulation_steps=counts[middle]))
+        if fewer.fits:
+            best, high = fewer, middle
         else:
             low = middle + 1
     return best

@@ -12,11 +12,11 @@ from rich.console import Console
 
 from research_dp.analysis.topologies import Topology
 from research_dp.errors import UsageError
-from research_dp.planning import tables
-from research_dp.planning.estimate import Row
 from research_dp.planning.extrapolation import Curve, Point
+from research_dp.planning.row import Row
+from research_dp.planning.tables import format_number, scale, tables
 
-# How each figure is had, beside the plots.
+# How each figure is obtained, beside the plots.
 FORMULAS = (
     ("state", "exact, by the rule that lays it out; nothing is compiled for it"),
     (
@@ -42,6 +42,15 @@ _LEFT_OUT = (
     "ones. No time has latency, stragglers or shared switches in it: with thousands of devices "
     "real steps are longer."
 )
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 76rem; margin: 2rem auto; padding: 0 1rem }
+svg { width: 100%; height: auto } pre { overflow-x: auto; font-size: 12px; line-height: 1.35 }
+table { border-collapse: collapse; font-size: 13px } th { text-align: left; vertical-align: bottom }
+td, th { padding: .1rem .9rem .1rem 0 } td.n, th.n { text-align: right }
+tr.c td { font-weight: 600 } tr.first td { border-top: 1px solid #bbb }
+dt { float: left; clear: left; width: 5rem; font-weight: 600 } dd { margin-left: 5.5rem }
+"""
+_MARKERS = "osD^vP*Xh<>p"
 
 
 def check_matplotlib() -> None:
@@ -54,78 +63,50 @@ def check_matplotlib() -> None:
 
 
 def page(
-    rows: Sequence[Row],
-    curves: Sequence[Curve],
-    where: Topology,
-    words: Sequence[str],
-    run: str,
+    rows: Sequence[Row], curves: Sequence[Curve], where: Topology, words: Sequence[str], run: str
 ) -> str:
-    """The page: one file that needs no other.
-
-    Args:
-        rows: The plan.
-        curves: Its strategies by number of devices.
-        where: The devices of the plan.
-        words: The advice.
-        run: What was planned, e.g. the command's gin files.
-    """
+    """The page of a plan for `run`, e.g. the command's gin files: one file that needs no other."""
     available = next((row.available_bytes for row in rows if row.available_bytes), None)
-    said = "".join(f"<li>{html.escape(word)}</li>" for word in words)
-    formulas = "".join(f"<dt>{name}</dt><dd>{html.escape(told)}</dd>" for name, told in FORMULAS)
+    advice = "".join(f"<li>{html.escape(word)}</li>" for word in words)
+    formulas = "".join(f"<dt>{name}</dt><dd>{html.escape(text)}</dd>" for name, text in FORMULAS)
     title = html.escape(f"Plan of {run} on {where.name}")
+    console = Console(record=True, file=io.StringIO(), width=220)
+    console.print(*tables(rows, where))
     return f"""<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style></head>
 <body><h1>{title}</h1>
-<ul>{said}</ul>
+<ul>{advice}</ul>
 <h2>By number of devices</h2>
 {plot(curves, available, where.chip.name)}
 <p><b>Filled points were compiled; hollow ones, on dashed lines, are extrapolated:</b></p>
 <dl>{formulas}</dl>
 <p>{html.escape(_LEFT_OUT)}</p>
-{_errors(curves)}
-{_points(curves, available)}
+{_error_table(curves)}
+{_point_table(curves, available)}
 <h2>On {html.escape(where.name)}</h2>
-{_tables(rows, where)}
+<pre>{html.escape(console.export_text())}</pre>
 </body></html>
 """
 
 
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 76rem; margin: 2rem auto; padding: 0 1rem }
-svg { width: 100%; height: auto } pre { overflow-x: auto; font-size: 12px; line-height: 1.35 }
-table { border-collapse: collapse; font-size: 13px } th { text-align: left; vertical-align: bottom }
-td, th { padding: .1rem .9rem .1rem 0 } td.n, th.n { text-align: right }
-tr.c td { font-weight: 600 } tr.first td { border-top: 1px solid #bbb }
-dt { float: left; clear: left; width: 5rem; font-weight: 600 } dd { margin-left: 5.5rem }
-"""
-
-
 def plot(curves: Sequence[Curve], available: int | None, chip: str) -> str:
-    """Memory and time as SVG.
-
-    Args:
-        curves: Strategies; those that nothing tells apart share a line.
-        available: Bytes of a device that a step may count on.
-        chip: The kind of device.
-    """
+    """Memory and time as SVG; strategies with equal points share a line."""
+    svg = io.StringIO()
     figure = draw(curves, available, chip)
-    written = io.StringIO()
-    figure.savefig(written, format="svg", bbox_inches="tight", metadata={"Date": None})
-    text = written.getvalue()
-    return text[text.index("<svg") :]
+    figure.savefig(svg, format="svg", bbox_inches="tight", metadata={"Date": None})
+    return svg.getvalue()[svg.getvalue().index("<svg") :]
 
 
 def draw(curves: Sequence[Curve], available: int | None, chip: str) -> Any:
     """The same as a figure of matplotlib."""
-    from matplotlib.figure import Figure  # with no window, and no state of its own
+    from matplotlib.figure import Figure  # pyplot would open windows and share state
 
     figure = Figure(figsize=(12.5, 5.2), layout="constrained")
     memory, time = figure.subplots(1, 2)
-    lines = list(_lines(curves))
-    unit, name = _unit(curves)
-    for style, (label, shown) in enumerate(lines):
-        _line(memory, shown, lambda point: _over(point.needed_bytes, unit), style, label)
-        _line(time, shown, lambda point: _over(point.seconds, 1e-3), style, label)
+    unit, name = _memory_scale(curves)
+    for number, (label, curve) in enumerate(_distinct(curves)):
+        _draw_line(memory, curve, lambda point: point.needed_bytes, unit, number, label)
+        _draw_line(time, curve, lambda point: point.seconds, 1e-3, number, label)
     if available:
         memory.axhline(available / unit, color="0.3", linestyle=":", linewidth=1)
         memory.annotate(
@@ -136,82 +117,70 @@ def draw(curves: Sequence[Curve], available: int | None, chip: str) -> Any:
             textcoords="offset points",
             fontsize=9,
         )
-    _axes(memory, f"What a step needs on a device, {name}", curves)
-    _axes(time, "A step, ms (predicted from vendors' rates)", curves)
+    _set_axes(memory, f"What a step needs on a device, {name}", curves)
+    _set_axes(time, "A step, ms (predicted from vendors' rates)", curves)
     handles, labels = memory.get_legend_handles_labels()
-    for told, face in (("compiled", "0.3"), ("extrapolated", "white")):
-        labels.append(told)
+    for label, face in (("compiled", "0.3"), ("extrapolated", "white")):
+        labels.append(label)
         handles += memory.plot([], [], "o", color="0.3", markerfacecolor=face)
     figure.legend(handles, labels, loc="outside lower center", ncols=min(7, len(labels)))
     return figure
 
 
-_MARKERS = "osD^vP*Xh<>p"
-
-
-def _lines(curves: Sequence[Curve]) -> Iterator[tuple[str, Curve]]:
-    """Curves with their labels; of several with the same points, one."""
-    alike: dict[tuple[Any, ...], list[Curve]] = {}
+def _distinct(curves: Sequence[Curve]) -> Iterator[tuple[str, Curve]]:
+    """Curves with their labels; one of several with the same points."""
+    groups: dict[tuple[Any, ...], list[Curve]] = {}
     for curve in curves:
         points = ((p.devices, p.compiled, p.needed_bytes, p.seconds) for p in curve.points)
         rounded = (tuple(f"{x:.2g}" if isinstance(x, float) else x for x in p) for p in points)
-        alike.setdefault(tuple(rounded), []).append(curve)
-    for same in alike.values():
+        groups.setdefault(tuple(rounded), []).append(curve)
+    for same in groups.values():
         yield ", ".join(curve.strategy for curve in same), same[0]
 
 
-def _line(
-    axes: Any, curve: Curve, value: Callable[[Point], float | None], style: int, label: str
+def _draw_line(
+    axes: Any,
+    curve: Curve,
+    value: Callable[[Point], float | None],
+    unit: float,
+    number: int,
+    label: str,
 ) -> None:
     """A dashed line through all points; compiled ones are filled."""
-    known = [(point, y) for point in curve.points if (y := value(point)) is not None]
-    color, marker = f"C{style % 10}", _MARKERS[style % len(_MARKERS)]
-    axes.plot(
-        [point.devices for point, _ in known],
-        [y for _, y in known],
-        color=color,
-        linestyle="--",
-        linewidth=1.2,
-        marker=marker,
-        markersize=6,
-        markerfacecolor="white",
-        label=label,
-    )
-    made = [(point.devices, y) for point, y in known if point.compiled]
-    axes.plot(
-        [x for x, _ in made],
-        [y for _, y in made],
-        color=color,
-        linestyle="",
-        marker=marker,
-        markersize=7,
-    )
+    known = [(p, y / unit) for p in curve.points if (y := value(p)) is not None]
+    compiled = [(p, y) for p, y in known if p.compiled]
+    line = {"linestyle": "--", "linewidth": 1.2, "markersize": 6, "markerfacecolor": "white"}
+    filled = {"linestyle": "", "markersize": 7}
+    for points, options in ((known, {**line, "label": label}), (compiled, filled)):
+        axes.plot(
+            [p.devices for p, _ in points],
+            [y for _, y in points],
+            color=f"C{number % 10}",
+            marker=_MARKERS[number % len(_MARKERS)],
+            **options,
+        )
 
 
-def _axes(axes: Any, title: str, curves: Sequence[Curve]) -> None:
-    ticks = sorted({point.devices for curve in curves for point in curve.points})
+def _set_axes(axes: Any, title: str, curves: Sequence[Curve]) -> None:
+    from matplotlib import ticker
+
+    devices = sorted({point.devices for curve in curves for point in curve.points})
     if not any(len(line.get_xdata()) for line in axes.lines):
         axes.set_axis_off()
         axes.set_title(f"{title}: not known")  # nothing compiles
         return
     axes.set(xscale="log", yscale="log", title=title, xlabel="devices")
-    axes.set_xticks(ticks, [f"{n:,}" for n in ticks], rotation=45, fontsize=9)
+    axes.set_xticks(devices, [f"{n:,}" for n in devices], rotation=45, fontsize=9)
     axes.minorticks_off()
-    axes.yaxis.set_major_locator(_ticker().LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter(_ticker().FuncFormatter(lambda y, _: f"{y:,.10g}"))
+    axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda y, _: f"{y:,.10g}"))
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _ticker() -> Any:
-    from matplotlib import ticker
-
-    return ticker
-
-
-def _errors(curves: Sequence[Curve]) -> str:
+def _error_table(curves: Sequence[Curve]) -> str:
     """How far the formulas are off where that is known."""
-    told = []
+    lines = []
     for curve in curves:
         for real, guess in curve.checks:
             pairs = (
@@ -219,24 +188,22 @@ def _errors(curves: Sequence[Curve]) -> str:
                 (real.wire_bytes, guess.wire_bytes),
                 (real.seconds, guess.seconds),
             )
-            off = (b / a - 1 if a and b is not None else None for a, b in pairs)
-            cells = "".join(_cell(part, 1, "+.1%") for part in off)
-            name = html.escape(curve.strategy)
-            told.append(f"<tr><td>{name}</td>{_cell(real.devices, 1, ',.0f')}{cells}</tr>")
-    if not told:
+            errors = [b / a - 1 if a and b is not None else None for a, b in pairs]
+            cells = _cell(real.devices, 1, ",.0f") + "".join(_cell(e, 1, "+.1%") for e in errors)
+            lines.append(f"<tr><td>{html.escape(curve.strategy)}</td>{cells}</tr>")
+    if not lines:
         return "<p>One size of each strategy was compiled: the formulas are not checked.</p>"
     return (
         "<p>How far the formulas are off on each compiled size, had it not been compiled:</p>"
-        f"<table><tr><th>strategy</th>{_heads('devices', 'needed', 'sent', 'step')}</tr>"
-        f"{''.join(told)}</table>"
+        f"<table><tr><th>strategy</th>{_headers('devices', 'needed', 'sent', 'step')}</tr>"
+        f"{''.join(lines)}</table>"
     )
 
 
-def _points(curves: Sequence[Curve], available: int | None) -> str:
-    """All points as a table."""
-    unit, name = _unit(curves)
-    sent, sent_name = tables.scale(p.wire_bytes for curve in curves for p in curve.points)
-    heads = _heads("devices", f"state {name}", f"needed {name}", f"{sent_name} sent", "step ms")
+def _point_table(curves: Sequence[Curve], available: int | None) -> str:
+    unit, name = _memory_scale(curves)
+    sent, sent_name = scale(p.wire_bytes for curve in curves for p in curve.points)
+    heads = _headers("devices", f"state {name}", f"needed {name}", f"{sent_name} sent", "step ms")
     lines = [f"<tr><th>strategy</th>{heads}<th>fits</th><th></th></tr>"]
     for curve in curves:
         for number, point in enumerate(curve.points):
@@ -250,34 +217,23 @@ def _points(curves: Sequence[Curve], available: int | None) -> str:
             fits = ""
             if available and point.needed_bytes is not None:
                 fits = "yes" if point.needed_bytes <= available else "no"
-            kind = "c" * point.compiled + " first" * (number == 0)
-            how = "compiled" if point.compiled else "extrapolated"
-            first = "" if number else html.escape(curve.strategy)
-            cells = f"<td>{first}</td>{''.join(figures)}<td>{fits}</td><td>{how}</td>"
-            lines.append(f'<tr class="{kind}">{cells}</tr>')
+            style = "c" * point.compiled + " first" * (number == 0)
+            source = "compiled" if point.compiled else "extrapolated"
+            strategy = "" if number else html.escape(curve.strategy)
+            cells = f"<td>{strategy}</td>{''.join(figures)}<td>{fits}</td><td>{source}</td>"
+            lines.append(f'<tr class="{style}">{cells}</tr>')
         if curve.remark:
             lines.append(f'<tr><td></td><td colspan="7">{html.escape(curve.remark)}</td></tr>')
     return f"<table>{''.join(lines)}</table>"
 
 
-def _heads(*names: str) -> str:
+def _headers(*names: str) -> str:
     return "".join(f'<th class="n">{name}</th>' for name in names)
 
 
-def _unit(curves: Sequence[Curve]) -> tuple[float, str]:
-    return tables.scale(point.needed_bytes for curve in curves for point in curve.points)
+def _memory_scale(curves: Sequence[Curve]) -> tuple[float, str]:
+    return scale(point.needed_bytes for curve in curves for point in curve.points)
 
 
 def _cell(value: float | None, unit: float, form: str) -> str:
-    return f'<td class="n">{"" if value is None else f"{value / unit:{form}}"}</td>'
-
-
-def _over(value: float | None, unit: float) -> float | None:
-    return None if value is None else value / unit
-
-
-def _tables(rows: Sequence[Row], where: Topology) -> str:
-    """The plan's tables, as they are printed."""
-    console = Console(record=True, file=io.StringIO(), width=220)
-    console.print(*tables.tables(rows, where))
-    return f"<pre>{html.escape(console.export_text())}</pre>"
+    return f'<td class="n">{format_number(value, unit, form)}</td>'

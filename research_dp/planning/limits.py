@@ -1,4 +1,4 @@
-"""What a run may cost at most: bindings that a plan is held to."""
+"""Limits on what a run may cost: bindings that a plan enforces."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import gin
 
 from research_dp.argument_checks import checked
 from research_dp.argument_types import Count, Positive
-from research_dp.planning.estimate import Row
+from research_dp.planning.row import Row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,32 +23,31 @@ class Budget:
         """(the binding, a sentence) for each limit that a row is above, or may be."""
         why = f": it {row.problem}" if row.problem else ""
         if self.max_wire_ratio is not None:
-            name, most = "plan.max_wire_ratio", self.max_wire_ratio
-            if row.wire_bytes is None or row.min_wire_bytes is None:
+            name, limit = "plan.max_wire_ratio", self.max_wire_ratio
+            if row.wire_total is None or row.min_wire_bytes is None:
                 yield name, f"{row.strategy} sends an unknown number of bytes{why}."
-            elif row.wire_total > most * row.min_wire_bytes:
-                ratio = (
-                    f"{row.wire_ratio:.4g} times the least" if row.wire_ratio else "without need"
-                )
-                yield name, f"{row.strategy} sends {ratio}, more than {most:g}."
+            elif row.wire_total > limit * row.min_wire_bytes:
+                ratio = row.wire_ratio
+                excess = f"{ratio:.4g} times the least" if ratio else "without need"
+                yield name, f"{row.strategy} sends {excess}, more than {limit:g}."
         if self.max_peak_bytes is not None:
-            name, limit = "plan.max_peak_bytes", self.max_peak_bytes
+            name = "plan.max_peak_bytes"
             # Where it does not even compile, what the compiler says that it needs.
-            peak = row.peak_bytes or row.needed_bytes
+            peak = row.memory.peak_bytes or row.needed_bytes if row.memory else None
             if peak is None:
                 yield name, f"{row.strategy} needs an unknown number of bytes{why}."
-            elif peak > limit:
-                told = f"needs {peak:,} bytes a device at its peak, more than {limit:,}."
-                yield name, f"{row.strategy} {told}"
+            elif peak > self.max_peak_bytes:
+                excess = f"more than {self.max_peak_bytes:,}"
+                yield name, f"{row.strategy} needs {peak:,} bytes a device at its peak, {excess}."
 
 
 @gin.register(module="planning")
 @checked
 def plan(*, max_wire_ratio: Positive | None = None, max_peak_bytes: Count | None = None) -> Budget:
-    """What `python -m research_dp.plan` holds strategies to; its status is 1 if one needs more.
+    """The limits of `python -m research_dp.plan`: its status is 1 if a strategy exceeds one.
 
-    Or if it is not known what one needs: it is refused, say. Bindings of it have no effect on
-    training.
+    A strategy whose cost is unknown, because it is refused for example, exceeds them too. Bindings
+    have no effect on training.
 
     Args:
         max_wire_ratio: Wire bytes a step over the least of the README's table, e.g. 1.01.

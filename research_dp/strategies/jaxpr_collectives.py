@@ -7,28 +7,27 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-from jax.extend.core import jaxprs_in_params
 from jax.interpreters import partial_eval
 
+from research_dp.distributed.jaxprs import walk
 from research_dp.strategies import Strategy
 
-# Primitive -> (kind, wire bytes a device of a ring as a multiple of (n - 1) / n of the full array).
 _KINDS = {
-    "psum": ("all-reduce", 2),
-    "psum_invariant": ("all-reduce", 2),
-    "pmax": ("all-reduce", 2),
-    "pmin": ("all-reduce", 2),
-    "reduce_scatter": ("reduce-scatter", 1),
-    "all_gather": ("all-gather", 1),
-    "all_gather_invariant": ("all-gather", 1),
-    "all_to_all": ("all-to-all", 1),
-    "ppermute": ("permute", 1),
+    "psum": "all-reduce",
+    "psum_invariant": "all-reduce",
+    "pmax": "all-reduce",
+    "pmin": "all-reduce",
+    "reduce_scatter": "reduce-scatter",
+    "all_gather": "all-gather",
+    "all_gather_invariant": "all-gather",
+    "all_to_all": "all-to-all",
+    "ppermute": "permute",
 }
-# Primitives that name mesh axes and send nothing.
+# Primitives that name mesh axes and communicate nothing.
 _SILENT = {"axis_index", "pvary", "pcast", "preduced"}
 
 
@@ -57,8 +56,8 @@ class Collective:
         """Bytes that a device sends over a ring, all times together."""
         if self.kind == "permute":
             return float(self.nbytes * self.times)
-        factor = next(f for kind, f in _KINDS.values() if kind == self.kind)
-        return factor * self.nbytes * (self.devices - 1) / self.devices * self.times
+        passes = 2 if self.kind == "all-reduce" else 1  # a reduce-scatter, then an all-gather
+        return passes * self.nbytes * (self.devices - 1) / self.devices * self.times
 
 
 def of_step(strategy: Strategy) -> list[Collective]:
@@ -80,44 +79,31 @@ def collectives(function: Callable[..., Any], *args: Any) -> list[Collective]:
     # A jitted function is traced as it is: with compiler options it cannot be part of another.
     trace = getattr(function, "trace", jax.jit(function).trace)
     jaxpr = trace(*args).jaxpr.jaxpr
-    # Every compiler drops what no result needs, such as the primal of a gradient that is wanted
-    # alone.
+    # Every compiler drops what no result needs, such as the primal of a gradient taken alone.
     used, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
-    return list(_walk(used, {}, 1))
+    return [collective for operation in walk(used) for collective in _read(*operation)]
 
 
-def _walk(jaxpr: Any, sizes: Mapping[str, int], times: int) -> Iterator[Collective]:
-    for equation in jaxpr.eqns:
-        name, params = equation.primitive.name, equation.params
-        if name in _KINDS:
-            yield from _read(equation, sizes, times)
-            continue
-        if name not in _SILENT and _axes(equation) & sizes.keys():
-            raise NotImplementedError(f"collective {name!r} over {_axes(equation)} is not counted")
-        inner_sizes = dict(params["mesh"].shape) if name == "shard_map" else sizes
-        inner_times = times * (params["length"] if name == "scan" else 1)
-        for inner in jaxprs_in_params(params):
-            found = list(_walk(inner, inner_sizes, inner_times))
-            if found and name == "while":
-                raise NotImplementedError("collectives in a loop of unknown length: use scan")
-            yield from found
-
-
-def _axes(equation: Any) -> set[str]:
-    """The mesh axes that an operation names."""
-    named = equation.params.get("axes", equation.params.get("axis_name"))
+def _read(equation: Any, callers: tuple[Any, ...]) -> Iterator[Collective]:
+    """The collectives of one operation, one for each of its arrays."""
+    name, params = equation.primitive.name, equation.params
+    maps = [caller.params["mesh"] for caller in callers if caller.primitive.name == "shard_map"]
+    sizes = dict(maps[-1].shape) if maps else {}
+    named = params.get("axes", params.get("axis_name"))
     named = named if isinstance(named, tuple) else (named,)
-    return {axis for axis in named if isinstance(axis, str)}
-
-
-def _read(equation: Any, sizes: Mapping[str, int], times: int) -> Iterator[Collective]:
-    axes = tuple(axis for axis in sizes if axis in _axes(equation))
-    groups = equation.params.get("axis_index_groups")
+    axes = tuple(axis for axis in sizes if axis in named)
+    kind = _KINDS.get(name)
+    if kind is None:
+        if axes and name not in _SILENT:
+            raise NotImplementedError(f"collective {name!r} over {set(axes)} is not counted")
+        return
+    if any(caller.primitive.name == "while" for caller in callers):
+        raise NotImplementedError("collectives in a loop of unknown length: use scan")
+    groups = params.get("axis_index_groups")
     devices = len(groups[0]) if groups else math.prod(sizes[axis] for axis in axes)
-    kind, _ = _KINDS[equation.primitive.name]
+    times = math.prod(c.params["length"] for c in callers if c.primitive.name == "scan")
     # The full array goes into a reduction, and comes out of a gather.
-    arrays = equation.outvars if kind == "all-gather" else equation.invars
-    for array in arrays:
+    for array in equation.outvars if kind == "all-gather" else equation.invars:
         aval = array.aval
         nbytes = math.prod(aval.shape) * aval.dtype.itemsize
         yield Collective(kind, axes, devices, str(aval.dtype), nbytes, times)

@@ -6,11 +6,12 @@ import json
 import certified
 import pytest
 from conftest import ROOT
+from plan_rows import make_row
 
 from research_dp.config import gin_internals, load
 from research_dp.errors import UsageError
 from research_dp.planning import auto as auto_lib
-from research_dp.planning import estimate as row_lib
+from research_dp.planning.estimate import Compiled
 from research_dp.training import loop
 
 AUTO = "gin/options/auto.gin"
@@ -40,9 +41,16 @@ def planned(monkeypatch, needs):
 
     def made(name, candidate, spec, where):
         nbytes, seconds = needs[name]
-        row = row_lib.Row(name, fits=nbytes <= 100, needed_bytes=nbytes, available_bytes=100)
-        row.predicted_seconds, row.problem = seconds, None if row.fits else "does not fit"
-        return row_lib.Compiled(row, None, None)
+        fits = nbytes <= 100
+        row = make_row(
+            name,
+            fits=fits,
+            needed_bytes=nbytes,
+            available_bytes=100,
+            predicted_seconds=seconds,
+            problem=None if fits else "does not fit",
+        )
+        return Compiled(row, None, None)
 
     monkeypatch.setattr(auto_lib, "compile_row", made)
 

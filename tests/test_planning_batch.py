@@ -2,12 +2,13 @@
 
 import optax
 import pytest
+from plan_rows import make_row
 from test_strategies import recipe_of
 
 from research_dp.analysis.topologies import topology
 from research_dp.commands import plan_candidates
 from research_dp.planning import advice, batch
-from research_dp.planning.estimate import Row
+from research_dp.planning.row import CollectiveTotal
 from research_dp.strategies import TrainSpec
 from research_dp.types import TrainableModel
 
@@ -27,24 +28,33 @@ def test_the_largest_batch_is_found_in_a_few_compilations(fixed, each, expected)
         n = spec.batch_size // 16
         tried.append(n)
         needed = fixed + each * n
-        return Row("x", batch_size=spec.batch_size, needed_bytes=needed, available_bytes=100,
-                   fits=needed <= 100)  # fmt: skip
+        return make_row(
+            "x",
+            batch_size=spec.batch_size,
+            needed_bytes=needed,
+            available_bytes=100,
+            fits=needed <= 100,
+        )
 
     spec = spec_of(batch_size=16, accumulation_steps=2)
     first = attempt(spec)
-    found = batch.largest(recipe_of("fsdp"), spec, first, attempt)
+    found = batch.largest_batch(recipe_of("fsdp"), spec, first, attempt)
     assert found.fits
-    assert found.batch_size == 16 * expected
+    assert found.setup.batch_size == 16 * expected
     assert len(tried) <= 5
 
 
 def test_variants_are_those_that_can_change_something():
     def sent(*slots, files=(), **dtypes):
-        each = [
-            {"kind": k.replace("_", "-"), "dtype": d, "wire_bytes": 5} for k, d in dtypes.items()
-        ]
-        row = Row("fsdp", slots=slots, mesh={"data": 1, "fsdp": 8}, wire_bytes={"total": 10.0},
-                  collectives=each)  # fmt: skip
+        kinds = {name.replace("_", "-"): dtype for name, dtype in dtypes.items()}
+        each = [CollectiveTotal(k, "fsdp", d, k, 8, 1, 5.0) for k, d in kinds.items()]
+        row = make_row(
+            "fsdp",
+            slots=slots,
+            mesh={"data": 1, "fsdp": 8},
+            wire_bytes={"total": 10.0},
+            collectives=each,
+        )
         chosen = plan_candidates.Candidate("fsdp", files)
         return plan_candidates.variants(chosen, row, topology("cpu:8"))
 
@@ -65,8 +75,14 @@ def test_variants_are_those_that_can_change_something():
 
 def test_what_variants_change_is_said():
     def costs(name, seconds, needed, sent):
-        return Row(name, fits=True, batch_size=16, predicted_seconds=seconds, needed_bytes=needed,
-                   wire_bytes={"total": sent})  # fmt: skip
+        return make_row(
+            name,
+            fits=True,
+            batch_size=16,
+            predicted_seconds=seconds,
+            needed_bytes=needed,
+            wire_bytes={"total": sent},
+        )
 
     best = costs("fsdp", 0.1, 10**9, 2e9)
     others = [costs("fsdp_keep", 0.08, 3 * 10**9, 1e9), costs("fsdp+bf16_gather", 0.1, 10**9, 2e9)]
@@ -79,7 +95,7 @@ def test_what_variants_change_is_said():
 
 def test_variants_keep_the_files_that_a_candidate_adds():
     (chosen,) = plan_candidates.of(["zero1+h100_speed"])
-    row = Row("zero1+h100_speed", mesh={"data": 1, "fsdp": 8}, wire_bytes={"total": 0.0})
+    row = make_row("zero1+h100_speed", mesh={"data": 1, "fsdp": 8}, wire_bytes={"total": 0.0})
     found = plan_candidates.variants(chosen, row, topology("cpu:8"))
     assert [(c.name, c.files) for c in found] == [
         (f"{stem}+h100_speed", (f"gin/strategies/{stem}.gin", "gin/options/h100_speed.gin"))
@@ -93,14 +109,14 @@ def test_more_micro_batches_are_tried_until_it_fits():
     def attempt(spec):
         tried.append(spec)
         steps = spec.accumulation_steps
-        return Row("x", fits=steps >= 4, accumulation_steps=steps)
+        return make_row("x", fits=steps >= 4, accumulation_steps=steps)
 
     def steps(size):
         spec = spec_of(batch_size=size)
-        return batch.smallest_steps(recipe_of("fsdp"), spec, Row("x"), attempt)
+        return batch.fewest_micro_batches(recipe_of("fsdp"), spec, make_row("x"), attempt)
 
-    assert steps(32).accumulation_steps == 4
-    assert steps(8 * 9 * 5).accumulation_steps == 5, "of 3, 5, 9, 15, 45"
+    assert steps(32).setup.accumulation_steps == 4
+    assert steps(8 * 9 * 5).setup.accumulation_steps == 5, "of 3, 5, 9, 15, 45"
     assert not steps(16).fits, "one example a device at a time"
     assert steps(8) is None
     assert len(tried) <= 9
@@ -112,24 +128,35 @@ def test_the_batch_grows_by_no_more_than_can_be_tried():
 
     def attempt(spec):
         tried.append(spec.batch_size)
-        return Row("x", batch_size=spec.batch_size, needed_bytes=10, available_bytes=10**9,
-                   fits=True)  # fmt: skip
+        return make_row(
+            "x",
+            batch_size=spec.batch_size,
+            needed_bytes=10,
+            available_bytes=10**9,
+            fits=True,
+        )
 
     spec = spec_of(batch_size=4096)
-    batch.largest(recipe_of("fsdp"), spec, attempt(spec), attempt)
+    batch.largest_batch(recipe_of("fsdp"), spec, attempt(spec), attempt)
     assert max(tried) <= 4096 * 2 * 8**3
     tried.clear()
     spec = spec_of(batch_size=2**29)
-    batch.largest(recipe_of("fsdp"), spec, attempt(spec), attempt)
+    batch.largest_batch(recipe_of("fsdp"), spec, attempt(spec), attempt)
     assert max(tried) < 2**31
 
 
 def test_where_no_larger_batch_fits_at_once_more_micro_batches_are_tried():
     def attempt(spec):
         needed = 10 * spec.batch_size // spec.accumulation_steps
-        return Row("x", batch_size=spec.batch_size, needed_bytes=needed, available_bytes=100,
-                   accumulation_steps=spec.accumulation_steps, fits=needed <= 100)  # fmt: skip
+        return make_row(
+            "x",
+            batch_size=spec.batch_size,
+            needed_bytes=needed,
+            available_bytes=100,
+            accumulation_steps=spec.accumulation_steps,
+            fits=needed <= 100,
+        )
 
     spec = spec_of(batch_size=8)
-    found = batch.largest(recipe_of("fsdp"), spec, attempt(spec), attempt)
-    assert (found.batch_size, found.accumulation_steps) == (16, 2)
+    found = batch.largest_batch(recipe_of("fsdp"), spec, attempt(spec), attempt)
+    assert (found.setup.batch_size, found.setup.accumulation_steps) == (16, 2)

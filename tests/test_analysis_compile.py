@@ -8,8 +8,12 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from research_dp.analysis import compile as fitting
-from research_dp.analysis.compile import DoesNotFitError, compile_to_fit
+from research_dp.analysis.compile import (
+    DoesNotFitError,
+    compile_to_fit,
+    dump_options,
+    text_of,
+)
 from research_dp.analysis.topologies import topology
 
 
@@ -60,11 +64,11 @@ def test_a_program_is_printed_by_its_compiler_where_jaxlib_may_not_be_able_to(tm
         def as_text(self):
             raise jax.errors.JaxRuntimeError("INTERNAL: unknown")
 
-    assert fitting.dumping("gpu", tmp_path) == {}
-    assert fitting.dumping("tpu", tmp_path)["xla_dump_to"] == str(tmp_path)
+    assert dump_options("gpu", tmp_path) == {}
+    assert dump_options("tpu", tmp_path)["xla_dump_to"] == str(tmp_path)
     with pytest.raises(jax.errors.JaxRuntimeError):
-        fitting.text_of(Newer(), tmp_path)
+        text_of(Newer(), tmp_path)
     (tmp_path / "module_1.jit_convert.after_codegen.txt").write_text("small")
     (tmp_path / "module_2.jit_train.after_codegen.txt").write_text("the larger one")
     (tmp_path / "module_2.jit_train.after_optimizations.txt").write_text("before: larger still")
-    assert fitting.text_of(Newer(), tmp_path) == "the larger one"
+    assert text_of(Newer(), tmp_path) == "the larger one"

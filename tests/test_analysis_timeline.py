@@ -1,4 +1,4 @@
-"""Predicted times: hand-made programs whose schedules can be played in the head."""
+"""Predicted times: hand-made programs whose schedules can be simulated by hand."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -21,10 +21,10 @@ SLOW = dataclasses.replace(
 MICRO = 1e-6
 
 
-def play(text, sent=100.0):
-    """Plays a program; every collective takes `sent` microseconds and sends 1000 bytes."""
-    played = timeline.play(hlo.parse(text), SLOW, lambda name: (sent * MICRO, False, 1e3))
-    found = dataclasses.asdict(played)
+def simulate(text, sent=100.0):
+    """Simulates a program; every collective takes `sent` microseconds and sends 1000 bytes."""
+    schedule = timeline.simulate(hlo.parse(text), SLOW, lambda name: (sent * MICRO, False, 1e3))
+    found = dataclasses.asdict(schedule)
     plain = ("wire_bytes", "hidden_bytes", "is_lower_bound")
     return {name: x if name in plain else round(x / MICRO, 6) for name, x in found.items()}
 
@@ -40,7 +40,7 @@ ARGUMENTS = """
 
 def test_an_instruction_takes_the_longer_of_compute_and_memory():
     body = ARGUMENTS + "\n  ROOT %n = f32[5]{0} negate(%x)"
-    assert play(entry(body)) == {
+    assert simulate(entry(body)) == {
         "compute": 0, "memory": 40, "network_inside": 0, "network_across": 0, "exposed": 0,
         "step": 40, "wire_bytes": 0, "hidden_bytes": 0, "is_lower_bound": False,
     }  # fmt: skip
@@ -48,7 +48,7 @@ def test_an_instruction_takes_the_longer_of_compute_and_memory():
         "\n  ROOT %d = f32[3,3]{1,0} dot(%y, %y), lhs_contracting_dims={0},"
         " rhs_contracting_dims={0}"
     )
-    found = play(entry(body))
+    found = simulate(entry(body))
     assert (found["compute"], found["memory"], found["step"]) == (36, 84, 84)
 
 
@@ -61,7 +61,7 @@ STARTED = """
 
 @pytest.mark.parametrize(("sent", "exposed"), [(100, 20), (80, 0), (60, 0)])
 def test_what_is_started_early_is_hidden_behind_compute(sent, exposed):
-    found = play(entry(ARGUMENTS + STARTED), sent)
+    found = simulate(entry(ARGUMENTS + STARTED), sent)
     assert (found["exposed"], found["step"]) == (exposed, 80 + exposed)
     assert found["network_inside"] == sent
     assert found["hidden_bytes"] == pytest.approx(1000 * (1 - exposed / sent))
@@ -69,7 +69,7 @@ def test_what_is_started_early_is_hidden_behind_compute(sent, exposed):
 
 def test_a_synchronous_collective_is_waited_for():
     for note in ("all-reduce(%x), replica_groups={}", 'all-reduce-start(%x), x={"is_sync":true}'):
-        found = play(entry(ARGUMENTS + f"\n  ROOT %r = f32[5]{{0}} {note}"))
+        found = simulate(entry(ARGUMENTS + f"\n  ROOT %r = f32[5]{{0}} {note}"))
         assert (found["exposed"], found["step"]) == (100, 100)
         assert (found["wire_bytes"], found["hidden_bytes"]) == (1000, 0)
 
@@ -80,7 +80,7 @@ def test_there_is_one_network():
   %two = f32[5]{0} all-reduce-start(%x), replica_groups={}
   %first = f32[5]{0} all-reduce-done(%one)
   ROOT %second = f32[5]{0} all-reduce-done(%two)"""
-    assert play(entry(ARGUMENTS + body))["exposed"] == 200
+    assert simulate(entry(ARGUMENTS + body))["exposed"] == 200
 
 
 def test_an_update_in_between_is_no_end():
@@ -98,7 +98,7 @@ def test_an_update_in_between_is_no_end():
   %end = f32[5]{0} async-done(%on), calls=%wrapped
   ROOT %b = f32[5]{0} negate(%end)"""
     )
-    found = play(text)
+    found = simulate(text)
     assert (found["exposed"], found["step"], found["network_inside"]) == (60, 140, 100)
 
 
@@ -124,9 +124,9 @@ ENTRY %main (p: (s32[], f32[5])) -> (s32[], f32[5]) {{
 
 
 @pytest.mark.parametrize("turns", [1, 2, 7, 1000])
-def test_loops_are_played_and_then_multiplied(turns):
+def test_loops_are_simulated_and_then_multiplied(turns):
     note = f'backend_config={{"known_trip_count":{{"n":"{turns}"}}}}'
-    found = play(LOOP.format(body=STARTED.replace("ROOT ", ""), note=note))
+    found = simulate(LOOP.format(body=STARTED.replace("ROOT ", ""), note=note))
     assert found["exposed"] == pytest.approx(20 * turns)
     assert found["step"] == pytest.approx(100 * turns)
     assert found["network_inside"] == pytest.approx(100 * turns)
@@ -136,7 +136,7 @@ def test_loops_are_played_and_then_multiplied(turns):
 
 
 def test_a_loop_of_unknown_length_makes_the_time_a_lower_bound():
-    found = play(LOOP.format(body=STARTED.replace("ROOT ", ""), note="x={}"))
+    found = simulate(LOOP.format(body=STARTED.replace("ROOT ", ""), note="x={}"))
     assert found["is_lower_bound"]
     assert found["step"] == pytest.approx(100)
 
@@ -152,7 +152,7 @@ def test_what_is_hidden_is_counted_in_bytes():
     def network(name):
         return (10 * MICRO, False, 9e3) if name == "one" else (90 * MICRO, False, 1e3)
 
-    found = timeline.play(hlo.parse(entry(ARGUMENTS + body)), SLOW, network)
+    found = timeline.simulate(hlo.parse(entry(ARGUMENTS + body)), SLOW, network)
     assert found.exposed == pytest.approx(90 * MICRO)
     assert found.hidden_fraction == pytest.approx(0.9)
 
@@ -188,12 +188,12 @@ ENTRY %main (x: f32[5]) -> f32[5] {
   ROOT %m = f32[5]{0} fusion(%k), kind=kCustom, calls=%done
 }
 """
-    (found,) = hlo_collectives.find(hlo.parse(text), {"fsdp": 4})
+    (found,) = hlo_collectives.find_collectives(hlo.parse(text), {"fsdp": 4})
     assert found.is_async and found.operations == 1
-    played = play(text)
-    assert played["network_inside"] == 100
-    assert played["memory"] == played["step"] - played["exposed"] == 40  # of the compute alone
-    assert played["exposed"] == 60
+    times = simulate(text)
+    assert times["network_inside"] == 100
+    assert times["memory"] == times["step"] - times["exposed"] == 40  # of the compute alone
+    assert times["exposed"] == 60
 
 
 def test_memory_of_slices_and_updates_in_place():
@@ -218,7 +218,7 @@ ENTRY %main (a: f32[10,5], b: f32[5], c: s32[]) -> f32[10,5] {
 """
     module = hlo.parse(text)
     # A row is read and a row is written; b is on the chip; the index has 4 bytes.
-    assert hbm_traffic.moved(module, module.entry, module.entry.root) == 20 + 20 + 4
+    assert hbm_traffic.hbm_bytes(module.entry.root) == 20 + 20 + 4
 
 
 @pytest.mark.parametrize(
@@ -255,7 +255,7 @@ ENTRY %main (a: f32[10,5], b: bf16[10,5], c: s32[]) -> {result} {{
 }}
 """
     module = hlo.parse(text)
-    assert hbm_traffic.moved(module, module.entry, module.entry.root) == nbytes
+    assert hbm_traffic.hbm_bytes(module.entry.root) == nbytes
 
 
 def devices(domains, members):
@@ -288,12 +288,12 @@ def collective(kind, count, nbytes=64e9):
 def test_times_on_the_network_of_h100s(kind, domains, members, seconds):
     h100 = chips()["h100"]
     present = devices(domains, members)
-    way = network.route(Topology("h100", h100, tuple(present)), present)
-    assert way.crosses == (domains > 1)
-    found = network.seconds(collective(kind, len(present)), way)
+    links = network.route(Topology("h100", h100, tuple(present)), present)
+    assert links.crosses == (domains > 1)
+    found = network.seconds(collective(kind, len(present)), links)
     assert found == pytest.approx(seconds)
     never = dataclasses.replace(collective(kind, len(present)), times=0)
-    assert network.seconds(never, way) == found  # of one execution, however often it runs
+    assert network.seconds(never, links) == found  # of one execution, however often it runs
 
 
 @pytest.mark.parametrize(
@@ -306,8 +306,8 @@ def test_times_on_the_network_of_h100s(kind, domains, members, seconds):
 )
 def test_times_on_the_torus_of_v5e(coordinates, kind, seconds):
     present = [SimpleNamespace(process_index=0, coords=at) for at in coordinates]
-    way = network.route(Topology("v5e", chips()["v5e"], tuple(present)), present)
-    found = network.seconds(collective(kind, len(present)), way)
+    links = network.route(Topology("v5e", chips()["v5e"], tuple(present)), present)
+    found = network.seconds(collective(kind, len(present)), links)
     assert found == pytest.approx(seconds)
 
 
