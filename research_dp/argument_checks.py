@@ -63,14 +63,16 @@ def checked(function: F) -> F:
         with contextlib.suppress(TypeError):  # raised again by the function, with its name
             bound = signature.bind(*args, **kwargs).arguments
         if bound is not None:
-            _check(title, required | bound, annotations())
+            check_arguments(title, required | bound, annotations())
         return function(*args, **kwargs)
 
     call.__signature__ = signature  # type: ignore[attr-defined]  # gin does not unwrap functions
     return typing.cast(F, call)
 
 
-def _check(function: str, arguments: Mapping[str, Any], annotations: Mapping[str, Any]) -> None:
+def check_arguments(
+    function: str, arguments: Mapping[str, Any], annotations: Mapping[str, Any]
+) -> None:
     """Raises UsageError for the first argument that its annotation does not accept."""
     for name, annotation in annotations.items():
         if name not in arguments or annotation is Any:

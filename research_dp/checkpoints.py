@@ -1,4 +1,4 @@
-"""`python -m research_dp.checkpoints WORKDIR [--verify]`: what a run has saved, and if it is whole.
+"""`python -m research_dp.checkpoints WORKDIR [--verify]`: lists the checkpoints of a run.
 
 Each checkpoint is a line. `--verify` reads all arrays and compares them with their checksums; the
 exit status is 1 if any is damaged.
@@ -36,8 +36,7 @@ def main(argv: list[str]) -> int:
         columns = ("step:", "examples seen:", "saved", "bytes:", "strategy", "mesh", "")
         shown = table(f"Checkpoints in {folder}", *columns)
         for row in rows:
-            made = (row.saved, f"{row.size:,}", *row.made)
-            shown.add_row(str(row.step), row.examples, *made, row.told)
+            shown.add_row(*row.cells())
         put(shown)
         return 1 if any(row.damaged for row in rows) else 0
 

@@ -19,7 +19,7 @@ def main(argv: list[str]) -> int:
         runtime.quieten_tensorflow()
         if options.dry_run:
             return sweep.sweep(options, dimensions)
-        with streams.dispensable(), preemption.before_steps():
+        with streams.dispensable(), preemption.exit_on_signals():
             return sweep.sweep(options, dimensions)
 
     return exit_status.told(body)

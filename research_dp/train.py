@@ -19,7 +19,7 @@ def main(argv: list[str]) -> int:
             return catalog.print_list(options.list, options.imports, as_json=options.json)
         if options.dry_run:
             return trained(session, options)
-        with streams.dispensable(), preemption.before_steps():
+        with streams.dispensable(), preemption.exit_on_signals():
             return trained(session, options)
 
     def trained(session: exit_status.Session, options: flags.Options) -> int:
@@ -30,12 +30,12 @@ def main(argv: list[str]) -> int:
         cache = runtime.set_up_compilation_cache()
         from research_dp.training.loop import train
 
-        look = dry_run.look(config) if options.dry_run else None
-        if look is None:
+        inspect = dry_run.look(config) if options.dry_run else None
+        if inspect is None:
             print(cache, flush=True)
         return train(
             workdir=options.workdir,
-            look=look,
+            inspect=inspect,
             started=runtime.started(),
             bound_at=config.origin,
         )

@@ -24,8 +24,9 @@ from research_dp.models import mlp
 from research_dp.training import checkpoint as checkpoint_module
 from research_dp.training import manifest as manifest_module
 from research_dp.training.checkpoint import Checkpoints
-from research_dp.training.checkpoint_files import MANIFEST, overview, steps_in, verify
+from research_dp.training.checkpoint_files import overview, steps_in, verify
 from research_dp.training.manifest import Damaged, Manifest, Progress, origin
+from research_dp.training.orbax_io import MANIFEST
 
 PROGRESS = Progress(batch_size=32, seed=3, order="by index", window={"loss": (0.1, 3.0)})
 PAIRS = [("fsdp", "ddp"), ("ddp", "hsdp"), ("zero1", "spmd_fsdp"), ("pmap", "fsdp_keep")]
@@ -64,8 +65,8 @@ def test_state_is_the_same_bits_under_another_strategy(first, second, tmp_path):
     save(tmp_path, state, 2)
     load.reset()
     other = build(second, small_model("nnx"))
-    restored, progress = restore(tmp_path, other)
-    assert progress == PROGRESS
+    restored, manifest = restore(tmp_path, other)
+    assert manifest.progress == PROGRESS
     assert_same_bits(restored, saved, other)
 
 
@@ -106,29 +107,29 @@ def test_manifest_says_where_the_run_stood_and_what_the_arrays_are(trained, fold
     assert shapes["opt_state/0/mu/hidden_0/kernel"] == (16, 256)
     assert shapes["opt_state/0/count"] == ()
     assert found.origin["versions"]["jax"] == jax.__version__
-    assert not found.changed(trained[1])
+    assert not found.mismatch(trained[1])
 
 
 def test_verifying_reads_every_array(trained, folder):
     assert verify(folder / "1").step == 1
     assert len(list(overview(folder, verified=True))) == 3
     flip_array(folder / "2", trained[1])
-    with pytest.raises(Damaged, match="params/hidden_0/kernel has not the checksum"):
+    with pytest.raises(Damaged, match="params/hidden_0/kernel does not match"):
         verify(folder / "2")
     (folder / "3" / "state" / "_METADATA").unlink()
     (folder / "4.orbax-checkpoint-tmp").mkdir()
     (folder / "1.damaged").mkdir()
-    rows = {(row.step, row.told.split(":")[0]): row for row in overview(folder, verified=True)}
+    rows = {(row.step, row.status.split(":")[0]): row for row in overview(folder, verified=True)}
     assert list(rows) == [
-        (1, "whole"),
+        (1, "intact"),
         (1, "damaged, was moved aside"),
         (2, "damaged"),
         (3, "damaged"),
         (4, "not complete"),
     ]
     assert [row.damaged for row in rows.values()] == [False, False, True, True, False]
-    assert rows[1, "whole"].examples == "32"
-    unread = [row.told for row in overview(folder, verified=False)]
+    assert rows[1, "intact"].manifest.examples_seen == 32
+    unread = [row.status for row in overview(folder, verified=False)]
     assert unread.count("not verified") == 3
 
 
@@ -205,7 +206,7 @@ def test_a_value_that_files_do_not_protect_is_found_by_its_checksum(folder, trai
     file.write_text(json.dumps(changed.as_json()))
     said = []
     assert restore(folder, trained[0], say=said.append) is not None
-    assert "params/head/bias has not the checksum that was written with it" in said[0]
+    assert "params/head/bias does not match its checksum" in said[0]
 
 
 def test_older_damage_does_no_harm(folder, trained):
@@ -329,7 +330,7 @@ def test_a_save_that_fails_here_is_told_though_others_wait_for_this_process(tmp_
     def full(folder):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(checkpoint_module, "sync", full)
+    monkeypatch.setattr(checkpoint_module, "fsync_checkpoint", full)
     state = build("ddp", one_matrix()).init(jax.random.key(0))
     checkpoints.save(state, 1, PROGRESS, origin())
     deadline = time.monotonic() + 60

@@ -62,8 +62,8 @@ def test_a_second_run_in_the_same_folder_is_refused(train, tmp_path):
 
 HOLD = (
     "import sys, time\n"
-    "from research_dp.training.workdir import held\n"
-    "with held(sys.argv[1]):\n"
+    "from research_dp.training.workdir import locked_workdir\n"
+    "with locked_workdir(sys.argv[1]):\n"
     "    print('held', flush=True)\n"
     "    time.sleep(600)\n"
 )
@@ -246,7 +246,7 @@ def test_the_command_lists_and_verifies(train, tmp_path, command):
     listed = command(tmp_path, **look)
     assert listed.returncode == 0 and listed.stdout.count("not verified") == 2
     whole = command(tmp_path, "--verify", **look)
-    assert whole.returncode == 0 and whole.stdout.count("whole: 15 arrays") == 2, whole.stderr
+    assert whole.returncode == 0 and whole.stdout.count("intact: 15 arrays") == 2, whole.stderr
     (tmp_path / "checkpoints" / "10" / "state" / "manifest.ocdbt").unlink()
     damaged = command(tmp_path, "--verify", **look)
     assert damaged.returncode == 1 and "damaged: " in damaged.stdout

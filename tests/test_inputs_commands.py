@@ -12,7 +12,7 @@ from test_processes import RUN
 
 from research_dp.data import builders
 from research_dp.data.digits import Digits
-from research_dp.training.checkpoint_files import MANIFEST
+from research_dp.training.orbax_io import MANIFEST
 
 SHORT = ["--gin.train.num_steps=2", "--gin.mlp.widths=(8,)", "--gin.train.checkpoint_every=None"]
 LONGER = [*SHORT, "--gin.train.num_steps=4"]
@@ -62,7 +62,7 @@ def test_what_changed_before_a_continuation_is_told_and_other_data_is_refused(
     assert status == 0
     assert f"Changed since step 2: {mean}: (0.5,) -> (0.3,)  (--gin.{mean})" in out
     assert "Changed since step 2: train.num_steps: 2 -> 4" in out
-    assert "The checkpoint does not record its data; this is assumed" in out and told in out
+    assert "The checkpoint does not record its data; this data is assumed" in out and told in out
 
 
 def two_apart(command, workdirs, folders, *flags):

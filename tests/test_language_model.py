@@ -16,7 +16,7 @@ from research_dp.distributed.sharding import STACK, TABLE, infer_sharding
 from research_dp.distributed.units import Units
 from research_dp.errors import UsageError
 from research_dp.models.attention import rotate
-from research_dp.training.progress import Clock
+from research_dp.training.metrics import Throughput
 
 QUICK = ("ddp", "zero1", "fsdp", "hsdp", "spmd_fsdp")  # the others are much like one of them
 CASES = [(s, False) if s in QUICK else slow(s, False) for s in stems() if s != "single"]
@@ -197,7 +197,7 @@ def test_rates_are_in_tokens_and_in_shares_of_the_peak(monkeypatch):
     work = model().work({"tokens": jax.ShapeDtypeStruct((LENGTH,), np.int32)})
     now = iter([0.0, 2.0, 2.0])
     monkeypatch.setattr("time.perf_counter", lambda: next(now))
-    clock = Clock(32, work, peak=32 * work.flops * 10)
+    clock = Throughput(32, work, peak=32 * work.flops * 10)
     clock.start()
     for _ in range(4):
         clock.count_step()

@@ -17,7 +17,7 @@ from conftest import ROOT
 from research_dp.errors import UsageError
 from research_dp.training import workdir
 from research_dp.training.flight_recorder import Recorder, last_notes
-from research_dp.training.watchdog import keep_watch
+from research_dp.training.watchdog import monitored
 
 spec = importlib.util.spec_from_file_location("launch", ROOT / "tools" / "launch.py")
 launcher = importlib.util.module_from_spec(spec)
@@ -38,7 +38,7 @@ def test_a_folder_in_use_is_refused_and_the_run_in_it_keeps_its_notes_and_logs(t
     (tmp_path / "logs").mkdir()
     log = tmp_path / "logs" / "process_0.log"
     log.write_text("as it was\n")
-    with workdir.held(str(tmp_path)), Recorder(tmp_path) as recorder:
+    with workdir.locked_workdir(str(tmp_path)), Recorder(tmp_path) as recorder:
         assert launcher.main(["-n", "1", "--", f"--workdir={tmp_path}"]) == 2
         recorder.note("step", 7)
         (left,) = last_notes(tmp_path)
@@ -69,7 +69,7 @@ def test_no_link_is_followed_and_no_fifo_waited_for(tmp_path, capfd):
 def test_notes_of_a_run_of_more_processes_go_once_the_folder_is_held(tmp_path):
     for process in range(3):
         Recorder(tmp_path, process, 3).note("step", 9)
-    with keep_watch(tmp_path, None):
+    with monitored(tmp_path, None):
         assert [note.process for note in last_notes(tmp_path)] == [0]
 
 
@@ -78,7 +78,7 @@ def test_a_file_system_without_locks_is_refused(tmp_path, monkeypatch):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    with pytest.raises(UsageError, match="no locks"), workdir.held(str(tmp_path)):
+    with pytest.raises(UsageError, match="no locks"), workdir.locked_workdir(str(tmp_path)):
         pass
 
 

@@ -6,14 +6,14 @@ import numpy as np
 import optax
 import pytest
 from conftest import ROOT, stems
-from test_processes_faults import FAULTY
 from test_strategies import recipe
 from test_train_command import MLP, lines, summary
+from test_watchdog import FAULTY
 
 import research_dp.training.loop  # noqa: F401  (registers `train`)
 from research_dp.errors import RunFailure
 from research_dp.strategies import NONFINITE, SKIPPED, TrainSpec
-from research_dp.training.nonfinite import Nonfinite
+from research_dp.training.nonfinite import NonfiniteCheck
 from research_dp.types import LossOutput, TrainableModel
 
 EXAMPLE = {"x": jax.ShapeDtypeStruct((), np.float32)}
@@ -110,20 +110,20 @@ def test_what_is_said_of_a_step():
         return jax.device_put(np.array(values, np.float32))
 
     said = []
-    stop = Nonfinite(PATHS, "stop", "Nothing was touched.", said.append)
-    stop.look(1, flags(0, 0, 0, 0))
+    stop = NonfiniteCheck(PATHS, "stop", "Nothing was touched.", said.append)
+    stop.check(1, flags(0, 0, 0, 0))
     with pytest.raises(RunFailure, match=r"(?s)step 7: the gradient of b is not finite.*Nothing"):
-        stop.look(7, flags(1, 0, 1, 0))
+        stop.check(7, flags(1, 0, 1, 0))
     with pytest.raises(RunFailure, match="step 8: the loss is not finite"):
-        stop.look(8, flags(1, 0, 0, 0))
-    skip = Nonfinite(PATHS, "skip", "Nothing was touched.", said.append)
+        stop.check(8, flags(1, 0, 0, 0))
+    skip = NonfiniteCheck(PATHS, "skip", "Nothing was touched.", said.append)
     for number in range(99):
-        skip.look(number, flags(1, 1, 1, 1))
+        skip.check(number, flags(1, 1, 1, 1))
     assert said[-1] == "Skipped step 98: the gradient of all 3 parameters is not finite"
     with pytest.raises(RunFailure, match="99 steps before it"):
-        skip.look(99, flags(1, 1, 1, 1))
-    skip.look(100, flags(0, 0, 0, 0))
-    skip.look(101, flags(1, 1, 0, 0))
+        skip.check(99, flags(1, 1, 1, 1))
+    skip.check(100, flags(0, 0, 0, 0))
+    skip.check(101, flags(1, 1, 0, 0))
     assert said[-1] == "Skipped step 101: the gradient of a is not finite"
 
 
@@ -131,15 +131,15 @@ def test_what_is_said_of_a_step():
 def test_parameters_that_overflowed_are_not_saved(stem):
     strategy = build(stem, skip=False)
     state = strategy.init(jax.random.key(0))
-    look = Nonfinite(PATHS, "stop", "Nothing was touched.", print)
-    look.check_state(3, state)
+    check = NonfiniteCheck(PATHS, "stop", "Nothing was touched.", print)
+    check.check_state(3, state)
     spoilt = {**state.params, "b": state.params["b"].at[5, 7].set(np.inf)}
-    with pytest.raises(RunFailure, match=r"step 3: b has become infinite or no number"):
-        look.check_state(3, state._replace(params=spoilt))
+    with pytest.raises(RunFailure, match=r"step 3: b has become infinite or NaN"):
+        check.check_state(3, state._replace(params=spoilt))
     adam, *others = state.opt_state
     adam = adam._replace(nu={**adam.nu, "c": adam.nu["c"].at[0].set(np.inf)})
     with pytest.raises(RunFailure, match=r"step 3: opt_state \S*nu/c has become infinite"):
-        look.check_state(3, state._replace(opt_state=(adam, *others)))
+        check.check_state(3, state._replace(opt_state=(adam, *others)))
 
 
 @pytest.mark.slow

@@ -87,7 +87,7 @@ def test_who_looks_at_a_run_sees_the_one_that_is_taken(monkeypatch):
     files = ["gin/runs/digits.gin", "gin/models/mlp.gin", AUTO]
     load.load(files, ["shard_params.min_weight_size = 64"])
     seen = []
-    loop.train(look=lambda recipe, spec: seen.append(recipe))
+    loop.train(inspect=lambda recipe, spec: seen.append(recipe))
     (taken,) = seen
     assert (taken.name, taken.gather, taken.choose) == ("zero1", None, None)
 

@@ -211,7 +211,7 @@ def post_mortem(processes: list[Process], first: Process, workdir: Path) -> list
     # Notes of an earlier run have other process ids.
     pids = {process.popen.pid for process in processes}
     notes = [note for note in flight_recorder.last_notes(workdir) if note.pid in pids]
-    suspect = flight_recorder.behind(notes)
+    suspect = flight_recorder.straggler(notes)
     lines = [f"The run ended badly: process {first.number} was first, {first.how()}."]
     by_number = {note.process: note for note in notes}
     if first.number in by_number:

@@ -19,7 +19,7 @@ from research_dp.commands import runtime
 from research_dp.config import gin_internals, load
 from research_dp.data.tfds import TrainOrder
 from research_dp.strategies import TrainSpec
-from research_dp.training import trainer as run_lib
+from research_dp.training.trainer import Trainer
 
 PAIRS = 9
 SKIPPED = 20
@@ -45,10 +45,10 @@ def bare(strategy, state, batches, steps, in_flight):
 def command_rate(steps):
     """Returns the steps a second of the command's loop, with reading and recording."""
     times = []
-    original = run_lib.Run.dispatched
+    original = Trainer._dispatched
 
-    def timed(self, step, metrics):
-        original(self, step, metrics)
+    def timed(self, step, state, metrics):
+        original(self, step, state, metrics)
         if step == SKIPPED:
             jax.block_until_ready(metrics)
             times.append(time.perf_counter())
@@ -56,12 +56,12 @@ def command_rate(steps):
             jax.block_until_ready(metrics)
             times.append(time.perf_counter())
 
-    run_lib.Run.dispatched = timed
+    Trainer._dispatched = timed
     from research_dp.training.loop import train
 
     with tempfile.TemporaryDirectory() as folder:
         train(workdir=folder)
-    run_lib.Run.dispatched = original
+    Trainer._dispatched = original
     return (steps - SKIPPED) / (times[1] - times[0])
 
 

@@ -1,4 +1,4 @@
-"""Measures what flight recorder, watchdog and non-finite check add to a step.
+"""What the flight recorder, the watchdog and the non-finite check add to a step.
 
 python experiments/overhead/survival.py [--model=convnet] [--steps=2400] [--part=NAME]
 
@@ -20,15 +20,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from research_dp.commands import runtime
 from research_dp.config import load
-from research_dp.training import trainer as run_lib
 from research_dp.training.flight_recorder import Recorder
-from research_dp.training.nonfinite import Nonfinite
+from research_dp.training.nonfinite import NonfiniteCheck
+from research_dp.training.trainer import Trainer
 from research_dp.training.watchdog import Watchdog
 
 BLOCK = 20
 SKIPPED = 60
 WATCHDOG_SECONDS = 60.0
-PARTS = ("recorder", "look", "watchdog")
+PARTS = ("recorder", "nonfinite", "watchdog")
 
 
 class Switch:
@@ -37,20 +37,20 @@ class Switch:
     def __init__(self, parts):
         self._parts = parts
         self.on, self.times, self._began, self._watch = True, {True: [], False: []}, None, None
-        self._note, self._look = Recorder.note, Nonfinite.look
-        self._dispatched = run_lib.Run.dispatched
+        self._note, self._check = Recorder.note, NonfiniteCheck.check
+        self._dispatched = Trainer._dispatched
 
     def install(self):
-        def dispatched(run, step, metrics):
-            self._dispatched(run, step, metrics)
+        def dispatched(trainer, step, state, metrics):
+            self._dispatched(trainer, step, state, metrics)
             if step >= SKIPPED and step % BLOCK == 0:
                 now = time.perf_counter()
                 if self._began is not None:
                     self.times[self.on].append(now - self._began)
-                self._turn(run._recorder)
+                self._turn(trainer._recorder)
                 self._began = time.perf_counter()
 
-        run_lib.Run.dispatched = dispatched
+        Trainer._dispatched = dispatched
 
     def _turn(self, recorder):
         if self._watch:
@@ -59,8 +59,8 @@ class Switch:
         self.on = not self.on
         if "recorder" in self._parts:
             Recorder.note = self._note if self.on else lambda *_: None
-        if "look" in self._parts:
-            Nonfinite.look = self._look if self.on else lambda *_: None
+        if "nonfinite" in self._parts:
+            NonfiniteCheck.check = self._check if self.on else lambda *_: None
         if "watchdog" in self._parts and self.on:
             self._watch = contextlib.ExitStack()
             self._watch.enter_context(Watchdog(recorder, WATCHDOG_SECONDS).watch())
@@ -68,8 +68,8 @@ class Switch:
     def restore(self):
         if self._watch:
             self._watch.close()
-        Recorder.note, Nonfinite.look = self._note, self._look
-        run_lib.Run.dispatched = self._dispatched
+        Recorder.note, NonfiniteCheck.check = self._note, self._check
+        Trainer._dispatched = self._dispatched
 
 
 def alone(function, times=20000):
@@ -106,17 +106,17 @@ def main():
     with tempfile.TemporaryDirectory() as folder, Recorder(Path(folder)) as recorder:
         note = alone(lambda: recorder.note("step", 12345))
         watchdog = Watchdog(recorder, WATCHDOG_SECONDS)
-        check = alone(watchdog.look_once, 200)
-    # As after a step: on all devices, and not read before.
+        check = alone(watchdog.check, 200)
+    # As a step leaves them: on all devices, and not read before.
     everywhere = NamedSharding(Mesh(jax.devices(), "x"), PartitionSpec())
     unread = iter([jax.device_put(np.zeros(20), everywhere) for _ in range(300)])
-    nonfinite = Nonfinite([""] * 19, "stop", "", print)
-    look = alone(lambda: nonfinite.look(1, next(unread)), 300)
+    nonfinite = NonfiniteCheck([""] * 19, "stop", "", print)
+    flags = alone(lambda: nonfinite.check(1, next(unread)), 300)
     print(f"on / off: {middle:.4f} (median of {len(pairs)} pairs, quartiles {low:.4f} {high:.4f})")
     print(
-        f"a step takes {step * 1e3:.2f} ms; two notes {2 * note * 1e6:.1f} us, a look at its "
-        f"numbers {look * 1e6:.1f} us, the watchdog {check * 1e6:.0f} us each second: "
-        f"{(2 * note + look) / step + check:.3%} of it"
+        f"a step takes {step * 1e3:.2f} ms; two notes {2 * note * 1e6:.1f} us, the check "
+        f"of its flags {flags * 1e6:.1f} us, the watchdog {check * 1e6:.0f} us each second: "
+        f"{(2 * note + flags) / step + check:.3%} of it"
     )
 
 

@@ -18,7 +18,7 @@ import jax
 
 from research_dp.commands import runtime
 from research_dp.config import load
-from research_dp.training import trainer as run_lib
+from research_dp.training.trainer import Trainer
 
 EVERY = 50
 WIDTH = 4992  # 25 million parameters, 100 MB; with Adam's moments a checkpoint has 300 MB
@@ -46,8 +46,8 @@ def main():
     runtime.set_up_compilation_cache()
     from research_dp.training.loop import train
 
-    marks = []  # (start of the save, time when the loop continued, whether it saved)
-    original = run_lib.Run.save
+    marks = []  # (when the save began, when the loop went on, whether it was real)
+    original = Trainer._save
 
     def save(self, state, step):
         jax.block_until_ready(state)  # without the time of the saves
@@ -56,7 +56,7 @@ def main():
             original(self, state, step)
         marks.append((began, time.perf_counter(), real))
 
-    run_lib.Run.save = save
+    Trainer._save = save
     with tempfile.TemporaryDirectory() as folder:
         train(workdir=folder)
     # Intervals between the starts of two saves; the first one follows a skipped save.

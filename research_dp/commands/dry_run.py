@@ -32,7 +32,7 @@ def look(config: Config) -> Callable[[StrategyConfig, TrainSpec], None]:
             put(shown.append(f"# {place}", style="cyan"))
         for binding in config.unused:
             put(Text(f"# without effect: {binding}  # {binding.place}", style="dim"))
-        put("", mesh_line(strategy), "", sharding_table.layout_table(strategy))
+        put("", mesh_line(strategy), "", sharding_table.parameter_table(strategy))
         put(state_table(strategy), collectives_table(strategy))
 
     return show

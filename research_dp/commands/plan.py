@@ -228,7 +228,7 @@ class _Planner:
             strict = self.strict.get(candidate.name, False)
             self.config = plan_candidates.load(self.options, candidate, allow_unused=not strict)
             with planning_for((where or self.where).devices):
-                train(look=lambda strategy, spec: result.append(make_row(strategy, spec)))
+                train(inspect=lambda strategy, spec: result.append(make_row(strategy, spec)))
             return result[0]
         except UsageError as error:
             place = self.config and error.binding and self.config.origin(error.binding)

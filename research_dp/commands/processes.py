@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from research_dp.commands.jax_internals import jax_internals
+from research_dp.distributed.jax_internals import jax_internals
 from research_dp.errors import UsageError
 
 _SECONDS_TO_LEAVE = 5.0

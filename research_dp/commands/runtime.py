@@ -12,7 +12,7 @@ from pathlib import Path
 
 import jax
 
-from research_dp.commands.jax_internals import jax_internals
+from research_dp.distributed.jax_internals import jax_internals
 from research_dp.errors import UsageError
 
 _CUDA = {"xla_cuda12", "xla_cuda13"}

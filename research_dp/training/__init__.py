@@ -1,1 +1,1 @@
-"""The loop and what it uses: optimizers, metrics, checkpoints, progress."""
+"""Training: `loop.train` sets a run up and `trainer.Trainer` drives it, with the other files."""

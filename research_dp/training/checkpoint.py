@@ -1,8 +1,9 @@
-"""Checkpoints through Orbax: the global state by path, the same whatever the strategy and mesh."""
+"""Checkpoints through Orbax: the global state by path, the same for every strategy and mesh."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -10,25 +11,17 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 
-from research_dp.distributed.multihost import first_problem, of_the_first
+from research_dp.distributed.multihost import first_problem, of_the_first, texts_of_all
 from research_dp.errors import RunFailure, UsageError
 from research_dp.strategies import TrainState
-from research_dp.training import files
+from research_dp.training import files, orbax_io
 from research_dp.training.checkpoint_files import (
     HALF_WRITTEN,
-    MANIFEST,
-    STATE,
     clear_temporary,
-    drained,
-    literal,
-    move_aside,
+    fsync_checkpoint,
     prune,
-    quieten_orbax,
     read_manifest,
-    read_state,
-    reason,
     steps_in,
-    sync,
 )
 from research_dp.training.manifest import Damaged, Manifest, Progress, leaves_of
 
@@ -36,27 +29,22 @@ T = TypeVar("T")
 
 
 class Restored(NamedTuple):
-    """What a checkpoint holds.
-
-    Attributes:
-        state: The state, on its shardings.
-        progress: What else there is.
-    """
+    """A state on its shardings, and the manifest of its checkpoint."""
 
     state: TrainState
-    progress: Progress
+    manifest: Manifest
 
 
 class Checkpoints:
-    """Saves and restores a run's state; complete checkpoints only (Orbax commits atomically).
+    """Saves and restores a run's state; only complete checkpoints count (Orbax commits atomically).
 
-    Orbax is imported when there is something to save or to restore.
+    Orbax is imported at the first save or restore.
 
     Args:
         folder: Folder of the checkpoints, one subfolder a step.
         keep: How many of the newest are kept.
-        keep_period: Those of steps that it divides are kept too; None: no others.
-        say: Told, in a line, what a person should know.
+        keep_period: Steps that it divides are kept too; None: no others.
+        say: Prints a line.
     """
 
     def __init__(
@@ -70,23 +58,23 @@ class Checkpoints:
         self._say = say
         self._checkpointer: Any = None
         self._newest: int | None = None
-        self._saving: int | None = None  # the step that is being saved in the background
-        self._saved: Future[list[str]] | None = None  # what ends it, and what to say then
+        # The step that is being saved, and what completes it: lines to print.
+        self._pending: tuple[int, Future[list[str]]] | None = None
         self._thread = ThreadPoolExecutor(1, "checkpoints")
         self._failed = False
 
     # ---- Restoring ----
 
     def restore(
-        self, abstract_state: TrainState, check: Callable[[Manifest], None] = lambda found: None
+        self, abstract_state: TrainState, check: Callable[[Manifest], None] = lambda manifest: None
     ) -> Restored | None:
-        """The newest state that is whole, on the shardings of `abstract_state`; None: none saved.
+        """The newest intact state, on the shardings of `abstract_state`; None: none is saved.
 
-        What is damaged is told and moved aside, so that its step can be saved again.
+        A damaged checkpoint is reported and moved aside, so that its step can be saved again.
 
         Args:
             abstract_state: Shapes, dtypes and shardings.
-            check: Raises UsageError if the run may not go on from a checkpoint.
+            check: Raises UsageError if the run may not resume from a checkpoint.
 
         Raises:
             UsageError: The checkpoint is of another model or optimizer, or none can be read.
@@ -94,7 +82,8 @@ class Checkpoints:
         damaged: dict[int, str] = {}
         for step in steps_in(self._folder, HALF_WRITTEN):
             self._say(f"Step {step} was being saved when the run ended, and is not complete")
-        for step in self._agreed_steps():
+        # Those that process 0 sees, newest first.
+        for step in reversed(json.loads(texts_of_all(json.dumps(steps_in(self._folder)))[0])):
             try:
                 restored = self._restore(step, abstract_state, check)
             except Damaged as error:
@@ -105,37 +94,28 @@ class Checkpoints:
             self._newest = step
             return restored
         if damaged:
-            newest = max(damaged)
+            newest, *older = damaged
+            others = f" and so are {len(older)} older ones" if older else ""
             raise UsageError(
                 f"no checkpoint in {self._folder} can be read: that of step {newest} is damaged "
-                f"({damaged[newest]}){_and_more(damaged)}. Put back a copy, or use another "
-                "--workdir."
+                f"({damaged[newest]}){others}. Put back a copy, or use another --workdir."
             )
         return None
 
     def begin(self) -> None:
-        """Notes, before the first save of a run, that there is nothing to restore yet.
-
-        Whoever finds records and no checkpoints knows by it that none was lost.
-        """
+        """Marks the folder as one of a run that has not saved yet: no checkpoint was lost."""
         self._folder.mkdir(parents=True, exist_ok=True)
         files.replace(self._folder / files.NOTHING_SAVED, "")
 
     def saved_nothing(self) -> bool:
-        """Whether a run began here that ended before its first save."""
+        """Whether a run started here and ended before its first save."""
         return (self._folder / files.NOTHING_SAVED).is_file()
-
-    def _agreed_steps(self) -> Iterator[int]:
-        """Steps of complete checkpoints as process 0 sees them, newest first."""
-        seen = sorted(steps_in(self._folder), reverse=True)
-        for index in range(of_the_first(len(seen))):
-            yield of_the_first(seen[index] if index < len(seen) else 0)
 
     def _restore(
         self, step: int, abstract_state: TrainState, check: Callable[[Manifest], None]
     ) -> Restored:
         folder = self._folder / str(step)
-        manifest = _together(lambda: read_manifest(folder))
+        manifest = _in_all_processes(lambda: read_manifest(folder))
         if manifest.step != step:
             raise Damaged(f"its manifest is of step {manifest.step}")
         difference = manifest.difference(abstract_state)
@@ -145,18 +125,19 @@ class Checkpoints:
                 "Use another --workdir, or the configuration in its config.gin."
             )
         check(manifest)
-        state = _together(lambda: read_state(folder, abstract_state))
-        changed = manifest.changed(state)
-        if changed:
-            raise Damaged(changed)
-        return Restored(state, manifest.progress)
+        state = _in_all_processes(lambda: orbax_io.read_state(folder, abstract_state))
+        mismatch = manifest.mismatch(state)
+        if mismatch:
+            raise Damaged(mismatch)
+        return Restored(state, manifest)
 
     def _set_aside(self, damaged: Mapping[int, str]) -> None:
         """Renames damaged checkpoints; nothing is deleted."""
         if damaged and jax.process_index() == 0:
             for step in damaged:
-                aside = move_aside(self._folder / str(step))
-                self._say(f"What there is of step {step} was moved to {aside}")
+                path = self._folder / str(step)
+                aside = path.rename(files.free_name(path))
+                self._say(f"The files of step {step} were moved to {aside}")
         if damaged:
             of_the_first(0)  # the others wait until it is done
 
@@ -168,119 +149,90 @@ class Checkpoints:
         """Saves in the background; returns as soon as the state may be changed.
 
         Raises:
-            RunFailure: This, or the save before it, went wrong.
+            RunFailure: This save, or the one before it, failed.
         """
         self.wait()
         if step == self._newest:
             return
-        import orbax.checkpoint as ocp
-
         manifest = Manifest(step=step, progress=progress, leaves=leaves_of(state), origin=origin)
-        saved = ocp.args.Composite(
-            state=ocp.args.PyTreeSave(state), manifest=ocp.args.JsonSave(manifest.as_json())
-        )
-        with self._telling(step), contextlib.ExitStack() as writing:
-            writing.enter_context(drained())
-            checkpointer = self._open()
+        with self._failing_as_run(step), contextlib.ExitStack() as writing:
+            writing.enter_context(orbax_io.awaited_io())
+            if self._checkpointer is None:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                self._checkpointer = orbax_io.checkpointer()
             if jax.process_index() == 0:
                 clear_temporary(self._folder, step)
-            checkpointer.save(literal(self._folder / str(step)), args=saved)
-            self._saving = step
-            self._saved = self._thread.submit(self._complete, step, writing.pop_all())
+            self._checkpointer.save(
+                orbax_io.literal(self._folder / str(step)),
+                args=orbax_io.save_args(state, manifest.as_json()),
+            )
+            self._pending = step, self._thread.submit(self._complete, step, writing.pop_all())
 
     def check(self) -> None:
-        """Raises RunFailure if what was saved in the background went wrong."""
-        if self._saved is not None and self._saved.done():
+        """Raises RunFailure if a save in the background has failed."""
+        if self._pending is not None and self._pending[1].done():
             self.wait()
 
     def wait(self) -> None:
-        """Waits for what is being saved; raises RunFailure if it goes wrong."""
-        if self._saving is not None and self._saved is not None:
-            step, self._saving = self._saving, None
-            with self._telling(step):
-                lines = self._saved.result()
-            self._saved, self._newest = None, step
-            for line in lines:
-                self._say(line)
+        """Waits for the save in the background; raises RunFailure if it fails."""
+        if self._pending is None:
+            return
+        (step, future), self._pending = self._pending, None
+        with self._failing_as_run(step):
+            lines = future.result()
+        self._newest = step
+        for line in lines:
+            self._say(line)
 
     def close(self) -> None:
-        """Waits, and releases what saving needed."""
+        """Waits, and releases Orbax's resources."""
         try:
             self.wait()
         finally:
-            # A save that failed here is waited for by the others, and they by Orbax here.
-            alone = self._failed and jax.process_count() > 1
-            if self._checkpointer is not None and not alone:
+            # After a failed save the others wait for this process, and Orbax here for them.
+            abandon = self._failed and jax.process_count() > 1
+            if self._checkpointer is not None and not abandon:
                 checkpointer, self._checkpointer = self._checkpointer, None
-                with contextlib.suppress(Exception):  # raised by `wait`, once
+                with contextlib.suppress(Exception):  # `wait` has raised it
                     checkpointer.close()
-            self._thread.shutdown(wait=not alone)
+            self._thread.shutdown(wait=not abandon)
 
     def _complete(self, step: int, writing: contextlib.ExitStack) -> list[str]:
-        """Ends a save: the checkpoint is on the disk, and older ones are removed.
-
-        Args:
-            step: The step that is being saved.
-            writing: Closed once its arrays are written.
-
-        Returns:
-            Lines to say: older ones that cannot be removed.
-        """
+        """Waits until a checkpoint is on the disk, then prunes older ones; returns its lines."""
         with writing:
             self._checkpointer.wait_until_finished()
         if jax.process_index() != 0:
             return []
-        sync(self._folder / str(step))
+        fsync_checkpoint(self._folder / str(step))
         (self._folder / files.NOTHING_SAVED).unlink(missing_ok=True)
         return prune(self._folder, self._keep, self._keep_period)
 
     @contextlib.contextmanager
-    def _telling(self, step: int) -> Iterator[None]:
-        """Turns what goes wrong with saving a step into a RunFailure that says what is left."""
+    def _failing_as_run(self, step: int) -> Iterator[None]:
+        """Turns an error of a save into a RunFailure that says which step is saved."""
         try:
             yield
         except RunFailure:
             raise
         except Exception as error:
-            self._saving, self._failed = None, True
+            self._failed = True
             left = "Nothing was saved before."
             if self._newest is not None:
                 left = f"Step {self._newest} is saved; the same command continues from there."
             raise RunFailure(
-                f"saving step {step} in {self._folder} failed: {reason(error)}. {left}"
+                f"saving step {step} in {self._folder} failed: {orbax_io.reason(error)}. {left}"
             ) from error
 
-    def _open(self) -> Any:
-        if self._checkpointer is None:
-            import orbax.checkpoint as ocp
 
-            quieten_orbax()
-            self._folder.mkdir(parents=True, exist_ok=True)
-            handler = ocp.CompositeCheckpointHandler(
-                **{
-                    # Weights hardly get smaller, and what compresses them takes the loop's cores.
-                    STATE: ocp.PyTreeCheckpointHandler(use_compression=False),
-                    "manifest": ocp.JsonCheckpointHandler(filename=MANIFEST.name),
-                }
-            )
-            self._checkpointer = ocp.AsyncCheckpointer(handler)
-        return self._checkpointer
-
-
-def _together(read: Callable[[], T]) -> T:
-    """What `read` returns; what is raised in one process is raised in all.
-
-    Raises:
-        Damaged: What was read is not what was written.
-        RunFailure: It could not be read here and now, whatever it is.
-    """
+def _in_all_processes(read: Callable[[], T]) -> T:
+    """Calls `read`; an error in one process is raised in all, as Damaged or RunFailure."""
     result, damage, failure = None, None, None
     try:
         result = read()
     except Damaged as error:
         damage = str(error)
     except (OSError, MemoryError) as error:
-        failure = reason(error)
+        failure = orbax_io.reason(error)
     failure, damage = first_problem(failure), first_problem(damage)
     if failure:
         raise RunFailure(f"a checkpoint cannot be read: {failure}. Nothing was changed.")
@@ -288,7 +240,3 @@ def _together(read: Callable[[], T]) -> T:
         raise Damaged(damage)
     assert result is not None
     return result
-
-
-def _and_more(damaged: Mapping[int, str]) -> str:
-    return f" and so are {len(damaged) - 1} older ones" if len(damaged) > 1 else ""

@@ -1,50 +1,73 @@
-"""What the devices work at, and who looks at it once it is over."""
+"""Asynchronous dispatch: bounds the programs in flight, and prefetches batches behind them."""
 
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
 
+_MIN_PREFETCH, _MAX_PREFETCH = 2, 16  # batches on the devices before the step that takes them
+_MAX_PREFETCH_BYTES = 2**24
+
 
 class InFlight:
-    """Programs that were dispatched, the oldest first."""
+    """Dispatched programs, the oldest first, each with a callback for when it has finished."""
 
     def __init__(self) -> None:
         self._programs: collections.deque[tuple[Any, Callable[[], None]]] = collections.deque()
 
-    def add(self, results: Any, look: Callable[[], None] = lambda: None) -> None:
-        """Keeps what a program gives; `look` is called as soon as that is known to be there."""
-        self._programs.append((results, look))
+    def add(self, results: Any, on_done: Callable[[], None] = lambda: None) -> None:
+        """Adds a program by its results; `on_done` is called once they are there."""
+        self._programs.append((results, on_done))
 
     def wait_for_room(self) -> None:
         """Waits for the oldest until another one may be dispatched."""
-        while len(self._programs) >= _most():
+        while len(self._programs) >= _max_in_flight():
             self._wait_for_oldest()
 
     def wait_for_all(self) -> None:
-        """Waits until none is left."""
         while self._programs:
             self._wait_for_oldest()
 
-    def is_at_work(self) -> bool:
-        """Whether the newest is still under way."""
+    def is_busy(self) -> bool:
+        """Whether the newest program is still running."""
         newest = jax.tree.leaves([results for results, _ in list(self._programs)[-1:]])
         return bool(newest) and not newest[0].is_ready()
 
     def _wait_for_oldest(self) -> None:
-        results, look = self._programs.popleft()
+        results, on_done = self._programs.popleft()
         jax.block_until_ready(results)
-        look()
+        on_done()
 
 
-def _most() -> int:
-    """How many may be under way.
+def _max_in_flight() -> int:
+    """Two keep an accelerator busy, but only one may run on CPUs.
 
-    Two keep an accelerator busy. On a split CPU the devices share a pool of threads, and a step
-    that waits in a collective can hold the threads that the step before it needs to end: with
-    many steps under way XLA deadlocks.
+    The devices of a split CPU share a thread pool: a step that waits in a collective can take the
+    threads that the step before it needs to end, and XLA deadlocks.
     """
     return 1 if jax.default_backend() == "cpu" else 2
+
+
+def prefetch(
+    place: Callable[[Any], Any], batches: Iterable[Any], is_busy: Callable[[], bool]
+) -> Iterator[Any]:
+    """Places batches on the devices ahead of their use, in bursts if they are small.
+
+    The first batch after a step finds cold caches and costs three times the next. A burst ends
+    with the program that it runs behind: when the devices are no longer busy.
+    """
+    source, placed = iter(batches), collections.deque[Any]()
+    while True:
+        if len(placed) < _MIN_PREFETCH:
+            for batch in source:
+                placed.append(place(batch))
+                nbytes = sum(x.nbytes for x in jax.tree.leaves(batch))
+                most = min(_MAX_PREFETCH, _MAX_PREFETCH_BYTES // nbytes)
+                if len(placed) >= _MIN_PREFETCH and (len(placed) >= most or not is_busy()):
+                    break
+        if not placed:
+            return
+        yield placed.popleft()

@@ -1,4 +1,4 @@
-"""Files of a work folder: of the right kind, created exclusively, replaced atomically."""
+"""Files of a run's folder: their names, exclusive creation, atomic replacement, fsync."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 
 LOCK, HOLDER = ".run.lock", ".run.holder"
@@ -15,54 +14,67 @@ CONFIG, OPERATIVE_CONFIG = "config.gin", "operative_config.gin"
 RECORDS, SUMMARY = "metrics.jsonl", "summary.json"
 CHECKPOINTS, FLIGHT, TENSORBOARD = "checkpoints", "flight", "tensorboard"
 SPLITS = ("train", "eval")
-
 NOTHING_SAVED = "nothing_saved_yet"  # in the folder of the checkpoints
+PROBE = ".run."  # and 32 hexadecimal digits: see `workdir`
 
 _FILES = (LOCK, HOLDER, CONFIG, OPERATIVE_CONFIG, RECORDS, SUMMARY)
 _EVENTS = tuple(f"{TENSORBOARD}/{split}" for split in SPLITS)
 _FOLDERS = (CHECKPOINTS, FLIGHT, TENSORBOARD, *_EVENTS, "profile")
-PROBE = ".run."  # and 32 hexadecimal digits: see `shared_folder`
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.tmp|" + re.escape(PROBE) + "[0-9a-f]{32}")
-_NO_SYNC_OF_FOLDERS = (errno.EINVAL, errno.ENOTSUP)  # some FUSE and SMB mounts
+_NO_FSYNC_OF_FOLDERS = (errno.EINVAL, errno.ENOTSUP)  # some FUSE and SMB mounts
+_KINDS = {stat.S_IFDIR: "a folder", stat.S_IFREG: "a file", stat.S_IFIFO: "a FIFO"}
 
 
 def create(path: Path) -> int:
-    """Creates a file that did not exist and follows no link; returns its descriptor.
+    """Creates a new file, following no link, and returns its descriptor.
 
     Raises:
-        FileExistsError: Something has this name.
+        FileExistsError: The name is taken.
     """
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
 
 
 def append(path: Path) -> int:
-    """Opens a file to be written at its end; returns its descriptor.
+    """Opens a file for appending and returns its descriptor.
 
     Raises:
-        OSError: It is a link, or a FIFO that nobody reads.
+        OSError: It is a link, or a FIFO without a reader.
     """
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     return os.open(path, flags, 0o666)
 
 
 def replace(path: Path, content: str | bytes) -> None:
-    """Writes a file; a reader sees all of the former content or all of the new one.
+    """Writes a file atomically and durably: readers see the old or the new content.
 
-    The temporary file has a name that nobody can predict. A link is replaced, not followed.
+    The temporary file has an unpredictable name. A link is replaced, not followed.
     """
+    if isinstance(content, str):
+        content = content.encode(errors="surrogateescape")
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     with open(create(temporary), "wb") as file:
-        file.write(
-            content.encode(errors="surrogateescape") if isinstance(content, str) else content
-        )
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
-    sync(path.parent)
+    fsync(path.parent)
+
+
+def fsync(path: Path) -> None:
+    """Writes a file, or the names in a folder, to the disk; some file systems lack the latter."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        is_folder = stat.S_ISDIR(os.fstat(descriptor).st_mode)
+        if error.errno not in _NO_FSYNC_OF_FOLDERS or not is_folder:
+            raise
+    finally:
+        os.close(descriptor)
 
 
 def has_content(path: Path) -> bool:
-    """Whether a file is there and not empty."""
+    """Whether a file exists and is not empty."""
     return path.exists() and path.stat().st_size > 0
 
 
@@ -76,7 +88,7 @@ def is_utf8(text: str) -> bool:
 
 
 def free_name(path: Path) -> Path:
-    """A name beside a path, `NAME.damaged` or `NAME.damagedN`, that nothing has yet."""
+    """An unused name beside a path: `NAME.damaged` or `NAME.damagedN`."""
     for number in range(1, 1000):
         aside = path.with_name(f"{path.name}.damaged{number if number > 1 else ''}")
         if not os.path.lexists(aside):
@@ -84,35 +96,20 @@ def free_name(path: Path) -> Path:
     raise OSError(errno.EEXIST, "too many damaged ones", str(path))
 
 
-def sync(path: Path) -> None:
-    """Writes a file, or the names in a folder, to the disk: they survive a power failure.
-
-    Names do not on a file system that cannot sync folders.
-    """
-    number = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    except OSError as error:
-        if error.errno not in _NO_SYNC_OF_FOLDERS or not stat.S_ISDIR(os.fstat(number).st_mode):
-            raise
-    finally:
-        os.close(number)
-
-
 def remove_temporary(folder: Path) -> None:
-    """Removes temporary files that killed processes left in a work folder."""
-    for path in (*_inside(folder, ".*"), *_inside(folder / CHECKPOINTS, ".*")):
+    """Removes the temporary files that killed processes left in a run's folder."""
+    for path in (*folder.glob(".*"), *(folder / CHECKPOINTS).glob(".*")):
         if _TEMPORARY.fullmatch(path.name) and stat.S_ISREG(path.lstat().st_mode):
             path.unlink()
 
 
-def unexpected(folder: Path) -> str | None:
-    """The first name in a work folder that is of another kind than the run writes; None: none.
+def unexpected_kind(folder: Path) -> str | None:
+    """Reports the first name in a run's folder that is not the kind of file the run needs.
 
-    Files must be files: a link would be replaced, and a FIFO waits for ever. Folders may be links
-    to folders.
+    Files must be regular: a link would be replaced, and a FIFO blocks. Folders may be links to
+    folders.
     """
-    notes = [f"{FLIGHT}/{path.name}" for path in _inside(folder / FLIGHT, "process_*.txt")]
+    notes = [f"{FLIGHT}/{path.name}" for path in sorted((folder / FLIGHT).glob("process_*.txt"))]
     for name in (*_FILES, f"{CHECKPOINTS}/{NOTHING_SAVED}", *notes):
         path = folder / name
         if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
@@ -128,25 +125,17 @@ def unexpected(folder: Path) -> str | None:
 
 
 def kind_of(path: Path) -> str:
-    """What a name in a folder stands for, in words."""
+    """The kind of file that a name refers to, in words."""
     mode = path.lstat().st_mode
     if stat.S_ISLNK(mode):
         return f"a link to {os.readlink(path)}" + ("" if path.exists() else ", which is not there")
-    kinds = {stat.S_ISDIR: "a folder", stat.S_ISREG: "a file", stat.S_ISFIFO: "a FIFO"}
-    return next((name for test, name in kinds.items() if test(mode)), "a device or socket")
+    return _KINDS.get(stat.S_IFMT(mode), "a device or socket")
 
 
-def unreadable(folder: Path) -> str | None:
-    """The first entry below a folder that is neither file nor folder, nor a link to one.
-
-    To open a FIFO would wait for ever.
-    """
-    for path in (folder, *_inside(folder, "**/*")):
+def unreadable_entry(folder: Path) -> str | None:
+    """Reports the first entry of a tree that is neither file nor folder: a FIFO would block."""
+    for path in (folder, *sorted(folder.glob("**/*"))):
         if not (path.is_file() or path.is_dir()):
             where = path.relative_to(folder.parent)
             return f"{where} is {kind_of(path) if os.path.lexists(path) else 'gone'}"
     return None
-
-
-def _inside(folder: Path, pattern: str) -> Iterator[Path]:
-    return iter(sorted(folder.glob(pattern))) if folder.is_dir() else iter(())

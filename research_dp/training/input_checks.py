@@ -1,4 +1,4 @@
-"""What a run checks of its data: the same in all processes, as before, and fit for the model."""
+"""Checks of the data while it is read: the same in all processes, within the model's bounds."""
 
 from __future__ import annotations
 
@@ -14,12 +14,9 @@ from research_dp.types import Arrays, DataIdentity, DataSet, EvalOrder, Trainabl
 
 
 def shared_identity(data: DataSet) -> DataIdentity | None:
-    """The identity of the data, the same in all processes; None: the data set has none.
+    """The identity of the prepared data, if it has one; a collective.
 
-    A collective. The data must be prepared.
-
-    Raises:
-        UsageError: Processes read different data; in all of them.
+    Raises UsageError in all processes if they read different data.
     """
     local = data.identity() if data.identity else None
     texts = texts_of_all(json.dumps(dataclasses.asdict(local) if local else None))
@@ -27,33 +24,13 @@ def shared_identity(data: DataSet) -> DataIdentity | None:
     for process, other in enumerate(identities):
         difference = identities[0].difference(other) if other and identities[0] else None
         if difference:
-            what, first, here = difference
+            name, first, here = difference
             raise UsageError(
-                f"processes read different data of {data.name}: {what} is {first} in process 0 and "
+                f"processes read different data of {data.name}: {name} is {first} in process 0 and "
                 f"{here} in process {process}.\n  Give all of them the same folder "
                 "(tfds_data.data_dir, TFDS_DATA_DIR), or prepare the data anew where it differs."
             )
     return local
-
-
-def check_same_data(now: DataIdentity | None, saved: DataIdentity | None, run: str) -> None:
-    """Refuses to continue a run on data that it was not trained on.
-
-    Args:
-        now: The data that there is; None: not known.
-        saved: The data that the run was trained on; None: not known.
-        run: What the run is called in messages, e.g. 'the run in DIR'.
-
-    Raises:
-        UsageError: They differ.
-    """
-    difference = saved.difference(now) if now and saved else None
-    if difference:
-        what, was, is_ = difference
-        raise UsageError(
-            f"{run} was trained on other data: {what} was {was}, and is {is_} now.\n"
-            "  Put back the data (tfds_data.data_dir, TFDS_DATA_DIR), or use another --workdir."
-        )
 
 
 def checked_batches(
@@ -66,18 +43,21 @@ def checked_batches(
     Args:
         data: Its training or its evaluation batches are read.
         order: Which of them.
-        model: What they are for. With a `mask` (R,), rows of 0 are not checked; a mask of more
-            dims is the model's own.
+        model: Has the bounds. With a `mask` (R,), rows of 0 are not checked; a mask of more dims
+            is the model's own.
 
     Raises:
-        UsageError: A value is out of bounds, with the example; a batch has not an array that the
+        UsageError: A value is out of bounds, with the example; a batch lacks an array that the
             model bounds; or there are too few batches.
     """
-    first, least, split = 0, 1, "evaluation"
     if isinstance(order, TrainOrder):
         first, least, split = order.first_step, order.num_steps - order.first_step, "training"
+        batches = data.train(order)
+    else:
+        first, least, split = 0, 1, "evaluation"
+        batches = data.evaluate(order)
     number = 0
-    for batch in data.train(order) if isinstance(order, TrainOrder) else data.evaluate(order):
+    for batch in batches:
         missing = sorted(model.bounds.keys() - batch.keys())
         if missing:
             raise UsageError(
@@ -101,7 +81,7 @@ def checked_batches(
 
 
 def _out_of_bounds(batch: Arrays, model: TrainableModel) -> tuple[int, str] | None:
-    """The first row of a batch with a value out of bounds, and what is wrong; None: none is."""
+    """The first row with a value out of bounds, and what is wrong; None: all are good."""
     for name, fact in model.bounds.items():
         values, limit = np.asarray(batch[name]), model.config[fact]
         if not values.size or (values.min() >= 0 and values.max() < limit):

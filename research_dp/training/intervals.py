@@ -1,30 +1,20 @@
-"""When what happens in a run."""
+"""The steps at which a run records, evaluates, saves, compares replicas and profiles."""
 
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
-from research_dp.errors import UsageError, check_count
+import jax
 
-_COUNTS = ("eval_every", "checkpoint_every", "keep_period", "profile_at", "check_replicas_every")
+from research_dp.errors import UsageError
+
+_PROFILED_STEPS = 5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """At which steps a run records, evaluates, saves and profiles.
-
-    Attributes:
-        num_steps: Step at which training ends.
-        log_every: Record training metrics each so many steps, and at the end.
-        eval_every: Evaluate each so many steps; None: at the end only.
-        checkpoint_every: Save each so many steps; None: at the end only.
-        keep_period: Checkpoints of steps that it divides are kept for good; None: none are.
-        profile_at: Step after which the profiler traces a few steps; None: never.
-        check_replicas_every: Compare replicas each so many steps; None: never.
-
-    Raises:
-        UsageError: One of them is not a count, or has no effect.
-    """
+    """The parameters of `train` that say when; UsageError if one of them has no effect."""
 
     num_steps: int
     log_every: int
@@ -35,11 +25,6 @@ class Schedule:
     check_replicas_every: int | None = None
 
     def __post_init__(self) -> None:
-        check_count("train.num_steps", self.num_steps, 0)
-        check_count("train.log_every", self.log_every, 1)
-        for name in _COUNTS:
-            if getattr(self, name) is not None:
-                check_count(f"train.{name}", getattr(self, name), 1)
         if self.profile_at is not None and self.profile_at >= self.num_steps:
             raise UsageError(
                 f"train.profile_at = {self.profile_at} is never passed: train.num_steps is "
@@ -55,17 +40,43 @@ class Schedule:
             )
 
     def logs(self, step: int) -> bool:
-        return step % self.log_every == 0 or step == self.num_steps
+        return _divides(self.log_every, step) or step == self.num_steps
 
     def evaluates(self, step: int) -> bool:
-        """Whether it evaluates in the middle; the end does so in any case."""
-        return self.eval_every is not None and step % self.eval_every == 0 and step < self.num_steps
+        """Whether it evaluates before the end; the end always does."""
+        return _divides(self.eval_every, step) and step < self.num_steps
 
     def compares(self, step: int) -> bool:
-        """Whether replicas are compared."""
-        every = self.check_replicas_every
-        return every is not None and step % every == 0
+        """Whether it compares replicas."""
+        return _divides(self.check_replicas_every, step)
 
     def saves(self, step: int) -> bool:
-        """Whether it saves in the middle; the end does so in any case."""
-        return self.checkpoint_every is not None and step % self.checkpoint_every == 0
+        """Whether it saves before the end; the end always does."""
+        return _divides(self.checkpoint_every, step)
+
+
+class ProfilerTrace:
+    """Traces the steps after `at` (None: none) with JAX's profiler, for TensorBoard or Perfetto."""
+
+    def __init__(self, at: int | None, folder: Path):
+        self._at, self._folder = at, folder
+        self._tracing = False
+
+    def step(self, step: int) -> None:
+        """Starts or stops the trace, after a step."""
+        if self._at is None:
+            return
+        if step == self._at:
+            jax.profiler.start_trace(str(self._folder))
+            self._tracing = True
+        elif step >= self._at + _PROFILED_STEPS:
+            self.close()
+
+    def close(self) -> None:
+        if self._tracing:
+            jax.profiler.stop_trace()
+            self._tracing = False
+
+
+def _divides(every: int | None, step: int) -> bool:
+    return every is not None and step % every == 0

@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself: where the run stood, and what its arrays must be."""
+"""The manifest of a checkpoint: the run's position, and shape and checksum of each array."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import importlib.metadata
 import json
 import platform
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +25,20 @@ _PACKAGES = ("research_dp", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint"
 
 
 class Damaged(Exception):
-    """A checkpoint cannot be read, or is not what was written; the message says why."""
+    """A checkpoint is unreadable or not what was written; the message says why."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Progress:
-    """Where a run stands besides its arrays.
+    """The position of a run besides its arrays.
 
     Attributes:
         batch_size: Examples a step.
         seed: Seed of the order of examples and of random keys.
         order: What else the order of examples depends on; see `DataSet.order`.
-        window: Sums of the metrics that were not recorded yet.
-        data: Which data the run reads; None: not known, as in checkpoints of earlier versions.
-        records: How many records of training were written; 0: not known.
+        window: Sums of the metrics that are not recorded yet.
+        data: Identity of the data; None: unknown, as in checkpoints of earlier versions.
+        records: Number of training records written so far; 0: unknown.
     """
 
     batch_size: int
@@ -51,13 +51,7 @@ class Progress:
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """One array: what it must be when it is read back.
-
-    Attributes:
-        shape: Its global shape.
-        dtype: Name of its dtype.
-        checksum: See `distributed.checksum`.
-    """
+    """Global shape, dtype and checksum (`distributed.checksum`) of one array."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -69,27 +63,19 @@ class Leaf:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a checkpoint says of itself.
-
-    Attributes:
-        step: Steps done.
-        progress: What a continued run needs to know.
-        leaves: The arrays by path.
-        origin: Who wrote it, for people: time, strategy, mesh, versions, configuration.
-    """
+    """The contents of a checkpoint."""
 
     step: int
     progress: Progress
-    leaves: Mapping[str, Leaf]
-    origin: Mapping[str, Any]
+    leaves: Mapping[str, Leaf]  # by path
+    origin: Mapping[str, Any]  # for people: time, strategy, mesh, versions, configuration
 
     @property
     def examples_seen(self) -> int:
-        """The data position: how many examples the run had taken from its stream."""
         return self.step * self.progress.batch_size
 
     def as_json(self) -> dict[str, Any]:
-        """What is written: the content, and a checksum of it."""
+        """The content with its SHA-256."""
         progress = dataclasses.asdict(self.progress)
         content = {
             "format": FORMAT,
@@ -112,35 +98,39 @@ class Manifest:
         """Reads what `as_json` made.
 
         Raises:
-            Damaged: It is not there, or not as it was written.
+            Damaged: It is missing, or not what was written.
             UsageError: A newer version wrote it.
             OSError: It cannot be read here and now.
         """
+        name = file.parent.name
         try:
             text = file.read_text()
         except (FileNotFoundError, NotADirectoryError, UnicodeDecodeError) as error:
-            raise Damaged(f"{file.name} of {file.parent.name} cannot be read: {error}") from error
+            raise Damaged(f"{file.name} of {name} cannot be read: {error}") from error
         try:
             written = json.loads(text)
             content, digest = written["content"], written["sha256"]
         except (ValueError, KeyError, TypeError) as error:
-            raise Damaged(f"its {file.parent.name} is not whole") from error
+            raise Damaged(f"its {name} is incomplete") from error
         if _digest(content) != digest:
-            raise Damaged(f"its {file.parent.name} is not what was written")
+            raise Damaged(f"its {name} is not what was written")
         if content["format"] != FORMAT:
             raise UsageError(
                 f"the checkpoint {file.parent.parent} is of format {content['format']}, and this "
                 f"version of research_dp reads {FORMAT}: {content['origin'].get('versions')} wrote "
                 "it. Use that version, or another --workdir."
             )
-        more = {
-            "window": {name: (s, n) for name, (s, n) in content["progress"]["window"].items()},
-            "data": content.get("data") and DataIdentity.from_json(content["data"]),
-            "records": content.get("records", 0),
-        }
+        progress = content["progress"]
         return cls(
             step=content["step"],
-            progress=Progress(**{**content["progress"], **more}),
+            progress=Progress(
+                **progress
+                | {
+                    "window": {name: (s, n) for name, (s, n) in progress["window"].items()},
+                    "data": content.get("data") and DataIdentity.from_json(content["data"]),
+                    "records": content.get("records", 0),
+                }
+            ),
             leaves={
                 path: Leaf(tuple(shape), dtype, checksum)
                 for path, (shape, dtype, checksum) in content["leaves"].items()
@@ -148,18 +138,15 @@ class Manifest:
             origin=content["origin"],
         )
 
-    def difference(self, abstract: Any) -> str | None:
-        """The first array, parameters first, that a run's state has otherwise; None: none.
-
-        Args:
-            abstract: The run's state; shapes and dtypes suffice.
-        """
-        wanted = {
-            path: Leaf(tuple(x.shape), str(x.dtype), "") for path, x in by_path(abstract).items()
+    def difference(self, abstract_state: Any) -> str | None:
+        """The first array, parameters first, whose shape or dtype differs; None: all agree."""
+        expected = {
+            path: Leaf(tuple(x.shape), str(x.dtype), "")
+            for path, x in by_path(abstract_state).items()
         }
-        paths = sorted(wanted.keys() | self.leaves.keys(), key=lambda p: (p[:6] != "params", p))
+        paths = sorted(expected.keys() | self.leaves.keys(), key=lambda p: (p[:6] != "params", p))
         for path in paths:
-            there, here = self.leaves.get(path), wanted.get(path)
+            there, here = self.leaves.get(path), expected.get(path)
             if there is None:
                 return f"{path}, {here}, is not in it"
             if here is None:
@@ -168,16 +155,15 @@ class Manifest:
                 return f"{path} is {here} here and {there} there"
         return None
 
-    def changed(self, state: Any) -> str | None:
-        """The arrays that are not what was written, in words; None if all are."""
-        found = tree_checksums(state)
-        return told_changes([p for p, leaf in self.leaves.items() if found[p] != leaf.checksum])
+    def mismatch(self, state: Any) -> str | None:
+        """Names the arrays whose checksum differs; None: all agree."""
+        sums = tree_checksums(state)
+        return mismatch_message([p for p, leaf in self.leaves.items() if sums[p] != leaf.checksum])
 
 
-def told_changes(paths: list[str]) -> str | None:
-    """Says that arrays are not what was written; None if there are none."""
-    told = some_of(paths, 1)
-    return f"{told} has not the checksum that was written with it" if paths else None
+def mismatch_message(paths: Sequence[str]) -> str | None:
+    """Names arrays whose checksum differs; None if there are none."""
+    return f"{some_of(paths, 1)} does not match its checksum" if paths else None
 
 
 def leaves_of(state: Any) -> dict[str, Leaf]:
@@ -189,16 +175,11 @@ def leaves_of(state: Any) -> dict[str, Leaf]:
 
 
 def origin(**more: Any) -> dict[str, Any]:
-    """Who writes a checkpoint.
-
-    Args:
-        **more: What else to tell.
-    """
-    versions = {name: _version(name) for name in _PACKAGES}
+    """Describes the writer of a checkpoint, with further facts from the caller."""
     return {
         "time": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "python": platform.python_version(),
-        "versions": versions,
+        "versions": {name: _version(name) for name in _PACKAGES},
         "devices": jax.device_count(),
         "processes": jax.process_count(),
         **more,

@@ -1,24 +1,19 @@
-"""Sums and counts become means (CLU), and means become records: JSON lines and TensorBoard."""
+"""Metrics of a run: sums and counts become means (CLU), counted steps become rates."""
 
 from __future__ import annotations
 
-import contextlib
-import json
-import math
-import os
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import jax
 import numpy as np
 from clu import metrics as clu_metrics
+from jax.sharding import Mesh
 
-from research_dp.training import files
-
-if TYPE_CHECKING:
-    from research_dp.training.tensorboard import Events
+from research_dp.distributed.hardware import peak_of_mesh
+from research_dp.strategies import TrainSpec
+from research_dp.types import Work
 
 RATES = ("steps_per_second", "examples_per_second", "tokens_per_second", "mfu")
 
@@ -26,11 +21,11 @@ RATES = ("steps_per_second", "examples_per_second", "tokens_per_second", "mfu")
 Sums = dict[str, tuple[float, float]]
 
 
-def add_up(sums: Sums, steps: Iterable[Mapping[str, Any]]) -> Sums:
+def accumulate(sums: Sums, steps: Iterable[Mapping[str, Any]]) -> Sums:
     """Adds steps' metrics, arrays (2,) of sum and count on the devices, to sums on the host.
 
-    One after another, in float64: a sum that was saved and is continued has the same bits as one
-    that was not.
+    In order and in float64: a sum that is saved and continued has the same bits as one that is
+    not.
     """
     added = dict(sums)
     for step in jax.device_get(list(steps)):
@@ -50,133 +45,66 @@ def means(sums: Sums) -> dict[str, float]:
     return {name: float(average.compute()) for name, average in averages.items()}
 
 
-def as_json(value: Any) -> Any:
-    """The same with what JSON cannot say (not a number, infinite) as null."""
-    if isinstance(value, Mapping):
-        return {key: as_json(inner) for key, inner in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-class Records:
-    """Writes scalars to `metrics.jsonl` and to TensorBoard, both at once.
+class Throughput:
+    """Counts steps and their time, without compilation, evaluation and saving.
 
     Args:
-        workdir: Folder of the run.
-        kept: Records of the run that is continued; TensorBoard's are written anew from them.
-        complete: Whether they are all that the run had; if so, older event files are removed.
+        batch_size: Examples a step.
+        work: Tokens and operations of an example, if the model says so.
+        peak: FLOP/s of all devices together, if known.
     """
 
-    def __init__(
-        self, workdir: Path, kept: Sequence[Mapping[str, Any]] = (), complete: bool = True
-    ):
-        self._workdir, self._count = workdir, count_train(kept)
-        self._file = os.fdopen(files.append(workdir / files.RECORDS), "ab")
-        self._events: dict[str, Events] = {}
-        for record in kept:
-            self._events_of(record["split"]).write(record["step"], _scalars(record))
-        # Also of a split without records: its events are of steps that the run repeats.
-        for split in files.SPLITS if complete else ():
-            if (workdir / files.TENSORBOARD / split).is_dir():
-                self._events_of(split).remove_older()
+    def __init__(self, batch_size: int, work: Work | None = None, peak: float | None = None):
+        self._batch_size, self._work, self._peak = batch_size, work, peak
+        self._steps = self._all_steps = 0
+        self._seconds = self._all_seconds = 0.0
+        self._running_since: float | None = None
 
-    def write(self, split: str, step: int, scalars: Mapping[str, float]) -> None:
-        """Records scalars of a split ('train', 'eval') at a step."""
-        record = as_json({"split": split, "step": step, **scalars})
-        self._file.write((json.dumps(record, allow_nan=False) + "\n").encode())
-        self._file.flush()
-        self._events_of(split).write(step, scalars)
-        self._count += split == "train"
+    def start(self) -> None:
+        if self._running_since is None:
+            self._running_since = time.perf_counter()
 
-    def sync(self) -> int:
-        """Writes all records to the disk, and returns how many of training there are."""
-        os.fsync(self._file.fileno())
-        for events in self._events.values():
-            events.sync()
-        return self._count
+    def stop(self) -> None:
+        if self._running_since is not None:
+            elapsed = time.perf_counter() - self._running_since
+            self._seconds, self._all_seconds = self._seconds + elapsed, self._all_seconds + elapsed
+            self._running_since = None
 
-    def close(self) -> None:
-        with contextlib.ExitStack() as stack:
-            stack.callback(self._file.close)
-            for events in self._events.values():
-                stack.callback(events.close)
+    def count_step(self) -> None:
+        """Counts a step, if the clock runs."""
+        if self._running_since is not None:
+            self._steps, self._all_steps = self._steps + 1, self._all_steps + 1
 
-    def _events_of(self, split: str) -> Events:
-        if split not in self._events:
-            from research_dp.training.tensorboard import Events
+    def rates(self) -> dict[str, float]:
+        """Rates since the last call; empty if no step was counted.
 
-            self._events[split] = Events(self._workdir / files.TENSORBOARD / split)
-        return self._events[split]
+        Returns:
+            `steps_per_second`, `examples_per_second`; for a model with `work` also
+            `tokens_per_second`, and on known devices `mfu` (Chowdhery et al., arXiv 2204.02311):
+            the fraction of their peak that the model's own operations take.
+        """
+        if self._running_since is not None:
+            self.stop()
+            self.start()
+        if not self._steps:
+            return {}
+        rate = self._steps / self._seconds
+        self._steps, self._seconds = 0, 0.0
+        examples = rate * self._batch_size
+        rates = {"steps_per_second": rate, "examples_per_second": examples}
+        if self._work:
+            rates["tokens_per_second"] = examples * self._work.tokens
+            if self._peak:
+                rates["mfu"] = examples * self._work.flops / self._peak
+        return rates
 
-
-def count_train(records: Sequence[Mapping[str, Any]]) -> int:
-    """How many records of training there are."""
-    return sum(record["split"] == "train" for record in records)
-
-
-def last_train_means(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """The metrics, without rates, of the newest record of training."""
-    newest = [_scalars(r) for r in records if r["split"] == "train"][-1:]
-    return {name: value for means in newest for name, value in means.items() if name not in RATES}
+    def overall(self) -> float | None:
+        """Steps a second of the run so far."""
+        return self._all_steps / self._all_seconds if self._all_steps else None
 
 
-def drop_unsaved(
-    path: Path, step: int, *, evaluates_again: bool, say: Callable[[str], None] = lambda line: None
-) -> list[dict[str, Any]]:
-    """Drops from `metrics.jsonl` what a run continued from a step writes again.
-
-    Lines that are no records are dropped too; the file is kept under another name then.
-
-    Args:
-        path: The file.
-        step: Everything beyond it is dropped.
-        evaluates_again: Whether the evaluation at the step itself is to be dropped too.
-        say: Prints a line.
-
-    Returns:
-        What is kept.
-    """
-    again = (step, "eval") if evaluates_again else None
-    content = path.read_bytes() if path.exists() else b""
-    *lines, unfinished = content.split(b"\n")
-    # A run that was killed may have written half of its last line.
-    records = [read_json(line) for line in (*lines, unfinished)]
-    bad = sum(not _is_record(record) for record in records[:-1])
-    if bad:
-        aside = files.free_name(path)
-        files.replace(aside, content)
-        say(f"{bad} of {len(lines)} lines of {path} are no records: left out; {aside} has them")
-    records = [record for record in records if _is_record(record)]
-    kept = [r for r in records if r["step"] <= step and (r["step"], r["split"]) != again]
-    files.replace(path, "".join(json.dumps(record) + "\n" for record in kept))
-    return kept
-
-
-def read_json(text: str | bytes) -> dict[str, Any]:
-    """A JSON object; empty if the text is none."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
-def _is_record(value: Mapping[str, Any]) -> bool:
-    """Whether an object is what `Records` writes, and TensorBoard's events can have."""
-    step = value.get("step")
-    return (
-        value.get("split") in files.SPLITS
-        and type(step) is int
-        and 0 <= step < 2**63
-        and all(
-            (x is None or (type(x) in (int, float) and abs(x) <= sys.float_info.max))
-            and files.is_utf8(name)
-            for name, x in value.items()
-            if name not in ("split", "step")
-        )
-    )
-
-
-def _scalars(record: Mapping[str, Any]) -> dict[str, float]:
-    """A record's metrics; a null was not a number."""
-    values = {name: value for name, value in record.items() if name not in ("split", "step")}
-    return {name: math.nan if value is None else value for name, value in values.items()}
+def throughput_of(spec: TrainSpec, mesh: Mesh) -> Throughput:
+    """Counts a run's steps, from now on."""
+    work = spec.model.work(spec.example) if spec.model.work else None
+    peak = peak_of_mesh(mesh, work.dtype) if work else None
+    return Throughput(spec.batch_size, work, peak)

@@ -1,4 +1,4 @@
-"""What a run does when a loss or a gradient is not a finite number."""
+"""Losses, gradients and states that are not finite: stop the run, or skip the step."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from research_dp.strategies import TrainState
 
 OnNonfinite = Literal["stop", "skip"]
 
-_MOST_IN_A_ROW = 100
+_MAX_IN_A_ROW = 100
 _NAMED = 4
 
 
-class Nonfinite:
-    """Reads what each step says of its numbers, once the step is over.
+class NonfiniteCheck:
+    """Reads the flags of each step, once it has finished.
 
     Args:
         paths: Of the parameters, in the order of a step's flags.
-        on_nonfinite: 'stop' or 'skip'; what was compiled into the step.
-        untouched: What to say of the last checkpoint.
+        on_nonfinite: As it was compiled into the step.
+        untouched: The sentence about the last checkpoint.
         say: Prints a line.
     """
 
@@ -36,71 +36,64 @@ class Nonfinite:
         untouched: str,
         say: Callable[[str], None],
     ):
-        self._paths, self._on, self._untouched, self._say = paths, on_nonfinite, untouched, say
+        self._paths, self._untouched, self._say = paths, untouched, say
+        self._stops = on_nonfinite == "stop"
         self._in_a_row = 0
 
-    def look(self, step: int, flags: jax.Array) -> None:
-        """Looks at the flags, `NONFINITE`, of a step that is over; the same on every device.
-
-        Raises:
-            RunFailure: The step went wrong, and the run is to stop then; or too many did.
-        """
+    def check(self, step: int, flags: jax.Array) -> None:
+        """Reads a step's flags, `NONFINITE`; raises RunFailure if the run is to stop."""
         # One device's: to assemble an array from all of them takes twice as long.
-        found = np.asarray(flags.addressable_data(0))
-        if not found[0]:
+        loss_flag, *gradient_flags = np.asarray(flags.addressable_data(0))
+        if not loss_flag:
             self._in_a_row = 0
             return
-        what = self._what(found[1:])
+        problem = self._problem(gradient_flags)
         self._in_a_row += 1
-        if self._on == "stop":
+        if self._stops:
             raise RunFailure(
-                f"step {step}: {what} (train.on_nonfinite = 'stop'). {self._untouched}\n"
+                f"step {step}: {problem} (train.on_nonfinite = 'stop'). {self._untouched}\n"
                 "  Continue with --gin.train.on_nonfinite=skip to leave such steps out, or change "
                 "learning rate, dtype or data."
             )
-        if self._in_a_row >= _MOST_IN_A_ROW:
+        if self._in_a_row >= _MAX_IN_A_ROW:
             raise RunFailure(
-                f"step {step}: {what}, as in the {self._in_a_row - 1} steps before it: nothing "
-                f"is learnt by skipping more. {self._untouched}"
+                f"step {step}: {problem}, as in the {self._in_a_row - 1} steps before it: skipping "
+                f"more of them trains nothing. {self._untouched}"
             )
-        self._say(f"Skipped step {step}: {what}")
+        self._say(f"Skipped step {step}: {problem}")
 
     def check_state(self, step: int, state: TrainState) -> None:
-        """Looks at a state that is to be saved; a collective, if there are several processes.
+        """Checks a state before it is saved; a collective, if there are several processes.
 
-        An update can overflow though its gradients were finite, and so can a model's statistics;
-        what is saved then would end every run that is continued from it.
-
-        Raises:
-            RunFailure: One of its arrays is not finite.
+        An update can overflow though its gradients are finite, and so can a model's statistics:
+        RunFailure, as every run that continues from such a checkpoint would fail.
         """
         arrays = {
             **by_path(state.params),
             **{f"model_state {path}": x for path, x in by_path(state.model_state).items()},
-            # Scalars of an optimizer may be infinite: the best loss so far, before there is one.
+            # Scalars of an optimizer may be infinite: the best loss before there is one.
             **{f"opt_state {path}": x for path, x in by_path(state.opt_state).items() if x.ndim},
         }
         arrays = {p: x for p, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.inexact)}
         finite = np.asarray(_all_finite(list(arrays.values())))
-        named = [path for path, good in zip(arrays, finite, strict=True) if not good]
-        if named:
+        nonfinite = [path for path, good in zip(arrays, finite, strict=True) if not good]
+        if nonfinite:
             raise RunFailure(
-                f"step {step}: {self._list(named)} has become infinite or no number, though no "
-                f"gradient was; not saved. {self._untouched}\n  Lower the learning rate, or use a "
-                "wider dtype."
+                f"step {step}: {self._list(nonfinite)} has become infinite or NaN, though every "
+                f"gradient was finite; not saved. {self._untouched}\n  Lower the learning rate, or "
+                "use a wider dtype."
             )
 
-    def _what(self, spoilt: np.ndarray) -> str:
-        named = [path for path, flag in zip(self._paths, spoilt, strict=True) if flag]
-        if not named:
+    def _problem(self, flags: Sequence[float]) -> str:
+        paths = [path for path, flag in zip(self._paths, flags, strict=True) if flag]
+        if not paths:
             return "the loss is not finite"
-        return f"the gradient of {self._list(named)} is not finite"
+        return f"the gradient of {self._list(paths)} is not finite"
 
-    def _list(self, named: Sequence[str]) -> str:
-        """Some names of parameters; not all of many."""
-        if 1 < len(named) == len(self._paths):
-            return f"all {len(named)} parameters"
-        return some_of(named, _NAMED)
+    def _list(self, paths: Sequence[str]) -> str:
+        if 1 < len(paths) == len(self._paths):
+            return f"all {len(paths)} parameters"
+        return some_of(paths, _NAMED)
 
 
 @jax.jit

@@ -37,14 +37,14 @@ for _function in (*_OPTIMIZERS, *_SCHEDULES):
 def warmup_cosine(
     peak_value: float, *, warmup_fraction: Fraction = 0.05, end_fraction: Fraction = 0.0
 ) -> optax.Schedule:
-    """A linear warm-up and a cosine decay over the whole run, whatever `train.num_steps` is.
+    """A linear warm-up and a cosine decay over all of a run's `train.num_steps`.
 
     Args:
         peak_value: The learning rate at the end of the warm-up.
         warmup_fraction: Part of the run that the warm-up takes.
         end_fraction: Part of `peak_value` that is left at the end.
     """
-    decay_steps = max(_run_length(), 1)
+    decay_steps = max(_num_steps(), 1)
     return optax.warmup_cosine_decay_schedule(
         init_value=0.0,
         peak_value=peak_value,
@@ -54,12 +54,14 @@ def warmup_cosine(
     )
 
 
-def _run_length() -> int:
-    """`train.num_steps`, which gin knows: a schedule of another length would end silently."""
+def _num_steps() -> int:
+    """`train.num_steps` from gin: with another length the schedule would end silently."""
     try:
         bound = gin.query_parameter("train.num_steps")
     except ValueError as error:
-        raise UsageError("train.num_steps is bound nowhere; warmup_cosine is as long.") from error
+        raise UsageError(
+            "train.num_steps is bound nowhere, and warmup_cosine takes its length from it."
+        ) from error
     if isinstance(bound, gin.config.ConfigurableReference):  # a macro
         bound = bound.scoped_configurable_fn()
     check_count("train.num_steps", bound, 0)

@@ -1,63 +1,59 @@
-"""What a strategy does with each parameter, as a table."""
+"""How a strategy shards each parameter, as a table."""
 
 from __future__ import annotations
 
-import collections
-
 import jax
-from rich import box
 from rich.table import Table
 
+from research_dp.console import table
 from research_dp.distributed.mesh import sizes_text
 from research_dp.strategies import Strategy
 
-_SHOWN = 200
+_MAX_ROWS = 200
 
 
-def layout_table(strategy: Strategy) -> Table:
-    """Rows of path, shape, dtype, where it lies, bytes a device; and why it is whole."""
-    placements = jax.tree.leaves(strategy.shardings.params)
+def parameter_table(strategy: Strategy) -> Table:
+    """Rows of path, shape, dtype, shardings, bytes a device, and why it is replicated."""
+    params = jax.tree.leaves(strategy.shardings.params)
     slices = jax.tree.leaves(strategy.shardings.slices)
-    mesh = sizes_text(strategy.mesh.shape)
-    table = Table(
-        title=f"Parameters under {strategy.name} on {mesh}", box=box.SIMPLE, title_justify="left"
+    shown = table(
+        f"Parameters under {strategy.name} on {sizes_text(strategy.mesh.shape)}",
+        *("parameter", "shape", "dtype", "sharding", "of its optimizer state"),
+        *("bytes a device:", "why replicated"),
     )
-    for name in ("parameter", "shape", "dtype", "parameter lies on", "its optimizer state on"):
-        table.add_column(name)
-    table.add_column("bytes a device", justify="right")
-    table.add_column("why whole")
-    for held, piece in zip(placements[:_SHOWN], slices[:_SHOWN], strict=True):
-        table.add_row(
-            held.path,
-            str(held.shape),
-            str(held.dtype),
-            _where(held.dim),
-            _where(piece.dim),
-            f"{held.nbytes_per_device:,}",
-            piece.reason or held.reason,
+    for leaf, state in list(zip(params, slices, strict=True))[:_MAX_ROWS]:
+        shown.add_row(
+            leaf.path,
+            str(leaf.shape),
+            str(leaf.dtype),
+            _axis(leaf.dim),
+            _axis(state.dim),
+            f"{leaf.nbytes_per_device:,}",
+            state.reason or leaf.reason,
         )
-    if len(placements) > _SHOWN:
-        table.add_row(f"and {len(placements) - _SHOWN} more")
-    sums: collections.Counter[str] = collections.Counter()
-    for held in placements:
-        sums["all"] += held.nbytes
-        sums["device"] += held.nbytes_per_device
-    table.add_row("all", "", "", "", "", f"{sums['device']:,}", f"of {sums['all']:,} in all")
-    return table
+    if len(params) > _MAX_ROWS:
+        shown.add_row(f"and {len(params) - _MAX_ROWS} more")
+    per_device, total = _nbytes(strategy)
+    shown.add_row("all", "", "", "", "", f"{per_device:,}", f"of {total:,} in all")
+    return shown
 
 
-def one_line(strategy: Strategy) -> str:
-    """How many parameters are sharded, and how many bytes of them a device holds."""
-    placements = jax.tree.leaves(strategy.shardings.params)
-    sharded = sum(p.dim is not None for p in placements)
-    held = sum(p.nbytes_per_device for p in placements)
-    total = sum(p.nbytes for p in placements)
-    mesh = sizes_text(strategy.mesh.shape)
+def summary_line(strategy: Strategy) -> str:
+    """How many parameters are sharded, and their bytes a device."""
+    params = jax.tree.leaves(strategy.shardings.params)
+    sharded = sum(leaf.dim is not None for leaf in params)
+    per_device, total = _nbytes(strategy)
     return (
-        f"{strategy.name} on {mesh}: {sharded} of {len(placements)} parameters sharded, "
-        f"{held:,} of {total:,} bytes a device (--dry_run shows each)"
+        f"{strategy.name} on {sizes_text(strategy.mesh.shape)}: {sharded} of {len(params)} "
+        f"parameters sharded, {per_device:,} of {total:,} bytes a device (--dry_run shows each)"
     )
 
 
-def _where(dim: int | None) -> str:
-    return "every device" if dim is None else f"fsdp (dim {dim})"
+def _nbytes(strategy: Strategy) -> tuple[int, int]:
+    """Bytes of the parameters: (a device, in all)."""
+    params = jax.tree.leaves(strategy.shardings.params)
+    return sum(leaf.nbytes_per_device for leaf in params), sum(leaf.nbytes for leaf in params)
+
+
+def _axis(dim: int | None) -> str:
+    return "replicated" if dim is None else f"fsdp (dim {dim})"

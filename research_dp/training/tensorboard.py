@@ -16,8 +16,8 @@ from research_dp.training import files
 _PREFIX = "events.out.tfevents."
 
 
-class Events:
-    """Writes scalars to a new event file; each write is there if the process is killed.
+class EventFile:
+    """A new event file; each write survives a kill of the process.
 
     Args:
         folder: Folder of the event files of one split.
@@ -41,14 +41,13 @@ class Events:
         self._put(event_pb2.Event(wall_time=time.time(), step=step, summary=summary))
 
     def remove_older(self) -> None:
-        """Removes the event files that were in the folder before this one."""
+        """Removes the event files that the folder had before this one."""
         self.sync()
         for path in self._older:
             if path.is_file() or path.is_symlink():
                 path.unlink()
 
     def sync(self) -> None:
-        """Writes the file to the disk."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:

@@ -1,37 +1,41 @@
-"""The folder of a run's results: made, held by one run at a time, and told when it is full."""
+"""The folder of a run's results: created, locked, shared by all processes; explains disk errors."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import os
+import secrets
 import socket
 import textwrap
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import filelock
 import jax
 
-from research_dp.distributed.multihost import first_problem
+from research_dp.distributed.multihost import first_problem, texts_of_all
 from research_dp.errors import RunFailure, UsageError
 from research_dp.training import files
-from research_dp.training.checkpoint_files import reason, steps_in
-from research_dp.training.shared_folder import check_shared
+from research_dp.training.checkpoint_files import steps_in
+from research_dp.training.orbax_io import reason
 
-_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+_SECONDS_TO_APPEAR = 10.0  # within which a network file system shows a new file to other machines
+_PAUSE = 0.1
 
 
 @contextlib.contextmanager
-def held(workdir: str | None) -> Iterator[Path]:
-    """Makes the folder of the results, and keeps other runs out of it.
+def locked_workdir(workdir: str | None) -> Iterator[Path]:
+    """Creates the folder of the results, and keeps other runs out of it.
 
-    Process 0 holds a lock of the operating system, which ends with the process, however it ends.
+    The lock is the operating system's and process 0's; it ends with the process in any case.
 
     Raises:
-        UsageError: There is no such folder, it cannot be written, another run uses it, or processes
-            do not share it; in every process.
-        RunFailure: The disk failed, or is full, while the run was under way.
+        UsageError: The folder cannot be created or written, another run uses it, or processes do
+            not share it; in every process.
+        RunFailure: The disk failed or became full during the run.
     """
     if workdir is None:
         raise UsageError("train needs a workdir: results and checkpoints go there.")
@@ -42,7 +46,7 @@ def held(workdir: str | None) -> Iterator[Path]:
     lock = filelock.FileLock(folder / files.LOCK, fallback_to_soft=False)
     problem = _name_problem(workdir)
     if not problem and jax.process_index() == 0:
-        problem = _take(folder, lock)
+        problem = _create_and_lock(folder, lock)
     problem = first_problem(problem)
     if problem:
         raise UsageError(problem)
@@ -50,51 +54,65 @@ def held(workdir: str | None) -> Iterator[Path]:
         check_shared(folder)
         yield folder
     except OSError as error:
-        if error.errno not in _DISK and not _is_below(error.filename, folder):
+        if error.errno not in _DISK_ERRORS and not _is_inside(error.filename, folder):
             raise
         raise RunFailure(
-            f"the results in {folder} cannot be read or written: {reason(error)}. {_left(folder)}"
+            f"the results in {folder} cannot be read or written: {reason(error)}. "
+            f"{_saved_message(folder)}"
         ) from error
     finally:
         lock.release()
 
 
-def check_new(folder: Path, began: bool, config: str) -> None:
-    """Refuses to begin a run where there are records of another one whose checkpoints are lost.
+def check_shared(folder: Path) -> None:
+    """Refuses a folder that the processes do not share; a collective.
 
-    A run that was killed before its first save begins again.
-
-    Args:
-        folder: Folder of the run.
-        began: Whether the run that is in it ended before its first save.
-        config: The configuration of this run.
+    Process 0 creates a file with a random name, and the others look it up: no cache of a network
+    file system has an entry for a name that was never looked up.
 
     Raises:
-        UsageError: There are such records; in every process.
+        UsageError: Process 0 cannot create the file, or a process does not see it; in all.
     """
+    if jax.process_count() == 1:
+        return
+    writes, host = jax.process_index() == 0, socket.gethostname()
+    name, where = texts_of_all(f"{files.PROBE}{secrets.token_hex(16)} {host}")[0].split(" ", 1)
+    probe = folder / name
     problem = None
-    if jax.process_index() == 0:
-        names = [
-            name for name in (files.RECORDS, files.SUMMARY) if files.has_content(folder / name)
-        ]
-        before = folder / files.CONFIG
-        same = before.exists() and before.read_bytes() == config.encode(errors="surrogateescape")
-        records = f"{folder} has records of a run ({' and '.join(names)})"
-        if names and began and not same:
-            problem = (
-                f"{records} that saved nothing and had another configuration "
-                f"({files.CONFIG}). Use that configuration, or another --workdir, or move the "
-                "records away."
-            )
-        elif names and not began:
-            problem = (
-                f"{records}, and no checkpoint in "
-                f"{folder / files.CHECKPOINTS}. Put back or mount the checkpoints to continue it; "
-                "to begin anew use another --workdir, or move the records away."
-            )
+    try:
+        if writes:
+            probe.touch(exist_ok=False)
+    except OSError as error:
+        problem = f"{folder} cannot be written: {error.strerror}."
     problem = first_problem(problem)
+    if problem is None:
+        failure = _lookup_error(probe)
+        if isinstance(failure, FileNotFoundError | NotADirectoryError):
+            problem = (
+                f"--workdir={folder} on {host} is not the folder that process 0 has on {where}. "
+                "Give all processes one folder of a file system that they share."
+            )
+        elif failure:
+            problem = f"--workdir={folder} on {host} cannot be read: {failure.strerror}."
+        problem = first_problem(problem)
+    if writes:
+        with contextlib.suppress(OSError):  # the next run removes it
+            probe.unlink(missing_ok=True)
     if problem:
         raise UsageError(problem)
+
+
+def _lookup_error(file: Path) -> OSError | None:
+    """Why a file does not appear within a few seconds; None if it does."""
+    deadline = time.monotonic() + _SECONDS_TO_APPEAR
+    while True:
+        try:
+            file.stat()
+            return None
+        except OSError as error:
+            if time.monotonic() > deadline:
+                return error
+        time.sleep(_PAUSE)
 
 
 def _name_problem(folder: str) -> str | None:
@@ -115,8 +133,39 @@ def _name_problem(folder: str) -> str | None:
     return None
 
 
-def _left(folder: Path) -> str:
-    """What is saved in a folder, and what to do."""
+def _create_and_lock(folder: Path, lock: filelock.BaseFileLock) -> str | None:
+    """Creates and locks the folder; returns the problem, if there is one."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return f"--workdir={folder} cannot be made: {error.strerror}."
+    holder = folder / files.HOLDER
+    try:
+        problem = files.unexpected_kind(folder)
+        if problem:
+            return problem
+        lock.acquire(timeout=0)
+        files.remove_temporary(folder)
+        files.replace(holder, f"process {os.getpid()} on {socket.gethostname()}")
+    except filelock.Timeout:
+        who = f" ({_beginning_of(holder)})" if holder.exists() else ""
+        return f"another run{who} is using {folder}. Wait until it ends, or use another --workdir."
+    except OSError as error:
+        if error.errno == errno.ENOSYS:  # a lock file would outlive a run that is killed
+            return (
+                f"--workdir={folder}: its file system has no locks, which keep two runs apart. "
+                "Mount it with them (Lustre: -o flock), or use another --workdir."
+            )
+        return f"--workdir={folder} cannot be written: {error.strerror}."
+    return None
+
+
+def _beginning_of(file: Path) -> str:
+    return textwrap.shorten(file.read_bytes()[:200].decode(errors="replace"), 100)
+
+
+def _saved_message(folder: Path) -> str:
+    """Which step is saved in a folder, and what to do."""
     try:
         saved = steps_in(folder / files.CHECKPOINTS)
     except OSError:
@@ -126,37 +175,6 @@ def _left(folder: Path) -> str:
     return f"Step {saved[-1]} is saved; the same command continues from there."
 
 
-def _is_below(name: object, folder: Path) -> bool:
+def _is_inside(name: object, folder: Path) -> bool:
     """Whether an error's file name is in a folder."""
     return isinstance(name, str | os.PathLike) and Path(name).is_relative_to(folder)
-
-
-def _take(folder: Path, lock: filelock.BaseFileLock) -> str | None:
-    """Makes and locks the folder; returns what is wrong, if anything is."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        return f"--workdir={folder} cannot be made: {error.strerror}."
-    holder = folder / files.HOLDER
-    try:
-        problem = files.unexpected(folder)
-        if problem:
-            return problem
-        lock.acquire(timeout=0)
-        files.remove_temporary(folder)
-        files.replace(holder, f"process {os.getpid()} on {socket.gethostname()}")
-    except filelock.Timeout:
-        who = f" ({_text(holder)})" if holder.exists() else ""
-        return f"another run{who} is using {folder}. Wait until it ends, or use another --workdir."
-    except OSError as error:
-        if error.errno == errno.ENOSYS:  # a file in its stead would outlive a run that is killed
-            return (
-                f"--workdir={folder}: its file system has no locks, which keep two runs apart. "
-                "Mount it with them (Lustre: -o flock), or use another --workdir."
-            )
-        return f"--workdir={folder} cannot be written: {error.strerror}."
-    return None
-
-
-def _text(holder: Path) -> str:
-    return textwrap.shorten(holder.read_bytes()[:200].decode(errors="replace"), 100)

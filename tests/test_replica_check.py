@@ -30,26 +30,26 @@ def test_a_flipped_bit_is_named(stem):
     strategy = build(stem)
     check = ReplicaCheck(strategy)
     state, _ = step(strategy, strategy.init(jax.random.key(0)))
-    assert check.differences(check.start(state)) == []
+    assert check.differences(check.checksums(state)) == []
     odd = jax.devices()[5]
     for bit, place in ((0, 0), (31, 2)):
         params = {**state.params, "c": flip(state.params["c"], odd, bit, place)}
-        (found,) = check.differences(check.start(state._replace(params=params)))
+        (found,) = check.differences(check.checksums(state._replace(params=params)))
         assert (found.path, found.devices) == ("params c", (odd,))
     with pytest.raises(RunFailure, match=r"step 7: replicas differ: params c on device 5 \(proc"):
-        check.look(7, check.start(state._replace(params=params)))
+        check.check(7, check.checksums(state._replace(params=params)))
 
 
 def test_what_is_sharded_is_compared_with_its_own_replicas_only():
     strategy = build("hsdp", "make_mesh.axes = {'data': 2, 'fsdp': 4}")
     check = ReplicaCheck(strategy)
     state, _ = step(strategy, strategy.init(jax.random.key(0)))
-    assert check.differences(check.start(state)) == []
+    assert check.differences(check.checksums(state)) == []
     moments = state.opt_state[0]
     odd = jax.devices()[6]
     spoilt = moments._replace(nu={**moments.nu, "b": flip(moments.nu["b"], odd)})
     (found,) = check.differences(
-        check.start(state._replace(opt_state=(spoilt, *state.opt_state[1:])))
+        check.checksums(state._replace(opt_state=(spoilt, *state.opt_state[1:])))
     )
     assert found.path.startswith("opt_state") and found.path.endswith("nu/b")
     assert set(found.devices) == {jax.devices()[2], odd}, "of two nobody knows which is right"

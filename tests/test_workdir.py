@@ -16,14 +16,15 @@ import tiny_run
 from conftest import ROOT
 from tensorboard.compat.proto import event_pb2
 from test_faults import disk as disk
-from test_injured_folders import tree
+from test_workdir_injuries import tree
 
 from research_dp.training import checkpoint_files, files, metrics
 from research_dp.training.checkpoint import Checkpoints
 from research_dp.training.checkpoint_files import steps_in
 from research_dp.training.flight_recorder import last_notes
 from research_dp.training.manifest import Damaged
-from research_dp.training.progress import ProgressBar
+from research_dp.training.metric_writer import MetricWriter, truncate_records
+from research_dp.training.progress_bar import ProgressBar
 
 SPECIAL = "a[1]*?{b} **#%20~"  # what globs, URLs and shells read something into
 BY_ALL_RUNS = (".run.lock", ".run.holder", "flight/process_0.txt")
@@ -207,8 +208,8 @@ def test_lines_that_are_no_records_are_left_out_and_kept_aside(tmp_path, line):
     good = b'{"split": "train", "step": 2, "loss": null}\n'
     file, said = tmp_path / "metrics.jsonl", []
     file.write_bytes(good + line + good + b'{"split": "tra')
-    kept = metrics.drop_unsaved(file, 2**70, evaluates_again=False, say=said.append)
-    metrics.Records(tmp_path, kept).close()
+    kept = truncate_records(file, 2**70, evaluates_again=False, say=said.append)
+    MetricWriter(tmp_path, kept).close()
     assert kept == [{"split": "train", "step": 2, "loss": None}] * 2
     assert file.read_bytes() == good * 2
     assert (
@@ -220,7 +221,7 @@ def test_lines_that_are_no_records_are_left_out_and_kept_aside(tmp_path, line):
 def test_half_of_the_last_line_is_no_damage(tmp_path):
     file, said = tmp_path / "metrics.jsonl", []
     file.write_bytes(b'{"split": "train", "step": 2}\n{"split": "tra')
-    metrics.drop_unsaved(file, 2, evaluates_again=False, say=said.append)
+    truncate_records(file, 2, evaluates_again=False, say=said.append)
     assert not said and os.listdir(tmp_path) == ["metrics.jsonl"]
 
 
@@ -229,7 +230,7 @@ def test_records_that_are_missing_are_reported(run, ended, capsys):
     (run / "metrics.jsonl").write_bytes(b"".join(lines[2:]))
     events = set((run / "tensorboard" / "train").iterdir())
     continues(run, ended)
-    expected = "2 of the 3 records of training that were written before step 6 was saved are not in"
+    expected = "2 of the 3 training records that were written before step 6 was saved are not in"
     assert expected in capsys.readouterr().out
     assert events < set((run / "tensorboard" / "train").iterdir())
     # The next checkpoint counts what there is.
@@ -376,7 +377,7 @@ def test_a_file_system_that_cannot_sync_folders_will_do(tmp_path, monkeypatch, n
     assert (tmp_path / "file").read_text() == "text"
     refuses_files = True
     with pytest.raises(OSError, match=re.escape(os.strerror(number))):
-        files.sync(tmp_path / "file")
+        files.fsync(tmp_path / "file")
 
 
 def test_a_file_is_created_only_where_nothing_is(tmp_path):
@@ -501,9 +502,9 @@ def test_records_need_no_more_memory_as_they_become_many(tmp_path):
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
-    written = metrics.Records(tmp_path)
+    written = MetricWriter(tmp_path)
     for number in range(30_000):
-        sums = metrics.add_up({}, [{"loss": (float(number), 4.0)}])
+        sums = metrics.accumulate({}, [{"loss": (float(number), 4.0)}])
         written.write("train", number, metrics.means(sums))
         if number == 3_000:
             early = resident()

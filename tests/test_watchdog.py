@@ -43,7 +43,7 @@ def note(process, step, phase):
     ],
 )
 def test_the_process_that_others_wait_for_is_the_one_behind(places, expected):
-    found = recorder.behind([note(i, *place) for i, place in enumerate(places)])
+    found = recorder.straggler([note(i, *place) for i, place in enumerate(places)])
     assert (found and found.process) == expected
 
 
@@ -57,7 +57,7 @@ def test_notes_are_there_without_an_orderly_end_and_the_newest_is_found(tmp_path
     first, second = recorder.last_notes(tmp_path)
     assert (first.step, first.phase, first.pid) == (199, "step", os.getpid())
     assert (second.step, second.phase) == (7, "end")
-    assert recorder.flight(tmp_path, 0).stat().st_size == 64 * 64
+    assert recorder.note_file(tmp_path, 0).stat().st_size == 64 * 64
     (tmp_path / "flight" / "process_2.txt").write_text("process 2")  # begun, and killed
     assert len(recorder.last_notes(tmp_path)) == 2
 
@@ -68,10 +68,10 @@ def test_a_stuck_process_writes_its_stacks_and_ends(tmp_path, where):
     code = f"""
 import ctypes, time
 from pathlib import Path
-from research_dp.training.watchdog import keep_watch
+from research_dp.training.watchdog import monitored
 def load_it():
     {where}
-with keep_watch(Path({str(tmp_path)!r}), 0.4) as recorder:
+with monitored(Path({str(tmp_path)!r}), 0.4) as recorder:
     recorder.note("step", 5)
     time.sleep(0.2)
     recorder.note("data", 6)
@@ -93,8 +93,8 @@ with keep_watch(Path({str(tmp_path)!r}), 0.4) as recorder:
 SUSPENDED = """
 import sys, time
 from pathlib import Path
-from research_dp.training.watchdog import keep_watch
-with keep_watch(Path(sys.argv[1]), 1.0) as recorder:
+from research_dp.training.watchdog import monitored
+with monitored(Path(sys.argv[1]), 1.0) as recorder:
     recorder.note("step", 5)
     print("ready", flush=True)
     time.sleep(0.5)
@@ -131,14 +131,14 @@ def test_a_step_may_take_its_time_between_two_looks(tmp_path):
     with Recorder(tmp_path) as recorder:
         watchdog = Watchdog(recorder, 8.0)
         recorder.note("step", 1)
-        watchdog._looked -= 100.0  # before the note: not its time
-        assert watchdog.look_once() == pytest.approx(1.7 * 8, abs=0.5)
-        watchdog._looked -= 100.0  # suspended
-        assert watchdog.look_once() == pytest.approx(1.7 * 8 - 2, abs=0.5)
-        watchdog._looked -= 1.0
-        assert watchdog.look_once() == pytest.approx(1.7 * 8 - 3, abs=0.5)
+        watchdog._checked_at -= 100.0  # before the note: not its time
+        assert watchdog.check() == pytest.approx(1.7 * 8, abs=0.5)
+        watchdog._checked_at -= 100.0  # suspended
+        assert watchdog.check() == pytest.approx(1.7 * 8 - 2, abs=0.5)
+        watchdog._checked_at -= 1.0
+        assert watchdog.check() == pytest.approx(1.7 * 8 - 3, abs=0.5)
         recorder.note("start", 1)
-        assert watchdog.look_once() == math.inf
+        assert watchdog.check() == math.inf
 
 
 @pytest.mark.slow
@@ -147,7 +147,7 @@ def test_what_compiles_or_takes_long_is_given_time(command, tmp_path):
     steps = "--gin.train.num_steps=2"
     done = command(*RUN, *flags, steps, "--cpu_devices=2", f"--workdir={tmp_path}")
     assert done.returncode == 0, done.stderr
-    written = recorder.flight(tmp_path, 0).read_text().splitlines()[1:]
+    written = recorder.note_file(tmp_path, 0).read_text().splitlines()[1:]
     notes = [(int(line.split()[1]), line.split()[2]) for line in written if line.strip()]
     places = [place for place, _ in itertools.groupby(notes)]
     start = ["start", "test", "restore", "compile", "start"]

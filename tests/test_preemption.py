@@ -9,7 +9,7 @@ import time
 import pytest
 from conftest import ROOT, run_bare
 from test_processes import RUN
-from test_processes_faults import launch
+from test_watchdog import launch
 
 from research_dp.errors import UsageError
 from research_dp.training import flight_recorder
@@ -24,13 +24,13 @@ with StopSignal().listen() as stop:
 # A lock that is taken twice is waited for in C, and no signal ends that.
 IN_C = "c = ctypes.CDLL(None); m = ctypes.create_string_buffer(64)\n"
 IN_C += "    c.pthread_mutex_lock(m); c.pthread_mutex_lock(m)"
-IN_PYTHON = "while not stop.came(0): time.sleep(0.02)\n    raise SystemExit(143)"
+IN_PYTHON = "while not stop.requested(0): time.sleep(0.02)\n    raise SystemExit(143)"
 
 
 BEFORE_STEPS = """
 import ctypes, time
-from research_dp.training import stop
-with stop.before_steps():
+from research_dp.training import preemption
+with preemption.exit_on_signals():
     try:
         print("ready", flush=True)
         {body}
@@ -95,7 +95,7 @@ def test_before_the_steps_there_is_nothing_to_save_and_what_is_open_is_closed(bo
 
 @pytest.mark.slow
 def test_before_the_steps_a_process_that_waits_in_c_ends_too():
-    body = f"stop._SECONDS_TO_LEAVE = 0.5\n    {IN_C}".replace("\n", "\n    ")
+    body = f"preemption._SECONDS_TO_LEAVE = 0.5\n    {IN_C}".replace("\n", "\n    ")
     process = listen(body, BEFORE_STEPS)
     time.sleep(1)  # until it waits
     process.send_signal(signal.SIGTERM)
@@ -106,8 +106,8 @@ def test_before_the_steps_a_process_that_waits_in_c_ends_too():
 
 ENDING = """
 import os, signal, time
-from research_dp.training.preemption import StopSignal, before_steps
-with before_steps():
+from research_dp.training.preemption import StopSignal, exit_on_signals
+with exit_on_signals():
     try:
         with StopSignal().listen():
             pass
@@ -128,7 +128,8 @@ def test_a_signal_to_a_run_that_is_ending_changes_nothing():
 
 @pytest.mark.slow
 def test_a_hangup_that_is_ignored_stays_ignored():
-    body = "import os; os.kill(os.getpid(), 1); time.sleep(0.5); raise SystemExit(7 + stop.came(0))"
+    body = "import os; os.kill(os.getpid(), 1); time.sleep(0.5)"
+    body += "; raise SystemExit(7 + stop.requested(0))"
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         process = listen(body)

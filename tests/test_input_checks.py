@@ -25,9 +25,9 @@ from research_dp.data.tfds import tfds_data
 from research_dp.distributed import multihost
 from research_dp.errors import UsageError
 from research_dp.models import mlp
-from research_dp.training import input_checks, shared_folder
-from research_dp.training.config_changes import changes
+from research_dp.training import input_checks, resume, workdir
 from research_dp.training.manifest import Manifest, Progress, origin
+from research_dp.training.resume import changes
 from research_dp.types import (
     DataIdentity,
     DataSet,
@@ -275,10 +275,10 @@ def identity(examples=40, digest="ab", version="1.0.0", split="test"):
 )
 def test_a_run_is_continued_on_its_own_data_alone(other, message):
     if message is None:
-        input_checks.check_same_data(other, identity(), "the run")
+        resume.check_same_data(other, identity(), "the run")
     else:
         with refused(f"^the run was trained on other data: {message}.\n.*or use another --workdir"):
-            input_checks.check_same_data(other, identity(), "the run")
+            resume.check_same_data(other, identity(), "the run")
 
 
 def test_processes_with_different_data_are_refused(monkeypatch):
@@ -426,19 +426,19 @@ def test_a_folder_that_is_not_shared_is_refused(tmp_path, monkeypatch, process, 
     name = ".run.abc"
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(jax, "process_index", lambda: process)
-    monkeypatch.setattr(shared_folder, "_SECONDS", 0.0)
-    monkeypatch.setattr(shared_folder.secrets, "token_hex", lambda size: "abc")
-    monkeypatch.setattr(shared_folder, "texts_of_all", lambda own: [f"{name} first", own])
+    monkeypatch.setattr(workdir, "_SECONDS_TO_APPEAR", 0.0)
+    monkeypatch.setattr(workdir.secrets, "token_hex", lambda size: "abc")
+    monkeypatch.setattr(workdir, "texts_of_all", lambda own: [f"{name} first", own])
     problems = []
-    monkeypatch.setattr(shared_folder, "first_problem", lambda own: problems.append(own) or own)
+    monkeypatch.setattr(workdir, "first_problem", lambda own: problems.append(own) or own)
     if process == 1:
         (tmp_path / "0" / name).touch()
     folder = tmp_path / ("0" if shared else str(process))
     if shared or process == 0:
-        shared_folder.check_shared(folder)
+        workdir.check_shared(folder)
     else:
         with refused(r"^--workdir=.*1 on .* is not the folder that process 0 has on first"):
-            shared_folder.check_shared(folder)
+            workdir.check_shared(folder)
     assert (tmp_path / "0" / name).exists() == (process == 1), "process 0 removes its file"
     assert len(problems) == 2, "each process takes part in each collective"
 
@@ -447,17 +447,17 @@ def test_a_folder_that_is_not_shared_is_refused(tmp_path, monkeypatch, process, 
 def test_a_folder_that_one_process_cannot_read_is_refused_in_all(tmp_path, monkeypatch, number):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(jax, "process_index", lambda: 1)
-    monkeypatch.setattr(shared_folder, "_SECONDS", 0.0)
-    monkeypatch.setattr(shared_folder, "texts_of_all", lambda text: [".run.abc first", text])
+    monkeypatch.setattr(workdir, "_SECONDS_TO_APPEAR", 0.0)
+    monkeypatch.setattr(workdir, "texts_of_all", lambda text: [".run.abc first", text])
     problems = []
-    monkeypatch.setattr(shared_folder, "first_problem", lambda x: problems.append(x) or x)
+    monkeypatch.setattr(workdir, "first_problem", lambda x: problems.append(x) or x)
 
     def fail(path, **_):
         raise OSError(number, os.strerror(number), str(path))
 
     monkeypatch.setattr(Path, "stat", fail)
     with refused(f"--workdir={tmp_path} on .* cannot be read: {os.strerror(number)}"):
-        shared_folder.check_shared(tmp_path)
+        workdir.check_shared(tmp_path)
     assert len(problems) == 2, "each process takes part in each collective"
 
 

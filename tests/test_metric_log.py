@@ -12,7 +12,7 @@ from test_train_command import MLP
 
 from research_dp.training.checkpoint_files import steps_in
 from research_dp.training.intervals import Schedule
-from research_dp.training.metrics import drop_unsaved
+from research_dp.training.metric_writer import truncate_records
 from research_dp.training.preemption import StopSignal
 
 STEPS = 60
@@ -34,7 +34,7 @@ def test_a_run_that_was_stopped_records_what_an_undisturbed_one_does(
 ):
     options = {"num_steps": STEPS, "log_every": 10, "checkpoint_every": None}
     for stop in stops:
-        monkeypatch.setattr(StopSignal, "came", lambda self, step, stop=stop: step == stop)
+        monkeypatch.setattr(StopSignal, "requested", lambda self, step, stop=stop: step == stop)
         assert tiny_run.train(tmp_path, **options) == 143
         assert steps_in(tmp_path / "checkpoints")[-1] == stop
     monkeypatch.undo()
@@ -78,7 +78,7 @@ def test_records_of_the_restored_step_are_kept(tmp_path, again, kept):
     ]
     file = tmp_path / "metrics.jsonl"
     file.write_text("\n".join(lines) + "\n")
-    assert len(drop_unsaved(file, 10, evaluates_again=again)) == len(kept)
+    assert len(truncate_records(file, 10, evaluates_again=again)) == len(kept)
     assert file.read_text().splitlines() == [lines[index] for index in kept]
 
 
@@ -89,7 +89,7 @@ def test_what_an_optimizer_made_infinite_is_not_saved(tmp_path, monkeypatch, eve
     monkeypatch.setattr(tiny_run, "OPTIMIZER", twice)
     monkeypatch.setattr(tiny_run, "_strategy", tiny_run._strategy.__wrapped__)
     status, message = tiny_run.outcome(tmp_path, num_steps=1, checkpoint_every=every)
-    assert status == 1 and "step 1: " in message and "has become infinite or no number" in message
+    assert status == 1 and "step 1: " in message and "has become infinite or NaN" in message
     assert steps_in(tmp_path / "checkpoints") == []
     assert not (tmp_path / "summary.json").exists()
 
@@ -99,7 +99,7 @@ def test_the_command_that_trains_an_optimizer_that_overflows(command, tmp_path):
     sgd = ["--gin.train.optimizer=@optax.sgd()", "--gin.optax.sgd.learning_rate=1e39"]
     flags = [*MLP, *sgd, "--allow_unused", "--gin.train.checkpoint_every=1"]
     done = command(*flags, "--cpu_devices=2", f"--workdir={tmp_path}")
-    assert done.returncode == 1 and "has become infinite or no number" in done.stderr, done.stderr
+    assert done.returncode == 1 and "has become infinite or NaN" in done.stderr, done.stderr
     assert steps_in(tmp_path / "checkpoints") == []
 
 

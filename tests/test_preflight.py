@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax._src import distributed
 from jax.sharding import PartitionSpec as P
 from steps import mesh_of
 from test_nonfinite import EXAMPLE, init, loss
@@ -53,14 +54,14 @@ def exchange_blocks(send, x, axes):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("fault", [drop_last, exchange_blocks])
 def test_a_fault_is_seen(monkeypatch, kind, fault):
-    broken = functools.partial(fault, preflight._SEND[kind])
-    monkeypatch.setitem(preflight._SEND, kind, broken)
+    broken = functools.partial(fault, preflight._COLLECTIVES[kind])
+    monkeypatch.setitem(preflight._COLLECTIVES, kind, broken)
     mesh = mesh_of(data=1, fsdp=8)
     told = preflight.faults(mesh, [Probe(k, ("fsdp",), "bfloat16", 800) for k in KINDS])
     assert len(told) == 1 and told[0].startswith(f"{kind} of 1,600 bytes of bfloat16 over fsdp")
 
 
-def put_to_the_test(stem, monkeypatch, broken):
+def preflight_of(stem, monkeypatch, broken):
     model = TrainableModel(init, loss)
     spec = TrainSpec(model=model, optimizer=optax.adam(1e-2), example=EXAMPLE, batch_size=16)
     how = recipe(stem)
@@ -69,14 +70,14 @@ def put_to_the_test(stem, monkeypatch, broken):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(preflight, "check_configurations", lambda own: None)
     for kind in broken:
-        send = functools.partial(drop_last, preflight._SEND[kind])
-        monkeypatch.setitem(preflight._SEND, kind, send)
+        send = functools.partial(drop_last, preflight._COLLECTIVES[kind])
+        monkeypatch.setitem(preflight._COLLECTIVES, kind, send)
     said = []
-    return strategy, preflight.tested(how, spec, strategy, said.append), said
+    return strategy, preflight.preflight(how, spec, strategy, said.append), said
 
 
 def test_a_run_takes_another_route_around_a_broken_reduce_scatter(monkeypatch):
-    strategy, found, said = put_to_the_test("zero1", monkeypatch, ["reduce-scatter"])
+    strategy, found, said = preflight_of("zero1", monkeypatch, ["reduce-scatter"])
     assert "reduce-scatter of 1,024 bytes" in said[0] and "by all-to-all instead" in said[0]
     kinds = {probe.kind for probe in preflight.probes(found)}
     assert {p.kind for p in preflight.probes(strategy)} - kinds == {"all-reduce", "reduce-scatter"}
@@ -84,14 +85,14 @@ def test_a_run_takes_another_route_around_a_broken_reduce_scatter(monkeypatch):
 
 def test_a_run_without_another_route_is_refused(monkeypatch):
     with pytest.raises(RunFailure, match="all-gather of"):
-        put_to_the_test("fsdp", monkeypatch, ["all-gather", "reduce-scatter"])
+        preflight_of("fsdp", monkeypatch, ["all-gather", "reduce-scatter"])
     with pytest.raises(RunFailure, match="all-reduce of 512 bytes"):
-        put_to_the_test("spmd", monkeypatch, ["all-reduce"])
+        preflight_of("spmd", monkeypatch, ["all-reduce"])
 
 
 @pytest.mark.parametrize("stem", ["fsdp", "ddp", "spmd"])
 def test_a_run_whose_collectives_are_right_is_left_as_it_is(monkeypatch, stem):
-    strategy, found, said = put_to_the_test(stem, monkeypatch, [])
+    strategy, found, said = preflight_of(stem, monkeypatch, [])
     assert found is strategy and said[0].startswith("Collectives tested")
 
 
@@ -122,7 +123,7 @@ def test_what_another_process_found_comes_by_the_coordination_service(monkeypatc
     service = Service(json.dumps({device: [3] for device in range(4, 8)}))
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(preflight.distributed.global_state, "client", service)
+    monkeypatch.setattr(distributed.global_state, "client", service)
     (told,) = preflight.faults(mesh_of(data=8), [Probe("all-reduce", ("data",), "float32", 64)])
     assert "12 elements in 3 runs, on device 4, 5, 6, 7" in told
     assert json.loads(service.kept["0"])["0"] == [0]

@@ -1,0 +1,131 @@
+"""What a resumed run must share with the saved one, and what it may change."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from research_dp.distributed.multihost import first_problem, of_the_first
+from research_dp.errors import UsageError
+from research_dp.strategies import TrainSpec
+from research_dp.training import files
+from research_dp.training.manifest import Manifest
+from research_dp.training.metric_writer import read_json
+from research_dp.types import DataIdentity, DataSet
+
+# A binding of gin's own dump; its value may continue on indented lines.
+_BINDING = re.compile(r"^([^#\s][^\s=]*) = (.*(?:\n[ \t].*)*)", re.MULTILINE)
+_UNBOUND = "unbound"
+
+
+def check_resumable(
+    manifest: Manifest, folder: Path, num_steps: int, spec: TrainSpec, data: DataSet
+) -> None:
+    """Refuses, by UsageError, to resume a run with another order of examples or past its end."""
+    if manifest.step > num_steps:
+        raise UsageError(
+            f"the run in {folder} is at step {manifest.step}, past train.num_steps = {num_steps}. "
+            "Use another --workdir, or raise train.num_steps.",
+            binding="train.num_steps",
+        )
+    saved = manifest.progress
+    for name, before, now in (
+        ("batch_size", saved.batch_size, spec.batch_size),
+        ("seed", saved.seed, spec.seed),
+        ("data", saved.order, data.order),
+    ):
+        if before != now:
+            raise UsageError(
+                f"the run in {folder} has train.{name} = {before}, not {now}: its order of "
+                "examples would break. Use another --workdir, or the same value.",
+                binding=f"train.{name}",
+            )
+
+
+def check_same_data(now: DataIdentity | None, saved: DataIdentity | None, run: str) -> None:
+    """Refuses, by UsageError, to resume a run on other data, where both are known."""
+    difference = saved.difference(now) if now and saved else None
+    if difference:
+        name, was, is_ = difference
+        raise UsageError(
+            f"{run} was trained on other data: {name} was {was}, and is {is_} now.\n"
+            "  Put back the data (tfds_data.data_dir, TFDS_DATA_DIR), or use another --workdir."
+        )
+
+
+def check_new(folder: Path, began: bool, config: str) -> None:
+    """Refuses to start among the records of a run whose checkpoints are lost; in every process.
+
+    A run that was killed before its first save starts again with the same configuration.
+
+    Args:
+        folder: Folder of the run.
+        began: Whether the run in it ended before its first save.
+        config: The configuration of this run.
+    """
+    problem = None
+    if jax.process_index() == 0:
+        names = [
+            name for name in (files.RECORDS, files.SUMMARY) if files.has_content(folder / name)
+        ]
+        before = folder / files.CONFIG
+        same = before.exists() and before.read_bytes() == config.encode(errors="surrogateescape")
+        records = f"{folder} has records of a run ({' and '.join(names)})"
+        if names and began and not same:
+            problem = (
+                f"{records} that saved nothing and had another configuration "
+                f"({files.CONFIG}). Use that configuration, or another --workdir, or move the "
+                "records away."
+            )
+        elif names and not began:
+            problem = (
+                f"{records}, and no checkpoint in {folder / files.CHECKPOINTS}. Put back or mount "
+                "the checkpoints to continue it; to begin anew use another --workdir, or move the "
+                "records away."
+            )
+    problem = first_problem(problem)
+    if problem:
+        raise UsageError(problem)
+
+
+def is_finished(folder: Path, step: int) -> bool:
+    """Whether `summary.json` is of this step; the same answer in every process."""
+    path = folder / files.SUMMARY
+    finished = path.exists() and read_json(path.read_bytes()).get("step") == step
+    # Other processes may see the file later than process 0, or a part of it.
+    return bool(of_the_first(int(finished)))
+
+
+def changes(
+    before: Mapping[str, Any],
+    now: Mapping[str, Any],
+    bound_at: Callable[[str], str | None] | None = None,
+) -> list[str]:
+    """A line for each binding, number of devices or processes, and version that changed.
+
+    Args:
+        before: `manifest.origin` of the checkpoint.
+        now: That of this run.
+        bound_at: As in `train`.
+    """
+    old, new = _settings(before), _settings(now)
+    lines = []
+    for name in dict.fromkeys([*new, *old]):
+        was, is_ = old.get(name, _UNBOUND), new.get(name, _UNBOUND)
+        place = bound_at(name) if bound_at and name in new else None
+        if was != is_:
+            lines.append(f"{name}: {was} -> {is_}{f'  ({place})' if place else ''}")
+    return lines
+
+
+def _settings(origin: Mapping[str, Any]) -> dict[str, str]:
+    """Everything that can change, as name -> text."""
+    config = _BINDING.findall(origin.get("config", ""))
+    settings = {name: " ".join(value.removeprefix("\\").split()) for name, value in config}
+    counts = {name: str(origin[name]) for name in ("devices", "processes") if name in origin}
+    versions = {f"version of {k}": str(v) for k, v in origin.get("versions", {}).items()}
+    return settings | counts | versions
