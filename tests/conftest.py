@@ -1,5 +1,6 @@
-"""Eight CPU devices, one folder of prepared data, and no gin left over from another test."""
+"""Eight CPU devices, one folder of prepared data and programs, and no gin of another test."""
 
+import collections
 import contextlib
 import os
 import signal
@@ -10,6 +11,7 @@ from pathlib import Path
 import jax
 import pytest
 
+from research_dp import train
 from research_dp.config import load
 
 pytest_plugins = ["no_skips"]
@@ -26,23 +28,22 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # them: a program for devices that are not here can be stored, but not be read back.
 jax.config.update("jax_enable_compilation_cache", False)
 
-# Tests compile much and compute little: XLA:CPU compiles in half the time without LLVM's passes.
-# Not so the commands, which tests run as users do: flags are read at the first compilation here.
+# Tests compile much and compute little: XLA:CPU compiles in half the time without LLVM's passes,
+# and in half of that without the emitters of fusions that go through MLIR. Not so the commands,
+# which tests run as users do: flags are read at the first compilation here.
+COMPILES_FAST = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+AS_USERS_COMPILE = {"xla_backend_optimization_level": 3, "xla_cpu_use_fusion_emitters": True}
 with pytest.MonkeyPatch.context() as patch:
-    flags = os.environ.get("XLA_FLAGS", "")
-    patch.setenv("XLA_FLAGS", f"{flags} --xla_backend_optimization_level=0")
+    patch.setenv("XLA_FLAGS", f"{os.environ.get('XLA_FLAGS', '')} {COMPILES_FAST}")
     jax.jit(lambda: 0).lower().compile()
 
 
-def run_bare(code):
-    """Runs a program in a process of its own, without the eight devices of these tests."""
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=50,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
-    )
+def pytest_collection_modifyitems(items):
+    """Has files that take long start first: with `-n 2` no process waits for the other's last."""
+    work = collections.Counter()
+    for item in items:
+        work[item.path] += 10 if "command" in item.fixturenames else 1
+    items.sort(key=lambda item: -work[item.path])
 
 
 @pytest.fixture(autouse=True)
@@ -62,9 +63,27 @@ def any_mesh(request):
 
 
 @pytest.fixture(scope="session")
-def data_dir(tmp_path_factory):
-    """Where TFDS data sets are prepared for the tests."""
-    return tmp_path_factory.mktemp("tfds")
+def session_dir(request, tmp_path_factory):
+    """A folder of this session, which its pytest-xdist workers share."""
+    folder = tmp_path_factory.getbasetemp()
+    return folder.parent if hasattr(request.config, "workerinput") else folder
+
+
+@pytest.fixture(scope="session")
+def data_dir(session_dir):
+    """Where TFDS data sets are prepared for the tests: by the first process that needs one."""
+    folder = session_dir / "tfds"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compilation_cache(session_dir):
+    """Where what tests start keeps its programs, also those that compile quickly."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(session_dir / "xla"))
+        patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+        yield
 
 
 _running = []  # what `command` started and left running
@@ -88,7 +107,7 @@ def no_process_is_left():
 
 
 @pytest.fixture(scope="session")
-def command(data_dir, tmp_path_factory):
+def command(data_dir, compilation_cache):
     """Runs `python -m research_dp.train` with these flags; returns the finished process.
 
     With `start_only` it returns the running one, in a process group of its own, which ends with
@@ -98,7 +117,6 @@ def command(data_dir, tmp_path_factory):
         **os.environ,
         "TFDS_DATA_DIR": str(data_dir),
         "JAX_PLATFORMS": "cpu",
-        "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("xla")),
         "PYTHONPATH": str(ROOT),
     }
 
@@ -113,6 +131,24 @@ def command(data_dir, tmp_path_factory):
         return subprocess.run(words, capture_output=True, timeout=timeout, **options)
 
     run.environment = environment
+    return run
+
+
+@pytest.fixture
+def main(data_dir, monkeypatch, capfd):
+    """Runs train's main() with these flags here, as `command` does in a process of its own."""
+    monkeypatch.setenv("TFDS_DATA_DIR", str(data_dir))
+    for name in ("TF_CPP_MIN_LOG_LEVEL", "TF_ENABLE_ONEDNN_OPTS"):
+        monkeypatch.setenv(name, os.environ.get(name, "0"))  # the command sets them
+
+    def run(*flags):
+        capfd.readouterr()
+        try:
+            status = train.main([str(flag) for flag in flags])
+        except SystemExit as ended:  # a flag that there is not
+            status = ended.code
+        return subprocess.CompletedProcess(flags, status, *capfd.readouterr())
+
     return run
 
 

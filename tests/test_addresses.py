@@ -7,9 +7,9 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT
 from jax._src import xla_bridge
 from jax._src.lib import _jax
+from programs import pair
 
 from research_dp.commands import processes
 from research_dp.commands.processes import Processes
@@ -17,7 +17,7 @@ from research_dp.errors import UsageError
 
 PROGRAM = """
 import sys, jax
-from research_dp.config import processes
+from research_dp.commands import processes
 processes.set_up_processes(processes.Processes(sys.argv[1], 2, int(sys.argv[2])))
 jax.config.update("jax_platforms", "cpu")
 jax.block_until_ready(jax.jit(lambda: 0)())
@@ -26,12 +26,6 @@ multihost_utils.sync_global_devices("ready")
 print("ready", flush=True)
 sys.stdin.read()
 """
-
-
-def free_port(host="127.0.0.1"):
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as free:
-        free.bind((host, 0))
-        return free.getsockname()[1]
 
 
 def listening(pid):
@@ -54,18 +48,7 @@ def _address(text):
 
 
 def test_processes_on_loopback_listen_nowhere_else():
-    address = f"127.0.0.1:{free_port()}"
-    both = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, address, str(process)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-        )
-        for process in range(2)
-    ]
-    try:
+    with pair(PROGRAM, stdin=subprocess.PIPE) as (address, both):
         for process in both:
             while "ready" not in (line := process.stdout.readline()):
                 assert line, "it ended"
@@ -74,10 +57,6 @@ def test_processes_on_loopback_listen_nowhere_else():
         assert set(found) == {ipaddress.ip_address("127.0.0.1")}
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.2", int(address.split(":")[1])), timeout=5)
-    finally:
-        for process in both:
-            process.kill()
-            process.communicate()
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT
+from conftest import COMPILES_FAST, ROOT
 
 import research_dp
 
@@ -33,7 +33,7 @@ def test_every_page_is_run():
 @pytest.mark.parametrize("page", PAGES)
 def test_a_page_runs_as_printed_in_a_process_of_its_own(page, tmp_path):
     ours = ("XLA_FLAGS", "JAX_")
-    quick = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
+    quick = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": COMPILES_FAST}
     bare = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     program = tmp_path / "page.py"
     program.write_text(f"{blocks(page)}\n{PAGES[page]}\n")

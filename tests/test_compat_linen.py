@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from conftest import AS_USERS_COMPILE
 from jax.sharding import PartitionSpec as P
 from steps import abstract, mesh_of, on
 
@@ -48,11 +49,12 @@ def test_case_14_modules_shard_themselves_and_train_alike(initialised):
         "output": {"kernel": P("data", None), "bias": P()},
     }
     # The same bits where both are compiled as users compile them: not as the tests' other programs.
-    options = {"xla_backend_optimization_level": 3}
     x = jnp.zeros((1, 784))
-    whole = jax.jit(lambda key: MLP().init(key, x)["params"], compiler_options=options)(key)
+    whole = jax.jit(lambda key: MLP().init(key, x)["params"], compiler_options=AS_USERS_COMPILE)(
+        key
+    )
     born = on(A, lambda key: MLP("data").init(key, x)["params"], P(), specs)
-    born = jax.tree.leaves(jax.jit(born, compiler_options=options)(key))
+    born = jax.tree.leaves(jax.jit(born, compiler_options=AS_USERS_COMPILE)(key))
     jax.tree.map(np.testing.assert_array_equal, born, jax.tree.leaves(whole))
     params = jax.tree.unflatten(jax.tree.structure(params), born)
 

@@ -1,8 +1,6 @@
 """Modules that hold shards, Linen's and NNX's: initialisation, remat, scan, optimizers."""
 
 import functools
-import subprocess
-import sys
 
 import flax.linen as nn
 import jax
@@ -10,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import ROOT
 from flax import nnx
 from jax.sharding import PartitionSpec as P
+from programs import output
 from steps import mesh_of, on
 
 import research_dp as rdp
@@ -262,5 +260,4 @@ def test_nnx_instances_are_refused():
 
 def test_nnx_is_imported_only_when_used():
     code = "import sys, research_dp; print('flax.nnx' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert done.stdout.strip() == "False", done.stderr
+    assert output(code).strip() == "False"

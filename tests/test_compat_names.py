@@ -1,13 +1,11 @@
 """The names of datarax and artifex: signatures, gin, what importing them costs."""
 
 import inspect
-import subprocess
-import sys
 
 import gin
 import numpy as np
 import pytest
-from conftest import ROOT
+from programs import output
 
 import research_dp
 
@@ -79,7 +77,4 @@ def test_flax_nnx_is_imported_when_it_is_used_even_after_gin_is_locked():
         "    gin.parse_config('spmd_train_step.max_grad_norm = 2.0')\n"
         "print(gin.query_parameter('spmd_train_step.max_grad_norm'))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
-    )
-    assert done.stdout.split() == ["[]", "True", "2.0"]
+    assert output(code).split() == ["[]", "True", "2.0"]

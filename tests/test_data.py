@@ -9,6 +9,7 @@ import time
 import gin
 import numpy as np
 import pytest
+from programs import output
 
 from research_dp.config import load as gin_config
 from research_dp.data import builders, shuffle
@@ -270,3 +271,14 @@ def test_tf_data_continues_and_is_shared_out(tfrecord_dir):
         for batch, part in zip(whole[2:], parts, strict=True):
             np.testing.assert_array_equal(part["image"], batch["image"][rows])
             np.testing.assert_array_equal(part["label"], batch["label"][rows])
+
+
+def test_what_is_read_without_tensorflow_does_not_import_it(raw, data_dir):
+    program = (
+        "import sys\n"
+        "from research_dp.data import builders, identity\n"
+        f"builder = builders.find_builder('digits', {str(data_dir)!r})\n"
+        "assert identity.identity_of(builder, ['train']).splits['train'].examples == 1437\n"
+        "print('tensorflow' in sys.modules)"
+    )
+    assert output(program).strip() == "False"

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import ROOT
+from conftest import AS_USERS_COMPILE, ROOT
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from steps import mesh_of, on
@@ -100,7 +100,7 @@ def build(stem, data, fsdp, model, *, accumulation=1, example=EXAMPLE, more=None
 # As a loop, which compiles sixteen shards on one device as fast as two on eight.
 LOOP = ("tree_reduction.loop = True",)
 # Tests compile without LLVM's passes, which fuse multiplications with additions: users do not.
-AS_USERS_DO = ("data_parallel.compiler_options = {'xla_backend_optimization_level': 3}",)
+AS_USERS_DO = (f"data_parallel.compiler_options = {AS_USERS_COMPILE}",)
 
 
 def bits(strategy, data):
@@ -321,8 +321,7 @@ def test_a_fence_keeps_a_multiplication_out_of_the_sum(halved_bytes, monkeypatch
     every = on(mesh_of(data=8), of_product, (P("data"), P("data"), P()), P("data"))
     arguments = (x, y, np.int32(0))
     # As users compile: tests leave out LLVM's passes, which fuse multiplications with additions.
-    options = {"xla_backend_optimization_level": 3}
-    found = every.lower(*arguments).compile(options)(*arguments)
+    found = every.lower(*arguments).compile(AS_USERS_COMPILE)(*arguments)
     np.testing.assert_array_equal(found, expected[0])
 
 

@@ -15,10 +15,10 @@ from research_dp.commands import runtime
 DEVICES = """
 import jax
 from jax._src import hardware_utils
-from research_dp.config import environment
+from research_dp.commands import runtime
 hardware_utils.has_visible_nvidia_gpu = lambda: False
 hardware_utils.num_available_tpu_chips_and_device_id = lambda: (0, None)
-environment.set_up_devices(2)
+runtime.set_up_devices(2)
 assert jax.device_count() == 2
 """
 PLUGIN = """

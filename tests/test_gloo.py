@@ -1,11 +1,9 @@
 """Sums between two processes' CPUs are right at sizes where gloo's own reduce-scatter is not."""
 
-import os
 import subprocess
-import sys
 
 import pytest
-from conftest import ROOT
+from programs import pair
 
 BLOCK = 2**21  # elements: 8 MiB
 ROUNDS = 4
@@ -40,17 +38,7 @@ print("wrong", wrong)
 
 @pytest.mark.slow
 def test_large_sums_between_processes_are_exact():
-    address = f"127.0.0.1:{30000 + os.getpid() % 10000}"
-    both = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, address, str(process)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
-        )
-        for process in range(2)
-    ]
-    for process in both:
-        output, _ = process.communicate(timeout=200)
-        assert process.returncode == 0 and "wrong 0" in output, output
+    with pair(PROGRAM, stderr=subprocess.STDOUT) as (_, both):
+        for process in both:
+            output, _ = process.communicate(timeout=200)
+            assert process.returncode == 0 and "wrong 0" in output, output

@@ -6,7 +6,9 @@ from pathlib import Path
 from conftest import no_process_is_left
 
 SLEEPS = (
-    "import subprocess, sys\nprint(subprocess.Popen(['sleep', '600']).pid, flush=True)\ninput()"
+    "import subprocess, time\n"
+    "print(subprocess.Popen(['sleep', '600']).pid, flush=True)\n"
+    "time.sleep(600)"
 )
 
 

@@ -1,13 +1,10 @@
 """Which steps are recorded, evaluated and saved, and that a continued run records the same."""
 
-import subprocess
-import sys
-
 import numpy as np
 import optax
 import pytest
 import tiny_run
-from conftest import ROOT
+from programs import output
 from test_train_command import MLP
 
 from research_dp.training.checkpoint_files import steps_in
@@ -110,7 +107,4 @@ def test_to_import_checkpoints_loads_neither_orbax_nor_tensorflow():
         "late = ('orbax', 'tensorstore', 'tensorflow', 'tensorboard', 'grain')\n"
         "print(*(name for name in late if name in sys.modules))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.split() == []
+    assert output(program).split() == []

@@ -27,12 +27,16 @@ def test_by_mark():
 def test_inside():
     pytest.importorskip("no_such_module")
 """
+SKIPPED_FILE = "import pytest\n\npytest.skip('not today', allow_module_level=True)\n"
 
 
-@pytest.mark.parametrize(("text", "count"), [(FILE, 0), (FILE + SKIPPED, 2)])
-def test_a_skip_without_need_fails_the_run(tmp_path, text, count):
-    (tmp_path / "test_file.py").write_text(text)
-    words = [sys.executable, "-m", "pytest", "-q", "-p", "no_skips", "--no-skips"]
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("count", [0, 3])
+def test_a_skip_without_need_fails_the_run(tmp_path, count, workers):
+    (tmp_path / "test_file.py").write_text(FILE + SKIPPED if count else FILE)
+    if count:
+        (tmp_path / "test_skipped_file.py").write_text(SKIPPED_FILE)
+    words = [sys.executable, "-m", "pytest", "-q", "-p", "no_skips", "--no-skips", f"-n{workers}"]
     path = {"PYTHONPATH": str(ROOT / "tests")}
     done = subprocess.run(words, cwd=tmp_path, env=path, capture_output=True, text=True)
     assert done.returncode == (1 if count else 0), done.stdout

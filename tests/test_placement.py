@@ -1,18 +1,14 @@
 """Batches and states on devices: modules, traced arrays, optimizer states, several processes."""
 
-import socket
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import ROOT
 from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from programs import pair
 from steps import on_all_devices, shard_shapes
 
 import research_dp
@@ -65,23 +61,8 @@ assert batch["s"] == "lbl" and state["key"].is_fully_replicated and int(state["s
 
 
 @pytest.mark.slow
-def test_each_process_gives_its_rows_of_a_batch_and_the_whole_state(free_port):
-    words = [sys.executable, "-c", PROCESS, f"localhost:{free_port}"]
-    both = [
-        subprocess.Popen([*words, str(i)], stdout=subprocess.PIPE, text=True, cwd=ROOT)
-        for i in range(2)
-    ]
-    try:
+def test_each_process_gives_its_rows_of_a_batch_and_the_whole_state():
+    with pair(PROCESS) as (_, both):
         out = [process.communicate(timeout=120)[0].splitlines() for process in both]
-    finally:
-        for process in both:
-            process.kill()
     held = [[0.0, 1.0, 2.0, 3.0], [4.0, 5.0, 6.0, 7.0]]
     assert out == [[str(rows)] * 2 for rows in held]
-
-
-@pytest.fixture
-def free_port():
-    with socket.socket() as taken:
-        taken.bind(("localhost", 0))
-        return taken.getsockname()[1]

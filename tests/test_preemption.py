@@ -3,11 +3,10 @@
 import os
 import signal
 import subprocess
-import sys
 import time
 
+import programs
 import pytest
-from conftest import ROOT, run_bare
 from test_processes import RUN
 from test_watchdog import launch
 
@@ -40,13 +39,7 @@ with preemption.exit_on_signals():
 
 
 def listen(body, program=LISTEN):
-    process = subprocess.Popen(
-        [sys.executable, "-c", program.format(body=body)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
-    )
+    process = programs.start(program.format(body=body), stderr=subprocess.PIPE)
     assert process.stdout.readline() == "ready\n"
     return process
 
@@ -120,7 +113,7 @@ with exit_on_signals():
 
 
 def test_a_signal_to_a_run_that_is_ending_changes_nothing():
-    done = run_bare(ENDING)
+    done = programs.run(ENDING, timeout=50)
     assert (done.returncode, done.stdout) == (0, "saved\n")
     said = [f"{name}: the run is ending already" for name in ("SIGTERM", "SIGHUP")]
     assert sorted(done.stderr.splitlines()) == sorted(said)

@@ -2,10 +2,10 @@
 
 import json
 import signal
-import socket
 import time
 
 import pytest
+from programs import free_port
 
 RUN = [
     "--gin_file=gin/runs/digits.gin",
@@ -17,15 +17,13 @@ RUN = [
 
 def start(command, count, *flags, run=RUN, **extra):
     """Starts one command in several processes."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    address = f"localhost:{free_port()}"
     return [
         command(
             *run,
             *flags,
             start_only=True,
-            JAX_COORDINATOR_ADDRESS=f"localhost:{port}",
+            JAX_COORDINATOR_ADDRESS=address,
             JAX_NUM_PROCESSES=str(count),
             JAX_PROCESS_ID=str(process),
             **extra,

@@ -195,9 +195,9 @@ def test_dry_run_shows_configuration_and_layout_and_trains_nothing(command, tmp_
         (["--gin_file=gin/data/pystdlib_text.gin"], ["reads 'image'", "['tokens', 'weights']"]),
     ],
 )
-def test_mistakes_are_told_in_a_line_or_two(command, flags, expected):
+def test_mistakes_are_told_in_a_line_or_two(main, flags, expected):
     base = [] if any("cpu_device" in f for f in flags) else ["--cpu_devices=8"]
-    done = command("--gin_file=gin/runs/digits.gin", *base, *flags, "--dry_run")
+    done = main("--gin_file=gin/runs/digits.gin", *base, *flags, "--dry_run")
     assert done.returncode == 2, done.stdout + done.stderr
     # Preparing a data set may have shown its progress before.
     told = done.stderr[max(0, done.stderr.find("error: ")) :].strip().splitlines()
@@ -207,10 +207,10 @@ def test_mistakes_are_told_in_a_line_or_two(command, flags, expected):
     assert told[0].startswith("error: ") and len(told) <= 2, done.stderr
 
 
-def test_a_folder_that_cannot_be_made_is_refused(command, tmp_path):
+def test_a_folder_that_cannot_be_made_is_refused(main, tmp_path):
     (tmp_path / "file").touch()
     for workdir, told in ((tmp_path / "file", "cannot be made"), ("gs://bucket/x", "mounted")):
-        done = command("--gin_file=gin/runs/digits.gin", f"--workdir={workdir}")
+        done = main("--gin_file=gin/runs/digits.gin", f"--workdir={workdir}")
         assert done.returncode == 2 and told in done.stderr and "Traceback" not in done.stderr
 
 

@@ -6,11 +6,11 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 
+import programs
 import pytest
-from conftest import ROOT, run_bare
+from conftest import ROOT
 from test_processes import RUN
 
 from research_dp.training import flight_recorder as recorder
@@ -78,7 +78,7 @@ with monitored(Path({str(tmp_path)!r}), 0.4) as recorder:
     print(time.time(), flush=True)
     load_it()
 """
-    done = run_bare(code)
+    done = programs.run(code, timeout=50)
     took = time.time() - float(done.stdout)
     assert done.returncode == (-signal.SIGABRT if "PyDLL" in where else 1)
     assert took < 20  # well before the sleep ends; a helper starts in it, and the interpreter ends
@@ -106,14 +106,8 @@ with monitored(Path(sys.argv[1]), 1.0) as recorder:
 @pytest.mark.parametrize("whole_job", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_process_that_is_suspended_and_continued_goes_on(tmp_path, whole_job):
     """For longer than it may be silent, also by the clock of the helper that watches it."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", SUSPENDED, str(tmp_path)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
-    )
+    pipe = {"stderr": subprocess.PIPE, "start_new_session": True}
+    process = programs.start(SUSPENDED, tmp_path, **pipe)
     try:
         assert process.stdout.readline() == "ready\n"
         send = os.killpg if whole_job else os.kill

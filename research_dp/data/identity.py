@@ -40,13 +40,13 @@ def _split_identity(builder: Any, split: str) -> SplitIdentity:
 
     size = builder.info.splits[split].num_examples
     digest = hashlib.sha256()
-    in_order = tfds.ReadConfig(try_autocache=False, interleave_cycle_length=1)
     decoders = _skip_images(builder.info.features)
     for part in tfds.even_splits(split, min(_NUM_HASHED, size)):
         try:
             if builder.info.file_format.value == "array_record":
                 example = builder.as_data_source(split=part, decoders=decoders)[0]
-            else:
+            else:  # a configuration imports TensorFlow, which takes seconds
+                in_order = tfds.ReadConfig(try_autocache=False, interleave_cycle_length=1)
                 examples = builder.as_dataset(split=part, read_config=in_order, decoders=decoders)
                 (example,) = examples.take(1).as_numpy_iterator()
         except Exception as error:  # TFDS and the libraries of the formats raise any class
