@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
         put(*report.parts(certificate))
         return 0 if certificate.certified else 1
 
-    return exit_status.told(body)
+    return exit_status.run_command(body)
 
 
 if __name__ == "__main__":

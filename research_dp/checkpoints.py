@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
         put(shown)
         return 1 if any(row.damaged for row in rows) else 0
 
-    return exit_status.told(body)
+    return exit_status.run_command(body)
 
 
 if __name__ == "__main__":

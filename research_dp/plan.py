@@ -22,7 +22,7 @@ def main(argv: list[str]) -> int:
         jax.config.update("jax_enable_compilation_cache", False)
         return plan.plan(options, plan_options)
 
-    return exit_status.told(body)
+    return exit_status.run_command(body)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ def main(argv: list[str]) -> int:
         with streams.dispensable(), preemption.exit_on_signals():
             return sweep.sweep(options, dimensions)
 
-    return exit_status.told(body)
+    return exit_status.run_command(body)
 
 
 if __name__ == "__main__":

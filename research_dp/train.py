@@ -30,7 +30,7 @@ def main(argv: list[str]) -> int:
         cache = runtime.set_up_compilation_cache()
         from research_dp.training.loop import train
 
-        inspect = dry_run.look(config) if options.dry_run else None
+        inspect = dry_run.inspect(config) if options.dry_run else None
         if inspect is None:
             print(cache, flush=True)
         return train(
@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
             bound_at=config.origin,
         )
 
-    return exit_status.told(body)
+    return exit_status.run_command(body)
 
 
 if __name__ == "__main__":

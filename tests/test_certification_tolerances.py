@@ -76,6 +76,7 @@ def test_the_dtype_of_an_optimizers_state_does_not_count():
 
     assert precision() == precision("optax.adamw.mu_dtype") == EPS
     assert precision("transformer.dtype") == precision("gather_params.gather_dtype") == BF16
+    assert precision("COMPUTE_DTYPE") == BF16  # the macro of shipped models
 
 
 def test_ulps_are_of_the_greatest_element():

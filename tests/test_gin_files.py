@@ -1,5 +1,6 @@
 """Every shipped gin file parses, and what must agree between files agrees."""
 
+import importlib
 import itertools
 import os
 
@@ -36,34 +37,106 @@ def test_strategy_files_bind_the_same_parameters():
     bound = {
         stem: {
             item.name
-            for item in parser.read([f"gin/strategies/{stem}.gin"], [])
-            if isinstance(item, parser.Binding) and item.selector == "data_parallel"
+            for item in bindings_of(f"gin/strategies/{stem}.gin")
+            if item.selector == "data_parallel"
         }
         for stem in stems()
     }
     assert len({frozenset(names) for names in bound.values()}) == 1, bound
 
 
-def test_files_commute_the_run_file_too():
+def test_files_after_the_run_commute_where_they_bind_different_things():
     parts = [
         "gin/data/mnist.gin",
         "gin/models/mlp.gin",
         "gin/precision/bf16_gather.gin",
         "gin/strategies/zero1.gin",
-        "gin/runs/digits.gin",
     ]
     texts = set()
     for order in itertools.permutations(parts):
         load.reset()
-        config = load.load(order, whole=True)
+        config = load.load(["gin/runs/digits.gin", *order], complete=True)
         assert config.origin("data_parallel.name") == "gin/strategies/zero1.gin:6"
-        texts.add("\n".join(sorted(gin.config_str().splitlines())))
+        texts.add(gin.config_str())
     assert len(texts) == 1
+
+
+def combinations(strategy):
+    """Each run under a strategy, alone and with each precision and each option."""
+    precisions = [f for f in FILES if f.startswith("gin/precision/")]
+    options = [f for f in FILES if f.startswith("gin/options/") and not chooses_strategy(f)]
+    assert len(RUNS) >= 2 and len(precisions) >= 5 and len(options) >= 6
+    for run, *others in itertools.product(RUNS, [None, *precisions], [None, *options]):
+        yield [run, f"gin/strategies/{strategy}.gin", *filter(None, others)]
+
+
+def chooses_strategy(file):
+    return any(item.name == "train.strategy" for item in bindings_of(file))
+
+
+def bindings_of(file):
+    return [item for item in parser.read([file], []) if isinstance(item, parser.Binding)]
+
+
+def lines(text):
+    """Bindings of a configuration as gin dumps it, without comments and imports."""
+    text = text.replace("\\\n", "")
+    return {line for line in text.splitlines() if " = " in line}
+
+
+def means_the_same_to_gin(files, bindings=()):
+    """Compares with plain gin; returns whether our loader accepts the files as a run."""
+    importlib.import_module("research_dp.training.loop")  # what a program that trains imports
+    gin.clear_config()
+    gin.parse_config_files_and_bindings(files, list(bindings), finalize_config=False)
+    plain = gin.config_str()
+    try:
+        config = load.load(files, bindings, complete=True)
+    except load.Mistakes:
+        return False
+    run = lines(gin.config_str())
+    assert run <= lines(plain)
+    assert len(run) + len(config.unused) == len(lines(plain))
+    load.load(files, bindings, complete=True, allow_unused=True)
+    assert gin.config_str() == plain
+    return True
+
+
+@pytest.mark.parametrize("strategy", stems())
+def test_plain_gin_makes_the_same_of_the_files(strategy):
+    pairs = [files for files in combinations(strategy) if len(files) < 4]
+    assert sum(means_the_same_to_gin(files) for files in pairs) > len(pairs) / 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", stems())
+def test_plain_gin_makes_the_same_of_all_combinations(strategy):
+    for files in combinations(strategy):
+        means_the_same_to_gin(files)
+
+
+def test_plain_gin_makes_the_same_of_other_files_and_bindings():
+    for folder in ("models", "data", "optim"):
+        for file in (f for f in FILES if f.startswith(f"gin/{folder}/")):
+            for run in RUNS:
+                means_the_same_to_gin([run, file, "gin/precision/f16.gin"], ["train.seed = 3"])
+    assert means_the_same_to_gin(["gin/runs/digits.gin", "gin/options/auto.gin"])
+    assert means_the_same_to_gin(["gin/runs/digits.gin"], ["convnet.dtype = 'bfloat16'"])
+
+
+@pytest.mark.parametrize("folder", ["models", "data", "optim", "strategies", "precision"])
+def test_files_of_a_kind_bind_the_macros_and_components_that_others_replace(folder):
+    """A compute dtype is one binding of each model, which precision files replace."""
+    for file in (f for f in FILES if f.startswith(f"gin/{folder}/")):
+        names = {item.name for item in bindings_of(file)}
+        assert ("COMPUTE_DTYPE" in names) == (folder == "models" or file.endswith("/f16.gin"))
+        models = {"transformer", "convnet", "mlp", "resnet"}
+        assert folder == "models" or not {n.split(".")[0] for n in names} & models
 
 
 @pytest.mark.parametrize("file", RUNS)
 def test_resolved_configuration_is_the_stored_one(file):
-    load.load([file], [], whole=True)
+    load.load([file], [], complete=True)
     text = gin.config_str()
     golden = ROOT / "tests" / "golden" / (os.path.basename(file) + ".txt")
     if os.environ.get("UPDATE_GOLDEN"):
@@ -77,8 +150,9 @@ def test_origin_names_the_file_and_line_that_wins():
     lines = (ROOT / files[1]).read_text().splitlines()
     line = next(i for i, text in enumerate(lines, 1) if text.startswith("make_mesh.axes"))
     assert (
-        load.load(files, whole=True).origin("make_mesh.axes") == f"gin/strategies/hsdp.gin:{line}"
+        load.load(files, complete=True).origin("make_mesh.axes")
+        == f"gin/strategies/hsdp.gin:{line}"
     )
-    bound = load.load(files, ["make_mesh.axes = {'data': 8}"], whole=True)
+    bound = load.load(files, ["make_mesh.axes = {'data': 8}"], complete=True)
     assert bound.origin("make_mesh.axes") == "--gin.make_mesh.axes"
     assert bound.origin("train.seed") is None

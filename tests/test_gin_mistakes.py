@@ -13,7 +13,7 @@ from conftest import ROOT, stems
 from research_dp import train
 from research_dp.config import load as gin_config
 
-load = functools.partial(gin_config.load, whole=True)
+load = functools.partial(gin_config.load, complete=True)
 DIGITS = "--gin_file=gin/runs/digits.gin"
 
 
@@ -116,7 +116,7 @@ IN_A_FILE = {
     "include 'gin/models/mpl.gin'": ("mine.gin:1", "Did you mean gin/models/mlp.gin?"),
     "include 'mine.gin'": ("mine.gin:1", "includes itself"),
     "import no_such_package": ("mine.gin:1", "No module named 'no_such_package'"),
-    "include 'gin/runs/lm_stdlib.gin'": ("mine.gin", "whole run, and so is gin/runs/digits.gin"),
+    "include 'gin/runs/lm_stdlib.gin'": ("mine.gin", "complete run, and so is gin/runs/digits.gin"),
     # ---- Missing ----
     "train.optimizer = @optax.lamb()": ("optax.lamb needs 'learning_rate'", "Bind optax.lamb.lear"),
 }
@@ -170,6 +170,109 @@ def test_options_without_effect_under_the_strategy_are_refused(refused, files, t
     assert told in refused(flags=[f"--gin_file=gin/{file}.gin" for file in files])
 
 
+# Files in a wrong order -> the file that loses, and the order that is told.
+DIGITS_GIN = "gin/runs/digits.gin"
+ORDERS = [
+    (
+        ["gin/strategies/zero1.gin", DIGITS_GIN],
+        "gin/strategies/zero1.gin",
+        "every binding of it, since the last file wins. Leave it out, or give "
+        "--gin_file=gin/runs/digits.gin --gin_file=gin/strategies/zero1.gin in this order.",
+    ),
+    (
+        ["gin/precision/f16.gin", DIGITS_GIN],
+        "gin/precision/f16.gin",
+        "gin/runs/digits.gin replaces COMPUTE_DTYPE = 'float16', since the last file wins. Give "
+        "--gin_file=gin/runs/digits.gin --gin_file=gin/precision/f16.gin in this order.",
+    ),
+    (
+        [DIGITS_GIN, "gin/precision/f16.gin", "gin/models/mlp.gin"],
+        "gin/precision/f16.gin",
+        "Give --gin_file=gin/models/mlp.gin --gin_file=gin/precision/f16.gin in this order.",
+    ),
+    (
+        [DIGITS_GIN, "gin/options/h100_speed.gin", "gin/options/h100_memory.gin"],
+        "gin/options/h100_speed.gin",
+        "gin/options/h100_memory.gin replaces every binding of it",
+    ),
+    (
+        [DIGITS_GIN, "gin/strategies/ddp.gin", "gin/strategies/zero2.gin"],
+        "gin/strategies/ddp.gin",
+        "gin/strategies/zero2.gin replaces every binding of it, since the last file wins. Leave it",
+    ),
+]
+
+
+@pytest.mark.parametrize(("files", "loser", "told"), ORDERS)
+def test_an_order_in_which_a_file_is_undone_is_refused(files, loser, told):
+    with pytest.raises(gin_config.Mistakes) as refused:
+        load(files)
+    (message,) = str(refused.value).splitlines()
+    assert message.startswith(f"{loser}: ") and told in message
+
+
+def test_includes_in_an_order_in_which_one_is_undone_are_refused(tmp_path):
+    mine = tmp_path / "mine.gin"
+    mine.write_text("include 'gin/strategies/ddp.gin'\ninclude 'gin/runs/digits.gin'\n")
+    with pytest.raises(gin_config.Mistakes, match=r"then include 'gin/strategies/ddp.gin' in this"):
+        load([str(mine)])
+    mine.write_text("train.num_steps = 3\ninclude 'gin/runs/digits.gin'\n")
+    with pytest.raises(gin_config.Mistakes, match=r"mine.gin:1: .* Move the include above it"):
+        load([str(mine)])
+
+
+def test_files_and_bindings_are_read_in_their_order(tmp_path):
+    first, second = tmp_path / "first.gin", tmp_path / "second.gin"
+    first.write_text("train.num_steps = 3\ntrain.seed = 1\n")
+    second.write_text("include 'gin/models/mlp.gin'\nmlp.dropout_rate = 0.1\ntrain.seed = 2\n")
+    config = load([DIGITS_GIN, str(first), str(second)], ["mlp.dropout_rate = 0.3"])
+    assert config.origin("train.num_steps") == f"{first}:1"
+    assert config.origin("train.seed") == f"{second}:3"
+    assert config.origin("mlp.dropout_rate") == "--gin.mlp.dropout_rate"
+
+
+def test_a_file_that_is_used_may_bind_parameters_that_the_run_does_not_use(tmp_path):
+    mine = tmp_path / "mine.gin"
+    mine.write_text("convnet.dropout_rate = 0.1\nmlp.widths = (32,)\n")
+    config = load([DIGITS_GIN, str(mine)])
+    assert [str(binding) for binding in config.unused] == ["mlp.widths = (32,)"]
+    for line in ("train.seed = 1", "mlp.dropout_rate = 0.1"):  # settings of train, or no use
+        mine.write_text(f"{line}\nmlp.widths = (32,)\n")
+        with pytest.raises(gin_config.Mistakes, match="this run never calls mlp"):
+            load([DIGITS_GIN, str(mine)])
+
+
+def test_a_macro_for_a_model_that_does_not_use_it_is_refused(tmp_path):
+    """Otherwise a model without COMPUTE_DTYPE would compute in float32 under precision/f16."""
+    mine = tmp_path / "mine.gin"
+    mine.write_text("train.model = @mlp()\nmlp.num_classes = 10\n")
+    with pytest.raises(gin_config.Mistakes, match="nothing uses %COMPUTE_DTYPE"):
+        load([DIGITS_GIN, str(mine), "gin/precision/f16.gin"])
+    mine.write_text(mine.read_text() + "mlp.dtype = %COMPUTE_DTYPE\n")
+    assert load([DIGITS_GIN, str(mine), "gin/precision/f16.gin"]).origin("COMPUTE_DTYPE")
+
+
+def test_a_data_set_may_offer_a_macro_that_a_model_does_not_use(tmp_path):
+    mine = tmp_path / "mine.gin"
+    mine.write_text("train.model = @mlp()\nmlp.num_classes = 10\n")
+    config = load([DIGITS_GIN, str(mine), "gin/data/mnist.gin"])
+    assert "NUM_CLASSES = 10" in map(str, config.unused)
+
+
+def test_modules_of_the_last_release_are_imported_by_their_new_names(tmp_path, capsys):
+    mine = tmp_path / "mine.gin"
+    mine.write_text("import research_dp.training.optim as research_dp4\ntrain.seed = 1\n")
+    load([DIGITS_GIN, str(mine)], ["plan.max_wire_ratio = 1.01"])
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1
+    assert f"{mine}:1: research_dp.training.optim is now research_dp.training.optimizers" in told
+    mine.write_text("from research_dp.planning import budget\nplan.max_wire_ratio = 1.01\n")
+    load([DIGITS_GIN, str(mine)])
+    assert (
+        "research_dp.planning.budget is now research_dp.planning.limits" in capsys.readouterr().err
+    )
+
+
 def test_leftovers_of_another_strategy_are_refused(refused):
     mine = "train.strategy = @data_parallel()\ndata_parallel.name = 'mine'\n"
     told = refused(mine).splitlines()
@@ -193,7 +296,7 @@ def test_shipped_files_have_no_mistakes_in_any_combination(stem):
         if "NUM_CLASSES" in model.read_text():
             for data in images:
                 chosen = [f"gin/strategies/{stem}.gin", str(model), str(data)]
-                load([*chosen, "gin/runs/digits.gin"])
+                load(["gin/runs/digits.gin", *chosen])
     for optimizer in files("optim"):
         chosen = [f"gin/strategies/{stem}.gin", str(optimizer), "gin/options/tf_data.gin"]
         load(["gin/runs/digits.gin", *chosen])

@@ -29,7 +29,7 @@ def test_what_was_bound_is_put_back(locked):
         gin.finalize()
     before = gin.config_str()
     with gin_internals.kept():
-        gin_internals.reset()
+        gin.clear_config()
         gin.parse_config("make_mesh.axes = {'data': 8}")
         gin.finalize()
     assert gin.config_str() == before

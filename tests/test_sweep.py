@@ -87,7 +87,7 @@ def test_a_missing_value_is_told():
 
 
 def test_two_runs_do_not_share_a_folder(tmp_path):
-    with pytest.raises(UsageError, match="two runs of the sweep would lie in"):
+    with pytest.raises(UsageError, match="two runs of the sweep would be in"):
         sweep.members(tmp_path, [sweep.binding_choices("train.seed", "1,1")])
     files = sweep.file_choices(0, "a/x.gin,b/x.gin")
     assert [member.folder.name for member in sweep.members(tmp_path, [files])] == [

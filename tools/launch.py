@@ -247,7 +247,7 @@ def look_back(workdir: Path) -> int:
         print("\n".join(flight_recorder.post_mortem(notes)))
         return 0
 
-    return exit_status.told(body)
+    return exit_status.run_command(body)
 
 
 def tell(text: str, stream: TextIO | None) -> None:

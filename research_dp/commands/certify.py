@@ -93,5 +93,5 @@ def precision_of(used: Iterable[Binding]) -> float:
 
 def _names_dtype(b: Binding) -> bool:
     """Whether a binding gives a floating-point dtype to `dtype` or to `*_dtype`."""
-    is_named = b.parameter.endswith("dtype") and isinstance(b.value, str)
+    is_named = b.parameter.lower().endswith("dtype") and isinstance(b.value, str)
     return is_named and is_floating_dtype(b.value)

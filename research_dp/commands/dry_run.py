@@ -1,4 +1,4 @@
-"""What `--dry_run` shows: where each value comes from, the mesh, the layout, bytes, collectives."""
+"""Shows for `--dry_run` where each value comes from, the mesh, shardings, bytes, collectives."""
 
 from __future__ import annotations
 
@@ -22,14 +22,13 @@ from research_dp.training import sharding_table
 _COLUMN = 60
 
 
-def look(config: Config) -> Callable[[StrategyConfig, TrainSpec], None]:
-    """A function that builds a strategy and shows it, and before it the configuration."""
+def inspect(config: Config) -> Callable[[StrategyConfig, TrainSpec], None]:
+    """A function that builds a strategy, then shows the configuration and the strategy."""
 
-    def show(recipe: StrategyConfig, spec: TrainSpec) -> None:
-        strategy = recipe.build(spec)
+    def show(strategy_config: StrategyConfig, spec: TrainSpec) -> None:
+        strategy = strategy_config.build(spec)
         for line, place in configuration(config):
-            shown = Text(f"{line:<{_COLUMN}}  ")
-            put(shown.append(f"# {place}", style="cyan"))
+            put(Text(f"{line:<{_COLUMN}}  ").append(f"# {place}", style="cyan"))
         for binding in config.unused:
             put(Text(f"# without effect: {binding}  # {binding.place}", style="dim"))
         put("", mesh_line(strategy), "", sharding_table.parameter_table(strategy))
@@ -40,36 +39,28 @@ def look(config: Config) -> Callable[[StrategyConfig, TrainSpec], None]:
 
 def configuration(config: Config) -> Iterator[tuple[str, str]]:
     """(binding, origin) of every value of the run: file and line, command line, or 'default'."""
-    macros = [b for b in config.used if not b.selector]
-    for binding in macros:
-        yield str(binding), binding.place
     by_function: dict[str, dict[str, tuple[str, str]]] = {}
     for binding in config.used:
         where = key(binding)
-        if where is not None and binding.selector:
+        if not binding.selector:
+            yield str(binding), binding.place
+        else:
             rows = by_function.setdefault(where[1], {})
             rows[f"{where[0]}{where[2]}"] = str(binding), binding.place
+    known = gin_internals.configurables()
     for name in sorted(config.functions, key=lambda name: name != load.ROOT):
-        entry = gin_internals.configurables().get(name)
-        if entry is None:
+        if name not in known:
             continue
-        rows = dict(by_function.get(name, {}))
-        for parameter, default in _defaults(entry).items():
-            rows.setdefault(parameter, (f"{entry.name}.{parameter} = {default}", "default"))
+        rows = by_function.get(name, {})
+        for parameter in known[name].parameters.values():
+            if parameter.default is not parameter.empty and parameter.default is not gin.REQUIRED:
+                line = f"{known[name].name}.{parameter.name} = {default_text(parameter.default)}"
+                rows.setdefault(parameter.name, (line, "default"))
         yield from (rows[parameter] for parameter in sorted(rows))
 
 
-def _defaults(entry: gin_internals.Configurable) -> dict[str, str]:
-    """Parameters that a function has a value for."""
-    shown = {}
-    for name, parameter in entry.parameters.items():
-        if parameter.default is not parameter.empty and parameter.default is not gin.REQUIRED:
-            shown[name] = default_text(parameter.default)
-    return shown
-
-
 def default_text(value: Any) -> str:
-    """A default as it would stand in a gin file, where it can."""
+    """A default as a gin file would write it, where it can."""
     function = getattr(value, "__name__", None)
     if function:
         return f"@{function}"
@@ -79,37 +70,33 @@ def default_text(value: Any) -> str:
 def mesh_line(strategy: Strategy) -> str:
     """The mesh, its sizes and devices."""
     mesh = strategy.mesh
-    sizes = sizes_text(mesh.shape)
-    kind = mesh.devices.flat[0].device_kind
-    return f"Mesh of {strategy.name}: {sizes} = {mesh.size} devices ({kind})"
+    device = mesh.devices.flat[0].device_kind
+    return f"Mesh of {strategy.name}: {sizes_text(mesh.shape)} = {mesh.size} devices ({device})"
 
 
 def state_table(strategy: Strategy) -> Table:
-    """Bytes of parameters and state, in all and a device."""
-    shown = table("Bytes between steps", "what", "bytes in all:", "bytes a device:")
+    """Bytes of parameters and state, in all and on one device."""
+    rows = table("Bytes between steps", "what", "bytes in all:", "bytes a device:")
     sums: collections.Counter[str] = collections.Counter()
-    state = strategy.abstract_state
     for what in ("params", "model_state", "opt_state"):
-        held, total = nbytes(getattr(state, what))
-        sums.update(all=total, device=held)
-        shown.add_row(what, f"{total:,}", f"{held:,}")
-    shown.add_row("all", f"{sums['all']:,}", f"{sums['device']:,}")
-    return shown
+        on_device, total = nbytes(getattr(strategy.abstract_state, what))
+        sums.update(all=total, device=on_device)
+        rows.add_row(what, f"{total:,}", f"{on_device:,}")
+    rows.add_row("all", f"{sums['all']:,}", f"{sums['device']:,}")
+    return rows
 
 
 def collectives_table(strategy: Strategy) -> Table | str:
     """Collectives of the traced step, and the bytes that a device sends over a ring."""
-    found = jaxpr_collectives.of_step(strategy)
+    collectives = jaxpr_collectives.of_step(strategy)
     groups: dict[Any, list[jaxpr_collectives.Collective]] = {}
-    for one in found:
+    for one in collectives:
         groups.setdefault((one.kind, ", ".join(one.axes), one.dtype), []).append(one)
     title = "Collectives a step"
-    if not found and strategy.mesh.size > 1:
+    if not collectives and strategy.mesh.size > 1:
         return f"{title}: none are written out; the compiler inserts them"
-    shown = table(title, "kind", "over", "dtype", "times:", "bytes a device sends:")
-    for (kind, axes, dtype), same in sorted(groups.items()):
+    rows = table(title, "kind", "over", "dtype", "times:", "bytes a device sends:")
+    for labels, same in [*sorted(groups.items()), (("all", "", ""), collectives)]:
         wire = sum(one.wire_bytes for one in same)
-        shown.add_row(kind, axes, dtype, f"{sum(one.times for one in same)}", f"{wire:,.0f}")
-    total = sum(one.wire_bytes for one in found)
-    shown.add_row("all", "", "", str(sum(one.times for one in found)), f"{total:,.0f}")
-    return shown
+        rows.add_row(*labels, f"{sum(one.times for one in same)}", f"{wire:,.0f}")
+    return rows

@@ -1,7 +1,8 @@
-"""How commands end: with a status, and with what went wrong in a line or two."""
+"""Ends commands with an exit status, and with one or two lines on what went wrong."""
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import itertools
 import site
@@ -14,11 +15,11 @@ from pathlib import Path
 import jax
 
 from research_dp.commands import flags, processes, streams
-from research_dp.config import load as gin_config
+from research_dp.config.load import Config, as_mistake, load
 from research_dp.errors import RunFailure, message_of
 
 FAILED, MISTAKEN, INTERRUPTED = 1, 2, 130
-SIGPIPE = 141  # as of a program that was ended by it
+SIGPIPE = 141  # the status of a program that the signal ended
 _PACKAGE = Path(__file__).parents[1]
 _INSTALLED = [
     Path(site.getusersitepackages()),
@@ -27,33 +28,40 @@ _INSTALLED = [
 _FILTERING = "JAX_TRACEBACK_FILTERING"
 
 
+@dataclasses.dataclass
 class Session:
-    """What a command has found out; a mistake found later is told with where it is bound.
+    """The configuration, once it is loaded; a later error names the line that bound a value."""
 
-    Attributes:
-        config: The configuration, once it is loaded.
-    """
+    config: Config | None = None
 
-    def __init__(self) -> None:
-        self.config: gin_config.Config | None = None
-
-    def load(self, options: flags.Options) -> gin_config.Config:
-        """Loads the whole run that a command line asks for."""
-        self.config = gin_config.load(
-            options.gin_files,
-            options.bindings,
-            imports=options.imports,
-            allow_unused=options.allow_unused,
-            whole=True,
-        )
+    def load(self, options: flags.Options) -> Config:
+        """Loads the run that a command line asks for."""
+        self.config = load_run(options)
         return self.config
 
 
-def told(body: Callable[[Session], int]) -> int:
+def load_run(
+    options: flags.Options,
+    files: tuple[str, ...] = (),
+    bindings: tuple[str, ...] = (),
+    *,
+    allow_unused: bool = False,
+) -> Config:
+    """Loads the run of a command line, with further files and bindings."""
+    return load(
+        [*options.gin_files, *files],
+        [*options.bindings, *bindings],
+        imports=options.imports,
+        allow_unused=options.allow_unused or allow_unused,
+        complete=True,
+    )
+
+
+def run_command(body: Callable[[Session], int]) -> int:
     """Runs the body of a command; returns the exit status.
 
-    A user's mistake is told without a traceback, and so is a failure that says what is to be done;
-    whatever else goes wrong has one: see `traceback_of`.
+    A user's mistake is printed without a traceback, and so is a failure that says what to do. All
+    other errors have one: see `traceback_of`.
     """
     streams.repair()
     try:
@@ -63,32 +71,10 @@ def told(body: Callable[[Session], int]) -> int:
         streams.discard_pending()
 
 
-def _status_of(body: Callable[[Session], int], session: Session) -> int:
-    try:
-        with streams.required():
-            return body(session)
-    except streams.Unwritten as error:
-        if error.reason.errno == errno.EPIPE:  # `--list | head`
-            return processes.leave(SIGPIPE)
-        print(f"error: {error}", file=sys.stderr)
-        return processes.leave(FAILED)
-    except RunFailure as error:
-        _tell_failures(error)
-        return processes.leave(FAILED)
-    except KeyboardInterrupt:
-        print("Interrupted: nothing more was done", file=sys.stderr)
-        return processes.leave(INTERRUPTED)
-    except Exception as error:
-        _tell_failures(error)
-        mistake = gin_config.as_mistake(error, session.config)
-        print(mistake or traceback_of(error), file=sys.stderr)
-        return processes.leave(MISTAKEN if mistake else FAILED)
-
-
 def traceback_of(error: BaseException) -> str:
-    """The traceback of an error; if a user's own code raised it, the frames of that code alone.
+    """The traceback of an error; of a user's code only that code's frames, if it raised it.
 
-    JAX_TRACEBACK_FILTERING=off leaves all of them in.
+    JAX_TRACEBACK_FILTERING=off leaves all frames in.
     """
     all_frames = jax.config.values["jax_traceback_filtering"] == "off"
     user_traceback = "" if all_frames else _user_traceback(_original(error))
@@ -103,45 +89,71 @@ def is_of_users_code(error: BaseException) -> bool:
     return bool(_user_traceback(_original(error)))
 
 
+def _status_of(body: Callable[[Session], int], session: Session) -> int:
+    try:
+        with streams.required():
+            return body(session)
+    except streams.Unwritten as error:
+        if error.reason.errno == errno.EPIPE:  # `--list | head`
+            return processes.leave(SIGPIPE)
+        print(f"error: {error}", file=sys.stderr)
+        return processes.leave(FAILED)
+    except RunFailure as error:
+        _print_failures(error)
+        return processes.leave(FAILED)
+    except KeyboardInterrupt:
+        print("Interrupted: nothing more was done", file=sys.stderr)
+        return processes.leave(INTERRUPTED)
+    except Exception as error:
+        _print_failures(error)
+        mistake = as_mistake(error, session.config)
+        print(mistake or traceback_of(error), file=sys.stderr)
+        return processes.leave(MISTAKEN if mistake else FAILED)
+
+
+def _print_failures(error: BaseException | None) -> None:
+    """Prints how the run failed; the cause first, if closing the run failed too."""
+    error = _original(error)
+    if error is None:
+        return
+    _print_failures(_cause(error))
+    if isinstance(error, RunFailure):
+        print(f"error: {error}", file=sys.stderr)
+
+
 def _user_traceback(error: BaseException | None) -> str:
-    """The frames outside this package and outside installed ones; '' if it is not their error."""
+    """The frames outside this package and installed ones; '' if it is not a user's error."""
     if error is None:
         return ""
     frames = list(traceback.walk_tb(error.__traceback__))
     files = [Path(frame.f_code.co_filename) for frame, _ in frames]
-    ours = [_PACKAGE in file.parents for file in files]
-    users = [not our and not _is_installed(file) for our, file in zip(ours, files, strict=True)]
-    raised = [user for user, our in zip(users, ours, strict=True) if user or our]
-    if not raised or not raised[-1]:
+    in_package = [_PACKAGE in file.parents for file in files]
+    in_users = [
+        not ours and not _is_installed(f) for ours, f in zip(in_package, files, strict=True)
+    ]
+    relevant = [user for user, ours in zip(in_users, in_package, strict=True) if user or ours]
+    if not relevant or not relevant[-1]:
         return ""
-    before = _user_traceback(
-        error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    )
-    shown = traceback.StackSummary.extract(itertools.compress(frames, users))
+    before = _user_traceback(_cause(error))
+    shown = traceback.StackSummary.extract(itertools.compress(frames, in_users))
     lines = ["Traceback (most recent call last):\n", *shown.format()]
-    # JAX adds a note on frames that it left out.
-    said = traceback.format_exception_only(error)
-    lines += [line for line in said if _FILTERING not in line and line.strip("-\n")]
+    # JAX adds a note about the frames that it left out.
+    last = traceback.format_exception_only(error)
+    lines += [line for line in last if _FILTERING not in line and line.strip("-\n")]
     return (f"{before}\nwhich led to:\n\n" if before else "") + "".join(lines)
 
 
 def _is_installed(file: Path) -> bool:
-    """Whether code was installed, or comes with Python, or is in no file."""
+    """Whether code was installed, comes with Python, or is in no file."""
     return str(file).startswith("<") or any(folder in file.parents for folder in _INSTALLED)
 
 
+def _cause(error: BaseException) -> BaseException | None:
+    return error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
 def _original(error: BaseException | None) -> BaseException | None:
-    """The error of which gin raised a copy that says where, and hides what it is of."""
+    """The error that gin re-raised as a copy with the place added, which hides its class."""
     while error is not None and message_of(error) != str(error) and error.__context__ is not None:
         error = error.__context__
     return error
-
-
-def _tell_failures(error: BaseException | None) -> None:
-    """Tells how the run failed; first what came first, if closing it went wrong too."""
-    error = _original(error)
-    if error is None:
-        return
-    _tell_failures(error.__cause__ or (None if error.__suppress_context__ else error.__context__))
-    if isinstance(error, RunFailure):
-        print(f"error: {error}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""The flags of the commands."""
+"""Parses the flags of the commands."""
 
 from __future__ import annotations
 
@@ -11,26 +11,14 @@ from research_dp.commands.flag_values import expand_bindings, take_varied
 from research_dp.commands.processes import Processes
 from research_dp.errors import UsageError
 
+_EXAMPLE = "--gin_file=gin/runs/digits.gin"
+
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What the command line says.
+    """The flags of all commands but those of `plan` alone; `_parser` and `parse` explain them.
 
-    Attributes:
-        gin_files: Configuration files; later ones win.
-        bindings: Single bindings; they win over files, later ones over earlier ones.
-        workdir: Where results go.
-        cpu_devices: Into how many devices this machine's CPU is split; None: as it is.
-        dry_run: Check and show the configuration, train nothing.
-        imports: Modules that register functions of the user's own.
-        allow_unused: Whether a binding may be without effect.
-        list: Show what there is: '' for all, or a name; None: do not.
-        json: Show it as JSON.
-        processes: How to find the other processes of the run.
-        against: Gin file of the strategy that `certify` compares with.
-        steps: How many steps it compares.
-        quick: Whether it compares on a small built-in run.
-        json_file: Where it writes all that it found.
+    `list` is None without --list, and '' for a list of everything.
     """
 
     gin_files: tuple[str, ...]
@@ -49,8 +37,21 @@ class Options:
     json_file: str | None = None
 
 
+@dataclasses.dataclass(frozen=True)
+class PlanOptions:
+    """The further flags of `plan`; `parse_plan` explains them."""
+
+    topology: str
+    strategies: tuple[str, ...] = ()
+    json_file: str | None = None
+    html_file: str | None = None
+    dump_hlo: str | None = None
+    advise: bool = False
+    measure: bool = False
+
+
 def parse(argv: Sequence[str], description: str) -> Options:
-    """Parses the flags of `train`; exits with status 2 and a line of explanation if wrong."""
+    """Parses the flags of `train`; exits with status 2 and one line if they are wrong."""
     parser = _parser("research_dp.train", description)
     add = parser.add_argument
     add("--dry_run", action="store_true", help="check and show the configuration; train nothing")
@@ -80,7 +81,7 @@ def parse(argv: Sequence[str], description: str) -> Options:
     if parsed.list is None:
         if parsed.json:
             parser.error("--json goes with --list: --list --json, or --list=NAME --json")
-        _require_run(parser, parsed)
+        _require_workdir(parser, parsed)
     elif parsed.gin_files or parsed.bindings:
         parser.error("--list shows what there is, not a run: leave out gin files and bindings")
     return _options(parsed)
@@ -103,36 +104,13 @@ def parse_sweep(argv: Sequence[str], description: str) -> tuple[Options, list[tu
         help="files of which each run adds one; nothing before or after a comma: none; repeatable",
     )
     add("--vary.NAME", metavar="V,W,...", help="values of a parameter: --vary.train.seed=0,1,2")
-    words, varied = take_varied(expand_bindings(argv))
-    parsed = parser.parse_args(words)
+    arguments, varied = take_varied(expand_bindings(argv))
+    parsed = parser.parse_args(arguments)
     for name, text in varied:
         if not text:
             parser.error(f"{f'--vary.{name}' if name else '--vary_file'}: give values, V,W,...")
-    _require_run(parser, parsed)
+    _require_workdir(parser, parsed)
     return _options(parsed), varied
-
-
-@dataclasses.dataclass(frozen=True)
-class PlanOptions:
-    """What the command line of `plan` says beside the run.
-
-    Attributes:
-        topology: Devices to compile for.
-        strategies: Strategies to compare; empty: the run's own.
-        json_file: Where the plan is written as JSON.
-        html_file: Where it is written as a page with plots.
-        dump_hlo: A folder for the compiled programs' text.
-        advise: Whether to compile the fastest with other options and batches too.
-        measure: Whether to run each step, too, on the devices that are present.
-    """
-
-    topology: str
-    strategies: tuple[str, ...] = ()
-    json_file: str | None = None
-    html_file: str | None = None
-    dump_hlo: str | None = None
-    advise: bool = False
-    measure: bool = False
 
 
 def parse_plan(argv: Sequence[str], description: str) -> tuple[Options, PlanOptions]:
@@ -152,12 +130,10 @@ def parse_plan(argv: Sequence[str], description: str) -> tuple[Options, PlanOpti
     add("--dump_hlo", metavar="DIR", help="write each compiled program's text")
     add("--advise", action="store_true", help="compile other options and batches of the fastest")
     add("--measure", action="store_true", help="run each step, too, if the devices are present")
-    parsed = parser.parse_args(expand_bindings(argv))
-    if not parsed.gin_files and not parsed.bindings:
-        parser.error("nothing to plan: give --gin_file, e.g. --gin_file=gin/runs/digits.gin")
-    chosen = tuple(word.strip() for word in parsed.strategies.split(",") if word.strip())
-    given = {f.name: getattr(parsed, f.name) for f in dataclasses.fields(PlanOptions)}
-    return _options(parsed), PlanOptions(**{**given, "strategies": chosen})
+    parsed = _parse_files(parser, argv, "plan", _EXAMPLE)
+    options = _options(parsed)
+    parsed.strategies = tuple(filter(None, map(str.strip, parsed.strategies.split(","))))
+    return options, PlanOptions(**_fields_of(PlanOptions, vars(parsed)))
 
 
 def parse_certify(argv: Sequence[str], description: str) -> Options:
@@ -168,11 +144,9 @@ def parse_certify(argv: Sequence[str], description: str) -> Options:
     add("--steps", type=_positive, default=30, metavar="N", help="steps that are compared")
     add("--json", dest="json_file", metavar="FILE", help="writes all that was found there")
     add("--quick", action="store_true", help="a strategy's file alone, on a small built-in run")
-    parsed = parser.parse_args(expand_bindings(argv))
+    parsed = _parse_files(parser, argv, "certify", _EXAMPLE)
     if parsed.quick and (parsed.against, parsed.steps) != (Options.against, Options.steps):
         parser.error("--quick has its own oracle and steps: leave out --against and --steps")
-    if not parsed.gin_files and not parsed.bindings:
-        parser.error("nothing to certify: give --gin_file, e.g. --gin_file=gin/runs/digits.gin")
     return _options(parsed)
 
 
@@ -186,7 +160,7 @@ def check_writable(flag: str, file: str | None) -> None:
 
 
 def _parser(module: str, description: str, *, has_results: bool = True) -> _Parser:
-    """The flags that all commands have which run gin files; a workdir where there are results."""
+    """The flags of all commands that run gin files; with --workdir if there are results."""
     parser = _Parser(prog=f"python -m {module}", description=description, allow_abbrev=False)
     add = parser.add_argument
     add(
@@ -226,22 +200,34 @@ def _parser(module: str, description: str, *, has_results: bool = True) -> _Pars
     return parser
 
 
-def _require_run(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> None:
+def _parse_files(
+    parser: _Parser, argv: Sequence[str], verb: str, example: str
+) -> argparse.Namespace:
+    parsed = parser.parse_args(expand_bindings(argv))
+    _require_files(parser, parsed, verb, example)
+    return parsed
+
+
+def _require_files(parser: _Parser, parsed: argparse.Namespace, verb: str, example: str) -> None:
     if not parsed.gin_files and not parsed.bindings:
-        parser.error("nothing to run: give --gin_file, e.g. --gin_file=gin/runs/digits.gin")
+        parser.error(f"nothing to {verb}: give --gin_file, e.g. {example}")
+
+
+def _require_workdir(parser: _Parser, parsed: argparse.Namespace) -> None:
+    _require_files(parser, parsed, "run", _EXAMPLE)
     if not parsed.workdir and not parsed.dry_run:
         parser.error("--workdir=DIR is required: results and checkpoints go there")
 
 
 def _options(parsed: argparse.Namespace) -> Options:
-    words = {n: tuple(v) if isinstance(v, list) else v for n, v in vars(parsed).items()}
-    processes = Processes(**_fields_of(Processes, words))
-    return Options(**_fields_of(Options, words), processes=processes)
+    given = {n: tuple(v) if isinstance(v, list) else v for n, v in vars(parsed).items()}
+    processes = Processes(**_fields_of(Processes, given))
+    return Options(**_fields_of(Options, given), processes=processes)
 
 
-def _fields_of(kind: Any, words: Mapping[str, Any]) -> dict[str, Any]:
-    known = {field.name for field in dataclasses.fields(kind)}
-    return {name: value for name, value in words.items() if name in known}
+def _fields_of(dataclass: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    known = {field.name for field in dataclasses.fields(dataclass)}
+    return {name: value for name, value in given.items() if name in known}
 
 
 def _positive(text: str) -> int:
@@ -257,7 +243,7 @@ def _not_negative(text: str) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Tells a mistake in one line; --help shows the rest."""
+    """Reports a mistake in one line; --help shows the rest."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message} (--help shows all flags)\n")

@@ -105,7 +105,7 @@ def load(options: Options, candidate: Candidate, *, allow_unused: bool = False) 
         [*options.bindings, *candidate.bindings],
         imports=options.imports,
         allow_unused=options.allow_unused or allow_unused,
-        whole=True,
+        complete=True,
     )
 
 

@@ -1,4 +1,4 @@
-"""The processes of a run: how they find each other, where they listen, how one leaves."""
+"""Connects the processes of a run, and ends one of them without waiting for the others."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ from typing import Any
 import jax
 
 from research_dp.distributed.jax_internals import jax_internals
-from research_dp.errors import UsageError
+from research_dp.errors import UsageError, first_line
 
 _SECONDS_TO_LEAVE = 5.0
-_SECONDS_TO_TELL = 20.0
+_SECONDS_TO_WARN = 20.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Processes:
-    """How a command finds the other processes of its run; None: as JAX's variables say.
+    """How a command finds the other processes of its run; None: JAX's variables decide.
 
     Attributes:
         coordinator: HOST:PORT where process 0 listens, or 'auto': JAX asks the cluster (Slurm,
             Open MPI, Kubernetes, Cloud TPU).
         num_processes: How many there are.
         process_id: Which one this is, from 0.
-        heartbeat_seconds: A process that was not heard of for so long is dead, and ends the others.
+        heartbeat_seconds: After so long without a heartbeat a process counts as dead, which ends
+            the others.
     """
 
     coordinator: str | None = None
@@ -39,54 +40,70 @@ class Processes:
 
 
 def set_up_processes(processes: Processes) -> None:
-    """Joins the other processes of a run, if flags or JAX_COORDINATOR_ADDRESS say that there are.
+    """Joins the other processes of a run, if flags or JAX_COORDINATOR_ADDRESS ask for it.
 
     Raises:
         UsageError: Something is missing or wrong, or the others cannot be found.
     """
     address = processes.coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS")
-    alone = [f"--{n}" for n in ("num_processes", "process_id") if getattr(processes, n) is not None]
-    if not address and alone:
-        raise UsageError(f"{' and '.join(alone)} say which process this is: give --coordinator.")
+    given = [f"--{n}" for n in ("num_processes", "process_id") if getattr(processes, n) is not None]
+    if not address and given:
+        raise UsageError(f"{' and '.join(given)} say which process this is: give --coordinator.")
     if not address:
-        _refuse_lone_tasks()
+        _refuse_separate_tasks()
         return
     if address == "auto":
-        if alone:
+        if given:
             raise UsageError(
-                f"--coordinator=auto asks the cluster: leave out {' and '.join(alone)}."
+                f"--coordinator=auto asks the cluster: leave out {' and '.join(given)}."
             )
         _initialize(processes.heartbeat_seconds, "--coordinator=auto")
         return
     count = _number("num_processes", processes.num_processes, "JAX_NUM_PROCESSES", address)
-    own = _number("process_id", processes.process_id, "JAX_PROCESS_ID", address)
-    if not re.fullmatch(r".+:\d+", address) or not 0 <= own < count:
+    process_id = _number("process_id", processes.process_id, "JAX_PROCESS_ID", address)
+    if not re.fullmatch(r".+:\d+", address) or not 0 <= process_id < count:
         raise UsageError(
-            f"--coordinator={address}, --num_processes={count}, --process_id={own}: give HOST:PORT "
-            "(or JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID), and an id from 0 to "
-            "the number of processes less one."
+            f"--coordinator={address}, --num_processes={count}, --process_id={process_id}: give "
+            "HOST:PORT (or JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID), and an id "
+            "from 0 to the number of processes less one."
         )
-    where = f"process {own} of {count}, coordinator {address}"
-    bound = _bind_address(address)
-    if own == 0:
-        _check_can_listen(where, bound)
+    where = f"process {process_id} of {count}, coordinator {address}"
+    bind_address = _bind_address(address)
+    if process_id == 0:
+        _check_can_listen(where, bind_address)
     _initialize(
         processes.heartbeat_seconds,
         where,
         coordinator_address=address,
         num_processes=count,
-        process_id=own,
-        coordinator_bind_address=bound,
+        process_id=process_id,
+        coordinator_bind_address=bind_address,
     )
     if _is_loopback(address):
         _keep_gloo_on_loopback(address)
 
 
-def _bind_address(address: str) -> str:
-    """Where process 0 listens: at the address, if it is one, or at all those of its machine.
+def leave(status: int) -> int:
+    """Returns the exit status, or ends a process of several that failed.
 
-    The service has no passwords: who reaches it can join, and end, the run. What a host's name
-    stands for may differ between machines, so a name is no address, but for localhost.
+    `jax.distributed.shutdown` is a barrier, and the others may wait in a collective for minutes.
+    So they get a few seconds to fail too, with the same mistake; then this process exits.
+    """
+    if status in (0, 143) or not jax.distributed.is_initialized():
+        return status
+    sys.stdout.flush()
+    sys.stderr.flush()
+    shutdown = threading.Thread(target=jax.distributed.shutdown, daemon=True)
+    shutdown.start()
+    shutdown.join(_SECONDS_TO_LEAVE)
+    os._exit(status)
+
+
+def _bind_address(address: str) -> str:
+    """Where process 0 listens: at the coordinator's IP address, or on all interfaces for a name.
+
+    The service has no passwords: whoever reaches it can join, or end, the run. A name may resolve
+    to different addresses on different machines, so only localhost counts as an address.
     """
     host, _, port = address.rpartition(":")
     is_address = host == "localhost" or _ip(host) is not None
@@ -95,23 +112,23 @@ def _bind_address(address: str) -> str:
 
 
 def _all_interfaces(port: str) -> str:
-    """The address that stands for all of a machine's, of IPv6 too if it has that."""
+    """The wildcard address, for IPv6 too if the machine has it."""
     return f"[::]:{port}" if socket.has_dualstack_ipv6() else f"0.0.0.0:{port}"
 
 
-def _check_can_listen(where: str, bound: str) -> None:
-    """Says why process 0 cannot listen somewhere; JAX says only that it cannot."""
-    host, _, port = bound.rpartition(":")
+def _check_can_listen(where: str, bind_address: str) -> None:
+    """Raises an error that says why process 0 cannot listen; JAX's does not."""
+    host, _, port = bind_address.rpartition(":")
     try:
-        family, *_, place = socket.getaddrinfo(host.strip("[]"), port)[0]
-        # As JAX's service binds: a port that is taken for IPv4 alone is taken.
-        both = place[0] == "::" and socket.has_dualstack_ipv6()
-        socket.create_server(place[:2], family=family, dualstack_ipv6=both).close()
+        family, *_, address = socket.getaddrinfo(host.strip("[]"), port)[0]
+        # As JAX's service does: a port that is taken for IPv4 only is taken.
+        is_dual = address[0] == "::" and socket.has_dualstack_ipv6()
+        socket.create_server(address[:2], family=family, dualstack_ipv6=is_dual).close()
     except OSError as error:
         reason = str(error.strerror).partition(" (while")[0]
         raise UsageError(
-            f"{where}: it cannot listen on {bound}: {reason}. Give an address of its machine, and "
-            "a port that is free. If others reach it by another address, set "
+            f"{where}: it cannot listen on {bind_address}: {reason}. Give an address of its "
+            "machine, and a port that is free. If others reach it by another address, set "
             f"JAX_COORDINATOR_BIND_ADDRESS={_all_interfaces(port)}."
         ) from error
 
@@ -124,17 +141,17 @@ def _ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 def _is_loopback(address: str) -> bool:
-    """Whether a coordinator's address is one that this machine's own processes alone reach."""
+    """Whether only processes of this machine reach a coordinator's address."""
     host = address.rpartition(":")[0]
-    found = _ip(host)
-    return host == "localhost" if found is None else found.is_loopback
+    ip = _ip(host)
+    return host == "localhost" if ip is None else ip.is_loopback
 
 
 def _keep_gloo_on_loopback(address: str) -> None:
-    """Has the CPU's collectives connect over the coordinator's address.
+    """Makes the CPU's collectives connect over the coordinator's address.
 
-    They listen at the address that the machine's name stands for otherwise: others can reach it, or
-    there is none, and the run fails.
+    Their default is the address of the machine's name: other machines can reach it, or there is
+    none and the run fails.
     """
     if jax.config.values["jax_cpu_collectives_implementation"] != "gloo":
         return
@@ -156,8 +173,8 @@ def _keep_gloo_on_loopback(address: str) -> None:
     )
 
 
-def _refuse_lone_tasks() -> None:
-    """Refuses to be one of several tasks that would each train the whole run by itself."""
+def _refuse_separate_tasks() -> None:
+    """Refuses to be one of several tasks that would each train the same run."""
     for variable in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"):
         if os.environ.get(variable, "1") != "1":
             raise UsageError(
@@ -167,7 +184,7 @@ def _refuse_lone_tasks() -> None:
 
 
 def _number(flag: str, given: int | None, variable: str, address: str) -> int:
-    """A flag, or the variable in its stead."""
+    """A flag's value, or that of the variable."""
     text = os.environ.get(variable, "") if given is None else str(given)
     if not text.isdecimal():
         raise UsageError(
@@ -179,43 +196,20 @@ def _number(flag: str, given: int | None, variable: str, address: str) -> int:
 
 def _initialize(heartbeat_seconds: int, where: str, **given: Any) -> None:
     # JAX is silent for minutes, and then aborts the process with a deadline that was exceeded.
-    telling = threading.Timer(
-        _SECONDS_TO_TELL,
-        print,
-        (
-            f"{where}: still waits for the other processes. Is each one started, and does it reach "
-            "the coordinator's HOST:PORT?",
-        ),
-        {"file": sys.stderr, "flush": True},
+    message = (
+        f"{where}: still waits for the other processes. Is each one started, and does it reach "
+        "the coordinator's HOST:PORT?"
     )
-    telling.daemon = True
-    telling.start()
+    printed = {"file": sys.stderr, "flush": True}
+    warning = threading.Timer(_SECONDS_TO_WARN, print, (message,), printed)
+    warning.daemon = True
+    warning.start()
     try:
         jax.distributed.initialize(heartbeat_timeout_seconds=heartbeat_seconds, **given)
     except (ValueError, RuntimeError) as error:
         raise UsageError(
-            f"{where}: the processes of the run cannot join: {_first_line(error)} "
+            f"{where}: the processes of the run cannot join: {first_line(error)} "
             "Start each with its own --process_id and the same --coordinator=HOST:PORT."
         ) from error
     finally:
-        telling.cancel()
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
-
-
-def leave(status: int) -> int:
-    """The exit status of a process that failed; does not wait for processes that did not fail.
-
-    JAX leaves a run together, and waits minutes for processes that may be stuck in a collective
-    with this one. So others get a few seconds to fail too, of the same mistake; then this one ends.
-    """
-    if status in (0, 143) or not jax.distributed.is_initialized():
-        return status
-    sys.stdout.flush()
-    sys.stderr.flush()
-    leaving = threading.Thread(target=jax.distributed.shutdown, daemon=True)
-    leaving.start()
-    leaving.join(_SECONDS_TO_LEAVE)
-    os._exit(status)
+        warning.cancel()

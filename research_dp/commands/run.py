@@ -1,4 +1,4 @@
-"""One run from gin files and bindings: what the command, sweeps and Python callers share."""
+"""Runs one configuration: what the command `train`, sweeps and Python callers share."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def run(
             that begin with '@' or '%' are references and macros. Or texts 'NAME = VALUE'.
         workdir: Where results go, and from where a run continues.
         imports: Modules of yours that register functions with gin.
-        cpu_devices: Into how many devices this machine's CPU is split; JAX must not be in use yet,
-            or have been split so.
+        cpu_devices: Number of devices into which this machine's CPU is split. JAX must not be in
+            use yet, or have been split so.
         allow_unused: Whether a binding may be without effect.
 
     Returns:
@@ -59,13 +59,17 @@ def run(
     """
     if workdir is None:
         raise UsageError("run needs a workdir: results and checkpoints go there.")
-    given = [gin_files] if isinstance(gin_files, str | os.PathLike) else gin_files
-    files = [os.fspath(file) for file in given]
-    texts = as_texts(bindings)
+    files = [gin_files] if isinstance(gin_files, str | os.PathLike) else gin_files
     with gin_internals.kept():
         config = None
         try:
-            config = load.load(files, texts, imports=imports, allow_unused=allow_unused, whole=True)
+            config = load.load(
+                [os.fspath(file) for file in files],
+                as_texts(bindings),
+                imports=imports,
+                allow_unused=allow_unused,
+                complete=True,
+            )
             runtime.quieten_tensorflow()
             runtime.set_up_devices(cpu_devices)
             runtime.set_up_compilation_cache()
@@ -93,7 +97,7 @@ def as_texts(bindings: Mapping[str, Any] | Sequence[str]) -> list[str]:
 
 
 def as_gin(value: Any) -> str:
-    """A Python value as it stands in a gin file."""
+    """A Python value as a gin file writes it."""
     if isinstance(value, str) and value[:1] in ("@", "%"):
         return value
     if isinstance(value, os.PathLike):
@@ -105,7 +109,7 @@ def as_gin(value: Any) -> str:
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{as_gin(k)}: {as_gin(v)}" for k, v in value.items()) + "}"
     if isinstance(value, np.dtype | type):
-        return repr(jnp.dtype(value).name)  # jnp.bfloat16 and its like
+        return repr(jnp.dtype(value).name)  # e.g. jnp.bfloat16
     if isinstance(value, jax.Array | np.ndarray) and (value.ndim or not is_array(value)):
         raise UsageError(f"bindings: {described(value)} is no value of a gin file: give numbers.")
     return repr(value.item() if hasattr(value, "item") else value)

@@ -1,4 +1,4 @@
-"""What is set up before JAX is used: devices and the compilation cache."""
+"""Sets up what must be ready before JAX is used: devices and the compilation cache."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ def set_up_devices(cpu_devices: int | None) -> None:
     """Splits the CPU into devices, where no accelerator is used.
 
     Raises:
-        UsageError: An accelerator is used.
+        UsageError: An accelerator is used, or JAX has other devices already.
     """
     if not jax.config.values["jax_platforms"] and not _may_have_accelerators():
-        # Their plugins serve `plan` here; where no device is they fail, in many lines.
+        # Plugins for accelerators are installed for `plan`; without a device they fail in many
+        # lines.
         jax.config.update("jax_platforms", "cpu")
     if cpu_devices is None:
         return
@@ -45,8 +46,54 @@ def set_up_devices(cpu_devices: int | None) -> None:
         )
 
 
+def set_up_compilation_cache() -> str:
+    """Stores compiled programs on disk; returns a line that says where.
+
+    JAX's own variables take precedence: JAX_COMPILATION_CACHE_DIR, JAX_ENABLE_COMPILATION_CACHE.
+    """
+    if not jax.config.values["jax_enable_compilation_cache"]:
+        return "Compiled programs are not kept (JAX_ENABLE_COMPILATION_CACHE=false)"
+    if not jax.config.values["jax_compilation_cache_dir"]:
+        cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "research_dp"
+        jax.config.update("jax_compilation_cache_dir", str(cache / "xla"))
+        # Cache small programs too: many of them make up the time to the first step.
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    folder = jax.config.values["jax_compilation_cache_dir"]
+    if "://" not in folder:
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
+        except OSError as error:
+            jax.config.update("jax_enable_compilation_cache", False)
+            return (
+                f"Compiled programs are not kept: {folder} cannot be written: {error.strerror} "
+                "(JAX_COMPILATION_CACHE_DIR)"
+            )
+    return f"Compiled programs are kept in {folder} (JAX_COMPILATION_CACHE_DIR)"
+
+
+def quieten_tensorflow() -> None:
+    """Stops TensorFlow, which TFDS imports, from writing to standard error."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")  # otherwise it prints a line about it
+
+
+def started() -> float:
+    """When this process was started, on the scale of `time.perf_counter()`.
+
+    Linux records the start, so that Python's own start and all imports count; elsewhere: now.
+    """
+    try:
+        record = Path("/proc/self/stat").read_text()
+        ticks = int(record.rpartition(")")[2].split()[19])
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError):
+        age = 0.0
+    return time.perf_counter() - age
+
+
 def _may_have_accelerators() -> bool:
-    """Whether there is a GPU or TPU, by JAX's own tests, or a plugin for something else."""
+    """Whether JAX's own tests find a GPU or TPU, or there is a plugin for something else."""
     if os.environ.get("PJRT_NAMES_AND_LIBRARY_PATHS") or _plugins() - _CUDA:
         return True
     tests = jax_internals(
@@ -65,61 +112,7 @@ def _plugins() -> set[str]:
     """Names of the plugins that JAX would load: entry points, and modules of `jax_plugins`."""
     names = {plugin.name for plugin in importlib.metadata.entry_points(group="jax_plugins")}
     try:
-        package = importlib.import_module("jax_plugins")  # a namespace: none of them is loaded
+        package = importlib.import_module("jax_plugins")  # a namespace package, so loads no plugin
     except ImportError:
         return names
     return names | {module.name for module in pkgutil.iter_modules(package.__path__)}
-
-
-def quieten_tensorflow() -> None:
-    """Keeps TensorFlow, which TFDS imports, from writing to standard error."""
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")  # announced in a line otherwise
-
-
-def started() -> float:
-    """When this process was started, on the scale of `time.perf_counter()`.
-
-    From Linux's own record, so that Python's start and all imports count; elsewhere now.
-    """
-    try:
-        record = Path("/proc/self/stat").read_text()
-        ticks = int(record.rpartition(")")[2].split()[19])
-        age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-    except (OSError, AttributeError):
-        age = 0.0
-    return time.perf_counter() - age
-
-
-def set_up_compilation_cache() -> str:
-    """Keeps compiled programs on disk, and returns a line that tells where.
-
-    JAX's own variables decide where there are any: JAX_COMPILATION_CACHE_DIR,
-    JAX_ENABLE_COMPILATION_CACHE.
-    """
-    if not jax.config.values["jax_enable_compilation_cache"]:
-        return "Compiled programs are not kept (JAX_ENABLE_COMPILATION_CACHE=false)"
-    if not jax.config.values["jax_compilation_cache_dir"]:
-        cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "research_dp"
-        jax.config.update("jax_compilation_cache_dir", str(cache / "xla"))
-        # Small programs too: many of them make up the time to the first step.
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
-    where = jax.config.values["jax_compilation_cache_dir"]
-    problem = None if "://" in where else _unwritable(Path(where))
-    if problem is None:
-        return f"Compiled programs are kept in {where} (JAX_COMPILATION_CACHE_DIR)"
-    jax.config.update("jax_enable_compilation_cache", False)
-    return (
-        f"Compiled programs are not kept: {where} cannot be written: {problem} "
-        "(JAX_COMPILATION_CACHE_DIR)"
-    )
-
-
-def _unwritable(folder: Path) -> str | None:
-    """Why no file can be made in a folder, which is made if it is not there; None: it can."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        return error.strerror
-    return None

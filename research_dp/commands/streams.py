@@ -1,4 +1,4 @@
-"""Standard streams that can no longer be written: `| head`, a closed terminal, a full disk."""
+"""Handles standard streams that cannot be written: `| head`, a closed terminal, a full disk."""
 
 from __future__ import annotations
 
@@ -10,11 +10,7 @@ from typing import Any, TextIO, cast
 
 
 class Unwritten(Exception):
-    """A command's result cannot be written to standard output.
-
-    Attributes:
-        reason: Why.
-    """
+    """A command's result cannot be written to standard output; `reason` is the error."""
 
     def __init__(self, reason: OSError):
         super().__init__(f"standard output cannot be written: {reason.strerror}")
@@ -22,11 +18,11 @@ class Unwritten(Exception):
 
 
 def repair() -> None:
-    """Gives standard streams that were closed before the start (`>&-`) a descriptor again.
+    """Reopens standard streams that were closed before the start (`>&-`).
 
-    Otherwise the next file to be opened would get their number, and with it what libraries print.
-    The descriptor is read-only: a write to it fails, as a write to any other dead stream does.
-    Letters that an open stream's encoding lacks are escaped from now on, and no error.
+    Otherwise the next opened file would get their descriptor, and with it what libraries print.
+    The new descriptor is read-only: writes to it fail, as those to any other dead stream do.
+    Letters that an open stream's encoding lacks are escaped, instead of raising an error.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         stream = getattr(sys, name)
@@ -40,17 +36,17 @@ def repair() -> None:
 @contextlib.contextmanager
 def dispensable() -> Iterator[None]:
     """Drops output that cannot be written: for work whose results are elsewhere."""
-    with _redirected(_drop, _drop):
+    with _redirected(_drop):
         yield
 
 
 @contextlib.contextmanager
 def required() -> Iterator[None]:
-    """Raises `Unwritten` where standard output cannot be written, which is a command's result.
+    """Raises `Unwritten` where standard output, a command's result, cannot be written.
 
     Standard error is dropped where it cannot be written.
     """
-    with _redirected(_raise, _drop):
+    with _redirected(_raise):
         try:
             yield
         except SystemExit:  # of --help, too
@@ -60,7 +56,7 @@ def required() -> Iterator[None]:
 
 
 def discard_pending() -> None:
-    """Throws away what a dead stream still buffers: the interpreter's end would stumble over it."""
+    """Discards the buffer of a dead stream, whose flush would fail when the interpreter ends."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -72,20 +68,18 @@ def discard_pending() -> None:
 
 
 @contextlib.contextmanager
-def _redirected(
-    on_stdout: Callable[[OSError], None], on_stderr: Callable[[OSError], None]
-) -> Iterator[None]:
+def _redirected(on_stdout_error: Callable[[OSError], None]) -> Iterator[None]:
     with (
-        contextlib.redirect_stdout(_guarded(sys.stdout, on_stdout)),
-        contextlib.redirect_stderr(_guarded(sys.stderr, on_stderr)),
+        contextlib.redirect_stdout(_guarded(sys.stdout, on_stdout_error)),
+        contextlib.redirect_stderr(_guarded(sys.stderr, _drop)),
     ):
         yield
 
 
-def _guarded(stream: TextIO, failed: Callable[[OSError], None]) -> TextIO:
-    """A stream with a handler of its failures, instead of the one that it may have."""
+def _guarded(stream: TextIO, on_error: Callable[[OSError], None]) -> TextIO:
+    """A stream with this error handler instead of the one that it may have."""
     plain = stream.wrapped if isinstance(stream, _Stream) else stream
-    return cast(TextIO, _Stream(plain, failed))
+    return cast(TextIO, _Stream(plain, on_error))
 
 
 def _drop(error: OSError) -> None:
@@ -97,18 +91,18 @@ def _raise(error: OSError) -> None:
 
 
 class _Stream:
-    """A text stream that hands its failures to a function; all else is the wrapped stream's."""
+    """A text stream that passes its errors to a function; all else is the wrapped stream's."""
 
-    def __init__(self, stream: TextIO, failed: Callable[[OSError], None]):
-        self.wrapped, self._failed = stream, failed
-        self._pending = False  # what others wrote to the same stream is theirs to flush
+    def __init__(self, stream: TextIO, on_error: Callable[[OSError], None]):
+        self.wrapped, self._on_error = stream, on_error
+        self._pending = False  # others flush what they wrote to the same stream
 
     def write(self, text: str) -> int:
         self._pending = True
         try:
             return self.wrapped.write(text)
         except OSError as error:
-            self._failed(error)
+            self._on_error(error)
             return len(text)
 
     def writelines(self, lines: list[str]) -> None:
@@ -120,7 +114,7 @@ class _Stream:
             if pending:
                 self.wrapped.flush()
         except OSError as error:
-            self._failed(error)
+            self._on_error(error)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.wrapped, name)

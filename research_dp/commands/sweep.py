@@ -1,4 +1,4 @@
-"""Sweeps: the product of files and bindings, each combination a run in its own folder."""
+"""Sweeps over the product of files and bindings, each combination a run in its own folder."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from rich.table import Table
 
 from research_dp import console
 from research_dp.commands import exit_status, flag_values, flags, run
-from research_dp.config import gin_internals, load
-from research_dp.console import put
+from research_dp.config import gin_internals
 from research_dp.errors import UsageError
 
 DONE, FAILED, REFUSED, STOPPED = 0, 1, 2, 143
@@ -46,7 +45,7 @@ class Member:
     Attributes:
         choices: One of each dimension.
         folder: Its workdir.
-        status: 'done', 'failed' or 'refused'.
+        status: 'missing', 'done', 'failed', 'refused' or 'stopped'.
         summary: Its `summary.json`.
     """
 
@@ -59,13 +58,21 @@ class Member:
     def label(self) -> str:
         return " ".join(choice.label for choice in self.choices) or "the only run"
 
+    @property
+    def files(self) -> tuple[str, ...]:
+        return tuple(file for choice in self.choices for file in choice.files)
+
+    @property
+    def bindings(self) -> tuple[str, ...]:
+        return tuple(binding for choice in self.choices for binding in choice.bindings)
+
 
 def file_choices(number: int, text: str) -> list[Choice]:
-    """The choices of one `--vary_file=F,G,...`; an empty name is: none of them."""
+    """The choices of one `--vary_file=F,G,...`; an empty name means no file."""
     names = [name.strip() for name in text.split(",")]
     stems = [Path(name).stem or "none" for name in names]
-    unique = len(set(stems)) == len(stems)
-    labels = stems if unique else [_plain(name) or "none" for name in names]
+    is_unique = len(set(stems)) == len(stems)
+    labels = stems if is_unique else [_for_path(name) or "none" for name in names]
     folder = Path(next(filter(None, names), "")).parent.name or f"file {number + 1}"
     return [
         Choice(folder, label, (name,) if name else ())
@@ -75,9 +82,9 @@ def file_choices(number: int, text: str) -> list[Choice]:
 
 def binding_choices(name: str, text: str) -> list[Choice]:
     """The choices of one `--vary.NAME=V,W,...`, or `--vary.NAME=[V, W]` of any literals."""
-    listed = flag_values.elements(text)
+    values = flag_values.elements(text)
     short = name.rpartition(".")[2]
-    return [Choice(name, f"{short}={_plain(v)}", (), (f"{name} = {v}",)) for v in listed]
+    return [Choice(name, f"{short}={_for_path(v)}", (), (f"{name} = {v}",)) for v in values]
 
 
 def members(workdir: Path, dimensions: Sequence[Sequence[Choice]]) -> list[Member]:
@@ -86,15 +93,15 @@ def members(workdir: Path, dimensions: Sequence[Sequence[Choice]]) -> list[Membe
     Raises:
         UsageError: Two of them would have the same folder.
     """
-    found = [
-        Member(chosen, workdir / ("-".join(choice.label for choice in chosen) or "run"))
-        for chosen in itertools.product(*dimensions)
+    runs = [
+        Member(choices, workdir / ("-".join(choice.label for choice in choices) or "run"))
+        for choices in itertools.product(*dimensions)
     ]
-    folders = [member.folder for member in found]
+    folders = [member.folder for member in runs]
     twice = [folder for folder in folders if folders.count(folder) > 1]
     if twice:
-        raise UsageError(f"two runs of the sweep would lie in {twice[0]}; vary each value once.")
-    return found
+        raise UsageError(f"two runs of the sweep would be in {twice[0]}; vary each value once.")
+    return runs
 
 
 def sweep(options: flags.Options, dimensions: Sequence[Sequence[Choice]]) -> int:
@@ -114,25 +121,26 @@ def sweep(options: flags.Options, dimensions: Sequence[Sequence[Choice]]) -> int
         if options.dry_run or member.status == "refused" or stopped:
             continue
         print(f"\n== {number} of {len(runs)}: {member.label}, in {member.folder}", flush=True)
-        stopped = _run(member, options)
-    put("", table(runs))
+        _run(member, options)
+        stopped = member.status == "stopped"
+    console.put("", table(runs))
     if stopped:
         return STOPPED
-    fine = "missing" if options.dry_run else "done"
-    return DONE if all(member.status == fine for member in runs) else FAILED
+    expected = "missing" if options.dry_run else "done"
+    return DONE if all(member.status == expected for member in runs) else FAILED
 
 
 def table(runs: Sequence[Member]) -> Table:
-    """A row a run: what was chosen, how it ended."""
+    """One row for each run: its choices, and how it ended."""
     heads = [choice.of for choice in runs[0].choices]
     metrics = sorted({name for member in runs for name in member.summary.get("eval", {})})
     numbers = [f"eval {name}:" for name in metrics]
-    found = console.table(
+    rows = console.table(
         "Sweep", *heads, "status", "step:", *numbers, "steps/s:", "parameters' fingerprint"
     )
     for member in runs:
         summary = member.summary
-        found.add_row(
+        rows.add_row(
             *(choice.label.rpartition("=")[2] for choice in member.choices),
             member.status,
             str(summary.get("step", "")),
@@ -140,33 +148,24 @@ def table(runs: Sequence[Member]) -> Table:
             _number(summary.get("steps_per_second")),
             summary.get("params_fingerprint", "")[:12],
         )
-    return found
+    return rows
 
 
 def _check(member: Member, options: flags.Options) -> None:
-    files, bindings = _of(member, options)
     try:
         with gin_internals.kept():
-            load.load(
-                files,
-                bindings,
-                imports=options.imports,
-                allow_unused=options.allow_unused,
-                whole=True,
-            )
+            exit_status.load_run(options, member.files, member.bindings)
     except UsageError as error:
         member.status = "refused"
         for line in str(error).splitlines():
             print(f"error: {member.label}: {line}", file=sys.stderr)
 
 
-def _run(member: Member, options: flags.Options) -> bool:
-    """Runs one; returns whether a signal stopped it."""
-    files, bindings = _of(member, options)
+def _run(member: Member, options: flags.Options) -> None:
     try:
         member.summary = run.run(
-            files,
-            bindings,
+            [*options.gin_files, *member.files],
+            [*options.bindings, *member.bindings],
             member.folder,
             imports=options.imports,
             cpu_devices=options.cpu_devices,
@@ -176,24 +175,17 @@ def _run(member: Member, options: flags.Options) -> bool:
     except run.Stopped as error:
         member.status = "stopped"
         print(error, file=sys.stderr)
-        return True
+        return
     except UsageError as error:
         member.status = "refused"
         print(f"error: {member.label}: {error}", file=sys.stderr)
-    except Exception as error:  # the others are to run all the same
+    except Exception as error:  # the other runs go on
         member.status = "failed"
         print(exit_status.traceback_of(error), file=sys.stderr)
-    jax.clear_caches()  # the next run has programs of its own
-    return False
+    jax.clear_caches()  # the next run has its own programs
 
 
-def _of(member: Member, options: flags.Options) -> tuple[list[str], list[str]]:
-    files = [file for choice in member.choices for file in choice.files]
-    bindings = [binding for choice in member.choices for binding in choice.bindings]
-    return [*options.gin_files, *files], [*options.bindings, *bindings]
-
-
-def _plain(text: str) -> str:
+def _for_path(text: str) -> str:
     """A value as part of a folder's name."""
     return re.sub(r"[^\w.+-]+", "_", text).strip("_")
 

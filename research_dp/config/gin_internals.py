@@ -1,7 +1,7 @@
-"""The parts of gin that have no public name: its registry, and its state as a whole.
+"""Accesses gin's registry and state, which have no public names.
 
-Everything else here uses gin's public functions. `tests/test_gin_state.py` fails when another
-version of gin has other insides.
+All other modules use gin's public functions. `tests/test_gin_state.py` fails when another version
+of gin differs here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Configurable:
     """A function that gin can configure.
 
     Attributes:
-        selector: Its whole name, e.g. 'strategies.mapped'.
+        selector: Its full name, e.g. 'strategies.mapped'.
         function: The function itself, without gin.
         denied: Parameters that gin cannot bind.
     """
@@ -41,13 +41,13 @@ class Configurable:
 
     @property
     def parameters(self) -> dict[str, inspect.Parameter]:
-        """What gin can bind, by name."""
-        found = inspect.signature(self.function).parameters
-        return {name: p for name, p in found.items() if name not in self.denied}
+        """The parameters that gin can bind, by name."""
+        parameters = inspect.signature(self.function).parameters
+        return {name: p for name, p in parameters.items() if name not in self.denied}
 
 
 def configurables() -> dict[str, Configurable]:
-    """All registered functions but gin's own, by whole name."""
+    """All registered functions but gin's own, by full name."""
     return {
         name: Configurable(name, entry.wrapped, frozenset(entry.denylist or ()))
         for name, entry in gin.config._REGISTRY.items()
@@ -56,7 +56,7 @@ def configurables() -> dict[str, Configurable]:
 
 
 def matching(selector: str) -> list[str]:
-    """The whole names that a selector can mean; gin's own functions too."""
+    """The full names that a selector can mean, gin's own functions included."""
     return list(gin.config._REGISTRY.matching_selectors(selector))
 
 
@@ -66,7 +66,7 @@ def constants() -> list[str]:
 
 
 def value_of(name: str) -> Any:
-    """What a parameter is bound to, references called.
+    """The value that a parameter is bound to; `@f()` is called.
 
     Raises:
         UsageError: It is bound nowhere.
@@ -81,14 +81,9 @@ def value_of(name: str) -> Any:
     return value
 
 
-def reset() -> None:
-    """Forgets all bindings, and unlocks the configuration."""
-    gin.clear_config()
-
-
 @contextlib.contextmanager
 def kept() -> Iterator[None]:
-    """Puts back, at the end, all that was bound when it began."""
+    """Restores, at the end, all bindings that there were at the beginning."""
     config = gin.config
     before = {name: dict(getattr(config, name)) for name in _MUTABLE}
     before["_CONFIG"] = {key: dict(values) for key, values in before["_CONFIG"].items()}

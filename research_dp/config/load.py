@@ -1,31 +1,37 @@
-"""From gin files and bindings to a locked configuration, or all mistakes in them at once."""
+"""Loads gin files and bindings into a locked configuration, or reports all mistakes in them."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import itertools
 import re
+import sys
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import gin
 
-from research_dp.config import coverage_checks as unused
-from research_dp.config import gin_internals, name_checks, parser
+from research_dp.config import coverage_checks, file_order, gin_internals, name_checks, parser
 from research_dp.config.parser import Binding, Import, Mistake, Reference
-from research_dp.config.reachability import key, reach, winners
+from research_dp.config.reachability import Key, Reached, effective, key, reach
 from research_dp.errors import UsageError, message_of
 
 ROOT = "research_dp.training.loop.train"
-BUDGET = "planning.plan"  # a run may say what a plan of it is held to
+BUDGET = "planning.plan"  # limits of a plan, which nothing in a run calls
+_MODULES = (
+    *("compat.artifex", "data", "models", "planning.auto", "planning.limits", "strategies"),
+    "training.loop",
+)
+# Modules that gin files of version 0.1 import, kept for one release.
+_MOVED_MODULES = {
+    "research_dp.training.optim": "research_dp.training.optimizers",
+    "research_dp.planning.budget": "research_dp.planning.limits",
+}
 
 
 class Mistakes(UsageError):
-    """Everything that is wrong with a configuration, a line each.
-
-    Args:
-        mistakes: At least one.
-    """
+    """Everything that is wrong with a configuration, a line each."""
 
     def __init__(self, mistakes: Sequence[Mistake]):
         blamed = mistakes[0].binding if len(mistakes) == 1 else None
@@ -39,8 +45,8 @@ class Config:
 
     Attributes:
         used: The bindings that take effect.
-        unused: Those that win but take none: of parts that were swapped, or allowed.
-        functions: Whole names of the functions that the run calls.
+        unused: Those that win but take none, since a component was replaced or a file offers more.
+        functions: Full names of the functions that the run calls.
     """
 
     used: tuple[Binding, ...]
@@ -53,27 +59,20 @@ class Config:
         Args:
             name: E.g. 'make_mesh.axes'.
         """
-        wanted = key(Binding("", *name.rpartition(".")[::2], None, "")) if "." in name else None
-        for binding in self.used:
-            if binding.name == name or (wanted and key(binding) == wanted):
-                return binding.place
-        return None
+        selector, _, parameter = name.rpartition(".")
+        where = key(Binding("", selector, parameter, None, ""))
+        return next((binding.place for binding in self.used if key(binding) == where), None)
 
 
 def reset() -> None:
-    """Forgets all bindings and unlocks the configuration."""
-    gin_internals.reset()
+    """Removes all bindings and unlocks the configuration."""
+    gin.clear_config()
 
 
 def register_all() -> None:
-    """Imports what this package has, so that a binding may name any of it."""
-    import research_dp.compat.artifex
-    import research_dp.data
-    import research_dp.models
-    import research_dp.planning.auto
-    import research_dp.planning.limits
-    import research_dp.strategies
-    import research_dp.training.loop  # noqa: F401
+    """Imports this package's modules, so that a binding may name any of their functions."""
+    for name in _MODULES:
+        importlib.import_module(f"research_dp.{name}")
 
 
 def load(
@@ -82,106 +81,123 @@ def load(
     *,
     imports: Sequence[str] = (),
     allow_unused: bool = False,
-    whole: bool = False,
+    complete: bool = False,
 ) -> Config:
-    """Replaces what is bound by files, then bindings, and locks the configuration.
+    """Replaces the configuration by that of files, then bindings, and locks it.
 
     Args:
-        files: Paths, found as `sources.find` says.
+        files: Paths; `parser.find` locates them.
         bindings: Text such as 'train.num_steps = 20'.
         imports: Modules that register functions.
         allow_unused: Whether a binding may be without effect.
-        whole: Whether this is to be a run, where nothing is missing and nothing there in vain; or
-            a part of one.
+        complete: Whether this must be a run, with nothing missing and nothing unused.
 
     Raises:
-        Mistakes: Something is wrong; all that is, is told.
+        Mistakes: Something is wrong; the message has all of it.
     """
     register_all()
     reset()
     statements: list[parser.Statement] = [
-        Import(f"import {name}", f"--import={name}") for name in imports
+        Import(name, f"import {name}", f"--import={name}") for name in imports
     ]
     statements += parser.read(files, bindings)
-    found = [item for item in statements if isinstance(item, Mistake)]
-    is_read = not found
-    found += _import(item for item in statements if isinstance(item, Import))
-    written = [item for item in statements if isinstance(item, Binding)]
-    macros = {b.parameter: b for b in winners(written).values() if not b.selector}
-    wrong = {
-        binding: told for binding in written if (told := name_checks.mistakes(binding, macros))
-    }
-    found += [*itertools.chain(*wrong.values()), *name_checks.repeated(written)]
-    right = [binding for binding in written if binding not in wrong]
-    table = winners(right)
-    lost = [item for binding in wrong for item in parser.references(binding.value)]
-    budget = [Reference(BUDGET, False)] if any(name == BUDGET for _, name, _ in table) else []
-    reached = reach(table, ROOT, more=[*lost, *budget])
-    if not whole:
-        found += unused.unbound(table, [*reached.unbound, *unused.macros_in(table)])
-    elif is_read:
-        lacks_none = [where for binding in wrong if (where := key(binding))]
-        found += unused.mistakes(right, table, reached, ROOT, lacks_none, allow_unused)
-    if found:
-        raise Mistakes(list(dict.fromkeys(found)))
-    _bind(reached.used if whole and not allow_unused else table.values(), reached.defaults)
-    idle = tuple(b for b in table.values() if b not in reached.used)
-    return Config(tuple(reached.used), idle, tuple(sorted(reached.names)))
+    mistakes = [item for item in statements if isinstance(item, Mistake)]
+    is_readable = not mistakes
+    mistakes += _import(item for item in statements if isinstance(item, Import))
+    all_bindings = [item for item in statements if isinstance(item, Binding)]
+    macros = {b.parameter: b for b in effective(all_bindings).values() if not b.selector}
+    invalid = {b: found for b in all_bindings if (found := name_checks.mistakes(b, macros))}
+    mistakes += itertools.chain(*invalid.values())
+    mistakes += file_order.conflicts(all_bindings)
+    valid = [binding for binding in all_bindings if binding not in invalid]
+    table = effective(valid)
+    more = [item for binding in invalid for item in parser.references(binding.value)]
+    if any(name == BUDGET for _, name, _ in table):
+        more.append(Reference(BUDGET, False))
+    reached = reach(table, ROOT, more=more)
+    if not complete:
+        mistakes += [m for _, m in coverage_checks.unbound_macros(table, table.values())]
+    elif is_readable:
+        mistakes += _run_mistakes(valid, invalid, table, reached, allow_unused)
+    if mistakes:
+        raise Mistakes(list(dict.fromkeys(mistakes)))
+    _bind(reached.used if complete and not allow_unused else table.values(), reached.defaults)
+    unused = tuple(b for b in table.values() if b not in reached.used)
+    return Config(tuple(reached.used), unused, tuple(sorted(reached.names)))
 
 
 def as_mistake(error: BaseException, config: Config | None) -> str | None:
-    """What a command tells its user about an error; None if it is no mistake of theirs."""
-    known = error if isinstance(error, UsageError) else missing_binding(error)
-    if known is None:
+    """What a command prints about a user's mistake; None if the error is another."""
+    mistake = error if isinstance(error, UsageError) else missing_binding(error)
+    if mistake is None:
         return None
-    if isinstance(known, Mistakes):
-        return "\n".join(f"error: {mistake}" for mistake in known.mistakes)
-    place = config and known.binding and config.origin(known.binding)
-    return f"error: {message_of(known)}" + (f"\n  bound in {place}" if place else "")
+    if isinstance(mistake, Mistakes):
+        return "\n".join(f"error: {line}" for line in mistake.mistakes)
+    place = config and mistake.binding and config.origin(mistake.binding)
+    return f"error: {message_of(mistake)}" + (f"\n  bound in {place}" if place else "")
 
 
 def missing_binding(error: BaseException) -> UsageError | None:
-    """A call's missing parameter, told as the user's mistake; None if the error is another.
+    """The mistake behind gin's error about a call's missing parameter; None for other errors.
 
-    What gin can know was found before. This is about functions that Python code calls.
+    `load` checks what gin files refer to. This is about functions that Python code calls.
     """
-    found = re.search(r"No values supplied by Gin or caller for arguments: \[(.+?)\]", str(error))
+    names = re.search(r"No values supplied by Gin or caller for arguments: \[(.+?)\]", str(error))
     function = re.search(r"^\s*In call to configurable '(.+?)'", str(error), re.MULTILINE)
-    if found and function:
-        first = found[1].split(",")[0].strip("' ")
+    if names and function:
+        first = names[1].split(",")[0].strip("' ")
         return UsageError(
-            f"{function[1]} needs {found[1]}. Bind e.g. {function[1]}.{first} in a gin file."
+            f"{function[1]} needs {names[1]}. Bind e.g. {function[1]}.{first} in a gin file."
         )
     return None
 
 
+def _run_mistakes(
+    valid: Sequence[Binding],
+    invalid: Iterable[Binding],
+    table: dict[Key, Binding],
+    reached: Reached,
+    allow_unused: bool,
+) -> Iterator[Mistake]:
+    yield from (mistake for _, mistake in coverage_checks.unbound_macros(table, reached.used))
+    yield from coverage_checks.missing_parameters([*table, *map(key, invalid)], reached)
+    if not allow_unused:
+        wrong_order = list(file_order.mistakes(valid, table, ROOT))
+        yield from wrong_order
+        if not wrong_order:
+            yield from coverage_checks.left_over(valid, table, reached, ROOT)
+        yield from coverage_checks.unused(valid, table, reached, ROOT)
+
+
 def _import(imports: Iterable[Import]) -> Iterator[Mistake]:
-    """Imports modules, and has gin remember them for the dumps."""
+    """Imports modules through gin, which records them in its dumps."""
     for item in imports:
+        text = item.text
+        if item.module in _MOVED_MODULES:
+            new = _MOVED_MODULES[item.module]
+            text = f"import {new}"
+            warning = f"Warning: {item.place}: {item.module} is now {new}: import that."
+            print(warning, file=sys.stderr, flush=True)
         try:
-            gin.parse_config(item.text)
-        except Exception as error:  # a module of the user's own, with whatever is wrong in it
+            gin.parse_config(text)
+        except Exception as error:  # a user's module may raise anything
             reason = str(error).split("\n")[0] or type(error).__name__
             if isinstance(error, ImportError):
-                yield Mistake(
-                    item.place,
-                    f"{item.text}: {reason}. It must lie in the working directory, in PYTHONPATH, "
-                    "or be installed.",
-                )
+                advice = "It must be in the working directory, in PYTHONPATH, or be installed."
+                yield Mistake(item.place, f"{text}: {reason}. {advice}")
             else:
                 last = traceback.extract_tb(error.__traceback__)[-1]
-                where = getattr(error, "filename", None) or last.filename
+                file = getattr(error, "filename", None) or last.filename
                 line = getattr(error, "lineno", None) or last.lineno
-                yield Mistake(
-                    item.place, f"{item.text}: {type(error).__name__}: {reason} ({where}:{line})."
-                )
+                message = f"{text}: {type(error).__name__}: {reason} ({file}:{line})."
+                yield Mistake(item.place, message)
 
 
 def _bind(bindings: Iterable[Binding], defaults: Mapping[tuple[str, str], str]) -> None:
-    """Hands over to gin what was decided, and locks it.
+    """Passes the bindings to gin, and locks it.
 
-    A function that is a parameter's default is bound as if a file had done so: gin would call the
-    plain function, to which no binding applies.
+    A default that is a registered function is bound too. Otherwise gin would call the plain
+    function, to which no binding applies.
     """
     lines = [str(binding) for binding in bindings]
     known = gin_internals.configurables()

@@ -1,4 +1,4 @@
-"""What a parameter's annotation expects of a value, as gin writes it: references and words."""
+"""Checks values as gin files write them against the annotations of parameters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import inspect
 import math
 import re
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from research_dp.argument_checks import (
@@ -23,16 +23,16 @@ from research_dp.argument_checks import (
 )
 from research_dp.argument_types import AnyDtype
 from research_dp.config import gin_internals
-from research_dp.config.parser import Macro, Reference
+from research_dp.config.parser import Reference, references
 
-# Whose classes are values that one writes or computes, not what a configurable is there to make.
-_NOT_MADE = {"builtins", "typing", "collections", "jax", "jaxlib", "numpy"}
+# Their classes are plain values. No configurable is the usual way to make one.
+_PLAIN_MODULES = {"builtins", "typing", "collections", "jax", "jaxlib", "numpy"}
 
 
 def annotation(function: Callable[..., Any], name: str) -> Any:
-    """What is written at a parameter ('return': at the result); `Any` if it says nothing.
+    """A parameter's annotation ('return': the result's), or `Any` if there is none.
 
-    What is called a dtype is taken for one: libraries write `Any` there.
+    A parameter called dtype expects one, although libraries annotate it with `Any`.
     """
     expected = annotation_of(function, name)
     vague = Any in members(expected)
@@ -40,16 +40,16 @@ def annotation(function: Callable[..., Any], name: str) -> Any:
 
 
 def complaint(value: Any, expected: Any) -> str | None:
-    """What to give instead of a value, or None: it is right.
+    """What to give instead of a value; None if the annotation accepts it.
 
     Args:
-        value: As written in a file: a Python value, or a `Reference`.
+        value: A Python value or a `Reference`, as parsed from a file.
         expected: The annotation.
     """
     if isinstance(value, Reference):
-        return _complaint_of_reference(value, expected)
-    if _holds_references(value):
-        return None  # what they stand for is not known before they are called
+        return _reference_complaint(value, expected)
+    if any(references(value)):
+        return None  # their values are not known before they are called
     if isinstance(value, float) and not math.isfinite(value):
         return "give a finite number"
     if fits(value, expected):
@@ -63,52 +63,53 @@ def in_words(expected: Any, like: Any = None) -> str:
 
     Args:
         expected: The annotation.
-        like: A wrong value, whose nearest right one is the example.
+        like: A wrong value. The example is the valid one nearest to it.
     """
-    wanted = members(expected)
-    if float in wanted and any(_is_array(member) for member in wanted):
-        # Annotated as a scalar of whatever kind: said of it is what one would write.
-        wanted = [m for m in wanted if not _is_array(m) and m not in (bool, int, complex)]
-    words, examples = words_of(wanted), makers(expected)
+    accepted = members(expected)
+    if float in accepted and any(_is_array(member) for member in accepted):
+        # A scalar of any kind: a gin file would have a float.
+        accepted = [m for m in accepted if not _is_array(m) and m not in (bool, int, complex)]
+    phrases, examples = words_of(accepted), makers(expected)
     if examples:
         near = difflib.get_close_matches(f"@{like}", examples, n=1, cutoff=0.5)
-        kind = "a function, " if any(map(is_callable, wanted)) else ""
-        words = [f"{kind}e.g. {(near or examples)[0]}", *(["None"] if "None" in words else [])]
-    return ", or ".join(words)
+        prefix = "a function, " if any(map(is_callable, accepted)) else ""
+        optional = ["None"] if "None" in phrases else []
+        phrases = [f"{prefix}e.g. {(near or examples)[0]}", *optional]
+    return ", or ".join(phrases)
 
 
 def makers(expected: Any) -> list[str]:
     """References that give what is expected: '@convnet()' for a model, '@mapped' for an engine."""
     found = []
     for part in members(expected):
-        called = typing.get_origin(part) is collections.abc.Callable
-        given = (typing.get_args(part) or [None])[-1] if called else part
-        if not _is_class(given) or given.__module__.split(".")[0] in _NOT_MADE:
+        is_function = typing.get_origin(part) is collections.abc.Callable
+        result = (typing.get_args(part) or [None])[-1] if is_function else part
+        if not _is_class(result) or result.__module__.split(".")[0] in _PLAIN_MODULES:
             continue
         for entry in gin_internals.configurables().values():
-            if annotation(entry.function, "return") is given:
-                found.append(f"@{entry.name}" + ("" if called else "()"))
-    return found  # in the order in which they were registered, the usual ones first
+            if annotation(entry.function, "return") is result:
+                found.append(f"@{entry.name}" + ("" if is_function else "()"))
+    return found  # in the order of registration, the usual ones first
 
 
-def _complaint_of_reference(value: Reference, expected: Any) -> str | None:
-    """The same of a reference, from what its function says that it returns."""
+def _reference_complaint(value: Reference, expected: Any) -> str | None:
+    """The complaint about a reference, from the annotation of its function's result."""
     names = gin_internals.matching(value.selector)
     entry = gin_internals.configurables().get(names[0]) if names else None
-    wanted = [member for member in members(expected) if member is not type(None)]
-    if entry is None or not all(_is_plain(member) or is_callable(member) for member in wanted):
+    accepted = [member for member in members(expected) if member is not type(None)]
+    if entry is None or not all(_is_plain(member) or is_callable(member) for member in accepted):
         return None
-    takes_function = any(map(is_callable, wanted))
+    takes_function = any(map(is_callable, accepted))
     returned = annotation(entry.function, "return")
     if not value.evaluated:
         if takes_function:
-            return _complaint_of_result(returned, wanted, expected)
-        if returned is Any or returned in wanted:
+            return _result_complaint(returned, accepted, expected)
+        if returned is Any or returned in accepted:
             return f"@{value.name} is the function itself; @{value.name}() is what it returns"
         return f"give {in_words(expected)}"
     if not _is_class(returned):
         return None
-    if any(_is_class(member) and issubclass(returned, member) for member in wanted):
+    if any(_is_class(member) and issubclass(returned, member) for member in accepted):
         return None
     if takes_function and any("__call__" in vars(base) for base in returned.__mro__):
         return None
@@ -117,9 +118,9 @@ def _complaint_of_reference(value: Reference, expected: Any) -> str | None:
     return f"it returns {returned.__name__}; give {in_words(expected)}"
 
 
-def _complaint_of_result(returned: Any, wanted: Sequence[Any], expected: Any) -> str | None:
-    """What to give instead of a function, from what it returns and what is to be returned."""
-    results = [typing.get_args(member)[-1] for member in wanted if typing.get_args(member)]
+def _result_complaint(returned: Any, accepted: Sequence[Any], expected: Any) -> str | None:
+    """The complaint about a function whose result has the wrong type."""
+    results = [typing.get_args(member)[-1] for member in accepted if typing.get_args(member)]
     if not _is_class(returned) or not results or not all(map(_is_class, results)):
         return None
     if any(issubclass(returned, result) for result in results):
@@ -128,7 +129,6 @@ def _complaint_of_result(returned: Any, wanted: Sequence[Any], expected: Any) ->
 
 
 def _nearest(value: Any, expected: Any) -> str:
-    """The right string that a wrong one is like."""
     choices = [c for c in choices_of(expected) if isinstance(c, str)]
     near = difflib.get_close_matches(value, choices, n=1) if isinstance(value, str) else []
     return f". Did you mean {near[0]!r}?" if near else ""
@@ -139,7 +139,7 @@ def _is_array(part: Any) -> bool:
 
 
 def _is_plain(part: Any) -> bool:
-    """Whether it is a class that a value either is of or is not."""
+    """Whether it is a class, so that `isinstance` decides."""
     part = bare(part)
     origin = typing.get_origin(part)
     if origin is not None:
@@ -148,13 +148,4 @@ def _is_plain(part: Any) -> bool:
 
 
 def _is_class(part: Any) -> bool:
-    """Whether it is a class that says something: `Any` is one too, since Python 3.11."""
-    return inspect.isclass(part) and part is not Any
-
-
-def _holds_references(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return any(map(_holds_references, (*value.keys(), *value.values())))
-    if isinstance(value, list | tuple):
-        return any(map(_holds_references, value))
-    return isinstance(value, Reference | Macro)
+    return inspect.isclass(part) and part is not Any  # `Any` is a class since Python 3.11

@@ -33,12 +33,12 @@ def test_what_came_first_is_told_first(later, status, told, capsys, monkeypatch)
     monkeypatch.setattr(exit_status.processes, "leave", lambda status: status)
 
     # Gin raises a copy, which hides what came before.
-    @gin.configurable(f"fails_{status}", module="test_ending")
+    @gin.configurable(f"fails_{status}", module="test_exit_status")
     def body(session):
         with closing_fails(later):
             raise RunFailure("no number")
 
-    assert exit_status.told(body) == status
+    assert exit_status.run_command(body) == status
     assert capsys.readouterr().err == told
 
 
@@ -51,7 +51,7 @@ def test_what_was_answered_is_not_told(capsys, monkeypatch):
         except RunFailure:
             raise RunFailure("neither way") from None
 
-    assert exit_status.told(body) == 1
+    assert exit_status.run_command(body) == 1
     assert capsys.readouterr().err == "error: neither way\n"
 
 
@@ -86,8 +86,8 @@ def own(tmp_path, monkeypatch):
 def raises(body, capsys):
     """What is said of an error in the body of a command, which gin calls."""
     with gin_internals.kept():
-        called = gin.external_configurable(body, f"raises_{id(body)}", module="test_ending")
-        assert exit_status.told(lambda session: called()) == 1
+        called = gin.external_configurable(body, f"raises_{id(body)}", module="test_exit_status")
+        assert exit_status.run_command(lambda session: called()) == 1
     return capsys.readouterr().err
 
 
