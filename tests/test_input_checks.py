@@ -18,10 +18,9 @@ from tensorflow_datasets.core import features as tfds_features
 from research_dp.config import load
 from research_dp.data import reader
 from research_dp.data.array_record import Examples, random_access
-from research_dp.data.identity import identity_of
 from research_dp.data.preprocess import byte_text, image_classification
 from research_dp.data.tf_data import tf_data
-from research_dp.data.tfds import tfds_data
+from research_dp.data.tfds import identity_of, tfds_data
 from research_dp.distributed import multihost
 from research_dp.errors import UsageError
 from research_dp.models import mlp

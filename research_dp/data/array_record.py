@@ -5,6 +5,7 @@ Threads or worker processes of Grain read a batch at a time.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import multiprocessing
 import multiprocessing.connection
@@ -21,60 +22,47 @@ from absl import flags
 
 from research_dp.argument_checks import checked
 from research_dp.argument_types import Count, CountOrZero
+from research_dp.data import reader
 from research_dp.data.preprocess import Preprocess
-from research_dp.data.reader import (
-    Splits,
-    check_decodable,
-    check_format,
-    preprocess_example,
-    read_error,
-    stack,
-)
 from research_dp.data.rng import Purpose, generator
 from research_dp.data.shuffle import example_indices, stream_positions
 from research_dp.errors import UsageError
 from research_dp.types import Arrays, EvalOrder, TrainOrder
 
 
+@dataclasses.dataclass(eq=False)
 class Examples:
-    """Stacked, preprocessed examples of a split by index; small splits are cached in memory.
+    """Stacked, preprocessed examples of a split by index.
 
-    Args:
-        source: Random-access source of raw examples.
-        preprocess: Its `example` is applied.
-        cache_bytes: The split is cached if it needs at most this many bytes.
-        name: Name of the split in messages, e.g. 'digits train'.
-        folder: Folder of the data, for messages.
+    The split is cached in memory if it needs at most `cache_bytes`. `name`, e.g. 'digits train',
+    and `folder` are for messages.
     """
 
-    def __init__(
-        self,
-        source: Sequence[Any],
-        preprocess: Preprocess,
-        cache_bytes: int,
-        name: str = "the data",
-        folder: str = "its folder",
-    ):
-        self._source, self._preprocess = source, preprocess
-        self._name, self._folder = name, folder
-        self._cache_bytes = 0 if preprocess.example_is_random else cache_bytes
+    source: Sequence[Any]
+    preprocess: Preprocess
+    cache_bytes: int
+    name: str = "the data"
+    folder: str = "its folder"
+
+    def __post_init__(self) -> None:
+        if self.preprocess.example_is_random:
+            self.cache_bytes = 0
         self._cache: dict[str, np.ndarray] | None = None
-        self._is_cached = np.zeros(len(source), bool)
+        self._is_cached = np.zeros(len(self), bool)
         self._lock = threading.Lock()  # guards the cache; reading needs no lock
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Worker processes get a copy with an empty cache.
-        args = (self._source, self._preprocess, self._cache_bytes, self._name, self._folder)
-        return _in_worker, args
+        return _in_worker, tuple(getattr(self, field.name) for field in dataclasses.fields(self))
 
     def __len__(self) -> int:
-        return len(self._source)
+        return len(self.source)
 
     def __call__(
         self, indices: np.ndarray, rngs: Sequence[np.random.Generator | None] | None = None
     ) -> Mapping[str, np.ndarray]:
         """Examples at these indices, stacked; `rngs` has one generator for each, or is None."""
-        if not self._cache_bytes:
+        if not self.cache_bytes:
             return self._read(indices, rngs)
         with self._lock:
             missing = np.unique(indices[~self._is_cached[indices]])
@@ -91,8 +79,8 @@ class Examples:
 
     def _allocate(self, sample: Arrays) -> dict[str, np.ndarray] | None:
         """Empty arrays for the split; None if they exceed `cache_bytes`, which disables caching."""
-        if sum(v[0].nbytes for v in sample.values()) * len(self) > self._cache_bytes:
-            self._cache_bytes = 0
+        if sum(v[0].nbytes for v in sample.values()) * len(self) > self.cache_bytes:
+            self.cache_bytes = 0
             return None
         return {name: np.empty((len(self), *v.shape[1:]), v.dtype) for name, v in sample.items()}
 
@@ -101,33 +89,29 @@ class Examples:
     ) -> Mapping[str, np.ndarray]:
         integers = [int(i) for i in indices]
         try:
-            raw = self._source.__getitems__(integers)  # type: ignore[attr-defined]
+            raw = self.source.__getitems__(integers)  # type: ignore[attr-defined]
         except Exception as error:
             raise self._read_error(integers, error) from error
-        return stack(
-            [
-                preprocess_example(self._preprocess, x, rng, functools.partial(self.locate, index))
-                for index, x, rng in zip(integers, raw, rngs or [None] * len(raw), strict=True)
-            ]
-        )
+        batch = []
+        for index, x, rng in zip(integers, raw, rngs or [None] * len(raw), strict=True):
+            locate = functools.partial(self.locate, index)
+            batch.append(reader.preprocess_example(self.preprocess, x, rng, locate))
+        return reader.stack(batch)
 
     def locate(self, index: int) -> str:
-        """The name of an example in messages."""
-        return f"example {index} of {self._name}"
+        return f"example {index} of {self.name}"
 
     def _read_error(self, indices: Sequence[int], error: Exception) -> UsageError:
         """The error of the first example that cannot be read alone."""
         for index in indices:
             try:
-                self._source[index]
+                self.source[index]
             except Exception as single_error:
-                return read_error(single_error, self._folder, self.locate(index))
-        return read_error(error, self._folder, self._name)
+                return reader.read_error(single_error, self.folder, self.locate(index))
+        return reader.read_error(error, self.folder, self.name)
 
 
-def _in_worker(
-    source: Sequence[Any], preprocess: Preprocess, cache_bytes: int, name: str, folder: str
-) -> Examples:
+def _in_worker(*fields: Any) -> Examples:
     """Unpickles `Examples` in a worker process, which ignores signals and exits with its parent.
 
     A signal to the process group, e.g. Ctrl-C, must not end workers before the run is saved.
@@ -137,7 +121,7 @@ def _in_worker(
         threading.Thread(target=_exit_with, args=(parent.sentinel,), daemon=True).start()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
-    return Examples(source, preprocess, cache_bytes, name, folder)
+    return Examples(*fields)
 
 
 def _exit_with(sentinel: int) -> None:
@@ -158,7 +142,7 @@ def random_access(
     workers: CountOrZero = 0,
     prefetch: Count = 4,
     cache_bytes: CountOrZero = 2**28,
-) -> Splits:
+) -> reader.Splits:
     """Reads examples by index.
 
     Args:
@@ -178,12 +162,9 @@ def random_access(
         UsageError: The data set is in a format without random access, or decoding its images needs
             OpenCV, which is not installed.
     """
-    check_format(
-        builder,
-        "array_record",
-        "Add --gin_file=gin/options/tf_data.gin, or bind another tfds_data.data_dir.",
-    )
-    check_decodable(builder)
+    advice = "Add --gin_file=gin/options/tf_data.gin, or bind another tfds_data.data_dir."
+    reader.check_format(builder, "array_record", advice)
+    reader.check_decodable(builder)
 
     @functools.cache
     def examples_of(split: str) -> Examples:
@@ -225,7 +206,7 @@ def random_access(
         (index,) = example_indices(np.array([position]), len(examples), order.seed)
         return examples.locate(index)
 
-    return Splits(train, evaluate, locate=locate)
+    return reader.Splits(train, evaluate, locate=locate)
 
 
 def _prefetched(

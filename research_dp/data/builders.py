@@ -17,11 +17,7 @@ import filelock
 
 from research_dp.errors import UsageError
 
-# Builders of this package. Importing their module registers them with TFDS.
-_MODULES = {
-    "digits": "research_dp.data.digits",
-    "pystdlib_text": "research_dp.data.pystdlib_text",
-}
+_MODULES = ("digits", "pystdlib_text")  # of this package; importing them registers builders
 _HOURS_IN_USE = 6  # a preparation that wrote nothing for this long is dead
 FileFormat = Literal["array_record", "tfrecord"]
 
@@ -29,21 +25,14 @@ FileFormat = Literal["array_record", "tfrecord"]
 def find_builder(
     name: str, data_dir: str | None = None, file_format: FileFormat = "array_record"
 ) -> Any:
-    """The `tfds.core.DatasetBuilder` of a data set; its data may not be prepared yet.
+    """The `tfds.core.DatasetBuilder` of a data set of TFDS or of this package.
 
-    Args:
-        name: Name of a data set of TFDS or of this package.
-        data_dir: Folder of data sets; None: TFDS's default.
-        file_format: Format in which the data is prepared if it is missing.
-
-    Raises:
-        UsageError: There is no such data set, or TFDS cannot construct its builder.
+    Data that is missing will be prepared in `file_format`, below `data_dir` or TFDS's default.
     """
     import tensorflow_datasets as tfds  # late: it is slow to import
 
-    module = _MODULES.get(name.split("/")[0])
-    if module:
-        importlib.import_module(module)
+    if (module := name.split("/")[0]) in _MODULES:
+        importlib.import_module(f"research_dp.data.{module}")
     try:
         builder = tfds.builder(name, data_dir=data_dir)
         if builder.data_path.exists():
@@ -53,27 +42,15 @@ def find_builder(
         names = [*tfds.list_builders(with_community_datasets=False), *_MODULES]
         near = difflib.get_close_matches(name, names, n=3)
         hint = f" Did you mean {', '.join(near)}?" if near else ""
-        raise UsageError(
-            f"tfds_data.name = {name!r}: TFDS has no such data set.{hint}", binding="tfds_data.name"
-        ) from error
+        cause, reason = error, f"TFDS has no such data set.{hint}"
     except (AssertionError, ImportError, OSError, TypeError, ValueError) as error:
         # E.g. an unknown config or version. TFDS prints its own arguments before the reason.
-        reason = _one_line(str(error).rpartition('}": ')[2])
-        raise UsageError(
-            f"tfds_data.name = {name!r}: {reason}", binding="tfds_data.name"
-        ) from error
+        cause, reason = error, _one_line(str(error).rpartition('}": ')[2])
+    raise UsageError(f"tfds_data.name = {name!r}: {reason}", binding="tfds_data.name") from cause
 
 
 def prepare(builder: Any, download: bool) -> None:
-    """Prepares a data set that is missing and loads its metadata.
-
-    Args:
-        builder: A TFDS builder.
-        download: Whether a missing data set may be prepared.
-
-    Raises:
-        UsageError: The data is missing and may not, or cannot, be prepared.
-    """
+    """Prepares a data set that is missing, if it may be downloaded, and loads its metadata."""
     if download:
         download_and_prepare(builder)
     elif not builder.data_path.exists():
@@ -91,9 +68,6 @@ def download_and_prepare(builder: Any) -> None:
 
     One process prepares it. Others wait for its lock file and then use the result: processes of
     this run, and other runs on this machine.
-
-    Raises:
-        UsageError: It cannot be downloaded, or a package or archive is missing.
     """
     if builder.data_path.exists():
         return
@@ -125,14 +99,12 @@ def _remove_incomplete(data_path: Any) -> None:
         if not incomplete.fullmatch(path.name) or path.is_symlink():
             continue
         if time.time() - _last_change(path) < _HOURS_IN_USE * 3600:
-            print(
-                f"Leaving {path}, which changed in the last {_HOURS_IN_USE} hours: another program "
-                "may be preparing it",
-                flush=True,
-            )
-            continue
-        print(f"Removing {path}, the rest of a preparation that was killed", flush=True)
-        shutil.rmtree(path)
+            when = f"in the last {_HOURS_IN_USE} hours"
+            message = f"Leaving {path}, which changed {when}: another program may be preparing it"
+            print(message, flush=True)
+        else:
+            print(f"Removing {path}, the rest of a preparation that was killed", flush=True)
+            shutil.rmtree(path)
 
 
 def _last_change(folder: Path) -> float:

@@ -45,9 +45,8 @@ class Digits(tfds.core.GeneratorBasedBuilder):
         from sklearn.datasets import load_digits
 
         data = load_digits()
-        for index in range(len(data.target)):
-            if (index % _TEST_EACH == 0) != test:
-                continue
-            # Levels 0 to 16 become 0 to 255.
-            image = np.round(data.images[index] * (255 / 16)).astype(np.uint8)[..., None]
-            yield index, {"image": image, "label": int(data.target[index])}
+        for index, (levels, label) in enumerate(zip(data.images, data.target, strict=True)):
+            if (index % _TEST_EACH == 0) == test:
+                # Levels 0 to 16 become 0 to 255.
+                image = np.round(levels * (255 / 16)).astype(np.uint8)[..., None]
+                yield index, {"image": image, "label": int(label)}

@@ -15,15 +15,7 @@ from research_dp.types import Arrays, EvalOrder, TrainOrder
 
 
 class Splits(NamedTuple):
-    """Batches of a data set's splits; fields as in `DataSet`.
-
-    Attributes:
-        train: As in `DataSet`.
-        evaluate: As in `DataSet`.
-        order: What the order of training examples depends on besides data set and split.
-        rereads: As in `DataSet`.
-        locate: As in `DataSet`.
-    """
+    """Batches of a data set's splits; fields as in `DataSet`, but `order` omits set and split."""
 
     train: Callable[[TrainOrder], Iterator[Arrays]]
     evaluate: Callable[[EvalOrder], Iterator[Arrays]]
@@ -52,10 +44,7 @@ def read_error(error: Exception, folder: Any, name: str) -> UsageError:
 
 
 def preprocess_example(
-    preprocess: Preprocess,
-    raw: Any,
-    rng: np.random.Generator | None,
-    locate: Callable[[], str],
+    preprocess: Preprocess, raw: Any, rng: np.random.Generator | None, locate: Callable[[], str]
 ) -> Arrays:
     """Calls `preprocess.example`; its `UsageError`s get the example's name from `locate`."""
     try:
@@ -67,10 +56,7 @@ def preprocess_example(
 def check_format(builder: Any, readable: str, advice: str) -> None:
     """Refuses a data set that is, or would be prepared, in another format than the reader's.
 
-    Args:
-        builder: A TFDS builder.
-        readable: The format that the reader reads.
-        advice: What to do about prepared data, for the message.
+    `advice` says what to do about prepared data.
     """
     actual = builder.info.file_format.value
     if actual == readable:

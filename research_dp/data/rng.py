@@ -22,9 +22,6 @@ class Purpose(enum.IntEnum):
 def generator(seed: int, purpose: Purpose, index: int = 0) -> np.random.Generator:
     """A generator that shares its stream with no other seed, purpose or index.
 
-    Args:
-        seed: Seed of the run, at least 0.
-        purpose: What it draws.
-        index: Epoch, step or position, at least 0.
+    The index is an epoch, step or position, at least 0.
     """
     return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(purpose, index)))

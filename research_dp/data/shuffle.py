@@ -24,10 +24,7 @@ def stream_positions(step: int, batch_size: int, rows: np.ndarray) -> np.ndarray
 def example_indices(positions: np.ndarray, size: int, seed: int) -> np.ndarray:
     """Indices of examples, int64, at positions of the shuffled, endlessly repeated stream.
 
-    Args:
-        positions: Positions in the stream, int64.
-        size: Number of examples; each occurs once in each epoch.
-        seed: Each seed and each epoch has its own order.
+    Each of the `size` examples occurs once in each epoch. Each seed and epoch has its own order.
     """
     epochs, offsets = np.divmod(positions, size)
     indices = np.empty_like(offsets)

@@ -45,11 +45,8 @@ def tf_data(
     Raises:
         UsageError: The data set is in another format.
     """
-    check_format(
-        builder,
-        "tfrecord",
-        "Leave out gin/options/tf_data.gin, or bind another tfds_data.data_dir.",
-    )
+    advice = "Leave out gin/options/tf_data.gin, or bind another tfds_data.data_dir."
+    check_format(builder, "tfrecord", advice)
 
     def train_stream(seed: int, first: int, **options: Any) -> Any:
         """The shuffled, repeated examples from position `first` on."""

@@ -18,12 +18,7 @@ _ROTARY_BASE = 10_000.0
 
 
 def rotate(x: jax.Array, positions: jax.Array) -> jax.Array:
-    """Rotary position embedding (Su et al., arXiv 2104.09864).
-
-    Args:
-        x: (B, S, heads, features), features even.
-        positions: (B, S) int32.
-    """
+    """Rotary position embedding (Su et al., arXiv 2104.09864) of (B, S, heads, even features)."""
     half = x.shape[-1] // 2
     frequencies = _ROTARY_BASE ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angles = positions[..., None, None].astype(jnp.float32) * frequencies[None, None, None]
@@ -44,17 +39,10 @@ def attention(
 ) -> jax.Array:
     """Causal attention: a token attends to itself and to earlier tokens of its segment.
 
-    Args:
-        query: (B, S, heads, features), like `key` and `value`.
-        key: Keys.
-        value: Values.
-        segments: (B, S) int32, the sequence that each token belongs to; None: one sequence.
-        implementation: 'cudnn': flash attention, on NVIDIA GPUs in bfloat16 or float16. 'chunked':
-            scores of 256 queries at a time. 'xla': all scores at once. 'auto': cuDNN where it is
-            supported, else 'chunked' for long sequences, else 'xla'.
-
-    Raises:
-        UsageError: Another implementation is named.
+    `query`, `key` and `value` are (B, S, heads, features); `segments` (B, S) int32 is the sequence
+    that each token belongs to, None: one sequence. Implementations: 'cudnn' is flash attention, on
+    NVIDIA GPUs in bfloat16 or float16; 'chunked' computes scores of 256 queries at a time, 'xla'
+    all at once; 'auto' is cuDNN where it is supported, else 'chunked' for long sequences or 'xla'.
     """
     if query.dtype == jnp.float16 and target_platform() == "cpu":
         # XLA:CPU has no float16 matmul with float32 accumulation, which scores need.

@@ -14,15 +14,10 @@ PyTree = Any
 
 
 def image_classifier(functions: Functions, num_classes: int) -> TrainableModel:
-    """A model that classifies `image` into `label`.
+    """A model that classifies `image` (B, H, W, C) float32 into `label` (B,) int32.
 
-    Args:
-        functions: Maps images (B, H, W, C) float32 to logits (B, num_classes).
-        num_classes: Number of classes.
-
-    Returns:
-        A model for batches of `image`, `label` (B,) int32, and optionally `mask` (B,), the weight
-        of each example: 0 for padding.
+    `functions` compute logits (B, num_classes). Batches may have `mask` (B,), the weight of each
+    example: 0 for padding.
     """
 
     def init(key: jax.Array, batch: Batch) -> tuple[PyTree, PyTree]:

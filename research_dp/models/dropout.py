@@ -14,11 +14,8 @@ def fold_in_each(keys: jax.Array, number: jax.Array | int) -> jax.Array:
 def dropout(x: jax.Array, rate: float, keys: jax.Array | None, layer: int) -> jax.Array:
     """Sets a fraction of each example's features to zero and scales up the rest.
 
-    Args:
-        x: Activations, (B, ...).
-        rate: Fraction to drop, in [0, 1).
-        keys: One random key an example, (B,); None (evaluation): x is returned.
-        layer: Number of the dropout layer in the model: each layer draws another mask.
+    `keys` has one random key an example, (B,); None (evaluation) returns `x`. `layer` is the number
+    of the dropout layer in the model: each layer draws another mask.
     """
     if keys is None or rate == 0.0:
         return x

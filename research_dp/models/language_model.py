@@ -88,16 +88,13 @@ class LanguageModel:
             options = {"train": train, "keys": block_keys, "batch_axes": batch_axes}
             return self.block.apply(block_params, {}, {"x": x, **inputs}, **options)[0]
 
-        def final_norm(norm_params: PyTree, x: jax.Array) -> jax.Array:
-            return _rms_norm(x, norm_params["norm"]["scale"])
-
         # Scaled to unit variance; the rows themselves have the scale of a head, for tying.
         x = units.look_up("embed", params, tokens, self.dtype) * math.sqrt(self.width)
         indices = jnp.arange(self.depth)
         x = units.scan(
             block, "blocks", params, x, each=indices, remat=self.remat, unroll=self.unroll
         )
-        x = units.run(final_norm, ("norm",), params, x, remat="full")
+        x = units.run(_final_norm, ("norm",), params, x, remat="full")
         weights = _target_weights(batch)
         head = "embed" if self.tied else "head"
         total = _cross_entropy(
@@ -172,11 +169,11 @@ def _target_weights(batch: Batch) -> jax.Array:
     return jnp.roll(weights, -1, axis=1).at[:, -1].set(0.0)
 
 
-def _rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
+def _final_norm(params: PyTree, x: jax.Array) -> jax.Array:
     """RMSNorm over the last dim, computed in float32."""
     wide = x.astype(jnp.float32)
     inverse = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + 1e-6)
-    return (wide * inverse * scale[None, None]).astype(x.dtype)
+    return (wide * inverse * params["norm"]["scale"][None, None]).astype(x.dtype)
 
 
 def _cross_entropy(
@@ -192,13 +189,8 @@ def _cross_entropy(
     An online logsumexp is carried from chunk to chunk, as in flash attention. The backward pass
     recomputes the logits (Wijmans et al., arXiv 2411.09009).
 
-    Args:
-        x: (B, S, width).
-        scan_rows: `Units.scan_rows` of the head.
-        targets: (B, S) int32.
-        weights: (B, S) float32.
-        vocab_size: Rows of the head.
-        chunks: Number of chunks; the last one is padded unless they divide the vocabulary.
+    `scan_rows` is `Units.scan_rows` of the head, whose last chunk is padded unless `chunks` divide
+    the vocabulary.
     """
     dtype, target = x.dtype, targets.reshape(-1)
     wide = x.reshape(target.size, -1).astype(jnp.float32)  # accumulates its gradient in float32

@@ -46,44 +46,43 @@ class Layers(abc.ABC):
     batch_axes: tuple[str, ...] = ()
 
     def dense(self, name: str, features: int, *, use_bias: bool = True) -> Callable:
-        return self._layer(name, nn.Dense, nnx.Linear, features, use_bias=use_bias)
+        return self.layer(name, nn.Dense, nnx.Linear, features, use_bias=use_bias)
 
     def conv(
         self, name: str, features: int, size: int, stride: int = 1, *, use_bias: bool = False
     ) -> Callable:
         window = (size, size), (stride, stride)
-        return self._layer(name, nn.Conv, nnx.Conv, features, *window, use_bias=use_bias)
+        return self.layer(name, nn.Conv, nnx.Conv, features, *window, use_bias=use_bias)
 
     def rms_norm(self, name: str) -> Callable:
-        return self._layer(name, nn.RMSNorm, nnx.RMSNorm)
+        return self.layer(name, nn.RMSNorm, nnx.RMSNorm)
 
     def norm(self, name: str, norm: Norm) -> Callable:
         """BatchNorm over the global micro-batch, GroupNorm, or the identity."""
         return self.submodule(name, functools.partial(_norm, norm))
-
-    def group_norm(self, name: str, groups: int) -> Callable:
-        return self._layer(name, nn.GroupNorm, nnx.GroupNorm, num_groups=groups)
-
-    def batch_norm(self, name: str) -> Callable:
-        # The layer averages mean and variance over `batch_axes` while training: they are those of
-        # the global micro-batch, and equal on every device.
-        axes = (self.batch_axes or None) if self.train else None
-        layer = self._layer(name, nn.BatchNorm, nnx.BatchNorm, momentum=0.9, axis_name=axes)
-        return functools.partial(layer, use_running_average=not self.train)
 
     @abc.abstractmethod
     def submodule(self, name: str, network: Network) -> Callable:
         """Another network, whose parameters are below `name`."""
 
     @abc.abstractmethod
-    def _layer(self, name: str, linen: Any, for_nnx: Any, *args: Any, **options: Any) -> Callable:
+    def layer(self, name: str, linen: Any, for_nnx: Any, *args: Any, **options: Any) -> Callable:
         """A layer of the library's class, which takes these arguments."""
 
 
 def _norm(norm: Norm, layers: Layers, x: jax.Array) -> jax.Array:
-    if norm == "group":
-        return layers.group_norm("group", math.gcd(_GROUPS, x.shape[-1]))(x)
-    return layers.batch_norm("batch")(x) if norm == "batch" else x
+    match norm:
+        case "group":
+            groups = math.gcd(_GROUPS, x.shape[-1])
+            return layers.layer("group", nn.GroupNorm, nnx.GroupNorm, num_groups=groups)(x)
+        case "batch":
+            # Mean and variance are averaged over `batch_axes` while training: they are those of
+            # the global micro-batch, and equal on every device.
+            axes = (layers.batch_axes or None) if layers.train else None
+            options = {"momentum": 0.9, "axis_name": axes}
+            layer = layers.layer("batch", nn.BatchNorm, nnx.BatchNorm, **options)
+            return layer(x, use_running_average=not layers.train)
+    return x
 
 
 class LinenLayers(Layers):
@@ -93,7 +92,7 @@ class LinenLayers(Layers):
         module = LinenModule(network, self.dtype, name=name)
         return functools.partial(module, train=self.train, batch_axes=self.batch_axes)
 
-    def _layer(self, name: str, linen: Any, for_nnx: Any, *args: Any, **options: Any) -> Callable:
+    def layer(self, name: str, linen: Any, for_nnx: Any, *args: Any, **options: Any) -> Callable:
         return linen(*args, **options, dtype=self.dtype, name=name)
 
 
@@ -117,79 +116,60 @@ class LinenModule(nn.Module):
 
 @dataclasses.dataclass
 class NnxLayers(Layers):
-    """Attributes of an NNX module.
-
-    Attributes:
-        module: The module.
-        rngs: Given while the module is constructed: each layer is created at its first call.
-    """
+    """Attributes of an NNX module; with `rngs`, each layer is created at its first call."""
 
     module: Any = None
     rngs: nnx.Rngs | None = None
 
     def submodule(self, name: str, network: Network) -> Callable:
-        def create(x: jax.Array) -> nnx.Module:
-            return NnxModule(network, self.dtype, x.shape[1:], self.rngs)
+        def call(x: jax.Array) -> jax.Array:
+            if self.rngs is not None:
+                setattr(self.module, name, NnxModule(network, self.dtype))
+            layer = getattr(self.module, name)
+            return layer(x, train=self.train, batch_axes=self.batch_axes, rngs=self.rngs)
 
-        layer = self._get(name, create)
-        return functools.partial(layer, train=self.train, batch_axes=self.batch_axes)
+        return call
 
-    def _layer(self, name: str, linen: Any, for_nnx: Any, *args: Any, **options: Any) -> Callable:
-        def create(x: jax.Array) -> nnx.Module:
-            return for_nnx(x.shape[-1], *args, **options, dtype=self.dtype, rngs=self.rngs)
+    def layer(self, name: str, linen: Any, for_nnx: Any, *args: Any, **options: Any) -> Callable:
+        def call(x: jax.Array, **call_options: Any) -> jax.Array:
+            if self.rngs is not None:
+                layer = for_nnx(x.shape[-1], *args, **options, dtype=self.dtype, rngs=self.rngs)
+                setattr(self.module, name, layer)
+            layer = getattr(self.module, name)
+            if "axis_name" in options:
+                layer.axis_name = options["axis_name"]  # differs from call to call
+            return layer(x, **call_options)
 
-        layer = self._get(name, create)
-        if "axis_name" in options and self.rngs is None:
-            layer.axis_name = options["axis_name"]  # differs from call to call
-        return layer
-
-    def _get(self, name: str, create: Callable[[jax.Array], nnx.Module]) -> Any:
-        if self.rngs is None:
-            return getattr(self.module, name)
-
-        def create_and_call(x: jax.Array, **options: Any) -> jax.Array:
-            layer: Any = create(x)
-            setattr(self.module, name, layer)
-            return layer(x, **options)
-
-        return create_and_call
+        return call
 
 
 class NnxModule(nnx.Module):
-    """A network as an NNX module, for examples of one shape (or a dict of shapes)."""
+    """A network as an NNX module; its first call, with `rngs`, creates its layers."""
 
-    def __init__(self, network: Network, dtype: Any, shape: Any, rngs: nnx.Rngs | None):
+    def __init__(self, network: Network, dtype: Any):
         self.network, self.dtype = network, dtype
-        x = jax.tree.map(lambda s: jnp.zeros((1, *s)), shape, is_leaf=lambda s: type(s) is tuple)
-        network(NnxLayers(dtype, module=self, rngs=rngs), x)  # creates the layers
 
     def __call__(
         self,
         x: Any,
         *,
-        train: bool,
+        train: bool = False,
         keys: jax.Array | None = None,
         batch_axes: tuple[str, ...] = (),
+        rngs: nnx.Rngs | None = None,
     ) -> jax.Array:
-        return self.network(NnxLayers(self.dtype, train, keys, batch_axes, module=self), x)
+        return self.network(NnxLayers(self.dtype, train, keys, batch_axes, self, rngs), x)
 
 
-def network_functions(api: Api, network: Any) -> Functions:
-    """Pure `init` and `apply` of a network, computed by Linen or NNX layers of its dtype."""
+def network_functions(api: Api, network: Network, dtype: Any) -> Functions:
+    """Pure `init` and `apply` of a network, computed by Linen or NNX layers of this dtype."""
     if api == "linen":
-        return linen_functions(LinenModule(network, network.dtype))
-    return nnx_functions(functools.partial(NnxModule, network, network.dtype))
+        return linen_functions(LinenModule(network, dtype))
 
+    def create(shapes: Any, rngs: nnx.Rngs) -> NnxModule:
+        module = NnxModule(network, dtype)
+        x = jax.tree.map(lambda s: jnp.zeros((1, *s)), shapes, is_leaf=lambda s: type(s) is tuple)
+        module(x, rngs=rngs)
+        return module
 
-def module_constructors(network: type) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Functions (fields) -> Linen module and (input shape, fields, rngs=) -> NNX module."""
-
-    def linen(*fields: Any, **named: Any) -> LinenModule:
-        made: Any = network(*fields, **named)
-        return LinenModule(made, made.dtype)
-
-    def for_nnx(shape: Any, *fields: Any, rngs: nnx.Rngs, **named: Any) -> NnxModule:
-        made: Any = network(*fields, **named)
-        return NnxModule(made, made.dtype, shape, rngs)
-
-    return linen, for_nnx
+    return nnx_functions(create)

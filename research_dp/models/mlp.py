@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 import gin
@@ -12,7 +11,7 @@ from research_dp.argument_checks import checked
 from research_dp.argument_types import Count, DropoutRate, Dtype
 from research_dp.models.classification import image_classifier
 from research_dp.models.dropout import dropout
-from research_dp.models.layers import Api, Layers, module_constructors, network_functions
+from research_dp.models.layers import Api, Layers, network_functions
 from research_dp.types import TrainableModel
 
 
@@ -35,25 +34,12 @@ def mlp(
         dropout_rate: Dropout after each hidden layer.
         dtype: Compute dtype; None: float32.
     """
-    network = MLP(tuple(widths), num_classes, dropout_rate, dtype)
-    return image_classifier(network_functions(api, network), num_classes)
 
-
-@dataclasses.dataclass(frozen=True)
-class MLP:
-    """The network; fields as in `mlp`."""
-
-    widths: tuple[int, ...]
-    num_classes: int
-    dropout_rate: float
-    dtype: Dtype | None = None
-
-    def __call__(self, layers: Layers, x: jax.Array) -> jax.Array:
+    def network(layers: Layers, x: jax.Array) -> jax.Array:
         x = x.reshape(x.shape[0], -1)
-        for i, width in enumerate(self.widths):
+        for i, width in enumerate(widths):
             x = jax.nn.relu(layers.dense(f"hidden_{i}", width)(x))
-            x = dropout(x, self.dropout_rate, layers.keys, layer=i)
-        return layers.dense("head", self.num_classes)(x)
+            x = dropout(x, dropout_rate, layers.keys, layer=i)
+        return layers.dense("head", num_classes)(x)
 
-
-LinenMLP, NnxMLP = module_constructors(MLP)
+    return image_classifier(network_functions(api, network, dtype), num_classes)

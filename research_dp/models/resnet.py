@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 from collections.abc import Sequence
 
 import gin
@@ -13,7 +13,7 @@ from research_dp.argument_checks import checked
 from research_dp.argument_types import Count, DropoutRate, Dtype
 from research_dp.models.classification import image_classifier
 from research_dp.models.dropout import dropout
-from research_dp.models.layers import Api, Layers, Norm, module_constructors, network_functions
+from research_dp.models.layers import Api, Layers, Norm, network_functions
 from research_dp.types import TrainableModel
 
 
@@ -42,51 +42,30 @@ def resnet(
         dropout_rate: Dropout before the last layer.
         dtype: Compute dtype; None: float32.
     """
-    network = ResNet(tuple(stages), width, num_classes, norm, dropout_rate, dtype)
-    return image_classifier(network_functions(api, network), num_classes)
 
-
-@dataclasses.dataclass(frozen=True)
-class ResNet:
-    """The network; fields as in `resnet`."""
-
-    stages: tuple[int, ...]
-    width: int
-    num_classes: int
-    norm: Norm
-    dropout_rate: float
-    dtype: Dtype | None = None
-
-    def __call__(self, layers: Layers, x: jax.Array) -> jax.Array:
-        x = layers.conv("conv", self.width, 3)(x)
-        x = jax.nn.relu(layers.norm("norm", self.norm)(x))
-        for stage, count in enumerate(self.stages):
+    def network(layers: Layers, x: jax.Array) -> jax.Array:
+        x = layers.conv("conv", width, 3)(x)
+        x = jax.nn.relu(layers.norm("norm", norm)(x))
+        for stage, count in enumerate(stages):
             for index in range(count):
                 stride = 2 if stage > 0 and index == 0 else 1
-                block = ResNetBlock(self.width * 2**stage, stride, self.norm)
+                block = functools.partial(_block, width * 2**stage, stride, norm)
                 x = layers.submodule(f"block_{stage}_{index}", block)(x)
-        x = dropout(jnp.mean(x, axis=(1, 2)), self.dropout_rate, layers.keys, layer=0)
-        return layers.dense("head", self.num_classes)(x)
+        x = dropout(jnp.mean(x, axis=(1, 2)), dropout_rate, layers.keys, layer=0)
+        return layers.dense("head", num_classes)(x)
+
+    return image_classifier(network_functions(api, network, dtype), num_classes)
 
 
-@dataclasses.dataclass(frozen=True)
-class ResNetBlock:
+def _block(channels: int, stride: int, norm: Norm, layers: Layers, x: jax.Array) -> jax.Array:
     """Two 3x3 convolutions around a shortcut."""
 
-    channels: int
-    stride: int
-    norm: Norm
+    def conv_norm(x: jax.Array, name: str, size: int, stride: int) -> jax.Array:
+        x = layers.conv(f"conv_{name}", channels, size, stride)(x)
+        return layers.norm(f"norm_{name}", norm)(x)
 
-    def __call__(self, layers: Layers, x: jax.Array) -> jax.Array:
-        def conv_norm(x: jax.Array, name: str, size: int, stride: int) -> jax.Array:
-            x = layers.conv(f"conv_{name}", self.channels, size, stride)(x)
-            return layers.norm(f"norm_{name}", self.norm)(x)
-
-        y = jax.nn.relu(conv_norm(x, "0", 3, self.stride))
-        y = conv_norm(y, "1", 3, 1)
-        if x.shape != y.shape:
-            x = conv_norm(x, "skip", 1, self.stride)
-        return jax.nn.relu(x + y)
-
-
-LinenResNet, NnxResNet = module_constructors(ResNet)
+    y = jax.nn.relu(conv_norm(x, "0", 3, stride))
+    y = conv_norm(y, "1", 3, 1)
+    if x.shape != y.shape:
+        x = conv_norm(x, "skip", 1, stride)
+    return jax.nn.relu(x + y)

@@ -16,7 +16,7 @@ from research_dp.errors import UsageError
 from research_dp.models.attention import Implementation, attention, rotate
 from research_dp.models.dropout import dropout
 from research_dp.models.language_model import LanguageModel
-from research_dp.models.layers import Api, Layers, module_constructors, network_functions
+from research_dp.models.layers import Api, Layers, network_functions
 from research_dp.types import TrainableModel
 
 
@@ -69,9 +69,9 @@ def transformer(
             "features.",
             binding="transformer.heads",
         )
-    block = Block(width, heads, mlp_width, dropout_rate, dtype, attention)
+    block = Block(width, heads, mlp_width, dropout_rate, attention)
     return LanguageModel(
-        network_functions(api, block),
+        network_functions(api, block, dtype),
         vocab_size=vocab_size,
         width=width,
         depth=depth,
@@ -91,7 +91,6 @@ class Block:
     heads: int
     mlp_width: int
     dropout_rate: float
-    dtype: Dtype
     attention: Implementation
 
     def __call__(self, layers: Layers, inputs: dict[str, jax.Array]) -> jax.Array:
@@ -112,9 +111,6 @@ class Block:
         query, key = (rotate(x, inputs["positions"]) for x in (query, key))
         y = attention(query, key, value, inputs.get("segments"), implementation=self.attention)
         return y.reshape(batch, length, self.width)
-
-
-LinenBlock, NnxBlock = module_constructors(Block)
 
 
 def _swiglu(gate_up: jax.Array) -> jax.Array:
