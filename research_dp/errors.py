@@ -35,8 +35,8 @@ def message_of(error: BaseException) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message."""
-    return str(error).split("\n")[0]
+    """The first line of an error's message; its class, if it has none."""
+    return str(error).split("\n")[0] or type(error).__name__
 
 
 def some_of(names: Sequence[str], most: int) -> str:

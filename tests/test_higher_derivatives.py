@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from steps import mesh_of, on
 
 import research_dp as rdp
-from research_dp.distributed import buckets, overlap
+from research_dp.distributed import buckets, differentiable_gather, overlap
 from research_dp.distributed.boxed import unboxed
 from research_dp.distributed.collectives import PLAIN
 from research_dp.distributed.differentiable_gather import GatherOptions
@@ -100,7 +100,9 @@ def by_bucket(params, gather_dtype=None, grad_scatter_dtype=None):
         PARAMS, lambda path, shape, size: choose_dim(shape, size, 1), devices_here()
     )
     options = GatherOptions(0, AXIS, gather_dtype, grad_scatter_dtype)
-    return buckets.gather_tree_with_mean_grads(unboxed(params), layout, options, bucket_bytes=2**20)
+    return differentiable_gather.gather_tree_with_mean_grads(
+        unboxed(params), layout, options, bucket_bytes=2**20
+    )
 
 
 def devices_here():
@@ -382,7 +384,7 @@ def test_a_gather_by_the_compiler():
     sharded = jax.NamedSharding(mesh, P(AXIS))
 
     def loss(w, x):
-        full = rdp.distributed.collectives.gather_by_compiler(
+        full = rdp.distributed.differentiable_gather.gather_by_compiler(
             w, sharded, jax.NamedSharding(mesh, P())
         )
         return jnp.mean(jnp.sin(x @ full))

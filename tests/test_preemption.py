@@ -266,7 +266,7 @@ def test_a_cause_without_words_is_named_by_its_kind(monkeypatch):
 def test_a_process_that_waits_for_others_to_start_says_so(monkeypatch, capfd):
     from research_dp.commands import processes
 
-    monkeypatch.setattr(processes, "_SECONDS_TO_TELL", 0.05)
+    monkeypatch.setattr(processes, "_SECONDS_TO_WARN", 0.05)
     monkeypatch.setattr(processes.jax.distributed, "initialize", lambda **_: time.sleep(0.5))
     processes.set_up_processes(processes.Processes("h:1234", 2, 1))
     told = capfd.readouterr().err

@@ -29,6 +29,7 @@ from research_dp.distributed import buckets, collectives
 from research_dp.distributed.boxed import (
     as_name,
     is_box,
+    leaves_with_paths,
     map_leaves,
     names_of,
     renamed,
@@ -215,6 +216,12 @@ def gather_params(
     sharded = [i for i, leaf in enumerate(leaves) if axis_name in names_of(leaf)]
     dims = [names_of(leaves[i]).index(axis_name) for i in sharded]
     shards = [value_of(leaves[i]) for i in sharded]
+    for i, dim in zip(sharded, dims, strict=True):
+        if dim >= np.ndim(value_of(leaves[i])):
+            path, shape = leaves_with_paths(params)[i][0], np.shape(value_of(leaves[i]))
+            raise UsageError(
+                f"{path}: gather over {axis_name!r}: an array of shape {shape} has no dim {dim}."
+            )
     if bucket_bytes > 0 and rows is None:
         size = axes_size(flat_axes(axis_name))
         shardings = [sharding_of_shard(x, dim, size) for x, dim in zip(shards, dims, strict=True)]
