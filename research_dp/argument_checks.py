@@ -39,17 +39,22 @@ CONTAINERS = {
 def checked(function: F) -> F:
     """Makes a function, or a class, refuse arguments that its annotations do not accept.
 
-    The annotations are read at the first call. `gin.register` goes above this decorator.
+    The annotations are read at the first call. `gin.register` goes above this decorator. Messages
+    name a class as gin does, by its attribute `gin_name` if it has one.
 
     Raises:
         UsageError: By the decorated function, with its name and the parameter's.
     """
     if inspect.isclass(function):
-        function.__init__ = checked(function.__init__)  # type: ignore[method-assign]
+        title = getattr(function, "gin_name", function.__name__)
+        function.__init__ = _checked(function.__init__, title)  # type: ignore[method-assign]
         return function
+    return _checked(function, function.__name__)
+
+
+def _checked(function: F, title: str) -> F:
+    """`checked` of a function that messages call `title`."""
     signature = inspect.signature(function)
-    *_, owner, name = ("", *function.__qualname__.split("."))
-    title = owner if name == "__init__" else name
     defaults = {name: p.default for name, p in signature.parameters.items()}
     required = {name: gin.REQUIRED for name in defaults if defaults[name] is gin.REQUIRED}
 
@@ -104,7 +109,9 @@ def annotation_of(function: Callable[..., Any], name: str) -> Any:
     """The annotation of a parameter ('return': of the result); `Any` if there is none to read."""
     code = inspect.unwrap(function)
     if inspect.isclass(code):
-        code = code.__init__
+        if name == "return":
+            return code
+        code = inspect.unwrap(code.__init__)
     text = getattr(code, "__annotations__", {}).get(name, Any)
     if not isinstance(text, str):
         return text

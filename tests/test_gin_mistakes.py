@@ -105,7 +105,7 @@ IN_A_FILE = {
     "optax.adam.b1 = 0.8": ("mine.gin:1", "never calls optax.adam", "mean optax.adamw.b1?"),
     "tf_data.prefetch = 2": ("mine.gin:1", "never calls tf_data", "random_access"),
     "one/convnet.hidden = 8": ("mine.gin:1", "nothing is called in scope 'one'"),
-    "include 'gin/strategies/ddp.gin'\ngather_shards.gather_dtype = 'bfloat16'": (
+    "include 'gin/strategies/ddp.gin'\ngather_params.gather_dtype = 'bfloat16'": (
         "mine.gin:2",
         "never calls gather_params",
     ),

@@ -177,7 +177,7 @@ def test_dry_run_shows_configuration_and_layout_and_trains_nothing(command, tmp_
         (["--gin.train.optimizer=@optax.lamb()"], ["lamb", "'learning_rate'", "Bind"]),
         (["--gin.image_classification.size=(("], ["image_classification.size"]),
         (["--cpu_device=8"], ["unrecognized arguments"]),
-        (["--gin.tfds_data.data_dir=/nowhere", "--gin.train.seed=a/b"], ["'a/b': give a whole"]),
+        (["--gin.tfds_data.data_dir=/nowhere", "--gin.train.seed=a/b"], ["'a/b': give an integer"]),
         (["--cpu_devices=many"], ["'many' is not a whole number"]),
         (["--gin.train.model=@convnet"], ["@convnet is the function itself", "@convnet()"]),
         (["--gin.train.strategy=ddp"], ["'ddp': give e.g. @data_parallel()"]),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import gin
 import jax
@@ -200,6 +200,8 @@ class StrategyConfig:
         choose: Finds the strategy, where this one stands for several, once it is known what is
             built, the same in every process. None: this is the one.
     """
+
+    gin_name: ClassVar[str] = "data_parallel"
 
     name: str = gin.REQUIRED
     engine: Callable[[StrategyConfig, TrainSpec], Strategy] = gin.REQUIRED
