@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from research_dp.analysis import hlo, replica_groups, trip_count
+from research_dp.analysis import hlo, hlo_collectives, trip_count
 from research_dp.analysis.hlo_collectives import find_collectives
 from research_dp.analysis.program_cost import flops_of
 
@@ -146,20 +146,20 @@ def test_flops(name, flops):
     ],
 )
 def test_groups(text, expected):
-    assert replica_groups.replica_groups(text, 4) == expected
+    assert hlo_collectives.replica_groups(text, 4) == expected
 
 
 def test_groups_in_an_unknown_form_are_refused():
     with pytest.raises(NotImplementedError, match="a form that this reader does not know"):
-        replica_groups.replica_groups("replica_groups=something_new", 4)
+        hlo_collectives.replica_groups("replica_groups=something_new", 4)
 
 
 def test_mesh_axes_of_a_group():
     sizes = {"data": 2, "fsdp": 4}
-    assert replica_groups.mesh_axes([0, 1, 2, 3], sizes) == ("fsdp",)
-    assert replica_groups.mesh_axes([0, 4], sizes) == ("data",)
-    assert replica_groups.mesh_axes([0, 1], sizes) == ("fsdp",)  # a part of it
-    assert replica_groups.mesh_axes(list(range(8)), sizes) == ("data", "fsdp")
+    assert hlo_collectives.mesh_axes([0, 1, 2, 3], sizes) == ("fsdp",)
+    assert hlo_collectives.mesh_axes([0, 4], sizes) == ("data",)
+    assert hlo_collectives.mesh_axes([0, 1], sizes) == ("fsdp",)  # a part of it
+    assert hlo_collectives.mesh_axes(list(range(8)), sizes) == ("data", "fsdp")
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_mesh_axes_of_a_group():
     ],
 )
 def test_whom_a_permute_joins(pairs, found):
-    assert replica_groups.connected_devices(pairs) == found
+    assert hlo_collectives.connected_devices(pairs) == found
 
 
 LOOP = """

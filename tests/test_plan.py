@@ -16,9 +16,10 @@ from research_dp.commands import plan as plans
 from research_dp.commands import plan_candidates
 from research_dp.distributed.hardware import chips
 from research_dp.errors import UsageError
-from research_dp.planning import advice, measure, memory_budget, tables
+from research_dp.planning import advice, tables
 from research_dp.planning import estimate as estimate_lib
 from research_dp.planning.limits import Budget
+from research_dp.planning.memory_budget import memory_budget
 from research_dp.planning.row import Row, fastest_first
 
 DIGITS = "--gin_file=gin/runs/digits.gin"
@@ -280,7 +281,7 @@ def device(platform, **stats):
 
 def test_what_is_available_is_what_jax_took_where_devices_are_there():
     def of(name, **options):
-        return memory_budget.available_bytes(Topology(name, chips()[name], **options))
+        return memory_budget(Topology(name, chips()[name], **options))[0]
 
     nominal = int(chips()["h100"].memory_bytes * 0.92)
     assert of("h100", devices=(device("gpu"),)) == nominal
@@ -291,16 +292,16 @@ def test_what_is_available_is_what_jax_took_where_devices_are_there():
 
 def test_what_was_measured_gives_the_rates_and_what_cannot_be_run_is_told(monkeypatch):
     one = row("x", step=0.1, mfu=0.5, tokens_per_second=1000.0, examples_per_second=10.0)
-    monkeypatch.setattr(measure, "_median_seconds", lambda made: 0.2)
-    measure.measure(estimate_lib.Compiled(one, None, None))
+    monkeypatch.setattr(estimate_lib, "_median_seconds", lambda made: 0.2)
+    estimate_lib.measure(estimate_lib.Compiled(one, None, None))
     rates = one.timing.mfu, one.timing.tokens_per_second, one.timing.examples_per_second
     assert (one.measured_seconds, *rates) == (0.2, 0.25, 500.0, 5.0)
 
     def too_much(made):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory\nmore")
 
-    monkeypatch.setattr(measure, "_median_seconds", too_much)
+    monkeypatch.setattr(estimate_lib, "_median_seconds", too_much)
     other = row("y")
-    measure.measure(estimate_lib.Compiled(other, None, None))
+    estimate_lib.measure(estimate_lib.Compiled(other, None, None))
     assert not other.fits
     assert other.problem == "cannot be run here: RESOURCE_EXHAUSTED: Out of memory"

@@ -37,19 +37,14 @@ def min_wire_bytes(strategy: Strategy, spec: TrainSpec) -> float:
     For a table that is sharded by feature, the rows that are looked up count where they are fewer
     than its own. Reductions of metrics and norms come on top.
 
-    Args:
-        strategy: The built strategy: its config says what is communicated when, its shardings what
-            is sharded.
-        spec: What it was built for.
-
     Raises:
         NotImplementedError: A slot is a gin reference in a scope, whose bindings have no public
             name.
     """
     config, mesh = strategy.config, strategy.mesh
     shards, replicas = mesh.shape[FSDP_AXIS], mesh.shape[DATA_AXIS]
-    passes, dtypes = _Passes.of(config, spec), _wire_dtypes(config, spec)
-    unit_uses = _unit_uses(strategy, spec)
+    gather_passes, syncs, regather, per_use = _passes(config, spec)
+    dtypes, unit_uses = _wire_dtypes(config, spec), _unit_uses(strategy, spec)
     total = 0.0
     trees = (strategy.shardings.params, strategy.shardings.slices)
     for param, update in zip(*map(jax.tree.leaves, trees), strict=True):
@@ -59,20 +54,20 @@ def min_wire_bytes(strategy: Strategy, spec: TrainSpec) -> float:
         )
         reduced = 2 * size * sync  # a ring all-reduce sends everything twice
         if param.dim is not None:
-            use = unit_uses[param.path.split("/")[0]] if passes.per_use else _Use(full=1)
+            use = unit_uses[param.path.split("/")[0]] if per_use else _Use(full=1)
             # A lookup gathers once: its gradient does not need the table.
-            gathers = use.full * (2 if passes.regather else 1) + use.lookups
+            gathers = use.full * (2 if regather else 1) + use.lookups
             scatters = use.full + use.lookups
             communicated = size * (gathers * gather + scatters * scatter)
             row = param.shape[-1] * (gather + scatter) + shards * _INDEX_BYTES
             communicated += use.exchanged_rows * row
-            total += passes.gathers * _ring(communicated, shards)
-            total += passes.syncs * _ring(reduced / shards, replicas)
+            total += gather_passes * _ring(communicated, shards)
+            total += syncs * _ring(reduced / shards, replicas)
         elif update.dim is not None:
-            total += _ring(size * (passes.syncs * sync + width), shards)
-            total += passes.syncs * _ring(reduced / shards, replicas)
+            total += _ring(size * (syncs * sync + width), shards)
+            total += syncs * _ring(reduced / shards, replicas)
         else:
-            total += passes.syncs * _ring(reduced, shards * replicas)
+            total += syncs * _ring(reduced, shards * replicas)
     return total
 
 
@@ -80,34 +75,20 @@ def _ring(nbytes: float, devices: int) -> float:
     return nbytes * (devices - 1) / devices
 
 
-@dataclasses.dataclass(frozen=True)
-class _Passes:
+def _passes(config: StrategyConfig, spec: TrainSpec) -> tuple[int, int, bool, bool]:
     """How often a step communicates.
 
-    Attributes:
-        gathers: Passes for which sharded parameters are gathered and their gradients scattered.
-        syncs: Times that gradients are synchronised.
-        regather: Whether a pass gathers again for its backward half.
-        per_use: Whether a pass gathers each unit where it is used, or everything beforehand.
+    Returns:
+        How many passes gather sharded parameters and scatter their gradients; how often gradients
+        are synchronised; whether a backward pass gathers again; whether each unit is gathered where
+        it is used, or everything beforehand.
     """
-
-    gathers: int
-    syncs: int
-    regather: bool
-    per_use: bool
-
-    @classmethod
-    def of(cls, config: StrategyConfig, spec: TrainSpec) -> _Passes:
-        if config.reduction.logical_shards is not None:  # one sum over all logical shards
-            return cls(1, 1, regather=False, per_use=False)
-        micro_batches = spec.accumulation_steps
-        each = config.reshard_after_forward
-        return cls(
-            micro_batches if each else 1,
-            micro_batches if config.sync_each == "micro_batch" else 1,
-            regather=each,
-            per_use=bool(spec.model.units) and (each or micro_batches == 1),
-        )
+    if config.reduction.logical_shards is not None:  # one sum over all logical shards
+        return 1, 1, False, False
+    micro_batches, each = spec.accumulation_steps, config.reshard_after_forward
+    syncs = micro_batches if config.sync_each == "micro_batch" else 1
+    per_use = bool(spec.model.units) and (each or micro_batches == 1)
+    return micro_batches if each else 1, syncs, each, per_use
 
 
 def _wire_dtypes(config: StrategyConfig, spec: TrainSpec) -> tuple[Any, Any, Any]:
@@ -154,13 +135,7 @@ def _is_registered(function: Callable[..., Any]) -> bool:
 
 @dataclasses.dataclass
 class _Use:
-    """How a micro-batch uses a unit.
-
-    Attributes:
-        full: How often it needs all of it.
-        lookups: How often it gathers it to look up rows.
-        exchanged_rows: How many rows a device looks up by exchange.
-    """
+    """How a micro-batch uses a unit: in full, gathered to look up rows, rows by exchange."""
 
     full: int = 0
     lookups: int = 0

@@ -17,12 +17,7 @@ _OUT_OF_MEMORY = re.compile(  # as XLA's TPU compiler words it; its GPU compiler
 
 
 class DoesNotFitError(Exception):
-    """A program needs more device memory than there is.
-
-    Attributes:
-        needed_bytes: What it needs, as far as the compiler says.
-        limit_bytes: What the device has.
-    """
+    """A program needs more device memory than there is, by the compiler's figures."""
 
     def __init__(self, needed_bytes: int, limit_bytes: int):
         super().__init__(f"needs {needed_bytes / 1e9:.2f} GB of {limit_bytes / 1e9:.2f}")
@@ -31,26 +26,19 @@ class DoesNotFitError(Exception):
 
 
 def compile_to_fit(lowered: Any, options: Mapping[str, Any] | None = None) -> Any:
-    """Compiles a program.
-
-    A TPU's compiler refuses a program that does not fit. A GPU's does not: compare
-    `ProgramCost.peak_bytes` with `Chip.memory_bytes`.
-
-    Args:
-        lowered: What `jax.jit(step).lower(*arguments)` gives.
-        options: Compiler options.
+    """Compiles what `jax.jit(step).lower(*arguments)` gives; `options` are the compiler's.
 
     Raises:
-        DoesNotFitError: It needs more device memory than there is.
+        DoesNotFitError: A TPU's compiler refuses it. A GPU's compiler never does: compare
+            `ProgramCost.peak_bytes` with `Chip.memory_bytes`.
     """
     try:
         return lowered.compile(dict(options) if options else None)
     except jax.errors.JaxRuntimeError as error:
         if sizes := _OUT_OF_MEMORY.search(str(error)):
-            needed, needed_unit, limit, limit_unit = (x for x in sizes.groups() if x is not None)
-            raise DoesNotFitError(
-                int(float(needed) * _UNITS[needed_unit]), int(float(limit) * _UNITS[limit_unit])
-            ) from error
+            groups = [group for group in sizes.groups() if group is not None]
+            pairs = zip(groups[::2], groups[1::2], strict=True)
+            raise DoesNotFitError(*(int(float(n) * _UNITS[unit]) for n, unit in pairs)) from error
         raise
 
 
@@ -59,16 +47,10 @@ def dump_options(platform: str, folder: Path) -> dict[str, Any]:
 
     A TPU's compiler can be newer than jaxlib, which then cannot print all of its programs.
     """
-    if platform != "tpu":
-        return {}
-    return {"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True}
+    return {"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True} if platform == "tpu" else {}
 
 
 def text_of(program: Any, folder: Path) -> str:
-    """A compiled program's text: from the folder of `dump_options`, else as jaxlib prints it.
-
-    Raises:
-        jax.errors.JaxRuntimeError: jaxlib cannot print it, and there is no other text.
-    """
+    """A compiled program's text: from the folder of `dump_options`, else as jaxlib prints it."""
     dumps = sorted(folder.glob("*.after_codegen.txt"), key=lambda file: file.stat().st_size)
     return dumps[-1].read_text() if dumps else program.as_text()

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from research_dp.analysis.hlo import Instruction
+from research_dp.analysis.hlo import Instruction, integers
 
 # Custom calls that are one matrix multiplication: cuBLAS in its variants.
 _MATMUL_CALLS = re.compile(r"__cublas\$|__onednn\$matmul|__cudnn\$(?!conv|fmha|norm)")
@@ -20,12 +20,8 @@ _ATTENTION_CALL = re.compile(r"__cudnn\$fmha\w*")
 
 
 def flops(instruction: Instruction) -> tuple[int, str]:
-    """FLOPs of one instruction that multiplies matrices, and its operands' element type.
-
-    Returns:
-        (0, '') for all others: elementwise operations are bound by memory.
-    """
-    counters = {"dot": _dot, "convolution": _convolution, "custom-call": _custom_call}
+    """FLOPs of a matrix multiplication, and its operands' element type; (0, '') of all others."""
+    counters = {"dot": _matmul, "convolution": _convolution, "custom-call": _custom_call}
     counter = counters.get(instruction.opcode)
     count = counter(instruction) if counter else 0
     return (count, instruction.inputs[0].dtype) if count else (0, "")
@@ -41,18 +37,12 @@ def flops_inside(instruction: Instruction) -> Iterator[tuple[int, str]]:
             yield from flops_inside(inner)
 
 
-def _integers(text: str) -> list[int]:
-    return [int(n) for n in re.findall(r"\d+", text)]
-
-
-def _dot(instruction: Instruction) -> int:
-    return _matmul(instruction, instruction.attribute(r"\blhs_contracting_dims={([0-9,]*)}"))
-
-
-def _matmul(instruction: Instruction, contracting: str) -> int:
-    left = instruction.inputs[0]
-    contracted = math.prod(left.dims[dim] for dim in _integers(contracting))
-    return 2 * math.prod(instruction.result[0].dims) * contracted
+def _matmul(
+    instruction: Instruction, contracting: str = r"\blhs_contracting_dims={([0-9,]*)}"
+) -> int:
+    """A matrix multiplication, whose attributes have the contracting dims in this pattern."""
+    left, dims = instruction.inputs[0], integers(instruction.attribute(contracting))
+    return 2 * math.prod(instruction.result[0].dims) * math.prod(left.dims[dim] for dim in dims)
 
 
 def _custom_call(instruction: Instruction) -> int:
@@ -62,9 +52,7 @@ def _custom_call(instruction: Instruction) -> int:
     if target.startswith("__cudnn$conv"):
         return _cudnn_convolution(instruction)
     if _MATMUL_CALLS.match(target):
-        return _matmul(
-            instruction, instruction.attribute(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]')
-        )
+        return _matmul(instruction, r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]')
     # Authors of Pallas kernels may state the cost.
     estimate = instruction.attribute(r'"cost_estimate":\s*{"flops":\s*"?(\d+)', "0")
     return int(estimate) if instruction.inputs else 0
@@ -79,9 +67,8 @@ def _attention(instruction: Instruction) -> int:
     shape = instruction.attribute(
         r'"intermediate_tensor_shape":\s*{.*?"dimensions":\s*\[([^\]]*)\]', "0, 0"
     )
-    head_size = instruction.inputs[0].dims[-1]
     multiplications = 4 if "Backward" in instruction.target else 2
-    return multiplications * 2 * math.prod(_integers(shape)) * head_size
+    return multiplications * 2 * math.prod(integers(shape)) * instruction.inputs[0].dims[-1]
 
 
 def _dim_labels(instruction: Instruction) -> tuple[str, str, str]:
@@ -115,11 +102,10 @@ def _convolution(instruction: Instruction) -> int:
             result.dims[outputs.index(label)],
             {name: v[int(label)] for name, v in window.items() if len(v) == len(spatial)},
         )
-    batch = left.dims[inputs.index("b")]
-    batch //= int(instruction.attribute(r"\bbatch_group_count=(\d+)", "1"))
-    features = left.dims[inputs.index("f")]
-    features //= int(instruction.attribute(r"\bfeature_group_count=(\d+)", "1"))
-    return 2 * positions * batch * features * right.dims[kernel.index("o")]
+    for label, group_count in (("b", "batch_group_count"), ("f", "feature_group_count")):
+        groups = int(instruction.attribute(rf"\b{group_count}=(\d+)", "1"))
+        positions *= left.dims[inputs.index(label)] // groups
+    return 2 * positions * right.dims[kernel.index("o")]
 
 
 def _valid_positions(size: int, window_size: int, results: int, window: dict[str, int]) -> int:
@@ -127,9 +113,8 @@ def _valid_positions(size: int, window_size: int, results: int, window: dict[str
     start = np.arange(results)[:, None] * window.get("stride", 1) - window.get("pad", 0)
     place = start + np.arange(window_size)[None] * window.get("rhs_dilate", 1)
     dilation = window.get("lhs_dilate", 1)
-    dilated_size = (size - 1) * dilation + 1
-    valid = (place >= 0) & (place < dilated_size) & (place % dilation == 0)
-    return int(np.count_nonzero(valid))
+    inside = (place >= 0) & (place <= (size - 1) * dilation)
+    return int(np.count_nonzero(inside & (place % dilation == 0)))
 
 
 def _cudnn_convolution(instruction: Instruction) -> int:
@@ -138,12 +123,10 @@ def _cudnn_convolution(instruction: Instruction) -> int:
     The window's positions in the padding are counted too.
     """
     _, kernel_labels, _ = _dim_labels(instruction)
-    result, inputs = instruction.result[0], instruction.inputs
+    outputs, kernel = instruction.result[0], instruction.inputs[1]
     if "BackwardFilter" in instruction.target:
-        outputs, kernel = inputs[1], result
+        outputs, kernel = kernel, outputs
     elif "BackwardInput" in instruction.target:
-        outputs, kernel = inputs[0], inputs[1]
-    else:
-        outputs, kernel = result, inputs[1]
+        outputs = instruction.inputs[0]
     products = math.prod(outputs.dims) * math.prod(kernel.dims)
     return 2 * products // kernel.dims[kernel_labels.index("o")]

@@ -16,13 +16,9 @@ _FREE = {
     *KINDS,  # their reads and writes keep pace with a network that is much slower
 }  # fmt: skip
 _FREE_CALLS = {
-    "AllocateBuffer",
-    "ConcatBitcast",
-    "AssumeGatherIndicesInBound",
-    "GatherScatterIndicesBitpacked",
-    "AsyncCollectiveStart",
-    "AsyncCollectiveDone",
-}
+    "AllocateBuffer", "ConcatBitcast", "AssumeGatherIndicesInBound",
+    "GatherScatterIndicesBitpacked", "AsyncCollectiveStart", "AsyncCollectiveDone",
+}  # fmt: skip
 _SLICES = {"dynamic-slice", "slice", "gather"}  # of the first operand
 _RENAMES = {"bitcast", "reshape"}
 # Each element of their results needs many elements of their operands.
@@ -36,10 +32,13 @@ def hbm_bytes(instruction: Instruction) -> int:
     update. Arrays in a TPU's on-chip memory do not count.
     """
     opcode = instruction.opcode
-    if _is_free(instruction) or opcode.endswith("-done"):
+    if opcode == "copy-start":  # one read and one write, one of the two perhaps on chip
+        return _nbytes(instruction.result[:2])
+    if opcode == "slice-start":
+        source, target = instruction.result[:2]
+        return target.nbytes * (2 - source.on_chip - target.on_chip)
+    if _is_free(instruction) or opcode.endswith(("-start", "-done")):
         return 0
-    if opcode.endswith("-start"):
-        return _async_copy_bytes(instruction)
     if fused := instruction.fused:
         return _fusion_bytes(instruction, fused)
     if opcode in _SLICES:
@@ -59,16 +58,6 @@ def _nbytes(arrays: Iterable[Array]) -> int:
 
 def _size(instruction: Instruction) -> int:
     return sum(math.prod(array.dims) for array in instruction.result)
-
-
-def _async_copy_bytes(start: Instruction) -> int:
-    """An asynchronous copy or slice: one read and one write, one of the two perhaps on chip."""
-    if start.opcode == "copy-start":
-        return _nbytes(start.result[:2])
-    if start.opcode == "slice-start":
-        source, target = start.result[:2]
-        return target.nbytes * (2 - source.on_chip - target.on_chip)
-    return 0
 
 
 def _fusion_bytes(fusion: Instruction, fused: Computation) -> int:
@@ -96,8 +85,7 @@ def _needed_elements(fused: Computation) -> dict[Instruction, int]:
     for user in reversed(instructions):
         needed = min(_size(user), sliced[user] + used[user])
         in_place = user in results and _is_in_place(user)
-        inner = user.fused
-        inner_needs = _needed_elements(inner) if inner else {}
+        inner_needs = _needed_elements(inner) if (inner := user.fused) else {}
         for number, operand in enumerate(user.operands):
             size = _size(operand)
             if inner:
@@ -113,10 +101,10 @@ def _needed_elements(fused: Computation) -> dict[Instruction, int]:
 
 def _is_in_place(update: Instruction) -> bool:
     """Whether it updates a part of an array that is the fusion's argument."""
-    if update.opcode != "dynamic-update-slice":
-        return False
-    (updated,) = _results(update.operands[0])
-    return updated.opcode == "parameter"
+    return (
+        update.opcode == "dynamic-update-slice"
+        and _results(update.operands[0])[0].opcode == "parameter"
+    )
 
 
 def _results(instruction: Instruction) -> list[Instruction]:

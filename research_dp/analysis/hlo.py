@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import re
 from collections.abc import Iterator
@@ -26,52 +27,33 @@ _BRACKET = re.compile(r"[()]")
 
 @dataclasses.dataclass(frozen=True)
 class Array:
-    """An array's type.
-
-    Attributes:
-        dtype: Element type in XLA's words, e.g. 'bf16'.
-        dims: Sizes.
-        on_chip: It is in a TPU's on-chip memory, not in HBM.
-    """
+    """An array's type; its dtype in XLA's words, e.g. 'bf16'."""
 
     dtype: str
     dims: tuple[int, ...]
-    on_chip: bool = False
+    on_chip: bool = False  # in a TPU's on-chip memory, not in HBM
 
     @property
     def nbytes(self) -> int:
-        bits = _BITS.get(self.dtype)
-        if bits is None:  # f8e4m3fn and its kin, f4e2m1fn
-            small_float = re.match(r"f([48])e", self.dtype)
-            bits = int(small_float[1]) if small_float else 0
+        bits = _BITS.get(self.dtype, 0)
+        if small_float := re.match(r"f([48])e", self.dtype):  # f8e4m3fn and its kin, f4e2m1fn
+            bits = int(small_float[1])
         return math.ceil(math.prod(self.dims) * bits / 8)
 
 
 @dataclasses.dataclass(eq=False, repr=False)
 class Instruction:
-    """One line of a program.
+    """One line of a program."""
 
-    Attributes:
-        name: Unique in the module.
-        opcode: E.g. 'all-gather-start'.
-        result: The array, or the arrays of the tuple (nested ones flattened), that it produces.
-        operands: Instructions of the same computation.
-        literal: The text between the operand brackets: a constant's value, a parameter's number.
-        attributes: The rest of the line.
-        is_root: It is its computation's result.
-        computation: The computation that it belongs to.
-        users: Instructions that have it as an operand.
-    """
-
-    name: str
-    opcode: str
-    result: tuple[Array, ...]
-    operands: tuple[Instruction, ...]
-    literal: str
-    attributes: str
+    name: str  # unique in the module
+    opcode: str  # e.g. 'all-gather-start'
+    result: tuple[Array, ...]  # one array, or those of a tuple, nested ones flattened
+    operands: tuple[Instruction, ...]  # of the same computation
+    literal: str  # text between the operand brackets: a constant's value, a parameter's number
+    attributes: str  # the rest of the line
     is_root: bool
     computation: Computation
-    users: list[Instruction] = dataclasses.field(default_factory=list)
+    users: list[Instruction] = dataclasses.field(default_factory=list)  # have it as an operand
 
     def attribute(self, pattern: str, default: str = "") -> str:
         """The first group of a pattern's first match in the attributes."""
@@ -80,8 +62,7 @@ class Instruction:
 
     def called(self, attribute: str = "calls") -> Computation | None:
         """The computation that an attribute (`calls`, `body`, ...) names."""
-        name = self.attribute(rf"\b{attribute}=%?([\w.\-]+)")
-        return self.computation.siblings.get(name)
+        return self.computation.siblings.get(self.attribute(rf"\b{attribute}=%?([\w.\-]+)"))
 
     @property
     def fused(self) -> Computation | None:
@@ -97,7 +78,6 @@ class Instruction:
 
     @property
     def inputs(self) -> list[Array]:
-        """The operands' arrays."""
         return [array for operand in self.operands for array in operand.result]
 
     @property
@@ -111,36 +91,28 @@ class Instruction:
 
         The compiler marks a `*-start` that it does not overlap after all.
         """
-        marked_sync = re.search(r'"is_sync":\s*true', self.attributes)
-        return self.opcode.endswith("-start") and not marked_sync
+        is_start = self.opcode.endswith("-start")
+        return is_start and not re.search(r'"is_sync":\s*true', self.attributes)
 
 
 @dataclasses.dataclass(eq=False, repr=False)
 class Computation:
-    """A function of a program: its instructions in the order of the schedule.
-
-    Attributes:
-        name: Unique in the module.
-        siblings: All computations of the module, by name.
-        instructions: By name.
-        in_fusion: Whether a fusion calls it.
-    """
+    """A function of a program: its instructions by name, in the order of the schedule."""
 
     name: str
-    siblings: dict[str, Computation]
+    siblings: dict[str, Computation]  # all computations of the module, by name
     instructions: dict[str, Instruction] = dataclasses.field(default_factory=dict)
-    in_fusion: bool = False
+    in_fusion: bool = False  # whether a fusion calls it
 
     @functools.cached_property
     def root(self) -> Instruction:
-        """The instruction that gives the result."""
         return next(i for i in self.instructions.values() if i.is_root)
 
     @functools.cached_property
     def parameters(self) -> dict[int, Instruction]:
         """Parameters by number."""
-        parameters = (i for i in self.instructions.values() if i.opcode == "parameter")
-        return {int(i.literal): i for i in parameters}
+        instructions = self.instructions.values()
+        return {int(i.literal): i for i in instructions if i.opcode == "parameter"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,11 +124,7 @@ class Module:
 
 
 def parse(text: str) -> Module:
-    """Parses a program as `compiled.as_text()` prints it.
-
-    Raises:
-        ValueError: The text has no entry computation.
-    """
+    """Parses a program as `compiled.as_text()` prints it; ValueError: it has no entry."""
     computations: dict[str, Computation] = {}
     entry = current = None
     for line in _statements(text):
@@ -170,10 +138,9 @@ def parse(text: str) -> Module:
                 operand.users.append(instruction)
     if entry is None:
         raise ValueError("no entry computation in this text: give what compiled.as_text() prints")
-    for computation in computations.values():
-        for instruction in computation.instructions.values():
-            if fused := instruction.fused:
-                fused.in_fusion = True
+    for instruction in itertools.chain(*(c.instructions.values() for c in computations.values())):
+        if fused := instruction.fused:
+            fused.in_fusion = True
     return Module(computations, entry)
 
 
@@ -183,16 +150,16 @@ def _statements(text: str) -> Iterator[str]:
     A custom call's configuration may run over several lines, some of which start with '}'. So a
     computation ends where the next one starts, and other lines belong to the instruction before.
     """
-    pending = ""
+    pending: list[str] = []
     for line in text.splitlines():
-        if _HEADER.match(line) or _INSTRUCTION.match(line):
-            if pending:
-                yield pending
-            pending = line
-        elif pending and line not in ("}", ""):
-            pending += "\n" + line
+        starts = _HEADER.match(line) or _INSTRUCTION.match(line)
+        if starts and pending:
+            yield "\n".join(pending)
+            pending = []
+        if starts or (pending and line not in ("}", "")):
+            pending.append(line)
     if pending:
-        yield pending
+        yield "\n".join(pending)
 
 
 def _instruction(line: str, computation: Computation) -> Instruction:
@@ -202,8 +169,7 @@ def _instruction(line: str, computation: Computation) -> Instruction:
     type_end = _closing_bracket(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")
     opening = rest.index("(", type_end)
     closing = _closing_bracket(rest, opening)
-    literal = rest[opening + 1 : closing]
-    known = computation.instructions
+    literal, known = rest[opening + 1 : closing], computation.instructions
     return Instruction(
         name=head[2],
         opcode=rest[type_end:opening].strip(),
@@ -226,9 +192,14 @@ def _closing_bracket(text: str, start: int) -> int:
     raise ValueError(f"unbalanced brackets in {text[:200]!r}")
 
 
+def integers(text: str) -> tuple[int, ...]:
+    """All numbers in a text, e.g. '{0,1}'."""
+    return tuple(map(int, re.findall(r"\d+", text)))
+
+
 def arrays(text: str) -> tuple[Array, ...]:
     """The arrays of a type, e.g. '(bf16[2,4]{1,0:T(8,128)S(1)}, f32[])'."""
     return tuple(
-        Array(dtype, tuple(int(n.lstrip("<=")) for n in dims.split(",") if n), "S(1)" in layout)
+        Array(dtype, integers(dims), "S(1)" in layout)
         for dtype, dims, layout in _ARRAY.findall(_COMMENT.sub("", text))
     )

@@ -14,21 +14,13 @@ from research_dp.strategies.jaxpr_collectives import Collective
 
 @dataclasses.dataclass(frozen=True)
 class Route:
-    """The links of a group of devices; rates are bytes/s that a device sends.
+    """The links of a group of devices; rates are bytes/s that a device sends."""
 
-    Attributes:
-        domains: Hosts (GPU) or slices (TPU) that the group is in.
-        members: Its devices in each of them.
-        ring_rate: To others of its domain, in a ring.
-        direct_rate: To others of its domain, all to all.
-        across_rate: To other domains.
-    """
-
-    domains: int
-    members: int
-    ring_rate: float
-    direct_rate: float
-    across_rate: float
+    domains: int  # hosts (GPU) or slices (TPU) that the group is in
+    members: int  # its devices in each of them
+    ring_rate: float  # to others of its domain, in a ring
+    direct_rate: float  # to others of its domain, all to all
+    across_rate: float  # to other domains
 
     @property
     def crosses(self) -> bool:

@@ -19,31 +19,18 @@ from research_dp.analysis.trip_count import executed
 
 @dataclasses.dataclass(frozen=True)
 class ProgramCost:
-    """Costs of one run of a compiled program, a device. Bytes and FLOPs are exact.
+    """Costs of one run of a compiled program, a device. Bytes and FLOPs are exact."""
 
-    Attributes:
-        argument_bytes: Of its arguments: for a training step, the state and the batch.
-        output_bytes: Of its results, those that replace an argument included.
-        alias_bytes: Of the results that replace an argument (donated).
-        temp_bytes: Of temporary memory.
-        peak_bytes: Most bytes in use at any moment, arguments included.
-        flops: Of matrix multiplications.
-        flops_by_dtype: The same, by the operands' element type.
-        collectives: Its communication.
-        crossing: Names of the collectives that leave a host (GPU) or a slice (TPU).
-        schedule: Predicted times; these are estimates, from vendors' rates.
-    """
-
-    argument_bytes: int
-    output_bytes: int
-    alias_bytes: int
+    argument_bytes: int  # for a training step: the state and the batch
+    output_bytes: int  # results, those that replace an argument included
+    alias_bytes: int  # results that replace an argument (donated)
     temp_bytes: int
-    peak_bytes: int
-    flops: int
-    flops_by_dtype: dict[str, int]
+    peak_bytes: int  # most in use at any moment, arguments included
+    flops: int  # of matrix multiplications
+    flops_by_dtype: dict[str, int]  # by the operands' element type
     collectives: tuple[CompiledCollective, ...]
-    crossing: frozenset[str]
-    schedule: Schedule
+    crossing: frozenset[str]  # names of the collectives that leave a host (GPU) or a slice (TPU)
+    schedule: Schedule  # predicted times: estimates, from vendors' rates
 
     @property
     def wire_bytes(self) -> float:
@@ -52,15 +39,13 @@ class ProgramCost:
 
     @property
     def collective_count(self) -> int:
-        """How many collectives run."""
         return sum(c.operations for c in self.collectives)
 
     def wire_bytes_by(self, *fields: str) -> dict[tuple[str, ...], float]:
         """Wire bytes by fields of a collective: 'kind', 'dtype', 'axes', 'purpose'.
 
-        Returns:
-            E.g. for `wire_bytes_by('kind', 'axes')`: `{('all-gather', 'fsdp'): 4.5e9, ...}`,
-            several axes joined by a '+'.
+        E.g. `wire_bytes_by('kind', 'axes')` is `{('all-gather', 'fsdp'): 4.5e9, ...}`, several axes
+        joined by a '+'.
         """
         total: dict[tuple[str, ...], float] = collections.defaultdict(float)
         for collective in self.collectives:
@@ -85,8 +70,7 @@ def read(compiled: Any, mesh: Mesh, topology: Topology, text: str | None = None)
         text: The program's text; None: `compiled` prints it.
 
     Raises:
-        NotImplementedError: A collective that this reader does not understand, or one in a loop
-            whose length the program does not say.
+        NotImplementedError: A collective in an unknown form, or in a loop of unknown length.
     """
     memory = compiled.memory_analysis()
     module = hlo.parse(compiled.as_text() if text is None else text)
@@ -95,8 +79,7 @@ def read(compiled: Any, mesh: Mesh, topology: Topology, text: str | None = None)
     collectives = find_collectives(module, dict(mesh.shape), slices)
     routes = {c.name: route(topology, [devices[i] for i in c.group]) for c in collectives}
     # One operation may carry arrays of several types.
-    times: dict[str, float] = collections.defaultdict(float)
-    nbytes: dict[str, float] = collections.defaultdict(float)
+    times, nbytes = (collections.defaultdict[str, float](float) for _ in range(2))
     for collective in {(c.name, c.dtype): c for c in collectives}.values():
         times[collective.name] += seconds(collective, routes[collective.name])
         nbytes[collective.name] += dataclasses.replace(collective, times=1).wire_bytes
@@ -119,18 +102,16 @@ def read(compiled: Any, mesh: Mesh, topology: Topology, text: str | None = None)
 
 
 def flops_of(module: hlo.Module) -> dict[str, int]:
-    """FLOPs of a program by the operands' element type, loops multiplied out.
-
-    Raises:
-        NotImplementedError: A matrix multiplication in a loop of unknown length.
-    """
+    """FLOPs of a program by the operands' element type, loops multiplied out."""
     total: dict[str, int] = collections.defaultdict(int)
-    for instruction, times, _ in executed(module):
+    for instruction, times, _ in executed(module.entry):
         count, dtype = flops(instruction)
-        if count and times is None:
+        if not count:
+            continue
+        if times is None:
+            name = instruction.name
             raise NotImplementedError(
-                f"{instruction.name}: a matrix multiplication in a loop of unknown length"
+                f"{name}: a matrix multiplication in a loop of unknown length"
             )
-        if count:
-            total[dtype] += count * (times or 0)
+        total[dtype] += count * times
     return dict(total)

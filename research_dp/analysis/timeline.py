@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,29 +28,17 @@ Network = Callable[[str], tuple[float, bool, float]]
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """Predicted times of one run of a program, in seconds.
+    """Predicted times of one run of a program, in seconds, and the bytes that a device sends."""
 
-    Attributes:
-        compute: All FLOPs at the peak rate.
-        memory: All bytes to and from device memory at its rate.
-        network_inside: All collectives inside a host (GPU) or slice (TPU), one after the other.
-        network_across: Those that leave it.
-        exposed: How long the compute stream waits for collectives.
-        step: The full run: every instruction at the slower of compute and memory, and `exposed`.
-        wire_bytes: Bytes that a device sends.
-        hidden_bytes: Those of them that are sent while the compute stream does not wait for them.
-        is_lower_bound: Whether one iteration is counted of a loop of unknown length.
-    """
-
-    compute: float
-    memory: float
-    network_inside: float
-    network_across: float
-    exposed: float
-    step: float
+    compute: float  # all FLOPs at the peak rate
+    memory: float  # all bytes to and from device memory at its rate
+    network_inside: float  # collectives inside a host (GPU) or slice (TPU), one after the other
+    network_across: float  # those that leave it
+    exposed: float  # how long the compute stream waits for collectives
+    step: float  # every instruction at the slower of compute and memory, and `exposed`
     wire_bytes: float
-    hidden_bytes: float
-    is_lower_bound: bool = False
+    hidden_bytes: float  # those that are sent while the compute stream does not wait for them
+    is_lower_bound: bool = False  # one iteration is counted of a loop of unknown length
 
     @property
     def network(self) -> float:
@@ -57,7 +46,7 @@ class Schedule:
 
     @property
     def hidden_fraction(self) -> float | None:
-        """The share of the wire bytes that is hidden behind compute; None where there are none."""
+        """The share of the wire bytes that is sent behind compute; None where there are none."""
         return self.hidden_bytes / self.wire_bytes if self.wire_bytes else None
 
     @property
@@ -67,39 +56,23 @@ class Schedule:
         return max(times, key=lambda name: times[name])
 
 
-# Positions in the simulation's clock: the two streams' times, then the sums of `Schedule`.
-_COMPUTE_STREAM, _NETWORK_STREAM, *_SUMS = range(9)
-_COMPUTE, _MEMORY, _INSIDE, _ACROSS, _EXPOSED, _WIRE_BYTES, _HIDDEN_BYTES = _SUMS
+# Positions in the simulation's clock: the fields of `Schedule`, of which `step` is the time of the
+# compute stream, and the time of the network's stream.
+_COMPUTE, _MEMORY, _INSIDE, _ACROSS, _EXPOSED, *_OTHERS = range(9)
+_COMPUTE_STREAM, _WIRE_BYTES, _HIDDEN_BYTES, _NETWORK_STREAM = _OTHERS
 
 
 def simulate(module: Module, chip: Chip, network: Network) -> Schedule:
-    """Simulates a program's schedule.
-
-    Args:
-        module: The program.
-        chip: The devices' rates.
-        network: How long each collective takes.
-    """
+    """Simulates a program's schedule on these devices."""
     simulation = _Simulation(chip, network)
     simulation.run(module.entry)
     for transfer in sorted(simulation.in_flight.values(), key=lambda t: t.arrival):
         simulation.wait(transfer)
-    clock = simulation.clock.tolist()
-    return Schedule(
-        compute=clock[_COMPUTE],
-        memory=clock[_MEMORY],
-        network_inside=clock[_INSIDE],
-        network_across=clock[_ACROSS],
-        exposed=clock[_EXPOSED],
-        step=clock[_COMPUTE_STREAM],
-        wire_bytes=clock[_WIRE_BYTES],
-        hidden_bytes=clock[_HIDDEN_BYTES],
-        is_lower_bound=simulation.is_lower_bound,
-    )
+    values = [*simulation.clock[:_NETWORK_STREAM].tolist(), simulation.is_lower_bound]
+    return Schedule(*values)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Transfer:
+class _Transfer(NamedTuple):
     """A collective in flight: when it arrives, how long it takes, and its bytes."""
 
     arrival: float
@@ -150,7 +123,6 @@ class _Simulation:
         self.compute(instruction)
 
     def compute(self, instruction: Instruction) -> None:
-        """An instruction's own compute and memory traffic."""
         if instruction not in self.costs:
             seconds = sum(n / self.chip.peak(dtype) for n, dtype in flops_inside(instruction))
             self.costs[instruction] = seconds, hbm_bytes(instruction) / self.chip.memory_rate
@@ -170,31 +142,24 @@ class _Simulation:
         return _Transfer(arrival, seconds, nbytes)
 
     def wait(self, transfer: _Transfer) -> None:
-        """Lets the compute stream wait for a collective."""
         waited = max(0.0, transfer.arrival - self.clock[_COMPUTE_STREAM])
         self.clock[_COMPUTE_STREAM] += waited
         self.clock[_EXPOSED] += waited
-        # A longer wait was for the collectives before it on the network; none of its bytes are sent
-        # during that.
+        # A longer wait was for collectives before it on the network, which send none of its bytes.
         exposed = min(1.0, waited / transfer.seconds if transfer.seconds else 0)
         self.clock[_HIDDEN_BYTES] += transfer.nbytes * (1 - exposed)
 
 
 def _started(instruction: Instruction) -> Iterator[tuple[str, str | None]]:
-    """Collectives that an instruction starts, and the key under which each is waited for later.
-
-    The key is None where the instruction itself waits.
-    """
+    """Collectives that it starts, each with the key of its wait; None: it waits itself."""
     if kind_of(instruction):
         key = instruction.name if instruction.is_async else None
         yield instruction.name, _rendezvous(instruction) if instruction.opcode == "send" else key
     elif instruction.opcode in ("fusion", "async-start") and (wrapped := instruction.called()):
         for inner in wrapped.instructions.values():
             for name, key in _started(inner):
-                if instruction.is_async:
-                    yield name, instruction.name
-                else:
-                    yield name, _chain(inner) if starts_chain(inner) else key
+                of_chain = _chain(inner) if starts_chain(inner) else key
+                yield name, instruction.name if instruction.is_async else of_chain
 
 
 def _awaited(instruction: Instruction) -> list[str]:

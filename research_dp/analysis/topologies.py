@@ -41,16 +41,9 @@ _PLUGINS = {"gpu": ("jax_cuda13_plugin", "jax_cuda12_plugin"), "tpu": ("libtpu",
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """Devices, present or not, and their figures.
+    """Devices, present or only compiled for, and their figures."""
 
-    Attributes:
-        name: As given, or of the devices' kind and number.
-        chip: The kind of device.
-        devices: All of them.
-        are_present: Whether they are there, and not only compiled for.
-    """
-
-    name: str
+    name: str  # as given, or of the devices' kind and number
     chip: Chip
     devices: tuple[Any, ...]
     are_present: bool = False
@@ -80,10 +73,7 @@ class Topology:
         """A mesh over all devices.
 
         On a TPU its axes follow the torus where they can, and the first axis that the number of
-        slices divides runs over the slices.
-
-        Raises:
-            UsageError: Several slices, and no axis that they divide.
+        slices divides runs over the slices; UsageError: there is none.
         """
         return build_mesh(dict(zip(axes, shape, strict=True)), self.devices)
 
@@ -91,10 +81,9 @@ class Topology:
 def topology(name: str) -> Topology:
     """The devices that a name stands for.
 
-    Args:
-        name: 'h100:8x8', also h200, a100 and b200: hosts x GPUs of a host. 'v5e-64', also v5p and
-            v6e: chips (of v5p too, where Google's own names count cores), or the shape, 'v5e-8x8'.
-            '2xv5e-64': slices x chips. 'cpu:8': CPU devices of this process.
+    'h100:8x8', also h200, a100 and b200: hosts x GPUs of a host. 'v5e-64', also v5p and v6e: chips
+    (of v5p too, where Google's own names count cores), or the shape, 'v5e-8x8'. '2xv5e-64': slices
+    x chips. 'cpu:8': CPU devices of this process.
 
     Raises:
         UsageError: An unknown name, or one whose compiler is not installed; the message has the
@@ -115,16 +104,12 @@ def topology(name: str) -> Topology:
 
 
 def present() -> Topology:
-    """The devices of this run; see `of`."""
+    """The devices of this run."""
     return of(jax.devices())
 
 
 def of(devices: Sequence[jax.Device]) -> Topology:
-    """These devices, of this run or of a topology.
-
-    Raises:
-        UsageError: Their kind is unknown. All CPUs are known, with nominal figures.
-    """
+    """These devices, of this run or of a topology; all CPUs are known, with nominal figures."""
     kind = devices[0].device_kind
     chip = chips()["cpu"] if devices[0].platform == "cpu" else chip_of(kind)
     if chip is None:
@@ -133,8 +118,8 @@ def of(devices: Sequence[jax.Device]) -> Topology:
             f"devices of kind {kind!r}: their memory and rates are not known, so that nothing can "
             f"be planned for them. Known are {known}."
         )
-    are_present = devices[0] in jax.devices()
-    return Topology(f"{kind} x {len(devices)}", chip, tuple(devices), are_present)
+    name = f"{kind} x {len(devices)}"
+    return Topology(name, chip, tuple(devices), are_present=devices[0] in jax.devices())
 
 
 def _gpu(name: str, chip: Chip, hosts: int, gpus: int) -> Topology:
@@ -177,7 +162,7 @@ def _prepare(name: str, platform: str) -> None:
     for variable, setting in _ENVIRONMENT.items():
         os.environ.setdefault(variable, setting)
     plugins = _PLUGINS[platform]
-    missing = "" if any(importlib.util.find_spec(plugin) for plugin in plugins) else plugins[0]
+    missing = "" if any(map(importlib.util.find_spec, plugins)) else plugins[0]
     if platform == "gpu" and not missing and not _has_assembler():
         missing = "nvidia-cuda-nvcc"
     if missing:

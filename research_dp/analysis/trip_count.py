@@ -7,37 +7,29 @@ import operator
 import re
 from collections.abc import Callable, Iterator
 
-from research_dp.analysis.hlo import Computation, Instruction, Module
+from research_dp.analysis.hlo import Computation, Instruction
 
 # (number, index) -> the value of a parameter, or of an element of it; None where it is unknown.
 Arguments = Callable[[int, int | None], int | None]
 _TRANSPARENT = {"copy", "bitcast", "convert", "reshape", "copy-done", "copy-start"}
-_ARITHMETIC: dict[str, Callable[[int, int], int]] = {
-    "add": operator.add,
-    "subtract": operator.sub,
-    "multiply": operator.mul,
-}
+_ARITHMETIC = {"add": operator.add, "subtract": operator.sub, "multiply": operator.mul}
 
 
-def executed(module: Module) -> Iterator[tuple[Instruction, int | None, bool]]:
-    """All instructions that a program runs, each before those of the computations it calls.
+def executed(
+    computation: Computation, times: int | None = 1, in_async: bool = False
+) -> Iterator[tuple[Instruction, int | None, bool]]:
+    """All instructions that a computation runs, each before those of the computations it calls.
 
     Yields:
         The instruction; how often it runs, None where that is unknown; whether it is inside an
         asynchronous wrapper.
     """
-
-    def walk(
-        computation: Computation, times: int | None, in_async: bool
-    ) -> Iterator[tuple[Instruction, int | None, bool]]:
-        for instruction in computation.instructions.values():
-            yield instruction, times, in_async
-            wrapped = in_async or (instruction.opcode == "async-start" and instruction.is_async)
-            for callee, trips in callees(instruction):
-                total = None if times is None or trips is None else times * trips
-                yield from walk(callee, total, wrapped)
-
-    return walk(module.entry, 1, False)
+    for instruction in computation.instructions.values():
+        yield instruction, times, in_async
+        wrapped = in_async or (instruction.opcode == "async-start" and instruction.is_async)
+        for callee, trips in callees(instruction):
+            total = None if times is None or trips is None else times * trips
+            yield from executed(callee, total, wrapped)
 
 
 def callees(instruction: Instruction) -> Iterator[tuple[Computation, int | None]]:
@@ -66,13 +58,12 @@ def trip_count(loop: Instruction) -> int | None:
     condition, body = loop.called("condition"), loop.called("body")
     if condition is None or body is None:
         return None
-    start, step = loop.operands[0], body.root
 
     def initial(number: int, index: int | None) -> int | None:
-        return _evaluate(start, lambda number, index: None, index)
+        return _evaluate(loop.operands[0], lambda number, index: None, index)
 
     def following(number: int, index: int | None) -> int | None:
-        return _evaluate(step, initial, index)
+        return _evaluate(body.root, initial, index)
 
     direction, first = _comparison(condition.root, initial)
     _, second = _comparison(condition.root, following)
@@ -95,10 +86,7 @@ def _iterations(direction: str, gap: int, step: int) -> int | None:
 
 
 def _comparison(root: Instruction, arguments: Arguments) -> tuple[str, int | None]:
-    """The direction of the comparison that a condition returns, and its right side less its left.
-
-    The difference is None where the sides are unknown.
-    """
+    """The direction of a condition's comparison, and its right side less its left if known."""
     if fused := root.fused:
         return _comparison(fused.root, _fused_arguments(root, arguments))
     if root.opcode in ("copy", "bitcast"):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import gin
 import jax
@@ -24,9 +26,8 @@ from research_dp.console import put
 from research_dp.distributed.mesh import planning_for
 from research_dp.errors import UsageError, first_line, message_of
 from research_dp.planning import advice, batch, extrapolation, html_report, tables
-from research_dp.planning.estimate import compile_row, compile_scaled
-from research_dp.planning.extrapolation import SIZES, Curve, MeshState
-from research_dp.planning.measure import measure
+from research_dp.planning.estimate import compile_row, compile_scaled, measure
+from research_dp.planning.extrapolation import SIZES, Curve
 from research_dp.planning.row import Row, fastest_first
 from research_dp.strategies import StrategyConfig, TrainSpec
 
@@ -36,17 +37,11 @@ _LONG_COMPILATION = 60.0  # seconds
 # What building and tracing a strategy may raise beside mistakes.
 _UNBUILDABLE = (jax.errors.JaxRuntimeError, NotImplementedError, TypeError, ValueError)
 
-# Makes a row of a strategy and a run.
-MakeRow = Callable[[StrategyConfig, TrainSpec], Row | None]
+T = TypeVar("T")
 
 
 def plan(options: Options, plan_options: PlanOptions) -> int:
-    """Plans, and prints; returns the exit status.
-
-    Raises:
-        UsageError: A mistake in the configuration, an unknown topology or strategy, or no strategy
-            can be built.
-    """
+    """Plans, prints and writes; returns the exit status. UsageError if nothing can be built."""
     files = (plan_options.json_file, plan_options.html_file)
     json_file, html_file = (file and str(Path(file).expanduser()) for file in files)
     check_writable("--json", json_file)
@@ -101,25 +96,15 @@ def topology_of(options: Options, plan_options: PlanOptions) -> Topology:
 
 @dataclasses.dataclass
 class _Planner:
-    """Plans one candidate after the other, each under its own configuration.
-
-    Attributes:
-        options: The run.
-        where: The devices.
-        dump: A folder for the compiled programs' text.
-        measures: Whether steps are also run.
-        strict: By candidate, whether all its bindings take effect.
-        exceeded: Rows above the budget, each with the binding that limits it.
-        config: The configuration that is bound.
-    """
+    """Plans one candidate after the other, each under its own configuration."""
 
     options: Options
     where: Topology
-    dump: Path | None
-    measures: bool
-    strict: dict[str, bool]
-    exceeded: list[str] = dataclasses.field(default_factory=list)
-    config: Config | None = None
+    dump: Path | None  # a folder for the compiled programs' text
+    measures: bool  # steps are also run
+    strict: dict[str, bool]  # by candidate, whether all its bindings take effect
+    exceeded: list[str] = dataclasses.field(default_factory=list)  # messages on the budget
+    config: Config | None = None  # the configuration that is bound
 
     def row(self, candidate: Candidate) -> Row:
         """A candidate's row, checked against the budget."""
@@ -127,14 +112,11 @@ class _Planner:
         def checked_row(strategy: StrategyConfig, spec: TrainSpec) -> Row:
             assert self.config is not None
             row = self.compile(candidate.name or strategy.name, strategy, spec)
-            budget = gin.get_configurable("plan")()
-            for name, message in budget.exceeded(row):
+            for name, message in gin.get_configurable("plan")().exceeded(row):
                 self.exceeded.append(f"{message} {name} is bound in {self.config.origin(name)}.")
             return row
 
-        row = self.under(candidate, checked_row)
-        assert row is not None
-        return row
+        return self.under(candidate, checked_row)
 
     def others(self, candidates: Sequence[Candidate], rows: Sequence[Row]) -> list[Row]:
         """Variants of the fastest: other options, and the largest batch that fits.
@@ -149,13 +131,11 @@ class _Planner:
                     _report(f"[advice] {variant.name} on {self.where.name}")
                     make_row = functools.partial(self.compile, variant.name)
                     variants.append(self.under(variant, make_row))
-            search = self.search(best, batch.largest_batch)
-            variants.append(self.under(by_name[best.strategy], search))
+            variants.append(self.search(by_name[best.strategy], best, batch.largest_batch))
         if not fastest_first(rows):
-            for row in rows:
-                if row.memory and row.memory.state_fits:
-                    search = self.search(row, batch.fewest_micro_batches)
-                    variants.append(self.under(by_name[row.strategy], search))
+            unfitting = [row for row in rows if row.memory and row.memory.state_fits]
+            search = functools.partial(self.search, method=batch.fewest_micro_batches)
+            variants += [search(by_name[row.strategy], row) for row in unfitting]
         return [row for row in variants if row is not None and row not in rows]
 
     def curves(self, candidates: Sequence[Candidate], rows: Sequence[Row]) -> list[Curve]:
@@ -175,25 +155,23 @@ class _Planner:
                     _report(f"[page] {row.strategy} on {other.name}")
                     make_row = functools.partial(compile_scaled, row, other)
                     scaled = self.under(candidate, make_row, other)
-                    compiled += [scaled] if scaled and scaled.setup else []
+                    compiled += [scaled] if scaled.setup else []
             curves.append(self.curve(candidate, compiled))
         return curves
 
     def curve(self, candidate: Candidate, rows: Sequence[Row]) -> Curve:
         """The curve of a candidate through its rows."""
         by_devices = {row.setup.devices: row for row in rows if row.setup}
-        states: dict[int, MeshState] = {}
+        meshes = extrapolation.scaled_meshes(rows, sorted({*SIZES, *by_devices}))
+        widest = by_devices[max(by_devices)]
+        infer_states = functools.partial(extrapolation.mesh_states, row=widest, meshes=meshes)
+        states = self.under(candidate, infer_states)
+        return extrapolation.curve(rows, {} if isinstance(states, Row) else states, self.where)
 
-        def infer_states(strategy: StrategyConfig, spec: TrainSpec) -> None:
-            meshes = extrapolation.scaled_meshes(rows, sorted({*SIZES, *by_devices}))
-            widest = by_devices[max(by_devices)]
-            states.update(extrapolation.mesh_states(strategy, spec, widest, meshes))
-
-        self.under(candidate, infer_states)
-        return extrapolation.curve(rows, states, self.where)
-
-    def search(self, row: Row, method: Callable[..., Row | None]) -> MakeRow:
-        """Searches a batch for a row's strategy."""
+    def search(
+        self, candidate: Candidate, row: Row, method: Callable[..., Row | None]
+    ) -> Row | None:
+        """The row of the batch that a method of searching finds for a row's strategy."""
 
         def compile_with(strategy: StrategyConfig, spec: TrainSpec) -> Row:
             _report(
@@ -205,30 +183,33 @@ class _Planner:
                 name += f" in {spec.accumulation_steps}"
             return self.compile(name, strategy, spec)
 
-        return lambda strategy, spec: method(
-            strategy, spec, row, functools.partial(compile_with, strategy)
-        )
+        def make_row(strategy: StrategyConfig, spec: TrainSpec) -> Row | None:
+            return method(strategy, spec, row, functools.partial(compile_with, strategy))
+
+        return self.under(candidate, make_row)
 
     def compile(self, name: str, strategy: StrategyConfig, spec: TrainSpec) -> Row:
-        """One row."""
         compiled = compile_row(name, strategy, spec, self.where, self.dump)
         if self.measures and compiled.row.fits:
             measure(compiled)
         return compiled.row
 
     def under(
-        self, candidate: Candidate, make_row: MakeRow, where: Topology | None = None
-    ) -> Row | None:
-        """The row that a function makes of a candidate's strategy and run, or a refusal."""
+        self,
+        candidate: Candidate,
+        function: Callable[[StrategyConfig, TrainSpec], T],
+        where: Topology | None = None,
+    ) -> T | Row:
+        """The result of a function of a candidate's strategy and run, or the row of a refusal."""
         from research_dp.training.loop import train
 
-        result: list[Row | None] = []
+        result: list[T] = []
         self.config = None
         try:
             strict = self.strict.get(candidate.name, False)
             self.config = plan_candidates.load(self.options, candidate, allow_unused=not strict)
             with planning_for((where or self.where).devices):
-                train(inspect=lambda strategy, spec: result.append(make_row(strategy, spec)))
+                train(inspect=lambda strategy, spec: result.append(function(strategy, spec)))
             return result[0]
         except UsageError as error:
             place = self.config and error.binding and self.config.origin(error.binding)
@@ -258,18 +239,22 @@ def _dump_folder(path: str | None) -> Path | None:
     if path is None:
         return None
     folder = Path(path).expanduser()
-    try:
+    with _usage_error(f"--dump_hlo={path} cannot be made"):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"--dump_hlo={path} cannot be made: {error.strerror}.") from error
     return folder
 
 
 def _write(flag: str, path: str, text: str) -> None:
-    try:
+    with _usage_error(f"{flag}={path} cannot be written"):
         Path(path).write_text(text, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def _usage_error(message: str) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
-        raise UsageError(f"{flag}={path} cannot be written: {error.strerror}.") from error
+        raise UsageError(f"{message}: {error.strerror}.") from error
 
 
 def _report(line: str) -> None:

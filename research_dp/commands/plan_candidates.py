@@ -21,15 +21,9 @@ _WIDE = 0.01  # f32 collectives below this part of the wire bytes are not worth 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A strategy to plan for.
+    """A strategy to plan for: the files and bindings that choose it come after the run's."""
 
-    Attributes:
-        name: What its row is called; '' for the run's own.
-        files: Files that choose it, after the run's.
-        bindings: Bindings that come after the run's.
-    """
-
-    name: str
+    name: str  # of its row; '' for the run's own
     files: tuple[str, ...] = ()
     bindings: tuple[str, ...] = ()
 
@@ -37,11 +31,7 @@ class Candidate:
 def of(strategies: Sequence[str]) -> list[Candidate]:
     """The strategies that are named; the run's own if none is.
 
-    Args:
-        strategies: Each 'fsdp', 'my/own.gin', 'fsdp+h100_speed+bf16_collectives'; or 'all'.
-
-    Raises:
-        UsageError: There is no such strategy or file.
+    A name is 'fsdp', 'my/own.gin', 'fsdp+h100_speed+bf16_collectives' or 'all'.
     """
     if not strategies:
         return [Candidate("")]
@@ -76,26 +66,21 @@ def _file(name: str, folder: str) -> str:
 def check(options: Options, candidates: Sequence[Candidate]) -> dict[str, bool]:
     """By candidate, whether its configuration is correct and all its bindings take effect.
 
-    A binding without effect under some strategies may have one under others, and is allowed.
-
-    Raises:
-        Mistakes: Something is wrong, or without effect, under every strategy.
+    A binding without effect under some strategies may have one under others, and is allowed. What
+    is wrong, or without effect, under every strategy raises Mistakes.
     """
-    strict: dict[str, bool] = {}
     mistakes: list[dict[str, Mistake]] = []
     for candidate in candidates:
-        of_candidate: list[Mistake] = []
+        mistakes.append({})
         try:
             load(options, candidate)
         except Mistakes as error:
-            of_candidate = list(error.mistakes)
-        strict[candidate.name] = not of_candidate
-        # By their places: what a message suggests instead depends on the strategy.
-        mistakes.append({mistake.place or str(mistake): mistake for mistake in of_candidate})
+            # By their places: what a message suggests instead depends on the strategy.
+            mistakes[-1] = {mistake.place or str(mistake): mistake for mistake in error.mistakes}
     common = [m for place, m in mistakes[0].items() if all(place in others for others in mistakes)]
     if common:
         raise Mistakes(common)
-    return strict
+    return {c.name: not wrong for c, wrong in zip(candidates, mistakes, strict=True)}
 
 
 def load(options: Options, candidate: Candidate, *, allow_unused: bool = False) -> Config:

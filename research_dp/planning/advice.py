@@ -71,7 +71,6 @@ def summary(rows: Sequence[Row], where: Topology) -> list[str]:
 
 
 def _difference(row: Row, best: Row) -> str:
-    """What a variant that fits changes."""
     assert row.setup and best.setup
     if row.setup.batch_size != best.setup.batch_size:
         rates = [r.timing and r.timing.examples_per_second for r in (row, best)]
@@ -142,23 +141,19 @@ def _obstacle(row: Row) -> str:
 def _accuracy(rows: Sequence[Row], where: Topology) -> list[str]:
     """How far to trust the times."""
     if where.chip.platform == "cpu":
-        lines = ["Rates of CPUs are nominal, of no machine in particular: compare times, no more."]
+        trust = "Rates of CPUs are nominal, of no machine in particular: compare times, no more."
     else:
-        lines = [
+        trust = (
             "Bytes and counts are exact, and FLOPs but for those of custom kernels, which are left "
             "out; times are estimates from vendors' rates."
-        ]
-    ratios = [
-        row.timing.predicted_seconds / row.measured_seconds
-        for row in rows
-        if row.measured_seconds and row.timing
-    ]
-    if ratios:
-        lines.append(
-            f"Measured here: predictions are {min(ratios):.2f} to {max(ratios):.2f} times the "
-            "step's real time."
         )
-    return lines
+    measured = [(row.timing, row.measured_seconds) for row in rows]
+    ratios = [timing.predicted_seconds / real for timing, real in measured if timing and real]
+    if not ratios:
+        return [trust]
+    low, high = min(ratios), max(ratios)
+    times = f"{low:.2f} to {high:.2f} times the step's real time"
+    return [trust, f"Measured here: predictions are {times}."]
 
 
 def _ms(row: Row) -> str:

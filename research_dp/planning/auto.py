@@ -49,9 +49,8 @@ def _fastest(candidates: Sequence[StrategyConfig], spec: TrainSpec) -> StrategyC
             rows.append(compile_row(candidate.name, candidate, spec, where).row)
         except UsageError as error:
             rows.append(Row.refused(candidate.name, error))
-    fastest = next((rows.index(row) for row in fastest_first(rows)), -1)
     # Compilers of several hosts need not agree on every byte.
-    chosen = of_the_first(fastest)
+    chosen = of_the_first(next((rows.index(row) for row in fastest_first(rows)), -1))
     if chosen < 0:
         reasons = "; ".join(f"{row.strategy} {row.problem}" for row in rows)
         raise UsageError(f"auto: no candidate can be taken on {where.name}: {reasons}")

@@ -21,11 +21,7 @@ Compile = Callable[[TrainSpec], Row]
 def largest_batch(config: StrategyConfig, spec: TrainSpec, row: Row, compile_with: Compile) -> Row:
     """The most examples a device that fit at a time, found in at most four compilations.
 
-    Args:
-        config: The strategy.
-        spec: The run; its number of micro-batches stays.
-        row: Its row, which fits.
-        compile_with: Compiles it with another spec.
+    The row of the run itself fits; the number of micro-batches stays.
 
     Returns:
         The row of the largest batch that was compiled and fits. If none larger does: of two batches
@@ -77,11 +73,8 @@ def fewest_micro_batches(
 ) -> Row | None:
     """The same batch in as few micro-batches as fit, found in at most four compilations.
 
-    Args as in `largest_batch`; the strategy's state fits, but `row` does not.
-
-    Returns:
-        Their row; if even one example a device at a time does not fit, that row; None if `row` is
-        that one already.
+    The strategy's state fits, but `row` does not. If even one example a device at a time does not
+    fit, the row of that; None if `row` is that one already.
     """
     most = spec.batch_size // batch_devices(config.mesh)
     counts = [n for n in range(spec.accumulation_steps + 1, most + 1) if most % n == 0]

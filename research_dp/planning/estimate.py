@@ -1,16 +1,18 @@
-"""Compiles a strategy's step for some devices, and reads what it costs there."""
+"""Compiles a strategy's step for some devices, and reads or measures what it costs there."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import re
+import statistics
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from research_dp.analysis.comm_lower_bound import min_wire_bytes
 from research_dp.analysis.compile import DoesNotFitError, compile_to_fit, dump_options, text_of
@@ -19,9 +21,13 @@ from research_dp.analysis.topologies import Topology
 from research_dp.distributed.hardware import Chip
 from research_dp.distributed.placement import nbytes
 from research_dp.errors import first_line
-from research_dp.planning.memory_budget import available_bytes
+from research_dp.planning.memory_budget import memory_budget
 from research_dp.planning.row import CollectiveTotal, Memory, Row, Setup, Timing, Traffic
 from research_dp.strategies import Strategy, StrategyConfig, TrainSpec
+from research_dp.strategies.rng import init_key
+
+_MEASURED_STEPS = 5
+_PARTS = ("compute", "memory", "network_inside", "network_across")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,24 +42,30 @@ class Compiled:
 def compile_row(
     name: str, config: StrategyConfig, spec: TrainSpec, where: Topology, dump: Path | None = None
 ) -> Compiled:
-    """Builds a strategy, compiles its step and reads it.
+    """Builds a strategy on a mesh of these devices, compiles its step and reads it.
 
-    Args:
-        name: The row's name.
-        config: The strategy, on a mesh of `where`'s devices.
-        spec: The run.
-        where: The devices.
-        dump: A folder for the compiled program's text.
-
-    Raises:
-        UsageError: The strategy cannot be built so.
+    The program's text is written to the folder `dump`. UsageError: it cannot be built so.
     """
     start = time.perf_counter()
     strategy = config.build(spec)
-    memory = _memory(strategy, where)
-    row = Row(name, _setup(strategy, spec), memory)
+    state, batch = strategy.abstract_state, strategy.abstract_batch
+    setup = Setup(
+        slots=tuple(n for n in ("gather", "sync", "update") if getattr(strategy.config, n)),
+        mesh=dict(strategy.mesh.shape),
+        batch_size=spec.batch_size,
+        accumulation_steps=spec.accumulation_steps,
+        parameters=sum(math.prod(x.shape) for x in jax.tree.leaves(state.params)),
+    )
+    memory = Memory(
+        params_bytes=nbytes(state.params)[0],
+        opt_bytes=nbytes(state.opt_state)[0],
+        state_bytes=nbytes(state)[0],
+        batch_bytes=nbytes(batch)[0],
+        available_bytes=memory_budget(where)[0],
+    )
+    row = Row(name, setup, memory)
     step: Any = strategy.train_step  # jitted, so that it can be lowered
-    lowered = step.lower(strategy.abstract_state, strategy.abstract_batch)
+    lowered = step.lower(state, batch)
     with tempfile.TemporaryDirectory() as folder:
         options = dump_options(where.chip.platform, Path(folder))
         program = _compile(row, memory, lowered, options)
@@ -101,36 +113,13 @@ def _compile(row: Row, memory: Memory, lowered: Any, options: dict[str, Any]) ->
     return None
 
 
-def _setup(strategy: Strategy, spec: TrainSpec) -> Setup:
-    return Setup(
-        slots=tuple(n for n in ("gather", "sync", "update") if getattr(strategy.config, n)),
-        mesh=dict(strategy.mesh.shape),
-        batch_size=spec.batch_size,
-        accumulation_steps=spec.accumulation_steps,
-        parameters=sum(math.prod(x.shape) for x in jax.tree.leaves(strategy.abstract_state.params)),
-    )
-
-
-def _memory(strategy: Strategy, where: Topology) -> Memory:
-    state = strategy.abstract_state
-    return Memory(
-        params_bytes=nbytes(state.params)[0],
-        opt_bytes=nbytes(state.opt_state)[0],
-        state_bytes=nbytes(state)[0],
-        batch_bytes=nbytes(strategy.abstract_batch)[0],
-        available_bytes=available_bytes(where),
-    )
-
-
 def _set_needed(row: Row, memory: Memory, compiled: Any) -> None:
-    """Records the compiler's figures."""
     memory.temp_bytes = compiled.temp_size_in_bytes
     memory.peak_bytes = compiled.peak_memory_in_bytes
     results = compiled.output_size_in_bytes - compiled.alias_size_in_bytes
     at_once = compiled.argument_size_in_bytes + compiled.temp_size_in_bytes + results
-    memory.needed_bytes = max(compiled.peak_memory_in_bytes, at_once)
-    limit = memory.available_bytes
-    row.fits = limit is None or memory.needed_bytes <= limit
+    needed = memory.needed_bytes = max(compiled.peak_memory_in_bytes, at_once)
+    row.fits = memory.available_bytes is None or needed <= memory.available_bytes
     row.problem = None if row.fits else _does_not_fit(memory)
 
 
@@ -156,8 +145,7 @@ def _traffic(cost: ProgramCost) -> Traffic:
 
 def _timing(cost: ProgramCost, spec: TrainSpec, chip: Chip, devices: int) -> Timing:
     schedule = cost.schedule
-    names = ("compute", "memory", "network_inside", "network_across")
-    parts = {name: getattr(schedule, name) for name in names}
+    parts = {name: getattr(schedule, name) for name in _PARTS}
     rates: dict[str, float] = {}
     if schedule.step:
         examples = rates["examples_per_second"] = spec.batch_size / schedule.step
@@ -174,3 +162,33 @@ def _timing(cost: ProgramCost, spec: TrainSpec, chip: Chip, devices: int) -> Tim
         bound=max(parts, key=lambda part: parts[part]).replace("_", " "),
         **rates,
     )
+
+
+def measure(compiled: Compiled) -> None:
+    """Runs the step of a strategy that fits, and records how long it takes or why it cannot run.
+
+    The median of five, after one that does not count. The state is a run's first; the examples are
+    zeros, which do not change the time of dense computations.
+    """
+    row = compiled.row
+    try:
+        row.set_measured(_median_seconds(compiled))
+    except jax.errors.JaxRuntimeError as error:
+        # The compiler does not count other programs on the device, or buffers of the links.
+        row.fits = row.fits and "RESOURCE_EXHAUSTED" not in first_line(error)
+        row.problem = f"cannot be run here: {first_line(error)}"
+
+
+def _median_seconds(compiled: Compiled) -> float:
+    strategy, examples = compiled.strategy, {}
+    # An example has no dims of device, micro-batch and row.
+    leading = strategy.abstract_batch.position.ndim
+    for name, x in strategy.abstract_batch.examples.items():
+        examples[name] = np.zeros((len(strategy.train_rows), *x.shape[leading:]), x.dtype)
+    batch, state, seconds = strategy.place_batch(examples), strategy.init(init_key(0)), []
+    for _ in range(_MEASURED_STEPS + 1):
+        start = time.perf_counter()
+        state, metrics = compiled.program(state, batch)
+        jax.block_until_ready((state, metrics))
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds[1:])

@@ -33,34 +33,19 @@ _INDEX_DTYPES = ("s32", "u32", "s64", "u64")
 
 @dataclasses.dataclass(frozen=True)
 class MeshState:
-    """A device's state between steps on some mesh: exact, nothing is compiled for it.
-
-    Attributes:
-        mesh: Sizes of the axes.
-        state_bytes: Of parameters, optimizer state and the rest.
-        sharded: How many elements of the model's parameters are sharded at all.
-    """
+    """A device's state between steps on some mesh: exact, nothing is compiled for it."""
 
     mesh: Mapping[str, int]
     state_bytes: int
-    sharded: int
+    sharded: int  # how many elements of the model's parameters are sharded at all
 
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """A strategy on a number of devices; sizes are a device's, None where unknown.
-
-    Attributes:
-        devices: How many.
-        compiled: Whether its program was compiled; else all but `state_bytes` is extrapolated.
-        state_bytes: State between steps.
-        needed_bytes: What a step needs.
-        wire_bytes: What a step sends.
-        seconds: What a step takes, from vendors' rates.
-    """
+    """A step of a strategy on a number of devices; sizes are a device's, None where unknown."""
 
     devices: int
-    compiled: bool
+    compiled: bool  # else all but `state_bytes` is extrapolated
     state_bytes: int | None
     needed_bytes: float | None
     wire_bytes: float | None
@@ -69,20 +54,12 @@ class Point:
 
 @dataclasses.dataclass(frozen=True)
 class Curve:
-    """A strategy by number of devices.
-
-    Attributes:
-        strategy: Its name.
-        points: By number of devices.
-        checks: For each compiled size its point, and what the formulas give for it from the other
-            sizes: the measure of how far the rest can be trusted.
-        remark: Why there are no more points; '' if there are all.
-    """
+    """A strategy by number of devices; `checks` show how far it can be trusted."""
 
     strategy: str
     points: tuple[Point, ...]
-    checks: tuple[tuple[Point, Point], ...] = ()
-    remark: str = ""
+    checks: tuple[tuple[Point, Point], ...] = ()  # compiled, and extrapolated from other sizes
+    remark: str = ""  # why there are no more points; '' if there are all
 
 
 def mesh_states(
@@ -125,12 +102,9 @@ def scaled_meshes(rows: Sequence[Row], sizes: Iterable[int]) -> dict[int, dict[s
 
 
 def curve(rows: Sequence[Row], states: Mapping[int, MeshState], where: Topology) -> Curve:
-    """A strategy's curve.
+    """A strategy's curve through its rows, all with as many examples a device.
 
-    Args:
-        rows: Its rows, of several numbers of devices, all with as many examples a device.
-        states: Its state, by number of devices; empty: it is unknown.
-        where: Devices of the kind that is planned for.
+    Without `states`, its state by number of devices, nothing is extrapolated.
     """
     compiled = {_devices(row): row for row in sorted(rows, key=_devices)}
     name, points = rows[0].strategy, {n: _compiled_point(row) for n, row in compiled.items()}
@@ -142,11 +116,8 @@ def curve(rows: Sequence[Row], states: Mapping[int, MeshState], where: Topology)
             remark = "It runs on one device, however many there are."
         return Curve(name, tuple(points.values()), remark=remark)
     sharded = max(states[n].sharded for n in points)
-    known = [
-        row
-        for n, row in compiled.items()
-        if row.needed_bytes is not None and states[n].sharded == sharded
-    ]
+    alike = [row for n, row in compiled.items() if states[n].sharded == sharded]
+    known = [row for row in alike if row.needed_bytes is not None]
     remark, checks = "", []
     for n in sorted(set(states) - set(points)) if known else ():
         if states[n].sharded == sharded:
@@ -154,8 +125,7 @@ def curve(rows: Sequence[Row], states: Mapping[int, MeshState], where: Topology)
         else:
             remark = remark or f"On {n:,} devices other parameters are split than were compiled."
     for row in known:
-        others = [other for other in known if other is not row]
-        if others:
+        if others := [other for other in known if other is not row]:
             guess = extrapolate(others, _devices(row), states, where)
             checks.append((points[_devices(row)], guess))
     return Curve(name, tuple(points[n] for n in sorted(points)), tuple(checks), remark)
@@ -241,9 +211,8 @@ def mesh_route(axes: Sequence[str], mesh: Mapping[str, int], where: Topology) ->
     chip, members = where.chip, where.domains[1]
     if chip.platform == "tpu" and where.slices == 1:
         members = max(chip.slice_chips, members)  # the mesh grows in as large a slice as there is
-    domains = np.arange(math.prod(mesh.values())) // members
-    index = tuple(slice(None) if name in axes else 0 for name in mesh)
-    group = domains.reshape(tuple(mesh.values()))[index].ravel()
+    domains = np.arange(math.prod(mesh.values())).reshape(tuple(mesh.values())) // members
+    group = domains[tuple(slice(None) if name in axes else 0 for name in mesh)].ravel()
     count = len(np.unique(group))
     ring_rate = chip.inside_rate
     if chip.platform == "tpu":
@@ -272,14 +241,9 @@ def neighbours(where: Topology) -> list[str]:
 
 
 def _compiled_point(row: Row) -> Point:
-    return Point(
-        devices=_devices(row),
-        compiled=True,
-        state_bytes=row.memory.state_bytes if row.memory else None,
-        needed_bytes=row.needed_bytes,
-        wire_bytes=row.wire_total,
-        seconds=row.timing.predicted_seconds if row.timing else None,
-    )
+    state_bytes = row.memory.state_bytes if row.memory else None
+    seconds = row.timing.predicted_seconds if row.timing else None
+    return Point(_devices(row), True, state_bytes, row.needed_bytes, row.wire_total, seconds)
 
 
 def _devices(row: Row) -> int:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import html
 import importlib.util
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich.console import Console
 
 from research_dp.analysis.topologies import Topology
 from research_dp.errors import UsageError
-from research_dp.planning.extrapolation import Curve, Point
+from research_dp.planning.extrapolation import Curve
 from research_dp.planning.row import Row
 from research_dp.planning.tables import format_number, scale, tables
 
@@ -98,15 +98,17 @@ def plot(curves: Sequence[Curve], available: int | None, chip: str) -> str:
 
 
 def draw(curves: Sequence[Curve], available: int | None, chip: str) -> Any:
-    """The same as a figure of matplotlib."""
+    """The figure of matplotlib that `plot` prints."""
     from matplotlib.figure import Figure  # pyplot would open windows and share state
 
     figure = Figure(figsize=(12.5, 5.2), layout="constrained")
     memory, time = figure.subplots(1, 2)
     unit, name = _memory_scale(curves)
     for number, (label, curve) in enumerate(_distinct(curves)):
-        _draw_line(memory, curve, lambda point: point.needed_bytes, unit, number, label)
-        _draw_line(time, curve, lambda point: point.seconds, 1e-3, number, label)
+        marker = _MARKERS[number % len(_MARKERS)]
+        style = {"color": f"C{number % 10}", "marker": marker, "label": label}
+        _draw_line(memory, curve, "needed_bytes", unit, style)
+        _draw_line(time, curve, "seconds", 1e-3, style)
     if available:
         memory.axhline(available / unit, color="0.3", linestyle=":", linewidth=1)
         memory.annotate(
@@ -138,27 +140,14 @@ def _distinct(curves: Sequence[Curve]) -> Iterator[tuple[str, Curve]]:
         yield ", ".join(curve.strategy for curve in same), same[0]
 
 
-def _draw_line(
-    axes: Any,
-    curve: Curve,
-    value: Callable[[Point], float | None],
-    unit: float,
-    number: int,
-    label: str,
-) -> None:
-    """A dashed line through all points; compiled ones are filled."""
-    known = [(p, y / unit) for p in curve.points if (y := value(p)) is not None]
+def _draw_line(axes: Any, curve: Curve, field: str, unit: float, style: dict[str, str]) -> None:
+    """A dashed line through all points where a field is known; compiled ones are filled."""
+    known = [(p, y / unit) for p in curve.points if (y := getattr(p, field)) is not None]
     compiled = [(p, y) for p, y in known if p.compiled]
     line = {"linestyle": "--", "linewidth": 1.2, "markersize": 6, "markerfacecolor": "white"}
-    filled = {"linestyle": "", "markersize": 7}
-    for points, options in ((known, {**line, "label": label}), (compiled, filled)):
-        axes.plot(
-            [p.devices for p, _ in points],
-            [y for _, y in points],
-            color=f"C{number % 10}",
-            marker=_MARKERS[number % len(_MARKERS)],
-            **options,
-        )
+    filled = {"linestyle": "", "markersize": 7, "label": None}
+    for points, options in ((known, line), (compiled, filled)):
+        axes.plot([p.devices for p, _ in points], [y for _, y in points], **{**style, **options})
 
 
 def _set_axes(axes: Any, title: str, curves: Sequence[Curve]) -> None:
@@ -183,11 +172,8 @@ def _error_table(curves: Sequence[Curve]) -> str:
     lines = []
     for curve in curves:
         for real, guess in curve.checks:
-            pairs = (
-                (real.needed_bytes, guess.needed_bytes),
-                (real.wire_bytes, guess.wire_bytes),
-                (real.seconds, guess.seconds),
-            )
+            figures = ((p.needed_bytes, p.wire_bytes, p.seconds) for p in (real, guess))
+            pairs = zip(*figures, strict=True)
             errors = [b / a - 1 if a and b is not None else None for a, b in pairs]
             cells = _cell(real.devices, 1, ",.0f") + "".join(_cell(e, 1, "+.1%") for e in errors)
             lines.append(f"<tr><td>{html.escape(curve.strategy)}</td>{cells}</tr>")

@@ -23,20 +23,15 @@ JSON_KEYS = (
 class Setup:
     """What was built.
 
-    Attributes:
-        slots: Which of `gather`, `sync` and `update` are filled; without the first two, the
-            compiler or the update communicates.
-        mesh: Sizes of the mesh's axes.
-        batch_size: Examples a step, over all devices.
-        accumulation_steps: Micro-batches a step.
-        parameters: Number of parameters of the model.
+    `slots` are those of `gather`, `sync` and `update` that are filled; without the first two, the
+    compiler or the update communicates.
     """
 
     slots: tuple[str, ...]
     mesh: dict[str, int]
     batch_size: int
     accumulation_steps: int
-    parameters: int
+    parameters: int  # elements, of the model
 
     @property
     def devices(self) -> int:
@@ -45,26 +40,18 @@ class Setup:
 
 @dataclasses.dataclass
 class Memory:
-    """Bytes of a device.
+    """Bytes of a device: its state between steps, its part of a batch, and the compiler's figures.
 
-    Attributes:
-        params_bytes: Of its parameters between steps.
-        opt_bytes: Of its optimizer state.
-        state_bytes: Of all its state between steps.
-        batch_bytes: Of its part of a batch.
-        available_bytes: What a step may use; None: there is no limit.
-        temp_bytes: Temporary memory of the step, by the compiler, as are the others below.
-        peak_bytes: Most in use at any moment.
-        needed_bytes: State, batch, temporary memory, and results that replace no argument.
+    `needed_bytes` are state, batch, temporary memory, and results that replace no argument.
     """
 
     params_bytes: int
     opt_bytes: int
-    state_bytes: int
+    state_bytes: int  # parameters, optimizer state and the rest
     batch_bytes: int
-    available_bytes: int | None
+    available_bytes: int | None  # None: there is no limit
     temp_bytes: int | None = None
-    peak_bytes: int | None = None
+    peak_bytes: int | None = None  # most in use at any moment
     needed_bytes: int | None = None
 
     @property
@@ -99,60 +86,37 @@ class Traffic:
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """How long a step takes, from vendors' rates.
+    """How long a step takes, from vendors' rates; `mfu` and rates as measured where it was.
 
-    Attributes:
-        flops: Of matrix multiplications; those of custom kernels are left out.
-        hidden_fraction: The share of the wire bytes sent behind compute; None: there are none.
-        predicted_seconds: A step.
-        is_lower_bound: Whether one iteration is counted of a loop of unknown length.
-        predicted_parts: Its parts, each as if it ran alone: 'compute', 'memory', 'network_inside' a
-            host (GPU) or slice (TPU), 'network_across'; and 'exposed', the wait for the network.
-        bound: The longest of the first four.
-        mfu: Model FLOPs over the devices' peak; where the step was measured, this and the rates
-            below are too.
-        tokens_per_second: Of all devices.
-        examples_per_second: Of all devices.
+    The parts are each as if it ran alone: 'compute', 'memory', 'network_inside' a host (GPU) or
+    slice (TPU), 'network_across'; and 'exposed', the wait for the network.
     """
 
-    flops: int
-    hidden_fraction: float | None
+    flops: int  # of matrix multiplications; those of custom kernels are left out
+    hidden_fraction: float | None  # of the wire bytes, sent behind compute; None: there are none
     predicted_seconds: float
-    is_lower_bound: bool
+    is_lower_bound: bool  # one iteration is counted of a loop of unknown length
     predicted_parts: dict[str, float]
-    bound: str
-    mfu: float | None = None
+    bound: str  # the longest of the first four parts
+    mfu: float | None = None  # model FLOPs over the devices' peak
     tokens_per_second: float | None = None
     examples_per_second: float | None = None
 
 
 @dataclasses.dataclass
 class Row:
-    """What a strategy's step costs. A part is None where it is unknown: `problem` says why.
-
-    Attributes:
-        strategy: Its name.
-        setup: What was built; None: it was refused.
-        memory: Known with `setup`.
-        fits: Whether `memory.needed_bytes` is available.
-        traffic: What a device sends.
-        min_wire_bytes: The least that it must send, by the README's table.
-        timing: How long a step takes.
-        compile_seconds: Tracing and compiling.
-        measured_seconds: A step on these devices, where it was run.
-        problem: Why it cannot be run so, in a sentence.
-    """
+    """What a strategy's step costs. A part is None where it is unknown: `problem` says why."""
 
     strategy: str
-    setup: Setup | None = None
-    memory: Memory | None = None
+    setup: Setup | None = None  # None: it was refused
+    memory: Memory | None = None  # known with `setup`
     fits: bool = False
     traffic: Traffic | None = None
-    min_wire_bytes: float | None = None
+    min_wire_bytes: float | None = None  # by the README's table
     timing: Timing | None = None
     compile_seconds: float | None = None
-    measured_seconds: float | None = None
-    problem: str | None = None
+    measured_seconds: float | None = None  # a step on these devices
+    problem: str | None = None  # why it cannot be run so
 
     @classmethod
     def refused(cls, name: str, error: UsageError) -> Row:
@@ -194,8 +158,7 @@ class Row:
 
     def as_json(self) -> dict[str, Any]:
         """All figures under their JSON keys, without the parts between."""
-        figures: dict[str, Any] = {"slots": (), "is_lower_bound": False}
-        figures |= dataclasses.asdict(self)
+        figures: dict[str, Any] = {"slots": (), "is_lower_bound": False, **dataclasses.asdict(self)}
         for part in ("setup", "memory", "traffic", "timing"):
             figures |= figures[part] or {}
         figures["wire_ratio"] = self.wire_ratio

@@ -11,7 +11,7 @@ from rich.table import Table
 from research_dp.analysis.topologies import Topology
 from research_dp.console import table
 from research_dp.distributed.mesh import sizes_text
-from research_dp.planning import memory_budget
+from research_dp.planning.memory_budget import memory_budget
 from research_dp.planning.row import Row
 
 _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
@@ -25,10 +25,9 @@ def tables(rows: Sequence[Row], where: Topology) -> list[Table]:
 
 
 def _memory(rows: Sequence[Row], where: Topology) -> Table:
-    sizes = (row.needed_bytes or row.memory.state_bytes for row in rows if row.memory)
-    unit, name = scale(sizes)
+    unit, name = scale(row.needed_bytes or row.memory.state_bytes for row in rows if row.memory)
     shown = table(
-        f"Memory of a device in {name}; it has to fit in: {memory_budget.source(where)}",
+        f"Memory of a device in {name}; it has to fit in: {memory_budget(where)[1]}",
         "strategy", "mesh", "parameters:", "optimizer:", "batch:", "temporary:", "needed:",
         "of:", "fits",
     )  # fmt: skip
@@ -53,8 +52,7 @@ def _step(rows: Sequence[Row]) -> Table:
     )  # fmt: skip
     for row in rows:
         figures = row.as_json()
-        collectives = figures["collectives"]
-        parts = figures["predicted_parts"] or {}
+        collectives, parts = figures["collectives"], figures["predicted_parts"] or {}
         predicted = format_number(figures["predicted_seconds"], 1e-3, ".2f")
         measures = (
             format_number(row.measured_seconds, 1e-3, ".2f"),
@@ -112,7 +110,7 @@ def as_json(
     return {
         "topology": {"name": where.name, "devices": len(where.devices), "hosts": where.hosts},
         "device": {name: chip[name] for name in _RATES},
-        "available_bytes": memory_budget.available_bytes(where),
+        "available_bytes": memory_budget(where)[0],
         "strategies": {row.strategy: row.as_json() for row in rows},
         "variants": {row.strategy: row.as_json() for row in others},
         "advice": list(words),
