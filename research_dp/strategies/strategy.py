@@ -206,8 +206,8 @@ class StrategyConfig:
     name: str = gin.REQUIRED
     engine: Callable[[StrategyConfig, TrainSpec], Strategy] = gin.REQUIRED
     mesh: Mesh = gin.REQUIRED
-    shard: Callable[..., PyTree] | None = None
-    gather: Callable[..., PyTree] | None = None
+    shard: Callable[..., Mapping] | None = None
+    gather: Callable[..., Mapping] | None = None
     sync: Slot | None = None
     update: Slot | None = None
     reshard_after_forward: bool = True
