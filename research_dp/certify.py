@@ -33,7 +33,6 @@ def main(argv: list[str]) -> int:
             processes.set_up_processes(options.processes)
         runtime.set_up_devices(options.cpu_devices)
         runtime.set_up_compilation_cache()
-        from research_dp.certification import report
         from research_dp.commands import certify
 
         if options.quick:
@@ -42,7 +41,7 @@ def main(argv: list[str]) -> int:
             certificate = certify.certify_run(config, options.against, options.steps)
         if options.json_file:
             Path(options.json_file).write_text(json.dumps(certificate.as_json(), indent=1))
-        put(*report.parts(certificate))
+        put(*certificate.parts())
         return 0 if certificate.certified else 1
 
     return exit_status.run_command(body)

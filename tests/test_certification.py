@@ -12,6 +12,7 @@ import pytest
 from certified import STEPS, bench_of, noise, perceptron, refusal
 from conftest import stems
 
+from examples.error_feedback import ErrorFeedback
 from research_dp.certification.certify import certify
 from research_dp.models import convnet, mlp, transformer
 
@@ -22,7 +23,8 @@ def model_with(change, **options):
 
 TWO_AXES = "make_mesh.axes = {'data': 4, 'fsdp': 2}"  # replication is tracked over both
 TWO = {"spec": {"accumulation_steps": 2}}
-COARSE = {"bindings": ["sync_gradients.dtype = 'bfloat16'"], "dtypes": ("bfloat16",)}
+SENT = {"dtypes": ("bfloat16",)}
+COARSE = {"bindings": ["sync_gradients.dtype = 'bfloat16'"], **SENT}
 BUGS = {
     "summed": ("ddp", {"sync": bugs.summed}, "8 times .*: summed instead of averaged over all dev"),
     "averaged twice": ("ddp", {"sync": bugs.averaged_twice}, "0.125 times .*: averaged twice over"),
@@ -161,6 +163,25 @@ def test_what_is_right_is_certified(stem, options):
     gradients = [d for r in done.steps for d in r.differences if d.kind == "gradient"]
     assert max(d.bound for d in gradients) < 200
     assert max(d.excess for d in gradients) > 0.01
+
+
+class Shrunk(ErrorFeedback):
+    def apply(self, grads, axis_names, *, state):
+        grads, state = super().apply(grads, axis_names, state=state)
+        return jax.tree.map(lambda x: x * 0.97, grads), state
+
+
+def test_a_slot_with_state_begins_with_its_own():
+    done = certify(bench_of("ddp", sync=ErrorFeedback(), **SENT), noise(), steps=STEPS, **SENT)
+    assert done.certified, (done.first_difference, done.cause)
+    checks = {check.name: check.passed for check in done.checks}
+    assert checks["initial state"] and checks["copies"] and checks["saved and restored"]
+    assert checks["moved"] is None  # to other devices: the errors are those of eight
+
+
+@pytest.mark.slow
+def test_a_planted_bug_is_found_in_a_slot_with_state():
+    assert "all gradients: 0.9" in refusal("ddp", sync=Shrunk(), **SENT)
 
 
 @pytest.mark.slow

@@ -1,37 +1,38 @@
-"""The result of a certification: its checks, and the differences of each step."""
+"""The result of a certification: its checks, the differences of each step, and their tables."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
+from rich.table import Table
+
+from research_dp.certification import tolerances
 from research_dp.certification.compare_steps import MORE_SAMPLES, SAMPLES, StepComparison
-from research_dp.certification.tolerances import (
-    CHANGE_ULPS,
-    COARSE_ULPS,
-    FACTOR,
-    FLOOR_ULPS,
-    UPDATE_ULPS,
-    Difference,
-)
+from research_dp.certification.tolerances import Difference
+from research_dp.console import table
 
 BOUND = (
-    f"Bound: {FACTOR} times the oracle's own noise, at that step or usually, and at least "
-    f"{FLOOR_ULPS} ULPs of a leaf's greatest element; none for counts. New parameters and "
-    "optimizer state are compared with what the optimizer makes of the same gradients: "
-    f"{UPDATE_ULPS} ULPs of the element and {CHANGE_ULPS} of the leaf's greatest change. Where "
-    f"gradients may be rounded to a coarser dtype, each element may be {COARSE_ULPS} of its ULPs "
-    "more off (norms: a 16th of that, losses: a 64th; a gradient's size: divided by the root of "
-    f"the number of its elements). The noise is measured: {SAMPLES} oracles take each step with "
-    "the examples of each micro-batch in another order and parameters moved by up to one float32 "
-    f"unit in the last place; {MORE_SAMPLES} more where a bound is passed."
+    f"Bound: {tolerances.FACTOR} times the oracle's own noise, at that step or usually, and at "
+    f"least {tolerances.FLOOR_ULPS} ULPs of a leaf's greatest element; none for counts. New "
+    "parameters and optimizer state are compared with what the optimizer makes of the same "
+    f"gradients: {tolerances.UPDATE_ULPS} ULPs of the element and {tolerances.CHANGE_ULPS} of the "
+    "leaf's greatest change. Where gradients may be rounded to a coarser dtype, each element may "
+    f"be {tolerances.COARSE_ULPS} of its ULPs more off (norms: a 16th of that, losses: a 64th; a "
+    "gradient's size: divided by the root of the number of its elements). The noise is measured: "
+    f"{SAMPLES} oracles take each step with the examples of each micro-batch in another order and "
+    f"parameters moved by up to one float32 unit in the last place; {MORE_SAMPLES} more where a "
+    "bound is passed."
 )
+_STEPS, _LEAVES = 8, 12  # rows of the tables
+_WIDTH = 120
+_VERDICTS = {True: "holds", False: "FAILS", None: "-"}
 
 
-@dataclasses.dataclass(frozen=True)
-class Check:
+class Check(NamedTuple):
     """One line of a certificate."""
 
     name: str
@@ -43,10 +44,10 @@ class StepRecord:
     """The numbers of one step; `differences` are those of the step and of the trajectory."""
 
     def __init__(self, comparison: StepComparison, in_a_row: Sequence[Difference]):
+        actual, expected = comparison.actual, comparison.expected
         self.step = comparison.number
-        self.loss, self.norm = comparison.actual.loss, comparison.actual.norm
-        self.expected_loss = comparison.expected.loss
-        self.expected_norm = comparison.expected.norm
+        self.loss, self.norm = actual.loss, actual.norm
+        self.expected_loss, self.expected_norm = expected.loss, expected.norm
         self.differences = [*comparison.differences, *in_a_row]
 
     def worst(self, kind: str) -> Difference:
@@ -87,11 +88,7 @@ class Certificate:
 
     def worst(self) -> Mapping[str, Difference]:
         """By name of an array: the step at which it was nearest to its bound."""
-        worst: dict[str, Difference] = {}
-        for d in (d for record in self.steps for d in record.differences):
-            if d.name not in worst or worst[d.name].excess < d.excess:
-                worst[d.name] = d
-        return worst
+        return furthest((d for record in self.steps for d in record.differences), "name")
 
     def as_json(self) -> dict[str, Any]:
         """All of it, for programs; numbers that are not finite are strings."""
@@ -110,16 +107,85 @@ class Certificate:
                     "expected_loss": _number(r.expected_loss),
                     "grad_norm": _number(r.norm),
                     "expected_grad_norm": _number(r.expected_norm),
-                    "differences": {d.name: _fields(d) for d in r.differences},
+                    "differences": {
+                        d.name: {
+                            "ulps": _number(d.gap.ulps),
+                            "relative": _number(d.gap.relative),
+                            "bound_ulps": _number(d.bound),
+                        }
+                        for d in r.differences
+                    },
                 }
                 for r in self.steps
             ],
         }
 
+    def parts(self) -> Iterator[Any]:
+        """Text and tables for a terminal, in order."""
+        if self.steps:
+            yield self._steps_table()
+            yield self._arrays_table()
+        checks = table(self.title, "check", "", "found")
+        for check in self.checks:
+            checks.add_row(check.name, _VERDICTS[check.passed], check.message)
+        yield checks
+        yield textwrap.fill(self.bound, _WIDTH)
+        if self.not_judged:
+            leaves = ", ".join(self.not_judged)
+            yield textwrap.fill(f"Not judged, because noise could hide a bug: {leaves}.", _WIDTH)
+        if self.certified:
+            yield f"CERTIFIED: {self.title}."
+            return
+        yield f"NOT CERTIFIED: {self.title}."
+        yield f"First difference: {self.first_difference}."
+        yield f"Cause: {self.cause or 'not found; only the first difference is known'}."
 
-def _fields(d: Difference) -> dict[str, Any]:
-    fields = {"ulps": d.gap.ulps, "relative": d.gap.relative, "bound_ulps": d.bound}
-    return {name: _number(value) for name, value in fields.items()}
+    def _steps_table(self) -> Table:
+        """Some of the steps, the first and the last among them."""
+        shown = table(
+            "Steps from the oracle's state; differences in ULPs",
+            *("step:", "loss:", "oracle's:", "apart:", "in a row:", "gradient norm:", "apart:"),
+            *("worst gradient:", "relative:", "at"),
+        )
+        last = len(self.steps) - 1
+        for i in sorted({round(i * last / (_STEPS - 1)) for i in range(_STEPS)}):
+            record = self.steps[i]
+            worst = record.worst("gradient")
+            shown.add_row(
+                str(record.step),
+                f"{record.loss:.6f}",
+                f"{record.expected_loss:.6f}",
+                f"{record.worst('loss').gap.ulps:.3g}",
+                f"{record.worst('loss, in a row').gap.ulps:.3g}",
+                f"{record.norm:.6f}",
+                f"{record.worst('gradient norm').gap.ulps:.3g}",
+                f"{worst.gap.ulps:.3g}",
+                f"{worst.gap.relative:.1e}",
+                worst.leaf,
+            )
+        return shown
+
+    def _arrays_table(self) -> Table:
+        """The arrays nearest to their bounds, each at its worst step."""
+        worst = sorted(self.worst().values(), key=lambda d: -d.excess)
+        shown = table(
+            f"Arrays nearest to their bounds, of {len(worst)}, each at its worst step",
+            *("array", "step:", "ULPs:", "bound:", "relative:"),
+        )
+        for d in (d for d in worst[:_LEAVES] if d.excess):
+            numbers = (f"{d.gap.ulps:.3g}", f"{d.bound:.3g}", f"{d.gap.relative:.1e}")
+            shown.add_row(d.name, str(d.step), *numbers)
+        return shown
+
+
+def furthest(differences: Iterable[Difference], attribute: str) -> dict[str, Difference]:
+    """By name or kind: the difference that is nearest to its bound, or furthest beyond."""
+    worst: dict[str, Difference] = {}
+    for d in differences:
+        key = getattr(d, attribute)
+        if key not in worst or worst[key].excess < d.excess:
+            worst[key] = d
+    return worst
 
 
 def _number(x: float) -> float | str:

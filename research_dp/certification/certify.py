@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 
 from research_dp.certification import compare_steps, costs
-from research_dp.certification.certificate import Certificate, StepRecord
-from research_dp.certification.checkpoint_roundtrip import round_trips
+from research_dp.certification.certificate import Certificate, StepRecord, furthest
 from research_dp.certification.compare_steps import StepComparison, compare_step
 from research_dp.certification.diagnose import find_cause
 from research_dp.certification.diagnose_case import SHOWN, Case
-from research_dp.certification.harness import Batch, Bench, run_step, to_host
+from research_dp.certification.harness import Batch, Bench, run_step, to_devices, to_host
 from research_dp.certification.tolerances import CAP, Difference, Envelope, first_difference
-from research_dp.certification.trajectory import FreeRun
-from research_dp.distributed.mesh import sizes_text
+from research_dp.distributed.mesh import build_mesh, sizes_text
 from research_dp.errors import some_of
-from research_dp.strategies import TrainState
+from research_dp.strategies import Strategy, TrainState
 from research_dp.strategies.random_draws import split_draws
+from research_dp.strategies.rng import init_key
+from research_dp.training.checkpoint import Checkpoints
+from research_dp.training.manifest import Progress
 from research_dp.types import DataSet, EvalOrder, TrainOrder
 
 MAX_UNJUDGED = 0.01  # of the squared norm of the gradients
@@ -57,7 +61,11 @@ def certify(bench: Bench, data: DataSet, *, steps: int, dtypes: Sequence[str] = 
         f"{strategy.name} on {sizes_text(strategy.mesh.shape)} against {oracle.name}, "
         f"{steps} steps of {bench.spec.batch_size} examples of {data.name}"
     )
-    actual, initial = compare_steps.initial_states(bench)
+    # Slots with state have none of the oracle's.
+    actual, initial = (
+        to_host(one.init(init_key(bench.spec.seed)))._replace(slots=())
+        for one in (strategy, oracle)
+    )
     different = first_difference(actual, initial)
     certificate.check_bits("initial state", different)
     if different is None:
@@ -65,8 +73,8 @@ def certify(bench: Bench, data: DataSet, *, steps: int, dtypes: Sequence[str] = 
     else:
         certificate.located = f"before the first step, {different} has other bits"
         certificate.cause = _INITIAL
-    unnamed = costs.unnamed_dtypes(strategy, dtypes)
-    message = f"{', '.join(unnamed)} is named nowhere" if unnamed else "named, or parameters' own"
+    unnamed = ", ".join(costs.unnamed_dtypes(strategy, dtypes))
+    message = f"{unnamed} is named nowhere" if unnamed else "named, or parameters' own"
     certificate.check("dtypes sent", not unnamed, message)
     for cost in costs.costs(bench.config.build(bench.spec), bench.spec):
         certificate.check(cost.name, cost.passed, cost.message)
@@ -82,9 +90,13 @@ def _compare_steps(
     dtypes: tuple[str, ...],
 ) -> None:
     """Compares steps up to the first difference; without one, also evaluation and checkpoints."""
-    batches, start = _batches(bench, data, steps + AFTER), max(steps - AFTER, 0)
-    envelope = Envelope(bench.precision)
-    state, previous, free_run = initial, initial, FreeRun(bench, initial)
+    seed, size, count = bench.spec.seed, bench.spec.batch_size, steps + AFTER
+    rows = np.arange(size)
+    data.prepare()
+    order = TrainOrder(seed=seed, batch_size=size, rows=rows, first_step=0, num_steps=count)
+    batches, start = list(itertools.islice(data.train(order), count)), max(steps - AFTER, 0)
+    envelope, free_run = Envelope(bench.precision), compare_steps.FreeRun(bench, initial)
+    previous = state = initial
     for number in range(steps):
         batch = batches[number]
         if number == start:
@@ -108,19 +120,14 @@ def _compare_steps(
         certificate.cause = draws.message if draws and draws.is_known else _UNSTABLE
     elif steps_are_right:
         _check_evaluation(certificate, bench, data, state, envelope)
-        for way, different in round_trips(bench, to_save, batches[start:steps]):
+        for way, different in _round_trips(bench, to_save, batches[start:steps]):
             certificate.check_bits(way, different)
+        if bench.has_slot_state:
+            message = "not tried: the state of slots is that of one strategy and its devices"
+            certificate.check("moved", None, message)
     else:
         certificate.located = _first_difference_text(step, wrong_in_a_row)
         certificate.cause = _cause(bench, step, previous, batches, dtypes)
-
-
-def _batches(bench: Bench, data: DataSet, count: int) -> list[Batch]:
-    seed, size = bench.spec.seed, bench.spec.batch_size
-    rows = np.arange(size)
-    data.prepare()
-    order = TrainOrder(seed=seed, batch_size=size, rows=rows, first_step=0, num_steps=count)
-    return list(itertools.islice(data.train(order), count))
 
 
 def _check_steps(certificate: Certificate, last: StepComparison) -> None:
@@ -129,11 +136,7 @@ def _check_steps(certificate: Certificate, last: StepComparison) -> None:
         kind, leaf, axes = last.replicas[0]
         message = f"{kind} {leaf} differs along {' and '.join(axes)}, step {last.number}"
     certificate.check("copies", not last.replicas, message)
-    worst: dict[str, Difference] = {}
-    for d in certificate.worst().values():
-        if d.kind not in worst or worst[d.kind].excess < d.excess:
-            worst[d.kind] = d
-    for kind, d in worst.items():
+    for kind, d in furthest(certificate.worst().values(), "kind").items():
         where = f" at {d.leaf}" if d.leaf else ""
         message = f"{_excess_text(d)}, relative {d.gap.relative:.1e}{where}, step {d.step}"
         certificate.check(kind, not d.is_wrong, message)
@@ -145,26 +148,82 @@ def _excess_text(d: Difference) -> str:
 
 def _check_noise(certificate: Certificate, envelope: Envelope) -> bool:
     """Lists the gradients that are not judged; returns whether they are few."""
-    unjudged = envelope.unjudged()
-    certificate.not_judged = unjudged.leaves
-    message = f"a gradient's size is known to {unjudged.bound:.1e}, of at most {CAP:g}"
-    if unjudged.leaves:
-        leaves = some_of(unjudged.leaves, SHOWN)
-        message += f"; not that of {leaves}, which is {unjudged.share:.1g} of the squared norm"
-    certificate.check("noise", unjudged.share <= MAX_UNJUDGED, message)
-    return unjudged.share <= MAX_UNJUDGED
+    leaves, share, bound = envelope.unjudged()
+    certificate.not_judged = leaves
+    message = f"a gradient's size is known to {bound:.1e}, of at most {CAP:g}"
+    if leaves:
+        some = some_of(leaves, SHOWN)
+        message += f"; not that of {some}, which is {share:.1g} of the squared norm"
+    certificate.check("noise", share <= MAX_UNJUDGED, message)
+    return share <= MAX_UNJUDGED
 
 
 def _check_evaluation(
     certificate: Certificate, bench: Bench, data: DataSet, state: TrainState, envelope: Envelope
 ) -> None:
     size = bench.strategy.eval_batch_size
-    order = EvalOrder(batch_size=size, rows=np.arange(size))
-    examples = dict(next(iter(data.evaluate(order))))
+    examples = dict(next(iter(data.evaluate(EvalOrder(batch_size=size, rows=np.arange(size))))))
     # Some examples are always padding.
     examples["mask"] = examples["mask"] * (np.arange(size) < 1 + size // 2)
     for d in compare_steps.compare_evaluation(bench, state, examples, envelope):
         certificate.check(d.kind, not d.is_wrong, _excess_text(d))
+
+
+def _round_trips(
+    bench: Bench, state: TrainState, batches: Sequence[Batch]
+) -> Iterator[tuple[str, str | None]]:
+    """Saves a state and yields ways to restore it, each with the first array that changes bits."""
+    strategy, oracle = bench.strategy, bench.oracle
+    with _saved(bench, strategy, state) as restore:
+        restored = restore(strategy)
+        yield "saved and restored", first_difference(restored, state)
+        ends = (_train(strategy, start, batches) for start in (state, restored))
+        yield f"{len(batches)} steps after it", first_difference(*ends)
+        if bench.has_slot_state:
+            return
+        for other in (oracle, *_on_half_of_the_devices(bench)):
+            sizes = sizes_text(other.mesh.shape)
+            yield f"moved to {other.name} on {sizes}", first_difference(restore(other), state)
+    with _saved(bench, oracle, state) as restore:
+        yield f"moved back from {oracle.name}", first_difference(restore(strategy), state)
+
+
+@contextlib.contextmanager
+def _saved(
+    bench: Bench, strategy: Strategy, state: TrainState
+) -> Iterator[Callable[[Strategy], TrainState]]:
+    """Saves a state; the folder is opened anew for each use, as by a run that continues."""
+    spec = bench.spec
+    progress = Progress(batch_size=spec.batch_size, seed=spec.seed, order="", window={})
+    with tempfile.TemporaryDirectory() as folder:
+
+        def restore(other: Strategy) -> TrainState:
+            with contextlib.closing(Checkpoints(Path(folder))) as checkpoints:
+                restored = checkpoints.restore(other.abstract_state)
+                assert restored is not None  # it was saved just now
+                return to_host(restored.state)
+
+        with contextlib.closing(Checkpoints(Path(folder))) as checkpoints:
+            checkpoints.save(to_devices(strategy, state), int(state.step), progress, origin={})
+        yield restore
+
+
+def _train(strategy: Strategy, state: TrainState, batches: Sequence[Batch]) -> TrainState:
+    for batch in batches:
+        state = run_step(strategy, state, batch).state
+    return state
+
+
+def _on_half_of_the_devices(bench: Bench) -> Iterator[Strategy]:
+    """The strategy on half of an axis, if one has an even size; it is traced, not compiled."""
+    mesh, sizes = bench.config.mesh, dict(bench.config.mesh.shape)
+    axis = max(sizes, key=lambda name: (sizes[name] % 2 == 0, sizes[name]))
+    if sizes[axis] % 2:
+        return
+    sizes[axis] //= 2
+    devices = list(mesh.devices.flat)[: math.prod(sizes.values())]
+    smaller = dataclasses.replace(bench.config, mesh=build_mesh(sizes, devices))
+    yield dataclasses.replace(bench, config=smaller).strategy
 
 
 def _first_difference_text(step: StepComparison, wrong_in_a_row: Sequence[Difference]) -> str:
@@ -184,7 +243,7 @@ def _cause(
     bench: Bench,
     step: StepComparison,
     previous: TrainState,
-    batches: list[Batch],
+    batches: Sequence[Batch],
     dtypes: tuple[str, ...],
 ) -> str | None:
     """Searches for the cause, first a few steps later, when no optimizer moment is zero."""

@@ -1,23 +1,26 @@
-"""Compares one step of a strategy with the oracle's, both from the oracle's state."""
+"""Compares steps of a strategy with the oracle's: from the oracle's states, and in a row."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
 from research_dp.certification import harness, tolerances
 from research_dp.certification.harness import Batch, Bench, StepResult, gradients_of
-from research_dp.certification.tolerances import SIZE, Difference, Envelope, Named, named
+from research_dp.certification.tolerances import SIZE, Difference, Envelope, Named, gap, named
 from research_dp.distributed.replica_difference import differing_axes, part_of
 from research_dp.strategies import Strategy, TrainState
 from research_dp.strategies.rng import init_key
 
 SAMPLES, MORE_SAMPLES = 3, 16  # oracle steps with other rounding: always, and in doubt
+_NOISY = 2  # trajectories of the oracle with other rounding
+_PARAMETER = "parameter, in a row"
 _CAUSES_FIRST = (
     *("items counted", "gradient", SIZE, "gradient norm", "loss", "model state", "parameter"),
     *("optimizer state", "loss scale"),
@@ -103,9 +106,8 @@ def _compare_updates(
     """Compares the update with what the optimizer makes of the strategy's own gradients."""
 
     def reference(result: StepResult) -> Named:
-        if result.skipped:
-            return _updated(state)
-        return _updated(bench.update(state, gradients_of(result.state)))
+        skipped = result.skipped
+        return _updated(state if skipped else bench.update(state, gradients_of(result.state)))
 
     before, oracle, alone = _updated(state), _updated(expected.state), reference(expected)
     noise = max(tolerances.update_excess(oracle[key], alone[key], before[key]) for key in oracle)
@@ -116,19 +118,18 @@ def _compare_updates(
 
 
 def _differing_replicas(state: TrainState, mesh: Mesh) -> Iterator[ReplicaDifference]:
-    """The arrays of a state on the devices whose replicas do not have the same bits."""
     arrays = {
         **named("gradient", gradients_of(state)),
         **_updated(state),
         **named("model state", state.model_state),
+        **named("slot state", state.slots),
     }
     for (kind, leaf), x in arrays.items():
         shards = {
             place: (part_of(index), shard.tobytes())
             for place, (index, shard) in shards_by_place(x, mesh).items()
         }
-        axes = differing_axes(shards, mesh.axis_names)
-        if axes:
+        if axes := differing_axes(shards, mesh.axis_names):
             yield ReplicaDifference(kind, leaf, axes)
 
 
@@ -138,12 +139,6 @@ def shards_by_place(
     """By a device's coordinates in the mesh: the index of its shard, and the shard."""
     places = {device: place for place, device in np.ndenumerate(mesh.devices)}
     return {places[s.device]: (s.index, np.asarray(s.data)) for s in x.addressable_shards}
-
-
-def initial_states(bench: Bench) -> tuple[TrainState, TrainState]:
-    """The strategy's initial state and the oracle's, on the host."""
-    key = init_key(bench.spec.seed)
-    return harness.to_host(bench.strategy.init(key)), harness.to_host(bench.oracle.init(key))
 
 
 def compare_evaluation(
@@ -163,3 +158,73 @@ def compare_evaluation(
     noisy = [measured(bench.oracle, harness.perturb_params(state, rng)) for _ in range(SAMPLES)]
     actual, expected = measured(bench.strategy, state), measured(bench.oracle, state)
     return envelope.compare(int(state.step), actual, expected, noisy)
+
+
+class FreeRun:
+    """The strategy's trajectory, and the oracle's with other rounding at each step."""
+
+    def __init__(self, bench: Bench, start: TrainState):
+        self._bench = bench
+        self.state = bench.strategy.init(init_key(bench.spec.seed))
+        self._noisy_states = [start] * _NOISY
+        self._rng = np.random.default_rng(1)
+        self._spread: dict[tuple[str, str], float] = {}
+        self._change: dict[tuple[str, str], float] = {}
+
+    def step(
+        self, number: int, batch: Batch, before: TrainState, oracle: StepResult
+    ) -> list[Difference]:
+        """Takes a step on all trajectories, and compares the strategy's with the oracle's.
+
+        A loss may be FACTOR times as far off as the noisy trajectories are. So may parameters, in
+        L2 norm, and four elements by a full update more, because early updates of Adam are signs
+        of gradients. Both may always be off by the rounding of their own dtype.
+        """
+        strategy = self._bench.strategy
+        placed = harness.place_batch(strategy, batch)
+        self.state, metrics = strategy.train_step(self.state, placed)
+        loss = harness.mean(harness.metric_sums(metrics)["loss"])
+        actual = _position(loss, harness.to_host(self.state.params))
+        noisy = [self._noisy_step(i, batch) for i in range(_NOISY)]
+        previous = named(_PARAMETER, before.params)
+        differences = []
+        for key, expected in _position(oracle.loss, oracle.state.params).items():
+            value = tolerances.as_float64(expected)
+            spread = max(gap(x[key], expected).norm for x in noisy)
+            self._spread[key] = max(spread, self._spread.get(key, 0.0))
+            allowed = tolerances.FACTOR * self._spread[key]
+            if key in previous:
+                change = np.abs(value - tolerances.as_float64(previous[key])).max(initial=0)
+                self._change[key] = max(float(change), self._change.get(key, 0.0))
+                allowed += 4 * self._change[key]
+            allowed += self._floor(key, expected) * float(np.linalg.norm(value))
+            apart = gap(actual[key], expected)
+            is_finite = apart.norm and np.isfinite(apart.norm)
+            bound = apart.ulps * allowed / apart.norm if is_finite else 0.0
+            differences.append(Difference(*key, number, apart, bound))
+        return differences
+
+    def _floor(self, key: tuple[str, str], value: Any) -> float:
+        """The relative difference that is allowed whatever the noise is."""
+        eps = float(jnp.finfo(np.asarray(value).dtype).eps)
+        if key[0] == _PARAMETER:
+            is_fine = eps <= tolerances.EPS
+            return (tolerances.FLOOR_ULPS if is_fine else tolerances.COARSE_ULPS) * eps
+        return tolerances.FLOOR_ULPS * eps + tolerances.coarse_ulps("loss") * self._bench.precision
+
+    def _noisy_step(self, index: int, batch: Batch) -> Named:
+        bench, state = self._bench, self._noisy_states[index]
+        result = bench.noisy_step(state, batch, self._rng)
+        # The gradients are noisy, but they update the unperturbed parameters.
+        grads = harness.gradients_of(result.state)
+        if bench.precision > tolerances.EPS:
+            grads = harness.round_gradients(grads, bench.precision, self._rng)
+        new = state if result.skipped else bench.update(state, grads)
+        self._noisy_states[index] = result.state._replace(
+            params=new.params, opt_state=new.opt_state
+        )
+        return _position(result.loss, new.params)
+
+
+def _position(loss: float, params: Any) -> Named:
+    return {("loss, in a row", ""): np.float32(loss), **named(_PARAMETER, params)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -15,10 +14,10 @@ from research_dp.strategies import Strategy, TrainSpec, jaxpr_collectives
 
 
 class Row(NamedTuple):
-    """A row of the table: bytes sent, and how each device stores parameters and optimizer state."""
+    """A row of the table."""
 
-    formula: str
-    params: str
+    formula: str  # of the bytes sent
+    params: str  # how each device stores them, and the optimizer state
     opt_state: str
 
 
@@ -61,9 +60,8 @@ def costs(strategy: Strategy, spec: TrainSpec) -> Iterator[Cost]:
     Bytes sent are counted in the traced program, so those of collectives that the compiler inserts
     are left out.
     """
-    row = TABLE.get(strategy.name)
+    row, slices = TABLE.get(strategy.name), jax.tree.leaves(strategy.shardings.slices)
     yield _bytes_sent(strategy, spec, row)
-    slices = jax.tree.leaves(strategy.shardings.slices)
     shard = sum(p.nbytes_per_device for p in slices) / sum(p.nbytes for p in slices)
     for name, part in (("parameters", "params"), ("optimizer state", "opt_state")):
         measured, total = nbytes(getattr(strategy.abstract_state, part))
@@ -90,14 +88,14 @@ def _bytes_sent(strategy: Strategy, spec: TrainSpec, row: Row | None) -> Cost:
 
 
 def _other_bytes(strategy: Strategy, spec: TrainSpec) -> float:
-    """At most so many bytes are sent besides parameters and gradients."""
+    """At most so many bytes are sent for anything but parameters and gradients."""
     state = strategy.abstract_state
     # The norm is all-reduced with a flag for each gradient, 4 bytes twice around the ring.
     norm = 8 * (len(jax.tree.leaves(state.params)) + 1)
     norm *= strategy.config.reduction.logical_shards or 1  # one norm for each logical shard
-    floating = (x for x in jax.tree.leaves(state.model_state) if _is_floating(x.dtype))
+    floating = [x for x in jax.tree.leaves(state.model_state) if _is_floating(x.dtype)]
     # Batch statistics: forward, forward again for the backward pass, and backward.
-    statistics = 3 * 2 * sum(math.prod(x.shape) * x.dtype.itemsize for x in floating)
+    statistics = 3 * 2 * nbytes(floating)[1]
     return _METRICS + norm + statistics * spec.accumulation_steps
 
 
@@ -106,7 +104,7 @@ def _is_floating(dtype: jnp.dtype) -> bool:
 
 
 def unnamed_dtypes(strategy: Strategy, dtypes: Iterable[str]) -> list[str]:
-    """Floating-point dtypes on the wire that are no parameter's, and that nothing names."""
+    """Floating-point dtypes on the wire that neither a parameter has nor `dtypes` names."""
     params = {str(x.dtype) for x in jax.tree.leaves(strategy.abstract_state.params)}
     known = {"float32", *params, *(str(jnp.dtype(x)) for x in dtypes)}
     sent = {one.dtype for one in jaxpr_collectives.of_step(strategy)}

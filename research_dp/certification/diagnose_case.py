@@ -7,16 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from research_dp.certification import tolerances
 from research_dp.certification.compare_steps import StepComparison, compare_step
 from research_dp.certification.harness import Batch, Bench
-from research_dp.certification.tolerances import (
-    COARSE_ULPS,
-    EPS,
-    SIZE,
-    Envelope,
-    as_float64,
-    projection,
-)
+from research_dp.certification.tolerances import SIZE, Envelope, as_float64, projection
 from research_dp.distributed.mesh import batch_devices
 from research_dp.errors import some_of
 from research_dp.strategies import TrainState
@@ -43,13 +37,12 @@ class Case:
     @property
     def tolerance(self) -> float:
         """Relative distance within which one array counts as a multiple of another."""
-        coarse = self.bench.precision > EPS
-        return COARSE_ULPS * self.bench.precision if coarse else NEAR
+        precision = self.bench.precision
+        return tolerances.COARSE_ULPS * precision if precision > tolerances.EPS else NEAR
 
     def rerun(self, bench: Bench | None = None, batch: Batch | None = None) -> StepComparison:
         """Compares the step again, with another bench or batch."""
-        step, bench = self.step, bench or self.bench
-        batch = step.batch if batch is None else batch
+        step, bench, batch = self.step, bench or self.bench, batch or self.step.batch
         envelope = Envelope(bench.precision)
         return compare_step(bench, step.number, step.before, batch, envelope, seed=1)
 
@@ -62,11 +55,9 @@ class Case:
     def devices_text(self, places: list[tuple[int, ...]]) -> str:
         """Devices by their coordinates in the mesh."""
         axes = self.bench.strategy.mesh.axis_names
-        names = [
-            f"({' '.join(f'{axis} {i}' for axis, i in zip(axes, place, strict=True))})"
-            for place in places
-        ]
-        return f"device{'s' if len(places) > 1 else ''} {some_of(names, SHOWN)}"
+        named = (zip(axes, place, strict=True) for place in places)
+        names = [f"({' '.join(f'{axis} {i}' for axis, i in pairs)})" for pairs in named]
+        return f"device{'s' if len(names) > 1 else ''} {some_of(names, SHOWN)}"
 
 
 def ratio_of(actual: Any, expected: Any, tolerance: float = NEAR) -> float | None:

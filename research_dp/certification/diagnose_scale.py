@@ -1,9 +1,8 @@
-"""Suspicions about factors of gradients, norms and updates: see the table in diagnose.py."""
+"""Suspicions about factors of gradients, norms and updates: see diagnose.py."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 import jax
 import numpy as np
@@ -16,7 +15,7 @@ from research_dp.distributed.sharding import by_path
 from research_dp.errors import some_of
 
 
-def scaled_gradients(case: Case) -> Mapping[str, str] | None:
+def scaled_gradients(case: Case) -> str | None:
     """Gradients are multiples of the oracle's."""
     ratios, wrong, near = _gradient_ratios(case), case.wrong("gradient"), case.tolerance
     off = {leaf: r for leaf, r in ratios.items() if abs(r - 1) > NEAR and leaf in wrong}
@@ -25,33 +24,27 @@ def scaled_gradients(case: Case) -> Mapping[str, str] | None:
     ratio = next(iter(off.values()))
     if not all(math.isclose(r, ratio, rel_tol=near, abs_tol=near) for r in off.values()):
         shown = ", ".join(f"{leaf} {r:.4g}" for leaf, r in list(off.items())[:SHOWN])
-        return {"message": f"gradients are multiples of what they should be: {shown}"}
+        return f"gradients are multiples of what they should be: {shown}"
     is_all = len(off) == len(ratios)
     which = "all gradients" if is_all else f"gradient {some_of(list(off), SHOWN)}"
     if abs(ratio) < near:
-        return {"message": f"{which} is dropped: it is zero"}
-    factor = f"{ratio:.4g} times what it should be: {_factor_text(case, ratio)}"
-    return {"message": f"{which}: {factor}"}
+        return f"{which} is dropped: it is zero"
+    return f"{which}: {ratio:.4g} times what it should be: {_factor_text(case, ratio)}"
 
 
 def _gradient_ratios(case: Case) -> dict[str, float]:
     """Each gradient over the oracle's, without clipping; {} if one is no multiple of it."""
-    step = case.step
-    expected, actual = (by_path(gradients_of(r.state)) for r in (step.expected, step.actual))
-    unclip = _clip_factor(case, step.expected.norm) / _clip_factor(case, step.actual.norm)
+    results, limit = (case.step.expected, case.step.actual), case.bench.spec.max_grad_norm
+    expected, actual = (by_path(gradients_of(result.state)) for result in results)
+    clips = [1.0 if limit is None or r.norm <= limit else limit / r.norm for r in results]
     ratios = {}
     for leaf, reference in expected.items():
         if np.any(reference):
             ratio = ratio_of(actual[leaf], reference, case.tolerance)
             if ratio is None:
                 return {}
-            ratios[leaf] = ratio * unclip
+            ratios[leaf] = ratio * (clips[0] / clips[1])
     return ratios
-
-
-def _clip_factor(case: Case, norm: float) -> float:
-    limit = case.bench.spec.max_grad_norm
-    return 1.0 if limit is None or norm <= limit else limit / norm
 
 
 def _factor_text(case: Case, ratio: float) -> str:
@@ -76,7 +69,7 @@ def _factor_text(case: Case, ratio: float) -> str:
     return "no number of devices or micro-batches"
 
 
-def scaled_norm(case: Case) -> Mapping[str, str] | None:
+def scaled_norm(case: Case) -> str | None:
     """The norm of right gradients is off, as by the root of a number of devices."""
     expected, actual = case.step.expected.norm, case.step.actual.norm
     is_wrong = case.wrong("gradient norm") and not case.wrong("gradient")
@@ -86,11 +79,11 @@ def scaled_norm(case: Case) -> Mapping[str, str] | None:
     for axis, count in case.bench.strategy.mesh.shape.items():
         if count > 1 and (_is_near(case, squared, count) or _is_near(case, squared, 1 / count)):
             way = "counts replicas" if squared > 1 else "lacks the shards of other devices"
-            return {"message": f"{way} along axis {axis}: its square is {squared:.4g} times"}
-    return {"message": f"is {math.sqrt(squared):.4g} times that of the same gradients"}
+            return f"the gradient norm {way} along axis {axis}: its square is {squared:.4g} times"
+    return f"the gradient norm is {math.sqrt(squared):.4g} times that of the same gradients"
 
 
-def scaled_update(case: Case) -> Mapping[str, str] | None:
+def scaled_update(case: Case) -> str | None:
     """Gradients are right, and their update is not the optimizer's."""
     leaves, step = case.wrong("parameter"), case.step
     if not leaves or case.wrong("gradient"):
@@ -107,7 +100,7 @@ def scaled_update(case: Case) -> Mapping[str, str] | None:
         message = f"updated by {ratio:.4g} times what the optimizer says"
     elif decay is not None:
         message = f"also scaled, by 1 {decay:+.1e} a step: a decay that is not the optimizer's"
-    return {"leaves": some_of(leaves, SHOWN), "message": message}
+    return f"gradients are right, but parameter {some_of(leaves, SHOWN)} is {message}"
 
 
 def _is_near(case: Case, ratio: float, count: float) -> bool:

@@ -27,6 +27,7 @@ from research_dp.types import LossOutput, TrainableModel
 PyTree = Any
 Batch = Mapping[str, np.ndarray]
 MetricSums = Mapping[str, tuple[float, float]]  # name -> (sum, count)
+_POSITIONS = "positions of the examples"
 
 
 class RecordedState(NamedTuple):
@@ -93,24 +94,13 @@ class StepResult(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bench:
-    """A strategy and the oracle that it is compared with.
-
-    Attributes:
-        config: The strategy.
-        against: The oracle; it takes over the strategy's param_dtype, accumulation_dtype and
-            loss_scale.
-        spec: What both are built for.
-        precision: Machine epsilon of the coarsest dtype that gradients may have before they are
-            summed over devices.
-        gather_dtype: dtype in which the strategy gathers shards, if the configuration names one:
-            the oracle then rounds these parameters to it, too.
-    """
+    """A strategy and the oracle that it is compared with."""
 
     config: StrategyConfig
-    against: StrategyConfig
+    against: StrategyConfig  # takes the strategy's param_dtype, accumulation_dtype and loss_scale
     spec: TrainSpec
-    precision: float = EPS
-    gather_dtype: str | None = None
+    precision: float = EPS  # epsilon of the coarsest dtype of gradients before they are summed
+    gather_dtype: str | None = None  # of the strategy; the oracle rounds sharded parameters to it
 
     @functools.cached_property
     def strategy(self) -> Strategy:
@@ -118,12 +108,16 @@ class Bench:
 
     @functools.cached_property
     def oracle(self) -> Strategy:
-        numerics = ("accumulation_dtype", "param_dtype", "loss_scale")
         spec = self._recording_spec
         if self.gather_dtype is not None and self.against.gather is None:
             spec = dataclasses.replace(spec, model=self._rounding_model())
+        numerics = ("accumulation_dtype", "param_dtype", "loss_scale")
         changes = {name: getattr(self.config, name) for name in numerics}
         return dataclasses.replace(self.against, **changes).build(spec)
+
+    @property
+    def has_slot_state(self) -> bool:
+        return any(one.abstract_state.slots for one in (self.strategy, self.oracle))
 
     def _rounding_model(self) -> TrainableModel:
         """The model that rounds the parameters which the strategy shards."""
@@ -193,9 +187,6 @@ def run_step(
     return StepResult(to_host(on_devices), metric_sums(metrics), on_devices)
 
 
-_POSITIONS = "positions of the examples"
-
-
 def place_batch(strategy: Strategy, batch: Batch) -> PlacedBatch:
     """Puts a global batch on a strategy's devices."""
     return strategy.place_batch({name: x[strategy.train_rows] for name, x in batch.items()})
@@ -222,7 +213,16 @@ def _shardings(strategy: Strategy) -> TrainState:
 
 
 def to_devices(strategy: Strategy, state: TrainState) -> TrainState:
-    """A host state on a strategy's devices; a copy, because steps donate it."""
+    """A host state on a strategy's devices; a copy, because steps donate it.
+
+    Where the state is another strategy's, such as the oracle's, slots with state begin anew.
+    """
+    abstract = strategy.abstract_state.slots
+    if jax.tree.map(np.shape, state.slots) != jax.tree.map(np.shape, abstract):
+        slots = {name: getattr(strategy.config, name).init(state.params) for name in abstract}
+        # A state that differs from device to device has a leading dim for them.
+        each = jax.tree.map(lambda x, a: np.broadcast_to(x, a.shape), slots or (), abstract)
+        state = state._replace(slots=each)
     return jax.device_put(state, _shardings(strategy), may_alias=False)
 
 

@@ -13,26 +13,16 @@ import jax
 import numpy as np
 import optax
 
+from research_dp import strategies
 from research_dp.certification import harness
 from research_dp.certification.certificate import Certificate, Check
 from research_dp.certification.harness import Batch, MetricSums
 from research_dp.distributed.mesh import sizes_text
 from research_dp.distributed.placement import fingerprint
-from research_dp.strategies import (
-    Strategy,
-    StrategyConfig,
-    TrainSpec,
-    compiled,
-    data_parallel,
-    jaxpr_collectives,
-    one_device_mesh,
-)
+from research_dp.strategies import Strategy, StrategyConfig, TrainSpec, jaxpr_collectives
 from research_dp.types import TrainableModel
 
-STEPS = 4
-MICRO_BATCHES = 2
-MAX_NORM = 0.5
-NUM_CLASSES = 10
+STEPS, MICRO_BATCHES, MAX_NORM, NUM_CLASSES = 4, 2, 0.5, 10
 EXAMPLE = {
     "image": jax.ShapeDtypeStruct((4, 4, 1), np.float32),
     "label": jax.ShapeDtypeStruct((), np.int32),
@@ -48,21 +38,16 @@ class Trace(NamedTuple):
     """What a strategy computes."""
 
     initial: str  # fingerprint of the initial parameters
-    losses: list[float]  # mean training loss of each step
-    norms: list[float]  # gradient norm of each step, before clipping
-    params: Any  # final parameters
+    losses: list[float]  # of each step, as are the norms before clipping
+    norms: list[float]
+    params: Any  # the final ones
     metrics: MetricSums  # of an evaluation batch with padding
 
 
 def certify_quick(config: StrategyConfig, models: Mapping[str, TrainableModel]) -> Certificate:
-    """Certifies a strategy on the small run.
+    """Certifies a strategy that shards arrays of 64 elements, on the small run.
 
-    Args:
-        config: The strategy; it should shard arrays of 64 elements.
-        models: Small classifiers of `EXAMPLE`, by the API that they are written in.
-
-    Raises:
-        UsageError: The strategy cannot be built.
+    `models` are small classifiers of `EXAMPLE`, by the API that they are written in.
     """
     size = batch_size_for(config)
     title = f"{config.name} on {sizes_text(config.mesh.shape)} against single, a quick run"
@@ -109,12 +94,14 @@ def batches(batch_size: int = 32) -> Sequence[Batch]:
 
 def trace_single(model: TrainableModel, batch_size: int = 32) -> Trace:
     """What one device computes."""
-    single = data_parallel(name="single", engine=compiled, mesh=one_device_mesh())
+    single = StrategyConfig(
+        name="single", engine=strategies.compiled, mesh=strategies.one_device_mesh()
+    )
     return trace(single.build(small_spec(model, batch_size)), batches(batch_size))
 
 
 def trace(strategy: Strategy, data: Sequence[Batch]) -> Trace:
-    """Trains on all batches, and evaluates on a part of the first."""
+    """Trains on all batches, and evaluates on a part of the first, with padding."""
     state = strategy.init(jax.random.key(0))
     initial, losses, norms = fingerprint(state.params), [], []
     for batch in data:
@@ -148,12 +135,11 @@ def wire_bytes(strategy: Strategy) -> float:
 
 
 def _near(name: str, actual: Any, expected: Any, *, atol: float = 0.0, rtol: float = 0.0) -> Check:
-    """Compares all numbers of two trees."""
     if repr(jax.tree.structure(actual)) != repr(jax.tree.structure(expected)):
         return Check(name, False, "another tree")
-    pairs = list(zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True))
+    pairs = list(zip(*map(jax.tree.leaves, (actual, expected)), strict=True))
     if any(np.shape(a) != np.shape(b) for a, b in pairs):
         return Check(name, False, "other shapes")
     near = all(np.allclose(a, b, atol=atol, rtol=rtol) for a, b in pairs)
-    most = max(float(np.max(np.abs(np.asarray(a) - np.asarray(b)))) for a, b in pairs)
+    most = max(float(np.max(np.abs(np.subtract(a, b)))) for a, b in pairs)
     return Check(name, near, f"at most {most:.1e} apart")

@@ -25,7 +25,7 @@ COARSE_ULPS = 4  # of the dtype to which gradients are rounded before they are s
 UPDATE_ULPS, CHANGE_ULPS = 4, 32  # of an updated element, and of its leaf's greatest change
 # Norms and losses sum many elements, over which rounding averages out.
 _COARSE = {"gradient": 1.0, "model state": 1.0, "gradient norm": 1 / 16}
-_COARSE |= dict.fromkeys(("loss", "evaluation loss"), 1 / 64)
+_COARSE |= {"loss": 1 / 64, "evaluation loss": 1 / 64}
 _COUNTS = ("items counted", "evaluation items counted")
 SIZE = "gradient size"  # a gradient's projection on the oracle's
 CAP = 0.1  # a relative bound of a gradient's size above this would mean nothing
@@ -44,10 +44,10 @@ def gap(actual: Any, expected: Any) -> Gap:
     """How far an array is from its reference."""
     pair = _finite_pair(actual, expected)
     if pair is None:
-        return Gap(np.inf, np.inf, np.inf, np.inf)
+        return Gap(*[np.inf] * 4)
     difference, reference = np.abs(pair[0] - pair[1]), pair[1]
-    scale, norm = float(np.abs(reference).max(initial=0)), float(np.linalg.norm(difference))
-    size = float(np.linalg.norm(reference))
+    scale = float(np.abs(reference).max(initial=0))
+    norm, size = float(np.linalg.norm(difference)), float(np.linalg.norm(reference))
     relative = norm / size if size else (np.inf if norm else 0.0)
     ulps = float(difference.max(initial=0)) / float(ulp(scale, np.asarray(expected).dtype))
     return Gap(norm, scale, ulps, relative)
@@ -113,9 +113,7 @@ class Unjudged(NamedTuple):
 class Envelope:
     """Bounds differences by the noise of oracle steps that differ in rounding alone.
 
-    Args:
-        precision: Machine epsilon of the coarsest dtype that gradients may have before they are
-            summed over devices.
+    `precision` is the epsilon of the coarsest dtype of gradients before devices sum them.
     """
 
     def __init__(self, precision: float):

@@ -13,9 +13,7 @@ from research_dp.certification import quick
 from research_dp.certification.certificate import Certificate
 from research_dp.certification.certify import certify
 from research_dp.certification.harness import Bench
-from research_dp.config import gin_internals, load
-from research_dp.config.load import Config
-from research_dp.config.parser import Binding
+from research_dp.config import gin_internals, load, parser
 from research_dp.distributed.mesh import refuse_several_processes
 from research_dp.errors import check_kind
 from research_dp.models import mlp
@@ -26,16 +24,10 @@ from research_dp.types import TrainableModel
 QUICK_APIS = ("linen", "nnx")
 
 
-def certify_run(config: Config, against: str, steps: int) -> Certificate:
-    """Certifies the strategy of a loaded configuration.
+def certify_run(config: load.Config, against: str, steps: int) -> Certificate:
+    """Certifies the strategy of a loaded configuration over some steps.
 
-    Args:
-        config: The configuration.
-        against: Stem of a shipped strategy, or a gin file that binds `train.strategy`.
-        steps: How many steps are compared.
-
-    Raises:
-        UsageError: Something in the configuration is wrong.
+    `against` is the stem of a shipped strategy, or a gin file that binds `train.strategy`.
     """
     refuse_several_processes("certify", "Give --cpu_devices.", binding="")
     known = inspect.signature(spec_of).parameters
@@ -61,13 +53,8 @@ def certify_run(config: Config, against: str, steps: int) -> Certificate:
 
 
 def certify_quick() -> Certificate:
-    """Certifies the strategy that is bound, on the small built-in run.
-
-    Raises:
-        UsageError: None is bound, or it cannot be built.
-    """
-    models = {api: quick_model(api) for api in QUICK_APIS}
-    return quick.certify_quick(_bound_strategy(), models)
+    """Certifies the strategy that is bound, on the small built-in run."""
+    return quick.certify_quick(_bound_strategy(), {api: quick_model(api) for api in QUICK_APIS})
 
 
 def quick_model(api: str) -> TrainableModel:
@@ -81,7 +68,7 @@ def _bound_strategy() -> StrategyConfig:
     return strategy
 
 
-def precision_of(used: Iterable[Binding]) -> float:
+def precision_of(used: Iterable[parser.Binding]) -> float:
     """Machine epsilon of the coarsest dtype that gradients may have before they are summed.
 
     The dtype of compute counts as those on the wire do: each device rounds the gradient of its own
@@ -91,7 +78,7 @@ def precision_of(used: Iterable[Binding]) -> float:
     return max(float(jnp.finfo(x).eps) for x in ("float32", *names))
 
 
-def _names_dtype(b: Binding) -> bool:
+def _names_dtype(b: parser.Binding) -> bool:
     """Whether a binding gives a floating-point dtype to `dtype` or to `*_dtype`."""
     is_named = b.parameter.lower().endswith("dtype") and isinstance(b.value, str)
     return is_named and is_floating_dtype(b.value)
