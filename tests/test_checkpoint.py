@@ -15,13 +15,14 @@ import optax
 import pytest
 from conftest import stems
 from jax.experimental import multihost_utils
-from test_strategies import build, one_matrix, run_steps, small_model
+from test_strategies import build, one_matrix, run_steps
 
+from research_dp.commands.certify import quick_model
 from research_dp.config import load
 from research_dp.distributed.placement import fingerprint
 from research_dp.errors import RunFailure, UsageError
 from research_dp.models import mlp
-from research_dp.training import checkpoint as checkpoint_module
+from research_dp.training import checkpoint_files
 from research_dp.training import manifest as manifest_module
 from research_dp.training.checkpoint import Checkpoints
 from research_dp.training.checkpoint_files import overview, steps_in, verify
@@ -60,11 +61,11 @@ def assert_same_bits(restored, saved, strategy):
 
 @pytest.mark.parametrize(("first", "second"), PAIRS)
 def test_state_is_the_same_bits_under_another_strategy(first, second, tmp_path):
-    state = run_steps(build(first, small_model("linen")), 2)
+    state = run_steps(build(first, quick_model("linen")), 2)
     saved = jax.device_get(state)
     save(tmp_path, state, 2)
     load.reset()
-    other = build(second, small_model("nnx"))
+    other = build(second, quick_model("nnx"))
     restored, manifest = restore(tmp_path, other)
     assert manifest.progress == PROGRESS
     assert_same_bits(restored, saved, other)
@@ -286,7 +287,7 @@ def test_a_failure_in_the_background_is_raised_at_the_next_look(trained, tmp_pat
 @functools.cache
 def built(stem, api):
     load.reset()
-    return build(stem, small_model(api))
+    return build(stem, quick_model(api))
 
 
 @pytest.mark.slow
@@ -298,7 +299,7 @@ def test_every_strategy_restores_what_every_other_saved(first, tmp_path):
     for second in stems():
         for api in ("linen", "nnx"):
             other = built(second, api)
-            assert_same_bits(restore(tmp_path, other).state, saved, other)
+            assert_same_bits(restore(tmp_path, other)[0], saved, other)
 
 
 def test_what_cannot_be_read_here_and_now_is_not_taken_for_damage(tmp_path, monkeypatch):
@@ -330,7 +331,7 @@ def test_a_save_that_fails_here_is_told_though_others_wait_for_this_process(tmp_
     def full(folder):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(checkpoint_module, "fsync_checkpoint", full)
+    monkeypatch.setattr(checkpoint_files, "fsync_checkpoint", full)
     state = build("ddp", one_matrix()).init(jax.random.key(0))
     checkpoints.save(state, 1, PROGRESS, origin())
     deadline = time.monotonic() + 60

@@ -9,7 +9,7 @@ from test_train_command import MLP
 
 from research_dp.training.checkpoint_files import steps_in
 from research_dp.training.intervals import Schedule
-from research_dp.training.metric_writer import truncate_records
+from research_dp.training.metric_log import truncate_records
 from research_dp.training.preemption import StopSignal
 
 STEPS = 60

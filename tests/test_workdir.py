@@ -23,7 +23,7 @@ from research_dp.training.checkpoint import Checkpoints
 from research_dp.training.checkpoint_files import steps_in
 from research_dp.training.flight_recorder import last_notes
 from research_dp.training.manifest import Damaged
-from research_dp.training.metric_writer import MetricWriter, truncate_records
+from research_dp.training.metric_log import MetricWriter, truncate_records
 from research_dp.training.progress_bar import ProgressBar
 
 SPECIAL = "a[1]*?{b} **#%20~"  # what globs, URLs and shells read something into

@@ -47,7 +47,7 @@ class Switch:
                 now = time.perf_counter()
                 if self._began is not None:
                     self.times[self.on].append(now - self._began)
-                self._turn(trainer._recorder)
+                self._turn(trainer.recorder)
                 self._began = time.perf_counter()
 
         Trainer._dispatched = dispatched

@@ -201,7 +201,7 @@ def _saved(
             with contextlib.closing(Checkpoints(Path(folder))) as checkpoints:
                 restored = checkpoints.restore(other.abstract_state)
                 assert restored is not None  # it was saved just now
-                return to_host(restored.state)
+                return to_host(restored[0])
 
         with contextlib.closing(Checkpoints(Path(folder))) as checkpoints:
             checkpoints.save(to_devices(strategy, state), int(state.step), progress, origin={})

@@ -7,44 +7,25 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
 
 from research_dp.distributed.multihost import first_problem, of_the_first, texts_of_all
 from research_dp.errors import RunFailure, UsageError
 from research_dp.strategies import TrainState
-from research_dp.training import files, orbax_io
-from research_dp.training.checkpoint_files import (
-    HALF_WRITTEN,
-    clear_temporary,
-    fsync_checkpoint,
-    prune,
-    read_manifest,
-    steps_in,
-)
+from research_dp.training import checkpoint_files, files, orbax_io
+from research_dp.training.checkpoint_files import steps_in
 from research_dp.training.manifest import Damaged, Manifest, Progress, leaves_of
 
 T = TypeVar("T")
 
 
-class Restored(NamedTuple):
-    """A state on its shardings, and the manifest of its checkpoint."""
-
-    state: TrainState
-    manifest: Manifest
-
-
 class Checkpoints:
     """Saves and restores a run's state; only complete checkpoints count (Orbax commits atomically).
 
-    Orbax is imported at the first save or restore.
-
-    Args:
-        folder: Folder of the checkpoints, one subfolder a step.
-        keep: How many of the newest are kept.
-        keep_period: Steps that it divides are kept too; None: no others.
-        say: Prints a line.
+    The `keep` newest are kept, and those of steps that `keep_period` divides. Orbax, which is slow
+    to import, is imported at the first save or restore.
     """
 
     def __init__(
@@ -63,24 +44,16 @@ class Checkpoints:
         self._thread = ThreadPoolExecutor(1, "checkpoints")
         self._failed = False
 
-    # ---- Restoring ----
-
     def restore(
         self, abstract_state: TrainState, check: Callable[[Manifest], None] = lambda manifest: None
-    ) -> Restored | None:
-        """The newest intact state, on the shardings of `abstract_state`; None: none is saved.
+    ) -> tuple[TrainState, Manifest] | None:
+        """The newest intact state, on the shardings of `abstract_state`, and its manifest, or None.
 
         A damaged checkpoint is reported and moved aside, so that its step can be saved again.
-
-        Args:
-            abstract_state: Shapes, dtypes and shardings.
-            check: Raises UsageError if the run may not resume from a checkpoint.
-
-        Raises:
-            UsageError: The checkpoint is of another model or optimizer, or none can be read.
+        UsageError: it is of another model or optimizer, none can be read, or `check` raised it.
         """
         damaged: dict[int, str] = {}
-        for step in steps_in(self._folder, HALF_WRITTEN):
+        for step in steps_in(self._folder, checkpoint_files.HALF_WRITTEN):
             self._say(f"Step {step} was being saved when the run ended, and is not complete")
         # Those that process 0 sees, newest first.
         for step in reversed(json.loads(texts_of_all(json.dumps(steps_in(self._folder)))[0])):
@@ -90,7 +63,12 @@ class Checkpoints:
                 damaged[step] = str(error)
                 self._say(f"The checkpoint of step {step} is damaged: {error}")
                 continue
-            self._set_aside(damaged)
+            if damaged and jax.process_index() == 0:
+                for path in (self._folder / str(step) for step in damaged):
+                    aside = path.rename(files.free_name(path))
+                    self._say(f"The files of step {path.name} were moved to {aside}")
+            if damaged:
+                of_the_first(0)  # the others wait until it is done
             self._newest = step
             return restored
         if damaged:
@@ -113,44 +91,31 @@ class Checkpoints:
 
     def _restore(
         self, step: int, abstract_state: TrainState, check: Callable[[Manifest], None]
-    ) -> Restored:
+    ) -> tuple[TrainState, Manifest]:
         folder = self._folder / str(step)
-        manifest = _in_all_processes(lambda: read_manifest(folder))
+        manifest = _in_all_processes(lambda: checkpoint_files.read_manifest(folder))
         if manifest.step != step:
             raise Damaged(f"its manifest is of step {manifest.step}")
-        difference = manifest.difference(abstract_state)
-        if difference:
+        if difference := manifest.difference(abstract_state):
             raise UsageError(
                 f"the checkpoint {folder} is of another model or optimizer: {difference}. "
                 "Use another --workdir, or the configuration in its config.gin."
             )
         check(manifest)
         state = _in_all_processes(lambda: orbax_io.read_state(folder, abstract_state))
-        mismatch = manifest.mismatch(state)
-        if mismatch:
+        if mismatch := manifest.mismatch(state):
             raise Damaged(mismatch)
-        return Restored(state, manifest)
-
-    def _set_aside(self, damaged: Mapping[int, str]) -> None:
-        """Renames damaged checkpoints; nothing is deleted."""
-        if damaged and jax.process_index() == 0:
-            for step in damaged:
-                path = self._folder / str(step)
-                aside = path.rename(files.free_name(path))
-                self._say(f"The files of step {step} were moved to {aside}")
-        if damaged:
-            of_the_first(0)  # the others wait until it is done
-
-    # ---- Saving ----
+        return state, manifest
 
     def save(
         self, state: TrainState, step: int, progress: Progress, origin: Mapping[str, Any]
     ) -> None:
         """Saves in the background; returns as soon as the state may be changed.
 
-        Raises:
-            RunFailure: This save, or the one before it, failed.
+        RunFailure: this save, or the one before it, failed.
         """
+        import orbax.checkpoint as ocp
+
         self.wait()
         if step == self._newest:
             return
@@ -161,11 +126,11 @@ class Checkpoints:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 self._checkpointer = orbax_io.checkpointer()
             if jax.process_index() == 0:
-                clear_temporary(self._folder, step)
-            self._checkpointer.save(
-                orbax_io.literal(self._folder / str(step)),
-                args=orbax_io.save_args(state, manifest.as_json()),
+                checkpoint_files.clear_temporary(self._folder, step)
+            args = ocp.args.Composite(
+                state=ocp.args.PyTreeSave(state), manifest=ocp.args.JsonSave(manifest.as_json())
             )
+            self._checkpointer.save(orbax_io.literal(self._folder / str(step)), args=args)
             self._pending = step, self._thread.submit(self._complete, step, writing.pop_all())
 
     def check(self) -> None:
@@ -185,7 +150,6 @@ class Checkpoints:
             self._say(line)
 
     def close(self) -> None:
-        """Waits, and releases Orbax's resources."""
         try:
             self.wait()
         finally:
@@ -203,9 +167,9 @@ class Checkpoints:
             self._checkpointer.wait_until_finished()
         if jax.process_index() != 0:
             return []
-        fsync_checkpoint(self._folder / str(step))
+        checkpoint_files.fsync_checkpoint(self._folder / str(step))
         (self._folder / files.NOTHING_SAVED).unlink(missing_ok=True)
-        return prune(self._folder, self._keep, self._keep_period)
+        return checkpoint_files.prune(self._folder, self._keep, self._keep_period)
 
     @contextlib.contextmanager
     def _failing_as_run(self, step: int) -> Iterator[None]:

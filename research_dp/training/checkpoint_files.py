@@ -16,15 +16,14 @@ import numpy as np
 from research_dp.distributed.checksum import array_checksum
 from research_dp.distributed.mesh import sizes_text
 from research_dp.distributed.sharding import by_path
-from research_dp.training import files
+from research_dp.training import files, orbax_io
 from research_dp.training.manifest import Damaged, Manifest, mismatch_message
-from research_dp.training.orbax_io import MANIFEST, read_metadata, read_state, reason
 
 _STEP = r"(0|[1-9][0-9]{0,17})"  # no other digits, no leading zeros
 COMPLETE = re.compile(_STEP)
 HALF_WRITTEN = re.compile(_STEP + r"\.orbax-checkpoint-tmp.*")
-SET_ASIDE = re.compile(_STEP + r"\.damaged[0-9]*")
-_INCOMPLETE = {HALF_WRITTEN: "not complete", SET_ASIDE: "damaged, was moved aside"}
+_SET_ASIDE = re.compile(_STEP + r"\.damaged[0-9]*")
+_STATES = {COMPLETE: "", HALF_WRITTEN: "not complete", _SET_ASIDE: "damaged, was moved aside"}
 
 
 def steps_in(folder: Path, pattern: re.Pattern[str] = COMPLETE) -> Sequence[int]:
@@ -58,7 +57,7 @@ def prune(folder: Path, keep: int, keep_period: int | None) -> list[str]:
         try:
             shutil.rmtree(path)
         except OSError as error:
-            problems.append(f"The checkpoint {path} cannot be removed: {reason(error)}")
+            problems.append(f"The checkpoint {path} cannot be removed: {orbax_io.reason(error)}")
     return problems
 
 
@@ -75,10 +74,9 @@ def clear_temporary(folder: Path, step: int) -> None:
 
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a checkpoint, by `Manifest.read`; Damaged also if a FIFO is in the folder."""
-    problem = files.unreadable_entry(folder)
-    if problem:
+    if problem := files.unreadable_entry(folder):
         raise Damaged(problem)
-    return Manifest.read(folder / MANIFEST)
+    return Manifest.read(folder / orbax_io.MANIFEST)
 
 
 def verify(folder: Path) -> Manifest:
@@ -86,23 +84,20 @@ def verify(folder: Path) -> Manifest:
     import orbax.checkpoint as ocp
 
     manifest = read_manifest(folder)
-    tree = read_metadata(folder)
+    tree = orbax_io.read_metadata(folder)
     leaves = by_path(tree)
-    unmatched = sorted(leaves.keys() ^ manifest.leaves.keys())
-    if unmatched:
+    if unmatched := sorted(leaves.keys() ^ manifest.leaves.keys()):
         raise Damaged(f"{unmatched[0]} is not both in its manifest and in its arrays")
     on_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
     changed = []
     for path, leaf in manifest.leaves.items():
-        one = jax.tree.map(
-            lambda x, chosen=leaves[path]: x if x is chosen else ocp.PLACEHOLDER, tree
-        )
-        restored = jax.tree.leaves(read_state(folder, one, on_host))
+        chosen = leaves[path]
+        one = jax.tree.map(lambda x, chosen=chosen: x if x is chosen else ocp.PLACEHOLDER, tree)
+        restored = jax.tree.leaves(orbax_io.read_state(folder, one, on_host))
         (x,) = (x for x in restored if x is not ocp.PLACEHOLDER)
         if array_checksum(x) != leaf.checksum:
             changed.append(path)
-    problem = mismatch_message(changed)
-    if problem:
+    if problem := mismatch_message(changed):
         raise Damaged(problem)
     return manifest
 
@@ -129,15 +124,18 @@ class Row(NamedTuple):
 
 def overview(folder: Path, *, verified: bool) -> Iterator[Row]:
     """The checkpoints in a folder, complete or not, by step; arrays are read if `verified`."""
-    paths = folder.iterdir() if folder.is_dir() else ()
     matches = [
-        (int(match[1]), path, _INCOMPLETE.get(pattern))
-        for path in paths
-        for pattern in (COMPLETE, *_INCOMPLETE)
+        (int(match[1]), path.name, incomplete)
+        for path in (folder.iterdir() if folder.is_dir() else ())
+        for pattern, incomplete in _STATES.items()
         if (match := pattern.fullmatch(path.name))
     ]
-    for step, path, incomplete in sorted(matches, key=lambda row: (row[0], row[1].name)):
-        nbytes = _nbytes(path)
+    for step, name, incomplete in sorted(matches):
+        path = folder / name
+        nbytes = 0
+        for file in path.rglob("*"):
+            with contextlib.suppress(FileNotFoundError):  # a run may be removing it
+                nbytes += file.stat().st_size if file.is_file() else 0
         if incomplete:
             yield Row(step, nbytes, incomplete)
             continue
@@ -147,16 +145,7 @@ def overview(folder: Path, *, verified: bool) -> Iterator[Row]:
             if os.path.lexists(path):  # a run may have removed it meanwhile
                 yield Row(step, nbytes, f"damaged: {error}", damaged=True)
         except (OSError, MemoryError) as error:
-            yield Row(step, nbytes, f"cannot be read: {reason(error)}", damaged=True)
+            yield Row(step, nbytes, f"cannot be read: {orbax_io.reason(error)}", damaged=True)
         else:
             intact = f"intact: {len(manifest.leaves)} arrays"
             yield Row(step, nbytes, intact if verified else "not verified", manifest=manifest)
-
-
-def _nbytes(folder: Path) -> int:
-    """Bytes of the files in a folder, which a run may be removing."""
-    total = 0
-    for file in folder.rglob("*"):
-        with contextlib.suppress(FileNotFoundError):
-            total += file.stat().st_size if file.is_file() else 0
-    return total

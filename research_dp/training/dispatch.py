@@ -23,32 +23,27 @@ class InFlight:
         self._programs.append((results, on_done))
 
     def wait_for_room(self) -> None:
-        """Waits for the oldest until another one may be dispatched."""
-        while len(self._programs) >= _max_in_flight():
-            self._wait_for_oldest()
+        """Waits until another one may be dispatched: two keep an accelerator busy.
+
+        The devices of a split CPU share a thread pool: a step that waits in a collective can take
+        the threads that the step before it needs to end, and XLA deadlocks.
+        """
+        self._wait(1 if jax.default_backend() == "cpu" else 2)
 
     def wait_for_all(self) -> None:
-        while self._programs:
-            self._wait_for_oldest()
+        self._wait(1)
 
     def is_busy(self) -> bool:
         """Whether the newest program is still running."""
         newest = jax.tree.leaves([results for results, _ in list(self._programs)[-1:]])
         return bool(newest) and not newest[0].is_ready()
 
-    def _wait_for_oldest(self) -> None:
-        results, on_done = self._programs.popleft()
-        jax.block_until_ready(results)
-        on_done()
-
-
-def _max_in_flight() -> int:
-    """Two keep an accelerator busy, but only one may run on CPUs.
-
-    The devices of a split CPU share a thread pool: a step that waits in a collective can take the
-    threads that the step before it needs to end, and XLA deadlocks.
-    """
-    return 1 if jax.default_backend() == "cpu" else 2
+    def _wait(self, most: int) -> None:
+        """Waits for the oldest while `most` are in flight."""
+        while len(self._programs) >= most:
+            results, on_done = self._programs.popleft()
+            jax.block_until_ready(results)
+            on_done()
 
 
 def prefetch(

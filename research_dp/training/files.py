@@ -1,13 +1,17 @@
-"""Files of a run's folder: their names, exclusive creation, atomic replacement, fsync."""
+"""Files of a run's folder: their names, exclusive creation, atomic replacement, fsync, JSON."""
 
 from __future__ import annotations
 
 import errno
+import json
+import math
 import os
 import re
 import secrets
 import stat
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 LOCK, HOLDER = ".run.lock", ".run.holder"
 CONFIG, OPERATIVE_CONFIG = "config.gin", "operative_config.gin"
@@ -26,20 +30,12 @@ _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFREG: "a file", stat.S_IFIFO: "a FIF
 
 
 def create(path: Path) -> int:
-    """Creates a new file, following no link, and returns its descriptor.
-
-    Raises:
-        FileExistsError: The name is taken.
-    """
+    """Creates a new file, following no link, and returns its descriptor."""
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
 
 
 def append(path: Path) -> int:
-    """Opens a file for appending and returns its descriptor.
-
-    Raises:
-        OSError: It is a link, or a FIFO without a reader.
-    """
+    """Opens a file, but no link and no FIFO without a reader; returns its descriptor."""
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     return os.open(path, flags, 0o666)
 
@@ -87,6 +83,22 @@ def is_utf8(text: str) -> bool:
     return True
 
 
+def as_json(value: Any) -> Any:
+    """Replaces numbers that JSON lacks (NaN, infinities) by null."""
+    if isinstance(value, Mapping):
+        return {key: as_json(inner) for key, inner in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def read_json(text: str | bytes) -> dict[str, Any]:
+    """A JSON object; empty if the text is not one."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
 def free_name(path: Path) -> Path:
     """An unused name beside a path: `NAME.damaged` or `NAME.damagedN`."""
     for number in range(1, 1000):
@@ -113,19 +125,18 @@ def unexpected_kind(folder: Path) -> str | None:
     for name in (*_FILES, f"{CHECKPOINTS}/{NOTHING_SAVED}", *notes):
         path = folder / name
         if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
-            return f"{path} is {kind_of(path)}, and the run writes a file there. Move it away."
+            return f"{path} is {_kind_of(path)}, and the run writes a file there. Move it away."
     for name in _FOLDERS:
         path = folder / name
         if os.path.lexists(path) and not path.is_dir():
             return (
-                f"{path} is {kind_of(path)}, and the run needs a folder there. Mount or put back "
+                f"{path} is {_kind_of(path)}, and the run needs a folder there. Mount or put back "
                 "what belongs there, or move it away."
             )
     return None
 
 
-def kind_of(path: Path) -> str:
-    """The kind of file that a name refers to, in words."""
+def _kind_of(path: Path) -> str:
     mode = path.lstat().st_mode
     if stat.S_ISLNK(mode):
         return f"a link to {os.readlink(path)}" + ("" if path.exists() else ", which is not there")
@@ -137,5 +148,5 @@ def unreadable_entry(folder: Path) -> str | None:
     for path in (folder, *sorted(folder.glob("**/*"))):
         if not (path.is_file() or path.is_dir()):
             where = path.relative_to(folder.parent)
-            return f"{where} is {kind_of(path) if os.path.lexists(path) else 'gone'}"
+            return f"{where} is {_kind_of(path) if os.path.lexists(path) else 'gone'}"
     return None

@@ -89,12 +89,6 @@ class Recorder:
         """The newest note of each process of this run."""
         return [note for note in last_notes(self.folder) if note.process < self.processes]
 
-    def remove_others(self) -> None:
-        """Removes the notes of an earlier run of more processes; for the process with the lock."""
-        for note in last_notes(self.folder):
-            if note.process >= self.processes:
-                note_file(self.folder, note.process).unlink(missing_ok=True)
-
     def __enter__(self) -> Recorder:
         return self
 
@@ -105,14 +99,14 @@ class Recorder:
 
 
 def note_file(folder: Path, process: int) -> Path:
-    """The file of a process."""
+    """The notes of a process."""
     return folder / files.FLIGHT / f"process_{process}.txt"
 
 
 def last_notes(folder: Path) -> list[Note]:
     """The newest note of each process of a run, by process."""
-    notes = (_newest_note(path) for path in (folder / files.FLIGHT).glob("process_*.txt"))
-    return sorted(note for note in notes if note)
+    notes = map(_newest_note, (folder / files.FLIGHT).glob("process_*.txt"))
+    return sorted(filter(None, notes))
 
 
 def straggler(notes: list[Note]) -> Note | None:
@@ -133,11 +127,9 @@ def straggler(notes: list[Note]) -> Note | None:
 
 def post_mortem(notes: list[Note]) -> list[str]:
     """Which process was behind, and where each one was; a line each."""
-    suspect = straggler(notes)
-    if suspect:
+    head = "all processes are at the same place: a collective, or a device, does not end"
+    if suspect := straggler(notes):
         head = f"process {suspect.process} is behind: step {suspect.step}, phase {suspect.phase}"
-    else:
-        head = "all processes are at the same place: a collective, or a device, does not end"
     return [head, *(f"  {note}" for note in notes)]
 
 
@@ -146,20 +138,19 @@ def _line(text: str) -> bytes:
 
 
 def _newest_note(path: Path) -> Note | None:
-    """The newest note in a file; None if it has none."""
     if not path.is_file():  # a FIFO would block
         return None
     try:
         header, *lines = path.read_text().splitlines()
         _, process, pid, host = header.split()
-        newest = max((note for note in map(_parse, lines) if note), default=None)
+        newest = max(filter(None, map(_parse, lines)), default=None)
         return Note(int(process), int(pid), host, *newest[1:]) if newest else None
     except (OSError, ValueError):
         return None  # it was just created, or is damaged
 
 
 def _parse(line: str) -> tuple[int, int, str, float] | None:
-    """Number, step, phase and time of a note; None if the line is empty or damaged."""
+    """Number, step, phase and time of a note; None: the line is empty or damaged."""
     try:
         number, step, phase, since = line.split()
         note = int(number), int(step), phase, float(since)

@@ -14,16 +14,12 @@ from research_dp.types import Arrays, DataIdentity, DataSet, EvalOrder, Trainabl
 
 
 def shared_identity(data: DataSet) -> DataIdentity | None:
-    """The identity of the prepared data, if it has one; a collective.
-
-    Raises UsageError in all processes if they read different data.
-    """
+    """The prepared data's identity, if any; a collective, which refuses different data in all."""
     local = data.identity() if data.identity else None
     texts = texts_of_all(json.dumps(dataclasses.asdict(local) if local else None))
     identities = [text and DataIdentity.from_json(text) for text in map(json.loads, texts)]
     for process, other in enumerate(identities):
-        difference = identities[0].difference(other) if other and identities[0] else None
-        if difference:
+        if other and identities[0] and (difference := identities[0].difference(other)):
             name, first, here = difference
             raise UsageError(
                 f"processes read different data of {data.name}: {name} is {first} in process 0 and "
@@ -38,17 +34,9 @@ def checked_batches(
 ) -> Iterator[Arrays]:
     """This process's rows of each batch, whose integers are within `TrainableModel.bounds`.
 
-    Out of bounds, an embedding or a loss would read NaN, or the numbers of another class.
-
-    Args:
-        data: Its training or its evaluation batches are read.
-        order: Which of them.
-        model: Has the bounds. With a `mask` (R,), rows of 0 are not checked; a mask of more dims
-            is the model's own.
-
-    Raises:
-        UsageError: A value is out of bounds, with the example; a batch lacks an array that the
-            model bounds; or there are too few batches.
+    Out of bounds, an embedding or a loss would read NaN, or the numbers of another class. With a
+    `mask` (R,), rows of 0 are not checked; a mask of more dims is the model's own. UsageError: a
+    value is out of bounds, a batch lacks an array that the model bounds, or batches are too few.
     """
     if isinstance(order, TrainOrder):
         first, least, split = order.first_step, order.num_steps - order.first_step, "training"
@@ -56,26 +44,23 @@ def checked_batches(
     else:
         first, least, split = 0, 1, "evaluation"
         batches = data.evaluate(order)
-    number = 0
-    for batch in batches:
-        missing = sorted(model.bounds.keys() - batch.keys())
-        if missing:
+    number = -1
+    for number, batch in enumerate(batches):
+        if missing := sorted(model.bounds.keys() - batch.keys()):
             raise UsageError(
                 f"the {split} data of {data.name} has no {missing[0]!r}; train.model takes 0 to "
                 f"{model.config[model.bounds[missing[0]]] - 1} of it. "
                 f"Its arrays: {', '.join(batch) or 'none'}."
             )
-        violation = _out_of_bounds(batch, model)
-        if violation:
+        if violation := _out_of_bounds(batch, model):
             row, problem = violation
             place = (first + number) * order.batch_size + int(order.rows[row])
             where = f"example {place} of the {split} stream of {data.name}"
             raise UsageError(f"{data.locate(order, place) if data.locate else where} {problem}")
         yield batch
-        number += 1
-    if number < least:
+    if number + 1 < least:
         raise UsageError(
-            f"{data.name} has no {split} batch {first + number + 1}: its {split} data is empty, or "
+            f"{data.name} has no {split} batch {first + number + 2}: its {split} data is empty, or "
             "its function returned too early."
         )
 

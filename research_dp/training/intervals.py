@@ -42,16 +42,13 @@ class Schedule:
     def logs(self, step: int) -> bool:
         return _divides(self.log_every, step) or step == self.num_steps
 
-    def evaluates(self, step: int) -> bool:
-        """Whether it evaluates before the end; the end always does."""
+    def evaluates(self, step: int) -> bool:  # the end always does
         return _divides(self.eval_every, step) and step < self.num_steps
 
     def compares(self, step: int) -> bool:
-        """Whether it compares replicas."""
         return _divides(self.check_replicas_every, step)
 
-    def saves(self, step: int) -> bool:
-        """Whether it saves before the end; the end always does."""
+    def saves(self, step: int) -> bool:  # the end always does
         return _divides(self.checkpoint_every, step)
 
 
@@ -59,17 +56,14 @@ class ProfilerTrace:
     """Traces the steps after `at` (None: none) with JAX's profiler, for TensorBoard or Perfetto."""
 
     def __init__(self, at: int | None, folder: Path):
-        self._at, self._folder = at, folder
-        self._tracing = False
+        self._at, self._folder, self._tracing = at, folder, False
 
     def step(self, step: int) -> None:
         """Starts or stops the trace, after a step."""
-        if self._at is None:
-            return
         if step == self._at:
             jax.profiler.start_trace(str(self._folder))
             self._tracing = True
-        elif step >= self._at + _PROFILED_STEPS:
+        elif self._at is not None and step >= self._at + _PROFILED_STEPS:
             self.close()
 
     def close(self) -> None:

@@ -15,10 +15,10 @@ import research_dp.training.optimizers  # noqa: F401  (registers Optax with gin)
 from research_dp.argument_checks import annotation_of, check_arguments, checked
 from research_dp.argument_types import Count, CountOrZero, Positive, Seed
 from research_dp.errors import UsageError
-from research_dp.strategies import Strategy, StrategyConfig, TrainSpec
+from research_dp.strategies import Strategy, StrategyConfig, TrainSpec, TrainState
 from research_dp.strategies.rng import init_key
 from research_dp.training import files, resume
-from research_dp.training.checkpoint import Checkpoints, Restored
+from research_dp.training.checkpoint import Checkpoints
 from research_dp.training.intervals import Schedule
 from research_dp.training.manifest import Manifest, origin
 from research_dp.training.nonfinite import OnNonfinite
@@ -132,17 +132,16 @@ def train(
         check = functools.partial(
             resume.check_resumable, folder=folder, num_steps=num_steps, spec=spec, data=data
         )
-        restored = _restore(checkpoints, built, folder, check, bound_at)
-        saved = restored.manifest if restored else None
+        state, saved = _restore(checkpoints, built, folder, check, bound_at) or (None, None)
         first_step = saved.step if saved else 0
 
         recorder.note("compile", first_step)
-        state = restored.state if restored else built.init(init_key(seed))
+        state = built.init(init_key(seed)) if state is None else state
         trainer = Trainer(
-            spec,
-            built,
-            data,
-            folder,
+            spec=spec,
+            strategy=built,
+            data=data,
+            folder=folder,
             schedule=schedule,
             checkpoints=checkpoints,
             recorder=recorder,
@@ -162,15 +161,15 @@ def _restore(
     folder: Path,
     check: Callable[[Manifest], None],
     bound_at: Callable[[str], str | None] | None,
-) -> Restored | None:
+) -> tuple[TrainState, Manifest] | None:
     """The newest state that the run may resume; prints what changed since it was saved."""
     restored = checkpoints.restore(built.abstract_state, check)
     if restored is None:
         resume.check_new(folder, checkpoints.saved_nothing(), gin.config_str())
         return None
-    now = origin(config=gin.config_str())
-    for line in resume.changes(restored.manifest.origin, now, bound_at):
-        say(f"Changed since step {restored.manifest.step}: {line}")
+    _, saved = restored
+    for line in resume.changes(saved.origin, origin(config=gin.config_str()), bound_at):
+        say(f"Changed since step {saved.step}: {line}")
     return restored
 
 
@@ -185,11 +184,7 @@ def spec_of(
     seed: int,
     on_nonfinite: OnNonfinite,
 ) -> TrainSpec:
-    """What a strategy is built for, from `train`'s parameters.
-
-    Raises:
-        UsageError: One of them is not what `train` accepts, or the model does not fit the data.
-    """
+    """What a strategy is built for, from `train`'s parameters; UsageError if they do not fit."""
     settings = locals()
     check_arguments("train", settings, {name: annotation_of(train, name) for name in settings})
     for name, expected in model.config.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import importlib.metadata
@@ -30,23 +31,14 @@ class Damaged(Exception):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Progress:
-    """The position of a run besides its arrays.
-
-    Attributes:
-        batch_size: Examples a step.
-        seed: Seed of the order of examples and of random keys.
-        order: What else the order of examples depends on; see `DataSet.order`.
-        window: Sums of the metrics that are not recorded yet.
-        data: Identity of the data; None: unknown, as in checkpoints of earlier versions.
-        records: Number of training records written so far; 0: unknown.
-    """
+    """The position of a run besides its arrays."""
 
     batch_size: int
     seed: int
-    order: str
-    window: Sums
-    data: DataIdentity | None = None
-    records: int = 0
+    order: str  # what else the order of examples depends on: `DataSet.order`
+    window: Sums  # of the metrics that are not recorded yet
+    data: DataIdentity | None = None  # None: unknown, as in checkpoints of earlier versions
+    records: int = 0  # training records written so far; 0: unknown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +48,10 @@ class Leaf:
     shape: tuple[int, ...]
     dtype: str
     checksum: str
+
+    @classmethod
+    def of(cls, x: Any, checksum: str = "") -> Leaf:
+        return cls(tuple(x.shape), str(x.dtype), checksum)
 
     def __str__(self) -> str:
         return f"{self.dtype}{list(self.shape)}"
@@ -95,13 +91,7 @@ class Manifest:
 
     @classmethod
     def read(cls, file: Path) -> Manifest:
-        """Reads what `as_json` made.
-
-        Raises:
-            Damaged: It is missing, or not what was written.
-            UsageError: A newer version wrote it.
-            OSError: It cannot be read here and now.
-        """
+        """Reads what `as_json` made; raises Damaged, or UsageError if a newer version wrote it."""
         name = file.parent.name
         try:
             text = file.read_text()
@@ -140,10 +130,7 @@ class Manifest:
 
     def difference(self, abstract_state: Any) -> str | None:
         """The first array, parameters first, whose shape or dtype differs; None: all agree."""
-        expected = {
-            path: Leaf(tuple(x.shape), str(x.dtype), "")
-            for path, x in by_path(abstract_state).items()
-        }
+        expected = {path: Leaf.of(x) for path, x in by_path(abstract_state).items()}
         paths = sorted(expected.keys() | self.leaves.keys(), key=lambda p: (p[:6] != "params", p))
         for path in paths:
             there, here = self.leaves.get(path), expected.get(path)
@@ -162,35 +149,30 @@ class Manifest:
 
 
 def mismatch_message(paths: Sequence[str]) -> str | None:
-    """Names arrays whose checksum differs; None if there are none."""
+    """Names arrays whose checksum differs; None: there are none."""
     return f"{some_of(paths, 1)} does not match its checksum" if paths else None
 
 
 def leaves_of(state: Any) -> dict[str, Leaf]:
     """The arrays of a state, by path."""
     sums = tree_checksums(state)
-    return {
-        path: Leaf(tuple(x.shape), str(x.dtype), sums[path]) for path, x in by_path(state).items()
-    }
+    return {path: Leaf.of(x, sums[path]) for path, x in by_path(state).items()}
 
 
 def origin(**more: Any) -> dict[str, Any]:
     """Describes the writer of a checkpoint, with further facts from the caller."""
+    versions: dict[str, str | None] = dict.fromkeys(_PACKAGES)
+    for name in versions:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # a source tree
+            versions[name] = importlib.metadata.version(name)
     return {
         "time": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "python": platform.python_version(),
-        "versions": {name: _version(name) for name in _PACKAGES},
+        "versions": versions,
         "devices": jax.device_count(),
         "processes": jax.process_count(),
         **more,
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:  # run from a source tree
-        return None
 
 
 def _digest(content: Any) -> str:

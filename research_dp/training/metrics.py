@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from clu import metrics as clu_metrics
+from clu.metrics import Average
 from jax.sharding import Mesh
 
 from research_dp.distributed.hardware import peak_of_mesh
@@ -24,34 +24,29 @@ Sums = dict[str, tuple[float, float]]
 def accumulate(sums: Sums, steps: Iterable[Mapping[str, Any]]) -> Sums:
     """Adds steps' metrics, arrays (2,) of sum and count on the devices, to sums on the host.
 
-    In order and in float64: a sum that is saved and continued has the same bits as one that is
-    not.
+    In order and in float64: a sum that is saved and continued keeps its bits.
     """
-    added = dict(sums)
+    result = dict(sums)
     for step in jax.device_get(list(steps)):
         for name, (total, count) in step.items():
-            before = added.get(name, (0.0, 0.0))
-            added[name] = (before[0] + float(total), before[1] + float(count))
-    return added
+            before = result.get(name, (0.0, 0.0))
+            result[name] = before[0] + float(total), before[1] + float(count)
+    return result
 
 
 def means(sums: Sums) -> dict[str, float]:
     """Means over examples, never means of means."""
-    averages = {
-        name: clu_metrics.Average(total=np.float32(total), count=np.float32(count))
+    # Not CLU's `create_collection`: each call makes a class, which JAX keeps for ever.
+    return {
+        name: float(Average(total=np.float32(total), count=np.float32(count)).compute())
         for name, (total, count) in sums.items()
     }
-    # Not CLU's `create_collection`: each call makes a class, which JAX keeps for ever.
-    return {name: float(average.compute()) for name, average in averages.items()}
 
 
 class Throughput:
     """Counts steps and their time, without compilation, evaluation and saving.
 
-    Args:
-        batch_size: Examples a step.
-        work: Tokens and operations of an example, if the model says so.
-        peak: FLOP/s of all devices together, if known.
+    `work` is an example's, `peak` the FLOP/s of all devices together, where they are known.
     """
 
     def __init__(self, batch_size: int, work: Work | None = None, peak: float | None = None):
@@ -76,12 +71,10 @@ class Throughput:
             self._steps, self._all_steps = self._steps + 1, self._all_steps + 1
 
     def rates(self) -> dict[str, float]:
-        """Rates since the last call; empty if no step was counted.
+        """Those of `RATES` that are known, since the last call; empty if no step was counted.
 
-        Returns:
-            `steps_per_second`, `examples_per_second`; for a model with `work` also
-            `tokens_per_second`, and on known devices `mfu` (Chowdhery et al., arXiv 2204.02311):
-            the fraction of their peak that the model's own operations take.
+        `mfu` (Chowdhery et al., arXiv 2204.02311) is the fraction of the devices' peak that the
+        model's own operations take.
         """
         if self._running_since is not None:
             self.stop()
@@ -104,7 +97,7 @@ class Throughput:
 
 
 def throughput_of(spec: TrainSpec, mesh: Mesh) -> Throughput:
-    """Counts a run's steps, from now on."""
+    """A count of a run's steps."""
     work = spec.model.work(spec.example) if spec.model.work else None
     peak = peak_of_mesh(mesh, work.dtype) if work else None
     return Throughput(spec.batch_size, work, peak)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -19,48 +20,39 @@ _MAX_IN_A_ROW = 100
 _NAMED = 4
 
 
+@dataclasses.dataclass
 class NonfiniteCheck:
-    """Reads the flags of each step, once it has finished.
+    """Reads the flags of each step, once it has finished."""
 
-    Args:
-        paths: Of the parameters, in the order of a step's flags.
-        on_nonfinite: As it was compiled into the step.
-        untouched: The sentence about the last checkpoint.
-        say: Prints a line.
-    """
-
-    def __init__(
-        self,
-        paths: Sequence[str],
-        on_nonfinite: OnNonfinite,
-        untouched: str,
-        say: Callable[[str], None],
-    ):
-        self._paths, self._untouched, self._say = paths, untouched, say
-        self._stops = on_nonfinite == "stop"
-        self._in_a_row = 0
+    paths: Sequence[str]  # of the parameters, in the order of a step's flags
+    on_nonfinite: OnNonfinite  # as it was compiled into the step
+    untouched: str  # the sentence about the last checkpoint
+    say: Callable[[str], None]
+    in_a_row: int = 0
 
     def check(self, step: int, flags: jax.Array) -> None:
         """Reads a step's flags, `NONFINITE`; raises RunFailure if the run is to stop."""
         # One device's: to assemble an array from all of them takes twice as long.
         loss_flag, *gradient_flags = np.asarray(flags.addressable_data(0))
         if not loss_flag:
-            self._in_a_row = 0
+            self.in_a_row = 0
             return
-        problem = self._problem(gradient_flags)
-        self._in_a_row += 1
-        if self._stops:
+        paths = [path for path, flag in zip(self.paths, gradient_flags, strict=True) if flag]
+        where = f"the gradient of {self._list(paths)}" if paths else "the loss"
+        problem = f"step {step}: {where} is not finite"
+        self.in_a_row += 1
+        if self.on_nonfinite == "stop":
             raise RunFailure(
-                f"step {step}: {problem} (train.on_nonfinite = 'stop'). {self._untouched}\n"
+                f"{problem} (train.on_nonfinite = 'stop'). {self.untouched}\n"
                 "  Continue with --gin.train.on_nonfinite=skip to leave such steps out, or change "
                 "learning rate, dtype or data."
             )
-        if self._in_a_row >= _MAX_IN_A_ROW:
+        if self.in_a_row >= _MAX_IN_A_ROW:
             raise RunFailure(
-                f"step {step}: {problem}, as in the {self._in_a_row - 1} steps before it: skipping "
-                f"more of them trains nothing. {self._untouched}"
+                f"{problem}, as in the {self.in_a_row - 1} steps before it: skipping more of them "
+                f"trains nothing. {self.untouched}"
             )
-        self._say(f"Skipped step {step}: {problem}")
+        self.say(f"Skipped {problem}")
 
     def check_state(self, step: int, state: TrainState) -> None:
         """Checks a state before it is saved; a collective, if there are several processes.
@@ -80,18 +72,12 @@ class NonfiniteCheck:
         if nonfinite:
             raise RunFailure(
                 f"step {step}: {self._list(nonfinite)} has become infinite or NaN, though every "
-                f"gradient was finite; not saved. {self._untouched}\n  Lower the learning rate, or "
+                f"gradient was finite; not saved. {self.untouched}\n  Lower the learning rate, or "
                 "use a wider dtype."
             )
 
-    def _problem(self, flags: Sequence[float]) -> str:
-        paths = [path for path, flag in zip(self._paths, flags, strict=True) if flag]
-        if not paths:
-            return "the loss is not finite"
-        return f"the gradient of {self._list(paths)} is not finite"
-
     def _list(self, paths: Sequence[str]) -> str:
-        if 1 < len(paths) == len(self._paths):
+        if 1 < len(paths) == len(self.paths):
             return f"all {len(paths)} parameters"
         return some_of(paths, _NAMED)
 

@@ -12,24 +12,12 @@ from research_dp.argument_checks import checked
 from research_dp.argument_types import Fraction
 from research_dp.errors import UsageError, check_count
 
-_OPTIMIZERS = (
-    optax.adafactor,
-    optax.adam,
-    optax.adamw,
-    optax.lamb,
-    optax.lion,
-    optax.rmsprop,
-    optax.sgd,
-)
-_SCHEDULES = (
-    optax.cosine_decay_schedule,
-    optax.linear_schedule,
-    optax.warmup_constant_schedule,
-    optax.warmup_cosine_decay_schedule,
-)
-
-for _function in (*_OPTIMIZERS, *_SCHEDULES):
-    gin.register(_function, module="optax")
+for _name in (
+    *("adafactor", "adam", "adamw", "lamb", "lion", "rmsprop", "sgd"),
+    *("cosine_decay_schedule", "linear_schedule"),
+    *("warmup_constant_schedule", "warmup_cosine_decay_schedule"),
+):
+    gin.register(getattr(optax, _name), module="optax")
 
 
 @gin.register(module="optim")

@@ -34,7 +34,7 @@ def checkpointer() -> Any:
     """An asynchronous checkpointer of a state and a manifest."""
     import orbax.checkpoint as ocp
 
-    quieten_orbax()
+    _quieten_orbax()
     handlers = {
         # Weights hardly get smaller, and compression takes the loop's cores.
         STATE: ocp.PyTreeCheckpointHandler(use_compression=False),
@@ -43,20 +43,8 @@ def checkpointer() -> Any:
     return ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(**handlers))
 
 
-def save_args(state: PyTree, manifest: dict[str, Any]) -> Any:
-    """The arguments with which `checkpointer` saves."""
-    import orbax.checkpoint as ocp
-
-    return ocp.args.Composite(
-        state=ocp.args.PyTreeSave(state), manifest=ocp.args.JsonSave(manifest)
-    )
-
-
 def read_state(folder: Path, abstract_state: PyTree, restore_args: PyTree = None) -> PyTree:
-    """Reads the arrays of a checkpoint, as `abstract_state` or Orbax's `restore_args` say.
-
-    Orbax's manager is not used: its processes would wait for one that fails.
-    """
+    """Reads the arrays of a checkpoint, as `abstract_state` or Orbax's `restore_args` say."""
     import orbax.checkpoint as ocp
 
     if restore_args is None:
@@ -77,7 +65,7 @@ def read_metadata(folder: Path) -> PyTree:
 @contextlib.contextmanager
 def _reading() -> Iterator[None]:
     """Turns errors of reading into Damaged, or into those of this machine."""
-    quieten_orbax()
+    _quieten_orbax()
     try:
         with awaited_io():
             yield
@@ -90,8 +78,7 @@ def _reading() -> Iterator[None]:
 def reason(error: BaseException) -> str:
     """Why something could not be read or written, in a line."""
     *_, error = _causes(error)
-    code = _ERROR_CODE.search(str(error))
-    if code:
+    if code := _ERROR_CODE.search(str(error)):
         return os.strerror(int(code[1]))
     if isinstance(error, OSError) and error.strerror:
         where = f": {error.filename}" if error.filename else ""
@@ -113,25 +100,21 @@ def _machine_error(error: BaseException) -> OSError | MemoryError | None:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """An error, its cause, the cause of that, and so on."""
-    cause: BaseException | None = error
-    while cause is not None:
-        yield cause
-        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+    yield error
+    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    if cause is not None:
+        yield from _causes(cause)
 
 
 def literal(folder: Path) -> Any:
-    """A path for Orbax that is not a pattern.
-
-    `etils.epath.Path.glob` makes the folder a part of the pattern: `a[1]` would match `a1`.
-    """
+    """A path for Orbax that is not a pattern."""
     return _literal_class()(os.path.realpath(folder))  # TensorStore takes no `..`
 
 
-@functools.cache
+@functools.cache  # as classes are never freed
 def _literal_class() -> Any:
-    """Created at the first use, as etils is slow to import; cached, as classes are never freed."""
-    from etils import epath
+    """Paths whose `glob` does not make the folder a part of the pattern: `a[1]` matches `a1`."""
+    from etils import epath  # slow to import
 
     class Literal(type(epath.Path())):  # type: ignore[misc]
         def glob(self, pattern: str) -> Iterator[Any]:
@@ -140,7 +123,7 @@ def _literal_class() -> Any:
     return Literal
 
 
-def quieten_orbax() -> None:
+def _quieten_orbax() -> None:
     """Silences the tracebacks of Orbax's threads: a failure is reported once, by its caller."""
     for name in ("absl", "concurrent.futures"):
         logger = logging.getLogger(name)
@@ -174,7 +157,7 @@ class _DrainingPolicy(asyncio.DefaultEventLoopPolicy):
 
 @contextlib.contextmanager
 def awaited_io() -> Iterator[None]:
-    """Within it, all reads and writes are waited for, also after one has failed."""
+    """Waits for all reads and writes within it, also after one has failed."""
     before = asyncio.get_event_loop_policy()
     asyncio.set_event_loop_policy(_DrainingPolicy())
     try:

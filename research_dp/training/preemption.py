@@ -51,10 +51,10 @@ class StopSignal:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def _note_at_once(self, number: int) -> None:
-        self._interrupts += number == signal.SIGINT
         self._note(number)
         if number != signal.SIGINT:
             return
+        self._interrupts += 1
         if self._interrupts > 1:
             print("SIGINT again: stopped at once, nothing saved", file=sys.stderr, flush=True)
             os._exit(INTERRUPTED)
@@ -66,35 +66,28 @@ def exit_on_signals() -> Iterator[None]:
     """Exits with status 143 at SIGTERM or SIGHUP, until `StopSignal.listen` takes over.
 
     There is nothing to save yet, but contexts are closed: a data set that is being prepared
-    leaves nothing behind. If the main thread waits in C, for other processes or a compiler, the
-    process ends after a few seconds.
-
-    After `listen` these signals change nothing: the run is ending, and its last save completes.
+    leaves nothing behind. A process whose main thread waits in C ends after a few seconds. After
+    `listen` these signals change nothing: the run is ending, and its last save completes.
     """
 
-    def leave(number: int, _: Any = None) -> None:
+    def leave(leave_by: Callable[[int], object]) -> None:
         if not _training_began.is_set():
-            raise SystemExit(STOPPED)
-
-    def end() -> None:
-        if not _training_began.is_set():
-            os._exit(STOPPED)
+            leave_by(STOPPED)
 
     def report(number: int) -> None:
         if number not in numbers:
             return
-        name = signal.Signals(number).name
-        if _training_began.is_set():
-            print(f"{name}: the run is ending already", file=sys.stderr, flush=True)
-            return
-        print(f"{name}: stopped; there was nothing to save", file=sys.stderr, flush=True)
-        timer = threading.Timer(_SECONDS_TO_LEAVE, end)
-        timer.daemon = True
-        timer.start()
+        began = _training_began.is_set()
+        state = "the run is ending already" if began else "stopped; there was nothing to save"
+        print(f"{signal.Signals(number).name}: {state}", file=sys.stderr, flush=True)
+        if not began:
+            timer = threading.Timer(_SECONDS_TO_LEAVE, leave, [os._exit])
+            timer.daemon = True
+            timer.start()
 
     _training_began.clear()
     numbers = (*_hangup(), signal.SIGTERM)
-    with _handled(numbers, leave, report):
+    with _handled(numbers, lambda number, _: leave(sys.exit), report):
         yield
 
 

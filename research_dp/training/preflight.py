@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -55,12 +54,8 @@ def preflight(
 ) -> Strategy:
     """Tests a strategy's collectives; the devices of one process's CPU share memory and need none.
 
-    Returns:
-        The strategy; or `config` built with sums by all-to-all, if those of the strategy are wrong.
-
-    Raises:
-        UsageError: Processes have different configurations.
-        RunFailure: Collectives return wrong numbers, and there is no way around them.
+    Returns the strategy; or `config` built with sums by all-to-all, if those of the strategy are
+    wrong. RunFailure: there is no way around wrong numbers.
     """
     several = jax.process_count() > 1
     if several:
@@ -70,14 +65,14 @@ def preflight(
         return strategy
     started = time.perf_counter()
     tested = probes(strategy)
-    wrong = faults(strategy.mesh, tested)
+    wrong = "; ".join(faults(strategy.mesh, tested)[:3])
     if not wrong:
         seconds = time.perf_counter() - started
         say(f"Collectives tested: {len(tested)} kinds, {seconds:.1f} s")
         return strategy
     refusal = RunFailure(
-        f"collectives return wrong numbers: {'; '.join(wrong[:3])}. Nothing was trained. Test the "
-        "devices that are named and their links, or leave them out."
+        f"collectives return wrong numbers: {wrong}. Nothing was trained. Test the devices that "
+        "are named and their links, or leave them out."
     )
     if config.reduction is not PLAIN:
         raise refusal
@@ -87,16 +82,15 @@ def preflight(
         raise refusal from error
     if faults(strategy.mesh, probes(other)):
         raise refusal
-    say(f"Wrong numbers: {'; '.join(wrong[:3])}. Sums go by all-to-all instead, which passed")
+    say(f"Wrong numbers: {wrong}. Sums go by all-to-all instead, which passed")
     return other
 
 
 def probes(strategy: Strategy) -> list[Probe]:
     """The largest collective of each kind, dtype and axes of the training step.
 
-    The traced step lacks those that the compiler inserts. There an all-reduce, an all-gather and
-    a reduce-scatter of the largest parameter stand for them; between CPUs the compiler makes no
-    reduce-scatter.
+    The traced step lacks those that the compiler inserts. An all-reduce, an all-gather and, but
+    between CPUs, a reduce-scatter of the largest parameter stand for them.
     """
     try:
         traced = jaxpr_collectives.of_step(strategy)
@@ -146,31 +140,26 @@ def faults(mesh: Mesh, tested: Sequence[Probe]) -> list[str]:
 
 def _of_all_processes(local: Mapping[int, list[int]]) -> dict[int, list[int]]:
     """Joins what each process counted, by device."""
-    text = json.dumps(local)
-    texts = [text]
-    if jax.distributed.is_initialized():
-        internals = jax_internals(
-            "verdicts of the test of collectives go by a collective", "distributed.global_state"
-        )
-        if internals is None:
-            texts = texts_of_all(text)
-        else:
-            client: Any = internals[0].client
-            # A number for each test: a key is written once.
-            key = f"research_dp/preflight/{next(_TESTS)}"
-            client.key_value_set(f"{key}/{jax.process_index()}", text)
-            texts = [
-                client.blocking_key_value_get(f"{key}/{process}", _TIMEOUT_MILLISECONDS)
-                for process in range(jax.process_count())
-            ]
+    text, without = json.dumps(local), "verdicts of the test of collectives go by a collective"
+    if not jax.distributed.is_initialized():
+        texts = [text]
+    elif (internals := jax_internals(without, "distributed.global_state")) is None:
+        texts = texts_of_all(text)
+    else:
+        client: Any = internals[0].client
+        key = f"research_dp/preflight/{next(_TESTS)}"  # a key is written once
+        client.key_value_set(f"{key}/{jax.process_index()}", text)
+        texts = [
+            client.blocking_key_value_get(f"{key}/{process}", _TIMEOUT_MILLISECONDS)
+            for process in range(jax.process_count())
+        ]
     return {int(device): counts for one in texts for device, counts in json.loads(one).items()}
 
 
 def check_configurations(local: str) -> None:
-    """Compares this process's configuration with that of process 0.
+    """Raises UsageError in all processes if one has another configuration than process 0.
 
-    With two different ones the first collective would hang, or worse. All processes raise
-    UsageError, with the first line that differs.
+    With two different ones the first collective would hang, or worse.
     """
     texts = texts_of_all(local)
     for process, other in enumerate(texts):
@@ -186,8 +175,7 @@ def check_configurations(local: str) -> None:
 def _wrong_elements(probe: Probe, salt: jax.Array) -> jax.Array:
     """How many elements of a collective's result are wrong on this device; 0-d int32."""
     axes = probe.axes
-    count = math.prod(lax.axis_size(axis) for axis in axes)
-    rank = lax.axis_index(axes)
+    count, rank = lax.axis_size(axes), lax.axis_index(axes)
     block = -(-probe.size // count)
     full = block * count
     dtype = jnp.dtype(probe.dtype)
@@ -227,7 +215,7 @@ def _reduce_scatter(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 
 def _ring_permute(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    count = math.prod(lax.axis_size(axis) for axis in axes)
+    count = lax.axis_size(axes)
     return lax.ppermute(x, axes, [(i, (i + 1) % count) for i in range(count)])
 
 

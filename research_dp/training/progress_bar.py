@@ -37,11 +37,9 @@ class ProgressBar:
             self._bar.start()
 
     def say(self, text: str) -> None:
-        """Prints a line."""
         self._console.print(text, markup=False)
 
     def step(self, step: int) -> None:
-        """Moves the bar, if there is one."""
         if self._bar:
             self._bar.update(self._task, completed=step)
 

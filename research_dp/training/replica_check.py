@@ -1,8 +1,7 @@
 """Compares replicas of the state on devices that should have the same bits.
 
-A device that computes wrongly, a process that left the common order, a replica that was never
-averaged: the loss looks plausible for long. So each device takes a checksum of each of its shards,
-and the checksums of devices with the same shard are compared.
+A device that computes wrongly, or a replica that was never averaged, leaves the loss plausible for
+long. So each device takes a checksum of each shard, and those of the same shard are compared.
 """
 
 from __future__ import annotations
@@ -89,8 +88,7 @@ class ReplicaCheck:
 
     def check(self, step: int, checksums: Any) -> None:
         """Raises RunFailure if replicas differ after a step that has finished."""
-        differences = self.differences(checksums)
-        if differences:
+        if differences := self.differences(checksums):
             more = len(differences) - _NAMED
             named = [*map(str, differences[:_NAMED]), *[f"and {more} more arrays"] * (more > 0)]
             raise RunFailure(
@@ -115,18 +113,16 @@ def split_dependence(spec: TrainSpec, strategy: Strategy, state: TrainState) -> 
     reasons = []
     if jax.tree.leaves(state.model_state):
         check = ReplicaCheck(strategy, ("model_state",))
-        differences = check.differences(check.checksums(state))
-        if differences:
+        if differences := check.differences(check.checksums(state)):
             axes = differences[0].axes
-            paths = [one.path for one in differences if one.axes == axes]
-            names = [path.removeprefix("model_state ") for path in paths]
+            same = (one.path for one in differences if one.axes == axes)
+            names = [path.removeprefix("model_state ") for path in same]
             reasons.append(difference_text("model state", names, axes, strategy.mesh))
     draws = split_draws(spec, strategy)
     return [*reasons, draws.message] if draws else reasons
 
 
 def _leaves(state: TrainState, parts: Sequence[str]) -> dict[str, Any]:
-    """The arrays of some fields of a state, by field and path."""
     return {
         f"{part} {path}".rstrip(): x
         for part in parts

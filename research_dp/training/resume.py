@@ -14,7 +14,6 @@ from research_dp.errors import UsageError
 from research_dp.strategies import TrainSpec
 from research_dp.training import files
 from research_dp.training.manifest import Manifest
-from research_dp.training.metric_writer import read_json
 from research_dp.types import DataIdentity, DataSet
 
 # A binding of gin's own dump; its value may continue on indented lines.
@@ -48,8 +47,7 @@ def check_resumable(
 
 def check_same_data(now: DataIdentity | None, saved: DataIdentity | None, run: str) -> None:
     """Refuses, by UsageError, to resume a run on other data, where both are known."""
-    difference = saved.difference(now) if now and saved else None
-    if difference:
+    if now and saved and (difference := saved.difference(now)):
         name, was, is_ = difference
         raise UsageError(
             f"{run} was trained on other data: {name} was {was}, and is {is_} now.\n"
@@ -60,18 +58,11 @@ def check_same_data(now: DataIdentity | None, saved: DataIdentity | None, run: s
 def check_new(folder: Path, began: bool, config: str) -> None:
     """Refuses to start among the records of a run whose checkpoints are lost; in every process.
 
-    A run that was killed before its first save starts again with the same configuration.
-
-    Args:
-        folder: Folder of the run.
-        began: Whether the run in it ended before its first save.
-        config: The configuration of this run.
+    A run that `began` but was killed before its first save starts again with the same `config`.
     """
     problem = None
     if jax.process_index() == 0:
-        names = [
-            name for name in (files.RECORDS, files.SUMMARY) if files.has_content(folder / name)
-        ]
+        names = [n for n in (files.RECORDS, files.SUMMARY) if files.has_content(folder / n)]
         before = folder / files.CONFIG
         same = before.exists() and before.read_bytes() == config.encode(errors="surrogateescape")
         records = f"{folder} has records of a run ({' and '.join(names)})"
@@ -87,15 +78,14 @@ def check_new(folder: Path, began: bool, config: str) -> None:
                 "the checkpoints to continue it; to begin anew use another --workdir, or move the "
                 "records away."
             )
-    problem = first_problem(problem)
-    if problem:
+    if problem := first_problem(problem):
         raise UsageError(problem)
 
 
 def is_finished(folder: Path, step: int) -> bool:
     """Whether `summary.json` is of this step; the same answer in every process."""
     path = folder / files.SUMMARY
-    finished = path.exists() and read_json(path.read_bytes()).get("step") == step
+    finished = path.exists() and files.read_json(path.read_bytes()).get("step") == step
     # Other processes may see the file later than process 0, or a part of it.
     return bool(of_the_first(int(finished)))
 
@@ -107,17 +97,14 @@ def changes(
 ) -> list[str]:
     """A line for each binding, number of devices or processes, and version that changed.
 
-    Args:
-        before: `manifest.origin` of the checkpoint.
-        now: That of this run.
-        bound_at: As in `train`.
+    `before` and `now` are `manifest.origin` of the checkpoint and of this run.
     """
     old, new = _settings(before), _settings(now)
     lines = []
-    for name in dict.fromkeys([*new, *old]):
+    for name in new | old:
         was, is_ = old.get(name, _UNBOUND), new.get(name, _UNBOUND)
-        place = bound_at(name) if bound_at and name in new else None
         if was != is_:
+            place = bound_at(name) if bound_at and name in new else None
             lines.append(f"{name}: {was} -> {is_}{f'  ({place})' if place else ''}")
     return lines
 

@@ -7,6 +7,7 @@ from rich.table import Table
 
 from research_dp.console import table
 from research_dp.distributed.mesh import sizes_text
+from research_dp.distributed.sharding import LeafSharding
 from research_dp.strategies import Strategy
 
 _MAX_ROWS = 200
@@ -14,7 +15,7 @@ _MAX_ROWS = 200
 
 def parameter_table(strategy: Strategy) -> Table:
     """Rows of path, shape, dtype, shardings, bytes a device, and why it is replicated."""
-    params = jax.tree.leaves(strategy.shardings.params)
+    params, per_device, total = _params(strategy)
     slices = jax.tree.leaves(strategy.shardings.slices)
     shown = table(
         f"Parameters under {strategy.name} on {sizes_text(strategy.mesh.shape)}",
@@ -23,36 +24,32 @@ def parameter_table(strategy: Strategy) -> Table:
     )
     for leaf, state in list(zip(params, slices, strict=True))[:_MAX_ROWS]:
         shown.add_row(
-            leaf.path,
-            str(leaf.shape),
-            str(leaf.dtype),
-            _axis(leaf.dim),
-            _axis(state.dim),
+            *map(str, (leaf.path, leaf.shape, leaf.dtype)),
+            *map(_axis, (leaf.dim, state.dim)),
             f"{leaf.nbytes_per_device:,}",
             state.reason or leaf.reason,
         )
     if len(params) > _MAX_ROWS:
         shown.add_row(f"and {len(params) - _MAX_ROWS} more")
-    per_device, total = _nbytes(strategy)
     shown.add_row("all", "", "", "", "", f"{per_device:,}", f"of {total:,} in all")
     return shown
 
 
 def summary_line(strategy: Strategy) -> str:
     """How many parameters are sharded, and their bytes a device."""
-    params = jax.tree.leaves(strategy.shardings.params)
+    params, per_device, total = _params(strategy)
     sharded = sum(leaf.dim is not None for leaf in params)
-    per_device, total = _nbytes(strategy)
     return (
         f"{strategy.name} on {sizes_text(strategy.mesh.shape)}: {sharded} of {len(params)} "
         f"parameters sharded, {per_device:,} of {total:,} bytes a device (--dry_run shows each)"
     )
 
 
-def _nbytes(strategy: Strategy) -> tuple[int, int]:
-    """Bytes of the parameters: (a device, in all)."""
+def _params(strategy: Strategy) -> tuple[list[LeafSharding], int, int]:
+    """The parameters, and their bytes a device and in all."""
     params = jax.tree.leaves(strategy.shardings.params)
-    return sum(leaf.nbytes_per_device for leaf in params), sum(leaf.nbytes for leaf in params)
+    per_device = sum(leaf.nbytes_per_device for leaf in params)
+    return params, per_device, sum(leaf.nbytes for leaf in params)
 
 
 def _axis(dim: int | None) -> str:

@@ -54,8 +54,10 @@ def monitored(folder: Path, seconds: float | None) -> Iterator[Recorder]:
     """Records what this process does in a run's folder, and watches it if `seconds` are given."""
     with contextlib.ExitStack() as stack:
         recorder = Recorder(folder, jax.process_index(), jax.process_count())
-        if recorder.process == 0:
-            recorder.remove_others()
+        for note in flight_recorder.last_notes(folder):
+            # Of an earlier run of more processes; the first process has the lock.
+            if recorder.process == 0 and note.process >= recorder.processes:
+                flight_recorder.note_file(folder, note.process).unlink(missing_ok=True)
         stack.enter_context(recorder)
         if seconds:
             stack.enter_context(Watchdog(recorder, seconds).watch())
@@ -68,11 +70,8 @@ class Watchdog:
     The thread runs while the main one waits in C++. If the main thread keeps the interpreter's
     lock in C++, a helper process aborts this one a little later; Python's fault handler, which
     needs no lock, then writes the stacks. Time in which the process was suspended does not count:
-    thread and helper count their own ticks.
-
-    Args:
-        recorder: This process's.
-        seconds: A process without a note for so long is stuck, but for `_PATIENCE`.
+    thread and helper count their own ticks. A process without a note for `seconds`, times
+    `_PATIENCE`, is stuck.
     """
 
     def __init__(self, recorder: Recorder, seconds: float):
@@ -83,7 +82,6 @@ class Watchdog:
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
-        """Watches while the context is open."""
         if not faulthandler.is_enabled():
             faulthandler.enable(_STDERR)
         command = [sys.executable, "-ISc", _HELPER, str(os.getpid()), str(self._tick)]
@@ -119,15 +117,13 @@ class Watchdog:
         if patience is None:
             return math.inf
         waited, limit = self._waited, patience * self._seconds
-        if waited > limit and (
-            waited > limit * _PATIENCE_FOR_OTHERS or not self._waits_for_other()
-        ):
+        if limit < waited <= limit * _PATIENCE_FOR_OTHERS:
+            suspect = flight_recorder.straggler(self._recorder.notes())
+            if suspect is None or suspect.process == self._recorder.process:
+                self._end(phase, step, waited)
+        elif waited > limit:
             self._end(phase, step, waited)
         return max(limit * _HELPER_PATIENCE - waited, 0.1)
-
-    def _waits_for_other(self) -> bool:
-        suspect = flight_recorder.straggler(self._recorder.notes())
-        return suspect is not None and suspect.process != self._recorder.process
 
     def _end(self, phase: str, step: int, waited: float) -> None:
         """Writes all stacks, reports who is behind, ends the process."""
@@ -139,8 +135,8 @@ class Watchdog:
             f"step {step}, phase {phase} (train.watchdog_seconds = {self._seconds:g}); its "
             "stacks are above"
         ]
-        notes = flight_recorder.post_mortem(self._recorder.notes())
-        lines += notes if self._recorder.processes > 1 else []
+        notes = self._recorder.notes()
+        lines += flight_recorder.post_mortem(notes) if self._recorder.processes > 1 else []
         try:
             os.write(_STDERR, ("\n".join(lines) + "\n").encode(errors="replace"))
         finally:  # also where standard error is closed

@@ -23,7 +23,6 @@ from research_dp.training.orbax_io import reason
 
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 _SECONDS_TO_APPEAR = 10.0  # within which a network file system shows a new file to other machines
-_PAUSE = 0.1
 
 
 @contextlib.contextmanager
@@ -31,11 +30,8 @@ def locked_workdir(workdir: str | None) -> Iterator[Path]:
     """Creates the folder of the results, and keeps other runs out of it.
 
     The lock is the operating system's and process 0's; it ends with the process in any case.
-
-    Raises:
-        UsageError: The folder cannot be created or written, another run uses it, or processes do
-            not share it; in every process.
-        RunFailure: The disk failed or became full during the run.
+    UsageError, in all processes: they do not share it, cannot write it, or another run uses it.
+    RunFailure: the disk failed or became full during the run.
     """
     if workdir is None:
         raise UsageError("train needs a workdir: results and checkpoints go there.")
@@ -47,14 +43,14 @@ def locked_workdir(workdir: str | None) -> Iterator[Path]:
     problem = _name_problem(workdir)
     if not problem and jax.process_index() == 0:
         problem = _create_and_lock(folder, lock)
-    problem = first_problem(problem)
-    if problem:
-        raise UsageError(problem)
+    _raise_first(problem)
     try:
         check_shared(folder)
         yield folder
     except OSError as error:
-        if error.errno not in _DISK_ERRORS and not _is_inside(error.filename, folder):
+        name = error.filename
+        is_inside = isinstance(name, str | os.PathLike) and Path(name).is_relative_to(folder)
+        if error.errno not in _DISK_ERRORS and not is_inside:
             raise
         raise RunFailure(
             f"the results in {folder} cannot be read or written: {reason(error)}. "
@@ -69,9 +65,6 @@ def check_shared(folder: Path) -> None:
 
     Process 0 creates a file with a random name, and the others look it up: no cache of a network
     file system has an entry for a name that was never looked up.
-
-    Raises:
-        UsageError: Process 0 cannot create the file, or a process does not see it; in all.
     """
     if jax.process_count() == 1:
         return
@@ -84,21 +77,26 @@ def check_shared(folder: Path) -> None:
             probe.touch(exist_ok=False)
     except OSError as error:
         problem = f"{folder} cannot be written: {error.strerror}."
-    problem = first_problem(problem)
-    if problem is None:
-        failure = _lookup_error(probe)
-        if isinstance(failure, FileNotFoundError | NotADirectoryError):
-            problem = (
-                f"--workdir={folder} on {host} is not the folder that process 0 has on {where}. "
-                "Give all processes one folder of a file system that they share."
-            )
-        elif failure:
-            problem = f"--workdir={folder} on {host} cannot be read: {failure.strerror}."
-        problem = first_problem(problem)
-    if writes:
-        with contextlib.suppress(OSError):  # the next run removes it
-            probe.unlink(missing_ok=True)
-    if problem:
+    _raise_first(problem)
+    failure = _lookup_error(probe)
+    if isinstance(failure, FileNotFoundError | NotADirectoryError):
+        problem = (
+            f"--workdir={folder} on {host} is not the folder that process 0 has on {where}. "
+            "Give all processes one folder of a file system that they share."
+        )
+    elif failure:
+        problem = f"--workdir={folder} on {host} cannot be read: {failure.strerror}."
+    try:
+        _raise_first(problem)
+    finally:
+        if writes:
+            with contextlib.suppress(OSError):  # the next run removes it
+                probe.unlink(missing_ok=True)
+
+
+def _raise_first(problem: str | None) -> None:
+    """Raises the problem of the first process that has one as a UsageError, in all of them."""
+    if problem := first_problem(problem):
         raise UsageError(problem)
 
 
@@ -112,7 +110,7 @@ def _lookup_error(file: Path) -> OSError | None:
         except OSError as error:
             if time.monotonic() > deadline:
                 return error
-        time.sleep(_PAUSE)
+        time.sleep(0.1)
 
 
 def _name_problem(folder: str) -> str | None:
@@ -141,14 +139,14 @@ def _create_and_lock(folder: Path, lock: filelock.BaseFileLock) -> str | None:
         return f"--workdir={folder} cannot be made: {error.strerror}."
     holder = folder / files.HOLDER
     try:
-        problem = files.unexpected_kind(folder)
-        if problem:
+        if problem := files.unexpected_kind(folder):
             return problem
         lock.acquire(timeout=0)
         files.remove_temporary(folder)
         files.replace(holder, f"process {os.getpid()} on {socket.gethostname()}")
     except filelock.Timeout:
-        who = f" ({_beginning_of(holder)})" if holder.exists() else ""
+        start = holder.read_bytes()[:200].decode(errors="replace") if holder.exists() else ""
+        who = start and f" ({textwrap.shorten(start, 100)})"
         return f"another run{who} is using {folder}. Wait until it ends, or use another --workdir."
     except OSError as error:
         if error.errno == errno.ENOSYS:  # a lock file would outlive a run that is killed
@@ -160,10 +158,6 @@ def _create_and_lock(folder: Path, lock: filelock.BaseFileLock) -> str | None:
     return None
 
 
-def _beginning_of(file: Path) -> str:
-    return textwrap.shorten(file.read_bytes()[:200].decode(errors="replace"), 100)
-
-
 def _saved_message(folder: Path) -> str:
     """Which step is saved in a folder, and what to do."""
     try:
@@ -173,8 +167,3 @@ def _saved_message(folder: Path) -> str:
     if not saved:
         return "No step was saved."
     return f"Step {saved[-1]} is saved; the same command continues from there."
-
-
-def _is_inside(name: object, folder: Path) -> bool:
-    """Whether an error's file name is in a folder."""
-    return isinstance(name, str | os.PathLike) and Path(name).is_relative_to(folder)
