@@ -115,10 +115,9 @@ def annotation_of(function: Callable[..., Any], name: str) -> Any:
     text = getattr(code, "__annotations__", {}).get(name, Any)
     if not isinstance(text, str):
         return text
-    try:
+    with contextlib.suppress(NameError, AttributeError, TypeError, SyntaxError):
         return eval(text, getattr(code, "__globals__", {}))  # one at a time: some cannot be
-    except (NameError, AttributeError, TypeError, SyntaxError):
-        return Any
+    return Any
 
 
 def fits(value: Any, annotation: Any) -> bool:
@@ -167,11 +166,9 @@ def _elements_fit(value: Any, kind: Any, inner: tuple[Any, ...]) -> bool:
 def in_words(annotation: Any) -> str:
     """E.g. 'an integer, or None'."""
     words = words_of(members(annotation))
-    return ", or ".join(_with_article(w) if w.isidentifier() and w != "None" else w for w in words)
-
-
-def _with_article(name: str) -> str:
-    return f"{'an' if name[0] in 'AEIOU' else 'a'} {name}"
+    names = {word for word in words if word.isidentifier() and word != "None"}
+    articles = {word: "an " if word[0] in "AEIOU" else "a " for word in names}
+    return ", or ".join(articles.get(word, "") + word for word in words)
 
 
 def words_of(parts: Sequence[Any]) -> list[str]:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import numbers
 from collections.abc import Callable, Mapping, Sequence
@@ -28,21 +29,13 @@ class Limit:
 
 @dataclasses.dataclass(frozen=True)
 class Leaves:
-    """Pytrees whose leaves a predicate accepts.
-
-    Attributes:
-        accepts_leaf: The predicate.
-        description: What the leaves are, in the plural.
-        like: Parameter whose tree has leaves at the same paths; "": there is none.
-        empty: Whether a tree without leaves is accepted.
-        counts: What the first dim of every leaf counts; all have the same number. "": nothing.
-    """
+    """Pytrees whose leaves a predicate accepts."""
 
     accepts_leaf: Callable[[Any], bool]
-    description: str
-    like: str = ""
-    empty: bool = True
-    counts: str = ""
+    description: str  # of the leaves, in the plural
+    like: str = ""  # parameter whose tree has leaves at the same paths
+    empty: bool = True  # a tree without leaves is accepted
+    counts: str = ""  # what the first dim of every leaf counts; all have the same number
 
     def __str__(self) -> str:
         return self.description
@@ -53,9 +46,7 @@ class Leaves:
     def problem(self, value: Any, others: Mapping[str, Any]) -> str | None:
         """The problem with a tree, worded to follow the parameter's name; None: it is accepted.
 
-        Args:
-            value: The tree.
-            others: All arguments of the call, among them that of parameter `like`.
+        `others` are all arguments of the call, among them that of parameter `like`.
         """
         if value is None:
             return f" = None: give {self}."
@@ -75,8 +66,8 @@ class Leaves:
         lengths = [leaf.shape[0] if leaf.ndim else 0 for _, leaf in flat if self.counts]
         for (path, leaf), length in zip(flat, lengths, strict=False):
             if length == 0 or length != lengths[0]:
-                number = f", {lengths[0]} like the first leaf" if lengths[0] else ""
                 name = f": leaf {path!r}" if path else ""
+                number = f", {lengths[0]} like the first leaf" if lengths[0] else ""
                 return (
                     f"{name} of shape {leaf.shape} needs a first dim that counts {self.counts}, "
                     f"at least one{number}."
@@ -132,10 +123,9 @@ def is_abstract_array(x: Any) -> bool:
     dtype = getattr(x, "dtype", None)
     if dtype is None or not hasattr(x, "shape"):
         return False
-    try:
-        return jnp.issubdtype(dtype, jnp.number) or jnp.issubdtype(dtype, jnp.bool_)
-    except TypeError:  # another library's dtype
-        return False
+    with contextlib.suppress(TypeError):  # another library's dtype
+        return any(jnp.issubdtype(dtype, kind) for kind in (jnp.number, jnp.bool_))
+    return False
 
 
 def is_array(x: Any) -> bool:
@@ -148,11 +138,9 @@ def is_array_or_number(x: Any) -> bool:
     return isinstance(x, int | float | complex) or is_array(x)
 
 
-def is_placeable(x: Any) -> bool:
-    """Whether it can be put on devices: a number, or an array of numbers or of random keys."""
-    return is_array_or_number(x) or (
-        isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-    )
+def _is_placeable(x: Any) -> bool:
+    is_key = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return is_key or is_array_or_number(x)
 
 
 def is_sizes(x: Any) -> bool:
@@ -163,11 +151,9 @@ def is_sizes(x: Any) -> bool:
 def _is_dtype(x: Any) -> bool:
     if isinstance(x, jax.Array | np.ndarray | np.generic):
         return False  # numpy would accept it and use its dtype
-    try:
-        jnp.dtype(x)
-    except (TypeError, ValueError):
-        return False
-    return True
+    with contextlib.suppress(TypeError, ValueError):
+        return jnp.dtype(x) is not None
+    return False
 
 
 def is_floating_dtype(x: Any) -> bool:
@@ -179,8 +165,8 @@ def _is_axes(x: Any, least: int) -> bool:
     """Whether it is the name of an axis, or a (nested) sequence of at least so many names."""
     if isinstance(x, str):
         return True
-    is_sequence = isinstance(x, tuple | list) and len(x) >= least
-    return is_sequence and all(_is_axes(name, least) for name in x)
+    several = isinstance(x, tuple | list) and len(x) >= least
+    return several and all(_is_axes(name, least) for name in x)
 
 
 def _is_shape(x: Any) -> bool:
@@ -190,10 +176,6 @@ def _is_shape(x: Any) -> bool:
 def _is_units(x: Any) -> bool:
     kinds = ("part", "stack", "table")
     return isinstance(x, Mapping) and all(isinstance(x[k], str) and x[k] in kinds for k in x)
-
-
-def _is_indices(x: Any) -> bool:
-    return is_array(x) and jnp.issubdtype(x.dtype, jnp.integer)
 
 
 def _is_devices(x: Any) -> bool:
@@ -206,14 +188,12 @@ def _is_norm(x: Any) -> bool:
 
 
 def _is_traced_norm(x: Any) -> bool:
-    """Whether it is a norm, or a 0-d array of one, whose value may be traced."""
     if not isinstance(x, jax.Array | np.ndarray):
         return _is_norm(x)
     return is_array(x) and x.ndim == 0 and (isinstance(x, jax.core.Tracer) or _is_norm(x.item()))
 
 
 def _is_key(x: Any) -> bool:
-    """Whether it is one random key, typed or as a uint32 array."""
     if not isinstance(x, jax.Array | np.ndarray):
         return False
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
@@ -275,11 +255,14 @@ Units = Annotated[
 ]
 Number = Annotated[jax.Array, Limit(is_array_or_number, "a number, or an array of numbers")]
 Array = Annotated[jax.Array, Limit(is_array, "an array of numbers")]
-Indices = Annotated[jax.Array, Limit(_is_indices, "an array of integers")]
+Indices = Annotated[
+    jax.Array,
+    Limit(lambda x: is_array(x) and jnp.issubdtype(x.dtype, jnp.integer), "an array of integers"),
+]
 Arrays = Annotated[Any, Leaves(is_array, "arrays of numbers")]
 Numbers = Annotated[Any, Leaves(is_array_or_number, "arrays of numbers")]
 Shapes = Annotated[Any, Leaves(is_abstract_array, "arrays of numbers, or their shapes and dtypes")]
-Placeable = Annotated[Any, Leaves(is_placeable, "arrays of numbers or random keys")]
+Placeable = Annotated[Any, Leaves(_is_placeable, "arrays of numbers or random keys")]
 Keys = Annotated[Any, Leaves(_is_key, "single random keys, e.g. jax.random.key(0)", empty=False)]
 MicroBatches = Annotated[
     Any, Leaves(is_array, "arrays of numbers", empty=False, counts="micro-batches")

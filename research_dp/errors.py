@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from research_dp.argument_types import Limit, at_least
+from research_dp.argument_types import at_least
 
 
 class UsageError(ValueError):
     """A mistake in configuration, flags, data or a checkpoint; commands exit with status 2.
 
-    Args:
-        message: One or two lines: what is wrong, with the numbers, and what to do.
-        binding: The gin name to blame, e.g. `make_mesh.axes`; the commands add the file and line
-            that bound it.
+    The message says in one or two lines what is wrong, with the numbers, and what to do. `binding`
+    is the gin name to blame, e.g. `make_mesh.axes`: commands add the file and line that bound it.
     """
 
     def __init__(self, message: str, *, binding: str | None = None):
@@ -27,6 +25,11 @@ class RunFailure(RuntimeError):
 
     The message says what, where (process, step, parameter), and what to do.
     """
+
+
+def binding_error(binding: str, problem: str) -> UsageError:
+    """An error whose message starts with the gin name to blame."""
+    return UsageError(binding + problem, binding=binding)
 
 
 def message_of(error: BaseException) -> str:
@@ -53,26 +56,20 @@ def check_methods(function: str, target: Any, methods: Sequence[str]) -> None:
 
 
 def check_kind(name: str, value: Any, kind: Any, example: str) -> None:
-    """Raises UsageError unless a parameter, by its gin name, is an instance of a class.
+    """Raises UsageError unless the parameter of a gin name is an instance of a class, or several.
 
-    `kind` is the class, or several; `example` is such a value as gin files write it.
+    `example` is such a value as gin files write it.
     """
     if isinstance(value, kind):
         return
-    function = getattr(value, "__name__", None)
-    if callable(value) and function:
-        problem = f"{name} = @{function} is the function itself; @{function}() is what it returns."
-    else:
-        problem = f"{name} = {value!r}: give e.g. {example}."
-    raise UsageError(problem, binding=name)
+    problem = f" = {value!r}: give e.g. {example}."
+    if callable(value) and (function := getattr(value, "__name__", None)):
+        problem = f" = @{function} is the function itself; @{function}() is what it returns."
+    raise binding_error(name, problem)
 
 
 def check_count(name: str, value: Any, least: int) -> None:
-    """Raises UsageError unless a parameter is an integer of at least `least`."""
-    check_limit(name, value, at_least(least))
-
-
-def check_limit(name: str, value: Any, limit: Limit) -> None:
-    """Raises UsageError unless a parameter is within a limit; `name` is its gin name."""
+    """Raises UsageError unless the parameter of a gin name is an integer of at least `least`."""
+    limit = at_least(least)
     if not limit.accepts(value):
-        raise UsageError(f"{name} = {value!r}: give {limit}.", binding=name)
+        raise binding_error(name, f" = {value!r}: give {limit}.")

@@ -36,18 +36,11 @@ class LossOutput(NamedTuple):
 
 
 class Work(NamedTuple):
-    """The work of training on one example, for throughput and MFU.
-
-    Attributes:
-        tokens: Number of tokens.
-        flops: Floating-point operations of the forward and backward pass by the model's formula:
-            recomputation is not counted.
-        dtype: Compute dtype, for which MFU takes the devices' peak.
-    """
+    """The work of training on one example, for throughput and MFU."""
 
     tokens: int
-    flops: float
-    dtype: str
+    flops: float  # of the forward and backward pass by the model's formula, without recomputation
+    dtype: str  # of compute, for which MFU takes the devices' peak
 
 
 @checked
@@ -81,10 +74,8 @@ class TrainableModel:
 class Functions:
     """A module of a neural-network library as pure functions, without a loss.
 
-    Attributes:
-        init: (key, inputs of `jax.ShapeDtypeStruct`) -> (parameters, model state).
-        apply: (parameters, model state, input, train, keys, batch_axes) ->
-            (output, new model state).
+    `init` maps (key, inputs of `jax.ShapeDtypeStruct`) to (parameters, model state), and `apply`
+    (parameters, model state, input, train, keys, batch_axes) to (output, new model state).
     """
 
     init: Callable[[jax.Array, Any], tuple[PyTree, PyTree]]
@@ -96,27 +87,18 @@ Arrays = Mapping[str, np.ndarray]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainOrder:
-    """Which training batches to read: those of steps `first_step` to `num_steps` - 1.
+    """Which training batches to read: those of steps `first_step` to `num_steps` - 1."""
 
-    Attributes:
-        seed: Seed of the order and of augmentation.
-        batch_size: Size of the global batch.
-        rows: Indices in the global batch that this process provides, (R,) integer.
-    """
-
-    seed: int
-    batch_size: int
-    rows: np.ndarray
+    seed: int  # of the order and of augmentation
+    batch_size: int  # of the global batch
+    rows: np.ndarray  # indices in the global batch that this process provides, (R,) integer
     first_step: int
     num_steps: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalOrder:
-    """Which evaluation batches to read: each example once, in order, padding masked.
-
-    The fields are those of `TrainOrder`.
-    """
+    """Which evaluation batches to read: each example once, in order, padding masked."""
 
     batch_size: int
     rows: np.ndarray
@@ -132,17 +114,11 @@ class SplitIdentity:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataIdentity:
-    """Identifies the data that a run reads; compared between processes and with a resumed run.
-
-    Attributes:
-        name: Name of the data set.
-        version: Its version.
-        splits: The splits that are read, by name, e.g. 'train[:90%]'.
-    """
+    """Identifies the data that a run reads; compared between processes and with a resumed run."""
 
     name: str
     version: str
-    splits: Mapping[str, SplitIdentity]
+    splits: Mapping[str, SplitIdentity]  # those that are read, by name, e.g. 'train[:90%]'
 
     def __str__(self) -> str:
         splits = (
@@ -164,8 +140,8 @@ class DataIdentity:
         """
         if (self.name, self.version) != (other.name, other.version):
             return "the data set", f"{self.name} {self.version}", f"{other.name} {other.version}"
-        for name in (name for name in self.splits if name in other.splits):
-            here, there = self.splits[name], other.splits[name]
+        for name, here in self.splits.items():
+            there = other.splits.get(name, here)
             if here.examples != there.examples:
                 what = f"the number of examples in {name}"
                 return what, f"{here.examples:,}", f"{there.examples:,}"
@@ -179,7 +155,6 @@ class DataSet:
     """Training and evaluation batches. Its fields are known before the data is there.
 
     Attributes:
-        name: Name for messages.
         example: Shape and dtype of one example's arrays.
         info: Properties for the model, e.g. `num_classes`.
         prepare: Makes the data readable, e.g. downloads it. Every process must call it, because

@@ -50,18 +50,16 @@ def spmd_train_step(
         model: Updated in place, e.g. its batch statistics by `loss_fn`.
         optimizer: Updated in place, with the model's variables of its `wrt`. A
             `nnx.ModelAndOptimizer` must be that of `model`.
-        loss_fn: (model, batch) -> loss, 0-d: the mean over the global batch.
+        loss_fn: (model, batch) -> loss, 0-d, the mean over the global batch; with `has_aux` ->
+            (loss, aux).
         batch: Global arrays, e.g. of `place_batch_on_shards`.
-        has_aux: `loss_fn` returns (loss, aux).
+        has_aux: Whether (loss, aux) is returned; otherwise the loss.
         rngs: If given, `loss_fn` is called with `rngs=rngs`, e.g. an `nnx.Rngs`.
         max_grad_norm: Gradients are scaled to at most this global norm.
 
-    Returns:
-        The loss, or (loss, aux) with `has_aux`.
-
     Raises:
-        UsageError: An argument is of another kind, arrays are committed to different devices, or
-            this is called inside `shard_map`, `pmap` or `vmap(axis_name=...)`.
+        UsageError: Arrays are committed to different devices, or this is called inside `shard_map`,
+            `pmap` or `vmap(axis_name=...)`.
     """
     refuse_mapped("spmd_train_step")
     _refuse_other_devices({"model": nnx.state(model), "batch": batch})
@@ -71,8 +69,8 @@ def spmd_train_step(
             "spmd_train_step.optimizer is a ModelAndOptimizer of another model: give its own, "
             "optimizer.model, as model."
         )
-    wrt = nnx.DiffState(0, optimizer.wrt)
     loss = _with_gathered_params(loss_fn, optimizer.wrt, batch)
+    wrt = nnx.DiffState(0, optimizer.wrt)
     gradients = nnx.value_and_grad(loss, argnums=wrt, has_aux=has_aux)
     value, grads = gradients(model, batch, **({} if rngs is None else {"rngs": rngs}))
     # The loss is a mean over the global batch: the compiler sums over devices, and the mean
@@ -123,7 +121,7 @@ def _refuse_other_devices(tree: Any) -> None:
         if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.committed:
             first.setdefault(frozenset(x.sharding.device_set), path_name(path))
     if len(first) > 1:
-        (one, other), (a, b) = list(first)[:2], list(first.values())[:2]
+        (one, a), (other, b), *_ = first.items()
         raise UsageError(
             f"spmd_train_step: {a} is on {len(one)} devices and {b} on {len(other)} others. Put "
             "model and optimizer on the batch's mesh: place_nnx_state_on_shards."
@@ -138,14 +136,8 @@ def place_nnx_state_on_shards(
 ) -> nnx.State:
     """Puts each variable of an NNX state on the sharding of the first filter it matches (datarax).
 
-    Args:
-        state: E.g. `nnx.state(model)`, or `nnx.state(optimizer)`.
-        mesh: A mesh with axes of type `Auto` or `Explicit`.
-        filter_sharding: NNX filters, e.g. `nnx.Param`, `...` or a predicate, -> the spec on `mesh`,
-            or the sharding, of all arrays of the variable.
-
-    Returns:
-        A state of the same variables, with their types and metadata.
+    `filter_sharding` maps NNX filters, e.g. `nnx.Param`, `...` or a predicate, to the spec on
+    `mesh`, or the sharding, of all arrays of the variable. Variables keep types and metadata.
 
     Raises:
         UsageError: A variable matches no filter, or a spec has an axis that the mesh lacks or that
@@ -172,24 +164,20 @@ def place_nnx_state_on_shards(
 class DataParallel(nnx.Module):
     """artifex's data-parallel functions as methods; it has no state.
 
-    The methods with the suffix `_static` are the same without an instance.
+    The methods with the suffix `_static` are the same without an instance. The functions that they
+    call describe them.
     """
 
     def __init__(self) -> None:
         pass
 
     def create_data_parallel_sharding(self, mesh: Mesh, data_axis: str = "data") -> NamedSharding:
-        """See `research_dp.create_data_parallel_sharding`."""
         return datarax.create_data_parallel_sharding(mesh, data_axis)
 
     create_data_parallel_sharding_static = staticmethod(datarax.create_data_parallel_sharding)
 
     def shard_batch(self, batch: Any, sharding: Sharding) -> Any:
         """Puts every leaf of a batch on a sharding; `place_batch_on_shards` skips some.
-
-        Args:
-            batch: Any pytree of jax and numpy arrays.
-            sharding: E.g. of `create_data_parallel_sharding`.
 
         Raises:
             UsageError: A leaf of rank 0 (a number, a string), or one that cannot be divided; the
@@ -200,13 +188,12 @@ class DataParallel(nnx.Module):
     @staticmethod
     @checked
     def shard_batch_static(batch: Placeable, sharding: Sharding) -> Any:
-        """See `shard_batch`."""
         return placement.place(batch, sharding)
 
     def shard_model_state(
         self, state: Any, mesh: Mesh, param_sharding: Literal["replicate", "shard"] = "replicate"
     ) -> Any:
-        """See `research_dp.place_model_state_on_shards`, whose dicts of paths it accepts too."""
+        """As `place_model_state_on_shards`, whose dicts of paths it accepts too."""
         return datarax.place_model_state_on_shards(state, mesh, param_sharding)
 
     def all_reduce_gradients(
@@ -217,7 +204,6 @@ class DataParallel(nnx.Module):
         *,
         loss: jax.Array | None = None,
     ) -> Any:
-        """See `research_dp.reduce_gradients_across_devices`."""
         return datarax.reduce_gradients_across_devices(gradients, reduce_type, axis_name, loss=loss)
 
     all_reduce_gradients_static = staticmethod(datarax.reduce_gradients_across_devices)

@@ -43,10 +43,6 @@ ReduceType = Annotated[str, Limit(lambda _: True, "'mean' or 'sum'")]
 def create_data_parallel_sharding(mesh: Mesh | AbstractMesh, data_axis: str = "data") -> Sharding:
     """The sharding that splits dim 0 of an array over one mesh axis (datarax, artifex).
 
-    Args:
-        mesh: Any mesh, its axes of type `Auto` or `Explicit`.
-        data_axis: The axis that the batch is split over.
-
     Raises:
         UsageError: The mesh has no such axis.
     """
@@ -58,12 +54,9 @@ def create_data_parallel_sharding(mesh: Mesh | AbstractMesh, data_axis: str = "d
 def place_batch_on_shards(batch: Batch, sharding: Sharding) -> Batch:
     """Puts the arrays of a batch on a sharding (datarax).
 
-    Args:
-        batch: Any pytree. Arrays of numbers and random keys are placed, numpy arrays too (datarax
-            does not place those). Other leaves are returned unchanged: strings, Python and numpy
-            scalars, numpy arrays of text or objects. With several processes each gives its own
-            rows, as `placement.place` expects.
-        sharding: E.g. of `create_data_parallel_sharding`.
+    Arrays of numbers and random keys are placed, numpy arrays too (datarax does not place those).
+    Other leaves are returned unchanged: strings, Python and numpy scalars, numpy arrays of text or
+    objects. With several processes each gives its own rows, as `placement.place` expects.
 
     Raises:
         UsageError: An array cannot be divided; the message has its path and the numbers.
@@ -85,13 +78,11 @@ def place_model_state_on_shards(
 ) -> Any:
     """Puts a model's state on a mesh (datarax; artifex's `shard_model_state`).
 
-    Args:
-        state: Any pytree: dicts, `nnx.State`, train states. Empty sub-dicts are kept.
-        mesh: The mesh.
-        param_sharding: 'replicate' or None: every leaf is replicated. 'shard': dim 0 of each leaf
-            is sharded over the mesh's first axis; scalars, and leaves that it does not divide, are
-            replicated. A dict of paths, e.g. {'params/dense/kernel': PartitionSpec('data', None)}:
-            these leaves are placed, the others stay where they are.
+    `state` is any pytree: dicts, `nnx.State`, train states. Empty sub-dicts are kept. With
+    `param_sharding` 'replicate' or None every leaf is replicated. With 'shard' dim 0 of each leaf
+    is sharded over the mesh's first axis; scalars, and leaves that it does not divide, are
+    replicated. With a dict of paths, e.g. {'params/dense/kernel': PartitionSpec('data', None)},
+    these leaves are placed, the others stay where they are.
 
     Raises:
         UsageError: An unknown string, a path of no leaf (with the nearest paths), or a spec with an
@@ -100,21 +91,19 @@ def place_model_state_on_shards(
     if isinstance(param_sharding, Mapping):
         return placement.put(state, _matched(state, placement.shardings(mesh, param_sharding)))
     if param_sharding == "shard":
-        return placement.put(state, placement.shardings(mesh, _dim_0_specs(state, mesh)))
-    if param_sharding in (None, "replicate"):
-        return placement.put(state, placement.shardings(mesh, PartitionSpec()))
-    raise UsageError(
-        f"Unknown param_sharding: {param_sharding!r}. Use 'replicate', 'shard', None or a dict of "
-        "paths to PartitionSpecs."
-    )
+        specs = jax.tree.map(lambda x: _dim_0_spec(x, mesh), state)
+    elif param_sharding in (None, "replicate"):
+        specs = PartitionSpec()
+    else:
+        raise UsageError(
+            f"Unknown param_sharding: {param_sharding!r}. Use 'replicate', 'shard', None or a dict "
+            "of paths to PartitionSpecs."
+        )
+    return placement.put(state, placement.shardings(mesh, specs))
 
 
 def _matched(tree: PyTree, rules: Mapping[str, Sharding]) -> PyTree:
-    """The sharding of each leaf by its path, or None.
-
-    Raises:
-        UsageError: A path is of no leaf; the message has the nearest paths.
-    """
+    """The sharding of each leaf by its path, or None; UsageError for a path of no leaf."""
     paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
     for name in sorted(set(rules) - set(paths)):
         near = difflib.get_close_matches(name, paths, n=3, cutoff=0.3) or sorted(paths)[:3]
@@ -125,16 +114,11 @@ def _matched(tree: PyTree, rules: Mapping[str, Sharding]) -> PyTree:
     return jax.tree.unflatten(jax.tree.structure(tree), [rules.get(path) for path in paths])
 
 
-def _dim_0_specs(state: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
-    axis = mesh.axis_names[0]
-
-    def spec(x: Any) -> PartitionSpec:
-        shape = np.shape(x)
-        free = tuple(dim == 0 for dim in range(len(shape)))
-        decision = choose_dim(shape, mesh.shape[axis], min_weight_size=0, free=free)
-        return PartitionSpec() if decision.dim is None else PartitionSpec(axis)
-
-    return jax.tree.map(spec, state)
+def _dim_0_spec(x: Any, mesh: Mesh | AbstractMesh) -> PartitionSpec:
+    axis, shape = mesh.axis_names[0], np.shape(x)
+    free = tuple(dim == 0 for dim in range(len(shape)))
+    decision = choose_dim(shape, mesh.shape[axis], min_weight_size=0, free=free)
+    return PartitionSpec() if decision.dim is None else PartitionSpec(axis)
 
 
 @gin.register(module="distributed")
@@ -186,26 +170,15 @@ def reduce_gradient_tree(gradients: Numbers, reduce_type: ReduceType = "mean") -
 
     In spite of its name it does not average over devices: datarax has it so, for statistics.
     Gradients under `jit` are global arrays, already reduced (`spmd_train_step`); inside `shard_map`
-    and `pmap` use `reduce_gradients_across_devices`.
-
-    Args:
-        gradients: Global arrays of any sharding.
-        reduce_type: 'mean' or 'sum', in any case of letters.
-
-    Returns:
-        A tree of the same structure of 0-d arrays.
-
-    Raises:
-        UsageError: Another `reduce_type`.
+    and `pmap` use `reduce_gradients_across_devices`. `reduce_type` may have any case of letters.
     """
     return jax.tree.map(_by_reduce_type(reduce_type, mean=jnp.mean, sum=jnp.sum), gradients)
 
 
 def _by_reduce_type(reduce_type: str, **functions: Callable[..., Any]) -> Callable[..., Any]:
-    name = str(reduce_type).lower()
-    if name not in functions:
+    if str(reduce_type).lower() not in functions:
         raise UsageError(f"Unsupported reduce_type: {reduce_type}. Use 'mean' or 'sum'.")
-    return functions[name]
+    return functions[str(reduce_type).lower()]
 
 
 @checked
@@ -213,13 +186,8 @@ def _by_reduce_type(reduce_type: str, **functions: Callable[..., Any]) -> Callab
 class MeshRules:
     """The mesh axis that each logical dim is sharded over, or None (datarax).
 
-    `PartitionSpec(*rules('data', 'embed'))` is the spec of an array with these dims.
-
-    Attributes:
-        data: Axis of the batch.
-        embed: Axis of embeddings.
-        mlp: Axis of hidden layers.
-        heads: Axis of attention heads.
+    `PartitionSpec(*rules('data', 'embed'))` is the spec of an array with these dims: the batch and
+    embeddings. `mlp` is for hidden layers, `heads` for attention heads.
     """
 
     data: str | None = None

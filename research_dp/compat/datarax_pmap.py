@@ -82,8 +82,8 @@ def data_parallel_train_step(
         `model_state` is unchanged: a loss that computes a new one returns it as aux.
 
     Raises:
-        UsageError: An argument is of another kind, an array has no such first dim, the batch is
-            empty, rows do not divide into micro-batches, or this is called inside a map.
+        UsageError: An array has no such first dim, the batch is empty, rows do not divide into
+            micro-batches, or this is called inside a map.
     """
     refuse_mapped("data_parallel_train_step")
     step = _pmapped(loss_fn, optimizer, has_aux, max_grad_norm, accumulation_steps)
@@ -119,7 +119,6 @@ def _one_row_per_device(state: Any, batch: Batch, rngs: Any) -> tuple[Any, Batch
 
 @functools.lru_cache(maxsize=64)
 def _pmapped(*options: Any) -> Callable[..., tuple[Any, dict[str, Any]]]:
-    """The compiled step, by the first arguments of `_device_step`."""
     return jax.pmap(functools.partial(_device_step, *options), axis_name=_BATCH_AXIS)
 
 

@@ -46,10 +46,8 @@ class DeviceMeshManager:
     """Creates meshes with axes of type `Auto`.
 
     Each method works on an instance, as in artifex, and on the class, as in datarax:
-    `DeviceMeshManager.create_device_mesh({'data': 4})`. Strategies use `make_mesh` instead.
-
-    Args:
-        devices: The devices to build meshes of; None: all of them.
+    `DeviceMeshManager.create_device_mesh({'data': 4})`. Strategies use `make_mesh` instead. Meshes
+    are built of `devices`; None: of all devices.
     """
 
     def __init__(self, devices: Devices | None = None) -> None:
@@ -57,23 +55,19 @@ class DeviceMeshManager:
 
     @property
     def devices(self) -> list[jax.Device]:
-        """The devices to build meshes of."""
         # JAX is asked late: accessing a method on the class creates an instance.
         return list(jax.devices() if self._devices is None else self._devices)
 
     @property
     def num_devices(self) -> int:
-        """Number of these devices."""
         return len(self.devices)
 
     @_InstanceOrClassMethod
     @checked
     def create_device_mesh(self, mesh_shape: MeshShape, devices: Devices | None = None) -> Mesh:
-        """Creates a mesh of the first devices.
+        """Creates a mesh of the first of `devices`; None: of the manager's.
 
-        Args:
-            mesh_shape: Size of each axis, `{'data': 4, 'model': 2}` or pairs of name and size.
-            devices: The devices to choose from; None: the manager's.
+        `mesh_shape` is `{'data': 4, 'model': 2}`, or pairs of name and size.
 
         Raises:
             UsageError: A name is repeated, a size is not positive (-1 is not filled up here), or
@@ -81,7 +75,25 @@ class DeviceMeshManager:
         """
         available = self.devices if devices is None else list(devices)
         pairs = list(mesh_shape.items() if isinstance(mesh_shape, Mapping) else mesh_shape)
-        return build_mesh(_checked_sizes(pairs, len(available)), available)
+        if not pairs:
+            raise UsageError("create_device_mesh.mesh_shape has no axis: give e.g. {'data': 8}.")
+        mesh = f"mesh {' x '.join(f'{name} {size}' for name, size in pairs)}"
+        names = [name for name, _ in pairs]
+        for name, size in pairs:
+            if names.count(name) > 1:
+                raise UsageError(f"{mesh}: axis {name!r} is named {names.count(name)} times.")
+            if size < 1:
+                raise UsageError(
+                    f"{mesh}: axis {name!r} has size {size!r}; give a positive number, at most the "
+                    f"{len(available)} devices that are available."
+                )
+        needed = math.prod(size for _, size in pairs)
+        if needed > len(available):
+            raise UsageError(
+                f"Not enough devices: {mesh} requires {needed} devices, but only {len(available)} "
+                "are available. Give smaller sizes."
+            )
+        return build_mesh(dict(pairs), available)
 
     @_InstanceOrClassMethod
     @checked
@@ -113,11 +125,7 @@ class DeviceMeshManager:
         data_axis: str = "data",
         model_axis: str = "model",
     ) -> Mesh:
-        """Creates a mesh of two axes.
-
-        Raises:
-            UsageError: See `create_device_mesh`.
-        """
+        """Creates a mesh of two axes."""
         return self.create_device_mesh(
             [(data_axis, data_parallel_size), (model_axis, model_parallel_size)]
         )
@@ -127,26 +135,3 @@ class DeviceMeshManager:
     def get_mesh_info(self, mesh: Mesh | AbstractMesh) -> dict[str, Any]:
         """`{'total_devices': 8, 'axes': {'data': 4, 'model': 2}}` of a 4 x 2 mesh."""
         return {"total_devices": mesh.size, "axes": dict(mesh.shape)}
-
-
-def _checked_sizes(pairs: list[tuple[str, int]], available: int) -> dict[str, int]:
-    if not pairs:
-        raise UsageError("create_device_mesh.mesh_shape has no axis: give e.g. {'data': 8}.")
-    mesh = f"mesh {' x '.join(f'{name} {size}' for name, size in pairs)}"
-    names = [name for name, _ in pairs]
-    for name, size in pairs:
-        if names.count(name) > 1:
-            raise UsageError(f"{mesh}: axis {name!r} is named {names.count(name)} times.")
-        if size < 1:
-            raise UsageError(
-                f"{mesh}: axis {name!r} has size {size!r}; give a positive number, at most the "
-                f"{available} devices that are available."
-            )
-    sizes = dict(pairs)
-    needed = math.prod(sizes.values())
-    if needed > available:
-        raise UsageError(
-            f"Not enough devices: {mesh} requires {needed} devices, but only {available} are "
-            "available. Give smaller sizes."
-        )
-    return sizes

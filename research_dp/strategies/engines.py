@@ -25,15 +25,8 @@ from research_dp.distributed.mesh import (
     split_axes,
 )
 from research_dp.distributed.sharding import replicated
-from research_dp.errors import UsageError
-from research_dp.strategies import slots
-from research_dp.strategies.state import (
-    BatchLayout,
-    check_optimizer,
-    infer_state_sharding,
-    init_state,
-    shardings_of,
-)
+from research_dp.errors import binding_error
+from research_dp.strategies import slots, state
 from research_dp.strategies.step import Step
 from research_dp.strategies.strategy import (
     PlacedBatch,
@@ -58,37 +51,27 @@ def mapped(config: StrategyConfig, spec: TrainSpec) -> Strategy:
     Raises:
         UsageError: The optimizer cannot be applied to shards, or the batch does not divide.
     """
-    mesh = config.mesh
     slots.refuse_no_sync(config)
     if config.prefetch and not spec.model.units:
-        raise UsageError(
-            "data_parallel.prefetch = True, but the model names no units. Bind False.",
-            binding="data_parallel.prefetch",
+        raise binding_error(
+            "data_parallel.prefetch", " = True, but the model names no units. Bind False."
         )
     slots.refuse_idle(config, gathers=config.gather is not None, syncs=config.sync is not None)
-    shardings, abstract = infer_state_sharding(
-        config, spec, mesh, params_sharded=config.gather is not None
-    )
-    check_optimizer(config, spec, shardings.slices, abstract)
-    steps = _step(config, spec, shardings, split_axes(mesh))
+    step, abstract, batch = _device_program(config, spec)
     state_specs = jax.tree.map(lambda x: x.sharding.spec, abstract)
-    batch = BatchLayout(mesh, spec, config.reduction.logical_shards)
-    on_mesh = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
+    on_mesh = functools.partial(jax.shard_map, mesh=config.mesh, check_vma=False)
     train = on_mesh(
-        steps.train,
+        step.train,
         in_specs=(state_specs, batch.sharding.spec),
         out_specs=(state_specs, PartitionSpec()),
     )
     evaluate = on_mesh(
-        steps.evaluate, in_specs=(state_specs, batch.eval_sharding.spec), out_specs=PartitionSpec()
+        step.evaluate, in_specs=(state_specs, batch.eval_sharding.spec), out_specs=PartitionSpec()
     )
     return _strategy(
-        config,
-        spec,
-        shardings,
+        step,
         abstract,
         batch,
-        batch_axes=steps.axes,
         train_step=jax.jit(train, donate_argnums=0, compiler_options=_compiler_options(config)),
         eval_step=jax.jit(evaluate),
     )
@@ -107,35 +90,31 @@ def compiled(config: StrategyConfig, spec: TrainSpec) -> Strategy:
         ("gather", "sync", "update"),
         "the compiler inserts collectives in engine 'compiled'; bind None.",
     )
-    if config.reduction is not PLAIN and config.mesh.size > 1:
-        raise UsageError(
-            "data_parallel.reduction: engine 'compiled' leaves sums to the compiler; use 'mapped'.",
-            binding="data_parallel.reduction",
-        )
     mesh = config.mesh
+    if config.reduction is not PLAIN and mesh.size > 1:
+        raise binding_error(
+            "data_parallel.reduction",
+            ": engine 'compiled' leaves sums to the compiler; use 'mapped'.",
+        )
     slots.refuse_idle(config, gathers=config.shard is not None, syncs=False)
-    shardings, abstract = infer_state_sharding(config, spec, mesh, params_sharded=True)
+    shardings, abstract = state.infer_state_sharding(config, spec, mesh, params_sharded=True)
     gather = None if config.shard is None else _gather_on(mesh)
     # The step sees gradients and slices as global arrays.
     seen = StateShardings(shardings.params, replicated(shardings.slices))
-    check_optimizer(config, spec, seen.slices, abstract)
-    steps = _step(dataclasses.replace(config, gather=gather), spec, seen, ())
-    batch = BatchLayout(mesh, spec, config.reduction.logical_shards)
-    outs = (shardings_of(abstract), NamedSharding(mesh, PartitionSpec()))
+    state.check_optimizer(config, spec, seen.slices, abstract)
+    step = _step(dataclasses.replace(config, gather=gather), spec, seen, ())
+    outs = (state.shardings_of(abstract), NamedSharding(mesh, PartitionSpec()))
+    options = _compiler_options(config)
     return _strategy(
-        config,
-        spec,
-        shardings,
+        step,
         abstract,
-        batch,
-        batch_axes=steps.axes,
+        state.BatchLayout(mesh, spec, config.reduction.logical_shards),
+        config=config,
+        shardings=shardings,
         train_step=jax.jit(
-            steps.train,
-            donate_argnums=0,
-            out_shardings=outs,
-            compiler_options=_compiler_options(config),
+            step.train, donate_argnums=0, out_shardings=outs, compiler_options=options
         ),
-        eval_step=jax.jit(steps.evaluate, out_shardings=outs[1]),
+        eval_step=jax.jit(step.evaluate, out_shardings=outs[1]),
     )
 
 
@@ -151,16 +130,13 @@ def pmapped(config: StrategyConfig, spec: TrainSpec) -> Strategy:
     _check_pmapped(config)
     devices = config.mesh.devices.ravel()
     count = len(devices)
-    shardings, abstract = infer_state_sharding(config, spec, config.mesh, params_sharded=False)
-    check_optimizer(config, spec, shardings.slices, abstract)
-    steps = _step(config, spec, shardings, split_axes(config.mesh))
-    batch = BatchLayout(config.mesh, spec, config.reduction.logical_shards)
+    step, abstract, batch = _device_program(config, spec)
     # pmap lays its arguments out on a mesh of its own, of this one axis.
     line = Mesh(devices, (DATA_AXIS,))
     by_device = NamedSharding(line, PartitionSpec(DATA_AXIS))
-    replicated = NamedSharding(line, PartitionSpec())
+    on_each = NamedSharding(line, PartitionSpec())
     abstract = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated), abstract
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_each), abstract
     )
     abstract_batch = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(
@@ -183,17 +159,14 @@ def pmapped(config: StrategyConfig, spec: TrainSpec) -> Strategy:
         jax.pmap, axis_name=DATA_AXIS, in_axes=(None, 0), out_axes=None, devices=list(devices)
     )
     return _strategy(
-        config,
-        spec,
-        shardings,
+        step,
         abstract,
         batch,
-        batch_axes=steps.axes,
         abstract_batch=abstract_batch,
         place_batch=place_batch,
         place_eval_batch=place_eval_batch,
-        train_step=pmap(steps.train, donate_argnums=0),
-        eval_step=pmap(steps.evaluate),
+        train_step=pmap(step.train, donate_argnums=0),
+        eval_step=pmap(step.evaluate),
     )
 
 
@@ -208,13 +181,29 @@ def _check_pmapped(config: StrategyConfig) -> None:
     )
     slots.refuse_no_sync(config)
     slots.refuse_idle(config, gathers=False, syncs=config.sync is not None)
-    slots.refuse_state(config, "engine 'pmapped' keeps no state of slots; use 'mapped'.")
-    if config.mesh.shape[FSDP_AXIS] != 1:
-        raise UsageError(
-            f"make_mesh.axes: engine 'pmapped' has one axis, {DATA_AXIS!r}, but {FSDP_AXIS!r} has "
-            f"size {config.mesh.shape[FSDP_AXIS]}. Bind make_mesh.axes = {{'data': -1}}.",
-            binding="make_mesh.axes",
+    for name, slot in slots.stateful(config).items():
+        raise binding_error(
+            f"data_parallel.{name}",
+            f" = {type(slot).__name__}: engine 'pmapped' keeps no state of slots; use 'mapped'.",
         )
+    if (size := config.mesh.shape[FSDP_AXIS]) != 1:
+        raise binding_error(
+            "make_mesh.axes",
+            f": engine 'pmapped' has one axis, {DATA_AXIS!r}, but {FSDP_AXIS!r} has size {size}. "
+            "Bind make_mesh.axes = {'data': -1}.",
+        )
+
+
+def _device_program(
+    config: StrategyConfig, spec: TrainSpec
+) -> tuple[Step, TrainState, state.BatchLayout]:
+    """The step as one device's program, the abstract state, and the layout of batches."""
+    shardings, abstract = state.infer_state_sharding(
+        config, spec, config.mesh, params_sharded=config.gather is not None
+    )
+    state.check_optimizer(config, spec, shardings.slices, abstract)
+    step = _step(config, spec, shardings, split_axes(config.mesh))
+    return step, abstract, state.BatchLayout(config.mesh, spec, config.reduction.logical_shards)
 
 
 def _step(
@@ -227,71 +216,57 @@ def _step(
 
 def _gather_on(mesh: Mesh) -> Any:
     """A `gather` in which the compiler inserts the collectives."""
-    replicated = NamedSharding(mesh, PartitionSpec())
+
+    def one(leaf: Any) -> Any:
+        if not is_box(leaf):
+            return leaf
+        sharded = NamedSharding(mesh, PartitionSpec(*leaf.names))
+        return gather_by_compiler(leaf.value, sharded, NamedSharding(mesh, PartitionSpec()))
 
     def gather(params: PyTree, axis_name: str) -> PyTree:
         del axis_name
-
-        def one(leaf: Any) -> Any:
-            if not is_box(leaf):
-                return leaf
-            sharded = NamedSharding(mesh, PartitionSpec(*leaf.names))
-            return gather_by_compiler(leaf.value, sharded, replicated)
-
         return jax.tree.map(one, params, is_leaf=is_box)
 
     return gather
 
 
-def _strategy(
-    config: StrategyConfig,
-    spec: TrainSpec,
-    shardings: StateShardings,
-    abstract: TrainState,
-    batch: BatchLayout,
-    **own_parts: Any,
-) -> Strategy:
+def _strategy(step: Step, abstract: TrainState, batch: state.BatchLayout, **parts: Any) -> Strategy:
     """A strategy from what all engines have in common and the parts of one.
 
     `init` is compiled with the state's shardings, so that the full model is never on one device.
     """
-    _check_compiler_options(config)
-    init = jax.jit(
-        functools.partial(init_state, config, spec), out_shardings=shardings_of(abstract)
-    )
+    init = functools.partial(state.init_state, step.config, step.spec)
+    common = {
+        "config": step.config,
+        "shardings": step.shardings,
+        "abstract_batch": batch.abstract,
+        "place_batch": batch.place,
+        "place_eval_batch": batch.place_eval,
+    }
     return Strategy(
-        config=config,
-        shardings=shardings,
         abstract_state=abstract,
         train_rows=batch.train_rows,
         eval_rows=batch.eval_rows,
         eval_batch_size=batch.eval_batch_size,
-        init=init,
-        **{
-            "abstract_batch": batch.abstract,
-            "place_batch": batch.place,
-            "place_eval_batch": batch.place_eval,
-            **own_parts,
-        },
+        init=jax.jit(init, out_shardings=state.shardings_of(abstract)),
+        batch_axes=step.axes,
+        **{**common, **parts},
     )
 
 
 def _compiler_options(config: StrategyConfig) -> dict[str, Any] | None:
-    return dict(config.compiler_options) if config.compiler_options else None
-
-
-def _check_compiler_options(config: StrategyConfig) -> None:
-    """Raises UsageError if the compiler of the mesh's devices does not know an option."""
+    """The options; UsageError if the compiler of the mesh's devices does not know one."""
     if not config.compiler_options:
-        return
-    device = jax.sharding.SingleDeviceSharding(config.mesh.devices.flat[0])
-    one = jax.ShapeDtypeStruct((), np.float32, sharding=device)
+        return None
+    options, device = dict(config.compiler_options), config.mesh.devices.flat[0]
+    one = jax.ShapeDtypeStruct((), np.float32, sharding=jax.sharding.SingleDeviceSharding(device))
     try:
         # The least program there is: the compiler reads options before anything else.
-        jax.jit(lambda x: x, compiler_options=_compiler_options(config)).lower(one).compile()
+        jax.jit(lambda x: x, compiler_options=options).lower(one).compile()
     except Exception as error:
-        raise UsageError(
-            f"data_parallel.compiler_options on {config.mesh.devices.flat[0].platform}: "
-            f"{str(error).splitlines()[0]}. Take the gin/options/ file of your devices, or none.",
-            binding="data_parallel.compiler_options",
+        raise binding_error(
+            "data_parallel.compiler_options",
+            f" on {device.platform}: {str(error).splitlines()[0]}. Take the gin/options/ file of "
+            "your devices, or none.",
         ) from error
+    return options

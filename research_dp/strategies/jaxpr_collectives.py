@@ -33,23 +33,14 @@ _SILENT = {"axis_index", "pvary", "pcast", "preduced"}
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One collective operation of a program.
+    """One collective operation of a program, over some mesh axes."""
 
-    Attributes:
-        kind: 'all-reduce', 'reduce-scatter', 'all-gather', 'all-to-all' or 'permute'.
-        axes: Mesh axes.
-        devices: Number of devices that take part.
-        dtype: Element type on the wire.
-        nbytes: Bytes of the full array.
-        times: How often it runs (loops are multiplied out).
-    """
-
-    kind: str
+    kind: str  # a value of `_KINDS`
     axes: tuple[str, ...]
-    devices: int
-    dtype: str
-    nbytes: int
-    times: int
+    devices: int  # that take part
+    dtype: str  # on the wire
+    nbytes: int  # of the full array
+    times: int  # that it runs: loops are multiplied out
 
     @property
     def wire_bytes(self) -> float:
@@ -66,11 +57,7 @@ def of_step(strategy: Strategy) -> list[Collective]:
 
 
 def collectives(function: Callable[..., Any], *args: Any) -> list[Collective]:
-    """The collectives of a function, traced for these arguments.
-
-    Args:
-        function: E.g. `Strategy.train_step`.
-        *args: Arrays or `jax.ShapeDtypeStruct`s.
+    """The collectives of a function, traced for these arrays or `jax.ShapeDtypeStruct`s.
 
     Raises:
         NotImplementedError: It has a collective that this reader does not know, or one in a loop

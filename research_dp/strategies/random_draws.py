@@ -8,6 +8,7 @@ the loss is read: once as a device runs it, once as one device alone would.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,44 +29,32 @@ _NAMED = 3
 
 
 class DrawReport(NamedTuple):
-    """What is reported of random numbers.
-
-    Attributes:
-        message: The sentence.
-        is_known: Whether numbers differ from those of one device; False: the loss cannot be judged.
-    """
+    """A sentence, and whether numbers are known to differ; False: the loss cannot be judged."""
 
     message: str
     is_known: bool
 
 
 class _Draw(NamedTuple):
-    """A drawing of random numbers, or of a key made of a key and a number.
+    """A drawing of random numbers, or of a key made of a key and a number."""
 
-    Attributes:
-        keys: Shape of the keys that it draws with, over all turns of the loops that bring them.
-        shape: Shape of what is drawn with each key.
-        of_examples: Whether the keys are made of the examples' or of the examples.
-        where: The module, or the place in a source.
-    """
-
-    keys: tuple[int, ...]
-    shape: tuple[int, ...]
-    of_examples: bool
-    where: str
+    keys: tuple[int, ...]  # their shape, over all turns of the loops that bring them
+    shape: tuple[int, ...]  # of what is drawn with each key
+    of_examples: bool  # whether the keys are made of the examples' or of the examples
+    where: str  # the line of a source
 
 
 def split_draws(spec: TrainSpec, strategy: Strategy) -> DrawReport | None:
     """Reports random numbers that differ from those of one device; None: there are none.
 
-    Traces the loss twice if it draws at all; nothing is compiled. If the loss cannot be judged, as
-    with a Python loop over examples, the report says so (`is_known`).
-
-    Args:
-        spec: What the strategy was built for.
-        strategy: The built strategy.
+    Traces the loss twice if it draws at all; nothing is compiled. A loss that has a Python loop
+    over examples cannot be judged.
     """
-    if not strategy.splits_batch or not _draws_at_all(strategy):
+    if not strategy.splits_batch:
+        return None
+    # Building the strategy has cached this trace.
+    program = jax.make_jaxpr(strategy.train_step)(strategy.abstract_state, strategy.abstract_batch)
+    if not any(e.primitive.name in _DRAWS for e in operations(program.jaxpr)):
         return None
     alone = spec.batch_size // spec.accumulation_steps
     local = alone // batch_devices(strategy.mesh)
@@ -80,31 +69,25 @@ def split_draws(spec: TrainSpec, strategy: Strategy) -> DrawReport | None:
     if len(seen) != len(expected):
         times = f"draws {len(expected)} times, that of {local} examples {len(seen)} times"
         return DrawReport(unknown + times, is_known=False)
-    wrong = [a.where for a, b in zip(seen, expected, strict=True) if _depends_on_split(a, b)]
+    pairs = zip(seen, expected, strict=True)
+    wrong = dict.fromkeys(a.where for a, b in pairs if _depends_on_split(a, b))
     if not wrong:
         return None
     return DrawReport(
-        f"random numbers at {some_of(list(dict.fromkeys(wrong)), _NAMED)} depend on how the batch "
-        f"is split ({local} of {alone} examples a device): a key serves several examples, or comes "
-        "from the place on a device; draw with `keys`, one key an example, as "
-        "research_dp.models.dropout does",
+        f"random numbers at {some_of(list(wrong), _NAMED)} depend on how the batch is split "
+        f"({local} of {alone} examples a device): a key serves several examples, or comes from the "
+        "place on a device; draw with `keys`, one key an example, as research_dp.models.dropout "
+        "does",
         is_known=True,
     )
 
 
 def _depends_on_split(local: _Draw, alone: _Draw) -> bool:
     """Whether an example's numbers depend on which others its device has."""
-    if local.shape != alone.shape:
-        return True  # one key for several examples
-    # Keys that are counted by the place on a device; or one example's key, used for all.
     by_example = local.keys != alone.keys
-    return by_example != local.of_examples
-
-
-def _draws_at_all(strategy: Strategy) -> bool:
-    """Whether the training step draws random numbers; building it has cached its trace."""
-    program = jax.make_jaxpr(strategy.train_step)(strategy.abstract_state, strategy.abstract_batch)
-    return any(e.primitive.name in _DRAWS for e in operations(program.jaxpr))
+    # One key for several examples; or keys that are counted by the place on a device, or one
+    # example's key, used for all.
+    return local.shape != alone.shape or by_example != local.of_examples
 
 
 def _draws(spec: TrainSpec, strategy: Strategy, rows: int) -> Sequence[_Draw]:
@@ -123,32 +106,29 @@ def _draws(spec: TrainSpec, strategy: Strategy, rows: int) -> Sequence[_Draw]:
     axes = list(strategy.mesh.shape.items())
     program = jax.make_jaxpr(loss, axis_env=axes)(state.params, state.model_state, examples, keys)
     # By where an operation is: a loop's body is visited more than once, the last time for good.
-    found: dict[tuple[int, ...], list[_Draw]] = {}
+    draws: dict[tuple[int, ...], list[_Draw]] = {}
 
     def visit(equation: Any, given: Sequence[Source], callers: Callers) -> None:
-        first = (callers or (equation,))[0]
-        place = tuple(map(id, (*callers, equation)))
+        first, place = (*callers, equation)[0], tuple(map(id, (*callers, equation)))
         if equation.primitive.name in (*_DRAWS, "random_fold_in"):
-            # Of one key and many numbers: each example's own key only if the key is.
+            # One key and many numbers make each example's own key only if the key is its own.
             turns = _turns(callers, equation)
-            drawn = _draw(equation, given[0] is None, _where(first))
-            found[place] = [drawn._replace(keys=(*turns, *drawn.keys))]
+            draws[place] = [_draw(equation, turns, given[0] is None, _where(first))]
             return
         inner = [e for jaxpr in jaxprs_in_params(equation.params) for e in operations(jaxpr)]
-        drawing = [e for e in inner if e.primitive.name in _DRAWS]
-        if drawing:
-            found[place] = [_draw(e, None in given, _where(first)) for e in drawing]
+        if drawing := [e for e in inner if e.primitive.name in _DRAWS]:
+            draws[place] = [_draw(e, (), None in given, _where(first)) for e in drawing]
 
     count = len(jax.tree.leaves((state.params, state.model_state)))
     trace_sources(program, count, visit)
-    return [draw for draws in found.values() for draw in draws]
+    return list(itertools.chain(*draws.values()))
 
 
-def _draw(equation: Any, of_examples: bool, where: str) -> _Draw:
+def _draw(equation: Any, turns: tuple[int, ...], of_examples: bool, where: str) -> _Draw:
     keys = equation.invars[0].aval.shape
     folds = equation.primitive.name == "random_fold_in"
     shape = () if folds else equation.outvars[0].aval.shape[len(keys) :]
-    return _Draw(keys, shape, of_examples, where)
+    return _Draw((*turns, *keys), shape, of_examples, where)
 
 
 def _turns(callers: Callers, equation: Any) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ import jax
 
 from research_dp.distributed.boxed import unboxed
 from research_dp.distributed.mesh import FSDP_AXIS
-from research_dp.errors import UsageError
+from research_dp.errors import binding_error
 
 if TYPE_CHECKING:
     from research_dp.strategies.strategy import StrategyConfig
@@ -34,8 +34,8 @@ PyTree = Any
 class Shard(Protocol):
     """Decides which parameters are sharded; e.g. `shard_params`.
 
-    It is traced inside mapped axes, and never run: the engine takes the dims from the boxes. Of a
-    stack of layers it is given one layer.
+    It is traced inside mapped axes, and never run: the engine takes the dims from the boxes. A
+    stack of layers is passed as one layer.
     """
 
     def __call__(self, params: PyTree, axis_name: str) -> PyTree:
@@ -94,28 +94,25 @@ class Stateful(Protocol):
 def options_of(slot: Any, offered: Mapping[str, Any]) -> dict[str, Any]:
     """Those of a strategy's options that a slot's function declares to take."""
     function = slot.apply if isinstance(slot, Stateful) else slot
-    taken: frozenset[str] = getattr(function, "takes", frozenset())
-    while not taken and hasattr(function, "func"):  # functools.partial
+    while not hasattr(function, "takes") and hasattr(function, "func"):  # functools.partial
         function = function.func
-        taken = getattr(function, "takes", frozenset())
+    taken = getattr(function, "takes", ())
     return {name: value for name, value in offered.items() if name in taken}
+
+
+def stateful(config: StrategyConfig) -> dict[str, Stateful]:
+    """The slots that carry state, by name."""
+    filled = {"sync": config.sync, "update": config.update}
+    return {name: slot for name, slot in filled.items() if isinstance(slot, Stateful)}
 
 
 def call_in(
     states: PyTree, name: str, slot: Callable[..., PyTree] | Stateful, *args: Any, **offered: Any
 ) -> tuple[PyTree, PyTree]:
-    """Calls a slot's function or object.
+    """Calls a slot's function or object: (what it returns, the new states of the slots).
 
-    Args:
-        states: States of the slots that have any, by name, as this device has them: with a leading
-            dim of length 1 if they differ from device to device.
-        name: The slot.
-        slot: Its function, or its object.
-        *args: The arguments of the slot's contract.
-        **offered: The strategy's options; those that it declares are passed.
-
-    Returns:
-        (what the slot returns, the new states).
+    `states` are those of this device, by slot: with a leading dim of length 1 if they differ from
+    device to device. `offered` are the strategy's options; the slot gets those that it declares.
     """
     options = options_of(slot, offered)
     if not isinstance(slot, Stateful):
@@ -142,51 +139,33 @@ def in_boxes(tree: PyTree, shardings: PyTree) -> PyTree:
 
 def refuse_no_sync(config: StrategyConfig) -> None:
     """Raises UsageError if several devices would each follow gradients of their own."""
-    if config.sync is None and config.mesh.size > 1 and not _averages(config.update):
-        raise UsageError(
-            f"data_parallel.sync = None on {config.mesh.size} devices: nothing averages their "
-            "gradients. Bind @sync_gradients, which leaves alone what `gather` averaged.",
-            binding="data_parallel.sync",
+    averages = config.update is not None and options_of(config.update, {"averaged": False})
+    if config.sync is None and config.mesh.size > 1 and not averages:
+        raise binding_error(
+            "data_parallel.sync",
+            f" = None on {config.mesh.size} devices: nothing averages their gradients. Bind "
+            "@sync_gradients, which leaves alone what `gather` averaged.",
         )
 
 
-def _averages(update: Any) -> bool:
-    """Whether `update` averages gradients that `sync` has not averaged."""
-    return update is not None and bool(options_of(update, {"averaged": False}))
-
-
 def refuse_idle(config: StrategyConfig, *, gathers: bool, syncs: bool) -> None:
-    """Raises UsageError if it is bound when something happens that never does."""
-    for name, value, default, happens in (
-        ("reshard_after_forward", config.reshard_after_forward, True, gathers),
-        ("sync_each", config.sync_each, "step", syncs),
+    """Raises UsageError if an option of `gather` or `sync` is bound, but no such slot is called."""
+    for name, default, slot, is_called in (
+        ("reshard_after_forward", True, "gather", gathers),
+        ("sync_each", "step", "sync", syncs),
     ):
-        if value != default and not happens:
-            slot = "sync" if name == "sync_each" else "gather"
-            raise UsageError(
-                f"data_parallel.{name} = {value!r} has no effect: this strategy calls no {slot}. "
-                f"Leave it at {default!r}.",
-                binding=f"data_parallel.{name}",
+        value = getattr(config, name)
+        if value != default and not is_called:
+            raise binding_error(
+                f"data_parallel.{name}",
+                f" = {value!r} has no effect: this strategy calls no {slot}. Leave it at "
+                f"{default!r}.",
             )
 
 
 def refuse_filled(config: StrategyConfig, names: tuple[str, ...], why: str) -> None:
     """Raises UsageError if one of these slots or options is not None."""
     for name in names:
-        value = getattr(config, name)
-        if value is not None:
-            raise UsageError(
-                f"data_parallel.{name} = {getattr(value, '__name__', value)}: {why}",
-                binding=f"data_parallel.{name}",
-            )
-
-
-def refuse_state(config: StrategyConfig, why: str) -> None:
-    """Raises UsageError if a slot carries state."""
-    for name in ("sync", "update"):
-        slot = getattr(config, name)
-        if isinstance(slot, Stateful):
-            raise UsageError(
-                f"data_parallel.{name} = {type(slot).__name__}: {why}",
-                binding=f"data_parallel.{name}",
-            )
+        if (value := getattr(config, name)) is not None:
+            shown = getattr(value, "__name__", value)
+            raise binding_error(f"data_parallel.{name}", f" = {shown}: {why}")

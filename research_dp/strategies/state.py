@@ -12,23 +12,15 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from research_dp.deterministic.logical_shards import check_model, in_shards
-from research_dp.distributed import placement
+from research_dp.distributed import placement, sharding
 from research_dp.distributed.boxed import is_box, names_of, value_of
 from research_dp.distributed.collectives import cast_dtype, flat_axes
 from research_dp.distributed.mesh import BATCH_AXES, FSDP_AXIS, batch_devices, sizes_text
 from research_dp.distributed.optimizer import map_state
 from research_dp.distributed.optimizer_checks import find_mixing_update
 from research_dp.distributed.shard_rules import ShardDecision, largest_dim
-from research_dp.distributed.sharding import (
-    STACK,
-    LeafSharding,
-    infer_sharding,
-    path_name,
-    replicated,
-    unit_kind,
-)
-from research_dp.distributed.sharding import specs as sharding_specs
-from research_dp.errors import UsageError
+from research_dp.distributed.sharding import LeafSharding, path_name
+from research_dp.errors import UsageError, binding_error
 from research_dp.strategies import slots
 from research_dp.strategies.strategy import (
     PlacedBatch,
@@ -44,79 +36,53 @@ PyTree = Any
 class _OneExample(dict[str, jax.ShapeDtypeStruct]):
     """An abstract batch of one example, which says so if a model looks for what it lacks."""
 
-    def __init__(self, example: Mapping[str, jax.ShapeDtypeStruct]):
-        super().__init__(
-            {k: jax.ShapeDtypeStruct((1, *x.shape), x.dtype) for k, x in example.items()}
-        )
-
     def __missing__(self, name: str) -> Any:
-        raise UsageError(
-            f"train.model reads {name!r} of a batch, but train.data gives {sorted(self)}. "
-            "Take a model and a data set of the same task.",
-            binding="train.model",
+        raise binding_error(
+            "train.model",
+            f" reads {name!r} of a batch, but train.data gives {sorted(self)}. Take a model and a "
+            "data set of the same task.",
         )
 
 
 def init_state(config: StrategyConfig, spec: TrainSpec, key: jax.Array) -> TrainState:
     """The state before the first step; traced, so that it is sharded from the start."""
-    params, model_state = spec.model.init(key, _OneExample(spec.example))
+    one_row = {k: jax.ShapeDtypeStruct((1, *x.shape), x.dtype) for k, x in spec.example.items()}
+    params, model_state = spec.model.init(key, _OneExample(one_row))
     opt_state = spec.optimizer.init(params)
     if spec.param_dtype is not None:
         params = jax.tree.map(lambda x: x.astype(cast_dtype(x.dtype, spec.param_dtype)), params)
     loss_scale = spec.loss_scale.init() if spec.loss_scale else ()
     slot_states = {}
-    for name, slot in _stateful(config).items():
-        devices = math.prod(config.mesh.shape[axis] for axis in slot.differs_over)
-
-        def on_each(x: jax.Array, devices: int = devices) -> jax.Array:
-            return jnp.broadcast_to(x, (devices, *x.shape))
-
-        one = slot.init(params)
-        slot_states[name] = jax.tree.map(on_each, one) if slot.differs_over else one
+    for name, slot in slots.stateful(config).items():
+        state = slot.init(params)
+        if slot.differs_over:
+            devices = math.prod(config.mesh.shape[axis] for axis in slot.differs_over)
+            state = jax.tree.map(lambda x, n=devices: jnp.broadcast_to(x, (n, *x.shape)), state)
+        slot_states[name] = state
     step = jnp.zeros((), jnp.int32)
     return TrainState(step, params, model_state, opt_state, loss_scale, slot_states or ())
-
-
-def _stateful(config: StrategyConfig) -> dict[str, slots.Stateful]:
-    """The slots that have state, by name."""
-    filled = {"sync": config.sync, "update": config.update}
-    return {name: slot for name, slot in filled.items() if isinstance(slot, slots.Stateful)}
 
 
 def infer_state_sharding(
     config: StrategyConfig, spec: TrainSpec, mesh: Mesh | AbstractMesh, *, params_sharded: bool
 ) -> tuple[StateShardings, TrainState]:
-    """Decides how everything is sharded.
+    """Decides how everything is sharded, by tracing alone; the sizes of the mesh are enough.
 
-    Args:
-        config: The strategy, whose `shard` is traced.
-        spec: The model and optimizer, whose shapes are found without computing anything.
-        mesh: The mesh; its sizes are enough.
-        params_sharded: Whether parameters are sharded between steps, or replicated.
-
-    Returns:
-        The shardings, and the state as `jax.ShapeDtypeStruct`s with shardings.
+    Returns the shardings, and the state as `jax.ShapeDtypeStruct`s with shardings.
+    `params_sharded`: parameters are sharded between steps, not replicated.
     """
     abstract = jax.eval_shape(lambda key: init_state(config, spec, key), jax.random.key(0))
-    slices = _slot_shardings(config.shard, abstract.params, mesh, spec.model.units)
-    shardings = StateShardings(slices if params_sharded else replicated(slices), slices)
+    slices = _param_shardings(config.shard, abstract.params, mesh, spec.model.units)
+    shardings = StateShardings(slices if params_sharded else sharding.replicated(slices), slices)
     if config.reduction.logical_shards is not None:
         check_model(config, spec, abstract)
-    slot_specs = {
-        name: jax.tree.map(
-            lambda _, slot=slot: PartitionSpec(tuple(slot.differs_over) or None),
-            abstract.slots[name],
-        )
-        for name, slot in _stateful(config).items()
-    }
-    specs = TrainState(
-        step=PartitionSpec(),
-        params=sharding_specs(shardings.params),
-        model_state=jax.tree.map(lambda _: PartitionSpec(), abstract.model_state),
+    specs = jax.tree.map(lambda _: PartitionSpec(), abstract)._replace(
+        params=sharding.specs(shardings.params),
         opt_state=_opt_state_specs(spec, abstract.opt_state, slices),
-        loss_scale=jax.tree.map(lambda _: PartitionSpec(), abstract.loss_scale),
-        slots=slot_specs or (),
     )
+    for name, slot in slots.stateful(config).items():
+        over = PartitionSpec(tuple(slot.differs_over) or None)
+        specs.slots[name] = jax.tree.map(lambda _, over=over: over, abstract.slots[name])
     placed = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
         abstract,
@@ -125,7 +91,7 @@ def infer_state_sharding(
     return shardings, placed
 
 
-def _slot_shardings(
+def _param_shardings(
     shard: Callable[..., PyTree] | None,
     params: PyTree,
     mesh: Mesh | AbstractMesh,
@@ -138,9 +104,13 @@ def _slot_shardings(
     """
     axis_size = mesh.shape[FSDP_AXIS]
     if shard is None or axis_size == 1:
-        return infer_sharding(params, shard and largest_dim, axis_size, units)
+        return sharding.infer_sharding(params, shard and largest_dim, axis_size, units)
+
+    def is_stacked(keys: Any) -> bool:
+        return sharding.unit_kind(path_name(keys), units) == sharding.STACK
+
     layers = jax.tree_util.tree_map_with_path(
-        lambda keys, x: jax.ShapeDtypeStruct(_layer_shape(keys, x, units), x.dtype), params
+        lambda keys, x: jax.ShapeDtypeStruct(x.shape[is_stacked(keys) :], x.dtype), params
     )
     decisions: dict[str, ShardDecision] = {}
     options = slots.options_of(shard, {"units": units, "on_decision": decisions.__setitem__})
@@ -153,34 +123,29 @@ def _slot_shardings(
 
     def one(keys: Any, param: Any, leaf: Any) -> LeafSharding:
         path, dtype = path_name(keys), np.dtype(param.dtype)
-        names, stacked = names_of(leaf), unit_kind(path, units) == STACK
+        names, stacked = names_of(leaf), is_stacked(keys)
         if FSDP_AXIS not in flat_axes(names):
             reason = decisions[path].reason if path in decisions else "`shard` left it replicated"
             return LeafSharding(path, param.shape, dtype, None, reason, axis_size)
         dim = names.index(FSDP_AXIS) + stacked
-        sharding = LeafSharding(path, param.shape, dtype, dim, "", axis_size)
-        if value_of(leaf).shape != sharding.local_shape[stacked:]:
-            raise UsageError(
-                f"data_parallel.shard returned {path} with shape {value_of(leaf).shape}, which is "
-                f"not a shard of {param.shape[stacked:]} along dim {names.index(FSDP_AXIS)} on "
-                f"{axis_size} devices of axis {FSDP_AXIS!r}.",
-                binding="data_parallel.shard",
+        result = LeafSharding(path, param.shape, dtype, dim, "", axis_size)
+        if value_of(leaf).shape != result.local_shape[stacked:]:
+            raise binding_error(
+                "data_parallel.shard",
+                f" returned {path} with shape {value_of(leaf).shape}, which is not a shard of "
+                f"{param.shape[stacked:]} along dim {names.index(FSDP_AXIS)} on {axis_size} "
+                f"devices of axis {FSDP_AXIS!r}.",
             )
-        return sharding
+        return result
 
     structures: list[Any] = [jax.tree.structure(params), jax.tree.structure(shards, is_leaf=is_box)]
     if structures[0] != structures[1]:
-        raise UsageError(
-            "data_parallel.shard returned another tree than the parameters. Return each leaf, or "
-            "an nn.Partitioned around its shard.",
-            binding="data_parallel.shard",
+        raise binding_error(
+            "data_parallel.shard",
+            " returned another tree than the parameters. Return each leaf, or an nn.Partitioned "
+            "around its shard.",
         )
     return jax.tree_util.tree_map_with_path(one, params, shards)
-
-
-def _layer_shape(keys: Any, x: Any, units: Mapping[str, str]) -> tuple[int, ...]:
-    """The shape of a parameter; of a stack, that of one layer."""
-    return x.shape[1:] if unit_kind(path_name(keys), units) == STACK else x.shape
 
 
 def _opt_state_specs(spec: TrainSpec, opt_state: PyTree, slices: PyTree) -> PyTree:
@@ -193,22 +158,17 @@ def _opt_state_specs(spec: TrainSpec, opt_state: PyTree, slices: PyTree) -> PyTr
     try:
         return map_state(spec.optimizer, spec_of, opt_state, slices, lambda _: PartitionSpec())
     except UsageError as error:
-        raise UsageError(
-            f"train.optimizer: {error} Use ddp, which keeps it replicated.",
-            binding="train.optimizer",
+        raise binding_error(
+            "train.optimizer", f": {error} Use ddp, which keeps it replicated."
         ) from error
 
 
 def check_optimizer(
     config: StrategyConfig, spec: TrainSpec, slices: PyTree, state: TrainState
 ) -> None:
-    """Checks that the step can apply the optimizer; traces its update.
+    """Checks that the step can apply the optimizer, by tracing its update.
 
-    Args:
-        config: The strategy, for the message.
-        spec: The optimizer.
-        slices: Shardings of parameters and gradients as the step's program sees them.
-        state: Shapes and dtypes of the unsharded state.
+    `slices` are the shardings as the step sees them, `state` is the unsharded abstract state.
 
     Raises:
         UsageError: The update needs more than gradients, state and parameters, or it mixes elements
@@ -217,14 +177,14 @@ def check_optimizer(
     try:
         mixing = find_mixing_update(spec.optimizer, slices, state.opt_state)
     except UsageError as error:
-        raise UsageError(f"train.optimizer: {error}", binding="train.optimizer") from error
+        raise binding_error("train.optimizer", f": {error}") from error
     if mixing:
         sharded = [p for p in jax.tree.leaves(slices) if p.dim is not None]
-        raise UsageError(
-            f"train.optimizer mixes elements of a parameter ({mixing}), but strategy "
-            f"{config.name!r} applies it to shards (of {sharded[0].path} and {len(sharded) - 1} "
-            "more). Use ddp, spmd or spmd_fsdp; to clip by global norm use train.max_grad_norm.",
-            binding="train.optimizer",
+        raise binding_error(
+            "train.optimizer",
+            f" mixes elements of a parameter ({mixing}), but strategy {config.name!r} applies it "
+            f"to shards (of {sharded[0].path} and {len(sharded) - 1} more). Use ddp, spmd or "
+            "spmd_fsdp; to clip by global norm use train.max_grad_norm.",
         )
 
 
@@ -237,13 +197,8 @@ class BatchLayout:
     """How a global batch is sharded: which rows this process provides, and their placement.
 
     A global batch is cut into micro-batches first, and each micro-batch over the devices, so that
-    micro-batch j has the same examples on any mesh. Or into logical shards: a device has neighbours
-    of them, and takes them one after the other as micro-batches.
-
-    Args:
-        mesh: The mesh; dim 1 of a batch is split over its batch axes.
-        spec: Sizes.
-        logical_shards: How many; None: micro-batches.
+    micro-batch j has the same examples on any mesh. With `logical_shards` it is cut into these: a
+    device has neighbours of them, and takes them one after the other as micro-batches.
 
     Raises:
         UsageError: The batch does not divide; the message prints the full equation.
@@ -291,10 +246,9 @@ class BatchLayout:
 def _check_sizes(batch_size: int, devices: int, micros: int, mesh: Mesh) -> None:
     step = devices * micros
     if batch_size % step:
-        sizes = sizes_text(mesh.shape)
         near = max(step, math.floor(batch_size / step + 0.5) * step)
-        raise UsageError(
-            f"train.batch_size = {batch_size} does not divide over {sizes} = {devices} devices x "
+        raise binding_error(
+            "train.batch_size",
+            f" = {batch_size} does not divide over {sizes_text(mesh.shape)} = {devices} devices x "
             f"accumulation_steps {micros} = {step}. The nearest that does is {near}.",
-            binding="train.batch_size",
         )

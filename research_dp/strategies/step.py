@@ -25,7 +25,6 @@ from research_dp.distributed.remat import drop_gathered
 from research_dp.distributed.sharding import TABLE
 from research_dp.distributed.units import Units
 from research_dp.strategies import slots
-from research_dp.strategies.nonfinite import settle
 from research_dp.strategies.rng import example_keys
 from research_dp.strategies.step_optimizer import StepOptimizer, check_shapes
 from research_dp.strategies.strategy import (
@@ -45,12 +44,8 @@ Sums = dict[str, jax.Array]
 class Step:
     """The step functions of a strategy.
 
-    Attributes:
-        config: The slots.
-        spec: Model, optimizer and batch.
-        shardings: Shardings of parameters and optimizer state, as the step sees them.
-        axes: The mesh axes that are bound where the steps run and that have more than one device;
-            () in the compiled engine.
+    `shardings` are those that the step sees. `axes` are the mesh axes that are bound where the step
+    runs and that have more than one device; () in the compiled engine.
     """
 
     config: StrategyConfig
@@ -72,16 +67,15 @@ class Step:
         new = TrainState(
             state.step + 1, params, model_state, optimizer.state, state.loss_scale, slot_state
         )
-        return settle(self.spec, state, new, optimizer.norm, optimizer.nonfinite, sums)
+        return optimizer.settle(new, sums)
 
     def evaluate(self, state: TrainState, examples: Mapping[str, jax.Array]) -> Sums:
         """Metrics of a batch as arrays (2,) of sum and count."""
         units, params = self.units(), state.params
         if not self.spec.model.units:
             params = units.gather_all(params)
-        return self.sum_metrics(
-            sums_of(self.loss(params, state.model_state, examples, None, units, train=False))
-        )
+        out = self.loss(params, state.model_state, examples, None, units, train=False)
+        return self.sum_metrics(sums_of(out))
 
     def mean_gradients(
         self, state: TrainState, batch: PlacedBatch
@@ -131,12 +125,8 @@ class Step:
     ) -> Callable[[PyTree], tuple[jax.Array, LossOutput]]:
         """The function of parameters that is differentiated for one micro-batch.
 
-        Args:
-            state: Its step and loss scale.
-            model_state: The model's state before this micro-batch.
-            micro: The micro-batch.
-            units: How parameters are gathered.
-            transform: What is differentiated -> parameters as `units` take them.
+        `model_state` is that before this micro-batch. `transform` maps what is differentiated to
+        parameters as `units` take them.
         """
         keys = example_keys(self.spec.seed, state.step, micro.position)
         gathers = units.gather is not None and not self.spec.model.units
@@ -162,11 +152,10 @@ class Step:
         train: bool,
     ) -> LossOutput:
         """The model's loss, of parameters that its units gather, or that are unsharded."""
-        model = self.spec.model
-        options = {"units": units} if model.units else {}
-        return model.loss(
-            params, model_state, examples, keys, train=train, batch_axes=self.axes, **options
-        )
+        options: dict[str, Any] = {"train": train, "batch_axes": self.axes}
+        if self.spec.model.units:
+            options["units"] = units
+        return self.spec.model.loss(params, model_state, examples, keys, **options)
 
     @functools.cached_property
     def gather(self) -> Callable[..., PyTree]:
@@ -187,13 +176,8 @@ class Step:
         # Rows are exchanged by sums of their own: only where the strategy's are the plain ones.
         exchanges = config.reduction is PLAIN and FSDP_AXIS in self.axes
         exchanges = exchanges and bool(slots.options_of(config.gather, {"rows": None}))
-        return Units(
-            gather,
-            self.shardings.params,
-            look_up_sharded=gather if exchanges else None,
-            keep=keep,
-            prefetch=config.prefetch,
-        )
+        look_up = gather if exchanges else None
+        return Units(gather, self.shardings.params, look_up, keep=keep, prefetch=config.prefetch)
 
     def sync(
         self, grads: PyTree, slot_state: PyTree = (), shardings: PyTree = None
@@ -201,10 +185,10 @@ class Step:
         """(gradients as `update` takes them, new state of the slots)."""
         if self.config.sync is None:
             return grads, slot_state
-        options = {"reduction": self.config.reduction}
-        options["shardings"] = self.shardings.slices if shardings is None else shardings
+        shardings = self.shardings.slices if shardings is None else shardings
+        options = {"reduction": self.config.reduction, "shardings": shardings}
         if self.config.gather is not None:
-            grads = slots.in_boxes(grads, options["shardings"])
+            grads = slots.in_boxes(grads, shardings)
         return slots.call_in(slot_state, "sync", self.config.sync, grads, self.axes, **options)
 
     def update(
@@ -235,7 +219,6 @@ class Step:
         return apply_optimizer(self.spec.optimizer, grads, state.opt_state, params)
 
     def loss_scale(self, state: TrainState) -> jax.Array | float:
-        """What losses are multiplied by."""
         return 1.0 if self.spec.loss_scale is None else state.loss_scale.scale
 
     def sum_metrics(self, sums: Sums) -> Sums:
@@ -243,9 +226,8 @@ class Step:
         if not self.axes:
             return sums
         names = sorted(sums)
-        summed = self.config.reduction.all_reduce(
-            jnp.stack([sums[name] for name in names]), self.axes
-        )
+        stacked = jnp.stack([sums[name] for name in names])
+        summed = self.config.reduction.all_reduce(stacked, self.axes)
         return {name: summed[i] for i, name in enumerate(names)}
 
     @property
@@ -272,10 +254,9 @@ class Step:
         def sync(grads: PyTree, shardings: PyTree) -> PyTree:
             return self.sync(grads, (), shardings)[0]
 
-        def part(names: Mapping[str, Any]) -> PyTree:
-            return {name: slices[name] for name in names}
-
-        targets = overlap.targets_of(sync, early, part(early))
+        early_slices = {name: slices[name] for name in early}
+        late_slices = {name: slices[name] for name in late}
+        targets = overlap.targets_of(sync, early, early_slices)
 
         def with_targets(given: PyTree) -> PyTree:
             return {
@@ -285,7 +266,7 @@ class Step:
         units = Units(overlap.synchronised(sync), slices)
         loss = self.loss_of(state, model_state, micro, units, with_targets)
         grads, out = jax.grad(loss, has_aux=True)({**targets, **late})
-        return {**grads, **sync({name: grads[name] for name in late}, part(late))}, out
+        return {**grads, **sync({name: grads[name] for name in late}, late_slices)}, out
 
 
 def sums_of(out: LossOutput) -> Sums:

@@ -16,7 +16,7 @@ from research_dp.argument_types import Count, Dtype, MaxNorm, Seed, Transform
 from research_dp.distributed.collectives import PLAIN, Reduction
 from research_dp.distributed.loss_scale import LossScale
 from research_dp.distributed.optimizer import with_master_weights
-from research_dp.errors import UsageError
+from research_dp.errors import binding_error
 from research_dp.strategies.slots import Stateful
 from research_dp.types import TrainableModel
 
@@ -50,12 +50,9 @@ class TrainState(NamedTuple):
 
 
 class PlacedBatch(NamedTuple):
-    """A batch on the devices.
+    """A batch on the devices: arrays (accumulation_steps, batch_size / accumulation_steps, ...).
 
-    Attributes:
-        examples: Arrays (accumulation_steps, batch_size / accumulation_steps, ...).
-        position: The examples' places in the global batch, from which their random keys come;
-            int32 (accumulation_steps, batch_size / accumulation_steps).
+    `position`, int32, has the examples' places in the global batch: their random keys come from it.
     """
 
     examples: Mapping[str, Any]
@@ -63,11 +60,9 @@ class PlacedBatch(NamedTuple):
 
 
 class StateShardings(NamedTuple):
-    """How a state is sharded: trees of `LeafSharding`.
+    """Trees of `LeafSharding`: parameters between steps, and slices.
 
-    Attributes:
-        params: Parameters between steps.
-        slices: Gradients as the optimizer takes them, and the optimizer state.
+    Slices are what the optimizer takes: gradients, and its state.
     """
 
     params: PyTree
@@ -80,18 +75,14 @@ class TrainSpec:
     """What a strategy is built for.
 
     Attributes:
-        model: The model.
-        optimizer: The optimizer.
         example: Shape and dtype of one example's arrays, without a batch dim.
         batch_size: Examples a step, over all devices and micro-batches.
         accumulation_steps: Micro-batches a step.
         max_grad_norm: Gradients are scaled down to this global L2 norm; None: never.
         seed: Seed of dropout keys (initialisation takes its key as an argument).
-        param_dtype: dtype of parameters between steps and on the wire, the optimizer keeping them
-            in the model's own; None: the model's own. Set by `StrategyConfig.fitted`.
-        loss_scale: How the loss is scaled; None: it is not. The strategy's too.
-        skip_nonfinite: Whether a step whose loss or gradients are not finite changes nothing but
-            the step's number, instead of the parameters.
+        param_dtype: That of the strategy, set by `StrategyConfig.fitted`.
+        loss_scale: That of the strategy, set by `StrategyConfig.fitted`.
+        skip_nonfinite: A step whose loss or gradients are not finite changes only the step number.
     """
 
     model: TrainableModel
@@ -112,15 +103,14 @@ class Strategy:
 
     Attributes:
         config: What it was built from, resolved.
-        shardings: How parameters and optimizer state are sharded, and why.
         abstract_state: Shapes, dtypes and shardings of the state.
         abstract_batch: The same of a placed batch.
         train_rows: Places in the global batch of the examples that this process provides.
-        eval_rows: The same for evaluation, whose batch has `eval_batch_size` examples.
+        eval_rows: The same for evaluation.
         eval_batch_size: batch_size / accumulation_steps.
         init: key -> TrainState, sharded from birth.
-        place_batch: Host arrays of this process's `train_rows` -> PlacedBatch.
-        place_eval_batch: Host arrays of this process's `eval_rows` -> examples on the devices.
+        place_batch: Host arrays of `train_rows` -> PlacedBatch.
+        place_eval_batch: Host arrays of `eval_rows` -> examples on the devices.
         train_step: (TrainState, PlacedBatch) -> (TrainState, metrics); the old state is donated.
             Metrics are arrays (2,): sum and count; and `NONFINITE`, (1 + parameters,), above 0
             if the step went wrong, and for each gradient, in the order of paths, that did.
@@ -150,12 +140,10 @@ class Strategy:
 
     @property
     def name(self) -> str:
-        """The recipe's name."""
         return self.config.name
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh."""
         return self.config.mesh
 
 
@@ -223,26 +211,21 @@ class StrategyConfig:
 
     def __post_init__(self) -> None:
         if self.prefetch and (self.gather is None or not self.reshard_after_forward):
-            raise UsageError(
-                f"data_parallel.prefetch = True, but {self.name!r} gathers no unit by itself. Bind "
-                "False.",
-                binding="data_parallel.prefetch",
+            raise binding_error(
+                "data_parallel.prefetch",
+                f" = True, but {self.name!r} gathers no unit by itself. Bind False.",
             )
         if self.gather and not self.reshard_after_forward and self.sync_each == "micro_batch":
-            raise UsageError(
-                "data_parallel.sync_each = 'micro_batch' with reshard_after_forward = False: "
-                "gradients of gathered parameters are scattered at the end of a step only. Use "
-                "'step'.",
-                binding="data_parallel.sync_each",
+            raise binding_error(
+                "data_parallel.sync_each",
+                " = 'micro_batch' with reshard_after_forward = False: gradients of gathered "
+                "parameters are scattered at the end of a step only. Use 'step'.",
             )
 
     def resolve(self, spec: TrainSpec) -> StrategyConfig:
-        """The strategy that is built: this one, or what it chooses.
+        """The strategy that is built: this one, or what it chooses (UsageError: there is none).
 
         Whoever reads a strategy, or builds it more than once, resolves it first.
-
-        Raises:
-            UsageError: There is none to choose.
         """
         return self if self.choose is None else self.choose(spec).resolve(spec)
 
@@ -250,14 +233,12 @@ class StrategyConfig:
         """Builds the strategy for a model and a batch, and traces its training step.
 
         Raises:
-            UsageError: The slots do not fit the engine or each other, the batch does not divide,
-                the model reads what a batch does not have, or the optimizer cannot be applied to
-                shards.
+            UsageError: The slots, the batch, the model or the optimizer do not fit.
         """
         if self.choose is not None:
             return self.resolve(spec).build(spec)
         strategy = self.engine(self, self.fitted(spec))
-        # Whatever does not fit is found here. The trace is kept for the first step.
+        # This finds what does not fit. The trace is kept for the first step.
         jax.eval_shape(strategy.train_step, strategy.abstract_state, strategy.abstract_batch)
         return strategy
 
