@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from steps import mesh_of
 
 import research_dp as rdp
-from research_dp.distributed import buckets, optimizer, vma
+from research_dp.distributed import buckets, norms, vma
 from research_dp.distributed.differentiable_gather import GatherOptions
 from research_dp.distributed.mesh import make_mesh
 from research_dp.distributed.shard_rules import ShardDecision, choose_dim
@@ -125,16 +125,16 @@ def test_global_norm_counts_shards_and_whole_leaves_once(mesh):
     layout = infer_sharding(tree, rule, 8)
 
     def norm(w, b):
-        return optimizer.global_norm({"w": w, "b": b}, layout)[0]
+        return norms.global_norm({"w": w, "b": b}, layout)[0]
 
     value = mapped(mesh, norm, (P("fsdp"), P()), P())(tree["w"], tree["b"])
     assert float(value) == pytest.approx(np.sqrt(16 + 12))
 
 
 def test_clip_factor():
-    assert float(optimizer.clip_factor(jnp.float32(4.0), 1.0)) == 0.25
-    assert float(optimizer.clip_factor(jnp.float32(0.5), 1.0)) == 1.0
-    assert float(optimizer.clip_factor(jnp.float32(9.0), None)) == 1.0
+    assert float(norms.clip_factor(jnp.float32(4.0), 1.0)) == 0.25
+    assert float(norms.clip_factor(jnp.float32(0.5), 1.0)) == 1.0
+    assert float(norms.clip_factor(jnp.float32(9.0), None)) == 1.0
 
 
 def test_traffic_multiplies_loops_and_knows_ring_factors(mesh):

@@ -10,7 +10,7 @@ import pytest
 from test_determinism import AS_USERS_DO, bits, build
 
 from research_dp.deterministic import logical_shards
-from research_dp.deterministic.param_only_ops import worked_on_alone
+from research_dp.deterministic.logical_shards import worked_on_alone
 from research_dp.models import convnet, mlp, transformer
 from research_dp.strategies import tree_reduction
 from research_dp.strategies.rng import example_keys

@@ -9,7 +9,7 @@ import numpy as np
 
 from research_dp.certification.diagnose_case import NEAR, SHOWN, Case, ratio_of
 from research_dp.certification.harness import gradients_of
-from research_dp.deterministic.param_only_ops import operations
+from research_dp.distributed.jaxpr import walk
 from research_dp.distributed.mesh import batch_devices
 from research_dp.distributed.sharding import by_path
 from research_dp.errors import some_of
@@ -111,4 +111,4 @@ def _checks_vma(case: Case) -> bool:
     """Whether the training step has a `shard_map` with check_vma=True."""
     strategy = case.bench.strategy
     traced = jax.make_jaxpr(strategy.train_step)(strategy.abstract_state, strategy.abstract_batch)
-    return any(one.params.get("check_vma") for one in operations(traced.jaxpr))
+    return any(one.params.get("check_vma") for one, _ in walk(traced.jaxpr))

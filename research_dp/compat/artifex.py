@@ -19,8 +19,8 @@ from research_dp.argument_types import Placeable, TracedNorm, is_array, path_nam
 from research_dp.compat import datarax
 from research_dp.compat.nnx import changed
 from research_dp.distributed import placement
-from research_dp.distributed.clipping import clip_by_global_norm_sharded
 from research_dp.distributed.collectives import flat_axes
+from research_dp.distributed.norms import clip_by_global_norm_sharded
 from research_dp.distributed.vma import refuse_mapped
 from research_dp.errors import UsageError
 

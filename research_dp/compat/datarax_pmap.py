@@ -24,9 +24,9 @@ from research_dp.argument_types import (
     path_name,
 )
 from research_dp.compat.datarax import reduce_gradients_across_devices
-from research_dp.distributed.clipping import clip_by_global_norm_sharded
 from research_dp.distributed.collectives import all_mean
 from research_dp.distributed.microbatch import add_up
+from research_dp.distributed.norms import clip_by_global_norm_sharded
 from research_dp.distributed.optimizer import apply_optimizer
 from research_dp.distributed.vma import refuse_mapped
 from research_dp.errors import UsageError

@@ -36,17 +36,12 @@ class AsWritten:
 
     Not to be differentiated: how it was to be differentiated is not kept. Divisions in kernels and
     in maps of its own (`shard_map`) are left to the compiler.
-
-    Attributes:
-        program: What was traced.
-        results: The structure of its results.
     """
 
     program: ClosedJaxpr
-    results: Any
+    results: Any  # the structure of its results
 
     def __call__(self, *args: PyTree) -> PyTree:
-        """The results for arguments that are like those it was traced for."""
         return jax.tree.unflatten(self.results, _evaluate(self.program, jax.tree.leaves(args)))
 
 
@@ -57,7 +52,6 @@ def as_written(function: Callable[..., PyTree], *args: PyTree) -> AsWritten:
 
 
 def _evaluate(closed: Any, args: list[Any]) -> list[Any]:
-    """A program's results, computed as written."""
     known = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
     known.update(zip(closed.jaxpr.invars, args, strict=True))
 
@@ -78,7 +72,6 @@ def _evaluate(closed: Any, args: list[Any]) -> list[Any]:
 
 
 def _results(equation: Any, given: list[Any]) -> list[Any]:
-    """What one operation gives."""
     name, params = equation.primitive.name, equation.params
     if name in _CALLS:
         return _evaluate(params[_CALLS[name]], given)
@@ -90,13 +83,15 @@ def _results(equation: Any, given: list[Any]) -> list[Any]:
     if name in _CONTROL:
         params = {key: _rewritten(param) for key, param in params.items()}
         if isinstance(params.get("jaxpr"), Jaxpr):
-            # Rematerialisation, whose program has no constants of its own.
-            body, consts = _as_arguments(ClosedJaxpr(equation.params["jaxpr"], ()))
+            # Rematerialisation, whose program has no constants of its own: they become arguments.
+            closed = _rewritten(ClosedJaxpr(equation.params["jaxpr"], ()))
+            body, consts = closed.jaxpr, closed.consts
+            body = body.replace(constvars=[], invars=[*body.constvars, *body.invars])
             params, given = {**params, "jaxpr": body}, [*consts, *given]
             if isinstance(params["prevent_cse"], tuple):
                 params["prevent_cse"] = (False,) * len(consts) + params["prevent_cse"]
-    found = equation.primitive.bind(*given, **params)
-    return found if equation.primitive.multiple_results else [found]
+    results = equation.primitive.bind(*given, **params)
+    return results if equation.primitive.multiple_results else [results]
 
 
 def _rewritten(param: Any) -> Any:
@@ -106,13 +101,6 @@ def _rewritten(param: Any) -> Any:
     if not isinstance(param, ClosedJaxpr):
         return param
     return jax.make_jaxpr(lambda *args: _evaluate(param, list(args)))(*param.in_avals)
-
-
-def _as_arguments(program: ClosedJaxpr) -> tuple[Jaxpr, list[Any]]:
-    """A program as written, which takes its constants before its arguments, and those."""
-    closed = _rewritten(program)
-    body = closed.jaxpr
-    return body.replace(constvars=[], invars=[*body.constvars, *body.invars]), closed.consts
 
 
 def _opaque(x: jax.Array, other: jax.Array | None = None) -> jax.Array:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import ClosedJaxpr, jaxprs_in_params
 
 from research_dp.deterministic.division import as_written
-from research_dp.deterministic.param_only_ops import worked_on_alone
 from research_dp.deterministic.sum import TreeReduction, add_up_pairs, fence, unknown_zero
+from research_dp.distributed.jaxpr import Callers, Source, trace_sources
 from research_dp.distributed.units import Units
 from research_dp.errors import UsageError
 from research_dp.strategies.rng import example_keys
@@ -19,14 +20,21 @@ from research_dp.strategies.strategy import StrategyConfig, TrainSpec, TrainStat
 
 PyTree = Any
 
+# Operations that only move numbers: the same bits wherever they are done.
+_MOVES = frozenset(
+    (
+        *("broadcast_in_dim", "concatenate", "copy", "dynamic_slice", "expand_dims", "gather"),
+        *("iota", "name", "pad", "reshape", "rev", "select_n", "slice", "split", "squeeze"),
+        "transpose",
+    )
+)
+
 
 def in_shards(spec: TrainSpec, devices: int, shards: int) -> np.ndarray:
     """Places in the global batch, int32 (shards / devices, batch_size * devices / shards).
 
-    A row has one logical shard of each device; a device's own are neighbours in the batch.
-
-    Raises:
-        UsageError: The shards cannot be shared by the devices, or the batch by the shards.
+    A row has one logical shard of each device; a device's own are neighbours in the batch. Raises
+    UsageError if the devices do not divide the shards, or these the batch.
     """
     parts = devices * spec.accumulation_steps
     if shards % parts:
@@ -56,12 +64,8 @@ def one_by_one(
 ) -> PyTree:
     """The tree sum of what a function makes of each of this device's logical shards.
 
-    Args:
-        function: (parameters, logical shard) -> a tree of arrays.
-        params: What it is called with.
-        parts: Arrays with a leading dim that counts them.
-        step: The step, as `unknown_zero` takes it.
-        reduction: Its `loop` says whether they are a loop, or written out.
+    `function` is (parameters, logical shard) -> a tree of arrays; `parts` are arrays with a leading
+    dim that counts shards.
     """
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), parts)
     written = as_written(function, params, like)
@@ -79,25 +83,50 @@ def one_by_one(
     return add_up_pairs(leaf, count, unknown_zero(step), loop=reduction.loop)
 
 
-def check_model(recipe: StrategyConfig, spec: TrainSpec, abstract: TrainState) -> None:
+def worked_on_alone(program: ClosedJaxpr, count: int) -> list[bool]:
+    """Whether a program computes with a parameter alone, for each of its first `count` arguments.
+
+    What it makes of parameters alone (and constants, also in derivatives that it takes) is the same
+    for each logical shard: a compiler may do it once for all, or anew beside each use, and round
+    otherwise. Parameters that go straight into operations with examples leave it no choice. Where
+    that is not known, as with kernels and loops of unknown length, it is assumed.
+    """
+    alone: set[int] = set()
+
+    def visit(equation: Any, given: Sequence[Source], callers: Callers) -> None:
+        del callers
+        opaque = any(True for _ in jaxprs_in_params(equation.params))
+        if opaque or (None not in given and equation.primitive.name not in _MOVES):
+            alone.update(*(one for one in given if one is not None))
+
+    trace_sources(program, count, visit)
+    return [i in alone for i in range(count)]
+
+
+def _refused(parameter: str, problem: str) -> UsageError:
+    binding = f"data_parallel.{parameter}"
+    return UsageError(f"{binding}{problem}", binding=binding)
+
+
+def check_model(config: StrategyConfig, spec: TrainSpec, abstract: TrainState) -> None:
     """Raises UsageError for what logical shards, which know nothing of each other, cannot do."""
-    if recipe.prefetch:
-        raise UsageError(
-            "data_parallel.prefetch = True: with logical shards (data_parallel.reduction) all is "
-            "gathered before the first. Bind False.",
-            binding="data_parallel.prefetch",
+    if config.prefetch:
+        raise _refused(
+            "prefetch",
+            " = True: with logical shards (data_parallel.reduction) all is gathered before the "
+            "first. Bind False.",
         )
-    if recipe.accumulation_dtype not in (None, "float32"):
-        raise UsageError(
-            f"data_parallel.accumulation_dtype = {recipe.accumulation_dtype!r}: logical shards are "
-            "added up in float32 (data_parallel.reduction). Bind None.",
-            binding="data_parallel.accumulation_dtype",
+    if config.accumulation_dtype not in (None, "float32"):
+        raise _refused(
+            "accumulation_dtype",
+            f" = {config.accumulation_dtype!r}: logical shards are added up in float32 "
+            "(data_parallel.reduction). Bind None.",
         )
     if jax.tree.leaves(abstract.model_state) or _knows_other_examples(spec, abstract):
-        raise UsageError(
-            "data_parallel.reduction: train.model has statistics over the batch, which are "
-            "no sums over logical shards. Take a norm over each example, e.g. 'group'.",
-            binding="data_parallel.reduction",
+        raise _refused(
+            "reduction",
+            ": train.model has statistics over the batch, which are no sums over logical shards. "
+            "Take a norm over each example, e.g. 'group'.",
         )
 
 
@@ -126,14 +155,14 @@ def check_wide(gathered: PyTree) -> None:
     """Raises UsageError if gradients of what was gathered would be added in a narrow dtype."""
     for x in jax.tree.leaves(gathered):
         if jnp.iscomplexobj(x):
-            raise UsageError(
-                "data_parallel.reduction: exact sums are of real numbers, but a parameter is "
-                f"{x.dtype}. Split it into its real and imaginary part, or leave the default.",
-                binding="data_parallel.reduction",
+            raise _refused(
+                "reduction",
+                f": exact sums are of real numbers, but a parameter is {x.dtype}. Split it into "
+                "its real and imaginary part, or leave the default.",
             )
         if jnp.finfo(x.dtype).bits < 32:
-            raise UsageError(
-                f"data_parallel.reduction: gradients of parameters in {x.dtype} cannot be added in "
-                "float32. Leave gather_params.gather_dtype and data_parallel.param_dtype at None.",
-                binding="data_parallel.reduction",
+            raise _refused(
+                "reduction",
+                f": gradients of parameters in {x.dtype} cannot be added in float32. Leave "
+                "gather_params.gather_dtype and data_parallel.param_dtype at None.",
             )

@@ -12,8 +12,7 @@ from jax import lax
 from research_dp.deterministic.sum import add_pairs, fence, pairwise
 from research_dp.distributed.collectives import gather
 from research_dp.distributed.mesh import FSDP_AXIS
-from research_dp.distributed.padding import flatten_padded, pad_to_multiple
-from research_dp.distributed.sharding import LeafSharding
+from research_dp.distributed.sharding import LeafSharding, flatten_padded, pad_to_multiple
 
 PyTree = Any
 
@@ -21,20 +20,11 @@ PyTree = Any
 def norm_by_blocks(
     tree: PyTree, shardings: PyTree, blocks: int, zero: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """L2 norm of arrays, the same bits however they are sharded.
+    """The L2 norm and float32 flags of nonfinite leaves: the same bits however arrays are sharded.
 
     Every dim of an array is cut into as many equal pieces as `blocks`, a power of two, allows.
-    Devices exchange the sums of squares of these blocks, and all are added in one order.
-
-    Args:
-        tree: This device's shards, or full arrays.
-        shardings: Their shardings, on as many devices as divide `blocks`.
-        blocks: At most how many pieces a dim is cut in.
-        zero: `unknown_zero`.
-
-    Returns:
-        The norm, a 0-d float32; and float32 (leaves,), 1 for a leaf whose sum of squares is not
-        finite. The same on every device.
+    Devices, whose number divides `blocks`, exchange the sums of squares of these blocks, and all
+    are added in one order. `zero` is `unknown_zero`. Results are the same on every device.
     """
     places = jax.tree.leaves(shardings)
     sums = []
@@ -48,8 +38,8 @@ def norm_by_blocks(
         sums.append(one)
     split = [i for i, place in enumerate(places) if place.dim is not None]
     if split:
-        mine = jnp.concatenate([sums[i].reshape(1, -1) for i in split], axis=1)
-        total = add_pairs(gather(mine, 0, FSDP_AXIS, replicated=True))
+        local = jnp.concatenate([sums[i].reshape(1, -1) for i in split], axis=1)
+        total = add_pairs(gather(local, 0, FSDP_AXIS, replicated=True))
         for i, part in zip(split, lax.split(total, [sums[i].size for i in split]), strict=True):
             sums[i] = part.reshape(sums[i].shape)
     for i, one in enumerate(sums):

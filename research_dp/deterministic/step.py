@@ -10,12 +10,7 @@ import jax
 from research_dp.deterministic.division import as_written
 from research_dp.deterministic.logical_shards import check_wide, one_by_one
 from research_dp.deterministic.norm import norm_by_blocks
-from research_dp.deterministic.sum import (
-    TreeReduction,
-    fence,
-    unknown_zero,
-    without_negative_zero,
-)
+from research_dp.deterministic.sum import TreeReduction, fence, unknown_zero, without_negative_zero
 from research_dp.distributed.optimizer import apply_optimizer
 from research_dp.distributed.units import Units
 from research_dp.strategies.step import Step, Sums, sums_of

@@ -26,7 +26,7 @@ from research_dp.argument_checks import checked
 from research_dp.argument_types import Count
 from research_dp.distributed.collectives import Axes, Reduction, axes_size, gather
 from research_dp.distributed.mesh import target_platform
-from research_dp.distributed.padding import flatten_padded, unflatten
+from research_dp.distributed.sharding import flatten_padded, unflatten
 from research_dp.distributed.transports.all_to_all import over_gloo
 from research_dp.distributed.vma import is_tracked
 from research_dp.errors import UsageError
@@ -45,9 +45,8 @@ _GATHERED_BYTES = 2**6
 class TreeReduction(Reduction):
     """Collectives that add in the order of one balanced binary tree.
 
-    Attributes:
-        logical_shards: Number of parts into which the global batch is cut, on any mesh.
-        loop: Whether a device's logical shards are a loop of the program, or written out.
+    `logical_shards` are cut from the global batch, on any mesh; `loop`
+    says whether a device's are a loop of the program, or written out.
     """
 
     logical_shards: int = 1  # type: ignore[misc]
@@ -65,14 +64,10 @@ def tree_reduction(*, logical_shards: Count, loop: bool = False) -> Reduction:
     `gather` must not multiply: its backward pass would, between the fence and the additions.
 
     Args:
-        logical_shards: Number of logical shards, a power of two. Another
-            number gives other bits.
+        logical_shards: Their number, a power of two. Another number gives other bits.
         loop: Compile a device's logical shards as one loop, for many of them or a large model;
             otherwise they are written out one after the other. Other bits too: compilers choose
             other code in loops. XLA's CPU backend is far slower there at convolutions.
-
-    Raises:
-        UsageError: It is not a power of two.
     """
     name = "tree_reduction.logical_shards"
     if logical_shards & (logical_shards - 1):
@@ -101,12 +96,16 @@ def _addends(x: jax.Array, axis: str) -> int:
     _refuse_narrow(x.dtype)
     devices = axes_size((axis,))
     if devices & (devices - 1):
-        raise UsageError(
-            f"data_parallel.reduction: @tree_reduction over {devices} devices of axis {axis!r}: "
-            "take a power of two, for sums are taken of pairs.",
-            binding="data_parallel.reduction",
+        raise _refused(
+            f" over {devices} devices of axis {axis!r}: take a power of two, for sums are taken of "
+            "pairs."
         )
     return devices
+
+
+def _refused(problem: str) -> UsageError:
+    binding = "data_parallel.reduction"
+    return UsageError(f"{binding}: @tree_reduction{problem}", binding=binding)
 
 
 def _pays_halving(x: jax.Array, axes: Axes) -> bool:
@@ -127,7 +126,7 @@ def _pairs_of(devices: int) -> list[list[tuple[int, int]]]:
 
 
 def _bits_reversed(x: Any) -> Any:
-    """The entries along dim 0, each at the place that is its own with the bits reversed."""
+    """The entries along dim 0, in the order of their indices with the bits reversed."""
     levels = len(_pairs_of(len(x)))
     bits = x.reshape(*[2] * levels, *x.shape[1:])
     return bits.transpose(*reversed(range(levels)), *range(levels, bits.ndim)).reshape(x.shape)
@@ -136,8 +135,8 @@ def _bits_reversed(x: Any) -> Any:
 def _halved(x: jax.Array, axis: str) -> jax.Array:
     """A block of the sum over an axis, along dim 0, by recursive halving (Thakur et al., 2005).
 
-    Each time a device gives the other of its pair half of what it has. Which block it is left with
-    is its place with the bits in reverse order: so each half is one run of memory.
+    Each time a device gives the other of its pair half of what it has. The block that it is left
+    with is that of its index with the bits reversed: so each half is one run of memory.
     """
     for pairs in _pairs_of(lax.axis_size(axis)):
         # Only sums, as above. a + b is b + a, to the bit: each pair adds in whatever order. But
@@ -189,10 +188,9 @@ def pairwise(parts: Sequence[jax.Array]) -> jax.Array:
 def _refuse_narrow(dtype: Any) -> None:
     """Raises UsageError for dtypes in which compilers leave out roundings between additions."""
     if jnp.issubdtype(dtype, jnp.inexact) and jnp.finfo(dtype).bits < 32:
-        raise UsageError(
-            f"data_parallel.reduction: @tree_reduction adds in float32, not in {jnp.dtype(dtype)}, "
-            "whose roundings compilers move. Leave dtypes of gradients and of gathers at None.",
-            binding="data_parallel.reduction",
+        raise _refused(
+            f" adds in float32, not in {jnp.dtype(dtype)}, whose roundings compilers move. Leave "
+            "dtypes of gradients and of gathers at None."
         )
 
 
@@ -201,11 +199,8 @@ def add_up_pairs(
 ) -> PyTree:
     """The sum of `leaf(0)` to `leaf(count - 1)`, computed one at a time, by the same tree.
 
-    Args:
-        leaf: (index, `unknown_zero`) -> a tree of arrays.
-        count: A power of two. `log2(count) + 1` partial sums are kept.
-        zero: `unknown_zero`.
-        loop: Whether `leaf` is the body of a loop, or is written out `count` times.
+    `leaf` is (index, `unknown_zero`) -> a tree of arrays; `count` is a power of two, of whose sums
+    `log2(count) + 1` are kept. `leaf` is the body of a `loop`, or is written out `count` times.
     """
     if not loop:
         return _written_out(leaf, 0, count, zero)
@@ -252,11 +247,8 @@ def unknown_zero(count: jax.Array) -> jax.Array:
 def fence(tree: PyTree, zero: jax.Array) -> PyTree:
     """The same values, across which no compiler fuses or reorders operations.
 
-    `jax.lax.optimization_barrier` does not do: XLA removes it before it fuses.
-
-    Args:
-        tree: Arrays. Random keys are returned as they are.
-        zero: `unknown_zero`.
+    `jax.lax.optimization_barrier` does not do: XLA removes it before it fuses. `zero` is
+    `unknown_zero`. Random keys are returned as they are.
     """
 
     def one(x: jax.Array) -> jax.Array:

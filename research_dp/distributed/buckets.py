@@ -15,19 +15,15 @@ from jax import lax
 
 from research_dp.argument_checks import checked
 from research_dp.argument_types import Arrays, AxisNames, Dtype, arrays_like
-from research_dp.distributed.collectives import (
-    PLAIN,
-    Axes,
-    Reduction,
-    all_mean,
-    flat_axes,
-    gather,
-    scatter_mean,
-    shard,
-)
+from research_dp.distributed import collectives
+from research_dp.distributed.collectives import PLAIN, Axes, Reduction, flat_axes
 from research_dp.distributed.mesh import FSDP_AXIS
-from research_dp.distributed.padding import flatten_padded, unflatten
-from research_dp.distributed.sharding import LeafSharding, shardings_like
+from research_dp.distributed.sharding import (
+    LeafSharding,
+    flatten_padded,
+    shardings_like,
+    unflatten,
+)
 from research_dp.distributed.vma import is_replicated, varying_axes
 from research_dp.errors import UsageError
 
@@ -39,14 +35,9 @@ DEFAULT_BUCKET_BYTES = 32 * 2**20
 def make_buckets(sizes: Sequence[tuple[Hashable, int]], bucket_bytes: int) -> list[list[int]]:
     """Groups arrays of one kind, in order, into buckets of about `bucket_bytes`.
 
-    A bucket is closed as soon as it has at least `bucket_bytes`, as in MLX.
-
-    Args:
-        sizes: For each array its kind (the dtype, say) and number of bytes.
-        bucket_bytes: Size at which a bucket is full; <= 0: each array alone.
-
-    Returns:
-        Indices into `sizes`, each once.
+    `sizes` has for each array its kind (the dtype, say) and number of bytes; the buckets have
+    indices into it, each once. As in MLX a bucket is closed as soon as it has at least
+    `bucket_bytes`; <= 0: each array alone.
     """
     done: list[list[int]] = []
     filling: dict[Any, tuple[list[int], int]] = {}
@@ -68,12 +59,9 @@ def _in_buckets(
 ) -> list[jax.Array]:
     """Applies `move` to arrays (r, k_i) concatenated along dim 1, and cuts the result apart.
 
-    Args:
-        rows: The arrays. Those of one bucket have the same dtype, and vary over the same axes.
-        sizes: Elements of the full array that each belongs to, which fill a bucket: so buckets
-            depend neither on padding nor on the number of devices.
-        bucket_bytes: As `make_buckets` has it.
-        move: (r, k) -> (any, k).
+    Those of one bucket have the same dtype, and vary over the same axes. `sizes` has the elements
+    of the full array that each belongs to, which fill a bucket: so buckets depend neither on
+    padding nor on the number of devices. `move` is (r, k) -> (any, k).
     """
     moved: list[Any] = [None] * len(rows)
     kinds = [
@@ -116,7 +104,7 @@ def _mean(
 ) -> jax.Array:
     """`all_mean`, skipping axes along which the value is already replicated."""
     differing = tuple(axis for axis in axes if not is_replicated(x, axis))
-    return all_mean(x, differing, reduction, dtype, pre_divide=pre_divide)
+    return collectives.all_mean(x, differing, reduction, dtype, pre_divide=pre_divide)
 
 
 @checked
@@ -149,12 +137,15 @@ def scatter_mean_tree(
     def move(rows: jax.Array) -> jax.Array:
         # Each mean divides by the size of the axes that it sums over: together, once by each.
         if all(is_replicated(rows, name) for name in flat_axes(axis)):
-            block = shard(rows, 0, flat_axes(axis))  # the mean of equal values is that value
+            # The mean of equal values is that value.
+            block = collectives.shard(rows, 0, flat_axes(axis))
         else:
-            block = scatter_mean(rows, 0, axis, reduction, dtype, pre_divide=pre_divide)
+            block = collectives.scatter_mean(rows, 0, axis, reduction, dtype, pre_divide=pre_divide)
         return _mean(block, flat_axes(replica_axes), reduction, dtype, pre_divide)
 
-    return _sharded_leaves(tree, layout, bucket_bytes, _full_to_rows, move, _block_from_row)
+    return _sharded_leaves(
+        tree, layout, bucket_bytes, _full_to_rows, move, lambda row, p: row.reshape(p.local_shape)
+    )
 
 
 @checked
@@ -176,24 +167,22 @@ def gather_tree(
     _refuse_no_axis(layout, axis)
 
     def move(rows: jax.Array) -> jax.Array:
-        return gather(rows, 0, flat_axes(axis), reduction, replicated=replicated)
+        return collectives.gather(rows, 0, flat_axes(axis), reduction, replicated=replicated)
+
+    def to_row(x: jax.Array, p: LeafSharding) -> jax.Array:
+        return x.reshape(1, x.size)
 
     leaves, treedef = jax.tree.flatten(tree)
-    places = jax.tree.leaves(layout)
-    stacks = [i for i, p in enumerate(places) if into is not None and _is_stack(p, bucket_bytes)]
+    shardings, old = jax.tree.leaves(layout), jax.tree.leaves(into)
+    stacks = [i for i, p in enumerate(shardings) if old and _is_stack(p, bucket_bytes)]
     rest = [i for i in range(len(leaves)) if i not in stacks]
-    moved = _sharded_leaves(
-        [leaves[i] for i in rest],
-        [places[i] for i in rest],
-        bucket_bytes,
-        _block_to_row,
-        move,
-        _full_from_rows,
-    )
-    old = jax.tree.leaves(into)
-    full = dict(zip(rest, moved, strict=True))
-    full |= {i: _gather_stack(leaves[i], old[i], flat_axes(axis), reduction) for i in stacks}
-    return jax.tree.unflatten(treedef, [full[i] for i in range(len(leaves))])
+    trees = [leaves[i] for i in rest], [shardings[i] for i in rest]
+    moved = _sharded_leaves(*trees, bucket_bytes, to_row, move, _full_from_rows)
+    for i, x in zip(rest, moved, strict=True):
+        leaves[i] = x
+    for i in stacks:
+        leaves[i] = _gather_stack(leaves[i], old[i], flat_axes(axis), reduction)
+    return jax.tree.unflatten(treedef, leaves)
 
 
 def _refuse_no_axis(layout: PyTree, axis: AxisNames) -> None:
@@ -213,17 +202,17 @@ def _gather_stack(
 
     def one(number: jax.Array, stack: jax.Array) -> jax.Array:
         block = lax.dynamic_index_in_dim(blocks, number, keepdims=False)
-        full = gather(block, 0, axis, reduction, replicated=True)
+        full = collectives.gather(block, 0, axis, reduction, replicated=True)
         return lax.dynamic_update_index_in_dim(stack, full, number, 0)
 
     turns = jnp.arange(blocks.shape[0])
     return lax.scan(lambda stack, number: (one(number, stack), None), into, turns)[0]
 
 
-def _is_stack(place: LeafSharding, bucket_bytes: int) -> bool:
+def _is_stack(p: LeafSharding, bucket_bytes: int) -> bool:
     """Whether it fills a bucket alone, and is a stack of arrays sharded along their first dim."""
-    stacked = place.dim == 1 and len(place.shape) > 2 and not place.flat
-    return stacked and place.nbytes >= bucket_bytes > 0
+    stacked = p.dim == 1 and len(p.shape) > 2 and not p.flat
+    return stacked and p.nbytes >= bucket_bytes > 0
 
 
 def shard_tree(tree: PyTree, layout: PyTree, *, axis: str | Axes = FSDP_AXIS) -> PyTree:
@@ -233,8 +222,8 @@ def shard_tree(tree: PyTree, layout: PyTree, *, axis: str | Axes = FSDP_AXIS) ->
         if p.dim is None:
             return x
         if p.flat:
-            return shard(_full_to_rows(x, p), 0, axis).reshape(p.local_shape)
-        return shard(x, p.dim, axis)
+            return collectives.shard(_full_to_rows(x, p), 0, axis).reshape(p.local_shape)
+        return collectives.shard(x, p.dim, axis)
 
     return jax.tree.map(one, tree, layout)
 
@@ -248,13 +237,12 @@ def _sharded_leaves(
     from_rows: Callable[[jax.Array, LeafSharding], jax.Array],
 ) -> PyTree:
     leaves, treedef = jax.tree.flatten(tree)
-    placements = jax.tree.leaves(layout)
-    chosen = [i for i, p in enumerate(placements) if p.dim is not None]
-    rows = [to_rows(leaves[i], placements[i]) for i in chosen]
-    sizes = [math.prod(placements[i].shape) for i in chosen]
+    sharded = [(i, p) for i, p in enumerate(jax.tree.leaves(layout)) if p.dim is not None]
+    rows = [to_rows(leaves[i], p) for i, p in sharded]
+    sizes = [math.prod(p.shape) for _, p in sharded]
     moved = _in_buckets(rows, sizes, bucket_bytes, move)
-    for i, x in zip(chosen, moved, strict=True):
-        leaves[i] = from_rows(x, placements[i])
+    for (i, p), x in zip(sharded, moved, strict=True):
+        leaves[i] = from_rows(x, p)
     return jax.tree.unflatten(treedef, leaves)
 
 
@@ -266,7 +254,9 @@ def _full_to_rows(x: jax.Array, p: LeafSharding) -> jax.Array:
     if p.flat:
         blocks = flatten_padded(x, p.axis_size)
     else:
-        blocks = jnp.moveaxis(x.reshape(_in_blocks(p)), _dim(p), 0)
+        dim = _dim(p)
+        blocks = x.reshape(*p.shape[:dim], p.axis_size, *p.local_shape[dim:])
+        blocks = jnp.moveaxis(blocks, dim, 0)
     return blocks.reshape(p.axis_size, math.prod(p.local_shape))
 
 
@@ -277,20 +267,6 @@ def _full_from_rows(rows: jax.Array, p: LeafSharding) -> jax.Array:
     return jnp.moveaxis(blocks, 0, _dim(p)).reshape(p.shape)
 
 
-def _block_to_row(x: jax.Array, p: LeafSharding) -> jax.Array:
-    return x.reshape(1, x.size)
-
-
-def _block_from_row(row: jax.Array, p: LeafSharding) -> jax.Array:
-    return row.reshape(p.local_shape)
-
-
-def _in_blocks(p: LeafSharding) -> tuple[int, ...]:
-    """The full array's shape, its sharded dim as two: the shards, and along one of them."""
-    dim = _dim(p)
-    return (*p.shape[:dim], p.axis_size, *p.local_shape[dim:])
-
-
-def _dim(placement: LeafSharding) -> int:
-    assert placement.dim is not None
-    return placement.dim
+def _dim(p: LeafSharding) -> int:
+    assert p.dim is not None
+    return p.dim

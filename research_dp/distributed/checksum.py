@@ -34,10 +34,13 @@ def tree_checksums(tree: PyTree) -> Mapping[str, str]:
     an array share the work, and do not communicate. A collective, if there are several processes.
     """
     arrays = by_path(tree)
-    on_devices = {path: _device_sums(x) for path, x in arrays.items() if not _is_for_host(x)}
-    sums = {path: _host_sums(np.asarray(x)) for path, x in arrays.items() if path not in on_devices}
-    if on_devices:
-        sums |= zip(on_devices, _total_sums(list(on_devices.values())), strict=True)
+    host = {path: x for path, x in arrays.items() if _is_for_host(x)}
+    device = {path: x for path, x in arrays.items() if path not in host}
+    # All devices' programs start before the host reads.
+    parts = [_sums_of_parts(x, _fully_sharded(x)) for x in device.values()]
+    sums = {path: _host_sums(np.asarray(x)) for path, x in host.items()}
+    if parts:
+        sums |= zip(device, _total_sums(parts), strict=True)
     return {path: _hex(sums[path]) for path in arrays}
 
 
@@ -74,13 +77,9 @@ def _total_sums(sums: Sequence[jax.Array]) -> np.ndarray:
     return np.asarray(multihost_utils.process_allgather(local)).sum(0, dtype=np.uint32)
 
 
-def _device_sums(x: jax.Array) -> jax.Array:
-    """(devices, 2) uint32: the sums of each device over its part of an array."""
-    return _sums_of_parts(x, _fully_sharded(x))
-
-
 @functools.partial(jax.jit, static_argnums=1)
 def _sums_of_parts(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """(devices, 2) uint32: the sums of each device over its part of an array."""
     axes = sharding.mesh.axis_names
     by_dim, replica_axes = _axes_of(sharding, x.ndim)
 

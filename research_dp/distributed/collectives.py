@@ -83,8 +83,7 @@ def takes(*options: str) -> Callable[[Any], Any]:
 def flat_axes(axes: Any) -> Axes:
     """Axis names as one flat tuple: of one name, a sequence, a nested one; None counts as none.
 
-    Raises:
-        UsageError: An axis is named twice.
+    Raises UsageError if an axis is named twice.
     """
     if axes is None:
         return ()
@@ -97,11 +96,7 @@ def flat_axes(axes: Any) -> Axes:
 
 
 def axes_size(axes: Axes) -> int:
-    """Number of devices over the bound axes; 1 for no axes.
-
-    Raises:
-        NameError: An axis is not bound here; the message names it.
-    """
+    """Number of devices over the bound axes; NameError, which names it, if one is not bound."""
     try:
         return math.prod(lax.axis_size(axis) for axis in axes)
     except NameError as error:
@@ -142,8 +137,7 @@ def scatter_mean(
 ) -> jax.Array:
     """This device's block along `dim` of the mean over `axis`; else as `all_mean`.
 
-    Raises:
-        UsageError: x has no such dim, or the devices do not divide it.
+    Raises UsageError if x has no such dim, or the devices do not divide it.
     """
     axes = flat_axes(axis)
     devices = axes_size(axes)
@@ -197,14 +191,9 @@ def gather(
 ) -> jax.Array:
     """Concatenates the devices' blocks along `dim`; several axes one after the other.
 
-    Args:
-        x: This device's block.
-        dim: The dim that is split.
-        axis: The mesh axis that it is split over, or several as one.
-        reduction: How they come together.
-        replicated: Type the result as the same on each device where `shard_map` tracks that, so
-            that it may leave the map replicated. Not where it is differentiated: autodiff sums
-            its gradients by itself.
+    `replicated` types the result as the same on each device where `shard_map` tracks that, so that
+    it may leave the map replicated. Not where it is differentiated: autodiff sums its gradients by
+    itself.
     """
     for name in reversed(flat_axes(axis)):
         to = "invarying" if replicated and is_tracked(name) else "varying"

@@ -21,7 +21,6 @@ from research_dp.distributed.collectives import (
     flat_axes,
     scatter_mean,
 )
-from research_dp.distributed.linear import with_gradient
 from research_dp.distributed.remat import GATHERED
 from research_dp.distributed.sharding import LeafSharding
 from research_dp.errors import UsageError
@@ -29,16 +28,56 @@ from research_dp.errors import UsageError
 PyTree = Any
 
 
-class GatherOptions(NamedTuple):
-    """How an array is gathered, and how its gradient comes back.
+def with_gradient(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
+    """The linear function `forward`, whose transpose is `backward`, and the reverse.
 
-    Attributes:
-        dim: The sharded dim.
-        axis: The mesh axis that it is sharded over, or several as one.
-        gather_dtype: dtype of the gathered array; None: its own. See `cast_dtype`.
-        grad_scatter_dtype: dtype in which gradients are summed; None: its own. See `cast_dtype`.
-        reduction: The collectives.
-        pre_divide: Whether gradients are divided before they are summed, for float16.
+    Each is the derivative of the other, so derivatives of any order are exact. A full array has the
+    gradient of this device's own loss, a shard that of the mean loss. So a gather's gradient is
+    scattered and divided, and the gradient of that is gathered without a division. Autodiff would
+    divide again.
+
+    `forward` is (pytree, *constants) -> pytree, and closes over no traced value; `backward` is
+    (gradient of the result, *constants) -> gradient of the pytree, in its dtypes. Constants, such
+    as indices, are not differentiated. In forward mode, for which there is no rule, the result
+    raises UsageError; inside `jax.jit` JAX raises its own TypeError.
+    """
+    linearised: list[bool] = []
+    run = jax.custom_vjp(forward)
+
+    def transposed(constants: tuple[Any, ...], g: Any) -> tuple[Any, ...]:
+        return with_gradient(backward, forward)(g, *constants), *(None for _ in constants)
+
+    def with_residuals(x: Any, *constants: Any) -> tuple[Any, tuple[Any, ...]]:
+        out = run(x, *constants)
+        linearised.append(True)
+        return out, constants
+
+    run.defvjp(with_residuals, transposed)
+
+    def call(x: Any, *constants: Any) -> Any:
+        linearised.clear()
+        try:
+            return run(x, *constants)
+        except TypeError as error:
+            if not linearised:
+                raise
+            # The forward pass has run. Reverse mode calls `transposed` later, elsewhere. Forward
+            # mode asks for the tangent here, and each JAX transformation fails in its own words,
+            # such as "unhashable type: 'list'".
+            raise UsageError(
+                "forward-mode differentiation (jvp, jacfwd, hessian) is not available through a "
+                "gather. Use reverse over reverse, e.g. jax.jacrev(jax.jacrev(f))."
+            ) from error
+
+    return call
+
+
+class GatherOptions(NamedTuple):
+    """How an array is gathered over `axis`, and how its gradient comes back.
+
+    `gather_dtype` is that of the gathered array, `grad_scatter_dtype` that in which gradients are
+    summed; None: its own (`cast_dtype`). `pre_divide`: gradients are divided before they are
+    summed, for float16.
     """
 
     dim: int
@@ -85,17 +124,8 @@ def gather_array_with_mean_grads(
     """Gathers an array over a mesh axis; its gradient comes back as shards of the mean.
 
     As in xlstm-jax. Inside mapped axes; right with `check_vma` on and off, for a loss of this
-    device's own (docs/api.md, "Linen and shard_map").
-
-    Args:
-        x: This device's shard, floating-point if it is differentiated.
-        axis: The sharded dim; negative ones count from the end.
-        axis_name: The mesh axis it is sharded over, or several as one.
-        gather_dtype: dtype on the wire and of the result; None: x's. Complex arrays and integers
-            keep their dtype, here and in the sum.
-        grad_scatter_dtype: dtype in which gradients are summed; None: x's, not `gather_dtype`.
-        pre_divide: Divide gradients before they are summed: in float16, eight times 10000 is inf.
-        reduction: The collectives.
+    device's own (docs/api.md, "Linen and shard_map"). `x` is this device's shard along dim `axis`,
+    floating-point if it is differentiated. Further arguments are those of `gather_params`.
 
     Returns:
         The full array, dim `axis` multiplied by the axis size. Exact in reverse mode of any order;
@@ -135,48 +165,28 @@ def gather_by_compiler(
 def gather_tree_with_mean_grads(
     tree: PyTree, layout: PyTree, options: GatherOptions, *, bucket_bytes: int
 ) -> PyTree:
-    """`GatherOptions.differentiable` of all leaves that are sharded, in buckets.
+    """`GatherOptions.differentiable` of all leaves that are sharded, in buckets; `dim` is not used.
 
-    Args:
-        tree: This device's shards, and full leaves, which are returned as they are.
-        layout: Their shardings.
-        options: As there; its `dim` is not used.
-        bucket_bytes: Bytes of one collective.
-
-    Returns:
-        Full arrays. Buckets are packed and unpacked by copies, which a compiler that combines
-        collectives by itself does without.
+    Other leaves are returned as they are. Buckets are packed and unpacked by copies, which a
+    compiler that combines collectives by itself does without.
     """
     dtypes = jax.tree.map(lambda x: x.dtype, tree)
+    buckets: dict[str, Any] = {"axis": options.axis, "bucket_bytes": bucket_bytes}
+
+    def on_wire(tree: PyTree, wire_dtype: Any) -> PyTree:
+        def one(x: jax.Array, p: LeafSharding, dtype: Any) -> jax.Array:
+            return x if p.dim is None else x.astype(cast_dtype(dtype, wire_dtype))
+
+        return jax.tree.map(one, tree, layout, dtypes)
 
     def full(tree: PyTree) -> PyTree:
-        def sent(x: jax.Array, p: LeafSharding) -> jax.Array:
-            return x if p.dim is None else x.astype(cast_dtype(x.dtype, options.gather_dtype))
-
-        wire = jax.tree.map(sent, tree, layout)
-        gathered = gather_tree(
-            wire,
-            layout,
-            options.reduction,
-            axis=options.axis,
-            bucket_bytes=bucket_bytes,
-            replicated=False,
-        )
+        wire = on_wire(tree, options.gather_dtype)
+        gathered = gather_tree(wire, layout, options.reduction, **buckets, replicated=False)
         return jax.tree.map(lambda x: checkpoint_name(x, GATHERED), gathered)
 
     def blocks(grads: PyTree) -> PyTree:
-        def sent(g: jax.Array, p: LeafSharding, dtype: Any) -> jax.Array:
-            return g if p.dim is None else g.astype(cast_dtype(dtype, options.grad_scatter_dtype))
-
-        wire = jax.tree.map(sent, grads, layout, dtypes)
-        blocks = scatter_mean_tree(
-            wire,
-            layout,
-            options.reduction,
-            axis=options.axis,
-            pre_divide=options.pre_divide,
-            bucket_bytes=bucket_bytes,
-        )
+        wire, divide = on_wire(grads, options.grad_scatter_dtype), options.pre_divide
+        blocks = scatter_mean_tree(wire, layout, options.reduction, pre_divide=divide, **buckets)
         return jax.tree.map(lambda x, dtype: x.astype(dtype), blocks, dtypes)
 
     return with_gradient(full, blocks)(tree)

@@ -20,16 +20,8 @@ import numpy as np
 from jax.extend import core
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-from research_dp.distributed.dependence import (
-    CONSTANT,
-    REPLICATED,
-    Dependence,
-    is_deterministic,
-    is_elementwise,
-    join,
-    mixed,
-    mixed_by,
-)
+from research_dp.distributed import dependence
+from research_dp.distributed.dependence import CONSTANT, REPLICATED, Dependence, mixed, mixed_by
 from research_dp.errors import first_line
 
 # Primitives that run the program in their parameter `jaxpr` or `call_jaxpr` once.
@@ -51,16 +43,11 @@ def find_mixing(
     *,
     on_shards: Callable[[], ClosedJaxpr] | None = None,
 ) -> str | None:
-    """Finds why a function is not elementwise; None: it is.
+    """Finds why a function is not elementwise, in a few words; None: it is.
 
-    Args:
-        program: Its program for unsharded parameters, or for shards if only that can be traced.
-        arguments: What each argument depends on, flat.
-        results: What each result may depend on, flat. Further results must not be 'mixed'.
-        on_shards: Traces the program for one device's shards, which is compared.
-
-    Returns:
-        The reason, in a few words: the primitive, and the path of a parameter.
+    `program` is for unsharded parameters; `on_shards` traces that for one device's shards, which is
+    compared; None: `program` is that one. `arguments` and `results` say, flat, what each depends on
+    and may depend on. Further results must not be 'mixed'.
     """
     try:
         local = program if on_shards is None else on_shards()
@@ -154,9 +141,9 @@ def _apply(equations: Pair, inputs: list[Dependence]) -> list[Dependence]:
     first_mixed = next((label for label in inputs if label.kind == "mixed"), None)
     if first_mixed is not None:
         label = first_mixed
-    elif is_elementwise(full) and is_elementwise(local) and _equal(full.params, local.params):
+    elif all(map(dependence.is_elementwise, equations)) and _equal(full.params, local.params):
         label = functools.reduce(
-            functools.partial(join, name),
+            functools.partial(dependence.join, name),
             (_unbroadcast(equations, i, label) for i, label in enumerate(inputs)),
             CONSTANT,
         )
@@ -164,7 +151,7 @@ def _apply(equations: Pair, inputs: list[Dependence]) -> list[Dependence]:
         all(label.kind in _SAME_EVERYWHERE for label in inputs)
         and _equal(full.params, local.params)
         and [v.aval.shape for v in full.invars] == [v.aval.shape for v in local.invars]
-        and is_deterministic(full)
+        and dependence.is_deterministic(full)
     ):
         label = REPLICATED
     else:
@@ -211,17 +198,16 @@ def _cond(equations: Pair, inputs: list[Dependence]) -> list[Dependence]:
         _call(equations, operands, "branches", number)
         for number, _ in enumerate(_pairs(*(e.params["branches"] for e in equations)))
     ]
-    joined = functools.partial(join, "cond")
-    return [functools.reduce(joined, labels) for labels in zip(*branches, strict=True)]
+    join = functools.partial(dependence.join, "cond")
+    return [functools.reduce(join, labels) for labels in zip(*branches, strict=True)]
 
 
 def _while(equations: Pair, inputs: list[Dependence]) -> list[Dependence]:
     params = equations[0].params
     cond, body = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+    consts = inputs[cond:body]
     carry = _fixpoint(
-        "while",
-        inputs[body:],
-        lambda carry: _call(equations, [*inputs[cond:body], *carry], "body_jaxpr"),
+        "while", inputs[body:], lambda carry: _call(equations, [*consts, *carry], "body_jaxpr")
     )
     (condition,) = _call(equations, [*inputs[:cond], *carry], "cond_jaxpr")
     if condition.kind in _SAME_EVERYWHERE:
@@ -257,7 +243,7 @@ def _fixpoint(
     before, after = None, list(carry)
     while before != after:
         before = after
-        after = [join(name, a, b) for a, b in zip(before, body(before), strict=True)]
+        after = [dependence.join(name, a, b) for a, b in zip(before, body(before), strict=True)]
     return after
 
 

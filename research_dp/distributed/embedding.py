@@ -9,20 +9,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from research_dp.distributed.collectives import axes_size, cast_dtype, flat_axes, gather
-from research_dp.distributed.differentiable_gather import GatherOptions
-from research_dp.distributed.linear import with_gradient
+from research_dp.distributed.differentiable_gather import GatherOptions, with_gradient
 
 
 @jax.custom_vjp
 def take_rows(table: jax.Array, indices: jax.Array) -> jax.Array:
-    """Rows of an unsharded table; gradients are added up in float32, however often a row is used.
+    """Rows (..., features) of an unsharded table (rows, features) for integers `indices` (...).
 
-    Args:
-        table: (rows, features).
-        indices: (...) integers.
-
-    Returns:
-        (..., features) in the table's dtype.
+    Gradients are added up in float32, however often a row is used.
     """
     return table[indices]
 
@@ -43,36 +37,27 @@ def exchange_rows(block: jax.Array, indices: jax.Array, options: GatherOptions) 
     """Rows of a table that is sharded by feature, without gathering it.
 
     Each device looks up its columns for all devices, and an all-to-all joins them. That sends less
-    where a device looks up fewer rows than the table has.
+    where a device looks up fewer rows than the table has. `block` has this device's columns,
+    `indices` its integers (batch, ...); the result is (batch, ..., features) in `gather_dtype`.
 
-    Args:
-        block: This device's columns, (rows, features / devices).
-        indices: (batch, ...) integers of this device.
-        options: Axis, and the dtypes on the wire; `dim` is 1.
-
-    Returns:
-        (batch, ..., features) in `gather_dtype`. The gradient, sent back in `grad_scatter_dtype`,
-        is that of the mean over the axis, added up in float32, whatever `reduction` says.
-        Derivatives of higher order are exact (`with_gradient`).
+    The gradient, sent back in `grad_scatter_dtype`, is that of the mean over the axis, added up in
+    float32, whatever `reduction` says. Derivatives of higher order are exact (`with_gradient`).
     """
     count, dtype = block.shape[0], block.dtype
 
     def rows(block: jax.Array, everyone: jax.Array) -> jax.Array:
         local = block[everyone].astype(cast_dtype(dtype, options.gather_dtype))
-        return _swapped(local, options, 0, local.ndim - 1)
+        return lax.all_to_all(local, options.axis, 0, local.ndim - 1, tiled=True)
 
     def columns(g: jax.Array, everyone: jax.Array) -> jax.Array:
         wire = g.astype(cast_dtype(dtype, options.grad_scatter_dtype))
-        total = _add_rows(_swapped(wire, options, g.ndim - 1, 0), everyone, count)
+        wire = lax.all_to_all(wire, options.axis, g.ndim - 1, 0, tiled=True)
+        total = _add_rows(wire, everyone, count)
         # Summed over all devices' examples, and divided here, once: the mean over the axis.
         return (total / axes_size(flat_axes(options.axis))).astype(dtype)
 
     everyone = gather(indices, 0, options.axis, options.reduction)
     return with_gradient(rows, columns)(block, everyone)
-
-
-def _swapped(x: jax.Array, options: GatherOptions, split: int, concat: int) -> jax.Array:
-    return lax.all_to_all(x, options.axis, split_axis=split, concat_axis=concat, tiled=True)
 
 
 def _add_rows(g: jax.Array, indices: jax.Array, count: int) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Parameters sharded and gathered, by the axis names in their boxes.
+"""Parameters initialised, sharded and gathered, by the axis names in their boxes.
 
 For code inside mapped axes (`shard_map`, `pmap`, `vmap(axis_name=...)`), on trees of arrays and
 `nn.Partitioned`s (Linen) or of `nnx.Variable`s. The functions have the names, arguments and
@@ -15,6 +15,7 @@ from typing import Any
 import gin
 import jax
 import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from research_dp.argument_checks import checked
 from research_dp.argument_types import (
@@ -25,17 +26,8 @@ from research_dp.argument_types import (
     Placeable,
     is_array_or_number,
 )
-from research_dp.distributed import buckets, collectives
-from research_dp.distributed.boxed import (
-    as_name,
-    is_box,
-    leaves_with_paths,
-    map_leaves,
-    names_of,
-    renamed,
-    split_over,
-    value_of,
-)
+from research_dp.distributed import boxed, buckets, collectives
+from research_dp.distributed.boxed import names_of, value_of
 from research_dp.distributed.collectives import PLAIN, Axes, Reduction, axes_size, flat_axes, takes
 from research_dp.distributed.differentiable_gather import GatherOptions, gather_tree_with_mean_grads
 from research_dp.distributed.embedding import exchange_rows
@@ -59,15 +51,13 @@ def choose_shard(
     rule: Rule | None = None,
     min_weight_bytes: int | None = None,
 ) -> tuple[ShardDecision, bool]:
-    """What `shard_params` does with one leaf: (the decision, whether to warn).
-
-    Arguments are those of `shard_params`; `leaf` may be abstract.
+    """What `shard_params` does with one leaf, maybe abstract: (the decision, whether to warn).
 
     Raises:
         UsageError: The rule chose a dim that does not exist, does not divide or is taken.
     """
     names, shape = names_of(leaf), tuple(np.shape(value_of(leaf)))
-    taken = split_over(leaf)
+    taken = boxed.split_over(leaf)
     if set(taken) & set(flat_axes(axis_name)):
         return ShardDecision(None, f"already sharded over {taken}"), True
     free = tuple(name is None for name in names[: len(shape)])
@@ -129,7 +119,7 @@ def shard_params(
     """
     if rule is not None and min_weight_bytes is not None:
         raise UsageError("shard_params: rule and min_weight_bytes both decide; give one of them.")
-    axis_name = as_name(axis_name)
+    axis_name = boxed.as_name(axis_name)
     devices = axes_size(flat_axes(axis_name))
     thresholds: dict[str, Any] = {"rule": rule, "min_weight_bytes": min_weight_bytes}
     replicated: list[str] = []
@@ -152,9 +142,9 @@ def shard_params(
         if units and decision.movable:
             dim = dim_in_use(unit_kind(path, units), np.shape(x), devices, dim)
         shard = collectives.shard(x, dim, axis_name)
-        return renamed(leaf, shard, _with_name(names, dim, axis_name))
+        return boxed.renamed(leaf, shard, _with_name(names, dim, axis_name))
 
-    sharded = map_leaves(one, params)
+    sharded = boxed.map_leaves(one, params)
     if replicated and on_decision is None:
         _log.warning(
             "not sharded over %r of size %d: %s; sharding_report lists all",
@@ -163,6 +153,46 @@ def shard_params(
             ", ".join(replicated),
         )
     return sharded
+
+
+@gin.register(module="distributed")
+@checked
+def init_sharded(init: Callable[..., PyTree], mesh: Mesh | AbstractMesh, *args: Any) -> PyTree:
+    """Runs an initialiser of sharded parameters such that each device computes its shards.
+
+    For modules of `shard_module_params` classes, whose `init` inside mapped axes makes the full
+    parameters on each device. Here that is only traced, for the shardings. The values come from
+    axes of size 1, where a shard is the full array; `jit` computes them as global arrays with those
+    shardings. They are the bits of the unsharded module's `jit(init)`.
+
+    Args:
+        init: (*args) -> tree of arrays and boxes, e.g. `module.init` or
+            `lambda key: nnx.state(Model(rngs=nnx.Rngs(key)))`. Random keys may not depend on the
+            device.
+        mesh: The mesh whose axes the boxes name.
+        *args: Arrays, such as a key and an example batch.
+
+    Returns:
+        Global arrays, boxed as `init` boxes them under `shard_map`.
+    """
+    on_mesh = jax.shard_map(
+        init, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False
+    )
+    boxes = jax.eval_shape(on_mesh, *args)
+
+    def unsharded(*args: Any) -> PyTree:
+        function = init
+        for axis in mesh.axis_names:
+            function = jax.vmap(function, None, axis_name=axis, axis_size=1)
+        values = boxed.unboxed(function(*args))
+        return jax.tree.map(lambda x: x.reshape(x.shape[len(mesh.axis_names) :]), values)
+
+    def sharding(leaf: Any) -> NamedSharding:
+        return NamedSharding(mesh, PartitionSpec(*names_of(leaf) if boxed.split_over(leaf) else ()))
+
+    shardings = jax.tree.map(sharding, boxes, is_leaf=boxed.is_box)
+    values = jax.jit(unsharded, out_shardings=shardings)(*args)
+    return jax.tree.map(boxed.with_value, boxes, values, is_leaf=boxed.is_box)
 
 
 @gin.register(module="distributed", denylist=["rows"])
@@ -207,18 +237,18 @@ def gather_params(
         UsageError: A dtype is not a floating-point dtype, or an axis is named twice.
         NameError: The axis is not bound.
     """
-    axis_name = as_name(axis_name)
+    axis_name = boxed.as_name(axis_name)
     axes_size(flat_axes(axis_name))  # names an axis that is not bound
     options = GatherOptions(0, axis_name, gather_dtype, grad_scatter_dtype, reduction, pre_divide)
     if bucket_bytes is None:
         bucket_bytes = buckets.DEFAULT_BUCKET_BYTES if over_gloo() else 0
-    leaves, treedef = jax.tree.flatten(params, is_leaf=is_box)
+    leaves, treedef = jax.tree.flatten(params, is_leaf=boxed.is_box)
     sharded = [i for i, leaf in enumerate(leaves) if axis_name in names_of(leaf)]
     dims = [names_of(leaves[i]).index(axis_name) for i in sharded]
     shards = [value_of(leaves[i]) for i in sharded]
     for i, dim in zip(sharded, dims, strict=True):
         if dim >= np.ndim(value_of(leaves[i])):
-            path, shape = leaves_with_paths(params)[i][0], np.shape(value_of(leaves[i]))
+            path, shape = boxed.leaves_with_paths(params)[i][0], np.shape(value_of(leaves[i]))
             raise UsageError(
                 f"{path}: gather over {axis_name!r}: an array of shape {shape} has no dim {dim}."
             )
@@ -229,12 +259,12 @@ def gather_params(
     else:
         full = []
         for x, dim in zip(shards, dims, strict=True):
-            own = options._replace(dim=dim)
+            local = options._replace(dim=dim)
             full.append(
-                own.differentiable(x.dtype)(x) if rows is None else exchange_rows(x, rows, own)
+                local.differentiable(x.dtype)(x) if rows is None else exchange_rows(x, rows, local)
             )
     for i, dim, x in zip(sharded, dims, full, strict=True):
-        leaves[i] = renamed(leaves[i], x, _with_name(names_of(leaves[i]), dim, None))
+        leaves[i] = boxed.renamed(leaves[i], x, _with_name(names_of(leaves[i]), dim, None))
     return jax.tree.unflatten(treedef, leaves)
 
 

@@ -12,13 +12,7 @@ import jax.numpy as jnp
 
 from research_dp.argument_checks import checked
 from research_dp.argument_types import AxisNames, Number
-from research_dp.distributed.collectives import (
-    PLAIN,
-    Axes,
-    Reduction,
-    axes_size,
-    flat_axes,
-)
+from research_dp.distributed.collectives import PLAIN, Axes, Reduction, axes_size, flat_axes
 from research_dp.distributed.vma import is_replicated, varying_axes
 from research_dp.errors import UsageError
 
@@ -43,23 +37,13 @@ def local_gradient(
     Under `shard_map(check_vma=True)` autodiff has summed the gradient of a parameter that is the
     same along an axis: the type of the gradient then no longer varies along it. Averaging such a
     gradient would leave the sum, so it is divided here. An average has the same type, and dividing
-    it would be wrong: so the caller says that a gradient is fresh. A gradient that `mark_averaged`
-    knows is returned unchanged.
+    it would be wrong: so the caller says that a gradient is `fresh`, as autodiff returned it. A
+    gradient that `mark_averaged` knows is returned unchanged.
 
-    Args:
-        gradient: This device's gradient, or the sum that autodiff made of them.
-        axes: The bound axes to average over.
-        dtype: dtype in which gradients will be summed; None: the gradient's.
-        pre_divide: Whether they will be divided before they are summed.
-        path: Of the parameter, for messages.
-        fresh: Whether the gradient is known to be as autodiff returned it.
-
-    Returns:
-        The gradient, and the axes over which it is still to be averaged.
-
-    Raises:
-        UsageError: It is summed already, so `dtype` or `pre_divide` come too late; or it is the
-            same along an axis, and not known to be fresh.
+    `dtype` and `pre_divide` are those of the sum that follows; `path` is for messages. Returns the
+    gradient, and those of the bound `axes` over which it is still to be averaged. Raises UsageError
+    if it is summed already, so that `dtype` or `pre_divide` come too late; or if it is the same
+    along an axis, and not known to be fresh.
     """
     done = _averaged_over(gradient)
     axes = tuple(axis for axis in axes if axis not in done)
@@ -87,13 +71,9 @@ def local_gradient(
 
 
 def mark_averaged(mean: jax.Array, axes: Axes, left: Axes, gradient: jax.Array) -> jax.Array:
-    """The same mean, which `local_gradient` returns unchanged from then on.
+    """The same mean over `axes`, which `local_gradient` returns unchanged from then on.
 
-    Args:
-        mean: The mean of a gradient over axes.
-        axes: The axes.
-        left: Those over which `local_gradient` said that it was still to be averaged.
-        gradient: What `local_gradient` was given.
+    `local_gradient`, given `gradient`, said that it was still to be averaged over `left`.
     """
     if len(left) < len(axes) or varying_axes(gradient):  # replication is tracked
         key = id(mean)
@@ -109,13 +89,7 @@ def _averaged_over(gradient: jax.Array) -> Axes:
 
 
 def sum_gradient(gradient: jax.Array, axes: Axes, reduction: Reduction = PLAIN) -> jax.Array:
-    """Sum over devices of the gradients of each device's own loss, whoever sums: `local_gradient`.
-
-    Args:
-        gradient: As in `local_gradient`.
-        axes: The bound axes to sum over.
-        reduction: How gradients are summed that are not summed yet.
-    """
+    """Sum over devices of the gradients of each device's own loss, whoever sums."""
     axes_size(axes)  # names an axis that is not bound
     # Where the type says that it is the same on each device autodiff has summed; nobody divides.
     left = tuple(axis for axis in axes if not is_replicated(gradient, axis))
@@ -154,11 +128,7 @@ def refuse_divided_twice(path: str, shape: tuple[int, ...], axes: Sequence[str])
 @gin.register(module="distributed")
 @checked
 def weighted_mean(
-    total: Number,
-    weight: Number,
-    axis_names: AxisNames,
-    *,
-    reduction: Reduction = PLAIN,
+    total: Number, weight: Number, axis_names: AxisNames, *, reduction: Reduction = PLAIN
 ) -> jax.Array:
     """Mean over the items of all devices, where devices have uneven numbers of valid items.
 
@@ -184,23 +154,14 @@ def weighted_mean(
 @gin.register(module="distributed")
 @checked
 def weighted_loss(
-    total: Number,
-    weight: Number,
-    axis_names: AxisNames,
-    *,
-    reduction: Reduction = PLAIN,
+    total: Number, weight: Number, axis_names: AxisNames, *, reduction: Reduction = PLAIN
 ) -> jax.Array:
     """This device's part of `weighted_mean`, to be differentiated.
 
-    Its mean over devices is `weighted_mean(total, weight)`. `sync_gradients` and gathered
-    parameters average gradients over devices, which gives the gradient of that mean. Gradients of
-    `weighted_mean` itself would be divided twice under `check_vma=True`.
-
-    Args:
-        total: Sum of the loss over this device's valid items, 0-d.
-        weight: Number of this device's valid items, 0-d; not differentiated.
-        axis_names: The mesh axes that items are split over.
-        reduction: How weights are summed.
+    Its mean over devices is `weighted_mean(total, weight)`, whose arguments it takes, both 0-d.
+    `sync_gradients` and gathered parameters average gradients over devices, which gives the
+    gradient of that mean. Gradients of `weighted_mean` itself would be divided twice under
+    `check_vma=True`. The weight is not differentiated.
 
     Returns:
         `total` times the number of devices, divided by the weight of all; 0 if that is 0.

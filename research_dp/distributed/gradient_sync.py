@@ -10,21 +10,8 @@ import numpy as np
 
 from research_dp.argument_checks import checked
 from research_dp.argument_types import Arrays, AxisNames, Dtype, Number, Numbers
-from research_dp.distributed import buckets
-from research_dp.distributed.boxed import (
-    is_box,
-    leaves_with_paths,
-    split_over,
-    value_of,
-    with_value,
-)
+from research_dp.distributed import boxed, buckets, gradient_means
 from research_dp.distributed.collectives import PLAIN, Axes, Reduction, axes_size, flat_axes, takes
-from research_dp.distributed.gradient_means import (
-    averaged_axes,
-    local_gradient,
-    mark_averaged,
-    refuse_divided_twice,
-)
 from research_dp.distributed.mesh import FSDP_AXIS
 from research_dp.distributed.sharding import shardings_like
 from research_dp.distributed.vma import is_replicated
@@ -76,23 +63,25 @@ def sync_gradients(
     """
     axes = flat_axes(axis_names)
     axes_size(axes)  # names an axis that is not bound
-    done = averaged_axes(loss, axes)
+    done = gradient_means.averaged_axes(loss, axes)
     sums: dict[str, Any] = {"dtype": dtype, "pre_divide": pre_divide}
-    leaves, means = leaves_with_paths(grads), {}
+    leaves, means = boxed.leaves_with_paths(grads), {}
     # (index, gradient, axes it is a mean over in the end), by the axes left to average over.
     pending: dict[Axes, list[tuple[int, jax.Array, Axes]]] = {}
     for index, (path, leaf) in enumerate(leaves):
-        gradient, sharded_over = value_of(leaf), split_over(leaf)
+        gradient, sharded_over = boxed.value_of(leaf), boxed.split_over(leaf)
         divided = [a for a in done if a in sharded_over or not is_replicated(gradient, a)]
-        refuse_divided_twice(path, np.shape(gradient), divided)
+        gradient_means.refuse_divided_twice(path, np.shape(gradient), divided)
         over = tuple(axis for axis in axes if axis not in (*sharded_over, *done))
         if not over:
             continue
-        local, left = local_gradient(gradient, over, path=path, fresh=loss is not None, **sums)
+        local, left = gradient_means.local_gradient(
+            gradient, over, path=path, fresh=loss is not None, **sums
+        )
         if left:
             pending.setdefault(left, []).append((index, local, over))
         else:
-            means[index] = mark_averaged(local, over, left, gradient)
+            means[index] = gradient_means.mark_averaged(local, over, left, gradient)
     for left in sorted(pending, key=len, reverse=True):
         group = pending[left]
         # One all-reduce a bucket sums; `all_mean_tree` divides, once, by the size of `left`.
@@ -100,11 +89,14 @@ def sync_gradients(
             [local for _, local, _ in group], left, reduction, bucket_bytes=bucket_bytes, **sums
         )
         for (index, _, over), mean in zip(group, summed, strict=True):
-            means[index] = mark_averaged(mean, over, left, value_of(leaves[index][1]))
-    synced = [leaf for _, leaf in leaves]
-    for index, mean in means.items():
-        synced[index] = with_value(synced[index], mean)
-    return jax.tree.unflatten(jax.tree.structure(grads, is_leaf=is_box), synced)
+            means[index] = gradient_means.mark_averaged(
+                mean, over, left, boxed.value_of(leaves[index][1])
+            )
+    synced = [
+        boxed.with_value(leaf, means[index]) if index in means else leaf
+        for index, (_, leaf) in enumerate(leaves)
+    ]
+    return jax.tree.unflatten(jax.tree.structure(grads, is_leaf=boxed.is_box), synced)
 
 
 @gin.register(module="distributed", denylist=["shardings"])
@@ -123,16 +115,8 @@ def scatter_gradients(
     """Reduce-scatters gradients: each device gets its shard of the mean.
 
     Over `fsdp` first, then over the other axes, in the same buckets. What is not sharded is
-    averaged over all of them. This is the first half of `fsdp_apply_gradients`.
-
-    Args:
-        grads: Full gradients of this device's examples.
-        axis_names: The mesh axes that the batch is split over.
-        shardings: Which shard of each one this device updates.
-        dtype: dtype on the wire; None: each gradient's own.
-        pre_divide: Divide before the sum, for float16.
-        bucket_bytes: Gradients are summed together in buckets of so many bytes; <= 0: each alone.
-        reduction: The collectives.
+    averaged over all of them. This is the first half of `fsdp_apply_gradients`. `shardings` say
+    which shard of each one this device updates; other arguments are those of `sync_gradients`.
 
     Returns:
         This device's shards of the mean gradients, and full ones where nothing is sharded.

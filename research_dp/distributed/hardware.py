@@ -17,15 +17,12 @@ class Chip:
     """One kind of device. Rates are per second, per device and in one direction.
 
     Attributes:
-        name: E.g. 'h100'.
-        platform: 'gpu', 'tpu' or 'cpu'.
         device_kinds: Its `device_kind`s in JAX.
         memory_bytes: Device memory that a program may use.
         memory_rate: Bytes/s of that memory.
         inside_rate: Bytes/s to devices of the same host (GPU), or over one link of the torus (TPU).
         across_rate: Bytes/s to other hosts (GPU) or slices (TPU).
         flops: FLOP/s by element type.
-        sources: Sources of the figures.
         torus: Dimensions of a TPU's torus.
         slice_chips: Chips of the largest slice of a TPU.
         compile: Properties that XLA needs to compile for a GPU that is not present.

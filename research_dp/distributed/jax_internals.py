@@ -10,11 +10,9 @@ import jax
 
 
 def jax_internals(without: str, *names: str) -> list[Any] | None:
-    """Attributes of `jax._src`; None, after a warning, if this version of JAX lacks one.
+    """Attributes of `jax._src`, e.g. 'hardware_utils.has_visible_nvidia_gpu'; None: one is missing.
 
-    Args:
-        without: What happens without them, for the warning.
-        names: Their paths, e.g. 'hardware_utils.has_visible_nvidia_gpu'.
+    A warning then says what happens `without` them.
     """
     try:
         return [pkgutil.resolve_name(f"jax._src.{name}") for name in names]

@@ -16,15 +16,10 @@ AboveOne = Annotated[float, above(1)]
 
 
 class LossScaleState(NamedTuple):
-    """State of a `LossScale`.
+    """The factor of the loss, and the steps since it changed or a gradient overflowed."""
 
-    Attributes:
-        scale: Factor of the loss; 0-d float32.
-        good_steps: Steps since the scale changed or a gradient overflowed; 0-d int32.
-    """
-
-    scale: jax.Array
-    good_steps: jax.Array
+    scale: jax.Array  # 0-d float32
+    good_steps: jax.Array  # 0-d int32
 
 
 @dataclasses.dataclass(frozen=True)

@@ -64,8 +64,7 @@ def make_mesh(axes: Sizes, devices: Devices | None = None) -> Mesh:
 def one_device_mesh() -> Mesh:
     """A mesh of this process's first device, both axes of size 1: the oracle's.
 
-    Raises:
-        UsageError: There are several processes, which do not share a device.
+    Raises UsageError if there are several processes, which do not share a device.
     """
     refuse_several_processes("one_device_mesh", "Use make_mesh, or start a single process.")
     return make_mesh({}, devices=_present()[:1])
@@ -78,8 +77,7 @@ def _present() -> list[jax.Device]:
 def build_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device]) -> Mesh:
     """The mesh of the first of these devices, its axes of type `Auto`, in the order of `sizes`.
 
-    Raises:
-        UsageError: TPUs of several slices, whose number divides no axis.
+    Raises UsageError for TPUs of several slices whose number divides no axis.
     """
     used = list(devices)[: math.prod(sizes.values())]
     types = (AxisType.Auto,) * len(sizes)
@@ -90,16 +88,16 @@ def build_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device]) -> Mesh:
     # On a TPU an axis follows a dimension of the torus if it can, or else a part of one.
     if slices == 1:
         grid = mesh_utils.create_device_mesh(shape, used, allow_split_physical_axes=True)
-        return Mesh(grid, tuple(sizes), axis_types=types)
-    # The first axis that the number of slices divides runs over them.
-    outer = next((i for i, size in enumerate(shape) if size % slices == 0), None)
-    if outer is None:
-        raise UsageError(f"mesh {dict(sizes)}: {slices} slices divide no axis.")
-    across = tuple(slices if i == outer else 1 for i in range(len(shape)))
-    inside = tuple(size // factor for size, factor in zip(shape, across, strict=True))
-    grid = mesh_utils.create_hybrid_device_mesh(
-        inside, across, devices=used, allow_split_physical_axes=True
-    )
+    else:
+        # The first axis that the number of slices divides runs over them.
+        outer = next((i for i, size in enumerate(shape) if size % slices == 0), None)
+        if outer is None:
+            raise UsageError(f"mesh {dict(sizes)}: {slices} slices divide no axis.")
+        across = tuple(slices if i == outer else 1 for i in range(len(shape)))
+        inside = tuple(size // factor for size, factor in zip(shape, across, strict=True))
+        grid = mesh_utils.create_hybrid_device_mesh(
+            inside, across, devices=used, allow_split_physical_axes=True
+        )
     return Mesh(grid, tuple(sizes), axis_types=types)
 
 
@@ -121,7 +119,7 @@ def batch_devices(mesh: Mesh) -> int:
 
 
 def refuse_several_processes(what: str, advice: str, binding: str | None = None) -> None:
-    """Raises UsageError if this run has more than one process, which `what` does not support."""
+    """Raises UsageError if there are several processes, which `what` does not support."""
     if jax.process_count() > 1:
         raise UsageError(
             f"{what} runs in one process; this run has {jax.process_count()}. {advice}",
@@ -150,13 +148,12 @@ def _resolve_sizes(axes: Mapping[str, int], present: int, platform: str) -> dict
     free = [name for name, size in sizes.items() if size == -1]
     if len(free) > 1:
         raise mistake("only one axis may be -1, for it takes the remaining devices.")
-    fixed = math.prod(size for size in sizes.values() if size != -1)
+    fixed = abs(math.prod(sizes.values()))  # without the one -1
     equation = " x ".join(f"{name} {'?' if size == -1 else size}" for name, size in sizes.items())
     if free:
         if present % fixed:
-            raise mistake(
-                f"{equation} cannot make {present} {platform} devices ({present} present)."
-            )
+            devices = f"{present} {platform} devices ({present} present)"
+            raise mistake(f"{equation} cannot make {devices}.")
         sizes[free[0]] = present // fixed
     elif fixed != present:
         raise mistake(

@@ -24,16 +24,11 @@ def add_up(
     micro_batches: PyTree,
     dtype: Any = None,
 ) -> tuple[PyTree, PyTree, PyTree]:
-    """Runs a function on micro-batches one after another, adding up what it returns.
+    """Runs a function on micro-batches one after another: (sum of gradients, sums, last carry).
 
-    Args:
-        function: (carry, micro-batch) -> (gradients, further sums, new carry).
-        carry: Passed from one to the next, e.g. batch statistics.
-        micro_batches: Arrays with a leading dim that counts them; with one, nothing is added.
-        dtype: dtype in which gradients are added up; None: their own. Complex ones keep theirs.
-
-    Returns:
-        (sum of gradients, sums, last carry).
+    `function` is (carry, micro-batch) -> (gradients, further sums, new carry); the carry has e.g.
+    batch statistics. `micro_batches` are arrays with a leading dim that counts them; with one,
+    nothing is added. Gradients are added up in `dtype`, their own if None or if they are complex.
     """
     first = jax.tree.map(lambda x: x[0], micro_batches)
     if jax.tree.leaves(micro_batches)[0].shape[0] == 1:

@@ -40,7 +40,7 @@ def nnx_functions(factory: Callable[..., nnx.Module]) -> Functions:
         shape = _shape(x)
         abstract(shape)  # refuses a module with random state before anything is drawn
         module = factory(shape, nnx.Rngs(key))
-        return _params(module), _model_state(module)
+        return nnx.to_pure_dict(nnx.state(module, nnx.Param)), _model_state(module)
 
     def apply(
         params: PyTree,
@@ -64,10 +64,6 @@ def nnx_functions(factory: Callable[..., nnx.Module]) -> Functions:
 def _shape(x: PyTree) -> PyTree:
     """Shapes of one example of each input."""
     return jax.tree.map(lambda a: tuple(a.shape[1:]), x)
-
-
-def _params(module: nnx.Module) -> PyTree:
-    return nnx.to_pure_dict(nnx.state(module, nnx.Param))
 
 
 def _model_state(module: nnx.Module) -> PyTree:

@@ -12,7 +12,7 @@ import optax
 
 from research_dp.argument_checks import checked
 from research_dp.argument_types import Numbers, Placeable, described, has_attributes
-from research_dp.distributed.sharding import LeafSharding, by_path, path_name
+from research_dp.distributed.sharding import by_path, path_name
 from research_dp.errors import UsageError, first_line
 
 PyTree = Any
@@ -28,24 +28,20 @@ class Optimizer(Protocol):
     def apply_gradients(self, gradients: PyTree, parameters: PyTree) -> PyTree: ...
 
 
+AnOptimizer = Annotated[
+    Optimizer, has_attributes(("apply_gradients",), "OptaxAdapter(transform, state)")
+]
+
+
 @gin.register(module="distributed")
 @checked
-def apply_gradients(
-    gradients: Numbers,
-    parameters: Placeable,
-    optimizer: Annotated[
-        Optimizer, has_attributes(("apply_gradients",), "OptaxAdapter(transform, state)")
-    ],
-) -> PyTree:
+def apply_gradients(gradients: Numbers, parameters: Placeable, optimizer: AnOptimizer) -> PyTree:
     """Applies the optimizer to what this device has: replicated parameters, or its shards.
 
     Args:
         gradients: Averaged gradients.
         parameters: Arrays of the same shapes.
         optimizer: Has `apply_gradients(gradients, parameters) -> parameters`.
-
-    Returns:
-        The new parameters.
     """
     return optimizer.apply_gradients(gradients, parameters)
 
@@ -55,72 +51,50 @@ def apply_optimizer(
 ) -> tuple[PyTree, PyTree]:
     """One optimizer step: (new parameters, new optimizer state), dtypes kept.
 
-    Raises:
-        UsageError: A gradient has another shape than its parameter, or the update fails for a state
-            that `optimizer.init` would not make of the parameters.
+    Raises UsageError if a gradient has another shape than its parameter, or the update fails for a
+    state that `optimizer.init` would not make of the parameters.
     """
     flat = jax.tree_util.tree_leaves_with_path(grads)
     for (path, g), p in zip(flat, jax.tree.leaves(params), strict=True):
         if g.shape != p.shape:
-            raise UsageError(
-                f"the optimizer is given a gradient of shape {g.shape} for {path_name(path)} of "
-                f"shape {p.shape}."
-            )
+            given = f"a gradient of shape {g.shape} for {path_name(path)} of shape {p.shape}"
+            raise UsageError(f"the optimizer is given {given}.")
     try:
         updates, new_state = optimizer.update(grads, opt_state, params)
-    except Exception:  # a wrong state raises whatever it meets: it is looked for afterwards
-        _check_state_of(optimizer, opt_state, params)
+    except Exception as error:  # a wrong state raises anything: it is looked for afterwards
+        expected = jax.eval_shape(optimizer.init, params)
+        check_state(opt_state, expected, "Make it by optimizer.init of these parameters.")
+        structure: Any = jax.tree.structure(opt_state)
+        if structure != jax.tree.structure(expected):
+            raise UsageError(
+                f"opt_state = {described(opt_state)} has another structure than what "
+                f"optimizer.init makes of the parameters: {described(expected)}."
+            ) from error
         raise
     return optax.apply_updates(params, updates), new_state
 
 
-def _check_state_of(
-    optimizer: optax.GradientTransformation, opt_state: PyTree, params: PyTree
-) -> None:
-    """Raises UsageError for a state of other paths, shapes or structure than `init` gives it."""
-    expected = jax.eval_shape(optimizer.init, params)
-    check_state(opt_state, expected, "Make it by optimizer.init of these parameters.")
-    given: Any = jax.tree.structure(opt_state)
-    if given != jax.tree.structure(expected):
-        raise UsageError(
-            f"opt_state = {described(opt_state)} has another structure than what optimizer.init "
-            f"makes of the parameters: {described(expected)}."
-        )
-
-
 def check_state(opt_state: PyTree, expected: PyTree, advice: str) -> None:
-    """Checks the paths and shapes of an optimizer's state.
+    """Raises UsageError if an array of a state is missing, left over or of another shape.
 
-    Args:
-        opt_state: The state.
-        expected: Arrays, or their shapes and dtypes.
-        advice: What to do about an array of another shape.
-
-    Raises:
-        UsageError: An array is missing, left over or of another shape.
+    `expected` has arrays, or their shapes and dtypes; `advice` says what to do about a shape.
     """
-    given, wanted = by_path(opt_state), by_path(expected)
-    for name in sorted(given.keys() | wanted.keys()):
-        if name not in given or name not in wanted:
+    given, by_name = by_path(opt_state), by_path(expected)
+    for name in sorted(given.keys() | by_name.keys()):
+        if name not in given or name not in by_name:
             raise UsageError(
                 f"opt_state {name or 'itself'} is {'left over' if name in given else 'missing'}: "
                 "the state must be that of the parameters that have gradients, and no others."
             )
         shape = np.shape(given[name])
-        if shape != wanted[name].shape:
+        if shape != (right := by_name[name].shape):
             raise UsageError(
-                f"opt_state {name} has shape {shape} on a device, not {wanted[name].shape}. "
-                f"{advice}"
+                f"opt_state {name} has shape {shape} on a device, not {right}. {advice}"
             )
 
 
 class MasterState(NamedTuple):
-    """State of `with_master_weights`.
-
-    Attributes:
-        master: Parameters in their own, wider dtype.
-        inner: State of the optimizer.
-    """
+    """State of `with_master_weights`: parameters in their own, wider dtype; the inner state."""
 
     master: PyTree
     inner: PyTree
@@ -154,33 +128,27 @@ def map_state(
     optimizer: optax.GradientTransformation,
     function: Callable[[Any, Any], Any],
     opt_state: PyTree,
-    layout: PyTree,
+    shardings: PyTree,
     others: Callable[[Any], Any] = lambda x: x,
 ) -> PyTree:
-    """Maps over an optimizer's state, each array beside its parameter's placement.
+    """Maps over an optimizer's state (or its like), each array with its parameter's sharding.
 
-    Args:
-        optimizer: The optimizer.
-        function: (array, placement) -> anything; for what `init` makes of a parameter.
-        opt_state: The state, or one of its structure.
-        layout: Placements of the parameters.
-        others: For what belongs to no parameter, such as counts.
-
-    Raises:
-        UsageError: `init` computes with its parameters, so that optax cannot find what is theirs.
+    `function` is (array, sharding) -> anything, for what `init` makes of a parameter; `others` is
+    for what belongs to no parameter, such as counts. Raises UsageError if `init` computes with its
+    parameters, so that optax cannot find what is theirs.
     """
 
-    def place_of(x: Any, p: LeafSharding) -> Any:
-        return x if isinstance(x, optax.MaskedNode) else p
+    def is_masked(x: Any) -> bool:
+        return isinstance(x, optax.MaskedNode)  # left to another part
 
     try:
-        places = optax.tree.map_params(
+        by_array = optax.tree.map_params(
             optimizer,
-            place_of,
+            lambda x, p: x if is_masked(x) else p,
             opt_state,
-            layout,
+            shardings,
             transform_non_params=lambda _: None,
-            is_leaf=lambda x: isinstance(x, optax.MaskedNode),  # left to another part
+            is_leaf=is_masked,
         )
     except Exception as error:
         raise UsageError(
@@ -190,7 +158,7 @@ def map_state(
         ) from error
     return jax.tree.map(
         lambda p, x: jax.tree.map(others, x) if p is None else function(x, p),
-        places,
+        by_array,
         opt_state,
         is_leaf=lambda p: p is None,
     )

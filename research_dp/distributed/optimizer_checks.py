@@ -21,24 +21,15 @@ PyTree = Any
 
 
 def find_mixing_update(
-    optimizer: optax.GradientTransformation, layout: PyTree, opt_state: PyTree = None
+    optimizer: optax.GradientTransformation, shardings: PyTree, opt_state: PyTree = None
 ) -> str | None:
-    """Finds why an optimizer cannot be applied to shards; traces its update, computes nothing.
+    """Finds why an optimizer cannot be applied to shards, as `find_mixing`; None: it can.
 
-    Args:
-        optimizer: The optimizer.
-        layout: Placements of parameters and gradients.
-        opt_state: Shapes and dtypes of its unsharded state; None: `init` makes it of the shards.
-
-    Returns:
-        Why its update of shards is not a shard of its update, as `find_mixing` has it; None: it is,
-        or nothing is sharded.
-
-    Raises:
-        UsageError: The update fails for gradients, state and parameters, or the state does not
-            show which parameter it belongs to.
+    Traces its update, and computes nothing. `opt_state` has shapes and dtypes of its unsharded
+    state; None: `init` makes it of the shards. Raises UsageError if the update fails for gradients,
+    state and parameters, or the state does not show which parameter it belongs to.
     """
-    params = jax.tree.map(abstract, layout)
+    params = jax.tree.map(abstract, shardings)
     state = jax.eval_shape(optimizer.init, params) if opt_state is None else opt_state
     state = jax.tree.map(abstract, state)
 
@@ -53,19 +44,13 @@ def find_mixing_update(
             "the optimizer's update fails; it is called with gradients, state and parameters, and "
             f"nothing else: {type(error).__name__}: {first_line(error)}"
         ) from error
-    if all(p.dim is None for p in jax.tree.leaves(layout)):
+    if all(p.dim is None for p in jax.tree.leaves(shardings)):
         return None
 
-    def mapped(
-        function: Callable[[Any, LeafSharding], Any], others: Callable[[Any], Any]
-    ) -> PyTree:
-        return (
-            jax.tree.map(function, params, layout),
-            map_state(optimizer, function, state, layout, others),
-        )
-
-    shards, shard_state = mapped(local_part, lambda x: x)
-    labels, state_labels = mapped(_depends_on, lambda _: REPLICATED)
+    shards = jax.tree.map(local_part, params, shardings)
+    shard_state = map_state(optimizer, local_part, state, shardings)
+    labels = jax.tree.map(_depends_on, params, shardings)
+    state_labels = map_state(optimizer, _depends_on, state, shardings, lambda _: REPLICATED)
     return find_mixing(
         program,
         jax.tree.leaves((labels, labels, state_labels)),
@@ -91,24 +76,18 @@ def _depends_on(x: Any, p: LeafSharding) -> Dependence:
 def check_elementwise(
     optimizer: Any,
     slices: Mapping[str, Any],
-    layout: Mapping[str, LeafSharding],
+    shardings: Mapping[str, LeafSharding],
     tree: Callable[[Mapping[str, Any]], PyTree],
 ) -> None:
-    """Checks any object with `apply_gradients` that is to be applied to slices.
+    """Refuses an object with `apply_gradients` that mixes elements of the slices it is applied to.
 
     A copy of the object (`copy.deepcopy`) is traced; the object itself does not change. Its state
     is the arrays that it has, also in attributes of its attributes. Those of a slice's shape are
-    slices; in the program for unsharded parameters abstract unsharded arrays replace them.
+    slices; in the program for unsharded parameters abstract unsharded arrays replace them. With an
+    attribute `elementwise = True` it is not checked.
 
-    Args:
-        optimizer: The object. With an attribute `elementwise = True` it is not checked.
-        slices: This device's slices of the parameters, by path.
-        layout: Placements of the parameters, by path.
-        tree: Arrays by path -> the tree that the object is given.
-
-    Raises:
-        UsageError: It mixes elements of an array, or what it keeps between steps does; or it cannot
-            be copied and traced.
+    `slices` and `shardings` are this device's, by path; `tree` makes of such arrays by path the
+    tree that the object is given. Raises UsageError also if it cannot be copied and traced.
     """
     if getattr(optimizer, "elementwise", False):
         return
@@ -128,7 +107,7 @@ def check_elementwise(
             given = (dict(parameters), dict(parameters), values)
             return jax.make_jaxpr(apply)(*jax.tree.map(abstract, given))
 
-        traced = program(layout, [_unsharded(path, x, layout) for path, x in state])
+        traced = program(shardings, [_unsharded(path, x, shardings) for path, x in state])
     except Exception as error:
         raise UsageError(
             f"the optimizer, a {type(optimizer).__name__}, could not be checked before it is "
@@ -143,7 +122,7 @@ def check_elementwise(
         on_shards=lambda: program(slices, [x for _, x in state]),
     )
     if mixing:
-        raise mixing_error(mixing, next(iter(layout.values())).axis_size)
+        raise mixing_error(mixing, next(iter(shardings.values())).axis_size)
 
 
 def mixing_error(reason: str, shards: int) -> UsageError:
@@ -174,17 +153,18 @@ def _arrays(x: Any) -> list[tuple[str, jax.Array]]:
     return [(path, leaf) for path, leaf in _parts(x) if isinstance(leaf, jax.Array)]
 
 
-def _unsharded(path: str, x: jax.Array, layout: Mapping[str, LeafSharding]) -> jax.ShapeDtypeStruct:
+def _unsharded(
+    path: str, x: jax.Array, shardings: Mapping[str, LeafSharding]
+) -> jax.ShapeDtypeStruct:
     """What replaces a slice that an optimizer keeps: an abstract array of its parameter's shape.
 
-    Raises:
-        ValueError: Slices of several parameters of different shapes have the shape of `x`, and
-            `path` ends with the path of none of them.
+    Raises ValueError if slices of parameters of different shapes have the shape of `x`, and `path`
+    ends with the path of none of them.
     """
-    shapes = {name: p.shape for name, p in layout.items() if p.local_shape == x.shape}
+    shapes = {name: p.shape for name, p in shardings.items() if p.local_shape == x.shape}
+    names = list(shapes)
     if len(set(shapes.values())) > 1:
         names = [name for name in shapes if f"/{path}".endswith(f"/{name}")]
         if not names:
             raise ValueError(f"its array {path} {x.shape} may be a slice of any of {shapes}")
-        return jax.ShapeDtypeStruct(shapes[max(names, key=len)], x.dtype)
-    return jax.ShapeDtypeStruct(next(iter(shapes.values())), x.dtype)
+    return jax.ShapeDtypeStruct(shapes[max(names, key=len)], x.dtype)

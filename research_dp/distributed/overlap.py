@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from research_dp.distributed.linear import with_gradient
+from research_dp.distributed.differentiable_gather import with_gradient
 from research_dp.distributed.remat import GATHERED
 from research_dp.distributed.sharding import LeafSharding
 
@@ -25,12 +25,7 @@ Sync = Callable[[PyTree, PyTree], PyTree]
 
 
 class Target(NamedTuple):
-    """A replicated parameter, and what its gradient is taken with respect to.
-
-    Attributes:
-        param: The parameter.
-        target: An array of the synchronised gradient's shape; its values are not used.
-    """
+    """A replicated parameter, and an array of its synchronised gradient's shape, for autodiff."""
 
     param: Any
     target: Any
@@ -57,14 +52,20 @@ def synchronised(sync: Sync) -> Callable[[PyTree, PyTree], PyTree]:
     """
 
     def gather(params: PyTree, shardings: PyTree) -> PyTree:
-        leaves, treedef = jax.tree.flatten(params, is_leaf=_is_target)
-        if not any(map(_is_target, leaves)):
+        leaves, treedef = jax.tree.flatten(params, is_leaf=lambda x: isinstance(x, Target))
+        if not any(isinstance(x, Target) for x in leaves):
             return params
         full = jax.tree.unflatten(treedef, [x.param for x in leaves])
         target = jax.tree.unflatten(treedef, [x.target for x in leaves])
 
+        def undivided(gradient: jax.Array, p: LeafSharding) -> jax.Array:
+            # Autodiff's transpose of `sync` gathers shards and divides them: see `with_gradient`.
+            if p.dim is None:
+                return gradient
+            return with_gradient(lambda x: x, lambda g: g * p.axis_size)(gradient)
+
         def synced(grads: PyTree) -> PyTree:
-            return jax.tree.map(_undivided, sync(grads, shardings), shardings)
+            return jax.tree.map(undivided, sync(grads, shardings), shardings)
 
         return _pass(synced, full, target)
 
@@ -88,20 +89,6 @@ def _pass(sync: Callable[[PyTree], PyTree], params: PyTree, target: PyTree) -> P
     return run(params, target)
 
 
-def _undivided(gradient: jax.Array, sharding: LeafSharding) -> jax.Array:
-    """A synchronised gradient; if it is a shard, its own gradient comes back undivided.
-
-    See `with_gradient`: autodiff's transpose of `sync` gathers shards and divides them.
-    """
-    if sharding.dim is None:
-        return gradient
-    return with_gradient(lambda x: x, lambda g: g * sharding.axis_size)(gradient)
-
-
-def _is_target(x: Any) -> bool:
-    return isinstance(x, Target)
-
-
 def scan_prefetched(
     function: Callable[[PyTree, Any, Any], Any],
     gather: Callable[[PyTree], PyTree],
@@ -115,16 +102,8 @@ def scan_prefetched(
     scattered, while a unit is computed again and differentiated. Only the input of a unit is kept;
     the last unit is not gathered twice.
 
-    Args:
-        function: (unsharded parameters of one unit, carry, its part of `each`) -> carry. It closes
-            over nothing that is differentiated.
-        gather: Gathers the parameters of one unit; its gradient scatters.
-        stack: Sharded parameters, stacked along dim 0, of two units or more.
-        carry: What the first unit takes.
-        each: Further inputs, stacked along dim 0, not differentiated.
-
-    Returns:
-        What the last unit returns.
+    Arguments are those of `Units.scan`; the stack has two units or more. `gather` gathers the
+    parameters of one unit, and its gradient scatters.
     """
     last = jax.tree.leaves(stack)[0].shape[0] - 1
 
@@ -144,9 +123,8 @@ def scan_prefetched(
             return jax.vjp(lambda params, x: function(params, x, _at(each, index)), params, x)[1](g)
 
         def scatter_into(grads: PyTree, index: Any, d_params: PyTree) -> PyTree:
-            (shard,) = jax.vjp(gather, _at(stack, index))[1](
-                d_params
-            )  # what it gathers is not used
+            # What it gathers is not used.
+            (shard,) = jax.vjp(gather, _at(stack, index))[1](d_params)
             return jax.tree.map(
                 lambda all_, one: lax.dynamic_update_index_in_dim(all_, one, index, 0), grads, shard
             )

@@ -22,8 +22,7 @@ PyTree = Any
 def shardings(mesh: Mesh | AbstractMesh, specs: PyTree) -> PyTree:
     """`NamedSharding`s for a tree of `PartitionSpec`s; a `Sharding` in the tree is kept.
 
-    Raises:
-        UsageError: A spec names an axis that the mesh lacks.
+    Raises UsageError if a spec names an axis that the mesh lacks.
     """
 
     def on_mesh(path: Any, spec: Any) -> Sharding:
@@ -53,19 +52,11 @@ def nbytes(tree: PyTree) -> tuple[int, int]:
 
 
 def place(tree: PyTree, tree_shardings: PyTree) -> PyTree:
-    """Puts this process's part of each host array on its sharding.
+    """Puts this process's part of each host array on its sharding, as global arrays.
 
-    Args:
-        tree: Host arrays with the rows of this process's devices, in global order. Arrays that are
-            global already are resharded.
-        tree_shardings: One sharding for all leaves, or a tree of them, in which None leaves a leaf
-            where it is.
-
-    Returns:
-        Global arrays.
-
-    Raises:
-        UsageError: An array cannot be divided as its sharding requires; the message has its path.
+    `tree` has the rows of this process's devices, in global order; arrays that are global already
+    are resharded. `tree_shardings` is one for all leaves, or a tree in which None leaves a leaf
+    where it is. Raises UsageError, with the path, if an array cannot be divided so.
     """
 
     def from_rows(path: Any, x: Any, sharding: Sharding) -> jax.Array:
@@ -76,10 +67,7 @@ def place(tree: PyTree, tree_shardings: PyTree) -> PyTree:
 
 
 def put(tree: PyTree, tree_shardings: PyTree) -> PyTree:
-    """Puts full arrays, the same in every process, on shardings: `place` for parameters.
-
-    With one process the two are the same.
-    """
+    """Puts full arrays, the same in every process, on shardings: `place` for parameters."""
 
     def from_full(path: Any, x: Any, sharding: Sharding) -> jax.Array:
         _check_divides(path, x, sharding)
@@ -103,25 +91,21 @@ def _put(
         targets = [tree_shardings] * len(leaves)
     else:
         targets = treedef.flatten_up_to(tree_shardings)
-    several = jax.process_count() > 1
     chosen = [i for i, target in enumerate(targets) if target is not None]
     for i in chosen:
-        if several and not _is_global(leaves[i]):
+        if jax.process_count() > 1 and not _is_global(leaves[i]):
             leaves[i] = assemble(flat[i][0], leaves[i], targets[i])
         else:
             _check_divides(flat[i][0], leaves[i], targets[i])
     arrays = jax.device_put([leaves[i] for i in chosen], [targets[i] for i in chosen])
     for i, x in zip(chosen, arrays, strict=True):
-        leaves[i] = _constrained(x, targets[i])
+        target = targets[i]
+        explicit = isinstance(target, NamedSharding) and target.mesh.are_all_axes_explicit
+        if isinstance(x, jax.core.Tracer) and not explicit:
+            # Under `jit` with `Auto` axes the compiler ignores device_put, but not this.
+            x = jax.lax.with_sharding_constraint(x, target)
+        leaves[i] = x
     return treedef.unflatten(leaves)
-
-
-def _constrained(x: jax.Array, sharding: Sharding) -> jax.Array:
-    """Under `jit` with `Auto` axes the compiler ignores device_put, but not this."""
-    explicit = isinstance(sharding, NamedSharding) and sharding.mesh.are_all_axes_explicit
-    if explicit or not isinstance(x, jax.core.Tracer):
-        return x
-    return jax.lax.with_sharding_constraint(x, sharding)
 
 
 def _is_global(x: Any) -> bool:

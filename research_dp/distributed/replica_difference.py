@@ -17,8 +17,8 @@ def differing_axes(
 ) -> tuple[str, ...]:
     """The mesh axes along which devices have different contents of the same part of an array.
 
-    `shards` has, by the mesh coordinates of a device, the part of the array that it has and the
-    contents of that part (bytes, or a checksum).
+    `shards` has, by the mesh coordinates of a device, (the part that it has, its contents: bytes,
+    or a checksum).
     """
 
     def differ(axis: int) -> bool:
@@ -39,8 +39,7 @@ def part_of(index: Sequence[slice]) -> Hashable:
 def difference_text(what: str, paths: Sequence[str], axes: Sequence[str], mesh: Mesh) -> str:
     """A message: which replicas differ along which mesh axes, why, and what to do.
 
-    `what` is 'gradient', 'parameter', 'optimizer state' or 'model state'; `paths` are those of the
-    arrays that differ.
+    `what` is 'gradient', 'parameter', 'optimizer state' or 'model state'; `paths` are the arrays'.
     """
     sizes: Mapping[str, Any] = mesh.shape
     along = " and ".join(f"{axis} (size {sizes[axis]})" for axis in axes)

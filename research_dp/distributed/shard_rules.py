@@ -22,10 +22,8 @@ from research_dp.errors import UsageError
 class ShardDecision(NamedTuple):
     """What a rule decides about one array.
 
-    Attributes:
-        dim: The dim to shard, or None: the array stays replicated.
-        reason: Why it stays replicated.
-        movable: Whether another dim will do that suits better how the array is used.
+    The dim to shard, or None: it stays replicated for a `reason`. `movable`: another dim will do
+    that suits better how the array is used.
     """
 
     dim: int | None
@@ -46,16 +44,9 @@ def choose_dim(
 ) -> ShardDecision:
     """Chooses the largest free dim that the axis size divides; ties go to the higher index.
 
-    The rule of big_vision and xlstm-jax, made stable at any rank.
-
-    Args:
-        shape: Shape of the array.
-        axis_size: Number of shards.
-        min_weight_size: Arrays of at most this many elements stay replicated.
-        free: For each dim whether it may be taken (it is not sharded already); all, if None.
-
-    Raises:
-        UsageError: `free` is not as long as `shape`.
+    The rule of big_vision and xlstm-jax, made stable at any rank. Arrays of at most
+    `min_weight_size` elements stay replicated. `free` says for each dim whether it may be taken,
+    because no axis splits it yet; None: all may.
     """
     if free is not None and len(free) != len(shape):
         raise UsageError(f"choose_dim.free = {free}: give one True or False a dim of {shape}.")
@@ -79,11 +70,7 @@ def largest_dim(
 ) -> ShardDecision:
     """The rule of `choose_dim`, for `shard_params.rule` and `dim_by_path.otherwise`.
 
-    Args:
-        path: Path of the parameter; unused by this rule.
-        shape: Shape of the parameter.
-        axis_size: Number of shards.
-        min_weight_size: Parameters of at most this many elements stay replicated.
+    Parameters of at most `min_weight_size` elements stay replicated.
     """
     del path
     return choose_dim(shape, axis_size, min_weight_size)
@@ -126,19 +113,10 @@ def apply_rule(
     name: str,
     axis: Any = FSDP_AXIS,
 ) -> ShardDecision:
-    """What a rule decides about one array, checked.
+    """What a rule decides about one array, checked; messages call it `name`.
 
-    Args:
-        rule: The rule.
-        path: Path of the array.
-        shape: Its shape.
-        axis_size: Number of shards.
-        name: What messages call the rule.
-        axis: The mesh axis, for messages.
-
-    Raises:
-        UsageError: It returned no `ShardDecision`, or a dim that does not exist or that the devices
-            do not divide; the message names the path, the shape and the axis size.
+    Raises UsageError, with the path, the shape and the axis size, if it returned no
+    `ShardDecision`, or a dim that does not exist or that the devices do not divide.
     """
     result = rule(path, shape, axis_size)
     if not fits(result, ShardDecision | tuple[int | None] | tuple[int | None, str]):

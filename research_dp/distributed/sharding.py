@@ -1,4 +1,7 @@
-"""How each array of a tree is sharded: `LeafSharding`, and trees of them."""
+"""How each array of a tree is sharded: `LeafSharding`, trees of them, and padding.
+
+Arrays whose size does not divide are padded at the end with zeros, in memory only.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,16 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import PartitionSpec
 
 from research_dp.argument_checks import checked
 from research_dp.argument_types import (
+    Array,
     Count,
+    CountOrZero,
     Leaves,
     Shapes,
     Units,
@@ -37,8 +44,8 @@ class LeafSharding:
         dim: The dim that is sharded over mesh axis `fsdp`; None: the array is replicated.
         reason: Why it is replicated; empty if it is sharded.
         axis_size: Number of shards.
-        flat: Sharded as one flat array, padded with zeros to a multiple of `axis_size`, so that any
-            shape can be: `split_shape` is then what is sharded, along its last dim.
+        flat: Whether it is sharded as a flat array, padded with zeros, so that any shape can be:
+            `split_shape` is then sharded along its last dim.
     """
 
     path: str
@@ -105,7 +112,7 @@ def unit_kind(path: str, units: Mapping[str, str] | None) -> str:
 
 
 def dim_in_use(kind: str, shape: tuple[int, ...], axis_size: int, dim: int) -> int:
-    """The dim that suits how a unit is used, of those that the axis size divides.
+    """The dim that suits how a unit is used, among those that the axis size divides.
 
     Tables are sharded by feature, their last dim, so that rows can be taken piece by piece. Layers
     of a stack are sharded along their first dim: shards are contiguous, and the gathered weight
@@ -162,15 +169,7 @@ def infer_sharding(
 
 @checked
 def infer_flat_sharding(tree: Shapes, shards: Count) -> PyTree:
-    """Shards every array as a flat one, padded, whatever its shape.
-
-    Args:
-        tree: Arrays, or anything with `shape` and `dtype`.
-        shards: Number of shards. With 1 everything is replicated.
-
-    Returns:
-        A tree of the same structure with a `LeafSharding` at each leaf.
-    """
+    """Shards every array as a flat one, padded, whatever its shape. One shard: replicated."""
 
     def one(keys: Any, leaf: Any) -> LeafSharding:
         path, shape, dtype = path_name(keys), tuple(leaf.shape), np.dtype(leaf.dtype)
@@ -198,17 +197,48 @@ def specs(shardings: PyTree) -> PyTree:
     return jax.tree.map(lambda sharding: sharding.spec, shardings)
 
 
-def by_path(tree: PyTree) -> Mapping[str, Any]:
-    """The leaves of a tree by path name, sorted by path.
-
-    Raises:
-        UsageError: Two leaves have the same path name, as in `{'a/b': x, 'a': {'b': y}}`.
-    """
-    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+def by_path(tree: PyTree) -> dict[str, Any]:
+    """The leaves of a tree by path name, sorted; UsageError if two have the same name."""
     named: dict[str, Any] = {}
-    for path, leaf in flat:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         name = path_name(path)
         if name in named:
             raise UsageError(f"two arrays of one tree have the path {name!r}; rename one.")
         named[name] = leaf
-    return {name: named[name] for name in sorted(named)}
+    return dict(sorted(named.items()))
+
+
+@checked
+def pad_to_multiple(x: Array, multiple: Count, dim: int = 0) -> jax.Array:
+    """Appends zeros along `dim` until its length is a multiple; `x` itself if it is one."""
+    dim = _dim_of(x, dim)
+    missing = -x.shape[dim] % multiple
+    if not missing:
+        return x
+    widths = [(0, missing if d == dim % x.ndim else 0, 0) for d in range(x.ndim)]
+    return lax.pad(x, jnp.zeros((), x.dtype), widths)
+
+
+@checked
+def unpad(x: Array, length: CountOrZero, dim: int = 0) -> jax.Array:
+    """The first `length` elements along `dim`; `x` itself if it has no more."""
+    dim = _dim_of(x, dim)
+    if length > x.shape[dim]:
+        raise UsageError(f"unpad.length = {length} is more than dim {dim} of {x.shape} has.")
+    return x if x.shape[dim] == length else lax.slice_in_dim(x, 0, length, axis=dim)
+
+
+def _dim_of(x: jax.Array, dim: int) -> int:
+    if not -x.ndim <= dim < x.ndim:
+        raise UsageError(f"dim = {dim}: an array of shape {x.shape} has no such dim.")
+    return dim % x.ndim
+
+
+def flatten_padded(x: jax.Array, multiple: int) -> jax.Array:
+    """An array of any shape as a flat one, in row-major order, padded to a multiple."""
+    return pad_to_multiple(lax.reshape(x, (x.size,)), multiple)
+
+
+def unflatten(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """The array of this shape that `flatten_padded` made flat; `x` may have any shape itself."""
+    return lax.reshape(unpad(lax.reshape(x, (x.size,)), math.prod(shape)), shape)

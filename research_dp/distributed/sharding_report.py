@@ -26,8 +26,6 @@ from research_dp.distributed.sharding import LeafSharding
 from research_dp.errors import UsageError
 
 PyTree = Any
-
-
 Reported = Annotated[
     PyTree,
     Leaves(
@@ -40,12 +38,7 @@ Reported = Annotated[
 class ShardingRow(NamedTuple):
     """One array of a tree.
 
-    Attributes:
-        path: Names joined by '/'.
-        shape: Its shape, as in the tree that was given.
-        dtype: Its element type.
-        dim: The dim that is split over the axis, or None.
-        reason: Why it is replicated; empty if it is sharded.
+    `dim` is the one that is split over the axis; None: the array is replicated for a `reason`.
     """
 
     path: str
@@ -78,19 +71,12 @@ def sharding_report(
     """Lists for each parameter the dim on which it is sharded, or why it is replicated.
 
     Accepts parameters before and after `shard_params`, optimizer states of either, and trees of
-    `LeafSharding`s; arrays may be abstract. Pure: nothing is logged or computed. To assert that
-    little is replicated:
+    `LeafSharding`s, which need no further argument; arrays may be abstract. Pure: nothing is logged
+    or computed. Arguments are those of `shard_params`, but the axis need not be bound: its size is
+    given. To assert that little is replicated:
 
         rows = sharding_report(params, 'fsdp', 8)
         assert sum(r.nbytes for r in rows if r.dim is None) < 0.02 * sum(r.nbytes for r in rows)
-
-    Args:
-        params: Arrays and `nn.Partitioned`s, or `LeafSharding`s, which need no further argument.
-        axis_name: As in `shard_params`, like the arguments below; need not be bound.
-        axis_size: Number of devices along it.
-        min_weight_size: See there.
-        rule: See there.
-        min_weight_bytes: See there.
 
     Returns:
         A row for each leaf, in the tree's order.
@@ -105,20 +91,13 @@ def sharding_report(
         if axis_name is None or axis_size is None:
             raise UsageError(f"sharding_report: {path} is an array; give axis_name and axis_size.")
         shape, dtype = tuple(np.shape(value_of(leaf))), jax.dtypes.result_type(value_of(leaf))
-        names = names_of(leaf)
         axes = set(flat_axes(axis_name))
-        for dim, name in enumerate(names):
+        for dim, name in enumerate(names_of(leaf)):
             if axes & set(flat_axes(name)):
                 return ShardingRow(path, shape, dtype, dim, "")
-        decision, _ = choose_shard(
-            path,
-            leaf,
-            as_name(axis_name),
-            axis_size,
-            min_weight_size,
-            rule=rule,
-            min_weight_bytes=min_weight_bytes,
-        )
+        thresholds: dict[str, Any] = {"rule": rule, "min_weight_bytes": min_weight_bytes}
+        axis = as_name(axis_name)
+        decision, _ = choose_shard(path, leaf, axis, axis_size, min_weight_size, **thresholds)
         return ShardingRow(path, shape, dtype, decision.dim, decision.reason)
 
     return [row(path, leaf) for path, leaf in leaves_with_paths(params)]

@@ -62,12 +62,8 @@ class Units:
     ) -> Any:
         """`function(unsharded parameters of some units by name, *args)`.
 
-        Args:
-            function: Pure.
-            names: Keys of the units in the model's parameters.
-            params: The model's parameters, as this device has them.
-            *args: What else it takes.
-            remat: What is kept for the backward pass: a key of `REMAT`.
+        `params` are the model's parameters, as this device has them; `remat`, a key of `REMAT`,
+        says what is kept for the backward pass.
         """
         shardings = {name: self._shardings(name) for name in names}
         shards = {name: params[name] for name in names}
@@ -84,20 +80,12 @@ class Units:
         remat: str,
         unroll: int = 1,
     ) -> Any:
-        """Runs a stack: units of one shape, one after the other.
+        """Runs a stack: units of one shape, stacked along dim 0, one after the other.
 
-        Args:
-            function: (unsharded parameters of one unit, carry, its part of `each`) -> carry. With
-                `prefetch` it closes over nothing that is differentiated.
-            name: Key of the stack in the model's parameters, whose arrays are stacked along dim 0.
-            params: As in `run`.
-            carry: What the first unit takes.
-            each: Further inputs, stacked along dim 0, not differentiated.
-            remat: As in `run`.
-            unroll: Units in one turn of the loop.
-
-        Raises:
-            UsageError: `prefetch` with another `remat` than 'full'.
+        `function` is (unsharded parameters of one unit, carry, its part of `each`) -> carry. With
+        `prefetch`, which needs `remat` 'full', it closes over nothing that is differentiated.
+        `each` has further inputs, stacked along dim 0 and not differentiated; `unroll` units are
+        one turn of the loop.
         """
         gather, stack = self.gather, params[name]
         shardings = jax.tree.map(_of_one, self._shardings(name)) if gather else None
@@ -124,15 +112,10 @@ class Units:
         pieces: int,
         remat: str,
     ) -> Any:
-        """Runs a function on a table's rows in pieces, each a unit by itself.
+        """Runs a function on a table's rows in `pieces` of equal size, each a unit by itself.
 
-        Args:
-            function: (unsharded rows of the piece, carry, number of the piece) -> carry.
-            name: Key of the table in the model's parameters.
-            params: As in `run`.
-            carry: What the first call takes.
-            pieces: How many, of equal size; the last one is padded with rows of zeros.
-            remat: As in `run`.
+        `function` is (unsharded rows of the piece, carry, number of the piece) -> carry. The last
+        piece is padded with rows of zeros.
         """
         table, units, shardings = params[name], self, self._shardings(name)
         if self.gather is not None and _only(shardings).dim == 0:
@@ -142,9 +125,6 @@ class Units:
 
         size = -(-_only(table).shape[0] // pieces)
 
-        def piece_of(sharding: LeafSharding) -> LeafSharding:
-            return dataclasses.replace(sharding, shape=(size, *sharding.shape[1:]))
-
         def cut(x: jax.Array) -> jax.Array:
             missing = pieces * size - x.shape[0]
             padded = jnp.pad(x, [(0, missing), *[(0, 0)] * (x.ndim - 1)]) if missing else x
@@ -153,25 +133,18 @@ class Units:
         def on_piece(rows: PyTree, carry: Any, number: jax.Array) -> Any:
             return function(_only(rows), carry, number)
 
-        shardings = jax.tree.map(piece_of, shardings)
-        return units._loop(
-            on_piece, shardings, jax.tree.map(cut, table), carry, jnp.arange(pieces), remat, 1
+        shardings = jax.tree.map(
+            lambda p: dataclasses.replace(p, shape=(size, *p.shape[1:])), shardings
         )
+        table = jax.tree.map(cut, table)
+        return units._loop(on_piece, shardings, table, carry, jnp.arange(pieces), remat, 1)
 
     def look_up(self, name: str, params: PyTree, indices: jax.Array, dtype: Any) -> jax.Array:
-        """Rows of a table.
+        """Rows of a table (rows, features): (..., features), for integers `indices` (...).
 
         A table that is sharded by feature, and has more rows than this device looks up, is not
-        gathered: indices are gathered, and rows are exchanged, which is less.
-
-        Args:
-            name: Key of the table in the model's parameters: one array (rows, features).
-            params: As in `run`.
-            indices: (...) integers.
-            dtype: dtype of the result; gradients are added up in float32.
-
-        Returns:
-            (..., features).
+        gathered: indices are gathered, and rows are exchanged, which is less. Gradients are added
+        up in float32, whatever `dtype` the result has.
         """
         if self.look_up_sharded is not None:
             sharding = _only(self._shardings(name))
@@ -208,12 +181,9 @@ class Units:
     def _rematerialised(
         self, function: Callable[..., Any], shardings: PyTree, remat: str
     ) -> Callable[..., Any]:
-        gather = self.gather
+        gather, policy = self.gather, REMAT[remat]
         if gather is None:
-            if remat == "none":
-                return function
-            return jax.checkpoint(function, policy=REMAT[remat])
-        policy = REMAT[remat]
+            return function if remat == "none" else jax.checkpoint(function, policy=policy)
         if self.keep:
             policy = functools.partial(keep_gathered, policy)
 
@@ -231,6 +201,5 @@ def _only(tree: PyTree) -> Any:
 
 def _of_one(stacked: LeafSharding) -> LeafSharding:
     """The sharding of one unit of a stack."""
-    return dataclasses.replace(
-        stacked, shape=stacked.shape[1:], dim=None if stacked.dim is None else stacked.dim - 1
-    )
+    dim = None if stacked.dim is None else stacked.dim - 1
+    return dataclasses.replace(stacked, shape=stacked.shape[1:], dim=dim)

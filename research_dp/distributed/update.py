@@ -24,35 +24,16 @@ from research_dp.argument_types import (
     Placeable,
     TracedNorm,
     Transform,
-    has_attributes,
 )
-from research_dp.distributed import buckets
-from research_dp.distributed.collectives import (
-    PLAIN,
-    Axes,
-    Reduction,
-    axes_size,
-    flat_axes,
-    takes,
-)
-from research_dp.distributed.gradient_means import (
-    averaged_axes,
-    local_gradient,
-    refuse_divided_twice,
-)
+from research_dp.distributed import buckets, gradient_means, sharding
+from research_dp.distributed.collectives import PLAIN, Axes, Reduction, axes_size, flat_axes, takes
 from research_dp.distributed.gradient_sync import mean_shards
 from research_dp.distributed.mesh import FSDP_AXIS
 from research_dp.distributed.norms import clip_factor, norm_of_blocks
-from research_dp.distributed.optimizer import Optimizer
+from research_dp.distributed.optimizer import AnOptimizer, Optimizer
 from research_dp.distributed.optimizer_checks import check_elementwise
 from research_dp.distributed.optimizer_state import OptaxAdapter, check_slice_axes
-from research_dp.distributed.sharding import (
-    LeafSharding,
-    by_path,
-    infer_flat_sharding,
-    path_name,
-    shardings_like,
-)
+from research_dp.distributed.sharding import LeafSharding, by_path, path_name
 from research_dp.distributed.vma import bound_axes, is_replicated, is_tracked
 from research_dp.errors import UsageError
 
@@ -66,9 +47,7 @@ Group = AxisNames | None
 def fsdp_apply_gradients(
     gradients: Numbers,
     parameters: Placeable,
-    optimizer: Annotated[
-        Optimizer, has_attributes(("apply_gradients",), "OptaxAdapter(transform, state)")
-    ],
+    optimizer: AnOptimizer,
     fsdp_group: Group = None,
     dp_group: Group = None,
     communication_size: int = buckets.DEFAULT_BUCKET_BYTES,
@@ -79,7 +58,7 @@ def fsdp_apply_gradients(
     pre_divide: bool = False,
     loss: Number | None = None,
     reduction: Reduction = PLAIN,
-    shardings: Annotated[PyTree, shardings_like("gradients")] | None = None,
+    shardings: Annotated[PyTree, sharding.shardings_like("gradients")] | None = None,
     averaged: bool = False,
 ) -> PyTree:
     """One optimizer step whose gradients and optimizer state are sharded over devices.
@@ -131,12 +110,11 @@ def fsdp_apply_gradients(
     del communication_stream  # there is none to choose
     params = by_path(parameters)
     sums: dict[str, Any] = {"dtype": dtype, "pre_divide": pre_divide}
-    grads: Mapping[str, jax.Array]
     if shardings is None:
         fsdp, dp = _groups(fsdp_group, dp_group)
         axes = fsdp + dp
         grads = _local_gradients(gradients, params, loss, axes, **sums)
-        layout = infer_flat_sharding(grads, axes_size(fsdp))
+        layout = sharding.infer_flat_sharding(grads, axes_size(fsdp))
     else:
         axes = tuple(axis for axis in bound_axes() if axes_size((axis,)) > 1)
         fsdp = tuple(axis for axis in axes if axis == FSDP_AXIS)
@@ -144,7 +122,7 @@ def fsdp_apply_gradients(
         grads, layout = by_path(gradients), by_path(shardings)
     if not averaged:
         sums |= {"bucket_bytes": communication_size}
-        grads = mean_shards(dict(grads), dict(layout), fsdp, dp, axes, reduction, **sums)
+        grads = mean_shards(grads, layout, fsdp, dp, axes, reduction, **sums)
     norm = None
     if max_norm is not None:
         over = {name: fsdp if p.dim is not None else () for name, p in layout.items()}
@@ -155,7 +133,6 @@ def fsdp_apply_gradients(
         grads = {name: g.astype(params[name].dtype) for name, g in grads.items()}
         _check_optimizer(optimizer, gradients, params, layout)
     params = {name: jnp.asarray(params[name]) for name in grads}
-    layout = dict(layout)
     shards = buckets.shard_tree(params, layout, axis=fsdp)
     new = by_path(optimizer.apply_gradients(_like(gradients, grads), _like(gradients, shards)))
     if {n: x.shape for n, x in new.items()} != {n: x.shape for n, x in shards.items()}:
@@ -210,14 +187,8 @@ def fsdp_update(
 ) -> tuple[PyTree, ...]:
     """`fsdp_apply_gradients` as a pure function of an Optax transform and its state.
 
-    Args:
-        gradients: As there.
-        parameters: As there.
-        transform: An elementwise Optax transform.
-        opt_state: This device's slices of its state: what `shard_map` makes of `slice_state` by
-            `slice_specs`.
-        max_norm: As there.
-        **options: The others, as there.
+    `transform` is elementwise; `opt_state` has this device's slices of its state: what `shard_map`
+    makes of `slice_state` by `slice_specs`. Other arguments are as there.
 
     Returns:
         (parameters, opt_state), and with `max_norm` the norm as a third.
@@ -265,28 +236,26 @@ def _local_gradients(
     **sums: Any,
 ) -> dict[str, jax.Array]:
     """Gradients by path, checked, such that their mean over `axes` is the right one."""
-    done = averaged_axes(loss, axes)
+    done = gradient_means.averaged_axes(loss, axes)
     left = tuple(axis for axis in axes if axis not in done and is_tracked(axis))
     local = {}
     for name, g in by_path(gradients).items():
         g = jnp.asarray(g)
-        _check_gradient(name, g, params)
-        refuse_divided_twice(name, g.shape, [a for a in done if not is_replicated(g, a)])
-        local[name], _ = local_gradient(g, left, path=name, fresh=loss is not None, **sums)
+        if name not in params:
+            raise UsageError(
+                f"gradient {name!r} has no parameter of that path; there are {list(params)[:5]}"
+                f"{' and more' if len(params) > 5 else ''}."
+            )
+        if g.shape != (shape := jnp.shape(params[name])):
+            raise UsageError(f"gradient {name!r} has shape {g.shape}, its parameter {shape}.")
+        if not jnp.issubdtype(g.dtype, jnp.floating):
+            raise UsageError(
+                f"gradient {name!r} has dtype {g.dtype}; leave out what is not trained: parameters "
+                "without a gradient are returned as they are."
+            )
+        divided = [axis for axis in done if not is_replicated(g, axis)]
+        gradient_means.refuse_divided_twice(name, g.shape, divided)
+        local[name], _ = gradient_means.local_gradient(
+            g, left, path=name, fresh=loss is not None, **sums
+        )
     return local
-
-
-def _check_gradient(name: str, g: jax.Array, params: Mapping[str, jax.Array]) -> None:
-    if name not in params:
-        raise UsageError(
-            f"gradient {name!r} has no parameter of that path; there are {list(params)[:5]}"
-            f"{' and more' if len(params) > 5 else ''}."
-        )
-    shape = jnp.shape(params[name])
-    if g.shape != shape:
-        raise UsageError(f"gradient {name!r} has shape {g.shape}, its parameter {shape}.")
-    if not jnp.issubdtype(g.dtype, jnp.floating):
-        raise UsageError(
-            f"gradient {name!r} has dtype {g.dtype}; leave out what is not trained: parameters "
-            "without a gradient are returned as they are."
-        )

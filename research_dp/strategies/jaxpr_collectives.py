@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.interpreters import partial_eval
 
-from research_dp.distributed.jaxprs import walk
+from research_dp.distributed.jaxpr import walk
 from research_dp.strategies import Strategy
 
 _KINDS = {

@@ -17,7 +17,7 @@ import flax
 import jax
 from jax.extend.core import jaxprs_in_params
 
-from research_dp.deterministic.param_only_ops import Callers, Source, operations, trace_sources
+from research_dp.distributed.jaxpr import Callers, Source, trace_sources, walk
 from research_dp.distributed.mesh import batch_devices
 from research_dp.distributed.units import Units
 from research_dp.errors import some_of
@@ -54,7 +54,7 @@ def split_draws(spec: TrainSpec, strategy: Strategy) -> DrawReport | None:
         return None
     # Building the strategy has cached this trace.
     program = jax.make_jaxpr(strategy.train_step)(strategy.abstract_state, strategy.abstract_batch)
-    if not any(e.primitive.name in _DRAWS for e in operations(program.jaxpr)):
+    if not any(e.primitive.name in _DRAWS for e, _ in walk(program.jaxpr)):
         return None
     alone = spec.batch_size // spec.accumulation_steps
     local = alone // batch_devices(strategy.mesh)
@@ -115,7 +115,7 @@ def _draws(spec: TrainSpec, strategy: Strategy, rows: int) -> Sequence[_Draw]:
             turns = _turns(callers, equation)
             draws[place] = [_draw(equation, turns, given[0] is None, _where(first))]
             return
-        inner = [e for jaxpr in jaxprs_in_params(equation.params) for e in operations(jaxpr)]
+        inner = [e for jaxpr in jaxprs_in_params(equation.params) for e, _ in walk(jaxpr)]
         if drawing := [e for e in inner if e.primitive.name in _DRAWS]:
             draws[place] = [_draw(e, (), None in given, _where(first)) for e in drawing]
 

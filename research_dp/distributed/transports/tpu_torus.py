@@ -20,7 +20,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from research_dp.distributed.collectives import PLAIN, Reduction
-from research_dp.distributed.padding import pad_to_multiple
+from research_dp.distributed.sharding import pad_to_multiple
 from research_dp.errors import UsageError
 
 # TPU memory has tiles of 8 rows of 128 elements; flat blocks are padded to a multiple.
@@ -35,10 +35,7 @@ def torus_reduction(*, mesh: Mesh) -> Reduction:
     all-reduce. But its collectives are more and smaller, and each waits for the one before.
 
     Args:
-        mesh: The strategy's mesh.
-
-    Raises:
-        UsageError: The devices of the mesh are no TPUs.
+        mesh: The strategy's mesh, of TPUs.
     """
     if any(not hasattr(device, "coords") for device in mesh.devices.flat):
         kind = mesh.devices.flat[0].device_kind

@@ -1,9 +1,4 @@
-"""Which parameters a function computes with alone, before any example comes in.
-
-What it makes of parameters alone is the same for each logical shard of a device: a compiler may do
-it once for all, or anew beside each use, and round otherwise. Parameters that go straight into
-operations with examples leave it no choice.
-"""
+"""Walks through traced programs: their operations, and what each one's arguments are made of."""
 
 from __future__ import annotations
 
@@ -12,60 +7,26 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Literal, jaxprs_in_params
 
-# Operations that only move numbers: the same bits wherever they are done.
-_MOVES = frozenset(
-    (
-        *("broadcast_in_dim", "concatenate", "copy", "dynamic_slice", "expand_dims", "gather"),
-        *("iota", "name", "pad", "reshape", "rev", "select_n", "slice", "split", "squeeze"),
-        "transpose",
-    )
-)
 # What a value is made of: the places of the parameters; None: of the examples too.
 Source = frozenset[int] | None
-Callers = tuple[Any, ...]
+Callers = tuple[Any, ...]  # operations whose programs an operation is in, the outermost first
 Visit = Callable[[Any, Sequence[Source], Callers], None]
 
 
-def operations(jaxpr: Any) -> Iterator[Any]:
+def walk(jaxpr: Any, callers: Callers = ()) -> Iterator[tuple[Any, Callers]]:
     """All operations of a program and of the programs inside, each before those inside it."""
     for equation in jaxpr.eqns:
-        yield equation
+        yield equation, callers
         for inner in jaxprs_in_params(equation.params):
-            yield from operations(inner)
-
-
-def worked_on_alone(program: ClosedJaxpr, count: int) -> list[bool]:
-    """Whether a program computes with a parameter alone, for each of its first `count` arguments.
-
-    Alone or with other parameters and constants; also in derivatives that it takes. Where that is
-    not known, as of kernels and loops of unknown length, it is assumed.
-
-    Args:
-        program: Its further arguments are the examples'; what it closes over is a constant.
-        count: How many parameters it has.
-    """
-    alone: set[int] = set()
-
-    def visit(equation: Any, given: Sequence[Source], callers: Callers) -> None:
-        del callers
-        opaque = any(True for _ in jaxprs_in_params(equation.params))
-        if opaque or (None not in given and equation.primitive.name not in _MOVES):
-            alone.update(*(one for one in given if one is not None))
-
-    trace_sources(program, count, visit)
-    return [i in alone for i in range(count)]
+            yield from walk(inner, (*callers, equation))
 
 
 def trace_sources(program: ClosedJaxpr, count: int, visit: Visit) -> None:
     """Calls a function for each operation of a program, with what its arguments are made of.
 
-    Programs of calls and of loops of known length are entered; a loop's more than once, until the
-    sources of its carry are known. Other operations that have programs are visited themselves.
-
-    Args:
-        program: Its first arguments are the parameters, the others the examples'.
-        count: How many parameters it has.
-        visit: (operation, sources of its arguments, operations whose programs it is in).
+    The program's first `count` arguments are the parameters, the others the examples'. Programs of
+    calls and of loops of known length are entered; a loop's more than once, until the sources of
+    its carry are known. Other operations that have programs are visited themselves.
     """
     own: list[Source] = [frozenset((i,)) for i in range(count)]
     _follow(program.jaxpr, own + [None] * (len(program.in_avals) - count), visit, ())
@@ -107,11 +68,10 @@ def _through_loop(
     while True:
         results = _follow(body, given, visit, callers)
         before = given[first : first + count]
-        carry = [_joined(*pair) for pair in zip(before, results[:count], strict=True)]
+        carry = [
+            None if one is None or other is None else one | other
+            for one, other in zip(before, results[:count], strict=True)
+        ]
         if carry == before:
             return carry + results[count:]
         given = [*given[:first], *carry, *given[first + count :]]
-
-
-def _joined(one: Source, other: Source) -> Source:
-    return None if one is None or other is None else one | other
