@@ -1,5 +1,6 @@
 """The four slots: their functions are the seeds', and functions of others fill them unchanged."""
 
+import contextlib
 import dataclasses
 import functools
 
@@ -13,7 +14,9 @@ from jax import lax
 
 import research_dp as rdp
 from examples.error_feedback import ErrorFeedback
-from research_dp.strategies import TrainSpec
+from research_dp.strategies import TrainSpec, slots
+from research_dp.training.checkpoint import Checkpoints
+from research_dp.training.manifest import Progress
 
 STEPS = 3
 
@@ -196,3 +199,36 @@ def test_an_engine_that_keeps_no_state_says_so():
 def test_a_gather_carries_no_state():
     with pytest.raises(rdp.UsageError, match=r"gather = .*ErrorFeedback.*give a function"):
         dataclasses.replace(recipe_of("fsdp"), gather=ErrorFeedback())
+
+
+def saved_and_restored(tmp_path, devices):
+    """A state with slots, saved on eight devices and restored on others."""
+    strategy = dataclasses.replace(recipe_of("ddp"), sync=ErrorFeedback()).build(spec())
+    state = strategy.init(jax.random.key(0))
+    state, _ = strategy.train_step(state, strategy.place_batch(examples(0, BATCH)))
+    progress = Progress(batch_size=BATCH, seed=0, order="", window={})
+    with contextlib.closing(Checkpoints(tmp_path)) as checkpoints:
+        checkpoints.save(state, 1, progress, origin={})
+    mesh = rdp.make_mesh({"data": devices}, devices=jax.devices()[:devices])
+    config = dataclasses.replace(recipe_of("ddp"), sync=ErrorFeedback(), mesh=mesh)
+    other = config.build(spec())
+    with contextlib.closing(Checkpoints(tmp_path)) as checkpoints:
+        resize = functools.partial(slots.resize, other.config, other.abstract_state)
+        restored, _ = checkpoints.restore(other.abstract_state, resize=resize)
+    return state, restored
+
+
+def test_state_is_restored_bit_for_bit(tmp_path):
+    state, restored = saved_and_restored(tmp_path, 8)
+    jax.tree.map(np.testing.assert_array_equal, restored, state)
+
+
+def test_on_other_devices_the_object_says_what_becomes_of_its_state(tmp_path):
+    state, restored = saved_and_restored(tmp_path, 4)
+
+    def check(before, after):
+        assert after.sharding.shard_shape(after.shape) == (1, *before.shape[1:])
+        np.testing.assert_allclose(after, np.stack([np.mean(before, 0)] * 4), rtol=1e-6)
+
+    jax.tree.map(check, state.slots, restored.slots)
+    jax.tree.map(np.testing.assert_array_equal, restored.params, state.params)

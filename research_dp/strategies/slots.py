@@ -15,11 +15,13 @@ a strategy decides comes by keyword, to functions that declare it by `collective
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 
 from research_dp.distributed.boxed import unboxed
 from research_dp.distributed.mesh import FSDP_AXIS
@@ -104,6 +106,22 @@ def stateful(config: StrategyConfig) -> dict[str, Stateful]:
     """The slots that carry state, by name."""
     filled = {"sync": config.sync, "update": config.update}
     return {name: slot for name, slot in filled.items() if isinstance(slot, Stateful)}
+
+
+def resize(config: StrategyConfig, abstract_state: Any, state: Any) -> Any:
+    """A state whose slots may be those of another number of devices, for `abstract_state`'s.
+
+    Raises:
+        UsageError: A slot cannot be continued there, as its `resize` says.
+    """
+    resized = {}
+    for name, slot in stateful(config).items():
+        expected, resized[name] = abstract_state.slots[name], state.slots[name]
+        if jax.tree.map(jnp.shape, resized[name]) != jax.tree.map(jnp.shape, expected):
+            devices = math.prod(config.mesh.shape[axis] for axis in slot.differs_over)
+            shardings = jax.tree.map(lambda x: x.sharding, expected)
+            resized[name] = jax.device_put(slot.resize(resized[name], devices), shardings)
+    return state._replace(slots=resized or ())
 
 
 def call_in(

@@ -45,9 +45,14 @@ class Checkpoints:
         self._failed = False
 
     def restore(
-        self, abstract_state: TrainState, check: Callable[[Manifest], None] = lambda manifest: None
+        self,
+        abstract_state: TrainState,
+        check: Callable[[Manifest], None] = lambda manifest: None,
+        resize: Callable[[TrainState], TrainState] = lambda state: state,
     ) -> tuple[TrainState, Manifest] | None:
         """The newest intact state, on the shardings of `abstract_state`, and its manifest, or None.
+
+        `resize` is given a state whose slots may be those of another number of devices.
 
         A damaged checkpoint is reported and moved aside, so that its step can be saved again.
         UsageError: it is of another model or optimizer, none can be read, or `check` raised it.
@@ -58,7 +63,7 @@ class Checkpoints:
         # Those that process 0 sees, newest first.
         for step in reversed(json.loads(texts_of_all(json.dumps(steps_in(self._folder)))[0])):
             try:
-                restored = self._restore(step, abstract_state, check)
+                restored = self._restore(step, abstract_state, check, resize)
             except Damaged as error:
                 damaged[step] = str(error)
                 self._say(f"The checkpoint of step {step} is damaged: {error}")
@@ -90,22 +95,27 @@ class Checkpoints:
         return (self._folder / files.NOTHING_SAVED).is_file()
 
     def _restore(
-        self, step: int, abstract_state: TrainState, check: Callable[[Manifest], None]
+        self,
+        step: int,
+        abstract_state: TrainState,
+        check: Callable[[Manifest], None],
+        resize: Callable[[TrainState], TrainState],
     ) -> tuple[TrainState, Manifest]:
         folder = self._folder / str(step)
         manifest = _in_all_processes(lambda: checkpoint_files.read_manifest(folder))
         if manifest.step != step:
             raise Damaged(f"its manifest is of step {manifest.step}")
-        if difference := manifest.difference(abstract_state):
+        as_saved = manifest.with_saved_slots(abstract_state)
+        if difference := manifest.difference(as_saved):
             raise UsageError(
                 f"the checkpoint {folder} is of another model or optimizer: {difference}. "
                 "Use another --workdir, or the configuration in its config.gin."
             )
         check(manifest)
-        state = _in_all_processes(lambda: orbax_io.read_state(folder, abstract_state))
+        state = _in_all_processes(lambda: orbax_io.read_state(folder, as_saved))
         if mismatch := manifest.mismatch(state):
             raise Damaged(mismatch)
-        return state, manifest
+        return resize(state), manifest
 
     def save(
         self, state: TrainState, step: int, progress: Progress, origin: Mapping[str, Any]

@@ -15,7 +15,7 @@ import research_dp.training.optimizers  # noqa: F401  (registers Optax with gin)
 from research_dp.argument_checks import annotation_of, check_arguments, checked
 from research_dp.argument_types import Count, CountOrZero, Positive, Seed
 from research_dp.errors import UsageError
-from research_dp.strategies import Strategy, StrategyConfig, TrainSpec, TrainState
+from research_dp.strategies import Strategy, StrategyConfig, TrainSpec, TrainState, slots
 from research_dp.strategies.rng import init_key
 from research_dp.training import files, resume
 from research_dp.training.checkpoint import Checkpoints
@@ -163,7 +163,8 @@ def _restore(
     bound_at: Callable[[str], str | None] | None,
 ) -> tuple[TrainState, Manifest] | None:
     """The newest state that the run may resume; prints what changed since it was saved."""
-    restored = checkpoints.restore(built.abstract_state, check)
+    resize = functools.partial(slots.resize, built.config, built.abstract_state)
+    restored = checkpoints.restore(built.abstract_state, check, resize)
     if restored is None:
         resume.check_new(folder, checkpoints.saved_nothing(), gin.config_str())
         return None

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from research_dp.distributed.checksum import tree_checksums
-from research_dp.distributed.sharding import by_path
+from research_dp.distributed.sharding import by_path, path_name
 from research_dp.errors import UsageError, some_of
 from research_dp.training.metrics import Sums
 from research_dp.types import DataIdentity
@@ -127,6 +128,22 @@ class Manifest:
             },
             origin=content["origin"],
         )
+
+    def with_saved_slots(self, abstract_state: Any) -> Any:
+        """The state with slots as they were saved, on another number of devices, say.
+
+        Their arrays are replicated if their first dim was another one.
+        """
+
+        def as_saved(keys: Any, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            saved = self.leaves.get(f"slots/{path_name(keys)}")
+            if saved is None or saved.shape == x.shape or saved.shape[1:] != x.shape[1:]:
+                return x
+            sharding = NamedSharding(x.sharding.mesh, PartitionSpec())
+            return jax.ShapeDtypeStruct(saved.shape, x.dtype, sharding=sharding)
+
+        slots = jax.tree_util.tree_map_with_path(as_saved, abstract_state.slots)
+        return abstract_state._replace(slots=slots)
 
     def difference(self, abstract_state: Any) -> str | None:
         """The first array, parameters first, whose shape or dtype differs; None: all agree."""
