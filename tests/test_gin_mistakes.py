@@ -348,7 +348,7 @@ def test_scopes_that_share_a_binding_are_both_followed():
         "convnet.dtype = %LEAF",
         "LEAF = 'bfloat16'",
         "a/shard_params.min_weight_size = 1024",
-        "data_parallel.shard = @a/largest_dim",
+        "data_parallel.shard = @a/shard_params",
     ]
     config = load(["gin/runs/digits.gin"], bindings, allow_unused=True)
     assert config.origin("convnet.dtype")
