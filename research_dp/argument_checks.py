@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections.abc
 import contextlib
+import dataclasses
 import functools
 import inspect
 import types
@@ -110,7 +111,7 @@ def annotation_of(function: Callable[..., Any], name: str) -> Any:
     code = inspect.unwrap(function)
     if inspect.isclass(code):
         if name == "return":
-            return code
+            return code if dataclasses.is_dataclass(code) else Any
         code = inspect.unwrap(code.__init__)
     text = getattr(code, "__annotations__", {}).get(name, Any)
     if not isinstance(text, str):
