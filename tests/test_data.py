@@ -276,9 +276,9 @@ def test_tf_data_continues_and_is_shared_out(tfrecord_dir):
 def test_what_is_read_without_tensorflow_does_not_import_it(raw, data_dir):
     program = (
         "import sys\n"
-        "from research_dp.data import builders, identity\n"
+        "from research_dp.data import builders, tfds\n"
         f"builder = builders.find_builder('digits', {str(data_dir)!r})\n"
-        "assert identity.identity_of(builder, ['train']).splits['train'].examples == 1437\n"
+        "assert tfds.identity_of(builder, ['train']).splits['train'].examples == 1437\n"
         "print('tensorflow' in sys.modules)"
     )
     assert output(program).strip() == "False"
