@@ -112,7 +112,8 @@ class Checkpoints:
                 "Use another --workdir, or the configuration in its config.gin."
             )
         check(manifest)
-        state = _in_all_processes(lambda: orbax_io.read_state(folder, as_saved))
+        fields = _in_all_processes(lambda: orbax_io.read_state(folder, _fields(as_saved)))
+        state = TrainState(**fields)
         if mismatch := manifest.mismatch(state):
             raise Damaged(mismatch)
         return resize(state), manifest
@@ -138,7 +139,8 @@ class Checkpoints:
             if jax.process_index() == 0:
                 checkpoint_files.clear_temporary(self._folder, step)
             args = ocp.args.Composite(
-                state=ocp.args.PyTreeSave(state), manifest=ocp.args.JsonSave(manifest.as_json())
+                state=ocp.args.PyTreeSave(_fields(state)),
+                manifest=ocp.args.JsonSave(manifest.as_json()),
             )
             self._checkpointer.save(orbax_io.literal(self._folder / str(step)), args=args)
             self._pending = step, self._thread.submit(self._complete, step, writing.pop_all())
@@ -196,6 +198,11 @@ class Checkpoints:
             raise RunFailure(
                 f"saving step {step} in {self._folder} failed: {orbax_io.reason(error)}. {left}"
             ) from error
+
+
+def _fields(state: TrainState) -> dict[str, Any]:
+    """A state by field; without slots if none carries state, as states had none at first."""
+    return {name: x for name, x in state._asdict().items() if name != "slots" or x != ()}
 
 
 def _in_all_processes(read: Callable[[], T]) -> T:
