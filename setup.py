@@ -74,7 +74,9 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["research_dp", "research_dp.*"]),
-    package_data={"research_dp": ["py.typed", "distributed/hardware.toml"]},
+    package_data={
+        "research_dp": ["py.typed", "distributed/hardware.toml", "certification/costs.toml"]
+    },
     cmdclass={"build_py": BuildWithGinFiles},
     install_requires=INSTALL_REQUIRES,
     extras_require=EXTRAS,

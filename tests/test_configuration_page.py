@@ -21,9 +21,7 @@ def test_outputs_are_real(number, command):
         found = list(BLOCK.finditer(text))[number]
         PAGE.write_text(text[: found.start(3)] + real + text[found.end(3) :])
         shown = real
-    assert comparable(shown) == comparable(real), (
-        "if this is meant: UPDATE_GOLDEN=1 pytest tests/test_configuration_page.py"
-    )
+    assert comparable(shown) == comparable(real), "if this is meant: python tools/generate.py"
 
 
 def comparable(text):

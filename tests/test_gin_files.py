@@ -56,7 +56,7 @@ def test_files_after_the_run_commute_where_they_bind_different_things():
     for order in itertools.permutations(parts):
         load.reset()
         config = load.load(["gin/runs/digits.gin", *order], complete=True)
-        assert config.origin("data_parallel.name") == "gin/strategies/zero1.gin:6"
+        assert config.origin("data_parallel.name") == "gin/strategies/zero1.gin:8"
         texts.add(gin.config_str())
     assert len(texts) == 1
 

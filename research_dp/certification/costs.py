@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.resources
+import tomllib
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -16,23 +18,14 @@ from research_dp.strategies import Strategy, TrainSpec, jaxpr_collectives
 class Row(NamedTuple):
     """A row of the table."""
 
-    formula: str  # of the bytes sent
+    wire_bytes: str  # a formula
     params: str  # how each device stores them, and the optimizer state
     opt_state: str
 
 
-_ALL, _SHARD = "replicated", "sharded"
+_COSTS = (importlib.resources.files("research_dp.certification") / "costs.toml").read_text()
 # P are the sharded parameters; the few that stay replicated are all-reduced, 2 P f.
-TABLE = {
-    "single": Row("0", _ALL, _ALL),
-    "ddp": Row("2 P f", _ALL, _ALL),
-    "pmap": Row("2 P f", _ALL, _ALL),
-    "zero1": Row("2 P f", _ALL, _SHARD),
-    "zero2": Row("(k + 1) P f", _ALL, _SHARD),
-    "fsdp": Row("3 k P f", _SHARD, _SHARD),
-    "fsdp_keep": Row("2 P f", _SHARD, _SHARD),
-    "hsdp": Row("3 k P f inside, 2 P / s across", _SHARD, _SHARD),
-}
+TABLE = {name: Row(**row) for name, row in tomllib.loads(_COSTS).items()}
 _METRICS = 256  # bytes that metrics may add
 
 
@@ -68,7 +61,7 @@ def costs(strategy: Strategy, spec: TrainSpec) -> Iterator[Cost]:
         limit, source = None, f"of {total:,} in all"
         if row:
             sharding = getattr(row, part)
-            limit = (shard if sharding == _SHARD else 1.0) * total + _METRICS
+            limit = (shard if sharding == "sharded" else 1.0) * total + _METRICS
             source = f"{sharding}, {source}"
         yield Cost(f"{name} a device", measured, limit, source)
 
@@ -81,7 +74,7 @@ def _bytes_sent(strategy: Strategy, spec: TrainSpec, row: Row | None) -> Cost:
     elif row is not None:
         try:
             limit = min_wire_bytes(strategy, spec) + _other_bytes(strategy, spec)
-            source = f"{row.formula} of the table"
+            source = f"{row.wire_bytes} of the table"
         except NotImplementedError:
             source = "a slot is bound in a gin scope of its own; not compared with the table"
     return Cost("bytes sent a step", sum(one.wire_bytes for one in sent), limit, source)

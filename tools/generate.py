@@ -1,0 +1,45 @@
+"""Writes all pages, tables and records that are made from the code and the gin files.
+
+python tools/generate.py [--check]
+
+- docs/gin.md: what gin files can name;
+- docs/api.md: the table of public names;
+- README.md: the table of strategies; research_dp/certification/costs.toml: what each may cost;
+- docs/configuration.md: what its commands print; tests/golden/: the shipped configurations, and the
+  names that users depend on.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import api_page
+import gin_page
+import strategy_table
+
+ROOT = Path(__file__).resolve().parents[1]
+TESTS = ["test_gin_files.py", "test_configuration_page.py", "test_interface.py"]
+
+
+def main() -> int:
+    """Writes everything, or checks the pages and tables; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a page is not current")
+    check = parser.parse_args().check
+    pages = strategy_table.pages() | gin_page.pages() | api_page.pages()
+    stale = [path for path, text in pages.items() if not path.exists() or path.read_text() != text]
+    for path in stale:
+        print(f"{path.relative_to(ROOT)}: {'not current' if check else 'written'}")
+        if not check:
+            path.write_text(pages[path])
+    if check:
+        return int(bool(stale))
+    # These tests run commands, and record what they print.
+    words = [sys.executable, "-m", "pytest", "-q", "-m", "", *(f"tests/{name}" for name in TESTS)]
+    return subprocess.run(words, cwd=ROOT, env={**os.environ, "UPDATE_GOLDEN": "1"}).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
