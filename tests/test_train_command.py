@@ -73,9 +73,14 @@ def killed_once_saved(command, folder, *flags):
     assert not (folder / "summary.json").exists()
 
 
-def test_killed_and_continued_ends_where_an_undisturbed_run_ends(command, tmp_path):
+FEEDBACK = "examples/ddp_error_feedback.gin"  # its slot has a state, which is saved
+
+
+@pytest.mark.parametrize("more", [[], pytest.param([FEEDBACK], marks=pytest.mark.slow)])
+def test_killed_and_continued_ends_where_an_undisturbed_run_ends(command, tmp_path, more):
     flags = [
         *MLP,
+        *(f"--gin_file={file}" for file in more),
         "--gin.train.num_steps=400",
         "--gin.train.checkpoint_every=45",
         "--gin.train.log_every=10",
