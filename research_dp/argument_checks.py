@@ -16,18 +16,19 @@ import gin
 import numpy as np
 
 from research_dp.argument_types import Leaves, described, is_integer, is_number
-from research_dp.errors import UsageError
+from research_dp.errors import binding_error
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_WORDS = {
-    int: "an integer",
-    float: "a number",
-    str: "a string",
-    bool: "True or False",
-    type(None): "None",
+# Type -> what it is in words, its plural, and which values it accepts.
+_SCALARS: dict[Any, tuple[str, str, Callable[[Any], bool]]] = {
+    int: ("an integer", "integers", is_integer),
+    float: ("a number", "numbers", is_number),
+    str: ("a string", "strings", lambda x: isinstance(x, str)),
+    bool: ("True or False", "", lambda x: isinstance(x, bool | np.bool_)),
+    type(None): ("None", "", lambda x: x is None),
+    None: ("None", "", lambda x: x is None),
 }
-_PLURALS = {int: "integers", float: "numbers", str: "strings"}
 CONTAINERS = {
     tuple: "a tuple",
     list: "a list",
@@ -56,12 +57,12 @@ def checked(function: F) -> F:
 def _checked(function: F, title: str) -> F:
     """`checked` of a function that messages call `title`."""
     signature = inspect.signature(function)
-    defaults = {name: p.default for name, p in signature.parameters.items()}
-    required = {name: gin.REQUIRED for name in defaults if defaults[name] is gin.REQUIRED}
+    parameters = signature.parameters.values()
+    required = {p.name: gin.REQUIRED for p in parameters if p.default is gin.REQUIRED}
 
     @functools.cache
     def annotations() -> dict[str, Any]:
-        return {name: annotation_of(function, name) for name in defaults}
+        return {name: annotation_of(function, name) for name in signature.parameters}
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -83,27 +84,20 @@ def check_arguments(
     for name, annotation in annotations.items():
         if name not in arguments or annotation is Any:
             continue
-        binding = f"{function}.{name}"
-        if arguments[name] is gin.REQUIRED:
-            raise UsageError(f"{binding} is missing: give {in_words(annotation)}.", binding=binding)
-        problem = _problem(arguments[name], annotation, arguments)
+        value, options, problem = arguments[name], members(annotation), None
+        trees = [x for part in options for x in limits(part) if isinstance(x, Leaves)]
+        if value is gin.REQUIRED:
+            problem = f" is missing: give {in_words(annotation)}."
+        elif trees:
+            if value is not None or type(None) not in options:
+                problem = trees[0].problem(value, arguments)
+        elif not fits(value, annotation):
+            verb = "use" if choices_of(annotation) else "give"
+            problem = f" = {described(value)}: {verb} {in_words(annotation)}."
+            if inspect.isfunction(value) and not any(map(is_callable, options)):
+                problem = f" is the function {value.__name__} itself. Give {in_words(annotation)}."
         if problem:
-            raise UsageError(binding + problem, binding=binding)
-
-
-def _problem(value: Any, annotation: Any, others: Mapping[str, Any]) -> str | None:
-    """The problem with an argument, worded to follow its name; None if it is accepted."""
-    options = members(annotation)
-    trees = [x for part in options for x in limits(part) if isinstance(x, Leaves)]
-    if trees:
-        optional = value is None and type(None) in options
-        return None if optional else trees[0].problem(value, others)
-    if fits(value, annotation):
-        return None
-    if inspect.isfunction(value) and not any(map(is_callable, options)):
-        return f" is the function {value.__name__} itself. Give {in_words(annotation)}."
-    verb = "use" if choices_of(annotation) else "give"
-    return f" = {described(value)}: {verb} {in_words(annotation)}."
+            raise binding_error(f"{function}.{name}", problem)
 
 
 def annotation_of(function: Callable[..., Any], name: str) -> Any:
@@ -133,12 +127,8 @@ def _fits(value: Any, part: Any) -> bool:
         return all(x.accepts(value) for x in own) if own else fits(value, bare(part))
     if origin is Literal:
         return any(type(value) is type(choice) and value == choice for choice in inner)
-    if part in (int, float):
-        return is_integer(value) if part is int else is_number(value)
-    if part is bool:
-        return isinstance(value, bool | np.bool_)
-    if part is None:
-        return value is None
+    if part in _SCALARS:
+        return _SCALARS[part][-1](value)
     if is_callable(part):
         return callable(value)
     kind = origin or part
@@ -147,17 +137,14 @@ def _fits(value: Any, part: Any) -> bool:
     if kind is collections.abc.Sequence and isinstance(value, str | bytes):
         return False  # a sequence of letters to Python, but a mistake here
     try:
-        if not isinstance(value, kind):
+        is_instance = isinstance(value, kind)
+        if not is_instance or (kind is type and inner and not issubclass(value, inner[0])):
             return False
-        if kind is type and inner:
-            return issubclass(typing.cast(type, value), inner[0])
     except TypeError:  # a class without instance checks, such as a Protocol
         return True
-    return not inner or kind not in CONTAINERS or _elements_fit(value, kind, inner)
-
-
-def _elements_fit(value: Any, kind: Any, inner: tuple[Any, ...]) -> bool:
-    if kind in (dict, collections.abc.Mapping):
+    if not inner or kind not in CONTAINERS:
+        return True
+    if CONTAINERS[kind] == "a dict":
         return all(fits(k, inner[0]) and fits(v, inner[1]) for k, v in value.items())
     if kind is tuple and inner[-1] is not Ellipsis:
         return len(value) == len(inner) and all(map(fits, value, inner))
@@ -167,9 +154,10 @@ def _elements_fit(value: Any, kind: Any, inner: tuple[Any, ...]) -> bool:
 def in_words(annotation: Any) -> str:
     """E.g. 'an integer, or None'."""
     words = words_of(members(annotation))
-    names = {word for word in words if word.isidentifier() and word != "None"}
-    articles = {word: "an " if word[0] in "AEIOU" else "a " for word in names}
-    return ", or ".join(articles.get(word, "") + word for word in words)
+    for index, word in enumerate(words):
+        if word.isidentifier() and word != "None":
+            words[index] = f"{'an' if word[0] in 'AEIOU' else 'a'} {word}"
+    return ", or ".join(words)
 
 
 def words_of(parts: Sequence[Any]) -> list[str]:
@@ -182,15 +170,15 @@ def words_of(parts: Sequence[Any]) -> list[str]:
 def _word(part: Any) -> str:
     origin, inner = typing.get_origin(part), typing.get_args(part)
     if origin is Annotated:
-        texts = [str(x) for x in part.__metadata__ if isinstance(x, str) or hasattr(x, "accepts")]
-        return texts[0] if texts else _word(bare(part))
+        texts = [getattr(x, "description", x) for x in part.__metadata__]
+        return next((text for text in texts if isinstance(text, str)), None) or _word(bare(part))
     if origin in CONTAINERS:
         elements = [bare(x) for x in inner if x is not Ellipsis]
-        plural = _PLURALS.get(elements[0]) if len(elements) == 1 else None
+        plural = _SCALARS[elements[0]][1] if len(elements) == 1 and elements[0] in _SCALARS else ""
         return CONTAINERS[origin] + (f" of {plural}" if plural else "")
     if is_callable(part):
         return "a function"
-    return _WORDS.get(part) or str(getattr(part, "__name__", part))
+    return _SCALARS[part][0] if part in _SCALARS else str(getattr(part, "__name__", part))
 
 
 def members(annotation: Any) -> list[Any]:

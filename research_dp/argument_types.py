@@ -1,7 +1,4 @@
-"""Types of parameters: annotations that say which values are accepted.
-
-`argument_checks.checked` enforces them on the arguments of a function, and messages quote them.
-"""
+"""Types of parameters: annotations that say which values `argument_checks.checked` accepts."""
 
 from __future__ import annotations
 
@@ -23,9 +20,6 @@ class Limit:
     accepts: Callable[[Any], bool]
     description: str
 
-    def __str__(self) -> str:
-        return self.description
-
 
 @dataclasses.dataclass(frozen=True)
 class Leaves:
@@ -37,9 +31,6 @@ class Leaves:
     empty: bool = True  # a tree without leaves is accepted
     counts: str = ""  # what the first dim of every leaf counts; all have the same number
 
-    def __str__(self) -> str:
-        return self.description
-
     def accepts(self, value: Any) -> bool:
         return self.problem(value, {}) is None
 
@@ -49,20 +40,17 @@ class Leaves:
         `others` are all arguments of the call, among them that of parameter `like`.
         """
         if value is None:
-            return f" = None: give {self}."
+            return f" = None: give {self.description}."
         try:
-            flat = [(path_name(p), x) for p, x in jax.tree_util.tree_leaves_with_path(value)]
+            flat = _named_leaves(value)
         except (TypeError, ValueError) as error:  # keys that cannot be sorted
-            return f": it is no pytree ({str(error).splitlines()[0]}). Give {self}."
+            return f": it is no pytree ({str(error).splitlines()[0]}). Give {self.description}."
         for path, leaf in flat:
             if not self.accepts_leaf(leaf):
                 location = f": leaf {path!r} is" if path else " ="
-                return f"{location} {described(leaf)}. Give {self}."
+                return f"{location} {described(leaf)}. Give {self.description}."
         if not flat and not self.empty:
-            return f" = {described(value)} has no leaves. Give {self}."
-        return self._length_problem(flat) or self._path_problem(flat, others)
-
-    def _length_problem(self, flat: Sequence[tuple[str, Any]]) -> str | None:
+            return f" = {described(value)} has no leaves. Give {self.description}."
         lengths = [leaf.shape[0] if leaf.ndim else 0 for _, leaf in flat if self.counts]
         for (path, leaf), length in zip(flat, lengths, strict=False):
             if length == 0 or length != lengths[0]:
@@ -72,20 +60,18 @@ class Leaves:
                     f"{name} of shape {leaf.shape} needs a first dim that counts {self.counts}, "
                     f"at least one{number}."
                 )
-        return None
-
-    def _path_problem(
-        self, flat: Sequence[tuple[str, Any]], others: Mapping[str, Any]
-    ) -> str | None:
-        if not self.like:
-            return None
         paths = [path for path, _ in flat]
-        expected = [path_name(p) for p, _ in jax.tree_util.tree_leaves_with_path(others[self.like])]
+        expected = [path for path, _ in _named_leaves(others[self.like])] if self.like else paths
         if paths == expected:
             return None
         unmatched = [p for p in (*expected, *paths) if (p in expected) != (p in paths)]
         where = (unmatched or ["order of leaves"])[0]
-        return f" differs from {self.like} in {where!r}: give {self}, in the same structure."
+        like = f"{self.description}, in the same structure"
+        return f" differs from {self.like} in {where!r}: give {like}."
+
+
+def _named_leaves(tree: Any) -> list[tuple[str, Any]]:
+    return [(path_name(path), x) for path, x in jax.tree_util.tree_leaves_with_path(tree)]
 
 
 def described(value: Any) -> str:
@@ -143,11 +129,6 @@ def _is_placeable(x: Any) -> bool:
     return is_key or is_array_or_number(x)
 
 
-def is_sizes(x: Any) -> bool:
-    """Whether it is a dict of integers by axis name."""
-    return isinstance(x, Mapping) and all(isinstance(n, str) and is_integer(x[n]) for n in x)
-
-
 def _is_dtype(x: Any) -> bool:
     if isinstance(x, jax.Array | np.ndarray | np.generic):
         return False  # numpy would accept it and use its dtype
@@ -163,10 +144,8 @@ def is_floating_dtype(x: Any) -> bool:
 
 def _is_axes(x: Any, least: int) -> bool:
     """Whether it is the name of an axis, or a (nested) sequence of at least so many names."""
-    if isinstance(x, str):
-        return True
     several = isinstance(x, tuple | list) and len(x) >= least
-    return several and all(_is_axes(name, least) for name in x)
+    return isinstance(x, str) or (several and all(_is_axes(name, least) for name in x))
 
 
 def _is_shape(x: Any) -> bool:
@@ -196,20 +175,8 @@ def _is_traced_norm(x: Any) -> bool:
 def _is_key(x: Any) -> bool:
     if not isinstance(x, jax.Array | np.ndarray):
         return False
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return x.ndim == 0
-    return x.dtype == np.uint32 and x.ndim == 1
-
-
-def at_least(least: int) -> Limit:
-    """Integers from `least` on."""
-    return Limit(lambda x: is_integer(x) and x >= least, f"an integer of at least {least}")
-
-
-def above(bound: float) -> Limit:
-    """Numbers above `bound`."""
-    description = f"a number above {bound}" if bound else "a positive number"
-    return Limit(lambda x: is_number(x) and x > bound, description)
+    is_typed = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return x.ndim == 0 if is_typed else x.dtype == np.uint32 and x.ndim == 1
 
 
 def has_attributes(names: Sequence[str], example: str) -> Limit:
@@ -225,23 +192,23 @@ def arrays_like(parameter: str) -> Leaves:
     return Leaves(is_array, "arrays of numbers", parameter)
 
 
+Count = Annotated[int, Limit(lambda x: is_integer(x) and x >= 1, "an integer of at least 1")]
+CountOrZero = Annotated[int, Limit(lambda x: is_integer(x) and x >= 0, "an integer of at least 0")]
 # JAX drops the bits of a seed above 32 silently.
-SEEDS = Limit(lambda x: is_integer(x) and 0 <= x < 2**32, "an integer from 0 to 2^32 - 1")
-
-Count = Annotated[int, at_least(1)]
-CountOrZero = Annotated[int, at_least(0)]
-Positive = Annotated[float, above(0)]
+Seed = Annotated[
+    int, Limit(lambda x: is_integer(x) and 0 <= x < 2**32, "an integer from 0 to 2^32 - 1")
+]
+Positive = Annotated[float, Limit(lambda x: is_number(x) and x > 0, "a positive number")]
 Fraction = Annotated[float, Limit(lambda x: is_number(x) and 0 <= x <= 1, "a fraction in [0, 1]")]
 DropoutRate = Annotated[float, Limit(lambda x: is_number(x) and 0 <= x < 1, "a fraction in [0, 1)")]
 MaxNorm = Annotated[float, Limit(_is_norm, "a number of at least 0")]
 TracedNorm = Annotated[
     Any, Limit(_is_traced_norm, "a number of at least 0, or a 0-d array of such a number")
 ]
-Seed = Annotated[int, SEEDS]
 Dtype = Annotated[Any, Limit(is_floating_dtype, "a floating-point dtype, e.g. 'bfloat16'")]
 AnyDtype = Annotated[Any, Limit(_is_dtype, "a dtype, e.g. 'bfloat16'")]
 Shape = Annotated[tuple[int, ...], Limit(_is_shape, "a shape, e.g. (8, 16)")]
-Sizes = Annotated[Mapping[str, int], Limit(is_sizes, "a dict of sizes, e.g. {'data': 8}")]
+Sizes = Annotated[Mapping[str, int], "a dict of sizes, e.g. {'data': 8}"]
 Devices = Annotated[Sequence[jax.Device], Limit(_is_devices, "devices, e.g. jax.devices()")]
 AxisName = Annotated[
     str | Sequence[str], Limit(lambda x: _is_axes(x, 1), "the name of a mesh axis, or several")

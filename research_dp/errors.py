@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from research_dp.argument_types import at_least
-
 
 class UsageError(ValueError):
     """A mistake in configuration, flags, data or a checkpoint; commands exit with status 2.
@@ -53,23 +51,3 @@ def check_methods(function: str, target: Any, methods: Sequence[str]) -> None:
     for name in methods:
         if not hasattr(target, name):
             raise UsageError(f"{function}.methods: {target.__name__} has no method {name!r}.")
-
-
-def check_kind(name: str, value: Any, kind: Any, example: str) -> None:
-    """Raises UsageError unless the parameter of a gin name is an instance of a class, or several.
-
-    `example` is such a value as gin files write it.
-    """
-    if isinstance(value, kind):
-        return
-    problem = f" = {value!r}: give e.g. {example}."
-    if callable(value) and (function := getattr(value, "__name__", None)):
-        problem = f" = @{function} is the function itself; @{function}() is what it returns."
-    raise binding_error(name, problem)
-
-
-def check_count(name: str, value: Any, least: int) -> None:
-    """Raises UsageError unless the parameter of a gin name is an integer of at least `least`."""
-    limit = at_least(least)
-    if not limit.accepts(value):
-        raise binding_error(name, f" = {value!r}: give {limit}.")

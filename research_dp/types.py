@@ -138,44 +138,46 @@ class DataIdentity:
 
         Only splits that both have are compared.
         """
-        if (self.name, self.version) != (other.name, other.version):
-            return "the data set", f"{self.name} {self.version}", f"{other.name} {other.version}"
+        versions = f"{self.name} {self.version}", f"{other.name} {other.version}"
+        differences = [("the data set", *versions)]
         for name, here in self.splits.items():
             there = other.splits.get(name, here)
-            if here.examples != there.examples:
-                what = f"the number of examples in {name}"
-                return what, f"{here.examples:,}", f"{there.examples:,}"
-            if here.digest != there.digest:
-                return f"the digest of examples of {name}", here.digest, there.digest
-        return None
+            numbers = f"{here.examples:,}", f"{there.examples:,}"
+            differences.append((f"the number of examples in {name}", *numbers))
+            digests = here.digest, there.digest
+            differences.append((f"the digest of examples of {name}", *digests))
+        return next((one for one in differences if one[1] != one[2]), None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataSet:
-    """Training and evaluation batches. Its fields are known before the data is there.
-
-    Attributes:
-        example: Shape and dtype of one example's arrays.
-        info: Properties for the model, e.g. `num_classes`.
-        prepare: Makes the data readable, e.g. downloads it. Every process must call it, because
-            processes may wait for each other; `train` and `evaluate` do.
-        train: Yields this process's rows of each batch, endlessly shuffled.
-        evaluate: Yields this process's rows of each batch, with `mask` (R,), 0 for padding.
-        order: What the order of training examples depends on besides `TrainOrder`; a run resumes
-            only with the same.
-        rereads: Whether a resumed run reads its stream again from the beginning.
-        identity: () -> `DataIdentity`, once the data is prepared; None: unknown.
-        locate: (order, index in its stream) -> which example is there, for messages; None: messages
-            give the index.
-    """
+    """Training and evaluation batches. Its fields are known before the data is there."""
 
     name: str
-    example: Mapping[str, jax.ShapeDtypeStruct]
-    info: Mapping[str, Any]
+    example: Mapping[str, jax.ShapeDtypeStruct]  # shape and dtype of one example's arrays
+    info: Mapping[str, Any]  # properties for the model, e.g. `num_classes`
+    # Makes the data readable, e.g. downloads it. Every process must call it, because processes may
+    # wait for each other; `train` and `evaluate` do.
     prepare: Callable[[], None]
+    # They yield this process's rows of each batch: endlessly shuffled; with `mask` (R,), 0 for
+    # padding.
     train: Callable[[TrainOrder], Iterator[Arrays]]
     evaluate: Callable[[EvalOrder], Iterator[Arrays]]
+    # What the order of training examples depends on besides `TrainOrder`; a run resumes only with
+    # the same.
     order: str = ""
+    rereads: bool = False  # a resumed run reads its stream again from the beginning
+    identity: Callable[[], DataIdentity] | None = None  # once it is prepared; None: unknown
+    # (order, index in its stream) -> which example is there, for messages; None: messages give the
+    # index.
+    locate: Callable[[TrainOrder | EvalOrder, int], str] | None = None
+
+
+class Splits(NamedTuple):
+    """What a reader makes; fields as in `DataSet`, but `order` omits data set and split."""
+
+    train: Callable[[TrainOrder], Iterator[Arrays]]
+    evaluate: Callable[[EvalOrder], Iterator[Arrays]]
+    order: str = "by index"
     rereads: bool = False
-    identity: Callable[[], DataIdentity] | None = None
     locate: Callable[[TrainOrder | EvalOrder, int], str] | None = None

@@ -15,7 +15,7 @@ from research_dp.config import load as gin_config
 from research_dp.data import builders, shuffle
 from research_dp.data.array_record import Examples
 from research_dp.data.preprocess import Preprocess
-from research_dp.data.rng import Purpose, generator
+from research_dp.data.shuffle import Purpose, generator
 from research_dp.types import EvalOrder, TrainOrder
 
 TF_DATA = "gin/options/tf_data.gin"

@@ -18,8 +18,7 @@ from tensorflow_datasets.testing import mocking
 
 from research_dp.config import load as gin_config
 from research_dp.data import builders
-from research_dp.data.digits import Digits
-from research_dp.data.pystdlib_text import is_held_out
+from research_dp.data.offline import Digits, is_held_out
 from research_dp.errors import UsageError
 from research_dp.types import TrainOrder
 

@@ -314,7 +314,7 @@ def test_what_is_called_is_what_the_checks_say(command, tmp_path):
     assert command(DIGITS, *flags).returncode == 0
     again = load([str(tmp_path / "operative_config.gin")])
     first = load(["gin/runs/digits.gin"])
-    assert set(again.functions) <= set(first.functions)
+    assert again.functions <= first.functions
     assert not again.unused
 
 

@@ -16,7 +16,7 @@ import tensorflow_datasets as tfds
 from tensorflow_datasets.core import features as tfds_features
 
 from research_dp.config import load
-from research_dp.data import reader
+from research_dp.data import builders
 from research_dp.data.array_record import Examples, random_access
 from research_dp.data.preprocess import byte_text, image_classification
 from research_dp.data.tf_data import tf_data
@@ -176,14 +176,14 @@ def test_floats_reach_the_model_as_they_are(data):
 
 @pytest.mark.parametrize("installed", [True, False])
 def test_images_that_only_opencv_decodes_are_refused_without_it(monkeypatch, installed):
-    monkeypatch.setattr(reader.importlib.util, "find_spec", lambda name: installed or None)
+    monkeypatch.setattr(builders.importlib.util, "find_spec", lambda name: installed or None)
     image = tfds_features.Image(shape=(4, 4, 1), dtype=np.uint16)
     builder = types.SimpleNamespace(name="x", info=types.SimpleNamespace(features={"scan": image}))
     if installed:
-        reader.check_decodable(builder)
+        builders.check_decodable(builder)
     else:
         with refused(r"uint16 \(scan\).*pip install opencv-python-headless; or"):
-            reader.check_decodable(builder)
+            builders.check_decodable(builder)
 
 
 class Huge(list):

@@ -172,7 +172,7 @@ import zlib
 import gin
 
 from research_dp.data.array_record import random_access
-from research_dp.data.reader import Splits
+from research_dp.types import Splits
 
 
 @gin.register

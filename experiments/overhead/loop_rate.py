@@ -17,9 +17,9 @@ import jax
 
 from research_dp.commands import runtime
 from research_dp.config import gin_internals, load
-from research_dp.data.tfds import TrainOrder
 from research_dp.strategies import TrainSpec
 from research_dp.training.trainer import Trainer
+from research_dp.types import TrainOrder
 
 PAIRS = 9
 SKIPPED = 20

@@ -20,10 +20,8 @@ import optax
 from research_dp.argument_checks import members
 from research_dp.commands.dry_run import default_text
 from research_dp.config import gin_internals, load, parser
-from research_dp.config.name_checks import did_you_mean
+from research_dp.config.binding_checks import annotation, did_you_mean, in_words
 from research_dp.config.parser import Binding
-from research_dp.config.reachability import key
-from research_dp.config.typecheck import annotation, in_words
 from research_dp.data import DataSet
 from research_dp.distributed.shard_rules import ShardDecision
 from research_dp.errors import UsageError
@@ -210,6 +208,6 @@ def _bound_in() -> dict[str, list[str]]:
     for file in parser.shipped():
         for item in parser.read([file], []):
             if isinstance(item, Binding) and len(item.files) == 1:
-                files = bound_in.setdefault(key(item)[1], [])
+                files = bound_in.setdefault(item.key[1], [])
                 files.extend({file} - set(files))
     return bound_in

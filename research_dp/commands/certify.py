@@ -15,7 +15,7 @@ from research_dp.certification.certify import certify
 from research_dp.certification.harness import Bench
 from research_dp.config import gin_internals, load, parser
 from research_dp.distributed.mesh import refuse_several_processes
-from research_dp.errors import check_kind
+from research_dp.errors import binding_error
 from research_dp.models import mlp
 from research_dp.strategies import StrategyConfig
 from research_dp.training.loop import spec_of, train
@@ -64,8 +64,12 @@ def quick_model(api: str) -> TrainableModel:
 
 def _bound_strategy() -> StrategyConfig:
     strategy = gin_internals.value_of("train.strategy")
-    check_kind("train.strategy", strategy, StrategyConfig, "@data_parallel()")
-    return strategy
+    if isinstance(strategy, StrategyConfig):
+        return strategy
+    name = getattr(strategy, "__name__", None) if callable(strategy) else None
+    itself = f" = @{name} is the function itself; @{name}() is what it returns."
+    problem = itself if name else f" = {strategy!r}: give e.g. @data_parallel()."
+    raise binding_error("train.strategy", problem)
 
 
 def precision_of(used: Iterable[parser.Binding]) -> float:

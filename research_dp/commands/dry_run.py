@@ -10,9 +10,9 @@ import gin
 from rich.table import Table
 from rich.text import Text
 
-from research_dp.config import gin_internals, load
+from research_dp.config import gin_internals
 from research_dp.config.load import Config
-from research_dp.config.reachability import key
+from research_dp.config.reachability import ROOT
 from research_dp.console import put, table
 from research_dp.distributed.mesh import sizes_text
 from research_dp.distributed.placement import nbytes
@@ -41,14 +41,14 @@ def configuration(config: Config) -> Iterator[tuple[str, str]]:
     """(binding, origin) of every value of the run: file and line, command line, or 'default'."""
     by_function: dict[str, dict[str, tuple[str, str]]] = {}
     for binding in config.used:
-        where = key(binding)
+        where = binding.key
         if not binding.selector:
             yield str(binding), binding.place
         else:
             rows = by_function.setdefault(where[1], {})
             rows[f"{where[0]}{where[2]}"] = str(binding), binding.place
     known = gin_internals.configurables()
-    for name in sorted(config.functions, key=lambda name: name != load.ROOT):
+    for name in sorted(config.functions, key=lambda name: (name != ROOT, name)):
         if name not in known:
             continue
         rows = by_function.get(name, {})

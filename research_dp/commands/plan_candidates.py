@@ -10,8 +10,8 @@ from research_dp.analysis.topologies import Topology
 from research_dp.commands.flags import Options
 from research_dp.config import load as gin_config
 from research_dp.config import parser
+from research_dp.config.binding_checks import did_you_mean
 from research_dp.config.load import Config, Mistakes
-from research_dp.config.name_checks import did_you_mean
 from research_dp.config.parser import Mistake
 from research_dp.errors import UsageError
 from research_dp.planning.row import Row

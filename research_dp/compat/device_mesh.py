@@ -11,8 +11,8 @@ import gin
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from research_dp.argument_checks import checked
-from research_dp.argument_types import Count, Devices, Limit, is_integer, is_sizes
+from research_dp.argument_checks import checked, fits
+from research_dp.argument_types import Count, Devices, Limit, Sizes, is_integer
 from research_dp.distributed.mesh import build_mesh
 from research_dp.errors import UsageError
 
@@ -20,7 +20,7 @@ from research_dp.errors import UsageError
 def _is_mesh_shape(x: Any) -> bool:
     """Whether it is sizes by axis name, or pairs of name and size; names may be repeated."""
     if not isinstance(x, tuple | list):
-        return is_sizes(x)
+        return fits(x, Sizes)
     return all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in x) and all(
         isinstance(name, str) and is_integer(size) for name, size in x
     )

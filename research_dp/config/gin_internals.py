@@ -1,7 +1,6 @@
-"""Accesses gin's registry and state, which have no public names.
+"""Accesses gin's registry and state, which have no public names, for all other modules.
 
-All other modules use gin's public functions. `tests/test_gin_state.py` fails when another version
-of gin differs here.
+`tests/test_gin_state.py` fails when another version of gin differs here.
 """
 
 from __future__ import annotations
@@ -21,17 +20,11 @@ _MUTABLE = ("_CONFIG", "_OPERATIVE_CONFIG", "_SINGLETONS")
 
 @dataclasses.dataclass(frozen=True)
 class Configurable:
-    """A function that gin can configure.
+    """A function that gin can configure."""
 
-    Attributes:
-        selector: Its full name, e.g. 'strategies.mapped'.
-        function: The function itself, without gin.
-        denied: Parameters that gin cannot bind.
-    """
-
-    selector: str
-    function: Callable[..., Any]
-    denied: frozenset[str]
+    selector: str  # its full name, e.g. 'strategies.mapped'
+    function: Callable[..., Any]  # without gin
+    denied: frozenset[str]  # parameters that gin cannot bind
 
     @property
     def name(self) -> str:
@@ -60,17 +53,19 @@ def matching(selector: str) -> list[str]:
     return list(gin.config._REGISTRY.matching_selectors(selector))
 
 
+def find(selector: str) -> Configurable | None:
+    """The function that a selector means; None if gin knows none, or it is gin's own."""
+    names = matching(selector)
+    return configurables().get(names[0]) if names else None
+
+
 def constants() -> list[str]:
     """Names that `%NAME` finds without a binding."""
     return [name for name, _ in gin.config._CONSTANTS.items()]
 
 
 def value_of(name: str) -> Any:
-    """The value that a parameter is bound to; `@f()` is called.
-
-    Raises:
-        UsageError: It is bound nowhere.
-    """
+    """The value that a parameter is bound to; `@f()` is called. UsageError: it is bound nowhere."""
     try:
         value = gin.query_parameter(name)
     except ValueError as error:

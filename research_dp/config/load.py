@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
-import itertools
 import re
 import sys
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import gin
 
-from research_dp.config import coverage_checks, file_order, gin_internals, name_checks, parser
+from research_dp.config import binding_checks, gin_internals, parser, run_checks
 from research_dp.config.parser import Binding, Import, Mistake, Reference
-from research_dp.config.reachability import Key, Reached, effective, key, reach
-from research_dp.errors import UsageError, message_of
+from research_dp.config.reachability import Config, reach
+from research_dp.errors import UsageError, first_line, message_of
 
-ROOT = "research_dp.training.loop.train"
 BUDGET = "planning.plan"  # limits of a plan, which nothing in a run calls
 _MODULES = (
     *("compat.artifex", "data", "models", "planning.auto", "planning.limits", "strategies"),
@@ -37,31 +34,6 @@ class Mistakes(UsageError):
         blamed = mistakes[0].binding if len(mistakes) == 1 else None
         super().__init__("\n".join(map(str, mistakes)), binding=blamed)
         self.mistakes = tuple(mistakes)
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """A configuration that was read, checked and bound.
-
-    Attributes:
-        used: The bindings that take effect.
-        unused: Those that win but take none, since a component was replaced or a file offers more.
-        functions: Full names of the functions that the run calls.
-    """
-
-    used: tuple[Binding, ...]
-    unused: tuple[Binding, ...]
-    functions: tuple[str, ...]
-
-    def origin(self, name: str) -> str | None:
-        """Where a parameter is bound, e.g. 'gin/strategies/ddp.gin:12'; None: nowhere.
-
-        Args:
-            name: E.g. 'make_mesh.axes'.
-        """
-        selector, _, parameter = name.rpartition(".")
-        where = key(Binding("", selector, parameter, None, ""))
-        return next((binding.place for binding in self.used if key(binding) == where), None)
 
 
 def reset() -> None:
@@ -104,26 +76,35 @@ def load(
     mistakes = [item for item in statements if isinstance(item, Mistake)]
     is_readable = not mistakes
     mistakes += _import(item for item in statements if isinstance(item, Import))
-    all_bindings = [item for item in statements if isinstance(item, Binding)]
-    macros = {b.parameter: b for b in effective(all_bindings).values() if not b.selector}
-    invalid = {b: found for b in all_bindings if (found := name_checks.mistakes(b, macros))}
-    mistakes += itertools.chain(*invalid.values())
-    mistakes += file_order.conflicts(all_bindings)
-    valid = [binding for binding in all_bindings if binding not in invalid]
-    table = effective(valid)
-    more = [item for binding in invalid for item in parser.references(binding.value)]
-    if any(name == BUDGET for _, name, _ in table):
+    bindings_read = [item for item in statements if isinstance(item, Binding)]
+    macros = {b.key[0]: b for b in bindings_read if not b.selector}
+    problems = {b: binding_checks.mistakes(b, macros) for b in bindings_read}
+    mistakes += [mistake for one in problems.values() for mistake in one]
+    mistakes += run_checks.conflicts(bindings_read)
+    valid = [binding for binding in bindings_read if not problems[binding]]
+    invalid = [binding for binding in bindings_read if problems[binding]]
+    more = [binding.value for binding in invalid]
+    if any(binding.key[1] == BUDGET for binding in valid):
         more.append(Reference(BUDGET, False))
-    reached = reach(table, ROOT, more=more)
+    config = reach(valid, more)
+    winning = config.table.values()
     if not complete:
-        mistakes += [m for _, m in coverage_checks.unbound_macros(table, table.values())]
+        mistakes += run_checks.unbound_macros(config.table, winning).values()
     elif is_readable:
-        mistakes += _run_mistakes(valid, invalid, table, reached, allow_unused)
+        mistakes += run_checks.mistakes(valid, invalid, config, allow_unused)
     if mistakes:
         raise Mistakes(list(dict.fromkeys(mistakes)))
-    _bind(reached.used if complete and not allow_unused else table.values(), reached.defaults)
-    unused = tuple(b for b in table.values() if b not in reached.used)
-    return Config(tuple(reached.used), unused, tuple(sorted(reached.names)))
+    # A default that is a registered function is bound too. Otherwise gin would call the plain
+    # function, to which no binding applies.
+    known = gin_internals.configurables()
+    defaults = [
+        f"{known[name].name}.{parameter} = @{known[default].name}"
+        for (name, parameter), default in config.defaults.items()
+    ]
+    bound = config.used if complete and not allow_unused else winning
+    gin.parse_config([*map(str, bound), *defaults])
+    gin.finalize()
+    return config
 
 
 def as_mistake(error: BaseException, config: Config | None) -> str | None:
@@ -144,66 +125,29 @@ def missing_binding(error: BaseException) -> UsageError | None:
     """
     names = re.search(r"No values supplied by Gin or caller for arguments: \[(.+?)\]", str(error))
     function = re.search(r"^\s*In call to configurable '(.+?)'", str(error), re.MULTILINE)
-    if names and function:
-        first = names[1].split(",")[0].strip("' ")
-        return UsageError(
-            f"{function[1]} needs {names[1]}. Bind e.g. {function[1]}.{first} in a gin file."
-        )
-    return None
-
-
-def _run_mistakes(
-    valid: Sequence[Binding],
-    invalid: Iterable[Binding],
-    table: dict[Key, Binding],
-    reached: Reached,
-    allow_unused: bool,
-) -> Iterator[Mistake]:
-    yield from (mistake for _, mistake in coverage_checks.unbound_macros(table, reached.used))
-    yield from coverage_checks.missing_parameters([*table, *map(key, invalid)], reached)
-    if not allow_unused:
-        wrong_order = list(file_order.mistakes(valid, table, ROOT))
-        yield from wrong_order
-        if not wrong_order:
-            yield from coverage_checks.left_over(valid, table, reached, ROOT)
-        yield from coverage_checks.unused(valid, table, reached, ROOT)
+    if not names or not function:
+        return None
+    first = names[1].split(",")[0].strip("' ")
+    advice = f"Bind e.g. {function[1]}.{first} in a gin file."
+    return UsageError(f"{function[1]} needs {names[1]}. {advice}")
 
 
 def _import(imports: Iterable[Import]) -> Iterator[Mistake]:
     """Imports modules through gin, which records them in its dumps."""
     for item in imports:
-        text = item.text
-        if item.module in _MOVED_MODULES:
-            new = _MOVED_MODULES[item.module]
+        text, new = item.text, _MOVED_MODULES.get(item.module)
+        if new:
             text = f"import {new}"
             warning = f"Warning: {item.place}: {item.module} is now {new}: import that."
             print(warning, file=sys.stderr, flush=True)
         try:
             gin.parse_config(text)
+        except ImportError as error:
+            advice = "It must be in the working directory, in PYTHONPATH, or be installed."
+            yield Mistake(item.place, f"{text}: {first_line(error)}. {advice}")
         except Exception as error:  # a user's module may raise anything
-            reason = str(error).split("\n")[0] or type(error).__name__
-            if isinstance(error, ImportError):
-                advice = "It must be in the working directory, in PYTHONPATH, or be installed."
-                yield Mistake(item.place, f"{text}: {reason}. {advice}")
-            else:
-                last = traceback.extract_tb(error.__traceback__)[-1]
-                file = getattr(error, "filename", None) or last.filename
-                line = getattr(error, "lineno", None) or last.lineno
-                message = f"{text}: {type(error).__name__}: {reason} ({file}:{line})."
-                yield Mistake(item.place, message)
-
-
-def _bind(bindings: Iterable[Binding], defaults: Mapping[tuple[str, str], str]) -> None:
-    """Passes the bindings to gin, and locks it.
-
-    A default that is a registered function is bound too. Otherwise gin would call the plain
-    function, to which no binding applies.
-    """
-    lines = [str(binding) for binding in bindings]
-    known = gin_internals.configurables()
-    lines += [
-        f"{known[name].name}.{parameter} = @{known[default].name}"
-        for (name, parameter), default in defaults.items()
-    ]
-    gin.parse_config(lines)
-    gin.finalize()
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            file = getattr(error, "filename", None) or last.filename
+            line = getattr(error, "lineno", None) or last.lineno
+            problem = f"{type(error).__name__}: {first_line(error)} ({file}:{line})."
+            yield Mistake(item.place, f"{text}: {problem}")

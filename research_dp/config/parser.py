@@ -6,12 +6,17 @@ import dataclasses
 import difflib
 import re
 import tokenize
+import types
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from gin import config_parser
 
+from research_dp.config import gin_internals
+
+Key = tuple[str, str, str]  # scope, full name of the function, parameter
+MACRO = "gin.macro"
 _PACKAGE = Path(__file__).resolve().parents[1]
 # Inside the package in a wheel, beside it in a clone.
 SHIPPED = next(p for p in (_PACKAGE / "gin", _PACKAGE.parent / "gin") if p.is_dir())
@@ -49,17 +54,11 @@ class Macro:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class File:
-    """One reading of a gin file; a file that is included twice is two of them.
+    """One reading of a gin file; a file that is included twice is two of them."""
 
-    Attributes:
-        path: The resolved path.
-        name: How messages name it, e.g. 'gin/runs/digits.gin'.
-        parent: The file that includes it; None: the command line names it.
-    """
-
-    path: Path
-    name: str
-    parent: File | None = None
+    path: Path  # resolved
+    name: str  # in messages, e.g. 'gin/runs/digits.gin'
+    parent: File | None = None  # the file that includes it; None: the command line names it
 
     @property
     def chain(self) -> tuple[File, ...]:
@@ -69,23 +68,14 @@ class File:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Binding:
-    """One binding of a file or of the command line.
+    """One binding of a file or of the command line."""
 
-    Attributes:
-        scope: E.g. 'train' in `train/f.x = 1`; usually ''.
-        selector: The function as written, e.g. 'optax.adamw'; '' for a macro.
-        parameter: The parameter, or the name of the macro.
-        value: A Python value that may contain `Reference`s and `Macro`s.
-        place: E.g. 'gin/runs/digits.gin:12', '--gin.train.num_steps'.
-        file: The file; None for the command line.
-    """
-
-    scope: str
-    selector: str
-    parameter: str
-    value: Any
-    place: str
-    file: File | None = None
+    scope: str  # e.g. 'train' in `train/f.x = 1`; usually ''
+    selector: str  # the function as written, e.g. 'optax.adamw'; '' for a macro
+    parameter: str  # or the name of the macro
+    value: Any  # a Python value that may contain `Reference`s and `Macro`s
+    place: str  # e.g. 'gin/runs/digits.gin:12', '--gin.train.num_steps'
+    file: File | None = None  # None: the command line
 
     @property
     def name(self) -> str:
@@ -93,9 +83,22 @@ class Binding:
         return f"{self.selector}.{self.parameter}" if self.selector else self.parameter
 
     @property
+    def key(self) -> Key:
+        """The parameter that it binds; of an unknown function, as written."""
+        if not self.selector:
+            return f"{self.scope}/{self.parameter}".strip("/"), MACRO, "value"
+        names = gin_internals.matching(self.selector)
+        return self.scope, names[0] if len(names) == 1 else self.selector, self.parameter
+
+    @property
     def files(self) -> tuple[File, ...]:
         """The file with those that include it, outermost first."""
         return self.file.chain if self.file else ()
+
+    @property
+    def macros(self) -> list[str]:
+        """The macros that it uses."""
+        return [item.name for item in references(self.value) if isinstance(item, Macro)]
 
     def __str__(self) -> str:
         return f"{f'{self.scope}/' if self.scope else ''}{self.name} = {self.value!r}"
@@ -112,34 +115,26 @@ class Import:
 
 @dataclasses.dataclass(frozen=True)
 class Mistake:
-    """Something wrong at a place.
+    """Something wrong at a place: what, what was expected, the nearest valid name."""
 
-    Attributes:
-        place: E.g. 'gin/runs/digits.gin:12'; '' if there is none.
-        message: What is wrong, what was expected, the nearest valid name.
-        binding: The parameter to blame, if it is one.
-    """
-
-    place: str
+    place: str  # '' if there is none
     message: str
-    binding: str | None = None
+    binding: str | None = None  # the parameter to blame, if it is one
 
     def __str__(self) -> str:
         return f"{self.place}: {self.message}" if self.place else self.message
 
 
 Statement = Binding | Import | Mistake
+# How gin's parser makes references and macros: without looking anything up.
+_SYMBOLS = types.SimpleNamespace(configurable_reference=Reference, macro=Macro)
 
 
 def read(files: Sequence[str], bindings: Sequence[str]) -> Iterator[Statement]:
     """The statements of files, with those of the files that they include, then of bindings.
 
-    Args:
-        files: Paths; `find` locates them.
-        bindings: Text such as 'train.num_steps = 20'.
-
-    Yields:
-        Bindings and imports in gin's order, and a `Mistake` for what cannot be read.
+    Files are paths that `find` locates, bindings text such as 'train.num_steps = 20'. What cannot
+    be read is a `Mistake`.
     """
     for name in files:
         path = find(name)
@@ -148,20 +143,13 @@ def read(files: Sequence[str], bindings: Sequence[str]) -> Iterator[Statement]:
         else:
             yield from _read_file(File(path.resolve(), name))
     for text in bindings:
-        place = f"--gin.{text.split('=')[0].strip()}"
-        for statement in _statements(text, place):
-            if isinstance(statement, _Include):
-                yield Mistake(place, f"include: give --gin_file={statement.name} instead.")
-            else:
-                yield dataclasses.replace(statement, place=place)
+        yield from _statements(text, f"--gin.{text.split('=')[0].strip()}", None)
 
 
 def find(name: str, beside: Path | None = None) -> Path | None:
-    """A file beside the one that includes it, in the working directory, or a shipped one.
+    """A file in folder `beside`, in the working directory, or a shipped one.
 
-    Args:
-        name: E.g. 'my.gin', 'gin/runs/digits.gin', 'runs/digits.gin'.
-        beside: The folder of the file that includes it.
+    E.g. 'my.gin', 'gin/runs/digits.gin', 'runs/digits.gin'.
     """
     shipped = [SHIPPED / name, SHIPPED.parent / name]
     candidates = [*([beside / name] if beside else []), Path(name).expanduser(), *shipped]
@@ -178,8 +166,7 @@ def references(value: Any) -> Iterator[Reference | Macro]:
     if isinstance(value, Reference | Macro):
         yield value
     elif isinstance(value, Mapping):
-        for part in (*value.keys(), *value.values()):
-            yield from references(part)
+        yield from references([*value.keys(), *value.values()])
     elif isinstance(value, list | tuple):
         for part in value:
             yield from references(part)
@@ -190,90 +177,57 @@ def _read_file(file: File) -> Iterator[Statement]:
         text = file.path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         yield Mistake(file.name, f"cannot be read as text in UTF-8: {error}.")
-        return
-    for statement in _statements(text, file.name):
-        if isinstance(statement, Binding):
-            yield dataclasses.replace(statement, file=file)
-        elif isinstance(statement, _Include):
-            yield from _read_include(statement, file)
-        else:
-            yield statement
-
-
-def _read_include(include: _Include, file: File) -> Iterator[Statement]:
-    path = find(include.name, file.path.parent)
-    if path is None:
-        hint = _nearest_file(include.name)
-        yield Mistake(include.place, f"include: no file {include.name!r}.{hint}")
-    elif path.resolve() in [outer.path for outer in file.chain]:
-        yield Mistake(include.place, f"{include.name!r} includes itself.")
     else:
-        yield from _read_file(File(path.resolve(), _display_name(path, include.name), file))
+        yield from _statements(text, file.name, file)
 
 
-def _display_name(path: Path, name: str) -> str:
-    """How messages name a file: a shipped one by its short name, others as they were given."""
-    if path.is_relative_to(SHIPPED):
-        return f"gin/{path.relative_to(SHIPPED)}"
-    return name if Path(name) == path else str(path)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Include:
-    name: str
-    place: str
-
-
-def _statements(text: str, name: str) -> Iterator[Any]:
+def _statements(text: str, name: str, file: File | None) -> Iterator[Statement]:
     """The statements of one text. After a line that cannot be read, those below it."""
     lines, start = text.splitlines(), 0
     while start < len(lines):
         rest = "\n" * start + "\n".join(lines[start:])
         try:
-            for item in config_parser.ConfigParser(rest, _Symbols()):
-                yield from _as_statement(item, f"{name}:{item.location.line_num}")
+            for item in config_parser.ConfigParser(rest, _SYMBOLS):
+                place = f"{name}:{item.location.line_num}" if file else name
+                yield from _as_statement(item, place, file)
             return
         except (SyntaxError, tokenize.TokenError) as error:
-            line, message = _syntax_error(error, lines)
-            yield Mistake(f"{name}:{line}", message)
+            if isinstance(error, SyntaxError):
+                line, message = error.lineno or 1, (error.msg or "").split("\n")[0].strip()
+            else:
+                line, message = error.args[1][0], "a bracket or a quote is not closed"
+            line = min(line, len(lines))
+            if "malformed node or string" in message or "Unable to parse value" in message:
+                message = "the value is not a Python literal (put quotes around a string)"
+            message = f"{message.rstrip('.')}: {lines[line - 1].strip()}"
+            yield Mistake(f"{name}:{line}" if file else name, message)
             below = range(max(line, start + 1), len(lines))
             start = next((i for i in below if _STATEMENT_START.match(lines[i])), len(lines))
 
 
-def _as_statement(item: Any, place: str) -> Iterator[Any]:
+def _as_statement(item: Any, place: str, file: File | None) -> Iterator[Statement]:
+    """Gin's statement as one of this module; what it includes, if it is an include."""
     if isinstance(item, config_parser.BindingStatement):
         selector, name = (item.selector, item.arg_name) if item.arg_name else ("", item.selector)
-        yield Binding(item.scope, selector, name, item.value, place)
+        yield Binding(item.scope, selector, name, item.value, place, file)
     elif isinstance(item, config_parser.ImportStatement):
         yield Import(item.module, item.format(), place)
     elif isinstance(item, config_parser.IncludeStatement):
-        yield _Include(item.filename, place)
-
-
-def _syntax_error(error: Exception, lines: Sequence[str]) -> tuple[int, str]:
-    """(line, message) for what gin's parser could not read."""
-    if isinstance(error, SyntaxError):
-        line = error.lineno or 1
-        message = (error.msg or "").split("\n")[0].strip()
-    else:
-        line = error.args[1][0]
-        message = "a bracket or a quote is not closed"
-    line = min(line, len(lines))
-    if "malformed node or string" in message or "Unable to parse value" in message:
-        message = "the value is not a Python literal (put quotes around a string)"
-    return line, f"{message.rstrip('.')}: {lines[line - 1].strip()}"
+        name = item.filename
+        path = find(name, file.path.parent) if file else None
+        if file is None:
+            yield Mistake(place, f"include: give --gin_file={name} instead.")
+        elif path is None:
+            yield Mistake(place, f"include: no file {name!r}.{_nearest_file(name)}")
+        elif path.resolve() in [outer.path for outer in file.chain]:
+            yield Mistake(place, f"{name!r} includes itself.")
+        else:  # messages name a shipped file by its short name, others as they were given
+            shown = name if Path(name) == path else str(path)
+            if path.is_relative_to(SHIPPED):
+                shown = f"gin/{path.relative_to(SHIPPED)}"
+            yield from _read_file(File(path.resolve(), shown, file))
 
 
 def _nearest_file(name: str) -> str:
     near = difflib.get_close_matches(name, shipped(), n=1, cutoff=0.4)
     return f" Did you mean {near[0]}?" if near else ""
-
-
-class _Symbols(config_parser.ParserDelegate):
-    """Parses values without looking anything up."""
-
-    def configurable_reference(self, scoped_configurable_name: str, evaluate: bool) -> Any:
-        return Reference(scoped_configurable_name, evaluate)
-
-    def macro(self, macro_name: str) -> Any:
-        return Macro(macro_name)

@@ -3,116 +3,97 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
+from typing import Any
 
 from research_dp.config import gin_internals
-from research_dp.config.parser import Binding, Macro, Reference, references
+from research_dp.config.parser import MACRO, Binding, Key, Macro, references
 
-Key = tuple[str, str, str]  # scope, full name of the function, parameter
 Call = tuple[tuple[str, ...], str]  # scopes, full name of the function
-MACRO = "gin.macro"
+ROOT = "research_dp.training.loop.train"
 
 
 @dataclasses.dataclass(frozen=True)
-class Reached:
-    """What is called, and with which bindings.
+class Config:
+    """The bindings of a run that win, what it calls, and with which of them."""
 
-    Attributes:
-        used: The bindings that take effect.
-        functions: The functions that are called.
-        evaluated: Those called as `@f()`, which get no argument but what is bound.
-        defaults: Unbound parameters whose default is a function that gin knows:
-            (full name of the function, parameter) -> full name of the default.
-    """
-
-    used: list[Binding] = dataclasses.field(default_factory=list)
-    functions: set[Call] = dataclasses.field(default_factory=set)
+    table: dict[Key, Binding]  # of each parameter the last one, as in gin
+    # Those that take effect, in the order in which references lead to them.
+    used: dict[Binding, None] = dataclasses.field(default_factory=dict)
+    calls: set[Call] = dataclasses.field(default_factory=set)
+    # Functions called as `@f()`, which get no argument but what is bound.
     evaluated: set[Call] = dataclasses.field(default_factory=set)
+    # Unbound parameters whose default is a function that gin knows: (full name of the function,
+    # parameter) -> full name of the default.
     defaults: dict[tuple[str, str], str] = dataclasses.field(default_factory=dict)
 
     @property
-    def names(self) -> set[str]:
-        return {name for _, name in self.functions}
+    def functions(self) -> set[str]:
+        """Full names of the functions that the run calls."""
+        return {name for _, name in self.calls}
+
+    @property
+    def unused(self) -> list[Binding]:
+        """Those without effect: a component was replaced, or a file offers more."""
+        return [binding for binding in self.table.values() if binding not in self.used]
+
+    def origin(self, name: str) -> str | None:
+        """Where e.g. 'make_mesh.axes' is bound: 'gin/strategies/ddp.gin:12'; None: nowhere."""
+        selector, _, parameter = name.rpartition(".")
+        key = Binding("", selector, parameter, None, "").key
+        return next((binding.place for binding in self.used if binding.key == key), None)
 
 
-def key(binding: Binding) -> Key:
-    """The parameter that it binds; of an unknown function, as written."""
-    if not binding.selector:
-        return f"{binding.scope}/{binding.parameter}".strip("/"), MACRO, "value"
-    names = gin_internals.matching(binding.selector)
-    return binding.scope, names[0] if len(names) == 1 else binding.selector, binding.parameter
+def prefixes(scopes: tuple[str, ...]) -> list[str]:
+    """The scopes whose bindings hold in nested scopes, outermost first."""
+    return ["/".join(scopes[:length]) for length in range(len(scopes) + 1)]
 
 
-def effective(bindings: Iterable[Binding]) -> dict[Key, Binding]:
-    """The binding of each parameter that wins: the last one, as in gin."""
-    return {key(binding): binding for binding in bindings}
-
-
-def reach(
-    table: Mapping[Key, Binding], root: str, *, more: Sequence[Reference | Macro] = ()
-) -> Reached:
-    """Follows references from a function.
-
-    Args:
-        table: From `effective`.
-        root: Full name of the function that a command calls.
-        more: References that are followed too.
-    """
-    by_function: dict[tuple[str, str], dict[str, Binding]] = {}
-    for (scope, name, parameter), binding in table.items():
-        by_function.setdefault((scope, name), {})[parameter] = binding
-    reached = Reached()
-    pending: list[Call] = [((), root)]
+def reach(bindings: Iterable[Binding], more: Any = ()) -> Config:
+    """Follows references from `train`, and those inside the value `more`."""
+    table = {binding.key: binding for binding in bindings}
+    config = Config(table)
+    pending: list[Call] = [((), ROOT)]
     followed: set[tuple[Binding, tuple[str, ...]]] = set()
+    known = gin_internals.configurables()
+    name_of = {id(entry.function): name for name, entry in known.items()}
 
     def visit(scopes: tuple[str, ...], name: str) -> None:
-        if (scopes, name) in reached.functions:
-            return
-        reached.functions.add((scopes, name))
         bound: dict[str, Binding] = {}
-        for length in range(len(scopes) + 1):
-            bound.update(by_function.get(("/".join(scopes[:length]), name), {}))
+        for prefix in prefixes(scopes):
+            bound |= {p: b for (*where, p), b in table.items() if where == [prefix, name]}
         for binding in bound.values():
-            follow(binding, scopes)
-        for parameter, default in _default_functions(name).items():
-            if parameter not in bound:
-                reached.defaults[name, parameter] = default
+            use(binding, scopes)
+        for parameter in known[name].parameters.values() if name in known else ():
+            default = name_of.get(id(parameter.default))
+            if default and parameter.name not in bound:
+                config.defaults[name, parameter.name] = default
                 pending.append((scopes, default))
 
-    def follow(binding: Binding, scopes: tuple[str, ...]) -> None:
-        if (binding, scopes) in followed:
-            return
-        followed.add((binding, scopes))
-        if binding not in reached.used:
-            reached.used.append(binding)
-        for item in references(binding.value):
-            follow_reference(item, scopes)
-            if isinstance(item, Reference) and item.evaluated:
-                reached.evaluated.update(calls(item, scopes))
+    def use(binding: Binding, scopes: tuple[str, ...]) -> None:
+        if (binding, scopes) not in followed:
+            followed.add((binding, scopes))
+            config.used[binding] = None
+            config.evaluated.update(follow(binding.value, scopes))
 
-    def follow_reference(item: Reference | Macro, scopes: tuple[str, ...]) -> None:
-        if isinstance(item, Reference):
-            pending.extend(calls(item, scopes))
-        elif bound := by_function.get((item.name, MACRO)):
-            follow(bound["value"], scopes)
+    def follow(value: Any, scopes: tuple[str, ...]) -> list[Call]:
+        """Uses the macros and notes the calls inside a value; returns those as `@f()`."""
+        evaluated = []
+        for item in references(value):
+            if isinstance(item, Macro):
+                if bound := table.get((item.name, MACRO, "value")):
+                    use(bound, scopes)
+            elif len(names := gin_internals.matching(item.selector)) == 1:
+                pending.append((item.scopes or scopes, names[0]))
+                if item.evaluated:
+                    evaluated.append(pending[-1])
+        return evaluated
 
-    def calls(item: Reference, scopes: tuple[str, ...]) -> list[Call]:
-        names = gin_internals.matching(item.selector)
-        return [(item.scopes or scopes, name) for name in names] if len(names) == 1 else []
-
-    for item in more:
-        follow_reference(item, ())
+    follow(more, ())
     while pending:
-        visit(*pending.pop())
-    reached.evaluated.add(((), root))
-    return reached
-
-
-def _default_functions(name: str) -> dict[str, str]:
-    """Parameters of a function whose default is a function that gin can configure."""
-    known = gin_internals.configurables()
-    if name not in known:
-        return {}
-    by_function = {id(other.function): other.selector for other in known.values()}
-    defaults = {p.name: by_function.get(id(p.default)) for p in known[name].parameters.values()}
-    return {parameter: default for parameter, default in defaults.items() if default}
+        call = pending.pop()
+        if call not in config.calls:
+            config.calls.add(call)
+            visit(*call)
+    config.evaluated.add(((), ROOT))
+    return config

@@ -12,7 +12,7 @@ import multiprocessing.connection
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import gin
@@ -22,26 +22,20 @@ from absl import flags
 
 from research_dp.argument_checks import checked
 from research_dp.argument_types import Count, CountOrZero
-from research_dp.data import reader
-from research_dp.data.preprocess import Preprocess
-from research_dp.data.rng import Purpose, generator
-from research_dp.data.shuffle import example_indices, stream_positions
-from research_dp.errors import UsageError
-from research_dp.types import Arrays, EvalOrder, TrainOrder
+from research_dp.data import builders
+from research_dp.data.preprocess import Preprocess, Rng, preprocess_example, stack
+from research_dp.data.shuffle import Purpose, example_indices, generator, stream_positions
+from research_dp.types import Arrays, EvalOrder, Splits, TrainOrder
 
 
 @dataclasses.dataclass(eq=False)
 class Examples:
-    """Stacked, preprocessed examples of a split by index.
-
-    The split is cached in memory if it needs at most `cache_bytes`. `name`, e.g. 'digits train',
-    and `folder` are for messages.
-    """
+    """Stacked, preprocessed examples of a split by index, cached if they need few bytes."""
 
     source: Sequence[Any]
     preprocess: Preprocess
     cache_bytes: int
-    name: str = "the data"
+    name: str = "the data"  # in messages, e.g. 'digits train'
     folder: str = "its folder"
 
     def __post_init__(self) -> None:
@@ -58,9 +52,7 @@ class Examples:
     def __len__(self) -> int:
         return len(self.source)
 
-    def __call__(
-        self, indices: np.ndarray, rngs: Sequence[np.random.Generator | None] | None = None
-    ) -> Mapping[str, np.ndarray]:
+    def __call__(self, indices: np.ndarray, rngs: Sequence[Rng] | None = None) -> Arrays:
         """Examples at these indices, stacked; `rngs` has one generator for each, or is None."""
         if not self.cache_bytes:
             return self._read(indices, rngs)
@@ -68,8 +60,12 @@ class Examples:
             missing = np.unique(indices[~self._is_cached[indices]])
         fresh = self._read(missing, None) if len(missing) else {}
         with self._lock:
-            if self._cache is None:
-                self._cache = self._allocate(fresh)
+            size = sum(x[0].nbytes for x in fresh.values()) * len(self)
+            if self._cache is None and size > self.cache_bytes:
+                self.cache_bytes = 0
+            elif self._cache is None:
+                shapes = {name: (len(self), *x.shape[1:]) for name, x in fresh.items()}
+                self._cache = {name: np.empty(shapes[name], x.dtype) for name, x in fresh.items()}
             if self._cache is not None:
                 for name, values in fresh.items():
                     self._cache[name][missing] = values
@@ -77,38 +73,24 @@ class Examples:
                 return {name: values[indices] for name, values in self._cache.items()}
         return self._read(indices, rngs)
 
-    def _allocate(self, sample: Arrays) -> dict[str, np.ndarray] | None:
-        """Empty arrays for the split; None if they exceed `cache_bytes`, which disables caching."""
-        if sum(v[0].nbytes for v in sample.values()) * len(self) > self.cache_bytes:
-            self.cache_bytes = 0
-            return None
-        return {name: np.empty((len(self), *v.shape[1:]), v.dtype) for name, v in sample.items()}
-
-    def _read(
-        self, indices: np.ndarray, rngs: Sequence[np.random.Generator | None] | None
-    ) -> Mapping[str, np.ndarray]:
+    def _read(self, indices: np.ndarray, rngs: Sequence[Rng] | None) -> Arrays:
         integers = [int(i) for i in indices]
         try:
             raw = self.source.__getitems__(integers)  # type: ignore[attr-defined]
         except Exception as error:
-            raise self._read_error(integers, error) from error
-        batch = []
-        for index, x, rng in zip(integers, raw, rngs or [None] * len(raw), strict=True):
-            locate = functools.partial(self.locate, index)
-            batch.append(reader.preprocess_example(self.preprocess, x, rng, locate))
-        return reader.stack(batch)
+            for index in integers:  # names the first example that cannot be read alone
+                try:
+                    self.source[index]
+                except Exception as single_error:
+                    name = self.locate(index)
+                    raise builders.read_error(single_error, self.folder, name) from error
+            raise builders.read_error(error, self.folder, self.name) from error
+        examples = zip(integers, raw, rngs or [None] * len(raw), strict=True)
+        prepare = functools.partial(preprocess_example, self.preprocess)
+        return stack([prepare(x, rng, self.locate, index) for index, x, rng in examples])
 
     def locate(self, index: int) -> str:
         return f"example {index} of {self.name}"
-
-    def _read_error(self, indices: Sequence[int], error: Exception) -> UsageError:
-        """The error of the first example that cannot be read alone."""
-        for index in indices:
-            try:
-                self.source[index]
-            except Exception as single_error:
-                return reader.read_error(single_error, self.folder, self.locate(index))
-        return reader.read_error(error, self.folder, self.name)
 
 
 def _in_worker(*fields: Any) -> Examples:
@@ -117,17 +99,16 @@ def _in_worker(*fields: Any) -> Examples:
     A signal to the process group, e.g. Ctrl-C, must not end workers before the run is saved.
     """
     parent = multiprocessing.parent_process()
+
+    def exit_with_parent(sentinel: int) -> None:
+        multiprocessing.connection.wait([sentinel])
+        os._exit(1)
+
     if parent and threading.current_thread() is threading.main_thread():
-        threading.Thread(target=_exit_with, args=(parent.sentinel,), daemon=True).start()
+        threading.Thread(target=exit_with_parent, args=(parent.sentinel,), daemon=True).start()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
     return Examples(*fields)
-
-
-def _exit_with(sentinel: int) -> None:
-    """Exits this process as soon as another one has exited."""
-    multiprocessing.connection.wait([sentinel])
-    os._exit(1)
 
 
 @gin.register(module="data")
@@ -142,7 +123,7 @@ def random_access(
     workers: CountOrZero = 0,
     prefetch: Count = 4,
     cache_bytes: CountOrZero = 2**28,
-) -> reader.Splits:
+) -> Splits:
     """Reads examples by index.
 
     Args:
@@ -163,8 +144,8 @@ def random_access(
             OpenCV, which is not installed.
     """
     advice = "Add --gin_file=gin/options/tf_data.gin, or bind another tfds_data.data_dir."
-    reader.check_format(builder, "array_record", advice)
-    reader.check_decodable(builder)
+    builders.check_format(builder, "array_record", advice)
+    builders.check_decodable(builder)
 
     @functools.cache
     def examples_of(split: str) -> Examples:
@@ -206,7 +187,7 @@ def random_access(
         (index,) = example_indices(np.array([position]), len(examples), order.seed)
         return examples.locate(index)
 
-    return reader.Splits(train, evaluate, locate=locate)
+    return Splits(train, evaluate, locate=locate)
 
 
 def _prefetched(

@@ -1,10 +1,10 @@
-"""TFDS builders: looking them up, preparing their data, and the errors of both."""
+"""TFDS builders: looking them up, preparing their data, and refusing what cannot be read."""
 
 from __future__ import annotations
 
 import contextlib
 import difflib
-import importlib
+import importlib.util
 import math
 import re
 import shutil
@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import filelock
+import numpy as np
 
-from research_dp.errors import UsageError
+from research_dp.errors import UsageError, binding_error
 
-_MODULES = ("digits", "pystdlib_text")  # of this package; importing them registers builders
+_OFFLINE = ("digits", "pystdlib_text")  # of this package
 _HOURS_IN_USE = 6  # a preparation that wrote nothing for this long is dead
 FileFormat = Literal["array_record", "tfrecord"]
 
@@ -31,22 +32,23 @@ def find_builder(
     """
     import tensorflow_datasets as tfds  # late: it is slow to import
 
-    if (module := name.split("/")[0]) in _MODULES:
-        importlib.import_module(f"research_dp.data.{module}")
+    if name.split("/")[0] in _OFFLINE:
+        importlib.import_module("research_dp.data.offline")  # registers them
     try:
         builder = tfds.builder(name, data_dir=data_dir)
         if builder.data_path.exists():
             return builder  # in the format in which it was prepared
         return tfds.builder(name, data_dir=data_dir, file_format=file_format)
     except tfds.core.DatasetNotFoundError as error:
-        names = [*tfds.list_builders(with_community_datasets=False), *_MODULES]
+        names = [*tfds.list_builders(with_community_datasets=False), *_OFFLINE]
         near = difflib.get_close_matches(name, names, n=3)
         hint = f" Did you mean {', '.join(near)}?" if near else ""
-        cause, reason = error, f"TFDS has no such data set.{hint}"
+        problem = f" = {name!r}: TFDS has no such data set.{hint}"
+        raise binding_error("tfds_data.name", problem) from error
     except (AssertionError, ImportError, OSError, TypeError, ValueError) as error:
         # E.g. an unknown config or version. TFDS prints its own arguments before the reason.
-        cause, reason = error, _one_line(str(error).rpartition('}": ')[2])
-    raise UsageError(f"tfds_data.name = {name!r}: {reason}", binding="tfds_data.name") from cause
+        reason = _one_line(str(error).rpartition('}": ')[2])
+        raise binding_error("tfds_data.name", f" = {name!r}: {reason}") from error
 
 
 def prepare(builder: Any, download: bool) -> None:
@@ -54,11 +56,9 @@ def prepare(builder: Any, download: bool) -> None:
     if download:
         download_and_prepare(builder)
     elif not builder.data_path.exists():
-        raise UsageError(
-            f"{builder.name} is not in {builder.data_path} and tfds_data.download is False. "
-            "Prepare it with tools/prepare_data.py, or bind tfds_data.data_dir to where it is.",
-            binding="tfds_data.download",
-        )
+        problem = f"{builder.name} is not in {builder.data_path} and tfds_data.download is False."
+        advice = "Prepare it with tools/prepare_data.py, or bind tfds_data.data_dir to where it is."
+        raise UsageError(f"{problem} {advice}", binding="tfds_data.download")
     if not builder.info.splits:  # another process prepared it
         builder.info.read_from_directory(builder.data_path)
 
@@ -71,8 +71,13 @@ def download_and_prepare(builder: Any) -> None:
     """
     if builder.data_path.exists():
         return
+    root = str(builder.data_dir_root)
+    lock: Any = contextlib.nullcontext()
     try:
-        with _lock(builder):
+        if "://" not in root:  # object stores have no locks
+            Path(root).mkdir(parents=True, exist_ok=True)
+            lock = filelock.FileLock(Path(root) / f".{builder.name}.lock")
+        with lock:
             if not builder.data_path.exists():
                 _remove_incomplete(builder.data_path)
                 print(f"Preparing {builder.name} in {builder.data_path} (once)", flush=True)
@@ -81,9 +86,8 @@ def download_and_prepare(builder: Any) -> None:
         reason = _advice(builder, error)
         if reason is None:
             raise
-        raise UsageError(
-            f"{builder.name} cannot be prepared: {reason}", binding="tfds_data.name"
-        ) from error
+        problem = f"{builder.name} cannot be prepared: {reason}"
+        raise UsageError(problem, binding="tfds_data.name") from error
 
 
 def _remove_incomplete(data_path: Any) -> None:
@@ -98,30 +102,17 @@ def _remove_incomplete(data_path: Any) -> None:
     for path in map(Path, data_path.parent.iterdir()) if data_path.parent.exists() else ():
         if not incomplete.fullmatch(path.name) or path.is_symlink():
             continue
-        if time.time() - _last_change(path) < _HOURS_IN_USE * 3600:
+        try:
+            last_change = max(inner.lstat().st_mtime for inner in (path, *path.rglob("*")))
+        except FileNotFoundError:  # renamed or removed meanwhile
+            last_change = math.inf
+        if time.time() - last_change < _HOURS_IN_USE * 3600:
             when = f"in the last {_HOURS_IN_USE} hours"
             message = f"Leaving {path}, which changed {when}: another program may be preparing it"
             print(message, flush=True)
         else:
             print(f"Removing {path}, the rest of a preparation that was killed", flush=True)
             shutil.rmtree(path)
-
-
-def _last_change(folder: Path) -> float:
-    """Time of the last change in a folder, in seconds since the epoch; inf: just now."""
-    try:
-        return max(path.lstat().st_mtime for path in (folder, *folder.rglob("*")))
-    except FileNotFoundError:  # renamed or removed meanwhile
-        return math.inf
-
-
-def _lock(builder: Any) -> Any:
-    """The lock of a data set's preparation. Object stores have no locks."""
-    root = str(builder.data_dir_root)
-    if "://" in root:
-        return contextlib.nullcontext()
-    Path(root).mkdir(parents=True, exist_ok=True)
-    return filelock.FileLock(Path(root) / f".{builder.name}.lock")
 
 
 def _advice(builder: Any, error: Exception) -> str | None:
@@ -145,20 +136,59 @@ def _advice(builder: Any, error: Exception) -> str | None:
     return None
 
 
-def check_split(builder: Any, split: str, binding: str) -> None:
-    """Refuses a split that does not exist or is empty, if the splits are known."""
-    if not builder.info.splits:
-        return
-    try:
-        size = builder.info.splits[split].num_examples
-    except (AttributeError, KeyError, ValueError) as error:
-        raise UsageError(
-            f"{binding} = {split!r}: {builder.name} has splits {sorted(builder.info.splits)}.",
-            binding=binding,
-        ) from error
-    if size < 1:
-        raise UsageError(f"{binding} = {split!r} has no examples.", binding=binding)
+def check_splits(builder: Any, **splits: str) -> None:
+    """Refuses splits that do not exist or are empty, if known, by parameter of `tfds_data`."""
+    for parameter, split in splits.items() if builder.info.splits else ():
+        binding = f"tfds_data.{parameter}"
+        try:
+            size = builder.info.splits[split].num_examples
+        except (AttributeError, KeyError, ValueError) as error:
+            problem = f" = {split!r}: {builder.name} has splits {sorted(builder.info.splits)}."
+            raise binding_error(binding, problem) from error
+        if size < 1:
+            raise binding_error(binding, f" = {split!r} has no examples.")
 
 
-def _one_line(text: Any) -> str:
-    return textwrap.shorten(str(text), 400, placeholder=" ...").rstrip(".")
+def check_format(builder: Any, readable: str, advice: str) -> None:
+    """Refuses a data set that is, or would be prepared, in another format than the reader's.
+
+    `advice` says what to do about prepared data.
+    """
+    actual = builder.info.file_format.value
+    if actual != readable and builder.data_path.exists():
+        problem = f"{builder.name} in {builder.data_path} is {actual}, and tfds_data.reader reads"
+        raise UsageError(f"{problem} {readable}. {advice}", binding="tfds_data.reader")
+    if actual != readable:
+        problem = f"would be prepared as {actual}, which tfds_data.reader cannot read."
+        advice = f"Bind tfds_data.file_format = '{readable}'."
+        raise UsageError(f"{builder.name} {problem} {advice}", binding="tfds_data.file_format")
+
+
+def check_decodable(builder: Any) -> None:
+    """Refuses images of uint16, which TFDS decodes with OpenCV, if OpenCV is not installed."""
+    import tensorflow_datasets as tfds
+
+    images = [
+        name
+        for name, feature in builder.info.features.items()
+        if isinstance(feature, tfds.features.Image) and feature.np_dtype == np.uint16
+    ]
+    if images and not importlib.util.find_spec("cv2"):
+        names = ", ".join(images)
+        problem = f"{builder.name} has images of uint16 ({names}), which Pillow cannot decode."
+        advice = "Do: pip install opencv-python-headless; or prepare it as TFRecord and add"
+        option = "--gin_file=gin/options/tf_data.gin."
+        raise UsageError(f"{problem} {advice} {option}", binding="tfds_data.reader")
+
+
+def read_error(error: Exception, folder: Any, name: str) -> UsageError:
+    """The error for data in `folder` that cannot be read, e.g. 'example 7 of digits train'."""
+    reason = _one_line(str(error) or type(error).__name__, 250)
+    return UsageError(
+        f"{name} cannot be read: {reason}. Move {folder} away, and the next run "
+        "prepares it again; what this run saved is untouched."
+    )
+
+
+def _one_line(text: Any, width: int = 400) -> str:
+    return textwrap.shorten(str(text), width, placeholder=" ...").rstrip(".")

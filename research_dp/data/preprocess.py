@@ -18,29 +18,25 @@ from PIL import Image
 
 from research_dp.argument_checks import checked
 from research_dp.argument_types import Count, CountOrZero
-from research_dp.errors import UsageError, check_count
+from research_dp.errors import UsageError, binding_error
 from research_dp.types import Arrays
+
+Rng = np.random.Generator | None
 
 
 @dataclasses.dataclass(frozen=True)
 class Preprocess:
-    """How examples of a data set become model inputs.
+    """How examples of a data set become model inputs."""
 
-    Attributes:
-        spec: Shape and dtype of each model input.
-        info: Facts for the model, e.g. `num_classes`.
-        example: Decodes and resizes: (raw example, generator or None) -> arrays of fixed shapes.
-            The reader adds the example's position to a `UsageError` raised here.
-        batch: Augments and normalises: (stacked examples, rows, global batch size, generator or
-            None) -> model inputs. It draws for the global batch and uses the draws of `rows`.
-        example_is_random: Whether `example` draws while training, which rules out caching.
-    """
-
-    spec: Mapping[str, jax.ShapeDtypeStruct]
-    info: Mapping[str, Any]
-    example: Callable[[Mapping[str, Any], np.random.Generator | None], Arrays]
-    batch: Callable[[Arrays, np.ndarray, int, np.random.Generator | None], Arrays]
-    example_is_random: bool = False
+    spec: Mapping[str, jax.ShapeDtypeStruct]  # shape and dtype of each model input
+    info: Mapping[str, Any]  # facts for the model, e.g. `num_classes`
+    # Decodes and resizes: (raw example, generator or None) -> arrays of fixed shapes. The reader
+    # adds the example's position to a `UsageError` raised here.
+    example: Callable[[Mapping[str, Any], Rng], Arrays]
+    # Augments and normalises: (stacked examples, rows, global batch size, generator or None) ->
+    # model inputs. It draws for the global batch and uses the draws of `rows`.
+    batch: Callable[[Arrays, np.ndarray, int, Rng], Arrays]
+    example_is_random: bool = False  # while training, which rules out caching
 
 
 Features = Any  # name -> TFDS feature, a dict or `tfds.features.FeaturesDict`
@@ -48,6 +44,21 @@ MakePreprocess = Callable[[Features], Preprocess]
 
 _MAX_VALUE = {"bool": 1.0, "uint8": 255.0, "uint16": 65535.0}
 _INT32 = np.iinfo(np.int32)
+# Kind of feature -> (what it must be, whether a shape s and dtype t are so).
+_KINDS: dict[str, tuple[str, Callable[[Sequence[int | None], np.dtype], bool]]] = {
+    "image": (
+        "(height, width, channels) of uint8, uint16 or floats",
+        lambda s, t: len(s) == 3 and (t.name in _MAX_VALUE or jnp.issubdtype(t, jnp.floating)),
+    ),
+    "label": (
+        "one integer",
+        lambda s, t: not s and (t == np.bool_ or jnp.issubdtype(t, jnp.integer)),
+    ),
+    "text": (
+        "one text or a vector of uint8",
+        lambda s, t: (len(s), t) in ((0, np.object_), (1, np.uint8)),
+    ),
+}
 
 
 @gin.register(module="data")
@@ -81,43 +92,33 @@ def image_classification(
         UsageError: The data set lacks a feature or has it in another shape or dtype, or its images
             differ in size and `size` is None.
     """
-    expected = "(height, width, channels) of uint8, uint16 or floats"
-    dtype = _check_feature(features, "image", "image_classification", _is_image, expected)
-    _check_feature(features, "label", "image_classification", _is_label, "one integer")
+    dtype = _check_feature(features, "image", "image", "image_classification")
+    _check_feature(features, "label", "label", "image_classification")
     max_value = np.float32(_MAX_VALUE.get(dtype.name, 1.0))
     channels = features["image"].shape[-1]
     shape = (size, size, channels) if size else tuple(features["image"].shape)
     if None in shape:
-        raise UsageError(
-            f"image_classification.size is not bound, and images of shape {shape} differ in size. "
-            "Bind it, e.g. to 224.",
-            binding="image_classification.size",
-        )
+        problem = f" is not bound, and images of shape {shape} differ in size."
+        raise binding_error("image_classification.size", f"{problem} Bind it, e.g. to 224.")
     # None for labels that are not a ClassLabel, or whose classes are unknown before preparation.
     num_classes = getattr(features["label"], "num_classes", None)
     for name, values in (("mean", mean), ("std", std)):
         if len(values) not in (1, channels):
-            raise UsageError(
-                f"image_classification.{name} = {values}: give one number, or one for each of the "
-                f"{channels} channels.",
-                binding=f"image_classification.{name}",
-            )
+            expected = f"give one number, or one for each of the {channels} channels."
+            raise binding_error(f"image_classification.{name}", f" = {values}: {expected}")
     shift, scale = np.asarray(mean, np.float32), np.asarray(std, np.float32)
 
-    def example(raw: Mapping[str, Any], rng: np.random.Generator | None) -> Arrays:
+    def example(raw: Mapping[str, Any], rng: Rng) -> Arrays:
         image, label = np.asarray(raw["image"]), int(raw["label"])
         if image.dtype != np.uint8:
             image = image.astype(np.float32)
         if size:
-            box = _random_box(image, rng) if rng and random_resized_crop else _center_box(image)
-            image = _resize(image, box, size)
+            image = _resize(image, size, rng if random_resized_crop else None)
         if not _INT32.min <= label <= _INT32.max:
             raise UsageError(f"its label is {label}, beyond int32. Number classes from 0.")
         return {"image": image, "label": np.asarray(label, np.int32)}
 
-    def batch(
-        arrays: Arrays, rows: np.ndarray, total: int, rng: np.random.Generator | None
-    ) -> Arrays:
+    def batch(arrays: Arrays, rows: np.ndarray, total: int, rng: Rng) -> Arrays:
         image = arrays["image"]
         if rng and pad_crop:
             offsets = rng.integers(0, 2 * pad_crop + 1, (total, 2))[rows]
@@ -128,16 +129,12 @@ def image_classification(
         normalised = (image.astype(np.float32) / max_value - shift) / scale
         return {"image": normalised, "label": arrays["label"]}
 
-    return Preprocess(
-        spec={
-            "image": jax.ShapeDtypeStruct(shape, np.float32),
-            "label": jax.ShapeDtypeStruct((), np.int32),
-        },
-        info={} if num_classes is None else {"num_classes": num_classes},
-        example=example,
-        batch=batch,
-        example_is_random=random_resized_crop,
-    )
+    spec = {
+        "image": jax.ShapeDtypeStruct(shape, np.float32),
+        "label": jax.ShapeDtypeStruct((), np.int32),
+    }
+    info = {} if num_classes is None else {"num_classes": num_classes}
+    return Preprocess(spec, info, example, batch, example_is_random=random_resized_crop)
 
 
 @gin.register(module="data")
@@ -162,12 +159,13 @@ def byte_text(
         UsageError: The data set has no such feature, or it is neither text nor bytes, or
             `crop_from` is below `length`.
     """
-    if crop_from is not None:
-        check_count("byte_text.crop_from", crop_from, length)
+    if crop_from and crop_from < length:
+        problem = f" = {crop_from}: give an integer of at least {length}."
+        raise binding_error("byte_text.crop_from", problem)
     num_bytes = crop_from or length
-    _check_feature(features, key, "byte_text", _is_text, "one text or a vector of uint8")
+    _check_feature(features, key, "text", "byte_text")
 
-    def example(raw: Mapping[str, Any], rng: np.random.Generator | None) -> Arrays:
+    def example(raw: Mapping[str, Any], rng: Rng) -> Arrays:
         del rng  # `batch` draws the crop
         value = raw[key]
         value = value.encode() if isinstance(value, str) else value
@@ -177,9 +175,7 @@ def byte_text(
         tokens[:used], weights[:used] = data[:used], 1.0
         return {"tokens": tokens, "weights": weights}
 
-    def batch(
-        arrays: Arrays, rows: np.ndarray, total: int, rng: np.random.Generator | None
-    ) -> Arrays:
+    def batch(arrays: Arrays, rows: np.ndarray, total: int, rng: Rng) -> Arrays:
         starts = np.zeros(len(rows), np.int64)
         if rng and crop_from:
             spare = np.maximum(arrays["weights"].sum(axis=1) - length, 0)
@@ -187,38 +183,31 @@ def byte_text(
         indices = starts[:, None] + np.arange(length)
         return {name: np.take_along_axis(x, indices, axis=1) for name, x in arrays.items()}
 
-    return Preprocess(
-        spec={
-            "tokens": jax.ShapeDtypeStruct((length,), np.int32),
-            "weights": jax.ShapeDtypeStruct((length,), np.float32),
-        },
-        info={"vocab_size": 256},
-        example=example,
-        batch=batch,
-    )
+    spec = {
+        "tokens": jax.ShapeDtypeStruct((length,), np.int32),
+        "weights": jax.ShapeDtypeStruct((length,), np.float32),
+    }
+    return Preprocess(spec, {"vocab_size": 256}, example, batch)
 
 
-def _is_image(shape: Sequence[int | None], dtype: np.dtype) -> bool:
-    supported = dtype.name in _MAX_VALUE or jnp.issubdtype(dtype, jnp.floating)
-    return len(shape) == 3 and supported
+def stack(examples: Sequence[Arrays]) -> Arrays:
+    """Examples with the same arrays as one batch."""
+    return {name: np.stack([example[name] for example in examples]) for name in examples[0]}
 
 
-def _is_label(shape: Sequence[int | None], dtype: np.dtype) -> bool:
-    return not shape and (dtype == np.bool_ or jnp.issubdtype(dtype, jnp.integer))
+def preprocess_example(
+    preprocess: Preprocess, raw: Any, rng: Rng, locate: Callable[..., str], *where: Any
+) -> Arrays:
+    """Calls `preprocess.example`; its errors get the example's name, which is `locate(*where)`."""
+    try:
+        return preprocess.example(raw, rng)
+    except UsageError as error:
+        raise UsageError(f"{locate(*where)}: {error}", binding=error.binding) from error
 
 
-def _is_text(shape: Sequence[int | None], dtype: np.dtype) -> bool:
-    return (len(shape), dtype) in ((0, np.object_), (1, np.uint8))
-
-
-def _check_feature(
-    features: Features,
-    name: str,
-    function: str,
-    accepts: Callable[[Sequence[int | None], np.dtype], bool],
-    expected: str,
-) -> np.dtype:
-    """The dtype of a feature; refuses one whose shape or dtype `function` does not accept."""
+def _check_feature(features: Features, name: str, kind: str, function: str) -> np.dtype:
+    """The dtype of a feature; refuses one that is not of the kind that `function` needs."""
+    expected, accepts = _KINDS[kind]
     if name not in features:
         problem = f"; this data set has {sorted(features)}"
     else:
@@ -228,31 +217,25 @@ def _check_feature(
             return np.dtype(dtype)
         here = f"features {sorted(dtype)}" if nested else f"{shape} of {np.dtype(dtype)}"
         problem = f" as {expected}; here it is {here}"
-    raise UsageError(
-        f"{function} needs feature {name!r}{problem}. Prepare the data set so, or bind "
-        "tfds_data.preprocess to a function that fits it.",
-        binding="tfds_data.preprocess",
-    )
+    binding = "tfds_data.preprocess"
+    advice = f"Prepare the data set so, or bind {binding} to a function that fits it."
+    raise UsageError(f"{function} needs feature {name!r}{problem}. {advice}", binding=binding)
 
 
-def _center_box(image: np.ndarray) -> tuple[int, int, int, int]:
+def _resize(image: np.ndarray, size: int, rng: Rng) -> np.ndarray:
+    """Resizes the central square of an image (H, W, C), or a random area, to (size, size, C).
+
+    The image is uint8 or float32.
+    """
     height, width = image.shape[:2]
-    side = min(height, width)
-    left, top = (width - side) // 2, (height - side) // 2
-    return left, top, left + side, top + side
-
-
-def _random_box(image: np.ndarray, rng: np.random.Generator) -> tuple[int, int, int, int]:
-    height, width = image.shape[:2]
-    area, ratio = rng.uniform(0.08, 1.0) * height * width, np.exp(rng.uniform(-0.288, 0.288))
-    w = int(np.clip(round((area * ratio) ** 0.5), 1, width))
-    h = int(np.clip(round((area / ratio) ** 0.5), 1, height))
-    left, top = int(rng.integers(0, width - w + 1)), int(rng.integers(0, height - h + 1))
-    return left, top, left + w, top + h
-
-
-def _resize(image: np.ndarray, box: tuple[int, int, int, int], size: int) -> np.ndarray:
-    """Resizes a box of an image (H, W, C), uint8 or float32, to (size, size, C)."""
+    w = h = min(height, width)
+    left, top = (width - w) // 2, (height - h) // 2
+    if rng:
+        area, ratio = rng.uniform(0.08, 1.0) * height * width, np.exp(rng.uniform(-0.288, 0.288))
+        w = int(np.clip(round((area * ratio) ** 0.5), 1, width))
+        h = int(np.clip(round((area / ratio) ** 0.5), 1, height))
+        left, top = int(rng.integers(0, width - w + 1)), int(rng.integers(0, height - h + 1))
+    box = (left, top, left + w, top + h)
 
     def resized(plane: np.ndarray) -> np.ndarray:
         picture = Image.fromarray(plane)

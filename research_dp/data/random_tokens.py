@@ -10,8 +10,7 @@ import numpy as np
 
 from research_dp.argument_checks import checked
 from research_dp.argument_types import Count
-from research_dp.data.rng import Purpose, generator
-from research_dp.data.shuffle import stream_positions
+from research_dp.data.shuffle import Purpose, generator, stream_positions
 from research_dp.types import Arrays, DataSet, EvalOrder, TrainOrder
 
 

@@ -1,4 +1,4 @@
-"""The order of examples: a function of the seed and the step alone.
+"""Random streams of the data pipeline, and the order of examples: functions of the seed and step.
 
 Position `i` of the training stream is entry `i % size` of the permutation of epoch `i // size`.
 Each entry is computed without the others, so a run resumes anywhere, on any number of processes.
@@ -6,14 +6,33 @@ Each entry is computed without the others, so a run resumes anywhere, on any num
 
 from __future__ import annotations
 
+import enum
 import functools
 
 import numpy as np
 
-from research_dp.data.rng import Purpose, generator
-
 _ROUNDS = 6
 _SMALL = 2**16  # permutations of at most this many examples are cached
+
+
+class Purpose(enum.IntEnum):
+    """What is drawn. Each purpose has its own streams; a number is never reused."""
+
+    ORDER = 0  # of the examples of an epoch
+    BATCH = 1  # augmentation of a step's batch
+    EXAMPLE = 2  # augmentation of the example at a position of the training stream
+    FILES = 3  # order of files, in `tf_data`
+    BUFFER = 4  # order of the examples in the shuffle buffer of `tf_data`
+    TOKENS = 5  # tokens at a position of the training stream of `random_tokens`
+    EVAL_TOKENS = 6  # the same for evaluation
+
+
+def generator(seed: int, purpose: Purpose, index: int = 0) -> np.random.Generator:
+    """A generator that shares its stream with no other seed, purpose or index.
+
+    The index is an epoch, step or position, at least 0.
+    """
+    return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(purpose, index)))
 
 
 def stream_positions(step: int, batch_size: int, rows: np.ndarray) -> np.ndarray:

@@ -6,7 +6,7 @@ resumed run reads the stream again up to its first step.
 
 from __future__ import annotations
 
-import functools
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,10 +15,10 @@ import numpy as np
 
 from research_dp.argument_checks import checked
 from research_dp.argument_types import Count
-from research_dp.data.preprocess import Preprocess
-from research_dp.data.reader import Splits, check_format, preprocess_example, read_error, stack
-from research_dp.data.rng import Purpose, generator
-from research_dp.types import Arrays, EvalOrder, TrainOrder
+from research_dp.data.builders import check_format, read_error
+from research_dp.data.preprocess import Preprocess, preprocess_example, stack
+from research_dp.data.shuffle import Purpose, generator
+from research_dp.types import Arrays, EvalOrder, Splits, TrainOrder
 
 
 @gin.register(module="data")
@@ -67,32 +67,29 @@ def tf_data(
         first = order.first_step * order.batch_size
         raw = train_stream(order.seed, first).prefetch(prefetch * order.batch_size)
         examples = enumerate(_read(builder, raw, train_split), first)
-        rows = order.rows.tolist()
-        is_local = set(rows)
+        is_local = np.isin(np.arange(order.batch_size), order.rows)
         for step in range(order.first_step, order.num_steps):
             local: dict[int, Arrays] = {}
             for row in range(order.batch_size):
                 position, example = next(examples)
-                if row in is_local:
+                if is_local[row]:
                     random = preprocess.example_is_random
                     rng = generator(order.seed, Purpose.EXAMPLE, position) if random else None
-                    where = functools.partial(locate, order, position)
-                    local[row] = preprocess_example(preprocess, example, rng, where)
+                    where = locate, order, position
+                    local[row] = preprocess_example(preprocess, example, rng, *where)
+            batch = stack([local[row] for row in order.rows])
             rng = generator(order.seed, Purpose.BATCH, step)
-            batch = stack([local[row] for row in rows])
             yield preprocess.batch(batch, order.rows, order.batch_size, rng)
 
     def evaluate(order: EvalOrder) -> Iterator[Arrays]:
-        batch: list[Arrays] = []
-        raw = _stream(builder, eval_split, None)
-        for position, example in enumerate(_read(builder, raw, eval_split)):
-            where = functools.partial(locate, order, position)
-            batch.append(preprocess_example(preprocess, example, None, where))
-            if len(batch) == order.batch_size:
-                yield _masked(batch, order, preprocess)
-                batch = []
-        if batch:
-            yield _masked(batch, order, preprocess)
+        examples = enumerate(_read(builder, _stream(builder, eval_split, None), eval_split))
+        while batch := [
+            preprocess_example(preprocess, example, None, locate, order, position)
+            for position, example in itertools.islice(examples, order.batch_size)
+        ]:  # padded with its first example
+            rows = [batch[row] if row < len(batch) else batch[0] for row in order.rows]
+            inputs = preprocess.batch(stack(rows), order.rows, order.batch_size, None)
+            yield {**inputs, "mask": (order.rows < len(batch)).astype(np.float32)}
 
     order = f"tf.data, shuffle_buffer {shuffle_buffer}"
     return Splits(train, evaluate, order=order, rereads=True, locate=locate)
@@ -124,10 +121,3 @@ def _read(builder: Any, examples: Any, split: str) -> Iterator[Any]:
 def _shuffle_seed(seed: int, purpose: Purpose) -> int:
     """An integer seed for tf.data."""
     return int(generator(seed, purpose).integers(2**31))
-
-
-def _masked(batch: list[Arrays], order: EvalOrder, preprocess: Preprocess) -> Arrays:
-    """This process's rows of a global batch, padded with its first example."""
-    rows = [batch[row] if row < len(batch) else batch[0] for row in order.rows]
-    inputs = preprocess.batch(stack(rows), order.rows, order.batch_size, None)
-    return {**inputs, "mask": (order.rows < len(batch)).astype(np.float32)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -12,13 +12,15 @@ import gin
 import jax.numpy as jnp
 import numpy as np
 
+from research_dp import types
 from research_dp.argument_checks import checked
 from research_dp.data.array_record import random_access
-from research_dp.data.builders import FileFormat, check_split, find_builder, prepare
-from research_dp.data.preprocess import MakePreprocess
-from research_dp.data.reader import Reader, read_error
-from research_dp.types import Arrays, DataIdentity, DataSet, EvalOrder, SplitIdentity, TrainOrder
+from research_dp.data.builders import FileFormat, check_splits, find_builder, prepare, read_error
+from research_dp.data.preprocess import MakePreprocess, Preprocess
 
+# (builder, training split, evaluation split, preprocess) -> Splits. The data may be prepared after
+# the reader is called, but before `train` or `evaluate` are.
+Reader = Callable[[Any, str, str, Preprocess], types.Splits]
 _NUM_HASHED = 8  # examples of a split
 
 
@@ -34,7 +36,7 @@ def tfds_data(
     file_format: FileFormat = "array_record",
     data_dir: str | None = None,
     download: bool = True,
-) -> DataSet:
+) -> types.DataSet:
     """A data set of TensorFlow Datasets. It is downloaded when it is first read.
 
     Args:
@@ -56,30 +58,27 @@ def tfds_data(
     inputs = preprocess(builder.info.features)
     splits = reader(builder, train_split, eval_split, inputs)
 
-    def check_splits() -> None:
-        check_split(builder, train_split, "tfds_data.train_split")
-        check_split(builder, eval_split, "tfds_data.eval_split")
-
     @functools.cache
     def ready() -> None:
         prepare(builder, download)
-        check_splits()
+        check_splits(builder, train_split=train_split, eval_split=eval_split)
 
-    def train(order: TrainOrder) -> Iterator[Arrays]:
+    def train(order: types.TrainOrder) -> Iterator[types.Arrays]:
         ready()
         return splits.train(order)
 
-    def evaluate(order: EvalOrder) -> Iterator[Arrays]:
+    def evaluate(order: types.EvalOrder) -> Iterator[types.Arrays]:
         ready()
         return splits.evaluate(order)
 
     @functools.cache
-    def identity() -> DataIdentity:
+    def identity() -> types.DataIdentity:
         ready()
         return identity_of(builder, (train_split, eval_split))
 
-    check_splits()  # now, if the splits are known; else after preparation
-    return DataSet(
+    # Now, if the splits are known; else after preparation.
+    check_splits(builder, train_split=train_split, eval_split=eval_split)
+    return types.DataSet(
         name=name,
         example=inputs.spec,
         info=inputs.info,
@@ -93,17 +92,17 @@ def tfds_data(
     )
 
 
-def identity_of(builder: Any, splits: Sequence[str]) -> DataIdentity:
+def identity_of(builder: Any, splits: Sequence[str]) -> types.DataIdentity:
     """The identity of prepared data, the same for each file format, reader and process."""
     path = PurePosixPath(builder.info.full_name)  # name, perhaps a configuration, version
-    return DataIdentity(
+    return types.DataIdentity(
         name=str(path.parent),
         version=path.name,
         splits={split: _split_identity(builder, split) for split in splits},
     )
 
 
-def _split_identity(builder: Any, split: str) -> SplitIdentity:
+def _split_identity(builder: Any, split: str) -> types.SplitIdentity:
     """Hashes evenly spaced examples; images as encoded, because decoders differ."""
     import tensorflow_datasets as tfds  # late: it is slow to import
 
@@ -122,7 +121,7 @@ def _split_identity(builder: Any, split: str) -> SplitIdentity:
             name = f"an example of {builder.name} {split}"
             raise read_error(error, builder.data_path, name) from error
         _update(digest, example)
-    return SplitIdentity(examples=size, digest=digest.hexdigest()[:16])
+    return types.SplitIdentity(examples=size, digest=digest.hexdigest()[:16])
 
 
 def _skip_images(feature: Any) -> Any:
@@ -134,15 +133,12 @@ def _skip_images(feature: Any) -> Any:
 
         decode_batch_example = decode_batch_example_np = tfds.decode.SkipDecoding.decode_example
 
-    features = tfds.features
-    if isinstance(feature, features.Image):
-        return Skip()
-    if isinstance(feature, features.FeaturesDict):
+    if isinstance(feature, tfds.features.Sequence):
+        return _skip_images(feature.feature)
+    if isinstance(feature, tfds.features.FeaturesDict):
         decoders = {name: _skip_images(inner) for name, inner in feature.items()}
         return {name: inner for name, inner in decoders.items() if inner} or None
-    if isinstance(feature, features.Sequence):
-        return _skip_images(feature.feature)
-    return None
+    return Skip() if isinstance(feature, tfds.features.Image) else None
 
 
 def _update(digest: Any, value: Any) -> None:

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from research_dp.argument_checks import checked
-from research_dp.argument_types import Count, Positive, above
+from research_dp.argument_types import Count, Limit, Positive, is_number
 
-AboveOne = Annotated[float, above(1)]
+AboveOne = Annotated[float, Limit(lambda x: is_number(x) and x > 1, "a number above 1")]
 
 
 class LossScaleState(NamedTuple):

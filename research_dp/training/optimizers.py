@@ -9,8 +9,8 @@ import jax
 import optax
 
 from research_dp.argument_checks import checked
-from research_dp.argument_types import Fraction
-from research_dp.errors import UsageError, check_count
+from research_dp.argument_types import Fraction, is_integer
+from research_dp.errors import UsageError, binding_error
 
 for _name in (
     *("adafactor", "adam", "adamw", "lamb", "lion", "rmsprop", "sgd"),
@@ -52,7 +52,8 @@ def _num_steps() -> int:
         ) from error
     if isinstance(bound, gin.config.ConfigurableReference):  # a macro
         bound = bound.scoped_configurable_fn()
-    check_count("train.num_steps", bound, 0)
+    if not is_integer(bound) or bound < 0:
+        raise binding_error("train.num_steps", f" = {bound!r}: give an integer of at least 0.")
     return bound
 
 

@@ -7,8 +7,8 @@ import gin
 import pytest
 
 from research_dp.argument_types import Count, CountOrZero, DropoutRate, Dtype, Fraction, Positive
+from research_dp.config.binding_checks import annotation, complaint, in_words
 from research_dp.config.parser import Reference
-from research_dp.config.typecheck import annotation, complaint, in_words
 
 
 @pytest.mark.parametrize(
