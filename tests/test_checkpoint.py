@@ -12,6 +12,7 @@ import time
 import jax
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from conftest import stems
 from jax.experimental import multihost_utils
@@ -19,15 +20,15 @@ from test_strategies import build, one_matrix, run_steps
 
 from research_dp.commands.certify import quick_model
 from research_dp.config import load
+from research_dp.distributed.checksum import tree_checksums
 from research_dp.distributed.placement import fingerprint
 from research_dp.errors import RunFailure, UsageError
 from research_dp.models import mlp
 from research_dp.training import checkpoint_files
 from research_dp.training import manifest as manifest_module
 from research_dp.training.checkpoint import Checkpoints
-from research_dp.training.checkpoint_files import overview, steps_in, verify
+from research_dp.training.checkpoint_files import MANIFEST, overview, steps_in, verify
 from research_dp.training.manifest import Damaged, Manifest, Progress, origin
-from research_dp.training.orbax_io import MANIFEST
 
 PROGRESS = Progress(batch_size=32, seed=3, order="by index", window={"loss": (0.1, 3.0)})
 PAIRS = [("fsdp", "ddp"), ("ddp", "hsdp"), ("zero1", "spmd_fsdp"), ("pmap", "fsdp_keep")]
@@ -108,7 +109,7 @@ def test_manifest_says_where_the_run_stood_and_what_the_arrays_are(trained, fold
     assert shapes["opt_state/0/mu/hidden_0/kernel"] == (16, 256)
     assert shapes["opt_state/0/count"] == ()
     assert found.origin["versions"]["jax"] == jax.__version__
-    assert not found.mismatch(trained[1])
+    assert not found.mismatch(tree_checksums(trained[1]))
 
 
 def test_verifying_reads_every_array(trained, folder):
@@ -313,6 +314,16 @@ def test_what_cannot_be_read_here_and_now_is_not_taken_for_damage(tmp_path, monk
     with pytest.raises(RunFailure, match="Too many open files"):
         restore(tmp_path, strategy)
     assert steps_in(tmp_path) == [1]
+
+
+def test_a_lack_of_memory_is_not_taken_for_damage(folder, trained, monkeypatch):
+    def no_memory(*args, **options):
+        raise MemoryError("cannot allocate 8 GiB")
+
+    monkeypatch.setattr(ocp.PyTreeCheckpointHandler, "restore", no_memory)
+    with pytest.raises(RunFailure, match="cannot be read: cannot allocate 8 GiB"):
+        restore(folder, trained[0])
+    assert steps_in(folder) == [1, 2, 3]
 
 
 def test_a_checkpoint_of_a_newer_version_is_left_alone(tmp_path, monkeypatch):

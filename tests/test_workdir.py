@@ -9,6 +9,7 @@ import shutil
 import stat
 import struct
 import sys
+import types
 
 import gin
 import pytest
@@ -23,8 +24,7 @@ from research_dp.training.checkpoint import Checkpoints
 from research_dp.training.checkpoint_files import steps_in
 from research_dp.training.flight_recorder import last_notes
 from research_dp.training.manifest import Damaged
-from research_dp.training.metric_log import MetricWriter, truncate_records
-from research_dp.training.progress_bar import ProgressBar
+from research_dp.training.metric_log import MetricLog, ProgressBar, truncate_records
 
 SPECIAL = "a[1]*?{b} **#%20~"  # what globs, URLs and shells read something into
 BY_ALL_RUNS = (".run.lock", ".run.holder", "flight/process_0.txt")
@@ -186,6 +186,12 @@ def damaged_lines(run, *lines):
     file.write_bytes(b"".join([first, *lines, *others]))
 
 
+def metric_log(say):
+    """A log of a new run, which prints no metrics."""
+    console = types.SimpleNamespace(say=say, metrics=lambda *_: None)
+    return MetricLog(None, metrics.Throughput(1), console)
+
+
 @pytest.mark.parametrize(
     "line",
     [
@@ -208,8 +214,10 @@ def test_lines_that_are_no_records_are_left_out_and_kept_aside(tmp_path, line):
     good = b'{"split": "train", "step": 2, "loss": null}\n'
     file, said = tmp_path / "metrics.jsonl", []
     file.write_bytes(good + line + good + b'{"split": "tra')
+    written = metric_log(said.append)
+    written.open(tmp_path, 2**70, evaluates_again=False)
+    written.close()
     kept = truncate_records(file, 2**70, evaluates_again=False, say=said.append)
-    MetricWriter(tmp_path, kept).close()
     assert kept == [{"split": "train", "step": 2, "loss": None}] * 2
     assert file.read_bytes() == good * 2
     assert (
@@ -502,7 +510,8 @@ def test_records_need_no_more_memory_as_they_become_many(tmp_path):
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
-    written = MetricWriter(tmp_path)
+    written = metric_log(print)
+    written.open(tmp_path, 0, evaluates_again=False)
     for number in range(30_000):
         sums = metrics.accumulate({}, [{"loss": (float(number), 4.0)}])
         written.write("train", number, metrics.means(sums))

@@ -30,17 +30,16 @@ def certify_run(config: load.Config, against: str, steps: int) -> Certificate:
     `against` is the stem of a shipped strategy, or a gin file that binds `train.strategy`.
     """
     refuse_several_processes("certify", "Give --cpu_devices.", binding="")
-    known = inspect.signature(spec_of).parameters
     signature = inspect.signature(inspect.unwrap(train)).parameters
-    values = {name: signature[name].default for name in known}
-    values |= {k: x for k, x in gin.get_bindings("train").items() if k in known}
+    values = {name: parameter.default for name, parameter in signature.items()}
+    values |= gin.get_bindings("train")
     strategy = _bound_strategy()
     with gin_internals.kept():
         file = against if against.endswith(".gin") else f"strategies/{against}.gin"
         load.load([file])
         oracle = gin_internals.value_of("train.strategy")
     gathered = [b.value for b in config.used if b.parameter == "gather_dtype"]
-    spec = spec_of(**values)
+    spec = spec_of(values)
     bench = Bench(
         config=strategy.resolve(spec),
         against=oracle.resolve(spec),

@@ -7,26 +7,22 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 
+from research_dp.distributed.checksum import tree_checksums
 from research_dp.distributed.multihost import first_problem, of_the_first, texts_of_all
+from research_dp.distributed.sharding import by_path
 from research_dp.errors import RunFailure, UsageError
 from research_dp.strategies import TrainState
-from research_dp.training import checkpoint_files, files, orbax_io
+from research_dp.training import checkpoint_files, files
 from research_dp.training.checkpoint_files import steps_in
-from research_dp.training.manifest import Damaged, Manifest, Progress, leaves_of
-
-T = TypeVar("T")
+from research_dp.training.manifest import Damaged, Leaf, Manifest, Progress
 
 
 class Checkpoints:
-    """Saves and restores a run's state; only complete checkpoints count (Orbax commits atomically).
-
-    The `keep` newest are kept, and those of steps that `keep_period` divides. Orbax, which is slow
-    to import, is imported at the first save or restore.
-    """
+    """Saves and restores a run's state; keeps the newest, and steps that `keep_period` divides."""
 
     def __init__(
         self,
@@ -52,18 +48,37 @@ class Checkpoints:
     ) -> tuple[TrainState, Manifest] | None:
         """The newest intact state, on the shardings of `abstract_state`, and its manifest, or None.
 
-        `resize` is given a state whose slots may be those of another number of devices.
-
         A damaged checkpoint is reported and moved aside, so that its step can be saved again.
-        UsageError: it is of another model or optimizer, none can be read, or `check` raised it.
+        `resize` is given a state whose slots may be those of another number of devices. UsageError:
+        it is of another model or optimizer, none can be read, or `check` raised it.
         """
+
+        def restored_at(step: int) -> tuple[TrainState, Manifest]:
+            folder = self._folder / str(step)
+            manifest: Manifest = _in_all_processes(lambda: checkpoint_files.read_manifest(folder))
+            if manifest.step != step:
+                raise Damaged(f"its manifest is of step {manifest.step}")
+            as_saved = manifest.with_saved_slots(abstract_state)
+            if difference := manifest.difference(as_saved):
+                raise UsageError(
+                    f"the checkpoint {folder} is of another model or optimizer: {difference}. "
+                    "Use another --workdir, or the configuration in its config.gin."
+                )
+            check(manifest)
+            fields = _fields(as_saved)
+            read = _in_all_processes(lambda: checkpoint_files.read_state(folder, fields))
+            state = TrainState(**read)
+            if mismatch := manifest.mismatch(tree_checksums(state)):
+                raise Damaged(mismatch)
+            return resize(state), manifest
+
         damaged: dict[int, str] = {}
         for step in steps_in(self._folder, checkpoint_files.HALF_WRITTEN):
             self._say(f"Step {step} was being saved when the run ended, and is not complete")
         # Those that process 0 sees, newest first.
         for step in reversed(json.loads(texts_of_all(json.dumps(steps_in(self._folder)))[0])):
             try:
-                restored = self._restore(step, abstract_state, check, resize)
+                restored = restored_at(step)
             except Damaged as error:
                 damaged[step] = str(error)
                 self._say(f"The checkpoint of step {step} is damaged: {error}")
@@ -90,60 +105,41 @@ class Checkpoints:
         self._folder.mkdir(parents=True, exist_ok=True)
         files.replace(self._folder / files.NOTHING_SAVED, "")
 
-    def saved_nothing(self) -> bool:
-        """Whether a run started here and ended before its first save."""
-        return (self._folder / files.NOTHING_SAVED).is_file()
-
-    def _restore(
-        self,
-        step: int,
-        abstract_state: TrainState,
-        check: Callable[[Manifest], None],
-        resize: Callable[[TrainState], TrainState],
-    ) -> tuple[TrainState, Manifest]:
-        folder = self._folder / str(step)
-        manifest = _in_all_processes(lambda: checkpoint_files.read_manifest(folder))
-        if manifest.step != step:
-            raise Damaged(f"its manifest is of step {manifest.step}")
-        as_saved = manifest.with_saved_slots(abstract_state)
-        if difference := manifest.difference(as_saved):
-            raise UsageError(
-                f"the checkpoint {folder} is of another model or optimizer: {difference}. "
-                "Use another --workdir, or the configuration in its config.gin."
-            )
-        check(manifest)
-        fields = _in_all_processes(lambda: orbax_io.read_state(folder, _fields(as_saved)))
-        state = TrainState(**fields)
-        if mismatch := manifest.mismatch(state):
-            raise Damaged(mismatch)
-        return resize(state), manifest
-
     def save(
         self, state: TrainState, step: int, progress: Progress, origin: Mapping[str, Any]
     ) -> None:
-        """Saves in the background; returns as soon as the state may be changed.
-
-        RunFailure: this save, or the one before it, failed.
-        """
-        import orbax.checkpoint as ocp
+        """Starts a save; the state may change then. RunFailure: it, or the last, failed."""
+        import orbax.checkpoint as ocp  # slow
 
         self.wait()
         if step == self._newest:
             return
-        manifest = Manifest(step=step, progress=progress, leaves=leaves_of(state), origin=origin)
+        sums = tree_checksums(state)
+        leaves = {path: Leaf.of(x, sums[path]) for path, x in by_path(state).items()}
+        manifest = Manifest(step=step, progress=progress, leaves=leaves, origin=origin)
         with self._failing_as_run(step), contextlib.ExitStack() as writing:
-            writing.enter_context(orbax_io.awaited_io())
+            writing.enter_context(checkpoint_files.awaited_io())
             if self._checkpointer is None:
                 self._folder.mkdir(parents=True, exist_ok=True)
-                self._checkpointer = orbax_io.checkpointer()
+                self._checkpointer = checkpoint_files.checkpointer()
             if jax.process_index() == 0:
                 checkpoint_files.clear_temporary(self._folder, step)
             args = ocp.args.Composite(
                 state=ocp.args.PyTreeSave(_fields(state)),
                 manifest=ocp.args.JsonSave(manifest.as_json()),
             )
-            self._checkpointer.save(orbax_io.literal(self._folder / str(step)), args=args)
+            self._checkpointer.save(checkpoint_files.literal(self._folder / str(step)), args=args)
             self._pending = step, self._thread.submit(self._complete, step, writing.pop_all())
+
+    def _complete(self, step: int, writing: contextlib.ExitStack) -> list[str]:
+        """Waits until a checkpoint is on the disk, then prunes older ones; returns its lines."""
+        with writing:
+            self._checkpointer.wait_until_finished()
+        if jax.process_index() != 0:
+            return []
+        checkpoint_files.fsync_checkpoint(self._folder / str(step))
+        (self._folder / files.NOTHING_SAVED).unlink(missing_ok=True)
+        return checkpoint_files.prune(self._folder, self._keep, self._keep_period)
 
     def check(self) -> None:
         """Raises RunFailure if a save in the background has failed."""
@@ -173,16 +169,6 @@ class Checkpoints:
                     checkpointer.close()
             self._thread.shutdown(wait=not abandon)
 
-    def _complete(self, step: int, writing: contextlib.ExitStack) -> list[str]:
-        """Waits until a checkpoint is on the disk, then prunes older ones; returns its lines."""
-        with writing:
-            self._checkpointer.wait_until_finished()
-        if jax.process_index() != 0:
-            return []
-        checkpoint_files.fsync_checkpoint(self._folder / str(step))
-        (self._folder / files.NOTHING_SAVED).unlink(missing_ok=True)
-        return checkpoint_files.prune(self._folder, self._keep, self._keep_period)
-
     @contextlib.contextmanager
     def _failing_as_run(self, step: int) -> Iterator[None]:
         """Turns an error of a save into a RunFailure that says which step is saved."""
@@ -191,12 +177,12 @@ class Checkpoints:
         except RunFailure:
             raise
         except Exception as error:
-            self._failed = True
+            self._failed, reason = True, checkpoint_files.reason(error)
             left = "Nothing was saved before."
             if self._newest is not None:
                 left = f"Step {self._newest} is saved; the same command continues from there."
             raise RunFailure(
-                f"saving step {step} in {self._folder} failed: {orbax_io.reason(error)}. {left}"
+                f"saving step {step} in {self._folder} failed: {reason}. {left}"
             ) from error
 
 
@@ -205,19 +191,17 @@ def _fields(state: TrainState) -> dict[str, Any]:
     return {name: x for name, x in state._asdict().items() if name != "slots" or x != ()}
 
 
-def _in_all_processes(read: Callable[[], T]) -> T:
+def _in_all_processes(read: Callable[[], Any]) -> Any:
     """Calls `read`; an error in one process is raised in all, as Damaged or RunFailure."""
-    result, damage, failure = None, None, None
+    result = damage = failure = None
     try:
         result = read()
     except Damaged as error:
         damage = str(error)
     except (OSError, MemoryError) as error:
-        failure = orbax_io.reason(error)
-    failure, damage = first_problem(failure), first_problem(damage)
-    if failure:
+        failure = checkpoint_files.reason(error)
+    if failure := first_problem(failure):
         raise RunFailure(f"a checkpoint cannot be read: {failure}. Nothing was changed.")
-    if damage:
+    if damage := first_problem(damage):
         raise Damaged(damage)
-    assert result is not None
     return result

@@ -1,14 +1,19 @@
-"""Checkpoints on disk: which there are, whether they are intact, which are removed."""
+"""Checkpoints on disk: listed, verified, pruned; Orbax with literal paths and clear errors."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import errno
+import functools
+import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+import textwrap
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -16,59 +21,60 @@ import numpy as np
 from research_dp.distributed.checksum import array_checksum
 from research_dp.distributed.mesh import sizes_text
 from research_dp.distributed.sharding import by_path
-from research_dp.training import files, orbax_io
-from research_dp.training.manifest import Damaged, Manifest, mismatch_message
+from research_dp.training import files
+from research_dp.training.manifest import Damaged, Manifest
 
+MANIFEST = Path("manifest", "manifest.json")  # in a checkpoint's folder
+STATE = "state"
+_ERROR_CODE = re.compile(r"os_error_code='(\d+)'")
+# Of this machine or its network
+_MACHINE_ERRORS = {
+    *(errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM, errno.ESTALE),
+    *(errno.EIO, errno.ETIMEDOUT, errno.EINTR),
+}
 _STEP = r"(0|[1-9][0-9]{0,17})"  # no other digits, no leading zeros
-COMPLETE = re.compile(_STEP)
+COMPLETE = re.compile(_STEP)  # Orbax renames a folder once all is in it
 HALF_WRITTEN = re.compile(_STEP + r"\.orbax-checkpoint-tmp.*")
 _SET_ASIDE = re.compile(_STEP + r"\.damaged[0-9]*")
 _STATES = {COMPLETE: "", HALF_WRITTEN: "not complete", _SET_ASIDE: "damaged, was moved aside"}
 
 
-def steps_in(folder: Path, pattern: re.Pattern[str] = COMPLETE) -> Sequence[int]:
-    """Steps whose checkpoints are complete: Orbax renames a folder once all is in it."""
-    if not folder.is_dir():
-        return []
-    matches = [pattern.fullmatch(path.name) for path in folder.iterdir()]
-    return sorted(int(match[1]) for match in matches if match)
+def _entries(folder: Path, pattern: re.Pattern[str]) -> list[tuple[int, Path]]:
+    """The checkpoints whose names match, by step."""
+    paths = folder.iterdir() if folder.is_dir() else ()
+    matches = ((pattern.fullmatch(path.name), path) for path in paths)
+    return sorted((int(match[1]), path) for match, path in matches if match)
+
+
+def steps_in(folder: Path, pattern: re.Pattern[str] = COMPLETE) -> list[int]:
+    """The steps of a folder's checkpoints: of complete ones, or of those that a pattern names."""
+    return [step for step, _ in _entries(folder, pattern)]
 
 
 def fsync_checkpoint(folder: Path) -> None:
-    """Flushes metadata and directory entries, so that the checkpoint survives a power failure.
-
-    TensorStore does so for the arrays, Orbax not for the files that mark them as complete.
-    """
+    """Flushes Orbax's own files and directory entries, which TensorStore does not."""
     for path in (*folder.glob("*"), *folder.glob("*/*"), folder, folder.parent):
         with contextlib.suppress(FileNotFoundError):
             files.fsync(path)
 
 
 def prune(folder: Path, keep: int, keep_period: int | None) -> list[str]:
-    """Removes old checkpoints as `Checkpoints` says; returns a line for each failure.
-
-    A checkpoint that is a link is not the run's to remove.
-    """
+    """Removes old checkpoints, but no links, which are not the run's; a line for each failure."""
     problems = []
-    for step in steps_in(folder)[:-keep]:
-        path = folder / str(step)
+    for step, path in _entries(folder, COMPLETE)[:-keep]:
         if (keep_period and step % keep_period == 0) or path.is_symlink() or not path.is_dir():
             continue
         try:
             shutil.rmtree(path)
         except OSError as error:
-            problems.append(f"The checkpoint {path} cannot be removed: {orbax_io.reason(error)}")
+            problems.append(f"The checkpoint {path} cannot be removed: {reason(error)}")
     return problems
 
 
 def clear_temporary(folder: Path, step: int) -> None:
-    """Removes links and FIFOs with the name of a step's temporary folder, which block Orbax.
-
-    Folders, which a killed save leaves, are removed by Orbax itself.
-    """
-    for path in list(folder.iterdir()):
-        match = HALF_WRITTEN.fullmatch(path.name)
-        if match and int(match[1]) == step and (path.is_symlink() or not path.is_dir()):
+    """Removes links and FIFOs with the name of a step's temporary folder, which block Orbax."""
+    for other, path in _entries(folder, HALF_WRITTEN):
+        if other == step and (path.is_symlink() or not path.is_dir()):
             path.unlink()
 
 
@@ -76,7 +82,7 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest of a checkpoint, by `Manifest.read`; Damaged also if a FIFO is in the folder."""
     if problem := files.unreadable_entry(folder):
         raise Damaged(problem)
-    return Manifest.read(folder / orbax_io.MANIFEST)
+    return Manifest.read(folder / MANIFEST)
 
 
 def verify(folder: Path) -> Manifest:
@@ -84,20 +90,19 @@ def verify(folder: Path) -> Manifest:
     import orbax.checkpoint as ocp
 
     manifest = read_manifest(folder)
-    tree = orbax_io.read_metadata(folder)
+    with _reading():  # the tree of its arrays, with Orbax's metadata for leaves
+        tree = ocp.PyTreeCheckpointHandler().metadata(literal(folder / STATE)).tree
     leaves = by_path(tree)
     if unmatched := sorted(leaves.keys() ^ manifest.leaves.keys()):
         raise Damaged(f"{unmatched[0]} is not both in its manifest and in its arrays")
     on_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
-    changed = []
-    for path, leaf in manifest.leaves.items():
-        chosen = leaves[path]
+    checksums = {}
+    for path, chosen in leaves.items():
         one = jax.tree.map(lambda x, chosen=chosen: x if x is chosen else ocp.PLACEHOLDER, tree)
-        restored = jax.tree.leaves(orbax_io.read_state(folder, one, on_host))
+        restored = jax.tree.leaves(read_state(folder, one, on_host))
         (x,) = (x for x in restored if x is not ocp.PLACEHOLDER)
-        if array_checksum(x) != leaf.checksum:
-            changed.append(path)
-    if problem := mismatch_message(changed):
+        checksums[path] = array_checksum(x)
+    if problem := manifest.mismatch(checksums):
         raise Damaged(problem)
     return manifest
 
@@ -124,14 +129,8 @@ class Row(NamedTuple):
 
 def overview(folder: Path, *, verified: bool) -> Iterator[Row]:
     """The checkpoints in a folder, complete or not, by step; arrays are read if `verified`."""
-    matches = [
-        (int(match[1]), path.name, incomplete)
-        for path in (folder.iterdir() if folder.is_dir() else ())
-        for pattern, incomplete in _STATES.items()
-        if (match := pattern.fullmatch(path.name))
-    ]
-    for step, name, incomplete in sorted(matches):
-        path = folder / name
+    entries = ((*x, state) for pattern, state in _STATES.items() for x in _entries(folder, pattern))
+    for step, path, incomplete in sorted(entries):
         nbytes = 0
         for file in path.rglob("*"):
             with contextlib.suppress(FileNotFoundError):  # a run may be removing it
@@ -145,7 +144,125 @@ def overview(folder: Path, *, verified: bool) -> Iterator[Row]:
             if os.path.lexists(path):  # a run may have removed it meanwhile
                 yield Row(step, nbytes, f"damaged: {error}", damaged=True)
         except (OSError, MemoryError) as error:
-            yield Row(step, nbytes, f"cannot be read: {orbax_io.reason(error)}", damaged=True)
+            yield Row(step, nbytes, f"cannot be read: {reason(error)}", damaged=True)
         else:
             intact = f"intact: {len(manifest.leaves)} arrays"
             yield Row(step, nbytes, intact if verified else "not verified", manifest=manifest)
+
+
+def checkpointer() -> Any:
+    """An asynchronous checkpointer of a state and a manifest."""
+    import orbax.checkpoint as ocp
+
+    _quieten_orbax()
+    handlers = {
+        # Weights hardly get smaller, and compression takes the loop's cores.
+        STATE: ocp.PyTreeCheckpointHandler(use_compression=False),
+        "manifest": ocp.JsonCheckpointHandler(filename=MANIFEST.name),
+    }
+    return ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(**handlers))
+
+
+def read_state(folder: Path, abstract_state: Any, restore_args: Any = None) -> Any:
+    """Reads the arrays of a checkpoint, as `abstract_state` or Orbax's `restore_args` say."""
+    import orbax.checkpoint as ocp
+
+    if restore_args is None:
+        restore_args = ocp.checkpoint_utils.construct_restore_args(abstract_state)
+    args = ocp.args.PyTreeRestore(item=abstract_state, restore_args=restore_args)
+    with _reading():
+        return ocp.PyTreeCheckpointHandler().restore(literal(folder / STATE), args=args)
+
+
+@contextlib.contextmanager
+def _reading() -> Iterator[None]:
+    """Turns errors of reading into Damaged, but for this machine's: the files may be good."""
+    _quieten_orbax()
+    try:
+        with awaited_io():
+            yield
+    except jax.errors.JaxRuntimeError:  # of the devices, such as no memory left
+        raise
+    except Exception as error:  # of any kind that Orbax and TensorStore raise
+        for cause in _causes(error):
+            match = _ERROR_CODE.search(str(cause))
+            code = int(match[1]) if match else getattr(cause, "errno", None)
+            if code in _MACHINE_ERRORS:
+                raise OSError(code, os.strerror(code)) from error
+            if isinstance(cause, MemoryError):
+                raise cause from None  # with a cause, it could be its own
+        raise Damaged(reason(error)) from error
+
+
+def reason(error: BaseException) -> str:
+    """Why something could not be read or written, in a line."""
+    *_, error = _causes(error)
+    if code := _ERROR_CODE.search(str(error)):
+        return os.strerror(int(code[1]))
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror + (f": {error.filename}" if error.filename else "")
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return textwrap.shorten(lines[0], 200, placeholder=" ...").rstrip(".")
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    yield error
+    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    if cause is not None:
+        yield from _causes(cause)
+
+
+def literal(folder: Path) -> Any:
+    """A path for Orbax that is not a pattern, without the `..` that TensorStore refuses."""
+    return _literal_class()(os.path.realpath(folder))
+
+
+@functools.cache  # as classes are never freed
+def _literal_class() -> Any:
+    """Paths whose `glob` does not make the folder a part of the pattern: `a[1]` matches `a1`."""
+    from etils import epath  # slow to import
+
+    class Literal(type(epath.Path())):  # type: ignore[misc]
+        def glob(self, pattern: str) -> Iterator[Any]:
+            return (type(self)(path) for path in Path(self).glob(pattern))
+
+    return Literal
+
+
+def _quieten_orbax() -> None:
+    """Silences the tracebacks of Orbax's threads: a failure is reported once, by its caller."""
+    for name in ("absl", "concurrent.futures"):
+        logging.getLogger(name).addFilter(_not_of_orbax)
+
+
+def _not_of_orbax(record: logging.LogRecord) -> bool:
+    return "orbax" not in record.pathname
+
+
+class _DrainingLoop(asyncio.SelectorEventLoop):
+    """An event loop that ends its tasks before it closes.
+
+    Orbax closes its loop when one read or write fails; TensorStore then calls back for the
+    others, and each of them would print a traceback.
+    """
+
+    def close(self) -> None:
+        while tasks := asyncio.all_tasks(self):
+            self.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        super().close()
+
+
+class _DrainingPolicy(asyncio.DefaultEventLoopPolicy):
+    def new_event_loop(self) -> asyncio.AbstractEventLoop:
+        return _DrainingLoop()
+
+
+@contextlib.contextmanager
+def awaited_io() -> Iterator[None]:
+    """Waits for all reads and writes within it, also after one has failed."""
+    before = asyncio.get_event_loop_policy()
+    asyncio.set_event_loop_policy(_DrainingPolicy())
+    try:
+        yield
+    finally:
+        asyncio.set_event_loop_policy(before)

@@ -28,31 +28,27 @@ class InFlight:
         The devices of a split CPU share a thread pool: a step that waits in a collective can take
         the threads that the step before it needs to end, and XLA deadlocks.
         """
-        self._wait(1 if jax.default_backend() == "cpu" else 2)
+        self.wait(1 if jax.default_backend() == "cpu" else 2)
 
-    def wait_for_all(self) -> None:
-        self._wait(1)
-
-    def is_busy(self) -> bool:
-        """Whether the newest program is still running."""
-        newest = jax.tree.leaves([results for results, _ in list(self._programs)[-1:]])
-        return bool(newest) and not newest[0].is_ready()
-
-    def _wait(self, most: int) -> None:
+    def wait(self, most: int = 1) -> None:
         """Waits for the oldest while `most` are in flight."""
         while len(self._programs) >= most:
             results, on_done = self._programs.popleft()
             jax.block_until_ready(results)
             on_done()
 
+    def is_busy(self) -> bool:
+        """Whether the newest program is still running."""
+        newest = jax.tree.leaves([results for results, _ in list(self._programs)[-1:]])
+        return bool(newest) and not newest[0].is_ready()
+
 
 def prefetch(
     place: Callable[[Any], Any], batches: Iterable[Any], is_busy: Callable[[], bool]
 ) -> Iterator[Any]:
-    """Places batches on the devices ahead of their use, in bursts if they are small.
+    """Places batches on the devices ahead of their use, in bursts while the devices are busy.
 
-    The first batch after a step finds cold caches and costs three times the next. A burst ends
-    with the program that it runs behind: when the devices are no longer busy.
+    The first batch after a step finds cold caches and costs three times the next.
     """
     source, placed = iter(batches), collections.deque[Any]()
     while True:

@@ -22,8 +22,7 @@ NOTHING_SAVED = "nothing_saved_yet"  # in the folder of the checkpoints
 PROBE = ".run."  # and 32 hexadecimal digits: see `workdir`
 
 _FILES = (LOCK, HOLDER, CONFIG, OPERATIVE_CONFIG, RECORDS, SUMMARY)
-_EVENTS = tuple(f"{TENSORBOARD}/{split}" for split in SPLITS)
-_FOLDERS = (CHECKPOINTS, FLIGHT, TENSORBOARD, *_EVENTS, "profile")
+_FOLDERS = (CHECKPOINTS, FLIGHT, *(f"{TENSORBOARD}/{x}" for x in ("", *SPLITS)), "profile")
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.tmp|" + re.escape(PROBE) + "[0-9a-f]{32}")
 _NO_FSYNC_OF_FOLDERS = (errno.EINVAL, errno.ENOTSUP)  # some FUSE and SMB mounts
 _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFREG: "a file", stat.S_IFIFO: "a FIFO"}
@@ -41,10 +40,7 @@ def append(path: Path) -> int:
 
 
 def replace(path: Path, content: str | bytes) -> None:
-    """Writes a file atomically and durably: readers see the old or the new content.
-
-    The temporary file has an unpredictable name. A link is replaced, not followed.
-    """
+    """Writes a file atomically and durably; a link is replaced, not followed."""
     if isinstance(content, str):
         content = content.encode(errors="surrogateescape")
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
@@ -62,8 +58,7 @@ def fsync(path: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        is_folder = stat.S_ISDIR(os.fstat(descriptor).st_mode)
-        if error.errno not in _NO_FSYNC_OF_FOLDERS or not is_folder:
+        if error.errno not in _NO_FSYNC_OF_FOLDERS or not path.is_dir():
             raise
     finally:
         os.close(descriptor)
@@ -76,11 +71,7 @@ def has_content(path: Path) -> bool:
 
 def is_utf8(text: str) -> bool:
     """Whether a text can be encoded: JSON and file names may have lone surrogates."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    return text.encode(errors="ignore").decode() == text
 
 
 def as_json(value: Any) -> Any:
@@ -101,8 +92,8 @@ def read_json(text: str | bytes) -> dict[str, Any]:
 
 def free_name(path: Path) -> Path:
     """An unused name beside a path: `NAME.damaged` or `NAME.damagedN`."""
-    for number in range(1, 1000):
-        aside = path.with_name(f"{path.name}.damaged{number if number > 1 else ''}")
+    for number in ("", *range(2, 1000)):
+        aside = path.with_name(f"{path.name}.damaged{number}")
         if not os.path.lexists(aside):
             return aside
     raise OSError(errno.EEXIST, "too many damaged ones", str(path))
@@ -116,31 +107,20 @@ def remove_temporary(folder: Path) -> None:
 
 
 def unexpected_kind(folder: Path) -> str | None:
-    """Reports the first name in a run's folder that is not the kind of file the run needs.
-
-    Files must be regular: a link would be replaced, and a FIFO blocks. Folders may be links to
-    folders.
-    """
-    notes = [f"{FLIGHT}/{path.name}" for path in sorted((folder / FLIGHT).glob("process_*.txt"))]
-    for name in (*_FILES, f"{CHECKPOINTS}/{NOTHING_SAVED}", *notes):
-        path = folder / name
+    """Reports the first name in a run's folder that is not the kind of file the run needs."""
+    # A link would be replaced, and a FIFO blocks.
+    names = (*_FILES, f"{CHECKPOINTS}/{NOTHING_SAVED}")
+    notes = sorted((folder / FLIGHT).glob("process_*.txt"))
+    for path in (*(folder / name for name in names), *notes):
         if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
             return f"{path} is {_kind_of(path)}, and the run writes a file there. Move it away."
-    for name in _FOLDERS:
-        path = folder / name
+    for path in (folder / name for name in _FOLDERS):
         if os.path.lexists(path) and not path.is_dir():
             return (
                 f"{path} is {_kind_of(path)}, and the run needs a folder there. Mount or put back "
                 "what belongs there, or move it away."
             )
     return None
-
-
-def _kind_of(path: Path) -> str:
-    mode = path.lstat().st_mode
-    if stat.S_ISLNK(mode):
-        return f"a link to {os.readlink(path)}" + ("" if path.exists() else ", which is not there")
-    return _KINDS.get(stat.S_IFMT(mode), "a device or socket")
 
 
 def unreadable_entry(folder: Path) -> str | None:
@@ -150,3 +130,10 @@ def unreadable_entry(folder: Path) -> str | None:
             where = path.relative_to(folder.parent)
             return f"{where} is {_kind_of(path) if os.path.lexists(path) else 'gone'}"
     return None
+
+
+def _kind_of(path: Path) -> str:
+    mode = path.lstat().st_mode
+    if stat.S_ISLNK(mode):
+        return f"a link to {os.readlink(path)}" + ("" if path.exists() else ", which is not there")
+    return _KINDS.get(stat.S_IFMT(mode), "a device or socket")

@@ -1,11 +1,8 @@
-"""The flight recorder: what each process is doing, in a file that survives its end.
-
-A process may be killed, or aborted by a library, without a message. So each writes step, phase
-and time as it goes, for the watchdog, the launcher, a person.
-"""
+"""The flight recorder: step, phase and time of each process, in a file that survives it."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
@@ -23,9 +20,8 @@ _ORDER: tuple[str, ...] = get_args(Phase)
 # evaluation or save, and making the first state.
 _COLLECTIVE = ("test", "restore", "compile", "step", "eval", "save")
 
-_LINE = 64
+_LINE, _LINES = 64, 64  # bytes; a header, and a ring of the newest 63 notes
 _YEAR_3000 = 32503680000  # seconds
-_LINES = 64  # a header, and a ring of the newest 63 notes
 
 
 class Note(NamedTuple):
@@ -47,42 +43,30 @@ class Note(NamedTuple):
 
 
 class Recorder:
-    """Writes what this process is doing; a note costs a few microseconds.
-
-    Each note is one system call, so it survives the process. Leaving the context without an error
-    notes `end`.
-
-    Attributes:
-        now: (phase, step, `time.monotonic()`) of the newest note; replaced as one object, because
-            the watchdog's thread reads it.
-    """
+    """Writes what this process is doing: a note is one system call of a few microseconds."""
 
     def __init__(self, folder: Path, process: int = 0, processes: int = 1):
         self.folder, self.process, self.processes = folder, process, processes
         path = note_file(folder, process)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)
-        self._file = files.create(path)
+        self._file, self._count = files.create(path), 0
         host = socket.gethostname().split(".")[0][:20]
         header = _line(f"process {process} {os.getpid()} {host}")
         # The file has its full size from the start: a note needs no room on a full disk.
         os.pwrite(self._file, header + _line("") * (_LINES - 1), 0)
-        self._count = 0
         self.note("start", 0)
 
     def note(self, phase: Phase, step: int) -> None:
         """Writes what this process does from now on; repeating a note shows that it is alive."""
         slot = 1 + self._count % (_LINES - 1)
         self._count += 1
-        self.now = (phase, step, time.monotonic())
+        self.now = (phase, step, time.monotonic())  # one object, as the watchdog's thread reads it
         text = f"{self._count} {step} {phase} {time.time():.6f}"
         os.pwrite(self._file, _line(text), slot * _LINE)
 
     def closing(self) -> None:
-        """Informs the watchdog's thread that libraries are being closed, which takes its time.
-
-        Not the file: after a failure it says where the failure was.
-        """
+        """Gives the closing of libraries time, without a note: notes show where a run failed."""
         self.now = ("close", self.now[1], time.monotonic())
 
     def notes(self) -> list[Note]:
@@ -110,19 +94,14 @@ def last_notes(folder: Path) -> list[Note]:
 
 
 def straggler(notes: list[Note]) -> Note | None:
-    """The process that the others wait for; None if all are at the same place.
-
-    It is the one at the lowest step, in the earliest phase there: no clocks are compared.
-    """
+    """The process that others wait for, by step and phase, not clocks; None: all are equal."""
+    places = [(note.step, _ORDER.index(note.phase)) for note in notes]
     if not notes:
         return None
-
-    def place(note: Note) -> tuple[int, int]:
-        return note.step, _ORDER.index(note.phase)
-
-    first = min(notes, key=place)
-    is_behind = any(place(note) != place(first) for note in notes)
-    return first if is_behind or len(notes) == 1 or first.phase not in _COLLECTIVE else None
+    first = notes[places.index(min(places))]
+    if 1 < len(notes) == places.count(min(places)) and first.phase in _COLLECTIVE:
+        return None
+    return first
 
 
 def post_mortem(notes: list[Note]) -> list[str]:
@@ -138,22 +117,17 @@ def _line(text: str) -> bytes:
 
 
 def _newest_note(path: Path) -> Note | None:
+    """None: the file was just created, or is damaged, as single lines may be."""
     if not path.is_file():  # a FIFO would block
         return None
-    try:
+    notes = []
+    with contextlib.suppress(OSError, ValueError):
         header, *lines = path.read_text().splitlines()
         _, process, pid, host = header.split()
-        newest = max(filter(None, map(_parse, lines)), default=None)
-        return Note(int(process), int(pid), host, *newest[1:]) if newest else None
-    except (OSError, ValueError):
-        return None  # it was just created, or is damaged
-
-
-def _parse(line: str) -> tuple[int, int, str, float] | None:
-    """Number, step, phase and time of a note; None: the line is empty or damaged."""
-    try:
-        number, step, phase, since = line.split()
-        note = int(number), int(step), phase, float(since)
-    except ValueError:
-        return None
-    return note if phase in _ORDER and 0 <= note[3] < _YEAR_3000 else None
+        for line in lines:
+            with contextlib.suppress(ValueError):
+                number, step, phase, since = line.split()
+                note = Note(int(process), int(pid), host, int(step), phase, float(since))
+                if phase in _ORDER and 0 <= note.time < _YEAR_3000:
+                    notes.append((int(number), note))
+    return max(notes)[1] if notes else None

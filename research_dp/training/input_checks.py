@@ -39,45 +39,37 @@ def checked_batches(
     value is out of bounds, a batch lacks an array that the model bounds, or batches are too few.
     """
     if isinstance(order, TrainOrder):
-        first, least, split = order.first_step, order.num_steps - order.first_step, "training"
-        batches = data.train(order)
+        batches, split = data.train(order), "training"
+        first, end = order.first_step, order.num_steps
     else:
-        first, least, split = 0, 1, "evaluation"
-        batches = data.evaluate(order)
-    number = -1
-    for number, batch in enumerate(batches):
+        batches, split, first, end = data.evaluate(order), "evaluation", 0, 1
+    number = first - 1
+    for number, batch in enumerate(batches, first):
         if missing := sorted(model.bounds.keys() - batch.keys()):
             raise UsageError(
                 f"the {split} data of {data.name} has no {missing[0]!r}; train.model takes 0 to "
                 f"{model.config[model.bounds[missing[0]]] - 1} of it. "
                 f"Its arrays: {', '.join(batch) or 'none'}."
             )
-        if violation := _out_of_bounds(batch, model):
-            row, problem = violation
-            place = (first + number) * order.batch_size + int(order.rows[row])
-            where = f"example {place} of the {split} stream of {data.name}"
-            raise UsageError(f"{data.locate(order, place) if data.locate else where} {problem}")
+        for name, fact in model.bounds.items():
+            values, limit = np.asarray(batch[name]), model.config[fact]
+            if not values.size or (values.min() >= 0 and values.max() < limit):
+                continue
+            wrong = (values < 0) | (values >= limit)
+            if "mask" in batch and np.ndim(batch["mask"]) == 1:
+                wrong &= np.reshape(batch["mask"], (-1, *[1] * (values.ndim - 1))) > 0
+            for row, *place in np.argwhere(wrong)[:1]:
+                index = number * order.batch_size + int(order.rows[row])
+                where = f"example {index} of the {split} stream of {data.name}"
+                where = data.locate(order, index) if data.locate else where
+                raise UsageError(
+                    f"{where} has {name} {values[(row, *place)]}, and train.model takes 0 to "
+                    f"{limit - 1} ({fact} = {limit}).\n  Mend the data set, or the model's {fact}; "
+                    "what this run saved is untouched."
+                )
         yield batch
-    if number + 1 < least:
+    if number + 1 < end:
         raise UsageError(
-            f"{data.name} has no {split} batch {first + number + 2}: its {split} data is empty, or "
+            f"{data.name} has no {split} batch {number + 2}: its {split} data is empty, or "
             "its function returned too early."
         )
-
-
-def _out_of_bounds(batch: Arrays, model: TrainableModel) -> tuple[int, str] | None:
-    """The first row with a value out of bounds, and what is wrong; None: all are good."""
-    for name, fact in model.bounds.items():
-        values, limit = np.asarray(batch[name]), model.config[fact]
-        if not values.size or (values.min() >= 0 and values.max() < limit):
-            continue
-        wrong = (values < 0) | (values >= limit)
-        if "mask" in batch and np.ndim(batch["mask"]) == 1:
-            wrong &= np.reshape(batch["mask"], (-1, *[1] * (values.ndim - 1))) > 0
-        for row, *place in np.argwhere(wrong)[:1]:
-            return int(row), (
-                f"has {name} {values[(row, *place)]}, and train.model takes 0 to {limit - 1} "
-                f"({fact} = {limit}).\n  Mend the data set, or the model's {fact}; what this run "
-                "saved is untouched."
-            )
-    return None

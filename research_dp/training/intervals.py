@@ -7,7 +7,7 @@ from pathlib import Path
 
 import jax
 
-from research_dp.errors import UsageError
+from research_dp.errors import binding_error
 
 _PROFILED_STEPS = 5
 
@@ -26,18 +26,12 @@ class Schedule:
 
     def __post_init__(self) -> None:
         if self.profile_at is not None and self.profile_at >= self.num_steps:
-            raise UsageError(
-                f"train.profile_at = {self.profile_at} is never passed: train.num_steps is "
-                f"{self.num_steps}. Bind less, or None.",
-                binding="train.profile_at",
-            )
+            problem = f" = {self.profile_at} is never passed: train.num_steps is {self.num_steps}"
+            raise binding_error("train.profile_at", f"{problem}. Bind less, or None.")
         every, period = self.checkpoint_every, self.keep_period
         if period is not None and (every is None or period % every):
-            raise UsageError(
-                f"train.keep_period = {period} is no multiple of train.checkpoint_every = {every}: "
-                "those steps are not saved.",
-                binding="train.keep_period",
-            )
+            problem = f" = {period} is no multiple of train.checkpoint_every = {every}"
+            raise binding_error("train.keep_period", f"{problem}: those steps are not saved.")
 
     def logs(self, step: int) -> bool:
         return _divides(self.log_every, step) or step == self.num_steps

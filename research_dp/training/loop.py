@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import gin
 import optax
@@ -15,16 +16,16 @@ import research_dp.training.optimizers  # noqa: F401  (registers Optax with gin)
 from research_dp.argument_checks import annotation_of, check_arguments, checked
 from research_dp.argument_types import Count, CountOrZero, Positive, Seed
 from research_dp.errors import UsageError
-from research_dp.strategies import Strategy, StrategyConfig, TrainSpec, TrainState, slots
+from research_dp.strategies import StrategyConfig, TrainSpec, slots
 from research_dp.strategies.rng import init_key
 from research_dp.training import files, resume
 from research_dp.training.checkpoint import Checkpoints
 from research_dp.training.intervals import Schedule
-from research_dp.training.manifest import Manifest, origin
+from research_dp.training.manifest import origin
+from research_dp.training.metric_log import say
 from research_dp.training.nonfinite import OnNonfinite
 from research_dp.training.preemption import STOPPED
 from research_dp.training.preflight import preflight
-from research_dp.training.progress_bar import say
 from research_dp.training.trainer import Trainer
 from research_dp.training.watchdog import monitored
 from research_dp.training.workdir import locked_workdir
@@ -95,25 +96,9 @@ def train(
     Raises:
         UsageError: Something in the configuration, the data or the workdir is wrong.
     """
-    schedule = Schedule(
-        num_steps=num_steps,
-        log_every=log_every,
-        eval_every=eval_every,
-        checkpoint_every=checkpoint_every,
-        keep_period=keep_period,
-        profile_at=profile_at,
-        check_replicas_every=check_replicas_every,
-    )
-    spec = spec_of(
-        model=model,
-        data=data,
-        optimizer=optimizer,
-        batch_size=batch_size,
-        accumulation_steps=accumulation_steps,
-        max_grad_norm=max_grad_norm,
-        seed=seed,
-        on_nonfinite=on_nonfinite,
-    )
+    settings = locals()
+    schedule = Schedule(**{x.name: settings[x.name] for x in dataclasses.fields(Schedule)})
+    spec = spec_of(settings)
     config = strategy.resolve(spec)
     if inspect is not None:
         inspect(config, spec)
@@ -129,24 +114,23 @@ def train(
         recorder.note("restore", 0)
         checkpoints = Checkpoints(folder / files.CHECKPOINTS, keep, keep_period, say)
         stack.enter_context(contextlib.closing(checkpoints))
-        check = functools.partial(
-            resume.check_resumable, folder=folder, num_steps=num_steps, spec=spec, data=data
-        )
-        state, saved = _restore(checkpoints, built, folder, check, bound_at) or (None, None)
+        state, saved = checkpoints.restore(
+            built.abstract_state,
+            lambda manifest: resume.check_resumable(manifest, folder, num_steps, spec, data),
+            functools.partial(slots.resize, built.config, built.abstract_state),
+        ) or (None, None)
         first_step = saved.step if saved else 0
+        if saved:
+            for line in resume.changes(saved.origin, origin(config=gin.config_str()), bound_at):
+                say(f"Changed since step {first_step}: {line}")
+        else:
+            resume.check_new(folder, gin.config_str())
 
         recorder.note("compile", first_step)
         state = built.init(init_key(seed)) if state is None else state
+        started = time.perf_counter() if started is None else started
         trainer = Trainer(
-            spec=spec,
-            strategy=built,
-            data=data,
-            folder=folder,
-            schedule=schedule,
-            checkpoints=checkpoints,
-            recorder=recorder,
-            saved=saved,
-            started=time.perf_counter() if started is None else started,
+            spec, built, data, folder, schedule, checkpoints, recorder, saved, started
         )
         stack.enter_context(contextlib.closing(trainer))
         if first_step == num_steps and resume.is_finished(folder, num_steps):
@@ -155,52 +139,20 @@ def train(
         return DONE if trainer.run(state) == num_steps else STOPPED
 
 
-def _restore(
-    checkpoints: Checkpoints,
-    built: Strategy,
-    folder: Path,
-    check: Callable[[Manifest], None],
-    bound_at: Callable[[str], str | None] | None,
-) -> tuple[TrainState, Manifest] | None:
-    """The newest state that the run may resume; prints what changed since it was saved."""
-    resize = functools.partial(slots.resize, built.config, built.abstract_state)
-    restored = checkpoints.restore(built.abstract_state, check, resize)
-    if restored is None:
-        resume.check_new(folder, checkpoints.saved_nothing(), gin.config_str())
-        return None
-    _, saved = restored
-    for line in resume.changes(saved.origin, origin(config=gin.config_str()), bound_at):
-        say(f"Changed since step {saved.step}: {line}")
-    return restored
-
-
-def spec_of(
-    *,
-    model: TrainableModel,
-    data: DataSet,
-    optimizer: optax.GradientTransformation,
-    batch_size: int,
-    accumulation_steps: int,
-    max_grad_norm: float | None,
-    seed: int,
-    on_nonfinite: OnNonfinite,
-) -> TrainSpec:
+def spec_of(settings: Mapping[str, Any]) -> TrainSpec:
     """What a strategy is built for, from `train`'s parameters; UsageError if they do not fit."""
-    settings = locals()
-    check_arguments("train", settings, {name: annotation_of(train, name) for name in settings})
-    for name, expected in model.config.items():
+    shared = ("model", "optimizer", "batch_size", "accumulation_steps", "max_grad_norm", "seed")
+    names = ("model", "data", *shared[1:], "on_nonfinite")
+    check_arguments("train", settings, {name: annotation_of(train, name) for name in names})
+    data: DataSet = settings["data"]
+    for name, expected in settings["model"].config.items():
         if name in data.info and data.info[name] != expected:
             raise UsageError(
                 f"{name} is {expected} in train.model but {data.info[name]} in {data.name}.",
                 binding="train.model",
             )
     return TrainSpec(
-        model=model,
-        optimizer=optimizer,
         example=data.example,
-        batch_size=batch_size,
-        accumulation_steps=accumulation_steps,
-        max_grad_norm=max_grad_norm,
-        seed=seed,
-        skip_nonfinite=on_nonfinite == "skip",
+        skip_nonfinite=settings["on_nonfinite"] == "skip",
+        **{name: settings[name] for name in shared},
     )

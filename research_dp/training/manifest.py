@@ -9,14 +9,13 @@ import importlib.metadata
 import json
 import platform
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from research_dp.distributed.checksum import tree_checksums
 from research_dp.distributed.sharding import by_path, path_name
 from research_dp.errors import UsageError, some_of
 from research_dp.training.metrics import Sums
@@ -42,8 +41,7 @@ class Progress:
     records: int = 0  # training records written so far; 0: unknown
 
 
-@dataclasses.dataclass(frozen=True)
-class Leaf:
+class Leaf(NamedTuple):
     """Global shape, dtype and checksum (`distributed.checksum`) of one array."""
 
     shape: tuple[int, ...]
@@ -82,10 +80,7 @@ class Manifest:
             "data": progress.pop("data"),
             "records": progress.pop("records"),
             "progress": progress,
-            "leaves": {
-                path: [list(leaf.shape), leaf.dtype, leaf.checksum]
-                for path, leaf in self.leaves.items()
-            },
+            "leaves": dict(self.leaves),
             "origin": dict(self.origin),
         }
         return {"content": content, "sha256": _digest(content)}
@@ -111,29 +106,15 @@ class Manifest:
                 f"version of research_dp reads {FORMAT}: {content['origin'].get('versions')} wrote "
                 "it. Use that version, or another --workdir."
             )
-        progress = content["progress"]
-        return cls(
-            step=content["step"],
-            progress=Progress(
-                **progress
-                | {
-                    "window": {name: (s, n) for name, (s, n) in progress["window"].items()},
-                    "data": content.get("data") and DataIdentity.from_json(content["data"]),
-                    "records": content.get("records", 0),
-                }
-            ),
-            leaves={
-                path: Leaf(tuple(shape), dtype, checksum)
-                for path, (shape, dtype, checksum) in content["leaves"].items()
-            },
-            origin=content["origin"],
-        )
+        fields = content["progress"]
+        fields["window"] = {name: (s, n) for name, (s, n) in fields["window"].items()}
+        data = content.get("data") and DataIdentity.from_json(content["data"])
+        progress = Progress(**fields, data=data, records=content.get("records", 0))
+        leaves = {path: Leaf(tuple(x[0]), *x[1:]) for path, x in content["leaves"].items()}
+        return cls(step=content["step"], progress=progress, leaves=leaves, origin=content["origin"])
 
     def with_saved_slots(self, abstract_state: Any) -> Any:
-        """The state with slots as they were saved, on another number of devices, say.
-
-        Their arrays are replicated if their first dim was another one.
-        """
+        """The state with slots as they were saved; replicated if their first dim was another."""
 
         def as_saved(keys: Any, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             saved = self.leaves.get(f"slots/{path_name(keys)}")
@@ -155,25 +136,14 @@ class Manifest:
                 return f"{path}, {here}, is not in it"
             if here is None:
                 return f"{path}, {there}, is only in it"
-            if (there.shape, there.dtype) != (here.shape, here.dtype):
+            if there[:2] != here[:2]:
                 return f"{path} is {here} here and {there} there"
         return None
 
-    def mismatch(self, state: Any) -> str | None:
-        """Names the arrays whose checksum differs; None: all agree."""
-        sums = tree_checksums(state)
-        return mismatch_message([p for p, leaf in self.leaves.items() if sums[p] != leaf.checksum])
-
-
-def mismatch_message(paths: Sequence[str]) -> str | None:
-    """Names arrays whose checksum differs; None: there are none."""
-    return f"{some_of(paths, 1)} does not match its checksum" if paths else None
-
-
-def leaves_of(state: Any) -> dict[str, Leaf]:
-    """The arrays of a state, by path."""
-    sums = tree_checksums(state)
-    return {path: Leaf.of(x, sums[path]) for path, x in by_path(state).items()}
+    def mismatch(self, checksums: Mapping[str, str]) -> str | None:
+        """Names the arrays that have another checksum, by path; None: all agree."""
+        paths = [path for path, leaf in self.leaves.items() if checksums[path] != leaf.checksum]
+        return f"{some_of(paths, 1)} does not match its checksum" if paths else None
 
 
 def origin(**more: Any) -> dict[str, Any]:

@@ -1,67 +1,70 @@
-"""The metric log of a run: step metrics become window means, and records of means are written.
-
-Records are lines of `metrics.jsonl`, TensorBoard events and console lines.
-"""
+"""The metric log: window means as `metrics.jsonl`, TensorBoard events and console lines."""
 
 from __future__ import annotations
 
 import contextlib
+import datetime
 import json
 import math
 import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+import jax
+from rich import progress as rich_progress
+from rich.console import Console
 
 from research_dp.strategies import SKIPPED
 from research_dp.training import files, metrics
 from research_dp.training.manifest import Progress
-from research_dp.training.progress_bar import ProgressBar
 
 _EVENTS = "events.out.tfevents."
 
 
 class MetricLog:
-    """Records metrics; training metrics one step late, so that no step waits for them.
-
-    Attributes:
-        train: Means of the newest training record.
-        skipped_steps: Steps that were skipped so far.
-    """
+    """Records metrics; training metrics one step late, so that no step waits for them."""
 
     def __init__(
         self, saved: Progress | None, throughput: metrics.Throughput, console: ProgressBar
     ):
         self._throughput, self._console = throughput, console
         self._window: metrics.Sums = saved.window if saved else {}
-        self._records_saved = saved.records if saved else 0
+        self._records_saved, self._count = saved.records if saved else 0, 0
         self._unread: list[Mapping[str, Any]] = []
         self._due: tuple[int, list[Mapping[str, Any]]] | None = None
-        self._writer: MetricWriter | None = None
-        self.train: dict[str, float] = {}
+        self._records: IO[bytes] | None = None
+        self._events: dict[str, EventFile] = {}
+        self.train: dict[str, float] = {}  # means of the newest training record
         self.skipped_steps = 0
 
     def open(self, folder: Path, step: int, *, evaluates_again: bool) -> None:
-        """Continues the records of a run that resumes from a step; reports missing ones."""
+        """Continues the records, and their events, of a run that resumes from a step."""
         say, path = self._console.say, folder / files.RECORDS
         # Without records, events may be those of another run, whose records a user moved away.
         has_records = files.has_content(path)
         kept = truncate_records(path, step, evaluates_again=evaluates_again, say=say)
-        missing = self._records_saved - _count_train(kept)
+        self._records, self._folder = os.fdopen(files.append(path), "ab"), folder
+        for record in kept:
+            split, scalars = record["split"], _scalars_of(record)
+            self._events_of(split).write(record["step"], scalars)
+            self.skipped_steps += int(record.get(SKIPPED) or 0)  # null is no number
+            if split == "train":
+                self._count += 1
+                self.train = {name: x for name, x in scalars.items() if name not in metrics.RATES}
+        missing = self._records_saved - self._count
         if missing > 0:
             say(
                 f"{missing} of the {self._records_saved} training records that were written before "
                 f"step {step} was saved are not in {path}; older TensorBoard events stay"
             )
-        for record in kept:
-            if record["split"] == "train":
-                scalars = _scalars_of(record).items()
-                self.train = {name: x for name, x in scalars if name not in metrics.RATES}
-        self.skipped_steps = int(sum(record.get(SKIPPED) or 0 for record in kept))
-        self._writer = MetricWriter(folder, kept, complete=has_records and missing <= 0)
+        # Also of a split without records: its events are of steps that the run repeats.
+        for split in files.SPLITS if has_records and missing <= 0 else ():
+            if (folder / files.TENSORBOARD / split).is_dir():
+                self._events_of(split).remove_older()
 
     def add(self, step_metrics: Mapping[str, Any]) -> None:
         """Adds a step's metrics, which the devices may still be computing."""
@@ -83,8 +86,13 @@ class MetricLog:
         self.write("train", step, {**self.train, **skipped, **self._throughput.rates()})
 
     def write(self, split: str, step: int, scalars: Mapping[str, float]) -> None:
-        if self._writer:
-            self._writer.write(split, step, scalars)
+        """Records scalars of a split ('train', 'eval') at a step."""
+        if self._records:
+            record = files.as_json({"split": split, "step": step, **scalars})
+            self._records.write((json.dumps(record, allow_nan=False) + "\n").encode())
+            self._records.flush()
+            self._events_of(split).write(step, scalars)
+            self._count += split == "train"
         self._console.metrics(split, step, scalars)
 
     def window(self) -> metrics.Sums:
@@ -93,66 +101,28 @@ class MetricLog:
         return self._window
 
     def sync(self) -> int:
-        """Flushes the records to the disk; returns the number of training records."""
-        return self._writer.sync() if self._writer else 0
-
-    def close(self) -> None:
-        if self._writer:
-            self._writer.close()
-
-
-class MetricWriter:
-    """Writes scalars to `metrics.jsonl` and to TensorBoard.
-
-    Args:
-        workdir: Folder of the run.
-        kept: Records of a run that is resumed; TensorBoard's events are rewritten from them.
-        complete: Whether they are all that the run had; if so, older event files are removed.
-    """
-
-    def __init__(
-        self, workdir: Path, kept: Sequence[Mapping[str, Any]] = (), complete: bool = True
-    ):
-        self._folder, self._count = workdir / files.TENSORBOARD, _count_train(kept)
-        self._file = os.fdopen(files.append(workdir / files.RECORDS), "ab")
-        self._events: dict[str, EventFile] = {}
-        for record in kept:
-            self._events_of(record["split"]).write(record["step"], _scalars_of(record))
-        # Also of a split without records: its events are of steps that the run repeats.
-        for split in files.SPLITS if complete else ():
-            if (self._folder / split).is_dir():
-                self._events_of(split).remove_older()
-
-    def write(self, split: str, step: int, scalars: Mapping[str, float]) -> None:
-        """Records scalars of a split ('train', 'eval') at a step."""
-        record = files.as_json({"split": split, "step": step, **scalars})
-        self._file.write((json.dumps(record, allow_nan=False) + "\n").encode())
-        self._file.flush()
-        self._events_of(split).write(step, scalars)
-        self._count += split == "train"
-
-    def sync(self) -> int:
         """Flushes all records to the disk; returns the number of training records."""
-        for file in (self._file, *(events.file for events in self._events.values())):
+        for file in self._files():
             os.fsync(file.fileno())
         return self._count
 
     def close(self) -> None:
         with contextlib.ExitStack() as stack:
-            for file in (self._file, *(events.file for events in self._events.values())):
+            for file in self._files():
                 stack.callback(file.close)
+
+    def _files(self) -> list[IO[bytes]]:
+        events = [event_file.file for event_file in self._events.values()]
+        return [self._records, *events] if self._records else []
 
     def _events_of(self, split: str) -> EventFile:
         if split not in self._events:
-            self._events[split] = EventFile(self._folder / split)
+            self._events[split] = EventFile(self._folder / files.TENSORBOARD / split)
         return self._events[split]
 
 
 class EventFile:
-    """A new TensorBoard event file of a split, written without TensorFlow.
-
-    Each write survives a kill of the process. TensorBoard is slow to import.
-    """
+    """A new TensorBoard event file, written without TensorFlow; a kill loses no write."""
 
     def __init__(self, folder: Path):
         from tensorboard.compat.proto import event_pb2
@@ -191,24 +161,20 @@ def truncate_records(
     """
     again = (step, "eval") if evaluates_again else None
     content = path.read_bytes() if path.exists() else b""
-    records = [files.read_json(line) for line in content.split(b"\n")]
     # The last line may be unfinished: the run was killed while it wrote.
-    bad = sum(not _is_record(record) for record in records[:-1])
-    if bad:
+    *lines, last = map(files.read_json, content.split(b"\n"))
+    records = [line for line in lines if _is_record(line)]
+    if bad := len(lines) - len(records):
         aside = files.free_name(path)
         files.replace(aside, content)
         say(
-            f"{bad} of {len(records) - 1} lines of {path} are not records and were dropped; "
+            f"{bad} of {len(lines)} lines of {path} are not records and were dropped; "
             f"{aside} has them"
         )
-    records = [record for record in records if _is_record(record)]
+    records += [last] if _is_record(last) else []
     kept = [r for r in records if r["step"] <= step and (r["step"], r["split"]) != again]
     files.replace(path, "".join(json.dumps(record) + "\n" for record in kept))
     return kept
-
-
-def _count_train(records: Sequence[Mapping[str, Any]]) -> int:
-    return sum(record["split"] == "train" for record in records)
 
 
 def _scalars_of(record: Mapping[str, Any]) -> dict[str, float]:
@@ -218,16 +184,62 @@ def _scalars_of(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _is_record(value: Mapping[str, Any]) -> bool:
-    """Whether an object is a record of `MetricWriter` that TensorBoard can represent."""
+    """Whether an object is a record of `MetricLog` that TensorBoard can represent."""
     step = value.get("step")
-    return (
-        value.get("split") in files.SPLITS
-        and type(step) is int
-        and 0 <= step < 2**63
-        and all(
-            (x is None or (type(x) in (int, float) and abs(x) <= sys.float_info.max))
-            and files.is_utf8(name)
-            for name, x in value.items()
-            if name not in ("split", "step")
-        )
+    if value.get("split") not in files.SPLITS or type(step) is not int or not 0 <= step < 2**63:
+        return False
+    scalars = {name: x for name, x in value.items() if name not in ("split", "step")}
+    return all(map(files.is_utf8, scalars)) and all(
+        x is None or (type(x) in (int, float) and abs(x) <= sys.float_info.max)
+        for x in scalars.values()
     )
+
+
+def say(text: str) -> None:
+    """Prints a line in process 0, before there is a bar."""
+    if jax.process_index() == 0:
+        print(text, flush=True)
+
+
+class ProgressBar:
+    """Shows steps, rate, time left and the newest metrics; only process 0 prints."""
+
+    def __init__(self, num_steps: int, first_step: int):
+        self._num_steps = num_steps
+        self._console = Console(quiet=jax.process_index() != 0, soft_wrap=True, highlight=False)
+        self._bar: rich_progress.Progress | None = None
+        if self._console.is_terminal:
+            self._bar = rich_progress.Progress(
+                rich_progress.TextColumn("step {task.completed}/{task.total}"),
+                rich_progress.BarColumn(),
+                rich_progress.TextColumn("{task.fields[rate]}"),
+                rich_progress.TimeRemainingColumn(),
+                console=self._console,
+            )
+            self._task = self._bar.add_task("", total=num_steps, completed=first_step, rate="")
+            self._bar.start()
+
+    def say(self, text: str) -> None:
+        self._console.print(text, markup=False)
+
+    def step(self, step: int) -> None:
+        if self._bar:
+            self._bar.update(self._task, completed=step)
+
+    def metrics(self, split: str, step: int, scalars: Mapping[str, float]) -> None:
+        """Prints metrics of a split, with rate and time left where the scalars have a rate."""
+        parts = [f"{name} {x:.4g}" for name, x in scalars.items() if name not in metrics.RATES]
+        if rate := scalars.get("steps_per_second"):
+            unit = "tokens" if "tokens_per_second" in scalars else "examples"
+            parts += [f"{rate:.1f} steps/s", f"{scalars[f'{unit}_per_second']:,.0f} {unit}/s"]
+            if "mfu" in scalars:
+                parts.append(f"{scalars['mfu']:.1%} MFU")
+            if self._bar:
+                self._bar.update(self._task, rate=f"{rate:.1f} steps/s")
+            seconds = round((self._num_steps - step) / rate)
+            parts.append(f"{datetime.timedelta(seconds=seconds)} left")
+        self.say(f"{split:5s} step {step}/{self._num_steps}  " + "  ".join(parts))
+
+    def close(self) -> None:
+        if self._bar:
+            self._bar.stop()

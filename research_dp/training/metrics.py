@@ -9,10 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 from clu.metrics import Average
-from jax.sharding import Mesh
 
-from research_dp.distributed.hardware import peak_of_mesh
-from research_dp.strategies import TrainSpec
 from research_dp.types import Work
 
 RATES = ("steps_per_second", "examples_per_second", "tokens_per_second", "mfu")
@@ -22,10 +19,7 @@ Sums = dict[str, tuple[float, float]]
 
 
 def accumulate(sums: Sums, steps: Iterable[Mapping[str, Any]]) -> Sums:
-    """Adds steps' metrics, arrays (2,) of sum and count on the devices, to sums on the host.
-
-    In order and in float64: a sum that is saved and continued keeps its bits.
-    """
+    """Adds arrays (2,) of sum and count to sums on the host, in order and in float64."""
     result = dict(sums)
     for step in jax.device_get(list(steps)):
         for name, (total, count) in step.items():
@@ -51,8 +45,8 @@ class Throughput:
 
     def __init__(self, batch_size: int, work: Work | None = None, peak: float | None = None):
         self._batch_size, self._work, self._peak = batch_size, work, peak
-        self._steps = self._all_steps = 0
-        self._seconds = self._all_seconds = 0.0
+        self._steps, self._seconds = 0, 0.0
+        self._reported = 0, 0.0  # of them, at the last call of `rates`
         self._running_since: float | None = None
 
     def start(self) -> None:
@@ -61,14 +55,12 @@ class Throughput:
 
     def stop(self) -> None:
         if self._running_since is not None:
-            elapsed = time.perf_counter() - self._running_since
-            self._seconds, self._all_seconds = self._seconds + elapsed, self._all_seconds + elapsed
+            self._seconds += time.perf_counter() - self._running_since
             self._running_since = None
 
     def count_step(self) -> None:
         """Counts a step, if the clock runs."""
-        if self._running_since is not None:
-            self._steps, self._all_steps = self._steps + 1, self._all_steps + 1
+        self._steps += self._running_since is not None
 
     def rates(self) -> dict[str, float]:
         """Those of `RATES` that are known, since the last call; empty if no step was counted.
@@ -79,12 +71,12 @@ class Throughput:
         if self._running_since is not None:
             self.stop()
             self.start()
-        if not self._steps:
+        steps, seconds = self._steps - self._reported[0], self._seconds - self._reported[1]
+        if not steps:
             return {}
-        rate = self._steps / self._seconds
-        self._steps, self._seconds = 0, 0.0
-        examples = rate * self._batch_size
-        rates = {"steps_per_second": rate, "examples_per_second": examples}
+        self._reported = self._steps, self._seconds
+        examples = steps / seconds * self._batch_size
+        rates = {"steps_per_second": steps / seconds, "examples_per_second": examples}
         if self._work:
             rates["tokens_per_second"] = examples * self._work.tokens
             if self._peak:
@@ -93,11 +85,4 @@ class Throughput:
 
     def overall(self) -> float | None:
         """Steps a second of the run so far."""
-        return self._all_steps / self._all_seconds if self._all_steps else None
-
-
-def throughput_of(spec: TrainSpec, mesh: Mesh) -> Throughput:
-    """A count of a run's steps."""
-    work = spec.model.work(spec.example) if spec.model.work else None
-    peak = peak_of_mesh(mesh, work.dtype) if work else None
-    return Throughput(spec.batch_size, work, peak)
+        return self._steps / self._seconds if self._steps else None

@@ -55,11 +55,7 @@ class NonfiniteCheck:
         self.say(f"Skipped {problem}")
 
     def check_state(self, step: int, state: TrainState) -> None:
-        """Checks a state before it is saved; a collective, if there are several processes.
-
-        An update can overflow though its gradients are finite, and so can a model's statistics:
-        RunFailure, as every run that continues from such a checkpoint would fail.
-        """
+        """Refuses a state from which every run would fail; a collective. Updates can overflow."""
         arrays = {
             **by_path(state.params),
             **{f"model_state {path}": x for path, x in by_path(state.model_state).items()},
@@ -68,8 +64,7 @@ class NonfiniteCheck:
         }
         arrays = {p: x for p, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.inexact)}
         finite = np.asarray(_all_finite(list(arrays.values())))
-        nonfinite = [path for path, good in zip(arrays, finite, strict=True) if not good]
-        if nonfinite:
+        if nonfinite := [path for path, good in zip(arrays, finite, strict=True) if not good]:
             raise RunFailure(
                 f"step {step}: {self._list(nonfinite)} has become infinite or NaN, though every "
                 f"gradient was finite; not saved. {self.untouched}\n  Lower the learning rate, or "

@@ -32,7 +32,17 @@ def warmup_cosine(
         warmup_fraction: Part of the run that the warm-up takes.
         end_fraction: Part of `peak_value` that is left at the end.
     """
-    decay_steps = max(_num_steps(), 1)
+    try:  # with another length the schedule would end silently
+        num_steps = gin.query_parameter("train.num_steps")
+    except ValueError as error:
+        raise UsageError(
+            "train.num_steps is bound nowhere, and warmup_cosine takes its length from it."
+        ) from error
+    if isinstance(num_steps, gin.config.ConfigurableReference):  # a macro
+        num_steps = num_steps.scoped_configurable_fn()
+    if not is_integer(num_steps) or num_steps < 0:
+        raise binding_error("train.num_steps", f" = {num_steps!r}: give an integer of at least 0.")
+    decay_steps = max(num_steps, 1)
     return optax.warmup_cosine_decay_schedule(
         init_value=0.0,
         peak_value=peak_value,
@@ -40,21 +50,6 @@ def warmup_cosine(
         decay_steps=decay_steps,
         end_value=end_fraction * peak_value,
     )
-
-
-def _num_steps() -> int:
-    """`train.num_steps` from gin: with another length the schedule would end silently."""
-    try:
-        bound = gin.query_parameter("train.num_steps")
-    except ValueError as error:
-        raise UsageError(
-            "train.num_steps is bound nowhere, and warmup_cosine takes its length from it."
-        ) from error
-    if isinstance(bound, gin.config.ConfigurableReference):  # a macro
-        bound = bound.scoped_configurable_fn()
-    if not is_integer(bound) or bound < 0:
-        raise binding_error("train.num_steps", f" = {bound!r}: give an integer of at least 0.")
-    return bound
 
 
 @gin.register(module="optim")

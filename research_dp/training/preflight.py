@@ -1,18 +1,14 @@
-"""The preflight: before training, tests collectives and compares the processes' configurations.
-
-Collectives are run on integers, whose sums are exact, at the sizes of the training step, but at
-most 32 MiB. Their verdicts go from process to process by JAX's coordination service, not by the
-collectives under test.
-"""
+"""The preflight: tests collectives on exact sums, compares the processes' configurations."""
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import gin
 import jax
@@ -35,8 +31,7 @@ _TESTS = itertools.count()
 _MAX_BYTES = 2**25  # larger arrays are sent in pieces anyway, and their test would take long
 
 
-@dataclasses.dataclass(frozen=True)
-class Probe:
+class Probe(NamedTuple):
     """A collective to test, as in `jaxpr_collectives.Collective`; `size` is of the full array."""
 
     kind: str
@@ -52,19 +47,17 @@ class Probe:
 def preflight(
     config: StrategyConfig, spec: TrainSpec, strategy: Strategy, say: Callable[[str], None]
 ) -> Strategy:
-    """Tests a strategy's collectives; the devices of one process's CPU share memory and need none.
+    """Tests a strategy's collectives, but not between devices of one CPU, which share memory.
 
-    Returns the strategy; or `config` built with sums by all-to-all, if those of the strategy are
+    Returns the strategy, or `config` built with sums by all-to-all if those of the strategy are
     wrong. RunFailure: there is no way around wrong numbers.
     """
-    several = jax.process_count() > 1
+    several, devices = jax.process_count() > 1, strategy.mesh.devices
     if several:
         check_configurations(gin.config_str())
-    local = strategy.mesh.devices.flat[0].platform == "cpu" and not several
-    if strategy.mesh.size == 1 or local:
+    if devices.size == 1 or (devices.flat[0].platform == "cpu" and not several):
         return strategy
-    started = time.perf_counter()
-    tested = probes(strategy)
+    started, tested = time.perf_counter(), probes(strategy)
     wrong = "; ".join(faults(strategy.mesh, tested)[:3])
     if not wrong:
         seconds = time.perf_counter() - started
@@ -96,10 +89,8 @@ def probes(strategy: Strategy) -> list[Probe]:
         traced = jaxpr_collectives.of_step(strategy)
     except NotImplementedError:  # one in a loop of unknown length, in a user's model
         traced = []
-    largest: dict[tuple[str, tuple[str, ...], str], int] = {}
-    for one in traced:
-        key = (one.kind, one.axes, one.dtype)
-        largest[key] = max(largest.get(key, 0), one.nbytes)
+    traced = sorted(traced, key=lambda one: one.nbytes)
+    largest = {(one.kind, one.axes, one.dtype): one.nbytes for one in traced}
     if not largest:
         leaf = max(jax.tree.leaves(strategy.shardings.params), key=lambda leaf: leaf.nbytes)
         scatters = () if over_gloo() else ("reduce-scatter",)
@@ -122,12 +113,12 @@ def faults(mesh: Mesh, tested: Sequence[Probe]) -> list[str]:
     program = jax.jit(
         jax.shard_map(run, mesh=mesh, in_specs=PartitionSpec(), out_specs=every, check_vma=False)
     )
-    local: dict[int, np.ndarray] = {}
+    local: dict[int, Any] = collections.defaultdict(int)
     for salt in range(_ROUNDS):
         for shard in program(np.uint32(salt)).addressable_shards:
-            counts = np.asarray(shard.data, np.int64)[0]
-            local[shard.device.id] = local.get(shard.device.id, 0) + counts
-    by_device = _of_all_processes({device: counts.tolist() for device, counts in local.items()})
+            local[shard.device.id] += np.asarray(shard.data, np.int64)[0]
+    text = json.dumps({device: counts.tolist() for device, counts in local.items()})
+    by_device = {int(k): x for one in _exchanged(text) for k, x in json.loads(one).items()}
     wrong = np.asarray([by_device[device.id] for device in mesh.devices.flat])
     messages = []
     for probe, counts in zip(tested, wrong.T, strict=True):
@@ -138,37 +129,30 @@ def faults(mesh: Mesh, tested: Sequence[Probe]) -> list[str]:
     return messages
 
 
-def _of_all_processes(local: Mapping[int, list[int]]) -> dict[int, list[int]]:
-    """Joins what each process counted, by device."""
-    text, without = json.dumps(local), "verdicts of the test of collectives go by a collective"
+def _exchanged(local: str) -> list[str]:
+    """The texts of all processes, by the coordination service, not by a collective under test."""
+    without = "verdicts of the test of collectives go by a collective"
     if not jax.distributed.is_initialized():
-        texts = [text]
-    elif (internals := jax_internals(without, "distributed.global_state")) is None:
-        texts = texts_of_all(text)
-    else:
-        client: Any = internals[0].client
-        key = f"research_dp/preflight/{next(_TESTS)}"  # a key is written once
-        client.key_value_set(f"{key}/{jax.process_index()}", text)
-        texts = [
-            client.blocking_key_value_get(f"{key}/{process}", _TIMEOUT_MILLISECONDS)
-            for process in range(jax.process_count())
-        ]
-    return {int(device): counts for one in texts for device, counts in json.loads(one).items()}
+        return [local]
+    if (internals := jax_internals(without, "distributed.global_state")) is None:
+        return texts_of_all(local)
+    client: Any = internals[0].client
+    key = f"research_dp/preflight/{next(_TESTS)}/"  # a key is written once
+    client.key_value_set(f"{key}{jax.process_index()}", local)
+    keys = [f"{key}{process}" for process in range(jax.process_count())]
+    return [client.blocking_key_value_get(key, _TIMEOUT_MILLISECONDS) for key in keys]
 
 
 def check_configurations(local: str) -> None:
-    """Raises UsageError in all processes if one has another configuration than process 0.
-
-    With two different ones the first collective would hang, or worse.
-    """
-    texts = texts_of_all(local)
-    for process, other in enumerate(texts):
-        if other != texts[0]:
-            lines = texts[0].splitlines(), other.splitlines()
-            only = [[x for x in a if x not in b] or ["nothing"] for a, b in (lines, lines[::-1])]
+    """Raises UsageError if processes have different configurations, which would hang."""
+    first, *others = texts_of_all(local)
+    for process, other in enumerate(others, 1):
+        if other != first:
+            pairs = [(a.splitlines(), b.splitlines()) for a, b in ((first, other), (other, first))]
+            only = [next((line for line in a if line not in b), "nothing") for a, b in pairs]
             raise UsageError(
-                f"processes have different configurations: process 0 has {only[0][0]!r}, process "
-                f"{process} has {only[1][0]!r}. Give all the same files and flags."
+                f"processes have different configurations: process 0 has {only[0]!r}, process "
+                f"{process} has {only[1]!r}. Give all the same files and flags."
             )
 
 

@@ -1,15 +1,10 @@
-"""Compares replicas of the state on devices that should have the same bits.
-
-A device that computes wrongly, or a replica that was never averaged, leaves the loss plausible for
-long. So each device takes a checksum of each shard, and those of the same shard are compared.
-"""
+"""Compares replicas by checksums: a device that computes wrongly leaves the loss plausible."""
 
 from __future__ import annotations
 
 import collections
-import dataclasses
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,18 +14,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from research_dp.distributed.checksum import as_bits
 from research_dp.distributed.replica_difference import difference_text, differing_axes, part_of
 from research_dp.distributed.sharding import by_path
-from research_dp.errors import RunFailure, UsageError, some_of
+from research_dp.errors import RunFailure, binding_error, some_of
 from research_dp.strategies import Strategy, TrainSpec, TrainState
 from research_dp.strategies.random_draws import split_draws
 
 _PARTS = ("step", "params", "model_state", "opt_state", "loss_scale")
 _NAMED = 4
-# By the coordinates of a device in the mesh: its part of an array, and that part's checksum.
-_Shards = Mapping[tuple[int, ...], tuple[Hashable, int]]
 
 
-@dataclasses.dataclass(frozen=True)
-class Difference:
+class Difference(NamedTuple):
     """An array whose replicas differ, the outlying devices, and along which mesh axes they do."""
 
     path: str
@@ -48,21 +40,18 @@ class ReplicaCheck:
     def __init__(self, strategy: Strategy, parts: Sequence[str] = _PARTS):
         self._mesh, self._parts = strategy.mesh, parts
         if self._mesh.size == 1:
-            raise UsageError(
-                "train.check_replicas_every compares devices, but this run has one. Bind None.",
-                binding="train.check_replicas_every",
-            )
+            problem = " compares devices, but this run has one. Bind None."
+            raise binding_error("train.check_replicas_every", problem)
         self._leaves = _leaves(strategy.abstract_state, parts)
         specs = [PartitionSpec(*x.sharding.spec) for x in self._leaves.values()]
-        self._checksums = jax.jit(
-            jax.shard_map(
-                self._gathered_checksums,
-                mesh=self._mesh,
-                in_specs=(specs,),
-                out_specs=PartitionSpec(),
-                check_vma=False,
-            )
-        )
+
+        def _gathered_checksums(shards: list[jax.Array]) -> jax.Array:
+            local = jnp.stack([_checksum(x) for x in shards])
+            # Nothing is summed over devices: each one gathers the checksums of all.
+            return jax.lax.all_gather(local, self._mesh.axis_names)
+
+        options: Any = {"in_specs": (specs,), "out_specs": PartitionSpec(), "check_vma": False}
+        self._checksums = jax.jit(jax.shard_map(_gathered_checksums, mesh=self._mesh, **options))
 
     def checksums(self, state: TrainState) -> jax.Array:
         """Dispatches the checksums of a state's shards: (devices, arrays) uint32."""
@@ -80,8 +69,7 @@ class ReplicaCheck:
                 place: (part_of(parts[device]), int(table[(*place, column)]))
                 for place, device in np.ndenumerate(devices)
             }
-            axes = differing_axes(shards, self._mesh.axis_names)
-            if axes:
+            if axes := differing_axes(shards, self._mesh.axis_names):
                 outliers = tuple(devices[place] for place in _outliers(shards))
                 result.append(Difference(path, outliers, axes))
         return result
@@ -97,17 +85,9 @@ class ReplicaCheck:
                 "earlier checkpoint, without the device that is named."
             )
 
-    def _gathered_checksums(self, shards: list[jax.Array]) -> jax.Array:
-        local = jnp.stack([_checksum(x) for x in shards])
-        # Nothing is summed over devices: each one gathers the checksums of all.
-        return jax.lax.all_gather(local, self._mesh.axis_names)
-
 
 def split_dependence(spec: TrainSpec, strategy: Strategy, state: TrainState) -> list[str]:
-    """Reports why a model's numbers depend on how the batch is split over devices.
-
-    A collective. The state is one after a step: by then per-device statistics differ.
-    """
+    """Why numbers depend on how the batch is split, by a state after a step; a collective."""
     if not strategy.splits_batch:
         return []
     reasons = []
@@ -147,14 +127,15 @@ def _on_mesh(x: jax.Array, mesh: Mesh) -> jax.Array:
     return jax.make_array_from_single_device_arrays(x.shape, sharding, shards)
 
 
-def _outliers(shards: _Shards) -> list[tuple[int, ...]]:
-    """The devices that differ from most with the same part; all of them in a tie."""
-    groups: dict[Hashable, list[tuple[int, ...]]] = collections.defaultdict(list)
-    for place, (part, _) in shards.items():
-        groups[part].append(place)
+def _outliers(shards: Mapping[tuple[int, ...], tuple[Hashable, int]]) -> list[tuple[int, ...]]:
+    """The devices that differ from most with the same part of an array; all of them in a tie.
+
+    `shards` has (part, checksum) by the device's coordinates in the mesh.
+    """
     result = []
-    for group in groups.values():
-        (usual, times), *others = collections.Counter(shards[p][1] for p in group).most_common()
+    for part in dict.fromkeys(part for part, _ in shards.values()):
+        group = {place: checksum for place, (p, checksum) in shards.items() if p == part}
+        (usual, times), *others = collections.Counter(group.values()).most_common()
         is_tie = bool(others) and others[0][1] == times
-        result += [place for place in group if is_tie or shards[place][1] != usual]
+        result += [place for place, checksum in group.items() if is_tie or checksum != usual]
     return result

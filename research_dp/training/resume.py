@@ -18,7 +18,6 @@ from research_dp.types import DataIdentity, DataSet
 
 # A binding of gin's own dump; its value may continue on indented lines.
 _BINDING = re.compile(r"^([^#\s][^\s=]*) = (.*(?:\n[ \t].*)*)", re.MULTILINE)
-_UNBOUND = "unbound"
 
 
 def check_resumable(
@@ -55,28 +54,24 @@ def check_same_data(now: DataIdentity | None, saved: DataIdentity | None, run: s
         )
 
 
-def check_new(folder: Path, began: bool, config: str) -> None:
-    """Refuses to start among the records of a run whose checkpoints are lost; in every process.
-
-    A run that `began` but was killed before its first save starts again with the same `config`.
-    """
-    problem = None
-    if jax.process_index() == 0:
-        names = [n for n in (files.RECORDS, files.SUMMARY) if files.has_content(folder / n)]
+def check_new(folder: Path, config: str) -> None:
+    """Refuses to start among records of a run whose checkpoints are lost; in every process."""
+    problem, checkpoints = None, folder / files.CHECKPOINTS
+    records = (files.RECORDS, files.SUMMARY) if jax.process_index() == 0 else ()
+    if names := [name for name in records if files.has_content(folder / name)]:
         before = folder / files.CONFIG
         same = before.exists() and before.read_bytes() == config.encode(errors="surrogateescape")
-        records = f"{folder} has records of a run ({' and '.join(names)})"
-        if names and began and not same:
+        what = f"{folder} has records of a run ({' and '.join(names)})"
+        elsewhere = "another --workdir, or move the records away."
+        if not (checkpoints / files.NOTHING_SAVED).is_file():
             problem = (
-                f"{records} that saved nothing and had another configuration "
-                f"({files.CONFIG}). Use that configuration, or another --workdir, or move the "
-                "records away."
+                f"{what}, and no checkpoint in {checkpoints}. Put back or mount the checkpoints "
+                f"to continue it; to begin anew use {elsewhere}"
             )
-        elif names and not began:
+        elif not same:
             problem = (
-                f"{records}, and no checkpoint in {folder / files.CHECKPOINTS}. Put back or mount "
-                "the checkpoints to continue it; to begin anew use another --workdir, or move the "
-                "records away."
+                f"{what} that saved nothing and had another configuration ({files.CONFIG}). Use "
+                f"that configuration, or {elsewhere}"
             )
     if problem := first_problem(problem):
         raise UsageError(problem)
@@ -95,17 +90,14 @@ def changes(
     now: Mapping[str, Any],
     bound_at: Callable[[str], str | None] | None = None,
 ) -> list[str]:
-    """A line for each binding, number of devices or processes, and version that changed.
-
-    `before` and `now` are `manifest.origin` of the checkpoint and of this run.
-    """
+    """A line for each binding, version, or number of devices or processes that differs."""
     old, new = _settings(before), _settings(now)
     lines = []
     for name in new | old:
-        was, is_ = old.get(name, _UNBOUND), new.get(name, _UNBOUND)
+        was, is_ = old.get(name, "unbound"), new.get(name, "unbound")
         if was != is_:
             place = bound_at(name) if bound_at and name in new else None
-            lines.append(f"{name}: {was} -> {is_}{f'  ({place})' if place else ''}")
+            lines.append(f"{name}: {was} -> {is_}" + (f"  ({place})" if place else ""))
     return lines
 
 

@@ -7,7 +7,7 @@ from rich.table import Table
 
 from research_dp.console import table
 from research_dp.distributed.mesh import sizes_text
-from research_dp.distributed.sharding import LeafSharding
+from research_dp.distributed.placement import nbytes
 from research_dp.strategies import Strategy
 
 _MAX_ROWS = 200
@@ -15,8 +15,8 @@ _MAX_ROWS = 200
 
 def parameter_table(strategy: Strategy) -> Table:
     """Rows of path, shape, dtype, shardings, bytes a device, and why it is replicated."""
-    params, per_device, total = _params(strategy)
-    slices = jax.tree.leaves(strategy.shardings.slices)
+    params, slices = map(jax.tree.leaves, (strategy.shardings.params, strategy.shardings.slices))
+    per_device, total = nbytes(strategy.abstract_state.params)
     shown = table(
         f"Parameters under {strategy.name} on {sizes_text(strategy.mesh.shape)}",
         *("parameter", "shape", "dtype", "sharding", "of its optimizer state"),
@@ -25,7 +25,7 @@ def parameter_table(strategy: Strategy) -> Table:
     for leaf, state in list(zip(params, slices, strict=True))[:_MAX_ROWS]:
         shown.add_row(
             *map(str, (leaf.path, leaf.shape, leaf.dtype)),
-            *map(_axis, (leaf.dim, state.dim)),
+            *("replicated" if x.dim is None else f"fsdp (dim {x.dim})" for x in (leaf, state)),
             f"{leaf.nbytes_per_device:,}",
             state.reason or leaf.reason,
         )
@@ -37,20 +37,10 @@ def parameter_table(strategy: Strategy) -> Table:
 
 def summary_line(strategy: Strategy) -> str:
     """How many parameters are sharded, and their bytes a device."""
-    params, per_device, total = _params(strategy)
+    params = jax.tree.leaves(strategy.shardings.params)
+    per_device, total = nbytes(strategy.abstract_state.params)
     sharded = sum(leaf.dim is not None for leaf in params)
     return (
         f"{strategy.name} on {sizes_text(strategy.mesh.shape)}: {sharded} of {len(params)} "
         f"parameters sharded, {per_device:,} of {total:,} bytes a device (--dry_run shows each)"
     )
-
-
-def _params(strategy: Strategy) -> tuple[list[LeafSharding], int, int]:
-    """The parameters, and their bytes a device and in all."""
-    params = jax.tree.leaves(strategy.shardings.params)
-    per_device = sum(leaf.nbytes_per_device for leaf in params)
-    return params, per_device, sum(leaf.nbytes for leaf in params)
-
-
-def _axis(dim: int | None) -> str:
-    return "replicated" if dim is None else f"fsdp (dim {dim})"

@@ -15,6 +15,7 @@ import gin
 import jax
 import numpy as np
 
+from research_dp.distributed.hardware import peak_of_mesh
 from research_dp.distributed.placement import fingerprint
 from research_dp.strategies import NONFINITE, Strategy, TrainSpec, TrainState
 from research_dp.training import files, metrics, sharding_table
@@ -24,32 +25,27 @@ from research_dp.training.flight_recorder import Phase, Recorder
 from research_dp.training.input_checks import checked_batches, shared_identity
 from research_dp.training.intervals import ProfilerTrace, Schedule
 from research_dp.training.manifest import Manifest, Progress, origin
-from research_dp.training.metric_log import MetricLog
+from research_dp.training.metric_log import MetricLog, ProgressBar
 from research_dp.training.nonfinite import NonfiniteCheck
 from research_dp.training.preemption import StopSignal
-from research_dp.training.progress_bar import ProgressBar
 from research_dp.training.replica_check import ReplicaCheck, split_dependence
 from research_dp.training.resume import check_same_data
 from research_dp.types import DataIdentity, DataSet, EvalOrder, TrainOrder
 
 
-@dataclasses.dataclass(kw_only=True, eq=False)
+@dataclasses.dataclass(eq=False)
 class Trainer:
-    """Trains a strategy on data, from a first step to a last.
-
-    Process 0 writes to `folder`. `saved` is the checkpoint of a run that is resumed, `started`
-    the `time.perf_counter()` of the command's start.
-    """
+    """Trains a strategy on data, from a first step to a last."""
 
     spec: TrainSpec
     strategy: Strategy
     data: DataSet
-    folder: Path
+    folder: Path  # process 0 writes to it
     schedule: Schedule
     checkpoints: Checkpoints
     recorder: Recorder
-    saved: Manifest | None
-    started: float
+    saved: Manifest | None  # of the run that is resumed
+    started: float  # `time.perf_counter()` of the command's start
 
     def __post_init__(self) -> None:
         self._progress = self.saved.progress if self.saved else None
@@ -60,7 +56,9 @@ class Trainer:
         self._is_split_checked = False
         self._in_flight = InFlight()
         self._facts: dict[str, Any] = {"seconds_to_first_step": None}  # for the summary
-        self._throughput = metrics.throughput_of(self.spec, self.strategy.mesh)
+        work = self.spec.model.work(self.spec.example) if self.spec.model.work else None
+        peak = peak_of_mesh(self.strategy.mesh, work.dtype) if work else None
+        self._throughput = metrics.Throughput(self.spec.batch_size, work, peak)
         self._console = ProgressBar(self.schedule.num_steps, self._first_step)
         self._metrics = MetricLog(self._progress, self._throughput, self._console)
         compares = self.schedule.check_replicas_every
@@ -110,20 +108,20 @@ class Trainer:
 
     def _begin(self) -> None:
         """Prepares and compares the data, writes the configuration, opens the records."""
+        say, step = self._console.say, self._first_step
         # This phase, with the first batches, has no time limit.
-        self.recorder.note("start", self._first_step)
+        self.recorder.note("start", step)
         self.data.prepare()
         self._identity = shared_identity(self.data)
         if self._progress:
             check_same_data(self._identity, self._progress.data, f"the run in {self.folder}")
         if self._writes:
-            if not self._first_step:
+            if not step:
                 self.checkpoints.begin()
             files.replace(self.folder / files.CONFIG, gin.config_str())
             self._write_operative_config()
-            at_end = self._first_step == self.schedule.num_steps
-            self._metrics.open(self.folder, self._first_step, evaluates_again=at_end)
-        say, step = self._console.say, self._first_step
+            at_end = step == self.schedule.num_steps
+            self._metrics.open(self.folder, step, evaluates_again=at_end)
         say(sharding_table.summary_line(self.strategy))
         if self._identity:
             say(f"Data: {self._identity}")
@@ -169,25 +167,20 @@ class Trainer:
         self._console.step(step)
         if is_first:
             jax.block_until_ready(values)
-            seconds = time.perf_counter() - self.started
-            self._facts["seconds_to_first_step"] = seconds
+            self._facts["seconds_to_first_step"] = seconds = time.perf_counter() - self.started
             self._console.say(f"First step done {seconds:.1f} s after the start")
             self._write_operative_config()
         # A skipped step changes no state: the check waits for one that does.
         if not self._is_split_checked and np.asarray(values["grad_norm"])[1]:
-            self._warn_of_split_dependence(state)
+            self._is_split_checked = True
+            self.recorder.note("compile", step)
+            for reason in split_dependence(self.spec, self.strategy, state):
+                warning = f"Numbers may differ from those of one device: {reason}."
+                self._console.say(f"Warning: {warning}")
+                self._facts.setdefault("warnings", []).append(warning)
         if is_first:
             self._throughput.start()
         self.recorder.note("data", step + 1)
-
-    def _warn_of_split_dependence(self, state: TrainState) -> None:
-        """Reports, once, why this run's numbers may differ from those of one device."""
-        self._is_split_checked = True
-        self.recorder.note("compile", self._step)
-        for reason in split_dependence(self.spec, self.strategy, state):
-            warning = f"Numbers may differ from those of one device: {reason}."
-            self._console.say(f"Warning: {warning}")
-            self._facts.setdefault("warnings", []).append(warning)
 
     def _compare_replicas(self, state: TrainState, step: int) -> None:
         """Compares replicas on the devices; a difference ends the run a step or two later."""
@@ -201,23 +194,19 @@ class Trainer:
 
     def _evaluate(self, state: TrainState, step: int) -> dict[str, float]:
         """Metrics over the evaluation split, each example counted once."""
-        strategy = self.strategy
+        strategy, sums = self.strategy, []
         with self._paused("eval", state, step):
             order = EvalOrder(batch_size=strategy.eval_batch_size, rows=strategy.eval_rows)
             source = checked_batches(self.data, order, self.spec.model)
-            batches = prefetch(strategy.place_eval_batch, source, self._in_flight.is_busy)
-            means = metrics.means(metrics.accumulate({}, self._eval_steps(state, batches)))
+            for batch in prefetch(strategy.place_eval_batch, source, self._in_flight.is_busy):
+                sums.append(strategy.eval_step(state, batch))
+                self._note("eval", self._step)
+                self._in_flight.add(sums[-1])
+                self._in_flight.wait_for_room()
+            means = metrics.means(metrics.accumulate({}, sums))
             self._compiled.add("eval")
             self._metrics.write("eval", step, means)
         return means
-
-    def _eval_steps(self, state: TrainState, batches: Iterator[Any]) -> Iterator[Any]:
-        for batch in batches:
-            sums = self.strategy.eval_step(state, batch)
-            self._note("eval", self._step)
-            self._in_flight.add(sums)
-            self._in_flight.wait_for_room()
-            yield sums
 
     def _save(self, state: TrainState, step: int) -> None:
         """Saves the state in the background."""
@@ -243,7 +232,7 @@ class Trainer:
     @contextlib.contextmanager
     def _paused(self, phase: Phase, state: TrainState, step: int) -> Iterator[None]:
         """Waits for the last step and records what is due; the clock stands still in a phase."""
-        self._in_flight.wait_for_all()
+        self._in_flight.wait()
         jax.block_until_ready(state)
         self._throughput.stop()
         self._metrics.flush()

@@ -20,7 +20,7 @@ from research_dp.training.flight_recorder import Recorder
 
 # Factors on `seconds` by phase: compilation, a first restore and closing libraries take longer.
 # Preparing data sets, and the first read, have no limit.
-_PATIENCE = {"start": None, "test": 10.0, "restore": 10.0, "compile": 10.0, "close": 10.0}
+_PATIENCE = {"start": math.inf, "test": 10.0, "restore": 10.0, "compile": 10.0, "close": 10.0}
 # A process that waits for another one lets it report first; the helper comes last.
 _PATIENCE_FOR_OTHERS, _HELPER_PATIENCE = 1.4, 1.7
 _STDERR = 2
@@ -52,26 +52,22 @@ os.kill(int(pid), signal.SIGABRT)
 @contextlib.contextmanager
 def monitored(folder: Path, seconds: float | None) -> Iterator[Recorder]:
     """Records what this process does in a run's folder, and watches it if `seconds` are given."""
-    with contextlib.ExitStack() as stack:
-        recorder = Recorder(folder, jax.process_index(), jax.process_count())
-        for note in flight_recorder.last_notes(folder):
-            # Of an earlier run of more processes; the first process has the lock.
-            if recorder.process == 0 and note.process >= recorder.processes:
-                flight_recorder.note_file(folder, note.process).unlink(missing_ok=True)
-        stack.enter_context(recorder)
-        if seconds:
-            stack.enter_context(Watchdog(recorder, seconds).watch())
+    recorder = Recorder(folder, jax.process_index(), jax.process_count())
+    for note in flight_recorder.last_notes(folder):
+        # Of an earlier run of more processes; the first process has the lock.
+        if recorder.process == 0 and note.process >= recorder.processes:
+            flight_recorder.note_file(folder, note.process).unlink(missing_ok=True)
+    with recorder, Watchdog(recorder, seconds).watch() if seconds else contextlib.nullcontext():
         yield recorder
 
 
 class Watchdog:
-    """Watches the notes of a recorder from a thread of its own.
+    """Watches the notes of a recorder: a process without one for `seconds` is stuck.
 
-    The thread runs while the main one waits in C++. If the main thread keeps the interpreter's
-    lock in C++, a helper process aborts this one a little later; Python's fault handler, which
-    needs no lock, then writes the stacks. Time in which the process was suspended does not count:
-    thread and helper count their own ticks. A process without a note for `seconds`, times
-    `_PATIENCE`, is stuck.
+    A thread of its own runs while the main one waits in C++. If that one keeps the interpreter's
+    lock, a helper process aborts this one a little later; Python's fault handler, which needs no
+    lock, then writes the stacks. Thread and helper count their own ticks: time in which the process
+    was suspended does not count.
     """
 
     def __init__(self, recorder: Recorder, seconds: float):
@@ -89,9 +85,8 @@ class Watchdog:
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=null, stderr=null) as helper:
             assert helper.stdin is not None
             os.set_blocking(helper.stdin.fileno(), False)
-            thread = threading.Thread(
-                target=self._watch, args=(helper.stdin.fileno(),), name="watchdog", daemon=True
-            )
+            args = (helper.stdin.fileno(),)
+            thread = threading.Thread(target=self._watch, args=args, name="watchdog", daemon=True)
             thread.start()
             try:
                 yield
@@ -113,15 +108,10 @@ class Watchdog:
             self._newest, self._waited, before = now, 0.0, max(before, since)
         # A longer pause between ticks is time in which this process did not run.
         self._waited += min(self._checked_at - before, 2 * self._tick)
-        patience = _PATIENCE.get(phase, 1.0)
-        if patience is None:
-            return math.inf
-        waited, limit = self._waited, patience * self._seconds
-        if limit < waited <= limit * _PATIENCE_FOR_OTHERS:
-            suspect = flight_recorder.straggler(self._recorder.notes())
-            if suspect is None or suspect.process == self._recorder.process:
-                self._end(phase, step, waited)
-        elif waited > limit:
+        waited, limit = self._waited, _PATIENCE.get(phase, 1.0) * self._seconds
+        is_patient = limit < waited <= limit * _PATIENCE_FOR_OTHERS
+        suspect = flight_recorder.straggler(self._recorder.notes()) if is_patient else None
+        if waited > limit and (suspect is None or suspect.process == self._recorder.process):
             self._end(phase, step, waited)
         return max(limit * _HELPER_PATIENCE - waited, 0.1)
 
@@ -135,8 +125,8 @@ class Watchdog:
             f"step {step}, phase {phase} (train.watchdog_seconds = {self._seconds:g}); its "
             "stacks are above"
         ]
-        notes = self._recorder.notes()
-        lines += flight_recorder.post_mortem(notes) if self._recorder.processes > 1 else []
+        if self._recorder.processes > 1:
+            lines += flight_recorder.post_mortem(self._recorder.notes())
         try:
             os.write(_STDERR, ("\n".join(lines) + "\n").encode(errors="replace"))
         finally:  # also where standard error is closed

@@ -18,8 +18,7 @@ import jax
 from research_dp.distributed.multihost import first_problem, texts_of_all
 from research_dp.errors import RunFailure, UsageError
 from research_dp.training import files
-from research_dp.training.checkpoint_files import steps_in
-from research_dp.training.orbax_io import reason
+from research_dp.training.checkpoint_files import reason, steps_in
 
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 _SECONDS_TO_APPEAR = 10.0  # within which a network file system shows a new file to other machines
@@ -27,9 +26,8 @@ _SECONDS_TO_APPEAR = 10.0  # within which a network file system shows a new file
 
 @contextlib.contextmanager
 def locked_workdir(workdir: str | None) -> Iterator[Path]:
-    """Creates the folder of the results, and keeps other runs out of it.
+    """Creates the folder of the results, and keeps other runs out of it while the process lives.
 
-    The lock is the operating system's and process 0's; it ends with the process in any case.
     UsageError, in all processes: they do not share it, cannot write it, or another run uses it.
     RunFailure: the disk failed or became full during the run.
     """
@@ -52,9 +50,15 @@ def locked_workdir(workdir: str | None) -> Iterator[Path]:
         is_inside = isinstance(name, str | os.PathLike) and Path(name).is_relative_to(folder)
         if error.errno not in _DISK_ERRORS and not is_inside:
             raise
+        try:
+            saved = steps_in(folder / files.CHECKPOINTS)
+            left = "No step was saved."
+            if saved:
+                left = f"Step {saved[-1]} is saved; the same command continues from there."
+        except OSError:
+            left = "Nothing that was saved is lost: the same command continues once it can be."
         raise RunFailure(
-            f"the results in {folder} cannot be read or written: {reason(error)}. "
-            f"{_saved_message(folder)}"
+            f"the results in {folder} cannot be read or written: {reason(error)}. {left}"
         ) from error
     finally:
         lock.release()
@@ -78,7 +82,9 @@ def check_shared(folder: Path) -> None:
     except OSError as error:
         problem = f"{folder} cannot be written: {error.strerror}."
     _raise_first(problem)
-    failure = _lookup_error(probe)
+    deadline = time.monotonic() + _SECONDS_TO_APPEAR
+    while (failure := _lookup_error(probe)) and time.monotonic() <= deadline:
+        time.sleep(0.1)
     if isinstance(failure, FileNotFoundError | NotADirectoryError):
         problem = (
             f"--workdir={folder} on {host} is not the folder that process 0 has on {where}. "
@@ -101,16 +107,11 @@ def _raise_first(problem: str | None) -> None:
 
 
 def _lookup_error(file: Path) -> OSError | None:
-    """Why a file does not appear within a few seconds; None if it does."""
-    deadline = time.monotonic() + _SECONDS_TO_APPEAR
-    while True:
-        try:
-            file.stat()
-            return None
-        except OSError as error:
-            if time.monotonic() > deadline:
-                return error
-        time.sleep(0.1)
+    try:
+        file.stat()
+    except OSError as error:
+        return error
+    return None
 
 
 def _name_problem(folder: str) -> str | None:
@@ -156,14 +157,3 @@ def _create_and_lock(folder: Path, lock: filelock.BaseFileLock) -> str | None:
             )
         return f"--workdir={folder} cannot be written: {error.strerror}."
     return None
-
-
-def _saved_message(folder: Path) -> str:
-    """Which step is saved in a folder, and what to do."""
-    try:
-        saved = steps_in(folder / files.CHECKPOINTS)
-    except OSError:
-        return "Nothing that was saved is lost: the same command continues once it can be."
-    if not saved:
-        return "No step was saved."
-    return f"Step {saved[-1]} is saved; the same command continues from there."
