@@ -4,11 +4,18 @@ Each checkpoint is a line. `--verify` reads all arrays and compares them with th
 exit status is 1 if any is damaged.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path
+
+import jax
+
+from research_dp.commands import exit_status
+from research_dp.console import put, table
+from research_dp.errors import UsageError
+from research_dp.training import checkpoint_files
+
+_COLUMNS = ("step:", "examples seen:", "saved", "bytes:", "strategy", "mesh", "")
 
 
 def main(argv: list[str]) -> int:
@@ -18,27 +25,19 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("workdir", type=Path, help="folder of a run")
     parser.add_argument("--verify", action="store_true", help="read all arrays")
-    from research_dp.commands import exit_status
-    from research_dp.console import put, table
-    from research_dp.errors import UsageError
 
-    def body(session: exit_status.Session) -> int:
+    def body(command: object) -> int:
         options = parser.parse_args(argv)
-        import jax
-
         jax.config.update("jax_platforms", "cpu")  # a run may be using the accelerators
-        from research_dp.training import checkpoint_files
-
         folder = options.workdir.expanduser() / "checkpoints"
         rows = list(checkpoint_files.overview(folder, verified=options.verify))
         if not rows:
             raise UsageError(f"there are no checkpoints in {folder}.")
-        columns = ("step:", "examples seen:", "saved", "bytes:", "strategy", "mesh", "")
-        shown = table(f"Checkpoints in {folder}", *columns)
+        listing = table(f"Checkpoints in {folder}", *_COLUMNS)
         for row in rows:
-            shown.add_row(*row.cells())
-        put(shown)
-        return 1 if any(row.damaged for row in rows) else 0
+            listing.add_row(*row.cells())
+        put(listing)
+        return int(any(row.damaged for row in rows))
 
     return exit_status.run_command(body)
 

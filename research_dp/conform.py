@@ -1,7 +1,5 @@
 """`python -m research_dp.conform`: the former name of `research_dp.certify --quick`."""
 
-from __future__ import annotations
-
 import sys
 
 from research_dp import certify

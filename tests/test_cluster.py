@@ -9,7 +9,7 @@ import yaml
 from conftest import ROOT
 from test_processes import RUN, summary
 
-from research_dp.commands import flags as command_line
+from research_dp.commands.train import Train
 from research_dp.training.flight_recorder import Recorder
 
 CLUSTER = ROOT / "experiments" / "cluster"
@@ -21,7 +21,7 @@ def test_the_flags_in_the_examples_are_flags_of_the_command():
     (container,) = job["template"]["spec"]["containers"]
     assert container["command"] == ["python", "-m", "research_dp.train"]
     args = [word.replace("$(JOB_COMPLETION_INDEX)", "1") for word in container["args"]]
-    processes = command_line.parse(args, "").processes
+    processes = Train().parse(args)
     assert (processes.num_processes, processes.process_id) == (job["completions"], 1)
     assert job["parallelism"] == job["completions"]
     assert processes.coordinator == "research-dp-workers-0-0.research-dp:8476"
@@ -30,7 +30,7 @@ def test_the_flags_in_the_examples_are_flags_of_the_command():
     assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
     flags = [word for word in re.findall(r"--[\w.]+=\S+", script) if "output" not in word]
     own = [f for f in flags if f.startswith(("--coord", "--heart", "--gin", "--workdir"))]
-    assert command_line.parse([*own, "--gin_file=f"], "").processes.coordinator == "auto"
+    assert Train().parse([*own, "--gin_file=f"]).coordinator == "auto"
     assert len(own) == 6
 
 

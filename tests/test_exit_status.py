@@ -30,7 +30,7 @@ def closing_fails(error):
     ],
 )
 def test_what_came_first_is_told_first(later, status, told, capsys, monkeypatch):
-    monkeypatch.setattr(exit_status.processes, "leave", lambda status: status)
+    monkeypatch.setattr(exit_status.runtime, "leave", lambda status: status)
 
     # Gin raises a copy, which hides what came before.
     @gin.configurable(f"fails_{status}", module="test_exit_status")
@@ -43,7 +43,7 @@ def test_what_came_first_is_told_first(later, status, told, capsys, monkeypatch)
 
 
 def test_what_was_answered_is_not_told(capsys, monkeypatch):
-    monkeypatch.setattr(exit_status.processes, "leave", lambda status: status)
+    monkeypatch.setattr(exit_status.runtime, "leave", lambda status: status)
 
     def body(session):
         try:

@@ -11,9 +11,8 @@ from plan_rows import make_row
 from test_strategies import recipe, recipe_of
 
 from research_dp.analysis.topologies import Topology, topology
-from research_dp.commands import flags as command_line
-from research_dp.commands import plan as plans
 from research_dp.commands import plan_candidates
+from research_dp.commands.plan import Plan
 from research_dp.distributed.hardware import chips
 from research_dp.errors import UsageError
 from research_dp.planning import advice, tables
@@ -32,7 +31,7 @@ KEYS = [
 
 
 def plan(*flags):
-    return plans.plan(*command_line.parse_plan([*flags], ""))
+    return Plan().parse(flags).run()
 
 
 def row(name, *, needed=10e9, state=5e9, step=0.1, **others):

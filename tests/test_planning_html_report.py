@@ -9,8 +9,7 @@ import pytest
 from test_planning_extrapolation import GPUS, row, states_on
 
 from research_dp.analysis import topologies
-from research_dp.commands import flags as command_line
-from research_dp.commands import plan
+from research_dp.commands.plan import Plan
 from research_dp.errors import UsageError
 from research_dp.planning import extrapolation, html_report
 from research_dp.planning.extrapolation import Curve, Point
@@ -51,7 +50,7 @@ def test_without_matplotlib_nothing_is_compiled(monkeypatch, tmp_path):
     )
     flags = ["--gin_file=gin/runs/digits.gin", "--topology=cpu:8", f"--html={tmp_path / 'p.html'}"]
     with pytest.raises(UsageError, match=r"pip install -c constraints.txt -e '\.\[plots\]'"):
-        plan.plan(*command_line.parse_plan(flags, ""))
+        Plan().parse(flags).run()
     assert not list(tmp_path.iterdir())
 
 
@@ -60,7 +59,7 @@ def test_the_command_writes_a_page_whose_formulas_hold(tmp_path):
     file = tmp_path / "plan.html"
     flags = ["--gin_file=gin/runs/digits.gin", "--gin_file=gin/models/mlp.gin"]
     flags += ["--topology=cpu:8", "--strategies=ddp,fsdp,hsdp,single", f"--html={file}"]
-    assert plan.plan(*command_line.parse_plan(flags, "")) == 0
+    assert Plan().parse(flags).run() == 0
     text = file.read_text()
     assert "<svg" in text
     assert "It runs on one device" in text

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
-from research_dp.commands import flag_values, run, sweep
-from research_dp.commands import flags as command_line
+from research_dp.commands import flags, run, sweep
 from research_dp.errors import UsageError
 
 SMALL = ["--gin_file=runs/digits.gin", "--gin_file=models/mlp.gin", "--gin.mlp.widths=(16,)"]
@@ -78,12 +77,12 @@ def test_a_mistake_in_all_combinations_is_refused_and_in_one_is_told(command, tm
     ],
 )
 def test_values_that_are_varied(text, values):
-    assert flag_values.elements(text) == values
+    assert flags.elements(text) == values
 
 
 def test_a_missing_value_is_told():
     with pytest.raises(UsageError, match="is missing"):
-        flag_values.elements("1,")
+        flags.elements("1,")
 
 
 def test_two_runs_do_not_share_a_folder(tmp_path):
@@ -141,10 +140,10 @@ def test_python_values_as_they_stand_in_a_gin_file(value, text):
 
 
 def test_what_is_varied_may_stand_in_a_word_of_its_own(capsys):
-    flags = ["--gin_file=runs/digits.gin", "--dry_run"]
-    _, varied = command_line.parse_sweep([*flags, "--vary_file", "a,b", "--vary.x.y", "1,2"], "")
-    assert varied == [("", "a,b"), ("x.y", "1,2")]
+    given = ["--gin_file=runs/digits.gin", "--dry_run"]
+    command = sweep.Sweep().parse([*given, "--vary_file", "a,b", "--vary.x.y", "1,2"])
+    assert command.varied == [("", "a,b"), ("x.y", "1,2")]
     for last in ("--vary_file", "--vary.x.y="):
         with pytest.raises(SystemExit):
-            command_line.parse_sweep([*flags, last], "")
+            sweep.Sweep().parse([*given, last])
         assert "give values" in capsys.readouterr().err

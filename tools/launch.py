@@ -240,7 +240,7 @@ def look_back(workdir: Path) -> int:
     from research_dp.errors import UsageError
     from research_dp.training import flight_recorder
 
-    def body(session: exit_status.Session) -> int:
+    def body(command: object) -> int:
         notes = flight_recorder.last_notes(workdir)
         if not notes:
             raise UsageError(f"{workdir} has no flight/process_I.txt: no run began there")

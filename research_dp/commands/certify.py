@@ -1,19 +1,24 @@
-"""What `certify` compares, from a configuration."""
+"""Certifies the strategy of a configuration, or of a gin file alone."""
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
-from collections.abc import Iterable
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import ClassVar, NoReturn
 
 import gin
 import jax.numpy as jnp
 
 from research_dp.argument_types import is_floating_dtype
-from research_dp.certification import quick
+from research_dp.certification import certify, harness, quick
 from research_dp.certification.certificate import Certificate
-from research_dp.certification.certify import certify
-from research_dp.certification.harness import Bench
+from research_dp.commands import runtime
+from research_dp.commands.flags import Command, check_writable, flag, switch, whole_number
 from research_dp.config import gin_internals, load, parser
+from research_dp.console import put
 from research_dp.distributed.mesh import refuse_several_processes
 from research_dp.errors import binding_error
 from research_dp.models import mlp
@@ -24,36 +29,63 @@ from research_dp.types import TrainableModel
 QUICK_APIS = ("linen", "nnx")
 
 
-def certify_run(config: load.Config, against: str, steps: int) -> Certificate:
-    """Certifies the strategy of a loaded configuration over some steps.
+@dataclasses.dataclass
+class Certify(Command):
+    """The command `certify`; `against` is a shipped strategy's stem, or binds `train.strategy`."""
 
-    `against` is the stem of a shipped strategy, or a gin file that binds `train.strategy`.
-    """
-    refuse_several_processes("certify", "Give --cpu_devices.", binding="")
-    signature = inspect.signature(inspect.unwrap(train)).parameters
-    values = {name: parameter.default for name, parameter in signature.items()}
-    values |= gin.get_bindings("train")
-    strategy = _bound_strategy()
-    with gin_internals.kept():
-        file = against if against.endswith(".gin") else f"strategies/{against}.gin"
-        load.load([file])
-        oracle = gin_internals.value_of("train.strategy")
-    gathered = [b.value for b in config.used if b.parameter == "gather_dtype"]
-    spec = spec_of(values)
-    bench = Bench(
-        config=strategy.resolve(spec),
-        against=oracle.resolve(spec),
-        spec=spec,
-        precision=precision_of(config.used),
-        gather_dtype=gathered[-1] if gathered else None,
-    )
-    dtypes = sorted({b.value for b in config.used if _names_dtype(b)})
-    return certify(bench, values["data"], steps=steps, dtypes=dtypes)
+    against: str = flag("the oracle: a strategy, or its gin file", "S", default="single")
+    steps: int = flag("steps that are compared", "N", default=30, type=whole_number)
+    json_file: str | None = flag("writes all that was found there", "FILE", "--json")
+    quick: bool = switch("a strategy's file alone, on a small built-in run")
+    verb: ClassVar[str] = "certify"
 
+    def check(self, refuse: Callable[[str], NoReturn]) -> None:
+        super().check(refuse)
+        if self.quick and (self.against, self.steps) != (Certify.against, Certify.steps):
+            refuse("--quick has its own oracle and steps: leave out --against and --steps")
 
-def certify_quick() -> Certificate:
-    """Certifies the strategy that is bound, on the small built-in run."""
-    return quick.certify_quick(_bound_strategy(), {api: quick_model(api) for api in QUICK_APIS})
+    def run(self) -> int:
+        if self.quick:
+            self.bindings = ["shard_params.min_weight_size = 64", *self.bindings]
+        config = self.load(complete=not self.quick)
+        check_writable("--json", self.json_file)
+        if not self.quick:
+            runtime.set_up_processes()
+        runtime.set_up_devices(self.cpu_devices)
+        runtime.set_up_compilation_cache()
+        if not self.quick:
+            refuse_several_processes("certify", "Give --cpu_devices.", binding="")
+        strategy = _bound_strategy()
+        if self.quick:
+            models = {api: quick_model(api) for api in QUICK_APIS}
+            result = quick.certify_quick(strategy, models)
+        else:
+            result = self._certify_run(config, strategy)
+        if self.json_file:
+            Path(self.json_file).write_text(json.dumps(result.as_json(), indent=1))
+        put(*result.parts())
+        return 0 if result.certified else 1
+
+    def _certify_run(self, config: load.Config, strategy: StrategyConfig) -> Certificate:
+        parameters = inspect.signature(inspect.unwrap(train)).parameters
+        bound = gin.get_bindings("train")
+        known = inspect.signature(spec_of).parameters
+        values = {name: bound.get(name, parameters[name].default) for name in known}
+        with gin_internals.kept():
+            is_file = self.against.endswith(".gin")
+            load.load([self.against if is_file else f"strategies/{self.against}.gin"])
+            oracle = gin_internals.value_of("train.strategy")
+        gathered = [b.value for b in config.used if b.parameter == "gather_dtype"]
+        spec = spec_of(**values)
+        bench = harness.Bench(
+            config=strategy.resolve(spec),
+            against=oracle.resolve(spec),
+            spec=spec,
+            precision=precision_of(config.used),
+            gather_dtype=gathered[-1] if gathered else None,
+        )
+        dtypes = sorted({b.value for b in config.used if _names_dtype(b)})
+        return certify.certify(bench, values["data"], steps=self.steps, dtypes=dtypes)
 
 
 def quick_model(api: str) -> TrainableModel:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import itertools
 import site
@@ -11,64 +10,62 @@ import sysconfig
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 
-from research_dp.commands import flags, processes, streams
-from research_dp.config.load import Config, as_mistake, load
+from research_dp.commands import runtime, streams
+from research_dp.commands.flags import Command
+from research_dp.config.load import as_mistake
 from research_dp.errors import RunFailure, message_of
 
 FAILED, MISTAKEN, INTERRUPTED = 1, 2, 130
 SIGPIPE = 141  # the status of a program that the signal ended
 _PACKAGE = Path(__file__).parents[1]
-_INSTALLED = [
+_INSTALLED = {
     Path(site.getusersitepackages()),
     *(Path(sysconfig.get_path(n)) for n in ("stdlib", "platstdlib", "purelib", "platlib")),
-]
+}
 _FILTERING = "JAX_TRACEBACK_FILTERING"
 
 
-@dataclasses.dataclass
-class Session:
-    """The configuration, once it is loaded; a later error names the line that bound a value."""
+def main_of(command: type[Command], description: str | None) -> Callable[[list[str]], int]:
+    """The `main` of a command: parses the arguments, runs, and returns the exit status."""
 
-    config: Config | None = None
+    def main(argv: list[str]) -> int:
+        return run_command(lambda command: command.parse(argv, description).run(), command())
 
-    def load(self, options: flags.Options) -> Config:
-        """Loads the run that a command line asks for."""
-        self.config = load_run(options)
-        return self.config
+    return main
 
 
-def load_run(
-    options: flags.Options,
-    files: tuple[str, ...] = (),
-    bindings: tuple[str, ...] = (),
-    *,
-    allow_unused: bool = False,
-) -> Config:
-    """Loads the run of a command line, with further files and bindings."""
-    return load(
-        [*options.gin_files, *files],
-        [*options.bindings, *bindings],
-        imports=options.imports,
-        allow_unused=options.allow_unused or allow_unused,
-        complete=True,
-    )
-
-
-def run_command(body: Callable[[Session], int]) -> int:
-    """Runs the body of a command; returns the exit status.
+@streams.usable()
+def run_command(body: Callable[[Any], int], command: Command | None = None) -> int:
+    """Runs the body of a command, which gets the command; returns the exit status.
 
     A user's mistake is printed without a traceback, and so is a failure that says what to do. All
     other errors have one: see `traceback_of`.
     """
-    streams.repair()
+    command = command or Command()
+    runtime.quieten_tensorflow()
     try:
-        with streams.dispensable():
-            return _status_of(body, Session())
-    finally:
-        streams.discard_pending()
+        with streams.dispensable(but_results=True):
+            return body(command)
+    except streams.Unwritten as error:
+        is_pipe = error.reason.errno == errno.EPIPE  # `--list | head`
+        if not is_pipe:
+            print(f"error: {error}", file=sys.stderr)
+        return runtime.leave(SIGPIPE if is_pipe else FAILED)
+    except KeyboardInterrupt:
+        print("Interrupted: nothing more was done", file=sys.stderr)
+        return runtime.leave(INTERRUPTED)
+    except RunFailure as error:
+        _print_failures(error)
+        return runtime.leave(FAILED)
+    except Exception as error:
+        _print_failures(error)
+        mistake = as_mistake(error, command.config)
+        print(mistake or traceback_of(error), file=sys.stderr)
+        return runtime.leave(MISTAKEN if mistake else FAILED)
 
 
 def traceback_of(error: BaseException) -> str:
@@ -80,35 +77,13 @@ def traceback_of(error: BaseException) -> str:
     user_traceback = "" if all_frames else _user_traceback(_original(error))
     if not user_traceback:
         return "".join(traceback.format_exception(error))
-    head = "error: code outside research_dp failed (JAX_TRACEBACK_FILTERING=off shows all frames):"
+    head = f"error: code outside research_dp failed ({_FILTERING}=off shows all frames):"
     return f"{head}\n{user_traceback.rstrip()}"
 
 
 def is_of_users_code(error: BaseException) -> bool:
     """Whether code outside this package, and not installed, raised an error."""
     return bool(_user_traceback(_original(error)))
-
-
-def _status_of(body: Callable[[Session], int], session: Session) -> int:
-    try:
-        with streams.required():
-            return body(session)
-    except streams.Unwritten as error:
-        if error.reason.errno == errno.EPIPE:  # `--list | head`
-            return processes.leave(SIGPIPE)
-        print(f"error: {error}", file=sys.stderr)
-        return processes.leave(FAILED)
-    except RunFailure as error:
-        _print_failures(error)
-        return processes.leave(FAILED)
-    except KeyboardInterrupt:
-        print("Interrupted: nothing more was done", file=sys.stderr)
-        return processes.leave(INTERRUPTED)
-    except Exception as error:
-        _print_failures(error)
-        mistake = as_mistake(error, session.config)
-        print(mistake or traceback_of(error), file=sys.stderr)
-        return processes.leave(MISTAKEN if mistake else FAILED)
 
 
 def _print_failures(error: BaseException | None) -> None:
@@ -126,15 +101,11 @@ def _user_traceback(error: BaseException | None) -> str:
     if error is None:
         return ""
     frames = list(traceback.walk_tb(error.__traceback__))
-    files = [Path(frame.f_code.co_filename) for frame, _ in frames]
-    in_package = [_PACKAGE in file.parents for file in files]
-    in_users = [
-        not ours and not _is_installed(f) for ours, f in zip(in_package, files, strict=True)
-    ]
-    relevant = [user for user, ours in zip(in_users, in_package, strict=True) if user or ours]
-    if not relevant or not relevant[-1]:
+    owners = [_owner(Path(frame.f_code.co_filename)) for frame, _ in frames]
+    if [owner for owner in owners if owner != "library"][-1:] != ["user"]:
         return ""
     before = _user_traceback(_cause(error))
+    in_users = (owner == "user" for owner in owners)
     shown = traceback.StackSummary.extract(itertools.compress(frames, in_users))
     lines = ["Traceback (most recent call last):\n", *shown.format()]
     # JAX adds a note about the frames that it left out.
@@ -143,9 +114,11 @@ def _user_traceback(error: BaseException | None) -> str:
     return (f"{before}\nwhich led to:\n\n" if before else "") + "".join(lines)
 
 
-def _is_installed(file: Path) -> bool:
-    """Whether code was installed, comes with Python, or is in no file."""
-    return str(file).startswith("<") or any(folder in file.parents for folder in _INSTALLED)
+def _owner(file: Path) -> str:
+    if _PACKAGE in file.parents:
+        return "package"
+    is_library = str(file).startswith("<") or not _INSTALLED.isdisjoint(file.parents)
+    return "library" if is_library else "user"
 
 
 def _cause(error: BaseException) -> BaseException | None:

@@ -1,244 +1,37 @@
-"""Parses the flags of the commands."""
+"""Commands as dataclasses: their fields are flags, `run` is what they do."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+import functools
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar, NoReturn, Self
 
-from research_dp.commands.flag_values import expand_bindings, take_varied
-from research_dp.commands.processes import Processes
+from research_dp.config.load import Config, load
 from research_dp.errors import UsageError
 
-_EXAMPLE = "--gin_file=gin/runs/digits.gin"
+_BARE_WORD = re.compile(r"^([A-Za-z_]|~|\.{0,2}/)[\w./+~-]*$")
+_LITERALS = {"None", "True", "False"}
 
 
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """The flags of all commands but those of `plan` alone; `_parser` and `parse` explain them.
-
-    `list` is None without --list, and '' for a list of everything.
-    """
-
-    gin_files: tuple[str, ...]
-    bindings: tuple[str, ...]
-    workdir: str | None = None
-    cpu_devices: int | None = None
-    dry_run: bool = False
-    imports: tuple[str, ...] = ()
-    allow_unused: bool = False
-    list: str | None = None
-    json: bool = False
-    processes: Processes = dataclasses.field(default_factory=Processes)
-    against: str = "single"
-    steps: int = 30
-    quick: bool = False
-    json_file: str | None = None
+def flag(text: str, metavar: str = "", name: str = "", default: Any = None, **settings: Any) -> Any:
+    """A field that a flag sets; `name` is the flag's, where it is not the field's."""
+    settings |= {"help": text} | ({"metavar": metavar} if metavar else {})
+    factory = {"default_factory": list} if default is list else {"default": default}
+    return dataclasses.field(**factory, metadata={"name": name, **settings})
 
 
-@dataclasses.dataclass(frozen=True)
-class PlanOptions:
-    """The further flags of `plan`; `parse_plan` explains them."""
-
-    topology: str
-    strategies: tuple[str, ...] = ()
-    json_file: str | None = None
-    html_file: str | None = None
-    dump_hlo: str | None = None
-    advise: bool = False
-    measure: bool = False
+switch = functools.partial(flag, default=False, action="store_true")
+texts = functools.partial(flag, default=list, action="append")
 
 
-def parse(argv: Sequence[str], description: str) -> Options:
-    """Parses the flags of `train`; exits with status 2 and one line if they are wrong."""
-    parser = _parser("research_dp.train", description)
-    add = parser.add_argument
-    add("--dry_run", action="store_true", help="check and show the configuration; train nothing")
-    add(
-        "--list",
-        nargs="?",
-        const="",
-        metavar="NAME",
-        help="show all that gin files can name, or one of it; train nothing",
-    )
-    add("--json", action="store_true", help="with --list: as JSON")
-    add(
-        "--coordinator",
-        metavar="HOST:PORT|auto",
-        help="one run of several processes: where process 0 listens; auto: ask the cluster",
-    )
-    add("--num_processes", type=_positive, metavar="N", help="how many processes there are")
-    add("--process_id", type=_not_negative, metavar="I", help="which one this is, from 0")
-    add(
-        "--heartbeat_seconds",
-        type=_positive,
-        default=Processes.heartbeat_seconds,
-        metavar="S",
-        help="a process that was not heard of for so long ends the others (100)",
-    )
-    parsed = parser.parse_args(expand_bindings(argv))
-    if parsed.list is None:
-        if parsed.json:
-            parser.error("--json goes with --list: --list --json, or --list=NAME --json")
-        _require_workdir(parser, parsed)
-    elif parsed.gin_files or parsed.bindings:
-        parser.error("--list shows what there is, not a run: leave out gin files and bindings")
-    return _options(parsed)
-
-
-def parse_sweep(argv: Sequence[str], description: str) -> tuple[Options, list[tuple[str, str]]]:
-    """Parses the flags of `sweep`.
-
-    Returns:
-        The options, and what is varied, in order: (name of a parameter, its values), or
-        ('', names of files).
-    """
-    parser = _parser("research_dp.sweep", description)
-    add = parser.add_argument
-    add("--dry_run", action="store_true", help="check and show all runs; train nothing")
-    add(
-        "--vary_file",
-        action="append",
-        metavar="F,G,...",
-        help="files of which each run adds one; nothing before or after a comma: none; repeatable",
-    )
-    add("--vary.NAME", metavar="V,W,...", help="values of a parameter: --vary.train.seed=0,1,2")
-    arguments, varied = take_varied(expand_bindings(argv))
-    parsed = parser.parse_args(arguments)
-    for name, text in varied:
-        if not text:
-            parser.error(f"{f'--vary.{name}' if name else '--vary_file'}: give values, V,W,...")
-    _require_workdir(parser, parsed)
-    return _options(parsed), varied
-
-
-def parse_plan(argv: Sequence[str], description: str) -> tuple[Options, PlanOptions]:
-    """Parses the flags of `plan`."""
-    parser = _parser("research_dp.plan", description, has_results=False)
-    add = parser.add_argument
-    add("--topology", required=True, metavar="T", help="h100:8x8, v5e-64, cpu:8, ...; or: here")
-    add(
-        "--strategies",
-        default="",
-        metavar="all|A,B,...",
-        help="shipped strategies, or files, to compare; +F after one adds a file: "
-        "fsdp+h100_speed; without this flag the run's own",
-    )
-    add("--json", dest="json_file", metavar="FILE", help="write the plan as JSON")
-    add("--html", dest="html_file", metavar="FILE", help="write a page: plots by devices, tables")
-    add("--dump_hlo", metavar="DIR", help="write each compiled program's text")
-    add("--advise", action="store_true", help="compile other options and batches of the fastest")
-    add("--measure", action="store_true", help="run each step, too, if the devices are present")
-    parsed = _parse_files(parser, argv, "plan", _EXAMPLE)
-    options = _options(parsed)
-    parsed.strategies = tuple(filter(None, map(str.strip, parsed.strategies.split(","))))
-    return options, PlanOptions(**_fields_of(PlanOptions, vars(parsed)))
-
-
-def parse_certify(argv: Sequence[str], description: str) -> Options:
-    """Parses the flags of `certify`."""
-    parser = _parser("research_dp.certify", description, has_results=False)
-    add = parser.add_argument
-    add("--against", default="single", metavar="S", help="the oracle: a strategy, or its gin file")
-    add("--steps", type=_positive, default=30, metavar="N", help="steps that are compared")
-    add("--json", dest="json_file", metavar="FILE", help="writes all that was found there")
-    add("--quick", action="store_true", help="a strategy's file alone, on a small built-in run")
-    parsed = _parse_files(parser, argv, "certify", _EXAMPLE)
-    if parsed.quick and (parsed.against, parsed.steps) != (Options.against, Options.steps):
-        parser.error("--quick has its own oracle and steps: leave out --against and --steps")
-    return _options(parsed)
-
-
-def check_writable(flag: str, file: str | None) -> None:
-    """Raises UsageError if a file cannot be written, before hours of work would be lost."""
-    if file is not None:
-        try:
-            open(file, "a").close()
-        except OSError as error:
-            raise UsageError(f"{flag}={file} cannot be written: {error.strerror}.") from error
-
-
-def _parser(module: str, description: str, *, has_results: bool = True) -> _Parser:
-    """The flags of all commands that run gin files; with --workdir if there are results."""
-    parser = _Parser(prog=f"python -m {module}", description=description, allow_abbrev=False)
-    add = parser.add_argument
-    add(
-        "--gin_file",
-        dest="gin_files",
-        action="append",
-        default=[],
-        metavar="F",
-        help="later files win; repeatable; shipped ones are found as runs/digits.gin",
-    )
-    add(
-        "--gin_bindings",
-        dest="bindings",
-        action="append",
-        default=[],
-        metavar="'NAME = VALUE'",
-        help="a binding that wins over files; repeatable",
-    )
-    add(
-        "--gin.NAME",
-        dest="_",
-        metavar="VALUE",
-        help="the same, shorter: --gin.train.num_steps=20; a bare word is a string",
-    )
-    if has_results:
-        add("--workdir", metavar="DIR", help="where results go, and from where a run continues")
-    add("--cpu_devices", type=_positive, metavar="N", help="split the CPU into N devices")
-    add(
-        "--import",
-        dest="imports",
-        action="append",
-        default=[],
-        metavar="MODULE",
-        help="a module of yours that registers functions with gin; repeatable",
-    )
-    add("--allow_unused", action="store_true", help="accept bindings without effect")
-    return parser
-
-
-def _parse_files(
-    parser: _Parser, argv: Sequence[str], verb: str, example: str
-) -> argparse.Namespace:
-    parsed = parser.parse_args(expand_bindings(argv))
-    _require_files(parser, parsed, verb, example)
-    return parsed
-
-
-def _require_files(parser: _Parser, parsed: argparse.Namespace, verb: str, example: str) -> None:
-    if not parsed.gin_files and not parsed.bindings:
-        parser.error(f"nothing to {verb}: give --gin_file, e.g. {example}")
-
-
-def _require_workdir(parser: _Parser, parsed: argparse.Namespace) -> None:
-    _require_files(parser, parsed, "run", _EXAMPLE)
-    if not parsed.workdir and not parsed.dry_run:
-        parser.error("--workdir=DIR is required: results and checkpoints go there")
-
-
-def _options(parsed: argparse.Namespace) -> Options:
-    given = {n: tuple(v) if isinstance(v, list) else v for n, v in vars(parsed).items()}
-    processes = Processes(**_fields_of(Processes, given))
-    return Options(**_fields_of(Options, given), processes=processes)
-
-
-def _fields_of(dataclass: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    known = {field.name for field in dataclasses.fields(dataclass)}
-    return {name: value for name, value in given.items() if name in known}
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
-
-
-def _not_negative(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
+def whole_number(text: str, least: int = 1) -> int:
+    """Reads a flag's value."""
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
     return int(text)
 
 
@@ -247,3 +40,148 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message} (--help shows all flags)\n")
+
+
+@dataclasses.dataclass
+class Command:
+    """A command on a run of gin files.
+
+    `config` is the configuration once it is loaded: a later error names the line of a value.
+    """
+
+    gin_files: Sequence[str] = texts(
+        "later files win; repeatable; shipped ones are found as runs/digits.gin", "F", "--gin_file"
+    )
+    bindings: Sequence[str] = texts(
+        "a binding that wins over files; repeatable", "'NAME = VALUE'", "--gin_bindings"
+    )
+    _binding: Sequence[str] = texts(
+        "the same, shorter: --gin.train.num_steps=20; a bare word is a string",
+        *("VALUE", "--gin.NAME"),
+        dest="bindings",
+    )
+    workdir: str | None = None  # a flag of commands that train
+    cpu_devices: int | None = flag("split the CPU into N devices", "N", type=whole_number)
+    imports: Sequence[str] = texts(
+        "a module of yours that registers functions with gin; repeatable", "MODULE", "--import"
+    )
+    allow_unused: bool = switch("accept bindings without effect")
+    config: Config | None = None
+    rewritten: ClassVar[str] = r"--gin\."
+    verb: ClassVar[str] = "run"
+
+    def parse(self, argv: Sequence[str], description: str | None = None) -> Self:
+        """Sets the fields; exits with status 2 and one line if flags are wrong."""
+        prog = f"python -m research_dp.{type(self).__name__.lower()}"
+        parser = _Parser(prog=prog, description=description, allow_abbrev=False)
+        for field in dataclasses.fields(self):
+            if field.metadata:
+                settings = {"dest": field.name, **field.metadata}
+                parser.add_argument(settings.pop("name") or f"--{field.name}", **settings)
+        parser.parse_args(_rewritten(argv, self.rewritten), self)
+        self.check(parser.error)
+        return self
+
+    def check(self, refuse: Callable[[str], NoReturn]) -> None:
+        """Refuses flags that do not go together."""
+        if not self.gin_files and not self.bindings:
+            example = "--gin_file=gin/runs/digits.gin"
+            refuse(f"nothing to {self.verb}: give --gin_file, e.g. {example}")
+
+    def load(
+        self,
+        files: Sequence[str] = (),
+        bindings: Sequence[str] = (),
+        *,
+        allow_unused: bool = False,
+        complete: bool = True,
+    ) -> Config:
+        """Loads the command's run, with further files and bindings."""
+        self.config = load(
+            [*self.gin_files, *files],
+            [*self.bindings, *bindings],
+            imports=self.imports,
+            allow_unused=self.allow_unused or allow_unused,
+            complete=complete,
+        )
+        return self.config
+
+    def run(self) -> int:
+        """Returns the exit status."""
+        raise NotImplementedError
+
+
+@dataclasses.dataclass
+class RunCommand(Command):
+    """A command that trains, unless `dry_run`."""
+
+    workdir: str | None = flag("where results go, and from where a run continues", "DIR")
+    dry_run: bool = False
+
+    def check(self, refuse: Callable[[str], NoReturn]) -> None:
+        super().check(refuse)
+        if not self.workdir and not self.dry_run:
+            refuse("--workdir=DIR is required: results and checkpoints go there")
+
+
+@contextlib.contextmanager
+def usage_error(message: str) -> Iterator[None]:
+    """Adds the reason of an OSError to a message."""
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"{message}: {error.strerror}.") from error
+
+
+def check_writable(flag: str, file: str | None) -> None:
+    """Raises UsageError if a file cannot be written, before hours of work would be lost."""
+    if file is not None:
+        with usage_error(f"{flag}={file} cannot be written"):
+            open(file, "a").close()
+
+
+def elements(text: str) -> list[str]:
+    """The values in 'V,W,...' or '[V, W]', each as a gin file writes it."""
+    parts = _split(text)
+    if len(parts) == 1 and text[:1] == "[" and text[-1:] == "]":
+        parts = _split(text[1:-1])
+    if "" in parts:
+        raise UsageError(f"{text!r}: a value before or after a comma is missing.")
+    return [_as_gin(part) for part in parts]
+
+
+def _rewritten(argv: Sequence[str], flags: str) -> list[str]:
+    """Rewrites `--gin.NAME=VALUE` (or `--gin.NAME VALUE`) to `--gin.NAME=NAME = VALUE`."""
+    rest, result = list(argv), []
+    while rest:
+        argument = rest.pop(0)
+        name, equals, value = argument.partition("=")
+        if match := re.match(flags, name):
+            if not equals and rest and not rest[0].startswith("--"):
+                value = rest.pop(0)
+            value = _as_gin(value) if match[0] == "--gin." else value
+            parameter = f"NAME={name[match.end() :]} = " if match[0].endswith(".") else "="
+            argument = f"{match[0]}{parameter}{value}"
+        result.append(argument)
+    return result
+
+
+def _as_gin(value: str) -> str:
+    """A bare word (bfloat16) or a path is a string; everything else is gin's to read."""
+    is_bare = _BARE_WORD.match(value) and value not in _LITERALS
+    return repr(value) if is_bare else value
+
+
+def _split(text: str) -> list[str]:
+    """Splits at commas, except within brackets or quotes."""
+    parts, depth, quote = [""], 0, ""
+    for letter in text:
+        if letter in "'\"" and quote in ("", letter):
+            quote = "" if quote else letter
+        elif not quote:
+            depth += (letter in "([{") - (letter in ")]}")
+        if letter == "," and depth == 0 and not quote:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return [part.strip() for part in parts]

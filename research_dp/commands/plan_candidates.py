@@ -7,12 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from research_dp.analysis.topologies import Topology
-from research_dp.commands.flags import Options
-from research_dp.config import load as gin_config
-from research_dp.config import parser
-from research_dp.config.binding_checks import did_you_mean
-from research_dp.config.load import Config, Mistakes
-from research_dp.config.parser import Mistake
+from research_dp.commands.flags import Command
+from research_dp.config import binding_checks, load, parser
 from research_dp.errors import UsageError
 from research_dp.planning.row import Row
 
@@ -33,11 +29,10 @@ def of(strategies: Sequence[str]) -> list[Candidate]:
 
     A name is 'fsdp', 'my/own.gin', 'fsdp+h100_speed+bf16_collectives' or 'all'.
     """
-    if not strategies:
-        return [Candidate("")]
     shipped = [Path(file).stem for file in parser.shipped() if "/strategies/" in file]
     candidates: dict[str, Candidate] = {}
-    for name in (n for text in strategies for n in (shipped if text == "all" else [text])):
+    texts = filter(None, map(str.strip, strategies))
+    for name in (n for text in texts for n in (shipped if text == "all" else [text])):
         first, *others = name.split("+")
         files = [_file(first, "strategies"), *(_file(other, "") for other in others)]
         label = "+".join(Path(word).stem for word in name.split("+"))
@@ -47,7 +42,7 @@ def of(strategies: Sequence[str]) -> list[Candidate]:
             raise UsageError(
                 f"--strategies: {' and '.join(both)} would both be row {label!r}. Rename a file."
             )
-    return list(candidates.values())
+    return list(candidates.values()) or [Candidate("")]
 
 
 def _file(name: str, folder: str) -> str:
@@ -58,40 +53,29 @@ def _file(name: str, folder: str) -> str:
         return name
     shipped = {Path(f).stem: f for f in parser.shipped() if not folder or f"/{folder}/" in f}
     if name not in shipped:
-        hint = did_you_mean(name, shipped)
+        hint = binding_checks.did_you_mean(name, shipped)
         raise UsageError(f"--strategies: no shipped file {name!r}.{hint} Or give a path to one.")
     return shipped[name]
 
 
-def check(options: Options, candidates: Sequence[Candidate]) -> dict[str, bool]:
+def check(command: Command, candidates: Sequence[Candidate]) -> dict[str, bool]:
     """By candidate, whether its configuration is correct and all its bindings take effect.
 
     A binding without effect under some strategies may have one under others, and is allowed. What
     is wrong, or without effect, under every strategy raises Mistakes.
     """
-    mistakes: list[dict[str, Mistake]] = []
+    mistakes: list[dict[str, parser.Mistake]] = []
     for candidate in candidates:
-        mistakes.append({})
         try:
-            load(options, candidate)
-        except Mistakes as error:
+            command.load(candidate.files, candidate.bindings)
+            mistakes.append({})
+        except load.Mistakes as error:
             # By their places: what a message suggests instead depends on the strategy.
-            mistakes[-1] = {mistake.place or str(mistake): mistake for mistake in error.mistakes}
+            mistakes.append({mistake.place or str(mistake): mistake for mistake in error.mistakes})
     common = [m for place, m in mistakes[0].items() if all(place in others for others in mistakes)]
     if common:
-        raise Mistakes(common)
+        raise load.Mistakes(common)
     return {c.name: not wrong for c, wrong in zip(candidates, mistakes, strict=True)}
-
-
-def load(options: Options, candidate: Candidate, *, allow_unused: bool = False) -> Config:
-    """Binds the run with a candidate's strategy."""
-    return gin_config.load(
-        [*options.gin_files, *candidate.files],
-        [*options.bindings, *candidate.bindings],
-        imports=options.imports,
-        allow_unused=options.allow_unused or allow_unused,
-        complete=True,
-    )
 
 
 def variants(candidate: Candidate, row: Row, where: Topology) -> list[Candidate]:

@@ -15,10 +15,10 @@ import numpy as np
 from research_dp.argument_checks import checked
 from research_dp.argument_types import Count, described, is_array
 from research_dp.commands import runtime, streams
+from research_dp.commands.flags import Command
 from research_dp.config import gin_internals, load
 from research_dp.errors import UsageError
-
-_STOPPED = 143
+from research_dp.training import loop, preemption
 
 
 class Stopped(RuntimeError):
@@ -60,40 +60,32 @@ def run(
     if workdir is None:
         raise UsageError("run needs a workdir: results and checkpoints go there.")
     files = [gin_files] if isinstance(gin_files, str | os.PathLike) else gin_files
+    if isinstance(bindings, Mapping):
+        bindings = [f"{name} = {as_gin(value)}" for name, value in bindings.items()]
+    command = Command(
+        gin_files=[os.fspath(file) for file in files],
+        bindings=bindings,
+        imports=imports,
+        allow_unused=allow_unused,
+    )
     with gin_internals.kept():
-        config = None
         try:
-            config = load.load(
-                [os.fspath(file) for file in files],
-                as_texts(bindings),
-                imports=imports,
-                allow_unused=allow_unused,
-                complete=True,
-            )
+            config = command.load()
             runtime.quieten_tensorflow()
             runtime.set_up_devices(cpu_devices)
             runtime.set_up_compilation_cache()
-            from research_dp.training.loop import train
-
             with streams.dispensable():
-                status = train(workdir=os.fspath(workdir), bound_at=config.origin)
+                status = loop.train(workdir=os.fspath(workdir), bound_at=config.origin)
         except load.Mistakes:
             raise
         except (UsageError, TypeError, RuntimeError) as error:
-            mistake = load.as_mistake(error, config)
+            mistake = load.as_mistake(error, command.config)
             if mistake is None:
                 raise
             raise UsageError(mistake.removeprefix("error: ")) from error
-    if status == _STOPPED:
+    if status == preemption.STOPPED:
         raise Stopped(f"a signal stopped the run in {workdir}; the same call continues it.")
     return json.loads((Path(workdir).expanduser() / "summary.json").read_text())
-
-
-def as_texts(bindings: Mapping[str, Any] | Sequence[str]) -> list[str]:
-    """Bindings as lines of a gin file."""
-    if isinstance(bindings, Mapping):
-        return [f"{name} = {as_gin(value)}" for name, value in bindings.items()]
-    return list(bindings)
 
 
 def as_gin(value: Any) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any, TextIO, cast
+from collections.abc import Iterator
+from typing import Any
 
 
 class Unwritten(Exception):
@@ -34,19 +34,15 @@ def repair() -> None:
 
 
 @contextlib.contextmanager
-def dispensable() -> Iterator[None]:
-    """Drops output that cannot be written: for work whose results are elsewhere."""
-    with _redirected(_drop):
-        yield
+def dispensable(*, but_results: bool = False) -> Iterator[None]:
+    """Drops output that cannot be written: for work whose results are elsewhere.
 
-
-@contextlib.contextmanager
-def required() -> Iterator[None]:
-    """Raises `Unwritten` where standard output, a command's result, cannot be written.
-
-    Standard error is dropped where it cannot be written.
+    With `but_results` standard output has them: where it cannot be written, raises `Unwritten`.
     """
-    with _redirected(_raise):
+    with (
+        contextlib.redirect_stdout(_Stream(sys.stdout, but_results)),
+        contextlib.redirect_stderr(_Stream(sys.stderr, False)),
+    ):
         try:
             yield
         except SystemExit:  # of --help, too
@@ -55,66 +51,57 @@ def required() -> Iterator[None]:
         sys.stdout.flush()
 
 
-def discard_pending() -> None:
-    """Discards the buffer of a dead stream, whose flush would fail when the interpreter ends."""
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except OSError:
-            null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, stream.fileno())
-            os.close(null)
-            stream.flush()
-
-
 @contextlib.contextmanager
-def _redirected(on_stdout_error: Callable[[OSError], None]) -> Iterator[None]:
-    with (
-        contextlib.redirect_stdout(_guarded(sys.stdout, on_stdout_error)),
-        contextlib.redirect_stderr(_guarded(sys.stderr, _drop)),
-    ):
-        yield
+def usable() -> Iterator[None]:
+    """Repairs the streams for a command, and at its end discards what could not be written.
 
-
-def _guarded(stream: TextIO, on_error: Callable[[OSError], None]) -> TextIO:
-    """A stream with this error handler instead of the one that it may have."""
-    plain = stream.wrapped if isinstance(stream, _Stream) else stream
-    return cast(TextIO, _Stream(plain, on_error))
-
-
-def _drop(error: OSError) -> None:
-    del error  # each later write tries again: a full disk may get room
-
-
-def _raise(error: OSError) -> None:
-    raise Unwritten(error) from error
+    Otherwise the interpreter, too, would flush a dead stream's buffer, and fail.
+    """
+    repair()
+    try:
+        with dispensable():
+            yield
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except OSError:
+                null = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(null, stream.fileno())
+                os.close(null)
+                stream.flush()
 
 
 class _Stream:
-    """A text stream that passes its errors to a function; all else is the wrapped stream's."""
+    """A text stream whose errors are dropped, or `Unwritten`; all else is the wrapped stream's."""
 
-    def __init__(self, stream: TextIO, on_error: Callable[[OSError], None]):
-        self.wrapped, self._on_error = stream, on_error
+    def __init__(self, stream: Any, is_result: bool):
+        self.wrapped: Any = stream.wrapped if isinstance(stream, _Stream) else stream
+        self._is_result = is_result
         self._pending = False  # others flush what they wrote to the same stream
 
     def write(self, text: str) -> int:
         self._pending = True
-        try:
+        with self._guarded():
             return self.wrapped.write(text)
-        except OSError as error:
-            self._on_error(error)
-            return len(text)
+        return len(text)
 
     def writelines(self, lines: list[str]) -> None:
         self.write("".join(lines))
 
     def flush(self) -> None:
         pending, self._pending = self._pending, False
-        try:
-            if pending:
+        if pending:
+            with self._guarded():
                 self.wrapped.flush()
-        except OSError as error:
-            self._on_error(error)
+
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:  # each later write tries again: a full disk may get room
+            if self._is_result:
+                raise Unwritten(error) from error
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.wrapped, name)

@@ -2,97 +2,159 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import jax
 from rich.table import Table
 
 from research_dp import console
-from research_dp.commands import exit_status, flag_values, flags, run
+from research_dp.commands import exit_status, flags, run, streams
 from research_dp.config import gin_internals
 from research_dp.errors import UsageError
+from research_dp.training import preemption
 
-DONE, FAILED, REFUSED, STOPPED = 0, 1, 2, 143
 
+class Choice(NamedTuple):
+    """One value of something that is varied."""
 
-@dataclasses.dataclass(frozen=True)
-class Choice:
-    """One value of something that is varied.
-
-    Attributes:
-        of: What is varied, the head of its column.
-        label: This value's name, in the table and in the folder's name.
-        files: Files that it adds.
-        bindings: Bindings that it adds.
-    """
-
-    of: str
-    label: str
-    files: tuple[str, ...] = ()
-    bindings: tuple[str, ...] = ()
+    of: str  # what is varied: the head of its column
+    label: str  # in the table and in the folder's name
+    file: str = ""
+    binding: str = ""
 
 
 @dataclasses.dataclass
 class Member:
-    """One run of a sweep.
+    """One run of a sweep."""
 
-    Attributes:
-        choices: One of each dimension.
-        folder: Its workdir.
-        status: 'missing', 'done', 'failed', 'refused' or 'stopped'.
-        summary: Its `summary.json`.
-    """
-
-    choices: tuple[Choice, ...]
+    choices: tuple[Choice, ...]  # one of each dimension
     folder: Path
-    status: str = "missing"
+    status: str = "missing"  # or 'done', 'failed', 'refused', 'stopped'
     summary: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
-    @property
-    def label(self) -> str:
-        return " ".join(choice.label for choice in self.choices) or "the only run"
+    def __post_init__(self) -> None:
+        self.label = " ".join(choice.label for choice in self.choices) or "the only run"
+        self.files = [choice.file for choice in self.choices if choice.file]
+        self.bindings = [choice.binding for choice in self.choices if choice.binding]
 
-    @property
-    def files(self) -> tuple[str, ...]:
-        return tuple(file for choice in self.choices for file in choice.files)
 
-    @property
-    def bindings(self) -> tuple[str, ...]:
-        return tuple(binding for choice in self.choices for binding in choice.bindings)
+@dataclasses.dataclass
+class Sweep(flags.RunCommand):
+    """The command `sweep`; `varied` has (name of a parameter, or '' for files; values)."""
+
+    dry_run: bool = flags.switch("check and show all runs; train nothing")
+    _vary_file: Sequence[str] = flags.texts(
+        "files of which each run adds one; nothing before or after a comma: none; repeatable",
+        *("F,G,...", "--vary_file"),
+        dest="varied",
+        type=lambda names: ("", names),
+    )
+    varied: Sequence[tuple[str, str]] = flags.texts(
+        "values of a parameter: --vary.train.seed=0,1,2",
+        *("V,W,...", "--vary.NAME"),
+        type=lambda text: tuple(text.split(" = ", 1)),
+    )
+    rewritten: ClassVar[str] = r"--(gin\.|vary\.|vary_file$)"
+
+    def check(self, refuse: Callable[[str], NoReturn]) -> None:
+        for name, text in self.varied:
+            if not text:
+                refuse(f"{f'--vary.{name}' if name else '--vary_file'}: give values, V,W,...")
+        super().check(refuse)
+
+    def run(self) -> int:
+        """Checks all combinations, runs those that are not done, prints a table.
+
+        The exit status is 1 when one failed or was refused, 2 when all were refused.
+        """
+        dimensions = [
+            binding_choices(name, text) if name else file_choices(number, text)
+            for number, (name, text) in enumerate(self.varied)
+        ]
+        with contextlib.ExitStack() as stack:
+            if not self.dry_run:
+                stack.enter_context(streams.dispensable())
+                stack.enter_context(preemption.exit_on_signals())
+            return self._run_all(members(Path(self.workdir or ".").expanduser(), dimensions))
+
+    def _run_all(self, runs: Sequence[Member]) -> int:
+        for member in runs:
+            try:
+                with gin_internals.kept():
+                    self.load(member.files, member.bindings)
+            except UsageError as error:
+                member.status = "refused"
+                for line in str(error).splitlines():
+                    print(f"error: {member.label}: {line}", file=sys.stderr)
+        if all(member.status == "refused" for member in runs):
+            return exit_status.MISTAKEN
+        for number, member in enumerate(runs, 1):
+            if self.dry_run or member.status == "refused":
+                continue
+            print(f"\n== {number} of {len(runs)}: {member.label}, in {member.folder}", flush=True)
+            self._run(member)
+            if member.status == "stopped":
+                break
+        console.put("", table(runs))
+        states = {member.status for member in runs}
+        if "stopped" in states:
+            return preemption.STOPPED
+        is_done = states == {"missing" if self.dry_run else "done"}
+        return 0 if is_done else exit_status.FAILED
+
+    def _run(self, member: Member) -> None:
+        try:
+            member.summary = run.run(
+                [*self.gin_files, *member.files],
+                [*self.bindings, *member.bindings],
+                member.folder,
+                imports=self.imports,
+                cpu_devices=self.cpu_devices,
+                allow_unused=self.allow_unused,
+            )
+            member.status = "done"
+        except run.Stopped as error:
+            member.status = "stopped"
+            print(error, file=sys.stderr)
+            return
+        except UsageError as error:
+            member.status = "refused"
+            print(f"error: {member.label}: {error}", file=sys.stderr)
+        except Exception as error:  # the other runs go on
+            member.status = "failed"
+            print(exit_status.traceback_of(error), file=sys.stderr)
+        jax.clear_caches()  # the next run has its own programs
 
 
 def file_choices(number: int, text: str) -> list[Choice]:
     """The choices of one `--vary_file=F,G,...`; an empty name means no file."""
     names = [name.strip() for name in text.split(",")]
     stems = [Path(name).stem or "none" for name in names]
-    is_unique = len(set(stems)) == len(stems)
-    labels = stems if is_unique else [_for_path(name) or "none" for name in names]
+    labels = stems if len(set(stems)) == len(stems) else map(_for_path, names)
     folder = Path(next(filter(None, names), "")).parent.name or f"file {number + 1}"
     return [
-        Choice(folder, label, (name,) if name else ())
-        for name, label in zip(names, labels, strict=True)
+        Choice(folder, label or "none", name) for name, label in zip(names, labels, strict=True)
     ]
 
 
 def binding_choices(name: str, text: str) -> list[Choice]:
     """The choices of one `--vary.NAME=V,W,...`, or `--vary.NAME=[V, W]` of any literals."""
-    values = flag_values.elements(text)
     short = name.rpartition(".")[2]
-    return [Choice(name, f"{short}={_for_path(v)}", (), (f"{name} = {v}",)) for v in values]
+    return [
+        Choice(name, f"{short}={_for_path(value)}", binding=f"{name} = {value}")
+        for value in flags.elements(text)
+    ]
 
 
 def members(workdir: Path, dimensions: Sequence[Sequence[Choice]]) -> list[Member]:
-    """All combinations.
-
-    Raises:
-        UsageError: Two of them would have the same folder.
-    """
+    """All combinations; UsageError if two of them would have the same folder."""
     runs = [
         Member(choices, workdir / ("-".join(choice.label for choice in choices) or "run"))
         for choices in itertools.product(*dimensions)
@@ -102,32 +164,6 @@ def members(workdir: Path, dimensions: Sequence[Sequence[Choice]]) -> list[Membe
     if twice:
         raise UsageError(f"two runs of the sweep would be in {twice[0]}; vary each value once.")
     return runs
-
-
-def sweep(options: flags.Options, dimensions: Sequence[Sequence[Choice]]) -> int:
-    """Checks all combinations, runs those that are not done, prints a table.
-
-    Returns:
-        Exit status: 0 when all are done, 1 when one failed or was refused, 2 when all were
-        refused, 143 when stopped by a signal.
-    """
-    runs = members(Path(options.workdir or ".").expanduser(), dimensions)
-    for member in runs:
-        _check(member, options)
-    if all(member.status == "refused" for member in runs):
-        return REFUSED
-    stopped = False
-    for number, member in enumerate(runs, 1):
-        if options.dry_run or member.status == "refused" or stopped:
-            continue
-        print(f"\n== {number} of {len(runs)}: {member.label}, in {member.folder}", flush=True)
-        _run(member, options)
-        stopped = member.status == "stopped"
-    console.put("", table(runs))
-    if stopped:
-        return STOPPED
-    expected = "missing" if options.dry_run else "done"
-    return DONE if all(member.status == expected for member in runs) else FAILED
 
 
 def table(runs: Sequence[Member]) -> Table:
@@ -149,40 +185,6 @@ def table(runs: Sequence[Member]) -> Table:
             summary.get("params_fingerprint", "")[:12],
         )
     return rows
-
-
-def _check(member: Member, options: flags.Options) -> None:
-    try:
-        with gin_internals.kept():
-            exit_status.load_run(options, member.files, member.bindings)
-    except UsageError as error:
-        member.status = "refused"
-        for line in str(error).splitlines():
-            print(f"error: {member.label}: {line}", file=sys.stderr)
-
-
-def _run(member: Member, options: flags.Options) -> None:
-    try:
-        member.summary = run.run(
-            [*options.gin_files, *member.files],
-            [*options.bindings, *member.bindings],
-            member.folder,
-            imports=options.imports,
-            cpu_devices=options.cpu_devices,
-            allow_unused=options.allow_unused,
-        )
-        member.status = "done"
-    except run.Stopped as error:
-        member.status = "stopped"
-        print(error, file=sys.stderr)
-        return
-    except UsageError as error:
-        member.status = "refused"
-        print(f"error: {member.label}: {error}", file=sys.stderr)
-    except Exception as error:  # the other runs go on
-        member.status = "failed"
-        print(exit_status.traceback_of(error), file=sys.stderr)
-    jax.clear_caches()  # the next run has its own programs
 
 
 def _for_path(text: str) -> str:
