@@ -8,16 +8,14 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from research_dp.compat.datarax import (
-    MeshRules,
     create_data_parallel_sharding,
-    data_parallel_rules,
+    data_parallel_train_step,
     place_batch_on_shards,
     place_model_state_on_shards,
     reduce_gradient_tree,
     reduce_gradients_across_devices,
 )
-from research_dp.compat.datarax_pmap import data_parallel_train_step
-from research_dp.compat.device_mesh import DeviceMeshManager
+from research_dp.compat.device_mesh import DeviceMeshManager, MeshRules, data_parallel_rules
 from research_dp.compat.linen import shard_module_params
 from research_dp.distributed.buckets import all_mean_tree, gather_tree, scatter_mean_tree
 from research_dp.distributed.collectives import PLAIN, Reduction, all_mean, scatter_mean
@@ -65,7 +63,11 @@ from research_dp.types import LossOutput, TrainableModel
 
 if TYPE_CHECKING:
     from research_dp.commands.run import run
-    from research_dp.compat.artifex import DataParallel, place_nnx_state_on_shards, spmd_train_step
+    from research_dp.compat.artifex import (
+        DataParallel,
+        place_nnx_state_on_shards,
+        spmd_train_step,
+    )
     from research_dp.compat.nnx import shard_nnx_module_params
     from research_dp.distributed.nnx import nnx_functions
 

@@ -12,7 +12,7 @@ from flax import nnx
 
 from research_dp.distributed.linen import linen_functions
 from research_dp.distributed.nnx import nnx_functions
-from research_dp.models.classification import image_classifier
+from research_dp.models.image_classifiers import image_classifier
 from research_dp.types import LossOutput, TrainableModel
 
 CLASSES, WIDTH = 10, 16

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from research_dp.models.attention import attention, rotate
+from research_dp.models.transformer import attention, rotate
 
 
 def test_rotary_scores_depend_on_distance_alone():

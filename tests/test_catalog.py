@@ -44,7 +44,7 @@ def test_one_function_is_shown_in_full(listed):
         "norm: Norm = 'group',  # one of ['batch', 'group', 'none']",
         "num_classes: Count,  # required; an integer of at least 1",
         "dropout_rate: Dropout before the last layer.",
-        "In research_dp/models/convnet.py:",
+        "In research_dp/models/image_classifiers.py:",
         "  gin/models/convnet_nnx.gin",
     ):
         assert part in told

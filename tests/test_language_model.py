@@ -15,7 +15,7 @@ from research_dp.distributed.shard_rules import ShardDecision, largest_dim
 from research_dp.distributed.sharding import STACK, TABLE, infer_sharding
 from research_dp.distributed.units import Units
 from research_dp.errors import UsageError
-from research_dp.models.attention import rotate
+from research_dp.models.transformer import rotate
 from research_dp.training.metrics import Throughput
 
 QUICK = ("ddp", "zero1", "fsdp", "hsdp", "spmd_fsdp")  # the others are much like one of them

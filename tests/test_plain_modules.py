@@ -28,7 +28,7 @@ from research_dp.distributed.linen import linen_functions
 from research_dp.distributed.nnx import nnx_functions
 from research_dp.errors import UsageError
 from research_dp.models import convnet, mlp
-from research_dp.models.classification import image_classifier
+from research_dp.models.image_classifiers import image_classifier
 from research_dp.strategies import TrainSpec
 from research_dp.strategies.random_draws import split_draws
 from research_dp.training.replica_check import split_dependence

@@ -18,7 +18,7 @@ from research_dp.config import load
 from research_dp.errors import UsageError
 from research_dp.models import convnet, mlp, resnet
 from research_dp.strategies import TrainSpec
-from research_dp.strategies import rng as keys
+from research_dp.strategies import strategy as keys
 from research_dp.strategies.jaxpr_collectives import collectives
 from research_dp.types import LossOutput, TrainableModel
 

@@ -13,7 +13,7 @@ from research_dp.deterministic import logical_shards
 from research_dp.deterministic.logical_shards import worked_on_alone
 from research_dp.models import convnet, mlp, transformer
 from research_dp.strategies import tree_reduction
-from research_dp.strategies.rng import example_keys
+from research_dp.strategies.strategy import example_keys
 from research_dp.types import LossOutput, TrainableModel
 
 A, B, V = jnp.ones((4, 4)), jnp.ones((4, 4)), jnp.ones((1, 4))

@@ -23,7 +23,7 @@ from research_dp.distributed.mesh import build_mesh, sizes_text
 from research_dp.errors import some_of
 from research_dp.strategies import Strategy, TrainState
 from research_dp.strategies.random_draws import split_draws
-from research_dp.strategies.rng import init_key
+from research_dp.strategies.strategy import init_key
 from research_dp.training.checkpoint import Checkpoints
 from research_dp.training.manifest import Progress
 from research_dp.types import DataSet, EvalOrder, TrainOrder

@@ -16,7 +16,7 @@ from research_dp.certification.harness import Batch, Bench, StepResult, gradient
 from research_dp.certification.tolerances import SIZE, Difference, Envelope, Named, gap, named
 from research_dp.distributed.replica_difference import differing_axes, part_of
 from research_dp.strategies import Strategy, TrainState
-from research_dp.strategies.rng import init_key
+from research_dp.strategies.strategy import init_key
 
 SAMPLES, MORE_SAMPLES = 3, 16  # oracle steps with other rounding: always, and in doubt
 _NOISY = 2  # trajectories of the oracle with other rounding

@@ -1,4 +1,4 @@
-"""The functions of datarax and artifex that need Flax NNX.
+"""Functions of datarax and artifex that take Flax NNX modules.
 
 Flax NNX takes long to import, so `research_dp` imports this file when a name of it is used.
 """
@@ -14,10 +14,9 @@ import jax
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
+from research_dp import argument_types as types
 from research_dp.argument_checks import checked
-from research_dp.argument_types import Placeable, TracedNorm, is_array, path_name
 from research_dp.compat import datarax
-from research_dp.compat.nnx import changed
 from research_dp.distributed import placement
 from research_dp.distributed.collectives import flat_axes
 from research_dp.distributed.norms import clip_by_global_norm_sharded
@@ -36,30 +35,24 @@ def spmd_train_step(
     *,
     has_aux: bool = False,
     rngs: Any | None = None,
-    max_grad_norm: TracedNorm | None = None,
+    max_grad_norm: types.TracedNorm | None = None,
 ) -> Any:
     """One training step on global arrays; the compiler inserts the collectives (datarax).
 
-    To be called under `nnx.jit`. All arrays are on the devices of one mesh, or uncommitted (as a
-    model's constructor leaves them); their shardings do not change the numbers. On a mesh with
-    `Explicit` axes, parameters that share an axis with the batch are all-gathered for the loss.
-    Micro-batches are not accumulated here, because the compiler would reduce the gradients of each:
-    use a strategy.
+    To be called under `nnx.jit`, outside any map. All arrays are on the devices of one mesh, or
+    uncommitted (as a model's constructor leaves them); their shardings do not change the numbers.
+    On a mesh with `Explicit` axes, parameters that share an axis with the batch are all-gathered
+    for the loss. Micro-batches are not accumulated: the compiler would reduce each's gradients.
 
     Args:
         model: Updated in place, e.g. its batch statistics by `loss_fn`.
         optimizer: Updated in place, with the model's variables of its `wrt`. A
             `nnx.ModelAndOptimizer` must be that of `model`.
-        loss_fn: (model, batch) -> loss, 0-d, the mean over the global batch; with `has_aux` ->
-            (loss, aux).
+        loss_fn: (model, batch) -> loss, 0-d, the mean over the global batch.
         batch: Global arrays, e.g. of `place_batch_on_shards`.
-        has_aux: Whether (loss, aux) is returned; otherwise the loss.
+        has_aux: Whether (loss, aux) is what `loss_fn` and the step return, not the loss.
         rngs: If given, `loss_fn` is called with `rngs=rngs`, e.g. an `nnx.Rngs`.
         max_grad_norm: Gradients are scaled to at most this global norm.
-
-    Raises:
-        UsageError: Arrays are committed to different devices, or this is called inside `shard_map`,
-            `pmap` or `vmap(axis_name=...)`.
     """
     refuse_mapped("spmd_train_step")
     _refuse_other_devices({"model": nnx.state(model), "batch": batch})
@@ -89,14 +82,14 @@ def _with_gathered_params(
     JAX multiplies no arrays that are sharded over the same such axis, and infers no sharding for
     the gradient of a parameter on no mesh. Gradients come back sharded as the parameters are.
     """
-    shardings = [jax.typeof(x).sharding for x in jax.tree.leaves(batch) if is_array(x)]
+    shardings = [jax.typeof(x).sharding for x in jax.tree.leaves(batch) if types.is_array(x)]
     axes = {name for sharding in shardings for dim in sharding.spec for name in flat_axes(dim)}
     if not axes:
         return loss_fn
     mesh = next(sharding.mesh for sharding in shardings if not sharding.mesh.empty)
 
     def gathered(x: Any) -> Any:
-        if not is_array(x):
+        if not types.is_array(x):
             return x  # a random key
         spec = jax.typeof(x).sharding.spec
         kept = (tuple(name for name in flat_axes(dim) if name not in axes) for dim in spec)
@@ -108,7 +101,7 @@ def _with_gathered_params(
         before = jax.tree.map(lambda x: x, others)  # the module modifies its own variables
         replicated = nnx.merge(graphdef, params, others)
         value = loss_fn(replicated, batch, **kwargs)
-        nnx.update(model, changed(before, nnx.state(replicated, nnx.Not(wrt))))
+        nnx.update(model, _changed(before, nnx.state(replicated, nnx.Not(wrt))))
         return value
 
     return loss
@@ -119,7 +112,7 @@ def _refuse_other_devices(tree: Any) -> None:
     first: dict[Any, str] = {}
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
         if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.committed:
-            first.setdefault(frozenset(x.sharding.device_set), path_name(path))
+            first.setdefault(frozenset(x.sharding.device_set), types.path_name(path))
     if len(first) > 1:
         (one, a), (other, b), *_ = first.items()
         raise UsageError(
@@ -137,11 +130,8 @@ def place_nnx_state_on_shards(
     """Puts each variable of an NNX state on the sharding of the first filter it matches (datarax).
 
     `filter_sharding` maps NNX filters, e.g. `nnx.Param`, `...` or a predicate, to the spec on
-    `mesh`, or the sharding, of all arrays of the variable. Variables keep types and metadata.
-
-    Raises:
-        UsageError: A variable matches no filter, or a spec has an axis that the mesh lacks or that
-            does not divide an array; the message has the variable's path.
+    `mesh`, or the sharding, of all arrays of the variable. Variables keep types and metadata. A
+    variable that matches no filter is a UsageError.
     """
     if not isinstance(filter_sharding, nnx.StateSharding):
         filter_sharding = nnx.StateSharding(filter_sharding)
@@ -168,7 +158,7 @@ class DataParallel(nnx.Module):
     call describe them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self) -> None:  # artifex's signature
         pass
 
     def create_data_parallel_sharding(self, mesh: Mesh, data_axis: str = "data") -> NamedSharding:
@@ -177,17 +167,12 @@ class DataParallel(nnx.Module):
     create_data_parallel_sharding_static = staticmethod(datarax.create_data_parallel_sharding)
 
     def shard_batch(self, batch: Any, sharding: Sharding) -> Any:
-        """Puts every leaf of a batch on a sharding; `place_batch_on_shards` skips some.
-
-        Raises:
-            UsageError: A leaf of rank 0 (a number, a string), or one that cannot be divided; the
-                message has its path.
-        """
+        """Puts every leaf on a sharding; `place_batch_on_shards` skips some."""
         return self.shard_batch_static(batch, sharding)
 
     @staticmethod
     @checked
-    def shard_batch_static(batch: Placeable, sharding: Sharding) -> Any:
+    def shard_batch_static(batch: types.Placeable, sharding: Sharding) -> Any:
         return placement.place(batch, sharding)
 
     def shard_model_state(
@@ -197,23 +182,19 @@ class DataParallel(nnx.Module):
         return datarax.place_model_state_on_shards(state, mesh, param_sharding)
 
     def all_reduce_gradients(
-        self,
-        gradients: Any,
-        reduce_type: Literal["mean", "sum"] = "mean",
-        axis_name: str = "batch",
-        *,
-        loss: jax.Array | None = None,
+        self, gradients: Any, reduce_type: str = "mean", axis_name: str = "batch", *, loss=None
     ) -> Any:
         return datarax.reduce_gradients_across_devices(gradients, reduce_type, axis_name, loss=loss)
 
     all_reduce_gradients_static = staticmethod(datarax.reduce_gradients_across_devices)
 
     @checked
-    def replicate_params(self, params: Placeable, mesh: Mesh | AbstractMesh) -> Any:
+    def replicate_params(self, params: types.Placeable, mesh: Mesh | AbstractMesh) -> Any:
         """Replicates every leaf on all devices; Python numbers become arrays."""
         return datarax.place_model_state_on_shards(params, mesh, "replicate")
 
 
 with gin.unlock_config():  # this file may be imported after the configuration was locked
-    for _function in (spmd_train_step, place_nnx_state_on_shards, DataParallel):
-        gin.register(module="distributed")(_function)
+    _placed = spmd_train_step, place_nnx_state_on_shards
+    for _late in (*_placed, DataParallel, shard_nnx_module_params):
+        gin.register(module="distributed")(_late)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -16,13 +15,9 @@ from research_dp.distributed.fsdp import gather_params, shard_params
 from research_dp.distributed.shard_rules import Rule
 from research_dp.errors import check_methods
 
-Target = Annotated[
-    Any,
-    Limit(
-        lambda x: callable(x) and not isinstance(x, nn.Module),
-        "a Linen module class, or a function of a module",
-    ),
-]
+PyTree = Any
+_TARGET = "a Linen module class, or a function of a module"
+Target = Annotated[Any, Limit(lambda x: callable(x) and not isinstance(x, nn.Module), _TARGET)]
 
 
 @gin.register(module="distributed")
@@ -50,43 +45,26 @@ def shard_module_params(
     `metadata_params={nn.PARTITION_NAME: None}`. `init` inside mapped axes makes the full parameters
     on each device before it shards them; `init_sharded` does not.
 
-    `target` is a class, or a function of (module, ...), not an instance. `axis_name` is bound where
-    the module is used. `min_weight_size`, `rule` (its paths start at the wrapped module) and
-    `min_weight_bytes` are those of `shard_params`; the dtypes, `pre_divide` and `reduction` are
-    those of `gather_params`. `methods` names the methods that see full parameters, e.g. also
-    `attend` of `nn.Embed`; it is ignored for a function.
-
-    Raises:
-        UsageError: `target` is an instance or lacks one of `methods`, or a dtype is not a
-            floating-point dtype.
+    `target` is a class, or a function of (module, ...). `axis_name` is bound where the module is
+    used. `min_weight_size`, `rule` (its paths start at the wrapped module) and `min_weight_bytes`
+    are those of `shard_params`; the dtypes, `pre_divide` and `reduction` are those of
+    `gather_params`. `methods` names the methods that see full parameters, e.g. also `attend` of
+    `nn.Embed`; UsageError if a class lacks one.
     """
-    gather = functools.partial(
-        gather_params,
-        axis_name=axis_name,
-        gather_dtype=gather_dtype,
-        grad_scatter_dtype=grad_scatter_dtype,
-        pre_divide=pre_divide,
-        reduction=reduction,
-    )
-    shard = functools.partial(
-        shard_params,
-        axis_name=axis_name,
-        min_weight_size=min_weight_size,
-        rule=rule,
-        min_weight_bytes=min_weight_bytes,
-    )
-    is_class = isinstance(target, type)
-    if is_class:
-        check_methods("shard_module_params", target, methods)
-    sharded = nn.map_variables(
-        target,
-        "params",
-        trans_in_fn=gather,
-        trans_out_fn=shard,
-        mutable=True,
-        methods=list(methods) if is_class else None,
-    )
-    if is_class:
-        # Linen names modules after their class, and the initial values depend on the name.
-        sharded.__name__, sharded.__qualname__ = target.__name__, target.__qualname__
+    thresholds: dict[str, Any] = {"rule": rule, "min_weight_bytes": min_weight_bytes}
+    sums: dict[str, Any] = {"pre_divide": pre_divide, "reduction": reduction}
+
+    def gather(shards: PyTree) -> PyTree:
+        return gather_params(shards, axis_name, gather_dtype, grad_scatter_dtype, **sums)
+
+    def shard(params: PyTree) -> PyTree:
+        return shard_params(params, axis_name, min_weight_size, **thresholds)
+
+    transforms: dict[str, Any] = {"trans_in_fn": gather, "trans_out_fn": shard, "mutable": True}
+    if not isinstance(target, type):
+        return nn.map_variables(target, "params", **transforms, methods=None)
+    check_methods("shard_module_params", target, methods)
+    sharded = nn.map_variables(target, "params", **transforms, methods=list(methods))
+    # Linen names modules after their class, and the initial values depend on the name.
+    sharded.__name__, sharded.__qualname__ = target.__name__, target.__qualname__
     return sharded

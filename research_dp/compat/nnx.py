@@ -6,11 +6,10 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
-import gin
 from flax import nnx
 
+from research_dp import argument_types as types
 from research_dp.argument_checks import checked
-from research_dp.argument_types import AxisName, CountOrZero, Dtype
 from research_dp.distributed.collectives import PLAIN, Reduction
 from research_dp.distributed.fsdp import gather_params, shard_params
 from research_dp.distributed.shard_rules import Rule
@@ -20,63 +19,48 @@ from research_dp.errors import check_methods
 @checked
 def shard_nnx_module_params(
     target: Annotated[type[nnx.Module], "a class of nnx.Module"],
-    axis_name: AxisName,
-    min_weight_size: CountOrZero = 2**18,
-    gather_dtype: Dtype | None = None,
-    grad_scatter_dtype: Dtype | None = None,
+    axis_name: types.AxisName,
+    min_weight_size: types.CountOrZero = 2**18,
+    gather_dtype: types.Dtype | None = None,
+    grad_scatter_dtype: types.Dtype | None = None,
     *,
     rule: Rule | None = None,
-    min_weight_bytes: CountOrZero | None = None,
+    min_weight_bytes: types.CountOrZero | None = None,
     pre_divide: bool = False,
     reduction: Reduction = PLAIN,
     methods: Sequence[str] = ("__call__",),
 ) -> Any:
     """An NNX module class whose parameters are sharded, and gathered when it is called.
 
-    The counterpart of `shard_module_params`, which describes the options. An instance, made inside
-    mapped axes (or by `init_sharded`), has shards in its `nnx.Param`s, and the axis in their
-    `out_sharding`, so that `nnx.get_partition_spec` works. Their gradients are shards of the mean;
-    `sync_gradients` takes them as they are.
+    The counterpart of `shard_module_params`, which describes the options, and why to wrap the parts
+    of a model, and to call them under `nnx.remat`. An instance, made inside mapped axes (or by
+    `init_sharded`), has shards in its `nnx.Param`s, and the axis in their `out_sharding`, so that
+    `nnx.get_partition_spec` works. Their gradients are shards of the mean; `sync_gradients` takes
+    them as they are.
 
     `methods` run on a copy with full parameters: changes of other variables are kept, changes of
-    parameters and attributes are not. Other methods see shards.
-
-    Every call gathers. Wrap the parts of a model, and call them under `nnx.remat`, so that the
-    backward pass gathers again. Under `nnx.scan` and `nnx.vmap` with a partition name, give
-    `transform_metadata={nnx.PARTITION_NAME: None}`.
-
-    Raises:
-        UsageError: `target` is not a class of modules or lacks one of `methods`, or a dtype is not
-            a floating-point dtype.
+    parameters and attributes are not. Other methods see shards. Under `nnx.scan` and `nnx.vmap`
+    with a partition name, give `transform_metadata={nnx.PARTITION_NAME: None}`.
     """
     check_methods("shard_nnx_module_params", target, methods)
+    thresholds: dict[str, Any] = {"rule": rule, "min_weight_bytes": min_weight_bytes}
+    dtypes = gather_dtype, grad_scatter_dtype
 
     class Sharded(target):  # type: ignore[misc, valid-type]
         def __init__(self, *args: Any, **kwargs: Any):
             super().__init__(*args, **kwargs)
-            shards = shard_params(
-                nnx.state(self, nnx.Param),
-                axis_name,
-                min_weight_size,
-                rule=rule,
-                min_weight_bytes=min_weight_bytes,
-            )
-            nnx.update(self, shards)
+            params = nnx.state(self, nnx.Param)
+            nnx.update(self, shard_params(params, axis_name, min_weight_size, **thresholds))
 
     def with_gathered_params(name: str) -> Callable[..., Any]:
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
             graphdef, shards, others = nnx.split(self, nnx.Param, ...)  # type: ignore[misc]
             params = gather_params(
-                shards,
-                axis_name,
-                gather_dtype,
-                grad_scatter_dtype,
-                pre_divide=pre_divide,
-                reduction=reduction,
+                shards, axis_name, *dtypes, pre_divide=pre_divide, reduction=reduction
             )
             module = nnx.merge(graphdef, params, others)
             result = getattr(super(Sharded, module), name)(*args, **kwargs)
-            nnx.update(self, changed(others, nnx.state(module, nnx.Not(nnx.Param))))
+            nnx.update(self, _changed(others, nnx.state(module, nnx.Not(nnx.Param))))
             return result
 
         return functools.wraps(getattr(target, name))(method)
@@ -88,7 +72,7 @@ def shard_nnx_module_params(
     return Sharded
 
 
-def changed(before: nnx.State, after: nnx.State) -> nnx.State:
+def _changed(before: nnx.State, after: nnx.State) -> nnx.State:
     """The variables of `after` that are new or contain another array than before."""
     old = dict(nnx.to_flat_state(before))
     return nnx.from_flat_state(
@@ -96,7 +80,3 @@ def changed(before: nnx.State, after: nnx.State) -> nnx.State:
         for path, variable in nnx.to_flat_state(after)
         if path not in old or old[path].get_value() is not variable.get_value()
     )
-
-
-with gin.unlock_config():  # this file may be imported after the configuration was locked
-    shard_nnx_module_params = gin.register(module="distributed")(shard_nnx_module_params)

@@ -15,8 +15,7 @@ from research_dp.deterministic.sum import TreeReduction, add_up_pairs, fence, un
 from research_dp.distributed.jaxpr import Callers, Source, trace_sources
 from research_dp.distributed.units import Units
 from research_dp.errors import UsageError
-from research_dp.strategies.rng import example_keys
-from research_dp.strategies.strategy import StrategyConfig, TrainSpec, TrainState
+from research_dp.strategies.strategy import StrategyConfig, TrainSpec, TrainState, example_keys
 
 PyTree = Any
 

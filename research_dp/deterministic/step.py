@@ -55,7 +55,7 @@ class DeterministicStep(Step):
         rows = self.spec.batch_size // self._reduction.logical_shards
 
         def of_shard(params: PyTree, part: PyTree) -> Sums:
-            return sums_of(self.loss(params, state.model_state, part, None, Units(), train=False))
+            return sums_of(self.loss(params, state.model_state, part, None, Units()))
 
         parts = {name: x.reshape(-1, rows, *x.shape[1:]) for name, x in examples.items()}
         return self.sum_metrics(one_by_one(of_shard, params, parts, state.step, self._reduction))

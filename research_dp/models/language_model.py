@@ -13,10 +13,8 @@ import jax.numpy as jnp
 
 from research_dp.distributed.sharding import PART, STACK, TABLE
 from research_dp.distributed.units import Units
-from research_dp.models.dropout import fold_in_each
-from research_dp.types import Batch, Functions, LossOutput, TrainableModel, Work
-
-PyTree = Any
+from research_dp.models.layers import fold_in_each
+from research_dp.types import Batch, Functions, LossOutput, PyTree, TrainableModel, Work
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,13 +24,10 @@ class LanguageModel:
     Its units are the embedding, each block, the final norm, and chunks of the head's rows. Batches
     have `tokens` (B, S) int32; optionally `weights` (B, S), the weight of each token as a target,
     and `segments` (B, S) int32, the packed sequence that it belongs to: 0 for padding.
-
-    Attributes:
-        block: Maps `{'x': (B, S, width), 'positions', 'segments'}` to (B, S, width).
-        vocab_size: Number of tokens; this and the other fields are as in `transformer`.
     """
 
-    block: Functions
+    block: Functions  # {'x': (B, S, width), 'positions', 'segments'} -> (B, S, width)
+    # The others are as in `transformer`.
     vocab_size: int
     width: int
     depth: int
@@ -43,9 +38,8 @@ class LanguageModel:
     logits_at_once: int
 
     def trainable(self) -> TrainableModel:
-        units = {"embed": TABLE, "blocks": STACK, "norm": PART}
-        if not self.tied:
-            units["head"] = TABLE
+        head = {} if self.tied else {"head": TABLE}
+        units = {"embed": TABLE, "blocks": STACK, "norm": PART, **head}
         facts, bounds = {"vocab_size": self.vocab_size}, {"tokens": "vocab_size"}
         return TrainableModel(self.init, self.loss, facts, units, self.work, bounds)
 
@@ -53,12 +47,23 @@ class LanguageModel:
         """Parameters, with the same bits for Linen and NNX blocks; no model state."""
         assert batch["tokens"].ndim == 2  # no parameter depends on their number
         embed_key, block_key, head_key = jax.random.split(key, 3)
-        block_shapes = self._block_shapes()
+        leaves, treedef = jax.tree.flatten(self._block_shapes())
         block_keys = jax.random.split(block_key, self.depth)
         table, scale = (self.vocab_size, self.width), self.width**-0.5
+
+        def init_block(key: jax.Array) -> PyTree:
+            """Normal matrices of variance 1 / fan_in, and vectors of ones."""
+            params = [
+                jax.random.normal(k, x.shape, x.dtype) * x.shape[0] ** -0.5
+                if x.ndim > 1
+                else jnp.ones(x.shape, x.dtype)
+                for k, x in zip(jax.random.split(key, len(leaves)), leaves, strict=True)
+            ]
+            return jax.tree.unflatten(treedef, params)
+
         params = {
             "embed": {"table": scale * jax.random.normal(embed_key, table)},
-            "blocks": jax.vmap(lambda key: _init_block(block_shapes, key))(block_keys),
+            "blocks": jax.vmap(init_block)(block_keys),
             "norm": {"scale": jnp.ones((self.width,))},
         }
         if not self.tied:
@@ -95,16 +100,15 @@ class LanguageModel:
             block, "blocks", params, x, each=indices, remat=self.remat, unroll=self.unroll
         )
         x = units.run(_final_norm, ("norm",), params, x, remat="full")
-        weights = _target_weights(batch)
+        weights, targets = _target_weights(batch), jnp.roll(tokens, -1, axis=1)
         head = "embed" if self.tied else "head"
-        total = _cross_entropy(
-            x,
-            functools.partial(units.scan_rows, name=head, params=params),
-            jnp.roll(tokens, -1, axis=1),
-            weights,
-            vocab_size=self.vocab_size,
-            chunks=_num_chunks(self.vocab_size, tokens.size, self.logits_at_once),
-        )
+        scan_rows = functools.partial(units.scan_rows, name=head, params=params)
+        # A divisor of the vocabulary's size, if one is below twice the least number of chunks.
+        least = -(-self.vocab_size * tokens.size // self.logits_at_once)
+        least = min(least, self.vocab_size)
+        divisors = (n for n in range(least, 2 * least) if self.vocab_size % n == 0)
+        losses = _cross_entropy(x, scan_rows, targets, self.vocab_size, next(divisors, least))
+        total = jnp.sum(losses * weights.reshape(-1))
         return LossOutput(total, jnp.sum(weights), model_state, {})
 
     def work(self, example: Mapping[str, jax.ShapeDtypeStruct]) -> Work:
@@ -119,30 +123,9 @@ class LanguageModel:
 
     def _block_shapes(self) -> PyTree:
         """Shapes of one block's parameters, which do not depend on the sequence."""
-        inputs = {
-            "x": jax.ShapeDtypeStruct((1, 2, self.width), self.dtype),
-            "positions": jax.ShapeDtypeStruct((1, 2), jnp.int32),
-        }
+        positions = jax.ShapeDtypeStruct((1, 2), jnp.int32)
+        inputs = {"x": jax.ShapeDtypeStruct((1, 2, self.width), self.dtype), "positions": positions}
         return jax.eval_shape(lambda key: self.block.init(key, inputs)[0], jax.random.key(0))
-
-
-def _init_block(shapes: PyTree, key: jax.Array) -> PyTree:
-    """Normal matrices of variance 1 / fan_in, and vectors of ones."""
-    leaves, treedef = jax.tree.flatten(shapes)
-    params = [
-        jax.random.normal(k, x.shape, x.dtype) * x.shape[0] ** -0.5
-        if x.ndim > 1
-        else jnp.ones(x.shape, x.dtype)
-        for k, x in zip(jax.random.split(key, len(leaves)), leaves, strict=True)
-    ]
-    return jax.tree.unflatten(treedef, params)
-
-
-def _num_chunks(vocab_size: int, tokens: int, logits_at_once: int) -> int:
-    """Chunks of a vocabulary: a divisor of its size, if one is below twice the least number."""
-    least = min(-(-vocab_size * tokens // logits_at_once), vocab_size)
-    divisors = (n for n in range(least, 2 * least) if vocab_size % n == 0)
-    return next(divisors, least)
 
 
 def _positions(tokens: jax.Array, segments: jax.Array | None) -> jax.Array:
@@ -155,10 +138,7 @@ def _positions(tokens: jax.Array, segments: jax.Array | None) -> jax.Array:
 
 
 def _target_weights(batch: Batch) -> jax.Array:
-    """Weight of the prediction at each token, (B, S) float32.
-
-    It is the next token's weight; 0 if that is missing, masked, or in another segment.
-    """
+    """The next token's weight, (B, S) float32; 0 if it is missing, masked or in another segment."""
     tokens, segments = batch["tokens"], batch.get("segments")
     weights = jnp.asarray(batch.get("weights", jnp.ones(tokens.shape, jnp.float32)))
     if segments is not None:
@@ -177,20 +157,13 @@ def _final_norm(params: PyTree, x: jax.Array) -> jax.Array:
 
 
 def _cross_entropy(
-    x: jax.Array,
-    scan_rows: Callable[..., Any],
-    targets: jax.Array,
-    weights: jax.Array,
-    vocab_size: int,
-    chunks: int,
+    x: jax.Array, scan_rows: Callable[..., Any], targets: jax.Array, vocab_size: int, chunks: int
 ) -> jax.Array:
-    """Weighted sum of cross-entropies, with the logits of one chunk of the vocabulary at a time.
+    """Cross-entropy of each token, with the logits of one chunk of the vocabulary at a time.
 
     An online logsumexp is carried from chunk to chunk, as in flash attention. The backward pass
-    recomputes the logits (Wijmans et al., arXiv 2411.09009).
-
-    `scan_rows` is `Units.scan_rows` of the head, whose last chunk is padded unless `chunks` divide
-    the vocabulary.
+    recomputes the logits (Wijmans et al., arXiv 2411.09009). `scan_rows` is `Units.scan_rows` of
+    the head, whose last chunk is padded unless `chunks` divide the vocabulary.
     """
     dtype, target = x.dtype, targets.reshape(-1)
     wide = x.reshape(target.size, -1).astype(jnp.float32)  # accumulates its gradient in float32
@@ -216,8 +189,7 @@ def _cross_entropy(
     carry = (zeros - jnp.inf, zeros, zeros)
     remat = "full" if chunks > 1 else "none"  # recomputing a single chunk saves no memory
     maximum, total, target_logit = scan_rows(add_chunk, carry=carry, pieces=chunks, remat=remat)
-    losses = jnp.log(total) + maximum - target_logit
-    return jnp.sum(losses * weights.reshape(-1))
+    return jnp.log(total) + maximum - target_logit
 
 
 @jax.custom_vjp
@@ -229,7 +201,7 @@ def _logits(x: jax.Array, rows: jax.Array) -> jax.Array:
     return jnp.dot(x, rows.T, preferred_element_type=jnp.float32)
 
 
-def _logits_fwd(x: jax.Array, rows: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+def _logits_fwd(x: jax.Array, rows: jax.Array) -> tuple[jax.Array, Any]:
     return _logits(x, rows), (x, rows)
 
 

@@ -7,7 +7,6 @@ constructed. Parameters have the same paths in both.
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 import functools
 import math
@@ -19,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from research_dp.distributed.collectives import Axes
 from research_dp.distributed.linen import linen_functions
 from research_dp.distributed.nnx import nnx_functions
 from research_dp.types import Functions
@@ -30,20 +30,20 @@ _GROUPS = 8
 
 
 @dataclasses.dataclass
-class Layers(abc.ABC):
+class Layers:
     """What a network builds its forward pass from; input sizes are inferred.
 
-    Attributes:
-        dtype: Compute dtype of the layers.
-        train: Whether batch statistics are taken from the batch.
-        keys: One random key an example for `dropout`, (B,), or None.
-        batch_axes: Mesh axes that the batch is split over.
+    `train`: batch statistics are taken from the batch, which is split over mesh axes `batch_axes`.
+    `keys` are random keys for `dropout`. Layers are attributes of the NNX `module`, created at
+    their first call if there are `rngs`, or else submodules of the Linen module that is called.
     """
 
-    dtype: Any
+    dtype: Any  # of compute
     train: bool = False
     keys: jax.Array | None = None
-    batch_axes: tuple[str, ...] = ()
+    batch_axes: Axes = ()
+    module: NnxModule | None = None
+    rngs: nnx.Rngs | None = None
 
     def dense(self, name: str, features: int, *, use_bias: bool = True) -> Callable:
         return self.layer(name, nn.Dense, nnx.Linear, features, use_bias=use_bias)
@@ -61,13 +61,34 @@ class Layers(abc.ABC):
         """BatchNorm over the global micro-batch, GroupNorm, or the identity."""
         return self.submodule(name, functools.partial(_norm, norm))
 
-    @abc.abstractmethod
     def submodule(self, name: str, network: Network) -> Callable:
         """Another network, whose parameters are below `name`."""
+        options: dict[str, Any] = {"train": self.train, "batch_axes": self.batch_axes}
+        if self.module is None:
+            return functools.partial(LinenModule(network, self.dtype, name=name), **options)
 
-    @abc.abstractmethod
+        def call(x: jax.Array) -> jax.Array:
+            if self.rngs is not None:
+                setattr(self.module, name, NnxModule(network, self.dtype))
+            return getattr(self.module, name)(x, **options, rngs=self.rngs)
+
+        return call
+
     def layer(self, name: str, linen: Any, for_nnx: Any, *args: Any, **options: Any) -> Callable:
         """A layer of the library's class, which takes these arguments."""
+        if self.module is None:
+            return linen(*args, **options, dtype=self.dtype, name=name)
+
+        def call(x: jax.Array, **call_options: Any) -> jax.Array:
+            if self.rngs is not None:
+                layer = for_nnx(x.shape[-1], *args, **options, dtype=self.dtype, rngs=self.rngs)
+                setattr(self.module, name, layer)
+            layer = getattr(self.module, name)
+            if "axis_name" in options:
+                layer.axis_name = options["axis_name"]  # differs from call to call
+            return layer(x, **call_options)
+
+        return call
 
 
 def _norm(norm: Norm, layers: Layers, x: jax.Array) -> jax.Array:
@@ -85,17 +106,6 @@ def _norm(norm: Norm, layers: Layers, x: jax.Array) -> jax.Array:
     return x
 
 
-class LinenLayers(Layers):
-    """Submodules of the Linen module that is being called."""
-
-    def submodule(self, name: str, network: Network) -> Callable:
-        module = LinenModule(network, self.dtype, name=name)
-        return functools.partial(module, train=self.train, batch_axes=self.batch_axes)
-
-    def layer(self, name: str, linen: Any, for_nnx: Any, *args: Any, **options: Any) -> Callable:
-        return linen(*args, **options, dtype=self.dtype, name=name)
-
-
 class LinenModule(nn.Module):
     """A network as a Linen module."""
 
@@ -104,43 +114,9 @@ class LinenModule(nn.Module):
 
     @nn.compact
     def __call__(
-        self,
-        x: Any,
-        *,
-        train: bool,
-        keys: jax.Array | None = None,
-        batch_axes: tuple[str, ...] = (),
+        self, x: Any, *, train: bool, keys: jax.Array | None = None, batch_axes: Axes = ()
     ) -> jax.Array:
-        return self.network(LinenLayers(self.dtype, train, keys, batch_axes), x)
-
-
-@dataclasses.dataclass
-class NnxLayers(Layers):
-    """Attributes of an NNX module; with `rngs`, each layer is created at its first call."""
-
-    module: Any = None
-    rngs: nnx.Rngs | None = None
-
-    def submodule(self, name: str, network: Network) -> Callable:
-        def call(x: jax.Array) -> jax.Array:
-            if self.rngs is not None:
-                setattr(self.module, name, NnxModule(network, self.dtype))
-            layer = getattr(self.module, name)
-            return layer(x, train=self.train, batch_axes=self.batch_axes, rngs=self.rngs)
-
-        return call
-
-    def layer(self, name: str, linen: Any, for_nnx: Any, *args: Any, **options: Any) -> Callable:
-        def call(x: jax.Array, **call_options: Any) -> jax.Array:
-            if self.rngs is not None:
-                layer = for_nnx(x.shape[-1], *args, **options, dtype=self.dtype, rngs=self.rngs)
-                setattr(self.module, name, layer)
-            layer = getattr(self.module, name)
-            if "axis_name" in options:
-                layer.axis_name = options["axis_name"]  # differs from call to call
-            return layer(x, **call_options)
-
-        return call
+        return self.network(Layers(self.dtype, train, keys, batch_axes), x)
 
 
 class NnxModule(nnx.Module):
@@ -149,16 +125,8 @@ class NnxModule(nnx.Module):
     def __init__(self, network: Network, dtype: Any):
         self.network, self.dtype = network, dtype
 
-    def __call__(
-        self,
-        x: Any,
-        *,
-        train: bool = False,
-        keys: jax.Array | None = None,
-        batch_axes: tuple[str, ...] = (),
-        rngs: nnx.Rngs | None = None,
-    ) -> jax.Array:
-        return self.network(NnxLayers(self.dtype, train, keys, batch_axes, self, rngs), x)
+    def __call__(self, x: Any, *, train: bool = False, **options: Any) -> jax.Array:
+        return self.network(Layers(self.dtype, train, module=self, **options), x)
 
 
 def network_functions(api: Api, network: Network, dtype: Any) -> Functions:
@@ -173,3 +141,23 @@ def network_functions(api: Api, network: Network, dtype: Any) -> Functions:
         return module
 
     return nnx_functions(create)
+
+
+def fold_in_each(keys: jax.Array, number: jax.Array | int) -> jax.Array:
+    """Folds a number into each of the keys (B,)."""
+    return jax.vmap(lambda key: jax.random.fold_in(key, number))(keys)
+
+
+def dropout(x: jax.Array, rate: float, keys: jax.Array | None, layer: int) -> jax.Array:
+    """Sets a fraction of each example's features to zero and scales up the rest.
+
+    `keys` has one random key an example, (B,), so that masks are the same on any mesh; None
+    (evaluation) returns `x`. `layer` is the number of the dropout layer in the model: each layer
+    draws another mask.
+    """
+    if keys is None or rate == 0.0:
+        return x
+    keep = jax.vmap(
+        lambda key: jax.random.bernoulli(jax.random.fold_in(key, layer), 1.0 - rate, x.shape[1:])
+    )(keys)
+    return jnp.where(keep, x / (1.0 - rate), jnp.zeros((), x.dtype))

@@ -1,23 +1,29 @@
-"""A decoder transformer for text, its blocks stacked."""
+"""A decoder transformer for text, its blocks stacked, and its attention."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
+from typing import Literal
 
 import gin
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from research_dp.argument_checks import checked
 from research_dp.argument_types import Count, DropoutRate, Dtype
+from research_dp.distributed.mesh import target_platform
 from research_dp.distributed.remat import Remat
 from research_dp.errors import UsageError
-from research_dp.models.attention import Implementation, attention, rotate
-from research_dp.models.dropout import dropout
 from research_dp.models.language_model import LanguageModel
-from research_dp.models.layers import Api, Layers, network_functions
+from research_dp.models.layers import Api, Layers, dropout, network_functions
 from research_dp.types import TrainableModel
+
+Implementation = Literal["auto", "cudnn", "chunked", "xla"]
+_CHUNK = 256  # queries whose scores are computed at a time by 'chunked'
+_ROTARY_BASE = 10_000.0
 
 
 @gin.register(module="models")
@@ -44,7 +50,7 @@ def transformer(
     matrix, and so are gate and up.
 
     Args:
-        api: 'linen' or 'nnx'; they have the same parameters.
+        api: 'linen' and 'nnx' have the same parameters.
         vocab_size: Number of tokens.
         width: Features of the residual stream.
         depth: Number of blocks.
@@ -53,12 +59,11 @@ def transformer(
         tied: Whether the embedding is the head too.
         dropout_rate: Dropout on what each half of a block adds.
         dtype: Compute dtype; parameters are float32.
-        remat: What a block saves for its backward pass: 'full' (nothing but its input), 'dots'
-            (matmul outputs), 'none' (everything).
+        remat: What a block saves for its backward pass besides its input: 'full' nothing, 'dots'
+            matmul outputs, 'none' everything.
         unroll: Blocks in one iteration of the loop over them.
-        attention: 'auto', 'cudnn' (flash attention), 'chunked' or 'xla'.
-        logits_at_once: Upper bound on the logits that a device materializes at a time: the loss
-            splits the vocabulary into chunks.
+        attention: 'cudnn' is flash attention; 'chunked' has the scores of 256 queries at a time.
+        logits_at_once: Upper bound on the logits of a chunk of the vocabulary, in the loss.
 
     Raises:
         UsageError: `heads` does not divide `width`, or a head has an odd number of features.
@@ -69,18 +74,9 @@ def transformer(
             "features.",
             binding="transformer.heads",
         )
-    block = Block(width, heads, mlp_width, dropout_rate, attention)
-    return LanguageModel(
-        network_functions(api, block, dtype),
-        vocab_size=vocab_size,
-        width=width,
-        depth=depth,
-        tied=tied,
-        dtype=dtype,
-        remat=remat,
-        unroll=unroll,
-        logits_at_once=logits_at_once,
-    ).trainable()
+    block = network_functions(api, Block(width, heads, mlp_width, dropout_rate, attention), dtype)
+    sizes = vocab_size, width, depth, tied
+    return LanguageModel(block, *sizes, dtype, remat, unroll, logits_at_once).trainable()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,23 +93,80 @@ class Block:
         dense = functools.partial(layers.dense, use_bias=False)
         x = inputs["x"]
         y = layers.rms_norm("attention_norm")(x)
-        y = self._attend(dense("qkv", 3 * self.width)(y), inputs)
-        x = x + dropout(dense("out", self.width)(y), self.dropout_rate, layers.keys, layer=0)
-        y = layers.rms_norm("mlp_norm")(x)
-        y = _swiglu(dense("gate_up", 2 * self.mlp_width)(y))
-        return x + dropout(dense("down", self.width)(y), self.dropout_rate, layers.keys, layer=1)
-
-    def _attend(self, qkv: jax.Array, inputs: dict[str, jax.Array]) -> jax.Array:
-        """Attention on (B, S, 3 * width): (B, S, width)."""
-        batch, length, _ = qkv.shape
-        split = qkv.reshape(batch, length, 3, self.heads, -1)
-        query, key, value = split[:, :, 0], split[:, :, 1], split[:, :, 2]
+        qkv = dense("qkv", 3 * self.width)(y).reshape(*x.shape[:2], 3, self.heads, -1)
+        query, key, value = qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]
         query, key = (rotate(x, inputs["positions"]) for x in (query, key))
         y = attention(query, key, value, inputs.get("segments"), implementation=self.attention)
-        return y.reshape(batch, length, self.width)
+        y = dense("out", self.width)(y.reshape(x.shape))
+        x = x + dropout(y, self.dropout_rate, layers.keys, layer=0)
+        y = layers.rms_norm("mlp_norm")(x)
+        # SwiGLU (Shazeer, arXiv 2002.05202)
+        gate, up = jnp.split(dense("gate_up", 2 * self.mlp_width)(y), 2, axis=-1)
+        y = jax.nn.silu(gate) * up
+        return x + dropout(dense("down", self.width)(y), self.dropout_rate, layers.keys, layer=1)
 
 
-def _swiglu(gate_up: jax.Array) -> jax.Array:
-    """SwiGLU (Shazeer, arXiv 2002.05202) on (..., 2 * hidden): (..., hidden)."""
-    gate, up = jnp.split(gate_up, 2, axis=-1)
-    return jax.nn.silu(gate) * up
+def rotate(x: jax.Array, positions: jax.Array) -> jax.Array:
+    """Rotary position embedding (Su et al., arXiv 2104.09864) of (B, S, heads, even features)."""
+    half = x.shape[-1] // 2
+    frequencies = _ROTARY_BASE ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angles = positions[..., None, None].astype(jnp.float32) * frequencies[None, None, None]
+    sin, cos = jnp.sin(angles), jnp.cos(angles)
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    rotated = [first * cos - second * sin, second * cos + first * sin]
+    return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
+
+
+@checked
+def attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    segments: jax.Array | np.ndarray | None = None,
+    *,
+    implementation: Implementation = "auto",
+) -> jax.Array:
+    """Causal attention: a token attends to itself and to earlier tokens of its segment.
+
+    `query`, `key` and `value` are (B, S, heads, features); `segments` (B, S) int32 is the sequence
+    that each token belongs to, None: one sequence. 'cudnn' is for NVIDIA GPUs in bfloat16 or
+    float16; 'auto' is cuDNN where it is supported, else 'chunked' for long sequences or 'xla'.
+    """
+    if query.dtype == jnp.float16 and target_platform() == "cpu":
+        # XLA:CPU has no float16 matmul with float32 accumulation, which scores need.
+        query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
+        output = attention(query, key, value, segments, implementation=implementation)
+        return output.astype(jnp.float16)
+    if implementation == "auto":
+        long = query.shape[1] > 2 * _CHUNK and query.shape[1] % _CHUNK == 0
+        features, half = query.shape[-1], query.dtype in (jnp.bfloat16, jnp.float16)
+        # Limits of cuDNN's flash attention on every GPU.
+        flash = target_platform() == "cuda" and half and features % 8 == 0 and features <= 128
+        implementation = "cudnn" if flash else "chunked" if long else "xla"
+    if implementation == "chunked":
+        return _chunked(query, key, value, segments)
+    mask = None if segments is None else segments[:, None, :, None] == segments[:, None, None, :]
+    return jax.nn.dot_product_attention(
+        query, key, value, mask=mask, is_causal=True, implementation=implementation
+    )
+
+
+def _chunked(
+    query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array | np.ndarray | None
+) -> jax.Array:
+    """Scores of `_CHUNK` queries at a time, recomputed in the backward pass."""
+    batch, length, heads, features = query.shape
+    size = math.gcd(length, _CHUNK)
+    positions = jnp.arange(length)
+
+    @jax.checkpoint
+    def chunk(start: jax.Array) -> jax.Array:
+        queries = jax.lax.dynamic_slice_in_dim(query, start, size, axis=1)
+        mask = ((start + jnp.arange(size))[:, None] >= positions[None, :])[None, None]
+        if segments is not None:
+            chunk_segments = jax.lax.dynamic_slice_in_dim(segments, start, size, axis=1)
+            mask = mask & (chunk_segments[:, None, :, None] == segments[:, None, None, :])
+        return jax.nn.dot_product_attention(queries, key, value, mask=mask, implementation="xla")
+
+    chunks = jax.lax.map(chunk, jnp.arange(0, length, size))
+    return chunks.swapaxes(0, 1).reshape(batch, length, heads, features)

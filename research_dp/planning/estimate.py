@@ -24,7 +24,7 @@ from research_dp.errors import first_line
 from research_dp.planning.memory_budget import memory_budget
 from research_dp.planning.row import CollectiveTotal, Memory, Row, Setup, Timing, Traffic
 from research_dp.strategies import Strategy, StrategyConfig, TrainSpec
-from research_dp.strategies.rng import init_key
+from research_dp.strategies.strategy import init_key
 
 _MEASURED_STEPS = 5
 _PARTS = ("compute", "memory", "network_inside", "network_across")

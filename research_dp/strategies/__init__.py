@@ -1,3 +1,4 @@
+# ruff: noqa: F401
 """Strategies: a configuration of four slots, the engines that compile it, the functions themselves.
 
 Importing this package registers all of them with gin.
@@ -23,30 +24,3 @@ from research_dp.strategies.strategy import (
     TrainState,
     data_parallel,
 )
-
-__all__ = [
-    "NONFINITE",
-    "SKIPPED",
-    "PlacedBatch",
-    "StateShardings",
-    "Strategy",
-    "StrategyConfig",
-    "TrainSpec",
-    "TrainState",
-    "apply_gradients",
-    "compiled",
-    "data_parallel",
-    "dim_by_path",
-    "fsdp_apply_gradients",
-    "gather_params",
-    "largest_dim",
-    "make_mesh",
-    "mapped",
-    "one_device_mesh",
-    "pmapped",
-    "scatter_gradients",
-    "shard_params",
-    "sync_gradients",
-    "torus_reduction",
-    "tree_reduction",
-]

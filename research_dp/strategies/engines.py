@@ -18,26 +18,15 @@ from research_dp.distributed import placement
 from research_dp.distributed.boxed import is_box
 from research_dp.distributed.collectives import PLAIN
 from research_dp.distributed.differentiable_gather import gather_by_compiler
-from research_dp.distributed.mesh import (
-    DATA_AXIS,
-    FSDP_AXIS,
-    refuse_several_processes,
-    split_axes,
-)
+from research_dp.distributed.mesh import DATA_AXIS, FSDP_AXIS, refuse_several_processes, split_axes
 from research_dp.distributed.sharding import replicated
 from research_dp.errors import binding_error
-from research_dp.strategies import slots, state
+from research_dp.strategies import slots, state, strategy
 from research_dp.strategies.step import Step
-from research_dp.strategies.strategy import (
-    PlacedBatch,
-    StateShardings,
-    Strategy,
-    StrategyConfig,
-    TrainSpec,
-    TrainState,
-)
+from research_dp.strategies.strategy import Strategy, StrategyConfig, TrainSpec
 
 PyTree = Any
+Program = tuple[Step, strategy.StateShardings, strategy.TrainState, state.BatchLayout]
 
 
 @gin.register(module="strategies")
@@ -46,35 +35,23 @@ def mapped(config: StrategyConfig, spec: TrainSpec) -> Strategy:
     """`shard_map`: the step is one device's program, every collective written out by the slots.
 
     Replication is not tracked (`check_vma=False`): gradients of replicated parameters are this
-    device's own until `sync` averages them, once.
-
-    Raises:
-        UsageError: The optimizer cannot be applied to shards, or the batch does not divide.
+    device's own until `sync` averages them, once. An optimizer that cannot be applied to shards is
+    a UsageError.
     """
     slots.refuse_no_sync(config)
     if config.prefetch and not spec.model.units:
         raise binding_error(
             "data_parallel.prefetch", " = True, but the model names no units. Bind False."
         )
-    slots.refuse_idle(config, gathers=config.gather is not None, syncs=config.sync is not None)
-    step, abstract, batch = _device_program(config, spec)
+    slots.refuse_idle(config, gathers=config.gather is not None)
+    step, _, abstract, batch = program = _program(config, spec)
     state_specs = jax.tree.map(lambda x: x.sharding.spec, abstract)
     on_mesh = functools.partial(jax.shard_map, mesh=config.mesh, check_vma=False)
-    train = on_mesh(
-        step.train,
-        in_specs=(state_specs, batch.sharding.spec),
-        out_specs=(state_specs, PartitionSpec()),
-    )
-    evaluate = on_mesh(
-        step.evaluate, in_specs=(state_specs, batch.eval_sharding.spec), out_specs=PartitionSpec()
-    )
-    return _strategy(
-        step,
-        abstract,
-        batch,
-        train_step=jax.jit(train, donate_argnums=0, compiler_options=_compiler_options(config)),
-        eval_step=jax.jit(evaluate),
-    )
+    rows, eval_rows, none = batch.sharding.spec, batch.eval_sharding.spec, PartitionSpec()
+    train = on_mesh(step.train, in_specs=(state_specs, rows), out_specs=(state_specs, none))
+    evaluate = on_mesh(step.evaluate, in_specs=(state_specs, eval_rows), out_specs=none)
+    train_step = jax.jit(train, donate_argnums=0, compiler_options=_compiler_options(config))
+    return _strategy(config, program, train_step=train_step, eval_step=jax.jit(evaluate))
 
 
 @gin.register(module="strategies")
@@ -82,40 +59,26 @@ def mapped(config: StrategyConfig, spec: TrainSpec) -> Strategy:
 def compiled(config: StrategyConfig, spec: TrainSpec) -> Strategy:
     """`jit` on global arrays: the compiler inserts the collectives that the shardings imply.
 
-    Raises:
-        UsageError: A slot is filled that only a mapped program has, or the batch does not divide.
+    A slot that only a mapped program has is a UsageError.
     """
     slots.refuse_filled(
         config,
         ("gather", "sync", "update"),
         "the compiler inserts collectives in engine 'compiled'; bind None.",
     )
-    mesh = config.mesh
-    if config.reduction is not PLAIN and mesh.size > 1:
+    if config.reduction is not PLAIN and config.mesh.size > 1:
         raise binding_error(
             "data_parallel.reduction",
             ": engine 'compiled' leaves sums to the compiler; use 'mapped'.",
         )
-    slots.refuse_idle(config, gathers=config.shard is not None, syncs=False)
-    shardings, abstract = state.infer_state_sharding(config, spec, mesh, params_sharded=True)
-    gather = None if config.shard is None else _gather_on(mesh)
-    # The step sees gradients and slices as global arrays.
-    seen = StateShardings(shardings.params, replicated(shardings.slices))
-    state.check_optimizer(config, spec, seen.slices, abstract)
-    step = _step(dataclasses.replace(config, gather=gather), spec, seen, ())
-    outs = (state.shardings_of(abstract), NamedSharding(mesh, PartitionSpec()))
+    slots.refuse_idle(config, gathers=config.shard is not None)
+    step, _, abstract, _ = program = _program(config, spec, on_global_arrays=True)
+    state_shardings = jax.tree.map(lambda x: x.sharding, abstract)
+    outs = state_shardings, NamedSharding(config.mesh, PartitionSpec())
     options = _compiler_options(config)
-    return _strategy(
-        step,
-        abstract,
-        state.BatchLayout(mesh, spec, config.reduction.logical_shards),
-        config=config,
-        shardings=shardings,
-        train_step=jax.jit(
-            step.train, donate_argnums=0, out_shardings=outs, compiler_options=options
-        ),
-        eval_step=jax.jit(step.evaluate, out_shardings=outs[1]),
-    )
+    train_step = jax.jit(step.train, donate_argnums=0, out_shardings=outs, compiler_options=options)
+    eval_step = jax.jit(step.evaluate, out_shardings=outs[1])
+    return _strategy(config, program, train_step=train_step, eval_step=eval_step)
 
 
 @gin.register(module="strategies")
@@ -123,46 +86,39 @@ def compiled(config: StrategyConfig, spec: TrainSpec) -> Strategy:
 def pmapped(config: StrategyConfig, spec: TrainSpec) -> Strategy:
     """`pmap` over axis `data`, parameters replicated: kept for comparison with older code.
 
-    Raises:
-        UsageError: Something is sharded, the batch does not divide, or there are several processes,
-            whose arrays pmap keeps apart.
+    Sharded parameters, or several processes, whose arrays pmap keeps apart, are a UsageError.
     """
     _check_pmapped(config)
     devices = config.mesh.devices.ravel()
     count = len(devices)
-    step, abstract, batch = _device_program(config, spec)
+    step, shardings, abstract, batch = _program(config, spec)
     # pmap lays its arguments out on a mesh of its own, of this one axis.
     line = Mesh(devices, (DATA_AXIS,))
     by_device = NamedSharding(line, PartitionSpec(DATA_AXIS))
     on_each = NamedSharding(line, PartitionSpec())
-    abstract = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_each), abstract
-    )
-    abstract_batch = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(
-            (count, x.shape[0], x.shape[1] // count, *x.shape[2:]), x.dtype, sharding=by_device
-        ),
-        batch.abstract,
-    )
+    abstract = jax.tree.map(lambda x: x.update(sharding=on_each), abstract)
 
-    def place_batch(examples: Mapping[str, np.ndarray]) -> PlacedBatch:
-        def split(x: np.ndarray) -> np.ndarray:  # (micro, rows) -> (device, micro, rows a device)
-            return x.reshape(x.shape[0], count, -1, *x.shape[2:]).swapaxes(0, 1)
+    def abstract_split(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        shape = (count, x.shape[0], x.shape[1] // count, *x.shape[2:])
+        return jax.ShapeDtypeStruct(shape, x.dtype, sharding=by_device)
 
+    def split(x: np.ndarray) -> np.ndarray:  # (micro, rows) -> (device, micro, rows a device)
+        return x.reshape(x.shape[0], count, -1, *x.shape[2:]).swapaxes(0, 1)
+
+    def place_batch(examples: Mapping[str, np.ndarray]) -> strategy.PlacedBatch:
         return placement.place(jax.tree.map(split, batch.micro_batches(examples)), by_device)
 
     def place_eval_batch(examples: Mapping[str, np.ndarray]) -> Any:
-        split = {k: x.reshape(count, -1, *x.shape[1:]) for k, x in examples.items()}
-        return placement.place(split, by_device)
+        rows = {k: x.reshape(count, -1, *x.shape[1:]) for k, x in examples.items()}
+        return placement.place(rows, by_device)
 
     pmap = functools.partial(
         jax.pmap, axis_name=DATA_AXIS, in_axes=(None, 0), out_axes=None, devices=list(devices)
     )
     return _strategy(
-        step,
-        abstract,
-        batch,
-        abstract_batch=abstract_batch,
+        config,
+        (step, shardings, abstract, batch),
+        abstract_batch=jax.tree.map(abstract_split, batch.abstract_batch),
         place_batch=place_batch,
         place_eval_batch=place_eval_batch,
         train_step=pmap(step.train, donate_argnums=0),
@@ -180,7 +136,7 @@ def _check_pmapped(config: StrategyConfig) -> None:
         config, ("shard", "gather"), "engine 'pmapped' replicates parameters; bind None."
     )
     slots.refuse_no_sync(config)
-    slots.refuse_idle(config, gathers=False, syncs=config.sync is not None)
+    slots.refuse_idle(config, gathers=False)
     for name, slot in slots.stateful(config).items():
         raise binding_error(
             f"data_parallel.{name}",
@@ -194,28 +150,25 @@ def _check_pmapped(config: StrategyConfig) -> None:
         )
 
 
-def _device_program(
-    config: StrategyConfig, spec: TrainSpec
-) -> tuple[Step, TrainState, state.BatchLayout]:
-    """The step as one device's program, the abstract state, and the layout of batches."""
+def _program(config: StrategyConfig, spec: TrainSpec, *, on_global_arrays: bool = False) -> Program:
+    """The step, how the state is sharded, the abstract state, and the layout of batches."""
+    mesh, shards = config.mesh, config.reduction.logical_shards
     shardings, abstract = state.infer_state_sharding(
-        config, spec, config.mesh, params_sharded=config.gather is not None
+        config, spec, mesh, params_sharded=on_global_arrays or config.gather is not None
     )
-    state.check_optimizer(config, spec, shardings.slices, abstract)
-    step = _step(config, spec, shardings, split_axes(config.mesh))
-    return step, abstract, state.BatchLayout(config.mesh, spec, config.reduction.logical_shards)
+    seen, axes, config_seen = shardings, split_axes(mesh), config
+    if on_global_arrays:  # gradients and slices too
+        seen, axes = shardings._replace(slices=replicated(shardings.slices)), ()
+        gather = config.shard and functools.partial(_gather_by_compiler, mesh)
+        config_seen = dataclasses.replace(config, gather=gather)
+    state.check_optimizer(config, spec, seen.slices, abstract)
+    step = (Step if shards is None else DeterministicStep)(config_seen, spec, seen, axes)
+    return step, shardings, abstract, state.BatchLayout(mesh, spec, shards)
 
 
-def _step(
-    config: StrategyConfig, spec: TrainSpec, shardings: StateShardings, axes: tuple[str, ...]
-) -> Step:
-    """The step functions; with exact sums if the strategy's reduction has logical shards."""
-    exact = config.reduction.logical_shards is not None
-    return (DeterministicStep if exact else Step)(config, spec, shardings, axes)
-
-
-def _gather_on(mesh: Mesh) -> Any:
-    """A `gather` in which the compiler inserts the collectives."""
+def _gather_by_compiler(mesh: Mesh, params: PyTree, axis_name: str) -> PyTree:
+    """The slot `gather` by collectives that the compiler inserts."""
+    del axis_name
 
     def one(leaf: Any) -> Any:
         if not is_box(leaf):
@@ -223,34 +176,22 @@ def _gather_on(mesh: Mesh) -> Any:
         sharded = NamedSharding(mesh, PartitionSpec(*leaf.names))
         return gather_by_compiler(leaf.value, sharded, NamedSharding(mesh, PartitionSpec()))
 
-    def gather(params: PyTree, axis_name: str) -> PyTree:
-        del axis_name
-        return jax.tree.map(one, params, is_leaf=is_box)
-
-    return gather
+    return jax.tree.map(one, params, is_leaf=is_box)
 
 
-def _strategy(step: Step, abstract: TrainState, batch: state.BatchLayout, **parts: Any) -> Strategy:
-    """A strategy from what all engines have in common and the parts of one.
-
-    `init` is compiled with the state's shardings, so that the full model is never on one device.
-    """
-    init = functools.partial(state.init_state, step.config, step.spec)
-    common = {
-        "config": step.config,
-        "shardings": step.shardings,
-        "abstract_batch": batch.abstract,
-        "place_batch": batch.place,
-        "place_eval_batch": batch.place_eval,
-    }
+def _strategy(config: StrategyConfig, program: Program, **parts: Any) -> Strategy:
+    """A strategy; `init` is compiled with shardings: the full model is never on one device."""
+    step, shardings, abstract, batch = program
+    init = functools.partial(state.init_state, config, step.spec)
+    of_batch = ("abstract_batch", "place_batch", "place_eval_batch", "train_rows", "eval_rows")
     return Strategy(
+        config=config,
+        shardings=shardings,
         abstract_state=abstract,
-        train_rows=batch.train_rows,
-        eval_rows=batch.eval_rows,
         eval_batch_size=batch.eval_batch_size,
-        init=jax.jit(init, out_shardings=state.shardings_of(abstract)),
+        init=jax.jit(init, out_shardings=jax.tree.map(lambda x: x.sharding, abstract)),
         batch_axes=step.axes,
-        **{**common, **parts},
+        **{**{name: getattr(batch, name) for name in of_batch}, **parts},
     )
 
 

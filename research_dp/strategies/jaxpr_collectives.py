@@ -17,15 +17,9 @@ from research_dp.distributed.jaxpr import walk
 from research_dp.strategies import Strategy
 
 _KINDS = {
-    "psum": "all-reduce",
-    "psum_invariant": "all-reduce",
-    "pmax": "all-reduce",
-    "pmin": "all-reduce",
-    "reduce_scatter": "reduce-scatter",
-    "all_gather": "all-gather",
-    "all_gather_invariant": "all-gather",
-    "all_to_all": "all-to-all",
-    "ppermute": "permute",
+    **dict.fromkeys(("psum", "psum_invariant", "pmax", "pmin"), "all-reduce"),
+    **dict.fromkeys(("all_gather", "all_gather_invariant"), "all-gather"),
+    **{"reduce_scatter": "reduce-scatter", "all_to_all": "all-to-all", "ppermute": "permute"},
 }
 # Primitives that name mesh axes and communicate nothing.
 _SILENT = {"axis_index", "pvary", "pcast", "preduced"}
@@ -59,9 +53,8 @@ def of_step(strategy: Strategy) -> list[Collective]:
 def collectives(function: Callable[..., Any], *args: Any) -> list[Collective]:
     """The collectives of a function, traced for these arrays or `jax.ShapeDtypeStruct`s.
 
-    Raises:
-        NotImplementedError: It has a collective that this reader does not know, or one in a loop
-            whose length the program does not say.
+    Raises NotImplementedError for a collective that this reader does not know, or one in a loop
+    whose length the program does not say.
     """
     # A jitted function is traced as it is: with compiler options it cannot be part of another.
     trace = getattr(function, "trace", jax.jit(function).trace)
@@ -92,5 +85,5 @@ def _read(equation: Any, callers: tuple[Any, ...]) -> Iterator[Collective]:
     # The full array goes into a reduction, and comes out of a gather.
     for array in equation.outvars if kind == "all-gather" else equation.invars:
         aval = array.aval
-        nbytes = math.prod(aval.shape) * aval.dtype.itemsize
+        nbytes = aval.size * aval.dtype.itemsize
         yield Collective(kind, axes, devices, str(aval.dtype), nbytes, times)

@@ -25,7 +25,6 @@ from research_dp.strategies.strategy import Strategy, TrainSpec
 
 _DRAWS = ("random_bits", "random_split", "random_gamma")
 _LIBRARIES = tuple(f"{Path(str(library.__file__)).parent}/" for library in (flax, jax))
-_NAMED = 3
 
 
 class DrawReport(NamedTuple):
@@ -69,25 +68,22 @@ def split_draws(spec: TrainSpec, strategy: Strategy) -> DrawReport | None:
     if len(seen) != len(expected):
         times = f"draws {len(expected)} times, that of {local} examples {len(seen)} times"
         return DrawReport(unknown + times, is_known=False)
-    pairs = zip(seen, expected, strict=True)
-    wrong = dict.fromkeys(a.where for a, b in pairs if _depends_on_split(a, b))
+    wrong = dict.fromkeys(
+        a.where
+        for a, b in zip(seen, expected, strict=True)
+        # One key for several examples; or keys that are counted by the place on a device, or one
+        # example's key, used for all.
+        if a.shape != b.shape or (a.keys != b.keys) != a.of_examples
+    )
     if not wrong:
         return None
     return DrawReport(
-        f"random numbers at {some_of(list(wrong), _NAMED)} depend on how the batch is split "
+        f"random numbers at {some_of(list(wrong), 3)} depend on how the batch is split "
         f"({local} of {alone} examples a device): a key serves several examples, or comes from the "
         "place on a device; draw with `keys`, one key an example, as research_dp.models.dropout "
         "does",
         is_known=True,
     )
-
-
-def _depends_on_split(local: _Draw, alone: _Draw) -> bool:
-    """Whether an example's numbers depend on which others its device has."""
-    by_example = local.keys != alone.keys
-    # One key for several examples; or keys that are counted by the place on a device, or one
-    # example's key, used for all.
-    return local.shape != alone.shape or by_example != local.of_examples
 
 
 def _draws(spec: TrainSpec, strategy: Strategy, rows: int) -> Sequence[_Draw]:
@@ -99,9 +95,8 @@ def _draws(spec: TrainSpec, strategy: Strategy, rows: int) -> Sequence[_Draw]:
         axes = strategy.batch_axes
         return model.loss(params, model_state, examples, keys, train=True, batch_axes=axes, **more)
 
-    examples = {
-        name: jax.ShapeDtypeStruct((rows, *x.shape), x.dtype) for name, x in spec.example.items()
-    }
+    example = spec.example.items()
+    examples = {k: jax.ShapeDtypeStruct((rows, *x.shape), x.dtype) for k, x in example}
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), rows))
     axes = list(strategy.mesh.shape.items())
     program = jax.make_jaxpr(loss, axis_env=axes)(state.params, state.model_state, examples, keys)
@@ -109,52 +104,42 @@ def _draws(spec: TrainSpec, strategy: Strategy, rows: int) -> Sequence[_Draw]:
     draws: dict[tuple[int, ...], list[_Draw]] = {}
 
     def visit(equation: Any, given: Sequence[Source], callers: Callers) -> None:
-        first, place = (*callers, equation)[0], tuple(map(id, (*callers, equation)))
+        place = (*callers, equation)
         if equation.primitive.name in (*_DRAWS, "random_fold_in"):
             # One key and many numbers make each example's own key only if the key is its own.
-            turns = _turns(callers, equation)
-            draws[place] = [_draw(equation, turns, given[0] is None, _where(first))]
-            return
-        inner = [e for jaxpr in jaxprs_in_params(equation.params) for e, _ in walk(jaxpr)]
-        if drawing := [e for e in inner if e.primitive.name in _DRAWS]:
-            draws[place] = [_draw(e, (), None in given, _where(first)) for e in drawing]
+            drawing, of_examples = [equation], given[0] is None
+            turns = tuple(e.params["length"] for i, e in enumerate(callers) if _brings(place[i:]))
+        else:
+            inner = [e for jaxpr in jaxprs_in_params(equation.params) for e, _ in walk(jaxpr)]
+            drawing, of_examples = [e for e in inner if e.primitive.name in _DRAWS], None in given
+            turns = ()
+        draws[tuple(map(id, place))] = [_draw(e, turns, of_examples, place[0]) for e in drawing]
 
-    count = len(jax.tree.leaves((state.params, state.model_state)))
-    trace_sources(program, count, visit)
+    trace_sources(program, len(jax.tree.leaves((state.params, state.model_state))), visit)
     return list(itertools.chain(*draws.values()))
 
 
-def _draw(equation: Any, turns: tuple[int, ...], of_examples: bool, where: str) -> _Draw:
+def _draw(equation: Any, turns: tuple[int, ...], of_examples: bool, caller: Any) -> _Draw:
     keys = equation.invars[0].aval.shape
     folds = equation.primitive.name == "random_fold_in"
     shape = () if folds else equation.outvars[0].aval.shape[len(keys) :]
+    frames = caller.source_info.traceback.frames
+    own = next((f for f in frames if not f.file_name.startswith(_LIBRARIES)), frames[0])
+    where = f"{Path(own.file_name).name}:{own.line_num} ({own.function_name})"
     return _Draw((*turns, *keys), shape, of_examples, where)
 
 
-def _turns(callers: Callers, equation: Any) -> tuple[int, ...]:
-    """The lengths of the scans around an operation, each turn of which brings keys of its own."""
-    return tuple(
-        scan.params["length"]
-        for i, scan in enumerate(callers)
-        if scan.primitive.name == "scan" and _is_scanned(scan, (*callers[i + 1 :], equation))
-    )
-
-
-def _is_scanned(scan: Any, place: Callers) -> bool:
-    """Whether the keys of an operation in a scan come from the arrays that it scans."""
+def _brings(place: Callers) -> bool:
+    """Whether an operation's first caller is a scan, each turn of which brings keys of its own."""
+    scan, *inside = place
+    if scan.primitive.name != "scan":
+        return False
     scanned = []
 
     def visit(equation: Any, given: Sequence[Source], callers: Callers) -> None:
-        if tuple(map(id, (*callers, equation))) == tuple(map(id, place)):
+        if [*map(id, (*callers, equation))] == [*map(id, inside)]:
             scanned.append(given[0] is None)
 
     before = scan.params["num_consts"] + scan.params["num_carry"]
     trace_sources(scan.params["jaxpr"], before, visit)
     return any(scanned)
-
-
-def _where(equation: Any) -> str:
-    """The line of the model's source that an operation comes from."""
-    frames = equation.source_info.traceback.frames
-    own = next((f for f in frames if not f.file_name.startswith(_LIBRARIES)), frames[0])
-    return f"{Path(own.file_name).name}:{own.line_num} ({own.function_name})"

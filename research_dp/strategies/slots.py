@@ -1,8 +1,9 @@
-"""What a strategy's four functions are given and return.
+"""The contracts of a strategy's four functions, its slots, and how a step calls them.
 
-Each has the contract of its seed: a function that somebody wrote for xlstm-jax's `shard_params`,
-`gather_params` or `sync_gradients`, or for MLX's optimizers, fills the slot unchanged. What else
-a strategy decides comes by keyword, to functions that declare it by `collectives.takes`:
+A function that somebody wrote for xlstm-jax's `shard_params`, `gather_params` or `sync_gradients`,
+or for MLX's optimizers, fills the slot unchanged.
+
+What else a strategy decides comes by keyword, to functions that declare it by `collectives.takes`:
 
     reduction: The strategy's collectives (`Reduction`); `gather`, `sync`, `update`.
     shardings: `LeafSharding`s of gradients and optimizer state; `sync`, `update`.
@@ -19,12 +20,12 @@ import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from research_dp.distributed.boxed import unboxed
+from research_dp.distributed.boxed import renamed, unboxed
 from research_dp.distributed.mesh import FSDP_AXIS
+from research_dp.distributed.sharding import path_name
 from research_dp.errors import binding_error
 
 if TYPE_CHECKING:
@@ -48,9 +49,9 @@ class Gather(Protocol):
     """All-gathers parameters for compute; e.g. `gather_params`."""
 
     def __call__(self, params: PyTree, axis_name: str) -> PyTree:
-        """Boxed local shards -> unsharded parameters, whose gradients come back as boxed shards.
+        """Boxed local shards -> unsharded parameters.
 
-        A gradient is this device's shard of the mean over the axis.
+        Their gradients come back as boxed shards of the mean over the axis.
         """
 
 
@@ -70,11 +71,10 @@ class Update(Protocol):
 
 @runtime_checkable
 class Stateful(Protocol):
-    """A slot with state: an object with these two methods in place of a function.
+    """A slot with state: an object with these methods in place of a function.
 
-    Attributes:
-        differs_over: The mesh axes over which the state differs from device to device; () if it is
-            the same on all. The state is then a global array with a leading dim for those axes.
+    `differs_over` are the mesh axes over which the state differs from device to device; () if it is
+    the same on all. The state is then a global array with a leading dim for those axes.
     """
 
     differs_over: tuple[str, ...]
@@ -86,11 +86,7 @@ class Stateful(Protocol):
         """The slot's arguments and this device's state -> (what the slot returns, new state)."""
 
     def resize(self, state: PyTree, devices: int) -> PyTree:
-        """Global state, with its leading dim -> the same for another number of devices.
-
-        Raises:
-            UsageError: It cannot be continued on another number of devices.
-        """
+        """Global state -> the same for another number of devices; UsageError if there is none."""
 
 
 def options_of(slot: Any, offered: Mapping[str, Any]) -> dict[str, Any]:
@@ -109,11 +105,7 @@ def stateful(config: StrategyConfig) -> dict[str, Stateful]:
 
 
 def resize(config: StrategyConfig, abstract_state: Any, state: Any) -> Any:
-    """A state whose slots may be those of another number of devices, for `abstract_state`'s.
-
-    Raises:
-        UsageError: A slot cannot be continued there, as its `resize` says.
-    """
+    """A state whose slots may be those of another number of devices, for `abstract_state`'s."""
     resized = {}
     for name, slot in stateful(config).items():
         expected, resized[name] = abstract_state.slots[name], state.slots[name]
@@ -127,10 +119,10 @@ def resize(config: StrategyConfig, abstract_state: Any, state: Any) -> Any:
 def call_in(
     states: PyTree, name: str, slot: Callable[..., PyTree] | Stateful, *args: Any, **offered: Any
 ) -> tuple[PyTree, PyTree]:
-    """Calls a slot's function or object: (what it returns, the new states of the slots).
+    """Calls a slot with the options that it declares: (what it returns, new states of the slots).
 
     `states` are those of this device, by slot: with a leading dim of length 1 if they differ from
-    device to device. `offered` are the strategy's options; the slot gets those that it declares.
+    device to device.
     """
     options = options_of(slot, offered)
     if not isinstance(slot, Stateful):
@@ -146,13 +138,22 @@ def in_boxes(tree: PyTree, shardings: PyTree) -> PyTree:
     """Arrays that are sharded over `fsdp` in boxes that name it at their dim."""
 
     def one(x: jax.Array, sharding: Any) -> Any:
-        if sharding.dim is None:
-            return x
-        names: list[str | None] = [None] * x.ndim
-        names[sharding.dim] = FSDP_AXIS
-        return nn.Partitioned(x, tuple(names))
+        return renamed(x, x, tuple(FSDP_AXIS if i == sharding.dim else None for i in range(x.ndim)))
 
     return jax.tree.map(one, tree, shardings)
+
+
+def check_shapes(slot: str, what: str, tree: PyTree, like: PyTree) -> None:
+    """Raises UsageError if a slot's function returned arrays of other shapes than `like`."""
+    flat = jax.tree_util.tree_leaves_with_path(tree)
+    for (path, x), expected in zip(flat, jax.tree.leaves(like), strict=True):
+        shape = getattr(expected, "local_shape", expected.shape)
+        if x.shape != shape:
+            raise binding_error(
+                f"data_parallel.{slot}",
+                f" leaves {what} {path_name(path)} with shape {x.shape} on a device, not {shape}. "
+                "The four slots must fit each other.",
+            )
 
 
 def refuse_no_sync(config: StrategyConfig) -> None:
@@ -166,11 +167,11 @@ def refuse_no_sync(config: StrategyConfig) -> None:
         )
 
 
-def refuse_idle(config: StrategyConfig, *, gathers: bool, syncs: bool) -> None:
+def refuse_idle(config: StrategyConfig, *, gathers: bool) -> None:
     """Raises UsageError if an option of `gather` or `sync` is bound, but no such slot is called."""
     for name, default, slot, is_called in (
         ("reshard_after_forward", True, "gather", gathers),
-        ("sync_each", "step", "sync", syncs),
+        ("sync_each", "step", "sync", config.sync is not None),
     ):
         value = getattr(config, name)
         if value != default and not is_called:

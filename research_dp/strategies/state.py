@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -21,14 +21,8 @@ from research_dp.distributed.optimizer_checks import find_mixing_update
 from research_dp.distributed.shard_rules import ShardDecision, largest_dim
 from research_dp.distributed.sharding import LeafSharding, path_name
 from research_dp.errors import UsageError, binding_error
-from research_dp.strategies import slots
-from research_dp.strategies.strategy import (
-    PlacedBatch,
-    StateShardings,
-    StrategyConfig,
-    TrainSpec,
-    TrainState,
-)
+from research_dp.strategies import slots, strategy
+from research_dp.strategies.strategy import PlacedBatch, StrategyConfig, TrainSpec, TrainState
 
 PyTree = Any
 
@@ -65,44 +59,39 @@ def init_state(config: StrategyConfig, spec: TrainSpec, key: jax.Array) -> Train
 
 def infer_state_sharding(
     config: StrategyConfig, spec: TrainSpec, mesh: Mesh | AbstractMesh, *, params_sharded: bool
-) -> tuple[StateShardings, TrainState]:
-    """Decides how everything is sharded, by tracing alone; the sizes of the mesh are enough.
+) -> tuple[strategy.StateShardings, TrainState]:
+    """The shardings, and the state as `jax.ShapeDtypeStruct`s with shardings, by tracing alone.
 
-    Returns the shardings, and the state as `jax.ShapeDtypeStruct`s with shardings.
-    `params_sharded`: parameters are sharded between steps, not replicated.
+    The sizes of the mesh are enough. `params_sharded`: between steps parameters are not replicated.
     """
     abstract = jax.eval_shape(lambda key: init_state(config, spec, key), jax.random.key(0))
-    slices = _param_shardings(config.shard, abstract.params, mesh, spec.model.units)
-    shardings = StateShardings(slices if params_sharded else sharding.replicated(slices), slices)
+    slices = _param_shardings(config, spec, abstract.params, mesh)
+    params = slices if params_sharded else sharding.replicated(slices)
     if config.reduction.logical_shards is not None:
         check_model(config, spec, abstract)
     specs = jax.tree.map(lambda _: PartitionSpec(), abstract)._replace(
-        params=sharding.specs(shardings.params),
+        params=sharding.specs(params),
         opt_state=_opt_state_specs(spec, abstract.opt_state, slices),
     )
     for name, slot in slots.stateful(config).items():
         over = PartitionSpec(tuple(slot.differs_over) or None)
         specs.slots[name] = jax.tree.map(lambda _, over=over: over, abstract.slots[name])
-    placed = jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-        abstract,
-        placement.shardings(mesh, specs),
-    )
-    return shardings, placed
+
+    def placed(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    placed_state = jax.tree.map(placed, abstract, placement.shardings(mesh, specs))
+    return strategy.StateShardings(params, slices), placed_state
 
 
 def _param_shardings(
-    shard: Callable[..., PyTree] | None,
-    params: PyTree,
-    mesh: Mesh | AbstractMesh,
-    units: Mapping[str, str],
+    config: StrategyConfig, spec: TrainSpec, params: PyTree, mesh: Mesh | AbstractMesh
 ) -> PyTree:
     """`LeafSharding`s of parameters, as the slot `shard` boxes them; it is traced, not run.
 
-    Raises:
-        UsageError: It returns another tree, or a box that is no shard of its parameter.
+    Raises UsageError if it returns another tree, or a box that is no shard of its parameter.
     """
-    axis_size = mesh.shape[FSDP_AXIS]
+    shard, units, axis_size = config.shard, spec.model.units, mesh.shape[FSDP_AXIS]
     if shard is None or axis_size == 1:
         return sharding.infer_sharding(params, shard and largest_dim, axis_size, units)
 
@@ -114,11 +103,8 @@ def _param_shardings(
     )
     decisions: dict[str, ShardDecision] = {}
     options = slots.options_of(shard, {"units": units, "on_decision": decisions.__setitem__})
-    trace = jax.make_jaxpr(
-        lambda params: shard(params, FSDP_AXIS, **options),
-        axis_env=list(mesh.shape.items()),
-        return_shape=True,
-    )
+    axes: dict[str, Any] = {"axis_env": list(mesh.shape.items()), "return_shape": True}
+    trace: Any = jax.make_jaxpr(lambda params: shard(params, FSDP_AXIS, **options), **axes)
     _, shards = trace(layers)
 
     def one(keys: Any, param: Any, leaf: Any) -> LeafSharding:
@@ -127,19 +113,19 @@ def _param_shardings(
         if FSDP_AXIS not in flat_axes(names):
             reason = decisions[path].reason if path in decisions else "`shard` left it replicated"
             return LeafSharding(path, param.shape, dtype, None, reason, axis_size)
-        dim = names.index(FSDP_AXIS) + stacked
-        result = LeafSharding(path, param.shape, dtype, dim, "", axis_size)
-        if value_of(leaf).shape != result.local_shape[stacked:]:
+        dim, shape = names.index(FSDP_AXIS), value_of(leaf).shape
+        result = LeafSharding(path, param.shape, dtype, dim + stacked, "", axis_size)
+        if shape != result.local_shape[stacked:]:
             raise binding_error(
                 "data_parallel.shard",
-                f" returned {path} with shape {value_of(leaf).shape}, which is not a shard of "
-                f"{param.shape[stacked:]} along dim {names.index(FSDP_AXIS)} on {axis_size} "
-                f"devices of axis {FSDP_AXIS!r}.",
+                f" returned {path} with shape {shape}, which is not a shard of "
+                f"{param.shape[stacked:]} along dim {dim} on {axis_size} devices of axis "
+                f"{FSDP_AXIS!r}.",
             )
         return result
 
-    structures: list[Any] = [jax.tree.structure(params), jax.tree.structure(shards, is_leaf=is_box)]
-    if structures[0] != structures[1]:
+    structure: Any = jax.tree.structure(shards, is_leaf=is_box)
+    if structure != jax.tree.structure(params):
         raise binding_error(
             "data_parallel.shard",
             " returned another tree than the parameters. Return each leaf, or an nn.Partitioned "
@@ -149,18 +135,18 @@ def _param_shardings(
 
 
 def _opt_state_specs(spec: TrainSpec, opt_state: PyTree, slices: PyTree) -> PyTree:
+    if all(sharding.dim is None for sharding in jax.tree.leaves(slices)):
+        return jax.tree.map(lambda _: PartitionSpec(), opt_state)
+
     def spec_of(leaf: Any, sharding: LeafSharding) -> PartitionSpec:
         # State of another shape than its parameter (factored moments, say) is replicated.
         return sharding.spec if leaf.shape == sharding.shape else PartitionSpec()
 
-    if all(sharding.dim is None for sharding in jax.tree.leaves(slices)):
-        return jax.tree.map(lambda _: PartitionSpec(), opt_state)
     try:
         return map_state(spec.optimizer, spec_of, opt_state, slices, lambda _: PartitionSpec())
     except UsageError as error:
-        raise binding_error(
-            "train.optimizer", f": {error} Use ddp, which keeps it replicated."
-        ) from error
+        problem = f": {error} Use ddp, which keeps it replicated."
+        raise binding_error("train.optimizer", problem) from error
 
 
 def check_optimizer(
@@ -168,11 +154,8 @@ def check_optimizer(
 ) -> None:
     """Checks that the step can apply the optimizer, by tracing its update.
 
-    `slices` are the shardings as the step sees them, `state` is the unsharded abstract state.
-
-    Raises:
-        UsageError: The update needs more than gradients, state and parameters, or it mixes elements
-            of a parameter and would see shards.
+    That may need gradients, state and parameters alone, and may not mix elements of a parameter of
+    which it would see a shard. `slices` are the shardings as the step sees them.
     """
     try:
         mixing = find_mixing_update(spec.optimizer, slices, state.opt_state)
@@ -188,25 +171,24 @@ def check_optimizer(
         )
 
 
-def shardings_of(abstract: PyTree) -> PyTree:
-    """The shardings of a tree of `jax.ShapeDtypeStruct`s."""
-    return jax.tree.map(lambda x: x.sharding, abstract)
-
-
 class BatchLayout:
     """How a global batch is sharded: which rows this process provides, and their placement.
 
     A global batch is cut into micro-batches first, and each micro-batch over the devices, so that
     micro-batch j has the same examples on any mesh. With `logical_shards` it is cut into these: a
     device has neighbours of them, and takes them one after the other as micro-batches.
-
-    Raises:
-        UsageError: The batch does not divide; the message prints the full equation.
     """
 
     def __init__(self, mesh: Mesh, spec: TrainSpec, logical_shards: int | None = None):
         devices, micros = batch_devices(mesh), spec.accumulation_steps
-        _check_sizes(spec.batch_size, devices, micros, mesh)
+        step = devices * micros
+        if spec.batch_size % step:
+            near = max(step, math.floor(spec.batch_size / step + 0.5) * step)
+            raise binding_error(
+                "train.batch_size",
+                f" = {spec.batch_size} does not divide over {sizes_text(mesh.shape)} = {devices} "
+                f"devices x accumulation_steps {micros} = {step}. The nearest that does is {near}.",
+            )
         rows = spec.batch_size // micros
         self.sharding = NamedSharding(mesh, PartitionSpec(None, BATCH_AXES))
         self.eval_sharding = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
@@ -225,7 +207,7 @@ class BatchLayout:
             return jax.ShapeDtypeStruct((micros, rows, *shape), dtype, sharding=self.sharding)
 
         examples = {name: abstract(x.shape, x.dtype) for name, x in spec.example.items()}
-        self.abstract = PlacedBatch(examples, abstract((), np.int32))
+        self.abstract_batch = PlacedBatch(examples, abstract((), np.int32))
 
     def micro_batches(self, examples: Mapping[str, np.ndarray]) -> PlacedBatch:
         """This process's host arrays cut into micro-batches: (micro-batches, local rows, ...)."""
@@ -233,22 +215,11 @@ class BatchLayout:
         cut = {k: np.reshape(x, (*shape, *np.shape(x)[1:])) for k, x in examples.items()}
         return PlacedBatch(cut, self._micro_rows)
 
-    def place(self, examples: Mapping[str, np.ndarray]) -> PlacedBatch:
+    def place_batch(self, examples: Mapping[str, np.ndarray]) -> PlacedBatch:
         cut, position = self.micro_batches(examples)
         if self._position is None:
             self._position = placement.place(position, self.sharding)
         return PlacedBatch(placement.place(cut, self.sharding), self._position)
 
-    def place_eval(self, examples: Mapping[str, np.ndarray]) -> PyTree:
+    def place_eval_batch(self, examples: Mapping[str, np.ndarray]) -> PyTree:
         return placement.place(dict(examples), self.eval_sharding)
-
-
-def _check_sizes(batch_size: int, devices: int, micros: int, mesh: Mesh) -> None:
-    step = devices * micros
-    if batch_size % step:
-        near = max(step, math.floor(batch_size / step + 0.5) * step)
-        raise binding_error(
-            "train.batch_size",
-            f" = {batch_size} does not divide over {sizes_text(mesh.shape)} = {devices} devices x "
-            f"accumulation_steps {micros} = {step}. The nearest that does is {near}.",
-        )

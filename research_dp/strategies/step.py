@@ -16,42 +16,29 @@ import jax.numpy as jnp
 
 from research_dp.distributed import overlap
 from research_dp.distributed.boxed import unboxed
-from research_dp.distributed.collectives import PLAIN, axes_size
+from research_dp.distributed.collectives import PLAIN, axes_size, cast_dtype
 from research_dp.distributed.mesh import FSDP_AXIS
 from research_dp.distributed.microbatch import add_up
-from research_dp.distributed.norms import global_norm
+from research_dp.distributed.norms import clip_factor, global_norm
 from research_dp.distributed.optimizer import apply_gradients, apply_optimizer
 from research_dp.distributed.remat import drop_gathered
 from research_dp.distributed.sharding import TABLE
 from research_dp.distributed.units import Units
-from research_dp.strategies import slots
-from research_dp.strategies.rng import example_keys
-from research_dp.strategies.step_optimizer import StepOptimizer, check_shapes
-from research_dp.strategies.strategy import (
-    PlacedBatch,
-    StateShardings,
-    StrategyConfig,
-    TrainSpec,
-    TrainState,
-)
-from research_dp.types import LossOutput
+from research_dp.strategies import slots, strategy
+from research_dp.strategies.strategy import PlacedBatch, StateShardings, TrainState, example_keys
+from research_dp.types import LossOutput, PyTree
 
-PyTree = Any
 Sums = dict[str, jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """The step functions of a strategy.
+    """The step functions of a strategy."""
 
-    `shardings` are those that the step sees. `axes` are the mesh axes that are bound where the step
-    runs and that have more than one device; () in the compiled engine.
-    """
-
-    config: StrategyConfig
-    spec: TrainSpec
-    shardings: StateShardings
-    axes: tuple[str, ...]
+    config: strategy.StrategyConfig
+    spec: strategy.TrainSpec
+    shardings: StateShardings  # as the step sees them
+    axes: tuple[str, ...]  # that are bound and have several devices; () in the compiled engine
 
     def train(self, state: TrainState, batch: PlacedBatch) -> tuple[TrainState, Sums]:
         """One step: the new state, and metrics; see `Strategy`."""
@@ -63,7 +50,16 @@ class Step:
         rows = batch.position.shape[1] * axes_size(self.axes)
         scale = jnp.where(count > 0, rows / jnp.maximum(count, 1e-9), 0.0)
         optimizer = StepOptimizer(self, state, scale / self.loss_scale(state))
-        params, slot_state = self.update(grads, state, optimizer, slot_state)
+        params, slot_state = slots.call_in(
+            slot_state,
+            "update",
+            self.config.update or apply_gradients,
+            *(grads, state.params, optimizer),
+            reduction=self.config.reduction,
+            shardings=self.shardings.slices,
+            averaged=self.config.sync is not None or not self.axes,
+        )
+        slots.check_shapes("update", "parameters", params, state.params)
         new = TrainState(
             state.step + 1, params, model_state, optimizer.state, state.loss_scale, slot_state
         )
@@ -71,10 +67,9 @@ class Step:
 
     def evaluate(self, state: TrainState, examples: Mapping[str, jax.Array]) -> Sums:
         """Metrics of a batch as arrays (2,) of sum and count."""
-        units, params = self.units(), state.params
-        if not self.spec.model.units:
-            params = units.gather_all(params)
-        out = self.loss(params, state.model_state, examples, None, units, train=False)
+        units = self.units()
+        params = state.params if self.spec.model.units else units.gather_all(state.params)
+        out = self.loss(params, state.model_state, examples, None, units)
         return self.sum_metrics(sums_of(out))
 
     def mean_gradients(
@@ -116,46 +111,29 @@ class Step:
         return grads, model_state, sums, slot_state
 
     def loss_of(
-        self,
-        state: TrainState,
-        model_state: PyTree,
-        micro: PlacedBatch,
-        units: Units,
-        transform: Callable[[PyTree], PyTree] = lambda params: params,
+        self, state: TrainState, model_state: PyTree, micro: PlacedBatch, units: Units
     ) -> Callable[[PyTree], tuple[jax.Array, LossOutput]]:
-        """The function of parameters that is differentiated for one micro-batch.
-
-        `model_state` is that before this micro-batch. `transform` maps what is differentiated to
-        parameters as `units` take them.
-        """
+        """The function of parameters that is differentiated for one micro-batch."""
         keys = example_keys(self.spec.seed, state.step, micro.position)
         gathers = units.gather is not None and not self.spec.model.units
 
         def loss(params: PyTree) -> tuple[jax.Array, LossOutput]:
             if gathers:  # units gather themselves, just before their use
                 params = unboxed(self.gather(slots.in_boxes(params, self.shardings.params)))
-            params = transform(params)
-            out = self.loss(params, model_state, micro.examples, keys, units, train=True)
+            out = self.loss(params, model_state, micro.examples, keys, units)
             # Divided by a constant, so that the numbers are of a mean's size whatever the dtype.
             return out.total / micro.position.shape[0] * self.loss_scale(state), out
 
         return jax.checkpoint(loss, policy=drop_gathered) if gathers else loss
 
     def loss(
-        self,
-        params: PyTree,
-        model_state: PyTree,
-        examples: Mapping[str, jax.Array],
-        keys: jax.Array | None,
-        units: Units,
-        *,
-        train: bool,
+        self, params: PyTree, model_state: PyTree, batch: Any, keys: Any, units: Units
     ) -> LossOutput:
-        """The model's loss, of parameters that its units gather, or that are unsharded."""
-        options: dict[str, Any] = {"train": train, "batch_axes": self.axes}
+        """The model's loss; `units` gather shards. No `keys`: evaluation."""
+        options: dict[str, Any] = {"train": keys is not None, "batch_axes": self.axes}
         if self.spec.model.units:
             options["units"] = units
-        return self.spec.model.loss(params, model_state, examples, keys, **options)
+        return self.spec.model.loss(params, model_state, batch, keys, **options)
 
     @functools.cached_property
     def gather(self) -> Callable[..., PyTree]:
@@ -175,8 +153,7 @@ class Step:
 
         # Rows are exchanged by sums of their own: only where the strategy's are the plain ones.
         exchanges = config.reduction is PLAIN and FSDP_AXIS in self.axes
-        exchanges = exchanges and bool(slots.options_of(config.gather, {"rows": None}))
-        look_up = gather if exchanges else None
+        look_up = gather if exchanges and slots.options_of(config.gather, {"rows": None}) else None
         return Units(gather, self.shardings.params, look_up, keep=keep, prefetch=config.prefetch)
 
     def sync(
@@ -190,24 +167,6 @@ class Step:
         if self.config.gather is not None:
             grads = slots.in_boxes(grads, shardings)
         return slots.call_in(slot_state, "sync", self.config.sync, grads, self.axes, **options)
-
-    def update(
-        self, grads: PyTree, state: TrainState, optimizer: StepOptimizer, slot_state: PyTree
-    ) -> tuple[PyTree, PyTree]:
-        """(new parameters, new state of the slots)."""
-        params, slot_state = slots.call_in(
-            slot_state,
-            "update",
-            self.config.update or apply_gradients,
-            grads,
-            state.params,
-            optimizer,
-            reduction=self.config.reduction,
-            shardings=self.shardings.slices,
-            averaged=self.config.sync is not None or not self.axes,
-        )
-        check_shapes("update", "parameters", params, state.params)
-        return params, slot_state
 
     def norm(self, grads: PyTree, step: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Global L2 norm, and float32 (leaves,), above 0 where a gradient is not finite."""
@@ -254,22 +213,73 @@ class Step:
         def sync(grads: PyTree, shardings: PyTree) -> PyTree:
             return self.sync(grads, (), shardings)[0]
 
-        early_slices = {name: slices[name] for name in early}
-        late_slices = {name: slices[name] for name in late}
-        targets = overlap.targets_of(sync, early, early_slices)
+        targets = overlap.targets_of(sync, early, {name: slices[name] for name in early})
+        loss = self.loss_of(state, model_state, micro, Units(overlap.synchronised(sync), slices))
 
-        def with_targets(given: PyTree) -> PyTree:
-            return {
-                n: overlap.with_target(early[n], x) if n in early else x for n, x in given.items()
-            }
+        def of_targets(given: PyTree) -> tuple[jax.Array, LossOutput]:
+            given_early = {name: given[name] for name in early}
+            return loss({**given, **overlap.with_target(early, given_early)})
 
-        units = Units(overlap.synchronised(sync), slices)
-        loss = self.loss_of(state, model_state, micro, units, with_targets)
-        grads, out = jax.grad(loss, has_aux=True)({**targets, **late})
-        return {**grads, **sync({name: grads[name] for name in late}, late_slices)}, out
+        grads, out = jax.grad(of_targets, has_aux=True)({**targets, **late})
+        late_grads = {name: grads[name] for name in late}
+        return {**grads, **sync(late_grads, {name: slices[name] for name in late})}, out
 
 
 def sums_of(out: LossOutput) -> Sums:
     """Metrics as float32 arrays (2,): sum and count."""
     sums = {"loss": (out.total, out.weight), **out.sums}
     return {name: jnp.stack(pair).astype(jnp.float32) for name, pair in sums.items()}
+
+
+class StepOptimizer:
+    """The optimizer of one step, as `update` calls it with averaged gradients.
+
+    It then has the optimizer's new state, and the global norm of the scaled gradients.
+    """
+
+    elementwise = True  # the engine has checked it (`state.check_optimizer`)
+
+    def __init__(self, step: Step, state: TrainState, scale: jax.Array):
+        self._step, self._before, self._scale = step, state, scale
+        self.state: PyTree = None
+
+    def apply_gradients(self, gradients: PyTree, parameters: PyTree) -> PyTree:
+        """New parameters; shapes are those of the optimizer's shards."""
+        step, before = self._step, self._before
+        slots.check_shapes("sync", "gradients", gradients, step.shardings.slices)
+        slots.check_shapes("update", "parameters of the optimizer", parameters, gradients)
+        norm, self._nonfinite = step.norm(gradients, before.step)
+        self._norm = self._scale * norm
+        scale = self._scale * clip_factor(self._norm, step.spec.max_grad_norm)
+        same = step.spec.param_dtype is None  # otherwise the optimizer's parameters are wider
+
+        def scaled(g: jax.Array, p: jax.Array) -> jax.Array:
+            return (g * scale).astype(p.dtype if same else cast_dtype(p.dtype, jnp.float32))
+
+        gradients = jax.tree.map(scaled, gradients, parameters)
+        parameters, self.state = step.apply(gradients, parameters, before)
+        return parameters
+
+    def settle(self, new: TrainState, sums: Sums) -> tuple[TrainState, Sums]:
+        """The state that the step leaves, given the one that it computed, and its metrics."""
+        spec, old, norm = self._step.spec, self._before, self._norm
+        metrics = {**sums, "grad_norm": jnp.stack([norm, jnp.ones_like(norm)])}
+        loss_is_wrong = ~jnp.isfinite(sums["loss"][0])
+        wrong = ~jnp.isfinite(norm) | loss_is_wrong
+        if spec.loss_scale is not None:
+            finite = jnp.isfinite(norm)
+            kept = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
+            adapted = spec.loss_scale.adapt(old.loss_scale, finite)
+            new = kept._replace(step=new.step, loss_scale=adapted)
+            # A norm that is not a number would hide all others of the record.
+            shown = [jnp.where(finite, norm, 0.0), finite.astype(norm.dtype)]
+            metrics["grad_norm"] = jnp.stack(shown)
+            metrics["loss_scale"] = jnp.stack([old.loss_scale.scale, jnp.ones_like(norm)])
+            # Gradients that overflow are scaled down next time; a scale of 1 is not scaled down.
+            wrong = ~jnp.isfinite(norm) & (old.loss_scale.scale <= 1.0) | loss_is_wrong
+        if spec.skip_nonfinite:
+            kept = jax.tree.map(lambda a, b: jnp.where(wrong, b, a), new, old)
+            new = kept._replace(step=new.step, loss_scale=new.loss_scale)
+            metrics = {name: jnp.where(wrong, 0.0, pair) for name, pair in metrics.items()}
+            metrics[strategy.SKIPPED] = jnp.stack([wrong.astype(jnp.float32), jnp.ones(())])
+        return new, {**metrics, strategy.NONFINITE: jnp.stack([wrong, *self._nonfinite])}

@@ -27,18 +27,16 @@ Slot = Callable[..., PyTree] | Stateful
 
 # Metrics of a training step that are no sums over examples.
 NONFINITE, SKIPPED = "nonfinite", "skipped_steps"
+# Random keys: each purpose has a root of its own, so that no key is drawn from twice.
+_INIT, _EXAMPLES = 0, 1
 
 
 class TrainState(NamedTuple):
     """Everything that training changes; global arrays.
 
-    Attributes:
-        step: Number of steps done; 0-d int32.
-        params: Parameters by path.
-        model_state: E.g. batch statistics.
-        opt_state: Optimizer state, with parameters' shapes, addressed by parameter path.
-        loss_scale: `LossScaleState`, or () without loss scaling.
-        slots: State of the slots that have any, by slot ('sync', 'update'); see `slots.Stateful`.
+    `step`, 0-d int32, is the number of steps done; `model_state` has e.g. batch statistics;
+    `opt_state` has the shapes and paths of parameters; `loss_scale` is a `LossScaleState`, or ();
+    `slots` has the state of the slots that have any ('sync', 'update'), see `slots.Stateful`.
     """
 
     step: Any
@@ -60,10 +58,7 @@ class PlacedBatch(NamedTuple):
 
 
 class StateShardings(NamedTuple):
-    """Trees of `LeafSharding`: parameters between steps, and slices.
-
-    Slices are what the optimizer takes: gradients, and its state.
-    """
+    """Trees of `LeafSharding`: parameters between steps; slices (gradients, optimizer state)."""
 
     params: PyTree
     slices: PyTree
@@ -74,24 +69,17 @@ class StateShardings(NamedTuple):
 class TrainSpec:
     """What a strategy is built for.
 
-    Attributes:
-        example: Shape and dtype of one example's arrays, without a batch dim.
-        batch_size: Examples a step, over all devices and micro-batches.
-        accumulation_steps: Micro-batches a step.
-        max_grad_norm: Gradients are scaled down to this global L2 norm; None: never.
-        seed: Seed of dropout keys (initialisation takes its key as an argument).
-        param_dtype: That of the strategy, set by `StrategyConfig.fitted`.
-        loss_scale: That of the strategy, set by `StrategyConfig.fitted`.
-        skip_nonfinite: A step whose loss or gradients are not finite changes only the step number.
+    With `skip_nonfinite` a step whose loss or gradients are not finite changes only its number.
+    `param_dtype` and `loss_scale` are those of the strategy, set by `StrategyConfig.fitted`.
     """
 
     model: TrainableModel
     optimizer: Transform
-    example: Mapping[str, jax.ShapeDtypeStruct]
-    batch_size: Count
-    accumulation_steps: Count = 1
-    max_grad_norm: MaxNorm | None = None
-    seed: Seed = 0
+    example: Mapping[str, jax.ShapeDtypeStruct]  # one example's arrays, without a batch dim
+    batch_size: Count  # examples a step, over all devices and micro-batches
+    accumulation_steps: Count = 1  # micro-batches a step
+    max_grad_norm: MaxNorm | None = None  # global L2 norm that gradients are scaled down to
+    seed: Seed = 0  # of dropout keys; initialisation takes its key as an argument
     param_dtype: Dtype | None = None
     loss_scale: LossScale | None = None
     skip_nonfinite: bool = False
@@ -101,37 +89,26 @@ class TrainSpec:
 class Strategy:
     """A strategy built for one model and mesh: `init`, `place_batch`, `train_step`, `eval_step`.
 
-    Attributes:
-        config: What it was built from, resolved.
-        abstract_state: Shapes, dtypes and shardings of the state.
-        abstract_batch: The same of a placed batch.
-        train_rows: Places in the global batch of the examples that this process provides.
-        eval_rows: The same for evaluation.
-        eval_batch_size: batch_size / accumulation_steps.
-        init: key -> TrainState, sharded from birth.
-        place_batch: Host arrays of `train_rows` -> PlacedBatch.
-        place_eval_batch: Host arrays of `eval_rows` -> examples on the devices.
-        train_step: (TrainState, PlacedBatch) -> (TrainState, metrics); the old state is donated.
-            Metrics are arrays (2,): sum and count; and `NONFINITE`, (1 + parameters,), above 0
-            if the step went wrong, and for each gradient, in the order of paths, that did.
-        eval_step: (TrainState, examples) -> metrics.
-        batch_axes: The mesh axes over which the batch is split where the loss runs; (): the loss
-            gets the global micro-batch.
+    `init` makes the state, sharded from birth, from a key. `train_rows` and `eval_rows` are the
+    places in the global batch of the examples that this process gives to `place_batch` and
+    `place_eval_batch`, as host arrays. `train_step` takes the old state's memory. Metrics are
+    arrays (2,): sum and count; and `NONFINITE`, (1 + parameters,), above 0 if the step went wrong,
+    and for each gradient, in the order of paths, that did.
     """
 
-    config: StrategyConfig
+    config: StrategyConfig  # what it was built from, resolved
     shardings: StateShardings
-    abstract_state: TrainState
+    abstract_state: TrainState  # shapes, dtypes and shardings
     abstract_batch: PlacedBatch
     train_rows: np.ndarray
     eval_rows: np.ndarray
-    eval_batch_size: int
+    eval_batch_size: int  # batch_size / accumulation_steps
     init: Callable[[jax.Array], TrainState]
     place_batch: Callable[[Mapping[str, np.ndarray]], PlacedBatch]
     place_eval_batch: Callable[[Mapping[str, np.ndarray]], PyTree]
     train_step: Callable[[TrainState, PlacedBatch], tuple[TrainState, Metrics]]
     eval_step: Callable[[TrainState, PyTree], Metrics]
-    batch_axes: tuple[str, ...] = ()
+    batch_axes: tuple[str, ...] = ()  # that split the batch where the loss runs; (): nothing does
 
     @property
     def splits_batch(self) -> bool:
@@ -158,22 +135,19 @@ class StrategyConfig:
     Attributes:
         name: What the run's summary calls it.
         engine: `mapped`, `compiled` or `pmapped`.
-        mesh: The device mesh.
-        shard: Which dims of parameters are sharded over mesh axis `fsdp`. Parameters are sharded
-            between steps if `gather`, or the compiler, gathers them. Without `gather` a mapped
-            strategy keeps them replicated, and `shard` says which shard of each a device updates.
-            None: nothing is sharded.
+        shard: Which dims of parameters are sharded over mesh axis `fsdp`; None: none. Without
+            `gather` a mapped strategy keeps them replicated between steps, and `shard` says which
+            shard of each a device updates.
         gather: How shards become full parameters for compute. None: parameters are replicated.
         sync: How gradients are averaged. None: there is one device, or `update` or the compiler
             averages.
         update: How the optimizer is applied. None: as by `apply_gradients`.
         reshard_after_forward: Whether gathered parameters are dropped after their use, and gathered
-            again in the backward pass, for each micro-batch. Otherwise they are gathered once a
-            step, and their gradients are scattered once a step.
+            again in the backward pass, for each micro-batch. Otherwise they are gathered, and their
+            gradients scattered, once a step.
         sync_each: When `sync` is called: each 'step', or each 'micro_batch'.
         reduction: The collectives that `gather`, `sync` and `update` use.
-        accumulation_dtype: dtype in which gradients of micro-batches are added up; None: their
-            own.
+        accumulation_dtype: In which gradients of micro-batches are added up; None: their own.
         param_dtype: dtype of parameters between steps and on the wire, e.g. 'bfloat16'; the
             optimizer then keeps them in the model's own dtype too, with the rest of its state.
             None: the model's own.
@@ -183,8 +157,7 @@ class StrategyConfig:
         overlap: Whether collectives run beside compute: each unit is then gathered, or its
             gradient synchronised, by itself. False where each collective is waited for, as on
             CPUs: fewer, larger ones are faster.
-        compiler_options: XLA's options for the training step, by name; gin/options/ has some that
-            were measured.
+        compiler_options: XLA's options for the training step, by name; see gin/options/.
         choose: Finds the strategy, where this one stands for several, once it is known what is
             built, the same in every process. None: this is the one.
     """
@@ -223,18 +196,11 @@ class StrategyConfig:
             )
 
     def resolve(self, spec: TrainSpec) -> StrategyConfig:
-        """The strategy that is built: this one, or what it chooses (UsageError: there is none).
-
-        Whoever reads a strategy, or builds it more than once, resolves it first.
-        """
+        """The strategy that is built: this one, or what it chooses (UsageError: there is none)."""
         return self if self.choose is None else self.choose(spec).resolve(spec)
 
     def build(self, spec: TrainSpec) -> Strategy:
-        """Builds the strategy for a model and a batch, and traces its training step.
-
-        Raises:
-            UsageError: The slots, the batch, the model or the optimizer do not fit.
-        """
+        """Builds the strategy and traces its training step; UsageError if parts do not fit."""
         if self.choose is not None:
             return self.resolve(spec).build(spec)
         strategy = self.engine(self, self.fitted(spec))
@@ -251,3 +217,15 @@ class StrategyConfig:
 
 
 data_parallel = StrategyConfig
+
+
+def init_key(seed: int) -> jax.Array:
+    """The key of a run's initial parameters."""
+    return jax.random.fold_in(jax.random.key(seed), _INIT)
+
+
+def example_keys(seed: int, step: jax.Array, position: jax.Array) -> jax.Array:
+    """One key an example, (B,), from the seed, the step and its places (B,) in the batch."""
+    root = jax.random.fold_in(jax.random.key(seed), _EXAMPLES)
+    step_key = jax.random.fold_in(root, step)
+    return jax.vmap(lambda place: jax.random.fold_in(step_key, place))(position)

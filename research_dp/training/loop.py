@@ -17,7 +17,7 @@ from research_dp.argument_checks import annotation_of, check_arguments, checked
 from research_dp.argument_types import Count, CountOrZero, Positive, Seed
 from research_dp.errors import UsageError
 from research_dp.strategies import StrategyConfig, TrainSpec, slots
-from research_dp.strategies.rng import init_key
+from research_dp.strategies.strategy import init_key
 from research_dp.training import files, resume
 from research_dp.training.checkpoint import Checkpoints
 from research_dp.training.intervals import Schedule
