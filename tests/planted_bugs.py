@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 
 from research_dp.distributed import buckets
-from research_dp.distributed.boxed import leaves_with_paths, map_leaves, value_of, with_value
+from research_dp.distributed.boxed import is_box, leaves_with_paths, value_of, with_value
 from research_dp.distributed.collectives import PLAIN, Reduction, takes
 from research_dp.strategies import (
     fsdp_apply_gradients,
@@ -24,10 +24,8 @@ from research_dp.types import LossOutput
 def on_leaf(tree, name, change):
     """The tree with one leaf changed."""
     leaves = dict(leaves_with_paths(tree))
-    assert name in leaves
-    return map_leaves(
-        lambda path, x: with_value(x, change(value_of(x))) if path == name else x, tree
-    )
+    leaves[name] = with_value(leaves[name], change(value_of(leaves[name])))
+    return jax.tree.unflatten(jax.tree.structure(tree, is_leaf=is_box), leaves.values())
 
 
 def place():

@@ -17,8 +17,8 @@ from research_dp.certification.quick import EXAMPLE, batches
 from research_dp.config import load
 from research_dp.distributed.collectives import PLAIN
 from research_dp.distributed.differentiable_gather import GatherOptions, gather_tree_with_mean_grads
-from research_dp.distributed.embedding import exchange_rows, take_rows
 from research_dp.distributed.sharding import infer_sharding
+from research_dp.distributed.units import exchange_rows, take_rows
 
 W = jnp.ones((16, 4))
 LAYOUT = infer_sharding([W], lambda *_: rdp.ShardDecision(0), 8)

@@ -19,10 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from research_dp.distributed.collectives import PLAIN
-from research_dp.distributed.embedding import take_rows
 from research_dp.distributed.mesh import DATA_AXIS, FSDP_AXIS, batch_devices
 from research_dp.distributed.sharding import TABLE, LeafSharding
-from research_dp.distributed.units import Units
+from research_dp.distributed.units import Units, take_rows
 from research_dp.strategies import Strategy, StrategyConfig, TrainSpec, slots
 from research_dp.strategies.strategy import example_keys
 

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from research_dp.certification import harness, tolerances
 from research_dp.certification.harness import Batch, Bench, StepResult, gradients_of
 from research_dp.certification.tolerances import SIZE, Difference, Envelope, Named, gap, named
-from research_dp.distributed.replica_difference import differing_axes, part_of
+from research_dp.distributed.replica_difference import differing_axes
 from research_dp.strategies import Strategy, TrainState
 from research_dp.strategies.strategy import init_key
 
@@ -126,7 +126,7 @@ def _differing_replicas(state: TrainState, mesh: Mesh) -> Iterator[ReplicaDiffer
     }
     for (kind, leaf), x in arrays.items():
         shards = {
-            place: (part_of(index), shard.tobytes())
+            place: (index, shard.tobytes())
             for place, (index, shard) in shards_by_place(x, mesh).items()
         }
         if axes := differing_axes(shards, mesh.axis_names):

@@ -17,6 +17,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Shard
 from research_dp import argument_types as types
 from research_dp.argument_checks import checked
 from research_dp.compat import datarax
+from research_dp.compat.nnx import changed
 from research_dp.distributed import placement
 from research_dp.distributed.collectives import flat_axes
 from research_dp.distributed.norms import clip_by_global_norm_sharded
@@ -101,7 +102,7 @@ def _with_gathered_params(
         before = jax.tree.map(lambda x: x, others)  # the module modifies its own variables
         replicated = nnx.merge(graphdef, params, others)
         value = loss_fn(replicated, batch, **kwargs)
-        nnx.update(model, _changed(before, nnx.state(replicated, nnx.Not(wrt))))
+        nnx.update(model, changed(before, nnx.state(replicated, nnx.Not(wrt))))
         return value
 
     return loss
@@ -196,5 +197,5 @@ class DataParallel(nnx.Module):
 
 with gin.unlock_config():  # this file may be imported after the configuration was locked
     _placed = spmd_train_step, place_nnx_state_on_shards
-    for _late in (*_placed, DataParallel, shard_nnx_module_params):
+    for _late in (*_placed, DataParallel):
         gin.register(module="distributed")(_late)

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
+import gin
 from flax import nnx
 
 from research_dp import argument_types as types
@@ -60,7 +61,7 @@ def shard_nnx_module_params(
             )
             module = nnx.merge(graphdef, params, others)
             result = getattr(super(Sharded, module), name)(*args, **kwargs)
-            nnx.update(self, _changed(others, nnx.state(module, nnx.Not(nnx.Param))))
+            nnx.update(self, changed(others, nnx.state(module, nnx.Not(nnx.Param))))
             return result
 
         return functools.wraps(getattr(target, name))(method)
@@ -72,7 +73,7 @@ def shard_nnx_module_params(
     return Sharded
 
 
-def _changed(before: nnx.State, after: nnx.State) -> nnx.State:
+def changed(before: nnx.State, after: nnx.State) -> nnx.State:
     """The variables of `after` that are new or contain another array than before."""
     old = dict(nnx.to_flat_state(before))
     return nnx.from_flat_state(
@@ -80,3 +81,7 @@ def _changed(before: nnx.State, after: nnx.State) -> nnx.State:
         for path, variable in nnx.to_flat_state(after)
         if path not in old or old[path].get_value() is not variable.get_value()
     )
+
+
+with gin.unlock_config():  # this file may be imported after the configuration was locked
+    gin.register(module="distributed")(shard_nnx_module_params)

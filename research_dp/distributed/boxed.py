@@ -1,24 +1,22 @@
 """Boxes around arrays that name the mesh axes of their dims: Linen's and NNX's.
 
-A box has a name for each dim: the mesh axis that splits it, several axes as a tuple, or None. In
-Linen it is an `nn.Partitioned`, in NNX an `nnx.Variable` whose metadata `out_sharding` has the
-names. A bare array is replicated. Only this file knows the two classes.
+A box, an `nn.Partitioned` or an `nnx.Variable` with metadata `out_sharding`, has a name for each
+dim: the mesh axis that splits it, several as a tuple, or None. A bare array is replicated.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import flax.linen as nn
 import jax
 import numpy as np
 
+from research_dp.argument_types import path_name
 from research_dp.distributed.collectives import Axes, flat_axes
-from research_dp.distributed.sharding import path_name
-
-PyTree = Any
+from research_dp.types import PyTree
 
 
 def is_box(x: Any) -> bool:
@@ -53,31 +51,21 @@ def with_value(leaf: Any, value: Any) -> Any:
     return leaf.replace(value=value) if is_box(leaf) else value
 
 
-def renamed(leaf: Any, value: Any, names: tuple[Any, ...]) -> Any:
-    """The leaf around another array, split as `names` say.
-
-    A `Variable` stays one. Anything else becomes an `nn.Partitioned`, or a bare array if no axis
-    splits it.
-    """
+def with_name(leaf: Any, value: Any, dim: int, name: Any) -> Any:
+    """The leaf around another array, whose `dim` an axis splits; bare, if no axis splits any."""
+    names = names_of(leaf)
+    names = (*names[:dim], name, *names[dim + 1 :])
     split = any(name is not None for name in names)
     if _is_variable(leaf):
         # Not eager: NNX would constrain a shard like a global array when it copies the Variable.
-        return leaf.replace(
-            value=value, out_sharding=names if split else None, eager_sharding=False
-        )
+        sharding = names if split else None
+        return leaf.replace(value=value, out_sharding=sharding, eager_sharding=False)
     return nn.Partitioned(value, names) if split else value
 
 
 def unboxed(tree: PyTree) -> PyTree:
     """The tree with arrays instead of boxes."""
     return jax.tree.map(value_of, tree, is_leaf=is_box)
-
-
-def map_leaves(function: Callable[[str, Any], Any], tree: PyTree) -> PyTree:
-    """Applies `function(path, leaf)` to boxes and bare arrays; paths are joined by '/'."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: function(path_name(path), leaf), tree, is_leaf=is_box
-    )
 
 
 def leaves_with_paths(tree: PyTree) -> list[tuple[str, Any]]:

@@ -1,7 +1,6 @@
 """Labels that say what the elements of an array depend on, and which primitives are elementwise.
 
-A primitive is elementwise if `vmap` maps its application to scalars to itself. JAX's own batching
-rule is the proof, so there is no list of names.
+A primitive is elementwise if `vmap` maps its application to scalars to itself: no list of names.
 """
 
 from __future__ import annotations
@@ -18,22 +17,18 @@ from jax.extend.core import JaxprEqn, Primitive
 class Dependence:
     """What the elements of an array depend on. A leaf, not a pytree.
 
-    Attributes:
-        kind: 'constant': all elements are equal, and the same on all devices. 'replicated': the
-            array is the same on all devices. 'elementwise': each element depends on the element of
-            one parameter at the same position in row-major order. 'mixed': none of these.
-        detail: Path of the parameter, '' if unknown; the reason for 'mixed'.
+    'constant': all elements are equal, and the same on all devices. 'replicated': the array is the
+    same on all devices. 'elementwise': each element depends on the element of one parameter, with
+    path `detail` if it is known, at the same position in row-major order. 'mixed', for the reason
+    `detail`: none of these.
     """
 
     kind: Literal["constant", "replicated", "elementwise", "mixed"]
     detail: str = ""
 
-    def fits(self, expected: Dependence) -> bool:
-        """Whether a result with this label may be used where `expected` is."""
-        if self.kind == "elementwise":
-            paths = {self.detail, expected.detail} - {""}
-            return expected.kind == "elementwise" and len(paths) <= 1
-        return self.kind == "constant" or self.kind == expected.kind == "replicated"
+    @property
+    def is_same_everywhere(self) -> bool:
+        return self.kind in ("constant", "replicated")
 
     @property
     def source(self) -> str:
@@ -42,35 +37,31 @@ class Dependence:
             return self.detail or "a shard"
         return "an array that is not sharded with the parameter"
 
+    def fits(self, expected: Dependence) -> bool:
+        """Whether a result with this label may be used where `expected` is."""
+        if self.kind == "elementwise":
+            paths = {self.detail, expected.detail} - {""}
+            return expected.kind == "elementwise" and len(paths) <= 1
+        return self.kind == "constant" or self.kind == expected.kind == "replicated"
 
-CONSTANT = Dependence("constant")
-REPLICATED = Dependence("replicated")
+    def mixed_by(self, operation: str) -> Dependence:
+        """The label of the result of an operation that mixes the elements of this array."""
+        return self if self.kind == "mixed" else mixed(f"{operation} {self.source}")
+
+    def join(self, operation: str, other: Dependence) -> Dependence:
+        """The label of an elementwise function of two arrays."""
+        if self.kind == "mixed" or other == CONSTANT or self == other:
+            return self
+        if other.kind == "mixed" or self == CONSTANT:
+            return other
+        if self.kind == other.kind == "elementwise" and self.fits(other):
+            return self if self.detail else other
+        return mixed(f"{operation} of {self.source} and {other.source}")
 
 
-def elementwise(path: str = "") -> Dependence:
-    """The label of an array that is sharded as the parameter of this path."""
-    return Dependence("elementwise", path)
-
-
-def mixed(reason: str) -> Dependence:
-    """The label of an array whose elements depend on several elements of a parameter."""
-    return Dependence("mixed", reason)
-
-
-def mixed_by(operation: str, label: Dependence) -> Dependence:
-    """The label of the result of an operation that mixes the elements of its operand."""
-    return label if label.kind == "mixed" else mixed(f"{operation} {label.source}")
-
-
-def join(operation: str, a: Dependence, b: Dependence) -> Dependence:
-    """The label of an elementwise function of two arrays."""
-    if a.kind == "mixed" or b == CONSTANT:
-        return a
-    if b.kind == "mixed" or a == CONSTANT:
-        return b
-    if a.kind == b.kind == "elementwise" and a.fits(b):
-        return a if a.detail else b
-    return a if a == b else mixed(f"{operation} of {a.source} and {b.source}")
+CONSTANT, REPLICATED = Dependence("constant"), Dependence("replicated")
+elementwise = functools.partial(Dependence, "elementwise")  # of the parameter with this path
+mixed = functools.partial(Dependence, "mixed")  # for this reason
 
 
 def is_deterministic(equation: JaxprEqn) -> bool:
@@ -81,10 +72,10 @@ def is_deterministic(equation: JaxprEqn) -> bool:
 def is_elementwise(equation: JaxprEqn) -> bool:
     """Whether each element of the results depends on the same element of each operand only."""
     avals: list[Any] = [v.aval for v in equation.invars]
-    results: list[Any] = list(equation.outvars)
     operands = tuple((x.ndim, x.dtype) for x in avals)
     widest = max((x.shape for x in avals), key=len, default=None)
-    if {v.aval.shape for v in results} != {widest} or not is_deterministic(equation):
+    results: list[Any] = [v.aval for v in equation.outvars]
+    if {x.shape for x in results} != {widest} or not is_deterministic(equation):
         return False
     try:
         return _maps_scalars(equation.primitive, tuple(equation.params.items()), operands)
@@ -116,11 +107,5 @@ def _maps_scalars(
         return False
     if not program.eqns:  # JAX omits a cast that changes nothing
         return set(program.outvars) <= set(program.invars)
-    equation = program.eqns[0]
-    return (
-        len(program.eqns) == 1
-        and equation.primitive is primitive
-        and equation.params == dict(params)
-        and equation.invars == program.invars
-        and equation.outvars == program.outvars
-    )
+    applied = [(e.primitive, e.params, e.invars, e.outvars) for e in program.eqns]
+    return applied == [(primitive, dict(params), program.invars, program.outvars)]

@@ -1,16 +1,15 @@
-"""Parameters initialised, sharded and gathered, by the axis names in their boxes.
+"""Parameters initialised, sharded, gathered and reported, by the axis names in their boxes.
 
-For code inside mapped axes (`shard_map`, `pmap`, `vmap(axis_name=...)`), on trees of arrays and
-`nn.Partitioned`s (Linen) or of `nnx.Variable`s. The functions have the names, arguments and
-behaviour of xlstm-jax's; what they add is keyword-only. They fill the slots `shard` and `gather` of
-a strategy.
+Trees are of arrays and of `nn.Partitioned`s (Linen) or `nnx.Variable`s. Names, arguments and
+behaviour are those of xlstm-jax; what is added is keyword-only.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
 import gin
 import jax
@@ -20,59 +19,47 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from research_dp.argument_checks import checked
 from research_dp.argument_types import (
     AxisName,
+    Count,
     CountOrZero,
     Dtype,
     Indices,
+    Leaves,
     Placeable,
+    is_abstract_array,
     is_array_or_number,
+    path_name,
 )
 from research_dp.distributed import boxed, buckets, collectives
 from research_dp.distributed.boxed import names_of, value_of
 from research_dp.distributed.collectives import PLAIN, Axes, Reduction, axes_size, flat_axes, takes
 from research_dp.distributed.differentiable_gather import GatherOptions, gather_tree_with_mean_grads
-from research_dp.distributed.embedding import exchange_rows
 from research_dp.distributed.shard_rules import Rule, ShardDecision, apply_rule, choose_dim
-from research_dp.distributed.sharding import dim_in_use, sharding_of_shard, unit_kind
+from research_dp.distributed.sharding import LeafSharding, decision_in_use, unit_kind
 from research_dp.distributed.transports.all_to_all import over_gloo
+from research_dp.distributed.units import exchange_rows
 from research_dp.errors import UsageError
-
-PyTree = Any
-
-_log = logging.getLogger(__name__)
+from research_dp.types import PyTree
 
 
-def choose_shard(
-    path: str,
-    leaf: Any,
-    axis_name: str | Axes,
-    axis_size: int,
-    min_weight_size: int = 2**18,
-    *,
-    rule: Rule | None = None,
-    min_weight_bytes: int | None = None,
+def _choose_shard(
+    path: str, leaf: Any, axis_name: str | Axes, axis_size: int, thresholds: Any, rule: Rule | None
 ) -> tuple[ShardDecision, bool]:
-    """What `shard_params` does with one leaf, maybe abstract: (the decision, whether to warn).
-
-    Raises:
-        UsageError: The rule chose a dim that does not exist, does not divide or is taken.
-    """
-    names, shape = names_of(leaf), tuple(np.shape(value_of(leaf)))
-    taken = boxed.split_over(leaf)
+    """What `shard_params` does with one leaf, maybe abstract: (the decision, whether to warn)."""
+    shape, taken = tuple(np.shape(value_of(leaf))), boxed.split_over(leaf)
     if set(taken) & set(flat_axes(axis_name)):
         return ShardDecision(None, f"already sharded over {taken}"), True
-    free = tuple(name is None for name in names[: len(shape)])
+    free = tuple(name is None for name in names_of(leaf)[: len(shape)])
     if rule is not None:
         decision = apply_rule(rule, path, shape, axis_size, axis=axis_name, name="rule")
         if decision.dim is not None and not free[decision.dim]:
-            raise UsageError(
-                f"rule chose dim {decision.dim} of {path} {shape}, which {taken} splits."
-            )
+            where = f"dim {decision.dim} of {path} {shape}"
+            raise UsageError(f"rule chose {where}, which {taken} splits.")
         return decision, False
-    limit = min_weight_size
-    if min_weight_bytes is not None:
-        limit = min_weight_bytes // jax.dtypes.result_type(value_of(leaf)).itemsize
-    decision = choose_dim(shape, axis_size, limit, free)
-    return decision, decision.dim is None and np.prod(shape, dtype=int) > limit
+    least, least_bytes = thresholds
+    if least_bytes is not None:
+        least = least_bytes // jax.dtypes.result_type(value_of(leaf)).itemsize
+    decision = choose_dim(shape, axis_size, least, free)
+    return decision, decision.dim is None and np.prod(shape, dtype=int) > least
 
 
 @gin.register(module="distributed", denylist=["units", "on_decision"])
@@ -91,67 +78,51 @@ def shard_params(
 ) -> PyTree:
     """Shards parameters over a mesh axis: each device keeps its shard, in a box.
 
-    As in xlstm-jax: the largest dim that the axis size divides and that no axis splits yet, ties
-    to the higher index (at any rank; upstream's choice among equals of rank 4 depends on the CPU).
-    A leaf that no dim suits stays as it is, and one warning a call names them all.
+    Sharded leaves are `nn.Partitioned` (a `Variable` stays one), with `axis_name` at their dim, for
+    an axis of size 1 too; the other leaves are the same objects. The dim is, as in xlstm-jax, the
+    largest that the axis size divides and that no axis splits yet, ties to the higher index (at any
+    rank; upstream's choice among equals of rank 4 depends on the CPU).
+    A leaf that no dim suits stays as it is, and one warning a call names them all. Raises
+    UsageError if the rule chose a dim that is taken or does not divide, there are both a rule and
+    `min_weight_bytes`, or a leaf that would be sharded has random keys.
 
     Args:
         params: Arrays and boxes, as this device sees them. Random keys are returned as they are.
-        axis_name: The mesh axis, bound here, or several as one.
+        axis_name: The mesh axis, or several as one; NameError if it is not bound.
         min_weight_size: Parameters of at most this many elements stay replicated.
-        rule: Chooses each dim instead: (path, shape, axis size) -> `ShardDecision`; thresholds are
-            then its own.
+        rule: Chooses each dim instead: (path, shape, axis size) -> `ShardDecision`.
         min_weight_bytes: A threshold in bytes, instead of `min_weight_size`.
         units: Kinds of a model's units (`TrainableModel.units`), of which one layer of a stack is
             given. Where any dim will do, the one that suits the unit is sharded.
         on_decision: Called with each leaf's path and decision, instead of the warning.
-
-    Returns:
-        The same tree. Sharded leaves are `nn.Partitioned` (a `Variable` stays one), with
-        `axis_name` at their dim, for an axis of size 1 too; the others are the same objects as
-        before.
-
-    Raises:
-        UsageError: The rule chose a dim that is taken or does not divide, there are both a
-            rule and `min_weight_bytes`, an axis is named twice, or a leaf that would be sharded
-            has random keys.
-        NameError: The axis is not bound.
     """
     if rule is not None and min_weight_bytes is not None:
         raise UsageError("shard_params: rule and min_weight_bytes both decide; give one of them.")
     axis_name = boxed.as_name(axis_name)
     devices = axes_size(flat_axes(axis_name))
-    thresholds: dict[str, Any] = {"rule": rule, "min_weight_bytes": min_weight_bytes}
+    thresholds = min_weight_size, min_weight_bytes
     replicated: list[str] = []
 
-    def one(path: str, leaf: Any) -> Any:
-        decision, warn = choose_shard(path, leaf, axis_name, devices, min_weight_size, **thresholds)
-        names, x = names_of(leaf), value_of(leaf)
-        dim = decision.dim
+    def one(keys: Any, leaf: Any) -> Any:
+        path, x = path_name(keys), value_of(leaf)
+        decision, warn = _choose_shard(path, leaf, axis_name, devices, thresholds, rule)
         if on_decision is not None:
             on_decision(path, decision)
-        if dim is None:
-            if warn:
-                replicated.append(f"{path} {np.shape(x)} ({decision.reason})")
+        if warn:
+            replicated.append(f"{path} {np.shape(x)} ({decision.reason})")
+        if decision.dim is None:
             return leaf
         if not is_array_or_number(x):
-            raise UsageError(
-                f"shard_params: {path} {np.shape(x)} are random keys, which cannot be gathered. "
-                "Keep them out of params, or raise min_weight_size."
-            )
-        if units and decision.movable:
-            dim = dim_in_use(unit_kind(path, units), np.shape(x), devices, dim)
-        shard = collectives.shard(x, dim, axis_name)
-        return boxed.renamed(leaf, shard, _with_name(names, dim, axis_name))
+            problem = f"{path} {np.shape(x)} are random keys, which cannot be gathered."
+            advice = "Keep them out of params, or raise min_weight_size."
+            raise UsageError(f"shard_params: {problem} {advice}")
+        dim: Any = decision_in_use(decision, unit_kind(path, units), np.shape(x), devices).dim
+        return boxed.with_name(leaf, collectives.shard(x, dim, axis_name), dim, axis_name)
 
-    sharded = boxed.map_leaves(one, params)
+    sharded = jax.tree_util.tree_map_with_path(one, params, is_leaf=boxed.is_box)
     if replicated and on_decision is None:
-        _log.warning(
-            "not sharded over %r of size %d: %s; sharding_report lists all",
-            axis_name,
-            devices,
-            ", ".join(replicated),
-        )
+        message = "not sharded over %r of size %d: %s; sharding_report lists all"
+        logging.getLogger(__name__).warning(message, axis_name, devices, ", ".join(replicated))
     return sharded
 
 
@@ -161,27 +132,21 @@ def init_sharded(init: Callable[..., PyTree], mesh: Mesh | AbstractMesh, *args: 
     """Runs an initialiser of sharded parameters such that each device computes its shards.
 
     For modules of `shard_module_params` classes, whose `init` inside mapped axes makes the full
-    parameters on each device. Here that is only traced, for the shardings. The values come from
-    axes of size 1, where a shard is the full array; `jit` computes them as global arrays with those
-    shardings. They are the bits of the unsharded module's `jit(init)`.
+    parameters on each device. Returns global arrays, boxed as `init` boxes them under `shard_map`;
+    their values are the bits of the unsharded module's `jit(init)`.
 
     Args:
-        init: (*args) -> tree of arrays and boxes, e.g. `module.init` or
-            `lambda key: nnx.state(Model(rngs=nnx.Rngs(key)))`. Random keys may not depend on the
-            device.
+        init: (*args) -> tree of arrays and boxes, e.g. `module.init`. Random keys may not depend
+            on the device.
         mesh: The mesh whose axes the boxes name.
         *args: Arrays, such as a key and an example batch.
-
-    Returns:
-        Global arrays, boxed as `init` boxes them under `shard_map`.
     """
-    on_mesh = jax.shard_map(
-        init, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False
-    )
-    boxes = jax.eval_shape(on_mesh, *args)
+    spec = PartitionSpec()
+    on_mesh = jax.shard_map(init, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    boxes = jax.eval_shape(on_mesh, *args)  # for the shardings
 
     def unsharded(*args: Any) -> PyTree:
-        function = init
+        function = init  # over axes of size 1, where a shard is the full array
         for axis in mesh.axis_names:
             function = jax.vmap(function, None, axis_name=axis, axis_size=1)
         values = boxed.unboxed(function(*args))
@@ -212,61 +177,109 @@ def gather_params(
 ) -> PyTree:
     """Gathers the parameters that are sharded over a mesh axis; gradients come back as shards.
 
-    As in xlstm-jax. Each gradient is this device's shard of the mean over the axis; over further
-    axes that the batch is split over, `sync_gradients` averages it.
+    Each gradient is this device's shard of the mean over the axis; over further axes that the batch
+    is split over, `sync_gradients` averages it. A gathered leaf is a bare array, or a
+    `nn.Partitioned` if another axis still splits it; the other leaves are the same objects.
 
     Args:
         params: Arrays and boxes, as this device sees them. Random keys are returned as they are.
-        axis_name: The mesh axis, bound here, or several as one; as it stands in the boxes.
-        gather_dtype: dtype on the wire and for compute; None: the parameter's. Leaves that are not
+        axis_name: The axis, or several as one, as in the boxes; NameError if it is not bound.
+        gather_dtype: On the wire and for compute; None: the parameter's. Leaves that are not
             sharded over the axis keep theirs, as do complex ones and integers.
-        grad_scatter_dtype: dtype in which gradients are summed; None: the parameter's.
+        grad_scatter_dtype: In which gradients are summed; None: the parameter's.
         pre_divide: Divide gradients before they are summed, for float16.
         bucket_bytes: Arrays are gathered together in buckets of so many bytes; <= 0: each alone,
             for the compiler to combine. None: 32 MiB between processes on CPUs, for whose gathers
-            no compiler does that; 0 elsewhere. Tables are not put in buckets.
+            no compiler does that; 0 elsewhere.
         reduction: The collectives.
-        rows: `params` are tables, sharded by feature; only these rows are returned. See
-            `embedding.exchange_rows`.
-
-    Returns:
-        The same tree. A gathered leaf is a bare array, or a `nn.Partitioned` if another axis still
-        splits it; the others are the same objects as before.
-
-    Raises:
-        UsageError: A dtype is not a floating-point dtype, or an axis is named twice.
-        NameError: The axis is not bound.
+        rows: `params` are tables, sharded by feature, of which only these rows are returned.
     """
     axis_name = boxed.as_name(axis_name)
-    axes_size(flat_axes(axis_name))  # names an axis that is not bound
+    size = axes_size(flat_axes(axis_name))
     options = GatherOptions(0, axis_name, gather_dtype, grad_scatter_dtype, reduction, pre_divide)
     if bucket_bytes is None:
         bucket_bytes = buckets.DEFAULT_BUCKET_BYTES if over_gloo() else 0
-    leaves, treedef = jax.tree.flatten(params, is_leaf=boxed.is_box)
-    sharded = [i for i, leaf in enumerate(leaves) if axis_name in names_of(leaf)]
-    dims = [names_of(leaves[i]).index(axis_name) for i in sharded]
-    shards = [value_of(leaves[i]) for i in sharded]
-    for i, dim in zip(sharded, dims, strict=True):
-        if dim >= np.ndim(value_of(leaves[i])):
-            path, shape = boxed.leaves_with_paths(params)[i][0], np.shape(value_of(leaves[i]))
-            raise UsageError(
-                f"{path}: gather over {axis_name!r}: an array of shape {shape} has no dim {dim}."
-            )
-    if bucket_bytes > 0 and rows is None:
-        size = axes_size(flat_axes(axis_name))
-        shardings = [sharding_of_shard(x, dim, size) for x, dim in zip(shards, dims, strict=True)]
-        full = gather_tree_with_mean_grads(shards, shardings, options, bucket_bytes=bucket_bytes)
+    leaves, shards = boxed.leaves_with_paths(params), {}
+    for i, (path, leaf) in enumerate(leaves):
+        if axis_name in names_of(leaf):
+            x, dim = value_of(leaf), names_of(leaf).index(axis_name)
+            if dim >= np.ndim(x):
+                problem = f"an array of shape {np.shape(x)} has no dim {dim}."
+                raise UsageError(f"{path}: gather over {axis_name!r}: {problem}")
+            shards[i] = x, dim
+    if rows is not None:
+        full = [exchange_rows(x, rows, options._replace(dim=dim)) for x, dim in shards.values()]
+    elif bucket_bytes > 0:
+        shardings = []
+        for x, dim in shards.values():
+            shape = (*x.shape[:dim], x.shape[dim] * size, *x.shape[dim + 1 :])
+            shardings.append(LeafSharding("", shape, np.dtype(x.dtype), dim, "", size))
+        arrays = [x for x, _ in shards.values()]
+        full = gather_tree_with_mean_grads(arrays, shardings, options, bucket_bytes=bucket_bytes)
     else:
-        full = []
-        for x, dim in zip(shards, dims, strict=True):
-            local = options._replace(dim=dim)
-            full.append(
-                local.differentiable(x.dtype)(x) if rows is None else exchange_rows(x, rows, local)
-            )
-    for i, dim, x in zip(sharded, dims, full, strict=True):
-        leaves[i] = boxed.renamed(leaves[i], x, _with_name(names_of(leaves[i]), dim, None))
-    return jax.tree.unflatten(treedef, leaves)
+        full = [options._replace(dim=d).differentiable(x.dtype)(x) for x, d in shards.values()]
+    result = [leaf for _, leaf in leaves]
+    for (i, (_, dim)), x in zip(shards.items(), full, strict=True):
+        result[i] = boxed.with_name(result[i], x, dim, None)
+    return jax.tree.unflatten(jax.tree.structure(params, is_leaf=boxed.is_box), result)
 
 
-def _with_name(names: tuple[Any, ...], dim: int, name: Any) -> tuple[Any, ...]:
-    return (*names[:dim], name, *names[dim + 1 :])
+class ShardingRow(NamedTuple):
+    """One array of a tree."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    dim: int | None  # that is split over the axis; None: the array is replicated
+    reason: str  # why it is
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        dim = f"replicated: {self.reason}" if self.dim is None else f"sharded along dim {self.dim}"
+        return f"{self.path} {self.shape} {self.dtype}: {dim}"
+
+
+def _is_reported(x: Any) -> bool:
+    return isinstance(x, LeafSharding) or is_array_or_number(x) or is_abstract_array(x)
+
+
+@gin.register(module="distributed")
+@checked
+def sharding_report(
+    params: Annotated[PyTree, Leaves(_is_reported, "arrays, or LeafShardings")],
+    axis_name: AxisName | None = None,
+    axis_size: Count | None = None,
+    min_weight_size: CountOrZero = 2**18,
+    *,
+    rule: Rule | None = None,
+    min_weight_bytes: CountOrZero | None = None,
+) -> list[ShardingRow]:
+    """Lists for each parameter the dim on which it is sharded, or why it is replicated.
+
+    Accepts parameters before and after `shard_params`, optimizer states of either, and trees of
+    `LeafSharding`s, which need no further argument; arrays may be abstract. Arguments are those of
+    `shard_params`, but the axis need not be bound. To assert that little is replicated:
+
+        rows = sharding_report(params, 'fsdp', 8)
+        assert sum(r.nbytes for r in rows if r.dim is None) < 0.02 * sum(r.nbytes for r in rows)
+
+    Raises UsageError if the tree has arrays, and axis_name or axis_size is missing.
+    """
+
+    def row(path: str, leaf: Any) -> ShardingRow:
+        if isinstance(leaf, LeafSharding):
+            return ShardingRow(leaf.path, leaf.shape, leaf.dtype, leaf.dim, leaf.reason)
+        if axis_name is None or axis_size is None:
+            raise UsageError(f"sharding_report: {path} is an array; give axis_name and axis_size.")
+        shape, dtype = tuple(np.shape(value_of(leaf))), jax.dtypes.result_type(value_of(leaf))
+        for dim, name in enumerate(names_of(leaf)):
+            if set(flat_axes(axis_name)) & set(flat_axes(name)):
+                return ShardingRow(path, shape, dtype, dim, "")
+        thresholds, axis = (min_weight_size, min_weight_bytes), boxed.as_name(axis_name)
+        decision, _ = _choose_shard(path, leaf, axis, axis_size, thresholds, rule)
+        return ShardingRow(path, shape, dtype, decision.dim, decision.reason)
+
+    return [row(path, leaf) for path, leaf in boxed.leaves_with_paths(params)]

@@ -14,42 +14,27 @@ from jax.sharding import Mesh
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """One kind of device. Rates are per second, per device and in one direction.
-
-    Attributes:
-        device_kinds: Its `device_kind`s in JAX.
-        memory_bytes: Device memory that a program may use.
-        memory_rate: Bytes/s of that memory.
-        inside_rate: Bytes/s to devices of the same host (GPU), or over one link of the torus (TPU).
-        across_rate: Bytes/s to other hosts (GPU) or slices (TPU).
-        flops: FLOP/s by element type.
-        torus: Dimensions of a TPU's torus.
-        slice_chips: Chips of the largest slice of a TPU.
-        compile: Properties that XLA needs to compile for a GPU that is not present.
-    """
+    """One kind of device. Rates are in bytes/s, per device and in one direction."""
 
     name: str
     platform: str
-    device_kinds: list[str]
-    memory_bytes: int
+    device_kinds: list[str]  # in JAX
+    memory_bytes: int  # that a program may use
     memory_rate: float
-    inside_rate: float
-    across_rate: float
-    flops: Mapping[str, float]
+    inside_rate: float  # to devices of the same host (GPU), or over one link of the torus (TPU)
+    across_rate: float  # to other hosts (GPU) or slices (TPU)
+    flops: Mapping[str, float]  # FLOP/s by element type
     sources: Mapping[str, str]
-    torus: int = 0
-    slice_chips: int = 0
-    compile: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    torus: int = 0  # dimensions of a TPU's torus
+    slice_chips: int = 0  # chips of the largest slice of a TPU
+    compile: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # for an absent GPU
 
     def peak(self, dtype: str) -> float:
-        """FLOP/s for an element type by XLA's name; unknown 8-bit floats as bf16, others as f32."""
+        """FLOP/s for a type by XLA's or JAX's name; unknown 8-bit floats as bf16, others as f32."""
         if dtype.startswith("f8e"):
             return self.flops.get("f8", self.flops["bf16"])
-        return self.flops.get(dtype, self.flops["f32"])
-
-    def peak_of(self, dtype: str) -> float:
-        """FLOP/s for a dtype by JAX's name; all but bfloat16 and float16 count as f32."""
-        return self.peak({"bfloat16": "bf16", "float16": "f16"}.get(dtype, "f32"))
+        name = {"bfloat16": "bf16", "float16": "f16"}.get(dtype, dtype)
+        return self.flops.get(name, self.flops["f32"])
 
 
 @functools.cache
@@ -67,7 +52,5 @@ def chip_of(device_kind: str) -> Chip | None:
 def peak_of_mesh(mesh: Mesh, dtype: str) -> float | None:
     """FLOP/s of all devices of a mesh for a dtype; None for CPUs and unknown devices."""
     device = mesh.devices.flat[0]
-    chip = chip_of(device.device_kind)
-    if chip is None or device.platform == "cpu":
-        return None
-    return chip.peak_of(dtype) * mesh.size
+    chip = None if device.platform == "cpu" else chip_of(device.device_kind)
+    return chip.peak(dtype) * mesh.size if chip else None

@@ -1,4 +1,4 @@
-"""Internals of JAX that have no public name, imported where they are needed."""
+"""Internals of JAX that have no public name."""
 
 from __future__ import annotations
 
@@ -10,10 +10,7 @@ import jax
 
 
 def jax_internals(without: str, *names: str) -> list[Any] | None:
-    """Attributes of `jax._src`, e.g. 'hardware_utils.has_visible_nvidia_gpu'; None: one is missing.
-
-    A warning then says what happens `without` them.
-    """
+    """Attributes of `jax._src`; None, and a warning of what happens `without`: one is missing."""
     try:
         return [pkgutil.resolve_name(f"jax._src.{name}") for name in names]
     except (ImportError, AttributeError) as error:

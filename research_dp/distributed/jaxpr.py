@@ -25,53 +25,40 @@ def trace_sources(program: ClosedJaxpr, count: int, visit: Visit) -> None:
     """Calls a function for each operation of a program, with what its arguments are made of.
 
     The program's first `count` arguments are the parameters, the others the examples'. Programs of
-    calls and of loops of known length are entered; a loop's more than once, until the sources of
-    its carry are known. Other operations that have programs are visited themselves.
+    calls and scans are entered; a scan's until the sources of its carry are known.
     """
-    own: list[Source] = [frozenset((i,)) for i in range(count)]
-    _follow(program.jaxpr, own + [None] * (len(program.in_avals) - count), visit, ())
+    params: list[Source] = [frozenset((i,)) for i in range(count)]
+    _follow(program.jaxpr, params + [None] * (len(program.in_avals) - count), visit, ())
 
 
-def _follow(jaxpr: Any, sources: Sequence[Source], visit: Visit, callers: Callers) -> list[Source]:
+def _follow(jaxpr: Any, given: Sequence[Source], visit: Visit, callers: Callers) -> list[Source]:
     """The sources of a program's results, given its arguments'."""
-    known: dict[Any, Source] = dict(zip(jaxpr.invars, sources, strict=True))
+    known: dict[Any, Source] = dict(zip(jaxpr.invars, given, strict=True))
 
-    def source(x: Any) -> Source:
-        return frozenset() if isinstance(x, Literal) else known.get(x, frozenset())
+    def sources(variables: Sequence[Any]) -> list[Source]:
+        nothing: Source = frozenset()
+        return [nothing if isinstance(x, Literal) else known.get(x, nothing) for x in variables]
 
     for equation in jaxpr.eqns:
-        given = [source(x) for x in equation.invars]
-        results = _through(equation, given, visit, callers)
+        results = _through(equation, sources(equation.invars), visit, callers)
         known.update(zip(equation.outvars, results, strict=True))
-    return [source(x) for x in jaxpr.outvars]
+    return sources(jaxpr.outvars)
 
 
 def _through(equation: Any, given: list[Source], visit: Visit, callers: Callers) -> list[Source]:
-    """The sources of an operation's results."""
-    inner = list(jaxprs_in_params(equation.params))
-    same = len(inner) == 1 and len(inner[0].invars) == len(given)
-    if same and len(inner[0].outvars) == len(equation.outvars):
-        callers = (*callers, equation)
-        if equation.primitive.name != "scan":
-            return _follow(inner[0], given, visit, callers)
-        return _through_loop(equation, inner[0], given, visit, callers)
-    visit(equation, given, callers)
-    own = frozenset().union(*(one for one in given if one is not None))
-    return [None if None in given else own] * len(equation.outvars)
-
-
-def _through_loop(
-    equation: Any, body: Any, given: list[Source], visit: Visit, callers: Callers
-) -> list[Source]:
-    """The same of a scan, whose carry comes round until it has no new sources."""
-    first, count = equation.params["num_consts"], equation.params["num_carry"]
+    """The sources of an operation's results, for any number of turns of a scan."""
+    inner, outputs = list(jaxprs_in_params(equation.params)), len(equation.outvars)
+    if [(len(x.invars), len(x.outvars)) for x in inner] != [(len(given), outputs)]:
+        visit(equation, given, callers)
+        sources = frozenset().union(*(x or () for x in given))
+        return [None if None in given else sources] * outputs
+    is_scan = equation.primitive.name == "scan"
+    first = equation.params["num_consts"] if is_scan else 0
+    last = first + equation.params["num_carry"] if is_scan else 0
     while True:
-        results = _follow(body, given, visit, callers)
-        before = given[first : first + count]
-        carry = [
-            None if one is None or other is None else one | other
-            for one, other in zip(before, results[:count], strict=True)
-        ]
-        if carry == before:
-            return carry + results[count:]
-        given = [*given[:first], *carry, *given[first + count :]]
+        results = _follow(inner[0], given, visit, (*callers, equation))
+        pairs = zip(given[first:last], results, strict=False)
+        carry = [None if a is None or b is None else a | b for a, b in pairs]
+        if carry == given[first:last]:
+            return carry + results[len(carry) :]
+        given = [*given[:first], *carry, *given[last:]]

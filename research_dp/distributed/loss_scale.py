@@ -24,7 +24,7 @@ class LossScaleState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LossScale:
-    """How the scale is adapted; `dynamic_loss_scale` describes the fields."""
+    """How the scale is adapted: the values of `dynamic_loss_scale`."""
 
     initial: float
     growth_interval: int
@@ -49,11 +49,7 @@ def dynamic_loss_scale(
 ) -> LossScale:
     """Multiplies the loss by a scale, and divides the reduced gradients by it, in float32.
 
-    A step whose gradients overflow changes only the scale (Micikevicius et al., arXiv 1710.03740).
-
-    Args:
-        initial: First scale.
-        growth_interval: Steps without an overflow after which the scale is multiplied by `factor`.
-        factor: The scale is divided by it at an overflow.
+    The scale is multiplied by `factor` after `growth_interval` steps without an overflow. A step
+    whose gradients overflow only divides it by `factor` (Micikevicius et al., arXiv 1710.03740).
     """
     return LossScale(initial, growth_interval, factor)

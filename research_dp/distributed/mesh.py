@@ -1,7 +1,6 @@
-"""The device mesh: axes `data` and `fsdp`, both carrying batch.
+"""The device mesh: axes `data`, which counts replicas, and `fsdp`, over which arrays are sharded.
 
-DDP, FSDP and HSDP are the same code on `{'data': n, 'fsdp': 1}`, `{'data': 1, 'fsdp': n}` and
-`{'data': r, 'fsdp': s}`. Arrays are sharded over `fsdp`; `data` counts replicas.
+Both carry batch. DDP, FSDP and HSDP are the same code on other sizes of the axes.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ import contextlib
 import contextvars
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import gin
 import jax
@@ -20,13 +20,9 @@ from research_dp.argument_checks import checked
 from research_dp.argument_types import Devices, Sizes
 from research_dp.errors import UsageError
 
-DATA_AXIS = "data"
-FSDP_AXIS = "fsdp"
-BATCH_AXES = (DATA_AXIS, FSDP_AXIS)
+BATCH_AXES = DATA_AXIS, FSDP_AXIS = ("data", "fsdp")
 
-_planned: contextvars.ContextVar[Sequence[jax.Device] | None] = contextvars.ContextVar(
-    "planned", default=None
-)
+_planned = contextvars.ContextVar[Sequence[jax.Device]]("planned", default=())
 
 
 @contextlib.contextmanager
@@ -44,44 +40,50 @@ def planning_for(devices: Sequence[jax.Device]) -> Iterator[None]:
 def make_mesh(axes: Sizes, devices: Devices | None = None) -> Mesh:
     """Builds the mesh over all devices, its axes in the order (`data`, `fsdp`).
 
+    The axes are of type `Auto`, so that `jit` may choose unconstrained shardings. Raises UsageError
+    for an unknown axis, or sizes whose product is not the number of devices.
+
     Args:
         axes: Size of each axis, e.g. `{'data': 2, 'fsdp': -1}`. One size may be -1: the remaining
             devices. An axis that is not named has size 1.
-        devices: The devices of the mesh; None: all that are present, or planned for.
-
-    Returns:
-        A mesh with axes of type `Auto`, so that `jit` may choose unconstrained shardings.
-
-    Raises:
-        UsageError: An unknown axis, a size below 1 that is not a single -1, or a product that is
-            not the number of devices; the message prints the full equation.
+        devices: None: all that are present, or planned for.
     """
-    present = _present() if devices is None else list(devices)
-    return build_mesh(_resolve_sizes(axes, len(present), present[0].platform), present)
+
+    def mistake(problem: str) -> UsageError:
+        return UsageError(f"make_mesh.axes = {dict(axes)}: {problem}", binding="make_mesh.axes")
+
+    present = list(_planned.get() or jax.devices()) if devices is None else list(devices)
+    sizes = {name: axes.get(name, 1) for name in BATCH_AXES}
+    if unknown := [name for name in axes if name not in sizes]:
+        raise mistake(f"unknown axis {unknown[0]!r}; the axes are {list(BATCH_AXES)}.")
+    for name, size in sizes.items():
+        if size == 0 or size < -1:
+            raise mistake(f"axis {name!r} has size {size!r}; give a positive number, or one -1.")
+    free = [name for name, size in sizes.items() if size == -1]
+    if len(free) > 1:
+        raise mistake("only one axis may be -1, for it takes the remaining devices.")
+    fixed = abs(math.prod(sizes.values()))  # without the one -1
+    equation = sizes_text({name: "?" if name in free else n for name, n in sizes.items()})
+    count = f"{len(present)} {present[0].platform} devices"
+    if free and len(present) % fixed:
+        raise mistake(f"{equation} cannot make {count} ({len(present)} present).")
+    if not free and fixed != len(present):
+        advice = "Change a size, or give one of them -1."
+        raise mistake(f"{equation} = {fixed} devices, but {count} are present. {advice}")
+    return build_mesh(sizes | {name: len(present) // fixed for name in free}, present)
 
 
 @gin.register(module="distributed")
 def one_device_mesh() -> Mesh:
-    """A mesh of this process's first device, both axes of size 1: the oracle's.
-
-    Raises UsageError if there are several processes, which do not share a device.
-    """
+    """A mesh of this process's first device, both axes of size 1: the oracle's."""
     refuse_several_processes("one_device_mesh", "Use make_mesh, or start a single process.")
-    return make_mesh({}, devices=_present()[:1])
-
-
-def _present() -> list[jax.Device]:
-    return list(_planned.get() or jax.devices())
+    return make_mesh({}, devices=(_planned.get() or jax.devices())[:1])
 
 
 def build_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device]) -> Mesh:
-    """The mesh of the first of these devices, its axes of type `Auto`, in the order of `sizes`.
-
-    Raises UsageError for TPUs of several slices whose number divides no axis.
-    """
-    used = list(devices)[: math.prod(sizes.values())]
-    types = (AxisType.Auto,) * len(sizes)
+    """The mesh of the first of these devices, its axes of type `Auto`, in the order of `sizes`."""
     shape = tuple(sizes.values())
+    used = list(devices)[: math.prod(shape)]
     # Only TPU slices matter: the order of GPUs already follows their hosts.
     is_tpu = used[0].platform == "tpu"
     slices = len({getattr(device, "slice_index", 0) for device in used}) if is_tpu else 1
@@ -93,12 +95,12 @@ def build_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device]) -> Mesh:
         outer = next((i for i, size in enumerate(shape) if size % slices == 0), None)
         if outer is None:
             raise UsageError(f"mesh {dict(sizes)}: {slices} slices divide no axis.")
-        across = tuple(slices if i == outer else 1 for i in range(len(shape)))
-        inside = tuple(size // factor for size, factor in zip(shape, across, strict=True))
+        inside, across = list(shape), [1] * len(shape)
+        inside[outer], across[outer] = shape[outer] // slices, slices
         grid = mesh_utils.create_hybrid_device_mesh(
             inside, across, devices=used, allow_split_physical_axes=True
         )
-    return Mesh(grid, tuple(sizes), axis_types=types)
+    return Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(shape))
 
 
 def target_platform() -> str:
@@ -121,43 +123,10 @@ def batch_devices(mesh: Mesh) -> int:
 def refuse_several_processes(what: str, advice: str, binding: str | None = None) -> None:
     """Raises UsageError if there are several processes, which `what` does not support."""
     if jax.process_count() > 1:
-        raise UsageError(
-            f"{what} runs in one process; this run has {jax.process_count()}. {advice}",
-            binding=binding,
-        )
+        problem = f"{what} runs in one process; this run has {jax.process_count()}. {advice}"
+        raise UsageError(problem, binding=binding)
 
 
-def sizes_text(sizes: Mapping[str, int]) -> str:
+def sizes_text(sizes: Mapping[str, Any]) -> str:
     """The axes of a mesh in messages and tables, e.g. 'data 1 x fsdp 8'."""
     return " x ".join(f"{name} {size}" for name, size in sizes.items())
-
-
-def _resolve_sizes(axes: Mapping[str, int], present: int, platform: str) -> dict[str, int]:
-    """The size of each axis, -1 replaced by the remaining devices."""
-
-    def mistake(problem: str) -> UsageError:
-        return UsageError(f"make_mesh.axes = {dict(axes)}: {problem}", binding="make_mesh.axes")
-
-    unknown = [name for name in axes if name not in BATCH_AXES]
-    if unknown:
-        raise mistake(f"unknown axis {unknown[0]!r}; the axes are {list(BATCH_AXES)}.")
-    sizes = {name: axes.get(name, 1) for name in BATCH_AXES}
-    for name, size in sizes.items():
-        if size == 0 or size < -1:
-            raise mistake(f"axis {name!r} has size {size!r}; give a positive number, or one -1.")
-    free = [name for name, size in sizes.items() if size == -1]
-    if len(free) > 1:
-        raise mistake("only one axis may be -1, for it takes the remaining devices.")
-    fixed = abs(math.prod(sizes.values()))  # without the one -1
-    equation = " x ".join(f"{name} {'?' if size == -1 else size}" for name, size in sizes.items())
-    if free:
-        if present % fixed:
-            devices = f"{present} {platform} devices ({present} present)"
-            raise mistake(f"{equation} cannot make {devices}.")
-        sizes[free[0]] = present // fixed
-    elif fixed != present:
-        raise mistake(
-            f"{equation} = {fixed} devices, but {present} {platform} devices are present. "
-            "Change a size, or give one of them -1."
-        )
-    return sizes

@@ -14,21 +14,16 @@ from research_dp.argument_checks import checked
 from research_dp.argument_types import Arrays, AxisNames, Dtype, MicroBatches
 from research_dp.distributed.collectives import cast_dtype, flat_axes
 from research_dp.distributed.vma import as_varying, varying_axes
-
-PyTree = Any
+from research_dp.types import PyTree
 
 
 def add_up(
-    function: Callable[[PyTree, PyTree], tuple[PyTree, PyTree, PyTree]],
-    carry: PyTree,
-    micro_batches: PyTree,
-    dtype: Any = None,
+    function: Callable[..., Any], carry: PyTree, micro_batches: PyTree, dtype: Any = None
 ) -> tuple[PyTree, PyTree, PyTree]:
     """Runs a function on micro-batches one after another: (sum of gradients, sums, last carry).
 
-    `function` is (carry, micro-batch) -> (gradients, further sums, new carry); the carry has e.g.
-    batch statistics. `micro_batches` are arrays with a leading dim that counts them; with one,
-    nothing is added. Gradients are added up in `dtype`, their own if None or if they are complex.
+    `function` is (carry, micro-batch) -> (gradients, further sums, new carry). Gradients are added
+    up in `dtype`, their own if None or if they are complex.
     """
     first = jax.tree.map(lambda x: x[0], micro_batches)
     if jax.tree.leaves(micro_batches)[0].shape[0] == 1:
@@ -59,27 +54,18 @@ def accumulate_gradients(
 ) -> tuple[jax.Array, PyTree]:
     """Mean loss and gradients over micro-batches, with one gather and one scatter for all of them.
 
-    Differentiating a sharded module once a micro-batch gathers and scatters each time. Here
-    parameters are gathered before the first and gradients, added up on each device, are scattered
-    after the last; in between each device has full gradients. The caller calls `sync_gradients`
-    afterwards, once.
+    Returns (mean loss, gradients like `params`), what one batch of all examples would give. The
+    caller calls `sync_gradients` afterwards, once.
 
     Args:
         loss: (unsharded parameters, micro-batch) -> this device's own mean loss, 0-d.
-        params: Parameters as this device has them.
-        micro_batches: Arrays with a leading dim that counts micro-batches of equal size.
+        params: As this device has them.
+        micro_batches: Arrays with a leading dim that counts at least one, of equal size.
         axis_names: The mesh axes that the batch is split over. Under `check_vma=True` autodiff
             would sum over them in each micro-batch; no effect elsewhere.
-        gather: Gathers parameters, e.g. `partial(gather_params, axis_name='fsdp')`, whose
-            gradients come back as shards; None: parameters are replicated.
+        gather: E.g. `partial(gather_params, axis_name='fsdp')`, whose gradients come back as
+            shards; None: parameters are replicated.
         dtype: dtype in which gradients are added up; None: their own. Complex ones keep theirs.
-
-    Returns:
-        (mean loss, gradients like `params`), what one batch of all examples would give.
-
-    Raises:
-        UsageError: There is no micro-batch, the arrays differ in their number, or `dtype` is not a
-            floating-point dtype.
     """
     axes = flat_axes(axis_names)
 
@@ -95,8 +81,7 @@ def accumulate_gradients(
 
     total, value, _ = add_up(one, None, micro_batches, dtype)
     count = jax.tree.leaves(micro_batches)[0].shape[0]
-    # Divides by the number of micro-batches alone: `gather`'s gradient and `sync_gradients` average
-    # over devices.
+    # Divided by the number of micro-batches alone: `gather` and `sync_gradients` divide by devices.
     (grads,) = scatter(jax.tree.map(lambda g, p: (g / count).astype(p.dtype), total, full))
     return value / count, grads
 

@@ -1,7 +1,4 @@
-"""Agreement between the processes of a run, so that none waits for another that has failed.
-
-Every function here is a collective: all processes call it.
-"""
+"""Agreement between the processes of a run: collectives, which all processes call."""
 
 from __future__ import annotations
 

@@ -7,28 +7,27 @@ from typing import Any
 
 import jax
 from flax import nnx
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from research_dp.argument_checks import checked
 from research_dp.errors import UsageError
-from research_dp.types import Functions
-
-PyTree = Any
+from research_dp.types import Functions, PyTree
 
 
 @checked
 def nnx_functions(factory: Callable[..., nnx.Module]) -> Functions:
     """Pure `init` and `apply` of an NNX module.
 
-    Args:
-        factory: (input shape, rngs) -> module, whose `__call__` takes
-            (x, *, train, keys, batch_axes). Variables other than `nnx.Param` are model state.
-
-    Raises:
-        UsageError: The module has random state (`nnx.Dropout`), which would depend on the device.
+    `factory` is (input shape, rngs) -> module, whose `__call__` takes (x, *, train, keys,
+    batch_axes). Variables other than `nnx.Param` are model state. Random state (`nnx.Dropout`),
+    which would depend on the device, raises UsageError.
     """
 
-    def abstract(shape: tuple[int, ...]) -> nnx.Module:
-        module = nnx.eval_shape(lambda: factory(shape, nnx.Rngs(0)))
+    def build(x: PyTree, rngs: nnx.Rngs) -> nnx.Module:
+        return factory(jax.tree.map(lambda a: tuple(a.shape[1:]), x), rngs)
+
+    def abstract(x: PyTree) -> nnx.Module:
+        module = nnx.eval_shape(lambda: build(x, nnx.Rngs(0)))
         if jax.tree.leaves(nnx.state(module, nnx.RngState)):
             raise UsageError(
                 f"{type(module).__name__} has random state of its own, so its dropout would "
@@ -37,42 +36,19 @@ def nnx_functions(factory: Callable[..., nnx.Module]) -> Functions:
         return module
 
     def init(key: jax.Array, x: Any) -> tuple[PyTree, PyTree]:
-        shape = _shape(x)
-        abstract(shape)  # refuses a module with random state before anything is drawn
-        module = factory(shape, nnx.Rngs(key))
-        return nnx.to_pure_dict(nnx.state(module, nnx.Param)), _model_state(module)
+        abstract(x)  # refuses a module with random state before anything is drawn
+        params, state = nnx.state(build(x, nnx.Rngs(key)), nnx.Param, ...)
+        return nnx.to_pure_dict(params), nnx.to_pure_dict(state)
 
     def apply(
-        params: PyTree,
-        model_state: PyTree,
-        x: jax.Array,
-        *,
-        train: bool,
-        keys: jax.Array | None = None,
-        batch_axes: tuple[str, ...] = (),
+        params: PyTree, model_state: PyTree, x: Any, *, train: bool, **options: Any
     ) -> tuple[jax.Array, PyTree]:
-        module = abstract(_shape(x))
-        graphdef, variables = nnx.split(module)
-        nnx.replace_by_pure_dict(variables, _merged(params, model_state))
+        graphdef, variables = nnx.split(abstract(x))
+        merged = flatten_dict(params) | flatten_dict(model_state)
+        nnx.replace_by_pure_dict(variables, unflatten_dict(merged))
         module = nnx.merge(graphdef, variables)
-        y = module(x, train=train, keys=keys, batch_axes=batch_axes)
-        return y, _model_state(module)
+        options = {"keys": None, "batch_axes": (), **options}
+        y = module(x, train=train, **options)
+        return y, nnx.to_pure_dict(nnx.state(module, nnx.Not(nnx.Param)))
 
     return Functions(init, apply)
-
-
-def _shape(x: PyTree) -> PyTree:
-    """Shapes of one example of each input."""
-    return jax.tree.map(lambda a: tuple(a.shape[1:]), x)
-
-
-def _model_state(module: nnx.Module) -> PyTree:
-    return nnx.to_pure_dict(nnx.state(module, nnx.Not(nnx.Param)))
-
-
-def _merged(a: PyTree, b: PyTree) -> PyTree:
-    """Two nested dicts as one; they have no leaf in common."""
-    merged = dict(a)
-    for name, value in b.items():
-        merged[name] = _merged(a[name], value) if name in a else value
-    return merged

@@ -168,7 +168,7 @@ def slice_specs(transform: Transform, parameters: Shapes, axis: AxisName, shards
     def one(x: Any, p: LeafSharding) -> PartitionSpec:
         if p.dim is None or x.shape != p.shape:
             return PartitionSpec()
-        return sharding.dim_spec(p.dim, axes if len(axes) > 1 else axes[0])
+        return PartitionSpec(*(None,) * p.dim, axes if len(axes) > 1 else axes[0])
 
     state = jax.eval_shape(transform.init, parameters)
     shardings = infer_flat_sharding(parameters, shards)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 from collections.abc import Callable
@@ -15,15 +16,11 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Shard
 from research_dp.distributed.collectives import flat_axes
 from research_dp.distributed.sharding import by_path, path_name
 from research_dp.errors import UsageError
-
-PyTree = Any
+from research_dp.types import PyTree
 
 
 def shardings(mesh: Mesh | AbstractMesh, specs: PyTree) -> PyTree:
-    """`NamedSharding`s for a tree of `PartitionSpec`s; a `Sharding` in the tree is kept.
-
-    Raises UsageError if a spec names an axis that the mesh lacks.
-    """
+    """`NamedSharding`s for a tree of `PartitionSpec`s; a `Sharding` in the tree is kept."""
 
     def on_mesh(path: Any, spec: Any) -> Sharding:
         if isinstance(spec, Sharding):
@@ -31,17 +28,14 @@ def shardings(mesh: Mesh | AbstractMesh, specs: PyTree) -> PyTree:
         where = f" of {path_name(path)!r}" if path else ""
         if not isinstance(spec, PartitionSpec):
             raise UsageError(f"{spec!r}{where} is no jax.sharding.PartitionSpec.")
-        missing = [a for dim in spec for a in flat_axes(dim) if a not in mesh.axis_names]
-        if missing:
+        if missing := [a for dim in spec for a in flat_axes(dim) if a not in mesh.axis_names]:
             raise UsageError(
                 f"{spec}{where}: axis {missing[0]!r} is not found in mesh {dict(mesh.shape)}. "
                 "Name one of the mesh's axes."
             )
         return NamedSharding(mesh, spec)
 
-    return jax.tree_util.tree_map_with_path(
-        on_mesh, specs, is_leaf=lambda x: isinstance(x, PartitionSpec)
-    )
+    return jax.tree_util.tree_map_with_path(on_mesh, specs)  # a PartitionSpec is a leaf
 
 
 def nbytes(tree: PyTree) -> tuple[int, int]:
@@ -51,52 +45,32 @@ def nbytes(tree: PyTree) -> tuple[int, int]:
     return local, sum(x.size * x.dtype.itemsize for x in leaves)
 
 
-def place(tree: PyTree, tree_shardings: PyTree) -> PyTree:
+def place(tree: PyTree, tree_shardings: PyTree, *, full: bool = False) -> PyTree:
     """Puts this process's part of each host array on its sharding, as global arrays.
 
-    `tree` has the rows of this process's devices, in global order; arrays that are global already
-    are resharded. `tree_shardings` is one for all leaves, or a tree in which None leaves a leaf
-    where it is. Raises UsageError, with the path, if an array cannot be divided so.
-    """
-
-    def from_rows(path: Any, x: Any, sharding: Sharding) -> jax.Array:
-        del path  # the number of rows depends on the process: jax checks it
-        return jax.make_array_from_process_local_data(sharding, np.asarray(x))
-
-    return _put(tree, tree_shardings, from_rows)
-
-
-def put(tree: PyTree, tree_shardings: PyTree) -> PyTree:
-    """Puts full arrays, the same in every process, on shardings: `place` for parameters."""
-
-    def from_full(path: Any, x: Any, sharding: Sharding) -> jax.Array:
-        _check_divides(path, x, sharding)
-        full = x if isinstance(x, jax.Array) else np.asarray(x)
-        return jax.make_array_from_callback(full.shape, sharding, lambda index: full[index])
-
-    return _put(tree, tree_shardings, from_full)
-
-
-def _put(
-    tree: PyTree, tree_shardings: PyTree, assemble: Callable[[Any, Any, Sharding], jax.Array]
-) -> PyTree:
-    """Puts the leaves that have a sharding.
-
-    `assemble(path, leaf, sharding)` makes a global array of what one of several processes has.
+    `tree` has the rows of this process's devices, in global order, or `full` arrays, the same in
+    every process; arrays that are global already are resharded. `tree_shardings` is one for all
+    leaves, or a tree in which None leaves a leaf where it is.
     """
     flat, _ = jax.tree_util.tree_flatten_with_path(tree)
     treedef: Any = jax.tree.structure(tree)
-    leaves = [leaf for _, leaf in flat]
     if isinstance(tree_shardings, Sharding):
-        targets = [tree_shardings] * len(leaves)
+        targets = [tree_shardings] * len(flat)
     else:
         targets = treedef.flatten_up_to(tree_shardings)
+    leaves = [x for _, x in flat]
     chosen = [i for i, target in enumerate(targets) if target is not None]
     for i in chosen:
-        if jax.process_count() > 1 and not _is_global(leaves[i]):
-            leaves[i] = assemble(flat[i][0], leaves[i], targets[i])
-        else:
-            _check_divides(flat[i][0], leaves[i], targets[i])
+        x, target = leaves[i], targets[i]
+        is_global = isinstance(x, jax.core.Tracer) or not getattr(x, "is_fully_addressable", True)
+        alone = is_global or jax.process_count() == 1
+        if alone or full:  # else the number of rows depends on the process: jax checks it
+            _check_divides(flat[i][0], x, target)
+        if not alone and full:
+            x = x if isinstance(x, jax.Array) else np.asarray(x)
+            leaves[i] = jax.make_array_from_callback(x.shape, target, x.__getitem__)
+        elif not alone:
+            leaves[i] = jax.make_array_from_process_local_data(target, np.asarray(x))
     arrays = jax.device_put([leaves[i] for i in chosen], [targets[i] for i in chosen])
     for i, x in zip(chosen, arrays, strict=True):
         target = targets[i]
@@ -108,11 +82,7 @@ def _put(
     return treedef.unflatten(leaves)
 
 
-def _is_global(x: Any) -> bool:
-    """Whether an array consists of all processes' parts already, or is traced."""
-    return isinstance(x, jax.Array) and (
-        isinstance(x, jax.core.Tracer) or not x.is_fully_addressable
-    )
+put = functools.partial(place, full=True)
 
 
 def _check_divides(path: Any, x: Any, sharding: Sharding) -> None:
@@ -130,41 +100,28 @@ def _check_divides(path: Any, x: Any, sharding: Sharding) -> None:
             )
         else:
             continue
-        name = repr(path_name(path)) if path else "an array"
-        raise UsageError(
-            f"{name} of shape {shape} cannot be sharded: {problem} replicate it with "
-            "PartitionSpec()."
-        )
+        name = f"{path_name(path)!r} of shape {shape}" if path else f"an array of shape {shape}"
+        raise UsageError(f"{name} cannot be sharded: {problem} replicate it with PartitionSpec().")
 
 
 def local_indices(sharding: NamedSharding, shape: tuple[int, ...], dim: int) -> np.ndarray:
     """Indices along `dim` of a global array that are on this process's devices, ascending."""
-    indices = {
-        index
-        for slices in sharding.addressable_devices_indices_map(shape).values()
-        if slices is not None
-        for index in range(*slices[dim].indices(shape[dim]))
-    }
-    return np.asarray(sorted(indices), np.int64)
+    parts = sharding.addressable_devices_indices_map(shape).values()
+    indices = np.arange(shape[dim], dtype=np.int64)
+    return np.unique(np.concatenate([indices[part[dim]] for part in parts if part is not None]))
 
 
 def fingerprint(tree: PyTree, alive: Callable[[], None] = lambda: None) -> str:
     """SHA-256 over a tree of global arrays: path, dtype, shape and bytes of each, sorted by path.
 
-    The same 64 hex digits for any strategy, mesh and number of processes. The host reads one array
-    at a time, and calls `alive` before each: billions of parameters take minutes.
+    The host calls `alive` before it reads each: billions of parameters take minutes.
     """
     digest = hashlib.sha256()
     for path, leaf in by_path(tree).items():
         alive()
-        array = host_array(leaf)
+        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+            leaf = multihost_utils.process_allgather(leaf, tiled=True)
+        array = np.asarray(leaf)
         digest.update(f"{path} {array.dtype} {array.shape}".encode())
         digest.update(np.ascontiguousarray(array).tobytes())
     return digest.hexdigest()
-
-
-def host_array(x: Any) -> np.ndarray:
-    """A global array as a numpy array, in every process (a collective, if there are several)."""
-    if isinstance(x, jax.Array) and not x.is_fully_addressable:
-        return np.asarray(multihost_utils.process_allgather(x, tiled=True))
-    return np.asarray(x)

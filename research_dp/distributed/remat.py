@@ -16,19 +16,18 @@ _CHEAP = frozenset(
 
 
 def drop_gathered(prim: Any, *_: Any, **params: Any) -> bool:
-    """A `jax.checkpoint` policy: saves everything but gathered parameters.
-
-    Casts and changes of shape are not saved either: they are cheap, and a saved cast of a gathered
-    parameter would take its place.
-    """
-    return prim.name not in _CHEAP and not is_gathered(prim, **params)
+    """A `jax.checkpoint` policy: saves everything but gathered parameters."""
+    # A saved cast or reshaped copy of a gathered parameter would take its place.
+    return prim.name not in _CHEAP and not _is_gathered(prim, params)
 
 
-def is_gathered(prim: Any, **params: Any) -> bool:
-    """Whether a traced operation gathers parameters.
+def keep_gathered(policy: Callable[..., bool], prim: Any, *args: Any, **params: Any) -> bool:
+    """A policy that also saves gathered parameters."""
+    return _is_gathered(prim, params) or policy(prim, *args, **params)
 
-    JAX's own policies do not see a name inside a custom_vjp, so this inspects the call.
-    """
+
+def _is_gathered(prim: Any, params: Mapping[str, Any]) -> bool:
+    # JAX's own policies do not see a name inside a custom_vjp, so this inspects the call.
     if prim.name != "custom_vjp_call":
         return False
     equations = params["call_jaxpr"].jaxpr.eqns
@@ -36,6 +35,7 @@ def is_gathered(prim: Any, **params: Any) -> bool:
 
 
 def _dots(prim: Any, *args: Any, **params: Any) -> bool:
+    # JAX differentiates products otherwise where it recognises this policy, which changes programs.
     return jax.checkpoint_policies.dots_with_no_batch_dims_saveable(prim, *args, **params)
 
 
@@ -47,8 +47,3 @@ REMAT: Mapping[str, Callable[..., bool]] = {
     "dots": _dots,
     "none": drop_gathered,
 }
-
-
-def keep_gathered(policy: Callable[..., bool], prim: Any, *args: Any, **params: Any) -> bool:
-    """A policy that also saves gathered parameters."""
-    return is_gathered(prim, **params) or policy(prim, *args, **params)

@@ -1,8 +1,4 @@
-"""Which dim of a parameter is sharded, or none, and why.
-
-One rule decides for everything that must agree: the shards that a step gathers, the shardings of
-the compiled engine, the optimizer state, and what is read back from a checkpoint.
-"""
+"""Which dim of a parameter is sharded, or none, and why: one rule for all that must agree."""
 
 from __future__ import annotations
 
@@ -20,18 +16,14 @@ from research_dp.errors import UsageError
 
 
 class ShardDecision(NamedTuple):
-    """What a rule decides about one array.
+    """What a rule decides about one array."""
 
-    The dim to shard, or None: it stays replicated for a `reason`. `movable`: another dim will do
-    that suits better how the array is used.
-    """
-
-    dim: int | None
-    reason: str = ""
-    movable: bool = False
+    dim: int | None  # to shard; None: the array stays replicated
+    reason: str = ""  # why it does
+    movable: bool = False  # another dim will do that suits better how the array is used
 
 
-# (path, shape, axis size) -> ShardDecision. `path` is e.g. 'Dense_0/kernel'.
+# (path such as 'Dense_0/kernel', shape, axis size) -> ShardDecision.
 Rule = Callable[[str, tuple[int, ...], int], ShardDecision]
 
 
@@ -45,22 +37,18 @@ def choose_dim(
     """Chooses the largest free dim that the axis size divides; ties go to the higher index.
 
     The rule of big_vision and xlstm-jax, made stable at any rank. Arrays of at most
-    `min_weight_size` elements stay replicated. `free` says for each dim whether it may be taken,
-    because no axis splits it yet; None: all may.
+    `min_weight_size` elements stay replicated. `free` says for each dim whether it may be taken.
     """
-    if free is not None and len(free) != len(shape):
+    free = (True,) * len(shape) if free is None else free
+    if len(free) != len(shape):
         raise UsageError(f"choose_dim.free = {free}: give one True or False a dim of {shape}.")
     size = math.prod(shape)
     if size <= min_weight_size:
         return ShardDecision(None, f"{size} elements, at most min_weight_size {min_weight_size}")
-    candidates = [
-        dim
-        for dim, length in enumerate(shape)
-        if length % axis_size == 0 and (free is None or free[dim])
-    ]
+    candidates = [(n, dim) for dim, n in enumerate(shape) if n % axis_size == 0 and free[dim]]
     if not candidates:
         return ShardDecision(None, f"no free dim of {shape} is divisible by {axis_size}")
-    return ShardDecision(max(candidates, key=lambda dim: (shape[dim], dim)), movable=True)
+    return ShardDecision(max(candidates)[1], movable=True)
 
 
 @gin.register(module="distributed")
@@ -68,11 +56,7 @@ def choose_dim(
 def largest_dim(
     path: str, shape: Shape, axis_size: Count, *, min_weight_size: CountOrZero = 2**18
 ) -> ShardDecision:
-    """The rule of `choose_dim`, for `shard_params.rule` and `dim_by_path.otherwise`.
-
-    Parameters of at most `min_weight_size` elements stay replicated.
-    """
-    del path
+    """The rule of `choose_dim`, for `shard_params.rule` and `dim_by_path.otherwise`."""
     return choose_dim(shape, axis_size, min_weight_size)
 
 
@@ -88,13 +72,9 @@ def dim_by_path(
 ) -> ShardDecision:
     """A rule that is given the dim of some parameters, and asks another rule about the rest.
 
-    Args:
-        path: Path of the parameter.
-        shape: Its shape.
-        axis_size: Number of shards.
-        dims: Regular expressions that match a full path -> dim, counted from the end if negative,
-            or None: replicated. The first that matches decides, whatever the size.
-        otherwise: The rule for paths that none matches.
+    `dims` maps regular expressions that match a full path to dims, counted from the end if
+    negative, or None: replicated. The first that matches decides, whatever the size. `otherwise`
+    decides about paths that none matches.
     """
     for pattern, dim in dims.items():
         if re.fullmatch(pattern, path):
@@ -105,19 +85,9 @@ def dim_by_path(
 
 
 def apply_rule(
-    rule: Rule,
-    path: str,
-    shape: tuple[int, ...],
-    axis_size: int,
-    *,
-    name: str,
-    axis: Any = FSDP_AXIS,
+    rule: Rule, path: str, shape: Shape, axis_size: int, *, name: str, axis: Any = FSDP_AXIS
 ) -> ShardDecision:
-    """What a rule decides about one array, checked; messages call it `name`.
-
-    Raises UsageError, with the path, the shape and the axis size, if it returned no
-    `ShardDecision`, or a dim that does not exist or that the devices do not divide.
-    """
+    """What a rule decides about one array, checked; messages call the rule `name`."""
     result = rule(path, shape, axis_size)
     if not fits(result, ShardDecision | tuple[int | None] | tuple[int | None, str]):
         raise UsageError(
@@ -125,12 +95,11 @@ def apply_rule(
             "or ShardDecision(None, reason).",
             binding=name,
         )
-    decision = ShardDecision(*result)
-    dim = decision.dim
+    dim = result[0]
     if dim is not None and not (0 <= dim < len(shape) and shape[dim] % axis_size == 0):
         raise UsageError(
             f"{name} chose dim {dim} of {path} {shape}, which {axis_size} devices on axis {axis!r} "
             "do not divide. Return ShardDecision(None, reason) for it.",
             binding=name,
         )
-    return decision
+    return ShardDecision(*result)

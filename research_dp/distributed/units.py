@@ -1,7 +1,6 @@
-"""Units: the parts of a model whose parameters are gathered together, just before their use.
+"""Units: the parts of a model whose parameters are gathered together, and lookups in tables.
 
-A model that names units gets `Units` with its loss, and runs each part of itself through it. A
-unit's parameters are gathered when it runs and dropped after it. The backward pass gathers them
+A unit's parameters are gathered when it runs and dropped after it. The backward pass gathers them
 again, and scatters their gradient at its end. No two units need be unsharded at once.
 """
 
@@ -16,36 +15,30 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from research_dp.distributed.embedding import take_rows
+from research_dp.distributed import collectives
+from research_dp.distributed.differentiable_gather import GatherOptions, with_gradient
 from research_dp.distributed.overlap import scan_prefetched
 from research_dp.distributed.remat import REMAT, keep_gathered
 from research_dp.distributed.sharding import LeafSharding
 from research_dp.errors import UsageError
+from research_dp.types import PyTree
 
-PyTree = Any
-# (local shards, their shardings) -> unsharded parameters.
-Gather = Callable[[PyTree, PyTree], PyTree]
+Function = Callable[..., Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class Units:
-    """Runs the parts of a model.
+    """Runs the parts of a model on its parameters, as this device has them."""
 
-    Attributes:
-        gather: Gathers shards; None: parameters are replicated.
-        shardings: `LeafSharding`s, nested like the parameters.
-        look_up_sharded: (sharded table, its sharding, rows=) -> those rows of a table that is
-            sharded by feature; None: a table is gathered to be looked up in.
-        keep: Whether gathered parameters are kept for the backward pass.
-        prefetch: Whether a stack's next unit is gathered, and the last one's gradient scattered,
-            while a unit is computed. That is faster where communication runs beside compute, and
-            takes the memory of one more unit and of its gradient.
-    """
-
-    gather: Gather | None = None
-    shardings: Any = None
+    # (local shards, their shardings) -> unsharded parameters; None: all are replicated.
+    gather: Callable[[PyTree, PyTree], PyTree] | None = None
+    shardings: Any = None  # `LeafSharding`s, nested like the parameters
+    # (sharded table, its sharding, rows=) -> those rows of a table that is sharded by feature;
+    # None: a table is gathered to be looked up in.
     look_up_sharded: Callable[..., PyTree] | None = None
-    keep: bool = False
+    keep: bool = False  # gathered parameters for the backward pass
+    # Whether a stack's next unit is gathered, and the last one's gradient scattered, while a unit
+    # is computed, which takes the memory of one more unit and its gradient.
     prefetch: bool = False
 
     def gather_all(self, params: PyTree) -> PyTree:
@@ -53,25 +46,16 @@ class Units:
         return params if self.gather is None else self.gather(params, self.shardings)
 
     def run(
-        self,
-        function: Callable[..., Any],
-        names: tuple[str, ...],
-        params: PyTree,
-        *args: Any,
-        remat: str,
+        self, function: Function, names: tuple[str, ...], params: PyTree, *args: Any, remat: str
     ) -> Any:
-        """`function(unsharded parameters of some units by name, *args)`.
-
-        `params` are the model's parameters, as this device has them; `remat`, a key of `REMAT`,
-        says what is kept for the backward pass.
-        """
+        """`function(unsharded parameters of some units by name, *args)`; `remat`: see `REMAT`."""
         shardings = {name: self._shardings(name) for name in names}
         shards = {name: params[name] for name in names}
         return self._rematerialised(function, shardings, remat)(shards, *args)
 
     def scan(
         self,
-        function: Callable[..., Any],
+        function: Function,
         name: str,
         params: PyTree,
         carry: Any,
@@ -84,11 +68,10 @@ class Units:
 
         `function` is (unsharded parameters of one unit, carry, its part of `each`) -> carry. With
         `prefetch`, which needs `remat` 'full', it closes over nothing that is differentiated.
-        `each` has further inputs, stacked along dim 0 and not differentiated; `unroll` units are
-        one turn of the loop.
+        `each` has further inputs, not differentiated; `unroll` units are one turn of the loop.
         """
         gather, stack = self.gather, params[name]
-        shardings = jax.tree.map(_of_one, self._shardings(name)) if gather else None
+        shardings = jax.tree.map(_of_one, self._shardings(name))
         if gather and self.prefetch and jax.tree.leaves(stack)[0].shape[0] > 1:
             if remat != "full" or unroll != 1:
                 raise UsageError(
@@ -97,25 +80,15 @@ class Units:
                     "unroll = 1, or prefetch = False.",
                     binding="data_parallel.prefetch",
                 )
-            return scan_prefetched(
-                function, lambda shards: gather(shards, shardings), stack, carry, each
-            )
-        return self._loop(function, shardings, stack, carry, each, remat, unroll)
+            return scan_prefetched(function, lambda x: gather(x, shardings), stack, carry, each)
+        return _loop(self._rematerialised(function, shardings, remat), stack, carry, each, unroll)
 
     def scan_rows(
-        self,
-        function: Callable[..., Any],
-        name: str,
-        params: PyTree,
-        carry: Any,
-        *,
-        pieces: int,
-        remat: str,
+        self, function: Function, name: str, params: PyTree, carry: Any, *, pieces: int, remat: str
     ) -> Any:
-        """Runs a function on a table's rows in `pieces` of equal size, each a unit by itself.
+        """Runs a function on a table's rows in `pieces` of equal size, the last padded with zeros.
 
-        `function` is (unsharded rows of the piece, carry, number of the piece) -> carry. The last
-        piece is padded with rows of zeros.
+        `function` is (unsharded rows of the piece, carry, number of the piece) -> carry.
         """
         table, units, shardings = params[name], self, self._shardings(name)
         if self.gather is not None and _only(shardings).dim == 0:
@@ -136,15 +109,14 @@ class Units:
         shardings = jax.tree.map(
             lambda p: dataclasses.replace(p, shape=(size, *p.shape[1:])), shardings
         )
-        table = jax.tree.map(cut, table)
-        return units._loop(on_piece, shardings, table, carry, jnp.arange(pieces), remat, 1)
+        one = units._rematerialised(on_piece, shardings, remat)
+        return _loop(one, jax.tree.map(cut, table), carry, jnp.arange(pieces))
 
     def look_up(self, name: str, params: PyTree, indices: jax.Array, dtype: Any) -> jax.Array:
         """Rows of a table (rows, features): (..., features), for integers `indices` (...).
 
         A table that is sharded by feature, and has more rows than this device looks up, is not
-        gathered: indices are gathered, and rows are exchanged, which is less. Gradients are added
-        up in float32, whatever `dtype` the result has.
+        gathered: rows are exchanged, which is less. Gradients are added up in float32.
         """
         if self.look_up_sharded is not None:
             sharding = _only(self._shardings(name))
@@ -160,27 +132,7 @@ class Units:
     def _shardings(self, name: str) -> PyTree:
         return self.shardings[name] if self.gather else None
 
-    def _loop(
-        self,
-        function: Callable[..., Any],
-        shardings: PyTree,
-        stack: PyTree,
-        carry: Any,
-        each: Any,
-        remat: str,
-        unroll: int,
-    ) -> Any:
-        one = self._rematerialised(function, shardings, remat)
-
-        def body(carry: Any, x: tuple[PyTree, Any]) -> tuple[Any, None]:
-            shards, inputs = x
-            return one(shards, carry, inputs), None
-
-        return lax.scan(body, carry, (stack, each), unroll=unroll)[0]
-
-    def _rematerialised(
-        self, function: Callable[..., Any], shardings: PyTree, remat: str
-    ) -> Callable[..., Any]:
+    def _rematerialised(self, function: Function, shardings: PyTree, remat: str) -> Function:
         gather, policy = self.gather, REMAT[remat]
         if gather is None:
             return function if remat == "none" else jax.checkpoint(function, policy=policy)
@@ -193,6 +145,14 @@ class Units:
         return jax.checkpoint(gathered, policy=policy)
 
 
+def _loop(function: Function, stack: PyTree, carry: Any, each: Any, unroll: int = 1) -> Any:
+    def body(carry: Any, x: tuple[PyTree, Any]) -> tuple[Any, None]:
+        shards, inputs = x
+        return function(shards, carry, inputs), None
+
+    return lax.scan(body, carry, (stack, each), unroll=unroll)[0]
+
+
 def _only(tree: PyTree) -> Any:
     """The one leaf of a unit that is a table."""
     (leaf,) = jax.tree.leaves(tree)
@@ -200,6 +160,51 @@ def _only(tree: PyTree) -> Any:
 
 
 def _of_one(stacked: LeafSharding) -> LeafSharding:
-    """The sharding of one unit of a stack."""
     dim = None if stacked.dim is None else stacked.dim - 1
     return dataclasses.replace(stacked, shape=stacked.shape[1:], dim=dim)
+
+
+@jax.custom_vjp
+def take_rows(table: jax.Array, indices: jax.Array) -> jax.Array:
+    """Rows (..., features) of an unsharded table; their gradients are added up in float32."""
+    return table[indices]
+
+
+def _take_bwd(kept: Any, g: jax.Array) -> tuple[jax.Array, None]:
+    indices, like = kept
+    return _add_rows(g, indices, like.shape[0]).astype(like.dtype), None
+
+
+# Keeps an empty part of the table, for its number of rows and its dtype.
+take_rows.defvjp(lambda table, indices: (table[indices], (indices, table[:, :0])), _take_bwd)
+
+
+def exchange_rows(block: jax.Array, indices: jax.Array, options: GatherOptions) -> jax.Array:
+    """Rows (batch, ..., features) of a table, for this device's columns and indices (batch, ...).
+
+    Each device looks up its columns for all devices, and an all-to-all joins them. The gradient is
+    that of the mean over the axis, added up in float32, whatever `reduction` says.
+    """
+    count, dtype = block.shape[0], block.dtype
+    devices = collectives.axes_size(collectives.flat_axes(options.axis))
+
+    def rows(block: jax.Array, everyone: jax.Array) -> jax.Array:
+        local = block[everyone].astype(collectives.cast_dtype(dtype, options.gather_dtype))
+        return lax.all_to_all(local, options.axis, 0, local.ndim - 1, tiled=True)
+
+    def columns(g: jax.Array, everyone: jax.Array) -> jax.Array:
+        wire = g.astype(collectives.cast_dtype(dtype, options.grad_scatter_dtype))
+        wire = lax.all_to_all(wire, options.axis, g.ndim - 1, 0, tiled=True)
+        total = _add_rows(wire, everyone, count)
+        # Summed over all devices' examples, and divided here, once: the mean over the axis.
+        return (total / devices).astype(dtype)
+
+    everyone = collectives.gather(indices, 0, options.axis, options.reduction)
+    return with_gradient(rows, columns)(block, everyone)
+
+
+def _add_rows(g: jax.Array, indices: jax.Array, count: int) -> jax.Array:
+    """The gradient of a table of `count` rows, at least float32, from that of the rows taken."""
+    wide = jnp.promote_types(g.dtype, jnp.float32)
+    zeros = jnp.zeros((count, g.shape[-1]), wide)
+    return zeros.at[indices].add(g.astype(wide))

@@ -152,7 +152,7 @@ def _timing(cost: ProgramCost, spec: TrainSpec, chip: Chip, devices: int) -> Tim
         if spec.model.work is not None:
             work = spec.model.work(spec.example)
             rates["tokens_per_second"] = work.tokens * examples
-            rates["mfu"] = work.flops * examples / (chip.peak_of(work.dtype) * devices)
+            rates["mfu"] = work.flops * examples / (chip.peak(work.dtype) * devices)
     return Timing(
         flops=cost.flops,
         hidden_fraction=schedule.hidden_fraction,

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 
-from research_dp.distributed.boxed import renamed, unboxed
+from research_dp.distributed.boxed import unboxed, with_name
 from research_dp.distributed.mesh import FSDP_AXIS
 from research_dp.distributed.sharding import path_name
 from research_dp.errors import binding_error
@@ -138,7 +138,7 @@ def in_boxes(tree: PyTree, shardings: PyTree) -> PyTree:
     """Arrays that are sharded over `fsdp` in boxes that name it at their dim."""
 
     def one(x: jax.Array, sharding: Any) -> Any:
-        return renamed(x, x, tuple(FSDP_AXIS if i == sharding.dim else None for i in range(x.ndim)))
+        return x if sharding.dim is None else with_name(x, x, sharding.dim, FSDP_AXIS)
 
     return jax.tree.map(one, tree, shardings)
 

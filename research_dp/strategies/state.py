@@ -70,7 +70,7 @@ def infer_state_sharding(
     if config.reduction.logical_shards is not None:
         check_model(config, spec, abstract)
     specs = jax.tree.map(lambda _: PartitionSpec(), abstract)._replace(
-        params=sharding.specs(params),
+        params=jax.tree.map(lambda p: p.spec, params),
         opt_state=_opt_state_specs(spec, abstract.opt_state, slices),
     )
     for name, slot in slots.stateful(config).items():

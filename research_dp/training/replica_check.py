@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from research_dp.distributed.checksum import as_bits
-from research_dp.distributed.replica_difference import difference_text, differing_axes, part_of
+from research_dp.distributed.replica_difference import difference_text, differing_axes
 from research_dp.distributed.sharding import by_path
 from research_dp.errors import RunFailure, binding_error, some_of
 from research_dp.strategies import Strategy, TrainSpec, TrainState
@@ -66,7 +66,7 @@ class ReplicaCheck:
         for column, (path, leaf) in enumerate(self._leaves.items()):
             parts = leaf.sharding.devices_indices_map(leaf.shape)
             shards = {
-                place: (part_of(parts[device]), int(table[(*place, column)]))
+                place: (str(parts[device]), int(table[(*place, column)]))
                 for place, device in np.ndenumerate(devices)
             }
             if axes := differing_axes(shards, self._mesh.axis_names):
