@@ -20,15 +20,13 @@ from research_dp.compat.linen import shard_module_params
 from research_dp.distributed.buckets import all_mean_tree, gather_tree, scatter_mean_tree
 from research_dp.distributed.collectives import PLAIN, Reduction, all_mean, scatter_mean
 from research_dp.distributed.differentiable_gather import gather_array_with_mean_grads
-from research_dp.distributed.fsdp import (
-    ShardingRow,
-    gather_params,
-    init_sharded,
-    shard_params,
-    sharding_report,
+from research_dp.distributed.fsdp import gather_params, init_sharded, shard_params
+from research_dp.distributed.gradient_sync import (
+    scatter_gradients,
+    sync_gradients,
+    weighted_loss,
+    weighted_mean,
 )
-from research_dp.distributed.gradient_means import weighted_loss, weighted_mean
-from research_dp.distributed.gradient_sync import scatter_gradients, sync_gradients
 from research_dp.distributed.linen import linen_functions
 from research_dp.distributed.mesh import make_mesh, one_device_mesh
 from research_dp.distributed.microbatch import accumulate_gradients
@@ -39,17 +37,17 @@ from research_dp.distributed.norms import (
     sharded_global_norm,
 )
 from research_dp.distributed.optimizer import apply_gradients
-from research_dp.distributed.optimizer_state import (
-    OptaxAdapter,
-    slice_specs,
-    slice_state,
-    unsharded_state,
-)
 from research_dp.distributed.shard_rules import (
     ShardDecision,
     choose_dim,
     dim_by_path,
     largest_dim,
+)
+from research_dp.distributed.sharded_optimizer import (
+    OptaxAdapter,
+    slice_specs,
+    slice_state,
+    unsharded_state,
 )
 from research_dp.distributed.sharding import LeafSharding, infer_sharding, pad_to_multiple, unpad
 from research_dp.distributed.update import fsdp_apply_gradients, fsdp_update

@@ -16,7 +16,7 @@ from steps import mesh_of, on
 
 from research_dp.config import gin_internals, load
 from research_dp.deterministic import sum as tree
-from research_dp.deterministic.norm import norm_by_blocks
+from research_dp.deterministic.step import norm_by_blocks
 from research_dp.distributed.mesh import planning_for
 from research_dp.distributed.placement import fingerprint
 from research_dp.distributed.shard_rules import choose_dim

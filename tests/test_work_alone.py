@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from test_determinism import AS_USERS_DO, bits, build
 
-from research_dp.deterministic import logical_shards
-from research_dp.deterministic.logical_shards import worked_on_alone
+from research_dp.deterministic.step import one_by_one, worked_on_alone
+from research_dp.distributed.units import Units
 from research_dp.models import convnet, mlp, transformer
 from research_dp.strategies import tree_reduction
 from research_dp.strategies.strategy import example_keys
@@ -99,7 +99,7 @@ def test_models_leave_their_kernels_to_the_examples(model, example):
 
     def gradient(params, batch):
         keys = example_keys(0, jnp.int32(0), jnp.arange(2))
-        more = {"units": logical_shards.Units()} if model.units else {}
+        more = {"units": Units()} if model.units else {}
         loss = functools.partial(model.loss, train=True, batch_axes=(), **more)
         return jax.grad(lambda p: loss(p, {}, batch, keys).total)(params)
 
@@ -128,9 +128,7 @@ def product_and_sum():
 def test_only_what_is_worked_on_alone_is_fenced_for_each_shard():
     def fences(function):
         params, parts = {"a": jnp.ones((4, 4)), "b": jnp.ones((4, 4))}, jnp.ones((2, 3, 4))
-        sums = functools.partial(
-            logical_shards.one_by_one, function, reduction=tree_reduction(logical_shards=2)
-        )
+        sums = functools.partial(one_by_one, function, reduction=tree_reduction(logical_shards=2))
         text = str(jax.make_jaxpr(lambda step: sums(params, parts, step))(0))
         return len(re.findall(r"u32\[4,4\] = xor", text))
 

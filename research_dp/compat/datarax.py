@@ -21,9 +21,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Shard
 
 from research_dp import argument_types as types
 from research_dp.argument_checks import checked
-from research_dp.distributed import gradient_means, placement
+from research_dp.distributed import placement
 from research_dp.distributed.collectives import all_mean, flat_axes
-from research_dp.distributed.gradient_sync import sync_gradients
+from research_dp.distributed.gradient_sync import sum_gradients, sync_gradients
 from research_dp.distributed.microbatch import add_up
 from research_dp.distributed.norms import clip_by_global_norm_sharded
 from research_dp.distributed.optimizer import apply_optimizer
@@ -138,9 +138,7 @@ def reduce_gradients_across_devices(
     axes = flat_axes(axis_name)
 
     def total(gradients: Any) -> Any:
-        gradient_means.check_own_loss(loss, axes)
-        # Sums over `axes` unless autodiff has summed already. Nothing is divided.
-        return jax.tree.map(lambda gradient: gradient_means.sum_gradient(gradient, axes), gradients)
+        return sum_gradients(gradients, axes, loss)  # nothing is divided
 
     mean = functools.partial(sync_gradients, axis_names=axes, loss=loss)
     return _by_reduce_type(reduce_type, mean=mean, sum=total)(gradients)

@@ -1,8 +1,7 @@
 """Keeps compilers from computing a division as something else, here and not there.
 
-XLA turns divisions into products with a reciprocal, or two divisions into one, as it finds them:
-whether two users of a divisor have been merged before depends on how many devices the program is
-for, and on which arrays happen to have the same shape on a device. Each way rounds otherwise.
+XLA turns divisions into products with a reciprocal, or two divisions into one, as it finds them,
+which depends on the number of devices and on shapes on a device. Each way rounds otherwise.
 """
 
 from __future__ import annotations
@@ -19,23 +18,18 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 PyTree = Any
 
-# Calls, whose body may as well stand where they are.
-_CALLS = {
-    "closed_call": "call_jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    "jit": "jaxpr",
-}
+# Calls, whose body may as well stand where they are, and the parameter that has it.
+_CALLS = dict.fromkeys(("closed_call", "custom_jvp_call", "custom_vjp_call"), "call_jaxpr")
+_CALLS["jit"] = "jaxpr"
 # What has programs of its own to run.
 _CONTROL = ("checkpoint", "cond", "remat", "remat2", "scan", "while")
 
 
 @dataclasses.dataclass(frozen=True)
 class AsWritten:
-    """A traced function, whose divisions no compiler rewrites.
+    """A traced function, whose divisions no compiler rewrites. Not to be differentiated.
 
-    Not to be differentiated: how it was to be differentiated is not kept. Divisions in kernels and
-    in maps of its own (`shard_map`) are left to the compiler.
+    Divisions in kernels and in maps of its own (`shard_map`) are left to the compiler.
     """
 
     program: ClosedJaxpr
@@ -59,14 +53,11 @@ def _evaluate(closed: Any, args: list[Any]) -> list[Any]:
         return x.val if isinstance(x, Literal) else known[x]
 
     for equation in closed.jaxpr.eqns:
-        given = [value(x) for x in equation.invars]
         where = equation.source_info
         scopes = source_info_util.current_name_stack() + where.name_stack
-        with (
-            source_info_util.user_context(where.traceback, name_stack=scopes),
-            equation.ctx.manager,
-        ):
-            results = _results(equation, given)
+        context = source_info_util.user_context(where.traceback, name_stack=scopes)
+        with context, equation.ctx.manager:
+            results = _results(equation, [value(x) for x in equation.invars])
         known.update(zip(equation.outvars, results, strict=True))
     return [value(x) for x in closed.jaxpr.outvars]
 
@@ -97,7 +88,7 @@ def _results(equation: Any, given: list[Any]) -> list[Any]:
 def _rewritten(param: Any) -> Any:
     """Programs among an operation's parameters, as written; others as they are."""
     if isinstance(param, tuple):
-        return tuple(_rewritten(one) for one in param)
+        return tuple(map(_rewritten, param))
     if not isinstance(param, ClosedJaxpr):
         return param
     return jax.make_jaxpr(lambda *args: _evaluate(param, list(args)))(*param.in_avals)
@@ -106,8 +97,7 @@ def _rewritten(param: Any) -> Any:
 def _opaque(x: jax.Array, other: jax.Array | None = None) -> jax.Array:
     """The same values, of which the algebraic simplifier knows nothing.
 
-    Exclusive or with a zero that only the last stage of a compiler, which keeps divisions, sees:
-    there it costs nothing.
+    Exclusive or with a zero that only the last stage of a compiler, which keeps divisions, sees.
     """
     bits = jnp.dtype(f"uint{jnp.finfo(x.dtype).bits}")
     last = jnp.array(jnp.finfo(x.dtype).bits - 1, bits)

@@ -1,29 +1,57 @@
-"""The training step with exact sums: the same bits on any number of devices."""
+"""The training step with exact sums: the same bits on any number of devices.
+
+The global batch is cut in logical shards, of which each device runs its own one at a time.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import ClosedJaxpr, jaxprs_in_params
 
+from research_dp.deterministic import sum as tree_sum
 from research_dp.deterministic.division import as_written
-from research_dp.deterministic.logical_shards import check_wide, one_by_one
-from research_dp.deterministic.norm import norm_by_blocks
-from research_dp.deterministic.sum import TreeReduction, fence, unknown_zero, without_negative_zero
+from research_dp.deterministic.sum import TreeReduction, add_pairs, fence, unknown_zero
+from research_dp.distributed.collectives import gather
+from research_dp.distributed.jaxpr import Callers, Source, trace_sources
+from research_dp.distributed.mesh import FSDP_AXIS
 from research_dp.distributed.optimizer import apply_optimizer
+from research_dp.distributed.sharding import LeafSharding, flatten_padded, pad_to_multiple
 from research_dp.distributed.units import Units
+from research_dp.errors import binding_error
 from research_dp.strategies.step import Step, Sums, sums_of
-from research_dp.strategies.strategy import PlacedBatch, TrainState
+from research_dp.strategies.strategy import (
+    PlacedBatch,
+    StrategyConfig,
+    TrainSpec,
+    TrainState,
+    example_keys,
+)
 
 PyTree = Any
+
+# Operations that only move numbers: the same bits wherever they are done.
+_MOVES = frozenset(
+    (
+        *("broadcast_in_dim", "concatenate", "copy", "dynamic_slice", "expand_dims", "gather"),
+        *("iota", "name", "pad", "reshape", "rev", "select_n", "slice", "split", "squeeze"),
+        "transpose",
+    )
+)
 
 
 class DeterministicStep(Step):
     """A `Step` in which a micro-batch is a logical shard.
 
     The sum over a device's shards is complete before it is communicated, so that the order of
-    additions is one for all strategies. So everything is gathered before the shards, and scattered
+    additions is one for all strategies: everything is gathered before the shards, and scattered
     after them.
     """
 
@@ -35,9 +63,8 @@ class DeterministicStep(Step):
     def mean_gradients(
         self, state: TrainState, batch: PlacedBatch
     ) -> tuple[PyTree, PyTree, Sums, PyTree]:
-        """As in `Step`."""
         params, scatter = jax.vjp(self.units().gather_all, state.params)
-        check_wide(params)
+        _check_wide(params)
 
         def of_shard(params: PyTree, shard: PlacedBatch) -> tuple[PyTree, PyTree]:
             loss = self.loss_of(state, state.model_state, shard, Units())
@@ -50,7 +77,6 @@ class DeterministicStep(Step):
         return grads, state.model_state, sums, slot_state
 
     def evaluate(self, state: TrainState, examples: Mapping[str, jax.Array]) -> Sums:
-        """As in `Step`."""
         params = self.units().gather_all(state.params)
         rows = self.spec.batch_size // self._reduction.logical_shards
 
@@ -61,17 +87,200 @@ class DeterministicStep(Step):
         return self.sum_metrics(one_by_one(of_shard, params, parts, state.step, self._reduction))
 
     def norm(self, grads: PyTree, step: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """As in `Step`."""
         shards = self._reduction.logical_shards
         return norm_by_blocks(grads, self.shardings.slices, shards, unknown_zero(step))
 
     def apply(self, grads: PyTree, params: PyTree, state: TrainState) -> tuple[PyTree, PyTree]:
-        """As in `Step`."""
-        grads = jax.tree.map(without_negative_zero, grads)
-        grads = fence(grads, unknown_zero(state.step))
-
-        def update(grads: PyTree, opt_state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-            return apply_optimizer(self.spec.optimizer, grads, opt_state, params)
-
-        arguments = (grads, state.opt_state, params)
+        grads = jax.tree.map(tree_sum.without_negative_zero, grads)
+        arguments = fence(grads, unknown_zero(state.step)), state.opt_state, params
+        update = functools.partial(apply_optimizer, self.spec.optimizer)
         return as_written(update, *arguments)(*arguments)
+
+
+def in_shards(spec: TrainSpec, devices: int, shards: int) -> np.ndarray:
+    """Places in the global batch, int32 (shards / devices, batch_size * devices / shards).
+
+    A row has one logical shard of each device; a device's own are neighbours in the batch.
+    """
+    parts = devices * spec.accumulation_steps
+    if shards % parts:
+        raise binding_error(
+            "tree_reduction.logical_shards",
+            f" = {shards} cannot be shared by {devices} devices x accumulation_steps "
+            f"{spec.accumulation_steps} = {parts}. Take a multiple, for all runs that are to "
+            "agree; devices must be a power of two.",
+        )
+    if spec.batch_size % shards:
+        raise binding_error(
+            "train.batch_size",
+            f" = {spec.batch_size} cannot be cut in {shards} logical shards "
+            "(tree_reduction.logical_shards) of one size. Take a multiple.",
+        )
+    places = np.arange(spec.batch_size, dtype=np.int32)
+    by_device = places.reshape(devices, shards // devices, -1).swapaxes(0, 1)
+    return by_device.reshape(shards // devices, -1)
+
+
+def one_by_one(
+    function: Callable[..., Any], params: PyTree, parts: PyTree, step: Any, reduction: TreeReduction
+) -> PyTree:
+    """The tree sum of `function(params, part)` over this device's logical shards.
+
+    `parts` are arrays with a leading dim that counts shards; results are trees of arrays.
+    """
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), parts)
+    written = as_written(function, params, like)
+    leaves, treedef = jax.tree.flatten(params)
+    alone = worked_on_alone(written.program, len(leaves))
+
+    def leaf(index: Any, zero: jax.Array) -> PyTree:
+        part = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), parts)
+        # Not all parameters: their copies would cost as much memory as they, and as much time as
+        # the sum of the gradients.
+        own = [fence(x, zero) if fenced else x for x, fenced in zip(leaves, alone, strict=True)]
+        return fence(written(jax.tree.unflatten(treedef, own), fence(part, zero)), zero)
+
+    count = jax.tree.leaves(parts)[0].shape[0]
+    return tree_sum.add_up_pairs(leaf, count, unknown_zero(step), loop=reduction.loop)
+
+
+def worked_on_alone(program: ClosedJaxpr, count: int) -> list[bool]:
+    """Whether a program computes with a parameter alone, for each of its first `count` arguments.
+
+    What it makes of parameters alone (and constants, also in derivatives) is the same for each
+    logical shard: a compiler may do it once for all, or anew beside each use, and round otherwise.
+    Parameters that go straight into operations with examples leave it no choice. Where that is not
+    known, as with kernels and loops of unknown length, it is assumed.
+    """
+    alone: set[int] = set()
+
+    def visit(equation: Any, given: Sequence[Source], callers: Callers) -> None:
+        opaque = any(True for _ in jaxprs_in_params(equation.params))
+        if opaque or (None not in given and equation.primitive.name not in _MOVES):
+            alone.update(*(one for one in given if one is not None))
+
+    trace_sources(program, count, visit)
+    return [i in alone for i in range(count)]
+
+
+def check_model(config: StrategyConfig, spec: TrainSpec, abstract: TrainState) -> None:
+    """Raises UsageError for what logical shards, which know nothing of each other, cannot do."""
+    if config.prefetch:
+        raise binding_error(
+            "data_parallel.prefetch",
+            " = True: with logical shards (data_parallel.reduction) all is gathered before the "
+            "first. Bind False.",
+        )
+    if config.accumulation_dtype not in (None, "float32"):
+        raise binding_error(
+            "data_parallel.accumulation_dtype",
+            f" = {config.accumulation_dtype!r}: logical shards are added up in float32 "
+            "(data_parallel.reduction). Bind None.",
+        )
+    if jax.tree.leaves(abstract.model_state) or _knows_other_examples(spec, abstract):
+        raise binding_error(
+            "data_parallel.reduction",
+            ": train.model has statistics over the batch, which are no sums over logical shards. "
+            "Take a norm over each example, e.g. 'group'.",
+        )
+
+
+def _knows_other_examples(spec: TrainSpec, abstract: TrainState) -> bool:
+    """Whether a loss communicates over the axes that the batch is split over."""
+    axis = "an axis that is bound nowhere"
+
+    def loss(params: PyTree) -> Any:
+        keys = example_keys(spec.seed, jnp.int32(0), jnp.zeros(1, jnp.int32))
+        examples = {k: jnp.zeros((1, *x.shape), x.dtype) for k, x in spec.example.items()}
+        more = {"units": Units()} if spec.model.units else {}
+        return spec.model.loss(
+            params, abstract.model_state, examples, keys, train=True, batch_axes=(axis,), **more
+        )
+
+    try:
+        jax.eval_shape(loss, abstract.params)
+    except NameError as error:
+        if axis in str(error):
+            return True
+        raise
+    return False
+
+
+def _check_wide(gathered: PyTree) -> None:
+    """Raises UsageError if gradients of what was gathered would be added in a narrow dtype."""
+    for x in jax.tree.leaves(gathered):
+        if jnp.iscomplexobj(x):
+            raise binding_error(
+                "data_parallel.reduction",
+                f": exact sums are of real numbers, but a parameter is {x.dtype}. Split it into "
+                "its real and imaginary part, or leave the default.",
+            )
+        if jnp.finfo(x.dtype).bits < 32:
+            raise binding_error(
+                "data_parallel.reduction",
+                f": gradients of parameters in {x.dtype} cannot be added in float32. Leave "
+                "gather_params.gather_dtype and data_parallel.param_dtype at None.",
+            )
+
+
+def norm_by_blocks(
+    tree: PyTree, shardings: PyTree, blocks: int, zero: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The L2 norm and float32 flags of nonfinite leaves: the same bits however arrays are sharded.
+
+    Every dim of an array is cut into as many equal pieces as `blocks`, a power of two, allows.
+    Devices, whose number divides `blocks`, exchange the sums of squares of these blocks, and all
+    are added in one order. `zero` is `unknown_zero`.
+    """
+    places = jax.tree.leaves(shardings)
+    sums = []
+    for x, place in zip(jax.tree.leaves(tree), places, strict=True):
+        order = _order(place.shape, blocks)
+        one = jnp.transpose(_squares(x.astype(jnp.float32), place, blocks, zero), order)
+        # Along the dims before the one that is split, and along this device's part of that.
+        for _ in order if place.dim is None else range(order.index(place.dim) + 1):
+            one = add_pairs(one)
+        sums.append(one)
+    split = [i for i, place in enumerate(places) if place.dim is not None]
+    if split:
+        local = jnp.concatenate([sums[i].reshape(1, -1) for i in split], axis=1)
+        total = add_pairs(gather(local, 0, FSDP_AXIS, replicated=True))
+        for i, part in zip(split, lax.split(total, [sums[i].size for i in split]), strict=True):
+            sums[i] = part.reshape(sums[i].shape)
+    for i, one in enumerate(sums):
+        while one.ndim:
+            one = add_pairs(one)
+        sums[i] = one
+    each = jnp.stack(sums)
+    total = fence(add_pairs(flatten_padded(each, _power_of_two(len(sums)))), zero)
+    return jnp.sqrt(total), (~jnp.isfinite(each)).astype(jnp.float32)
+
+
+def _order(shape: tuple[int, ...], blocks: int) -> list[int]:
+    """The dims in the order of additions: last the likely sharded one, whose sum communicates."""
+    dims = range(len(shape))
+    last = max(dims, key=lambda d: (math.gcd(shape[d], blocks), shape[d], d), default=None)
+    return sorted(dims, key=lambda d: d == last)
+
+
+def _squares(x: jax.Array, place: LeafSharding, blocks: int, zero: jax.Array) -> jax.Array:
+    """Sums of squares of this device's blocks of one array.
+
+    Written as additions, for the order of a `jnp.sum` depends on the memory layout of its operand.
+    Four quarters are added at a time: compilers make one loop over memory of that.
+    """
+    shape: list[int] = []
+    for dim, length in enumerate(place.shape):
+        pieces = math.gcd(length, blocks)
+        local = pieces // place.axis_size if dim == place.dim else pieces
+        shape += [local, length // pieces]
+    squares = fence(jnp.square(x), zero).reshape(shape)
+    for dim in range(1, len(shape), 2):
+        squares = pad_to_multiple(squares, _power_of_two(shape[dim]), dim)
+        while squares.shape[dim] > 1:
+            squares = tree_sum.pairwise(jnp.split(squares, min(4, squares.shape[dim]), axis=dim))
+    return squares.reshape(shape[0::2])
+
+
+def _power_of_two(least: int) -> int:
+    return 2 ** math.ceil(math.log2(least))

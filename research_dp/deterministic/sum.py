@@ -1,12 +1,11 @@
 """Sums in one order, whatever the number of devices: a balanced binary tree over logical shards.
 
-The global batch is cut in V logical shards, the same on any mesh. Each gives its gradient by the
-same program, and the V gradients are added pairwise, neighbours first: those of one device locally,
-then those of a group of devices, then those of the groups. The additions do not depend on which
-device has which shard, so the result has the same bits.
+The global batch is cut in logical shards, the same on any mesh. Each gives its gradient by the same
+program, and these are added pairwise, neighbours first: those of one device, then those of a group
+of devices, then those of the groups. Which device has which shard makes no difference.
 
 Compilers keep the order of additions, but may fuse a multiplication with the addition that follows
-it (one rounding less), and do so according to what stands beside it: `fence` keeps them apart.
+it (one rounding less), according to what stands beside it: `fence` keeps them apart.
 """
 
 from __future__ import annotations
@@ -29,25 +28,20 @@ from research_dp.distributed.mesh import target_platform
 from research_dp.distributed.sharding import flatten_padded, unflatten
 from research_dp.distributed.transports.all_to_all import over_gloo
 from research_dp.distributed.vma import is_tracked
-from research_dp.errors import UsageError
+from research_dp.errors import binding_error
 
 PyTree = Any
 
-# From here on halving is faster between 8 CPU devices (experiments/determinism), where it saves no
-# bytes; between hosts it saves most of them, whatever the size.
+# From here on halving is faster between 8 CPU devices (experiments/determinism); between hosts it
+# saves most of the bytes, whatever the size.
 _HALVED_BYTES = 2**20
-# Up to here one gather, of as many times the bytes as there are devices, is quicker than an
-# exchange and a gather of the sum: metrics are that small.
+# Up to here one gather of all addends is quicker than an exchange and a gather of the sum.
 _GATHERED_BYTES = 2**6
 
 
 @dataclasses.dataclass(frozen=True)
 class TreeReduction(Reduction):
-    """Collectives that add in the order of one balanced binary tree.
-
-    `logical_shards` are cut from the global batch, on any mesh; `loop`
-    says whether a device's are a loop of the program, or written out.
-    """
+    """What `tree_reduction` makes."""
 
     logical_shards: int = 1  # type: ignore[misc]
     loop: bool = False
@@ -69,19 +63,17 @@ def tree_reduction(*, logical_shards: Count, loop: bool = False) -> Reduction:
             otherwise they are written out one after the other. Other bits too: compilers choose
             other code in loops. XLA's CPU backend is far slower there at convolutions.
     """
-    name = "tree_reduction.logical_shards"
     if logical_shards & (logical_shards - 1):
-        raise UsageError(
-            f"{name} = {logical_shards}: give a power of two, for sums are taken of pairs.",
-            binding=name,
+        raise binding_error(
+            "tree_reduction.logical_shards",
+            f" = {logical_shards}: give a power of two, for sums are taken of pairs.",
         )
     return TreeReduction(_all_reduce, _reduce_scatter, logical_shards=logical_shards, loop=loop)
 
 
 def _reduce_scatter(x: jax.Array, axis: str, dim: int) -> jax.Array:
-    # Only sums: whoever calls divides, once, by the number of partial results. What comes is fenced
-    # (`one_by_one`): a multiplication just before would be fused with the addition here, on some
-    # meshes.
+    # Only sums: whoever calls divides, once. What comes is fenced (`one_by_one`): a multiplication
+    # just before would be fused with the addition here, on some meshes.
     devices = _addends(x, axis)
     blocks = x.reshape(*x.shape[:dim], devices, x.shape[dim] // devices, *x.shape[dim + 1 :])
     blocks = jnp.moveaxis(blocks, dim, 0)
@@ -96,16 +88,12 @@ def _addends(x: jax.Array, axis: str) -> int:
     _refuse_narrow(x.dtype)
     devices = axes_size((axis,))
     if devices & (devices - 1):
-        raise _refused(
-            f" over {devices} devices of axis {axis!r}: take a power of two, for sums are taken of "
-            "pairs."
+        raise binding_error(
+            "data_parallel.reduction",
+            f": @tree_reduction over {devices} devices of axis {axis!r}: take a power of two, for "
+            "sums are taken of pairs.",
         )
     return devices
-
-
-def _refused(problem: str) -> UsageError:
-    binding = "data_parallel.reduction"
-    return UsageError(f"{binding}: @tree_reduction{problem}", binding=binding)
 
 
 def _pays_halving(x: jax.Array, axes: Axes) -> bool:
@@ -119,15 +107,9 @@ def _pays_halving(x: jax.Array, axes: Axes) -> bool:
     return large and mapped and target_platform() != "tpu" and not over_gloo()
 
 
-def _pairs_of(devices: int) -> list[list[tuple[int, int]]]:
-    """Who adds with whom: neighbours first, then those two apart, and so on."""
-    distances = [2**level for level in range(devices.bit_length() - 1)]
-    return [[(i, i | d) for i in range(devices) if not i & d] for d in distances]
-
-
 def _bits_reversed(x: Any) -> Any:
     """The entries along dim 0, in the order of their indices with the bits reversed."""
-    levels = len(_pairs_of(len(x)))
+    levels = len(x).bit_length() - 1
     bits = x.reshape(*[2] * levels, *x.shape[1:])
     return bits.transpose(*reversed(range(levels)), *range(levels, bits.ndim)).reshape(x.shape)
 
@@ -135,10 +117,13 @@ def _bits_reversed(x: Any) -> Any:
 def _halved(x: jax.Array, axis: str) -> jax.Array:
     """A block of the sum over an axis, along dim 0, by recursive halving (Thakur et al., 2005).
 
-    Each time a device gives the other of its pair half of what it has. The block that it is left
-    with is that of its index with the bits reversed: so each half is one run of memory.
+    Each time a device gives the other of its pair half of what it has: neighbours first, then those
+    two apart, and so on. The block that it is left with is that of its index with the bits
+    reversed: so each half is one run of memory.
     """
-    for pairs in _pairs_of(lax.axis_size(axis)):
+    devices = lax.axis_size(axis)
+    for distance in (2**level for level in range(devices.bit_length() - 1)):
+        pairs = [(i, i | distance) for i in range(devices) if not i & distance]
         # Only sums, as above. a + b is b + a, to the bit: each pair adds in whatever order. But
         # backends that start from 0 make 0.0 of -0.0 and -0.0: see `without_negative_zero`.
         x = lax.psum_scatter(x, axis, axis_index_groups=pairs, tiled=True)
@@ -146,8 +131,7 @@ def _halved(x: jax.Array, axis: str) -> jax.Array:
 
 
 def _all_reduce(x: jax.Array, axes: Axes) -> jax.Array:
-    # Only sums, as above: over the innermost axis first, whose devices hold neighbours, so that
-    # two levels of devices are two levels of the tree.
+    # Only sums, as above: over the innermost axis first, whose devices have neighbours.
     sizes = [_addends(x, axis) for axis in axes]
     if x.size * x.dtype.itemsize <= _GATHERED_BYTES:
         for axis in reversed(axes):
@@ -188,9 +172,10 @@ def pairwise(parts: Sequence[jax.Array]) -> jax.Array:
 def _refuse_narrow(dtype: Any) -> None:
     """Raises UsageError for dtypes in which compilers leave out roundings between additions."""
     if jnp.issubdtype(dtype, jnp.inexact) and jnp.finfo(dtype).bits < 32:
-        raise _refused(
-            f" adds in float32, not in {jnp.dtype(dtype)}, whose roundings compilers move. Leave "
-            "dtypes of gradients and of gathers at None."
+        raise binding_error(
+            "data_parallel.reduction",
+            f": @tree_reduction adds in float32, not in {jnp.dtype(dtype)}, whose roundings "
+            "compilers move. Leave dtypes of gradients and of gathers at None.",
         )
 
 
@@ -199,8 +184,8 @@ def add_up_pairs(
 ) -> PyTree:
     """The sum of `leaf(0)` to `leaf(count - 1)`, computed one at a time, by the same tree.
 
-    `leaf` is (index, `unknown_zero`) -> a tree of arrays; `count` is a power of two, of whose sums
-    `log2(count) + 1` are kept. `leaf` is the body of a `loop`, or is written out `count` times.
+    `leaf` is (index, `unknown_zero`) -> a tree of arrays, and the body of a `loop`, or written out
+    `count` times, a power of two. `log2(count) + 1` sums are kept.
     """
     if not loop:
         return _written_out(leaf, 0, count, zero)
@@ -208,7 +193,7 @@ def add_up_pairs(
     for x in jax.tree.leaves(like):
         _refuse_narrow(x.dtype)
 
-    # Nothing but -0.0 leaves every number as it is when it is added, -0.0 too.
+    # Only -0.0 leaves every number as it is when it is added, -0.0 too.
     nothing = jax.tree.map(lambda x: jnp.full(x.shape, -0.0, x.dtype), like)
 
     def part(first: Any, size: int) -> PyTree:
@@ -247,8 +232,8 @@ def unknown_zero(count: jax.Array) -> jax.Array:
 def fence(tree: PyTree, zero: jax.Array) -> PyTree:
     """The same values, across which no compiler fuses or reorders operations.
 
-    `jax.lax.optimization_barrier` does not do: XLA removes it before it fuses. `zero` is
-    `unknown_zero`. Random keys are returned as they are.
+    XLA removes `jax.lax.optimization_barrier` before it fuses. `zero` is `unknown_zero`. Random
+    keys are returned as they are.
     """
 
     def one(x: jax.Array) -> jax.Array:
@@ -266,8 +251,5 @@ def fence(tree: PyTree, zero: jax.Array) -> PyTree:
 
 
 def without_negative_zero(x: jax.Array) -> jax.Array:
-    """The same numbers; 0.0 for -0.0, which one way of adding up leaves and another does not.
-
-    The sign of a zero changes no other sum, so it is enough to do it at the end.
-    """
+    """The same numbers; 0.0 for -0.0, which one way of adding up leaves and another does not."""
     return jnp.where(x == 0, jnp.zeros_like(x), x)

@@ -14,20 +14,17 @@ import jax.numpy as jnp
 from jax import lax
 
 from research_dp.argument_checks import checked
-from research_dp.argument_types import Arrays, AxisNames, Dtype, arrays_like
+from research_dp.argument_types import Array, Arrays, AxisNames, Dtype, arrays_like
 from research_dp.distributed import collectives
 from research_dp.distributed.collectives import PLAIN, Axes, Reduction, flat_axes
 from research_dp.distributed.mesh import FSDP_AXIS
-from research_dp.distributed.sharding import (
-    LeafSharding,
-    flatten_padded,
-    shardings_like,
-    unflatten,
-)
+from research_dp.distributed.sharding import LeafSharding, flatten_padded, shardings_like, unflatten
 from research_dp.distributed.vma import is_replicated, varying_axes
 from research_dp.errors import UsageError
 
 PyTree = Any
+Move = Callable[[jax.Array], jax.Array]  # rows (r, k) -> (any, k)
+Reshape = Callable[[jax.Array, LeafSharding], jax.Array]
 
 DEFAULT_BUCKET_BYTES = 32 * 2**20
 
@@ -52,16 +49,12 @@ def make_buckets(sizes: Sequence[tuple[Hashable, int]], bucket_bytes: int) -> li
 
 
 def _in_buckets(
-    rows: Sequence[jax.Array],
-    sizes: Sequence[int],
-    bucket_bytes: int,
-    move: Callable[[jax.Array], jax.Array],
+    rows: Sequence[jax.Array], sizes: Sequence[int], bucket_bytes: int, move: Move
 ) -> list[jax.Array]:
     """Applies `move` to arrays (r, k_i) concatenated along dim 1, and cuts the result apart.
 
     Those of one bucket have the same dtype, and vary over the same axes. `sizes` has the elements
-    of the full array that each belongs to, which fill a bucket: so buckets depend neither on
-    padding nor on the number of devices. `move` is (r, k) -> (any, k).
+    of the full arrays, which fill a bucket: so buckets depend on no padding or number of devices.
     """
     moved: list[Any] = [None] * len(rows)
     kinds = [
@@ -86,22 +79,18 @@ def all_mean_tree(
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
 ) -> PyTree:
     """Mean over devices of each leaf, few collectives for many leaves; leaves keep their dtype."""
-    axes = flat_axes(axes)
-
-    def move(rows: jax.Array) -> jax.Array:
-        return _mean(rows, axes, reduction, dtype, pre_divide)
-
     leaves, treedef = jax.tree.flatten(tree)
-    rows = [x.reshape(1, -1) for x in leaves]
-    sizes = [x.size for x in leaves]
-    moved = _in_buckets(rows, sizes, bucket_bytes, move)
+    moved = _in_buckets(
+        [x.reshape(1, -1) for x in leaves],
+        [x.size for x in leaves],
+        bucket_bytes,
+        lambda rows: _mean(rows, flat_axes(axes), reduction, dtype, pre_divide),
+    )
     means = [m.reshape(x.shape) for m, x in zip(moved, leaves, strict=True)]
     return jax.tree.unflatten(treedef, means)
 
 
-def _mean(
-    x: jax.Array, axes: Axes, reduction: Reduction, dtype: Any, pre_divide: bool
-) -> jax.Array:
+def _mean(x: Array, axes: Axes, reduction: Reduction, dtype: Any, pre_divide: bool) -> jax.Array:
     """`all_mean`, skipping axes along which the value is already replicated."""
     differing = tuple(axis for axis in axes if not is_replicated(x, axis))
     return collectives.all_mean(x, differing, reduction, dtype, pre_divide=pre_divide)
@@ -125,26 +114,24 @@ def scatter_mean_tree(
         tree: Full arrays. Leaves that are not sharded are returned as they are.
         layout: Their shardings.
         reduction: How they are summed.
-        axis: The mesh axis, or axes, that leaves are sharded over: summed over first, by a
-            reduce-scatter.
+        axis: The mesh axis, or axes, that leaves are sharded over, by a reduce-scatter.
         replica_axes: Axes along which shards are replicated: the mean over them is taken next.
         dtype: dtype on the wire; None: each leaf's own.
         pre_divide: Divide before each sum, for float16.
         bucket_bytes: Bytes of one collective; <= 0: one collective for each leaf.
     """
-    _refuse_no_axis(layout, axis)
+    axes = flat_axes(axis)
 
     def move(rows: jax.Array) -> jax.Array:
         # Each mean divides by the size of the axes that it sums over: together, once by each.
-        if all(is_replicated(rows, name) for name in flat_axes(axis)):
-            # The mean of equal values is that value.
-            block = collectives.shard(rows, 0, flat_axes(axis))
+        if all(is_replicated(rows, name) for name in axes):
+            block = collectives.shard(rows, 0, axes)  # the mean of equal values is that value
         else:
             block = collectives.scatter_mean(rows, 0, axis, reduction, dtype, pre_divide=pre_divide)
         return _mean(block, flat_axes(replica_axes), reduction, dtype, pre_divide)
 
     return _sharded_leaves(
-        tree, layout, bucket_bytes, _full_to_rows, move, lambda row, p: row.reshape(p.local_shape)
+        tree, layout, axes, bucket_bytes, _to_rows, move, lambda x, p: x.reshape(p.local_shape)
     )
 
 
@@ -164,66 +151,54 @@ def gather_tree(
     Not for code that is differentiated; for `replicated` see `collectives.gather`. `into`, a tree
     of full arrays that are not used any more, may be overwritten with the result.
     """
-    _refuse_no_axis(layout, axis)
+    axes, shardings, old = flat_axes(axis), jax.tree.leaves(layout), jax.tree.leaves(into)
 
     def move(rows: jax.Array) -> jax.Array:
-        return collectives.gather(rows, 0, flat_axes(axis), reduction, replicated=replicated)
+        return collectives.gather(rows, 0, axes, reduction, replicated=replicated)
 
-    def to_row(x: jax.Array, p: LeafSharding) -> jax.Array:
-        return x.reshape(1, x.size)
-
-    leaves, treedef = jax.tree.flatten(tree)
-    shardings, old = jax.tree.leaves(layout), jax.tree.leaves(into)
-    stacks = [i for i, p in enumerate(shardings) if old and _is_stack(p, bucket_bytes)]
-    rest = [i for i in range(len(leaves)) if i not in stacks]
-    trees = [leaves[i] for i in rest], [shardings[i] for i in rest]
-    moved = _sharded_leaves(*trees, bucket_bytes, to_row, move, _full_from_rows)
-    for i, x in zip(rest, moved, strict=True):
-        leaves[i] = x
+    # Stacks of arrays that are sharded along their first dim; each fills a bucket alone.
+    stacks = [
+        i
+        for i, p in enumerate(shardings)
+        if old and p.dim == 1 and len(p.shape) > 2 and not p.flat and p.nbytes >= bucket_bytes > 0
+    ]
+    full = _sharded_leaves(
+        tree,
+        layout,
+        axes,
+        bucket_bytes,
+        lambda x, p: x.reshape(1, -1),
+        move,
+        _from_rows,
+        stacks,
+    )
+    leaves, treedef = jax.tree.flatten(full)
     for i in stacks:
-        leaves[i] = _gather_stack(leaves[i], old[i], flat_axes(axis), reduction)
+        leaves[i] = _gather_stack(leaves[i], old[i], axes, reduction)
     return jax.tree.unflatten(treedef, leaves)
 
 
-def _refuse_no_axis(layout: PyTree, axis: AxisNames) -> None:
-    """Raises UsageError where a layout shards arrays over no axis."""
-    sharded = [p.path for p in jax.tree.leaves(layout) if p.dim is not None]
-    if sharded and not flat_axes(axis):
-        raise UsageError(f"axis = (): the layout shards {sharded[0]!r}; name its axis.")
-
-
-def _gather_stack(
-    blocks: jax.Array, into: jax.Array, axis: str | Axes, reduction: Reduction
-) -> jax.Array:
+def _gather_stack(blocks: Array, into: Array, axes: Axes, reduction: Reduction) -> jax.Array:
     """Gathers the arrays of a stack one at a time, in place.
 
     A gather of all at once is transposed and needs a copy: 2.5 GB more for lm_1b on 64 H100s.
     """
 
-    def one(number: jax.Array, stack: jax.Array) -> jax.Array:
+    def one(stack: jax.Array, number: jax.Array) -> tuple[jax.Array, None]:
         block = lax.dynamic_index_in_dim(blocks, number, keepdims=False)
-        full = collectives.gather(block, 0, axis, reduction, replicated=True)
-        return lax.dynamic_update_index_in_dim(stack, full, number, 0)
+        full = collectives.gather(block, 0, axes, reduction, replicated=True)
+        return lax.dynamic_update_index_in_dim(stack, full, number, 0), None
 
-    turns = jnp.arange(blocks.shape[0])
-    return lax.scan(lambda stack, number: (one(number, stack), None), into, turns)[0]
-
-
-def _is_stack(p: LeafSharding, bucket_bytes: int) -> bool:
-    """Whether it fills a bucket alone, and is a stack of arrays sharded along their first dim."""
-    stacked = p.dim == 1 and len(p.shape) > 2 and not p.flat
-    return stacked and p.nbytes >= bucket_bytes > 0
+    return lax.scan(one, into, jnp.arange(blocks.shape[0]))[0]
 
 
 def shard_tree(tree: PyTree, layout: PyTree, *, axis: str | Axes = FSDP_AXIS) -> PyTree:
     """This device's shard of each leaf that is sharded; no communication."""
 
     def one(x: jax.Array, p: LeafSharding) -> jax.Array:
-        if p.dim is None:
-            return x
-        if p.flat:
-            return collectives.shard(_full_to_rows(x, p), 0, axis).reshape(p.local_shape)
-        return collectives.shard(x, p.dim, axis)
+        if p.flat and p.dim is not None:
+            return collectives.shard(_to_rows(x, p), 0, axis).reshape(p.local_shape)
+        return x if p.dim is None else collectives.shard(x, p.dim, axis)
 
     return jax.tree.map(one, tree, layout)
 
@@ -231,16 +206,21 @@ def shard_tree(tree: PyTree, layout: PyTree, *, axis: str | Axes = FSDP_AXIS) ->
 def _sharded_leaves(
     tree: PyTree,
     layout: PyTree,
+    axes: Axes,
     bucket_bytes: int,
-    to_rows: Callable[[jax.Array, LeafSharding], jax.Array],
-    move: Callable[[jax.Array], jax.Array],
-    from_rows: Callable[[jax.Array, LeafSharding], jax.Array],
+    to_rows: Reshape,
+    move: Move,
+    from_rows: Reshape,
+    skip: Sequence[int] = (),
 ) -> PyTree:
+    """Applies `move` to the sharded leaves, as rows and in buckets; to none at indices `skip`."""
     leaves, treedef = jax.tree.flatten(tree)
     sharded = [(i, p) for i, p in enumerate(jax.tree.leaves(layout)) if p.dim is not None]
+    if sharded and not axes:
+        raise UsageError(f"axis = (): the layout shards {sharded[0][1].path!r}; name its axis.")
+    sharded = [(i, p) for i, p in sharded if i not in skip]
     rows = [to_rows(leaves[i], p) for i, p in sharded]
-    sizes = [math.prod(p.shape) for _, p in sharded]
-    moved = _in_buckets(rows, sizes, bucket_bytes, move)
+    moved = _in_buckets(rows, [math.prod(p.shape) for _, p in sharded], bucket_bytes, move)
     for (i, p), x in zip(sharded, moved, strict=True):
         leaves[i] = from_rows(x, p)
     return jax.tree.unflatten(treedef, leaves)
@@ -250,23 +230,17 @@ def _sharded_leaves(
 # of its elements: packing then copies runs of memory, and shards not at all.
 
 
-def _full_to_rows(x: jax.Array, p: LeafSharding) -> jax.Array:
+def _to_rows(x: jax.Array, p: LeafSharding) -> jax.Array:
     if p.flat:
         blocks = flatten_padded(x, p.axis_size)
     else:
-        dim = _dim(p)
+        dim = p.dim or 0
         blocks = x.reshape(*p.shape[:dim], p.axis_size, *p.local_shape[dim:])
         blocks = jnp.moveaxis(blocks, dim, 0)
     return blocks.reshape(p.axis_size, math.prod(p.local_shape))
 
 
-def _full_from_rows(rows: jax.Array, p: LeafSharding) -> jax.Array:
+def _from_rows(rows: jax.Array, p: LeafSharding) -> jax.Array:
     if p.flat:
         return unflatten(rows, p.shape)
-    blocks = rows.reshape(p.axis_size, *p.local_shape)
-    return jnp.moveaxis(blocks, 0, _dim(p)).reshape(p.shape)
-
-
-def _dim(p: LeafSharding) -> int:
-    assert p.dim is not None
-    return p.dim
+    return jnp.moveaxis(rows.reshape(p.axis_size, *p.local_shape), 0, p.dim or 0).reshape(p.shape)

@@ -1,14 +1,14 @@
 """A checksum of an array that does not depend on its sharding.
 
-It consists of integer sums over the elements, each mixed with its position. They are exact in any
-order: each device sums its shard, and a host that reads the array from a file finds the same.
+Integer sums over the elements, each mixed with its position, are exact in any order: each device
+sums its shard, and a host that reads the array from a file finds the same.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -27,26 +27,23 @@ _SMALL = 2**16  # the host reads arrays of so many elements sooner than a progra
 
 
 def tree_checksums(tree: PyTree) -> Mapping[str, str]:
-    """Checksums of global arrays, by path: 16 hex digits each.
+    """Checksums of global arrays, by path: 16 hex digits each, the same for any sharding.
 
-    They are the same for any sharding. A change of one element always changes a checksum, other
-    changes with probability 1 - 2**-64. Elements have 1, 2, 4 or 8 bytes. Devices with replicas of
-    an array share the work, and do not communicate. A collective, if there are several processes.
+    A change of one element always changes a checksum, other changes with probability 1 - 2**-64.
+    Elements have 1, 2, 4 or 8 bytes. Devices with replicas of an array share the work, and do not
+    communicate. A collective, if there are several processes.
     """
     arrays = by_path(tree)
-    host = {path: x for path, x in arrays.items() if _is_for_host(x)}
-    device = {path: x for path, x in arrays.items() if path not in host}
+    on_device = [path for path, x in arrays.items() if not _is_for_host(x)]
     # All devices' programs start before the host reads.
-    parts = [_sums_of_parts(x, _fully_sharded(x)) for x in device.values()]
-    sums = {path: _host_sums(np.asarray(x)) for path, x in host.items()}
+    parts = [_sums_of_parts(arrays[path], _fully_sharded(arrays[path])) for path in on_device]
+    sums = {p: array_checksum(np.asarray(x)) for p, x in arrays.items() if p not in on_device}
     if parts:
-        sums |= zip(device, _total_sums(parts), strict=True)
-    return {path: _hex(sums[path]) for path in arrays}
-
-
-def array_checksum(x: np.ndarray) -> str:
-    """The same of an array on the host, by numpy."""
-    return _hex(_host_sums(x))
+        local = np.stack([sum(np.asarray(s.data)[0] for s in x.addressable_shards) for x in parts])
+        if jax.process_count() > 1:
+            local = np.asarray(multihost_utils.process_allgather(local)).sum(0, dtype=np.uint32)
+        sums |= zip(on_device, map(_hex, local), strict=True)
+    return {path: sums[path] for path in arrays}
 
 
 def _is_for_host(x: Any) -> bool:
@@ -56,8 +53,8 @@ def _is_for_host(x: Any) -> bool:
     return x.size <= _SMALL and (x.is_fully_addressable or x.is_fully_replicated)
 
 
-def _host_sums(x: np.ndarray) -> np.ndarray:
-    """(2,) uint32."""
+def array_checksum(x: np.ndarray) -> str:
+    """The same of an array on the host, by numpy."""
     flat = np.ascontiguousarray(x).reshape(-1)
     flat = flat.view(np.dtype(f"u{min(flat.itemsize, 4)}"))
     total = np.zeros(2, np.uint64)
@@ -66,21 +63,12 @@ def _host_sums(x: np.ndarray) -> np.ndarray:
         positions = np.arange(start, start + bits.size, dtype=np.uint64).astype(np.uint32)
         mixed, weights = _mix(bits, positions)
         total += [mixed.sum(dtype=np.uint64), (mixed * weights).sum(dtype=np.uint64)]
-    return total.astype(np.uint32)
-
-
-def _total_sums(sums: Sequence[jax.Array]) -> np.ndarray:
-    """(arrays, 2) uint32: the sums (devices, 2) of each array, over devices and processes."""
-    local = np.stack([sum(np.asarray(s.data)[0] for s in x.addressable_shards) for x in sums])
-    if jax.process_count() == 1:
-        return local
-    return np.asarray(multihost_utils.process_allgather(local)).sum(0, dtype=np.uint32)
+    return _hex(total.astype(np.uint32))
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def _sums_of_parts(x: jax.Array, sharding: NamedSharding) -> jax.Array:
     """(devices, 2) uint32: the sums of each device over its part of an array."""
-    axes = sharding.mesh.axis_names
     by_dim, replica_axes = _axes_of(sharding, x.ndim)
 
     def sums(block: jax.Array) -> jax.Array:
@@ -98,12 +86,9 @@ def _sums_of_parts(x: jax.Array, sharding: NamedSharding) -> jax.Array:
         first = [jax.lax.axis_index(axis) == 0 for axis in replica_axes]
         return jnp.where(jnp.all(jnp.array(first, bool)), result, 0)[None]
 
+    mesh, everywhere = sharding.mesh, PartitionSpec(sharding.mesh.axis_names)
     return jax.shard_map(
-        sums,
-        mesh=sharding.mesh,
-        in_specs=sharding.spec,
-        out_specs=PartitionSpec(axes),
-        check_vma=False,
+        sums, mesh=mesh, in_specs=sharding.spec, out_specs=everywhere, check_vma=False
     )(x)
 
 
@@ -129,12 +114,8 @@ def _mix(bits: Any, positions: Any) -> tuple[Any, Any]:
 
 
 def _fully_sharded(x: jax.Array) -> NamedSharding:
-    """A sharding that also splits an array over its replicas' axes, if they divide a dim.
-
-    This needs no communication: each device takes a part of its shard.
-    """
-    sharding = x.sharding
-    assert isinstance(sharding, NamedSharding)
+    """A sharding that also splits an array over its replicas' axes, if they divide a dim."""
+    sharding: Any = x.sharding
     by_dim, replica_axes = _axes_of(sharding, x.ndim)
     if not replica_axes or not sharding.mesh.are_all_axes_auto:
         return sharding

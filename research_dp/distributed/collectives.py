@@ -1,8 +1,7 @@
 """The primitives that communicate: sum, scatter, gather, of one array.
 
-Every function here runs where mesh axes are bound (`shard_map`, `pmap`, `vmap(axis_name=...)`), on
-one device's view of the arrays. The collectives are a value, `Reduction`, which a strategy may
-replace without replacing anything else.
+They run where mesh axes are bound (`shard_map`, `pmap`, `vmap(axis_name=...)`), on one device's
+view of the arrays.
 """
 
 from __future__ import annotations
@@ -34,9 +33,7 @@ def _all_gather(x: jax.Array, axis: str, dim: int, to: str) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Reduction:
-    """The three collectives of a strategy: a value, so that a strategy may replace them.
-
-    They only sum and concatenate. Whoever calls them divides, once.
+    """The three collectives of a strategy, which only sum and concatenate: callers divide, once.
 
     Attributes:
         all_reduce: (array, axis names) -> the sum over the axes, on every device.
@@ -52,26 +49,18 @@ class Reduction:
     logical_shards: ClassVar[int | None] = None
 
 
-def _psum(x: jax.Array, axes: Axes) -> jax.Array:
-    return lax.psum(x, axes)  # sums; the caller divides
-
-
 def _psum_scatter(x: jax.Array, axis: str, dim: int) -> jax.Array:
     if all_to_all.over_gloo():  # whose own reduce-scatter cannot be trusted
         return all_to_all.reduce_scatter(x, axis, dim)
     return lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)  # sums; the caller divides
 
 
-PLAIN = Reduction(_psum, _psum_scatter)
+PLAIN = Reduction(lax.psum, _psum_scatter)  # only sums: whoever calls divides
 EXCHANGED = Reduction(all_to_all.all_reduce, all_to_all.reduce_scatter)
 
 
 def takes(*options: str) -> Callable[[Any], Any]:
-    """Declares which options of a strategy a slot's function takes, by keyword.
-
-    A function that declares none is called with the arguments of its slot's contract alone
-    (`strategies.slots`).
-    """
+    """Declares which options of a strategy a slot's function takes, by keyword; others get none."""
 
     def declare(function: Any) -> Any:
         function.takes = frozenset(options)
@@ -85,10 +74,8 @@ def flat_axes(axes: Any) -> Axes:
 
     Raises UsageError if an axis is named twice.
     """
-    if axes is None:
-        return ()
     if isinstance(axes, str) or not isinstance(axes, Sequence):
-        return (axes,)
+        return () if axes is None else (axes,)
     flat = tuple(name for part in axes for name in flat_axes(part))
     if len(set(flat)) < len(flat):
         raise UsageError(f"axis names {axes!r}: an axis is named twice. Name each axis once.")
@@ -98,7 +85,7 @@ def flat_axes(axes: Any) -> Axes:
 def axes_size(axes: Axes) -> int:
     """Number of devices over the bound axes; NameError, which names it, if one is not bound."""
     try:
-        return math.prod(lax.axis_size(axis) for axis in axes)
+        return math.prod(map(lax.axis_size, axes))
     except NameError as error:
         raise NameError(
             f"{error}. Call this inside shard_map, pmap or vmap(axis_name=...) over that axis."
@@ -146,22 +133,19 @@ def scatter_mean(
             f"scatter_mean.dim = {dim}: {devices} devices over {axes} do not divide such a dim of "
             f"an array of shape {x.shape}."
         )
-    dim %= x.ndim
 
     def add(wire: jax.Array) -> jax.Array:
-        for name in axes:
-            # Sums over one axis after the other, the major one first; `_mean` divides, once.
-            wire = reduction.reduce_scatter(wire, name, dim)
+        for name in axes:  # sums over one axis after the other; `_mean` divides, once
+            wire = reduction.reduce_scatter(wire, name, dim % x.ndim)
         return wire
 
     return _mean(x, axes, add, dtype, pre_divide)
 
 
 def cast_dtype(own: Any, dtype: Any) -> Any:
-    """The dtype that an array of dtype `own` is cast to where an option names `dtype`.
+    """The dtype that an array of dtype `own` is cast to where an option names `dtype`, or None.
 
-    It is `dtype` for real floating-point arrays. Complex ones, which would lose their imaginary
-    part, integers and keys stay as they are, as does everything if `dtype` is None.
+    Complex arrays, which would lose their imaginary part, integers and keys stay as they are.
     """
     return dtype if dtype is not None and jnp.issubdtype(own, jnp.floating) else own
 
@@ -182,18 +166,12 @@ def _mean(
 
 
 def gather(
-    x: jax.Array,
-    dim: int,
-    axis: str | Axes,
-    reduction: Reduction = PLAIN,
-    *,
-    replicated: bool = False,
+    x: Array, dim: int, axis: str | Axes, reduction: Reduction = PLAIN, *, replicated: bool = False
 ) -> jax.Array:
     """Concatenates the devices' blocks along `dim`; several axes one after the other.
 
     `replicated` types the result as the same on each device where `shard_map` tracks that, so that
-    it may leave the map replicated. Not where it is differentiated: autodiff sums its gradients by
-    itself.
+    it may leave the map; not where it is differentiated, for autodiff would sum its gradients.
     """
     for name in reversed(flat_axes(axis)):
         to = "invarying" if replicated and is_tracked(name) else "varying"

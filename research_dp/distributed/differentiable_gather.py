@@ -11,16 +11,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from research_dp.argument_checks import checked
 from research_dp.argument_types import Array, AxisName, Dtype
+from research_dp.distributed import collectives
 from research_dp.distributed.buckets import gather_tree, scatter_mean_tree
-from research_dp.distributed.collectives import (
-    PLAIN,
-    Axes,
-    Reduction,
-    axes_size,
-    cast_dtype,
-    flat_axes,
-    scatter_mean,
-)
+from research_dp.distributed.collectives import PLAIN, Axes, Reduction, cast_dtype, flat_axes
 from research_dp.distributed.remat import GATHERED
 from research_dp.distributed.sharding import LeafSharding
 from research_dp.errors import UsageError
@@ -33,13 +26,12 @@ def with_gradient(forward: Callable[..., Any], backward: Callable[..., Any]) -> 
 
     Each is the derivative of the other, so derivatives of any order are exact. A full array has the
     gradient of this device's own loss, a shard that of the mean loss. So a gather's gradient is
-    scattered and divided, and the gradient of that is gathered without a division. Autodiff would
-    divide again.
+    scattered and divided, and the gradient of that is gathered: autodiff would divide again.
 
     `forward` is (pytree, *constants) -> pytree, and closes over no traced value; `backward` is
     (gradient of the result, *constants) -> gradient of the pytree, in its dtypes. Constants, such
-    as indices, are not differentiated. In forward mode, for which there is no rule, the result
-    raises UsageError; inside `jax.jit` JAX raises its own TypeError.
+    as indices, are not differentiated. Forward mode, for which there is no rule, raises UsageError;
+    inside `jax.jit` JAX raises its own TypeError.
     """
     linearised: list[bool] = []
     run = jax.custom_vjp(forward)
@@ -61,9 +53,8 @@ def with_gradient(forward: Callable[..., Any], backward: Callable[..., Any]) -> 
         except TypeError as error:
             if not linearised:
                 raise
-            # The forward pass has run. Reverse mode calls `transposed` later, elsewhere. Forward
-            # mode asks for the tangent here, and each JAX transformation fails in its own words,
-            # such as "unhashable type: 'list'".
+            # The forward pass has run, and only forward mode asks for the tangent here, at which
+            # each JAX transformation fails in its own words.
             raise UsageError(
                 "forward-mode differentiation (jvp, jacfwd, hessian) is not available through a "
                 "gather. Use reverse over reverse, e.g. jax.jacrev(jax.jacrev(f))."
@@ -76,8 +67,7 @@ class GatherOptions(NamedTuple):
     """How an array is gathered over `axis`, and how its gradient comes back.
 
     `gather_dtype` is that of the gathered array, `grad_scatter_dtype` that in which gradients are
-    summed; None: its own (`cast_dtype`). `pre_divide`: gradients are divided before they are
-    summed, for float16.
+    summed, after a division if `pre_divide`; None: its own (`cast_dtype`).
     """
 
     dim: int
@@ -88,10 +78,7 @@ class GatherOptions(NamedTuple):
     pre_divide: bool = False
 
     def differentiable(self, dtype: Any) -> Callable[[jax.Array], jax.Array]:
-        """The gather of a shard of this dtype; its gradient is this device's shard of the mean.
-
-        Over other axes than `axis` nothing is averaged. Derivatives of any order are exact.
-        """
+        """The gather of a shard of this dtype; its gradient is this device's shard of the mean."""
         dim, axis, reduction = self.dim, flat_axes(self.axis), self.reduction
 
         def forward(x: jax.Array) -> jax.Array:
@@ -103,7 +90,7 @@ class GatherOptions(NamedTuple):
         def backward(g: jax.Array) -> jax.Array:
             wire = g.astype(cast_dtype(dtype, self.grad_scatter_dtype))
             # `scatter_mean` sums over `axis` and divides by its size; nobody else does.
-            mean = scatter_mean(wire, dim, axis, reduction, pre_divide=self.pre_divide)
+            mean = collectives.scatter_mean(wire, dim, axis, reduction, pre_divide=self.pre_divide)
             return mean.astype(dtype)
 
         return with_gradient(forward, backward)
@@ -136,7 +123,7 @@ def gather_array_with_mean_grads(
         NameError: The axis is not bound.
     """
     axes = flat_axes(axis_name)
-    axes_size(axes)  # names an axis that is not bound
+    collectives.axes_size(axes)  # names an axis that is not bound
     if not -x.ndim <= axis < x.ndim:
         raise UsageError(f"gather over {axes}: an array of shape {x.shape} has no dim {axis}.")
     # A type that says that x is the same on each device is no reason to refuse it: `nn.scan` traces
@@ -150,10 +137,9 @@ def gather_array_with_mean_grads(
 def gather_by_compiler(
     x: jax.Array, sharded: jax.sharding.NamedSharding, replicated: jax.sharding.NamedSharding
 ) -> jax.Array:
-    """Tells the compiler to gather `x` for compute and to scatter its gradient.
+    """Tells the compiler, under `jit`, to gather `x` for compute and to scatter its gradient.
 
-    Under `jit`, outside mapped axes. Without it the compiler may split activations over the dims
-    that parameters are sharded on, and move those instead.
+    Without it activations may be split over the dims that parameters are sharded on, and moved.
     """
 
     def full(x: jax.Array) -> jax.Array:
@@ -167,8 +153,7 @@ def gather_tree_with_mean_grads(
 ) -> PyTree:
     """`GatherOptions.differentiable` of all leaves that are sharded, in buckets; `dim` is not used.
 
-    Other leaves are returned as they are. Buckets are packed and unpacked by copies, which a
-    compiler that combines collectives by itself does without.
+    Packing copies, which a compiler that combines collectives by itself does not.
     """
     dtypes = jax.tree.map(lambda x: x.dtype, tree)
     buckets: dict[str, Any] = {"axis": options.axis, "bucket_bytes": bucket_bytes}

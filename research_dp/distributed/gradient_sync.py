@@ -1,22 +1,31 @@
-"""Gradients averaged over devices, by all-reduce or reduce-scatter: functions of slot `sync`."""
+"""Gradients averaged over devices, functions of slot `sync`; means of uneven numbers of items."""
 
 from __future__ import annotations
 
+import weakref
 from typing import Annotated, Any
 
 import gin
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from research_dp.argument_checks import checked
 from research_dp.argument_types import Arrays, AxisNames, Dtype, Number, Numbers
-from research_dp.distributed import boxed, buckets, gradient_means
+from research_dp.distributed import boxed, buckets
 from research_dp.distributed.collectives import PLAIN, Axes, Reduction, axes_size, flat_axes, takes
 from research_dp.distributed.mesh import FSDP_AXIS
 from research_dp.distributed.sharding import shardings_like
-from research_dp.distributed.vma import is_replicated
+from research_dp.distributed.vma import is_replicated, varying_axes
+from research_dp.errors import UsageError
 
 PyTree = Any
+
+# The axes that a value was averaged over, by the value's id. The type of an average is that of a
+# sum by autodiff, and an array takes no attributes, so the fact needs a table beside the values.
+# Entries go with the value (weak references): no tracer is kept alive, and no result depends on
+# what was traced before.
+_AVERAGED: dict[int, tuple[weakref.ref[Any], Axes]] = {}
 
 
 @gin.register(module="distributed")
@@ -36,8 +45,7 @@ def sync_gradients(
     """Averages gradients over the mesh axes that their parameters are replicated on.
 
     As in xlstm-jax; and right under `shard_map(check_vma=True)` too, where autodiff has summed the
-    gradients of replicated parameters already (`local_gradient`). Types do not tell such a sum from
-    an average, so `loss` is needed there. What this function returned stays as it is.
+    gradients of replicated parameters already. What this function returned stays as it is.
 
     Args:
         grads: Gradients of each device's own loss, a mean over its own examples. Those of sharded
@@ -56,47 +64,131 @@ def sync_gradients(
         The same tree, dtypes kept (integers become float32); boxes keep names, type and mesh.
 
     Raises:
-        UsageError: `loss` was averaged before over an axis that splits a parameter, whose gradient
-            was divided then; `dtype` and `pre_divide` come too late, for autodiff has summed; or a
-            leaf is the same along an axis, by its type, and there is no `loss`.
+        UsageError: `loss` was averaged before over an axis that splits a parameter; `dtype` and
+            `pre_divide` come too late, for autodiff has summed; or a leaf is the same along an
+            axis, by its type, and there is no `loss`.
         NameError: An axis is not bound.
     """
     axes = flat_axes(axis_names)
     axes_size(axes)  # names an axis that is not bound
-    done = gradient_means.averaged_axes(loss, axes)
+    done = averaged_axes(loss, axes)
     sums: dict[str, Any] = {"dtype": dtype, "pre_divide": pre_divide}
-    leaves, means = boxed.leaves_with_paths(grads), {}
+    leaves = boxed.leaves_with_paths(grads)
+    synced = [leaf for _, leaf in leaves]
     # (index, gradient, axes it is a mean over in the end), by the axes left to average over.
     pending: dict[Axes, list[tuple[int, jax.Array, Axes]]] = {}
     for index, (path, leaf) in enumerate(leaves):
         gradient, sharded_over = boxed.value_of(leaf), boxed.split_over(leaf)
-        divided = [a for a in done if a in sharded_over or not is_replicated(gradient, a)]
-        gradient_means.refuse_divided_twice(path, np.shape(gradient), divided)
         over = tuple(axis for axis in axes if axis not in (*sharded_over, *done))
-        if not over:
-            continue
-        local, left = gradient_means.local_gradient(
-            gradient, over, path=path, fresh=loss is not None, **sums
+        local, left = local_gradient(
+            path, gradient, over, done, sharded_over, fresh=loss is not None, **sums
         )
         if left:
             pending.setdefault(left, []).append((index, local, over))
-        else:
-            means[index] = gradient_means.mark_averaged(local, over, left, gradient)
-    for left in sorted(pending, key=len, reverse=True):
-        group = pending[left]
+        elif over:
+            synced[index] = boxed.with_value(leaf, _mark_averaged(local, over, left, gradient))
+    for left, group in sorted(pending.items(), key=lambda item: len(item[0]), reverse=True):
         # One all-reduce a bucket sums; `all_mean_tree` divides, once, by the size of `left`.
         summed = buckets.all_mean_tree(
             [local for _, local, _ in group], left, reduction, bucket_bytes=bucket_bytes, **sums
         )
         for (index, _, over), mean in zip(group, summed, strict=True):
-            means[index] = gradient_means.mark_averaged(
-                mean, over, left, boxed.value_of(leaves[index][1])
-            )
-    synced = [
-        boxed.with_value(leaf, means[index]) if index in means else leaf
-        for index, (_, leaf) in enumerate(leaves)
-    ]
+            leaf = synced[index]
+            _mark_averaged(mean, over, left, boxed.value_of(leaf))
+            synced[index] = boxed.with_value(leaf, mean)
     return jax.tree.unflatten(jax.tree.structure(grads, is_leaf=boxed.is_box), synced)
+
+
+def local_gradient(
+    path: str,
+    gradient: jax.Array,
+    axes: Axes,
+    loss_axes: Axes,
+    sharded_over: Axes = (),
+    *,
+    fresh: bool,
+    dtype: Any = None,
+    pre_divide: bool = False,
+) -> tuple[jax.Array, Axes]:
+    """A gradient whose mean over devices is that of their own losses, whoever has summed them.
+
+    Under `shard_map(check_vma=True)` autodiff has summed the gradient of a parameter that is the
+    same along an axis, and the gradient's type no longer varies along it. Averaging would leave the
+    sum, so it is divided here. An average has the same type, and dividing it would be wrong: so the
+    caller says that a gradient is `fresh`, as autodiff returned it, and what `sync_gradients`
+    averaged is returned unchanged.
+
+    `loss_axes` are the `averaged_axes` of the loss; `dtype` and `pre_divide` are those of the sum
+    that follows. Returns the gradient, and those of `axes` over which it is still to be averaged.
+    """
+    divided = [a for a in loss_axes if a in sharded_over or not is_replicated(gradient, a)]
+    if divided:
+        raise UsageError(
+            f"the loss was averaged over {divided} before it was differentiated, so the "
+            f"gradient {path} {np.shape(gradient)}, which varies along them, would be divided "
+            "twice. Differentiate each device's own loss, and average its value afterwards."
+        )
+    done = _averaged_over(gradient)
+    axes = tuple(axis for axis in axes if axis not in done)
+    if not axes:
+        return gradient, ()
+    gradient = jnp.asarray(gradient)
+    # `is_replicated` adds an equation to the program, so each axis is checked once.
+    summed = tuple(axis for axis in axes if is_replicated(gradient, axis))
+    if not fresh and axes_size(summed) > 1:
+        raise UsageError(
+            f"{path or 'a gradient'} {gradient.shape} is the same along {summed} (check_vma=True): "
+            "autodiff has summed it, or it is an average already; its type does not say which. "
+            "Pass loss=, as jax.value_and_grad returned it with the gradients; leave averages out."
+        )
+    if summed and (pre_divide or (dtype and jnp.dtype(dtype) != gradient.dtype)):
+        raise UsageError(
+            f"the gradient {path} {gradient.shape} was summed over {summed} in {gradient.dtype} by "
+            "autodiff already (check_vma=True), so dtype and pre_divide come too late. Use "
+            "check_vma=False, or differentiate with respect to "
+            f"jax.lax.pcast(params, {summed}, to='varying')."
+        )
+    # Autodiff summed over `summed`: divided here, these equal values are their own mean.
+    local = gradient / axes_size(summed) if summed else gradient
+    return local, tuple(axis for axis in axes if axis not in summed)
+
+
+def _mark_averaged(mean: jax.Array, axes: Axes, left: Axes, gradient: jax.Array) -> jax.Array:
+    """The same mean over `axes`, of a gradient that was still to be averaged over `left`."""
+    if len(left) < len(axes) or varying_axes(gradient):  # replication is tracked
+        key = id(mean)
+        known = (*_averaged_over(gradient), *axes)
+        _AVERAGED[key] = weakref.ref(mean, lambda _: _AVERAGED.pop(key, None)), known
+    return mean
+
+
+def _averaged_over(gradient: jax.Array) -> Axes:
+    value, axes = _AVERAGED.get(id(gradient), (None, ()))
+    return axes if value is not None and value() is gradient else ()
+
+
+def averaged_axes(loss: jax.Array | None, axes: Axes) -> Axes:
+    """The bound axes along which a loss is known to be replicated before it is differentiated."""
+    return () if loss is None else tuple(axis for axis in axes if is_replicated(loss, axis))
+
+
+def sum_gradients(gradients: PyTree, axes: Axes, loss: jax.Array | None) -> PyTree:
+    """Sums over devices of the gradients of each device's own loss, whoever sums."""
+    averaged = averaged_axes(loss, axes)
+    if averaged:
+        raise UsageError(
+            f"the loss is the same along axes {list(averaged)}, so it was summed or averaged over "
+            "them before it was differentiated, and the sum of each device's own gradients is not "
+            "known. Differentiate each device's own loss, and average its value afterwards."
+        )
+
+    def one(gradient: jax.Array) -> jax.Array:
+        axes_size(axes)  # names an axis that is not bound
+        # Autodiff has summed where the type says that it is the same on each device; none divides.
+        left = tuple(axis for axis in axes if not is_replicated(gradient, axis))
+        return PLAIN.all_reduce(jnp.asarray(gradient), left) if left else gradient
+
+    return jax.tree.map(one, gradients)
 
 
 @gin.register(module="distributed", denylist=["shardings"])
@@ -114,30 +206,21 @@ def scatter_gradients(
 ) -> PyTree:
     """Reduce-scatters gradients: each device gets its shard of the mean.
 
-    Over `fsdp` first, then over the other axes, in the same buckets. What is not sharded is
-    averaged over all of them. This is the first half of `fsdp_apply_gradients`. `shardings` say
-    which shard of each one this device updates; other arguments are those of `sync_gradients`.
-
-    Returns:
-        This device's shards of the mean gradients, and full ones where nothing is sharded.
+    Over `fsdp` first, then over the other axes, in the same buckets: the first half of
+    `fsdp_apply_gradients`. What `shardings` do not shard is averaged over all of them. Other
+    arguments are those of `sync_gradients`.
     """
     axes = flat_axes(axis_names)
     fsdp = tuple(axis for axis in axes if axis == FSDP_AXIS)
-    dp = tuple(axis for axis in axes if axis != FSDP_AXIS)
     options = {"dtype": dtype, "pre_divide": pre_divide, "bucket_bytes": bucket_bytes}
-    return mean_shards(grads, shardings, fsdp, dp, axes, reduction, **options)
+    return mean_shards(grads, shardings, fsdp, axes, reduction, **options)
 
 
 def mean_shards(
-    grads: PyTree,
-    shardings: PyTree,
-    fsdp: Axes,
-    dp: Axes,
-    axes: Axes,
-    reduction: Reduction,
-    **options: Any,
+    grads: PyTree, shardings: PyTree, fsdp: Axes, axes: Axes, reduction: Reduction, **options: Any
 ) -> PyTree:
-    """Shards of the mean over `fsdp` and `dp`; full means over `axes` of what is not sharded."""
+    """Means over `axes`: shards, by axes `fsdp`, of what is sharded; the others in full."""
+    dp = tuple(axis for axis in axes if axis not in fsdp)
     # Each of the two divides its own leaves, once, by the sizes of the axes that it sums over.
     scattered = buckets.scatter_mean_tree(
         grads, shardings, reduction, axis=fsdp, replica_axes=dp, **options
@@ -148,3 +231,56 @@ def mean_shards(
     for i, mean in zip(full, means, strict=True):
         leaves[i] = mean
     return jax.tree.unflatten(treedef, leaves)
+
+
+@gin.register(module="distributed")
+@checked
+def weighted_mean(
+    total: Number, weight: Number, axis_names: AxisNames, *, reduction: Reduction = PLAIN
+) -> jax.Array:
+    """Mean over the items of all devices, where devices have uneven numbers of valid items.
+
+    In the mean of the devices' means a device with one valid item would count as much as one with a
+    hundred. So the sums are summed, and divided once. To differentiate, use `weighted_loss`.
+
+    Args:
+        total: Sum over this device's valid items, any shape, e.g. of losses or correct answers.
+        weight: Number of this device's valid items (or the sum of their weights), 0-d.
+        axis_names: The mesh axes that items are split over.
+        reduction: How sums are summed.
+
+    Returns:
+        The same on each device, in the dtype of `total` (float32 for integers); 0 if no device has
+        a valid item.
+    """
+    axes = flat_axes(axis_names)
+    # Both are summed over `axes`; `_divided` is the only division.
+    global_total = reduction.all_reduce(jnp.asarray(total), axes)
+    return _divided(global_total, reduction.all_reduce(jnp.asarray(weight), axes))
+
+
+@gin.register(module="distributed")
+@checked
+def weighted_loss(
+    total: Number, weight: Number, axis_names: AxisNames, *, reduction: Reduction = PLAIN
+) -> jax.Array:
+    """This device's part of `weighted_mean`, to be differentiated: their mean over devices is that.
+
+    `sync_gradients` and gathered parameters average gradients over devices, which gives the
+    gradient of that mean. Those of `weighted_mean` itself would be divided twice under
+    `check_vma=True`. `total` and `weight` are 0-d, and the weight is not differentiated.
+    """
+    axes = flat_axes(axis_names)
+    # Only weights are summed over `axes`. Whoever averages the gradients of `total` divides by the
+    # number of devices; the factor compensates for that.
+    count = reduction.all_reduce(jax.lax.stop_gradient(jnp.asarray(weight)), axes)
+    return _divided(jnp.asarray(total) * axes_size(axes), count)
+
+
+def _divided(total: jax.Array, count: jax.Array) -> jax.Array:
+    """The quotient, or 0; in float32 at least, for bfloat16 does not count beyond 256."""
+    wide = jnp.promote_types(total.dtype, jnp.float32)
+    count = count.astype(wide)
+    quotient = total.astype(wide) / jnp.where(count > 0, count, 1)
+    result = total.dtype if jnp.issubdtype(total.dtype, jnp.inexact) else wide
+    return jnp.where(count > 0, quotient, 0).astype(result)

@@ -1,8 +1,7 @@
 """Global norms of gradients that are sharded over devices, and clipping by them.
 
-`optax.global_norm` inside mapped axes computes the norm of this device's shards: it is too small,
-differs between devices, and lets parameters drift apart. Here squares of shards are summed over the
-axes that split them, and replicated gradients are counted once.
+`optax.global_norm` inside mapped axes is the norm of this device's shards. Here squares of shards
+are summed over the axes that split them, and replicated gradients are counted once.
 """
 
 from __future__ import annotations
@@ -52,7 +51,8 @@ def global_norm(
     for axes, squares in _squares_by_axes(blocks).items():
         local = sum(squares.values(), start=jnp.zeros((), jnp.float32))
         flags = [(~jnp.isfinite(square)).astype(jnp.float32) for square in squares.values()]
-        sums = _all_reduced(jnp.stack([local, *flags]), axes, reduction)
+        sums = jnp.stack([local, *flags])
+        sums = reduction.all_reduce(sums, axes) if axes else sums  # as in `norm_of_blocks`
         total += sums[0]
         for position, flag in zip(squares, sums[1:], strict=True):
             nonfinite[position] = flag
@@ -64,14 +64,16 @@ def norm_of_blocks(blocks: Blocks, reduction: Reduction = PLAIN) -> jax.Array:
     total = jnp.zeros((), jnp.float32)
     for axes, squares in _squares_by_axes(blocks).items():
         local = sum(squares.values(), start=jnp.zeros((), jnp.float32))
-        total += _all_reduced(local, axes, reduction)
+        # Summed over the axes that split the blocks alone: along others they are replicated, and
+        # count once. Nothing is divided.
+        total += reduction.all_reduce(local, axes) if axes else local
     return jnp.sqrt(total)
 
 
 def clip_factor(norm: jax.Array, max_norm: float | None) -> jax.Array:
     """The factor that scales gradients to a norm of at most `max_norm`; 1.0 if it is.
 
-    No epsilon, as Optax has none. A norm of NaN makes the factor NaN, and so every gradient.
+    No epsilon, as Optax has none. A norm of NaN makes the factor NaN.
     """
     if max_norm is None:
         return jnp.ones((), jnp.float32)
@@ -80,22 +82,16 @@ def clip_factor(norm: jax.Array, max_norm: float | None) -> jax.Array:
 
 def _squares_by_axes(blocks: Blocks) -> dict[Axes, dict[int, jax.Array]]:
     """Position -> sum of squares of each block, by the axes that split its array."""
+
+    def sum_of_squares(x: jax.Array) -> jax.Array:
+        if jnp.iscomplexobj(x):
+            return sum_of_squares(x.real) + sum_of_squares(x.imag)
+        return jnp.sum(jnp.square(x.astype(jnp.float32)))
+
     squares: dict[Axes, dict[int, jax.Array]] = {}
     for position, (x, axes) in enumerate(blocks):
-        squares.setdefault(axes, {})[position] = _sum_of_squares(x)
+        squares.setdefault(axes, {})[position] = sum_of_squares(x)
     return squares
-
-
-def _sum_of_squares(x: jax.Array) -> jax.Array:
-    if jnp.iscomplexobj(x):
-        return _sum_of_squares(x.real) + _sum_of_squares(x.imag)
-    return jnp.sum(jnp.square(x.astype(jnp.float32)))
-
-
-def _all_reduced(x: jax.Array, axes: Axes, reduction: Reduction) -> jax.Array:
-    # Summed over the axes that split the blocks, and those alone: along others the blocks are
-    # replicated, and count once. Nothing is divided.
-    return reduction.all_reduce(x, axes) if axes else x
 
 
 @gin.register(module="distributed")
@@ -121,9 +117,8 @@ def sharded_global_norm(
         A 0-d float32, the same on each device. Inf and NaN of one leaf make it inf or NaN.
 
     Raises:
-        UsageError: A leaf varies between devices although it counts as replicated (known under
-            `check_vma=True`): it was not averaged, or is a shard without a box. Or `layout` has
-            other leaves than `grads`.
+        UsageError: A leaf varies between devices (known under `check_vma=True`) although it counts
+            as replicated. Or `layout` has other leaves than `grads`.
         NameError: An axis is not bound.
     """
     return norm_of_blocks(_blocks(grads, flat_axes(axis_names), layout), reduction)
@@ -141,13 +136,10 @@ def clip_by_global_norm_sharded(
 ) -> tuple[PyTree, jax.Array]:
     """Scales gradients so that their global norm is at most `max_norm`; no epsilon.
 
-    The other arguments are those of `sharded_global_norm`.
+    Other arguments, and errors, are those of `sharded_global_norm`.
 
     Returns:
         (gradients in their dtypes, the norm before). If the norm is NaN, all gradients are NaN.
-
-    Raises:
-        UsageError: `max_norm` is not a number of at least 0, or as in `sharded_global_norm`.
     """
     norm = sharded_global_norm(grads, axis_names, layout=layout, reduction=reduction)
     factor = clip_factor(norm, max_norm)
@@ -167,15 +159,8 @@ def clip_by_global_norm(
 
     For `optax.chain`; arguments and errors are those of `clip_by_global_norm_sharded`.
     """
-
-    def update(updates: PyTree, state: Any, params: PyTree = None) -> tuple[PyTree, Any]:
-        del params
-        clipped, _ = clip_by_global_norm_sharded(
-            updates, max_norm, axis_names, layout=layout, reduction=reduction
-        )
-        return clipped, state
-
-    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+    options: dict[str, Any] = {"axis_names": axis_names, "layout": layout, "reduction": reduction}
+    return optax.stateless(lambda g, _: clip_by_global_norm_sharded(g, max_norm, **options)[0])
 
 
 def _blocks(grads: PyTree, axes: Axes, layout: PyTree) -> Iterator[tuple[jax.Array, Axes]]:
@@ -183,9 +168,8 @@ def _blocks(grads: PyTree, axes: Axes, layout: PyTree) -> Iterator[tuple[jax.Arr
     tracked = [axis for axis in axes if is_tracked(axis)]
     leaves = leaves_with_paths(grads)
     shardings = leaves if layout is None else leaves_with_paths(layout)
-    for (path, leaf), (_, sharding) in zip(leaves, shardings, strict=True):
-        x = value_of(leaf)
-        split = split_over(leaf) or _axes_of(sharding)
+    for (path, leaf), (_, p) in zip(leaves, shardings, strict=True):
+        x, split = value_of(leaf), split_over(leaf) or _axes_of(p)
         varying = [a for a in tracked if a not in split and not is_replicated(x, a)]
         if varying:
             raise UsageError(
@@ -196,8 +180,8 @@ def _blocks(grads: PyTree, axes: Axes, layout: PyTree) -> Iterator[tuple[jax.Arr
         yield x, tuple(axis for axis in axes if axis in split)
 
 
-def _axes_of(sharding: Any) -> Axes:
+def _axes_of(p: Any) -> Axes:
     """The axes of a `LeafSharding`, or of a box."""
-    if not isinstance(sharding, LeafSharding):
-        return split_over(sharding)
-    return () if sharding.dim is None else (FSDP_AXIS,)
+    if not isinstance(p, LeafSharding):
+        return split_over(p)
+    return () if p.dim is None else (FSDP_AXIS,)

@@ -19,10 +19,10 @@ PyTree = Any
 
 
 class Optimizer(Protocol):
-    """What `fsdp_apply_gradients` needs of an optimizer.
+    """What `fsdp_apply_gradients` needs of an optimizer, which it traces in a copy.
 
-    It is traced, in a copy, to show that each element is updated by itself. A class whose objects
-    cannot be copied and traced may say so itself, by an attribute `elementwise = True`.
+    A class whose objects cannot be copied and traced may say by an attribute `elementwise = True`
+    that each element is updated by itself.
     """
 
     def apply_gradients(self, gradients: PyTree, parameters: PyTree) -> PyTree: ...
@@ -38,10 +38,7 @@ AnOptimizer = Annotated[
 def apply_gradients(gradients: Numbers, parameters: Placeable, optimizer: AnOptimizer) -> PyTree:
     """Applies the optimizer to what this device has: replicated parameters, or its shards.
 
-    Args:
-        gradients: Averaged gradients.
-        parameters: Arrays of the same shapes.
-        optimizer: Has `apply_gradients(gradients, parameters) -> parameters`.
+    `gradients` are averaged, and `parameters` are arrays of the same shapes.
     """
     return optimizer.apply_gradients(gradients, parameters)
 
@@ -51,8 +48,7 @@ def apply_optimizer(
 ) -> tuple[PyTree, PyTree]:
     """One optimizer step: (new parameters, new optimizer state), dtypes kept.
 
-    Raises UsageError if a gradient has another shape than its parameter, or the update fails for a
-    state that `optimizer.init` would not make of the parameters.
+    If the update fails for a state that `optimizer.init` would not make, UsageError says so.
     """
     flat = jax.tree_util.tree_leaves_with_path(grads)
     for (path, g), p in zip(flat, jax.tree.leaves(params), strict=True):
@@ -75,10 +71,7 @@ def apply_optimizer(
 
 
 def check_state(opt_state: PyTree, expected: PyTree, advice: str) -> None:
-    """Raises UsageError if an array of a state is missing, left over or of another shape.
-
-    `expected` has arrays, or their shapes and dtypes; `advice` says what to do about a shape.
-    """
+    """Raises UsageError if an array of a state is missing, left over or of another shape."""
     given, by_name = by_path(opt_state), by_path(expected)
     for name in sorted(given.keys() | by_name.keys()):
         if name not in given or name not in by_name:
@@ -94,26 +87,23 @@ def check_state(opt_state: PyTree, expected: PyTree, advice: str) -> None:
 
 
 class MasterState(NamedTuple):
-    """State of `with_master_weights`: parameters in their own, wider dtype; the inner state."""
+    """State of `with_master_weights`."""
 
     master: PyTree
     inner: PyTree
 
 
 def with_master_weights(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    """An optimizer that keeps master weights in a wider dtype than that of the parameters.
+    """An optimizer whose state has master weights, wider than the parameters.
 
     It is initialised with wide parameters, and updates them with gradients cast to their dtype.
     From then on it is given, and returns, their rounding (Micikevicius et al., arXiv 1710.03740).
-    Master weights are optimizer state, and sharded like it.
     """
 
     def init(params: PyTree) -> MasterState:
         return MasterState(params, optimizer.init(params))
 
-    def update(
-        grads: PyTree, state: MasterState, params: PyTree | None = None
-    ) -> tuple[PyTree, MasterState]:
+    def update(grads: PyTree, state: Any, params: PyTree = None) -> tuple[PyTree, MasterState]:
         wide = jax.tree.map(lambda g, m: g.astype(m.dtype), grads, state.master)
         updates, inner = optimizer.update(wide, state.inner, state.master)
         master = optax.apply_updates(state.master, updates)
@@ -134,21 +124,17 @@ def map_state(
     """Maps over an optimizer's state (or its like), each array with its parameter's sharding.
 
     `function` is (array, sharding) -> anything, for what `init` makes of a parameter; `others` is
-    for what belongs to no parameter, such as counts. Raises UsageError if `init` computes with its
-    parameters, so that optax cannot find what is theirs.
+    for what belongs to no parameter, such as counts. Raises UsageError if optax cannot tell them
+    apart, for `init` computes with its parameters.
     """
-
-    def is_masked(x: Any) -> bool:
-        return isinstance(x, optax.MaskedNode)  # left to another part
-
     try:
         by_array = optax.tree.map_params(
             optimizer,
-            lambda x, p: x if is_masked(x) else p,
+            lambda x, p: x if isinstance(x, optax.MaskedNode) else p,  # left to another part
             opt_state,
             shardings,
             transform_non_params=lambda _: None,
-            is_leaf=is_masked,
+            is_leaf=lambda x: isinstance(x, optax.MaskedNode),
         )
     except Exception as error:
         raise UsageError(

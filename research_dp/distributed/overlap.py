@@ -1,8 +1,8 @@
 """Collectives of one unit beside the compute of another.
 
 Gradients of replicated parameters are synchronised as soon as a unit's backward pass is done. A
-stack of units is gathered one unit ahead: a loop that gathers inside its body leaves it to the
-compiler to start a gather earlier, which it cannot do across turns, so both loops are written out.
+stack of units is gathered one unit ahead, by loops written out here: a compiler cannot start a
+gather earlier across the turns of a loop.
 """
 
 from __future__ import annotations
@@ -51,59 +51,45 @@ def synchronised(sync: Sync) -> Callable[[PyTree, PyTree], PyTree]:
     Parameters that are no `Target` pass, and their gradients are not synchronised.
     """
 
+    def undivided(gradient: jax.Array, p: LeafSharding) -> jax.Array:
+        # Autodiff's transpose of `sync` gathers shards and divides them: see `with_gradient`.
+        if p.dim is None:
+            return gradient
+        return with_gradient(lambda x: x, lambda g: g * p.axis_size)(gradient)
+
     def gather(params: PyTree, shardings: PyTree) -> PyTree:
         leaves, treedef = jax.tree.flatten(params, is_leaf=lambda x: isinstance(x, Target))
         if not any(isinstance(x, Target) for x in leaves):
             return params
-        full = jax.tree.unflatten(treedef, [x.param for x in leaves])
-        target = jax.tree.unflatten(treedef, [x.target for x in leaves])
 
-        def undivided(gradient: jax.Array, p: LeafSharding) -> jax.Array:
-            # Autodiff's transpose of `sync` gathers shards and divides them: see `with_gradient`.
-            if p.dim is None:
-                return gradient
-            return with_gradient(lambda x: x, lambda g: g * p.axis_size)(gradient)
+        @jax.custom_vjp
+        def run(params: PyTree, target: PyTree) -> PyTree:
+            return jax.tree.map(lambda x: checkpoint_name(x, GATHERED), params)
 
-        def synced(grads: PyTree) -> PyTree:
-            return jax.tree.map(undivided, sync(grads, shardings), shardings)
+        def forward(params: PyTree, target: PyTree) -> tuple[PyTree, PyTree]:
+            # The backward pass needs the dtypes of the targets only.
+            return run(params, target), jax.tree.map(lambda x: jnp.zeros((0,), x.dtype), target)
 
-        return _pass(synced, full, target)
+        def backward(like: PyTree, grads: PyTree) -> tuple[None, PyTree]:
+            synced = jax.tree.map(undivided, sync(grads, shardings), shardings)
+            return None, jax.tree.map(lambda g, x: g.astype(x.dtype), synced, like)
+
+        run.defvjp(forward, backward)
+        full, target = (jax.tree.unflatten(treedef, part) for part in zip(*leaves, strict=True))
+        return run(full, target)
 
     return gather
 
 
-def _pass(sync: Callable[[PyTree], PyTree], params: PyTree, target: PyTree) -> PyTree:
-    @jax.custom_vjp
-    def run(params: PyTree, target: PyTree) -> PyTree:
-        del target
-        return jax.tree.map(lambda x: checkpoint_name(x, GATHERED), params)
-
-    def forward(params: PyTree, target: PyTree) -> tuple[PyTree, PyTree]:
-        # The backward pass needs the dtypes of the targets only.
-        return run(params, target), jax.tree.map(lambda x: jnp.zeros((0,), x.dtype), target)
-
-    def backward(like: PyTree, grads: PyTree) -> tuple[None, PyTree]:
-        return None, jax.tree.map(lambda g, x: g.astype(x.dtype), sync(grads), like)
-
-    run.defvjp(forward, backward)
-    return run(params, target)
-
-
 def scan_prefetched(
-    function: Callable[[PyTree, Any, Any], Any],
-    gather: Callable[[PyTree], PyTree],
-    stack: PyTree,
-    carry: Any,
-    each: Any,
+    function: Callable[..., Any], gather: Callable[..., Any], stack: PyTree, carry: Any, each: Any
 ) -> Any:
     """Runs units one after the other, each gathered while the one before it runs.
 
     In the backward pass the unit before is gathered, and the gradient of the unit after is
     scattered, while a unit is computed again and differentiated. Only the input of a unit is kept;
-    the last unit is not gathered twice.
-
-    Arguments are those of `Units.scan`; the stack has two units or more. `gather` gathers the
-    parameters of one unit, and its gradient scatters.
+    the last unit is not gathered twice. Arguments are those of `Units.scan`; `gather` is for one
+    unit, its gradient scatters, and the stack has two units or more.
     """
     last = jax.tree.leaves(stack)[0].shape[0] - 1
 

@@ -2,13 +2,12 @@
 
 XLA's TPU compiler implements a reduce-scatter over several dimensions of the torus, and a gather
 over three, by an all-reduce: twice the bytes. Over one dimension at a time it does not, provided
-that blocks have a dim of their own, and the stages together send the bytes of one ring.
+that blocks have a dim of their own.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -21,7 +20,7 @@ from jax.sharding import Mesh
 
 from research_dp.distributed.collectives import PLAIN, Reduction
 from research_dp.distributed.sharding import pad_to_multiple
-from research_dp.errors import UsageError
+from research_dp.errors import binding_error
 
 # TPU memory has tiles of 8 rows of 128 elements; flat blocks are padded to a multiple.
 _TILE = 8 * 128
@@ -39,10 +38,9 @@ def torus_reduction(*, mesh: Mesh) -> Reduction:
     """
     if any(not hasattr(device, "coords") for device in mesh.devices.flat):
         kind = mesh.devices.flat[0].device_kind
-        raise UsageError(
-            f"torus_reduction.mesh: a {kind!r} has no place in a torus, as TPUs have. Leave "
-            "torus_reduction out.",
-            binding="torus_reduction.mesh",
+        raise binding_error(
+            "torus_reduction.mesh",
+            f": a {kind!r} has no place in a torus, as TPUs have. Leave torus_reduction out.",
         )
     return staged_reduction(torus_stages(mesh))
 
@@ -50,8 +48,8 @@ def torus_reduction(*, mesh: Mesh) -> Reduction:
 def staged_reduction(stages: Mapping[str, Sequence[int]]) -> Reduction:
     """A reduction that scatters in stages over groups of an axis; three or more also gather so.
 
-    `stages` has the sizes of an axis's stages, the major one first, whose product is its size. An
-    axis that is missing, or has another size (on a part of the mesh), has one stage.
+    `stages` has the sizes of an axis's stages, the major one first. An axis that is missing, or has
+    another size than their product (on a part of the mesh), has one stage.
     """
 
     def groups_along(axis: str) -> list[list[list[int]]]:
@@ -67,9 +65,7 @@ def staged_reduction(stages: Mapping[str, Sequence[int]]) -> Reduction:
         blocks = _in_tiles(front.reshape(devices, -1, *front.shape[1:]))
         for group in groups:
             # Afterwards a device has the blocks of its groups in the later stages.
-            blocks = lax.psum_scatter(
-                blocks, axis, scatter_dimension=0, tiled=True, axis_index_groups=group
-            )
+            blocks = lax.psum_scatter(blocks, axis, axis_index_groups=group, tiled=True)
         local = blocks.reshape(-1)[: front.size // devices]
         return jnp.moveaxis(local.reshape(-1, *front.shape[1:]), 0, dim)
 
@@ -82,9 +78,7 @@ def staged_reduction(stages: Mapping[str, Sequence[int]]) -> Reduction:
         front = jnp.moveaxis(x, dim, 0)
         blocks = _in_tiles(front[None])
         for group in reversed(groups):
-            blocks = lax.all_gather(
-                blocks, axis, axis=0, tiled=True, axis_index_groups=group, to=to
-            )
+            blocks = lax.all_gather(blocks, axis, axis_index_groups=group, tiled=True, to=to)
         full = blocks.reshape(blocks.shape[0], -1)[:, : front.size]
         return jnp.moveaxis(full.reshape(-1, *front.shape[1:]), 0, dim)
 
@@ -110,16 +104,14 @@ def groups_of(stages: Sequence[int]) -> list[list[list[int]]]:
     if len(stages) < 2:
         return []
     indices = np.arange(math.prod(stages)).reshape(tuple(stages))
-    return [
-        np.moveaxis(indices, stage, -1).reshape(-1, size).tolist()
-        for stage, size in enumerate(stages)
-    ]
+    lines = (np.moveaxis(indices, i, -1).reshape(-1, size) for i, size in enumerate(stages))
+    return [groups.tolist() for groups in lines]
 
 
 def torus_stages(mesh: Mesh) -> dict[str, tuple[int, ...]]:
     """For each axis of a mesh of TPUs, its sizes along the dimensions of the torus, major first.
 
-    An axis whose devices do not follow the torus has one stage. So has an axis over several slices,
+    An axis whose devices do not follow the torus has one stage. So has one over several slices,
     between which a stage would send each chip's part instead of the slice's sum.
     """
     result = {}
@@ -133,21 +125,14 @@ def torus_stages(mesh: Mesh) -> dict[str, tuple[int, ...]]:
 
 def _stages(coords: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
     """Sizes of the stages of an axis, by its devices' coordinates; None if they are no grid."""
-    if len(coords) < 2:
+    count = len(coords)
+    if count < 2:
         return ()
-    if len(set(coords)) < len(coords):
+    if len(set(coords)) < count:
         return None  # several slices, or cores of one chip
-    size = next((n for n in range(len(coords), 1, -1) if _in_lines(coords, n)), None)
-    major = None if size is None else _stages(coords[::size])
-    return None if major is None or size is None else (*major, size)
-
-
-def _in_lines(coords: Sequence[tuple[int, ...]], size: int) -> bool:
-    """Whether all groups of `size` consecutive devices vary in the same one coordinate."""
-    if len(coords) % size:
-        return False
-    varying = set()
-    for start in range(0, len(coords), size):
-        for one, other in itertools.pairwise(coords[start : start + size]):
-            varying |= {dim for dim, (a, b) in enumerate(zip(one, other, strict=True)) if a != b}
-    return len(varying) == 1
+    for size in (n for n in range(count, 1, -1) if count % n == 0):
+        steps = np.diff(np.reshape(coords, (count // size, size, -1)), axis=1)
+        if np.count_nonzero(steps.any((0, 1))) == 1:  # all lines of so many follow one dimension
+            major = _stages(coords[::size])
+            return None if major is None else (*major, size)
+    return None
