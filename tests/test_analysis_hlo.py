@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from research_dp.analysis import hlo, hlo_collectives, trip_count
+from research_dp.analysis import hlo, hlo_collectives
 from research_dp.analysis.hlo_collectives import find_collectives
 from research_dp.analysis.program_cost import flops_of
 
@@ -218,13 +218,13 @@ ENTRY %main (a: s32[]) -> (s32[], s32[]) {
 def test_trip_count_from_the_condition(start, end, step, direction, turns):
     text = LOOP.replace("NOTE", "").replace("START", str(start)).replace("STEP", str(step))
     parsed = hlo.parse(text.replace("END", end).replace("DIRECTION", direction))
-    assert trip_count.trip_count(parsed.entry.instructions["loop"]) == turns
+    assert hlo.trip_count(parsed.instructions["loop"]) == turns
 
 
 def test_trip_count_that_the_compiler_knows():
     note = ', backend_config={"known_trip_count":{"n":"5"}}'
     parsed = hlo.parse(LOOP.replace("NOTE", note).replace("END", "parameter(0)"))
-    assert trip_count.trip_count(parsed.entry.instructions["loop"]) == 5
+    assert hlo.trip_count(parsed.instructions["loop"]) == 5
 
 
 ASYNC = """

@@ -131,9 +131,9 @@ def test_a_collective_in_a_loop_of_unknown_length_is_refused():
 
 def test_memory_is_the_compilers():
     found = cost(total("fsdp"))
-    assert found.argument_bytes == NBYTES
-    assert found.output_bytes == NBYTES
-    assert found.peak_bytes >= found.argument_bytes
+    assert found.memory.argument_size_in_bytes == NBYTES
+    assert found.memory.output_size_in_bytes == NBYTES
+    assert found.memory.peak_memory_in_bytes >= NBYTES
 
 
 @pytest.mark.parametrize("stem", ["ddp", "pmap", "zero1", "zero2", "fsdp_keep", "fsdp", "hsdp"])

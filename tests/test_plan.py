@@ -15,10 +15,9 @@ from research_dp.commands import plan_candidates
 from research_dp.commands.plan import Plan
 from research_dp.distributed.hardware import chips
 from research_dp.errors import UsageError
-from research_dp.planning import advice, tables
 from research_dp.planning import estimate as estimate_lib
+from research_dp.planning import report
 from research_dp.planning.limits import Budget
-from research_dp.planning.memory_budget import memory_budget
 from research_dp.planning.row import Row, fastest_first
 
 DIGITS = "--gin_file=gin/runs/digits.gin"
@@ -63,14 +62,14 @@ def test_advice_names_the_fastest_that_fits_and_what_stops_the_others():
         row("huge", needed=30e9, state=29e9, step=0.05),
         Row("odd", problem="refused: it cannot be"),
     ]
-    best, slow, large, huge, odd, *_ = advice.words(rows, topology("cpu:8"))
+    best, slow, large, huge, odd, *_ = report.words(rows, topology("cpu:8"))
     assert best.startswith("Fastest that fits: quick, 100.0 ms")
     assert "waits 10.0 ms for the network" in best
     assert slow.startswith("slow: 2.0 times as long")
     assert "whether it does with fewer examples at a time" in large
     assert "its state must be sharded" in huge
     assert odd == "odd refused: it cannot be."
-    assert advice.words(rows[2:], topology("cpu:8"))[0].startswith("Nothing of this fits")
+    assert report.words(rows[2:], topology("cpu:8"))[0].startswith("Nothing of this fits")
 
 
 def test_measured_times_rank_where_all_were_measured():
@@ -78,7 +77,7 @@ def test_measured_times_rank_where_all_were_measured():
     assert [r.strategy for r in fastest_first(rows)] == ["b", "a"]
     rows[1].measured_seconds = None
     assert [r.strategy for r in fastest_first(rows)] == ["a", "b"]
-    assert tables.prediction_error(rows[0]) == pytest.approx(0.1 / 0.9 - 1)
+    assert report.prediction_error(rows[0]) == pytest.approx(0.1 / 0.9 - 1)
 
 
 def test_a_budget_names_what_is_above_it():
@@ -103,6 +102,27 @@ def test_what_is_not_known_is_not_within_a_budget():
         "plan.max_peak_bytes": "x needs an unknown number of bytes: it refused: it cannot be.",
     }
     assert not list(Budget(None, None).exceeded(lost))
+
+
+def test_a_refused_strategy_exceeds_the_budget(monkeypatch, capsys, tmp_path):
+    def made(name, strategy, spec, where, dump):
+        if name == "pmap":
+            raise UsageError("it cannot be.")
+        figures = {"wire_bytes": {"total": 1.0}, "min_wire_bytes": 1.0, "peak_bytes": 1}
+        return estimate_lib.Compiled(row(name, **figures), None, None)
+
+    monkeypatch.setattr(estimate_lib, "compile_row", made)
+    wrong = tmp_path / "wrong.gin"
+    wrong.write_text("data_parallel.nothing = 1\n")
+    flags = [DIGITS, "--topology=cpu:8", "--gin.plan.max_wire_ratio=1.5"]
+    assert plan(*flags, "--strategies=ddp") == 0
+    assert not capsys.readouterr().err.count("error")
+    assert plan(*flags, f"--strategies=ddp,pmap,{wrong}") == 1
+    refused, mistaken = (e for e in capsys.readouterr().err.splitlines() if e.startswith("error"))
+    told = "pmap sends an unknown number of bytes: it refused: it cannot be. plan.max_wire_ratio"
+    assert refused == f"error: {told} is bound in --gin.plan.max_wire_ratio."
+    assert "wrong sends an unknown number of bytes: it refused:" in mistaken
+    assert "nothing" in mistaken
 
 
 def test_strategies_are_named_by_stem_by_path_and_with_more_files():
@@ -253,10 +273,10 @@ def test_a_program_that_cannot_be_read_still_says_what_it_needs(monkeypatch):
     strategy, spec = recipe_of("ddp"), certified.quick_spec("linen")
     made = estimate_lib.compile_row("ddp", strategy, spec, topology("cpu:8")).row
     assert made.fits
-    assert made.needed_bytes > made.memory.state_bytes
+    assert made.needed_bytes > made.state_bytes
     assert made.problem == "its program cannot be read: INTERNAL: newer than the reader"
     assert fastest_first([made]) == []
-    said = advice.words([made], topology("cpu:8"))
+    said = report.words([made], topology("cpu:8"))
     assert "ddp fits, but its program cannot be read: INTERNAL: newer than the reader." in said
 
 
@@ -266,7 +286,7 @@ def test_a_program_whose_least_is_not_known_is_a_row_like_others(tmp_path):
     spec, where = certified.quick_spec("linen"), topology("cpu:8")
     made = estimate_lib.compile_row("a/b", strategy, spec, where, tmp_path)
     assert made.row.fits
-    assert made.row.traffic.total > 0
+    assert made.row.wire_total > 0
     assert made.row.wire_ratio is None
     assert "the least that it must send is not known: gather_params" in made.row.problem
     assert (tmp_path / "a_b.txt").exists()
@@ -280,7 +300,7 @@ def device(platform, **stats):
 
 def test_what_is_available_is_what_jax_took_where_devices_are_there():
     def of(name, **options):
-        return memory_budget(Topology(name, chips()[name], **options))[0]
+        return Topology(name, chips()[name], **options).memory_budget()[0]
 
     nominal = int(chips()["h100"].memory_bytes * 0.92)
     assert of("h100", devices=(device("gpu"),)) == nominal
@@ -293,7 +313,7 @@ def test_what_was_measured_gives_the_rates_and_what_cannot_be_run_is_told(monkey
     one = row("x", step=0.1, mfu=0.5, tokens_per_second=1000.0, examples_per_second=10.0)
     monkeypatch.setattr(estimate_lib, "_median_seconds", lambda made: 0.2)
     estimate_lib.measure(estimate_lib.Compiled(one, None, None))
-    rates = one.timing.mfu, one.timing.tokens_per_second, one.timing.examples_per_second
+    rates = one.mfu, one.tokens_per_second, one.examples_per_second
     assert (one.measured_seconds, *rates) == (0.2, 0.25, 500.0, 5.0)
 
     def too_much(made):

@@ -7,7 +7,7 @@ from test_strategies import recipe_of
 
 from research_dp.analysis.topologies import topology
 from research_dp.commands import plan_candidates
-from research_dp.planning import advice, batch
+from research_dp.planning import estimate, report
 from research_dp.planning.row import CollectiveTotal
 from research_dp.strategies import TrainSpec
 from research_dp.types import TrainableModel
@@ -38,9 +38,9 @@ def test_the_largest_batch_is_found_in_a_few_compilations(fixed, each, expected)
 
     spec = spec_of(batch_size=16, accumulation_steps=2)
     first = attempt(spec)
-    found = batch.largest_batch(recipe_of("fsdp"), spec, first, attempt)
+    found = estimate.largest_batch(recipe_of("fsdp"), spec, first, attempt)
     assert found.fits
-    assert found.setup.batch_size == 16 * expected
+    assert found.batch_size == 16 * expected
     assert len(tried) <= 5
 
 
@@ -86,7 +86,7 @@ def test_what_variants_change_is_said():
 
     best = costs("fsdp", 0.1, 10**9, 2e9)
     others = [costs("fsdp_keep", 0.08, 3 * 10**9, 1e9), costs("fsdp+bf16_gather", 0.1, 10**9, 2e9)]
-    quicker, same = advice.changes(others, [best])
+    quicker, same = report.changes(others, [best])
     assert quicker.startswith("fsdp_keep instead of fsdp: a step of 80.0 ms instead of 100.0")
     assert same.startswith(
         "fsdp+bf16_gather costs what fsdp does: is what it binds bound otherwise"
@@ -113,10 +113,10 @@ def test_more_micro_batches_are_tried_until_it_fits():
 
     def steps(size):
         spec = spec_of(batch_size=size)
-        return batch.fewest_micro_batches(recipe_of("fsdp"), spec, make_row("x"), attempt)
+        return estimate.fewest_micro_batches(recipe_of("fsdp"), spec, make_row("x"), attempt)
 
-    assert steps(32).setup.accumulation_steps == 4
-    assert steps(8 * 9 * 5).setup.accumulation_steps == 5, "of 3, 5, 9, 15, 45"
+    assert steps(32).accumulation_steps == 4
+    assert steps(8 * 9 * 5).accumulation_steps == 5, "of 3, 5, 9, 15, 45"
     assert not steps(16).fits, "one example a device at a time"
     assert steps(8) is None
     assert len(tried) <= 9
@@ -137,11 +137,11 @@ def test_the_batch_grows_by_no_more_than_can_be_tried():
         )
 
     spec = spec_of(batch_size=4096)
-    batch.largest_batch(recipe_of("fsdp"), spec, attempt(spec), attempt)
+    estimate.largest_batch(recipe_of("fsdp"), spec, attempt(spec), attempt)
     assert max(tried) <= 4096 * 2 * 8**3
     tried.clear()
     spec = spec_of(batch_size=2**29)
-    batch.largest_batch(recipe_of("fsdp"), spec, attempt(spec), attempt)
+    estimate.largest_batch(recipe_of("fsdp"), spec, attempt(spec), attempt)
     assert max(tried) < 2**31
 
 
@@ -158,5 +158,5 @@ def test_where_no_larger_batch_fits_at_once_more_micro_batches_are_tried():
         )
 
     spec = spec_of(batch_size=8)
-    found = batch.largest_batch(recipe_of("fsdp"), spec, attempt(spec), attempt)
-    assert (found.setup.batch_size, found.setup.accumulation_steps) == (16, 2)
+    found = estimate.largest_batch(recipe_of("fsdp"), spec, attempt(spec), attempt)
+    assert (found.batch_size, found.accumulation_steps) == (16, 2)

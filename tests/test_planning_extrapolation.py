@@ -7,7 +7,7 @@ from research_dp.analysis.topologies import Topology
 from research_dp.distributed.hardware import chips
 from research_dp.planning import extrapolation, html_report
 from research_dp.planning.extrapolation import MeshState
-from research_dp.planning.row import CollectiveTotal, Traffic
+from research_dp.planning.row import CollectiveTotal
 
 ELEMENTS = 1e9
 
@@ -72,11 +72,11 @@ def test_formulas_give_what_is_compiled_where_the_model_of_costs_is_theirs():
     assert len(found.checks) == 3
     for point in found.points:
         real = row(point.devices)
-        assert point.state_bytes == real.memory.state_bytes
+        assert point.state_bytes == real.state_bytes
         assert point.needed_bytes == pytest.approx(real.needed_bytes, rel=1e-6)
-        assert point.wire_bytes == pytest.approx(real.traffic.total)
+        assert point.wire_bytes == pytest.approx(real.wire_total)
         # 8 devices are one host: its links are quicker, which the formula knows.
-        assert point.seconds == pytest.approx(real.timing.predicted_seconds)
+        assert point.seconds == pytest.approx(real.predicted_seconds)
     for real, guess in found.checks:
         assert not guess.compiled
         assert guess.seconds == pytest.approx(real.seconds)
@@ -88,7 +88,7 @@ def test_sums_over_replicas_go_with_the_shard_and_indices_with_the_batch():
     rows = CollectiveTotal("all-gather", "fsdp", "s32", "all-gather", 16, 1, total * 15 / 16)
     for one, expected in ((sums, total / 2), (rows, 2 * total * 31 / 32)):
         near = row(32, sizes=where)
-        near.traffic = Traffic([one], {"total": one.wire_bytes})
+        near.collectives, near.wire_bytes = [one], {"total": one.wire_bytes}
         at = {n: MeshState({"data": 2, "fsdp": n // 2}, 1, 1) for n in (32, 64)}
         assert extrapolation.extrapolate([near], 64, at, GPUS).wire_bytes == pytest.approx(expected)
 
@@ -99,7 +99,7 @@ def test_sums_of_pairs_are_exchanged_inside_a_host_first(compiled_on):
     sent = total * (1 - 1 / compiled_on)
     halves = CollectiveTotal("reduce-scatter", "fsdp", "f32", "reduce-scatter", 2, 1, sent)
     near = row(compiled_on)
-    near.traffic = Traffic([halves], {"total": sent})
+    near.collectives, near.wire_bytes = [halves], {"total": sent}
     sent, took = extrapolation._network(near, mesh(64), GPUS)
     chip = GPUS.chip
     assert sent == pytest.approx(total * 63 / 64)

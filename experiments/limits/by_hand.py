@@ -134,16 +134,19 @@ def main(name, engine, how, *settings):
     compiled = compile_step(mesh, engine, how, options)
     seconds = time.perf_counter() - start
     cost = read(compiled, mesh, where)
-    times = cost.schedule
+    memory, times = cost.memory, cost.schedule
+    network = times.network_inside + times.network_across
+    bounds = {"compute": times.compute, "memory": times.memory, "network": network}
     print(f"{name} {engine} {how} {' '.join(settings)}: compiled in {seconds:.0f} s")
-    print(f"state {cost.argument_bytes / 1e9:.3f} GB, temporary {cost.temp_bytes / 1e9:.3f}, "
-          f"peak {cost.peak_bytes / 1e9:.3f}; {cost.flops / 1e12:.3f} TFLOP")  # fmt: skip
+    print(f"state {memory.argument_size_in_bytes / 1e9:.3f} GB, "
+          f"temporary {memory.temp_size_in_bytes / 1e9:.3f}, peak "
+          f"{memory.peak_memory_in_bytes / 1e9:.3f}; {cost.flops / 1e12:.3f} TFLOP")  # fmt: skip
     for (kind, dtype), sent in cost.wire_bytes_by("kind", "dtype").items():
         print(f"  {kind:15} {dtype:5} {sent / 1e9:.3f} GB")
     print(f"wire {cost.wire_bytes / 1e9:.3f} GB in {cost.collective_count} collectives")
     print(f"compute {times.compute * 1e3:.1f} ms, memory {times.memory * 1e3:.1f}, network "
-          f"{times.network * 1e3:.1f}, of that waited for {times.exposed * 1e3:.1f}; "
-          f"step {times.step * 1e3:.1f}, bound by {times.bound}")  # fmt: skip
+          f"{network * 1e3:.1f}, of that waited for {times.exposed * 1e3:.1f}; "
+          f"step {times.step * 1e3:.1f}, bound by {max(bounds, key=bounds.get)}")  # fmt: skip
 
 
 if __name__ == "__main__":

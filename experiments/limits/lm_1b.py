@@ -140,8 +140,8 @@ def main() -> int:
         start = time.perf_counter()
         cost = compile_step(case, where)
         measured = [
-            (cost.argument_bytes / 1e9, case.state),
-            (cost.temp_bytes / 1e9, case.temporary),
+            (cost.memory.argument_size_in_bytes / 1e9, case.state),
+            (cost.memory.temp_size_in_bytes / 1e9, case.temporary),
             (cost.wire_bytes / 1e9, case.wire),
             (cost.collective_count, case.collectives),
             (cost.schedule.exposed * 1e3, case.waited),

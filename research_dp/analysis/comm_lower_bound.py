@@ -1,7 +1,6 @@
 """The least bytes that a strategy must communicate: the README's table, parameter by parameter.
 
-Nothing is read from the step that is judged: the width of an element comes from the bindings of the
-strategy's slots, how often a parameter is used from the model.
+Nothing is read from the step that is judged, but from its slots' bindings and the model.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ import dataclasses
 import functools
 import inspect
 import math
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -22,12 +22,14 @@ from research_dp.distributed.collectives import PLAIN
 from research_dp.distributed.mesh import DATA_AXIS, FSDP_AXIS, batch_devices
 from research_dp.distributed.sharding import TABLE, LeafSharding
 from research_dp.distributed.units import Units, take_rows
-from research_dp.strategies import Strategy, StrategyConfig, TrainSpec, slots
-from research_dp.strategies.strategy import example_keys
+from research_dp.strategies import Strategy, TrainSpec, slots
+from research_dp.strategies.rng import example_keys
 
 PyTree = Any
 
 _INDEX_BYTES = 4  # rows are looked up by int32
+# A unit is used in full, gathered to look up rows, or its rows are exchanged.
+_USES = ("full", "lookup", "row")
 
 
 def min_wire_bytes(strategy: Strategy, spec: TrainSpec) -> float:
@@ -42,9 +44,23 @@ def min_wire_bytes(strategy: Strategy, spec: TrainSpec) -> float:
     """
     config, mesh = strategy.config, strategy.mesh
     shards, replicas = mesh.shape[FSDP_AXIS], mesh.shape[DATA_AXIS]
-    gather_passes, syncs, regather, per_use = _passes(config, spec)
-    dtypes, unit_uses = _wire_dtypes(config, spec), _unit_uses(strategy, spec)
-    total = 0.0
+    # How many passes gather sharded parameters and scatter their gradients; how often gradients are
+    # synchronised; whether a backward pass gathers again; whether each unit is gathered where it is
+    # used, or everything beforehand.
+    passes, syncs, regather, per_use = 1, 1, False, False
+    if config.reduction.logical_shards is None:  # else one sum over all logical shards
+        micro_batches, regather = spec.accumulation_steps, config.reshard_after_forward
+        passes = micro_batches if regather else 1
+        syncs = micro_batches if config.sync_each == "micro_batch" else 1
+        per_use = bool(spec.model.units) and (regather or micro_batches == 1)
+    # `sync` takes sums of micro-batches in the dtype they were accumulated in; a gradient that is
+    # scattered once for all of them is in the parameter's dtype again.
+    scattered_once = config.gather is not None and not config.reshard_after_forward
+    accumulates = config.sync_each == "step" and spec.accumulation_steps > 1
+    accumulated = config.accumulation_dtype if accumulates and not scattered_once else None
+    dtypes = [_bound_value(config.gather, n) for n in ("gather_dtype", "grad_scatter_dtype")]
+    dtypes.append(_bound_value(config.sync, "dtype") or accumulated)
+    uses, total = _unit_uses(strategy, spec), 0.0
     trees = (strategy.shardings.params, strategy.shardings.slices)
     for param, update in zip(*map(jax.tree.leaves, trees), strict=True):
         size, width = math.prod(update.split_shape), param.dtype.itemsize
@@ -53,14 +69,13 @@ def min_wire_bytes(strategy: Strategy, spec: TrainSpec) -> float:
         )
         reduced = 2 * size * sync  # a ring all-reduce sends everything twice
         if param.dim is not None:
-            use = unit_uses[param.path.split("/")[0]] if per_use else _Use(full=1)
+            unit = param.path.split("/")[0]
+            full, lookups, rows = (uses[unit, how] for how in _USES) if per_use else (1, 0, 0)
             # A lookup gathers once: its gradient does not need the table.
-            gathers = use.full * (2 if regather else 1) + use.lookups
-            scatters = use.full + use.lookups
-            communicated = size * (gathers * gather + scatters * scatter)
+            gathers = full * (2 if regather else 1) + lookups
+            communicated = size * (gathers * gather + (full + lookups) * scatter)
             row = param.shape[-1] * (gather + scatter) + shards * _INDEX_BYTES
-            communicated += use.exchanged_rows * row
-            total += gather_passes * _ring(communicated, shards)
+            total += passes * _ring(communicated + rows * row, shards)
             total += syncs * _ring(reduced / shards, replicas)
         elif update.dim is not None:
             total += _ring(size * (syncs * sync + width), shards)
@@ -74,36 +89,6 @@ def _ring(nbytes: float, devices: int) -> float:
     return nbytes * (devices - 1) / devices
 
 
-def _passes(config: StrategyConfig, spec: TrainSpec) -> tuple[int, int, bool, bool]:
-    """How often a step communicates.
-
-    Returns:
-        How many passes gather sharded parameters and scatter their gradients; how often gradients
-        are synchronised; whether a backward pass gathers again; whether each unit is gathered where
-        it is used, or everything beforehand.
-    """
-    if config.reduction.logical_shards is not None:  # one sum over all logical shards
-        return 1, 1, False, False
-    micro_batches, each = spec.accumulation_steps, config.reshard_after_forward
-    syncs = micro_batches if config.sync_each == "micro_batch" else 1
-    per_use = bool(spec.model.units) and (each or micro_batches == 1)
-    return micro_batches if each else 1, syncs, each, per_use
-
-
-def _wire_dtypes(config: StrategyConfig, spec: TrainSpec) -> tuple[Any, Any, Any]:
-    """The dtypes bound for `gather`, for its gradients, and for `sync`; None: the parameter's."""
-    # `sync` takes sums of micro-batches in the dtype they were accumulated in; a gradient that is
-    # scattered once for all of them is in the parameter's dtype again.
-    scattered_once = config.gather is not None and not config.reshard_after_forward
-    accumulates = config.sync_each == "step" and spec.accumulation_steps > 1
-    accumulated = config.accumulation_dtype if accumulates and not scattered_once else None
-    return (
-        _bound_value(config.gather, "gather_dtype"),
-        _bound_value(config.gather, "grad_scatter_dtype"),
-        _bound_value(config.sync, "dtype") or accumulated,
-    )
-
-
 def _bound_value(slot: Callable[..., Any] | slots.Stateful | None, name: str) -> Any:
     """The value of a parameter of a slot's function: bound with gin, or its default."""
     if isinstance(slot, slots.Stateful):
@@ -111,16 +96,15 @@ def _bound_value(slot: Callable[..., Any] | slots.Stateful | None, name: str) ->
     parameter = slot and inspect.signature(slot).parameters.get(name)
     if slot is None or parameter is None:
         return None
-    function = slot
+    default = None if parameter.default is parameter.empty else parameter.default
     if isinstance(slot, functools.partial):
         if name in slot.keywords:
             return slot.keywords[name]
-        function = slot.func
-    default = None if parameter.default is parameter.empty else parameter.default
-    if _is_registered(function):
-        return gin.get_bindings(function).get(name, default)
-    if _is_registered(inspect.unwrap(function, stop=_is_registered)):
-        raise NotImplementedError(f"{function.__name__}: in a gin scope of its own")
+        slot = slot.func
+    if _is_registered(slot):
+        return gin.get_bindings(slot).get(name, default)
+    if _is_registered(inspect.unwrap(slot, stop=_is_registered)):
+        raise NotImplementedError(f"{slot.__name__}: in a gin scope of its own")
     return default
 
 
@@ -132,49 +116,37 @@ def _is_registered(function: Callable[..., Any]) -> bool:
     return True
 
 
-@dataclasses.dataclass
-class _Use:
-    """How a micro-batch uses a unit: in full, gathered to look up rows, rows by exchange."""
-
-    full: int = 0
-    lookups: int = 0
-    exchanged_rows: int = 0
-
-
 @dataclasses.dataclass(frozen=True)
 class _RecordingUnits(Units):
-    """Units of unsharded parameters, which record how the model uses them."""
+    """Units of unsharded parameters, which count each kind of use that the model makes of them."""
 
-    uses: dict[str, _Use] = dataclasses.field(default_factory=dict)
+    uses: Counter[tuple[str, str]] = dataclasses.field(default_factory=Counter)
     exchanges: Callable[[str, int], bool] = lambda name, rows: False
 
     def run(self, function: Any, names: Any, params: PyTree, *args: Any, remat: str) -> Any:
-        for name in names:
-            self.uses[name].full += 1
+        self.uses.update((name, "full") for name in names)
         return super().run(function, names, params, *args, remat=remat)
 
     def scan(self, function: Any, name: str, *args: Any, **options: Any) -> Any:
-        self.uses[name].full += 1
+        self.uses[name, "full"] += 1
         return super().scan(function, name, *args, **options)
 
     def scan_rows(self, function: Any, name: str, *args: Any, **options: Any) -> Any:
-        self.uses[name].full += 1
+        self.uses[name, "full"] += 1
         return super().scan_rows(function, name, *args, **options)
 
     def look_up(self, name: str, params: PyTree, indices: jax.Array, dtype: Any) -> jax.Array:
-        if self.exchanges(name, indices.size):
-            self.uses[name].exchanged_rows += indices.size
-        else:
-            self.uses[name].lookups += 1
+        exchanged = self.exchanges(name, indices.size)
+        self.uses[name, "row" if exchanged else "lookup"] += indices.size if exchanged else 1
         (table,) = jax.tree.leaves(params[name])
         return take_rows(table, indices).astype(dtype)
 
 
-def _unit_uses(strategy: Strategy, spec: TrainSpec) -> dict[str, _Use]:
-    """How a device's micro-batch uses each unit, found by tracing the model's loss."""
+def _unit_uses(strategy: Strategy, spec: TrainSpec) -> Counter[tuple[str, str]]:
+    """How often a device's micro-batch uses each unit how, found by tracing the model's loss."""
     model, config = spec.model, strategy.config
     if not model.units:
-        return {}
+        return Counter()
     # As `Step` decides: rows are exchanged if the slot takes `rows` and the reduction allows it.
     gather = config.gather if config.reduction is PLAIN else None
     takes_rows = gather is not None and bool(slots.options_of(gather, {"rows": None}))
@@ -185,7 +157,7 @@ def _unit_uses(strategy: Strategy, spec: TrainSpec) -> dict[str, _Use]:
         return takes_rows and by_feature and rows < table.shape[0]
 
     state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), strategy.abstract_state)
-    units = _RecordingUnits(uses={name: _Use() for name in state.params}, exchanges=exchanges)
+    units = _RecordingUnits(exchanges=exchanges)
     rows = spec.batch_size // spec.accumulation_steps // batch_devices(strategy.mesh)
     examples = {k: jax.ShapeDtypeStruct((rows, *x.shape), x.dtype) for k, x in spec.example.items()}
 

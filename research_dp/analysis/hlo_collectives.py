@@ -10,52 +10,30 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from research_dp.analysis.hlo import Computation, Instruction, Module, integers
-from research_dp.analysis.trip_count import executed
+from research_dp.analysis.hlo import Computation, Instruction, executed, integers
 from research_dp.strategies.jaxpr_collectives import Collective
 
-KINDS = {
-    "all-reduce": "all-reduce",
-    "all-gather": "all-gather",
-    "reduce-scatter": "reduce-scatter",
-    "all-to-all": "all-to-all",
-    "ragged-all-to-all": "all-to-all",
-    "collective-permute": "permute",
-    "collective-broadcast": "permute",
-}
-# Between slices of TPUs: a `send` to the host, which does the rest.
-_SLICE_KINDS = {
-    "ALL_REDUCE": "all-reduce",
-    "ALL_GATHER": "all-gather",
-    "REDUCE_SCATTER": "reduce-scatter",
-    "ALL_TO_ALL": "all-to-all",
-    "ONE_TO_ONE": "permute",
-}
-# The JAX primitive that a collective was compiled from, by the last part of its `op_name`.
-_PURPOSES = {
-    "all_gather": "all-gather",
-    "reduce_scatter": "reduce-scatter",
-    "psum_scatter": "reduce-scatter",
-    "all_to_all": "all-to-all",
-    "ppermute": "permute",
-    "psum": "all-reduce",
+# By opcode; by the transfer between slices of TPUs, a `send` to the host, which does the rest; by
+# the JAX primitive that it was compiled from. All in lower case, words joined by dashes.
+KINDS = {kind: kind for kind in ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")} | {
+    **{"psum": "all-reduce", "psum-scatter": "reduce-scatter", "ragged-all-to-all": "all-to-all"},
+    **{"collective-permute": "permute", "collective-broadcast": "permute"},
+    **{"one-to-one": "permute", "ppermute": "permute"},
 }
 # The forms in which XLA writes groups of devices.
-_LIST = re.compile(r"replica_groups=\{(\{[0-9,{} ]*\})?\}")
+_LIST = re.compile(r"(?:source_target_pairs|replica_groups)=\{(\{[0-9,{} ]*\})?\}")
 _IOTA = re.compile(r"replica_groups=\[([0-9,]+)\]<=\[([0-9,]+)\](?:T\(([0-9,]+)\))?")
 _MESH = re.compile(r"replica_groups=@?(?:\w+)?mesh\[([^\]]*)\]\s*(.*?)\{([^}]*)\}")
-_PAIRS = re.compile(r"source_target_pairs=\{([0-9,{} ]*)\}")
 _SAME_ELEMENTS = ("bitcast", "copy", "convert", "reshape")
 
 
 @dataclasses.dataclass(frozen=True)
 class CompiledCollective(Collective):
-    """One collective of a compiled program, for one element type.
+    """One collective of a compiled program, for one element type; it counts for the first of them.
 
-    One operation may carry arrays of several types: it counts for the first of them. The kind may
-    differ from the one that was asked for: a TPU executes some all-gathers as an all-reduce of
-    arrays padded with zeros, and some reduce-scatters as an all-reduce of the full array, at twice
-    the bytes.
+    The kind may differ from the one that was asked for: a TPU executes some all-gathers as an
+    all-reduce of arrays padded with zeros, and some reduce-scatters as one of the full array, at
+    twice the bytes.
     """
 
     name: str  # of the instruction
@@ -66,22 +44,18 @@ class CompiledCollective(Collective):
 
 
 def find_collectives(
-    module: Module, mesh_sizes: Mapping[str, int], slices: Sequence[int] | None = None
+    entry: Computation, mesh_sizes: Mapping[str, int], slices: Sequence[int] | None = None
 ) -> list[CompiledCollective]:
     """All collectives that a program runs, loops multiplied out.
 
-    The mesh's axes are in order; `slices` has the TPU slice of each device of the flattened mesh,
-    where there are several.
-
-    Raises:
-        NotImplementedError: A collective in a loop whose length the program does not say, or
-            between groups in an unknown form.
+    `slices` has the TPU slice of each device of the flattened mesh, where there are several.
+    NotImplementedError: a collective in a loop of unknown length, or groups in an unknown form.
     """
     by_slice: dict[int, list[int]] = collections.defaultdict(list)
     for position, number in enumerate(slices or [0] * math.prod(mesh_sizes.values())):
         by_slice[number].append(position)
     result = []
-    for instruction, times, in_async in executed(module.entry):
+    for instruction, times, in_async in executed(entry):
         kind = kind_of(instruction)
         if kind is None:
             continue
@@ -99,12 +73,8 @@ def find_collectives(
         sizes.pop("token", None)
         result += [
             CompiledCollective(
-                *(kind, axes, len(group), dtype, nbytes, times),
-                name=instruction.name,
-                operations=0 if position else times,
-                is_async=is_async,
-                purpose=_purpose(instruction, kind),
-                group=group,
+                *(kind, axes, len(group), dtype, nbytes, times, instruction.name),
+                *(0 if position else times, is_async, _purpose(instruction, kind), group),
             )
             for position, (dtype, nbytes) in enumerate(sizes.items())
         ]
@@ -115,12 +85,11 @@ def kind_of(instruction: Instruction) -> str | None:
     """The kind of collective that an instruction is or starts; None if it is none, or ends one.
 
     A TPU's asynchronous collective is a chain of fusions: `AsyncCollectiveStart`, compute with
-    steps of it inside, `AsyncCollectiveDone`. The collective is printed in each; only the start
-    counts.
+    steps of it inside, `AsyncCollectiveDone`. It is printed in each; only the start counts.
     """
     if instruction.opcode == "send":
         transfer = instruction.attribute(r'_xla_megascale_transfer_type="(\w+)"')
-        return _SLICE_KINDS[transfer] if transfer else None
+        return KINDS[transfer.lower().replace("_", "-")] if transfer else None
     kind = KINDS.get(instruction.opcode.removesuffix("-start"))
     if kind is None:
         return None
@@ -128,7 +97,11 @@ def kind_of(instruction: Instruction) -> str | None:
     if chain and not starts_chain(instruction):
         return None
     computation = instruction.computation
-    if kind == "all-reduce" and computation.in_fusion and _returns_slice(computation):
+    if (
+        kind == "all-reduce"
+        and computation.in_fusion
+        and _maker(computation.root) == "dynamic-slice"
+    ):
         return "reduce-scatter"  # as a TPU writes one: a fusion of all-reduce and slice
     return kind
 
@@ -138,11 +111,11 @@ def starts_chain(instruction: Instruction) -> bool:
     return any(user.target == "AsyncCollectiveStart" for user in instruction.users)
 
 
-def _returns_slice(computation: Computation) -> bool:
-    root = computation.root
-    while root.opcode in _SAME_ELEMENTS:
-        root = root.operands[0]
-    return root.opcode == "dynamic-slice"
+def _maker(array: Instruction) -> str:
+    """The opcode that makes an array's elements, beneath fusions and copies."""
+    if fused := array.fused:
+        return _maker(fused.root)
+    return _maker(array.operands[0]) if array.opcode in _SAME_ELEMENTS else array.opcode
 
 
 def _group(
@@ -152,9 +125,9 @@ def _group(
     if instruction.opcode == "send":
         # The first device of each slice. A program does not say between which devices an
         # all-to-all or a permute exchanges data: then all devices.
-        every = range(math.prod(sizes.values()))
-        exchange = kind in ("all-to-all", "permute")
-        group = tuple(every if exchange else (members[0] for members in slices))
+        group = tuple(members[0] for members in slices)
+        if kind in ("all-to-all", "permute"):
+            group = tuple(range(math.prod(sizes.values())))
         return group, mesh_axes(group, sizes)
     # Each slice runs a program of its own, whose groups number the slice's devices.
     local_groups = replica_groups(instruction.attributes, len(slices[0]))
@@ -167,60 +140,38 @@ def _group(
 
 def replica_groups(attributes: str, devices: int) -> list[list[int]]:
     """The groups of a collective, by its attributes; without any, all devices are one group."""
-    if pairs := _PAIRS.search(attributes):
-        return _listed(pairs[1])
-    if groups := _LIST.search(attributes):
-        return _listed(groups[1]) if groups[1] else [list(range(devices))]
+    if (groups := _LIST.search(attributes)) and groups[1]:  # {0,1},{2,3}
+        return [list(integers(group)) for group in re.findall(r"\{([0-9, ]*)\}", groups[1])]
     if iota := _IOTA.search(attributes):
-        return _iota(*iota.groups())
+        # [4,2]<=[2,4]T(1,0): consecutive numbers, transposed, cut into groups.
+        shape, dims, order = (integers(part or "") for part in iota.groups())
+        ids = np.arange(math.prod(dims)).reshape(dims).transpose(order or range(len(dims)))
+        return ids.reshape(-1, shape[-1]).tolist()
     if mesh := _MESH.search(attributes):
         if mesh[2]:
             raise NotImplementedError(f"groups over a mesh with its own device order: {mesh[0]}")
         return _mesh_groups(mesh[1], mesh[3])
-    if "replica_groups=" in attributes:
+    if "replica_groups=" in attributes and not groups:
         form = attributes[attributes.index("replica_groups=") :][:80]
         raise NotImplementedError(f"groups in a form that this reader does not know: {form}")
     return [list(range(devices))]
 
 
-def _listed(text: str) -> list[list[int]]:
-    """'{0,1},{2,3}'."""
-    return [list(integers(group)) for group in re.findall(r"\{([0-9, ]*)\}", text)]
-
-
-def _iota(shape: str, dims: str, order: str | None) -> list[list[int]]:
-    """'[8,8]<=[64]', '[4,2]<=[2,4]T(1,0)': consecutive numbers, transposed, cut into groups."""
-    ids = np.arange(math.prod(integers(dims))).reshape(integers(dims))
-    if order:
-        ids = ids.transpose(integers(order))
-    return ids.reshape(-1, integers(shape)[-1]).tolist()
-
-
 def _mesh_groups(mesh: str, axes: str) -> list[list[int]]:
     """A mesh, 'axis_0'=8,'axis_1'=8, and a group's axes, full or in part: 'axis_0':(2)4."""
     sizes = {name: int(size) for name, size in re.findall(r"'?([\w.\-]+)'?=(\d+)", mesh)}
-    ids = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
-    parts = [  # (axis, product of the sub-axes before this one, its size)
-        (name, int(before or 1), int(size or sizes[name]))
-        for name, before, size in re.findall(r"'?([\w.\-]+)'?(?::\((\d+)\)(\d+))?", axes)
-    ]
-    shape: list[int] = []  # the mesh's, with each axis that is used in part split into sub-axes
-    dims: dict[int, int] = {}  # position in `parts` -> dim of `shape`
-    for axis, full in sizes.items():
-        done = 1
-        of_axis = [(part, i) for i, part in enumerate(parts) if part[0] == axis]
-        for (_, before, size), position in sorted(of_axis):
-            if before > done:
-                shape.append(before // done)
-            dims[position] = len(shape)
-            shape.append(size)
-            done = before * size
-        if done < full:
-            shape.append(full // done)
-    inner = [dims[i] for i in range(len(parts))]
-    outer = [i for i in range(len(shape)) if i not in inner]
-    members = math.prod(shape[i] for i in inner)
-    return ids.reshape(shape).transpose(outer + inner).reshape(-1, members).tolist()
+    ids = np.arange(math.prod(sizes.values()))
+    position, first = np.zeros_like(ids), ids  # in the group; the group's first device
+    members = 1
+    for name, before, part in re.findall(r"'?([\w.\-]+)'?(?::\((\d+)\)(\d+))?", axes):
+        # A part is a digit of the position along the axis, below those of size `before`.
+        names = list(sizes)
+        size = int(part or sizes[name])
+        stride = math.prod(sizes[later] for later in names[names.index(name) :])
+        stride //= int(before or 1) * size
+        digit = ids // stride % size
+        position, first, members = position * size + digit, first - digit * stride, members * size
+    return np.lexsort((position, first)).reshape(-1, members).tolist()
 
 
 def mesh_axes(group: Sequence[int], sizes: Mapping[str, int]) -> tuple[str, ...]:
@@ -231,43 +182,32 @@ def mesh_axes(group: Sequence[int], sizes: Mapping[str, int]) -> tuple[str, ...]
 
 def connected_devices(pairs: Sequence[Sequence[int]]) -> tuple[int, ...]:
     """The devices that pairs of a sender and a receiver connect with the first pair, in order."""
-    group = set(pairs[0])
-    while True:
-        connected = group.union(*(pair for pair in pairs if group.intersection(pair)))
-        if connected == group:
-            return tuple(sorted(group))
-        group = connected
+    group, known = set(pairs[0]), set[int]()
+    while group != known:
+        known = group
+        group = known.union(*(pair for pair in pairs if known.intersection(pair)))
+    return tuple(sorted(group))
 
 
 def _purpose(instruction: Instruction, kind: str) -> str:
-    primitive = instruction.attribute(r'op_name="([^"]*)"').rsplit("/", 1)[-1]
-    if primitive in _PURPOSES:
-        return _PURPOSES[primitive]
-    if kind != "all-reduce":
-        return kind
-    if _is_padded(instruction.operands[0]):
+    primitive = instruction.attribute(r'op_name="([^"]*)"').rsplit("/", 1)[-1].replace("_", "-")
+    if primitive in KINDS or kind != "all-reduce":
+        return KINDS.get(primitive, kind)
+    # A device's shard, written into an array of zeros.
+    if _maker(instruction.operands[0]) == "dynamic-update-slice":
         return "all-gather"
     return "reduce-scatter" if _is_sliced(instruction) else kind
 
 
-def _is_padded(array: Instruction) -> bool:
-    """Whether an array is a device's shard written into an array of zeros."""
-    if fused := array.fused:
-        return _is_padded(fused.root)
-    if array.opcode in _SAME_ELEMENTS:
-        return _is_padded(array.operands[0])
-    return array.opcode == "dynamic-update-slice"
-
-
 def _is_sliced(array: Instruction) -> bool:
     """Whether every use of an array takes a slice of it."""
-    return bool(array.users) and all(_takes_slice(user, array) for user in array.users)
-
-
-def _takes_slice(user: Instruction, array: Instruction) -> bool:
-    if user.opcode in (*_SAME_ELEMENTS, "get-tuple-element"):
-        return _is_sliced(user)
-    if fused := user.fused:
-        numbers = [i for i, operand in enumerate(user.operands) if operand is array]
-        return all(_is_sliced(fused.parameters[i]) for i in numbers)
-    return user.opcode == "dynamic-slice"
+    for user in array.users:
+        taken = user.opcode == "dynamic-slice"
+        if user.opcode in (*_SAME_ELEMENTS, "get-tuple-element"):
+            taken = _is_sliced(user)
+        elif fused := user.fused:
+            numbers = [i for i, operand in enumerate(user.operands) if operand is array]
+            taken = all(_is_sliced(fused.parameters[i]) for i in numbers)
+        if not taken:
+            return False
+    return bool(array.users)

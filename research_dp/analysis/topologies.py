@@ -1,7 +1,6 @@
-"""Devices that are not there: names such as 'h100:8x8' become devices to compile for.
+"""Devices that are not there, to compile for, by names such as 'h100:8x8'; and their links.
 
-XLA compiles for them on any machine. GPUs need JAX's CUDA plugin and NVIDIA's assembler, TPUs need
-libtpu; neither needs a driver or a device.
+GPUs need JAX's CUDA plugin and NVIDIA's assembler, TPUs need libtpu; neither needs a driver.
 """
 
 from __future__ import annotations
@@ -13,15 +12,17 @@ import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.experimental import topologies as jax_topologies
 from jax.sharding import Mesh
 
 from research_dp.distributed.hardware import Chip, chip_of, chips
 from research_dp.distributed.mesh import build_mesh
 from research_dp.errors import UsageError
+from research_dp.strategies.jaxpr_collectives import Collective
 
 EXAMPLES = "h100:8x8 (hosts x GPUs), v5e-64 (chips), 2xv5e-64 (slices x chips), cpu:8"
 
@@ -37,6 +38,10 @@ _ENVIRONMENT = {
 }
 # Modules of which one must be importable.
 _PLUGINS = {"gpu": ("jax_cuda13_plugin", "jax_cuda12_plugin"), "tpu": ("libtpu",)}
+# The share of memory that is reserved, where devices are not present to be asked. GPUs: the CUDA
+# context, NCCL's buffers, fragmentation. TPUs: prefetched batches and metrics; the compiler's own
+# limit excludes the rest.
+_RESERVE = {"gpu": 0.08, "tpu": 0.02}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,12 +74,22 @@ class Topology:
             return int(getattr(device, "slice_index", None) or 0)
         return int(device.process_index)
 
-    def mesh(self, shape: tuple[int, ...], axes: tuple[str, ...]) -> Mesh:
-        """A mesh over all devices.
+    def memory_budget(self) -> tuple[int | None, str]:
+        """Bytes of a device that a step may use, None for CPUs, and where the figure is from."""
+        chip = self.chip
+        if chip.platform == "cpu":
+            return None, "CPUs have no limit of their own"
+        if self.are_present:
+            local = (d for d in self.devices if d.process_index == jax.process_index())
+            limits = [(device.memory_stats() or {}).get("bytes_limit") for device in local]
+            if pool := min((limit for limit in limits if limit), default=None):
+                return pool, "what JAX took of it when it started"
+        reserve = _RESERVE[chip.platform]
+        source = f"{chip.name}'s, less {reserve:.0%} that no step may count on"
+        return int(chip.memory_bytes * (1 - reserve)), source
 
-        On a TPU its axes follow the torus where they can, and the first axis that the number of
-        slices divides runs over the slices; UsageError: there is none.
-        """
+    def mesh(self, shape: tuple[int, ...], axes: tuple[str, ...]) -> Mesh:
+        """A mesh over all devices; on a TPU its axes follow torus and slices, see `build_mesh`."""
         return build_mesh(dict(zip(axes, shape, strict=True)), self.devices)
 
 
@@ -86,26 +101,34 @@ def topology(name: str) -> Topology:
     x chips. 'cpu:8': CPU devices of this process.
 
     Raises:
-        UsageError: An unknown name, or one whose compiler is not installed; the message has the
-            command that installs it.
+        UsageError: An unknown name, or its compiler is not installed; the message says how to.
     """
     known = chips()
-    if gpu := re.fullmatch(r"(\w+):(\d+)x(\d+)", name):
-        if gpu[1] in known and known[gpu[1]].platform == "gpu":
-            return _gpu(name, known[gpu[1]], int(gpu[2]), int(gpu[3]))
-    elif tpu := re.fullmatch(r"(?:(\d+)x)?(v\d\w+)-(\d+(?:x\d+)*)", name):
-        if tpu[2] in known:
-            return _tpu(name, known[tpu[2]], int(tpu[1] or 1), tpu[3])
-    elif cpu := re.fullmatch(r"cpu:(\d+)", name):
-        return _cpu(name, known["cpu"], int(cpu[1]))
+    gpu = re.fullmatch(r"(\w+):(\d+)x(\d+)", name)
+    tpu = re.fullmatch(r"(?:(\d+)x)?(v\d\w+)-(\d+(?:x\d+)*)", name)
+    if gpu and gpu[1] in known and known[gpu[1]].platform == "gpu":
+        chip, hosts, gpus = known[gpu[1]], int(gpu[2]), int(gpu[3])
+        if min(hosts, gpus) < 1:
+            raise UsageError(f"topology {name!r}: give at least one host and one GPU.")
+        sizes = {"target_config": _target_config(chip), "topology": f"1x{hosts}x{gpus}"}
+        return _described(name, chip, "", sizes)
+    if tpu and tpu[2] in known:
+        chip, slices, shape = known[tpu[2]], int(tpu[1] or 1), tuple(map(int, tpu[3].split("x")))
+        if len(shape) == 1:
+            shape = _slice_shape(name, shape[0], chip.torus)
+        layout = f"{chip.name}:{'x'.join(map(str, shape))}"
+        return _described(name, chip, layout, {"num_slices": slices} if slices > 1 else {})
+    if cpu := re.fullmatch(r"cpu:(\d+)", name):
+        count, devices = int(cpu[1]), jax.devices("cpu")
+        if 1 <= count <= len(devices):
+            return Topology(name, known["cpu"], tuple(devices[:count]))
+        raise UsageError(
+            f"topology {name!r}: {len(devices)} CPU devices are present; --cpu_devices={count} "
+            "makes as many."
+        )
     raise UsageError(
         f"topology {name!r} is not known; give e.g. {EXAMPLES}. Devices: {', '.join(known)}."
     )
-
-
-def present() -> Topology:
-    """The devices of this run."""
-    return of(jax.devices())
 
 
 def of(devices: Sequence[jax.Device]) -> Topology:
@@ -122,66 +145,34 @@ def of(devices: Sequence[jax.Device]) -> Topology:
     return Topology(name, chip, tuple(devices), are_present=devices[0] in jax.devices())
 
 
-def _gpu(name: str, chip: Chip, hosts: int, gpus: int) -> Topology:
-    _prepare(name, "gpu")
-    if min(hosts, gpus) < 1:
-        raise UsageError(f"topology {name!r}: give at least one host and one GPU.")
-    target = _target_config(chip)
-    return _described(name, chip, "cuda", "", target_config=target, topology=f"1x{hosts}x{gpus}")
-
-
-def _tpu(name: str, chip: Chip, slices: int, size: str) -> Topology:
-    _prepare(name, "tpu")
-    shape = tuple(int(n) for n in size.split("x"))
-    if len(shape) == 1:
-        shape = _slice_shape(name, shape[0], chip.torus)
-    options = {"num_slices": slices} if slices > 1 else {}
-    return _described(name, chip, "tpu", f"{chip.name}:{'x'.join(map(str, shape))}", **options)
-
-
-def _cpu(name: str, chip: Chip, count: int) -> Topology:
-    devices = jax.devices("cpu")
-    if not 1 <= count <= len(devices):
-        raise UsageError(
-            f"topology {name!r}: {len(devices)} CPU devices are present; --cpu_devices={count} "
-            "makes as many."
-        )
-    return Topology(name, chip, tuple(devices[:count]))
-
-
-def _described(name: str, chip: Chip, platform: str, layout: str, **options: Any) -> Topology:
-    try:
-        description = jax_topologies.get_topology_desc(layout, platform, **options)
-    except Exception as error:  # JAX and the plugins raise several kinds
-        raise UsageError(f"topology {name!r}: its compiler does not know it: {error}") from error
-    return Topology(name, chip, tuple(description.devices))
-
-
-def _prepare(name: str, platform: str) -> None:
-    """Checks that a compiler is installed, and sets what it needs before JAX starts it."""
+def _described(name: str, chip: Chip, layout: str, options: dict[str, Any]) -> Topology:
+    """Asks an installed compiler for devices; sets what it needs before JAX starts it."""
     for variable, setting in _ENVIRONMENT.items():
         os.environ.setdefault(variable, setting)
-    plugins = _PLUGINS[platform]
+    plugins = _PLUGINS[chip.platform]
     missing = "" if any(map(importlib.util.find_spec, plugins)) else plugins[0]
-    if platform == "gpu" and not missing and not _has_assembler():
-        missing = "nvidia-cuda-nvcc"
+    if chip.platform == "gpu" and not missing:
+        # XLA finds NVIDIA's assembler in its wheel, on the path, or in a CUDA toolkit.
+        wheels = importlib.util.find_spec("nvidia")
+        folders = (wheels and wheels.submodule_search_locations) or ()
+        in_wheel = any(any(Path(folder).glob("*/bin/ptxas")) for folder in folders)
+        if not (in_wheel or shutil.which("ptxas") or Path("/usr/local/cuda/bin/ptxas").exists()):
+            missing = "nvidia-cuda-nvcc"
     if missing:
         raise UsageError(
             f"topology {name!r} needs a compiler that is not installed ({missing}): "
-            f"pip install -c constraints.txt -e '.[plan-{platform}]'"
+            f"pip install -c constraints.txt -e '.[plan-{chip.platform}]'"
         )
     if not os.environ.get("JAX_PLATFORMS"):
         # This process's arrays stay on its CPU: a plugin that looks for absent devices fails. After
         # JAX's start this has no effect, and is not needed.
         jax.config.update("jax_platforms", "cpu")
-
-
-def _has_assembler() -> bool:
-    """Whether XLA will find NVIDIA's assembler: on the path, in a CUDA toolkit, or in its wheel."""
-    wheels = importlib.util.find_spec("nvidia")
-    folders = list((wheels and wheels.submodule_search_locations) or ())
-    in_wheel = any(any(Path(folder).glob("*/bin/ptxas")) for folder in folders)
-    return in_wheel or bool(shutil.which("ptxas")) or Path("/usr/local/cuda/bin/ptxas").exists()
+    plugin = "cuda" if chip.platform == "gpu" else chip.platform
+    try:
+        description = jax_topologies.get_topology_desc(layout, plugin, **options)
+    except Exception as error:  # JAX and the plugins raise several kinds
+        raise UsageError(f"topology {name!r}: its compiler does not know it: {error}") from error
+    return Topology(name, chip, tuple(description.devices))
 
 
 def _target_config(chip: Chip) -> str:
@@ -213,3 +204,46 @@ def _slice_shape(name: str, chip_count: int, dims: int) -> tuple[int, ...]:
     shape = sorted(2 ** (power // dims + (position < power % dims)) for position in range(dims))
     # A v5p slice of four chips is flat, on one host: 2x2x1.
     return tuple(shape if chip_count > 4 else reversed(shape))
+
+
+class Route(NamedTuple):
+    """The links of a group of devices."""
+
+    chip: Chip
+    domains: int  # hosts (GPU) or slices (TPU) that the group is in
+    members: int  # its devices in each of them
+    dims: int  # of a TPU's torus, in which it extends
+
+    @property
+    def crosses(self) -> bool:
+        return self.domains > 1
+
+    def seconds(self, collective: Collective) -> float:
+        """Time of one execution, without latency.
+
+        In a ring every byte leaves a host (a slice) once, over the cards of all its members, and
+        passes inside at the links' rate: the slower bounds it. An all-to-all uses the sender's own
+        card. On a TPU a ring goes both ways along each dimension of the torus.
+        """
+        inside_rate, across_rate = self.chip.inside_rate, self.chip.across_rate
+        ring_rate = inside_rate * (2 * max(1, self.dims) if self.chip.platform == "tpu" else 1)
+        wire_bytes = dataclasses.replace(collective, times=1).wire_bytes
+        is_direct = collective.kind in ("all-to-all", "permute")
+        if not self.crosses:
+            return wire_bytes / (inside_rate if is_direct else ring_rate)
+        if collective.kind == "permute":
+            return wire_bytes / across_rate
+        if is_direct:
+            members, devices = self.members, collective.devices
+            inside = collective.nbytes * (members - 1) / devices / inside_rate
+            return max(inside, collective.nbytes * (devices - members) / devices / across_rate)
+        return wire_bytes / min(ring_rate, self.members * across_rate)
+
+
+def route(topology: Topology, devices: Sequence[Any]) -> Route:
+    """The links of a group, e.g. of `[mesh.devices.flat[i] for i in collective.group]`."""
+    domains, dims = len({topology.domain(device) for device in devices}), 0
+    if topology.chip.platform == "tpu":
+        coordinates = np.array([device.coords for device in devices])
+        dims = int(np.count_nonzero(np.ptp(coordinates, axis=0)))
+    return Route(topology.chip, domains, len(devices) // domains, dims)

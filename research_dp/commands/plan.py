@@ -22,7 +22,7 @@ from research_dp.config import load
 from research_dp.console import put
 from research_dp.distributed.mesh import planning_for
 from research_dp.errors import UsageError, first_line, message_of
-from research_dp.planning import advice, batch, estimate, extrapolation, html_report, tables
+from research_dp.planning import estimate, extrapolation, html_report, report
 from research_dp.planning.extrapolation import SIZES, Curve
 from research_dp.planning.row import Row, fastest_first
 from research_dp.strategies import StrategyConfig, TrainSpec
@@ -75,19 +75,19 @@ class Plan(Command):
         rows = []
         for number, candidate in enumerate(candidates, 1):
             _report(f"[{number}/{len(candidates)}] {candidate.name or 'the run'} on {where.name}")
-            rows.append(self.under(candidate, functools.partial(self.checked_row, candidate.name)))
+            rows.append(self.checked_row(candidate))
         if all((row.problem or "").startswith("refused") for row in rows):
             problems = dict.fromkeys(f"{row.strategy}: {row.problem}" for row in rows)
             raise UsageError("\nerror: ".join(problems))
-        words = advice.words(rows, where)
-        put(*tables.tables(rows, where), "", *words)
+        words = report.words(rows, where)
+        put(*report.tables(rows, where), "", *words)
         others = self.others(candidates, rows) if self.advise else []
         if others:
-            changes = advice.changes(others, fastest_first(rows))
-            put("", *tables.tables(others, where), "", *changes)
+            changes = report.changes(others, fastest_first(rows))
+            put("", *report.tables(others, where), "", *changes)
             words += changes
         if json_file:
-            result = tables.as_json(rows, others, where, words)
+            result = report.as_json(rows, others, where, words)
             _write("--json", json_file, json.dumps(result, indent=2, allow_nan=False) + "\n")
         if html_file:
             curves = self.curves(candidates, rows)
@@ -110,14 +110,19 @@ class Plan(Command):
             )
         elif self.measure:
             raise UsageError("--measure needs devices that are present: --topology=here, or cpu:N.")
-        return topologies.present() if name == "here" else topologies.topology(name)
+        return topologies.of(jax.devices()) if name == "here" else topologies.topology(name)
 
-    def checked_row(self, name: str, strategy: StrategyConfig, spec: TrainSpec) -> Row:
-        """A strategy's row; `exceeded` gets what is above the budget."""
-        row = self.compile(name or strategy.name, strategy, spec)
+    def checked_row(self, candidate: Candidate) -> Row:
+        """A candidate's row, checked against the budget, which one that is refused exceeds too."""
+
+        def make_row(strategy: StrategyConfig, spec: TrainSpec) -> Row:
+            return self.compile(candidate.name or strategy.name, strategy, spec)
+
+        row = self.under(candidate, make_row)
+        # If the candidate's own files are wrong, nothing is bound: the run's budget counts.
+        config = self.config or self.load()
         for limit, message in gin.get_configurable("plan")().exceeded(row):
-            place = self.config and self.config.origin(limit)
-            self.exceeded.append(f"{message} {limit} is bound in {place}.")
+            self.exceeded.append(f"{message} {limit} is bound in {config.origin(limit)}.")
         return row
 
     def others(self, candidates: Sequence[Candidate], rows: Sequence[Row]) -> list[Row]:
@@ -133,12 +138,12 @@ class Plan(Command):
                     _report(f"[advice] {variant.name} on {self.where.name}")
                     compile_it = functools.partial(self.compile, variant.name)
                     variants.append(self.under(variant, compile_it))
-            variants.append(self.search(by_name[best.strategy], best, batch.largest_batch))
+            variants.append(self.search(by_name[best.strategy], best, estimate.largest_batch))
         if not fastest_first(rows):
             variants += [
-                self.search(by_name[row.strategy], row, batch.fewest_micro_batches)
+                self.search(by_name[row.strategy], row, estimate.fewest_micro_batches)
                 for row in rows
-                if row.memory and row.memory.state_fits
+                if row.state_fits
             ]
         return [row for row in variants if row is not None and row not in rows]
 
@@ -154,17 +159,17 @@ class Plan(Command):
             except UsageError as error:  # no compiler, or more CPUs than are present
                 _report(f"[page] {name} is left out: {error}")
         for candidate, row in zip(candidates, rows, strict=True):
-            if row.setup is None:
+            if row.mesh is None:
                 continue
             compiled = [row]
             is_quick = (row.compile_seconds or 0) <= _LONG_COMPILATION
-            if row.setup.devices == len(self.where.devices) and is_quick:
+            if row.devices == len(self.where.devices) and is_quick:
                 for other in others:
                     _report(f"[page] {row.strategy} on {other.name}")
                     compile_it = functools.partial(estimate.compile_scaled, row, other)
                     scaled = self.under(candidate, compile_it, other)
-                    compiled += [scaled] if scaled.setup else []
-            by_devices = {row.setup.devices: row for row in compiled if row.setup}
+                    compiled += [scaled] if scaled.mesh else []
+            by_devices = {row.devices: row for row in compiled}
             meshes = extrapolation.scaled_meshes(compiled, sorted({*SIZES, *by_devices}))
             widest = by_devices[max(by_devices)]
             infer_states = functools.partial(extrapolation.mesh_states, row=widest, meshes=meshes)

@@ -80,22 +80,21 @@ def check(command: Command, candidates: Sequence[Candidate]) -> dict[str, bool]:
 
 def variants(candidate: Candidate, row: Row, where: Topology) -> list[Candidate]:
     """What else a strategy could be: other dtypes, kept parameters, groups of one host."""
-    assert row.setup and row.traffic
+    assert row.mesh is not None
     wide = {
         total.kind
-        for total in row.traffic.collectives
-        if total.dtype == "f32" and total.wire_bytes > _WIDE * row.traffic.total
+        for total in row.collectives or ()
+        if total.dtype == "f32" and total.wire_bytes > _WIDE * (row.wire_total or 0)
     }
     # Collectives of the compiler or of an update have no dtype to choose.
-    slots = row.setup.slots
-    gathers = "all-gather" in wide and "gather" in slots
-    sums = bool(wide - {"all-gather"}) and bool({"gather", "sync"} & set(slots))
+    gathers = "all-gather" in wide and "gather" in row.slots
+    sums = bool(wide - {"all-gather"}) and bool({"gather", "sync"} & set(row.slots))
     result = []
     for stem, helps in (("bf16_gather", gathers), ("bf16_collectives", gathers or sums)):
         file = f"gin/precision/{stem}.gin"
         if helps and file not in candidate.files:
             result.append(Candidate(f"{row.strategy}+{stem}", (*candidate.files, file)))
-    if row.setup.mesh["fsdp"] > 1:
+    if row.mesh["fsdp"] > 1:
         result += [_replaced(candidate, stem, stem) for stem in ("fsdp", "fsdp_keep")]
         groups, members = where.domains
         if groups > 1 and members > 1:

@@ -13,7 +13,7 @@ from research_dp.analysis import topologies
 from research_dp.argument_checks import checked
 from research_dp.distributed.multihost import of_the_first
 from research_dp.errors import UsageError
-from research_dp.planning import advice
+from research_dp.planning import report
 from research_dp.planning.estimate import compile_row
 from research_dp.planning.row import Row, fastest_first
 from research_dp.strategies import StrategyConfig, TrainSpec
@@ -55,5 +55,5 @@ def _fastest(candidates: Sequence[StrategyConfig], spec: TrainSpec) -> StrategyC
         reasons = "; ".join(f"{row.strategy} {row.problem}" for row in rows)
         raise UsageError(f"auto: no candidate can be taken on {where.name}: {reasons}")
     if jax.process_index() == 0:
-        print("\n".join(advice.summary(rows, where)), flush=True)
+        print("\n".join(report.summary(rows, where)), flush=True)
     return candidates[chosen]

@@ -1,4 +1,4 @@
-"""Compiles a strategy's step for some devices, and reads or measures what it costs there."""
+"""Compiles a strategy's step for some devices; what it costs there, and which batch fits."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,171 +16,169 @@ import jax
 import numpy as np
 
 from research_dp.analysis.comm_lower_bound import min_wire_bytes
-from research_dp.analysis.compile import DoesNotFitError, compile_to_fit, dump_options, text_of
 from research_dp.analysis.program_cost import ProgramCost, read
 from research_dp.analysis.topologies import Topology
-from research_dp.distributed.hardware import Chip
+from research_dp.distributed.mesh import batch_devices
 from research_dp.distributed.placement import nbytes
 from research_dp.errors import first_line
-from research_dp.planning.memory_budget import memory_budget
-from research_dp.planning.row import CollectiveTotal, Memory, Row, Setup, Timing, Traffic
+from research_dp.planning.row import CollectiveTotal, Row
 from research_dp.strategies import Strategy, StrategyConfig, TrainSpec
 from research_dp.strategies.strategy import init_key
 
 _MEASURED_STEPS = 5
-_PARTS = ("compute", "memory", "network_inside", "network_across")
+_MAX_COMPILATIONS = 4
+_MAX_GROWTH = 8  # of a batch from one compilation to the next: memory further away is a guess
+_MAX_EXAMPLES = 2**31 - 1  # their positions in the batch are int32
+_NEARLY_FULL = 0.97  # the part of the memory above which another compilation is not worth it
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_OUT_OF_MEMORY = re.compile(  # as XLA's TPU compiler words it; its GPU compiler never says it
+    r"\(([\d.]+)([KMGT]?)\) exceeds available HBM \(|Used ([\d.]+)([KMGT]?) of [\d.]+[KMGT]? hbm"
+)
+
+Compile = Callable[[TrainSpec], Row]  # with another batch size or number of micro-batches
 
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """A row, the built strategy, and its compiled training step; None if it does not compile."""
+    """What `compile_row` made."""
 
     row: Row
     strategy: Strategy
-    program: Any
+    program: Any  # its training step; None if it does not compile
 
 
 def compile_row(
     name: str, config: StrategyConfig, spec: TrainSpec, where: Topology, dump: Path | None = None
 ) -> Compiled:
-    """Builds a strategy on a mesh of these devices, compiles its step and reads it.
-
-    The program's text is written to the folder `dump`. UsageError: it cannot be built so.
-    """
+    """Builds a strategy on these devices, compiles its step, dumps and reads the program."""
     start = time.perf_counter()
     strategy = config.build(spec)
     state, batch = strategy.abstract_state, strategy.abstract_batch
-    setup = Setup(
+    row = Row(
+        name,
         slots=tuple(n for n in ("gather", "sync", "update") if getattr(strategy.config, n)),
         mesh=dict(strategy.mesh.shape),
         batch_size=spec.batch_size,
         accumulation_steps=spec.accumulation_steps,
         parameters=sum(math.prod(x.shape) for x in jax.tree.leaves(state.params)),
-    )
-    memory = Memory(
         params_bytes=nbytes(state.params)[0],
         opt_bytes=nbytes(state.opt_state)[0],
         state_bytes=nbytes(state)[0],
         batch_bytes=nbytes(batch)[0],
-        available_bytes=memory_budget(where)[0],
+        available_bytes=where.memory_budget()[0],
     )
-    row = Row(name, setup, memory)
     step: Any = strategy.train_step  # jitted, so that it can be lowered
     lowered = step.lower(state, batch)
     with tempfile.TemporaryDirectory() as folder:
-        options = dump_options(where.chip.platform, Path(folder))
-        program = _compile(row, memory, lowered, options)
+        program = compile_step(row, lowered, dump_options(where.chip.platform, Path(folder)))
         row.compile_seconds = time.perf_counter() - start
         if program is not None:
-            _set_needed(row, memory, program.memory_analysis())
             try:
                 text = text_of(program, Path(folder))
                 if dump is not None:
                     (dump / f"{re.sub(r'[^+.=, 0-9A-Za-z_-]', '_', name)}.txt").write_text(text)
-                cost = read(program, strategy.mesh, where, text)
-                row.traffic = _traffic(cost)
-                row.timing = _timing(cost, spec, where.chip, strategy.mesh.size)
+                _set_costs(row, read(program, strategy.mesh, where, text), spec, where)
             except (NotImplementedError, jax.errors.JaxRuntimeError) as error:
-                _set_missing(row, "its program cannot be read", error)
+                row.problem = row.problem or f"its program cannot be read: {first_line(error)}"
     try:
         row.min_wire_bytes = min_wire_bytes(strategy, spec)
     except NotImplementedError as error:
-        _set_missing(row, "the least that it must send is not known", error)
+        unknown = f"the least that it must send is not known: {first_line(error)}"
+        row.problem = row.problem or unknown
     return Compiled(row, strategy, program)
 
 
 def compile_scaled(row: Row, where: Topology, config: StrategyConfig, spec: TrainSpec) -> Row:
     """Compiles a row's strategy on other devices, with as many examples on each."""
-    assert row.setup is not None
-    batch_size = row.setup.batch_size * len(where.devices) // row.setup.devices
+    batch_size = (row.batch_size or 0) * len(where.devices) // row.devices
     scaled = dataclasses.replace(spec, batch_size=batch_size)
     return compile_row(row.strategy, config, scaled, where).row
 
 
-def _set_missing(row: Row, what: str, error: Exception) -> None:
-    """Says why figures are missing, unless the row has a graver problem."""
-    row.problem = row.problem or f"{what}: {first_line(error)}"
+def dump_options(platform: str, folder: Path) -> dict[str, Any]:
+    """Compiler options that write programs into an empty folder, for `text_of`.
+
+    A TPU's compiler can be newer than jaxlib, which then cannot print all of its programs.
+    """
+    return {"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True} if platform == "tpu" else {}
 
 
-def _compile(row: Row, memory: Memory, lowered: Any, options: dict[str, Any]) -> Any:
-    """The compiled program; None, and the row says why, if there is none."""
+def text_of(program: Any, folder: Path) -> str:
+    """A compiled program's text: from the folder of `dump_options`, else as jaxlib prints it."""
+    dumps = sorted(folder.glob("*.after_codegen.txt"), key=lambda file: file.stat().st_size)
+    return dumps[-1].read_text() if dumps else program.as_text()
+
+
+def compile_step(row: Row, lowered: Any, options: dict[str, Any]) -> Any:
+    """Compiles a step, and sets what it needs; None, and the row says why, if that fails.
+
+    A TPU's compiler refuses what does not fit, a GPU's never does.
+    """
+    program = None
     try:
-        return compile_to_fit(lowered, options)
-    except DoesNotFitError as error:
-        memory.needed_bytes = error.needed_bytes
-        row.problem = _does_not_fit(memory)
+        program = lowered.compile(options or None)
+        memory = program.memory_analysis()
+        row.temp_bytes, row.peak_bytes = memory.temp_size_in_bytes, memory.peak_memory_in_bytes
+        results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+        at_once = memory.argument_size_in_bytes + memory.temp_size_in_bytes + results
+        row.needed_bytes = max(memory.peak_memory_in_bytes, at_once)
+        row.fits = row.available_bytes is None or row.needed_bytes <= row.available_bytes
     except jax.errors.JaxRuntimeError as error:
-        row.problem = f"does not compile: {first_line(error)}"
-    return None
+        sizes = _OUT_OF_MEMORY.search(str(error))
+        if sizes is None:
+            row.problem = f"does not compile: {first_line(error)}"
+            return None
+        number, unit = (group for group in sizes.groups() if group is not None)
+        row.needed_bytes = int(float(number) * _UNITS[unit])
+    if not row.fits:
+        needed, available = row.needed_bytes / 1e9, (row.available_bytes or 0) / 1e9
+        state = f", of which state {row.state_bytes / 1e9:.2f}" if row.state_bytes else ""
+        row.problem = f"does not fit: needs {needed:.2f} of {available:.2f} GB a device{state}"
+    return program
 
 
-def _set_needed(row: Row, memory: Memory, compiled: Any) -> None:
-    memory.temp_bytes = compiled.temp_size_in_bytes
-    memory.peak_bytes = compiled.peak_memory_in_bytes
-    results = compiled.output_size_in_bytes - compiled.alias_size_in_bytes
-    at_once = compiled.argument_size_in_bytes + compiled.temp_size_in_bytes + results
-    needed = memory.needed_bytes = max(compiled.peak_memory_in_bytes, at_once)
-    row.fits = memory.available_bytes is None or needed <= memory.available_bytes
-    row.problem = None if row.fits else _does_not_fit(memory)
-
-
-def _does_not_fit(memory: Memory) -> str:
-    needed, available = memory.needed_bytes or 0, memory.available_bytes or 0
-    state = f", of which state {memory.state_bytes / 1e9:.2f}" if memory.state_bytes else ""
-    return f"does not fit: needs {needed / 1e9:.2f} of {available / 1e9:.2f} GB a device{state}"
-
-
-def _traffic(cost: ProgramCost) -> Traffic:
-    wire_bytes: dict[str, Any] = {"total": cost.wire_bytes}
+def _set_costs(row: Row, cost: ProgramCost, spec: TrainSpec, where: Topology) -> None:
+    row.wire_bytes = {"total": cost.wire_bytes}
     for key, field in (("by_kind", "kind"), ("by_axis", "axes"), ("by_dtype", "dtype")):
         sums = cost.wire_bytes_by(field)
-        wire_bytes[key] = {name: total for (name,), total in sorted(sums.items())}
+        row.wire_bytes[key] = {name: total for (name,), total in sorted(sums.items())}
     totals: dict[tuple[str, str, str, str, int], tuple[int, float]] = {}
     for c in cost.collectives:
         alike = (c.kind, "+".join(c.axes), c.dtype, c.purpose, c.devices)
         count, total = totals.get(alike, (0, 0.0))
         totals[alike] = (count + c.operations, total + c.wire_bytes)
-    collectives = [CollectiveTotal(*alike, *total) for alike, total in sorted(totals.items())]
-    return Traffic(collectives, wire_bytes)
-
-
-def _timing(cost: ProgramCost, spec: TrainSpec, chip: Chip, devices: int) -> Timing:
+    row.collectives = [CollectiveTotal(*alike, *total) for alike, total in sorted(totals.items())]
     schedule = cost.schedule
-    parts = {name: getattr(schedule, name) for name in _PARTS}
-    rates: dict[str, float] = {}
+    names = ("compute", "memory", "network_inside", "network_across", "exposed")
+    row.predicted_parts = {name: getattr(schedule, name) for name in names}
+    row.bound = max(names[:4], key=row.predicted_parts.__getitem__).replace("_", " ")
+    row.predicted_seconds, row.is_lower_bound = schedule.step, schedule.is_lower_bound
+    row.flops, row.hidden_fraction = cost.flops, schedule.hidden_fraction
     if schedule.step:
-        examples = rates["examples_per_second"] = spec.batch_size / schedule.step
+        examples = row.examples_per_second = spec.batch_size / schedule.step
         if spec.model.work is not None:
             work = spec.model.work(spec.example)
-            rates["tokens_per_second"] = work.tokens * examples
-            rates["mfu"] = work.flops * examples / (chip.peak(work.dtype) * devices)
-    return Timing(
-        flops=cost.flops,
-        hidden_fraction=schedule.hidden_fraction,
-        predicted_seconds=schedule.step,
-        is_lower_bound=schedule.is_lower_bound,
-        predicted_parts={**parts, "exposed": schedule.exposed},
-        bound=max(parts, key=lambda part: parts[part]).replace("_", " "),
-        **rates,
-    )
+            row.tokens_per_second = work.tokens * examples
+            row.mfu = work.flops * examples / (where.chip.peak(work.dtype) * row.devices)
 
 
 def measure(compiled: Compiled) -> None:
-    """Runs the step of a strategy that fits, and records how long it takes or why it cannot run.
-
-    The median of five, after one that does not count. The state is a run's first; the examples are
-    zeros, which do not change the time of dense computations.
-    """
+    """Runs the step of a strategy that fits, and records how long it takes or why it cannot run."""
     row = compiled.row
     try:
-        row.set_measured(_median_seconds(compiled))
+        row.measured_seconds = _median_seconds(compiled)
     except jax.errors.JaxRuntimeError as error:
         # The compiler does not count other programs on the device, or buffers of the links.
         row.fits = row.fits and "RESOURCE_EXHAUSTED" not in first_line(error)
         row.problem = f"cannot be run here: {first_line(error)}"
+        return
+    for rate in ("mfu", "tokens_per_second", "examples_per_second"):
+        if row.predicted_seconds and (value := getattr(row, rate)):
+            setattr(row, rate, value * row.predicted_seconds / row.measured_seconds)
 
 
 def _median_seconds(compiled: Compiled) -> float:
+    """Of five steps, after one; the examples are zeros: that is as slow in dense computations."""
     strategy, examples = compiled.strategy, {}
     # An example has no dims of device, micro-batch and row.
     leading = strategy.abstract_batch.position.ndim
@@ -192,3 +191,71 @@ def _median_seconds(compiled: Compiled) -> float:
         jax.block_until_ready((state, metrics))
         seconds.append(time.perf_counter() - start)
     return statistics.median(seconds[1:])
+
+
+def largest_batch(config: StrategyConfig, spec: TrainSpec, row: Row, compile_with: Compile) -> Row:
+    """The row of the largest batch that fits in as many micro-batches as the run, whose `row` fits.
+
+    If none larger was found: that of two batches in twice as many micro-batches; `row` itself if
+    that does not fit either, or memory has no limit.
+    """
+    limit = row.available_bytes
+    if limit is None or 2 * spec.batch_size > _MAX_EXAMPLES:
+        return row
+    step = batch_devices(config.mesh) * spec.accumulation_steps
+    known = {spec.batch_size // step: row}  # by examples a device and micro-batch
+    size = 2 * (spec.batch_size // step)
+    for _ in range(_MAX_COMPILATIONS):
+        larger = compile_with(dataclasses.replace(spec, batch_size=size * step))
+        if larger.needed_bytes is None:
+            break
+        known[size] = larger
+        following = min(_next_size(known, limit), _MAX_EXAMPLES // step)
+        nearly_full = larger.fits and larger.needed_bytes > _NEARLY_FULL * limit
+        if following in known or nearly_full:
+            break
+        size = following
+    best = known[max(size for size, tried in known.items() if tried.fits)]
+    if best is not row:
+        return best
+    sizes = {name: 2 * getattr(spec, name) for name in ("batch_size", "accumulation_steps")}
+    larger = compile_with(dataclasses.replace(spec, **sizes))
+    return larger if larger.fits else row
+
+
+def _next_size(known: dict[int, Row], limit: int) -> int:
+    """Where the line through the two known sizes next to the limit meets it, rounded down."""
+    sizes = sorted(known)
+    above = next((i for i, size in enumerate(sizes) if not known[size].fits), len(sizes) - 1)
+    low, high = sizes[max(0, above - 1)], sizes[max(1, above)]
+    needed_low, needed_high = (known[size].needed_bytes or 0 for size in (low, high))
+    slope = max(1.0, (needed_high - needed_low) / (high - low))
+    meets = int(low + (limit - needed_low) / slope)
+    if known[high].fits:
+        return max(high, min(meets, _MAX_GROWTH * high))
+    return max(low, min(meets, high - 1))
+
+
+def fewest_micro_batches(
+    config: StrategyConfig, spec: TrainSpec, row: Row, compile_with: Compile
+) -> Row | None:
+    """The same batch in as few micro-batches as fit, where the state fits, but `row` does not.
+
+    If even one example a device at a time does not fit, its row; None if `row` is that already.
+    """
+    most = spec.batch_size // batch_devices(config.mesh)
+    counts = [n for n in range(spec.accumulation_steps + 1, most + 1) if most % n == 0]
+    if not counts:
+        return None
+    best = compile_with(dataclasses.replace(spec, accumulation_steps=counts[-1]))
+    low, high = 0, len(counts) - 1  # below `low` none fits; `high` fits
+    for _ in range(_MAX_COMPILATIONS - 1):
+        if not best.fits or low == high:
+            break
+        middle = (low + high) // 2
+        fewer = compile_with(dataclasses.replace(spec, accumulation_steps=counts[middle]))
+        if fewer.fits:
+            best, high = fewer, middle
+        else:
+            low = middle + 1
+    return best

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import importlib.util
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
@@ -13,8 +13,8 @@ from rich.console import Console
 from research_dp.analysis.topologies import Topology
 from research_dp.errors import UsageError
 from research_dp.planning.extrapolation import Curve
+from research_dp.planning.report import format_number, scale, tables
 from research_dp.planning.row import Row
-from research_dp.planning.tables import format_number, scale, tables
 
 # How each figure is obtained, beside the plots.
 FORMULAS = (
@@ -90,7 +90,7 @@ def page(
 
 
 def plot(curves: Sequence[Curve], available: int | None, chip: str) -> str:
-    """Memory and time as SVG; strategies with equal points share a line."""
+    """Memory and time as SVG."""
     svg = io.StringIO()
     figure = draw(curves, available, chip)
     figure.savefig(svg, format="svg", bbox_inches="tight", metadata={"Date": None})
@@ -98,56 +98,45 @@ def plot(curves: Sequence[Curve], available: int | None, chip: str) -> str:
 
 
 def draw(curves: Sequence[Curve], available: int | None, chip: str) -> Any:
-    """The figure of matplotlib that `plot` prints."""
+    """The figure of matplotlib that `plot` prints; strategies with equal points share a line."""
     from matplotlib.figure import Figure  # pyplot would open windows and share state
 
     figure = Figure(figsize=(12.5, 5.2), layout="constrained")
     memory, time = figure.subplots(1, 2)
-    unit, name = _memory_scale(curves)
-    for number, (label, curve) in enumerate(_distinct(curves)):
-        marker = _MARKERS[number % len(_MARKERS)]
-        style = {"color": f"C{number % 10}", "marker": marker, "label": label}
-        _draw_line(memory, curve, "needed_bytes", unit, style)
-        _draw_line(time, curve, "seconds", 1e-3, style)
+    unit, name = scale(point.needed_bytes for curve in curves for point in curve.points)
+    groups: dict[Any, list[Curve]] = {}
+    for curve in curves:
+        points = ((p.devices, p.compiled, p.needed_bytes, p.seconds) for p in curve.points)
+        rounded = (tuple(f"{x:.2g}" if isinstance(x, float) else x for x in p) for p in points)
+        groups.setdefault(tuple(rounded), []).append(curve)
+    for number, same in enumerate(groups.values()):
+        style = {"color": f"C{number % 10}", "marker": _MARKERS[number % len(_MARKERS)]}
+        style["label"] = ", ".join(curve.strategy for curve in same)
+        _draw_line(memory, same[0], "needed_bytes", unit, style)
+        _draw_line(time, same[0], "seconds", 1e-3, style)
     if available:
         memory.axhline(available / unit, color="0.3", linestyle=":", linewidth=1)
-        memory.annotate(
-            f"of {chip}: {available / unit:,.1f} {name}",
-            (0.01, available / unit),
-            xycoords=("axes fraction", "data"),
-            xytext=(0, 3),
-            textcoords="offset points",
-            fontsize=9,
-        )
+        text, place = f"of {chip}: {available / unit:,.1f} {name}", (0.01, available / unit)
+        offset = {"xytext": (0, 3), "textcoords": "offset points", "fontsize": 9}
+        memory.annotate(text, place, xycoords=("axes fraction", "data"), **offset)
     _set_axes(memory, f"What a step needs on a device, {name}", curves)
     _set_axes(time, "A step, ms (predicted from vendors' rates)", curves)
     handles, labels = memory.get_legend_handles_labels()
-    for label, face in (("compiled", "0.3"), ("extrapolated", "white")):
-        labels.append(label)
+    labels += ["compiled", "extrapolated"]
+    for face in ("0.3", "white"):
         handles += memory.plot([], [], "o", color="0.3", markerfacecolor=face)
     figure.legend(handles, labels, loc="outside lower center", ncols=min(7, len(labels)))
     return figure
 
 
-def _distinct(curves: Sequence[Curve]) -> Iterator[tuple[str, Curve]]:
-    """Curves with their labels; one of several with the same points."""
-    groups: dict[tuple[Any, ...], list[Curve]] = {}
-    for curve in curves:
-        points = ((p.devices, p.compiled, p.needed_bytes, p.seconds) for p in curve.points)
-        rounded = (tuple(f"{x:.2g}" if isinstance(x, float) else x for x in p) for p in points)
-        groups.setdefault(tuple(rounded), []).append(curve)
-    for same in groups.values():
-        yield ", ".join(curve.strategy for curve in same), same[0]
-
-
 def _draw_line(axes: Any, curve: Curve, field: str, unit: float, style: dict[str, str]) -> None:
     """A dashed line through all points where a field is known; compiled ones are filled."""
-    known = [(p, y / unit) for p in curve.points if (y := getattr(p, field)) is not None]
-    compiled = [(p, y) for p, y in known if p.compiled]
     line = {"linestyle": "--", "linewidth": 1.2, "markersize": 6, "markerfacecolor": "white"}
     filled = {"linestyle": "", "markersize": 7, "label": None}
-    for points, options in ((known, line), (compiled, filled)):
-        axes.plot([p.devices for p, _ in points], [y for _, y in points], **{**style, **options})
+    known = [p for p in curve.points if getattr(p, field) is not None]
+    for points, options in ((known, line), ([p for p in known if p.compiled], filled)):
+        values = [getattr(p, field) / unit for p in points]
+        axes.plot([p.devices for p in points], values, **{**style, **options})
 
 
 def _set_axes(axes: Any, title: str, curves: Sequence[Curve]) -> None:
@@ -172,53 +161,44 @@ def _error_table(curves: Sequence[Curve]) -> str:
     lines = []
     for curve in curves:
         for real, guess in curve.checks:
-            figures = ((p.needed_bytes, p.wire_bytes, p.seconds) for p in (real, guess))
-            pairs = zip(*figures, strict=True)
-            errors = [b / a - 1 if a and b is not None else None for a, b in pairs]
-            cells = _cell(real.devices, 1, ",.0f") + "".join(_cell(e, 1, "+.1%") for e in errors)
-            lines.append(f"<tr><td>{html.escape(curve.strategy)}</td>{cells}</tr>")
+            cells = [f"<td>{html.escape(curve.strategy)}</td>", _cell(real.devices, 1, ",.0f")]
+            for figure in ("needed_bytes", "wire_bytes", "seconds"):
+                a, b = getattr(real, figure), getattr(guess, figure)
+                cells.append(_cell(b / a - 1 if a and b is not None else None, 1, "+.1%"))
+            lines.append(f"<tr>{''.join(cells)}</tr>")
     if not lines:
         return "<p>One size of each strategy was compiled: the formulas are not checked.</p>"
     return (
         "<p>How far the formulas are off on each compiled size, had it not been compiled:</p>"
-        f"<table><tr><th>strategy</th>{_headers('devices', 'needed', 'sent', 'step')}</tr>"
-        f"{''.join(lines)}</table>"
+        f"<table><tr>{_headers('devices', 'needed', 'sent', 'step')}</tr>{''.join(lines)}</table>"
     )
 
 
 def _point_table(curves: Sequence[Curve], available: int | None) -> str:
-    unit, name = _memory_scale(curves)
+    unit, name = scale(point.needed_bytes for curve in curves for point in curve.points)
     sent, sent_name = scale(p.wire_bytes for curve in curves for p in curve.points)
     heads = _headers("devices", f"state {name}", f"needed {name}", f"{sent_name} sent", "step ms")
-    lines = [f"<tr><th>strategy</th>{heads}<th>fits</th><th></th></tr>"]
+    lines = [f"<tr>{heads}<th>fits</th><th></th></tr>"]
     for curve in curves:
         for number, point in enumerate(curve.points):
-            figures = (
-                _cell(point.devices, 1, ",.0f"),
-                _cell(point.state_bytes, unit, ",.3f"),
-                _cell(point.needed_bytes, unit, ",.3f"),
-                _cell(point.wire_bytes, sent, ",.3f"),
-                _cell(point.seconds, 1e-3, ",.2f"),
-            )
             fits = ""
             if available and point.needed_bytes is not None:
                 fits = "yes" if point.needed_bytes <= available else "no"
             style = "c" * point.compiled + " first" * (number == 0)
             source = "compiled" if point.compiled else "extrapolated"
-            strategy = "" if number else html.escape(curve.strategy)
-            cells = f"<td>{strategy}</td>{''.join(figures)}<td>{fits}</td><td>{source}</td>"
-            lines.append(f'<tr class="{style}">{cells}</tr>')
+            lines.append(
+                f'<tr class="{style}"><td>{"" if number else html.escape(curve.strategy)}</td>'
+                f"{_cell(point.devices, 1, ',.0f')}{_cell(point.state_bytes, unit, ',.3f')}"
+                f"{_cell(point.needed_bytes, unit, ',.3f')}{_cell(point.wire_bytes, sent, ',.3f')}"
+                f"{_cell(point.seconds, 1e-3, ',.2f')}<td>{fits}</td><td>{source}</td></tr>"
+            )
         if curve.remark:
             lines.append(f'<tr><td></td><td colspan="7">{html.escape(curve.remark)}</td></tr>')
     return f"<table>{''.join(lines)}</table>"
 
 
 def _headers(*names: str) -> str:
-    return "".join(f'<th class="n">{name}</th>' for name in names)
-
-
-def _memory_scale(curves: Sequence[Curve]) -> tuple[float, str]:
-    return scale(point.needed_bytes for curve in curves for point in curve.points)
+    return "<th>strategy</th>" + "".join(f'<th class="n">{name}</th>' for name in names)
 
 
 def _cell(value: float | None, unit: float, form: str) -> str:

@@ -21,7 +21,7 @@ class Budget:
 
     def exceeded(self, row: Row) -> Iterator[tuple[str, str]]:
         """(the binding, a sentence) for each limit that a row is above, or may be."""
-        why = f": it {row.problem}" if row.problem else ""
+        why = f": it {row.problem}".rstrip(".") if row.problem else ""
         if self.max_wire_ratio is not None:
             name, limit = "plan.max_wire_ratio", self.max_wire_ratio
             if row.wire_total is None or row.min_wire_bytes is None:
@@ -33,7 +33,7 @@ class Budget:
         if self.max_peak_bytes is not None:
             name = "plan.max_peak_bytes"
             # Where it does not even compile, what the compiler says that it needs.
-            peak = row.memory.peak_bytes or row.needed_bytes if row.memory else None
+            peak = row.peak_bytes or row.needed_bytes
             if peak is None:
                 yield name, f"{row.strategy} needs an unknown number of bytes{why}."
             elif peak > self.max_peak_bytes:

@@ -9,55 +9,6 @@ from typing import Any
 
 from research_dp.errors import UsageError, message_of
 
-JSON_KEYS = (
-    *("strategy", "slots", "mesh", "batch_size", "accumulation_steps", "parameters"),
-    *("params_bytes", "opt_bytes", "state_bytes", "batch_bytes", "temp_bytes", "peak_bytes"),
-    *("needed_bytes", "available_bytes", "fits", "collectives", "wire_bytes", "min_wire_bytes"),
-    *("hidden_fraction", "flops", "predicted_seconds", "is_lower_bound", "predicted_parts"),
-    *("bound", "mfu", "tokens_per_second", "examples_per_second", "compile_seconds"),
-    *("measured_seconds", "problem", "wire_ratio"),
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class Setup:
-    """What was built.
-
-    `slots` are those of `gather`, `sync` and `update` that are filled; without the first two, the
-    compiler or the update communicates.
-    """
-
-    slots: tuple[str, ...]
-    mesh: dict[str, int]
-    batch_size: int
-    accumulation_steps: int
-    parameters: int  # elements, of the model
-
-    @property
-    def devices(self) -> int:
-        return math.prod(self.mesh.values())
-
-
-@dataclasses.dataclass
-class Memory:
-    """Bytes of a device: its state between steps, its part of a batch, and the compiler's figures.
-
-    `needed_bytes` are state, batch, temporary memory, and results that replace no argument.
-    """
-
-    params_bytes: int
-    opt_bytes: int
-    state_bytes: int  # parameters, optimizer state and the rest
-    batch_bytes: int
-    available_bytes: int | None  # None: there is no limit
-    temp_bytes: int | None = None
-    peak_bytes: int | None = None  # most in use at any moment
-    needed_bytes: int | None = None
-
-    @property
-    def state_fits(self) -> bool:
-        return self.available_bytes is None or self.state_bytes <= self.available_bytes
-
 
 @dataclasses.dataclass(frozen=True)
 class CollectiveTotal:
@@ -72,48 +23,43 @@ class CollectiveTotal:
     wire_bytes: float
 
 
-@dataclasses.dataclass(frozen=True)
-class Traffic:
-    """Communication of a device: `wire_bytes` are 'total', 'by_kind', 'by_axis', 'by_dtype'."""
+@dataclasses.dataclass
+class Row:
+    """What a strategy's step costs a device: the figures of `plan --json`, in its order.
 
-    collectives: list[CollectiveTotal]
-    wire_bytes: dict[str, Any]
-
-    @property
-    def total(self) -> float:
-        return self.wire_bytes["total"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Timing:
-    """How long a step takes, from vendors' rates; `mfu` and rates as measured where it was.
-
-    The parts are each as if it ran alone: 'compute', 'memory', 'network_inside' a host (GPU) or
-    slice (TPU), 'network_across'; and 'exposed', the wait for the network.
+    A figure is None where it is unknown: `problem` says why. Rates are as measured where the step
+    was, else follow from the predicted time.
     """
 
-    flops: int  # of matrix multiplications; those of custom kernels are left out
-    hidden_fraction: float | None  # of the wire bytes, sent behind compute; None: there are none
-    predicted_seconds: float
-    is_lower_bound: bool  # one iteration is counted of a loop of unknown length
-    predicted_parts: dict[str, float]
-    bound: str  # the longest of the first four parts
+    strategy: str
+    slots: tuple[str, ...] = ()  # of `gather`, `sync` and `update` those that are filled
+    mesh: dict[str, int] | None = None  # None: the strategy was refused
+    batch_size: int | None = None
+    accumulation_steps: int | None = None
+    parameters: int | None = None  # elements, of the model
+    params_bytes: int | None = None
+    opt_bytes: int | None = None
+    state_bytes: int | None = None  # between steps: parameters, optimizer state and the rest
+    batch_bytes: int | None = None
+    temp_bytes: int | None = None
+    peak_bytes: int | None = None  # most in use at any moment
+    needed_bytes: int | None = None  # state, batch, temporary, results that replace no argument
+    available_bytes: int | None = None  # None: there is no limit
+    fits: bool = False
+    collectives: list[CollectiveTotal] | None = None
+    wire_bytes: dict[str, Any] | None = None  # 'total', 'by_kind', 'by_axis', 'by_dtype'
+    min_wire_bytes: float | None = None  # by the README's table
+    hidden_fraction: float | None = None  # of the wire bytes, sent behind compute
+    flops: int | None = None  # of matrix multiplications, without those of custom kernels
+    predicted_seconds: float | None = None
+    is_lower_bound: bool = False  # one iteration is counted of a loop of unknown length
+    # Each as if it ran alone: 'compute', 'memory', 'network_inside' a host (GPU) or slice (TPU),
+    # 'network_across'; and 'exposed', the wait for the network.
+    predicted_parts: dict[str, float] | None = None
+    bound: str | None = None  # the longest of the first four parts
     mfu: float | None = None  # model FLOPs over the devices' peak
     tokens_per_second: float | None = None
     examples_per_second: float | None = None
-
-
-@dataclasses.dataclass
-class Row:
-    """What a strategy's step costs. A part is None where it is unknown: `problem` says why."""
-
-    strategy: str
-    setup: Setup | None = None  # None: it was refused
-    memory: Memory | None = None  # known with `setup`
-    fits: bool = False
-    traffic: Traffic | None = None
-    min_wire_bytes: float | None = None  # by the README's table
-    timing: Timing | None = None
     compile_seconds: float | None = None
     measured_seconds: float | None = None  # a step on these devices
     problem: str | None = None  # why it cannot be run so
@@ -122,6 +68,14 @@ class Row:
     def refused(cls, name: str, error: UsageError) -> Row:
         """The row of a strategy that cannot be built."""
         return cls(name, problem=f"refused: {message_of(error)}")
+
+    @property
+    def devices(self) -> int:
+        return math.prod((self.mesh or {}).values())
+
+    @property
+    def wire_total(self) -> float | None:
+        return self.wire_bytes["total"] if self.wire_bytes else None
 
     @property
     def wire_ratio(self) -> float | None:
@@ -133,41 +87,20 @@ class Row:
     @property
     def seconds(self) -> float:
         """A step's time: measured, else predicted, else 0."""
-        return self.measured_seconds or (self.timing.predicted_seconds if self.timing else 0.0)
+        return self.measured_seconds or self.predicted_seconds or 0.0
 
     @property
-    def needed_bytes(self) -> int | None:
-        return self.memory.needed_bytes if self.memory else None
-
-    @property
-    def available_bytes(self) -> int | None:
-        return self.memory.available_bytes if self.memory else None
-
-    @property
-    def wire_total(self) -> float | None:
-        return self.traffic.total if self.traffic else None
-
-    def set_measured(self, seconds: float) -> None:
-        """Records a step's measured time, and scales the rates to it."""
-        self.measured_seconds = seconds
-        if self.timing and (predicted := self.timing.predicted_seconds):
-            rates = ("mfu", "tokens_per_second", "examples_per_second")
-            values = {rate: getattr(self.timing, rate) for rate in rates}
-            scaled = {rate: value and value * predicted / seconds for rate, value in values.items()}
-            self.timing = dataclasses.replace(self.timing, **scaled)
+    def state_fits(self) -> bool:
+        if self.state_bytes is None or self.available_bytes is None:
+            return self.state_bytes is not None
+        return self.state_bytes <= self.available_bytes
 
     def as_json(self) -> dict[str, Any]:
-        """All figures under their JSON keys, without the parts between."""
-        figures: dict[str, Any] = {"slots": (), "is_lower_bound": False, **dataclasses.asdict(self)}
-        for part in ("setup", "memory", "traffic", "timing"):
-            figures |= figures[part] or {}
-        figures["wire_ratio"] = self.wire_ratio
-        return {key: figures.get(key) for key in JSON_KEYS}
+        return {**dataclasses.asdict(self), "wire_ratio": self.wire_ratio}
 
 
 def fastest_first(rows: Iterable[Row]) -> list[Row]:
     """The rows that fit, the shortest step first: as measured if each of them was, or predicted."""
-    fitting = [row for row in rows if row.fits and row.timing is not None]
-    if all(row.measured_seconds for row in fitting):
-        return sorted(fitting, key=lambda row: row.seconds)
-    return sorted(fitting, key=lambda row: row.timing.predicted_seconds if row.timing else 0.0)
+    fitting = [row for row in rows if row.fits and row.predicted_seconds is not None]
+    measured = all(row.measured_seconds for row in fitting)
+    return sorted(fitting, key=lambda r: r.seconds if measured else r.predicted_seconds or 0.0)

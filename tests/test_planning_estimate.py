@@ -1,6 +1,7 @@
 """A program that does not fit is an answer, told apart from an error."""
 
 import importlib.util
+import types
 
 import jax
 import jax.numpy as jnp
@@ -8,13 +9,11 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from research_dp.analysis.compile import (
-    DoesNotFitError,
-    compile_to_fit,
-    dump_options,
-    text_of,
-)
+from research_dp.analysis.program_cost import ProgramCost, Schedule
 from research_dp.analysis.topologies import topology
+from research_dp.planning import estimate
+from research_dp.planning.estimate import compile_step, dump_options, text_of
+from research_dp.planning.row import Row
 
 
 class Lowered:
@@ -34,19 +33,28 @@ class Lowered:
     ],
 )
 def test_does_not_fit(message):
-    with pytest.raises(DoesNotFitError, match=r"needs 26\.84 GB of 16\.91") as caught:
-        compile_to_fit(Lowered(message))
-    assert caught.value.limit_bytes == 15.75 * 2**30
+    row = Row("x", available_bytes=int(15.75 * 2**30), state_bytes=10**10)
+    assert compile_step(row, Lowered(message), {}) is None
+    assert (row.needed_bytes, row.fits) == (25 * 2**30, False)
+    assert row.problem == "does not fit: needs 26.84 of 16.91 GB a device, of which state 10.00"
 
 
 def test_other_errors_stay():
-    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
-        compile_to_fit(Lowered("INTERNAL: libdevice not found"))
+    row = Row("x")
+    assert compile_step(row, Lowered("INTERNAL: libdevice not found"), {}) is None
+    assert row.problem == "does not compile: INTERNAL: libdevice not found"
+    assert (row.needed_bytes, row.fits) == (None, False)
 
 
 def test_what_fits_compiles():
+    row = Row("x")
     lowered = jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((8,), jnp.float32))
-    assert compile_to_fit(lowered, {}).memory_analysis().argument_size_in_bytes == 32
+    program = compile_step(row, lowered, {})
+    assert program.memory_analysis().argument_size_in_bytes == 32
+    assert row.fits and row.problem is None
+    small = Row("x", available_bytes=63)
+    assert compile_step(small, lowered, {}) is not None
+    assert (small.needed_bytes, small.fits) == (64, False)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
@@ -55,8 +63,10 @@ def test_a_tpu_program_that_does_not_fit():
     rows = NamedSharding(where.mesh((4,), ("fsdp",)), P("fsdp"))
     x = jax.ShapeDtypeStruct((4 * 20480, 65536), jnp.float32, sharding=rows)
     lowered = jax.jit(lambda x: (jnp.sort(x, 0)[::-1], x + 1), out_shardings=rows).lower(x)
-    with pytest.raises(DoesNotFitError):
-        compile_to_fit(lowered)
+    row = Row("x", available_bytes=where.memory_budget()[0])
+    assert compile_step(row, lowered, {}) is None
+    assert row.needed_bytes > row.available_bytes
+    assert "does not fit" in row.problem
 
 
 def test_a_program_is_printed_by_its_compiler_where_jaxlib_may_not_be_able_to(tmp_path):
@@ -72,3 +82,14 @@ def test_a_program_is_printed_by_its_compiler_where_jaxlib_may_not_be_able_to(tm
     (tmp_path / "module_2.jit_train.after_codegen.txt").write_text("the larger one")
     (tmp_path / "module_2.jit_train.after_optimizations.txt").write_text("before: larger still")
     assert text_of(Newer(), tmp_path) == "the larger one"
+
+
+@pytest.mark.parametrize(("across", "bound"), [(4.0, "network across"), (0.0, "compute")])
+def test_what_bounds_the_step(across, bound):
+    times = Schedule(3.0, 2.0, 1.0, across, 1.0, 5.0, 8.0, 6.0)
+    spec = types.SimpleNamespace(batch_size=10, model=types.SimpleNamespace(work=None))
+    row = Row("x")
+    estimate._set_costs(row, ProgramCost(None, 7, (), times), spec, topology("cpu:8"))
+    assert (row.bound, row.flops, row.hidden_fraction) == (bound, 7, 0.75)
+    assert (row.predicted_seconds, row.examples_per_second) == (5.0, 2.0)
+    assert row.predicted_parts["exposed"] == 1.0

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from research_dp.analysis import hbm_traffic, hlo, hlo_collectives, timeline
-from research_dp.analysis import link_model as network
+from research_dp.analysis import hlo, hlo_collectives, program_cost, topologies
+from research_dp.analysis.instruction_cost import hbm_bytes
 from research_dp.analysis.topologies import Topology
 from research_dp.distributed.hardware import chips
 
@@ -23,7 +23,7 @@ MICRO = 1e-6
 
 def simulate(text, sent=100.0):
     """Simulates a program; every collective takes `sent` microseconds and sends 1000 bytes."""
-    schedule = timeline.simulate(hlo.parse(text), SLOW, lambda name: (sent * MICRO, False, 1e3))
+    schedule = program_cost.simulate(hlo.parse(text), SLOW, lambda name: (sent * MICRO, False, 1e3))
     found = dataclasses.asdict(schedule)
     plain = ("wire_bytes", "hidden_bytes", "is_lower_bound")
     return {name: x if name in plain else round(x / MICRO, 6) for name, x in found.items()}
@@ -152,7 +152,7 @@ def test_what_is_hidden_is_counted_in_bytes():
     def network(name):
         return (10 * MICRO, False, 9e3) if name == "one" else (90 * MICRO, False, 1e3)
 
-    found = timeline.simulate(hlo.parse(entry(ARGUMENTS + body)), SLOW, network)
+    found = program_cost.simulate(hlo.parse(entry(ARGUMENTS + body)), SLOW, network)
     assert found.exposed == pytest.approx(90 * MICRO)
     assert found.hidden_fraction == pytest.approx(0.9)
 
@@ -216,9 +216,8 @@ ENTRY %main (a: f32[10,5], b: f32[5], c: s32[]) -> f32[10,5] {
   ROOT %f = f32[10,5]{1,0} fusion(%a, %b, %c), kind=kLoop, calls=%inner
 }
 """
-    module = hlo.parse(text)
     # A row is read and a row is written; b is on the chip; the index has 4 bytes.
-    assert hbm_traffic.hbm_bytes(module.entry.root) == 20 + 20 + 4
+    assert hbm_bytes(hlo.parse(text).root) == 20 + 20 + 4
 
 
 @pytest.mark.parametrize(
@@ -254,8 +253,7 @@ ENTRY %main (a: f32[10,5], b: bf16[10,5], c: s32[]) -> {result} {{
   ROOT %f = {result} fusion(%a, %b, %c), kind=kLoop, calls=%inner
 }}
 """
-    module = hlo.parse(text)
-    assert hbm_traffic.hbm_bytes(module.entry.root) == nbytes
+    assert hbm_bytes(hlo.parse(text).root) == nbytes
 
 
 def devices(domains, members):
@@ -288,12 +286,12 @@ def collective(kind, count, nbytes=64e9):
 def test_times_on_the_network_of_h100s(kind, domains, members, seconds):
     h100 = chips()["h100"]
     present = devices(domains, members)
-    links = network.route(Topology("h100", h100, tuple(present)), present)
+    links = topologies.route(Topology("h100", h100, tuple(present)), present)
     assert links.crosses == (domains > 1)
-    found = network.seconds(collective(kind, len(present)), links)
+    found = links.seconds(collective(kind, len(present)))
     assert found == pytest.approx(seconds)
     never = dataclasses.replace(collective(kind, len(present)), times=0)
-    assert network.seconds(never, links) == found  # of one execution, however often it runs
+    assert links.seconds(never) == found  # of one execution, however often it runs
 
 
 @pytest.mark.parametrize(
@@ -306,17 +304,15 @@ def test_times_on_the_network_of_h100s(kind, domains, members, seconds):
 )
 def test_times_on_the_torus_of_v5e(coordinates, kind, seconds):
     present = [SimpleNamespace(process_index=0, coords=at) for at in coordinates]
-    links = network.route(Topology("v5e", chips()["v5e"], tuple(present)), present)
-    found = network.seconds(collective(kind, len(present)), links)
+    links = topologies.route(Topology("v5e", chips()["v5e"], tuple(present)), present)
+    found = links.seconds(collective(kind, len(present)))
     assert found == pytest.approx(seconds)
 
 
-def test_what_bounds_the_step_and_what_is_hidden():
-    found = timeline.Schedule(
+def test_what_is_hidden():
+    found = program_cost.Schedule(
         compute=3.0, memory=2.0, network_inside=1.0, network_across=3.0, exposed=1.0, step=5.0,
         wire_bytes=8.0, hidden_bytes=6.0,
     )  # fmt: skip
-    assert found.bound == "network"
     assert found.hidden_fraction == 0.75
     assert dataclasses.replace(found, wire_bytes=0.0, hidden_bytes=0.0).hidden_fraction is None
-    assert dataclasses.replace(found, network_across=0.0).bound == "compute"
