@@ -44,6 +44,11 @@ def averaged_twice(grads, axes):
     return jax.tree.map(lambda g: g / lax.axis_size("data"), mean)
 
 
+def mean_of_sums(grads, axes):
+    """Nothing is left to average where autodiff has summed: the mean of equal sums is the sum."""
+    return jax.tree.map(lambda g: lax.pmean(g, axes), grads)
+
+
 def inside_groups_alone(grads, axes):
     return sync_gradients(grads, ("fsdp",))
 

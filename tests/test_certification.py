@@ -14,6 +14,8 @@ from conftest import stems
 
 from examples.error_feedback import ErrorFeedback
 from research_dp.certification.certify import certify
+from research_dp.config import gin_internals, load
+from research_dp.errors import UsageError
 from research_dp.models import convnet, mlp, transformer
 
 
@@ -61,7 +63,7 @@ BUGS = {
     ),
     "double reduction": (
         "ddp",
-        {"engine": bugs.checked_replication, "bindings": [TWO_AXES]},
+        {"engine": bugs.checked_replication, "sync": bugs.mean_of_sums, "bindings": [TWO_AXES]},
         r"8 times .* under check_vma=True autodiff has summed",
     ),
     "cast on the wire": ("ddp", {"sync": bugs.cast_on_the_way}, "sends bfloat16, which nothing"),
@@ -176,12 +178,53 @@ def test_a_slot_with_state_begins_with_its_own():
     assert done.certified, (done.first_difference, done.cause)
     checks = {check.name: check.passed for check in done.checks}
     assert checks["initial state"] and checks["copies"] and checks["saved and restored"]
-    assert checks["moved"] is None  # to other devices: the errors are those of eight
 
 
 @pytest.mark.slow
 def test_a_planted_bug_is_found_in_a_slot_with_state():
     assert "all gradients: 0.9" in refusal("ddp", sync=Shrunk(), **SENT)
+
+
+def moves(**slots):
+    """A certificate of the configuration in examples/, and its checks of moved states."""
+    load.load(["examples/ddp_error_feedback.gin"])
+    config = dataclasses.replace(gin_internals.value_of("train.strategy"), **slots)
+    bench = dataclasses.replace(bench_of("ddp", **SENT), config=config)
+    done = certify(bench, noise(), steps=1, **SENT)
+    return done, {c.name: c for c in done.checks if c.name.startswith("moved")}
+
+
+HALF = "moved to ddp_error_feedback on data 4 x fsdp 1"
+
+
+def test_the_state_of_a_slot_is_moved_to_fewer_devices():
+    done, checks = moves()
+    assert done.certified, (done.first_difference, done.cause)
+    assert checks.pop(HALF)[1:] == (True, "the same bits")
+    # The oracle has no errors to continue with.
+    assert list(checks) == ["moved to single on data 1 x fsdp 1", "moved back from single"]
+    for _, passed, message in checks.values():
+        assert passed is None and message.startswith("not tried: ") and "sync" in message
+
+
+class Refusing(ErrorFeedback):
+    def resize(self, state, devices):
+        raise UsageError(f"no such errors on {devices} devices")
+
+
+class Forgetting(ErrorFeedback):
+    def resize(self, state, devices):
+        return state
+
+
+@pytest.mark.slow
+def test_a_slot_that_refuses_to_move_is_not_tried_and_one_that_forgets_fails():
+    done, checks = moves(sync=Refusing())
+    assert done.certified
+    assert checks[HALF][1:] == (None, "not tried: no such errors on 4 devices")
+    done, checks = moves(sync=Forgetting())
+    assert not done.certified
+    assert checks[HALF][1:] == (False, "`resize` of a slot returns other shapes than `init`")
 
 
 @pytest.mark.slow

@@ -40,19 +40,16 @@ class Check(NamedTuple):
     message: str  # by how much it passed or failed, and where
 
 
+@dataclasses.dataclass(frozen=True)
 class StepRecord:
-    """The numbers of one step; `differences` are those of the step and of the trajectory."""
+    """The numbers of one step."""
 
-    def __init__(self, comparison: StepComparison, in_a_row: Sequence[Difference]):
-        actual, expected = comparison.actual, comparison.expected
-        self.step = comparison.number
-        self.loss, self.norm = actual.loss, actual.norm
-        self.expected_loss, self.expected_norm = expected.loss, expected.norm
-        self.differences = [*comparison.differences, *in_a_row]
-
-    def worst(self, kind: str) -> Difference:
-        """The array of a kind that is nearest to its bound, or furthest beyond."""
-        return max((d for d in self.differences if d.kind == kind), key=lambda d: d.excess)
+    step: int
+    loss: float
+    expected_loss: float
+    grad_norm: float
+    expected_grad_norm: float
+    differences: list[Difference]  # of the step and of the trajectory
 
 
 @dataclasses.dataclass
@@ -67,8 +64,13 @@ class Certificate:
     cause: str | None = None
     not_judged: tuple[str, ...] = ()  # gradients whose noise could hide a bug
 
+    def add_step(self, step: StepComparison, in_a_row: Sequence[Difference]) -> None:
+        actual, expected = step.actual, step.expected
+        numbers = (actual.loss, expected.loss, actual.norm, expected.norm)
+        record = StepRecord(step.number, *numbers, [*step.differences, *in_a_row])
+        self.steps.append(record)
+
     def check(self, name: str, passed: bool | None, message: str) -> None:
-        """Adds a check."""
         self.checks.append(Check(name, passed, message))
 
     def check_bits(self, name: str, different: str | None) -> None:
@@ -83,8 +85,8 @@ class Certificate:
     @property
     def first_difference(self) -> str | None:
         """The first difference that rounding does not explain; None: there is none."""
-        failed = [f"{c.name}: {c.message}" for c in self.checks if c.passed is False]
-        return self.located or (failed[0] if failed else None)
+        failed = (f"{c.name}: {c.message}" for c in self.checks if c.passed is False)
+        return self.located or next(failed, None)
 
     def worst(self) -> Mapping[str, Difference]:
         """By name of an array: the step at which it was nearest to its bound."""
@@ -101,21 +103,7 @@ class Certificate:
             "not_judged": list(self.not_judged),
             "checks": [{"what": c.name, "right": c.passed, "told": c.message} for c in self.checks],
             "steps": [
-                {
-                    "step": r.step,
-                    "loss": _number(r.loss),
-                    "expected_loss": _number(r.expected_loss),
-                    "grad_norm": _number(r.norm),
-                    "expected_grad_norm": _number(r.expected_norm),
-                    "differences": {
-                        d.name: {
-                            "ulps": _number(d.gap.ulps),
-                            "relative": _number(d.gap.relative),
-                            "bound_ulps": _number(d.bound),
-                        }
-                        for d in r.differences
-                    },
-                }
+                _finite({**vars(r), "differences": {d.name: d.numbers for d in r.differences}})
                 for r in self.steps
             ],
         }
@@ -124,21 +112,27 @@ class Certificate:
         """Text and tables for a terminal, in order."""
         if self.steps:
             yield self._steps_table()
-            yield self._arrays_table()
+            worst = sorted(self.worst().values(), key=lambda d: -d.excess)
+            arrays = table(
+                f"Arrays nearest to their bounds, of {len(worst)}, each at its worst step",
+                *("array", "step:", "ULPs:", "bound:", "relative:"),
+            )
+            for d in (d for d in worst[:_LEAVES] if d.excess):
+                numbers = (f"{d.gap.ulps:.3g}", f"{d.bound:.3g}", f"{d.gap.relative:.1e}")
+                arrays.add_row(d.name, str(d.step), *numbers)
+            yield arrays
         checks = table(self.title, "check", "", "found")
-        for check in self.checks:
-            checks.add_row(check.name, _VERDICTS[check.passed], check.message)
+        for name, passed, message in self.checks:
+            checks.add_row(name, _VERDICTS[passed], message)
         yield checks
         yield textwrap.fill(self.bound, _WIDTH)
         if self.not_judged:
             leaves = ", ".join(self.not_judged)
             yield textwrap.fill(f"Not judged, because noise could hide a bug: {leaves}.", _WIDTH)
-        if self.certified:
-            yield f"CERTIFIED: {self.title}."
-            return
-        yield f"NOT CERTIFIED: {self.title}."
-        yield f"First difference: {self.first_difference}."
-        yield f"Cause: {self.cause or 'not found; only the first difference is known'}."
+        yield f"{'' if self.certified else 'NOT '}CERTIFIED: {self.title}."
+        if not self.certified:
+            yield f"First difference: {self.first_difference}."
+            yield f"Cause: {self.cause or 'not found; only the first difference is known'}."
 
     def _steps_table(self) -> Table:
         """Some of the steps, the first and the last among them."""
@@ -149,32 +143,14 @@ class Certificate:
         )
         last = len(self.steps) - 1
         for i in sorted({round(i * last / (_STEPS - 1)) for i in range(_STEPS)}):
-            record = self.steps[i]
-            worst = record.worst("gradient")
+            record, worst = self.steps[i], furthest(self.steps[i].differences, "kind")
+            ulps = {kind: f"{d.gap.ulps:.3g}" for kind, d in worst.items()}
+            loss, expected, norm = record.loss, record.expected_loss, record.grad_norm
             shown.add_row(
-                str(record.step),
-                f"{record.loss:.6f}",
-                f"{record.expected_loss:.6f}",
-                f"{record.worst('loss').gap.ulps:.3g}",
-                f"{record.worst('loss, in a row').gap.ulps:.3g}",
-                f"{record.norm:.6f}",
-                f"{record.worst('gradient norm').gap.ulps:.3g}",
-                f"{worst.gap.ulps:.3g}",
-                f"{worst.gap.relative:.1e}",
-                worst.leaf,
+                *(str(record.step), f"{loss:.6f}", f"{expected:.6f}", ulps["loss"]),
+                *(ulps["loss, in a row"], f"{norm:.6f}", ulps["gradient norm"], ulps["gradient"]),
+                *(f"{worst['gradient'].gap.relative:.1e}", worst["gradient"].leaf),
             )
-        return shown
-
-    def _arrays_table(self) -> Table:
-        """The arrays nearest to their bounds, each at its worst step."""
-        worst = sorted(self.worst().values(), key=lambda d: -d.excess)
-        shown = table(
-            f"Arrays nearest to their bounds, of {len(worst)}, each at its worst step",
-            *("array", "step:", "ULPs:", "bound:", "relative:"),
-        )
-        for d in (d for d in worst[:_LEAVES] if d.excess):
-            numbers = (f"{d.gap.ulps:.3g}", f"{d.bound:.3g}", f"{d.gap.relative:.1e}")
-            shown.add_row(d.name, str(d.step), *numbers)
         return shown
 
 
@@ -183,10 +159,12 @@ def furthest(differences: Iterable[Difference], attribute: str) -> dict[str, Dif
     worst: dict[str, Difference] = {}
     for d in differences:
         key = getattr(d, attribute)
-        if key not in worst or worst[key].excess < d.excess:
-            worst[key] = d
+        worst[key] = max(worst.get(key, d), d, key=lambda d: d.excess)
     return worst
 
 
-def _number(x: float) -> float | str:
-    return x if math.isfinite(x) else str(x)
+def _finite(value: Any) -> Any:
+    """The value with strings for numbers that are not finite."""
+    if isinstance(value, Mapping):
+        return {name: _finite(x) for name, x in value.items()}
+    return value if math.isfinite(value) else str(value)

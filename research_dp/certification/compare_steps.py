@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,39 +14,34 @@ from jax.sharding import Mesh
 
 from research_dp.certification import harness, tolerances
 from research_dp.certification.harness import Batch, Bench, StepResult, gradients_of
-from research_dp.certification.tolerances import SIZE, Difference, Envelope, Named, gap, named
+from research_dp.certification.tolerances import EPS, SIZE, Difference, Envelope, Named, gap, named
 from research_dp.distributed.replica_difference import differing_axes
 from research_dp.strategies import Strategy, TrainState
-from research_dp.strategies.strategy import init_key
+from research_dp.strategies.rng import init_key
+from research_dp.types import DataSet, EvalOrder
 
 SAMPLES, MORE_SAMPLES = 3, 16  # oracle steps with other rounding: always, and in doubt
+Axes = tuple[str, ...]
 _NOISY = 2  # trajectories of the oracle with other rounding
-_PARAMETER = "parameter, in a row"
+_LOSS, _PARAMETER = ("loss, in a row", ""), "parameter, in a row"
 _CAUSES_FIRST = (
     *("items counted", "gradient", SIZE, "gradient norm", "loss", "model state", "parameter"),
     *("optimizer state", "loss scale"),
 )
 
 
-class ReplicaDifference(NamedTuple):
-    """An array of a state whose replicas differ, and the mesh axes along which they do."""
-
-    kind: str
-    leaf: str
-    axes: tuple[str, ...]
-
-
 @dataclasses.dataclass(frozen=True)
 class StepComparison:
     """One step of the strategy and of the oracle, both from the oracle's state."""
 
+    bench: Bench
     number: int
     batch: Batch
     before: TrainState
     expected: StepResult  # the oracle's
     actual: StepResult  # the strategy's
     differences: list[Difference]  # of all arrays that were compared
-    replicas: list[ReplicaDifference]
+    replicas: list[tuple[str, str, Axes]]  # that differ: kind, path, along which mesh axes
 
     @property
     def wrong(self) -> list[Difference]:
@@ -56,6 +52,18 @@ class StepComparison:
     @property
     def is_right(self) -> bool:
         return not self.replicas and not self.wrong
+
+    def wrong_leaves(self, kind: str) -> list[str]:
+        """Leaves of a kind that differ, the worst first; gradients in elements or in size."""
+        kinds = (kind, SIZE) if kind == "gradient" else (kind,)
+        return list(dict.fromkeys(d.leaf for d in self.wrong if d.kind in kinds))
+
+    def rerun(self, batch: Batch | None = None, **changes: Any) -> StepComparison:
+        """Compares the step again, with another batch or a changed spec."""
+        bench, envelope = self.bench, Envelope(self.bench.precision)
+        if changes:
+            bench = dataclasses.replace(bench, spec=dataclasses.replace(bench.spec, **changes))
+        return compare_step(bench, self.number, self.before, batch or self.batch, envelope, seed=1)
 
 
 def compare_step(
@@ -68,18 +76,23 @@ def compare_step(
     expected = harness.run_step(bench.oracle, state, batch)
     actual = harness.run_step(bench.strategy, state, batch)
     rng = np.random.default_rng((seed, number))
-
-    def compare(samples: int) -> list[Difference]:
+    for samples in (SAMPLES, MORE_SAMPLES):
         noisy = [_measured(bench.noisy_step(state, batch, rng)) for _ in range(samples)]
-        return envelope.compare(number, _measured(actual), _measured(expected), noisy)
-
-    differences = compare(SAMPLES)
-    if any(d.is_wrong for d in differences):
+        differences = envelope.compare(number, _measured(actual), _measured(expected), noisy)
         # A ReLU at its kink falls on either side, but rarely: more samples show whether it does.
-        differences = compare(MORE_SAMPLES)
-    differences += _compare_updates(bench, number, state, expected, actual)
+        if not any(d.is_wrong for d in differences):
+            break
+    # The update is compared with what the optimizer makes of the strategy's own gradients.
+    before, oracle = _updated(state), _updated(expected.state)
+    alone, reference = (
+        before if r.skipped else _updated(bench.update(state, gradients_of(r.state)))
+        for r in (expected, actual)
+    )
+    noise = max(d.excess for d in tolerances.compare_updates(number, oracle, alone, before))
+    new, allowed = _updated(actual.state), max(1.0, tolerances.FACTOR * noise)
+    differences += tolerances.compare_updates(number, new, reference, before, allowed)
     replicas = list(_differing_replicas(actual.on_devices, bench.strategy.mesh))
-    return StepComparison(number, batch, state, expected, actual, differences, replicas)
+    return StepComparison(bench, number, batch, state, expected, actual, differences, replicas)
 
 
 def _measured(result: StepResult) -> Named:
@@ -100,24 +113,7 @@ def _updated(state: TrainState) -> Named:
     return {**named("parameter", state.params), **optimizer_state}
 
 
-def _compare_updates(
-    bench: Bench, number: int, state: TrainState, expected: StepResult, actual: StepResult
-) -> Iterator[Difference]:
-    """Compares the update with what the optimizer makes of the strategy's own gradients."""
-
-    def reference(result: StepResult) -> Named:
-        skipped = result.skipped
-        return _updated(state if skipped else bench.update(state, gradients_of(result.state)))
-
-    before, oracle, alone = _updated(state), _updated(expected.state), reference(expected)
-    noise = max(tolerances.update_excess(oracle[key], alone[key], before[key]) for key in oracle)
-    allowed = max(1.0, tolerances.FACTOR * noise)
-    return tolerances.compare_updates(
-        number, _updated(actual.state), reference(actual), before, allowed
-    )
-
-
-def _differing_replicas(state: TrainState, mesh: Mesh) -> Iterator[ReplicaDifference]:
+def _differing_replicas(state: TrainState, mesh: Mesh) -> Iterator[tuple[str, str, Axes]]:
     arrays = {
         **named("gradient", gradients_of(state)),
         **_updated(state),
@@ -125,38 +121,36 @@ def _differing_replicas(state: TrainState, mesh: Mesh) -> Iterator[ReplicaDiffer
         **named("slot state", state.slots),
     }
     for (kind, leaf), x in arrays.items():
-        shards = {
-            place: (index, shard.tobytes())
-            for place, (index, shard) in shards_by_place(x, mesh).items()
-        }
-        if axes := differing_axes(shards, mesh.axis_names):
-            yield ReplicaDifference(kind, leaf, axes)
+        shards = shards_by_place(x, mesh)
+        parts = {place: (index, x.tobytes()) for place, (index, x) in shards.items()}
+        if axes := differing_axes(parts, mesh.axis_names):
+            yield kind, leaf, axes
 
 
-def shards_by_place(
-    x: jax.Array, mesh: Mesh
-) -> dict[tuple[int, ...], tuple[tuple[slice, ...], np.ndarray]]:
+def shards_by_place(x: jax.Array, mesh: Mesh) -> dict[tuple[int, ...], tuple[Any, np.ndarray]]:
     """By a device's coordinates in the mesh: the index of its shard, and the shard."""
     places = {device: place for place, device in np.ndenumerate(mesh.devices)}
     return {places[s.device]: (s.index, np.asarray(s.data)) for s in x.addressable_shards}
 
 
 def compare_evaluation(
-    bench: Bench, state: TrainState, batch: Batch, envelope: Envelope
+    bench: Bench, data: DataSet, state: TrainState, envelope: Envelope
 ) -> list[Difference]:
     """Compares an evaluation step, in which each example counts once and padding does not."""
+    size = bench.strategy.eval_batch_size
+    batch = dict(next(iter(data.evaluate(EvalOrder(batch_size=size, rows=np.arange(size))))))
+    # Some examples are always padding.
+    batch["mask"] = batch["mask"] * (np.arange(size) < 1 + size // 2)
 
-    def measured(strategy: Strategy, state: TrainState) -> Named:
-        placed = harness.to_devices(strategy, state)
-        loss = harness.evaluate(strategy, placed, batch)["loss"]
-        return {
-            ("evaluation loss", ""): np.float32(harness.mean(loss)),
-            ("evaluation items counted", ""): np.float32(loss[1]),
-        }
+    def measured(strategy: Strategy, params: Any) -> Named:
+        placed = harness.to_devices(strategy, state._replace(params=params))
+        total, count = harness.evaluate(strategy, placed, batch)
+        loss = np.float32(harness.mean((total, count)))
+        return {("evaluation loss", ""): loss, ("evaluation items counted", ""): np.float32(count)}
 
-    rng = np.random.default_rng(2)
-    noisy = [measured(bench.oracle, harness.perturb_params(state, rng)) for _ in range(SAMPLES)]
-    actual, expected = measured(bench.strategy, state), measured(bench.oracle, state)
+    params, rng = state.params, np.random.default_rng(2)
+    noisy = [measured(bench.oracle, harness.perturb(params, rng, EPS)) for _ in range(SAMPLES)]
+    actual, expected = measured(bench.strategy, params), measured(bench.oracle, params)
     return envelope.compare(int(state.step), actual, expected, noisy)
 
 
@@ -168,63 +162,56 @@ class FreeRun:
         self.state = bench.strategy.init(init_key(bench.spec.seed))
         self._noisy_states = [start] * _NOISY
         self._rng = np.random.default_rng(1)
-        self._spread: dict[tuple[str, str], float] = {}
-        self._change: dict[tuple[str, str], float] = {}
+        # By array: the greatest noise, and of parameters the greatest change in a step, so far.
+        self._spread: dict[tuple[str, str], float] = collections.defaultdict(float)
+        self._change: dict[tuple[str, str], float] = collections.defaultdict(float)
 
-    def step(
-        self, number: int, batch: Batch, before: TrainState, oracle: StepResult
-    ) -> list[Difference]:
-        """Takes a step on all trajectories, and compares the strategy's with the oracle's.
+    def step(self, oracle: StepComparison) -> list[Difference]:
+        """Takes the step on all trajectories, and compares the strategy's with the oracle's.
 
         A loss may be FACTOR times as far off as the noisy trajectories are. So may parameters, in
         L2 norm, and four elements by a full update more, because early updates of Adam are signs
         of gradients. Both may always be off by the rounding of their own dtype.
         """
-        strategy = self._bench.strategy
-        placed = harness.place_batch(strategy, batch)
-        self.state, metrics = strategy.train_step(self.state, placed)
-        loss = harness.mean(harness.metric_sums(metrics)["loss"])
-        actual = _position(loss, harness.to_host(self.state.params))
+        batch = oracle.batch
+        self.state, metrics = harness.take_step(self._bench.strategy, self.state, batch)
+        actual = _position(harness.mean(metrics["loss"]), harness.to_host(self.state.params))
         noisy = [self._noisy_step(i, batch) for i in range(_NOISY)]
-        previous = named(_PARAMETER, before.params)
+        previous, new = named(_PARAMETER, oracle.before.params), oracle.expected
         differences = []
-        for key, expected in _position(oracle.loss, oracle.state.params).items():
-            value = tolerances.as_float64(expected)
+        for key, expected in _position(new.loss, new.state.params).items():
+            value, eps = tolerances.as_float64(expected), float(jnp.finfo(expected.dtype).eps)
             spread = max(gap(x[key], expected).norm for x in noisy)
-            self._spread[key] = max(spread, self._spread.get(key, 0.0))
-            allowed = tolerances.FACTOR * self._spread[key]
-            if key in previous:
+            self._spread[key] = max(spread, self._spread[key])
+            allowed, floor = tolerances.FACTOR * self._spread[key], tolerances.FLOOR_ULPS * eps
+            if key == _LOSS:
+                floor += tolerances.COARSE["loss"] * self._bench.precision
+            else:
                 change = np.abs(value - tolerances.as_float64(previous[key])).max(initial=0)
-                self._change[key] = max(float(change), self._change.get(key, 0.0))
+                self._change[key] = max(float(change), self._change[key])
                 allowed += 4 * self._change[key]
-            allowed += self._floor(key, expected) * float(np.linalg.norm(value))
+                if eps > EPS:
+                    floor = tolerances.COARSE_ULPS * eps
+            allowed += floor * float(np.linalg.norm(value))
             apart = gap(actual[key], expected)
             is_finite = apart.norm and np.isfinite(apart.norm)
             bound = apart.ulps * allowed / apart.norm if is_finite else 0.0
-            differences.append(Difference(*key, number, apart, bound))
+            differences.append(Difference(*key, oracle.number, apart, bound))
         return differences
-
-    def _floor(self, key: tuple[str, str], value: Any) -> float:
-        """The relative difference that is allowed whatever the noise is."""
-        eps = float(jnp.finfo(np.asarray(value).dtype).eps)
-        if key[0] == _PARAMETER:
-            is_fine = eps <= tolerances.EPS
-            return (tolerances.FLOOR_ULPS if is_fine else tolerances.COARSE_ULPS) * eps
-        return tolerances.FLOOR_ULPS * eps + tolerances.coarse_ulps("loss") * self._bench.precision
 
     def _noisy_step(self, index: int, batch: Batch) -> Named:
         bench, state = self._bench, self._noisy_states[index]
         result = bench.noisy_step(state, batch, self._rng)
         # The gradients are noisy, but they update the unperturbed parameters.
-        grads = harness.gradients_of(result.state)
-        if bench.precision > tolerances.EPS:
-            grads = harness.round_gradients(grads, bench.precision, self._rng)
+        grads = gradients_of(result.state)
+        if bench.precision > EPS:
+            # Partial sums that cancel are as large as a usual element.
+            grads = harness.perturb(grads, self._rng, bench.precision / 2, least_usual=True)
         new = state if result.skipped else bench.update(state, grads)
-        self._noisy_states[index] = result.state._replace(
-            params=new.params, opt_state=new.opt_state
-        )
-        return _position(result.loss, new.params)
+        params, opt_state = new.params, new.opt_state
+        self._noisy_states[index] = result.state._replace(params=params, opt_state=opt_state)
+        return _position(result.loss, params)
 
 
 def _position(loss: float, params: Any) -> Named:
-    return {("loss, in a row", ""): np.float32(loss), **named(_PARAMETER, params)}
+    return {_LOSS: np.float32(loss), **named(_PARAMETER, params)}

@@ -14,18 +14,10 @@ from research_dp.analysis.comm_lower_bound import min_wire_bytes
 from research_dp.distributed.placement import nbytes
 from research_dp.strategies import Strategy, TrainSpec, jaxpr_collectives
 
-
-class Row(NamedTuple):
-    """A row of the table."""
-
-    wire_bytes: str  # a formula
-    params: str  # how each device stores them, and the optimizer state
-    opt_state: str
-
-
-_COSTS = (importlib.resources.files("research_dp.certification") / "costs.toml").read_text()
-# P are the sharded parameters; the few that stay replicated are all-reduced, 2 P f.
-TABLE = {name: Row(**row) for name, row in tomllib.loads(_COSTS).items()}
+_COSTS = importlib.resources.files("research_dp.certification") / "costs.toml"
+# A strategy's 'wire_bytes', a formula; how a device stores 'params' and 'opt_state'. P are the
+# sharded parameters; the few that stay replicated are all-reduced, 2 P f.
+TABLE = tomllib.loads(_COSTS.read_text())
 _METRICS = 256  # bytes that metrics may add
 
 
@@ -53,31 +45,25 @@ def costs(strategy: Strategy, spec: TrainSpec) -> Iterator[Cost]:
     Bytes sent are counted in the traced program, so those of collectives that the compiler inserts
     are left out.
     """
-    row, slices = TABLE.get(strategy.name), jax.tree.leaves(strategy.shardings.slices)
-    yield _bytes_sent(strategy, spec, row)
-    shard = sum(p.nbytes_per_device for p in slices) / sum(p.nbytes for p in slices)
-    for name, part in (("parameters", "params"), ("optimizer state", "opt_state")):
-        measured, total = nbytes(getattr(strategy.abstract_state, part))
-        limit, source = None, f"of {total:,} in all"
-        if row:
-            sharding = getattr(row, part)
-            limit = (shard if sharding == "sharded" else 1.0) * total + _METRICS
-            source = f"{sharding}, {source}"
-        yield Cost(f"{name} a device", measured, limit, source)
-
-
-def _bytes_sent(strategy: Strategy, spec: TrainSpec, row: Row | None) -> Cost:
-    sent = jaxpr_collectives.of_step(strategy)
-    limit, source = None, f"the table has no row {strategy.name!r}"
-    if row is None and not sent:
-        source = "by the compiler; not counted"
-    elif row is not None:
+    sent, limit = jaxpr_collectives.of_step(strategy), None
+    row = TABLE.get(strategy.name, {})
+    source = f"the table has no row {strategy.name!r}" if sent else "by the compiler; not counted"
+    if row:
         try:
             limit = min_wire_bytes(strategy, spec) + _other_bytes(strategy, spec)
-            source = f"{row.wire_bytes} of the table"
+            source = f"{row['wire_bytes']} of the table"
         except NotImplementedError:
             source = "a slot is bound in a gin scope of its own; not compared with the table"
-    return Cost("bytes sent a step", sum(one.wire_bytes for one in sent), limit, source)
+    yield Cost("bytes sent a step", sum(one.wire_bytes for one in sent), limit, source)
+    slices, state = jax.tree.leaves(strategy.shardings.slices), strategy.abstract_state
+    shard = sum(p.nbytes_per_device for p in slices) / sum(p.nbytes for p in slices)
+    for name, part in (("parameters", "params"), ("optimizer state", "opt_state")):
+        (measured, total), limit = nbytes(getattr(state, part)), None
+        sharding = row.get(part)
+        if sharding is not None:
+            limit = (shard if sharding == "sharded" else 1.0) * total + _METRICS
+        source = f"{sharding}, of {total:,} in all" if sharding else f"of {total:,} in all"
+        yield Cost(f"{name} a device", measured, limit, source)
 
 
 def _other_bytes(strategy: Strategy, spec: TrainSpec) -> float:

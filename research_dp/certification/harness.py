@@ -19,10 +19,11 @@ import optax
 
 from research_dp.certification.tolerances import EPS
 from research_dp.distributed.collectives import cast_dtype
-from research_dp.distributed.optimizer import apply_optimizer, with_master_weights
+from research_dp.distributed.mesh import batch_devices
+from research_dp.distributed.optimizer import apply_optimizer
 from research_dp.distributed.sharding import LeafSharding
 from research_dp.strategies import PlacedBatch, Strategy, StrategyConfig, TrainSpec, TrainState
-from research_dp.types import LossOutput, TrainableModel
+from research_dp.types import LossOutput
 
 PyTree = Any
 Batch = Mapping[str, np.ndarray]
@@ -34,7 +35,7 @@ class RecordedState(NamedTuple):
     """The optimizer's state, and the averaged, clipped gradients of its last update."""
 
     inner: PyTree
-    grads: PyTree
+    recorded_gradients: PyTree
 
 
 def record_gradients(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -47,28 +48,28 @@ def record_gradients(optimizer: optax.GradientTransformation) -> optax.GradientT
         grads: PyTree, state: RecordedState, params: PyTree | None = None
     ) -> tuple[PyTree, RecordedState]:
         updates, inner = optimizer.update(grads, state.inner, params)
-        recorded = jax.tree.map(lambda g, old: g.astype(old.dtype), grads, state.grads)
-        return updates, RecordedState(inner, recorded)
+        old = state.recorded_gradients
+        return updates, RecordedState(
+            inner, jax.tree.map(lambda g, x: g.astype(x.dtype), grads, old)
+        )
 
     return optax.GradientTransformation(init, update)
 
 
 def gradients_of(state: TrainState) -> PyTree:
     """The gradients that led to a state."""
-    leaves = jax.tree.leaves(state.opt_state, is_leaf=_is_recorded)
-    (recorded,) = filter(_is_recorded, leaves)
-    return recorded.grads
+    return optax.tree.get(state.opt_state, "recorded_gradients")
 
 
 def optimizer_state_of(state: TrainState) -> PyTree:
     """The optimizer's state without the recorded gradients."""
+
+    def is_recorded(x: Any) -> bool:
+        return isinstance(x, RecordedState)
+
     return jax.tree.map(
-        lambda x: x.inner if _is_recorded(x) else x, state.opt_state, is_leaf=_is_recorded
+        lambda x: x.inner if is_recorded(x) else x, state.opt_state, is_leaf=is_recorded
     )
-
-
-def _is_recorded(x: Any) -> bool:
-    return isinstance(x, RecordedState)
 
 
 class StepResult(NamedTuple):
@@ -108,32 +109,20 @@ class Bench:
 
     @functools.cached_property
     def oracle(self) -> Strategy:
-        spec = self._recording_spec
-        if self.gather_dtype is not None and self.against.gather is None:
-            spec = dataclasses.replace(spec, model=self._rounding_model())
+        spec, model, dtype = self._recording_spec, self.spec.model, self.gather_dtype
+
+        def round_sharded(x: jax.Array, sharding: LeafSharding) -> jax.Array:
+            return x if sharding.dim is None else x.astype(cast_dtype(x.dtype, dtype))
+
+        def loss(params: PyTree, *args: Any, **options: Any) -> LossOutput:
+            rounded = jax.tree.map(round_sharded, params, self.strategy.shardings.params)
+            return model.loss(rounded, *args, **options)
+
+        if dtype is not None and self.against.gather is None:
+            spec = dataclasses.replace(spec, model=dataclasses.replace(model, loss=loss))
         numerics = ("accumulation_dtype", "param_dtype", "loss_scale")
         changes = {name: getattr(self.config, name) for name in numerics}
         return dataclasses.replace(self.against, **changes).build(spec)
-
-    @property
-    def has_slot_state(self) -> bool:
-        return any(one.abstract_state.slots for one in (self.strategy, self.oracle))
-
-    def _rounding_model(self) -> TrainableModel:
-        """The model that rounds the parameters which the strategy shards."""
-        model, shardings = self.spec.model, self.strategy.shardings.params
-
-        def round_sharded(x: jax.Array, sharding: LeafSharding) -> jax.Array:
-            return x if sharding.dim is None else x.astype(cast_dtype(x.dtype, self.gather_dtype))
-
-        def loss(params: PyTree, *args: Any, **options: Any) -> LossOutput:
-            return model.loss(jax.tree.map(round_sharded, params, shardings), *args, **options)
-
-        return dataclasses.replace(model, loss=loss)
-
-    def with_spec(self, **changes: Any) -> Bench:
-        """The bench with another model, accumulation, clipping, ..."""
-        return dataclasses.replace(self, spec=dataclasses.replace(self.spec, **changes))
 
     @functools.cached_property
     def _recording_spec(self) -> TrainSpec:
@@ -141,10 +130,15 @@ class Bench:
 
     @functools.cached_property
     def _apply_optimizer(self) -> Callable[..., tuple[PyTree, PyTree]]:
-        optimizer = self._recording_spec.optimizer
-        if self.config.param_dtype is not None:
-            optimizer = with_master_weights(optimizer)
+        optimizer = self.config.fitted(self._recording_spec).optimizer
         return jax.jit(functools.partial(apply_optimizer, optimizer))
+
+    @property
+    def rows_by_device(self) -> list[np.ndarray]:
+        """The positions in the batch of each device's examples."""
+        devices = batch_devices(self.strategy.mesh)
+        rows = np.arange(self.spec.batch_size).reshape(self.spec.accumulation_steps, devices, -1)
+        return [rows[:, device].reshape(-1) for device in range(devices)]
 
     def update(self, state: TrainState, grads: PyTree) -> TrainState:
         """Applies the optimizer to some gradients, outside any strategy."""
@@ -163,53 +157,42 @@ class Bench:
         differently. Parameters are perturbed by up to one float32 ULP, as if inner products had
         been summed in another order.
         """
-        start = perturb_params(state, rng)
+        start = state._replace(params=perturb(state.params, rng, EPS))
         rows = np.arange(self.spec.batch_size).reshape(self.spec.accumulation_steps, -1)
-        return run_step(self.oracle, start, batch, order=rng.permuted(rows, axis=1).reshape(-1))
-
-
-def run_step(
-    strategy: Strategy, state: TrainState, batch: Batch, *, order: np.ndarray | None = None
-) -> StepResult:
-    """Runs one training step from host arrays; with `order`, on the permuted examples.
-
-    Each example keeps its random key.
-    """
-    if order is None:
-        placed = place_batch(strategy, batch)
-    else:
+        order = rng.permuted(rows, axis=1).reshape(-1)
         # Positions are placed as one more array of the batch, so that they are sharded as it is.
         permuted = {name: x[order] for name, x in batch.items()}
         permuted[_POSITIONS] = order.astype(np.int32)
-        examples = dict(strategy.place_batch(permuted).examples)
-        placed = PlacedBatch(examples=examples, position=examples.pop(_POSITIONS))
-    on_devices, metrics = strategy.train_step(to_devices(strategy, state), placed)
-    return StepResult(to_host(on_devices), metric_sums(metrics), on_devices)
+        examples = dict(self.oracle.place_batch(permuted).examples)
+        return run_step(self.oracle, start, PlacedBatch(examples, examples.pop(_POSITIONS)))
 
 
-def place_batch(strategy: Strategy, batch: Batch) -> PlacedBatch:
-    """Puts a global batch on a strategy's devices."""
-    return strategy.place_batch({name: x[strategy.train_rows] for name, x in batch.items()})
+def run_step(strategy: Strategy, state: TrainState, batch: Batch | PlacedBatch) -> StepResult:
+    """Runs one training step from host arrays; the batch may be on the devices already."""
+    on_devices, metrics = take_step(strategy, to_devices(strategy, state), batch)
+    return StepResult(to_host(on_devices), metrics, on_devices)
 
 
-def evaluate(strategy: Strategy, state: TrainState, batch: Batch) -> MetricSums:
-    """The metrics of an evaluation batch, for a state on the devices."""
+def take_step(
+    strategy: Strategy, state: TrainState, batch: Batch | PlacedBatch
+) -> tuple[TrainState, MetricSums]:
+    """Runs one training step from a state on the devices, which it donates."""
+    if not isinstance(batch, PlacedBatch):
+        batch = strategy.place_batch({name: x[strategy.train_rows] for name, x in batch.items()})
+    new, metrics = strategy.train_step(state, batch)
+    return new, {name: (float(x[0]), float(x[1])) for name, x in to_host(metrics).items()}
+
+
+def evaluate(strategy: Strategy, state: TrainState, batch: Batch) -> tuple[float, float]:
+    """Sum and count of the loss of an evaluation batch, for a state on the devices."""
     rows = {name: x[strategy.eval_rows] for name, x in batch.items()}
-    return metric_sums(strategy.eval_step(state, strategy.place_eval_batch(rows)))
-
-
-def metric_sums(metrics: Mapping[str, Any]) -> MetricSums:
-    """Sum and count of each metric, as Python numbers."""
-    return {name: (float(x[0]), float(x[1])) for name, x in to_host(metrics).items()}
+    loss = strategy.eval_step(state, strategy.place_eval_batch(rows))["loss"]
+    return float(loss[0]), float(loss[1])
 
 
 def mean(pair: tuple[float, float]) -> float:
     """Sum over count; 0 if nothing was counted."""
     return pair[0] / pair[1] if pair[1] else 0.0
-
-
-def _shardings(strategy: Strategy) -> TrainState:
-    return jax.tree.map(lambda x: x.sharding, strategy.abstract_state)
 
 
 def to_devices(strategy: Strategy, state: TrainState) -> TrainState:
@@ -226,32 +209,26 @@ def to_devices(strategy: Strategy, state: TrainState) -> TrainState:
     return jax.device_put(state, _shardings(strategy), may_alias=False)
 
 
+def _shardings(strategy: Strategy) -> TrainState:
+    return jax.tree.map(lambda x: x.sharding, strategy.abstract_state)
+
+
 def to_host(tree: PyTree) -> PyTree:
     """The tree with numpy copies of its arrays."""
-    return jax.tree.map(lambda x: np.array(x), tree)
+    return jax.tree.map(np.array, tree)
 
 
-def perturb_params(state: TrainState, rng: np.random.Generator) -> TrainState:
-    """The state with parameters moved by up to one ULP of float32."""
+def perturb(
+    tree: PyTree, rng: np.random.Generator, relative: float, *, least_usual: bool = False
+) -> PyTree:
+    """Moves each floating-point element by up to so much of itself, or of a usual element."""
 
-    def perturb(x: np.ndarray) -> np.ndarray:
+    def one(x: np.ndarray) -> np.ndarray:
         if not jnp.issubdtype(x.dtype, jnp.floating):
             return x
-        return (x.astype(np.float64) * (1 + rng.uniform(-EPS, EPS, x.shape))).astype(x.dtype)
+        exact = unit = x.astype(np.float64)
+        if least_usual and x.size:
+            unit = np.maximum(np.abs(exact), math.sqrt(np.mean(np.square(exact))))
+        return (exact + relative * unit * rng.uniform(-1, 1, x.shape)).astype(x.dtype)
 
-    return state._replace(params=jax.tree.map(perturb, state.params))
-
-
-def round_gradients(grads: PyTree, precision: float, rng: np.random.Generator) -> PyTree:
-    """Gradients moved by up to half a ULP of a coarse dtype.
-
-    The ULP is at least that of a usual element: partial sums that cancel are of its size.
-    """
-
-    def perturb(g: np.ndarray) -> np.ndarray:
-        exact = g.astype(np.float64)
-        usual = math.sqrt(np.mean(np.square(exact))) if g.size else 0.0
-        unit = precision * np.maximum(np.abs(exact), usual)
-        return (exact + unit * rng.uniform(-0.5, 0.5, g.shape)).astype(g.dtype)
-
-    return jax.tree.map(perturb, grads)
+    return jax.tree.map(one, tree)

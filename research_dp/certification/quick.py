@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,7 +16,7 @@ import optax
 from research_dp import strategies
 from research_dp.certification import harness
 from research_dp.certification.certificate import Certificate, Check
-from research_dp.certification.harness import Batch, MetricSums
+from research_dp.certification.harness import Batch
 from research_dp.distributed.mesh import sizes_text
 from research_dp.distributed.placement import fingerprint
 from research_dp.strategies import Strategy, StrategyConfig, TrainSpec, jaxpr_collectives
@@ -31,17 +31,10 @@ BOUND = (
     "Bound: losses 2e-6, gradient norms 1e-5 (relative), parameters 2e-5, evaluation loss 1e-4 "
     "(relative); none for counts and initial parameters."
 )
+# Relative and absolute tolerance.
+_NEAR = {"losses": (0, 2e-6), "gradient norms": (1e-5, 0), "parameters": (0, 2e-5)}
+_NEAR["evaluation loss"] = (1e-4, 0)
 _VALID = 5  # examples of the evaluation batch; the others are padding
-
-
-class Trace(NamedTuple):
-    """What a strategy computes."""
-
-    initial: str  # fingerprint of the initial parameters
-    losses: list[float]  # of each step, as are the norms before clipping
-    norms: list[float]
-    params: Any  # the final ones
-    metrics: MetricSums  # of an evaluation batch with padding
 
 
 def certify_quick(config: StrategyConfig, models: Mapping[str, TrainableModel]) -> Certificate:
@@ -56,14 +49,15 @@ def certify_quick(config: StrategyConfig, models: Mapping[str, TrainableModel]) 
         strategy = config.build(small_spec(model, size))
         for check in compare(trace(strategy, batches(size)), trace_single(model, size)):
             certificate.check(f"{api} {check.name}", check.passed, check.message)
-        certificate.check(f"{api} bytes sent a step", None, f"{wire_bytes(strategy):,.0f}")
+        sent = sum(one.wire_bytes for one in jaxpr_collectives.of_step(strategy))
+        certificate.check(f"{api} bytes sent a step", None, f"{sent:,.0f}")
     if not certificate.certified:
         certificate.cause = "--quick does not search for it; certify a run without --quick does"
     return certificate
 
 
 def batch_size_for(config: StrategyConfig) -> int:
-    """32, or what the strategy's devices can share."""
+    """A multiple of 32 that the strategy's devices can share."""
     return math.lcm(32, config.mesh.size * MICRO_BATCHES)
 
 
@@ -92,7 +86,7 @@ def batches(batch_size: int = 32) -> Sequence[Batch]:
     ]
 
 
-def trace_single(model: TrainableModel, batch_size: int = 32) -> Trace:
+def trace_single(model: TrainableModel, batch_size: int = 32) -> dict[str, Any]:
     """What one device computes."""
     single = StrategyConfig(
         name="single", engine=strategies.compiled, mesh=strategies.one_device_mesh()
@@ -100,46 +94,42 @@ def trace_single(model: TrainableModel, batch_size: int = 32) -> Trace:
     return trace(single.build(small_spec(model, batch_size)), batches(batch_size))
 
 
-def trace(strategy: Strategy, data: Sequence[Batch]) -> Trace:
-    """Trains on all batches, and evaluates on a part of the first, with padding."""
+def trace(strategy: Strategy, data: Sequence[Batch]) -> dict[str, Any]:
+    """Trains on all batches, evaluates on a part of the first, with padding; by what is checked."""
     state = strategy.init(jax.random.key(0))
-    initial, losses, norms = fingerprint(state.params), [], []
+    initial, metrics = fingerprint(state.params), []
     for batch in data:
-        state, metrics = strategy.train_step(state, harness.place_batch(strategy, batch))
-        sums = harness.metric_sums(metrics)
-        losses.append(harness.mean(sums["loss"]))
-        norms.append(harness.mean(sums["grad_norm"]))
+        state, sums = harness.take_step(strategy, state, batch)
+        metrics.append({name: harness.mean(pair) for name, pair in sums.items()})
     rows = strategy.eval_batch_size
     examples = {name: x[:rows] for name, x in data[0].items()}
     examples["mask"] = (np.arange(rows) < _VALID).astype(np.float32)
-    evaluated = harness.evaluate(strategy, state, examples)
-    return Trace(initial, losses, norms, jax.device_get(state.params), evaluated)
+    loss = harness.evaluate(strategy, state, examples)
+    return {
+        "initial parameters": initial,
+        "losses": [step["loss"] for step in metrics],
+        "gradient norms": [step["grad_norm"] for step in metrics],  # before clipping
+        "parameters": jax.device_get(state.params),
+        "examples counted": loss[1],
+        "evaluation loss": harness.mean(loss),
+    }
 
 
-def compare(actual: Trace, expected: Trace) -> Iterator[Check]:
+def compare(actual: Mapping[str, Any], expected: Mapping[str, Any]) -> Iterator[Check]:
     """Compares what a strategy computes with what one device does."""
-    same = actual.initial == expected.initial
-    yield Check("initial parameters", same, f"{'' if same else 'not '}the same bits")
-    yield _near("losses", actual.losses, expected.losses, atol=2e-6)
-    yield _near("gradient norms", actual.norms, expected.norms, rtol=1e-5)
-    yield _near("parameters", actual.params, expected.params, atol=2e-5)
-    count = actual.metrics["loss"][1]
-    yield Check("examples counted", count == _VALID, f"{count:g} of {_VALID}")
-    losses = (harness.mean(t.metrics["loss"]) for t in (actual, expected))
-    yield _near("evaluation loss", *losses, rtol=1e-4)
-
-
-def wire_bytes(strategy: Strategy) -> float:
-    """Bytes that a device sends in a step, by the traced program."""
-    return sum(one.wire_bytes for one in jaxpr_collectives.of_step(strategy))
-
-
-def _near(name: str, actual: Any, expected: Any, *, atol: float = 0.0, rtol: float = 0.0) -> Check:
-    if repr(jax.tree.structure(actual)) != repr(jax.tree.structure(expected)):
-        return Check(name, False, "another tree")
-    pairs = list(zip(*map(jax.tree.leaves, (actual, expected)), strict=True))
-    if any(np.shape(a) != np.shape(b) for a, b in pairs):
-        return Check(name, False, "other shapes")
-    near = all(np.allclose(a, b, atol=atol, rtol=rtol) for a, b in pairs)
-    most = max(float(np.max(np.abs(np.subtract(a, b)))) for a, b in pairs)
-    return Check(name, near, f"at most {most:.1e} apart")
+    for name, value in actual.items():
+        if name == "initial parameters":
+            same = value == expected[name]
+            yield Check(name, same, f"{'' if same else 'not '}the same bits")
+        elif name == "examples counted":
+            yield Check(name, value == _VALID, f"{value:g} of {_VALID}")
+        elif repr(jax.tree.structure(value)) != repr(jax.tree.structure(expected[name])):
+            yield Check(name, False, "another tree")
+        else:
+            pairs = list(zip(*map(jax.tree.leaves, (value, expected[name])), strict=True))
+            near, message = all(np.shape(a) == np.shape(b) for a, b in pairs), "other shapes"
+            if near:
+                near = all(np.allclose(a, b, *_NEAR[name]) for a, b in pairs)
+                most = max(float(np.max(np.abs(np.subtract(a, b)))) for a, b in pairs)
+                message = f"at most {most:.1e} apart"
+            yield Check(name, near, message)

@@ -23,34 +23,31 @@ FACTOR = 10  # bound over the oracle's measured noise
 FLOOR_ULPS = 16  # of a leaf's greatest element: measured noise may be zero by chance
 COARSE_ULPS = 4  # of the dtype to which gradients are rounded before they are summed
 UPDATE_ULPS, CHANGE_ULPS = 4, 32  # of an updated element, and of its leaf's greatest change
-# Norms and losses sum many elements, over which rounding averages out.
-_COARSE = {"gradient": 1.0, "model state": 1.0, "gradient norm": 1 / 16}
-_COARSE |= {"loss": 1 / 64, "evaluation loss": 1 / 64}
+# Of that dtype too. Norms and losses sum many elements, over which rounding averages out.
+COARSE = {"gradient": COARSE_ULPS, "model state": COARSE_ULPS, "gradient norm": COARSE_ULPS / 16}
+COARSE |= {"loss": COARSE_ULPS / 64, "evaluation loss": COARSE_ULPS / 64}
 _COUNTS = ("items counted", "evaluation items counted")
 SIZE = "gradient size"  # a gradient's projection on the oracle's
 CAP = 0.1  # a relative bound of a gradient's size above this would mean nothing
 
 
 class Gap(NamedTuple):
-    """How far an array is from its reference; inf if the nonfinite elements differ."""
+    """How far an array is from its reference."""
 
     norm: float  # L2 norm of the difference
-    scale: float  # greatest absolute value of the reference
-    ulps: float  # greatest absolute difference, in units in the last place of `scale`
+    ulps: float  # greatest absolute difference, in ULPs of the reference's greatest element
     relative: float  # L2 norm of the difference over that of the reference
 
 
 def gap(actual: Any, expected: Any) -> Gap:
-    """How far an array is from its reference."""
-    pair = _finite_pair(actual, expected)
-    if pair is None:
-        return Gap(*[np.inf] * 4)
-    difference, reference = np.abs(pair[0] - pair[1]), pair[1]
-    scale = float(np.abs(reference).max(initial=0))
+    """How far an array is from its reference; inf if the nonfinite elements differ."""
+    if (pair := _finite_pair(actual, expected)) is None:
+        return Gap(np.inf, np.inf, np.inf)
+    reference, difference = pair[1], np.abs(pair[0] - pair[1])
     norm, size = float(np.linalg.norm(difference)), float(np.linalg.norm(reference))
+    unit = ulp(np.abs(reference).max(initial=0), np.asarray(expected).dtype)
     relative = norm / size if size else (np.inf if norm else 0.0)
-    ulps = float(difference.max(initial=0)) / float(ulp(scale, np.asarray(expected).dtype))
-    return Gap(norm, scale, ulps, relative)
+    return Gap(norm, float(difference.max(initial=0)) / float(unit), relative)
 
 
 def _finite_pair(actual: Any, expected: Any) -> tuple[np.ndarray, np.ndarray] | None:
@@ -96,97 +93,78 @@ class Difference:
     def name(self) -> str:
         return f"{self.kind} {self.leaf}".rstrip()
 
+    @property
+    def numbers(self) -> dict[str, float]:
+        """For programs."""
+        return {"ulps": self.gap.ulps, "relative": self.gap.relative, "bound_ulps": self.bound}
+
 
 def named(kind: str, tree: PyTree) -> Named:
     """The arrays of a tree by kind and path."""
     return {(kind, leaf): x for leaf, x in by_path(tree).items()}
 
 
-class Unjudged(NamedTuple):
-    """Gradients whose size rounding may change by more than CAP, so that a bug could hide."""
-
-    leaves: tuple[str, ...]
-    share: float  # of the squared norm of all gradients
-    bound: float  # the greatest relative bound of the other gradients' sizes
-
-
 class Envelope:
-    """Bounds differences by the noise of oracle steps that differ in rounding alone.
-
-    `precision` is the epsilon of the coarsest dtype of gradients before devices sum them.
-    """
+    """Bounds differences by the noise of oracle steps that differ in rounding alone."""
 
     def __init__(self, precision: float):
-        self._precision = precision
+        self._precision = precision  # of a `Bench`
         self._noise: dict[tuple[str, str], list[float]] = collections.defaultdict(list)
+        # By gradient: the relative bound of its size, and its norm, at each step.
         self._sizes: dict[str, list[tuple[float, float]]] = collections.defaultdict(list)
 
     def compare(
         self, step: int, actual: Named, expected: Named, noisy: Sequence[Named]
     ) -> list[Difference]:
-        """Compares arrays with the oracle's, and gradients also in size.
+        """Compares arrays with the oracle's, whose arrays with other rounding are `noisy`.
 
-        Rounding errors have either sign, so they average out in the projection on the oracle's
-        gradient. A bug does not: a gradient that is one percent too small is within the rounding
-        of each bfloat16 element. `noisy` are the oracle's arrays with other rounding.
+        Gradients are compared in size too. In their projection on the oracle's rounding errors
+        average out, but no bug: one percent less is within the rounding of a bfloat16 element.
         """
         differences = []
         for key, value in expected.items():
-            samples = [x[key] for x in noisy]
-            bound = self._bound(key, value, samples)
-            differences.append(Difference(*key, step, gap(actual[key], value), bound))
-            size = projection(actual[key], value) if key[0] == "gradient" else None
-            if size is not None:
-                apart = gap(np.float32(size), np.float32(1))
-                bound = self._size_bound(key[1], value, samples)
-                differences.append(Difference(SIZE, key[1], step, apart, bound))
+            (kind, leaf), samples = key, [x[key] for x in noisy]
+            bound = self._bound(key, value, samples, COARSE.get(kind, 0.0))
+            differences.append(Difference(kind, leaf, step, gap(actual[key], value), bound))
+            size = projection(actual[key], value) if kind == "gradient" else None
+            if size is None:
+                continue
+            squares, one = as_float64(value).ravel() ** 2, np.float32(1)
+            effective_count = float(squares.sum() ** 2 / (squares**2).sum())
+            sizes = [projection(x, value) for x in samples]
+            bound = self._bound((SIZE, leaf), one, sizes, COARSE_ULPS / math.sqrt(effective_count))
+            differences.append(Difference(SIZE, leaf, step, gap(np.float32(size), one), bound))
+            self._sizes[leaf].append((bound * EPS, float(np.linalg.norm(as_float64(value)))))
         return differences
 
-    def _bound(self, key: tuple[str, str], expected: Any, noisy: Sequence[Any]) -> float:
-        """In ULPs: FACTOR times the noise of this step or of a usual one, or a floor."""
+    def _bound(
+        self, key: tuple[str, str], expected: Any, noisy: Sequence[Any], coarse: float
+    ) -> float:
+        """In ULPs: FACTOR times the noise, of this step or the median so far, or a floor.
+
+        `coarse` are the ULPs of the coarse dtype that rounding explains.
+        """
         dtype = np.asarray(expected).dtype
         if not jnp.issubdtype(dtype, jnp.floating):
             return 0.0
         if key[0] in _COUNTS and float(expected).is_integer():
             return 0.0  # sums of integers are exact in any order
-        noise = max((gap(x, expected).ulps for x in noisy), default=0.0)
-        floor = FLOOR_ULPS + self._coarse(float(jnp.finfo(dtype).eps), coarse_ulps(key[0]))
-        return max(FACTOR * self._usual(key, noise), floor)
+        noise, eps = self._noise[key], float(jnp.finfo(dtype).eps)
+        noise.append(max((gap(x, expected).ulps for x in noisy), default=0.0))
+        floor = FLOOR_ULPS + (coarse * self._precision / eps if self._precision > eps else 0.0)
+        return max(FACTOR * max(noise[-1], statistics.median(noise)), floor)
 
-    def _size_bound(self, leaf: str, expected: Any, noisy: Sequence[Any]) -> float:
-        """The bound of a gradient's size, in ULPs of 1."""
-        sizes = (projection(x, expected) for x in noisy)
-        noise = max((np.inf if x is None else abs(x - 1) for x in sizes), default=0.0) / EPS
-        squares = as_float64(expected).ravel() ** 2
-        effective_count = float(squares.sum() ** 2 / (squares**2).sum())
-        floor = FLOOR_ULPS + self._coarse(EPS, COARSE_ULPS / math.sqrt(effective_count))
-        bound = max(FACTOR * self._usual((SIZE, leaf), noise), floor)
-        self._sizes[leaf].append((bound * EPS, float(np.linalg.norm(as_float64(expected)))))
-        return bound
+    def unjudged(self) -> tuple[tuple[str, ...], float, float]:
+        """Gradients whose size noise may change by more than CAP, so that a bug could hide.
 
-    def _usual(self, key: tuple[str, str], noise: float) -> float:
-        """The noise of this step, or the median so far if that is greater."""
-        self._noise[key].append(noise)
-        return max(noise, statistics.median(self._noise[key]))
-
-    def _coarse(self, eps: float, ulps: float) -> float:
-        """Converts ULPs of the coarse dtype to those of a finer one."""
-        return ulps * self._precision / eps if self._precision > eps else 0.0
-
-    def unjudged(self) -> Unjudged:
-        """The gradients whose noise could hide a bug."""
+        Also their share of the squared norm of all, and the greatest bound of the others' sizes.
+        """
         usual = {leaf: statistics.median(b for b, _ in x) for leaf, x in self._sizes.items()}
         squares = {leaf: sum(norm**2 for _, norm in x) for leaf, x in self._sizes.items()}
         leaves = tuple(leaf for leaf, bound in usual.items() if not bound <= CAP)
-        total = sum(squares.values())
-        share = sum(squares[leaf] for leaf in leaves) / total if total else 0.0
+        share = sum(squares[leaf] for leaf in leaves) / (sum(squares.values()) or 1.0)
         judged = (bound for leaf, bound in usual.items() if leaf not in leaves)
-        return Unjudged(leaves, share, max(judged, default=0.0))
-
-
-def coarse_ulps(kind: str) -> float:
-    """How many ULPs of the coarse dtype rounding explains."""
-    return COARSE_ULPS * _COARSE.get(kind, 0.0)
+        return leaves, share, max(judged, default=0.0)
 
 
 def projection(actual: Any, expected: Any) -> float | None:
@@ -204,33 +182,24 @@ def as_float64(x: Any) -> np.ndarray:
 
 
 def compare_updates(
-    step: int, actual: Named, expected: Named, before: Named, allowed: float
+    step: int, actual: Named, expected: Named, before: Named, allowed: float = 1.0
 ) -> Iterator[Difference]:
-    """Compares updated arrays with the optimizer's own; `allowed` multiplies their bounds."""
-    for key, value in expected.items():
-        apart = gap(actual[key], value)
-        excess = update_excess(actual[key], value, before[key]) / allowed
-        # The bound of the worst element, in ULPs of the leaf.
-        bound = apart.ulps / excess if excess and np.isfinite(excess) else 0.0
-        yield Difference(*key, step, apart, bound)
+    """Compares updated arrays with the optimizer's own.
 
-
-def update_excess(actual: Any, expected: Any, before: Any) -> float:
-    """The worst element's difference over its bound.
-
-    The bound is `UPDATE_ULPS` of the element and `CHANGE_ULPS` of the leaf's greatest change.
+    The bound is `UPDATE_ULPS` of each element and `CHANGE_ULPS` of the leaf's greatest change,
+    times `allowed`; none for integers. A difference has the bound of the worst element.
     """
-    dtype = np.asarray(expected).dtype
-    if not jnp.issubdtype(dtype, jnp.floating):
-        return 0.0 if np.array_equal(actual, expected) else np.inf
-    pair = _finite_pair(actual, expected)
-    if pair is None:
-        return np.inf
-    (a, b), old = pair, np.nan_to_num(as_float64(before), posinf=0, neginf=0)
-    change = np.abs(b - old).max(initial=0)
-    element = ulp(np.maximum(np.abs(b), np.abs(old)), dtype)
-    tolerance = UPDATE_ULPS * element + CHANGE_ULPS * float(jnp.finfo(dtype).eps) * change
-    return float((np.abs(a - b) / tolerance).max(initial=0))
+    for key, value in expected.items():
+        apart, bound, dtype = gap(actual[key], value), 0.0, np.asarray(value).dtype
+        pair = _finite_pair(actual[key], value)
+        if pair is not None and jnp.issubdtype(dtype, jnp.floating):
+            (a, b), old = pair, np.nan_to_num(as_float64(before[key]), posinf=0, neginf=0)
+            change = np.abs(b - old).max(initial=0)
+            element = ulp(np.maximum(np.abs(b), np.abs(old)), dtype)
+            tolerance = UPDATE_ULPS * element + CHANGE_ULPS * float(jnp.finfo(dtype).eps) * change
+            excess = float((np.abs(a - b) / tolerance).max(initial=0)) / allowed
+            bound = apart.ulps / excess if excess else 0.0
+        yield Difference(*key, step, apart, bound)
 
 
 def first_difference(actual: PyTree, expected: PyTree) -> str | None:
