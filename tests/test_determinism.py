@@ -20,7 +20,7 @@ from research_dp.deterministic.step import norm_by_blocks
 from research_dp.distributed.mesh import planning_for
 from research_dp.distributed.placement import fingerprint
 from research_dp.distributed.shard_rules import choose_dim
-from research_dp.distributed.sharding import infer_sharding, specs
+from research_dp.distributed.sharding import infer_sharding
 from research_dp.errors import UsageError
 from research_dp.models import convnet, mlp, transformer
 from research_dp.strategies import TrainSpec, tree_reduction
@@ -344,7 +344,7 @@ def test_the_norm_of_shards_has_the_bits_of_the_norm_of_wholes():
         def norm(held, layout=layout):
             return norm_by_blocks(held, layout, 8, jnp.int32(0))[0]
 
-        found.add(float(on(mesh, norm, (specs(layout),))(params)).hex())
+        found.add(float(on(mesh, norm, (jax.tree.map(lambda p: p.spec, layout),))(params)).hex())
     assert len(found) == 1
     whole = np.sqrt(sum(np.sum(np.square(x.astype(np.float64))) for x in params.values()))
     assert float.fromhex(found.pop()) == pytest.approx(whole, rel=1e-6)

@@ -23,7 +23,7 @@ from research_dp.distributed.mesh import DATA_AXIS, FSDP_AXIS, batch_devices
 from research_dp.distributed.sharding import TABLE, LeafSharding
 from research_dp.distributed.units import Units, take_rows
 from research_dp.strategies import Strategy, TrainSpec, slots
-from research_dp.strategies.rng import example_keys
+from research_dp.strategies.strategy import example_keys
 
 PyTree = Any
 

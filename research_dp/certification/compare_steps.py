@@ -17,7 +17,7 @@ from research_dp.certification.harness import Batch, Bench, StepResult, gradient
 from research_dp.certification.tolerances import EPS, SIZE, Difference, Envelope, Named, gap, named
 from research_dp.distributed.replica_difference import differing_axes
 from research_dp.strategies import Strategy, TrainState
-from research_dp.strategies.rng import init_key
+from research_dp.strategies.strategy import init_key
 from research_dp.types import DataSet, EvalOrder
 
 SAMPLES, MORE_SAMPLES = 3, 16  # oracle steps with other rounding: always, and in doubt
