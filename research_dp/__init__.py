@@ -20,7 +20,13 @@ from research_dp.compat.linen import shard_module_params
 from research_dp.distributed.buckets import all_mean_tree, gather_tree, scatter_mean_tree
 from research_dp.distributed.collectives import PLAIN, Reduction, all_mean, scatter_mean
 from research_dp.distributed.differentiable_gather import gather_array_with_mean_grads
-from research_dp.distributed.fsdp import gather_params, init_sharded, shard_params
+from research_dp.distributed.fsdp import (
+    ShardingRow,
+    gather_params,
+    init_sharded,
+    shard_params,
+    sharding_report,
+)
 from research_dp.distributed.gradient_sync import (
     scatter_gradients,
     sync_gradients,
