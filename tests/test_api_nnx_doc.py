@@ -51,7 +51,6 @@ def test_every_name_has_a_line_and_an_example():
 
     text, code = DOC.read_text(), "\n".join(code for _, code in blocks())
     late = {n for n, file in research_dp._LATE.items() if file.endswith("compat.artifex")}
-    late.remove("shard_nnx_module_params")  # which api_linen.md shows
     shown = {"DeviceMeshManager", "place_batch_on_shards", "reduce_gradient_tree", *late}
     for name in shown:
         assert f"`{name}" in text

@@ -122,6 +122,11 @@ def test_what_contributing_names_is_in_the_code():
     named = {part for span in spans for part in span.split(".")}
     missing = [part for part in sorted(named) if not re.search(rf"\b{part}\b", code)]
     assert not [part for part in missing if part not in ("py", "gin", "toml", "NAME", "README")]
+    for names, file in re.findall(r"((?:`[\w.]+`(?:,\s| and\s)?)+)\s?in\s`([\w/]+\.py)`", guide):
+        source = (ROOT / "research_dp" / file.removeprefix("research_dp/")).read_text()
+        for name in re.findall(r"`([\w.]+)`", names):
+            last = name.rpartition(".")[2]
+            assert re.search(rf"(def|class) {last}\b", source), f"{name} is not in {file}"
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if p.name not in GENERATED], ids=name)

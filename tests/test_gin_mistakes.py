@@ -276,8 +276,8 @@ def test_modules_of_the_last_release_are_imported_by_their_new_names(tmp_path, c
 def test_leftovers_of_another_strategy_are_refused(refused):
     mine = "train.strategy = @data_parallel()\ndata_parallel.name = 'mine'\n"
     told = refused(mine).splitlines()
-    assert "gin/strategies/fsdp.gin:10: data_parallel.gather = @gather_params is left" in told[3]
-    assert "mine.gin:1 chose another train.strategy than gin/strategies/fsdp.gin:4" in told[3]
+    assert "gin/strategies/fsdp.gin:11: data_parallel.gather = @gather_params is left" in told[3]
+    assert "mine.gin:1 chose another train.strategy than gin/strategies/fsdp.gin:5" in told[3]
 
 
 def test_what_is_allowed_is_bound(tmp_path):

@@ -26,7 +26,7 @@ ALLOWED = {
 }
 ALLOWED["config"] = {*ALLOWED, "config"}
 SHARED = {"types", "errors", "console", "argument_checks", "argument_types"}
-DOORWAYS = {"train", "plan", "certify", "conform", "compare", "sweep", "checkpoints"}
+DOORWAYS = {"train", "plan", "certify", "conform", "sweep", "checkpoints"}
 CORE = {"jax", "flax", "optax", "gin", "numpy"}
 FILES = sorted(PACKAGE.rglob("*.py"))
 

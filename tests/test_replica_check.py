@@ -1,6 +1,9 @@
 """One flipped bit on one device is found, and named with its array, its device and its step."""
 
+import dataclasses
+
 import jax
+import jax.numpy as jnp
 import optax
 import pytest
 from conftest import ROOT, stems
@@ -10,16 +13,17 @@ from test_strategies import recipe
 from test_train_command import MLP, lines
 
 import research_dp.training.loop  # noqa: F401  (registers `train`)
+from research_dp import sync_gradients
 from research_dp.errors import RunFailure, UsageError
 from research_dp.strategies import TrainSpec
 from research_dp.training.replica_check import ReplicaCheck
 from research_dp.types import TrainableModel
 
 
-def build(stem, *more):
+def build(stem, *more, **slots):
     model = TrainableModel(init, loss)
     spec = TrainSpec(model=model, optimizer=optax.adam(1e-2), example=EXAMPLE, batch_size=16)
-    return recipe(stem, *more).build(spec)
+    return dataclasses.replace(recipe(stem, *more), **slots).build(spec)
 
 
 MANY = [s for s in stems() if s != "single"]
@@ -53,6 +57,32 @@ def test_what_is_sharded_is_compared_with_its_own_replicas_only():
     )
     assert found.path.startswith("opt_state") and found.path.endswith("nu/b")
     assert set(found.devices) == {jax.devices()[2], odd}, "of two nobody knows which is right"
+
+
+class Counting:
+    """A `sync` whose state is the same on all devices: how often it was called, three times."""
+
+    differs_over = ()
+
+    def init(self, params):
+        return jnp.zeros(3, jnp.int32)
+
+    def apply(self, grads, axis_names, *, state):
+        return sync_gradients(grads, axis_names), state + 1
+
+    def resize(self, state, devices):
+        return state
+
+
+def test_the_state_of_slots_is_compared():
+    strategy = build("ddp", sync=Counting())
+    check = ReplicaCheck(strategy)
+    state, _ = step(strategy, strategy.init(jax.random.key(0)))
+    assert check.differences(check.checksums(state)) == []
+    odd = jax.devices()[3]
+    wrong = state._replace(slots={"sync": flip(state.slots["sync"], odd)})
+    (found,) = check.differences(check.checksums(wrong))
+    assert (found.path, found.devices) == ("slots sync", (odd,))
 
 
 def test_one_device_has_nothing_to_compare():

@@ -84,13 +84,15 @@ def all_mean_tree(
         [x.reshape(1, -1) for x in leaves],
         [x.size for x in leaves],
         bucket_bytes,
-        lambda rows: _mean(rows, flat_axes(axes), reduction, dtype, pre_divide),
+        lambda rows: _mean_where_varying(rows, flat_axes(axes), reduction, dtype, pre_divide),
     )
     means = [m.reshape(x.shape) for m, x in zip(moved, leaves, strict=True)]
     return jax.tree.unflatten(treedef, means)
 
 
-def _mean(x: Array, axes: Axes, reduction: Reduction, dtype: Any, pre_divide: bool) -> jax.Array:
+def _mean_where_varying(
+    x: Array, axes: Axes, reduction: Reduction, dtype: Any, pre_divide: bool
+) -> jax.Array:
     """`all_mean`, skipping axes along which the value is already replicated."""
     differing = tuple(axis for axis in axes if not is_replicated(x, axis))
     return collectives.all_mean(x, differing, reduction, dtype, pre_divide=pre_divide)
@@ -128,7 +130,7 @@ def scatter_mean_tree(
             block = collectives.shard(rows, 0, axes)  # the mean of equal values is that value
         else:
             block = collectives.scatter_mean(rows, 0, axis, reduction, dtype, pre_divide=pre_divide)
-        return _mean(block, flat_axes(replica_axes), reduction, dtype, pre_divide)
+        return _mean_where_varying(block, flat_axes(replica_axes), reduction, dtype, pre_divide)
 
     return _sharded_leaves(
         tree, layout, axes, bucket_bytes, _to_rows, move, lambda x, p: x.reshape(p.local_shape)

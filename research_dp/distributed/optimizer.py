@@ -1,4 +1,4 @@
-"""The optimizer applied to local arrays, and the global norm of sharded gradients."""
+"""Optimizers applied to what a device has, and master weights in their state."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def synchronised(sync: Sync) -> Callable[[PyTree, PyTree], PyTree]:
             return gradient
         return with_gradient(lambda x: x, lambda g: g * p.axis_size)(gradient)
 
-    def gather(params: PyTree, shardings: PyTree) -> PyTree:
+    def pass_on(params: PyTree, shardings: PyTree) -> PyTree:
         leaves, treedef = jax.tree.flatten(params, is_leaf=lambda x: isinstance(x, Target))
         if not any(isinstance(x, Target) for x in leaves):
             return params
@@ -78,7 +78,7 @@ def synchronised(sync: Sync) -> Callable[[PyTree, PyTree], PyTree]:
         full, target = (jax.tree.unflatten(treedef, part) for part in zip(*leaves, strict=True))
         return run(full, target)
 
-    return gather
+    return pass_on
 
 
 def scan_prefetched(

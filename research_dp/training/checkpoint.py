@@ -167,6 +167,8 @@ class Checkpoints:
                 checkpointer, self._checkpointer = self._checkpointer, None
                 with contextlib.suppress(Exception):  # `wait` has raised it
                     checkpointer.close()
+                if self._failed:
+                    checkpoint_files.end_waiting_threads()
             self._thread.shutdown(wait=not abandon)
 
     @contextlib.contextmanager

@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import textwrap
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -161,6 +162,19 @@ def checkpointer() -> Any:
         "manifest": ocp.JsonCheckpointHandler(filename=MANIFEST.name),
     }
     return ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(**handlers))
+
+
+def end_waiting_threads() -> None:
+    """Ends threads of Orbax that wait for a folder which could not be made.
+
+    They are no daemons: Python would wait for them at its exit, five minutes.
+    """
+    from orbax.checkpoint._src.futures import future
+
+    for thread in threading.enumerate():
+        if isinstance(thread, future._SignalingThread):
+            thread.cancel()
+            future.set_signals(thread._receive_signals, operation_id=thread._operation_id)
 
 
 def read_state(folder: Path, abstract_state: Any, restore_args: Any = None) -> Any:

@@ -18,7 +18,7 @@ from research_dp.errors import RunFailure, binding_error, some_of
 from research_dp.strategies import Strategy, TrainSpec, TrainState
 from research_dp.strategies.random_draws import split_draws
 
-_PARTS = ("step", "params", "model_state", "opt_state", "loss_scale")
+_PARTS = TrainState._fields
 _NAMED = 4
 
 
