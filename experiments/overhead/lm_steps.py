@@ -18,6 +18,7 @@ from lm_by_hand import CLIP, OPTIMIZER, build
 from research_dp.config import gin_internals, load
 from research_dp.strategies import TrainSpec
 
+COMMON = ["gin/models/lm_tiny.gin", "gin/options/cpu.gin"]
 LENGTH, STEPS, WARM_UP = 256, 3, 3
 CASES = {name: name for name in ("ddp", "zero1", "zero2", "fsdp", "fsdp_keep", "hsdp")}
 CASES = {**CASES, "ddp beside jit": "jit"}
@@ -26,7 +27,7 @@ CASES = {**CASES, "ddp beside jit": "jit"}
 def shipped(strategy: str, sequences: int, *files: str):
     load.reset()
     load.load(
-        ["gin/models/lm_tiny.gin", f"gin/strategies/{strategy}.gin", *files],
+        [*COMMON, f"gin/strategies/{strategy}.gin", *files],
         ["VOCAB_SIZE = 256", "shard_params.min_weight_size = 1024"],
     )
     spec = TrainSpec(
