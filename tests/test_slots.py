@@ -3,6 +3,9 @@
 import contextlib
 import dataclasses
 import functools
+import os
+import traceback
+from pathlib import Path
 
 import flax.linen as nn
 import jax
@@ -10,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 from certified import BATCH, examples, noise, perceptron, recipe_of
+from conftest import ROOT
 from jax import lax
 
 import research_dp as rdp
@@ -165,6 +169,26 @@ def test_what_is_no_shard_is_refused(shard, message):
     config = dataclasses.replace(recipe_of("fsdp"), shard=shard)
     with pytest.raises(rdp.UsageError, match=message):
         config.build(spec())
+
+
+def test_a_step_reaches_its_collective_in_eight_frames(monkeypatch):
+    """CONTRIBUTING.md, "Read the heart in an hour", names them."""
+    all_gather, paths = lax.all_gather, []
+
+    def spy(*args, **options):
+        paths.append(traceback.extract_stack())
+        return all_gather(*args, **options)
+
+    monkeypatch.setattr(lax, "all_gather", spy)
+    recipe_of("fsdp").build(spec())
+    places = [(Path(f.filename), f.name) for f in paths[0]]
+    places = [(p, name) for p, name in places if f"{os.sep}research_dp{os.sep}" in str(p)]
+    start = max(i for i, (path, name) in enumerate(places) if name == "train")
+    files = {path for path, _ in places[start:]}
+    assert len(places[start + 1 :]) == 8
+    assert len(files) <= 8 and sum(len(f.read_text().splitlines()) for f in files) <= 2000
+    guide = (ROOT / "CONTRIBUTING.md").read_text()
+    assert all(f"`{name}`" in guide for _, name in places[start:] if name != "train")
 
 
 # ---- Slots with state ----

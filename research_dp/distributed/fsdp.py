@@ -217,7 +217,9 @@ def gather_params(
         arrays = [x for x, _ in shards.values()]
         full = gather_tree_with_mean_grads(arrays, shardings, options, bucket_bytes=bucket_bytes)
     else:
-        full = [options._replace(dim=d).differentiable(x.dtype)(x) for x, d in shards.values()]
+        full = []
+        for x, dim in shards.values():
+            full.append(options._replace(dim=dim).differentiable(x.dtype)(x))
     result = [leaf for _, leaf in leaves]
     for (i, (_, dim)), x in zip(shards.items(), full, strict=True):
         result[i] = boxed.with_name(result[i], x, dim, None)
