@@ -27,6 +27,12 @@ class TestCommand:
         done = certify(*run, "--workdir=w")
         assert done.returncode == 2 and "unrecognized arguments: --workdir=w" in done.stderr
 
+    def test_a_run_is_certified(self, certify):
+        run = ["--gin_file=runs/digits.gin", "--gin_file=models/mlp.gin", "--cpu_devices=2"]
+        done = certify(*run, "--steps=2")
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "CERTIFIED" in done.stdout
+
     @pytest.mark.slow
     def test_an_oracle_that_there_is_not_is_told(self, certify):
         done = certify("--gin_file=runs/digits.gin", "--against=sinle", "--cpu_devices=2")

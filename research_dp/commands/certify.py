@@ -69,14 +69,13 @@ class Certify(Command):
     def _certify_run(self, config: load.Config, strategy: StrategyConfig) -> Certificate:
         parameters = inspect.signature(inspect.unwrap(train)).parameters
         bound = gin.get_bindings("train")
-        known = inspect.signature(spec_of).parameters
-        values = {name: bound.get(name, parameters[name].default) for name in known}
+        values = {name: bound.get(name, p.default) for name, p in parameters.items()}
         with gin_internals.kept():
             is_file = self.against.endswith(".gin")
             load.load([self.against if is_file else f"strategies/{self.against}.gin"])
             oracle = gin_internals.value_of("train.strategy")
         gathered = [b.value for b in config.used if b.parameter == "gather_dtype"]
-        spec = spec_of(**values)
+        spec = spec_of(values)
         bench = harness.Bench(
             config=strategy.resolve(spec),
             against=oracle.resolve(spec),
