@@ -123,6 +123,11 @@ def test_a_refused_strategy_exceeds_the_budget(monkeypatch, capsys, tmp_path):
     assert refused == f"error: {told} is bound in --gin.plan.max_wire_ratio."
     assert "wrong sends an unknown number of bytes: it refused:" in mistaken
     assert "nothing" in mistaken
+    # Bindings that serve another candidate only, or that one completes, do not end the plan.
+    others = tmp_path / "others.gin"
+    others.write_text("include 'gin/strategies/fsdp.gin'\nnumber = 1\n")
+    for more in ("--gin.shard_params.min_weight_size=64", "--gin.train.seed=%number"):
+        assert plan(*flags, more, f"--strategies={others},{wrong}") == ("min" in more)
 
 
 def test_strategies_are_named_by_stem_by_path_and_with_more_files():

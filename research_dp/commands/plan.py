@@ -120,7 +120,10 @@ class Plan(Command):
 
         row = self.under(candidate, make_row)
         # If the candidate's own files are wrong, nothing is bound: the run's budget counts.
-        config = self.config or self.load()
+        try:
+            config = self.config or self.load(allow_unused=True)
+        except UsageError:  # only candidates make the run complete
+            return row
         for limit, message in gin.get_configurable("plan")().exceeded(row):
             self.exceeded.append(f"{message} {limit} is bound in {config.origin(limit)}.")
         return row
