@@ -156,3 +156,6 @@ def test_origin_names_the_file_and_line_that_wins():
     bound = load.load(files, ["make_mesh.axes = {'data': 8}"], complete=True)
     assert bound.origin("make_mesh.axes") == "--gin.make_mesh.axes"
     assert bound.origin("train.seed") is None
+    files = ["gin/runs/digits.gin", "gin/options/auto.gin"]
+    scoped = load.load(files, ["fsdp/make_mesh.axes = {'data': 1, 'fsdp': 3}"], complete=True)
+    assert scoped.origin("make_mesh.axes") == "--gin.fsdp/make_mesh.axes"

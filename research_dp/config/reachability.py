@@ -38,10 +38,13 @@ class Config:
         return [binding for binding in self.table.values() if binding not in self.used]
 
     def origin(self, name: str) -> str | None:
-        """Where e.g. 'make_mesh.axes' is bound: 'gin/strategies/ddp.gin:12'; None: nowhere."""
+        """Where e.g. 'make_mesh.axes' is bound first, in any scope: 'gin/strategies/ddp.gin:12'."""
         selector, _, parameter = name.rpartition(".")
         key = Binding("", selector, parameter, None, "").key
-        return next((binding.place for binding in self.used if binding.key == key), None)
+        for binding in self.used:
+            if binding.name == name or (selector and binding.key[1:] == key[1:]):
+                return binding.place
+        return None
 
 
 def prefixes(scopes: tuple[str, ...]) -> list[str]:
