@@ -140,6 +140,9 @@ def test_parameters_that_overflowed_are_not_saved(stem):
     adam = adam._replace(nu={**adam.nu, "c": adam.nu["c"].at[0].set(np.inf)})
     with pytest.raises(RunFailure, match=r"step 3: opt_state \S*nu/c has become infinite"):
         check.check_state(3, state._replace(opt_state=(adam, *others)))
+    slots = {"sync": {"a": jnp.array([[0.0, np.nan]])}}
+    with pytest.raises(RunFailure, match=r"step 3: slots sync/a has become infinite"):
+        check.check_state(3, state._replace(slots=slots))
 
 
 @pytest.mark.slow

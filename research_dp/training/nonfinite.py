@@ -61,6 +61,7 @@ class NonfiniteCheck:
             **{f"model_state {path}": x for path, x in by_path(state.model_state).items()},
             # Scalars of an optimizer may be infinite: the best loss before there is one.
             **{f"opt_state {path}": x for path, x in by_path(state.opt_state).items() if x.ndim},
+            **{f"slots {path}": x for path, x in by_path(state.slots).items() if x.ndim},
         }
         arrays = {p: x for p, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.inexact)}
         finite = np.asarray(_all_finite(list(arrays.values())))
