@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import os
+import re
 import traceback
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from jax import lax
 
 import research_dp as rdp
 from examples.error_feedback import ErrorFeedback
+from research_dp import console
+from research_dp.commands import dry_run
 from research_dp.strategies import TrainSpec, slots
 from research_dp.training.checkpoint import Checkpoints
 from research_dp.training.manifest import Progress
@@ -194,7 +197,7 @@ def test_a_step_reaches_its_collective_in_eight_frames(monkeypatch):
 # ---- Slots with state ----
 
 
-def test_state_is_carried_and_differs_from_device_to_device():
+def test_state_is_carried_and_differs_from_device_to_device(capsys):
     config = dataclasses.replace(recipe_of("ddp"), sync=ErrorFeedback())
     first = config.build(spec()).init(jax.random.key(0))
     assert all(not np.any(x) for x in jax.tree.leaves(first.slots))
@@ -204,6 +207,8 @@ def test_state_is_carried_and_differs_from_device_to_device():
     ):
         assert error.shape == (8, *param.shape)
         assert error.sharding.shard_shape(error.shape) == (1, *param.shape)
+    console.put(dry_run.state_table(config.build(spec())))
+    assert re.search(r"\n *slots +[\d,]{4,} +[\d,]{4,}\n", capsys.readouterr().out)
     kernel = np.asarray(state.slots["sync"]["hidden_0"]["kernel"])
     assert len({x.tobytes() for x in kernel}) == 8
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import gin
+import jax
 from rich.table import Table
 from rich.text import Text
 
@@ -63,8 +64,10 @@ def default_text(value: Any) -> str:
 def state_table(strategy: Strategy) -> Table:
     """Bytes of parameters and state, in all and on one device."""
     rows = table("Bytes between steps", "what", "bytes in all:", "bytes a device:")
-    names = ("params", "model_state", "opt_state")
-    trees = {name: getattr(strategy.abstract_state, name) for name in names}
+    state = strategy.abstract_state
+    names = ["params", "model_state", "opt_state"]
+    names += [name for name in ("loss_scale", "slots") if jax.tree.leaves(getattr(state, name))]
+    trees = {name: getattr(state, name) for name in names}
     for name, tree in {**trees, "all": trees}.items():
         on_device, total = nbytes(tree)
         rows.add_row(name, f"{total:,}", f"{on_device:,}")
