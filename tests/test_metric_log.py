@@ -9,7 +9,7 @@ from test_train_command import MLP
 
 from research_dp.training.checkpoint_files import steps_in
 from research_dp.training.intervals import Schedule
-from research_dp.training.metric_log import truncate_records
+from research_dp.training.metric_log import ProgressBar, truncate_records
 from research_dp.training.preemption import StopSignal
 
 STEPS = 60
@@ -108,3 +108,10 @@ def test_to_import_checkpoints_loads_neither_orbax_nor_tensorflow():
         "print(*(name for name in late if name in sys.modules))"
     )
     assert output(program).split() == []
+
+
+@pytest.mark.parametrize(("left", "words"), [(45, "45 s"), (125, "2 min 5 s"), (3660, "1 h 1 min")])
+def test_the_time_left_is_in_words(capsys, left, words):
+    rates = {"steps_per_second": 1.0, "examples_per_second": 8.0}
+    ProgressBar(5000, 0).metrics("train", 5000 - left, rates)
+    assert f"examples/s  {words} left" in capsys.readouterr().out

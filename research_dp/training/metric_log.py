@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import json
 import math
 import os
@@ -236,10 +235,17 @@ class ProgressBar:
                 parts.append(f"{scalars['mfu']:.1%} MFU")
             if self._bar:
                 self._bar.update(self._task, rate=f"{rate:.1f} steps/s")
-            seconds = round((self._num_steps - step) / rate)
-            parts.append(f"{datetime.timedelta(seconds=seconds)} left")
+            parts.append(f"{_duration((self._num_steps - step) / rate)} left")
         self.say(f"{split:5s} step {step}/{self._num_steps}  " + "  ".join(parts))
 
     def close(self) -> None:
         if self._bar:
             self._bar.stop()
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
