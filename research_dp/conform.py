@@ -3,8 +3,10 @@
 import sys
 
 from research_dp import certify
+from research_dp.commands import streams
 
 
+@streams.usable()
 def main(argv: list[str]) -> int:
     """Runs `certify --quick`; returns its exit status."""
     print("research_dp.conform is now: python -m research_dp.certify --quick", file=sys.stderr)

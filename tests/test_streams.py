@@ -10,6 +10,7 @@ import pytest
 from conftest import ROOT
 from test_processes import RUN, summary
 
+from research_dp import conform
 from research_dp.commands import exit_status, streams
 from research_dp.errors import UsageError
 
@@ -93,6 +94,12 @@ def test_standard_error_has_no_say_in_how_a_command_ends(monkeypatch, kind):
         assert exit_status.run_command(prints(1, "stderr")) == 0
     with dead(monkeypatch, "stderr", kind):
         assert exit_status.run_command(refuses) == 2
+
+
+def test_the_notice_of_an_old_name_is_no_output(monkeypatch, capfd):
+    with dead(monkeypatch, "stderr", CLOSED), pytest.raises(SystemExit):
+        conform.main(["--help"])
+    assert capfd.readouterr().out.startswith("usage: ")
 
 
 def test_help_that_cannot_be_printed_is_a_failure(monkeypatch, capfd):

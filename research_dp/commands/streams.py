@@ -28,7 +28,8 @@ def repair() -> None:
         stream = getattr(sys, name)
         if stream is None:
             # The system gives the lowest free number, which is the stream's own.
-            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDONLY), mode))
+            null = os.open(os.devnull, os.O_RDONLY)
+            setattr(sys, name, os.fdopen(null, mode, errors="backslashreplace"))
         elif mode == "w" and stream.errors == "strict" and hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
 
