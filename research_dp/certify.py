@@ -8,9 +8,9 @@ tolerances. See docs/certify.md.
 
 import sys
 
-from research_dp.commands import certify, exit_status
+from research_dp.commands import exit_status
 
-main = exit_status.main_of(certify.Certify, __doc__)
+main = exit_status.main_of("certify.Certify", __doc__)
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -6,9 +6,9 @@ read: bytes, FLOPs and counts are exact, times are predicted from vendors' rates
 
 import sys
 
-from research_dp.commands import exit_status, plan
+from research_dp.commands import exit_status
 
-main = exit_status.main_of(plan.Plan, __doc__)
+main = exit_status.main_of("plan.Plan", __doc__)
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

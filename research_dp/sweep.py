@@ -2,9 +2,9 @@
 
 import sys
 
-from research_dp.commands import exit_status, sweep
+from research_dp.commands import exit_status
 
-main = exit_status.main_of(sweep.Sweep, __doc__)
+main = exit_status.main_of("sweep.Sweep", __doc__)
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -3,9 +3,9 @@
 import faulthandler
 import sys
 
-from research_dp.commands import exit_status, streams, train
+from research_dp.commands import exit_status, streams
 
-main = exit_status.main_of(train.Train, __doc__)
+main = exit_status.main_of("train.Train", __doc__)
 
 if __name__ == "__main__":
     streams.repair()  # the fault handler needs a standard error

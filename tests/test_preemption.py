@@ -132,6 +132,18 @@ def test_a_hangup_that_is_ignored_stays_ignored():
     assert process.returncode == 7
 
 
+@pytest.mark.parametrize("module", ["research_dp.train", "research_dp.certify"])
+def test_a_signal_ends_a_command_that_still_imports(command, tmp_path, module):
+    (tmp_path / "grain.py").write_text("print('ready', flush=True); import time; time.sleep(60)")
+    path = f"{tmp_path}{os.pathsep}{command.environment['PYTHONPATH']}"
+    process = command(*RUN, module=module, start_only=True, PYTHONPATH=path)
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=20)
+    assert process.returncode == 143
+    assert output == "SIGTERM: stopped; there was nothing to save\n"
+
+
 @pytest.mark.slow
 def test_a_data_set_that_is_prepared_when_the_run_is_told_to_stop_leaves_nothing(command, tmp_path):
     flags = [*RUN, f"--workdir={tmp_path / 'run'}"]

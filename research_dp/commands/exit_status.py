@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import itertools
 import site
 import sys
@@ -18,6 +19,7 @@ from research_dp.commands import runtime, streams
 from research_dp.commands.flags import Command
 from research_dp.config.load import as_mistake
 from research_dp.errors import RunFailure, message_of
+from research_dp.training import preemption
 
 FAILED, MISTAKEN, INTERRUPTED = 1, 2, 130
 SIGPIPE = 141  # the status of a program that the signal ended
@@ -29,11 +31,18 @@ _INSTALLED = {
 _FILTERING = "JAX_TRACEBACK_FILTERING"
 
 
-def main_of(command: type[Command], description: str | None) -> Callable[[list[str]], int]:
-    """The `main` of a command: parses the arguments, runs, and returns the exit status."""
+def main_of(command: str, description: str | None) -> Callable[[list[str]], int]:
+    """The `main` of e.g. 'train.Train': parses the arguments, runs, and returns the exit status.
 
+    Streams and signals are handled before the command is imported, which takes long.
+    """
+    module, name = command.split(".")
+
+    @streams.usable()
     def main(argv: list[str]) -> int:
-        return run_command(lambda command: command.parse(argv, description).run(), command())
+        with preemption.exit_on_signals():
+            kind = getattr(importlib.import_module(f"research_dp.commands.{module}"), name)
+            return run_command(lambda command: command.parse(argv, description).run(), kind())
 
     return main
 

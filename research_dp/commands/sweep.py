@@ -78,10 +78,7 @@ class Sweep(flags.RunCommand):
             binding_choices(name, text) if name else file_choices(number, text)
             for number, (name, text) in enumerate(self.varied)
         ]
-        with contextlib.ExitStack() as stack:
-            if not self.dry_run:
-                stack.enter_context(streams.dispensable())
-                stack.enter_context(preemption.exit_on_signals())
+        with contextlib.nullcontext() if self.dry_run else streams.dispensable():
             return self._run_all(members(Path(self.workdir or ".").expanduser(), dimensions))
 
     def _run_all(self, runs: Sequence[Member]) -> int:

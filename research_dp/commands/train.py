@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from research_dp.commands import catalog, dry_run, runtime, streams
 from research_dp.commands.flags import RunCommand, flag, switch, whole_number
-from research_dp.training import loop, preemption
+from research_dp.training import loop
 
 
 @dataclasses.dataclass
@@ -31,7 +31,8 @@ class Train(RunCommand):
         "which one this is, from 0", "I", type=functools.partial(whole_number, least=0)
     )
     heartbeat_seconds: int = flag(
-        "a process that was not heard of for so long ends the others (100)",
+        "seconds without a heartbeat after which a process counts as dead, and the others end "
+        "(100)",
         "S",
         default=100,
         type=whole_number,
@@ -49,10 +50,7 @@ class Train(RunCommand):
     def run(self) -> int:
         if self.list is not None:
             return catalog.print_list(self.list, self.imports, as_json=self.json)
-        with contextlib.ExitStack() as stack:
-            if not self.dry_run:
-                stack.enter_context(streams.dispensable())
-                stack.enter_context(preemption.exit_on_signals())
+        with contextlib.nullcontext() if self.dry_run else streams.dispensable():
             config = self.load()
             runtime.set_up_processes(
                 self.coordinator, self.num_processes, self.process_id, self.heartbeat_seconds
