@@ -75,7 +75,8 @@ def image_classification(
 ) -> Preprocess:
     """Images as float32, normalised by mean and standard deviation, with their labels.
 
-    Images of uint8 and uint16 are scaled to [0, 1] first; floating-point images are not.
+    uint8 is divided by 255 and uint16 by 65535. Floating-point images are not scaled: `mean` and
+    `std` are in their units; the defaults fit [0, 1].
 
     Args:
         features: The data set's features. `image` (height, width, channels), uint8, uint16 or
