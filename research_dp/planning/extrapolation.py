@@ -24,6 +24,26 @@ from research_dp.strategies.jaxpr_collectives import Collective
 from research_dp.strategies.state import infer_state_sharding
 
 SIZES = tuple(2**power for power in range(3, 13))  # that a page shows, beside compiled ones
+# How each figure of a page is obtained.
+FORMULAS = (
+    ("state", "exact, by the rule that shards it; nothing is compiled for it"),
+    (
+        "needed",
+        "the state, and a + b/n through the two nearest compiled sizes for the rest; what is "
+        "compiled for one size only stays as large as there",
+    ),
+    (
+        "sent",
+        "each collective's bytes times (g-1)/g for groups of g devices, twice that for a sum; sums "
+        "of shards over replicas shrink with the shard, indices of rows grow with the batch",
+    ),
+    (
+        "step",
+        "the nearest compiled size's, less its wait for the network, plus two passes over the "
+        "additional state, plus the new time of the network at its links' rates, of which as large "
+        "a share is waited for as there",
+    ),
+)
 _INDEX_DTYPES = ("s32", "u32", "s64", "u64")
 
 
@@ -79,7 +99,11 @@ def mesh_states(
 
 
 def scaled_meshes(rows: Sequence[Row], sizes: Iterable[int]) -> dict[int, dict[str, int]]:
-    """The mesh on those of other numbers of devices that suit it: the axis that grew grows."""
+    """The mesh on other numbers of devices.
+
+    The axis whose size differs between the compiled meshes scales; numbers that the other axis does
+    not divide are left out.
+    """
     first, *others = (row.mesh for row in rows if row.mesh is not None)
     known = [first, *(others or [dict.fromkeys(first, 1)])]  # one mesh: axes that are split
     axes = [axis for axis in first if len({mesh[axis] for mesh in known}) > 1]
@@ -92,13 +116,11 @@ def scaled_meshes(rows: Sequence[Row], sizes: Iterable[int]) -> dict[int, dict[s
 def curve(rows: Sequence[Row], states: Mapping[int, MeshState], where: Topology) -> Curve:
     """A strategy's curve through its rows; nothing is extrapolated without `states`."""
     compiled = {row.devices: row for row in sorted(rows, key=lambda row: row.devices)}
-    name, points = (
-        rows[0].strategy,
-        {
-            n: Point(n, True, r.state_bytes, r.needed_bytes, r.wire_total, r.predicted_seconds)
-            for n, r in compiled.items()
-        },
-    )
+    name = rows[0].strategy
+    points = {
+        n: Point(n, True, r.state_bytes, r.needed_bytes, r.wire_total, r.predicted_seconds)
+        for n, r in compiled.items()
+    }
     remark, checks = "", []
     if any(n not in states or states[n].state_bytes != points[n].state_bytes for n in points):
         remark = "Its state elsewhere does not follow from its mesh and rule."
@@ -125,7 +147,7 @@ def curve(rows: Sequence[Row], states: Mapping[int, MeshState], where: Topology)
 def extrapolate(
     rows: Sequence[Row], number: int, states: Mapping[int, MeshState], where: Topology
 ) -> Point:
-    """A point by the formulas that the page of a plan gives."""
+    """A point by `FORMULAS`."""
     nearest = sorted(rows, key=lambda row: abs(math.log(row.devices / number)))[:2]
     near, state = nearest[0], states[number].state_bytes
     rest = [float((row.needed_bytes or 0) - (row.state_bytes or 0)) for row in nearest]

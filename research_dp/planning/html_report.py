@@ -12,30 +12,10 @@ from rich.console import Console
 
 from research_dp.analysis.topologies import Topology
 from research_dp.errors import UsageError
-from research_dp.planning.extrapolation import Curve
+from research_dp.planning.extrapolation import FORMULAS, Curve
 from research_dp.planning.report import format_number, scale, tables
 from research_dp.planning.row import Row
 
-# How each figure is obtained, beside the plots.
-FORMULAS = (
-    ("state", "exact, by the rule that lays it out; nothing is compiled for it"),
-    (
-        "needed",
-        "the state, and a + b/n through the two nearest compiled sizes for the rest; what is "
-        "compiled for one size only stays as large as there",
-    ),
-    (
-        "sent",
-        "each collective's bytes times (g-1)/g for groups of g devices, twice that for a sum; sums "
-        "of shards over replicas shrink with the shard, indices of rows grow with the batch",
-    ),
-    (
-        "step",
-        "the nearest compiled size's, less its wait for the network, plus two passes over what the "
-        "state is more, plus the new time of the network at its links' rates, of which as large a "
-        "share is waited for as there",
-    ),
-)
 _LEFT_OUT = (
     "Each device keeps its examples, so that the batch grows with the devices. Hosts are as large "
     "as the planned ones; of TPUs one slice as large as there are, or slices like the planned "
@@ -57,7 +37,7 @@ def check_matplotlib() -> None:
     """Raises UsageError if there is nothing to plot with."""
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageError(
-            "--html needs matplotlib, which is not installed: "
+            "a plan's page needs matplotlib, which is not installed: "
             "pip install -c constraints.txt -e '.[plots]'"
         )
 
