@@ -148,7 +148,7 @@ def _excess_text(d: Difference) -> str:
 def _first_difference_text(step: StepComparison, wrong_in_a_row: Sequence[Difference]) -> str:
     if step.replicas and not step.wrong:
         kind, leaf, axes = step.replicas[0]
-        return f"step {step.number}, {kind} {leaf}: copies differ along {' and '.join(axes)}"
+        return f"step {step.number}, {kind} {leaf}: replicas differ along {' and '.join(axes)}"
     d, *others = step.wrong or wrong_in_a_row
     text = f"step {d.step}, {d.name}: {d.gap.ulps:.3g} ULPs"
     if step.wrong:
