@@ -52,7 +52,7 @@ def certify_quick(config: StrategyConfig, models: Mapping[str, TrainableModel]) 
         sent = sum(one.wire_bytes for one in jaxpr_collectives.of_step(strategy))
         certificate.check(f"{api} bytes sent a step", None, f"{sent:,.0f}")
     if not certificate.certified:
-        certificate.cause = "--quick does not search for it; certify a run without --quick does"
+        certificate.cause = "a quick run does not search for it; a complete certification does"
     return certificate
 
 

@@ -237,7 +237,7 @@ def _obstacle(row: Row) -> str:
     if row.state_fits:
         return (
             f"{reason} Its state would by itself; whether it does with fewer examples at a time, "
-            "--advise tries."
+            "a plan with `advise` tries."
         )
     return f"{reason} No batch is small enough: its state must be sharded, or over more devices."
 

@@ -42,5 +42,5 @@ def summary_line(strategy: Strategy) -> str:
     sharded = sum(leaf.dim is not None for leaf in params)
     return (
         f"{strategy.name} on {sizes_text(strategy.mesh.shape)}: {sharded} of {len(params)} "
-        f"parameters sharded, {per_device:,} of {total:,} bytes a device (--dry_run shows each)"
+        f"parameters sharded, {per_device:,} of {total:,} bytes a device (a dry run shows each)"
     )
