@@ -68,12 +68,9 @@ def row(config: StrategyConfig, when: str) -> Row:
     groups = min(config.mesh.shape[DATA_AXIS], config.mesh.shape[FSDP_AXIS]) > 1
     params = opt_state = SHARDED if config.shard else REPLICATED
     if config.mesh.size == 1:
-        params, gradients, opt_state, wire_bytes = (
-            "unsharded, 1 device",
-            "unsharded",
-            "unsharded",
-            "0",
-        )
+        params = "unsharded, 1 device"
+        gradients = opt_state = "unsharded"
+        wire_bytes = "0"
     elif by_compiler:
         gradients = f"the compiler's {'reduce-scatter' if config.shard else 'all-reduce'}"
         wire_bytes = f"{3 if config.shard else 2} P f (k = 1)"

@@ -37,7 +37,7 @@ _STEP = r"(0|[1-9][0-9]{0,17})"  # no other digits, no leading zeros
 COMPLETE = re.compile(_STEP)  # Orbax renames a folder once all is in it
 HALF_WRITTEN = re.compile(_STEP + r"\.orbax-checkpoint-tmp.*")
 _SET_ASIDE = re.compile(_STEP + r"\.damaged[0-9]*")
-_STATES = {COMPLETE: "", HALF_WRITTEN: "not complete", _SET_ASIDE: "damaged, was moved aside"}
+_STATUS_OF = {COMPLETE: "", HALF_WRITTEN: "not complete", _SET_ASIDE: "damaged, was moved aside"}
 
 
 def _entries(folder: Path, pattern: re.Pattern[str]) -> list[tuple[int, Path]]:
@@ -130,7 +130,8 @@ class Row(NamedTuple):
 
 def overview(folder: Path, *, verified: bool) -> Iterator[Row]:
     """The checkpoints in a folder, complete or not, by step; arrays are read if `verified`."""
-    entries = ((*x, state) for pattern, state in _STATES.items() for x in _entries(folder, pattern))
+    patterns = _STATUS_OF.items()
+    entries = ((*x, status) for pattern, status in patterns for x in _entries(folder, pattern))
     for step, path, incomplete in sorted(entries):
         nbytes = 0
         for file in path.rglob("*"):
