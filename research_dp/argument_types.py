@@ -77,7 +77,7 @@ def _named_leaves(tree: Any) -> list[tuple[str, Any]]:
 def described(value: Any) -> str:
     """A value in a message: arrays by shape and dtype, objects with a long repr by their type."""
     dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", None)
-    if dtype is not None and shape is not None:
+    if dtype is not None and shape is not None and not isinstance(value, type):
         name = "float0" if dtype == jax.dtypes.float0 else dtype
         return f"an array of shape {tuple(shape)} and dtype {name}"
     text = repr(value)

@@ -68,6 +68,7 @@ def test_a_checked_function_keeps_its_name_signature_and_result():
         ({"mode": "c"}, "function.mode = 'c': use one of ['a', 'b']."),
         ({"kind": list}, "function.kind = <class 'list'>: give a type, or None."),
         ({"sizes": {"a": "1"}}, "function.sizes = {'a': '1'}: give a dict, or None."),
+        ({"count": np.float16}, "function.count = <class 'numpy.float16'>: give an integer"),
         ({"count": len}, "function.count = <built-in function len>: give an integer"),
         ({"count": test_a_checked_function_keeps_its_name_signature_and_result}, "itself. Give"),
     ],

@@ -332,6 +332,12 @@ def test_wrong_numbers_of_an_optimizer_are_told_in_words_not_in_functions(refuse
     told = refused("optax.adamw.b1 = 'x'")
     assert "give a number" in told and "@gather" not in told
     assert "a finite number" in refused("train.max_grad_norm = 1e999")
+    told = refused("image_classification.mean = (1e999,)")
+    assert told.startswith("error: mine.gin:1: ") and "finite numbers" in told
+
+
+def test_the_name_of_further_arguments_is_no_parameter(refused):
+    assert "init_sharded has no parameter 'args'" in refused("s/init_sharded.args = (1,)")
 
 
 def test_a_file_that_is_no_text_is_told(tmp_path):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import cmath
 import collections.abc
 import difflib
 import inspect
-import math
 import re
 import typing
 from collections.abc import Callable, Iterable
@@ -28,11 +28,12 @@ def mistakes(binding: Binding, macros: dict[str, Binding]) -> list[Mistake]:
     problems = [_unknown(binding.selector) if binding.selector else ""]
     entry = gin_internals.find(binding.selector) if not problems[0] else None
     if entry:
-        takes_any = any(p.kind is p.VAR_KEYWORD for p in entry.parameters.values())
+        named = {n: p for n, p in entry.parameters.items() if p.kind is not p.VAR_POSITIONAL}
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in named.values())
         if binding.parameter in entry.denied:
             problems.append(f"{entry.name} takes this from the command, not from gin.")
-        elif binding.parameter not in entry.parameters and not takes_any:
-            hint = did_you_mean(binding.parameter, entry.parameters)
+        elif binding.parameter not in named and not takes_any:
+            hint = did_you_mean(binding.parameter, named)
             problems.append(f"{entry.name} has no parameter {binding.parameter!r}.{hint}")
     inside = [item for item in references(binding.value) if isinstance(item, Reference)]
     problems += [_unknown(reference.selector) for reference in inside]
@@ -97,8 +98,8 @@ def complaint(value: Any, expected: Any) -> str | None:
         return _reference_complaint(value, expected)
     if any(references(value)):
         return None  # their values are not known before they are called
-    if isinstance(value, float) and not math.isfinite(value):
-        return "give a finite number"
+    if not _is_finite(value):
+        return "give a finite number" if isinstance(value, float) else "give finite numbers"
     if argument_checks.fits(value, expected):
         return None
     choices = choices_of(expected)
@@ -196,6 +197,15 @@ def _reference_complaint(value: Reference, expected: Any) -> str | None:
             return None
         return f"@{value.name}() is what the function returns; give the function, @{value.name}"
     return f"it returns {returned.__name__}; give {in_words(expected)}"
+
+
+def _is_finite(value: Any) -> bool:
+    """Whether the numbers inside a value are finite: gin cannot read others back."""
+    if isinstance(value, dict):
+        value = [*value, *value.values()]
+    if isinstance(value, list | tuple):
+        return all(map(_is_finite, value))
+    return not isinstance(value, float | complex) or cmath.isfinite(value)
 
 
 def _package(part: Any) -> str:
