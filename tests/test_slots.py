@@ -194,6 +194,24 @@ def test_a_step_reaches_its_collective_in_eight_frames(monkeypatch):
     assert all(f"`{name}`" in guide for _, name in places[start:] if name != "train")
 
 
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("max_norm = 0.5", "max_grad_norm"),
+        ("fsdp_group = 'fsdp'", "knows its axes"),
+        ("dp_group = ()", "knows its axes"),
+        ("loss = 1.0", "knows its axes"),
+        ("dtype = 'bfloat16'", "bind it where they are"),
+        ("pre_divide = True", "bind it where they are"),
+    ],
+)
+def test_options_of_the_update_that_a_strategy_decides_are_refused(option, message):
+    name = f"fsdp_apply_gradients.{option.split()[0]}"
+    with pytest.raises(rdp.UsageError, match=message) as caught:
+        recipe_of("zero1", f"fsdp_apply_gradients.{option}").build(spec())
+    assert caught.value.binding == name
+
+
 # ---- Slots with state ----
 
 

@@ -15,7 +15,14 @@ import jax.numpy as jnp
 
 from research_dp import argument_types
 from research_dp.argument_checks import checked
-from research_dp.argument_types import AxisNames, Number, Numbers, Placeable, TracedNorm
+from research_dp.argument_types import (
+    AxisNames,
+    Number,
+    Numbers,
+    Placeable,
+    TracedNorm,
+    described,
+)
 from research_dp.distributed import buckets
 from research_dp.distributed.collectives import PLAIN, Axes, Reduction, axes_size, flat_axes, takes
 from research_dp.distributed.gradient_sync import averaged_axes, local_gradient, mean_shards
@@ -29,7 +36,7 @@ from research_dp.distributed.sharded_optimizer import (
 )
 from research_dp.distributed.sharding import by_path, infer_flat_sharding, path_name, shardings_like
 from research_dp.distributed.vma import bound_axes, is_tracked
-from research_dp.errors import UsageError
+from research_dp.errors import UsageError, binding_error
 
 PyTree = Any
 Group = AxisNames | None
@@ -82,8 +89,10 @@ def fsdp_apply_gradients(
         pre_divide: Divide before the sum: in float16, eight times 10000 is inf.
         loss: The loss that was differentiated; needed as in `sync_gradients`.
         reduction: The collectives.
-        shardings: A strategy's own `LeafSharding`s over axis `fsdp`, instead of flat shards.
-        averaged: Whether `gradients` are shards of the mean already, as of `scatter_gradients`.
+        shardings: A strategy's own `LeafSharding`s over axis `fsdp`, instead of flat shards; the
+            strategy also decides `max_norm`, `loss` and the groups.
+        averaged: Whether `gradients` are shards of the mean already, as of `scatter_gradients`;
+            then without `dtype` and `pre_divide`.
 
     Returns:
         The parameters, dtypes and structure kept; with `max_norm` a pair of them and the mean
@@ -103,6 +112,11 @@ def fsdp_apply_gradients(
         axes = tuple(axis for axis in bound_axes() if axes_size((axis,)) > 1)
         fsdp = tuple(axis for axis in axes if axis == FSDP_AXIS)
         grads = by_path(gradients)
+        groups = {"fsdp_group": fsdp_group, "dp_group": dp_group, "loss": loss}
+        _refuse(groups, "a strategy knows its axes and its loss; leave it None")
+        _refuse({"max_norm": max_norm}, "a strategy clips by its own max_grad_norm; leave it None")
+    if averaged and axes:
+        _refuse(sums, "`averaged` gradients are not summed again; bind it where they are (`sync`)")
     params = {name: jnp.asarray(params[name]) for name in grads}
     devices = axes_size(fsdp)
     layout = infer_flat_sharding(params, devices) if shardings is None else by_path(shardings)
@@ -164,6 +178,13 @@ def fsdp_update(
     result = fsdp_apply_gradients(gradients, parameters, optimizer, max_norm=max_norm, **options)
     new, *norm = (result,) if max_norm is None else result
     return new, optimizer.state, *norm
+
+
+def _refuse(options: Mapping[str, Any], why: str) -> None:
+    """Raises UsageError for an option that is given."""
+    for name, value in options.items():
+        if value is not None and value is not False:
+            raise binding_error(f"fsdp_apply_gradients.{name}", f" = {described(value)}: {why}.")
 
 
 def _groups(fsdp_group: Group, dp_group: Group) -> tuple[Axes, Axes]:
