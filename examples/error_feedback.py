@@ -9,7 +9,7 @@ import gin
 import jax
 import jax.numpy as jnp
 
-from research_dp import PLAIN, sync_gradients
+from research_dp import PLAIN, UsageError, sync_gradients
 from research_dp.distributed.collectives import takes
 
 
@@ -32,10 +32,12 @@ class ErrorFeedback:
 
     @takes("reduction")
     def apply(self, grads, axis_names, *, state, reduction=PLAIN):
-        """(mean gradients, new errors), both of the parameters' dtype."""
+        """(mean gradients, new errors), of the dtype of sums and of the parameters."""
+        if jax.tree.structure(grads) != jax.tree.structure(state):  # boxes of sharded gradients
+            raise UsageError("ErrorFeedback keeps no errors of sharded gradients; use it with ddp.")
         exact = jax.tree.map(jnp.add, grads, state)
         rounded = jax.tree.map(lambda x: x.astype(self.dtype), exact)
-        errors = jax.tree.map(lambda x, r: x - r.astype(x.dtype), exact, rounded)
+        errors = jax.tree.map(lambda x, r, e: (x - r).astype(e.dtype), exact, rounded, state)
         mean = sync_gradients(rounded, axis_names, reduction=reduction)
         return jax.tree.map(lambda m, x: m.astype(x.dtype), mean, exact), errors
 

@@ -1,12 +1,14 @@
 """The rule and the mesh."""
 
+import functools
+
 import gin
 import jax
 import numpy as np
 import pytest
 
 from research_dp.distributed.mesh import make_mesh, one_device_mesh
-from research_dp.distributed.shard_rules import ShardDecision, choose_dim
+from research_dp.distributed.shard_rules import ShardDecision, choose_dim, largest_dim
 from research_dp.distributed.sharding import infer_sharding
 from research_dp.errors import UsageError
 
@@ -50,6 +52,16 @@ def test_a_rule_that_does_not_divide_is_refused_with_path_shape_and_size():
     tree = {"a": {"kernel": jax.ShapeDtypeStruct((6, 8), np.float32)}}
     with pytest.raises(UsageError, match=r"dim 0 of a/kernel \(6, 8\), which 4 devices"):
         infer_sharding(tree, lambda path, shape, size: ShardDecision(0), 4)
+
+
+def test_only_the_default_rule_lets_its_dim_be_moved():
+    stack = {"layers": jax.ShapeDtypeStruct((2, 16, 64), np.float32)}
+
+    def dim(rule):
+        return infer_sharding(stack, rule, 8, {"layers": "stack"})["layers"].dim
+
+    assert dim(lambda path, shape, size: choose_dim(shape, size, 0)) == 2
+    assert dim(functools.partial(largest_dim, min_weight_size=0)) == 1
 
 
 def test_layout_says_bytes_and_reason():

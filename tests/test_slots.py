@@ -161,6 +161,15 @@ def test_gradients_may_be_averaged_by_the_update_alone():
     [
         (lambda params, axis: {}, "another tree than the parameters"),
         (
+            lambda params, axis: {
+                **params,
+                "head": {
+                    k: nn.Partitioned(x, (("data", axis),)) for k, x in params["head"].items()
+                },
+            },
+            r"head/bias with names .*: the mesh axis 'fsdp' must be alone",
+        ),
+        (
             lambda params, axis: jax.tree.map(
                 lambda x: nn.Partitioned(x, (axis, *(None,) * (x.ndim - 1))), params
             ),
@@ -235,6 +244,53 @@ def test_error_feedback_follows_the_exact_gradients():
     """What was rounded away comes back: plain rounding drifts from the sum of the gradients."""
     config = dataclasses.replace(recipe_of("ddp"), sync=ErrorFeedback())
     follows_one_device(config, rtol=2e-2)
+
+
+class Counting:
+    """`sync_gradients` that counts its calls, the same on all devices."""
+
+    differs_over = ()
+
+    def __init__(self, change=lambda state: state + 1):
+        self.change = change
+
+    def init(self, params):
+        return np.float32(0)
+
+    def apply(self, grads, axis_names, *, state):
+        return rdp.sync_gradients(grads, axis_names), self.change(state)
+
+    def resize(self, state, devices):
+        return state
+
+
+def test_state_may_be_a_number_that_is_the_same_on_all_devices():
+    state = trained(dataclasses.replace(recipe_of("ddp"), sync=Counting()))
+    assert state.slots["sync"].sharding.is_fully_replicated and int(state.slots["sync"]) == STEPS
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda x: x.astype("bfloat16"), lambda x: jax.numpy.stack([x, x]), lambda x: {"count": x}],
+)
+def test_state_that_changes_its_type_is_refused(change):
+    with pytest.raises(rdp.UsageError, match=r"new state has .*, expected was state float32\[\]"):
+        dataclasses.replace(recipe_of("ddp"), sync=Counting(change)).build(spec())
+
+
+def test_state_that_does_not_fit_the_strategy_is_refused():
+    slot = ErrorFeedback()
+    with pytest.raises(rdp.UsageError, match="sharded gradients; use it with ddp"):
+        dataclasses.replace(recipe_of("fsdp"), sync=slot).build(spec())
+    slot.differs_over = ("data", "tp")
+    with pytest.raises(rdp.UsageError, match=r"sync\.differs_over has axis 'tp'; the axes are"):
+        dataclasses.replace(recipe_of("ddp"), sync=slot).build(spec())
+
+
+def test_errors_keep_the_dtype_of_the_state():
+    config = recipe_of("ddp", "data_parallel.accumulation_dtype = 'float32'")
+    config = dataclasses.replace(config, sync=ErrorFeedback(), param_dtype="bfloat16")
+    config.build(dataclasses.replace(spec(), accumulation_steps=2))
 
 
 def test_an_engine_that_keeps_no_state_says_so():

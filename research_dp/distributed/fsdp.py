@@ -58,7 +58,7 @@ def _choose_shard(
     least, least_bytes = thresholds
     if least_bytes is not None:
         least = least_bytes // jax.dtypes.result_type(value_of(leaf)).itemsize
-    decision = choose_dim(shape, axis_size, least, free)
+    decision = choose_dim(shape, axis_size, least, free)._replace(movable=all(free))
     return decision, decision.dim is None and np.prod(shape, dtype=int) > least
 
 

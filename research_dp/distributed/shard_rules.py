@@ -48,7 +48,7 @@ def choose_dim(
     candidates = [(n, dim) for dim, n in enumerate(shape) if n % axis_size == 0 and free[dim]]
     if not candidates:
         return ShardDecision(None, f"no free dim of {shape} is divisible by {axis_size}")
-    return ShardDecision(max(candidates)[1], movable=True)
+    return ShardDecision(max(candidates)[1])
 
 
 @gin.register(module="distributed")
@@ -56,8 +56,12 @@ def choose_dim(
 def largest_dim(
     path: str, shape: Shape, axis_size: Count, *, min_weight_size: CountOrZero = 2**18
 ) -> ShardDecision:
-    """The rule of `choose_dim`, for `shard_params.rule` and `dim_by_path.otherwise`."""
-    return choose_dim(shape, axis_size, min_weight_size)
+    """Shards the largest dim that the axis size divides; ties go to the higher index.
+
+    Parameters of at most `min_weight_size` elements stay replicated. For a model's stacks and
+    tables another dim is taken if it suits their use better. A rule for `shard_params.rule`.
+    """
+    return choose_dim(shape, axis_size, min_weight_size)._replace(movable=True)
 
 
 @gin.register(module="distributed")

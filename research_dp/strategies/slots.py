@@ -80,7 +80,10 @@ class Stateful(Protocol):
     differs_over: tuple[str, ...]
 
     def init(self, params: PyTree) -> PyTree:
-        """Unsharded parameters -> the state of one device before the first step."""
+        """Unsharded parameters -> the state of one device before the first step.
+
+        What `sync` adds to local gradients must have their shapes: those of shards under `gather`.
+        """
 
     def apply(self, *args: Any, state: PyTree, **options: Any) -> tuple[PyTree, PyTree]:
         """The slot's arguments and this device's state -> (what the slot returns, new state)."""
@@ -104,13 +107,22 @@ def stateful(config: StrategyConfig) -> dict[str, Stateful]:
     return {name: slot for name, slot in filled.items() if isinstance(slot, Stateful)}
 
 
+def devices_over(config: StrategyConfig, name: str, slot: Stateful) -> int:
+    """On how many devices the state of a slot differs; UsageError for an unknown axis."""
+    sizes = config.mesh.shape
+    if unknown := [axis for axis in slot.differs_over if axis not in sizes]:
+        problem = f".differs_over has axis {unknown[0]!r}; the axes are {list(sizes)}."
+        raise binding_error(f"data_parallel.{name}", problem)
+    return math.prod(sizes[axis] for axis in slot.differs_over)
+
+
 def resize(config: StrategyConfig, abstract_state: Any, state: Any) -> Any:
     """A state whose slots may be those of another number of devices, for `abstract_state`'s."""
     resized = {}
     for name, slot in stateful(config).items():
         expected, resized[name] = abstract_state.slots[name], state.slots[name]
         if jax.tree.map(jnp.shape, resized[name]) != jax.tree.map(jnp.shape, expected):
-            devices = math.prod(config.mesh.shape[axis] for axis in slot.differs_over)
+            devices = devices_over(config, name, slot)
             shardings = jax.tree.map(lambda x: x.sharding, expected)
             resized[name] = jax.device_put(slot.resize(resized[name], devices), shardings)
     return state._replace(slots=resized or ())
@@ -129,9 +141,29 @@ def call_in(
         return unboxed(slot(*args, **options)), states
     differs = bool(slot.differs_over)
     state = jax.tree.map(lambda x: x[0], states[name]) if differs else states[name]
-    result, state = slot.apply(*args, state=state, **options)
-    state = jax.tree.map(lambda x: x[None], state) if differs else state
-    return unboxed(result), {**states, name: state}
+    result, new = slot.apply(*args, state=state, **options)
+    _check_state(name, new, state)
+    new = jax.tree.map(lambda x: x[None], new) if differs else new
+    return unboxed(result), {**states, name: new}
+
+
+def _check_state(slot: str, new: PyTree, old: PyTree) -> None:
+    """Raises UsageError if a slot returned state that is not of the old one's types."""
+
+    def types(tree: PyTree) -> list[str]:
+        flat = [(path, jax.typeof(x)) for path, x in jax.tree_util.tree_leaves_with_path(tree)]
+        return [f"{path_name(path) or 'state'} {x.dtype}{[*x.shape]}" for path, x in flat]
+
+    returned, expected = types(new), types(old)
+    same_structure = jax.tree.structure(new) == jax.tree.structure(old)
+    if returned != expected or not same_structure:
+        changed = [x for x in returned if x not in expected] or ["another structure"]
+        missing = [x for x in expected if x not in returned] or ["that of `init`"]
+        raise binding_error(
+            f"data_parallel.{slot}",
+            f": its new state has {changed[0]}, expected was {missing[0]}. Return the structure, "
+            "shapes and dtypes of `init`.",
+        )
 
 
 def in_boxes(tree: PyTree, shardings: PyTree) -> PyTree:

@@ -50,7 +50,7 @@ def init_state(config: StrategyConfig, spec: TrainSpec, key: jax.Array) -> Train
     for name, slot in slots.stateful(config).items():
         state = slot.init(params)
         if slot.differs_over:
-            devices = math.prod(config.mesh.shape[axis] for axis in slot.differs_over)
+            devices = slots.devices_over(config, name, slot)
             state = jax.tree.map(lambda x, n=devices: jnp.broadcast_to(x, (n, *x.shape)), state)
         slot_states[name] = state
     step = jnp.zeros((), jnp.int32)
@@ -74,7 +74,7 @@ def infer_state_sharding(
         opt_state=_opt_state_specs(spec, abstract.opt_state, slices),
     )
     for name, slot in slots.stateful(config).items():
-        over = PartitionSpec(tuple(slot.differs_over) or None)
+        over = PartitionSpec(*[tuple(slot.differs_over)] if slot.differs_over else [])
         specs.slots[name] = jax.tree.map(lambda _, over=over: over, abstract.slots[name])
 
     def placed(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
@@ -113,6 +113,11 @@ def _param_shardings(
         if FSDP_AXIS not in flat_axes(names):
             reason = decisions[path].reason if path in decisions else "`shard` left it replicated"
             return LeafSharding(path, param.shape, dtype, None, reason, axis_size)
+        if FSDP_AXIS not in names:
+            problem = (
+                f" boxed {path} with names {names}: the mesh axis {FSDP_AXIS!r} must be alone."
+            )
+            raise binding_error("data_parallel.shard", problem)
         dim, shape = names.index(FSDP_AXIS), value_of(leaf).shape
         result = LeafSharding(path, param.shape, dtype, dim + stacked, "", axis_size)
         if shape != result.local_shape[stacked:]:
