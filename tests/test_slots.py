@@ -95,19 +95,19 @@ def plain_shard(params, axis_name):
     return jax.tree.map(one, params)
 
 
-def plain_gather(params, axis_name):
+def plain_gather(params, axis):  # slots are called by position
     def one(box):
         if not is_box(box):
             return box
-        dim = box.names.index(axis_name)
+        dim = box.names.index(axis)
 
         @jax.custom_vjp
         def gather(x):
-            return lax.all_gather(x, axis_name, axis=dim, tiled=True)
+            return lax.all_gather(x, axis, axis=dim, tiled=True)
 
         def backward(_, g):
-            total = lax.psum_scatter(g, axis_name, scatter_dimension=dim, tiled=True)
-            return (total / lax.axis_size(axis_name),)
+            total = lax.psum_scatter(g, axis, scatter_dimension=dim, tiled=True)
+            return (total / lax.axis_size(axis),)
 
         gather.defvjp(lambda x: (gather(x), None), backward)
         return gather(box.value)
@@ -154,6 +154,23 @@ def test_the_plain_rule_decides_what_is_sharded():
 
 def test_gradients_may_be_averaged_by_the_update_alone():
     follows_one_device(dataclasses.replace(recipe_of("zero1"), sync=None))
+
+
+def twice(gradients, parameters, optimizer):
+    return plain_update(gradients, plain_update(gradients, parameters, optimizer), optimizer)
+
+
+@pytest.mark.parametrize(
+    ("stem", "changes", "message"),
+    [
+        ("fsdp", {"sync": None, "update": rdp.fsdp_apply_gradients}, "nothing averages their grad"),
+        ("ddp", {"update": lambda g, params, optimizer: params}, "once, not 0 times"),
+        ("ddp", {"update": twice}, "once, not 2 times"),
+    ],
+)
+def test_slots_that_do_not_make_a_step_are_refused(stem, changes, message):
+    with pytest.raises(rdp.UsageError, match=message):
+        dataclasses.replace(recipe_of(stem), **changes).build(spec())
 
 
 @pytest.mark.parametrize(

@@ -233,7 +233,7 @@ class ShardingRow(NamedTuple):
     shape: tuple[int, ...]
     dtype: np.dtype
     dim: int | None  # that is split over the axis; None: the array is replicated
-    reason: str  # why it is
+    reason: str  # why it is replicated
 
     @property
     def nbytes(self) -> int:

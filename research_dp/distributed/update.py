@@ -80,7 +80,8 @@ def fsdp_apply_gradients(
         fsdp_group: Axis, or axes in the order of their names, that the update is sharded over;
             None: all bound ones but `dp_group`.
         dp_group: Axis, or axes, along which shards are replicated and averaged. None: there are
-            none; () too, and axes in neither group (tensor parallel) are meant so.
+            none, and no axis is left out. (): there are none, and axes in neither group carry no
+            batch (tensor parallel).
         communication_size: Bytes of a bucket of arrays; <= 0: each array alone.
         communication_stream: None: XLA schedules collectives itself.
         max_norm: Gradients are scaled down to this global L2 norm. A norm that is not a number

@@ -166,9 +166,8 @@ def _program(config: StrategyConfig, spec: TrainSpec, *, on_global_arrays: bool 
     return step, shardings, abstract, state.BatchLayout(mesh, spec, shards)
 
 
-def _gather_by_compiler(mesh: Mesh, params: PyTree, axis_name: str) -> PyTree:
+def _gather_by_compiler(mesh: Mesh, params: PyTree, _: str) -> PyTree:
     """The slot `gather` by collectives that the compiler inserts."""
-    del axis_name
 
     def one(leaf: Any) -> Any:
         if not is_box(leaf):

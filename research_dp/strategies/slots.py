@@ -7,8 +7,8 @@ What else a strategy decides comes by keyword, to functions that declare it by `
 
     reduction: The strategy's collectives (`Reduction`); `gather`, `sync`, `update`.
     shardings: `LeafSharding`s of gradients and optimizer state; `sync`, `update`.
-    averaged: Whether `sync` has averaged the gradients; `update`, which does it otherwise.
-    rows: Rows of tables that are sharded by feature, which alone are wanted; `gather`.
+    averaged: Whether `sync` has averaged the gradients; if False, `update` averages them.
+    rows: Row indices: only these rows of a feature-sharded table are returned; `gather`.
     units, on_decision: See `shard_params`; `shard`.
 
 `sync` and `update` may carry state, as Optax transforms do: see `Stateful`.
@@ -191,11 +191,12 @@ def check_shapes(slot: str, what: str, tree: PyTree, like: PyTree) -> None:
 def refuse_no_sync(config: StrategyConfig) -> None:
     """Raises UsageError if several devices would each follow gradients of their own."""
     averages = config.update is not None and options_of(config.update, {"averaged": False})
+    averages = averages and config.gather is None  # whose gradients come back as shards
     if config.sync is None and config.mesh.size > 1 and not averages:
         raise binding_error(
             "data_parallel.sync",
             f" = None on {config.mesh.size} devices: nothing averages their gradients. Bind "
-            "@sync_gradients, which leaves alone what `gather` averaged.",
+            "@sync_gradients, which skips gradients that `gather` has averaged.",
         )
 
 

@@ -159,8 +159,8 @@ def check_optimizer(
 ) -> None:
     """Checks that the step can apply the optimizer, by tracing its update.
 
-    That may need gradients, state and parameters alone, and may not mix elements of a parameter of
-    which it would see a shard. `slices` are the shardings as the step sees them.
+    The update may use only gradients, state and parameters, and must be elementwise in sharded
+    parameters. `slices` are the shardings as the step sees them.
     """
     try:
         mixing = find_mixing_update(spec.optimizer, slices, state.opt_state)

@@ -24,6 +24,7 @@ from research_dp.distributed.optimizer import apply_gradients, apply_optimizer
 from research_dp.distributed.remat import drop_gathered
 from research_dp.distributed.sharding import TABLE
 from research_dp.distributed.units import Units
+from research_dp.errors import binding_error
 from research_dp.strategies import slots, strategy
 from research_dp.strategies.strategy import PlacedBatch, StateShardings, TrainState, example_keys
 from research_dp.types import LossOutput, PyTree
@@ -59,11 +60,14 @@ class Step:
             shardings=self.shardings.slices,
             averaged=self.config.sync is not None or not self.axes,
         )
+        if optimizer.calls != 1:
+            problem = f" must call optimizer.apply_gradients once, not {optimizer.calls} times."
+            raise binding_error("data_parallel.update", problem)
         slots.check_shapes("update", "parameters", params, state.params)
         new = TrainState(
             state.step + 1, params, model_state, optimizer.state, state.loss_scale, slot_state
         )
-        return optimizer.settle(new, sums)
+        return optimizer.skip_nonfinite(new, sums)
 
     def evaluate(self, state: TrainState, examples: Mapping[str, jax.Array]) -> Sums:
         """Metrics of a batch as arrays (2,) of sum and count."""
@@ -138,9 +142,10 @@ class Step:
     @functools.cached_property
     def gather(self) -> Callable[..., PyTree]:
         """(boxed shards, optionally rows=) -> boxed full parameters, by the slot `gather`."""
-        assert self.config.gather is not None
-        options = slots.options_of(self.config.gather, {"reduction": self.config.reduction})
-        return functools.partial(self.config.gather, axis_name=FSDP_AXIS, **options)
+        slot = self.config.gather
+        assert slot is not None
+        options = slots.options_of(slot, {"reduction": self.config.reduction})
+        return lambda params, **rows: slot(params, FSDP_AXIS, **options, **rows)
 
     def units(self, *, keep: bool = False) -> Units:
         """How the model's units are gathered."""
@@ -241,10 +246,12 @@ class StepOptimizer:
 
     def __init__(self, step: Step, state: TrainState, scale: jax.Array):
         self._step, self._before, self._scale = step, state, scale
+        self.calls = 0
         self.state: PyTree = None
 
     def apply_gradients(self, gradients: PyTree, parameters: PyTree) -> PyTree:
         """New parameters; shapes are those of the optimizer's shards."""
+        self.calls += 1
         step, before = self._step, self._before
         slots.check_shapes("sync", "gradients", gradients, step.shardings.slices)
         slots.check_shapes("update", "parameters of the optimizer", parameters, gradients)
@@ -260,7 +267,7 @@ class StepOptimizer:
         parameters, self.state = step.apply(gradients, parameters, before)
         return parameters
 
-    def settle(self, new: TrainState, sums: Sums) -> tuple[TrainState, Sums]:
+    def skip_nonfinite(self, new: TrainState, sums: Sums) -> tuple[TrainState, Sums]:
         """The state that the step leaves, given the one that it computed, and its metrics."""
         spec, old, norm = self._step.spec, self._before, self._norm
         metrics = {**sums, "grad_norm": jnp.stack([norm, jnp.ones_like(norm)])}

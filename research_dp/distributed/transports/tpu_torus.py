@@ -40,7 +40,7 @@ def torus_reduction(*, mesh: Mesh) -> Reduction:
         kind = mesh.devices.flat[0].device_kind
         raise binding_error(
             "torus_reduction.mesh",
-            f": a {kind!r} has no place in a torus, as TPUs have. Leave torus_reduction out.",
+            f": a {kind!r} has no torus coordinates. Leave torus_reduction out.",
         )
     return staged_reduction(torus_stages(mesh))
 
