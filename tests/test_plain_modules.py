@@ -28,6 +28,7 @@ from research_dp.distributed.nnx import nnx_functions
 from research_dp.errors import UsageError
 from research_dp.models import convnet, mlp
 from research_dp.models.image_classifiers import image_classifier
+from research_dp.models.layers import dropout, network_functions
 from research_dp.strategies import TrainSpec
 from research_dp.strategies.random_draws import split_draws
 from research_dp.training.replica_check import split_dependence
@@ -280,6 +281,17 @@ def test_a_draw_is_reported_if_an_examples_numbers_depend_on_its_device(draw, is
 def test_the_shipped_dropout_is_not_reported(api):
     spec = spec_of(mlp(api=api, widths=(8, 8), num_classes=10, dropout_rate=0.5))
     assert split_draws(spec, recipe("fsdp").build(spec)) is None
+
+
+@pytest.mark.parametrize("api", ["linen", "nnx"])
+def test_a_submodule_is_given_the_keys_of_examples(api):
+    def network(layers, x):
+        return layers.submodule("part", lambda part, x: dropout(x, 0.5, part.keys, layer=0))(x)
+
+    functions = network_functions(api, network, jnp.float32)
+    x, keys = jnp.ones((4, 8)), jax.random.split(jax.random.key(0), 4)
+    y, _ = functions.apply({}, {}, x, train=True, keys=keys)
+    np.testing.assert_array_equal(y, dropout(x, 0.5, keys, layer=0))
 
 
 @pytest.mark.parametrize(
