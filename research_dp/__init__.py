@@ -114,6 +114,22 @@ _RENAMED = {
     "lay_out": "infer_sharding",
     "whole_state": "unsharded_state",
 }
+# Functions with other arguments stand in their place.
+_REPLACED = {
+    "average_gradients": "sync_gradients",
+    "gather_shards": "gather_params",
+    "update_local": "apply_gradients",
+    "update_slices": "fsdp_apply_gradients",
+}
+
+
+class _Choice(ShardDecision):
+    """`ShardDecision` with the old name of its last field."""
+
+    def __new__(cls, dim: int | None, reason: str = "", any_dim: bool = False) -> "_Choice":
+        return super().__new__(cls, dim, reason, any_dim)
+
+    any_dim = ShardDecision.movable
 
 
 def __getattr__(name: str) -> Any:
@@ -123,5 +139,8 @@ def __getattr__(name: str) -> Any:
         new = _RENAMED[name]
         message = f"research_dp.{name} is now research_dp.{new}"
         warnings.warn(message, DeprecationWarning, stacklevel=2)
-        return globals()[new]
+        return _Choice if name == "Choice" else globals()[new]
+    if name in _REPLACED:
+        message = f"research_dp.{name} was removed; use research_dp.{_REPLACED[name]} instead"
+        raise AttributeError(message)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
