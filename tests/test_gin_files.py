@@ -159,3 +159,6 @@ def test_origin_names_the_file_and_line_that_wins():
     files = ["gin/runs/digits.gin", "gin/options/auto.gin"]
     scoped = load.load(files, ["fsdp/make_mesh.axes = {'data': 1, 'fsdp': 3}"], complete=True)
     assert scoped.origin("make_mesh.axes") == "--gin.fsdp/make_mesh.axes"
+
+    single = load.load(["strategies/single.gin"])
+    assert single.origin("one_device_mesh") == "strategies/single.gin:9"

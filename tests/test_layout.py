@@ -75,6 +75,13 @@ def test_layout_says_bytes_and_reason():
     assert "divisible by 8" in layout["b"].reason
 
 
+def test_one_device_serves_one_process(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(UsageError, match="runs in one process; this run has 2") as caught:
+        one_device_mesh()
+    assert caught.value.binding == "one_device_mesh"
+
+
 def test_mesh_fills_up_and_keeps_the_order_of_axes():
     assert dict(make_mesh({"fsdp": -1, "data": 2}).shape) == {"data": 2, "fsdp": 4}
     assert dict(make_mesh({"data": -1}).shape) == {"data": 8, "fsdp": 1}

@@ -38,11 +38,17 @@ class Config:
         return [binding for binding in self.table.values() if binding not in self.used]
 
     def origin(self, name: str) -> str | None:
-        """Where e.g. 'make_mesh.axes' is bound first, in any scope: 'gin/strategies/ddp.gin:12'."""
+        """Where e.g. 'make_mesh.axes' is bound first, in any scope: 'gin/strategies/ddp.gin:12'.
+
+        For a function without a parameter it is where its result is bound.
+        """
         selector, _, parameter = name.rpartition(".")
         key = Binding("", selector, parameter, None, "").key
         for binding in self.used:
-            if binding.name == name or (selector and binding.key[1:] == key[1:]):
+            used = [x for x in references(binding.value) if not isinstance(x, Macro)]
+            calls = not selector and parameter in [x.selector.split(".")[-1] for x in used]
+            same = selector and binding.key[1:] == key[1:]
+            if binding.name == name or same or calls:
                 return binding.place
         return None
 

@@ -76,7 +76,8 @@ def make_mesh(axes: Sizes, devices: Devices | None = None) -> Mesh:
 @gin.register(module="distributed")
 def one_device_mesh() -> Mesh:
     """A mesh of this process's first device, both axes of size 1: the oracle's."""
-    refuse_several_processes("one_device_mesh", "Use make_mesh, or start a single process.")
+    advice = "Use make_mesh, or start a single process."
+    refuse_several_processes("one_device_mesh", advice, "one_device_mesh")
     return make_mesh({}, devices=(_planned.get() or jax.devices())[:1])
 
 
