@@ -134,8 +134,9 @@ def test_looking_ahead_is_refused_where_no_unit_is_gathered():
 
 
 def test_looking_ahead_refuses_what_it_would_not_keep():
-    with pytest.raises(UsageError, match=r"prefetch.*remat = 'dots'"):
+    with pytest.raises(UsageError, match=r"prefetch.*remat = 'dots'") as caught:
         build("fsdp", model(remat="dots"), LOOK_AHEAD)
+    assert caught.value.binding == "data_parallel.prefetch"
 
 
 def test_rows_taken_often_are_added_up_in_float32():

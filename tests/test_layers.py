@@ -2,6 +2,7 @@
 
 import ast
 import graphlib
+import re
 import subprocess
 import sys
 
@@ -116,6 +117,20 @@ def files_imported(source, modules):
 )
 def test_an_import_against_the_arrows_is_caught(layer, source):
     assert list(wrong_imports(layer, source))
+
+
+ROOMS_WITHOUT = {
+    "train": ("distributed", "models", "data", "compat", "strategies", "deterministic"),
+    "data_parallel": ("distributed", "models", "data", "compat"),
+}
+
+
+@pytest.mark.parametrize("name", ROOMS_WITHOUT)
+def test_no_text_names_a_binding_of_a_higher_room(name):
+    binding = re.compile(rf"(?<![\w.]){name}\.[a-z]")
+    for room in ROOMS_WITHOUT[name]:
+        for path in (PACKAGE / room).rglob("*.py"):
+            assert not binding.search(path.read_text()), path
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))

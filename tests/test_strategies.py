@@ -268,7 +268,7 @@ def test_optimizers_that_need_whole_parameters_are_refused_on_shards():
     with pytest.raises(UsageError, match="mixes elements of a parameter"):
         build("fsdp", quick_model("linen"), optimizer=optax.lamb(1e-3))
     load.reset()
-    with pytest.raises(UsageError, match=r"train\.max_grad_norm"):
+    with pytest.raises(UsageError, match=r"TrainSpec\.max_grad_norm"):
         build(
             "zero1",
             quick_model("linen"),
@@ -347,8 +347,9 @@ def test_a_batch_that_does_not_divide_is_refused_with_the_equation():
         accumulation_steps=3,
     )
     message = r"100 does not divide over data 8 x fsdp 1 = 8 devices x accumulation_steps 3 = 24"
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises(UsageError, match=message) as caught:
         recipe_of("ddp").build(spec)
+    assert caught.value.binding == "TrainSpec.batch_size"
 
 
 def recipe_of(stem):

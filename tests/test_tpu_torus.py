@@ -135,7 +135,7 @@ def test_the_stages_of_a_mesh(places, axes, stages):
 
 
 def test_devices_without_a_torus_are_told():
-    with pytest.raises(UsageError, match="'cpu' has no place in a torus"):
+    with pytest.raises(UsageError, match="'cpu' has no torus coordinates"):
         torus_reduction(mesh=make_mesh({"fsdp": 8}))
 
 

@@ -167,7 +167,10 @@ def test_dry_run_shows_configuration_and_layout_and_trains_nothing(command, tmp_
             ["--gin.make_mesh.axes={'data': 3, 'fsdp': 4}"],
             ["= 12 devices, but 8", "--gin.make_mesh.axes"],
         ),
-        (["--gin.train.batch_size=100"], ["100 does not divide", "nearest that does is 104"]),
+        (
+            ["--gin.train.batch_size=100"],
+            ["train.batch_size = 100 does not divide", "does is 104", "bound in --gin"],
+        ),
         (["--gin.train.model=@convnett()"], ["@convnett", "Did you mean convnet"]),
         (["--gin.train.num_stpes=3"], ["num_stpes", "Did you mean num_steps"]),
         (["--gin.largest_dmi.min_weight_size=3"], ["largest_dmi", "Did you mean largest_dim"]),

@@ -112,7 +112,7 @@ def in_shards(spec: TrainSpec, devices: int, shards: int) -> np.ndarray:
         )
     if spec.batch_size % shards:
         raise binding_error(
-            "train.batch_size",
+            f"{spec.gin_name}.batch_size",
             f" = {spec.batch_size} cannot be cut in {shards} logical shards "
             "(tree_reduction.logical_shards) of one size. Take a multiple.",
         )
@@ -180,7 +180,7 @@ def check_model(config: StrategyConfig, spec: TrainSpec, abstract: TrainState) -
     if jax.tree.leaves(abstract.model_state) or _knows_other_examples(spec, abstract):
         raise binding_error(
             "data_parallel.reduction",
-            ": train.model has statistics over the batch, which are no sums over logical shards. "
+            ": the model has statistics over the batch, which are no sums over logical shards. "
             "Take a norm over each example, e.g. 'group'.",
         )
 

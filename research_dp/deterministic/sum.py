@@ -52,7 +52,7 @@ class TreeReduction(Reduction):
 def tree_reduction(*, logical_shards: Count, loop: bool = False) -> Reduction:
     """Adds in the order of one balanced binary tree: the same bits on any number of devices.
 
-    The `reduction` of a strategy. The devices, times `train.accumulation_steps`, must divide the
+    The `reduction` of a strategy. The devices, times `accumulation_steps`, must divide the
     logical shards; a device runs its own one at a time, and it sends one sum. So gradients are
     communicated once a step under every strategy; each device has full ones until then. A user's
     `gather` must not multiply: its backward pass would, between the fence and the additions.

@@ -45,7 +45,7 @@ class Reduction:
     all_reduce: Callable[[jax.Array, Axes], jax.Array]
     reduce_scatter: Callable[[jax.Array, str, int], jax.Array]
     all_gather: Callable[[jax.Array, str, int, str], jax.Array] = _all_gather
-    # Number of parts into which exact sums cut the global batch; see `deterministic.sum`.
+    # Number of parts into which exact sums cut the global batch; None: sums are not exact.
     logical_shards: ClassVar[int | None] = None
 
 

@@ -78,7 +78,7 @@ class Units:
                     "prefetch keeps a unit's input alone and takes one at a time: "
                     f"not with remat = {remat!r} and unroll = {unroll}. Bind remat = 'full' and "
                     "unroll = 1, or prefetch = False.",
-                    binding="data_parallel.prefetch",
+                    binding="prefetch",
                 )
             return scan_prefetched(function, lambda x: gather(x, shardings), stack, carry, each)
         return _loop(self._rematerialised(function, shardings, remat), stack, carry, each, unroll)

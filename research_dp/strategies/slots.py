@@ -155,8 +155,8 @@ def _check_state(slot: str, new: PyTree, old: PyTree) -> None:
         return [f"{path_name(path) or 'state'} {x.dtype}{[*x.shape]}" for path, x in flat]
 
     returned, expected = types(new), types(old)
-    same_structure = jax.tree.structure(new) == jax.tree.structure(old)
-    if returned != expected or not same_structure:
+    structures: Any = map(jax.tree.structure, (new, old))
+    if returned != expected or len(set(structures)) > 1:
         changed = [x for x in returned if x not in expected] or ["another structure"]
         missing = [x for x in expected if x not in returned] or ["that of `init`"]
         raise binding_error(
@@ -190,8 +190,7 @@ def check_shapes(slot: str, what: str, tree: PyTree, like: PyTree) -> None:
 
 def refuse_no_sync(config: StrategyConfig) -> None:
     """Raises UsageError if several devices would each follow gradients of their own."""
-    averages = config.update is not None and options_of(config.update, {"averaged": False})
-    averages = averages and config.gather is None  # whose gradients come back as shards
+    averages = config.gather is None and "averaged" in options_of(config.update, {"averaged": None})
     if config.sync is None and config.mesh.size > 1 and not averages:
         raise binding_error(
             "data_parallel.sync",

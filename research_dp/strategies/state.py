@@ -28,20 +28,25 @@ PyTree = Any
 
 
 class _OneExample(dict[str, jax.ShapeDtypeStruct]):
-    """An abstract batch of one example, which says so if a model looks for what it lacks."""
+    """An abstract batch of one example; UsageError if a model reads what the data set lacks."""
+
+    def __init__(self, spec: TrainSpec):
+        super().__init__(
+            {k: jax.ShapeDtypeStruct((1, *x.shape), x.dtype) for k, x in spec.example.items()}
+        )
+        self._model = f"{spec.gin_name}.model"
 
     def __missing__(self, name: str) -> Any:
         raise binding_error(
-            "train.model",
-            f" reads {name!r} of a batch, but train.data gives {sorted(self)}. Take a model and a "
-            "data set of the same task.",
+            self._model,
+            f" reads {name!r} of a batch, but the data set gives {sorted(self)}. Take a model and "
+            "a data set of the same task.",
         )
 
 
 def init_state(config: StrategyConfig, spec: TrainSpec, key: jax.Array) -> TrainState:
     """The state before the first step; traced, so that it is sharded from the start."""
-    one_row = {k: jax.ShapeDtypeStruct((1, *x.shape), x.dtype) for k, x in spec.example.items()}
-    params, model_state = spec.model.init(key, _OneExample(one_row))
+    params, model_state = spec.model.init(key, _OneExample(spec))
     opt_state = spec.optimizer.init(params)
     if spec.param_dtype is not None:
         params = jax.tree.map(lambda x: x.astype(cast_dtype(x.dtype, spec.param_dtype)), params)
@@ -151,7 +156,7 @@ def _opt_state_specs(spec: TrainSpec, opt_state: PyTree, slices: PyTree) -> PyTr
         return map_state(spec.optimizer, spec_of, opt_state, slices, lambda _: PartitionSpec())
     except UsageError as error:
         problem = f": {error} Use ddp, which keeps it replicated."
-        raise binding_error("train.optimizer", problem) from error
+        raise binding_error(f"{spec.gin_name}.optimizer", problem) from error
 
 
 def check_optimizer(
@@ -165,14 +170,14 @@ def check_optimizer(
     try:
         mixing = find_mixing_update(spec.optimizer, slices, state.opt_state)
     except UsageError as error:
-        raise binding_error("train.optimizer", f": {error}") from error
+        raise binding_error(f"{spec.gin_name}.optimizer", f": {error}") from error
     if mixing:
         sharded = [p for p in jax.tree.leaves(slices) if p.dim is not None]
         raise binding_error(
-            "train.optimizer",
+            f"{spec.gin_name}.optimizer",
             f" mixes elements of a parameter ({mixing}), but strategy {config.name!r} applies it "
             f"to shards (of {sharded[0].path} and {len(sharded) - 1} more). Use ddp, spmd or "
-            "spmd_fsdp; to clip by global norm use train.max_grad_norm.",
+            f"spmd_fsdp; to clip by global norm use {spec.gin_name}.max_grad_norm.",
         )
 
 
@@ -190,7 +195,7 @@ class BatchLayout:
         if spec.batch_size % step:
             near = max(step, math.floor(spec.batch_size / step + 0.5) * step)
             raise binding_error(
-                "train.batch_size",
+                f"{spec.gin_name}.batch_size",
                 f" = {spec.batch_size} does not divide over {sizes_text(mesh.shape)} = {devices} "
                 f"devices x accumulation_steps {micros} = {step}. The nearest that does is {near}.",
             )

@@ -16,7 +16,7 @@ from research_dp.argument_types import Count, Dtype, MaxNorm, Seed, Transform
 from research_dp.distributed.collectives import PLAIN, Reduction
 from research_dp.distributed.loss_scale import LossScale
 from research_dp.distributed.optimizer import with_master_weights
-from research_dp.errors import binding_error
+from research_dp.errors import UsageError, binding_error
 from research_dp.strategies.slots import Stateful
 from research_dp.types import TrainableModel
 
@@ -72,6 +72,8 @@ class TrainSpec:
     With `skip_nonfinite` a step whose loss or gradients are not finite changes only its number.
     `param_dtype` and `loss_scale` are those of the strategy, set by `StrategyConfig.fitted`.
     """
+
+    gin_name: ClassVar[str] = "TrainSpec"  # what messages say before the name of a field
 
     model: TrainableModel
     optimizer: Transform
@@ -204,8 +206,12 @@ class StrategyConfig:
         if self.choose is not None:
             return self.resolve(spec).build(spec)
         strategy = self.engine(self, self.fitted(spec))
-        # This finds what does not fit. The trace is kept for the first step.
-        jax.eval_shape(strategy.train_step, strategy.abstract_state, strategy.abstract_batch)
+        try:  # This finds what does not fit. The trace is kept for the first step.
+            jax.eval_shape(strategy.train_step, strategy.abstract_state, strategy.abstract_batch)
+        except UsageError as error:
+            if hasattr(self, error.binding or ""):  # of a lower room, which knows no strategy
+                error.binding = f"data_parallel.{error.binding}"
+            raise
         return strategy
 
     def fitted(self, spec: TrainSpec) -> TrainSpec:

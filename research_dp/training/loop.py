@@ -139,6 +139,10 @@ def train(
         return DONE if trainer.run(state) == num_steps else STOPPED
 
 
+class _Spec(TrainSpec):
+    gin_name = "train"
+
+
 def spec_of(settings: Mapping[str, Any]) -> TrainSpec:
     """What a strategy is built for, from `train`'s parameters; UsageError if they do not fit."""
     shared = ("model", "optimizer", "batch_size", "accumulation_steps", "max_grad_norm", "seed")
@@ -151,7 +155,7 @@ def spec_of(settings: Mapping[str, Any]) -> TrainSpec:
                 f"{name} is {expected} in train.model but {data.info[name]} in {data.name}.",
                 binding="train.model",
             )
-    return TrainSpec(
+    return _Spec(
         example=data.example,
         skip_nonfinite=settings["on_nonfinite"] == "skip",
         **{name: settings[name] for name in shared},
