@@ -60,8 +60,10 @@ class Leaves:
                     f"{name} of shape {leaf.shape} needs a first dim that counts {self.counts}, "
                     f"at least one{number}."
                 )
+        if self.like not in others:  # a binding is judged by itself
+            return None
         paths = [path for path, _ in flat]
-        expected = [path for path, _ in _named_leaves(others[self.like])] if self.like else paths
+        expected = [path for path, _ in _named_leaves(others[self.like])]
         if paths == expected:
             return None
         unmatched = [p for p in (*expected, *paths) if (p in expected) != (p in paths)]

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from research_dp import UsageError, shard_params
-from research_dp.argument_checks import checked
+from research_dp import UsageError, infer_sharding, shard_params, sharded_global_norm
+from research_dp.argument_checks import annotation_of, checked, fits
 from research_dp.argument_types import Arrays, AxisNames, Count, Dtype, Numbers, arrays_like
 
 
@@ -144,3 +144,9 @@ def test_a_checked_class_checks_what_it_is_made_of():
     assert list(inspect.signature(Record).parameters) == ["size", "names"]
     with pytest.raises(UsageError, match=r"Record\.size = '3': give an integer"):
         Record("3")
+
+
+def test_a_tree_like_another_is_judged_by_itself_where_that_is_not_given():
+    layout = annotation_of(sharded_global_norm, "layout")
+    assert not fits({"a": {"b": "fsdp"}}, layout)
+    assert fits(infer_sharding({"a": {"b": jnp.ones(2)}}, None, 8), layout)
