@@ -54,6 +54,9 @@ def spmd_train_step(
         has_aux: Whether (loss, aux) is what `loss_fn` and the step return, not the loss.
         rngs: If given, `loss_fn` is called with `rngs=rngs`, e.g. an `nnx.Rngs`.
         max_grad_norm: Gradients are scaled to at most this global norm.
+
+    Raises:
+        UsageError: Arrays are committed to different devices, or this is called inside a map.
     """
     refuse_mapped("spmd_train_step")
     _refuse_other_devices({"model": nnx.state(model), "batch": batch})
@@ -163,17 +166,22 @@ class DataParallel(nnx.Module):
         pass
 
     def create_data_parallel_sharding(self, mesh: Mesh, data_axis: str = "data") -> NamedSharding:
+        """The sharding that splits dim 0 over one mesh axis."""
         return datarax.create_data_parallel_sharding(mesh, data_axis)
 
     create_data_parallel_sharding_static = staticmethod(datarax.create_data_parallel_sharding)
 
     def shard_batch(self, batch: Any, sharding: Sharding) -> Any:
-        """Puts every leaf on a sharding; `place_batch_on_shards` skips some."""
+        """Puts every leaf on a sharding; `place_batch_on_shards` skips some.
+
+        UsageError, with the path, for a leaf of rank 0 or one that the sharding does not divide.
+        """
         return self.shard_batch_static(batch, sharding)
 
     @staticmethod
     @checked
     def shard_batch_static(batch: types.Placeable, sharding: Sharding) -> Any:
+        """As `shard_batch`."""
         return placement.place(batch, sharding)
 
     def shard_model_state(
@@ -183,8 +191,14 @@ class DataParallel(nnx.Module):
         return datarax.place_model_state_on_shards(state, mesh, param_sharding)
 
     def all_reduce_gradients(
-        self, gradients: Any, reduce_type: str = "mean", axis_name: str = "batch", *, loss=None
+        self,
+        gradients: Any,
+        reduce_type: Literal["mean", "sum"] = "mean",
+        axis_name: str = "batch",
+        *,
+        loss: jax.Array | None = None,
     ) -> Any:
+        """As `reduce_gradients_across_devices`: the mean or sum of each gradient over devices."""
         return datarax.reduce_gradients_across_devices(gradients, reduce_type, axis_name, loss=loss)
 
     all_reduce_gradients_static = staticmethod(datarax.reduce_gradients_across_devices)
