@@ -77,7 +77,8 @@ def place_model_state_on_shards(
     `param_sharding` 'replicate' or None every leaf is replicated. With 'shard' dim 0 of each leaf
     is sharded over the mesh's first axis; scalars, and leaves that it does not divide, are
     replicated. With a dict of paths, e.g. {'params/dense/kernel': PartitionSpec('data', None)},
-    these leaves are placed, the others stay where they are; a path of no leaf is an error.
+    these leaves are placed, the others stay where they are. Raises UsageError for an unknown
+    string, a path of no leaf, or a spec whose axis the mesh lacks or that does not divide its leaf.
     """
 
     def dim_0_spec(x: Any) -> PartitionSpec:
@@ -197,6 +198,10 @@ def data_parallel_train_step(
         The new state, and metrics: 'loss', the mean over all devices, on each of them (devices,);
         with `has_aux` also 'aux' of each device, (devices, ...), summed over micro-batches.
         `model_state` is unchanged: a loss that computes a new one returns it as aux.
+
+    Raises:
+        UsageError: An array has no such first dim, the batch is empty, rows do not divide into
+            micro-batches, or this is called inside a map.
     """
     refuse_mapped("data_parallel_train_step")
     step = _pmapped(loss_fn, optimizer, has_aux, max_grad_norm, accumulation_steps)

@@ -64,7 +64,7 @@ class DeviceMeshManager:
         """Creates a mesh of the first of `devices`; None: of the manager's.
 
         `mesh_shape` is `{'data': 4, 'model': 2}`, or pairs of name and size: positive, -1 is not
-        filled up here.
+        filled up here. Raises UsageError for a name that occurs twice, or for too few devices.
         """
         available = self.devices if devices is None else list(devices)
         pairs = list(mesh_shape.items() if isinstance(mesh_shape, Mapping) else mesh_shape)

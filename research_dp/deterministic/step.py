@@ -52,7 +52,7 @@ class DeterministicStep(Step):
 
     The sum over a device's shards is complete before it is communicated, so that the order of
     additions is one for all strategies: everything is gathered before the shards, and scattered
-    after them.
+    after them. Divisions of a user's `update` outside of the optimizer are left to the compiler.
     """
 
     @property
@@ -226,7 +226,9 @@ def _check_wide(gathered: PyTree) -> None:
 def norm_by_blocks(
     tree: PyTree, shardings: PyTree, blocks: int, zero: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The L2 norm and float32 flags of nonfinite leaves: the same bits however arrays are sharded.
+    """The L2 norm, 0-d float32, and float32 (leaves,), 1 where the sum of squares is not finite.
+
+    They are the same bits on every device, however arrays are sharded.
 
     Every dim of an array is cut into as many equal pieces as `blocks`, a power of two, allows.
     Devices, whose number divides `blocks`, exchange the sums of squares of these blocks, and all

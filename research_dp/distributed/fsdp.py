@@ -180,6 +180,7 @@ def gather_params(
     Each gradient is this device's shard of the mean over the axis; over further axes that the batch
     is split over, `sync_gradients` averages it. A gathered leaf is a bare array, or a
     `nn.Partitioned` if another axis still splits it; the other leaves are the same objects.
+    Raises UsageError for a box that names the axis at a dim that its array lacks.
 
     Args:
         params: Arrays and boxes, as this device sees them. Random keys are returned as they are.
@@ -192,7 +193,7 @@ def gather_params(
             for the compiler to combine. None: 32 MiB between processes on CPUs, for whose gathers
             no compiler does that; 0 elsewhere.
         reduction: The collectives.
-        rows: `params` are tables, sharded by feature, of which only these rows are returned.
+        rows: Row indices: only these rows of feature-sharded tables are returned.
     """
     axis_name = boxed.as_name(axis_name)
     size = axes_size(flat_axes(axis_name))

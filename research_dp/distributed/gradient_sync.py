@@ -266,8 +266,9 @@ def weighted_loss(
 ) -> jax.Array:
     """This device's part of `weighted_mean`, to be differentiated: their mean over devices is that.
 
-    `sync_gradients` and gathered parameters average gradients over devices, which gives the
-    gradient of that mean. Those of `weighted_mean` itself would be divided twice under
+    It is `total` x devices / sum of the weights; 0 if that sum is 0. `sync_gradients` and gathered
+    parameters average gradients over devices, which gives the gradient of that mean. Those of
+    `weighted_mean` itself would be divided twice under
     `check_vma=True`. `total` and `weight` are 0-d, and the weight is not differentiated.
     """
     axes = flat_axes(axis_names)

@@ -55,7 +55,8 @@ def accumulate_gradients(
     """Mean loss and gradients over micro-batches, with one gather and one scatter for all of them.
 
     Returns (mean loss, gradients like `params`), what one batch of all examples would give. The
-    caller calls `sync_gradients` afterwards, once.
+    caller calls `sync_gradients` afterwards, once. Until then each device has full gradients.
+    Raises UsageError if there is no micro-batch, or if arrays differ in their number.
 
     Args:
         loss: (unsharded parameters, micro-batch) -> this device's own mean loss, 0-d.

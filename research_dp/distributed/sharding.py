@@ -102,10 +102,12 @@ def decision_in_use(
 def infer_sharding(
     tree: Shapes, rule: Rule | None, axis_size: Count, units: Units | None = None
 ) -> PyTree:
-    """Asks a rule about each array of a tree.
+    """Asks a rule about each array of a tree; returns a tree of `LeafSharding`s.
+
+    Raises UsageError if the rule chose a dim that does not exist, or that does not divide.
 
     Args:
-        tree: Arrays, or anything with `shape` and `dtype`. Returned are their `LeafSharding`s.
+        tree: Arrays, or anything with `shape` and `dtype`.
         rule: None: everything is replicated.
         axis_size: Size of mesh axis `fsdp`. With 1 everything is replicated.
         units: Kinds of the units at keys at the top of the tree; others are a `PART`. The rule is
@@ -161,7 +163,10 @@ def by_path(tree: PyTree) -> dict[str, Any]:
 
 @checked
 def pad_to_multiple(x: Array, multiple: Count, dim: int = 0) -> jax.Array:
-    """Appends zeros along `dim` until its length is a multiple; `x` itself if it is one."""
+    """Appends zeros along `dim` until its length is a multiple; `x` itself if it is one.
+
+    Raises UsageError if `x` has no such dim.
+    """
     dim = _dim_of(x, dim)
     missing = -x.shape[dim] % multiple
     if not missing:
@@ -172,7 +177,10 @@ def pad_to_multiple(x: Array, multiple: Count, dim: int = 0) -> jax.Array:
 
 @checked
 def unpad(x: Array, length: CountOrZero, dim: int = 0) -> jax.Array:
-    """The first `length` elements along `dim`; `x` itself if it has no more."""
+    """The first `length` elements along `dim`; `x` itself if it has no more.
+
+    Raises UsageError if `x` has no such dim, or fewer elements along it.
+    """
     dim = _dim_of(x, dim)
     if length > x.shape[dim]:
         raise UsageError(f"unpad.length = {length} is more than dim {dim} of {x.shape} has.")

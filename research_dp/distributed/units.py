@@ -184,6 +184,9 @@ def exchange_rows(block: jax.Array, indices: jax.Array, options: GatherOptions) 
 
     Each device looks up its columns for all devices, and an all-to-all joins them. The gradient is
     that of the mean over the axis, added up in float32, whatever `reduction` says.
+
+    `block` is (rows, features / devices). Results are in `gather_dtype`, gradients on the wire in
+    `grad_scatter_dtype`. Derivatives of higher order are exact.
     """
     count, dtype = block.shape[0], block.dtype
     devices = collectives.axes_size(collectives.flat_axes(options.axis))

@@ -202,7 +202,11 @@ class StrategyConfig:
         return self if self.choose is None else self.choose(spec).resolve(spec)
 
     def build(self, spec: TrainSpec) -> Strategy:
-        """Builds the strategy and traces its training step; UsageError if parts do not fit."""
+        """Builds the strategy and traces its training step.
+
+        Raises UsageError if slots do not fit the engine or each other, the batch does not divide,
+        the model reads what a batch lacks, or the optimizer cannot be applied to shards.
+        """
         if self.choose is not None:
             return self.resolve(spec).build(spec)
         strategy = self.engine(self, self.fitted(spec))
