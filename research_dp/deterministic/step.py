@@ -71,7 +71,7 @@ class DeterministicStep(Step):
             grads, out = jax.grad(loss, has_aux=True)(params)
             return grads, sums_of(out)
 
-        grads, sums = one_by_one(of_shard, params, batch, state.step, self._reduction)
+        grads, sums = sum_over_logical_shards(of_shard, params, batch, state.step, self._reduction)
         (grads,) = scatter(grads)
         grads, slot_state = self.sync(grads, state.slots)
         return grads, state.model_state, sums, slot_state
@@ -84,7 +84,9 @@ class DeterministicStep(Step):
             return sums_of(self.loss(params, state.model_state, part, None, Units()))
 
         parts = {name: x.reshape(-1, rows, *x.shape[1:]) for name, x in examples.items()}
-        return self.sum_metrics(one_by_one(of_shard, params, parts, state.step, self._reduction))
+        return self.sum_metrics(
+            sum_over_logical_shards(of_shard, params, parts, state.step, self._reduction)
+        )
 
     def norm(self, grads: PyTree, step: jax.Array) -> tuple[jax.Array, jax.Array]:
         shards = self._reduction.logical_shards
@@ -97,8 +99,8 @@ class DeterministicStep(Step):
         return as_written(update, *arguments)(*arguments)
 
 
-def in_shards(spec: TrainSpec, devices: int, shards: int) -> np.ndarray:
-    """Places in the global batch, int32 (shards / devices, batch_size * devices / shards).
+def logical_shard_rows(spec: TrainSpec, devices: int, shards: int) -> np.ndarray:
+    """Positions in the global batch, int32 (shards / devices, batch_size * devices / shards).
 
     A row has one logical shard of each device; a device's own are neighbours in the batch.
     """
@@ -116,12 +118,12 @@ def in_shards(spec: TrainSpec, devices: int, shards: int) -> np.ndarray:
             f" = {spec.batch_size} cannot be cut in {shards} logical shards "
             "(tree_reduction.logical_shards) of one size. Take a multiple.",
         )
-    places = np.arange(spec.batch_size, dtype=np.int32)
-    by_device = places.reshape(devices, shards // devices, -1).swapaxes(0, 1)
+    positions = np.arange(spec.batch_size, dtype=np.int32)
+    by_device = positions.reshape(devices, shards // devices, -1).swapaxes(0, 1)
     return by_device.reshape(shards // devices, -1)
 
 
-def one_by_one(
+def sum_over_logical_shards(
     function: Callable[..., Any], params: PyTree, parts: PyTree, step: Any, reduction: TreeReduction
 ) -> PyTree:
     """The tree sum of `function(params, part)` over this device's logical shards.
@@ -131,36 +133,36 @@ def one_by_one(
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), parts)
     written = as_written(function, params, like)
     leaves, treedef = jax.tree.flatten(params)
-    alone = worked_on_alone(written.program, len(leaves))
+    is_fenced = computed_from_params_only(written.program, len(leaves))
 
     def leaf(index: Any, zero: jax.Array) -> PyTree:
         part = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), parts)
         # Not all parameters: their copies would cost as much memory as they, and as much time as
         # the sum of the gradients.
-        own = [fence(x, zero) if fenced else x for x, fenced in zip(leaves, alone, strict=True)]
+        own = [fence(x, zero) if fenced else x for x, fenced in zip(leaves, is_fenced, strict=True)]
         return fence(written(jax.tree.unflatten(treedef, own), fence(part, zero)), zero)
 
     count = jax.tree.leaves(parts)[0].shape[0]
     return tree_sum.add_up_pairs(leaf, count, unknown_zero(step), loop=reduction.loop)
 
 
-def worked_on_alone(program: ClosedJaxpr, count: int) -> list[bool]:
-    """Whether a program computes with a parameter alone, for each of its first `count` arguments.
+def computed_from_params_only(program: ClosedJaxpr, count: int) -> list[bool]:
+    """Which of a program's first `count` arguments it computes with before examples come in.
 
-    What it makes of parameters alone (and constants, also in derivatives) is the same for each
+    What it computes from parameters only (and constants, also in derivatives) is the same for each
     logical shard: a compiler may do it once for all, or anew beside each use, and round otherwise.
     Parameters that go straight into operations with examples leave it no choice. Where that is not
     known, as with kernels and loops of unknown length, it is assumed.
     """
-    alone: set[int] = set()
+    params_only: set[int] = set()
 
     def visit(equation: Any, given: Sequence[Source], callers: Callers) -> None:
         opaque = any(True for _ in jaxprs_in_params(equation.params))
         if opaque or (None not in given and equation.primitive.name not in _MOVES):
-            alone.update(*(one for one in given if one is not None))
+            params_only.update(*(one for one in given if one is not None))
 
     trace_sources(program, count, visit)
-    return [i in alone for i in range(count)]
+    return [i in params_only for i in range(count)]
 
 
 def check_model(config: StrategyConfig, spec: TrainSpec, abstract: TrainState) -> None:
@@ -234,16 +236,16 @@ def norm_by_blocks(
     Devices, whose number divides `blocks`, exchange the sums of squares of these blocks, and all
     are added in one order. `zero` is `unknown_zero`.
     """
-    places = jax.tree.leaves(shardings)
+    leaf_shardings = jax.tree.leaves(shardings)
     sums = []
-    for x, place in zip(jax.tree.leaves(tree), places, strict=True):
-        order = _order(place.shape, blocks)
-        one = jnp.transpose(_squares(x.astype(jnp.float32), place, blocks, zero), order)
+    for x, sharding in zip(jax.tree.leaves(tree), leaf_shardings, strict=True):
+        order = _order(sharding.shape, blocks)
+        one = jnp.transpose(_squares(x.astype(jnp.float32), sharding, blocks, zero), order)
         # Along the dims before the one that is split, and along this device's part of that.
-        for _ in order if place.dim is None else range(order.index(place.dim) + 1):
+        for _ in order if sharding.dim is None else range(order.index(sharding.dim) + 1):
             one = add_pairs(one)
         sums.append(one)
-    split = [i for i, place in enumerate(places) if place.dim is not None]
+    split = [i for i, sharding in enumerate(leaf_shardings) if sharding.dim is not None]
     if split:
         local = jnp.concatenate([sums[i].reshape(1, -1) for i in split], axis=1)
         total = add_pairs(gather(local, 0, FSDP_AXIS, replicated=True))
@@ -265,16 +267,16 @@ def _order(shape: tuple[int, ...], blocks: int) -> list[int]:
     return sorted(dims, key=lambda d: d == last)
 
 
-def _squares(x: jax.Array, place: LeafSharding, blocks: int, zero: jax.Array) -> jax.Array:
+def _squares(x: jax.Array, sharding: LeafSharding, blocks: int, zero: jax.Array) -> jax.Array:
     """Sums of squares of this device's blocks of one array.
 
     Written as additions, for the order of a `jnp.sum` depends on the memory layout of its operand.
     Four quarters are added at a time: compilers make one loop over memory of that.
     """
     shape: list[int] = []
-    for dim, length in enumerate(place.shape):
+    for dim, length in enumerate(sharding.shape):
         pieces = math.gcd(length, blocks)
-        local = pieces // place.axis_size if dim == place.dim else pieces
+        local = pieces // sharding.axis_size if dim == sharding.dim else pieces
         shape += [local, length // pieces]
     squares = fence(jnp.square(x), zero).reshape(shape)
     for dim in range(1, len(shape), 2):

@@ -72,8 +72,8 @@ def tree_reduction(*, logical_shards: Count, loop: bool = False) -> Reduction:
 
 
 def _reduce_scatter(x: jax.Array, axis: str, dim: int) -> jax.Array:
-    # Only sums: whoever calls divides, once. What comes is fenced (`one_by_one`): a multiplication
-    # just before would be fused with the addition here, on some meshes.
+    # Only sums: whoever calls divides, once. `sum_over_logical_shards` fences its results: on some
+    # meshes a multiplication just before would be fused with the addition here.
     devices = _addends(x, axis)
     blocks = x.reshape(*x.shape[:dim], devices, x.shape[dim] // devices, *x.shape[dim + 1 :])
     blocks = jnp.moveaxis(blocks, dim, 0)

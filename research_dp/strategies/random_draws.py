@@ -55,14 +55,14 @@ def split_draws(spec: TrainSpec, strategy: Strategy) -> DrawReport | None:
     program = jax.make_jaxpr(strategy.train_step)(strategy.abstract_state, strategy.abstract_batch)
     if not any(e.primitive.name in _DRAWS for e, _ in walk(program.jaxpr)):
         return None
-    alone = spec.batch_size // spec.accumulation_steps
-    local = alone // batch_devices(strategy.mesh)
+    global_rows = spec.batch_size // spec.accumulation_steps
+    local = global_rows // batch_devices(strategy.mesh)
     unknown = (
         "whether random numbers depend on how the batch is split is not known: the loss of "
-        f"{alone} examples, as one device has them, "
+        f"{global_rows} examples, as one device has them, "
     )
     try:
-        seen, expected = (_draws(spec, strategy, rows) for rows in (local, alone))
+        seen, expected = (_draws(spec, strategy, rows) for rows in (local, global_rows))
     except Exception as error:  # the model's own code may raise anything, and the run goes on
         return DrawReport(unknown + f"cannot be traced ({type(error).__name__})", is_known=False)
     if len(seen) != len(expected):
@@ -79,8 +79,8 @@ def split_draws(spec: TrainSpec, strategy: Strategy) -> DrawReport | None:
         return None
     return DrawReport(
         f"random numbers at {some_of(list(wrong), 3)} depend on how the batch is split "
-        f"({local} of {alone} examples a device): a key serves several examples, or comes from the "
-        "place on a device; draw for each example with its own key of `keys`",
+        f"({local} of {global_rows} examples a device): a key serves several examples, or "
+        "comes from the place on a device; draw for each example with its own key of `keys`",
         is_known=True,
     )
 
@@ -103,16 +103,16 @@ def _draws(spec: TrainSpec, strategy: Strategy, rows: int) -> Sequence[_Draw]:
     draws: dict[tuple[int, ...], list[_Draw]] = {}
 
     def visit(equation: Any, given: Sequence[Source], callers: Callers) -> None:
-        place = (*callers, equation)
+        path = (*callers, equation)
         if equation.primitive.name in (*_DRAWS, "random_fold_in"):
             # One key and many numbers make each example's own key only if the key is its own.
             drawing, of_examples = [equation], given[0] is None
-            turns = tuple(e.params["length"] for i, e in enumerate(callers) if _brings(place[i:]))
+            turns = tuple(e.params["length"] for i, e in enumerate(callers) if _brings(path[i:]))
         else:
             inner = [e for jaxpr in jaxprs_in_params(equation.params) for e, _ in walk(jaxpr)]
             drawing, of_examples = [e for e in inner if e.primitive.name in _DRAWS], None in given
             turns = ()
-        draws[tuple(map(id, place))] = [_draw(e, turns, of_examples, place[0]) for e in drawing]
+        draws[tuple(map(id, path))] = [_draw(e, turns, of_examples, path[0]) for e in drawing]
 
     trace_sources(program, len(jax.tree.leaves((state.params, state.model_state))), visit)
     return list(itertools.chain(*draws.values()))
@@ -128,9 +128,9 @@ def _draw(equation: Any, turns: tuple[int, ...], of_examples: bool, caller: Any)
     return _Draw((*turns, *keys), shape, of_examples, where)
 
 
-def _brings(place: Callers) -> bool:
+def _brings(path: Callers) -> bool:
     """Whether an operation's first caller is a scan, each turn of which brings keys of its own."""
-    scan, *inside = place
+    scan, *inside = path
     if scan.primitive.name != "scan":
         return False
     scanned = []

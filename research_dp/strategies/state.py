@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from research_dp.deterministic.step import check_model, in_shards
+from research_dp.deterministic.step import check_model, logical_shard_rows
 from research_dp.distributed import placement, sharding
 from research_dp.distributed.boxed import is_box, names_of, value_of
 from research_dp.distributed.collectives import cast_dtype, flat_axes
@@ -204,12 +204,12 @@ class BatchLayout:
         self.eval_sharding = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
         self.eval_batch_size = rows
         self.eval_rows = placement.local_indices(self.eval_sharding, (rows,), 0)
-        places = np.arange(spec.batch_size, dtype=np.int32).reshape(micros, rows)
+        positions = np.arange(spec.batch_size, dtype=np.int32).reshape(micros, rows)
         if logical_shards:
-            places = in_shards(spec, devices, logical_shards)
-        micros, rows = places.shape
-        here = placement.local_indices(self.sharding, places.shape, 1)
-        self._micro_rows = places[:, here]
+            positions = logical_shard_rows(spec, devices, logical_shards)
+        micros, rows = positions.shape
+        here = placement.local_indices(self.sharding, positions.shape, 1)
+        self._micro_rows = positions[:, here]
         self.train_rows = self._micro_rows.reshape(-1)
         self._position: jax.Array | None = None  # the same in each batch, so placed once
 

@@ -50,7 +50,7 @@ class TrainState(NamedTuple):
 class PlacedBatch(NamedTuple):
     """A batch on the devices: arrays (accumulation_steps, batch_size / accumulation_steps, ...).
 
-    `position`, int32, has the examples' places in the global batch: their random keys come from it.
+    `position`, int32, is that of each example in the global batch: random keys come from it.
     """
 
     examples: Mapping[str, Any]
@@ -92,7 +92,7 @@ class Strategy:
     """A strategy built for one model and mesh: `init`, `place_batch`, `train_step`, `eval_step`.
 
     `init` makes the state, sharded from birth, from a key. `train_rows` and `eval_rows` are the
-    places in the global batch of the examples that this process gives to `place_batch` and
+    positions in the global batch of the examples that this process gives to `place_batch` and
     `place_eval_batch`, as host arrays. `train_step` takes the old state's memory. Metrics are
     arrays (2,): sum and count; and `NONFINITE`, (1 + parameters,), above 0 if the step went wrong,
     and for each gradient, in the order of paths, that did.
@@ -235,7 +235,7 @@ def init_key(seed: int) -> jax.Array:
 
 
 def example_keys(seed: int, step: jax.Array, position: jax.Array) -> jax.Array:
-    """One key an example, (B,), from the seed, the step and its places (B,) in the batch."""
+    """One key an example, (B,), from the seed, the step and its positions (B,) in the batch."""
     root = jax.random.fold_in(jax.random.key(seed), _EXAMPLES)
     step_key = jax.random.fold_in(root, step)
-    return jax.vmap(lambda place: jax.random.fold_in(step_key, place))(position)
+    return jax.vmap(lambda index: jax.random.fold_in(step_key, index))(position)

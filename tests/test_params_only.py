@@ -1,4 +1,4 @@
-"""Which parameters a loss computes with alone: those are kept apart between logical shards."""
+"""Which parameters a loss computes with before examples: they are fenced for each logical shard."""
 
 import functools
 import re
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from test_determinism import AS_USERS_DO, bits, build
 
-from research_dp.deterministic.step import one_by_one, worked_on_alone
+from research_dp.deterministic.step import computed_from_params_only, sum_over_logical_shards
 from research_dp.distributed.units import Units
 from research_dp.models import convnet, mlp, transformer
 from research_dp.strategies import tree_reduction
@@ -33,7 +33,7 @@ def layers(x, stack, body):
 
 
 def carried(x, v):
-    """A carry of parameters alone for one turn, and then of examples too."""
+    """A carry of parameters only for one turn, and then of examples too."""
 
     def turn(carry, _):
         h, w = carry
@@ -70,12 +70,12 @@ def repeated(x, v):
         (lambda p, x: jax.lax.cond(x[0, 0] > 0, lambda a: a, lambda a: -a, p[0]) * x, (V,), [True]),
     ],
 )
-def test_who_is_worked_on_alone(function, params, expected):
+def test_which_parameters_are_combined_without_examples(function, params, expected):
     def gradient(params, x):
         return jax.grad(lambda params: jnp.sum(jnp.tanh(function(params, x))))(params)
 
     program = jax.make_jaxpr(gradient)(params, ROWS)
-    assert worked_on_alone(program, len(params)) == expected
+    assert computed_from_params_only(program, len(params)) == expected
 
 
 @pytest.mark.parametrize(
@@ -104,8 +104,8 @@ def test_models_leave_their_kernels_to_the_examples(model, example):
         return jax.grad(lambda p: loss(p, {}, batch, keys).total)(params)
 
     leaves = jax.tree.leaves(params)
-    alone = worked_on_alone(jax.make_jaxpr(gradient)(params, batch), len(leaves))
-    for x, found in zip(leaves, alone, strict=True):
+    params_only = computed_from_params_only(jax.make_jaxpr(gradient)(params, batch), len(leaves))
+    for x, found in zip(leaves, params_only, strict=True):
         assert not (found and x.ndim > 1)
 
 
@@ -125,10 +125,12 @@ def product_and_sum():
     return TrainableModel(init, loss)
 
 
-def test_only_what_is_worked_on_alone_is_fenced_for_each_shard():
+def test_only_what_is_computed_from_params_only_is_fenced_for_each_shard():
     def fences(function):
         params, parts = {"a": jnp.ones((4, 4)), "b": jnp.ones((4, 4))}, jnp.ones((2, 3, 4))
-        sums = functools.partial(one_by_one, function, reduction=tree_reduction(logical_shards=2))
+        sums = functools.partial(
+            sum_over_logical_shards, function, reduction=tree_reduction(logical_shards=2)
+        )
         text = str(jax.make_jaxpr(lambda step: sums(params, parts, step))(0))
         return len(re.findall(r"u32\[4,4\] = xor", text))
 
@@ -137,7 +139,7 @@ def test_only_what_is_worked_on_alone_is_fenced_for_each_shard():
 
 
 @pytest.mark.slow
-def test_the_same_bits_of_a_model_that_computes_with_parameters_alone():
+def test_the_same_bits_of_a_model_that_computes_with_parameters_only():
     rng = np.random.default_rng(0)
     batch = {
         "image": rng.normal(size=(32, 4, 4, 1)).astype(np.float32),
