@@ -15,14 +15,7 @@ import jax.numpy as jnp
 
 from research_dp import argument_types
 from research_dp.argument_checks import checked
-from research_dp.argument_types import (
-    AxisNames,
-    Number,
-    Numbers,
-    Placeable,
-    TracedNorm,
-    described,
-)
+from research_dp.argument_types import AxisNames, Number, Numbers, Placeable, TracedNorm
 from research_dp.distributed import buckets
 from research_dp.distributed.collectives import PLAIN, Axes, Reduction, axes_size, flat_axes, takes
 from research_dp.distributed.gradient_sync import averaged_axes, local_gradient, mean_shards
@@ -185,7 +178,8 @@ def _refuse(options: Mapping[str, Any], why: str) -> None:
     """Raises UsageError for an option that is given."""
     for name, value in options.items():
         if value is not None and value is not False:
-            raise binding_error(f"fsdp_apply_gradients.{name}", f" = {described(value)}: {why}.")
+            shown = argument_types.described(value)
+            raise binding_error(f"fsdp_apply_gradients.{name}", f" = {shown}: {why}.")
 
 
 def _groups(fsdp_group: Group, dp_group: Group) -> tuple[Axes, Axes]:

@@ -63,11 +63,7 @@ class Layers:
 
     def submodule(self, name: str, network: Network) -> Callable:
         """Another network, whose parameters are below `name`."""
-        options: dict[str, Any] = {
-            "train": self.train,
-            "keys": self.keys,
-            "batch_axes": self.batch_axes,
-        }
+        options = {name: getattr(self, name) for name in ("train", "keys", "batch_axes")}
         if self.module is None:
             return functools.partial(LinenModule(network, self.dtype, name=name), **options)
 

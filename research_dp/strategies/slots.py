@@ -154,16 +154,14 @@ def _check_state(slot: str, new: PyTree, old: PyTree) -> None:
         flat = [(path, jax.typeof(x)) for path, x in jax.tree_util.tree_leaves_with_path(tree)]
         return [f"{path_name(path) or 'state'} {x.dtype}{[*x.shape]}" for path, x in flat]
 
-    returned, expected = types(new), types(old)
     structures: Any = map(jax.tree.structure, (new, old))
-    if returned != expected or len(set(structures)) > 1:
-        changed = [x for x in returned if x not in expected] or ["another structure"]
-        missing = [x for x in expected if x not in returned] or ["that of `init`"]
-        raise binding_error(
-            f"data_parallel.{slot}",
-            f": its new state has {changed[0]}, expected was {missing[0]}. Return the structure, "
-            "shapes and dtypes of `init`.",
+    if types(new) != types(old) or len(set(structures)) > 1:
+        returned = next((x for x in types(new) if x not in types(old)), "another structure")
+        expected = next((x for x in types(old) if x not in types(new)), "that of `init`")
+        problem = (
+            f": its new state has {returned}, expected was {expected}. Return what `init` does."
         )
+        raise binding_error(f"data_parallel.{slot}", problem)
 
 
 def in_boxes(tree: PyTree, shardings: PyTree) -> PyTree:

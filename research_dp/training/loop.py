@@ -140,6 +140,8 @@ def train(
 
 
 class _Spec(TrainSpec):
+    """A spec whose fields are parameters of `train`."""
+
     gin_name = "train"
 
 
