@@ -31,14 +31,13 @@ _GROUPS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[type, ...]]] = 
     "runs": (("runs",), ("research_dp.training.loop",), ()),
     "strategies": (
         ("strategies",),
-        ("strategies",),
+        ("strategies", "distributed"),
         (StrategyConfig, Strategy, jax.sharding.Mesh, ShardDecision),
     ),
     "models": (("models",), ("models",), (TrainableModel,)),
     "data": (("data",), ("data",), (DataSet,)),
     "optimizers": (("optim",), ("optim", "optax"), (optax.GradientTransformation,)),
     "options": (("precision", "options"), (), ()),
-    "functions for code of your own": ((), ("distributed",), ()),
 }
 
 

@@ -9,7 +9,6 @@ import itertools
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-import gin
 import jax
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
@@ -207,9 +206,3 @@ class DataParallel(nnx.Module):
     def replicate_params(self, params: types.Placeable, mesh: Mesh | AbstractMesh) -> Any:
         """Replicates every leaf on all devices; Python numbers become arrays."""
         return datarax.place_model_state_on_shards(params, mesh, "replicate")
-
-
-with gin.unlock_config():  # this file may be imported after the configuration was locked
-    _placed = spmd_train_step, place_nnx_state_on_shards
-    for _late in (*_placed, DataParallel):
-        gin.register(module="distributed")(_late)

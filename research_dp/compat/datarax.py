@@ -13,7 +13,6 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
-import gin
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -40,14 +39,12 @@ _State = Annotated[Any, types.has_attributes(_FIELDS, "flax.training.train_state
 _BATCH_AXIS = "batch"  # of `data_parallel_train_step`
 
 
-@gin.register(module="distributed")
 @checked
 def create_data_parallel_sharding(mesh: Mesh | AbstractMesh, data_axis: str = "data") -> Sharding:
     """The sharding that splits dim 0 of an array over one mesh axis (datarax, artifex)."""
     return placement.shardings(mesh, PartitionSpec(data_axis))
 
 
-@gin.register(module="distributed")
 @checked
 def place_batch_on_shards(batch: Batch, sharding: Sharding) -> Batch:
     """Puts the arrays of a batch on a sharding (datarax).
@@ -64,7 +61,6 @@ def place_batch_on_shards(batch: Batch, sharding: Sharding) -> Batch:
     return placement.place(batch, jax.tree.map(target, batch))
 
 
-@gin.register(module="distributed")
 @checked
 def place_model_state_on_shards(
     state: types.Placeable,
@@ -112,7 +108,6 @@ def _by_path(tree: PyTree, rules: Mapping[str, Sharding]) -> PyTree:
     return jax.tree.unflatten(jax.tree.structure(tree), [rules.get(path) for path in paths])
 
 
-@gin.register(module="distributed")
 @checked
 def reduce_gradients_across_devices(
     gradients: types.Numbers,
@@ -145,7 +140,6 @@ def reduce_gradients_across_devices(
     return _by_reduce_type(reduce_type, mean=mean, sum=total)(gradients)
 
 
-@gin.register(module="distributed")
 @checked
 def reduce_gradient_tree(gradients: types.Numbers, reduce_type: ReduceType = "mean") -> Any:
     """Mean or sum over all elements of each gradient: one scalar a leaf (datarax).
@@ -162,7 +156,6 @@ def _by_reduce_type(reduce_type: str, **functions: Callable[..., Any]) -> Callab
     return functions[str(reduce_type).lower()]
 
 
-@gin.register(module="distributed")
 @checked
 def data_parallel_train_step(
     loss_fn: Callable[..., Any],

@@ -8,7 +8,6 @@ import types
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
-import gin
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
@@ -39,7 +38,6 @@ class _InstanceOrClassMethod:
         return types.MethodType(self._function, owner() if instance is None else instance)
 
 
-@gin.register(module="distributed")
 @checked
 class DeviceMeshManager:
     """Creates meshes with axes of type `Auto`.
@@ -139,7 +137,6 @@ class MeshRules:
         return tuple(getattr(self, dim) for dim in dims)
 
 
-@gin.register(module="distributed")
 @checked
 def data_parallel_rules(data_axis: str = "data") -> MeshRules:
     """Rules that shard only the batch (datarax)."""

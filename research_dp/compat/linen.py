@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 import flax.linen as nn
-import gin
 
 from research_dp.argument_checks import checked
 from research_dp.argument_types import AxisName, CountOrZero, Dtype, Limit
@@ -20,7 +19,6 @@ _TARGET = "a Linen module class, or a function of a module"
 Target = Annotated[Any, Limit(lambda x: callable(x) and not isinstance(x, nn.Module), _TARGET)]
 
 
-@gin.register(module="distributed")
 @checked
 def shard_module_params(
     target: Target,

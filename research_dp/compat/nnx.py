@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
-import gin
 from flax import nnx
 
 from research_dp import argument_types as types
@@ -81,7 +80,3 @@ def changed(before: nnx.State, after: nnx.State) -> nnx.State:
         for path, variable in nnx.to_flat_state(after)
         if path not in old or old[path].get_value() is not variable.get_value()
     )
-
-
-with gin.unlock_config():  # this file may be imported after the configuration was locked
-    gin.register(module="distributed")(shard_nnx_module_params)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import gin
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
@@ -96,7 +95,6 @@ class GatherOptions(NamedTuple):
         return with_gradient(forward, backward)
 
 
-@gin.register(module="distributed")
 @checked
 def gather_array_with_mean_grads(
     x: Array,

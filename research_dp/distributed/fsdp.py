@@ -126,7 +126,6 @@ def shard_params(
     return sharded
 
 
-@gin.register(module="distributed")
 @checked
 def init_sharded(init: Callable[..., PyTree], mesh: Mesh | AbstractMesh, *args: Any) -> PyTree:
     """Runs an initialiser of sharded parameters such that each device computes its shards.
@@ -249,7 +248,6 @@ def _is_reported(x: Any) -> bool:
     return isinstance(x, LeafSharding) or is_array_or_number(x) or is_abstract_array(x)
 
 
-@gin.register(module="distributed")
 @checked
 def sharding_report(
     params: Annotated[PyTree, Leaves(_is_reported, "arrays, or LeafShardings")],

@@ -233,7 +233,6 @@ def mean_shards(
     return jax.tree.unflatten(treedef, leaves)
 
 
-@gin.register(module="distributed")
 @checked
 def weighted_mean(
     total: Number, weight: Number, axis_names: AxisNames, *, reduction: Reduction = PLAIN
@@ -259,7 +258,6 @@ def weighted_mean(
     return _divided(global_total, reduction.all_reduce(jnp.asarray(weight), axes))
 
 
-@gin.register(module="distributed")
 @checked
 def weighted_loss(
     total: Number, weight: Number, axis_names: AxisNames, *, reduction: Reduction = PLAIN

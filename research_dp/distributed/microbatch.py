@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import gin
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -41,7 +40,6 @@ def add_up(
     return state
 
 
-@gin.register(module="distributed")
 @checked
 def accumulate_gradients(
     loss: Callable[[PyTree, PyTree], jax.Array],

@@ -94,7 +94,6 @@ def _squares_by_axes(blocks: Blocks) -> dict[Axes, dict[int, jax.Array]]:
     return squares
 
 
-@gin.register(module="distributed")
 @checked
 def sharded_global_norm(
     grads: Arrays,
@@ -124,7 +123,6 @@ def sharded_global_norm(
     return norm_of_blocks(_blocks(grads, flat_axes(axis_names), layout), reduction)
 
 
-@gin.register(module="distributed")
 @checked
 def clip_by_global_norm_sharded(
     grads: Arrays,

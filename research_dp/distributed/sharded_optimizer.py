@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FunctionType, MethodType, ModuleType
 from typing import Annotated, Any
 
-import gin
 import jax
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
@@ -29,7 +28,6 @@ from research_dp.errors import UsageError, first_line
 PyTree = Any
 
 
-@gin.register(module="distributed")
 @checked
 class OptaxAdapter:
     """An Optax transform as an object with `apply_gradients`, which keeps its state.

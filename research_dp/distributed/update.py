@@ -150,7 +150,6 @@ def fsdp_apply_gradients(
     return result if norm is None else (result, norm)
 
 
-@gin.register(module="distributed")
 @checked
 def fsdp_update(
     gradients: Numbers,
