@@ -32,7 +32,7 @@ class ErrorFeedback:
 
     @takes("reduction")
     def apply(self, grads, axis_names, *, state, reduction=PLAIN):
-        """(mean gradients, new errors), of the dtype of sums and of the parameters."""
+        """(mean gradients in the dtype of sums, new errors in that of the parameters)."""
         if jax.tree.structure(grads) != jax.tree.structure(state):  # boxes of sharded gradients
             raise UsageError("ErrorFeedback keeps no errors of sharded gradients; use it with ddp.")
         exact = jax.tree.map(jnp.add, grads, state)

@@ -126,8 +126,10 @@ _REPLACED = {
 class _Choice(ShardDecision):
     """`ShardDecision` with the old name of its last field."""
 
-    def __new__(cls, dim: int | None, reason: str = "", any_dim: bool = False) -> "_Choice":
-        return super().__new__(cls, dim, reason, any_dim)
+    def __new__(
+        cls, dim: int | None, reason: str = "", movable: bool = False, *, any_dim: bool = False
+    ) -> "_Choice":
+        return super().__new__(cls, dim, reason, movable or any_dim)
 
     any_dim = ShardDecision.movable
 

@@ -1,4 +1,4 @@
-"""Which parameters a loss computes with before examples: they are fenced for each logical shard."""
+"""Parameters that enter operations without examples are fenced for each logical shard."""
 
 import functools
 import re

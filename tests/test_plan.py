@@ -127,7 +127,7 @@ def test_a_refused_strategy_exceeds_the_budget(monkeypatch, capsys, tmp_path):
     others = tmp_path / "others.gin"
     others.write_text("include 'gin/strategies/fsdp.gin'\nnumber = 1\n")
     for more in ("--gin.shard_params.min_weight_size=64", "--gin.train.seed=%number"):
-        assert plan(*flags, more, f"--strategies={others},{wrong}") == ("min" in more)
+        assert plan(*flags, more, f"--strategies={others},{wrong}") == 1
 
 
 def test_strategies_are_named_by_stem_by_path_and_with_more_files():

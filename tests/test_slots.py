@@ -163,7 +163,11 @@ def twice(gradients, parameters, optimizer):
 @pytest.mark.parametrize(
     ("stem", "changes", "message"),
     [
-        ("fsdp", {"sync": None, "update": rdp.fsdp_apply_gradients}, "nothing averages their grad"),
+        (
+            "fsdp",
+            {"sync": None, "update": rdp.fsdp_apply_gradients},
+            "nothing averages the gradients of replicated",
+        ),
         ("ddp", {"update": lambda g, params, optimizer: params}, "once, not 0 times"),
         ("ddp", {"update": twice}, "once, not 2 times"),
     ],
@@ -184,7 +188,7 @@ def test_slots_that_do_not_make_a_step_are_refused(stem, changes, message):
                     k: nn.Partitioned(x, (("data", axis),)) for k, x in params["head"].items()
                 },
             },
-            r"head/bias with names .*: the mesh axis 'fsdp' must be alone",
+            r"head/bias with names .*: name one dim 'fsdp', no tuple",
         ),
         (
             lambda params, axis: jax.tree.map(
@@ -227,8 +231,8 @@ def test_a_step_reaches_its_collective_in_eight_frames(monkeypatch):
         ("fsdp_group = 'fsdp'", "knows its axes"),
         ("dp_group = ()", "knows its axes"),
         ("loss = 1.0", "knows its axes"),
-        ("dtype = 'bfloat16'", "bind it where they are"),
-        ("pre_divide = True", "bind it where they are"),
+        ("dtype = 'bfloat16'", "bind it to the function of `sync`"),
+        ("pre_divide = True", "bind it to the function of `sync`"),
     ],
 )
 def test_options_of_the_update_that_a_strategy_decides_are_refused(option, message):
@@ -291,7 +295,7 @@ def test_state_may_be_a_number_that_is_the_same_on_all_devices():
     [lambda x: x.astype("bfloat16"), lambda x: jax.numpy.stack([x, x]), lambda x: {"count": x}],
 )
 def test_state_that_changes_its_type_is_refused(change):
-    with pytest.raises(rdp.UsageError, match=r"new state has .*, expected was state float32\[\]"):
+    with pytest.raises(rdp.UsageError, match=r"new state has .* instead of state float32\[\]"):
         dataclasses.replace(recipe_of("ddp"), sync=Counting(change)).build(spec())
 
 

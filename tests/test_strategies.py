@@ -310,8 +310,8 @@ def test_slots_that_an_engine_does_not_have_are_refused():
 @pytest.mark.parametrize(
     ("stem", "binding", "told"),
     [
-        ("ddp", "data_parallel.sync = None", "nothing averages their gradients"),
-        ("pmap", "data_parallel.sync = None", "nothing averages their gradients"),
+        ("ddp", "data_parallel.sync = None", "nothing averages the gradients of parameters"),
+        ("pmap", "data_parallel.sync = None", "nothing averages the gradients of parameters"),
         (
             "zero1",
             "data_parallel.sync = @sync_gradients",

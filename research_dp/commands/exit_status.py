@@ -41,7 +41,10 @@ def main_of(command: str, description: str | None) -> Callable[[list[str]], int]
     @streams.usable()
     def main(argv: list[str]) -> int:
         with preemption.exit_on_signals():
-            kind = getattr(importlib.import_module(f"research_dp.commands.{module}"), name)
+            try:
+                kind = getattr(importlib.import_module(f"research_dp.commands.{module}"), name)
+            except KeyboardInterrupt:
+                return _interrupted()
             return run_command(lambda command: command.parse(argv, description).run(), kind())
 
     return main
@@ -65,8 +68,7 @@ def run_command(body: Callable[[Any], int], command: Command | None = None) -> i
             print(f"error: {error}", file=sys.stderr)
         return runtime.leave(SIGPIPE if is_pipe else FAILED)
     except KeyboardInterrupt:
-        print("Interrupted: nothing more was done", file=sys.stderr)
-        return runtime.leave(INTERRUPTED)
+        return _interrupted()
     except RunFailure as error:
         _print_failures(error)
         return runtime.leave(FAILED)
@@ -75,6 +77,11 @@ def run_command(body: Callable[[Any], int], command: Command | None = None) -> i
         mistake = as_mistake(error, command.config)
         print(mistake or traceback_of(error), file=sys.stderr)
         return runtime.leave(MISTAKEN if mistake else FAILED)
+
+
+def _interrupted() -> int:
+    print("Interrupted: nothing more was done", file=sys.stderr)
+    return runtime.leave(INTERRUPTED)
 
 
 def traceback_of(error: BaseException) -> str:

@@ -119,13 +119,11 @@ class Plan(Command):
             return self.compile(candidate.name or strategy.name, strategy, spec)
 
         row = self.under(candidate, make_row)
-        # If the candidate's own files are wrong, nothing is bound: the run's budget counts.
-        try:
-            config = self.config or self.load(allow_unused=True)
-        except UsageError:  # only candidates make the run complete
-            return row
+        if self.config is None:  # the candidate's own files are wrong: the run's budget counts
+            self.load(complete=False)
         for limit, message in gin.get_configurable("plan")().exceeded(row):
-            self.exceeded.append(f"{message} {limit} is bound in {config.origin(limit)}.")
+            place = self.config and self.config.origin(limit)
+            self.exceeded.append(f"{message} {limit} is bound in {place or 'the run'}.")
         return row
 
     def others(self, candidates: Sequence[Candidate], rows: Sequence[Row]) -> list[Row]:

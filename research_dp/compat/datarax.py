@@ -40,7 +40,9 @@ _BATCH_AXIS = "batch"  # of `data_parallel_train_step`
 
 
 @checked
-def create_data_parallel_sharding(mesh: Mesh | AbstractMesh, data_axis: str = "data") -> Sharding:
+def create_data_parallel_sharding(
+    mesh: Mesh | AbstractMesh, data_axis: str = "data"
+) -> NamedSharding:
     """The sharding that splits dim 0 of an array over one mesh axis (datarax, artifex)."""
     return placement.shardings(mesh, PartitionSpec(data_axis))
 

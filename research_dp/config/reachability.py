@@ -38,19 +38,21 @@ class Config:
         return [binding for binding in self.table.values() if binding not in self.used]
 
     def origin(self, name: str) -> str | None:
-        """Where e.g. 'make_mesh.axes' is bound first, in any scope: 'gin/strategies/ddp.gin:12'.
+        """Where e.g. 'make_mesh.axes' is bound, else first in a scope: 'gin/strategies/ddp.gin:12'.
 
         For a function without a parameter it is where its result is bound.
         """
         selector, _, parameter = name.rpartition(".")
         key = Binding("", selector, parameter, None, "").key
-        for binding in self.used:
-            used = [x for x in references(binding.value) if not isinstance(x, Macro)]
-            calls = not selector and parameter in [x.selector.split(".")[-1] for x in used]
-            same = selector and binding.key[1:] == key[1:]
-            if binding.name == name or same or calls:
-                return binding.place
-        return None
+        exact = [x for x in self.used if x.name == name or x.key == key]
+        scoped = [x for x in self.used if selector and x.key[1:] == key[1:]]
+        calls = [] if selector else [x for x in self.used if _calls(x, parameter)]
+        return next((binding.place for binding in (*exact, *scoped, *calls)), None)
+
+
+def _calls(binding: Binding, function: str) -> bool:
+    used = (x for x in references(binding.value) if not isinstance(x, Macro))
+    return function in (reference.selector.split(".")[-1] for reference in used)
 
 
 def prefixes(scopes: tuple[str, ...]) -> list[str]:

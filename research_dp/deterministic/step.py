@@ -147,7 +147,7 @@ def sum_over_logical_shards(
 
 
 def computed_from_params_only(program: ClosedJaxpr, count: int) -> list[bool]:
-    """Which of a program's first `count` arguments it computes with before examples come in.
+    """Which of a program's first `count` arguments enter operations that no example enters.
 
     What it computes from parameters only (and constants, also in derivatives) is the same for each
     logical shard: a compiler may do it once for all, or anew beside each use, and round otherwise.

@@ -72,9 +72,9 @@ def fsdp_apply_gradients(
             gradient in its parameter's dtype, and is elementwise.
         fsdp_group: Axis, or axes in the order of their names, that the update is sharded over;
             None: all bound ones but `dp_group`.
-        dp_group: Axis, or axes, along which shards are replicated and averaged. None: there are
-            none, and no axis is left out. (): there are none, and axes in neither group carry no
-            batch (tensor parallel).
+        dp_group: Axis, or axes, along which shards are replicated and averaged. None: no such axis;
+            every bound axis must be in `fsdp_group`. (): no such axis, and axes in neither group
+            carry no batch (tensor parallel).
         communication_size: Bytes of a bucket of arrays; <= 0: each array alone.
         communication_stream: None: XLA schedules collectives itself.
         max_norm: Gradients are scaled down to this global L2 norm. A norm that is not a number
@@ -110,7 +110,9 @@ def fsdp_apply_gradients(
         _refuse(groups, "a strategy knows its axes and its loss; leave it None")
         _refuse({"max_norm": max_norm}, "a strategy clips by its own max_grad_norm; leave it None")
     if averaged and axes:
-        _refuse(sums, "`averaged` gradients are not summed again; bind it where they are (`sync`)")
+        _refuse(
+            sums, "`averaged` gradients are not summed again; bind it to the function of `sync`"
+        )
     params = {name: jnp.asarray(params[name]) for name in grads}
     devices = axes_size(fsdp)
     layout = infer_flat_sharding(params, devices) if shardings is None else by_path(shardings)

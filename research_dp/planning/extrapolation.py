@@ -30,7 +30,7 @@ FORMULAS = (
     (
         "needed",
         "the state, and a + b/n through the two nearest compiled sizes for the rest; what is "
-        "compiled for one size only stays as large as there",
+        "compiled for one size only is taken as constant",
     ),
     (
         "sent",
@@ -40,8 +40,8 @@ FORMULAS = (
     (
         "step",
         "the nearest compiled size's, less its wait for the network, plus two passes over the "
-        "additional state, plus the new time of the network at its links' rates, of which as large "
-        "a share is waited for as there",
+        "additional state, plus the new time of the network at its links' rates times the share of "
+        "it that the nearest compiled size waits for",
     ),
 )
 _INDEX_DTYPES = ("s32", "u32", "s64", "u64")

@@ -80,7 +80,7 @@ def split_draws(spec: TrainSpec, strategy: Strategy) -> DrawReport | None:
     return DrawReport(
         f"random numbers at {some_of(list(wrong), 3)} depend on how the batch is split "
         f"({local} of {global_rows} examples a device): a key serves several examples, or "
-        "comes from the place on a device; draw for each example with its own key of `keys`",
+        "comes from its index on the device; draw for each example with its own key of `keys`",
         is_known=True,
     )
 

@@ -158,9 +158,7 @@ def _check_state(slot: str, new: PyTree, old: PyTree) -> None:
     if types(new) != types(old) or len(set(structures)) > 1:
         returned = next((x for x in types(new) if x not in types(old)), "another structure")
         expected = next((x for x in types(old) if x not in types(new)), "that of `init`")
-        problem = (
-            f": its new state has {returned}, expected was {expected}. Return what `init` does."
-        )
+        problem = f": its new state has {returned} instead of {expected}. Return what `init` does."
         raise binding_error(f"data_parallel.{slot}", problem)
 
 
@@ -190,10 +188,11 @@ def refuse_no_sync(config: StrategyConfig) -> None:
     """Raises UsageError if several devices would each follow gradients of their own."""
     averages = config.gather is None and "averaged" in options_of(config.update, {"averaged": None})
     if config.sync is None and config.mesh.size > 1 and not averages:
+        which = "replicated parameters" if config.gather else "parameters"
         raise binding_error(
             "data_parallel.sync",
-            f" = None on {config.mesh.size} devices: nothing averages their gradients. Bind "
-            "@sync_gradients, which skips gradients that `gather` has averaged.",
+            f" = None on {config.mesh.size} devices: nothing averages the gradients of {which}. "
+            "Bind @sync_gradients, which skips gradients that `gather` has averaged.",
         )
 
 

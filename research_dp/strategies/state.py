@@ -56,7 +56,9 @@ def init_state(config: StrategyConfig, spec: TrainSpec, key: jax.Array) -> Train
         state = slot.init(params)
         if slot.differs_over:
             devices = slots.devices_over(config, name, slot)
-            state = jax.tree.map(lambda x, n=devices: jnp.broadcast_to(x, (n, *x.shape)), state)
+            state = jax.tree.map(
+                lambda x, n=devices: jnp.broadcast_to(x, (n, *jnp.shape(x))), state
+            )
         slot_states[name] = state
     step = jnp.zeros((), jnp.int32)
     return TrainState(step, params, model_state, opt_state, loss_scale, slot_states or ())
@@ -119,9 +121,7 @@ def _param_shardings(
             reason = decisions[path].reason if path in decisions else "`shard` left it replicated"
             return LeafSharding(path, param.shape, dtype, None, reason, axis_size)
         if FSDP_AXIS not in names:
-            problem = (
-                f" boxed {path} with names {names}: the mesh axis {FSDP_AXIS!r} must be alone."
-            )
+            problem = f" boxed {path} with names {names}: name one dim {FSDP_AXIS!r}, no tuple."
             raise binding_error("data_parallel.shard", problem)
         dim, shape = names.index(FSDP_AXIS), value_of(leaf).shape
         result = LeafSharding(path, param.shape, dtype, dim + stacked, "", axis_size)

@@ -123,7 +123,8 @@ class Step:
 
         def loss(params: PyTree) -> tuple[jax.Array, LossOutput]:
             if gathers:  # units gather themselves, just before their use
-                params = unboxed(self.gather(slots.in_boxes(params, self.shardings.params)))
+                params = self.gather(slots.in_boxes(params, self.shardings.params), FSDP_AXIS)
+                params = unboxed(params)
             out = self.loss(params, model_state, micro.examples, keys, units)
             # Divided by a constant, so that the numbers are of a mean's size whatever the dtype.
             return out.total / micro.position.shape[0] * self.loss_scale(state), out
@@ -141,11 +142,11 @@ class Step:
 
     @functools.cached_property
     def gather(self) -> Callable[..., PyTree]:
-        """(boxed shards, optionally rows=) -> boxed full parameters, by the slot `gather`."""
+        """The slot: (boxed shards, axis, optionally rows=) -> boxed full parameters."""
         slot = self.config.gather
         assert slot is not None
         options = slots.options_of(slot, {"reduction": self.config.reduction})
-        return lambda params, **rows: slot(params, FSDP_AXIS, **options, **rows)
+        return functools.partial(slot, **options)
 
     def units(self, *, keep: bool = False) -> Units:
         """How the model's units are gathered."""
@@ -154,7 +155,7 @@ class Step:
             return Units()
 
         def gather(shards: PyTree, shardings: PyTree, **rows: jax.Array) -> PyTree:
-            return unboxed(self.gather(slots.in_boxes(shards, shardings), **rows))
+            return unboxed(self.gather(slots.in_boxes(shards, shardings), FSDP_AXIS, **rows))
 
         # Rows are exchanged by sums of their own: only where the strategy's are the plain ones.
         exchanges = config.reduction is PLAIN and FSDP_AXIS in self.axes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -128,7 +129,12 @@ class Checkpoints:
                 state=ocp.args.PyTreeSave(_fields(state)),
                 manifest=ocp.args.JsonSave(manifest.as_json()),
             )
-            self._checkpointer.save(checkpoint_files.literal(self._folder / str(step)), args=args)
+            before = set(threading.enumerate())
+            try:
+                path = checkpoint_files.literal(self._folder / str(step))
+                self._checkpointer.save(path, args=args)
+            finally:
+                self._threads = set(threading.enumerate()) - before
             self._pending = step, self._thread.submit(self._complete, step, writing.pop_all())
 
     def _complete(self, step: int, writing: contextlib.ExitStack) -> list[str]:
@@ -167,8 +173,8 @@ class Checkpoints:
                 checkpointer, self._checkpointer = self._checkpointer, None
                 with contextlib.suppress(Exception):  # `wait` has raised it
                     checkpointer.close()
-                if self._failed:
-                    checkpoint_files.end_waiting_threads()
+                with contextlib.suppress(Exception):  # the failure itself is reported
+                    checkpoint_files.end_waiting_threads(self._threads if self._failed else ())
             self._thread.shutdown(wait=not abandon)
 
     @contextlib.contextmanager

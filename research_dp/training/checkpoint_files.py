@@ -12,7 +12,7 @@ import re
 import shutil
 import textwrap
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -165,14 +165,14 @@ def checkpointer() -> Any:
     return ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(**handlers))
 
 
-def end_waiting_threads() -> None:
-    """Ends threads of Orbax that wait for a folder which could not be made.
+def end_waiting_threads(threads: Iterable[threading.Thread]) -> None:
+    """Ends those of a save's threads that wait for a folder which could not be made.
 
     They are no daemons: Python would wait for them at its exit, five minutes.
     """
     from orbax.checkpoint._src.futures import future
 
-    for thread in threading.enumerate():
+    for thread in threads:
         if isinstance(thread, future._SignalingThread):
             thread.cancel()
             future.set_signals(thread._receive_signals, operation_id=thread._operation_id)

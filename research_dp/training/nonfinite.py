@@ -59,9 +59,9 @@ class NonfiniteCheck:
         arrays = {
             **by_path(state.params),
             **{f"model_state {path}": x for path, x in by_path(state.model_state).items()},
-            # Scalars of an optimizer may be infinite: the best loss before there is one.
+            # Scalars may be infinite: the best loss before there is one.
             **{f"opt_state {path}": x for path, x in by_path(state.opt_state).items() if x.ndim},
-            **{f"slots {path}": x for path, x in by_path(state.slots).items() if x.ndim},
+            **{f"slots {path}": x for path, x in by_path(state.slots).items() if _local_rank(x)},
         }
         arrays = {p: x for p, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.inexact)}
         finite = np.asarray(_all_finite(list(arrays.values())))
@@ -82,3 +82,8 @@ class NonfiniteCheck:
 def _all_finite(leaves: list[jax.Array]) -> jax.Array:
     """Whether all elements of each array are finite: (arrays,) bool."""
     return jnp.stack([jnp.all(jnp.isfinite(x)) for x in leaves])
+
+
+def _local_rank(x: jax.Array) -> int:
+    """The rank of a slot's state on one device, without the leading dim that counts devices."""
+    return x.ndim - any(getattr(x.sharding, "spec", ())[:1])
