@@ -15,6 +15,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
 import api_page
 import gin_page
 import strategy_table
