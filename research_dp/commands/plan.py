@@ -7,7 +7,7 @@ import functools
 import json
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
@@ -19,11 +19,13 @@ from research_dp.commands import exit_status, plan_candidates, runtime
 from research_dp.commands.flags import Command, check_writable, flag, switch, usage_error
 from research_dp.commands.plan_candidates import Candidate
 from research_dp.config import load
+from research_dp.config.load import Config
 from research_dp.console import put
 from research_dp.distributed.mesh import planning_for
 from research_dp.errors import UsageError, first_line, message_of
 from research_dp.planning import estimate, extrapolation, html_report, report
 from research_dp.planning.extrapolation import SIZES, Curve
+from research_dp.planning.limits import Budget
 from research_dp.planning.row import Row, fastest_first
 from research_dp.strategies import StrategyConfig, TrainSpec
 from research_dp.training.loop import train
@@ -52,7 +54,10 @@ class Plan(Command):
     dump_hlo: str | None = flag("write each compiled program's text", "DIR")
     advise: bool = switch("compile other options and batches of the fastest")
     measure: bool = switch("run each step, too, if the devices are present")
-    exceeded: list[str] = dataclasses.field(default_factory=list)  # messages on the budget
+    # Each row with its budget and configuration; None if its own files are wrong.
+    budgets: list[tuple[Row, tuple[Budget, Config] | None]] = dataclasses.field(
+        default_factory=list
+    )
     verb: ClassVar[str] = "plan"
 
     def run(self) -> int:
@@ -75,7 +80,7 @@ class Plan(Command):
         rows = []
         for number, candidate in enumerate(candidates, 1):
             _report(f"[{number}/{len(candidates)}] {candidate.name or 'the run'} on {where.name}")
-            rows.append(self.checked_row(candidate))
+            rows.append(self.budgeted_row(candidate))
         if all((row.problem or "").startswith("refused") for row in rows):
             problems = dict.fromkeys(f"{row.strategy}: {row.problem}" for row in rows)
             raise UsageError("\nerror: ".join(problems))
@@ -93,9 +98,10 @@ class Plan(Command):
             curves = self.curves(candidates, rows)
             run = ", ".join([*(Path(file).stem for file in self.gin_files), *self.bindings])
             _write("--html", html_file, html_report.page(rows, curves, where, words, run))
-        for message in self.exceeded:
+        exceeded = list(self.exceeded())
+        for message in exceeded:
             print(f"error: {message}", file=sys.stderr)
-        return int(bool(self.exceeded))
+        return int(bool(exceeded))
 
     def _topology(self) -> topologies.Topology:
         """The devices, for which JAX is set up."""
@@ -112,19 +118,24 @@ class Plan(Command):
             raise UsageError("--measure needs devices that are present: --topology=here, or cpu:N.")
         return topologies.of(jax.devices()) if name == "here" else topologies.topology(name)
 
-    def checked_row(self, candidate: Candidate) -> Row:
-        """A candidate's row, checked against the budget, which one that is refused exceeds too."""
+    def budgeted_row(self, candidate: Candidate) -> Row:
+        """A candidate's row; `budgets` gets it with the budget of its configuration."""
 
         def make_row(strategy: StrategyConfig, spec: TrainSpec) -> Row:
             return self.compile(candidate.name or strategy.name, strategy, spec)
 
         row = self.under(candidate, make_row)
-        if self.config is None:  # the candidate's own files are wrong: the run's budget counts
-            self.load(complete=False)
-        for limit, message in gin.get_configurable("plan")().exceeded(row):
-            place = self.config and self.config.origin(limit)
-            self.exceeded.append(f"{message} {limit} is bound in {place or 'the run'}.")
+        budget = (gin.get_configurable("plan")(), self.config) if self.config else None
+        self.budgets.append((row, budget))
         return row
+
+    def exceeded(self) -> Iterator[str]:
+        """Messages on rows above their budget, which those that are refused exceed too."""
+        known = [budget for _, budget in self.budgets if budget is not None]
+        for row, own in self.budgets:
+            budget, config = own or known[0]  # if nothing can be built, the plan has ended
+            for limit, message in budget.exceeded(row):
+                yield f"{message} {limit} is bound in {config.origin(limit)}."
 
     def others(self, candidates: Sequence[Candidate], rows: Sequence[Row]) -> list[Row]:
         """Variants of the fastest: other options, and the largest batch that fits.
