@@ -40,6 +40,7 @@ class Checkpoints:
         self._pending: tuple[int, Future[list[str]]] | None = None
         self._thread = ThreadPoolExecutor(1, "checkpoints")
         self._failed = False
+        self._threads: set[threading.Thread] = set()  # of the last save
 
     def restore(
         self,
