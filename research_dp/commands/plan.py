@@ -54,10 +54,6 @@ class Plan(Command):
     dump_hlo: str | None = flag("write each compiled program's text", "DIR")
     advise: bool = switch("compile other options and batches of the fastest")
     measure: bool = switch("run each step, too, if the devices are present")
-    # Each row with its budget and configuration; None if its own files are wrong.
-    budgets: list[tuple[Row, tuple[Budget, Config] | None]] = dataclasses.field(
-        default_factory=list
-    )
     verb: ClassVar[str] = "plan"
 
     def run(self) -> int:
@@ -77,10 +73,13 @@ class Plan(Command):
         if self.dump:
             with usage_error(f"--dump_hlo={self.dump_hlo} cannot be made"):
                 self.dump.mkdir(parents=True, exist_ok=True)
-        rows = []
+        rows, budgets = [], []
         for number, candidate in enumerate(candidates, 1):
             _report(f"[{number}/{len(candidates)}] {candidate.name or 'the run'} on {where.name}")
-            rows.append(self.budgeted_row(candidate))
+            rows.append(self.under(candidate, functools.partial(self.compile, candidate.name)))
+            # Where the candidate's own files are wrong, nothing is bound.
+            config = self.config
+            budgets.append((gin.get_configurable("plan")(), config) if config else None)
         if all((row.problem or "").startswith("refused") for row in rows):
             problems = dict.fromkeys(f"{row.strategy}: {row.problem}" for row in rows)
             raise UsageError("\nerror: ".join(problems))
@@ -98,7 +97,7 @@ class Plan(Command):
             curves = self.curves(candidates, rows)
             run = ", ".join([*(Path(file).stem for file in self.gin_files), *self.bindings])
             _write("--html", html_file, html_report.page(rows, curves, where, words, run))
-        exceeded = list(self.exceeded())
+        exceeded = list(_exceeded(rows, budgets))
         for message in exceeded:
             print(f"error: {message}", file=sys.stderr)
         return int(bool(exceeded))
@@ -117,25 +116,6 @@ class Plan(Command):
         elif self.measure:
             raise UsageError("--measure needs devices that are present: --topology=here, or cpu:N.")
         return topologies.of(jax.devices()) if name == "here" else topologies.topology(name)
-
-    def budgeted_row(self, candidate: Candidate) -> Row:
-        """A candidate's row; `budgets` gets it with the budget of its configuration."""
-
-        def make_row(strategy: StrategyConfig, spec: TrainSpec) -> Row:
-            return self.compile(candidate.name or strategy.name, strategy, spec)
-
-        row = self.under(candidate, make_row)
-        budget = (gin.get_configurable("plan")(), self.config) if self.config else None
-        self.budgets.append((row, budget))
-        return row
-
-    def exceeded(self) -> Iterator[str]:
-        """Messages on rows above their budget, which those that are refused exceed too."""
-        known = [budget for _, budget in self.budgets if budget is not None]
-        for row, own in self.budgets:
-            budget, config = own or known[0]  # if nothing can be built, the plan has ended
-            for limit, message in budget.exceeded(row):
-                yield f"{message} {limit} is bound in {config.origin(limit)}."
 
     def others(self, candidates: Sequence[Candidate], rows: Sequence[Row]) -> list[Row]:
         """Variants of the fastest: other options, and the largest batch that fits.
@@ -213,7 +193,9 @@ class Plan(Command):
         )
 
     def compile(self, name: str, strategy: StrategyConfig, spec: TrainSpec) -> Row:
-        compiled = estimate.compile_row(name, strategy, spec, self.where, self.dump)
+        compiled = estimate.compile_row(
+            name or strategy.name, strategy, spec, self.where, self.dump
+        )
         if self.measure and compiled.row.fits:
             estimate.measure(compiled)
         return compiled.row
@@ -244,6 +226,17 @@ class Plan(Command):
         finally:
             jax.clear_caches()
         return Row.refused(candidate.name or "the run", UsageError(reason))
+
+
+def _exceeded(
+    rows: Sequence[Row], budgets: Sequence[tuple[Budget, Config] | None]
+) -> Iterator[str]:
+    """Messages on rows above their budget, which those that are refused exceed too."""
+    known = [budget for budget in budgets if budget]
+    for row, own in zip(rows, budgets, strict=True):
+        budget, config = own or known[0]  # if nothing can be built, the plan has ended
+        for limit, message in budget.exceeded(row):
+            yield f"{message} {limit} is bound in {config.origin(limit)}."
 
 
 def _write(flag: str, path: str, text: str) -> None:
