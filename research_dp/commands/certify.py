@@ -45,6 +45,12 @@ class Certify(Command):
             refuse("--quick has its own oracle and steps: leave out --against and --steps")
 
     def run(self) -> int:
+        certificate = self.result()
+        put(*certificate.parts())
+        return 0 if certificate.certified else 1
+
+    def result(self) -> Certificate:
+        """Certifies, and writes the JSON file if there is to be one."""
         if self.quick:
             self.bindings = ["shard_params.min_weight_size = 64", *self.bindings]
         config = self.load(complete=not self.quick)
@@ -63,8 +69,7 @@ class Certify(Command):
             result = self._certify_run(config, strategy)
         if self.json_file:
             Path(self.json_file).write_text(json.dumps(result.as_json(), indent=1))
-        put(*result.parts())
-        return 0 if result.certified else 1
+        return result
 
     def _certify_run(self, config: load.Config, strategy: StrategyConfig) -> Certificate:
         parameters = inspect.signature(inspect.unwrap(train)).parameters

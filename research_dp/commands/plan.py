@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import gin
 import jax
@@ -58,6 +58,16 @@ class Plan(Command):
 
     def run(self) -> int:
         """Plans, prints and writes; returns the exit status. UsageError if nothing can be built."""
+        _, exceeded = self.result(put)
+        for message in exceeded:
+            print(f"error: {message}", file=sys.stderr)
+        return int(bool(exceeded))
+
+    def result(self, show: Callable[..., None]) -> tuple[dict[str, Any], list[str]]:
+        """The plan as JSON, and messages on budgets that it exceeds; shows tables as they are due.
+
+        UsageError if nothing can be built.
+        """
         # A program from a cache has no compile time, and not every kind of device can have one.
         jax.config.update("jax_enable_compilation_cache", False)
         files = (self.json_file, self.html_file)
@@ -73,9 +83,31 @@ class Plan(Command):
         if self.dump:
             with usage_error(f"--dump_hlo={self.dump_hlo} cannot be made"):
                 self.dump.mkdir(parents=True, exist_ok=True)
+        rows, budgets = self.rows(candidates)
+        words = report.words(rows, where)
+        show(*report.tables(rows, where), "", *words)
+        others = self.others(candidates, rows) if self.advise else []
+        if others:
+            changes = report.changes(others, fastest_first(rows))
+            show("", *report.tables(others, where), "", *changes)
+            words += changes
+        result = report.as_json(rows, others, where, words)
+        if json_file:
+            _write("--json", json_file, json.dumps(result, indent=2, allow_nan=False) + "\n")
+        if html_file:
+            curves = self.curves(candidates, rows)
+            run = ", ".join([*(Path(file).stem for file in self.gin_files), *self.bindings])
+            _write("--html", html_file, html_report.page(rows, curves, where, words, run))
+        return result, list(_exceeded(rows, budgets))
+
+    def rows(
+        self, candidates: Sequence[Candidate]
+    ) -> tuple[list[Row], list[tuple[Budget, Config] | None]]:
+        """A row of each candidate, and its budget with the configuration that binds it."""
         rows, budgets = [], []
         for number, candidate in enumerate(candidates, 1):
-            _report(f"[{number}/{len(candidates)}] {candidate.name or 'the run'} on {where.name}")
+            name = candidate.name or "the run"
+            _report(f"[{number}/{len(candidates)}] {name} on {self.where.name}")
             rows.append(self.under(candidate, functools.partial(self.compile, candidate.name)))
             # Where the candidate's own files are wrong, nothing is bound.
             config = self.config
@@ -83,24 +115,7 @@ class Plan(Command):
         if all((row.problem or "").startswith("refused") for row in rows):
             problems = dict.fromkeys(f"{row.strategy}: {row.problem}" for row in rows)
             raise UsageError("\nerror: ".join(problems))
-        words = report.words(rows, where)
-        put(*report.tables(rows, where), "", *words)
-        others = self.others(candidates, rows) if self.advise else []
-        if others:
-            changes = report.changes(others, fastest_first(rows))
-            put("", *report.tables(others, where), "", *changes)
-            words += changes
-        if json_file:
-            result = report.as_json(rows, others, where, words)
-            _write("--json", json_file, json.dumps(result, indent=2, allow_nan=False) + "\n")
-        if html_file:
-            curves = self.curves(candidates, rows)
-            run = ", ".join([*(Path(file).stem for file in self.gin_files), *self.bindings])
-            _write("--html", html_file, html_report.page(rows, curves, where, words, run))
-        exceeded = list(_exceeded(rows, budgets))
-        for message in exceeded:
-            print(f"error: {message}", file=sys.stderr)
-        return int(bool(exceeded))
+        return rows, budgets
 
     def _topology(self) -> topologies.Topology:
         """The devices, for which JAX is set up."""
