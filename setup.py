@@ -23,6 +23,7 @@ INSTALL_REQUIRES = [
     "clu>=0.0.12,<0.1",  # metrics
     "grain>=0.2.18,<0.3",  # threads and processes that prefetch batches
     "orbax-checkpoint>=0.12.8,<0.13",  # checkpoints
+    "docstring_parser>=0.16,<1",  # descriptions of parameters in `--list --json`, docs/gin.md
     "absl-py>=2,<3",  # Grain's worker processes require parsed flags
     "filelock>=4.2.11,<5",  # one run a folder; one process prepares a data set while others wait
     "rich>=13,<16",  # the progress bar and tables on a terminal

@@ -112,6 +112,17 @@ def test_gin_parameters_exist(page):
     ]
 
 
+def test_every_parameter_that_gin_can_bind_is_described():
+    entries = [entry for group in catalog.everything() for entry in group["entries"]]
+    missing = [
+        f"{entry['selector']}.{name}: write it under Args: of the docstring"
+        for entry in entries
+        for name, known in entry.get("parameters", {}).items()
+        if known["bindable"] and not known["description"]
+    ]
+    assert not missing
+
+
 def test_what_contributing_names_is_in_the_code():
     """Functions and classes of the pages that say where things are."""
     text = (ROOT / "CONTRIBUTING.md").read_text()

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import docstring_parser
 import gin
 import jax
 import optax
@@ -38,6 +39,14 @@ _GROUPS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[type, ...]]] = 
     "data": (("data",), ("data",), (DataSet,)),
     "optimizers": (("optim",), ("optim", "optax"), (optax.GradientTransformation,)),
     "options": (("precision", "options"), (), ()),
+}
+
+# What the caller passes, where gin names a function and does not call it (`@f`): the arguments of
+# slots, rules, engines, readers, preprocessing and masks. They come first.
+_CALLER_PASSES = {
+    *("params", "axis_name", "grads", "axis_names", "gradients", "parameters", "optimizer"),
+    *("path", "shape", "axis_size", "config", "spec"),
+    *("builder", "train_split", "eval_split", "preprocess", "features"),
 }
 
 
@@ -113,15 +122,34 @@ def _group(entry: gin_internals.Configurable) -> str:
 def _function_entry(entry: gin_internals.Configurable) -> dict[str, Any]:
     code = inspect.unwrap(entry.function)
     doc = inspect.getdoc(code) or ""
+    passed = set(itertools.takewhile(_CALLER_PASSES.__contains__, entry.parameters))
+    about = descriptions(doc)
     return {
         "name": entry.name,
         "selector": entry.selector,
         "summary": " ".join(doc.split("\n\n")[0].split()),
-        "parameters": {name: _parameter(code, p) for name, p in entry.parameters.items()},
+        "parameters": {
+            name: {
+                **_parameter(code, parameter),
+                "bindable": name not in passed,
+                "description": about.get(name),
+            }
+            for name, parameter in entry.parameters.items()
+        },
         "returns": _type_text(inspect.signature(entry.function).return_annotation),
         "doc": doc,
         "file": _file_of(code),
         "bound_in": _bound_in().get(entry.selector, []),
+    }
+
+
+def descriptions(doc: str) -> dict[str, str]:
+    """What a docstring says about each parameter, each in one line."""
+    parameters = docstring_parser.parse(doc, docstring_parser.DocstringStyle.GOOGLE).params
+    return {
+        name.strip(" *"): " ".join((parameter.description or "").split())
+        for parameter in parameters
+        for name in parameter.arg_name.split(",")
     }
 
 

@@ -207,8 +207,16 @@ def scatter_gradients(
     """Reduce-scatters gradients: each device gets its shard of the mean.
 
     Over `fsdp` first, then over the other axes, in the same buckets: the first half of
-    `fsdp_apply_gradients`. What `shardings` do not shard is averaged over all of them. Other
-    arguments are those of `sync_gradients`.
+    `fsdp_apply_gradients`. What `shardings` do not shard is averaged over all of them.
+
+    Args:
+        grads: This device's gradients, of the parameters' shapes.
+        axis_names: The mesh axes to average over.
+        shardings: A `LeafSharding` for each gradient.
+        dtype: As in `sync_gradients`: the wire dtype of the sums. None: the gradients' own.
+        pre_divide: As in `sync_gradients`: divide before the sum, so that float16 cannot overflow.
+        bucket_bytes: As in `sync_gradients`: the size of a collective's buckets, in bytes.
+        reduction: The collectives that sum.
     """
     axes = flat_axes(axis_names)
     fsdp = tuple(axis for axis in axes if axis == FSDP_AXIS)

@@ -51,5 +51,10 @@ def dynamic_loss_scale(
 
     The scale is multiplied by `factor` after `growth_interval` steps without an overflow. A step
     whose gradients overflow only divides it by `factor` (Micikevicius et al., arXiv 1710.03740).
+
+    Args:
+        initial: The scale of the first step.
+        growth_interval: The number of steps without an overflow after which the scale grows.
+        factor: By how much the scale grows, and shrinks.
     """
     return LossScale(initial, growth_interval, factor)

@@ -155,7 +155,13 @@ def clip_by_global_norm(
 ) -> optax.GradientTransformation:
     """`optax.clip_by_global_norm` for sharded gradients inside mapped axes.
 
-    For `optax.chain`; arguments and errors are those of `clip_by_global_norm_sharded`.
+    For `optax.chain`; errors are those of `clip_by_global_norm_sharded`.
+
+    Args:
+        max_norm: The largest norm that gradients keep.
+        axis_names: The mesh axes that gradients may be sharded over.
+        layout: The sharding of each gradient. None: boxes and types of the gradients name it.
+        reduction: The collectives that sum the squares.
     """
     options: dict[str, Any] = {"axis_names": axis_names, "layout": layout, "reduction": reduction}
     return optax.stateless(lambda g, _: clip_by_global_norm_sharded(g, max_norm, **options)[0])

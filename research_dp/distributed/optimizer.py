@@ -38,7 +38,10 @@ AnOptimizer = Annotated[
 def apply_gradients(gradients: Numbers, parameters: Placeable, optimizer: AnOptimizer) -> PyTree:
     """Applies the optimizer to what this device has: replicated parameters, or its shards.
 
-    `gradients` are averaged, and `parameters` are arrays of the same shapes.
+    Args:
+        gradients: The averaged gradients.
+        parameters: Arrays of the same shapes as the gradients.
+        optimizer: An object with `apply_gradients`, e.g. `OptaxAdapter`.
     """
     return optimizer.apply_gradients(gradients, parameters)
 

@@ -58,8 +58,14 @@ def largest_dim(
 ) -> ShardDecision:
     """Shards the largest dim that the axis size divides; ties go to the higher index.
 
-    Parameters of at most `min_weight_size` elements stay replicated. For a model's stacks and
-    tables another dim is taken if it suits their use better. A rule for `shard_params.rule`.
+    For a model's stacks and tables another dim is taken if it suits their use better. A rule for
+    `shard_params.rule`.
+
+    Args:
+        path: The parameter's path, e.g. 'dense/kernel'.
+        shape: The parameter's shape.
+        axis_size: The number of devices that the parameter is split over.
+        min_weight_size: Parameters of at most this many elements stay replicated.
     """
     return choose_dim(shape, axis_size, min_weight_size)._replace(movable=True)
 
@@ -76,9 +82,13 @@ def dim_by_path(
 ) -> ShardDecision:
     """A rule that is given the dim of some parameters, and asks another rule about the rest.
 
-    `dims` maps regular expressions that match a full path to dims, counted from the end if
-    negative, or None: replicated. The first that matches decides, whatever the size. `otherwise`
-    decides about paths that none matches.
+    Args:
+        path: The parameter's path, e.g. 'dense/kernel'.
+        shape: The parameter's shape.
+        axis_size: The number of devices that the parameter is split over.
+        dims: Regular expressions that match a full path, each with a dim, counted from the end if
+            negative, or None: replicated. The first that matches decides, whatever the size.
+        otherwise: The rule for paths that no expression matches.
     """
     for pattern, dim in dims.items():
         if re.fullmatch(pattern, path):

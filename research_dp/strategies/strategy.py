@@ -137,6 +137,7 @@ class StrategyConfig:
     Attributes:
         name: What the run's summary calls it.
         engine: `mapped`, `compiled` or `pmapped`.
+        mesh: The devices, with axes `data` and `fsdp`; `@make_mesh()`.
         shard: Which dims of parameters are sharded over mesh axis `fsdp`; None: none. Without
             `gather` a mapped strategy keeps them replicated between steps, and `shard` says which
             shard of each a device updates.

@@ -54,5 +54,9 @@ def warmup_cosine(
 
 @gin.register(module="optim")
 def matrices_only(params: Any) -> Any:
-    """A mask for weight decay: True for parameters of two dims and more."""
+    """A mask for weight decay: True for parameters of two dims and more.
+
+    Args:
+        params: The parameters, or their shapes.
+    """
     return jax.tree.map(lambda x: x.ndim > 1, params)
