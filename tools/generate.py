@@ -5,8 +5,8 @@ python tools/generate.py [--check]
 - docs/gin.md: what gin files can name;
 - docs/api.md: the table of public names;
 - README.md: the table of strategies; research_dp/certification/costs.toml: what each may cost;
-- docs/configuration.md: what its commands print; tests/golden/: the shipped configurations, and the
-  names that users depend on.
+- README.md, docs/: what the commands on these pages print; tests/golden/: the shipped
+  configurations, and the names that users depend on.
 """
 
 import argparse
@@ -22,7 +22,7 @@ import gin_page
 import strategy_table
 
 ROOT = Path(__file__).resolve().parents[1]
-TESTS = ["test_gin_files.py", "test_configuration_page.py", "test_interface.py"]
+TESTS = ["test_gin_files.py", "test_pages.py", "test_interface.py"]
 
 
 def main() -> int:

@@ -1,0 +1,269 @@
+"""The blocks of a page, how they are run, and how their output is compared.
+
+A line above a block says what it is, if it is not run in order with the others:
+
+    <!-- file: PATH -->        equals a file of the repository, or a contiguous part of one
+    <!-- write: PATH -->       is written to PATH in the working directory
+    <!-- not run: REASON -->   is not run
+    <!-- varies: REASON -->    is run; its words are compared, its numbers are not
+"""
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+FENCE = re.compile(
+    r"^(?P<indent> *)```(?P<kind>[^\n`]*)\n(?P<text>.*?)^(?P=indent)```[ ]*$",
+    re.MULTILINE | re.DOTALL,
+)
+MARK = re.compile(r"<!-- (file|write|not run|varies): (.*?) -->")
+RUN = ("python", "bash", "console")
+LINKS = ("gin", "examples", "experiments", "tools")
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """A block of a page: its kind, its text and what the line above it says."""
+
+    page: Path
+    line: int  # of its first line of text, from 0
+    kind: str
+    text: str
+    indent: str
+    mark: str  # "", or one of MARK's
+    value: str
+
+    def __str__(self):
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+    @property
+    def runs(self):
+        return self.kind in RUN and self.mark in ("", "varies")
+
+
+def blocks(page):
+    """The blocks of a page, from top to bottom."""
+    text, found = page.read_text(), []
+    for fence in FENCE.finditer(text):
+        above = text[: fence.start()].rstrip().rpartition("\n")[2].strip()
+        mark = MARK.fullmatch(above)
+        start = fence.start("text")
+        found.append(
+            Block(
+                page=page,
+                line=text.count("\n", 0, start),
+                kind=fence["kind"].strip(),
+                text=textwrap.dedent(fence["text"]),
+                indent=fence["indent"],
+                mark=mark[1] if mark else "",
+                value=mark[2] if mark else "",
+            )
+        )
+    return found
+
+
+def commands(block):
+    """(command, output) for each `$ command` of a console block; `\\` continues a line."""
+    found = re.split(r"^\$ ((?:.*\\\n)*.*)\n", block.text, flags=re.MULTILINE)
+    assert not found[0].strip(), f"{block}: begin with `$ command`"
+    return list(zip(found[1::2], found[2::2], strict=True))
+
+
+# ---- Running ----
+
+# Runs one block after the other in one process, as one program whose lines are the page's.
+_INTERPRETER = """
+import json as _json, os as _os, sys as _sys
+_requests, _done = _sys.stdin, _os.fdopen(int(_sys.argv.pop()), "w")
+for _request in _requests:
+    _line, _path, _code = _json.loads(_request)
+    exec(compile("\\n" * _line + _code, _path, "exec"), globals())
+    print("done", file=_done, flush=True)
+"""
+
+
+def _programs(folder):
+    """A folder of the programs that pages call: `python`, and the console script of this clone."""
+    path = folder.parent / "bin"
+    path.mkdir(exist_ok=True)
+    for name, words in {"python": "", "research-dp": " -m research_dp"}.items():
+        (path / name).write_text(f'#!/bin/sh\nexec "{sys.executable}"{words} "$@"\n')
+        (path / name).chmod(0o755)
+    return path
+
+
+class Session:
+    """An empty folder with links to the repository's, and one Python process, for one page."""
+
+    def __init__(self, folder, data_dir):
+        self.folder, self.python = folder, None
+        self.log = folder.parent / f"{folder.name}.log"
+        folder.mkdir()
+        for name in LINKS:
+            (folder / name).symlink_to(ROOT / name)
+        ours = ("XLA_FLAGS", "JAX_", "PYTEST_", "TFDS_", "UPDATE_GOLDEN", "PYTHONPATH")
+        bare = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+        kept = {name: value for name, value in os.environ.items() if "_CACHE_" in name}
+        self.env = {
+            **bare,
+            **{name: value for name, value in kept.items() if name.startswith("JAX_")},
+            "JAX_PLATFORMS": "cpu",
+            "TFDS_DATA_DIR": str(data_dir),
+            "PYTHONPATH": str(ROOT),
+            "PYTHONUNBUFFERED": "1",  # output and errors in the order of a terminal
+            "COLUMNS": "80",
+            "PATH": os.pathsep.join([str(_programs(folder)), os.environ["PATH"]]),
+        }
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        if self.python:
+            self.python.stdin.close()
+            self.python.wait(timeout=60)
+            self.replies.close()
+
+    def shell(self, command, timeout=900):
+        """A finished command; its output has the errors too."""
+        return subprocess.run(
+            ["bash", "-e", "-c", command],
+            cwd=self.folder,
+            env=self.env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=timeout,
+        )
+
+    def execute(self, block):
+        """Runs a block of Python after those before it."""
+        if self.python is None:
+            read, write = os.pipe()
+            with self.log.open("w") as log:
+                self.python = subprocess.Popen(
+                    [sys.executable, "-c", _INTERPRETER, str(write)],
+                    cwd=self.folder,
+                    env=self.env,
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=[write],
+                    text=True,
+                )
+            os.close(write)
+            self.replies = os.fdopen(read)
+        request = json.dumps([block.line, str(block.page), block.text])
+        print(request, file=self.python.stdin, flush=True)
+        assert self.replies.readline(), f"{block} ends with\n{self.log.read_text()[-3000:]}"
+
+    def output(self, command):
+        """What a command prints, without the paths of this machine."""
+        text = self.shell(command).stdout.replace(f"{self.folder}/", "").replace(f"{ROOT}/", "")
+        return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+
+
+# ---- Comparing ----
+
+NUMBER = re.compile(r"(?<![\w.:/@-])[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?(?![\w:/]|\.\d)")
+KINDS = {
+    "DATE": re.compile(r"\b\d{4}-\d\d-\d\d(?:[ T]\d\d:\d\d(?::\d\d)?(?:\.\d+)?)?"),
+    "CLOCK": re.compile(r"(?<![\w:])-?[\d-]+:[\d-]{2}(?::[\d-]{2})?(?![\w:])"),
+    "HASH": re.compile(r"\b(?=[0-9a-f]*\d)[0-9a-f]{8,64}\b(?:\.\.\.|…)?"),
+    "TIME": re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)? ?(?:ms|us|s|min|seconds|minutes)\b"),
+    "RATE": re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?= \w+(?:/s| per second| a second)\b)"),
+}
+
+
+def parts(line):
+    """The words of a line, with marks for what varies between machines, and its numbers."""
+    for kind, pattern in KINDS.items():
+        line = pattern.sub(kind, line)
+    numbers = NUMBER.findall(line)
+    return " ".join(re.sub(r"[─━]+", "─", NUMBER.sub("#", line)).split()), numbers
+
+
+def close(shown, real):
+    """Whether two numbers are one measurement: integers are equal, others within 5 %."""
+    if shown == real or "e" in shown + real:  # sizes of rounding have an exponent
+        return True
+    if "." not in shown + real:
+        return False
+    a, b = (float(x.replace(",", "")) for x in (shown, real))
+    unit = 10.0 ** -max(len(x.partition(".")[2]) for x in (shown, real))
+    return abs(a - b) <= max(0.05 * max(abs(a), abs(b)), 2 * unit)
+
+
+def same(shown, real, varies=False):
+    """Whether two lines have the same words, and numbers that are near to each other."""
+    (words, numbers), (other, found) = parts(shown), parts(real)
+    if words != other:
+        return False
+    return varies or all(close(a, b) for a, b in zip(numbers, found, strict=True))
+
+
+def matches(shown, real, varies=False):
+    """Whether an output is the one shown, in which a line `...` stands for any lines."""
+    pieces = [[]]
+    for line in filter(str.strip, shown.splitlines()):
+        if line.strip() == "...":
+            pieces.append([])
+        else:
+            pieces[-1].append(line)
+    rest = [line for line in real.splitlines() if line.strip()]
+
+    def at(piece, start):
+        there = rest[start : start + len(piece)]
+        return len(there) == len(piece) and all(
+            same(a, b, varies) for a, b in zip(piece, there, strict=True)
+        )
+
+    if len(pieces) == 1:
+        return len(rest) == len(pieces[0]) and at(pieces[0], 0)
+    if not at(pieces[0], 0):
+        return False
+    place, last = len(pieces[0]), len(rest) - len(pieces[-1])
+    for piece in pieces[1:-1]:
+        while place <= last and not at(piece, place):
+            place += 1
+        place += len(piece)
+    return place <= last and at(pieces[-1], last)
+
+
+def rewritten(shown, real):
+    """The output to show from now on: a `...` in it still replaces what is in the middle."""
+    lines = [line.rstrip() for line in real.splitlines()]
+    before = [line.strip() for line in shown.splitlines()]
+    if "..." in before:
+        first, last = before.index("..."), len(before) - 1 - before[::-1].index("...")
+        assert first == last, "several `...`: write this output by hand"
+        lines = [*lines[:first], "...", *lines[len(lines) - (len(before) - 1 - last) :]]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def rewrite(block, command, shown, real):
+    """Replaces the output of a command on its page."""
+    old, new = f"$ {command}\n{shown}", f"$ {command}\n{rewritten(shown, real)}"
+    text = block.page.read_text()
+    old, new = (textwrap.indent(x, block.indent) for x in (old, new))
+    assert text.count(old) == 1, f"{block}: the same command and output twice"
+    block.page.write_text(text.replace(old, new))
+
+
+def copied(block):
+    """Whether a block is a part of the file that it names."""
+    return block.text in (ROOT / block.value).read_text()
+
+
+def write(block, folder):
+    """Writes a block to the file that it names."""
+    path = folder / block.value
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(block.text)

@@ -1,0 +1,160 @@
+"""Every block of README.md, docs/ and examples/ runs as printed; tests/pages.py says how."""
+
+import ast
+import json
+import tomllib
+
+import pages
+import pytest
+import yaml
+from conftest import ROOT
+from golden import updates
+
+from research_dp.config import binding_checks, load, parser
+
+PAGES = sorted(
+    [
+        ROOT / "README.md",
+        *(page for folder in ("docs", "examples") for page in (ROOT / folder).rglob("*.md")),
+    ]
+)
+QUICK = {"docs/api.md", "docs/api_linen.md", "docs/api_updates.md"}
+# Pages that do not pass yet, each with what is missing. None may be added.
+PENDING = {
+    "README.md": "unlabelled blocks",
+    "docs/certify.md": "unlabelled blocks",
+    "docs/plan.md": "a usage line as a command",
+}
+# What a page's code must have reached at its end.
+ENDS = {
+    "docs/api_linen.md": "assert float(step(params, state, x, y)[2]) < float(loss)",
+    "docs/api_nnx.md": "assert np.isfinite(loss)",
+    "docs/api_updates.md": "assert on_disk[0].mu['scale'].shape == () and float(norm) > 0",
+}
+SYNTAX = {
+    "python": ast.parse,
+    "json": json.loads,
+    "toml": tomllib.loads,
+    "yaml": yaml.safe_load,
+    "text": str,
+    "bibtex": str,
+}
+
+
+def name(page):
+    return str(page.relative_to(ROOT))
+
+
+def gin_mistakes(text, folder):
+    """What is wrong with statements: a file that is not there, a name, a parameter, a value."""
+    load.register_all()
+    (folder / "block.gin").write_text(text)
+    statements = list(parser.read([str(folder / "block.gin")], []))
+    bindings = [s for s in statements if isinstance(s, parser.Binding)]
+    macros = {b.parameter: b for b in bindings if not b.selector}
+    found = [s for s in statements if isinstance(s, parser.Mistake)]
+    return [*found, *(m for b in bindings for m in binding_checks.mistakes(b, macros))]
+
+
+def cases(slow=True):
+    """The pages as parameters of a test, with their marks."""
+    for page in PAGES:
+        marks = []
+        if slow and name(page) not in QUICK:
+            marks.append(pytest.mark.slow)
+        if name(page) in PENDING:
+            marks.append(pytest.mark.xfail(reason=PENDING[name(page)]))
+        yield pytest.param(page, marks=marks, id=name(page))
+
+
+@pytest.mark.parametrize("page", list(cases(slow=False)))
+def test_every_block_is_of_a_kind_that_is_tested(page, tmp_path):
+    assert page.read_text().count("```") == 2 * len(pages.blocks(page)), "a fence is not closed"
+    for block in pages.blocks(page):
+        if block.mark == "file":
+            assert pages.copied(block), f"{block} is not a part of {block.value}"
+        elif block.mark != "not run":
+            known = {*pages.RUN, *SYNTAX, "gin"}
+            assert block.kind in known, f"{block}: ```{block.kind}: use one of {sorted(known)}"
+            SYNTAX.get(block.kind, str)(block.text)
+            if block.kind == "gin" and not block.mark:
+                assert not gin_mistakes(block.text, tmp_path), block
+        if block.kind == "console":
+            assert pages.commands(block)
+        if block.mark == "varies":
+            assert block.kind == "console"
+
+
+@pytest.fixture(scope="module")
+def prepared(command, data_dir):
+    """The folder of data sets, with the one that pages train on: nothing about it is printed."""
+    done = command("digits", tool="prepare_data.py")
+    assert done.returncode == 0, done.stderr
+    return data_dir
+
+
+@pytest.mark.parametrize("page", list(cases()))
+def test_a_page_runs_as_printed(page, request, data_dir, tmp_path):
+    blocks = [b for b in pages.blocks(page) if b.runs or b.mark == "write"]
+    if any(block.kind in ("bash", "console") for block in blocks):
+        data_dir = request.getfixturevalue("prepared")
+    with pages.Session(tmp_path / "clone", data_dir) as session:
+        for block in blocks:
+            run(block, session)
+        if name(page) in ENDS:
+            end = dict(page=page, line=0, kind="python", indent="", mark="", value="")
+            session.execute(pages.Block(text=ENDS[name(page)], **end))
+
+
+def run(block, session):
+    """Runs a block, and compares what it prints with what the page shows."""
+    if block.mark == "write":
+        pages.write(block, session.folder)
+    elif block.kind == "python":
+        session.execute(block)
+    elif block.kind == "bash":
+        done = session.shell(block.text)
+        assert done.returncode == 0, f"{block}: status {done.returncode}\n{done.stdout[-3000:]}"
+    else:
+        for command, shown in pages.commands(block):
+            real = session.output(command)
+            varies = block.mark == "varies"
+            if updates() and not pages.matches(shown, real, varies):
+                pages.rewrite(block, command, shown, real)
+                shown = pages.rewritten(shown, real)
+            message = f"{block}: $ {command} prints\n{real}\nIf this is meant: tools/generate.py"
+            assert pages.matches(shown, real, varies), message
+
+
+@pytest.mark.parametrize(
+    ("shown", "real", "alike"),
+    [
+        ("step 100: loss 0.7123", "step 100: loss 0.7124", True),
+        ("step 100: loss 0.7123", "step 100: loss 0.8", False),
+        ("step 100: loss 0.7123", "step 101: loss 0.7123", False),
+        ("19,882 bytes", "19,883 bytes", False),
+        ("at most 2.4e-07 apart", "at most 0.0e+00 apart", True),
+        ("done in 3.2 s, 1,234 examples/s", "done in 11 s, 999 examples/s", True),
+        ("saved at 2026-01-02 03:04:05", "saved at 2027-11-22 13:14:15", True),
+        ("fingerprint 0123456789abcdef", "fingerprint ffff456789abcdef", True),
+        ("conv_0/kernel float32", "conv_1/kernel float32", False),
+        ("a  b\n────\n\nc", "a b\n──\nc", True),
+        ("a\n...\nd", "a\nb\nc\nd", True),
+        ("a\n...\nc\n...", "a\nb\nc", True),
+        ("a\n...\nx\n...\nd", "a\nb\nd", False),
+        ("a\n...\nb\n...\nd", "a\nd", False),
+        ("...\nd", "a\nd\ne", False),
+        ("a", "a\nWARNING: b", False),
+    ],
+)
+def test_outputs_are_compared_word_by_word_and_number_by_number(shown, real, alike):
+    assert pages.matches(shown, real) == alike
+
+
+def test_a_rewritten_output_keeps_what_it_leaves_out():
+    assert pages.rewritten("a\n...\nd\n", "A\nb\nc\nD\n") == "A\n...\nD\n"
+    assert pages.rewritten("a\n", "b \nc\n") == "b\nc\n"
+
+
+def test_what_no_test_runs_yet_is_a_page():
+    assert {*PENDING, *QUICK, *ENDS} <= {name(page) for page in PAGES}
