@@ -1,30 +1,244 @@
-"""Tables and text on a terminal."""
+"""Tables, text and progress: as wide as a terminal is, or plain and uncut in a pipe."""
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+import dataclasses
+import itertools
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, NamedTuple, Self
 
 from rich import box
-from rich.console import Console
-from rich.table import Table
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.padding import Padding
+from rich.table import Table as Grid
+from rich.text import Text
 
-_PIPE_WIDTH = 200  # table rows are not truncated in a pipe
+_PIPE_WIDTH = 10_000  # nothing is wrapped in a pipe
+_GAP, _INDENT = 2, 4
+_PROSE = 24  # prose is wrapped to no less than this
+_SECONDS = 4.0  # between two lines of progress in a pipe
 
 
-def table(title: str, *columns: str) -> Table:
-    """A table; a column whose name ends with a colon is right-aligned, for numbers."""
-    result = Table(title=title, box=box.SIMPLE, title_justify="left")
-    for column in columns:
-        result.add_column(column.rstrip(":"), justify="right" if column.endswith(":") else "left")
-    return result
+@dataclasses.dataclass
+class Table:
+    """Rows of cells under named columns, the first of which names the row.
+
+    A column whose name ends with a colon has numbers, to the right; one whose name ends with a
+    tilde has prose, which may be wrapped between words. No other cell is wrapped or cut. `grouped`
+    rows that begin with the same cell show it once.
+    """
+
+    title: str
+    columns: tuple[str, ...]
+    grouped: bool = False
+    rows: list[tuple[str | Text, ...]] = dataclasses.field(default_factory=list)
+
+    def add_row(self, *cells: str | Text) -> None:
+        """Adds a row, of as many cells as there are columns; cells may have a style."""
+        self.rows.append(cells)
+
+    @property
+    def heads(self) -> list[str]:
+        """The names of the columns, without what marks their kind."""
+        return [name.rstrip(":~") for name in self.columns]
+
+    def layout(self, width: int) -> RenderableType:
+        """The table in at most `width` columns, if its longest cells allow that.
+
+        The rows are lines if that fits. Else they are columns, if they fit side by side. Else the
+        first cell of a row has a line of its own, or the rows are columns of several blocks,
+        whichever is shorter.
+        """
+        title = [Text(self.title)] if self.title else []
+        heads = [_Cell.head(name) for name in self.columns]
+        rows = [
+            list(itertools.starmap(_Cell.of, zip(row, self.columns, strict=True)))
+            for row in self.rows
+        ]
+        lines = _keys_shown_once(rows) if self.grouped else rows
+        if widths := _widths([heads, *lines], width):
+            return Group(*title, _grid(widths, heads, lines))
+        blocks = list(_transposed(heads, rows, width))
+        if len(blocks) > 1 and 2 * len(rows) < len(blocks) * len(heads):
+            is_prose = [i == 0 or name.endswith("~") for i, name in enumerate(self.columns)]
+            if stacked := _stacked(heads, lines, is_prose, width):
+                return Group(*title, *stacked)
+        return Group(*title, *blocks)
+
+
+class _Cell(NamedTuple):
+    """A cell; `least` is the number of terminal columns that it needs."""
+
+    text: Text
+    least: int
+    justify: Literal["left", "right"] = "left"
+
+    @classmethod
+    def head(cls, name: str) -> _Cell:
+        """The head of a column, which is wrapped between words."""
+        text = Text(name.rstrip(":~"), "bold")
+        return cls(text, _longest_word(text), "right" if name.endswith(":") else "left")
+
+    @classmethod
+    def of(cls, content: str | Text, column: str) -> _Cell:
+        """A cell of a column."""
+        text = content if isinstance(content, Text) else Text(content)
+        least = text.cell_len
+        if column.endswith("~"):
+            least = max(_longest_word(text), min(least, _PROSE))
+        return cls(text, least, "right" if column.endswith(":") else "left")
+
+
+def _longest_word(text: Text) -> int:
+    return max((Text(word).cell_len for word in text.plain.split()), default=0)
+
+
+def _keys_shown_once(rows: Sequence[list[_Cell]]) -> list[list[_Cell]]:
+    previous = [None, *(row[0].text.plain for row in rows)]
+    return [
+        [_Cell(Text(), 0), *row[1:]] if row[0].text.plain == before else row
+        for row, before in zip(rows, previous, strict=False)
+    ]
+
+
+def _widths(rows: Sequence[Sequence[_Cell]], width: int) -> list[int]:
+    """The width of each column, the widest that fit; empty if the least ones do not."""
+    columns = list(zip(*rows, strict=True))
+    least = [max(cell.least for cell in column) for column in columns]
+    widths = [max(cell.text.cell_len for cell in column) for column in columns]
+    while sum(widths) + _GAP * len(widths) > width:
+        slack = [now - needed for now, needed in zip(widths, least, strict=True)]
+        if not any(slack):
+            return []
+        widths[slack.index(max(slack))] -= 1
+    return widths
+
+
+def _grid(widths: Sequence[int], heads: Sequence[_Cell], rows: Sequence[Sequence[_Cell]]) -> Grid:
+    """Rows under heads, with columns of the given widths."""
+    style = box.SIMPLE if rows else box.SIMPLE_HEAD
+    grid = Grid(box=style, pad_edge=False, padding=(0, _GAP - 1, 0, 0))
+    for head, width in zip(heads, widths, strict=True):
+        grid.add_column(head.text, width=width, justify=head.justify)
+    for row in rows:
+        grid.add_row(*(cell.text for cell in row))
+    return grid
+
+
+def _transposed(
+    heads: Sequence[_Cell], rows: Sequence[Sequence[_Cell]], width: int
+) -> Iterator[Grid]:
+    """Blocks of as many rows as fit side by side, each a column."""
+    start = 0
+    while start < len(rows):
+        widths, block = [], []
+        for count in range(1, len(rows) - start + 1):
+            wider = [list(line) for line in zip(heads, *rows[start : start + count], strict=True)]
+            fitting = _widths(wider, width)
+            if not fitting and block:
+                break
+            least = [max(cell.least for cell in column) for column in zip(*wider, strict=True)]
+            widths, block = fitting or least, wider
+        (first, *keys), *body = block
+        yield _grid(widths, [first, *(key._replace(justify="right") for key in keys)], body)
+        start += len(keys)
+
+
+def _stacked(
+    heads: Sequence[_Cell], rows: Sequence[Sequence[_Cell]], is_prose: Sequence[bool], width: int
+) -> list[RenderableType]:
+    """The key and the prose of each row on a line above its other cells; empty if too wide."""
+    above = [[c for c, prose in zip(row, is_prose, strict=True) if prose] for row in (heads, *rows)]
+    below = [
+        [c for c, prose in zip(row, is_prose, strict=True) if not prose] for row in (heads, *rows)
+    ]
+    widths = _widths(below, width - _INDENT)
+    if not widths:
+        return []
+    texts = [Text("  ").join(cell.text for cell in line if cell.text) for line in above]
+    parts: list[RenderableType] = [Text(), Padding(texts[0], (0, 0, 0, 1))]
+    parts.append(Padding(_grid(widths, below[0], []), (0, 0, 0, _INDENT - 1)))
+    for text, cells in zip(texts[1:], below[1:], strict=True):
+        grid = Grid.grid(padding=(0, _GAP, 0, 0))
+        for cell, one in zip(cells, widths, strict=True):
+            grid.add_column(width=one, justify=cell.justify)
+        grid.add_row(*(cell.text for cell in cells))
+        parts += [Padding(text, (0, 0, 0, 1))] if text else []
+        parts.append(Padding(grid, (0, 0, 0, _INDENT)))
+    return [*parts, Text()]
+
+
+def table(title: str, *columns: str, grouped: bool = False) -> Table:
+    """An empty `Table`."""
+    return Table(title, columns, grouped)
 
 
 def put(*parts: Any) -> None:
-    """Prints text and tables: colored and as wide as the terminal, or plain and uncut in a pipe."""
+    """Prints text and tables; text on a terminal is wrapped between words."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(width=_PIPE_WIDTH, highlight=False)
     with console.capture() as captured:
         for part in parts:
-            console.print(part, soft_wrap=not isinstance(part, Table))
+            if isinstance(part, Table):
+                console.print(part.layout(console.width))
+            else:
+                console.print(part if isinstance(part, Text) else Text(part))
     print("\n".join(line.rstrip() for line in captured.get().splitlines()))
+
+
+class Progress:
+    """Shows what a command is doing, and for how long, on standard error, as a context.
+
+    On a terminal it is one line, which is gone at the end. In a pipe each activity is a line, and
+    one that takes long is repeated every few seconds.
+    """
+
+    def __init__(self, activity: str):
+        self._activity, self._detail, self._since = activity, "", time.monotonic()
+        self._ended, self._on_exit = threading.Event(), contextlib.ExitStack()
+
+    def __call__(self, activity: str, detail: str = "") -> None:
+        """Begins an activity, or continues it with another detail, e.g. 'step 3 of 30'."""
+        is_new, self._activity, self._detail = activity != self._activity, activity, detail
+        if is_new:
+            self._since = time.monotonic()
+            self._print(activity)
+
+    def __enter__(self) -> Self:
+        console = Console(stderr=True, highlight=False)
+        self._in_pipe = not console.is_terminal
+        if self._in_pipe:
+            self._print(self._activity)
+            repeater = threading.Thread(target=self._repeat, daemon=True)
+            repeater.start()
+            self._on_exit.callback(repeater.join)
+            self._on_exit.callback(self._ended.set)
+        else:
+            # What is printed meanwhile is shown above the line.
+            is_same = {"redirect_stdout": sys.stdout.isatty()}
+            live = Live(get_renderable=self._line, console=console, transient=True, **is_same)
+            self._on_exit.enter_context(live)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._on_exit.close()
+
+    def _line(self) -> Text:
+        detail = f", {self._detail}" if self._detail else ""
+        return Text(f"{self._activity}{detail} ... {time.monotonic() - self._since:.0f} s")
+
+    def _print(self, line: str) -> None:
+        if self._in_pipe:
+            self._printed = time.monotonic()
+            print(line, file=sys.stderr, flush=True)
+
+    def _repeat(self) -> None:
+        while not self._ended.wait(max(0.1, self._printed + _SECONDS - time.monotonic())):
+            if time.monotonic() >= self._printed + _SECONDS:
+                self._print(self._line().plain)
