@@ -13,8 +13,8 @@ from rich.console import Console
 from research_dp.analysis.topologies import Topology
 from research_dp.errors import UsageError
 from research_dp.planning.extrapolation import FORMULAS, Curve
-from research_dp.planning.report import format_number, scale, tables
 from research_dp.planning.row import Row
+from research_dp.planning.tables import format_number, scale, tables
 
 _LEFT_OUT = (
     "Each device keeps its examples, so that the batch grows with the devices. Hosts are as large "

@@ -1,99 +1,25 @@
-"""A plan as tables, as JSON, and in words: which strategy, why not the others, what limits it."""
+"""A plan as JSON and in words: which strategy, why not the others, what limits it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from rich.table import Table
-
 from research_dp.analysis.topologies import Topology
-from research_dp.console import table
-from research_dp.distributed.mesh import sizes_text
 from research_dp.planning.row import Row, fastest_first
+from research_dp.planning.tables import scale
 
-_UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
-_PARTS = ("compute", "memory", "network_inside", "network_across", "exposed")
 _RATES = ("name", "memory_bytes", "memory_rate", "inside_rate", "across_rate", "flops", "sources")
 _NEGLIGIBLE = 0.02  # a smaller part of a step is not worth a sentence
 _BOUNDS = {
     "compute": "compute",
     "memory": "memory traffic",
-    "network inside": "the network inside a host or slice",
-    "network across": "the network between hosts or slices",
+    "network inside": "the intra-node network",
+    "network across": "the inter-node network",
 }
-
-
-def tables(rows: Sequence[Row], where: Topology) -> list[Table]:
-    """Memory, a step's time and traffic, and collectives, of all rows."""
-    sent = scale(row.wire_total or row.min_wire_bytes for row in rows)
-    return [_memory_table(rows, where), _step_table(rows, *sent), _collectives_table(rows, *sent)]
-
-
-def _memory_table(rows: Sequence[Row], where: Topology) -> Table:
-    unit, name = scale(row.needed_bytes or row.state_bytes for row in rows)
-    shown = table(
-        f"Memory of a device in {name}; it has to fit in: {where.memory_budget()[1]}",
-        "strategy", "mesh", "parameters:", "optimizer:", "batch:", "temporary:", "needed:",
-        "of:", "fits",
-    )  # fmt: skip
-    for row in rows:
-        parts = ("params", "opt", "batch", "temp", "needed", "available")
-        cells = (format_number(getattr(row, f"{part}_bytes"), unit, ",.3f") for part in parts)
-        fits = "yes" if row.fits else (row.problem or "").partition(":")[0]
-        shown.add_row(row.strategy, sizes_text(row.mesh or {}), *cells, fits)
-    return shown
-
-
-def _step_table(rows: Sequence[Row], unit: float, name: str) -> Table:
-    measured = any(row.measured_seconds for row in rows)
-    shown = table(
-        f"A step: {name} that a device sends, and the least it must; ms predicted from vendors' "
-        f"rates{', MFU and tokens/s as measured' if measured else ''}",
-        "strategy", f"{name} sent:", "least:", "ratio:", "times:", "hidden:", "TFLOP:", "compute:",
-        "memory:", "inside:", "across:", "waits:", "step ms:", "bound", "MFU:", "tokens/s:",
-        *(("measured ms:", "error:") if measured else ()), "compiled in s:",
-    )  # fmt: skip
-    for row in rows:
-        parts = row.predicted_parts or {}
-        predicted = format_number(row.predicted_seconds, 1e-3, ".2f")
-        shown.add_row(
-            row.strategy,
-            format_number(row.wire_total, unit, ",.3f"),
-            format_number(row.min_wire_bytes, unit, ",.3f"),
-            format_number(row.wire_ratio, 1, ".3f"),
-            str(sum(total.count for total in row.collectives)) if row.collectives else "",
-            format_number(row.hidden_fraction, 1, ".0%"),
-            format_number(row.flops, 1e12, ".4g"),
-            *(format_number(parts.get(part), 1e-3, ".2f") for part in _PARTS),
-            f">= {predicted}" if row.is_lower_bound else predicted,
-            row.bound or "",
-            format_number(row.mfu, 1, ".1%"),
-            format_number(row.tokens_per_second, 1, ",.0f"),
-            *([format_number(row.measured_seconds, 1e-3, ".2f")] if measured else ()),
-            *([format_number(prediction_error(row), 1, "+.0%")] if measured else ()),
-            format_number(row.compile_seconds, 1, ".0f"),
-        )
-    return shown
-
-
-def _collectives_table(rows: Sequence[Row], unit: float, name: str) -> Table:
-    columns = ("strategy", "kind", "over", "dtype", "times:", f"{name} sent:")
-    shown = table("Collectives a step", *columns)
-    for row in rows:
-        for number, total in enumerate(row.collectives or ()):
-            purpose = f" (for {total.purpose})" if total.purpose != total.kind else ""
-            strategy, kind = "" if number else row.strategy, total.kind + purpose
-            sent = format_number(total.wire_bytes, unit, ",.4f")
-            shown.add_row(strategy, kind, total.axes, total.dtype, f"{total.count}", sent)
-    return shown
-
-
-def prediction_error(row: Row) -> float | None:
-    """By what part of the measured time the prediction is above it (below: negative)."""
-    if not row.measured_seconds or row.predicted_seconds is None:
-        return None
-    return row.predicted_seconds / row.measured_seconds - 1
+_UNRANKED = (
+    "No ranking by time: a CPU's rates are nominal. With --measure each step is run and ranked."
+)
 
 
 def as_json(
@@ -110,32 +36,32 @@ def as_json(
     }
 
 
-def scale(sizes: Iterable[int | float | None]) -> tuple[float, str]:
-    """The unit in which the largest of these bytes is at least 0.1: (bytes, name)."""
-    largest = max((size or 0 for size in sizes), default=0)
-    return next((unit for unit in _UNITS if largest >= 0.1 * unit[0]), _UNITS[-1])
-
-
-def format_number(value: float | None, unit: float, form: str) -> str:
-    """A number in a unit; '' where it is unknown."""
-    return "" if value is None else f"{value / unit:{form}}"
+def ranked(rows: Sequence[Row], where: Topology) -> list[Row]:
+    """The rows that fit, the fastest first; none where times would be those of nominal rates."""
+    fitting = fastest_first(rows)
+    if where.chip.platform == "cpu" and not all(row.measured_seconds for row in fitting):
+        return []
+    return fitting
 
 
 def words(rows: Sequence[Row], where: Topology) -> list[str]:
-    """What follows from a plan, the most important first."""
-    ranked, platform = fastest_first(rows), where.chip.platform
-    lines = ["Nothing of this fits, or its time is not known."]
-    if ranked:
-        lines = [f"Fastest that fits: {_strengths(ranked[0])}"]
-        lines += [_comparison(row, ranked[0]) for row in ranked[1:]]
+    """What follows from a plan, the recommendation first."""
+    fastest, platform = ranked(rows, where), where.chip.platform
+    if fastest:
+        lines = [f"Fastest that fits: {_strengths(fastest[0])}"]
+        lines += [_comparison(row, fastest[0]) for row in fastest[1:]]
+    elif fastest_first(rows):
+        lines = [_smallest(fastest_first(rows)), _UNRANKED]
+    else:
+        lines = ["Nothing of this fits, or its time is not known."]
     lines += [_obstacle(row) for row in rows if not row.fits]
     problems = [row for row in rows if row.fits and row.problem]
     lines += [f"{row.strategy} fits, but {row.problem}." for row in problems]
-    if ranked and platform == "gpu" and not where.are_present:
-        share = (ranked[0].needed_bytes or 0) / where.chip.memory_bytes
+    if fastest and platform == "gpu" and not where.are_present:
+        share = (fastest[0].needed_bytes or 0) / where.chip.memory_bytes
         if share > 0.75:
             lines.append(
-                f"{ranked[0].strategy} needs {share:.0%} of the memory, and JAX takes 75 % by "
+                f"{fastest[0].strategy} needs {share:.0%} of the memory, and JAX takes 75 % by "
                 "default: set XLA_PYTHON_CLIENT_MEM_FRACTION=0.92."
             )
     lines += [
@@ -144,12 +70,10 @@ def words(rows: Sequence[Row], where: Topology) -> list[str]:
         for row in rows
         if row.is_lower_bound
     ]
-    if platform == "cpu":
-        lines += ["Rates of CPUs are nominal, of no machine in particular: compare times, no more."]
-    else:
+    if platform != "cpu":
         lines += [
-            "Bytes and counts are exact, and FLOPs but for those of custom kernels, which are left "
-            "out; times are estimates from vendors' rates."
+            "Bytes, counts and FLOPs are exact (FLOPs without those of custom kernels). Times are "
+            "estimates from vendors' rates."
         ]
     times = [(row.predicted_seconds, row.measured_seconds) for row in rows]
     if ratios := [predicted / real for predicted, real in times if predicted is not None and real]:
@@ -158,14 +82,14 @@ def words(rows: Sequence[Row], where: Topology) -> list[str]:
     return lines
 
 
-def changes(others: Sequence[Row], ranked: Sequence[Row]) -> list[str]:
-    """What each variant would change beside the first of the ranked strategies, if there is one."""
-    lines = []
+def changes(others: Sequence[Row], rows: Sequence[Row], where: Topology) -> list[str]:
+    """What each variant would change beside the fastest of the rows, if there is one."""
+    fastest, is_timed, lines = fastest_first(rows), bool(ranked(rows, where)), []
     for row in others:
         if not row.fits:
             lines.append(f"{row.strategy} {row.problem}.")
-        elif ranked:
-            lines.append(_difference(row, ranked[0]))
+        elif fastest:
+            lines.append(_difference(row, fastest[0], is_timed))
         else:
             lines.append(f"This fits: {_strengths(row)}")
     return lines
@@ -184,13 +108,14 @@ def summary(rows: Sequence[Row], where: Topology) -> list[str]:
     ]
 
 
-def _difference(row: Row, best: Row) -> str:
+def _difference(row: Row, best: Row, is_timed: bool) -> str:
     if row.batch_size != best.batch_size:
         speedup = (row.examples_per_second or 0.0) / (best.examples_per_second or 1.0)
         mfu = f", MFU {row.mfu:.1%}" if row.mfu else ""
+        rate = f"; {speedup:.2f} times the examples/s{mfu}" if is_timed else ""
         return (
-            f"Largest batch found to fit: {row.batch_size:,} a step, {_memory(row)} a device; "
-            f"{speedup:.2f} times the examples/s{mfu}. Larger ones with train.accumulation_steps."
+            f"Largest batch found to fit: {row.batch_size:,} per step, {_memory(row)}{rate}. "
+            "For larger ones set train.accumulation_steps."
         )
     costs, others = ((r.predicted_seconds, r.needed_bytes, r.wire_total) for r in (row, best))
     if costs == others:
@@ -198,10 +123,21 @@ def _difference(row: Row, best: Row) -> str:
             f"{row.strategy} costs what {best.strategy} does: is what it binds bound otherwise "
             "by a later file or on the command line?"
         )
+    time = f"a step of {_ms(row)} ms instead of {_ms(best)}, " if is_timed else ""
     return (
-        f"{row.strategy} instead of {best.strategy}: a step of {_ms(row)} ms instead of "
-        f"{_ms(best)}, {_size(row.needed_bytes)} instead of {_size(best.needed_bytes)}, "
-        f"{_size(row.wire_total)} sent instead of {_size(best.wire_total)}."
+        f"{row.strategy} instead of {best.strategy}: {time}"
+        f"{_size(row.needed_bytes)} instead of {_size(best.needed_bytes)}, wire bytes "
+        f"{_size(row.wire_total)} instead of {_size(best.wire_total)}."
+    )
+
+
+def _smallest(rows: Sequence[Row]) -> str:
+    """The rows with the least memory and the fewest wire bytes."""
+    least = min(rows, key=lambda row: row.needed_bytes or 0)
+    fewest = min(rows, key=lambda row: row.wire_total or 0.0)
+    return (
+        f"Least memory: {least.strategy}, {_size(least.needed_bytes)} per device. "
+        f"Fewest wire bytes: {fewest.strategy}, {_size(fewest.wire_total)}."
     )
 
 
@@ -209,7 +145,7 @@ def _strengths(row: Row) -> str:
     rate = ""
     if row.tokens_per_second and row.mfu:
         rate = f" ({row.tokens_per_second:,.0f} tokens/s, MFU {row.mfu:.1%})"
-    return f"{row.strategy}, {_ms(row)} ms a step{rate}, {_memory(row)} a device. {_bound(row)}"
+    return f"{row.strategy}, {_ms(row)} ms per step{rate}, {_memory(row)}. {_bound(row)}"
 
 
 def _comparison(row: Row, best: Row) -> str:
@@ -220,12 +156,12 @@ def _comparison(row: Row, best: Row) -> str:
 
 
 def _bound(row: Row) -> str:
-    """What bounds a step, and whether it waits for the network."""
+    """What bounds a step, and its exposed communication."""
     if row.bound is None or row.predicted_parts is None:
-        return "Bound by nothing that is known."
+        return "Its bound is not known."
     exposed = row.predicted_parts["exposed"]
     waits = row.predicted_seconds and exposed / row.predicted_seconds > _NEGLIGIBLE
-    wait = f"; waits {exposed * 1e3:.1f} ms for the network" if waits else ""
+    wait = f"; {exposed * 1e3:.1f} ms of communication are exposed" if waits else ""
     return f"Bound by {_BOUNDS[row.bound]}{wait}."
 
 
@@ -247,9 +183,9 @@ def _ms(row: Row) -> str:
 
 
 def _memory(row: Row) -> str:
-    """The bytes that a row needs, and those that are available."""
+    """The peak memory of a row, and its limit."""
     limit = row.available_bytes
-    return _size(row.needed_bytes) + ("" if limit is None else f" of {_size(limit)}")
+    return f"{_size(row.needed_bytes)}{f' of {_size(limit)}' if limit else ''} per device"
 
 
 def _size(nbytes: float | None) -> str:

@@ -1,0 +1,128 @@
+"""A plan as tables: memory, a step's wire bytes and time, collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rich.text import Text
+
+from research_dp.analysis.topologies import Topology
+from research_dp.console import Table, table
+from research_dp.distributed.mesh import sizes_text
+from research_dp.planning.row import Row
+
+_UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+_BOUND_CELLS = {"network inside": "intra-node", "network across": "inter-node"}
+
+
+def tables(rows: Sequence[Row], where: Topology, *, verbose: bool = False) -> list[Table]:
+    """Memory, and a step's wire bytes and time; `verbose`: all figures, and the collectives."""
+    sent = scale(row.wire_total or row.min_wire_bytes for row in rows)
+    short = [_memory_table(rows, where, verbose), _step_table(rows, where, *sent, verbose)]
+    return [*short, _collectives_table(rows, *sent)] if verbose else short
+
+
+def _memory_table(rows: Sequence[Row], where: Topology, verbose: bool) -> Table:
+    unit, name = scale(row.needed_bytes or row.state_bytes for row in rows)
+    limits = {row.available_bytes for row in rows} - {None}
+    limit = f"{max(limits) / unit:,.3f} {name}: " if limits else ""
+    parts = {"params": "parameters:", "opt": "optimizer:", "batch": "batch:", "temp": "temporary:"}
+    if not verbose:
+        del parts["batch"]
+    axes = next((tuple(row.mesh) for row in rows if row.mesh), ())
+    shown = table(
+        f"Memory per device in {name}; the limit is {limit}{where.memory_budget()[1]}",
+        *("strategy", " x ".join(axes) or "mesh", *parts.values(), "peak:", "fits"),
+    )
+    for row in rows:
+        mesh = " x ".join(map(str, row.mesh.values())) if row.mesh else ""
+        if tuple(row.mesh or axes) != axes:
+            mesh = sizes_text(row.mesh or {})
+        sizes = (getattr(row, f"{part}_bytes") for part in (*parts, "needed"))
+        cells = (format_number(size, unit, ",.3f") for size in sizes)
+        problem = (row.problem or "").partition(":")[0]
+        fits = Text("yes", "green") if row.fits else Text(problem, "red")
+        shown.add_row(row.strategy, mesh, *cells, fits)
+    return shown
+
+
+def _step_table(
+    rows: Sequence[Row], where: Topology, unit: float, name: str, verbose: bool
+) -> Table:
+    """By column: the cells of all rows. Times of CPUs are left out, unless verbose or measured."""
+    measured = any(row.measured_seconds for row in rows)
+    timed = verbose or where.chip.platform != "cpu"
+
+    def part(of: str) -> list[str]:
+        return [format_number((row.predicted_parts or {}).get(of), 1e-3, ".2f") for row in rows]
+
+    def rates(form: str, figure: str, unit: float = 1) -> list[str]:
+        return [format_number(getattr(row, figure), unit, form) for row in rows]
+
+    predicted = rates(".2f", "predicted_seconds", 1e-3)
+    columns = {"strategy": [row.strategy for row in rows]}
+    columns[f"wire {name}:"] = rates(",.3f", "wire_total", unit)
+    if verbose or not timed:
+        columns["lower bound:"] = rates(",.3f", "min_wire_bytes", unit)
+    columns["ratio:"] = rates(".3f", "wire_ratio")
+    if verbose or not timed:
+        columns["collectives:"] = [
+            str(sum(total.count for total in row.collectives)) if row.collectives else ""
+            for row in rows
+        ]
+    if verbose:
+        columns["overlapped:"] = rates(".0%", "hidden_fraction")
+        columns["TFLOP:"] = rates(".4g", "flops", 1e12)
+        columns["compute ms:"], columns["memory ms:"] = part("compute"), part("memory")
+        columns["intra-node ms:"] = part("network_inside")
+        columns["inter-node ms:"] = part("network_across")
+    if timed:
+        columns["step ms:"] = [
+            f">= {ms}" if row.is_lower_bound else ms
+            for ms, row in zip(predicted, rows, strict=True)
+        ]
+    if measured:
+        columns["measured ms:"] = rates(".2f", "measured_seconds", 1e-3)
+    if timed and measured:
+        errors = (prediction_error(row) for row in rows)
+        columns["error:"] = [format_number(error, 1, "+.0%") for error in errors]
+    if timed:
+        columns["exposed ms:"], columns["MFU:"] = part("exposed"), rates(".1%", "mfu")
+        columns["bound"] = [_BOUND_CELLS.get(row.bound or "", row.bound or "") for row in rows]
+    if verbose:
+        columns["tokens/s:"] = rates(",.0f", "tokens_per_second")
+        columns["compiled in s:"] = rates(".0f", "compile_seconds")
+    rate = "; times follow from vendors' rates" if timed else ""
+    shown = table(f"A step: wire bytes that a device sends{rate}", *columns)
+    shown.rows.extend(zip(*columns.values(), strict=True))
+    return shown
+
+
+def _collectives_table(rows: Sequence[Row], unit: float, name: str) -> Table:
+    columns = ("strategy", "collective", "over", "dtype", "times:", f"wire {name}:")
+    shown = table("Collectives per step", *columns, grouped=True)
+    for row in rows:
+        for total in row.collectives or ():
+            purpose = f" (for {total.purpose})" if total.purpose != total.kind else ""
+            sent = format_number(total.wire_bytes, unit, ",.4f")
+            cells = (total.kind + purpose, total.axes, total.dtype, f"{total.count}", sent)
+            shown.add_row(row.strategy, *cells)
+    return shown
+
+
+def prediction_error(row: Row) -> float | None:
+    """By what part of the measured time the prediction is above it (below: negative)."""
+    if not row.measured_seconds or row.predicted_seconds is None:
+        return None
+    return row.predicted_seconds / row.measured_seconds - 1
+
+
+def scale(sizes: Iterable[int | float | None]) -> tuple[float, str]:
+    """The unit in which the largest of these bytes is at least 0.1: (bytes, name)."""
+    largest = max((size or 0 for size in sizes), default=0)
+    return next((unit for unit in _UNITS if largest >= 0.1 * unit[0]), _UNITS[-1])
+
+
+def format_number(value: float | None, unit: float, form: str) -> str:
+    """A number in a unit; '' where it is unknown."""
+    return "" if value is None else f"{value / unit:{form}}"
