@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self, TextIO
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -178,18 +178,23 @@ def table(title: str, *columns: str, grouped: bool = False) -> Table:
     return Table(title, columns, grouped)
 
 
-def put(*parts: Any) -> None:
-    """Prints text and tables; text on a terminal is wrapped between words."""
-    console = Console(highlight=False)
+def put(*parts: Any, file: TextIO | None = None) -> None:
+    """Prints text and tables, to standard output without a `file`.
+
+    Text on a terminal is wrapped between words, and has its style.
+    """
+    console = Console(highlight=False, file=file)
     if not console.is_terminal:
-        console = Console(width=_PIPE_WIDTH, highlight=False)
+        console = Console(width=_PIPE_WIDTH, highlight=False, file=file)
     with console.capture() as captured:
         for part in parts:
             if isinstance(part, Table):
                 console.print(part.layout(console.width))
             else:
                 console.print(part if isinstance(part, Text) else Text(part))
-    print("\n".join(line.rstrip() for line in captured.get().splitlines()))
+    text = "\n".join(line.rstrip() for line in captured.get().splitlines())
+    if parts:
+        print(text, file=file, flush=True)
 
 
 class Progress:

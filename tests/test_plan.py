@@ -2,12 +2,14 @@
 
 import importlib.util
 import json
+import re
 import types
 
 import certified
 import jax
 import pytest
 from plan_rows import make_row
+from test_planning_extrapolation import GPUS
 from test_strategies import recipe, recipe_of
 
 from research_dp.analysis.topologies import Topology, topology
@@ -19,6 +21,7 @@ from research_dp.planning import estimate as estimate_lib
 from research_dp.planning import report
 from research_dp.planning.limits import Budget
 from research_dp.planning.row import Row, fastest_first
+from research_dp.planning.tables import prediction_error, tables
 
 DIGITS = "--gin_file=gin/runs/digits.gin"
 MLP = "--gin_file=gin/models/mlp.gin"
@@ -62,14 +65,34 @@ def test_advice_names_the_fastest_that_fits_and_what_stops_the_others():
         row("huge", needed=30e9, state=29e9, step=0.05),
         Row("odd", problem="refused: it cannot be"),
     ]
-    best, slow, large, huge, odd, *_ = report.words(rows, topology("cpu:8"))
-    assert best.startswith("Fastest that fits: quick, 100.0 ms")
-    assert "waits 10.0 ms for the network" in best
+    best, slow, large, huge, odd, *_ = report.words(rows, GPUS)
+    assert best.startswith("Fastest that fits: quick, 100.0 ms per step")
+    assert "10.0 ms of communication are exposed" in best
     assert slow.startswith("slow: 2.0 times as long")
     assert "whether it does with fewer examples at a time" in large
     assert "its state must be sharded" in huge
     assert odd == "odd refused: it cannot be."
-    assert report.words(rows[2:], topology("cpu:8"))[0].startswith("Nothing of this fits")
+    assert report.words(rows[2:], GPUS)[0].startswith("Nothing of this fits")
+
+
+def test_times_of_nominal_rates_rank_nothing_unless_measured():
+    """A CPU's predicted order was the reverse of the measured one."""
+    where = topology("cpu:8")
+    sent = [{"wire_bytes": {"total": total}, "mesh": {"data": 8}} for total in (2e9, 1e9)]
+    rows = [row("a", step=0.1, needed=8e9, **sent[0]), row("b", step=0.2, **sent[1])]
+    smallest, unranked, *_ = report.words(rows, where)
+    assert smallest == (
+        "Least memory: a, 8.00 GB per device. Fewest wire bytes: b, 1.00 GB per device and step."
+    )
+    assert unranked.startswith("No ranking by time") and "--measure" in unranked
+    assert not re.search(r"\bms\b|Fastest|faster|slower", " ".join(report.words(rows, where)))
+    for shown in tables(rows, where):
+        assert not [head for head in shown.heads if "ms" in head.split() or head == "MFU"]
+    bf16 = row("a+bf16", step=0.05, needed=7e9, batch_size=rows[0].batch_size, **sent[1])
+    (change,) = report.changes([bf16], rows, where)
+    assert "7.00 GB instead of 8.00 GB" in change and " ms" not in change
+    rows[0].measured_seconds, rows[1].measured_seconds = 0.9, 0.3
+    assert report.words(rows, where)[0].startswith("Fastest that fits: b, 300.0 ms per step")
 
 
 def test_measured_times_rank_where_all_were_measured():
@@ -77,7 +100,7 @@ def test_measured_times_rank_where_all_were_measured():
     assert [r.strategy for r in fastest_first(rows)] == ["b", "a"]
     rows[1].measured_seconds = None
     assert [r.strategy for r in fastest_first(rows)] == ["a", "b"]
-    assert report.prediction_error(rows[0]) == pytest.approx(0.1 / 0.9 - 1)
+    assert prediction_error(rows[0]) == pytest.approx(0.1 / 0.9 - 1)
 
 
 def test_a_budget_names_what_is_above_it():

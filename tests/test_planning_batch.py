@@ -3,6 +3,7 @@
 import optax
 import pytest
 from plan_rows import make_row
+from test_planning_extrapolation import GPUS
 from test_strategies import recipe_of
 
 from research_dp.analysis.topologies import topology
@@ -86,7 +87,7 @@ def test_what_variants_change_is_said():
 
     best = costs("fsdp", 0.1, 10**9, 2e9)
     others = [costs("fsdp_keep", 0.08, 3 * 10**9, 1e9), costs("fsdp+bf16_gather", 0.1, 10**9, 2e9)]
-    quicker, same = report.changes(others, [best])
+    quicker, same = report.changes(others, [best], GPUS)
     assert quicker.startswith("fsdp_keep instead of fsdp: a step of 80.0 ms instead of 100.0")
     assert same.startswith(
         "fsdp+bf16_gather costs what fsdp does: is what it binds bound otherwise"

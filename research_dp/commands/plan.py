@@ -13,6 +13,7 @@ from typing import Any, ClassVar, TypeVar
 
 import gin
 import jax
+from rich.text import Text
 
 from research_dp.analysis import topologies
 from research_dp.commands import exit_status, plan_candidates, runtime
@@ -20,13 +21,14 @@ from research_dp.commands.flags import Command, check_writable, flag, switch, us
 from research_dp.commands.plan_candidates import Candidate
 from research_dp.config import load
 from research_dp.config.load import Config
-from research_dp.console import put
+from research_dp.console import Progress, put
 from research_dp.distributed.mesh import planning_for
 from research_dp.errors import UsageError, first_line, message_of
 from research_dp.planning import estimate, extrapolation, html_report, report
 from research_dp.planning.extrapolation import SIZES, Curve
 from research_dp.planning.limits import Budget
 from research_dp.planning.row import Row, fastest_first
+from research_dp.planning.tables import tables
 from research_dp.strategies import StrategyConfig, TrainSpec
 from research_dp.training.loop import train
 
@@ -54,13 +56,13 @@ class Plan(Command):
     dump_hlo: str | None = flag("write each compiled program's text", "DIR")
     advise: bool = switch("compile other options and batches of the fastest")
     measure: bool = switch("run each step, too, if the devices are present")
+    verbose: bool = switch("print all figures, and the collectives")
     verb: ClassVar[str] = "plan"
 
     def run(self) -> int:
         """Plans, prints and writes; returns the exit status. UsageError if nothing can be built."""
         _, exceeded = self.result(put)
-        for message in exceeded:
-            print(f"error: {message}", file=sys.stderr)
+        put(*(Text(f"error: {message}", "bold red") for message in exceeded), file=sys.stderr)
         return int(bool(exceeded))
 
     def result(self, show: Callable[..., None]) -> tuple[dict[str, Any], list[str]]:
@@ -68,6 +70,10 @@ class Plan(Command):
 
         UsageError if nothing can be built.
         """
+        with Progress("Reading the configuration") as self.report:
+            return self._plan(show)
+
+    def _plan(self, show: Callable[..., None]) -> tuple[dict[str, Any], list[str]]:
         # A program from a cache has no compile time, and not every kind of device can have one.
         jax.config.update("jax_enable_compilation_cache", False)
         files = (self.json_file, self.html_file)
@@ -85,11 +91,12 @@ class Plan(Command):
                 self.dump.mkdir(parents=True, exist_ok=True)
         rows, budgets = self.rows(candidates)
         words = report.words(rows, where)
-        show(*report.tables(rows, where), "", *words)
+        style = "bold green" if fastest_first(rows) else "bold red"
+        show(Text(words[0], style), "", *tables(rows, where, verbose=self.verbose), *words[1:])
         others = self.others(candidates, rows) if self.advise else []
         if others:
-            changes = report.changes(others, fastest_first(rows))
-            show("", *report.tables(others, where), "", *changes)
+            changes = report.changes(others, rows, where)
+            show("", *tables(others, where, verbose=self.verbose), *changes)
             words += changes
         result = report.as_json(rows, others, where, words)
         if json_file:
@@ -107,7 +114,7 @@ class Plan(Command):
         rows, budgets = [], []
         for number, candidate in enumerate(candidates, 1):
             name = candidate.name or "the run"
-            _report(f"[{number}/{len(candidates)}] {name} on {self.where.name}")
+            self.report(f"[{number}/{len(candidates)}] {name} on {self.where.name}")
             rows.append(self.under(candidate, functools.partial(self.compile, candidate.name)))
             # Where the candidate's own files are wrong, nothing is bound.
             config = self.config
@@ -142,7 +149,7 @@ class Plan(Command):
         for best in fastest_first(rows)[:1]:
             for variant in plan_candidates.variants(by_name[best.strategy], best, self.where):
                 if variant.name not in by_name:
-                    _report(f"[advice] {variant.name} on {self.where.name}")
+                    self.report(f"[advice] {variant.name} on {self.where.name}")
                     compile_it = functools.partial(self.compile, variant.name)
                     variants.append(self.under(variant, compile_it))
             variants.append(self.search(by_name[best.strategy], best, estimate.largest_batch))
@@ -164,7 +171,7 @@ class Plan(Command):
             try:
                 others.append(topologies.topology(name))
             except UsageError as error:  # no compiler, or more CPUs than are present
-                _report(f"[page] {name} is left out: {error}")
+                self.report(f"[page] {name} is left out: {error}")
         for candidate, row in zip(candidates, rows, strict=True):
             if row.mesh is None:
                 continue
@@ -172,7 +179,7 @@ class Plan(Command):
             is_quick = (row.compile_seconds or 0) <= _LONG_COMPILATION
             if row.devices == len(self.where.devices) and is_quick:
                 for other in others:
-                    _report(f"[page] {row.strategy} on {other.name}")
+                    self.report(f"[page] {row.strategy} on {other.name}")
                     compile_it = functools.partial(estimate.compile_scaled, row, other)
                     scaled = self.under(candidate, compile_it, other)
                     compiled += [scaled] if scaled.mesh else []
@@ -191,7 +198,7 @@ class Plan(Command):
         """The row of the batch that a method of searching finds for a row's strategy."""
 
         def compile_with(strategy: StrategyConfig, spec: TrainSpec) -> Row:
-            _report(
+            self.report(
                 f"[advice] {row.strategy}, batch {spec.batch_size}, accumulation_steps "
                 f"{spec.accumulation_steps} on {self.where.name}"
             )
@@ -212,6 +219,7 @@ class Plan(Command):
             name or strategy.name, strategy, spec, self.where, self.dump
         )
         if self.measure and compiled.row.fits:
+            self.report(f"Measuring {compiled.row.strategy} on {self.where.name}")
             estimate.measure(compiled)
         return compiled.row
 
@@ -257,8 +265,3 @@ def _exceeded(
 def _write(flag: str, path: str, text: str) -> None:
     with usage_error(f"{flag}={path} cannot be written"):
         Path(path).write_text(text, encoding="utf-8")
-
-
-def _report(line: str) -> None:
-    """Reports progress on stderr: results are on stdout."""
-    print(line, file=sys.stderr, flush=True)

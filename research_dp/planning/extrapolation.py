@@ -28,12 +28,12 @@ SIZES = tuple(2**power for power in range(3, 13))  # that a page shows, beside c
 FORMULAS = (
     ("state", "exact, by the rule that shards it; nothing is compiled for it"),
     (
-        "needed",
+        "peak memory",
         "the state, and a + b/n through the two nearest compiled sizes for the rest; what is "
         "compiled for one size only is taken as constant",
     ),
     (
-        "sent",
+        "wire bytes",
         "each collective's bytes times (g-1)/g for groups of g devices, twice that for a sum; sums "
         "of shards over replicas shrink with the shard, indices of rows grow with the batch",
     ),

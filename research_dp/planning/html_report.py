@@ -8,9 +8,8 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
-from rich.console import Console
-
 from research_dp.analysis.topologies import Topology
+from research_dp.console import Table
 from research_dp.errors import UsageError
 from research_dp.planning.extrapolation import FORMULAS, Curve
 from research_dp.planning.row import Row
@@ -23,14 +22,20 @@ _LEFT_OUT = (
     "real steps are longer."
 )
 _STYLE = """
+:root { color-scheme: light dark; --line: #bbb }
+@media (prefers-color-scheme: dark) {
+  :root { --line: #555 } svg { filter: invert(.88) hue-rotate(180deg) }
+}
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 76rem; margin: 2rem auto; padding: 0 1rem }
-svg { width: 100%; height: auto } pre { overflow-x: auto; font-size: 12px; line-height: 1.35 }
+svg { width: 100%; height: auto }
 table { border-collapse: collapse; font-size: 13px } th { text-align: left; vertical-align: bottom }
 td, th { padding: .1rem .9rem .1rem 0 } td.n, th.n { text-align: right }
-tr.c td { font-weight: 600 } tr.first td { border-top: 1px solid #bbb }
-dt { float: left; clear: left; width: 5rem; font-weight: 600 } dd { margin-left: 5.5rem }
+tr.c td { font-weight: 600 } tr.first td { border-top: 1px solid var(--line) }
+caption { text-align: left; padding: 1rem 0 .3rem; font-size: 15px } .wide { overflow-x: auto }
+dt { float: left; clear: left; width: 7rem; font-weight: 600 } dd { margin-left: 7.5rem }
 """
 _MARKERS = "osD^vP*Xh<>p"
+_TICKS = 3  # the least on an axis
 
 
 def check_matplotlib() -> None:
@@ -50,57 +55,60 @@ def page(
     advice = "".join(f"<li>{html.escape(word)}</li>" for word in words)
     formulas = "".join(f"<dt>{name}</dt><dd>{html.escape(text)}</dd>" for name, text in FORMULAS)
     title = html.escape(f"Plan of {run} on {where.name}")
-    console = Console(record=True, file=io.StringIO(), width=220)
-    console.print(*tables(rows, where))
+    figures = "".join(map(_table, tables(rows, where, verbose=True)))
     return f"""<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style></head>
 <body><h1>{title}</h1>
 <ul>{advice}</ul>
 <h2>By number of devices</h2>
-{plot(curves, available, where.chip.name)}
+{plot(curves, available, where.chip.name, timed=where.chip.platform != "cpu")}
 <p><b>Filled points were compiled; hollow ones, on dashed lines, are extrapolated:</b></p>
 <dl>{formulas}</dl>
 <p>{html.escape(_LEFT_OUT)}</p>
 {_error_table(curves)}
 {_point_table(curves, available)}
 <h2>On {html.escape(where.name)}</h2>
-<pre>{html.escape(console.export_text())}</pre>
+{figures}
 </body></html>
 """
 
 
-def plot(curves: Sequence[Curve], available: int | None, chip: str) -> str:
-    """Memory and time as SVG."""
+def plot(curves: Sequence[Curve], available: int | None, chip: str, *, timed: bool = True) -> str:
+    """Memory beside time, or beside wire bytes where times are those of nominal rates, as SVG."""
     svg = io.StringIO()
-    figure = draw(curves, available, chip)
-    figure.savefig(svg, format="svg", bbox_inches="tight", metadata={"Date": None})
+    figure = draw(curves, available, chip, timed=timed)
+    options: dict[str, Any] = {"bbox_inches": "tight", "transparent": True}
+    figure.savefig(svg, format="svg", metadata={"Date": None}, **options)
     return svg.getvalue()[svg.getvalue().index("<svg") :]
 
 
-def draw(curves: Sequence[Curve], available: int | None, chip: str) -> Any:
+def draw(curves: Sequence[Curve], available: int | None, chip: str, *, timed: bool = True) -> Any:
     """The figure of matplotlib that `plot` prints; strategies with equal points share a line."""
     from matplotlib.figure import Figure  # pyplot would open windows and share state
 
     figure = Figure(figsize=(12.5, 5.2), layout="constrained")
-    memory, time = figure.subplots(1, 2)
+    memory, other = figure.subplots(1, 2)
     unit, name = scale(point.needed_bytes for curve in curves for point in curve.points)
+    sent, sent_name = scale(point.wire_bytes for curve in curves for point in curve.points)
+    field, scaled_by = ("seconds", 1e-3) if timed else ("wire_bytes", sent)
     groups: dict[Any, list[Curve]] = {}
     for curve in curves:
-        points = ((p.devices, p.compiled, p.needed_bytes, p.seconds) for p in curve.points)
+        points = ((p.devices, p.compiled, p.needed_bytes, getattr(p, field)) for p in curve.points)
         rounded = (tuple(f"{x:.2g}" if isinstance(x, float) else x for x in p) for p in points)
         groups.setdefault(tuple(rounded), []).append(curve)
     for number, same in enumerate(groups.values()):
         style = {"color": f"C{number % 10}", "marker": _MARKERS[number % len(_MARKERS)]}
         style["label"] = ", ".join(curve.strategy for curve in same)
         _draw_line(memory, same[0], "needed_bytes", unit, style)
-        _draw_line(time, same[0], "seconds", 1e-3, style)
+        _draw_line(other, same[0], field, scaled_by, style)
     if available:
         memory.axhline(available / unit, color="0.3", linestyle=":", linewidth=1)
         text, place = f"of {chip}: {available / unit:,.1f} {name}", (0.01, available / unit)
         offset = {"xytext": (0, 3), "textcoords": "offset points", "fontsize": 9}
         memory.annotate(text, place, xycoords=("axes fraction", "data"), **offset)
-    _set_axes(memory, f"What a step needs on a device, {name}", curves)
-    _set_axes(time, "A step, ms (predicted from vendors' rates)", curves)
+    _set_axes(memory, f"Peak memory per device, {name}", curves)
+    wire = f"Wire bytes per device and step, {sent_name}"
+    _set_axes(other, "A step, ms (predicted from vendors' rates)" if timed else wire, curves)
     handles, labels = memory.get_legend_handles_labels()
     labels += ["compiled", "extrapolated"]
     for face in ("0.3", "white"):
@@ -130,10 +138,34 @@ def _set_axes(axes: Any, title: str, curves: Sequence[Curve]) -> None:
     axes.set(xscale="log", yscale="log", title=title, xlabel="devices")
     axes.set_xticks(devices, [f"{n:,}" for n in devices], rotation=45, fontsize=9)
     axes.minorticks_off()
-    axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_locator(_ticks(*axes.get_ylim()))
     axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda y, _: f"{y:,.10g}"))
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def _ticks(least: float, most: float) -> Any:
+    """Ticks of a log axis: 1, 2 and 5 of each decade; even ones where these are too few."""
+    from matplotlib import ticker
+
+    coarse = ticker.LogLocator(subs=(1, 2, 5), numticks=50)
+    seen = [y for y in coarse.tick_values(least, most) if least <= y <= most]
+    return coarse if len(seen) >= _TICKS else ticker.MaxNLocator(2 * _TICKS)
+
+
+def _table(shown: Table) -> str:
+    """A table of a terminal as HTML."""
+    numbers = [' class="n"' if name.endswith(":") else "" for name in shown.columns]
+
+    def line(tag: str, cells: Sequence[Any]) -> str:
+        pairs = zip(cells, numbers, strict=True)
+        return "".join(f"<{tag}{kind}>{html.escape(str(x))}</{tag}>" for x, kind in pairs)
+
+    rows = "".join(f"<tr>{line('td', row)}</tr>" for row in shown.rows)
+    return (
+        f'<div class="wide"><table><caption>{html.escape(shown.title)}</caption>'
+        f"<tr>{line('th', shown.heads)}</tr>{rows}</table></div>"
+    )
 
 
 def _error_table(curves: Sequence[Curve]) -> str:
@@ -157,7 +189,7 @@ def _error_table(curves: Sequence[Curve]) -> str:
 def _point_table(curves: Sequence[Curve], available: int | None) -> str:
     unit, name = scale(point.needed_bytes for curve in curves for point in curve.points)
     sent, sent_name = scale(p.wire_bytes for curve in curves for p in curve.points)
-    heads = _headers("devices", f"state {name}", f"needed {name}", f"{sent_name} sent", "step ms")
+    heads = _headers("devices", f"state {name}", f"peak {name}", f"wire {sent_name}", "step ms")
     lines = [f"<tr>{heads}<th>fits</th><th></th></tr>"]
     for curve in curves:
         for number, point in enumerate(curve.points):

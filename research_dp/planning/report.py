@@ -133,12 +133,15 @@ def _difference(row: Row, best: Row, is_timed: bool) -> str:
 
 def _smallest(rows: Sequence[Row]) -> str:
     """The rows with the least memory and the fewest wire bytes."""
-    least = min(rows, key=lambda row: row.needed_bytes or 0)
-    fewest = min(rows, key=lambda row: row.wire_total or 0.0)
-    return (
-        f"Least memory: {least.strategy}, {_size(least.needed_bytes)} per device. "
-        f"Fewest wire bytes: {fewest.strategy}, {_size(fewest.wire_total)}."
-    )
+    memory = min(row.needed_bytes or 0 for row in rows)
+    leanest = ", ".join(row.strategy for row in rows if (row.needed_bytes or 0) == memory)
+    text = f"Least memory: {leanest}, {_size(memory)} per device."
+    if sent := [row.wire_total for row in rows if row.devices > 1 and row.wire_total is not None]:
+        most = min(sent) * 1.001
+        fewest = (row for row in rows if row.devices > 1 and (row.wire_total or 0.0) <= most)
+        names = ", ".join(row.strategy for row in fewest)
+        text += f" Fewest wire bytes: {names}, {_size(min(sent))} per device and step."
+    return text
 
 
 def _strengths(row: Row) -> str:

@@ -25,13 +25,13 @@ def tables(rows: Sequence[Row], where: Topology, *, verbose: bool = False) -> li
 def _memory_table(rows: Sequence[Row], where: Topology, verbose: bool) -> Table:
     unit, name = scale(row.needed_bytes or row.state_bytes for row in rows)
     limits = {row.available_bytes for row in rows} - {None}
-    limit = f"{max(limits) / unit:,.3f} {name}: " if limits else ""
+    limit = f", at most {max(limits) / unit:,.3f}" if limits else ""
     parts = {"params": "parameters:", "opt": "optimizer:", "batch": "batch:", "temp": "temporary:"}
     if not verbose:
         del parts["batch"]
     axes = next((tuple(row.mesh) for row in rows if row.mesh), ())
     shown = table(
-        f"Memory per device in {name}; the limit is {limit}{where.memory_budget()[1]}",
+        f"Memory per device in {name}{limit} ({where.memory_budget()[1]})",
         *("strategy", " x ".join(axes) or "mesh", *parts.values(), "peak:", "fits"),
     )
     for row in rows:
