@@ -8,7 +8,7 @@ import itertools
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, Self, TextIO
 
 from rich import box
@@ -22,6 +22,9 @@ _PIPE_WIDTH = 10_000  # nothing is wrapped in a pipe
 _GAP, _INDENT = 2, 4
 _PROSE = 24  # prose is wrapped to no less than this
 _SECONDS = 4.0  # between two lines of progress in a pipe
+
+
+Report = Callable[..., None]  # called with an activity and a detail, as `Progress` is
 
 
 @dataclasses.dataclass
@@ -247,3 +250,7 @@ class Progress:
         while not self._ended.wait(max(0.1, self._printed + _SECONDS - time.monotonic())):
             if time.monotonic() >= self._printed + _SECONDS:
                 self._print(self._line().plain)
+
+
+def silent(activity: str, detail: str = "") -> None:
+    """Reports nothing."""

@@ -9,8 +9,9 @@ from test_train_command import MLP
 
 from research_dp.training.checkpoint_files import steps_in
 from research_dp.training.intervals import Schedule
-from research_dp.training.metric_log import ProgressBar, truncate_records
+from research_dp.training.metric_log import truncate_records
 from research_dp.training.preemption import StopSignal
+from research_dp.training.progress_bar import ProgressBar
 
 STEPS = 60
 

@@ -4,32 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rich.table import Table
+from rich.text import Text
 
 from research_dp.certification import tolerances
 from research_dp.certification.compare_steps import MORE_SAMPLES, SAMPLES, StepComparison
 from research_dp.certification.tolerances import Difference
-from research_dp.console import table
+from research_dp.console import Table, table
 
 BOUND = (
-    f"Bound: {tolerances.FACTOR} times the oracle's own noise, at that step or usually, and at "
+    f"Bound: {tolerances.FACTOR} times the reference's own noise, at that step or usually, and at "
     f"least {tolerances.FLOOR_ULPS} ULPs of a leaf's greatest element; none for counts. New "
     "parameters and optimizer state are compared with what the optimizer makes of the same "
     f"gradients: {tolerances.UPDATE_ULPS} ULPs of the element and {tolerances.CHANGE_ULPS} of the "
     "leaf's greatest change. Where gradients may be rounded to a coarser dtype, each element may "
     f"be {tolerances.COARSE_ULPS} of its ULPs more off (norms: a 16th of that, losses: a 64th; a "
     "gradient's size: divided by the root of the number of its elements). The noise is measured: "
-    f"{SAMPLES} oracles take each step with the examples of each micro-batch in another order and "
-    f"parameters moved by up to one float32 unit in the last place; {MORE_SAMPLES} more where a "
-    "bound is passed."
+    f"{SAMPLES} references take each step with the examples of each micro-batch in another order "
+    f"and parameters moved by up to one float32 unit in the last place; {MORE_SAMPLES} more where "
+    "a bound is passed."
 )
 _STEPS, _LEAVES = 8, 12  # rows of the tables
-_WIDTH = 120
-_VERDICTS = {True: "holds", False: "FAILS", None: "-"}
+_VERDICTS = {True: Text("holds", "green"), False: Text("FAILS", "bold red"), None: Text("-")}
 
 
 class Check(NamedTuple):
@@ -108,48 +106,65 @@ class Certificate:
             ],
         }
 
-    def parts(self) -> Iterator[Any]:
-        """Text and tables for a terminal, in order."""
-        if self.steps:
-            yield self._steps_table()
-            worst = sorted(self.worst().values(), key=lambda d: -d.excess)
-            arrays = table(
-                f"Arrays nearest to their bounds, of {len(worst)}, each at its worst step",
-                *("array", "step:", "ULPs:", "bound:", "relative:"),
-            )
-            for d in (d for d in worst[:_LEAVES] if d.excess):
-                numbers = (f"{d.gap.ulps:.3g}", f"{d.bound:.3g}", f"{d.gap.relative:.1e}")
-                arrays.add_row(d.name, str(d.step), *numbers)
-            yield arrays
-        checks = table(self.title, "check", "", "found")
-        for name, passed, message in self.checks:
-            checks.add_row(name, _VERDICTS[passed], message)
-        yield checks
-        yield textwrap.fill(self.bound, _WIDTH)
-        if self.not_judged:
-            leaves = ", ".join(self.not_judged)
-            yield textwrap.fill(f"Not judged, because noise could hide a bug: {leaves}.", _WIDTH)
-        yield f"{'' if self.certified else 'NOT '}CERTIFIED: {self.title}."
-        if not self.certified:
+    def parts(self, *, verbose: bool = False) -> Iterator[Any]:
+        """Text and tables for a terminal: the verdict first, with `verbose` all that was compared.
+
+        Without `verbose` only failed checks are listed, and those of a quick run.
+        """
+        if self.certified:
+            yield Text(f"CERTIFIED: {self.title}.", "bold green")
+        else:
+            yield Text(f"NOT CERTIFIED: {self.title}.", "bold red")
             yield f"First difference: {self.first_difference}."
             yield f"Cause: {self.cause or 'not found; only the first difference is known'}."
+        worst = sorted(self.worst().values(), key=lambda d: -d.excess)
+        for d in worst[:1]:
+            numbers = f"{d.gap.ulps:.3g} ULPs of at most {d.bound:.3g}"
+            yield f"Nearest to its bound: {d.name}, step {d.step}: {numbers}."
+        if self.not_judged:
+            yield f"Not judged, because noise could hide a bug: {', '.join(self.not_judged)}."
+        results = [check.passed for check in self.checks]
+        counts = f"{results.count(True)} hold, {results.count(False)} fail"
+        rest = "" if verbose or not self.steps else " (--verbose lists them)"
+        yield f"{len(results)} checks: {counts}, {results.count(None)} have no bound{rest}."
+        every = verbose or not self.steps
+        if every or False in results:
+            checks = table("", "check", "", "found~")
+            for name, passed, message in self.checks:
+                if every or passed is False:
+                    checks.add_row(name, _VERDICTS[passed], message)
+            yield checks
+        if verbose and self.steps:
+            yield self._steps_table()
+            yield self._arrays_table(worst)
+        if every:
+            yield self.bound
+
+    def _arrays_table(self, worst: Sequence[Difference]) -> Table:
+        shown = table(
+            f"Arrays nearest to their bounds, of {len(worst)}, each at its worst step",
+            *("array", "step:", "ULPs:", "bound:", "relative:"),
+        )
+        for d in (d for d in worst[:_LEAVES] if d.excess):
+            numbers = (f"{d.gap.ulps:.3g}", f"{d.bound:.3g}", f"{d.gap.relative:.1e}")
+            shown.add_row(d.name, str(d.step), *numbers)
+        return shown
 
     def _steps_table(self) -> Table:
         """Some of the steps, the first and the last among them."""
         shown = table(
-            "Steps from the oracle's state; differences in ULPs",
-            *("step:", "loss:", "oracle's:", "apart:", "in a row:", "gradient norm:", "apart:"),
-            *("worst gradient:", "relative:", "at"),
+            "Steps from the reference's state; differences in ULPs",
+            *("step:", "loss:", "loss ULPs:", "free-running:", "gradient norm:", "norm ULPs:"),
+            *("worst gradient:", "at"),
         )
         last = len(self.steps) - 1
         for i in sorted({round(i * last / (_STEPS - 1)) for i in range(_STEPS)}):
             record, worst = self.steps[i], furthest(self.steps[i].differences, "kind")
             ulps = {kind: f"{d.gap.ulps:.3g}" for kind, d in worst.items()}
-            loss, expected, norm = record.loss, record.expected_loss, record.grad_norm
             shown.add_row(
-                *(str(record.step), f"{loss:.6f}", f"{expected:.6f}", ulps["loss"]),
-                *(ulps["loss, in a row"], f"{norm:.6f}", ulps["gradient norm"], ulps["gradient"]),
-                *(f"{worst['gradient'].gap.relative:.1e}", worst["gradient"].leaf),
+                *(str(record.step), f"{record.loss:.6f}", ulps["loss"], ulps["loss, in a row"]),
+                *(f"{record.grad_norm:.6f}", ulps["gradient norm"], ulps["gradient"]),
+                worst["gradient"].leaf,
             )
         return shown
 

@@ -20,6 +20,7 @@ from research_dp.certification.compare_steps import StepComparison, compare_step
 from research_dp.certification.diagnose import SHOWN, find_cause
 from research_dp.certification.harness import Batch, Bench, run_step, to_devices, to_host
 from research_dp.certification.tolerances import CAP, Difference, Envelope, first_difference
+from research_dp.console import Report, silent
 from research_dp.distributed.mesh import build_mesh, sizes_text
 from research_dp.distributed.sharding import by_path
 from research_dp.errors import UsageError, some_of
@@ -47,7 +48,14 @@ _STATEFUL = (
 )
 
 
-def certify(bench: Bench, data: DataSet, *, steps: int, dtypes: Sequence[str] = ()) -> Certificate:
+def certify(
+    bench: Bench,
+    data: DataSet,
+    *,
+    steps: int,
+    dtypes: Sequence[str] = (),
+    report: Report = silent,
+) -> Certificate:
     """Certifies a strategy on a data set, or finds what is wrong with it.
 
     `dtypes` are the floating-point ones that the configuration names. Raises UsageError if the
@@ -58,6 +66,7 @@ def certify(bench: Bench, data: DataSet, *, steps: int, dtypes: Sequence[str] = 
         f"{strategy.name} on {sizes_text(strategy.mesh.shape)} against {oracle.name}, "
         f"{steps} steps of {bench.spec.batch_size} examples of {data.name}"
     )
+    report(f"Compiling {strategy.name} and {oracle.name}")
     # Slots with state have none of the oracle's.
     actual, initial = (
         to_host(one.init(init_key(bench.spec.seed)))._replace(slots=())
@@ -67,10 +76,11 @@ def certify(bench: Bench, data: DataSet, *, steps: int, dtypes: Sequence[str] = 
     different = first_difference(actual, initial)
     certificate.check_bits("initial state", different)
     if different is None:
-        _compare_steps(certificate, bench, data, initial, steps, unnamed)
+        _compare_steps(certificate, bench, data, initial, steps, unnamed, report)
     else:
         certificate.located = f"before the first step, {different} has other bits"
         certificate.cause = _INITIAL
+    report("Comparing costs")
     message = f"{unnamed} is named nowhere" if unnamed else "named, or parameters' own"
     certificate.check("dtypes sent", not unnamed, message)
     for cost in costs.costs(bench.config.build(bench.spec), bench.spec):
@@ -85,6 +95,7 @@ def _compare_steps(
     initial: TrainState,
     steps: int,
     unnamed: str,
+    report: Report,
 ) -> None:
     """Compares steps up to the first difference; without one, also evaluation and checkpoints."""
     size, count, start = bench.spec.batch_size, steps + AFTER, max(steps - AFTER, 0)
@@ -95,6 +106,7 @@ def _compare_steps(
     envelope, free_run = Envelope(bench.precision), compare_steps.FreeRun(bench, initial)
     previous = state = initial
     for number in range(steps):
+        report("Comparing steps", f"step {number + 1} of {steps}")
         if number == start:
             to_save = to_host(free_run.state)
         step = compare_step(bench, number, state, batches[number], envelope)
@@ -121,11 +133,13 @@ def _compare_steps(
         draws = split_draws(bench.spec, bench.strategy)
         certificate.cause = draws.message if draws and draws.is_known else _UNSTABLE
     elif steps_are_right:
+        report("Comparing evaluation and checkpoints")
         for d in compare_steps.compare_evaluation(bench, data, state, envelope):
             certificate.check(d.kind, not d.is_wrong, _excess_text(d))
         _check_round_trips(certificate, bench, to_save, batches[start:steps])
     else:
         certificate.located = _first_difference_text(step, wrong_in_a_row)
+        report("Searching for the cause")
         certificate.cause = _cause(step, previous, batches, unnamed)
 
 

@@ -17,6 +17,7 @@ from research_dp import strategies
 from research_dp.certification import harness
 from research_dp.certification.certificate import Certificate, Check
 from research_dp.certification.harness import Batch
+from research_dp.console import Report, silent
 from research_dp.distributed.mesh import sizes_text
 from research_dp.distributed.placement import fingerprint
 from research_dp.strategies import Strategy, StrategyConfig, TrainSpec, jaxpr_collectives
@@ -37,7 +38,9 @@ _NEAR["evaluation loss"] = (1e-4, 0)
 _VALID = 5  # examples of the evaluation batch; the others are padding
 
 
-def certify_quick(config: StrategyConfig, models: Mapping[str, TrainableModel]) -> Certificate:
+def certify_quick(
+    config: StrategyConfig, models: Mapping[str, TrainableModel], report: Report = silent
+) -> Certificate:
     """Certifies a strategy that shards arrays of 64 elements, on the small run.
 
     `models` are small classifiers of `EXAMPLE`, by the API that they are written in.
@@ -46,6 +49,7 @@ def certify_quick(config: StrategyConfig, models: Mapping[str, TrainableModel]) 
     title = f"{config.name} on {sizes_text(config.mesh.shape)} against single, a quick run"
     certificate = Certificate(title, BOUND)
     for api, model in models.items():
+        report(f"Certifying {config.name} on a quick run in {api}")
         strategy = config.build(small_spec(model, size))
         for check in compare(trace(strategy, batches(size)), trace_single(model, size)):
             certificate.check(f"{api} {check.name}", check.passed, check.message)

@@ -18,7 +18,7 @@ from research_dp.certification.certificate import Certificate
 from research_dp.commands import runtime
 from research_dp.commands.flags import Command, check_writable, flag, switch, whole_number
 from research_dp.config import gin_internals, load, parser
-from research_dp.console import put
+from research_dp.console import Progress, Report, put
 from research_dp.distributed.mesh import refuse_several_processes
 from research_dp.errors import binding_error
 from research_dp.models import mlp
@@ -37,6 +37,7 @@ class Certify(Command):
     steps: int = flag("steps that are compared", "N", default=30, type=whole_number)
     json_file: str | None = flag("writes all that was found there", "FILE", "--json")
     quick: bool = switch("a strategy's file alone, on a small built-in run")
+    verbose: bool = switch("print all checks, steps and the arrays nearest to their bounds")
     verb: ClassVar[str] = "certify"
 
     def check(self, refuse: Callable[[str], NoReturn]) -> None:
@@ -46,11 +47,15 @@ class Certify(Command):
 
     def run(self) -> int:
         certificate = self.result()
-        put(*certificate.parts())
+        put(*certificate.parts(verbose=self.verbose))
         return 0 if certificate.certified else 1
 
     def result(self) -> Certificate:
         """Certifies, and writes the JSON file if there is to be one."""
+        with Progress("Reading the configuration") as report:
+            return self._result(report)
+
+    def _result(self, report: Report) -> Certificate:
         if self.quick:
             self.bindings = ["shard_params.min_weight_size = 64", *self.bindings]
         config = self.load(complete=not self.quick)
@@ -64,14 +69,16 @@ class Certify(Command):
         strategy = _bound_strategy()
         if self.quick:
             models = {api: quick_model(api) for api in QUICK_APIS}
-            result = quick.certify_quick(strategy, models)
+            result = quick.certify_quick(strategy, models, report)
         else:
-            result = self._certify_run(config, strategy)
+            result = self._certify_run(config, strategy, report)
         if self.json_file:
             Path(self.json_file).write_text(json.dumps(result.as_json(), indent=1))
         return result
 
-    def _certify_run(self, config: load.Config, strategy: StrategyConfig) -> Certificate:
+    def _certify_run(
+        self, config: load.Config, strategy: StrategyConfig, report: Report
+    ) -> Certificate:
         parameters = inspect.signature(inspect.unwrap(train)).parameters
         bound = gin.get_bindings("train")
         values = {name: bound.get(name, p.default) for name, p in parameters.items()}
@@ -89,7 +96,9 @@ class Certify(Command):
             gather_dtype=gathered[-1] if gathered else None,
         )
         dtypes = sorted({b.value for b in config.used if _names_dtype(b)})
-        return certify.certify(bench, values["data"], steps=self.steps, dtypes=dtypes)
+        return certify.certify(
+            bench, values["data"], steps=self.steps, dtypes=dtypes, report=report
+        )
 
 
 def quick_model(api: str) -> TrainableModel:

@@ -7,11 +7,10 @@ from typing import Any
 
 import gin
 import jax
-from rich.table import Table
 from rich.text import Text
 
 from research_dp.config import gin_internals, load, reachability
-from research_dp.console import put, table
+from research_dp.console import Table, put, table
 from research_dp.distributed.mesh import sizes_text
 from research_dp.distributed.placement import nbytes
 from research_dp.strategies import Strategy, StrategyConfig, TrainSpec, jaxpr_collectives
@@ -63,7 +62,7 @@ def default_text(value: Any) -> str:
 
 def state_table(strategy: Strategy) -> Table:
     """Bytes of parameters and state, in all and on one device."""
-    rows = table("Bytes between steps", "what", "bytes in all:", "bytes a device:")
+    rows = table("Bytes between steps", "what", "bytes in all:", "bytes per device:")
     state = strategy.abstract_state
     names = ["params", "model_state", "opt_state"]
     names += [name for name in ("loss_scale", "slots") if jax.tree.leaves(getattr(state, name))]
@@ -80,10 +79,10 @@ def collectives_table(strategy: Strategy) -> Table | str:
     groups: dict[Any, list[jaxpr_collectives.Collective]] = {}
     for one in collectives:
         groups.setdefault((one.kind, ", ".join(one.axes), one.dtype), []).append(one)
-    title = "Collectives a step"
+    title = "Collectives per step"
     if not collectives and strategy.mesh.size > 1:
         return f"{title}: none are written out; the compiler inserts them"
-    rows = table(title, "kind", "over", "dtype", "times:", "bytes a device sends:")
+    rows = table(title, "collective", "over", "dtype", "times:", "wire bytes per device:")
     for labels, same in [*sorted(groups.items()), (("all", "", ""), collectives)]:
         wire = sum(one.wire_bytes for one in same)
         rows.add_row(*labels, f"{sum(one.times for one in same)}", f"{wire:,.0f}")

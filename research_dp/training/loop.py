@@ -22,10 +22,10 @@ from research_dp.training import files, resume
 from research_dp.training.checkpoint import Checkpoints
 from research_dp.training.intervals import Schedule
 from research_dp.training.manifest import origin
-from research_dp.training.metric_log import say
 from research_dp.training.nonfinite import OnNonfinite
 from research_dp.training.preemption import STOPPED
 from research_dp.training.preflight import preflight
+from research_dp.training.progress_bar import say
 from research_dp.training.trainer import Trainer
 from research_dp.training.watchdog import monitored
 from research_dp.training.workdir import locked_workdir

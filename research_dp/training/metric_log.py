@@ -13,13 +13,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-import jax
-from rich import progress as rich_progress
-from rich.console import Console
-
 from research_dp.strategies import SKIPPED
 from research_dp.training import files, metrics
 from research_dp.training.manifest import Progress
+from research_dp.training.progress_bar import ProgressBar
 
 _EVENTS = "events.out.tfevents."
 
@@ -192,60 +189,3 @@ def _is_record(value: Mapping[str, Any]) -> bool:
         x is None or (type(x) in (int, float) and abs(x) <= sys.float_info.max)
         for x in scalars.values()
     )
-
-
-def say(text: str) -> None:
-    """Prints a line in process 0, before there is a bar."""
-    if jax.process_index() == 0:
-        print(text, flush=True)
-
-
-class ProgressBar:
-    """Shows steps, rate, time left and the newest metrics; only process 0 prints."""
-
-    def __init__(self, num_steps: int, first_step: int):
-        self._num_steps = num_steps
-        self._console = Console(quiet=jax.process_index() != 0, soft_wrap=True, highlight=False)
-        self._bar: rich_progress.Progress | None = None
-        if self._console.is_terminal:
-            self._bar = rich_progress.Progress(
-                rich_progress.TextColumn("step {task.completed}/{task.total}"),
-                rich_progress.BarColumn(),
-                rich_progress.TextColumn("{task.fields[rate]}"),
-                rich_progress.TimeRemainingColumn(),
-                console=self._console,
-            )
-            self._task = self._bar.add_task("", total=num_steps, completed=first_step, rate="")
-            self._bar.start()
-
-    def say(self, text: str) -> None:
-        self._console.print(text, markup=False)
-
-    def step(self, step: int) -> None:
-        if self._bar:
-            self._bar.update(self._task, completed=step)
-
-    def metrics(self, split: str, step: int, scalars: Mapping[str, float]) -> None:
-        """Prints metrics of a split, with rate and time left where the scalars have a rate."""
-        parts = [f"{name} {x:.4g}" for name, x in scalars.items() if name not in metrics.RATES]
-        if rate := scalars.get("steps_per_second"):
-            unit = "tokens" if "tokens_per_second" in scalars else "examples"
-            parts += [f"{rate:.1f} steps/s", f"{scalars[f'{unit}_per_second']:,.0f} {unit}/s"]
-            if "mfu" in scalars:
-                parts.append(f"{scalars['mfu']:.1%} MFU")
-            if self._bar:
-                self._bar.update(self._task, rate=f"{rate:.1f} steps/s")
-            parts.append(f"{_duration((self._num_steps - step) / rate)} left")
-        self.say(f"{split:5s} step {step}/{self._num_steps}  " + "  ".join(parts))
-
-    def close(self) -> None:
-        if self._bar:
-            self._bar.stop()
-
-
-def _duration(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes} min"
-    return f"{minutes} min {seconds} s" if minutes else f"{seconds} s"

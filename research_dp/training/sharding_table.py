@@ -1,16 +1,17 @@
-"""How a strategy shards each parameter, as a table."""
+"""How a strategy shards each parameter, as a table, and what a device has of the state."""
 
 from __future__ import annotations
 
 import jax
-from rich.table import Table
 
-from research_dp.console import table
+from research_dp.console import Table, table
 from research_dp.distributed.mesh import sizes_text
 from research_dp.distributed.placement import nbytes
+from research_dp.distributed.sharding import LeafSharding
 from research_dp.strategies import Strategy
 
 _MAX_ROWS = 200
+_UNITS = {10**3: "kB", 10**6: "MB", 10**9: "GB", 10**12: "TB"}
 
 
 def parameter_table(strategy: Strategy) -> Table:
@@ -19,8 +20,8 @@ def parameter_table(strategy: Strategy) -> Table:
     per_device, total = nbytes(strategy.abstract_state.params)
     shown = table(
         f"Parameters under {strategy.name} on {sizes_text(strategy.mesh.shape)}",
-        *("parameter", "shape", "dtype", "sharding", "of its optimizer state"),
-        *("bytes a device:", "why replicated"),
+        *("parameter", "shape", "dtype", "sharding", "optimizer state"),
+        *("bytes per device:", "why replicated~"),
     )
     for leaf, state in list(zip(params, slices, strict=True))[:_MAX_ROWS]:
         shown.add_row(
@@ -30,17 +31,46 @@ def parameter_table(strategy: Strategy) -> Table:
             state.reason or leaf.reason,
         )
     if len(params) > _MAX_ROWS:
-        shown.add_row(f"and {len(params) - _MAX_ROWS} more")
+        shown.add_row(f"and {len(params) - _MAX_ROWS} more", *[""] * 6)
     shown.add_row("all", "", "", "", "", f"{per_device:,}", f"of {total:,} in all")
     return shown
 
 
-def summary_line(strategy: Strategy) -> str:
-    """How many parameters are sharded, and their bytes a device."""
-    params = jax.tree.leaves(strategy.shardings.params)
-    per_device, total = nbytes(strategy.abstract_state.params)
-    sharded = sum(leaf.dim is not None for leaf in params)
-    return (
-        f"{strategy.name} on {sizes_text(strategy.mesh.shape)}: {sharded} of {len(params)} "
-        f"parameters sharded, {per_device:,} of {total:,} bytes a device (a dry run shows each)"
-    )
+def summary(strategy: Strategy) -> list[str]:
+    """Bytes of parameters, gradients and optimizer state on a device, in lines of 80 columns."""
+    state, shardings = strategy.abstract_state, strategy.shardings
+    params, slices = map(jax.tree.leaves, (shardings.params, shardings.slices))
+    grads = [_gradient(strategy, *pair) for pair in zip(params, slices, strict=True)]
+    gradients = sum(size for size, _ in grads), sum(size for _, size in grads)
+    lines = [
+        f"{strategy.name} on {sizes_text(strategy.mesh.shape)}; per device "
+        f"{_size_text('parameters', *nbytes(state.params))},",
+        f"{_size_text('gradients', *gradients)}, "
+        f"{_size_text('optimizer state', *nbytes(state.opt_state))}",
+    ]
+    if strategy.config.shard and strategy.mesh.size > 1 and all(x.dim is None for x in slices):
+        largest = max(slices, key=lambda leaf: leaf.nbytes)
+        lines.append(f"Nothing is sharded; the largest array, {largest.path}: {largest.reason}")
+    return lines
+
+
+def _gradient(strategy: Strategy, param: LeafSharding, part: LeafSharding) -> tuple[int, int]:
+    """Bytes, on a device and in all, of a gradient while micro-batches are added up."""
+    config = strategy.config
+    if config.sync_each == "micro_batch":
+        return part.nbytes_per_device, part.nbytes
+    # Gradients of parameters that stay gathered are scattered at the end of a step.
+    is_gathered = config.gather is not None and not config.reshard_after_forward
+    return (param.nbytes if is_gathered else param.nbytes_per_device), param.nbytes
+
+
+def _size_text(name: str, per_device: int, total: int) -> str:
+    """E.g. 'sharded gradients 44.3 kB of 340 kB'."""
+    if per_device < total:
+        return f"sharded {name} {_bytes_text(per_device)} of {_bytes_text(total)}"
+    return f"{name} {_bytes_text(total)}"
+
+
+def _bytes_text(size: int) -> str:
+    unit = max((u for u in _UNITS if size >= u), default=1)
+    return f"{float(f'{size / unit:.3g}'):g} {_UNITS.get(unit, 'bytes')}"

@@ -25,9 +25,10 @@ from research_dp.training.flight_recorder import Phase, Recorder
 from research_dp.training.input_checks import checked_batches, shared_identity
 from research_dp.training.intervals import ProfilerTrace, Schedule
 from research_dp.training.manifest import Manifest, Progress, origin
-from research_dp.training.metric_log import MetricLog, ProgressBar
+from research_dp.training.metric_log import MetricLog
 from research_dp.training.nonfinite import NonfiniteCheck
 from research_dp.training.preemption import StopSignal
+from research_dp.training.progress_bar import ProgressBar, metric_words
 from research_dp.training.replica_check import ReplicaCheck, split_dependence
 from research_dp.training.resume import check_same_data
 from research_dp.types import DataIdentity, DataSet, EvalOrder, TrainOrder
@@ -94,8 +95,10 @@ class Trainer:
             self._save(state, step)
             final = self._evaluate(state, step) if step == schedule.num_steps else None
             self.recorder.note("save", step)
+            self._console.doing("Writing the checkpoint")
             self.checkpoints.wait()
             if final is None:
+                self._console.close()
                 self._console.say(f"Stopped by a signal; step {step} is saved in {self.folder}")
             else:
                 self._summarize(state, step, final)
@@ -122,7 +125,8 @@ class Trainer:
             self._write_operative_config()
             at_end = step == self.schedule.num_steps
             self._metrics.open(self.folder, step, evaluates_again=at_end)
-        say(sharding_table.summary_line(self.strategy))
+        for line in sharding_table.summary(self.strategy):
+            say(line)
         if self._identity:
             say(f"Data: {self._identity}")
             if self._progress and not self._progress.data:
@@ -146,6 +150,7 @@ class Trainer:
         )
         if self._first_step < self.schedule.num_steps:
             self._console.say("Compiling the training step")
+            self._console.doing("Compiling")
         source = checked_batches(self.data, order, self.spec.model)
         for batch in prefetch(self.strategy.place_batch, source, self._in_flight.is_busy):
             # Placing the next batch overlapped with the steps in flight, which end now.
@@ -168,6 +173,7 @@ class Trainer:
         if is_first:
             jax.block_until_ready(values)
             self._facts["seconds_to_first_step"] = seconds = time.perf_counter() - self.started
+            self._console.doing("")
             self._console.say(f"First step done {seconds:.1f} s after the start")
             self._write_operative_config()
         # A skipped step changes no state: the check waits for one that does.
@@ -237,7 +243,9 @@ class Trainer:
         self._throughput.stop()
         self._metrics.flush()
         self._note(phase, step)
+        self._console.doing({"eval": "Evaluating", "save": "Saving"}[phase])
         yield
+        self._console.doing("")
         self.recorder.note("data", step + 1)
         if step > self._first_step:
             self._throughput.start()
@@ -267,7 +275,9 @@ class Trainer:
             text = json.dumps(files.as_json(summary), indent=2, allow_nan=False) + "\n"
             files.replace(self.folder / files.SUMMARY, text)
             self._write_operative_config()
-        self._console.say(f"Done: {self.folder / files.SUMMARY}")
+        self._console.close()
+        result = ", ".join([f"step {step}", *metric_words(final)])
+        self._console.say(f"Done: {result}, in {self.folder / files.SUMMARY}")
 
     def _write_operative_config(self) -> None:
         # Written more than once: gin knows a parameter's value only after its function was called.

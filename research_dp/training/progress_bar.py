@@ -1,0 +1,124 @@
+"""What a run prints: lines, and a bar on a terminal. Only process 0 prints."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+
+import jax
+from rich import progress
+from rich.console import Console
+from rich.text import Text
+
+from research_dp.training import metrics
+
+_PATIENCE = 2.0  # seconds that an activity may take before a pipe gets a line about it
+
+
+def say(text: str) -> None:
+    """Prints a line in process 0, before there is a bar."""
+    if jax.process_index() == 0:
+        print(text, flush=True)
+
+
+class ProgressBar:
+    """Shows steps, rate, time left and the newest metrics, or what else is being done."""
+
+    def __init__(self, num_steps: int, first_step: int):
+        self._num_steps = num_steps
+        self._console = Console(quiet=jax.process_index() != 0, highlight=False)
+        self._timer: threading.Timer | None = None
+        self._bar: progress.Progress | None = None
+        if self._console.is_terminal:
+            steps = progress.TextColumn("step {task.completed}/{task.total}")
+            rate = progress.TextColumn("{task.fields[rate]}")
+            columns = (_Activity(), steps, progress.BarColumn(), rate, _TimeLeft())
+            # Transient: the bar is gone when the last lines are printed.
+            self._bar = progress.Progress(*columns, console=self._console, transient=True)
+            fields = {"total": num_steps, "completed": first_step, "rate": "", "since": 0.0}
+            self._task = self._bar.add_task("", **fields)
+            self._bar.start()
+
+    def say(self, text: str) -> None:
+        """Prints a line; a terminal wraps it between words."""
+        self._console.print(Text(text), soft_wrap=not self._console.is_terminal)
+
+    def doing(self, activity: str) -> None:
+        """Shows what is done instead of steps, and for how long; '' shows steps again."""
+        if self._bar:
+            self._bar.update(self._task, description=activity, since=time.monotonic())
+            return
+        if self._timer:
+            self._timer.cancel()
+            self._timer = None
+        if activity:
+            self._timer = threading.Timer(_PATIENCE, self.say, (f"{activity} ...",))
+            self._timer.daemon = True
+            self._timer.start()
+
+    def step(self, step: int) -> None:
+        if self._bar:
+            self._bar.update(self._task, completed=step)
+
+    def metrics(self, split: str, step: int, scalars: Mapping[str, float]) -> None:
+        """Prints metrics of a split, with rate and time left where the scalars have a rate."""
+        parts = [f"{split:5s} step {step}/{self._num_steps}", *metric_words(scalars)]
+        if rate := scalars.get("steps_per_second"):
+            unit = "tokens" if "tokens_per_second" in scalars else "examples"
+            parts += [f"{rate:.1f} steps/s", f"{scalars[f'{unit}_per_second']:,.0f} {unit}/s"]
+            if "mfu" in scalars:
+                parts.append(f"{scalars['mfu']:.1%} MFU")
+            if self._bar:
+                self._bar.update(self._task, rate=f"{rate:.1f} steps/s")
+            if step < self._num_steps:
+                parts.append(f"{_duration((self._num_steps - step) / rate)} left")
+        width = self._console.width if self._console.is_terminal else None
+        for line in filled(parts, width):
+            self.say(line)
+
+    def close(self) -> None:
+        """Ends the bar; more lines may be printed."""
+        self.doing("")
+        if self._bar:
+            self._bar.stop()
+
+
+class _Activity(progress.ProgressColumn):
+    """What is being done, and for how long, if it is no step."""
+
+    def render(self, task: progress.Task) -> Text:
+        seconds = time.monotonic() - task.fields["since"]
+        return Text(f"{task.description} ... {seconds:.0f} s" if task.description else "")
+
+
+class _TimeLeft(progress.ProgressColumn):
+    """The time that the steps left take, once a rate is known."""
+
+    def render(self, task: progress.Task) -> Text:
+        known = task.time_remaining is not None and not task.description
+        return Text(f"{_duration(task.time_remaining or 0)} left" if known else "")
+
+
+def metric_words(scalars: Mapping[str, float]) -> list[str]:
+    """'loss 0.31' and the like, without rates."""
+    return [f"{name} {x:.4g}" for name, x in scalars.items() if name not in metrics.RATES]
+
+
+def filled(parts: Sequence[str], width: int | None) -> list[str]:
+    """Parts in lines of at most `width`, none of them broken; later lines are indented."""
+    lines = [parts[0]]
+    for part in parts[1:]:
+        if width is None or len(lines[-1]) + 2 + len(part) <= width:
+            lines[-1] += f"  {part}"
+        else:
+            lines.append(f"      {part}")
+    return lines
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
