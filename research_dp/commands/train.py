@@ -8,7 +8,7 @@ import functools
 from collections.abc import Callable
 from typing import NoReturn
 
-from research_dp.commands import catalog, dry_run, runtime, streams
+from research_dp.commands import catalog, dry_run, next_steps, runtime, streams
 from research_dp.commands.flags import RunCommand, flag, switch, whole_number
 from research_dp.training import loop
 
@@ -59,9 +59,12 @@ class Train(RunCommand):
             cache = runtime.set_up_compilation_cache()
             if not self.dry_run:
                 print(cache, flush=True)
-            return loop.train(
+            status = loop.train(
                 workdir=self.workdir,
                 inspect=functools.partial(dry_run.show, config) if self.dry_run else None,
                 started=runtime.started(),
                 bound_at=config.origin,
             )
+            if self.workdir and not self.dry_run and status == loop.DONE:
+                next_steps.show(self.workdir)
+            return status

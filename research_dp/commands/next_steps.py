@@ -1,0 +1,32 @@
+"""Says what a user may do with a finished run."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import jax
+
+from research_dp.console import put
+from research_dp.training import files
+
+# What is worth comparing with a strategy; with others, the first.
+_COMPARISONS = {"": "zero1", "zero1": "fsdp", "single": "ddp", "spmd": "ddp", "ddp": "zero1"}
+
+
+def show(workdir: str) -> None:
+    """Prints commands for the run in a folder; only process 0 does."""
+    if jax.process_index() != 0:
+        return
+    folder = Path(workdir).expanduser()
+    summary = json.loads((folder / files.SUMMARY).read_text())
+    other = _COMPARISONS.get(summary["strategy"], _COMPARISONS[""])
+    is_one_cpu = jax.device_count() == 1 and jax.devices()[0].platform == "cpu"
+    split = "--cpu_devices=8 " if is_one_cpu else ""
+    curves, evaluated = (shlex.quote(str(path)) for path in (folder / files.TENSORBOARD, folder))
+    put(
+        f"  curves:    tensorboard --logdir={curves}",
+        f"  evaluate:  python -m research_dp.evaluate --workdir={evaluated}",
+        f"  compare:   add {split}--gin_file=strategies/{other}.gin and change --workdir",
+    )
