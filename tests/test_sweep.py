@@ -1,8 +1,10 @@
 """Sweeps, and runs from Python: the same as the command, more than once in a process."""
 
+import csv
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -28,12 +30,18 @@ def test_a_sweep_runs_the_product_and_continues_what_is_missing(command, tmp_pat
     done = command(*flags, module="research_dp.sweep")
     assert done.returncode == 0, done.stderr
     folders = ["ddp-seed=0", "ddp-seed=1", "zero1-seed=0", "zero1-seed=1"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == folders
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*folders, "sweep.csv"])
     summaries = {f: json.loads((tmp_path / f / "summary.json").read_text()) for f in folders}
     assert summaries["zero1-seed=1"]["strategy"] == "zero1"
     prints = {f: s["params_fingerprint"] for f, s in summaries.items()}
     assert prints["ddp-seed=0"] == prints["zero1-seed=0"] != prints["zero1-seed=1"]
-    rows = [line.split() for line in done.stdout.splitlines()[-6:]]
+    with open(tmp_path / "sweep.csv", newline="") as file:
+        table = list(csv.DictReader(file))
+    assert [Path(row["folder"]).name for row in table] == folders
+    for row, folder in zip(table, folders, strict=True):
+        assert row["fingerprint"] == prints[folder] and row["status"] == "done"
+        assert float(row["eval loss"]) == summaries[folder]["eval"]["loss"]
+    rows = [line.split() for line in done.stdout.splitlines()[-7:]]
     assert [row[:3] for row in rows if row[1:]] == [
         ["ddp", "0", "done"],
         ["ddp", "1", "done"],
@@ -93,6 +101,28 @@ def test_two_runs_do_not_share_a_folder(tmp_path):
         "a_x.gin",
         "b_x.gin",
     ]
+
+
+def test_the_table_is_written_after_each_run(tmp_path, monkeypatch):
+    """A sweep that is killed leaves what is done; runs of one summary stand in one column each."""
+    runs = sweep.members(
+        tmp_path / "w",
+        [sweep.file_choices(0, "a/x.gin,a/y.gin"), sweep.file_choices(1, "a/u.gin,a/v.gin")],
+    )
+    seen = []
+
+    def finish(self, member):
+        file = tmp_path / "w" / sweep.CSV
+        seen.append(file.read_text().count(",done,") if file.exists() else 0)
+        member.status, member.summary = "done", {"step": 3, "eval": {"loss": 0.5}}
+
+    monkeypatch.setattr(sweep.Sweep, "_run", finish)
+    monkeypatch.setattr(sweep.Sweep, "load", lambda *_: None)
+    assert sweep.Sweep(workdir=str(tmp_path / "w"))._run_all(runs) == 0
+    assert seen == [0, 1, 2, 3]
+    with open(tmp_path / "w" / sweep.CSV, newline="") as file:
+        pairs = [(row["a 1"], row["a 2"], row["eval loss"]) for row in csv.DictReader(file)]
+    assert pairs == [(x, u, "0.5") for x in "xy" for u in "uv"]
 
 
 @pytest.mark.slow

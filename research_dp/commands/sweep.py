@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import dataclasses
+import io
 import itertools
 import re
 import sys
@@ -12,13 +14,14 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import jax
-from rich.table import Table
 
 from research_dp import console
 from research_dp.commands import exit_status, flags, run, streams
 from research_dp.config import gin_internals
 from research_dp.errors import UsageError
-from research_dp.training import preemption
+from research_dp.training import files, preemption
+
+CSV = "sweep.csv"
 
 
 class Choice(NamedTuple):
@@ -82,6 +85,7 @@ class Sweep(flags.RunCommand):
             return self._run_all(members(Path(self.workdir or ".").expanduser(), dimensions))
 
     def _run_all(self, runs: Sequence[Member]) -> int:
+        csv_file = Path(self.workdir or ".").expanduser() / CSV
         for member in runs:
             try:
                 with gin_internals.kept():
@@ -97,9 +101,12 @@ class Sweep(flags.RunCommand):
                 continue
             print(f"\n== {number} of {len(runs)}: {member.label}, in {member.folder}", flush=True)
             self._run(member)
+            write(runs, csv_file)
             if member.status == "stopped":
                 break
         console.put("", table(runs))
+        if not self.dry_run:
+            print(f"The table is in {csv_file}", flush=True)
         states = {member.status for member in runs}
         if "stopped" in states:
             return preemption.STOPPED
@@ -152,6 +159,11 @@ def binding_choices(name: str, text: str) -> list[Choice]:
 
 def members(workdir: Path, dimensions: Sequence[Sequence[Choice]]) -> list[Member]:
     """All combinations; UsageError if two of them would have the same folder."""
+    heads = [choices[0].of for choices in dimensions]
+    dimensions = [
+        [c._replace(of=f"{c.of} {i + 1}") if heads.count(c.of) > 1 else c for c in choices]
+        for i, choices in enumerate(dimensions)
+    ]
     runs = [
         Member(choices, workdir / ("-".join(choice.label for choice in choices) or "run"))
         for choices in itertools.product(*dimensions)
@@ -163,31 +175,45 @@ def members(workdir: Path, dimensions: Sequence[Sequence[Choice]]) -> list[Membe
     return runs
 
 
-def table(runs: Sequence[Member]) -> Table:
+def table(runs: Sequence[Member]) -> console.Table:
     """One row for each run: its choices, and how it ended."""
-    heads = [choice.of for choice in runs[0].choices]
+    rows, left = records(runs), (*(choice.of for choice in runs[0].choices), "status")
+    heads = [name if name in left else f"{name}:" for name in rows[0] if name != "folder"]
+    shown = console.table("Sweep", *heads)
+    for row in rows:
+        short = {**row, "fingerprint": row["fingerprint"][:12]}
+        cells = (short[head.rstrip(":")] for head in heads)
+        shown.add_row(*(f"{x:.4g}" if isinstance(x, float) else str(x) for x in cells))
+    return shown
+
+
+def records(runs: Sequence[Member]) -> list[dict[str, Any]]:
+    """A record for each run, by name of the column; '' for what is not known."""
     metrics = sorted({name for member in runs for name in member.summary.get("eval", {})})
-    numbers = [f"eval {name}:" for name in metrics]
-    rows = console.table(
-        "Sweep", *heads, "status", "step:", *numbers, "steps/s:", "parameters' fingerprint"
-    )
-    for member in runs:
-        summary = member.summary
-        rows.add_row(
-            *(choice.label.rpartition("=")[2] for choice in member.choices),
-            member.status,
-            str(summary.get("step", "")),
-            *(_number(summary.get("eval", {}).get(name)) for name in metrics),
-            _number(summary.get("steps_per_second")),
-            summary.get("params_fingerprint", "")[:12],
-        )
-    return rows
+    return [
+        {
+            **{choice.of: choice.label.rpartition("=")[2] for choice in member.choices},
+            "status": member.status,
+            "step": member.summary.get("step", ""),
+            **{f"eval {name}": member.summary.get("eval", {}).get(name, "") for name in metrics},
+            "steps/s": member.summary.get("steps_per_second", ""),
+            "fingerprint": member.summary.get("params_fingerprint", ""),
+            "folder": str(member.folder),
+        }
+        for member in runs
+    ]
+
+
+def write(runs: Sequence[Member], file: Path) -> None:
+    """Writes the records as CSV; a sweep that is killed leaves those of its finished runs."""
+    rows, text = records(runs), io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    files.replace(file, text.getvalue())
 
 
 def _for_path(text: str) -> str:
     """A value as part of a folder's name."""
     return re.sub(r"[^\w.+-]+", "_", text).strip("_")
-
-
-def _number(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, int | float) else ""
