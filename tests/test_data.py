@@ -13,7 +13,7 @@ from programs import output
 
 from research_dp.config import load as gin_config
 from research_dp.data import builders, shuffle
-from research_dp.data.array_record import Examples
+from research_dp.data.indexed import Examples
 from research_dp.data.preprocess import Preprocess
 from research_dp.data.shuffle import Purpose, generator
 from research_dp.types import EvalOrder, TrainOrder

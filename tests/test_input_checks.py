@@ -17,7 +17,8 @@ from tensorflow_datasets.core import features as tfds_features
 
 from research_dp.config import load
 from research_dp.data import builders
-from research_dp.data.array_record import Examples, random_access
+from research_dp.data.array_record import random_access
+from research_dp.data.indexed import Examples
 from research_dp.data.preprocess import byte_text, image_classification
 from research_dp.data.tf_data import tf_data
 from research_dp.data.tfds import identity_of, tfds_data

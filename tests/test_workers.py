@@ -11,7 +11,7 @@ from conftest import ROOT
 
 PARENT = """
 import multiprocessing, os, time, types
-from research_dp.data.array_record import _in_worker
+from research_dp.data.indexed import _in_worker
 
 def work(sender):
     _in_worker([], types.SimpleNamespace(example_is_random=False), 0, "a split", "a folder")

@@ -182,8 +182,13 @@ def check_decodable(builder: Any) -> None:
 
 
 def read_error(error: Exception, folder: Any, name: str) -> UsageError:
-    """The error for data in `folder` that cannot be read, e.g. 'example 7 of digits train'."""
+    """The error for data that cannot be read, e.g. 'example 7 of digits train'.
+
+    `folder` is where TFDS prepared it; None: it is the user's own.
+    """
     reason = _one_line(str(error) or type(error).__name__, 250)
+    if folder is None:
+        return UsageError(f"{name} cannot be read: {type(error).__name__}: {reason}.")
     return UsageError(
         f"{name} cannot be read: {reason}. Move {folder} away, and the next run "
         "prepares it again; what this run saved is untouched."

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import functools
-import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
 import gin
-import jax.numpy as jnp
-import numpy as np
 
 from research_dp import types
 from research_dp.argument_checks import checked
 from research_dp.data.array_record import random_access
 from research_dp.data.builders import FileFormat, check_splits, find_builder, prepare, read_error
+from research_dp.data.identity import NUM_HASHED, split_identity
 from research_dp.data.preprocess import MakePreprocess, Preprocess
 
 # (builder, training split, evaluation split, preprocess) -> Splits. The data may be prepared after
 # the reader is called, but before `train` or `evaluate` are.
 Reader = Callable[[Any, str, str, Preprocess], types.Splits]
-_NUM_HASHED = 8  # examples of a split
 
 
 @gin.register(module="data")
@@ -107,9 +104,9 @@ def _split_identity(builder: Any, split: str) -> types.SplitIdentity:
     import tensorflow_datasets as tfds  # late: it is slow to import
 
     size = builder.info.splits[split].num_examples
-    digest = hashlib.sha256()
+    examples_read = []
     decoders = _skip_images(builder.info.features)
-    for part in tfds.even_splits(split, min(_NUM_HASHED, size)):
+    for part in tfds.even_splits(split, min(NUM_HASHED, size)):
         try:
             if builder.info.file_format.value == "array_record":
                 example = builder.as_data_source(split=part, decoders=decoders)[0]
@@ -120,8 +117,8 @@ def _split_identity(builder: Any, split: str) -> types.SplitIdentity:
         except Exception as error:  # TFDS and the libraries of the formats raise any class
             name = f"an example of {builder.name} {split}"
             raise read_error(error, builder.data_path, name) from error
-        _update(digest, example)
-    return types.SplitIdentity(examples=size, digest=digest.hexdigest()[:16])
+        examples_read.append(example)
+    return split_identity(size, examples_read)
 
 
 def _skip_images(feature: Any) -> Any:
@@ -139,25 +136,3 @@ def _skip_images(feature: Any) -> Any:
         decoders = {name: _skip_images(inner) for name, inner in feature.items()}
         return {name: inner for name, inner in decoders.items() if inner} or None
     return Skip() if isinstance(feature, tfds.features.Image) else None
-
-
-def _update(digest: Any, value: Any) -> None:
-    """Hashes a feature, or a dict of features, independently of the reader's Python types."""
-    if isinstance(value, np.ndarray) and value.dtype == np.object_:
-        value = value.ravel().tolist()
-    if isinstance(value, Mapping):
-        for name, inner in sorted(value.items()):
-            digest.update(name.encode())
-            _update(digest, inner)
-    elif isinstance(value, bytes | str):
-        text = value.encode() if isinstance(value, str) else value
-        digest.update(len(text).to_bytes(8, "little") + text)
-    elif isinstance(value, list | tuple):
-        digest.update(len(value).to_bytes(8, "little"))
-        for inner in value:
-            _update(digest, inner)
-    elif (array := np.asarray(value)).dtype != np.object_:  # not a nested data set
-        # Readers differ in dtypes: all integers are hashed as int64, all floats as float64.
-        wide = np.float64 if jnp.issubdtype(array.dtype, jnp.floating) else np.int64
-        digest.update(repr(array.shape).encode())
-        digest.update(np.ascontiguousarray(array, wide).tobytes())
