@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from research_dp.argument_checks import checked
+from research_dp.distributed.example_dropout import layer_dropout, layer_keys
+from research_dp.distributed.linen import check_batch_norm
+from research_dp.distributed.module_calls import (
+    GUIDE,
+    check_contract,
+    clear_errors,
+    mode_options,
+    modes_of,
+)
 from research_dp.errors import UsageError
 from research_dp.types import Functions, PyTree
+
+_STATE = nnx.Not(nnx.Any(nnx.Param, nnx.RngState, nnx.Intermediate))
 
 
 @checked
@@ -20,7 +34,8 @@ def nnx_functions(factory: Callable[..., nnx.Module]) -> Functions:
 
     `factory` is (input shape, rngs) -> module, whose `__call__` takes (x, *, train, keys,
     batch_axes). Variables other than `nnx.Param` are model state. Random state (`nnx.Dropout`),
-    which would depend on the device, raises UsageError.
+    which would depend on the device, raises UsageError. `research_dp.from_nnx` takes modules with
+    another `__call__`, and with `nnx.Dropout`.
     """
 
     def build(x: PyTree, rngs: nnx.Rngs) -> nnx.Module:
@@ -28,27 +43,177 @@ def nnx_functions(factory: Callable[..., nnx.Module]) -> Functions:
 
     def abstract(x: PyTree) -> nnx.Module:
         module = nnx.eval_shape(lambda: build(x, nnx.Rngs(0)))
+        name = type(module).__name__
+        check_contract(module.__call__, name, "nnx_functions")
         if jax.tree.leaves(nnx.state(module, nnx.RngState)):
             raise UsageError(
-                f"{type(module).__name__} has random state of its own, so its dropout would "
-                "depend on the device. Draw with `keys` instead, one key an example."
+                f"{name} has random state of its own, so its dropout would depend on the device. "
+                f"Use research_dp.from_nnx, or draw with `keys`, one key an example. {GUIDE}"
             )
         return module
 
     def init(key: jax.Array, x: Any) -> tuple[PyTree, PyTree]:
         abstract(x)  # refuses a module with random state before anything is drawn
-        params, state = nnx.state(build(x, nnx.Rngs(key)), nnx.Param, ...)
-        return nnx.to_pure_dict(params), nnx.to_pure_dict(state)
+        return _variables(build(x, nnx.Rngs(key)))
 
     def apply(
         params: PyTree, model_state: PyTree, x: Any, *, train: bool, **options: Any
     ) -> tuple[jax.Array, PyTree]:
-        graphdef, variables = nnx.split(abstract(x))
-        merged = flatten_dict(params) | flatten_dict(model_state)
-        nnx.replace_by_pure_dict(variables, unflatten_dict(merged))
-        module = nnx.merge(graphdef, variables)
+        module = _filled(abstract(x), params, model_state)
         options = {"keys": None, "batch_axes": (), **options}
         y = module(x, train=train, **options)
-        return y, nnx.to_pure_dict(nnx.state(module, nnx.Not(nnx.Param)))
+        return y, _variables(module)[1]
 
     return Functions(init, apply)
+
+
+def plain_nnx_functions(factory: Callable[..., nnx.Module], inputs: Sequence[str]) -> Functions:
+    """Pure `init` and `apply` of any NNX module, on a tuple of the inputs with these names.
+
+    `factory` is (rngs) -> module. An argument such as `train` or `deterministic` says whether the
+    module trains; without one its methods `train` and `eval` are called. Dropout layers have one
+    mask per example. BatchNorm has the statistics of the global micro-batch.
+    """
+    build = _of_rngs(factory)
+
+    @functools.cache
+    def modes() -> tuple[str, list[str]]:
+        name = type(abstract()).__name__
+        return name, modes_of(abstract().__call__, name, inputs)
+
+    def abstract() -> nnx.Module:
+        return nnx.eval_shape(lambda: build(nnx.Rngs(0)))
+
+    def init(key: jax.Array, x: tuple[Any, ...]) -> tuple[PyTree, PyTree]:
+        modes()  # refuses a module that cannot be called
+        return _variables(build(nnx.Rngs(key)))
+
+    def apply(
+        params: PyTree,
+        model_state: PyTree,
+        x: tuple[Any, ...],
+        *,
+        train: bool,
+        keys: jax.Array | None = None,
+        batch_axes: Sequence[str] = (),
+    ) -> tuple[jax.Array, PyTree]:
+        name, arguments = modes()
+        module = _filled(abstract(), params, model_state)
+        if not arguments:
+            module.train() if train else module.eval()
+        _over_the_batch(module, keys, tuple(batch_axes) if train else ())
+        before = jax.tree.leaves(_variables(module)[1])
+        with clear_errors(name, train=train):
+            y = module(*x, **mode_options(arguments, train))
+        state = _variables(module)[1]
+        if not train and any(map(_differ, before, jax.tree.leaves(state))):
+            raise UsageError(
+                f"{name} changes its variables in evaluation. Give nnx.BatchNorm "
+                f"use_running_average=True there. {GUIDE}"
+            )
+        return y, state
+
+    return Functions(init, apply)
+
+
+def _of_rngs(factory: Callable[..., nnx.Module]) -> Callable[[nnx.Rngs], nnx.Module]:
+    """A factory as a function of `rngs`, which it takes by name, or as its only argument."""
+    if isinstance(factory, nnx.Module):
+        name = type(factory).__name__
+        raise UsageError(
+            f"from_nnx.factory is a module, {name}. Give a function that makes it, e.g. "
+            f"lambda rngs: {name}(..., rngs=rngs): parameters are then sharded from the start."
+        )
+    signature = inspect.signature(factory)
+    for args, options in (((), {"rngs": None}), ((None,), {})):
+        try:
+            signature.bind(*args, **options)
+        except TypeError:
+            continue
+        return lambda rngs: factory(rngs=rngs) if options else factory(rngs)
+    name = getattr(factory, "__name__", "factory")
+    raise UsageError(
+        f"from_nnx calls {name}{signature} with rngs alone. Give a function of rngs, e.g. "
+        f"lambda rngs: {name}(..., rngs=rngs). {GUIDE}"
+    )
+
+
+def _variables(module: nnx.Module) -> tuple[PyTree, PyTree]:
+    """Parameters and model state as dicts."""
+    params, state = nnx.state(module, nnx.Param), nnx.state(module, _STATE)
+    return nnx.to_pure_dict(params), nnx.to_pure_dict(state)
+
+
+def _filled(abstract: nnx.Module, params: PyTree, model_state: PyTree) -> nnx.Module:
+    """The module with these variables; its random streams only say which layer draws."""
+    graphdef, streams, variables = nnx.split(abstract, nnx.RngState, ...)  # type: ignore[misc]
+    merged = flatten_dict(params) | flatten_dict(model_state)
+    nnx.replace_by_pure_dict(variables, unflatten_dict(merged))
+    leaves, treedef = jax.tree.flatten(streams)
+    filled = [
+        layer_keys(number, x.shape)
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        else jnp.zeros(x.shape, x.dtype)
+        for number, x in enumerate(leaves)
+    ]
+    return nnx.merge(graphdef, jax.tree.unflatten(treedef, filled), variables)
+
+
+def _differ(a: Any, b: Any) -> bool:
+    return a is not b
+
+
+def _over_the_batch(module: nnx.Module, keys: jax.Array | None, axes: tuple[str, ...]) -> None:
+    """Prepares the layers that compute with several examples, for one call of the module.
+
+    `keys` (B,) are the examples' keys, and `axes` the bound mesh axes that the batch is split over.
+    """
+    keys_of_batch = _Keys(keys)
+    for _, layer in nnx.iter_modules(module):
+        if type(layer) is nnx.Dropout:
+            layer.__class__ = _ExampleDropout
+            layer.keys_of_batch = keys_of_batch  # type: ignore[attr-defined]
+        if isinstance(layer, nnx.BatchNorm):
+            check_batch_norm(layer.axis_name, None)
+            layer.axis_name = axes or None  # type: ignore[assignment]
+        if type(layer) is nnx.BatchNorm:
+            layer.__class__ = _BatchNorm
+
+
+class _Keys:
+    """The examples' keys (B,), or None, of one call.
+
+    Transforms of NNX see it as a static attribute: they neither slice nor cache the keys.
+    """
+
+    def __init__(self, keys: jax.Array | None):
+        self.keys = keys
+
+
+class _ExampleDropout(nnx.Dropout):
+    """`nnx.Dropout` with one mask per example."""
+
+    keys_of_batch: _Keys
+
+    def __call__(
+        self, inputs: jax.Array, *, deterministic: bool | None = None, rngs: Any = None
+    ) -> jax.Array:
+        off = self.deterministic if deterministic is None else deterministic
+        stream = self.rngs if rngs is None else rngs
+        if off is None or off or self.rate in (0.0, 1.0) or stream is None:
+            return super().__call__(inputs, deterministic=deterministic, rngs=rngs)
+        if isinstance(stream, nnx.Rngs):
+            stream = stream[self.rng_collection]
+        layer_key = stream if isinstance(stream, jax.Array) else stream()
+        keys = self.keys_of_batch.keys
+        return layer_dropout(inputs, self.rate, keys, layer_key, self.broadcast_dims)
+
+
+class _BatchNorm(nnx.BatchNorm):
+    """`nnx.BatchNorm` that refuses a mask."""
+
+    def __call__(
+        self, x: jax.Array, use_running_average: bool | None = None, *, mask: Any = None
+    ) -> jax.Array:
+        check_batch_norm(None, mask)
+        return super().__call__(x, use_running_average)

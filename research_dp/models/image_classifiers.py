@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import flax.linen as nn
 import gin
@@ -15,7 +14,8 @@ import optax
 from research_dp.argument_checks import checked
 from research_dp.argument_types import Count, DropoutRate, Dtype
 from research_dp.models.layers import Api, Layers, Norm, dropout, network_functions
-from research_dp.types import Batch, Functions, LossOutput, PyTree, TrainableModel
+from research_dp.models.supervised import supervised
+from research_dp.types import Functions, TrainableModel
 
 
 @gin.register(module="models")
@@ -147,22 +147,19 @@ def image_classifier(functions: Functions, num_classes: int) -> TrainableModel:
     (B,), the weight of each example: 0 for padding.
     """
 
-    def init(key: jax.Array, batch: Batch) -> tuple[PyTree, PyTree]:
-        return functions.init(key, batch["image"])
+    def cross_entropy(logits: jax.Array, label: jax.Array) -> jax.Array:
+        logits = logits.astype(jnp.float32)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, label)
 
-    def loss(
-        params: PyTree, model_state: PyTree, batch: Batch, keys: jax.Array | None, **options: Any
-    ) -> LossOutput:
-        logits, model_state = functions.apply(
-            params, model_state, batch["image"], keys=keys, **options
-        )
-        logits, label = logits.astype(jnp.float32), batch["label"]
-        mask = batch.get("mask", jnp.ones(label.shape, jnp.float32))
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, label)
-        correct = (jnp.argmax(logits, axis=-1) == label).astype(jnp.float32)
-        count = jnp.sum(mask)
-        sums = {"accuracy": (jnp.sum(correct * mask), count)}
-        return LossOutput(jnp.sum(losses * mask), count, model_state, sums)
+    def correct(logits: jax.Array, label: jax.Array) -> jax.Array:
+        return jnp.argmax(logits.astype(jnp.float32), axis=-1) == label
 
-    facts, bounds = {"num_classes": num_classes}, {"label": "num_classes"}
-    return TrainableModel(init, loss, facts, bounds=bounds)
+    return supervised(
+        functions,
+        cross_entropy,
+        inputs="image",
+        targets="label",
+        metrics={"accuracy": correct},
+        config={"num_classes": num_classes},
+        bounds={"label": "num_classes"},
+    )

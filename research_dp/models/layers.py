@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from research_dp.distributed.collectives import Axes
+from research_dp.distributed.example_dropout import example_dropout
 from research_dp.distributed.linen import linen_functions
 from research_dp.distributed.nnx import nnx_functions
 from research_dp.types import Functions
@@ -157,7 +158,4 @@ def dropout(x: jax.Array, rate: float, keys: jax.Array | None, layer: int) -> ja
     """
     if keys is None or rate == 0.0:
         return x
-    keep = jax.vmap(
-        lambda key: jax.random.bernoulli(jax.random.fold_in(key, layer), 1.0 - rate, x.shape[1:])
-    )(keys)
-    return jnp.where(keep, x / (1.0 - rate), jnp.zeros((), x.dtype))
+    return example_dropout(x, rate, fold_in_each(keys, layer))

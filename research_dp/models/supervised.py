@@ -1,0 +1,105 @@
+"""The loss of a model that predicts a target: sums over examples, weighted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from research_dp.errors import UsageError
+from research_dp.types import Batch, Functions, LossOutput, PyTree, TrainableModel
+
+# (output, target) -> one number per example, (B,), or per position, (B, ...).
+PerExample = Callable[[Any, Any], jax.Array]
+
+
+def supervised(
+    functions: Functions,
+    loss: PerExample,
+    *,
+    inputs: str | Sequence[str],
+    targets: str | None,
+    metrics: Mapping[str, PerExample],
+    weights: str | None = None,
+    config: Mapping[str, Any],
+    bounds: Mapping[str, str],
+) -> TrainableModel:
+    """A model whose loss compares an output of `functions` with a target.
+
+    Args:
+        functions: They take the array of a batch that `inputs` names, or a tuple of several.
+        loss: (output, target) -> (B,), or (B, ...) for a loss per position.
+        inputs: Name of an array of a batch, or several.
+        targets: Name of the target; None: `loss` and `metrics` take (output, batch).
+        metrics: Name -> a function like `loss`.
+        weights: Name of weights (B,) or (B, ...); None: all are 1. `mask` (B,) of a batch, 0 for
+            padding, multiplies them.
+        config: As in `TrainableModel`.
+        bounds: As in `TrainableModel`.
+    """
+
+    def inputs_of(batch: Batch) -> Any:
+        return batch[inputs] if isinstance(inputs, str) else tuple(batch[name] for name in inputs)
+
+    def init(key: jax.Array, batch: Batch) -> tuple[PyTree, PyTree]:
+        return functions.init(key, inputs_of(batch))
+
+    def loss_of(
+        params: PyTree, model_state: PyTree, batch: Batch, keys: jax.Array | None, **options: Any
+    ) -> LossOutput:
+        x = inputs_of(batch)
+        rows = jax.tree.leaves(x)[0].shape[0]
+        output, model_state = functions.apply(params, model_state, x, keys=keys, **options)
+        target = batch if targets is None else batch[targets]
+        scales = [batch[name] for name in [weights] if name is not None]
+        scales += [batch[name] for name in ["mask"] if name in batch]
+
+        def summed(name: str, function: PerExample) -> tuple[jax.Array, jax.Array]:
+            values = _checked_values(name, function(output, target), rows, target)
+            weight = _weight(name, scales, values.shape)
+            return jnp.sum(values * weight), jnp.sum(weight)
+
+        total, count = summed("loss", loss)
+        sums = {name: summed(name, function) for name, function in metrics.items()}
+        return LossOutput(total, count, model_state, sums)
+
+    return TrainableModel(init, loss_of, config, bounds=bounds)
+
+
+def _checked_values(name: str, values: Any, rows: int, target: Any) -> jax.Array:
+    """The values in float32; UsageError if they are not one per example."""
+    shape = jnp.shape(values)
+    expected = f"one number per example, ({rows},) here"
+    if not shape:
+        raise UsageError(
+            f"{name} returns one number for the batch. Return {expected}: leave out .mean() or "
+            ".sum(), because padding and devices are weighted afterwards. See docs/own_model.md."
+        )
+    if shape[0] != rows:
+        raise UsageError(f"{name} returns an array {shape}. Return {expected}.")
+    if isinstance(target, jax.Array) and len(shape) > max(target.ndim, 1):
+        raise UsageError(
+            f"{name} returns an array {shape} for targets {target.shape}: the output was broadcast "
+            f"against them. Return {expected}, e.g. with output.squeeze(-1)."
+        )
+    return jnp.asarray(values).astype(jnp.float32)
+
+
+def _weight(name: str, scales: Sequence[jax.Array], shape: tuple[int, ...]) -> jax.Array:
+    """The product of weights, each (B,) or (B, ...), as float32 of this shape."""
+    weight = jnp.ones(shape, jnp.float32) if not scales else None
+    for scale in scales:
+        if scale.shape != shape[: scale.ndim]:
+            raise UsageError(
+                f"{name} returns an array {shape}, and its weights are {scale.shape}. Return one "
+                "number for each weight."
+            )
+        scale = jnp.asarray(scale, jnp.float32).reshape(
+            scale.shape + (1,) * (len(shape) - scale.ndim)
+        )
+        scale = jnp.broadcast_to(scale, shape)
+        weight = scale if weight is None else weight * scale
+    assert weight is not None
+    return weight
