@@ -68,7 +68,7 @@ from research_dp.strategies import (
     mapped,
     pmapped,
 )
-from research_dp.types import LossOutput, TrainableModel
+from research_dp.types import DataSet, EvalOrder, LossOutput, TrainableModel, TrainOrder
 
 if TYPE_CHECKING:
     from research_dp.commands.run import run
@@ -78,12 +78,22 @@ if TYPE_CHECKING:
         spmd_train_step,
     )
     from research_dp.compat.nnx import shard_nnx_module_params
+    from research_dp.data.own_data import from_arrays, from_source
     from research_dp.distributed.nnx import nnx_functions
+    from research_dp.models.from_module import from_linen, from_nnx
+    from research_dp.models.image_classifiers import image_classifier
+    from research_dp.models.layers import dropout
 
 # Imported when they are used: Flax NNX takes long to import, and so does what a run needs.
 _LATE = {
     "run": "research_dp.commands.run",
     "DataParallel": "research_dp.compat.artifex",
+    "dropout": "research_dp.models.layers",
+    "from_arrays": "research_dp.data.own_data",
+    "from_linen": "research_dp.models.from_module",
+    "from_nnx": "research_dp.models.from_module",
+    "from_source": "research_dp.data.own_data",
+    "image_classifier": "research_dp.models.image_classifiers",
     "nnx_functions": "research_dp.distributed.nnx",
     "place_nnx_state_on_shards": "research_dp.compat.artifex",
     "shard_nnx_module_params": "research_dp.compat.nnx",
@@ -91,16 +101,18 @@ _LATE = {
 }
 
 __all__ = [
-    "PLAIN", "DataParallel", "DeviceMeshManager", "LeafSharding", "LossOutput", "MeshRules",
-    "OptaxAdapter", "Reduction", "ShardDecision", "ShardingRow", "Strategy", "StrategyConfig",
-    "TrainSpec", "TrainState", "TrainableModel", "UsageError", "accumulate_gradients", "all_mean",
-    "all_mean_tree", "apply_gradients", "choose_dim", "clip_by_global_norm",
-    "clip_by_global_norm_sharded", "compiled", "create_data_parallel_sharding", "data_parallel",
-    "data_parallel_rules", "data_parallel_train_step", "dim_by_path", "fsdp_apply_gradients",
-    "fsdp_update", "gather_array_with_mean_grads", "gather_params", "gather_tree", "global_norm",
-    "infer_sharding", "init_sharded", "largest_dim", "linen_functions", "make_mesh", "mapped",
-    "nnx_functions", "one_device_mesh", "pad_to_multiple", "place_batch_on_shards",
-    "place_model_state_on_shards", "place_nnx_state_on_shards", "pmapped", "reduce_gradient_tree",
+    "PLAIN", "DataParallel", "DataSet", "DeviceMeshManager", "EvalOrder", "LeafSharding",
+    "LossOutput", "MeshRules", "OptaxAdapter", "Reduction", "ShardDecision", "ShardingRow",
+    "Strategy", "StrategyConfig", "TrainOrder", "TrainSpec", "TrainState", "TrainableModel",
+    "UsageError", "accumulate_gradients", "all_mean", "all_mean_tree", "apply_gradients",
+    "choose_dim", "clip_by_global_norm", "clip_by_global_norm_sharded", "compiled",
+    "create_data_parallel_sharding", "data_parallel", "data_parallel_rules",
+    "data_parallel_train_step", "dim_by_path", "dropout", "from_arrays", "from_linen", "from_nnx",
+    "from_source", "fsdp_apply_gradients", "fsdp_update", "gather_array_with_mean_grads",
+    "gather_params", "gather_tree", "global_norm", "image_classifier", "infer_sharding",
+    "init_sharded", "largest_dim", "linen_functions", "make_mesh", "mapped", "nnx_functions",
+    "one_device_mesh", "pad_to_multiple", "place_batch_on_shards", "place_model_state_on_shards",
+    "place_nnx_state_on_shards", "pmapped", "reduce_gradient_tree",
     "reduce_gradients_across_devices", "run", "scatter_gradients", "scatter_mean",
     "scatter_mean_tree", "shard_module_params", "shard_nnx_module_params", "shard_params",
     "sharded_global_norm", "sharding_report", "slice_specs", "slice_state", "spmd_train_step",

@@ -4,6 +4,7 @@ Importing this package registers them with gin; TFDS is imported when a data set
 """
 
 from research_dp.data.array_record import random_access
+from research_dp.data.own_data import from_arrays, from_source
 from research_dp.data.preprocess import byte_text, image_classification
 from research_dp.data.random_tokens import random_tokens
 from research_dp.data.tf_data import tf_data
@@ -13,6 +14,8 @@ from research_dp.types import DataSet
 __all__ = [
     "DataSet",
     "byte_text",
+    "from_arrays",
+    "from_source",
     "image_classification",
     "random_access",
     "random_tokens",

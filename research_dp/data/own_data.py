@@ -1,0 +1,222 @@
+"""`from_arrays` and `from_source`: data that is there already, as a `DataSet`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from research_dp.argument_checks import checked
+from research_dp.argument_types import CountOrZero
+from research_dp.data.example_checks import (
+    GUIDE,
+    check_labels,
+    check_source,
+    fraction_of,
+    in_words,
+    length_of,
+    named_arrays,
+    narrowed,
+    spec_of,
+)
+from research_dp.data.identity import NUM_HASHED, split_identity
+from research_dp.data.indexed import Examples, indexed_splits
+from research_dp.data.preprocess import Preprocess, Rng
+from research_dp.errors import UsageError
+from research_dp.types import Arrays, DataIdentity, DataSet, SplitIdentity
+
+Augment = Callable[[Arrays, np.random.Generator], Arrays]
+
+
+@checked
+def from_arrays(
+    x: Any,
+    y: Any = None,
+    *,
+    eval: Any = 0.1,
+    names: Sequence[str] = ("x", "y"),
+    info: Mapping[str, Any] | None = None,
+    augment: Augment | None = None,
+    name: str = "arrays",
+) -> DataSet:
+    """Arrays in memory as training and evaluation data.
+
+    The order of examples depends on the seed and the step alone. So a run resumes exactly, on any
+    number of devices and processes. float64 becomes float32, and int64 becomes int32.
+
+    Args:
+        x: Inputs (N, ...), of NumPy or JAX; or a dict of arrays (N, ...), which are the batch.
+        y: Targets (N, ...); None: there are none, or `x` is a dict.
+        eval: The evaluation data: (x, y), or a dict like `x`; or the fraction of the examples that
+            are evaluated on and not trained on, the same in every run.
+        names: What batches call `x` and `y`.
+        info: Properties for the model, e.g. {'num_classes': 10}, which `y` is checked against.
+        augment: (example, NumPy generator) -> example, for training. The generator is a function of
+            the seed and the position in the training stream.
+        name: In messages and in the run's record.
+
+    Raises:
+        UsageError: Arrays differ in length, are empty or do not contain numbers, or labels are out
+            of range.
+    """
+    info, target = dict(info or {}), names[-1] if y is not None else None
+    arrays = named_arrays(x, y, names, "from_arrays", name)
+    check_labels(arrays, target, info, f"{name} train")
+    train_entries = eval_entries = None
+    eval_arrays = arrays
+    if isinstance(eval, float | int):
+        train_entries, eval_entries = fraction_of(eval, length_of(arrays), "from_arrays", name)
+    else:
+        eval_x, eval_y = eval if isinstance(eval, tuple) and len(eval) == 2 else (eval, None)
+        eval_arrays = named_arrays(eval_x, eval_y, names, "from_arrays.eval", name)
+        check_labels(eval_arrays, target, info, f"{name} eval")
+        if spec_of(eval_arrays) != spec_of(arrays):
+            raise UsageError(
+                f"from_arrays.eval has examples of {in_words(spec_of(eval_arrays))}, and the "
+                f"training data of {name} has {in_words(spec_of(arrays))}. Give both the same."
+            )
+    inputs = _preprocess(spec_of(arrays), info, None, augment)
+    of_training = _Gathered if augment is None else Examples
+    train = of_training(_Rows(arrays), inputs, 0, f"{name} train", None, train_entries)
+    evaluation = _Gathered(_Rows(eval_arrays), inputs, 0, f"{name} eval", None, eval_entries)
+    return _data_set(name, inputs, train, evaluation)
+
+
+@checked
+def from_source(
+    source: Any,
+    *,
+    eval: Any = 0.1,
+    transform: Callable[[Any], Arrays] | None = None,
+    augment: Augment | None = None,
+    info: Mapping[str, Any] | None = None,
+    name: str = "source",
+    threads: CountOrZero = 0,
+    workers: CountOrZero = 0,
+    cache_bytes: CountOrZero = 2**28,
+) -> DataSet:
+    """Examples by index as training and evaluation data.
+
+    A source has `len(source)` and `source[index]`: a list, `grain.sources`, a dataset of Hugging
+    Face or of PyTorch. The order is as in `from_arrays`; float64 and int64 are narrowed as there.
+
+    Args:
+        source: Its examples are dicts of arrays, of the same shapes and dtypes, or what `transform`
+            takes.
+        eval: A source to evaluate on; or the fraction of the examples that are evaluated on and not
+            trained on, the same in every run.
+        transform: An example of the source -> dict of arrays, e.g. decoding; the same at each call.
+        augment: (example, NumPy generator) -> example, for training. The generator is a function of
+            the seed and the position in the training stream.
+        info: Properties for the model, e.g. {'num_classes': 10}.
+        name: In messages and in the run's record.
+        threads: Threads that read batches ahead; 0: a batch is read when it is requested, while the
+            devices compute.
+        workers: Processes that read training batches ahead instead; 0: none.
+        cache_bytes: A split that needs at most this many bytes stays in memory once it is read.
+
+    Raises:
+        UsageError: The source has no length or no access by index, is empty, or its examples are
+            not dicts of arrays of numbers. While reading: an example differs from the first one.
+    """
+    check_source(source, "from_source", name)
+    train_entries = eval_entries = None
+    eval_source = source
+    if isinstance(eval, float | int):
+        train_entries, eval_entries = fraction_of(eval, len(source), "from_source", name)
+    else:
+        eval_source = eval
+        check_source(eval, "from_source.eval", name)
+    properties = dict(info or {})
+    unchecked = _preprocess({}, properties, transform, augment)
+    first = Examples(source, unchecked, 0, f"{name} train", None, train_entries)(np.array([0]))
+    inputs = _preprocess(spec_of(first), properties, transform, augment)
+    train = Examples(source, inputs, cache_bytes, f"{name} train", None, train_entries)
+    evaluation = Examples(eval_source, inputs, cache_bytes, f"{name} eval", None, eval_entries)
+    return _data_set(name, inputs, train, evaluation, threads=threads, workers=workers)
+
+
+class _Rows:
+    """Arrays of the same length as a source of examples."""
+
+    def __init__(self, arrays: Arrays):
+        self.arrays = arrays
+
+    def __len__(self) -> int:
+        return length_of(self.arrays)
+
+    def __getitem__(self, index: int) -> Arrays:
+        return {name: x[index] for name, x in self.arrays.items()}
+
+
+class _Gathered(Examples):
+    """Examples of arrays, gathered at once."""
+
+    def __call__(self, indices: np.ndarray, rngs: Sequence[Rng] | None = None) -> Arrays:
+        entries = indices if self.entries is None else self.entries[indices]
+        return self.source[entries]
+
+
+def _data_set(
+    name: str, inputs: Preprocess, train: Examples, evaluation: Examples, **options: int
+) -> DataSet:
+    splits = indexed_splits(lambda: train, lambda: evaluation, inputs, **options)
+
+    @functools.cache
+    def identity() -> DataIdentity:
+        hashed = {"train": _identity(train), "eval": _identity(evaluation)}
+        return DataIdentity(name=name, version="by index", splits=hashed)
+
+    return DataSet(
+        name=name,
+        example=inputs.spec,
+        info=inputs.info,
+        prepare=lambda: None,
+        train=splits.train,
+        evaluate=splits.evaluate,
+        order=f"{name} train, {splits.order}",
+        identity=identity,
+        locate=splits.locate,
+    )
+
+
+def _identity(examples: Examples) -> SplitIdentity:
+    """By evenly spaced examples, without augmentation."""
+    size = len(examples)
+    indices = np.arange(NUM_HASHED) * size // NUM_HASHED
+    return split_identity(size, [examples(np.unique(indices))])
+
+
+def _preprocess(
+    spec: Mapping[str, jax.ShapeDtypeStruct],
+    info: Mapping[str, Any],
+    transform: Callable[[Any], Arrays] | None,
+    augment: Augment | None,
+) -> Preprocess:
+    """Examples as dicts of arrays of this spec; {}: of any."""
+
+    def example(raw: Any, rng: Rng) -> Arrays:
+        arrays = raw if transform is None else transform(raw)
+        if rng is not None and augment is not None:
+            arrays = augment(arrays, rng)
+        if not isinstance(arrays, Mapping):
+            raise UsageError(
+                f"it is a {type(arrays).__name__}. Give dicts of arrays, by from_source.transform, "
+                f"e.g. lambda example: {{'x': example[0], 'y': example[1]}}. {GUIDE}"
+            )
+        arrays = {name: narrowed(name, x) for name, x in arrays.items()}
+        own = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in arrays.items()}
+        if spec and own != spec:
+            raise UsageError(
+                f"it has {in_words(own)}, and the first example has {in_words(spec)}. Give all "
+                f"the same shapes and dtypes, by transform. {GUIDE}"
+            )
+        return arrays
+
+    def batch(arrays: Arrays, rows: np.ndarray, total: int, rng: Rng) -> Arrays:
+        return arrays
+
+    return Preprocess(spec, info, example, batch, example_is_random=augment is not None)
