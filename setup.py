@@ -16,9 +16,6 @@ INSTALL_REQUIRES = [
     "tensorflow-datasets>=4.9.10,<5",  # data sets
     "array_record>=0.8.3,<1",  # TFDS's random-access file format
     "importlib_resources>=6.0,<8",  # TFDS imports it for builders in packages, undeclared
-    "tensorflow-cpu>=2.20,<3; platform_machine == 'x86_64' and sys_platform == 'linux'",
-    "tensorflow>=2.20,<3; platform_machine != 'x86_64' or sys_platform != 'linux'",
-    # ^ TFDS writes data sets with it; training does not need it
     "tensorboard>=2.20,<3",  # its event files
     "clu>=0.0.12,<0.1",  # metrics
     "grain>=0.2.18,<0.3",  # threads and processes that prefetch batches
@@ -31,7 +28,15 @@ INSTALL_REQUIRES = [
     "scikit-learn>=1.5,<2",  # ships the handwritten digits
 ]
 
+# These take 1.1 GB and half a minute on a fast network; with TensorFlow 2.5 GB. TFDS needs it to
+# prepare data sets that give images as arrays (mnist, cifar10), and to read TFRecord (tf_data).
+TENSORFLOW = [
+    "tensorflow-cpu>=2.20,<3; platform_machine == 'x86_64' and sys_platform == 'linux'",
+    "tensorflow>=2.20,<3; platform_machine != 'x86_64' or sys_platform != 'linux'",
+]
+
 EXTRAS = {
+    "tf": TENSORFLOW,
     "cuda": ["jax[cuda13]"],  # NVIDIA GPUs
     "tpu": ["jax[tpu]"],  # Cloud TPUs
     # Compilers for absent devices (analysis/topologies.py); they need no driver.
@@ -50,6 +55,7 @@ EXTRAS = {
         *("setuptools>=65", "wheel>=0.43"),  # build the wheel that a test installs
         "pyyaml>=6",  # manifests
         "matplotlib>=3.9,<4",  # plots
+        *TENSORFLOW,  # data sets in both formats
     ],
     "dev": ["ruff>=0.14", "mypy>=1.18", "pre-commit>=4"],  # linter and formatter, types, hooks
 }

@@ -62,9 +62,27 @@ def test_json_has_the_same(listed):
     assert found["parameters"]["widths"]["default"] == "(256, 256)"
 
 
-def test_an_unknown_name_is_refused_with_the_nearest(capsys):
-    assert train.main(["--list", "convnett"]) == 2
-    assert "Did you mean convnet?" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("resnett", "resnet?"),
+        ("zero3", "strategies/fsdp.gin"),
+        ("optax.adamm", "optax.adam"),
+    ],
+)
+def test_an_unknown_name_is_refused_with_the_nearest(capsys, name, meant):
+    assert train.main(["--list", name]) == 2
+    assert f"Did you mean {meant}" in capsys.readouterr().err
+
+
+def test_on_a_terminal_no_word_is_cut(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(catalog.sys.stdout, "isatty", lambda: True, raising=False)
+    groups = catalog.everything()
+    lines = catalog.in_lines(groups).splitlines()
+    assert max(map(len, lines)) <= 80
+    words = {word for g in groups for e in g["entries"] for word in e["summary"].split()}
+    assert words <= {word for line in lines for word in line.split()}
 
 
 def test_a_reader_of_the_list_may_go_away():

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import difflib
 import importlib.util
+import logging
 import math
 import re
 import shutil
+import sys
 import textwrap
 import time
 from pathlib import Path
@@ -19,6 +21,7 @@ import numpy as np
 from research_dp.errors import UsageError, binding_error
 
 _OFFLINE = ("digits", "pystdlib_text")  # of this package
+_INSTALL_TENSORFLOW = "Do: pip install 'research_dp[tf]'"
 _HOURS_IN_USE = 6  # a preparation that wrote nothing for this long is dead
 FileFormat = Literal["array_record", "tfrecord"]
 
@@ -32,6 +35,7 @@ def find_builder(
     """
     import tensorflow_datasets as tfds  # late: it is slow to import
 
+    quieten_tfds()
     if name.split("/")[0] in _OFFLINE:
         importlib.import_module("research_dp.data.offline")  # registers them
     try:
@@ -117,17 +121,21 @@ def _remove_incomplete(data_path: Any) -> None:
 
 def _advice(builder: Any, error: Exception) -> str | None:
     """The reason of a failed preparation and what to do; None for a defect of the builder."""
-    import tensorflow as tf
     import tensorflow_datasets as tfds
 
+    tensorflow = sys.modules.get("tensorflow")  # imported by TFDS, if it needed it
+    absent = (tensorflow.errors.NotFoundError,) if tensorflow else ()
     manual = builder.MANUAL_DOWNLOAD_INSTRUCTIONS
-    if manual and isinstance(error, (AssertionError, FileNotFoundError, tf.errors.NotFoundError)):
+    if manual and isinstance(error, (AssertionError, FileNotFoundError, *absent)):
         folder = builder.data_dir_root / "downloads" / "manual"
         return f"archives are missing in manual_dir = {folder}. {_one_line(manual)}"
     if isinstance(error, AssertionError) and "No examples were yielded" in str(error):
         return f"{_one_line(error)}. Its builder must yield examples for each split it names."
     if isinstance(error, ImportError):
-        package = (error.name or "").split(".")[0].replace("_", "-")
+        name = error.name or (re.findall(r"No module named '([\w.]+)'", str(error)) or [""])[0]
+        package = name.split(".")[0].replace("_", "-")
+        if package == "tensorflow":
+            return f"TFDS encodes its examples with TensorFlow. {_INSTALL_TENSORFLOW}"
         return f"{_one_line(error)}. " + (f"Do: pip install {package}" if package else "")
     checksum = tfds.download.download_manager.NonMatchingChecksumError
     if isinstance(error, (OSError, tfds.download.DownloadError, checksum)):
@@ -162,6 +170,24 @@ def check_format(builder: Any, readable: str, advice: str) -> None:
         problem = f"would be prepared as {actual}, which tfds_data.reader cannot read."
         advice = f"Bind tfds_data.file_format = '{readable}'."
         raise UsageError(f"{builder.name} {problem} {advice}", binding="tfds_data.file_format")
+
+
+def check_tensorflow() -> None:
+    """Refuses to read TFRecord without TensorFlow."""
+    if not importlib.util.find_spec("tensorflow"):
+        problem = " = @tf_data reads with TensorFlow, which is not installed."
+        raise binding_error("tfds_data.reader", f"{problem} {_INSTALL_TENSORFLOW}")
+
+
+def quieten_tfds() -> None:
+    """Leaves out TFDS's advice to install OpenCV, which reads no faster here."""
+    logger = logging.getLogger("absl")
+    if _is_wanted not in logger.filters:
+        logger.addFilter(_is_wanted)
+
+
+def _is_wanted(record: logging.LogRecord) -> bool:
+    return "OpenCV is not installed" not in str(record.msg)
 
 
 def check_decodable(builder: Any) -> None:

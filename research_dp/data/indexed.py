@@ -99,6 +99,7 @@ def _in_worker(*fields: Any) -> Examples:
 
     A signal to the process group, e.g. Ctrl-C, must not end workers before the run is saved.
     """
+    builders.quieten_tfds()
     parent = multiprocessing.parent_process()
 
     def exit_with_parent(sentinel: int) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import tensorflow_datasets as tfds
+from PIL import Image
 
 _TEST_EACH = 5
 _CHUNK = 1024
@@ -52,8 +53,9 @@ class Digits(_Offline):
         for index, (levels, label) in enumerate(zip(data.images, data.target, strict=True)):
             if (index % _TEST_EACH == 0) == test:
                 # Levels 0 to 16 become 0 to 255.
-                image = np.round(levels * (255 / 16)).astype(np.uint8)[..., None]
-                yield index, {"image": image, "label": int(label)}
+                image = np.round(levels * (255 / 16)).astype(np.uint8)
+                # TFDS encodes Pillow's images with Pillow, but arrays with TensorFlow.
+                yield index, {"image": Image.fromarray(image), "label": int(label)}
 
 
 class PystdlibText(_Offline):

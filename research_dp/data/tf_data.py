@@ -15,7 +15,7 @@ import numpy as np
 
 from research_dp.argument_checks import checked
 from research_dp.argument_types import Count
-from research_dp.data.builders import check_format, read_error
+from research_dp.data.builders import check_format, check_tensorflow, read_error
 from research_dp.data.preprocess import Preprocess, preprocess_example, stack
 from research_dp.data.shuffle import Purpose, generator
 from research_dp.types import Arrays, EvalOrder, Splits, TrainOrder
@@ -43,9 +43,10 @@ def tf_data(
         prefetch: Batches of raw examples that are prefetched.
 
     Raises:
-        UsageError: The data set is in another format.
+        UsageError: The data set is in another format, or TensorFlow is not installed.
     """
-    advice = "Leave out gin/options/tf_data.gin, or bind another tfds_data.data_dir."
+    check_tensorflow()
+    advice = "Leave out options/tf_data.gin, or bind another tfds_data.data_dir."
     check_format(builder, "tfrecord", advice)
 
     def train_stream(seed: int, first: int, **options: Any) -> Any:
