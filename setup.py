@@ -1,10 +1,14 @@
 """Package metadata. constraints.txt pins the tested versions; README uses it."""
 
+import re
 import shutil
 from pathlib import Path
 
 from setuptools import find_packages, setup
 from setuptools.command.build_py import build_py
+
+_PACKAGE = Path(__file__).with_name("research_dp")
+VERSION = re.findall(r'^__version__ = "(.+)"', (_PACKAGE / "__init__.py").read_text(), re.M)[0]
 
 # Each dependency with its tested range and its purpose.
 INSTALL_REQUIRES = [
@@ -74,7 +78,8 @@ class BuildWithGinFiles(build_py):
 
 setup(
     name="research_dp",
-    version="0.1.0",
+    version=VERSION,
+    entry_points={"console_scripts": ["research-dp = research_dp.commands.main:main"]},
     description="Data-parallel training in JAX, the strategy chosen by a gin file.",
     long_description=Path(__file__).with_name("README.md").read_text(),
     long_description_content_type="text/markdown",

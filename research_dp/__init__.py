@@ -84,6 +84,8 @@ if TYPE_CHECKING:
     from research_dp.models.image_classifiers import image_classifier
     from research_dp.models.layers import dropout
 
+__version__ = "0.1.0"
+
 # Imported when they are used: Flax NNX takes long to import, and so does what a run needs.
 _LATE = {
     "run": "research_dp.commands.run",

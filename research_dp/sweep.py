@@ -1,10 +1,10 @@
-"""`python -m research_dp.sweep`: the product of files and bindings, each a run. See README.md."""
+"""`python -m research_dp.sweep`: the product of files and values, each combination a run."""
 
 import sys
 
 from research_dp.commands import exit_status
 
-main = exit_status.main_of("sweep.Sweep", __doc__)
+main = exit_status.main_of("sweep.Sweep")
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -1,11 +1,11 @@
-"""`python -m research_dp.train`: trains what the gin files say. See README.md."""
+"""`python -m research_dp.train`: trains what gin files say, or resumes it."""
 
 import faulthandler
 import sys
 
 from research_dp.commands import exit_status, streams
 
-main = exit_status.main_of("train.Train", __doc__)
+main = exit_status.main_of("train.Train")
 
 if __name__ == "__main__":
     streams.repair()  # the fault handler needs a standard error

@@ -24,13 +24,13 @@ def test_all_is_listed_in_groups_a_line_each(listed):
     blocks = {block.splitlines()[0]: block for block in listed().split("\n\n")}
     assert list(blocks)[: len(catalog._GROUPS)] == [*catalog._GROUPS]
     for stem in stems():
-        assert f"\n  gin/strategies/{stem}.gin " in blocks["strategies"]
+        assert f"\n  strategies/{stem}.gin " in blocks["strategies"]
     for group, name in {
         "strategies": "mapped",
         "models": "resnet",
         "data": "tfds_data",
         "optimizers": "optax.adamw",
-        "options": "gin/precision/bf16_gather.gin",
+        "options": "precision/bf16_gather.gin",
     }.items():
         assert f"\n  {name} " in blocks[group]
     assert not [
@@ -45,13 +45,22 @@ def test_one_function_is_shown_in_full(listed):
         "num_classes: Count,  # required; an integer of at least 1",
         "dropout_rate: Dropout before the last layer.",
         "In research_dp/models/image_classifiers.py:",
-        "  gin/models/convnet_nnx.gin",
+        "  models/convnet_nnx.gin",
     ):
         assert part in told
 
 
 def test_a_file_is_shown_as_it_is(listed):
-    assert (ROOT / "gin/strategies/ddp.gin").read_text().strip() in listed("gin/strategies/ddp.gin")
+    text = (ROOT / "gin/strategies/ddp.gin").read_text().strip()
+    for name in ("strategies/ddp.gin", "gin/strategies/ddp.gin", "ddp.gin", "ddp"):
+        assert text in listed(name)
+
+
+def test_a_group_is_listed_alone_and_files_of_one_name_together(listed):
+    assert listed("models").startswith("models\n  models/convnet.gin ")
+    assert "\n\n" not in listed("models")
+    lines = listed("digits").splitlines()
+    assert [line.split()[0] for line in lines[1:]] == ["runs/digits.gin", "data/digits.gin"]
 
 
 def test_json_has_the_same(listed):

@@ -38,11 +38,11 @@ def test_the_flags_in_the_examples_are_flags_of_the_command():
 def test_a_run_is_looked_back_on(command, tmp_path):
     for process, place in enumerate([("step", 9), ("data", 8), ("step", 9)]):
         Recorder(tmp_path, process, 3).note(*place)
-    done = command(f"--post_mortem={tmp_path}", tool="launch.py")
+    done = command(f"--post_mortem={tmp_path}", module="research_dp.launch")
     assert done.returncode == 0
     assert done.stdout.startswith("process 1 is behind: step 8, phase data\n")
     assert len(done.stdout.splitlines()) == 4
-    assert command(f"--post_mortem={tmp_path / 'no'}", tool="launch.py").returncode == 2
+    assert command(f"--post_mortem={tmp_path / 'no'}", module="research_dp.launch").returncode == 2
 
 
 @pytest.mark.slow

@@ -102,7 +102,7 @@ IN_A_FILE = {
     "data_parallel.mesh = @make_mesh": ("mine.gin:1", "@make_mesh() is what it returns"),
     "data_parallel.engine = @mapped()": ("mine.gin:1", "give the function, @mapped"),
     # ---- Without effect ----
-    "mlp.widths = (32,)": ("mine.gin:1", "never calls mlp", "train.model is @convnet() (gin/mod"),
+    "mlp.widths = (32,)": ("mine.gin:1", "never calls mlp", "train.model is @convnet() (mod"),
     "optax.adam.b1 = 0.8": ("mine.gin:1", "never calls optax.adam", "mean optax.adamw.b1?"),
     "tf_data.prefetch = 2": ("mine.gin:1", "never calls tf_data", "random_access"),
     "one/convnet.hidden = 8": ("mine.gin:1", "nothing is called in scope 'one'"),
@@ -114,7 +114,7 @@ IN_A_FILE = {
     "train.seed = a/b": ("mine.gin:1", "put quotes around a string"),
     "\ntrain.seed == 2": ("mine.gin:2", "train.seed == 2"),
     "make_mesh.axes = {'data': 8": ("mine.gin:1", "make_mesh.axes"),
-    "include 'gin/models/mpl.gin'": ("mine.gin:1", "Did you mean gin/models/mlp.gin?"),
+    "include 'gin/models/mpl.gin'": ("mine.gin:1", "Did you mean models/mlp.gin?"),
     "include 'mine.gin'": ("mine.gin:1", "includes itself"),
     "import no_such_package": ("mine.gin:1", "No module named 'no_such_package'"),
     "include 'gin/runs/lm_stdlib.gin'": ("mine.gin", "complete run, and so is gin/runs/digits.gin"),
@@ -136,9 +136,24 @@ ON_THE_COMMAND_LINE = {
     "--gin.NUM_STPES=10": ("nothing uses %NUM_STPES",),
     "--gin_bindings=mlp.widths = (32,)": ("--gin.mlp.widths", "never calls mlp"),
     "--gin.convnet.norm=layer": ("--gin.convnet.norm", "'layer': use one of"),
-    "--gin_file=gin/strategies/fsdpp.gin": ("no such file", "gin/strategies/fsdp.gin"),
+    "--gin_file=gin/strategies/fsdpp.gin": ("no such file", "Did you mean strategies/fsdp.gin?"),
     "--import=no_such_package": ("--import=no_such_package", "No module named"),
     "--gin.make_mesh.axes=((": ("--gin.make_mesh.axes", "make_mesh.axes"),
+    # ---- Other systems' names ----
+    "--gin_file=zero3": ("no such file. Did you mean strategies/fsdp.gin?",),
+    "--gin_file=zero-3.gin": ("Did you mean strategies/fsdp.gin?",),
+    "--gin_file=FULL_SHARD": ("Did you mean strategies/fsdp.gin?",),
+    "--gin_file=hybrid_shard": ("Did you mean strategies/hsdp.gin?",),
+    "--gin_file=gspmd": ("Did you mean strategies/spmd.gin?",),
+    "--gin_file=strategies/zero_2": ("Did you mean strategies/zero2.gin?",),
+    "--gin_file=fdsp": ("Did you mean strategies/fsdp.gin?",),
+    "--gin_file=nothing_like_it": ("no such file.\n",),
+    # ---- What sets it in this run ----
+    "--gin.train.learning_rate=0.1": ("no parameter", "is warmup_cosine.peak_value (optax.adamw."),
+    "--gin.learning_rate=0.1": ("nothing uses", "In this run it is warmup_cosine.peak_value"),
+    "--gin.optax.adamw.lr=0.1": ("no parameter 'lr'", "is warmup_cosine.peak_value"),
+    "--gin.train.weight_decay=0.1": ("In this run it is optax.adamw.weight_decay.",),
+    "--gin.train.dropout=0.1": ("In this run it is convnet.dropout_rate.",),
 }
 
 
@@ -215,7 +230,7 @@ def test_an_order_in_which_a_file_is_undone_is_refused(files, loser, told):
 def test_includes_in_an_order_in_which_one_is_undone_are_refused(tmp_path):
     mine = tmp_path / "mine.gin"
     mine.write_text("include 'gin/strategies/ddp.gin'\ninclude 'gin/runs/digits.gin'\n")
-    with pytest.raises(gin_config.Mistakes, match=r"then include 'gin/strategies/ddp.gin' in this"):
+    with pytest.raises(gin_config.Mistakes, match=r"then include 'strategies/ddp.gin' in this"):
         load([str(mine)])
     mine.write_text("train.num_steps = 3\ninclude 'gin/runs/digits.gin'\n")
     with pytest.raises(gin_config.Mistakes, match=r"mine.gin:1: .* Move the include above it"):
@@ -277,8 +292,8 @@ def test_modules_of_the_last_release_are_imported_by_their_new_names(tmp_path, c
 def test_leftovers_of_another_strategy_are_refused(refused):
     mine = "train.strategy = @data_parallel()\ndata_parallel.name = 'mine'\n"
     told = refused(mine).splitlines()
-    assert "gin/strategies/fsdp.gin:11: data_parallel.gather = @gather_params is left" in told[3]
-    assert "mine.gin:1 chose another train.strategy than gin/strategies/fsdp.gin:5" in told[3]
+    assert "strategies/fsdp.gin:11: data_parallel.gather = @gather_params is left" in told[3]
+    assert "mine.gin:1 chose another train.strategy than strategies/fsdp.gin:5" in told[3]
 
 
 def test_what_is_allowed_is_bound(tmp_path):
@@ -365,3 +380,18 @@ def test_scopes_that_share_a_binding_are_both_followed():
 def test_an_include_is_given_as_a_file(refused):
     told = refused(flags=["--gin_bindings=include 'gin/strategies/ddp.gin'"])
     assert "give --gin_file=gin/strategies/ddp.gin" in told
+
+
+def test_a_number_in_place_of_a_schedule_is_noted_once(capsys):
+    flags = [DIGITS, "--gin_file=models/mlp.gin", "--gin.adamw.learning_rate=0.1"]
+    assert train.main([*flags, "--dry_run"]) == 0
+    (note,) = [line for line in capsys.readouterr().err.splitlines() if "Note" in line]
+    for part in (
+        "= 0.1 replaces the schedule",
+        "so warmup_cosine.peak_value = 0.003 (",
+        ".gin:16)",
+    ):
+        assert part in note
+    for setting in ("warmup_cosine.peak_value=0.1", "optax.adamw.learning_rate=@warmup_cosine()"):
+        assert train.main([*flags[:2], f"--gin.{setting}", "--dry_run"]) == 0
+        assert "Note" not in capsys.readouterr().err

@@ -21,8 +21,8 @@ from conftest import ROOT
 
 import research_dp
 
-COMMANDS = ["train", "plan", "certify", "conform", "sweep", "checkpoints"]
-TOOLS = ["launch", "prepare_data", "generate"]
+COMMANDS = ["train", "plan", "certify", "conform", "sweep", "checkpoints", "launch"]
+TOOLS = ["prepare_data", "generate"]
 
 
 def value(default):
@@ -162,6 +162,7 @@ MISTAKES = {  # command line -> exit status
     "conform": ["", "--gin_file=nowhere.gin"],
     "sweep": ["", "--gin_file=runs/digits.gin --workdir=w --vary.train.seed="],
     "checkpoints": ["", "nowhere"],
+    "launch": ["", "-n 2", "-n 0 -- --workdir=w"],
 }
 
 

@@ -2,7 +2,6 @@
 
 import errno
 import fcntl
-import importlib.util
 import os
 import select
 import signal
@@ -12,17 +11,12 @@ import threading
 import time
 
 import pytest
-from conftest import ROOT
 
+from research_dp.commands import launch as launcher
 from research_dp.errors import UsageError
 from research_dp.training import workdir
 from research_dp.training.flight_recorder import Recorder, last_notes
 from research_dp.training.watchdog import monitored
-
-spec = importlib.util.spec_from_file_location("launch", ROOT / "tools" / "launch.py")
-launcher = importlib.util.module_from_spec(spec)
-sys.modules["launch"] = launcher  # where dataclasses look annotations up
-spec.loader.exec_module(launcher)
 
 
 @pytest.fixture(autouse=True)

@@ -27,7 +27,7 @@ ALLOWED = {
 }
 ALLOWED["config"] = {*ALLOWED, "config"}
 SHARED = {"types", "errors", "console", "argument_checks", "argument_types"}
-DOORWAYS = {"train", "plan", "certify", "conform", "sweep", "checkpoints"}
+DOORWAYS = {"train", "plan", "certify", "conform", "sweep", "checkpoints", "launch", "__main__"}
 CORE = {"jax", "flax", "optax", "gin", "numpy"}
 FILES = sorted(PACKAGE.rglob("*.py"))
 

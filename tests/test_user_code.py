@@ -3,10 +3,12 @@
 import json
 import os
 import re
+import sys
 
 import pytest
 from conftest import ROOT
 
+from research_dp import train
 from research_dp.config import load
 from research_dp.errors import UsageError
 
@@ -44,7 +46,9 @@ def package(tmp_path):
     (folder / "two_level.gin").write_text(GIN)
     # Beside the file that includes it, wherever the command is started.
     (folder / "base.gin").write_text("# What it builds on.\ninclude 'gin/strategies/ddp.gin'\n")
-    return folder
+    yield folder
+    for name in [name for name in sys.modules if name.split(".")[0] == "my_pkg"]:
+        del sys.modules[name]
 
 
 @pytest.mark.slow
@@ -87,6 +91,89 @@ def test_a_module_that_breaks_is_told_with_its_place(package, tmp_path, monkeypa
     (package / "broken.py").write_text("import gin\n\nraise KeyError('nothing there')\n")
     with pytest.raises(UsageError, match=r"KeyError: 'nothing there' \(.*broken.py:3\)"):
         load.load(["runs/digits.gin"], imports=["my_pkg.broken"])
+
+
+def test_a_library_that_is_missing_is_told_with_who_imports_it(package, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (package / "wants.py").write_text("\nimport no_such_library\n")
+    with pytest.raises(UsageError, match=r"named 'no_such_library' \(.*my_pkg/wants.py:2\)"):
+        load.load(["runs/digits.gin"], imports=["my_pkg.wants"])
+    with pytest.raises(UsageError, match=r"named 'my_pkg.nothing'. It must be in the working"):
+        load.load(["runs/digits.gin"], imports=["my_pkg.nothing"])
+
+
+MODELS = """import flax.linen as nn
+import gin
+import jax.numpy as jnp
+
+from research_dp import TrainableModel
+
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x, scale):
+        return nn.Dense(10)(x.reshape(x.shape[0], -1) + jnp.ones((7, 3)))
+
+
+def init(key, batch):
+    zeros = jnp.zeros((1, 8, 8, 1))
+    return Net().init(key, zeros, 1.0)["params"], {}
+
+
+@gin.register
+def wrong_shapes():
+    return TrainableModel(init, init)
+
+
+@gin.register
+def missing_argument():
+    return TrainableModel(lambda key, batch: (Net().init(key, batch["image"]), {}), init)
+
+
+@gin.register
+def one_result():
+    return TrainableModel(lambda key, batch: {}, init)
+
+
+@gin.register
+def few_arguments():
+    def takes_a_key(key):
+        return {}, {}
+
+    return TrainableModel(takes_a_key, init)
+
+
+@gin.register
+def scalar_loss():
+    def loss(params, model_state, batch, keys, train, batch_axes):
+        return jnp.sum(params["w"])
+
+    return TrainableModel(lambda key, batch: ({"w": jnp.zeros(3)}, {}), loss)
+"""
+
+
+WRONG = {  # model -> exit status, what is printed
+    "wrong_shapes": (1, r"models.py\", line 11, in __call__\n.*incompatible shapes"),
+    "missing_argument": (1, r"models.py\", line 26, in .*missing 1 required .* 'scale'"),
+    "one_result": (2, r"error: train.model: init returned {}; it must return \(parameters, "),
+    "few_arguments": (1, r"error: /.*models.py:\d+: .*takes_a_key\(\) takes 1 .* calls `made ="),
+    "scalar_loss": (2, r"error: train.model: its loss returned an array of shape \(\) .* Loss"),
+}
+
+
+def test_a_model_that_is_wrong_is_told_by_the_users_own_lines(
+    package, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.syspath_prepend(tmp_path)
+    (package / "models.py").write_text(MODELS)
+    flags = ["--gin_file=runs/digits.gin", "--import=my_pkg.models", "--dry_run"]
+    for model, (status, said) in WRONG.items():
+        assert train.main([*flags, f"--gin.train.model=@{model}()"]) == status
+        err = capsys.readouterr().err
+        assert re.search(said, err, re.DOTALL), err
+        assert " at 0x" not in err and "In call to configurable" not in err
+        assert "site-packages" not in err and "JAX has removed" not in err
+        assert len(err.splitlines()) <= 16
 
 
 def test_a_quick_certification_needs_a_strategy(command):

@@ -161,7 +161,7 @@ def launch(command, tmp_path, *flags, **options):
         *RUN,
         *flags,
         f"--workdir={tmp_path}",
-        tool="launch.py",
+        module="research_dp.launch",
         PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}",
         **options,
     )

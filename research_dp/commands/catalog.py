@@ -8,6 +8,9 @@ import inspect
 import itertools
 import json
 import re
+import shutil
+import sys
+import textwrap
 import typing
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -51,18 +54,31 @@ _CALLER_PASSES = {
 
 
 def print_list(name: str, imports: Sequence[str], *, as_json: bool) -> int:
-    """Prints what gin files can name: all of it, or what has a name; returns the exit status."""
-    shown: Any = everything(imports)
-    if name:
-        entries = [entry for group in shown for entry in group["entries"]]
-        named = [entry for entry in entries if name in (entry["name"], entry.get("selector"))]
-        if not named:
-            hint = binding_checks.did_you_mean(name, [entry["name"] for entry in entries])
-            raise UsageError(f"--list {name}: there is nothing of this name.{hint}")
-        shown = named[0]
-    as_text = in_full if name else in_lines
+    """Prints what gin files can name: all, a group, or one name; returns the exit status."""
+    shown = named(name, everything(imports)) if name else everything(imports)
+    as_text = in_full if isinstance(shown, dict) and "entries" not in shown else in_lines
     print(json.dumps(shown, indent=2) if as_json else as_text(shown))
     return 0
+
+
+def named(name: str, groups: list[dict[str, Any]]) -> Any:
+    """The function or file of a name; the groups, if it is that of a group or of several files.
+
+    A file's name is a part of its path: 'strategies/fsdp.gin', 'fsdp.gin', 'fsdp'.
+    """
+    entries = [entry for group in groups for entry in group["entries"]]
+    stem = name.removeprefix("gin/").removesuffix(".gin")
+    files = [e for e in entries if "text" in e and f"/{e['name']}".endswith(f"/{stem}.gin")]
+    exact = [e for e in entries if name in (e["name"], e.get("selector"))]
+    if same := [group for group in groups if group["group"] == name]:
+        return same
+    if exact or len(files) == 1:
+        return (exact or files)[0]
+    if files:
+        return [{"group": f"gin files called {name}", "entries": files}]
+    hint = binding_checks.did_you_mean(name, [e["name"] for e in entries] + [*_GROUPS])
+    hint = hint if "Did you mean" in hint else parser.nearest_file(name)
+    raise UsageError(f"--list {name}: there is nothing of this name.{hint}")
 
 
 def everything(imports: Sequence[str] = ()) -> list[dict[str, Any]]:
@@ -75,7 +91,7 @@ def everything(imports: Sequence[str] = ()) -> list[dict[str, Any]]:
             raise UsageError(f"--import={name}: {type(error).__name__}: {error}.") from error
     groups: dict[str, list[dict[str, Any]]] = {name: [] for name in _GROUPS}
     for file in parser.shipped():
-        folder = file.split("/")[1]
+        folder = file.split("/")[0]
         group = next((g for g, (folders, *_) in _GROUPS.items() if folder in folders), folder)
         groups.setdefault(group, []).append(_file_entry(file))
     functions = gin_internals.configurables().values()
@@ -85,12 +101,16 @@ def everything(imports: Sequence[str] = ()) -> list[dict[str, Any]]:
 
 
 def in_lines(groups: Iterable[dict[str, Any]]) -> str:
-    """One line for each entry, below the name of its group."""
+    """One line for each entry, below the name of its group; on a terminal as many as it needs."""
     lines = []
+    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
     for group in groups:
         lines += ["", group["group"]]
         width = max(len(entry["name"]) for entry in group["entries"])
-        lines += [f"  {e['name']:<{width}}  {e['summary']}".rstrip() for e in group["entries"]]
+        for entry in group["entries"]:
+            line = f"  {entry['name']:<{width}}  {entry['summary']}"
+            further = " " * (width + 4)
+            lines += textwrap.wrap(line, columns, subsequent_indent=further, break_on_hyphens=False)
     return "\n".join(lines[1:])
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import errno
+import gc
 import importlib
 import itertools
+import re
 import site
 import sys
 import sysconfig
 import traceback
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,9 +32,11 @@ _INSTALLED = {
     *(Path(sysconfig.get_path(n)) for n in ("stdlib", "platstdlib", "purelib", "platlib")),
 }
 _FILTERING = "JAX_TRACEBACK_FILTERING"
+# What gin and JAX append to the message of an error.
+_REMARKS = re.compile(rf"\n  In call to configurable '.*|\n-{{10,}}\n.*{_FILTERING}=off.*")
 
 
-def main_of(command: str, description: str | None) -> Callable[[list[str]], int]:
+def main_of(command: str) -> Callable[[list[str]], int]:
     """The `main` of e.g. 'train.Train': parses the arguments, runs, and returns the exit status.
 
     Streams and signals are handled before the command is imported, which takes long.
@@ -45,7 +50,7 @@ def main_of(command: str, description: str | None) -> Callable[[list[str]], int]
                 kind = getattr(importlib.import_module(f"research_dp.commands.{module}"), name)
             except KeyboardInterrupt:
                 return _interrupted()
-            return run_command(lambda command: command.parse(argv, description).run(), kind())
+            return run_command(lambda command: command.parse(argv).run(), kind())
 
     return main
 
@@ -87,14 +92,20 @@ def _interrupted() -> int:
 def traceback_of(error: BaseException) -> str:
     """The traceback of an error; of a user's code only that code's frames, if it raised it.
 
-    JAX_TRACEBACK_FILTERING=off leaves all frames in.
+    Frames of libraries between others are left out, and so is what gin and JAX add to messages.
+    JAX_TRACEBACK_FILTERING=off leaves all in.
     """
-    all_frames = jax.config.values["jax_traceback_filtering"] == "off"
-    user_traceback = "" if all_frames else _user_traceback(_original(error))
-    if not user_traceback:
+    original = _original(error)
+    if jax.config.values["jax_traceback_filtering"] == "off" or original is None:
         return "".join(traceback.format_exception(error))
-    head = f"error: code outside research_dp failed ({_FILTERING}=off shows all frames):"
-    return f"{head}\n{user_traceback.rstrip()}"
+    if said := _wrong_call(original):
+        return f"error: {said}"
+    if user_traceback := _user_traceback(original):
+        head = f"error: code outside research_dp failed ({_FILTERING}=off shows all frames):"
+        return f"{head}\n{user_traceback.rstrip()}"
+    shown = traceback.TracebackException.from_exception(original)
+    _leave_out_libraries(shown)
+    return _REMARKS.sub("", "".join(shown.format())).rstrip()
 
 
 def is_of_users_code(error: BaseException) -> bool:
@@ -128,6 +139,38 @@ def _user_traceback(error: BaseException | None) -> str:
     last = traceback.format_exception_only(error)
     lines += [line for line in last if _FILTERING not in line and line.strip("-\n")]
     return (f"{before}\nwhich led to:\n\n" if before else "") + "".join(lines)
+
+
+def _leave_out_libraries(shown: traceback.TracebackException | None) -> None:
+    """Drops the frames of libraries, but those at the end, of an error and its causes."""
+    while shown is not None:
+        owners = [_owner_of(frame) for frame in shown.stack]
+        last = max((i for i, owner in enumerate(owners) if owner != "library"), default=-1)
+        kept = [f for i, f in enumerate(shown.stack) if i > last or owners[i] != "library"]
+        shown.stack = traceback.StackSummary.from_list(kept)
+        shown = shown.__cause__ or (None if shown.__suppress_context__ else shown.__context__)
+
+
+def _wrong_call(error: BaseException) -> str:
+    """What is wrong where this package calls a user's function with arguments it does not take."""
+    called = re.match(r"([\w.<>]+)\(\) (?:got|missing|takes) ", str(error))
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if _owner_of(f) != "library"]
+    if not isinstance(error, TypeError) or not called or not frames:
+        return ""
+    *_, call = frames
+    # The function itself is in no frame: the call failed before it had one.
+    functions = (x for x in gc.get_objects() if isinstance(x, types.FunctionType))
+    places = (f.__code__ for f in functions if f.__qualname__ == called[1])
+    code = next((c for c in places if _owner(Path(c.co_filename)) == "user"), None)
+    if code is None or _owner_of(call) != "package":
+        return ""
+    file = Path(call.filename).relative_to(_PACKAGE.parent)
+    where = f"{code.co_filename}:{code.co_firstlineno}"
+    return f"{where}: {error}. research_dp calls `{call.line}` ({file}:{call.lineno})."
+
+
+def _owner_of(frame: traceback.FrameSummary) -> str:
+    return _owner(Path(frame.filename))
 
 
 def _owner(file: Path) -> str:

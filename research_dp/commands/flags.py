@@ -5,11 +5,17 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import difflib
 import functools
 import re
+import shutil
+import sys
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, NoReturn, Self
 
+from research_dp.commands import main
+from research_dp.config import spellings
 from research_dp.config.load import Config, load
 from research_dp.errors import UsageError
 
@@ -35,11 +41,44 @@ def whole_number(text: str, least: int = 1) -> int:
     return int(text)
 
 
-class _Parser(argparse.ArgumentParser):
-    """Reports a mistake in one line; --help shows the rest."""
+class Parser(argparse.ArgumentParser):
+    """The parser of a command: its help ends with examples, a mistake is one line with a hint."""
+
+    def __init__(self, name: str):
+        width = shutil.get_terminal_size().columns
+        entry = main.COMMANDS.get(name)
+        about = " ".join([f"{entry.summary[:1].upper()}{entry.summary[1:]}.", entry.details])
+        super().__init__(
+            prog=main.program(name),
+            description=textwrap.fill(about, width - 2),
+            epilog=main.examples(name, width),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        """Refuses what is no flag with the nearest one."""
+        namespace, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self.error(" ".join(map(self._hint, unknown)))
+        return namespace
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message} (--help shows all flags)\n")
+
+    def _hint(self, word: str) -> str:
+        if word.endswith(".gin"):
+            return f"{word} alone is no flag. Did you mean --gin_file={word}?"
+        if not word.startswith("-"):
+            return f"{word!r} belongs to no flag."
+        name, equals, value = word.partition("=")
+        if spellings.plain(name) in ("config", "ginconfig", "ginfiles", "configfile"):
+            name = "--gin_file"
+        flags = {flag for flag in self._option_string_actions if "." not in flag}
+        by_plain = {spellings.plain(flag): flag for flag in flags}
+        near = difflib.get_close_matches(spellings.plain(name), by_plain, n=1, cutoff=0.7)
+        hint = f" Did you mean {by_plain[near[0]]}{equals}{value}?" if near else ""
+        return f"there is no flag {word.partition('=')[0]}.{hint}"
 
 
 @dataclasses.dataclass
@@ -67,16 +106,18 @@ class Command:
     )
     allow_unused: bool = switch("accept bindings without effect")
     config: Config | None = None
+    noted: set[str] = dataclasses.field(default_factory=set)  # printed already
     rewritten: ClassVar[str] = r"--gin\."
     verb: ClassVar[str] = "run"
 
-    def parse(self, argv: Sequence[str], description: str | None = None) -> Self:
+    def parse(self, argv: Sequence[str]) -> Self:
         """Sets the fields; exits with status 2 and one line if flags are wrong."""
-        prog = f"python -m research_dp.{type(self).__name__.lower()}"
-        parser = _Parser(prog=prog, description=description, allow_abbrev=False)
+        parser = Parser(type(self).__name__.lower())
         for field in dataclasses.fields(self):
             if field.metadata:
                 settings = {"dest": field.name, **field.metadata}
+                if field.default not in (None, False, "", dataclasses.MISSING):
+                    settings["help"] += f" (default: {field.default})"
                 parser.add_argument(settings.pop("name") or f"--{field.name}", **settings)
         parser.parse_args(_rewritten(argv, self.rewritten), self)
         self.check(parser.error)
@@ -85,7 +126,7 @@ class Command:
     def check(self, refuse: Callable[[str], NoReturn]) -> None:
         """Refuses flags that do not go together."""
         if not self.gin_files and not self.bindings:
-            example = "--gin_file=gin/runs/digits.gin"
+            example = "--gin_file=runs/digits.gin"
             refuse(f"nothing to {self.verb}: give --gin_file, e.g. {example}")
 
     def load(
@@ -104,6 +145,10 @@ class Command:
             allow_unused=self.allow_unused or allow_unused,
             complete=complete,
         )
+        for note in dict.fromkeys(self.config.notes):
+            if note not in self.noted:
+                self.noted.add(note)
+                print(f"Note: {note}", file=sys.stderr, flush=True)
         return self.config
 
     def run(self) -> int:

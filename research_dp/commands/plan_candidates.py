@@ -29,7 +29,7 @@ def of(strategies: Sequence[str]) -> list[Candidate]:
 
     A name is 'fsdp', 'my/own.gin', 'fsdp+h100_speed+bf16_collectives' or 'all'.
     """
-    shipped = [Path(file).stem for file in parser.shipped() if "/strategies/" in file]
+    shipped = [Path(file).stem for file in parser.shipped() if file.startswith("strategies/")]
     candidates: dict[str, Candidate] = {}
     texts = filter(None, map(str.strip, strategies))
     for name in (n for text in texts for n in (shipped if text == "all" else [text])):
@@ -49,11 +49,11 @@ def _file(name: str, folder: str) -> str:
     """A file by its path, or a shipped one by its stem."""
     if name.endswith(".gin"):
         if parser.find(name) is None:
-            raise UsageError(f"--strategies: no file {name}.")
+            raise UsageError(f"--strategies: no file {name}.{parser.nearest_file(name)}")
         return name
-    shipped = {Path(f).stem: f for f in parser.shipped() if not folder or f"/{folder}/" in f}
+    shipped = {Path(f).stem: f for f in parser.shipped() if f.startswith(folder)}
     if name not in shipped:
-        hint = binding_checks.did_you_mean(name, shipped)
+        hint = parser.nearest_file(name) or binding_checks.did_you_mean(name, shipped)
         raise UsageError(f"--strategies: no shipped file {name!r}.{hint} Or give a path to one.")
     return shipped[name]
 
@@ -91,7 +91,7 @@ def variants(candidate: Candidate, row: Row, where: Topology) -> list[Candidate]
     sums = bool(wide - {"all-gather"}) and bool({"gather", "sync"} & set(row.slots))
     result = []
     for stem, helps in (("bf16_gather", gathers), ("bf16_collectives", gathers or sums)):
-        file = f"gin/precision/{stem}.gin"
+        file = f"precision/{stem}.gin"
         if helps and file not in candidate.files:
             result.append(Candidate(f"{row.strategy}+{stem}", (*candidate.files, file)))
     if row.mesh["fsdp"] > 1:
@@ -107,4 +107,4 @@ def _replaced(candidate: Candidate, stem: str, label: str, *bindings: str) -> Ca
     """A candidate with another shipped strategy; its further files stay."""
     _, *others = candidate.files or ("",)
     name = "+".join([label, *(Path(file).stem for file in others)])
-    return Candidate(name, (f"gin/strategies/{stem}.gin", *others), bindings)
+    return Candidate(name, (f"strategies/{stem}.gin", *others), bindings)

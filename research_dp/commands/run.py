@@ -37,7 +37,7 @@ def run(
 ) -> dict[str, Any]:
     """Trains what gin files say, as `python -m research_dp.train` does, as often as you like.
 
-    Example: `run(["gin/runs/digits.gin"], {"train.num_steps": 20}, workdir="runs/a")["eval"]`.
+    Example: `run(["runs/digits.gin"], {"train.num_steps": 20}, workdir="runs/a")["eval"]`.
 
     Args:
         gin_files: Later ones win. Shipped ones are found by names such as 'runs/digits.gin'.

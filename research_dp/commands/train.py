@@ -19,7 +19,10 @@ class Train(RunCommand):
 
     dry_run: bool = switch("check and show the configuration; train nothing")
     list: str | None = flag(
-        "show all that gin files can name, or one of it; train nothing", "NAME", nargs="?", const=""
+        "show what gin files can name: all, a group (strategies), or one name; train nothing",
+        "NAME",
+        nargs="?",
+        const="",
     )
     json: bool = switch("with --list: as JSON")
     coordinator: str | None = flag(
@@ -31,8 +34,7 @@ class Train(RunCommand):
         "which one this is, from 0", "I", type=functools.partial(whole_number, least=0)
     )
     heartbeat_seconds: int = flag(
-        "seconds without a heartbeat after which a process counts as dead, and the others end "
-        "(100)",
+        "seconds without a heartbeat after which a process counts as dead, and the others end",
         "S",
         default=100,
         type=whole_number,

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import gin
 
-from research_dp.config import binding_checks, gin_internals, parser, run_checks
+from research_dp.config import binding_checks, gin_internals, parser, run_checks, settings
 from research_dp.config.parser import Binding, Import, Mistake, Reference
 from research_dp.config.reachability import Config, reach
 from research_dp.errors import UsageError, first_line, message_of
@@ -79,6 +79,9 @@ def load(
     bindings_read = [item for item in statements if isinstance(item, Binding)]
     macros = {b.key[0]: b for b in bindings_read if not b.selector}
     problems = {b: binding_checks.mistakes(b, macros) for b in bindings_read}
+    if any(problems.values()):
+        in_run = settings.Settings(reach(bindings_read))
+        problems = {b: in_run.with_hints(b, found) for b, found in problems.items()}
     mistakes += [mistake for one in problems.values() for mistake in one]
     mistakes += run_checks.conflicts(bindings_read)
     valid = [binding for binding in bindings_read if not problems[binding]]
@@ -104,6 +107,7 @@ def load(
     bound = config.used if complete and not allow_unused else winning
     gin.parse_config([*map(str, bound), *defaults])
     gin.finalize()
+    config.notes.extend(settings.replaced_schedules(bindings_read, config))
     return config
 
 
@@ -142,10 +146,12 @@ def _import(imports: Iterable[Import]) -> Iterator[Mistake]:
             print(warning, file=sys.stderr, flush=True)
         try:
             gin.parse_config(text)
-        except ImportError as error:
-            advice = "It must be in the working directory, in PYTHONPATH, or be installed."
-            yield Mistake(item.place, f"{text}: {first_line(error)}. {advice}")
         except Exception as error:  # a user's module may raise anything
+            missing = re.match(r"No module named '([\w.]+)'", str(error))
+            if missing and f"{item.module}.".startswith(f"{missing[1]}."):
+                advice = "It must be in the working directory, in PYTHONPATH, or be installed."
+                yield Mistake(item.place, f"{text}: {first_line(error)}. {advice}")
+                continue
             last = traceback.extract_tb(error.__traceback__)[-1]
             file = getattr(error, "filename", None) or last.filename
             line = getattr(error, "lineno", None) or last.lineno

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import re
 import tokenize
 import types
@@ -13,7 +12,7 @@ from typing import Any
 
 from gin import config_parser
 
-from research_dp.config import gin_internals
+from research_dp.config import gin_internals, spellings
 
 Key = tuple[str, str, str]  # scope, full name of the function, parameter
 MACRO = "gin.macro"
@@ -57,7 +56,7 @@ class File:
     """One reading of a gin file; a file that is included twice is two of them."""
 
     path: Path  # resolved
-    name: str  # in messages, e.g. 'gin/runs/digits.gin'
+    name: str  # in messages, e.g. 'runs/digits.gin'
     parent: File | None = None  # the file that includes it; None: the command line names it
 
     @property
@@ -74,7 +73,7 @@ class Binding:
     selector: str  # the function as written, e.g. 'optax.adamw'; '' for a macro
     parameter: str  # or the name of the macro
     value: Any  # a Python value that may contain `Reference`s and `Macro`s
-    place: str  # e.g. 'gin/runs/digits.gin:12', '--gin.train.num_steps'
+    place: str  # e.g. 'runs/digits.gin:12', '--gin.train.num_steps'
     file: File | None = None  # None: the command line
 
     @property
@@ -139,7 +138,7 @@ def read(files: Sequence[str], bindings: Sequence[str]) -> Iterator[Statement]:
     for name in files:
         path = find(name)
         if path is None:
-            yield Mistake("", f"--gin_file={name}: no such file.{_nearest_file(name)}")
+            yield Mistake("", f"--gin_file={name}: no such file.{nearest_file(name)}")
         else:
             yield from _read_file(File(path.resolve(), name))
     for text in bindings:
@@ -157,8 +156,8 @@ def find(name: str, beside: Path | None = None) -> Path | None:
 
 
 def shipped() -> list[str]:
-    """The files that come with the package, as 'gin/strategies/ddp.gin'."""
-    return sorted(f"gin/{path.relative_to(SHIPPED)}" for path in SHIPPED.rglob("*.gin"))
+    """The files that come with the package, as 'strategies/ddp.gin'."""
+    return sorted(str(path.relative_to(SHIPPED)) for path in SHIPPED.rglob("*.gin"))
 
 
 def references(value: Any) -> Iterator[Reference | Macro]:
@@ -218,16 +217,17 @@ def _as_statement(item: Any, place: str, file: File | None) -> Iterator[Statemen
         if file is None:
             yield Mistake(place, f"include: give --gin_file={name} instead.")
         elif path is None:
-            yield Mistake(place, f"include: no file {name!r}.{_nearest_file(name)}")
+            yield Mistake(place, f"include: no file {name!r}.{nearest_file(name)}")
         elif path.resolve() in [outer.path for outer in file.chain]:
             yield Mistake(place, f"{name!r} includes itself.")
         else:  # messages name a shipped file by its short name, others as they were given
             shown = name if Path(name) == path else str(path)
-            if path.is_relative_to(SHIPPED):
-                shown = f"gin/{path.relative_to(SHIPPED)}"
+            if path.resolve().is_relative_to(SHIPPED):
+                shown = str(path.resolve().relative_to(SHIPPED))
             yield from _read_file(File(path.resolve(), shown, file))
 
 
-def _nearest_file(name: str) -> str:
-    near = difflib.get_close_matches(name, shipped(), n=1, cutoff=0.4)
-    return f" Did you mean {near[0]}?" if near else ""
+def nearest_file(name: str) -> str:
+    """The shipped file that a wrong name may mean, as a sentence; '' if none is near."""
+    near = spellings.nearest_file(name, shipped())
+    return f" Did you mean {near}?" if near else ""

@@ -27,6 +27,9 @@ class Config:
     # parameter) -> full name of the default.
     defaults: dict[tuple[str, str], str] = dataclasses.field(default_factory=dict)
 
+    # What a user may not expect of correct bindings, a line each.
+    notes: list[str] = dataclasses.field(default_factory=list)
+
     @property
     def functions(self) -> set[str]:
         """Full names of the functions that the run calls."""
@@ -38,7 +41,7 @@ class Config:
         return [binding for binding in self.table.values() if binding not in self.used]
 
     def origin(self, name: str) -> str | None:
-        """Where e.g. 'make_mesh.axes' is bound, else first in a scope: 'gin/strategies/ddp.gin:12'.
+        """Where e.g. 'make_mesh.axes' is bound, else first in a scope: 'strategies/ddp.gin:12'.
 
         For a function without a parameter it is where its result is bound.
         """

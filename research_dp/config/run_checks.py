@@ -9,6 +9,7 @@ from research_dp.config import gin_internals
 from research_dp.config.binding_checks import annotation, did_you_mean, makers, missing
 from research_dp.config.parser import MACRO, Binding, File, Key, Mistake, Reference
 from research_dp.config.reachability import ROOT, Config, prefixes, reach
+from research_dp.config.settings import Settings
 from research_dp.errors import some_of
 
 
@@ -187,7 +188,9 @@ def _unused(
 def _why_unused(binding: Binding, config: Config) -> str:
     if not binding.selector:
         names = {name for other in config.table.values() for name in other.macros}
-        return f"nothing uses %{binding.parameter}.{did_you_mean(binding.parameter, names)}"
+        hint = did_you_mean(binding.parameter, names) if names else ""
+        hint = Settings(config).hint(binding.parameter) or hint
+        return f"nothing uses %{binding.parameter}.{hint}"
     known = gin_internals.configurables()
     name = binding.key[1]
     if binding.scope and name in config.functions:

@@ -47,7 +47,7 @@ def random_access(
         UsageError: The data set is in a format without random access, or decoding its images needs
             OpenCV, which is not installed.
     """
-    advice = "Add --gin_file=gin/options/tf_data.gin, or bind another tfds_data.data_dir."
+    advice = "Add --gin_file=options/tf_data.gin, or bind another tfds_data.data_dir."
     builders.check_format(builder, "array_record", advice)
     builders.check_decodable(builder)
 

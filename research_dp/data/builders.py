@@ -203,7 +203,7 @@ def check_decodable(builder: Any) -> None:
         names = ", ".join(images)
         problem = f"{builder.name} has images of uint16 ({names}), which Pillow cannot decode."
         advice = "Do: pip install opencv-python-headless; or prepare it as TFRecord and add"
-        option = "--gin_file=gin/options/tf_data.gin."
+        option = "--gin_file=options/tf_data.gin."
         raise UsageError(f"{problem} {advice} {option}", binding="tfds_data.reader")
 
 

@@ -206,7 +206,7 @@ def _compiler_options(config: StrategyConfig) -> dict[str, Any] | None:
     except Exception as error:
         raise binding_error(
             "data_parallel.compiler_options",
-            f" on {device.platform}: {str(error).splitlines()[0]}. Take the gin/options/ file of "
+            f" on {device.platform}: {str(error).splitlines()[0]}. Take the options/ file of "
             "your devices, or none.",
         ) from error
     return options

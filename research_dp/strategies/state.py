@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from research_dp.argument_types import described
 from research_dp.deterministic.step import check_model, logical_shard_rows
 from research_dp.distributed import placement, sharding
 from research_dp.distributed.boxed import is_box, names_of, value_of
@@ -46,7 +47,11 @@ class _OneExample(dict[str, jax.ShapeDtypeStruct]):
 
 def init_state(config: StrategyConfig, spec: TrainSpec, key: jax.Array) -> TrainState:
     """The state before the first step; traced, so that it is sharded from the start."""
-    params, model_state = spec.model.init(key, _OneExample(spec))
+    made = spec.model.init(key, _OneExample(spec))
+    if not isinstance(made, tuple) or len(made) != 2:
+        problem = f"init returned {described(made)}; it must return (parameters, model state)."
+        raise binding_error(f"{spec.gin_name}.model", f": {problem}")
+    params, model_state = made
     opt_state = spec.optimizer.init(params)
     if spec.param_dtype is not None:
         params = jax.tree.map(lambda x: x.astype(cast_dtype(x.dtype, spec.param_dtype)), params)

@@ -126,6 +126,7 @@ class Step:
                 params = self.gather(slots.in_boxes(params, self.shardings.params), FSDP_AXIS)
                 params = unboxed(params)
             out = self.loss(params, model_state, micro.examples, keys, units)
+            strategy.check_loss(out, self.spec)
             # Divided by a constant, so that the numbers are of a mean's size whatever the dtype.
             return out.total / micro.position.shape[0] * self.loss_scale(state), out
 

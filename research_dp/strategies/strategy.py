@@ -12,13 +12,13 @@ import numpy as np
 from jax.sharding import Mesh
 
 from research_dp.argument_checks import checked
-from research_dp.argument_types import Count, Dtype, MaxNorm, Seed, Transform
+from research_dp.argument_types import Count, Dtype, MaxNorm, Seed, Transform, described
 from research_dp.distributed.collectives import PLAIN, Reduction
 from research_dp.distributed.loss_scale import LossScale
 from research_dp.distributed.optimizer import with_master_weights
 from research_dp.errors import UsageError, binding_error
 from research_dp.strategies.slots import Stateful
-from research_dp.types import TrainableModel
+from research_dp.types import LossOutput, TrainableModel
 
 PyTree = Any
 Metrics = Mapping[str, jax.Array]
@@ -160,7 +160,7 @@ class StrategyConfig:
         overlap: Whether collectives run beside compute: each unit is then gathered, or its
             gradient synchronised, by itself. False where each collective is waited for, as on
             CPUs: fewer, larger ones are faster.
-        compiler_options: XLA's options for the training step, by name; see gin/options/.
+        compiler_options: XLA's options for the training step, by name; see the files options/.
         choose: Finds the strategy, where this one stands for several, once it is known what is
             built, the same in every process. None: this is the one.
     """
@@ -228,6 +228,14 @@ class StrategyConfig:
 
 
 data_parallel = StrategyConfig
+
+
+def check_loss(out: Any, spec: TrainSpec) -> None:
+    """Raises UsageError if what a model's loss returned is no `LossOutput`."""
+    if not all(hasattr(out, name) for name in LossOutput._fields):
+        name = f"{spec.gin_name}.model"
+        returns = "return LossOutput(total, weight, model_state, sums), sums over the examples."
+        raise binding_error(name, f": its loss returned {described(out)}; {returns}")
 
 
 def init_key(seed: int) -> jax.Array:

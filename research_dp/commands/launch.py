@@ -1,24 +1,14 @@
 """Starts one run in several processes of this machine, and reports what went wrong.
 
-    python tools/launch.py --num_processes=2 -- --gin_file=gin/runs/digits.gin --workdir=DIR
-
-The flags after `--` are those of `python -m research_dp.train`. Each process appends to its own
-log, DIR/logs/process_I.log. The launcher shows the log of process 0. If one process fails, the
-launcher ends the others, and a few lines say which was first, where, and which log to read. It
-forwards signals to all processes; a closed terminal counts as SIGTERM. Exit status: that of the
-process that failed first (128 + the signal's number); otherwise 0, or 143.
-
-    python tools/launch.py --post_mortem=DIR
-
-says where each process of a run was, for runs that a cluster started, for example.
+Nothing here computes: JAX is used by the processes that it starts.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import os
+import re
 import select
 import signal
 import socket
@@ -27,15 +17,20 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import BinaryIO, TextIO
+from typing import TextIO
 
 import filelock
+
+from research_dp.commands import exit_status
+from research_dp.commands.flags import Parser
+from research_dp.errors import UsageError
+from research_dp.training import files, flight_recorder
 
 FINE = (0, 143)
 GRACE_SECONDS = 8.0  # for other processes to hit the same error and report it
 TAIL_LINES = 3
-# The names of research_dp/training/files.py, whose import would take seconds here.
-LOCK, HOLDER = ".run.lock", ".run.holder"
+# Gloo's line about each group of processes, which no setting of it turns off.
+GLOO = re.compile(rb"\[Gloo\] Rank \d+ is connected to .*\n")
 
 
 @dataclasses.dataclass
@@ -72,12 +67,14 @@ class Process:
 
 def main(argv: list[str]) -> int:
     """Runs the command; returns its exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = Parser("launch")
+    parser.add_argument(
+        "--num_processes", "-n", type=int, metavar="N", help="how many processes to start"
     )
-    parser.add_argument("--num_processes", "-n", type=int, metavar="N")
-    parser.add_argument("--post_mortem", type=Path, metavar="DIR", help="report a past run")
-    parser.add_argument("--module", default="research_dp.train", help="module to run")
+    looks_back = "say where each process of an earlier run was, also of one on a cluster"
+    parser.add_argument("--post_mortem", type=Path, metavar="DIR", help=looks_back)
+    module = "module to run (default: %(default)s)"
+    parser.add_argument("--module", default="research_dp.train", help=module)
     parser.add_argument("flags", nargs="*", metavar="-- FLAGS", help="flags of each process")
     given = parser.parse_args(argv)
     if given.post_mortem:
@@ -106,14 +103,14 @@ def main(argv: list[str]) -> int:
 
 def in_use(workdir: Path) -> str | None:
     """Process and host of the run that is using a folder; None if there is none."""
-    if not (workdir / LOCK).exists():
+    if not (workdir / files.LOCK).exists():
         return None
-    lock = filelock.FileLock(workdir / LOCK, fallback_to_soft=False)
+    lock = filelock.FileLock(workdir / files.LOCK, fallback_to_soft=False)
     try:
         with lock.acquire(timeout=0):
             return None
     except filelock.Timeout:
-        holder = workdir / HOLDER
+        holder = workdir / files.HOLDER
         known = holder.is_file()  # reading a FIFO would block
         return holder.read_text(errors="replace") if known else "unknown process"
     except OSError:
@@ -144,10 +141,10 @@ def start(module: str, flags: list[str], count: int, workdir: Path) -> list[Proc
     processes = []
     logs = [workdir / "logs" / f"process_{number}.log" for number in range(count)]
     for log in logs:
-        append(log).close()  # check all of them before any process starts
+        os.close(files.append(log))  # check all of them before any process starts
     for number, log in enumerate(logs):
         where = [f"--coordinator=127.0.0.1:{port}", f"--num_processes={count}"]
-        with append(log) as file:
+        with os.fdopen(files.append(log), "ab") as file:
             begins = file.tell()
             popen = subprocess.Popen(
                 [sys.executable, "-m", module, *where, f"--process_id={number}", *flags],
@@ -160,16 +157,6 @@ def start(module: str, flags: list[str], count: int, workdir: Path) -> list[Proc
             )
         processes.append(Process(number, log, begins, popen))
     return processes
-
-
-def append(log: Path) -> BinaryIO:
-    """Opens a log for appending.
-
-    Raises:
-        OSError: It cannot be written, or is a link or a FIFO.
-    """
-    more = os.O_NOFOLLOW | os.O_NONBLOCK
-    return open(log, "ab", opener=lambda path, flags: os.open(path, flags | more, 0o666))
 
 
 def watch(processes: list[Process], asked: list[int]) -> Process | None:
@@ -206,8 +193,6 @@ def watch(processes: list[Process], asked: list[int]) -> Process | None:
 
 def post_mortem(processes: list[Process], first: Process, workdir: Path) -> list[str]:
     """Says which process failed or hung first, where, and which log to read."""
-    from research_dp.training import flight_recorder
-
     # Notes of an earlier run have other process ids.
     pids = {process.popen.pid for process in processes}
     notes = [note for note in flight_recorder.last_notes(workdir) if note.pid in pids]
@@ -236,9 +221,6 @@ def post_mortem(processes: list[Process], first: Process, workdir: Path) -> list
 
 def look_back(workdir: Path) -> int:
     """Prints which process of a finished run was behind, and where each process was."""
-    from research_dp.commands import exit_status
-    from research_dp.errors import UsageError
-    from research_dp.training import flight_recorder
 
     def body(command: object) -> int:
         notes = flight_recorder.last_notes(workdir)
@@ -277,12 +259,17 @@ def _workdir(flags: list[str]) -> Path | None:
 
 
 def _show(process: Process, done: threading.Event) -> None:
-    """Copies a log to standard output as it grows."""
+    """Copies a log to standard output as it grows, but for Gloo's lines."""
     with process.log.open("rb") as file:
         file.seek(process.begins)
+        rest = b""
         while True:
             last = done.is_set()
-            _write(file.read(), sys.stdout)
+            lines = (rest + file.read()).splitlines(keepends=True) or [b""]
+            # The beginning of a line waits for its end if the line may be Gloo's.
+            waits = not last and lines[-1].startswith(b"[") and not lines[-1].endswith(b"\n")
+            rest = lines.pop() if waits else b""
+            _write(b"".join(line for line in lines if not GLOO.fullmatch(line)), sys.stdout)
             if last:
                 return
             done.wait(0.2)
@@ -299,7 +286,3 @@ def _signal(process: Process, number: int) -> None:
         os.kill(process.popen.pid, number)
     except ProcessLookupError:
         return  # it has already ended
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,179 @@
+"""The command `research-dp`: names the commands, and starts one of them.
+
+It imports little: a command's module is imported once it is known which one is meant.
+"""
+
+from __future__ import annotations
+
+import difflib
+import faulthandler
+import importlib
+import importlib.metadata
+import platform
+import shutil
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import research_dp
+from research_dp.commands import streams
+
+
+class Entry(NamedTuple):
+    """A command, as `research-dp` and its own `--help` describe it."""
+
+    target: str  # module and function or class, below research_dp
+    summary: str
+    examples: tuple[str, ...]  # words after the command's name
+    details: str = ""
+
+
+_RUN = "--gin_file=runs/digits.gin"
+COMMANDS = {
+    "train": Entry(
+        "commands.train:Train",
+        "trains a model as gin files say, or resumes the run in the workdir",
+        (
+            f"{_RUN} --workdir=runs/digits",
+            f"{_RUN} --gin_file=strategies/zero1.gin --gin.train.seed=1 --workdir=runs/zero1",
+            f"{_RUN} --cpu_devices=8 --dry_run",
+            "--list strategies",
+        ),
+    ),
+    "plan": Entry(
+        "commands.plan:Plan",
+        "says what strategies cost on devices that need not be present",
+        (
+            f"{_RUN} --topology=cpu:8 --strategies=ddp,fsdp",
+            "--gin_file=runs/lm_stdlib.gin --topology=h100:8x8 --strategies=all",
+        ),
+        "Compiles each strategy's training step for the devices of --topology and reads the "
+        "program. Bytes, FLOPs and counts are exact. Times are predicted from vendors' rates.",
+    ),
+    "certify": Entry(
+        "commands.certify:Certify",
+        "checks that a strategy computes what a reference strategy computes",
+        (
+            f"{_RUN} --gin_file=models/mlp.gin --cpu_devices=8",
+            "--quick --gin_file=strategies/hsdp.gin --cpu_devices=8",
+        ),
+        "Runs your configuration step by step under its strategy and under --against. Prints a "
+        "certificate, or the first difference that rounding does not explain, and its cause. "
+        "--quick certifies a strategy's file alone on a small built-in run, in Linen and NNX.",
+    ),
+    "sweep": Entry(
+        "commands.sweep:Sweep",
+        "trains the product of files and values, each combination in its own folder",
+        (
+            f"{_RUN} --vary_file=strategies/fsdp.gin,strategies/zero1.gin --workdir=runs/sweep",
+            f"{_RUN} --vary.train.seed=0,1,2 --workdir=runs/seeds",
+        ),
+    ),
+    "evaluate": Entry(
+        "commands.evaluate:Evaluate",
+        "evaluates a checkpoint of a run, on any number of devices",
+        ("--workdir=runs/digits",),
+    ),
+    "checkpoints": Entry(
+        "checkpoints:main",
+        "lists the checkpoints of a run, and verifies them",
+        ("runs/digits --verify",),
+    ),
+    "launch": Entry(
+        "commands.launch:main",
+        "starts one run in several processes of this machine",
+        (
+            f"-n 2 -- {_RUN} --cpu_devices=4 --workdir=runs/two",
+            "--post_mortem=runs/two",
+        ),
+        "FLAGS are those of train. Each process appends to its own log, DIR/logs/process_I.log; "
+        "that of process 0 is shown. If a process fails, the others are ended, and a few lines say "
+        "which was first, where, and which log to read. Signals are forwarded. The exit status is "
+        "that of the process that failed first.",
+    ),
+    "list": Entry(
+        "commands.train:Train",
+        "lists what gin files can name: all of it, a group, or one name",
+        ("", "strategies", "optax.adamw"),
+    ),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command line, by default the process's own; returns the exit status."""
+    if argv is None:
+        streams.repair()  # the fault handler needs a standard error
+        faulthandler.enable()  # Python's stacks, too, where a library aborts
+    name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    with streams.usable():
+        if name in ("--help", "-h", "help"):
+            print(overview())
+            return 0
+        if name in ("--version", "-V", "version"):
+            print(version())
+            return 0
+        if name not in COMMANDS:
+            print(f"error: {_unknown(name)}", file=sys.stderr)
+            return 2
+    if name == "list":
+        name, rest = "train", ["--list", *rest]
+    module, _, function = COMMANDS[name].target.partition(":")
+    if function == "main":
+        return importlib.import_module(f"research_dp.{module}").main(rest)
+    exit_status = importlib.import_module("research_dp.commands.exit_status")
+    return exit_status.main_of(f"{module.rpartition('.')[2]}.{function}")(rest)
+
+
+def overview() -> str:
+    """All commands, with what each does and an example."""
+    width = shutil.get_terminal_size().columns
+    lines = ["Data-parallel training in JAX, the strategy chosen by a gin file.", ""]
+    for name, entry in COMMANDS.items():
+        lines += textwrap.wrap(f"{name:<12}{entry.summary}", width, subsequent_indent=" " * 12)
+        lines.append(_shell_lines(f"research-dp {name} {entry.examples[0]}", 12, width))
+    end = (
+        "`research-dp COMMAND --help` has a command's flags and more examples. "
+        "`python -m research_dp.COMMAND` is the same command. `research-dp --version` says what "
+        "is installed."
+    )
+    return "\n".join([*lines, "", *textwrap.wrap(end, width)])
+
+
+def version() -> str:
+    """Versions of this package and of those that decide about a run's results."""
+    names = ("jax", "jaxlib", "flax", "optax")
+    libraries = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
+    return (
+        f"research-dp {research_dp.__version__} ({libraries}, Python {platform.python_version()})"
+    )
+
+
+def program(name: str) -> str:
+    """How this process was started: 'research-dp train' or 'python -m research_dp.train'."""
+    started = Path(sys.argv[0])
+    own_main = Path(research_dp.__file__).with_name("__main__.py")
+    is_script = started.stem == "research-dp" or started == own_main
+    return f"research-dp {name}" if is_script else f"python -m research_dp.{name}"
+
+
+def examples(name: str, width: int) -> str:
+    """The last part of a command's help text: commands that a shell takes as they stand."""
+    texts = [f"{program(name)} {one}" for one in COMMANDS[name].examples]
+    return "\n".join(["examples:", *(_shell_lines(text, 2, width) for text in texts)])
+
+
+def _shell_lines(text: str, indent: int, width: int) -> str:
+    """A command in lines of a width, as a shell takes them."""
+    width -= indent + 6
+    parts = textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
+    return " " * indent + f" \\\n{' ' * (indent + 4)}".join(parts)
+
+
+def _unknown(name: str) -> str:
+    if name.startswith("-"):
+        return f"give a command first: research-dp train {name} (--help shows all commands)"
+    near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
+    hint = f" Did you mean {near[0]}?" if near else f" There are {', '.join(COMMANDS)}."
+    return f"there is no command {name!r}.{hint}"

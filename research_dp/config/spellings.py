@@ -1,0 +1,48 @@
+"""Finds what a user meant by a name that does not exist, across the spellings of other systems."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+from pathlib import PurePath
+
+# What others call the shipped strategies, in small letters and digits alone.
+_STRATEGIES = {
+    "single": ("oracle", "reference", "onedevice", "nodp"),
+    "ddp": ("dataparallel", "distributeddataparallel", "dp", "noshard", "replicated", "zero0"),
+    "fsdp": (
+        *("zero", "zero3", "zerostage3", "stage3", "fullshard", "fsdp1", "fsdp2", "fullyshard"),
+        *("fullysharded", "fullyshardeddataparallel", "sharded", "deepspeed"),
+    ),
+    "fsdp_keep": ("shardgradop", "reshardafterforwardfalse", "noreshard", "fsdpnoreshard"),
+    "hsdp": ("hybridshard", "hybridshardzero2", "hybrid", "mics", "zeropp", "hpz"),
+    "zero1": ("zerostage1", "stage1", "zeroredundancyoptimizer", "shardedoptimizer"),
+    "zero2": ("zerostage2", "stage2", "shardedddp"),
+    "spmd": ("gspmd", "pjit", "jit", "shardy", "auto"),
+    "spmd_fsdp": ("gspmdfsdp", "pjitfsdp", "jitfsdp", "fsdpspmd"),
+}
+_BY_ALIAS = {alias: name for name, aliases in _STRATEGIES.items() for alias in aliases}
+
+
+def plain(name: str) -> str:
+    """A name without what spellings differ in: 'Zero-3' and 'zero_3' are 'zero3'."""
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+def nearest_file(name: str, shipped: Iterable[str]) -> str | None:
+    """The shipped file that a path or word means: 'zero3', 'FULL_SHARD.gin', 'fdsp'; or None."""
+    files = list(shipped)
+    stem = plain(PurePath(name).name.removesuffix(".gin"))
+    stem = plain(_BY_ALIAS.get(stem, stem))
+    same = [file for file in files if plain(PurePath(file).stem) == stem]
+    if same:
+        # E.g. runs/digits.gin rather than data/digits.gin, unless the folder is given.
+        return max(same, key=lambda file: (PurePath(file).parent.name in name, -files.index(file)))
+    path = name.removeprefix("gin/")
+    near = difflib.get_close_matches(path, files, n=1, cutoff=0.6)
+    if not near:
+        by_stem = {PurePath(file).stem: file for file in files}
+        stems = difflib.get_close_matches(PurePath(path).stem, by_stem, n=1, cutoff=0.7)
+        near = [by_stem[one] for one in stems]
+    return near[0] if near else None
