@@ -71,7 +71,10 @@ from research_dp.strategies import (
 from research_dp.types import DataSet, EvalOrder, LossOutput, TrainableModel, TrainOrder
 
 if TYPE_CHECKING:
+    from research_dp.commands.evaluate import evaluate
+    from research_dp.commands.functions import DryRun, certify, dry_run, plan, strategy
     from research_dp.commands.run import run
+    from research_dp.commands.saved_run import LoadedModel, export, load
     from research_dp.compat.artifex import (
         DataParallel,
         place_nnx_state_on_shards,
@@ -83,42 +86,57 @@ if TYPE_CHECKING:
     from research_dp.models.from_module import from_linen, from_nnx
     from research_dp.models.image_classifiers import image_classifier
     from research_dp.models.layers import dropout
+    from research_dp.training.batches import eval_metrics, metric_means, train_batches
 
 __version__ = "0.1.0"
 
 # Imported when they are used: Flax NNX takes long to import, and so does what a run needs.
 _LATE = {
-    "run": "research_dp.commands.run",
     "DataParallel": "research_dp.compat.artifex",
+    "DryRun": "research_dp.commands.functions",
+    "LoadedModel": "research_dp.commands.saved_run",
+    "certify": "research_dp.commands.functions",
     "dropout": "research_dp.models.layers",
+    "dry_run": "research_dp.commands.functions",
+    "eval_metrics": "research_dp.training.batches",
+    "evaluate": "research_dp.commands.evaluate",
+    "export": "research_dp.commands.saved_run",
     "from_arrays": "research_dp.data.own_data",
     "from_linen": "research_dp.models.from_module",
     "from_nnx": "research_dp.models.from_module",
     "from_source": "research_dp.data.own_data",
     "image_classifier": "research_dp.models.image_classifiers",
+    "load": "research_dp.commands.saved_run",
+    "metric_means": "research_dp.training.batches",
     "nnx_functions": "research_dp.distributed.nnx",
     "place_nnx_state_on_shards": "research_dp.compat.artifex",
+    "plan": "research_dp.commands.functions",
+    "run": "research_dp.commands.run",
     "shard_nnx_module_params": "research_dp.compat.nnx",
     "spmd_train_step": "research_dp.compat.artifex",
+    "strategy": "research_dp.commands.functions",
+    "train_batches": "research_dp.training.batches",
 }
 
 __all__ = [
-    "PLAIN", "DataParallel", "DataSet", "DeviceMeshManager", "EvalOrder", "LeafSharding",
-    "LossOutput", "MeshRules", "OptaxAdapter", "Reduction", "ShardDecision", "ShardingRow",
-    "Strategy", "StrategyConfig", "TrainOrder", "TrainSpec", "TrainState", "TrainableModel",
-    "UsageError", "accumulate_gradients", "all_mean", "all_mean_tree", "apply_gradients",
-    "choose_dim", "clip_by_global_norm", "clip_by_global_norm_sharded", "compiled",
-    "create_data_parallel_sharding", "data_parallel", "data_parallel_rules",
-    "data_parallel_train_step", "dim_by_path", "dropout", "from_arrays", "from_linen", "from_nnx",
+    "PLAIN", "DataParallel", "DataSet", "DeviceMeshManager", "DryRun", "EvalOrder",
+    "LeafSharding", "LoadedModel", "LossOutput", "MeshRules", "OptaxAdapter", "Reduction",
+    "ShardDecision", "ShardingRow", "Strategy", "StrategyConfig", "TrainOrder", "TrainSpec",
+    "TrainState", "TrainableModel", "UsageError", "accumulate_gradients", "all_mean",
+    "all_mean_tree", "apply_gradients", "certify", "choose_dim", "clip_by_global_norm",
+    "clip_by_global_norm_sharded", "compiled", "create_data_parallel_sharding", "data_parallel",
+    "data_parallel_rules", "data_parallel_train_step", "dim_by_path", "dropout", "dry_run",
+    "eval_metrics", "evaluate", "export", "from_arrays", "from_linen", "from_nnx",
     "from_source", "fsdp_apply_gradients", "fsdp_update", "gather_array_with_mean_grads",
     "gather_params", "gather_tree", "global_norm", "image_classifier", "infer_sharding",
-    "init_sharded", "largest_dim", "linen_functions", "make_mesh", "mapped", "nnx_functions",
-    "one_device_mesh", "pad_to_multiple", "place_batch_on_shards", "place_model_state_on_shards",
-    "place_nnx_state_on_shards", "pmapped", "reduce_gradient_tree",
-    "reduce_gradients_across_devices", "run", "scatter_gradients", "scatter_mean",
-    "scatter_mean_tree", "shard_module_params", "shard_nnx_module_params", "shard_params",
-    "sharded_global_norm", "sharding_report", "slice_specs", "slice_state", "spmd_train_step",
-    "sync_gradients", "unpad", "unsharded_state", "weighted_loss", "weighted_mean",
+    "init_sharded", "largest_dim", "linen_functions", "load", "make_mesh", "mapped",
+    "metric_means", "nnx_functions", "one_device_mesh", "pad_to_multiple",
+    "place_batch_on_shards", "place_model_state_on_shards", "place_nnx_state_on_shards", "plan",
+    "pmapped", "reduce_gradient_tree", "reduce_gradients_across_devices", "run",
+    "scatter_gradients", "scatter_mean", "scatter_mean_tree", "shard_module_params",
+    "shard_nnx_module_params", "shard_params", "sharded_global_norm", "sharding_report",
+    "slice_specs", "slice_state", "spmd_train_step", "strategy", "sync_gradients",
+    "train_batches", "unpad", "unsharded_state", "weighted_loss", "weighted_mean",
 ]  # fmt: skip
 
 # Names until version 0.1, kept for one release.

@@ -8,3 +8,4 @@ main = exit_status.main_of("certify.Certify")
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
+exit_status.leave_function(__name__, main)

@@ -19,7 +19,11 @@ from research_dp.training import sharding_table
 
 def show(config: load.Config, strategy_config: StrategyConfig, spec: TrainSpec) -> None:
     """Builds a strategy, then shows the configuration, the mesh and the strategy."""
-    strategy = strategy_config.build(spec)
+    show_built(config, strategy_config.build(spec))
+
+
+def show_built(config: load.Config, strategy: Strategy) -> None:
+    """Shows the configuration, the mesh and the strategy."""
     for line, place in configuration(config):
         put(Text(f"{line:<60}  ").append(f"# {place}", style="cyan"))
     for binding in config.unused:

@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 
+import research_dp
 from research_dp.commands import runtime, streams
 from research_dp.commands.flags import Command
 from research_dp.config.load import as_mistake
@@ -53,6 +54,20 @@ def main_of(command: str) -> Callable[[list[str]], int]:
             return run_command(lambda command: command.parse(argv).run(), kind())
 
     return main
+
+
+def leave_function(doorway: str, main: Callable[[list[str]], int]) -> None:
+    """Leaves e.g. `research_dp.plan` a function where the doorway of that name is imported.
+
+    An imported module becomes an attribute of its package, and would hide the function. So the
+    function takes the module's place, with its `main`.
+    """
+    package, _, name = doorway.rpartition(".")
+    if not package:  # it is run, or a worker process imports it anew
+        return
+    function = research_dp.__getattr__(name)
+    function.main = main
+    sys.modules[doorway] = function
 
 
 @streams.usable()

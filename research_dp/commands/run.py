@@ -8,15 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-
 from research_dp.argument_checks import checked
-from research_dp.argument_types import Count, described, is_array
-from research_dp.commands import runtime, streams
+from research_dp.argument_types import Count
+from research_dp.commands import python_calls, runtime, streams
 from research_dp.commands.flags import Command
-from research_dp.config import gin_internals, load
 from research_dp.errors import UsageError
 from research_dp.training import loop, preemption
 
@@ -59,49 +54,15 @@ def run(
     """
     if workdir is None:
         raise UsageError("run needs a workdir: results and checkpoints go there.")
-    files = [gin_files] if isinstance(gin_files, str | os.PathLike) else gin_files
-    if isinstance(bindings, Mapping):
-        bindings = [f"{name} = {as_gin(value)}" for name, value in bindings.items()]
-    command = Command(
-        gin_files=[os.fspath(file) for file in files],
-        bindings=bindings,
-        imports=imports,
-        allow_unused=allow_unused,
+    command = python_calls.command_of(
+        Command, gin_files, bindings, imports=imports, allow_unused=allow_unused
     )
-    with gin_internals.kept():
-        try:
-            config = command.load()
-            runtime.quieten_tensorflow()
-            runtime.set_up_devices(cpu_devices)
-            runtime.set_up_compilation_cache()
-            with streams.dispensable():
-                status = loop.train(workdir=os.fspath(workdir), bound_at=config.origin)
-        except load.Mistakes:
-            raise
-        except (UsageError, TypeError, RuntimeError) as error:
-            mistake = load.as_mistake(error, command.config)
-            if mistake is None:
-                raise
-            raise UsageError(mistake.removeprefix("error: ")) from error
+    with python_calls.session(command):
+        config = command.load()
+        runtime.set_up_devices(cpu_devices)
+        runtime.set_up_compilation_cache()
+        with streams.dispensable():
+            status = loop.train(workdir=os.fspath(workdir), bound_at=config.origin)
     if status == preemption.STOPPED:
         raise Stopped(f"a signal stopped the run in {workdir}; the same call continues it.")
     return json.loads((Path(workdir).expanduser() / "summary.json").read_text())
-
-
-def as_gin(value: Any) -> str:
-    """A Python value as a gin file writes it."""
-    if isinstance(value, str) and value[:1] in ("@", "%"):
-        return value
-    if isinstance(value, os.PathLike):
-        return repr(os.fspath(value))
-    if isinstance(value, list):
-        return f"[{', '.join(map(as_gin, value))}]"
-    if isinstance(value, tuple):
-        return f"({''.join(f'{as_gin(item)}, ' for item in value)})"
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{as_gin(k)}: {as_gin(v)}" for k, v in value.items()) + "}"
-    if isinstance(value, np.dtype | type):
-        return repr(jnp.dtype(value).name)  # e.g. jnp.bfloat16
-    if isinstance(value, jax.Array | np.ndarray) and (value.ndim or not is_array(value)):
-        raise UsageError(f"bindings: {described(value)} is no value of a gin file: give numbers.")
-    return repr(value.item() if hasattr(value, "item") else value)

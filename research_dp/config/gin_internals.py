@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -74,6 +75,31 @@ def value_of(name: str) -> Any:
         function = value.scoped_configurable_fn
         return function() if value.evaluate else function
     return value
+
+
+def frozen(name: str) -> Any:
+    """The value of a parameter, as `value_of`, which does not change with gin's bindings.
+
+    Functions are plain ones: what they are bound to now is given to them as arguments.
+    """
+    return _frozen(gin.query_parameter(name))
+
+
+def _frozen(value: Any) -> Any:
+    if isinstance(value, gin.config.ConfigurableReference):
+        configurable = value.configurable
+        if configurable.selector.startswith("gin."):  # a macro or a constant
+            return _frozen(value.scoped_configurable_fn())
+        with gin.config_scope(value.scopes):
+            bound = gin.get_bindings(configurable.selector, resolve_references=False)
+            arguments = {name: _frozen(x) for name, x in bound.items()}
+        function = configurable.wrapped
+        if value.evaluate:
+            return function(**arguments)
+        return functools.partial(function, **arguments) if arguments else function
+    if isinstance(value, dict):
+        return {_frozen(key): _frozen(x) for key, x in value.items()}
+    return type(value)(map(_frozen, value)) if isinstance(value, list | tuple) else value
 
 
 @contextlib.contextmanager
