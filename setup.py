@@ -25,6 +25,7 @@ INSTALL_REQUIRES = [
     "grain>=0.2.18,<0.3",  # threads and processes that prefetch batches
     "orbax-checkpoint>=0.12.8,<0.13",  # checkpoints
     "docstring_parser>=0.16,<1",  # descriptions of parameters in `--list --json`, docs/gin.md
+    "safetensors>=0.5,<1",  # exported parameters, as other frameworks read them
     "absl-py>=2,<3",  # Grain's worker processes require parsed flags
     "filelock>=4.2.11,<5",  # one run a folder; one process prepares a data set while others wait
     "rich>=13,<16",  # the progress bar and tables on a terminal

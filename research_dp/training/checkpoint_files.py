@@ -21,7 +21,7 @@ import numpy as np
 
 from research_dp.distributed.checksum import array_checksum
 from research_dp.distributed.mesh import sizes_text
-from research_dp.distributed.sharding import by_path
+from research_dp.distributed.sharding import by_path, path_name
 from research_dp.training import files
 from research_dp.training.manifest import Damaged, Manifest
 
@@ -88,6 +88,14 @@ def read_manifest(folder: Path) -> Manifest:
 
 def verify(folder: Path) -> Manifest:
     """Reads a checkpoint array by array, on the host; raises Damaged, or returns its manifest."""
+    return read_fields(folder)[0]
+
+
+def read_fields(folder: Path, *fields: str) -> tuple[Manifest, dict[str, Any]]:
+    """The manifest of a checkpoint, and fields of its state as trees of verified host arrays.
+
+    Without fields all arrays are verified, and none is kept. Raises Damaged.
+    """
     import orbax.checkpoint as ocp
 
     manifest = read_manifest(folder)
@@ -97,15 +105,21 @@ def verify(folder: Path) -> Manifest:
     if unmatched := sorted(leaves.keys() ^ manifest.leaves.keys()):
         raise Damaged(f"{unmatched[0]} is not both in its manifest and in its arrays")
     on_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
-    checksums = {}
+    checksums = {path: leaf.checksum for path, leaf in manifest.leaves.items()}
+    arrays: dict[str, np.ndarray] = {}
     for path, chosen in leaves.items():
+        if fields and path.split("/")[0] not in fields:
+            continue
         one = jax.tree.map(lambda x, chosen=chosen: x if x is chosen else ocp.PLACEHOLDER, tree)
         restored = jax.tree.leaves(read_state(folder, one, on_host))
         (x,) = (x for x in restored if x is not ocp.PLACEHOLDER)
         checksums[path] = array_checksum(x)
+        if fields:
+            arrays[path] = x
     if problem := manifest.mismatch(checksums):
         raise Damaged(problem)
-    return manifest
+    kept = {name: tree.get(name, {}) for name in fields}
+    return manifest, jax.tree_util.tree_map_with_path(lambda k, _: arrays[path_name(k)], kept)
 
 
 class Row(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect as inspect_module
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -137,6 +138,15 @@ def train(
             say(f"Done already, at step {num_steps}: {folder / files.SUMMARY}")
             return DONE
         return DONE if trainer.run(state) == num_steps else STOPPED
+
+
+def configured() -> tuple[StrategyConfig, TrainSpec, DataSet]:
+    """The run that gin's bindings describe: its strategy, what that is built for, and its data."""
+    parameters = inspect_module.signature(inspect_module.unwrap(train)).parameters
+    bound = gin.get_bindings("train")
+    settings = {name: bound.get(name, p.default) for name, p in parameters.items()}
+    spec = spec_of(settings)
+    return settings["strategy"].resolve(spec), spec, settings["data"]
 
 
 class _Spec(TrainSpec):

@@ -1,0 +1,164 @@
+"""`load` and `export`: the model and the parameters of a run, back from its folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from research_dp.argument_checks import checked
+from research_dp.argument_types import CountOrZero
+from research_dp.commands import python_calls, runtime
+from research_dp.commands.flags import Command
+from research_dp.config import gin_internals
+from research_dp.distributed.sharding import by_path
+from research_dp.errors import UsageError
+from research_dp.strategies import Strategy
+from research_dp.training import saved_state
+from research_dp.types import PyTree, TrainableModel
+
+SAFETENSORS = ".safetensors"
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedModel:
+    """What `load` returns; `model, params = load(workdir)` takes the first two.
+
+    Attributes:
+        model: The run's model. Its `apply` takes (params, inputs), and has the checkpoint's model
+            state, e.g. batch statistics. It is None if the model was made without it.
+        params: Parameters, nested dicts of `jax.Array`.
+        model_state: The checkpoint's model state, nested dicts of `jax.Array`.
+        step: Number of steps that the parameters were trained.
+    """
+
+    model: TrainableModel
+    params: PyTree
+    model_state: PyTree
+    step: int
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.model, self.params))
+
+
+@checked
+def load(
+    workdir: str | os.PathLike[str],
+    step: CountOrZero | None = None,
+    *,
+    strategy: Strategy | None = None,
+    imports: Sequence[str] = (),
+) -> LoadedModel:
+    """The model and the parameters of a run, whatever strategy and devices it had.
+
+    Example: `model, params = load("runs/digits"); logits = model.apply(params, images)`.
+
+    Args:
+        workdir: Folder of a run, which may be going on.
+        step: Of the checkpoint; None: the newest.
+        strategy: A built strategy, whose shardings the parameters get. None: they are unsharded, on
+            the default device.
+        imports: Modules of yours besides those that the run imported.
+
+    Returns:
+        It unpacks into the model and the parameters, and also has `model_state` and `step`.
+
+    Raises:
+        UsageError: There is no checkpoint, it is damaged, or a module of yours cannot be imported.
+    """
+    folder = Path(workdir).expanduser()
+    command = python_calls.command_of(Command, (), (), imports=imports)
+    with python_calls.session(command):
+        command.gin_files = [str(saved_state.config_of(folder))]
+        command.load(complete=False)
+        runtime.set_up_devices(None)
+        saved = saved_state.read(folder, step)
+        model = gin_internals.frozen("train.model")
+        if strategy is None:
+            params, model_state = jax.device_put((saved.params, saved.model_state))
+        else:
+            state = strategy.abstract_state
+            check_same_model(saved, strategy)
+            params = place(saved.params, state.params)
+            model_state = place(saved.model_state, state.model_state)
+    if model.apply is not None and model_state:
+        apply = functools.partial(model.apply, model_state=model_state)
+        model = dataclasses.replace(model, apply=apply)
+    return LoadedModel(model, params, model_state, saved.step)
+
+
+@checked
+def export(
+    workdir: str | os.PathLike[str],
+    to: str | os.PathLike[str],
+    step: CountOrZero | None = None,
+) -> int:
+    """Writes the parameters of a run for other programs; returns the step that was exported.
+
+    A name that ends in `.safetensors` is a file of that format, whose keys are paths such as
+    'params/hidden_0/kernel'. Any other is a new folder that Orbax's `StandardCheckpointer` reads:
+    a dict of 'params' and 'model_state'. Arrays are unsharded.
+
+    Args:
+        workdir: Folder of a run, which may be going on.
+        to: File or folder to write.
+        step: Of the checkpoint; None: the newest.
+
+    Raises:
+        UsageError: There is no checkpoint, it is damaged, or the file cannot be written.
+    """
+    command = Command()
+    with python_calls.session(command):
+        return write_export(Path(workdir).expanduser(), Path(to).expanduser(), step)
+
+
+def write_export(workdir: Path, to: Path, step: int | None) -> int:
+    """`export` as a command calls it."""
+    runtime.set_up_devices(None)
+    saved = saved_state.read(workdir, step)
+    tree = {"params": saved.params, "model_state": saved.model_state}
+    try:
+        if to.suffix == SAFETENSORS:
+            from safetensors.numpy import save_file
+
+            facts = {"format": "research_dp", "step": str(saved.step)}
+            arrays = {path: np.ascontiguousarray(x) for path, x in by_path(tree).items()}
+            save_file(arrays, to, metadata=facts)
+        elif to.exists():
+            raise UsageError(f"--export={to} exists: give a new folder.")
+        else:
+            import orbax.checkpoint as ocp
+
+            with ocp.StandardCheckpointer() as checkpointer:
+                checkpointer.save(to.absolute(), tree)
+    except OSError as error:
+        raise UsageError(f"--export={to} cannot be written: {error.strerror or error}.") from error
+    return saved.step
+
+
+def check_same_model(saved: saved_state.SavedState, strategy: Strategy) -> None:
+    """Refuses a checkpoint whose parameters have other names or shapes than a strategy's."""
+    state = strategy.abstract_state
+    expected = by_path({"params": state.params, "model_state": state.model_state})
+    there = by_path({"params": saved.params, "model_state": saved.model_state})
+    for path in sorted(expected.keys() | there.keys(), key=lambda p: (p[:6] != "params", p)):
+        here, found = (tree[path].shape if path in tree else None for tree in (expected, there))
+        if here != found:
+            here, found = ("missing" if x is None else f"{x}" for x in (here, found))
+            raise UsageError(
+                f"the checkpoint of step {saved.step} is of another model: {path} is {found} in "
+                f"it, and {here} in the configuration."
+            )
+
+
+def place(arrays: PyTree, abstract: PyTree) -> PyTree:
+    """Unsharded host arrays as global arrays of these dtypes and shardings."""
+    return jax.tree.map(
+        lambda x, like: jax.device_put(x.astype(like.dtype), like.sharding), arrays, abstract
+    )

@@ -1,0 +1,15 @@
+"""`python -m research_dp.evaluate`: evaluates a checkpoint of a run, on any number of devices.
+
+Reads the run's own configuration from its folder. Bindings and files change it: another data set or
+split, another strategy, another batch size. See docs/weights.md.
+"""
+
+import sys
+
+from research_dp.commands import exit_status
+
+main = exit_status.main_of("evaluate.Evaluate", __doc__)
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
+exit_status.leave_function(__name__, main)
