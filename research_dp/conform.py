@@ -2,15 +2,14 @@
 
 import sys
 
-from research_dp import certify
-from research_dp.commands import streams
+from research_dp.commands import exit_status, streams
 
 
 @streams.usable()
 def main(argv: list[str]) -> int:
     """Runs `certify --quick`; returns its exit status."""
     print("research_dp.conform is now: python -m research_dp.certify --quick", file=sys.stderr)
-    return certify.main(["--quick", *argv])
+    return exit_status.main_of("certify.Certify", __doc__)(["--quick", *argv])
 
 
 if __name__ == "__main__":

@@ -60,6 +60,8 @@ class TrainableModel:
         work: Shapes of one example's arrays -> `Work`; None: unknown.
         bounds: Integer array of a batch -> the key of `config` that bounds it, e.g.
             {'label': 'num_classes'}. A run refuses values that are negative or not below it.
+        apply: (parameters, inputs, model state={}) -> outputs, e.g. logits, for inference; inputs
+            are the array of a batch that the model predicts from, or a tuple. None: not given.
     """
 
     init: Callable[[jax.Array, Batch], tuple[PyTree, PyTree]]
@@ -68,6 +70,7 @@ class TrainableModel:
     units: Units = dataclasses.field(default_factory=dict)
     work: Callable[[Mapping[str, jax.ShapeDtypeStruct]], Work] | None = None
     bounds: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    apply: Callable[..., Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +83,10 @@ class Functions:
 
     init: Callable[[jax.Array, Any], tuple[PyTree, PyTree]]
     apply: Callable[..., tuple[jax.Array, PyTree]]
+
+    def predict(self, params: PyTree, inputs: Any, model_state: PyTree | None = None) -> Any:
+        """The output in evaluation: `TrainableModel.apply`."""
+        return self.apply(params, model_state or {}, inputs, train=False)[0]
 
 
 Arrays = Mapping[str, np.ndarray]

@@ -41,7 +41,8 @@ class LanguageModel:
         head = {} if self.tied else {"head": TABLE}
         units = {"embed": TABLE, "blocks": STACK, "norm": PART, **head}
         facts, bounds = {"vocab_size": self.vocab_size}, {"tokens": "vocab_size"}
-        return TrainableModel(self.init, self.loss, facts, units, self.work, bounds)
+        functions = self.init, self.loss
+        return TrainableModel(*functions, facts, units, self.work, bounds, self.apply)
 
     def init(self, key: jax.Array, batch: Batch) -> tuple[PyTree, PyTree]:
         """Parameters, with the same bits for Linen and NNX blocks; no model state."""
@@ -83,6 +84,38 @@ class LanguageModel:
     ) -> LossOutput:
         """Weighted cross-entropy of each next token."""
         units = units or Units()
+        x = self._hidden(params, batch, keys, units, train=train, batch_axes=batch_axes)
+        tokens = batch["tokens"]
+        weights, targets = _target_weights(batch), jnp.roll(tokens, -1, axis=1)
+        head = "embed" if self.tied else "head"
+        scan_rows = functools.partial(units.scan_rows, name=head, params=params)
+        # A divisor of the vocabulary's size, if one is below twice the least number of chunks.
+        least = -(-self.vocab_size * tokens.size // self.logits_at_once)
+        least = min(least, self.vocab_size)
+        divisors = (n for n in range(least, 2 * least) if self.vocab_size % n == 0)
+        losses = _cross_entropy(x, scan_rows, targets, self.vocab_size, next(divisors, least))
+        total = jnp.sum(losses * weights.reshape(-1))
+        return LossOutput(total, jnp.sum(weights), model_state, {})
+
+    def apply(self, params: PyTree, tokens: Any, model_state: PyTree | None = None) -> jax.Array:
+        """Logits of each next token: (B, S) int32 -> (B, S, vocab_size) float32."""
+        assert not model_state  # it has none
+        tokens = jnp.asarray(tokens)
+        x = self._hidden(params, {"tokens": tokens}, None, Units(), train=False, batch_axes=())
+        rows = params["embed" if self.tied else "head"]["table"].astype(x.dtype)
+        return _logits(x.reshape(tokens.size, -1), rows).reshape(*tokens.shape, -1)
+
+    def _hidden(
+        self,
+        params: PyTree,
+        batch: Batch,
+        keys: jax.Array | None,
+        units: Units,
+        *,
+        train: bool,
+        batch_axes: tuple[str, ...],
+    ) -> jax.Array:
+        """What the head takes, (B, S, width)."""
         tokens, segments = batch["tokens"], batch.get("segments")
         inputs = {"positions": _positions(tokens, segments)}
         if segments is not None:
@@ -99,17 +132,7 @@ class LanguageModel:
         x = units.scan(
             block, "blocks", params, x, each=indices, remat=self.remat, unroll=self.unroll
         )
-        x = units.run(_final_norm, ("norm",), params, x, remat="full")
-        weights, targets = _target_weights(batch), jnp.roll(tokens, -1, axis=1)
-        head = "embed" if self.tied else "head"
-        scan_rows = functools.partial(units.scan_rows, name=head, params=params)
-        # A divisor of the vocabulary's size, if one is below twice the least number of chunks.
-        least = -(-self.vocab_size * tokens.size // self.logits_at_once)
-        least = min(least, self.vocab_size)
-        divisors = (n for n in range(least, 2 * least) if self.vocab_size % n == 0)
-        losses = _cross_entropy(x, scan_rows, targets, self.vocab_size, next(divisors, least))
-        total = jnp.sum(losses * weights.reshape(-1))
-        return LossOutput(total, jnp.sum(weights), model_state, {})
+        return units.run(_final_norm, ("norm",), params, x, remat="full")
 
     def work(self, example: Mapping[str, jax.ShapeDtypeStruct]) -> Work:
         """Tokens and model FLOPs of a training example."""

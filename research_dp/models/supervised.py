@@ -65,7 +65,11 @@ def supervised(
         sums = {name: summed(name, function) for name, function in metrics.items()}
         return LossOutput(total, count, model_state, sums)
 
-    return TrainableModel(init, loss_of, config, bounds=bounds)
+    def apply(params: PyTree, x: Any, model_state: PyTree | None = None) -> Any:
+        several = not isinstance(inputs, str) and not isinstance(x, tuple)
+        return functions.predict(params, (x,) if several else x, model_state)
+
+    return TrainableModel(init, loss_of, config, bounds=bounds, apply=apply)
 
 
 def _checked_values(name: str, values: Any, rows: int, target: Any) -> jax.Array:
