@@ -185,6 +185,7 @@ def _strategy(config: StrategyConfig, program: Program, **parts: Any) -> Strateg
     of_batch = ("abstract_batch", "place_batch", "place_eval_batch", "train_rows", "eval_rows")
     return Strategy(
         config=config,
+        spec=step.spec,
         shardings=shardings,
         abstract_state=abstract,
         eval_batch_size=batch.eval_batch_size,

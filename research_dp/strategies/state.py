@@ -46,7 +46,12 @@ class _OneExample(dict[str, jax.ShapeDtypeStruct]):
 
 
 def init_state(config: StrategyConfig, spec: TrainSpec, key: jax.Array) -> TrainState:
-    """The state before the first step; traced, so that it is sharded from the start."""
+    """The state before the first step; traced, so that it is sharded from the start.
+
+    `key` may be the seed of a run, a 0-d integer: the state is then that run's.
+    """
+    if jnp.ndim(key) == 0 and jnp.issubdtype(jnp.result_type(key), jnp.integer):
+        key = strategy.init_key(key)
     made = spec.model.init(key, _OneExample(spec))
     if not isinstance(made, tuple) or len(made) != 2:
         problem = f"init returned {described(made)}; it must return (parameters, model state)."

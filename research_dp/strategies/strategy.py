@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -91,21 +93,22 @@ class TrainSpec:
 class Strategy:
     """A strategy built for one model and mesh: `init`, `place_batch`, `train_step`, `eval_step`.
 
-    `init` makes the state, sharded from birth, from a key. `train_rows` and `eval_rows` are the
-    positions in the global batch of the examples that this process gives to `place_batch` and
-    `place_eval_batch`, as host arrays. `train_step` takes the old state's memory. Metrics are
-    arrays (2,): sum and count; and `NONFINITE`, (1 + parameters,), above 0 if the step went wrong,
-    and for each gradient, in the order of paths, that did.
+    `init` makes the state, sharded from birth, from a key, or from the seed of a run. `train_rows`
+    and `eval_rows` are the positions in the global batch of the examples that this process gives to
+    `place_batch` and `place_eval_batch`, as host arrays. `train_step` takes the old state's memory.
+    Metrics are arrays (2,): sum and count; and `NONFINITE`, (1 + parameters,), above 0 if the step
+    went wrong, and for each gradient, in the order of paths, that did.
     """
 
     config: StrategyConfig  # what it was built from, resolved
+    spec: TrainSpec  # what it was built for, with the strategy's own dtype and scale
     shardings: StateShardings
     abstract_state: TrainState  # shapes, dtypes and shardings
     abstract_batch: PlacedBatch
     train_rows: np.ndarray
     eval_rows: np.ndarray
     eval_batch_size: int  # batch_size / accumulation_steps
-    init: Callable[[jax.Array], TrainState]
+    init: Callable[[jax.Array | int], TrainState]
     place_batch: Callable[[Mapping[str, np.ndarray]], PlacedBatch]
     place_eval_batch: Callable[[Mapping[str, np.ndarray]], PyTree]
     train_step: Callable[[TrainState, PlacedBatch], tuple[TrainState, Metrics]]
@@ -217,7 +220,22 @@ class StrategyConfig:
             if hasattr(self, error.binding or ""):  # of a lower room, which knows no strategy
                 error.binding = f"data_parallel.{error.binding}"
             raise
+        if spec.gin_name == TrainSpec.gin_name:  # a run's first line says what is sharded
+            self._warn_if_unsharded(strategy.shardings.slices)
         return strategy
+
+    def _warn_if_unsharded(self, slices: PyTree) -> None:
+        """Warns where `shard` found nothing to shard, though there are devices to shard over."""
+        leaves = jax.tree.leaves(slices)
+        if self.shard is None or any(x.dim is not None or x.axis_size == 1 for x in leaves):
+            return
+        for largest in sorted(leaves, key=lambda x: math.prod(x.shape))[-1:]:
+            warnings.warn(
+                f"{self.name} shards none of {len(leaves)} parameters. The largest is "
+                f"{largest.path}: {largest.reason}. Give shard_params a smaller min_weight_size, "
+                f'e.g. research_dp.strategy("{self.name}", min_weight_size=1024).',
+                stacklevel=3,
+            )
 
     def fitted(self, spec: TrainSpec) -> TrainSpec:
         """The spec as an engine takes it: with the strategy's own dtype and scale."""
@@ -238,8 +256,8 @@ def check_loss(out: Any, spec: TrainSpec) -> None:
         raise binding_error(name, f": its loss returned {described(out)}; {returns}")
 
 
-def init_key(seed: int) -> jax.Array:
-    """The key of a run's initial parameters."""
+def init_key(seed: int | jax.Array) -> jax.Array:
+    """The key of a run's initial parameters; `seed` may be traced."""
     return jax.random.fold_in(jax.random.key(seed), _INIT)
 
 

@@ -19,10 +19,11 @@ from research_dp.distributed.hardware import peak_of_mesh
 from research_dp.distributed.placement import fingerprint
 from research_dp.strategies import NONFINITE, Strategy, TrainSpec, TrainState
 from research_dp.training import files, metrics, sharding_table
+from research_dp.training.batches import evaluation, placed_train_batches
 from research_dp.training.checkpoint import Checkpoints
-from research_dp.training.dispatch import InFlight, prefetch
+from research_dp.training.dispatch import InFlight
 from research_dp.training.flight_recorder import Phase, Recorder
-from research_dp.training.input_checks import checked_batches, shared_identity
+from research_dp.training.input_checks import shared_identity
 from research_dp.training.intervals import ProfilerTrace, Schedule
 from research_dp.training.manifest import Manifest, Progress, origin
 from research_dp.training.metric_log import MetricLog
@@ -31,7 +32,7 @@ from research_dp.training.preemption import StopSignal
 from research_dp.training.progress_bar import ProgressBar, metric_words
 from research_dp.training.replica_check import ReplicaCheck, split_dependence
 from research_dp.training.resume import check_same_data
-from research_dp.types import DataIdentity, DataSet, EvalOrder, TrainOrder
+from research_dp.types import DataIdentity, DataSet
 
 
 @dataclasses.dataclass(eq=False)
@@ -141,18 +142,13 @@ class Trainer:
 
     def _batches(self) -> Iterator[Any]:
         """Training batches on the devices, prefetched."""
-        order = TrainOrder(
-            seed=self.spec.seed,
-            batch_size=self.spec.batch_size,
-            rows=self.strategy.train_rows,
-            first_step=self._first_step,
-            num_steps=self.schedule.num_steps,
-        )
         if self._first_step < self.schedule.num_steps:
             self._console.say("Compiling the training step")
             self._console.doing("Compiling")
-        source = checked_batches(self.data, order, self.spec.model)
-        for batch in prefetch(self.strategy.place_batch, source, self._in_flight.is_busy):
+        steps = self._first_step, self.schedule.num_steps
+        for batch in placed_train_batches(
+            self.strategy, self.data, *steps, self._in_flight.is_busy
+        ):
             # Placing the next batch overlapped with the steps in flight, which end now.
             is_first = self._step == self._first_step
             self.recorder.note("compile" if is_first else "step", self._step + 1)
@@ -200,16 +196,11 @@ class Trainer:
 
     def _evaluate(self, state: TrainState, step: int) -> dict[str, float]:
         """Metrics over the evaluation split, each example counted once."""
-        strategy, sums = self.strategy, []
         with self._paused("eval", state, step):
-            order = EvalOrder(batch_size=strategy.eval_batch_size, rows=strategy.eval_rows)
-            source = checked_batches(self.data, order, self.spec.model)
-            for batch in prefetch(strategy.place_eval_batch, source, self._in_flight.is_busy):
-                sums.append(strategy.eval_step(state, batch))
-                self._note("eval", self._step)
-                self._in_flight.add(sums[-1])
-                self._in_flight.wait_for_room()
-            means = metrics.means(metrics.accumulate({}, sums))
+            means = evaluation(
+                *(self.strategy, self.data, state, self._in_flight),
+                lambda: self._note("eval", self._step),
+            )
             self._compiled.add("eval")
             self._metrics.write("eval", step, means)
         return means

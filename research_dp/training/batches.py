@@ -1,0 +1,99 @@
+"""Batches on the devices, evaluation, and means of metrics: for the trainer and for own loops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import jax
+
+from research_dp.argument_checks import checked
+from research_dp.argument_types import Count, CountOrZero
+from research_dp.strategies import NONFINITE, SKIPPED, PlacedBatch, Strategy, TrainState
+from research_dp.training import metrics
+from research_dp.training.dispatch import InFlight, prefetch
+from research_dp.training.input_checks import checked_batches
+from research_dp.types import DataSet, EvalOrder, TrainOrder
+
+
+@checked
+def train_batches(
+    strategy: Strategy, data: DataSet, *, num_steps: Count, first_step: CountOrZero = 0
+) -> Iterator[PlacedBatch]:
+    """Shuffled training batches on the devices, as `train_step` takes them, in the order of a run.
+
+    The order depends on the data set, and on the seed and batch size of the strategy's `TrainSpec`,
+    not on the devices.
+
+    Args:
+        strategy: What `StrategyConfig.build` returned.
+        data: Its example must be the one of the `TrainSpec`.
+        num_steps: Step at which training ends.
+        first_step: Steps that were done before, by a run that is continued.
+
+    Raises:
+        UsageError: While iterating: a batch has an integer out of the model's bounds.
+    """
+    data.prepare()
+    yield from placed_train_batches(strategy, data, first_step, num_steps)
+
+
+@checked
+def eval_metrics(strategy: Strategy, state: TrainState, data: DataSet) -> dict[str, float]:
+    """Mean metrics over the evaluation split, each example counted once.
+
+    Raises:
+        UsageError: A batch has an integer out of the model's bounds.
+    """
+    data.prepare()
+    return evaluation(strategy, data, state, InFlight())
+
+
+def metric_means(steps: Mapping[str, Any] | Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """The metrics of a step, or of several, as means over examples; waits for the steps.
+
+    Args:
+        steps: What `train_step` or `eval_step` returned: arrays (2,) of sum and count by name.
+    """
+    several = [steps] if isinstance(steps, Mapping) else steps
+    others = (NONFINITE, SKIPPED)  # no sums over examples
+    named = [{k: x for k, x in step.items() if k not in others} for step in several]
+    return metrics.means(metrics.accumulate({}, named))
+
+
+def placed_train_batches(
+    strategy: Strategy,
+    data: DataSet,
+    first_step: int,
+    num_steps: int,
+    is_busy: Callable[[], bool] = lambda: False,
+) -> Iterator[PlacedBatch]:
+    """`train_batches` of prepared data; more are placed ahead while the devices are busy."""
+    spec = strategy.spec
+    order = TrainOrder(
+        seed=spec.seed,
+        batch_size=spec.batch_size,
+        rows=strategy.train_rows,
+        first_step=first_step,
+        num_steps=num_steps,
+    )
+    return prefetch(strategy.place_batch, checked_batches(data, order, spec.model), is_busy)
+
+
+def evaluation(
+    strategy: Strategy,
+    data: DataSet,
+    state: TrainState,
+    in_flight: InFlight,
+    on_batch: Callable[[], None] = lambda: None,
+) -> dict[str, float]:
+    """`eval_metrics` of prepared data; `on_batch` is called when a batch is dispatched."""
+    sums: list[Mapping[str, jax.Array]] = []
+    order = EvalOrder(batch_size=strategy.eval_batch_size, rows=strategy.eval_rows)
+    source = checked_batches(data, order, strategy.spec.model)
+    for batch in prefetch(strategy.place_eval_batch, source, in_flight.is_busy):
+        sums.append(strategy.eval_step(state, batch))
+        on_batch()
+        in_flight.add(sums[-1])
+        in_flight.wait_for_room()
+    return metric_means(sums)
