@@ -8,7 +8,7 @@ import itertools
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, Self, TextIO
 
 from rich import box
@@ -181,14 +181,34 @@ def table(title: str, *columns: str, grouped: bool = False) -> Table:
     return Table(title, columns, grouped)
 
 
+def _console(file: TextIO | None) -> Console:
+    console = Console(highlight=False, file=file)
+    is_pipe = not console.is_terminal
+    return Console(width=_PIPE_WIDTH, highlight=False, file=file) if is_pipe else console
+
+
+def with_remarks(lines: Iterable[tuple[str, str]], most: int) -> list[Text]:
+    """Lines, each with a remark to the right of all, or below it if the line is long.
+
+    Remarks begin after `most` columns, sooner on a narrow terminal.
+    """
+    pairs = list(lines)
+    widest = max((len(remark) for _, remark in pairs), default=0)
+    column = max(_PROSE, min(most, _console(None).width - widest - _GAP))
+    return [
+        Text(line.ljust(column) if len(line) <= column else f"{line}\n{' ' * column}")
+        .append(" " * _GAP)
+        .append(remark, "cyan")
+        for line, remark in pairs
+    ]
+
+
 def put(*parts: Any, file: TextIO | None = None) -> None:
     """Prints text and tables, to standard output without a `file`.
 
     Text on a terminal is wrapped between words, and has its style.
     """
-    console = Console(highlight=False, file=file)
-    if not console.is_terminal:
-        console = Console(width=_PIPE_WIDTH, highlight=False, file=file)
+    console = _console(file)
     with console.capture() as captured:
         for part in parts:
             if isinstance(part, Table):

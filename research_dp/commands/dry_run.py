@@ -10,7 +10,7 @@ import jax
 from rich.text import Text
 
 from research_dp.config import gin_internals, load, reachability
-from research_dp.console import Table, put, table
+from research_dp.console import Table, put, table, with_remarks
 from research_dp.distributed.mesh import sizes_text
 from research_dp.distributed.placement import nbytes
 from research_dp.strategies import Strategy, StrategyConfig, TrainSpec, jaxpr_collectives
@@ -24,8 +24,8 @@ def show(config: load.Config, strategy_config: StrategyConfig, spec: TrainSpec) 
 
 def show_built(config: load.Config, strategy: Strategy) -> None:
     """Shows the configuration, the mesh and the strategy."""
-    for line, place in configuration(config):
-        put(Text(f"{line:<60}  ").append(f"# {place}", style="cyan"))
+    values = ((line, f"# {place}") for line, place in configuration(config))
+    put(*with_remarks(values, 60))
     for binding in config.unused:
         put(Text(f"# without effect: {binding}  # {binding.place}", style="dim"))
     mesh = strategy.mesh
