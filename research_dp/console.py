@@ -139,7 +139,8 @@ def _transposed(
     """Blocks of as many rows as fit side by side, each a column."""
     start = 0
     while start < len(rows):
-        widths, block = [], []
+        widths: list[int] = []
+        block: list[list[_Cell]] = []
         for count in range(1, len(rows) - start + 1):
             wider = [list(line) for line in zip(heads, *rows[start : start + count], strict=True)]
             fitting = _widths(wider, width)
@@ -249,8 +250,12 @@ class Progress:
             self._on_exit.callback(self._ended.set)
         else:
             # What is printed meanwhile is shown above the line.
-            is_same = {"redirect_stdout": sys.stdout.isatty()}
-            live = Live(get_renderable=self._line, console=console, transient=True, **is_same)
+            live = Live(
+                get_renderable=self._line,
+                console=console,
+                transient=True,
+                redirect_stdout=sys.stdout.isatty(),
+            )
             self._on_exit.enter_context(live)
         return self
 

@@ -24,14 +24,14 @@ def tables(rows: Sequence[Row], where: Topology, *, verbose: bool = False) -> li
 
 def _memory_table(rows: Sequence[Row], where: Topology, verbose: bool) -> Table:
     unit, name = scale(row.needed_bytes or row.state_bytes for row in rows)
-    limits = {row.available_bytes for row in rows} - {None}
-    limit = f", at most {max(limits) / unit:,.3f}" if limits else ""
+    limit = max((row.available_bytes or 0 for row in rows), default=0)
+    at_most = f", at most {limit / unit:,.3f}" if limit else ""
     parts = {"params": "parameters:", "opt": "optimizer:", "batch": "batch:", "temp": "temporary:"}
     if not verbose:
         del parts["batch"]
     axes = next((tuple(row.mesh) for row in rows if row.mesh), ())
     shown = table(
-        f"Memory per device in {name}{limit} ({where.memory_budget()[1]})",
+        f"Memory per device in {name}{at_most} ({where.memory_budget()[1]})",
         *("strategy", " x ".join(axes) or "mesh", *parts.values(), "peak:", "fits"),
     )
     for row in rows:

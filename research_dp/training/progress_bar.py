@@ -36,8 +36,9 @@ class ProgressBar:
             columns = (_Activity(), steps, progress.BarColumn(), rate, _TimeLeft())
             # Transient: the bar is gone when the last lines are printed.
             self._bar = progress.Progress(*columns, console=self._console, transient=True)
-            fields = {"total": num_steps, "completed": first_step, "rate": "", "since": 0.0}
-            self._task = self._bar.add_task("", **fields)
+            self._task = self._bar.add_task(
+                "", total=num_steps, completed=first_step, rate="", since=0.0
+            )
             self._bar.start()
 
     def say(self, text: str) -> None:
