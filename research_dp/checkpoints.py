@@ -6,16 +6,18 @@ exit status is 1 if any is damaged.
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
+from rich.text import Text
 
 from research_dp.commands import exit_status
-from research_dp.console import put, table
+from research_dp.console import Table, put, table
 from research_dp.errors import UsageError
 from research_dp.training import checkpoint_files
 
-_COLUMNS = ("step:", "examples seen:", "saved", "bytes:", "strategy", "mesh", "")
+_COLUMNS = ("step:", "examples seen:", "saved", "bytes:", "strategy", "mesh", "status~")
 
 
 def main(argv: list[str]) -> int:
@@ -33,13 +35,20 @@ def main(argv: list[str]) -> int:
         rows = list(checkpoint_files.overview(folder, verified=options.verify))
         if not rows:
             raise UsageError(f"there are no checkpoints in {folder}.")
-        listing = table(f"Checkpoints in {folder}", *_COLUMNS)
-        for row in rows:
-            listing.add_row(*row.cells())
-        put(listing)
+        put(listing(folder, rows))
         return int(any(row.damaged for row in rows))
 
     return exit_status.run_command(body)
+
+
+def listing(folder: Path, rows: Sequence[checkpoint_files.Row]) -> Table:
+    """A table of checkpoints."""
+    shown = table(f"Checkpoints in {folder}", *_COLUMNS)
+    for row in rows:
+        *cells, status = row.cells()
+        style = "bold red" if row.damaged else "green" if status.startswith("intact") else ""
+        shown.add_row(*cells, Text(status, style))
+    return shown
 
 
 if __name__ == "__main__":

@@ -73,4 +73,4 @@ def _size_text(name: str, per_device: int, total: int) -> str:
 
 def _bytes_text(size: int) -> str:
     unit = max((u for u in _UNITS if size >= u), default=1)
-    return f"{float(f'{size / unit:.3g}'):g} {_UNITS.get(unit, 'bytes')}"
+    return f"{float(f'{size / unit:.3g}'):g} {_UNITS.get(unit, 'B')}"

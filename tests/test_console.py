@@ -1,0 +1,321 @@
+"""Tables on terminals of 80 and 100 columns and in pipes; progress; what a run prints."""
+
+import ast
+import io
+import itertools
+import re
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+
+import decoder
+import pytest
+from conftest import ROOT
+from rich.console import Console
+from rich.text import Text
+from terminal import in_pipe, on_terminal, screen
+from test_planning_extrapolation import GPUS
+from test_strategies import build, one_matrix
+
+from research_dp import checkpoints, console
+from research_dp.analysis.topologies import topology
+from research_dp.certification.certificate import Certificate, StepRecord
+from research_dp.certification.tolerances import Difference, Gap
+from research_dp.commands import dry_run, sweep
+from research_dp.planning import tables
+from research_dp.planning.row import CollectiveTotal, Row
+from research_dp.training import sharding_table
+from research_dp.training.checkpoint_files import Row as Checkpoint
+from research_dp.training.progress_bar import ProgressBar, filled
+
+STEMS = [path.stem for path in sorted((ROOT / "gin" / "strategies").glob("*.gin"))]
+PATHS = [f"blocks/{part}/kernel" for part in ("attention/query", "attention/out", "mlp/wide_in")]
+
+
+def plan_rows(names, *, measured=False):
+    """Rows as they are for a model of a billion parameters on 64 devices."""
+    parts = ("compute", "memory", "network_inside", "network_across", "exposed")
+    for number, name in enumerate(names):
+        yield Row(
+            name,
+            mesh={"data": 2, "fsdp": 32} if number % 2 else {"data": 64, "fsdp": 1},
+            params_bytes=4_832_000_000,
+            opt_bytes=9_664_000_000,
+            state_bytes=14_500_000_000,
+            batch_bytes=1_000_000,
+            temp_bytes=30_571_000_000,
+            needed_bytes=45_068_000_000,
+            available_bytes=78_148_000_000,
+            fits=number != 3,
+            problem="does not fit: it needs 99 GB" if number == 3 else None,
+            collectives=[
+                CollectiveTotal("all-to-all", "data+fsdp", "bf16", "embedding", 64, 592, 4.7e9),
+                CollectiveTotal("reduce-scatter", "fsdp", "f32", "reduce-scatter", 32, 23, 2.2e9),
+            ],
+            wire_bytes={"total": 14.005e9},
+            min_wire_bytes=13.9e9,
+            hidden_fraction=0.59,
+            flops=20_070_000_000_000,
+            predicted_seconds=4.14485,
+            is_lower_bound=number == 2,
+            predicted_parts={part: 3.27486 for part in parts},
+            bound="network inside",
+            mfu=0.447,
+            tokens_per_second=3_697_738.0,
+            compile_seconds=12.0,
+            measured_seconds=5.14485 if measured else None,
+        )
+
+
+def plans():
+    long = ["fsdp+h100_speed", "hsdp+bf16_collectives", "spmd_fsdp+h100_memory"]
+    for names in (STEMS, long):
+        for where, measured in ((GPUS, False), (topology("cpu:8"), False), (GPUS, True)):
+            for verbose in (False, True):
+                rows = list(plan_rows(names, measured=measured))
+                yield from tables.tables(rows, where, verbose=verbose)
+
+
+def certificates():
+    gap = Gap(1.0, 7.29e6, 6.4e-1)
+    for verbose in (False, True):
+        found = Certificate("spmd_fsdp+h100_memory on data 2 x fsdp 4 against single, 30 steps")
+        kinds = ["loss", "loss, in a row", "gradient norm", "gradient", "gradient size"]
+        for step in range(0, 30, 4):
+            differences = [
+                Difference(kind, path if kind.startswith("gradient ") or kind == "gradient" else "",
+                           step, gap, 16.0)
+                for kind in kinds for path in PATHS
+            ]  # fmt: skip
+            found.steps.append(StepRecord(step, 2.376387, 2.376387, 1.269895, 1.26, differences))
+        found.check("moved to single on data 1 x fsdp 1", True, "the same bits")
+        found.check("gradient size", False, f"2.2e+05 times its bound at {PATHS[0]}, step 0")
+        found.check("bytes sent a step", None, "510,040 (the table has no row 'two_level')")
+        parts = found.parts(verbose=verbose)
+        yield from (part for part in parts if isinstance(part, console.Table))
+
+
+def dry_runs():
+    strategy = decoder.build("fsdp", decoder.model())
+    yield sharding_table.parameter_table(strategy)
+    yield dry_run.state_table(strategy)
+    yield dry_run.collectives_table(strategy)
+
+
+def sweeps():
+    choices = [
+        sweep.binding_choices("shard_params.min_weight_size", "262144,0"),
+        sweep.binding_choices("warmup_cosine_decay_schedule.peak_value", "0.0003,0.001"),
+        sweep.file_choices(2, "precision/bf16_collectives.gin,"),
+    ]
+    for count in (2, 8):
+        runs = sweep.members(Path("runs/a"), choices)[:count]
+        for run in runs:
+            run.status = "done"
+            run.summary = {
+                "step": 100_000,
+                "eval": {"accuracy": 0.98765, "loss": 0.0123456},
+                "steps_per_second": 12345.6,
+                "params_fingerprint": "0123456789abcdef" * 4,
+            }
+        yield sweep.table(runs)
+
+
+def listings():
+    origin = {"strategy": "fsdp_keep", "mesh": {"data": 16, "fsdp": 128}}
+    origin["time"] = "2026-11-22 19:38:27 UTC"
+    manifest = types.SimpleNamespace(origin=origin, examples_seen=123_456_789)
+    rows = [Checkpoint(1_000 * n, 12_345_678_901, "not verified", False, manifest) for n in (1, 2)]
+    rows.append(Checkpoint(3_000, 5, f"damaged: {PATHS[0]} has another checksum", True))
+    yield checkpoints.listing(Path("/runs/long/digits/checkpoints"), rows)
+
+
+# Where the package makes tables -> those of this test.
+PRODUCERS = {
+    "planning/tables.py": plans,
+    "certification/certificate.py": certificates,
+    "training/sharding_table.py": dry_runs,
+    "commands/dry_run.py": dry_runs,
+    "commands/sweep.py": sweeps,
+    "checkpoints.py": listings,
+}
+
+
+def test_each_place_that_makes_a_table_is_tested_here():
+    makers = set()
+    for file in (ROOT / "research_dp").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("table", "console.table"):
+                makers.add(str(file.relative_to(ROOT / "research_dp")))
+    assert makers == set(PRODUCERS)
+
+
+def shown(table, width):
+    terminal = Console(width=width, file=io.StringIO())
+    terminal.print(table.layout(width))
+    return terminal.file.getvalue()
+
+
+@pytest.mark.parametrize("width", [80, 100])
+@pytest.mark.parametrize("producer", dict.fromkeys(PRODUCERS.values()))
+def test_no_cell_is_cut_or_broken_on_a_narrow_terminal(producer, width):
+    every = list(producer())
+    assert every
+    for table in every:
+        text = shown(table, width)
+        assert max(map(len, text.splitlines())) <= width, text
+        assert "…" not in text
+        words = text.split()
+        for row in table.rows:
+            for cell, column in zip(map(str, row), table.columns, strict=True):
+                if column.endswith("~"):
+                    assert set(cell.split()) <= set(words), f"{cell!r} is broken in\n{text}"
+                else:
+                    assert cell in text, f"{cell!r} is broken in\n{text}"
+        for head in table.heads:
+            assert set(head.split()) <= set(words), f"{head!r} is broken in\n{text}"
+
+
+def test_in_a_pipe_a_row_is_a_line_without_padding(capsys):
+    (wide,) = (t for t in tables.tables(list(plan_rows(STEMS)), GPUS, verbose=True)[1:2])
+    console.put(wide, "a sentence " * 30, Text("styled", "bold red"))
+    printed = capsys.readouterr().out.splitlines()
+    assert "\x1b" not in "".join(printed)
+    rows = [line for line in printed if line.split()[:1] == ["spmd_fsdp"]]
+    assert len(rows) == 1 and "3,697,738" in rows[0]
+    assert not [line for line in printed if line != line.rstrip()]
+    assert ("a sentence " * 30).rstrip() in printed
+
+
+def test_brackets_are_no_markup(capsys):
+    odd = console.table("[bold]title", "name", "text~")
+    odd.add_row("[red]x[/red]", "[1/3] of it")
+    console.put(odd, "[green]no")
+    printed = capsys.readouterr().out
+    assert all(part in printed for part in ("[bold]title", "[red]x[/red]", "[1/3]", "[green]no"))
+
+
+def test_rows_side_by_side_if_they_do_not_fit_below_each_other():
+    two, _ = sweeps()
+    text = shown(two, 80)
+    lines = {line.split()[0]: line.split()[1:] for line in text.splitlines() if line.split()}
+    assert lines["status"] == ["done", "done"]
+    assert text.count("fingerprint") == 1
+
+
+def test_a_pipe_gets_a_line_for_each_activity_and_more_if_it_takes_long(capsys, monkeypatch):
+    monkeypatch.setattr(console, "_SECONDS", 0.2)
+    with console.Progress("Reading") as report:
+        report("Comparing", "step 1 of 9")
+        report("Comparing", "step 2 of 9")
+        time.sleep(0.7)
+    time.sleep(0.3)
+    first, second, *more = capsys.readouterr().err.splitlines()
+    assert (first, second) == ("Reading", "Comparing")
+    assert 1 <= len(more) <= 4
+    assert all(re.fullmatch(r"Comparing, step 2 of 9 \.\.\. \d s", line) for line in more)
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_a_run_begins_with_what_a_device_has(stem):
+    strategy = build(stem, one_matrix())
+    first, second = sharding_table.summary(strategy)
+    assert max(len(first), len(second)) <= 80
+    assert first.startswith(f"{stem} on ")
+    sharded = {
+        name: f"sharded {name}" in f"{first} {second}"
+        for name in ("parameters", "gradients", "optimizer state")
+    }
+    has = {
+        **dict.fromkeys(("single", "ddp", "pmap", "spmd"), (False, False, False)),
+        "zero1": (False, False, True),
+        "zero2": (False, True, True),
+        "fsdp_keep": (True, False, True),
+    }
+    assert tuple(sharded.values()) == has.get(stem, (True, True, True))
+
+
+def test_a_run_whose_strategy_shards_nothing_says_why():
+    strategy = build("fsdp", one_matrix(), bindings=["shard_params.min_weight_size = 1000000"])
+    *_, why = sharding_table.summary(strategy)
+    assert why.startswith("Nothing is sharded; the largest array, ")
+    assert "min_weight_size 1000000" in why
+
+
+def test_parts_of_a_line_are_not_broken():
+    parts = ["train step 100/400", "accuracy 0.7495", "loss 0.78", "1,235.0 examples/s", "2 s left"]
+    assert filled(parts, None) == ["  ".join(parts)]
+    for width in (40, 60, 80):
+        lines = filled(parts, width)
+        assert max(map(len, lines)) <= width
+        assert re.split("  +", "  ".join(line.strip() for line in lines)) == parts
+
+
+def test_a_pipe_hears_of_an_activity_only_if_it_takes_long(capsys, monkeypatch):
+    monkeypatch.setattr("research_dp.training.progress_bar._PATIENCE", 0.1)
+    bar = ProgressBar(10, 0)
+    bar.doing("Saving")
+    bar.doing("")
+    bar.doing("Writing the checkpoint")
+    time.sleep(0.5)
+    bar.close()
+    assert capsys.readouterr().out == "Writing the checkpoint ...\n"
+
+
+DIGITS = ["--gin_file=runs/digits.gin", "--gin_file=models/mlp.gin"]
+COMMANDS = {
+    "certify": [*DIGITS, "--cpu_devices=8", "--steps=6"],
+    "plan": [*DIGITS, "--topology=cpu:8", "--strategies=ddp,fsdp"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shows", [on_terminal, in_pipe])
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_long_command_shows_something_at_once_and_every_few_seconds(name, shows, command):
+    module = f"research_dp.{name}"
+    began = time.monotonic()
+    subprocess.run(
+        [sys.executable, "-c", f"import research_dp.commands.{name}"],
+        env=command.environment,
+        check=True,
+    )
+    importing = time.monotonic() - began  # more than it should be on a busy machine
+    status, chunks = shows("-m", module, *COMMANDS[name], env=command.environment)
+    text = "".join(part for _, part in chunks)
+    assert status == 0, text
+    times = [when for when, _ in chunks]
+    assert times[0] < max(2.0, importing + 1.0)
+    assert max(b - a for a, b in itertools.pairwise(times)) < 5.0
+    if shows is on_terminal:
+        lines = screen(text)
+        assert max(map(len, lines)) <= 80
+        assert not [line for line in lines if re.search(r" \.\.\. \d+ s$", line)]
+        first = next(line for line in lines if not re.match(r"Prepar|\(once\)", line))
+        assert first.startswith(("CERTIFIED", "Least memory"))
+
+
+@pytest.mark.slow
+def test_a_run_on_a_terminal_leaves_its_lines_and_no_bar(command, tmp_path):
+    flags = [*DIGITS, "--gin_file=strategies/zero1.gin", "--gin.train.num_steps=20"]
+    flags += ["--gin.train.log_every=5", "--cpu_devices=8", f"--workdir={tmp_path}"]
+    flags += [f"--gin.tfds_data.data_dir={tmp_path / 'data'}"]  # it is prepared, too
+    status, chunks = on_terminal("-m", "research_dp.train", *flags, env=command.environment)
+    text = "".join(part for _, part in chunks)
+    assert status == 0, text
+    assert "Reading the data ... " in text and "Compiling ... " in text
+    lines = [line for line in screen(text) if line]
+    assert not [line for line in lines if "━" in line], lines
+    assert not re.search(r"Generating|Shuffling|Dataset digits|%\|", text)
+    ends = [i for i, line in enumerate(lines) if line.startswith("Done: step 20, accuracy ")]
+    (end,) = ends
+    follows = "".join(lines[end:])
+    assert f"tensorboard --logdir={tmp_path / 'tensorboard'}" in follows
+    assert f"python -m research_dp.evaluate --workdir={tmp_path}" in follows
+    assert "--gin_file=strategies/fsdp.gin" in follows
+    assert any(line.startswith("zero1 on data 1 x fsdp 8; per device ") for line in lines)
+    steps = [line for line in lines if line.startswith("train step ")]
+    assert [line.split()[2] for line in steps] == ["5/20", "10/20", "15/20", "20/20"]
+    assert all(re.search(r"\d steps/s|examples/s$|\w$", line) for line in steps)
