@@ -12,6 +12,8 @@ import shutil
 import sys
 import textwrap
 import time
+import unittest.mock
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -85,13 +87,31 @@ def download_and_prepare(builder: Any) -> None:
             if not builder.data_path.exists():
                 _remove_incomplete(builder.data_path)
                 print(f"Preparing {builder.name} in {builder.data_path} (once)", flush=True)
-                builder.download_and_prepare()
+                began = time.monotonic()
+                with _quiet_tfds():
+                    builder.download_and_prepare()
+                seconds = time.monotonic() - began
+                print(f"Prepared {builder.name} in {seconds:.0f} s", flush=True)
     except Exception as error:
         reason = _advice(builder, error)
         if reason is None:
             raise
         problem = f"{builder.name} cannot be prepared: {reason}"
         raise UsageError(problem, binding="tfds_data.name") from error
+
+
+@contextlib.contextmanager
+def _quiet_tfds() -> Iterator[None]:
+    """Leaves out TFDS's own bars, and its lines on sizes that it does not know."""
+    import tensorflow_datasets as tfds
+    import termcolor
+
+    tfds.disable_progress_bar()
+    try:
+        with unittest.mock.patch.object(termcolor, "cprint"):
+            yield
+    finally:
+        tfds.enable_progress_bar()
 
 
 def _remove_incomplete(data_path: Any) -> None:

@@ -115,8 +115,10 @@ class Trainer:
         say, step = self._console.say, self._first_step
         # This phase, with the first batches, has no time limit.
         self.recorder.note("start", step)
+        self._console.doing("Reading the data")
         self.data.prepare()
         self._identity = shared_identity(self.data)
+        self._console.doing("")
         if self._progress:
             check_same_data(self._identity, self._progress.data, f"the run in {self.folder}")
         if self._writes:
