@@ -17,6 +17,8 @@ import sys
 import textwrap
 from pathlib import Path
 
+from research_dp.config import binding_checks, load, parser
+
 ROOT = Path(__file__).resolve().parents[1]
 FENCE = re.compile(
     r"^(?P<indent> *)```(?P<kind>[^\n`]*)\n(?P<text>.*?)^(?P=indent)```[ ]*$",
@@ -267,3 +269,14 @@ def write(block, folder):
     path = folder / block.value
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(block.text)
+
+
+def gin_mistakes(text, folder):
+    """What is wrong with statements: a file that is not there, a name, a parameter, a value."""
+    load.register_all()
+    (folder / "block.gin").write_text(text)
+    statements = list(parser.read([str(folder / "block.gin")], []))
+    bindings = [s for s in statements if isinstance(s, parser.Binding)]
+    macros = {b.parameter: b for b in bindings if not b.selector}
+    found = [s for s in statements if isinstance(s, parser.Mistake)]
+    return [*found, *(m for b in bindings for m in binding_checks.mistakes(b, macros))]

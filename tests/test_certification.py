@@ -7,11 +7,11 @@ import re
 import jax
 import numpy as np
 import optax
-import planted_bugs as bugs
 import pytest
 from certified import STEPS, bench_of, noise, perceptron, refusal
 from conftest import stems
 
+from examples import planted_bugs as bugs
 from examples.error_feedback import ErrorFeedback
 from research_dp.certification.certify import certify
 from research_dp.config import gin_internals, load
@@ -37,7 +37,7 @@ BUGS = {
     ),
     "local norm": (
         "fsdp",
-        {"reduction": bugs.local_norm, "spec": {"max_grad_norm": 0.1}},
+        {"reduction": bugs.local_norm(), "spec": {"max_grad_norm": 0.1}},
         "clipped by another norm .* local norm",
     ),
     "stale gather of updated slices": (

@@ -10,8 +10,6 @@ import yaml
 from conftest import ROOT
 from golden import updates
 
-from research_dp.config import binding_checks, load, parser
-
 PAGES = sorted(
     [
         ROOT / "README.md",
@@ -45,17 +43,6 @@ def name(page):
     return str(page.relative_to(ROOT))
 
 
-def gin_mistakes(text, folder):
-    """What is wrong with statements: a file that is not there, a name, a parameter, a value."""
-    load.register_all()
-    (folder / "block.gin").write_text(text)
-    statements = list(parser.read([str(folder / "block.gin")], []))
-    bindings = [s for s in statements if isinstance(s, parser.Binding)]
-    macros = {b.parameter: b for b in bindings if not b.selector}
-    found = [s for s in statements if isinstance(s, parser.Mistake)]
-    return [*found, *(m for b in bindings for m in binding_checks.mistakes(b, macros))]
-
-
 def cases(slow=True):
     """The pages as parameters of a test, with their marks."""
     for page in PAGES:
@@ -78,7 +65,7 @@ def test_every_block_is_of_a_kind_that_is_tested(page, tmp_path):
             assert block.kind in known, f"{block}: ```{block.kind}: use one of {sorted(known)}"
             SYNTAX.get(block.kind, str)(block.text)
             if block.kind == "gin" and not block.mark:
-                assert not gin_mistakes(block.text, tmp_path), block
+                assert not pages.gin_mistakes(block.text, tmp_path), block
         if block.kind == "console":
             assert pages.commands(block)
         if block.mark == "varies":

@@ -1,9 +1,14 @@
-"""Strategies with one bug each, as users write them: in a slot, in the model, or in an engine."""
+"""Strategies with one bug each: in a slot, in the model, or in an engine.
+
+docs/spot_the_bug.md shows some of them, with what `certify` says. examples/bugs/ has their gin
+files. The tests of `certify` use all of them.
+"""
 
 import dataclasses
 import functools
 from unittest import mock
 
+import gin
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,18 +33,22 @@ def on_leaf(tree, name, change):
     return jax.tree.unflatten(jax.tree.structure(tree, is_leaf=is_box), leaves.values())
 
 
-def place():
+def device():
+    """The position of this device on the mesh."""
     return lax.axis_index(("data", "fsdp"))
 
 
 # ---- In a slot ----
 
 
+@gin.register
 def summed(grads, axes):
+    """The mean over the devices."""
     return jax.tree.map(lambda g: lax.psum(g, axes), grads)
 
 
 def averaged_twice(grads, axes):
+    """A mean of means."""
     mean = sync_gradients(grads, axes)
     return jax.tree.map(lambda g: g / lax.axis_size("data"), mean)
 
@@ -49,25 +58,33 @@ def mean_of_sums(grads, axes):
     return jax.tree.map(lambda g: lax.pmean(g, axes), grads)
 
 
+@gin.register
 def inside_groups_alone(grads, axes):
+    """The mean over the devices of a group, then over the groups."""
     return sync_gradients(grads, ("fsdp",))
 
 
 def cast_on_the_way(grads, axes):
+    """Rounds what is communicated, which nothing in the configuration names."""
     return sync_gradients(grads, axes, dtype="bfloat16")
 
 
+@gin.register
 def rounded_before(grads, axes):
+    """The mean over the devices."""
     rounded = jax.tree.map(lambda g: g.astype(jnp.bfloat16).astype(g.dtype), grads)
     return sync_gradients(rounded, axes)
 
 
+@gin.register
 def one_dropped(grads, axes):
+    """The mean over the devices, with a parameter frozen for an experiment long ago."""
     return on_leaf(sync_gradients(grads, axes), "hidden_1/bias", jnp.zeros_like)
 
 
 @takes("shardings")
 def one_summed(grads, axes, *, shardings):
+    """One gradient is not divided by the number of devices."""
     mean = scatter_gradients(grads, axes, shardings=shardings)
     return on_leaf(mean, "head/bias", lambda g: g * lax.axis_size("fsdp"))
 
@@ -77,17 +94,21 @@ def one_shrunk(grads, axes):
     return on_leaf(sync_gradients(grads, axes), "hidden_0/kernel", lambda g: g * 0.985)
 
 
-def _local_norm(x, axes):
-    # Sums of squares travel as a vector; gradients in rows, metrics in pairs.
+def _all_reduce(x, axes):
+    # Sums of squares are a vector; gradients have rows, metrics pairs.
     return x if x.ndim < 2 else PLAIN.all_reduce(x, axes)
 
 
-local_norm = Reduction(_local_norm, PLAIN.reduce_scatter)
+@gin.register
+def local_norm():
+    """Collectives that leave out the norm's: each device clips by the norm of its own shards."""
+    return Reduction(_all_reduce, PLAIN.reduce_scatter)
 
 
+@gin.register
 @takes("shardings")
 def stale_slices(gradients, parameters, optimizer, *, shardings):
-    """What is gathered are shards from before the update; a device's own are new."""
+    """Updates the local slice of each parameter, and all-gathers the slices."""
     old = buckets.shard_tree(parameters, shardings)
     new = optimizer.apply_gradients(gradients, old)
     full = buckets.gather_tree(old, shardings)
@@ -102,21 +123,25 @@ def stale_slices(gradients, parameters, optimizer, *, shardings):
 
 
 def one_shard_not_updated(gradients, parameters, optimizer):
+    """Device 3 keeps its old optimizer state."""
     before = optimizer._before.opt_state
     new = optimizer.apply_gradients(gradients, parameters)
     optimizer.state = jax.tree.map(
-        lambda a, b: jnp.where(place() == 3, b, a), optimizer.state, before
+        lambda a, b: jnp.where(device() == 3, b, a), optimizer.state, before
     )
     return new
 
 
+@gin.register
 @takes("shardings", "averaged")
 def decayed(gradients, parameters, optimizer, **options):
+    """A weight decay besides the optimizer's."""
     new = fsdp_apply_gradients(gradients, parameters, optimizer, **options)
     return on_leaf(new, "head/kernel", lambda x: x * (1 - 1e-4))
 
 
 def eightfold(gradients, parameters, optimizer):
+    """The learning rate times the number of devices."""
     new = optimizer.apply_gradients(gradients, parameters)
     return jax.tree.map(lambda a, b: b + 8 * (a - b), new, parameters)
 
@@ -125,54 +150,63 @@ def eightfold(gradients, parameters, optimizer):
 
 
 def with_loss(model, change):
-    """The model with a loss of another's making: change(model's loss, ...)."""
+    """The model with another loss: change(model's loss, ...)."""
     return dataclasses.replace(model, loss=functools.partial(change, model.loss))
 
 
+@gin.register
+def model_with_own_keys(model):
+    """The model, whose dropout differs from device to device."""
+    return with_loss(model, keys_by_device)
+
+
 def keys_by_device(loss, params, state, batch, keys, *, train, batch_axes):
-    for axis in batch_axes:
+    """Folds the number of the device into the key of each example."""
+    for axis in batch_axes if keys is not None else ():
         number = lax.axis_index(axis)
-        keys = (
-            None if keys is None else jax.vmap(lambda k, n=number: jax.random.fold_in(k, n))(keys)
-        )
+        keys = jax.vmap(lambda key, n=number: jax.random.fold_in(key, n))(keys)
     return loss(params, state, batch, keys, train=train, batch_axes=batch_axes)
 
 
 def mean_of_means(loss, params, state, batch, keys, *, train, batch_axes):
+    """Each device counts alike, whatever the number of its examples that count."""
     out = loss(params, state, batch, keys, train=train, batch_axes=batch_axes)
     rows = jnp.float32(batch["label"].shape[0])
     return LossOutput(out.total / jnp.maximum(out.weight, 1) * rows, rows, out.model_state, {})
 
 
 def own_statistics(loss, params, state, batch, keys, *, train, batch_axes):
+    """Batch statistics of each device's own examples."""
     return loss(params, state, batch, keys, train=train, batch_axes=())
 
 
 # ---- In an engine ----
 
 
-def checked_replication(recipe, spec):
+def checked_replication(config, spec):
     """`check_vma=True`, under which autodiff sums, and a mean of equal sums leaves the sum."""
     tracked = functools.partial(_tracked, jax.shard_map)
     with mock.patch.object(jax, "shard_map", tracked):
-        return mapped(recipe, spec)
+        return mapped(config, spec)
 
 
 def _tracked(shard_map, *args, **options):
     return shard_map(*args, **{**options, "check_vma": True})
 
 
-def micro_batches_summed(recipe, spec):
+def micro_batches_summed(config, spec):
+    """An engine that adds up the gradients of the micro-batches."""
+
     def loss(loss, *args, **more):
         out = loss(*args, **more)
         return out._replace(weight=out.weight / spec.accumulation_steps)
 
-    return mapped(recipe, dataclasses.replace(spec, model=with_loss(spec.model, loss)))
+    return mapped(config, dataclasses.replace(spec, model=with_loss(spec.model, loss)))
 
 
-def repeated_data(recipe, spec):
-    """The second device is given the first one's examples."""
-    strategy = mapped(recipe, spec)
+def repeated_data(config, spec):
+    """The second device gets the first one's examples."""
+    strategy = mapped(config, spec)
     rows = spec.batch_size // strategy.mesh.size
 
     def place_batch(examples):
@@ -184,17 +218,17 @@ def repeated_data(recipe, spec):
     return dataclasses.replace(strategy, place_batch=place_batch)
 
 
-def one_step_behind(recipe, spec):
+def one_step_behind(config, spec):
     """Gradients are taken at the parameters of the call before."""
-    strategy = mapped(recipe, spec)
-    held = []
+    strategy = mapped(config, spec)
+    seen = []
 
     def train_step(state, batch):
         if isinstance(jax.tree.leaves(state.params)[0], jax.core.Tracer):
             return strategy.train_step(state, batch)
         fresh = jax.tree.map(jnp.copy, state)
-        held.append(state.params)
-        stale = held[0] if len(held) < _CALLS + 1 else held.pop(0)
+        seen.append(state.params)
+        stale = seen[0] if len(seen) < _CALLS + 1 else seen.pop(0)
         at_old, metrics = strategy.train_step(
             fresh._replace(params=jax.tree.map(jnp.copy, stale)), batch
         )
@@ -206,12 +240,12 @@ def one_step_behind(recipe, spec):
     return dataclasses.replace(strategy, train_step=train_step)
 
 
-_CALLS = 2  # the step before is so many calls ago: one from the oracle's state, one in a row
+_CALLS = 2  # the step before is so many calls ago: one from the reference's state, one free-running
 
 
-def drifting(recipe, spec, *, by=1.5):
+def drifting(config, spec, *, by=1.5):
     """Parameters that it made itself are scaled before they are used."""
-    strategy, made = mapped(recipe, spec), []
+    strategy, made = mapped(config, spec), []
 
     def train_step(state, batch):
         leaf = jax.tree.leaves(state.params)[0]
@@ -224,9 +258,9 @@ def drifting(recipe, spec, *, by=1.5):
     return dataclasses.replace(strategy, train_step=train_step)
 
 
-def keyed_by_device(recipe, spec):
+def keyed_by_device(config, spec):
     """Initial parameters of a key of its own."""
-    strategy = mapped(recipe, spec)
+    strategy = mapped(config, spec)
     return dataclasses.replace(
         strategy, init=lambda key: strategy.init(jax.random.fold_in(key, strategy.mesh.size))
     )
