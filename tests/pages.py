@@ -17,6 +17,8 @@ import sys
 import textwrap
 from pathlib import Path
 
+import terminal
+
 from research_dp.config import binding_checks, load, parser
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -109,7 +111,7 @@ class Session:
         folder.mkdir()
         for name in LINKS:
             (folder / name).symlink_to(ROOT / name)
-        ours = ("XLA_FLAGS", "JAX_", "PYTEST_", "TFDS_", "UPDATE_GOLDEN", "PYTHONPATH")
+        ours = ("XLA_FLAGS", "JAX_", "PYTEST_", "TFDS_", "UPDATE_", "COLUMNS", "NO_COLOR")
         bare = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
         kept = {name: value for name, value in os.environ.items() if "_CACHE_" in name}
         self.env = {
@@ -118,8 +120,7 @@ class Session:
             "JAX_PLATFORMS": "cpu",
             "TFDS_DATA_DIR": str(data_dir),
             "PYTHONPATH": str(ROOT),
-            "PYTHONUNBUFFERED": "1",  # output and errors in the order of a terminal
-            "COLUMNS": "80",
+            "TERM": "xterm-256color",
             "PATH": os.pathsep.join([str(_programs(folder)), os.environ["PATH"]]),
         }
 
@@ -167,9 +168,9 @@ class Session:
         assert self.replies.readline(), f"{block} ends with\n{self.log.read_text()[-3000:]}"
 
     def output(self, command):
-        """What a command prints, without the paths of this machine."""
-        text = self.shell(command).stdout.replace(f"{self.folder}/", "").replace(f"{ROOT}/", "")
-        return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+        """What a command leaves on a terminal, without the paths of this machine."""
+        _, text = terminal.run(["bash", "-c", command], cwd=self.folder, env=self.env)
+        return text.replace(f"{self.folder}/", "").replace(f"{ROOT}/", "")
 
 
 # ---- Comparing ----

@@ -1,42 +1,62 @@
-"""A command on a terminal of some width: what it shows, and when."""
+"""A command on a terminal of some width: what it shows, when, and what stands there at the end."""
 
+import errno
 import fcntl
 import os
-import pty
 import re
 import struct
 import subprocess
 import sys
 import termios
+import threading
 import time
 
+_TOKEN = re.compile(r"\x1b\[([?\d;]*)([A-Za-z])|\x1b.|\r|\n|\x08|[^\x1b\r\n\x08]+", re.DOTALL)
 
-def on_terminal(*words, columns=80, env=None, timeout=300):
+
+def on_terminal(*words, columns=80, timeout=300, env=None, **options):
     """Runs `python words` on a terminal: (status, [(seconds since the start, text)])."""
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
     environment = {**(env or os.environ), "TERM": "xterm"}
     environment.pop("COLUMNS", None)
+    program = [sys.executable, *map(str, words)]
+    return _shown(program, columns, timeout, env=environment, start_new_session=True, **options)
+
+
+def run(words, columns=80, timeout=900, **options):
+    """Runs a command on a terminal of so many columns; (exit status, what stands there at the end).
+
+    Colors are left out. What the command erased, such as progress, is not there.
+    """
+    status, chunks = _shown(words, columns, timeout, **options)
+    return status, screen("".join(text for _, text in chunks))
+
+
+def _shown(words, columns, timeout, **options):
+    ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
     began, chunks = time.monotonic(), []
     process = subprocess.Popen(
-        [sys.executable, *map(str, words)],
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-        env=environment,
-        start_new_session=True,
+        words, stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs, **options
     )
     os.close(theirs)
-    while time.monotonic() < began + timeout:
-        try:
-            text = os.read(ours, 65536)
-        except OSError:  # the terminal is closed: the process has ended
-            break
-        if not text:
-            break
-        chunks.append((time.monotonic() - began, text.decode(errors="replace")))
-    os.close(ours)
-    return process.wait(timeout=30), chunks
+    reader = threading.Thread(target=_read, args=(ours, chunks, began))
+    reader.start()
+    try:
+        status = process.wait(timeout=timeout)
+    finally:
+        process.kill()
+        reader.join(timeout=20)
+        os.close(ours)
+    return status, [(seconds, text.decode(errors="replace")) for seconds, text in chunks]
+
+
+def _read(terminal, chunks, began):
+    try:
+        while chunk := os.read(terminal, 65536):
+            chunks.append((time.monotonic() - began, chunk))
+    except OSError as error:  # Linux says so when nothing has the terminal open
+        if error.errno not in (errno.EIO, errno.EBADF):
+            raise
 
 
 def in_pipe(*words, env=None, timeout=300):
@@ -54,21 +74,30 @@ def in_pipe(*words, env=None, timeout=300):
     return process.wait(timeout=timeout), chunks
 
 
-def screen(text):
-    """The lines that a terminal shows in the end: of a rewritten line what was written last."""
+def screen(output):
+    """The lines that a terminal shows after this output, however many it could show at once."""
     lines, row, column = [""], 0, 0
-    for part in re.split(r"(\x1b\[[0-9;?]*[A-Za-z]|\r|\n)", text):
-        if part == "\n":
+    for token in _TOKEN.finditer(output):
+        text, arguments, control = token[0], token[1], token[2]
+        count = int(arguments) if (arguments or "").isdigit() else 1
+        if text == "\r":
+            column = 0
+        elif text == "\n":
             row += 1
             lines += [""] * (row + 1 - len(lines))
-        elif part == "\r":
-            column = 0
-        elif part == "\x1b[2K":
-            lines[row] = ""
-        elif part.endswith("A") and part.startswith("\x1b["):
-            row = max(0, row - int(part[2:-1] or 1))
-        elif part and not part.startswith("\x1b["):
-            before, after = lines[row][:column], lines[row][column + len(part) :]
-            lines[row] = before.ljust(column) + part + after
-            column += len(part)
-    return [line.rstrip() for line in lines]
+        elif text == "\x08":
+            column = max(0, column - 1)
+        elif control == "A":
+            row = max(0, row - count)
+        elif control == "B":
+            row += count
+            lines += [""] * (row + 1 - len(lines))
+        elif control == "K":
+            lines[row] = "" if arguments == "2" else lines[row][:column]
+        elif control == "J":
+            lines[row:] = [lines[row][:column]]
+        elif not text.startswith("\x1b"):
+            line = lines[row].ljust(column)
+            lines[row] = line[:column] + text + line[column + len(text) :]
+            column += len(text)
+    return "".join(f"{line.rstrip()}\n" for line in lines).rstrip("\n") + "\n"

@@ -290,7 +290,7 @@ def test_a_long_command_shows_something_at_once_and_every_few_seconds(name, show
     assert times[0] < max(2.0, importing + 1.0)
     assert max(b - a for a, b in itertools.pairwise(times)) < 5.0
     if shows is on_terminal:
-        lines = screen(text)
+        lines = screen(text).splitlines()
         assert max(map(len, lines)) <= 80
         assert not [line for line in lines if re.search(r" \.\.\. \d+ s$", line)]
         first = next(line for line in lines if not re.match(r"Prepar|\(once\)", line))
@@ -306,7 +306,7 @@ def test_a_run_on_a_terminal_leaves_its_lines_and_no_bar(command, tmp_path):
     text = "".join(part for _, part in chunks)
     assert status == 0, text
     assert "Reading the data ... " in text and "Compiling ... " in text
-    lines = [line for line in screen(text) if line]
+    lines = [line for line in screen(text).splitlines() if line]
     assert not [line for line in lines if "━" in line], lines
     assert not re.search(r"Generating|Shuffling|Dataset digits|%\|", text)
     ends = [i for i, line in enumerate(lines) if line.startswith("Done: step 20, accuracy ")]

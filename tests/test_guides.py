@@ -5,6 +5,7 @@ import re
 
 import pages
 import pytest
+import yaml
 from conftest import ROOT
 
 from research_dp.config import parser
@@ -86,3 +87,19 @@ def test_a_message_is_one_that_the_code_prints(message):
     assert max(map(len, parts)) > 12, "too short to be found on purpose"
     pattern = re.compile(".*?".join(parts), re.DOTALL)
     assert any(pattern.search(text) for text in TEXTS)
+
+
+def test_bullets_of_the_changelog_are_short():
+    text = (ROOT / "CHANGELOG.md").read_text()
+    bullets = re.findall(r"^- (.*(?:\n  .*)*)", text, re.MULTILINE)
+    assert len(bullets) > 20
+    assert not [bullet for bullet in bullets if len(bullet.split()) > 25]
+
+
+def test_the_citation_is_of_this_version():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["cff-version"] == "1.2.0" and citation["type"] == "software"
+    assert {"message", "title", "authors"} <= set(citation)
+    version = re.search(r'^    version="(.*)"', (ROOT / "setup.py").read_text(), re.MULTILINE)
+    assert citation["version"] == version[1]
+    assert f"## [{version[1]}]" in (ROOT / "CHANGELOG.md").read_text()

@@ -6,6 +6,7 @@ import tomllib
 
 import pages
 import pytest
+import terminal
 import yaml
 from conftest import ROOT
 from golden import updates
@@ -145,3 +146,17 @@ def test_a_rewritten_output_keeps_what_it_leaves_out():
 
 def test_what_no_test_runs_yet_is_a_page():
     assert {*PENDING, *QUICK, *ENDS} <= {name(page) for page in PAGES}
+
+
+@pytest.mark.parametrize(
+    ("output", "shown"),
+    [
+        ("a\r\nb\r\n", "a\nb\n"),
+        ("\x1b[1;32mgreen\x1b[0m\r\n", "green\n"),
+        ("step 1\rstep 2\x1b[K\r\n", "step 2\n"),
+        ("bar\r\x1b[2K\x1b[?25hdone\r\n", "done\n"),
+        ("bar\r\n\x1b[1A\x1b[2Kdone\r\n", "done\n"),
+    ],
+)
+def test_what_a_terminal_shows(output, shown):
+    assert terminal.screen(output) == shown

@@ -111,7 +111,7 @@ def compare(
 
 
 def plot(path: str, rows: list[tuple[str, str, float, float, float]]) -> None:
-    """Plots medians as bars, with their quartiles."""
+    """Plots medians as points, with their quartiles: a distance from 1 has no bar from 0."""
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 3.5), layout="constrained")
@@ -120,11 +120,15 @@ def plot(path: str, rows: list[tuple[str, str, float, float, float]]) -> None:
     models = [model for model, *_ in rows]
     colours = [f"C{sorted(set(models)).index(model)}" for model in models]
     places = range(len(rows))
-    axes.bar(places, medians, color=colours, yerr=list(zip(*reach, strict=True)), capsize=3)
+    for place, median, lengths, colour in zip(places, medians, reach, colours, strict=True):
+        whiskers = [[length] for length in lengths]
+        axes.errorbar(place, median, yerr=whiskers, fmt="o", color=colour, capsize=3)
+        label = {"textcoords": "offset points", "xytext": (7, 0), "va": "center"}
+        axes.annotate(f"{median:.2f}", (place, median), fontsize="x-small", **label)
     names = [f"{model}\n{strategy}" for model, strategy, *_ in rows]
     axes.set_xticks(places, names, fontsize="x-small")
     axes.axhline(1.0, color="black", linewidth=0.8)
-    axes.set(ylabel="time of a step, tree / plain", ylim=(0.8, None))
+    axes.set(ylabel="step time, deterministic / plain", xlim=(-0.5, len(rows)))
     figure.savefig(path, metadata={"Date": None})
 
 
