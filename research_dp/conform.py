@@ -9,7 +9,7 @@ from research_dp.commands import exit_status, streams
 def main(argv: list[str]) -> int:
     """Runs `certify --quick`; returns its exit status."""
     print("research_dp.conform is now: python -m research_dp.certify --quick", file=sys.stderr)
-    return exit_status.main_of("certify.Certify", __doc__)(["--quick", *argv])
+    return exit_status.main_of("certify.Certify")(["--quick", *argv])
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import sys
 
 from research_dp.commands import exit_status
 
-main = exit_status.main_of("evaluate.Evaluate", __doc__)
+main = exit_status.main_of("evaluate.Evaluate")
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
