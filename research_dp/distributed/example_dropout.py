@@ -95,5 +95,6 @@ def _refuse(*_: Any) -> Any:
     raise UsageError(
         "the model draws random numbers from an RNG stream of Flax other than by a dropout layer, "
         "e.g. in attention or as noise. They would depend on the device. Set dropout_rate = 0 in "
-        f"attention and use nn.Dropout or nnx.Dropout on its output. {_GUIDE}"
+        "attention and use nn.Dropout or nnx.Dropout on its output, or let the model take `keys`, "
+        f"one key per example. {_GUIDE}"
     )

@@ -15,10 +15,10 @@ from research_dp.distributed.example_dropout import layer_dropout, layer_keys
 from research_dp.distributed.module_calls import (
     GUIDE,
     MODES,
+    ModuleCall,
     check_contract,
     clear_errors,
     mode_options,
-    modes_of,
 )
 from research_dp.errors import UsageError
 from research_dp.types import Functions, PyTree
@@ -37,7 +37,7 @@ def linen_functions(module: nn.Module) -> Functions:
     check_contract(module.__call__, name, "linen_functions")
 
     def init(key: jax.Array, x: Any) -> tuple[PyTree, PyTree]:
-        return _init(module, key, (x,), {"train": False})
+        return _init(module, key, (_zeros(x),), {"train": False})
 
     def apply(
         params: PyTree, model_state: PyTree, x: Any, *, train: bool, **options: Any
@@ -60,18 +60,20 @@ def plain_linen_functions(module: nn.Module, inputs: Sequence[str]) -> Functions
 
     An argument or field of the module such as `train` or `deterministic` says whether it trains.
     Dropout layers have one mask per example. BatchNorm has the statistics of the global
-    micro-batch.
+    micro-batch. Arguments `keys` and `batch_axes` are as in `linen_functions`, if it has them.
     """
     name = type(module).__name__
-    modes = modes_of(module.__call__, name, inputs)
-    fields = [mode for mode in MODES if mode not in modes and hasattr(module, mode)]
+    call = ModuleCall(module.__call__, name, inputs)
+    fields = [mode for mode in MODES if mode not in call.modes and hasattr(module, mode)]
 
     def in_mode(train: bool) -> nn.Module:
         options: dict[str, Any] = dict(mode_options(fields, train))
         return module.clone(**options) if fields else module
 
     def init(key: jax.Array, x: tuple[Any, ...]) -> tuple[PyTree, PyTree]:
-        return _init(in_mode(False), key, x, mode_options(modes, False))
+        given = call.arguments(_zeros(x), train=False)
+        with clear_errors(name, train=False):
+            return _init(in_mode(False), key, given.args, given.kwargs)
 
     def apply(
         params: PyTree,
@@ -82,22 +84,26 @@ def plain_linen_functions(module: nn.Module, inputs: Sequence[str]) -> Functions
         keys: jax.Array | None = None,
         batch_axes: Sequence[str] = (),
     ) -> tuple[jax.Array, PyTree]:
-        options, rngs = mode_options(modes, train), {}
-        if train:
-            rngs = {"dropout": layer_keys(0)}
-        layers = _over_the_batch(keys, tuple(batch_axes) if train else ())
+        rngs = {"dropout": layer_keys(0)} if train else {}
+        axes = tuple(batch_axes) if train else ()
+        given = call.arguments(x, train=train, keys=keys, batch_axes=axes)
+        layers = _over_the_batch(keys, axes)
         with clear_errors(name, train=train), nn.intercept_methods(layers):
-            return _apply(in_mode(train), params, model_state, x, options, train, rngs)
+            in_this_mode, values = in_mode(train), (params, model_state)
+            return _apply(in_this_mode, *values, given.args, given.kwargs, train, rngs)
 
     return Functions(init, apply)
 
 
 def _init(
-    module: nn.Module, key: jax.Array, x: tuple[Any, ...], options: dict[str, Any]
+    module: nn.Module, key: jax.Array, args: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[PyTree, PyTree]:
-    zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), x)
-    state = dict(nn.meta.unbox(module.init(key, *zeros, **options)))
+    state = dict(nn.meta.unbox(module.init(key, *args, **options)))
     return state.pop("params", {}), state
+
+
+def _zeros(x: PyTree) -> PyTree:
+    return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), x)
 
 
 def _apply(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -27,23 +28,38 @@ def mode_options(names: Sequence[str], train: bool) -> dict[str, bool]:
     return {name: MODES[name] == train for name in names}
 
 
-def modes_of(call: Callable[..., Any], name: str, inputs: Sequence[str]) -> list[str]:
-    """The arguments of `call` that say whether the module called `name` trains.
+class ModuleCall:
+    """How a module called `name` is called with inputs of these names.
+
+    `modes` are its arguments that say whether it trains. It is given `keys` and `batch_axes`, as in
+    `linen_functions`, if it takes them.
 
     Raises:
-        UsageError: `call` does not take the inputs by position and these arguments by name.
+        UsageError: It does not take the inputs by position.
     """
-    signature = inspect.signature(call)
-    modes = [mode for mode in MODES if mode in signature.parameters]
-    try:
-        signature.bind(*inputs, **dict.fromkeys(modes, True))
-    except TypeError as error:
-        given = ", ".join([*inputs, *(f"{mode}=..." for mode in modes)])
-        raise UsageError(
-            f"{name}.__call__{signature} cannot be called with ({given}): {error}. Name its arrays "
-            f"by inputs=(...), in its order. Give other arguments a default. {GUIDE}"
-        ) from error
-    return modes
+
+    def __init__(self, call: Callable[..., Any], name: str, inputs: Sequence[str]):
+        self.name, self._signature = name, inspect.signature(call)
+        parameters = self._signature.parameters
+        self.modes = [mode for mode in MODES if mode in parameters]
+        self._others = [other for other in ("keys", "batch_axes") if other in parameters]
+        try:
+            self.arguments(tuple(inputs), train=True)
+        except TypeError as error:
+            modes = (f"{mode}=..." for mode in self.modes)
+            raise UsageError(
+                f"{name}.__call__{self._signature} cannot be called with "
+                f"({', '.join([*inputs, *modes])}): {error}. Name its arrays by inputs=(...), in "
+                f"its order. Give other arguments a default. {GUIDE}"
+            ) from error
+
+    def arguments(
+        self, x: tuple[Any, ...], *, train: bool, keys: Any = None, batch_axes: Any = ()
+    ) -> inspect.BoundArguments:
+        """Its arguments, by position where they can be: `remat` needs that of static ones."""
+        others = {"keys": keys, "batch_axes": batch_axes}
+        options = {name: others[name] for name in self._others}
+        return self._signature.bind(*x, **mode_options(self.modes, train), **options)
 
 
 def check_contract(call: Callable[..., Any], name: str, function: str) -> None:
@@ -65,13 +81,13 @@ def clear_errors(name: str, *, train: bool) -> Iterator[None]:
     try:
         yield
     except InvalidRngError as error:
-        when = "in training" if train else "in evaluation"
+        stream = re.search(r'PRNG for "(.*?)"', str(error))
         advice = "Only nn.Dropout may draw, from its stream 'dropout'."
         if not train:
             advice = "Give its dropout layers deterministic=True there, by an argument `train`."
         raise UsageError(
-            f"{name} draws from an RNG stream of Flax {when}: "
-            f"{str(error).partition(' (')[0].rstrip('.')}. {advice} {GUIDE}"
+            f"{name} draws from the RNG stream {stream[1] if stream else 'params'!r} of Flax in "
+            f"{'training' if train else 'evaluation'}. {advice} {GUIDE}"
         ) from error
     except ModifyScopeVariableError as error:
         if train:

@@ -17,10 +17,9 @@ from research_dp.distributed.example_dropout import layer_dropout, layer_keys
 from research_dp.distributed.linen import check_batch_norm
 from research_dp.distributed.module_calls import (
     GUIDE,
+    ModuleCall,
     check_contract,
     clear_errors,
-    mode_options,
-    modes_of,
 )
 from research_dp.errors import UsageError
 from research_dp.types import Functions, PyTree
@@ -72,20 +71,24 @@ def plain_nnx_functions(factory: Callable[..., nnx.Module], inputs: Sequence[str
 
     `factory` is (rngs) -> module. An argument such as `train` or `deterministic` says whether the
     module trains; without one its methods `train` and `eval` are called. Dropout layers have one
-    mask per example. BatchNorm has the statistics of the global micro-batch.
+    mask per example. BatchNorm has the statistics of the global micro-batch. Arguments `keys` and
+    `batch_axes` are as in `nnx_functions`, if it has them.
     """
     build = _of_rngs(factory)
 
     @functools.cache
-    def modes() -> tuple[str, list[str]]:
-        name = type(abstract()).__name__
-        return name, modes_of(abstract().__call__, name, inputs)
+    def call() -> ModuleCall:
+        module = abstract()
+        return ModuleCall(module.__call__, type(module).__name__, inputs)
 
     def abstract() -> nnx.Module:
-        return nnx.eval_shape(lambda: build(nnx.Rngs(0)))
+        module = nnx.eval_shape(lambda: build(nnx.Rngs(0)))
+        if not isinstance(module, nnx.Module):
+            raise UsageError(f"from_nnx.factory returns no nnx.Module. {GUIDE}")
+        return module
 
     def init(key: jax.Array, x: tuple[Any, ...]) -> tuple[PyTree, PyTree]:
-        modes()  # refuses a module that cannot be called
+        call()  # refuses a module that cannot be called
         return _variables(build(nnx.Rngs(key)))
 
     def apply(
@@ -97,18 +100,19 @@ def plain_nnx_functions(factory: Callable[..., nnx.Module], inputs: Sequence[str
         keys: jax.Array | None = None,
         batch_axes: Sequence[str] = (),
     ) -> tuple[jax.Array, PyTree]:
-        name, arguments = modes()
+        axes = tuple(batch_axes) if train else ()
+        given = call().arguments(x, train=train, keys=keys, batch_axes=axes)
         module = _filled(abstract(), params, model_state)
-        if not arguments:
+        if not call().modes:
             module.train() if train else module.eval()
-        _over_the_batch(module, keys, tuple(batch_axes) if train else ())
+        _over_the_batch(module, keys, axes)
         before = jax.tree.leaves(_variables(module)[1])
-        with clear_errors(name, train=train):
-            y = module(*x, **mode_options(arguments, train))
+        with clear_errors(call().name, train=train):
+            y = module(*given.args, **given.kwargs)
         state = _variables(module)[1]
         if not train and any(map(_differ, before, jax.tree.leaves(state))):
             raise UsageError(
-                f"{name} changes its variables in evaluation. Give nnx.BatchNorm "
+                f"{call().name} changes its variables in evaluation. Give nnx.BatchNorm "
                 f"use_running_average=True there. {GUIDE}"
             )
         return y, state

@@ -44,6 +44,8 @@ def supervised(
         return batch[inputs] if isinstance(inputs, str) else tuple(batch[name] for name in inputs)
 
     def init(key: jax.Array, batch: Batch) -> tuple[PyTree, PyTree]:
+        for name in (targets, weights):  # a batch without them is refused
+            name is None or batch[name]
         return functions.init(key, inputs_of(batch))
 
     def loss_of(
