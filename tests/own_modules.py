@@ -1,0 +1,265 @@
+"""Modules as anybody writes them, in Linen and NNX: nothing of this package inside."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+FEATURES, WIDTH, CLASSES = 8, 16, 10
+
+
+class LinenNet(nn.Module):
+    """Dropout, called twice, and BatchNorm."""
+
+    dropout: float = 0.3
+    norm: bool = True
+
+    @nn.compact
+    def __call__(self, x, train):
+        x = nn.Dense(WIDTH, use_bias=False)(x)
+        if self.norm:
+            x = nn.BatchNorm(use_running_average=not train, momentum=0.9)(x)
+        layer = nn.Dropout(self.dropout, deterministic=not train)
+        return nn.Dense(CLASSES)(layer(layer(nn.relu(x))))
+
+
+class NnxNet(nnx.Module):
+    """The same; its methods `train` and `eval` set the mode."""
+
+    def __init__(self, rngs, dropout=0.3, norm=True):
+        self.hidden = nnx.Linear(FEATURES, WIDTH, use_bias=False, rngs=rngs)
+        self.norm = nnx.BatchNorm(WIDTH, momentum=0.9, rngs=rngs) if norm else lambda x: x
+        self.dropout = nnx.Dropout(dropout, rngs=rngs)
+        self.head = nnx.Linear(WIDTH, CLASSES, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(self.dropout(self.dropout(nnx.relu(self.norm(self.hidden(x))))))
+
+
+# ---- Dropout alone, wherever a module may have it. Ones become masks. ----
+
+
+class Twice(nn.Module):
+    def setup(self):
+        self.layer = nn.Dropout(0.5)
+
+    def __call__(self, x, *, deterministic):
+        return jnp.stack([self.layer(x, deterministic=deterministic) for _ in range(2)], axis=1)
+
+
+class Two(nn.Module):
+    @nn.compact
+    def __call__(self, x, training):
+        layers = [nn.Dropout(0.5, deterministic=not training) for _ in range(2)]
+        return jnp.stack([layer(x) for layer in layers], axis=1)
+
+
+class OnFields(nn.Module):
+    train: bool = True
+
+    @nn.compact
+    def __call__(self, x):
+        layers = [nn.Dropout(0.5, deterministic=not self.train) for _ in range(2)]
+        return jnp.stack([layer(x) for layer in layers], axis=1)
+
+
+class Turn(nn.Module):
+    deterministic: bool
+
+    @nn.compact
+    def __call__(self, x, _):
+        return x, nn.Dropout(0.5, deterministic=self.deterministic)(x)
+
+
+class Scanned(nn.Module):
+    remat: bool = False
+
+    @nn.compact
+    def __call__(self, x, deterministic=True):
+        turn = nn.remat(Turn) if self.remat else Turn
+        scan = nn.scan(turn, split_rngs={"dropout": True}, variable_axes={}, length=2, out_axes=1)
+        return scan(deterministic)(x, None)[1]
+
+
+class OverHeads(nn.Module):
+    @nn.compact
+    def __call__(self, x, train):
+        options = {"in_axes": 1, "out_axes": 1, "variable_axes": {}, "axis_size": 2}
+        layer = nn.vmap(nn.Dropout, split_rngs={"dropout": True}, **options)
+        return layer(0.5, deterministic=not train)(jnp.stack([x, x], axis=1))
+
+
+class NnxTwice(nnx.Module):
+    def __init__(self, *, rngs):
+        self.layer = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return jnp.stack([self.layer(x), self.layer(x)], axis=1)
+
+
+class NnxTwo(nnx.Module):
+    def __init__(self, *, rngs):
+        self.layers = nnx.List([nnx.Dropout(0.5, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)])
+
+    def __call__(self, x, train):
+        return jnp.stack([layer(x, deterministic=not train) for layer in self.layers], axis=1)
+
+
+class NnxOwnRngs(nnx.Module):
+    def __init__(self, *, rngs):
+        self.layer, self.rngs = nnx.Dropout(0.5), rngs
+
+    def __call__(self, x, is_training=False):
+        options = {"deterministic": not is_training, "rngs": self.rngs}
+        return jnp.stack([self.layer(x, **options) for _ in range(2)], axis=1)
+
+
+class NnxScanned(nnx.Module):
+    def __init__(self, *, rngs):
+        @nnx.split_rngs(splits=2)
+        @nnx.vmap
+        def make(rngs):
+            return nnx.Dropout(0.5, rngs=rngs)
+
+        self.layers = make(rngs)
+
+    def __call__(self, x):
+        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 1))
+        def turn(x, layer):
+            return x, layer(x)
+
+        return turn(x, self.layers)[1]
+
+
+class NnxRemat(NnxTwice):
+    def __call__(self, x):
+        @nnx.remat
+        def once(layer, x):
+            return layer(x)
+
+        return jnp.stack([once(self.layer, x), once(self.layer, x)], axis=1)
+
+
+MASKS = {
+    "linen": [Twice(), Two(), OnFields(), Scanned(), Scanned(remat=True), OverHeads()],
+    "nnx": [NnxTwice, NnxTwo, NnxOwnRngs, NnxScanned, NnxRemat],
+}
+
+
+# ---- What is refused, or takes part by `keys` and `batch_axes` ----
+
+
+def linen(call):
+    """A Linen module of this compact `__call__`."""
+    return type("Net", (nn.Module,), {"__call__": nn.compact(call), "__annotations__": {}})()
+
+
+def own_axis(self, x, train):
+    return nn.Dense(CLASSES)(nn.BatchNorm(not train, axis_name="batch")(x))
+
+
+def own_mean(self, x):
+    return nn.Dense(CLASSES)(x - lax.pmean(x, "batch"))
+
+
+def masked_norm(self, x, train):
+    mask = jnp.ones((x.shape[0], 1), bool)
+    return nn.Dense(CLASSES)(nn.BatchNorm(not train)(x, mask=mask))
+
+
+def sown(self, x):
+    self.sow("losses", "mean", x.mean())
+    return nn.Dense(CLASSES)(x)
+
+
+def always_drops(self, x):
+    return nn.Dense(CLASSES)(nn.Dropout(0.5, deterministic=False)(x))
+
+
+def always_batch_statistics(self, x):
+    return nn.Dense(CLASSES)(nn.BatchNorm(use_running_average=False)(x))
+
+
+def one_mask(self, x, train):
+    return nn.Dense(CLASSES)(nn.Dropout(0.5, (0,), deterministic=not train)(x))
+
+
+def of_features(self, x, train):
+    layer = nn.Dropout(0.5, deterministic=not train)
+    return nn.Dense(CLASSES)(layer(x.T).T)
+
+
+def over_examples(self, x, train):
+    layer = nn.vmap(nn.Dropout, variable_axes={}, split_rngs={"dropout": True})
+    return nn.Dense(CLASSES)(layer(0.5, deterministic=not train)(x))
+
+
+def noise(self, x, train):
+    if train:
+        x = x + jax.random.normal(self.make_rng("noise"), x.shape)
+    return nn.Dense(CLASSES)(x)
+
+
+def dropout_in_attention(self, x, deterministic):
+    y = x.reshape(x.shape[0], 2, -1)
+    y = nn.MultiHeadDotProductAttention(2, dropout_rate=0.1, deterministic=deterministic)(y)
+    return nn.Dense(CLASSES)(y.reshape(x.shape[0], -1))
+
+
+def statistics_of_a_device(self, x, train):
+    mean = self.variable("batch_stats", "mean", jnp.zeros, (FEATURES,))
+    if train:
+        mean.value = x.mean(0)
+    return nn.Dense(CLASSES)(x - mean.value[None])
+
+
+def statistics_of_all(self, x, train, batch_axes=()):
+    mean = self.variable("batch_stats", "mean", jnp.zeros, (FEATURES,))
+    if train:
+        mean.value = lax.pmean(x.mean(0), batch_axes)
+    return nn.Dense(CLASSES)(x - mean.value[None])
+
+
+def noise_by_example(self, x, keys=None):
+    if keys is not None:
+        x = x + jax.vmap(lambda key: jax.random.normal(key, x.shape[1:]))(keys)
+    return nn.Dense(CLASSES)(x)
+
+
+class NnxAttention(nnx.Module):
+    def __init__(self, rngs):
+        options = {"dropout_rate": 0.5, "decode": False, "rngs": rngs}
+        self.attention = nnx.MultiHeadAttention(2, 4, **options)
+
+    def __call__(self, x):
+        return self.attention(x.reshape(x.shape[0], 2, -1)).sum(1)
+
+
+class NnxAlwaysDrops(NnxNet):
+    def __call__(self, x, train):
+        return super().__call__(x)
+
+
+class NnxAlwaysBatchStatistics(NnxNet):
+    def __init__(self, rngs):
+        super().__init__(rngs, dropout=0.0)
+
+    def __call__(self, x, train):
+        return super().__call__(x)
+
+
+class NnxMaskedNorm(nnx.Module):
+    def __init__(self, rngs):
+        self.norm = nnx.BatchNorm(FEATURES, rngs=rngs)
+
+    def __call__(self, x):
+        return self.norm(x, mask=jnp.ones((x.shape[0], 1), bool))
+
+
+class NnxOwnAxis(nnx.Module):
+    def __init__(self, rngs):
+        self.norm = nnx.BatchNorm(FEATURES, axis_name="batch", rngs=rngs)
+
+    def __call__(self, x):
+        return self.norm(x)

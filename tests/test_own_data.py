@@ -1,0 +1,298 @@
+"""Arrays and sources by index as data: order, resume and processes are right by construction."""
+
+import io
+import subprocess
+import sys
+import tarfile
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import ROOT
+
+from examples.own_data.shards import Shards
+from research_dp import EvalOrder, TrainOrder, UsageError, from_arrays, from_source
+
+SIZE, BATCH = 50, 8
+
+
+def arrays(size=SIZE):
+    return np.arange(size * 3.0).reshape(size, 3), np.arange(size) % 4
+
+
+class Source:
+    """The least that a source has, with examples as PyTorch's data sets have them."""
+
+    def __init__(self, size=SIZE):
+        self.x, self.y = arrays(size)
+
+    def __len__(self):
+        return len(self.y)
+
+    def __getitem__(self, index):
+        return self.x[index], self.y[index]
+
+
+class Rows(Source):
+    """As Hugging Face's data sets are: several at once, and examples as dicts."""
+
+    def __getitem__(self, index):
+        return {"x": self.x[index].tolist(), "y": int(self.y[index])}
+
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
+def pair(example):
+    return {"x": example[0], "y": example[1]}
+
+
+MADE = {
+    "arrays": lambda: from_arrays(*arrays()),
+    "jax arrays": lambda: from_arrays(*map(jnp.asarray, arrays())),
+    "a dict": lambda: from_arrays(dict(zip("xy", arrays(), strict=True))),
+    "a source": lambda: from_source(Source(), transform=pair, name="arrays"),
+    "a source without a cache": lambda: from_source(
+        Source(), transform=pair, name="arrays", cache_bytes=0
+    ),
+    "threads": lambda: from_source(Rows(), threads=2, name="arrays"),
+    "a list": lambda: from_source([Rows()[i] for i in range(SIZE)], name="arrays"),
+}
+
+
+def train(data, first=0, last=20, rows=None, seed=1):
+    rows = np.arange(BATCH) if rows is None else rows
+    order = TrainOrder(seed=seed, batch_size=BATCH, rows=rows, first_step=first, num_steps=last)
+    return list(data.train(order))
+
+
+def evaluate(data, rows=None):
+    return list(data.evaluate(EvalOrder(batch_size=BATCH, rows=np.arange(BATCH))))
+
+
+def numbers(batches):
+    """Which examples there are, by the first feature."""
+    return [int(x) // 3 for batch in batches for x in batch["x"][:, 0]]
+
+
+@pytest.mark.parametrize("kind", MADE)
+def test_all_kinds_give_the_same_batches(kind):
+    data, expected = MADE[kind](), MADE["arrays"]()
+    for found, other in zip(train(data), train(expected), strict=True):
+        jax.tree.map(np.testing.assert_array_equal, found, other)
+    for found, other in zip(evaluate(data), evaluate(expected), strict=True):
+        jax.tree.map(np.testing.assert_array_equal, found, other)
+    assert data.example == expected.example and data.order == expected.order
+    assert data.identity() == expected.identity()
+
+
+def test_examples_are_those_of_the_arrays_narrowed_as_jax_computes():
+    x, y = arrays()
+    data = from_arrays(x, y)
+    assert {name: (s.shape, s.dtype) for name, s in data.example.items()} == {
+        "x": ((3,), np.float32),
+        "y": ((), np.int32),
+    }
+    for batch in [*train(data), *evaluate(data)]:
+        assert batch["x"].dtype == np.float32 and batch["y"].dtype == np.int32
+        for row, label in zip(batch["x"], batch["y"], strict=True):
+            index = int(row[0]) // 3
+            np.testing.assert_array_equal(row, x[index])
+            assert label == y[index]
+
+
+def test_each_epoch_has_each_training_example_once_and_no_other():
+    data = from_arrays(*arrays(), eval=10 / SIZE)
+    held_out = [n for n, real in masked(evaluate(data)) if real]
+    epochs = np.reshape(numbers(train(data, last=40))[: 2 * 40 * 4], (-1, 40))
+    assert len(set(held_out)) == 10
+    for epoch in epochs:
+        assert sorted([*epoch, *held_out]) == list(range(SIZE))
+    assert (epochs[0] != epochs[1]).any() and held_out == sorted(held_out)
+    again = from_arrays(*arrays(), eval=10 / SIZE)
+    assert numbers(evaluate(again)) == numbers(evaluate(data)), "another split in another run"
+    assert numbers(train(data, seed=2)) != numbers(train(data, seed=1))
+
+
+def masked(batches):
+    flags = [bool(m) for batch in batches for m in batch["mask"]]
+    return zip(numbers(batches), flags, strict=True)
+
+
+@pytest.mark.parametrize("kind", ["arrays", "a source"])
+def test_resumed_in_other_processes_the_stream_goes_on(kind):
+    data = MADE[kind]()
+    undisturbed = numbers(train(data))
+    stream = []
+    for first, last, processes in ((0, 7, 1), (7, 13, 4), (13, 20, 2)):
+        rows = [np.arange(BATCH)[i::processes] for i in range(processes)]
+        parts = [train(data, first, last, part) for part in rows]
+        for step in zip(*parts, strict=True):
+            batch = dict(zip(np.concatenate(rows), numbers(step), strict=True))
+            stream += [batch[row] for row in range(BATCH)]
+    assert stream == undisturbed
+
+
+def test_augmentation_is_a_function_of_seed_and_place_for_training_alone():
+    def noisy(example, rng):
+        return {**example, "x": example["x"] + rng.random(3) / 2}
+
+    data = from_arrays(*arrays(), augment=noisy)
+    plain = from_arrays(*arrays())
+    rows = np.array([5, 2])
+    for found, all_rows, other in zip(
+        train(data, 3, 9, rows), train(data, 3, 9), train(plain, 3, 9, rows), strict=True
+    ):
+        np.testing.assert_array_equal(found["x"], all_rows["x"][rows])
+        assert (found["x"] != other["x"]).all() and found["x"].dtype == np.float32
+        np.testing.assert_allclose(found["x"], other["x"], atol=0.5)
+    jax.tree.map(np.testing.assert_array_equal, evaluate(data), evaluate(plain))
+    source = from_source(Source(), transform=pair, augment=noisy, name="arrays")
+    jax.tree.map(np.testing.assert_array_equal, train(source, 3, 9), train(data, 3, 9))
+
+
+def test_evaluation_data_of_its_own_leaves_all_for_training():
+    x, y = arrays()
+    for data in (
+        from_arrays(x, y, eval=(x[:5], y[:5])),
+        from_source(Rows(), eval=Rows(5)),
+        from_arrays({"x": x, "y": y}, eval={"x": x[:5], "y": y[:5]}),
+    ):
+        assert set(numbers(train(data, last=14))) == set(range(SIZE))
+        assert [n for n, real in masked(evaluate(data)) if real] == list(range(5))
+
+
+def test_identity_tells_other_data_from_the_same():
+    x, y = arrays()
+    one = from_arrays(x, y).identity()
+    assert (one.splits["train"].examples, one.splits["eval"].examples) == (45, 5)
+    assert one.difference(from_arrays(x + 1, y).identity())[0] == "the digest of examples of train"
+    fewer = from_arrays(x[:-1], y[:-1]).identity()
+    assert one.difference(fewer)[0] == "the number of examples in train"
+    assert one.difference(from_arrays(x, y, name="other").identity())[0] == "the data set"
+
+
+def test_an_example_is_located_by_its_index_in_the_users_data():
+    x, y = arrays()
+    data = from_arrays(x, y)
+    rows = np.arange(BATCH)
+    order = TrainOrder(seed=1, batch_size=BATCH, rows=rows, first_step=0, num_steps=1)
+    first = numbers(train(data, last=1))[0]
+    assert data.locate(order, 0) == f"example {first} of arrays train"
+
+
+class Broken(Source):
+    def __getitem__(self, index):
+        if index == 7:
+            raise OSError("disk gone")
+        return super().__getitem__(index)
+
+
+class Uneven(Rows):
+    def __getitem__(self, index):
+        return {"x": np.zeros(3 + (index == 9)), "y": 0}
+
+
+class Stream:
+    def __iter__(self):
+        yield from ()
+
+
+def read_all(data):
+    train(data, last=14)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda x, y: from_arrays(x, y[:-1]),
+            r"arrays of arrays differ in length: x \(50, 3\), y \(49,\). The first dim counts",
+        ),
+        (lambda x, y: from_arrays(x, 3), r"differ in length: x \(50, 3\), y \(\)"),
+        (lambda x, y: from_arrays(x[:0], y[:0]), "arrays has no examples"),
+        (
+            lambda x, y: from_arrays(x, y.astype(object)),
+            "'y' is of dtype object. Give numbers of one shape: encode text",
+        ),
+        (lambda x, y: from_arrays(x, y.astype(str)), "'y' is of dtype <U"),
+        (
+            lambda x, y: from_arrays(x, y.astype(float), info={"num_classes": 4}),
+            r"has num_classes = 4 and 'y' of dtype float32. Labels are integers: y.astype",
+        ),
+        (
+            lambda x, y: from_arrays(x, y + 1, info={"num_classes": 4}),
+            "has num_classes = 4 and 'y' from 1 to 4. Number them from 0 to 3",
+        ),
+        (
+            lambda x, y: from_arrays(x, y, eval=(x, y + 1), info={"num_classes": 4}),
+            "arrays eval has num_classes = 4 and 'y' from 1 to 4",
+        ),
+        (lambda x, y: from_arrays(x, y * 2**40), "'y' has values beyond int32. Number them"),
+        (lambda x, y: from_arrays(x, y, eval=0.001), "eval = 0.001: 0 of 50 examples"),
+        (lambda x, y: from_arrays(x, y, eval=1.5), "Give a fraction between 0 and 1"),
+        (
+            lambda x, y: from_arrays(x, y, eval=(x[:, :2], y)),
+            r"eval has examples of x \(2,\) float32, y \(\) int32, and the training data of arrays",
+        ),
+        (lambda x, y: from_arrays({"x": x}, y), "has a dict and y"),
+        (lambda x, y: from_source({"x": x}), "is a dict. Use research_dp.from_arrays"),
+        (
+            lambda x, y: from_source(Stream()),
+            r"is a Stream, without len\(\) or access by index. A stream cannot resume exactly",
+        ),
+        (lambda x, y: from_source([]), "source has no examples"),
+        (
+            lambda x, y: from_source(Source()),
+            "example 0 of source train: it is a tuple. Give dicts of arrays, by",
+        ),
+        (
+            lambda x, y: read_all(from_source(Broken(), transform=pair)),
+            "example 7 of source train cannot be read: OSError: disk gone",
+        ),
+        (
+            lambda x, y: read_all(from_source(Uneven())),
+            r"example 9 of source train: it has x \(4,\) float32, y \(\) int32, and the first",
+        ),
+    ],
+)
+def test_what_is_wrong_with_data_is_named(make, message):
+    with pytest.raises(UsageError, match=message):
+        make(*arrays())
+
+
+def test_shards_of_webdataset_are_read_by_index(tmp_path):
+    paths = [tmp_path / f"{shard}.tar" for shard in range(2)]
+    for shard, path in enumerate(paths):
+        with tarfile.open(path, "w") as tar:
+            for index in range(3):
+                x = io.BytesIO()
+                np.save(x, np.full(2, 3 * shard + index))
+                parts = {"x.npy": x.getvalue(), "y.cls": str(index).encode()}
+                for extension, content in parts.items():
+                    info = tarfile.TarInfo(f"part.a/{index:04d}.{extension}")
+                    info.size = len(content)
+                    tar.addfile(info, io.BytesIO(content))
+    shards = Shards(paths)
+    assert len(shards) == 6 and shards[4]["__key__"] == "part.a/0001"
+    read = [
+        (np.load(io.BytesIO(s["x.npy"]))[0], int(s["y.cls"]))
+        for s in map(shards.__getitem__, range(6))
+    ]
+    assert read == [(0, 0), (1, 1), (2, 2), (3, 0), (4, 1), (5, 2)]
+
+
+def test_what_a_user_needs_is_there_without_tensorflow():
+    code = (
+        "import sys, research_dp, jax.numpy as jnp\n"
+        "data = research_dp.from_arrays(jnp.ones((20, 2)), jnp.ones(20))\n"
+        "next(data.train(research_dp.TrainOrder(seed=0, batch_size=2, rows=jnp.arange(2),"
+        " first_step=0, num_steps=1)))\n"
+        "research_dp.from_linen, research_dp.image_classifier, research_dp.dropout\n"
+        "print([m for m in ('tensorflow', 'tensorflow_datasets') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,361 @@
+"""Modules as anybody writes them: every strategy computes what `single` does, or refuses."""
+
+import functools
+import itertools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import own_modules as own
+import pytest
+from conftest import stems
+from flax import nnx
+from own_modules import CLASSES, FEATURES, MASKS
+from test_strategies import recipe
+
+import research_dp
+import research_dp.training.loop
+from research_dp.config import load
+from research_dp.distributed.linen import plain_linen_functions
+from research_dp.distributed.nnx import plain_nnx_functions
+from research_dp.errors import UsageError
+from research_dp.strategies import TrainSpec
+from research_dp.training.replica_check import split_dependence
+
+BATCH, MICROS, STEPS = 32, 2, 2
+cross_entropy = optax.softmax_cross_entropy_with_integer_labels
+EXAMPLE = {
+    "x": jax.ShapeDtypeStruct((FEATURES,), np.float32),
+    "y": jax.ShapeDtypeStruct((), np.int32),
+}
+
+
+def correct(logits, label):
+    return logits.argmax(-1) == label
+
+
+def linen_model(module, loss=cross_entropy, **options):
+    return research_dp.from_linen(module, loss=loss, **options)
+
+
+def nnx_model(factory, loss=cross_entropy, **options):
+    return research_dp.from_nnx(factory, loss=loss, **options)
+
+
+def batch_of(seed, size=BATCH):
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(size, FEATURES)).astype(np.float32)
+    return {"x": x, "y": rng.integers(CLASSES, size=size).astype(np.int32)}
+
+
+def build(stem, model):
+    load.reset()
+    spec = TrainSpec(
+        model=model,
+        optimizer=optax.sgd(0.1),
+        example=EXAMPLE,
+        batch_size=BATCH,
+        accumulation_steps=MICROS,
+        seed=3,
+    )
+    return spec, recipe(stem).build(spec)
+
+
+def trained(stem, model):
+    """Losses, the evaluation and the state of a few steps, and what is reported after them."""
+    spec, strategy = build(stem, model)
+    state, seen = strategy.init(jax.random.key(0)), []
+    for step in range(STEPS):
+        local = {name: x[strategy.train_rows] for name, x in batch_of(step).items()}
+        state, metrics = strategy.train_step(state, strategy.place_batch(local))
+        seen.append({name: metrics[name] for name in metrics if name != "nonfinite"})
+    size = strategy.eval_batch_size
+    padded = {**batch_of(9, size), "mask": (np.arange(size) < 5).astype(np.float32)}
+    local = {name: x[strategy.eval_rows] for name, x in padded.items()}
+    seen.append(strategy.eval_step(state, strategy.place_eval_batch(local)))
+    found = jax.device_get((seen, state.params, state.model_state))
+    return found, split_dependence(spec, strategy, state)
+
+
+LAYERS = {"dropout": (0.3, False), "norm": (0.0, True), "both": (0.3, True)}
+
+
+def model(api, layers):
+    rate, norm = LAYERS[layers]
+    if api == "linen":
+        return linen_model(own.LinenNet(rate, norm), metrics={"accuracy": correct})
+    return nnx_model(lambda rngs: own.NnxNet(rngs, rate, norm), metrics={"accuracy": correct})
+
+
+@functools.cache
+def on_one_device(api, layers):
+    return trained("single", model(api, layers))[0]
+
+
+QUICK = {("ddp", "linen", "both"), ("fsdp", "nnx", "both")}
+
+
+@pytest.mark.parametrize(
+    ("stem", "api", "layers"),
+    [
+        pytest.param(
+            stem, api, layers, marks=() if (stem, api, layers) in QUICK else pytest.mark.slow
+        )
+        for stem, api, layers in itertools.product(stems(), ("linen", "nnx"), LAYERS)
+        if stem != "single" and (layers == "both" or stem in ("ddp", "fsdp", "spmd"))
+    ],
+)
+def test_every_strategy_computes_what_one_device_computes(stem, api, layers):
+    found, reports = trained(stem, model(api, layers))
+    expected = on_one_device(api, layers)
+    near = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=2e-5)
+    jax.tree.map(near, found, expected)
+    assert not reports
+    assert found[0][-1]["accuracy"][1] == 5, "padding was counted"
+    state = jax.tree.leaves(found[2])
+    assert bool(state) == (layers != "dropout"), "random state is no state of the model"
+
+
+# ---- Masks ----
+
+
+def masks(module, rows, keys, *, train=True):
+    """The masks (B, 2, features) that a module with two draws has for these rows of ones."""
+    inputs = (jnp.ones((len(rows), 32)),)
+    of = plain_linen_functions if isinstance(module, nn.Module) else plain_nnx_functions
+    functions = of(module, ["x"])
+    params, state = functions.init(jax.random.key(0), inputs)
+    keys = keys[rows] if train else None
+    y, state = jax.jit(lambda: functions.apply(params, state, inputs, train=train, keys=keys))()
+    assert not jax.tree.leaves(state)
+    return np.asarray(y)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [*MASKS["linen"], *MASKS["nnx"]],
+    ids=lambda module: getattr(module, "__name__", type(module).__name__),
+)
+def test_a_mask_belongs_to_its_example_and_to_one_draw(module):
+    keys = jax.random.split(jax.random.key(1), 16)
+    found = masks(module, np.arange(16), keys)
+    assert set(np.unique(found)) == {0.0, 2.0} and 0.4 < (found > 0).mean() < 0.6
+    np.testing.assert_array_equal(masks(module, np.array([9, 4]), keys), found[[9, 4]])
+    rows = found.reshape(32, 32)
+    assert len({row.tobytes() for row in rows}) == 32, "two draws have the same mask"
+    assert (masks(module, np.arange(4), keys, train=False) == 1).all()
+
+
+def test_features_that_share_a_mask_share_it_in_an_example_alone():
+    def call(self, x, train):
+        return nn.Dropout(0.5, broadcast_dims=(1,), deterministic=not train)(x)
+
+    keys = jax.random.split(jax.random.key(1), 64)
+    found = masks(own.linen(call), np.arange(64), keys)
+    assert (found == found[:, :1]).all() and 16 < (found[:, 0] > 0).sum() < 48
+
+
+@pytest.mark.parametrize("rate", [0.0, 1.0])
+def test_rates_that_draw_nothing(rate):
+    def call(self, x, train):
+        return nn.Dropout(rate, deterministic=not train)(x)
+
+    keys = jax.random.split(jax.random.key(1), 4)
+    assert (masks(own.linen(call), np.arange(4), keys) == 1 - rate).all()
+    layer = masks(lambda rngs: nnx.Dropout(rate, rngs=rngs), np.arange(4), keys)
+    assert (layer == 1 - rate).all()
+
+
+# ---- Arguments ----
+
+
+def test_several_inputs_are_given_by_position():
+    def call(self, x, y, *, train):
+        return x + 10 * y[:, None]
+
+    functions = plain_linen_functions(own.linen(call), ["x", "y"])
+    x, y = jnp.ones((4, 3)), jnp.arange(4.0)
+    found, _ = functions.apply({}, {}, (x, y), train=False)
+    np.testing.assert_array_equal(found, x + 10 * y[:, None])
+
+
+@pytest.mark.slow
+def test_a_static_argument_of_remat_is_given_by_position():
+    net = nn.remat(own.LinenNet, static_argnums=(2,))()
+    expected, _ = trained("single", linen_model(own.LinenNet()))
+    found, _ = trained("single", linen_model(net))
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6),
+        jax.tree.leaves(found),
+        jax.tree.leaves(expected),
+    )
+
+
+def test_a_loss_per_position_is_weighted_by_position():
+    def call(self, tokens):
+        return nn.Embed(CLASSES, CLASSES)(tokens)
+
+    options = {"inputs": "tokens", "targets": "next", "weights": "weights"}
+    made = linen_model(own.linen(call), **options)
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(CLASSES, size=(4, 6)).astype(np.int32)
+    weights = rng.integers(2, size=(4, 6)).astype(np.float32)
+    batch = {"tokens": tokens, "next": tokens, "weights": weights, "mask": np.float32([1, 1, 1, 0])}
+    params, state = made.init(jax.random.key(0), batch)
+    out = made.loss(params, state, batch, None, train=False, batch_axes=())
+    assert out.weight == weights[:3].sum()
+    logits = params["Embed_0"]["embedding"][tokens]
+    total = (cross_entropy(logits, tokens) * weights)[:3].sum()
+    np.testing.assert_allclose(out.total, total, rtol=1e-6)
+
+
+def test_without_targets_the_loss_is_given_the_batch():
+    def call(self, x):
+        return nn.Dense(CLASSES)(x)
+
+    by_batch = linen_model(
+        own.linen(call), loss=lambda output, batch: cross_entropy(output, batch["y"]), targets=None
+    )
+    by_target = linen_model(own.linen(call))
+    batch = batch_of(0)
+    params, state = by_batch.init(jax.random.key(0), batch)
+    options = {"train": False, "batch_axes": ()}
+    outs = [one.loss(params, state, batch, None, **options) for one in (by_batch, by_target)]
+    assert outs[0].total == outs[1].total
+
+
+# ---- What is refused, and what is reported ----
+
+
+REFUSED = {
+    own.own_axis: "BatchNorm has axis_name = 'batch'. Leave it out",
+    own.own_mean: "Net communicates along axis 'batch', which no mesh here has",
+    own.masked_norm: "BatchNorm with a mask",
+    own.sown: "Net gives variables 'losses' another structure at each call, as `sow` does",
+    own.always_drops: "the RNG stream 'dropout' of Flax in evaluation. Give its dropout layers",
+    own.always_batch_statistics: "Net changes its variables in evaluation. Give nn.BatchNorm",
+    own.one_mask: r"broadcast_dims = \(0,\): one mask for all examples",
+    own.of_features: r"a dropout layer gets an array \(8, 16\) in a batch of 16 examples",
+    own.over_examples: r"a dropout layer gets an array \(8,\) in a batch of 16 examples",
+    own.noise: "Net draws from the RNG stream 'noise' of Flax in training. Only nn.Dropout may",
+    own.dropout_in_attention: "other than by a dropout layer, e.g. in attention",
+    own.NnxAttention: "other than by a dropout layer, e.g. in attention",
+    own.NnxAlwaysDrops: "a dropout layer draws in evaluation. Give it deterministic=True",
+    own.NnxAlwaysBatchStatistics: "changes its variables in evaluation. Give nnx.BatchNorm",
+    own.NnxMaskedNorm: "BatchNorm with a mask",
+    own.NnxOwnAxis: "BatchNorm has axis_name = 'batch'. Leave it out",
+}
+
+
+@pytest.mark.parametrize("module", REFUSED, ids=lambda module: module.__name__)
+def test_what_would_depend_on_the_devices_is_refused(module):
+    is_nnx = isinstance(module, type)
+    made = nnx_model(module) if is_nnx else linen_model(own.linen(module))
+    with pytest.raises(UsageError, match=REFUSED[module]):
+        lower(made)
+
+
+def lower(model):
+    """The loss in training and in evaluation, as far as the compiler."""
+    keys, batch = jax.random.split(jax.random.key(0), 16), batch_of(0, 16)
+    params, state = jax.eval_shape(model.init, keys[0], batch)
+    for given in (keys, None):
+        options = {"keys": given, "train": given is not None, "batch_axes": ()}
+        jax.jit(functools.partial(model.loss, **options)).lower(params, state, batch)
+
+
+def plain(self, x):
+    return nn.Dense(CLASSES)(x)
+
+
+def two_inputs(self, x, y, train):
+    return nn.Dense(CLASSES)(x)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: linen_model(own.linen(two_inputs)),
+            r"Net.__call__\(x, y, train\) cannot be called with \(x, train=...\): missing a "
+            "required argument: 'y'. Name its arrays by inputs=",
+        ),
+        (lambda: linen_model(own.LinenNet), "from_linen.module = .*LinenNet'>: give"),
+        (
+            lambda: nnx_model(own.NnxNet(nnx.Rngs(0))),
+            r"is a module, NnxNet. Give a function that makes it, e.g. lambda rngs: NnxNet\(",
+        ),
+        (
+            lambda: nnx_model(lambda shape, rngs: own.NnxNet(rngs)),
+            r"calls <lambda>\(shape, rngs\) with rngs alone. Give a function of rngs",
+        ),
+        (
+            lambda: research_dp.linen_functions(own.LinenNet()),
+            r"LinenNet.__call__\(x, train\) must take \(x, \*, train, keys, batch_axes\) for "
+            "linen_functions.*Use research_dp.from_linen",
+        ),
+    ],
+)
+def test_what_cannot_be_called_is_refused_at_once(make, message):
+    with pytest.raises(UsageError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"loss": lambda output, y: cross_entropy(output, y).mean()},
+            r"loss returns one number for the batch. Return one number per example, \(16,\) here: "
+            "leave out .mean",
+        ),
+        (
+            {"metrics": {"hits": lambda output, y: correct(output, y).mean()}},
+            "hits returns one number for the batch",
+        ),
+        (
+            {"loss": lambda output, y: (output[:, :1] - y[None]) ** 2},
+            r"loss returns an array \(16, 16\) for targets \(16,\): the output was broadcast",
+        ),
+        ({"loss": lambda output, y: output.sum(0)}, r"loss returns an array \(10,\)"),
+        ({"inputs": "image"}, r"reads 'image' of a batch, but the data set gives \['x', 'y'\]"),
+        ({"targets": "label"}, r"reads 'label' of a batch, but the data set gives \['x', 'y'\]"),
+    ],
+)
+def test_a_loss_that_is_not_one_number_per_example_is_refused(options, message):
+    with pytest.raises(UsageError, match=message):
+        build("single", linen_model(own.linen(plain), **options))
+
+
+def test_a_factory_that_makes_no_module_is_refused():
+    with pytest.raises(UsageError, match=r"from_nnx.factory returns no nnx.Module"):
+        build("single", nnx_model(lambda rngs: jnp.ones(3)))
+
+
+def test_an_nnx_module_with_another_call_is_refused_where_the_contract_is_expected():
+    functions = research_dp.nnx_functions(lambda shape, rngs: own.NnxNet(rngs))
+    with pytest.raises(UsageError, match=r"NnxNet.__call__\(x\) must take .*from_nnx"):
+        functions.init(jax.random.key(0), jnp.ones((2, FEATURES)))
+
+
+def test_statistics_of_a_device_are_reported_and_those_of_all_are_not():
+    _, (report,) = trained("ddp", linen_model(own.linen(own.statistics_of_a_device)))
+    assert "copies of model state batch_stats/mean differ along mesh axis data (size 8)" in report
+    made = linen_model(own.linen(own.statistics_of_all))
+    expected, _ = trained("single", made)
+    found, reports = trained("ddp", made)
+    assert not reports
+    near = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=2e-5)
+    jax.tree.map(near, found, expected)
+
+
+@pytest.mark.slow
+def test_a_module_that_takes_keys_may_draw_with_them():
+    made = linen_model(own.linen(own.noise_by_example))
+    expected, _ = trained("single", made)
+    found, reports = trained("fsdp", made)
+    assert not reports
+    near = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=2e-5)
+    jax.tree.map(near, found, expected)
