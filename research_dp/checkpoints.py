@@ -1,7 +1,7 @@
-"""`python -m research_dp.checkpoints WORKDIR [--verify]`: lists the checkpoints of a run.
+"""`python -m research_dp.checkpoints WORKDIR`: lists the checkpoints of a run, or exports one.
 
 Each checkpoint is a line. `--verify` reads all arrays and compares them with their checksums; the
-exit status is 1 if any is damaged.
+exit status is 1 if any is damaged. `--export` writes parameters for other programs.
 """
 
 import argparse
@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 from rich.text import Text
 
-from research_dp.commands import exit_status
+from research_dp.commands import exit_status, saved_run
 from research_dp.console import Table, put, table
 from research_dp.errors import UsageError
 from research_dp.training import checkpoint_files
@@ -27,10 +27,25 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("workdir", type=Path, help="folder of a run")
     parser.add_argument("--verify", action="store_true", help="read all arrays")
+    parser.add_argument(
+        "--export",
+        type=Path,
+        metavar="FILE",
+        help="write parameters to FILE.safetensors, or to a new folder that Orbax reads",
+    )
+    parser.add_argument(
+        "--step", type=int, metavar="N", help="of the checkpoint to export (default: the newest)"
+    )
 
     def body(command: object) -> int:
         options = parser.parse_args(argv)
         jax.config.update("jax_platforms", "cpu")  # a run may be using the accelerators
+        if options.export is not None:
+            step = saved_run.write_export(
+                options.workdir.expanduser(), options.export.expanduser(), options.step
+            )
+            print(f"Exported step {step}: {options.export}")
+            return 0
         folder = options.workdir.expanduser() / "checkpoints"
         rows = list(checkpoint_files.overview(folder, verified=options.verify))
         if not rows:

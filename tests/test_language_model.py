@@ -80,6 +80,14 @@ def test_loss_is_the_mean_cross_entropy_over_weighted_tokens_of_one_segment():
     np.testing.assert_allclose(out.total, total, rtol=1e-4)
 
 
+def test_logits_for_inference_are_those_of_the_loss():
+    tiny, tokens = model(depth=1), batch(0)["tokens"]
+    params, _ = tiny.init(jax.random.key(0), shapes(batch(0)))
+    examples = {"tokens": jnp.asarray(tokens), "segments": jnp.ones_like(tokens)}
+    expected = reference_logits(params, examples)
+    np.testing.assert_allclose(tiny.apply(params, tokens), expected, rtol=1e-4, atol=1e-5)
+
+
 def shapes(examples):
     return {k: jax.ShapeDtypeStruct(x.shape, x.dtype) for k, x in examples.items()}
 

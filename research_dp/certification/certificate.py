@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ from rich.text import Text
 from research_dp.certification import tolerances
 from research_dp.certification.compare_steps import MORE_SAMPLES, SAMPLES, StepComparison
 from research_dp.certification.tolerances import Difference
-from research_dp.console import Table, table
+from research_dp.console import Table, put, table
 
 BOUND = (
     f"Bound: {tolerances.FACTOR} times the reference's own noise, at that step or usually, and at "
@@ -105,6 +106,12 @@ class Certificate:
                 for r in self.steps
             ],
         }
+
+    def __str__(self) -> str:
+        """The text of the command, without tables of steps and arrays."""
+        text = io.StringIO()
+        put(*self.parts(), file=text)
+        return text.getvalue()
 
     def parts(self, *, verbose: bool = False) -> Iterator[Any]:
         """Text and tables for a terminal: the verdict first, with `verbose` all that was compared.

@@ -21,7 +21,7 @@ from research_dp.errors import UsageError
 Files = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 Bindings = Mapping[str, Any] | Sequence[str]
 C = TypeVar("C", bound=Command)
-_BINDING_PLACE = re.compile(r"^--gin\.\S+: |(?<=in )--gin\.[\w./]+", re.MULTILINE)
+_BINDING_PLACE = re.compile(r"^--gin\.\S+: |(^|(?<=in ))--gin\.[\w./]+$", re.MULTILINE)
 _BINDING = re.compile(r"--(?:gin|vary)\.([\w./]+)=(\S+)")
 _FLAG = re.compile(r"(?<![\w-])--(?=[a-z_]+)([a-z_]+)")
 _ARGUMENTS = {"gin_file": "gin_files", "gin_bindings": "bindings", "import": "imports"}
@@ -48,10 +48,12 @@ def session(command: Command) -> Iterator[None]:
             if mistake is None:
                 raise
             message = in_arguments(mistake.removeprefix("error: ").replace("\nerror: ", "\n"))
-            if isinstance(error, UsageError):
+            if message == str(error):
+                raise
+            if isinstance(error, load.Mistakes):
                 error.args = (message,)
                 raise
-            raise UsageError(message) from error
+            raise UsageError(message, binding=getattr(error, "binding", None)) from error
 
 
 def in_arguments(message: str) -> str:

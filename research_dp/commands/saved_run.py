@@ -15,7 +15,7 @@ import numpy as np
 from research_dp.argument_checks import checked
 from research_dp.argument_types import CountOrZero
 from research_dp.commands import python_calls, runtime
-from research_dp.commands.flags import Command
+from research_dp.commands.flags import Command, usage_error
 from research_dp.config import gin_internals
 from research_dp.distributed.sharding import by_path
 from research_dp.errors import UsageError
@@ -123,22 +123,23 @@ def write_export(workdir: Path, to: Path, step: int | None) -> int:
     runtime.set_up_devices(None)
     saved = saved_state.read(workdir, step)
     tree = {"params": saved.params, "model_state": saved.model_state}
-    try:
-        if to.suffix == SAFETENSORS:
-            from safetensors.numpy import save_file
+    if to.suffix == SAFETENSORS:
+        from safetensors import SafetensorError
+        from safetensors.numpy import save_file
 
-            facts = {"format": "research_dp", "step": str(saved.step)}
-            arrays = {path: np.ascontiguousarray(x) for path, x in by_path(tree).items()}
+        facts = {"format": "research_dp", "step": str(saved.step)}
+        arrays = {path: np.ascontiguousarray(x) for path, x in by_path(tree).items()}
+        try:
             save_file(arrays, to, metadata=facts)
-        elif to.exists():
-            raise UsageError(f"--export={to} exists: give a new folder.")
-        else:
-            import orbax.checkpoint as ocp
+        except SafetensorError as error:
+            raise UsageError(f"--export={to} cannot be written: {error}.") from error
+    elif to.exists():
+        raise UsageError(f"--export={to} exists: give a new folder.")
+    else:
+        import orbax.checkpoint as ocp
 
-            with ocp.StandardCheckpointer() as checkpointer:
-                checkpointer.save(to.absolute(), tree)
-    except OSError as error:
-        raise UsageError(f"--export={to} cannot be written: {error.strerror or error}.") from error
+        with usage_error(f"--export={to} cannot be written"), ocp.StandardCheckpointer() as saver:
+            saver.save(to.absolute(), tree)
     return saved.step
 
 
