@@ -1,8 +1,4 @@
-"""`python -m research_dp.evaluate`: evaluates a checkpoint of a run, on any number of devices.
-
-Reads the run's own configuration from its folder. Bindings and files change it: another data set or
-split, another strategy, another batch size. See docs/weights.md.
-"""
+"""`python -m research_dp.evaluate`: evaluates a checkpoint of a run, on any number of devices."""
 
 import sys
 

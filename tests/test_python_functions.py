@@ -98,7 +98,7 @@ def test_options_reach_scopes_files_and_functions_of_evaluated_references():
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("fsdpp", {}, "Did you mean fsdp"),
+        ("fsdpp", {}, r"no shipped file .fsdpp.\. Did you mean .*fsdp"),
         ("fsdp", {"min_weight": 3}, "no parameter 'min_weight'. Did you mean min_weight_size"),
         ("ddp", {"min_weight_size": 3}, "It has accumulation_dtype, axes"),
         ("fsdp", {"min_weight_size": "a"}, "^shard_params.min_weight_size = 'a': give an integer"),

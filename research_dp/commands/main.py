@@ -74,12 +74,18 @@ COMMANDS = {
     "evaluate": Entry(
         "commands.evaluate:Evaluate",
         "evaluates a checkpoint of a run, on any number of devices",
-        ("--workdir=runs/digits",),
+        (
+            "--workdir=runs/digits",
+            "--workdir=runs/digits --step=500 --gin_file=strategies/single.gin",
+            "--workdir=runs/digits --gin.tfds_data.eval_split=train",
+        ),
+        "Reads the run's own configuration from its folder. Files and bindings come after it: "
+        "another data set or split, another strategy, another batch size.",
     ),
     "checkpoints": Entry(
         "checkpoints:main",
-        "lists the checkpoints of a run, and verifies them",
-        ("runs/digits --verify",),
+        "lists the checkpoints of a run, verifies them, and exports parameters",
+        ("runs/digits --verify", "runs/digits --export=digits.safetensors"),
     ),
     "launch": Entry(
         "commands.launch:main",
