@@ -2,6 +2,8 @@
 
 import ast
 import json
+import subprocess
+import sys
 import tomllib
 
 import pages
@@ -76,7 +78,10 @@ def test_every_block_is_of_a_kind_that_is_tested(page, tmp_path):
 @pytest.fixture(scope="module")
 def prepared(command, data_dir):
     """The folder of data sets, with the one that pages train on: nothing about it is printed."""
-    done = command("digits", tool="prepare_data.py")
+    words = [sys.executable, ROOT / "tools" / "prepare_data.py", "digits"]
+    done = subprocess.run(
+        words, env=command.environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     return data_dir
 
