@@ -12,16 +12,26 @@ BEGIN, END = "<!-- names: python tools/generate.py -->\n", "<!-- end of names --
 
 
 def row(name: str) -> str:
-    """Returns the row of a public name: summary, and the pages that mention it."""
+    """Returns the row of a public name: summary, and the pages that document it."""
     value = getattr(research_dp, name)
     summary = (inspect.getdoc(value) or "").split("\n\n")[0].replace("\n", " ")
     if not callable(value):
         summary = f"the default `{type(value).__name__}`"
-    own_page = [
-        p for p in sorted(DOCS.glob("api_*.md")) if re.search(rf"\b{name}\b", p.read_text())
-    ]
-    pages = ", ".join(f"[{p.stem.removeprefix('api_')}]({p.name})" for p in own_page)
-    return f"| `{name}` | {summary} | {pages} |\n"
+    own_pages = [page for page in sorted(DOCS.glob("*.md")) if documents(page, name)]
+    links = ", ".join(f"[{p.stem.removeprefix('api_')}]({p.name})" for p in own_pages)
+    return f"| `{name}` | {summary} | {links} |\n"
+
+
+def documents(page: Path, name: str) -> bool:
+    """Returns whether a page shows how a name is used, not a word that looks like it.
+
+    Pages about the API have its signature as code in prose or in a table; guides call it.
+    """
+    text = page.read_text()
+    if page.stem.startswith("api_"):
+        prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+        return bool(re.search(rf"`{name}[(`]", prose))
+    return page != PAGE and bool(re.search(rf"(?<!-m )\bresearch_dp\.{name}\b", text))
 
 
 def pages() -> dict[Path, str]:
