@@ -1,10 +1,15 @@
-"""Tables, text and progress: as wide as a terminal is, or plain and uncut in a pipe."""
+"""Tables, text and progress: as wide as a terminal is, or plain and uncut in a pipe.
+
+The variable COLUMNS sets another width, in a pipe too.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import itertools
+import os
+import re
 import sys
 import threading
 import time
@@ -23,6 +28,10 @@ _GAP, _INDENT = 2, 4
 _PROSE = 24  # prose is wrapped to no less than this
 _SECONDS = 4.0  # between two lines of progress in a pipe
 
+
+# A number and its unit stay on one line: the space between them is this while lines are made.
+_GLUE = "\ue000"
+_UNIT = re.compile(r"(?<=\d) (?=(?:[kMGT]?B|ms|s|ULPs|bytes|steps|tokens/s)\b)")
 
 Report = Callable[..., None]  # called with an activity and a detail, as `Progress` is
 
@@ -184,8 +193,9 @@ def table(title: str, *columns: str, grouped: bool = False) -> Table:
 
 def _console(file: TextIO | None) -> Console:
     console = Console(highlight=False, file=file)
-    is_pipe = not console.is_terminal
-    return Console(width=_PIPE_WIDTH, highlight=False, file=file) if is_pipe else console
+    if console.is_terminal or "COLUMNS" in os.environ:
+        return console
+    return Console(width=_PIPE_WIDTH, highlight=False, file=file)
 
 
 def with_remarks(lines: Iterable[tuple[str, str]], most: int) -> list[Text]:
@@ -215,10 +225,12 @@ def put(*parts: Any, file: TextIO | None = None) -> None:
             if isinstance(part, Table):
                 console.print(part.layout(console.width))
             else:
-                console.print(part if isinstance(part, Text) else Text(part))
-    text = "\n".join(line.rstrip() for line in captured.get().splitlines())
+                text = part if isinstance(part, Text) else Text(part)
+                console.print(Text(_UNIT.sub(_GLUE, text.plain), text.style, spans=text.spans))
+    printed = captured.get().replace(_GLUE, " ")
     if parts:
-        print(text, file=file, flush=True)
+        lines = (line.rstrip() for line in printed.splitlines())
+        print("\n".join(lines), file=file, flush=True)
 
 
 class Progress:

@@ -1,7 +1,6 @@
-"""`python -m research_dp.certify`: exit status, what it prints, and its page."""
+"""`python -m research_dp.certify`: exit status and what it prints."""
 
 import json
-import os
 import re
 import shlex
 
@@ -31,7 +30,11 @@ class TestCommand:
         run = ["--gin_file=runs/digits.gin", "--gin_file=models/mlp.gin", "--cpu_devices=2"]
         done = certify(*run, "--steps=2")
         assert done.returncode == 0, done.stdout + done.stderr
-        assert "CERTIFIED" in done.stdout
+        lines = [line for line in done.stdout.splitlines() if not line.startswith("Prepar")]
+        verdict, nearest, checks, *more = lines
+        assert verdict.startswith("CERTIFIED: fsdp on data 1 x fsdp 2 against single, 2 steps")
+        assert nearest.startswith("Nearest to its bound: ")
+        assert "0 fail" in checks and not more
 
     @pytest.mark.slow
     def test_an_oracle_that_there_is_not_is_told(self, certify):
@@ -60,32 +63,14 @@ class TestCommand:
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-PAGE = ROOT / "docs" / "certify.md"
-OUTPUT = re.compile(r"```console\n\$ python -m (\S+) (.*)\n((?:.*\n)*?)```\n")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("number", range(2))
-def test_the_page_shows_what_the_command_prints(number, command, tmp_path):
-    text = PAGE.read_text()
-    for name, source in re.findall(r"`(my_pkg/[\w.]+)`\n\n```\w*\n(.*?)```", text, re.DOTALL):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(source)
-    (tmp_path / "my_pkg" / "__init__.py").touch()
-    found = list(OUTPUT.finditer(text))[number]
-    paths = {"cwd": tmp_path, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
-    done = command(*shlex.split(found[2]), module=found[1], **paths)
-    assert done.returncode == number, done.stderr
-    shown = done.stdout[done.stdout.index("Steps from") :]  # not that the data was prepared
-    real = "".join(f"{line.rstrip()}\n" for line in shown.splitlines())
-    if os.environ.get("UPDATE_GOLDEN"):
-        PAGE.write_text(text[: found.start(3)] + real + text[found.end(3) :])
-    else:
-        assert verdicts(found[3]) == verdicts(real)
-
-
-def verdicts(output):
-    """What does not differ between machines: checks, whether they hold, and the last lines."""
-    checks = re.findall(r"^  (\w[\w ,]*?) +(holds|FAILS|-)  ", output, re.MULTILINE)
-    ends = [line for line in output.splitlines() if re.match("(NOT )?CERT|Cause", line)]
-    return checks, ends
+def test_the_page_shows_the_checks_that_the_command_prints(command):
+    """Numbers, and which array is nearest to its bound, differ between machines."""
+    text = (ROOT / "docs" / "certify.md").read_text()
+    flags, shown = re.search(r"^\$ python -m research_dp.certify (.* --verbose)\n((?:.*\n)*?)```$",
+                             text, re.MULTILINE).groups()  # fmt: skip
+    done = command(*shlex.split(flags), module="research_dp.certify", COLUMNS="80")
+    assert done.returncode == 0, done.stderr
+    checks = r"^ (\w[\w ,]*?) +(holds|FAILS|-)  "
+    found = [re.findall(checks, output, re.MULTILINE) for output in (shown, done.stdout)]
+    assert found[0] == found[1] and len(found[0]) == 23

@@ -178,7 +178,8 @@ def test_no_cell_is_cut_or_broken_on_a_narrow_terminal(producer, width):
             assert set(head.split()) <= set(words), f"{head!r} is broken in\n{text}"
 
 
-def test_in_a_pipe_a_row_is_a_line_without_padding(capsys):
+def test_in_a_pipe_a_row_is_a_line_without_padding(capsys, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
     (wide,) = (t for t in tables.tables(list(plan_rows(STEMS)), GPUS, verbose=True)[1:2])
     console.put(wide, "a sentence " * 30, Text("styled", "bold red"))
     printed = capsys.readouterr().out.splitlines()
@@ -187,6 +188,9 @@ def test_in_a_pipe_a_row_is_a_line_without_padding(capsys):
     assert len(rows) == 1 and "3,697,738" in rows[0]
     assert not [line for line in printed if line != line.rstrip()]
     assert ("a sentence " * 30).rstrip() in printed
+    monkeypatch.setenv("COLUMNS", "80")  # as pages are written
+    console.put(wide)
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
 
 
 def test_brackets_are_no_markup(capsys):

@@ -127,7 +127,8 @@ class Certificate:
         worst = sorted(self.worst().values(), key=lambda d: -d.excess)
         for d in worst[:1]:
             numbers = f"{d.gap.ulps:.3g} ULPs of at most {d.bound:.3g}"
-            yield f"Nearest to its bound: {d.name}, step {d.step}: {numbers}."
+            place = "Furthest beyond" if d.is_wrong else "Nearest to"
+            yield f"{place} its bound: {d.name}, step {d.step}: {numbers}."
         if self.not_judged:
             yield f"Not judged, because noise could hide a bug: {', '.join(self.not_judged)}."
         results = [check.passed for check in self.checks]

@@ -51,7 +51,7 @@ def words(rows: Sequence[Row], where: Topology) -> list[str]:
         lines = [f"Fastest that fits: {_strengths(fastest[0])}"]
         lines += [_comparison(row, fastest[0]) for row in fastest[1:]]
     elif fastest_first(rows):
-        lines = [_smallest(fastest_first(rows)), _UNRANKED]
+        lines = [_smallest([row for row in rows if row.fits]), _UNRANKED]
     else:
         lines = ["Nothing of this fits, or its time is not known."]
     lines += [_obstacle(row) for row in rows if not row.fits]
@@ -188,7 +188,7 @@ def _ms(row: Row) -> str:
 def _memory(row: Row) -> str:
     """The peak memory of a row, and its limit."""
     limit = row.available_bytes
-    return f"{_size(row.needed_bytes)}{f' of {_size(limit)}' if limit else ''} per device"
+    return f"{_size(row.needed_bytes)} per device{f' (limit {_size(limit)})' if limit else ''}"
 
 
 def _size(nbytes: float | None) -> str:
