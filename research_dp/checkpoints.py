@@ -4,7 +4,6 @@ Each checkpoint is a line. `--verify` reads all arrays and compares them with th
 exit status is 1 if any is damaged. `--export` writes parameters for other programs.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ import jax
 from rich.text import Text
 
 from research_dp.commands import exit_status, saved_run
+from research_dp.commands.flags import Parser
 from research_dp.console import Table, put, table
 from research_dp.errors import UsageError
 from research_dp.training import checkpoint_files
@@ -22,9 +22,7 @@ _COLUMNS = ("step:", "examples seen:", "saved", "bytes:", "strategy", "mesh", "s
 
 def main(argv: list[str]) -> int:
     """Runs the command; returns its exit status: 0, 1 something is damaged, 2 a mistake."""
-    parser = argparse.ArgumentParser(
-        prog="python -m research_dp.checkpoints", description=__doc__, allow_abbrev=False
-    )
+    parser = Parser("checkpoints")
     parser.add_argument("workdir", type=Path, help="folder of a run")
     parser.add_argument("--verify", action="store_true", help="read all arrays")
     parser.add_argument(

@@ -55,7 +55,7 @@ _CALLER_PASSES = {
 
 def print_list(name: str, imports: Sequence[str], *, as_json: bool) -> int:
     """Prints what gin files can name: all, a group, or one name; returns the exit status."""
-    shown = named(name, everything(imports)) if name else everything(imports)
+    shown: Any = named(name, everything(imports)) if name else everything(imports)
     as_text = in_full if isinstance(shown, dict) and "entries" not in shown else in_lines
     print(json.dumps(shown, indent=2) if as_json else as_text(shown))
     return 0

@@ -46,7 +46,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, name: str):
         width = shutil.get_terminal_size().columns
-        entry = main.COMMANDS.get(name)
+        entry = main.COMMANDS[name]
         about = " ".join([f"{entry.summary[:1].upper()}{entry.summary[1:]}.", entry.details])
         super().__init__(
             prog=main.program(name),
@@ -56,7 +56,7 @@ class Parser(argparse.ArgumentParser):
             allow_abbrev=False,
         )
 
-    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Refuses what is no flag with the nearest one."""
         namespace, unknown = self.parse_known_args(args, namespace)
         if unknown:
@@ -67,10 +67,10 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"error: {message} (--help shows all flags)\n")
 
     def _hint(self, word: str) -> str:
-        if word.endswith(".gin"):
-            return f"{word} alone is no flag. Did you mean --gin_file={word}?"
         if not word.startswith("-"):
-            return f"{word!r} belongs to no flag."
+            is_file = word.endswith(".gin")
+            hint = f" Did you mean --gin_file={word}?" if is_file else ""
+            return f"{word!r} belongs to no flag.{hint}"
         name, equals, value = word.partition("=")
         if spellings.plain(name) in ("config", "ginconfig", "ginfiles", "configfile"):
             name = "--gin_file"

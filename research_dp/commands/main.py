@@ -86,6 +86,8 @@ COMMANDS = {
         "checkpoints:main",
         "lists the checkpoints of a run, verifies them, and exports parameters",
         ("runs/digits --verify", "runs/digits --export=digits.safetensors"),
+        "Each checkpoint is a line. --verify reads all arrays and compares them with their "
+        "checksums; the exit status is 1 if any is damaged.",
     ),
     "launch": Entry(
         "commands.launch:main",

@@ -145,7 +145,8 @@ def _import(imports: Iterable[Import]) -> Iterator[Mistake]:
             warning = f"Warning: {item.place}: {item.module} is now {new}: import that."
             print(warning, file=sys.stderr, flush=True)
         try:
-            gin.parse_config(text)
+            # Gin's dumps would number the modules of one package: `import a.b as a2`.
+            gin.parse_config(re.sub(r"^import ([\w.]+)\.(\w+)$", r"from \1 import \2", text))
         except Exception as error:  # a user's module may raise anything
             missing = re.match(r"No module named '([\w.]+)'", str(error))
             if missing and f"{item.module}.".startswith(f"{missing[1]}."):

@@ -63,7 +63,7 @@ def prepare(builder: Any, download: bool) -> None:
         download_and_prepare(builder)
     elif not builder.data_path.exists():
         problem = f"{builder.name} is not in {builder.data_path} and tfds_data.download is False."
-        advice = "Prepare it with tools/prepare_data.py, or bind tfds_data.data_dir to where it is."
+        advice = "Bind it to True to prepare the data, or bind tfds_data.data_dir to where it is."
         raise UsageError(f"{problem} {advice}", binding="tfds_data.download")
     if not builder.info.splits:  # another process prepared it
         builder.info.read_from_directory(builder.data_path)

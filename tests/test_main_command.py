@@ -1,0 +1,126 @@
+"""The command `research-dp`: its overview, its commands' help, hints for what there is not."""
+
+import importlib
+import os
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+import research_dp
+from research_dp.commands import main as command_line
+from research_dp.commands.flags import Command
+
+COMMANDS = command_line.COMMANDS
+
+
+@pytest.fixture
+def run(capsys, monkeypatch):
+    """Runs `research-dp WORDS`; returns the exit status and what it printed."""
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys, "argv", ["/bin/research-dp"])
+
+    def run(*words):
+        try:
+            status = command_line.main(list(words))
+        except SystemExit as ended:
+            status = ended.code
+        printed = capsys.readouterr()
+        return status, printed.out, printed.err
+
+    return run
+
+
+def test_without_words_each_command_has_a_line_and_an_example(run):
+    status, out, _ = run()
+    assert status == 0 and max(map(len, out.splitlines())) <= 80
+    for name, entry in COMMANDS.items():
+        assert re.search(rf"^{name} +{entry.summary[:40]}", out, re.MULTILINE)
+        assert f"\n            research-dp {name}" in out
+    assert run("--help") == run("help") == (status, out, "")
+
+
+def test_the_version_is_the_packages_and_that_of_the_libraries(run):
+    status, out, _ = run("--version")
+    assert status == 0 and out.startswith(f"research-dp {research_dp.__version__} (jax ")
+    assert re.fullmatch(r"\d+\.\d+\.\d+", research_dp.__version__)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["tain"], "there is no command 'tain'. Did you mean train?"),
+        (["evalute"], "Did you mean evaluate?"),
+        (["frobnicate"], "There are train, plan, "),
+        (["--gin_file=f"], "give a command first: research-dp train --gin_file=f"),
+    ],
+)
+def test_an_unknown_command_is_refused_with_the_nearest(run, words, said):
+    status, out, err = run(*words)
+    assert (status, out) == (2, "") and said in err and len(err.splitlines()) == 1
+
+
+def test_list_is_that_of_train(run):
+    assert run("list", "strategies") == run("train", "--list", "strategies")
+    assert run("list", "mlp")[1].startswith("mlp(\n")
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS.keys() - {"list"}))
+def test_help_fits_and_ends_with_examples(run, name):
+    status, out, _ = run(name, "--help")
+    assert status == 0
+    assert all(len(line) <= 80 for line in out.splitlines()), out
+    assert out.startswith(f"usage: research-dp {name} [-h]")
+    if name != "checkpoints":
+        assert f"\nexamples:\n  research-dp {name} " in out
+    assert "README" not in out and "python -m" not in out
+    assert re.search(r"heartbeat_seconds.*\(default: 100\)", out, re.DOTALL) or name != "train"
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS))
+def test_examples_are_command_lines_that_are_accepted(name, capsys):
+    module, _, kind = COMMANDS[name].target.partition(":")
+    for example in COMMANDS[name].examples:
+        words = shlex.split(example)
+        if kind == "main":
+            continue
+        command = getattr(importlib.import_module(f"research_dp.{module}"), kind)()
+        command.parse(["--list", *words] if name == "list" else words)
+        if isinstance(command, Command) and command.gin_files:
+            command.load(complete=False)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--cpu-devices=8"], "no flag --cpu-devices. Did you mean --cpu_devices=8?"),
+        (["--work_dir", "d"], "no flag --work_dir. Did you mean --workdir?"),
+        (["--gin_files=f.gin"], "Did you mean --gin_file=f.gin?"),
+        (["--dry-run"], "Did you mean --dry_run?"),
+        (["runs/digits.gin"], "Did you mean --gin_file=runs/digits.gin?"),
+        (["--frobnicate"], "there is no flag --frobnicate. (--help shows all flags)"),
+    ],
+)
+def test_a_flag_that_there_is_not_is_refused_with_the_nearest(run, words, said):
+    status, _, err = run("train", "--gin_file=runs/digits.gin", *words)
+    assert status == 2 and said in err
+
+
+def test_the_module_is_the_same_command():
+    words = [sys.executable, "-m", "research_dp"]
+    done = subprocess.run([*words, "plan", "--help"], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.startswith("usage: research-dp plan [-h]")
+
+
+def test_what_names_the_commands_imports_no_jax():
+    code = (
+        "import sys\nfrom research_dp.commands import main\nmain.main(['--help'])\n"
+        "main.main(['--version'])\nprint([m for m in ('jax', 'flax', 'gin') if m in sys.modules])"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    words = [sys.executable, "-c", code]
+    done = subprocess.run(words, capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout.splitlines()[-1] == "[]"
