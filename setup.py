@@ -61,6 +61,7 @@ EXTRAS = {
         "pyyaml>=6",  # manifests
         "matplotlib>=3.9,<4",  # plots
         *TENSORFLOW,  # data sets in both formats
+        *("nbclient>=0.10,<1", "ipykernel>=6,<8"),  # run the notebook
     ],
     "dev": ["ruff>=0.14", "mypy>=1.18", "pre-commit>=4"],  # linter and formatter, types, hooks
 }

@@ -8,6 +8,7 @@ import pytest
 import yaml
 from conftest import ROOT
 
+import research_dp
 from research_dp.config import parser
 
 SOURCES = (ROOT / "research_dp").rglob("*.py")
@@ -100,6 +101,5 @@ def test_the_citation_is_of_this_version():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["cff-version"] == "1.2.0" and citation["type"] == "software"
     assert {"message", "title", "authors"} <= set(citation)
-    version = re.search(r'^    version="(.*)"', (ROOT / "setup.py").read_text(), re.MULTILINE)
-    assert citation["version"] == version[1]
-    assert f"## [{version[1]}]" in (ROOT / "CHANGELOG.md").read_text()
+    assert citation["version"] == research_dp.__version__
+    assert f"## [{research_dp.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
