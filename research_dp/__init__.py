@@ -3,72 +3,12 @@
 The functions that strategies are made of; the training command is `python -m research_dp.train`.
 """
 
+import ast
+import functools
 import importlib
 import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from research_dp.compat.datarax import (
-    create_data_parallel_sharding,
-    data_parallel_train_step,
-    place_batch_on_shards,
-    place_model_state_on_shards,
-    reduce_gradient_tree,
-    reduce_gradients_across_devices,
-)
-from research_dp.compat.device_mesh import DeviceMeshManager, MeshRules, data_parallel_rules
-from research_dp.compat.linen import shard_module_params
-from research_dp.distributed.buckets import all_mean_tree, gather_tree, scatter_mean_tree
-from research_dp.distributed.collectives import PLAIN, Reduction, all_mean, scatter_mean
-from research_dp.distributed.differentiable_gather import gather_array_with_mean_grads
-from research_dp.distributed.fsdp import (
-    ShardingRow,
-    gather_params,
-    init_sharded,
-    shard_params,
-    sharding_report,
-)
-from research_dp.distributed.gradient_sync import (
-    scatter_gradients,
-    sync_gradients,
-    weighted_loss,
-    weighted_mean,
-)
-from research_dp.distributed.linen import linen_functions
-from research_dp.distributed.mesh import make_mesh, one_device_mesh
-from research_dp.distributed.microbatch import accumulate_gradients
-from research_dp.distributed.norms import (
-    clip_by_global_norm,
-    clip_by_global_norm_sharded,
-    global_norm,
-    sharded_global_norm,
-)
-from research_dp.distributed.optimizer import apply_gradients
-from research_dp.distributed.shard_rules import (
-    ShardDecision,
-    choose_dim,
-    dim_by_path,
-    largest_dim,
-)
-from research_dp.distributed.sharded_optimizer import (
-    OptaxAdapter,
-    slice_specs,
-    slice_state,
-    unsharded_state,
-)
-from research_dp.distributed.sharding import LeafSharding, infer_sharding, pad_to_multiple, unpad
-from research_dp.distributed.update import fsdp_apply_gradients, fsdp_update
-from research_dp.errors import UsageError
-from research_dp.strategies import (
-    Strategy,
-    StrategyConfig,
-    TrainSpec,
-    TrainState,
-    compiled,
-    data_parallel,
-    mapped,
-    pmapped,
-)
-from research_dp.types import DataSet, EvalOrder, LossOutput, TrainableModel, TrainOrder
 
 if TYPE_CHECKING:
     from research_dp.commands.evaluate import evaluate
@@ -80,43 +20,82 @@ if TYPE_CHECKING:
         place_nnx_state_on_shards,
         spmd_train_step,
     )
+    from research_dp.compat.datarax import (
+        create_data_parallel_sharding,
+        data_parallel_train_step,
+        place_batch_on_shards,
+        place_model_state_on_shards,
+        reduce_gradient_tree,
+        reduce_gradients_across_devices,
+    )
+    from research_dp.compat.device_mesh import DeviceMeshManager, MeshRules, data_parallel_rules
+    from research_dp.compat.linen import shard_module_params
     from research_dp.compat.nnx import shard_nnx_module_params
     from research_dp.data.own_data import from_arrays, from_source
+    from research_dp.distributed.buckets import all_mean_tree, gather_tree, scatter_mean_tree
+    from research_dp.distributed.collectives import PLAIN, Reduction, all_mean, scatter_mean
+    from research_dp.distributed.differentiable_gather import gather_array_with_mean_grads
+    from research_dp.distributed.fsdp import (
+        ShardingRow,
+        gather_params,
+        init_sharded,
+        shard_params,
+        sharding_report,
+    )
+    from research_dp.distributed.gradient_sync import (
+        scatter_gradients,
+        sync_gradients,
+        weighted_loss,
+        weighted_mean,
+    )
+    from research_dp.distributed.linen import linen_functions
+    from research_dp.distributed.mesh import make_mesh, one_device_mesh
+    from research_dp.distributed.microbatch import accumulate_gradients
     from research_dp.distributed.nnx import nnx_functions
+    from research_dp.distributed.norms import (
+        clip_by_global_norm,
+        clip_by_global_norm_sharded,
+        global_norm,
+        sharded_global_norm,
+    )
+    from research_dp.distributed.optimizer import apply_gradients
+    from research_dp.distributed.shard_rules import (
+        ShardDecision,
+        choose_dim,
+        dim_by_path,
+        largest_dim,
+    )
+    from research_dp.distributed.sharded_optimizer import (
+        OptaxAdapter,
+        slice_specs,
+        slice_state,
+        unsharded_state,
+    )
+    from research_dp.distributed.sharding import (
+        LeafSharding,
+        infer_sharding,
+        pad_to_multiple,
+        unpad,
+    )
+    from research_dp.distributed.update import fsdp_apply_gradients, fsdp_update
+    from research_dp.errors import UsageError
     from research_dp.models.from_module import from_linen, from_nnx
     from research_dp.models.image_classifiers import image_classifier
     from research_dp.models.layers import dropout
+    from research_dp.strategies import (
+        Strategy,
+        StrategyConfig,
+        TrainSpec,
+        TrainState,
+        compiled,
+        data_parallel,
+        mapped,
+        pmapped,
+    )
     from research_dp.training.batches import eval_metrics, metric_means, train_batches
+    from research_dp.types import DataSet, EvalOrder, LossOutput, TrainableModel, TrainOrder
 
 __version__ = "0.1.0"
-
-# Imported when they are used: Flax NNX takes long to import, and so does what a run needs.
-_LATE = {
-    "DataParallel": "research_dp.compat.artifex",
-    "DryRun": "research_dp.commands.functions",
-    "LoadedModel": "research_dp.commands.saved_run",
-    "certify": "research_dp.commands.functions",
-    "dropout": "research_dp.models.layers",
-    "dry_run": "research_dp.commands.functions",
-    "eval_metrics": "research_dp.training.batches",
-    "evaluate": "research_dp.commands.evaluate",
-    "export": "research_dp.commands.saved_run",
-    "from_arrays": "research_dp.data.own_data",
-    "from_linen": "research_dp.models.from_module",
-    "from_nnx": "research_dp.models.from_module",
-    "from_source": "research_dp.data.own_data",
-    "image_classifier": "research_dp.models.image_classifiers",
-    "load": "research_dp.commands.saved_run",
-    "metric_means": "research_dp.training.batches",
-    "nnx_functions": "research_dp.distributed.nnx",
-    "place_nnx_state_on_shards": "research_dp.compat.artifex",
-    "plan": "research_dp.commands.functions",
-    "run": "research_dp.commands.run",
-    "shard_nnx_module_params": "research_dp.compat.nnx",
-    "spmd_train_step": "research_dp.compat.artifex",
-    "strategy": "research_dp.commands.functions",
-    "train_batches": "research_dp.training.batches",
-}
 
 __all__ = [
     "PLAIN", "DataParallel", "DataSet", "DeviceMeshManager", "DryRun", "EvalOrder",
@@ -155,25 +134,43 @@ _REPLACED = {
 }
 
 
-class _Choice(ShardDecision):
-    """`ShardDecision` with the old name of its last field."""
+@functools.cache
+def _modules() -> dict[str, str]:
+    """The module of each public name, as the imports above say."""
+    source = ast.parse(Path(__file__).read_text())
+    imports = [node for node in ast.walk(source) if isinstance(node, ast.ImportFrom)]
+    return {alias.name: node.module or "" for node in imports for alias in node.names}
 
-    def __new__(
-        cls, dim: int | None, reason: str = "", movable: bool = False, *, any_dim: bool = False
-    ) -> "_Choice":
-        return super().__new__(cls, dim, reason, movable or any_dim)
 
-    any_dim = ShardDecision.movable
+@functools.cache
+def _choice() -> type:
+    from research_dp.distributed.shard_rules import ShardDecision
+
+    class Choice(ShardDecision):
+        """`ShardDecision` with the old name of its last field."""
+
+        def __new__(
+            cls, dim: int | None, reason: str = "", movable: bool = False, *, any_dim: bool = False
+        ) -> "Choice":
+            return super().__new__(cls, dim, reason, movable or any_dim)
+
+        any_dim = ShardDecision.movable
+
+    return Choice
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LATE:
-        return getattr(importlib.import_module(_LATE[name]), name)
+    if name in __all__:  # imported when it is used: JAX and Flax take long to import
+        return getattr(importlib.import_module(_modules()[name]), name)
     if name in _RENAMED:
         new = _RENAMED[name]
         message = f"research_dp.{name} is now research_dp.{new}"
         warnings.warn(message, DeprecationWarning, stacklevel=2)
-        return _Choice if name == "Choice" else globals()[new]
+        return _choice() if name == "Choice" else __getattr__(new)
     if name in _REPLACED:
         message = f"research_dp.{name} was removed; use research_dp.{_REPLACED[name]} instead"
         raise AttributeError(message)

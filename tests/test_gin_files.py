@@ -3,6 +3,7 @@
 import importlib
 import itertools
 import os
+import re
 
 import gin
 import pytest
@@ -98,8 +99,13 @@ def means_the_same_to_gin(files, bindings=()):
     assert run <= lines(plain)
     assert len(run) + len(config.unused) == len(lines(plain))
     load.load(files, bindings, complete=True, allow_unused=True)
-    assert gin.config_str() == plain
+    assert without_imports(gin.config_str()) == without_imports(plain)
     return True
+
+
+def without_imports(text):
+    """Our loader writes `from a import b` where gin would number modules: `import a.b as a2`."""
+    return re.sub(r"^(from|import) .*\n", "", text, flags=re.MULTILINE)
 
 
 @pytest.mark.parametrize("strategy", stems())

@@ -21,7 +21,7 @@ from conftest import ROOT
 
 import research_dp
 
-COMMANDS = ["train", "plan", "certify", "conform", "sweep", "checkpoints", "launch"]
+COMMANDS = ["train", "plan", "certify", "conform", "sweep", "evaluate", "checkpoints", "launch"]
 TOOLS = ["prepare_data", "generate"]
 
 
@@ -161,6 +161,7 @@ MISTAKES = {  # command line -> exit status
     "certify": ["", "--gin_file=nowhere.gin"],
     "conform": ["", "--gin_file=nowhere.gin"],
     "sweep": ["", "--gin_file=runs/digits.gin --workdir=w --vary.train.seed="],
+    "evaluate": ["", "--workdir=nowhere"],
     "checkpoints": ["", "nowhere"],
     "launch": ["", "-n 2", "-n 0 -- --workdir=w"],
 }

@@ -250,7 +250,7 @@ def _write(text: bytes, stream: TextIO | None) -> None:
 
 def _workdir(flags: list[str]) -> Path | None:
     workdir = None
-    for flag, following in zip(flags, [*flags[1:], ""], strict=True):
+    for flag, following in zip(flags, [*flags, ""][1:], strict=True):
         if flag.startswith("--workdir="):
             workdir = flag.partition("=")[2]
         elif flag == "--workdir":
