@@ -27,6 +27,9 @@ def test_the_model_trains_on_eight_devices_as_on_one(command, tmp_path, api, ste
         assert losses == pytest.approx(expected, abs=2e-4)
         assert eight["eval"]["loss"] == pytest.approx(one["eval"]["loss"], abs=2e-3)
         assert eight["devices"] == 8
+    evaluated = command(f"--workdir={tmp_path / 'single1'}", module="research_dp.evaluate")
+    assert evaluated.returncode == 0, evaluated.stderr
+    assert f"loss {one['eval']['loss']:.4g}" in evaluated.stdout
 
 
 def test_arrays_killed_and_continued_end_where_an_undisturbed_run_ends(command, tmp_path):

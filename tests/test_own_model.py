@@ -226,6 +226,21 @@ def test_without_targets_the_loss_is_given_the_batch():
     assert outs[0].total == outs[1].total
 
 
+def test_a_list_of_nnx_has_keys_of_text_as_checkpoints_have():
+    def make(rngs):
+        layers = nnx.Linear(3, 4, rngs=rngs), nnx.BatchNorm(4, rngs=rngs)
+        return nnx.Sequential(*layers, *(nnx.Linear(4, 4, rngs=rngs) for _ in range(10)))
+
+    functions, x = plain_nnx_functions(make, ["x"]), jnp.ones((2, 3))
+    params, state = functions.init(jax.random.key(0), (x,))
+    assert set(params["layers"]) == set(map(str, range(12)))
+    found, after = functions.apply(params, state, (x,), train=True)
+    module = make(nnx.Rngs(jax.random.key(0)))
+    module.train()
+    np.testing.assert_allclose(found, module(x), rtol=1e-6)
+    np.testing.assert_array_equal(after["layers"]["1"]["mean"], module.layers[1].mean[...])
+
+
 # ---- What is refused, and what is reported ----
 
 

@@ -143,9 +143,14 @@ def _of_rngs(factory: Callable[..., nnx.Module]) -> Callable[[nnx.Rngs], nnx.Mod
 
 
 def _variables(module: nnx.Module) -> tuple[PyTree, PyTree]:
-    """Parameters and model state as dicts."""
-    params, state = nnx.state(module, nnx.Param), nnx.state(module, _STATE)
-    return nnx.to_pure_dict(params), nnx.to_pure_dict(state)
+    """Parameters and model state as dicts, whose keys are texts, as checkpoints have them."""
+    params, state = (_by_text(nnx.state(module, kind)) for kind in (nnx.Param, _STATE))
+    return params, state
+
+
+def _by_text(state: Any) -> PyTree:
+    flat = flatten_dict(nnx.to_pure_dict(state))
+    return unflatten_dict({tuple(map(str, path)): x for path, x in flat.items()})
 
 
 def _filled(abstract: nnx.Module, params: PyTree, model_state: PyTree) -> nnx.Module:
