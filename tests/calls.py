@@ -68,6 +68,8 @@ TAKES = {
     "a dtype": (),
     "text": {"text"},
     "texts": {"texts", "()"},
+    "metrics": {"()", "{}"},
+    "text or texts": {"text", "texts", "()"},
     # What a function of the caller's does with its arguments is its own affair.
     "a function": {"a function", "a class"},
     "a function's flag": {"True"},
@@ -172,6 +174,20 @@ USUAL = {
 }
 EAGER_AXIS = {"axis_name": ("data", "text")}
 SLOT = {"grads": (TREE, "arrays"), "params": (TREE, "arrays")}
+# Parameters of functions that are commands too.
+OF_A_RUN = {
+    "gin_files": ((), "anything"),
+    "bindings": ((), "anything"),
+    "imports": ((), "texts"),
+    "cpu_devices": (None, "a count?"),
+    "allow_unused": (False, "a flag"),
+}
+OF_A_WORKDIR = {"workdir": ("unused", "anything"), "step": (None, "a count or 0?")}
+LOOP = recipe().build(rdp.TrainSpec(**SPEC))
+OF_A_LOOP = {
+    "strategy": (LOOP, "one of its class"),
+    "data": (rdp.from_arrays(np.ones((16, 8), np.float32)), "one of its class"),
+}
 # Public name -> what differs of its parameters.
 CALLS = {
     "DataParallel": {},
@@ -225,6 +241,7 @@ CALLS = {
         "units": ({}, "sizes"),
         "work": (None, "a function?"),
         "bounds": ({}, "a dict"),
+        "apply": (None, "a function?"),
     },
     "accumulate_gradients": {
         "loss": (lambda *trees: sum(map(jnp.sum, jax.tree.leaves(trees))), "a function"),
@@ -307,13 +324,37 @@ CALLS = {
     "pmapped": {"config": (recipe(rdp.pmapped), "one of its class")},
     "reduce_gradient_tree": {},
     "reduce_gradients_across_devices": {"axis_name": ("data", "axes")},
-    "run": {
-        "gin_files": ((), "anything"),
-        "bindings": ((), "anything"),
-        "workdir": ("unused", "anything"),
+    "run": {**OF_A_RUN, "workdir": ("unused", "anything")},
+    "certify": {
+        **OF_A_RUN,
+        "against": ("single", "text"),
+        "steps": (1, "a count"),
+        "quick": (False, "a flag"),
+    },
+    "dry_run": OF_A_RUN,
+    "eval_metrics": {**OF_A_LOOP, "state": (LOOP.init(0), "one of its class")},
+    "evaluate": {**OF_A_RUN, **OF_A_WORKDIR},
+    "export": {**OF_A_WORKDIR, "to": ("unused", "anything")},
+    "load": {
+        **OF_A_WORKDIR,
+        "strategy": (None, "one of its class?"),
         "imports": ((), "texts"),
-        "cpu_devices": (None, "a count?"),
-        "allow_unused": (False, "a flag"),
+    },
+    "metric_means": {"steps": ({"loss": np.ones(2, np.float32)}, "metrics")},
+    "plan": {
+        **OF_A_RUN,
+        "topology": ("here", "text"),
+        "strategies": ((), "text or texts"),
+        "advise": (False, "a flag"),
+        "measure": (False, "a flag"),
+        "html_file": (None, "anything"),
+        "dump_hlo": (None, "anything"),
+    },
+    "strategy": {**OF_A_RUN, "name": ("ddp", "text")},
+    "train_batches": {
+        **OF_A_LOOP,
+        "num_steps": (1, "a count"),
+        "first_step": (0, "a count or 0"),
     },
     "scatter_gradients": {"grads": (TREE, "arrays"), "shardings": (LAYOUT, "like another")},
     "scatter_mean": {},
@@ -350,6 +391,8 @@ RECORDS = {
     *(
         "PLAIN",
         "StrategyConfig",
+        "DryRun",
+        "LoadedModel",
         "ShardDecision",
         "LossOutput",
         "LeafSharding",

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from research_dp.argument_checks import checked
-from research_dp.argument_types import Count, CountOrZero
+from research_dp.argument_types import Count, CountOrZero, described
+from research_dp.errors import UsageError
 from research_dp.strategies import NONFINITE, SKIPPED, PlacedBatch, Strategy, TrainState
 from research_dp.training import metrics
 from research_dp.training.dispatch import InFlight, prefetch
@@ -49,15 +51,25 @@ def eval_metrics(strategy: Strategy, state: TrainState, data: DataSet) -> dict[s
     return evaluation(strategy, data, state, InFlight())
 
 
-def metric_means(steps: Mapping[str, Any] | Iterable[Mapping[str, Any]]) -> dict[str, float]:
+@checked
+def metric_means(steps: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """The metrics of a step, or of several, as means over examples; waits for the steps.
 
     Args:
         steps: What `train_step` or `eval_step` returned: arrays (2,) of sum and count by name.
+
+    Raises:
+        UsageError: It is something else.
     """
     several = [steps] if isinstance(steps, Mapping) else steps
     others = (NONFINITE, SKIPPED)  # no sums over examples
     named = [{k: x for k, x in step.items() if k not in others} for step in several]
+    for name, x in (item for step in named for item in step.items()):
+        if np.shape(x) != (2,) or not np.issubdtype(x.dtype, np.floating):
+            raise UsageError(
+                f"metric_means.steps: {name!r} is {described(x)}. Give what train_step or "
+                "eval_step returned: float32 arrays (2,) of sum and count."
+            )
     return metrics.means(metrics.accumulate({}, named))
 
 
