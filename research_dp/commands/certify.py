@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import ClassVar, NoReturn
 
-import gin
 import jax.numpy as jnp
 
 from research_dp.argument_types import is_floating_dtype
@@ -23,7 +21,7 @@ from research_dp.distributed.mesh import refuse_several_processes
 from research_dp.errors import binding_error
 from research_dp.models import mlp
 from research_dp.strategies import StrategyConfig
-from research_dp.training.loop import spec_of, train
+from research_dp.training.loop import configured
 from research_dp.types import TrainableModel
 
 QUICK_APIS = ("linen", "nnx")
@@ -71,34 +69,27 @@ class Certify(Command):
             models = {api: quick_model(api) for api in QUICK_APIS}
             result = quick.certify_quick(strategy, models, report)
         else:
-            result = self._certify_run(config, strategy, report)
+            result = self._certify_run(config, report)
         if self.json_file:
             Path(self.json_file).write_text(json.dumps(result.as_json(), indent=1))
         return result
 
-    def _certify_run(
-        self, config: load.Config, strategy: StrategyConfig, report: Report
-    ) -> Certificate:
-        parameters = inspect.signature(inspect.unwrap(train)).parameters
-        bound = gin.get_bindings("train")
-        values = {name: bound.get(name, p.default) for name, p in parameters.items()}
+    def _certify_run(self, config: load.Config, report: Report) -> Certificate:
+        strategy, spec, data = configured()
         with gin_internals.kept():
             is_file = self.against.endswith(".gin")
             load.load([self.against if is_file else f"strategies/{self.against}.gin"])
             oracle = gin_internals.value_of("train.strategy")
         gathered = [b.value for b in config.used if b.parameter == "gather_dtype"]
-        spec = spec_of(values)
         bench = harness.Bench(
-            config=strategy.resolve(spec),
+            config=strategy,
             against=oracle.resolve(spec),
             spec=spec,
             precision=precision_of(config.used),
             gather_dtype=gathered[-1] if gathered else None,
         )
         dtypes = sorted({b.value for b in config.used if _names_dtype(b)})
-        return certify.certify(
-            bench, values["data"], steps=self.steps, dtypes=dtypes, report=report
-        )
+        return certify.certify(bench, data, steps=self.steps, dtypes=dtypes, report=report)
 
 
 def quick_model(api: str) -> TrainableModel:
