@@ -31,9 +31,8 @@ class ProgressBar:
         self._timer: threading.Timer | None = None
         self._bar: progress.Progress | None = None
         if self._console.is_terminal:
-            steps = progress.TextColumn("step {task.completed}/{task.total}")
             rate = progress.TextColumn("{task.fields[rate]}")
-            columns = (_Activity(), steps, progress.BarColumn(), rate, _TimeLeft())
+            columns = (_Activity(), progress.BarColumn(bar_width=20), rate, _TimeLeft())
             # Transient: the bar is gone when the last lines are printed.
             self._bar = progress.Progress(*columns, console=self._console, transient=True)
             self._task = self._bar.add_task(
@@ -45,15 +44,20 @@ class ProgressBar:
         """Prints a line; a terminal wraps it between words."""
         self._console.print(Text(text), soft_wrap=not self._console.is_terminal)
 
-    def doing(self, activity: str) -> None:
-        """Shows what is done instead of steps, and for how long; '' shows steps again."""
+    def doing(self, activity: str, *, at_once: bool = False) -> None:
+        """Shows what is done instead of steps, and for how long; '' shows steps again.
+
+        In a pipe it is a line, printed `at_once` or only if the activity takes long.
+        """
         if self._bar:
             self._bar.update(self._task, description=activity, since=time.monotonic())
             return
         if self._timer:
             self._timer.cancel()
             self._timer = None
-        if activity:
+        if activity and at_once:
+            self.say(activity)
+        elif activity:
             self._timer = threading.Timer(_PATIENCE, self.say, (f"{activity} ...",))
             self._timer.daemon = True
             self._timer.start()
@@ -86,11 +90,12 @@ class ProgressBar:
 
 
 class _Activity(progress.ProgressColumn):
-    """What is being done, and for how long, if it is no step."""
+    """The number of steps, or what else is being done and for how long."""
 
     def render(self, task: progress.Task) -> Text:
         seconds = time.monotonic() - task.fields["since"]
-        return Text(f"{task.description} ... {seconds:.0f} s" if task.description else "")
+        steps = f"step {task.completed:.0f}/{task.total or 0:.0f}"
+        return Text(f"{task.description} ... {seconds:.0f} s" if task.description else steps)
 
 
 class _TimeLeft(progress.ProgressColumn):

@@ -145,8 +145,7 @@ class Trainer:
     def _batches(self) -> Iterator[Any]:
         """Training batches on the devices, prefetched."""
         if self._first_step < self.schedule.num_steps:
-            self._console.say("Compiling the training step")
-            self._console.doing("Compiling")
+            self._console.doing("Compiling the training step", at_once=True)
         steps = self._first_step, self.schedule.num_steps
         for batch in placed_train_batches(
             self.strategy, self.data, *steps, self._in_flight.is_busy
