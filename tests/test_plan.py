@@ -159,13 +159,15 @@ def test_strategies_are_named_by_stem_by_path_and_with_more_files():
     (found,) = plan_candidates.of(["fsdp+h100_speed+bf16_gather"])
     assert found.name == "fsdp+h100_speed+bf16_gather"
     assert found.files == (
-        "gin/strategies/fsdp.gin",
-        "gin/options/h100_speed.gin",
-        "gin/precision/bf16_gather.gin",
+        "strategies/fsdp.gin",
+        "options/h100_speed.gin",
+        "precision/bf16_gather.gin",
     )
     (path,) = plan_candidates.of(["gin/strategies/ddp.gin"])
     assert (path.name, path.files) == ("ddp", ("gin/strategies/ddp.gin",))
-    with pytest.raises(UsageError, match=r"no shipped file 'fsdq'.* Did you mean fsdp"):
+    with pytest.raises(
+        UsageError, match=r"no shipped file 'fsdq'.* Did you mean strategies/fsdp.gin"
+    ):
         plan_candidates.of(["fsdq"])
     with pytest.raises(UsageError, match=r"no file my\.gin"):
         plan_candidates.of(["my.gin"])

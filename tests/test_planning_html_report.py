@@ -25,6 +25,8 @@ def test_the_page_says_what_was_compiled_and_escapes_what_users_wrote():
     assert len(re.findall("<td>extrapolated</td>", text)) == 1
     for name, told in html_report.FORMULAS:
         assert f"<dt>{name}</dt><dd>{told}" in html.unescape(text)
+    assert "prefers-color-scheme: dark" in text
+    assert "<caption>Memory per device in" in text and "<pre>" not in text
     # Nothing is loaded from elsewhere.
     assert not re.findall(r'(?:src|href)="(?!#)', text)
     one = html_report.page(rows[1:], [Curve("fsdp", curves[0].points)], GPUS, [], "run")
@@ -41,6 +43,27 @@ def test_filled_markers_are_compiled_points_and_equal_curves_share_a_line():
     assert every.get_markerfacecolor() == "white"
     assert list(compiled.get_xdata()) == [8]
     assert compiled.get_markerfacecolor() != "white"
+
+
+@pytest.mark.parametrize("memory", [(1.0e6, 1.5e6), (0.9e9, 30e9), (5e6, 4e9)])
+def test_each_axis_has_ticks_that_can_be_read(memory):
+    points = [Point(n, True, 1, y, y, 0.1 * n) for n, y in zip((8, 64), memory, strict=True)]
+    figure = html_report.draw([Curve("a", tuple(points))], None, "h100")
+    figure.canvas.draw()
+    for axes in figure.axes:
+        least, most = axes.get_ylim()
+        ticks = zip(axes.get_yticks(), axes.get_yticklabels(), strict=True)
+        labels = [label.get_text() for y, label in ticks if least <= y <= most]
+        assert 3 <= len(labels) <= 20 and len(set(labels)) == len(labels)
+
+
+def test_wire_bytes_are_plotted_where_times_are_nominal():
+    points = tuple(Point(n, True, 1, 5e9, n * 1e9, 0.1) for n in (8, 64))
+    for timed, title, values in ((True, "A step, ms", 100.0), (False, "Wire bytes", 8.0)):
+        figure = html_report.draw([Curve("a", points)], None, "cpu", timed=timed)
+        _, other = figure.axes
+        assert other.get_title().startswith(title)
+        assert other.lines[0].get_ydata()[0] == pytest.approx(values)
 
 
 def test_without_matplotlib_nothing_is_compiled(monkeypatch, tmp_path):
