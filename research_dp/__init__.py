@@ -6,6 +6,7 @@ The functions that strategies are made of; the training command is `python -m re
 import ast
 import functools
 import importlib
+import importlib.util
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -174,4 +175,6 @@ def __getattr__(name: str) -> Any:
     if name in _REPLACED:
         message = f"research_dp.{name} was removed; use research_dp.{_REPLACED[name]} instead"
         raise AttributeError(message)
+    if not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}"):
+        return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -3,8 +3,11 @@
 import os
 import subprocess
 import sys
+import time
 
 from conftest import ROOT
+
+import research_dp
 
 
 def test_a_wheel_has_the_gin_files(tmp_path, data_dir):
@@ -37,3 +40,16 @@ def test_a_wheel_has_the_gin_files(tmp_path, data_dir):
     assert done.returncode == 0, done.stderr
     assert "data_parallel.name = 'zero1'" in done.stdout
     assert "# runs/digits.gin:11" in done.stdout
+
+    def run(*words):
+        options = {"cwd": tmp_path, "capture_output": True, "text": True, "check": True}
+        path = {"PYTHONPATH": str(installed)}
+        return subprocess.run([program, *words], env={**os.environ, **path}, **options).stdout
+
+    program = installed / "bin" / "research-dp"
+    assert run("--version").startswith(f"research-dp {research_dp.__version__} (jax ")
+    assert "\n  strategies/fsdp.gin " in run("list", "strategies")
+    assert "research-dp launch -n 2 -- --gin_file=runs/digits.gin" in run("launch", "--help")
+    start = time.monotonic()
+    run("--help")
+    assert time.monotonic() - start < 2, "it imports what only a command needs"
