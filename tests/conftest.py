@@ -120,9 +120,8 @@ def command(data_dir, compilation_cache):
         "PYTHONPATH": str(ROOT),
     }
 
-    def run(*flags, start_only=False, cwd=ROOT, module=MODULE, tool=None, timeout=300, **extra):
-        program = [ROOT / "tools" / tool] if tool else ["-m", module]
-        words = [sys.executable, *map(str, [*program, *flags])]
+    def run(*flags, start_only=False, cwd=ROOT, module=MODULE, timeout=300, **extra):
+        words = [sys.executable, "-m", module, *map(str, flags)]
         options = {"cwd": cwd, "env": {**environment, **extra}, "text": True}
         if start_only:
             options |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}

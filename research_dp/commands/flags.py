@@ -126,8 +126,9 @@ class Command:
     def check(self, refuse: Callable[[str], NoReturn]) -> None:
         """Refuses flags that do not go together."""
         if not self.gin_files and not self.bindings:
-            example = "--gin_file=runs/digits.gin"
-            refuse(f"nothing to {self.verb}: give --gin_file, e.g. {example}")
+            name = type(self).__name__.lower()
+            example = f"{main.program(name)} {main.COMMANDS[name].examples[0]}"
+            refuse(f"nothing to {self.verb}: give --gin_file. E.g. {example}")
 
     def load(
         self,
