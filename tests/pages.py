@@ -175,6 +175,7 @@ class Session:
 
 # ---- Comparing ----
 
+DOTS = re.compile(r"^ *\.\.\.$", re.MULTILINE)
 NUMBER = re.compile(r"(?<![\w.:/@-])[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?(?![\w:/]|\.\d)")
 KINDS = {
     "DATE": re.compile(r"\b\d{4}-\d\d-\d\d(?:[ T]\d\d:\d\d(?::\d\d)?(?:\.\d+)?)?"),
@@ -185,12 +186,12 @@ KINDS = {
 }
 
 
-def parts(line):
-    """The words of a line, with marks for what varies between machines, and its numbers."""
+def tokens(text):
+    """The words of a text, each with its numbers; marks for what varies between machines."""
+    text = re.sub(r"[─━]+", "─", " ".join(text.split()))
     for kind, pattern in KINDS.items():
-        line = pattern.sub(kind, line)
-    numbers = NUMBER.findall(line)
-    return " ".join(re.sub(r"[─━]+", "─", NUMBER.sub("#", line)).split()), numbers
+        text = pattern.sub(kind, text)
+    return [(NUMBER.sub("#", word), NUMBER.findall(word)) for word in text.split()]
 
 
 def close(shown, real):
@@ -204,51 +205,58 @@ def close(shown, real):
     return abs(a - b) <= max(0.05 * max(abs(a), abs(b)), 2 * unit)
 
 
-def same(shown, real, varies=False):
-    """Whether two lines have the same words, and numbers that are near to each other."""
-    (words, numbers), (other, found) = parts(shown), parts(real)
-    if words != other:
-        return False
-    return varies or all(close(a, b) for a, b in zip(numbers, found, strict=True))
-
-
 def matches(shown, real, varies=False):
-    """Whether an output is the one shown, in which a line `...` stands for any lines."""
-    pieces = [[]]
-    for line in filter(str.strip, shown.splitlines()):
-        if line.strip() == "...":
-            pieces.append([])
-        else:
-            pieces[-1].append(line)
-    rest = [line for line in real.splitlines() if line.strip()]
+    """Whether an output has the words and numbers of the one shown, however lines are wrapped.
+
+    A line `...` in what is shown stands for any words. With `varies` numbers may differ.
+    """
+    first, *others = (tokens(piece) for piece in DOTS.split(shown))
+    rest = tokens(real)
 
     def at(piece, start):
         there = rest[start : start + len(piece)]
-        return len(there) == len(piece) and all(
-            same(a, b, varies) for a, b in zip(piece, there, strict=True)
+        return [word for word, _ in piece] == [word for word, _ in there] and (
+            varies
+            or all(
+                close(a, b)
+                for (_, numbers), (_, found) in zip(piece, there, strict=True)
+                for a, b in zip(numbers, found, strict=True)
+            )
         )
 
-    if len(pieces) == 1:
-        return len(rest) == len(pieces[0]) and at(pieces[0], 0)
-    if not at(pieces[0], 0):
-        return False
-    place, last = len(pieces[0]), len(rest) - len(pieces[-1])
-    for piece in pieces[1:-1]:
-        while place <= last and not at(piece, place):
+    if not others:
+        return len(rest) == len(first) and at(first, 0)
+    *middle, last = others
+    place, end = len(first), len(rest) - len(last)
+    for piece in middle:
+        while place <= end and not at(piece, place):
             place += 1
         place += len(piece)
-    return place <= last and at(pieces[-1], last)
+    return at(first, 0) and place <= end and at(last, end)
 
 
 def rewritten(shown, real):
-    """The output to show from now on: a `...` in it still replaces what is in the middle."""
+    """The output to show from now on: a `...` in it still replaces what it left out.
+
+    What is between two `...` begins and ends with the same lines as before.
+    """
     lines = [line.rstrip() for line in real.splitlines()]
-    before = [line.strip() for line in shown.splitlines()]
-    if "..." in before:
-        first, last = before.index("..."), len(before) - 1 - before[::-1].index("...")
-        assert first == last, "several `...`: write this output by hand"
-        lines = [*lines[:first], "...", *lines[len(lines) - (len(before) - 1 - last) :]]
-    return "".join(f"{line}\n" for line in lines)
+    pieces = [piece.strip("\n").split("\n") for piece in DOTS.split(shown)]
+    words = [[word for word, _ in tokens(line)] for line in lines]
+
+    def find(line, start, otherwise):
+        wanted = [word for word, _ in tokens(line)]
+        return words.index(wanted, start) if wanted in words[start:] else otherwise
+
+    kept, end = [], 0
+    for number, piece in enumerate(pieces):
+        is_last = number == len(pieces) - 1
+        length = len(piece) if piece != [""] else 0
+        start = find(piece[0], end, len(lines) - length if is_last else None) if number else 0
+        assert start is not None, f"write this output by hand: it has no {piece[0]!r}"
+        end = len(lines) if is_last else find(piece[-1], start, start + length - 1) + 1
+        kept.append(lines[start:end] if length else [])
+    return "\n...\n".join("\n".join(part) for part in kept).strip("\n") + "\n"
 
 
 def rewrite(block, command, shown, real):
