@@ -94,7 +94,10 @@ def test_an_evaluation_gives_the_bits_that_the_run_recorded(run):
     assert (result["strategy"], result["mesh"]) == ("zero1", {"data": 1, "fsdp": 8})
 
 
-@pytest.mark.parametrize("files", ["single", "hsdp", "fsdp", "spmd_fsdp", "ddp", "pmap"])
+OTHERS = ["single", "hsdp", *(pytest.param(x, marks=pytest.mark.slow) for x in ("ddp", "pmap"))]
+
+
+@pytest.mark.parametrize("files", OTHERS)
 def test_an_evaluation_under_another_strategy_gives_the_same_numbers(run, files):
     result = research_dp.evaluate(run, gin_files=f"strategies/{files}.gin")
     assert result["strategy"] == files

@@ -51,7 +51,9 @@ def strategy(
     command = python_calls.command_of(Command, (), bindings, imports=imports)
     with python_calls.session(command):
         runtime.set_up_devices(None)
-        (candidate,) = plan_candidates.of([name])
+        candidate, *others = plan_candidates.of([name])
+        if others:
+            raise UsageError(f"strategy({name!r}): give the name of one strategy.")
         config = command.load(candidate.files, complete=False)
         parameters = list(_parameters(config))
         named = {_full_name(option, parameters, name): x for option, x in options.items()}

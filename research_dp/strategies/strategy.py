@@ -232,8 +232,7 @@ class StrategyConfig:
         for largest in sorted(leaves, key=lambda x: math.prod(x.shape))[-1:]:
             warnings.warn(
                 f"{self.name} shards none of {len(leaves)} parameters. The largest is "
-                f"{largest.path}: {largest.reason}. Give shard_params a smaller min_weight_size, "
-                f'e.g. research_dp.strategy("{self.name}", min_weight_size=1024).',
+                f"{largest.path}: {largest.reason}. Give shard_params a smaller min_weight_size.",
                 stacklevel=3,
             )
 
