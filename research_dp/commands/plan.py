@@ -171,7 +171,7 @@ class Plan(Command):
             try:
                 others.append(topologies.topology(name))
             except UsageError as error:  # no compiler, or more CPUs than are present
-                self.report(f"[page] {name} is left out: {error}")
+                put(f"[page] {name} is left out: {error}", file=sys.stderr)
         for candidate, row in zip(candidates, rows, strict=True):
             if row.mesh is None:
                 continue
