@@ -24,7 +24,7 @@ class TestCommand:
         assert (done.returncode, done.stdout) == (2, "")
         assert done.stderr.endswith("c.json cannot be written: No such file or directory.\n")
         done = certify(*run, "--workdir=w")
-        assert done.returncode == 2 and "there is no flag --workdir" in done.stderr
+        assert done.returncode == 2 and "there is no flag --workdir." in done.stderr
 
     def test_a_run_is_certified(self, certify):
         run = ["--gin_file=runs/digits.gin", "--gin_file=models/mlp.gin", "--cpu_devices=2"]

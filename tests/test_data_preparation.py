@@ -22,7 +22,7 @@ from research_dp.data.offline import Digits, is_held_out
 from research_dp.errors import UsageError
 from research_dp.types import TrainOrder
 
-TF_DATA = "gin/options/tf_data.gin"
+TF_DATA = "options/tf_data.gin"
 FILES = sorted(p.stem for p in (ROOT / "gin/data").glob("*.gin") if "tfds_data" in p.read_text())
 ORDER = TrainOrder(seed=0, batch_size=8, rows=np.arange(8), first_step=0, num_steps=3)
 

@@ -163,11 +163,9 @@ def test_strategies_are_named_by_stem_by_path_and_with_more_files():
         "options/h100_speed.gin",
         "precision/bf16_gather.gin",
     )
-    (path,) = plan_candidates.of(["gin/strategies/ddp.gin"])
-    assert (path.name, path.files) == ("ddp", ("gin/strategies/ddp.gin",))
-    with pytest.raises(
-        UsageError, match=r"no shipped file 'fsdq'.* Did you mean strategies/fsdp.gin"
-    ):
+    (path,) = plan_candidates.of(["strategies/ddp.gin"])
+    assert (path.name, path.files) == ("ddp", ("strategies/ddp.gin",))
+    with pytest.raises(UsageError, match=r"no shipped file 'fsdq'.* Did you mean fsdp"):
         plan_candidates.of(["fsdq"])
     with pytest.raises(UsageError, match=r"no file my\.gin"):
         plan_candidates.of(["my.gin"])

@@ -175,7 +175,10 @@ def test_dry_run_shows_configuration_and_layout_and_trains_nothing(command, tmp_
         (["--gin.train.num_stpes=3"], ["num_stpes", "Did you mean num_steps"]),
         (["--gin.largest_dmi.min_weight_size=3"], ["largest_dmi", "Did you mean largest_dim"]),
         (["--gin.train.num_steps=1e3"], ["1000.0: give an integer"]),
-        (["--gin_file=gin/strategies/fsdpp.gin"], ["no such file", "gin/strategies/fsdp.gin"]),
+        (
+            ["--gin_file=gin/strategies/fsdpp.gin"],
+            ["no such file", "Did you mean strategies/fsdp.g"],
+        ),
         (["--gin.convnet.norm=layer"], ["'layer': use one of ['batch', 'group', 'none']"]),
         (["--gin.convnet.num_classes=11"], ["num_classes is 11 in train.model but 10 in digits"]),
         (
@@ -184,7 +187,7 @@ def test_dry_run_shows_configuration_and_layout_and_trains_nothing(command, tmp_
         ),
         (["--gin.train.optimizer=@optax.lamb()"], ["lamb", "'learning_rate'", "Bind"]),
         (["--gin.image_classification.size=(("], ["image_classification.size"]),
-        (["--cpu_device=8"], ["unrecognized arguments"]),
+        (["--cpu_device=8"], ["no flag --cpu_device. Did you mean --cpu_devices=8?"]),
         (["--gin.tfds_data.data_dir=/nowhere", "--gin.train.seed=a/b"], ["'a/b': give an integer"]),
         (["--cpu_devices=many"], ["'many' is not a whole number"]),
         (["--gin.train.model=@convnet"], ["@convnet is the function itself", "@convnet()"]),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from research_dp.analysis.topologies import Topology
 from research_dp.commands.flags import Command
-from research_dp.config import binding_checks, load, parser
+from research_dp.config import load, parser, spellings
 from research_dp.errors import UsageError
 from research_dp.planning.row import Row
 
@@ -53,7 +53,8 @@ def _file(name: str, folder: str) -> str:
         return name
     shipped = {Path(f).stem: f for f in parser.shipped() if f.startswith(folder)}
     if name not in shipped:
-        hint = parser.nearest_file(name) or binding_checks.did_you_mean(name, shipped)
+        near = spellings.nearest_file(name, shipped.values())
+        hint = f" Did you mean {Path(near).stem}?" if near else ""
         raise UsageError(f"--strategies: no shipped file {name!r}.{hint} Or give a path to one.")
     return shipped[name]
 
