@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
-from research_dp.commands import flags, run, sweep
+from research_dp.commands import flags, python_calls, sweep
 from research_dp.errors import UsageError
 
 SMALL = ["--gin_file=runs/digits.gin", "--gin_file=models/mlp.gin", "--gin.mlp.widths=(16,)"]
@@ -166,7 +166,7 @@ except research_dp.UsageError as error:
     ],
 )
 def test_python_values_as_they_stand_in_a_gin_file(value, text):
-    assert run.as_gin(value) == text
+    assert python_calls.as_gin(value) == text
 
 
 def test_what_is_varied_may_stand_in_a_word_of_its_own(capsys):
