@@ -174,6 +174,25 @@ USUAL = {
 }
 EAGER_AXIS = {"axis_name": ("data", "text")}
 SLOT = {"grads": (TREE, "arrays"), "params": (TREE, "arrays")}
+
+
+class Plain(nn.Module):
+    """A module that takes what `linen_functions` gives."""
+
+    @nn.compact
+    def __call__(self, x, *, train, keys=None, batch_axes=()):
+        return nn.Dense(3)(x)
+
+
+OF_A_MODEL = {
+    "loss": (lambda output, target: output[:, 0], "a function"),
+    "inputs": ("x", "text or texts"),
+    "targets": ("y", "text?"),
+    "metrics": (None, "a dict?"),
+    "weights": (None, "text?"),
+    "config": (None, "a dict?"),
+    "bounds": (None, "a dict?"),
+}
 # Parameters of functions that are commands too.
 OF_A_RUN = {
     "gin_files": ((), "anything"),
@@ -303,7 +322,29 @@ CALLS = {
     "init_sharded": {"init": (lambda: TREE, "a function")},
     "largest_dim": {},
     "infer_sharding": {"tree": (TREE, "shapes"), "units": (None, "sizes?")},
-    "linen_functions": {"module": (nn.Dense(3), "one of its class")},
+    "linen_functions": {"module": (Plain(), "one of its class")},
+    "from_linen": {"module": (nn.Dense(3), "one of its class"), **OF_A_MODEL},
+    "from_nnx": {"factory": (lambda rngs: nnx.Linear(4, 1, rngs=rngs), "a function"), **OF_A_MODEL},
+    "from_arrays": {
+        "x": (np.ones((16, 8), np.float32), "anything"),
+        "y": (None, "anything"),
+        "eval": (0.5, "anything"),
+        "names": (("x", "y"), "texts"),
+        "info": (None, "a dict?"),
+        "augment": (None, "a function?"),
+        "name": ("arrays", "text"),
+    },
+    "from_source": {
+        "source": ([{"x": np.ones(8, np.float32)}] * 16, "anything"),
+        "eval": (0.5, "anything"),
+        "transform": (None, "a function?"),
+        "augment": (None, "a function?"),
+        "info": (None, "a dict?"),
+        "name": ("source", "text"),
+        "threads": (0, "a count or 0"),
+        "workers": (0, "a count or 0"),
+        "cache_bytes": (0, "a count or 0"),
+    },
     "make_mesh": {
         "axes": ({"data": -1}, "one of its class"),
         "devices": (None, "one of its class?"),
@@ -391,8 +432,11 @@ RECORDS = {
     *(
         "PLAIN",
         "StrategyConfig",
+        "DataSet",
         "DryRun",
+        "EvalOrder",
         "LoadedModel",
+        "TrainOrder",
         "ShardDecision",
         "LossOutput",
         "LeafSharding",
