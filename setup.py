@@ -25,6 +25,7 @@ INSTALL_REQUIRES = [
     "grain>=0.2.18,<0.3",  # threads and processes that prefetch batches
     "orbax-checkpoint>=0.12.8,<0.13",  # checkpoints
     "docstring_parser>=0.16,<1",  # descriptions of parameters in `--list --json`, docs/gin.md
+    "lazy_loader>=0.4,<1",  # public names are imported when they are used
     "safetensors>=0.5,<1",  # exported parameters, as other frameworks read them
     "absl-py>=2,<3",  # Grain's worker processes require parsed flags
     "filelock>=4.2.11,<5",  # one run a folder; one process prepares a data set while others wait
@@ -89,7 +90,10 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["research_dp", "research_dp.*"]),
     package_data={
-        "research_dp": ["py.typed", "distributed/hardware.toml", "certification/costs.toml"]
+        "research_dp": [
+            *("py.typed", "__init__.pyi"),
+            *("distributed/hardware.toml", "certification/costs.toml"),
+        ]
     },
     cmdclass={"build_py": BuildWithGinFiles},
     install_requires=INSTALL_REQUIRES,
