@@ -1,0 +1,167 @@
+"""Draws the two pictures of README.md.
+
+python tools/pictures.py strategies   # docs/strategies.svg, from a plan of lm_1b on 8 H100s
+python tools/pictures.py loss runs/single runs/fsdp runs/zero1   # docs/loss.svg, from metrics.jsonl
+
+Both are readable on a light and on a dark page: the background is transparent.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import matplotlib
+from matplotlib import pyplot
+from matplotlib.axes import Axes
+from matplotlib.patches import Rectangle
+
+matplotlib.use("svg")
+
+ROOT = Path(__file__).resolve().parents[1]
+TEXT = "#7a7f87"  # readable on white and on black
+COLORS = {"parameters": "#3f88c5", "gradients": "#e0803c", "optimizer state": "#45a06f"}
+ORDER = [
+    *("single", "ddp", "pmap", "spmd", "zero1"),
+    *("zero2", "fsdp", "fsdp_keep", "hsdp", "spmd_fsdp"),
+]
+DEVICES = 8
+STYLE: dict[str, Any] = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "research_dp",
+    "font.family": "sans-serif",
+    "text.color": TEXT,
+    "axes.edgecolor": TEXT,
+    "axes.labelcolor": TEXT,
+    "xtick.color": TEXT,
+    "ytick.color": TEXT,
+}
+
+
+def plan() -> dict[str, Any]:
+    """Returns the plan of all strategies on one host with eight H100s."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "plan.json"
+        flags = ["--gin_file=experiments/plan/lm_1b.gin", f"--topology=h100:1x{DEVICES}"]
+        words = [sys.executable, "-m", "research_dp.plan", *flags, "--strategies=all"]
+        subprocess.run([*words, f"--json={file}"], cwd=ROOT, check=True)
+        return json.loads(file.read_text())["strategies"]
+
+
+def temporarily_full() -> dict[str, set[str]]:
+    """Returns what each strategy's step makes full for a time, although it is stored as shards."""
+    from research_dp.config import gin_internals, load
+
+    jax.config.update("jax_num_cpu_devices", DEVICES)
+    result: dict[str, set[str]] = {}
+    for name in ORDER:
+        load.reset()
+        load.load([f"gin/strategies/{name}.gin"])
+        config = gin_internals.value_of("train.strategy")
+        if config.gather and not config.reshard_after_forward:
+            result[name] = {"parameters", "gradients"}
+        elif config.shard and config.sync and not config.gather and config.sync_each == "step":
+            result[name] = {"gradients"}
+    load.reset()
+    return result
+
+
+def draw_strategies() -> Path:
+    """Draws the strip: what each of eight devices stores under each strategy."""
+    plans, temporary = plan(), temporarily_full()
+    full = plans["single"]
+    figure, panels = pyplot.subplots(2, 5, figsize=(10, 5.8))
+    for name, axes in zip(ORDER, panels.flat, strict=True):
+        one = plans[name]
+        shards = {
+            "parameters": round(full["params_bytes"] / one["params_bytes"]),
+            "optimizer state": round(full["opt_bytes"] / one["opt_bytes"]),
+        }
+        shards["gradients"] = shards["optimizer state"]
+        for row, kind in enumerate(COLORS):
+            count = 1 if name == "single" else DEVICES
+            draw_row(axes, row, kind, shards[kind], count, kind in temporary.get(name, ()))
+        lines = f"memory {one['needed_bytes'] / 1e9:.1f} GB\nsends {gigabytes_sent(one)}"
+        axes.set_title(name, fontsize=13, fontweight="bold", color=TEXT)
+        axes.text(DEVICES / 2, -0.35, lines, ha="center", va="top", fontsize=10.5)
+        axes.set(xlim=(-0.1, DEVICES + 0.1), ylim=(-1.75, 9.8))
+        axes.axis("off")
+        for patch in axes.patches:
+            patch.set_clip_on(False)
+    handles = [Rectangle((0, 0), 1, 1, color=color) for color in COLORS.values()]
+    handles.append(Rectangle((0, 0), 1, 1, facecolor=TEXT, alpha=0.3))
+    labels = [*COLORS, "full only during a step"]
+    figure.legend(handles, labels, loc="lower center", ncols=4, frameon=False, fontsize=11)
+    figure.subplots_adjust(left=0.01, right=0.99, top=0.94, bottom=0.09, hspace=0.24, wspace=0.12)
+    return save(figure, "strategies.svg")
+
+
+def gigabytes_sent(one: dict[str, Any]) -> str:
+    """Returns what a device sends in a step."""
+    sent = one["wire_bytes"]["total"]
+    return f"{sent / 1e9:.1f} GB" if sent else "nothing"
+
+
+def draw_row(axes: Axes, row: int, kind: str, shards: int, devices: int, temporary: bool) -> None:
+    """Draws one array on all devices: the outline is the full array, the filled part the shard."""
+    bottom, height = 6.6 - 3.3 * row, 2.9
+    for device in range(devices):
+        left = device + (DEVICES - devices) / 2
+        axes.add_patch(
+            Rectangle((left + 0.08, bottom), 0.84, height, fill=False, ec=TEXT, lw=0.5, alpha=0.7)
+        )
+        if temporary:
+            box = (left + 0.08, bottom)
+            axes.add_patch(Rectangle(box, 0.84, height, color=COLORS[kind], lw=0, alpha=0.3))
+        position = bottom + height * (1 - (device % shards + 1) / shards)
+        box = (left + 0.08, position)
+        axes.add_patch(Rectangle(box, 0.84, height / shards, color=COLORS[kind], lw=0))
+
+
+def draw_loss(runs: list[Path]) -> Path:
+    """Draws the training loss of runs, from their records."""
+    figure, axes = pyplot.subplots(figsize=(7, 2.9))
+    looks = [("#3f88c5", "-", 4.0), ("#e0803c", "-", 1.6), ("#45a06f", (0, (3, 2)), 1.6)]
+    for run, (color, dashes, width) in zip(runs, looks, strict=False):
+        records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+        train = [record for record in records if record["split"] == "train"]
+        summary = json.loads((run / "summary.json").read_text())
+        label = f"{summary['strategy']}, {summary['devices']} devices".replace(
+            "1 devices", "1 device"
+        )
+        steps, losses = [r["step"] for r in train], [r["loss"] for r in train]
+        alpha = 0.45 if width > 2 else 1.0
+        axes.plot(steps, losses, color=color, ls=dashes, lw=width, alpha=alpha, label=label)
+    axes.set(xlabel="step", ylabel="training loss", yscale="log")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    figure.tight_layout()
+    return save(figure, "loss.svg")
+
+
+def save(figure: Any, name: str) -> Path:
+    """Writes a picture that has the same bytes each time."""
+    path = ROOT / "docs" / name
+    figure.savefig(path, transparent=True, metadata={"Date": None})
+    return path
+
+
+def main() -> None:
+    """Draws what the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("picture", choices=["strategies", "loss"])
+    parser.add_argument("runs", nargs="*", type=Path, help="folders of runs, for `loss`")
+    flags = parser.parse_args()
+    with pyplot.rc_context(STYLE):
+        print(draw_loss(flags.runs) if flags.picture == "loss" else draw_strategies())
+
+
+if __name__ == "__main__":
+    main()
