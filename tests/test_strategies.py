@@ -169,7 +169,7 @@ def test_initialisation_never_holds_the_whole_model_on_a_device():
 
 
 # Wire bytes in units of P (n - 1) / n bytes of float32, for k micro-batches, where everything is
-# sharded that can be; the table of README.md.
+# sharded that can be; the table of docs/strategies.md.
 WIRE = {
     "ddp": lambda k: 2,
     "pmap": lambda k: 2,

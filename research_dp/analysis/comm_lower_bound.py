@@ -1,4 +1,4 @@
-"""The least bytes that a strategy must communicate: the README's table, parameter by parameter.
+"""The least bytes that a strategy must communicate: its table's, parameter by parameter.
 
 Nothing is read from the step that is judged, but from its slots' bindings and the model.
 """
@@ -33,7 +33,7 @@ _USES = ("full", "lookup", "row")
 
 
 def min_wire_bytes(strategy: Strategy, spec: TrainSpec) -> float:
-    """Bytes that a device sends in a step over rings, by the README's table.
+    """Bytes that a device sends in a step over rings, by the table of strategies.
 
     For a table that is sharded by feature, the rows that are looked up count where they are fewer
     than its own. Reductions of metrics and norms come on top.

@@ -1,4 +1,4 @@
-"""What a strategy sends and stores, compared with the README's table."""
+"""What a strategy sends and stores, compared with the table of strategies."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def plan(*, max_wire_ratio: Positive | None = None, max_peak_bytes: Count | None
     have no effect on training.
 
     Args:
-        max_wire_ratio: Wire bytes a step over the least of the README's table, e.g. 1.01.
+        max_wire_ratio: Wire bytes a step over the least of the table of strategies, e.g. 1.01.
         max_peak_bytes: Most bytes in use on a device at any moment of a step.
 
     Raises:

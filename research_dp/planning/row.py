@@ -48,7 +48,7 @@ class Row:
     fits: bool = False
     collectives: list[CollectiveTotal] | None = None
     wire_bytes: dict[str, Any] | None = None  # 'total', 'by_kind', 'by_axis', 'by_dtype'
-    min_wire_bytes: float | None = None  # by the README's table
+    min_wire_bytes: float | None = None  # by the table of strategies
     hidden_fraction: float | None = None  # of the wire bytes, sent behind compute
     flops: int | None = None  # of matrix multiplications, without those of custom kernels
     predicted_seconds: float | None = None
