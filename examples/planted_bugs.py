@@ -156,7 +156,11 @@ def with_loss(model, change):
 
 @gin.register
 def model_with_own_keys(model):
-    """The model, whose dropout differs from device to device."""
+    """The model, with dropout masks that differ from device to device.
+
+    Args:
+        model: Any model with dropout.
+    """
     return with_loss(model, keys_by_device)
 
 
