@@ -117,6 +117,7 @@ def test_every_parameter_that_gin_can_bind_is_described():
     missing = [
         f"{entry['selector']}.{name}: write it under Args: of the docstring"
         for entry in entries
+        if not entry.get("selector", "").startswith("examples.")  # which another test imported
         for name, known in entry.get("parameters", {}).items()
         if known["bindable"] and not known["description"]
     ]
