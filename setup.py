@@ -54,6 +54,10 @@ EXTRAS = {
     ],
     "plan-tpu": ["libtpu>=0.0.51,<0.1"],  # XLA's compiler for TPUs
     "plots": ["matplotlib>=3.9,<4"],  # the plots of `plan --html`
+    "docs": [
+        "mkdocs-material>=9.7,<10",  # the site
+        "mkdocstrings-python>=2,<3",  # its reference, from docstrings
+    ],
     "test": [
         "pytest>=8",  # the test suite
         "pytest-xdist>=3.6,<4",  # runs it in several processes: half the time on two cores

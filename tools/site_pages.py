@@ -1,0 +1,148 @@
+"""A hook of MkDocs: the site's pages that are not in docs/, and links that lead to them.
+
+- README.md is the first page. Pages of other folders are read where they are, not copied.
+- Each group of public names has a page of reference, made of their docstrings.
+- A link to any other file of the repository leads to a page that shows the file.
+"""
+
+import json
+import os
+import posixpath
+import re
+from pathlib import Path
+
+from mkdocs.structure.files import File
+
+import research_dp
+
+ROOT = Path(__file__).resolve().parents[1]
+NOTEBOOK = "docs/notebook/first_hour.ipynb"
+# Group of public names -> the modules below research_dp that define them, or single names.
+GROUPS = {
+    "Commands": ("commands", "UsageError"),
+    "Strategies": ("strategies", "distributed.mesh"),
+    "Models": ("models", "TrainableModel", "LossOutput"),
+    "Data": ("data", "training.batches", "DataSet", "TrainOrder", "EvalOrder"),
+    "Collectives": (
+        *("distributed.collectives", "distributed.buckets", "distributed.gradient_sync"),
+        "distributed.differentiable_gather",
+    ),
+    "Sharding": (
+        *("distributed.fsdp", "distributed.shard_rules", "distributed.sharding"),
+        *("distributed.linen", "distributed.nnx"),
+    ),
+    "Optimizers": (
+        *("distributed.optimizer", "distributed.sharded_optimizer", "distributed.update"),
+        *("distributed.norms", "distributed.microbatch"),
+    ),
+    "Compat": ("compat",),
+}
+CODE = re.compile(r"^( *)```.*?^\1```", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"""(\]\(|\b(?:src|srcset|href)=")([^)\s"#]+)""")
+LANGUAGES = {".py": "python", ".yaml": "yaml", ".toml": "toml", ".sbatch": "bash"}
+
+
+def outside_pages() -> dict[str, str]:
+    """Returns the place on the site of each page that is outside docs/, or no Markdown."""
+    places = {"README.md": "index.md", NOTEBOOK: "notebook.md"}
+    places |= {f"{name}.md": f"{name.lower()}.md" for name in ("CHANGELOG", "CONTRIBUTING")}
+    places["ROADMAP.md"] = "roadmap.md"
+    for path in sorted((ROOT / "experiments").rglob("*.md")):
+        folder = path.parent.name if path.parent.name != "experiments" else "index"
+        name = folder + path.stem.removeprefix("README")
+        places[path.relative_to(ROOT).as_posix()] = f"results/{name}.md"
+    return places
+
+
+def reference_pages() -> dict[str, str]:
+    """Returns a page for each group of public names."""
+    pages = {}
+    for group, parts in GROUPS.items():
+        names = [name for name in sorted(research_dp.__all__) if group_of(name) == group]
+        entries = [f"::: research_dp.{name}\n" for name in names]
+        pages[f"reference/{group.lower()}.md"] = "\n".join([f"# {group}\n", *entries])
+    return pages
+
+
+def group_of(name: str) -> str:
+    """Returns the group of a public name; of several, the one that has the name itself."""
+    module = research_dp._modules()[name].removeprefix("research_dp.")
+    found = {group for group, parts in GROUPS.items() if name in parts} or {
+        group
+        for group, parts in GROUPS.items()
+        if any(f"{module}.".startswith(f"{part}.") for part in parts)
+    }
+    if len(found) != 1:
+        raise ValueError(f"{name} of {module} is in {len(found)} groups of {__file__}; give it one")
+    return found.pop()
+
+
+def notebook_page() -> str:
+    """Returns the notebook's cells as Markdown."""
+    cells = json.loads((ROOT / NOTEBOOK).read_text())["cells"]
+    texts = [("".join(cell["source"]), cell["cell_type"]) for cell in cells]
+    return "\n\n".join(
+        text if kind == "markdown" else f"```python\n{text}\n```" for text, kind in texts
+    )
+
+
+def source_page(path: Path) -> str:
+    """Returns a page that shows a file of the repository."""
+    language = LANGUAGES.get(path.suffix, "text")
+    title = path.relative_to(ROOT).as_posix()
+    return f"# {title}\n\n````{language}\n{path.read_text()}````\n"
+
+
+def links(markdown: str, folder: str) -> dict[str, str]:
+    """Returns the relative links of a page in a folder of the repository: link -> path."""
+    found = [link for _, link in LINK.findall(CODE.sub("", markdown)) if ":" not in link]
+    return {link: posixpath.normpath(posixpath.join(folder, link)) for link in found}
+
+
+def on_files(files, config):
+    """Adds the pages that are not in docs/."""
+    places = outside_pages()
+    texts = {
+        place: notebook_page() if path == NOTEBOOK else (ROOT / path).read_text()
+        for path, place in places.items()
+    }
+    texts |= reference_pages()
+    paths = {f"docs/{file.src_uri}": file.src_uri for file in files.documentation_pages()}
+    paths |= places
+    for path, place in list(paths.items()):
+        text = texts[place] if place in texts else (ROOT / path).read_text()
+        for target in links(text, posixpath.dirname(path)).values():
+            source = ROOT / target
+            if target not in paths and not target.startswith("docs/") and source.is_file():
+                paths[target] = f"source/{target}.md"
+                texts[paths[target]] = source_page(source)
+    for place, text in texts.items():
+        files.append(File.generated(config, place, content=text))
+    config["extra"]["places"] = paths
+    return files
+
+
+def on_page_markdown(markdown, page, config, files):
+    """Turns links into those of the site; links to a folder lead to its README.md."""
+    places = config["extra"]["places"]
+    paths = {place: path for path, place in places.items()}
+    if page.file.src_uri not in paths:  # a page of reference
+        return markdown
+    place = posixpath.dirname(page.file.src_uri)
+
+    def moved(match: re.Match) -> str:
+        before, link = match.groups()
+        path = links(match[0], posixpath.dirname(paths[page.file.src_uri])).get(link, link)
+        target = places.get(path) or places.get(f"{path}/README.md")
+        if not target and path.startswith("docs/"):
+            target = path.removeprefix("docs/")
+        return before + (os.path.relpath(target, place or ".") if target else link)
+
+    parts, end = [], 0
+    for block in [*CODE.finditer(markdown), None]:
+        start = block.start() if block else len(markdown)
+        parts.append(LINK.sub(moved, markdown[end:start]))
+        if block:
+            parts.append(block[0])
+            end = block.end()
+    return "".join(parts)
