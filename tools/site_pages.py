@@ -57,7 +57,7 @@ def outside_pages() -> dict[str, str]:
 def reference_pages() -> dict[str, str]:
     """Returns a page for each group of public names."""
     pages = {}
-    for group, parts in GROUPS.items():
+    for group in GROUPS:
         names = [name for name in sorted(research_dp.__all__) if group_of(name) == group]
         entries = [f"::: research_dp.{name}\n" for name in names]
         pages[f"reference/{group.lower()}.md"] = "\n".join([f"# {group}\n", *entries])
