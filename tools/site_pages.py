@@ -5,6 +5,8 @@
 - A link to any other file of the repository leads to a page that shows the file.
 """
 
+import ast
+import functools
 import json
 import os
 import posixpath
@@ -64,9 +66,17 @@ def reference_pages() -> dict[str, str]:
     return pages
 
 
+@functools.cache
+def modules() -> dict[str, str]:
+    """Returns the module of each public name, below research_dp."""
+    stub = ast.parse(Path(research_dp.__file__).with_suffix(".pyi").read_text())
+    imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
+    return {alias.name: node.module or "" for node in imports for alias in node.names}
+
+
 def group_of(name: str) -> str:
     """Returns the group of a public name; of several, the one that has the name itself."""
-    module = research_dp._modules()[name].removeprefix("research_dp.")
+    module = modules()[name]
     found = {group for group, parts in GROUPS.items() if name in parts} or {
         group
         for group, parts in GROUPS.items()
