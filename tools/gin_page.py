@@ -30,7 +30,8 @@ def pages() -> dict[Path, str]:
         functions = [entry for entry in group["entries"] if "text" not in entry]
         if files:
             parts.append("\n| file | what it is |\n|---|---|\n")
-            parts += [f"| `{entry['name']}` | {entry['summary']} |\n" for entry in files]
+            rows = "| [`{name}`](../gin/{name}) | {summary} |\n"
+            parts += [rows.format(**entry) for entry in files]
         for entry in functions:
             parts.append(in_full(entry))
     return {PAGE: "".join(parts)}

@@ -41,7 +41,7 @@ GROUPS = {
 }
 CODE = re.compile(r"^( *)```.*?^\1```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"""(\]\(|\b(?:src|srcset|href)=")([^)\s"#]+)""")
-LANGUAGES = {".py": "python", ".yaml": "yaml", ".toml": "toml", ".sbatch": "bash"}
+LANGUAGES = {".py": "python", ".gin": "python", ".yaml": "yaml", ".toml": "toml", ".sbatch": "bash"}
 
 
 def outside_pages() -> dict[str, str]:
@@ -100,7 +100,8 @@ def source_page(path: Path) -> str:
     """Returns a page that shows a file of the repository."""
     language = LANGUAGES.get(path.suffix, "text")
     title = path.relative_to(ROOT).as_posix()
-    return f"# {title}\n\n````{language}\n{path.read_text()}````\n"
+    wide = "---\nhide: [navigation, toc]\n---\n\n"
+    return f"{wide}# {title}\n\n````{language}\n{path.read_text()}````\n"
 
 
 def links(markdown: str, folder: str) -> dict[str, str]:
