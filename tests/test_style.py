@@ -94,7 +94,7 @@ def test_links_lead_to_a_heading(page):
 def test_every_page_is_on_the_site():
     """Its navigation lists what is there; a page that nothing leads to is not found."""
     config = (ROOT / "mkdocs.yml").read_text()
-    listed = set(re.findall(r"- ([\w/]+\.md)$", config, re.MULTILINE))
+    listed = set(re.findall(r"([\w/]+\.md)$", config, re.MULTILINE))
     assert {page.name for page in PAGES} - {"README.md", "pages.md"} <= listed
     results = {p.relative_to(ROOT) for p in (ROOT / "experiments").rglob("*.md")}
     names = {p.parent.name + p.stem.removeprefix("README") for p in results}
