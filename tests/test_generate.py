@@ -8,6 +8,7 @@ import sys
 
 import pytest
 from conftest import ROOT
+from test_readme import add_two_level
 
 
 def run(folder, *words):
@@ -35,16 +36,13 @@ def test_every_public_name_has_a_summary():
 def test_what_mentions_a_new_strategy_is_generated(tmp_path):
     clone = tmp_path / "clone"
     shutil.copytree(ROOT, clone, ignore=shutil.ignore_patterns(".*"))
-    page = (ROOT / "docs" / "strategies.md").read_text()
-    for name, text in re.findall(
-        r"`([\w/]+two_level\.\w+)`\n\n<!--.*?-->\n```\w*\n(.*?)```", page, re.DOTALL
-    ):
-        (clone / name).write_text(text)
+    add_two_level(clone)
     assert run(clone, "tools/generate.py", "--check").returncode == 1
     done = run(clone, "tools/generate.py")
     assert done.returncode == 0, done.stdout + done.stderr
     row = "| `two_level` | replicated | by `two_level_average`, once a step | replicated |"
     assert f"{row} not known |" in (clone / "docs" / "strategies.md").read_text()
+    assert "| `two_level` | nothing | not known |" in (clone / "README.md").read_text()
     tests = ["test_generate", "test_layers", "test_documentation", "test_certification_costs"]
     words = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
     done = run(clone, *words, *(f"tests/{name}.py" for name in tests))

@@ -95,7 +95,7 @@ def test_every_page_is_on_the_site():
     """Its navigation lists what is there; a page that nothing leads to is not found."""
     config = (ROOT / "mkdocs.yml").read_text()
     listed = set(re.findall(r"([\w/]+\.md)$", config, re.MULTILINE))
-    assert {page.name for page in PAGES} - {"README.md", "pages.md"} <= listed
+    assert {page.name for page in PAGES} - {"README.md"} <= listed
     results = {p.relative_to(ROOT) for p in (ROOT / "experiments").rglob("*.md")}
     names = {p.parent.name + p.stem.removeprefix("README") for p in results}
     assert {f"results/{n.replace('experiments', 'index')}.md" for n in names} <= listed

@@ -4,8 +4,8 @@ python tools/generate.py [--check]
 
 - docs/gin.md: what gin files can name;
 - docs/api.md: the table of public names;
-- docs/strategies.md: the table of strategies; research_dp/certification/costs.toml: what each may
-  cost;
+- README.md, docs/strategies.md: the tables of strategies;
+- research_dp/certification/costs.toml: what each may cost;
 - README.md, docs/: what the commands on these pages print; tests/golden/: the shipped
   configurations, and the names that users depend on.
 """

@@ -3,6 +3,8 @@
 python tools/pictures.py strategies   # docs/strategies.svg, from a plan of lm_1b on 8 H100s
 python tools/pictures.py loss runs/single runs/fsdp runs/zero1   # docs/loss.svg, from metrics.jsonl
 
+The runs are the quickstart with --gin_file=strategies/NAME.gin --gin.train.log_every=10.
+
 Both are readable on a light and on a dark page: the background is transparent.
 """
 
@@ -77,7 +79,7 @@ def draw_strategies() -> Path:
     """Draws the strip: what each of eight devices stores under each strategy."""
     plans, temporary = plan(), temporarily_full()
     full = plans["single"]
-    figure, panels = pyplot.subplots(2, 5, figsize=(10, 5.8))
+    figure, panels = pyplot.subplots(2, 5, figsize=(10, 5.7))
     for name, axes in zip(ORDER, panels.flat, strict=True):
         one = plans[name]
         shards = {
@@ -93,13 +95,11 @@ def draw_strategies() -> Path:
         axes.text(DEVICES / 2, -0.35, lines, ha="center", va="top", fontsize=10.5)
         axes.set(xlim=(-0.1, DEVICES + 0.1), ylim=(-1.75, 9.8))
         axes.axis("off")
-        for patch in axes.patches:
-            patch.set_clip_on(False)
     handles = [Rectangle((0, 0), 1, 1, color=color) for color in COLORS.values()]
     handles.append(Rectangle((0, 0), 1, 1, facecolor=TEXT, alpha=0.3))
     labels = [*COLORS, "full only during a step"]
     figure.legend(handles, labels, loc="lower center", ncols=4, frameon=False, fontsize=11)
-    figure.subplots_adjust(left=0.01, right=0.99, top=0.94, bottom=0.09, hspace=0.24, wspace=0.12)
+    figure.subplots_adjust(left=0.01, right=0.99, top=0.94, bottom=0.09, hspace=0.3, wspace=0.12)
     return save(figure, "strategies.svg")
 
 
