@@ -69,8 +69,6 @@ from .distributed.sharding import (
 from .distributed.update import fsdp_apply_gradients, fsdp_update
 from .errors import UsageError
 from .models.from_module import from_linen, from_nnx
-from .models.image_classifiers import image_classifier
-from .models.layers import dropout
 from .strategies import (
     Strategy,
     StrategyConfig,
@@ -93,10 +91,10 @@ __all__ = [
     "TrainState", "TrainableModel", "UsageError", "accumulate_gradients", "all_mean",
     "all_mean_tree", "apply_gradients", "certify", "choose_dim", "clip_by_global_norm",
     "clip_by_global_norm_sharded", "compiled", "create_data_parallel_sharding", "data_parallel",
-    "data_parallel_rules", "data_parallel_train_step", "dim_by_path", "dropout", "dry_run",
+    "data_parallel_rules", "data_parallel_train_step", "dim_by_path", "dry_run",
     "eval_metrics", "evaluate", "export", "from_arrays", "from_linen", "from_nnx",
     "from_source", "fsdp_apply_gradients", "fsdp_update", "gather_array_with_mean_grads",
-    "gather_params", "gather_tree", "global_norm", "image_classifier", "infer_sharding",
+    "gather_params", "gather_tree", "global_norm", "infer_sharding",
     "init_sharded", "largest_dim", "linen_functions", "load", "make_mesh", "mapped",
     "metric_means", "nnx_functions", "one_device_mesh", "pad_to_multiple",
     "place_batch_on_shards", "place_model_state_on_shards", "place_nnx_state_on_shards", "plan",

@@ -194,13 +194,13 @@ OF_A_MODEL = {
     "bounds": (None, "a dict?"),
 }
 # Parameters of functions that are commands too.
-OF_A_RUN = {
+OF_AN_EVALUATION = {
     "gin_files": ((), "anything"),
     "bindings": ((), "anything"),
     "imports": ((), "texts"),
     "cpu_devices": (None, "a count?"),
-    "allow_unused": (False, "a flag"),
 }
+OF_A_RUN = {**OF_AN_EVALUATION, "allow_unused": (False, "a flag")}
 OF_A_WORKDIR = {"workdir": ("unused", "anything"), "step": (None, "a count or 0?")}
 LOOP = recipe().build(rdp.TrainSpec(**SPEC))
 OF_A_LOOP = {
@@ -374,7 +374,7 @@ CALLS = {
     },
     "dry_run": OF_A_RUN,
     "eval_metrics": {**OF_A_LOOP, "state": (LOOP.init(0), "one of its class")},
-    "evaluate": {**OF_A_RUN, **OF_A_WORKDIR},
+    "evaluate": {**OF_AN_EVALUATION, **OF_A_WORKDIR},
     "export": {**OF_A_WORKDIR, "to": ("unused", "anything")},
     "load": {
         **OF_A_WORKDIR,

@@ -20,6 +20,8 @@ MODULE = "research_dp.train"
 
 # What tests start inherits this: under nohup a hangup would be ignored, and runs follow that.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+# pytest-xdist exports the width of its terminal, at which commands in a pipe would lay out tables.
+os.environ.pop("COLUMNS", None)
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)

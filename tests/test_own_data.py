@@ -289,7 +289,7 @@ def test_what_a_user_needs_is_there_without_tensorflow():
         "data = research_dp.from_arrays(jnp.ones((20, 2)), jnp.ones(20))\n"
         "next(data.train(research_dp.TrainOrder(seed=0, batch_size=2, rows=jnp.arange(2),"
         " first_step=0, num_steps=1)))\n"
-        "research_dp.from_linen, research_dp.image_classifier, research_dp.dropout\n"
+        "research_dp.from_linen, research_dp.from_nnx\n"
         "print([m for m in ('tensorflow', 'tensorflow_datasets') if m in sys.modules])"
     )
     done = subprocess.run(

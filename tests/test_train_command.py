@@ -203,7 +203,7 @@ def test_dry_run_shows_configuration_and_layout_and_trains_nothing(command, tmp_
         (["--gin.train.max_grad_norm=-1.0"], ["-1.0: give a positive number"]),
         (["--gin.train.profile_at=5000"], ["profile_at = 5000 is never passed", "Bind less"]),
         (["--gin.train.seed=-1"], ["-1: give an integer from 0 to 2^32"]),
-        (["--gin_file=gin/data/pystdlib_text.gin"], ["reads 'image'", "['tokens', 'weights']"]),
+        (["--gin_file=gin/data/pystdlib_text.gin"], ["reads 'label'", "['tokens', 'weights']"]),
     ],
 )
 def test_mistakes_are_told_in_a_line_or_two(main, flags, expected):

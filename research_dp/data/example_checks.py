@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from research_dp.argument_types import described
 from research_dp.data.shuffle import permute
-from research_dp.errors import UsageError
+from research_dp.errors import UsageError, first_line
 from research_dp.types import Arrays
 
 GUIDE = "See docs/own_data.md."
@@ -25,19 +26,27 @@ def named_arrays(x: Any, y: Any, names: Sequence[str], function: str, data: str)
     else:
         named = {names[0]: x} if y is None else {names[0]: x, names[-1]: y}
     arrays = {name: narrowed(name, value) for name, value in named.items()}
+    if not arrays:
+        raise UsageError(f"{function}.x of {data} is {{}}. Give at least one array.")
     lengths = {name: len(x) if x.ndim else None for name, x in arrays.items()}
     if len(set(lengths.values())) != 1 or None in lengths.values():
         text = ", ".join(f"{name} {x.shape}" for name, x in arrays.items())
         problem = f"arrays of {data} differ in length: {text}. The first dim counts examples"
         raise UsageError(f"{function}: {problem}.")
     if 0 in lengths.values():
-        raise UsageError(f"{function}: {data} has no examples.")
+        raise UsageError(f"{function}.x: {data} has no examples.")
     return arrays
 
 
 def narrowed(name: str, value: Any) -> np.ndarray:
     """The value as JAX computes with it: float32 instead of float64, int32 instead of int64."""
-    array = np.asarray(value)
+    try:
+        array = np.asarray(value)
+    except (TypeError, ValueError) as error:  # random keys, lists of different lengths
+        raise UsageError(
+            f"{name!r} is {described(value)}, which is no array of numbers: "
+            f"{first_line(error)} {GUIDE}"
+        ) from error
     if not (array.dtype == np.bool_ or jnp.issubdtype(array.dtype, jnp.number)):
         raise UsageError(
             f"{name!r} is of dtype {array.dtype}. Give numbers of one shape: encode text and "
@@ -69,20 +78,24 @@ def check_source(source: Any, function: str, name: str) -> None:
     """Raises UsageError for what is not read by index."""
     if isinstance(source, Mapping):
         raise UsageError(f"{function} of {name} is a dict. Use research_dp.from_arrays.")
-    if not hasattr(source, "__len__") or not hasattr(source, "__getitem__"):
-        kind = type(source).__name__
+    try:
+        is_empty = not len(source)
+    except TypeError:  # a stream, a class, an array without dims
+        is_empty = None
+    if is_empty is None or not hasattr(source, "__getitem__"):
         raise UsageError(
-            f"{function} of {name} is a {kind}, without len() or access by index. A stream cannot "
-            f"resume exactly. Read it once into a list, or write it as files by index. {GUIDE}"
+            f"{function} of {name} is a {type(source).__name__}, without len() or access by index. A "
+            "stream cannot resume exactly. Read it once into a list, or write it as files by "
+            f"index. {GUIDE}"
         )
-    if not len(source):
+    if is_empty:
         raise UsageError(f"{function}: {name} has no examples.")
 
 
 def fraction_of(value: float, size: int, function: str, name: str) -> tuple[np.ndarray, np.ndarray]:
     """Entries to train on and to evaluate on, in order; the same in every run."""
-    count = round(value * size)
-    if not 0 < value < 1 or not 0 < count < size:
+    count = round(value * size) if 0 < value < 1 else 0
+    if not 0 < count < size:
         raise UsageError(
             f"{function}.eval = {value}: {count} of {size} examples of {name} to evaluate on. Give "
             "a fraction between 0 and 1 that leaves examples to both, or data to evaluate on."

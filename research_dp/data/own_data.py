@@ -62,6 +62,8 @@ def from_arrays(
         UsageError: Arrays differ in length, are empty or do not contain numbers, or labels are out
             of range.
     """
+    if len(names) != 2:
+        raise UsageError(f"from_arrays.names = {names!r}: give two, for x and y.")
     info, target = dict(info or {}), names[-1] if y is not None else None
     arrays = named_arrays(x, y, names, "from_arrays", name)
     check_labels(arrays, target, info, f"{name} train")
@@ -122,7 +124,7 @@ def from_source(
         UsageError: The source has no length or no access by index, is empty, or its examples are
             not dicts of arrays of numbers. While reading: an example differs from the first one.
     """
-    check_source(source, "from_source", name)
+    check_source(source, "from_source.source", name)
     train_entries = eval_entries = None
     eval_source = source
     if isinstance(eval, float | int):
