@@ -193,11 +193,11 @@ OF_A_MODEL = {
     "config": (None, "a dict?"),
     "bounds": (None, "a dict?"),
 }
-# Parameters of functions that are commands too.
+# Parameters of functions that are commands too, or that read gin files.
+OF_GIN = {"bindings": ((), "anything"), "imports": ((), "texts")}
 OF_AN_EVALUATION = {
+    **OF_GIN,
     "gin_files": ((), "anything"),
-    "bindings": ((), "anything"),
-    "imports": ((), "texts"),
     "cpu_devices": (None, "a count?"),
 }
 OF_A_RUN = {**OF_AN_EVALUATION, "allow_unused": (False, "a flag")}
@@ -391,7 +391,7 @@ CALLS = {
         "html_file": (None, "anything"),
         "dump_hlo": (None, "anything"),
     },
-    "strategy": {**OF_A_RUN, "name": ("ddp", "text")},
+    "strategy": {**OF_GIN, "name": ("ddp", "text")},
     "train_batches": {
         **OF_A_LOOP,
         "num_steps": (1, "a count"),

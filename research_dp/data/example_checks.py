@@ -84,8 +84,8 @@ def check_source(source: Any, function: str, name: str) -> None:
         is_empty = None
     if is_empty is None or not hasattr(source, "__getitem__"):
         raise UsageError(
-            f"{function} of {name} is a {type(source).__name__}, without len() or access by index. A "
-            "stream cannot resume exactly. Read it once into a list, or write it as files by "
+            f"{function} of {name} is a {type(source).__name__}, without len() or access by index. "
+            "A stream cannot resume exactly. Read it once into a list, or write it as files by "
             f"index. {GUIDE}"
         )
     if is_empty:
