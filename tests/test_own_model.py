@@ -335,6 +335,10 @@ def test_what_cannot_be_called_is_refused_at_once(make, message):
             r"loss returns an array \(16, 16\) for targets \(16,\): the output was broadcast",
         ),
         ({"loss": lambda output, y: output.sum(0)}, r"loss returns an array \(10,\)"),
+        (
+            {"metrics": {"loss": correct}},
+            "model: its metric 'loss' has the name of one that every run reports. Rename it",
+        ),
         ({"inputs": "image"}, r"reads 'image' of a batch, but the data set gives \['x', 'y'\]"),
         ({"targets": "label"}, r"reads 'label' of a batch, but the data set gives \['x', 'y'\]"),
     ],
@@ -342,6 +346,32 @@ def test_what_cannot_be_called_is_refused_at_once(make, message):
 def test_a_loss_that_is_not_one_number_per_example_is_refused(options, message):
     with pytest.raises(UsageError, match=message):
         build("single", linen_model(own.linen(plain), **options))
+
+
+@pytest.mark.parametrize(
+    ("values", "target", "is_broadcast"),
+    [
+        ((4, 4), (4, 1), True),  # (B,) against (B, 1)
+        ((4, 6), (4, 6), False),
+        ((4, 5), (4, 6), False),  # the next token
+        ((4, 9), (4, 6, 4), False),  # a loss per anchor
+        ((4,), (4, 10), False),  # one-hot labels
+    ],
+)
+def test_values_of_more_numbers_than_targets_are_refused(values, target, is_broadcast):
+    def loss(output, y):
+        return jnp.zeros(values)
+
+    def lowered():
+        batch = {"x": jnp.ones((4, FEATURES)), "y": jnp.ones(target)}
+        params, state = made.init(jax.random.key(0), batch)
+        made.loss(params, state, batch, None, train=False, batch_axes=())
+
+    made = linen_model(own.linen(plain), loss=loss)
+    if not is_broadcast:
+        return lowered()
+    with pytest.raises(UsageError, match=r"for targets \(4, 1\).*Give output and target one shape"):
+        lowered()
 
 
 def test_a_factory_that_makes_no_module_is_refused():

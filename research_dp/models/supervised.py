@@ -85,12 +85,23 @@ def _checked_values(name: str, values: Any, rows: int, target: Any) -> jax.Array
         )
     if shape[0] != rows:
         raise UsageError(f"{name} returns an array {shape}. Return {expected}.")
-    if isinstance(target, jax.Array) and len(shape) > max(target.ndim, 1):
+    if isinstance(target, jax.Array) and _is_broadcast(shape, target.shape):
         raise UsageError(
             f"{name} returns an array {shape} for targets {target.shape}: the output was broadcast "
-            f"against them. Return {expected}, e.g. with output.squeeze(-1)."
+            f"against them. Return {expected}. Give output and target one shape, e.g. by "
+            "squeeze(-1) of the one with a last dim of 1."
         )
     return jnp.asarray(values).astype(jnp.float32)
+
+
+def _is_broadcast(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
+    """Whether values (B, ...) have more numbers than targets (B, ...) of as many dims.
+
+    Values of fewer dims are free, e.g. a loss per anchor (B, A) for boxes (B, N, 4).
+    """
+    if len(shape) < len(target):
+        return False
+    return len(shape) > max(len(target), 1) or any(map(int.__gt__, shape, target))
 
 
 def _weight(name: str, scales: Sequence[jax.Array], shape: tuple[int, ...]) -> jax.Array:

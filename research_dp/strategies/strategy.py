@@ -29,6 +29,8 @@ Slot = Callable[..., PyTree] | Stateful
 
 # Metrics of a training step that are no sums over examples.
 NONFINITE, SKIPPED = "nonfinite", "skipped_steps"
+# Names that a model's own metrics cannot have: the step's metrics, and the keys of a record.
+_RESERVED = ("loss", "grad_norm", NONFINITE, SKIPPED, "split", "step")
 # Random keys: each purpose has a root of its own, so that no key is drawn from twice.
 _INIT, _EXAMPLES = 0, 1
 
@@ -248,11 +250,16 @@ data_parallel = StrategyConfig
 
 
 def check_loss(out: Any, spec: TrainSpec) -> None:
-    """Raises UsageError if what a model's loss returned is no `LossOutput`."""
+    """Raises UsageError for a loss that returned no `LossOutput`, or a metric of a taken name."""
     if not all(hasattr(out, name) for name in LossOutput._fields):
         name = f"{spec.gin_name}.model"
         returns = "return LossOutput(total, weight, model_state, sums), sums over the examples."
         raise binding_error(name, f": its loss returned {described(out)}; {returns}")
+    if taken := sorted(set(out.sums).intersection(_RESERVED)):
+        problem = (
+            f": its metric {taken[0]!r} has the name of one that every run reports. Rename it."
+        )
+        raise binding_error(f"{spec.gin_name}.model", problem)
 
 
 def init_key(seed: int | jax.Array) -> jax.Array:
