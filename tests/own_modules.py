@@ -50,8 +50,8 @@ class Twice(nn.Module):
 
 class Two(nn.Module):
     @nn.compact
-    def __call__(self, x, training):
-        layers = [nn.Dropout(0.5, deterministic=not training) for _ in range(2)]
+    def __call__(self, x, is_train=False):
+        layers = [nn.Dropout(0.5, deterministic=not is_train) for _ in range(2)]
         return jnp.stack([layer(x) for layer in layers], axis=1)
 
 
@@ -62,6 +62,17 @@ class OnFields(nn.Module):
     def __call__(self, x):
         layers = [nn.Dropout(0.5, deterministic=not self.train) for _ in range(2)]
         return jnp.stack([layer(x) for layer in layers], axis=1)
+
+
+class OnMethods(OnFields):
+    """A method and a property with names of modes are no fields."""
+
+    @property
+    def deterministic(self):
+        return not self.train
+
+    def training(self):
+        return self.train
 
 
 class Turn(nn.Module):
@@ -142,7 +153,7 @@ class NnxRemat(NnxTwice):
 
 
 MASKS = {
-    "linen": [Twice(), Two(), OnFields(), Scanned(), Scanned(remat=True), OverHeads()],
+    "linen": [Twice(), Two(), OnFields(), OnMethods(), Scanned(), Scanned(remat=True), OverHeads()],
     "nnx": [NnxTwice, NnxTwo, NnxOwnRngs, NnxScanned, NnxRemat],
 }
 
@@ -237,6 +248,9 @@ class NnxAttention(nnx.Module):
 
 
 class NnxAlwaysDrops(NnxNet):
+    def __init__(self, rngs):
+        super().__init__(rngs, norm=False)
+
     def __call__(self, x, train):
         return super().__call__(x)
 
@@ -247,6 +261,57 @@ class NnxAlwaysBatchStatistics(NnxNet):
 
     def __call__(self, x, train):
         return super().__call__(x)
+
+
+class NnxTransformed(nnx.Module):
+    """BatchNorm, a constant and a counter inside a transform, which makes other arrays of them."""
+
+    transform = staticmethod(nnx.remat)
+
+    def __init__(self, rngs):
+        self.net = NnxNet(rngs, dropout=0.0)
+        self.offset, self.calls = nnx.Variable(jnp.arange(8.0)), nnx.Variable(jnp.zeros(()))
+
+    def __call__(self, x):
+        @self.transform
+        def turn(module, x):
+            module.calls[...] += 1
+            return module.net(x + module.offset[None])
+
+        return turn(self, x)
+
+
+class NnxJitted(NnxTransformed):
+    transform = staticmethod(nnx.jit)
+
+
+class NnxPlainArray(nnx.Module):
+    def __init__(self, rngs):
+        self.offset = jnp.arange(8.0)
+
+    def __call__(self, x):
+        return x + self.offset[None]
+
+
+class NnxInside(nnx.Module):
+    def __init__(self, rngs):
+        self.layers = nnx.List([NnxPlainArray(rngs)])
+
+    def __call__(self, x):
+        return self.layers[0](x)
+
+
+class NnxSized(nnx.Module):
+    def __init__(self, width, rngs):
+        self.head = nnx.Linear(width, CLASSES, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(x)
+
+
+class NnxByKey(NnxSized):
+    def __init__(self, key):
+        super().__init__(FEATURES, key)
 
 
 class NnxMaskedNorm(nnx.Module):

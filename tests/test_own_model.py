@@ -258,7 +258,9 @@ REFUSED = {
     own.dropout_in_attention: "other than by a dropout layer, e.g. in attention",
     own.NnxAttention: "other than by a dropout layer, e.g. in attention",
     own.NnxAlwaysDrops: "a dropout layer draws in evaluation. Give it deterministic=True",
-    own.NnxAlwaysBatchStatistics: "changes its variables in evaluation. Give nnx.BatchNorm",
+    own.NnxAlwaysBatchStatistics: "nnx.BatchNorm takes statistics of the batch in evaluation",
+    own.NnxPlainArray: r"NnxPlainArray.offset is an array that is no variable. .*nnx.data\(",
+    own.NnxInside: r"NnxInside.layers.0.offset is an array that is no variable",
     own.NnxMaskedNorm: "BatchNorm with a mask",
     own.NnxOwnAxis: "BatchNorm has axis_name = 'batch'. Leave it out",
 }
@@ -285,6 +287,14 @@ def plain(self, x):
     return nn.Dense(CLASSES)(x)
 
 
+def another_mode(self, x, is_traning=False):
+    return nn.Dense(CLASSES)(x)
+
+
+def inference(self, x, inference=None):
+    return nn.Dense(CLASSES)(x)
+
+
 def two_inputs(self, x, y, train):
     return nn.Dense(CLASSES)(x)
 
@@ -297,6 +307,12 @@ def two_inputs(self, x, y, train):
             r"Net.__call__\(x, y, train\) cannot be called with \(x, train=...\): missing a "
             "required argument: 'y'. Name its arrays by inputs=",
         ),
+        (
+            lambda: linen_model(own.linen(another_mode)),
+            r"Net.__call__\(x, is_traning=False\) would always be called with is_traning = False. "
+            "If it says whether the module trains, name it one of train, .*use_running_average",
+        ),
+        (lambda: linen_model(own.linen(inference)), "always be called with inference = None"),
         (lambda: linen_model(own.LinenNet), "from_linen.module = .*LinenNet'>: give"),
         (
             lambda: nnx_model(own.NnxNet(nnx.Rngs(0))),
@@ -305,6 +321,10 @@ def two_inputs(self, x, y, train):
         (
             lambda: nnx_model(lambda shape, rngs: own.NnxNet(rngs)),
             r"calls <lambda>\(shape, rngs\) with rngs alone. Give a function of rngs",
+        ),
+        (
+            lambda: nnx_model(own.NnxSized),
+            r"calls NnxSized\(width, rngs\) with rngs alone. Give a function of rngs",
         ),
         (
             lambda: research_dp.linen_functions(own.LinenNet()),
@@ -374,6 +394,10 @@ def test_values_of_more_numbers_than_targets_are_refused(values, target, is_broa
         lowered()
 
 
+def test_a_class_is_a_factory_if_its_constructor_takes_one_argument():
+    lower(nnx_model(own.NnxByKey))
+
+
 def test_a_factory_that_makes_no_module_is_refused():
     with pytest.raises(UsageError, match=r"from_nnx.factory returns no nnx.Module"):
         build("single", nnx_model(lambda rngs: jnp.ones(3)))
@@ -392,6 +416,17 @@ def test_statistics_of_a_device_are_reported_and_those_of_all_are_not():
     expected, _ = trained("single", made)
     found, reports = trained("ddp", made)
     assert not reports
+    near = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=2e-5)
+    jax.tree.map(near, found, expected)
+
+
+@pytest.mark.parametrize(
+    "module", [own.NnxTransformed, pytest.param(own.NnxJitted, marks=pytest.mark.slow)]
+)
+def test_transforms_of_nnx_change_nothing(module):
+    found, reports = trained("ddp", nnx_model(module))
+    expected, _ = trained("single", nnx_model(module))
+    assert not reports and found[2]["calls"] == STEPS * MICROS, "evaluation has counted"
     near = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=2e-5)
     jax.tree.map(near, found, expected)
 

@@ -15,9 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend import random
 
+from research_dp.distributed.module_calls import GUIDE
 from research_dp.errors import UsageError
-
-_GUIDE = "See docs/own_model.md."
 
 
 def example_dropout(
@@ -49,13 +48,13 @@ def layer_dropout(
     if keys is None:
         raise UsageError(
             "a dropout layer draws in evaluation. Give it deterministic=True there, by an argument "
-            f"`train` of the model. {_GUIDE}"
+            f"`train` of the model. {GUIDE}"
         )
     shape = jnp.shape(x)
     if not shape or shape[0] != keys.shape[0]:
         raise UsageError(
             f"a dropout layer gets an array {shape} in a batch of {keys.shape[0]} examples. Its "
-            f"first dim must be the batch, because each example has its own mask. {_GUIDE}"
+            f"first dim must be the batch, because each example has its own mask. {GUIDE}"
         )
     if any(dim % len(shape) == 0 for dim in broadcast_dims):
         raise UsageError(
@@ -96,5 +95,5 @@ def _refuse(*_: Any) -> Any:
         "the model draws random numbers from an RNG stream of Flax other than by a dropout layer, "
         "e.g. in attention or as noise. They would depend on the device. Set dropout_rate = 0 in "
         "attention and use nn.Dropout or nnx.Dropout on its output, or let the model take `keys`, "
-        f"one key per example. {_GUIDE}"
+        f"one key per example. {GUIDE}"
     )

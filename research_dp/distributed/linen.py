@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -64,7 +65,8 @@ def plain_linen_functions(module: nn.Module, inputs: Sequence[str]) -> Functions
     """
     name = type(module).__name__
     call = ModuleCall(module.__call__, name, inputs)
-    fields = [mode for mode in MODES if mode not in call.modes and hasattr(module, mode)]
+    names = {field.name for field in dataclasses.fields(module)}
+    fields = [mode for mode in MODES if mode not in call.modes and mode in names]
 
     def in_mode(train: bool) -> nn.Module:
         options: dict[str, Any] = dict(mode_options(fields, train))

@@ -16,10 +16,13 @@ from research_dp.errors import UsageError
 MODES = {
     "train": True,
     "training": True,
+    "is_train": True,
     "is_training": True,
     "deterministic": False,
     "use_running_average": False,
 }
+# Other names that arguments with this meaning have; they are refused.
+_OTHER_MODES = ("mode", "eval", "evaluate", "evaluating", "inference", "test", "testing")
 GUIDE = "See docs/own_model.md."
 
 
@@ -35,7 +38,8 @@ class ModuleCall:
     `linen_functions`, if it takes them.
 
     Raises:
-        UsageError: It does not take the inputs by position.
+        UsageError: It does not take the inputs by position, or another of its arguments may be a
+            mode, which would keep its default.
     """
 
     def __init__(self, call: Callable[..., Any], name: str, inputs: Sequence[str]):
@@ -44,7 +48,7 @@ class ModuleCall:
         self.modes = [mode for mode in MODES if mode in parameters]
         self._others = [other for other in ("keys", "batch_axes") if other in parameters]
         try:
-            self.arguments(tuple(inputs), train=True)
+            bound = self.arguments(tuple(inputs), train=True)
         except TypeError as error:
             modes = (f"{mode}=..." for mode in self.modes)
             raise UsageError(
@@ -52,6 +56,14 @@ class ModuleCall:
                 f"({', '.join([*inputs, *modes])}): {error}. Name its arrays by inputs=(...), in "
                 f"its order. Give other arguments a default. {GUIDE}"
             ) from error
+        for other, parameter in parameters.items():
+            is_mode = isinstance(parameter.default, bool) or other in _OTHER_MODES
+            if is_mode and other not in bound.arguments:
+                raise UsageError(
+                    f"{name}.__call__{self._signature} would always be called with {other} = "
+                    f"{parameter.default!r}. If it says whether the module trains, name it one of "
+                    f"{', '.join(MODES)}. If not, make it a field of the module. {GUIDE}"
+                )
 
     def arguments(
         self, x: tuple[Any, ...], *, train: bool, keys: Any = None, batch_axes: Any = ()

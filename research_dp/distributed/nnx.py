@@ -41,7 +41,7 @@ def nnx_functions(factory: Callable[..., nnx.Module]) -> Functions:
         return factory(jax.tree.map(lambda a: tuple(a.shape[1:]), x), rngs)
 
     def abstract(x: PyTree) -> nnx.Module:
-        module = nnx.eval_shape(lambda: build(x, nnx.Rngs(0)))
+        module = _abstract(lambda: build(x, nnx.Rngs(0)), "nnx_functions")
         name = type(module).__name__
         check_contract(module.__call__, name, "nnx_functions")
         if jax.tree.leaves(nnx.state(module, nnx.RngState)):
@@ -82,10 +82,7 @@ def plain_nnx_functions(factory: Callable[..., nnx.Module], inputs: Sequence[str
         return ModuleCall(module.__call__, type(module).__name__, inputs)
 
     def abstract() -> nnx.Module:
-        module = nnx.eval_shape(lambda: build(nnx.Rngs(0)))
-        if not isinstance(module, nnx.Module):
-            raise UsageError(f"from_nnx.factory returns no nnx.Module. {GUIDE}")
-        return module
+        return _abstract(lambda: build(nnx.Rngs(0)), "from_nnx")
 
     def init(key: jax.Array, x: tuple[Any, ...]) -> tuple[PyTree, PyTree]:
         call()  # refuses a module that cannot be called
@@ -105,17 +102,10 @@ def plain_nnx_functions(factory: Callable[..., nnx.Module], inputs: Sequence[str
         module = _filled(abstract(), params, model_state)
         if not call().modes:
             module.train() if train else module.eval()
-        _over_the_batch(module, keys, axes)
-        before = jax.tree.leaves(_variables(module)[1])
+        _over_the_batch(module, keys, axes, train)
         with clear_errors(call().name, train=train):
             y = module(*given.args, **given.kwargs)
-        state = _variables(module)[1]
-        if not train and any(map(_differ, before, jax.tree.leaves(state))):
-            raise UsageError(
-                f"{call().name} changes its variables in evaluation. Give nnx.BatchNorm "
-                f"use_running_average=True there. {GUIDE}"
-            )
-        return y, state
+        return y, _variables(module)[1] if train else model_state
 
     return Functions(init, apply)
 
@@ -128,7 +118,9 @@ def _of_rngs(factory: Callable[..., nnx.Module]) -> Callable[[nnx.Rngs], nnx.Mod
             f"from_nnx.factory is a module, {name}. Give a function that makes it, e.g. "
             f"lambda rngs: {name}(..., rngs=rngs): parameters are then sharded from the start."
         )
-    signature = inspect.signature(factory)
+    # A class of NNX has the signature (*args, **kwargs): bound, its constructor has its own.
+    is_class = inspect.isclass(factory)
+    signature = inspect.signature(factory.__init__.__get__(factory) if is_class else factory)
     for args, options in (((), {"rngs": None}), ((None,), {})):
         try:
             signature.bind(*args, **options)
@@ -140,6 +132,26 @@ def _of_rngs(factory: Callable[..., nnx.Module]) -> Callable[[nnx.Rngs], nnx.Mod
         f"from_nnx calls {name}{signature} with rngs alone. Give a function of rngs, e.g. "
         f"lambda rngs: {name}(..., rngs=rngs). {GUIDE}"
     )
+
+
+def _abstract(build: Callable[[], nnx.Module], function: str) -> nnx.Module:
+    """The module with shapes instead of arrays; UsageError if it cannot be rebuilt from them."""
+
+    def checked_module() -> nnx.Module:
+        module = build()
+        if not isinstance(module, nnx.Module):
+            raise UsageError(f"{function}.factory returns no nnx.Module. {GUIDE}")
+        state = {path for path, _ in nnx.to_flat_state(nnx.state(module))}
+        for path, value in nnx.iter_graph(module):
+            if isinstance(value, jax.Array) and path not in state:
+                raise UsageError(
+                    f"{type(module).__name__}.{'.'.join(map(str, path))} is an array that is no "
+                    "variable. Wrap it where it is assigned: nnx.data(...) or nnx.Variable(...), "
+                    f"which are model state, or nnx.Param(...), which is trained. {GUIDE}"
+                )
+        return module
+
+    return nnx.eval_shape(checked_module)
 
 
 def _variables(module: nnx.Module) -> tuple[PyTree, PyTree]:
@@ -168,11 +180,9 @@ def _filled(abstract: nnx.Module, params: PyTree, model_state: PyTree) -> nnx.Mo
     return nnx.merge(graphdef, jax.tree.unflatten(treedef, filled), variables)
 
 
-def _differ(a: Any, b: Any) -> bool:
-    return a is not b
-
-
-def _over_the_batch(module: nnx.Module, keys: jax.Array | None, axes: tuple[str, ...]) -> None:
+def _over_the_batch(
+    module: nnx.Module, keys: jax.Array | None, axes: tuple[str, ...], train: bool
+) -> None:
     """Prepares the layers that compute with several examples, for one call of the module.
 
     `keys` (B,) are the examples' keys, and `axes` the bound mesh axes that the batch is split over.
@@ -187,6 +197,7 @@ def _over_the_batch(module: nnx.Module, keys: jax.Array | None, axes: tuple[str,
             layer.axis_name = axes or None  # type: ignore[assignment]
         if type(layer) is nnx.BatchNorm:
             layer.__class__ = _BatchNorm
+            layer.trains = train  # type: ignore[attr-defined]
 
 
 class _Keys:
@@ -219,10 +230,18 @@ class _ExampleDropout(nnx.Dropout):
 
 
 class _BatchNorm(nnx.BatchNorm):
-    """`nnx.BatchNorm` that refuses a mask."""
+    """`nnx.BatchNorm` that refuses a mask, and statistics of a batch in evaluation."""
+
+    trains: bool
 
     def __call__(
         self, x: jax.Array, use_running_average: bool | None = None, *, mask: Any = None
     ) -> jax.Array:
         check_batch_norm(None, mask)
+        running = self.use_running_average if use_running_average is None else use_running_average
+        if not (self.trains or running):
+            raise UsageError(
+                "nnx.BatchNorm takes statistics of the batch in evaluation. Give it "
+                f"use_running_average=True there, by an argument `train` of the model. {GUIDE}"
+            )
         return super().__call__(x, use_running_average)

@@ -33,7 +33,7 @@ def from_linen(
 ) -> TrainableModel:
     """A Linen module and its loss, for every strategy.
 
-    An argument or field `train`, `training`, `is_training`, `deterministic` or
+    An argument or field `train`, `training`, `is_train`, `is_training`, `deterministic` or
     `use_running_average` of the module says whether it trains. `nn.Dropout` has one mask per
     example, whatever the devices. `nn.BatchNorm` has the statistics of the global micro-batch.
 
@@ -53,18 +53,9 @@ def from_linen(
         UsageError: The module does not take these inputs. While it is traced: the loss is not one
             number per example, or the module draws random numbers other than by `nn.Dropout`.
     """
-    names = (inputs,) if isinstance(inputs, str) else tuple(inputs)
+    names = _in_order(inputs)
     functions = plain_linen_functions(module, names)
-    return supervised(
-        functions,
-        loss,
-        inputs=names,
-        targets=targets,
-        metrics=metrics or {},
-        weights=weights,
-        config=config or {},
-        bounds=bounds or {},
-    )
+    return supervised(functions, loss, names, targets, metrics, weights, config, bounds)
 
 
 @checked
@@ -81,8 +72,9 @@ def from_nnx(
 ) -> TrainableModel:
     """An NNX module and its loss, for every strategy.
 
-    An argument `train`, `training`, `is_training`, `deterministic` or `use_running_average` of its
-    `__call__` says whether it trains; without one, its methods `train` and `eval` are called.
+    An argument `train`, `training`, `is_train`, `is_training`, `deterministic` or
+    `use_running_average` of its `__call__` says whether it trains; without one, its methods `train`
+    and `eval` are called.
     `nnx.Dropout` has one mask per example, whatever the devices. `nnx.BatchNorm` has the statistics
     of the global micro-batch. Variables other than `nnx.Param` are model state.
 
@@ -103,15 +95,10 @@ def from_nnx(
             these inputs, the loss is not one number per example, or the module draws random numbers
             other than by `nnx.Dropout`.
     """
-    names = (inputs,) if isinstance(inputs, str) else tuple(inputs)
+    names = _in_order(inputs)
     functions = plain_nnx_functions(factory, names)
-    return supervised(
-        functions,
-        loss,
-        inputs=names,
-        targets=targets,
-        metrics=metrics or {},
-        weights=weights,
-        config=config or {},
-        bounds=bounds or {},
-    )
+    return supervised(functions, loss, names, targets, metrics, weights, config, bounds)
+
+
+def _in_order(inputs: Names) -> tuple[str, ...]:
+    return (inputs,) if isinstance(inputs, str) else tuple(inputs)

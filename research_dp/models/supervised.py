@@ -18,13 +18,12 @@ PerExample = Callable[[Any, Any], jax.Array]
 def supervised(
     functions: Functions,
     loss: PerExample,
-    *,
     inputs: str | Sequence[str],
     targets: str | None,
-    metrics: Mapping[str, PerExample],
+    metrics: Mapping[str, PerExample] | None = None,
     weights: str | None = None,
-    config: Mapping[str, Any],
-    bounds: Mapping[str, str],
+    config: Mapping[str, Any] | None = None,
+    bounds: Mapping[str, str] | None = None,
 ) -> TrainableModel:
     """A model whose loss compares an output of `functions` with a target.
 
@@ -64,14 +63,14 @@ def supervised(
             return jnp.sum(values * weight), jnp.sum(weight)
 
         total, count = summed("loss", loss)
-        sums = {name: summed(name, function) for name, function in metrics.items()}
+        sums = {name: summed(name, function) for name, function in (metrics or {}).items()}
         return LossOutput(total, count, model_state, sums)
 
     def apply(params: PyTree, x: Any, model_state: PyTree | None = None) -> Any:
         several = not isinstance(inputs, str) and not isinstance(x, tuple)
         return functions.predict(params, (x,) if several else x, model_state)
 
-    return TrainableModel(init, loss_of, config, bounds=bounds, apply=apply)
+    return TrainableModel(init, loss_of, config or {}, bounds=bounds or {}, apply=apply)
 
 
 def _checked_values(name: str, values: Any, rows: int, target: Any) -> jax.Array:
