@@ -163,6 +163,34 @@ def test_evaluation_data_of_its_own_leaves_all_for_training():
         assert [n for n, real in masked(evaluate(data)) if real] == list(range(5))
 
 
+@pytest.mark.parametrize("fraction", [np.float32(0.1), np.float64(0.1)])
+def test_a_fraction_of_numpy_is_a_fraction(fraction):
+    for data in (from_arrays(*arrays(), eval=fraction), from_source(Rows(), eval=fraction)):
+        assert data.identity().splits["eval"].examples == SIZE // 10
+
+
+def test_a_list_of_two_is_a_pair():
+    x, y = arrays()
+    data = from_arrays(x, y, eval=[x[:5], y[:5]])
+    assert [n for n, real in masked(evaluate(data)) if real] == list(range(5))
+
+
+def test_augmentation_leaves_evaluation_in_the_cache():
+    class Counting(Rows):
+        reads = 0
+
+        def __getitem__(self, index):
+            Counting.reads += 1
+            return super().__getitem__(index)
+
+    data = from_source(
+        Counting(), eval=Counting(10), augment=lambda example, rng: {**example, "x": -example["x"]}
+    )
+    evaluate(data)
+    before = Counting.reads
+    assert (evaluate(data)[0]["x"] >= 0).all() and Counting.reads == before
+
+
 def test_identity_tells_other_data_from_the_same():
     x, y = arrays()
     one = from_arrays(x, y).identity()
@@ -197,6 +225,12 @@ class Uneven(Rows):
 class Stream:
     def __iter__(self):
         yield from ()
+
+
+def broken(example):
+    if example[1] == 3 and example[0][0] == 21:
+        raise KeyError("label")
+    return pair(example)
 
 
 def read_all(data):
@@ -237,6 +271,23 @@ def read_all(data):
             r"eval has examples of x \(2,\) float32, y \(\) int32, and the training data of arrays",
         ),
         (lambda x, y: from_arrays({"x": x}, y), "has a dict and y"),
+        (lambda x, y: from_arrays(x, y, eval=None), r"from_arrays.eval of arrays is None. Give"),
+        (
+            lambda x, y: from_arrays({"x": x, "mask": y}),
+            "from_arrays: an array is called 'mask', which marks padding in evaluation. Name it",
+        ),
+        (
+            lambda x, y: from_source([{"x": 1.0, "mask": 1.0}] * 20),
+            "example 0 of source train: an array is called 'mask'",
+        ),
+        (
+            lambda x, y: read_all(from_source(Source(), transform=broken)),
+            "example 7 of source train: from_source.transform failed with KeyError: 'label'",
+        ),
+        (
+            lambda x, y: read_all(from_arrays(x, y, augment=lambda example, rng: example / 2)),
+            r"example \d+ of arrays train: from_arrays.augment failed with TypeError: unsupported",
+        ),
         (lambda x, y: from_source({"x": x}), "is a dict. Use research_dp.from_arrays"),
         (
             lambda x, y: from_source(Stream()),

@@ -25,9 +25,12 @@ def named_arrays(x: Any, y: Any, names: Sequence[str], function: str, data: str)
         named = x
     else:
         named = {names[0]: x} if y is None else {names[0]: x, names[-1]: y}
+    if x is None:
+        raise UsageError(f"{function} of {data} is None. Give arrays (N, ...). {GUIDE}")
     arrays = {name: narrowed(name, value) for name, value in named.items()}
     if not arrays:
         raise UsageError(f"{function}.x of {data} is {{}}. Give at least one array.")
+    check_names(arrays, f"{function}: ")
     lengths = {name: len(x) if x.ndim else None for name, x in arrays.items()}
     if len(set(lengths.values())) != 1 or None in lengths.values():
         text = ", ".join(f"{name} {x.shape}" for name, x in arrays.items())
@@ -58,6 +61,15 @@ def narrowed(name: str, value: Any) -> np.ndarray:
         if array.min() < limits.min or array.max() > limits.max:
             raise UsageError(f"{name!r} has values beyond {dtype}. Number them from 0.")
     return array.astype(dtype, copy=False)
+
+
+def check_names(arrays: Arrays, where: str) -> None:
+    """Raises UsageError for an array of a name that batches have already."""
+    if "mask" in arrays:
+        raise UsageError(
+            f"{where}an array is called 'mask', which marks padding in evaluation. Name it "
+            f"otherwise, and give the model weights= of that name if it weighs the loss. {GUIDE}"
+        )
 
 
 def check_labels(arrays: Arrays, name: str | None, info: Mapping[str, Any], data: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from research_dp.argument_types import CountOrZero
 from research_dp.data.example_checks import (
     GUIDE,
     check_labels,
+    check_names,
     check_source,
     fraction_of,
     in_words,
@@ -25,7 +27,7 @@ from research_dp.data.example_checks import (
 from research_dp.data.identity import NUM_HASHED, split_identity
 from research_dp.data.indexed import Examples, indexed_splits
 from research_dp.data.preprocess import Preprocess, Rng
-from research_dp.errors import UsageError
+from research_dp.errors import UsageError, first_line
 from research_dp.types import Arrays, DataIdentity, DataSet, SplitIdentity
 
 Augment = Callable[[Arrays, np.random.Generator], Arrays]
@@ -69,10 +71,12 @@ def from_arrays(
     check_labels(arrays, target, info, f"{name} train")
     train_entries = eval_entries = None
     eval_arrays = arrays
-    if isinstance(eval, float | int):
-        train_entries, eval_entries = fraction_of(eval, length_of(arrays), "from_arrays", name)
+    if isinstance(eval, numbers.Real):
+        train_entries, eval_entries = fraction_of(
+            float(eval), length_of(arrays), "from_arrays", name
+        )
     else:
-        eval_x, eval_y = eval if isinstance(eval, tuple) and len(eval) == 2 else (eval, None)
+        eval_x, eval_y = eval if isinstance(eval, tuple | list) and len(eval) == 2 else (eval, None)
         eval_arrays = named_arrays(eval_x, eval_y, names, "from_arrays.eval", name)
         check_labels(eval_arrays, target, info, f"{name} eval")
         if spec_of(eval_arrays) != spec_of(arrays):
@@ -80,10 +84,12 @@ def from_arrays(
                 f"from_arrays.eval has examples of {in_words(spec_of(eval_arrays))}, and the "
                 f"training data of {name} has {in_words(spec_of(arrays))}. Give both the same."
             )
-    inputs = _preprocess(spec_of(arrays), info, None, augment)
+    inputs, plain = (
+        _preprocess("from_arrays", spec_of(arrays), info, None, f) for f in (augment, None)
+    )
     of_training = _Gathered if augment is None else Examples
     train = of_training(_Rows(arrays), inputs, 0, f"{name} train", None, train_entries)
-    evaluation = _Gathered(_Rows(eval_arrays), inputs, 0, f"{name} eval", None, eval_entries)
+    evaluation = _Gathered(_Rows(eval_arrays), plain, 0, f"{name} eval", None, eval_entries)
     return _data_set(name, inputs, train, evaluation)
 
 
@@ -127,17 +133,20 @@ def from_source(
     check_source(source, "from_source.source", name)
     train_entries = eval_entries = None
     eval_source = source
-    if isinstance(eval, float | int):
-        train_entries, eval_entries = fraction_of(eval, len(source), "from_source", name)
+    if isinstance(eval, numbers.Real):
+        train_entries, eval_entries = fraction_of(float(eval), len(source), "from_source", name)
     else:
         eval_source = eval
         check_source(eval, "from_source.eval", name)
     properties = dict(info or {})
-    unchecked = _preprocess({}, properties, transform, augment)
+    unchecked = _preprocess("from_source", {}, properties, transform, None)
     first = Examples(source, unchecked, 0, f"{name} train", None, train_entries)(np.array([0]))
-    inputs = _preprocess(spec_of(first), properties, transform, augment)
+    spec = spec_of(first)
+    inputs, plain = (
+        _preprocess("from_source", spec, properties, transform, f) for f in (augment, None)
+    )
     train = Examples(source, inputs, cache_bytes, f"{name} train", None, train_entries)
-    evaluation = Examples(eval_source, inputs, cache_bytes, f"{name} eval", None, eval_entries)
+    evaluation = Examples(eval_source, plain, cache_bytes, f"{name} eval", None, eval_entries)
     return _data_set(name, inputs, train, evaluation, threads=threads, workers=workers)
 
 
@@ -193,6 +202,7 @@ def _identity(examples: Examples) -> SplitIdentity:
 
 
 def _preprocess(
+    function: str,
     spec: Mapping[str, jax.ShapeDtypeStruct],
     info: Mapping[str, Any],
     transform: Callable[[Any], Arrays] | None,
@@ -201,14 +211,17 @@ def _preprocess(
     """Examples as dicts of arrays of this spec; {}: of any."""
 
     def example(raw: Any, rng: Rng) -> Arrays:
-        arrays = raw if transform is None else transform(raw)
+        arrays = raw
+        if transform is not None:
+            arrays = _called(f"{function}.transform", transform, arrays)
         if rng is not None and augment is not None:
-            arrays = augment(arrays, rng)
+            arrays = _called(f"{function}.augment", augment, arrays, rng)
         if not isinstance(arrays, Mapping):
             raise UsageError(
                 f"it is a {type(arrays).__name__}. Give dicts of arrays, by from_source.transform, "
                 f"e.g. lambda example: {{'x': example[0], 'y': example[1]}}. {GUIDE}"
             )
+        check_names(arrays, "")
         arrays = {name: narrowed(name, x) for name, x in arrays.items()}
         own = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in arrays.items()}
         if spec and own != spec:
@@ -222,3 +235,14 @@ def _preprocess(
         return arrays
 
     return Preprocess(spec, info, example, batch, example_is_random=augment is not None)
+
+
+def _called(name: str, function: Callable[..., Any], *args: Any) -> Any:
+    """What a user's function returns; its exceptions become a UsageError that names it."""
+    try:
+        return function(*args)
+    except UsageError:
+        raise
+    except Exception as error:
+        problem = f"{type(error).__name__}: {first_line(error).rstrip('.')}"
+        raise UsageError(f"{name} failed with {problem}.") from error
