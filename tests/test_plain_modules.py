@@ -102,7 +102,9 @@ def test_numbers_are_those_of_single_or_it_is_reported(stem, name):
     if name in STATISTICS:
         paths = STATISTICS[name]
         assert f"copies of model state {paths} differ along mesh axis {AXES[stem]}: " in report
-        assert "statistics are each device's own; take them over batch_axes" in report
+        assert (
+            "statistics are each device's own; take a module with BatchNorm by from_linen" in report
+        )
     else:
         assert "random numbers at plain_models.py:" in report
         assert "(2 of 16 examples a device)" in report

@@ -32,7 +32,7 @@ def difference_text(what: str, paths: Sequence[str], axes: Sequence[str], mesh: 
         cause = f"never synchronised over {' and '.join(axes)}"
     elif what == "model state":
         cause = (
-            "statistics are each device's own; take them over batch_axes, e.g. "
-            "BatchNorm(axis_name=batch_axes or None) while training"
+            "statistics are each device's own; take a module with BatchNorm by from_linen or "
+            "from_nnx, and average a statistic of your own over `batch_axes`"
         )
     return f"copies of {what} {some_of(paths, 3)} differ along mesh axis {along}: {cause}"
