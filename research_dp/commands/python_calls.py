@@ -24,7 +24,12 @@ C = TypeVar("C", bound=Command)
 _BINDING_PLACE = re.compile(r"^--gin\.\S+: |(^|(?<=in ))--gin\.[\w./]+$", re.MULTILINE)
 _BINDING = re.compile(r"--(?:gin|vary)\.([\w./]+)=(\S+)")
 _FLAG = re.compile(r"(?<![\w-])--(?=[a-z_]+)([a-z_]+)")
-_ARGUMENTS = {"gin_file": "gin_files", "gin_bindings": "bindings", "import": "imports"}
+_ARGUMENTS = {
+    "gin_file": "gin_files",
+    "gin_bindings": "bindings",
+    "import": "imports",
+    "export": "to",
+}
 
 
 def command_of(kind: type[C], gin_files: Files, bindings: Bindings, **fields: Any) -> C:

@@ -103,15 +103,15 @@ def export(
 
     A name that ends in `.safetensors` is a file of that format, whose keys are paths such as
     'params/hidden_0/kernel'. Any other is a new folder that Orbax's `StandardCheckpointer` reads:
-    a dict of 'params' and 'model_state'. Arrays are unsharded.
+    a dict of 'params' and 'model_state'. Arrays are unsharded. Folders above it are made.
 
     Args:
         workdir: Folder of a run, which may be going on.
-        to: File or folder to write.
+        to: File or folder to write, which must not exist.
         step: Of the checkpoint; None: the newest.
 
     Raises:
-        UsageError: There is no checkpoint, it is damaged, or the file cannot be written.
+        UsageError: There is no checkpoint, it is damaged, or `to` exists or cannot be written.
     """
     command = Command()
     with python_calls.session(command):
@@ -120,21 +120,23 @@ def export(
 
 def write_export(workdir: Path, to: Path, step: int | None) -> int:
     """`export` as a command calls it."""
+    if to.exists():
+        raise UsageError(f"--export={to} exists: give a new name.")
     runtime.set_up_devices(None)
     saved = saved_state.read(workdir, step)
+    with usage_error(f"--export={to} cannot be written"):
+        to.parent.mkdir(parents=True, exist_ok=True)
     tree = {"params": saved.params, "model_state": saved.model_state}
     if to.suffix == SAFETENSORS:
         from safetensors import SafetensorError
         from safetensors.numpy import save_file
 
         facts = {"format": "research_dp", "step": str(saved.step)}
-        arrays = {path: np.ascontiguousarray(x) for path, x in by_path(tree).items()}
+        arrays = {path: np.asarray(x, order="C") for path, x in by_path(tree).items()}
         try:
             save_file(arrays, to, metadata=facts)
         except SafetensorError as error:
             raise UsageError(f"--export={to} cannot be written: {error}.") from error
-    elif to.exists():
-        raise UsageError(f"--export={to} exists: give a new folder.")
     else:
         import orbax.checkpoint as ocp
 
