@@ -4,6 +4,7 @@ Each checkpoint is a line. `--verify` reads all arrays and compares them with th
 exit status is 1 if any is damaged. `--export` writes parameters for other programs.
 """
 
+import functools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ import jax
 from rich.text import Text
 
 from research_dp.commands import exit_status, saved_run
-from research_dp.commands.flags import Parser
+from research_dp.commands.flags import Parser, whole_number
 from research_dp.console import Table, put, table
 from research_dp.errors import UsageError
 from research_dp.training import checkpoint_files
@@ -32,11 +33,18 @@ def main(argv: list[str]) -> int:
         help="write parameters to FILE.safetensors, or to a new folder that Orbax reads",
     )
     parser.add_argument(
-        "--step", type=int, metavar="N", help="of the checkpoint to export (default: the newest)"
+        "--step",
+        type=functools.partial(whole_number, least=0),
+        metavar="N",
+        help="of the checkpoint to export (default: the newest)",
     )
 
     def body(command: object) -> int:
         options = parser.parse_args(argv)
+        if options.export is None and options.step is not None:
+            parser.error("--step is of the checkpoint to export: add --export=FILE")
+        if options.export is not None and options.verify:
+            parser.error("--export verifies the checkpoint that it reads: leave out --verify")
         jax.config.update("jax_platforms", "cpu")  # a run may be using the accelerators
         if options.export is not None:
             step = saved_run.write_export(

@@ -15,6 +15,7 @@ from conftest import ROOT
 import research_dp
 from research_dp import checkpoints
 from research_dp.commands import evaluate as evaluate_command
+from research_dp.distributed.sharding import by_path
 from research_dp.errors import UsageError
 from research_dp.training import checkpoint_files
 
@@ -34,7 +35,7 @@ class Net(nn.Module):
     def __call__(self, x, train):
         x = nn.Dense(self.width)(x)
         x = nn.relu(nn.BatchNorm(use_running_average=not train, momentum=0.5)(x))
-        return nn.Dense(8)(x)
+        return nn.Dense(8)(x) * self.param("scale", nn.initializers.ones, ())
 
 
 @gin.register
@@ -45,10 +46,10 @@ def net(width=32):
 
 
 @gin.register
-def blobs(seed=0):
+def blobs(seed=0, scale=1.0):
     rng = np.random.default_rng(seed)
     y = rng.integers(0, 8, 200).astype(np.int32)
-    x = (np.eye(16)[y] * 3 + 1 + rng.normal(size=(200, 16))).astype(np.float32)
+    x = ((np.eye(16)[y] * 3 + 1 + rng.normal(size=(200, 16))) * scale).astype(np.float32)
     return research_dp.from_arrays(x, y, eval=(x[:75], y[:75]))
 """
 GIN = """
@@ -158,6 +159,10 @@ def test_bfloat16_parameters_are_loaded_and_exported_as_they_are(folder):
     kernel = arrays["params/Dense_0/kernel"]
     np.testing.assert_array_equal(kernel, params["Dense_0"]["kernel"])
     assert "model_state/batch_stats/BatchNorm_0/mean" in arrays
+    assert {k.removeprefix("params/"): x.shape for k, x in arrays.items() if "params/" in k} == {
+        path: x.shape for path, x in by_path(params).items()
+    }
+    assert arrays["params/scale"].shape == ()
 
 
 def test_the_command_exports_a_step(run, folder, capfd):
@@ -168,8 +173,30 @@ def test_the_command_exports_a_step(run, folder, capfd):
 
     kernel = load_file(file)["params/Dense_0/kernel"]
     np.testing.assert_array_equal(kernel, research_dp.load(run, 2).params["Dense_0"]["kernel"])
-    assert checkpoints.main([str(run), f"--export={folder / 'no' / 'x.safetensors'}"]) == 2
-    assert "cannot be written" in capfd.readouterr().err
+    assert checkpoints.main([str(run), f"--export={folder / 'new' / 'x.safetensors'}"]) == 0
+    assert (folder / "new" / "x.safetensors").is_file()
+    capfd.readouterr()
+    before = file.read_bytes()
+    for below in ("", "x.safetensors", "a_folder"):
+        assert checkpoints.main([str(run), f"--export={file / below}"]) == 2
+        message = capfd.readouterr().err
+        assert ("cannot be written" if below else "exists: give a new name") in message
+        assert message.startswith(f"error: --export={file}") and "Warning" not in message
+    assert file.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--step=2"], "add --export=FILE"),
+        (["--verify", "--export=x.safetensors"], "leave out --verify"),
+        (["--export=x.safetensors", "--step=-1"], "'-1' is not a whole number of at least 0"),
+    ],
+)
+def test_flags_without_effect_are_refused(run, capfd, flags, message):
+    with pytest.raises(SystemExit, match="2"):
+        checkpoints.main([str(run), *flags])
+    assert message in capfd.readouterr().err
 
 
 def test_mistakes_say_what_there_is(run, tmp_path):
@@ -197,7 +224,7 @@ def test_mistakes_say_what_there_is(run, tmp_path):
     (begun / "checkpoints" / "nothing_saved_yet").touch()
     with pytest.raises(UsageError, match=r"has saved no checkpoint yet. A run saves at its end"):
         research_dp.load(begun)
-    with pytest.raises(UsageError, match="exists: give a new folder"):
+    with pytest.raises(UsageError, match=f"^to={begun} exists: give a new name"):
         research_dp.export(run, begun)
 
 
@@ -231,6 +258,10 @@ def test_the_command_prints_its_result(run, capsys):
     command = evaluate_command.Evaluate().parse([f"--workdir={run}", "--step=4"])
     assert command.run() == 0
     assert capsys.readouterr().out == f"eval  step 4  loss {records(run)[4]:.4g}\n"
+    flags = [f"--workdir={run}", "--json", "--gin.blobs.scale=1e38"]
+    assert evaluate_command.Evaluate().parse(flags).run() == 0
+    printed = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert printed["eval"] == {"loss": None}
     with pytest.raises(SystemExit):
         evaluate_command.Evaluate().parse([])
     assert "--workdir=DIR is required" in capsys.readouterr().err
