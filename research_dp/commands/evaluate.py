@@ -16,7 +16,7 @@ from research_dp.commands import python_calls, runtime, saved_run
 from research_dp.commands.flags import Command, flag, switch, whole_number
 from research_dp.commands.python_calls import Bindings, Files
 from research_dp.distributed.mesh import refuse_several_processes
-from research_dp.training import saved_state
+from research_dp.training import files, saved_state
 from research_dp.training.batches import eval_metrics
 from research_dp.training.loop import configured
 
@@ -41,7 +41,7 @@ class Evaluate(Command):
     def run(self) -> int:
         result = self.result()
         if self.json:
-            print(json.dumps(result, indent=2))
+            print(json.dumps(files.as_json(result), indent=2, allow_nan=False))
         else:
             numbers = "  ".join(f"{name} {x:.4g}" for name, x in result["eval"].items())
             print(f"eval  step {result['step']}  {numbers}")
