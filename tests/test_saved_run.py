@@ -216,6 +216,9 @@ def test_mistakes_say_what_there_is(run, tmp_path):
         research_dp.evaluate(
             run, bindings={"train.model": "@mlp()", "mlp.num_classes": 8, "mlp.widths": (8,)}
         )
+    for unused in ({"mlp.dropout_rate": 0.3}, {"WIDTH": 3}):
+        with pytest.raises(UsageError, match=r"(never calls mlp|nothing uses %WIDTH)"):
+            research_dp.evaluate(run, bindings=unused)
     begun = tmp_path / "begun"
     (begun / "checkpoints").mkdir(parents=True)
     shutil.copy(run / "config.gin", begun)
@@ -258,7 +261,7 @@ def test_the_command_prints_its_result(run, capsys):
     command = evaluate_command.Evaluate().parse([f"--workdir={run}", "--step=4"])
     assert command.run() == 0
     assert capsys.readouterr().out == f"eval  step 4  loss {records(run)[4]:.4g}\n"
-    flags = [f"--workdir={run}", "--json", "--gin.blobs.scale=1e38"]
+    flags = [f"--workdir={run}", "--json", "--gin.blobs.scale=4e37"]
     assert evaluate_command.Evaluate().parse(flags).run() == 0
     printed = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     assert printed["eval"] == {"loss": None}

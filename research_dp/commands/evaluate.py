@@ -50,9 +50,7 @@ class Evaluate(Command):
     def result(self) -> dict[str, Any]:
         """Step, metrics, and what they were computed with."""
         workdir = Path(self.workdir or "").expanduser()
-        own_config = str(saved_state.config_of(workdir))
-        self.gin_files = [own_config, *self.gin_files]
-        self.load(complete=True, allow_unused=True)
+        self.load(saved=str(saved_state.config_of(workdir)))
         runtime.set_up_devices(self.cpu_devices)
         runtime.set_up_compilation_cache()
         saved = saved_state.read(workdir, self.step)

@@ -137,14 +137,16 @@ class Command:
         *,
         allow_unused: bool = False,
         complete: bool = True,
+        saved: str | None = None,
     ) -> Config:
-        """Loads the command's run, with further files and bindings."""
+        """Loads the command's run, with further files and bindings; `saved` as in `load`."""
         self.config = load(
             [*self.gin_files, *files],
             [*self.bindings, *bindings],
             imports=self.imports,
             allow_unused=self.allow_unused or allow_unused,
             complete=complete,
+            saved=saved,
         )
         for note in dict.fromkeys(self.config.notes):
             if note not in self.noted:

@@ -54,6 +54,7 @@ def load(
     imports: Sequence[str] = (),
     allow_unused: bool = False,
     complete: bool = False,
+    saved: str | None = None,
 ) -> Config:
     """Replaces the configuration by that of files, then bindings, and locks it.
 
@@ -63,6 +64,8 @@ def load(
         imports: Modules that register functions.
         allow_unused: Whether a binding may be without effect.
         complete: Whether this must be a run, with nothing missing and nothing unused.
+        saved: The configuration that a run saved. It comes before `files`, which may replace
+            anything of it: bindings in it may be without effect.
 
     Raises:
         Mistakes: Something is wrong; the message has all of it.
@@ -72,7 +75,7 @@ def load(
     statements: list[parser.Statement] = [
         Import(name, f"import {name}", f"--import={name}") for name in imports
     ]
-    statements += parser.read(files, bindings)
+    statements += parser.read([*([saved] if saved else []), *files], bindings)
     mistakes = [item for item in statements if isinstance(item, Mistake)]
     is_readable = not mistakes
     mistakes += _import(item for item in statements if isinstance(item, Import))
@@ -94,7 +97,7 @@ def load(
     if not complete:
         mistakes += run_checks.unbound_macros(config.table, winning).values()
     elif is_readable:
-        mistakes += run_checks.mistakes(valid, invalid, config, allow_unused)
+        mistakes += run_checks.mistakes(valid, invalid, config, allow_unused, saved)
     if mistakes:
         raise Mistakes(list(dict.fromkeys(mistakes)))
     # A default that is a registered function is bound too. Otherwise gin would call the plain
@@ -104,7 +107,7 @@ def load(
         f"{known[name].name}.{parameter} = @{known[default].name}"
         for (name, parameter), default in config.defaults.items()
     ]
-    bound = config.used if complete and not allow_unused else winning
+    bound = config.used if complete and not (allow_unused or saved) else winning
     gin.parse_config([*map(str, bound), *defaults])
     gin.finalize()
     config.notes.extend(settings.replaced_schedules(bindings_read, config))

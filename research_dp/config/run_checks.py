@@ -14,16 +14,26 @@ from research_dp.errors import some_of
 
 
 def mistakes(
-    bindings: Sequence[Binding], invalid: Iterable[Binding], config: Config, allow_unused: bool
+    bindings: Sequence[Binding],
+    invalid: Iterable[Binding],
+    config: Config,
+    allow_unused: bool,
+    saved: str | None = None,
 ) -> Iterator[Mistake]:
-    """What is wrong with the valid bindings of a run; what `invalid` ones bind is not missing."""
+    """What is wrong with the valid bindings of a run; what `invalid` ones bind is not missing.
+
+    Bindings of the file `saved` may be without effect, and others may replace them all.
+    """
     unbound = unbound_macros(config.table, config.used)
     yield from unbound.values()
     yield from _missing_parameters([*config.table, *(b.key for b in invalid)], config)
-    if not allow_unused:
+    if allow_unused:
+        return
+    if saved is None:
         wrong_order = list(_wrong_orders(bindings, config.table))
         yield from wrong_order or _left_over(bindings, config)
-        yield from _unused(bindings, config, {name for _, name in unbound})
+    idle = [b for b in config.unused if saved not in [file.name for file in b.files]]
+    yield from _unused(bindings, idle, config, {name for _, name in unbound})
 
 
 def unbound_macros(
@@ -147,15 +157,14 @@ def _left_over(bindings: Sequence[Binding], config: Config) -> Iterator[Mistake]
 
 
 def _unused(
-    bindings: Sequence[Binding], config: Config, unbound: Iterable[str]
+    bindings: Sequence[Binding], idle: Sequence[Binding], config: Config, unbound: Iterable[str]
 ) -> Iterator[Mistake]:
-    """Bindings without effect that must have one, and files without any effect.
+    """Which bindings among `idle`, and which files, must have an effect.
 
     Parameters on the command line and in files that bind `train` must take effect, and macros
     everywhere. Two kinds may be without: what took effect until another file replaced a component,
     and macros that a file offers which only chooses a component, as a data set does.
     """
-    idle = config.unused
     runs = [b for b in bindings if b.key[1] == ROOT]
     strict = {b.file for b in runs} | {None}
     settings = {b.file for b in runs if not isinstance(b.value, Reference)}
