@@ -114,6 +114,7 @@ def test_own_files_slots_with_state_and_choices_work_without_gin(name, options):
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
+        ("zero3", {}, r"^strategy\('zero3'\): no shipped file 'zero3'\. Did you mean fsdp\?"),
         ("fsdpp", {}, r"no shipped file .fsdpp.\. Did you mean .*fsdp"),
         ("fsdp", {"min_weight": 3}, "no parameter 'min_weight'. Did you mean min_weight_size"),
         ("ddp", {"min_weight_size": 3}, "It has accumulation_dtype, axes"),
@@ -126,6 +127,31 @@ def test_mistakes_speak_of_arguments(name, options, message):
     with pytest.raises(UsageError, match=message) as refused:
         research_dp.strategy(name, **options)
     assert "--" not in str(refused.value)
+
+
+def test_data_of_other_arrays_than_the_strategy_was_built_for_are_refused():
+    strategy = research_dp.strategy("ddp").build(_spec(_data()))
+    x = np.zeros((64, WIDTH), np.float32)
+    for data, message in (
+        (research_dp.from_arrays(x[:, :3], np.zeros(64, np.int32)), r"'x' .* float32\[3\], but"),
+        (research_dp.from_arrays(x, np.zeros(64, np.float32)), r"'y' .* float32\[\], but int32"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            next(research_dp.train_batches(strategy, data, num_steps=1))
+        with pytest.raises(UsageError, match=message):
+            research_dp.eval_metrics(strategy, strategy.init(0), data)
+
+
+@pytest.mark.parametrize("steps", [{"loss": [1.0, 2.0]}, [{"loss": [[1.0], 2]}], {"loss": 3}])
+def test_means_of_what_is_no_metric_are_refused(steps):
+    with pytest.raises(UsageError, match=r"'loss' is .*Give what train_step or eval_step returned"):
+        research_dp.metric_means(steps)
+
+
+@pytest.mark.parametrize("value", [_loss, [_loss], research_dp.TrainSpec, lambda: 1])
+def test_functions_in_bindings_are_refused_in_words(value):
+    with pytest.raises(UsageError, match=r"^bindings: .*register it with gin and give '@name'"):
+        research_dp.dry_run("runs/digits.gin", {"train.model": value})
 
 
 @pytest.mark.parametrize(

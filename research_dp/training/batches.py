@@ -29,13 +29,15 @@ def train_batches(
 
     Args:
         strategy: What `StrategyConfig.build` returned.
-        data: Its example must be the one of the `TrainSpec`.
+        data: Its `example` must be that of the `TrainSpec`.
         num_steps: Step at which training ends.
         first_step: Steps that were done before, by a run that is continued.
 
     Raises:
-        UsageError: While iterating: a batch has an integer out of the model's bounds.
+        UsageError: While iterating: `data` has other arrays than the `TrainSpec`, or a batch has an
+            integer out of the model's bounds.
     """
+    _check_example(strategy, data)
     data.prepare()
     yield from placed_train_batches(strategy, data, first_step, num_steps)
 
@@ -45,8 +47,10 @@ def eval_metrics(strategy: Strategy, state: TrainState, data: DataSet) -> dict[s
     """Mean metrics over the evaluation split, each example counted once.
 
     Raises:
-        UsageError: A batch has an integer out of the model's bounds.
+        UsageError: `data` has other arrays than the strategy's `TrainSpec`, or a batch has an
+            integer out of the model's bounds.
     """
+    _check_example(strategy, data)
     data.prepare()
     return evaluation(strategy, data, state, InFlight())
 
@@ -65,12 +69,27 @@ def metric_means(steps: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> dict
     others = (NONFINITE, SKIPPED)  # no sums over examples
     named = [{k: x for k, x in step.items() if k not in others} for step in several]
     for name, x in (item for step in named for item in step.items()):
-        if np.shape(x) != (2,) or not np.issubdtype(x.dtype, np.floating):
+        if getattr(x, "shape", None) != (2,) or not np.issubdtype(x.dtype, np.floating):
             raise UsageError(
                 f"metric_means.steps: {name!r} is {described(x)}. Give what train_step or "
                 "eval_step returned: float32 arrays (2,) of sum and count."
             )
     return metrics.means(metrics.accumulate({}, named))
+
+
+def _check_example(strategy: Strategy, data: DataSet) -> None:
+    """Refuses data of other arrays than those that the strategy was built for."""
+    expected, given = strategy.spec.example, data.example
+    for name in sorted({*expected, *given}):
+        there, here = (
+            f"{x[name].dtype}{list(x[name].shape)}" if name in x else "missing"
+            for x in (expected, given)
+        )
+        if here != there:
+            raise UsageError(
+                f"data: {name!r} of an example of {data.name} is {here}, but {there} in the "
+                "TrainSpec of the strategy. Build it with example=data.example."
+            )
 
 
 def placed_train_batches(
