@@ -80,8 +80,13 @@ def as_gin(value: Any) -> str:
         return f"({''.join(f'{as_gin(item)}, ' for item in value)})"
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{as_gin(k)}: {as_gin(v)}" for k, v in value.items()) + "}"
-    if isinstance(value, np.dtype | type):
+    if isinstance(value, np.dtype | type) and jnp.dtype(value) != np.dtype(object):
         return repr(jnp.dtype(value).name)  # e.g. jnp.bfloat16
+    if callable(value):
+        raise UsageError(
+            f"bindings: {described(value)} is no value of a gin file: register it with gin and "
+            "give '@name'."
+        )
     if isinstance(value, jax.Array | np.ndarray) and (value.ndim or not is_array(value)):
         raise UsageError(f"bindings: {described(value)} is no value of a gin file: give numbers.")
     return repr(value.item() if hasattr(value, "item") else value)
