@@ -51,7 +51,7 @@ def strategy(
     command = python_calls.command_of(Command, (), bindings, imports=imports)
     with python_calls.session(command):
         runtime.set_up_devices(None)
-        candidate, *others = plan_candidates.of([name])
+        candidate, *others = plan_candidates.of([name], f"strategy({name!r})")
         if others:
             raise UsageError(f"strategy({name!r}): give the name of one strategy.")
         config = command.load(candidate.files, complete=False)

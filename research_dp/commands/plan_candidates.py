@@ -24,38 +24,39 @@ class Candidate:
     bindings: tuple[str, ...] = ()
 
 
-def of(strategies: Sequence[str]) -> list[Candidate]:
+def of(strategies: Sequence[str], place: str = "--strategies") -> list[Candidate]:
     """The strategies that are named; the run's own if none is.
 
-    A name is 'fsdp', 'my/own.gin', 'fsdp+h100_speed+bf16_collectives' or 'all'.
+    A name is 'fsdp', 'my/own.gin', 'fsdp+h100_speed+bf16_collectives' or 'all'. Messages begin with
+    `place`.
     """
     shipped = [Path(file).stem for file in parser.shipped() if file.startswith("strategies/")]
     candidates: dict[str, Candidate] = {}
     texts = filter(None, map(str.strip, strategies))
     for name in (n for text in texts for n in (shipped if text == "all" else [text])):
         first, *others = name.split("+")
-        files = [_file(first, "strategies"), *(_file(other, "") for other in others)]
+        files = [_file(first, "strategies", place), *(_file(x, "", place) for x in others)]
         label = "+".join(Path(word).stem for word in name.split("+"))
         candidate = Candidate(label, tuple(files))
         if candidates.setdefault(label, candidate) != candidate:
             both = (", ".join(c.files) for c in (candidates[label], candidate))
             raise UsageError(
-                f"--strategies: {' and '.join(both)} would both be row {label!r}. Rename a file."
+                f"{place}: {' and '.join(both)} would both be row {label!r}. Rename a file."
             )
     return list(candidates.values()) or [Candidate("")]
 
 
-def _file(name: str, folder: str) -> str:
+def _file(name: str, folder: str, place: str) -> str:
     """A file by its path, or a shipped one by its stem."""
     if name.endswith(".gin"):
         if parser.find(name) is None:
-            raise UsageError(f"--strategies: no file {name}.{parser.nearest_file(name)}")
+            raise UsageError(f"{place}: no file {name}.{parser.nearest_file(name)}")
         return name
     shipped = {Path(f).stem: f for f in parser.shipped() if f.startswith(folder)}
     if name not in shipped:
         near = spellings.nearest_file(name, shipped.values())
         hint = f" Did you mean {Path(near).stem}?" if near else ""
-        raise UsageError(f"--strategies: no shipped file {name!r}.{hint} Or give a path to one.")
+        raise UsageError(f"{place}: no shipped file {name!r}.{hint} Or give a path to one.")
     return shipped[name]
 
 
