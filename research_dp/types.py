@@ -61,7 +61,8 @@ class TrainableModel:
         bounds: Integer array of a batch -> the key of `config` that bounds it, e.g.
             {'label': 'num_classes'}. A run refuses values that are negative or not below it.
         apply: (parameters, inputs, model state={}) -> outputs, e.g. logits, for inference; inputs
-            are the array of a batch that the model predicts from, or a tuple. None: not given.
+            are the array of a batch that the model predicts from, a tuple of several, or a batch
+            that has them. None: not given.
     """
 
     init: Callable[[jax.Array, Batch], tuple[PyTree, PyTree]]

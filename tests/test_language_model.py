@@ -86,6 +86,8 @@ def test_logits_for_inference_are_those_of_the_loss():
     examples = {"tokens": jnp.asarray(tokens), "segments": jnp.ones_like(tokens)}
     expected = reference_logits(params, examples)
     np.testing.assert_allclose(tiny.apply(params, tokens), expected, rtol=1e-4, atol=1e-5)
+    of_batch = tiny.apply(params, {"tokens": tokens})
+    np.testing.assert_array_equal(of_batch, tiny.apply(params, tokens))
 
 
 def shapes(examples):

@@ -123,6 +123,14 @@ def test_loaded_parameters_predict_what_the_run_evaluated(run, folder):
     loaded = research_dp.load(run, step=4)
     assert loaded.step == 4 and loaded.model_state["batch_stats"]
     logits = jax.jit(loaded.model.apply)(loaded.params, batch["x"])
+    others = loaded.model_state, research_dp.load(run, step=2).model_state
+    for inputs in (batch["x"], dict(batch)):
+        given = [loaded.model.apply(loaded.params, inputs, state) for state in (None, *others)]
+        np.testing.assert_allclose(given[0], logits, rtol=1e-4, atol=1e-6)
+        np.testing.assert_array_equal(given[0], given[1])
+        assert np.abs(given[0] - given[2]).max() > 1e-3
+    with pytest.raises(UsageError, match=r"apply: the inputs \['image'\] lack 'x'"):
+        loaded.model.apply(loaded.params, {"image": batch["x"]})
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
     assert float(losses.mean()) == pytest.approx(expected[4], rel=1e-5)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,9 +88,18 @@ def load(
             params = place(saved.params, state.params)
             model_state = place(saved.model_state, state.model_state)
     if model.apply is not None and model_state:
-        apply = functools.partial(model.apply, model_state=model_state)
-        model = dataclasses.replace(model, apply=apply)
+        model = dataclasses.replace(model, apply=_with_state(model.apply, model_state))
     return LoadedModel(model, params, model_state, saved.step)
+
+
+def _with_state(apply: Callable[..., Any], saved: PyTree) -> Callable[..., Any]:
+    """`TrainableModel.apply` with the saved model state in place of none."""
+
+    @functools.wraps(apply)
+    def with_state(params: PyTree, inputs: Any, model_state: PyTree | None = None) -> Any:
+        return apply(params, inputs, saved if model_state is None else model_state)
+
+    return with_state
 
 
 @checked

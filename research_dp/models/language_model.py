@@ -100,7 +100,7 @@ class LanguageModel:
     def apply(self, params: PyTree, tokens: Any, model_state: PyTree | None = None) -> jax.Array:
         """Logits of each next token: (B, S) int32 -> (B, S, vocab_size) float32."""
         assert not model_state  # it has none
-        tokens = jnp.asarray(tokens)
+        tokens = jnp.asarray(tokens["tokens"] if isinstance(tokens, Mapping) else tokens)
         x = self._hidden(params, {"tokens": tokens}, None, Units(), train=False, batch_axes=())
         rows = params["embed" if self.tied else "head"]["table"].astype(x.dtype)
         return _logits(x.reshape(tokens.size, -1), rows).reshape(*tokens.shape, -1)

@@ -67,6 +67,11 @@ def supervised(
         return LossOutput(total, count, model_state, sums)
 
     def apply(params: PyTree, x: Any, model_state: PyTree | None = None) -> Any:
+        if isinstance(x, Mapping):
+            needed = {inputs} if isinstance(inputs, str) else {*inputs}
+            if missing := sorted(needed - x.keys()):
+                raise UsageError(f"apply: the inputs {sorted(x)} lack {missing[0]!r}.")
+            x = inputs_of(x)
         several = not isinstance(inputs, str) and not isinstance(x, tuple)
         return functions.predict(params, (x,) if several else x, model_state)
 
