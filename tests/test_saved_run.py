@@ -88,8 +88,14 @@ def records(run):
     return {line["step"]: line["loss"] for line in lines if line["split"] == "eval"}
 
 
-def test_an_evaluation_gives_the_bits_that_the_run_recorded(run):
+def test_an_evaluation_gives_the_bits_that_the_run_recorded(run, monkeypatch):
     assert research_dp.evaluate(run)["eval"] == {"loss": records(run)[6]}
+    init = research_dp.Strategy.__init__
+
+    def without_init(strategy, **fields):  # neither compiled, nor in memory with the optimizer's
+        init(strategy, **{**fields, "init": pytest.fail})
+
+    monkeypatch.setattr(research_dp.Strategy, "__init__", without_init)
     result = research_dp.evaluate(run, 2)
     assert result["eval"] == {"loss": records(run)[2]} and result["step"] == 2
     assert (result["strategy"], result["mesh"]) == ("zero1", {"data": 1, "fsdp": 8})

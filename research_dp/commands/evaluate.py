@@ -10,12 +10,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
+import numpy as np
+
 from research_dp.argument_checks import checked
 from research_dp.argument_types import Count, CountOrZero
 from research_dp.commands import python_calls, runtime, saved_run
 from research_dp.commands.flags import Command, flag, switch, whole_number
 from research_dp.commands.python_calls import Bindings, Files
 from research_dp.distributed.mesh import refuse_several_processes
+from research_dp.strategies import TrainState
 from research_dp.training import files, saved_state
 from research_dp.training.batches import eval_metrics
 from research_dp.training.loop import configured
@@ -58,11 +61,12 @@ class Evaluate(Command):
         config, spec, data = configured()
         strategy = config.build(spec)
         saved_run.check_same_model(saved, strategy)
-        state = strategy.init(spec.seed)  # of which only the parameters, and the like, are read
         like = strategy.abstract_state
-        state = state._replace(
+        state = TrainState(
+            step=saved_run.place(np.int32(saved.step), like.step),
             params=saved_run.place(saved.params, like.params),
             model_state=saved_run.place(saved.model_state, like.model_state),
+            opt_state=(),  # which evaluation does not read
         )
         metrics = eval_metrics(strategy, state, data)
         return {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import gin
@@ -49,9 +49,10 @@ def mapped(config: StrategyConfig, spec: TrainSpec) -> Strategy:
     on_mesh = functools.partial(jax.shard_map, mesh=config.mesh, check_vma=False)
     rows, eval_rows, none = batch.sharding.spec, batch.eval_sharding.spec, PartitionSpec()
     train = on_mesh(step.train, in_specs=(state_specs, rows), out_specs=(state_specs, none))
-    evaluate = on_mesh(step.evaluate, in_specs=(state_specs, eval_rows), out_specs=none)
+    read = _read_in_evaluation(state_specs), eval_rows
+    evaluate = on_mesh(step.evaluate, in_specs=read, out_specs=none)
     train_step = jax.jit(train, donate_argnums=0, compiler_options=_compiler_options(config))
-    return _strategy(config, program, train_step=train_step, eval_step=jax.jit(evaluate))
+    return _strategy(config, program, train_step=train_step, evaluate=jax.jit(evaluate))
 
 
 @gin.register(module="strategies")
@@ -77,8 +78,8 @@ def compiled(config: StrategyConfig, spec: TrainSpec) -> Strategy:
     outs = state_shardings, NamedSharding(config.mesh, PartitionSpec())
     options = _compiler_options(config)
     train_step = jax.jit(step.train, donate_argnums=0, out_shardings=outs, compiler_options=options)
-    eval_step = jax.jit(step.evaluate, out_shardings=outs[1])
-    return _strategy(config, program, train_step=train_step, eval_step=eval_step)
+    evaluate = jax.jit(step.evaluate, out_shardings=outs[1])
+    return _strategy(config, program, train_step=train_step, evaluate=evaluate)
 
 
 @gin.register(module="strategies")
@@ -122,7 +123,7 @@ def pmapped(config: StrategyConfig, spec: TrainSpec) -> Strategy:
         place_batch=place_batch,
         place_eval_batch=place_eval_batch,
         train_step=pmap(step.train, donate_argnums=0),
-        eval_step=pmap(step.evaluate),
+        evaluate=pmap(step.evaluate),
     )
 
 
@@ -178,8 +179,22 @@ def _gather_by_compiler(mesh: Mesh, params: PyTree, _: str) -> PyTree:
     return jax.tree.map(one, params, is_leaf=is_box)
 
 
-def _strategy(config: StrategyConfig, program: Program, **parts: Any) -> Strategy:
+def _read_in_evaluation(state: Any) -> strategy.TrainState:
+    """A state without the fields that evaluation does not read, so that they need not exist."""
+    return strategy.TrainState(state.step, state.params, state.model_state, ())
+
+
+def _strategy(
+    config: StrategyConfig,
+    program: Program,
+    evaluate: Callable[[strategy.TrainState, PyTree], strategy.Metrics],
+    **parts: Any,
+) -> Strategy:
     """A strategy; `init` is compiled with shardings: the full model is never on one device."""
+
+    def eval_step(state: strategy.TrainState, examples: PyTree) -> strategy.Metrics:
+        return evaluate(_read_in_evaluation(state), examples)
+
     step, shardings, abstract, batch = program
     init = functools.partial(state.init_state, config, step.spec)
     of_batch = ("abstract_batch", "place_batch", "place_eval_batch", "train_rows", "eval_rows")
@@ -190,6 +205,7 @@ def _strategy(config: StrategyConfig, program: Program, **parts: Any) -> Strateg
         abstract_state=abstract,
         eval_batch_size=batch.eval_batch_size,
         init=jax.jit(init, out_shardings=jax.tree.map(lambda x: x.sharding, abstract)),
+        eval_step=eval_step,
         batch_axes=step.axes,
         **{**{name: getattr(batch, name) for name in of_batch}, **parts},
     )

@@ -98,6 +98,8 @@ class Strategy:
     `init` makes the state, sharded from birth, from a key, or from the seed of a run. `train_rows`
     and `eval_rows` are the positions in the global batch of the examples that this process gives to
     `place_batch` and `place_eval_batch`, as host arrays. `train_step` takes the old state's memory.
+    `eval_step` reads `step`, `params` and `model_state` alone.
+
     Metrics are arrays (2,): sum and count; and `NONFINITE`, (1 + parameters,), above 0 if the step
     went wrong, and for each gradient, in the order of paths, that did.
     """
