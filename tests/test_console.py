@@ -241,7 +241,7 @@ def test_a_run_begins_with_what_a_device_has(stem):
     assert tuple(sharded.values()) == has.get(stem, (True, True, True))
 
 
-@pytest.mark.filterwarnings("ignore:fsdp shards none")  # which is for Python callers
+@pytest.mark.filterwarnings("ignore:fsdp. nothing is sharded")  # which is for Python callers
 def test_a_run_whose_strategy_shards_nothing_says_why():
     strategy = build("fsdp", one_matrix(), bindings=["shard_params.min_weight_size = 1000000"])
     *_, why = sharding_table.summary(strategy)

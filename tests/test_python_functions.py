@@ -82,7 +82,7 @@ def test_batches_of_a_continued_loop_are_the_later_ones_of_another():
 
 def test_a_build_that_shards_nothing_warns_and_names_the_threshold():
     data = _data()
-    with pytest.warns(UserWarning, match=r"none of 2 parameters.* w: 256 .*min_weight_size 262144"):
+    with pytest.warns(UserWarning, match=r"^fsdp: nothing .*, w: 256 .*min_weight_size 262144"):
         research_dp.strategy("fsdp").build(_spec(data))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -17,6 +16,7 @@ from research_dp.argument_checks import checked
 from research_dp.argument_types import Count, Dtype, MaxNorm, Seed, Transform, described
 from research_dp.distributed.collectives import PLAIN, Reduction
 from research_dp.distributed.loss_scale import LossScale
+from research_dp.distributed.mesh import FSDP_AXIS
 from research_dp.distributed.optimizer import with_master_weights
 from research_dp.errors import UsageError, binding_error
 from research_dp.strategies.slots import Stateful
@@ -224,21 +224,12 @@ class StrategyConfig:
             if hasattr(self, error.binding or ""):  # of a lower room, which knows no strategy
                 error.binding = f"data_parallel.{error.binding}"
             raise
-        if spec.gin_name == TrainSpec.gin_name:  # a run's first line says what is sharded
-            self._warn_if_unsharded(strategy.shardings.slices)
+        is_run = spec.gin_name != TrainSpec.gin_name  # its first lines have the reason
+        reason = None if is_run else unsharded_reason(strategy)
+        if reason and strategy.mesh.shape[FSDP_AXIS] > 1:
+            advice = "Give shard_params a smaller min_weight_size."
+            warnings.warn(f"{self.name}: {reason}. {advice}", stacklevel=2)
         return strategy
-
-    def _warn_if_unsharded(self, slices: PyTree) -> None:
-        """Warns where `shard` found nothing to shard, though there are devices to shard over."""
-        leaves = jax.tree.leaves(slices)
-        if self.shard is None or any(x.dim is not None or x.axis_size == 1 for x in leaves):
-            return
-        for largest in sorted(leaves, key=lambda x: math.prod(x.shape))[-1:]:
-            warnings.warn(
-                f"{self.name} shards none of {len(leaves)} parameters. The largest is "
-                f"{largest.path}: {largest.reason}. Give shard_params a smaller min_weight_size.",
-                stacklevel=3,
-            )
 
     def fitted(self, spec: TrainSpec) -> TrainSpec:
         """The spec as an engine takes it: with the strategy's own dtype and scale."""
@@ -262,6 +253,16 @@ def check_loss(out: Any, spec: TrainSpec) -> None:
             f": its metric {taken[0]!r} has the name of one that every run reports. Rename it."
         )
         raise binding_error(f"{spec.gin_name}.model", problem)
+
+
+def unsharded_reason(strategy: Strategy) -> str | None:
+    """Why `shard` shards nothing, though there are several devices; None: it does, or need not."""
+    leaves = jax.tree.leaves(strategy.shardings.slices)
+    is_moot = strategy.config.shard is None or strategy.mesh.size == 1 or not leaves
+    if is_moot or any(leaf.dim is not None for leaf in leaves):
+        return None
+    largest = max(leaves, key=lambda leaf: leaf.nbytes)
+    return f"nothing is sharded; the largest array, {largest.path}: {largest.reason}"
 
 
 def init_key(seed: int | jax.Array) -> jax.Array:

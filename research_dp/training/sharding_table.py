@@ -9,6 +9,7 @@ from research_dp.distributed.mesh import sizes_text
 from research_dp.distributed.placement import nbytes
 from research_dp.distributed.sharding import LeafSharding
 from research_dp.strategies import Strategy
+from research_dp.strategies.strategy import unsharded_reason
 
 _MAX_ROWS = 200
 _UNITS = {10**3: "kB", 10**6: "MB", 10**9: "GB", 10**12: "TB"}
@@ -48,9 +49,8 @@ def summary(strategy: Strategy) -> list[str]:
         f"{_size_text('gradients', *gradients)}, "
         f"{_size_text('optimizer state', *nbytes(state.opt_state))}",
     ]
-    if strategy.config.shard and strategy.mesh.size > 1 and all(x.dim is None for x in slices):
-        largest = max(slices, key=lambda leaf: leaf.nbytes)
-        lines.append(f"Nothing is sharded; the largest array, {largest.path}: {largest.reason}")
+    if reason := unsharded_reason(strategy):
+        lines.append(f"{reason[0].upper()}{reason[1:]}")
     return lines
 
 
