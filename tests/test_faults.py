@@ -98,7 +98,7 @@ def test_the_folder_of_another_run_is_refused(train, tmp_path):
         (["--gin.train.seed=5"], "has train.seed = 0, not 5"),
         (["--gin.train.batch_size=64"], "has train.batch_size = 128, not 64"),
         (
-            ["--gin.tfds_data.train_split='train[:90%]'"],
+            ["--gin.tfds_data.train_split=train[:90%]"],
             "= digits/1.0.0 train, by index, not digits",
         ),
     ):

@@ -12,6 +12,7 @@ import pytest
 from conftest import ROOT
 
 from research_dp.commands import flags, python_calls, sweep
+from research_dp.commands.train import Train
 from research_dp.errors import UsageError
 
 SMALL = ["--gin_file=runs/digits.gin", "--gin_file=models/mlp.gin", "--gin.mlp.widths=(16,)"]
@@ -167,6 +168,35 @@ except research_dp.UsageError as error:
 )
 def test_python_values_as_they_stand_in_a_gin_file(value, text):
     assert python_calls.as_gin(value) == text
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "bfloat16",
+        "train[:90%]",
+        "train[10%:-5]+test",
+        "~/a.b",
+        "../c-d",
+        "gs://bucket/x",
+        "optax.adam",
+    ],
+)
+def test_a_bare_word_of_a_flag_is_a_string(word):
+    command = Train().parse(["--dry_run", "--gin_file=f", f"--gin.a.b={word}"])
+    assert command.bindings == [f"a.b = {word!r}"]
+
+
+@pytest.mark.parametrize(
+    "literal",
+    [
+        *("3", "-1e-3", ".5", "None", "True", "[1, 2]", "[a:b]", "{'data': 4}", "('a',)", "()"),
+        *("@mlp()", "@a/mlp", "%SIZE", "'train[:90%]'", "[%SIZE]", "r'a'", "90%", "a b", "f(x)"),
+    ],
+)
+def test_everything_else_is_left_to_gin(literal):
+    command = Train().parse(["--dry_run", "--gin_file=f", f"--gin.a.b={literal}"])
+    assert command.bindings == [f"a.b = {literal}"]
 
 
 def test_what_is_varied_may_stand_in_a_word_of_its_own(capsys):

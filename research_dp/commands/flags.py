@@ -19,7 +19,7 @@ from research_dp.config import spellings
 from research_dp.config.load import Config, load
 from research_dp.errors import UsageError
 
-_BARE_WORD = re.compile(r"^([A-Za-z_]|~|\.{0,2}/)[\w./+~-]*$")
+_BARE_WORD = re.compile(r"^([A-Za-z_]|~|\.{0,2}/)[\w./+~:%\[\]-]*$")
 _LITERALS = {"None", "True", "False"}
 
 
@@ -215,7 +215,7 @@ def _rewritten(argv: Sequence[str], flags: str) -> list[str]:
 
 
 def _as_gin(value: str) -> str:
-    """A bare word (bfloat16) or a path is a string; everything else is gin's to read."""
+    """A bare word (bfloat16), a path or a split (train[:90%]) is a string; gin reads all else."""
     is_bare = _BARE_WORD.match(value) and value not in _LITERALS
     return repr(value) if is_bare else value
 
