@@ -124,3 +124,22 @@ def test_what_names_the_commands_imports_no_jax():
     words = [sys.executable, "-c", code]
     done = subprocess.run(words, capture_output=True, text=True, check=True, env=environment)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_the_console_script_imports_modules_in_the_working_directory(tmp_path):
+    script = tmp_path / "bin" / "research-dp"
+    script.parent.mkdir()
+    script.write_text("import sys\nfrom research_dp.commands.main import main\nsys.exit(main())\n")
+    (tmp_path / "mine.py").write_text("import gin\n\n@gin.register\ndef my_model():\n    pass\n")
+    words = [sys.executable, script, "train", "--gin_file=runs/digits.gin", "--dry_run"]
+
+    def error(module):
+        words[5:] = [f"--import={module}", "--gin.train.model=@my_model()"]
+        options = {"cwd": tmp_path, "capture_output": True, "text": True, "check": False}
+        done = subprocess.run(words, env={**os.environ, "PYTHONPATH": str(ROOT)}, **options)
+        assert done.returncode == 2
+        return done.stderr
+
+    assert "None" in error("mine")  # it was imported and called
+    (line,) = error("mien").splitlines()  # none about @my_model, which follows from it
+    assert "No module named 'mien'. It must be in the working directory" in line

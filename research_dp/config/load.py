@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import sys
 import traceback
@@ -61,7 +62,7 @@ def load(
     Args:
         files: Paths; `parser.find` locates them.
         bindings: Text such as 'train.num_steps = 20'.
-        imports: Modules that register functions.
+        imports: Modules that register functions; they may be in the working directory.
         allow_unused: Whether a binding may be without effect.
         complete: Whether this must be a run, with nothing missing and nothing unused.
         saved: The configuration that a run saved. It comes before `files`, which may replace
@@ -78,7 +79,8 @@ def load(
     statements += parser.read([*([saved] if saved else []), *files], bindings)
     mistakes = [item for item in statements if isinstance(item, Mistake)]
     is_readable = not mistakes
-    mistakes += _import(item for item in statements if isinstance(item, Import))
+    if failed := list(_import(item for item in statements if isinstance(item, Import))):
+        raise Mistakes([*mistakes, *failed])  # others may follow from names that they register
     bindings_read = [item for item in statements if isinstance(item, Binding)]
     macros = {b.key[0]: b for b in bindings_read if not b.selector}
     problems = {b: binding_checks.mistakes(b, macros) for b in bindings_read}
@@ -141,6 +143,8 @@ def missing_binding(error: BaseException) -> UsageError | None:
 
 def _import(imports: Iterable[Import]) -> Iterator[Mistake]:
     """Imports modules through gin, which records them in its dumps."""
+    if not {"", os.getcwd()} & set(sys.path):  # `python -m` has it, a console script has not
+        sys.path.insert(0, os.getcwd())
     for item in imports:
         text, new = item.text, _MOVED_MODULES.get(item.module)
         if new:
