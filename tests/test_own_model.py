@@ -359,6 +359,15 @@ def test_what_cannot_be_called_is_refused_at_once(make, message):
             {"metrics": {"loss": correct}},
             "model: its metric 'loss' has the name of one that every run reports. Rename it",
         ),
+        (
+            {"loss": lambda output, y: cross_entropy(output, y.astype(float))},
+            r"loss fails on an output that is an array of shape \(16, 10\) and dtype float32 and "
+            r"a target that is an array of shape \(16,\) and dtype int32:\n  TypeError: .*py:\d+\)",
+        ),
+        (
+            {"metrics": {"hits": lambda output, y: optax.softmax_cross_entropy(output, y)}},
+            r"hits fails on .*\n  ValueError: ",
+        ),
         ({"inputs": "image"}, r"reads 'image' of a batch, but the data set gives \['x', 'y'\]"),
         ({"targets": "label"}, r"reads 'label' of a batch, but the data set gives \['x', 'y'\]"),
     ],

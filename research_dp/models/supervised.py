@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from research_dp.errors import UsageError
+from research_dp.argument_types import described
+from research_dp.errors import UsageError, first_line
 from research_dp.types import Batch, Functions, LossOutput, PyTree, TrainableModel
 
 # (output, target) -> one number per example, (B,), or per position, (B, ...).
@@ -58,7 +60,7 @@ def supervised(
         scales += [batch[name] for name in ["mask"] if name in batch]
 
         def summed(name: str, function: PerExample) -> tuple[jax.Array, jax.Array]:
-            values = _checked_values(name, function(output, target), rows, target)
+            values = _checked_values(name, _called(name, function, output, target), rows, target)
             weight = _weight(name, scales, values.shape)
             return jnp.sum(values * weight), jnp.sum(weight)
 
@@ -76,6 +78,22 @@ def supervised(
         return functions.predict(params, (x,) if several else x, model_state)
 
     return TrainableModel(init, loss_of, config or {}, bounds=bounds or {}, apply=apply)
+
+
+def _called(name: str, function: PerExample, output: Any, target: Any) -> Any:
+    """What a user's function returns; UsageError with shapes and dtypes if it raises."""
+    try:
+        return function(output, target)
+    except UsageError:
+        raise
+    except Exception as error:
+        given = [jax.tree.map(described, x) for x in (output, target)]
+        frames = traceback.extract_tb(error.__traceback__)[1:2]  # the line of the function itself
+        where = "".join(f" ({frame.filename}:{frame.lineno})" for frame in frames)
+        raise UsageError(
+            f"{name} fails on an output that is {given[0]} and a target that is {given[1]}:\n"
+            f"  {type(error).__name__}: {first_line(error)}{where}"
+        ) from error
 
 
 def _checked_values(name: str, values: Any, rows: int, target: Any) -> jax.Array:
