@@ -368,3 +368,26 @@ def recipe_of(stem):
 def test_precision_options_change_what_travels(binding, kind, dtype):
     strategy = build("fsdp", one_matrix(), bindings=[binding])
     assert {c.dtype for c in traffic(strategy) if c.kind == kind} == {dtype}
+
+
+@pytest.mark.parametrize("stem", ["ddp", "spmd_fsdp"])
+def test_a_batch_that_is_not_placed_or_another_is_refused_in_words(stem):
+    strategy = build(stem, mlp(widths=(8,), num_classes=10))
+    state = strategy.init(0)
+    batch = {name: x[strategy.train_rows] for name, x in batches()[0].items()}
+    placed = strategy.place_batch(batch)
+    image = batch["image"]
+    for call, message in {
+        lambda: strategy.train_step(state, batch): "train_step: place the batch first: strategy.p",
+        lambda: strategy.eval_step(state, placed): "strategy.place_eval_batch",
+        lambda: strategy.place_batch(placed): "placed already. Give it to train_step",
+        lambda: strategy.place_batch(image): "Give a dict of arrays: image, label",
+        lambda: strategy.place_batch({"image": image}): "the batch has no 'label', only image",
+        lambda: strategy.place_batch({**batch, "image": image[1:]}): (
+            rf"'image' has shape \({BATCH - 1}, .* Give \({BATCH}, "
+        ),
+        lambda: strategy.place_eval_batch({**batch, "image": image[:, 1:]}): r"Give \(rows, ",
+    }.items():
+        with pytest.raises(UsageError, match=message):
+            call()
+    strategy.train_step(state, placed)  # what was refused did not use up the state

@@ -20,7 +20,7 @@ from research_dp.distributed.collectives import PLAIN
 from research_dp.distributed.differentiable_gather import gather_by_compiler
 from research_dp.distributed.mesh import DATA_AXIS, FSDP_AXIS, refuse_several_processes, split_axes
 from research_dp.distributed.sharding import replicated
-from research_dp.errors import binding_error
+from research_dp.errors import UsageError, binding_error
 from research_dp.strategies import slots, state, strategy
 from research_dp.strategies.step import Step
 from research_dp.strategies.strategy import Strategy, StrategyConfig, TrainSpec
@@ -50,9 +50,10 @@ def mapped(config: StrategyConfig, spec: TrainSpec) -> Strategy:
     rows, eval_rows, none = batch.sharding.spec, batch.eval_sharding.spec, PartitionSpec()
     train = on_mesh(step.train, in_specs=(state_specs, rows), out_specs=(state_specs, none))
     read = _read_in_evaluation(state_specs), eval_rows
-    evaluate = on_mesh(step.evaluate, in_specs=read, out_specs=none)
-    train_step = jax.jit(train, donate_argnums=0, compiler_options=_compiler_options(config))
-    return _strategy(config, program, train_step=train_step, evaluate=jax.jit(evaluate))
+    evaluate = jax.jit(on_mesh(step.evaluate, in_specs=read, out_specs=none))
+    options = _compiler_options(config)
+    train_step = jax.jit(_of_placed(train), donate_argnums=0, compiler_options=options)
+    return _strategy(config, program, train_step=train_step, evaluate=evaluate)
 
 
 @gin.register(module="strategies")
@@ -77,7 +78,8 @@ def compiled(config: StrategyConfig, spec: TrainSpec) -> Strategy:
     state_shardings = jax.tree.map(lambda x: x.sharding, abstract)
     outs = state_shardings, NamedSharding(config.mesh, PartitionSpec())
     options = _compiler_options(config)
-    train_step = jax.jit(step.train, donate_argnums=0, out_shardings=outs, compiler_options=options)
+    jit = functools.partial(jax.jit, donate_argnums=0, compiler_options=options)
+    train_step = jit(_of_placed(step.train), out_shardings=outs)
     evaluate = jax.jit(step.evaluate, out_shardings=outs[1])
     return _strategy(config, program, train_step=train_step, evaluate=evaluate)
 
@@ -110,6 +112,7 @@ def pmapped(config: StrategyConfig, spec: TrainSpec) -> Strategy:
         return placement.place(jax.tree.map(split, batch.micro_batches(examples)), by_device)
 
     def place_eval_batch(examples: Mapping[str, np.ndarray]) -> Any:
+        batch.check_eval_batch(examples)
         rows = {k: x.reshape(count, -1, *x.shape[1:]) for k, x in examples.items()}
         return placement.place(rows, by_device)
 
@@ -122,7 +125,7 @@ def pmapped(config: StrategyConfig, spec: TrainSpec) -> Strategy:
         abstract_batch=jax.tree.map(abstract_split, batch.abstract_batch),
         place_batch=place_batch,
         place_eval_batch=place_eval_batch,
-        train_step=pmap(step.train, donate_argnums=0),
+        train_step=pmap(_of_placed(step.train), donate_argnums=0),
         evaluate=pmap(step.evaluate),
     )
 
@@ -193,6 +196,11 @@ def _strategy(
     """A strategy; `init` is compiled with shardings: the full model is never on one device."""
 
     def eval_step(state: strategy.TrainState, examples: PyTree) -> strategy.Metrics:
+        if isinstance(examples, strategy.PlacedBatch):
+            raise UsageError(
+                "eval_step: this batch is one of training. Place it for evaluation: "
+                "strategy.place_eval_batch(batch)."
+            )
         return evaluate(_read_in_evaluation(state), examples)
 
     step, shardings, abstract, batch = program
@@ -209,6 +217,18 @@ def _strategy(
         batch_axes=step.axes,
         **{**{name: getattr(batch, name) for name in of_batch}, **parts},
     )
+
+
+def _of_placed(step: Callable[..., Any]) -> Callable[..., Any]:
+    """A training step that refuses a batch that is not placed, when it is traced."""
+
+    @functools.wraps(step)
+    def train(state: strategy.TrainState, batch: strategy.PlacedBatch) -> Any:
+        if not isinstance(batch, strategy.PlacedBatch):
+            raise UsageError("train_step: place the batch first: strategy.place_batch(batch).")
+        return step(state, batch)
+
+    return train
 
 
 def _compiler_options(config: StrategyConfig) -> dict[str, Any] | None:

@@ -201,6 +201,7 @@ class BatchLayout:
 
     def __init__(self, mesh: Mesh, spec: TrainSpec, logical_shards: int | None = None):
         devices, micros = batch_devices(mesh), spec.accumulation_steps
+        self._example = spec.example
         step = devices * micros
         if spec.batch_size % step:
             near = max(step, math.floor(spec.batch_size / step + 0.5) * step)
@@ -231,6 +232,7 @@ class BatchLayout:
 
     def micro_batches(self, examples: Mapping[str, np.ndarray]) -> PlacedBatch:
         """This process's host arrays cut into micro-batches: (micro-batches, local rows, ...)."""
+        self._check(examples, "place_batch", self.train_rows.size)
         shape = self._micro_rows.shape
         cut = {k: np.reshape(x, (*shape, *np.shape(x)[1:])) for k, x in examples.items()}
         return PlacedBatch(cut, self._micro_rows)
@@ -242,4 +244,31 @@ class BatchLayout:
         return PlacedBatch(placement.place(cut, self.sharding), self._position)
 
     def place_eval_batch(self, examples: Mapping[str, np.ndarray]) -> PyTree:
+        self.check_eval_batch(examples)
         return placement.place(dict(examples), self.eval_sharding)
+
+    def check_eval_batch(self, examples: Any) -> None:
+        """Raises UsageError for what `place_eval_batch` does not take."""
+        self._check(examples, "place_eval_batch", None)
+
+    def _check(self, examples: Any, function: str, rows: int | None) -> None:
+        """Raises UsageError for a batch without the arrays that `TrainSpec.example` describes."""
+        if isinstance(examples, PlacedBatch):
+            raise UsageError(f"{function}: this batch is placed already. Give it to train_step.")
+        if not isinstance(examples, Mapping):
+            names = ", ".join(self._example)
+            raise UsageError(
+                f"{function}: the batch is {described(examples)}. Give a dict of arrays: {names}."
+            )
+        for name, x in self._example.items():
+            if name not in examples:
+                raise UsageError(
+                    f"{function}: the batch has no {name!r}, only {', '.join(examples) or 'none'}."
+                )
+            shape = np.shape(examples[name])
+            if shape[1:] != x.shape or not shape or rows not in (None, shape[0]):
+                expected = ", ".join(map(str, ("rows" if rows is None else rows, *x.shape)))
+                raise UsageError(
+                    f"{function}: {name!r} has shape {shape}. Give ({expected}): the rows of this "
+                    "process, then the shape of one example in TrainSpec.example."
+                )
