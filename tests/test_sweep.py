@@ -126,6 +126,72 @@ def test_the_table_is_written_after_each_run(tmp_path, monkeypatch):
     assert pairs == [(x, u, "0.5") for x in "xy" for u in "uv"]
 
 
+@pytest.fixture
+def swept(tmp_path, monkeypatch):
+    """Sweeps in one folder, whose runs only say that they are done; returns status and table."""
+    monkeypatch.setattr(sweep.Sweep, "load", lambda *_: None)
+
+    def run(*dimensions, finish=lambda member: None):
+        def done(self, member):
+            member.status, member.summary = "done", {"step": 3, "params_fingerprint": "abc"}
+            finish(member)
+
+        monkeypatch.setattr(sweep.Sweep, "_run", done)
+        status = sweep.Sweep(workdir=str(tmp_path))._run_all(sweep.members(tmp_path, dimensions))
+        with open(tmp_path / sweep.CSV, newline="") as file:
+            return status, list(csv.DictReader(file))
+
+    return run
+
+
+def test_a_second_sweep_keeps_the_rows_of_the_first(swept):
+    swept(sweep.binding_choices("train.seed", "0,1"))
+    swept(sweep.binding_choices("train.seed", "1,2"))
+    _, table = swept(sweep.file_choices(0, "models/mlp.gin,"))
+    assert [row["folder"].rpartition("/")[2] for row in table] == [
+        *("seed=0", "seed=1", "seed=2", "mlp", "none"),
+    ]
+    assert [row["train.seed"] for row in table] == ["0", "1", "2", "", ""]
+    assert [row["models"] for row in table] == ["", "", "", "mlp", "none"]
+    assert {row["status"] for row in table} == {"done"}
+
+
+@pytest.mark.parametrize("name", ["status", "step", "folder", "fingerprint", "steps/s"])
+def test_what_is_varied_has_a_column_beside_those_of_each_table(swept, name):
+    _, table = swept(sweep.binding_choices(name, "1,2"))
+    assert [row[f"varied {name}"] for row in table] == ["1", "2"]
+    assert [(row["status"], row["step"], row["fingerprint"]) for row in table] == [
+        ("done", "3", "abc")
+    ] * 2
+
+
+def test_a_table_that_cannot_be_written_is_refused_before_the_first_run(swept, tmp_path):
+    (tmp_path / sweep.CSV).mkdir()
+    with pytest.raises(UsageError, match=r"sweep\.csv: the sweep's table cannot be"):
+        swept(sweep.binding_choices("train.seed", "0,1"), finish=pytest.fail)
+    (tmp_path / sweep.CSV).rmdir()
+    (tmp_path / sweep.CSV).write_bytes(b"\xff\x00 notes of mine")
+    with pytest.raises(UsageError, match=r"no table of a sweep.*Move it away"):
+        swept(sweep.binding_choices("train.seed", "0,1"), finish=pytest.fail)
+    assert [path.name for path in tmp_path.iterdir()] == [sweep.CSV]
+
+
+def test_a_table_that_fails_later_does_not_end_the_sweep(swept, tmp_path, monkeypatch, capsys):
+    """A disk that is full during the first run has room again after the second."""
+
+    def full(path, content):
+        raise OSError(28, "No space left on device")
+
+    real = sweep.files.replace
+    tries = iter([real, full, real])
+    monkeypatch.setattr(sweep.files, "replace", lambda *args: next(tries)(*args))
+    status, table = swept(sweep.binding_choices("train.seed", "0,1"))
+    assert status == 0 and [row["status"] for row in table] == ["done", "done"]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("sweep.csv is not written: No space left on device")
+    assert [path.name for path in tmp_path.iterdir()] == [sweep.CSV]
+
+
 @pytest.mark.slow
 def test_python_runs_what_the_command_runs_and_more_than_once(command, tmp_path, data_dir):
     code = f"""

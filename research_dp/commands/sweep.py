@@ -22,6 +22,7 @@ from research_dp.errors import UsageError
 from research_dp.training import files, preemption
 
 CSV = "sweep.csv"
+_COLUMNS = ("status", "step", "steps/s", "fingerprint", "folder")  # besides what is varied
 
 
 class Choice(NamedTuple):
@@ -85,7 +86,6 @@ class Sweep(flags.RunCommand):
             return self._run_all(members(Path(self.workdir or ".").expanduser(), dimensions))
 
     def _run_all(self, runs: Sequence[Member]) -> int:
-        csv_file = Path(self.workdir or ".").expanduser() / CSV
         for member in runs:
             try:
                 with gin_internals.kept():
@@ -96,12 +96,17 @@ class Sweep(flags.RunCommand):
                     print(f"error: {member.label}: {line}", file=sys.stderr)
         if all(member.status == "refused" for member in runs):
             return exit_status.MISTAKEN
+        csv_file = Path(self.workdir or ".").expanduser() / CSV
+        earlier = [] if self.dry_run else _begin(runs, csv_file)
         for number, member in enumerate(runs, 1):
             if self.dry_run or member.status == "refused":
                 continue
             print(f"\n== {number} of {len(runs)}: {member.label}, in {member.folder}", flush=True)
             self._run(member)
-            write(runs, csv_file)
+            try:
+                write(runs, csv_file, earlier)
+            except OSError as error:  # the other runs go on: a full disk may get room
+                print(f"warning: {csv_file} is not written: {error.strerror}", file=sys.stderr)
             if member.status == "stopped":
                 break
         console.put("", table(runs))
@@ -158,7 +163,14 @@ def binding_choices(name: str, text: str) -> list[Choice]:
 
 
 def members(workdir: Path, dimensions: Sequence[Sequence[Choice]]) -> list[Member]:
-    """All combinations; UsageError if two of them would have the same folder."""
+    """All combinations; UsageError if two of them would have the same folder.
+
+    Two dimensions of one name are numbered. One that is called as another column is prefixed.
+    """
+    dimensions = [
+        [c._replace(of=f"varied {c.of}") if _is_column(c.of) else c for c in choices]
+        for choices in dimensions
+    ]
     heads = [choices[0].of for choices in dimensions]
     dimensions = [
         [c._replace(of=f"{c.of} {i + 1}") if heads.count(c.of) > 1 else c for c in choices]
@@ -204,14 +216,46 @@ def records(runs: Sequence[Member]) -> list[dict[str, Any]]:
     ]
 
 
-def write(runs: Sequence[Member], file: Path) -> None:
-    """Writes the records as CSV; a sweep that is killed leaves those of its finished runs."""
-    rows, text = records(runs), io.StringIO()
-    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+def write(runs: Sequence[Member], file: Path, earlier: Sequence[Mapping[str, Any]] = ()) -> None:
+    """Writes the records as CSV, after those of earlier sweeps.
+
+    A sweep that is killed leaves the records of its finished runs.
+    """
+    rows, text = [*earlier, *records(runs)], io.StringIO()
+    columns = dict.fromkeys(name for row in reversed(rows) for name in row)
+    writer = csv.DictWriter(text, list(columns), restval="", lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
     file.parent.mkdir(parents=True, exist_ok=True)
     files.replace(file, text.getvalue())
+
+
+def _begin(runs: Sequence[Member], file: Path) -> list[dict[str, str]]:
+    """Writes the table before the first run; returns its rows of other folders than these runs'.
+
+    Raises:
+      UsageError: the file is no table of a sweep, or cannot be written.
+    """
+    folders = {member.folder.name for member in runs}
+    try:
+        table = csv.DictReader(io.StringIO(file.read_text() if file.is_file() else ""))
+        rows = list(table)
+        if rows and not {"status", "folder"} <= rows[0].keys():
+            raise UsageError(f"{file} is no table of a sweep. Move it away.")
+        earlier = [
+            {name: row[name] or "" for name in table.fieldnames or ()}
+            for row in rows
+            if Path(row["folder"] or "").name not in folders
+        ]
+    except (ValueError, csv.Error) as error:
+        raise UsageError(f"{file} is no table of a sweep ({error}). Move it away.") from error
+    with flags.usage_error(f"{file}: the sweep's table cannot be written there"):
+        write(runs, file, earlier)
+    return earlier
+
+
+def _is_column(name: str) -> bool:
+    return name in _COLUMNS or name.startswith("eval ")
 
 
 def _for_path(text: str) -> str:

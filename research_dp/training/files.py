@@ -44,11 +44,15 @@ def replace(path: Path, content: str | bytes) -> None:
     if isinstance(content, str):
         content = content.encode(errors="surrogateescape")
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
-    with open(create(temporary), "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with open(create(temporary), "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
     fsync(path.parent)
 
 
