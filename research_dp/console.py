@@ -1,6 +1,7 @@
 """Tables, text and progress: as wide as a terminal is, or plain and uncut in a pipe.
 
-The variable COLUMNS sets another width, in a pipe too.
+The variable COLUMNS sets another width, in a pipe too. A terminal that cannot move its cursor
+(TERM=dumb) is a pipe here.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from rich.live import Live
 from rich.padding import Padding
 from rich.table import Table as Grid
 from rich.text import Text
+
+from research_dp.terminal import console_of, wrapped
 
 _PIPE_WIDTH = 10_000  # nothing is wrapped in a pipe
 _GAP, _INDENT = 2, 4
@@ -192,10 +195,10 @@ def table(title: str, *columns: str, grouped: bool = False) -> Table:
 
 
 def _console(file: TextIO | None) -> Console:
-    console = Console(highlight=False, file=file)
+    console = console_of(file or sys.stdout)
     if console.is_terminal or "COLUMNS" in os.environ:
         return console
-    return Console(width=_PIPE_WIDTH, highlight=False, file=file)
+    return console_of(file or sys.stdout, width=_PIPE_WIDTH)
 
 
 def with_remarks(lines: Iterable[tuple[str, str]], most: int) -> list[Text]:
@@ -217,7 +220,7 @@ def with_remarks(lines: Iterable[tuple[str, str]], most: int) -> list[Text]:
 def put(*parts: Any, file: TextIO | None = None) -> None:
     """Prints text and tables, to standard output without a `file`.
 
-    Text on a terminal is wrapped between words, and has its style.
+    Text on a terminal is wrapped between words, and has its style. No word is broken.
     """
     console = _console(file)
     with console.capture() as captured:
@@ -226,7 +229,9 @@ def put(*parts: Any, file: TextIO | None = None) -> None:
                 console.print(part.layout(console.width))
             else:
                 text = part if isinstance(part, Text) else Text(part)
-                console.print(Text(_UNIT.sub(_GLUE, text.plain), text.style, spans=text.spans))
+                glued = Text(_UNIT.sub(_GLUE, text.plain), text.style, spans=text.spans)
+                for line in wrapped(glued, console.width):
+                    console.print(line, soft_wrap=True)
     printed = captured.get().replace(_GLUE, " ")
     if parts:
         lines = (line.rstrip() for line in printed.splitlines())
@@ -252,7 +257,7 @@ class Progress:
             self._print(activity)
 
     def __enter__(self) -> Self:
-        console = Console(stderr=True, highlight=False)
+        console = console_of(sys.stderr)
         self._in_pipe = not console.is_terminal
         if self._in_pipe:
             self._print(self._activity)

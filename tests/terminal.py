@@ -16,7 +16,8 @@ _TOKEN = re.compile(r"\x1b\[([?\d;]*)([A-Za-z])|\x1b.|\r|\n|\x08|[^\x1b\r\n\x08]
 
 def on_terminal(*words, columns=80, timeout=300, env=None, **options):
     """Runs `python words` on a terminal: (status, [(seconds since the start, text)])."""
-    environment = {**(env or os.environ), "TERM": "xterm"}
+    environment = {**(env or os.environ)}
+    environment["TERM"] = "dumb" if environment.get("TERM") == "dumb" else "xterm"
     environment.pop("COLUMNS", None)
     program = [sys.executable, *map(str, words)]
     return _shown(program, columns, timeout, env=environment, start_new_session=True, **options)

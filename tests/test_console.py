@@ -3,6 +3,7 @@
 import ast
 import io
 import itertools
+import os
 import re
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import pytest
 from conftest import ROOT
 from rich.console import Console
 from rich.text import Text
-from terminal import in_pipe, on_terminal, screen
+from terminal import in_pipe, on_terminal, run, screen
 from test_planning_extrapolation import GPUS
 from test_strategies import build, one_matrix
 
@@ -112,9 +113,9 @@ def sweeps():
     ]
     for count in (2, 8):
         runs = sweep.members(Path("runs/a"), choices)[:count]
-        for run in runs:
-            run.status = "done"
-            run.summary = {
+        for member in runs:
+            member.status = "done"
+            member.summary = {
                 "step": 100_000,
                 "eval": {"accuracy": 0.98765, "loss": 0.0123456},
                 "steps_per_second": 12345.6,
@@ -191,6 +192,47 @@ def test_in_a_pipe_a_row_is_a_line_without_padding(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")  # as pages are written
     console.put(wide)
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
+def printed_on_terminal(code, **variables):
+    """What a few lines of Python leave on a terminal of 80 columns."""
+    words = ["-c", f"from research_dp import console\n{code}"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm", **variables}
+    status, text = run([sys.executable, *words], env=env)
+    assert status == 0, text
+    return text
+
+
+def test_no_word_is_broken_on_a_terminal():
+    path = f"--logdir=/{'long/' * 30}tensorboard"
+    code = f'console.put("  curves:  tensorboard {path} and more words " + "a word " * 20)'
+    lines = printed_on_terminal(code).splitlines()
+    assert [line.split() for line in lines if path in line] == [[path]]
+    assert max(len(line) for line in lines if path not in line) <= 80
+    assert sum(line.count("a word") for line in lines) >= 19
+
+
+@pytest.mark.parametrize("shows", [on_terminal, in_pipe])
+def test_only_a_terminal_that_moves_its_cursor_gets_codes(shows):
+    """TERM=dumb shows progress as lines; FORCE_COLOR makes no terminal of a pipe."""
+    code = """
+import time
+from research_dp import console
+from research_dp.training.progress_bar import ProgressBar
+with console.Progress("Reading"):
+    time.sleep(0.2)
+console.put("a sentence " * 20)
+bar = ProgressBar(3, 0)
+bar.doing("Saving", at_once=True)
+bar.close()
+"""
+    variables = {"TERM": "dumb"} if shows is on_terminal else {"FORCE_COLOR": "1"}
+    env = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
+    env.pop("COLUMNS", None)
+    status, chunks = shows("-c", code, env=env)
+    text = "".join(part for _, part in chunks)
+    assert status == 0 and "\x1b" not in text, text
+    assert text.splitlines() == ["Reading", ("a sentence " * 20).rstrip(), "Saving"]
 
 
 def test_brackets_are_no_markup(capsys):
@@ -316,10 +358,10 @@ def test_a_run_on_a_terminal_leaves_its_lines_and_no_bar(command, tmp_path):
     assert not re.search(r"Generating|Shuffling|Dataset digits|%\|", text)
     ends = [i for i, line in enumerate(lines) if line.startswith("Done: step 20, accuracy ")]
     (end,) = ends
-    follows = "".join("".join(lines[end:]).split())  # long paths are broken anywhere
-    assert f"tensorboard--logdir={tmp_path / 'tensorboard'}" in follows
-    assert f"python-mresearch_dp.evaluate--workdir={tmp_path}" in follows
-    assert "--gin_file=strategies/fsdp.gin" in follows
+    commands = [line.partition(":")[2].strip() for line in lines[end + 1 :]]
+    assert f"tensorboard --logdir={tmp_path / 'tensorboard'}" in commands
+    assert f"python -m research_dp.evaluate --workdir={tmp_path}" in commands
+    assert "add --gin_file=strategies/fsdp.gin and change --workdir" in commands
     assert any(line.startswith("zero1 on data 1 x fsdp 8; per device ") for line in lines)
     steps = [line for line in lines if line.startswith("train step ")]
     assert [line.split()[2] for line in steps] == ["5/20", "10/20", "15/20", "20/20"]

@@ -26,7 +26,7 @@ ALLOWED = {
     "certification": {*GROUND, "analysis", "training", "certification"},
 }
 ALLOWED["config"] = {*ALLOWED, "config"}
-SHARED = {"types", "errors", "console", "argument_checks", "argument_types"}
+SHARED = {"types", "errors", "console", "terminal", "argument_checks", "argument_types"}
 DOORWAYS = {"train", "plan", "certify", "conform", "sweep", "checkpoints", "launch", "__main__"}
 CORE = {"jax", "flax", "optax", "gin", "numpy"}
 FILES = sorted(PACKAGE.rglob("*.py"))

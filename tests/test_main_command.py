@@ -80,6 +80,13 @@ def test_help_fits_and_ends_with_examples(run, name):
     assert re.search(r"heartbeat_seconds.*\(default: 100\)", out, re.DOTALL) or name != "train"
 
 
+@pytest.mark.parametrize("words", [("--help",), ("train", "--help"), ("list", "models")])
+def test_a_very_narrow_terminal_gets_the_text_too(run, monkeypatch, words):
+    monkeypatch.setenv("COLUMNS", "8")
+    status, out, _ = run(*words)
+    assert status == 0 and out
+
+
 @pytest.mark.parametrize("name", sorted(COMMANDS))
 def test_examples_are_command_lines_that_are_accepted(name, capsys):
     module, _, kind = COMMANDS[name].target.partition(":")

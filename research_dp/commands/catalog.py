@@ -8,7 +8,6 @@ import inspect
 import itertools
 import json
 import re
-import shutil
 import sys
 import textwrap
 import typing
@@ -22,6 +21,7 @@ import jax
 import optax
 
 from research_dp.argument_checks import members
+from research_dp.commands import streams
 from research_dp.commands.dry_run import default_text
 from research_dp.config import binding_checks, gin_internals, load, parser
 from research_dp.data import DataSet
@@ -103,14 +103,15 @@ def everything(imports: Sequence[str] = ()) -> list[dict[str, Any]]:
 def in_lines(groups: Iterable[dict[str, Any]]) -> str:
     """One line for each entry, below the name of its group; on a terminal as many as it needs."""
     lines = []
-    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
+    columns = streams.width() if sys.stdout.isatty() else sys.maxsize
     for group in groups:
         lines += ["", group["group"]]
         width = max(len(entry["name"]) for entry in group["entries"])
         for entry in group["entries"]:
             line = f"  {entry['name']:<{width}}  {entry['summary']}"
             further = " " * (width + 4)
-            lines += textwrap.wrap(line, columns, subsequent_indent=further, break_on_hyphens=False)
+            whole = {"break_on_hyphens": False, "break_long_words": False}
+            lines += textwrap.wrap(line, columns, subsequent_indent=further, **whole)
     return "\n".join(lines[1:])
 
 

@@ -8,13 +8,12 @@ import dataclasses
 import difflib
 import functools
 import re
-import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, NoReturn, Self
 
-from research_dp.commands import main
+from research_dp.commands import main, streams
 from research_dp.config import spellings
 from research_dp.config.load import Config, load
 from research_dp.errors import UsageError
@@ -45,14 +44,16 @@ class Parser(argparse.ArgumentParser):
     """The parser of a command: its help ends with examples, a mistake is one line with a hint."""
 
     def __init__(self, name: str):
-        width = shutil.get_terminal_size().columns
+        width = streams.width()
         entry = main.COMMANDS[name]
         about = " ".join([f"{entry.summary[:1].upper()}{entry.summary[1:]}.", entry.details])
         super().__init__(
             prog=main.program(name),
             description=textwrap.fill(about, width - 2),
             epilog=main.examples(name, width),
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=functools.partial(
+                argparse.RawDescriptionHelpFormatter, width=width - 2
+            ),
             allow_abbrev=False,
         )
 

@@ -10,7 +10,6 @@ import faulthandler
 import importlib
 import importlib.metadata
 import platform
-import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -136,7 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def overview() -> str:
     """All commands, with what each does and an example."""
-    width = shutil.get_terminal_size().columns
+    width = streams.width()
     lines = ["Data-parallel training in JAX, the strategy chosen by a gin file.", ""]
     for name, entry in COMMANDS.items():
         lines += textwrap.wrap(f"{name:<12}{entry.summary}", width, subsequent_indent=" " * 12)

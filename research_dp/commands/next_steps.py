@@ -8,11 +8,11 @@ from pathlib import Path
 
 import jax
 
-from research_dp.console import put
+from research_dp.commands import main
 from research_dp.training import files
 
-# What is worth comparing with a strategy; with others, the first.
-_COMPARISONS = {"": "zero1", "zero1": "fsdp", "single": "ddp", "spmd": "ddp", "ddp": "zero1"}
+# What is worth comparing with a strategy, where it is not zero1.
+_COMPARISONS = {"zero1": "fsdp", "single": "ddp", "spmd": "ddp"}
 
 
 def show(workdir: str) -> None:
@@ -21,12 +21,13 @@ def show(workdir: str) -> None:
         return
     folder = Path(workdir).expanduser()
     summary = json.loads((folder / files.SUMMARY).read_text())
-    other = _COMPARISONS.get(summary["strategy"], _COMPARISONS[""])
+    other = _COMPARISONS.get(summary["strategy"], "zero1")
     is_one_cpu = jax.device_count() == 1 and jax.devices()[0].platform == "cpu"
     split = "--cpu_devices=8 " if is_one_cpu else ""
     curves, evaluated = (shlex.quote(str(path)) for path in (folder / files.TENSORBOARD, folder))
-    put(
+    lines = (  # not wrapped: commands are copied
         f"  curves:    tensorboard --logdir={curves}",
-        f"  evaluate:  python -m research_dp.evaluate --workdir={evaluated}",
+        f"  evaluate:  {main.program('evaluate')} --workdir={evaluated}",
         f"  compare:   add {split}--gin_file=strategies/{other}.gin and change --workdir",
     )
+    print("\n".join(lines), flush=True)

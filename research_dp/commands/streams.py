@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -15,6 +16,11 @@ class Unwritten(Exception):
     def __init__(self, reason: OSError):
         super().__init__(f"standard output cannot be written: {reason.strerror}")
         self.reason = reason
+
+
+def width() -> int:
+    """The columns of the terminal, or COLUMNS; at least 40, which help texts need."""
+    return max(40, shutil.get_terminal_size().columns)
 
 
 def repair() -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
 
 import jax
 from rich import progress
-from rich.console import Console
 from rich.text import Text
 
+from research_dp.terminal import console_of, wrapped
 from research_dp.training import metrics
 
 _PATIENCE = 2.0  # seconds that an activity may take before a pipe gets a line about it
@@ -27,7 +28,7 @@ class ProgressBar:
 
     def __init__(self, num_steps: int, first_step: int):
         self._num_steps = num_steps
-        self._console = Console(quiet=jax.process_index() != 0, highlight=False)
+        self._console = console_of(sys.stdout, quiet=jax.process_index() != 0)
         self._timer: threading.Timer | None = None
         self._bar: progress.Progress | None = None
         if self._console.is_terminal:
@@ -42,7 +43,9 @@ class ProgressBar:
 
     def say(self, text: str) -> None:
         """Prints a line; a terminal wraps it between words."""
-        self._console.print(Text(text), soft_wrap=not self._console.is_terminal)
+        is_terminal = self._console.is_terminal
+        lines = wrapped(Text(text), self._console.width) if is_terminal else [Text(text)]
+        self._console.print(*lines, sep="\n", soft_wrap=True)
 
     def doing(self, activity: str, *, at_once: bool = False) -> None:
         """Shows what is done instead of steps, and for how long; '' shows steps again.
