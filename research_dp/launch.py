@@ -2,7 +2,9 @@
 
 import sys
 
-from research_dp.commands.launch import main
+from research_dp.commands import main as command_line
+
+main = command_line.main_of("launch")
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -2,10 +2,10 @@
 
 import sys
 
-from research_dp.commands import exit_status
+from research_dp.commands import main as command_line
 
-main = exit_status.main_of("plan.Plan")
+main = command_line.main_of("plan")
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
-exit_status.leave_function(__name__, main)
+command_line.leave_function(__name__, main)

@@ -2,9 +2,9 @@
 
 import sys
 
-from research_dp.commands import exit_status
+from research_dp.commands import main as command_line
 
-main = exit_status.main_of("sweep.Sweep")
+main = command_line.main_of("sweep")
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

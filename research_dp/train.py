@@ -3,9 +3,10 @@
 import faulthandler
 import sys
 
-from research_dp.commands import exit_status, streams
+from research_dp.commands import main as command_line
+from research_dp.commands import streams
 
-main = exit_status.main_of("train.Train")
+main = command_line.main_of("train")
 
 if __name__ == "__main__":
     streams.repair()  # the fault handler needs a standard error

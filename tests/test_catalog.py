@@ -9,6 +9,7 @@ from conftest import ROOT, stems
 
 from research_dp import train
 from research_dp.commands import catalog
+from research_dp.config import parser, spellings
 
 
 @pytest.fixture
@@ -82,6 +83,26 @@ def test_json_has_the_same(listed):
 def test_an_unknown_name_is_refused_with_the_nearest(capsys, name, meant):
     assert train.main(["--list", name]) == 2
     assert f"Did you mean {meant}" in capsys.readouterr().err
+
+
+def test_the_nearest_file_of_several_is_a_run():
+    shipped = list(parser.shipped())
+    assert spellings.nearest_file("my/digits.gin", shipped) == "runs/digits.gin"
+    assert spellings.nearest_file("my/data/digits.gin", shipped) == "data/digits.gin"
+
+
+def test_a_function_of_ones_own_may_have_any_parameters_and_docstring(
+    listed, monkeypatch, tmp_path
+):
+    """No parameter is left out by its name; a section `Args:` may be empty."""
+    (tmp_path / "listed_module.py").write_text(
+        "import gin\n\n\n@gin.configurable\ndef listed_words(path, features=3):\n"
+        '    """Reads words.\n\n    Args:\n    """\n'
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    shown = json.loads(listed("listed_words", "--import=listed_module", "--json"))
+    assert all(shown["parameters"][name]["bindable"] for name in ("path", "features"))
+    assert shown["summary"] == "Reads words."
 
 
 def test_on_a_terminal_no_word_is_cut(monkeypatch):

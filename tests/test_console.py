@@ -227,7 +227,7 @@ bar.doing("Saving", at_once=True)
 bar.close()
 """
     variables = {"TERM": "dumb"} if shows is on_terminal else {"FORCE_COLOR": "1"}
-    env = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", **variables}
     env.pop("COLUMNS", None)
     status, chunks = shows("-c", code, env=env)
     text = "".join(part for _, part in chunks)

@@ -113,6 +113,22 @@ def test_what_a_library_refuses_is_shown_where_own_code_asked_for_it(own, capsys
     assert "add got incompatible shapes" in said.splitlines()[-1]
 
 
+def test_a_function_called_wrongly_is_named_only_if_no_other_has_its_name(capsys):
+    def defined(source, file):
+        names = {}
+        exec(compile(source, file, "exec"), names)
+        return names
+
+    package = str(exit_status._PACKAGE / "caller.py")
+    call = defined("def call(function):\n    return function()\n", package)["call"]
+    mine = defined("\ndef called_wrongly(x):\n    pass\n", "/mine/own.py")["called_wrongly"]
+    said = raises(lambda: call(mine), capsys)
+    assert said.startswith("error: /mine/own.py:2: called_wrongly() missing 1 required")
+    others = defined("def called_wrongly(a, b):\n    pass\n", "/mine/other.py")
+    said = raises(lambda: call(mine), capsys)
+    assert said.startswith("error: called_wrongly() missing 1 required"), others
+
+
 def test_an_error_of_this_package_keeps_all_frames_also_where_own_code_called_it(own, capsys):
     said = raises(lambda: own.calls(lambda: mesh.sizes_text(None)), capsys)
     assert "Traceback" in said and "mesh.py" in said and "in calls" in said

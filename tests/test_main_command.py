@@ -109,6 +109,7 @@ def test_examples_are_command_lines_that_are_accepted(name, capsys):
         (["--dry-run"], "Did you mean --dry_run?"),
         (["runs/digits.gin"], "Did you mean --gin_file=runs/digits.gin?"),
         (["--frobnicate"], "there is no flag --frobnicate. (--help shows all flags)"),
+        (["--aaa", "--bbb"], "there is no flag --aaa. There is no flag --bbb. ("),
     ],
 )
 def test_a_flag_that_there_is_not_is_refused_with_the_nearest(run, words, said):
@@ -122,10 +123,36 @@ def test_the_module_is_the_same_command():
     assert done.stdout.startswith("usage: research-dp plan [-h]")
 
 
+@pytest.mark.parametrize("name", sorted(COMMANDS))
+def test_an_interrupt_while_modules_are_imported_is_one_line(run, monkeypatch, name):
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command_line.importlib, "import_module", interrupted)
+    assert run(name) == (130, "", "Interrupted: nothing more was done\n")
+
+
+def test_a_module_that_a_function_replaced_can_be_found():
+    code = (
+        "import importlib.util, research_dp.plan, research_dp\n"
+        "assert callable(research_dp.plan) and research_dp.plan.main\n"
+        "assert importlib.util.find_spec('research_dp.plan').name == 'research_dp.plan'"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+
+
+def test_flags_of_a_launched_run_come_after_dashes(run):
+    status, _, err = run("launch", "-n", "2", "--gin_file=runs/digits.gin", "--workdir=d")
+    assert status == 2 and len(err.splitlines()) == 1
+    assert "come after --. E.g. research-dp launch -n 2 -- --gin_file=" in err
+
+
 def test_what_names_the_commands_imports_no_jax():
     code = (
         "import sys\nfrom research_dp.commands import main\nmain.main(['--help'])\n"
-        "main.main(['--version'])\nprint([m for m in ('jax', 'flax', 'gin') if m in sys.modules])"
+        "main.main(['--version'])\nimport research_dp.train, research_dp.launch\n"
+        "print([m for m in ('jax', 'flax', 'gin') if m in sys.modules])"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     words = [sys.executable, "-c", code]

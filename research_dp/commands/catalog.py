@@ -44,8 +44,8 @@ _GROUPS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[type, ...]]] = 
     "options": (("precision", "options"), (), ()),
 }
 
-# What the caller passes, where gin names a function and does not call it (`@f`): the arguments of
-# slots, rules, engines, readers, preprocessing and masks. They come first.
+# What the caller passes, where gin names a function of this package and does not call it (`@f`):
+# the arguments of slots, rules, engines, readers, preprocessing and masks. They come first.
 _CALLER_PASSES = {
     *("params", "axis_name", "grads", "axis_names", "gradients", "parameters", "optimizer"),
     *("path", "shape", "axis_size", "config", "spec"),
@@ -110,8 +110,13 @@ def in_lines(groups: Iterable[dict[str, Any]]) -> str:
         for entry in group["entries"]:
             line = f"  {entry['name']:<{width}}  {entry['summary']}"
             further = " " * (width + 4)
-            whole = {"break_on_hyphens": False, "break_long_words": False}
-            lines += textwrap.wrap(line, columns, subsequent_indent=further, **whole)
+            lines += textwrap.wrap(
+                line,
+                columns,
+                subsequent_indent=further,
+                break_on_hyphens=False,
+                break_long_words=False,
+            )
     return "\n".join(lines[1:])
 
 
@@ -143,7 +148,9 @@ def _group(entry: gin_internals.Configurable) -> str:
 def _function_entry(entry: gin_internals.Configurable) -> dict[str, Any]:
     code = inspect.unwrap(entry.function)
     doc = inspect.getdoc(code) or ""
-    passed = set(itertools.takewhile(_CALLER_PASSES.__contains__, entry.parameters))
+    is_ours = code.__module__.startswith("research_dp.")
+    passes = _CALLER_PASSES if is_ours else set()
+    passed = set(itertools.takewhile(passes.__contains__, entry.parameters))
     about = descriptions(doc)
     return {
         "name": entry.name,
@@ -165,8 +172,11 @@ def _function_entry(entry: gin_internals.Configurable) -> dict[str, Any]:
 
 
 def descriptions(doc: str) -> dict[str, str]:
-    """What a docstring says about each parameter, each in one line."""
-    parameters = docstring_parser.parse(doc, docstring_parser.DocstringStyle.GOOGLE).params
+    """What a docstring says about each parameter, each in one line; {} if it cannot be read."""
+    try:
+        parameters = docstring_parser.parse(doc, docstring_parser.DocstringStyle.GOOGLE).params
+    except docstring_parser.ParseError:  # e.g. of a user's `Args:` without any
+        return {}
     return {
         name.strip(" *"): " ".join((parameter.description or "").split())
         for parameter in parameters

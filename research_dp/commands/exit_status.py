@@ -18,14 +18,14 @@ from typing import Any
 
 import jax
 
-import research_dp
 from research_dp.commands import runtime, streams
 from research_dp.commands.flags import Command
+from research_dp.commands.main import INTERRUPTED, INTERRUPTION
 from research_dp.config.load import as_mistake
 from research_dp.errors import RunFailure, message_of
 from research_dp.training import preemption
 
-FAILED, MISTAKEN, INTERRUPTED = 1, 2, 130
+FAILED, MISTAKEN = 1, 2
 SIGPIPE = 141  # the status of a program that the signal ended
 _PACKAGE = Path(__file__).parents[1]
 _INSTALLED = {
@@ -54,20 +54,6 @@ def main_of(command: str) -> Callable[[list[str]], int]:
             return run_command(lambda command: command.parse(argv).run(), kind())
 
     return main
-
-
-def leave_function(doorway: str, main: Callable[[list[str]], int]) -> None:
-    """Leaves e.g. `research_dp.plan` a function where the doorway of that name is imported.
-
-    An imported module becomes an attribute of its package, and would hide the function. So the
-    function takes the module's place, with its `main`.
-    """
-    package, _, name = doorway.rpartition(".")
-    if not package:  # it is run, or a worker process imports it anew
-        return
-    function = research_dp.__getattr__(name)
-    function.main = main
-    sys.modules[doorway] = function
 
 
 @streams.usable()
@@ -100,7 +86,7 @@ def run_command(body: Callable[[Any], int], command: Command | None = None) -> i
 
 
 def _interrupted() -> int:
-    print("Interrupted: nothing more was done", file=sys.stderr)
+    print(INTERRUPTION, file=sys.stderr)
     return runtime.leave(INTERRUPTED)
 
 
@@ -175,13 +161,13 @@ def _wrong_call(error: BaseException) -> str:
     *_, call = frames
     # The function itself is in no frame: the call failed before it had one.
     functions = (x for x in gc.get_objects() if isinstance(x, types.FunctionType))
-    places = (f.__code__ for f in functions if f.__qualname__ == called[1])
-    code = next((c for c in places if _owner(Path(c.co_filename)) == "user"), None)
-    if code is None or _owner_of(call) != "package":
+    codes = [f.__code__ for f in functions if f.__qualname__ == called[1]]
+    places = {(code.co_filename, code.co_firstlineno) for code in codes}
+    if not any(_owner(Path(file)) == "user" for file, _ in places) or _owner_of(call) != "package":
         return ""
     file = Path(call.filename).relative_to(_PACKAGE.parent)
-    where = f"{code.co_filename}:{code.co_firstlineno}"
-    return f"{where}: {error}. research_dp calls `{call.line}` ({file}:{call.lineno})."
+    where = "{}:{}: ".format(*places.pop()) if len(places) == 1 else ""
+    return f"{where}{error}. research_dp calls `{call.line}` ({file}:{call.lineno})."
 
 
 def _owner_of(frame: traceback.FrameSummary) -> str:

@@ -61,7 +61,8 @@ class Parser(argparse.ArgumentParser):
         """Refuses what is no flag with the nearest one."""
         namespace, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            self.error(" ".join(map(self._hint, unknown)))
+            first, *more = map(self._hint, unknown)
+            self.error(" ".join([first, *(hint[:1].upper() + hint[1:] for hint in more)]))
         return namespace
 
     def error(self, message: str) -> NoReturn:

@@ -23,6 +23,7 @@ import filelock
 
 from research_dp.commands import exit_status
 from research_dp.commands.flags import Parser
+from research_dp.commands.main import COMMANDS, program
 from research_dp.errors import UsageError
 from research_dp.training import files, flight_recorder
 
@@ -76,6 +77,9 @@ def main(argv: list[str]) -> int:
     module = "module to run (default: %(default)s)"
     parser.add_argument("--module", default="research_dp.train", help=module)
     parser.add_argument("flags", nargs="*", metavar="-- FLAGS", help="flags of each process")
+    if "--" not in argv and parser.parse_known_args(argv)[1]:
+        example = f"{program('launch')} {COMMANDS['launch'].examples[0]}"
+        parser.error(f"the flags of the run come after --. E.g. {example}")
     given = parser.parse_args(argv)
     if given.post_mortem:
         return look_back(given.post_mortem)

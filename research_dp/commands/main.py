@@ -12,7 +12,7 @@ import importlib.metadata
 import platform
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,6 +29,7 @@ class Entry(NamedTuple):
     details: str = ""
 
 
+INTERRUPTION, INTERRUPTED = "Interrupted: nothing more was done", 130
 _RUN = "--gin_file=runs/digits.gin"
 COMMANDS = {
     "train": Entry(
@@ -124,13 +125,43 @@ def main(argv: Sequence[str] | None = None) -> int:
         if name not in COMMANDS:
             print(f"error: {_unknown(name)}", file=sys.stderr)
             return 2
-    if name == "list":
-        name, rest = "train", ["--list", *rest]
-    module, _, function = COMMANDS[name].target.partition(":")
-    if function == "main":
-        return importlib.import_module(f"research_dp.{module}").main(rest)
-    exit_status = importlib.import_module("research_dp.commands.exit_status")
-    return exit_status.main_of(f"{module.rpartition('.')[2]}.{function}")(rest)
+    return main_of(name)(rest)
+
+
+def main_of(name: str) -> Callable[[list[str]], int]:
+    """The `main` of a command, which gets the words after the command's name.
+
+    Its imports take long. An interrupt meanwhile is one line, as it is later.
+    """
+
+    def main(argv: list[str]) -> int:
+        words = ["--list", *argv] if name == "list" else argv
+        module, _, function = COMMANDS[name].target.partition(":")
+        try:
+            if function == "main":
+                return importlib.import_module(f"research_dp.{module}").main(words)
+            exit_status = importlib.import_module("research_dp.commands.exit_status")
+            return exit_status.main_of(f"{module.rpartition('.')[2]}.{function}")(words)
+        except KeyboardInterrupt:
+            with streams.usable():
+                print(INTERRUPTION, file=sys.stderr)
+            return INTERRUPTED
+
+    return main
+
+
+def leave_function(doorway: str, main: Callable[[list[str]], int]) -> None:
+    """Leaves e.g. `research_dp.plan` a function where the doorway of that name is imported.
+
+    An imported module becomes an attribute of its package, and would hide the function. So the
+    function takes the module's place, with its `main` and its spec.
+    """
+    package, _, name = doorway.rpartition(".")
+    if not package:  # it is run, or a worker process imports it anew
+        return
+    function = research_dp.__getattr__(name)
+    function.main, function.__spec__ = main, sys.modules[doorway].__spec__
+    sys.modules[doorway] = function
 
 
 def overview() -> str:

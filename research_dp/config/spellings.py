@@ -38,7 +38,8 @@ def nearest_file(name: str, shipped: Iterable[str]) -> str | None:
     same = [file for file in files if plain(PurePath(file).stem) == stem]
     if same:
         # E.g. runs/digits.gin rather than data/digits.gin, unless the folder is given.
-        return max(same, key=lambda file: (PurePath(file).parent.name in name, -files.index(file)))
+        folders = {file: PurePath(file).parent.name for file in same}
+        return max(same, key=lambda file: (folders[file] in name, folders[file] == "runs"))
     path = name.removeprefix("gin/")
     near = difflib.get_close_matches(path, files, n=1, cutoff=0.6)
     if not near:
