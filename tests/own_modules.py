@@ -263,6 +263,17 @@ class NnxAlwaysBatchStatistics(NnxNet):
         return super().__call__(x)
 
 
+class NnxOwnNorm(nnx.BatchNorm):
+    def __call__(self, x):
+        return super().__call__(2 * x)
+
+
+class NnxAlwaysOwnNorm(NnxAlwaysBatchStatistics):
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.norm = NnxOwnNorm(WIDTH, rngs=rngs)
+
+
 class NnxTransformed(nnx.Module):
     """BatchNorm, a constant and a counter inside a transform, which makes other arrays of them."""
 
@@ -270,6 +281,7 @@ class NnxTransformed(nnx.Module):
 
     def __init__(self, rngs):
         self.net = NnxNet(rngs, dropout=0.0)
+        self.net.norm = NnxOwnNorm(WIDTH, momentum=0.9, rngs=rngs)
         self.offset, self.calls = nnx.Variable(jnp.arange(8.0)), nnx.Variable(jnp.zeros(()))
 
     def __call__(self, x):

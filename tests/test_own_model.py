@@ -259,6 +259,7 @@ REFUSED = {
     own.NnxAttention: "other than by a dropout layer, e.g. in attention",
     own.NnxAlwaysDrops: "a dropout layer draws in evaluation. Give it deterministic=True",
     own.NnxAlwaysBatchStatistics: "nnx.BatchNorm takes statistics of the batch in evaluation",
+    own.NnxAlwaysOwnNorm: "nnx.BatchNorm takes statistics of the batch in evaluation",
     own.NnxPlainArray: r"NnxPlainArray.offset is an array that is no variable. .*nnx.data\(",
     own.NnxInside: r"NnxInside.layers.0.offset is an array that is no variable",
     own.NnxMaskedNorm: "BatchNorm with a mask",

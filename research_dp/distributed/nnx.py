@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -195,8 +196,7 @@ def _over_the_batch(
         if isinstance(layer, nnx.BatchNorm):
             check_batch_norm(layer.axis_name, None)
             layer.axis_name = axes or None  # type: ignore[assignment]
-        if type(layer) is nnx.BatchNorm:
-            layer.__class__ = _BatchNorm
+            layer.__class__ = _checking(type(layer))
             layer.trains = train  # type: ignore[attr-defined]
 
 
@@ -245,3 +245,11 @@ class _BatchNorm(nnx.BatchNorm):
                 f"use_running_average=True there, by an argument `train` of the model. {GUIDE}"
             )
         return super().__call__(x, use_running_average)
+
+
+@functools.cache
+def _checking(kind: type[nnx.BatchNorm]) -> type[nnx.BatchNorm]:
+    """`_BatchNorm`, or a subclass of `nnx.BatchNorm` whose `super()` is `_BatchNorm`."""
+    if kind is nnx.BatchNorm:
+        return _BatchNorm
+    return types.new_class(kind.__name__, (kind, _BatchNorm))
