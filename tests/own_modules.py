@@ -50,7 +50,7 @@ class Twice(nn.Module):
 
 class Two(nn.Module):
     @nn.compact
-    def __call__(self, x, is_train=False):
+    def __call__(self, x, is_train=False, decode=False):  # a flag that is no mode
         layers = [nn.Dropout(0.5, deterministic=not is_train) for _ in range(2)]
         return jnp.stack([layer(x) for layer in layers], axis=1)
 

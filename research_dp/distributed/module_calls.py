@@ -57,7 +57,9 @@ class ModuleCall:
                 f"its order. Give other arguments a default. {GUIDE}"
             ) from error
         for other, parameter in parameters.items():
-            is_mode = isinstance(parameter.default, bool) or other in _OTHER_MODES
+            # With a mode that is known, a flag such as `decode` may keep its default.
+            is_unknown = not self.modes and isinstance(parameter.default, bool)
+            is_mode = is_unknown or other in _OTHER_MODES
             if is_mode and other not in bound.arguments:
                 raise UsageError(
                     f"{name}.__call__{self._signature} would always be called with {other} = "
