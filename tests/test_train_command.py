@@ -199,7 +199,7 @@ def test_dry_run_shows_configuration_and_layout_and_trains_nothing(command, tmp_
         (["--gin.convnet.dropout_rate=1.5"], ["1.5: give a fraction in [0, 1)"]),
         (["--gin.image_classification.mean=(0.5, 0.5, 0.5)"], ["each of the 1 channels"]),
         (["--gin.train.batch_size=%SIZE"], ["%SIZE is used and bound nowhere", "--gin.SIZE"]),
-        (["--gin.tfds_data.train_split=90%"], ["put quotes around a string"]),
+        (["--gin.tfds_data.train_split=[train]"], ["put quotes around a string"]),
         (["--gin.train.max_grad_norm=-1.0"], ["-1.0: give a positive number"]),
         (["--gin.train.profile_at=5000"], ["profile_at = 5000 is never passed", "Bind less"]),
         (["--gin.train.seed=-1"], ["-1: give an integer from 0 to 2^32"]),
