@@ -275,6 +275,13 @@ def test_what_would_depend_on_the_devices_is_refused(module):
         lower(made)
 
 
+@pytest.mark.parametrize("module", [own.always_batch_statistics, own.NnxAlwaysDrops])
+def test_an_evaluation_that_fails_is_refused_before_training(module):
+    made = nnx_model(module) if isinstance(module, type) else linen_model(own.linen(module))
+    with pytest.raises(UsageError, match=REFUSED[module]):
+        build("ddp", made)
+
+
 def lower(model):
     """The loss in training and in evaluation, as far as the compiler."""
     keys, batch = jax.random.split(jax.random.key(0), 16), batch_of(0, 16)

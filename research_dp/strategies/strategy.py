@@ -210,7 +210,7 @@ class StrategyConfig:
         return self if self.choose is None else self.choose(spec).resolve(spec)
 
     def build(self, spec: TrainSpec) -> Strategy:
-        """Builds the strategy and traces its training step.
+        """Builds the strategy and traces its training step and its evaluation.
 
         Raises UsageError if slots do not fit the engine or each other, the batch does not divide,
         the model reads what a batch lacks, or the optimizer cannot be applied to shards.
@@ -220,6 +220,8 @@ class StrategyConfig:
         strategy = self.engine(self, self.fitted(spec))
         try:  # This finds what does not fit. The trace is kept for the first step.
             jax.eval_shape(strategy.train_step, strategy.abstract_state, strategy.abstract_batch)
+            evaluated = _as_evaluated(strategy.abstract_batch)
+            jax.eval_shape(strategy.eval_step, strategy.abstract_state, evaluated)
         except UsageError as error:
             if hasattr(self, error.binding or ""):  # of a lower room, which knows no strategy
                 error.binding = f"data_parallel.{error.binding}"
@@ -240,6 +242,17 @@ class StrategyConfig:
 
 
 data_parallel = StrategyConfig
+
+
+def _as_evaluated(batch: PlacedBatch) -> Mapping[str, jax.ShapeDtypeStruct]:
+    """One abstract micro-batch, as `place_eval_batch` places it, with a mask of padding."""
+    micros = batch.position.ndim - 2  # the dim that counts micro-batches
+
+    def one(x: jax.ShapeDtypeStruct, dtype: Any = None) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape[:micros] + x.shape[micros + 1 :], dtype or x.dtype)
+
+    examples = {name: one(x) for name, x in batch.examples.items()}
+    return {"mask": one(batch.position, np.float32), **examples}
 
 
 def check_loss(out: Any, spec: TrainSpec) -> None:
