@@ -116,6 +116,9 @@ def test_what_is_said_of_a_step():
         stop.check(7, flags(1, 0, 1, 0))
     with pytest.raises(RunFailure, match="step 8: the loss is not finite"):
         stop.check(8, flags(1, 0, 0, 0))
+    stop.hint = "Are labels in range?"
+    with pytest.raises(RunFailure, match=r"data\.\n  Are labels in range\?$"):
+        stop.check(1, flags(1, 0, 0, 0))
     skip = NonfiniteCheck(PATHS, "skip", "Nothing was touched.", said.append)
     for number in range(99):
         skip.check(number, flags(1, 1, 1, 1))

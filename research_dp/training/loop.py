@@ -127,6 +127,11 @@ def train(
         else:
             resume.check_new(folder, gin.config_str())
 
+        if first_step == num_steps and resume.is_finished(folder, num_steps):
+            say(f"Done already, at step {num_steps}: {folder / files.SUMMARY}")
+            recorder.closing()
+            return DONE
+
         recorder.note("compile", first_step)
         state = built.init(init_key(seed)) if state is None else state
         started = time.perf_counter() if started is None else started
@@ -134,9 +139,6 @@ def train(
             spec, built, data, folder, schedule, checkpoints, recorder, saved, started
         )
         stack.enter_context(contextlib.closing(trainer))
-        if first_step == num_steps and resume.is_finished(folder, num_steps):
-            say(f"Done already, at step {num_steps}: {folder / files.SUMMARY}")
-            return DONE
         return DONE if trainer.run(state) == num_steps else STOPPED
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from research_dp.distributed.sharding import by_path
 from research_dp.errors import RunFailure, some_of
-from research_dp.strategies import TrainState
+from research_dp.strategies import TrainSpec, TrainState
 
 OnNonfinite = Literal["stop", "skip"]
 
@@ -29,6 +29,7 @@ class NonfiniteCheck:
     untouched: str  # the sentence about the last checkpoint
     say: Callable[[str], None]
     in_a_row: int = 0
+    hint: str = ""  # what to check where it is the first step
 
     def check(self, step: int, flags: jax.Array) -> None:
         """Reads a step's flags, `NONFINITE`; raises RunFailure if the run is to stop."""
@@ -42,10 +43,11 @@ class NonfiniteCheck:
         problem = f"step {step}: {where} is not finite"
         self.in_a_row += 1
         if self.on_nonfinite == "stop":
+            check_first = f"\n  {self.hint}" if step == 1 and self.hint else ""
             raise RunFailure(
                 f"{problem} (train.on_nonfinite = 'stop'). {self.untouched}\n"
                 "  Continue with --gin.train.on_nonfinite=skip to leave such steps out, or change "
-                "learning rate, dtype or data."
+                f"learning rate, dtype or data.{check_first}"
             )
         if self.in_a_row >= _MAX_IN_A_ROW:
             raise RunFailure(
@@ -76,6 +78,16 @@ class NonfiniteCheck:
         if 1 < len(paths) == len(self.paths):
             return f"all {len(paths)} parameters"
         return some_of(paths, _NAMED)
+
+
+def hint(spec: TrainSpec) -> str:
+    """What to check first where integers of the data have no bounds; '' otherwise."""
+    if spec.model.bounds or not any(
+        jnp.issubdtype(x.dtype, jnp.integer) for x in spec.example.values()
+    ):
+        return ""
+    advice = "from_linen(..., bounds=...) checks it."
+    return f"Are integer labels below the number of classes? {advice}"
 
 
 @jax.jit

@@ -18,7 +18,7 @@ import numpy as np
 from research_dp.distributed.hardware import peak_of_mesh
 from research_dp.distributed.placement import fingerprint
 from research_dp.strategies import NONFINITE, Strategy, TrainSpec, TrainState
-from research_dp.training import files, metrics, sharding_table
+from research_dp.training import files, metrics, nonfinite, sharding_table
 from research_dp.training.batches import evaluation, placed_train_batches
 from research_dp.training.checkpoint import Checkpoints
 from research_dp.training.dispatch import InFlight
@@ -27,7 +27,6 @@ from research_dp.training.input_checks import shared_identity
 from research_dp.training.intervals import ProfilerTrace, Schedule
 from research_dp.training.manifest import Manifest, Progress, origin
 from research_dp.training.metric_log import MetricLog
-from research_dp.training.nonfinite import NonfiniteCheck
 from research_dp.training.preemption import StopSignal
 from research_dp.training.progress_bar import ProgressBar, metric_words
 from research_dp.training.replica_check import ReplicaCheck, split_dependence
@@ -65,11 +64,12 @@ class Trainer:
         self._metrics = MetricLog(self._progress, self._throughput, self._console)
         compares = self.schedule.check_replicas_every
         self._replicas = ReplicaCheck(self.strategy) if compares else None
-        self._nonfinite = NonfiniteCheck(
+        self._nonfinite = nonfinite.NonfiniteCheck(
             [leaf.path for leaf in jax.tree.leaves(self.strategy.shardings.params)],
             "skip" if self.spec.skip_nonfinite else "stop",
             f"The checkpoints in {self.folder} are as they were.",
             self._console.say,
+            hint=nonfinite.hint(self.spec),
         )
 
     def run(self, state: TrainState) -> int:
