@@ -286,9 +286,10 @@ def test_a_run_begins_with_what_a_device_has(stem):
 @pytest.mark.filterwarnings("ignore:fsdp. nothing is sharded")  # which is for Python callers
 def test_a_run_whose_strategy_shards_nothing_says_why():
     strategy = build("fsdp", one_matrix(), bindings=["shard_params.min_weight_size = 1000000"])
-    *_, why = sharding_table.summary(strategy)
+    *_, why, advice = sharding_table.summary(strategy)
     assert why.startswith("Nothing is sharded; the largest array, ")
     assert "min_weight_size 1000000" in why
+    assert "--gin.shard_params.min_weight_size=1024" in advice
 
 
 def test_parts_of_a_line_are_not_broken():

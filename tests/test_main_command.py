@@ -108,6 +108,8 @@ def test_examples_are_command_lines_that_are_accepted(name, capsys):
         (["--gin_files=f.gin"], "Did you mean --gin_file=f.gin?"),
         (["--dry-run"], "Did you mean --dry_run?"),
         (["runs/digits.gin"], "Did you mean --gin_file=runs/digits.gin?"),
+        (["--num_steps=20"], "no flag --num_steps. Did you mean --gin.train.num_steps=20?"),
+        (["--strategy=ddp"], "Did you mean --gin_file=strategies/ddp.gin?"),
         (["--frobnicate"], "there is no flag --frobnicate. (--help shows all flags)"),
         (["--aaa", "--bbb"], "there is no flag --aaa. There is no flag --bbb. ("),
     ],

@@ -73,10 +73,18 @@ class Parser(argparse.ArgumentParser):
             is_file = word.endswith(".gin")
             hint = f" Did you mean --gin_file={word}?" if is_file else ""
             return f"{word!r} belongs to no flag.{hint}"
+        flags = {flag for flag in self._option_string_actions if "." not in flag}
         name, equals, value = word.partition("=")
+        if name in ("--strategy", "--model", "--data") and "--strategies" not in flags:
+            folder = {"--strategy": "strategies", "--model": "models", "--data": "data"}[name]
+            return (
+                f"there is no flag {name}. Did you mean --gin_file={folder}/{value or 'NAME'}.gin?"
+            )
+        if name in ("--num_steps", "--batch_size", "--seed", "--log_every", "--eval_every"):
+            binding = f"--gin.train.{name.removeprefix('--')}={value or 'VALUE'}"
+            return f"there is no flag {name}. Did you mean {binding}?"
         if spellings.plain(name) in ("config", "ginconfig", "ginfiles", "configfile"):
             name = "--gin_file"
-        flags = {flag for flag in self._option_string_actions if "." not in flag}
         by_plain = {spellings.plain(flag): flag for flag in flags}
         near = difflib.get_close_matches(spellings.plain(name), by_plain, n=1, cutoff=0.7)
         hint = f" Did you mean {by_plain[near[0]]}{equals}{value}?" if near else ""

@@ -51,6 +51,8 @@ def summary(strategy: Strategy) -> list[str]:
     ]
     if reason := unsharded_reason(strategy):
         lines.append(f"{reason[0].upper()}{reason[1:]}")
+        if "min_weight_size" in reason:
+            lines.append("Shard smaller arrays with --gin.shard_params.min_weight_size=1024")
     return lines
 
 
