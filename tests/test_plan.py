@@ -88,6 +88,9 @@ def test_times_of_nominal_rates_rank_nothing_unless_measured():
     assert not re.search(r"\bms\b|Fastest|faster|slower", " ".join(report.words(rows, where)))
     for shown in tables(rows, where):
         assert not [head for head in shown.heads if "ms" in head.split() or head == "MFU"]
+    memory, step, _ = tables(rows, where, verbose=True)
+    assert "needed" in memory.heads and "expected" in step.heads
+    assert step.title.endswith("; times follow from nominal rates")
     bf16 = row("a+bf16", step=0.05, needed=7e9, batch_size=rows[0].batch_size, **sent[1])
     (change,) = report.changes([bf16], rows, where)
     assert "7.00 GB instead of 8.00 GB" in change and " ms" not in change

@@ -66,6 +66,14 @@ def test_wire_bytes_are_plotted_where_times_are_nominal():
         assert other.lines[0].get_ydata()[0] == pytest.approx(values)
 
 
+def test_an_axis_without_a_positive_value_is_not_logarithmic():
+    points = (Point(1, True, 1, 5e9, 0.0, 0.1), Point(2, True, 1, 5e9, 0.0, 0.1))
+    figure = html_report.draw([Curve("single", points)], None, "cpu", timed=False)
+    figure.canvas.draw()
+    memory, other = figure.axes
+    assert (memory.get_yscale(), other.get_yscale()) == ("log", "linear")
+
+
 def test_without_matplotlib_nothing_is_compiled(monkeypatch, tmp_path):
     find = importlib.util.find_spec
     monkeypatch.setattr(

@@ -106,7 +106,7 @@ def draw(curves: Sequence[Curve], available: int | None, chip: str, *, timed: bo
         text, place = f"of {chip}: {available / unit:,.1f} {name}", (0.01, available / unit)
         offset = {"xytext": (0, 3), "textcoords": "offset points", "fontsize": 9}
         memory.annotate(text, place, xycoords=("axes fraction", "data"), **offset)
-    _set_axes(memory, f"Peak memory per device, {name}", curves)
+    _set_axes(memory, f"Memory needed per device, {name}", curves)
     wire = f"Wire bytes per device and step, {sent_name}"
     _set_axes(other, "A step, ms (predicted from vendors' rates)" if timed else wire, curves)
     handles, labels = memory.get_legend_handles_labels()
@@ -135,10 +135,13 @@ def _set_axes(axes: Any, title: str, curves: Sequence[Curve]) -> None:
         axes.set_axis_off()
         axes.set_title(f"{title}: not known")  # nothing compiles
         return
-    axes.set(xscale="log", yscale="log", title=title, xlabel="devices")
+    is_positive = any(y > 0 for line in axes.lines for y in line.get_ydata())
+    axes.set(xscale="log", title=title, xlabel="devices")
     axes.set_xticks(devices, [f"{n:,}" for n in devices], rotation=45, fontsize=9)
     axes.minorticks_off()
-    axes.yaxis.set_major_locator(_ticks(*axes.get_ylim()))
+    if is_positive:  # on one device nothing is communicated
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(_ticks(*axes.get_ylim()))
     axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda y, _: f"{y:,.10g}"))
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
@@ -189,7 +192,7 @@ def _error_table(curves: Sequence[Curve]) -> str:
 def _point_table(curves: Sequence[Curve], available: int | None) -> str:
     unit, name = scale(point.needed_bytes for curve in curves for point in curve.points)
     sent, sent_name = scale(p.wire_bytes for curve in curves for p in curve.points)
-    heads = _headers("devices", f"state {name}", f"peak {name}", f"wire {sent_name}", "step ms")
+    heads = _headers("devices", f"state {name}", f"needed {name}", f"wire {sent_name}", "step ms")
     lines = [f"<tr>{heads}<th>fits</th><th></th></tr>"]
     for curve in curves:
         for number, point in enumerate(curve.points):

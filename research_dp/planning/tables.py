@@ -32,7 +32,7 @@ def _memory_table(rows: Sequence[Row], where: Topology, verbose: bool) -> Table:
     axes = next((tuple(row.mesh) for row in rows if row.mesh), ())
     shown = table(
         f"Memory per device in {name}{at_most} ({where.memory_budget()[1]})",
-        *("strategy", " x ".join(axes) or "mesh", *parts.values(), "peak:", "fits"),
+        *("strategy", " x ".join(axes) or "mesh", *parts.values(), "needed:", "fits"),
     )
     for row in rows:
         mesh = " x ".join(map(str, row.mesh.values())) if row.mesh else ""
@@ -63,7 +63,7 @@ def _step_table(
     columns = {"strategy": [row.strategy for row in rows]}
     columns[f"wire {name}:"] = rates(",.3f", "wire_total", unit)
     if verbose or not timed:
-        columns["lower bound:"] = rates(",.3f", "min_wire_bytes", unit)
+        columns["expected:"] = rates(",.3f", "min_wire_bytes", unit)
     columns["ratio:"] = rates(".3f", "wire_ratio")
     if verbose or not timed:
         columns["collectives:"] = [
@@ -92,7 +92,8 @@ def _step_table(
     if verbose:
         columns["tokens/s:"] = rates(",.0f", "tokens_per_second")
         columns["compiled in s:"] = rates(".0f", "compile_seconds")
-    rate = "; times follow from vendors' rates" if timed else ""
+    source = "nominal rates" if where.chip.platform == "cpu" else "vendors' rates"
+    rate = f"; times follow from {source}" if timed else ""
     shown = table(f"A step: wire bytes that a device sends{rate}", *columns)
     shown.rows.extend(zip(*columns.values(), strict=True))
     return shown
