@@ -180,7 +180,7 @@ NUMBER = re.compile(r"(?<![\w.:/@-])[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?(?![\w:
 KINDS = {
     "DATE": re.compile(r"\b\d{4}-\d\d-\d\d(?:[ T]\d\d:\d\d(?::\d\d)?(?:\.\d+)?)?"),
     "CLOCK": re.compile(r"(?<![\w:])-?[\d-]+:[\d-]{2}(?::[\d-]{2})?(?![\w:])"),
-    "HASH": re.compile(r"\b(?=[0-9a-f]*\d)[0-9a-f]{8,64}\b(?:\.\.\.|…)?"),
+    "HASH": re.compile(r"\b(?=[0-9a-f]*\d)(?=[0-9a-f]*[a-f])[0-9a-f]{8,64}\b(?:\.\.\.|…)?"),
     "TIME": re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)? ?(?:ms|us|s|min|seconds|minutes)\b"),
     "RATE": re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?= \w+(?:/s| per second| a second)\b)"),
 }
@@ -195,12 +195,18 @@ def tokens(text):
 
 
 def close(shown, real):
-    """Whether two numbers are one measurement: integers are equal, others within 5 %."""
-    if shown == real or "e" in shown + real:  # sizes of rounding have an exponent
+    """Whether two numbers are one measurement: integers are equal, others within 5 %.
+
+    Sizes of rounding, which have an exponent, are within a factor of 100, or below 1e-5 beside 0.
+    """
+    if shown == real:
         return True
+    a, b = (float(x.replace(",", "")) for x in (shown, real))
+    if "e" in shown + real:
+        low, high = sorted((abs(a), abs(b)))
+        return high <= 100 * (low or 1e-7) and a * b >= 0
     if "." not in shown + real:
         return False
-    a, b = (float(x.replace(",", "")) for x in (shown, real))
     unit = 10.0 ** -max(len(x.partition(".")[2]) for x in (shown, real))
     return abs(a - b) <= max(0.05 * max(abs(a), abs(b)), 2 * unit)
 

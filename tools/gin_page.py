@@ -61,7 +61,3 @@ def item(name: str, known: dict) -> str:
         )
         + "\n"
     )
-
-
-if __name__ == "__main__":
-    PAGE.write_text(pages()[PAGE])
