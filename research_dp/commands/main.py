@@ -5,14 +5,18 @@ It imports little: a command's module is imported once it is known which one is 
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import faulthandler
 import importlib
 import importlib.metadata
+import os
 import platform
+import signal
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -137,17 +141,35 @@ def main_of(name: str) -> Callable[[list[str]], int]:
     def main(argv: list[str]) -> int:
         words = ["--list", *argv] if name == "list" else argv
         module, _, function = COMMANDS[name].target.partition(":")
-        try:
+        with _interruptible():
             if function == "main":
-                return importlib.import_module(f"research_dp.{module}").main(words)
-            exit_status = importlib.import_module("research_dp.commands.exit_status")
-            return exit_status.main_of(f"{module.rpartition('.')[2]}.{function}")(words)
-        except KeyboardInterrupt:
-            with streams.usable():
-                print(INTERRUPTION, file=sys.stderr)
-            return INTERRUPTED
+                body = importlib.import_module(f"research_dp.{module}").main
+            else:
+                exit_status = importlib.import_module("research_dp.commands.exit_status")
+                body = exit_status.main_of(f"{module.rpartition('.')[2]}.{function}")
+        return body(words)
 
     return main
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """Leaves at once at SIGINT: an extension that is being imported makes another error of it."""
+
+    def leave(*_: object) -> None:
+        with contextlib.suppress(OSError):
+            os.write(2, f"{INTERRUPTION}\n".encode())
+        os._exit(INTERRUPTED)
+
+    is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not is_default or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def leave_function(doorway: str, main: Callable[[list[str]], int]) -> None:
