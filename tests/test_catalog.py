@@ -75,7 +75,7 @@ def test_json_has_the_same(listed):
 @pytest.mark.parametrize(
     ("name", "meant"),
     [
-        ("resnett", "resnet?"),
+        ("resnett", "resnet"),
         ("zero3", "strategies/fsdp.gin"),
         ("optax.adamm", "optax.adam"),
     ],
