@@ -192,3 +192,14 @@ def test_the_console_script_imports_modules_in_the_working_directory(tmp_path):
     assert "None" in error("mine")  # it was imported and called
     (line,) = error("mien").splitlines()  # none about @my_model, which follows from it
     assert "No module named 'mien'. It must be in the working directory" in line
+
+
+def test_a_working_directory_that_was_removed_is_no_error(tmp_path):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    line = 'rmdir "$PWD"; exec "$0" -m research_dp train --gin_file=runs/digits.gin --dry_run'
+    words = ["sh", "-c", line, sys.executable]
+    options = {"cwd": gone, "capture_output": True, "text": True, "check": False}
+    done = subprocess.run(words, env={**os.environ, "PYTHONPATH": str(ROOT)}, **options)
+    assert done.returncode == 0, done.stderr
+    assert "train.num_steps = " in done.stdout

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import re
 import sys
 import traceback
@@ -143,8 +142,8 @@ def missing_binding(error: BaseException) -> UsageError | None:
 
 def _import(imports: Iterable[Import]) -> Iterator[Mistake]:
     """Imports modules through gin, which records them in its dumps."""
-    if not {"", os.getcwd()} & set(sys.path):  # `python -m` has it, a console script has not
-        sys.path.insert(0, os.getcwd())
+    if "" not in sys.path:  # the working directory; it may have been removed
+        sys.path.insert(0, "")
     for item in imports:
         text, new = item.text, _MOVED_MODULES.get(item.module)
         if new:
