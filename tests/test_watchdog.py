@@ -176,7 +176,8 @@ def launch(command, tmp_path, *flags, **options):
         ("freeze", 1, 1, ["Process 1 was behind all others"]),
         ("kill", 137, 1, ["process 1 was first, killed by SIGKILL", "phase data."]),
         ("abort", 134, 1, ["process 1 was first, killed by SIGABRT", "phase data."]),
-        ("raise", 1, 1, ["process 1 was first, exit status 1", "OSError: the disk is gone"]),
+        # The other one may see a closed connection and end before it.
+        ("raise", 1, 1, ["exit status 1", "OSError: the disk is gone"]),
     ],
 )
 def test_one_of_two_processes_fails_and_is_named(command, tmp_path, kind, status, read, expected):
