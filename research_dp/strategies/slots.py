@@ -12,6 +12,10 @@ What else a strategy decides comes by keyword, to functions that declare it by `
     units, on_decision: See `shard_params`; `shard`.
 
 `sync` and `update` may carry state, as Optax transforms do: see `Stateful`.
+
+A slot of `gather`, `sync` or `update` whose attribute `algorithm` is a sentence, e.g. "parameters
+are averaged each 8 steps", computes by design something else than the reference. A comparison of
+runs reports the sentence in place of a difference.
 """
 
 from __future__ import annotations
@@ -95,10 +99,34 @@ class Stateful(Protocol):
 def options_of(slot: Any, offered: Mapping[str, Any]) -> dict[str, Any]:
     """Those of a strategy's options that a slot's function declares to take."""
     function = slot.apply if isinstance(slot, Stateful) else slot
-    while not hasattr(function, "takes") and hasattr(function, "func"):  # functools.partial
-        function = function.func
-    taken = getattr(function, "takes", ())
+    taken = _attribute(function, "takes") or ()
     return {name: value for name, value in offered.items() if name in taken}
+
+
+def _attribute(slot: Any, name: str) -> Any:
+    """An attribute of a slot, or of the function that a partial or a wrapper calls; else None."""
+    while not hasattr(slot, name):
+        inner = getattr(slot, "func", None) or getattr(slot, "__wrapped__", None)
+        if inner is None:
+            return None
+        slot = inner
+    return getattr(slot, name)
+
+
+def algorithm(config: StrategyConfig) -> str | None:
+    """What the slots compute by design instead of the reference's step; None: the same."""
+    sentences = dict.fromkeys(
+        _algorithm(name, getattr(config, name)) for name in ("gather", "sync", "update")
+    )
+    return "; ".join(x for x in sentences if x) or None
+
+
+def _algorithm(name: str, slot: Any) -> str | None:
+    sentence = _attribute(slot, "algorithm")
+    if sentence is not None and not isinstance(sentence, str):
+        problem = f": its attribute `algorithm` is {sentence!r}. Give a sentence, a str."
+        raise binding_error(f"data_parallel.{name}", problem)
+    return sentence
 
 
 def stateful(config: StrategyConfig) -> dict[str, Stateful]:

@@ -19,13 +19,13 @@ from research_dp.distributed.loss_scale import LossScale
 from research_dp.distributed.mesh import FSDP_AXIS
 from research_dp.distributed.optimizer import with_master_weights
 from research_dp.errors import UsageError, binding_error
-from research_dp.strategies.slots import Stateful
+from research_dp.strategies import slots
 from research_dp.types import LossOutput, TrainableModel
 
 PyTree = Any
 Metrics = Mapping[str, jax.Array]
 When = Literal["step", "micro_batch"]
-Slot = Callable[..., PyTree] | Stateful
+Slot = Callable[..., PyTree] | slots.Stateful
 
 # Metrics of a training step that are no sums over examples.
 NONFINITE, SKIPPED = "nonfinite", "skipped_steps"
@@ -204,6 +204,11 @@ class StrategyConfig:
                 " = 'micro_batch' with reshard_after_forward = False: gradients of gathered "
                 "parameters are scattered at the end of a step only. Use 'step'.",
             )
+
+    @property
+    def algorithm(self) -> str | None:
+        """The `algorithm` of its slots, if they compute another one by design; else None."""
+        return slots.algorithm(self)
 
     def resolve(self, spec: TrainSpec) -> StrategyConfig:
         """The strategy that is built: this one, or what it chooses (UsageError: there is none)."""
