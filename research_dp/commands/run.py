@@ -62,7 +62,7 @@ def run(
         runtime.set_up_devices(cpu_devices)
         runtime.set_up_compilation_cache()
         with streams.dispensable():
-            status = loop.train(workdir=os.fspath(workdir), bound_at=config.origin)
+            status = loop.train(workdir=os.fspath(workdir), bound=config.bound())
     if status == preemption.STOPPED:
         raise Stopped(f"a signal stopped the run in {workdir}; the same call continues it.")
     return json.loads((Path(workdir).expanduser() / "summary.json").read_text())

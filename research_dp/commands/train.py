@@ -65,7 +65,7 @@ class Train(RunCommand):
                 workdir=self.workdir,
                 inspect=functools.partial(dry_run.show, config) if self.dry_run else None,
                 started=runtime.started(),
-                bound_at=config.origin,
+                bound=config.bound(),
             )
             if self.workdir and not self.dry_run and status == loop.DONE:
                 next_steps.show(self.workdir)

@@ -60,6 +60,11 @@ def find(selector: str) -> Configurable | None:
     return configurables().get(names[0]) if names else None
 
 
+def name_in_dumps(selector: str) -> str:
+    """The name of a function in gin's own dumps, e.g. `config.gin`: the shortest that is unique."""
+    return gin.config._REGISTRY.minimal_selector(selector)
+
+
 def constants() -> list[str]:
     """Names that `%NAME` finds without a binding."""
     return [name for name, _ in gin.config._CONSTANTS.items()]

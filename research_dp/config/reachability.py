@@ -8,6 +8,7 @@ from typing import Any
 
 from research_dp.config import gin_internals
 from research_dp.config.parser import MACRO, Binding, Key, Macro, references
+from research_dp.training.run_facts import Bound
 
 Call = tuple[tuple[str, ...], str]  # scopes, full name of the function
 ROOT = "research_dp.training.loop.train"
@@ -51,6 +52,27 @@ class Config:
         scoped = [x for x in self.used if selector and x.key[1:] == key[1:]]
         calls = [] if selector else [x for x in self.used if _calls(x, parameter)]
         return next((binding.place for binding in (*exact, *scoped, *calls)), None)
+
+    def bound(self) -> dict[str, Bound]:
+        """The bindings that take effect, by their names in gin's own dumps.
+
+        Those of the strategy are those that nothing but `train.strategy` leads to.
+        """
+        table = self.table.values()
+        run = reach(table).used
+        others = reach(x for x in table if x.key != ("", ROOT, "strategy")).used
+        return {
+            _name_in_dumps(x): Bound(repr(x.value), x.place, x in run and x not in others)
+            for x in self.used
+        }
+
+
+def _name_in_dumps(binding: Binding) -> str:
+    scope, function, parameter = binding.key
+    if function == MACRO:
+        return scope
+    name = f"{gin_internals.name_in_dumps(function)}.{parameter}"
+    return f"{scope}/{name}" if scope else name
 
 
 def _calls(binding: Binding, function: str) -> bool:

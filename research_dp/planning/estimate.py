@@ -20,6 +20,7 @@ from research_dp.analysis.program_cost import ProgramCost, read
 from research_dp.analysis.topologies import Topology
 from research_dp.distributed.mesh import batch_devices
 from research_dp.distributed.placement import nbytes
+from research_dp.distributed.program_memory import ProgramMemory
 from research_dp.errors import first_line
 from research_dp.planning.row import CollectiveTotal, Row
 from research_dp.strategies import Strategy, StrategyConfig, TrainSpec
@@ -117,11 +118,7 @@ def compile_step(row: Row, lowered: Any, options: dict[str, Any]) -> Any:
     program = None
     try:
         program = lowered.compile(options or None)
-        memory = program.memory_analysis()
-        row.temp_bytes, row.peak_bytes = memory.temp_size_in_bytes, memory.peak_memory_in_bytes
-        results = memory.output_size_in_bytes - memory.alias_size_in_bytes
-        at_once = memory.argument_size_in_bytes + memory.temp_size_in_bytes + results
-        row.needed_bytes = max(memory.peak_memory_in_bytes, at_once)
+        row.temp_bytes, row.peak_bytes, row.needed_bytes = ProgramMemory.of(program)
         row.fits = row.available_bytes is None or row.needed_bytes <= row.available_bytes
     except jax.errors.JaxRuntimeError as error:
         sizes = _OUT_OF_MEMORY.search(str(error))

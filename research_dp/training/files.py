@@ -16,12 +16,13 @@ from typing import Any
 LOCK, HOLDER = ".run.lock", ".run.holder"
 CONFIG, OPERATIVE_CONFIG = "config.gin", "operative_config.gin"
 RECORDS, SUMMARY = "metrics.jsonl", "summary.json"
+FACTS, PROGRAM = "run.json", "train_step.hlo.gz"
 CHECKPOINTS, FLIGHT, TENSORBOARD = "checkpoints", "flight", "tensorboard"
 SPLITS = ("train", "eval")
 NOTHING_SAVED = "nothing_saved_yet"  # in the folder of the checkpoints
 PROBE = ".run."  # and 32 hexadecimal digits: see `workdir`
 
-_FILES = (LOCK, HOLDER, CONFIG, OPERATIVE_CONFIG, RECORDS, SUMMARY)
+_FILES = (LOCK, HOLDER, CONFIG, OPERATIVE_CONFIG, RECORDS, SUMMARY, FACTS, PROGRAM)
 _FOLDERS = (CHECKPOINTS, FLIGHT, *(f"{TENSORBOARD}/{x}" for x in ("", *SPLITS)), "profile")
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.tmp|" + re.escape(PROBE) + "[0-9a-f]{32}")
 _NO_FSYNC_OF_FOLDERS = (errno.EINVAL, errno.ENOTSUP)  # some FUSE and SMB mounts

@@ -27,6 +27,7 @@ from research_dp.training.nonfinite import OnNonfinite
 from research_dp.training.preemption import STOPPED
 from research_dp.training.preflight import preflight
 from research_dp.training.progress_bar import say
+from research_dp.training.run_facts import Bound, RunFacts
 from research_dp.training.trainer import Trainer
 from research_dp.training.watchdog import monitored
 from research_dp.training.workdir import locked_workdir
@@ -35,7 +36,7 @@ from research_dp.types import DataSet, TrainableModel
 DONE = 0
 
 
-@gin.configurable(denylist=["workdir", "inspect", "started", "bound_at"])
+@gin.configurable(denylist=["workdir", "inspect", "started", "bound"])
 @checked
 def train(
     *,
@@ -60,7 +61,7 @@ def train(
     workdir: str | None = None,
     inspect: Callable[[StrategyConfig, TrainSpec], None] | None = None,
     started: float | None = None,
-    bound_at: Callable[[str], str | None] | None = None,
+    bound: Mapping[str, Bound] | None = None,
 ) -> int:
     """Trains a model on data under a strategy; resumes the run that is in the workdir.
 
@@ -89,7 +90,7 @@ def train(
         workdir: Folder of the run's results.
         inspect: Called with the strategy, and what it is to be built for, instead of training.
         started: `time.perf_counter()` when the command started.
-        bound_at: Name of a parameter -> the file and line that bound it, for messages.
+        bound: The bindings of the run by name; None: those of gin, whose places are not known.
 
     Returns:
         Exit status: 0 when done, 143 when stopped by SIGTERM or SIGINT, after saving.
@@ -122,7 +123,7 @@ def train(
         ) or (None, None)
         first_step = saved.step if saved else 0
         if saved:
-            for line in resume.changes(saved.origin, origin(config=gin.config_str()), bound_at):
+            for line in resume.changes(saved.origin, origin(config=gin.config_str()), bound):
                 say(f"Changed since step {first_step}: {line}")
         else:
             resume.check_new(folder, gin.config_str())
@@ -135,8 +136,9 @@ def train(
         recorder.note("compile", first_step)
         state = built.init(init_key(seed)) if state is None else state
         started = time.perf_counter() if started is None else started
+        facts = RunFacts(folder, built, bound, first_step, ends=first_step == num_steps)
         trainer = Trainer(
-            spec, built, data, folder, schedule, checkpoints, recorder, saved, started
+            spec, built, data, folder, schedule, checkpoints, recorder, saved, started, facts
         )
         stack.enter_context(contextlib.closing(trainer))
         return DONE if trainer.run(state) == num_steps else STOPPED

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,8 @@ from research_dp.errors import UsageError
 from research_dp.strategies import TrainSpec
 from research_dp.training import files
 from research_dp.training.manifest import Manifest
+from research_dp.training.run_facts import Bound, bindings_in
 from research_dp.types import DataIdentity, DataSet
-
-# A binding of gin's own dump; its value may continue on indented lines.
-_BINDING = re.compile(r"^([^#\s][^\s=]*) = (.*(?:\n[ \t].*)*)", re.MULTILINE)
 
 
 def check_resumable(
@@ -88,7 +85,7 @@ def is_finished(folder: Path, step: int) -> bool:
 def changes(
     before: Mapping[str, Any],
     now: Mapping[str, Any],
-    bound_at: Callable[[str], str | None] | None = None,
+    bound: Mapping[str, Bound] | None = None,
 ) -> list[str]:
     """A line for each binding, version, or number of devices or processes that differs."""
     old, new = _settings(before), _settings(now)
@@ -96,15 +93,15 @@ def changes(
     for name in new | old:
         was, is_ = old.get(name, "unbound"), new.get(name, "unbound")
         if was != is_:
-            place = bound_at(name) if bound_at and name in new else None
+            binding = bound.get(name) if bound and name in new else None
+            place = binding.place if binding else None
             lines.append(f"{name}: {was} -> {is_}" + (f"  ({place})" if place else ""))
     return lines
 
 
 def _settings(origin: Mapping[str, Any]) -> dict[str, str]:
     """Everything that can change, as name -> text."""
-    config = _BINDING.findall(origin.get("config", ""))
-    settings = {name: " ".join(value.removeprefix("\\").split()) for name, value in config}
+    settings = bindings_in(origin.get("config", ""))
     counts = {name: str(origin[name]) for name in ("devices", "processes") if name in origin}
     versions = {f"version of {k}": str(v) for k, v in origin.get("versions", {}).items()}
     return settings | counts | versions

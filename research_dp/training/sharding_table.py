@@ -39,21 +39,31 @@ def parameter_table(strategy: Strategy) -> Table:
 
 def summary(strategy: Strategy) -> list[str]:
     """Bytes of parameters, gradients and optimizer state on a device, in lines of 80 columns."""
-    state, shardings = strategy.abstract_state, strategy.shardings
-    params, slices = map(jax.tree.leaves, (shardings.params, shardings.slices))
-    grads = [_gradient(strategy, *pair) for pair in zip(params, slices, strict=True)]
-    gradients = sum(size for size, _ in grads), sum(size for _, size in grads)
+    sizes = sizes_by_part(strategy)
     lines = [
         f"{strategy.name} on {sizes_text(strategy.mesh.shape)}; per device "
-        f"{_size_text('parameters', *nbytes(state.params))},",
-        f"{_size_text('gradients', *gradients)}, "
-        f"{_size_text('optimizer state', *nbytes(state.opt_state))}",
+        f"{_size_text('parameters', *sizes['params'])},",
+        f"{_size_text('gradients', *sizes['gradients'])}, "
+        f"{_size_text('optimizer state', *sizes['opt_state'])}",
     ]
     if reason := unsharded_reason(strategy):
         lines.append(f"{reason[0].upper()}{reason[1:]}")
         if "min_weight_size" in reason:
             lines.append("Shard smaller arrays with --gin.shard_params.min_weight_size=1024")
     return lines
+
+
+def sizes_by_part(strategy: Strategy) -> dict[str, tuple[int, int]]:
+    """Bytes, on a device and in all, of the parts of a state, of gradients and of a batch."""
+    state, shardings = strategy.abstract_state, strategy.shardings
+    params, slices = map(jax.tree.leaves, (shardings.params, shardings.slices))
+    grads = [_gradient(strategy, *pair) for pair in zip(params, slices, strict=True)]
+    return {
+        "params": nbytes(state.params),
+        "gradients": (sum(size for size, _ in grads), sum(size for _, size in grads)),
+        **{name: nbytes(getattr(state, name)) for name in ("opt_state", "model_state", "slots")},
+        "batch": nbytes(strategy.abstract_batch),
+    }
 
 
 def _gradient(strategy: Strategy, param: LeafSharding, part: LeafSharding) -> tuple[int, int]:

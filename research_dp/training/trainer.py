@@ -31,6 +31,7 @@ from research_dp.training.preemption import StopSignal
 from research_dp.training.progress_bar import ProgressBar, metric_words
 from research_dp.training.replica_check import ReplicaCheck, split_dependence
 from research_dp.training.resume import check_same_data
+from research_dp.training.run_facts import RunFacts
 from research_dp.types import DataIdentity, DataSet
 
 
@@ -47,6 +48,7 @@ class Trainer:
     recorder: Recorder
     saved: Manifest | None  # of the run that is resumed
     started: float  # `time.perf_counter()` of the command's start
+    run_facts: RunFacts
 
     def __post_init__(self) -> None:
         self._progress = self.saved.progress if self.saved else None
@@ -128,6 +130,7 @@ class Trainer:
             self._write_operative_config()
             at_end = step == self.schedule.num_steps
             self._metrics.open(self.folder, step, evaluates_again=at_end)
+            self.run_facts.begin()
         for line in sharding_table.summary(self.strategy):
             say(line)
         if self._identity:
@@ -173,6 +176,7 @@ class Trainer:
             self._console.doing("")
             self._console.say(f"First step done {seconds:.1f} s after the start")
             self._write_operative_config()
+            self.run_facts.compiled()
         # A skipped step changes no state: the check waits for one that does.
         if not self._is_split_checked and np.asarray(values["grad_norm"])[1]:
             self._is_split_checked = True

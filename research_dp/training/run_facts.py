@@ -1,0 +1,152 @@
+"""Facts about a run, for comparisons: `run.json`, and the training step's program as text."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import shlex
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import gin
+import jax
+
+from research_dp.distributed.program_memory import ProgramMemory
+from research_dp.errors import first_line
+from research_dp.strategies import Strategy
+from research_dp.training import files
+from research_dp.training.manifest import origin
+from research_dp.training.progress_bar import say
+from research_dp.training.sharding_table import sizes_by_part
+
+FORMAT = 1
+_GIT_SECONDS = 10.0
+# A binding of gin's own dump; its value may continue on indented lines.
+_BINDING = re.compile(r"^([^#\s][^\s=]*) = (.*(?:\n[ \t].*)*)", re.MULTILINE)
+
+
+class Bound(NamedTuple):
+    """A binding that takes effect: its value as text, and where it is."""
+
+    value: str
+    place: str | None  # e.g. 'runs/digits.gin:5', '--gin.train.seed'; None: not known
+    of_strategy: bool | None  # whether only `train.strategy` leads to it; None: not known
+
+
+class RunFacts:
+    """Writes `run.json` and `train_step.hlo.gz`, in process 0."""
+
+    def __init__(
+        self,
+        folder: Path,
+        strategy: Strategy,
+        bound: Mapping[str, Bound] | None,
+        first_step: int,
+        *,
+        ends: bool,
+    ):
+        self._path, self._strategy, self._first_step = folder / files.FACTS, strategy, first_step
+        self._ends = ends  # no training step follows
+        if bound is None:
+            dumped = bindings_in(gin.config_str())
+            bound = {name: Bound(value, None, None) for name, value in dumped.items()}
+        self._bound = bound
+        self._facts: dict[str, Any] = {}
+
+    def begin(self) -> None:
+        """Adds this start to those of the run; process 0 calls it."""
+        before, strategy = self._read(), self._strategy
+        self._facts = {
+            "format": FORMAT,
+            "strategy": strategy.name,
+            "mesh": dict(strategy.mesh.shape),
+            "algorithm": strategy.config.algorithm,
+            "bytes_per_device": {k: here for k, (here, _) in sizes_by_part(strategy).items()},
+            "program": before.get("program") if self._ends else None,
+            "bindings": {name: bound._asdict() for name, bound in self._bound.items()},
+            "starts": [*before.get("starts", ()), _start(self._first_step)],
+        }
+        self._write()
+
+    def compiled(self) -> None:
+        """Adds the program of the training step, which has run; every process calls it.
+
+        JAX remembers the program. If it ever did not, all processes would compile it again: the
+        compilation of a program for several processes may wait for all of them.
+        """
+        strategy, problem, sizes = self._strategy, None, {}
+        path = self._path.with_name(files.PROGRAM)
+        try:
+            step: Any = strategy.train_step  # jitted, so that it can be lowered
+            program = step.lower(strategy.abstract_state, strategy.abstract_batch).compile()
+            if jax.process_index() != 0:
+                return
+            sizes = ProgramMemory.of(program)._asdict()
+            text = program.as_text()
+        except Exception as error:  # compilers raise many types, and the run needs none of this
+            problem = f"{type(error).__name__}: {first_line(error)}"
+        if jax.process_index() == 0:
+            if problem is None:
+                files.replace(path, gzip.compress(text.encode(), 6, mtime=0))
+            else:
+                sizes["problem"] = problem
+                path.unlink(missing_ok=True)  # it would be the program of an earlier start
+            self._facts["program"] = sizes
+            self._write()
+
+    def _read(self) -> dict[str, Any]:
+        """What earlier starts wrote; empty if there is none, or it is damaged and put aside."""
+        content = self._path.read_bytes() if self._path.exists() else b""
+        before = files.read_json(content)
+        starts = before.get("starts")
+        is_good = isinstance(starts, list) and all(isinstance(x, dict) for x in starts)
+        if before.get("format") == FORMAT and is_good:
+            return before
+        if content:
+            aside = files.free_name(self._path)
+            files.replace(aside, content)
+            say(f"{self._path} is damaged, and begins anew; {aside} has what it was")
+        return {}
+
+    def _write(self) -> None:
+        files.replace(self._path, json.dumps(self._facts, indent=2) + "\n")
+
+
+def bindings_in(dump: str) -> dict[str, str]:
+    """Name -> value, on one line, of the bindings in gin's own dump of a configuration."""
+    found = _BINDING.findall(dump)
+    return {name: " ".join(value.removeprefix("\\").split()) for name, value in found}
+
+
+def _start(step: int) -> dict[str, Any]:
+    device = jax.devices()[0]
+    program, *arguments = sys.orig_argv
+    return origin(
+        step=step,
+        command=shlex.join([Path(program).name, *arguments]),
+        commit=_commit(),
+        platform=device.platform,
+        device_kind=device.device_kind,
+        host=socket.gethostname(),
+    )
+
+
+def _commit() -> str | None:
+    """The commit in the working directory, e.g. '0123abcd, changed'; None: git knows none."""
+    command = ["git", "--no-optional-locks", "describe", "--always", "--exclude=*", "--abbrev=8"]
+    try:
+        done = subprocess.run(
+            [*command, "--dirty=, changed"],
+            capture_output=True,
+            text=True,
+            timeout=_GIT_SECONDS,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
