@@ -19,13 +19,12 @@ import time
 from pathlib import Path
 from typing import TextIO
 
-import filelock
-
 from research_dp.commands import exit_status
 from research_dp.commands.flags import Parser
 from research_dp.commands.main import COMMANDS, program
 from research_dp.errors import UsageError
 from research_dp.training import files, flight_recorder
+from research_dp.training.workdir import in_use
 
 FINE = (0, 143)
 GRACE_SECONDS = 8.0  # for other processes to hit the same error and report it
@@ -103,22 +102,6 @@ def main(argv: list[str]) -> int:
         return max(process.status for process in processes)
     tell("\n".join(post_mortem(processes, first, workdir)), sys.stderr)
     return first.status
-
-
-def in_use(workdir: Path) -> str | None:
-    """Process and host of the run that is using a folder; None if there is none."""
-    if not (workdir / files.LOCK).exists():
-        return None
-    lock = filelock.FileLock(workdir / files.LOCK, fallback_to_soft=False)
-    try:
-        with lock.acquire(timeout=0):
-            return None
-    except filelock.Timeout:
-        holder = workdir / files.HOLDER
-        known = holder.is_file()  # reading a FIFO would block
-        return holder.read_text(errors="replace") if known else "unknown process"
-    except OSError:
-        return None  # the run itself reports what is wrong with its folder
 
 
 def listen() -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import secrets
 import socket
@@ -21,6 +22,8 @@ from research_dp.training import files
 from research_dp.training.checkpoint_files import reason, steps_in
 
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+_HELD = (errno.EACCES, errno.EAGAIN, errno.EWOULDBLOCK)
+_SECONDS_TO_READ = 0.1  # for which `in_use` of other processes may hold the lock at the very most
 _SECONDS_TO_APPEAR = 10.0  # within which a network file system shows a new file to other machines
 
 
@@ -62,6 +65,29 @@ def locked_workdir(workdir: str | None) -> Iterator[Path]:
         ) from error
     finally:
         lock.release()
+
+
+def in_use(folder: Path) -> str | None:
+    """Process and host of the run that is using a folder; None if there is none.
+
+    It writes nothing, and shares the lock with others that ask for the moment that it takes.
+    """
+    try:
+        lock = os.open(folder / files.LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return None  # the run itself reports what is wrong with its folder
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in _HELD:
+            return None
+    else:
+        return None
+    finally:
+        os.close(lock)
+    holder = folder / files.HOLDER
+    known = holder.is_file()  # reading a FIFO would block
+    return holder.read_text(errors="replace") if known else "unknown process"
 
 
 def check_shared(folder: Path) -> None:
@@ -142,7 +168,7 @@ def _create_and_lock(folder: Path, lock: filelock.BaseFileLock) -> str | None:
     try:
         if problem := files.unexpected_kind(folder):
             return problem
-        lock.acquire(timeout=0)
+        lock.acquire(timeout=_SECONDS_TO_READ, poll_interval=0.01)
         files.remove_temporary(folder)
         files.replace(holder, f"process {os.getpid()} on {socket.gethostname()}")
     except filelock.Timeout:
