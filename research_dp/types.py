@@ -17,6 +17,12 @@ Batch = Mapping[str, Any]
 # name -> (sum over valid items, number of valid items). They are summed over devices, micro-batches
 # and batches before the division, so that a mean is never a mean of means.
 Sums = Mapping[str, tuple[jax.Array, jax.Array]]
+# What a run records beside the metrics of its model, which cannot have these names.
+MEASURED = (
+    *("steps_per_second", "examples_per_second", "tokens_per_second", "mfu"),
+    *("data_wait_seconds", "data_wait_fraction", "dispatch_seconds", "device_wait_seconds"),
+    *("save_seconds", "eval_seconds", "learning_rate", "device_memory_bytes"),
+)
 
 
 class LossOutput(NamedTuple):

@@ -13,8 +13,9 @@ import golden
 import numpy as np
 import pytest
 
+from research_dp.types import MEASURED
+
 RUN = golden.FOLDER / "run"
-RATES = ("steps_per_second", "examples_per_second")
 MAKE = [
     "--gin_file=runs/digits.gin",
     "--gin_file=models/mlp.gin",
@@ -49,7 +50,7 @@ def instructions():
 
 def records(folder):
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k not in RATES} for line in lines]
+    return [{k: v for k, v in line.items() if k not in MEASURED} for line in lines]
 
 
 def summary(folder):

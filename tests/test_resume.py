@@ -16,7 +16,7 @@ from test_processes import start
 from research_dp.data import builders
 from research_dp.training.checkpoint_files import HALF_WRITTEN, steps_in
 from research_dp.training.flight_recorder import last_notes
-from research_dp.types import TrainOrder
+from research_dp.types import MEASURED, TrainOrder
 
 CONSTANT = [
     "--gin_file=gin/runs/digits.gin",
@@ -29,7 +29,6 @@ CONSTANT = [
     "--gin.train.eval_every=None",
 ]
 PLAIN = "image_classification.pad_crop = 0"
-RATES = ("steps_per_second", "examples_per_second")
 
 
 def summary(folder):
@@ -37,9 +36,9 @@ def summary(folder):
 
 
 def records(folder):
-    """What was recorded, without rates."""
+    """What was recorded, without what is measured."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k not in RATES} for line in lines]
+    return [{k: v for k, v in line.items() if k not in MEASURED} for line in lines]
 
 
 def losses(folder):

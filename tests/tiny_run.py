@@ -13,8 +13,7 @@ from test_strategies import recipe
 from research_dp.config import load
 from research_dp.errors import RunFailure, UsageError, message_of
 from research_dp.strategies import TrainSpec
-from research_dp.training.metrics import RATES
-from research_dp.types import DataSet, LossOutput, TrainableModel
+from research_dp.types import MEASURED, DataSet, LossOutput, TrainableModel
 
 BATCH, DIM = 4, 8
 
@@ -99,10 +98,10 @@ def summary(folder):
 
 
 def records(folder, split=None):
-    """What was recorded, without rates."""
+    """What was recorded, without what is measured."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [
-        {k: v for k, v in line.items() if k not in RATES}
+        {k: v for k, v in line.items() if k not in MEASURED}
         for line in lines
         if split in (None, line["split"])
     ]

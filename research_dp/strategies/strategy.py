@@ -20,7 +20,7 @@ from research_dp.distributed.mesh import FSDP_AXIS
 from research_dp.distributed.optimizer import with_master_weights
 from research_dp.errors import UsageError, binding_error
 from research_dp.strategies import slots
-from research_dp.types import LossOutput, TrainableModel
+from research_dp.types import MEASURED, LossOutput, TrainableModel
 
 PyTree = Any
 Metrics = Mapping[str, jax.Array]
@@ -30,7 +30,7 @@ Slot = Callable[..., PyTree] | slots.Stateful
 # Metrics of a training step that are no sums over examples.
 NONFINITE, SKIPPED = "nonfinite", "skipped_steps"
 # Names that a model's own metrics cannot have: the step's metrics, and the keys of a record.
-_RESERVED = ("loss", "grad_norm", NONFINITE, SKIPPED, "split", "step")
+_RESERVED = ("loss", "grad_norm", NONFINITE, SKIPPED, "split", "step", *MEASURED)
 # Random keys: each purpose has a root of its own, so that no key is drawn from twice.
 _INIT, _EXAMPLES = 0, 1
 

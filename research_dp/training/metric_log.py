@@ -15,8 +15,10 @@ from typing import IO, Any
 
 from research_dp.strategies import SKIPPED
 from research_dp.training import files, metrics
+from research_dp.training.learning_rate import LearningRate
 from research_dp.training.manifest import Progress
 from research_dp.training.progress_bar import ProgressBar
+from research_dp.types import MEASURED
 
 _EVENTS = "events.out.tfevents."
 
@@ -25,9 +27,13 @@ class MetricLog:
     """Records metrics; training metrics one step late, so that no step waits for them."""
 
     def __init__(
-        self, saved: Progress | None, throughput: metrics.Throughput, console: ProgressBar
+        self,
+        saved: Progress | None,
+        throughput: metrics.Throughput,
+        console: ProgressBar,
+        rate: LearningRate | None = None,
     ):
-        self._throughput, self._console = throughput, console
+        self._throughput, self._console, self._rate = throughput, console, rate
         self._window: metrics.Sums = saved.window if saved else {}
         self._records_saved, self._count = saved.records if saved else 0, 0
         self._unread: list[Mapping[str, Any]] = []
@@ -50,7 +56,7 @@ class MetricLog:
             self.skipped_steps += int(record.get(SKIPPED) or 0)  # null is no number
             if split == "train":
                 self._count += 1
-                self.train = {name: x for name, x in scalars.items() if name not in metrics.RATES}
+                self.train = {name: x for name, x in scalars.items() if name not in MEASURED}
         missing = self._records_saved - self._count
         if missing > 0:
             say(
@@ -79,7 +85,13 @@ class MetricLog:
         skipped = {SKIPPED: sums.pop(SKIPPED)[0]} if SKIPPED in sums else {}
         self.skipped_steps += int(sum(skipped.values()))
         self.train = metrics.means(sums)
-        self.write("train", step, {**self.train, **skipped, **self._throughput.rates()})
+        rate = self._rate.after(step - self.skipped_steps) if self._rate else None
+        measured = {
+            **self._throughput.rates(),
+            **({} if rate is None else {"learning_rate": rate}),
+            **metrics.device_memory(),
+        }
+        self.write("train", step, {**self.train, **skipped, **measured})
 
     def write(self, split: str, step: int, scalars: Mapping[str, float]) -> None:
         """Records scalars of a split ('train', 'eval') at a step."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -12,7 +12,8 @@ from clu.metrics import Average
 
 from research_dp.types import Work
 
-RATES = ("steps_per_second", "examples_per_second", "tokens_per_second", "mfu")
+_PARTS = ("data_wait", "dispatch", "device_wait")  # of the time of steps; the loop has the rest
+_PAUSES = ("eval", "save")
 
 # name -> (sum, count), on the host.
 Sums = dict[str, tuple[float, float]]
@@ -38,15 +39,21 @@ def means(sums: Sums) -> dict[str, float]:
 
 
 class Throughput:
-    """Counts steps and their time, without compilation, evaluation and saving.
+    """Counts steps and their time, without compilation, evaluation and saving; and where it goes.
 
     `work` is an example's, `peak` the FLOP/s of all devices together, where they are known.
+
+    Attributes:
+        seconds: Of this start: in 'steps', of which are 'data_wait' (the devices had nothing to do
+            while a batch was read), 'dispatch' (of steps), 'device_wait' (the devices computed,
+            and the host waited or read what they did not wait for); beside them 'eval' and 'save'.
     """
 
     def __init__(self, batch_size: int, work: Work | None = None, peak: float | None = None):
         self._batch_size, self._work, self._peak = batch_size, work, peak
-        self._steps, self._seconds = 0, 0.0
-        self._reported = 0, 0.0  # of them, at the last call of `rates`
+        self._steps = 0
+        self.seconds = dict.fromkeys(("steps", *_PARTS, *_PAUSES), 0.0)
+        self._reported = 0, dict(self.seconds)  # at the last call of `rates`
         self._running_since: float | None = None
 
     def start(self) -> None:
@@ -55,15 +62,26 @@ class Throughput:
 
     def stop(self) -> None:
         if self._running_since is not None:
-            self._seconds += time.perf_counter() - self._running_since
+            self.seconds["steps"] += time.perf_counter() - self._running_since
             self._running_since = None
 
     def count_step(self) -> None:
         """Counts a step, if the clock runs."""
         self._steps += self._running_since is not None
 
+    def spend(self, part: str, since: float) -> None:
+        """Adds the time since `since` (`time.perf_counter()`), if the clock runs or in a pause."""
+        if self._running_since is not None or part in _PAUSES:
+            self.seconds[part] += time.perf_counter() - since
+
+    def wait(self, wait: Callable[..., Any], *args: Any, part: str = "device_wait") -> None:
+        """Calls a function that waits, and adds its time to a part."""
+        since = time.perf_counter()
+        wait(*args)
+        self.spend(part, since)
+
     def rates(self) -> dict[str, float]:
-        """Those of `RATES` that are known, since the last call; empty if no step was counted.
+        """Those of `MEASURED` that it knows, since the last call; empty if no step was counted.
 
         `mfu` (Chowdhery et al., arXiv 2204.02311) is the fraction of the devices' peak that the
         model's own operations take.
@@ -71,18 +89,38 @@ class Throughput:
         if self._running_since is not None:
             self.stop()
             self.start()
-        steps, seconds = self._steps - self._reported[0], self._seconds - self._reported[1]
+        steps = self._steps - self._reported[0]
         if not steps:
             return {}
-        self._reported = self._steps, self._seconds
+        spent = {part: total - self._reported[1][part] for part, total in self.seconds.items()}
+        self._reported = self._steps, dict(self.seconds)
+        seconds = spent["steps"]
         examples = steps / seconds * self._batch_size
         rates = {"steps_per_second": steps / seconds, "examples_per_second": examples}
         if self._work:
             rates["tokens_per_second"] = examples * self._work.tokens
             if self._peak:
                 rates["mfu"] = examples * self._work.flops / self._peak
-        return rates
+        rates |= {f"{part}_seconds": spent[part] for part in _PARTS}
+        rates["data_wait_fraction"] = spent["data_wait"] / seconds
+        return rates | ({"save_seconds": spent["save"]} if spent["save"] else {})
 
     def overall(self) -> float | None:
         """Steps a second of the run so far."""
-        return self._steps / self._seconds if self._steps else None
+        return self._steps / self.seconds["steps"] if self._steps else None
+
+    def summary(self, started: float) -> dict[str, float]:
+        """Where the time of this start went, for the run's summary."""
+        names = {
+            **{"data": "data_wait", "dispatch": "dispatch", "device": "device_wait"},
+            **{"evaluation": "eval", "saves": "save"},
+        }
+        total = time.perf_counter() - started
+        return {**{name: self.seconds[part] for name, part in names.items()}, "total": total}
+
+
+def device_memory() -> dict[str, float]:
+    """Bytes in use on the fullest device of this process, where devices report them."""
+    stats = [device.memory_stats() or {} for device in jax.local_devices()]
+    used = [x["bytes_in_use"] for x in stats if "bytes_in_use" in x]
+    return {"device_memory_bytes": float(max(used))} if used else {}

@@ -11,9 +11,11 @@ import optax
 from research_dp.argument_checks import checked
 from research_dp.argument_types import Fraction, is_integer
 from research_dp.errors import UsageError, binding_error
+from research_dp.training.learning_rate import remembering_rate
 
+for _name in ("adafactor", "adam", "adamw", "lamb", "lion", "rmsprop", "sgd"):
+    gin.register(remembering_rate(getattr(optax, _name)), module="optax")
 for _name in (
-    *("adafactor", "adam", "adamw", "lamb", "lion", "rmsprop", "sgd"),
     *("cosine_decay_schedule", "linear_schedule"),
     *("warmup_constant_schedule", "warmup_cosine_decay_schedule"),
 ):

@@ -12,7 +12,7 @@ from rich import progress
 from rich.text import Text
 
 from research_dp.terminal import console_of, wrapped
-from research_dp.training import metrics
+from research_dp.types import MEASURED
 
 _PATIENCE = 2.0  # seconds that an activity may take before a pipe gets a line about it
 
@@ -110,8 +110,8 @@ class _TimeLeft(progress.ProgressColumn):
 
 
 def metric_words(scalars: Mapping[str, float]) -> list[str]:
-    """'loss 0.31' and the like, without rates."""
-    return [f"{name} {x:.4g}" for name, x in scalars.items() if name not in metrics.RATES]
+    """'loss 0.31' and the like, without what the run measures."""
+    return [f"{name} {x:.4g}" for name, x in scalars.items() if name not in MEASURED]
 
 
 def filled(parts: Sequence[str], width: int | None) -> list[str]:

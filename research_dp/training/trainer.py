@@ -25,6 +25,7 @@ from research_dp.training.dispatch import InFlight
 from research_dp.training.flight_recorder import Phase, Recorder
 from research_dp.training.input_checks import shared_identity
 from research_dp.training.intervals import ProfilerTrace, Schedule
+from research_dp.training.learning_rate import LearningRate
 from research_dp.training.manifest import Manifest, Progress, origin
 from research_dp.training.metric_log import MetricLog
 from research_dp.training.preemption import StopSignal
@@ -63,7 +64,8 @@ class Trainer:
         peak = peak_of_mesh(self.strategy.mesh, work.dtype) if work else None
         self._throughput = metrics.Throughput(self.spec.batch_size, work, peak)
         self._console = ProgressBar(self.schedule.num_steps, self._first_step)
-        self._metrics = MetricLog(self._progress, self._throughput, self._console)
+        self._rate = LearningRate(self.spec.optimizer, self.strategy.abstract_state.opt_state)
+        self._metrics = MetricLog(self._progress, self._throughput, self._console, self._rate)
         compares = self.schedule.check_replicas_every
         self._replicas = ReplicaCheck(self.strategy) if compares else None
         self._nonfinite = nonfinite.NonfiniteCheck(
@@ -86,6 +88,7 @@ class Trainer:
                 step += 1
                 self._dispatched(step, state, step_metrics)
                 if schedule.logs(step):
+                    self._throughput.wait(self._rate.read, state.opt_state)
                     self._metrics.mark(step)
                 if schedule.compares(step):
                     self._compare_replicas(state, step)
@@ -99,7 +102,7 @@ class Trainer:
             final = self._evaluate(state, step) if step == schedule.num_steps else None
             self.recorder.note("save", step)
             self._console.doing("Writing the checkpoint")
-            self.checkpoints.wait()
+            self._throughput.wait(self.checkpoints.wait, part="save")
             if final is None:
                 self._console.close()
                 self._console.say(f"Stopped by a signal; step {step} is saved in {self.folder}")
@@ -150,17 +153,24 @@ class Trainer:
         if self._first_step < self.schedule.num_steps:
             self._console.doing("Compiling the training step", at_once=True)
         steps = self._first_step, self.schedule.num_steps
+        since = time.perf_counter()
         for batch in placed_train_batches(
             self.strategy, self.data, *steps, self._in_flight.is_busy
         ):
+            # Devices that are still busy have not waited for the batch.
+            waited = "device_wait" if self._in_flight.is_busy() else "data_wait"
+            self._throughput.spend(waited, since)
             # Placing the next batch overlapped with the steps in flight, which end now.
             is_first = self._step == self._first_step
             self.recorder.note("compile" if is_first else "step", self._step + 1)
-            self._in_flight.wait_for_room()
+            self._throughput.wait(self._in_flight.wait_for_room)
+            self._placed_at = time.perf_counter()
             yield batch
+            since = time.perf_counter()
 
     def _dispatched(self, step: int, state: TrainState, step_metrics: Mapping[str, Any]) -> None:
         """While a step runs: registers its metrics, and records the window before it."""
+        self._throughput.spend("dispatch", self._placed_at)
         self._step, is_first = step, step == self._first_step + 1
         self.checkpoints.check()
         self._metrics.flush()
@@ -192,7 +202,7 @@ class Trainer:
     def _compare_replicas(self, state: TrainState, step: int) -> None:
         """Compares replicas on the devices; a difference ends the run a step or two later."""
         assert self._replicas is not None
-        self._in_flight.wait_for_room()
+        self._throughput.wait(self._in_flight.wait_for_room)
         self._note("step", step)
         checksums = self._replicas.checksums(state)
         self._in_flight.add(checksums, functools.partial(self._replicas.check, step, checksums))
@@ -201,13 +211,14 @@ class Trainer:
 
     def _evaluate(self, state: TrainState, step: int) -> dict[str, float]:
         """Metrics over the evaluation split, each example counted once."""
-        with self._paused("eval", state, step):
+        with self._paused("eval", state, step) as since:
             means = evaluation(
                 *(self.strategy, self.data, state, self._in_flight),
                 lambda: self._note("eval", self._step),
             )
             self._compiled.add("eval")
-            self._metrics.write("eval", step, means)
+            seconds = time.perf_counter() - since
+            self._metrics.write("eval", step, {**means, "eval_seconds": seconds})
         return means
 
     def _save(self, state: TrainState, step: int) -> None:
@@ -232,15 +243,20 @@ class Trainer:
         self.recorder.note(phase if phase in self._compiled else "compile", step)
 
     @contextlib.contextmanager
-    def _paused(self, phase: Phase, state: TrainState, step: int) -> Iterator[None]:
-        """Waits for the last step and records what is due; the clock stands still in a phase."""
-        self._in_flight.wait()
-        jax.block_until_ready(state)
+    def _paused(self, phase: Phase, state: TrainState, step: int) -> Iterator[float]:
+        """Waits for the last step and records what is due; gives the time at which a phase starts.
+
+        The clock of the steps stands still in a phase.
+        """
+        self._throughput.wait(self._in_flight.wait)
+        self._throughput.wait(jax.block_until_ready, state)
         self._throughput.stop()
         self._metrics.flush()
         self._note(phase, step)
         self._console.doing({"eval": "Evaluating", "save": "Saving"}[phase])
-        yield
+        since = time.perf_counter()
+        yield since
+        self._throughput.spend(phase, since)
         self._console.doing("")
         self.recorder.note("data", step + 1)
         if step > self._first_step:
@@ -262,6 +278,7 @@ class Trainer:
             "mesh": dict(mesh.shape),
             "strategy": self.strategy.name,
             "steps_per_second": self._throughput.overall(),
+            "seconds": self._throughput.summary(self.started),
             "params_fingerprint": fingerprint(
                 state.params, lambda: self.recorder.note("save", step)
             ),
