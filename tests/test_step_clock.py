@@ -1,0 +1,182 @@
+"""Where the time of steps goes, the learning rate, and names that a model's metrics cannot have."""
+
+import dataclasses
+import json
+import time
+
+import gin
+import jax
+import numpy as np
+import optax
+import pytest
+import tiny_run
+from test_strategies import recipe
+
+from research_dp.errors import UsageError
+from research_dp.strategies import TrainSpec
+from research_dp.strategies.engines import compiled
+from research_dp.training import metrics
+from research_dp.training.learning_rate import LearningRate, remembering_rate
+from research_dp.training.loop import train
+from research_dp.types import MEASURED, LossOutput
+
+PARTS = ("data_wait_seconds", "dispatch_seconds", "device_wait_seconds")
+
+
+def records(folder, split):
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["split"] == split]
+
+
+def test_the_parts_add_up_to_the_time_of_the_window_and_slow_data_is_seen(tmp_path):
+    def slow(order):
+        for number, batch in enumerate(tiny_run.DATA.train(order)):
+            time.sleep(0.02 if number >= 4 else 0)
+            yield batch
+
+    data = dataclasses.replace(tiny_run.DATA, train=slow)
+    options = {"log_every": 4, "checkpoint_every": 4, "eval_every": 8}
+    assert tiny_run.outcome(tmp_path, num_steps=12, data=data, **options) == (0, "")
+    _, *windows = records(tmp_path, "train")
+    for window in windows:
+        seconds = 4 / window["steps_per_second"]
+        assert sum(window[part] for part in PARTS) <= seconds
+        fraction = window["data_wait_seconds"] / seconds
+        assert window["data_wait_fraction"] == pytest.approx(fraction) and fraction > 0.5
+        assert window["save_seconds"] > 0
+    assert [line["step"] for line in records(tmp_path, "eval")] == [8, 12]
+    assert all(line["eval_seconds"] > 0 for line in records(tmp_path, "eval"))
+    seconds = tiny_run.summary(tmp_path)["seconds"]
+    assert list(seconds) == ["data", "dispatch", "device", "evaluation", "saves", "total"]
+    assert sum(seconds.values()) - seconds["total"] < seconds["total"]
+    assert seconds["data"] >= sum(window["data_wait_seconds"] for window in windows)
+
+
+def test_a_record_without_a_save_has_no_time_of_one(tmp_path):
+    options = {"checkpoint_every": None, "eval_every": None}
+    assert tiny_run.outcome(tmp_path, num_steps=6, **options) == (0, "")
+    assert not any("save_seconds" in line for line in records(tmp_path, "train"))
+    assert tiny_run.summary(tmp_path)["seconds"]["saves"] > 0  # the last one
+
+
+def test_batches_that_devices_do_not_wait_for_are_no_wait_for_data(monkeypatch):
+    now = iter([0.0, 1.0, 3.0, 6.0, 10.0, 10.0, 20.0])
+    monkeypatch.setattr("time.perf_counter", lambda: next(now))
+    clock = metrics.Throughput(8)
+    clock.spend("data_wait", 0.0)  # before the first step: it compiles
+    clock.start()
+    clock.count_step()
+    clock.spend("data_wait", 0.0)
+    clock.wait(lambda: None)
+    assert clock.rates() == {
+        "steps_per_second": 0.1,
+        "examples_per_second": 0.8,
+        "data_wait_seconds": 1.0,
+        "dispatch_seconds": 0.0,
+        "device_wait_seconds": 3.0,
+        "data_wait_fraction": 0.1,
+    }
+
+
+def test_device_memory_is_that_of_the_fullest_device_that_reports_it(monkeypatch):
+    assert metrics.device_memory() == {}, "CPUs report none"
+
+    class Device:
+        def __init__(self, stats):
+            self.memory_stats = lambda: stats
+
+    devices = [Device({"bytes_in_use": 5}), Device(None), Device({"bytes_in_use": 7})]
+    monkeypatch.setattr(jax, "local_devices", lambda: devices)
+    assert metrics.device_memory() == {"device_memory_bytes": 7.0}
+
+
+# ---- The learning rate ----
+
+PARAMS = {"w": np.ones(3, np.float32)}
+
+
+def rate_of(optimizer, updates=0):
+    """The rate that is reported after some updates, and how far they moved a weight."""
+    state = optimizer.init(PARAMS)
+    rate = LearningRate(optimizer, jax.eval_shape(lambda: state))
+    moved = None
+    for _ in range(updates):
+        moved, state = optimizer.update(PARAMS, state, PARAMS)
+        rate.read(state)
+    return rate.after(updates), moved and -float(moved["w"][0])
+
+
+def made(name, text):
+    gin.parse_config([f"{name}.learning_rate = {text}"])
+    return gin.get_configurable(name)()
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw", "lamb", "lion", "rmsprop", "sgd", "adafactor"])
+def test_each_registered_optimizer_tells_a_constant_rate(name):
+    assert rate_of(made(name, "0.25")) == (0.25, None)
+
+
+def test_a_schedule_is_that_of_the_newest_update():
+    gin.parse_config(["linear_schedule.init_value = 1.0", "linear_schedule.end_value = 0.0"])
+    gin.parse_config("linear_schedule.transition_steps = 4")
+    optimizer = made("sgd", "@linear_schedule()")
+    for updates, expected in ((1, 1.0), (2, 0.75), (4, 0.25)):
+        rate, moved = rate_of(optimizer, updates)
+        assert rate == moved == expected, "the rate is that of another step"
+    assert rate_of(optimizer)[0] == 1.0  # every step was skipped
+
+
+def test_injected_hyperparameters_are_read_from_the_state():
+    schedule = optax.linear_schedule(1.0, 0.0, 4)
+    assert rate_of(optax.inject_hyperparams(optax.sgd)(schedule), 2) == (0.75, 0.75)
+    chain = optax.chain(optax.clip(9.0), optax.inject_hyperparams(optax.sgd)(0.5))
+    assert rate_of(chain, 1) == (0.5, 0.5)
+
+
+def test_others_tell_none():
+    inner = remembering_rate(optax.sgd)(0.5)
+    for optimizer in (
+        optax.sgd(0.5),
+        optax.chain(inner, optax.scale(0.1)),
+        made("adafactor", None),
+    ):
+        assert rate_of(optimizer)[0] is None
+
+
+def test_a_skipped_step_counts_no_update(tmp_path):
+    def broken(order):
+        for number, batch in enumerate(tiny_run.DATA.train(order)):
+            yield {"x": batch["x"] * np.nan} if number == 1 else batch
+
+    data = dataclasses.replace(tiny_run.DATA, train=broken)
+    optimizer = remembering_rate(optax.sgd)(optax.linear_schedule(1.0, 0.0, 10))
+    skips = dataclasses.replace(tiny_run._strategy(), engine=compiled)
+    train(
+        model=tiny_run.MODEL,
+        data=data,
+        strategy=skips,
+        optimizer=optimizer,
+        num_steps=4,
+        batch_size=tiny_run.BATCH,
+        log_every=2,
+        on_nonfinite="skip",
+        workdir=str(tmp_path),
+    )
+    rates = [line["learning_rate"] for line in records(tmp_path, "train")]
+    np.testing.assert_allclose(rates, [1.0, 0.8], rtol=1e-6)
+
+
+# ---- Names ----
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_a_metric_of_the_model_with_a_measured_name_is_refused(name):
+    def loss(*args, **options):
+        out = tiny_run._loss(*args, **options)
+        return LossOutput(out.total, out.weight, out.model_state, {name: (out.total, out.weight)})
+
+    model = dataclasses.replace(tiny_run.MODEL, loss=loss)
+    example = tiny_run.DATA.example
+    spec = TrainSpec(model=model, optimizer=optax.sgd(1.0), example=example, batch_size=4)
+    with pytest.raises(UsageError, match=f"its metric '{name}' has the name of one"):
+        recipe("single").build(spec)
