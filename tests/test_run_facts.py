@@ -5,11 +5,15 @@ import functools
 import gzip
 import json
 import os
+import re
+import subprocess
+import sys
 
 import gin
 import jax
 import pytest
 import tiny_run
+from conftest import ROOT
 
 from research_dp.config import load
 from research_dp.errors import UsageError
@@ -223,3 +227,73 @@ def test_an_algorithm_that_is_no_sentence_is_refused():
     slot.algorithm = True
     with pytest.raises(UsageError, match="attribute `algorithm` is True"):
         dataclasses.replace(tiny_run._strategy(), sync=slot).algorithm  # noqa: B018
+
+
+# ---- As commands ----
+
+LISTENS = """
+import collections, json, os
+import jax
+from research_dp.training.run_facts import RunFacts
+
+events, inside, compiled = collections.Counter(), [], RunFacts.compiled
+jax.monitoring.register_event_duration_secs_listener(
+    lambda name, *_, **__: events.update([name] * len(inside))
+)
+
+def listening(facts):
+    inside.append(1)
+    compiled(facts)
+    inside.clear()
+    with open(f"{os.environ['HEARD']}/{jax.process_index()}", "a") as file:
+        file.write(json.dumps(events) + "\\n")
+
+RunFacts.compiled = listening
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stem", "more", "processes", "cached"),
+    [
+        *((stem, (), 1, True) for stem in ("fsdp", "pmap", "spmd_fsdp")),
+        ("hsdp", ("options/deterministic.gin",), 1, True),
+        ("zero1", (), 2, True),
+        ("ddp", ("precision/bf16_params.gin",), 1, False),
+    ],
+)
+def test_the_program_is_printed_without_another_compilation(
+    stem, more, processes, cached, tmp_path, data_dir
+):
+    (tmp_path / "listens.py").write_text(LISTENS)
+    heard, cache = tmp_path / "heard", tmp_path / "cache"
+    heard.mkdir()
+    environment = {
+        **os.environ,
+        "TFDS_DATA_DIR": str(data_dir),
+        "PYTHONPATH": f"{tmp_path}:{ROOT}",
+        "HEARD": str(heard),
+        "JAX_ENABLE_COMPILATION_CACHE": str(cached).lower(),
+        "JAX_COMPILATION_CACHE_DIR": str(cache),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    names = ("runs/digits.gin", "models/mlp.gin", f"strategies/{stem}.gin", *more)
+    flags = [*(f"--gin_file={name}" for name in names), "--import=listens", "--allow_unused"]
+    flags += ["--gin.mlp.widths=(32,)", "--gin.train.num_steps=2"]
+    flags += [f"--cpu_devices={8 // processes}"]
+    launch = ["launch", "-n", "2", "--"] if processes > 1 else ["train"]
+    texts = []
+    for number in range(1 + cached):
+        folder = tmp_path / f"run{number}"
+        command = [sys.executable, "-m", f"research_dp.{launch[0]}", *launch[1:], *flags]
+        subprocess.run([*command, f"--workdir={folder}"], env=environment, check=True)
+        sizes = facts(folder)["program"]
+        assert sizes.keys() == {"temp_bytes", "peak_bytes", "needed_bytes"}
+        texts.append(gzip.decompress((folder / files.PROGRAM).read_bytes()).decode())
+        assert "ENTRY" in texts[-1]
+    for process in range(processes):
+        lines = (heard / str(process)).read_text().splitlines()
+        assert lines == ["{}"] * (1 + cached), "the step was traced or compiled again"
+    # A program from the disk has the source lines of who compiled it.
+    operations = {re.sub(r"(, )?metadata=\{.*?\}", "", x[x.index("ENTRY") :]) for x in texts}
+    assert len(operations) == 1

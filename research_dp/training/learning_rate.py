@@ -1,4 +1,4 @@
-"""The learning rate of a run, where its optimizer tells it."""
+"""The learning rate of a run, where its optimizer reports one."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def remembering_rate(factory: Callable[..., Any]) -> Callable[..., Any]:
 class LearningRate:
     """The rate of an optimizer that `remembering_rate` made, or of `optax.inject_hyperparams`.
 
-    Others do not tell theirs: a chain of transforms may scale what one of them does.
+    It is not known of others: a chain of transforms may scale the updates of one of them.
     """
 
     def __init__(self, optimizer: optax.GradientTransformation, abstract_opt_state: Any):

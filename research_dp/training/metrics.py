@@ -46,7 +46,7 @@ class Throughput:
     Attributes:
         seconds: Of this start: in 'steps', of which are 'data_wait' (the devices had nothing to do
             while a batch was read), 'dispatch' (of steps), 'device_wait' (the devices computed,
-            and the host waited or read what they did not wait for); beside them 'eval' and 'save'.
+            and the host waited or read what they did not wait for); also in 'eval' and 'save'.
     """
 
     def __init__(self, batch_size: int, work: Work | None = None, peak: float | None = None):
