@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import itertools
 import math
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +18,7 @@ from research_dp.certification.certificate import Certificate, furthest
 from research_dp.certification.compare_steps import StepComparison, compare_step
 from research_dp.certification.diagnose import SHOWN, find_cause
 from research_dp.certification.harness import Batch, Bench, run_step, to_devices, to_host
+from research_dp.certification.noise import train_batches
 from research_dp.certification.tolerances import CAP, Difference, Envelope, first_difference
 from research_dp.console import Report, silent
 from research_dp.distributed.mesh import build_mesh, sizes_text
@@ -29,7 +29,7 @@ from research_dp.strategies.random_draws import split_draws
 from research_dp.strategies.strategy import init_key
 from research_dp.training.checkpoint import Checkpoints
 from research_dp.training.manifest import Progress
-from research_dp.types import DataSet, TrainOrder
+from research_dp.types import DataSet
 
 Restore = Callable[[Strategy], TrainState]
 MAX_UNJUDGED = 0.01  # of the squared norm of the gradients
@@ -98,11 +98,8 @@ def _compare_steps(
     report: Report,
 ) -> None:
     """Compares steps up to the first difference; without one, also evaluation and checkpoints."""
-    size, count, start = bench.spec.batch_size, steps + AFTER, max(steps - AFTER, 0)
-    rows, seed = np.arange(size), bench.spec.seed
-    data.prepare()
-    order = TrainOrder(seed=seed, batch_size=size, rows=rows, first_step=0, num_steps=count)
-    batches = list(itertools.islice(data.train(order), count))
+    start = max(steps - AFTER, 0)
+    batches = list(train_batches(bench, data, steps + AFTER))
     envelope, free_run = Envelope(bench.precision), compare_steps.FreeRun(bench, initial)
     previous = state = initial
     for number in range(steps):

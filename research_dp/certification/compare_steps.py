@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
 from research_dp.certification import harness, tolerances
 from research_dp.certification.harness import Batch, Bench, StepResult, gradients_of
+from research_dp.certification.noise import NORM, NoisyTrajectories, position
 from research_dp.certification.tolerances import EPS, SIZE, Difference, Envelope, Named, gap, named
 from research_dp.distributed.replica_difference import differing_axes
 from research_dp.strategies import Strategy, TrainState
@@ -22,8 +21,6 @@ from research_dp.types import DataSet, EvalOrder
 
 SAMPLES, MORE_SAMPLES = 3, 16  # oracle steps with other rounding: always, and in doubt
 Axes = tuple[str, ...]
-_NOISY = 2  # trajectories of the oracle with other rounding
-_LOSS, _PARAMETER = ("loss, in a row", ""), "parameter, in a row"
 _CAUSES_FIRST = (
     *("items counted", "gradient", SIZE, "gradient norm", "loss", "model state", "parameter"),
     *("optimizer state", "loss scale"),
@@ -160,58 +157,20 @@ class FreeRun:
     def __init__(self, bench: Bench, start: TrainState):
         self._bench = bench
         self.state = bench.strategy.init(init_key(bench.spec.seed))
-        self._noisy_states = [start] * _NOISY
-        self._rng = np.random.default_rng(1)
-        # By array: the greatest noise, and of parameters the greatest change in a step, so far.
-        self._spread: dict[tuple[str, str], float] = collections.defaultdict(float)
-        self._change: dict[tuple[str, str], float] = collections.defaultdict(float)
+        self._noisy = NoisyTrajectories(bench, start)
 
     def step(self, oracle: StepComparison) -> list[Difference]:
-        """Takes the step on all trajectories, and compares the strategy's with the oracle's.
-
-        A loss may be FACTOR times as far off as the noisy trajectories are. So may parameters, in
-        L2 norm, and four elements by a full update more, because early updates of Adam are signs
-        of gradients. Both may always be off by the rounding of their own dtype.
-        """
-        batch = oracle.batch
-        self.state, metrics = harness.take_step(self._bench.strategy, self.state, batch)
-        actual = _position(harness.mean(metrics["loss"]), harness.to_host(self.state.params))
-        noisy = [self._noisy_step(i, batch) for i in range(_NOISY)]
-        previous, new = named(_PARAMETER, oracle.before.params), oracle.expected
+        """Takes the step on all trajectories, and compares the strategy's with the oracle's."""
+        self.state, metrics = harness.take_step(self._bench.strategy, self.state, oracle.batch)
+        actual = position(metrics, harness.to_host(self.state.params))
+        reference = position(oracle.expected.metrics, oracle.expected.state.params)
+        self._noisy.step(oracle.batch, oracle.before, reference)
         differences = []
-        for key, expected in _position(new.loss, new.state.params).items():
-            value, eps = tolerances.as_float64(expected), float(jnp.finfo(expected.dtype).eps)
-            spread = max(gap(x[key], expected).norm for x in noisy)
-            self._spread[key] = max(spread, self._spread[key])
-            allowed, floor = tolerances.FACTOR * self._spread[key], tolerances.FLOOR_ULPS * eps
-            if key == _LOSS:
-                floor += tolerances.COARSE["loss"] * self._bench.precision
-            else:
-                change = np.abs(value - tolerances.as_float64(previous[key])).max(initial=0)
-                self._change[key] = max(float(change), self._change[key])
-                allowed += 4 * self._change[key]
-                if eps > EPS:
-                    floor = tolerances.COARSE_ULPS * eps
-            allowed += floor * float(np.linalg.norm(value))
-            apart = gap(actual[key], expected)
+        for key, expected in reference.items():
+            if key == NORM:  # each step from the oracle's state compares it
+                continue
+            allowed, apart = self._noisy.allowed(key, expected), gap(actual[key], expected)
             is_finite = apart.norm and np.isfinite(apart.norm)
             bound = apart.ulps * allowed / apart.norm if is_finite else 0.0
             differences.append(Difference(*key, oracle.number, apart, bound))
         return differences
-
-    def _noisy_step(self, index: int, batch: Batch) -> Named:
-        bench, state = self._bench, self._noisy_states[index]
-        result = bench.noisy_step(state, batch, self._rng)
-        # The gradients are noisy, but they update the unperturbed parameters.
-        grads = gradients_of(result.state)
-        if bench.precision > EPS:
-            # Partial sums that cancel are as large as a usual element.
-            grads = harness.perturb(grads, self._rng, bench.precision / 2, least_usual=True)
-        new = state if result.skipped else bench.update(state, grads)
-        params, opt_state = new.params, new.opt_state
-        self._noisy_states[index] = result.state._replace(params=params, opt_state=opt_state)
-        return _position(result.loss, params)
-
-
-def _position(loss: float, params: Any) -> Named:
-    return {_LOSS: np.float32(loss), **named(_PARAMETER, params)}
