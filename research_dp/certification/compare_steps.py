@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from research_dp.certification import harness, tolerances
 from research_dp.certification.harness import Batch, Bench, StepResult, gradients_of
-from research_dp.certification.noise import NORM, NoisyTrajectories, position
+from research_dp.certification.noise import NORM, NoisyTrajectories, Spread, position
 from research_dp.certification.tolerances import EPS, SIZE, Difference, Envelope, Named, gap, named
 from research_dp.distributed.replica_difference import differing_axes
 from research_dp.strategies import Strategy, TrainState
@@ -20,6 +20,7 @@ from research_dp.strategies.strategy import init_key
 from research_dp.types import DataSet, EvalOrder
 
 SAMPLES, MORE_SAMPLES = 3, 16  # oracle steps with other rounding: always, and in doubt
+_NOISY = 2  # trajectories of the oracle with other rounding
 Axes = tuple[str, ...]
 _CAUSES_FIRST = (
     *("items counted", "gradient", SIZE, "gradient norm", "loss", "model state", "parameter"),
@@ -157,19 +158,21 @@ class FreeRun:
     def __init__(self, bench: Bench, start: TrainState):
         self._bench = bench
         self.state = bench.strategy.init(init_key(bench.spec.seed))
-        self._noisy = NoisyTrajectories(bench, start)
+        self._noisy = NoisyTrajectories(bench, start, _NOISY)
+        self._spread = Spread(bench.precision)
 
     def step(self, oracle: StepComparison) -> list[Difference]:
         """Takes the step on all trajectories, and compares the strategy's with the oracle's."""
         self.state, metrics = harness.take_step(self._bench.strategy, self.state, oracle.batch)
         actual = position(metrics, harness.to_host(self.state.params))
         reference = position(oracle.expected.metrics, oracle.expected.state.params)
-        self._noisy.step(oracle.batch, oracle.before, reference)
+        self._spread.add_step(oracle.before, reference)
+        self._spread.add_pairs((noisy, reference) for noisy in self._noisy.step(oracle.batch))
         differences = []
         for key, expected in reference.items():
             if key == NORM:  # each step from the oracle's state compares it
                 continue
-            allowed, apart = self._noisy.allowed(key, expected), gap(actual[key], expected)
+            allowed, apart = self._spread.allowed(key, expected), gap(actual[key], expected)
             is_finite = apart.norm and np.isfinite(apart.norm)
             bound = apart.ulps * allowed / apart.norm if is_finite else 0.0
             differences.append(Difference(*key, oracle.number, apart, bound))

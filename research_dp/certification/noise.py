@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -27,42 +27,23 @@ LOSS, NORM, PARAMETER = (
     ("gradient norm, in a row", ""),
     "parameter, in a row",
 )
-_TRAJECTORIES = 2  # with other rounding, beside the oracle's
 _FIGURES = {LOSS: "loss", NORM: "gradient norm"}  # scalars, with their kinds in `COARSE`
 _KEYS: dict[Metric, Key] = {"loss": LOSS, "grad_norm": NORM}
+_NOISY = 4  # trajectories beside the oracle's, in `measure`
+_MARGIN = 10  # steps before and after a record whose spread counts for it too
 
 
 class NoisyTrajectories:
-    """The oracle's steps in a row from one state, with other rounding at each step.
+    """The oracle's steps in a row from one state, with other rounding at each step."""
 
-    Attributes:
-        spread: By array, the greatest L2 distance so far: of these trajectories from the oracle's,
-            with `pairs` of any two of all.
-        change: By parameter, the greatest change of an element in a step of the oracle so far.
-    """
-
-    def __init__(self, bench: Bench, start: TrainState, *, pairs: bool = False):
-        self._bench, self._pairs = bench, pairs
-        self._states = [start] * _TRAJECTORIES
+    def __init__(self, bench: Bench, start: TrainState, count: int):
+        self._bench = bench
+        self._states = [start] * count
         self._rng = np.random.default_rng(1)
-        self.spread: dict[Key, float] = collections.defaultdict(float)
-        self.change: dict[Key, float] = collections.defaultdict(float)
 
-    def step(self, batch: Batch, before: TrainState, oracle: Named) -> list[Named]:
-        """Takes a step on each trajectory, and returns their positions.
-
-        `before` is the oracle's state before the step, `oracle` its position after it.
-        """
-        noisy = [self._step(index, batch) for index in range(_TRAJECTORIES)]
-        with_oracle = ((x, oracle) for x in noisy)
-        pairs = itertools.combinations((*noisy, oracle), 2) if self._pairs else with_oracle
-        for one, other in pairs:
-            for key, value in other.items():
-                self.spread[key] = max(gap(one[key], value).norm, self.spread[key])
-        for key, old in named(PARAMETER, before.params).items():
-            change = np.abs(tolerances.as_float64(oracle[key]) - tolerances.as_float64(old))
-            self.change[key] = max(float(change.max(initial=0)), self.change[key])
-        return noisy
+    def step(self, batch: Batch) -> list[Named]:
+        """Takes a step on each trajectory, and returns their positions."""
+        return [self._step(index, batch) for index in range(len(self._states))]
 
     def _step(self, index: int, batch: Batch) -> Named:
         bench, state = self._bench, self._states[index]
@@ -77,21 +58,42 @@ class NoisyTrajectories:
         self._states[index] = result.state._replace(params=params, opt_state=opt_state)
         return position(result.metrics, params)
 
-    def allowed(self, key: Key, expected: Any) -> float:
-        """How far from an array of the oracle, in L2 norm, rounding may move it.
-
-        FACTOR times the spread. Parameters: four elements by a full update more, because early
-        updates of Adam are signs of gradients. All may be off by the rounding of their own dtype.
-        """
-        noise = tolerances.FACTOR * self.spread[key] + 4 * self.change.get(key, 0.0)
-        size = float(np.linalg.norm(tolerances.as_float64(expected)))
-        return noise + _floor(key, expected.dtype, self._bench.precision) * size
-
 
 def position(metrics: MetricSums, params: Any) -> Named:
     """Where a trajectory is after a step: the step's loss and gradient norm, and its parameters."""
     loss, norm = (np.float32(harness.mean(metrics[name])) for name in ("loss", "grad_norm"))
     return {LOSS: loss, NORM: norm, **named(PARAMETER, params)}
+
+
+class Spread:
+    """How far trajectories that differ in rounding alone are apart, by array."""
+
+    def __init__(self, precision: float):
+        self._precision = precision  # of a `Bench`
+        self._distance: dict[Key, float] = collections.defaultdict(float)  # the greatest so far
+        self._change: dict[Key, float] = collections.defaultdict(float)  # of parameters in a step
+
+    def add_step(self, before: TrainState, after: Named) -> None:
+        """Adds a step of the oracle: how much an element of each parameter changes."""
+        for key, old in named(PARAMETER, before.params).items():
+            change = np.abs(tolerances.as_float64(after[key]) - tolerances.as_float64(old))
+            self._change[key] = max(float(change.max(initial=0)), self._change[key])
+
+    def add_pairs(self, pairs: Iterable[tuple[Named, Named]]) -> None:
+        """Adds positions of two trajectories after the same step."""
+        for one, other in pairs:
+            for key, value in other.items():
+                self._distance[key] = max(gap(one[key], value).norm, self._distance[key])
+
+    def allowed(self, key: Key, value: Any) -> float:
+        """How far apart, in L2 norm, two arrays near `value` may be.
+
+        FACTOR times as far as the trajectories are. Parameters: four elements by a full update
+        more, because early updates of Adam are signs of gradients. All may be off by the rounding
+        of their own dtype.
+        """
+        noise = tolerances.FACTOR * self._distance[key] + 4 * self._change[key]
+        return noise + _floor(key, value.dtype, self._precision) * _norm(value)
 
 
 def _floor(key: Key, dtype: Any, precision: float) -> float:
@@ -102,22 +104,26 @@ def _floor(key: Key, dtype: Any, precision: float) -> float:
     return (tolerances.COARSE_ULPS if eps > EPS else tolerances.FLOOR_ULPS) * eps
 
 
+def _norm(x: Any) -> float:
+    return float(np.linalg.norm(tolerances.as_float64(x)))
+
+
 @dataclasses.dataclass(frozen=True)
 class Noise:
-    """How far two runs that differ in rounding alone may be apart.
+    """How far apart two runs may be that differ in rounding alone, as `measure` finds it.
 
-    Each of them is one more trajectory with roundings of its own, as the oracle is too. So the
-    distances of all pairs of measured trajectories are samples of the distance of two runs. No
-    factor for "two runs" comes on top, as it would where distances from an exact result were
-    measured. The bound is FACTOR times the greatest of them, because few samples may be near to
-    each other by chance.
+    Each run is one more trajectory with roundings of its own, as the oracle is too. So distances
+    of pairs of trajectories, the oracle's among them, are samples of the distance of two runs: no
+    factor for "two runs" is due, as it would be for distances from exact results. The bound is
+    FACTOR times the greatest of ten such distances. That all ten are by chance as small as that
+    happens once in 10,000 times, where the noise is one random number.
     """
 
-    loss: np.ndarray  # of the oracle, float64[steps]
+    loss: np.ndarray  # of the oracle at each step, float64[steps]
     grad_norm: np.ndarray
     loss_spread: np.ndarray  # the greatest distance of two trajectories, float64[steps]
     grad_norm_spread: np.ndarray
-    params: Mapping[str, tuple[float, float]]  # path -> allowed L2 distance, the oracle's norm
+    params: Mapping[str, tuple[float, float]]  # path -> allowed L2 distance, the oracle's L2 norm
     precision: float  # of the `Bench`
 
     @property
@@ -127,20 +133,20 @@ class Noise:
     def allowed_record(self, metric: Metric, first_step: int, last_step: int) -> float:
         """How far apart two runs' means over the steps first_step + 1 to last_step may be.
 
-        FACTOR times the mean of the steps' spreads: that two means are less far apart than steps
-        are, on average, is not counted on. Plus the rounding of the figure itself.
+        FACTOR times the steps' mean spread, and the rounding of the figure itself. Ten steps
+        before and after count too: noise grows a thousandfold within a few steps, and no two runs
+        at the same one. Averaging makes real means agree better than that.
 
         Raises:
             ValueError: Steps that were not measured, or none.
         """
         if not 0 <= first_step < last_step <= self.steps:
             raise ValueError(f"steps {first_step + 1} to {last_step} of {self.steps} measured")
-        steps = slice(first_step, last_step)
-        spread = getattr(self, f"{metric}_spread")[steps].mean()
-        size = np.abs(getattr(self, metric)[steps]).mean()
-        return float(
-            tolerances.FACTOR * spread + _floor(_KEYS[metric], np.float32, self.precision) * size
-        )
+        spread = getattr(self, f"{metric}_spread")[max(0, first_step - _MARGIN) :]
+        spread = spread[: last_step - first_step + min(first_step, _MARGIN) + _MARGIN].mean()
+        size = np.abs(getattr(self, metric)[first_step:last_step]).mean()
+        floor = _floor(_KEYS[metric], np.float32, self.precision)
+        return float(tolerances.FACTOR * spread + floor * size)
 
     def as_json(self) -> dict[str, Any]:
         """For `json.dump`."""
@@ -157,45 +163,50 @@ class Noise:
 
 
 def measure(bench: Bench, data: DataSet, *, steps: int, report: Report = silent) -> Noise:
-    """Runs the oracle of a bench beside trajectories with other rounding, from its initial state.
+    """Runs the bench's oracle and its noisy trajectories for `steps` steps from the initial state.
 
-    All take the batches and the random keys of the run. The bench's strategy is not run; it may be
-    the oracle's own configuration.
+    All take the run's batches and random keys. The bench's strategy does not run: it may be the
+    oracle's own configuration, `Bench(config=oracle, against=oracle, spec=spec)`.
 
     Raises:
-        UsageError: The loss is not finite at some step, or the data end before `steps`.
+        UsageError: A loss or gradient norm is not finite, or the data end before.
     """
     report(f"Compiling {bench.oracle.name}")
     state = harness.to_host(bench.oracle.init(init_key(bench.spec.seed)))
-    noisy, positions = NoisyTrajectories(bench, state, pairs=True), []
-    for number, batch in enumerate(train_batches(bench, data, steps)):
-        report("Measuring what rounding explains", f"step {number + 1} of {steps}")
-        before, result = state, harness.run_step(bench.oracle, state, batch)
-        state = result.state
-        oracle = position(result.metrics, state.params)
-        # What follows a figure that is not finite cannot be compared.
-        figures = [[x[LOSS], x[NORM]] for x in (oracle, *noisy.step(batch, before, oracle))]
-        if not np.isfinite(figures).all():
+    trajectories, spread = NoisyTrajectories(bench, state, _NOISY), Spread(bench.precision)
+    figures: list[list[list[float]]] = []  # by step, trajectory and metric
+    for number, batch in enumerate(train_batches(bench, data, steps), 1):
+        report("Measuring what rounding explains", f"step {number} of {steps}")
+        result, noisy = harness.run_step(bench.oracle, state, batch), trajectories.step(batch)
+        oracle = position(result.metrics, result.state.params)
+        spread.add_step(state, oracle)
+        state, positions = result.state, [oracle, *noisy]
+        figures.append([[float(x[LOSS]), float(x[NORM])] for x in positions])
+        if not np.isfinite(figures[-1]).all():
             raise UsageError(
-                f"the loss or the gradient norm of one device's run is not finite at step "
-                f"{number + 1}: what rounding explains cannot be measured; compare fewer steps."
+                f"what rounding explains is not known: at step {number} the loss or the gradient "
+                "norm on one device is not finite. Compare fewer steps."
             )
-        positions.append(figures)
-    series = np.array(positions, np.float64).transpose(2, 0, 1)  # figure, step, trajectory
-    loss, norm = series[..., 0]
-    loss_spread, norm_spread = np.ptp(series, axis=-1)
+    if len(figures) < steps:
+        raise UsageError(f"{data.name} ends after {len(figures)} of {steps} steps.")
+    spread.add_pairs(itertools.combinations(positions, 2))
     params = {
-        path: (noisy.allowed(key, value), float(np.linalg.norm(tolerances.as_float64(value))))
-        for key, value in named(PARAMETER, state.params).items()
-        for path in key[1:]
+        path: (spread.allowed((kind, path), x), _norm(x))
+        for (kind, path), x in named(PARAMETER, state.params).items()
     }
-    return Noise(loss, norm, loss_spread, norm_spread, params, bench.precision)
+    loss, norm = np.array(figures).T  # trajectory, step
+    spreads = np.ptp(loss, axis=0), np.ptp(norm, axis=0)
+    return Noise(loss[0], norm[0], *spreads, params, bench.precision)
 
 
 def train_batches(bench: Bench, data: DataSet, count: int) -> Iterator[Batch]:
-    """The first batches of a run, with the rows of all processes."""
-    size, seed = bench.spec.batch_size, bench.spec.seed
+    """The run's first batches, at most `count`, each with all its examples."""
     data.prepare()
-    rows = np.arange(size)
-    order = TrainOrder(seed=seed, batch_size=size, rows=rows, first_step=0, num_steps=count)
-    yield from itertools.islice(data.train(order), count)
+    order = TrainOrder(
+        seed=bench.spec.seed,
+        batch_size=bench.spec.batch_size,
+        rows=np.arange(bench.spec.batch_size),
+        first_step=0,
+        num_steps=count,
+    )
+    return itertools.islice(data.train(order), count)
