@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from research_dp.analysis import hlo, hlo_collectives, program_cost, topologies
+from research_dp.analysis import hlo, hlo_collectives, schedule, topologies
 from research_dp.analysis.instruction_cost import hbm_bytes
 from research_dp.analysis.topologies import Topology
 from research_dp.distributed.hardware import chips
@@ -23,8 +23,8 @@ MICRO = 1e-6
 
 def simulate(text, sent=100.0):
     """Simulates a program; every collective takes `sent` microseconds and sends 1000 bytes."""
-    schedule = program_cost.simulate(hlo.parse(text), SLOW, lambda name: (sent * MICRO, False, 1e3))
-    found = dataclasses.asdict(schedule)
+    predicted = schedule.simulate(hlo.parse(text), SLOW, lambda _: (sent * MICRO, False, 1e3))
+    found = dataclasses.asdict(predicted)
     plain = ("wire_bytes", "hidden_bytes", "is_lower_bound")
     return {name: x if name in plain else round(x / MICRO, 6) for name, x in found.items()}
 
@@ -152,7 +152,7 @@ def test_what_is_hidden_is_counted_in_bytes():
     def network(name):
         return (10 * MICRO, False, 9e3) if name == "one" else (90 * MICRO, False, 1e3)
 
-    found = program_cost.simulate(hlo.parse(entry(ARGUMENTS + body)), SLOW, network)
+    found = schedule.simulate(hlo.parse(entry(ARGUMENTS + body)), SLOW, network)
     assert found.exposed == pytest.approx(90 * MICRO)
     assert found.hidden_fraction == pytest.approx(0.9)
 
@@ -310,7 +310,7 @@ def test_times_on_the_torus_of_v5e(coordinates, kind, seconds):
 
 
 def test_what_is_hidden():
-    found = program_cost.Schedule(
+    found = schedule.Schedule(
         compute=3.0, memory=2.0, network_inside=1.0, network_across=3.0, exposed=1.0, step=5.0,
         wire_bytes=8.0, hidden_bytes=6.0,
     )  # fmt: skip

@@ -9,7 +9,8 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from research_dp.analysis.program_cost import ProgramCost, Schedule
+from research_dp.analysis.program_cost import ProgramCost
+from research_dp.analysis.schedule import Schedule
 from research_dp.analysis.topologies import topology
 from research_dp.planning import estimate
 from research_dp.planning.estimate import compile_step, dump_options, text_of

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from research_dp.analysis.comm_lower_bound import min_wire_bytes
-from research_dp.analysis.program_cost import ProgramCost, read
+from research_dp.analysis.program_cost import ProgramCost, read, wire_totals
 from research_dp.analysis.topologies import Topology
 from research_dp.distributed.mesh import batch_devices
 from research_dp.distributed.placement import nbytes
@@ -46,6 +46,7 @@ class Compiled:
     row: Row
     strategy: Strategy
     program: Any  # its training step; None if it does not compile
+    cost: ProgramCost | None = None  # None too if the program cannot be read
 
 
 def compile_row(
@@ -70,6 +71,7 @@ def compile_row(
     )
     step: Any = strategy.train_step  # jitted, so that it can be lowered
     lowered = step.lower(state, batch)
+    cost = None
     with tempfile.TemporaryDirectory() as folder:
         program = compile_step(row, lowered, dump_options(where.chip.platform, Path(folder)))
         row.compile_seconds = time.perf_counter() - start
@@ -78,7 +80,8 @@ def compile_row(
                 text = text_of(program, Path(folder))
                 if dump is not None:
                     (dump / f"{re.sub(r'[^+.=, 0-9A-Za-z_-]', '_', name)}.txt").write_text(text)
-                _set_costs(row, read(program, strategy.mesh, where, text), spec, where)
+                cost = read(program, strategy.mesh, where, text)
+                _set_costs(row, cost, spec, where)
             except (NotImplementedError, jax.errors.JaxRuntimeError) as error:
                 row.problem = row.problem or f"its program cannot be read: {first_line(error)}"
     try:
@@ -86,7 +89,7 @@ def compile_row(
     except NotImplementedError as error:
         unknown = f"the least that it must send is not known: {first_line(error)}"
         row.problem = row.problem or unknown
-    return Compiled(row, strategy, program)
+    return Compiled(row, strategy, program, cost)
 
 
 def compile_scaled(row: Row, where: Topology, config: StrategyConfig, spec: TrainSpec) -> Row:
@@ -135,10 +138,7 @@ def compile_step(row: Row, lowered: Any, options: dict[str, Any]) -> Any:
 
 
 def _set_costs(row: Row, cost: ProgramCost, spec: TrainSpec, where: Topology) -> None:
-    row.wire_bytes = {"total": cost.wire_bytes}
-    for key, field in (("by_kind", "kind"), ("by_axis", "axes"), ("by_dtype", "dtype")):
-        sums = cost.wire_bytes_by(field)
-        row.wire_bytes[key] = {name: total for (name,), total in sorted(sums.items())}
+    row.wire_bytes = wire_totals(cost.collectives)
     totals: dict[tuple[str, str, str, str, int], tuple[int, float]] = {}
     for c in cost.collectives:
         alike = (c.kind, "+".join(c.axes), c.dtype, c.purpose, c.devices)
