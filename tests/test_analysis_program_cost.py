@@ -1,13 +1,19 @@
 """Costs read from compiled programs whose traffic is known by hand: eight CPU devices."""
 
+import dataclasses
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from conftest import ROOT, stems
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from test_strategies import build, one_matrix, traffic
 
-from research_dp.analysis.program_cost import read
+from research_dp.analysis import schedule, topologies
+from research_dp.analysis.program_cost import collectives_of, link_rate, read, wire_totals
 from research_dp.analysis.topologies import topology
 
 BOTH = ("data", "fsdp")
@@ -150,3 +156,71 @@ def test_a_strategy_sends_what_was_traced(stem):
         assert traced - gathered_again <= found.wire_bytes <= traced
     else:
         assert found.wire_bytes == pytest.approx(traced)
+
+
+# ---- From the text alone, and at other speeds of the links ----
+
+
+def step_of(stem):
+    """A strategy's compiled step, and the mesh and devices that it runs on."""
+    strategy = build(stem, one_matrix(), accumulation=2)
+    shapes = strategy.abstract_state, strategy.abstract_batch
+    return jax.jit(strategy.train_step).lower(*shapes).compile(), strategy.mesh
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stem", stems())
+def test_a_programs_text_says_what_it_sends(stem):
+    """A comparison reads recorded programs where their devices are not: no byte may differ."""
+    program, mesh = step_of(stem)
+    where = topologies.of(list(mesh.devices.flat))
+    found = read(program, mesh, where)
+    from_text = collectives_of(program.as_text(), dict(mesh.shape))
+    assert from_text == found.collectives
+    totals = wire_totals(from_text)
+    assert totals["total"] == found.wire_bytes
+    assert totals["by_kind"] == {k: v for (k,), v in found.wire_bytes_by("kind").items()}
+    assert totals["by_axis"] == {k: v for (k,), v in found.wire_bytes_by("axes").items()}
+    assert found.seconds_at(link_rate(where)) == found.schedule.step
+    assert (found.wire_bytes > 0) == (stem != "single")
+
+
+def gpus(hosts, each):
+    devices = tuple(
+        SimpleNamespace(device_kind="NVIDIA H100 80GB HBM3", platform="gpu", process_index=h)
+        for h in range(hosts)
+        for _ in range(each)
+    )
+    return topologies.of(devices)
+
+
+def recorded(where):
+    """The costs of a stack of layers on these GPUs."""
+    shape = {"data": 2, "fsdp": 8}
+    mesh = SimpleNamespace(devices=np.array(where.devices, object).reshape(2, 8), shape=shape)
+    program = SimpleNamespace(memory_analysis=lambda: None)
+    return read(program, mesh, where, (ROOT / "tests" / "hlo" / "gpu_fsdp.txt").read_text())
+
+
+@pytest.mark.parametrize(("hosts", "name"), [(2, "across_rate"), (1, "inside_rate")])
+def test_a_step_with_links_of_another_speed(hosts, name):
+    """The step is what a chip with those links would take, to the last bit."""
+    where = gpus(hosts, 16 // hosts)
+    found = recorded(where)
+    own = link_rate(where)
+    assert own == getattr(where.chip, name)
+    assert found.seconds_at(own) == found.schedule.step
+    for rate in (own / 1e4, own / 7, own * 7):
+        chip = dataclasses.replace(where.chip, **{name: rate})
+        other = recorded(dataclasses.replace(where, chip=chip))
+        assert found.seconds_at(rate) == other.schedule.step
+    slow, slower = found.seconds_at(own / 1e5), found.seconds_at(own / 1e6)
+    assert slower == pytest.approx(10 * slow, rel=0.01), "bytes do not dominate"
+
+
+def test_instructions_are_read_once_for_all_speeds(monkeypatch):
+    """The page of a comparison has 30 speeds of each strategy's program."""
+    found = recorded(gpus(2, 8))
+    monkeypatch.setattr(schedule, "hbm_bytes", None)  # cannot be called
+    times = [found.seconds_at(rate) for rate in np.geomspace(1e5, 1e11, 30)]
+    assert times == sorted(times, reverse=True)
