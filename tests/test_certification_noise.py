@@ -96,7 +96,7 @@ def test_it_covers_rounding_and_no_bug():
 
 def test_a_run_that_is_not_finite_cannot_be_measured():
     wild = bench_of("single", spec={"optimizer": optax.sgd(1e30)})
-    with pytest.raises(UsageError, match=r"at step \d the loss or the gradient norm .* not finite"):
+    with pytest.raises(UsageError, match=r"after \d steps .* (norm|parameter) is not finite"):
         measure(wild, noise(), steps=STEPS)
 
 
@@ -149,3 +149,12 @@ def test_finished_runs_of_digits(command, tmp_path, data_dir, monkeypatch):
     for name in params:
         assert worst(name, "a bug", "loss") > 100
         assert worst(name, "a bug", "grad_norm") > 100
+
+
+def test_data_that_end_before_the_steps():
+    """Bounds of fewer steps than were asked for would look like those of the run."""
+    few = dataclasses.replace(
+        noise(), train=lambda order: itertools.islice(noise().train(order), 1)
+    )
+    with pytest.raises(UsageError, match="noise ends after 1 of 6 steps"):
+        measure(bench_of("single"), dataclasses.replace(noise(), train=train), steps=STEPS)

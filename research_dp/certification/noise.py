@@ -166,10 +166,11 @@ def measure(bench: Bench, data: DataSet, *, steps: int, report: Report = silent)
     """Runs the bench's oracle and its noisy trajectories for `steps` steps from the initial state.
 
     All take the run's batches and random keys. The bench's strategy does not run: it may be the
-    oracle's own configuration, `Bench(config=oracle, against=oracle, spec=spec)`.
+    oracle's own configuration, `Bench(config=oracle, against=oracle, spec=spec)`. Its `precision`
+    is that of the coarsest of the runs that are compared.
 
     Raises:
-        UsageError: A loss or gradient norm is not finite, or the data end before.
+        UsageError: A loss, gradient norm or parameter is not finite, or the data end before.
     """
     report(f"Compiling {bench.oracle.name}")
     state = harness.to_host(bench.oracle.init(init_key(bench.spec.seed)))
@@ -182,11 +183,7 @@ def measure(bench: Bench, data: DataSet, *, steps: int, report: Report = silent)
         spread.add_step(state, oracle)
         state, positions = result.state, [oracle, *noisy]
         figures.append([[float(x[LOSS]), float(x[NORM])] for x in positions])
-        if not np.isfinite(figures[-1]).all():
-            raise UsageError(
-                f"what rounding explains is not known: at step {number} the loss or the gradient "
-                "norm on one device is not finite. Compare fewer steps."
-            )
+        _check_finite(figures[-1], "the loss or the gradient norm", number)
     if len(figures) < steps:
         raise UsageError(f"{data.name} ends after {len(figures)} of {steps} steps.")
     spread.add_pairs(itertools.combinations(positions, 2))
@@ -194,9 +191,18 @@ def measure(bench: Bench, data: DataSet, *, steps: int, report: Report = silent)
         path: (spread.allowed((kind, path), x), _norm(x))
         for (kind, path), x in named(PARAMETER, state.params).items()
     }
+    _check_finite(list(params.values()), "a parameter", steps)
     loss, norm = np.array(figures).T  # trajectory, step
     spreads = np.ptp(loss, axis=0), np.ptp(norm, axis=0)
     return Noise(loss[0], norm[0], *spreads, params, bench.precision)
+
+
+def _check_finite(values: Any, what: str, step: int) -> None:
+    if not np.isfinite(values).all():
+        raise UsageError(
+            f"what rounding explains is not known: after {step} steps on one device {what} is not "
+            "finite. Compare fewer steps."
+        )
 
 
 def train_batches(bench: Bench, data: DataSet, count: int) -> Iterator[Batch]:
