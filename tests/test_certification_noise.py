@@ -153,8 +153,9 @@ def test_finished_runs_of_digits(command, tmp_path, data_dir, monkeypatch):
 
 def test_data_that_end_before_the_steps():
     """Bounds of fewer steps than were asked for would look like those of the run."""
-    few = dataclasses.replace(
-        noise(), train=lambda order: itertools.islice(noise().train(order), 1)
-    )
+
+    def train(order):
+        yield from itertools.islice(noise().train(order), 1)
+
     with pytest.raises(UsageError, match="noise ends after 1 of 6 steps"):
         measure(bench_of("single"), dataclasses.replace(noise(), train=train), steps=STEPS)
