@@ -30,6 +30,7 @@ LOSS, NORM, PARAMETER = (
 _FIGURES = {LOSS: "loss", NORM: "gradient norm"}  # scalars, with their kinds in `COARSE`
 _KEYS: dict[Metric, Key] = {"loss": LOSS, "grad_norm": NORM}
 _NOISY = 4  # trajectories beside the oracle's, in `measure`
+_LEAST_FACTOR = 2
 _MARGIN = 10  # steps before and after a record whose spread counts for it too
 
 
@@ -70,7 +71,7 @@ class Spread:
 
     def __init__(self, precision: float):
         self._precision = precision  # of a `Bench`
-        self._distance: dict[Key, float] = collections.defaultdict(float)  # the greatest so far
+        self._distances: dict[Key, list[float]] = collections.defaultdict(list)
         self._change: dict[Key, float] = collections.defaultdict(float)  # of parameters in a step
 
     def add_step(self, before: TrainState, after: Named) -> None:
@@ -83,17 +84,28 @@ class Spread:
         """Adds positions of two trajectories after the same step."""
         for one, other in pairs:
             for key, value in other.items():
-                self._distance[key] = max(gap(one[key], value).norm, self._distance[key])
+                self._distances[key].append(gap(one[key], value).norm)
 
-    def allowed(self, key: Key, value: Any) -> float:
+    def allowed(self, key: Key, value: Any, factor: float = tolerances.FACTOR) -> float:
         """How far apart, in L2 norm, two arrays near `value` may be.
 
-        FACTOR times as far as the trajectories are. Parameters: four elements by a full update
+        `factor` times as far as the trajectories are. Parameters: four elements by a full update
         more, because early updates of Adam are signs of gradients. All may be off by the rounding
         of their own dtype.
         """
-        noise = tolerances.FACTOR * self._distance[key] + 4 * self._change[key]
+        noise = factor * max(self._distances[key]) + 4 * self._change[key]
         return noise + _floor(key, value.dtype, self._precision) * _norm(value)
+
+    def factor(self, key: Key) -> float:
+        """From the greatest of the distances to a bound: FACTOR, or less where all are alike.
+
+        Distances of all pairs that are alike are sums of many random numbers, and so is the next.
+        Five arrays that differ along one direction cannot have them: the greatest is four times
+        the least, or more.
+        """
+        least, greatest = min(self._distances[key]), max(self._distances[key])
+        alike = (greatest / least) ** 2 if least else np.inf
+        return float(min(tolerances.FACTOR, max(_LEAST_FACTOR, alike)))
 
 
 def _floor(key: Key, dtype: Any, precision: float) -> float:
@@ -115,8 +127,8 @@ class Noise:
     Each run is one more trajectory with roundings of its own, as the oracle is too. So distances
     of pairs of trajectories, the oracle's among them, are samples of the distance of two runs: no
     factor for "two runs" is due, as it would be for distances from exact results. The bound is
-    FACTOR times the greatest of ten such distances. That all ten are by chance as small as that
-    happens once in 10,000 times, where the noise is one random number.
+    FACTOR times the greatest of ten such distances, or less where all ten are alike. That they are
+    by chance as small as that happens once in 10,000 times, where the noise is one random number.
     """
 
     loss: np.ndarray  # of the oracle at each step, float64[steps]
@@ -188,8 +200,8 @@ def measure(bench: Bench, data: DataSet, *, steps: int, report: Report = silent)
         raise UsageError(f"{data.name} ends after {len(figures)} of {steps} steps.")
     spread.add_pairs(itertools.combinations(positions, 2))
     params = {
-        path: (spread.allowed((kind, path), x), _norm(x))
-        for (kind, path), x in named(PARAMETER, state.params).items()
+        key[1]: (spread.allowed(key, x, spread.factor(key)), _norm(x))
+        for key, x in named(PARAMETER, state.params).items()
     }
     _check_finite(list(params.values()), "a parameter", steps)
     loss, norm = np.array(figures).T  # trajectory, step
