@@ -53,7 +53,10 @@ EXTRAS = {
         "nvidia-cudnn-cu13>=9.10,<10",  # needed to plan flash attention
     ],
     "plan-tpu": ["libtpu>=0.0.51,<0.1"],  # XLA's compiler for TPUs
-    "plots": ["matplotlib>=3.9,<4"],  # the plots of `plan --html`
+    "plots": [  # the pages of `plan --html` and `compare --html`
+        "altair>=6.3,<7",  # charts, as Vega-Lite
+        "vl-convert-python>=1.9,<2",  # Vega's scripts, put in the page: it needs no network
+    ],
     "docs": [
         "mkdocs-material>=9.7,<10",  # the site
         "mkdocstrings-python>=2,<3",  # its reference, from docstrings
@@ -64,7 +67,9 @@ EXTRAS = {
         "hypothesis>=6.100",  # property tests
         *("setuptools>=65", "wheel>=0.43"),  # build the wheel that a test installs
         "pyyaml>=6",  # manifests
-        "matplotlib>=3.9,<4",  # plots
+        *("altair>=6.3,<7", "vl-convert-python>=1.9,<2"),  # pages
+        "playwright>=1.50,<2",  # opens pages in an installed Chromium
+        "matplotlib>=3.9,<4",  # pictures of README.md, the notebook
         *TENSORFLOW,  # data sets in both formats
         *("nbclient>=0.10,<1", "ipykernel>=6,<8"),  # run the notebook
     ],
@@ -97,6 +102,7 @@ setup(
         "research_dp": [
             *("py.typed", "__init__.pyi"),
             *("distributed/hardware.toml", "certification/costs.toml"),
+            *("html_page.css", "html_page.js"),
         ]
     },
     cmdclass={"build_py": BuildWithGinFiles},

@@ -15,6 +15,7 @@ import gin
 import jax
 from rich.text import Text
 
+from research_dp import html_page
 from research_dp.analysis import topologies
 from research_dp.commands import exit_status, plan_candidates, runtime
 from research_dp.commands.flags import Command, check_writable, flag, switch, usage_error
@@ -80,7 +81,7 @@ class Plan(Command):
         json_file, html_file = (file and str(Path(file).expanduser()) for file in files)
         check_writable("--json", json_file)
         if html_file:
-            html_report.check_matplotlib()
+            html_page.check_installed("a plan's page")
         check_writable("--html", html_file)
         candidates = plan_candidates.of(self.strategies.split(","))
         self.strict = plan_candidates.check(self, candidates)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import html
-import importlib.util
-import io
 from collections.abc import Sequence
 from typing import Any
 
+from rich.text import Text
+
 from research_dp.analysis.topologies import Topology
-from research_dp.console import Table
-from research_dp.errors import UsageError
-from research_dp.planning.extrapolation import FORMULAS, Curve
+from research_dp.console import Table, table
+from research_dp.html_page import Page
+from research_dp.planning.extrapolation import FORMULAS, Curve, Point
 from research_dp.planning.row import Row
 from research_dp.planning.tables import format_number, scale, tables
 
@@ -21,30 +20,7 @@ _LEFT_OUT = (
     "ones. No time has latency, stragglers or shared switches in it: with thousands of devices "
     "real steps are longer."
 )
-_STYLE = """
-:root { color-scheme: light dark; --line: #bbb }
-@media (prefers-color-scheme: dark) {
-  :root { --line: #555 } svg { filter: invert(.88) hue-rotate(180deg) }
-}
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 76rem; margin: 2rem auto; padding: 0 1rem }
-svg { width: 100%; height: auto }
-table { border-collapse: collapse; font-size: 13px } th { text-align: left; vertical-align: bottom }
-td, th { padding: .1rem .9rem .1rem 0 } td.n, th.n { text-align: right }
-tr.c td { font-weight: 600 } tr.first td { border-top: 1px solid var(--line) }
-caption { text-align: left; padding: 1rem 0 .3rem; font-size: 15px } .wide { overflow-x: auto }
-dt { float: left; clear: left; width: 7rem; font-weight: 600 } dd { margin-left: 7.5rem }
-"""
-_MARKERS = "osD^vP*Xh<>p"
-_TICKS = 3  # the least on an axis
-
-
-def check_matplotlib() -> None:
-    """Raises UsageError if there is nothing to plot with."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise UsageError(
-            "a plan's page needs matplotlib, which is not installed: "
-            "pip install -c constraints.txt -e '.[plots]'"
-        )
+_HEIGHT = 300  # of a chart, in pixels
 
 
 def page(
@@ -52,169 +28,150 @@ def page(
 ) -> str:
     """The page of a plan for `run`, e.g. the command's gin files: one file that needs no other."""
     available = next((row.available_bytes for row in rows if row.available_bytes), None)
-    advice = "".join(f"<li>{html.escape(word)}</li>" for word in words)
-    formulas = "".join(f"<dt>{name}</dt><dd>{html.escape(text)}</dd>" for name, text in FORMULAS)
-    title = html.escape(f"Plan of {run} on {where.name}")
-    figures = "".join(map(_table, tables(rows, where, verbose=True)))
-    return f"""<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style></head>
-<body><h1>{title}</h1>
-<ul>{advice}</ul>
-<h2>By number of devices</h2>
-{plot(curves, available, where.chip.name, timed=where.chip.platform != "cpu")}
-<p><b>Filled points were compiled; hollow ones, on dashed lines, are extrapolated:</b></p>
-<dl>{formulas}</dl>
-<p>{html.escape(_LEFT_OUT)}</p>
-{_error_table(curves)}
-{_point_table(curves, available)}
-<h2>On {html.escape(where.name)}</h2>
-{figures}
-</body></html>
-"""
+    timed = where.chip.platform != "cpu"
+    lines = {", ".join(curve.strategy for curve in same): same[0] for same in _equal(curves)}
+    shown = Page(f"Plan of {run} on {where.name}", lines)
+    shown.bullets(words)
+    shown.heading("By number of devices")
+    _plot(shown, lines, available, where.chip.name, timed=timed)
+    shown.prose(
+        Text("Filled points were compiled; hollow ones, on dashed lines, are extrapolated:", "bold")
+    )
+    shown.terms(FORMULAS)
+    shown.prose(_LEFT_OUT)
+    if checks := _error_table(curves):
+        shown.table(checks)
+    else:
+        shown.prose("One size of each strategy was compiled: the formulas are not checked.")
+    with shown.details("All points"):
+        shown.table(_point_table(curves, available))
+    shown.heading(f"On {where.name}")
+    for each in tables(rows, where, verbose=True):
+        shown.table(each)
+    return shown.text()
 
 
-def plot(curves: Sequence[Curve], available: int | None, chip: str, *, timed: bool = True) -> str:
-    """Memory beside time, or beside wire bytes where times are those of nominal rates, as SVG."""
-    svg = io.StringIO()
-    figure = draw(curves, available, chip, timed=timed)
-    options: dict[str, Any] = {"bbox_inches": "tight", "transparent": True}
-    figure.savefig(svg, format="svg", metadata={"Date": None}, **options)
-    return svg.getvalue()[svg.getvalue().index("<svg") :]
-
-
-def draw(curves: Sequence[Curve], available: int | None, chip: str, *, timed: bool = True) -> Any:
-    """The figure of matplotlib that `plot` prints; strategies with equal points share a line."""
-    from matplotlib.figure import Figure  # pyplot would open windows and share state
-
-    figure = Figure(figsize=(12.5, 5.2), layout="constrained")
-    memory, other = figure.subplots(1, 2)
-    unit, name = scale(point.needed_bytes for curve in curves for point in curve.points)
-    sent, sent_name = scale(point.wire_bytes for curve in curves for point in curve.points)
-    field, scaled_by = ("seconds", 1e-3) if timed else ("wire_bytes", sent)
+def _equal(curves: Sequence[Curve]) -> list[list[Curve]]:
+    """Curves in groups whose points are equal to two digits: they share a line."""
     groups: dict[Any, list[Curve]] = {}
     for curve in curves:
-        points = ((p.devices, p.compiled, p.needed_bytes, getattr(p, field)) for p in curve.points)
+        points = (
+            (p.devices, p.compiled, p.needed_bytes, p.wire_bytes, p.seconds) for p in curve.points
+        )
         rounded = (tuple(f"{x:.2g}" if isinstance(x, float) else x for x in p) for p in points)
         groups.setdefault(tuple(rounded), []).append(curve)
-    for number, same in enumerate(groups.values()):
-        style = {"color": f"C{number % 10}", "marker": _MARKERS[number % len(_MARKERS)]}
-        style["label"] = ", ".join(curve.strategy for curve in same)
-        _draw_line(memory, same[0], "needed_bytes", unit, style)
-        _draw_line(other, same[0], field, scaled_by, style)
-    if available:
-        memory.axhline(available / unit, color="0.3", linestyle=":", linewidth=1)
-        text, place = f"of {chip}: {available / unit:,.1f} {name}", (0.01, available / unit)
-        offset = {"xytext": (0, 3), "textcoords": "offset points", "fontsize": 9}
-        memory.annotate(text, place, xycoords=("axes fraction", "data"), **offset)
-    _set_axes(memory, f"Memory needed per device, {name}", curves)
-    wire = f"Wire bytes per device and step, {sent_name}"
-    _set_axes(other, "A step, ms (predicted from vendors' rates)" if timed else wire, curves)
-    handles, labels = memory.get_legend_handles_labels()
-    labels += ["compiled", "extrapolated"]
-    for face in ("0.3", "white"):
-        handles += memory.plot([], [], "o", color="0.3", markerfacecolor=face)
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(7, len(labels)))
-    return figure
+    return list(groups.values())
 
 
-def _draw_line(axes: Any, curve: Curve, field: str, unit: float, style: dict[str, str]) -> None:
-    """A dashed line through all points where a field is known; compiled ones are filled."""
-    line = {"linestyle": "--", "linewidth": 1.2, "markersize": 6, "markerfacecolor": "white"}
-    filled = {"linestyle": "", "markersize": 7, "label": None}
-    known = [p for p in curve.points if getattr(p, field) is not None]
-    for points, options in ((known, line), ([p for p in known if p.compiled], filled)):
-        values = [getattr(p, field) / unit for p in points]
-        axes.plot([p.devices for p in points], values, **{**style, **options})
+def _plot(
+    shown: Page, lines: dict[str, Curve], available: int | None, chip: str, *, timed: bool
+) -> None:
+    """Memory beside time, or beside wire bytes where times are those of nominal rates."""
+    points = [(name, point) for name, curve in lines.items() for point in curve.points]
+    unit, memory = scale(point.needed_bytes for _, point in points)
+    sent, traffic = scale(point.wire_bytes for _, point in points)
+    columns: dict[str, list[Any]] = {
+        "strategy": [name for name, _ in points],
+        "devices": [point.devices for _, point in points],
+        "source": [_source(point) for _, point in points],
+        "needed": [_scaled(point.needed_bytes, unit) for _, point in points],
+        "wire": [_scaled(point.wire_bytes, sent) for _, point in points],
+        "step": [_scaled(point.seconds, 1e-3) for _, point in points],
+    }
+    titles = {
+        "needed": f"Memory needed per device, {memory}",
+        "wire": f"Wire bytes per device and step, {traffic}",
+        "step": "A step, ms (predicted from vendors' rates)",
+    }
+    data, charts = shown.data("points", columns, series="strategy"), []
+    for field in ("needed", "step" if timed else "wire"):
+        if all(value is None for value in columns[field]):
+            shown.prose(f"{titles[field]}: not known")  # nothing compiles
+            continue
+        limit = None
+        if available and field == "needed":
+            text = f"of {chip}: {available / unit:,.1f} {memory}"
+            limit = shown.data("limit", {"limit": [available / unit], "text": [text]})
+        ticks = sorted(set(columns["devices"]))
+        charts.append(_chart(shown, data, field, titles[field], ticks, limit))
+    if charts:
+        shown.charts(*charts, y_scale="log")
 
 
-def _set_axes(axes: Any, title: str, curves: Sequence[Curve]) -> None:
-    from matplotlib import ticker
+def _chart(shown: Page, data: Any, field: str, title: str, ticks: Sequence[int], limit: Any) -> Any:
+    """A field by devices: dashed lines; the points on them are filled where compiled."""
+    import altair as alt
 
-    devices = sorted({point.devices for curve in curves for point in curve.points})
-    if not any(len(line.get_xdata()) for line in axes.lines):
-        axes.set_axis_off()
-        axes.set_title(f"{title}: not known")  # nothing compiles
-        return
-    is_positive = any(y > 0 for line in axes.lines for y in line.get_ydata())
-    axes.set(xscale="log", title=title, xlabel="devices")
-    axes.set_xticks(devices, [f"{n:,}" for n in devices], rotation=45, fontsize=9)
-    axes.minorticks_off()
-    if is_positive:  # on one device nothing is communicated
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(_ticks(*axes.get_ylim()))
-    axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda y, _: f"{y:,.10g}"))
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
-def _ticks(least: float, most: float) -> Any:
-    """Ticks of a log axis: 1, 2 and 5 of each decade; even ones where these are too few."""
-    from matplotlib import ticker
-
-    coarse = ticker.LogLocator(subs=(1, 2, 5), numticks=50)
-    seen = [y for y in coarse.tick_values(least, most) if least <= y <= most]
-    return coarse if len(seen) >= _TICKS else ticker.MaxNLocator(2 * _TICKS)
-
-
-def _table(shown: Table) -> str:
-    """A table of a terminal as HTML."""
-    numbers = [' class="n"' if name.endswith(":") else "" for name in shown.columns]
-
-    def line(tag: str, cells: Sequence[Any]) -> str:
-        pairs = zip(cells, numbers, strict=True)
-        return "".join(f"<{tag}{kind}>{html.escape(str(x))}</{tag}>" for x, kind in pairs)
-
-    rows = "".join(f"<tr>{line('td', row)}</tr>" for row in shown.rows)
-    return (
-        f'<div class="wide"><table><caption>{html.escape(shown.title)}</caption>'
-        f"<tr>{line('th', shown.heads)}</tr>{rows}</table></div>"
+    axis = alt.Axis(values=list(ticks), format=",d", grid=False)
+    scale = alt.Scale(type="log", nice=False, padding=14)
+    x = alt.X("devices:Q", title="devices", scale=scale, axis=axis)
+    y = alt.Y(f"{field}:Q", title=None, axis=alt.Axis(format=",~g"))
+    value = alt.Tooltip(f"{field}:Q", title=title, format=",.4~g")
+    base = alt.Chart(data).encode(x, y, shown.color("strategy"))
+    points = base.encode(
+        shown.shape("strategy"),
+        tooltip=["strategy:N", "source:N", alt.Tooltip("devices:Q", format=",d"), value],
     )
+    hollow = points.mark_point(fill="var(--page)", opacity=1, size=55)
+    filled = points.mark_point(filled=True, opacity=1, size=65)
+    layers: list[Any] = [
+        base.mark_line(strokeDash=[5, 4], strokeWidth=1.3),
+        hollow.transform_filter("datum.source != 'compiled'"),
+        filled.transform_filter("datum.source == 'compiled'"),
+    ]
+    if limit is not None:
+        line = alt.Chart(limit).encode(alt.Y("limit:Q"))
+        text = line.encode(text="text:N", x=alt.value(6))
+        halo = text.mark_text(align="left", dy=-8, stroke="var(--page)", strokeWidth=4)
+        layers += [line.mark_rule(strokeDash=[2, 3]), halo, text.mark_text(align="left", dy=-8)]
+    return alt.layer(*layers).properties(title=title, height=_HEIGHT)
 
 
-def _error_table(curves: Sequence[Curve]) -> str:
+def _scaled(value: float | None, unit: float) -> float | None:
+    return None if value is None else value / unit
+
+
+def _source(point: Point) -> str:
+    return "compiled" if point.compiled else "extrapolated"
+
+
+def _error_table(curves: Sequence[Curve]) -> Table | None:
     """How far the formulas are off where that is known."""
-    lines = []
+    title = "How far the formulas are off on each compiled size, had it not been compiled"
+    shown = table(title, "strategy", "devices:", "needed:", "sent:", "step:", grouped=True)
     for curve in curves:
         for real, guess in curve.checks:
-            cells = [f"<td>{html.escape(curve.strategy)}</td>", _cell(real.devices, 1, ",.0f")]
+            cells = []
             for figure in ("needed_bytes", "wire_bytes", "seconds"):
                 a, b = getattr(real, figure), getattr(guess, figure)
-                cells.append(_cell(b / a - 1 if a and b is not None else None, 1, "+.1%"))
-            lines.append(f"<tr>{''.join(cells)}</tr>")
-    if not lines:
-        return "<p>One size of each strategy was compiled: the formulas are not checked.</p>"
-    return (
-        "<p>How far the formulas are off on each compiled size, had it not been compiled:</p>"
-        f"<table><tr>{_headers('devices', 'needed', 'sent', 'step')}</tr>{''.join(lines)}</table>"
-    )
+                cells.append(format_number(b / a - 1 if a and b is not None else None, 1, "+.1%"))
+            shown.add_row(curve.strategy, f"{real.devices:,}", *cells)
+    return shown if shown.rows else None
 
 
-def _point_table(curves: Sequence[Curve], available: int | None) -> str:
+def _point_table(curves: Sequence[Curve], available: int | None) -> Table:
+    """All points; those that were compiled are bold."""
     unit, name = scale(point.needed_bytes for curve in curves for point in curve.points)
     sent, sent_name = scale(p.wire_bytes for curve in curves for p in curve.points)
-    heads = _headers("devices", f"state {name}", f"needed {name}", f"wire {sent_name}", "step ms")
-    lines = [f"<tr>{heads}<th>fits</th><th></th></tr>"]
+    columns = ("devices:", f"state {name}:", f"needed {name}:", f"wire {sent_name}:", "step ms:")
+    shown = table("", "strategy", *columns, "fits", "source~", grouped=True)
     for curve in curves:
-        for number, point in enumerate(curve.points):
-            fits = ""
+        for point in curve.points:
+            fits = Text()
             if available and point.needed_bytes is not None:
-                fits = "yes" if point.needed_bytes <= available else "no"
-            style = "c" * point.compiled + " first" * (number == 0)
-            source = "compiled" if point.compiled else "extrapolated"
-            lines.append(
-                f'<tr class="{style}"><td>{"" if number else html.escape(curve.strategy)}</td>'
-                f"{_cell(point.devices, 1, ',.0f')}{_cell(point.state_bytes, unit, ',.3f')}"
-                f"{_cell(point.needed_bytes, unit, ',.3f')}{_cell(point.wire_bytes, sent, ',.3f')}"
-                f"{_cell(point.seconds, 1e-3, ',.2f')}<td>{fits}</td><td>{source}</td></tr>"
+                fits = Text(
+                    *(("yes", "green") if point.needed_bytes <= available else ("no", "red"))
+                )
+            cells = (
+                f"{point.devices:,}",
+                format_number(point.state_bytes, unit, ",.3f"),
+                format_number(point.needed_bytes, unit, ",.3f"),
+                format_number(point.wire_bytes, sent, ",.3f"),
+                format_number(point.seconds, 1e-3, ",.2f"),
             )
+            style = "bold" if point.compiled else ""
+            styled = (Text(cell, style) for cell in cells)
+            shown.add_row(curve.strategy, *styled, fits, Text(_source(point), style))
         if curve.remark:
-            lines.append(f'<tr><td></td><td colspan="7">{html.escape(curve.remark)}</td></tr>')
-    return f"<table>{''.join(lines)}</table>"
-
-
-def _headers(*names: str) -> str:
-    return "<th>strategy</th>" + "".join(f'<th class="n">{name}</th>' for name in names)
-
-
-def _cell(value: float | None, unit: float, form: str) -> str:
-    return f'<td class="n">{format_number(value, unit, form)}</td>'
+            shown.add_row(curve.strategy, *[""] * len(columns), "", curve.remark)
+    return shown
