@@ -9,7 +9,7 @@
     view: { stroke: null },
     axis: {
       labelColor: "currentColor", titleColor: "currentColor", labelFontSize: 11, titleFontSize: 12,
-      titleFontWeight: "normal", titleOpacity: 0.75, labelOpacity: 0.85, labelOverlap: "greedy",
+      titleFontWeight: "normal", titleOpacity: 0.75, labelOpacity: 0.85, labelSeparation: 6,
       gridColor: faint.color, gridOpacity: 0.12, domainColor: faint.color, domainOpacity: 0.4,
       tickColor: faint.color, tickOpacity: 0.4, tickSize: 4, labelPadding: 4, titlePadding: 8,
     },
@@ -64,35 +64,35 @@
     for (const layer of spec.layer ?? []) yield* partsOf(layer);
   }
 
-  // Values that have no logarithm are left out of the lines; an axis without others is linear.
-  function setScales(spec, scale, hasPositive) {
-    for (const part of partsOf(spec)) {
-      const y = part.encoding?.y;
-      if (!y?.field || y.type !== "quantitative") continue;
-      if (scale) y.scale = { ...y.scale, type: scale };
-      if (y.scale?.type !== "log") continue;
+  // Values that have no logarithm are left out; an axis without others is linear.
+  function setScales(spec, scale, isPositive) {
+    const axes = [...partsOf(spec)]
+      .map((part) => [part, part.encoding?.y])
+      .filter(([, y]) => y?.field && y.type === "quantitative");
+    const isLog = axes.some(([, y]) => (scale ?? y.scale?.type) === "log" && isPositive(y.field));
+    for (const [part, y] of axes) {
+      if (scale || y.scale?.type === "log") y.scale = { ...y.scale, type: isLog ? "log" : "linear" };
+      if (!isLog) continue;
       y.scale.nice = false;
-      if (!hasPositive(y.field)) { y.scale.type = "linear"; continue; }
-      const name = `datum[${JSON.stringify(y.field)}]`;
-      const positive = { calculate: `${name} > 0 ? ${name} : null`, as: y.field };
+      const value = `datum[${JSON.stringify(y.field)}]`;
+      const positive = { calculate: `${value} > 0 ? ${value} : null`, as: y.field };
       part.transform = [...(part.transform ?? []), positive];
     }
   }
 
   const namesIn = (spec) =>
-    new Set([...partsOf(spec)].map((part) => part.data?.name).filter((name) => name));
+    [...new Set([...partsOf(spec)].map((part) => part.data?.name))].filter((name) => name);
 
   async function draw(chart, state) {
     const spec = structuredClone(chart.spec);
-    const known = Object.fromEntries([...namesIn(spec)].map((name) => [name, rowsOf(name, state)]));
-    const fields = Object.values(page.data).flatMap((data) => Object.keys(data.columns));
-    const hasPositive = (field) => !fields.includes(field)
-      || Object.values(known).some((rows) => rows.some((row) => row[field] > 0));
-    setScales(spec, state.scale, hasPositive);
+    spec.datasets = Object.fromEntries(namesIn(spec).map((name) => [name, rowsOf(name, state)]));
+    const rows = Object.values(spec.datasets).flat();
+    // What the chart calculates is not in the rows, and taken as positive.
+    setScales(spec, state.scale, (field) =>
+      rows.some((row) => row[field] > 0) || !rows.some((row) => field in row));
     for (const param of spec.params ?? [])
       if (param.name === state.param) param.value = state.value;
-    spec.datasets = known;
-    chart.element.style.minHeight = `${chart.element.offsetHeight}px`;
+    chart.element.style.minHeight = `${chart.element.offsetHeight}px`; // the page does not jump
     chart.result?.finalize();
     chart.result = await vegaEmbed(chart.element, spec, {
       actions: false, renderer: "svg", mode: "vega-lite", config: theme, defaultStyle: false,
@@ -101,20 +101,15 @@
     chart.element.style.minHeight = "";
   }
 
-  // Runs `work` after the latest change, one run at a time.
-  function queue(work) {
-    let again = false, busy = false;
-    return async () => {
-      again = true;
-      if (busy) return;
-      busy = true;
-      while (again) {
-        again = false;
-        await new Promise(requestAnimationFrame);
-        await work();
-      }
-      busy = false;
-    };
+  function refill(chart, state) {
+    const { view } = chart.result;
+    for (const name of namesIn(chart.spec)) view.data(name, rowsOf(name, state));
+    return view.runAsync();
+  }
+
+  function slide(chart, state) {
+    if ((chart.spec.params ?? []).some((param) => param.name === state.param))
+      return chart.result.view.signal(state.param, state.value).runAsync();
   }
 
   function setUp(section) {
@@ -124,47 +119,53 @@
     const state = { hidden: new Set(), weight: 0, scale: group.yScale, param: group.slider?.param };
     const elements = [...section.querySelectorAll(".chart")];
     const charts = group.charts.map((spec, i) => ({ spec, element: elements[i] }));
-    const each = (work) => queue(() => Promise.all(charts.map(work)));
-    const redraw = each((chart) => draw(chart, state));
-    const refill = each((chart) => {
-      for (const name of namesIn(chart.spec)) chart.result.view.data(name, rowsOf(name, state));
-      return chart.result.view.runAsync();
-    });
-    const slide = each((chart) => {
-      const isThere = (chart.spec.params ?? []).some((param) => param.name === state.param);
-      return isThere ? chart.result.view.signal(state.param, state.value).runAsync() : null;
-    });
-    const show = (input, text) => {
-      input.parentElement.querySelector("output").textContent = text;
-      input.setAttribute("aria-valuetext", text);
-    };
-    const readSlider = () => {
-      state.value = group.slider.values[slider.value];
-      show(slider, group.slider.texts[slider.value]);
-    };
-    const readSmoothing = () => {
-      state.weight = Number(smoothing.value);
-      show(smoothing, state.weight ? state.weight.toFixed(2) : "none");
-    };
-    if (slider) { readSlider(); slider.addEventListener("input", () => { readSlider(); slide(); }); }
-    if (smoothing) {
-      readSmoothing();
-      smoothing.addEventListener("input", () => { readSmoothing(); refill(); });
+
+    // Changes of all charts, one at a time; of those that are asked for meanwhile the last counts.
+    const asked = new Set();
+    let isBusy = false;
+    async function ask(change) {
+      asked.add(change);
+      if (isBusy) return;
+      isBusy = true;
+      for (const next of asked) {
+        asked.delete(next);
+        await Promise.all(charts.map((chart) => next(chart, state)));
+      }
+      isBusy = false;
     }
-    log?.addEventListener("change", () => {
-      state.scale = log.checked ? "log" : "linear";
-      redraw();
+
+    // Reads an input now and when it changes; `read` returns the text to show for it.
+    function listen(input, change, read) {
+      const update = () => {
+        const text = read(input);
+        const shown = input.parentElement.querySelector("output");
+        if (!shown) return;
+        shown.textContent = text;
+        input.setAttribute("aria-valuetext", text);
+      };
+      if (!input) return;
+      update();
+      input.addEventListener("input", () => { update(); ask(change); });
+    }
+    listen(slider, slide, ({ value }) => {
+      state.value = group.slider.values[value];
+      return group.slider.texts[value];
     });
+    listen(smoothing, refill, ({ value }) => {
+      state.weight = Number(value);
+      return state.weight ? state.weight.toFixed(2) : "none";
+    });
+    listen(log, draw, ({ checked }) => { state.scale = checked ? "log" : "linear"; });
     for (const button of form.querySelectorAll("button"))
       button.addEventListener("click", () => {
         const isHidden = state.hidden.delete(button.value);
         if (!isHidden) state.hidden.add(button.value);
         button.setAttribute("aria-pressed", String(isHidden));
-        refill();
+        ask(refill);
       });
     form.addEventListener("submit", (event) => event.preventDefault());
     form.hidden = !form.querySelector("input, button");
-    return redraw();
+    return ask(draw);
   }
 
   // Charts measure their room when the window changes: what was folded had none.

@@ -7,9 +7,7 @@ in the page. Colours are the page's, so that light, dark and printed pages need 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
-import html
 import importlib.util
 import itertools
 import json
@@ -18,29 +16,25 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from rich.console import Console
 from rich.text import Text
 
 from research_dp.console import Table
 from research_dp.errors import UsageError
+from research_dp.html_controls import Slider, controls, legend_of, look
+from research_dp.html_text import inline, table_html
 
 if TYPE_CHECKING:  # an extra, and slow to import
     import altair
 
 Cell = float | str | None
 
-_COLORS = 10  # html_page.css has as many, --series-0 and so on
-_DASHES = ((1, 0), (6, 3), (2, 2), (8, 3, 2, 3))  # of the first ten series, the next ten, ...
-_SHAPES = (  # paths from -1 to 1
-    "M-1,0A1,1,0,1,0,1,0A1,1,0,1,0,-1,0Z",
-    "M-.9,-.9H.9V.9H-.9Z",
-    "M0,-1.2L1.2,0L0,1.2L-1.2,0Z",
-    "M0,-1.1L1.1,.9H-1.1Z",
-    "M0,1.1L1.1,-.9H-1.1Z",
-    "M-.4,-1.1H.4V-.4H1.1V.4H.4V1.1H-.4V.4H-1.1V-.4H-.4Z",
-    "M1.1,0L-.9,1.1V-1.1Z",
-)
+_HEIGHT = 260  # of a chart that has none, in pixels
 _DIGITS = 5  # of a number in a chart
+# Browsers refuse whatever is not in the page itself.
+_NOTHING_ELSE = (
+    "default-src 'none'; img-src data:; style-src 'unsafe-inline'; "
+    "script-src 'unsafe-inline' 'unsafe-eval'"
+)
 
 
 def check_installed(what: str) -> None:
@@ -58,20 +52,6 @@ def check_installed(what: str) -> None:
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class Slider:
-    """A control that sets the parameter `param` of a group's charts to one of some values.
-
-    `texts` are the values as readers see them, e.g. '10 Gbit/s'; `start` is the first one's index.
-    """
-
-    param: str
-    label: str
-    values: Sequence[float]
-    texts: Sequence[str]
-    start: int = 0
-
-
 class Page:
     """A page under construction: what is added is shown in that order.
 
@@ -86,31 +66,31 @@ class Page:
 
     def heading(self, text: str, level: int = 2) -> None:
         """Adds a heading."""
-        self._parts.append(f"<h{level}>{_inline(text)}</h{level}>")
+        self._parts.append(f"<h{level}>{inline(text)}</h{level}>")
 
     def prose(self, text: str | Text) -> None:
         """Adds a paragraph; a Text keeps its colours and bold parts."""
-        self._parts.append(f"<p>{_inline(text)}</p>")
+        self._parts.append(f"<p>{inline(text)}</p>")
 
     def bullets(self, texts: Iterable[str | Text]) -> None:
         """Adds a list, unless it is empty."""
-        if items := "".join(f"<li>{_inline(text)}</li>" for text in texts):
+        if items := "".join(f"<li>{inline(text)}</li>" for text in texts):
             self._parts.append(f"<ul>{items}</ul>")
 
     def terms(self, pairs: Iterable[tuple[str, str]]) -> None:
         """Adds a list of terms, each with what it means."""
-        items = (f"<dt>{_inline(term)}</dt><dd>{_inline(text)}</dd>" for term, text in pairs)
+        items = (f"<dt>{inline(term)}</dt><dd>{inline(text)}</dd>" for term, text in pairs)
         self._parts.append(f"<dl>{''.join(items)}</dl>")
 
     def table(self, shown: Table) -> None:
         """Adds a table of a terminal; cells keep their colours."""
-        self._parts.append(_table(shown))
+        self._parts.append(table_html(shown))
 
     @contextlib.contextmanager
     def details(self, summary: str, *, is_open: bool = False) -> Iterator[None]:
         """What is added in this context is folded up under a line; it is open in print."""
         is_shown = " open" if is_open else ""
-        self._parts.append(f"<details{is_shown}><summary>{_inline(summary)}</summary>")
+        self._parts.append(f"<details{is_shown}><summary>{inline(summary)}</summary>")
         yield
         self._parts.append("</details>")
 
@@ -156,7 +136,7 @@ class Page:
     ) -> None:
         """Adds charts side by side, as wide as there is room, under controls that all obey.
 
-        A chart's title is shown above it, and its height is kept.
+        A chart's title is shown above it; its height stays, e.g. that of bars by their number.
 
         Args:
             *charts: Single or layered charts on data of this page.
@@ -177,24 +157,24 @@ class Page:
         }
         series = [name for name in self.series if name in here] if legend else []
         titles = [str(spec.pop("title", "")) for spec in specs]
-        for spec in specs:
-            spec.pop("config", None)
-            spec.pop("$schema", None)
-            spec.update(width="container", autosize={"type": "fit-x", "contains": "padding"})
+        for spec, title in zip(specs, titles, strict=True):
+            del spec["config"], spec["$schema"]
+            spec.update(width="container", description=title)  # which a screen reader says
+            spec.setdefault("height", _HEIGHT)
         group: dict[str, Any] = {"charts": specs, "yScale": y_scale}
         if slider:
             group["slider"] = {"param": slider.param, "values": [*map(_number, slider.values)]}
             group["slider"]["texts"] = list(slider.texts)
-        controls = _controls(y_scale, smoothing, slider) + self._legend(series)
+        looks = {name: look(self.series.index(name)) for name in series}
+        shown = controls(y_scale, smoothing, slider) + legend_of(looks)
         figures = "".join(
-            f"<figure><figcaption>{_inline(title)}</figcaption>"
-            f'<div class="chart" aria-label="{html.escape(title)}">'
-            "This chart is drawn by the page's script.</div></figure>"
+            f"<figure><figcaption>{inline(title)}</figcaption>"
+            '<div class="chart">This chart is drawn by the page\'s script.</div></figure>'
             for title in titles
         )
         self._parts.append(
             f'<section class="group" data-group="{len(self._groups)}">'
-            f'<form class="controls" autocomplete="off" hidden>{controls}</form>'
+            f'<form class="controls" autocomplete="off" hidden>{shown}</form>'
             f'<div class="charts">{figures}</div></section>'
         )
         self._groups.append(group)
@@ -203,7 +183,7 @@ class Page:
         """The encoding of a series as colour, without a legend of its own."""
         import altair
 
-        colors = [self._look(name)[0] for name in self.series]
+        colors = [look(self.series.index(name))[0] for name in self.series]
         scale = altair.Scale(domain=list(self.series), range=colors)
         return altair.Color(field, type="nominal", scale=scale, legend=None)
 
@@ -211,7 +191,7 @@ class Page:
         """The encoding of a series as a dash: more than ten series differ by colour and dash."""
         import altair
 
-        dashes = [list(self._look(name)[1]) for name in self.series]
+        dashes = [list(look(self.series.index(name))[1]) for name in self.series]
         scale = altair.Scale(domain=list(self.series), range=dashes)
         return altair.StrokeDash(field, type="nominal", scale=scale, legend=None)
 
@@ -219,13 +199,13 @@ class Page:
         """The encoding of a series as a marker."""
         import altair
 
-        shapes = [self._look(name)[2] for name in self.series]
+        shapes = [look(self.series.index(name))[2] for name in self.series]
         scale = altair.Scale(domain=list(self.series), range=shapes)
         return altair.Shape(field, type="nominal", scale=scale, legend=None)
 
     def text(self) -> str:
         """The whole page."""
-        title = _inline(self.title)
+        title = inline(self.title)
         body = f"<h1>{title}</h1>{''.join(self._parts)}"
         if self._groups:
             # What is in the page as JSON cannot end the element that it is in.
@@ -239,52 +219,11 @@ class Page:
             )
         return (
             '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+            f'<meta http-equiv="Content-Security-Policy" content="{_NOTHING_ELSE}">'
             '<meta name="viewport" content="width=device-width, initial-scale=1">'
             f'<link rel="icon" href="data:,"><title>{title}</title>'
             f"<style>{_file('css')}</style></head>\n<body><main>{body}</main></body></html>\n"
         )
-
-    def _look(self, name: str) -> tuple[str, tuple[int, ...], str]:
-        """The colour, dash and marker of a series."""
-        number = self.series.index(name)
-        dash = _DASHES[number // _COLORS % len(_DASHES)]
-        return f"var(--series-{number % _COLORS})", dash, _SHAPES[number % len(_SHAPES)]
-
-    def _legend(self, names: Sequence[str]) -> str:
-        buttons = []
-        for name in names:
-            color, dash, shape = self._look(name)
-            dashes = " ".join(map(str, dash))
-            buttons.append(
-                f'<button type="button" aria-pressed="true" value="{html.escape(name)}">'
-                '<svg viewBox="-14 -7 28 14" width="28" height="14" aria-hidden="true">'
-                f'<path d="M-14,0H14" stroke="{color}" stroke-dasharray="{dashes}"/>'
-                f'<path d="{shape}" fill="{color}" transform="scale(4.2)"/></svg>'
-                f"{_inline(name)}</button>"
-            )
-        label = "Lines; press one to hide or show it"
-        return f'<div class="legend" role="group" aria-label="{label}">{"".join(buttons)}</div>'
-
-
-def _controls(y_scale: str | None, smoothing: bool, slider: Slider | None) -> str:
-    parts = []
-    if slider:
-        last = len(slider.values) - 1
-        parts.append(
-            f'<label class="main">{_inline(slider.label)} <input type="range" name="slider" min="0"'
-            f' max="{last}" step="1" value="{slider.start}"><output></output></label>'
-        )
-    if y_scale:
-        checked = " checked" * (y_scale == "log")
-        parts.append(
-            f'<label><input type="checkbox" name="log"{checked}> Logarithmic vertical axis</label>'
-        )
-    if smoothing:
-        parts.append(
-            '<label>Smoothing <input type="range" name="smoothing" min="0" max="0.99" step="0.01"'
-            ' value="0"><output></output></label>'
-        )
-    return "".join(parts)
 
 
 def _packed(column: Sequence[Cell]) -> dict[str, Any]:
@@ -316,47 +255,6 @@ def _data_names(spec: Any) -> Iterator[str]:
             yield spec["data"]["name"]
         for part in spec.values():
             yield from _data_names(part)
-
-
-def _inline(text: str | Text) -> str:
-    """Text as HTML, with classes for colours and bold parts."""
-    if isinstance(text, str):
-        return html.escape(text)
-    parts = []
-    for piece in Text.assemble(text).render(_plain_console()):  # its style is a span, too
-        style, color = piece.style, piece.style.color if piece.style else None
-        names = [color.name] if color else []
-        names += ["bold"] if style and style.bold else []
-        shown = html.escape(piece.text)
-        parts.append(f'<span class="{" ".join(names)}">{shown}</span>' if names else shown)
-    return "".join(parts)
-
-
-@functools.cache
-def _plain_console() -> Console:
-    return Console()
-
-
-def _table(shown: Table) -> str:
-    """A table of a terminal as HTML; rows of one group are under one line."""
-    named = {":": ' class="n"', "~": ' class="prose"'}
-    kinds = [named.get(name[-1:], "") for name in shown.columns]
-
-    def line(tag: str, cells: Sequence[str | Text]) -> str:
-        pairs = zip(cells, kinds, strict=True)
-        return "".join(f"<{tag}{kind}>{_inline(cell)}</{tag}>" for cell, kind in pairs)
-
-    rows, before = [], None
-    for first, *others in shown.rows:
-        is_same = shown.grouped and str(first) == before
-        style = ' class="first"' if shown.grouped and not is_same else ""
-        rows.append(f"<tr{style}>{line('td', ['' if is_same else first, *others])}</tr>")
-        before = str(first)
-    caption = f"<caption>{_inline(shown.title)}</caption>" if shown.title else ""
-    return (
-        f'<div class="wide"><table>{caption}<thead><tr>{line("th", shown.heads)}</tr></thead>'
-        f"<tbody>{''.join(rows)}</tbody></table></div>"
-    )
 
 
 def _file(kind: str) -> str:

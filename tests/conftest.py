@@ -14,7 +14,7 @@ import pytest
 from research_dp import train
 from research_dp.config import load
 
-pytest_plugins = ["no_skips"]
+pytest_plugins = ["no_skips", "browser"]
 ROOT = Path(__file__).resolve().parents[1]
 MODULE = "research_dp.train"
 

@@ -27,6 +27,7 @@ ALLOWED = {
 }
 ALLOWED["config"] = {*ALLOWED, "config"}
 SHARED = {"types", "errors", "console", "terminal", "argument_checks", "argument_types"}
+SHARED |= {"html_page", "html_controls", "html_text"}
 DOORWAYS = {"train", "plan", "certify", "conform", "sweep", "checkpoints", "launch", "__main__"}
 CORE = {"jax", "flax", "optax", "gin", "numpy"}
 FILES = sorted(PACKAGE.rglob("*.py"))
