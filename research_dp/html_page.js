@@ -83,6 +83,19 @@
   const namesIn = (spec) =>
     [...new Set([...partsOf(spec)].map((part) => part.data?.name))].filter((name) => name);
 
+  // A layer without rows, e.g. where all lines are hidden, is no reason for a warning. Vega itself
+  // is not in reach: an empty chart has its class of views.
+  async function quietView() {
+    const options = { mode: "vega", actions: false, defaultStyle: false };
+    const empty = await vegaEmbed(document.createElement("div"), { marks: [] }, options);
+    return class extends empty.view.constructor {
+      warn(...said) {
+        return /^Infinite extent/.test(said[0]) ? this : super.warn(...said);
+      }
+    };
+  }
+  const viewClass = quietView();
+
   async function draw(chart, state) {
     const spec = structuredClone(chart.spec);
     spec.datasets = Object.fromEntries(namesIn(spec).map((name) => [name, rowsOf(name, state)]));
@@ -96,7 +109,7 @@
     chart.result?.finalize();
     chart.result = await vegaEmbed(chart.element, spec, {
       actions: false, renderer: "svg", mode: "vega-lite", config: theme, defaultStyle: false,
-      tooltip: { disableDefaultStyle: true, theme: "page" },
+      tooltip: { disableDefaultStyle: true, theme: "page" }, viewClass: await viewClass,
     });
     chart.element.style.minHeight = "";
   }
@@ -180,6 +193,7 @@
     for (const part of folded) part.open = part.dataset.open === "true";
   });
 
+  const drawn = (text) => { document.documentElement.dataset.drawn = text; };
   Promise.all([...document.querySelectorAll(".group")].map(setUp))
-    .then(() => { document.documentElement.dataset.drawn = "yes"; });
+    .then(() => drawn("yes"), (error) => { drawn("no"); throw error; });
 })();

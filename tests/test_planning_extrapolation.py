@@ -134,7 +134,8 @@ def test_a_strategy_that_does_not_compile_has_no_times():
     found = extrapolation.curve([refused], states_on([32, 64]), GPUS)
     assert [p.seconds for p in found.points] == [None, None]
     assert all(p.needed_bytes for p in found.points)
-    assert "<svg" in html_report.plot([found], None, "h100")
+    page = html_report.page([refused], [found], GPUS, [], "run")
+    assert "A step, ms (predicted from vendors&#x27; rates): not known" in page
 
 
 @pytest.mark.parametrize(

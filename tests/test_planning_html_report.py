@@ -1,7 +1,9 @@
 """The page of a plan: what it says of compiled and extrapolated points, and its plots."""
 
+import dataclasses
 import html
 import importlib.util
+import json
 import math
 import re
 
@@ -14,6 +16,17 @@ from research_dp.errors import UsageError
 from research_dp.planning import extrapolation, html_report
 from research_dp.planning.extrapolation import Curve, Point
 
+ODD = "<script>alert(1)</script>"
+
+
+def page_of(curves, where=GPUS, rows=()):
+    return html_report.page(rows, curves, where, [], "run")
+
+
+def told(text):
+    """What the page's charts are made of."""
+    return json.loads(re.findall(r'id="page-data">(.*?)</script>', text, re.S)[0])
+
 
 def test_the_page_says_what_was_compiled_and_escapes_what_users_wrote():
     rows = [row(n) for n in (16, 64)]
@@ -21,63 +34,47 @@ def test_the_page_says_what_was_compiled_and_escapes_what_users_wrote():
     text = html_report.page(rows[1:], curves, GPUS, ["a < b & c"], "<run>")
     assert "a &lt; b &amp; c" in text
     assert "&lt;run&gt;" in text
-    assert len(re.findall("<td>compiled</td>", text)) == 2
-    assert len(re.findall("<td>extrapolated</td>", text)) == 1
-    for name, told in html_report.FORMULAS:
-        assert f"<dt>{name}</dt><dd>{told}" in html.unescape(text)
-    assert "prefers-color-scheme: dark" in text
-    assert "<caption>Memory per device in" in text and "<pre>" not in text
-    # Nothing is loaded from elsewhere.
-    assert not re.findall(r'(?:src|href)="(?!#)', text)
+    cell = '<td class="prose">{}</td>'
+    assert text.count(cell.format('<span class="bold">compiled</span>')) == 2
+    assert text.count(cell.format("extrapolated")) == 1
+    for name, meaning in html_report.FORMULAS:
+        assert f"<dt>{name}</dt><dd>{meaning}" in html.unescape(text)
+    assert "<caption>Memory per device in" in text
     one = html_report.page(rows[1:], [Curve("fsdp", curves[0].points)], GPUS, [], "run")
     assert "the formulas are not checked" in one
 
 
-def test_filled_markers_are_compiled_points_and_equal_curves_share_a_line():
+def test_equal_curves_share_a_line():
     points = (Point(8, True, 1, 5e9, 1e9, 0.1), Point(16, False, 1, 3e9, 1e9, 0.2))
-    figure = html_report.draw([Curve("a", points), Curve("b", points)], int(20e9), "h100")
-    (memory, _), (legend,) = figure.axes, figure.legends
-    assert [text.get_text() for text in legend.get_texts()] == ["a, b", "compiled", "extrapolated"]
-    every, compiled = memory.lines[:2]
-    assert list(every.get_xdata()) == [8, 16]
-    assert every.get_markerfacecolor() == "white"
-    assert list(compiled.get_xdata()) == [8]
-    assert compiled.get_markerfacecolor() != "white"
-
-
-@pytest.mark.parametrize("memory", [(1.0e6, 1.5e6), (0.9e9, 30e9), (5e6, 4e9)])
-def test_each_axis_has_ticks_that_can_be_read(memory):
-    points = [Point(n, True, 1, y, y, 0.1 * n) for n, y in zip((8, 64), memory, strict=True)]
-    figure = html_report.draw([Curve("a", tuple(points))], None, "h100")
-    figure.canvas.draw()
-    for axes in figure.axes:
-        least, most = axes.get_ylim()
-        ticks = zip(axes.get_yticks(), axes.get_yticklabels(), strict=True)
-        labels = [label.get_text() for y, label in ticks if least <= y <= most]
-        assert 3 <= len(labels) <= 20 and len(set(labels)) == len(labels)
+    off = (points[0], dataclasses.replace(points[1], wire_bytes=2e9))
+    text = page_of([Curve("a", points), Curve("b", points), Curve("c", off)])
+    columns = told(text)["data"]["points"]["columns"]
+    assert columns["strategy"]["texts"] == ["a, b", "c"]
+    assert columns["source"]["texts"] == ["compiled", "extrapolated"]
+    assert columns["needed"]["numbers"] == [5, 3, 5, 3]
 
 
 def test_wire_bytes_are_plotted_where_times_are_nominal():
     points = tuple(Point(n, True, 1, 5e9, n * 1e9, 0.1) for n in (8, 64))
-    for timed, title, values in ((True, "A step, ms", 100.0), (False, "Wire bytes", 8.0)):
-        figure = html_report.draw([Curve("a", points)], None, "cpu", timed=timed)
-        _, other = figure.axes
-        assert other.get_title().startswith(title)
-        assert other.lines[0].get_ydata()[0] == pytest.approx(values)
+    cpu = dataclasses.replace(GPUS, chip=dataclasses.replace(GPUS.chip, platform="cpu"))
+    for where, title, unit in ((GPUS, "A step, ms", "step"), (cpu, "Wire bytes", "wire")):
+        text = page_of([Curve("a", points)], where)
+        assert f"<figcaption>{title}" in text
+        (_, other) = told(text)["groups"][0]["charts"]
+        assert other["layer"][0]["encoding"]["y"]["field"] == unit
+    assert told(text)["data"]["points"]["columns"]["wire"]["numbers"] == [8, 64]
 
 
-def test_an_axis_without_a_positive_value_is_not_logarithmic():
-    points = (Point(1, True, 1, 5e9, 0.0, 0.1), Point(2, True, 1, 5e9, 0.0, 0.1))
-    figure = html_report.draw([Curve("single", points)], None, "cpu", timed=False)
-    figure.canvas.draw()
-    memory, other = figure.axes
-    assert (memory.get_yscale(), other.get_yscale()) == ("log", "linear")
+def test_where_nothing_compiles_the_page_says_that_nothing_is_known():
+    points = (Point(8, False, 1, None, None, None),)
+    assert page_of([Curve("a", points)]).count(": not known") == 2
 
 
-def test_without_matplotlib_nothing_is_compiled(monkeypatch, tmp_path):
+@pytest.mark.parametrize("module", ["altair", "vl_convert"])
+def test_without_a_library_of_pages_nothing_is_compiled(monkeypatch, tmp_path, module):
     find = importlib.util.find_spec
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name)
+        importlib.util, "find_spec", lambda name: None if name == module else find(name)
     )
     flags = ["--gin_file=gin/runs/digits.gin", "--topology=cpu:8", f"--html={tmp_path / 'p.html'}"]
     with pytest.raises(UsageError, match=r"pip install -c constraints.txt -e '\.\[plots\]'"):
@@ -86,15 +83,60 @@ def test_without_matplotlib_nothing_is_compiled(monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_command_writes_a_page_whose_formulas_hold(tmp_path):
+@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_page_opens_in_a_browser(open_page, tmp_path, scheme, width):
+    file = tmp_path / "plan.html"
+    rows = [row(n) for n in (16, 64)]
+    found = extrapolation.curve(rows, states_on([8, 16, 64, 4096]), GPUS)
+    curves = [found, dataclasses.replace(found, strategy="x", points=found.points[1:])]
+    odd = dataclasses.replace(rows[1], strategy=ODD)
+    curves.append(dataclasses.replace(found, strategy=ODD, points=found.points[2:]))
+    text = html_report.page([rows[1], odd], curves, GPUS, [ODD], ODD)
+    file.write_text(text, encoding="utf-8")
+    page = open_page(file, scheme=scheme, width=width)
+    assert page.problems == []
+    assert page.requested == [file.as_uri()]
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    fills = "marks => marks.map(mark => mark.getAttribute('fill'))"
+    for chart in page.locator(".chart").all():
+        marks = chart.locator(".mark-symbol path").evaluate_all(fills)
+        # 16 and 64 devices were compiled, 8 and 4096 not.
+        assert sum(fill == "var(--page)" for fill in marks) == 2 + 1 + 1
+        assert sum(fill.startswith("var(--series-") for fill in marks) == 2 + 2 + 1
+    assert page.get_by_text("of h100: 20.0 GB").count() == 2  # the limit, and what it is set off by
+    assert ODD in page.locator("h1").inner_text()
+    page.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("memory", [(1.0e6, 1.5e6), (0.9e9, 30e9), (5e6, 4e9), (0.0, 0.0)])
+def test_each_axis_has_ticks_that_can_be_read(open_page, tmp_path, memory):
+    points = [Point(n, True, 1, y, y, 0.1 * n) for n, y in zip((8, 64), memory, strict=True)]
+    file = tmp_path / "plan.html"
+    file.write_text(page_of([Curve("a", tuple(points))]), encoding="utf-8")
+    page = open_page(file)
+    assert page.problems == []
+    labels = ".role-axis-label text"
+    visible = "all => all.filter(e => e.getAttribute('opacity') !== '0').map(e => e.textContent)"
+    for chart in page.locator(".chart").all():
+        texts = chart.locator(labels).evaluate_all(visible)
+        shown = [text for text in texts if text]
+        assert shown[:2] == ["8", "64"]  # of the horizontal axis
+        least = 3 if any(memory) else 1  # zero
+        assert least <= len(shown[2:]) <= 20 and len(set(shown[2:])) == len(shown[2:])
+    page.close()
+
+
+@pytest.mark.slow
+def test_the_command_writes_a_page_whose_formulas_hold(open_page, tmp_path):
     file = tmp_path / "plan.html"
     flags = ["--gin_file=gin/runs/digits.gin", "--gin_file=gin/models/mlp.gin"]
     flags += ["--topology=cpu:8", "--strategies=ddp,fsdp,hsdp,single", f"--html={file}"]
     assert Plan().parse(flags).run() == 0
     text = file.read_text()
-    assert "<svg" in text
     assert "It runs on one device" in text
-    checks = text[text.index("How far the formulas") : text.index("<th>fits")]
+    checks = text[text.index("How far the formulas") : text.index("<summary>All points")]
     off = [float(part) / 100 for part in re.findall(r">([+-][\d.]+)%<", checks)]
     # Three figures of ddp and fsdp on 2 and 8 devices each; hsdp on 2 splits nothing.
     assert len(off) == 12
@@ -105,3 +147,6 @@ def test_the_command_writes_a_page_whose_formulas_hold(tmp_path):
     assert all(math.isfinite(part) for part in off)
     assert "4,096" in text
     assert topologies.topology("cpu:8").hosts == 1
+    page = open_page(file)
+    assert page.problems == [] and page.locator(".chart svg").count() == 2
+    page.close()

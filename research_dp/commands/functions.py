@@ -121,7 +121,7 @@ def plan(
         allow_unused: As in `run`.
         advise: Whether other options and batches of the fastest are compiled too.
         measure: Whether each step is run too, if the devices are present.
-        html_file: Where a page with plots and tables is written.
+        html_file: Where a page with charts and tables is written.
         dump_hlo: Folder for each compiled program's text.
 
     Returns:

@@ -53,7 +53,7 @@ class Plan(Command):
         default="",
     )
     json_file: str | None = flag("write the plan as JSON", "FILE", "--json")
-    html_file: str | None = flag("write a page: plots by devices, tables", "FILE", "--html")
+    html_file: str | None = flag("write a page: charts by devices, tables", "FILE", "--html")
     dump_hlo: str | None = flag("write each compiled program's text", "DIR")
     advise: bool = switch("compile other options and batches of the fastest")
     measure: bool = switch("run each step, too, if the devices are present")

@@ -121,9 +121,9 @@ def _chart(shown: Page, data: Any, field: str, title: str, ticks: Sequence[int],
     ]
     if limit is not None:
         line = alt.Chart(limit).encode(alt.Y("limit:Q"))
-        text = line.encode(text="text:N", x=alt.value(6))
-        halo = text.mark_text(align="left", dy=-8, stroke="var(--page)", strokeWidth=4)
-        layers += [line.mark_rule(strokeDash=[2, 3]), halo, text.mark_text(align="left", dy=-8)]
+        text = line.encode(text="text:N", x=alt.value("width"))
+        halo = text.mark_text(align="right", dy=-8, stroke="var(--page)", strokeWidth=4)
+        layers += [line.mark_rule(strokeDash=[2, 3]), halo, text.mark_text(align="right", dy=-8)]
     return alt.layer(*layers).properties(title=title, height=_HEIGHT)
 
 
