@@ -55,8 +55,9 @@ def legend_of(looks: Mapping[str, Look]) -> str:
             f'<path d="{shape}" fill="{color}" transform="scale(4.2)"/></svg>'
             f"{inline(name)}</button>"
         )
-    label = "Lines; press one to hide or show it"
-    group = f'<div class="legend" role="group" aria-label="{label}">{"".join(buttons)}</div>'
+    label = "Lines: a press hides or shows one, with Shift it alone"
+    marks = f'class="legend" role="group" aria-label="{label}" title="{label}"'
+    group = f"<div {marks}>{''.join(buttons)}</div>"
     return group if buttons else ""
 
 

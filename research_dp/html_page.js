@@ -73,7 +73,7 @@
     for (const [part, y] of axes) {
       if (scale || y.scale?.type === "log") y.scale = { ...y.scale, type: isLog ? "log" : "linear" };
       if (!isLog) continue;
-      y.scale.nice = false;
+      y.scale = { padding: 8, ...y.scale, nice: false };
       const value = `datum[${JSON.stringify(y.field)}]`;
       const positive = { calculate: `${value} > 0 ? ${value} : null`, as: y.field };
       part.transform = [...(part.transform ?? []), positive];
@@ -169,13 +169,17 @@
       return state.weight ? state.weight.toFixed(2) : "none";
     });
     listen(log, draw, ({ checked }) => { state.scale = checked ? "log" : "linear"; });
-    for (const button of form.querySelectorAll("button"))
-      button.addEventListener("click", () => {
-        const isHidden = state.hidden.delete(button.value);
-        if (!isHidden) state.hidden.add(button.value);
-        button.setAttribute("aria-pressed", String(isHidden));
-        ask(refill);
-      });
+    const buttons = [...form.querySelectorAll("button")];
+    function press({ currentTarget: { value }, shiftKey }) {
+      const others = buttons.map((button) => button.value).filter((name) => name !== value);
+      const isAlone = !state.hidden.has(value) && state.hidden.size === others.length;
+      if (shiftKey) state.hidden = new Set(isAlone ? [] : others);
+      else if (!state.hidden.delete(value)) state.hidden.add(value);
+      for (const button of buttons)
+        button.setAttribute("aria-pressed", String(!state.hidden.has(button.value)));
+      ask(refill);
+    }
+    for (const button of buttons) button.addEventListener("click", press);
     form.addEventListener("submit", (event) => event.preventDefault());
     form.hidden = !form.querySelector("input, button");
     return ask(draw);

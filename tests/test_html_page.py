@@ -167,6 +167,12 @@ def test_controls_work_by_keyboard(open_page, file):
     page.wait_for_timeout(300)
     assert button.get_attribute("aria-pressed") == "false"
     assert len(points(loss)) == 2 * 40 - 1
+    page.keyboard.press("Shift+Enter")  # it alone
+    page.wait_for_timeout(300)
+    assert len(points(loss)) == 40
+    page.keyboard.press("Shift+Enter")
+    page.wait_for_timeout(300)
+    assert len(points(loss)) == 3 * 40 - 1
     slider = page.get_by_label("Link speed")
     before = bars.locator(".mark-rect path").last.bounding_box()["width"]
     slider.focus()
@@ -181,7 +187,7 @@ def test_controls_work_by_keyboard(open_page, file):
 
 @pytest.mark.slow
 def test_what_is_folded_is_in_print_and_fits_the_screen_when_unfolded(open_page, file):
-    page = open_page(file)
+    page = open_page(file, scheme="dark")
     table_, chart = page.locator("details table"), page.locator("details .chart svg")
     assert not table_.is_visible()
     page.locator("summary").click()
@@ -190,6 +196,8 @@ def test_what_is_folded_is_in_print_and_fits_the_screen_when_unfolded(open_page,
     page.locator("summary").click()
     page.emulate_media(media="print")
     assert table_.is_visible()
+    ink = page.evaluate("getComputedStyle(document.body).color")
+    assert sum(map(int, re.findall(r"\d+", ink))) < 200  # on white paper
     assert page.pdf().startswith(b"%PDF")
     assert page.problems == []
     page.close()

@@ -123,7 +123,8 @@ def _chart(shown: Page, data: Any, field: str, title: str, ticks: Sequence[int],
         line = alt.Chart(limit).encode(alt.Y("limit:Q"))
         text = line.encode(text="text:N", x=alt.value("width"))
         halo = text.mark_text(align="right", dy=-8, stroke="var(--page)", strokeWidth=4)
-        layers += [line.mark_rule(strokeDash=[2, 3]), halo, text.mark_text(align="right", dy=-8)]
+        label = text.mark_text(align="right", dy=-8, color="var(--red)")
+        layers += [line.mark_rule(strokeDash=[2, 3], color="var(--red)"), halo, label]
     return alt.layer(*layers).properties(title=title, height=_HEIGHT)
 
 
