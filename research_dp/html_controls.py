@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from research_dp.html_text import inline
 
 _COLORS = 10  # html_page.css has as many, --series-0 and so on
-_DASHES = ((1, 0), (6, 3), (2, 2), (8, 3, 2, 3))  # of the first ten series, the next ten, ...
+# A dash without gaps, (1, 0), would be thousands of strokes in a PDF.
+_DASHES = ((), (6, 3), (2, 2), (8, 3, 2, 3))  # of the first ten series, the next ten, ...
 _SHAPES = (  # paths from -1 to 1
     "M-1,0A1,1,0,1,0,1,0A1,1,0,1,0,-1,0Z",
     "M-.9,-.9H.9V.9H-.9Z",
