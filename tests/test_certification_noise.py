@@ -44,8 +44,8 @@ def test_a_records_bound():
     made = hand_made(spread=[0.0] * 25 + [1e-3] * 15)
     before = made.allowed_record("loss", 0, 10)
     assert 0 < before < 1e-5, "the rounding of the figure alone"
-    assert made.allowed_record("loss", 10, 20) == pytest.approx(10 * 1e-3 * 5 / 30, rel=0.01)
-    assert made.allowed_record("loss", 30, 40) == pytest.approx(10 * 1e-3 * 15 / 20, rel=0.01)
+    assert made.allowed_record("loss", 10, 20) == pytest.approx(10 * 1e-3, rel=0.01)
+    assert made.allowed_record("loss", 30, 40) == pytest.approx(10 * 1e-3, rel=0.01)
     assert made.allowed_record("grad_norm", 30, 40) < 1e-5
     for first, last in ((5, 5), (30, 41), (-1, 3)):
         with pytest.raises(ValueError, match="of 40 measured"):
@@ -148,7 +148,7 @@ def test_finished_runs_of_digits(command, tmp_path, data_dir, monkeypatch):
             assert apart < allowed < norm, (one, other, path)
     for name in params:
         assert worst(name, "a bug", "loss") > 10
-        assert worst(name, "a bug", "grad_norm") > 10
+        assert worst(name, "a bug", "grad_norm") > 2
 
 
 def test_data_that_end_before_the_steps():

@@ -31,7 +31,7 @@ _FIGURES = {LOSS: "loss", NORM: "gradient norm"}  # scalars, with their kinds in
 _KEYS: dict[Metric, Key] = {"loss": LOSS, "grad_norm": NORM}
 _NOISY = 4  # trajectories beside the oracle's, in `measure`
 _LEAST_FACTOR = 2
-_MARGIN = 10  # steps before and after a record whose spread counts for it too
+_MARGIN = 10  # steps after a record whose spread counts for it too
 
 
 class NoisyTrajectories:
@@ -145,17 +145,16 @@ class Noise:
     def allowed_record(self, metric: Metric, first_step: int, last_step: int) -> float:
         """How far apart two runs' means over the steps first_step + 1 to last_step may be.
 
-        FACTOR times the steps' mean spread, and the rounding of the figure itself. Ten steps
-        before and after count too: noise grows a thousandfold within a few steps, and no two runs
-        at the same one. Averaging makes real means agree better than that.
+        FACTOR times the greatest spread so far, and the rounding of the figure itself. Ten steps
+        after count too: noise grows a thousandfold within a few steps, and no two runs at the same
+        one. Averaging makes real means agree better than that.
 
         Raises:
             ValueError: Steps that were not measured, or none.
         """
         if not 0 <= first_step < last_step <= self.steps:
             raise ValueError(f"steps {first_step + 1} to {last_step} of {self.steps} measured")
-        spread = getattr(self, f"{metric}_spread")[max(0, first_step - _MARGIN) :]
-        spread = spread[: last_step - first_step + min(first_step, _MARGIN) + _MARGIN].mean()
+        spread = getattr(self, f"{metric}_spread")[: last_step + _MARGIN].max()
         size = np.abs(getattr(self, metric)[first_step:last_step]).mean()
         floor = _floor(_KEYS[metric], np.float32, self.precision)
         return float(tolerances.FACTOR * spread + floor * size)
