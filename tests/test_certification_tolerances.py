@@ -5,8 +5,6 @@ import pytest
 
 from research_dp.certification import tolerances
 from research_dp.certification.tolerances import SIZE, Envelope
-from research_dp.commands import certify
-from research_dp.config.parser import Binding
 
 EPS = float(np.finfo(np.float32).eps)
 BF16 = 2.0**-7
@@ -70,9 +68,7 @@ def test_gradients_that_are_noise_are_not_judged():
 
 def test_the_dtype_of_an_optimizers_state_does_not_count():
     def precision(*names):
-        return certify.precision_of(
-            Binding("", *name.rpartition(".")[::2], "bfloat16", "here") for name in names
-        )
+        return tolerances.precision_of((name, "bfloat16") for name in names)
 
     assert precision() == precision("optax.adamw.mu_dtype") == EPS
     assert precision("transformer.dtype") == precision("gather_params.gather_dtype") == BF16

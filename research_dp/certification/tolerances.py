@@ -6,12 +6,13 @@ import collections
 import dataclasses
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
+from research_dp.argument_types import is_floating_dtype
 from research_dp.distributed.placement import fingerprint
 from research_dp.distributed.sharding import by_path
 
@@ -206,3 +207,20 @@ def first_difference(actual: PyTree, expected: PyTree) -> str | None:
     """Path of the first array whose dtype, shape or bits differ; None if all are the same."""
     a, b = ({path: fingerprint(x) for path, x in by_path(t).items()} for t in (actual, expected))
     return next((path for path in sorted(a | b) if a.get(path) != b.get(path)), None)
+
+
+def precision_of(bindings: Iterable[tuple[str, Any]]) -> float:
+    """Machine epsilon of the coarsest dtype that gradients may have before they are summed.
+
+    The dtype of compute counts as those on the wire do: each device rounds the gradient of its own
+    examples to it, the oracle that of all. The dtype of the optimizer's state does not count.
+    Bindings are pairs of name and value.
+    """
+    named = (x for name, x in bindings if names_dtype(name, x) and "optax." not in name)
+    return max(float(jnp.finfo(x).eps) for x in ("float32", *named))
+
+
+def names_dtype(name: str, value: Any) -> bool:
+    """Whether a binding gives a floating-point dtype to `dtype` or to `*_dtype`."""
+    is_named = name.lower().endswith("dtype") and isinstance(value, str)
+    return is_named and is_floating_dtype(value)

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar, NoReturn
 
-import jax.numpy as jnp
-
-from research_dp.argument_types import is_floating_dtype
 from research_dp.certification import certify, harness, quick
 from research_dp.certification.certificate import Certificate
+from research_dp.certification.tolerances import names_dtype, precision_of
 from research_dp.commands import runtime
 from research_dp.commands.flags import Command, check_writable, flag, switch, whole_number
-from research_dp.config import gin_internals, load, parser
+from research_dp.config import gin_internals, load
 from research_dp.console import Progress, Report, put
 from research_dp.distributed.mesh import refuse_several_processes
 from research_dp.errors import binding_error
 from research_dp.models import mlp
 from research_dp.strategies import StrategyConfig
 from research_dp.training.loop import configured
-from research_dp.types import TrainableModel
+from research_dp.types import DataSet, TrainableModel
 
 QUICK_APIS = ("linen", "nnx")
 
@@ -75,21 +73,26 @@ class Certify(Command):
         return result
 
     def _certify_run(self, config: load.Config, report: Report) -> Certificate:
-        strategy, spec, data = configured()
-        with gin_internals.kept():
-            is_file = self.against.endswith(".gin")
-            load.load([self.against if is_file else f"strategies/{self.against}.gin"])
-            oracle = gin_internals.value_of("train.strategy")
-        gathered = [b.value for b in config.used if b.parameter == "gather_dtype"]
-        bench = harness.Bench(
-            config=strategy,
-            against=oracle.resolve(spec),
-            spec=spec,
-            precision=precision_of(config.used),
-            gather_dtype=gathered[-1] if gathered else None,
-        )
-        dtypes = sorted({b.value for b in config.used if _names_dtype(b)})
+        bench, data = bench_of(config, self.against)
+        dtypes = sorted({b.value for b in config.used if names_dtype(b.name, b.value)})
         return certify.certify(bench, data, steps=self.steps, dtypes=dtypes, report=report)
+
+
+def bench_of(config: load.Config, against: str) -> tuple[harness.Bench, DataSet]:
+    """The bench of the run that is loaded, against a shipped strategy or a file; and its data."""
+    strategy, spec, data = configured()
+    with gin_internals.kept():
+        load.load([against if against.endswith(".gin") else f"strategies/{against}.gin"])
+        oracle = gin_internals.value_of("train.strategy")
+    gathered = [b.value for b in config.used if b.parameter == "gather_dtype"]
+    bench = harness.Bench(
+        config=strategy,
+        against=oracle.resolve(spec),
+        spec=spec,
+        precision=precision_of((b.name, b.value) for b in config.used),
+        gather_dtype=gathered[-1] if gathered else None,
+    )
+    return bench, data
 
 
 def quick_model(api: str) -> TrainableModel:
@@ -105,19 +108,3 @@ def _bound_strategy() -> StrategyConfig:
     itself = f" = @{name} is the function itself; @{name}() is what it returns."
     problem = itself if name else f" = {strategy!r}: give e.g. @data_parallel()."
     raise binding_error("train.strategy", problem)
-
-
-def precision_of(used: Iterable[parser.Binding]) -> float:
-    """Machine epsilon of the coarsest dtype that gradients may have before they are summed.
-
-    The dtype of compute counts as those on the wire do: each device rounds the gradient of its own
-    examples to it, the oracle that of all. The dtype of the optimizer's state does not count.
-    """
-    names = (b.value for b in used if _names_dtype(b) and not b.selector.startswith("optax."))
-    return max(float(jnp.finfo(x).eps) for x in ("float32", *names))
-
-
-def _names_dtype(b: parser.Binding) -> bool:
-    """Whether a binding gives a floating-point dtype to `dtype` or to `*_dtype`."""
-    is_named = b.parameter.lower().endswith("dtype") and isinstance(b.value, str)
-    return is_named and is_floating_dtype(b.value)

@@ -29,8 +29,8 @@ def flag(text: str, metavar: str = "", name: str = "", default: Any = None, **se
     return dataclasses.field(**factory, metadata={"name": name, **settings})
 
 
-switch = functools.partial(flag, default=False, action="store_true")
-texts = functools.partial(flag, default=list, action="append")
+switch: Callable[..., Any] = functools.partial(flag, default=False, action="store_true")
+texts: Callable[..., Any] = functools.partial(flag, default=list, action="append")
 
 
 def whole_number(text: str, least: int = 1) -> int:
@@ -128,7 +128,10 @@ class Command:
                 settings = {"dest": field.name, **field.metadata}
                 if field.default not in (None, False, "", dataclasses.MISSING):
                     settings["help"] += f" (default: {field.default})"
-                parser.add_argument(settings.pop("name") or f"--{field.name}", **settings)
+                name = settings.pop("name") or f"--{field.name}"
+                if name == field.name:  # no flag, but words
+                    del settings["dest"]
+                parser.add_argument(name, **settings)
         parser.parse_args(_rewritten(argv, self.rewritten), self)
         self.check(parser.error)
         return self

@@ -85,7 +85,7 @@ class Plan(Command):
         check_writable("--html", html_file)
         candidates = plan_candidates.of(self.strategies.split(","))
         self.strict = plan_candidates.check(self, candidates)
-        where = self.where = self._topology()
+        where = self.where = find_topology(self.topology, self.cpu_devices, self.measure)
         self.dump = None if self.dump_hlo is None else Path(self.dump_hlo).expanduser()
         if self.dump:
             with usage_error(f"--dump_hlo={self.dump_hlo} cannot be made"):
@@ -124,21 +124,6 @@ class Plan(Command):
             problems = dict.fromkeys(f"{row.strategy}: {row.problem}" for row in rows)
             raise UsageError("\nerror: ".join(problems))
         return rows, budgets
-
-    def _topology(self) -> topologies.Topology:
-        """The devices, for which JAX is set up."""
-        name = self.topology
-        simulated = re.fullmatch(r"cpu:(\d+)", name)
-        if simulated or name == "here":
-            count = int(simulated[1]) if simulated else 0
-            runtime.set_up_devices(self.cpu_devices or count or None)
-        elif self.cpu_devices:
-            raise UsageError(
-                "--cpu_devices splits this machine's CPU: use it with --topology=here."
-            )
-        elif self.measure:
-            raise UsageError("--measure needs devices that are present: --topology=here, or cpu:N.")
-        return topologies.of(jax.devices()) if name == "here" else topologies.topology(name)
 
     def others(self, candidates: Sequence[Candidate], rows: Sequence[Row]) -> list[Row]:
         """Variants of the fastest: other options, and the largest batch that fits.
@@ -231,25 +216,56 @@ class Plan(Command):
         where: topologies.Topology | None = None,
     ) -> T | Row:
         """The result of a function of a candidate's strategy and run, or the row of a refusal."""
-        result: list[T] = []
-        self.config = None
-        try:
-            is_strict = self.strict.get(candidate.name, False)
-            self.load(candidate.files, candidate.bindings, allow_unused=not is_strict)
-            with planning_for((where or self.where).devices):
-                train(inspect=lambda strategy, spec: result.append(function(strategy, spec)))
-            return result[0]
-        except UsageError as error:
-            place = self.config and error.binding and self.config.origin(error.binding)
-            reason = message_of(error) + (f" Bound in {place}" if place else "")
-        except _UNBUILDABLE as error:
-            # JAX may refuse devices that suit other strategies, whose rows are not lost for that.
-            if exit_status.is_of_users_code(error) or load.missing_binding(error):
-                raise
-            reason = f"{type(error).__name__}: {first_line(error)}"
-        finally:
-            jax.clear_caches()
-        return Row.refused(candidate.name or "the run", UsageError(reason))
+        is_strict = self.strict.get(candidate.name, False)
+        load_it = functools.partial(
+            self.load, candidate.files, candidate.bindings, allow_unused=not is_strict
+        )
+        devices = (where or self.where).devices
+        return built_under(self, load_it, candidate.name or "the run", devices, function)
+
+
+def find_topology(name: str, cpu_devices: int | None, measure: bool) -> topologies.Topology:
+    """The devices of `--topology`, for which JAX is set up."""
+    simulated = re.fullmatch(r"cpu:(\d+)", name)
+    if simulated or name == "here":
+        count = int(simulated[1]) if simulated else 0
+        runtime.set_up_devices(cpu_devices or count or None)
+    elif cpu_devices:
+        raise UsageError("--cpu_devices splits this machine's CPU: use it with --topology=here.")
+    elif measure:
+        raise UsageError("--measure needs devices that are present: --topology=here, or cpu:N.")
+    return topologies.of(jax.devices()) if name == "here" else topologies.topology(name)
+
+
+def built_under(
+    command: Command,
+    load_it: Callable[[], Config],
+    name: str,
+    devices: Sequence[Any],
+    function: Callable[[StrategyConfig, TrainSpec], T],
+) -> T | Row:
+    """The result of a function of the strategy and run that a command loads, for some devices.
+
+    It is the row of a refusal, by this name, if they cannot be built.
+    """
+    result: list[T] = []
+    command.config = None
+    try:
+        load_it()
+        with planning_for(devices):
+            train(inspect=lambda strategy, spec: result.append(function(strategy, spec)))
+        return result[0]
+    except UsageError as error:
+        place = command.config and error.binding and command.config.origin(error.binding)
+        reason = message_of(error) + (f" Bound in {place}" if place else "")
+    except _UNBUILDABLE as error:
+        # JAX may refuse devices that suit other strategies, whose rows are not lost for that.
+        if exit_status.is_of_users_code(error) or load.missing_binding(error):
+            raise
+        reason = f"{type(error).__name__}: {first_line(error)}"
+    finally:
+        jax.clear_caches()
+    return Row.refused(name, UsageError(reason))
 
 
 def _exceeded(

@@ -30,7 +30,7 @@ class Choice(NamedTuple):
 
     of: str  # what is varied: the head of its column
     label: str  # in the table and in the folder's name
-    file: str = ""
+    files: tuple[str, ...] = ()
     binding: str = ""
 
 
@@ -45,7 +45,7 @@ class Member:
 
     def __post_init__(self) -> None:
         self.label = " ".join(choice.label for choice in self.choices) or "the only run"
-        self.files = [choice.file for choice in self.choices if choice.file]
+        self.files = [file for choice in self.choices for file in choice.files]
         self.bindings = [choice.binding for choice in self.choices if choice.binding]
 
 
@@ -78,14 +78,22 @@ class Sweep(flags.RunCommand):
 
         The exit status is 1 when one failed or was refused, 2 when all were refused.
         """
-        dimensions = [
+        with contextlib.nullcontext() if self.dry_run else streams.dispensable():
+            return self.run_all(self.members(self.dimensions()))
+
+    def dimensions(self) -> list[list[Choice]]:
+        """The choices of each thing that is varied."""
+        return [
             binding_choices(name, text) if name else file_choices(number, text)
             for number, (name, text) in enumerate(self.varied)
         ]
-        with contextlib.nullcontext() if self.dry_run else streams.dispensable():
-            return self._run_all(members(Path(self.workdir or ".").expanduser(), dimensions))
 
-    def _run_all(self, runs: Sequence[Member]) -> int:
+    def members(self, dimensions: Sequence[Sequence[Choice]]) -> list[Member]:
+        """The runs of all combinations, in the workdir."""
+        return members(Path(self.workdir or ".").expanduser(), dimensions)
+
+    def run_all(self, runs: Sequence[Member]) -> int:
+        """Checks, then trains what is missing, and prints a table; returns the exit status."""
         for member in runs:
             try:
                 with gin_internals.kept():
@@ -149,7 +157,8 @@ def file_choices(number: int, text: str) -> list[Choice]:
     labels = stems if len(set(stems)) == len(stems) else map(_for_path, names)
     folder = Path(next(filter(None, names), "")).parent.name or f"file {number + 1}"
     return [
-        Choice(folder, label or "none", name) for name, label in zip(names, labels, strict=True)
+        Choice(folder, label or "none", (name,) if name else ())
+        for name, label in zip(names, labels, strict=True)
     ]
 
 
