@@ -15,7 +15,7 @@ from test_strategies import recipe
 from research_dp.errors import UsageError
 from research_dp.strategies import TrainSpec
 from research_dp.strategies.engines import compiled
-from research_dp.training import metrics
+from research_dp.training import dispatch, metrics
 from research_dp.training.learning_rate import LearningRate, remembering_rate
 from research_dp.training.loop import train
 from research_dp.types import MEASURED, LossOutput
@@ -180,3 +180,32 @@ def test_a_metric_of_the_model_with_a_measured_name_is_refused(name):
     spec = TrainSpec(model=model, optimizer=optax.sgd(1.0), example=example, batch_size=4)
     with pytest.raises(UsageError, match=f"its metric '{name}' has the name of one"):
         recipe("single").build(spec)
+
+
+@pytest.mark.parametrize(
+    ("idle_since", "waited"), [(None, 0.0), (1.0, 4.0), (8.5, 1.5), (20.0, 0.0)]
+)
+def test_only_what_idle_devices_wait_for_a_batch_counts(monkeypatch, idle_since, waited):
+    """Devices that end just before the batch is there did not wait for all of it."""
+    monkeypatch.setattr("time.perf_counter", lambda: 10.0)
+    clock = metrics.Throughput(8)
+    clock.start()
+    clock.spend_on_batch(6.0, idle_since)
+    parts = clock.seconds["data_wait"], clock.seconds["device_wait"]
+    assert parts == (waited, 4.0 - waited)
+
+
+def test_the_end_of_the_newest_program_is_noted_while_the_host_is_busy():
+    programs, before = dispatch.InFlight(), time.perf_counter()
+    assert programs.idle_since() == 0.0
+    programs.add({"loss": jax.numpy.zeros(()) + 1})
+    time.sleep(0.2)  # in which a batch is read
+    assert before < programs.idle_since() < time.perf_counter() - 0.05
+    programs.close()
+
+
+def test_a_rate_that_is_an_array_is_not_known():
+    """Optax takes what broadcasts, and so did runs."""
+    for rate in (np.full(3, 0.1), lambda step: jax.numpy.full((1,), 1e-3)):
+        optimizer = remembering_rate(optax.sgd)(rate)
+        assert LearningRate(optimizer, optimizer.init(np.zeros(3))).after(1) is None

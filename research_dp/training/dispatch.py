@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import collections
+import contextlib
+import queue
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -17,10 +21,39 @@ class InFlight:
 
     def __init__(self) -> None:
         self._programs: collections.deque[tuple[Any, Callable[[], None]]] = collections.deque()
+        self._newest: Any = None
+        self._ended: tuple[Any, float] = (None, 0.0)  # results, and when they were there
+        self._watched: queue.SimpleQueue[Any] | None = None
 
     def add(self, results: Any, on_done: Callable[[], None] = lambda: None) -> None:
         """Adds a program by its results; `on_done` is called once they are there."""
         self._programs.append((results, on_done))
+        if self._watched is not None:
+            self._newest = results
+            self._watched.put(results)
+
+    def idle_since(self) -> float | None:
+        """When the newest program ended, as `time.perf_counter()`; None: it is still running.
+
+        Only programs that are added after the first call are known to it.
+        """
+        if self._watched is None:
+            self._watched = queue.SimpleQueue()
+            threading.Thread(target=self._watch, args=(self._watched,), daemon=True).start()
+        results, at = self._ended
+        return at if results is self._newest else None
+
+    def close(self) -> None:
+        """Ends the thread that notes when programs end."""
+        if self._watched is not None:
+            self._watched.put(None)
+
+    def _watch(self, watched: queue.SimpleQueue[Any]) -> None:
+        """Notes when programs end: a thread, for this process may read a batch meanwhile."""
+        while (results := watched.get()) is not None:
+            with contextlib.suppress(Exception):  # `wait` meets it too, and raises it
+                jax.block_until_ready(results)
+            self._ended = results, time.perf_counter()
 
     def wait_for_room(self) -> None:
         """Waits until another one may be dispatched: two keep an accelerator busy.

@@ -38,7 +38,8 @@ class LearningRate:
 
     def __init__(self, optimizer: optax.GradientTransformation, abstract_opt_state: Any):
         self._is_injected = _injected(abstract_opt_state) is not None
-        self._rate = getattr(optimizer.update, _RATE, None)
+        rate = getattr(optimizer.update, _RATE, None)
+        self._rate: Any = rate if _is_scalar(rate) else None
         if callable(self._rate):
             self._rate = _on_host(self._rate)
             self._rate(0)  # it is compiled here, not while steps are timed
@@ -52,6 +53,12 @@ class LearningRate:
         """The rate of the newest of so many updates; None: not known."""
         rate = self._rate(max(updates - 1, 0)) if callable(self._rate) else self._rate
         return None if rate is None else float(rate)
+
+
+def _is_scalar(rate: Any) -> bool:
+    """Whether a rate, or what a schedule gives, is one number: Optax takes arrays too."""
+    step = jax.ShapeDtypeStruct((), np.int32)
+    return np.shape(jax.eval_shape(rate, step) if callable(rate) else rate) == ()
 
 
 def _injected(opt_state: Any) -> Any:

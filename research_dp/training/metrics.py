@@ -74,6 +74,17 @@ class Throughput:
         if self._running_since is not None or part in _PAUSES:
             self.seconds[part] += time.perf_counter() - since
 
+    def spend_on_batch(self, since: float, idle_since: float | None) -> None:
+        """Adds the time since `since`, in which a batch was read, to the part that it is of.
+
+        The devices ended at `idle_since`, or are still busy (None): then they did not wait for it.
+        """
+        now = time.perf_counter()
+        idle_from = now if idle_since is None else min(max(since, idle_since), now)
+        if self._running_since is not None:
+            self.seconds["data_wait"] += now - idle_from
+            self.seconds["device_wait"] += idle_from - since
+
     def wait(self, wait: Callable[..., Any], *args: Any, part: str = "device_wait") -> None:
         """Calls a function that waits, and adds its time to a part."""
         since = time.perf_counter()

@@ -113,6 +113,7 @@ class Trainer:
     def close(self) -> None:
         self.recorder.closing()
         self._console.close()
+        self._in_flight.close()
         self._metrics.close()
 
     def _begin(self) -> None:
@@ -157,9 +158,7 @@ class Trainer:
         for batch in placed_train_batches(
             self.strategy, self.data, *steps, self._in_flight.is_busy
         ):
-            # Devices that are still busy have not waited for the batch.
-            waited = "device_wait" if self._in_flight.is_busy() else "data_wait"
-            self._throughput.spend(waited, since)
+            self._throughput.spend_on_batch(since, self._in_flight.idle_since())
             # Placing the next batch overlapped with the steps in flight, which end now.
             is_first = self._step == self._first_step
             self.recorder.note("compile" if is_first else "step", self._step + 1)
