@@ -163,6 +163,14 @@ class DataIdentity:
         return next((one for one in differences if one[1] != one[2]), None)
 
 
+class Bound(NamedTuple):
+    """A binding that takes effect: its value as text, and where it is."""
+
+    value: str
+    place: str | None  # e.g. 'runs/digits.gin:5', '--gin.train.seed'; None: not known
+    of_strategy: bool | None  # whether only `train.strategy` leads to it; None: not known
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataSet:
     """Training and evaluation batches. Its fields are known before the data is there."""

@@ -29,6 +29,7 @@ from research_dp.training import input_checks, resume, workdir
 from research_dp.training.manifest import Manifest, Progress, origin
 from research_dp.training.resume import changes
 from research_dp.types import (
+    Bound,
     DataIdentity,
     DataSet,
     EvalOrder,
@@ -401,7 +402,7 @@ def test_every_binding_that_changed_is_told_with_both_values_and_its_place():
     new = config(*same, "A = 4", "x/optax.adam.b1 = 0.5", f"tfds_data.name = {values!r}")
     before = {"config": old, "devices": 4, "processes": 1, "versions": {"jax": "1"}}
     now = {"config": new, "devices": 8, "processes": 1, "versions": {"jax": "2"}}
-    found = changes(before, now, {"A": "mine.gin:3"}.get)
+    found = changes(before, now, {"A": Bound("4", "mine.gin:3", False)})
     assert [line for line in found if not line.startswith("tfds_data")] == [
         "A: 3 -> 4  (mine.gin:3)",
         "x/adam.b1: unbound -> 0.5",

@@ -14,7 +14,7 @@ import tiny_run
 from conftest import ROOT
 from test_workdir_injuries import tree
 
-from research_dp.training import files, flight_recorder
+from research_dp.training import files, flight_recorder, run_status
 from research_dp.training.flight_recorder import Recorder
 from research_dp.training.run_status import status_of
 from research_dp.training.workdir import in_use, locked_workdir
@@ -95,7 +95,7 @@ def test_a_reader_does_not_take_another_for_a_run_and_a_run_waits_for_a_reader(r
 def test_a_run_that_a_signal_stopped_is_told_from_one_that_died(run):
     summary = json.loads((run / files.SUMMARY).read_text())
     (run / files.SUMMARY).unlink()
-    assert status_of(run) == ("stopped", 6, "stopped by a signal at step 6 of 6, saved")
+    assert status_of(run) == ("died", 6, "ended at step 6, but has no summary.json of it")
     notes(run, (3, "data"))
     assert status_of(run) == ("died", 3, "died at step 3 of 6, phase data")
     notes(run, (4, "step"), (3, "eval"))
@@ -137,3 +137,10 @@ def test_a_fifo_or_rubbish_blocks_no_reader(run, what):
     path.unlink()
     path.write_bytes(b"\xff\x00{[")
     assert status_of(run).state in ("done", "stopped", "died", "no run")
+
+
+def test_a_run_that_starts_while_its_files_are_read_is_running(run, monkeypatch):
+    (run / files.SUMMARY).unlink()
+    holders = iter([None, "process 1 on host"])
+    monkeypatch.setattr(run_status, "in_use", lambda folder: next(holders))
+    assert status_of(run).state == "running"

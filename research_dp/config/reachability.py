@@ -8,7 +8,7 @@ from typing import Any
 
 from research_dp.config import gin_internals
 from research_dp.config.parser import MACRO, Binding, Key, Macro, references
-from research_dp.training.run_facts import Bound
+from research_dp.types import Bound
 
 Call = tuple[tuple[str, ...], str]  # scopes, full name of the function
 ROOT = "research_dp.training.loop.train"

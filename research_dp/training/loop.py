@@ -27,11 +27,11 @@ from research_dp.training.nonfinite import OnNonfinite
 from research_dp.training.preemption import STOPPED
 from research_dp.training.preflight import preflight
 from research_dp.training.progress_bar import say
-from research_dp.training.run_facts import Bound, RunFacts
+from research_dp.training.run_facts import RunFacts
 from research_dp.training.trainer import Trainer
 from research_dp.training.watchdog import monitored
 from research_dp.training.workdir import locked_workdir
-from research_dp.types import DataSet, TrainableModel
+from research_dp.types import Bound, DataSet, TrainableModel
 
 DONE = 0
 

@@ -13,8 +13,8 @@ from research_dp.errors import UsageError
 from research_dp.strategies import TrainSpec
 from research_dp.training import files
 from research_dp.training.manifest import Manifest
-from research_dp.training.run_facts import Bound, bindings_in
-from research_dp.types import DataIdentity, DataSet
+from research_dp.training.run_facts import bindings_in
+from research_dp.types import Bound, DataIdentity, DataSet
 
 
 def check_resumable(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import gzip
 import json
 import re
@@ -11,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import gin
 import jax
@@ -23,19 +24,13 @@ from research_dp.training import files
 from research_dp.training.manifest import origin
 from research_dp.training.progress_bar import say
 from research_dp.training.sharding_table import sizes_by_part
+from research_dp.types import Bound
 
 FORMAT = 1
 _GIT_SECONDS = 10.0
+_MOST_COMMAND = 2_000  # characters: `python -c` has its code in them
 # A binding of gin's own dump; its value may continue on indented lines.
 _BINDING = re.compile(r"^([^#\s][^\s=]*) = (.*(?:\n[ \t].*)*)", re.MULTILINE)
-
-
-class Bound(NamedTuple):
-    """A binding that takes effect: its value as text, and where it is."""
-
-    value: str
-    place: str | None  # e.g. 'runs/digits.gin:5', '--gin.train.seed'; None: not known
-    of_strategy: bool | None  # whether only `train.strategy` leads to it; None: not known
 
 
 class RunFacts:
@@ -87,13 +82,11 @@ class RunFacts:
             if jax.process_index() != 0:
                 return
             sizes = ProgramMemory.of(program)._asdict()
-            text = program.as_text()
+            files.replace(path, gzip.compress(program.as_text().encode(), 6, mtime=0))
         except Exception as error:  # compilers raise many types, and the run needs none of this
             problem = f"{type(error).__name__}: {first_line(error)}"
         if jax.process_index() == 0:
-            if problem is None:
-                files.replace(path, gzip.compress(text.encode(), 6, mtime=0))
-            else:
+            if problem is not None:
                 sizes["problem"] = problem
                 path.unlink(missing_ok=True)  # it would be the program of an earlier start
             self._facts["program"] = sizes
@@ -120,15 +113,24 @@ class RunFacts:
 def bindings_in(dump: str) -> dict[str, str]:
     """Name -> value, on one line, of the bindings in gin's own dump of a configuration."""
     found = _BINDING.findall(dump)
-    return {name: " ".join(value.removeprefix("\\").split()) for name, value in found}
+    return {name: _on_one_line(value) for name, value in found}
+
+
+def _on_one_line(value: str) -> str:
+    """A value as `repr` writes it, where it is a literal: gin's dump wraps long ones."""
+    text = value.removeprefix("\\").strip()
+    try:
+        return repr(ast.literal_eval(f"({text})"))
+    except (ValueError, SyntaxError):  # a reference or a macro
+        return " ".join(text.split())
 
 
 def _start(step: int) -> dict[str, Any]:
     device = jax.devices()[0]
-    program, *arguments = sys.orig_argv
+    program, *arguments = sys.orig_argv or [""]  # Python inside another program has none
     return origin(
         step=step,
-        command=shlex.join([Path(program).name, *arguments]),
+        command=shlex.join([Path(program).name, *arguments])[:_MOST_COMMAND],
         commit=_commit(),
         platform=device.platform,
         device_kind=device.device_kind,

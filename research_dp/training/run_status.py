@@ -33,16 +33,20 @@ def status_of(folder: Path) -> Status:
     last = _num_steps(config) if config.is_file() else None
     if holder:
         return _running(note, last)
+    done = _step_of_summary(folder / files.SUMMARY)
+    if config.is_file() and done is not None and _is_of_the_end(done, last, note):
+        return Status("done", done, f"done, step {done}")
+    if in_use(folder):  # it began while its files were read
+        return _running(None, last)
     if not config.is_file():
         where = f"; a start of it died in phase {note.phase}" if note else ""
         return _no_run(f"it has no {files.CONFIG}{where}")
-    done = _step_of_summary(folder / files.SUMMARY)
-    if done is not None and _is_of_the_end(done, last, note):
-        return Status("done", done, f"done, step {done}")
     of = f" of {last}" if last is not None else ""
     if note is None:
         missing = f"no {files.SUMMARY} of its last step, and no notes in {files.FLIGHT}/"
         return Status("died", None, f"died, nobody knows where: it has {missing}")
+    if all(note.phase == "end" for note in notes) and note.step == last:
+        return Status("died", note.step, f"ended at step {last}, but has no {files.SUMMARY} of it")
     if all(note.phase == "end" for note in notes):
         return Status("stopped", note.step, f"stopped by a signal at step {note.step}{of}, saved")
     who = f": process {note.process} was behind" if len(notes) > 1 else ""
