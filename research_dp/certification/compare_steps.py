@@ -20,8 +20,8 @@ from research_dp.strategies.strategy import init_key
 from research_dp.types import DataSet, EvalOrder
 
 SAMPLES, MORE_SAMPLES = 3, 16  # oracle steps with other rounding: always, and in doubt
-_NOISY = 2  # trajectories of the oracle with other rounding
 Axes = tuple[str, ...]
+_NOISY = 2  # trajectories of the oracle with other rounding
 _CAUSES_FIRST = (
     *("items counted", "gradient", SIZE, "gradient norm", "loss", "model state", "parameter"),
     *("optimizer state", "loss scale"),

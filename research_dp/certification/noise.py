@@ -99,9 +99,9 @@ class Spread:
     def factor(self, key: Key) -> float:
         """From the greatest of the distances to a bound: FACTOR, or less where all are alike.
 
-        Distances of all pairs that are alike are sums of many random numbers, and so is the next.
-        Five arrays that differ along one direction cannot have them: the greatest is four times
-        the least, or more.
+        Where many roundings add up, all pairs are about equally far apart, and so is the next one.
+        Where one rounding dominates, the greatest of ten distances is at least four times the
+        least.
         """
         least, greatest = min(self._distances[key]), max(self._distances[key])
         alike = (greatest / least) ** 2 if least else np.inf
@@ -124,11 +124,10 @@ def _norm(x: Any) -> float:
 class Noise:
     """How far apart two runs may be that differ in rounding alone, as `measure` finds it.
 
-    Each run is one more trajectory with roundings of its own, as the oracle is too. So distances
-    of pairs of trajectories, the oracle's among them, are samples of the distance of two runs: no
-    factor for "two runs" is due, as it would be for distances from exact results. The bound is
-    FACTOR times the greatest of ten such distances, or less where all ten are alike. That they are
-    by chance as small as that happens once in 10,000 times, where the noise is one random number.
+    Each run is one more trajectory with its own roundings, as the oracle is. So the distances of
+    pairs of trajectories are samples of the distance of two runs. The bound is FACTOR times the
+    greatest of ten such distances, or less where all ten are alike. If the noise is one normal
+    variable, its five samples are that close together once in 10,000 measurements.
     """
 
     loss: np.ndarray  # of the oracle at each step, float64[steps]
