@@ -126,9 +126,20 @@ def topology(name: str) -> Topology:
             f"topology {name!r}: {len(devices)} CPU devices are present; --cpu_devices={count} "
             "makes as many."
         )
-    raise UsageError(
-        f"topology {name!r} is not known; give e.g. {EXAMPLES}. Devices: {', '.join(known)}."
-    )
+    raise _unknown(name)
+
+
+def check_name(name: str) -> None:
+    """Raises UsageError if a name has the form of no devices, without asking for any."""
+    form = r"(\w+):\d+x\d+|(?:\d+x)?(v\d\w+)-\d+(?:x\d+)*|(cpu):\d+|(here)"
+    match = re.fullmatch(form, name)
+    if match is None or not {*filter(None, match.groups())} <= {"here", *chips()}:
+        raise _unknown(name)
+
+
+def _unknown(name: str) -> UsageError:
+    devices = ", ".join(chips())
+    return UsageError(f"topology {name!r} is not known; give e.g. {EXAMPLES}. Devices: {devices}.")
 
 
 def of(devices: Sequence[jax.Device]) -> Topology:

@@ -75,6 +75,16 @@ COMMANDS = {
             f"{_RUN} --vary.train.seed=0,1,2 --workdir=runs/seeds",
         ),
     ),
+    "compare": Entry(
+        "commands.compare:Compare",
+        "compares runs: what differs in their configurations, numbers, bytes, memory and times",
+        (
+            "runs/sweep/ddp runs/sweep/fsdp --html=compared.html",
+            f"{_RUN} --strategies=single,ddp,zero1,fsdp --steps=200 --workdir=runs/compared",
+        ),
+        "Folders may be of runs that go on. With --strategies what is missing is trained first. "
+        "The exit status is 1 if a run died, or something differs that is not of the strategy.",
+    ),
     "evaluate": Entry(
         "commands.evaluate:Evaluate",
         "evaluates a checkpoint of a run, on any number of devices",
@@ -141,7 +151,7 @@ def main_of(name: str) -> Callable[[list[str]], int]:
     def main(argv: list[str]) -> int:
         words = ["--list", *argv] if name == "list" else argv
         module, _, function = COMMANDS[name].target.partition(":")
-        with _interruptible():
+        with interruptible():
             if function == "main":
                 body = importlib.import_module(f"research_dp.{module}").main
             else:
@@ -153,7 +163,7 @@ def main_of(name: str) -> Callable[[list[str]], int]:
 
 
 @contextlib.contextmanager
-def _interruptible() -> Iterator[None]:
+def interruptible() -> Iterator[None]:
     """Leaves at once at SIGINT: an extension that is being imported makes another error of it."""
 
     def leave(*_: object) -> None:
