@@ -25,10 +25,12 @@ ALLOWED = {
     "planning": {*GROUND, "analysis", "planning"},
     "certification": {*GROUND, "analysis", "training", "certification"},
 }
+ALLOWED["comparison"] = ALLOWED["planning"] | ALLOWED["certification"] | {"comparison"}
 ALLOWED["config"] = {*ALLOWED, "config"}
 SHARED = {"types", "errors", "console", "terminal", "argument_checks", "argument_types"}
 SHARED |= {"html_page", "html_controls", "html_text"}
-DOORWAYS = {"train", "plan", "certify", "conform", "sweep", "checkpoints", "launch", "__main__"}
+DOORWAYS = {"train", "plan", "certify", "compare", "conform", "sweep", "checkpoints", "launch"}
+DOORWAYS.add("__main__")
 CORE = {"jax", "flax", "optax", "gin", "numpy"}
 FILES = sorted(PACKAGE.rglob("*.py"))
 

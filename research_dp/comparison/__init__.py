@@ -1,0 +1,1 @@
+"""Comparison: runs side by side; what differs in their configurations, numbers and costs."""

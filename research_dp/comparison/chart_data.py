@@ -1,0 +1,81 @@
+"""Records of runs as columns, for charts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from research_dp.comparison.runs import Run
+
+AXES = ("run", "step", "sent", "seconds")
+_MOST_POINTS = 30_000  # of all curves together, so that a page stays small
+_LEAST_POINTS = 40  # of each curve
+
+
+def curves(runs: Sequence[Run], split: str) -> dict[str, list[Any]]:
+    """The records of all runs as columns, thinned out where they are too many."""
+    most = max(_LEAST_POINTS, _MOST_POINTS // max(1, len(runs)))
+    known = {name for run in runs for name in run.records.get(split, {})}
+    names: list[str] = [x for x in ("loss", "grad_norm", "learning_rate") if x in known]
+    if split == "eval":
+        names = sorted(known - {"step", "eval_seconds"})
+    columns: dict[str, list[Any]] = {x: [] for x in (*AXES, *names)}
+    for run in runs:
+        steps = run.column(split, "step")
+        found = [c for name in names if len(c := run.column(split, name))]
+        kept = _thinned(found, len(steps), most) if len(steps) > most else slice(None)
+        sent = run.wire.total / 1e9 if run.wire else np.nan
+        columns["run"] += [run.name] * len(steps[kept])
+        columns["step"] += steps[kept].astype(int).tolist()
+        columns["sent"] += (steps[kept] * sent).tolist()
+        columns["seconds"] += _seconds_at(run, steps)[kept].tolist()
+        for name in names:
+            column = run.column(split, name)
+            column = column if len(column) else np.full(len(steps), np.nan)
+            columns[name] += column[kept].tolist()
+    return columns
+
+
+def _thinned(columns: Sequence[np.ndarray], count: int, most: int) -> np.ndarray:
+    """Places of at most so many records: extremes of each column in equal parts, and the ends."""
+    parts = np.array_split(np.arange(count), max(1, (most - 2) // (2 * max(1, len(columns)))))
+    places = [0, count - 1]
+    for values in columns:
+        known = np.isfinite(values)
+        finite = np.where(known, values, values[known].max(initial=0))
+        places += [
+            part[choose(finite[part])] for part in parts for choose in (np.argmin, np.argmax)
+        ]
+    return np.unique(places)
+
+
+def _seconds_at(run: Run, steps: np.ndarray) -> np.ndarray:
+    """The seconds of training steps until these steps, from the rates of the training records."""
+    at, rates = run.column("train", "step"), run.column("train", "steps_per_second")
+    if not len(rates) or np.isnan(rates).all():
+        return np.full(len(steps), np.nan)
+    rates = np.where(np.isnan(rates), np.nanmean(rates), rates)
+    elapsed = np.cumsum(np.diff(at, prepend=0) / rates)
+    return np.interp(steps, np.concatenate([[0], at]), np.concatenate([[0], elapsed]))
+
+
+def front(runs: Sequence[Run]) -> tuple[dict[str, list[Any]], str]:
+    """Bytes sent and last loss of each run, by bytes; whether none has less of both; which loss."""
+    sent = {run.name: run.gigabytes_sent for run in runs if run.gigabytes_sent is not None}
+    known = [run for run in runs if run.name in sent]
+    has_eval = all(run.last("eval", "loss") is not None for run in known)
+    split = "eval" if has_eval else "train"
+    losses = {run.name: loss for run in known if (loss := run.last(split, "loss")) is not None}
+    columns: dict[str, list[Any]] = {"run": [], "sent": [], "loss": [], "best": []}
+    best = (np.inf, np.inf)  # loss, bytes
+    for name in sorted(losses, key=lambda name: (sent[name], losses[name])):
+        point = losses[name], sent[name]
+        if losses[name] < best[0]:
+            best = point
+        columns["run"].append(name)
+        columns["sent"].append(sent[name])
+        columns["loss"].append(losses[name])
+        columns["best"].append(int(point == best))
+    return columns, "evaluation loss" if has_eval else "training loss"
