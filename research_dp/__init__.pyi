@@ -1,5 +1,6 @@
 """The public names and their modules: for type checkers, and for `lazy_loader`."""
 
+from .commands.compare import compare
 from .commands.evaluate import evaluate
 from .commands.functions import DryRun, certify, dry_run, plan, strategy
 from .commands.run import run
@@ -90,8 +91,8 @@ __all__ = [
     "ShardDecision", "ShardingRow", "Strategy", "StrategyConfig", "TrainOrder", "TrainSpec",
     "TrainState", "TrainableModel", "UsageError", "accumulate_gradients", "all_mean",
     "all_mean_tree", "apply_gradients", "certify", "choose_dim", "clip_by_global_norm",
-    "clip_by_global_norm_sharded", "compiled", "create_data_parallel_sharding", "data_parallel",
-    "data_parallel_rules", "data_parallel_train_step", "dim_by_path", "dry_run",
+    "clip_by_global_norm_sharded", "compare", "compiled", "create_data_parallel_sharding",
+    "data_parallel", "data_parallel_rules", "data_parallel_train_step", "dim_by_path", "dry_run",
     "eval_metrics", "evaluate", "export", "from_arrays", "from_linen", "from_nnx",
     "from_source", "fsdp_apply_gradients", "fsdp_update", "gather_array_with_mean_grads",
     "gather_params", "gather_tree", "global_norm", "infer_sharding",

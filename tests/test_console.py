@@ -12,6 +12,7 @@ import types
 from pathlib import Path
 
 import decoder
+import numpy as np
 import pytest
 from conftest import ROOT
 from rich.console import Console
@@ -25,11 +26,16 @@ from research_dp.analysis.topologies import topology
 from research_dp.certification.certificate import Certificate, StepRecord
 from research_dp.certification.tolerances import Difference, Gap
 from research_dp.commands import dry_run, sweep
+from research_dp.comparison import runs
+from research_dp.comparison.comparison import Comparison
+from research_dp.comparison.settings import Setting
+from research_dp.comparison.verdicts import Verdict
 from research_dp.planning import tables
 from research_dp.planning.row import CollectiveTotal, Row
 from research_dp.training import sharding_table
 from research_dp.training.checkpoint_files import Row as Checkpoint
 from research_dp.training.progress_bar import ProgressBar, filled
+from research_dp.training.run_status import Status
 
 STEMS = [path.stem for path in sorted((ROOT / "gin" / "strategies").glob("*.gin"))]
 PATHS = [f"blocks/{part}/kernel" for part in ("attention/query", "attention/out", "mlp/wide_in")]
@@ -112,8 +118,8 @@ def sweeps():
         sweep.file_choices(2, "precision/bf16_collectives.gin,"),
     ]
     for count in (2, 8):
-        runs = sweep.members(Path("runs/a"), choices)[:count]
-        for member in runs:
+        members = sweep.members(Path("runs/a"), choices)[:count]
+        for member in members:
             member.status = "done"
             member.summary = {
                 "step": 100_000,
@@ -121,7 +127,7 @@ def sweeps():
                 "steps_per_second": 12345.6,
                 "params_fingerprint": "0123456789abcdef" * 4,
             }
-        yield sweep.table(runs)
+        yield sweep.table(members)
 
 
 def listings():
@@ -133,6 +139,39 @@ def listings():
     yield checkpoints.listing(Path("/runs/long/digits/checkpoints"), rows)
 
 
+def comparisons():
+    """Ten runs that differ in all that can differ."""
+    shipped = [*STEMS, "fsdp+bf16_collectives+h100_speed-learning_rate=0.0003"]
+    found = []
+    for name in shipped:
+        facts = {
+            "strategy": name.split("+")[0],
+            "bytes_per_device": {"params": 2.4e9, "gradients": 2.4e9, "opt_state": 4.8e9},
+            "program": {"temp_bytes": 12.3e9, "needed_bytes": 2.1e10},
+            "starts": [{"platform": "cpu", "devices": 64, "device_kind": "NVIDIA H100 80GB HBM3"}],
+        }
+        kinds = {"all-gather": 1.7e9, "all-reduce": 4.2e6, "reduce-scatter": 1.7e9}
+        records = {
+            "train": {"step": np.array([100_000.0]), "loss": np.array([2.376387])},
+            "eval": {"loss": np.array([0.0123456]), "accuracy": np.array([0.98765])},
+        }
+        summary = {"steps_per_second": 12345.6, "seconds": dict.fromkeys(runs.SECONDS, 123456.7)}
+        status = Status("died", 7, "died at step 7 of 200, phase data: process 1 was behind")
+        wire = runs.Wire(3.4e9, kinds, {"data+fsdp": 3.4e9})
+        found.append(runs.Run(name, Path("/r"), status, facts, summary, records, {}, wire))
+    values = {run.name: str(number % 3) for number, run in enumerate(found)}
+    places = dict.fromkeys(values, "some/long/path/of/a/run/file.gin:123")
+    settings = [Setting("warmup_cosine_decay_schedule.peak_value", values, places, "other")]
+    why = f"beyond rounding first in params/{PATHS[0]}, 1.2e-02 of its size apart (bound 2.7e-06)"
+    verdicts = [Verdict(run.name, found[0].name, "differs", why) for run in found[1:]]
+    planned = dict(zip(shipped, plan_rows(shipped), strict=True))
+    result = Comparison(found, found[0], settings, verdicts, "h100:8x8", True, planned)
+    parts = result.parts(verbose=True)
+    yield from (part for part in parts if isinstance(part, console.Table))
+
+
+# For pages alone: what is wide scrolls there.
+OF_PAGES = {"planning/html_report.py"}
 # Where the package makes tables -> those of this test.
 PRODUCERS = {
     "planning/tables.py": plans,
@@ -141,6 +180,7 @@ PRODUCERS = {
     "commands/dry_run.py": dry_runs,
     "commands/sweep.py": sweeps,
     "checkpoints.py": listings,
+    "comparison/tables.py": comparisons,
 }
 
 
@@ -150,7 +190,7 @@ def test_each_place_that_makes_a_table_is_tested_here():
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func) in ("table", "console.table"):
                 makers.add(str(file.relative_to(ROOT / "research_dp")))
-    assert makers == set(PRODUCERS)
+    assert makers == set(PRODUCERS) | OF_PAGES
 
 
 def shown(table, width):

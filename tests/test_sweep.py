@@ -119,7 +119,7 @@ def test_the_table_is_written_after_each_run(tmp_path, monkeypatch):
 
     monkeypatch.setattr(sweep.Sweep, "_run", finish)
     monkeypatch.setattr(sweep.Sweep, "load", lambda *_: None)
-    assert sweep.Sweep(workdir=str(tmp_path / "w"))._run_all(runs) == 0
+    assert sweep.Sweep(workdir=str(tmp_path / "w")).run_all(runs) == 0
     assert seen == [0, 1, 2, 3]
     with open(tmp_path / "w" / sweep.CSV, newline="") as file:
         pairs = [(row["a 1"], row["a 2"], row["eval loss"]) for row in csv.DictReader(file)]
@@ -137,7 +137,7 @@ def swept(tmp_path, monkeypatch):
             finish(member)
 
         monkeypatch.setattr(sweep.Sweep, "_run", done)
-        status = sweep.Sweep(workdir=str(tmp_path))._run_all(sweep.members(tmp_path, dimensions))
+        status = sweep.Sweep(workdir=str(tmp_path)).run_all(sweep.members(tmp_path, dimensions))
         with open(tmp_path / sweep.CSV, newline="") as file:
             return status, list(csv.DictReader(file))
 

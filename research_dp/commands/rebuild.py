@@ -1,0 +1,85 @@
+"""Builds recorded runs again: to measure what rounding explains, and to plan them for devices."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Sequence
+
+import jax
+
+from research_dp.analysis.program_cost import link_rate
+from research_dp.analysis.topologies import Topology
+from research_dp.certification import noise
+from research_dp.certification.noise import Noise
+from research_dp.commands import runtime
+from research_dp.commands.certify import bench_of
+from research_dp.commands.flags import Command
+from research_dp.commands.plan import built_under
+from research_dp.comparison.comparison import Comparison, LinkTimes
+from research_dp.comparison.runs import Run
+from research_dp.comparison.verdicts import Verdict
+from research_dp.console import Report
+from research_dp.planning import estimate
+from research_dp.planning.row import Row
+from research_dp.training.saved_state import config_of
+
+_DIGITS = [digit * 10.0**power for power in range(6, 12) for digit in (1, 2, 4)]
+LINK_RATES = [rate for rate in _DIGITS if rate <= 4e11]  # bits/s: 1 Mbit/s to 400 Gbit/s
+
+
+def measure_noise(
+    runs: Sequence[Run],
+    doubts: Iterable[Verdict],
+    steps: int,
+    cpu_devices: int | None,
+    *,
+    imports: Sequence[str],
+    report: Report,
+) -> list[Noise]:
+    """What rounding explains, for each precision of gradients on which a verdict depends.
+
+    It is that of the configuration of the first run in doubt.
+    """
+    by_name = {run.name: run for run in runs if run.is_run}
+    pairs = [(v.a, v.b) for v in doubts if {v.a, v.b} <= by_name.keys()]
+    if not steps or not pairs:
+        return []
+    report("Measuring what rounding explains")
+    config = Command(imports=imports).load(saved=str(config_of(by_name[pairs[0][1]].folder)))
+    runtime.set_up_devices(cpu_devices)
+    bench, data = bench_of(config, "single")
+    precisions = {max(by_name[name].precision for name in pair) for pair in pairs}
+    return [
+        noise.measure(
+            dataclasses.replace(bench, precision=precision), data, steps=steps, report=report
+        )
+        for precision in sorted(precisions)
+    ]
+
+
+def with_plan(
+    comparison: Comparison, where: Topology, *, imports: Sequence[str], report: Report
+) -> Comparison:
+    """The comparison with a plan of each run for some devices, and its times by link speed."""
+    jax.config.update("jax_enable_compilation_cache", False)  # as in the command `plan`
+    own = 8 * link_rate(where)
+    rates = sorted({*LINK_RATES, own})
+    rows: dict[str, Row] = {}
+    seconds: dict[str, list[float]] = {}
+    for run in (run for run in comparison.runs if run.is_run):
+        report(f"Compiling {run.name} for {where.name}")
+        command = Command(imports=imports)
+        load_it = functools.partial(command.load, saved=str(config_of(run.folder)))
+        compile_it = functools.partial(estimate.compile_row, run.name, where=where)
+        made = built_under(command, load_it, run.name, where.devices, compile_it)
+        rows[run.name] = made if isinstance(made, Row) else made.row
+        if not isinstance(made, Row) and made.cost is not None:
+            seconds[run.name] = [made.cost.seconds_at(rate / 8) for rate in rates]
+    return dataclasses.replace(
+        comparison,
+        topology=where.name,
+        is_timed=where.chip.platform != "cpu",
+        planned=rows,
+        links=LinkTimes(rates, own, seconds),
+    )
