@@ -16,13 +16,7 @@ from research_dp.analysis.topologies import check_name
 from research_dp.argument_checks import checked
 from research_dp.argument_types import Count, CountOrZero
 from research_dp.commands import exit_status, plan_candidates, python_calls, rebuild
-from research_dp.commands.flags import (
-    check_writable,
-    flag,
-    switch,
-    usage_error,
-    whole_number,
-)
+from research_dp.commands.flags import check_writable, flag, switch, whole_number, write_file
 from research_dp.commands.main import interruptible
 from research_dp.commands.plan import find_topology
 from research_dp.commands.python_calls import Bindings, Files
@@ -116,10 +110,10 @@ class Compare(Sweep):
             result = self._compared(report)
             if self.html_file:
                 report("Writing the page")
-                _write("--html", self.html_file, html_report.page(result))
+                write_file("--html", self.html_file, html_report.page(result))
         if self.json_file:
             text = json.dumps(result.as_json(), indent=1, allow_nan=False)
-            _write("--json", self.json_file, text + "\n")
+            write_file("--json", self.json_file, text + "\n")
         return result
 
     def train_missing(self) -> None:
@@ -186,11 +180,11 @@ class Compare(Sweep):
         if noise:
             verdicts = Judge(differing, noise).verdicts(found, known[0])
         result = Comparison(found, known[0], differing, verdicts, noise=noise, remarks=remarks)
+        name = self.topology or ("here" if is_trained else None)
         try:
-            name = self.topology or ("here" if is_trained else None)
             return self._with_plan(result, name, options) if name else result
         except UsageError as error:
-            problem = f"Nothing could be planned for {self.topology}: {error}"
+            problem = f"Nothing could be planned for {name}: {error}"
             return dataclasses.replace(result, remarks=[*remarks, problem])
 
     def _with_plan(self, result: Comparison, name: str, options: Mapping[str, Any]) -> Comparison:
@@ -204,11 +198,6 @@ class Compare(Sweep):
         if self.bound is None:
             return _MOST_BOUND if is_trained else 0
         return self.bound
-
-
-def _write(flag: str, file: str, text: str) -> None:
-    with usage_error(f"{flag}={file} cannot be written"):
-        Path(file).expanduser().write_text(text, encoding="utf-8")
 
 
 @checked

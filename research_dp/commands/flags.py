@@ -11,6 +11,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, NoReturn, Self
 
 from research_dp.commands import main, streams
@@ -199,6 +200,12 @@ def check_writable(flag: str, file: str | None) -> None:
     if file is not None:
         with usage_error(f"{flag}={file} cannot be written"):
             open(file, "a").close()
+
+
+def write_file(flag: str, file: str, text: str) -> None:
+    """Writes a file that a flag names; UsageError if it cannot be written."""
+    with usage_error(f"{flag}={file} cannot be written"):
+        Path(file).expanduser().write_text(text, encoding="utf-8")
 
 
 def elements(text: str) -> list[str]:

@@ -18,7 +18,14 @@ from rich.text import Text
 from research_dp import html_page
 from research_dp.analysis import topologies
 from research_dp.commands import exit_status, plan_candidates, runtime
-from research_dp.commands.flags import Command, check_writable, flag, switch, usage_error
+from research_dp.commands.flags import (
+    Command,
+    check_writable,
+    flag,
+    switch,
+    usage_error,
+    write_file,
+)
 from research_dp.commands.plan_candidates import Candidate
 from research_dp.config import load
 from research_dp.config.load import Config
@@ -101,11 +108,11 @@ class Plan(Command):
             words += changes
         result = report.as_json(rows, others, where, words)
         if json_file:
-            _write("--json", json_file, json.dumps(result, indent=2, allow_nan=False) + "\n")
+            write_file("--json", json_file, json.dumps(result, indent=2, allow_nan=False) + "\n")
         if html_file:
             curves = self.curves(candidates, rows)
             run = ", ".join([*(Path(file).stem for file in self.gin_files), *self.bindings])
-            _write("--html", html_file, html_report.page(rows, curves, where, words, run))
+            write_file("--html", html_file, html_report.page(rows, curves, where, words, run))
         return result, list(_exceeded(rows, budgets))
 
     def rows(
@@ -277,8 +284,3 @@ def _exceeded(
         budget, config = own or known[0]  # if nothing can be built, the plan has ended
         for limit, message in budget.exceeded(row):
             yield f"{message} {limit} is bound in {config.origin(limit)}."
-
-
-def _write(flag: str, path: str, text: str) -> None:
-    with usage_error(f"{flag}={path} cannot be written"):
-        Path(path).write_text(text, encoding="utf-8")
