@@ -5,11 +5,9 @@ from __future__ import annotations
 import collections
 import dataclasses
 import io
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 from rich.text import Text
 
 from research_dp import html_text
@@ -22,6 +20,7 @@ from research_dp.comparison.tables import ROLES, WORDS
 from research_dp.comparison.verdicts import Verdict
 from research_dp.console import Table, put
 from research_dp.planning.row import Row
+from research_dp.training import files
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +141,7 @@ class Comparison:
             "links": dataclasses.asdict(self.links) if self.links else None,
             "noise": [noise.as_json() for noise in self.noise],
         }
-        return _finite(content)
+        return files.as_json(content)
 
     def _run_as_json(self, run: Run) -> dict[str, Any]:
         row = self.planned.get(run.name)
@@ -201,14 +200,3 @@ class Comparison:
             else f"<p>{html_text.inline(part)}</p>"
             for part in self.parts(verbose=True)
         )
-
-
-def _finite(value: Any) -> Any:
-    """Replaces numbers that JSON lacks, and numpy's own, everywhere inside."""
-    if isinstance(value, Mapping):
-        return {key: _finite(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(inner) for inner in value]
-    if isinstance(value, np.generic):
-        value = value.item()
-    return None if isinstance(value, float) and not math.isfinite(value) else value

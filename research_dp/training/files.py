@@ -83,6 +83,8 @@ def as_json(value: Any) -> Any:
     """Replaces numbers that JSON lacks (NaN, infinities) by null."""
     if isinstance(value, Mapping):
         return {key: as_json(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_json(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
