@@ -12,19 +12,13 @@ from typing import Any
 import numpy as np
 
 from research_dp.certification.tolerances import precision_of
-from research_dp.training import checkpoint_files, files
+from research_dp.training import checkpoint_files, files, metrics
 from research_dp.training.manifest import Damaged, Manifest
 from research_dp.training.run_status import Status
 from research_dp.types import Bound
 
 # Where time goes: in `summary.json` -> in the records.
-SECONDS = {
-    "data": "data_wait_seconds",
-    "dispatch": "dispatch_seconds",
-    "device": "device_wait_seconds",
-    "evaluation": "eval_seconds",
-    "saves": "save_seconds",
-}
+SECONDS = {name: f"{part}_seconds" for name, part in metrics.SECONDS.items()}
 # Metric -> its values at the records of a split, float64; NaN where a record lacks it.
 Columns = Mapping[str, np.ndarray]
 
@@ -162,10 +156,11 @@ class Run:
                 continue  # a running run may be removing it; `checkpoints --verify` judges it
         return found
 
-    def params(self, step: int) -> Mapping[str, Any]:
-        """The parameters of a checkpoint as host arrays; raises Damaged or OSError."""
-        folder = self.folder / files.CHECKPOINTS / str(step)
-        return checkpoint_files.read_fields(folder, "params")[1]["params"]
+
+def read_params(folder: Path, step: int) -> Mapping[str, Any]:
+    """The parameters of a run's checkpoint as host arrays; raises Damaged or OSError."""
+    checkpoint = folder / files.CHECKPOINTS / str(step)
+    return checkpoint_files.read_fields(checkpoint, "params")[1]["params"]
 
 
 def _reached(bindings: Mapping[str, Bound], root: str) -> set[str]:

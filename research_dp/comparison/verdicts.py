@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
@@ -11,7 +12,7 @@ import numpy as np
 
 from research_dp.certification.noise import Metric, Noise
 from research_dp.certification.tolerances import as_float64
-from research_dp.comparison.runs import Run
+from research_dp.comparison.runs import Run, read_params
 from research_dp.comparison.settings import Setting
 from research_dp.distributed.sharding import by_path
 from research_dp.errors import some_of
@@ -75,6 +76,8 @@ class Judge:
 
     def __init__(self, settings: Sequence[Setting], noise: Sequence[Noise] = ()):
         self._settings, self._noise = settings, noise
+        # Pairs in a row share a run.
+        self._read_params = functools.lru_cache(maxsize=2)(read_params)
 
     def verdicts(self, runs: Sequence[Run], reference: Run) -> list[Verdict]:
         """Of each run with the reference, then of all other pairs if they are few."""
@@ -125,7 +128,7 @@ class Judge:
             return "unknown", f"{reason}; --bound=N measures what rounding explains"
         apart, unreadable = list(_records_apart(a, b, records, noise)), ""
         try:
-            apart += _arrays_apart(a, b, step, noise)
+            apart += self._arrays_apart(a, b, step, noise)
         except (Damaged, OSError) as error:
             unreadable = f"a checkpoint of step {noise.steps} cannot be read: {error}"
         beyond = [one for one in apart if one.excess > 1]
@@ -142,6 +145,17 @@ class Judge:
         until = "" if step == noise.steps else f" in the first {noise.steps} steps"
         worst = max(apart, key=lambda one: one.excess)
         return "rounding", f"nearest to its bound{until}: {worst}{reason}"
+
+    def _arrays_apart(self, a: Run, b: Run, step: int | None, noise: Noise) -> Iterator[Apart]:
+        """Each parameter, where both runs saved the last step of the bound."""
+        if step is None or noise.steps not in a.manifests.keys() & b.manifests.keys():
+            return
+        params = [by_path(self._read_params(run.folder, noise.steps)) for run in (a, b)]
+        for path in sorted(params[0].keys() & params[1].keys() & noise.params.keys()):
+            allowed, _ = noise.params[path]
+            one, other = (as_float64(arrays[path]) for arrays in params)
+            distance, size = np.linalg.norm(one - other), np.linalg.norm(other)
+            yield Apart(f"params/{path}", float(distance), float(size), allowed)
 
     def _noise_of(self, a: Run, b: Run) -> Noise | None:
         """The bound for the coarser of two runs."""
@@ -246,15 +260,3 @@ def _records_apart(a: Run, b: Run, records: np.ndarray, noise: Noise) -> Iterato
             allowed = noise.allowed_record(metric, before, step)
             distance, size = abs(one[place] - other[place]), abs(other[place])
             yield Apart(f"{metric} at step {step}", float(distance), float(size), allowed)
-
-
-def _arrays_apart(a: Run, b: Run, step: int | None, noise: Noise) -> Iterator[Apart]:
-    """Each parameter, where both runs saved the last step of the bound."""
-    if step is None or noise.steps not in a.manifests.keys() & b.manifests.keys():
-        return
-    params = [by_path(run.params(noise.steps)) for run in (a, b)]
-    for path in params[0].keys() & params[1].keys() & noise.params.keys():
-        allowed, _ = noise.params[path]
-        one, other = (as_float64(arrays[path]) for arrays in params)
-        distance, size = np.linalg.norm(one - other), np.linalg.norm(other)
-        yield Apart(f"params/{path}", float(distance), float(size), allowed)

@@ -14,6 +14,11 @@ from research_dp.types import Work
 
 _PARTS = ("data_wait", "dispatch", "device_wait")  # of the time of steps; the loop has the rest
 _PAUSES = ("eval", "save")
+# Names in `summary.json` -> parts of `Throughput.seconds`; in records they end with `_seconds`.
+SECONDS = {
+    **{"data": "data_wait", "dispatch": "dispatch", "device": "device_wait"},
+    **{"evaluation": "eval", "saves": "save"},
+}
 
 # name -> (sum, count), on the host.
 Sums = dict[str, tuple[float, float]]
@@ -122,12 +127,8 @@ class Throughput:
 
     def summary(self, started: float) -> dict[str, float]:
         """Where the time of this start went, for the run's summary."""
-        names = {
-            **{"data": "data_wait", "dispatch": "dispatch", "device": "device_wait"},
-            **{"evaluation": "eval", "saves": "save"},
-        }
         total = time.perf_counter() - started
-        return {**{name: self.seconds[part] for name, part in names.items()}, "total": total}
+        return {**{name: self.seconds[part] for name, part in SECONDS.items()}, "total": total}
 
 
 def device_memory() -> dict[str, float]:
