@@ -41,6 +41,11 @@ TENSORFLOW = [
     "tensorflow>=2.20,<3; platform_machine != 'x86_64' or sys_platform != 'linux'",
 ]
 
+DOCS = [
+    "mkdocs-material>=9.7,<10",  # the site
+    "mkdocstrings-python>=2,<3",  # its reference, from docstrings
+]
+
 EXTRAS = {
     "tf": TENSORFLOW,
     "cuda": ["jax[cuda13]"],  # NVIDIA GPUs
@@ -57,10 +62,7 @@ EXTRAS = {
         "altair>=6.3,<7",  # charts, as Vega-Lite
         "vl-convert-python>=1.9,<2",  # Vega's scripts, put in the page: it needs no network
     ],
-    "docs": [
-        "mkdocs-material>=9.7,<10",  # the site
-        "mkdocstrings-python>=2,<3",  # its reference, from docstrings
-    ],
+    "docs": DOCS,
     "test": [
         "pytest>=8",  # the test suite
         "pytest-xdist>=3.6,<4",  # runs it in several processes: half the time on two cores
@@ -71,6 +73,7 @@ EXTRAS = {
         "playwright>=1.50,<2",  # opens pages in an installed Chromium
         "matplotlib>=3.9,<4",  # pictures of README.md, the notebook
         *TENSORFLOW,  # data sets in both formats
+        *DOCS,  # a test builds the site
         *("nbclient>=0.10,<1", "ipykernel>=6,<8"),  # run the notebook
     ],
     "dev": ["ruff>=0.14", "mypy>=1.18", "pre-commit>=4"],  # linter and formatter, types, hooks

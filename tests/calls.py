@@ -253,6 +253,7 @@ CALLS = {
         "seed": (0, "a count or 0"),
         "loss_scale": (dynamic_loss_scale(), "one of its class?"),
         "skip_nonfinite": (False, "a flag"),
+        "loss_over": ("batch", "anything"),
     },
     "TrainableModel": {
         **{name: (value, "a function") for name, value in trainable().items()},
@@ -433,6 +434,8 @@ CALLS = {
         "rngs": (None, "a function's argument"),
     },
     "sync_gradients": {},
+    "gather_examples": {"x": (TREE, "arrays")},
+    "global_mean": {"x": (TREE, "arrays")},
     "unpad": {"length": (3, "a count or 0")},
     "weighted_loss": {"total": (1.0, "a number"), "weight": (2, "a number")},
     "weighted_mean": {"total": (1.0, "a number"), "weight": (2, "a number")},

@@ -6,6 +6,7 @@ A line above a block says what it is, if it is not run in order with the others:
     <!-- write: PATH -->       is written to PATH in the working directory
     <!-- not run: REASON -->   is not run
     <!-- varies: REASON -->    is run; its words are compared, its numbers are not
+    <!-- ci: NAME -->          is run by .ci/run
 """
 
 import dataclasses
@@ -26,7 +27,7 @@ FENCE = re.compile(
     r"^(?P<indent> *)```(?P<kind>[^\n`]*)\n(?P<text>.*?)^(?P=indent)```[ ]*$",
     re.MULTILINE | re.DOTALL,
 )
-MARK = re.compile(r"<!-- (file|write|not run|varies): (.*?) -->")
+MARK = re.compile(r"<!-- (file|write|not run|varies|ci): (.*?) -->")
 RUN = ("python", "bash", "console")
 LINKS = ("gin", "examples", "experiments", "tools")
 

@@ -267,7 +267,8 @@ def devices(domains, members):
 def collective(kind, count, nbytes=64e9):
     return hlo_collectives.CompiledCollective(
         kind=kind, axes=("fsdp",), devices=count, dtype="bf16", nbytes=int(nbytes), times=2,
-        name="c", operations=2, is_async=False, purpose=kind, group=tuple(range(count)),
+        of_model=False, name="c", operations=2, is_async=False, purpose=kind,
+        group=tuple(range(count)),
     )  # fmt: skip
 
 

@@ -1,11 +1,11 @@
 """Devices that are not there: their names, their figures, and programs compiled for them."""
 
-import importlib.util
 import types
 
 import jax
 import jax.numpy as jnp
 import pytest
+from compilers import needs_compiler
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -85,7 +85,6 @@ def test_an_unknown_kind_of_device():
     assert chip_of("TPU v99") is None
 
 
-COMPILERS = {"gpu": "jax_cuda13_plugin", "tpu": "libtpu"}
 NAMES = {  # platform, devices, hosts, slices
     "h100:2x8": ("gpu", 16, 2, 1),
     "h200:1x8": ("gpu", 8, 1, 1),
@@ -98,15 +97,9 @@ NAMES = {  # platform, devices, hosts, slices
 }
 
 
-def needs(platform):
-    return pytest.mark.skipif(
-        importlib.util.find_spec(COMPILERS[platform]) is None,
-        reason=f"{COMPILERS[platform]} is not installed",
-    )
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=needs(about[0])) for name, about in NAMES.items()]
+    "name", [pytest.param(name, marks=needs_compiler(about[0])) for name, about in NAMES.items()]
 )
 def test_a_program_compiled_for_devices_that_are_not_there(name):
     platform, count, hosts, slices = NAMES[name]

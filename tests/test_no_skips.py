@@ -42,9 +42,3 @@ def test_a_skip_without_need_fails_the_run(tmp_path, count, workers):
     assert done.returncode == (1 if count else 0), done.stdout
     assert (f"{count} skipped. Install what they need" in done.stdout) == bool(count)
     assert "test_needs_a_device: " not in done.stdout
-
-
-def test_ci_counts_them():
-    lines = (ROOT / ".ci" / "run").read_text().splitlines()
-    runs = [line for line in lines if line.startswith("pytest")]
-    assert len(runs) == 2 and all("--no-skips" in line for line in runs)

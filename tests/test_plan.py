@@ -1,6 +1,5 @@
 """The plan: its rows, what they are held to, and what its command says of mistakes."""
 
-import importlib.util
 import json
 import re
 import types
@@ -8,6 +7,7 @@ import types
 import certified
 import jax
 import pytest
+from compilers import needs_compiler
 from plan_rows import make_row
 from test_planning_extrapolation import GPUS
 from test_strategies import recipe, recipe_of
@@ -246,10 +246,7 @@ def test_shipped_strategies_send_the_least(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    importlib.util.find_spec("jax_cuda13_plugin") is None,
-    reason="jax_cuda13_plugin is not installed: pip install -e '.[plan-gpu]'",
-)
+@needs_compiler("gpu")
 def test_shipped_strategies_send_the_least_on_gpus(command, tmp_path):
     model = ["lm_125m", "random_tokens", "adamw_cosine", "bf16_collectives"]
     folders = ["models", "data", "optim", "precision"]

@@ -1,9 +1,9 @@
 """A plan in which one strategy cannot be built: the others have their rows."""
 
-import importlib.util
 import json
 
 import pytest
+from compilers import needs_compiler
 from test_plan import DIGITS, MLP, plan
 
 from research_dp.commands import exit_status
@@ -49,7 +49,8 @@ def test_a_fault_is_not_taken_for_a_strategy_that_cannot_be_planned(monkeypatch,
         plan(DIGITS, MLP, "--topology=cpu:8", "--strategies=pmap")
 
 
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+@pytest.mark.slow
+@needs_compiler("tpu")
 def test_pmap_on_several_hosts_of_a_tpu_is_a_row(command, tmp_path):
     """Whose devices in a line are no subcube of the pod, which JAX refuses."""
     file = tmp_path / "plan.json"

@@ -1,11 +1,11 @@
 """A program that does not fit is an answer, told apart from an error."""
 
-import importlib.util
 import types
 
 import jax
 import jax.numpy as jnp
 import pytest
+from compilers import needs_compiler
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -58,7 +58,8 @@ def test_what_fits_compiles():
     assert (small.needed_bytes, small.fits) == (64, False)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+@pytest.mark.slow
+@needs_compiler("tpu")
 def test_a_tpu_program_that_does_not_fit():
     where = topology("v5e-4")
     rows = NamedSharding(where.mesh((4,), ("fsdp",)), P("fsdp"))
