@@ -16,7 +16,7 @@ import gin
 import numpy as np
 
 from research_dp.argument_types import Leaves, described, is_integer, is_number
-from research_dp.errors import binding_error
+from research_dp.errors import UsageError, binding_error
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -207,3 +207,13 @@ def choices_of(annotation: Any) -> list[Any]:
 def is_callable(part: Any) -> bool:
     """Whether an annotation is a `Callable`."""
     return collections.abc.Callable in (part, typing.get_origin(part))
+
+
+def check_unmasked(what: str, value: Any) -> None:
+    """Raises UsageError for a masked array, or a list of them: NumPy would drop the mask."""
+    first = value[0] if isinstance(value, list | tuple) and value else value
+    if isinstance(first, np.ma.MaskedArray):
+        raise UsageError(
+            f"{what} is a masked array, and the numbers under its mask would be used. Fill it, "
+            "e.g. with filled(0), and give the mask as an array of weights."
+        )

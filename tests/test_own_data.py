@@ -4,15 +4,23 @@ import io
 import subprocess
 import sys
 import tarfile
+import threading
+import time
+import types
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from conftest import ROOT
+from test_strategies import recipe
 
+import research_dp
 from examples.own_data.shards import Shards
 from research_dp import EvalOrder, TrainOrder, UsageError, from_arrays, from_source
+from research_dp.data.preprocess import stack
 
 SIZE, BATCH = 50, 8
 
@@ -347,3 +355,200 @@ def test_what_a_user_needs_is_there_without_tensorflow():
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
     )
     assert done.stdout.strip() == "[]"
+
+
+# ---- What is given is not changed, nor changes ----
+
+
+def noisy(example, rng):
+    """Changes its example in place, as many do."""
+    example["x"] += rng.normal(size=3).astype(np.float32)
+    return example
+
+
+class Buffered(Source):
+    """Writes each example into the same memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.buffer = {"x": np.empty(3, np.float32), "y": np.empty((), np.int32)}
+
+    def __getitem__(self, index):
+        self.buffer["x"][:], self.buffer["y"][...] = self.x[index], self.y[index]
+        time.sleep(0.001)  # lets another thread in
+        return self.buffer
+
+
+class Objects(Buffered):
+    """Gives an object that has the memory."""
+
+    def __getitem__(self, index):
+        return types.SimpleNamespace(**super().__getitem__(index))
+
+
+class InTurns(Buffered):
+    """Writes into two buffers in turns."""
+
+    def __getitem__(self, index):
+        last, fresh = self.buffer, {name: x.copy() for name, x in self.buffer.items()}
+        self.buffer, self.last = getattr(self, "last", fresh), last
+        return super().__getitem__(index)
+
+
+class Collected(Buffered):
+    """As torch's `Subset`: several at once are a list of what one gives."""
+
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
+def attributes(example):
+    return {"x": example.x, "y": example.y}
+
+
+class IntoOne:
+    """A transform that returns the same memory again."""
+
+    def __init__(self):
+        self.buffer = {"x": np.empty(3, np.float32), "y": np.empty((), np.int32)}
+
+    def __call__(self, example):
+        self.buffer["x"][:], self.buffer["y"][...] = example
+        time.sleep(0.001)
+        return self.buffer
+
+
+@pytest.mark.parametrize("threads", [0, 3])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda **o: from_source(Objects(), transform=attributes, **o),
+        lambda **o: from_source(InTurns(), **o),
+        lambda **o: from_source(Collected(), **o),
+        lambda **o: from_source(Source(), transform=IntoOne(), **o),
+    ],
+    ids=["objects", "in turns", "collected", "transform"],
+)
+def test_memory_that_is_used_again_wherever_it_is(make, threads):
+    data, expected = make(threads=threads, cache_bytes=0, name="arrays"), from_arrays(*arrays())
+    both = data.train(order_of()), expected.train(order_of())
+    for _ in range(3):  # an evaluation in between reads the same source
+        jax.tree.map(np.testing.assert_array_equal, next(both[0]), next(both[1]))
+        jax.tree.map(np.testing.assert_array_equal, evaluate(data), evaluate(expected))
+    jax.tree.map(np.testing.assert_array_equal, list(both[0]), list(both[1]))
+
+
+def order_of():
+    return TrainOrder(seed=1, batch_size=BATCH, rows=np.arange(BATCH), first_step=0, num_steps=20)
+
+
+def test_what_cannot_be_copied_keeps_no_array_from_being_copied():
+    given = [{**example, "lock": threading.Lock()} for example in list_of_examples()]
+
+    def doubled(example):
+        example["x"] *= 2
+        return {"x": example["x"], "y": example["y"]}
+
+    train(from_source(given, transform=doubled, cache_bytes=0))
+    for example, expected in zip(given, list_of_examples(), strict=True):
+        np.testing.assert_array_equal(example["x"], expected["x"])
+
+
+@pytest.mark.parametrize(
+    "other", [{"x": np.ones(2)}, {"x": np.ones(3), "y": 1}, {"x": np.ones(3, int)}]
+)
+def test_examples_that_do_not_fit_are_not_stacked(other):
+    with pytest.raises(UsageError, match=r"an example has .* and others have"):
+        stack([{"x": np.ones(3)}, other], 2)
+
+
+def halved(example):
+    example["x"] *= 0.5
+    return example
+
+
+def list_of_examples():
+    return [
+        {"x": x.astype(np.float32), "y": y.astype(np.int32)} for x, y in zip(*arrays(), strict=True)
+    ]
+
+
+@pytest.mark.parametrize("kind", ["arrays", "a dict", "a list", "transform", "eval"])
+def test_functions_that_change_their_example_leave_the_data_alone(kind):
+    x, y = (arrays()[0].astype(np.float32), arrays()[1].astype(np.int32))
+    given = list_of_examples()
+    data = {
+        "arrays": lambda: from_arrays(x, y, augment=noisy),
+        "a dict": lambda: from_arrays({"x": x, "y": y}, augment=noisy),
+        "a list": lambda: from_source(given, augment=noisy, cache_bytes=0),
+        "transform": lambda: from_source(given, transform=halved, cache_bytes=0),
+        "eval": lambda: from_source(given, eval=given, augment=noisy),
+    }[kind]()
+    evaluated = evaluate(data)
+    first, later = train(data, last=12), train(data, first=6, last=12)
+    jax.tree.map(np.testing.assert_array_equal, first[6:], later)  # as a resumed run reads it
+    jax.tree.map(np.testing.assert_array_equal, evaluate(data), evaluated)
+    jax.tree.map(np.testing.assert_array_equal, train(data, last=12), first)
+    jax.tree.map(np.testing.assert_array_equal, given, list_of_examples())
+    np.testing.assert_array_equal(x, arrays()[0])
+
+
+@pytest.mark.parametrize(
+    ("cache", "threads", "workers"),
+    [(0, 0, 0), (2**28, 0, 0), (0, 3, 0), pytest.param(0, 0, 2, marks=pytest.mark.slow)],
+)
+def test_a_source_that_returns_the_same_memory_again(cache, threads, workers):
+    options = {"cache_bytes": cache, "threads": threads, "workers": workers}
+    data = from_source(Buffered(), name="arrays", **options)
+    expected = from_arrays(*arrays())
+    jax.tree.map(np.testing.assert_array_equal, train(data), train(expected))
+    jax.tree.map(np.testing.assert_array_equal, evaluate(data), evaluate(expected))
+
+
+def test_a_transform_that_returns_the_same_memory_again():
+    buffer = {"x": np.empty(3, np.float32), "y": np.empty((), np.int32)}
+
+    def transform(example):
+        buffer["x"][:], buffer["y"][...] = example
+        return buffer
+
+    data, expected = from_source(Source(), transform=transform), from_arrays(*arrays())
+    jax.tree.map(np.testing.assert_array_equal, train(data), train(expected))
+
+
+@pytest.mark.parametrize("stem", ["single", "ddp", "pmap"])
+def test_a_placed_batch_does_not_change_with_the_callers_array(stem):
+    """On CPUs JAX takes the memory itself, and a loop may refill its buffer."""
+    raw = np.zeros(8 * 1024 + 64, np.uint8)
+    start = -raw.ctypes.data % 64  # JAX shares memory that is aligned so
+    x = raw[start : start + 8 * 1024].view(np.float32).reshape(16, 128)
+    spec = research_dp.TrainSpec(
+        model=research_dp.from_linen(nn.Dense(1), loss=lambda y, _: y[:, 0], targets=None),
+        optimizer=optax.sgd(0.1),
+        example={"x": jax.ShapeDtypeStruct((128,), np.float32)},
+        batch_size=16,
+    )
+    strategy = recipe(stem).build(spec)
+    placed = [strategy.place_batch({"x": x}).examples, strategy.place_eval_batch({"x": x})]
+    x[:] = 1
+    assert all(not np.asarray(batch["x"]).any() for batch in placed)
+    with pytest.raises(UsageError, match="place_batch: 'x' is a masked array"):
+        strategy.place_batch({"x": np.ma.masked_array(x, x > 0)})
+
+
+MASKED = np.ma.masked_array(np.ones((SIZE, 3)), np.eye(SIZE, 3))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: from_arrays(MASKED),
+        lambda: from_arrays({"x": np.ones((SIZE, 3)), "w": MASKED[:, 0]}),
+        lambda: from_arrays(np.ones((SIZE, 3)), eval=(MASKED, None)),
+        lambda: from_arrays(list(MASKED)),
+        lambda: from_source([{"x": row} for row in MASKED]),
+    ],
+)
+def test_masked_arrays_are_refused(make):
+    with pytest.raises(UsageError, match=r"'[xw]' is a masked array, .* Fill it"):
+        make()

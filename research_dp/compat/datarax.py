@@ -60,7 +60,11 @@ def place_batch_on_shards(batch: Batch, sharding: Sharding) -> Batch:
         is_placed = isinstance(x, jax.Array) or (isinstance(x, np.ndarray) and types.is_array(x))
         return sharding if is_placed else None
 
-    return placement.place(batch, jax.tree.map(target, batch))
+    def own(x: Any) -> Any:
+        # JAX shares memory with host arrays on CPUs, and their owner may write to it.
+        return x.copy() if isinstance(x, np.ndarray) and target(x) else x
+
+    return placement.place(jax.tree.map(own, batch), jax.tree.map(target, batch))
 
 
 @checked

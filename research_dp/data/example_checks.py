@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from research_dp.argument_checks import check_unmasked
 from research_dp.argument_types import described
 from research_dp.data.shuffle import permute
 from research_dp.errors import UsageError, first_line
@@ -43,6 +44,7 @@ def named_arrays(x: Any, y: Any, names: Sequence[str], function: str, data: str)
 
 def narrowed(name: str, value: Any) -> np.ndarray:
     """The value as JAX computes with it: float32 instead of float64, int32 instead of int64."""
+    check_unmasked(repr(name), value)
     try:
         array = np.asarray(value)
     except (TypeError, ValueError) as error:  # random keys, lists of different lengths

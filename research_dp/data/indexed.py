@@ -5,8 +5,10 @@ Threads or worker processes of Grain read a batch at a time.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import itertools
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -16,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import grain
+import jax
 import numpy as np
 from absl import flags
 
@@ -23,6 +26,8 @@ from research_dp.data import builders
 from research_dp.data.preprocess import Preprocess, Rng, preprocess_example, stack
 from research_dp.data.shuffle import Purpose, example_indices, generator, stream_positions
 from research_dp.types import Arrays, EvalOrder, Splits, TrainOrder
+
+_TURN = threading.Lock()  # one for all: two splits may have the same source
 
 
 @dataclasses.dataclass(eq=False)
@@ -35,13 +40,15 @@ class Examples:
     name: str = "the data"  # in messages, e.g. 'digits train'
     folder: str | None = None  # that TFDS prepared, for messages
     entries: np.ndarray | None = None  # of the source that are the split, (N,); None: all
+    takes_turns: bool = False  # threads read one after the other: the source reuses memory
 
     def __post_init__(self) -> None:
         if self.preprocess.example_is_random:
             self.cache_bytes = 0
         self._cache: dict[str, np.ndarray] | None = None
         self._is_cached = np.zeros(len(self), bool)
-        self._lock = threading.Lock()  # guards the cache; reading needs no lock
+        self._lock = threading.Lock()  # guards the cache
+        self._reading = _TURN if self.takes_turns else contextlib.nullcontext()
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Worker processes get a copy with an empty cache.
@@ -72,26 +79,46 @@ class Examples:
         return self._read(indices, rngs)
 
     def _read(self, indices: np.ndarray, rngs: Sequence[Rng] | None) -> Arrays:
-        integers = [int(i) for i in (indices if self.entries is None else self.entries[indices])]
-        get_many = getattr(self.source, "__getitems__", None)
-        try:
-            raw = get_many(integers) if get_many else [self.source[i] for i in integers]
-        except Exception as error:
-            for index, integer in zip(indices, integers, strict=True):
-                try:  # names the first example that cannot be read alone
-                    self.source[integer]
-                except Exception as single_error:
-                    name = self.locate(index)
-                    raise builders.read_error(single_error, self.folder, name) from error
-            raise builders.read_error(error, self.folder, self.name) from error
-        examples = zip(indices, raw, rngs or [None] * len(raw), strict=True)
+        examples = zip(indices, self._raw(indices), rngs or [None] * len(indices), strict=True)
         prepare = functools.partial(preprocess_example, self.preprocess)
-        return stack([prepare(x, rng, self.locate, index) for index, x, rng in examples])
+        with self._reading:
+            made = (prepare(x, rng, self.locate, index) for index, x, rng in examples)
+            return stack(made, len(indices))
+
+    def _raw(self, indices: np.ndarray) -> Iterator[Any]:
+        """What the source has at these indices."""
+        integers = [int(i) for i in (indices if self.entries is None else self.entries[indices])]
+        failed = None
+        if get_many := getattr(self.source, "__getitems__", None):
+            try:
+                raw = get_many(integers)
+            except Exception as error:
+                failed = error  # the first example that cannot be read alone is named
+            else:
+                if not _share_memory(raw[:2]):  # some collect what `__getitem__` returns
+                    yield from raw
+                    return
+        for index, integer in zip(indices, integers, strict=True):
+            try:
+                one = self.source[integer]
+            except Exception as error:
+                name = self.locate(index)
+                raise builders.read_error(error, self.folder, name) from (failed or error)
+            yield one
+        if failed:
+            raise builders.read_error(failed, self.folder, self.name) from failed
 
     def locate(self, index: int) -> str:
         if self.entries is not None:
             index = self.entries[index]
         return f"example {index} of {self.name}"
+
+
+def _share_memory(examples: Sequence[Any]) -> bool:
+    """Whether two examples are in the same memory."""
+    leaves = [[x for x in jax.tree.leaves(one) if hasattr(x, "__array__")] for one in examples]
+    pairs = itertools.product(*leaves) if len(leaves) > 1 else ()
+    return any(np.may_share_memory(np.asarray(a), np.asarray(b)) for a, b in pairs)
 
 
 def _in_worker(*fields: Any) -> Examples:

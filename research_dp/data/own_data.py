@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import numbers
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -30,6 +32,7 @@ from research_dp.data.preprocess import Preprocess, Rng
 from research_dp.errors import UsageError, first_line
 from research_dp.types import Arrays, DataIdentity, DataSet, SplitIdentity
 
+_READ_FIRST = 4  # examples, to see whether a source reuses memory
 Augment = Callable[[Arrays, np.random.Generator], Arrays]
 
 
@@ -113,7 +116,7 @@ def from_source(
 
     Args:
         source: Its examples are dicts of arrays, of the same shapes and dtypes, or what `transform`
-            takes.
+            takes. Arrays, dicts and lists are copied before `transform` and `augment` get them.
         eval: A source to evaluate on; or the fraction of the examples that are evaluated on and not
             trained on, the same in every run.
         transform: An example of the source -> dict of arrays, e.g. decoding; the same at each call.
@@ -122,7 +125,7 @@ def from_source(
         info: Properties for the model, e.g. {'num_classes': 10}.
         name: In messages and in the run's record.
         threads: Threads that read batches ahead; 0: a batch is read when it is requested, while the
-            devices compute.
+            devices compute. They take turns if the source writes examples into the same memory.
         workers: Processes that read training batches ahead instead; 0: none.
         cache_bytes: A split that needs at most this many bytes stays in memory once it is read.
 
@@ -145,8 +148,18 @@ def from_source(
     inputs, plain = (
         _preprocess("from_source", spec, properties, transform, f) for f in (augment, None)
     )
-    train = Examples(source, inputs, cache_bytes, f"{name} train", None, train_entries)
-    evaluation = Examples(eval_source, plain, cache_bytes, f"{name} eval", None, eval_entries)
+    takes_turns = {
+        id(data): max(threads, workers) > 0
+        and _reuses_memory(data, lambda raw: plain.example(raw, None))
+        for data in (source, eval_source)
+    }
+    train, evaluation = (
+        Examples(*(data, made, cache_bytes, f"{name} {split}", None, own), takes_turns[id(data)])
+        for data, made, split, own in (
+            (source, inputs, "train", train_entries),
+            (eval_source, plain, "eval", eval_entries),
+        )
+    )
     return _data_set(name, inputs, train, evaluation, threads=threads, workers=workers)
 
 
@@ -212,6 +225,8 @@ def _preprocess(
 
     def example(raw: Any, rng: Rng) -> Arrays:
         arrays = raw
+        if transform is not None or (rng is not None and augment is not None):
+            arrays = _copied(raw)
         if transform is not None:
             arrays = _called(f"{function}.transform", transform, arrays)
         if rng is not None and augment is not None:
@@ -235,6 +250,31 @@ def _preprocess(
         return arrays
 
     return Preprocess(spec, info, example, batch, example_is_random=augment is not None)
+
+
+def _copied(raw: Any) -> Any:
+    """An example with arrays and containers of its own, which users' functions may change."""
+    if isinstance(raw, np.ndarray):
+        return raw.copy()
+    if type(raw) is dict:
+        return {name: _copied(x) for name, x in raw.items()}
+    if type(raw) in (list, tuple):
+        is_flat = raw and isinstance(raw[0], numbers.Number | str | bytes)
+        return raw[:] if is_flat else type(raw)(map(_copied, raw))
+    is_tensor = hasattr(raw, "__array__") and not isinstance(raw, jax.Array | np.generic)
+    return copy.deepcopy(raw) if is_tensor else raw
+
+
+def _reuses_memory(source: Any, prepare: Callable[[Any], Any]) -> bool:
+    """Whether an example, raw or prepared, changes while the next ones are read."""
+    kept: list[tuple[Any, bytes]] = []
+    try:
+        for index in range(min(len(source), _READ_FIRST)):
+            raw = source[index]
+            kept += [(x, pickle.dumps(x)) for x in (raw, prepare(raw))]
+        return any(pickle.dumps(x) != before for x, before in kept)
+    except Exception:  # it is named when it is read; until then threads take turns
+        return True
 
 
 def _called(name: str, function: Callable[..., Any], *args: Any) -> Any:

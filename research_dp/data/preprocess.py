@@ -7,7 +7,7 @@ that augmentation is the same on any number of processes.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import gin
@@ -191,9 +191,22 @@ def byte_text(
     return Preprocess(spec, {"vocab_size": 256}, example, batch)
 
 
-def stack(examples: Sequence[Arrays]) -> Arrays:
-    """Examples with the same arrays as one batch."""
-    return {name: np.stack([example[name] for example in examples]) for name in examples[0]}
+def stack(examples: Iterable[Arrays], count: int) -> Arrays:
+    """So many examples as one batch; each is copied before the next is read.
+
+    A source, or a function of a user, may write its next example into the same memory.
+    """
+    batch: dict[str, np.ndarray] = {}
+    for row, example in enumerate(examples):
+        arrays = {name: np.asarray(x) for name, x in example.items()}
+        batch = batch or {k: np.empty((count, *x.shape), x.dtype) for k, x in arrays.items()}
+        kinds = [{k: (x.shape, x.dtype) for k, x in arrays.items()}]
+        kinds += [{name: (x.shape[1:], x.dtype) for name, x in batch.items()}]
+        if kinds[0] != kinds[1]:
+            raise UsageError(f"an example has {kinds[0]}, and others have {kinds[1]}.")
+        for name, x in arrays.items():
+            batch[name][row] = x
+    return batch
 
 
 def preprocess_example(

@@ -78,7 +78,7 @@ def tf_data(
                     rng = generator(order.seed, Purpose.EXAMPLE, position) if random else None
                     where = locate, order, position
                     local[row] = preprocess_example(preprocess, example, rng, *where)
-            batch = stack([local[row] for row in order.rows])
+            batch = stack((local[row] for row in order.rows), len(order.rows))
             rng = generator(order.seed, Purpose.BATCH, step)
             yield preprocess.batch(batch, order.rows, order.batch_size, rng)
 
@@ -89,7 +89,7 @@ def tf_data(
             for position, example in itertools.islice(examples, order.batch_size)
         ]:  # padded with its first example
             rows = [batch[row] if row < len(batch) else batch[0] for row in order.rows]
-            inputs = preprocess.batch(stack(rows), order.rows, order.batch_size, None)
+            inputs = preprocess.batch(stack(rows, len(rows)), order.rows, order.batch_size, None)
             yield {**inputs, "mask": (order.rows < len(batch)).astype(np.float32)}
 
     order = f"tf.data, shuffle_buffer {shuffle_buffer}"

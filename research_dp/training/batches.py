@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,12 +11,13 @@ import numpy as np
 
 from research_dp.argument_checks import checked
 from research_dp.argument_types import Count, CountOrZero, described
+from research_dp.distributed.multihost import texts_of_all
 from research_dp.errors import UsageError
 from research_dp.strategies import NONFINITE, SKIPPED, PlacedBatch, Strategy, TrainState
 from research_dp.training import metrics
 from research_dp.training.dispatch import InFlight, prefetch
-from research_dp.training.input_checks import checked_batches
-from research_dp.types import DataSet, EvalOrder, TrainOrder
+from research_dp.training.input_checks import checked_batches, nonfinite_example
+from research_dp.types import Arrays, DataSet, EvalOrder, TrainOrder
 
 
 @checked
@@ -48,7 +50,7 @@ def eval_metrics(strategy: Strategy, state: TrainState, data: DataSet) -> dict[s
 
     Raises:
         UsageError: `data` has other arrays than the strategy's `TrainSpec`, or a batch has an
-            integer out of the model's bounds.
+            integer out of the model's bounds; or a metric is not finite, nor an example's input.
     """
     _check_example(strategy, data)
     data.prepare()
@@ -98,17 +100,31 @@ def placed_train_batches(
     first_step: int,
     num_steps: int,
     is_busy: Callable[[], bool] = lambda: False,
+    on_batch: Callable[[int, Arrays], None] = lambda step, batch: None,
 ) -> Iterator[PlacedBatch]:
-    """`train_batches` of prepared data; more are placed ahead while the devices are busy."""
-    spec = strategy.spec
-    order = TrainOrder(
-        seed=spec.seed,
-        batch_size=spec.batch_size,
+    """`train_batches` of prepared data; more are placed ahead while the devices are busy.
+
+    `on_batch` is called with the number of the step that takes a batch, and its host arrays.
+    """
+    order = train_order(strategy, first_step, num_steps)
+
+    def read() -> Iterator[Arrays]:
+        for step, batch in enumerate(checked_batches(data, order, strategy.spec.model), first_step):
+            on_batch(step + 1, batch)
+            yield batch
+
+    return prefetch(strategy.place_batch, read(), is_busy)
+
+
+def train_order(strategy: Strategy, first_step: int, num_steps: int) -> TrainOrder:
+    """The training batches of steps `first_step` to `num_steps` - 1, as this process reads them."""
+    return TrainOrder(
+        seed=strategy.spec.seed,
+        batch_size=strategy.spec.batch_size,
         rows=strategy.train_rows,
         first_step=first_step,
         num_steps=num_steps,
     )
-    return prefetch(strategy.place_batch, checked_batches(data, order, spec.model), is_busy)
 
 
 def evaluation(
@@ -127,4 +143,19 @@ def evaluation(
         on_batch()
         in_flight.add(sums[-1])
         in_flight.wait_for_room()
-    return metric_means(sums)
+    means = metric_means(sums)
+    if not math.isfinite(means.get("loss", 0.0)):
+        _name_example(data, order, on_batch)
+    return means
+
+
+def _name_example(data: DataSet, order: EvalOrder, on_batch: Callable[[], None]) -> None:
+    """UsageError in every process, if one read an example that is not finite; a collective."""
+    found = None
+    for number, batch in enumerate(data.evaluate(order)):
+        on_batch()
+        if found := nonfinite_example(data, order, number, batch):
+            break
+    if named := next(filter(None, texts_of_all(found or "")), None):
+        problem = f"the evaluation's loss is not finite: {named}"
+        raise UsageError(f"{problem}.\n  Mend the data set; what this run saved is untouched.")
