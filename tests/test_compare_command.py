@@ -35,6 +35,37 @@ make_mesh.axes = {'data': 2, 'fsdp': -1}
 """
 
 
+# In evaluation alone, what an example gives depends on its device.
+CENTRED = """
+import flax.linen as nn
+import gin
+import optax
+from jax import lax
+
+import research_dp
+
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x, train, batch_axes=()):
+        x = nn.Dense(10)(x.reshape(x.shape[0], -1))
+        return x if train or not batch_axes else x * (1 + 0.1 * lax.axis_index(batch_axes))
+
+
+@gin.register
+def centred() -> research_dp.TrainableModel:
+    loss = optax.softmax_cross_entropy_with_integer_labels
+    return research_dp.from_linen(Net(), loss=loss, inputs="image", targets="label")
+"""
+CENTRED_GIN = """
+import centred
+include 'runs/digits.gin'
+train.model = @centred()
+train.num_steps = 20
+train.log_every = 1
+"""
+
+
 def text_of(done):
     """What a command printed, its lines joined."""
     return re.sub(r"\s+", " ", done.stdout)
@@ -113,6 +144,27 @@ def test_each_planted_difference_is_named(command, planted, open_page):
     ):
         assert text in said and text in html, text
     assert shown.locator("script:text('alert(1)')").count() == 0
+
+
+@pytest.mark.slow
+def test_runs_that_train_alike_and_evaluate_otherwise_differ(tmp_path, data_dir, monkeypatch):
+    """Training agrees within rounding, and evaluation depends on the device."""
+    (tmp_path / "centred.py").write_text(CENTRED)
+    (tmp_path / "centred.gin").write_text(CENTRED_GIN)
+    monkeypatch.setenv("TFDS_DATA_DIR", str(data_dir))
+    monkeypatch.syspath_prepend(tmp_path)
+    for stem in ("single", "zero1", "ddp"):
+        files = [str(tmp_path / "centred.gin"), f"strategies/{stem}.gin"]
+        options = {"cpu_devices": 8, "allow_unused": True}
+        research_dp.run(files, {}, tmp_path / stem, **options)
+    folders = [tmp_path / stem for stem in ("single", "ddp", "zero1")]
+    result = research_dp.compare(folders, bound=20, cpu_devices=8)
+    verdicts = {(v.a, v.b): v for v in result.verdicts}
+    for stem in ("ddp", "zero1"):
+        verdict = verdicts[stem, "single"]
+        assert verdict.kind == "differs", verdict
+        assert "beyond rounding first in loss of the evaluation at step 20" in verdict.message
+    assert verdicts["zero1", "ddp"].kind in ("bits", "rounding"), verdicts["zero1", "ddp"]
 
 
 @pytest.mark.slow

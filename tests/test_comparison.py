@@ -32,9 +32,10 @@ ENTRY main {
 EPS = float(np.finfo(np.float32).eps)
 
 
-def noise(steps=100, spread=1e-3):
+def noise(steps=100, spread=1e-3, **evaluation):
     series = np.ones(steps)
-    return Noise(series, series, series * spread, series * spread, {}, EPS)
+    at_the_end = {steps: evaluation} if evaluation else {}
+    return Noise(series, series, series * spread, series * spread, {}, EPS, at_the_end)
 
 
 def judged(*folders, noise=(), varied=()):
@@ -256,7 +257,53 @@ def test_a_bound_without_parameters_says_so(tmp_path):
     b = write_run(tmp_path / "b", fingerprint="bb")
     _, _, verdict = judged(write_run(tmp_path / "a"), b, noise=[noise(steps=50)])
     assert verdict.kind == "rounding" and "in the first 50 steps" in verdict.message
-    assert verdict.message.endswith("parameters were not compared: not both saved step 50")
+    assert "; parameters were not compared: not both saved step 50; 0 of 1 eval" in verdict.message
+
+
+def evaluated(folder, **metrics):
+    """A run with these metrics in its evaluation."""
+    write_run(folder)
+    records = folder / "metrics.jsonl"
+    *lines, last = records.read_text().splitlines()
+    changed = json.dumps({**json.loads(last), **metrics, "eval_seconds": len(str(folder))})
+    records.write_text("\n".join([*lines, changed]))
+    return folder
+
+
+def test_runs_that_evaluate_alike_are_the_same_whatever_the_evaluation_took(tmp_path):
+    assert judged(evaluated(tmp_path / "a"), evaluated(tmp_path / "longer"))[2].kind == "bits"
+
+
+@pytest.mark.parametrize(
+    ("metric", "value", "kind"),
+    [
+        ("loss", 0.5009, "rounding"),
+        ("loss", 0.52, "differs"),
+        ("loss", float("nan"), "differs"),
+        ("accuracy", 0.91, "rounding"),
+        ("accuracy", 0.7, "differs"),
+    ],
+)
+def test_a_measured_bound_decides_on_evaluations(tmp_path, metric, value, kind):
+    """Training alike to the bit is no verdict: a model may evaluate in another way."""
+    a, b = write_run(tmp_path / "a"), evaluated(tmp_path / "b", **{metric: value})
+    _, _, unmeasured = judged(a, b)
+    assert unmeasured.kind == "unknown"
+    assert f"apart in the evaluation at step 100: {metric} {value:.7g} and 0." in unmeasured.message
+    _, _, verdict = judged(a, b, noise=[noise(loss=1e-3, accuracy=0.02)])
+    assert verdict.kind == kind
+    if kind == "differs":
+        assert f"first in {metric} of the evaluation at step 100, " in verdict.message
+
+
+def test_metrics_that_are_nan_in_both_runs_are_alike_and_in_one_of_them_never(tmp_path):
+    nan = float("nan")
+    a = evaluated(tmp_path / "a", rare=nan, loss=0.5)
+    both, one = (evaluated(tmp_path / n, rare=x, loss=0.5001) for n, x in (("b", nan), ("c", 0.1)))
+    bound = [noise(loss=1e-2)]
+    assert judged(a, both, noise=bound)[2].kind == "rounding"
+    verdict = judged(a, one, noise=bound)[2]
+    assert verdict.kind == "differs" and "rare of the evaluation at step 100" in verdict.message
 
 
 def test_thinned_curves_have_the_peaks_of_each_metric(tmp_path):

@@ -142,7 +142,7 @@ def compare_evaluation(
 
     def measured(strategy: Strategy, params: Any) -> Named:
         placed = harness.to_devices(strategy, state._replace(params=params))
-        total, count = harness.evaluate(strategy, placed, batch)
+        total, count = harness.evaluate(strategy, placed, [batch])["loss"]
         loss = np.float32(harness.mean((total, count)))
         return {("evaluation loss", ""): loss, ("evaluation items counted", ""): np.float32(count)}
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -183,11 +183,16 @@ def take_step(
     return new, {name: (float(x[0]), float(x[1])) for name, x in to_host(metrics).items()}
 
 
-def evaluate(strategy: Strategy, state: TrainState, batch: Batch) -> tuple[float, float]:
-    """Sum and count of the loss of an evaluation batch, for a state on the devices."""
-    rows = {name: x[strategy.eval_rows] for name, x in batch.items()}
-    loss = strategy.eval_step(state, strategy.place_eval_batch(rows))["loss"]
-    return float(loss[0]), float(loss[1])
+def evaluate(strategy: Strategy, state: TrainState, batches: Iterable[Batch]) -> MetricSums:
+    """The metrics of evaluation batches, for a state on the devices."""
+    sums: dict[str, tuple[float, float]] = {}
+    for batch in batches:
+        rows = {name: x[strategy.eval_rows] for name, x in batch.items()}
+        metrics = strategy.eval_step(state, strategy.place_eval_batch(rows))
+        for name, (total, count) in to_host(dict(metrics)).items():
+            before = sums.get(name, (0.0, 0.0))
+            sums[name] = before[0] + float(total), before[1] + float(count)
+    return sums
 
 
 def mean(pair: tuple[float, float]) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from research_dp.console import Report, silent
 from research_dp.errors import UsageError
 from research_dp.strategies import TrainState
 from research_dp.strategies.strategy import init_key
-from research_dp.types import DataSet, TrainOrder
+from research_dp.types import DataSet, EvalOrder, TrainOrder
 
 Key = tuple[str, str]
 Metric = Literal["loss", "grad_norm"]  # of a run's training records
@@ -29,6 +29,7 @@ LOSS, NORM, PARAMETER = (
 )
 _FIGURES = {LOSS: "loss", NORM: "gradient norm"}  # scalars, with their kinds in `COARSE`
 _KEYS: dict[Metric, Key] = {"loss": LOSS, "grad_norm": NORM}
+_EVALUATION = "evaluation loss"  # the kind of all metrics of an evaluation
 _NOISY = 4  # trajectories beside the oracle's, in `measure`
 _LEAST_FACTOR = 2
 _MARGIN = 10  # steps after a record whose spread counts for it too
@@ -45,6 +46,11 @@ class NoisyTrajectories:
     def step(self, batch: Batch) -> list[Named]:
         """Takes a step on each trajectory, and returns their positions."""
         return [self._step(index, batch) for index in range(len(self._states))]
+
+    def states(self) -> Iterator[TrainState]:
+        """Where each trajectory is, with the rounding of one more pass through the model."""
+        for state in self._states:
+            yield state._replace(params=harness.perturb(state.params, self._rng, EPS))
 
     def _step(self, index: int, batch: Batch) -> Named:
         bench, state = self._bench, self._states[index]
@@ -111,8 +117,9 @@ class Spread:
 def _floor(key: Key, dtype: Any, precision: float) -> float:
     """What rounding to an array's own dtype explains, relative to the array's norm."""
     eps = float(jnp.finfo(dtype).eps)
-    if key in _FIGURES:
-        return tolerances.FLOOR_ULPS * eps + tolerances.COARSE[_FIGURES[key]] * precision
+    figure = _EVALUATION if key[0] == _EVALUATION else _FIGURES.get(key)
+    if figure:
+        return tolerances.FLOOR_ULPS * eps + tolerances.COARSE[figure] * precision
     return (tolerances.COARSE_ULPS if eps > EPS else tolerances.FLOOR_ULPS) * eps
 
 
@@ -136,6 +143,8 @@ class Noise:
     grad_norm_spread: np.ndarray
     params: Mapping[str, tuple[float, float]]  # path -> allowed L2 distance, the oracle's L2 norm
     precision: float  # of the `Bench`
+    # Step -> metric -> how far apart the means of two evaluations may be.
+    evaluations: Mapping[int, Mapping[str, float]] = dataclasses.field(default_factory=dict)
 
     @property
     def steps(self) -> int:
@@ -163,21 +172,20 @@ class Noise:
         values = dataclasses.asdict(self)
         return {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in values.items()}
 
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Noise:
-        """The inverse of `as_json`."""
-        series = ("loss", "grad_norm", "loss_spread", "grad_norm_spread")
-        arrays = {name: np.array(values[name], np.float64) for name in series}
-        params = {path: (float(a), float(b)) for path, (a, b) in values["params"].items()}
-        return cls(**arrays, params=params, precision=float(values["precision"]))
 
-
-def measure(bench: Bench, data: DataSet, *, steps: int, report: Report = silent) -> Noise:
+def measure(
+    bench: Bench,
+    data: DataSet,
+    *,
+    steps: int,
+    evaluated: Collection[int] = (),
+    report: Report = silent,
+) -> Noise:
     """Runs the bench's oracle and its noisy trajectories for `steps` steps from the initial state.
 
-    All take the run's batches and random keys. The bench's strategy does not run: it may be the
-    oracle's own configuration, `Bench(config=oracle, against=oracle, spec=spec)`. Its `precision`
-    is that of the coarsest of the runs that are compared.
+    All take the run's batches and random keys, and are evaluated after the steps `evaluated`. The
+    bench's strategy does not run: it may be the oracle's own configuration, `Bench(config=oracle,
+    against=oracle, spec=spec)`. Its `precision` is that of the coarsest of the runs compared.
 
     Raises:
         UsageError: A loss, gradient norm or parameter is not finite, or the data end before.
@@ -186,6 +194,7 @@ def measure(bench: Bench, data: DataSet, *, steps: int, report: Report = silent)
     state = harness.to_host(bench.oracle.init(init_key(bench.spec.seed)))
     trajectories, spread = NoisyTrajectories(bench, state, _NOISY), Spread(bench.precision)
     figures: list[list[list[float]]] = []  # by step, trajectory and metric
+    evaluations: dict[int, Mapping[str, float]] = {}
     for number, batch in enumerate(train_batches(bench, data, steps), 1):
         report("Measuring what rounding explains", f"step {number} of {steps}")
         result, noisy = harness.run_step(bench.oracle, state, batch), trajectories.step(batch)
@@ -194,6 +203,9 @@ def measure(bench: Bench, data: DataSet, *, steps: int, report: Report = silent)
         state, positions = result.state, [oracle, *noisy]
         figures.append([[float(x[LOSS]), float(x[NORM])] for x in positions])
         _check_finite(figures[-1], "the loss or the gradient norm", number)
+        if number in evaluated:
+            report("Measuring what rounding explains", f"evaluation at step {number}")
+            evaluations[number] = _allowed_evaluation(bench, data, [state, *trajectories.states()])
     if len(figures) < steps:
         raise UsageError(f"{data.name} ends after {len(figures)} of {steps} steps.")
     spread.add_pairs(itertools.combinations(positions, 2))
@@ -204,7 +216,30 @@ def measure(bench: Bench, data: DataSet, *, steps: int, report: Report = silent)
     _check_finite(list(params.values()), "a parameter", steps)
     loss, norm = np.array(figures).T  # trajectory, step
     spreads = np.ptp(loss, axis=0), np.ptp(norm, axis=0)
-    return Noise(loss[0], norm[0], *spreads, params, bench.precision)
+    return Noise(loss[0], norm[0], *spreads, params, bench.precision, evaluations)
+
+
+def _allowed_evaluation(
+    bench: Bench, data: DataSet, states: Iterable[TrainState]
+) -> dict[str, float]:
+    """How far apart two evaluations may be, by metric, from those of trajectories at one step.
+
+    FACTOR times their spread, and the rounding of the figure itself. Where a metric counts, as an
+    accuracy does, it moves by whole items: two more may fall to the other side by chance.
+    """
+    oracle, allowed = bench.oracle, {}
+    order = EvalOrder(batch_size=oracle.eval_batch_size, rows=np.arange(oracle.eval_batch_size))
+    found = [
+        harness.evaluate(oracle, harness.to_devices(oracle, state), data.evaluate(order))
+        for state in states
+    ]
+    for name, (_, count) in found[0].items():
+        means = [harness.mean(sums[name]) for sums in found]
+        floor = _floor((_EVALUATION, name), np.float32, bench.precision) * abs(means[0])
+        counts = all(float(sums[name][0]).is_integer() for sums in found)
+        items = 2 / max(count, 1.0) + 2 * bench.precision if counts else 0.0
+        allowed[name] = float(tolerances.FACTOR * np.ptp(means) + floor + items)
+    return allowed
 
 
 def _check_finite(values: Any, what: str, step: int) -> None:
@@ -225,4 +260,5 @@ def train_batches(bench: Bench, data: DataSet, count: int) -> Iterator[Batch]:
         first_step=0,
         num_steps=count,
     )
-    return itertools.islice(data.train(order), count)
+    for batch in itertools.islice(data.train(order), count):
+        yield {name: np.array(x) for name, x in batch.items()}  # its memory may be used again

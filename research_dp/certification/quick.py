@@ -18,6 +18,7 @@ from research_dp.certification import harness
 from research_dp.certification.certificate import Certificate, Check
 from research_dp.certification.harness import Batch
 from research_dp.console import Report, silent
+from research_dp.distributed.example_dropout import seed_key
 from research_dp.distributed.mesh import sizes_text
 from research_dp.distributed.placement import fingerprint
 from research_dp.strategies import Strategy, StrategyConfig, TrainSpec, jaxpr_collectives
@@ -100,7 +101,7 @@ def trace_single(model: TrainableModel, batch_size: int = 32) -> dict[str, Any]:
 
 def trace(strategy: Strategy, data: Sequence[Batch]) -> dict[str, Any]:
     """Trains on all batches, evaluates on a part of the first, with padding; by what is checked."""
-    state = strategy.init(jax.random.key(0))
+    state = strategy.init(seed_key(0))
     initial, metrics = fingerprint(state.params), []
     for batch in data:
         state, sums = harness.take_step(strategy, state, batch)
@@ -108,7 +109,7 @@ def trace(strategy: Strategy, data: Sequence[Batch]) -> dict[str, Any]:
     rows = strategy.eval_batch_size
     examples = {name: x[:rows] for name, x in data[0].items()}
     examples["mask"] = (np.arange(rows) < _VALID).astype(np.float32)
-    loss = harness.evaluate(strategy, state, examples)
+    loss = harness.evaluate(strategy, state, [examples])["loss"]
     return {
         "initial parameters": initial,
         "losses": [step["loss"] for step in metrics],

@@ -7,6 +7,7 @@ import functools
 from collections.abc import Iterable, Sequence
 
 import jax
+import numpy as np
 
 from research_dp.analysis.program_cost import link_rate
 from research_dp.analysis.topologies import Topology
@@ -25,6 +26,7 @@ from research_dp.planning.row import Row
 from research_dp.training.saved_state import config_of
 
 _DIGITS = [digit * 10.0**power for power in range(6, 12) for digit in (1, 2, 4)]
+_MOST_EVALUATIONS = 5  # for which a bound is measured
 LINK_RATES = [rate for rate in _DIGITS if rate <= 4e11]  # bits/s: 1 Mbit/s to 400 Gbit/s
 
 
@@ -50,9 +52,19 @@ def measure_noise(
     runtime.set_up_devices(cpu_devices)
     bench, data = bench_of(config, "single")
     precisions = {max(by_name[name].precision for name in pair) for pair in pairs}
+    # Evaluations of five trajectories take long: the last counts most, and a few before it.
+    columns = {name: {*by_name[name].column("eval", "step")} for pair in pairs for name in pair}
+    both = set[float]().union(*(columns[a] & columns[b] for a, b in pairs))
+    known = sorted(int(step) for step in both if 0 < step <= steps)
+    few = np.linspace(0, len(known) - 1, min(len(known), _MOST_EVALUATIONS)).astype(int)
+    evaluated = [known[i] for i in few]
     return [
         noise.measure(
-            dataclasses.replace(bench, precision=precision), data, steps=steps, report=report
+            dataclasses.replace(bench, precision=precision),
+            data,
+            steps=steps,
+            evaluated=evaluated,
+            report=report,
         )
         for precision in sorted(precisions)
     ]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from research_dp.comparison.settings import Setting
 from research_dp.distributed.sharding import by_path
 from research_dp.errors import some_of
 from research_dp.training.manifest import Damaged
+from research_dp.types import MEASURED
 
 # 'bits': the same bits. 'rounding': within the measured bound of rounding. 'design': another
 # algorithm on purpose. 'varied': something was varied on purpose. 'differs': none of these.
@@ -126,7 +127,9 @@ class Judge:
         noise = self._noise_of(a, b)
         if noise is None:
             return "unknown", f"{reason}; --bound=N measures what rounding explains"
-        apart, unreadable = list(_records_apart(a, b, records, noise)), ""
+        evaluations = _evaluations(a, b)
+        apart = [*_records_apart(a, b, records, noise), *_evaluations_apart(evaluations, noise)]
+        unreadable = ""
         try:
             apart += self._arrays_apart(a, b, step, noise)
         except (Damaged, OSError) as error:
@@ -138,10 +141,12 @@ class Judge:
         if unreadable or not apart:
             missing = f"no record within the {noise.steps} steps of the bound"
             return "unknown", f"{reason}; {unreadable or missing}"
+        reason = ""
         if noise.steps not in a.manifests.keys() & b.manifests.keys():
             reason = f"; parameters were not compared: not both saved step {noise.steps}"
-        else:
-            reason = ""
+        judged = evaluations.keys() & noise.evaluations.keys()
+        if len(judged) < len(evaluations):
+            reason += f"; {len(judged)} of {len(evaluations)} evaluations were compared"
         until = "" if step == noise.steps else f" in the first {noise.steps} steps"
         worst = max(apart, key=lambda one: one.excess)
         return "rounding", f"nearest to its bound{until}: {worst}{reason}"
@@ -204,14 +209,53 @@ def _both(a: Run, b: Run, records: np.ndarray) -> dict[Metric, tuple[np.ndarray,
 def _first_apart(a: Run, b: Run, records: np.ndarray) -> str | None:
     """The first record that differs at all."""
     pairs = _both(a, b, records)
-    unequal = {m: (x != y) & ~(np.isnan(x) & np.isnan(y)) for m, (x, y) in pairs.items()}
+    unequal = {m: ~_is_same(x, y) for m, (x, y) in pairs.items()}
     places = np.flatnonzero(np.any(list(unequal.values()), axis=0)) if pairs else np.zeros(0, int)
     if not len(places):
-        return None
+        return next(
+            (
+                f"apart in the evaluation at step {step}: {metric} {one:.7g} and {other:.7g}"
+                for step, values in _evaluations(a, b).items()
+                for metric, (one, other) in values.items()
+                if not _is_same(one, other)
+            ),
+            None,
+        )
     place = places[0]
     metric = next(m for m in METRICS if unequal[m][place])
     one, other = (x[place] for x in pairs[metric])
     return f"apart from step {records[place, 1]} on: {metric} {one:.7g} and {other:.7g}"
+
+
+def _is_same(one: Any, other: Any) -> Any:
+    """Where recorded values are equal, or both NaN."""
+    return (one == other) | (np.isnan(one) & np.isnan(other))
+
+
+def _evaluations(a: Run, b: Run) -> dict[int, dict[str, tuple[float, float]]]:
+    """Step -> metric -> both values, of the evaluations that both runs recorded."""
+    columns = [dict(run.records.get("eval", {})) for run in (a, b)]
+    steps = [{int(s): i for i, s in enumerate(c.pop("step", ()))} for c in columns]
+    names = [name for name in columns[0] if name in columns[1] and name not in MEASURED]
+    return {
+        step: {name: (columns[0][name][place], columns[1][name][steps[1][step]]) for name in names}
+        for step, place in steps[0].items()
+        if step in steps[1]
+    }
+
+
+def _evaluations_apart(
+    evaluations: Mapping[int, Mapping[str, tuple[float, float]]], noise: Noise
+) -> Iterator[Apart]:
+    """Each metric that differs, where a bound was measured or one value is not finite."""
+    for step, metrics in sorted(evaluations.items()):
+        for metric, (one, other) in metrics.items():
+            allowed = noise.evaluations.get(step, {}).get(metric)
+            unbound = allowed is None and np.isfinite(one) and np.isfinite(other)
+            if unbound or _is_same(one, other):
+                continue
+            name = f"{metric} of the evaluation at step {step}"
+            yield Apart(name, float(abs(one - other)), float(abs(other)), allowed or 0.0)
 
 
 def _common_step(a: Run, b: Run) -> int | None:
