@@ -183,3 +183,36 @@ def test_stacks_are_gathered_in_place_as_they_are_all_at_once(mesh):
     found = read(function, tree)
     assert sorted((c.kind, c.times) for c in found) == [("all-gather", 1), ("all-gather", 3)]
     jax.tree.map(np.testing.assert_array_equal, function(tree), tree)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value"), [("int32", 400_000_000), ("int8", 100), ("int16", 30_000), ("bool", True)]
+)
+def test_means_of_integers_do_not_overflow(mesh, dtype, value):
+    x = jnp.full(8, value, dtype)
+
+    def means(x):
+        trees = buckets.all_mean_tree([x], "fsdp"), rdp.sync_gradients({"w": x}, "fsdp")
+        scattered = rdp.scatter_mean(jnp.broadcast_to(x, 8), 0, "fsdp")
+        reduced = rdp.reduce_gradients_across_devices({"w": x}, "mean", "fsdp")
+        several = [rdp.all_mean(x, "fsdp"), *jax.tree.leaves((trees, scattered, reduced))]
+        weighed = rdp.weighted_mean(x[0], jnp.ones((), dtype), "fsdp")
+        return jnp.stack([*(one[0] for one in several), weighed])
+
+    found = mapped(mesh, means, P("fsdp"), P())(x)
+    np.testing.assert_allclose(found, np.full(6, float(value)), rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int16", "bfloat16", "float16"])
+def test_weights_of_narrow_dtypes_are_added_in_float32(mesh, dtype):
+    """2,000 items on 8 devices: beyond int8, and beyond what bfloat16 counts one by one."""
+    large = 8_001 if dtype == "int16" else 100 if dtype == "int8" else 251
+    weights = jnp.full(8, large, dtype)
+    exact = float(np.asarray(weights, np.float64).sum())
+
+    def run(weight):
+        total = jnp.full((), exact / 8)
+        options = weight[0], "fsdp"
+        return jnp.stack([rdp.weighted_mean(total, *options), rdp.weighted_loss(total, *options)])
+
+    np.testing.assert_allclose(mapped(mesh, run, P("fsdp"), P())(weights), 1.0, rtol=1e-6)

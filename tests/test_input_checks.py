@@ -13,7 +13,9 @@ import jax
 import numpy as np
 import pytest
 import tensorflow_datasets as tfds
+import tiny_run
 from tensorflow_datasets.core import features as tfds_features
+from test_strategies import recipe
 
 from research_dp.config import load
 from research_dp.data import builders
@@ -25,7 +27,7 @@ from research_dp.data.tfds import identity_of, tfds_data
 from research_dp.distributed import multihost
 from research_dp.errors import UsageError
 from research_dp.models import mlp
-from research_dp.training import input_checks, resume, workdir
+from research_dp.training import input_checks, loop, resume, workdir
 from research_dp.training.manifest import Manifest, Progress, origin
 from research_dp.training.resume import changes
 from research_dp.types import (
@@ -370,6 +372,109 @@ def test_any_integers_that_a_model_bounds_are_checked_and_padding_is_not():
         list(input_checks.checked_batches(stream(own), order, model))
     with refused("^the evaluation data of mine has no 'tokens'; .* Its arrays: words."):
         list(input_checks.checked_batches(stream({"words": tokens}), order, model))
+
+
+def spoilt(order, batches, place=2):
+    """Batches of the tiny run, of which one has a NaN in its third row."""
+    for number, batch in enumerate(batches(order)):
+        if number == place:
+            batch = {**batch, "x": batch["x"].copy()}
+            batch["x"][2, 5] = np.nan
+        yield batch
+
+
+def test_an_evaluation_input_that_is_not_finite_is_named(tmp_path):
+    def evaluate(order):
+        yield from spoilt(order, tiny_run.DATA.evaluate, place=0)
+
+    data = dataclasses.replace(tiny_run.DATA, evaluate=evaluate)
+    status, message = tiny_run.outcome(tmp_path, data=data)
+    assert status == 2
+    assert "example 2 of the evaluation stream of tiny has x nan" in message
+    assert "what this run saved is untouched" in message
+
+
+def test_padding_that_is_not_finite_is_no_mistake():
+    rows = {"x": np.array([[1.0], [np.inf]], np.float32), "mask": np.array([1.0, 0.0])}
+    where = stream(rows), EvalOrder(batch_size=2, rows=np.arange(2)), 0
+    assert input_checks.nonfinite_example(*where, rows) is None
+    own = {**rows, "mask": np.array([[1.0], [0.0]])}
+    found = input_checks.nonfinite_example(*where, own)
+    assert found == "example 1 of the evaluation stream of mine has x inf"
+
+
+def test_a_metric_of_no_example_is_no_mistake_and_reads_nothing_again(tmp_path):
+    """Inputs may be NaN where the model masks them, and a metric may count nothing."""
+    reads = []
+
+    def evaluate(order):
+        reads.append(order)
+        for batch in tiny_run.DATA.evaluate(order):
+            yield {**batch, "missing": np.full(len(order.rows), np.nan, np.float32)}
+
+    def loss(*args, **options):
+        out = tiny_run._loss(*args, **options)
+        return out._replace(sums={"rare": (0 * out.total, 0 * out.weight)})
+
+    model = dataclasses.replace(tiny_run.MODEL, loss=loss)
+    loop.train(
+        model=model,
+        data=dataclasses.replace(tiny_run.DATA, evaluate=evaluate),
+        strategy=recipe("single"),
+        optimizer=tiny_run.OPTIMIZER,
+        num_steps=2,
+        batch_size=tiny_run.BATCH,
+        workdir=str(tmp_path),
+    )
+    assert len(reads) == 1
+
+
+def train_skipping(folder, data, num_steps):
+    """The tiny run, built for `skip`; its own programs are those of `stop`."""
+    loop.train(
+        model=tiny_run.MODEL,
+        data=data,
+        strategy=recipe("single"),
+        optimizer=tiny_run.OPTIMIZER,
+        num_steps=num_steps,
+        batch_size=tiny_run.BATCH,
+        on_nonfinite="skip",
+        workdir=str(folder),
+    )
+
+
+def test_naming_an_example_leaves_the_stream_alone(tmp_path):
+    """A data set by hand may read from one place of one file, wherever an order begins."""
+    place, seen = [0], []
+
+    def train(order):
+        place[0] = order.first_step
+        while place[0] < order.num_steps:
+            seen.append(place[0])
+            batch = tiny_run._batch(place[0], order.batch_size)
+            batch[1, 1] = np.nan if place[0] == 2 else 0
+            place[0] += 1
+            yield {"x": batch[order.rows]}
+
+    train_skipping(tmp_path, dataclasses.replace(tiny_run.DATA, train=train), num_steps=8)
+    assert seen == list(range(8))
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_a_training_input_that_is_not_finite_is_named(tmp_path, capsys, skips):
+    def train(order):
+        """Step 3 has it, however the stream is entered."""
+        yield from spoilt(order, tiny_run.DATA.train, place=2 - order.first_step)
+
+    data = dataclasses.replace(tiny_run.DATA, train=train)
+    if not skips:
+        status, said = tiny_run.outcome(tmp_path, data=data)
+        assert status == 1
+    else:
+        train_skipping(tmp_path, data, num_steps=4)
+        said = capsys.readouterr().out
+    assert "step 3: all 2 parameters" in said or "step 3: the gradient of all 2 par" in said
+    assert "is not finite: example 10 of the training stream of tiny has x nan" in said
 
 
 def test_data_that_ends_early_is_refused():

@@ -31,7 +31,8 @@ def loss(params, model_state, batch, keys, *, train, batch_axes):
     x = batch["x"]
     sizes = jnp.sum(params["a"] ** 2) + jnp.sum(params["c"] ** 2)
     # sqrt has an infinite slope at 0.
-    root = jnp.sum(jnp.sqrt(jnp.where(jnp.any(x > STOPS), 0.0, 1.0) * params["b"] ** 2))
+    is_right = jnp.where(x > STOPS, 0.0, 1.0)[:, None, None]
+    root = jnp.sum(jnp.sqrt(is_right * params["b"][None] ** 2))
     total = jnp.sum(jnp.where(x > STOPS, 1.0, x)) * sizes + root
     return LossOutput(total, jnp.float32(x.shape[0]), model_state, {})
 
@@ -178,3 +179,44 @@ def test_a_run_stops_with_its_checkpoint_untouched_and_goes_on_without_the_step(
     records = lines(tmp_path, "train")
     assert [records[s].get("skipped_steps") for s in (3, 6, 9, 12)] == [None, 0, 1, 0]
     assert records[9]["loss"] is not None
+
+
+def weighed(stem, weight, optimizer=None):
+    """The first step of examples that all have this weight: metrics and parameters."""
+
+    def loss(params, model_state, batch, keys, *, train, batch_axes):
+        weights = jnp.full(batch["x"].shape, weight, jnp.float32)
+        return LossOutput(
+            jnp.sum(weights * batch["x"] * jnp.sum(params["a"] ** 2)), weights.sum(), {}, {}
+        )
+
+    spec = TrainSpec(
+        model=TrainableModel(init, loss),
+        optimizer=optax.sgd(0.1),
+        example=EXAMPLE,
+        batch_size=16,
+        max_grad_norm=1.0,
+    )
+    strategy = recipe(stem).build(spec)
+    state, metrics = step(strategy, strategy.init(0))
+    return jax.device_get((metrics, state.params))
+
+
+@pytest.mark.parametrize("stem", ["single", "fsdp"])
+@pytest.mark.parametrize("weight", [1e-11, 1e-7, 1e6])
+def test_a_step_does_not_depend_on_the_unit_of_weights(stem, weight):
+    (metrics, params), (expected, others) = weighed(stem, weight), weighed(stem, 1.0)
+    np.testing.assert_allclose(metrics["grad_norm"], expected["grad_norm"], rtol=1e-5)
+    np.testing.assert_allclose(params["a"], others["a"], rtol=1e-5)
+    assert not metrics[NONFINITE].any()
+
+
+@pytest.mark.parametrize("weight", [1e-13, 1e-30, 1e-39])
+def test_weights_that_are_too_small_to_train_on_are_named(weight):
+    metrics, _ = weighed("fsdp", weight)
+    if not np.float32(weight) * np.float32(1) > 0 or not metrics[NONFINITE].any():
+        assert metrics["loss"][1] == 0  # the backend takes it for 0: an empty step
+        return
+    check = NonfiniteCheck(PATHS, "stop", "Nothing was touched.", print)
+    with pytest.raises(RunFailure, match="step 3: the weights of its examples are too small"):
+        check.check(3, jax.device_put(metrics[NONFINITE]))

@@ -72,6 +72,18 @@ def test_a_limit_that_is_no_number_of_at_least_zero_is_refused(name, limit):
         takes_a_limit()[name](limit)
 
 
+@pytest.mark.parametrize("limit", [-1.0, float("nan")])
+def test_a_traced_limit_that_is_none_makes_gradients_nan(limit):
+    """It is not known when it is traced; a negative factor would climb the loss in silence."""
+    grads = {"w": jnp.ones(4)}
+    clip = jax.jit(lambda x: rdp.clip_by_global_norm_sharded(grads, x, ())[0]["w"])
+    assert np.isnan(clip(limit)).all()
+    np.testing.assert_allclose(clip(1.0), 0.5)
+    np.testing.assert_array_equal(clip(0.0), 0.0)
+    transform = jax.jit(lambda x: rdp.clip_by_global_norm(x, ()).update(grads, None)[0]["w"])
+    assert np.isnan(transform(limit)).all()
+
+
 def test_a_strategy_takes_a_limit_of_zero():
     strategy = calls.recipe().build(spec(max_grad_norm=0))
     state = strategy.init(jax.random.key(0))

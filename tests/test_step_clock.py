@@ -6,12 +6,14 @@ import time
 
 import gin
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 import tiny_run
 from test_strategies import recipe
 
+from research_dp.distributed.loss_scale import dynamic_loss_scale
 from research_dp.errors import UsageError
 from research_dp.strategies import TrainSpec
 from research_dp.strategies.engines import compiled
@@ -164,6 +166,54 @@ def test_a_skipped_step_counts_no_update(tmp_path):
     )
     rates = [line["learning_rate"] for line in records(tmp_path, "train")]
     np.testing.assert_allclose(rates, [1.0, 0.8], rtol=1e-6)
+
+
+def test_a_step_that_overflows_in_float16_counts_no_update(tmp_path):
+    """Also where the run was continued: the state counts the updates before."""
+    scale = dynamic_loss_scale(initial=2.0**24, growth_interval=100)
+    big = dataclasses.replace(tiny_run.MODEL, loss=_in_half)
+    optimizer = remembering_rate(optax.sgd)(optax.linear_schedule(1e-3, 0.0, 100))
+    scaled = dataclasses.replace(recipe("single"), loss_scale=scale)
+    options = {"model": big, "data": tiny_run.DATA, "strategy": scaled, "optimizer": optimizer}
+    options |= {"batch_size": tiny_run.BATCH, "log_every": 10, "workdir": str(tmp_path)}
+    train(num_steps=25, checkpoint_every=5, **options)
+    train(num_steps=40, checkpoint_every=5, **options)
+    last = records(tmp_path, "train")[-1]
+    overflows = np.log2(2.0**24 / last["loss_scale"])
+    assert 3 < overflows < 20 and last["step"] == 40
+    newest = 40 - overflows - 1  # the first update has the rate of update 0
+    assert last["learning_rate"] == pytest.approx(1e-3 * (1 - newest / 100), rel=1e-5)
+
+
+def _in_half(params, model_state, batch, keys, *, train, batch_axes):
+    y = batch["x"].astype("float16") @ params["w"].astype("float16")
+    total = jnp.sum(jnp.square(y.astype("float32"))) / 8
+    return LossOutput(total, jnp.float32(y.shape[0]), model_state, {})
+
+
+@pytest.mark.parametrize("length", [8, 10, 100, 1000])
+def test_a_decay_to_zero_is_no_negative_rate(length):
+    """It ends a rounding below 0, and the run may be longer."""
+    for schedule in (
+        optax.linear_schedule(3e-4, 0.0, length),
+        optax.join_schedules(
+            [optax.linear_schedule(0.0, 1e-3, length), optax.linear_schedule(1e-3, 0.0, length)],
+            [length],
+        ),
+    ):
+        optimizer = remembering_rate(optax.sgd)(schedule)
+        state = jax.eval_shape(optimizer.init, PARAMS)
+        assert LearningRate(optimizer, state, 3 * length).after(1) is not None
+
+
+@pytest.mark.parametrize("rate", [-0.1, optax.linear_schedule(1.0, -1e-3, 4)])
+def test_a_rate_that_climbs_the_loss_is_refused(tmp_path, rate):
+    optimizer = remembering_rate(optax.sgd)(rate)
+    skips = dataclasses.replace(tiny_run._strategy(), engine=compiled)
+    options = {"model": tiny_run.MODEL, "data": tiny_run.DATA, "strategy": skips}
+    options |= {"batch_size": tiny_run.BATCH, "workdir": str(tmp_path)}
+    with pytest.raises(UsageError, match=r"learning rate is -\S+ at step [15], .* negate the loss"):
+        train(optimizer=optimizer, num_steps=8, **options)
 
 
 # ---- Names ----

@@ -40,11 +40,15 @@ class Reduction:
         reduce_scatter: (array, axis name, dim) -> this device's block, along dim, of the sum.
         all_gather: (array, axis name, dim, to) -> the devices' blocks along dim, in their order;
             `to` as in `jax.lax.all_gather`.
+        exchanges_rows: Whether rows that are looked up in a sharded table may be exchanged by
+            all-to-all, which sends less than gathering the table. Devices then add their gradients
+            in an order of their own.
     """
 
     all_reduce: Callable[[jax.Array, Axes], jax.Array]
     reduce_scatter: Callable[[jax.Array, str, int], jax.Array]
     all_gather: Callable[[jax.Array, str, int, str], jax.Array] = _all_gather
+    exchanges_rows: bool = False
     # Number of parts into which exact sums cut the global batch; None: sums are not exact.
     logical_shards: ClassVar[int | None] = None
 
@@ -55,8 +59,9 @@ def _psum_scatter(x: jax.Array, axis: str, dim: int) -> jax.Array:
     return lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)  # sums; the caller divides
 
 
-PLAIN = Reduction(lax.psum, _psum_scatter)  # only sums: whoever calls divides
-EXCHANGED = Reduction(all_to_all.all_reduce, all_to_all.reduce_scatter)
+# Only sums: whoever calls divides.
+PLAIN = Reduction(lax.psum, _psum_scatter, exchanges_rows=True)
+EXCHANGED = Reduction(all_to_all.all_reduce, all_to_all.reduce_scatter, exchanges_rows=True)
 
 
 def takes(*options: str) -> Callable[[Any], Any]:
@@ -160,7 +165,7 @@ def _mean(
     """
     devices = axes_size(axes)
     result = x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.dtype(jnp.float32)
-    wire = x.astype(x.dtype if dtype is None else cast_dtype(result, dtype))
+    wire = x.astype(cast_dtype(result, dtype))  # integers too, whose sums would overflow
     mean = add(wire / devices) if pre_divide else add(wire) / devices
     return mean.astype(result)
 

@@ -69,6 +69,11 @@ def layer_dropout(
     return example_dropout(x, rate, keys, broadcast_dims)
 
 
+def seed_key(seed: int | jax.Array) -> jax.Array:
+    """A key of Threefry, whatever JAX's default is: `vmap` over others draws from the first key."""
+    return jax.random.key(seed, impl="threefry2x32")
+
+
 def layer_keys(number: int, shape: tuple[int, ...] = ()) -> jax.Array:
     """Keys of this shape that say which layer draws; another number gives others."""
     key = jax.random.key(number, impl=_layers())

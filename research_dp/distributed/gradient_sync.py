@@ -262,8 +262,8 @@ def weighted_mean(
     """
     axes = flat_axes(axis_names)
     # Both are summed over `axes`; `_divided` is the only division.
-    global_total = reduction.all_reduce(jnp.asarray(total), axes)
-    return _divided(global_total, reduction.all_reduce(jnp.asarray(weight), axes))
+    global_total, count = (reduction.all_reduce(_wide(x), axes) for x in (total, weight))
+    return _divided(global_total, count, jnp.asarray(total).dtype)
 
 
 @checked
@@ -280,14 +280,18 @@ def weighted_loss(
     axes = flat_axes(axis_names)
     # Only weights are summed over `axes`. Whoever averages the gradients of `total` divides by the
     # number of devices; the factor compensates for that.
-    count = reduction.all_reduce(jax.lax.stop_gradient(jnp.asarray(weight)), axes)
-    return _divided(jnp.asarray(total) * axes_size(axes), count)
+    count = reduction.all_reduce(_wide(jax.lax.stop_gradient(weight)), axes)
+    return _divided(_wide(total) * axes_size(axes), count, jnp.asarray(total).dtype)
 
 
-def _divided(total: jax.Array, count: jax.Array) -> jax.Array:
-    """The quotient, or 0; in float32 at least, for bfloat16 does not count beyond 256."""
-    wide = jnp.promote_types(total.dtype, jnp.float32)
-    count = count.astype(wide)
-    quotient = total.astype(wide) / jnp.where(count > 0, count, 1)
-    result = total.dtype if jnp.issubdtype(total.dtype, jnp.inexact) else wide
+def _wide(x: Any) -> jax.Array:
+    """In float32 at least: sums of integers overflow, and bfloat16 does not count beyond 256."""
+    x = jnp.asarray(x)
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def _divided(total: jax.Array, count: jax.Array, dtype: Any) -> jax.Array:
+    """The quotient, or 0; in `dtype` if that has fractions."""
+    quotient = total / jnp.where(count > 0, count, 1)
+    result = dtype if jnp.issubdtype(dtype, jnp.inexact) else total.dtype
     return jnp.where(count > 0, quotient, 0).astype(result)

@@ -70,13 +70,16 @@ def norm_of_blocks(blocks: Blocks, reduction: Reduction = PLAIN) -> jax.Array:
     return jnp.sqrt(total)
 
 
-def clip_factor(norm: jax.Array, max_norm: float | None) -> jax.Array:
+def clip_factor(norm: jax.Array, max_norm: TracedNorm | None) -> jax.Array:
     """The factor that scales gradients to a norm of at most `max_norm`; 1.0 if it is.
 
-    No epsilon, as Optax has none. A norm of NaN makes the factor NaN.
+    No epsilon, as Optax has none. A norm of NaN makes the factor NaN, and so does a traced
+    `max_norm` that is negative or NaN: it would turn gradients around.
     """
     if max_norm is None:
         return jnp.ones((), jnp.float32)
+    if isinstance(max_norm, jax.Array):
+        max_norm = jnp.where(max_norm >= 0, max_norm, jnp.nan)
     return jnp.where(norm <= max_norm, 1.0, max_norm / norm)
 
 

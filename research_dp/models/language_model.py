@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from research_dp.distributed.example_dropout import seed_key
 from research_dp.distributed.sharding import PART, STACK, TABLE
 from research_dp.distributed.units import Units
 from research_dp.models.layers import fold_in_each
@@ -148,7 +149,7 @@ class LanguageModel:
         """Shapes of one block's parameters, which do not depend on the sequence."""
         positions = jax.ShapeDtypeStruct((1, 2), jnp.int32)
         inputs = {"x": jax.ShapeDtypeStruct((1, 2, self.width), self.dtype), "positions": positions}
-        return jax.eval_shape(lambda key: self.block.init(key, inputs)[0], jax.random.key(0))
+        return jax.eval_shape(lambda key: self.block.init(key, inputs)[0], seed_key(0))
 
 
 def _positions(tokens: jax.Array, segments: jax.Array | None) -> jax.Array:

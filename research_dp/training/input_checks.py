@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Iterator
 
+import jax.numpy as jnp
 import numpy as np
 
 from research_dp.distributed.multihost import texts_of_all
@@ -55,17 +56,11 @@ def checked_batches(
             values, limit = np.asarray(batch[name]), model.config[fact]
             if not values.size or (values.min() >= 0 and values.max() < limit):
                 continue
-            wrong = (values < 0) | (values >= limit)
-            if "mask" in batch and np.ndim(batch["mask"]) == 1:
-                wrong &= np.reshape(batch["mask"], (-1, *[1] * (values.ndim - 1))) > 0
-            for row, *place in np.argwhere(wrong)[:1]:
-                index = number * order.batch_size + int(order.rows[row])
-                where = f"example {index} of the {split} stream of {data.name}"
-                where = data.locate(order, index) if data.locate else where
+            wrong = _unmasked((values < 0) | (values >= limit), batch)
+            if found := _first_of(wrong, values, name, data, order, number):
                 raise UsageError(
-                    f"{where} has {name} {values[(row, *place)]}, and train.model takes 0 to "
-                    f"{limit - 1} ({fact} = {limit}).\n  Mend the data set, or the model's {fact}; "
-                    "what this run saved is untouched."
+                    f"{found}, and train.model takes 0 to {limit - 1} ({fact} = {limit}).\n"
+                    f"  Mend the data set, or the model's {fact}; what this run saved is untouched."
                 )
         yield batch
     if number + 1 < end:
@@ -73,3 +68,40 @@ def checked_batches(
             f"{data.name} has no {split} batch {number + 2}: its {split} data is empty, or "
             "its function returned too early."
         )
+
+
+def nonfinite_example(
+    data: DataSet, order: TrainOrder | EvalOrder, number: int, batch: Arrays
+) -> str | None:
+    """The first example of batch `number` that is not finite, e.g. 'example 7 ... has x nan'."""
+    for name, values in ((name, np.asarray(x)) for name, x in batch.items()):
+        if jnp.issubdtype(values.dtype, jnp.inexact):
+            wrong = _unmasked(~np.isfinite(values), batch)
+            if found := _first_of(wrong, values, name, data, order, number):
+                return found
+    return None
+
+
+def _unmasked(wrong: np.ndarray, batch: Arrays) -> np.ndarray:
+    """Without the rows that a batch's `mask` (R,) says are padding."""
+    if "mask" in batch and np.ndim(batch["mask"]) == 1:
+        return wrong & (np.reshape(batch["mask"], (-1, *[1] * (wrong.ndim - 1))) > 0)
+    return wrong
+
+
+def _first_of(
+    wrong: np.ndarray,
+    values: np.ndarray,
+    name: str,
+    data: DataSet,
+    order: TrainOrder | EvalOrder,
+    number: int,
+) -> str | None:
+    """Which example of batch `number` has the first wrong value of an array, and the value."""
+    for row, *place in np.argwhere(wrong)[:1]:
+        index = number * order.batch_size + int(order.rows[row])
+        split = "training" if isinstance(order, TrainOrder) else "evaluation"
+        where = f"example {index} of the {split} stream of {data.name}"
+        where = data.locate(order, index) if data.locate else where
+        return f"{where} has {name} {values[(row, *place)]}"
+    return None

@@ -12,7 +12,10 @@ import jax
 import numpy as np
 import optax
 
+from research_dp.errors import binding_error
+
 _RATE = "research_dp_learning_rate"
+_CHECKED = 50  # updates of a run at which a schedule is checked
 
 
 def remembering_rate(factory: Callable[..., Any]) -> Callable[..., Any]:
@@ -34,20 +37,44 @@ class LearningRate:
     """The rate of an optimizer that `remembering_rate` made, or of `optax.inject_hyperparams`.
 
     It is not known of others: a chain of transforms may scale the updates of one of them.
+
+    Raises:
+        UsageError: It is negative within a run of `num_steps`.
     """
 
-    def __init__(self, optimizer: optax.GradientTransformation, abstract_opt_state: Any):
+    def __init__(
+        self, optimizer: optax.GradientTransformation, abstract_opt_state: Any, num_steps: int = 1
+    ):
         self._is_injected = _injected(abstract_opt_state) is not None
         rate = getattr(optimizer.update, _RATE, None)
         self._rate: Any = rate if _is_scalar(rate) else None
         if callable(self._rate):
             self._rate = _on_host(self._rate)
-            self._rate(0)  # it is compiled here, not while steps are timed
+        # A schedule is compiled here, not while steps are timed.
+        updates = np.unique(np.linspace(1, max(num_steps, 1), _CHECKED, dtype=int)).tolist()
+        rates = {update: self.after(update) or 0.0 for update in updates}
+        lowest = min(rates, key=rates.__getitem__)
+        # A decay to 0 may end a rounding below it.
+        if rates[lowest] < -1e-6 * max(map(abs, rates.values())):
+            raise binding_error(
+                "train.optimizer",
+                f": its learning rate is {rates[lowest]:g} at step {lowest}, which would climb the "
+                "loss. Give rates of at least 0; to maximise, negate the loss.",
+            )
 
     def read(self, opt_state: Any) -> None:
         """Reads an injected rate, for which it waits for the step; does nothing for others."""
         if self._is_injected:
             self._rate = float(np.asarray(_injected(opt_state)))
+
+    def updates(self, opt_state: Any) -> int:
+        """How many updates an optimizer's state counts; 0 if it does not, as no schedule is in it.
+
+        Steps are no measure: those whose gradients overflow in float16 update nothing.
+        """
+        counts = optax.tree.get_all_with_path(opt_state, "count")
+        is_count = (x.ndim == 0 and np.issubdtype(x.dtype, np.integer) for _, x in counts)
+        return max((int(x) for (_, x), own in zip(counts, is_count, strict=True) if own), default=0)
 
     def after(self, updates: int) -> float | None:
         """The rate of the newest of so many updates; None: not known."""

@@ -18,7 +18,7 @@ from research_dp.argument_checks import annotation_of, check_arguments, checked
 from research_dp.argument_types import Count, CountOrZero, Positive, Seed
 from research_dp.errors import UsageError
 from research_dp.strategies import StrategyConfig, TrainSpec, slots
-from research_dp.strategies.strategy import init_key
+from research_dp.strategies.strategy import LossOver, init_key
 from research_dp.training import files, resume
 from research_dp.training.checkpoint import Checkpoints
 from research_dp.training.intervals import Schedule
@@ -57,6 +57,7 @@ def train(
     profile_at: Count | None = None,
     watchdog_seconds: Positive | None = None,
     on_nonfinite: OnNonfinite = "stop",
+    loss_over: LossOver = "batch",
     check_replicas_every: Count | None = None,
     workdir: str | None = None,
     inspect: Callable[[StrategyConfig, TrainSpec], None] | None = None,
@@ -85,6 +86,8 @@ def train(
             ten times as long while it compiles. A save must fit in it. None: it may take any time.
         on_nonfinite: What happens where a loss or a gradient is not finite: 'stop' ends the run
             with the last checkpoint untouched; 'skip' leaves the step out, and counts it.
+        loss_over: What a loss that mixes examples is taken over. 'batch' refuses one that takes
+            each device's part; 'device' accepts it, as another algorithm on other devices.
         check_replicas_every: Compare the replicas of the state each so many steps; a difference
             ends the run. None: never.
         workdir: Folder of the run's results.
@@ -162,7 +165,7 @@ class _Spec(TrainSpec):
 def spec_of(settings: Mapping[str, Any]) -> TrainSpec:
     """What a strategy is built for, from `train`'s parameters; UsageError if they do not fit."""
     shared = ("model", "optimizer", "batch_size", "accumulation_steps", "max_grad_norm", "seed")
-    names = ("model", "data", *shared[1:], "on_nonfinite")
+    names = ("model", "data", *shared[1:], "on_nonfinite", "loss_over")
     check_arguments("train", settings, {name: annotation_of(train, name) for name in names})
     data: DataSet = settings["data"]
     for name, expected in settings["model"].config.items():
@@ -174,5 +177,6 @@ def spec_of(settings: Mapping[str, Any]) -> TrainSpec:
     return _Spec(
         example=data.example,
         skip_nonfinite=settings["on_nonfinite"] == "skip",
+        loss_over=settings["loss_over"],
         **{name: settings[name] for name in shared},
     )

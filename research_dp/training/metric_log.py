@@ -42,6 +42,7 @@ class MetricLog:
         self._events: dict[str, EventFile] = {}
         self.train: dict[str, float] = {}  # means of the newest training record
         self.skipped_steps = 0
+        self.updates = 0  # of the optimizer, until the newest record
 
     def open(self, folder: Path, step: int, *, evaluates_again: bool) -> None:
         """Continues the records, and their events, of a run that resumes from a step."""
@@ -68,6 +69,10 @@ class MetricLog:
             if (folder / files.TENSORBOARD / split).is_dir():
                 self._events_of(split).remove_older()
 
+    def begin(self, updates: int) -> None:
+        """Takes the number of the optimizer's updates at the step from which the run goes on."""
+        self.updates = updates - int(self._window.get("grad_norm", (0, 0))[1])
+
     def add(self, step_metrics: Mapping[str, Any]) -> None:
         """Adds a step's metrics, which the devices may still be computing."""
         self._unread.append(step_metrics)
@@ -85,7 +90,8 @@ class MetricLog:
         skipped = {SKIPPED: sums.pop(SKIPPED)[0]} if SKIPPED in sums else {}
         self.skipped_steps += int(sum(skipped.values()))
         self.train = metrics.means(sums)
-        rate = self._rate.after(step - self.skipped_steps) if self._rate else None
+        self.updates += int(sums.get("grad_norm", (0, 0))[1])  # not counted where it is not finite
+        rate = self._rate.after(self.updates) if self._rate else None
         measured = {
             **self._throughput.rates(),
             **({} if rate is None else {"learning_rate": rate}),

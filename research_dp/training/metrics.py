@@ -37,10 +37,11 @@ def accumulate(sums: Sums, steps: Iterable[Mapping[str, Any]]) -> Sums:
 def means(sums: Sums) -> dict[str, float]:
     """Means over examples, never means of means."""
     # Not CLU's `create_collection`: each call makes a class, which JAX keeps for ever.
-    return {
-        name: float(Average(total=np.float32(total), count=np.float32(count)).compute())
-        for name, (total, count) in sums.items()
-    }
+    with np.errstate(invalid="ignore"):  # a metric that counted nothing is NaN
+        return {
+            name: float(Average(total=np.float32(total), count=np.float32(count)).compute())
+            for name, (total, count) in sums.items()
+        }
 
 
 class Throughput:

@@ -10,9 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from research_dp.distributed.multihost import texts_of_all
 from research_dp.distributed.sharding import by_path
 from research_dp.errors import RunFailure, some_of
 from research_dp.strategies import TrainSpec, TrainState
+from research_dp.strategies.strategy import WEIGHTLESS
 
 OnNonfinite = Literal["stop", "skip"]
 
@@ -31,8 +33,13 @@ class NonfiniteCheck:
     in_a_row: int = 0
     hint: str = ""  # what to check where it is the first step
 
-    def check(self, step: int, flags: jax.Array) -> None:
-        """Reads a step's flags, `NONFINITE`; raises RunFailure if the run is to stop."""
+    def check(
+        self, step: int, flags: jax.Array, find_example: Callable[[], str | None] = lambda: None
+    ) -> None:
+        """Reads a step's flags, `NONFINITE`; raises RunFailure if the run is to stop.
+
+        `find_example` names an example of this process that is not finite; a collective, if so.
+        """
         # One device's: to assemble an array from all of them takes twice as long.
         loss_flag, *gradient_flags = np.asarray(flags.addressable_data(0))
         if not loss_flag:
@@ -40,7 +47,13 @@ class NonfiniteCheck:
             return
         paths = [path for path, flag in zip(self.paths, gradient_flags, strict=True) if flag]
         where = f"the gradient of {self._list(paths)}" if paths else "the loss"
-        problem = f"step {step}: {where} is not finite"
+        if loss_flag == WEIGHTLESS:
+            raise RunFailure(
+                f"step {step}: the weights of its examples are too small: squares of its gradients "
+                f"would be 0. Scale them up, e.g. to a mean of 1. {self.untouched}"
+            )
+        named = next(filter(None, texts_of_all(find_example() or "")), "")
+        problem = f"step {step}: {where} is not finite{named and f': {named}'}"
         self.in_a_row += 1
         if self.on_nonfinite == "stop":
             check_first = f"\n  {self.hint}" if step == 1 and self.hint else ""

@@ -15,8 +15,7 @@ from research_dp.distributed.checksum import as_bits
 from research_dp.distributed.replica_difference import difference_text, differing_axes
 from research_dp.distributed.sharding import by_path
 from research_dp.errors import RunFailure, binding_error, some_of
-from research_dp.strategies import Strategy, TrainSpec, TrainState
-from research_dp.strategies.random_draws import split_draws
+from research_dp.strategies import Strategy, TrainState
 
 _PARTS = TrainState._fields
 _NAMED = 4
@@ -86,7 +85,7 @@ class ReplicaCheck:
             )
 
 
-def split_dependence(spec: TrainSpec, strategy: Strategy, state: TrainState) -> list[str]:
+def split_dependence(strategy: Strategy, state: TrainState) -> list[str]:
     """Why numbers depend on how the batch is split, by a state after a step; a collective."""
     if not strategy.splits_batch:
         return []
@@ -98,8 +97,7 @@ def split_dependence(spec: TrainSpec, strategy: Strategy, state: TrainState) -> 
             same = (one.path for one in differences if one.axes == axes)
             names = [path.removeprefix("model_state ") for path in same]
             reasons.append(difference_text("model state", names, axes, strategy.mesh))
-    draws = split_draws(spec, strategy)
-    return [*reasons, draws.message] if draws else reasons
+    return [*reasons, strategy.doubt] if strategy.doubt else reasons
 
 
 def _leaves(state: TrainState, parts: Sequence[str]) -> dict[str, Any]:

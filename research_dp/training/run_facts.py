@@ -60,7 +60,7 @@ class RunFacts:
             "format": FORMAT,
             "strategy": strategy.name,
             "mesh": dict(strategy.mesh.shape),
-            "algorithm": strategy.config.algorithm,
+            "algorithm": strategy.algorithm,
             "bytes_per_device": {k: here for k, (here, _) in sizes_by_part(strategy).items()},
             "program": before.get("program") if self._ends else None,
             "bindings": {name: bound._asdict() for name, bound in self._bound.items()},

@@ -19,11 +19,11 @@ from research_dp.distributed.hardware import peak_of_mesh
 from research_dp.distributed.placement import fingerprint
 from research_dp.strategies import NONFINITE, Strategy, TrainSpec, TrainState
 from research_dp.training import files, metrics, nonfinite, sharding_table
-from research_dp.training.batches import evaluation, placed_train_batches
+from research_dp.training.batches import evaluation, placed_train_batches, train_order
 from research_dp.training.checkpoint import Checkpoints
 from research_dp.training.dispatch import InFlight
 from research_dp.training.flight_recorder import Phase, Recorder
-from research_dp.training.input_checks import shared_identity
+from research_dp.training.input_checks import nonfinite_example, shared_identity
 from research_dp.training.intervals import ProfilerTrace, Schedule
 from research_dp.training.learning_rate import LearningRate
 from research_dp.training.manifest import Manifest, Progress, origin
@@ -33,7 +33,7 @@ from research_dp.training.progress_bar import ProgressBar, metric_words
 from research_dp.training.replica_check import ReplicaCheck, split_dependence
 from research_dp.training.resume import check_same_data
 from research_dp.training.run_facts import RunFacts
-from research_dp.types import DataIdentity, DataSet
+from research_dp.types import Arrays, DataIdentity, DataSet
 
 
 @dataclasses.dataclass(eq=False)
@@ -59,12 +59,14 @@ class Trainer:
         self._identity: DataIdentity | None = None
         self._is_split_checked = False
         self._in_flight = InFlight()
+        self._read: dict[int, Arrays] = {}  # host batches, by the step that is to take them
         self._facts: dict[str, Any] = {"seconds_to_first_step": None}  # for the summary
         work = self.spec.model.work(self.spec.example) if self.spec.model.work else None
         peak = peak_of_mesh(self.strategy.mesh, work.dtype) if work else None
         self._throughput = metrics.Throughput(self.spec.batch_size, work, peak)
         self._console = ProgressBar(self.schedule.num_steps, self._first_step)
-        self._rate = LearningRate(self.spec.optimizer, self.strategy.abstract_state.opt_state)
+        opt_state = self.strategy.abstract_state.opt_state
+        self._rate = LearningRate(self.spec.optimizer, opt_state, self.schedule.num_steps)
         self._metrics = MetricLog(self._progress, self._throughput, self._console, self._rate)
         compares = self.schedule.check_replicas_every
         self._replicas = ReplicaCheck(self.strategy) if compares else None
@@ -80,6 +82,7 @@ class Trainer:
         """Trains, evaluates and saves; returns the step at which it stopped."""
         step, schedule = self._first_step, self.schedule
         self._begin()
+        self._metrics.begin(self._rate.updates(state.opt_state))
         trace = ProfilerTrace(schedule.profile_at, self.folder / "profile")
         with contextlib.closing(trace), StopSignal().listen() as stop:
             batches = self._batches()
@@ -156,7 +159,8 @@ class Trainer:
         steps = self._first_step, self.schedule.num_steps
         since = time.perf_counter()
         for batch in placed_train_batches(
-            self.strategy, self.data, *steps, self._in_flight.is_busy
+            *(self.strategy, self.data, *steps, self._in_flight.is_busy),
+            self._read.__setitem__,
         ):
             self._throughput.spend_on_batch(since, self._in_flight.idle_since())
             # Placing the next batch overlapped with the steps in flight, which end now.
@@ -176,7 +180,10 @@ class Trainer:
         values = dict(step_metrics)
         flags = values.pop(NONFINITE)
         self._metrics.add(values)
-        self._in_flight.add(values, functools.partial(self._nonfinite.check, step, flags))
+        order = train_order(self.strategy, 0, step)
+        named = self.data, order, step - 1, self._read.pop(step)
+        find = functools.partial(nonfinite_example, *named)
+        self._in_flight.add(values, functools.partial(self._nonfinite.check, step, flags, find))
         self._throughput.count_step()
         self._console.step(step)
         if is_first:
@@ -190,7 +197,7 @@ class Trainer:
         if not self._is_split_checked and np.asarray(values["grad_norm"])[1]:
             self._is_split_checked = True
             self.recorder.note("compile", step)
-            for reason in split_dependence(self.spec, self.strategy, state):
+            for reason in split_dependence(self.strategy, state):
                 warning = f"Numbers may differ from those of one device: {reason}."
                 self._console.say(f"Warning: {warning}")
                 self._facts.setdefault("warnings", []).append(warning)
