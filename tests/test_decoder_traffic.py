@@ -7,7 +7,11 @@ import numpy as np
 import pytest
 from decoder import LOOK_AHEAD, build, model, oracle, run, spec_of, traffic
 
+from research_dp.analysis.comm_lower_bound import min_wire_bytes
 from research_dp.config import gin_internals
+from research_dp.deterministic.sum import tree_reduction
+from research_dp.distributed.collectives import EXCHANGED, PLAIN
+from research_dp.distributed.transports.tpu_torus import staged_reduction
 from research_dp.strategies import gather_params
 
 
@@ -107,6 +111,26 @@ def test_a_gather_of_ones_own_that_knows_no_rows_gathers_tables():
     changed = dataclasses.replace(recipe, gather=doubled)
     found = traffic(changed.build(spec_of(model(depth=1), rows=8)))
     assert not any(c.kind == "all-to-all" for c in found)
+
+
+def test_rows_are_exchanged_unless_sums_are_exact():
+    """A torus only sums in another way; gathering the table is then its own waste."""
+    spec = spec_of(model(depth=1), rows=8)
+    plain = build("fsdp", model(depth=1), rows=8)
+    recipe, least = gin_internals.value_of("train.strategy"), min_wire_bytes(plain, spec)
+    torus = dataclasses.replace(recipe, reduction=staged_reduction({"fsdp": (2, 2, 2)}))
+    gathers = dataclasses.replace(PLAIN, exchanges_rows=False)
+    for config, exchanges in (
+        (torus, True),
+        (dataclasses.replace(recipe, reduction=EXCHANGED), True),
+        (dataclasses.replace(recipe, reduction=gathers), False),
+    ):
+        strategy = config.build(spec)
+        # The least that `plan` expects does not follow a strategy that sends more.
+        assert min_wire_bytes(strategy, spec) == least
+        moved = [c for c in traffic(strategy) if c.kind == "all-to-all" and c.dtype == "float32"]
+        assert bool([c for c in moved if c.times == 1 and c.axes == ("fsdp",)]) == exchanges
+    assert not tree_reduction(logical_shards=8).exchanges_rows
 
 
 def test_a_units_arrays_travel_together_if_asked_to():

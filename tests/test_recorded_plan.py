@@ -4,17 +4,20 @@ The model is the one of experiments/plan/lm_1b.gin, with all its layers: with fe
 collectives would be combined. XLA compiles a loop over layers once, so that depth costs no time.
 """
 
-import importlib.util
 import json
+import subprocess
+import sys
 
 import golden
 import pytest
+from compilers import needs_compiler
+from conftest import ROOT
 
 FIGURES = ("params_bytes", "opt_bytes", "state_bytes", "batch_bytes", "min_wire_bytes", "flops")
 TEMPORARY = 0.005  # the part by which temporary memory may differ
-COMPILERS = {"h100:8x8": "jax_cuda13_plugin", "v5e-64": "libtpu"}
+PLATFORMS = {"h100:8x8": "gpu", "v5e-64": "tpu"}
 # On TPUs the others compile for minutes.
-STRATEGIES = {"h100:8x8": "all", "v5e-64": "fsdp,fsdp_keep"}
+STRATEGIES = {"h100:8x8": "all", "v5e-64": "fsdp,fsdp_keep,fsdp+tpu_torus"}
 
 
 def figures(row):
@@ -29,19 +32,13 @@ def figures(row):
     return {**known, "problem": row["problem"], "wire_bytes": sent, "collectives": lines}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(
-            name,
-            marks=pytest.mark.skipif(
-                importlib.util.find_spec(compiler) is None, reason=f"{compiler} is not installed"
-            ),
-        )
-        for name, compiler in COMPILERS.items()
-    ],
+EACH = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=needs_compiler(p)) for name, p in PLATFORMS.items()]
 )
+
+
+@pytest.mark.slow
+@EACH
 def test_strategies_need_what_is_recorded(command, tmp_path, name):
     file = tmp_path / "plan.json"
     flags = ["--gin_file=experiments/plan/lm_1b.gin", f"--strategies={STRATEGIES[name]}"]
@@ -61,3 +58,13 @@ def test_strategies_need_what_is_recorded(command, tmp_path, name):
         if temporary[stem] != pytest.approx(expected, rel=TEMPORARY)
     ]
     assert not differs, "\n".join([*differs, f"If this is meant: {golden.command(__file__)}"])
+
+
+@pytest.mark.slow
+@EACH
+def test_no_case_of_the_limits_exceeds_its_budget(command, name):
+    """Bytes, memory and predicted waits, for the options of each kind of device."""
+    words = [sys.executable, "experiments/limits/lm_1b.py", name, "--budget"]
+    options = {"env": command.environment, "capture_output": True, "text": True, "timeout": 1200}
+    done = subprocess.run(words, cwd=ROOT, **options)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,7 +1,6 @@
 """Sums along one dimension of a torus after the other."""
 
 import dataclasses
-import importlib.util
 import itertools
 import types
 
@@ -10,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compilers import needs_compiler
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -139,7 +139,8 @@ def test_devices_without_a_torus_are_told():
         torus_reduction(mesh=make_mesh({"fsdp": 8}))
 
 
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+@pytest.mark.slow
+@needs_compiler("tpu")
 @pytest.mark.parametrize("name", ["v5e-64", "v5p-64"])
 def test_a_tpu_sends_what_a_ring_sends(name):
     """Its compiler sends a reduce-scatter over the whole torus at twice the bytes."""

@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from research_dp.distributed.collectives import PLAIN
 from research_dp.distributed.mesh import DATA_AXIS, FSDP_AXIS, batch_devices
 from research_dp.distributed.sharding import TABLE, LeafSharding
 from research_dp.distributed.units import Units, take_rows
@@ -147,14 +146,14 @@ def _unit_uses(strategy: Strategy, spec: TrainSpec) -> Counter[tuple[str, str]]:
     model, config = spec.model, strategy.config
     if not model.units:
         return Counter()
-    # As `Step` decides: rows are exchanged if the slot takes `rows` and the reduction allows it.
-    gather = config.gather if config.reduction is PLAIN else None
-    takes_rows = gather is not None and bool(slots.options_of(gather, {"rows": None}))
+    # Whether this strategy exchanges rows makes no difference: gathering the table is its waste.
+    # Exact sums cannot exchange them.
+    may_exchange = config.gather is not None and config.reduction.logical_shards is None
 
     def exchanges(name: str, rows: int) -> bool:
         table: LeafSharding = jax.tree.leaves(strategy.shardings.params[name])[0]
         by_feature = model.units.get(name) == TABLE and table.dim == 1
-        return takes_rows and by_feature and rows < table.shape[0]
+        return may_exchange and by_feature and rows < table.shape[0]
 
     state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), strategy.abstract_state)
     units = _RecordingUnits(exchanges=exchanges)
