@@ -22,6 +22,7 @@ from .compat.device_mesh import DeviceMeshManager, MeshRules, data_parallel_rule
 from .compat.linen import shard_module_params
 from .compat.nnx import shard_nnx_module_params
 from .data.own_data import from_arrays, from_source
+from .distributed.batch_examples import gather_examples, global_mean
 from .distributed.buckets import all_mean_tree, gather_tree, scatter_mean_tree
 from .distributed.collectives import PLAIN, Reduction, all_mean, scatter_mean
 from .distributed.differentiable_gather import gather_array_with_mean_grads
@@ -95,7 +96,8 @@ __all__ = [
     "data_parallel", "data_parallel_rules", "data_parallel_train_step", "dim_by_path", "dry_run",
     "eval_metrics", "evaluate", "export", "from_arrays", "from_linen", "from_nnx",
     "from_source", "fsdp_apply_gradients", "fsdp_update", "gather_array_with_mean_grads",
-    "gather_params", "gather_tree", "global_norm", "infer_sharding",
+    "gather_examples", "gather_params", "gather_tree", "global_mean", "global_norm",
+    "infer_sharding",
     "init_sharded", "largest_dim", "linen_functions", "load", "make_mesh", "mapped",
     "metric_means", "nnx_functions", "one_device_mesh", "pad_to_multiple",
     "place_batch_on_shards", "place_model_state_on_shards", "place_nnx_state_on_shards", "plan",

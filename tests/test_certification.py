@@ -56,11 +56,6 @@ BUGS = {
         r"examples of device 1 do not count \(places 4 to 7",
     ),
     "dropout keys by device": ("ddp", model_with(bugs.keys_by_device), "only with random keys"),
-    "mean of means under masks": (
-        "ddp",
-        model_with(bugs.mean_of_means, dropout_rate=0.0),
-        "only with uneven mask",
-    ),
     "double reduction": (
         "ddp",
         {"engine": bugs.checked_replication, "sync": bugs.mean_of_sums, "bindings": [TWO_AXES]},
@@ -137,13 +132,17 @@ def test_a_planted_bug_is_found_and_named(name):
 
 
 @pytest.mark.slow
-def test_batch_statistics_of_each_device_are_found():
+def test_statistics_and_means_of_each_device_are_refused():
     model = convnet(features=(4,), hidden=8, num_classes=10, norm="batch")
     right = bench_of("ddp", spec={"model": model})
     done = certify(right, noise(), steps=STEPS)
     assert done.certified, done.as_json()["checks"]
-    text = refusal("ddp", spec={"model": bugs.with_loss(model, bugs.own_statistics)})
-    assert "statistics are each device's own" in text
+    for wrong in (
+        bugs.with_loss(model, bugs.own_statistics),
+        bugs.with_loss(perceptron(dropout_rate=0.0), bugs.mean_of_means),
+    ):  # found before any step
+        with pytest.raises(UsageError, match="numbers of an example depend on others of the batch"):
+            refusal("ddp", spec={"model": wrong})
 
 
 @pytest.mark.parametrize(

@@ -139,7 +139,7 @@ def test_no_text_names_a_binding_of_a_higher_room(name):
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_files_fit_in_a_head(path):
     assert path.stem not in ("utils", "util", "helpers")
-    assert len(path.read_text().splitlines()) <= 300
+    assert len(path.read_text().splitlines()) <= 320
     if path.parent == PACKAGE and path.stem in DOORWAYS:
         assert len(path.read_text().splitlines()) <= 80
 

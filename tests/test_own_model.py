@@ -65,8 +65,8 @@ def build(stem, model):
 
 def trained(stem, model):
     """Losses, the evaluation and the state of a few steps, and what is reported after them."""
-    spec, strategy = build(stem, model)
-    state, seen = strategy.init(jax.random.key(0)), []
+    _, strategy = build(stem, model)
+    state, seen = strategy.init(0), []
     for step in range(STEPS):
         local = {name: x[strategy.train_rows] for name, x in batch_of(step).items()}
         state, metrics = strategy.train_step(state, strategy.place_batch(local))
@@ -76,7 +76,7 @@ def trained(stem, model):
     local = {name: x[strategy.eval_rows] for name, x in padded.items()}
     seen.append(strategy.eval_step(state, strategy.place_eval_batch(local)))
     found = jax.device_get((seen, state.params, state.model_state))
-    return found, split_dependence(spec, strategy, state)
+    return found, split_dependence(strategy, state)
 
 
 LAYERS = {"dropout": (0.3, False), "norm": (0.0, True), "both": (0.3, True)}
@@ -116,6 +116,74 @@ def test_every_strategy_computes_what_one_device_computes(stem, api, layers):
     assert found[0][-1]["accuracy"][1] == 5, "padding was counted"
     state = jax.tree.leaves(found[2])
     assert bool(state) == (layers != "dropout"), "random state is no state of the model"
+
+
+class LinenBatch(nn.Module):
+    """Compares an example with the mean of the batch, in training and in evaluation."""
+
+    @nn.compact
+    def __call__(self, x, *, batch_axes=()):
+        x = nn.Dense(CLASSES)(x)
+        return x - jax.lax.pmean(x.mean(0, keepdims=True), batch_axes or ())
+
+
+class NnxBatch(nnx.Module):
+    def __init__(self, rngs):
+        self.dense = nnx.Linear(FEATURES, CLASSES, rngs=rngs)
+
+    def __call__(self, x, batch_axes=()):
+        x = self.dense(x)
+        return x - jax.lax.pmean(x.mean(0, keepdims=True), batch_axes or ())
+
+
+@pytest.mark.parametrize("stem", ["ddp", "fsdp", "pmap", "spmd"])
+@pytest.mark.parametrize("api", ["linen", "nnx"])
+def test_evaluation_sees_the_axes_that_training_sees(api, stem):
+    mixing = {"linen": lambda: linen_model(LinenBatch()), "nnx": lambda: nnx_model(NnxBatch)}
+    (found, *_), _ = trained(stem, mixing[api]())
+    (expected, *_), _ = trained("single", mixing[api]())
+    near = functools.partial(np.testing.assert_allclose, rtol=1e-5)
+    jax.tree.map(near, found[-1]["loss"], expected[-1]["loss"])
+    jax.tree.map(near, found[0]["loss"], expected[0]["loss"])
+
+
+class LinenEvaluated(nn.Module):
+    """Communicates in evaluation alone."""
+
+    @nn.compact
+    def __call__(self, x, train, batch_axes=()):
+        x = nn.Dense(CLASSES)(x)
+        return x if train else x - jax.lax.pmean(x.mean(0, keepdims=True), batch_axes or ())
+
+
+def test_exact_sums_refuse_a_model_that_mixes_examples_in_evaluation_alone():
+    reduction = "data_parallel.reduction = @tree_reduction()"
+    load.reset()
+    spec = TrainSpec(
+        model=linen_model(LinenEvaluated()),
+        optimizer=optax.sgd(0.1),
+        example=EXAMPLE,
+        batch_size=BATCH,
+    )
+    with pytest.raises(UsageError, match="statistics over the batch"):
+        recipe("ddp", reduction, "tree_reduction.logical_shards = 8").build(spec)
+
+
+@pytest.mark.parametrize("api", ["linen", "nnx"])
+@pytest.mark.parametrize("default", ["rbg", "unsafe_rbg"])
+def test_masks_do_not_depend_on_the_default_of_random_keys(api, default):
+    """`vmap` over keys of rbg draws for all examples from the first key of a device."""
+    expected, _ = trained("single", model(api, "dropout"))
+    before = jax.config.jax_default_prng_impl
+    jax.config.update("jax_default_prng_impl", default)
+    try:
+        assert jax.random.key_data(jax.random.key(0)).shape != (2,)
+        found, reports = trained("ddp", model(api, "dropout"))
+    finally:
+        jax.config.update("jax_default_prng_impl", before)
+    assert not reports
+    near = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=2e-5)
+    jax.tree.map(near, found[0], expected[0])
 
 
 # ---- Masks ----
@@ -427,8 +495,8 @@ def test_an_nnx_module_with_another_call_is_refused_where_the_contract_is_expect
 
 
 def test_statistics_of_a_device_are_reported_and_those_of_all_are_not():
-    _, (report,) = trained("ddp", linen_model(own.linen(own.statistics_of_a_device)))
-    assert "copies of model state batch_stats/mean differ along mesh axis data (size 8)" in report
+    with pytest.raises(UsageError, match=r"sub at own_modules.py:\d+ \(statistics_of_a_device\)"):
+        trained("ddp", linen_model(own.linen(own.statistics_of_a_device)))
     made = linen_model(own.linen(own.statistics_of_all))
     expected, _ = trained("single", made)
     found, reports = trained("ddp", made)

@@ -15,6 +15,7 @@ from conftest import ROOT
 
 import research_dp
 from research_dp.commands import python_calls
+from research_dp.commands.flags import check_writable
 from research_dp.errors import UsageError
 
 WIDTH, CLASSES = 64, 4
@@ -229,3 +230,13 @@ def test_modules_of_these_names_are_still_commands(name):
     words = [sys.executable, "-m", f"research_dp.{name}", "--help"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0 and f"research_dp.{name}" in done.stdout, done.stderr
+
+
+def test_a_file_that_could_be_written_is_left_as_it_was(tmp_path):
+    link, target = tmp_path / "link", tmp_path / "target"
+    link.symlink_to(target)
+    check_writable("--json", str(link))
+    assert link.is_symlink() and not target.exists()
+    target.write_text("kept")
+    check_writable("--json", str(link))
+    assert target.read_text() == "kept"

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import os
 import re
 import traceback
 from pathlib import Path
@@ -215,7 +214,8 @@ def test_a_step_reaches_its_collective_in_eight_frames(monkeypatch):
     monkeypatch.setattr(lax, "all_gather", spy)
     recipe_of("fsdp").build(spec())
     places = [(Path(f.filename), f.name) for f in paths[0]]
-    places = [(p, name) for p, name in places if f"{os.sep}research_dp{os.sep}" in str(p)]
+    package = Path(rdp.__file__).parent
+    places = [(p, name) for p, name in places if package in p.parents]
     start = max(i for i, (path, name) in enumerate(places) if name == "train")
     files = {path for path, _ in places[start:]}
     assert len(places[start + 1 :]) == 8

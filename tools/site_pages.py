@@ -27,7 +27,7 @@ GROUPS = {
     "Data": ("data", "training.batches", "DataSet", "TrainOrder", "EvalOrder"),
     "Collectives": (
         *("distributed.collectives", "distributed.buckets", "distributed.gradient_sync"),
-        "distributed.differentiable_gather",
+        *("distributed.differentiable_gather", "distributed.batch_examples"),
     ),
     "Sharding": (
         *("distributed.fsdp", "distributed.shard_rules", "distributed.sharding"),

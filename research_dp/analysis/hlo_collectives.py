@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from research_dp.analysis.hlo import Computation, Instruction, executed, integers
+from research_dp.distributed.batch_examples import SCOPE
 from research_dp.strategies.jaxpr_collectives import Collective
 
 # By opcode; by the transfer between slices of TPUs, a `send` to the host, which does the rest; by
@@ -73,7 +74,9 @@ def find_collectives(
         sizes.pop("token", None)
         result += [
             CompiledCollective(
-                *(kind, axes, len(group), dtype, nbytes, times, instruction.name),
+                *(kind, axes, len(group), dtype, nbytes, times),
+                SCOPE in instruction.attribute(r'op_name="([^"]*)"'),
+                instruction.name,
                 *(0 if position else times, is_async, _purpose(instruction, kind), group),
             )
             for position, (dtype, nbytes) in enumerate(sizes.items())

@@ -25,7 +25,7 @@ from research_dp.distributed.mesh import build_mesh, sizes_text
 from research_dp.distributed.sharding import by_path
 from research_dp.errors import UsageError, some_of
 from research_dp.strategies import Strategy, TrainState, slots
-from research_dp.strategies.random_draws import split_draws
+from research_dp.strategies.batch_losses import judge_loss
 from research_dp.strategies.strategy import init_key
 from research_dp.training.checkpoint import Checkpoints
 from research_dp.training.manifest import Progress
@@ -127,8 +127,8 @@ def _compare_steps(
         certificate.check("finite", False, message)
         certificate.cause = "the run itself; a loss that is not finite cannot be compared"
     elif share > MAX_UNJUDGED:
-        draws = split_draws(bench.spec, bench.strategy)
-        certificate.cause = draws.message if draws and draws.is_known else _UNSTABLE
+        found = judge_loss(bench.strategy)
+        certificate.cause = found.message if found and found.kind == "drawn" else _UNSTABLE
     elif steps_are_right:
         report("Comparing evaluation and checkpoints")
         for d in compare_steps.compare_evaluation(bench, data, state, envelope):
@@ -172,6 +172,8 @@ def _cause(
     step: StepComparison, previous: TrainState, batches: Sequence[Batch], unnamed: str
 ) -> str | None:
     """Searches for the cause, first a few steps later, when no optimizer moment is zero."""
+    if algorithm := step.bench.strategy.algorithm:
+        return f"another algorithm by design: {algorithm}"
     if step.is_right:
         return _STATEFUL
     if unnamed:

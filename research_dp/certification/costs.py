@@ -54,7 +54,10 @@ def costs(strategy: Strategy, spec: TrainSpec) -> Iterator[Cost]:
             source = f"{row['wire_bytes']} of the table"
         except NotImplementedError:
             source = "a slot is bound in a gin scope of its own; not compared with the table"
-    yield Cost("bytes sent a step", sum(one.wire_bytes for one in sent), limit, source)
+    own, others = (sum(x.wire_bytes for x in sent if x.of_model is of) for of in (True, False))
+    yield Cost("bytes sent a step", others, limit, source)
+    if own:
+        yield Cost("bytes of the model's own", own, None, "gather_examples, global_mean")
     slices, state = jax.tree.leaves(strategy.shardings.slices), strategy.abstract_state
     shard = sum(p.nbytes_per_device for p in slices) / sum(p.nbytes for p in slices)
     for name, part in (("parameters", "params"), ("optimizer state", "opt_state")):

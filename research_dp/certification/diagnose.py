@@ -17,12 +17,13 @@ from research_dp.certification import tolerances
 from research_dp.certification.compare_steps import StepComparison, shards_by_place
 from research_dp.certification.harness import Batch, gradients_of, run_step
 from research_dp.certification.tolerances import as_float64, gap, projection
-from research_dp.distributed.jaxpr import walk
+from research_dp.distributed.jaxpr import source_line, walk
 from research_dp.distributed.mesh import batch_devices
 from research_dp.distributed.replica_difference import difference_text
 from research_dp.distributed.sharding import by_path
 from research_dp.errors import some_of
 from research_dp.strategies import TrainState
+from research_dp.strategies.batch_losses import trace_loss
 
 SHOWN = 3
 _NEAR = 1e-3  # relative distance
@@ -41,7 +42,8 @@ def find_cause(cases: Sequence[tuple[StepComparison, TrainState]], other: Batch)
         for suspicion in (_not_updated(step), _stale_shards(step), _one_step_behind(step, earlier))
     ]
     for step, _ in cases:
-        suspicions += (_local_norm(step), replicas_differ(step), _scaled_gradients(step))
+        suspicions += (_local_norm(step), replicas_differ(step), _own_gather(step))
+        suspicions.append(_scaled_gradients(step))
         suspicions += (_scaled_norm(step), _scaled_update(step), _unused_examples(step, other))
         suspicions += (_right_if_equal(step), _rounded(step))
     return next(itertools.chain(*suspicions), None)
@@ -91,6 +93,25 @@ def replicas_differ(step: StepComparison) -> Iterator[str]:
     for kind, _, axes in step.replicas:
         leaves = [leaf for what, leaf, along in step.replicas if (what, along) == (kind, axes)]
         yield difference_text(kind, leaves, axes, step.bench.strategy.mesh)
+
+
+def _own_gather(step: StepComparison) -> Iterator[str]:
+    """The model gathers examples by itself, in another order or with another gradient."""
+    strategy = step.bench.strategy
+    if not strategy.splits_batch:
+        return
+    rows = len(step.bench.rows_by_device[0])
+    programs = [trace_loss(strategy, rows, differentiated=x)[0] for x in (False, True)]
+    forward, backward = ([e for e, _ in walk(program.jaxpr)] for program in programs)
+    gathers = [e for e in forward if e.primitive.name == "all_gather"]
+    comes_back = any(e.primitive.name == "reduce_scatter" for e in backward)
+    divided = "their gradient is not the sum over the devices' losses: divided, say"
+    wrong = divided if comes_back else "no gradient comes back to the devices that have them"
+    if step.wrong_leaves("loss"):
+        wrong = "not all of them in the order of the global batch"
+    if gathers and (step.wrong_leaves("loss") or step.wrong_leaves("gradient")):
+        where = f"the model gathers examples (all_gather at {source_line(gathers[0])})"
+        yield f"{where}, but {wrong}: take research_dp.gather_examples"
 
 
 def _scaled_gradients(step: StepComparison) -> Iterator[str]:

@@ -5,14 +5,20 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import ClassVar, NoReturn
 
 from research_dp.certification import certify, harness, quick
 from research_dp.certification.certificate import Certificate
 from research_dp.certification.tolerances import names_dtype, precision_of
 from research_dp.commands import runtime
-from research_dp.commands.flags import Command, check_writable, flag, switch, whole_number
+from research_dp.commands.flags import (
+    Command,
+    check_writable,
+    flag,
+    switch,
+    whole_number,
+    write_file,
+)
 from research_dp.config import gin_internals, load
 from research_dp.console import Progress, Report, put
 from research_dp.distributed.mesh import refuse_several_processes
@@ -69,7 +75,7 @@ class Certify(Command):
         else:
             result = self._certify_run(config, report)
         if self.json_file:
-            Path(self.json_file).write_text(json.dumps(result.as_json(), indent=1))
+            write_file("--json", self.json_file, json.dumps(result.as_json(), indent=1))
         return result
 
     def _certify_run(self, config: load.Config, report: Report) -> Certificate:

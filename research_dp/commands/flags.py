@@ -198,8 +198,12 @@ def usage_error(message: str) -> Iterator[None]:
 def check_writable(flag: str, file: str | None) -> None:
     """Raises UsageError if a file cannot be written, before hours of work would be lost."""
     if file is not None:
+        path = Path(file).expanduser().resolve()
+        exists = path.exists()
         with usage_error(f"{flag}={file} cannot be written"):
-            open(file, "a").close()
+            path.open("a").close()
+        if not exists:
+            path.unlink()  # what is refused afterwards leaves no empty file
 
 
 def write_file(flag: str, file: str, text: str) -> None:

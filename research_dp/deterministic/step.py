@@ -25,7 +25,7 @@ from research_dp.distributed.mesh import FSDP_AXIS
 from research_dp.distributed.optimizer import apply_optimizer
 from research_dp.distributed.sharding import LeafSharding, flatten_padded, pad_to_multiple
 from research_dp.distributed.units import Units
-from research_dp.errors import binding_error
+from research_dp.errors import UsageError, binding_error
 from research_dp.strategies.step import Step, Sums, sums_of
 from research_dp.strategies.strategy import (
     PlacedBatch,
@@ -188,20 +188,21 @@ def check_model(config: StrategyConfig, spec: TrainSpec, abstract: TrainState) -
 
 
 def _knows_other_examples(spec: TrainSpec, abstract: TrainState) -> bool:
-    """Whether a loss communicates over the axes that the batch is split over."""
+    """Whether a loss communicates over the axes that the batch is split over, in either mode."""
     axis = "an axis that is bound nowhere"
 
-    def loss(params: PyTree) -> Any:
-        keys = example_keys(spec.seed, jnp.int32(0), jnp.zeros(1, jnp.int32))
+    def loss(params: PyTree, train: bool) -> Any:
+        keys = example_keys(spec.seed, jnp.int32(0), jnp.zeros(1, jnp.int32)) if train else None
         examples = {k: jnp.zeros((1, *x.shape), x.dtype) for k, x in spec.example.items()}
         more = {"units": Units()} if spec.model.units else {}
         return spec.model.loss(
-            params, abstract.model_state, examples, keys, train=True, batch_axes=(axis,), **more
+            params, abstract.model_state, examples, keys, train=train, batch_axes=(axis,), **more
         )
 
     try:
-        jax.eval_shape(loss, abstract.params)
-    except NameError as error:
+        for train in (True, False):
+            jax.eval_shape(functools.partial(loss, train=train), abstract.params)
+    except (NameError, UsageError) as error:  # `from_linen` and `from_nnx` put it in words
         if axis in str(error):
             return True
         raise

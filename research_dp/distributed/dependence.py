@@ -58,6 +58,14 @@ class Dependence:
             return self if self.detail else other
         return mixed(f"{operation} of {self.source} and {other.source}")
 
+    def scanned(self) -> Dependence:
+        """The label of what each turn of a loop gets: rows are other elements at each."""
+        return self.mixed_by("scan over") if self.kind == "elementwise" else self
+
+    def stacked(self) -> Dependence:
+        """The label of what the turns of a loop give, along a new dim."""
+        return REPLICATED if self.is_same_everywhere else self.mixed_by("scan of")
+
 
 CONSTANT, REPLICATED = Dependence("constant"), Dependence("replicated")
 elementwise = functools.partial(Dependence, "elementwise")  # of the parameter with this path
@@ -72,10 +80,19 @@ def is_deterministic(equation: JaxprEqn) -> bool:
 def is_elementwise(equation: JaxprEqn) -> bool:
     """Whether each element of the results depends on the same element of each operand only."""
     avals: list[Any] = [v.aval for v in equation.invars]
-    operands = tuple((x.ndim, x.dtype) for x in avals)
-    widest = max((x.shape for x in avals), key=len, default=None)
     results: list[Any] = [v.aval for v in equation.outvars]
-    if {x.shape for x in results} != {widest} or not is_deterministic(equation):
+    widest = max((x.shape for x in avals), key=len, default=None)
+    return {x.shape for x in results} == {widest} and maps_scalars(equation)
+
+
+def maps_scalars(equation: JaxprEqn) -> bool:
+    """Whether it is a function of scalars, applied to all elements: dims of length 1 may repeat."""
+    avals: list[Any] = [v.aval for v in equation.invars]
+    operands = tuple((x.ndim, x.dtype) for x in avals)
+    results: list[Any] = [v.aval for v in equation.outvars]
+    if not is_deterministic(equation) or len({x.shape for x in results}) != 1:
+        return False
+    if any(x.ndim not in (0, results[0].ndim) for x in avals):
         return False
     try:
         return _maps_scalars(equation.primitive, tuple(equation.params.items()), operands)

@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,23 @@ class _ProgramsDiffer(Exception):
     """The program for shards differs from that for unsharded parameters in more than shapes."""
 
 
+class Rules(NamedTuple):
+    """How values are labelled, besides by calls and control flow.
+
+    Labels are dataclasses with `kind`, `join`, `mixed_by`, `scanned`, `stacked` and
+    `is_same_everywhere`, as `Dependence` has them.
+
+    Attributes:
+        apply: (corresponding equations, labels of their operands) -> labels of the results.
+        of_constant: Corresponding arrays of the programs -> their label.
+        called: (equation of a call, labels of its operands, of its results) -> of its results.
+    """
+
+    apply: Callable[[Pair, Any], list[Any]]
+    of_constant: Callable[[Any, Any], Any]
+    called: Callable[[JaxprEqn, Any, list[Any]], list[Any]] = lambda equation, given, found: found
+
+
 def find_mixing(
     program: Any, arguments: Labels, results: Labels, *, on_shards: Callable[[], Any] | None = None
 ) -> str | None:
@@ -45,7 +62,7 @@ def find_mixing(
     `arguments` and `results` say, flat, what each may depend on; further ones may not be 'mixed'.
     """
     try:
-        labels = _interpret((program, on_shards() if on_shards else program), arguments)
+        labels = interpret((program, on_shards() if on_shards else program), arguments, _RULES)
     except Exception as error:
         if on_shards is None:
             raise
@@ -64,8 +81,8 @@ def find_mixing(
     return None
 
 
-def _interpret(programs: Sequence[Any], arguments: Labels) -> list[Dependence]:
-    """Labels of the results of both programs, for arguments with these labels."""
+def interpret(programs: Sequence[Any], arguments: Sequence[Any], rules: Rules) -> list[Any]:
+    """Labels of the results of both programs, which may be one, for arguments with these labels."""
     consts = [x.consts if isinstance(x, ClosedJaxpr) else () for x in programs]
     full, local = (x.jaxpr if isinstance(x, ClosedJaxpr) else x for x in programs)
     # Variable of either program -> its label, an object that two corresponding variables share; of
@@ -100,33 +117,40 @@ def _interpret(programs: Sequence[Any], arguments: Labels) -> list[Dependence]:
         for pair in _pairs(full, local):
             a, b = map(value, pair)
             if isinstance(a, Literal) and isinstance(b, Literal):
-                a = b = _label_of_constant(a.val, b.val)
+                a = b = rules.of_constant(a.val, b.val)
             if a is not b:
                 raise _ProgramsDiffer
             result.append(a)
         return result
 
-    inputs = [*itertools.starmap(_label_of_constant, _pairs(*consts)), *arguments]
+    inputs = [*itertools.starmap(rules.of_constant, _pairs(*consts)), *arguments]
     write((*full.constvars, *full.invars), (*local.constvars, *local.invars), inputs)
     for a, b in itertools.zip_longest(equations_of(full), equations_of(local)):
         if a is None or b is None or a.primitive is not b.primitive:
             raise _ProgramsDiffer
-        write(a.outvars, b.outvars, _apply((a, b), read(a.invars, b.invars)))
+        write(a.outvars, b.outvars, _apply((a, b), read(a.invars, b.invars), rules))
     return read(full.outvars, local.outvars)
 
 
-def _apply(equations: Pair, inputs: list[Dependence]) -> list[Dependence]:
+def _apply(equations: Pair, inputs: list[Any], rules: Rules) -> list[Any]:
     """Labels of the results of one equation."""
     full, local = equations
     name = full.primitive.name
     if name in _CALLS:
         parameter = "jaxpr" if "jaxpr" in full.params else "call_jaxpr"
-        return _call(equations, parameter, inputs)
+        return rules.called(full, inputs, _call(equations, parameter, inputs, rules))
     if name in _CONTROL_FLOW:
         options = [{k: e.params[k] for k in e.params.keys() - _PROGRAMS} for e in equations]
-        if not _equal(*options):
+        if full is not local and not _equal(*options):
             raise _ProgramsDiffer
-        return _CONTROL_FLOW[name](equations, inputs)
+        return _CONTROL_FLOW[name](equations, inputs, rules)
+    return rules.apply(equations, inputs)
+
+
+def _of_primitive(equations: Pair, inputs: list[Dependence]) -> list[Dependence]:
+    """Labels of the results of a primitive."""
+    full, local = equations
+    name = full.primitive.name
     if name in _RESHAPES and inputs[0].kind == "elementwise":
         # Row-major order stays, if no element is repeated.
         sizes = [{np.prod(v.aval.shape) for v in (e.invars[0], *e.outvars)} for e in equations]
@@ -154,49 +178,49 @@ def _apply(equations: Pair, inputs: list[Dependence]) -> list[Dependence]:
     return [label] * len(full.outvars)
 
 
-def _call(equations: Pair, parameter: str, inputs: Labels) -> list[Dependence]:
-    return _interpret([e.params[parameter] for e in equations], inputs)
+def _call(equations: Pair, parameter: str, inputs: Sequence[Any], rules: Rules) -> list[Any]:
+    return interpret([e.params[parameter] for e in equations], inputs, rules)
 
 
-def _cond(equations: Pair, inputs: list[Dependence]) -> list[Dependence]:
+def _cond(equations: Pair, inputs: list[Any], rules: Rules) -> list[Any]:
     index, *operands = inputs
     if not index.is_same_everywhere:
         return [index.mixed_by("cond on")] * len(equations[0].outvars)
     pairs = _pairs(*(e.params["branches"] for e in equations))
-    branches = [_interpret(pair, operands) for pair in pairs]
+    branches = [interpret(pair, operands, rules) for pair in pairs]
     return [reduce(lambda a, b: a.join("cond", b), x) for x in zip(*branches, strict=True)]
 
 
-def _while(equations: Pair, inputs: list[Dependence]) -> list[Dependence]:
+def _while(equations: Pair, inputs: list[Any], rules: Rules) -> list[Any]:
     params = equations[0].params
     cond, body = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
     consts = inputs[cond:body]
     carry = _fixpoint(
-        "while", inputs[body:], lambda carry: _call(equations, "body_jaxpr", [*consts, *carry])
+        "while",
+        inputs[body:],
+        lambda carry: _call(equations, "body_jaxpr", [*consts, *carry], rules),
     )
-    (condition,) = _call(equations, "cond_jaxpr", [*inputs[:cond], *carry])
+    (condition,) = _call(equations, "cond_jaxpr", [*inputs[:cond], *carry], rules)
     same = condition.is_same_everywhere
     return carry if same else [condition.mixed_by("while on")] * len(carry)
 
 
-def _scan(equations: Pair, inputs: list[Dependence]) -> list[Dependence]:
+def _scan(equations: Pair, inputs: list[Any], rules: Rules) -> list[Any]:
     params = equations[0].params
     first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
-    # Rows of scanned arrays, and stacked results, are other elements at each iteration.
-    rows = [x.mixed_by("scan over") if x.kind == "elementwise" else x for x in inputs[last:]]
+    rows = [x.scanned() for x in inputs[last:]]
 
-    def body(carry: Labels) -> list[Dependence]:
-        return _call(equations, "jaxpr", [*inputs[:first], *carry, *rows])
+    def body(carry: Sequence[Any]) -> list[Any]:
+        return _call(equations, "jaxpr", [*inputs[:first], *carry, *rows], rules)
 
     carry = _fixpoint("scan", inputs[first:last], lambda carry: body(carry)[: len(carry)])
-    stacked = body(carry)[len(carry) :]
-    return carry + [REPLICATED if x.is_same_everywhere else x.mixed_by("scan of") for x in stacked]
+    return carry + [x.stacked() for x in body(carry)[len(carry) :]]
 
 
 _CONTROL_FLOW = {"cond": _cond, "while": _while, "scan": _scan}
 
 
-def _fixpoint(name: str, carry: Labels, body: Callable[[Labels], Any]) -> list[Dependence]:
+def _fixpoint(name: str, carry: Sequence[Any], body: Callable[[Any], Any]) -> list[Any]:
     """The labels of a loop's carry, for any number of iterations."""
     before, after = None, list(carry)
     while before != after:
@@ -214,6 +238,9 @@ def _label_of_constant(a: Any, b: Any) -> Dependence:
     flat = np.asarray(a).ravel() if plain else None
     uniform = np.size(a) == 1 or (flat is not None and np.all(flat == flat[:1]))
     return CONSTANT if uniform else REPLICATED
+
+
+_RULES = Rules(_of_primitive, _label_of_constant)
 
 
 def _pairs(full: Sequence[Any], local: Sequence[Any]) -> list[Pair]:

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
+import flax
+import jax
+import optax
 from jax.extend.core import ClosedJaxpr, Literal, jaxprs_in_params
 
 # What a value is made of: the places of the parameters; None: of the examples too.
 Source = frozenset[int] | None
 Callers = tuple[Any, ...]  # operations whose programs an operation is in, the outermost first
 Visit = Callable[[Any, Sequence[Source], Callers], None]
+_LIBRARIES = tuple(str(Path(str(x.__file__)).parent) for x in (flax, jax, optax))
+_OWN = Path(__file__).parents[1]
+_LIBRARIES += tuple(str(_OWN / x) for x in ("distributed", "models/supervised", "argument_checks"))
 
 
 def walk(jaxpr: Any, callers: Callers = ()) -> Iterator[tuple[Any, Callers]]:
@@ -62,3 +69,13 @@ def _through(equation: Any, given: list[Source], visit: Visit, callers: Callers)
         if carry == given[first:last]:
             return carry + results[len(carry) :]
         given = [*given[:first], *carry, *given[last:]]
+
+
+def source_line(equation: Any) -> str:
+    """The line of a source that made an operation: the innermost outside of the libraries."""
+    traceback = equation.source_info.traceback
+    frames = traceback.frames if traceback else []
+    own = next((f for f in frames if not f.file_name.startswith(_LIBRARIES)), None)
+    if own is None:
+        return "an unknown line"
+    return f"{Path(own.file_name).name}:{own.line_num} ({own.function_name})"

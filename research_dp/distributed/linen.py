@@ -87,7 +87,7 @@ def plain_linen_functions(module: nn.Module, inputs: Sequence[str]) -> Functions
         batch_axes: Sequence[str] = (),
     ) -> tuple[jax.Array, PyTree]:
         rngs = {"dropout": layer_keys(0)} if train else {}
-        axes = tuple(batch_axes) if train else ()
+        axes = tuple(batch_axes)
         given = call.arguments(x, train=train, keys=keys, batch_axes=axes)
         layers = _over_the_batch(keys, axes)
         with clear_errors(name, train=train), nn.intercept_methods(layers):

@@ -14,7 +14,7 @@ from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from research_dp.argument_checks import checked
-from research_dp.distributed.example_dropout import layer_dropout, layer_keys
+from research_dp.distributed.example_dropout import layer_dropout, layer_keys, seed_key
 from research_dp.distributed.linen import check_batch_norm
 from research_dp.distributed.module_calls import (
     GUIDE,
@@ -42,7 +42,7 @@ def nnx_functions(factory: Callable[..., nnx.Module]) -> Functions:
         return factory(jax.tree.map(lambda a: tuple(a.shape[1:]), x), rngs)
 
     def abstract(x: PyTree) -> nnx.Module:
-        module = _abstract(lambda: build(x, nnx.Rngs(0)), "nnx_functions")
+        module = _abstract(lambda: build(x, nnx.Rngs(seed_key(0))), "nnx_functions")
         name = type(module).__name__
         check_contract(module.__call__, name, "nnx_functions")
         if jax.tree.leaves(nnx.state(module, nnx.RngState)):
@@ -83,7 +83,7 @@ def plain_nnx_functions(factory: Callable[..., nnx.Module], inputs: Sequence[str
         return ModuleCall(module.__call__, type(module).__name__, inputs)
 
     def abstract() -> nnx.Module:
-        return _abstract(lambda: build(nnx.Rngs(0)), "from_nnx")
+        return _abstract(lambda: build(nnx.Rngs(seed_key(0))), "from_nnx")
 
     def init(key: jax.Array, x: tuple[Any, ...]) -> tuple[PyTree, PyTree]:
         call()  # refuses a module that cannot be called
@@ -98,7 +98,7 @@ def plain_nnx_functions(factory: Callable[..., nnx.Module], inputs: Sequence[str
         keys: jax.Array | None = None,
         batch_axes: Sequence[str] = (),
     ) -> tuple[jax.Array, PyTree]:
-        axes = tuple(batch_axes) if train else ()
+        axes = tuple(batch_axes)
         given = call().arguments(x, train=train, keys=keys, batch_axes=axes)
         module = _filled(abstract(), params, model_state)
         if not call().modes:

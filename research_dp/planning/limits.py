@@ -26,7 +26,7 @@ class Budget:
             name, limit = "plan.max_wire_ratio", self.max_wire_ratio
             if row.wire_total is None or row.min_wire_bytes is None:
                 yield name, f"{row.strategy} sends an unknown number of bytes{why}."
-            elif row.wire_total > limit * row.min_wire_bytes:
+            elif row.wire_total - row.wire_of_model > limit * row.min_wire_bytes:
                 ratio = row.wire_ratio
                 excess = f"{ratio:.4g} times the least" if ratio else "without need"
                 yield name, f"{row.strategy} sends {excess}, more than {limit:g}."

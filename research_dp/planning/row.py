@@ -47,7 +47,7 @@ class Row:
     available_bytes: int | None = None  # None: there is no limit
     fits: bool = False
     collectives: list[CollectiveTotal] | None = None
-    wire_bytes: dict[str, Any] | None = None  # 'total', 'by_kind', 'by_axis', 'by_dtype'
+    wire_bytes: dict[str, Any] | None = None  # 'total', 'of_model', 'by_kind', ...
     min_wire_bytes: float | None = None  # by the table of strategies
     hidden_fraction: float | None = None  # of the wire bytes, sent behind compute
     flops: int | None = None  # of matrix multiplications, without those of custom kernels
@@ -78,11 +78,16 @@ class Row:
         return self.wire_bytes["total"] if self.wire_bytes else None
 
     @property
+    def wire_of_model(self) -> float:
+        """Those of the wire bytes that are the model's: of losses over all examples."""
+        return (self.wire_bytes or {}).get("of_model", 0.0)
+
+    @property
     def wire_ratio(self) -> float | None:
-        """Wire bytes over the least; None where nothing must be sent, or it is unknown."""
+        """The strategy's wire bytes over the least; None: nothing must be sent, or not known."""
         if not self.min_wire_bytes or self.wire_total is None:
             return None
-        return self.wire_total / self.min_wire_bytes
+        return (self.wire_total - self.wire_of_model) / self.min_wire_bytes
 
     @property
     def seconds(self) -> float:

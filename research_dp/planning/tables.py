@@ -62,6 +62,8 @@ def _step_table(
     predicted = rates(".2f", "predicted_seconds", 1e-3)
     columns = {"strategy": [row.strategy for row in rows]}
     columns[f"wire {name}:"] = rates(",.3f", "wire_total", unit)
+    if any(row.wire_of_model for row in rows):
+        columns["of model:"] = rates(",.3f", "wire_of_model", unit)
     if verbose or not timed:
         columns["expected:"] = rates(",.3f", "min_wire_bytes", unit)
     columns["ratio:"] = rates(".3f", "wire_ratio")

@@ -112,8 +112,8 @@ def pmapped(config: StrategyConfig, spec: TrainSpec) -> Strategy:
         return placement.place(jax.tree.map(split, batch.micro_batches(examples)), by_device)
 
     def place_eval_batch(examples: Mapping[str, np.ndarray]) -> Any:
-        batch.check_eval_batch(examples)
-        rows = {k: x.reshape(count, -1, *x.shape[1:]) for k, x in examples.items()}
+        local = batch.eval_batch(examples)
+        rows = {k: x.reshape(count, -1, *x.shape[1:]) for k, x in local.items()}
         return placement.place(rows, by_device)
 
     pmap = functools.partial(

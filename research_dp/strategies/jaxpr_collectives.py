@@ -13,6 +13,7 @@ from typing import Any
 import jax
 from jax.interpreters import partial_eval
 
+from research_dp.distributed.batch_examples import SCOPE
 from research_dp.distributed.jaxpr import walk
 from research_dp.strategies import Strategy
 
@@ -35,6 +36,7 @@ class Collective:
     dtype: str  # on the wire
     nbytes: int  # of the full array
     times: int  # that it runs: loops are multiplied out
+    of_model: bool  # of `gather_examples` or `global_mean`, not of the strategy
 
     @property
     def wire_bytes(self) -> float:
@@ -86,4 +88,5 @@ def _read(equation: Any, callers: tuple[Any, ...]) -> Iterator[Collective]:
     for array in equation.outvars if kind == "all-gather" else equation.invars:
         aval = array.aval
         nbytes = aval.size * aval.dtype.itemsize
-        yield Collective(kind, axes, devices, str(aval.dtype), nbytes, times)
+        of_model = any(SCOPE in str(e.source_info.name_stack) for e in (*callers, equation))
+        yield Collective(kind, axes, devices, str(aval.dtype), nbytes, times, of_model)

@@ -11,11 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from research_dp.argument_checks import check_unmasked
 from research_dp.argument_types import described
 from research_dp.deterministic.step import check_model, logical_shard_rows
 from research_dp.distributed import placement, sharding
 from research_dp.distributed.boxed import is_box, names_of, value_of
 from research_dp.distributed.collectives import cast_dtype, flat_axes
+from research_dp.distributed.example_dropout import seed_key
 from research_dp.distributed.mesh import BATCH_AXES, FSDP_AXIS, batch_devices, sizes_text
 from research_dp.distributed.optimizer import map_state
 from research_dp.distributed.shard_rules import ShardDecision, largest_dim
@@ -81,7 +83,7 @@ def infer_state_sharding(
 
     The sizes of the mesh are enough. `params_sharded`: between steps parameters are not replicated.
     """
-    abstract = jax.eval_shape(lambda key: init_state(config, spec, key), jax.random.key(0))
+    abstract = jax.eval_shape(lambda key: init_state(config, spec, key), seed_key(0))
     slices = _param_shardings(config, spec, abstract.params, mesh)
     params = slices if params_sharded else sharding.replicated(slices)
     if config.reduction.logical_shards is not None:
@@ -191,6 +193,11 @@ def check_optimizer(
         )
 
 
+def _own(x: Any) -> Any:
+    """A copy: JAX reads a host array later, or for ever on CPUs, and its owner may write to it."""
+    return x if isinstance(x, jax.Array) else np.array(x)
+
+
 class BatchLayout:
     """How a global batch is sharded: which rows this process provides, and their placement.
 
@@ -234,7 +241,7 @@ class BatchLayout:
         """This process's host arrays cut into micro-batches: (micro-batches, local rows, ...)."""
         self._check(examples, "place_batch", self.train_rows.size)
         shape = self._micro_rows.shape
-        cut = {k: np.reshape(x, (*shape, *np.shape(x)[1:])) for k, x in examples.items()}
+        cut = {k: _own(x).reshape(*shape, *np.shape(x)[1:]) for k, x in examples.items()}
         return PlacedBatch(cut, self._micro_rows)
 
     def place_batch(self, examples: Mapping[str, np.ndarray]) -> PlacedBatch:
@@ -244,12 +251,12 @@ class BatchLayout:
         return PlacedBatch(placement.place(cut, self.sharding), self._position)
 
     def place_eval_batch(self, examples: Mapping[str, np.ndarray]) -> PyTree:
-        self.check_eval_batch(examples)
-        return placement.place(dict(examples), self.eval_sharding)
+        return placement.place(self.eval_batch(examples), self.eval_sharding)
 
-    def check_eval_batch(self, examples: Any) -> None:
-        """Raises UsageError for what `place_eval_batch` does not take."""
+    def eval_batch(self, examples: Any) -> dict[str, Any]:
+        """Copies of the arrays; UsageError for what `place_eval_batch` does not take."""
         self._check(examples, "place_eval_batch", None)
+        return {name: _own(x) for name, x in examples.items()}
 
     def _check(self, examples: Any, function: str, rows: int | None) -> None:
         """Raises UsageError for a batch without the arrays that `TrainSpec.example` describes."""
@@ -260,6 +267,8 @@ class BatchLayout:
             raise UsageError(
                 f"{function}: the batch is {described(examples)}. Give a dict of arrays: {names}."
             )
+        for name, value in examples.items():
+            check_unmasked(f"{function}: {name!r}", value)
         for name, x in self._example.items():
             if name not in examples:
                 raise UsageError(

@@ -6,6 +6,7 @@ arrays (`compiled`, without). An engine only wraps them.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
@@ -15,8 +16,9 @@ import jax
 import jax.numpy as jnp
 
 from research_dp.distributed import overlap
+from research_dp.distributed.batch_examples import split_over
 from research_dp.distributed.boxed import unboxed
-from research_dp.distributed.collectives import PLAIN, axes_size, cast_dtype
+from research_dp.distributed.collectives import axes_size, cast_dtype
 from research_dp.distributed.mesh import FSDP_AXIS
 from research_dp.distributed.microbatch import add_up
 from research_dp.distributed.norms import clip_factor, global_norm
@@ -30,6 +32,8 @@ from research_dp.strategies.strategy import PlacedBatch, StateShardings, TrainSt
 from research_dp.types import LossOutput, PyTree
 
 Sums = dict[str, jax.Array]
+# Of gradients: what is to be scaled up by more, or its square, may be 0 in its dtype.
+_MOST_SCALE, _MOST_SCALE_F16 = 1e12, 1e5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,13 +47,14 @@ class Step:
 
     def train(self, state: TrainState, batch: PlacedBatch) -> tuple[TrainState, Sums]:
         """One step: the new state, and metrics; see `Strategy`."""
-        grads, model_state, sums, slot_state = self.mean_gradients(state, batch)
+        with self._split():
+            grads, model_state, sums, slot_state = self.mean_gradients(state, batch)
         sums = self.sum_metrics(sums)
         # Losses were divided by the rows of a device's micro-batch; the true number of valid
         # items comes in here, once.
         count = sums["loss"][1]
         rows = batch.position.shape[1] * axes_size(self.axes)
-        scale = jnp.where(count > 0, rows / jnp.maximum(count, 1e-9), 0.0)
+        scale = jnp.where(count > 0, rows / jnp.where(count > 0, count, 1.0), 0.0)
         optimizer = StepOptimizer(self, state, scale / self.loss_scale(state))
         params, slot_state = slots.call_in(
             slot_state,
@@ -139,7 +144,14 @@ class Step:
         options: dict[str, Any] = {"train": keys is not None, "batch_axes": self.axes}
         if self.spec.model.units:
             options["units"] = units
-        return self.spec.model.loss(params, model_state, batch, keys, **options)
+        with self._split():
+            return self.spec.model.loss(params, model_state, batch, keys, **options)
+
+    def _split(self) -> contextlib.AbstractContextManager[None]:
+        """While the model runs, or is differentiated: over which axes its batch is split."""
+        reduction = self.config.reduction
+        # Logical shards know nothing of each other: each is a batch of its own.
+        return split_over(self.axes if reduction.logical_shards is None else (), reduction)
 
     @functools.cached_property
     def gather(self) -> Callable[..., PyTree]:
@@ -158,8 +170,7 @@ class Step:
         def gather(shards: PyTree, shardings: PyTree, **rows: jax.Array) -> PyTree:
             return unboxed(self.gather(slots.in_boxes(shards, shardings), FSDP_AXIS, **rows))
 
-        # Rows are exchanged by sums of their own: only where the strategy's are the plain ones.
-        exchanges = config.reduction is PLAIN and FSDP_AXIS in self.axes
+        exchanges = config.reduction.exchanges_rows and FSDP_AXIS in self.axes
         look_up = gather if exchanges and slots.options_of(config.gather, {"rows": None}) else None
         return Units(gather, self.shardings.params, look_up, keep=keep, prefetch=config.prefetch)
 
@@ -273,7 +284,8 @@ class StepOptimizer:
         """The state that the step leaves, given the one that it computed, and its metrics."""
         spec, old, norm = self._step.spec, self._before, self._norm
         metrics = {**sums, "grad_norm": jnp.stack([norm, jnp.ones_like(norm)])}
-        loss_is_wrong = ~jnp.isfinite(sums["loss"][0])
+        is_lost = self._scale > (_MOST_SCALE if spec.loss_scale is None else _MOST_SCALE_F16)
+        loss_is_wrong = ~jnp.isfinite(sums["loss"]).all() | is_lost
         wrong = ~jnp.isfinite(norm) | loss_is_wrong
         if spec.loss_scale is not None:
             finite = jnp.isfinite(norm)
@@ -291,4 +303,5 @@ class StepOptimizer:
             new = kept._replace(step=new.step, loss_scale=new.loss_scale)
             metrics = {name: jnp.where(wrong, 0.0, pair) for name, pair in metrics.items()}
             metrics[strategy.SKIPPED] = jnp.stack([wrong.astype(jnp.float32), jnp.ones(())])
-        return new, {**metrics, strategy.NONFINITE: jnp.stack([wrong, *self._nonfinite])}
+        loss_flag = jnp.where(is_lost, strategy.WEIGHTLESS, wrong.astype(jnp.float32))
+        return new, {**metrics, strategy.NONFINITE: jnp.stack([loss_flag, *self._nonfinite])}

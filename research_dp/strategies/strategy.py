@@ -15,20 +15,23 @@ from jax.sharding import Mesh
 from research_dp.argument_checks import checked
 from research_dp.argument_types import Count, Dtype, MaxNorm, Seed, Transform, described
 from research_dp.distributed.collectives import PLAIN, Reduction
+from research_dp.distributed.example_dropout import seed_key
 from research_dp.distributed.loss_scale import LossScale
 from research_dp.distributed.mesh import FSDP_AXIS
 from research_dp.distributed.optimizer import with_master_weights
 from research_dp.errors import UsageError, binding_error
-from research_dp.strategies import slots
+from research_dp.strategies import batch_losses, slots
 from research_dp.types import MEASURED, LossOutput, TrainableModel
 
 PyTree = Any
 Metrics = Mapping[str, jax.Array]
 When = Literal["step", "micro_batch"]
+LossOver = Literal["batch", "device"]
 Slot = Callable[..., PyTree] | slots.Stateful
 
 # Metrics of a training step that are no sums over examples.
 NONFINITE, SKIPPED = "nonfinite", "skipped_steps"
+WEIGHTLESS = 2.0  # the first flag of `NONFINITE`: the items' weights are too small to train on
 # Names that a model's own metrics cannot have: the step's metrics, and the keys of a record.
 _RESERVED = ("loss", "grad_norm", NONFINITE, SKIPPED, "split", "step", *MEASURED)
 # Random keys: each purpose has a root of its own, so that no key is drawn from twice.
@@ -89,6 +92,9 @@ class TrainSpec:
     param_dtype: Dtype | None = None
     loss_scale: LossScale | None = None
     skip_nonfinite: bool = False
+    # What the loss is taken over, if it mixes examples: 'device' accepts that it is each device's
+    # part of the batch, which is another algorithm on another number of devices.
+    loss_over: LossOver = "batch"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -118,6 +124,8 @@ class Strategy:
     train_step: Callable[[TrainState, PlacedBatch], tuple[TrainState, Metrics]]
     eval_step: Callable[[TrainState, PyTree], Metrics]
     batch_axes: tuple[str, ...] = ()  # that split the batch where the loss runs; (): nothing does
+    algorithm: str | None = None  # why it computes another algorithm by design; None: it does not
+    doubt: str | None = None  # why numbers may depend on how the batch is split; None: they do not
 
     @property
     def splits_batch(self) -> bool:
@@ -227,6 +235,7 @@ class StrategyConfig:
             jax.eval_shape(strategy.train_step, strategy.abstract_state, strategy.abstract_batch)
             evaluated = _as_evaluated(strategy.abstract_batch)
             jax.eval_shape(strategy.eval_step, strategy.abstract_state, evaluated)
+            strategy = batch_losses.judged(strategy)
         except UsageError as error:
             if hasattr(self, error.binding or ""):  # of a lower room, which knows no strategy
                 error.binding = f"data_parallel.{error.binding}"
@@ -285,11 +294,11 @@ def unsharded_reason(strategy: Strategy) -> str | None:
 
 def init_key(seed: int | jax.Array) -> jax.Array:
     """The key of a run's initial parameters; `seed` may be traced."""
-    return jax.random.fold_in(jax.random.key(seed), _INIT)
+    return jax.random.fold_in(seed_key(seed), _INIT)
 
 
 def example_keys(seed: int, step: jax.Array, position: jax.Array) -> jax.Array:
     """One key an example, (B,), from the seed, the step and its positions (B,) in the batch."""
-    root = jax.random.fold_in(jax.random.key(seed), _EXAMPLES)
+    root = jax.random.fold_in(seed_key(seed), _EXAMPLES)
     step_key = jax.random.fold_in(root, step)
     return jax.vmap(lambda index: jax.random.fold_in(step_key, index))(position)
