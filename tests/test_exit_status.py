@@ -9,6 +9,7 @@ import jax
 import pytest
 
 from research_dp.commands import exit_status
+from research_dp.commands.train import Train
 from research_dp.config import gin_internals
 from research_dp.distributed import mesh
 from research_dp.errors import RunFailure, UsageError
@@ -56,6 +57,8 @@ def test_what_was_answered_is_not_told(capsys, monkeypatch):
 
 
 OWN = """
+import sys
+
 import jax
 
 def innermost():
@@ -72,6 +75,9 @@ def traced(x):
 
 def calls(function):
     return function()
+
+def leaves():
+    sys.exit(0)
 """
 
 
@@ -98,13 +104,20 @@ def test_an_error_in_code_of_the_users_own_has_its_frames_alone(own, capsys):
         "error: code outside research_dp failed (JAX_TRACEBACK_FILTERING=off"
     )
     assert lines[-1] == "KeyError: 'also mine'"
-    assert lines[-3].endswith("line 11, in loss") and "own_code.py" in lines[-3]
+    assert lines[-3].endswith("line 13, in loss") and "own_code.py" in lines[-3]
     assert "ValueError: mine" in said and "in innermost" in said
     assert (
         " at 0x" not in said
         and "site-packages" not in said
         and "commands/exit_status.py" not in said
     )
+
+
+def test_own_code_that_ends_the_process_has_failed_whatever_its_status(own, capsys):
+    said = raises(own.leaves, capsys)
+    assert "line 22, in leaves" in said and said.splitlines()[-1] == "SystemExit: 0"
+    with pytest.raises(SystemExit, match="0"):  # by this package itself
+        exit_status.run_command(lambda session: Train().parse(["--help"]))
 
 
 def test_what_a_library_refuses_is_shown_where_own_code_asked_for_it(own, capsys):

@@ -91,7 +91,33 @@ def test_of_two_ends_at_once_the_one_that_was_killed_is_first(tmp_path):
     processes = started(tmp_path, "raise SystemExit(1)", kill)
     for process in processes:
         process.popen.wait()
-    assert launcher.watch(processes, []) is processes[1]
+    assert launcher.watch(processes, [], tmp_path, "") is processes[1]
+
+
+@pytest.mark.parametrize("status", [0, 143])
+def test_who_leaves_without_a_failure_ends_those_that_wait_for_it(tmp_path, monkeypatch, status):
+    """As one that SIGTERM ended while it imported, or whose user code called os._exit(0)."""
+    monkeypatch.setattr(launcher, "GRACE_SECONDS", 0.5)
+    waits = "import time; time.sleep(100)"
+    processes = started(tmp_path, waits, f"import os; os._exit({status})")
+    assert launcher.watch(processes, [], tmp_path, launcher.TRAIN) is processes[1]
+    assert processes[0].by_us and processes[0].how() == "killed by SIGKILL"
+    processes[1].log.write_text("its last line\n[Gloo] Rank 0 is connected to 1 peer ranks.\n")
+    said = launcher.post_mortem(processes, processes[1], tmp_path)
+    assert f"process 1 was first, exit status {status}" in said[0]
+    assert said[-1] == "  | its last line"
+
+
+@pytest.mark.parametrize("module", [launcher.TRAIN, "a.module.that.writes.no.notes"])
+def test_who_ended_well_is_no_reason_to_end_the_others(tmp_path, monkeypatch, module):
+    monkeypatch.setattr(launcher, "GRACE_SECONDS", 0.2)
+    processes = started(tmp_path, "import time; time.sleep(2)", "import time; time.sleep(1)")
+    if module == launcher.TRAIN:
+        monkeypatch.setattr(os, "getpid", lambda: processes[1].popen.pid)
+        with Recorder(tmp_path, 1, 2):
+            pass
+    assert launcher.watch(processes, [], tmp_path, module) is None
+    assert [process.status for process in processes] == [0, 0]
 
 
 def test_a_closed_terminal_stops_the_run_as_sigterm_does(tmp_path):
@@ -100,7 +126,7 @@ def test_a_closed_terminal_stops_the_run_as_sigterm_does(tmp_path):
     processes = started(tmp_path, "import time; time.sleep(60)")
     signal.raise_signal(signal.SIGHUP)
     begun = time.monotonic()
-    assert launcher.watch(processes, asked) is None
+    assert launcher.watch(processes, asked, tmp_path, "") is None
     assert processes[0].popen.returncode == -signal.SIGTERM
     assert time.monotonic() - begun < 30
 
@@ -126,7 +152,7 @@ def test_the_launcher_outlives_what_it_writes_to(tmp_path, monkeypatch, capfd):
         monkeypatch.setattr(sys, "stderr", full)
         processes = started(tmp_path, "import sys; sys.exit(3)")
         processes[0].log.write_text("what process 0 writes\n" * 1000)
-        assert launcher.watch(processes, []) is processes[0]
+        assert launcher.watch(processes, [], tmp_path, "") is processes[0]
         launcher.tell("the post-mortem", sys.stderr)
         monkeypatch.setattr(sys, "stderr", None)  # closed before the start
         launcher.tell("the post-mortem", sys.stderr)

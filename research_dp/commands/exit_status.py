@@ -75,6 +75,11 @@ def run_command(body: Callable[[Any], int], command: Command | None = None) -> i
         return runtime.leave(SIGPIPE if is_pipe else FAILED)
     except KeyboardInterrupt:
         return _interrupted()
+    except SystemExit as error:
+        if not is_of_users_code(error):
+            raise
+        print(traceback_of(error), file=sys.stderr)
+        return runtime.leave(FAILED)
     except RunFailure as error:
         _print_failures(error)
         return runtime.leave(FAILED)

@@ -27,6 +27,7 @@ from research_dp.training import files, flight_recorder
 from research_dp.training.workdir import in_use
 
 FINE = (0, 143)
+TRAIN = "research_dp.train"
 GRACE_SECONDS = 8.0  # for other processes to hit the same error and report it
 TAIL_LINES = 3
 # Gloo's line about each group of processes, which no setting of it turns off.
@@ -74,7 +75,7 @@ def main(argv: list[str]) -> int:
     looks_back = "say where each process of an earlier run was, also of one on a cluster"
     parser.add_argument("--post_mortem", type=Path, metavar="DIR", help=looks_back)
     module = "module to run (default: %(default)s)"
-    parser.add_argument("--module", default="research_dp.train", help=module)
+    parser.add_argument("--module", default=TRAIN, help=module)
     parser.add_argument("flags", nargs="*", metavar="-- FLAGS", help="flags of each process")
     if "--" not in argv and parser.parse_known_args(argv)[1]:
         example = f"{program('launch')} {COMMANDS['launch'].examples[0]}"
@@ -97,11 +98,11 @@ def main(argv: list[str]) -> int:
     except OSError as error:
         tell(f"error: --workdir={workdir} cannot be written: {error.strerror}.", sys.stderr)
         return 2
-    first = watch(processes, asked)
+    first = watch(processes, asked, workdir, given.module)
     if first is None:
         return max(process.status for process in processes)
     tell("\n".join(post_mortem(processes, first, workdir)), sys.stderr)
-    return first.status
+    return first.status or exit_status.FAILED
 
 
 def listen() -> list[int]:
@@ -146,17 +147,19 @@ def start(module: str, flags: list[str], count: int, workdir: Path) -> list[Proc
     return processes
 
 
-def watch(processes: list[Process], asked: list[int]) -> Process | None:
+def watch(processes: list[Process], asked: list[int], workdir: Path, module: str) -> Process | None:
     """Waits for all processes, shows the output of process 0, and forwards signals.
 
     Returns:
-        The first process that failed; None if all ended well. If several failures are noticed at
-        once, one that was killed by a signal: it may have caused the others.
+        The first process that failed, or left while others waited for it; None if all ended well.
+        If several failures are noticed at once, one that was killed by a signal: it may have caused
+        the others.
     """
     done = threading.Event()
     shown = threading.Thread(target=_show, args=(processes[0], done))
     shown.start()
     first: Process | None = None
+    left: Process | None = None  # the first that ended without a failure, but too early
     while any(process.ended is None for process in processes):
         time.sleep(0.05)
         while asked:
@@ -168,6 +171,11 @@ def watch(processes: list[Process], asked: list[int]) -> Process | None:
         bad = [process for process in ended if process.status not in FINE]
         if first is None and bad:
             first = min(bad, key=lambda process: (process.popen.returncode >= 0, process.number))
+        if left is None and ended:
+            fine = _ended_well(module, processes, workdir)
+            left = next((process for process in ended if process.popen.pid not in fine), None)
+        if first is None and left and now - (left.ended or now) > GRACE_SECONDS:
+            first = left if any(process.ended is None for process in processes) else None
         for process in processes:
             if process.ended is None and first and now - (first.ended or now) > GRACE_SECONDS:
                 # Not SIGTERM: saving needs all processes, and one is gone.
@@ -176,6 +184,14 @@ def watch(processes: list[Process], asked: list[int]) -> Process | None:
     done.set()
     shown.join()
     return first
+
+
+def _ended_well(module: str, processes: list[Process], workdir: Path) -> set[int]:
+    """Pids of the processes that noted their end; of all, if a module of others writes no notes."""
+    pids = {process.popen.pid for process in processes}
+    notes = [note for note in flight_recorder.last_notes(workdir) if note.pid in pids]
+    writes = module == TRAIN or notes
+    return {note.pid for note in notes if note.phase == "end"} if writes else pids
 
 
 def post_mortem(processes: list[Process], first: Process, workdir: Path) -> list[str]:
@@ -202,7 +218,8 @@ def post_mortem(processes: list[Process], first: Process, workdir: Path) -> list
         how = "ended by the launcher" if process.by_us else process.how()
         lines.append(f"  {by_number.get(process.number, f'process {process.number}')}: {how}")
     lines.append(f"Read {culprit.log}; it ends:")
-    tail = culprit.log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
+    said = GLOO.sub(b"", culprit.log.read_bytes()[culprit.begins :] + b"\n")
+    tail = said.decode(errors="replace").strip().splitlines()[-TAIL_LINES:]
     return [*lines, *(f"  | {line}" for line in tail)]
 
 
