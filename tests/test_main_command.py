@@ -63,6 +63,11 @@ def test_an_unknown_command_is_refused_with_the_nearest(run, words, said):
     assert (status, out) == (2, "") and said in err and len(err.splitlines()) == 1
 
 
+def test_help_of_a_command_is_its_own(run):
+    assert run("help", "plan") == run("plan", "--help")
+    assert "there is no command 'tain'" in run("help", "tain")[2]
+
+
 def test_list_is_that_of_train(run):
     assert run("list", "strategies") == run("train", "--list", "strategies")
     assert run("list", "mlp")[1].startswith("mlp(\n")

@@ -130,6 +130,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         faulthandler.enable()  # Python's stacks, too, where a library aborts
     name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
     with streams.usable():
+        if name == "help" and rest:  # `research-dp help train`
+            name, *rest = rest[0], "--help"
         if name in ("--help", "-h", "help"):
             print(overview())
             return 0
