@@ -7,6 +7,8 @@ import shlex
 import pytest
 from conftest import ROOT
 
+import research_dp
+
 
 class TestCommand:
     """The command itself: exit status and what it prints."""
@@ -61,6 +63,25 @@ class TestCommand:
         flags = ["--gin_file=runs/digits.gin", "--gin_file=models/mlp.gin", "--cpu_devices=4"]
         done = certify(*flags, f"--gin_file=precision/{precision}.gin", "--steps=4")
         assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("include 'strategies/ddp.gin'\nmake_mesh.axes = {'data': 3}", "  bound in {}:2"),
+        ("train.seed = 3", "train.strategy is bound nowhere"),
+        ("train.strategy = 3", "{}:1: train.strategy = 3: give e.g. @data_parallel()"),
+        (None, "against={}: no such file"),
+    ],
+)
+def test_an_unfit_file_of_against_is_blamed_itself(tmp_path, text, said):
+    file = tmp_path / "against.gin"
+    if text:
+        file.write_text(text)
+    with pytest.raises(research_dp.UsageError) as refused:
+        research_dp.certify(["runs/digits.gin", "models/mlp.gin"], against=str(file), steps=1)
+    assert str(refused.value).startswith(f"against={file}: ")
+    assert said.format(file) in str(refused.value)
 
 
 @pytest.mark.slow

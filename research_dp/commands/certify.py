@@ -22,9 +22,9 @@ from research_dp.commands.flags import (
 from research_dp.config import gin_internals, load
 from research_dp.console import Progress, Report, put
 from research_dp.distributed.mesh import refuse_several_processes
-from research_dp.errors import binding_error
+from research_dp.errors import UsageError, binding_error
 from research_dp.models import mlp
-from research_dp.strategies import StrategyConfig
+from research_dp.strategies import StrategyConfig, TrainSpec
 from research_dp.training.loop import configured
 from research_dp.types import DataSet, TrainableModel
 
@@ -87,18 +87,29 @@ class Certify(Command):
 def bench_of(config: load.Config, against: str) -> tuple[harness.Bench, DataSet]:
     """The bench of the run that is loaded, against a shipped strategy or a file; and its data."""
     strategy, spec, data = configured()
-    with gin_internals.kept():
-        load.load([against if against.endswith(".gin") else f"strategies/{against}.gin"])
-        oracle = gin_internals.value_of("train.strategy")
+    oracle = _oracle(against, spec)
     gathered = [b.value for b in config.used if b.parameter == "gather_dtype"]
     bench = harness.Bench(
         config=strategy,
-        against=oracle.resolve(spec),
+        against=oracle,
         spec=spec,
         precision=precision_of((b.name, b.value) for b in config.used),
         gather_dtype=gathered[-1] if gathered else None,
     )
     return bench, data
+
+
+def _oracle(against: str, spec: TrainSpec) -> StrategyConfig:
+    """The strategy of --against for a run; a mistake is blamed on its file, not on the run's."""
+    file, loaded = against if against.endswith(".gin") else f"strategies/{against}.gin", None
+    try:
+        with gin_internals.kept():
+            loaded = load.load([file])
+            return _bound_strategy().resolve(spec)
+    except UsageError as error:
+        text = str(load.as_mistake(error, loaded)).replace("error: ", "")
+        text = text.removeprefix(f"--gin_file={file}: ")
+        raise UsageError(f"--against={against}: {text}") from error
 
 
 def quick_model(api: str) -> TrainableModel:
