@@ -151,7 +151,16 @@ def test_means_of_what_is_no_metric_are_refused(steps):
 
 @pytest.mark.parametrize("value", [_loss, [_loss], research_dp.TrainSpec, lambda: 1])
 def test_functions_in_bindings_are_refused_in_words(value):
-    with pytest.raises(UsageError, match=r"^bindings: .*register it with gin and give '@name'"):
+    with pytest.raises(UsageError, match=r"^bindings: .*Decorate it with @gin.register, and .*'@n"):
+        research_dp.dry_run("runs/digits.gin", {"train.model": value})
+
+
+@pytest.mark.parametrize(
+    "value", [research_dp.TrainableModel(_init, _loss), optax.adam(1), {_init}]
+)
+def test_objects_in_bindings_are_refused_in_words(value):
+    said = r"^bindings: .*a function that returns it with @gin.register, and give '@name\(\)'"
+    with pytest.raises(UsageError, match=said):
         research_dp.dry_run("runs/digits.gin", {"train.model": value})
 
 

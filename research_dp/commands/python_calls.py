@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
+import numbers
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -76,17 +78,20 @@ def as_gin(value: Any) -> str:
         return repr(os.fspath(value))
     if isinstance(value, list):
         return f"[{', '.join(map(as_gin, value))}]"
-    if isinstance(value, tuple):
+    if isinstance(value, tuple) and not hasattr(value, "_fields"):  # as Optax's optimizers have
         return f"({''.join(f'{as_gin(item)}, ' for item in value)})"
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{as_gin(k)}: {as_gin(v)}" for k, v in value.items()) + "}"
     if isinstance(value, np.dtype | type) and jnp.dtype(value) != np.dtype(object):
         return repr(jnp.dtype(value).name)  # e.g. jnp.bfloat16
-    if callable(value):
-        raise UsageError(
-            f"bindings: {described(value)} is no value of a gin file: register it with gin and "
-            "give '@name'."
-        )
     if isinstance(value, jax.Array | np.ndarray) and (value.ndim or not is_array(value)):
         raise UsageError(f"bindings: {described(value)} is no value of a gin file: give numbers.")
-    return repr(value.item() if hasattr(value, "item") else value)
+    value = value.item() if hasattr(value, "item") else value
+    if not isinstance(value, str | bytes | numbers.Number | None):
+        is_function = inspect.isroutine(value) or isinstance(value, type)
+        it, name = ("it", "@name") if is_function else ("a function that returns it", "@name()")
+        raise UsageError(
+            f"bindings: {described(value)} is no value of a gin file. Decorate {it} with "
+            f"@gin.register, and give '{name}'."
+        )
+    return repr(value)
