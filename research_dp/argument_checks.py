@@ -94,10 +94,23 @@ def check_arguments(
         elif not fits(value, annotation):
             verb = "use" if choices_of(annotation) else "give"
             problem = f" = {described(value)}: {verb} {in_words(annotation)}."
+            if missing := _missing(value, options):
+                problem += f" It lacks {' and '.join(missing)}."
             if inspect.isfunction(value) and not any(map(is_callable, options)):
                 problem = f" is the function {value.__name__} itself. Give {in_words(annotation)}."
         if problem:
             raise binding_error(f"{function}.{name}", problem)
+
+
+def _missing(value: Any, options: Sequence[Any]) -> list[str]:
+    """The attributes that an object lacks to be of the `Protocol` of which it has some."""
+    for part in options:
+        if getattr(part, "_is_protocol", False):
+            names = [*vars(part).get("__annotations__", {}), *vars(part)]
+            public = [name for name in names if not name.startswith("_")]
+            lacks = [name for name in public if not hasattr(value, name)]
+            return lacks if len(lacks) < len(public) else []
+    return []
 
 
 def annotation_of(function: Callable[..., Any], name: str) -> Any:
@@ -173,8 +186,11 @@ def _word(part: Any) -> str:
         texts = [getattr(x, "description", x) for x in part.__metadata__]
         return next((text for text in texts if isinstance(text, str)), None) or _word(bare(part))
     if origin in CONTAINERS:
-        elements = [bare(x) for x in inner if x is not Ellipsis]
-        plural = _SCALARS[elements[0]][1] if len(elements) == 1 and elements[0] in _SCALARS else ""
+        of_values = inner[1:] if CONTAINERS[origin] == "a dict" else inner
+        elements = [bare(x) for x in of_values if x is not Ellipsis]
+        plural = "functions" if any(map(is_callable, elements)) else ""
+        if len(elements) == 1 and elements[0] in _SCALARS:
+            plural = _SCALARS[elements[0]][1]
         return CONTAINERS[origin] + (f" of {plural}" if plural else "")
     if is_callable(part):
         return "a function"

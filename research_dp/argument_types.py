@@ -211,6 +211,9 @@ Dtype = Annotated[Any, Limit(is_floating_dtype, "a floating-point dtype, e.g. 'b
 AnyDtype = Annotated[Any, Limit(_is_dtype, "a dtype, e.g. 'bfloat16'")]
 Shape = Annotated[tuple[int, ...], Limit(_is_shape, "a shape, e.g. (8, 16)")]
 Sizes = Annotated[Mapping[str, int], "a dict of sizes, e.g. {'data': 8}"]
+Bounds = Annotated[
+    Mapping[str, str], "a dict of array -> key of `config`, e.g. {'y': 'num_classes'}"
+]
 Devices = Annotated[Sequence[jax.Device], Limit(_is_devices, "devices, e.g. jax.devices()")]
 AxisName = Annotated[
     str | Sequence[str], Limit(lambda x: _is_axes(x, 1), "the name of a mesh axis, or several")

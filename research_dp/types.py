@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from research_dp.argument_checks import checked
-from research_dp.argument_types import Units
+from research_dp.argument_types import Bounds, Units
 
 PyTree = Any
 Batch = Mapping[str, Any]
@@ -76,7 +76,7 @@ class TrainableModel:
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     units: Units = dataclasses.field(default_factory=dict)
     work: Callable[[Mapping[str, jax.ShapeDtypeStruct]], Work] | None = None
-    bounds: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    bounds: Bounds = dataclasses.field(default_factory=dict)
     apply: Callable[..., Any] | None = None
 
 

@@ -6,13 +6,14 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
+import flax.linen as nn
 import gin
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from research_dp import UsageError, infer_sharding, shard_params, sharded_global_norm
+from research_dp import UsageError, from_linen, infer_sharding, shard_params, sharded_global_norm
 from research_dp.argument_checks import annotation_of, checked, fits
 from research_dp.argument_types import Arrays, AxisNames, Count, Dtype, Numbers, arrays_like
 
@@ -58,16 +59,22 @@ def test_a_checked_function_keeps_its_name_signature_and_result():
     assert function(np.int64(2), ["a"], "b", dict, {"a": 1}, None, needed={"a": 1}, more=1) == 2
 
 
+def test_a_dict_with_a_wrong_value_is_refused_with_a_right_one():
+    said = r"bounds = \{'next': 32\}: give a dict of array -> key of `config`, e\.g\. \{'y': "
+    with pytest.raises(UsageError, match=said):
+        from_linen(nn.Dense(3), loss=jnp.subtract, bounds={"next": 32})
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({}, "function.needed is missing: give a dict."),
+        ({}, "function.needed is missing: give a dict of integers."),
         ({"count": True}, "function.count = True: give an integer of at least 1."),
         ({"count": 0}, "function.count = 0: give an integer of at least 1."),
         ({"names": "ab"}, "function.names = 'ab': give a tuple or list of strings."),
         ({"mode": "c"}, "function.mode = 'c': use one of ['a', 'b']."),
         ({"kind": list}, "function.kind = <class 'list'>: give a type, or None."),
-        ({"sizes": {"a": "1"}}, "function.sizes = {'a': '1'}: give a dict, or None."),
+        ({"sizes": {"a": "1"}}, "function.sizes = {'a': '1'}: give a dict of integers, or None."),
         ({"count": np.float16}, "function.count = <class 'numpy.float16'>: give an integer"),
         ({"count": len}, "function.count = <built-in function len>: give an integer"),
         ({"count": test_a_checked_function_keeps_its_name_signature_and_result}, "itself. Give"),

@@ -314,6 +314,16 @@ def test_errors_keep_the_dtype_of_the_state():
     config.build(dataclasses.replace(spec(), accumulation_steps=2))
 
 
+def test_an_object_that_lacks_a_method_is_refused_with_its_name():
+    class Incomplete:
+        differs_over = ()
+        init = apply = Counting.apply
+
+    message = r"give a function, or a Stateful, or None\. It lacks resize\."
+    with pytest.raises(rdp.UsageError, match=message):
+        dataclasses.replace(recipe_of("ddp"), sync=Incomplete())
+
+
 def test_an_engine_that_keeps_no_state_says_so():
     config = dataclasses.replace(recipe_of("pmap"), sync=ErrorFeedback())
     with pytest.raises(rdp.UsageError, match="sync = ErrorFeedback: engine 'pmapped' keeps no"):

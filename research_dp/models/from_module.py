@@ -10,6 +10,7 @@ import jax
 from flax import nnx
 
 from research_dp.argument_checks import checked
+from research_dp.argument_types import Bounds
 from research_dp.distributed.linen import plain_linen_functions
 from research_dp.distributed.nnx import plain_nnx_functions
 from research_dp.models.supervised import supervised
@@ -29,7 +30,7 @@ def from_linen(
     metrics: Mapping[str, Loss] | None = None,
     weights: str | None = None,
     config: Mapping[str, Any] | None = None,
-    bounds: Mapping[str, str] | None = None,
+    bounds: Bounds | None = None,
 ) -> TrainableModel:
     """A Linen module and its loss, for every strategy.
 
@@ -68,7 +69,7 @@ def from_nnx(
     metrics: Mapping[str, Loss] | None = None,
     weights: str | None = None,
     config: Mapping[str, Any] | None = None,
-    bounds: Mapping[str, str] | None = None,
+    bounds: Bounds | None = None,
 ) -> TrainableModel:
     """An NNX module and its loss, for every strategy.
 
