@@ -325,8 +325,12 @@ def test_of_runs_with_equal_bytes_and_loss_all_are_on_the_front(tmp_path):
     assert (columns["best"], loss) == ([1, 1, 0], "evaluation loss")
 
 
+BOUND = {"value": "1", "place": None, "of_strategy": False}
 DAMAGES = {
-    "bindings": ([], "x", 1, {"a": 1}, {"a": {"value": "1"}}),
+    "bindings": (
+        *([], "x", 1, {"a": 1}, {"a": {"value": "1"}}),
+        *({"a": {**BOUND, "value": [1]}}, {"a": {**BOUND, "place": {}}}),
+    ),
     "mesh": (None, [], 1, {"data": "x"}, {}, {"data": 3}),
     "starts": ({}, 1, [1], [None], [{"versions": []}]),
     "program": ([], "x", 1),
@@ -362,6 +366,14 @@ def test_a_damaged_file_of_a_run_ends_no_comparison(tmp_path, name, damage):
         half = len(content) // 2
         (b / name).write_bytes(content[:half] + (b"" if damage == "cut" else b"\xff" * half))
     assert str(compared(a, b))
+
+
+def test_a_program_that_inflates_beyond_a_limit_is_not_read(tmp_path, monkeypatch):
+    a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b")
+    (b / "train_step.hlo.gz").write_bytes(gzip.compress(ALL_REDUCE.encode() + b" " * 2**20))
+    monkeypatch.setattr(reading, "_MOST_TEXT", 2**20)
+    said = "b: .*not known: train_step.hlo.gz inflates to more than 0.000976562 GiB."
+    assert any(re.fullmatch(said, note) for note in compared(a, b).notes())
 
 
 @pytest.mark.parametrize("seconds", [None, [], "x", 1.5, {"a": "b"}])

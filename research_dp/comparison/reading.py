@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gzip
+import io
 import json
 import math
 import zlib
@@ -21,6 +22,7 @@ from research_dp.training.run_facts import FORMAT
 from research_dp.training.run_status import status_of
 from research_dp.types import Bound
 
+_MOST_TEXT = 2**30  # bytes of a program's text
 # What a comparison uses of `summary.json`; what has another type is not read.
 _SUMMARY: dict[str, type] = {
     **{"step": int, "devices": int, "strategy": str, "params_fingerprint": str},
@@ -106,10 +108,16 @@ def _are_facts(facts: Mapping[str, Any]) -> bool:
         and all(_are_sizes(facts.get(key)) for key in ("mesh", "bytes_per_device"))
         and isinstance(facts.get("program"), dict | None)
         and isinstance(bindings, dict)
-        and all(isinstance(x, dict) and x.keys() >= set(Bound._fields) for x in bindings.values())
+        and all(map(_is_bound, bindings.values()))
         and isinstance(starts, list)
         and all(isinstance(x, dict) and _are_versions(x.get("versions")) for x in starts)
     )
+
+
+def _is_bound(fields: Any) -> bool:
+    types = {"value": str, "place": str | None, "of_strategy": bool | None}
+    has_all = isinstance(fields, dict) and fields.keys() >= types.keys()
+    return has_all and all(isinstance(fields[name], kind) for name, kind in types.items())
 
 
 def _are_sizes(value: Any) -> bool:
@@ -137,8 +145,11 @@ def _wire(file: Path, mesh: Mapping[str, int]) -> Wire:
 
 @functools.lru_cache(maxsize=64)  # the runs of a sweep share programs
 def _wire_of(content: bytes, mesh: tuple[tuple[str, int], ...]) -> Wire:
-    text = gzip.decompress(content).decode()
-    totals = program_cost.wire_totals(program_cost.collectives_of(text, dict(mesh)))
+    with gzip.open(io.BytesIO(content)) as inflated:
+        text = inflated.read(_MOST_TEXT + 1)
+    if len(text) > _MOST_TEXT:
+        raise ValueError(f"{files.PROGRAM} inflates to more than {_MOST_TEXT / 2**30:g} GiB")
+    totals = program_cost.wire_totals(program_cost.collectives_of(text.decode(), dict(mesh)))
     return Wire(totals["total"], totals["by_kind"], totals["by_axis"])
 
 
