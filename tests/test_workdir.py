@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import errno
+import itertools
 import os
 import re
 import shutil
@@ -20,6 +21,8 @@ from tensorboard.compat.proto import event_pb2
 from test_faults import disk as disk
 from test_workdir_injuries import tree
 
+import research_dp
+from research_dp.errors import UsageError
 from research_dp.training import checkpoint_files, files, metrics
 from research_dp.training.checkpoint import Checkpoints
 from research_dp.training.checkpoint_files import steps_in
@@ -524,3 +527,78 @@ def test_records_need_no_more_memory_as_they_become_many(tmp_path):
     assert resident() - early < 10e6
     assert written.sync() == 30_000
     written.close()
+
+
+def acting(action, step=4):
+    """Data whose code does something as it makes the batch of a step."""
+
+    def train(order):
+        for number, batch in enumerate(tiny_run.DATA.train(order), order.first_step):
+            if number == step:
+                action()
+            yield batch
+
+    return dataclasses.replace(tiny_run.DATA, train=train)
+
+
+def test_own_code_may_change_the_current_folder(ended, tmp_path, monkeypatch, capsys):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    moves = acting(lambda: os.chdir("elsewhere"))
+    assert tiny_run.outcome("run", num_steps=8, data=moves) == (0, "")
+    assert tiny_run.summary(tmp_path / "run")["params_fingerprint"] == ended[1]
+    assert not list((tmp_path / "elsewhere").iterdir())
+    assert f"in {tmp_path / 'run' / 'summary.json'}" in capsys.readouterr().out
+    monkeypatch.chdir(tmp_path)
+    assert tiny_run.outcome("run", num_steps=8) == (0, "")
+    assert ": run/summary.json\n" in capsys.readouterr().out, "as the user names it"
+
+
+@pytest.mark.parametrize("moved", [True, False])
+def test_a_folder_that_is_moved_meanwhile_is_told_and_continues_once_it_is_back(
+    ended, tmp_path, moved
+):
+    run, other = tmp_path / "run", tmp_path / "other"
+    status, said = tiny_run.outcome(run, num_steps=8, data=acting(lambda: run.rename(other), 6))
+    assert status == 1 and "was moved or removed" in said and "the same command continues" in said
+    assert not steps_in(run / "checkpoints"), "nothing is begun anew"
+    if moved:
+        shutil.rmtree(run, ignore_errors=True)
+        other.rename(run)
+        assert 2 in steps_in(run / "checkpoints")
+    assert tiny_run.outcome(run, num_steps=8) == (0, "")
+    assert tiny_run.summary(run)["params_fingerprint"] == ended[1]
+
+
+@pytest.mark.parametrize("how", ["removed", "replaced"])
+def test_records_outlive_the_removal_or_replacement_of_their_file(tmp_path, how, capsys):
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    path = run / "metrics.jsonl"
+
+    def act():
+        path.unlink() if how == "removed" else files.replace(path, path.read_text())
+
+    assert tiny_run.outcome(whole, num_steps=8) == (0, "")
+    assert tiny_run.outcome(run, num_steps=8, data=acting(act)) == (0, "")
+    assert tiny_run.records(run) == tiny_run.records(whole)
+    assert "was removed or replaced while the run wrote to it" in capsys.readouterr().out
+    assert path.with_name("metrics.jsonl.damaged").exists() == (how == "replaced")
+
+
+def test_a_clock_that_jumps_ends_no_save(tmp_path, monkeypatch):
+    """As that of a machine that was suspended for hours."""
+    from orbax.checkpoint._src.futures import future
+
+    jumps = itertools.count(time.time(), 6 * 3600)
+    monkeypatch.setattr(future, "time", types.SimpleNamespace(time=lambda: next(jumps)))
+    assert tiny_run.outcome(tmp_path, num_steps=2) == (0, "")
+    assert steps_in(tmp_path / "checkpoints") == [2]
+
+
+def test_an_empty_name_is_no_folder(tmp_path, monkeypatch):
+    """As of a variable of the shell that is not set."""
+    monkeypatch.chdir(tmp_path)
+    status, said = tiny_run.outcome("", num_steps=2)
+    assert status == 2 and "needs a workdir" in said and not list(tmp_path.iterdir())
+    with pytest.raises(UsageError, match="needs a workdir"):
+        research_dp.run("runs/digits.gin", workdir="")

@@ -15,16 +15,16 @@ from research_dp.training import files
 _COMPARISONS = {"zero1": "fsdp", "single": "ddp", "spmd": "ddp"}
 
 
-def show(workdir: str) -> None:
+def show(folder: Path) -> None:
     """Prints commands for the run in a folder; only process 0 does."""
     if jax.process_index() != 0:
         return
-    folder = Path(workdir).expanduser()
     summary = json.loads((folder / files.SUMMARY).read_text())
     other = _COMPARISONS.get(summary["strategy"], "zero1")
     is_one_cpu = jax.device_count() == 1 and jax.devices()[0].platform == "cpu"
     split = "--cpu_devices=8 " if is_one_cpu else ""
-    curves, evaluated = (shlex.quote(str(path)) for path in (folder / files.TENSORBOARD, folder))
+    paths = folder / files.TENSORBOARD, folder
+    curves, evaluated = (shlex.quote(str(files.shown(path))) for path in paths)
     lines = (  # not wrapped: commands are copied
         f"  curves:    tensorboard --logdir={curves}",
         f"  evaluate:  {main.program('evaluate')} --workdir={evaluated}",

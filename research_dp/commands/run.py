@@ -13,7 +13,7 @@ from research_dp.argument_types import Count
 from research_dp.commands import python_calls, runtime, streams
 from research_dp.commands.flags import Command
 from research_dp.errors import UsageError
-from research_dp.training import loop, preemption
+from research_dp.training import files, loop, preemption
 
 
 class Stopped(RuntimeError):
@@ -52,8 +52,9 @@ def run(
             has a line for each mistake.
         Stopped: A signal ended the run, after saving.
     """
-    if workdir is None:
+    if not workdir:
         raise UsageError("run needs a workdir: results and checkpoints go there.")
+    folder = files.absolute(workdir)
     command = python_calls.command_of(
         Command, gin_files, bindings, imports=imports, allow_unused=allow_unused
     )
@@ -62,7 +63,7 @@ def run(
         runtime.set_up_devices(cpu_devices)
         runtime.set_up_compilation_cache()
         with streams.dispensable():
-            status = loop.train(workdir=os.fspath(workdir), bound=config.bound())
+            status = loop.train(workdir=folder, bound=config.bound())
     if status == preemption.STOPPED:
         raise Stopped(f"a signal stopped the run in {workdir}; the same call continues it.")
-    return json.loads((Path(workdir).expanduser() / "summary.json").read_text())
+    return json.loads((Path(folder) / files.SUMMARY).read_text())

@@ -6,11 +6,12 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
 from research_dp.commands import catalog, dry_run, next_steps, runtime, streams
 from research_dp.commands.flags import RunCommand, flag, switch, whole_number
-from research_dp.training import loop
+from research_dp.training import files, loop
 
 
 @dataclasses.dataclass
@@ -53,6 +54,7 @@ class Train(RunCommand):
         if self.list is not None:
             return catalog.print_list(self.list, self.imports, as_json=self.json)
         with contextlib.nullcontext() if self.dry_run else streams.dispensable():
+            folder = self.workdir and files.absolute(self.workdir)
             config = self.load()
             runtime.set_up_processes(
                 self.coordinator, self.num_processes, self.process_id, self.heartbeat_seconds
@@ -62,11 +64,11 @@ class Train(RunCommand):
             if not self.dry_run:
                 print(cache, flush=True)
             status = loop.train(
-                workdir=self.workdir,
+                workdir=folder,
                 inspect=functools.partial(dry_run.show, config) if self.dry_run else None,
                 started=runtime.started(),
                 bound=config.bound(),
             )
-            if self.workdir and not self.dry_run and status == loop.DONE:
-                next_steps.show(self.workdir)
+            if folder and not self.dry_run and status == loop.DONE:
+                next_steps.show(Path(folder))
             return status

@@ -63,8 +63,8 @@ class Checkpoints:
             as_saved = manifest.with_saved_slots(abstract_state)
             if difference := manifest.difference(as_saved):
                 raise UsageError(
-                    f"the checkpoint {folder} is of another model or optimizer: {difference}. "
-                    "Use another --workdir, or the configuration in its config.gin."
+                    f"the checkpoint {files.shown(folder)} is of another model or optimizer: "
+                    f"{difference}. Use another --workdir, or the configuration in its config.gin."
                 )
             check(manifest)
             fields = _fields(as_saved)
@@ -88,7 +88,7 @@ class Checkpoints:
             if damaged and jax.process_index() == 0:
                 for path in (self._folder / str(step) for step in damaged):
                     aside = path.rename(files.free_name(path))
-                    self._say(f"The files of step {path.name} were moved to {aside}")
+                    self._say(f"The files of step {path.name} were moved to {files.shown(aside)}")
             if damaged:
                 of_the_first(0)  # the others wait until it is done
             self._newest = step
@@ -97,8 +97,9 @@ class Checkpoints:
             newest, *older = damaged
             others = f" and so are {len(older)} older ones" if older else ""
             raise UsageError(
-                f"no checkpoint in {self._folder} can be read: that of step {newest} is damaged "
-                f"({damaged[newest]}){others}. Put back a copy, or use another --workdir."
+                f"no checkpoint in {files.shown(self._folder)} can be read: that of step "
+                f"{newest} is damaged ({damaged[newest]}){others}. Put back a copy, or use "
+                "another --workdir."
             )
         return None
 
@@ -188,10 +189,12 @@ class Checkpoints:
         except Exception as error:
             self._failed, reason = True, checkpoint_files.reason(error)
             left = "Nothing was saved before."
-            if self._newest is not None:
+            if self._newest is not None and not (self._folder / str(self._newest)).is_dir():
+                left = f"Step {self._newest} was saved, and was moved or removed: put it back."
+            elif self._newest is not None:
                 left = f"Step {self._newest} is saved; the same command continues from there."
             raise RunFailure(
-                f"saving step {step} in {self._folder} failed: {reason}. {left}"
+                f"saving step {step} in {files.shown(self._folder)} failed: {reason}. {left}"
             ) from error
 
 

@@ -33,6 +33,9 @@ _MACHINE_ERRORS = {
     *(errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM, errno.ESTALE),
     *(errno.EIO, errno.ETIMEDOUT, errno.EINTR),
 }
+# Orbax measures by the clock on the wall, which jumps where a machine was suspended. The watchdog
+# ends what hangs.
+_SECONDS_TO_SAVE = 14 * 24 * 3600
 _STEP = r"(0|[1-9][0-9]{0,17})"  # no other digits, no leading zeros
 COMPLETE = re.compile(_STEP)  # Orbax renames a folder once all is in it
 HALF_WRITTEN = re.compile(_STEP + r"\.orbax-checkpoint-tmp.*")
@@ -68,7 +71,9 @@ def prune(folder: Path, keep: int, keep_period: int | None) -> list[str]:
         try:
             shutil.rmtree(path)
         except OSError as error:
-            problems.append(f"The checkpoint {path} cannot be removed: {reason(error)}")
+            problems.append(
+                f"The checkpoint {files.shown(path)} cannot be removed: {reason(error)}"
+            )
     return problems
 
 
@@ -176,7 +181,8 @@ def checkpointer() -> Any:
         STATE: ocp.PyTreeCheckpointHandler(use_compression=False),
         "manifest": ocp.JsonCheckpointHandler(filename=MANIFEST.name),
     }
-    return ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(**handlers))
+    composite = ocp.CompositeCheckpointHandler(**handlers)
+    return ocp.AsyncCheckpointer(composite, timeout_secs=_SECONDS_TO_SAVE)
 
 
 def end_waiting_threads(threads: Iterable[threading.Thread]) -> None:

@@ -29,14 +29,32 @@ _NO_FSYNC_OF_FOLDERS = (errno.EINVAL, errno.ENOTSUP)  # some FUSE and SMB mounts
 _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFREG: "a file", stat.S_IFIFO: "a FIFO"}
 
 
+def absolute(path: str | os.PathLike[str]) -> str:
+    """A path of today's current folder, which code of a user's may change; `~` is expanded."""
+    name = os.path.expanduser(os.fspath(path))
+    is_place = name and not name.startswith("~") and "://" not in name and "\0" not in name
+    return str(Path(name).absolute()) if is_place else name
+
+
+def shown(path: Path) -> Path:
+    """A path as messages have it: without the current folder, where it is below that."""
+    try:
+        return path.relative_to(Path.cwd())
+    except (OSError, ValueError):
+        return path
+
+
 def create(path: Path) -> int:
     """Creates a new file, following no link, and returns its descriptor."""
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
 
 
 def append(path: Path) -> int:
-    """Opens a file, but no link and no FIFO without a reader; returns its descriptor."""
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+    """Opens a file, but no link and no FIFO without a reader; returns its descriptor.
+
+    What was written can be read by it too.
+    """
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     return os.open(path, flags, 0o666)
 
 
@@ -72,6 +90,14 @@ def fsync(path: Path) -> None:
 def has_content(path: Path) -> bool:
     """Whether a file exists and is not empty."""
     return path.exists() and path.stat().st_size > 0
+
+
+def is_same(path: Path, before: os.stat_result) -> bool:
+    """Whether a path still leads to the file or folder that it led to."""
+    try:
+        return os.path.samestat(path.stat(), before)
+    except FileNotFoundError:
+        return False
 
 
 def is_utf8(text: str) -> bool:

@@ -132,7 +132,7 @@ def train(
             resume.check_new(folder, gin.config_str())
 
         if first_step == num_steps and resume.is_finished(folder, num_steps):
-            say(f"Done already, at step {num_steps}: {folder / files.SUMMARY}")
+            say(f"Done already, at step {num_steps}: {files.shown(folder / files.SUMMARY)}")
             recorder.closing()
             return DONE
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
+from research_dp.errors import RunFailure
 from research_dp.strategies import SKIPPED
 from research_dp.training import files, metrics
 from research_dp.training.learning_rate import LearningRate
@@ -50,7 +51,8 @@ class MetricLog:
         # Without records, events may be those of another run, whose records a user moved away.
         has_records = files.has_content(path)
         kept = truncate_records(path, step, evaluates_again=evaluates_again, say=say)
-        self._records, self._folder = os.fdopen(files.append(path), "ab"), folder
+        self._records, self._folder = os.fdopen(files.append(path), "a+b"), folder
+        self._folder_then = folder.stat()
         for record in kept:
             split, scalars = record["split"], _scalars_of(record)
             self._events_of(split).write(record["step"], scalars)
@@ -62,7 +64,8 @@ class MetricLog:
         if missing > 0:
             say(
                 f"{missing} of the {self._records_saved} training records that were written before "
-                f"step {step} was saved are not in {path}; older TensorBoard events stay"
+                f"step {step} was saved are not in {files.shown(path)}; older "
+                "TensorBoard events stay"
             )
         # Also of a split without records: its events are of steps that the run repeats.
         for split in files.SPLITS if has_records and missing <= 0 else ():
@@ -115,10 +118,39 @@ class MetricLog:
         return self._window
 
     def sync(self) -> int:
-        """Flushes all records to the disk; returns the number of training records."""
+        """Flushes all records to the disk; returns the number of training records.
+
+        They are written anew if another program removed or replaced their file. RunFailure: the
+        run's folder is not where it was.
+        """
+        self._put_back()
         for file in self._files():
             os.fsync(file.fileno())
         return self._count
+
+    def _put_back(self) -> None:
+        if self._records is None:
+            return
+        if not files.is_same(self._folder, self._folder_then):
+            raise RunFailure(
+                f"{files.shown(self._folder)} was moved or removed while the run wrote to it. Put "
+                "it back, and the same command continues from the last step that was saved."
+            )
+        path = self._folder / files.RECORDS
+        if files.is_same(path, os.fstat(self._records.fileno())):
+            return
+        self._records.seek(0)
+        content, there = self._records.read(), ""
+        if os.path.lexists(path):
+            aside = path.rename(files.free_name(path))
+            there = f"; what was there is {files.shown(aside)}"
+        files.replace(path, content)
+        self._records.close()
+        self._records = os.fdopen(files.append(path), "a+b")
+        self._console.say(
+            f"{files.shown(path)} was removed or replaced while the run wrote to it; all records "
+            f"are in it again{there}"
+        )
 
     def close(self) -> None:
         with contextlib.ExitStack() as stack:
@@ -182,8 +214,8 @@ def truncate_records(
         aside = files.free_name(path)
         files.replace(aside, content)
         say(
-            f"{bad} of {len(lines)} lines of {path} are not records and were dropped; "
-            f"{aside} has them"
+            f"{bad} of {len(lines)} lines of {files.shown(path)} are not records and were dropped; "
+            f"{files.shown(aside)} has them"
         )
     records += [last] if _is_record(last) else []
     kept = [r for r in records if r["step"] <= step and (r["step"], r["split"]) != again]

@@ -23,8 +23,8 @@ def check_resumable(
     """Refuses, by UsageError, to resume a run with another order of examples or past its end."""
     if manifest.step > num_steps:
         raise UsageError(
-            f"the run in {folder} is at step {manifest.step}, past train.num_steps = {num_steps}. "
-            "Use another --workdir, or raise train.num_steps.",
+            f"the run in {files.shown(folder)} is at step {manifest.step}, past train.num_steps = "
+            f"{num_steps}. Use another --workdir, or raise train.num_steps.",
             binding="train.num_steps",
         )
     saved = manifest.progress
@@ -35,8 +35,8 @@ def check_resumable(
     ):
         if before != now:
             raise UsageError(
-                f"the run in {folder} has train.{name} = {before}, not {now}: its order of "
-                "examples would break. Use another --workdir, or the same value.",
+                f"the run in {files.shown(folder)} has train.{name} = {before}, not {now}: its "
+                "order of examples would break. Use another --workdir, or the same value.",
                 binding=f"train.{name}",
             )
 
@@ -58,7 +58,7 @@ def check_new(folder: Path, config: str) -> None:
     if names := [name for name in records if files.has_content(folder / name)]:
         before = folder / files.CONFIG
         same = before.exists() and before.read_bytes() == config.encode(errors="surrogateescape")
-        what = f"{folder} has records of a run ({' and '.join(names)})"
+        what = f"{files.shown(folder)} has records of a run ({' and '.join(names)})"
         elsewhere = "another --workdir, or move the records away."
         if not (checkpoints / files.NOTHING_SAVED).is_file():
             problem = (

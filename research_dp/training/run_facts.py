@@ -103,7 +103,10 @@ class RunFacts:
         if content:
             aside = files.free_name(self._path)
             files.replace(aside, content)
-            say(f"{self._path} is damaged, and begins anew; {aside} has what it was")
+            say(
+                f"{files.shown(self._path)} is damaged, and begins anew; {files.shown(aside)} has "
+                "what it was"
+            )
         return {}
 
     def _write(self) -> None:

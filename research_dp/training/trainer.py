@@ -73,7 +73,7 @@ class Trainer:
         self._nonfinite = nonfinite.NonfiniteCheck(
             [leaf.path for leaf in jax.tree.leaves(self.strategy.shardings.params)],
             "skip" if self.spec.skip_nonfinite else "stop",
-            f"The checkpoints in {self.folder} are as they were.",
+            f"The checkpoints in {files.shown(self.folder)} are as they were.",
             self._console.say,
             hint=nonfinite.hint(self.spec),
         )
@@ -108,7 +108,8 @@ class Trainer:
             self._throughput.wait(self.checkpoints.wait, part="save")
             if final is None:
                 self._console.close()
-                self._console.say(f"Stopped by a signal; step {step} is saved in {self.folder}")
+                where = files.shown(self.folder)
+                self._console.say(f"Stopped by a signal; step {step} is saved in {where}")
             else:
                 self._summarize(state, step, final)
         return step
@@ -129,7 +130,8 @@ class Trainer:
         self._identity = shared_identity(self.data)
         self._console.doing("")
         if self._progress:
-            check_same_data(self._identity, self._progress.data, f"the run in {self.folder}")
+            run = f"the run in {files.shown(self.folder)}"
+            check_same_data(self._identity, self._progress.data, run)
         if self._writes:
             if not step:
                 self.checkpoints.begin()
@@ -145,7 +147,7 @@ class Trainer:
             if self._progress and not self._progress.data:
                 say("The checkpoint does not record its data; this data is assumed")
         if step:
-            say(f"Continuing from step {step} in {self.folder}")
+            say(f"Continuing from step {step} in {files.shown(self.folder)}")
             if self.data.rereads:
                 say(
                     f"Reading {step * self.spec.batch_size:,} examples of {self.data.name} again "
@@ -296,7 +298,7 @@ class Trainer:
             self._write_operative_config()
         self._console.close()
         result = ", ".join([f"step {step}", *metric_words(final)])
-        self._console.say(f"Done: {result}, in {self.folder / files.SUMMARY}")
+        self._console.say(f"Done: {result}, in {files.shown(self.folder / files.SUMMARY)}")
 
     def _write_operative_config(self) -> None:
         # Written more than once: gin knows a parameter's value only after its function was called.

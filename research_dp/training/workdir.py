@@ -34,11 +34,11 @@ def locked_workdir(workdir: str | None) -> Iterator[Path]:
     UsageError, in all processes: they do not share it, cannot write it, or another run uses it.
     RunFailure: the disk failed or became full during the run.
     """
-    if workdir is None:
+    if not workdir:
         raise UsageError("train needs a workdir: results and checkpoints go there.")
     if "://" in workdir:
         raise UsageError(f"--workdir={workdir}: give a folder of this machine, or a mounted one.")
-    workdir = os.path.expanduser(workdir)
+    workdir = files.absolute(workdir)
     folder = Path(workdir)
     lock = filelock.FileLock(folder / files.LOCK, fallback_to_soft=False)
     problem = _name_problem(workdir)
@@ -56,12 +56,15 @@ def locked_workdir(workdir: str | None) -> Iterator[Path]:
         try:
             saved = steps_in(folder / files.CHECKPOINTS)
             left = "No step was saved."
-            if saved:
+            if not folder.is_dir():
+                left = "It was moved or removed: put it back, and the same command continues."
+            elif saved:
                 left = f"Step {saved[-1]} is saved; the same command continues from there."
         except OSError:
             left = "Nothing that was saved is lost: the same command continues once it can be."
         raise RunFailure(
-            f"the results in {folder} cannot be read or written: {reason(error)}. {left}"
+            f"the results in {files.shown(folder)} cannot be read or written: {reason(error)}. "
+            f"{left}"
         ) from error
     finally:
         lock.release()
@@ -106,18 +109,18 @@ def check_shared(folder: Path) -> None:
         if writes:
             probe.touch(exist_ok=False)
     except OSError as error:
-        problem = f"{folder} cannot be written: {error.strerror}."
+        problem = f"{files.shown(folder)} cannot be written: {error.strerror}."
     _raise_first(problem)
     deadline = time.monotonic() + _SECONDS_TO_APPEAR
     while (failure := _lookup_error(probe)) and time.monotonic() <= deadline:
         time.sleep(0.1)
     if isinstance(failure, FileNotFoundError | NotADirectoryError):
         problem = (
-            f"--workdir={folder} on {host} is not the folder that process 0 has on {where}. "
-            "Give all processes one folder of a file system that they share."
+            f"--workdir={files.shown(folder)} on {host} is not the folder that process 0 has on "
+            f"{where}. Give all processes one folder of a file system that they share."
         )
     elif failure:
-        problem = f"--workdir={folder} on {host} cannot be read: {failure.strerror}."
+        problem = f"--workdir={files.shown(folder)} on {host} cannot be read: {failure.strerror}."
     try:
         _raise_first(problem)
     finally:
@@ -163,8 +166,8 @@ def _create_and_lock(folder: Path, lock: filelock.BaseFileLock) -> str | None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        return f"--workdir={folder} cannot be made: {error.strerror}."
-    holder = folder / files.HOLDER
+        return f"--workdir={files.shown(folder)} cannot be made: {error.strerror}."
+    holder, shown = folder / files.HOLDER, files.shown(folder)
     try:
         if problem := files.unexpected_kind(folder):
             return problem
@@ -174,12 +177,12 @@ def _create_and_lock(folder: Path, lock: filelock.BaseFileLock) -> str | None:
     except filelock.Timeout:
         start = holder.read_bytes()[:200].decode(errors="replace") if holder.exists() else ""
         who = start and f" ({textwrap.shorten(start, 100)})"
-        return f"another run{who} is using {folder}. Wait until it ends, or use another --workdir."
+        return f"another run{who} is using {shown}. Wait until it ends, or use another --workdir."
     except OSError as error:
         if error.errno == errno.ENOSYS:  # a lock file would outlive a run that is killed
             return (
-                f"--workdir={folder}: its file system has no locks, which keep two runs apart. "
+                f"--workdir={shown}: its file system has no locks, which keep two runs apart. "
                 "Mount it with them (Lustre: -o flock), or use another --workdir."
             )
-        return f"--workdir={folder} cannot be written: {error.strerror}."
+        return f"--workdir={shown} cannot be written: {error.strerror}."
     return None
