@@ -82,6 +82,8 @@ def described(value: Any) -> str:
     if dtype is not None and shape is not None and not isinstance(value, type):
         name = "float0" if dtype == jax.dtypes.float0 else dtype
         return f"an array of shape {tuple(shape)} and dtype {name}"
+    if is_integer(value) and abs(value) >= 10**80:  # Python refuses to print the longest
+        return f"an integer of {value.bit_length()} bits"
     text = repr(value)
     return text if len(text) <= 80 and "\n" not in text else f"a {type(value).__name__}"
 
@@ -102,8 +104,11 @@ def is_integer(x: Any) -> bool:
 
 
 def is_number(x: Any) -> bool:
-    """Whether it is a real number; True and False are not."""
-    return isinstance(x, numbers.Real) and not isinstance(x, bool)
+    """Whether it is a real number that a float can hold; True and False are not."""
+    try:
+        return isinstance(x, numbers.Real) and not isinstance(x, bool) and float(x) is not None
+    except OverflowError:
+        return False
 
 
 def is_abstract_array(x: Any) -> bool:
@@ -196,6 +201,12 @@ def arrays_like(parameter: str) -> Leaves:
 
 Count = Annotated[int, Limit(lambda x: is_integer(x) and x >= 1, "an integer of at least 1")]
 CountOrZero = Annotated[int, Limit(lambda x: is_integer(x) and x >= 0, "an integer of at least 0")]
+Steps = Annotated[
+    int,
+    Limit(
+        lambda x: is_integer(x) and 0 <= x < 2**31, "an integer from 0 to 2^31 - 1: steps are int32"
+    ),
+]
 # JAX drops the bits of a seed above 32 silently.
 Seed = Annotated[
     int, Limit(lambda x: is_integer(x) and 0 <= x < 2**32, "an integer from 0 to 2^32 - 1")

@@ -135,6 +135,7 @@ def test_clip_factor():
     assert float(norms.clip_factor(jnp.float32(4.0), 1.0)) == 0.25
     assert float(norms.clip_factor(jnp.float32(0.5), 1.0)) == 1.0
     assert float(norms.clip_factor(jnp.float32(9.0), None)) == 1.0
+    assert float(norms.clip_factor(jnp.float32(9.0), 10**100)) == 1.0
 
 
 def test_traffic_multiplies_loops_and_knows_ring_factors(mesh):

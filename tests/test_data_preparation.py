@@ -85,6 +85,15 @@ def test_who_comes_second_waits_and_reads_what_the_first_prepared(
     assert all(builder.info.splits["train"].num_examples for builder in two)
 
 
+def test_an_empty_data_folder_is_none(tmp_path, monkeypatch):
+    """As of a variable of the shell that is not set: nothing is prepared in the current folder."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("TFDS_DATA_DIR", "")
+    for folder in (None, ""):
+        root = builders.find_builder("digits", folder).data_dir_root
+        assert root == tmp_path / "home" / "tensorflow_datasets"
+
+
 def test_preparation_that_fails_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr(Digits, "download_and_prepare", lambda self: os.stat("none"))
     with refused("digits cannot be prepared: .*No such file"):

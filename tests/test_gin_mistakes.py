@@ -68,7 +68,9 @@ IN_A_FILE = {
     "train.seed = 1\ntrain.seed = 2": ("mine.gin:2", "mine.gin:1 in the same file says 1"),
     "optax.adamw.b1 = 0.8\nadamw.b1 = 0.7": ("mine.gin:2", "mine.gin:1 in the same file says 0.8"),
     # ---- Types ----
-    "train.num_steps = 'abc'": ("mine.gin:1", "'abc': give an integer of at least 0"),
+    "train.num_steps = 'abc'": ("mine.gin:1", "'abc': give an integer from 0 to 2^31 - 1"),
+    "train.num_steps = 2147483653": ("mine.gin:1", "2147483653: give an integer from 0"),
+    f"train.max_grad_norm = {10**400}": ("mine.gin:1", "an integer of 1329 bits: give a positive"),
     "train.num_steps = 1e3": ("mine.gin:1", "1000.0: give an integer"),
     "train.batch_size = True": ("mine.gin:1", "True: give an integer of at least 1"),
     "train.batch_size = None": ("mine.gin:1", "None: give an integer"),

@@ -573,3 +573,13 @@ def test_processes_agree_on_numbers_of_any_size(monkeypatch):
     monkeypatch.setattr(gathered, "process_allgather", lambda x: np.stack([x, 0 * x]))
     for number in (-1, 0, 7, 9_999_999_999, 10**18 - 1):
         assert multihost.of_the_first(number) == number
+
+
+def test_a_batch_beyond_the_memory_is_refused_before_it_is_made(command, tmp_path):
+    """The machine would end the process without a word."""
+    digits = "--gin_file=gin/runs/digits.gin"
+    done = command(digits, "--gin.train.batch_size=1000000000000", f"--workdir={tmp_path / 'run'}")
+    assert done.returncode == 2, done.stderr
+    said = "error: train.batch_size = 1,000,000,000,000: two batches take "
+    assert said in done.stderr and "this machine has " in done.stderr
+    assert not (tmp_path / "run").exists()

@@ -162,6 +162,8 @@ def test_augmentation_is_a_function_of_seed_and_place_for_training_alone():
 
 def test_evaluation_data_of_its_own_leaves_all_for_training():
     x, y = arrays()
+    same = from_arrays(x, y, eval=(x, y)).identity().splits
+    assert same["train"] == same["eval"] and same["train"].examples == SIZE
     for data in (
         from_arrays(x, y, eval=(x[:5], y[:5])),
         from_source(Rows(), eval=Rows(5)),
@@ -272,6 +274,11 @@ def read_all(data):
             "arrays eval has num_classes = 4 and 'y' from 1 to 4",
         ),
         (lambda x, y: from_arrays(x, y * 2**40), "'y' has values beyond int32. Number them"),
+        (lambda x, y: from_arrays(x * 1e300, y), "'x' has values beyond float32. Scale them"),
+        (
+            lambda x, y: read_all(from_source([{"x": 1.0}] * 20 + [{"x": 1e300}] * 20)),
+            r"example \d+ of source train: 'x' has values beyond float32",
+        ),
         (lambda x, y: from_arrays(x, y, eval=0.001), "eval = 0.001: 0 of 50 examples"),
         (lambda x, y: from_arrays(x, y, eval=1.5), "Give a fraction between 0 and 1"),
         (
@@ -279,7 +286,11 @@ def read_all(data):
             r"eval has examples of x \(2,\) float32, y \(\) int32, and the training data of arrays",
         ),
         (lambda x, y: from_arrays({"x": x}, y), "has a dict and y"),
-        (lambda x, y: from_arrays(x, y, eval=None), r"from_arrays.eval of arrays is None. Give"),
+        (lambda x, y: from_arrays(x, y, eval=None), r"eval = None: 0 of .*, to train on all of it"),
+        (
+            lambda x, y: from_source([{"x": x[0]}], eval=0),
+            r"eval = 0: 0 of .*, to train on all of it",
+        ),
         (
             lambda x, y: from_arrays({"x": x, "mask": y}),
             "from_arrays: an array is called 'mask', which marks padding in evaluation. Name it",

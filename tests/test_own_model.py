@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import re
 
 import flax.linen as nn
 import jax
@@ -237,6 +238,30 @@ def test_rates_that_draw_nothing(rate):
 
 
 # ---- Arguments ----
+
+
+@pytest.mark.parametrize(
+    ("params", "said"),
+    [
+        ({"w": jnp.ones(3), "n": jnp.zeros(3, jnp.int32)}, "parameter n is of dtype int32, which"),
+        ({"w": jnp.ones(3), "n": jnp.zeros(3, bool)}, "parameter n is of dtype bool, which"),
+        ({"w": jnp.ones(3), "k": jax.random.key(0)}, "parameter k is of dtype key<fry>, which has"),
+        ({"a": {"b": jnp.ones(3)}, "a/b": jnp.ones(3)}, "have the path 'params/a/b'; rename one"),
+    ],
+)
+@pytest.mark.parametrize("stem", ["single", "fsdp", "spmd"])
+def test_parameters_that_cannot_be_trained_or_saved_are_refused_at_once(stem, params, said):
+    def loss(params, model_state, batch, keys, *, train, batch_axes):
+        return research_dp.LossOutput(jnp.sum(batch["x"]), 1.0 * len(batch["x"]), model_state, {})
+
+    spec = TrainSpec(
+        model=research_dp.TrainableModel(lambda key, batch: (params, {}), loss),
+        optimizer=optax.sgd(0.1),
+        example={"x": jax.ShapeDtypeStruct((), np.float32)},
+        batch_size=8,
+    )
+    with pytest.raises(UsageError, match=re.escape(said)):
+        recipe(stem).build(spec)
 
 
 def test_several_inputs_are_given_by_position():

@@ -7,6 +7,7 @@ import difflib
 import importlib.util
 import logging
 import math
+import os
 import re
 import shutil
 import sys
@@ -38,6 +39,8 @@ def find_builder(
     import tensorflow_datasets as tfds  # late: it is slow to import
 
     quieten_tfds()
+    if not data_dir and os.environ.get("TFDS_DATA_DIR") == "":
+        data_dir = "~/tensorflow_datasets"  # as if it were not set; TFDS takes the current folder
     if name.split("/")[0] in _OFFLINE:
         importlib.import_module("research_dp.data.offline")  # registers them
     try:

@@ -58,11 +58,17 @@ def narrowed(name: str, value: Any) -> np.ndarray:
             f"categories as integers, and pad what differs in length. {GUIDE}"
         )
     dtype = jax.dtypes.canonicalize_dtype(array.dtype)
+    if dtype.itemsize > 8 and dtype != np.complex64:  # NumPy's own widest, which JAX lacks
+        dtype = np.dtype(np.complex64 if dtype.kind == "c" else np.float32)
     if array.dtype != dtype and jnp.issubdtype(dtype, jnp.integer) and array.size:
         limits = np.iinfo(dtype)
         if array.min() < limits.min or array.max() > limits.max:
             raise UsageError(f"{name!r} has values beyond {dtype}. Number them from 0.")
-    return array.astype(dtype, copy=False)
+    with np.errstate(over="ignore"):
+        narrow = array.astype(dtype, copy=False)
+    if array.dtype.itemsize > dtype.itemsize and (np.isinf(narrow) & np.isfinite(array)).any():
+        raise UsageError(f"{name!r} has values beyond {dtype}. Scale them, or take their log.")
+    return narrow
 
 
 def check_names(arrays: Arrays, where: str) -> None:
@@ -106,13 +112,14 @@ def check_source(source: Any, function: str, name: str) -> None:
         raise UsageError(f"{function}: {name} has no examples.")
 
 
-def fraction_of(value: float, size: int, function: str, name: str) -> tuple[np.ndarray, np.ndarray]:
+def fraction_of(value: Any, size: int, function: str, name: str) -> tuple[np.ndarray, np.ndarray]:
     """Entries to train on and to evaluate on, in order; the same in every run."""
-    count = round(value * size) if 0 < value < 1 else 0
+    count = round(value * size) if value and 0 < value < 1 else 0
     if not 0 < count < size:
         raise UsageError(
             f"{function}.eval = {value}: {count} of {size} examples of {name} to evaluate on. Give "
-            "a fraction between 0 and 1 that leaves examples to both, or data to evaluate on."
+            "a fraction between 0 and 1 that leaves examples to both, or data to evaluate on: the "
+            "same data, to train on all of it."
         )
     order = permute(np.arange(size), size, seed=0, epoch=0)
     return np.sort(order[count:]), np.sort(order[:count])

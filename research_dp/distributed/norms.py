@@ -80,6 +80,8 @@ def clip_factor(norm: jax.Array, max_norm: TracedNorm | None) -> jax.Array:
         return jnp.ones((), jnp.float32)
     if isinstance(max_norm, jax.Array):
         max_norm = jnp.where(max_norm >= 0, max_norm, jnp.nan)
+    else:
+        max_norm = float(max_norm)  # a large integer fits no array
     return jnp.where(norm <= max_norm, 1.0, max_norm / norm)
 
 

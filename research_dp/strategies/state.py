@@ -84,6 +84,8 @@ def infer_state_sharding(
     The sizes of the mesh are enough. `params_sharded`: between steps parameters are not replicated.
     """
     abstract = jax.eval_shape(lambda key: init_state(config, spec, key), seed_key(0))
+    _check_params(spec, abstract.params)
+    sharding.by_path(abstract)  # a checkpoint has its arrays by path, so it needs different ones
     slices = _param_shardings(config, spec, abstract.params, mesh)
     params = slices if params_sharded else sharding.replicated(slices)
     if config.reduction.logical_shards is not None:
@@ -101,6 +103,17 @@ def infer_state_sharding(
 
     placed_state = jax.tree.map(placed, abstract, placement.shardings(mesh, specs))
     return strategy.StateShardings(params, slices), placed_state
+
+
+def _check_params(spec: TrainSpec, params: PyTree) -> None:
+    """Raises UsageError for parameters that have no gradient."""
+    for keys, x in jax.tree_util.tree_leaves_with_path(params):
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            raise binding_error(
+                f"{spec.gin_name}.model",
+                f": parameter {path_name(keys)} is of dtype {x.dtype}, which has no gradient. "
+                "Return it in the model state.",
+            )
 
 
 def _param_shardings(

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+import os
 from collections.abc import Iterator
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from research_dp.distributed.multihost import texts_of_all
-from research_dp.errors import UsageError
+from research_dp.errors import UsageError, binding_error
+from research_dp.strategies import TrainSpec
 from research_dp.types import Arrays, DataIdentity, DataSet, EvalOrder, TrainableModel, TrainOrder
+
+_BYTES_OF_PLACE = 16  # of an example: its place in the order, its key
 
 
 def shared_identity(data: DataSet) -> DataIdentity | None:
@@ -28,6 +34,20 @@ def shared_identity(data: DataSet) -> DataIdentity | None:
                 "(tfds_data.data_dir, TFDS_DATA_DIR), or prepare the data anew where it differs."
             )
     return local
+
+
+def check_memory(spec: TrainSpec) -> None:
+    """Raises UsageError for batches that this machine's memory cannot hold."""
+    nbytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in spec.example.values())
+    rows = spec.batch_size / jax.process_count()
+    needed = 2 * rows * (nbytes + _BYTES_OF_PLACE)  # one is read while one is trained on
+    present = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > present:
+        raise binding_error(
+            "train.batch_size",
+            f" = {spec.batch_size:,}: two batches take {needed / 1e9:,.1f} GB in a process, and "
+            f"this machine has {present / 1e9:,.1f} GB. Bind fewer examples.",
+        )
 
 
 def checked_batches(

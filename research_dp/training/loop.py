@@ -15,12 +15,13 @@ import optax
 
 import research_dp.training.optimizers  # noqa: F401  (registers Optax with gin)
 from research_dp.argument_checks import annotation_of, check_arguments, checked
-from research_dp.argument_types import Count, CountOrZero, Positive, Seed
+from research_dp.argument_types import Count, Positive, Seed, Steps
 from research_dp.errors import UsageError
 from research_dp.strategies import StrategyConfig, TrainSpec, slots
 from research_dp.strategies.strategy import LossOver, init_key
 from research_dp.training import files, resume
 from research_dp.training.checkpoint import Checkpoints
+from research_dp.training.input_checks import check_memory
 from research_dp.training.intervals import Schedule
 from research_dp.training.manifest import origin
 from research_dp.training.nonfinite import OnNonfinite
@@ -44,7 +45,7 @@ def train(
     data: DataSet = gin.REQUIRED,
     strategy: StrategyConfig = gin.REQUIRED,
     optimizer: optax.GradientTransformation = gin.REQUIRED,
-    num_steps: CountOrZero = gin.REQUIRED,
+    num_steps: Steps = gin.REQUIRED,
     batch_size: Count = gin.REQUIRED,
     seed: Seed = 0,
     accumulation_steps: Count = 1,
@@ -108,6 +109,7 @@ def train(
     if inspect is not None:
         inspect(config, spec)
         return DONE
+    check_memory(spec)
     built = config.build(spec)
 
     with contextlib.ExitStack() as stack:

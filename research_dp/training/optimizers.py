@@ -8,9 +8,9 @@ import gin
 import jax
 import optax
 
-from research_dp.argument_checks import checked
-from research_dp.argument_types import Fraction, is_integer
-from research_dp.errors import UsageError, binding_error
+from research_dp.argument_checks import check_arguments, checked
+from research_dp.argument_types import Fraction, Steps
+from research_dp.errors import UsageError
 from research_dp.training.learning_rate import remembering_rate
 
 for _name in ("adafactor", "adam", "adamw", "lamb", "lion", "rmsprop", "sgd"):
@@ -42,8 +42,7 @@ def warmup_cosine(
         ) from error
     if isinstance(num_steps, gin.config.ConfigurableReference):  # a macro
         num_steps = num_steps.scoped_configurable_fn()
-    if not is_integer(num_steps) or num_steps < 0:
-        raise binding_error("train.num_steps", f" = {num_steps!r}: give an integer of at least 0.")
+    check_arguments("train", {"num_steps": num_steps}, {"num_steps": Steps})
     decay_steps = max(num_steps, 1)
     return optax.warmup_cosine_decay_schedule(
         init_value=0.0,
