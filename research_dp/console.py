@@ -1,7 +1,7 @@
-"""Tables, text and progress: as wide as a terminal is, or plain and uncut in a pipe.
+"""Tables, text and progress: as wide as a terminal is. In a pipe text is plain and uncut.
 
-The variable COLUMNS sets another width, in a pipe too. A terminal that cannot move its cursor
-(TERM=dumb) is a pipe here.
+A table in a pipe has at most 100 columns. The variable COLUMNS sets another width, in a pipe too.
+A terminal that cannot move its cursor (TERM=dumb) is a pipe here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from rich.text import Text
 
 from research_dp.terminal import console_of, wrapped
 
-_PIPE_WIDTH = 10_000  # nothing is wrapped in a pipe
+_PIPE_WIDTH = 10_000  # no text is wrapped in a pipe
+_PIPE_TABLE = 100  # columns of a table there, which people read in logs
 _GAP, _INDENT = 2, 4
 _PROSE = 24  # prose is wrapped to no less than this
 _SECONDS = 4.0  # between two lines of progress in a pipe
@@ -226,7 +227,8 @@ def put(*parts: Any, file: TextIO | None = None) -> None:
     with console.capture() as captured:
         for part in parts:
             if isinstance(part, Table):
-                console.print(part.layout(console.width))
+                is_pipe = console.width == _PIPE_WIDTH
+                console.print(part.layout(_PIPE_TABLE if is_pipe else console.width))
             else:
                 text = part if isinstance(part, Text) else Text(part)
                 glued = Text(_UNIT.sub(_GLUE, text.plain), text.style, spans=text.spans)
@@ -241,8 +243,8 @@ def put(*parts: Any, file: TextIO | None = None) -> None:
 class Progress:
     """Shows what a command is doing, and for how long, on standard error, as a context.
 
-    On a terminal it is one line, which is gone at the end. In a pipe each activity is a line, and
-    one that takes long is repeated every few seconds.
+    On a terminal it is one line, which is gone at the end. In a pipe each activity is a line. One
+    that takes long is repeated every few seconds, with its detail only where that has changed.
     """
 
     def __init__(self, activity: str):
@@ -289,8 +291,12 @@ class Progress:
             print(line, file=sys.stderr, flush=True)
 
     def _repeat(self) -> None:
+        shown = ("", "")
         while not self._ended.wait(max(0.1, self._printed + _SECONDS - time.monotonic())):
-            if time.monotonic() >= self._printed + _SECONDS:
+            now = (self._activity, self._detail)
+            has_changed = not self._detail or now != shown
+            if time.monotonic() >= self._printed + _SECONDS and has_changed:
+                shown = now
                 self._print(self._line().plain)
 
 
