@@ -28,6 +28,26 @@ if __name__ == "__main__":
 """
 
 
+UNGUARDED = """
+import numpy as np, research_dp
+data = research_dp.from_source([{"x": np.zeros(3, np.float32)}] * 20, workers=1)
+order = research_dp.TrainOrder(
+    seed=0, batch_size=2, rows=np.arange(2), first_step=0, num_steps=2
+)
+list(data.train(order))
+"""
+
+
+def test_a_program_without_a_guard_learns_of_it(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(UNGUARDED)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    words = [sys.executable, program]
+    done = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=100)
+    assert done.returncode == 1 and "can only join a started process" not in done.stderr
+    assert 'below `if __name__ == "__main__":`' in done.stderr
+
+
 @pytest.mark.slow
 def test_a_worker_ends_with_a_run_that_is_killed_and_not_by_a_signal_to_all(tmp_path):
     program = tmp_path / "parent.py"

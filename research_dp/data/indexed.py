@@ -25,6 +25,7 @@ from absl import flags
 from research_dp.data import builders
 from research_dp.data.preprocess import Preprocess, Rng, preprocess_example, stack
 from research_dp.data.shuffle import Purpose, example_indices, generator, stream_positions
+from research_dp.errors import UsageError
 from research_dp.types import Arrays, EvalOrder, Splits, TrainOrder
 
 _TURN = threading.Lock()  # one for all: two splits may have the same source
@@ -200,6 +201,11 @@ def _prefetched(
     options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=prefetch)
     batches = grain.MapDataset.range(first, last).map(load).to_iter_dataset(options)
     if workers:
+        if getattr(multiprocessing.current_process(), "_inheriting", False):
+            raise UsageError(
+                "workers: each worker process imports the program that starts it, and would start "
+                'workers itself. Put what the program runs below `if __name__ == "__main__":`.'
+            )
         if not flags.FLAGS.is_parsed():
             flags.FLAGS.mark_as_parsed()  # Grain passes absl's flags to workers; there are none
         batches = batches.mp_prefetch(grain.MultiprocessingOptions(num_workers=workers))

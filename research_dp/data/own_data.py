@@ -56,7 +56,8 @@ def from_arrays(
         x: Inputs (N, ...), of NumPy or JAX; or a dict of arrays (N, ...), which are the batch.
         y: Targets (N, ...); None: there are none, or `x` is a dict.
         eval: The evaluation data: (x, y), or a dict like `x`; or the fraction of the examples that
-            are evaluated on and not trained on, the same in every run.
+            are evaluated on and not trained on, the same in every run. To train on all examples,
+            give the training data here too.
         names: What batches call `x` and `y`.
         info: Properties for the model, e.g. {'num_classes': 10}, which `y` is checked against.
         augment: (example, NumPy generator) -> example, for training. The generator is a function of
@@ -74,10 +75,8 @@ def from_arrays(
     check_labels(arrays, target, info, f"{name} train")
     train_entries = eval_entries = None
     eval_arrays = arrays
-    if isinstance(eval, numbers.Real):
-        train_entries, eval_entries = fraction_of(
-            float(eval), length_of(arrays), "from_arrays", name
-        )
+    if isinstance(eval, numbers.Real | None):
+        train_entries, eval_entries = fraction_of(eval, length_of(arrays), "from_arrays", name)
     else:
         eval_x, eval_y = eval if isinstance(eval, tuple | list) and len(eval) == 2 else (eval, None)
         eval_arrays = named_arrays(eval_x, eval_y, names, "from_arrays.eval", name)
@@ -118,7 +117,7 @@ def from_source(
         source: Its examples are dicts of arrays, of the same shapes and dtypes, or what `transform`
             takes. Arrays, dicts and lists are copied before `transform` and `augment` get them.
         eval: A source to evaluate on; or the fraction of the examples that are evaluated on and not
-            trained on, the same in every run.
+            trained on, the same in every run. `source` itself: all are trained on.
         transform: An example of the source -> dict of arrays, e.g. decoding; the same at each call.
         augment: (example, NumPy generator) -> example, for training. The generator is a function of
             the seed and the position in the training stream.
@@ -126,7 +125,8 @@ def from_source(
         name: In messages and in the run's record.
         threads: Threads that read batches ahead; 0: a batch is read when it is requested, while the
             devices compute. They take turns if the source writes examples into the same memory.
-        workers: Processes that read training batches ahead instead; 0: none.
+        workers: Processes that read training batches ahead instead; 0: none. They import the
+            program, so what it runs is below `if __name__ == "__main__":`.
         cache_bytes: A split that needs at most this many bytes stays in memory once it is read.
 
     Raises:
@@ -136,8 +136,8 @@ def from_source(
     check_source(source, "from_source.source", name)
     train_entries = eval_entries = None
     eval_source = source
-    if isinstance(eval, numbers.Real):
-        train_entries, eval_entries = fraction_of(float(eval), len(source), "from_source", name)
+    if isinstance(eval, numbers.Real | None):
+        train_entries, eval_entries = fraction_of(eval, len(source), "from_source", name)
     else:
         eval_source = eval
         check_source(eval, "from_source.eval", name)
