@@ -312,3 +312,23 @@ print(float(abs(tree["params"]["Dense_0"]["kernel"]).sum()))
     _, params = research_dp.load(run)
     expected = float(abs(np.asarray(params["Dense_0"]["kernel"])).sum())
     assert float(done.stdout) == pytest.approx(expected, rel=1e-6)
+
+
+def test_of_another_version_is_used_what_this_one_knows(folder, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(folder / "zero1", run)
+    text = (run / "config.gin").read_text()
+    older = "data_parallel.keep_gathered = True\nold_schedule.length = 3\n"
+    (run / "config.gin").write_text(text + older)
+    capsys.readouterr()
+    assert research_dp.load(run).step == 6
+    assert capsys.readouterr().err.count("left out, as this version has no such thing: ") == 2
+    expected = json.loads((run / "summary.json").read_text())["eval"]["loss"]
+    with pytest.raises(UsageError, match="another version of research_dp wrote it. Replace its st"):
+        research_dp.evaluate(run)
+    found = research_dp.evaluate(run, gin_files=["strategies/single.gin"])
+    assert found["eval"]["loss"] == pytest.approx(expected, rel=1e-6)
+    (run / "config.gin").write_text(text + "net.depth = 2\n")  # the model would be another
+    for read in (research_dp.load, research_dp.evaluate):
+        with pytest.raises(UsageError, match="net has no parameter 'depth'"):
+            read(run)

@@ -75,8 +75,7 @@ def load(
     folder = Path(workdir).expanduser()
     command = python_calls.command_of(Command, (), (), imports=imports)
     with python_calls.session(command):
-        command.gin_files = [str(saved_state.config_of(folder))]
-        command.load(complete=False)
+        command.load(complete=False, saved=str(saved_state.config_of(folder)))
         runtime.set_up_devices(None)
         saved = saved_state.read(folder, step)
         model = gin_internals.frozen("train.model")

@@ -6,13 +6,13 @@ import importlib
 import re
 import sys
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import gin
 
 from research_dp.config import binding_checks, gin_internals, parser, run_checks, settings
-from research_dp.config.parser import Binding, Import, Mistake, Reference
-from research_dp.config.reachability import Config, reach
+from research_dp.config.parser import Binding, Import, Key, Mistake, Reference
+from research_dp.config.reachability import ROOT, Config, reach
 from research_dp.errors import UsageError, first_line, message_of
 
 BUDGET = "planning.plan"  # limits of a plan, which nothing in a run calls
@@ -25,6 +25,12 @@ _MOVED_MODULES = {
     "research_dp.training.optim": "research_dp.training.optimizers",
     "research_dp.planning.budget": "research_dp.planning.limits",
 }
+
+
+_OF_ANOTHER_VERSION = (
+    "another version of research_dp wrote it. Replace its strategy, e.g. by "
+    "--gin_file=strategies/single.gin, or use that version (docs/checkpoints.md)."
+)
 
 
 class Mistakes(UsageError):
@@ -65,7 +71,8 @@ def load(
         allow_unused: Whether a binding may be without effect.
         complete: Whether this must be a run, with nothing missing and nothing unused.
         saved: The configuration that a run saved. It comes before `files`, which may replace
-            anything of it: bindings in it may be without effect.
+            anything of it: bindings in it may be without effect. Those of another version are left
+            out, with a note, if nothing that is asked for needs them: see `_left_out`.
 
     Raises:
         Mistakes: Something is wrong; the message has all of it.
@@ -83,10 +90,16 @@ def load(
     bindings_read = [item for item in statements if isinstance(item, Binding)]
     macros = {b.key[0]: b for b in bindings_read if not b.selector}
     problems = {b: binding_checks.mistakes(b, macros) for b in bindings_read}
+    left_out = _left_out(saved, problems, complete) if saved else []
+    notes = [f"left out, as this version has no such thing: {problems[b][0]}" for b in left_out]
+    bindings_read = [b for b in bindings_read if b not in left_out]
+    problems = {b: problems[b] for b in bindings_read}
     if any(problems.values()):
         in_run = settings.Settings(reach(bindings_read))
         problems = {b: in_run.with_hints(b, found) for b, found in problems.items()}
     mistakes += [mistake for one in problems.values() for mistake in one]
+    if any(found and _is_of(saved, b) for b, found in problems.items()):
+        mistakes.append(Mistake(str(saved), _OF_ANOTHER_VERSION))
     mistakes += run_checks.conflicts(bindings_read)
     valid = [binding for binding in bindings_read if not problems[binding]]
     invalid = [binding for binding in bindings_read if problems[binding]]
@@ -111,8 +124,31 @@ def load(
     bound = config.used if complete and not (allow_unused or saved) else winning
     gin.parse_config([*map(str, bound), *defaults])
     gin.finalize()
+    config.notes.extend(notes)
     config.notes.extend(settings.replaced_schedules(bindings_read, config))
     return config
+
+
+def _left_out(
+    saved: str, problems: Mapping[Binding, list[Mistake]], complete: bool
+) -> list[Binding]:
+    """Bindings of a saved configuration that are mistaken, and that nothing asked for needs.
+
+    The strategy of a run is not needed if a later file chose another one. Without `complete` only
+    the model is.
+    """
+    table = {binding.key: binding for binding in problems}
+    own = {key for key, binding in table.items() if key[1] == ROOT and _is_of(saved, binding)}
+    unneeded = own - {("", ROOT, "model")} if not complete else set[Key]()
+    if ("", ROOT, "strategy") not in own:
+        unneeded.add(("", ROOT, "strategy"))
+    needed = reach(binding for key, binding in table.items() if key not in unneeded).used
+    return [b for b, found in problems.items() if found and _is_of(saved, b) and b not in needed]
+
+
+def _is_of(saved: str | None, binding: Binding) -> bool:
+    """Whether the configuration that a run saved has a binding."""
+    return saved in [file.name for file in binding.files]
 
 
 def as_mistake(error: BaseException, config: Config | None) -> str | None:
