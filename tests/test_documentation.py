@@ -8,6 +8,7 @@ import pytest
 from conftest import ROOT
 
 from research_dp.commands import catalog
+from research_dp.strategies.slots import Stateful
 
 FOLDERS = ("", "research_dp", "research_dp/distributed", "gin", "tests")  # where a path may begin
 # Packages whose functions another test of the process registers.
@@ -111,6 +112,21 @@ def test_gin_parameters_exist(page):
         for function, parameter in bound
         if function in known and parameter not in {*known[function], *files}
     ]
+
+
+@pytest.mark.parametrize("stem", ["weights", "plan", "compare", "configuration"])
+def test_pages_about_a_runs_folder_say_that_its_imports_are_executed(stem):
+    text = " ".join((ROOT / "docs" / f"{stem}.md").read_text().split())
+    sentences = re.split(r"(?<=[.:]) ", text)
+    assert [s for s in sentences if re.search("import|modules", s) and "execute" in s]
+    assert "config.gin" in text
+
+
+def test_the_page_on_strategies_has_what_a_slot_with_state_needs():
+    page = (ROOT / "docs" / "own_strategy.md").read_text()
+    members = {*Stateful.__annotations__, *vars(Stateful)}
+    assert all(f"| `{name}" in page for name in members if not name.startswith("_"))
+    assert "a `Stateful`" in page
 
 
 def test_every_parameter_that_gin_can_bind_is_described():
