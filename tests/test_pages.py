@@ -1,6 +1,7 @@
 """Every block of README.md, docs/ and examples/ runs as printed; tests/pages.py says how."""
 
 import ast
+import builtins
 import json
 import subprocess
 import sys
@@ -63,6 +64,27 @@ def test_every_block_is_of_a_kind_that_is_tested(page, tmp_path):
             assert pages.commands(block)
         if block.mark == "varies":
             assert block.kind == "console"
+
+
+COPIED = ["README.md", "docs/own_model.md", "docs/own_data.md", "docs/own_strategy.md"]
+
+
+@pytest.mark.parametrize("page", COPIED)
+def test_a_block_that_is_copied_has_its_imports(page):
+    for block in pages.blocks(ROOT / page):
+        if block.kind == "python":
+            assert not undefined(block.text), f"{block}: import or define {undefined(block.text)}"
+
+
+def undefined(code):
+    """The names that code reads and nowhere binds, not even as a built-in."""
+    nodes = list(ast.walk(ast.parse(code)))
+    read = {x.id for x in nodes if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Load)}
+    bound = {x.id for x in nodes if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)}
+    bound |= {(x.asname or x.name).partition(".")[0] for x in nodes if isinstance(x, ast.alias)}
+    bound |= {x.arg for x in nodes if isinstance(x, ast.arg)}
+    bound |= {x.name for x in nodes if isinstance(x, ast.FunctionDef | ast.ClassDef)}
+    return sorted(read - bound - set(dir(builtins)))
 
 
 @pytest.fixture(scope="module")
