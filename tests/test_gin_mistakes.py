@@ -70,7 +70,7 @@ IN_A_FILE = {
     # ---- Types ----
     "train.num_steps = 'abc'": ("mine.gin:1", "'abc': give an integer from 0 to 2^31 - 1"),
     "train.num_steps = 2147483653": ("mine.gin:1", "2147483653: give an integer from 0"),
-    f"train.max_grad_norm = {10**400}": ("mine.gin:1", "an integer of 1329 bits: give a positive"),
+    f"train.max_grad_norm = {10**400}": ("mine.gin:1", "0: give a positive number"),
     "train.num_steps = 1e3": ("mine.gin:1", "1000.0: give an integer"),
     "train.batch_size = True": ("mine.gin:1", "True: give an integer of at least 1"),
     "train.batch_size = None": ("mine.gin:1", "None: give an integer"),
