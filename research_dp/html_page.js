@@ -3,8 +3,14 @@
   "use strict";
   const page = JSON.parse(document.getElementById("page-data").textContent);
   const faint = { color: "currentColor", opacity: 0.2 };
+  // Where all values are equal, ticks have no distance that tells how many digits they need.
+  const label = (axis) =>
+    `domain("${axis}")[0] === domain("${axis}")[1] ? format(datum.value, ".5~g") : datum.label`;
+  const labelOfLog = `domain("y")[1] < 10 * domain("y")[0] ||
+    test(/^[125]/, format(datum.value, "e")) ? ${label("y")} : ""`;
   const theme = {
     background: "transparent",
+    padding: { left: 5, right: 22, top: 5, bottom: 5 }, // the last label may reach beyond its axis
     font: "system-ui, sans-serif",
     view: { stroke: null },
     axis: {
@@ -15,7 +21,8 @@
     },
     axisX: { grid: false, labelFlush: false },
     axisY: { domain: false, ticks: false, tickCount: 6 },
-
+    axisXQuantitative: { labelExpr: label("x") },
+    axisYQuantitative: { labelExpr: label("y") },
     header: { labelColor: "currentColor", titleColor: "currentColor" },
     legend: { labelColor: "currentColor", titleColor: "currentColor" },
     line: { strokeWidth: 1.8, strokeJoin: "round" },
@@ -68,12 +75,14 @@
   function setScales(spec, scale, isPositive) {
     const axes = [...partsOf(spec)]
       .map((part) => [part, part.encoding?.y])
-      .filter(([, y]) => y?.field && y.type === "quantitative");
+      .filter(([, y]) => y?.field && y.type === "quantitative" && y.scale?.type !== "symlog");
     const isLog = axes.some(([, y]) => (scale ?? y.scale?.type) === "log" && isPositive(y.field));
     for (const [part, y] of axes) {
       if (scale || y.scale?.type === "log") y.scale = { ...y.scale, type: isLog ? "log" : "linear" };
       if (!isLog) continue;
-      y.scale = { padding: 8, ...y.scale, nice: false };
+      y.scale = { padding: 8, ...y.scale, nice: false, zero: undefined };
+      // With fewer ticks, less than a decade may have only a power of ten.
+      y.axis = { tickCount: 20, labelExpr: labelOfLog, ...y.axis };
       const value = `datum[${JSON.stringify(y.field)}]`;
       const positive = { calculate: `${value} > 0 ? ${value} : null`, as: y.field };
       part.transform = [...(part.transform ?? []), positive];
@@ -107,6 +116,9 @@
       if (param.name === state.param) param.value = state.value;
     chart.element.style.minHeight = `${chart.element.offsetHeight}px`; // the page does not jump
     chart.result?.finalize();
+    const room = chart.element.clientWidth;
+    theme.legend.columns = Math.max(1, Math.floor(room / 170));
+    theme.axis.labelLimit = 0.45 * room || 160; // a folded chart has no room yet
     chart.result = await vegaEmbed(chart.element, spec, {
       actions: false, renderer: "svg", mode: "vega-lite", config: theme, defaultStyle: false,
       tooltip: { disableDefaultStyle: true, theme: "page" }, viewClass: await viewClass,
@@ -196,6 +208,16 @@
   window.addEventListener("afterprint", () => {
     for (const part of folded) part.open = part.dataset.open === "true";
   });
+
+  // A table that is wider than its room shows the cells of a row one below another.
+  function stack() {
+    for (const table of document.querySelectorAll(".wide")) {
+      table.classList.remove("cards");
+      table.classList.toggle("cards", table.scrollWidth > table.clientWidth);
+    }
+  }
+  window.addEventListener("resize", stack);
+  stack();
 
   const drawn = (text) => { document.documentElement.dataset.drawn = text; };
   Promise.all([...document.querySelectorAll(".group")].map(setUp))

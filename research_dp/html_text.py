@@ -35,10 +35,13 @@ def table_html(shown: Table) -> str:
     """A table of a terminal as HTML; rows of one group are under one line."""
     named = {":": ' class="n"', "~": ' class="prose"'}
     kinds = [named.get(name[-1:], "") for name in shown.columns]
+    # Where a row has no room for its cells, each has the name of its column beside it.
+    heads = ["", *(f' data-head="{html.escape(head)}"' for head in shown.heads[1:])]
 
     def line(tag: str, cells: Sequence[str | Text]) -> str:
-        pairs = zip(cells, kinds, strict=True)
-        return "".join(f"<{tag}{kind}>{inline(cell)}</{tag}>" for cell, kind in pairs)
+        marks = map(str.__add__, kinds, heads) if tag == "td" else kinds
+        pairs = zip(cells, marks, strict=True)
+        return "".join(f"<{tag}{mark}>{inline(cell)}</{tag}>" for cell, mark in pairs)
 
     rows, before = [], None
     for first, *others in shown.rows:

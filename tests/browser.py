@@ -14,6 +14,25 @@ def executable():
     return os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
 
 
+# What a reader cannot see: text beyond a chart's edges, and tables wider than their room.
+_CUT = """() => {
+  const beyond = (a, b) => a.left < b.left - 1 || a.right > b.right + 1 || a.top < b.top - 1;
+  const texts = [...document.querySelectorAll(".chart svg")].flatMap((svg) =>
+    [...svg.querySelectorAll("text")].filter((text) => text.getBoundingClientRect().width
+      && beyond(text.getBoundingClientRect(), svg.getBoundingClientRect())));
+  const wide = [...document.querySelectorAll(".wide")];
+  const tables = wide.filter((table) => table.scrollWidth > table.clientWidth);
+  return [...texts, ...tables].map((e) => e.textContent.slice(0, 80));
+}"""
+
+
+def cut(page):
+    """The texts of a page that are not wholly in sight, folded parts unfolded."""
+    page.evaluate("for (const part of document.querySelectorAll('details')) part.open = true")
+    page.wait_for_timeout(300)
+    return page.evaluate(_CUT)
+
+
 @pytest.fixture(scope="module")
 def open_page():
     """A function that opens a file, waits for its charts, and collects what went wrong.

@@ -35,7 +35,11 @@ def page(
     shown.heading("By number of devices")
     _plot(shown, lines, available, where.chip.name, timed=timed)
     shown.prose(
-        Text("Filled points were compiled; hollow ones, on dashed lines, are extrapolated:", "bold")
+        Text(
+            "Filled points were compiled, and lines between them are solid. Hollow points and "
+            "dashed lines are extrapolated:",
+            "bold",
+        )
     )
     shown.terms(FORMULAS)
     shown.prose(_LEFT_OUT)
@@ -74,6 +78,7 @@ def _plot(
         "strategy": [name for name, _ in points],
         "devices": [point.devices for _, point in points],
         "source": [_source(point) for _, point in points],
+        "joined": [joined for curve in lines.values() for joined in _joined(curve)],
         "needed": [_scaled(point.needed_bytes, unit) for _, point in points],
         "wire": [_scaled(point.wire_bytes, sent) for _, point in points],
         "step": [_scaled(point.seconds, 1e-3) for _, point in points],
@@ -99,13 +104,13 @@ def _plot(
 
 
 def _chart(shown: Page, data: Any, field: str, title: str, ticks: Sequence[int], limit: Any) -> Any:
-    """A field by devices: dashed lines; the points on them are filled where compiled."""
+    """A field by devices: lines are solid between compiled points, and dashed beyond."""
     import altair as alt
 
     axis = alt.Axis(values=list(ticks), format=",d", grid=False)
     scale = alt.Scale(type="log", nice=False, padding=14)
     x = alt.X("devices:Q", title="devices", scale=scale, axis=axis)
-    y = alt.Y(f"{field}:Q", title=None, axis=alt.Axis(format=",~g"))
+    y = alt.Y(f"{field}:Q", title=None, axis=alt.Axis(format=",.5~g"))
     value = alt.Tooltip(f"{field}:Q", title=title, format=",.4~g")
     base = alt.Chart(data).encode(x, y, shown.color("strategy"))
     points = base.encode(
@@ -115,7 +120,8 @@ def _chart(shown: Page, data: Any, field: str, title: str, ticks: Sequence[int],
     hollow = points.mark_point(fill="var(--page)", opacity=1, size=55)
     filled = points.mark_point(filled=True, opacity=1, size=65)
     layers: list[Any] = [
-        base.mark_line(strokeDash=[5, 4], strokeWidth=1.3),
+        base.mark_line(strokeDash=[5, 4], strokeWidth=1.5),
+        base.mark_line(strokeWidth=1.5).transform_filter("datum.joined"),
         hollow.transform_filter("datum.source != 'compiled'"),
         filled.transform_filter("datum.source == 'compiled'"),
     ]
@@ -130,6 +136,12 @@ def _chart(shown: Page, data: Any, field: str, title: str, ticks: Sequence[int],
 
 def _scaled(value: float | None, unit: float) -> float | None:
     return None if value is None else value / unit
+
+
+def _joined(curve: Curve) -> list[bool]:
+    """Whether each point is compiled, or between two that are."""
+    compiled = [point.devices for point in curve.points if point.compiled] or [0]
+    return [min(compiled) <= point.devices <= max(compiled) for point in curve.points]
 
 
 def _source(point: Point) -> str:
