@@ -14,28 +14,46 @@ _MOST_POINTS = 30_000  # of all curves together, so that a page stays small
 _LEAST_POINTS = 40  # of each curve
 
 
-def curves(runs: Sequence[Run], split: str) -> dict[str, list[Any]]:
-    """The records of all runs as columns, thinned out where they are too many."""
+def curves(runs: Sequence[Run], split: str, reference: Run | None = None) -> dict[str, list[Any]]:
+    """The records of all runs as columns, thinned out where they are too many.
+
+    Training records have the column `difference`: the loss minus that of the reference.
+    """
     most = max(_LEAST_POINTS, _MOST_POINTS // max(1, len(runs)))
     known = {name for run in runs for name in run.records.get(split, {})}
     names: list[str] = [x for x in ("loss", "grad_norm", "learning_rate") if x in known]
+    names += ["difference"] * (split == "train")
     if split == "eval":
         names = sorted(known - {"step", "eval_seconds"})
     columns: dict[str, list[Any]] = {x: [] for x in (*AXES, *names)}
     for run in runs:
         steps = run.column(split, "step")
-        found = [c for name in names if len(c := run.column(split, name))]
+        values = {name: run.column(split, name) for name in names}
+        if split == "train":
+            values["difference"] = _difference(run, reference)
+        found = [column for column in values.values() if len(column)]
         kept = _thinned(found, len(steps), most) if len(steps) > most else slice(None)
         sent = run.wire.total / 1e9 if run.wire else np.nan
         columns["run"] += [run.name] * len(steps[kept])
         columns["step"] += steps[kept].astype(int).tolist()
         columns["sent"] += (steps[kept] * sent).tolist()
         columns["seconds"] += _seconds_at(run, steps)[kept].tolist()
-        for name in names:
-            column = run.column(split, name)
+        for name, column in values.items():
             column = column if len(column) else np.full(len(steps), np.nan)
             columns[name] += column[kept].tolist()
     return columns
+
+
+def _difference(run: Run, reference: Run | None) -> np.ndarray:
+    """The training loss minus that of the reference at the same step; empty for the reference."""
+    if reference is None or run is reference:
+        return np.zeros(0)
+    expected, found = (
+        zip(*(one.column("train", x).tolist() for x in ("step", "loss")), strict=False)
+        for one in (reference, run)
+    )
+    losses = dict(expected)
+    return np.array([loss - losses.get(step, np.nan) for step, loss in found])
 
 
 def _thinned(columns: Sequence[np.ndarray], count: int, most: int) -> np.ndarray:

@@ -120,7 +120,7 @@ class Comparison:
                 f"with other rounding part in {noise.steps} steps; precision {noise.precision:.1g}."
             )
         if self.topology and not self.is_timed:
-            yield f"Predicted times for {self.topology} follow from nominal rates of a CPU."
+            yield f"Times for {self.topology} are not predicted: a CPU's rates are nominal."
         for run in runs:
             if (step := run.first_nonfinite) is not None:
                 yield f"{run.name}: the loss is not finite from step {step} on."
@@ -185,7 +185,7 @@ class Comparison:
         yield tables.memory_table(self.runs, self.planned, self.topology)
         yield tables.wire_table(self.runs)
         if self.planned:
-            yield tables.plan_table(self.planned, self.topology)
+            yield tables.plan_table(self.planned, self.topology, self.is_timed)
         if verbose and any(run.seconds for run in self.runs):
             yield tables.seconds_table(self.runs)
         if hidden := len(self.settings) - len(shown):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +52,7 @@ def page(comparison: Comparison) -> str:
         shown.prose("Nothing differs.")
     shown.heading("Progress")
     shown.table(tables.run_table(comparison.runs, comparison.eval_metrics))
-    _add_curves(shown, runs)
+    _add_curves(shown, runs, comparison.reference)
     _add_memory(shown, comparison, runs)
     _add_wire(shown, comparison, runs)
     _add_seconds(shown, comparison, runs)
@@ -63,14 +64,14 @@ def page(comparison: Comparison) -> str:
     return shown.text()
 
 
-def _add_curves(shown: Page, runs: Sequence[Run]) -> None:
-    """Loss against steps, bytes and seconds; evaluation; gradient norm."""
+def _add_curves(shown: Page, runs: Sequence[Run], reference: Run | None) -> None:
+    """Loss against steps, bytes and seconds, and minus the reference's; evaluation; norm."""
     import altair as alt
 
     shown.heading("Loss, evaluation, gradient norm")
     # One evaluation alone is no curve: the table above has it.
     splits = {
-        split: chart_data.curves(runs, split)
+        split: chart_data.curves(runs, split, reference)
         for split, least in (("train", 1), ("eval", 2))
         if any(len(run.column(split, "step")) >= least for run in runs)
     }
@@ -91,12 +92,29 @@ def _add_curves(shown: Page, runs: Sequence[Run]) -> None:
         for x, title in axes.items()
         if not np.isnan(np.array(splits["train"][x], float)).all()
     ]
+    sizes = np.abs(np.array(splits["train"]["difference"], float))
+    sizes = sizes[np.isfinite(sizes) & (sizes > 0)]
+    if reference and sizes.size:
+        charts.insert(1, _difference(curves["train"], sizes, reference))
     for split, title in (("eval", "Evaluation"), ("train", "Training")):
         for name in splits.get(split, {}):
-            if name not in chart_data.AXES and (split, name) != ("train", "loss"):
+            if name not in (*chart_data.AXES, "difference") and (split, name) != ("train", "loss"):
                 head = f"{title}: {name.replace('_', ' ')}"
                 charts.append(curves[split]("step", name, head, "step"))
     shown.charts(*charts, y_scale="linear", smoothing=True)
+
+
+def _difference(curve: Callable[..., Any], sizes: np.ndarray, reference: Run) -> Any:
+    """Loss minus the reference's by steps: signs stay, and sizes are logarithmic."""
+    import altair as alt
+
+    low, high = math.floor(np.log10(sizes.min())), math.floor(np.log10(sizes.max()))
+    powers = [10.0**power for power in range(high, low - 1, -math.ceil((high - low + 1) / 3))]
+    ticks = [*(-power for power in powers), 0.0, *powers]
+    scale = alt.Scale(type="symlog", constant=10.0**low)
+    axis = alt.Axis(values=ticks, format="~g")
+    title = f"Training loss minus that of {reference.name}"
+    return curve("step", "difference", title, "step", scale=scale, axis=axis)
 
 
 def _seconds_title(runs: Sequence[Run]) -> str:
@@ -115,14 +133,16 @@ def _curve(
     x_title: str,
     *,
     has_points: bool,
+    **y_options: Any,
 ) -> Any:
     import altair as alt
 
     nice = alt.Scale(zero=False, nice=False)
+    y_options = {"scale": alt.Scale(zero=False), **y_options}
     tooltip = ["run:N", f"{x}:Q", f"{y}:Q"]
     base = chart.encode(
         x=alt.X(x, type="quantitative", title=x_title, scale=nice),
-        y=alt.Y(y, type="quantitative", title=y.replace("_", " "), scale=alt.Scale(zero=False)),
+        y=alt.Y(y, type="quantitative", title=y.replace("_", " "), **y_options),
         color=shown.color("run"),
     )
     line = base.mark_line().encode(strokeDash=shown.dash("run"))
@@ -140,7 +160,7 @@ def _bars(
     title: str,
     axis: str,
 ) -> altair.Chart:
-    """Stacked bars: run -> part -> size."""
+    """Stacked bars: run -> part -> size. Parts are shades of grey: colours are those of runs."""
     import altair as alt
 
     rows = [
@@ -152,12 +172,14 @@ def _bars(
         columns["run"].append(run)
         columns["part"].append(part)
         columns["size"].append(size)
-    colors = alt.Scale(domain=kinds, range=[f"var(--series-{i % 10})" for i in range(len(kinds))])
+    shares = np.linspace(85, 25, len(kinds))
+    shades = [f"color-mix(in srgb, var(--ink) {share:.0f}%, var(--page))" for share in shares]
+    colors = alt.Scale(domain=kinds, range=shades)
     return (
         alt.Chart(shown.data(name, columns))
         .mark_bar()
         .encode(
-            y=alt.Y("run", type="nominal", sort=list(parts), title=None, axis=_run_axis()),
+            y=alt.Y("run", type="nominal", sort=list(parts), title=None),
             x=alt.X(
                 "size", type="quantitative", title=axis, stack="zero", axis=alt.Axis(tickCount=8)
             ),
@@ -168,12 +190,6 @@ def _bars(
         )
         .properties(title=title, height=_BAR * len(parts))
     )
-
-
-def _run_axis() -> altair.Axis:
-    import altair as alt
-
-    return alt.Axis(labelLimit=160)
 
 
 def _add_memory(shown: Page, comparison: Comparison, runs: Sequence[Run]) -> None:
@@ -198,7 +214,7 @@ def _add_wire(shown: Page, comparison: Comparison, runs: Sequence[Run]) -> None:
         shown.charts(*charts, legend=False)
     shown.table(tables.wire_table(runs))
     if comparison.planned:
-        shown.table(tables.plan_table(comparison.planned, comparison.topology))
+        shown.table(tables.plan_table(comparison.planned, comparison.topology, comparison.is_timed))
     else:
         shown.prose(
             "The least that must be sent, and what is hidden behind compute, are known with "
@@ -255,6 +271,8 @@ def _add_front(shown: Page, comparison: Comparison, runs: Sequence[Run]) -> None
         title = f"Last {loss} against the bytes sent; dashed: no run has less of both"
         layers: Any = alt.layer(line, points, title=title, height=_HEIGHT)
         shown.charts(layers)
+    if comparison.topology and not comparison.is_timed:
+        return  # a note says why
     shown.heading("Predicted time by the speed of the link", level=3)
     links = comparison.links
     if links is None or not links.seconds:
@@ -274,7 +292,7 @@ def _add_front(shown: Page, comparison: Comparison, runs: Sequence[Run]) -> None
         alt.Chart(shown.data("links", columns, series="run"))
         .mark_bar()
         .encode(
-            y=alt.Y("run", type="nominal", sort=None, title=None, axis=_run_axis()),
+            y=alt.Y("run", type="nominal", sort=None, title=None),
             x=alt.X("ms", type="quantitative", title="predicted ms of a step"),
             color=shown.color("run"),
             tooltip=["run:N", "ms:Q"],

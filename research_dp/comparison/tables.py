@@ -145,18 +145,19 @@ def wire_table(runs: Sequence[Run]) -> Table:
     return shown
 
 
-def plan_table(planned: Mapping[str, Row], topology: str) -> Table:
-    """What a step is predicted to send and to take on some devices, by run."""
+def plan_table(planned: Mapping[str, Row], topology: str, is_timed: bool) -> Table:
+    """What a step is predicted to send and, if `is_timed`, to take on some devices, by run."""
     unit, name = scale(row.wire_total for row in planned.values())
     problems = ["problem~"] if any(row.problem for row in planned.values()) else []
-    heads = (f"wire {name}:", "expected:", "overlapped:", "step ms:", "exposed ms:", *problems)
+    times = ["step ms:", "exposed ms:"] if is_timed else []
+    heads = (f"wire {name}:", "expected:", "overlapped:", *times, *problems)
     shown = table(f"Planned for {topology}", "run", *heads)
     for run, row in planned.items():
         exposed = (row.predicted_parts or {}).get("exposed")
         figures = (
             *((row.wire_total, unit, ",.3f"), (row.min_wire_bytes, unit, ",.3f")),
-            *((row.hidden_fraction, 1, ".0%"), (row.predicted_seconds, 1e-3, ".3g")),
-            (exposed, 1e-3, ".3g"),
+            (row.hidden_fraction, 1, ".0%"),
+            *((row.predicted_seconds, 1e-3, ".3g"), (exposed, 1e-3, ".3g"))[: len(times)],
         )
         cells = [format_number(*figure) for figure in figures]
         shown.add_row(run, *cells, *(row.problem or "" for _ in problems))
