@@ -5,6 +5,7 @@ import functools
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -13,8 +14,10 @@ from conftest import stems
 
 from examples import planted_bugs as bugs
 from examples.error_feedback import ErrorFeedback
+from research_dp import PLAIN, sync_gradients
 from research_dp.certification.certify import certify
 from research_dp.config import gin_internals, load
+from research_dp.distributed.mesh import one_device_mesh
 from research_dp.errors import UsageError
 from research_dp.models import convnet, mlp, transformer
 
@@ -204,6 +207,60 @@ def test_the_state_of_a_slot_is_moved_to_fewer_devices():
     assert list(checks) == ["moved to single on data 1 x fsdp 1", "moved back from single"]
     for _, passed, message in checks.values():
         assert passed is None and message.startswith("not tried: ") and "sync" in message
+
+
+class EverySecond(ErrorFeedback):
+    """Gradients reach the optimizer each second step, averaged over both; states are a device's."""
+
+    algorithm = "the optimizer gets the mean of two steps' gradients, each second step"
+
+    def __init__(self):
+        super().__init__("float32")
+
+    def init(self, params):
+        return {"step": jnp.zeros((), jnp.int32), "sum": super().init(params)}
+
+    def apply(self, grads, axis_names, *, state, reduction=PLAIN):
+        total = jax.tree.map(jnp.add, state["sum"], grads)
+        is_due = state["step"] % 2 == 1
+        due = jax.tree.map(lambda x: jnp.where(is_due, x / 2, 0.0), total)
+        kept = jax.tree.map(lambda x: jnp.where(is_due, 0.0, x), total)
+        means = sync_gradients(due, axis_names, reduction=reduction)
+        return means, {"step": state["step"] + 1, "sum": kept}
+
+    def resize(self, state, devices):
+        return jax.tree.map(lambda x: jnp.broadcast_to(x[:1], (devices, *x.shape[1:])), state)
+
+
+class NeverAveraged(EverySecond):
+    def apply(self, grads, axis_names, *, state, reduction=PLAIN):
+        return super().apply(grads, (), state=state, reduction=reduction)
+
+
+def test_a_stateful_strategy_is_certified_against_itself_on_one_device():
+    bench = bench_of("ddp")
+    config = dataclasses.replace(bench.config, sync=EverySecond())
+    one = dataclasses.replace(config, mesh=one_device_mesh(), name="itself")
+    done = certify(dataclasses.replace(bench, config=config, against=one), noise(), steps=4)
+    assert done.certified and done.algorithm is None, str(done)
+
+
+def test_another_algorithm_is_said_in_place_of_a_verdict_with_what_is_known():
+    bench = bench_of("ddp")
+    config = dataclasses.replace(bench.config, sync=EverySecond())
+    done = certify(dataclasses.replace(bench, config=config), noise(), steps=4)
+    assert done.is_right and not done.certified
+    text = str(done)
+    assert text.startswith("ANOTHER ALGORITHM BY DESIGN: ddp on data 8 x fsdp 1 against single")
+    assert f"Its numbers are not judged: {EverySecond.algorithm}." in " ".join(text.split())
+    assert "gradient of the first step: " in text and "loss, in a row: " in text
+    assert len(done.steps) == 4, "the distance is that of all steps"
+    checks = {check.name: check.passed for check in done.checks}
+    assert checks["copies"] and checks["saved and restored"] and checks["gradient"] is None
+    assert done.as_json()["algorithm"] == EverySecond.algorithm
+    wrong = dataclasses.replace(config, sync=NeverAveraged())
+    done = certify(dataclasses.replace(bench, config=wrong), noise(), steps=2)
+    assert not done.is_right, "copies must not differ, by whatever design"
 
 
 class Refusing(ErrorFeedback):

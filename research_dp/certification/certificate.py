@@ -27,6 +27,7 @@ BOUND = (
     f"and parameters moved by up to one float32 unit in the last place; {MORE_SAMPLES} more where "
     "a bound is passed."
 )
+_KNOWN_OF_OTHERS = ("gradient of the first step", "loss, in a row")
 _STEPS, _LEAVES = 8, 12  # rows of the tables
 _VERDICTS = {True: Text("holds", "green"), False: Text("FAILS", "bold red"), None: Text("-")}
 
@@ -61,6 +62,7 @@ class Certificate:
     steps: list[StepRecord] = dataclasses.field(default_factory=list)
     located: str = ""  # the first difference that rounding does not explain, if in a step
     cause: str | None = None
+    algorithm: str | None = None  # why the strategy is not to compute what the reference does
     not_judged: tuple[str, ...] = ()  # gradients whose noise could hide a bug
 
     def add_step(self, step: StepComparison, in_a_row: Sequence[Difference]) -> None:
@@ -79,6 +81,11 @@ class Certificate:
 
     @property
     def certified(self) -> bool:
+        return self.is_right and self.algorithm is None
+
+    @property
+    def is_right(self) -> bool:
+        """Whether nothing that was judged fails; of another algorithm, numbers are not judged."""
         return all(check.passed is not False for check in self.checks)
 
     @property
@@ -99,6 +106,7 @@ class Certificate:
             "bound": self.bound,
             "first_difference": self.first_difference,
             "cause": self.cause,
+            "algorithm": self.algorithm,
             "not_judged": list(self.not_judged),
             "checks": [{"what": c.name, "right": c.passed, "told": c.message} for c in self.checks],
             "steps": [
@@ -120,6 +128,11 @@ class Certificate:
         """
         if self.certified:
             yield Text(f"CERTIFIED: {self.title}.", "bold green")
+        elif self.is_right:
+            yield Text(f"ANOTHER ALGORITHM BY DESIGN: {self.title}.", "bold yellow")
+            yield f"Its numbers are not judged: {self.algorithm}."
+            known = [c for c in self.checks if c.name in _KNOWN_OF_OTHERS]
+            yield "; ".join(f"{c.name}: {c.message}" for c in known) + "."
         else:
             yield Text(f"NOT CERTIFIED: {self.title}.", "bold red")
             yield f"First difference: {self.first_difference}."

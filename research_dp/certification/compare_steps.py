@@ -30,12 +30,16 @@ _CAUSES_FIRST = (
 
 @dataclasses.dataclass(frozen=True)
 class StepComparison:
-    """One step of the strategy and of the oracle, both from the oracle's state."""
+    """One step of the strategy and of the oracle, both from the oracle's state.
+
+    Slots of each continue from their own state.
+    """
 
     bench: Bench
     number: int
     batch: Batch
     before: TrainState
+    slots: Any  # state of the strategy's, before the step; None: they begin anew
     expected: StepResult  # the oracle's
     actual: StepResult  # the strategy's
     differences: list[Difference]  # of all arrays that were compared
@@ -61,18 +65,27 @@ class StepComparison:
         bench, envelope = self.bench, Envelope(self.bench.precision)
         if changes:
             bench = dataclasses.replace(bench, spec=dataclasses.replace(bench.spec, **changes))
-        return compare_step(bench, self.number, self.before, batch or self.batch, envelope, seed=1)
+        start = self.number, self.before, batch or self.batch, envelope
+        return compare_step(bench, *start, slots=self.slots, seed=1)
 
 
 def compare_step(
-    bench: Bench, number: int, state: TrainState, batch: Batch, envelope: Envelope, *, seed: int = 0
+    bench: Bench,
+    number: int,
+    state: TrainState,
+    batch: Batch,
+    envelope: Envelope,
+    *,
+    slots: Any = None,
+    seed: int = 0,
 ) -> StepComparison:
-    """Runs one step of the strategy and of the oracle from the same state.
+    """Runs one step of the strategy and of the oracle from the same state, but for their slots'.
 
     The noise of the step is measured with `seed`, and added to what `envelope` knows.
     """
     expected = harness.run_step(bench.oracle, state, batch)
-    actual = harness.run_step(bench.strategy, state, batch)
+    own = harness.with_slots(bench.strategy, state, slots)
+    actual = harness.run_step(bench.strategy, own, batch)
     rng = np.random.default_rng((seed, number))
     for samples in (SAMPLES, MORE_SAMPLES):
         noisy = [_measured(bench.noisy_step(state, batch, rng)) for _ in range(samples)]
@@ -90,7 +103,8 @@ def compare_step(
     new, allowed = _updated(actual.state), max(1.0, tolerances.FACTOR * noise)
     differences += tolerances.compare_updates(number, new, reference, before, allowed)
     replicas = list(_differing_replicas(actual.on_devices, bench.strategy.mesh))
-    return StepComparison(bench, number, batch, state, expected, actual, differences, replicas)
+    sides = state, slots, expected, actual
+    return StepComparison(bench, number, batch, *sides, differences, replicas)
 
 
 def _measured(result: StepResult) -> Named:
@@ -141,7 +155,8 @@ def compare_evaluation(
     batch["mask"] = batch["mask"] * (np.arange(size) < 1 + size // 2)
 
     def measured(strategy: Strategy, params: Any) -> Named:
-        placed = harness.to_devices(strategy, state._replace(params=params))
+        own = harness.with_slots(strategy, state._replace(params=params))
+        placed = harness.to_devices(strategy, own)
         total, count = harness.evaluate(strategy, placed, [batch])["loss"]
         loss = np.float32(harness.mean((total, count)))
         return {("evaluation loss", ""): loss, ("evaluation items counted", ""): np.float32(count)}

@@ -201,17 +201,18 @@ def mean(pair: tuple[float, float]) -> float:
 
 
 def to_devices(strategy: Strategy, state: TrainState) -> TrainState:
-    """A host state on a strategy's devices; a copy, because steps donate it.
-
-    Where the state is another strategy's, such as the oracle's, slots with state begin anew.
-    """
-    abstract = strategy.abstract_state.slots
-    if jax.tree.map(np.shape, state.slots) != jax.tree.map(np.shape, abstract):
-        slots = {name: getattr(strategy.config, name).init(state.params) for name in abstract}
-        # A state that differs from device to device has a leading dim for them.
-        each = jax.tree.map(lambda x, a: np.broadcast_to(x, a.shape), slots or (), abstract)
-        state = state._replace(slots=each)
+    """A host state on a strategy's devices; a copy, because steps donate it."""
     return jax.device_put(state, _shardings(strategy), may_alias=False)
+
+
+def with_slots(strategy: Strategy, state: TrainState, slots: PyTree = None) -> TrainState:
+    """Another strategy's state, with this one's in slots: `slots`, or None: they begin anew."""
+    abstract = strategy.abstract_state.slots
+    if slots is None and abstract:
+        begun = {name: getattr(strategy.config, name).init(state.params) for name in abstract}
+        # A state that differs from device to device has a leading dim for them.
+        slots = jax.tree.map(lambda x, a: np.broadcast_to(x, a.shape), begun, abstract)
+    return state._replace(slots=slots or ())
 
 
 def _shardings(strategy: Strategy) -> TrainState:

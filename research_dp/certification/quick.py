@@ -52,11 +52,13 @@ def certify_quick(
     for api, model in models.items():
         report(f"Certifying {config.name} on a quick run in {api}")
         strategy = config.build(small_spec(model, size))
+        certificate.algorithm = strategy.algorithm
         for check in compare(trace(strategy, batches(size)), trace_single(model, size)):
-            certificate.check(f"{api} {check.name}", check.passed, check.message)
+            passed = None if strategy.algorithm and check.name in _NEAR else check.passed
+            certificate.check(f"{api} {check.name}", passed, check.message)
         sent = sum(one.wire_bytes for one in jaxpr_collectives.of_step(strategy))
         certificate.check(f"{api} bytes sent a step", None, f"{sent:,.0f}")
-    if not certificate.certified:
+    if not certificate.is_right:
         certificate.cause = "a quick run does not search for it; a complete certification does"
     return certificate
 

@@ -50,7 +50,7 @@ class Certify(Command):
     def run(self) -> int:
         certificate = self.result()
         put(*certificate.parts(verbose=self.verbose))
-        return 0 if certificate.certified else 1
+        return 0 if certificate.is_right else 1
 
     def result(self) -> Certificate:
         """Certifies, and writes the JSON file if there is to be one."""
