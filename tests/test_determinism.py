@@ -16,6 +16,7 @@ from steps import mesh_of, on
 
 from research_dp.config import gin_internals, load
 from research_dp.deterministic import sum as tree
+from research_dp.deterministic.reduction import tree_reduction
 from research_dp.deterministic.step import norm_by_blocks
 from research_dp.distributed.mesh import planning_for
 from research_dp.distributed.placement import fingerprint
@@ -23,7 +24,7 @@ from research_dp.distributed.shard_rules import choose_dim
 from research_dp.distributed.sharding import infer_sharding
 from research_dp.errors import UsageError
 from research_dp.models import convnet, mlp, transformer
-from research_dp.strategies import TrainSpec, tree_reduction
+from research_dp.strategies import TrainSpec
 from research_dp.strategies.jaxpr_collectives import collectives
 
 BATCH, SHARDS = 32, 16

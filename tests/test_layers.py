@@ -16,7 +16,7 @@ ALLOWED = {
     "": {""},
     "distributed": {"", "distributed"},
     "deterministic": GROUND,
-    "strategies": GROUND,
+    "strategies": GROUND - {"deterministic"},
     "compat": {"", "distributed", "compat"},
     "models": {"", "distributed", "models"},
     "data": {"", "distributed", "data"},
@@ -174,3 +174,30 @@ def test_import_needs_no_tensorflow_and_no_clu():
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
     )
     assert done.stdout.strip() == "[]"
+
+
+ALONE = """
+import importlib, os, sys
+import clu.metrics, flax.linen, flax.nnx, gin, grain.python, jax, optax, rich.console
+for name in sys.argv[1:]:
+    child = os.fork()
+    if not child:
+        try:
+            importlib.import_module(name)
+        except BaseException as error:
+            print(name, repr(error), flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
+"""
+
+
+@pytest.mark.parametrize(
+    "first", ["research_dp.deterministic.step", pytest.param("", marks=pytest.mark.slow)]
+)
+def test_each_module_can_be_imported_first(first):
+    """Two that import each other can, or cannot, by which comes first."""
+    paths = [f.relative_to(ROOT).with_suffix("") for f in FILES if f.stem != "__main__"]
+    names = [first] if first else [".".join(path.parts) for path in paths]
+    words = [sys.executable, "-W", "ignore", "-c", ALONE, *names]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.returncode) == ("", 0), done.stderr

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from test_determinism import AS_USERS_DO, bits, build
 
+from research_dp.deterministic.reduction import tree_reduction
 from research_dp.deterministic.step import computed_from_params_only, sum_over_logical_shards
 from research_dp.distributed.units import Units
 from research_dp.models import convnet, mlp, transformer
-from research_dp.strategies import tree_reduction
 from research_dp.strategies.strategy import example_keys
 from research_dp.types import LossOutput, TrainableModel
 

@@ -7,6 +7,7 @@ import time
 
 import programs
 import pytest
+from terminal import on_terminal
 from test_processes import RUN
 from test_watchdog import launch
 
@@ -68,6 +69,13 @@ def test_a_second_sigint_ends_a_process_that_waits_in_c():
     _, said = process.communicate(timeout=20)
     assert process.returncode == 130
     assert "nothing saved" in said
+
+
+def test_a_second_sigint_leaves_a_terminal_its_cursor():
+    twice = "for _ in (1, 2): os.kill(os.getpid(), signal.SIGINT); time.sleep(1)"
+    program = LISTEN.format(body=f"import os, signal\n    print('\\x1b[?25l')\n    {twice}")
+    status, shown = on_terminal("-c", program)
+    assert status == 130 and "\x1b[?25h" in "".join(text for _, text in shown)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from research_dp.analysis.program_cost import collectives_of, wire_totals
 from research_dp.distributed.mesh import make_mesh
 from research_dp.strategies.jaxpr_collectives import collectives
 
@@ -41,6 +42,23 @@ def test_loops_are_multiplied_out():
 
     (found,) = read(looped)
     assert (found.times, found.wire_bytes) == (5, 5 * 2 * 128 * 3 / 4)
+
+
+def test_collectives_in_branches_are_counted_as_taken_and_told():
+    def every_second(x):
+        return lax.cond(
+            x[0, 0] > 0, lambda y: lax.psum(y, "fsdp"), lambda y: y, lax.pmax(x, "data")
+        )
+
+    taken, always = sorted(read(every_second), key=lambda one: one.axes, reverse=True)
+    assert (taken.in_branch, always.in_branch) == (True, False)
+    mesh = make_mesh({"data": 2, "fsdp": 4})
+    mapped = jax.shard_map(
+        every_second, mesh=mesh, in_specs=P("fsdp"), out_specs=P("fsdp"), check_vma=False
+    )
+    compiled = jax.jit(mapped).lower(jax.ShapeDtypeStruct((32, 4), jnp.float32)).compile()
+    totals = wire_totals(collectives_of(compiled.as_text(), dict(mesh.shape)))
+    assert totals["in_branches"] == taken.wire_bytes < totals["total"]
 
 
 def test_what_cannot_be_counted_is_refused():

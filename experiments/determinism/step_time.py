@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import optax
 
-from research_dp.deterministic.sum import tree_reduction
+from research_dp.deterministic.reduction import tree_reduction
 from research_dp.distributed.collectives import PLAIN
 from research_dp.models import convnet, mlp, transformer
 from research_dp.strategies import (

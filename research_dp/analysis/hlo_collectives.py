@@ -28,7 +28,7 @@ _MESH = re.compile(r"replica_groups=@?(?:\w+)?mesh\[([^\]]*)\]\s*(.*?)\{([^}]*)\
 _SAME_ELEMENTS = ("bitcast", "copy", "convert", "reshape")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class CompiledCollective(Collective):
     """One collective of a compiled program, for one element type; it counts for the first of them.
 
@@ -72,12 +72,17 @@ def find_collectives(
             # Bytes of the full array, which comes out of an all-gather and goes into the others.
             sizes[array.dtype] += array.nbytes * (len(group) if kind == "all-gather" else 1)
         sizes.pop("token", None)
+        path = instruction.attribute(r'op_name="([^"]*)"')
         result += [
             CompiledCollective(
                 *(kind, axes, len(group), dtype, nbytes, times),
-                SCOPE in instruction.attribute(r'op_name="([^"]*)"'),
-                instruction.name,
-                *(0 if position else times, is_async, _purpose(instruction, kind), group),
+                of_model=SCOPE in path,
+                in_branch="/cond/branch_" in path,
+                name=instruction.name,
+                operations=0 if position else times,
+                is_async=is_async,
+                purpose=_purpose(instruction, kind),
+                group=group,
             )
             for position, (dtype, nbytes) in enumerate(sizes.items())
         ]

@@ -67,10 +67,12 @@ def wire_bytes_by(
 def wire_totals(collectives: Sequence[CompiledCollective]) -> dict[str, Any]:
     """Bytes that a device sends: `total`, and `by_kind`, `by_axis`, `by_dtype` by name, sorted.
 
-    `of_model` are those of its own: of losses and layers over all examples.
+    `of_model` are those of its own: of losses and layers over all examples. `in_branches` are those
+    of `lax.cond`, counted as if each step took the branch.
     """
-    own = sum(c.wire_bytes for c in collectives if c.of_model)
-    totals: dict[str, Any] = {"total": sum(c.wire_bytes for c in collectives), "of_model": own}
+    totals: dict[str, Any] = {"total": sum(c.wire_bytes for c in collectives)}
+    totals["of_model"] = sum(c.wire_bytes for c in collectives if c.of_model)
+    totals["in_branches"] = sum(c.wire_bytes for c in collectives if c.in_branch)
     for key, field in (("by_kind", "kind"), ("by_axis", "axes"), ("by_dtype", "dtype")):
         sums = wire_bytes_by(collectives, field)
         totals[key] = {name: total for (name,), total in sorted(sums.items())}

@@ -58,6 +58,8 @@ def costs(strategy: Strategy, spec: TrainSpec) -> Iterator[Cost]:
     yield Cost("bytes sent a step", others, limit, source)
     if own:
         yield Cost("bytes of the model's own", own, None, "gather_examples, global_mean")
+    if branches := sum(x.wire_bytes for x in sent if x.in_branch):
+        yield Cost("bytes in branches", branches, None, "of lax.cond; counted as if taken")
     slices, state = jax.tree.leaves(strategy.shardings.slices), strategy.abstract_state
     shard = sum(p.nbytes_per_device for p in slices) / sum(p.nbytes for p in slices)
     for name, part in (("parameters", "params"), ("optimizer state", "opt_state")):

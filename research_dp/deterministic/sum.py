@@ -15,14 +15,11 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import gin
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from research_dp.argument_checks import checked
-from research_dp.argument_types import Count
 from research_dp.distributed.collectives import Axes, Reduction, axes_size, gather
 from research_dp.distributed.mesh import target_platform
 from research_dp.distributed.sharding import flatten_padded, unflatten
@@ -47,31 +44,8 @@ class TreeReduction(Reduction):
     loop: bool = False
 
 
-@gin.register(module="distributed")
-@checked
-def tree_reduction(*, logical_shards: Count, loop: bool = False) -> Reduction:
-    """Adds in the order of one balanced binary tree: the same bits on any number of devices.
-
-    The `reduction` of a strategy. The devices, times `accumulation_steps`, must divide the
-    logical shards; a device runs its own one at a time, and it sends one sum. So gradients are
-    communicated once a step under every strategy; each device has full ones until then. A user's
-    `gather` must not multiply: its backward pass would, between the fence and the additions.
-
-    Args:
-        logical_shards: Their number, a power of two. Another number gives other bits.
-        loop: Compile a device's logical shards as one loop, for many of them or a large model;
-            otherwise they are written out one after the other. Other bits too: compilers choose
-            other code in loops. XLA's CPU backend is far slower there at convolutions.
-    """
-    if logical_shards & (logical_shards - 1):
-        raise binding_error(
-            "tree_reduction.logical_shards",
-            f" = {logical_shards}: give a power of two, for sums are taken of pairs.",
-        )
-    return TreeReduction(_all_reduce, _reduce_scatter, logical_shards=logical_shards, loop=loop)
-
-
-def _reduce_scatter(x: jax.Array, axis: str, dim: int) -> jax.Array:
+def reduce_scatter(x: jax.Array, axis: str, dim: int) -> jax.Array:
+    """`Reduction.reduce_scatter` by additions in pairs."""
     # Only sums: whoever calls divides, once. `sum_over_logical_shards` fences its results: on some
     # meshes a multiplication just before would be fused with the addition here.
     devices = _addends(x, axis)
@@ -130,7 +104,8 @@ def _halved(x: jax.Array, axis: str) -> jax.Array:
     return x
 
 
-def _all_reduce(x: jax.Array, axes: Axes) -> jax.Array:
+def all_reduce(x: jax.Array, axes: Axes) -> jax.Array:
+    """`Reduction.all_reduce` by additions in pairs."""
     # Only sums, as above: over the innermost axis first, whose devices have neighbours.
     sizes = [_addends(x, axis) for axis in axes]
     if x.size * x.dtype.itemsize <= _GATHERED_BYTES:
@@ -140,7 +115,7 @@ def _all_reduce(x: jax.Array, axes: Axes) -> jax.Array:
     block = flatten_padded(x, math.prod(sizes))
     if not _pays_halving(x, axes) or any(is_tracked(axis) for axis in axes):
         for axis in reversed(axes):
-            block = _reduce_scatter(block, axis, 0)
+            block = reduce_scatter(block, axis, 0)
         for axis in axes:
             block = gather(block, 0, axis, replicated=True)
         return unflatten(block, x.shape)

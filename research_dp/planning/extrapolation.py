@@ -181,9 +181,7 @@ def _network(row: Row, mesh: Mapping[str, int], where: Topology) -> tuple[float,
         before, group = (math.prod(sizes[axis] for axis in axes) for sizes in (old, mesh))
         if before == 1:  # the row says nothing about what it would send on more devices
             continue
-        payload = (
-            total.wire_bytes / Collective(kind, axes, before, total.dtype, 1, 1, False).wire_bytes
-        )
+        payload = total.wire_bytes / Collective(kind, axes, before, total.dtype, 1, 1).wire_bytes
         if axes == (DATA_AXIS,):
             payload *= old[FSDP_AXIS] / mesh[FSDP_AXIS]
         if kind == "all-gather" and total.dtype in _INDEX_DTYPES:
@@ -202,7 +200,7 @@ def _network(row: Row, mesh: Mapping[str, int], where: Topology) -> tuple[float,
             time += inside / chip.inside_rate + across / chip.across_rate
         else:
             # Fractions of a byte count: the payload is an estimate.
-            collective = Collective(kind, axes, group, total.dtype, payload, 1, False)  # type: ignore[arg-type]
+            collective = Collective(kind, axes, group, total.dtype, payload, 1)  # type: ignore[arg-type]
             sent += collective.wire_bytes
             time += links.seconds(collective)
     return sent, time

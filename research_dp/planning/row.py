@@ -78,6 +78,11 @@ class Row:
         return self.wire_bytes["total"] if self.wire_bytes else None
 
     @property
+    def wire_in_branches(self) -> float:
+        """Those of the wire bytes that a step may not send: of branches of `lax.cond`."""
+        return (self.wire_bytes or {}).get("in_branches", 0.0)
+
+    @property
     def wire_of_model(self) -> float:
         """Those of the wire bytes that are the model's: of losses over all examples."""
         return (self.wire_bytes or {}).get("of_model", 0.0)

@@ -64,6 +64,8 @@ def _step_table(
     columns[f"wire {name}:"] = rates(",.3f", "wire_total", unit)
     if any(row.wire_of_model for row in rows):
         columns["of model:"] = rates(",.3f", "wire_of_model", unit)
+    if any(row.wire_in_branches for row in rows):
+        columns["in branches:"] = rates(",.3f", "wire_in_branches", unit)
     if verbose or not timed:
         columns["expected:"] = rates(",.3f", "min_wire_bytes", unit)
     columns["ratio:"] = rates(".3f", "wire_ratio")

@@ -4,7 +4,6 @@
 Importing this package registers all of them with gin.
 """
 
-from research_dp.deterministic.sum import tree_reduction
 from research_dp.distributed.fsdp import gather_params, shard_params
 from research_dp.distributed.gradient_sync import scatter_gradients, sync_gradients
 from research_dp.distributed.mesh import make_mesh, one_device_mesh

@@ -13,7 +13,6 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from research_dp.argument_checks import checked
-from research_dp.deterministic.step import DeterministicStep
 from research_dp.distributed import placement
 from research_dp.distributed.boxed import is_box
 from research_dp.distributed.collectives import PLAIN
@@ -156,7 +155,7 @@ def _check_pmapped(config: StrategyConfig) -> None:
 
 def _program(config: StrategyConfig, spec: TrainSpec, *, on_global_arrays: bool = False) -> Program:
     """The step, how the state is sharded, the abstract state, and the layout of batches."""
-    mesh, shards = config.mesh, config.reduction.logical_shards
+    mesh, exact = config.mesh, config.reduction.exact_step
     shardings, abstract = state.infer_state_sharding(
         config, spec, mesh, params_sharded=on_global_arrays or config.gather is not None
     )
@@ -166,8 +165,8 @@ def _program(config: StrategyConfig, spec: TrainSpec, *, on_global_arrays: bool 
         gather = config.shard and functools.partial(_gather_by_compiler, mesh)
         config_seen = dataclasses.replace(config, gather=gather)
     state.check_optimizer(config, spec, seen.slices, abstract)
-    step = (Step if shards is None else DeterministicStep)(config_seen, spec, seen, axes)
-    return step, shardings, abstract, state.BatchLayout(mesh, spec, shards)
+    step = (exact.DeterministicStep if exact else Step)(config_seen, spec, seen, axes)
+    return step, shardings, abstract, state.BatchLayout(mesh, spec, config.reduction)
 
 
 def _gather_by_compiler(mesh: Mesh, params: PyTree, _: str) -> PyTree:

@@ -35,8 +35,9 @@ class Collective:
     devices: int  # that take part
     dtype: str  # on the wire
     nbytes: int  # of the full array
-    times: int  # that it runs: loops are multiplied out
-    of_model: bool  # of `gather_examples` or `global_mean`, not of the strategy
+    times: int  # that it runs: loops are multiplied out, branches counted as if they were taken
+    of_model: bool = False  # of `gather_examples` or `global_mean`, not of the strategy
+    in_branch: bool = False  # of `lax.cond`, which a step may not take
 
     @property
     def wire_bytes(self) -> float:
@@ -89,4 +90,5 @@ def _read(equation: Any, callers: tuple[Any, ...]) -> Iterator[Collective]:
         aval = array.aval
         nbytes = aval.size * aval.dtype.itemsize
         of_model = any(SCOPE in str(e.source_info.name_stack) for e in (*callers, equation))
-        yield Collective(kind, axes, devices, str(aval.dtype), nbytes, times, of_model)
+        in_branch = any(caller.primitive.name == "cond" for caller in callers)
+        yield Collective(kind, axes, devices, str(aval.dtype), nbytes, times, of_model, in_branch)

@@ -13,10 +13,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from research_dp.argument_checks import check_unmasked
 from research_dp.argument_types import described
-from research_dp.deterministic.step import check_model, logical_shard_rows
 from research_dp.distributed import placement, sharding
 from research_dp.distributed.boxed import is_box, names_of, value_of
-from research_dp.distributed.collectives import cast_dtype, flat_axes
+from research_dp.distributed.collectives import PLAIN, Reduction, cast_dtype, flat_axes
 from research_dp.distributed.example_dropout import seed_key
 from research_dp.distributed.mesh import BATCH_AXES, FSDP_AXIS, batch_devices, sizes_text
 from research_dp.distributed.optimizer import map_state
@@ -88,8 +87,8 @@ def infer_state_sharding(
     sharding.by_path(abstract)  # a checkpoint has its arrays by path, so it needs different ones
     slices = _param_shardings(config, spec, abstract.params, mesh)
     params = slices if params_sharded else sharding.replicated(slices)
-    if config.reduction.logical_shards is not None:
-        check_model(config, spec, abstract)
+    if exact := config.reduction.exact_step:
+        exact.check_model(config, spec, abstract)
     specs = jax.tree.map(lambda _: PartitionSpec(), abstract)._replace(
         params=jax.tree.map(lambda p: p.spec, params),
         opt_state=_opt_state_specs(spec, abstract.opt_state, slices),
@@ -215,11 +214,11 @@ class BatchLayout:
     """How a global batch is sharded: which rows this process provides, and their placement.
 
     A global batch is cut into micro-batches first, and each micro-batch over the devices, so that
-    micro-batch j has the same examples on any mesh. With `logical_shards` it is cut into these: a
-    device has neighbours of them, and takes them one after the other as micro-batches.
+    micro-batch j has the same examples on any mesh. With exact sums it is cut into logical shards:
+    a device has neighbours of them, and takes them one after the other as micro-batches.
     """
 
-    def __init__(self, mesh: Mesh, spec: TrainSpec, logical_shards: int | None = None):
+    def __init__(self, mesh: Mesh, spec: TrainSpec, reduction: Reduction = PLAIN):
         devices, micros = batch_devices(mesh), spec.accumulation_steps
         self._example = spec.example
         step = devices * micros
@@ -236,8 +235,8 @@ class BatchLayout:
         self.eval_batch_size = rows
         self.eval_rows = placement.local_indices(self.eval_sharding, (rows,), 0)
         positions = np.arange(spec.batch_size, dtype=np.int32).reshape(micros, rows)
-        if logical_shards:
-            positions = logical_shard_rows(spec, devices, logical_shards)
+        if exact := reduction.exact_step:
+            positions = exact.logical_shard_rows(spec, devices, reduction.logical_shards)
         micros, rows = positions.shape
         here = placement.local_indices(self.sharding, positions.shape, 1)
         self._micro_rows = positions[:, here]

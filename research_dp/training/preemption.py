@@ -56,6 +56,8 @@ class StopSignal:
             return
         self._interrupts += 1
         if self._interrupts > 1:
+            for stream in filter(os.isatty, (1, 2)):  # a progress bar has hidden the cursor
+                os.write(stream, b"\x1b[?25h")
             print("SIGINT again: stopped at once, nothing saved", file=sys.stderr, flush=True)
             os._exit(INTERRUPTED)
         print("SIGINT: the run saves and stops; again: it stops at once", file=sys.stderr)
