@@ -48,6 +48,42 @@ def test_a_program_without_a_guard_learns_of_it(tmp_path):
     assert 'below `if __name__ == "__main__":`' in done.stderr
 
 
+KILLED = """
+import multiprocessing, os
+import numpy as np, research_dp
+
+class Source:
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        if multiprocessing.parent_process() is not None and index == 7:
+            os.kill(os.getpid(), 9)
+        return {"x": np.zeros(3, np.float32)}
+
+if __name__ == "__main__":
+    data = research_dp.from_source(Source(), workers=1, eval=0.1)
+    order = research_dp.TrainOrder(
+        seed=0, batch_size=2, rows=np.arange(2), first_step=0, num_steps=40
+    )
+    try:
+        list(data.train(order))
+    except research_dp.errors.RunFailure as error:
+        print(error)
+"""
+
+
+def test_a_worker_that_is_killed_is_told_with_what_is_left(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(KILLED)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    words = [sys.executable, program]
+    done = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert "a worker process that reads data ended (exit code -9)" in done.stdout
+    assert "the same command continues from the last step" in done.stdout
+
+
 @pytest.mark.slow
 def test_a_worker_ends_with_a_run_that_is_killed_and_not_by_a_signal_to_all(tmp_path):
     program = tmp_path / "parent.py"

@@ -12,6 +12,7 @@ import itertools
 import multiprocessing
 import multiprocessing.connection
 import os
+import re
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +26,7 @@ from absl import flags
 from research_dp.data import builders
 from research_dp.data.preprocess import Preprocess, Rng, preprocess_example, stack
 from research_dp.data.shuffle import Purpose, example_indices, generator, stream_positions
-from research_dp.errors import UsageError
+from research_dp.errors import RunFailure, UsageError
 from research_dp.types import Arrays, EvalOrder, Splits, TrainOrder
 
 _TURN = threading.Lock()  # one for all: two splits may have the same source
@@ -209,4 +210,20 @@ def _prefetched(
         if not flags.FLAGS.is_parsed():
             flags.FLAGS.mark_as_parsed()  # Grain passes absl's flags to workers; there are none
         batches = batches.mp_prefetch(grain.MultiprocessingOptions(num_workers=workers))
+        return _of_workers(iter(batches))
     return iter(batches)
+
+
+def _of_workers(batches: Iterator[Arrays]) -> Iterator[Arrays]:
+    """Yields batches; RunFailure: one of the processes that read them has ended."""
+    try:
+        yield from batches
+    except RuntimeError as error:
+        ended = re.search(r"terminated unexpectedly with exit code (\S+)\.", str(error))
+        if ended is None:
+            raise
+        raise RunFailure(
+            f"a worker process that reads data ended (exit code {ended[1]}). -9: it was killed, "
+            "often because memory was short; then bind fewer workers.\n  What was saved stays, and "
+            "the same command continues from the last step that was."
+        ) from error
