@@ -40,7 +40,8 @@ def find_builder(
 
     quieten_tfds()
     if not data_dir and os.environ.get("TFDS_DATA_DIR") == "":
-        data_dir = "~/tensorflow_datasets"  # as if it were not set; TFDS takes the current folder
+        # As if it were not set; TFDS would take the current folder.
+        data_dir = os.path.expanduser("~/tensorflow_datasets")
     if name.split("/")[0] in _OFFLINE:
         importlib.import_module("research_dp.data.offline")  # registers them
     try:
