@@ -559,11 +559,18 @@ def test_a_folder_that_is_moved_meanwhile_is_told_and_continues_once_it_is_back(
     ended, tmp_path, moved
 ):
     run, other = tmp_path / "run", tmp_path / "other"
-    status, said = tiny_run.outcome(run, num_steps=8, data=acting(lambda: run.rename(other), 6))
+
+    def move():  # batches are read ahead: the first save may still be under way
+        deadline = time.monotonic() + 60
+        while 2 not in steps_in(run / "checkpoints") and time.monotonic() < deadline:
+            time.sleep(0.01)
+        run.rename(other)
+
+    status, said = tiny_run.outcome(run, num_steps=8, data=acting(move, 6))
     assert status == 1 and "was moved or removed" in said and "the same command continues" in said
     assert not steps_in(run / "checkpoints"), "nothing is begun anew"
     if moved:
-        shutil.rmtree(run, ignore_errors=True)
+        shutil.rmtree(run, ignore_errors=True)  # nothing of the run writes any more
         other.rename(run)
         assert 2 in steps_in(run / "checkpoints")
     assert tiny_run.outcome(run, num_steps=8) == (0, "")

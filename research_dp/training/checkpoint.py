@@ -122,6 +122,7 @@ class Checkpoints:
         manifest = Manifest(step=step, progress=progress, leaves=leaves, origin=origin)
         with self._failing_as_run(step), contextlib.ExitStack() as writing:
             writing.enter_context(checkpoint_files.awaited_io())
+            writing.push(self._end_threads)
             if self._checkpointer is None:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 self._checkpointer = checkpoint_files.checkpointer()
@@ -149,6 +150,12 @@ class Checkpoints:
         (self._folder / files.NOTHING_SAVED).unlink(missing_ok=True)
         return checkpoint_files.prune(self._folder, self._keep, self._keep_period)
 
+    def _end_threads(self, failure: type[BaseException] | None, *_: Any) -> None:
+        """Ends the threads of a save that failed; of several processes, others wait for them."""
+        if failure and jax.process_count() == 1:
+            with contextlib.suppress(Exception):  # the failure itself is reported
+                checkpoint_files.end_waiting_threads(self._threads)
+
     def check(self) -> None:
         """Raises RunFailure if a save in the background has failed."""
         if self._pending is not None and self._pending[1].done():
@@ -175,8 +182,6 @@ class Checkpoints:
                 checkpointer, self._checkpointer = self._checkpointer, None
                 with contextlib.suppress(Exception):  # `wait` has raised it
                     checkpointer.close()
-                with contextlib.suppress(Exception):  # the failure itself is reported
-                    checkpoint_files.end_waiting_threads(self._threads if self._failed else ())
             self._thread.shutdown(wait=not abandon)
 
     @contextlib.contextmanager
@@ -190,7 +195,10 @@ class Checkpoints:
             self._failed, reason = True, checkpoint_files.reason(error)
             left = "Nothing was saved before."
             if self._newest is not None and not (self._folder / str(self._newest)).is_dir():
-                left = f"Step {self._newest} was saved, and was moved or removed: put it back."
+                left = (
+                    f"Step {self._newest} was saved, and was moved or removed: put it back, and "
+                    "the same command continues."
+                )
             elif self._newest is not None:
                 left = f"Step {self._newest} is saved; the same command continues from there."
             raise RunFailure(

@@ -12,6 +12,7 @@ import re
 import shutil
 import textwrap
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,6 +37,7 @@ _MACHINE_ERRORS = {
 # Orbax measures by the clock on the wall, which jumps where a machine was suspended. The watchdog
 # ends what hangs.
 _SECONDS_TO_SAVE = 14 * 24 * 3600
+_SECONDS_TO_END = 10.0  # of a failed save's threads; a hanging disk may hold one for ever
 _STEP = r"(0|[1-9][0-9]{0,17})"  # no other digits, no leading zeros
 COMPLETE = re.compile(_STEP)  # Orbax renames a folder once all is in it
 HALF_WRITTEN = re.compile(_STEP + r"\.orbax-checkpoint-tmp.*")
@@ -186,16 +188,20 @@ def checkpointer() -> Any:
 
 
 def end_waiting_threads(threads: Iterable[threading.Thread]) -> None:
-    """Ends those of a save's threads that wait for a folder which could not be made.
+    """Ends a failed save's threads, some of which wait for a folder that could not be made.
 
-    They are no daemons: Python would wait for them at its exit, five minutes.
+    They are no daemons: Python would wait for them at its exit, five minutes. Once this returns
+    they write nothing more.
     """
     from orbax.checkpoint._src.futures import future
 
-    for thread in threads:
-        if isinstance(thread, future._SignalingThread):
-            thread.cancel()
-            future.set_signals(thread._receive_signals, operation_id=thread._operation_id)
+    waiting = [thread for thread in threads if isinstance(thread, future._SignalingThread)]
+    for thread in waiting:
+        thread.cancel()
+        future.set_signals(thread._receive_signals, operation_id=thread._operation_id)
+    deadline = time.monotonic() + _SECONDS_TO_END
+    for thread in waiting:
+        threading.Thread.join(thread, max(0.0, deadline - time.monotonic()))
 
 
 def read_state(folder: Path, abstract_state: Any, restore_args: Any = None) -> Any:
