@@ -16,7 +16,7 @@ from research_dp.commands import exit_status, saved_run
 from research_dp.commands.flags import Parser, whole_number
 from research_dp.console import Table, put, table
 from research_dp.errors import UsageError
-from research_dp.training import checkpoint_files
+from research_dp.runs import checkpoint_files
 
 _COLUMNS = ("step:", "examples seen:", "saved", "bytes:", "strategy", "mesh", "status~")
 

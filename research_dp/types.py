@@ -17,6 +17,7 @@ Batch = Mapping[str, Any]
 # name -> (sum over valid items, number of valid items). They are summed over devices, micro-batches
 # and batches before the division, so that a mean is never a mean of means.
 Sums = Mapping[str, tuple[jax.Array, jax.Array]]
+HostSums = Mapping[str, tuple[float, float]]  # the same on the host
 # What a run records beside the metrics of its model, which cannot have these names.
 MEASURED = (
     *("steps_per_second", "examples_per_second", "tokens_per_second", "mfu"),

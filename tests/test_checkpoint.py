@@ -20,15 +20,15 @@ from test_strategies import build, one_matrix, run_steps
 
 from research_dp.commands.certify import quick_model
 from research_dp.config import load
-from research_dp.distributed.checksum import tree_checksums
 from research_dp.distributed.placement import fingerprint
 from research_dp.errors import RunFailure, UsageError
 from research_dp.models import mlp
-from research_dp.training import checkpoint_files
-from research_dp.training import manifest as manifest_module
-from research_dp.training.checkpoint import Checkpoints
-from research_dp.training.checkpoint_files import MANIFEST, overview, steps_in, verify
-from research_dp.training.manifest import Damaged, Manifest, Progress, origin
+from research_dp.runs import checkpoint_files
+from research_dp.runs import manifest as manifest_module
+from research_dp.runs.checkpoint import Checkpoints
+from research_dp.runs.checkpoint_files import MANIFEST, overview, steps_in, verify
+from research_dp.runs.checksum import tree_checksums
+from research_dp.runs.manifest import Damaged, Manifest, Progress, origin
 
 PROGRESS = Progress(batch_size=32, seed=3, order="by index", window={"loss": (0.1, 3.0)})
 PAIRS = [("fsdp", "ddp"), ("ddp", "hsdp"), ("zero1", "spmd_fsdp"), ("pmap", "fsdp_keep")]

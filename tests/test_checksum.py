@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from steps import mesh_of
 
-from research_dp.distributed.checksum import array_checksum, tree_checksums
+from research_dp.runs.checksum import array_checksum, tree_checksums
 
 ARRAYS = {
     "matrix": np.random.default_rng(0).normal(size=(24, 16)).astype(np.float32),
@@ -33,7 +33,7 @@ ARRAYS = {
 )
 @pytest.mark.parametrize("small", [0, 2**16], ids=["by the devices", "by the host"])
 def test_is_the_same_on_any_sharding_and_by_numpy(axes, spec, small, monkeypatch):
-    monkeypatch.setattr("research_dp.distributed.checksum._SMALL", small)
+    monkeypatch.setattr("research_dp.runs.checksum._SMALL", small)
     mesh = mesh_of(**axes)
     divides = {name for name, x in ARRAYS.items() if x.ndim and x.shape[0] % 8 == 0}
     placed = {
@@ -44,7 +44,7 @@ def test_is_the_same_on_any_sharding_and_by_numpy(axes, spec, small, monkeypatch
 
 
 def test_wide_elements_are_two_places(monkeypatch):
-    monkeypatch.setattr("research_dp.distributed.checksum._SMALL", 0)
+    monkeypatch.setattr("research_dp.runs.checksum._SMALL", 0)
     wide = np.random.default_rng(3).normal(size=(5, 3))
     with jax.enable_x64(True):
         assert tree_checksums({"x": jax.device_put(wide, NamedSharding(mesh_of(data=8), P()))})[
@@ -54,7 +54,7 @@ def test_wide_elements_are_two_places(monkeypatch):
 
 def test_the_host_takes_large_arrays_in_parts(monkeypatch):
     whole = array_checksum(ARRAYS["matrix"])
-    monkeypatch.setattr("research_dp.distributed.checksum._CHUNK", 7)
+    monkeypatch.setattr("research_dp.runs.checksum._CHUNK", 7)
     assert array_checksum(ARRAYS["matrix"]) == whole
 
 

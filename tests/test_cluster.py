@@ -10,7 +10,7 @@ from conftest import ROOT
 from test_processes import RUN, summary
 
 from research_dp.commands.train import Train
-from research_dp.training.flight_recorder import Recorder
+from research_dp.runs.flight_recorder import Recorder
 
 CLUSTER = ROOT / "experiments" / "cluster"
 

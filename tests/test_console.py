@@ -32,10 +32,10 @@ from research_dp.comparison.settings import Setting
 from research_dp.comparison.verdicts import Verdict
 from research_dp.planning import tables
 from research_dp.planning.row import CollectiveTotal, Row
+from research_dp.runs.checkpoint_files import Row as Checkpoint
+from research_dp.runs.status import Status
 from research_dp.training import sharding_table
-from research_dp.training.checkpoint_files import Row as Checkpoint
 from research_dp.training.progress_bar import ProgressBar, filled
-from research_dp.training.run_status import Status
 
 STEMS = [path.stem for path in sorted((ROOT / "gin" / "strategies").glob("*.gin"))]
 PATHS = [f"blocks/{part}/kernel" for part in ("attention/query", "attention/out", "mlp/wide_in")]

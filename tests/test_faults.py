@@ -16,7 +16,7 @@ from test_processes import start
 
 import research_dp.train
 from research_dp.data import builders
-from research_dp.training.checkpoint_files import steps_in
+from research_dp.runs.checkpoint_files import steps_in
 
 RUN = [
     "--gin_file=gin/runs/digits.gin",
@@ -63,7 +63,7 @@ def test_a_second_run_in_the_same_folder_is_refused(train, tmp_path):
 
 HOLD = (
     "import sys, time\n"
-    "from research_dp.training.workdir import locked_workdir\n"
+    "from research_dp.runs.workdir import locked_workdir\n"
     "with locked_workdir(sys.argv[1]):\n"
     "    print('held', flush=True)\n"
     "    time.sleep(600)\n"

@@ -27,9 +27,10 @@ from research_dp.data.tfds import identity_of, tfds_data
 from research_dp.distributed import multihost
 from research_dp.errors import UsageError
 from research_dp.models import mlp
-from research_dp.training import input_checks, loop, resume, workdir
-from research_dp.training.manifest import Manifest, Progress, origin
-from research_dp.training.resume import changes
+from research_dp.runs import resume, workdir
+from research_dp.runs.manifest import Manifest, Progress, origin
+from research_dp.runs.resume import changes
+from research_dp.training import input_checks, loop
 from research_dp.types import (
     Bound,
     DataIdentity,

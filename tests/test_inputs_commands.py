@@ -12,7 +12,7 @@ from test_processes import RUN
 
 from research_dp.data import builders
 from research_dp.data.offline import Digits
-from research_dp.training.checkpoint_files import MANIFEST
+from research_dp.runs.checkpoint_files import MANIFEST
 
 SHORT = ["--gin.train.num_steps=2", "--gin.mlp.widths=(8,)", "--gin.train.checkpoint_every=None"]
 LONGER = [*SHORT, "--gin.train.num_steps=4"]

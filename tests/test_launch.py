@@ -14,8 +14,8 @@ import pytest
 
 from research_dp.commands import launch as launcher
 from research_dp.errors import UsageError
-from research_dp.training import workdir
-from research_dp.training.flight_recorder import Recorder, last_notes
+from research_dp.runs import workdir
+from research_dp.runs.flight_recorder import Recorder, last_notes
 from research_dp.training.watchdog import monitored
 
 

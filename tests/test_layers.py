@@ -20,10 +20,11 @@ ALLOWED = {
     "compat": {"", "distributed", "compat"},
     "models": {"", "distributed", "models"},
     "data": {"", "distributed", "data"},
-    "training": {*GROUND, "training"},
+    "runs": {*GROUND, "runs"},
+    "training": {*GROUND, "runs", "training"},
     "analysis": {*GROUND, "analysis"},
     "planning": {*GROUND, "analysis", "planning"},
-    "certification": {*GROUND, "analysis", "training", "certification"},
+    "certification": {*GROUND, "analysis", "runs", "training", "certification"},
 }
 ALLOWED["comparison"] = ALLOWED["planning"] | ALLOWED["certification"] | {"comparison"}
 ALLOWED["config"] = {*ALLOWED, "config"}

@@ -7,7 +7,7 @@ import tiny_run
 from programs import output
 from test_train_command import MLP
 
-from research_dp.training.checkpoint_files import steps_in
+from research_dp.runs.checkpoint_files import steps_in
 from research_dp.training.intervals import Schedule
 from research_dp.training.metric_log import truncate_records
 from research_dp.training.preemption import StopSignal
@@ -104,7 +104,7 @@ def test_the_command_that_trains_an_optimizer_that_overflows(command, tmp_path):
 def test_to_import_checkpoints_loads_neither_orbax_nor_tensorflow():
     program = (
         "import sys\n"
-        "import research_dp.training.checkpoint, research_dp.training.trainer\n"
+        "import research_dp.runs.checkpoint, research_dp.training.trainer\n"
         "late = ('orbax', 'tensorstore', 'tensorflow', 'tensorboard', 'grain')\n"
         "print(*(name for name in late if name in sys.modules))"
     )

@@ -12,7 +12,7 @@ from test_processes import RUN
 from test_watchdog import launch
 
 from research_dp.errors import UsageError
-from research_dp.training import flight_recorder
+from research_dp.runs import flight_recorder
 
 LISTEN = """
 import ctypes, time

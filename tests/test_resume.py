@@ -14,8 +14,8 @@ from test_data import tfrecord_dir as tfrecord_dir
 from test_processes import start
 
 from research_dp.data import builders
-from research_dp.training.checkpoint_files import HALF_WRITTEN, steps_in
-from research_dp.training.flight_recorder import last_notes
+from research_dp.runs.checkpoint_files import HALF_WRITTEN, steps_in
+from research_dp.runs.flight_recorder import last_notes
 from research_dp.types import MEASURED, TrainOrder
 
 CONSTANT = [

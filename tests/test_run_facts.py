@@ -17,9 +17,10 @@ from conftest import ROOT
 
 from research_dp.config import load
 from research_dp.errors import UsageError
+from research_dp.runs import facts as run_facts
+from research_dp.runs import files
+from research_dp.runs.resume import changes
 from research_dp.strategies.slots import Stateful
-from research_dp.training import files, run_facts
-from research_dp.training.resume import changes
 from research_dp.types import Bound
 
 
@@ -234,7 +235,7 @@ def test_an_algorithm_that_is_no_sentence_is_refused():
 LISTENS = """
 import collections, json, os
 import jax
-from research_dp.training.run_facts import RunFacts
+from research_dp.runs.facts import RunFacts
 
 events, inside, compiled = collections.Counter(), [], RunFacts.compiled
 jax.monitoring.register_event_duration_secs_listener(

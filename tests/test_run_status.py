@@ -14,14 +14,14 @@ import tiny_run
 from conftest import ROOT
 from test_workdir_injuries import tree
 
-from research_dp.training import files, flight_recorder, run_status
-from research_dp.training.flight_recorder import Recorder
-from research_dp.training.run_status import status_of
-from research_dp.training.workdir import in_use, locked_workdir
+from research_dp.runs import files, flight_recorder, status
+from research_dp.runs.flight_recorder import Recorder
+from research_dp.runs.status import status_of
+from research_dp.runs.workdir import in_use, locked_workdir
 
 HOLDS = """
 import sys
-from research_dp.training.workdir import locked_workdir
+from research_dp.runs.workdir import locked_workdir
 with locked_workdir(sys.argv[1]):
     print("locked", flush=True)
     sys.stdin.read()
@@ -142,5 +142,5 @@ def test_a_fifo_or_rubbish_blocks_no_reader(run, what):
 def test_a_run_that_starts_while_its_files_are_read_is_running(run, monkeypatch):
     (run / files.SUMMARY).unlink()
     holders = iter([None, "process 1 on host"])
-    monkeypatch.setattr(run_status, "in_use", lambda folder: next(holders))
+    monkeypatch.setattr(status, "in_use", lambda folder: next(holders))
     assert status_of(run).state == "running"

@@ -17,7 +17,7 @@ from research_dp import checkpoints
 from research_dp.commands import evaluate as evaluate_command
 from research_dp.distributed.sharding import by_path
 from research_dp.errors import UsageError
-from research_dp.training import checkpoint_files
+from research_dp.runs import checkpoint_files
 
 # A module whose batch statistics are a part of what it predicts.
 PACKAGE = """

@@ -20,9 +20,9 @@ import research_dp as rdp
 from examples.error_feedback import ErrorFeedback
 from research_dp import console
 from research_dp.commands import dry_run
+from research_dp.runs.checkpoint import Checkpoints
+from research_dp.runs.manifest import Progress
 from research_dp.strategies import TrainSpec, slots
-from research_dp.training.checkpoint import Checkpoints
-from research_dp.training.manifest import Progress
 
 STEPS = 3
 

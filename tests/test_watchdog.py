@@ -13,8 +13,8 @@ import pytest
 from conftest import ROOT
 from test_processes import RUN
 
-from research_dp.training import flight_recorder as recorder
-from research_dp.training.flight_recorder import Note, Recorder
+from research_dp.runs import flight_recorder as recorder
+from research_dp.runs.flight_recorder import Note, Recorder
 from research_dp.training.watchdog import Watchdog
 
 WATCHDOG = 6

@@ -23,11 +23,12 @@ from test_workdir_injuries import tree
 
 import research_dp
 from research_dp.errors import UsageError
-from research_dp.training import checkpoint_files, files, metrics
-from research_dp.training.checkpoint import Checkpoints
-from research_dp.training.checkpoint_files import steps_in
-from research_dp.training.flight_recorder import last_notes
-from research_dp.training.manifest import Damaged
+from research_dp.runs import checkpoint_files, files
+from research_dp.runs.checkpoint import Checkpoints
+from research_dp.runs.checkpoint_files import steps_in
+from research_dp.runs.flight_recorder import last_notes
+from research_dp.runs.manifest import Damaged
+from research_dp.training import metrics
 from research_dp.training.metric_log import MetricLog, ProgressBar, truncate_records
 
 SPECIAL = "a[1]*?{b} **#%20~"  # what globs, URLs and shells read something into

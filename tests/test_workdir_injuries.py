@@ -17,8 +17,8 @@ import tiny_run
 from injuries import injure
 from test_train_command import MLP
 
-from research_dp.training import checkpoint_files
-from research_dp.training.manifest import Damaged
+from research_dp.runs import checkpoint_files
+from research_dp.runs.manifest import Damaged
 
 FIRST, THEN = 6, (8, 10)  # steps of the run that is injured, and of its continuations
 NOBODY = 65534

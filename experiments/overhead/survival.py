@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from research_dp.commands import runtime
 from research_dp.config import load
-from research_dp.training.flight_recorder import Recorder
+from research_dp.runs.flight_recorder import Recorder
 from research_dp.training.nonfinite import NonfiniteCheck
 from research_dp.training.trainer import Trainer
 from research_dp.training.watchdog import Watchdog

@@ -31,11 +31,11 @@ from research_dp.console import Report, silent
 from research_dp.distributed.mesh import build_mesh, sizes_text
 from research_dp.distributed.sharding import by_path
 from research_dp.errors import UsageError, some_of
+from research_dp.runs.checkpoint import Checkpoints
+from research_dp.runs.manifest import Progress
 from research_dp.strategies import Strategy, TrainState, slots
 from research_dp.strategies.batch_losses import judge_loss
 from research_dp.strategies.strategy import init_key
-from research_dp.training.checkpoint import Checkpoints
-from research_dp.training.manifest import Progress
 from research_dp.types import DataSet
 
 Restore = Callable[[Strategy], TrainState]

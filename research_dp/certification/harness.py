@@ -23,11 +23,10 @@ from research_dp.distributed.mesh import batch_devices
 from research_dp.distributed.optimizer import apply_optimizer
 from research_dp.distributed.sharding import LeafSharding
 from research_dp.strategies import PlacedBatch, Strategy, StrategyConfig, TrainSpec, TrainState
-from research_dp.types import LossOutput
+from research_dp.types import HostSums, LossOutput
 
 PyTree = Any
 Batch = Mapping[str, np.ndarray]
-MetricSums = Mapping[str, tuple[float, float]]  # name -> (sum, count)
 _POSITIONS = "positions of the examples"
 
 
@@ -76,7 +75,7 @@ class StepResult(NamedTuple):
     """The new state, as host arrays and on the devices, and the step's metrics."""
 
     state: TrainState
-    metrics: MetricSums
+    metrics: HostSums
     on_devices: TrainState
 
     @property
@@ -175,7 +174,7 @@ def run_step(strategy: Strategy, state: TrainState, batch: Batch | PlacedBatch) 
 
 def take_step(
     strategy: Strategy, state: TrainState, batch: Batch | PlacedBatch
-) -> tuple[TrainState, MetricSums]:
+) -> tuple[TrainState, HostSums]:
     """Runs one training step from a state on the devices, which it donates."""
     if not isinstance(batch, PlacedBatch):
         batch = strategy.place_batch({name: x[strategy.train_rows] for name, x in batch.items()})
@@ -183,7 +182,7 @@ def take_step(
     return new, {name: (float(x[0]), float(x[1])) for name, x in to_host(metrics).items()}
 
 
-def evaluate(strategy: Strategy, state: TrainState, batches: Iterable[Batch]) -> MetricSums:
+def evaluate(strategy: Strategy, state: TrainState, batches: Iterable[Batch]) -> HostSums:
     """The metrics of evaluation batches, for a state on the devices."""
     sums: dict[str, tuple[float, float]] = {}
     for batch in batches:

@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from research_dp.certification import harness, tolerances
-from research_dp.certification.harness import Batch, Bench, MetricSums, gradients_of
+from research_dp.certification.harness import Batch, Bench, gradients_of
 from research_dp.certification.tolerances import EPS, Named, gap, named
 from research_dp.console import Report, silent
 from research_dp.errors import UsageError
 from research_dp.strategies import TrainState
 from research_dp.strategies.strategy import init_key
-from research_dp.types import DataSet, EvalOrder, TrainOrder
+from research_dp.types import DataSet, EvalOrder, HostSums, TrainOrder
 
 Key = tuple[str, str]
 Metric = Literal["loss", "grad_norm"]  # of a run's training records
@@ -66,7 +66,7 @@ class NoisyTrajectories:
         return position(result.metrics, params)
 
 
-def position(metrics: MetricSums, params: Any) -> Named:
+def position(metrics: HostSums, params: Any) -> Named:
     """Where a trajectory is after a step: the step's loss and gradient norm, and its parameters."""
     loss, norm = (np.float32(harness.mean(metrics[name])) for name in ("loss", "grad_norm"))
     return {LOSS: loss, NORM: norm, **named(PARAMETER, params)}

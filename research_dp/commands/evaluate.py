@@ -18,8 +18,8 @@ from research_dp.commands import python_calls, runtime, saved_run
 from research_dp.commands.flags import Command, flag, switch, whole_number
 from research_dp.commands.python_calls import Bindings, Files
 from research_dp.distributed.mesh import refuse_several_processes
+from research_dp.runs import files, saved_state
 from research_dp.strategies import TrainState
-from research_dp.training import files, saved_state
 from research_dp.training.batches import eval_metrics
 from research_dp.training.loop import configured
 

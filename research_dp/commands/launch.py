@@ -23,8 +23,8 @@ from research_dp.commands import exit_status
 from research_dp.commands.flags import Parser
 from research_dp.commands.main import COMMANDS, program
 from research_dp.errors import UsageError
-from research_dp.training import files, flight_recorder
-from research_dp.training.workdir import in_use
+from research_dp.runs import files, flight_recorder
+from research_dp.runs.workdir import in_use
 
 FINE = (0, 143)
 TRAIN = "research_dp.train"

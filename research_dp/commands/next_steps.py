@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 
 from research_dp.commands import main
-from research_dp.training import files
+from research_dp.runs import files
 
 # What is worth comparing with a strategy, where it is not zero1.
 _COMPARISONS = {"zero1": "fsdp", "single": "ddp", "spmd": "ddp"}

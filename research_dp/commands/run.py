@@ -13,7 +13,8 @@ from research_dp.argument_types import Count
 from research_dp.commands import python_calls, runtime, streams
 from research_dp.commands.flags import Command
 from research_dp.errors import UsageError
-from research_dp.training import files, loop, preemption
+from research_dp.runs import files
+from research_dp.training import loop, preemption
 
 
 class Stopped(RuntimeError):

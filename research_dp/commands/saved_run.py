@@ -19,8 +19,8 @@ from research_dp.commands.flags import Command, usage_error
 from research_dp.config import gin_internals
 from research_dp.distributed.sharding import by_path
 from research_dp.errors import UsageError
+from research_dp.runs import saved_state
 from research_dp.strategies import Strategy
-from research_dp.training import saved_state
 from research_dp.types import PyTree, TrainableModel
 
 SAFETENSORS = ".safetensors"

@@ -19,7 +19,8 @@ from research_dp import console
 from research_dp.commands import exit_status, flags, run, streams
 from research_dp.config import gin_internals
 from research_dp.errors import UsageError
-from research_dp.training import files, preemption
+from research_dp.runs import files
+from research_dp.training import preemption
 
 CSV = "sweep.csv"
 _COLUMNS = ("status", "step", "steps/s", "fingerprint", "folder")  # besides what is varied

@@ -11,7 +11,8 @@ from typing import NoReturn
 
 from research_dp.commands import catalog, dry_run, next_steps, runtime, streams
 from research_dp.commands.flags import RunCommand, flag, switch, whole_number
-from research_dp.training import files, loop
+from research_dp.runs import files
+from research_dp.training import loop
 
 
 @dataclasses.dataclass

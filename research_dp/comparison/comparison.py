@@ -20,7 +20,7 @@ from research_dp.comparison.tables import ROLES, WORDS
 from research_dp.comparison.verdicts import Verdict
 from research_dp.console import Table, put
 from research_dp.planning.row import Row
-from research_dp.training import files
+from research_dp.runs import files
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,9 +17,9 @@ import numpy as np
 from research_dp.analysis import program_cost
 from research_dp.comparison.runs import Columns, Run, Wire
 from research_dp.errors import UsageError, first_line
-from research_dp.training import files
-from research_dp.training.run_facts import FORMAT
-from research_dp.training.run_status import status_of
+from research_dp.runs import files
+from research_dp.runs.facts import FORMAT
+from research_dp.runs.status import status_of
 from research_dp.types import Bound
 
 _MOST_TEXT = 2**30  # bytes of a program's text

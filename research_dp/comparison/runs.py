@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 
 from research_dp.certification.tolerances import precision_of
-from research_dp.training import checkpoint_files, files, metrics
-from research_dp.training.manifest import Damaged, Manifest
-from research_dp.training.run_status import Status
+from research_dp.runs import checkpoint_files, files
+from research_dp.runs.manifest import Damaged, Manifest
+from research_dp.runs.status import Status
+from research_dp.training import metrics
 from research_dp.types import Bound
 
 # Where time goes: in `summary.json` -> in the records.

@@ -16,7 +16,7 @@ from research_dp.comparison.runs import Run, read_params
 from research_dp.comparison.settings import Setting
 from research_dp.distributed.sharding import by_path
 from research_dp.errors import some_of
-from research_dp.training.manifest import Damaged
+from research_dp.runs.manifest import Damaged
 from research_dp.types import MEASURED
 
 # 'bits': the same bits. 'rounding': within the measured bound of rounding. 'design': another

@@ -17,21 +17,22 @@ import research_dp.training.optimizers  # noqa: F401  (registers Optax with gin)
 from research_dp.argument_checks import annotation_of, check_arguments, checked
 from research_dp.argument_types import Count, Positive, Seed, Steps
 from research_dp.errors import UsageError
+from research_dp.runs import files, resume
+from research_dp.runs.checkpoint import Checkpoints
+from research_dp.runs.facts import RunFacts
+from research_dp.runs.manifest import origin
+from research_dp.runs.workdir import locked_workdir
 from research_dp.strategies import StrategyConfig, TrainSpec, slots
 from research_dp.strategies.strategy import LossOver, init_key
-from research_dp.training import files, resume
-from research_dp.training.checkpoint import Checkpoints
 from research_dp.training.input_checks import check_memory
 from research_dp.training.intervals import Schedule
-from research_dp.training.manifest import origin
 from research_dp.training.nonfinite import OnNonfinite
 from research_dp.training.preemption import STOPPED
 from research_dp.training.preflight import preflight
 from research_dp.training.progress_bar import say
-from research_dp.training.run_facts import RunFacts
+from research_dp.training.sharding_table import sizes_by_part
 from research_dp.training.trainer import Trainer
 from research_dp.training.watchdog import monitored
-from research_dp.training.workdir import locked_workdir
 from research_dp.types import Bound, DataSet, TrainableModel
 
 DONE = 0
@@ -141,7 +142,12 @@ def train(
         recorder.note("compile", first_step)
         state = built.init(init_key(seed)) if state is None else state
         started = time.perf_counter() if started is None else started
-        facts = RunFacts(folder, built, bound, first_step, ends=first_step == num_steps)
+        facts = RunFacts(
+            *(folder, built, bound, first_step),
+            ends=first_step == num_steps,
+            bytes_per_device={part: here for part, (here, _) in sizes_by_part(built).items()},
+            say=say,
+        )
         trainer = Trainer(
             spec, built, data, folder, schedule, checkpoints, recorder, saved, started, facts
         )

@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import IO, Any
 
 from research_dp.errors import RunFailure
+from research_dp.runs import files
+from research_dp.runs.manifest import Progress
 from research_dp.strategies import SKIPPED
-from research_dp.training import files, metrics
+from research_dp.training import metrics
 from research_dp.training.learning_rate import LearningRate
-from research_dp.training.manifest import Progress
 from research_dp.training.progress_bar import ProgressBar
-from research_dp.types import MEASURED
+from research_dp.types import MEASURED, HostSums
 
 _EVENTS = "events.out.tfevents."
 
@@ -35,7 +36,7 @@ class MetricLog:
         rate: LearningRate | None = None,
     ):
         self._throughput, self._console, self._rate = throughput, console, rate
-        self._window: metrics.Sums = saved.window if saved else {}
+        self._window: HostSums = saved.window if saved else {}
         self._records_saved, self._count = saved.records if saved else 0, 0
         self._unread: list[Mapping[str, Any]] = []
         self._due: tuple[int, list[Mapping[str, Any]]] | None = None
@@ -89,7 +90,7 @@ class MetricLog:
         if self._due is None:
             return
         (step, steps), self._due = self._due, None
-        sums, self._window = metrics.accumulate(self._window, steps), {}
+        sums, self._window = dict(metrics.accumulate(self._window, steps)), {}
         skipped = {SKIPPED: sums.pop(SKIPPED)[0]} if SKIPPED in sums else {}
         self.skipped_steps += int(sum(skipped.values()))
         self.train = metrics.means(sums)
@@ -112,7 +113,7 @@ class MetricLog:
             self._count += split == "train"
         self._console.metrics(split, step, scalars)
 
-    def window(self) -> metrics.Sums:
+    def window(self) -> HostSums:
         """Sums of the metrics that are not recorded yet."""
         self._window, self._unread = metrics.accumulate(self._window, self._unread), []
         return self._window

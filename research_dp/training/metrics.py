@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from clu.metrics import Average
 
-from research_dp.types import Work
+from research_dp.types import HostSums, Work
 
 _PARTS = ("data_wait", "dispatch", "device_wait")  # of the time of steps; the loop has the rest
 _PAUSES = ("eval", "save")
@@ -20,11 +20,8 @@ SECONDS = {
     **{"evaluation": "eval", "saves": "save"},
 }
 
-# name -> (sum, count), on the host.
-Sums = dict[str, tuple[float, float]]
 
-
-def accumulate(sums: Sums, steps: Iterable[Mapping[str, Any]]) -> Sums:
+def accumulate(sums: HostSums, steps: Iterable[Mapping[str, Any]]) -> HostSums:
     """Adds arrays (2,) of sum and count to sums on the host, in order and in float64."""
     result = dict(sums)
     for step in jax.device_get(list(steps)):
@@ -34,7 +31,7 @@ def accumulate(sums: Sums, steps: Iterable[Mapping[str, Any]]) -> Sums:
     return result
 
 
-def means(sums: Sums) -> dict[str, float]:
+def means(sums: HostSums) -> dict[str, float]:
     """Means over examples, never means of means."""
     # Not CLU's `create_collection`: each call makes a class, which JAX keeps for ever.
     with np.errstate(invalid="ignore"):  # a metric that counted nothing is NaN

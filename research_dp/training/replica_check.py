@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from research_dp.distributed.checksum import as_bits
 from research_dp.distributed.replica_difference import difference_text, differing_axes
 from research_dp.distributed.sharding import by_path
 from research_dp.errors import RunFailure, binding_error, some_of
+from research_dp.runs.checksum import as_bits
 from research_dp.strategies import Strategy, TrainState
 
 _PARTS = TrainState._fields

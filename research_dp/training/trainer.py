@@ -17,22 +17,23 @@ import numpy as np
 
 from research_dp.distributed.hardware import peak_of_mesh
 from research_dp.distributed.placement import fingerprint
+from research_dp.runs import files
+from research_dp.runs.checkpoint import Checkpoints
+from research_dp.runs.facts import RunFacts
+from research_dp.runs.flight_recorder import Phase, Recorder
+from research_dp.runs.manifest import Manifest, Progress, origin
+from research_dp.runs.resume import check_same_data
 from research_dp.strategies import NONFINITE, Strategy, TrainSpec, TrainState
-from research_dp.training import files, metrics, nonfinite, sharding_table
+from research_dp.training import metrics, nonfinite, sharding_table
 from research_dp.training.batches import evaluation, placed_train_batches, train_order
-from research_dp.training.checkpoint import Checkpoints
 from research_dp.training.dispatch import InFlight
-from research_dp.training.flight_recorder import Phase, Recorder
 from research_dp.training.input_checks import nonfinite_example, shared_identity
 from research_dp.training.intervals import ProfilerTrace, Schedule
 from research_dp.training.learning_rate import LearningRate
-from research_dp.training.manifest import Manifest, Progress, origin
 from research_dp.training.metric_log import MetricLog
 from research_dp.training.preemption import StopSignal
 from research_dp.training.progress_bar import ProgressBar, metric_words
 from research_dp.training.replica_check import ReplicaCheck, split_dependence
-from research_dp.training.resume import check_same_data
-from research_dp.training.run_facts import RunFacts
 from research_dp.types import Arrays, DataIdentity, DataSet
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import jax
 
-from research_dp.training import flight_recorder
-from research_dp.training.flight_recorder import Recorder
+from research_dp.runs import flight_recorder
+from research_dp.runs.flight_recorder import Recorder
 
 # Factors on `seconds` by phase: compilation, a first restore and closing libraries take longer.
 # Preparing data sets, and the first read, have no limit.

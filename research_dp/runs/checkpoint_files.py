@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from research_dp.distributed.checksum import array_checksum
 from research_dp.distributed.mesh import sizes_text
 from research_dp.distributed.sharding import by_path, path_name
-from research_dp.training import files
-from research_dp.training.manifest import Damaged, Manifest
+from research_dp.runs import files
+from research_dp.runs.checksum import array_checksum
+from research_dp.runs.manifest import Damaged, Manifest
 
 MANIFEST = Path("manifest", "manifest.json")  # in a checkpoint's folder
 STATE = "state"

@@ -6,9 +6,9 @@ import dataclasses
 from pathlib import Path
 
 from research_dp.errors import UsageError
-from research_dp.training import checkpoint_files, files
-from research_dp.training.checkpoint_files import steps_in
-from research_dp.training.manifest import Damaged, Manifest
+from research_dp.runs import checkpoint_files, files
+from research_dp.runs.checkpoint_files import steps_in
+from research_dp.runs.manifest import Damaged, Manifest
 from research_dp.types import PyTree
 
 _LISTING = "python -m research_dp.checkpoints"

@@ -18,8 +18,8 @@ import jax
 
 from research_dp.distributed.multihost import first_problem, texts_of_all
 from research_dp.errors import RunFailure, UsageError
-from research_dp.training import files
-from research_dp.training.checkpoint_files import reason, steps_in
+from research_dp.runs import files
+from research_dp.runs.checkpoint_files import reason, steps_in
 
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 _HELD = (errno.EACCES, errno.EAGAIN, errno.EWOULDBLOCK)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from research_dp.training import files, flight_recorder
-from research_dp.training.run_facts import bindings_in
-from research_dp.training.workdir import in_use
+from research_dp.runs import files, flight_recorder
+from research_dp.runs.facts import bindings_in
+from research_dp.runs.workdir import in_use
 
 State = Literal["done", "running", "stopped", "died", "no run"]
 _BEFORE_TRAINING = ("start", "test", "restore")

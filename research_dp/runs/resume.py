@@ -10,10 +10,10 @@ import jax
 
 from research_dp.distributed.multihost import first_problem, of_the_first
 from research_dp.errors import UsageError
+from research_dp.runs import files
+from research_dp.runs.facts import bindings_in
+from research_dp.runs.manifest import Manifest
 from research_dp.strategies import TrainSpec
-from research_dp.training import files
-from research_dp.training.manifest import Manifest
-from research_dp.training.run_facts import bindings_in
 from research_dp.types import Bound, DataIdentity, DataSet
 
 

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-from research_dp.training import files
+from research_dp.runs import files
 
 # In the order of a step: of two processes at one step, the one in an earlier phase is behind.
 Phase = Literal[

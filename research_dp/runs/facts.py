@@ -10,7 +10,7 @@ import shlex
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,9 @@ import jax
 
 from research_dp.distributed.program_memory import ProgramMemory
 from research_dp.errors import first_line
+from research_dp.runs import files
+from research_dp.runs.manifest import origin
 from research_dp.strategies import Strategy
-from research_dp.training import files
-from research_dp.training.manifest import origin
-from research_dp.training.progress_bar import say
-from research_dp.training.sharding_table import sizes_by_part
 from research_dp.types import Bound
 
 FORMAT = 1
@@ -44,9 +42,12 @@ class RunFacts:
         first_step: int,
         *,
         ends: bool,
+        bytes_per_device: Mapping[str, int],
+        say: Callable[[str], None],
     ):
         self._path, self._strategy, self._first_step = folder / files.FACTS, strategy, first_step
         self._ends = ends  # no training step follows
+        self._bytes_per_device, self._say = bytes_per_device, say
         if bound is None:
             dumped = bindings_in(gin.config_str())
             bound = {name: Bound(value, None, None) for name, value in dumped.items()}
@@ -61,7 +62,7 @@ class RunFacts:
             "strategy": strategy.name,
             "mesh": dict(strategy.mesh.shape),
             "algorithm": strategy.algorithm,
-            "bytes_per_device": {k: here for k, (here, _) in sizes_by_part(strategy).items()},
+            "bytes_per_device": dict(self._bytes_per_device),
             "program": before.get("program") if self._ends else None,
             "bindings": {name: bound._asdict() for name, bound in self._bound.items()},
             "starts": [*before.get("starts", ()), _start(self._first_step)],
@@ -103,7 +104,7 @@ class RunFacts:
         if content:
             aside = files.free_name(self._path)
             files.replace(aside, content)
-            say(
+            self._say(
                 f"{files.shown(self._path)} is damaged, and begins anew; {files.shown(aside)} has "
                 "what it was"
             )

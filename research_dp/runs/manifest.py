@@ -18,8 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from research_dp.distributed.sharding import by_path, path_name
 from research_dp.errors import UsageError, some_of
-from research_dp.training.metrics import Sums
-from research_dp.types import DataIdentity
+from research_dp.types import DataIdentity, HostSums
 
 FORMAT = 1
 _PACKAGES = ("research_dp", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
@@ -36,13 +35,13 @@ class Progress:
     batch_size: int
     seed: int
     order: str  # what else the order of examples depends on: `DataSet.order`
-    window: Sums  # of the metrics that are not recorded yet
+    window: HostSums  # of the metrics that are not recorded yet
     data: DataIdentity | None = None  # None: unknown, as in checkpoints of earlier versions
     records: int = 0  # training records written so far; 0: unknown
 
 
 class Leaf(NamedTuple):
-    """Global shape, dtype and checksum (`distributed.checksum`) of one array."""
+    """Global shape, dtype and checksum (`runs.checksum`) of one array."""
 
     shape: tuple[int, ...]
     dtype: str

@@ -12,14 +12,14 @@ from typing import Any
 
 import jax
 
-from research_dp.distributed.checksum import tree_checksums
 from research_dp.distributed.multihost import first_problem, of_the_first, texts_of_all
 from research_dp.distributed.sharding import by_path
 from research_dp.errors import RunFailure, UsageError
+from research_dp.runs import checkpoint_files, files
+from research_dp.runs.checkpoint_files import steps_in
+from research_dp.runs.checksum import tree_checksums
+from research_dp.runs.manifest import Damaged, Leaf, Manifest, Progress
 from research_dp.strategies import TrainState
-from research_dp.training import checkpoint_files, files
-from research_dp.training.checkpoint_files import steps_in
-from research_dp.training.manifest import Damaged, Leaf, Manifest, Progress
 
 
 class Checkpoints:
