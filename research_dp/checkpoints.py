@@ -16,7 +16,7 @@ from research_dp.commands import exit_status, saved_run
 from research_dp.commands.flags import Parser, whole_number
 from research_dp.console import Table, put, table
 from research_dp.errors import UsageError
-from research_dp.runs import checkpoint_files
+from research_dp.runs import checkpoint_files, files
 
 _COLUMNS = ("step:", "examples seen:", "saved", "bytes:", "strategy", "mesh", "status~")
 
@@ -52,7 +52,7 @@ def main(argv: list[str]) -> int:
             )
             print(f"Exported step {step}: {options.export}")
             return 0
-        folder = options.workdir.expanduser() / "checkpoints"
+        folder = options.workdir.expanduser() / files.CHECKPOINTS
         rows = list(checkpoint_files.overview(folder, verified=options.verify))
         if not rows:
             raise UsageError(f"there are no checkpoints in {folder}.")

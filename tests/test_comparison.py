@@ -11,10 +11,11 @@ import pytest
 from run_folders import losses, write_run
 
 from research_dp.certification.noise import Noise
-from research_dp.comparison import chart_data, html_report, reading, runs, settings
+from research_dp.comparison import chart_data, html_report, runs, settings
 from research_dp.comparison.comparison import Comparison
 from research_dp.comparison.verdicts import Judge
 from research_dp.console import put
+from research_dp.runs import facts
 
 ALL_REDUCE = """HloModule step
 
@@ -40,7 +41,7 @@ def noise(steps=100, spread=1e-3, **evaluation):
 
 def judged(*folders, noise=(), varied=()):
     """The runs of folders, what differs, and the verdict of the second on the first."""
-    found = reading.read(folders)
+    found = runs.read(folders)
     differing = settings.differences(found, varied)
     verdict = Judge(differing, noise).verdict(found[1], found[0])
     return found, differing, verdict
@@ -132,19 +133,19 @@ def test_records_that_are_cut_off_or_odd_are_left_out(tmp_path):
     folder = write_run(tmp_path / "a")
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('[1]\n"x"\n{"split": "train", "step": "five"}\n{"split": "train", "ste')
-    (run,) = reading.read([folder])
+    (run,) = runs.read([folder])
     assert run.column("train", "step").tolist() == list(range(5, 101, 5))
     assert run.column("train", "accuracy").size == 0 and run.last("eval", "accuracy") == 0.9
 
 
 def test_names_are_as_long_as_it_takes(tmp_path):
     paths = [tmp_path / x for x in ("one/run", "two/run", "two/other")]
-    assert reading.names(paths) == ["one/run", "two/run", "two/other"]
-    assert reading.names(paths[1:]) == ["run", "other"]
+    assert runs.names(paths) == ["one/run", "two/run", "two/other"]
+    assert runs.names(paths[1:]) == ["run", "other"]
 
 
 def compared(*folders):
-    found = reading.read(folders)
+    found = runs.read(folders)
     differing = settings.differences([run for run in found if run.is_run])
     known = [run for run in found if run.is_run]
     judge = Judge(differing)
@@ -204,7 +205,7 @@ def test_the_dtype_of_an_optimizers_state_is_no_precision_of_gradients(tmp_path)
         "adamw.mu_dtype": ("'bfloat16'", None, False),
     }
     wire = {"gather_params.gather_dtype": ("'bfloat16'", None, True)}
-    a, b = reading.read(
+    a, b = runs.read(
         [
             write_run(tmp_path / "a", bindings=optimizer),
             write_run(tmp_path / "b", bindings={**optimizer, **wire}),
@@ -312,13 +313,13 @@ def test_thinned_curves_have_the_peaks_of_each_metric(tmp_path):
     lines = (run / "metrics.jsonl").read_text().splitlines()
     lines[777] = re.sub(r'"grad_norm": [-\d.e]+', '"grad_norm": 1e6', lines[777])
     (run / "metrics.jsonl").write_text("\n".join(lines))
-    columns = chart_data.curves(reading.read([run]) * 10, "train")
+    columns = chart_data.curves(runs.read([run]) * 10, "train")
     assert len(columns["run"]) <= 30_000 and max(columns["grad_norm"]) == 1e6
     assert max(columns["loss"]) == max(loss) and min(columns["loss"]) == min(loss)
 
 
 def test_of_runs_with_equal_bytes_and_loss_all_are_on_the_front(tmp_path):
-    found = reading.read([write_run(tmp_path / name) for name in "abc"])
+    found = runs.read([write_run(tmp_path / name) for name in "abc"])
     found = [dataclasses.replace(run, wire=runs.Wire(1.0, {}, {})) for run in found]
     found[2] = dataclasses.replace(found[2], wire=runs.Wire(2.0, {}, {}))
     columns, loss = chart_data.front(found)
@@ -371,7 +372,7 @@ def test_a_damaged_file_of_a_run_ends_no_comparison(tmp_path, name, damage):
 def test_a_program_that_inflates_beyond_a_limit_is_not_read(tmp_path, monkeypatch):
     a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b")
     (b / "train_step.hlo.gz").write_bytes(gzip.compress(ALL_REDUCE.encode() + b" " * 2**20))
-    monkeypatch.setattr(reading, "_MOST_TEXT", 2**20)
+    monkeypatch.setattr(facts, "_MOST_TEXT", 2**20)
     said = "b: .*not known: train_step.hlo.gz inflates to more than 0.000976562 GiB."
     assert any(re.fullmatch(said, note) for note in compared(a, b).notes())
 
@@ -388,5 +389,5 @@ def test_odd_values_in_a_summary_are_not_read(tmp_path, seconds):
 
 
 def test_names_do_not_move_the_cursor(tmp_path):
-    found = reading.read([write_run(tmp_path / "a\n\x1b[31mred")])
+    found = runs.read([write_run(tmp_path / "a\n\x1b[31mred")])
     assert found[0].name == r"a\n\x1b[31mred"

@@ -9,7 +9,7 @@ import browser
 import pytest
 from run_folders import losses, write_run
 
-from research_dp.comparison import chart_data, html_report, reading, settings
+from research_dp.comparison import chart_data, html_report, runs, settings
 from research_dp.comparison.comparison import Comparison, LinkTimes
 from research_dp.comparison.verdicts import Judge
 from research_dp.planning.row import Row
@@ -41,9 +41,10 @@ def folder(path, **facts):
 
 
 def compared(*folders):
-    runs = reading.read(folders)
-    judge = Judge(differing := settings.differences(runs))
-    return Comparison(runs, runs[0], differing, [judge.verdict(run, runs[0]) for run in runs[1:]])
+    found = runs.read(folders)
+    judge = Judge(differing := settings.differences(found))
+    verdicts = [judge.verdict(run, found[0]) for run in found[1:]]
+    return Comparison(found, found[0], differing, verdicts)
 
 
 def charts(page):
@@ -56,7 +57,7 @@ def test_the_difference_to_the_reference_has_a_chart(tmp_path):
     loss = losses()
     off = [loss[0] + 2e-7, *loss[1:9], float("nan"), *loss[10:19], loss[19] - 2e-3]
     folders = [write_run(tmp_path / name, loss=x) for name, x in (("a", loss), ("b", off))]
-    a, b = reading.read(folders)
+    a, b = runs.read(folders)
     found = chart_data.curves([a, b], "train", a)["difference"]
     assert all(x != x for x in (*found[:20], found[29]))  # of the reference, and of no number
     assert found[20] == pytest.approx(2e-7) and found[39] == pytest.approx(-2e-3)

@@ -123,6 +123,22 @@ def test_an_import_against_the_arrows_is_caught(layer, source):
     assert list(wrong_imports(layer, source))
 
 
+def test_only_the_room_runs_knows_the_files_of_a_run():
+    from research_dp.runs import checkpoint_files, files
+
+    named = {x for x in vars(files).values() if isinstance(x, str) and re.search(r"\.\w+$", x)}
+    named |= {files.NOTHING_SAVED, checkpoint_files.MANIFEST.name}
+    assert {"run.json", "summary.json", "metrics.jsonl", "config.gin", "manifest.json"} <= named
+    folders = (files.CHECKPOINTS, files.FLIGHT, files.TENSORBOARD)
+    joined = re.compile(rf"/ ['\"]({'|'.join(folders)})")
+    for path in FILES:
+        if path.parent != PACKAGE / "runs":
+            source = path.read_text()
+            strings = {n.value for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Constant)}
+            assert not {x for x in strings if isinstance(x, str)} & named, path
+            assert not joined.search(source), path
+
+
 ROOMS_WITHOUT = {
     "train": ("distributed", "models", "data", "compat", "strategies", "deterministic"),
     "data_parallel": ("distributed", "models", "data", "compat"),

@@ -28,8 +28,9 @@ from research_dp.runs.checkpoint import Checkpoints
 from research_dp.runs.checkpoint_files import steps_in
 from research_dp.runs.flight_recorder import last_notes
 from research_dp.runs.manifest import Damaged
+from research_dp.runs.records import truncate_records
 from research_dp.training import metrics
-from research_dp.training.metric_log import MetricLog, ProgressBar, truncate_records
+from research_dp.training.metric_log import MetricLog, ProgressBar
 
 SPECIAL = "a[1]*?{b} **#%20~"  # what globs, URLs and shells read something into
 BY_ALL_RUNS = (".run.lock", ".run.holder", "flight/process_0.txt")

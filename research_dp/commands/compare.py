@@ -22,7 +22,7 @@ from research_dp.commands.plan import find_topology
 from research_dp.commands.python_calls import Bindings, Files
 from research_dp.commands.run import Stopped
 from research_dp.commands.sweep import Choice, Member, Sweep
-from research_dp.comparison import html_report, reading, settings
+from research_dp.comparison import html_report, runs, settings
 from research_dp.comparison.comparison import Comparison
 from research_dp.comparison.verdicts import Judge
 from research_dp.console import Progress, Report, put
@@ -161,7 +161,7 @@ class Compare(Sweep):
 
     def _compared(self, report: Report) -> Comparison:
         is_trained = bool(self.workdir)
-        found = reading.read([Path(folder).expanduser() for folder in self.folders])
+        found = runs.read([Path(folder).expanduser() for folder in self.folders])
         known = [run for run in found if run.is_run]
         if not known:
             raise UsageError("; ".join(f"{run.folder} is {run.status.message}" for run in found))

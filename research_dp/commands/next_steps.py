@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import jax
 
 from research_dp.commands import main
 from research_dp.runs import files
+from research_dp.runs.facts import read_summary
 
 # What is worth comparing with a strategy, where it is not zero1.
 _COMPARISONS = {"zero1": "fsdp", "single": "ddp", "spmd": "ddp"}
@@ -19,8 +19,7 @@ def show(folder: Path) -> None:
     """Prints commands for the run in a folder; only process 0 does."""
     if jax.process_index() != 0:
         return
-    summary = json.loads((folder / files.SUMMARY).read_text())
-    other = _COMPARISONS.get(summary["strategy"], "zero1")
+    other = _COMPARISONS.get(read_summary(folder)["strategy"], "zero1")
     is_one_cpu = jax.device_count() == 1 and jax.devices()[0].platform == "cpu"
     split = "--cpu_devices=8 " if is_one_cpu else ""
     paths = folder / files.TENSORBOARD, folder

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from research_dp.commands import python_calls, runtime, streams
 from research_dp.commands.flags import Command
 from research_dp.errors import UsageError
 from research_dp.runs import files
+from research_dp.runs.facts import read_summary
 from research_dp.training import loop, preemption
 
 
@@ -67,4 +67,4 @@ def run(
             status = loop.train(workdir=folder, bound=config.bound())
     if status == preemption.STOPPED:
         raise Stopped(f"a signal stopped the run in {workdir}; the same call continues it.")
-    return json.loads((Path(folder) / files.SUMMARY).read_text())
+    return read_summary(Path(folder))

@@ -1,27 +1,38 @@
-"""A run as its folder describes it: configuration, records, results, checkpoints, program."""
+"""Runs as their folders describe them: configuration, records, results, checkpoints, program.
+
+A folder may be damaged, of another version, or written to meanwhile.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import re
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from research_dp.analysis import program_cost
 from research_dp.certification.tolerances import precision_of
+from research_dp.errors import UsageError, first_line
 from research_dp.runs import checkpoint_files, files
+from research_dp.runs.facts import are_facts, program_text, read_facts, read_program, read_summary
 from research_dp.runs.manifest import Damaged, Manifest
-from research_dp.runs.status import Status
+from research_dp.runs.records import Columns, read_columns
+from research_dp.runs.status import Status, status_of
 from research_dp.training import metrics
 from research_dp.types import Bound
 
 # Where time goes: in `summary.json` -> in the records.
 SECONDS = {name: f"{part}_seconds" for name, part in metrics.SECONDS.items()}
-# Metric -> its values at the records of a split, float64; NaN where a record lacks it.
-Columns = Mapping[str, np.ndarray]
+# What a comparison uses of `summary.json`; what has another type is not read.
+_SUMMARY: dict[str, type] = {
+    **{"step": int, "devices": int, "strategy": str, "params_fingerprint": str},
+    **{"steps_per_second": float, "seconds": dict, "warnings": list, "data": dict},
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,6 +167,84 @@ class Run:
             except (Damaged, OSError):
                 continue  # a running run may be removing it; `checkpoints --verify` judges it
         return found
+
+
+def read(folders: Sequence[Path]) -> list[Run]:
+    """The runs of these folders, named by the parts of their paths that tell them apart.
+
+    UsageError: a folder is given twice.
+    """
+    paths = [folder.resolve() for folder in folders]
+    for folder, path in zip(folders, paths, strict=True):
+        if paths.count(path) > 1:
+            raise UsageError(f"{folder} is given twice.")
+    return [read_run(*pair) for pair in zip(names(folders), folders, strict=True)]
+
+
+def names(folders: Sequence[Path]) -> list[str]:
+    """A unique name of each folder: its last part, or as many as it takes."""
+    paths = [folder.absolute().parts for folder in folders]
+    found: list[str] = []
+    for length in range(1, max(map(len, paths), default=0) + 1):
+        found = [_printable(str(Path(*path[-length:]))) for path in paths]
+        if len(set(found)) == len(found):
+            break
+    return found
+
+
+def _printable(name: str) -> str:
+    """A name without what would move a terminal's cursor, or end a line."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in name)
+
+
+def read_run(name: str, folder: Path) -> Run:
+    """Reads one folder, which a run may be writing to."""
+    status = status_of(folder)
+    if status.state == "no run":
+        return Run(name, folder, status)
+    written = read_facts(folder)
+    facts, unknown = (written, []) if are_facts(written) else ({}, [])
+    if written and not facts:
+        unknown.append(f"{name}: its {files.FACTS} is damaged, or of another version; not read.")
+    elif not written:
+        unknown.append(f"{name}: it has no {files.FACTS}, as runs of earlier versions.")
+    # That of an earlier end is not of a run that was continued.
+    summary = _known(read_summary(folder)) if status.state == "done" else {}
+    wire = None
+    try:
+        wire = _wire(read_program(folder), tuple(facts["mesh"].items())) if facts else None
+    except FileNotFoundError:
+        why = (facts["program"] or {}).get("problem") or "its program is not in its folder"
+        unknown.append(f"{name}: the bytes that it sends are not known: {why}.")
+    except _UNREADABLE as error:
+        unknown.append(f"{name}: the bytes that it sends are not known: {first_line(error)}.")
+    bindings = {
+        key: Bound(*(fields[field] for field in Bound._fields))
+        for key, fields in facts.get("bindings", {}).items()
+    }
+    records = read_columns(folder)
+    return Run(name, folder, status, facts, summary, records, bindings, wire, unknown)
+
+
+# Of a damaged program, or one that does not fit its mesh.
+_UNREADABLE = (OSError, EOFError, LookupError, NotImplementedError, ValueError, zlib.error)
+
+
+def _known(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """What a comparison uses, where it has its type."""
+    known: dict[str, Any] = {
+        k: x for k, x in summary.items() if k in _SUMMARY and isinstance(x, _SUMMARY[k])
+    }
+    if not all(type(x) in (int, float) for x in known.get("seconds", {}).values()):
+        del known["seconds"]
+    return known
+
+
+@functools.lru_cache(maxsize=64)  # the runs of a sweep share programs
+def _wire(compressed: bytes, mesh: tuple[tuple[str, int], ...]) -> Wire:
+    collectives = program_cost.collectives_of(program_text(compressed), dict(mesh))
+    totals = program_cost.wire_totals(collectives)
+    return Wire(totals["total"], totals["by_kind"], totals["by_axis"])
 
 
 def read_params(folder: Path, step: int) -> Mapping[str, Any]:

@@ -1,9 +1,10 @@
-"""Facts about a run, for comparisons: `run.json`, and the training step's program as text."""
+"""What a run says of itself: `run.json`, the training step's program as text, `summary.json`."""
 
 from __future__ import annotations
 
 import ast
 import gzip
+import io
 import json
 import re
 import shlex
@@ -24,7 +25,8 @@ from research_dp.runs.manifest import origin
 from research_dp.strategies import Strategy
 from research_dp.types import Bound
 
-FORMAT = 1
+_FORMAT = 1
+_MOST_TEXT = 2**30  # bytes of a program's text
 _GIT_SECONDS = 10.0
 _MOST_COMMAND = 2_000  # characters: `python -c` has its code in them
 # A binding of gin's own dump; its value may continue on indented lines.
@@ -58,7 +60,7 @@ class RunFacts:
         """Adds this start to those of the run; process 0 calls it."""
         before, strategy = self._read(), self._strategy
         self._facts = {
-            "format": FORMAT,
+            "format": _FORMAT,
             "strategy": strategy.name,
             "mesh": dict(strategy.mesh.shape),
             "algorithm": strategy.algorithm,
@@ -99,7 +101,7 @@ class RunFacts:
         before = files.read_json(content)
         starts = before.get("starts")
         is_good = isinstance(starts, list) and all(isinstance(x, dict) for x in starts)
-        if before.get("format") == FORMAT and is_good:
+        if before.get("format") == _FORMAT and is_good:
             return before
         if content:
             aside = files.free_name(self._path)
@@ -112,6 +114,73 @@ class RunFacts:
 
     def _write(self) -> None:
         files.replace(self._path, json.dumps(self._facts, indent=2) + "\n")
+
+
+def read_facts(folder: Path) -> dict[str, Any]:
+    """What is in a run's `run.json`, if anything; `are_facts` says whether it can be used."""
+    return _read_json(folder / files.FACTS)
+
+
+def are_facts(facts: Mapping[str, Any]) -> bool:
+    """Whether these are facts as `RunFacts` writes them."""
+    bindings, starts = facts.get("bindings"), facts.get("starts")
+    return (
+        facts.get("format") == _FORMAT
+        and isinstance(facts.get("strategy"), str)
+        and isinstance(facts.get("algorithm"), str | None)
+        and all(_are_sizes(facts.get(key)) for key in ("mesh", "bytes_per_device"))
+        and isinstance(facts.get("program"), dict | None)
+        and isinstance(bindings, dict)
+        and all(map(_is_bound, bindings.values()))
+        and isinstance(starts, list)
+        and all(isinstance(x, dict) and _are_versions(x.get("versions")) for x in starts)
+    )
+
+
+def _is_bound(fields: Any) -> bool:
+    types = {"value": str, "place": str | None, "of_strategy": bool | None}
+    has_all = isinstance(fields, dict) and fields.keys() >= types.keys()
+    return has_all and all(isinstance(fields[name], kind) for name, kind in types.items())
+
+
+def _are_sizes(value: Any) -> bool:
+    return isinstance(value, dict) and all(type(x) is int for x in value.values())
+
+
+def _are_versions(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(x, str | None) for x in value.values())
+
+
+def read_program(folder: Path) -> bytes:
+    """A run's program, compressed: runs of a sweep share it. OSError: it cannot be read."""
+    return (folder / files.PROGRAM).read_bytes()
+
+
+def program_text(compressed: bytes) -> str:
+    """The program as `Compiled.as_text` gave it; OSError, EOFError, ValueError: it is damaged."""
+    with gzip.open(io.BytesIO(compressed)) as inflated:
+        text = inflated.read(_MOST_TEXT + 1)
+    if len(text) > _MOST_TEXT:
+        raise ValueError(f"{files.PROGRAM} inflates to more than {_MOST_TEXT / 2**30:g} GiB")
+    return text.decode()
+
+
+def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
+    """Writes what a run has at its end."""
+    text = json.dumps(files.as_json(summary), indent=2, allow_nan=False) + "\n"
+    files.replace(folder / files.SUMMARY, text)
+
+
+def read_summary(folder: Path) -> dict[str, Any]:
+    """What is in a run's `summary.json`; empty if there is none."""
+    return _read_json(folder / files.SUMMARY)
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        return files.read_json(file.read_bytes()) if file.is_file() else {}  # a FIFO would block
+    except OSError:
+        return {}
 
 
 def bindings_in(dump: str) -> dict[str, str]:

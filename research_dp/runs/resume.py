@@ -11,7 +11,7 @@ import jax
 from research_dp.distributed.multihost import first_problem, of_the_first
 from research_dp.errors import UsageError
 from research_dp.runs import files
-from research_dp.runs.facts import bindings_in
+from research_dp.runs.facts import bindings_in, read_summary
 from research_dp.runs.manifest import Manifest
 from research_dp.strategies import TrainSpec
 from research_dp.types import Bound, DataIdentity, DataSet
@@ -76,8 +76,7 @@ def check_new(folder: Path, config: str) -> None:
 
 def is_finished(folder: Path, step: int) -> bool:
     """Whether `summary.json` is of this step; the same answer in every process."""
-    path = folder / files.SUMMARY
-    finished = path.exists() and files.read_json(path.read_bytes()).get("step") == step
+    finished = read_summary(folder).get("step") == step
     # Other processes may see the file later than process 0, or a part of it.
     return bool(of_the_first(int(finished)))
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from research_dp.runs import files, flight_recorder
-from research_dp.runs.facts import bindings_in
+from research_dp.runs.facts import bindings_in, read_summary
 from research_dp.runs.workdir import in_use
 
 State = Literal["done", "running", "stopped", "died", "no run"]
@@ -33,8 +33,8 @@ def status_of(folder: Path) -> Status:
     last = _num_steps(config) if config.is_file() else None
     if holder:
         return _running(note, last)
-    done = _step_of_summary(folder / files.SUMMARY)
-    if config.is_file() and done is not None and _is_of_the_end(done, last, note):
+    done = read_summary(folder).get("step")
+    if config.is_file() and type(done) is int and _is_of_the_end(done, last, note):
         return Status("done", done, f"done, step {done}")
     if in_use(folder):  # it began while its files were read
         return _running(None, last)
@@ -71,11 +71,6 @@ def _is_of_the_end(done: int, last: int | None, note: flight_recorder.Note | Non
     if note is None or note.phase in _BEFORE_TRAINING:
         return True  # nothing was done after the summary
     return note.phase == "end" and done >= note.step
-
-
-def _step_of_summary(path: Path) -> int | None:
-    step = files.read_json(path.read_bytes()).get("step") if path.is_file() else None
-    return step if type(step) is int else None
 
 
 def _num_steps(config: Path) -> int | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import json
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,7 +18,7 @@ from research_dp.distributed.hardware import peak_of_mesh
 from research_dp.distributed.placement import fingerprint
 from research_dp.runs import files
 from research_dp.runs.checkpoint import Checkpoints
-from research_dp.runs.facts import RunFacts
+from research_dp.runs.facts import RunFacts, write_summary
 from research_dp.runs.flight_recorder import Phase, Recorder
 from research_dp.runs.manifest import Manifest, Progress, origin
 from research_dp.runs.resume import check_same_data
@@ -84,7 +83,7 @@ class Trainer:
         step, schedule = self._first_step, self.schedule
         self._begin()
         self._metrics.begin(self._rate.updates(state.opt_state))
-        trace = ProfilerTrace(schedule.profile_at, self.folder / "profile")
+        trace = ProfilerTrace(schedule.profile_at, self.folder / files.PROFILE)
         with contextlib.closing(trace), StopSignal().listen() as stop:
             batches = self._batches()
             while step < schedule.num_steps and not stop.requested(step):
@@ -294,8 +293,7 @@ class Trainer:
         }
         if self._writes:
             self._metrics.sync()
-            text = json.dumps(files.as_json(summary), indent=2, allow_nan=False) + "\n"
-            files.replace(self.folder / files.SUMMARY, text)
+            write_summary(self.folder, summary)
             self._write_operative_config()
         self._console.close()
         result = ", ".join([f"step {step}", *metric_words(final)])
