@@ -39,10 +39,8 @@ from .distributed.gradient_sync import (
     weighted_loss,
     weighted_mean,
 )
-from .distributed.linen import linen_functions
 from .distributed.mesh import make_mesh, one_device_mesh
 from .distributed.microbatch import accumulate_gradients
-from .distributed.nnx import nnx_functions
 from .distributed.norms import (
     clip_by_global_norm,
     clip_by_global_norm_sharded,
@@ -70,6 +68,8 @@ from .distributed.sharding import (
 )
 from .distributed.update import fsdp_apply_gradients, fsdp_update
 from .errors import UsageError
+from .models.flax.linen import linen_functions
+from .models.flax.nnx import nnx_functions
 from .models.from_module import from_linen, from_nnx
 from .strategies import (
     Strategy,

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from research_dp.distributed.linen import linen_functions
-from research_dp.distributed.nnx import nnx_functions
+from research_dp.models.flax.linen import linen_functions
+from research_dp.models.flax.nnx import nnx_functions
 from research_dp.models.image_classifiers import image_classifier
 from research_dp.types import LossOutput, TrainableModel
 

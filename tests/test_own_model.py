@@ -19,9 +19,9 @@ from test_strategies import recipe
 import research_dp
 import research_dp.training.loop
 from research_dp.config import load
-from research_dp.distributed.linen import plain_linen_functions
-from research_dp.distributed.nnx import plain_nnx_functions
 from research_dp.errors import UsageError
+from research_dp.models.flax.linen import plain_linen_functions
+from research_dp.models.flax.nnx import plain_nnx_functions
 from research_dp.strategies import TrainSpec
 from research_dp.training.replica_check import split_dependence
 

@@ -23,10 +23,10 @@ import research_dp.training.loop  # noqa: F401  (registers `train`)
 from research_dp.certification import diagnose
 from research_dp.certification.quick import EXAMPLE, batches
 from research_dp.config import load
-from research_dp.distributed.linen import linen_functions
-from research_dp.distributed.nnx import nnx_functions
 from research_dp.errors import UsageError
 from research_dp.models import convnet, mlp
+from research_dp.models.flax.linen import linen_functions
+from research_dp.models.flax.nnx import nnx_functions
 from research_dp.models.image_classifiers import image_classifier
 from research_dp.models.layers import dropout, network_functions
 from research_dp.strategies import TrainSpec

@@ -18,7 +18,7 @@ from research_dp.certification import harness
 from research_dp.certification.certificate import Certificate, Check
 from research_dp.certification.harness import Batch
 from research_dp.console import Report, silent
-from research_dp.distributed.example_dropout import seed_key
+from research_dp.distributed.batch_examples import seed_key
 from research_dp.distributed.mesh import sizes_text
 from research_dp.distributed.placement import fingerprint
 from research_dp.strategies import Strategy, StrategyConfig, TrainSpec, jaxpr_collectives

@@ -107,3 +107,8 @@ def global_mean(x: Arrays) -> PyTree:
 def _refuse_scalars(x: PyTree, function: str) -> None:
     if any(jnp.ndim(leaf) == 0 for leaf in jax.tree.leaves(x)):
         raise UsageError(f"{function}.x is a number. Give arrays (B, ...), one row an example.")
+
+
+def seed_key(seed: int | jax.Array) -> jax.Array:
+    """A key of Threefry, whatever JAX's default is: `vmap` over others draws from the first key."""
+    return jax.random.key(seed, impl="threefry2x32")

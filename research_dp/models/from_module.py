@@ -11,8 +11,8 @@ from flax import nnx
 
 from research_dp.argument_checks import checked
 from research_dp.argument_types import Bounds
-from research_dp.distributed.linen import plain_linen_functions
-from research_dp.distributed.nnx import plain_nnx_functions
+from research_dp.models.flax.linen import plain_linen_functions
+from research_dp.models.flax.nnx import plain_nnx_functions
 from research_dp.models.supervised import supervised
 from research_dp.types import TrainableModel
 

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from research_dp.distributed.example_dropout import seed_key
+from research_dp.distributed.batch_examples import seed_key
 from research_dp.distributed.sharding import PART, STACK, TABLE
 from research_dp.distributed.units import Units
 from research_dp.models.layers import fold_in_each

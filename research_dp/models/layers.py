@@ -19,9 +19,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from research_dp.distributed.collectives import Axes
-from research_dp.distributed.example_dropout import example_dropout
-from research_dp.distributed.linen import linen_functions
-from research_dp.distributed.nnx import nnx_functions
+from research_dp.models.flax.example_dropout import example_dropout
+from research_dp.models.flax.linen import linen_functions
+from research_dp.models.flax.nnx import nnx_functions
 from research_dp.types import Functions
 
 Api = Literal["linen", "nnx"]

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import numpy as np
 
-from research_dp.distributed.batch_examples import split_over
+from research_dp.distributed.batch_examples import seed_key, split_over
 from research_dp.distributed.elementwise import Rules, interpret
-from research_dp.distributed.example_dropout import seed_key
 from research_dp.distributed.example_labels import SAME, SPOILT, Examples
 from research_dp.distributed.example_mixing import ExampleRules
 from research_dp.distributed.mesh import batch_devices

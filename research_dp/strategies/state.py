@@ -14,9 +14,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from research_dp.argument_checks import check_unmasked
 from research_dp.argument_types import described
 from research_dp.distributed import placement, sharding
+from research_dp.distributed.batch_examples import seed_key
 from research_dp.distributed.boxed import is_box, names_of, value_of
 from research_dp.distributed.collectives import PLAIN, Reduction, cast_dtype, flat_axes
-from research_dp.distributed.example_dropout import seed_key
 from research_dp.distributed.mesh import BATCH_AXES, FSDP_AXIS, batch_devices, sizes_text
 from research_dp.distributed.optimizer import map_state
 from research_dp.distributed.shard_rules import ShardDecision, largest_dim

@@ -14,15 +14,16 @@ from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from research_dp.argument_checks import checked
-from research_dp.distributed.example_dropout import layer_dropout, layer_keys, seed_key
-from research_dp.distributed.linen import check_batch_norm
-from research_dp.distributed.module_calls import (
+from research_dp.distributed.batch_examples import seed_key
+from research_dp.errors import UsageError
+from research_dp.models.flax.example_dropout import layer_dropout, layer_keys
+from research_dp.models.flax.linen import check_batch_norm
+from research_dp.models.flax.module_calls import (
     GUIDE,
     ModuleCall,
     check_contract,
     clear_errors,
 )
-from research_dp.errors import UsageError
 from research_dp.types import Functions, PyTree
 
 _STATE = nnx.Not(nnx.Any(nnx.Param, nnx.RngState, nnx.Intermediate))

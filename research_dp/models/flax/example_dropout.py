@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend import random
 
-from research_dp.distributed.module_calls import GUIDE
 from research_dp.errors import UsageError
+from research_dp.models.flax.module_calls import GUIDE
 
 
 def example_dropout(
@@ -67,11 +67,6 @@ def layer_dropout(
     for number in jnp.ravel(numbers):
         keys = jax.vmap(jax.random.fold_in, (0, None))(keys, number)
     return example_dropout(x, rate, keys, broadcast_dims)
-
-
-def seed_key(seed: int | jax.Array) -> jax.Array:
-    """A key of Threefry, whatever JAX's default is: `vmap` over others draws from the first key."""
-    return jax.random.key(seed, impl="threefry2x32")
 
 
 def layer_keys(number: int, shape: tuple[int, ...] = ()) -> jax.Array:

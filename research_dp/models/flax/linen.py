@@ -12,8 +12,9 @@ import jax.numpy as jnp
 from flax.errors import InvalidRngError
 
 from research_dp.argument_checks import checked
-from research_dp.distributed.example_dropout import layer_dropout, layer_keys
-from research_dp.distributed.module_calls import (
+from research_dp.errors import UsageError
+from research_dp.models.flax.example_dropout import layer_dropout, layer_keys
+from research_dp.models.flax.module_calls import (
     GUIDE,
     MODES,
     ModuleCall,
@@ -21,7 +22,6 @@ from research_dp.distributed.module_calls import (
     clear_errors,
     mode_options,
 )
-from research_dp.errors import UsageError
 from research_dp.types import Functions, PyTree
 
 

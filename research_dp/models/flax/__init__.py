@@ -1,0 +1,1 @@
+"""Modules of Flax, Linen and NNX, as pure functions of their parameters."""
