@@ -17,7 +17,9 @@ Callers = tuple[Any, ...]  # operations whose programs an operation is in, the o
 Visit = Callable[[Any, Sequence[Source], Callers], None]
 _LIBRARIES = tuple(str(Path(str(x.__file__)).parent) for x in (flax, jax, optax))
 _OWN = Path(__file__).parents[1]
-_LIBRARIES += tuple(str(_OWN / x) for x in ("distributed", "models/supervised", "argument_checks"))
+_LIBRARIES += tuple(
+    str(_OWN / x) for x in ("distributed", "models/flax", "models/supervised", "argument_checks")
+)
 
 
 def walk(jaxpr: Any, callers: Callers = ()) -> Iterator[tuple[Any, Callers]]:
