@@ -34,7 +34,7 @@ _REPLACED = {
 
 @functools.cache
 def _choice() -> type:
-    from research_dp.distributed.shard_rules import ShardDecision
+    from research_dp.distributed.sharding import ShardDecision
 
     class Choice(ShardDecision):
         """`ShardDecision` with the old name of its last field."""

@@ -23,7 +23,13 @@ from .compat.linen import shard_module_params
 from .compat.nnx import shard_nnx_module_params
 from .data.own_data import from_arrays, from_source
 from .distributed.batch_examples import gather_examples, global_mean
-from .distributed.buckets import all_mean_tree, gather_tree, scatter_mean_tree
+from .distributed.buckets import (
+    all_mean_tree,
+    gather_tree,
+    pad_to_multiple,
+    scatter_mean_tree,
+    unpad,
+)
 from .distributed.collectives import PLAIN, Reduction, all_mean, scatter_mean
 from .distributed.differentiable_gather import gather_array_with_mean_grads
 from .distributed.fsdp import (
@@ -48,12 +54,6 @@ from .distributed.norms import (
     sharded_global_norm,
 )
 from .distributed.optimizer import apply_gradients
-from .distributed.shard_rules import (
-    ShardDecision,
-    choose_dim,
-    dim_by_path,
-    largest_dim,
-)
 from .distributed.sharded_optimizer import (
     OptaxAdapter,
     slice_specs,
@@ -62,9 +62,11 @@ from .distributed.sharded_optimizer import (
 )
 from .distributed.sharding import (
     LeafSharding,
+    ShardDecision,
+    choose_dim,
+    dim_by_path,
     infer_sharding,
-    pad_to_multiple,
-    unpad,
+    largest_dim,
 )
 from .distributed.update import fsdp_apply_gradients, fsdp_update
 from .errors import UsageError

@@ -13,8 +13,7 @@ import research_dp as rdp
 from research_dp.distributed import buckets, norms, vma
 from research_dp.distributed.differentiable_gather import GatherOptions
 from research_dp.distributed.mesh import make_mesh
-from research_dp.distributed.shard_rules import ShardDecision, choose_dim
-from research_dp.distributed.sharding import infer_sharding
+from research_dp.distributed.sharding import ShardDecision, choose_dim, infer_sharding
 from research_dp.strategies.jaxpr_collectives import collectives as read
 
 AXES = ("data", "fsdp")

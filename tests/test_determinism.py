@@ -20,8 +20,7 @@ from research_dp.deterministic.reduction import tree_reduction
 from research_dp.deterministic.step import norm_by_blocks
 from research_dp.distributed.mesh import planning_for
 from research_dp.distributed.placement import fingerprint
-from research_dp.distributed.shard_rules import choose_dim
-from research_dp.distributed.sharding import infer_sharding
+from research_dp.distributed.sharding import choose_dim, infer_sharding
 from research_dp.errors import UsageError
 from research_dp.models import convnet, mlp, transformer
 from research_dp.strategies import TrainSpec

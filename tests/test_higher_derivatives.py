@@ -17,8 +17,7 @@ from research_dp.distributed import buckets, differentiable_gather, overlap
 from research_dp.distributed.boxed import unboxed
 from research_dp.distributed.collectives import PLAIN
 from research_dp.distributed.differentiable_gather import GatherOptions
-from research_dp.distributed.shard_rules import choose_dim
-from research_dp.distributed.sharding import infer_sharding
+from research_dp.distributed.sharding import choose_dim, infer_sharding
 from research_dp.distributed.units import Units, exchange_rows, take_rows
 from research_dp.strategies.slots import in_boxes
 

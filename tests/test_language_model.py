@@ -11,8 +11,13 @@ from decoder import BATCH, LENGTH, LOOK_AHEAD, VOCAB, batch, build, model, oracl
 
 from research_dp.analysis.program_cost import read
 from research_dp.analysis.topologies import topology
-from research_dp.distributed.shard_rules import ShardDecision, largest_dim
-from research_dp.distributed.sharding import STACK, TABLE, infer_sharding
+from research_dp.distributed.sharding import (
+    STACK,
+    TABLE,
+    ShardDecision,
+    infer_sharding,
+    largest_dim,
+)
 from research_dp.distributed.units import Units
 from research_dp.errors import UsageError
 from research_dp.models.transformer import rotate

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from research_dp.distributed.mesh import make_mesh, one_device_mesh
-from research_dp.distributed.shard_rules import ShardDecision, choose_dim, largest_dim
-from research_dp.distributed.sharding import infer_sharding
+from research_dp.distributed.sharding import ShardDecision, choose_dim, infer_sharding, largest_dim
 from research_dp.errors import UsageError
 
 

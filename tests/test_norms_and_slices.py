@@ -18,8 +18,7 @@ from steps import mesh_of, on
 import research_dp as rdp
 from research_dp import UsageError
 from research_dp.distributed.collectives import PLAIN
-from research_dp.distributed.shard_rules import ShardDecision
-from research_dp.distributed.sharding import infer_sharding
+from research_dp.distributed.sharding import ShardDecision, infer_sharding
 
 ADAM = optax.adam(0.1)
 

@@ -29,7 +29,7 @@ GROUPS = {
         *("distributed.collectives", "distributed.buckets", "distributed.gradient_sync"),
         *("distributed.differentiable_gather", "distributed.batch_examples"),
     ),
-    "Sharding": ("distributed.fsdp", "distributed.shard_rules", "distributed.sharding"),
+    "Sharding": ("distributed.fsdp", "distributed.sharding"),
     "Optimizers": (
         *("distributed.optimizer", "distributed.sharded_optimizer", "distributed.update"),
         *("distributed.norms", "distributed.microbatch"),

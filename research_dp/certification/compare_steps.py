@@ -14,9 +14,9 @@ from research_dp.certification import harness, tolerances
 from research_dp.certification.harness import Batch, Bench, StepResult, gradients_of
 from research_dp.certification.noise import NORM, NoisyTrajectories, Spread, position
 from research_dp.certification.tolerances import EPS, SIZE, Difference, Envelope, Named, gap, named
-from research_dp.distributed.replica_difference import differing_axes
 from research_dp.strategies import Strategy, TrainState
 from research_dp.strategies.strategy import init_key
+from research_dp.training.replica_check import differing_axes
 from research_dp.types import DataSet, EvalOrder
 
 SAMPLES, MORE_SAMPLES = 3, 16  # oracle steps with other rounding: always, and in doubt

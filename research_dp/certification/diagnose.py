@@ -17,13 +17,13 @@ from research_dp.certification import tolerances
 from research_dp.certification.compare_steps import StepComparison, shards_by_place
 from research_dp.certification.harness import Batch, gradients_of, run_step
 from research_dp.certification.tolerances import as_float64, gap, projection
-from research_dp.distributed.jaxpr import source_line, walk
 from research_dp.distributed.mesh import batch_devices
-from research_dp.distributed.replica_difference import difference_text
 from research_dp.distributed.sharding import by_path
 from research_dp.errors import some_of
 from research_dp.strategies import TrainState
 from research_dp.strategies.batch_losses import trace_loss
+from research_dp.strategies.jaxpr import source_line, walk
+from research_dp.training.replica_check import difference_text
 
 SHOWN = 3
 _NEAR = 1e-3  # relative distance

@@ -25,7 +25,7 @@ from research_dp.commands import streams
 from research_dp.commands.dry_run import default_text
 from research_dp.config import binding_checks, gin_internals, load, parser
 from research_dp.data import DataSet
-from research_dp.distributed.shard_rules import ShardDecision
+from research_dp.distributed.sharding import ShardDecision
 from research_dp.errors import UsageError
 from research_dp.strategies import Strategy, StrategyConfig
 from research_dp.types import TrainableModel

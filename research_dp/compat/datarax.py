@@ -26,7 +26,7 @@ from research_dp.distributed.gradient_sync import sum_gradients, sync_gradients
 from research_dp.distributed.microbatch import add_up
 from research_dp.distributed.norms import clip_by_global_norm_sharded
 from research_dp.distributed.optimizer import apply_optimizer
-from research_dp.distributed.shard_rules import choose_dim
+from research_dp.distributed.sharding import choose_dim
 from research_dp.distributed.vma import refuse_mapped
 from research_dp.errors import UsageError
 

@@ -11,7 +11,7 @@ from research_dp.argument_checks import checked
 from research_dp.argument_types import AxisName, CountOrZero, Dtype, Limit
 from research_dp.distributed.collectives import PLAIN, Reduction
 from research_dp.distributed.fsdp import gather_params, shard_params
-from research_dp.distributed.shard_rules import Rule
+from research_dp.distributed.sharding import Rule
 from research_dp.errors import check_methods
 
 PyTree = Any

@@ -12,7 +12,7 @@ from research_dp import argument_types as types
 from research_dp.argument_checks import checked
 from research_dp.distributed.collectives import PLAIN, Reduction
 from research_dp.distributed.fsdp import gather_params, shard_params
-from research_dp.distributed.shard_rules import Rule
+from research_dp.distributed.sharding import Rule
 from research_dp.errors import check_methods
 
 

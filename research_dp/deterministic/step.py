@@ -19,13 +19,14 @@ from jax.extend.core import ClosedJaxpr, jaxprs_in_params
 from research_dp.deterministic import sum as tree_sum
 from research_dp.deterministic.division import as_written
 from research_dp.deterministic.sum import TreeReduction, add_pairs, fence, unknown_zero
+from research_dp.distributed.buckets import flatten_padded, pad_to_multiple
 from research_dp.distributed.collectives import gather
-from research_dp.distributed.jaxpr import Callers, Source, trace_sources
 from research_dp.distributed.mesh import FSDP_AXIS
 from research_dp.distributed.optimizer import apply_optimizer
-from research_dp.distributed.sharding import LeafSharding, flatten_padded, pad_to_multiple
+from research_dp.distributed.sharding import LeafSharding
 from research_dp.distributed.units import Units
 from research_dp.errors import UsageError, binding_error
+from research_dp.strategies.jaxpr import Callers, Source, trace_sources
 from research_dp.strategies.step import Step, Sums, sums_of
 from research_dp.strategies.strategy import (
     PlacedBatch,

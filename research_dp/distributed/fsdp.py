@@ -33,8 +33,15 @@ from research_dp.distributed import boxed, buckets, collectives
 from research_dp.distributed.boxed import names_of, value_of
 from research_dp.distributed.collectives import PLAIN, Axes, Reduction, axes_size, flat_axes, takes
 from research_dp.distributed.differentiable_gather import GatherOptions, gather_tree_with_mean_grads
-from research_dp.distributed.shard_rules import Rule, ShardDecision, apply_rule, choose_dim
-from research_dp.distributed.sharding import LeafSharding, decision_in_use, unit_kind
+from research_dp.distributed.sharding import (
+    LeafSharding,
+    Rule,
+    ShardDecision,
+    apply_rule,
+    choose_dim,
+    decision_in_use,
+    unit_kind,
+)
 from research_dp.distributed.transports.all_to_all import over_gloo
 from research_dp.distributed.units import exchange_rows
 from research_dp.errors import UsageError

@@ -1,6 +1,10 @@
-"""Agreement between the processes of a run: collectives, which all processes call."""
+"""Agreement between the processes of a run by collectives; internals of JAX that this takes."""
 
 from __future__ import annotations
+
+import pkgutil
+import sys
+from typing import Any
 
 import jax
 import numpy as np
@@ -31,3 +35,12 @@ def first_problem(problem: str | None) -> str | None:
 def of_the_first(number: int) -> int:
     """The integer of process 0, of any size."""
     return int(texts_of_all(str(number))[0])
+
+
+def jax_internals(without: str, *names: str) -> list[Any] | None:
+    """Attributes of `jax._src`; None, and a warning of what happens `without`: one is missing."""
+    try:
+        return [pkgutil.resolve_name(f"jax._src.{name}") for name in names]
+    except (ImportError, AttributeError) as error:
+        print(f"Warning: JAX {jax.__version__}: {error}: {without}.", file=sys.stderr, flush=True)
+        return None

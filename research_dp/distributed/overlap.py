@@ -15,8 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from research_dp.distributed.differentiable_gather import with_gradient
-from research_dp.distributed.remat import GATHERED
+from research_dp.distributed.differentiable_gather import GATHERED, with_gradient
 from research_dp.distributed.sharding import LeafSharding
 
 PyTree = Any

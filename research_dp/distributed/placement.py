@@ -1,4 +1,4 @@
-"""Puts trees of arrays on shardings, and reads global arrays back."""
+"""Puts trees of arrays on shardings, reads global arrays back, and counts bytes on a device."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 import hashlib
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -125,3 +125,20 @@ def fingerprint(tree: PyTree, alive: Callable[[], None] = lambda: None) -> str:
         digest.update(f"{path} {array.dtype} {array.shape}".encode())
         digest.update(np.ascontiguousarray(array).tobytes())
     return digest.hexdigest()
+
+
+class ProgramMemory(NamedTuple):
+    """Bytes on a device, as the compiler reports them."""
+
+    temp_bytes: int
+    peak_bytes: int
+    needed_bytes: int  # the peak, or all arguments, results and temporaries at once
+
+    @classmethod
+    def of(cls, program: Any) -> ProgramMemory:
+        """The memory of what `lower(...).compile()` returned."""
+        memory = program.memory_analysis()
+        results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+        at_once = memory.argument_size_in_bytes + memory.temp_size_in_bytes + results
+        peak = memory.peak_memory_in_bytes
+        return cls(memory.temp_size_in_bytes, peak, max(peak, at_once))

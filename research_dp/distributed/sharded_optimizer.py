@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from research_dp.argument_checks import checked
 from research_dp.argument_types import Arrays, AxisName, Count, Shapes, Transform, arrays_like
-from research_dp.distributed import sharding
+from research_dp.distributed import buckets
 from research_dp.distributed.collectives import Axes, flat_axes
 from research_dp.distributed.dependence import REPLICATED, Dependence, elementwise
 from research_dp.distributed.elementwise import find_mixing
@@ -117,7 +117,7 @@ def slice_state(transform: Transform, state: PyTree, parameters: Shapes, shards:
 
     def one(x: Any, p: LeafSharding) -> Any:
         cut = p.flat and x.shape == p.shape
-        return sharding.flatten_padded(x, p.axis_size).reshape(p.split_shape) if cut else x
+        return buckets.flatten_padded(x, p.axis_size).reshape(p.split_shape) if cut else x
 
     return map_state(transform, one, state, infer_flat_sharding(parameters, shards))
 
@@ -138,7 +138,7 @@ def unsharded_state(
         named = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
         axes = tuple(named.spec)[p.dim :][:1] if isinstance(named, NamedSharding) else ()
         check_slice_axes(f"sharding of the optimizer state of {p.path}", axes)
-        return sharding.unflatten(x, p.shape)
+        return buckets.unflatten(x, p.shape)
 
     return map_state(transform, one, state, infer_flat_sharding(parameters, shards))
 

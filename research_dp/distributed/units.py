@@ -16,9 +16,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from research_dp.distributed import collectives
-from research_dp.distributed.differentiable_gather import GatherOptions, with_gradient
+from research_dp.distributed.differentiable_gather import (
+    REMAT,
+    GatherOptions,
+    keep_gathered,
+    with_gradient,
+)
 from research_dp.distributed.overlap import scan_prefetched
-from research_dp.distributed.remat import REMAT, keep_gathered
 from research_dp.distributed.sharding import LeafSharding
 from research_dp.errors import UsageError
 from research_dp.types import PyTree

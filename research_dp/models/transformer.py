@@ -14,8 +14,8 @@ import numpy as np
 
 from research_dp.argument_checks import checked
 from research_dp.argument_types import Count, DropoutRate, Dtype
+from research_dp.distributed.differentiable_gather import Remat
 from research_dp.distributed.mesh import target_platform
-from research_dp.distributed.remat import Remat
 from research_dp.errors import UsageError
 from research_dp.models.language_model import LanguageModel
 from research_dp.models.layers import Api, Layers, dropout, network_functions

@@ -19,8 +19,7 @@ from research_dp.analysis.comm_lower_bound import min_wire_bytes
 from research_dp.analysis.program_cost import ProgramCost, read, wire_totals
 from research_dp.analysis.topologies import Topology
 from research_dp.distributed.mesh import batch_devices
-from research_dp.distributed.placement import nbytes
-from research_dp.distributed.program_memory import ProgramMemory
+from research_dp.distributed.placement import ProgramMemory, nbytes
 from research_dp.errors import first_line
 from research_dp.planning.row import CollectiveTotal, Row
 from research_dp.strategies import Strategy, StrategyConfig, TrainSpec

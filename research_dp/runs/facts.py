@@ -18,7 +18,7 @@ from typing import Any
 import gin
 import jax
 
-from research_dp.distributed.program_memory import ProgramMemory
+from research_dp.distributed.placement import ProgramMemory
 from research_dp.errors import first_line
 from research_dp.runs import files
 from research_dp.runs.manifest import origin

@@ -19,9 +19,8 @@ from research_dp.distributed.boxed import is_box, names_of, value_of
 from research_dp.distributed.collectives import PLAIN, Reduction, cast_dtype, flat_axes
 from research_dp.distributed.mesh import BATCH_AXES, FSDP_AXIS, batch_devices, sizes_text
 from research_dp.distributed.optimizer import map_state
-from research_dp.distributed.shard_rules import ShardDecision, largest_dim
 from research_dp.distributed.sharded_optimizer import find_mixing_update
-from research_dp.distributed.sharding import LeafSharding, path_name
+from research_dp.distributed.sharding import LeafSharding, ShardDecision, largest_dim, path_name
 from research_dp.errors import UsageError, binding_error
 from research_dp.strategies import slots, strategy
 from research_dp.strategies.strategy import PlacedBatch, StrategyConfig, TrainSpec, TrainState

@@ -19,11 +19,11 @@ from research_dp.distributed import overlap
 from research_dp.distributed.batch_examples import split_over
 from research_dp.distributed.boxed import unboxed
 from research_dp.distributed.collectives import axes_size, cast_dtype
+from research_dp.distributed.differentiable_gather import drop_gathered
 from research_dp.distributed.mesh import FSDP_AXIS
 from research_dp.distributed.microbatch import add_up
 from research_dp.distributed.norms import clip_factor, global_norm
 from research_dp.distributed.optimizer import apply_gradients, apply_optimizer
-from research_dp.distributed.remat import drop_gathered
 from research_dp.distributed.sharding import TABLE
 from research_dp.distributed.units import Units
 from research_dp.errors import binding_error

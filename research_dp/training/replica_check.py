@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from research_dp.distributed.replica_difference import difference_text, differing_axes
 from research_dp.distributed.sharding import by_path
 from research_dp.errors import RunFailure, binding_error, some_of
 from research_dp.runs.checksum import as_bits
@@ -137,3 +136,31 @@ def _outliers(shards: Mapping[tuple[int, ...], tuple[Hashable, int]]) -> list[tu
         is_tie = bool(others) and others[0][1] == times
         result += [place for place, checksum in group.items() if is_tie or checksum != usual]
     return result
+
+
+def differing_axes(shards: Mapping[Any, Any], axis_names: Sequence[str]) -> tuple[str, ...]:
+    """The mesh axes along which devices have different contents of the same part of an array.
+
+    `shards` has (index of the part, its bytes or checksum), by the mesh coordinates of the device.
+    """
+    different = set()
+    for coordinates, (part, contents) in shards.items():
+        for i, axis in enumerate(axis_names):
+            first_part, first = shards[(*coordinates[:i], 0, *coordinates[i + 1 :])]
+            if first_part == part and first != contents:
+                different.add(axis)
+    return tuple(axis for axis in axis_names if axis in different)
+
+
+def difference_text(what: str, paths: Sequence[str], axes: Sequence[str], mesh: Mesh) -> str:
+    """A message: which replicas of e.g. a 'gradient' or the 'model state' differ where, and why."""
+    along = " and ".join(f"{axis} (size {mesh.shape[axis]})" for axis in axes)
+    cause = "gradients are the same, so each device updates in its own way"
+    if what == "gradient":
+        cause = f"never synchronised over {' and '.join(axes)}"
+    elif what == "model state":
+        cause = (
+            "statistics are each device's own; take a module with BatchNorm by from_linen or "
+            "from_nnx, and average a statistic of your own over `batch_axes`"
+        )
+    return f"copies of {what} {some_of(paths, 3)} differ along mesh axis {along}: {cause}"

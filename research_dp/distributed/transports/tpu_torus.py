@@ -18,8 +18,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
+from research_dp.distributed.buckets import pad_to_multiple
 from research_dp.distributed.collectives import PLAIN, Reduction
-from research_dp.distributed.sharding import pad_to_multiple
 from research_dp.errors import binding_error
 
 # TPU memory has tiles of 8 rows of 128 elements; flat blocks are padded to a multiple.
