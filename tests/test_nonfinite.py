@@ -220,3 +220,22 @@ def test_weights_that_are_too_small_to_train_on_are_named(weight):
     check = NonfiniteCheck(PATHS, "stop", "Nothing was touched.", print)
     with pytest.raises(RunFailure, match="step 3: the weights of its examples are too small"):
         check.check(3, jax.device_put(metrics[NONFINITE]))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("stem", ["single", "ddp"])
+def test_counts_are_not_rounded_to_the_dtype_of_their_sums(stem, dtype):
+    """131,088 tokens are too many for float16, and no multiple of what bfloat16 resolves."""
+
+    def loss(params, model_state, batch, keys, *, train, batch_axes):
+        rows = batch["x"].shape[0]
+        tokens = jnp.int32(8193 * rows)
+        total = (jnp.sum(params["a"] ** 2) * rows).astype(dtype)
+        return LossOutput(total, tokens, {}, {"length": (total, tokens)})
+
+    spec = TrainSpec(
+        model=TrainableModel(init, loss), optimizer=optax.sgd(0.1), example=EXAMPLE, batch_size=16
+    )
+    strategy = recipe(stem).build(spec)
+    _, metrics = step(strategy, strategy.init(0))
+    assert metrics["loss"][1] == metrics["length"][1] == 16 * 8193

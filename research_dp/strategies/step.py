@@ -244,9 +244,12 @@ class Step:
 
 
 def sums_of(out: LossOutput) -> Sums:
-    """Metrics as float32 arrays (2,): sum and count."""
+    """Metrics as float32 arrays (2,): sum and count, each converted alone.
+
+    A sum in bfloat16 would round its count, one in float16 would make it infinite.
+    """
     sums = {"loss": (out.total, out.weight), **out.sums}
-    return {name: jnp.stack(pair).astype(jnp.float32) for name, pair in sums.items()}
+    return {k: jnp.stack([jnp.asarray(x, jnp.float32) for x in pair]) for k, pair in sums.items()}
 
 
 class StepOptimizer:
