@@ -226,9 +226,11 @@ def is_callable(part: Any) -> bool:
 
 
 def check_unmasked(what: str, value: Any) -> None:
-    """Raises UsageError for a masked array, or a list of them: NumPy would drop the mask."""
-    first = value[0] if isinstance(value, list | tuple) and value else value
-    if isinstance(first, np.ma.MaskedArray):
+    """Raises UsageError for a masked array, alone or in lists: NumPy would drop the mask."""
+    if isinstance(value, list | tuple) and {*map(type, value)} - {bool, int, float, str}:
+        for part in value:
+            check_unmasked(what, part)
+    if isinstance(value, np.ma.MaskedArray):
         raise UsageError(
             f"{what} is a masked array, and the numbers under its mask would be used. Fill it, "
             "e.g. with filled(0), and give the mask as an array of weights."

@@ -1,5 +1,7 @@
 """Arrays and sources by index as data: order, resume and processes are right by construction."""
 
+import collections
+import dataclasses
 import io
 import subprocess
 import sys
@@ -413,6 +415,22 @@ class Collected(Buffered):
         return [self[index] for index in indices]
 
 
+class CollectedInTurns(InTurns, Collected):
+    """The first two of them have memory of their own."""
+
+
+class CollectedObject(Collected):
+    """Several at once are one object."""
+
+    def __init__(self):
+        super().__init__()
+        self.one = types.SimpleNamespace()
+
+    def __getitem__(self, index):
+        vars(self.one).update(super().__getitem__(index))
+        return self.one
+
+
 def attributes(example):
     return {"x": example.x, "y": example.y}
 
@@ -436,9 +454,11 @@ class IntoOne:
         lambda **o: from_source(Objects(), transform=attributes, **o),
         lambda **o: from_source(InTurns(), **o),
         lambda **o: from_source(Collected(), **o),
+        lambda **o: from_source(CollectedInTurns(), **o),
+        lambda **o: from_source(CollectedObject(), transform=attributes, **o),
         lambda **o: from_source(Source(), transform=IntoOne(), **o),
     ],
-    ids=["objects", "in turns", "collected", "transform"],
+    ids=["objects", "in turns", "collected", "collected in turns", "one object", "transform"],
 )
 def test_memory_that_is_used_again_wherever_it_is(make, threads):
     data, expected = make(threads=threads, cache_bytes=0, name="arrays"), from_arrays(*arrays())
@@ -471,6 +491,39 @@ def test_what_cannot_be_copied_keeps_no_array_from_being_copied():
 def test_examples_that_do_not_fit_are_not_stacked(other):
     with pytest.raises(UsageError, match=r"an example has .* and others have"):
         stack([{"x": np.ones(3)}, other], 2)
+
+
+Pair = collections.namedtuple("Pair", "x y")
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+    x: np.ndarray
+    y: np.ndarray
+
+
+class Named(dict):
+    """Has its values as attributes too."""
+
+    __getattr__ = dict.__getitem__
+
+
+@pytest.mark.parametrize("kind", [Pair, Item, Named, collections.OrderedDict])
+def test_examples_of_other_kinds_are_copied_with_their_arrays(kind):
+    given = [kind(**example) for example in list_of_examples()]
+
+    def doubled(example):
+        assert type(example) is kind
+        x, y = example.values() if isinstance(example, dict) else attributes(example).values()
+        x *= 2
+        return {"x": x, "y": y}
+
+    (first, *_) = train(from_source(given, transform=doubled, cache_bytes=0, name="arrays"))
+    (expected, *_) = train(from_arrays(*arrays()))
+    np.testing.assert_array_equal(first["x"], 2 * expected["x"])
+    for example, other in zip(given, list_of_examples(), strict=True):
+        x = example["x"] if isinstance(example, dict) else example.x
+        np.testing.assert_array_equal(x, other["x"])
 
 
 def halved(example):
@@ -557,6 +610,8 @@ MASKED = np.ma.masked_array(np.ones((SIZE, 3)), np.eye(SIZE, 3))
         lambda: from_arrays({"x": np.ones((SIZE, 3)), "w": MASKED[:, 0]}),
         lambda: from_arrays(np.ones((SIZE, 3)), eval=(MASKED, None)),
         lambda: from_arrays(list(MASKED)),
+        lambda: from_arrays([np.ones(3), *MASKED]),
+        lambda: from_arrays([[np.ones(3), row] for row in MASKED]),
         lambda: from_source([{"x": row} for row in MASKED]),
     ],
 )

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import itertools
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -93,11 +92,11 @@ class Examples:
         failed = None
         if get_many := getattr(self.source, "__getitems__", None):
             try:
-                raw = get_many(integers)
+                raw = list(get_many(integers))
             except Exception as error:
                 failed = error  # the first example that cannot be read alone is named
             else:
-                if not _share_memory(raw[:2]):  # some collect what `__getitem__` returns
+                if not _share_memory(raw):  # some collect what `__getitem__` returns
                     yield from raw
                     return
         for index, integer in zip(indices, integers, strict=True):
@@ -117,10 +116,21 @@ class Examples:
 
 
 def _share_memory(examples: Sequence[Any]) -> bool:
-    """Whether two examples are in the same memory."""
-    leaves = [[x for x in jax.tree.leaves(one) if hasattr(x, "__array__")] for one in examples]
-    pairs = itertools.product(*leaves) if len(leaves) > 1 else ()
-    return any(np.may_share_memory(np.asarray(a), np.asarray(b)) for a, b in pairs)
+    """Whether two examples are the same object, or have arrays in the same memory."""
+    seen: set[tuple[str, int]] = set()
+    kept = []  # nothing is freed whose place another could take
+    for one in examples:
+        leaves = [x for x in jax.tree.leaves(one) if hasattr(x, "__array__")]
+        arrays = [np.asarray(x) for x in leaves if not isinstance(x, jax.Array)]
+        places = {("array", x.__array_interface__["data"][0]) for x in arrays if x.size}
+        places.add(("example", id(one)))
+        if places & seen:
+            return True
+        if not leaves and isinstance(one, dict | list | tuple):
+            return False  # no arrays: lists of numbers are long
+        seen |= places
+        kept.append((one, arrays))
+    return False
 
 
 def _in_worker(*fields: Any) -> Examples:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import numbers
 import pickle
@@ -115,7 +116,8 @@ def from_source(
 
     Args:
         source: Its examples are dicts of arrays, of the same shapes and dtypes, or what `transform`
-            takes. Arrays, dicts and lists are copied before `transform` and `augment` get them.
+            takes. Arrays, dicts, lists, tuples and dataclasses are copied before `transform` and
+            `augment` get them, other objects are not.
         eval: A source to evaluate on; or the fraction of the examples that are evaluated on and not
             trained on, the same in every run. `source` itself: all are trained on.
         transform: An example of the source -> dict of arrays, e.g. decoding; the same at each call.
@@ -261,6 +263,18 @@ def _copied(raw: Any) -> Any:
     if type(raw) in (list, tuple):
         is_flat = raw and isinstance(raw[0], numbers.Number | str | bytes)
         return raw[:] if is_flat else type(raw)(map(_copied, raw))
+    if isinstance(raw, tuple) and hasattr(raw, "_make"):
+        return raw._make(map(_copied, raw))
+    if isinstance(raw, dict):
+        own: Any = copy.copy(raw)
+        for name, x in raw.items():
+            dict.__setitem__(own, name, _copied(x))
+        return own
+    if dataclasses.is_dataclass(raw) and not isinstance(raw, type):
+        own = copy.copy(raw)
+        for field in dataclasses.fields(raw):  # frozen ones too
+            object.__setattr__(own, field.name, _copied(getattr(raw, field.name)))
+        return own
     is_tensor = hasattr(raw, "__array__") and not isinstance(raw, jax.Array | np.generic)
     return copy.deepcopy(raw) if is_tensor else raw
 
