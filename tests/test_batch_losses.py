@@ -120,6 +120,12 @@ def hardest(logits, y, _):
     return LossOutput(jax.lax.top_k(cross_entropy(logits, y), 2)[0].sum(), jnp.float32(2), {}, {})
 
 
+def gathered_by_place(logits, y, _):
+    """Device 1's own pairs are not the first ones of all."""
+    scores = logits @ research_dp.gather_examples(logits).T
+    return cross_entropy(scores, jnp.arange(len(logits)))
+
+
 def correlation(logits, y, _):
     matrix = logits.T @ logits / y.shape[0]
     return LossOutput(jnp.sum((matrix - jnp.eye(CLASSES)) ** 2), jnp.float32(1), {}, {})
@@ -141,6 +147,7 @@ def neighbours(x):
 
 MIXING = {
     "in-batch negatives": (own_loss, in_batch_negatives, "dot_general"),
+    "in-batch negatives, gathered": (own_loss, gathered_by_place, "gather"),
     "class weights": (own_loss, class_weights, "gather"),
     "class weights, one-hot": (own_loss, class_weights_one_hot, "dot_general"),
     "a masked mean": (own_loss, masked_mean_alone, "div"),
@@ -166,6 +173,22 @@ MIXING = {
     "halves": (in_linen, lambda x: jnp.concatenate([x[: len(x) // 2], -x[len(x) // 2 :]]), "slice"),
     "another order": (in_nnx, lambda x: x.reshape(x.shape[1], -1).T, "reshape"),
     "places": (in_linen, lambda x: x * jnp.arange(len(x))[:, None], "mul"),
+    "places that are counted": (
+        own_loss,
+        lambda x, y, _: cross_entropy(x, y) * jnp.cumsum(jnp.ones(len(y))),
+        "mul",
+    ),
+    "places between two numbers": (
+        in_nnx,
+        lambda x: x * jnp.linspace(0, 1, len(x))[:, None],
+        "mul",
+    ),
+    "the first example": (in_linen, lambda x: x * jnp.zeros((len(x), 1)).at[0].set(1), "mul"),
+    "all but the first": (
+        in_linen,
+        lambda x: x * jnp.pad(jnp.ones((len(x) - 1, 1)), ((1, 0), (0, 0))),
+        "mul",
+    ),
     "a permutation": (in_linen, lambda x: x[(jnp.arange(len(x)) + 1) % len(x)], "gather"),
 }
 
@@ -190,6 +213,28 @@ def masked_mean_weighted(logits, y, _):
     mask = (y > 1).astype(jnp.float32)
     mean = jnp.sum(cross_entropy(logits, y) * mask) / jnp.maximum(mask.sum(), 1)
     return LossOutput(mean * mask.sum(), mask.sum(), {}, {})
+
+
+def masked_mean_regularised(logits, y, params):
+    mask = (y > 1).astype(jnp.float32)
+    mean = jnp.sum(cross_entropy(logits, y) * mask) / mask.sum()
+    return LossOutput((mean + jnp.sum(params["w"] ** 2)) * mask.sum(), mask.sum(), {}, {})
+
+
+def two_views(logits, y, _):
+    views = jnp.concatenate([jnp.zeros_like(y), jnp.ones_like(y)])
+    losses = cross_entropy(jnp.concatenate([logits, -logits]), views)
+    return LossOutput(losses.sum(), jnp.float32(len(y)), {}, {})
+
+
+def in_chunks(logits, y, _):
+    return jax.lax.map(lambda example: cross_entropy(*example), (logits, y), batch_size=3)
+
+
+def some_features(x):
+    """Weights of features, made by scatters, sums and padding."""
+    chosen = jnp.zeros(x.shape).at[:, 2].set(1.0).at[:, 4:].set(2.0)
+    return x * chosen * jnp.pad(jnp.cumsum(chosen, 1), ((0, 0), (1, 0)))[:, 1:]
 
 
 def one_hot_by_scatter(logits, y, _):
@@ -262,6 +307,8 @@ ALIKE = {
     },
     "contrastive": (contrastive.two_towers, PAIRS),
     "masked mean, weighted": (lambda: own_loss(masked_mean_weighted), EXAMPLE),
+    "masked mean, regularised": (lambda: own_loss(masked_mean_regularised), EXAMPLE),
+    "labels of views": (lambda: own_loss(two_views), EXAMPLE),
     "one-hot by scatter": (lambda: own_loss(one_hot_by_scatter), EXAMPLE),
     "a regulariser for each example": (lambda: own_loss(regularised), EXAMPLE),
     "log probabilities": (
@@ -289,6 +336,7 @@ ALIKE = {
             ("noise of all", in_nnx, lambda x: x + jax.random.normal(jax.random.key(0), (1, 16))),
             ("global mean", in_linen, lambda x: x - research_dp.global_mean(x)[None]),
             ("norms", in_nnx, lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True)),
+            ("some features", in_linen, some_features),
             ("fft", in_linen, lambda x: jnp.fft.fft(x).real),
             ("a loop", in_linen, lambda x: jax.lax.fori_loop(0, 3, lambda i, c: c / 2 + x, x)),
         )
@@ -574,7 +622,7 @@ def test_the_bytes_of_gathered_examples_are_counted_apart():
     assert 0 < totals["of_model"] < totals["total"]
 
 
-@pytest.mark.parametrize("function", [scanned, regularised_on_each_device])
+@pytest.mark.parametrize("function", [scanned, in_chunks, regularised_on_each_device])
 def test_what_cannot_be_decided_goes_on_with_a_doubt(function):
     assert "is not known" in built(own_loss(function)).doubt
 

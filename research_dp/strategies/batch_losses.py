@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -87,6 +88,9 @@ def _judge(strategy: Strategy, train: bool, number: int) -> Finding | None:
     units = (p for p in _PRIMES if all(length % p for length in lengths))
     unit = next(itertools.islice(units, number, None), _PRIMES[number])
     rows = 2 * unit  # even, for models that halve a batch
+    if number:  # and for those that cut it in chunks, if the device's own examples can be
+        local = spec.batch_size // batch_devices(strategy.mesh) // spec.accumulation_steps
+        rows = math.lcm(2, math.gcd(local, 48)) * unit
     try:
         program, results = trace_loss(strategy, rows, train=train)
         rules = ExampleRules(rows, unit, strategy.batch_axes)

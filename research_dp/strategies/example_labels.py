@@ -149,6 +149,33 @@ _LINEAR = {
 }
 
 
+def keeps_alike(equation: Any, dim: int, rows: int) -> bool:
+    """Whether rows along a dim of the result are alike, if those of each operand are."""
+    name, params = equation.primitive.name, equation.params
+    lengths = [x.aval.shape[dim] for x in equation.invars if dim < len(x.aval.shape)]
+    if name == "concatenate":  # whole batches: several views, say
+        return dim != params["dimension"] or all(length % rows == 0 for length in lengths)
+    if name == "pad":
+        return not any(params["padding_config"][dim])
+    if name.startswith("cum"):
+        return dim != params["axis"]
+    if name == "dynamic_update_slice":
+        return len(set(lengths[:2])) == 1
+    if name.startswith("scatter"):
+        return dim in _whole_window(equation)
+    return True
+
+
+def _whole_window(equation: Any) -> list[int]:
+    """Dims of an array all of whose length is written at each place of a scatter."""
+    numbers = equation.params["dimension_numbers"]
+    dropped = *numbers.inserted_window_dims, *numbers.operand_batching_dims
+    shape, written = equation.invars[0].aval.shape, equation.invars[2].aval.shape
+    window = [d for d in range(len(shape)) if d not in dropped]
+    pairs = zip(window, numbers.update_window_dims, strict=True)
+    return [d for d, own in pairs if shape[d] == written[own]]
+
+
 def of_sums(name: str, inputs: list[Examples]) -> Examples:
     """The label of an elementwise function of sums over examples, their number and constants."""
     kinds, first = [x.kind for x in inputs], inputs[0]
@@ -159,6 +186,8 @@ def of_sums(name: str, inputs: list[Examples]) -> Examples:
         return made
     if name in ("add", "sub"):
         alike = {("sum" if x.kind == "count" else x.kind, x.over) for x in inputs}
+        if set(kinds) <= {"mean", "same"} and kinds.count("mean") == 1:
+            return made  # (a / b) + c = (a + c b) / b
         # A regulariser may be added to a mean that is scaled up later.
         return made if len(alike) == 1 else ADDED if "same" in kinds else LOCAL
     if name == "mul" and {"same", "count"} & set(kinds):
@@ -231,6 +260,8 @@ def of_gather(equation: Any, inputs: list[Examples]) -> Examples:
     if operand.dim in numbers.operand_batching_dims:
         number = numbers.operand_batching_dims.index(operand.dim)
         dim = numbers.start_indices_batching_dims[number]
+        if indices.kind == "place":  # each example is looked up by its place on the device
+            return BY_PLACE
         if indices.kind == "same" or indices.dim == dim:
             return Examples("rows", free[dim], operand.major)
     elif operand.dim in kept and indices.kind == "same":

@@ -118,6 +118,10 @@ class ExampleRules:
         if name == "axis_index":
             return UNKNOWN
         if not others:
+            made = (d for d, n in enumerate(shape) if self.counts(n))
+            places = [d for d in made if not labels.keeps_alike(equation, d, self.rows)]
+            if places:  # cumsum(ones(B)), say
+                return Examples("place", places[0])
             keeps = name in ("broadcast_in_dim", "convert_element_type", "reshape")
             return inputs[0] if keeps else SAME
         if name in _COLLECTIVES:
