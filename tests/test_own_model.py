@@ -17,6 +17,7 @@ from own_modules import CLASSES, FEATURES, MASKS
 from test_strategies import recipe
 
 import research_dp
+import research_dp.deterministic.reduction
 import research_dp.training.loop
 from research_dp.config import load
 from research_dp.errors import UsageError
