@@ -233,9 +233,10 @@ class StrategyConfig:
         strategy = self.engine(self, self.fitted(spec))
         try:  # This finds what does not fit. The trace is kept for the first step.
             jax.eval_shape(strategy.train_step, strategy.abstract_state, strategy.abstract_batch)
-            evaluated = _as_evaluated(strategy.abstract_batch)
-            jax.eval_shape(strategy.eval_step, strategy.abstract_state, evaluated)
             strategy = batch_losses.judged(strategy)
+            if strategy.doubt or not strategy.splits_batch:  # else that traced evaluation too
+                evaluated = _as_evaluated(strategy.abstract_batch)
+                jax.eval_shape(strategy.eval_step, strategy.abstract_state, evaluated)
         except UsageError as error:
             if hasattr(self, error.binding or ""):  # of a lower room, which knows no strategy
                 error.binding = f"data_parallel.{error.binding}"
