@@ -10,11 +10,12 @@ import pytest
 from conftest import ROOT
 
 PACKAGE = ROOT / "research_dp"
-GROUND = {"", "distributed", "strategies", "deterministic"}
+GROUND = {"", "tracing", "distributed", "strategies", "deterministic"}
 # Package -> the packages of research_dp that it may import; "" has the modules that all share.
 ALLOWED = {
     "": {""},
-    "distributed": {"", "distributed"},
+    "tracing": {"", "tracing"},
+    "distributed": {"", "tracing", "distributed"},
     "deterministic": GROUND,
     "strategies": GROUND - {"deterministic"},
     "compat": {"", "distributed", "compat"},
@@ -30,8 +31,8 @@ ALLOWED["comparison"] = ALLOWED["planning"] | ALLOWED["certification"] | {"compa
 ALLOWED["config"] = {*ALLOWED, "config"}
 SHARED = {"types", "errors", "console", "terminal", "argument_checks", "argument_types"}
 SHARED |= {"html_page", "html_controls", "html_text"}
-DOORWAYS = {"train", "plan", "certify", "compare", "conform", "sweep", "checkpoints", "launch"}
-DOORWAYS.add("__main__")
+DOORWAYS = {"train", "plan", "certify", "compare", "conform", "sweep", "evaluate", "launch"}
+DOORWAYS |= {"checkpoints", "__main__"}
 CORE = {"jax", "flax", "optax", "gin", "numpy"}
 FILES = sorted(PACKAGE.rglob("*.py"))
 
@@ -63,7 +64,7 @@ def wrong_imports(room, source):
         if first == "research_dp":
             other = "" if rest and rest[0] in SHARED else (rest or [None])[0]
             wrong = room in ALLOWED and other not in ALLOWED[room]
-        elif room in ("distributed", "strategies", "deterministic"):
+        elif room in GROUND - {""}:
             wrong = first not in CORE | sys.stdlib_module_names
         else:
             wrong = not first  # relative
@@ -75,6 +76,24 @@ def wrong_imports(room, source):
 def test_imports_run_one_way(path):
     room = room_of(path.relative_to(PACKAGE).with_suffix("").parts)
     assert not list(wrong_imports(room, path.read_text()))
+
+
+def test_contributing_has_the_table_of_rooms():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    rows = re.findall(r"^\| ((?:`[\w.]+/?`(?:, )?)+) \| .+ \| (.+) \|$", text, re.M)
+    rooms, files, every = {}, set(), {*ALLOWED, "commands"}
+    for names, may in rows:
+        if may == "each other" or ".py" in names:
+            files |= {name.removesuffix(".py") for name in re.findall(r"[\w.]+", names)}
+            continue
+        (room,) = re.findall(r"(\w+)/", names)
+        named = set(re.findall(r"`(\w+)`", may))
+        found = every - named if may.startswith("all") else {room, "", *named}
+        rooms[room] = found | (GROUND if "the ground" in may else set())
+    assert rooms.pop("commands") == every
+    assert rooms == {room: ALLOWED[room] for room in ALLOWED if room}
+    assert files == SHARED | DOORWAYS
+    assert {path.parent.name for path in PACKAGE.glob("*/__init__.py")} == {*rooms, "commands"}
 
 
 def test_no_file_imports_one_that_imports_it():
@@ -140,8 +159,8 @@ def test_only_the_room_runs_knows_the_files_of_a_run():
 
 
 ROOMS_WITHOUT = {
-    "train": ("distributed", "models", "data", "compat", "strategies", "deterministic"),
-    "data_parallel": ("distributed", "models", "data", "compat"),
+    "train": ("tracing", "distributed", "models", "data", "compat", "strategies", "deterministic"),
+    "data_parallel": ("tracing", "distributed", "models", "data", "compat"),
 }
 
 

@@ -22,7 +22,7 @@ from research_dp.distributed.sharding import by_path
 from research_dp.errors import some_of
 from research_dp.strategies import TrainState
 from research_dp.strategies.batch_losses import trace_loss
-from research_dp.strategies.jaxpr import source_line, walk
+from research_dp.tracing.jaxpr import source_line, walk
 from research_dp.training.replica_check import difference_text
 
 SHOWN = 3

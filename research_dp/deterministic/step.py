@@ -26,7 +26,6 @@ from research_dp.distributed.optimizer import apply_optimizer
 from research_dp.distributed.sharding import LeafSharding
 from research_dp.distributed.units import Units
 from research_dp.errors import UsageError, binding_error
-from research_dp.strategies.jaxpr import Callers, Source, trace_sources
 from research_dp.strategies.step import Step, Sums, sums_of
 from research_dp.strategies.strategy import (
     PlacedBatch,
@@ -35,6 +34,7 @@ from research_dp.strategies.strategy import (
     TrainState,
     example_keys,
 )
+from research_dp.tracing.jaxpr import Callers, Source, trace_sources
 
 PyTree = Any
 

@@ -16,13 +16,13 @@ import jax
 import numpy as np
 
 from research_dp.distributed.batch_examples import seed_key, split_over
-from research_dp.distributed.elementwise import Rules, interpret
 from research_dp.distributed.mesh import batch_devices
 from research_dp.distributed.sharding import path_name
 from research_dp.distributed.units import Units
 from research_dp.errors import binding_error, first_line
-from research_dp.strategies.example_labels import SAME, SPOILT, Examples
-from research_dp.strategies.example_mixing import ExampleRules
+from research_dp.tracing.elementwise import Rules, interpret
+from research_dp.tracing.example_labels import SAME, SPOILT, Examples
+from research_dp.tracing.example_mixing import ExampleRules
 
 if TYPE_CHECKING:
     from research_dp.strategies.strategy import Strategy

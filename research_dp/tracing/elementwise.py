@@ -19,9 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from research_dp.distributed import dependence
-from research_dp.distributed.dependence import CONSTANT, REPLICATED, Dependence, mixed
 from research_dp.errors import first_line
+from research_dp.tracing import dependence
+from research_dp.tracing.dependence import CONSTANT, REPLICATED, Dependence, mixed
 
 # Primitives that run the program in their parameter `jaxpr` or `call_jaxpr` once.
 _CALLS = {"jit", "closed_call", "remat2", "custom_jvp_call", "custom_vjp_call"}

@@ -18,7 +18,8 @@ Visit = Callable[[Any, Sequence[Source], Callers], None]
 _LIBRARIES = tuple(str(Path(str(x.__file__)).parent) for x in (flax, jax, optax))
 _OWN = Path(__file__).parents[1]
 _LIBRARIES += tuple(
-    str(_OWN / x) for x in ("distributed", "models/flax", "models/supervised", "argument_checks")
+    str(_OWN / x)
+    for x in ("tracing", "distributed", "models/flax", "models/supervised", "argument_checks")
 )
 
 

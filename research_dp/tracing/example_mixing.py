@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from research_dp.distributed import dependence
-from research_dp.strategies import example_labels as labels
-from research_dp.strategies.example_labels import (
+from research_dp.tracing import dependence
+from research_dp.tracing import example_labels as labels
+from research_dp.tracing.example_labels import (
     BY_PLACE,
     DRAWN,
     EACH_OTHER,
@@ -34,7 +34,7 @@ from research_dp.strategies.example_labels import (
     ZERO,
     Examples,
 )
-from research_dp.strategies.jaxpr import source_line
+from research_dp.tracing.jaxpr import source_line
 
 _COUNTING = {"add", "sub", "mul", "div", "neg", "convert_element_type"}
 _UNCHANGED = {

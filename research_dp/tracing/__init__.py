@@ -1,0 +1,1 @@
+"""What traced programs compute: which of their values depend on which others."""
