@@ -97,9 +97,10 @@ def test_all_kinds_give_the_same_batches(kind):
     assert data.identity() == expected.identity()
 
 
-def test_examples_are_those_of_the_arrays_narrowed_as_jax_computes():
+@pytest.mark.parametrize("dtype", ["f8", ">f8", ">f4", np.longdouble])
+def test_examples_are_those_of_the_arrays_narrowed_as_jax_computes(dtype):
     x, y = arrays()
-    data = from_arrays(x, y)
+    data = from_arrays(x.astype(dtype), y.astype(">i8" if dtype == ">f8" else y.dtype))
     assert {name: (s.shape, s.dtype) for name, s in data.example.items()} == {
         "x": ((3,), np.float32),
         "y": ((), np.int32),

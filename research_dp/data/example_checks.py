@@ -57,7 +57,7 @@ def narrowed(name: str, value: Any) -> np.ndarray:
             f"{name!r} is of dtype {array.dtype}. Give numbers of one shape: encode text and "
             f"categories as integers, and pad what differs in length. {GUIDE}"
         )
-    dtype = jax.dtypes.canonicalize_dtype(array.dtype)
+    dtype = jax.dtypes.canonicalize_dtype(array.dtype.newbyteorder("="))
     if dtype.itemsize > 8 and dtype != np.complex64:  # NumPy's own widest, which JAX lacks
         dtype = np.dtype(np.complex64 if dtype.kind == "c" else np.float32)
     if array.dtype != dtype and jnp.issubdtype(dtype, jnp.integer) and array.size:
