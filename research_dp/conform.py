@@ -2,14 +2,15 @@
 
 import sys
 
-from research_dp.commands import exit_status, streams
+from research_dp.commands import main as command_line
+from research_dp.commands import streams
 
 
 @streams.usable()
 def main(argv: list[str]) -> int:
     """Runs `certify --quick`; returns its exit status."""
     print("research_dp.conform is now: python -m research_dp.certify --quick", file=sys.stderr)
-    return exit_status.main_of("certify.Certify")(["--quick", *argv])
+    return command_line.main_of("certify")(["--quick", *argv])
 
 
 if __name__ == "__main__":

@@ -11,10 +11,11 @@ import pytest
 from conftest import ROOT
 
 import research_dp
+from research_dp.commands import entries
 from research_dp.commands import main as command_line
 from research_dp.commands.flags import Command
 
-COMMANDS = command_line.COMMANDS
+COMMANDS = entries.COMMANDS
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ from research_dp.analysis.topologies import check_name
 from research_dp.argument_checks import checked
 from research_dp.argument_types import Count, CountOrZero
 from research_dp.commands import exit_status, plan_candidates, python_calls, rebuild
+from research_dp.commands.entries import interruptible
 from research_dp.commands.flags import check_writable, flag, switch, whole_number, write_file
-from research_dp.commands.main import interruptible
 from research_dp.commands.plan import find_topology
 from research_dp.commands.python_calls import Bindings, Files
 from research_dp.commands.run import Stopped

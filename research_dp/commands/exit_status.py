@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import gc
-import importlib
 import itertools
 import re
 import site
@@ -19,8 +18,8 @@ from typing import Any
 import jax
 
 from research_dp.commands import runtime, streams
+from research_dp.commands.entries import INTERRUPTED, INTERRUPTION
 from research_dp.commands.flags import Command
-from research_dp.commands.main import INTERRUPTED, INTERRUPTION
 from research_dp.config.load import as_mistake
 from research_dp.errors import RunFailure, message_of
 from research_dp.training import preemption
@@ -37,18 +36,17 @@ _FILTERING = "JAX_TRACEBACK_FILTERING"
 _REMARKS = re.compile(rf"\n  In call to configurable '.*|\n-{{10,}}\n.*{_FILTERING}=off.*")
 
 
-def main_of(command: str) -> Callable[[list[str]], int]:
-    """The `main` of e.g. 'train.Train': parses the arguments, runs, and returns the exit status.
+def main_of(imported: Callable[[], type[Command]]) -> Callable[[list[str]], int]:
+    """The `main` of a command: parses the arguments, runs, and returns the exit status.
 
     Streams and signals are handled before the command is imported, which takes long.
     """
-    module, name = command.split(".")
 
     @streams.usable()
     def main(argv: list[str]) -> int:
         with preemption.exit_on_signals():
             try:
-                kind = getattr(importlib.import_module(f"research_dp.commands.{module}"), name)
+                kind = imported()
             except KeyboardInterrupt:
                 return _interrupted()
             return run_command(lambda command: command.parse(argv).run(), kind())

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn, Self
 
-from research_dp.commands import main, streams
+from research_dp.commands import entries, streams
 from research_dp.config import spellings
 from research_dp.config.load import Config, load
 from research_dp.errors import UsageError
@@ -46,12 +46,12 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, name: str):
         width = streams.width()
-        entry = main.COMMANDS[name]
+        entry = entries.COMMANDS[name]
         about = " ".join([f"{entry.summary[:1].upper()}{entry.summary[1:]}.", entry.details])
         super().__init__(
-            prog=main.program(name),
+            prog=entries.program(name),
             description=textwrap.fill(about, width - 2),
-            epilog=main.examples(name, width),
+            epilog=entries.examples(name, width),
             formatter_class=functools.partial(
                 argparse.RawDescriptionHelpFormatter, width=width - 2
             ),
@@ -141,7 +141,7 @@ class Command:
         """Refuses flags that do not go together."""
         if not self.gin_files and not self.bindings:
             name = type(self).__name__.lower()
-            example = f"{main.program(name)} {main.COMMANDS[name].examples[0]}"
+            example = f"{entries.program(name)} {entries.COMMANDS[name].examples[0]}"
             refuse(f"nothing to {self.verb}: give --gin_file. E.g. {example}")
 
     def load(

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import TextIO
 
 from research_dp.commands import exit_status
+from research_dp.commands.entries import COMMANDS, program
 from research_dp.commands.flags import Parser
-from research_dp.commands.main import COMMANDS, program
 from research_dp.errors import UsageError
 from research_dp.runs import files, flight_recorder
 from research_dp.runs.workdir import in_use

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import jax
 
-from research_dp.commands import main
+from research_dp.commands import entries
 from research_dp.runs import files
 from research_dp.runs.facts import read_summary
 
@@ -26,7 +26,7 @@ def show(folder: Path) -> None:
     curves, evaluated = (shlex.quote(str(files.shown(path))) for path in paths)
     lines = (  # not wrapped: commands are copied
         f"  curves:    tensorboard --logdir={curves}",
-        f"  evaluate:  {main.program('evaluate')} --workdir={evaluated}",
+        f"  evaluate:  {entries.program('evaluate')} --workdir={evaluated}",
         f"  compare:   add {split}--gin_file=strategies/{other}.gin and change --workdir",
     )
     print("\n".join(lines), flush=True)

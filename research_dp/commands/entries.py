@@ -1,0 +1,158 @@
+"""The commands by name: their modules, examples and programs; what runs before one is imported.
+
+It imports little, so that help and mistakes in a command's name are quick.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import textwrap
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import research_dp
+
+
+class Entry(NamedTuple):
+    """A command, as `research-dp` and its own `--help` describe it."""
+
+    target: str  # module and function or class, below research_dp
+    summary: str
+    examples: tuple[str, ...]  # words after the command's name
+    details: str = ""
+
+
+INTERRUPTION, INTERRUPTED = "Interrupted: nothing more was done", 130
+_RUN = "--gin_file=runs/digits.gin"
+COMMANDS = {
+    "train": Entry(
+        "commands.train:Train",
+        "trains a model as gin files say, or resumes the run in the workdir",
+        (
+            f"{_RUN} --workdir=runs/digits",
+            f"{_RUN} --gin_file=strategies/zero1.gin --gin.train.seed=1 --workdir=runs/zero1",
+            f"{_RUN} --cpu_devices=8 --dry_run",
+            "--list strategies",
+        ),
+    ),
+    "plan": Entry(
+        "commands.plan:Plan",
+        "says what strategies cost on devices that need not be present",
+        (
+            f"{_RUN} --topology=cpu:8 --strategies=ddp,fsdp",
+            "--gin_file=runs/lm_stdlib.gin --topology=h100:8x8 --strategies=all",
+        ),
+        "Compiles each strategy's training step for the devices of --topology and reads the "
+        "program. Bytes, FLOPs and counts are exact. Times are predicted from vendors' rates.",
+    ),
+    "certify": Entry(
+        "commands.certify:Certify",
+        "checks that a strategy computes what a reference strategy computes",
+        (
+            f"{_RUN} --gin_file=models/mlp.gin --cpu_devices=8",
+            "--quick --gin_file=strategies/hsdp.gin --cpu_devices=8",
+        ),
+        "Runs your configuration step by step under its strategy and under --against. Prints a "
+        "certificate, or the first difference that rounding does not explain, and its cause. "
+        "--quick certifies a strategy's file alone on a small built-in run, in Linen and NNX.",
+    ),
+    "sweep": Entry(
+        "commands.sweep:Sweep",
+        "trains the product of files and values, each combination in its own folder",
+        (
+            f"{_RUN} --vary_file=strategies/fsdp.gin,strategies/zero1.gin --workdir=runs/sweep",
+            f"{_RUN} --vary.train.seed=0,1,2 --workdir=runs/seeds",
+        ),
+    ),
+    "compare": Entry(
+        "commands.compare:Compare",
+        "compares runs: what differs in their configurations, numbers, bytes, memory and times",
+        (
+            "runs/sweep/ddp runs/sweep/fsdp --html=compared.html",
+            f"{_RUN} --strategies=single,ddp,zero1,fsdp --steps=200 --workdir=runs/compared",
+        ),
+        "Folders may be of runs that go on. With --strategies what is missing is trained first. "
+        "The exit status is 1 if a run died, or something differs that is not of the strategy.",
+    ),
+    "evaluate": Entry(
+        "commands.evaluate:Evaluate",
+        "evaluates a checkpoint of a run, on any number of devices",
+        (
+            "--workdir=runs/digits",
+            "--workdir=runs/digits --step=500 --gin_file=strategies/single.gin",
+            "--workdir=runs/digits --gin.tfds_data.eval_split=train",
+        ),
+        "Reads the run's own configuration from its folder. Files and bindings come after it: "
+        "another data set or split, another strategy, another batch size.",
+    ),
+    "checkpoints": Entry(
+        "checkpoints:main",
+        "lists the checkpoints of a run, verifies them, and exports parameters",
+        ("runs/digits --verify", "runs/digits --export=digits.safetensors"),
+        "Each checkpoint is a line. --verify reads all arrays and compares them with their "
+        "checksums; the exit status is 1 if any is damaged.",
+    ),
+    "launch": Entry(
+        "commands.launch:main",
+        "starts one run in several processes of this machine",
+        (
+            f"-n 2 -- {_RUN} --cpu_devices=4 --workdir=runs/two",
+            "--post_mortem=runs/two",
+        ),
+        "FLAGS are those of train. Each process appends to its own log, DIR/logs/process_I.log; "
+        "that of process 0 is shown. If a process fails, the others are ended, and a few lines say "
+        "which was first, where, and which log to read. Signals are forwarded. The exit status is "
+        "that of the process that failed first.",
+    ),
+    "list": Entry(
+        "commands.train:Train",
+        "lists what gin files can name: all of it, a group, or one name",
+        ("", "strategies", "optax.adamw"),
+    ),
+}
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Leaves at once at SIGINT: an extension that is being imported makes another error of it."""
+
+    def leave(*_: object) -> None:
+        with contextlib.suppress(OSError):
+            os.write(2, f"{INTERRUPTION}\n".encode())
+        os._exit(INTERRUPTED)
+
+    is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not is_default or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def program(name: str) -> str:
+    """How this process was started: 'research-dp train' or 'python -m research_dp.train'."""
+    started = Path(sys.argv[0])
+    own_main = Path(research_dp.__file__).with_name("__main__.py")
+    is_script = started.stem == "research-dp" or started == own_main
+    return f"research-dp {name}" if is_script else f"python -m research_dp.{name}"
+
+
+def examples(name: str, width: int) -> str:
+    """The last part of a command's help text: commands that a shell takes as they stand."""
+    texts = [f"{program(name)} {one}" for one in COMMANDS[name].examples]
+    return "\n".join(["examples:", *(shell_lines(text, 2, width) for text in texts)])
+
+
+def shell_lines(text: str, indent: int, width: int) -> str:
+    """A command in lines of a width, as a shell takes them."""
+    width -= indent + 6
+    parts = textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
+    return " " * indent + f" \\\n{' ' * (indent + 4)}".join(parts)
