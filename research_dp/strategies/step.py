@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,14 +26,20 @@ from research_dp.distributed.norms import clip_factor, global_norm
 from research_dp.distributed.optimizer import apply_gradients, apply_optimizer
 from research_dp.distributed.sharding import TABLE
 from research_dp.distributed.units import Units
-from research_dp.errors import binding_error
 from research_dp.strategies import slots, strategy
+from research_dp.strategies.nonfinite import Applied, without_nonfinite
 from research_dp.strategies.strategy import PlacedBatch, StateShardings, TrainState, example_keys
 from research_dp.types import LossOutput, PyTree
 
 Sums = dict[str, jax.Array]
-# Of gradients: what is to be scaled up by more, or its square, may be 0 in its dtype.
-_MOST_SCALE, _MOST_SCALE_F16 = 1e12, 1e5
+Gathers = Literal["at use", "once a unit", "once"]
+
+
+class GradientPlan(NamedTuple):
+    """How a step gets averaged gradients."""
+
+    gathers: Gathers  # where parameters are sharded; "once": for all micro-batches together
+    syncs: Literal["unit", "micro_batch", "step"]  # after what gradients are synchronised
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +61,8 @@ class Step:
         count = sums["loss"][1]
         rows = batch.position.shape[1] * axes_size(self.axes)
         scale = jnp.where(count > 0, rows / jnp.where(count > 0, count, 1.0), 0.0)
-        optimizer = StepOptimizer(self, state, scale / self.loss_scale(state))
+        scale = scale / self.loss_scale(state)
+        optimizer = slots.CalledOnce(functools.partial(self.apply_scaled, state, scale))
         params, slot_state = slots.call_in(
             slot_state,
             "update",
@@ -65,14 +72,12 @@ class Step:
             shardings=self.shardings.slices,
             averaged=self.config.sync is not None or not self.axes,
         )
-        if optimizer.calls != 1:
-            problem = f" must call optimizer.apply_gradients once, not {optimizer.calls} times."
-            raise binding_error("data_parallel.update", problem)
         slots.check_shapes("update", "parameters", params, state.params)
+        applied: Applied = optimizer.result()
         new = TrainState(
-            state.step + 1, params, model_state, optimizer.state, state.loss_scale, slot_state
+            state.step + 1, params, model_state, applied.opt_state, state.loss_scale, slot_state
         )
-        return optimizer.skip_nonfinite(new, sums)
+        return without_nonfinite(self.spec, state, new, sums, applied, scale)
 
     def evaluate(self, state: TrainState, examples: Mapping[str, jax.Array]) -> Sums:
         """Metrics of a batch as arrays (2,) of sum and count."""
@@ -85,39 +90,54 @@ class Step:
         self, state: TrainState, batch: PlacedBatch
     ) -> tuple[PyTree, PyTree, Sums, PyTree]:
         """(averaged gradients, new model state, sums of metrics, new state of the slots)."""
-        config, several = self.config, batch.position.shape[0] > 1
-        keep = config.gather is not None and not config.reshard_after_forward
-        params, units, scatter = state.params, self.units(keep=keep), None
-        # Units keep what they gather. For several micro-batches, a model without units, or where
-        # collectives do not run beside compute, everything is gathered before, scattered after.
-        if keep and (several or not self.spec.model.units or not config.overlap):
+        plan, params, scatter = self.plan, state.params, None
+        units = self.units(keep=plan.gathers != "at use")
+        if plan.gathers == "once":
             params, scatter = jax.vjp(units.gather_all, state.params)
             units = Units()
-        each = config.sync_each == "micro_batch"
-        by_unit = self._syncs_by_unit and (each or not several)
 
         def gradients(carry: PyTree, micro: PlacedBatch) -> tuple[PyTree, Any, PyTree]:
             model_state, slot_state = carry
-            if by_unit:
+            if plan.syncs == "unit":
                 grads, out = self._synced_by_unit(state, params, model_state, micro)
             else:
                 loss = self.loss_of(state, model_state, micro, units)
                 grads, out = jax.grad(loss, has_aux=True)(params)
-                if each:
-                    grads, slot_state = self.sync(grads, slot_state)
+            if plan.syncs == "micro_batch":
+                grads, slot_state = self.sync(grads, slot_state)
             return grads, sums_of(out), (out.model_state, slot_state)
 
         carry = state.model_state, state.slots
-        if several:
-            grads, sums, carry = add_up(gradients, carry, batch, config.accumulation_dtype)
+        if batch.position.shape[0] > 1:
+            grads, sums, carry = add_up(gradients, carry, batch, self.config.accumulation_dtype)
         else:
             grads, sums, carry = gradients(carry, jax.tree.map(lambda x: x[0], batch))
         model_state, slot_state = carry
         if scatter is not None:
             (grads,) = scatter(jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params))
-        if not each and not by_unit:
+        if plan.syncs == "step":
             grads, slot_state = self.sync(grads, slot_state)
         return grads, model_state, sums, slot_state
+
+    @functools.cached_property
+    def plan(self) -> GradientPlan:
+        """When parameters are gathered and gradients synchronised; decided before any step."""
+        config, has_units = self.config, bool(self.spec.model.units)
+        several = self.spec.accumulation_steps > 1
+        gathers: Gathers = "at use"
+        if config.gather is not None and not config.reshard_after_forward:
+            # Units keep what they gather. For several micro-batches, or where collectives do not
+            # run beside compute, everything is gathered before, scattered after.
+            gathers = "once a unit" if has_units and config.overlap and not several else "once"
+        # Unit by unit saves time where collectives run beside compute, and memory where shards are
+        # smaller than what they are scattered from.
+        shards = any(p.dim is not None for p in jax.tree.leaves(self.shardings.slices))
+        is_plain = config.sync is not None and not isinstance(config.sync, slots.Stateful)
+        by_unit = config.gather is None and is_plain and has_units and (config.overlap or shards)
+        syncs = config.sync_each
+        return GradientPlan(
+            gathers, "unit" if by_unit and (syncs != "step" or not several) else syncs
+        )
 
     def loss_of(
         self, state: TrainState, model_state: PyTree, micro: PlacedBatch, units: Units
@@ -191,6 +211,26 @@ class Step:
         del step
         return global_norm(grads, self.shardings.slices, self.config.reduction)
 
+    def apply_scaled(
+        self, state: TrainState, scale: jax.Array, grads: PyTree, params: PyTree
+    ) -> tuple[PyTree, Applied]:
+        """The optimizer's step on averaged gradients: scaled, clipped, in its parameters' dtypes.
+
+        Shapes are those of the optimizer's shards.
+        """
+        slots.check_shapes("sync", "gradients", grads, self.shardings.slices)
+        slots.check_shapes("update", "parameters of the optimizer", params, grads)
+        norm, nonfinite = self.norm(grads, state.step)
+        norm = scale * norm
+        factor = scale * clip_factor(norm, self.spec.max_grad_norm)
+        same = self.spec.param_dtype is None  # otherwise the optimizer's parameters are wider
+
+        def scaled(g: jax.Array, p: jax.Array) -> jax.Array:
+            return (g * factor).astype(p.dtype if same else cast_dtype(p.dtype, jnp.float32))
+
+        params, opt_state = self.apply(jax.tree.map(scaled, grads, params), params, state)
+        return params, Applied(opt_state, norm, nonfinite)
+
     def apply(self, grads: PyTree, params: PyTree, state: TrainState) -> tuple[PyTree, PyTree]:
         """Scaled gradients and parameters of one shape -> (parameters, optimizer state)."""
         return apply_optimizer(self.spec.optimizer, grads, state.opt_state, params)
@@ -206,19 +246,6 @@ class Step:
         stacked = jnp.stack([sums[name] for name in names])
         summed = self.config.reduction.all_reduce(stacked, self.axes)
         return {name: summed[i] for i, name in enumerate(names)}
-
-    @property
-    def _syncs_by_unit(self) -> bool:
-        """Whether each unit's gradient is synchronised as soon as it is ready.
-
-        That saves time where collectives run beside compute, and memory where shards are smaller
-        than what they are scattered from.
-        """
-        config = self.config
-        if config.gather is not None or config.sync is None or not self.spec.model.units:
-            return False
-        shards = any(p.dim is not None for p in jax.tree.leaves(self.shardings.slices))
-        return (config.overlap or shards) and not isinstance(config.sync, slots.Stateful)
 
     def _synced_by_unit(
         self, state: TrainState, params: PyTree, model_state: PyTree, micro: PlacedBatch
@@ -250,61 +277,3 @@ def sums_of(out: LossOutput) -> Sums:
     """
     sums = {"loss": (out.total, out.weight), **out.sums}
     return {k: jnp.stack([jnp.asarray(x, jnp.float32) for x in pair]) for k, pair in sums.items()}
-
-
-class StepOptimizer:
-    """The optimizer of one step, as `update` calls it with averaged gradients.
-
-    It then has the optimizer's new state, and the global norm of the scaled gradients.
-    """
-
-    elementwise = True  # the engine has checked it (`state.check_optimizer`)
-
-    def __init__(self, step: Step, state: TrainState, scale: jax.Array):
-        self._step, self._before, self._scale = step, state, scale
-        self.calls = 0
-        self.state: PyTree = None
-
-    def apply_gradients(self, gradients: PyTree, parameters: PyTree) -> PyTree:
-        """New parameters; shapes are those of the optimizer's shards."""
-        self.calls += 1
-        step, before = self._step, self._before
-        slots.check_shapes("sync", "gradients", gradients, step.shardings.slices)
-        slots.check_shapes("update", "parameters of the optimizer", parameters, gradients)
-        norm, self._nonfinite = step.norm(gradients, before.step)
-        self._norm = self._scale * norm
-        scale = self._scale * clip_factor(self._norm, step.spec.max_grad_norm)
-        same = step.spec.param_dtype is None  # otherwise the optimizer's parameters are wider
-
-        def scaled(g: jax.Array, p: jax.Array) -> jax.Array:
-            return (g * scale).astype(p.dtype if same else cast_dtype(p.dtype, jnp.float32))
-
-        gradients = jax.tree.map(scaled, gradients, parameters)
-        parameters, self.state = step.apply(gradients, parameters, before)
-        return parameters
-
-    def skip_nonfinite(self, new: TrainState, sums: Sums) -> tuple[TrainState, Sums]:
-        """The state that the step leaves, given the one that it computed, and its metrics."""
-        spec, old, norm = self._step.spec, self._before, self._norm
-        metrics = {**sums, "grad_norm": jnp.stack([norm, jnp.ones_like(norm)])}
-        is_lost = self._scale > (_MOST_SCALE if spec.loss_scale is None else _MOST_SCALE_F16)
-        loss_is_wrong = ~jnp.isfinite(sums["loss"]).all() | is_lost
-        wrong = ~jnp.isfinite(norm) | loss_is_wrong
-        if spec.loss_scale is not None:
-            finite = jnp.isfinite(norm)
-            kept = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
-            adapted = spec.loss_scale.adapt(old.loss_scale, finite)
-            new = kept._replace(step=new.step, loss_scale=adapted)
-            # A norm that is not a number would hide all others of the record.
-            shown = [jnp.where(finite, norm, 0.0), finite.astype(norm.dtype)]
-            metrics["grad_norm"] = jnp.stack(shown)
-            metrics["loss_scale"] = jnp.stack([old.loss_scale.scale, jnp.ones_like(norm)])
-            # Gradients that overflow are scaled down next time; a scale of 1 is not scaled down.
-            wrong = ~jnp.isfinite(norm) & (old.loss_scale.scale <= 1.0) | loss_is_wrong
-        if spec.skip_nonfinite:
-            kept = jax.tree.map(lambda a, b: jnp.where(wrong, b, a), new, old)
-            new = kept._replace(step=new.step, loss_scale=new.loss_scale)
-            metrics = {name: jnp.where(wrong, 0.0, pair) for name, pair in metrics.items()}
-            metrics[strategy.SKIPPED] = jnp.stack([wrong.astype(jnp.float32), jnp.ones(())])
-        loss_flag = jnp.where(is_lost, strategy.WEIGHTLESS, wrong.astype(jnp.float32))
-        return new, {**metrics, strategy.NONFINITE: jnp.stack([loss_flag, *self._nonfinite])}
