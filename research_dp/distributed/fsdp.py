@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, NamedTuple
 
 import gin
@@ -166,6 +166,25 @@ def init_sharded(init: Callable[..., PyTree], mesh: Mesh | AbstractMesh, *args: 
     return jax.tree.map(boxed.with_value, boxes, values, is_leaf=boxed.is_box)
 
 
+def gather_shards(
+    shards: Sequence[tuple[jax.Array, int]],
+    options: GatherOptions,
+    bucket_bytes: int,
+    rows: jax.Array | None,
+) -> Sequence[jax.Array]:
+    """The full arrays of shards, each given with the dim that is cut, for `gather_params`."""
+    if rows is not None:
+        return [exchange_rows(x, rows, options._replace(dim=dim)) for x, dim in shards]
+    if bucket_bytes <= 0:
+        return [options._replace(dim=dim).differentiable(x.dtype)(x) for x, dim in shards]
+    size, shardings = axes_size(flat_axes(options.axis)), []
+    for x, dim in shards:
+        shape = (*x.shape[:dim], x.shape[dim] * size, *x.shape[dim + 1 :])
+        shardings.append(LeafSharding("", shape, np.dtype(x.dtype), dim, "", size))
+    arrays = [x for x, _ in shards]
+    return gather_tree_with_mean_grads(arrays, shardings, options, bucket_bytes=bucket_bytes)
+
+
 @gin.register(module="distributed", denylist=["rows"])
 @takes("reduction", "rows")
 @checked
@@ -202,7 +221,7 @@ def gather_params(
         rows: Row indices: only these rows of feature-sharded tables are returned.
     """
     axis_name = boxed.as_name(axis_name)
-    size = axes_size(flat_axes(axis_name))
+    axes_size(flat_axes(axis_name))  # names an axis that is not bound
     options = GatherOptions(0, axis_name, gather_dtype, grad_scatter_dtype, reduction, pre_divide)
     if bucket_bytes is None:
         bucket_bytes = buckets.DEFAULT_BUCKET_BYTES if over_gloo() else 0
@@ -214,19 +233,7 @@ def gather_params(
                 problem = f"an array of shape {np.shape(x)} has no dim {dim}."
                 raise UsageError(f"{path}: gather over {axis_name!r}: {problem}")
             shards[i] = x, dim
-    if rows is not None:
-        full = [exchange_rows(x, rows, options._replace(dim=dim)) for x, dim in shards.values()]
-    elif bucket_bytes > 0:
-        shardings = []
-        for x, dim in shards.values():
-            shape = (*x.shape[:dim], x.shape[dim] * size, *x.shape[dim + 1 :])
-            shardings.append(LeafSharding("", shape, np.dtype(x.dtype), dim, "", size))
-        arrays = [x for x, _ in shards.values()]
-        full = gather_tree_with_mean_grads(arrays, shardings, options, bucket_bytes=bucket_bytes)
-    else:
-        full = []
-        for x, dim in shards.values():
-            full.append(options._replace(dim=dim).differentiable(x.dtype)(x))
+    full = gather_shards(list(shards.values()), options, bucket_bytes, rows)
     result = [leaf for _, leaf in leaves]
     for (i, (_, dim)), x in zip(shards.items(), full, strict=True):
         result[i] = boxed.with_name(result[i], x, dim, None)

@@ -6,7 +6,7 @@ differs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, cast
 
 import gin
@@ -27,12 +27,54 @@ from research_dp.distributed.sharded_optimizer import (
     check_elementwise,
     check_slice_axes,
 )
-from research_dp.distributed.sharding import by_path, infer_flat_sharding, path_name, shardings_like
+from research_dp.distributed.sharding import (
+    LeafSharding,
+    by_path,
+    infer_flat_sharding,
+    path_name,
+    shardings_like,
+)
 from research_dp.distributed.vma import bound_axes, is_tracked
 from research_dp.errors import UsageError, binding_error
 
 PyTree = Any
 Group = AxisNames | None
+Arrays = dict[str, jax.Array]  # by path
+
+
+def step_on_shards(
+    grads: Arrays,
+    params: Arrays,
+    layout: Mapping[str, LeafSharding],
+    apply: Callable[[Arrays, Arrays], Arrays],
+    fsdp: Axes,
+    max_norm: jax.Array | float | None,
+    *,
+    reduction: Reduction,
+    bucket_bytes: int,
+) -> tuple[Arrays, jax.Array | None]:
+    """ZeRO's step by path: clips, applies the optimizer to this device's shards, gathers them.
+
+    `grads` are this device's shards of the mean, by `layout` over axes `fsdp`, `params` are
+    replicated, and `apply` is (shards of gradients, of parameters) -> new shards of parameters.
+    Returns new replicated parameters, and with `max_norm` the norm before clipping.
+    """
+    norm = None
+    if max_norm is not None:
+        split = {name: fsdp if p.dim is not None else () for name, p in layout.items()}
+        norm = norm_of_blocks(((g, split[name]) for name, g in grads.items()), reduction)
+        scale = clip_factor(norm, max_norm)
+        grads = {name: g * scale for name, g in grads.items()}
+    shards = buckets.shard_tree(params, layout, axis=fsdp)
+    new = apply(grads, shards)
+    if {n: x.shape for n, x in new.items()} != {n: x.shape for n, x in shards.items()}:
+        raise UsageError(
+            "optimizer.apply_gradients returns other paths or shapes than the parameters that it "
+            f"was given: {sorted(set(new) ^ set(shards)) or 'shapes differ'}."
+        )
+    new = {name: x.astype(params[name].dtype) for name, x in new.items()}
+    options: dict[str, Any] = {"axis": fsdp, "bucket_bytes": bucket_bytes, "into": params}
+    return buckets.gather_tree(new, layout, reduction, **options), norm
 
 
 @gin.register(module="distributed", denylist=["shardings", "averaged"])
@@ -98,54 +140,40 @@ def fsdp_apply_gradients(
             returns something else; or `dtype` and `pre_divide` come too late (`sync_gradients`).
     """
     del communication_stream  # there is none to choose
-    params, sums = by_path(parameters), {"dtype": dtype, "pre_divide": pre_divide}
-    if shardings is None:
-        fsdp, axes = _groups(fsdp_group, dp_group)
-        grads = _local_gradients(gradients, params, loss, axes, **sums)
-    else:
-        axes = tuple(axis for axis in bound_axes() if axes_size((axis,)) > 1)
-        fsdp = tuple(axis for axis in axes if axis == FSDP_AXIS)
-        grads = by_path(gradients)
-        groups = {"fsdp_group": fsdp_group, "dp_group": dp_group, "loss": loss}
-        _refuse(groups, "a strategy knows its axes and its loss; leave it None")
-        _refuse({"max_norm": max_norm}, "a strategy clips by its own max_grad_norm; leave it None")
-    if averaged and axes:
-        _refuse(
-            sums, "`averaged` gradients are not summed again; bind it to the function of `sync`"
-        )
-    params = {name: jnp.asarray(params[name]) for name in grads}
-    devices = axes_size(fsdp)
-    layout = infer_flat_sharding(params, devices) if shardings is None else by_path(shardings)
+    wire = {"dtype": dtype, "pre_divide": pre_divide}
+    by_name = by_path(parameters)
 
     def tree(leaves: Mapping[str, Any]) -> PyTree:
         return jax.tree_util.tree_map_with_path(lambda path, _: leaves[path_name(path)], gradients)
 
-    if not averaged:
-        sums["bucket_bytes"] = communication_size
-        grads = mean_shards(grads, layout, fsdp, axes, reduction, **sums)
-    norm = None
-    if max_norm is not None:
-        split = {name: fsdp if p.dim is not None else () for name, p in layout.items()}
-        norm = norm_of_blocks(((g, split[name]) for name, g in grads.items()), reduction)
-        scale = clip_factor(norm, max_norm)
-        grads = {name: g * scale for name, g in grads.items()}
     if shardings is None:
-        grads = {name: g.astype(params[name].dtype) for name, g in grads.items()}
-        if getattr(type(optimizer), "apply_gradients", None) is OptaxAdapter.apply_gradients:
-            cast(OptaxAdapter, optimizer).check_slices(tree(params), devices)
-        elif devices > 1 and layout:
-            check_elementwise(optimizer, layout, tree)
-    shards = buckets.shard_tree(params, layout, axis=fsdp)
-    new = by_path(optimizer.apply_gradients(tree(grads), tree(shards)))
-    if {n: x.shape for n, x in new.items()} != {n: x.shape for n, x in shards.items()}:
-        raise UsageError(
-            "optimizer.apply_gradients returns other paths or shapes than the parameters that it "
-            f"was given: {sorted(set(new) ^ set(shards)) or 'shapes differ'}."
-        )
-    new = {name: x.astype(params[name].dtype) for name, x in new.items()}
-    full = buckets.gather_tree(
-        new, layout, reduction, axis=fsdp, bucket_bytes=communication_size, into=params
-    )
+        fsdp, axes = _groups(fsdp_group, dp_group)
+        grads = _local_gradients(gradients, by_name, loss, axes, **wire)
+        params = {name: jnp.asarray(by_name[name]) for name in grads}
+        layout = infer_flat_sharding(params, axes_size(fsdp))
+        _check_optimizer(optimizer, layout, params, tree, axes_size(fsdp))
+        dtypes = {name: x.dtype for name, x in params.items()}
+    else:
+        axes = tuple(axis for axis in bound_axes() if axes_size((axis,)) > 1)
+        fsdp = tuple(axis for axis in axes if axis == FSDP_AXIS)
+        groups = {"fsdp_group": fsdp_group, "dp_group": dp_group, "loss": loss}
+        _refuse(groups, "a strategy knows its axes and its loss; leave it None")
+        _refuse({"max_norm": max_norm}, "a strategy clips by its own max_grad_norm; leave it None")
+        grads, layout, dtypes = by_path(gradients), by_path(shardings), {}
+        params = {name: jnp.asarray(by_name[name]) for name in grads}
+    if averaged and axes:
+        why = "`averaged` gradients are not summed again; bind it to the function of `sync`"
+        _refuse(wire, why)
+
+    def apply(grads: Arrays, shards: Arrays) -> Arrays:
+        grads = {name: g.astype(dtypes.get(name, g.dtype)) for name, g in grads.items()}
+        return by_path(optimizer.apply_gradients(tree(grads), tree(shards)))
+
+    if not averaged:
+        sums: dict[str, Any] = {**wire, "bucket_bytes": communication_size}
+        grads = mean_shards(grads, layout, fsdp, axes, reduction, **sums)
+    options: dict[str, Any] = {"reduction": reduction, "bucket_bytes": communication_size}
+    full, norm = step_on_shards(grads, params, layout, apply, fsdp, max_norm, **options)
     result = jax.tree_util.tree_map_with_path(
         lambda path, p: full.get(path_name(path), p), parameters
     )
@@ -181,6 +209,16 @@ def _refuse(options: Mapping[str, Any], why: str) -> None:
         if value is not None and value is not False:
             shown = argument_types.described(value)
             raise binding_error(f"fsdp_apply_gradients.{name}", f" = {shown}: {why}.")
+
+
+def _check_optimizer(
+    optimizer: Any, layout: Any, params: Arrays, tree: Callable[..., PyTree], devices: int
+) -> None:
+    """Raises UsageError if an optimizer cannot be applied to flat shards."""
+    if getattr(type(optimizer), "apply_gradients", None) is OptaxAdapter.apply_gradients:
+        cast(OptaxAdapter, optimizer).check_slices(tree(params), devices)
+    elif devices > 1 and layout:
+        check_elementwise(optimizer, layout, tree)
 
 
 def _groups(fsdp_group: Group, dp_group: Group) -> tuple[Axes, Axes]:
