@@ -16,7 +16,6 @@ import sys
 
 import gin
 import golden
-import pytest
 from conftest import ROOT
 
 import research_dp
@@ -200,11 +199,3 @@ def test_names_that_users_depend_on_are_the_recorded_ones(monkeypatch, tmp_path)
     found = interface()
     differs = golden.changes(golden.recorded("interface", found), found)
     assert not differs, "\n".join([*differs, "If this is meant: python tools/generate.py"])
-
-
-def test_old_names_work_or_name_what_replaced_them():
-    with pytest.warns(DeprecationWarning, match=r"Choice is now .*ShardDecision"):
-        choice = research_dp.Choice(0, any_dim=True)
-    assert choice == research_dp.ShardDecision(0, movable=True) and choice.any_dim
-    with pytest.raises(AttributeError, match=r"update_slices was removed; use .*fsdp_apply"):
-        _ = research_dp.update_slices
