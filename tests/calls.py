@@ -176,14 +176,6 @@ EAGER_AXIS = {"axis_name": ("data", "text")}
 SLOT = {"grads": (TREE, "arrays"), "params": (TREE, "arrays")}
 
 
-class Plain(nn.Module):
-    """A module that takes what `linen_functions` gives."""
-
-    @nn.compact
-    def __call__(self, x, *, train, keys=None, batch_axes=()):
-        return nn.Dense(3)(x)
-
-
 OF_A_MODEL = {
     "loss": (lambda output, target: output[:, 0], "a function"),
     "inputs": ("x", "text or texts"),
@@ -323,7 +315,7 @@ CALLS = {
     "init_sharded": {"init": (lambda: TREE, "a function")},
     "largest_dim": {},
     "infer_sharding": {"tree": (TREE, "shapes"), "units": (None, "sizes?")},
-    "linen_functions": {"module": (Plain(), "one of its class")},
+    "linen_functions": {"module": (nn.Dense(3), "one of its class")},
     "from_linen": {"module": (nn.Dense(3), "one of its class"), **OF_A_MODEL},
     "from_nnx": {"factory": (lambda rngs: nnx.Linear(4, 1, rngs=rngs), "a function"), **OF_A_MODEL},
     "from_arrays": {

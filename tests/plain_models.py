@@ -11,7 +11,6 @@ import optax
 from flax import nnx
 
 from research_dp.models.flax.linen import linen_functions
-from research_dp.models.flax.nnx import nnx_functions
 from research_dp.models.image_classifiers import image_classifier
 from research_dp.types import LossOutput, TrainableModel
 
@@ -22,7 +21,7 @@ class BatchNormNet(nn.Module):
     axes: bool = False
 
     @nn.compact
-    def __call__(self, x, *, train, keys=None, batch_axes=()):
+    def __call__(self, x, *, train, batch_axes=()):
         x = nn.Dense(WIDTH)(x.reshape(x.shape[0], -1))
         over = (batch_axes or None) if self.axes and train else None
         x = nn.BatchNorm(use_running_average=not train, momentum=0.9, axis_name=over)(x)
@@ -30,12 +29,10 @@ class BatchNormNet(nn.Module):
 
 
 class DropoutNet(nn.Module):
-    dims: tuple = ()
-
     @nn.compact
-    def __call__(self, x, *, train, keys=None, batch_axes=()):
+    def __call__(self, x, *, train):
         x = nn.relu(nn.Dense(WIDTH)(x.reshape(x.shape[0], -1)))
-        x = nn.Dropout(0.5, broadcast_dims=self.dims, deterministic=not train)(x)
+        x = nn.Dropout(0.5, deterministic=not train)(x)
         return nn.Dense(CLASSES)(x)
 
 
@@ -46,7 +43,7 @@ class NnxBatchNormNet(nnx.Module):
         self.norm = nnx.BatchNorm(WIDTH, momentum=0.9, rngs=rngs)
         self.head = nnx.Linear(WIDTH, CLASSES, rngs=rngs)
 
-    def __call__(self, x, *, train, keys=None, batch_axes=()):
+    def __call__(self, x, *, train):
         x = self.norm(self.hidden(x.reshape(x.shape[0], -1)), use_running_average=not train)
         return self.head(nnx.relu(x))
 
@@ -58,7 +55,7 @@ class NnxDropoutNet(nnx.Module):
         self.dropout = nnx.Dropout(0.5, rngs=rngs)
         self.head = nnx.Linear(WIDTH, CLASSES, rngs=rngs)
 
-    def __call__(self, x, *, train, keys=None, batch_axes=()):
+    def __call__(self, x, *, train):
         x = nnx.relu(self.hidden(x.reshape(x.shape[0], -1)))
         return self.head(self.dropout(x, deterministic=not train))
 
@@ -78,19 +75,26 @@ def with_own_loss(init, apply):
     return TrainableModel(init, loss, {"num_classes": CLASSES})
 
 
-def linen_dropout(key_of, dims=()):
-    """`nn.Dropout` with a key for all examples, made of their keys."""
-    net = DropoutNet(dims)
+def linen_alone(net, key_of=None):
+    """A Linen module as Flax applies it; `key_of` makes one key for all examples of theirs."""
 
     def init(key, batch):
-        x = jnp.zeros(batch["image"].shape)
-        return net.init(key, x, train=False)["params"], {}
+        state = dict(net.init(key, jnp.zeros(batch["image"].shape), train=False))
+        return state.pop("params"), state
 
     def apply(params, model_state, x, keys, train):
-        rngs = {"dropout": key_of(keys)} if train else {}
-        return net.apply({"params": params}, x, train=train, rngs=rngs), model_state
+        variables = {"params": params, **model_state}
+        mutable = list(model_state) if train else []
+        rngs = {"dropout": key_of(keys)} if train and key_of else {}
+        logits, updates = net.apply(variables, x, train=train, mutable=mutable, rngs=rngs)
+        return logits, {**model_state, **updates}
 
     return with_own_loss(init, apply)
+
+
+def linen_dropout(key_of):
+    """`nn.Dropout` with a key for all examples, made of their keys."""
+    return linen_alone(DropoutNet(), key_of)
 
 
 def linen_dropout_by_example():
@@ -112,11 +116,11 @@ def linen_dropout_by_example():
     return with_own_loss(init, apply)
 
 
-def nnx_dropout():
-    """`nnx.Dropout`, whose keys and counts are model state; keys as numbers."""
+def nnx_alone(net):
+    """An NNX module as Flax calls it, whose keys and counts are model state; keys as numbers."""
 
     def make(key, shape):
-        model = NnxDropoutNet(shape, nnx.Rngs(key))
+        model = net(shape, nnx.Rngs(key))
         graph, params, rest = nnx.split(model, nnx.Param, ...)
         return graph, nnx.to_pure_dict(params), nnx.to_pure_dict(rest)
 
@@ -127,7 +131,7 @@ def nnx_dropout():
     def apply(params, model_state, x, keys, train):
         graph, _, rest = make(jax.random.key(0), x.shape[1:])
         model_state = jax.tree.map(_as_keys, model_state, rest)
-        model = nnx.merge(graph, _merged(params, model_state))
+        model = nnx.merge(graph, nnx.State(params), nnx.State(model_state))
         logits = model(x, train=train)
         rest = nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))
         return logits, jax.tree.map(_as_numbers, rest)
@@ -147,26 +151,18 @@ def _as_keys(x, like):
     return jax.random.wrap_key_data(x) if _is_key(like) else x
 
 
-def _merged(params, rest):
-    return nnx.State({**params, **rest})
-
-
 @gin.register(module="tests")
 def linen_batch_norm(axes: bool = False) -> TrainableModel:
-    """A perceptron with `nn.BatchNorm`."""
-    return image_classifier(linen_functions(BatchNormNet(axes)), CLASSES)
-
-
-@gin.register(module="tests")
-def nnx_batch_norm() -> TrainableModel:
-    """A perceptron with `nnx.BatchNorm`."""
-    return image_classifier(nnx_functions(NnxBatchNormNet), CLASSES)
+    """A perceptron with `nn.BatchNorm`: statistics of a device or, with `axes`, of all devices."""
+    if axes:
+        return image_classifier(linen_functions(BatchNormNet(axes=True)), CLASSES)
+    return linen_alone(BatchNormNet())
 
 
 # What a user writes, by its name.
 MODELS = {
     "nn.BatchNorm": linen_batch_norm,
-    "nnx.BatchNorm": nnx_batch_norm,
+    "nnx.BatchNorm": lambda: nnx_alone(NnxBatchNormNet),
     "nn.Dropout": lambda: linen_dropout(lambda keys: keys[0]),
-    "nnx.Dropout": nnx_dropout,
+    "nnx.Dropout": lambda: nnx_alone(NnxDropoutNet),
 }

@@ -21,8 +21,8 @@ import research_dp.deterministic.reduction
 import research_dp.training.loop
 from research_dp.config import load
 from research_dp.errors import UsageError
-from research_dp.models.flax.linen import plain_linen_functions
-from research_dp.models.flax.nnx import plain_nnx_functions
+from research_dp.models.flax.linen import linen_functions_of_inputs
+from research_dp.models.flax.nnx import nnx_functions_of_inputs
 from research_dp.strategies import TrainSpec
 from research_dp.training.replica_check import split_dependence
 
@@ -193,9 +193,9 @@ def test_masks_do_not_depend_on_the_default_of_random_keys(api, default):
 
 def masks(module, rows, keys, *, train=True):
     """The masks (B, 2, features) that a module with two draws has for these rows of ones."""
-    inputs = (jnp.ones((len(rows), 32)),)
-    of = plain_linen_functions if isinstance(module, nn.Module) else plain_nnx_functions
-    functions = of(module, ["x"])
+    inputs = jnp.ones((len(rows), 32))
+    is_linen = isinstance(module, nn.Module)
+    functions = (linen_functions_of_inputs if is_linen else nnx_functions_of_inputs)(module, "x")
     params, state = functions.init(jax.random.key(0), inputs)
     keys = keys[rows] if train else None
     y, state = jax.jit(lambda: functions.apply(params, state, inputs, train=train, keys=keys))()
@@ -269,7 +269,7 @@ def test_several_inputs_are_given_by_position():
     def call(self, x, y, *, train):
         return x + 10 * y[:, None]
 
-    functions = plain_linen_functions(own.linen(call), ["x", "y"])
+    functions = linen_functions_of_inputs(own.linen(call), ["x", "y"])
     x, y = jnp.ones((4, 3)), jnp.arange(4.0)
     found, _ = functions.apply({}, {}, (x, y), train=False)
     np.testing.assert_array_equal(found, x + 10 * y[:, None])
@@ -325,7 +325,7 @@ def test_a_list_of_nnx_has_keys_of_text_as_checkpoints_have():
         layers = nnx.Linear(3, 4, rngs=rngs), nnx.BatchNorm(4, rngs=rngs)
         return nnx.Sequential(*layers, *(nnx.Linear(4, 4, rngs=rngs) for _ in range(10)))
 
-    functions, x = plain_nnx_functions(make, ["x"]), jnp.ones((2, 3))
+    functions, x = nnx_functions_of_inputs(make, ["x"]), jnp.ones((2, 3))
     params, state = functions.init(jax.random.key(0), (x,))
     assert set(params["layers"]) == set(map(str, range(12)))
     found, after = functions.apply(params, state, (x,), train=True)
@@ -429,9 +429,8 @@ def two_inputs(self, x, y, train):
             r"calls NnxSized\(width, rngs\) with rngs alone. Give a function of rngs",
         ),
         (
-            lambda: research_dp.linen_functions(own.LinenNet()),
-            r"LinenNet.__call__\(x, train\) must take \(x, \*, train, keys, batch_axes\) for "
-            "linen_functions.*Use research_dp.from_linen",
+            lambda: research_dp.linen_functions(own.linen(two_inputs)),
+            r"Net.__call__\(x, y, train\) cannot be called with \(x, train=...\)",
         ),
     ],
 )
@@ -510,14 +509,42 @@ def test_a_class_is_a_factory_if_its_constructor_takes_one_argument():
 
 
 def test_a_factory_that_makes_no_module_is_refused():
-    with pytest.raises(UsageError, match=r"from_nnx.factory returns no nnx.Module"):
+    with pytest.raises(UsageError, match=r"factory returns \w+, no nnx.Module"):
         build("single", nnx_model(lambda rngs: jnp.ones(3)))
 
 
-def test_an_nnx_module_with_another_call_is_refused_where_the_contract_is_expected():
-    functions = research_dp.nnx_functions(lambda shape, rngs: own.NnxNet(rngs))
-    with pytest.raises(UsageError, match=r"NnxNet.__call__\(x\) must take .*from_nnx"):
-        functions.init(jax.random.key(0), jnp.ones((2, FEATURES)))
+class NnxTwoInputs(nnx.Module):
+    def __init__(self, shape, rngs):
+        self.dense = nnx.Linear(*shape, CLASSES, rngs=rngs)
+
+    def __call__(self, x, y):
+        return self.dense(x + y)
+
+
+@pytest.mark.parametrize("function", ["init", "apply"])
+def test_an_nnx_module_that_cannot_be_called_is_refused_where_it_is_made(function):
+    functions, x = research_dp.nnx_functions(NnxTwoInputs), jnp.ones((2, FEATURES))
+    calls = {
+        "init": lambda: functions.init(jax.random.key(0), x),
+        "apply": lambda: functions.apply({}, {}, x, train=True),
+    }
+    message = r"NnxTwoInputs.__call__\(x, y\) cannot be called with \(x\)"
+    with pytest.raises(UsageError, match=message):
+        calls[function]()
+
+
+def test_nnx_functions_take_a_module_whose_methods_set_the_mode():
+    functions = research_dp.nnx_functions(lambda shape, rngs: own.NnxNet(rngs, dropout=0.0))
+    x = jax.random.normal(jax.random.key(1), (4, FEATURES))
+    params, state = functions.init(jax.random.key(0), x)
+    found, after = functions.apply(params, state, x, train=True)
+    module = own.NnxNet(nnx.Rngs(jax.random.key(0)), dropout=0.0)
+    np.testing.assert_allclose(found, module(x), rtol=1e-6)
+    np.testing.assert_array_equal(after["norm"]["mean"], module.norm.mean[...])
+    module.eval()
+    found, same = functions.apply(params, after, x, train=False)
+    np.testing.assert_allclose(found, module(x), rtol=1e-6)
+    np.testing.assert_array_equal(same["norm"]["mean"], after["norm"]["mean"])
 
 
 def test_statistics_of_a_device_are_reported_and_those_of_all_are_not():

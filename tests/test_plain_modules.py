@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import certified
 import decoder
+import flax.linen as nn
 import gin
 import jax
 import jax.numpy as jnp
@@ -115,13 +116,27 @@ def test_numbers_are_those_of_single_or_it_is_reported(stem, name):
         assert "(2 of 16 examples a device)" in report
 
 
-@pytest.mark.slow
+def by_functions(net):
+    """The module as a model by `linen_functions` or `nnx_functions`."""
+    functions = linen_functions(net()) if issubclass(net, nn.Module) else nnx_functions(net)
+    return image_classifier(functions, 10)
+
+
 @pytest.mark.parametrize(
     "model",
     [
-        functools.partial(plain_models.linen_batch_norm, axes=True),
-        plain_models.linen_dropout_by_example,
-        functools.partial(convnet, features=(4,), hidden=8, num_classes=10, norm="batch"),
+        functools.partial(by_functions, DropoutNet),
+        functools.partial(by_functions, plain_models.NnxDropoutNet),
+        *(
+            pytest.param(model, marks=pytest.mark.slow)
+            for model in (
+                functools.partial(by_functions, plain_models.BatchNormNet),
+                functools.partial(by_functions, plain_models.NnxBatchNormNet),
+                functools.partial(plain_models.linen_batch_norm, axes=True),
+                plain_models.linen_dropout_by_example,
+                functools.partial(convnet, features=(4,), hidden=8, num_classes=10, norm="batch"),
+            )
+        ),
     ],
 )
 def test_what_takes_all_devices_into_account_is_not_reported(model):
@@ -349,16 +364,6 @@ def test_with_logical_shards_a_device_alone_draws_the_same():
     gin.parse_config_file(str(options))
     built = recipe("ddp", "tree_reduction.logical_shards = 16").build(spec)
     assert built.doubt is None
-
-
-def test_rng_streams_of_flax_are_refused_where_the_module_is_called():
-    spec = spec_of(image_classifier(linen_functions(DropoutNet()), 10))
-    with pytest.raises(UsageError, match="DropoutNet draws from an RNG stream of Flax"):
-        recipe("ddp").build(spec)
-    load.reset()
-    spec = spec_of(image_classifier(nnx_functions(plain_models.NnxDropoutNet), 10))
-    with pytest.raises(UsageError, match="NnxDropoutNet has random state of its own"):
-        recipe("ddp").build(spec)
 
 
 # ---- A run, as its user sees it ----

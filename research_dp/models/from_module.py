@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -11,12 +11,12 @@ from flax import nnx
 
 from research_dp.argument_checks import checked
 from research_dp.argument_types import Bounds
-from research_dp.models.flax.linen import plain_linen_functions
-from research_dp.models.flax.nnx import plain_nnx_functions
+from research_dp.models.flax.linen import linen_functions_of_inputs
+from research_dp.models.flax.module_calls import Names
+from research_dp.models.flax.nnx import nnx_functions_of_inputs
 from research_dp.models.supervised import supervised
 from research_dp.types import TrainableModel
 
-Names = str | Sequence[str]
 Loss = Callable[[Any, Any], jax.Array]
 
 
@@ -54,9 +54,8 @@ def from_linen(
         UsageError: The module does not take these inputs. While it is traced: the loss is not one
             number per example, or the module draws random numbers other than by `nn.Dropout`.
     """
-    names = _in_order(inputs)
-    functions = plain_linen_functions(module, names)
-    return supervised(functions, loss, names, targets, metrics, weights, config, bounds)
+    functions = linen_functions_of_inputs(module, inputs)
+    return supervised(functions, loss, inputs, targets, metrics, weights, config, bounds)
 
 
 @checked
@@ -96,10 +95,5 @@ def from_nnx(
             these inputs, the loss is not one number per example, or the module draws random numbers
             other than by `nnx.Dropout`.
     """
-    names = _in_order(inputs)
-    functions = plain_nnx_functions(factory, names)
-    return supervised(functions, loss, names, targets, metrics, weights, config, bounds)
-
-
-def _in_order(inputs: Names) -> tuple[str, ...]:
-    return (inputs,) if isinstance(inputs, str) else tuple(inputs)
+    functions = nnx_functions_of_inputs(factory, inputs)
+    return supervised(functions, loss, inputs, targets, metrics, weights, config, bounds)

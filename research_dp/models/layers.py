@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from research_dp.distributed.collectives import Axes
 from research_dp.models.flax.example_dropout import example_dropout
 from research_dp.models.flax.linen import linen_functions
 from research_dp.models.flax.nnx import nnx_functions
@@ -34,15 +33,14 @@ _GROUPS = 8
 class Layers:
     """What a network builds its forward pass from; input sizes are inferred.
 
-    `train`: batch statistics are taken from the batch, which is split over mesh axes `batch_axes`.
-    `keys` are random keys for `dropout`. Layers are attributes of the NNX `module`, created at
-    their first call if there are `rngs`, or else submodules of the Linen module that is called.
+    `train`: batch statistics are taken from the batch. `keys` are random keys for `dropout`. Layers
+    are attributes of the NNX `module`, created at their first call if there are `rngs`, or else
+    submodules of the Linen module that is called.
     """
 
     dtype: Any  # of compute
     train: bool = False
     keys: jax.Array | None = None
-    batch_axes: Axes = ()
     module: NnxModule | None = None
     rngs: nnx.Rngs | None = None
 
@@ -64,7 +62,7 @@ class Layers:
 
     def submodule(self, name: str, network: Network) -> Callable:
         """Another network, whose parameters are below `name`."""
-        options = {name: getattr(self, name) for name in ("train", "keys", "batch_axes")}
+        options: dict[str, Any] = {"train": self.train, "keys": self.keys}
         if self.module is None:
             return functools.partial(LinenModule(network, self.dtype, name=name), **options)
 
@@ -84,10 +82,7 @@ class Layers:
             if self.rngs is not None:
                 layer = for_nnx(x.shape[-1], *args, **options, dtype=self.dtype, rngs=self.rngs)
                 setattr(self.module, name, layer)
-            layer = getattr(self.module, name)
-            if "axis_name" in options:
-                layer.axis_name = options["axis_name"]  # differs from call to call
-            return layer(x, **call_options)
+            return getattr(self.module, name)(x, **call_options)
 
         return call
 
@@ -98,11 +93,7 @@ def _norm(norm: Norm, layers: Layers, x: jax.Array) -> jax.Array:
             groups = math.gcd(_GROUPS, x.shape[-1])
             return layers.layer("group", nn.GroupNorm, nnx.GroupNorm, num_groups=groups)(x)
         case "batch":
-            # Mean and variance are averaged over `batch_axes` while training: they are those of
-            # the global micro-batch, and equal on every device.
-            axes = (layers.batch_axes or None) if layers.train else None
-            options = {"momentum": 0.9, "axis_name": axes}
-            layer = layers.layer("batch", nn.BatchNorm, nnx.BatchNorm, **options)
+            layer = layers.layer("batch", nn.BatchNorm, nnx.BatchNorm, momentum=0.9)
             return layer(x, use_running_average=not layers.train)
     return x
 
@@ -114,10 +105,8 @@ class LinenModule(nn.Module):
     dtype: Any
 
     @nn.compact
-    def __call__(
-        self, x: Any, *, train: bool, keys: jax.Array | None = None, batch_axes: Axes = ()
-    ) -> jax.Array:
-        return self.network(Layers(self.dtype, train, keys, batch_axes), x)
+    def __call__(self, x: Any, *, train: bool, keys: jax.Array | None = None) -> jax.Array:
+        return self.network(Layers(self.dtype, train, keys), x)
 
 
 class NnxModule(nnx.Module):
@@ -126,8 +115,15 @@ class NnxModule(nnx.Module):
     def __init__(self, network: Network, dtype: Any):
         self.network, self.dtype = network, dtype
 
-    def __call__(self, x: Any, *, train: bool = False, **options: Any) -> jax.Array:
-        return self.network(Layers(self.dtype, train, module=self, **options), x)
+    def __call__(
+        self,
+        x: Any,
+        *,
+        train: bool = False,
+        keys: jax.Array | None = None,
+        rngs: nnx.Rngs | None = None,
+    ) -> jax.Array:
+        return self.network(Layers(self.dtype, train, keys, module=self, rngs=rngs), x)
 
 
 def network_functions(api: Api, network: Network, dtype: Any) -> Functions:

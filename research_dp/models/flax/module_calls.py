@@ -24,6 +24,7 @@ MODES = {
 # Other names that arguments with this meaning have; they are refused.
 _OTHER_MODES = ("mode", "eval", "evaluate", "evaluating", "inference", "test", "testing")
 GUIDE = "See docs/own_model.md."
+Names = str | Sequence[str]  # of one input, or of several, which are given as a tuple
 
 
 def mode_options(names: Sequence[str], train: bool) -> dict[str, bool]:
@@ -32,7 +33,7 @@ def mode_options(names: Sequence[str], train: bool) -> dict[str, bool]:
 
 
 class ModuleCall:
-    """How a module called `name` is called with inputs of these names.
+    """How a module called `name` is called with the input of this name, or with several.
 
     `modes` are its arguments that say whether it trains. It is given `keys` and `batch_axes`, as in
     `linen_functions`, if it takes them.
@@ -42,18 +43,20 @@ class ModuleCall:
             mode, which would keep its default.
     """
 
-    def __init__(self, call: Callable[..., Any], name: str, inputs: Sequence[str]):
+    def __init__(self, call: Callable[..., Any], name: str, inputs: Names):
         self.name, self._signature = name, inspect.signature(call)
+        self._is_one = isinstance(inputs, str)
         parameters = self._signature.parameters
         self.modes = [mode for mode in MODES if mode in parameters]
         self._others = [other for other in ("keys", "batch_axes") if other in parameters]
         try:
-            bound = self.arguments(tuple(inputs), train=True)
+            bound = self.arguments(inputs, train=True)
         except TypeError as error:
+            names = [inputs] if isinstance(inputs, str) else inputs
             modes = (f"{mode}=..." for mode in self.modes)
             raise UsageError(
                 f"{name}.__call__{self._signature} cannot be called with "
-                f"({', '.join([*inputs, *modes])}): {error}. Name its arrays by inputs=(...), in "
+                f"({', '.join([*names, *modes])}): {error}. Name its arrays by inputs=(...), in "
                 f"its order. Give other arguments a default. {GUIDE}"
             ) from error
         for other, parameter in parameters.items():
@@ -68,25 +71,13 @@ class ModuleCall:
                 )
 
     def arguments(
-        self, x: tuple[Any, ...], *, train: bool, keys: Any = None, batch_axes: Any = ()
+        self, x: Any, *, train: bool, keys: Any = None, batch_axes: Any = ()
     ) -> inspect.BoundArguments:
         """Its arguments, by position where they can be: `remat` needs that of static ones."""
         others = {"keys": keys, "batch_axes": batch_axes}
         options = {name: others[name] for name in self._others}
-        return self._signature.bind(*x, **mode_options(self.modes, train), **options)
-
-
-def check_contract(call: Callable[..., Any], name: str, function: str) -> None:
-    """Raises UsageError if `call` does not take (x, *, train, keys, batch_axes)."""
-    signature = inspect.signature(call)
-    try:
-        signature.bind(None, train=True, keys=None, batch_axes=())
-    except TypeError as error:
-        plain = function.replace("_functions", "")
-        raise UsageError(
-            f"{name}.__call__{signature} must take (x, *, train, keys, batch_axes) for {function}: "
-            f"{error}. Use research_dp.from_{plain}, which takes any module. {GUIDE}"
-        ) from error
+        args = (x,) if self._is_one else x
+        return self._signature.bind(*args, **mode_options(self.modes, train), **options)
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,15 +15,11 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from research_dp.argument_checks import checked
 from research_dp.distributed.batch_examples import seed_key
+from research_dp.distributed.collectives import Axes
 from research_dp.errors import UsageError
 from research_dp.models.flax.example_dropout import layer_dropout, layer_keys
 from research_dp.models.flax.linen import check_batch_norm
-from research_dp.models.flax.module_calls import (
-    GUIDE,
-    ModuleCall,
-    check_contract,
-    clear_errors,
-)
+from research_dp.models.flax.module_calls import GUIDE, ModuleCall, Names, clear_errors
 from research_dp.types import Functions, PyTree
 
 _STATE = nnx.Not(nnx.Any(nnx.Param, nnx.RngState, nnx.Intermediate))
@@ -33,87 +29,63 @@ _STATE = nnx.Not(nnx.Any(nnx.Param, nnx.RngState, nnx.Intermediate))
 def nnx_functions(factory: Callable[..., nnx.Module]) -> Functions:
     """Pure `init` and `apply` of an NNX module.
 
-    `factory` is (input shape, rngs) -> module, whose `__call__` takes (x, *, train, keys,
-    batch_axes). Variables other than `nnx.Param` are model state. Random state (`nnx.Dropout`),
-    which would depend on the device, raises UsageError. `research_dp.from_nnx` takes modules with
-    another `__call__`, and with `nnx.Dropout`.
+    `research_dp.from_nnx`, which adds a loss, says what is accepted. `factory` is (shape of the
+    input of one example, rngs) -> module. Its `__call__` takes x, an array or a tree, and may take
+    `keys` and `batch_axes` as in `linen_functions`. Variables other than `nnx.Param` are model
+    state.
     """
 
     def build(x: PyTree, rngs: nnx.Rngs) -> nnx.Module:
         return factory(jax.tree.map(lambda a: tuple(a.shape[1:]), x), rngs)
 
-    def abstract(x: PyTree) -> nnx.Module:
-        module = _abstract(lambda: build(x, nnx.Rngs(seed_key(0))), "nnx_functions")
-        name = type(module).__name__
-        check_contract(module.__call__, name, "nnx_functions")
-        if jax.tree.leaves(nnx.state(module, nnx.RngState)):
-            raise UsageError(
-                f"{name} has random state of its own, so its dropout would depend on the device. "
-                f"Use research_dp.from_nnx, or draw with `keys`, one key an example. {GUIDE}"
-            )
-        return module
-
-    def init(key: jax.Array, x: Any) -> tuple[PyTree, PyTree]:
-        abstract(x)  # refuses a module with random state before anything is drawn
-        return _variables(build(x, nnx.Rngs(key)))
-
-    def apply(
-        params: PyTree, model_state: PyTree, x: Any, *, train: bool, **options: Any
-    ) -> tuple[jax.Array, PyTree]:
-        module = _filled(abstract(x), params, model_state)
-        options = {"keys": None, "batch_axes": (), **options}
-        y = module(x, train=train, **options)
-        return y, _variables(module)[1]
-
-    return Functions(init, apply)
+    return _functions(build, "x")
 
 
-def plain_nnx_functions(factory: Callable[..., nnx.Module], inputs: Sequence[str]) -> Functions:
-    """Pure `init` and `apply` of any NNX module, on a tuple of the inputs with these names.
+def nnx_functions_of_inputs(factory: Callable[..., nnx.Module], inputs: Names) -> Functions:
+    """`nnx_functions` of a factory (rngs) -> module, on this input, or a tuple of several."""
+    return _functions(_of_rngs(factory), inputs)
 
-    `factory` is (rngs) -> module. An argument such as `train` or `deterministic` says whether the
-    module trains; without one its methods `train` and `eval` are called. Dropout layers have one
-    mask per example. BatchNorm has the statistics of the global micro-batch. Arguments `keys` and
-    `batch_axes` are as in `nnx_functions`, if it has them.
+
+def _functions(build: Callable[[PyTree, nnx.Rngs], nnx.Module], inputs: Names) -> Functions:
+    """Pure `init` and `apply` of the module that `build` makes for an input, or a tuple of several.
+
+    An argument such as `train` or `deterministic` says whether the module trains; without one its
+    methods `train` and `eval` are called. Dropout layers have one mask per example. BatchNorm has
+    the statistics of the global micro-batch.
     """
-    build = _of_rngs(factory)
 
-    @functools.cache
-    def call() -> ModuleCall:
-        module = abstract()
-        return ModuleCall(module.__call__, type(module).__name__, inputs)
+    def abstract(x: PyTree) -> tuple[nnx.Module, ModuleCall]:
+        module = _abstract(lambda: build(x, nnx.Rngs(seed_key(0))))
+        return module, ModuleCall(module.__call__, type(module).__name__, inputs)
 
-    def abstract() -> nnx.Module:
-        return _abstract(lambda: build(nnx.Rngs(seed_key(0))), "from_nnx")
-
-    def init(key: jax.Array, x: tuple[Any, ...]) -> tuple[PyTree, PyTree]:
-        call()  # refuses a module that cannot be called
-        return _variables(build(nnx.Rngs(key)))
+    def init(key: jax.Array, x: PyTree) -> tuple[PyTree, PyTree]:
+        abstract(x)  # refuses a module that cannot be called
+        return _variables(build(x, nnx.Rngs(key)))
 
     def apply(
         params: PyTree,
         model_state: PyTree,
-        x: tuple[Any, ...],
+        x: PyTree,
         *,
         train: bool,
         keys: jax.Array | None = None,
-        batch_axes: Sequence[str] = (),
+        batch_axes: Axes = (),
     ) -> tuple[jax.Array, PyTree]:
-        axes = tuple(batch_axes)
-        given = call().arguments(x, train=train, keys=keys, batch_axes=axes)
-        module = _filled(abstract(), params, model_state)
-        if not call().modes:
+        empty, call = abstract(x)
+        given = call.arguments(x, train=train, keys=keys, batch_axes=batch_axes)
+        module = _filled(empty, params, model_state)
+        if not call.modes:
             module.train() if train else module.eval()
-        _over_the_batch(module, keys, axes, train)
-        with clear_errors(call().name, train=train):
+        _over_the_batch(module, keys, batch_axes, train)
+        with clear_errors(call.name, train=train):
             y = module(*given.args, **given.kwargs)
         return y, _variables(module)[1] if train else model_state
 
     return Functions(init, apply)
 
 
-def _of_rngs(factory: Callable[..., nnx.Module]) -> Callable[[nnx.Rngs], nnx.Module]:
-    """A factory as a function of `rngs`, which it takes by name, or as its only argument."""
+def _of_rngs(factory: Callable[..., nnx.Module]) -> Callable[[PyTree, nnx.Rngs], nnx.Module]:
+    """A function (x, rngs) of a factory that takes `rngs` alone, by name or by position."""
     if isinstance(factory, nnx.Module):
         name = type(factory).__name__
         raise UsageError(
@@ -128,7 +100,7 @@ def _of_rngs(factory: Callable[..., nnx.Module]) -> Callable[[nnx.Rngs], nnx.Mod
             signature.bind(*args, **options)
         except TypeError:
             continue
-        return lambda rngs: factory(rngs=rngs) if options else factory(rngs)
+        return lambda _, rngs: factory(rngs=rngs) if options else factory(rngs)
     name = getattr(factory, "__name__", "factory")
     raise UsageError(
         f"from_nnx calls {name}{signature} with rngs alone. Give a function of rngs, e.g. "
@@ -136,13 +108,13 @@ def _of_rngs(factory: Callable[..., nnx.Module]) -> Callable[[nnx.Rngs], nnx.Mod
     )
 
 
-def _abstract(build: Callable[[], nnx.Module], function: str) -> nnx.Module:
+def _abstract(build: Callable[[], nnx.Module]) -> nnx.Module:
     """The module with shapes instead of arrays; UsageError if it cannot be rebuilt from them."""
 
     def checked_module() -> nnx.Module:
         module = build()
         if not isinstance(module, nnx.Module):
-            raise UsageError(f"{function}.factory returns no nnx.Module. {GUIDE}")
+            raise UsageError(f"factory returns {type(module).__name__}, no nnx.Module. {GUIDE}")
         state = {path for path, _ in nnx.to_flat_state(nnx.state(module))}
         for path, value in nnx.iter_graph(module):
             if isinstance(value, jax.Array) and path not in state:
@@ -182,9 +154,7 @@ def _filled(abstract: nnx.Module, params: PyTree, model_state: PyTree) -> nnx.Mo
     return nnx.merge(graphdef, jax.tree.unflatten(treedef, filled), variables)
 
 
-def _over_the_batch(
-    module: nnx.Module, keys: jax.Array | None, axes: tuple[str, ...], train: bool
-) -> None:
+def _over_the_batch(module: nnx.Module, keys: jax.Array | None, axes: Axes, train: bool) -> None:
     """Prepares the layers that compute with several examples, for one call of the module.
 
     `keys` (B,) are the examples' keys, and `axes` the bound mesh axes that the batch is split over.
@@ -195,7 +165,7 @@ def _over_the_batch(
             layer.__class__ = _ExampleDropout
             layer.keys_of_batch = keys_of_batch  # type: ignore[attr-defined]
         if isinstance(layer, nnx.BatchNorm):
-            check_batch_norm(layer.axis_name, None)
+            check_batch_norm(layer.axis_name, axes, None)
             layer.axis_name = axes or None  # type: ignore[assignment]
             layer.__class__ = _checking(type(layer))
             layer.trains = train  # type: ignore[attr-defined]
@@ -238,7 +208,7 @@ class _BatchNorm(nnx.BatchNorm):
     def __call__(
         self, x: jax.Array, use_running_average: bool | None = None, *, mask: Any = None
     ) -> jax.Array:
-        check_batch_norm(None, mask)
+        check_batch_norm(None, (), mask)
         running = self.use_running_average if use_running_average is None else use_running_average
         if not (self.trains or running):
             raise UsageError(
