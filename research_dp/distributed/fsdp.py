@@ -176,7 +176,10 @@ def gather_shards(
     if rows is not None:
         return [exchange_rows(x, rows, options._replace(dim=dim)) for x, dim in shards]
     if bucket_bytes <= 0:
-        return [options._replace(dim=dim).differentiable(x.dtype)(x) for x, dim in shards]
+        full = []
+        for x, dim in shards:
+            full.append(options._replace(dim=dim).differentiable(x.dtype)(x))
+        return full
     size, shardings = axes_size(flat_axes(options.axis)), []
     for x, dim in shards:
         shape = (*x.shape[:dim], x.shape[dim] * size, *x.shape[dim + 1 :])
