@@ -6,7 +6,6 @@ import contextlib
 import difflib
 import importlib.util
 import logging
-import math
 import os
 import re
 import shutil
@@ -83,13 +82,14 @@ def download_and_prepare(builder: Any) -> None:
         return
     root = str(builder.data_dir_root)
     lock: Any = contextlib.nullcontext()
+    has_lock = "://" not in root  # object stores have none
+    if has_lock:
+        lock = filelock.FileLock(Path(root) / f".{builder.name}.lock")
     try:
-        if "://" not in root:  # object stores have no locks
-            Path(root).mkdir(parents=True, exist_ok=True)
-            lock = filelock.FileLock(Path(root) / f".{builder.name}.lock")
         with lock:
             if not builder.data_path.exists():
-                _remove_incomplete(builder.data_path)
+                if has_lock:  # else others may be writing
+                    _remove_incomplete(Path(builder.data_path))
                 print(f"Preparing {builder.name} in {builder.data_path} (once)", flush=True)
                 began = time.monotonic()
                 with _quiet_tfds():
@@ -118,22 +118,19 @@ def _quiet_tfds() -> Iterator[None]:
         tfds.enable_progress_bar()
 
 
-def _remove_incomplete(data_path: Any) -> None:
+def _remove_incomplete(data_path: Path) -> None:
     """Removes folders of killed preparations of a data set; the caller has its lock.
 
     `tfds build`, and hosts whose file system shares no locks, prepare without it. So folders with
     recent changes are not removed.
     """
-    if "://" in str(data_path):
-        return  # there is no lock, so others may be writing
-    incomplete = re.compile(rf"incomplete\.[0-9A-Za-z]+_{re.escape(data_path.name)}")
-    for path in map(Path, data_path.parent.iterdir()) if data_path.parent.exists() else ():
-        if not incomplete.fullmatch(path.name) or path.is_symlink():
+    for path in data_path.parent.glob(f"incomplete.??????_{data_path.name}"):
+        if path.is_symlink():
             continue
         try:
             last_change = max(inner.lstat().st_mtime for inner in (path, *path.rglob("*")))
         except FileNotFoundError:  # renamed or removed meanwhile
-            last_change = math.inf
+            last_change = time.time()
         if time.time() - last_change < _HOURS_IN_USE * 3600:
             when = f"in the last {_HOURS_IN_USE} hours"
             message = f"Leaving {path}, which changed {when}: another program may be preparing it"
@@ -205,9 +202,7 @@ def check_tensorflow() -> None:
 
 def quieten_tfds() -> None:
     """Leaves out TFDS's advice to install OpenCV, which reads no faster here."""
-    logger = logging.getLogger("absl")
-    if _is_wanted not in logger.filters:
-        logger.addFilter(_is_wanted)
+    logging.getLogger("absl").addFilter(_is_wanted)
 
 
 def _is_wanted(record: logging.LogRecord) -> bool:
