@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from research_dp.analysis.comm_lower_bound import min_wire_bytes
+from research_dp.argument_types import is_floating_dtype
 from research_dp.distributed.placement import nbytes
 from research_dp.strategies import Strategy, TrainSpec, jaxpr_collectives
 
@@ -77,14 +78,10 @@ def _other_bytes(strategy: Strategy, spec: TrainSpec) -> float:
     # The norm is all-reduced with a flag for each gradient, 4 bytes twice around the ring.
     norm = 8 * (len(jax.tree.leaves(state.params)) + 1)
     norm *= strategy.config.reduction.logical_shards or 1  # one norm for each logical shard
-    floating = [x for x in jax.tree.leaves(state.model_state) if _is_floating(x.dtype)]
+    floating = [x for x in jax.tree.leaves(state.model_state) if is_floating_dtype(x.dtype)]
     # Batch statistics: forward, forward again for the backward pass, and backward.
     statistics = 3 * 2 * nbytes(floating)[1]
     return _METRICS + norm + statistics * spec.accumulation_steps
-
-
-def _is_floating(dtype: jnp.dtype) -> bool:
-    return jnp.issubdtype(dtype, jnp.floating)
 
 
 def unnamed_dtypes(strategy: Strategy, dtypes: Iterable[str]) -> list[str]:
@@ -92,4 +89,4 @@ def unnamed_dtypes(strategy: Strategy, dtypes: Iterable[str]) -> list[str]:
     params = {str(x.dtype) for x in jax.tree.leaves(strategy.abstract_state.params)}
     known = {"float32", *params, *(str(jnp.dtype(x)) for x in dtypes)}
     sent = {one.dtype for one in jaxpr_collectives.of_step(strategy)}
-    return sorted(d for d in sent - known if _is_floating(jnp.dtype(d)))
+    return sorted(d for d in sent - known if is_floating_dtype(d))

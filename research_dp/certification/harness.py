@@ -23,6 +23,7 @@ from research_dp.distributed.mesh import batch_devices
 from research_dp.distributed.optimizer import apply_optimizer
 from research_dp.distributed.sharding import LeafSharding
 from research_dp.strategies import PlacedBatch, Strategy, StrategyConfig, TrainSpec, TrainState
+from research_dp.training.metrics import accumulate
 from research_dp.types import HostSums, LossOutput
 
 PyTree = Any
@@ -184,13 +185,10 @@ def take_step(
 
 def evaluate(strategy: Strategy, state: TrainState, batches: Iterable[Batch]) -> HostSums:
     """The metrics of evaluation batches, for a state on the devices."""
-    sums: dict[str, tuple[float, float]] = {}
+    sums: HostSums = {}
     for batch in batches:
         rows = {name: x[strategy.eval_rows] for name, x in batch.items()}
-        metrics = strategy.eval_step(state, strategy.place_eval_batch(rows))
-        for name, (total, count) in to_host(dict(metrics)).items():
-            before = sums.get(name, (0.0, 0.0))
-            sums[name] = before[0] + float(total), before[1] + float(count)
+        sums = accumulate(sums, [strategy.eval_step(state, strategy.place_eval_batch(rows))])
     return sums
 
 

@@ -258,8 +258,6 @@ def _copied(raw: Any) -> Any:
     """An example with arrays and containers of its own, which users' functions may change."""
     if isinstance(raw, np.ndarray):
         return raw.copy()
-    if type(raw) is dict:
-        return {name: _copied(x) for name, x in raw.items()}
     if type(raw) in (list, tuple):
         is_flat = raw and isinstance(raw[0], numbers.Number | str | bytes)
         return raw[:] if is_flat else type(raw)(map(_copied, raw))
