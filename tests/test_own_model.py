@@ -335,6 +335,22 @@ def test_a_list_of_nnx_has_keys_of_text_as_checkpoints_have():
     np.testing.assert_array_equal(after["layers"]["1"]["mean"], module.layers[1].mean[...])
 
 
+def test_options_of_a_module_that_names_none_have_all_that_linen_functions_gives():
+    given = {}
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x, *, train, **options):
+            given.update(options, train=train)
+            return nn.Dense(2)(x)
+
+    functions, x = research_dp.linen_functions(Net()), jnp.ones((2, 3))
+    params, state = functions.init(jax.random.key(0), x)
+    keys = jax.random.split(jax.random.key(1), 2)
+    functions.apply(params, state, x, train=True, keys=keys, batch_axes=())
+    assert given["train"] and given["keys"] is keys and given["batch_axes"] == ()
+
+
 # ---- What is refused, and what is reported ----
 
 

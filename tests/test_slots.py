@@ -242,6 +242,17 @@ def test_options_of_the_update_that_a_strategy_decides_are_refused(option, messa
     assert caught.value.binding == name
 
 
+@pytest.mark.parametrize("calls", [0, 2])
+def test_an_update_that_does_not_call_the_optimizer_once_is_refused(calls):
+    def update(gradients, parameters, optimizer):
+        new = [optimizer.apply_gradients(gradients, parameters) for _ in range(calls)]
+        return new[-1] if new else None
+
+    config = dataclasses.replace(recipe_of("ddp"), update=update)
+    with pytest.raises(rdp.UsageError, match=f"must call .* once, not {calls} times"):
+        config.build(spec())
+
+
 # ---- Slots with state ----
 
 

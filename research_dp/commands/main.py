@@ -1,4 +1,4 @@
-"""The command `research-dp`: names the commands, and starts one of them.
+"""The command `research-dp`: says what there is, and starts a command.
 
 It imports little: a command's module is imported once it is known which one is meant.
 """

@@ -5,6 +5,7 @@ A folder may be damaged, of another version, or written to meanwhile.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import re
@@ -209,7 +210,9 @@ def read_run(name: str, folder: Path) -> Run:
     elif not written:
         unknown.append(f"{name}: it has no {files.FACTS}, as runs of earlier versions.")
     # That of an earlier end is not of a run that was continued.
-    summary = _known(read_summary(folder)) if status.state == "done" else {}
+    summary: dict[str, Any] = {}
+    with contextlib.suppress(OSError):
+        summary = _known(read_summary(folder)) if status.state == "done" else {}
     wire = None
     try:
         wire = _wire(read_program(folder), tuple(facts["mesh"].items())) if facts else None
@@ -226,7 +229,7 @@ def read_run(name: str, folder: Path) -> Run:
     return Run(name, folder, status, facts, summary, records, bindings, wire, unknown)
 
 
-# Of a damaged program, or one that does not fit its mesh.
+# What a damaged program, or one that does not fit its mesh, raises.
 _UNREADABLE = (OSError, EOFError, LookupError, NotImplementedError, ValueError, zlib.error)
 
 

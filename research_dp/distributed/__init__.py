@@ -1,1 +1,1 @@
-"""Pure functions on pytrees: mesh, layout, placement, collectives, and the edges to Flax."""
+"""Pure functions on pytrees: mesh, sharding, placement, collectives."""

@@ -1,4 +1,4 @@
-"""Gathers for compute, whose gradients come back as shards of the mean; what backward saves."""
+"""Gathers for compute, whose gradients come back as shards of the mean; remat."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Agreement between the processes of a run by collectives; internals of JAX that this takes."""
+"""Agreement between the processes of a run by collectives, and access to internals of JAX."""
 
 from __future__ import annotations
 

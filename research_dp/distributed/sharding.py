@@ -1,4 +1,4 @@
-"""Which dim of an array is sharded (rules), trees of these decisions, and padding."""
+"""Which dim of an array is sharded (rules), and trees of these decisions."""
 
 from __future__ import annotations
 

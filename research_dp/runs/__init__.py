@@ -1,1 +1,1 @@
-"""The folder of a run: what is in it, written and read here and nowhere else."""
+"""The folder of a run: the names and formats of its files, and what writes and reads them."""

@@ -151,7 +151,7 @@ class Checkpoints:
         return checkpoint_files.prune(self._folder, self._keep, self._keep_period)
 
     def _end_threads(self, failure: type[BaseException] | None, *_: Any) -> None:
-        """Ends the threads of a save that failed; of several processes, others wait for them."""
+        """Ends the threads of a save that failed; with several processes, others wait for them."""
         if failure and jax.process_count() == 1:
             with contextlib.suppress(Exception):  # the failure itself is reported
                 checkpoint_files.end_waiting_threads(self._threads)

@@ -190,8 +190,8 @@ def checkpointer() -> Any:
 def end_waiting_threads(threads: Iterable[threading.Thread]) -> None:
     """Ends a failed save's threads, some of which wait for a folder that could not be made.
 
-    They are no daemons: Python would wait for them at its exit, five minutes. Once this returns
-    they write nothing more.
+    They are no daemons: Python would wait for them at its exit, five minutes. They write nothing
+    more once this returns, unless a disk hangs for longer than it waits.
     """
     from orbax.checkpoint._src.futures import future
 

@@ -172,8 +172,13 @@ def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
-    """What is in a run's `summary.json`; empty if there is none."""
-    return _read_json(folder / files.SUMMARY)
+    """What is in a run's `summary.json`; OSError: there is none, or it cannot be read."""
+    return files.read_json((folder / files.SUMMARY).read_bytes())
+
+
+def summary_step(folder: Path) -> Any:
+    """The step of a run's summary; None: it has none. OSError: it cannot be read."""
+    return read_summary(folder).get("step") if (folder / files.SUMMARY).is_file() else None
 
 
 def _read_json(file: Path) -> dict[str, Any]:

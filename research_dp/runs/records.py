@@ -170,7 +170,7 @@ def scalars_of(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _is_record(value: Mapping[str, Any]) -> bool:
-    """Whether an object is a record of `MetricLog` that TensorBoard can represent."""
+    """Whether an object is a record of `Records` that TensorBoard can represent."""
     step = value.get("step")
     if value.get("split") not in files.SPLITS or type(step) is not int or not 0 <= step < 2**63:
         return False

@@ -11,7 +11,7 @@ import jax
 from research_dp.distributed.multihost import first_problem, of_the_first
 from research_dp.errors import UsageError
 from research_dp.runs import files
-from research_dp.runs.facts import bindings_in, read_summary
+from research_dp.runs.facts import bindings_in, summary_step
 from research_dp.runs.manifest import Manifest
 from research_dp.strategies import TrainSpec
 from research_dp.types import Bound, DataIdentity, DataSet
@@ -76,7 +76,7 @@ def check_new(folder: Path, config: str) -> None:
 
 def is_finished(folder: Path, step: int) -> bool:
     """Whether `summary.json` is of this step; the same answer in every process."""
-    finished = read_summary(folder).get("step") == step
+    finished = summary_step(folder) == step
     # Other processes may see the file later than process 0, or a part of it.
     return bool(of_the_first(int(finished)))
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from research_dp.runs import files, flight_recorder
-from research_dp.runs.facts import bindings_in, read_summary
+from research_dp.runs.facts import bindings_in, summary_step
 from research_dp.runs.workdir import in_use
 
 State = Literal["done", "running", "stopped", "died", "no run"]
@@ -33,7 +33,7 @@ def status_of(folder: Path) -> Status:
     last = _num_steps(config) if config.is_file() else None
     if holder:
         return _running(note, last)
-    done = read_summary(folder).get("step")
+    done = summary_step(folder)
     if config.is_file() and type(done) is int and _is_of_the_end(done, last, note):
         return Status("done", done, f"done, step {done}")
     if in_use(folder):  # it began while its files were read

@@ -17,7 +17,7 @@ from research_dp.strategies.strategy import (
 )
 from research_dp.types import PyTree
 
-# Of gradients: what is to be scaled up by more, or its square, may be 0 in its dtype.
+# Gradients that are to be scaled up by more, or their squares, may be 0 in their dtype.
 _MOST_SCALE, _MOST_SCALE_F16 = 1e12, 1e5
 
 
@@ -39,8 +39,8 @@ def without_nonfinite(
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """The state that a step leaves, of the old and the computed one, and the step's metrics.
 
-    `scale` is what gradients were multiplied by. Parts of the old state are kept where gradients
-    overflow under a loss scale, and where the step is not finite and is to be skipped.
+    `scale` is what gradients were multiplied by, before clipping. Parts of the old state are kept
+    where gradients overflow under a loss scale, and where a step that is not finite is skipped.
     """
     norm = applied.norm
     metrics = {**sums, "grad_norm": jnp.stack([norm, jnp.ones_like(norm)])}

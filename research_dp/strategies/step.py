@@ -72,8 +72,8 @@ class Step:
             shardings=self.shardings.slices,
             averaged=self.config.sync is not None or not self.axes,
         )
-        slots.check_shapes("update", "parameters", params, state.params)
         applied: Applied = optimizer.result()
+        slots.check_shapes("update", "parameters", params, state.params)
         new = TrainState(
             state.step + 1, params, model_state, applied.opt_state, state.loss_scale, slot_state
         )
@@ -121,7 +121,7 @@ class Step:
 
     @functools.cached_property
     def plan(self) -> GradientPlan:
-        """When parameters are gathered and gradients synchronised; decided before any step."""
+        """When parameters are gathered and gradients synchronised; decided at the first trace."""
         config, has_units = self.config, bool(self.spec.model.units)
         several = self.spec.accumulation_steps > 1
         gathers: Gathers = "at use"

@@ -34,10 +34,10 @@ def linen_functions(module: nn.Module) -> Functions:
     evaluation; and `batch_axes`, the bound mesh axes that the batch is split over. Variables
     besides `params` are model state, updated while training. Boxes (`nn.Partitioned`) are removed.
     """
-    return linen_functions_of_inputs(module, "x")
+    return linen_functions_of_inputs(module, None)
 
 
-def linen_functions_of_inputs(module: nn.Module, inputs: Names) -> Functions:
+def linen_functions_of_inputs(module: nn.Module, inputs: Names | None) -> Functions:
     """`linen_functions` on the input of this name, or on a tuple of several inputs.
 
     An argument or field of the module such as `train` or `deterministic` says whether it trains.

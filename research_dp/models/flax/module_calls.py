@@ -36,28 +36,34 @@ class ModuleCall:
     """How a module called `name` is called with the input of this name, or with several.
 
     `modes` are its arguments that say whether it trains. It is given `keys` and `batch_axes`, as in
-    `linen_functions`, if it takes them.
+    `linen_functions`, if it names them. `inputs` None: one input, for `linen_functions` itself;
+    then a module with `**options` gets them, and `train`, too.
 
     Raises:
         UsageError: It does not take the inputs by position, or another of its arguments may be a
             mode, which would keep its default.
     """
 
-    def __init__(self, call: Callable[..., Any], name: str, inputs: Names):
+    def __init__(self, call: Callable[..., Any], name: str, inputs: Names | None):
         self.name, self._signature = name, inspect.signature(call)
-        self._is_one = isinstance(inputs, str)
+        names = ["x"] if inputs is None else [inputs] if isinstance(inputs, str) else inputs
+        self._is_one = inputs is None or isinstance(inputs, str)
         parameters = self._signature.parameters
-        self.modes = [mode for mode in MODES if mode in parameters]
-        self._others = [other for other in ("keys", "batch_axes") if other in parameters]
+        takes_any = inspect.Parameter.VAR_KEYWORD in {p.kind for p in parameters.values()}
+        gets_all = inputs is None and takes_any
+        self.modes = [mode for mode in MODES if mode in parameters] or ["train"] * gets_all
+        self._others = [x for x in ("keys", "batch_axes") if x in parameters or gets_all]
         try:
-            bound = self.arguments(inputs, train=True)
+            bound = self.arguments(None if self._is_one else names, train=True)
         except TypeError as error:
-            names = [inputs] if isinstance(inputs, str) else inputs
+            advice = "Name its arrays by inputs=(...), in its order"
+            if inputs is None:
+                advice = "research_dp.from_linen and from_nnx take several arrays, by inputs=(...)"
             modes = (f"{mode}=..." for mode in self.modes)
             raise UsageError(
                 f"{name}.__call__{self._signature} cannot be called with "
-                f"({', '.join([*names, *modes])}): {error}. Name its arrays by inputs=(...), in "
-                f"its order. Give other arguments a default. {GUIDE}"
+                f"({', '.join([*names, *modes])}): {error}. {advice}. Give other arguments a "
+                f"default. {GUIDE}"
             ) from error
         for other, parameter in parameters.items():
             # With a mode that is known, a flag such as `decode` may keep its default.

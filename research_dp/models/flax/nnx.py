@@ -38,7 +38,7 @@ def nnx_functions(factory: Callable[..., nnx.Module]) -> Functions:
     def build(x: PyTree, rngs: nnx.Rngs) -> nnx.Module:
         return factory(jax.tree.map(lambda a: tuple(a.shape[1:]), x), rngs)
 
-    return _functions(build, "x")
+    return _functions(build, None)
 
 
 def nnx_functions_of_inputs(factory: Callable[..., nnx.Module], inputs: Names) -> Functions:
@@ -46,7 +46,7 @@ def nnx_functions_of_inputs(factory: Callable[..., nnx.Module], inputs: Names) -
     return _functions(_of_rngs(factory), inputs)
 
 
-def _functions(build: Callable[[PyTree, nnx.Rngs], nnx.Module], inputs: Names) -> Functions:
+def _functions(build: Callable[[PyTree, nnx.Rngs], nnx.Module], inputs: Names | None) -> Functions:
     """Pure `init` and `apply` of the module that `build` makes for an input, or a tuple of several.
 
     An argument such as `train` or `deterministic` says whether the module trains; without one its
