@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 from rich.text import Text
 
-from research_dp.commands import exit_status, saved_run
+from research_dp.commands import failures, saved_run
 from research_dp.commands.flags import Parser, whole_number
 from research_dp.console import Table, put, table
 from research_dp.errors import UsageError
@@ -59,7 +59,7 @@ def main(argv: list[str]) -> int:
         put(listing(folder, rows))
         return int(any(row.damaged for row in rows))
 
-    return exit_status.run_command(body)
+    return failures.run_command(body)
 
 
 def listing(folder: Path, rows: Sequence[checkpoint_files.Row]) -> Table:

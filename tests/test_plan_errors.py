@@ -6,7 +6,7 @@ import pytest
 from compilers import needs_compiler
 from test_plan import DIGITS, MLP, plan
 
-from research_dp.commands import exit_status
+from research_dp.commands import failures
 from research_dp.errors import UsageError
 from research_dp.strategies import StrategyConfig
 
@@ -24,7 +24,7 @@ def injured(monkeypatch, error):
 
 
 def test_an_error_of_one_strategy_is_a_row_beside_the_others(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(exit_status, "is_of_users_code", lambda error: False)  # it is this file's
+    monkeypatch.setattr(failures, "is_of_users_code", lambda error: False)  # it is this file's
     injured(monkeypatch, ValueError("devices must form a subcube\nmore"))
     file = tmp_path / "plan.json"
     flags = [DIGITS, MLP, "--topology=cpu:8", "--gin.mlp.widths=(4,)"]

@@ -11,7 +11,7 @@ from conftest import ROOT
 from test_processes import RUN, summary
 
 from research_dp import conform
-from research_dp.commands import exit_status, streams
+from research_dp.commands import failures, streams
 from research_dp.errors import UsageError
 
 FULL, CLOSED, BROKEN, HUNG_UP = "No space", "Bad file descriptor", "Broken pipe", "Input/output"
@@ -73,7 +73,7 @@ def asks_for_help(session):
 @pytest.mark.parametrize("size", [1, LONG])
 def test_a_result_that_cannot_be_printed_is_a_failure(monkeypatch, capfd, kind, size):
     with dead(monkeypatch, "stdout", kind):
-        status = exit_status.run_command(prints(size))
+        status = failures.run_command(prints(size))
     said = capfd.readouterr().err
     assert status == (141 if kind == BROKEN else 1)
     assert said.count("\n") == (kind != BROKEN) and (kind == BROKEN or kind in said)
@@ -84,16 +84,16 @@ def test_a_result_that_cannot_be_printed_is_a_failure(monkeypatch, capfd, kind, 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
 def test_a_run_does_not_end_with_its_output(monkeypatch, capfd, kind, size, stream):
     with dead(monkeypatch, stream, kind):
-        assert exit_status.run_command(trains(size, stream)) == 143
+        assert failures.run_command(trains(size, stream)) == 143
     assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("kind", DEAD)
 def test_standard_error_has_no_say_in_how_a_command_ends(monkeypatch, kind):
     with dead(monkeypatch, "stderr", kind):
-        assert exit_status.run_command(prints(1, "stderr")) == 0
+        assert failures.run_command(prints(1, "stderr")) == 0
     with dead(monkeypatch, "stderr", kind):
-        assert exit_status.run_command(refuses) == 2
+        assert failures.run_command(refuses) == 2
 
 
 def test_the_notice_of_an_old_name_is_no_output(monkeypatch, capfd):
@@ -104,7 +104,7 @@ def test_the_notice_of_an_old_name_is_no_output(monkeypatch, capfd):
 
 def test_help_that_cannot_be_printed_is_a_failure(monkeypatch, capfd):
     with dead(monkeypatch, "stdout", FULL):
-        assert exit_status.run_command(asks_for_help) == 1
+        assert failures.run_command(asks_for_help) == 1
     assert FULL in capfd.readouterr().err
 
 
@@ -116,7 +116,7 @@ def test_letters_that_a_stream_lacks_are_escaped(monkeypatch, tmp_path):
             print("Ä\udc80")
             return 0
 
-        assert exit_status.run_command(body) == 0
+        assert failures.run_command(body) == 0
     assert (tmp_path / "out").read_text() == "\\xc4\\udc80\n"
 
 
@@ -125,7 +125,7 @@ def test_another_pipe_that_breaks_is_an_error_like_any(monkeypatch, capfd):
         os.write(dead_descriptor(BROKEN), b"x")
 
     with dead(monkeypatch, "stdout", BROKEN):
-        assert exit_status.run_command(body) == 1
+        assert failures.run_command(body) == 1
     assert "BrokenPipeError" in capfd.readouterr().err
 
 

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NoReturn
 from research_dp.analysis.topologies import check_name
 from research_dp.argument_checks import checked
 from research_dp.argument_types import Count, CountOrZero
-from research_dp.commands import exit_status, plan_candidates, python_calls, rebuild
+from research_dp.commands import failures, plan_candidates, python_calls, rebuild
 from research_dp.commands.entries import interruptible
 from research_dp.commands.flags import check_writable, flag, switch, whole_number, write_file
 from research_dp.commands.plan import find_topology
@@ -98,7 +98,7 @@ class Compare(Sweep):
         put("", *result.parts(verbose=self.verbose))
         if self.html_file:
             put("", f"The page is {self.html_file}")
-        return 0 if result.is_clean else exit_status.FAILED
+        return 0 if result.is_clean else failures.FAILED
 
     def compared(self) -> Comparison:
         """Compares the folders, and writes the files that are asked for.
@@ -147,7 +147,7 @@ class Compare(Sweep):
         status = self.run_all(members)
         if status == preemption.STOPPED:
             raise Stopped(f"a signal stopped a run in {self.workdir}; the same call continues it.")
-        if status == exit_status.MISTAKEN:
+        if status == failures.MISTAKEN:
             raise UsageError("no run could be trained: the reasons are above.")
         self.folders = [str(member.folder) for member in members]
 

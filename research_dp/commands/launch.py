@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import TextIO
 
-from research_dp.commands import exit_status
+from research_dp.commands import failures
 from research_dp.commands.entries import COMMANDS, program
 from research_dp.commands.flags import Parser
 from research_dp.errors import UsageError
@@ -102,7 +102,7 @@ def main(argv: list[str]) -> int:
     if first is None:
         return max(process.status for process in processes)
     tell("\n".join(post_mortem(processes, first, workdir)), sys.stderr)
-    return first.status or exit_status.FAILED
+    return first.status or failures.FAILED
 
 
 def listen() -> list[int]:
@@ -233,7 +233,7 @@ def look_back(workdir: Path) -> int:
         print("\n".join(flight_recorder.post_mortem(notes)))
         return 0
 
-    return exit_status.run_command(body)
+    return failures.run_command(body)
 
 
 def tell(text: str, stream: TextIO | None) -> None:

@@ -57,8 +57,8 @@ def main_of(name: str) -> Callable[[list[str]], int]:
             if function == "main":
                 body = target()
             else:
-                exit_status = importlib.import_module("research_dp.commands.exit_status")
-                body = exit_status.main_of(target)
+                failures = importlib.import_module("research_dp.commands.failures")
+                body = failures.main_of(target)
         return body(words)
 
     return main

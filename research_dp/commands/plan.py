@@ -17,7 +17,7 @@ from rich.text import Text
 
 from research_dp import html_page
 from research_dp.analysis import topologies
-from research_dp.commands import exit_status, plan_candidates, runtime
+from research_dp.commands import failures, plan_candidates, runtime
 from research_dp.commands.flags import (
     Command,
     check_writable,
@@ -267,7 +267,7 @@ def built_under(
         reason = message_of(error) + (f" Bound in {place}" if place else "")
     except _UNBUILDABLE as error:
         # JAX may refuse devices that suit other strategies, whose rows are not lost for that.
-        if exit_status.is_of_users_code(error) or load.missing_binding(error):
+        if failures.is_of_users_code(error) or load.missing_binding(error):
             raise
         reason = f"{type(error).__name__}: {first_line(error)}"
     finally:

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NamedTuple, NoReturn
 import jax
 
 from research_dp import console
-from research_dp.commands import exit_status, flags, run, streams
+from research_dp.commands import failures, flags, run, streams
 from research_dp.config import gin_internals
 from research_dp.errors import UsageError
 from research_dp.runs import files
@@ -104,7 +104,7 @@ class Sweep(flags.RunCommand):
                 for line in str(error).splitlines():
                     print(f"error: {member.label}: {line}", file=sys.stderr)
         if all(member.status == "refused" for member in runs):
-            return exit_status.MISTAKEN
+            return failures.MISTAKEN
         csv_file = Path(self.workdir or ".").expanduser() / CSV
         earlier = [] if self.dry_run else _begin(runs, csv_file)
         for number, member in enumerate(runs, 1):
@@ -125,7 +125,7 @@ class Sweep(flags.RunCommand):
         if "stopped" in states:
             return preemption.STOPPED
         is_done = states == {"missing" if self.dry_run else "done"}
-        return 0 if is_done else exit_status.FAILED
+        return 0 if is_done else failures.FAILED
 
     def _run(self, member: Member) -> None:
         try:
@@ -147,7 +147,7 @@ class Sweep(flags.RunCommand):
             print(f"error: {member.label}: {error}", file=sys.stderr)
         except Exception as error:  # the other runs go on
             member.status = "failed"
-            print(exit_status.traceback_of(error), file=sys.stderr)
+            print(failures.traceback_of(error), file=sys.stderr)
         jax.clear_caches()  # the next run has its own programs
 
 

@@ -8,7 +8,7 @@ import gin
 import jax
 import pytest
 
-from research_dp.commands import exit_status
+from research_dp.commands import failures
 from research_dp.commands.train import Train
 from research_dp.config import gin_internals
 from research_dp.distributed import mesh
@@ -31,20 +31,20 @@ def closing_fails(error):
     ],
 )
 def test_what_came_first_is_told_first(later, status, told, capsys, monkeypatch):
-    monkeypatch.setattr(exit_status.runtime, "leave", lambda status: status)
+    monkeypatch.setattr(failures.runtime, "leave", lambda status: status)
 
     # Gin raises a copy, which hides what came before.
-    @gin.configurable(f"fails_{status}", module="test_exit_status")
+    @gin.configurable(f"fails_{status}", module="test_failures")
     def body(session):
         with closing_fails(later):
             raise RunFailure("no number")
 
-    assert exit_status.run_command(body) == status
+    assert failures.run_command(body) == status
     assert capsys.readouterr().err == told
 
 
 def test_what_was_answered_is_not_told(capsys, monkeypatch):
-    monkeypatch.setattr(exit_status.runtime, "leave", lambda status: status)
+    monkeypatch.setattr(failures.runtime, "leave", lambda status: status)
 
     def body(session):
         try:
@@ -52,7 +52,7 @@ def test_what_was_answered_is_not_told(capsys, monkeypatch):
         except RunFailure:
             raise RunFailure("neither way") from None
 
-    assert exit_status.run_command(body) == 1
+    assert failures.run_command(body) == 1
     assert capsys.readouterr().err == "error: neither way\n"
 
 
@@ -92,8 +92,8 @@ def own(tmp_path, monkeypatch):
 def raises(body, capsys):
     """What is said of an error in the body of a command, which gin calls."""
     with gin_internals.kept():
-        called = gin.external_configurable(body, f"raises_{id(body)}", module="test_exit_status")
-        assert exit_status.run_command(lambda session: called()) == 1
+        called = gin.external_configurable(body, f"raises_{id(body)}", module="test_failures")
+        assert failures.run_command(lambda session: called()) == 1
     return capsys.readouterr().err
 
 
@@ -107,9 +107,7 @@ def test_an_error_in_code_of_the_users_own_has_its_frames_alone(own, capsys):
     assert lines[-3].endswith("line 13, in loss") and "own_code.py" in lines[-3]
     assert "ValueError: mine" in said and "in innermost" in said
     assert (
-        " at 0x" not in said
-        and "site-packages" not in said
-        and "commands/exit_status.py" not in said
+        " at 0x" not in said and "site-packages" not in said and "commands/failures.py" not in said
     )
 
 
@@ -117,7 +115,7 @@ def test_own_code_that_ends_the_process_has_failed_whatever_its_status(own, caps
     said = raises(own.leaves, capsys)
     assert "line 22, in leaves" in said and said.splitlines()[-1] == "SystemExit: 0"
     with pytest.raises(SystemExit, match="0"):  # by this package itself
-        exit_status.run_command(lambda session: Train().parse(["--help"]))
+        failures.run_command(lambda session: Train().parse(["--help"]))
 
 
 def test_what_a_library_refuses_is_shown_where_own_code_asked_for_it(own, capsys):
@@ -132,7 +130,7 @@ def test_a_function_called_wrongly_is_named_only_if_no_other_has_its_name(capsys
         exec(compile(source, file, "exec"), names)
         return names
 
-    package = str(exit_status._PACKAGE / "caller.py")
+    package = str(failures._PACKAGE / "caller.py")
     call = defined("def call(function):\n    return function()\n", package)["call"]
     mine = defined("\ndef called_wrongly(x):\n    pass\n", "/mine/own.py")["called_wrongly"]
     said = raises(lambda: call(mine), capsys)
@@ -152,6 +150,6 @@ def test_all_frames_are_shown_on_request(own, capsys, monkeypatch):
     before = jax.config.values["jax_traceback_filtering"]
     jax.config.update("jax_traceback_filtering", "off")
     try:
-        assert "commands/exit_status.py" in raises(lambda: own.loss(1.0), capsys)
+        assert "commands/failures.py" in raises(lambda: own.loss(1.0), capsys)
     finally:
         jax.config.update("jax_traceback_filtering", before)
