@@ -3,8 +3,8 @@
 from .commands.compare import compare
 from .commands.evaluate import evaluate
 from .commands.functions import DryRun, certify, dry_run, plan, strategy
-from .commands.run import run
 from .commands.saved_run import LoadedModel, export, load
+from .commands.train import run
 from .compat.artifex import (
     DataParallel,
     place_nnx_state_on_shards,

@@ -20,8 +20,8 @@ from research_dp.commands.entries import interruptible
 from research_dp.commands.flags import check_writable, flag, switch, whole_number, write_file
 from research_dp.commands.plan import find_topology
 from research_dp.commands.python_calls import Bindings, Files
-from research_dp.commands.run import Stopped
 from research_dp.commands.sweep import Choice, Member, Sweep
+from research_dp.commands.train import Stopped
 from research_dp.comparison import html_report, runs, settings
 from research_dp.comparison.comparison import Comparison
 from research_dp.comparison.verdicts import Judge

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NamedTuple, NoReturn
 import jax
 
 from research_dp import console
-from research_dp.commands import failures, flags, run, streams
+from research_dp.commands import failures, flags, streams, train
 from research_dp.config import gin_internals
 from research_dp.errors import UsageError
 from research_dp.runs import files
@@ -129,7 +129,7 @@ class Sweep(flags.RunCommand):
 
     def _run(self, member: Member) -> None:
         try:
-            member.summary = run.run(
+            member.summary = train.run(
                 [*self.gin_files, *member.files],
                 [*self.bindings, *member.bindings],
                 member.folder,
@@ -138,7 +138,7 @@ class Sweep(flags.RunCommand):
                 allow_unused=self.allow_unused,
             )
             member.status = "done"
-        except run.Stopped as error:
+        except train.Stopped as error:
             member.status = "stopped"
             print(error, file=sys.stderr)
             return
