@@ -123,3 +123,11 @@ def test_a_cache_that_cannot_be_written_is_told_and_not_used(settings, tmp_path)
     told = runtime.set_up_compilation_cache()
     assert f"are not kept: {tmp_path}/file/b cannot be written: Not a directory" in told
     assert not settings.values["jax_enable_compilation_cache"]
+
+
+def test_a_plan_leaves_the_cache_as_it_was(settings):
+    for enabled in (True, False):
+        settings.update("jax_enable_compilation_cache", enabled)
+        with runtime.without_compilation_cache():
+            assert not settings.values["jax_enable_compilation_cache"]
+        assert settings.values["jax_enable_compilation_cache"] == enabled

@@ -9,8 +9,6 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
-
 from research_dp.argument_checks import checked
 from research_dp.argument_types import Count
 from research_dp.certification.certificate import Certificate
@@ -147,20 +145,9 @@ def plan(
         advise=advise,
         measure=measure,
     )
-    with python_calls.session(command), _compilation_cache_kept():
+    with python_calls.session(command):
         result, exceeded = command.result(lambda *parts: None)
     return {**result, "exceeded": exceeded}
-
-
-@contextlib.contextmanager
-def _compilation_cache_kept() -> Iterator[None]:
-    """Turns the cache on again, which a plan turns off."""
-    name = "jax_enable_compilation_cache"
-    before = jax.config.values[name]
-    try:
-        yield
-    finally:
-        jax.config.update(name, before)
 
 
 @checked

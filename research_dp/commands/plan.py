@@ -78,12 +78,11 @@ class Plan(Command):
 
         UsageError if nothing can be built.
         """
-        with Progress("Reading the configuration") as self.report:
+        reading = Progress("Reading the configuration")
+        with reading as self.report, runtime.without_compilation_cache():
             return self._plan(show)
 
     def _plan(self, show: Callable[..., None]) -> tuple[dict[str, Any], list[str]]:
-        # A program from a cache has no compile time, and not every kind of device can have one.
-        jax.config.update("jax_enable_compilation_cache", False)
         files = (self.json_file, self.html_file)
         json_file, html_file = (file and str(Path(file).expanduser()) for file in files)
         check_writable("--json", json_file)

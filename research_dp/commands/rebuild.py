@@ -6,7 +6,6 @@ import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
 
-import jax
 import numpy as np
 
 from research_dp.analysis.program_cost import link_rate
@@ -70,11 +69,11 @@ def measure_noise(
     ]
 
 
+@runtime.without_compilation_cache()
 def with_plan(
     comparison: Comparison, where: Topology, *, imports: Sequence[str], report: Report
 ) -> Comparison:
     """The comparison with a plan of each run for some devices, and its times by link speed."""
-    jax.config.update("jax_enable_compilation_cache", False)  # as in the command `plan`
     own = 8 * link_rate(where)
     rates = sorted({*LINK_RATES, own})
     rows: dict[str, Row] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.metadata
 import ipaddress
@@ -13,6 +14,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +76,18 @@ def set_up_compilation_cache() -> str:
                 "(JAX_COMPILATION_CACHE_DIR)"
             )
     return f"Compiled programs are kept in {folder} (JAX_COMPILATION_CACHE_DIR)"
+
+
+@contextlib.contextmanager
+def without_compilation_cache() -> Iterator[None]:
+    """For a plan: a cached program has no compile time, and some devices can have no cache."""
+    name = "jax_enable_compilation_cache"
+    before = jax.config.values[name]
+    jax.config.update(name, False)
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
 
 
 def quieten_tensorflow() -> None:
