@@ -49,9 +49,10 @@ def _memory_table(rows: Sequence[Row], where: Topology, verbose: bool) -> Table:
 def _step_table(
     rows: Sequence[Row], where: Topology, unit: float, name: str, verbose: bool
 ) -> Table:
-    """By column: the cells of all rows. Times of CPUs are left out, unless verbose or measured."""
+    """Times of CPUs are left out, unless verbose or measured."""
     measured = any(row.measured_seconds for row in rows)
     timed = verbose or where.chip.platform != "cpu"
+    counted = verbose or not timed
 
     def part(of: str) -> list[str]:
         return [format_number((row.predicted_parts or {}).get(of), 1e-3, ".2f") for row in rows]
@@ -59,47 +60,44 @@ def _step_table(
     def rates(form: str, figure: str, unit: float = 1) -> list[str]:
         return [format_number(getattr(row, figure), unit, form) for row in rows]
 
-    predicted = rates(".2f", "predicted_seconds", 1e-3)
-    columns = {"strategy": [row.strategy for row in rows]}
-    columns[f"wire {name}:"] = rates(",.3f", "wire_total", unit)
-    if any(row.wire_of_model for row in rows):
-        columns["of model:"] = rates(",.3f", "wire_of_model", unit)
-    if any(row.wire_in_branches for row in rows):
-        columns["in branches:"] = rates(",.3f", "wire_in_branches", unit)
-    if verbose or not timed:
-        columns["expected:"] = rates(",.3f", "min_wire_bytes", unit)
-    columns["ratio:"] = rates(".3f", "wire_ratio")
-    if verbose or not timed:
-        columns["collectives:"] = [
-            str(sum(total.count for total in row.collectives)) if row.collectives else ""
-            for row in rows
-        ]
-    if verbose:
-        columns["overlapped:"] = rates(".0%", "hidden_fraction")
-        columns["TFLOP:"] = rates(".4g", "flops", 1e12)
-        columns["compute ms:"], columns["memory ms:"] = part("compute"), part("memory")
-        columns["intra-node ms:"] = part("network_inside")
-        columns["inter-node ms:"] = part("network_across")
-    if timed:
-        columns["step ms:"] = [
-            f">= {ms}" if row.is_lower_bound else ms
-            for ms, row in zip(predicted, rows, strict=True)
-        ]
-    if measured:
-        columns["measured ms:"] = rates(".2f", "measured_seconds", 1e-3)
-    if timed and measured:
-        errors = (prediction_error(row) for row in rows)
-        columns["error:"] = [format_number(error, 1, "+.0%") for error in errors]
-    if timed:
-        columns["exposed ms:"], columns["MFU:"] = part("exposed"), rates(".1%", "mfu")
-        columns["bound"] = [_BOUND_CELLS.get(row.bound or "", row.bound or "") for row in rows]
-    if verbose:
-        columns["tokens/s:"] = rates(",.0f", "tokens_per_second")
-        columns["compiled in s:"] = rates(".0f", "compile_seconds")
+    has_model = any(row.wire_of_model for row in rows)
+    has_branches = any(row.wire_in_branches for row in rows)
+    counts = [
+        str(sum(total.count for total in row.collectives)) if row.collectives else ""
+        for row in rows
+    ]
+    predicted = zip(rates(".2f", "predicted_seconds", 1e-3), rows, strict=True)
+    bounded = [f">= {ms}" if row.is_lower_bound else ms for ms, row in predicted]
+    errors = [format_number(prediction_error(row), 1, "+.0%") for row in rows]
+    columns = [  # whether it is shown, its head, the cells of all rows
+        (True, "strategy", [row.strategy for row in rows]),
+        (True, f"wire {name}:", rates(",.3f", "wire_total", unit)),
+        (has_model, "of model:", rates(",.3f", "wire_of_model", unit)),
+        (has_branches, "in branches:", rates(",.3f", "wire_in_branches", unit)),
+        (counted, "expected:", rates(",.3f", "min_wire_bytes", unit)),
+        (True, "ratio:", rates(".3f", "wire_ratio")),
+        (counted, "collectives:", counts),
+        (verbose, "overlapped:", rates(".0%", "hidden_fraction")),
+        (verbose, "TFLOP:", rates(".4g", "flops", 1e12)),
+        (verbose, "compute ms:", part("compute")),
+        (verbose, "memory ms:", part("memory")),
+        (verbose, "intra-node ms:", part("network_inside")),
+        (verbose, "inter-node ms:", part("network_across")),
+        (timed, "step ms:", bounded),
+        (measured, "measured ms:", rates(".2f", "measured_seconds", 1e-3)),
+        (timed and measured, "error:", errors),
+        (timed, "exposed ms:", part("exposed")),
+        (timed, "MFU:", rates(".1%", "mfu")),
+        (timed, "bound", [_BOUND_CELLS.get(row.bound or "", row.bound or "") for row in rows]),
+        (verbose, "tokens/s:", rates(",.0f", "tokens_per_second")),
+        (verbose, "compiled in s:", rates(".0f", "compile_seconds")),
+    ]
     source = "nominal rates" if where.chip.platform == "cpu" else "vendors' rates"
     rate = f"; times follow from {source}" if timed else ""
-    shown = table(f"A step: wire bytes that a device sends{rate}", *columns)
-    shown.rows.extend(zip(*columns.values(), strict=True))
+    heads = [head for is_shown, head, _ in columns if is_shown]
+    shown = table(f"A step: wire bytes that a device sends{rate}", *heads)
+    cells = [column for is_shown, _, column in columns if is_shown]
+    shown.rows.extend(zip(*cells, strict=True))
     return shown
 
 
