@@ -132,7 +132,7 @@ def _user_traceback(error: BaseException | None) -> str:
     if error is None:
         return ""
     frames = list(traceback.walk_tb(error.__traceback__))
-    owners = [_owner(Path(frame.f_code.co_filename)) for frame, _ in frames]
+    owners = [_owner(frame.f_code.co_filename) for frame, _ in frames]
     if [owner for owner in owners if owner != "library"][-1:] != ["user"]:
         return ""
     before = _user_traceback(_cause(error))
@@ -148,7 +148,7 @@ def _user_traceback(error: BaseException | None) -> str:
 def _leave_out_libraries(shown: traceback.TracebackException | None) -> None:
     """Drops the frames of libraries, but those at the end, of an error and its causes."""
     while shown is not None:
-        owners = [_owner_of(frame) for frame in shown.stack]
+        owners = [_owner(frame.filename) for frame in shown.stack]
         last = max((i for i, owner in enumerate(owners) if owner != "library"), default=-1)
         kept = [f for i, f in enumerate(shown.stack) if i > last or owners[i] != "library"]
         shown.stack = traceback.StackSummary.from_list(kept)
@@ -158,29 +158,27 @@ def _leave_out_libraries(shown: traceback.TracebackException | None) -> None:
 def _wrong_call(error: BaseException) -> str:
     """What is wrong where this package calls a user's function with arguments it does not take."""
     called = re.match(r"([\w.<>]+)\(\) (?:got|missing|takes) ", str(error))
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if _owner_of(f) != "library"]
-    if not isinstance(error, TypeError) or not called or not frames:
+    frames = traceback.extract_tb(error.__traceback__)
+    calls = [frame for frame in frames if _owner(frame.filename) != "library"]
+    if not isinstance(error, TypeError) or not called or not calls:
         return ""
-    *_, call = frames
+    call = calls[-1]
     # The function itself is in no frame: the call failed before it had one.
     functions = (x for x in gc.get_objects() if isinstance(x, types.FunctionType))
     codes = [f.__code__ for f in functions if f.__qualname__ == called[1]]
     places = {(code.co_filename, code.co_firstlineno) for code in codes}
-    if not any(_owner(Path(file)) == "user" for file, _ in places) or _owner_of(call) != "package":
+    if not any(_owner(file) == "user" for file, _ in places) or _owner(call.filename) != "package":
         return ""
     file = Path(call.filename).relative_to(_PACKAGE.parent)
     where = "{}:{}: ".format(*places.pop()) if len(places) == 1 else ""
     return f"{where}{error}. research_dp calls `{call.line}` ({file}:{call.lineno})."
 
 
-def _owner_of(frame: traceback.FrameSummary) -> str:
-    return _owner(Path(frame.filename))
-
-
-def _owner(file: Path) -> str:
-    if _PACKAGE in file.parents:
+def _owner(file: str) -> str:
+    folders = Path(file).parents
+    if _PACKAGE in folders:
         return "package"
-    is_library = str(file).startswith("<") or not _INSTALLED.isdisjoint(file.parents)
+    is_library = file.startswith("<") or not _INSTALLED.isdisjoint(folders)
     return "library" if is_library else "user"
 
 
