@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
+from research_dp import html_page
 from research_dp.analysis.topologies import check_name
 from research_dp.argument_checks import checked
 from research_dp.argument_types import Count, CountOrZero
@@ -124,7 +125,7 @@ class Compare(Sweep):
             Stopped: A signal ended a run, after saving.
         """
         if self.html_file:
-            html_report.check_libraries()
+            html_page.check_installed("a comparison's page")
         named = {"--html": self.html_file, "--json": self.json_file}
         paths = {name: Path(file).expanduser() for name, file in named.items() if file}
         if len({path.resolve() for path in paths.values()}) < len(paths):
@@ -169,7 +170,8 @@ class Compare(Sweep):
         differing = settings.differences(known, varied)
         report("Comparing the runs")
         verdicts = Judge(differing).verdicts(found, known[0])
-        steps = min(self._bound(is_trained), max(run.step for run in found))
+        default = _MOST_BOUND if is_trained else 0
+        steps = min(default if self.bound is None else self.bound, max(run.step for run in found))
         options: dict[str, Any] = {"imports": self.imports, "report": report}
         noise, remarks = [], []
         try:
@@ -192,12 +194,6 @@ class Compare(Sweep):
         is_here = name == "here" or name.startswith("cpu:")
         where = find_topology(name, self.cpu_devices if is_here else None, measure=False)
         return rebuild.with_plan(result, where, **options)
-
-    def _bound(self, is_trained: bool) -> int:
-        """Steps for which the bound of rounding is measured."""
-        if self.bound is None:
-            return _MOST_BOUND if is_trained else 0
-        return self.bound
 
 
 @checked

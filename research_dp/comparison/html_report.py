@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from research_dp import html_page
 from research_dp.comparison import chart_data, tables
 from research_dp.comparison.comparison import Comparison
 from research_dp.comparison.runs import Run
@@ -21,11 +20,6 @@ if TYPE_CHECKING:  # an extra, and slow to import
 _UNITS = ((1e9, "Gbit/s"), (1e6, "Mbit/s"))
 _MOST_MARKERS = 2_000  # of a chart
 _HEIGHT, _BAR = 260, 24
-
-
-def check_libraries() -> None:
-    """Raises UsageError if the packages that make a page are missing."""
-    html_page.check_installed("a comparison's page")
 
 
 def page(comparison: Comparison) -> str:

@@ -38,11 +38,6 @@ class Setting:
         pair = [self.values.get(run.name) for run in (a, b)]
         return None not in pair and pair[0] != pair[1]
 
-    def text(self, run: Run) -> str:
-        """The value of a run and its place."""
-        place = self.places.get(run.name)
-        return self.values.get(run.name, "") + (f"  ({place})" if place else "")
-
 
 def differences(runs: Sequence[Run], varied: Collection[str] = ()) -> list[Setting]:
     """All that differs, what should not first; `varied` are names that differ on purpose."""

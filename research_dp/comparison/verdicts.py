@@ -124,7 +124,8 @@ class Judge:
     def _within_rounding(
         self, a: Run, b: Run, records: np.ndarray, step: int | None, reason: str
     ) -> tuple[Kind, str]:
-        noise = self._noise_of(a, b)
+        coarser = max(a.precision, b.precision)
+        noise = next((noise for noise in self._noise if noise.precision == coarser), None)
         if noise is None:
             return "unknown", f"{reason}; --bound=N measures what rounding explains"
         evaluations = _evaluations(a, b)
@@ -162,12 +163,6 @@ class Judge:
             distance, size = np.linalg.norm(one - other), np.linalg.norm(other)
             yield Apart(f"params/{path}", float(distance), float(size), allowed)
 
-    def _noise_of(self, a: Run, b: Run) -> Noise | None:
-        """The bound for the coarser of two runs."""
-        coarsest = max(run.precision for run in (a, b))
-        fitting = [noise for noise in self._noise if noise.precision == coarsest]
-        return fitting[0] if fitting else None
-
 
 def _other_model(a: Run, b: Run) -> str | None:
     """The first parameter whose name or shape differs; None: none is known to."""
@@ -194,16 +189,11 @@ def _shared_records(a: Run, b: Run) -> np.ndarray:
     return np.array(sorted(windows[0] & windows[1], key=lambda w: w[1]), int).reshape(-1, 2)
 
 
-def _values(run: Run, metric: str, records: np.ndarray) -> np.ndarray:
-    """A metric at these windows."""
-    places = np.searchsorted(run.column("train", "step"), records[:, 1])
-    return run.column("train", metric)[places]
-
-
 def _both(a: Run, b: Run, records: np.ndarray) -> dict[Metric, tuple[np.ndarray, np.ndarray]]:
     """The metrics that both runs recorded, at these windows."""
     known = [m for m in METRICS if len(a.column("train", m)) and len(b.column("train", m))]
-    return {m: (_values(a, m, records), _values(b, m, records)) for m in known}
+    at_a, at_b = (np.searchsorted(run.column("train", "step"), records[:, 1]) for run in (a, b))
+    return {m: (a.column("train", m)[at_a], b.column("train", m)[at_b]) for m in known}
 
 
 def _first_apart(a: Run, b: Run, records: np.ndarray) -> str | None:
