@@ -73,15 +73,12 @@ class Certify(Command):
             models = {api: quick_model(api) for api in QUICK_APIS}
             result = quick.certify_quick(strategy, models, report)
         else:
-            result = self._certify_run(config, report)
+            bench, data = bench_of(config, self.against)
+            dtypes = sorted({b.value for b in config.used if names_dtype(b.name, b.value)})
+            result = certify.certify(bench, data, steps=self.steps, dtypes=dtypes, report=report)
         if self.json_file:
             write_file("--json", self.json_file, json.dumps(result.as_json(), indent=1))
         return result
-
-    def _certify_run(self, config: load.Config, report: Report) -> Certificate:
-        bench, data = bench_of(config, self.against)
-        dtypes = sorted({b.value for b in config.used if names_dtype(b.name, b.value)})
-        return certify.certify(bench, data, steps=self.steps, dtypes=dtypes, report=report)
 
 
 def bench_of(config: load.Config, against: str) -> tuple[harness.Bench, DataSet]:
