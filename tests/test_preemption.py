@@ -150,7 +150,9 @@ def test_a_signal_ends_a_command_that_still_imports(command, tmp_path, module):
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=20)
     assert process.returncode == 143
-    assert output == "SIGTERM: stopped; there was nothing to save\n"
+    # On a busy machine what it does may be repeated before it ends.
+    said = [line for line in output.splitlines() if not line.startswith("Reading the config")]
+    assert said == ["SIGTERM: stopped; there was nothing to save"]
 
 
 @pytest.mark.slow
