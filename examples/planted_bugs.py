@@ -124,11 +124,11 @@ def stale_slices(gradients, parameters, optimizer, *, shardings):
 
 def one_shard_not_updated(gradients, parameters, optimizer):
     """Device 3 keeps its old optimizer state."""
-    before = optimizer._before.opt_state
+    before = optimizer._apply.args[0].opt_state
     new = optimizer.apply_gradients(gradients, parameters)
-    optimizer.state = jax.tree.map(
-        lambda a, b: jnp.where(device() == 3, b, a), optimizer.state, before
-    )
+    applied = optimizer._results.pop()
+    kept = jax.tree.map(lambda a, b: jnp.where(device() == 3, b, a), applied.opt_state, before)
+    optimizer._results.append(applied._replace(opt_state=kept))
     return new
 
 
