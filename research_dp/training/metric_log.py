@@ -62,7 +62,7 @@ class MetricLog:
         if self._due is None:
             return
         (step, steps), self._due = self._due, None
-        sums, self._window = dict(metrics.accumulate(self._window, steps)), {}
+        sums, self._window = metrics.accumulate(self._window, steps), {}
         skipped = {SKIPPED: sums.pop(SKIPPED)[0]} if SKIPPED in sums else {}
         self.skipped_steps += int(sum(skipped.values()))
         self.train = metrics.means(sums)

@@ -21,7 +21,9 @@ SECONDS = {
 }
 
 
-def accumulate(sums: HostSums, steps: Iterable[Mapping[str, Any]]) -> HostSums:
+def accumulate(
+    sums: HostSums, steps: Iterable[Mapping[str, Any]]
+) -> dict[str, tuple[float, float]]:
     """Adds arrays (2,) of sum and count to sums on the host, in order and in float64."""
     result = dict(sums)
     for step in jax.device_get(list(steps)):
