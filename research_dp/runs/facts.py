@@ -118,7 +118,11 @@ class RunFacts:
 
 def read_facts(folder: Path) -> dict[str, Any]:
     """What is in a run's `run.json`, if anything; `are_facts` says whether it can be used."""
-    return _read_json(folder / files.FACTS)
+    file = folder / files.FACTS
+    try:
+        return files.read_json(file.read_bytes()) if file.is_file() else {}  # a FIFO would block
+    except OSError:
+        return {}
 
 
 def are_facts(facts: Mapping[str, Any]) -> bool:
@@ -179,13 +183,6 @@ def read_summary(folder: Path) -> dict[str, Any]:
 def summary_step(folder: Path) -> Any:
     """The step of a run's summary; None: it has none. OSError: it cannot be read."""
     return read_summary(folder).get("step") if (folder / files.SUMMARY).is_file() else None
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        return files.read_json(file.read_bytes()) if file.is_file() else {}  # a FIFO would block
-    except OSError:
-        return {}
 
 
 def bindings_in(dump: str) -> dict[str, str]:
