@@ -238,6 +238,29 @@ def test_one_device_sends_nothing():
         assert traffic(build(stem, one_matrix(), bindings=mesh)) == []
 
 
+@pytest.mark.parametrize("stem", ["fsdp", "spmd", "pmap"])
+def test_programs_on_a_split_cpu_begin_when_the_one_before_has_ended(stem):
+    """The devices share threads: XLA deadlocks in an own loop whose steps overlap."""
+    one = one_matrix()
+
+    def loss(params, state, batch, keys, **options):  # takes about 0.1 s a device
+        slow = jax.lax.fori_loop(0, 30_000, lambda _, a: jnp.tanh(a @ a), params["a"])
+        output = one.loss(params, state, batch, keys, **options)
+        return output._replace(total=output.total + 0 * jax.lax.stop_gradient(slow).sum())
+
+    strategy = build(stem, TrainableModel(one.init, loss))
+    batch = {name: x[strategy.train_rows] for name, x in batches()[0].items()}
+    rows = {name: x[strategy.eval_rows] for name, x in batches()[0].items()}
+    state = strategy.init(0)
+    assert state.step.is_ready()
+    state, first = strategy.train_step(state, strategy.place_batch(batch))
+    assert not first["loss"].is_ready(), "too fast to tell"
+    second = strategy.eval_step(state, strategy.place_eval_batch(rows))
+    assert first["loss"].is_ready()
+    strategy.train_step(state, strategy.place_batch(batch))
+    assert second["loss"].is_ready()
+
+
 def traffic(strategy):
     return collectives(strategy.train_step, strategy.abstract_state, strategy.abstract_batch)
 

@@ -189,7 +189,8 @@ def _read_in_evaluation(state: Any) -> strategy.TrainState:
 def _strategy(
     config: StrategyConfig,
     program: Program,
-    evaluate: Callable[[strategy.TrainState, PyTree], strategy.Metrics],
+    train_step: Callable[..., Any],
+    evaluate: Callable[..., Any],
     **parts: Any,
 ) -> Strategy:
     """A strategy; `init` is compiled with shardings: the full model is never on one device."""
@@ -203,7 +204,13 @@ def _strategy(
         return evaluate(_read_in_evaluation(state), examples)
 
     step, shardings, abstract, batch = program
-    init = functools.partial(state.init_state, config, step.spec)
+    new_state = functools.partial(state.init_state, config, step.spec)
+    init: Any = jax.jit(new_state, out_shardings=jax.tree.map(lambda x: x.sharding, abstract))
+    if config.mesh.devices.flat[0].platform == "cpu" and config.mesh.size > 1:
+        last: list[Any] = []
+        init = _in_turn(init, last)
+        train_step = _in_turn(train_step, last, lambda results: results[1])
+        evaluate = _in_turn(evaluate, last, lambda results: results)
     of_batch = ("abstract_batch", "place_batch", "place_eval_batch", "train_rows", "eval_rows")
     return Strategy(
         config=config,
@@ -211,11 +218,37 @@ def _strategy(
         shardings=shardings,
         abstract_state=abstract,
         eval_batch_size=batch.eval_batch_size,
-        init=jax.jit(init, out_shardings=jax.tree.map(lambda x: x.sharding, abstract)),
+        init=init,
+        train_step=train_step,
         eval_step=eval_step,
         batch_axes=step.axes,
         **{**{name: getattr(batch, name) for name in of_batch}, **parts},
     )
+
+
+def _in_turn(
+    program: Any, last: list[Any], kept: Callable[[Any], Any] | None = None
+) -> Callable[..., Any]:
+    """A jitted program that begins when the one before it has ended: for devices of a split CPU.
+
+    They share a thread pool: a program that waits in a collective can take the threads that the one
+    before it needs to end, and XLA deadlocks. `last` has those results of the newest program of
+    the strategy that are `kept`; None: the next program takes their memory, so this one ends here.
+    """
+
+    @functools.wraps(program)
+    def call(*args: Any) -> Any:
+        jax.block_until_ready([last.pop() for _ in last[:]])
+        results = program(*args)
+        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(results)):
+            return results
+        if kept is None:
+            return jax.block_until_ready(results)
+        last.append(kept(results))
+        return results
+
+    call.lower = program.lower  # type: ignore[attr-defined]
+    return call
 
 
 def _of_placed(step: Callable[..., Any]) -> Callable[..., Any]:

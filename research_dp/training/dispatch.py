@@ -58,8 +58,7 @@ class InFlight:
     def wait_for_room(self) -> None:
         """Waits until another one may be dispatched: two keep an accelerator busy.
 
-        The devices of a split CPU share a thread pool: a step that waits in a collective can take
-        the threads that the step before it needs to end, and XLA deadlocks.
+        On a split CPU a strategy's programs begin one after another anyway (`strategies/engines`).
         """
         self.wait(1 if jax.default_backend() == "cpu" else 2)
 
