@@ -11,13 +11,13 @@ from jax._src import xla_bridge
 from jax._src.lib import _jax
 from programs import pair
 
-from research_dp.commands import runtime
+from research_dp.commands import jax_setup
 from research_dp.errors import UsageError
 
 PROGRAM = """
 import sys, jax
-from research_dp.commands import runtime
-runtime.set_up_processes(sys.argv[1], 2, int(sys.argv[2]))
+from research_dp.commands import jax_setup
+jax_setup.set_up_processes(sys.argv[1], 2, int(sys.argv[2]))
 jax.config.update("jax_platforms", "cpu")
 jax.block_until_ready(jax.jit(lambda: 0)())
 from jax.experimental import multihost_utils
@@ -72,16 +72,16 @@ def test_processes_on_loopback_listen_nowhere_else():
 def test_the_coordinator_is_bound_to_an_address_but_not_to_a_name(monkeypatch, address, bound):
     seen = {}
     monkeypatch.delenv("JAX_COORDINATOR_BIND_ADDRESS", raising=False)
-    monkeypatch.setattr(runtime.jax.distributed, "initialize", lambda **given: seen.update(given))
-    monkeypatch.setattr(runtime, "_keep_gloo_on_loopback", lambda _: None)
-    runtime.set_up_processes(address, 2, 1)
+    monkeypatch.setattr(jax_setup.jax.distributed, "initialize", lambda **given: seen.update(given))
+    monkeypatch.setattr(jax_setup, "_keep_gloo_on_loopback", lambda _: None)
+    jax_setup.set_up_processes(address, 2, 1)
     assert seen["coordinator_bind_address"] == bound
     if "cluster" in address:
         monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: False)
-        runtime.set_up_processes(address, 2, 1)
+        jax_setup.set_up_processes(address, 2, 1)
         assert seen["coordinator_bind_address"] == "0.0.0.0:12"
     monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", "0.0.0.0:34")
-    runtime.set_up_processes(address, 2, 1)
+    jax_setup.set_up_processes(address, 2, 1)
     assert seen["coordinator_bind_address"] == "0.0.0.0:34"
 
 
@@ -91,7 +91,7 @@ def test_the_coordinator_is_bound_to_an_address_but_not_to_a_name(monkeypatch, a
 def test_collectives_of_the_cpu_stay_on_loopback(monkeypatch, address, host):
     """Not at the address that the machine's name stands for, which may be any, or none."""
     hosts, factories = [], {}
-    monkeypatch.setattr(runtime.jax.distributed, "initialize", lambda **_: None)
+    monkeypatch.setattr(jax_setup.jax.distributed, "initialize", lambda **_: None)
     monkeypatch.setattr(
         _jax, "make_gloo_tcp_collectives", lambda _, hostname: hosts.append(hostname)
     )
@@ -101,7 +101,7 @@ def test_collectives_of_the_cpu_stay_on_loopback(monkeypatch, address, host):
         "register_backend_factory",
         lambda name, factory, **_: factories.update({name: factory}),
     )
-    runtime.set_up_processes(address, 2, 1)
+    jax_setup.set_up_processes(address, 2, 1)
     if host is None:
         assert not factories
     else:
@@ -110,9 +110,9 @@ def test_collectives_of_the_cpu_stay_on_loopback(monkeypatch, address, host):
 
 
 def test_a_version_of_jax_without_internals_is_a_warning(monkeypatch, capsys):
-    monkeypatch.setattr(runtime.jax.distributed, "initialize", lambda **_: None)
+    monkeypatch.setattr(jax_setup.jax.distributed, "initialize", lambda **_: None)
     monkeypatch.delattr(xla_bridge, "make_cpu_client")
-    runtime.set_up_processes("localhost:1", 2, 1)
+    jax_setup.set_up_processes("localhost:1", 2, 1)
     warning = "has no attribute 'make_cpu_client': gloo listens at the address of this machine's"
     assert warning in capsys.readouterr().err
 
@@ -120,15 +120,15 @@ def test_a_version_of_jax_without_internals_is_a_warning(monkeypatch, capsys):
 @pytest.mark.parametrize("dual_stack", [True, False])
 def test_a_port_that_is_taken_for_ipv4_is_taken_for_a_name(monkeypatch, dual_stack):
     monkeypatch.delenv("JAX_COORDINATOR_BIND_ADDRESS", raising=False)
-    monkeypatch.setattr(runtime.jax.distributed, "initialize", lambda **_: None)
+    monkeypatch.setattr(jax_setup.jax.distributed, "initialize", lambda **_: None)
     if not dual_stack:
         monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: False)
     with socket.create_server(("0.0.0.0", 0)) as taken:
         port = taken.getsockname()[1]
         bound = rf"\[::\]:{port}" if socket.has_dualstack_ipv6() else rf"0\.0\.0\.0:{port}"
         with pytest.raises(UsageError, match=rf"on {bound}: Address already .* a.*={bound}\.$"):
-            runtime.set_up_processes(f"host.cluster:{port}", 2, 0)
-    runtime.set_up_processes(f"host.cluster:{port}", 2, 0)
+            jax_setup.set_up_processes(f"host.cluster:{port}", 2, 0)
+    jax_setup.set_up_processes(f"host.cluster:{port}", 2, 0)
 
 
 def test_an_address_where_nothing_can_listen_is_told_with_the_reason(monkeypatch):
@@ -137,8 +137,8 @@ def test_an_address_where_nothing_can_listen_is_told_with_the_reason(monkeypatch
         UsageError,
         match=r"cannot listen on 192\.0\.2\.77:1: Cannot assign .*=(\[::\]|0\.0\.0\.0):1",
     ):
-        runtime.set_up_processes("192.0.2.77:1", 2, 0)
+        jax_setup.set_up_processes("192.0.2.77:1", 2, 0)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(UsageError, match=rf"127\.0\.0\.1:{port}: Address already in use\."):
-            runtime.set_up_processes(f"127.0.0.1:{port}", 2, 0)
+            jax_setup.set_up_processes(f"127.0.0.1:{port}", 2, 0)

@@ -12,7 +12,7 @@ from steps import abstract, mesh_of, on
 from test_strategies import recipe
 
 import research_dp as rdp
-import research_dp.training.loop
+import research_dp.training.train
 from research_dp.certification.quick import EXAMPLE, batches
 from research_dp.config import load
 from research_dp.distributed.collectives import PLAIN

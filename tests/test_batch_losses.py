@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from test_strategies import recipe
 
 import research_dp
-import research_dp.training.loop
+import research_dp.training.train
 from examples import contrastive
 from research_dp.analysis.program_cost import collectives_of, wire_totals
 from research_dp.certification.certify import certify

@@ -21,7 +21,7 @@ from research_dp.distributed.sharding import by_path
 from research_dp.errors import UsageError
 from research_dp.strategies import sync_gradients
 from research_dp.strategies.strategy import init_key
-from research_dp.training.loop import configured
+from research_dp.training.train import configured
 from research_dp.types import EvalOrder
 
 STEPS = 6

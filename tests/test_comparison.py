@@ -11,7 +11,7 @@ import pytest
 from run_folders import losses, write_run
 
 from research_dp.certification.noise import Noise
-from research_dp.comparison import chart_data, html_report, runs, settings
+from research_dp.comparison import chart_data, differences, html_report, runs
 from research_dp.comparison.comparison import Comparison
 from research_dp.comparison.verdicts import Judge
 from research_dp.console import put
@@ -42,7 +42,7 @@ def noise(steps=100, spread=1e-3, **evaluation):
 def judged(*folders, noise=(), varied=()):
     """The runs of folders, what differs, and the verdict of the second on the first."""
     found = runs.read(folders)
-    differing = settings.differences(found, varied)
+    differing = differences.differences(found, varied)
     verdict = Judge(differing, noise).verdict(found[1], found[0])
     return found, differing, verdict
 
@@ -146,7 +146,7 @@ def test_names_are_as_long_as_it_takes(tmp_path):
 
 def compared(*folders):
     found = runs.read(folders)
-    differing = settings.differences([run for run in found if run.is_run])
+    differing = differences.differences([run for run in found if run.is_run])
     known = [run for run in found if run.is_run]
     judge = Judge(differing)
     verdicts = [judge.verdict(run, known[0]) for run in found if run is not known[0]]

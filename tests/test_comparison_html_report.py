@@ -9,7 +9,7 @@ import browser
 import pytest
 from run_folders import losses, write_run
 
-from research_dp.comparison import chart_data, html_report, runs, settings
+from research_dp.comparison import chart_data, differences, html_report, runs
 from research_dp.comparison.comparison import Comparison, LinkTimes
 from research_dp.comparison.verdicts import Judge
 from research_dp.planning.row import Row
@@ -42,7 +42,7 @@ def folder(path, **facts):
 
 def compared(*folders):
     found = runs.read(folders)
-    judge = Judge(differing := settings.differences(found))
+    judge = Judge(differing := differences.differences(found))
     verdicts = [judge.verdict(run, found[0]) for run in found[1:]]
     return Comparison(found, found[0], differing, verdicts)
 

@@ -28,7 +28,7 @@ from research_dp.certification.tolerances import Difference, Gap
 from research_dp.commands import dry_run, sweep
 from research_dp.comparison import runs
 from research_dp.comparison.comparison import Comparison
-from research_dp.comparison.settings import Setting
+from research_dp.comparison.differences import Setting
 from research_dp.comparison.verdicts import Verdict
 from research_dp.planning import tables
 from research_dp.planning.row import CollectiveTotal, Row

@@ -67,7 +67,7 @@ def batches(steps):
 
 def recipe(stem, data, fsdp, *, exact=True, bindings=()):
     """A shipped strategy with the shipped option, on the first devices."""
-    import research_dp.training.loop  # noqa: F401  (registers `train`)
+    import research_dp.training.train  # noqa: F401  (registers `train`)
 
     load.reset()
     files = [f"strategies/{stem}.gin", *(["options/deterministic.gin"] if exact else [])]

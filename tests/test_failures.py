@@ -31,7 +31,7 @@ def closing_fails(error):
     ],
 )
 def test_what_came_first_is_told_first(later, status, told, capsys, monkeypatch):
-    monkeypatch.setattr(failures.runtime, "leave", lambda status: status)
+    monkeypatch.setattr(failures.jax_setup, "leave", lambda status: status)
 
     # Gin raises a copy, which hides what came before.
     @gin.configurable(f"fails_{status}", module="test_failures")
@@ -44,7 +44,7 @@ def test_what_came_first_is_told_first(later, status, told, capsys, monkeypatch)
 
 
 def test_what_was_answered_is_not_told(capsys, monkeypatch):
-    monkeypatch.setattr(failures.runtime, "leave", lambda status: status)
+    monkeypatch.setattr(failures.jax_setup, "leave", lambda status: status)
 
     def body(session):
         try:

@@ -87,7 +87,7 @@ def lines(text):
 
 def means_the_same_to_gin(files, bindings=()):
     """Compares with plain gin; returns whether our loader accepts the files as a run."""
-    importlib.import_module("research_dp.training.loop")  # what a program that trains imports
+    importlib.import_module("research_dp.training.train")  # what a program that trains imports
     gin.clear_config()
     gin.parse_config_files_and_bindings(files, list(bindings), finalize_config=False)
     plain = gin.config_str()

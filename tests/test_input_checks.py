@@ -30,7 +30,7 @@ from research_dp.models import mlp
 from research_dp.runs import resume, workdir
 from research_dp.runs.manifest import Manifest, Progress, origin
 from research_dp.runs.resume import changes
-from research_dp.training import input_checks, loop
+from research_dp.training import input_checks, train
 from research_dp.types import (
     Bound,
     DataIdentity,
@@ -418,7 +418,7 @@ def test_a_metric_of_no_example_is_no_mistake_and_reads_nothing_again(tmp_path):
         return out._replace(sums={"rare": (0 * out.total, 0 * out.weight)})
 
     model = dataclasses.replace(tiny_run.MODEL, loss=loss)
-    loop.train(
+    train.train(
         model=model,
         data=dataclasses.replace(tiny_run.DATA, evaluate=evaluate),
         strategy=recipe("single"),
@@ -432,7 +432,7 @@ def test_a_metric_of_no_example_is_no_mistake_and_reads_nothing_again(tmp_path):
 
 def train_skipping(folder, data, num_steps):
     """The tiny run, built for `skip`; its own programs are those of `stop`."""
-    loop.train(
+    train.train(
         model=tiny_run.MODEL,
         data=data,
         strategy=recipe("single"),

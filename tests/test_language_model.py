@@ -21,7 +21,7 @@ from research_dp.distributed.sharding import (
 from research_dp.distributed.units import Units
 from research_dp.errors import UsageError
 from research_dp.models.transformer import rotate
-from research_dp.training.metrics import Throughput
+from research_dp.training.throughput import Throughput
 
 QUICK = ("ddp", "zero1", "fsdp", "hsdp", "spmd_fsdp")  # the others are much like one of them
 CASES = [(s, False) if s in QUICK else slow(s, False) for s in stems() if s != "single"]

@@ -10,7 +10,7 @@ from test_strategies import recipe
 from test_train_command import MLP, lines, summary
 from test_watchdog import FAULTY
 
-import research_dp.training.loop  # noqa: F401  (registers `train`)
+import research_dp.training.train  # noqa: F401  (registers `train`)
 from research_dp.errors import RunFailure
 from research_dp.strategies import NONFINITE, SKIPPED, TrainSpec
 from research_dp.training.nonfinite import NonfiniteCheck

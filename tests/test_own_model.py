@@ -18,7 +18,7 @@ from test_strategies import recipe
 
 import research_dp
 import research_dp.deterministic.reduction
-import research_dp.training.loop
+import research_dp.training.train
 from research_dp.config import load
 from research_dp.errors import UsageError
 from research_dp.models.flax.linen import linen_functions_of_inputs

@@ -20,7 +20,7 @@ from test_processes import start
 from test_strategies import recipe
 from test_train_command import summary
 
-import research_dp.training.loop  # noqa: F401  (registers `train`)
+import research_dp.training.train  # noqa: F401  (registers `train`)
 from research_dp.certification import diagnose
 from research_dp.certification.quick import EXAMPLE, batches
 from research_dp.config import load

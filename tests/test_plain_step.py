@@ -14,7 +14,7 @@ import pytest
 from conftest import ROOT, stems
 from test_strategies import recipe
 
-import research_dp.training.loop  # noqa: F401  (registers `train`)
+import research_dp.training.train  # noqa: F401  (registers `train`)
 from research_dp.distributed.sharding import by_path
 from research_dp.strategies import TrainSpec
 from research_dp.types import LossOutput, TrainableModel

@@ -12,7 +12,7 @@ from research_dp.config import gin_internals, load
 from research_dp.errors import UsageError
 from research_dp.planning import auto as auto_lib
 from research_dp.planning.estimate import Compiled
-from research_dp.training import loop
+from research_dp.training import train
 
 AUTO = "gin/options/auto.gin"
 NAMES = ["ddp", "zero1", "fsdp_keep", "fsdp"]
@@ -87,7 +87,7 @@ def test_who_looks_at_a_run_sees_the_one_that_is_taken(monkeypatch):
     files = ["gin/runs/digits.gin", "gin/models/mlp.gin", AUTO]
     load.load(files, ["shard_params.min_weight_size = 64"])
     seen = []
-    loop.train(inspect=lambda recipe, spec: seen.append(recipe))
+    train.train(inspect=lambda recipe, spec: seen.append(recipe))
     (taken,) = seen
     assert (taken.name, taken.gather, taken.choose) == ("zero1", None, None)
 

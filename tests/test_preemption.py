@@ -266,31 +266,31 @@ def test_mistakes_about_processes_are_told(capsys, tmp_path, flags, expected):
 
 @pytest.mark.parametrize("variable", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"])
 def test_tasks_that_would_each_train_alone_are_refused(monkeypatch, variable):
-    from research_dp.commands import runtime
+    from research_dp.commands import jax_setup
 
     monkeypatch.setenv(variable, "1")
-    runtime.set_up_processes()
+    jax_setup.set_up_processes()
     monkeypatch.setenv(variable, "4")
     with pytest.raises(UsageError, match=f"{variable}=4: .*--coordinator=auto"):
-        runtime.set_up_processes()
+        jax_setup.set_up_processes()
 
 
 def test_a_cause_without_words_is_named_by_its_kind(monkeypatch):
-    from research_dp.commands import runtime
+    from research_dp.commands import jax_setup
 
     def fail(**_):
         raise RuntimeError
 
-    monkeypatch.setattr(runtime.jax.distributed, "initialize", fail)
+    monkeypatch.setattr(jax_setup.jax.distributed, "initialize", fail)
     with pytest.raises(UsageError, match="cannot join: RuntimeError Start each"):
-        runtime.set_up_processes("h:1234", 2, 1)
+        jax_setup.set_up_processes("h:1234", 2, 1)
 
 
 def test_a_process_that_waits_for_others_to_start_says_so(monkeypatch, capfd):
-    from research_dp.commands import runtime
+    from research_dp.commands import jax_setup
 
-    monkeypatch.setattr(runtime, "_SECONDS_TO_WARN", 0.05)
-    monkeypatch.setattr(runtime.jax.distributed, "initialize", lambda **_: time.sleep(0.5))
-    runtime.set_up_processes("h:1234", 2, 1)
+    monkeypatch.setattr(jax_setup, "_SECONDS_TO_WARN", 0.05)
+    monkeypatch.setattr(jax_setup.jax.distributed, "initialize", lambda **_: time.sleep(0.5))
+    jax_setup.set_up_processes("h:1234", 2, 1)
     told = capfd.readouterr().err
     assert "process 1 of 2, coordinator h:1234: still waits for the other" in told

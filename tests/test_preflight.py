@@ -15,7 +15,7 @@ from steps import mesh_of
 from test_nonfinite import EXAMPLE, init, loss
 from test_strategies import recipe
 
-import research_dp.training.loop  # noqa: F401  (registers `train`)
+import research_dp.training.train  # noqa: F401  (registers `train`)
 from research_dp.distributed.collectives import EXCHANGED, PLAIN
 from research_dp.distributed.transports import all_to_all
 from research_dp.errors import RunFailure

@@ -12,7 +12,7 @@ from test_nonfinite import EXAMPLE, init, loss, slow, step
 from test_strategies import recipe
 from test_train_command import MLP, lines
 
-import research_dp.training.loop  # noqa: F401  (registers `train`)
+import research_dp.training.train  # noqa: F401  (registers `train`)
 from research_dp import sync_gradients
 from research_dp.errors import RunFailure, UsageError
 from research_dp.strategies import TrainSpec

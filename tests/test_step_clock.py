@@ -17,9 +17,9 @@ from research_dp.distributed.loss_scale import dynamic_loss_scale
 from research_dp.errors import UsageError
 from research_dp.strategies import TrainSpec
 from research_dp.strategies.engines import compiled
-from research_dp.training import dispatch, metrics
+from research_dp.training import dispatch, throughput
 from research_dp.training.learning_rate import LearningRate, remembering_rate
-from research_dp.training.loop import train
+from research_dp.training.train import train
 from research_dp.types import MEASURED, LossOutput
 
 PARTS = ("data_wait_seconds", "dispatch_seconds", "device_wait_seconds")
@@ -64,7 +64,7 @@ def test_a_record_without_a_save_has_no_time_of_one(tmp_path):
 def test_batches_that_devices_do_not_wait_for_are_no_wait_for_data(monkeypatch):
     now = iter([0.0, 1.0, 3.0, 6.0, 10.0, 10.0, 20.0])
     monkeypatch.setattr("time.perf_counter", lambda: next(now))
-    clock = metrics.Throughput(8)
+    clock = throughput.Throughput(8)
     clock.spend("data_wait", 0.0)  # before the first step: it compiles
     clock.start()
     clock.count_step()
@@ -81,7 +81,7 @@ def test_batches_that_devices_do_not_wait_for_are_no_wait_for_data(monkeypatch):
 
 
 def test_device_memory_is_that_of_the_fullest_device_that_reports_it(monkeypatch):
-    assert metrics.device_memory() == {}, "CPUs report none"
+    assert throughput.device_memory() == {}, "CPUs report none"
 
     class Device:
         def __init__(self, stats):
@@ -89,7 +89,7 @@ def test_device_memory_is_that_of_the_fullest_device_that_reports_it(monkeypatch
 
     devices = [Device({"bytes_in_use": 5}), Device(None), Device({"bytes_in_use": 7})]
     monkeypatch.setattr(jax, "local_devices", lambda: devices)
-    assert metrics.device_memory() == {"device_memory_bytes": 7.0}
+    assert throughput.device_memory() == {"device_memory_bytes": 7.0}
 
 
 # ---- The learning rate ----
@@ -238,7 +238,7 @@ def test_a_metric_of_the_model_with_a_measured_name_is_refused(name):
 def test_only_what_idle_devices_wait_for_a_batch_counts(monkeypatch, idle_since, waited):
     """Devices that end just before the batch is there did not wait for all of it."""
     monkeypatch.setattr("time.perf_counter", lambda: 10.0)
-    clock = metrics.Throughput(8)
+    clock = throughput.Throughput(8)
     clock.start()
     clock.spend_on_batch(6.0, idle_since)
     parts = clock.seconds["data_wait"], clock.seconds["device_wait"]

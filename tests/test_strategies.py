@@ -33,7 +33,7 @@ def recipe(stem, *bindings):
 
 
 def build(stem, model, *, bindings=(), accumulation=1, clip=None, optimizer=None, seed=3):
-    import research_dp.training.loop  # noqa: F401  (registers `train`)
+    import research_dp.training.train  # noqa: F401  (registers `train`)
 
     spec = TrainSpec(
         model=model,
@@ -376,7 +376,7 @@ def test_a_batch_that_does_not_divide_is_refused_with_the_equation():
 
 
 def recipe_of(stem):
-    import research_dp.training.loop  # noqa: F401  (registers `train`)
+    import research_dp.training.train  # noqa: F401  (registers `train`)
 
     return recipe(stem)
 

@@ -29,7 +29,7 @@ from research_dp.runs.checkpoint_files import steps_in
 from research_dp.runs.flight_recorder import last_notes
 from research_dp.runs.manifest import Damaged
 from research_dp.runs.records import truncate_records
-from research_dp.training import metrics
+from research_dp.training import throughput
 from research_dp.training.metric_log import MetricLog, ProgressBar
 
 SPECIAL = "a[1]*?{b} **#%20~"  # what globs, URLs and shells read something into
@@ -195,7 +195,7 @@ def damaged_lines(run, *lines):
 def metric_log(say):
     """A log of a new run, which prints no metrics."""
     console = types.SimpleNamespace(say=say, metrics=lambda *_: None)
-    return MetricLog(None, metrics.Throughput(1), console)
+    return MetricLog(None, throughput.Throughput(1), console)
 
 
 @pytest.mark.parametrize(
@@ -522,8 +522,8 @@ def test_records_need_no_more_memory_as_they_become_many(tmp_path):
     written = metric_log(print)
     written.open(tmp_path, 0, evaluates_again=False)
     for number in range(30_000):
-        sums = metrics.accumulate({}, [{"loss": (float(number), 4.0)}])
-        written.write("train", number, metrics.means(sums))
+        sums = throughput.accumulate({}, [{"loss": (float(number), 4.0)}])
+        written.write("train", number, throughput.means(sums))
         if number == 3_000:
             early = resident()
     assert resident() - early < 10e6

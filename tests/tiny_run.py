@@ -68,7 +68,7 @@ def _strategy():
 
 def train(folder, *, num_steps=8, **options):
     """Runs the loop; returns its exit status."""
-    from research_dp.training.loop import train
+    from research_dp.training.train import train
 
     strategy = _strategy()
     settings = {"data": DATA, "log_every": 2, "checkpoint_every": 2, "eval_every": 4, **options}

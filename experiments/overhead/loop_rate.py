@@ -15,7 +15,7 @@ import time
 
 import jax
 
-from research_dp.commands import runtime
+from research_dp.commands import jax_setup
 from research_dp.config import gin_internals, load
 from research_dp.strategies import TrainSpec
 from research_dp.training.trainer import Trainer
@@ -57,7 +57,7 @@ def command_rate(steps):
             times.append(time.perf_counter())
 
     Trainer._dispatched = timed
-    from research_dp.training.loop import train
+    from research_dp.training.train import train
 
     with tempfile.TemporaryDirectory() as folder:
         train(workdir=folder)
@@ -76,8 +76,8 @@ def main():
     bindings = [f"train.num_steps = {flags.steps}", "train.eval_every = None"]
     bindings.append("train.checkpoint_every = None")  # the bare loop saves nothing either
     load.load([*files, f"gin/models/{flags.model}.gin"], bindings)
-    runtime.set_up_devices(8)
-    runtime.set_up_compilation_cache()
+    jax_setup.set_up_devices(8)
+    jax_setup.set_up_compilation_cache()
 
     def bound(name):
         return gin_internals.value_of(f"train.{name}")

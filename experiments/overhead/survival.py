@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from research_dp.commands import runtime
+from research_dp.commands import jax_setup
 from research_dp.config import load
 from research_dp.runs.flight_recorder import Recorder
 from research_dp.training.nonfinite import NonfiniteCheck
@@ -91,9 +91,9 @@ def main():
     bindings = [f"train.num_steps = {flags.steps}", "train.eval_every = None"]
     bindings.append("train.checkpoint_every = None")
     load.load([*files, f"gin/models/{flags.model}.gin"], bindings)
-    runtime.set_up_devices(8)
-    runtime.set_up_compilation_cache()
-    from research_dp.training.loop import train
+    jax_setup.set_up_devices(8)
+    jax_setup.set_up_compilation_cache()
+    from research_dp.training.train import train
 
     switch = Switch([flags.part] if flags.part else PARTS)
     switch.install()

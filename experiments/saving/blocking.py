@@ -16,7 +16,7 @@ import time
 
 import jax
 
-from research_dp.commands import runtime
+from research_dp.commands import jax_setup
 from research_dp.config import load
 from research_dp.training.trainer import Trainer
 
@@ -42,9 +42,9 @@ def main():
         "train.keep = 1",
     ]
     load.load([f"gin/{file}.gin" for file in files], bindings)
-    runtime.set_up_devices(flags.devices)
-    runtime.set_up_compilation_cache()
-    from research_dp.training.loop import train
+    jax_setup.set_up_devices(flags.devices)
+    jax_setup.set_up_compilation_cache()
+    from research_dp.training.train import train
 
     marks = []  # (when the save began, when the loop went on, whether it was real)
     original = Trainer._save

@@ -23,7 +23,7 @@ from research_dp.distributed.mesh import batch_devices
 from research_dp.distributed.optimizer import apply_optimizer
 from research_dp.distributed.sharding import LeafSharding
 from research_dp.strategies import PlacedBatch, Strategy, StrategyConfig, TrainSpec, TrainState
-from research_dp.training.metrics import accumulate
+from research_dp.training.throughput import accumulate
 from research_dp.types import HostSums, LossOutput
 
 PyTree = Any

@@ -10,7 +10,7 @@ from typing import ClassVar, NoReturn
 from research_dp.certification import certify, harness, quick
 from research_dp.certification.certificate import Certificate
 from research_dp.certification.tolerances import names_dtype, precision_of
-from research_dp.commands import runtime
+from research_dp.commands import jax_setup
 from research_dp.commands.flags import (
     Command,
     check_writable,
@@ -25,7 +25,7 @@ from research_dp.distributed.mesh import refuse_several_processes
 from research_dp.errors import UsageError, binding_error
 from research_dp.models import mlp
 from research_dp.strategies import StrategyConfig, TrainSpec
-from research_dp.training.loop import configured
+from research_dp.training.train import configured
 from research_dp.types import DataSet, TrainableModel
 
 QUICK_APIS = ("linen", "nnx")
@@ -63,9 +63,9 @@ class Certify(Command):
         config = self.load(complete=not self.quick)
         check_writable("--json", self.json_file)
         if not self.quick:
-            runtime.set_up_processes()
-        runtime.set_up_devices(self.cpu_devices)
-        runtime.set_up_compilation_cache()
+            jax_setup.set_up_processes()
+        jax_setup.set_up_devices(self.cpu_devices)
+        jax_setup.set_up_compilation_cache()
         if not self.quick:
             refuse_several_processes("certify", "Give --cpu_devices.", binding="")
         strategy = _bound_strategy()

@@ -23,7 +23,7 @@ from research_dp.commands.plan import find_topology
 from research_dp.commands.python_calls import Bindings, Files
 from research_dp.commands.sweep import Choice, Member, Sweep
 from research_dp.commands.train import Stopped
-from research_dp.comparison import html_report, runs, settings
+from research_dp.comparison import differences, html_report, runs
 from research_dp.comparison.comparison import Comparison
 from research_dp.comparison.verdicts import Judge
 from research_dp.console import Progress, Report, put
@@ -167,7 +167,7 @@ class Compare(Sweep):
         if not known:
             raise UsageError("; ".join(f"{run.folder} is {run.status.message}" for run in found))
         varied = [name for name, _ in self.varied if name]
-        differing = settings.differences(known, varied)
+        differing = differences.differences(known, varied)
         report("Comparing the runs")
         verdicts = Judge(differing).verdicts(found, known[0])
         default = _MOST_BOUND if is_trained else 0

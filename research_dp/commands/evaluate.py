@@ -14,14 +14,14 @@ import numpy as np
 
 from research_dp.argument_checks import checked
 from research_dp.argument_types import Count, CountOrZero
-from research_dp.commands import python_calls, runtime, saved_run
+from research_dp.commands import jax_setup, python_calls, saved_run
 from research_dp.commands.flags import Command, flag, switch, whole_number
 from research_dp.commands.python_calls import Bindings, Files
 from research_dp.distributed.mesh import refuse_several_processes
 from research_dp.runs import files, saved_state
 from research_dp.strategies import TrainState
 from research_dp.training.batches import eval_metrics
-from research_dp.training.loop import configured
+from research_dp.training.train import configured
 
 
 @dataclasses.dataclass
@@ -54,8 +54,8 @@ class Evaluate(Command):
         """Step, metrics, and what they were computed with."""
         workdir = Path(self.workdir or "").expanduser()
         self.load(saved=str(saved_state.config_of(workdir)))
-        runtime.set_up_devices(self.cpu_devices)
-        runtime.set_up_compilation_cache()
+        jax_setup.set_up_devices(self.cpu_devices)
+        jax_setup.set_up_compilation_cache()
         saved = saved_state.read(workdir, self.step)
         refuse_several_processes("evaluate", "Give --cpu_devices.", binding="")
         config, spec, data = configured()

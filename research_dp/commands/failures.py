@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from research_dp.commands import runtime, streams
+from research_dp.commands import jax_setup, streams
 from research_dp.commands.entries import INTERRUPTED, INTERRUPTION
 from research_dp.commands.flags import Command
 from research_dp.config.load import as_mistake
@@ -62,7 +62,7 @@ def run_command(body: Callable[[Any], int], command: Command | None = None) -> i
     other errors have one: see `traceback_of`.
     """
     command = command or Command()
-    runtime.quieten_tensorflow()
+    jax_setup.quieten_tensorflow()
     try:
         with streams.dispensable(but_results=True):
             return body(command)
@@ -70,27 +70,27 @@ def run_command(body: Callable[[Any], int], command: Command | None = None) -> i
         is_pipe = error.reason.errno == errno.EPIPE  # `--list | head`
         if not is_pipe:
             print(f"error: {error}", file=sys.stderr)
-        return runtime.leave(SIGPIPE if is_pipe else FAILED)
+        return jax_setup.leave(SIGPIPE if is_pipe else FAILED)
     except KeyboardInterrupt:
         return _interrupted()
     except SystemExit as error:
         if not is_of_users_code(error):
             raise
         print(traceback_of(error), file=sys.stderr)
-        return runtime.leave(FAILED)
+        return jax_setup.leave(FAILED)
     except RunFailure as error:
         _print_failures(error)
-        return runtime.leave(FAILED)
+        return jax_setup.leave(FAILED)
     except Exception as error:
         _print_failures(error)
         mistake = as_mistake(error, command.config)
         print(mistake or traceback_of(error), file=sys.stderr)
-        return runtime.leave(MISTAKEN if mistake else FAILED)
+        return jax_setup.leave(MISTAKEN if mistake else FAILED)
 
 
 def _interrupted() -> int:
     print(INTERRUPTION, file=sys.stderr)
-    return runtime.leave(INTERRUPTED)
+    return jax_setup.leave(INTERRUPTED)
 
 
 def traceback_of(error: BaseException) -> str:

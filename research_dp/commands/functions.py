@@ -14,8 +14,8 @@ from research_dp.argument_types import Count
 from research_dp.certification.certificate import Certificate
 from research_dp.commands import certify as certify_command
 from research_dp.commands import dry_run as dry_run_command
+from research_dp.commands import jax_setup, plan_candidates, python_calls
 from research_dp.commands import plan as plan_command
-from research_dp.commands import plan_candidates, python_calls, runtime
 from research_dp.commands.flags import Command
 from research_dp.commands.python_calls import Bindings, Files
 from research_dp.config import binding_checks, gin_internals, load
@@ -23,7 +23,7 @@ from research_dp.config.reachability import ROOT
 from research_dp.distributed.placement import nbytes
 from research_dp.errors import UsageError
 from research_dp.strategies import Strategy, StrategyConfig, jaxpr_collectives
-from research_dp.training.loop import train
+from research_dp.training.train import train
 
 
 @checked
@@ -48,7 +48,7 @@ def strategy(
     """
     command = python_calls.command_of(Command, (), bindings, imports=imports)
     with python_calls.session(command):
-        runtime.set_up_devices(None)
+        jax_setup.set_up_devices(None)
         candidate, *others = plan_candidates.of([name], f"strategy({name!r})")
         if others:
             raise UsageError(f"strategy({name!r}): give the name of one strategy.")
@@ -249,7 +249,7 @@ def dry_run(
     )
     with python_calls.session(command):
         config = command.load()
-        runtime.set_up_devices(cpu_devices)
+        jax_setup.set_up_devices(cpu_devices)
         built: list[Strategy] = []
         train(inspect=lambda strategy, spec: built.append(strategy.build(spec)))
         (strategy,) = built

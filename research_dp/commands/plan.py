@@ -17,7 +17,7 @@ from rich.text import Text
 
 from research_dp import html_page
 from research_dp.analysis import topologies
-from research_dp.commands import failures, plan_candidates, runtime
+from research_dp.commands import failures, jax_setup, plan_candidates
 from research_dp.commands.flags import (
     Command,
     check_writable,
@@ -38,7 +38,7 @@ from research_dp.planning.limits import Budget
 from research_dp.planning.row import Row, fastest_first
 from research_dp.planning.tables import tables
 from research_dp.strategies import StrategyConfig, TrainSpec
-from research_dp.training.loop import train
+from research_dp.training.train import train
 
 # A strategy that takes longer to compile is compiled for the given devices alone.
 _LONG_COMPILATION = 60.0  # seconds
@@ -79,7 +79,7 @@ class Plan(Command):
         UsageError if nothing can be built.
         """
         reading = Progress("Reading the configuration")
-        with reading as self.report, runtime.without_compilation_cache():
+        with reading as self.report, jax_setup.without_compilation_cache():
             return self._plan(show)
 
     def _plan(self, show: Callable[..., None]) -> tuple[dict[str, Any], list[str]]:
@@ -235,7 +235,7 @@ def find_topology(name: str, cpu_devices: int | None, measure: bool) -> topologi
     simulated = re.fullmatch(r"cpu:(\d+)", name)
     if simulated or name == "here":
         count = int(simulated[1]) if simulated else 0
-        runtime.set_up_devices(cpu_devices or count or None)
+        jax_setup.set_up_devices(cpu_devices or count or None)
     elif cpu_devices:
         raise UsageError("--cpu_devices splits this machine's CPU: use it with --topology=here.")
     elif measure:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from research_dp.argument_types import described, is_array
-from research_dp.commands import runtime
+from research_dp.commands import jax_setup
 from research_dp.commands.flags import Command
 from research_dp.config import gin_internals, load
 from research_dp.errors import UsageError
@@ -46,7 +46,7 @@ def command_of(kind: type[C], gin_files: Files, bindings: Bindings, **fields: An
 @contextlib.contextmanager
 def session(command: Command) -> Iterator[None]:
     """Restores gin's bindings at the end; a mistake is a UsageError that names arguments."""
-    runtime.quieten_tensorflow()
+    jax_setup.quieten_tensorflow()
     with gin_internals.kept():
         try:
             yield

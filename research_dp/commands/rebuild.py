@@ -12,7 +12,7 @@ from research_dp.analysis.program_cost import link_rate
 from research_dp.analysis.topologies import Topology
 from research_dp.certification import noise
 from research_dp.certification.noise import Noise
-from research_dp.commands import runtime
+from research_dp.commands import jax_setup
 from research_dp.commands.certify import bench_of
 from research_dp.commands.flags import Command
 from research_dp.commands.plan import built_under
@@ -48,7 +48,7 @@ def measure_noise(
         return []
     report("Measuring what rounding explains")
     config = Command(imports=imports).load(saved=str(config_of(by_name[pairs[0][1]].folder)))
-    runtime.set_up_devices(cpu_devices)
+    jax_setup.set_up_devices(cpu_devices)
     bench, data = bench_of(config, "single")
     precisions = {max(by_name[name].precision for name in pair) for pair in pairs}
     # Evaluations of five trajectories take long: the last counts most, and a few before it.
@@ -69,7 +69,7 @@ def measure_noise(
     ]
 
 
-@runtime.without_compilation_cache()
+@jax_setup.without_compilation_cache()
 def with_plan(
     comparison: Comparison, where: Topology, *, imports: Sequence[str], report: Report
 ) -> Comparison:

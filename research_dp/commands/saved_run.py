@@ -14,7 +14,7 @@ import numpy as np
 
 from research_dp.argument_checks import checked
 from research_dp.argument_types import CountOrZero
-from research_dp.commands import python_calls, runtime
+from research_dp.commands import jax_setup, python_calls
 from research_dp.commands.flags import Command, usage_error
 from research_dp.config import gin_internals
 from research_dp.distributed.sharding import by_path
@@ -76,7 +76,7 @@ def load(
     command = python_calls.command_of(Command, (), (), imports=imports)
     with python_calls.session(command):
         command.load(complete=False, saved=str(saved_state.config_of(folder)))
-        runtime.set_up_devices(None)
+        jax_setup.set_up_devices(None)
         saved = saved_state.read(folder, step)
         model = gin_internals.frozen("train.model")
         if strategy is None:
@@ -130,7 +130,7 @@ def write_export(workdir: Path, to: Path, step: int | None) -> int:
     """`export` as a command calls it."""
     if to.exists():
         raise UsageError(f"--export={to} exists: give a new name.")
-    runtime.set_up_devices(None)
+    jax_setup.set_up_devices(None)
     saved = saved_state.read(workdir, step)
     with usage_error(f"--export={to} cannot be written"):
         to.parent.mkdir(parents=True, exist_ok=True)

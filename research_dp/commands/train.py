@@ -18,13 +18,13 @@ import jax
 
 from research_dp.argument_checks import checked
 from research_dp.argument_types import Count
-from research_dp.commands import catalog, dry_run, entries, python_calls, runtime, streams
+from research_dp.commands import catalog, dry_run, entries, jax_setup, python_calls, streams
 from research_dp.commands.flags import Command, RunCommand, flag, switch, whole_number
 from research_dp.commands.python_calls import Bindings, Files
 from research_dp.errors import UsageError
 from research_dp.runs import files
 from research_dp.runs.facts import read_summary
-from research_dp.training import loop, preemption
+from research_dp.training import preemption, train
 
 # What is worth comparing with a strategy, where it is not zero1.
 _COMPARISONS = {"zero1": "fsdp", "single": "ddp", "spmd": "ddp"}
@@ -72,20 +72,20 @@ class Train(RunCommand):
         with contextlib.nullcontext() if self.dry_run else streams.dispensable():
             folder = self.workdir and files.absolute(self.workdir)
             config = self.load()
-            runtime.set_up_processes(
+            jax_setup.set_up_processes(
                 self.coordinator, self.num_processes, self.process_id, self.heartbeat_seconds
             )
-            runtime.set_up_devices(self.cpu_devices)
-            cache = runtime.set_up_compilation_cache()
+            jax_setup.set_up_devices(self.cpu_devices)
+            cache = jax_setup.set_up_compilation_cache()
             if not self.dry_run:
                 print(cache, flush=True)
-            status = loop.train(
+            status = train.train(
                 workdir=folder,
                 inspect=functools.partial(dry_run.show, config) if self.dry_run else None,
-                started=runtime.started(),
+                started=jax_setup.started(),
                 bound=config.bound(),
             )
-            if folder and not self.dry_run and status == loop.DONE:
+            if folder and not self.dry_run and status == train.DONE:
                 _show_next_steps(Path(folder))
             return status
 
@@ -151,10 +151,10 @@ def run(
     )
     with python_calls.session(command):
         config = command.load()
-        runtime.set_up_devices(cpu_devices)
-        runtime.set_up_compilation_cache()
+        jax_setup.set_up_devices(cpu_devices)
+        jax_setup.set_up_compilation_cache()
         with streams.dispensable():
-            status = loop.train(workdir=folder, bound=config.bound())
+            status = train.train(workdir=folder, bound=config.bound())
     if status == preemption.STOPPED:
         raise Stopped(f"a signal stopped the run in {workdir}; the same call continues it.")
     return read_summary(Path(folder))

@@ -14,8 +14,8 @@ from research_dp import html_text
 from research_dp.certification.noise import Noise
 from research_dp.certification.tolerances import FACTOR
 from research_dp.comparison import tables
+from research_dp.comparison.differences import Setting
 from research_dp.comparison.runs import Run
-from research_dp.comparison.settings import Setting
 from research_dp.comparison.tables import ROLES, WORDS
 from research_dp.comparison.verdicts import Verdict
 from research_dp.console import Table, put

@@ -24,11 +24,11 @@ from research_dp.runs.facts import are_facts, program_text, read_facts, read_pro
 from research_dp.runs.manifest import Damaged, Manifest
 from research_dp.runs.records import Columns, read_columns
 from research_dp.runs.status import Status, status_of
-from research_dp.training import metrics
+from research_dp.training import throughput
 from research_dp.types import Bound
 
 # Where time goes: in `summary.json` -> in the records.
-SECONDS = {name: f"{part}_seconds" for name, part in metrics.SECONDS.items()}
+SECONDS = {name: f"{part}_seconds" for name, part in throughput.SECONDS.items()}
 # What a comparison uses of `summary.json`; what has another type is not read.
 _SUMMARY: dict[str, type] = {
     **{"step": int, "devices": int, "strategy": str, "params_fingerprint": str},

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from rich.text import Text
 
+from research_dp.comparison.differences import Setting
 from research_dp.comparison.runs import Run
-from research_dp.comparison.settings import Setting
 from research_dp.comparison.verdicts import Verdict
 from research_dp.console import Table, table
 from research_dp.planning.row import Row

@@ -12,8 +12,8 @@ import numpy as np
 
 from research_dp.certification.noise import Metric, Noise
 from research_dp.certification.tolerances import as_float64
+from research_dp.comparison.differences import Setting
 from research_dp.comparison.runs import Run, read_params
-from research_dp.comparison.settings import Setting
 from research_dp.distributed.sharding import by_path
 from research_dp.errors import some_of
 from research_dp.runs.manifest import Damaged

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import gin
 
-from research_dp.config import binding_checks, gin_internals, parser, run_checks, settings
+from research_dp.config import binding_checks, gin_internals, hints, parser, run_checks
 from research_dp.config.parser import Binding, Import, Key, Mistake, Reference
 from research_dp.config.reachability import ROOT, Config, reach
 from research_dp.errors import UsageError, first_line, message_of
@@ -18,7 +18,7 @@ from research_dp.errors import UsageError, first_line, message_of
 BUDGET = "planning.plan"  # limits of a plan, which nothing in a run calls
 _MODULES = (
     *("compat.artifex", "data", "deterministic.reduction", "models", "planning.auto"),
-    *("planning.limits", "strategies", "training.loop"),
+    *("planning.limits", "strategies", "training.train"),
 )
 # Modules that gin files of version 0.1 import, kept for one release.
 _MOVED_MODULES = {
@@ -95,7 +95,7 @@ def load(
     bindings_read = [b for b in bindings_read if b not in left_out]
     problems = {b: problems[b] for b in bindings_read}
     if any(problems.values()):
-        in_run = settings.Settings(reach(bindings_read))
+        in_run = hints.Settings(reach(bindings_read))
         problems = {b: in_run.with_hints(b, found) for b, found in problems.items()}
     mistakes += [mistake for one in problems.values() for mistake in one]
     if any(found and _is_of(saved, b) for b, found in problems.items()):
@@ -125,7 +125,7 @@ def load(
     gin.parse_config([*map(str, bound), *defaults])
     gin.finalize()
     config.notes.extend(notes)
-    config.notes.extend(settings.replaced_schedules(bindings_read, config))
+    config.notes.extend(hints.replaced_schedules(bindings_read, config))
     return config
 
 

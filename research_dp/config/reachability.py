@@ -11,7 +11,7 @@ from research_dp.config.parser import MACRO, Binding, Key, Macro, references
 from research_dp.types import Bound
 
 Call = tuple[tuple[str, ...], str]  # scopes, full name of the function
-ROOT = "research_dp.training.loop.train"
+ROOT = "research_dp.training.train.train"
 
 
 @dataclasses.dataclass(frozen=True)

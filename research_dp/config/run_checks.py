@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from research_dp.config import gin_internals
 from research_dp.config.binding_checks import annotation, did_you_mean, makers, missing
+from research_dp.config.hints import Settings
 from research_dp.config.parser import MACRO, Binding, File, Key, Mistake, Reference
 from research_dp.config.reachability import ROOT, Config, prefixes, reach
-from research_dp.config.settings import Settings
 from research_dp.errors import some_of
 
 

@@ -14,7 +14,7 @@ from research_dp.argument_types import Count, CountOrZero, described
 from research_dp.distributed.multihost import texts_of_all
 from research_dp.errors import UsageError
 from research_dp.strategies import NONFINITE, SKIPPED, PlacedBatch, Strategy, TrainState
-from research_dp.training import metrics
+from research_dp.training import throughput
 from research_dp.training.dispatch import InFlight, prefetch
 from research_dp.training.input_checks import checked_batches, nonfinite_example
 from research_dp.types import Arrays, DataSet, EvalOrder, TrainOrder
@@ -76,7 +76,7 @@ def metric_means(steps: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> dict
                 f"metric_means.steps: {name!r} is {described(x)}. Give what train_step or "
                 "eval_step returned: float32 arrays (2,) of sum and count."
             )
-    return metrics.means(metrics.accumulate({}, named))
+    return throughput.means(throughput.accumulate({}, named))
 
 
 def _check_example(strategy: Strategy, data: DataSet) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from research_dp.runs.manifest import Progress
 from research_dp.runs.records import Records, scalars_of
 from research_dp.strategies import SKIPPED
-from research_dp.training import metrics
+from research_dp.training import throughput
 from research_dp.training.learning_rate import LearningRate
 from research_dp.training.progress_bar import ProgressBar
 from research_dp.types import MEASURED, HostSums
@@ -21,11 +21,11 @@ class MetricLog:
     def __init__(
         self,
         saved: Progress | None,
-        throughput: metrics.Throughput,
+        clock: throughput.Throughput,
         console: ProgressBar,
         rate: LearningRate | None = None,
     ):
-        self._throughput, self._console, self._rate = throughput, console, rate
+        self._throughput, self._console, self._rate = clock, console, rate
         self._window: HostSums = saved.window if saved else {}
         self._records_saved = saved.records if saved else 0
         self._unread: list[Mapping[str, Any]] = []
@@ -62,16 +62,16 @@ class MetricLog:
         if self._due is None:
             return
         (step, steps), self._due = self._due, None
-        sums, self._window = metrics.accumulate(self._window, steps), {}
+        sums, self._window = throughput.accumulate(self._window, steps), {}
         skipped = {SKIPPED: sums.pop(SKIPPED)[0]} if SKIPPED in sums else {}
         self.skipped_steps += int(sum(skipped.values()))
-        self.train = metrics.means(sums)
+        self.train = throughput.means(sums)
         self.updates += int(sums.get("grad_norm", (0, 0))[1])  # not counted where it is not finite
         rate = self._rate.after(self.updates) if self._rate else None
         measured = {
             **self._throughput.rates(),
             **({} if rate is None else {"learning_rate": rate}),
-            **metrics.device_memory(),
+            **throughput.device_memory(),
         }
         self.write("train", step, {**self.train, **skipped, **measured})
 
@@ -83,7 +83,7 @@ class MetricLog:
 
     def window(self) -> HostSums:
         """Sums of the metrics that are not recorded yet."""
-        self._window, self._unread = metrics.accumulate(self._window, self._unread), []
+        self._window, self._unread = throughput.accumulate(self._window, self._unread), []
         return self._window
 
     def sync(self) -> int:

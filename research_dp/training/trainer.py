@@ -23,7 +23,7 @@ from research_dp.runs.flight_recorder import Phase, Recorder
 from research_dp.runs.manifest import Manifest, Progress, origin
 from research_dp.runs.resume import check_same_data
 from research_dp.strategies import NONFINITE, Strategy, TrainSpec, TrainState
-from research_dp.training import metrics, nonfinite, sharding_table
+from research_dp.training import nonfinite, sharding_table, throughput
 from research_dp.training.batches import evaluation, placed_train_batches, train_order
 from research_dp.training.dispatch import InFlight
 from research_dp.training.input_checks import nonfinite_example, shared_identity
@@ -63,7 +63,7 @@ class Trainer:
         self._facts: dict[str, Any] = {"seconds_to_first_step": None}  # for the summary
         work = self.spec.model.work(self.spec.example) if self.spec.model.work else None
         peak = peak_of_mesh(self.strategy.mesh, work.dtype) if work else None
-        self._throughput = metrics.Throughput(self.spec.batch_size, work, peak)
+        self._throughput = throughput.Throughput(self.spec.batch_size, work, peak)
         self._console = ProgressBar(self.schedule.num_steps, self._first_step)
         opt_state = self.strategy.abstract_state.opt_state
         self._rate = LearningRate(self.spec.optimizer, opt_state, self.schedule.num_steps)

@@ -10,15 +10,15 @@ import pytest
 from conftest import ROOT
 from jax._src import hardware_utils
 
-from research_dp.commands import runtime
+from research_dp.commands import jax_setup
 
 DEVICES = """
 import jax
 from jax._src import hardware_utils
-from research_dp.commands import runtime
+from research_dp.commands import jax_setup
 hardware_utils.has_visible_nvidia_gpu = lambda: False
 hardware_utils.num_available_tpu_chips_and_device_id = lambda: (0, None)
-runtime.set_up_devices(2)
+jax_setup.set_up_devices(2)
 assert jax.device_count() == 2
 """
 PLUGIN = """
@@ -57,12 +57,12 @@ def no_devices(monkeypatch):
     """A machine on which JAX finds no GPU, TPU or other plugin."""
     monkeypatch.setattr(hardware_utils, "has_visible_nvidia_gpu", lambda: False)
     monkeypatch.setattr(hardware_utils, "num_available_tpu_chips_and_device_id", lambda: (0, None))
-    monkeypatch.setattr(runtime, "_plugins", lambda: set())
+    monkeypatch.setattr(jax_setup, "_plugins", lambda: set())
 
 
 def test_without_devices_jax_uses_the_cpu(settings, no_devices):
     settings.update("jax_platforms", None)
-    runtime.set_up_devices(None)
+    jax_setup.set_up_devices(None)
     assert settings.values["jax_platforms"] == "cpu"
 
 
@@ -75,7 +75,7 @@ def a_tpu(patch):
 
 
 def a_plugin(patch):
-    patch.setattr(runtime, "_plugins", lambda: {"xla_cuda13", "other"})
+    patch.setattr(jax_setup, "_plugins", lambda: {"xla_cuda13", "other"})
 
 
 def a_library(patch):
@@ -90,7 +90,7 @@ def another_jax(patch):
 def test_devices_that_may_be_there_are_looked_for(monkeypatch, settings, no_devices, capsys, add):
     add(monkeypatch)
     settings.update("jax_platforms", None)
-    runtime.set_up_devices(None)
+    jax_setup.set_up_devices(None)
     assert settings.values["jax_platforms"] is None
     warning = "has no attribute 'has_visible_nvidia_gpu': it looks for GPUs and TPUs itself.\n"
     assert capsys.readouterr().err.endswith(warning if add is another_jax else "")
@@ -98,7 +98,7 @@ def test_devices_that_may_be_there_are_looked_for(monkeypatch, settings, no_devi
 
 def test_a_choice_of_platforms_stays(settings, no_devices):
     settings.update("jax_platforms", "cpu,cuda")
-    runtime.set_up_devices(None)
+    jax_setup.set_up_devices(None)
     assert settings.values["jax_platforms"] == "cpu,cuda"
 
 
@@ -110,17 +110,17 @@ def test_plugins_are_found_where_jax_finds_them(monkeypatch, tmp_path):
     (tmp_path / "jax_plugins" / "by_path" / "__init__.py").write_text("raise RuntimeError")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "jax_plugins", raising=False)
-    assert {"advertised", "by_path"} <= runtime._plugins()
+    assert {"advertised", "by_path"} <= jax_setup._plugins()
     sys.modules.pop("jax_plugins", None)
 
 
 def test_a_cache_that_cannot_be_written_is_told_and_not_used(settings, tmp_path):
     settings.update("jax_enable_compilation_cache", True)
     settings.update("jax_compilation_cache_dir", str(tmp_path / "a" / "b"))
-    assert f"are kept in {tmp_path}/a/b" in runtime.set_up_compilation_cache()
+    assert f"are kept in {tmp_path}/a/b" in jax_setup.set_up_compilation_cache()
     (tmp_path / "file").touch()
     settings.update("jax_compilation_cache_dir", str(tmp_path / "file" / "b"))
-    told = runtime.set_up_compilation_cache()
+    told = jax_setup.set_up_compilation_cache()
     assert f"are not kept: {tmp_path}/file/b cannot be written: Not a directory" in told
     assert not settings.values["jax_enable_compilation_cache"]
 
@@ -128,6 +128,6 @@ def test_a_cache_that_cannot_be_written_is_told_and_not_used(settings, tmp_path)
 def test_a_plan_leaves_the_cache_as_it_was(settings):
     for enabled in (True, False):
         settings.update("jax_enable_compilation_cache", enabled)
-        with runtime.without_compilation_cache():
+        with jax_setup.without_compilation_cache():
             assert not settings.values["jax_enable_compilation_cache"]
         assert settings.values["jax_enable_compilation_cache"] == enabled
