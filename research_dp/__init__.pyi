@@ -1,9 +1,12 @@
 """The public names and their modules: for type checkers, and for `lazy_loader`."""
 
+from .commands.certify import certify
 from .commands.compare import compare
+from .commands.dry_run import DryRun, dry_run
 from .commands.evaluate import evaluate
-from .commands.functions import DryRun, certify, dry_run, plan, strategy
+from .commands.plan import plan
 from .commands.saved_run import LoadedModel, export, load
+from .commands.strategy import strategy
 from .commands.train import run
 from .compat.artifex import (
     DataParallel,

@@ -2,15 +2,15 @@
 
 import sys
 
-from research_dp.commands import main as command_line
 from research_dp.commands import streams
+from research_dp.commands.main import main_of
 
 
 @streams.usable()
 def main(argv: list[str]) -> int:
     """Runs `certify --quick`; returns its exit status."""
     print("research_dp.conform is now: python -m research_dp.certify --quick", file=sys.stderr)
-    return command_line.main_of("certify")(["--quick", *argv])
+    return main_of("certify")(["--quick", *argv])
 
 
 if __name__ == "__main__":

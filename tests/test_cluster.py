@@ -9,7 +9,7 @@ import yaml
 from conftest import ROOT
 from test_processes import RUN, summary
 
-from research_dp.commands.train import Train
+from research_dp.commands import cli
 from research_dp.runs.flight_recorder import Recorder
 
 CLUSTER = ROOT / "experiments" / "cluster"
@@ -21,16 +21,16 @@ def test_the_flags_in_the_examples_are_flags_of_the_command():
     (container,) = job["template"]["spec"]["containers"]
     assert container["command"] == ["python", "-m", "research_dp.train"]
     args = [word.replace("$(JOB_COMPLETION_INDEX)", "1") for word in container["args"]]
-    processes = Train().parse(args)
-    assert (processes.num_processes, processes.process_id) == (job["completions"], 1)
+    given = cli.parse("train", args)
+    assert (given["num_processes"], given["process_id"]) == (job["completions"], 1)
     assert job["parallelism"] == job["completions"]
-    assert processes.coordinator == "research-dp-workers-0-0.research-dp:8476"
+    assert given["coordinator"] == "research-dp-workers-0-0.research-dp:8476"
 
     script = (CLUSTER / "train.sbatch").read_text()
     assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
     flags = [word for word in re.findall(r"--[\w.]+=\S+", script) if "output" not in word]
     own = [f for f in flags if f.startswith(("--coord", "--heart", "--gin", "--workdir"))]
-    assert Train().parse([*own, "--gin_file=f"]).coordinator == "auto"
+    assert cli.parse("train", [*own, "--gin_file=f"])["coordinator"] == "auto"
     assert len(own) == 6
 
 

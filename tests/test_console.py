@@ -21,11 +21,11 @@ from terminal import in_pipe, on_terminal, run, screen
 from test_planning_extrapolation import GPUS
 from test_strategies import build, one_matrix
 
-from research_dp import checkpoints, console
+from research_dp import console
 from research_dp.analysis.topologies import topology
 from research_dp.certification.certificate import Certificate, StepRecord
 from research_dp.certification.tolerances import Difference, Gap
-from research_dp.commands import dry_run, sweep
+from research_dp.commands import checkpoints, dry_run, sweep
 from research_dp.comparison import runs
 from research_dp.comparison.comparison import Comparison
 from research_dp.comparison.differences import Setting
@@ -179,7 +179,7 @@ PRODUCERS = {
     "training/sharding_table.py": dry_runs,
     "commands/dry_run.py": dry_runs,
     "commands/sweep.py": sweeps,
-    "checkpoints.py": listings,
+    "commands/checkpoints.py": listings,
     "comparison/tables.py": comparisons,
 }
 

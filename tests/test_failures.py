@@ -8,8 +8,7 @@ import gin
 import jax
 import pytest
 
-from research_dp.commands import failures
-from research_dp.commands.train import Train
+from research_dp.commands import cli, failures
 from research_dp.config import gin_internals
 from research_dp.distributed import mesh
 from research_dp.errors import RunFailure, UsageError
@@ -35,7 +34,7 @@ def test_what_came_first_is_told_first(later, status, told, capsys, monkeypatch)
 
     # Gin raises a copy, which hides what came before.
     @gin.configurable(f"fails_{status}", module="test_failures")
-    def body(session):
+    def body():
         with closing_fails(later):
             raise RunFailure("no number")
 
@@ -46,7 +45,7 @@ def test_what_came_first_is_told_first(later, status, told, capsys, monkeypatch)
 def test_what_was_answered_is_not_told(capsys, monkeypatch):
     monkeypatch.setattr(failures.jax_setup, "leave", lambda status: status)
 
-    def body(session):
+    def body():
         try:
             raise RunFailure("one way")
         except RunFailure:
@@ -93,7 +92,7 @@ def raises(body, capsys):
     """What is said of an error in the body of a command, which gin calls."""
     with gin_internals.kept():
         called = gin.external_configurable(body, f"raises_{id(body)}", module="test_failures")
-        assert failures.run_command(lambda session: called()) == 1
+        assert failures.run_command(called) == 1
     return capsys.readouterr().err
 
 
@@ -115,7 +114,7 @@ def test_own_code_that_ends_the_process_has_failed_whatever_its_status(own, caps
     said = raises(own.leaves, capsys)
     assert "line 22, in leaves" in said and said.splitlines()[-1] == "SystemExit: 0"
     with pytest.raises(SystemExit, match="0"):  # by this package itself
-        failures.run_command(lambda session: Train().parse(["--help"]))
+        failures.run_command(lambda: cli.parse("train", ["--help"]))
 
 
 def test_what_a_library_refuses_is_shown_where_own_code_asked_for_it(own, capsys):

@@ -9,9 +9,12 @@ import importlib
 import inspect
 import io
 import json
+import os
 import re
 import runpy
 import shlex
+import shutil
+import subprocess
 import sys
 
 import gin
@@ -199,3 +202,32 @@ def test_names_that_users_depend_on_are_the_recorded_ones(monkeypatch, tmp_path)
     found = interface()
     differs = golden.changes(golden.recorded("interface", found), found)
     assert not differs, "\n".join([*differs, "If this is meant: python tools/generate.py"])
+
+
+def test_an_option_is_added_by_one_edit(tmp_path):
+    """Its declaration is the flag, the help text, the parameter in Python and the row in gin.md."""
+    for folder in ("research_dp", "tools", "gin"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    module = tmp_path / "research_dp" / "commands" / "plan.py"
+    text = module.read_text()
+    declared, told = "    measure: bool = False,\n", "        html_file: Where"
+    text = text.replace(declared, f"{declared}    hops: Count | None = None,\n", 1)
+    text = text.replace(told, f"        hops: Most hops of a collective; None: any.\n{told}", 1)
+    module.write_text(text)
+    code = (
+        "import inspect, sys, research_dp, research_dp.plan\n"
+        "assert 'hops' in inspect.signature(research_dp.plan).parameters\n"
+        "sys.path.insert(0, 'tools')\n"
+        "import gin_page\n"
+        "print(gin_page.flags('plan'))\n"
+        "research_dp.plan.main(['--topology=cpu:1', '--gin_file=runs/digits.gin', '--hops=0'])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )
+    assert "| `--hops N` | Most hops of a collective; without it any. |" in done.stdout, done.stderr
+    assert "error: argument --hops: '0' is not a whole number of at least 1" in done.stderr

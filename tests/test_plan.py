@@ -13,8 +13,8 @@ from test_planning_extrapolation import GPUS
 from test_strategies import recipe, recipe_of
 
 from research_dp.analysis.topologies import Topology, topology
-from research_dp.commands import plan_candidates
-from research_dp.commands.plan import Plan
+from research_dp.commands import cli, configured, plan_candidates
+from research_dp.commands.plan import command
 from research_dp.distributed.hardware import chips
 from research_dp.errors import UsageError
 from research_dp.planning import estimate as estimate_lib
@@ -33,7 +33,8 @@ KEYS = [
 
 
 def plan(*flags):
-    return Plan().parse(flags).run()
+    with configured.speaking_flags():
+        return command(**cli.parse("plan", flags))
 
 
 def row(name, *, needed=10e9, state=5e9, step=0.1, **others):

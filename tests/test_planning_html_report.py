@@ -12,7 +12,8 @@ import pytest
 from test_planning_extrapolation import GPUS, row, states_on
 
 from research_dp.analysis import topologies
-from research_dp.commands.plan import Plan
+from research_dp.commands import cli
+from research_dp.commands.plan import command
 from research_dp.errors import UsageError
 from research_dp.planning import extrapolation, html_report
 from research_dp.planning.extrapolation import Curve, Point
@@ -90,7 +91,7 @@ def test_without_a_library_of_pages_nothing_is_compiled(monkeypatch, tmp_path, m
     )
     flags = ["--gin_file=gin/runs/digits.gin", "--topology=cpu:8", f"--html={tmp_path / 'p.html'}"]
     with pytest.raises(UsageError, match=r"pip install -c constraints.txt -e '\.\[plots\]'"):
-        Plan().parse(flags).run()
+        command(**cli.parse("plan", flags))
     assert not list(tmp_path.iterdir())
 
 
@@ -150,7 +151,7 @@ def test_the_command_writes_a_page_whose_formulas_hold(open_page, tmp_path):
     file = tmp_path / "plan.html"
     flags = ["--gin_file=gin/runs/digits.gin", "--gin_file=gin/models/mlp.gin"]
     flags += ["--topology=cpu:8", "--strategies=ddp,fsdp,hsdp,single", f"--html={file}"]
-    assert Plan().parse(flags).run() == 0
+    assert command(**cli.parse("plan", flags)) == 0
     text = file.read_text()
     assert "It runs on one device" in text
     checks = text[text.index("How far the formulas") : text.index("<summary>All points")]

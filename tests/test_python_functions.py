@@ -14,8 +14,7 @@ import pytest
 from conftest import ROOT
 
 import research_dp
-from research_dp.commands import python_calls
-from research_dp.commands.flags import check_writable
+from research_dp.commands import configured
 from research_dp.errors import UsageError
 
 WIDTH, CLASSES = 64, 4
@@ -176,7 +175,7 @@ def test_objects_in_bindings_are_refused_in_words(value):
     ],
 )
 def test_flags_of_messages_become_arguments(flags, arguments):
-    assert python_calls.in_arguments(flags).endswith(arguments)
+    assert configured.in_arguments(flags).endswith(arguments)
 
 
 FILES = ["runs/digits.gin", "models/mlp.gin"]
@@ -244,8 +243,8 @@ def test_modules_of_these_names_are_still_commands(name):
 def test_a_file_that_could_be_written_is_left_as_it_was(tmp_path):
     link, target = tmp_path / "link", tmp_path / "target"
     link.symlink_to(target)
-    check_writable("--json", str(link))
+    configured.check_outputs(json_file=link)
     assert link.is_symlink() and not target.exists()
     target.write_text("kept")
-    check_writable("--json", str(link))
+    configured.check_outputs(json_file=link)
     assert target.read_text() == "kept"

@@ -39,7 +39,7 @@ def dead(monkeypatch, name, kind):
 
 
 def prints(size, stream="stdout"):
-    def body(session):
+    def body():
         print("x" * size, file=getattr(sys, stream))
         return 0
 
@@ -47,10 +47,10 @@ def prints(size, stream="stdout"):
 
 
 def trains(size, stream="stdout"):
-    def body(session):
+    def body():
         with streams.dispensable():
-            prints(size, stream)(session)
-            thread = threading.Thread(target=prints(size, stream), args=(session,))
+            prints(size, stream)()
+            thread = threading.Thread(target=prints(size, stream))
             thread.start()
             thread.join()
             getattr(sys, stream).writelines(["a", "b"])
@@ -60,11 +60,11 @@ def trains(size, stream="stdout"):
     return body
 
 
-def refuses(session):
+def refuses():
     raise UsageError("a mistake")
 
 
-def asks_for_help(session):
+def asks_for_help():
     print("usage")
     raise SystemExit(0)
 
@@ -112,7 +112,7 @@ def test_letters_that_a_stream_lacks_are_escaped(monkeypatch, tmp_path):
     with open(tmp_path / "out", "w", encoding="ascii") as file:
         monkeypatch.setattr(sys, "stdout", file)
 
-        def body(session):
+        def body():
             print("Ä\udc80")
             return 0
 
@@ -121,7 +121,7 @@ def test_letters_that_a_stream_lacks_are_escaped(monkeypatch, tmp_path):
 
 
 def test_another_pipe_that_breaks_is_an_error_like_any(monkeypatch, capfd):
-    def body(session):
+    def body():
         os.write(dead_descriptor(BROKEN), b"x")
 
     with dead(monkeypatch, "stdout", BROKEN):

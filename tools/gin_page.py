@@ -7,7 +7,8 @@ from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-from research_dp.commands import catalog
+from research_dp.commands import catalog, cli
+from research_dp.commands.entries import COMMANDS
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "gin.md"
 HEAD = """# What gin files can name
@@ -18,6 +19,13 @@ programs. To add your own package: `--import=my_pkg --list`.
 
 Each parameter has its type or range, its default, and what it does. Some functions are named and
 not called (`sync = @sync_gradients`). The arguments that the caller passes to them are left out.
+
+[The flags of the commands](#flags) come last.
+"""
+FLAGS = """
+## Flags
+
+In Python they are parameters of `run`, `plan`, `certify`, `compare` and `evaluate`.
 """
 
 
@@ -34,7 +42,19 @@ def pages() -> dict[Path, str]:
             parts += [rows.format(**entry) for entry in files]
         for entry in functions:
             parts.append(in_full(entry))
+    parts += [FLAGS, *(flags(name) for name in COMMANDS if name not in ("launch", "list"))]
     return {PAGE: "".join(parts)}
+
+
+def flags(name: str) -> str:
+    """Returns the table of a command's flags."""
+    rows = [f"\n### Flags of {name}\n\n| flag | what it does |\n|---|---|\n"]
+    for action in cli.parser_of(name)._actions[1:]:
+        words = [*action.option_strings[:1], str(action.metavar or "")]
+        called = (" ".join(filter(None, words)) or action.dest).replace("|", "\\|")
+        text = (action.help or "").replace("%%", "%").replace("|", "\\|")
+        rows.append(f"| `{called}` | {text} |\n")
+    return "".join(rows)
 
 
 def in_full(entry: dict) -> str:

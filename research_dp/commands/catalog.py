@@ -15,13 +15,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import docstring_parser
 import gin
 import jax
 import optax
 
 from research_dp.argument_checks import members
-from research_dp.commands import streams
+from research_dp.commands import cli, streams
 from research_dp.commands.dry_run import default_text
 from research_dp.config import binding_checks, gin_internals, load, parser
 from research_dp.data import DataSet
@@ -151,7 +150,7 @@ def _function_entry(entry: gin_internals.Configurable) -> dict[str, Any]:
     is_ours = code.__module__.startswith("research_dp.")
     passes = _CALLER_PASSES if is_ours else set()
     passed = set(itertools.takewhile(passes.__contains__, entry.parameters))
-    about = descriptions(doc)
+    about = cli.descriptions(doc)
     return {
         "name": entry.name,
         "selector": entry.selector,
@@ -168,19 +167,6 @@ def _function_entry(entry: gin_internals.Configurable) -> dict[str, Any]:
         "doc": doc,
         "file": _file_of(code),
         "bound_in": _bound_in().get(entry.selector, []),
-    }
-
-
-def descriptions(doc: str) -> dict[str, str]:
-    """What a docstring says about each parameter, each in one line; {} if it cannot be read."""
-    try:
-        parameters = docstring_parser.parse(doc, docstring_parser.DocstringStyle.GOOGLE).params
-    except docstring_parser.ParseError:  # e.g. of a user's `Args:` without any
-        return {}
-    return {
-        name.strip(" *"): " ".join((parameter.description or "").split())
-        for parameter in parameters
-        for name in parameter.arg_name.split(",")
     }
 
 

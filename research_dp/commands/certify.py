@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
-from collections.abc import Callable
-from typing import ClassVar, NoReturn
+from collections.abc import Sequence
+from typing import Any
 
-from research_dp.certification import certify, harness, quick
+from research_dp.argument_checks import checked
+from research_dp.argument_types import Count
+from research_dp.certification import certify as certifier
+from research_dp.certification import harness
+from research_dp.certification import quick as quick_run
 from research_dp.certification.certificate import Certificate
 from research_dp.certification.tolerances import names_dtype, precision_of
 from research_dp.commands import jax_setup
-from research_dp.commands.flags import (
-    Command,
-    check_writable,
-    flag,
-    switch,
-    whole_number,
-    write_file,
-)
+from research_dp.commands.configured import Bindings, Files, check_outputs, session, write_output
 from research_dp.config import gin_internals, load
-from research_dp.console import Progress, Report, put
+from research_dp.console import Progress, put
 from research_dp.distributed.mesh import refuse_several_processes
 from research_dp.errors import UsageError, binding_error
 from research_dp.models import mlp
@@ -31,54 +26,78 @@ from research_dp.types import DataSet, TrainableModel
 QUICK_APIS = ("linen", "nnx")
 
 
-@dataclasses.dataclass
-class Certify(Command):
-    """The command `certify`; `against` is a shipped strategy's stem, or binds `train.strategy`."""
+@checked
+def certify(
+    gin_files: Files = (),
+    bindings: Bindings = (),
+    *,
+    against: str = "single",
+    steps: Count = 30,
+    quick: bool = False,
+    imports: Sequence[str] = (),
+    cpu_devices: Count | None = None,
+    allow_unused: bool = False,
+) -> Certificate:
+    """Whether a run's strategy computes what a reference strategy computes; see docs/certify.md.
 
-    against: str = flag("the oracle: a strategy, or its gin file", "S", default="single")
-    steps: int = flag("steps that are compared", "N", default=30, type=whole_number)
-    json_file: str | None = flag("writes all that was found there", "FILE", "--json")
-    quick: bool = switch("a strategy's file alone, on a small built-in run")
-    verbose: bool = switch("print all checks, steps and the arrays nearest to their bounds")
-    verb: ClassVar[str] = "certify"
+    Example: `certify(["runs/digits.gin", "models/mlp.gin"], cpu_devices=8).certified`.
 
-    def check(self, refuse: Callable[[str], NoReturn]) -> None:
-        super().check(refuse)
-        if self.quick and (self.against, self.steps) != (Certify.against, Certify.steps):
-            refuse("--quick has its own oracle and steps: leave out --against and --steps")
+    Args:
+        gin_files: As in `run`.
+        bindings: As in `run`.
+        against: The reference: a shipped strategy, or a gin file that binds `train.strategy`.
+        steps: Steps that are compared.
+        quick: Whether a strategy's gin file alone is certified, on a small built-in run.
+        imports: As in `run`.
+        cpu_devices: As in `run`.
+        allow_unused: As in `run`.
 
-    def run(self) -> int:
-        certificate = self.result()
-        put(*certificate.parts(verbose=self.verbose))
-        return 0 if certificate.is_right else 1
+    Returns:
+        The certificate: `certified`, `first_difference`, `cause`, `checks`, `as_json()`; printed,
+        it is the text of the command.
 
-    def result(self) -> Certificate:
-        """Certifies, and writes the JSON file if there is to be one."""
-        with Progress("Reading the configuration") as report:
-            return self._result(report)
-
-    def _result(self, report: Report) -> Certificate:
-        if self.quick:
-            self.bindings = ["shard_params.min_weight_size = 64", *self.bindings]
-        config = self.load(complete=not self.quick)
-        check_writable("--json", self.json_file)
-        if not self.quick:
+    Raises:
+        UsageError: Something in the configuration is wrong.
+    """
+    with (
+        session(gin_files, bindings, imports=imports, allow_unused=allow_unused) as run,
+        Progress("Reading the configuration") as report,
+    ):
+        if quick and (against, steps) != ("single", 30):
+            own = "--quick has its own oracle and steps: leave out --against and --steps"
+            raise UsageError(own)
+        if quick:
+            run.bindings = ["shard_params.min_weight_size = 64", *run.bindings]
+        config = run.load(complete=not quick)
+        if not quick:
             jax_setup.set_up_processes()
-        jax_setup.set_up_devices(self.cpu_devices)
+        jax_setup.set_up_devices(cpu_devices)
         jax_setup.set_up_compilation_cache()
-        if not self.quick:
+        if not quick:
             refuse_several_processes("certify", "Give --cpu_devices.", binding="")
         strategy = _bound_strategy()
-        if self.quick:
+        if quick:
             models = {api: quick_model(api) for api in QUICK_APIS}
-            result = quick.certify_quick(strategy, models, report)
-        else:
-            bench, data = bench_of(config, self.against)
-            dtypes = sorted({b.value for b in config.used if names_dtype(b.name, b.value)})
-            result = certify.certify(bench, data, steps=self.steps, dtypes=dtypes, report=report)
-        if self.json_file:
-            write_file("--json", self.json_file, json.dumps(result.as_json(), indent=1))
-        return result
+            return quick_run.certify_quick(strategy, models, report)
+        bench, data = bench_of(config, against)
+        dtypes = sorted({b.value for b in config.used if names_dtype(b.name, b.value)})
+        return certifier.certify(bench, data, steps=steps, dtypes=dtypes, report=report)
+
+
+def command(*, json_file: str | None = None, verbose: bool = False, **options: Any) -> int:
+    """Certifies, prints the certificate and writes it; the exit status is 1 if it is none.
+
+    Args:
+        json_file: Write all that was found there.
+        verbose: Print all checks, steps and the arrays nearest to their bounds.
+        **options: Those of `certify`.
+    """
+    check_outputs(json_file=json_file)
+    certificate = certify(**options)
+    if json_file:
+        write_output("json_file", json_file, certificate.as_json())
+    put(*certificate.parts(verbose=verbose))
+    return 0 if certificate.is_right else 1
 
 
 def bench_of(config: load.Config, against: str) -> tuple[harness.Bench, DataSet]:
@@ -111,7 +130,7 @@ def _oracle(against: str, spec: TrainSpec) -> StrategyConfig:
 
 def quick_model(api: str) -> TrainableModel:
     """A small perceptron with dropout."""
-    return mlp(api=api, widths=(32, 16), num_classes=quick.NUM_CLASSES, dropout_rate=0.3)
+    return mlp(api=api, widths=(32, 16), num_classes=quick_run.NUM_CLASSES, dropout_rate=0.3)
 
 
 def _bound_strategy() -> StrategyConfig:

@@ -1,28 +1,98 @@
-"""Shows for `--dry_run` where each value comes from, the mesh, shardings, bytes, collectives."""
+"""What a run would be: where each value comes from, the mesh, shardings, bytes, collectives."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import dataclasses
+import io
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import gin
 import jax
 from rich.text import Text
 
+from research_dp.argument_checks import checked
+from research_dp.argument_types import Count
+from research_dp.commands import jax_setup
+from research_dp.commands.configured import Bindings, Files, in_arguments, session
 from research_dp.config import gin_internals, load, reachability
 from research_dp.console import Table, put, table, with_remarks
 from research_dp.distributed.mesh import sizes_text
 from research_dp.distributed.placement import nbytes
-from research_dp.strategies import Strategy, StrategyConfig, TrainSpec, jaxpr_collectives
+from research_dp.strategies import Strategy, jaxpr_collectives
 from research_dp.training import sharding_table
+from research_dp.training.train import train
 
 
-def show(config: load.Config, strategy_config: StrategyConfig, spec: TrainSpec) -> None:
-    """Builds a strategy, then shows the configuration, the mesh and the strategy."""
-    show_built(config, strategy_config.build(spec))
+@dataclasses.dataclass(frozen=True)
+class DryRun:
+    """A run that was built and traced, but not started; printed, it is the command's text.
+
+    Attributes:
+        config: Binding -> where it was made: file and line, 'bindings: ...', or 'default'.
+        strategy: The strategy, built: `.shardings`, `.abstract_state`, `.mesh`.
+        nbytes: Part of the state -> (bytes per device, bytes in all) between steps.
+        collectives: The collectives of the traced step, each with `kind`, `axes`, `dtype`, `times`
+            and `wire_bytes` per device; empty where the compiler inserts them.
+        text: What the command prints.
+    """
+
+    config: Mapping[str, str]
+    strategy: Strategy
+    nbytes: Mapping[str, tuple[int, int]]
+    collectives: Sequence[Any]
+    text: str = dataclasses.field(repr=False)
+
+    def __str__(self) -> str:
+        return self.text
 
 
-def show_built(config: load.Config, strategy: Strategy) -> None:
+@checked
+def dry_run(
+    gin_files: Files = (),
+    bindings: Bindings = (),
+    *,
+    imports: Sequence[str] = (),
+    cpu_devices: Count | None = None,
+    allow_unused: bool = False,
+) -> DryRun:
+    """Builds what gin files say without training it, as `python -m research_dp.train --dry_run`.
+
+    Args:
+        gin_files: As in `run`.
+        bindings: As in `run`.
+        imports: As in `run`.
+        cpu_devices: As in `run`.
+        allow_unused: As in `run`.
+
+    Raises:
+        UsageError: Something in the configuration is wrong.
+    """
+    with session(gin_files, bindings, imports=imports, allow_unused=allow_unused) as run:
+        config = run.load()
+        jax_setup.set_up_devices(cpu_devices)
+        strategy = built()
+        with contextlib.redirect_stdout(io.StringIO()) as text:
+            show(config, strategy)
+        state = strategy.abstract_state
+        return DryRun(
+            config={line: in_arguments(place) for line, place in configuration(config)},
+            strategy=strategy,
+            nbytes={x: nbytes(getattr(state, x)) for x in ("params", "model_state", "opt_state")},
+            collectives=jaxpr_collectives.of_step(strategy),
+            text=text.getvalue(),
+        )
+
+
+def built() -> Strategy:
+    """The strategy of the run that is loaded, built for it."""
+    strategies: list[Strategy] = []
+    train(inspect=lambda strategy, spec: strategies.append(strategy.build(spec)))
+    return strategies[0]
+
+
+def show(config: load.Config, strategy: Strategy) -> None:
     """Shows the configuration, the mesh and the strategy."""
     values = ((line, f"# {place}") for line, place in configuration(config))
     put(*with_remarks(values, 60))

@@ -21,17 +21,27 @@ import research_dp
 class Entry(NamedTuple):
     """A command, as `research-dp` and its own `--help` describe it."""
 
-    target: str  # module and function or class, below research_dp
+    module: str  # with a function `command`, below research_dp.commands
     summary: str
     examples: tuple[str, ...]  # words after the command's name
     details: str = ""
+    function: str = ""  # of the module, whose parameters are flags too
+    words: str = ""  # the parameter that is no flag, but the words without one
+    verb: str = ""  # what it does to gin files, where it needs some
+    workdir: str = ""  # why it needs a work folder
 
 
 INTERRUPTION, INTERRUPTED = "Interrupted: nothing more was done", 130
 _RUN = "--gin_file=runs/digits.gin"
+_RESULTS = "results and checkpoints go there"
+# Parameters whose flags have other names.
+FLAGS = {
+    **{"gin_files": "gin_file", "bindings": "gin_bindings", "imports": "import"},
+    **{"json_file": "json", "html_file": "html"},
+}
 COMMANDS = {
     "train": Entry(
-        "commands.train:Train",
+        "train",
         "trains a model as gin files say, or resumes the run in the workdir",
         (
             f"{_RUN} --workdir=runs/digits",
@@ -39,9 +49,12 @@ COMMANDS = {
             f"{_RUN} --cpu_devices=8 --dry_run",
             "--list strategies",
         ),
+        function="run",
+        verb="run",
+        workdir=_RESULTS,
     ),
     "plan": Entry(
-        "commands.plan:Plan",
+        "plan",
         "says what strategies cost on devices that need not be present",
         (
             f"{_RUN} --topology=cpu:8 --strategies=ddp,fsdp",
@@ -49,9 +62,11 @@ COMMANDS = {
         ),
         "Compiles each strategy's training step for the devices of --topology and reads the "
         "program. Bytes, FLOPs and counts are exact. Times are predicted from vendors' rates.",
+        function="plan",
+        verb="plan",
     ),
     "certify": Entry(
-        "commands.certify:Certify",
+        "certify",
         "checks that a strategy computes what a reference strategy computes",
         (
             f"{_RUN} --gin_file=models/mlp.gin --cpu_devices=8",
@@ -60,17 +75,21 @@ COMMANDS = {
         "Runs your configuration step by step under its strategy and under --against. Prints a "
         "certificate, or the first difference that rounding does not explain, and its cause. "
         "--quick certifies a strategy's file alone on a small built-in run, in Linen and NNX.",
+        function="certify",
+        verb="certify",
     ),
     "sweep": Entry(
-        "commands.sweep:Sweep",
+        "sweep",
         "trains the product of files and values, each combination in its own folder",
         (
             f"{_RUN} --vary_file=strategies/fsdp.gin,strategies/zero1.gin --workdir=runs/sweep",
             f"{_RUN} --vary.train.seed=0,1,2 --workdir=runs/seeds",
         ),
+        verb="run",
+        workdir=_RESULTS,
     ),
     "compare": Entry(
-        "commands.compare:Compare",
+        "compare",
         "compares runs: what differs in their configurations, numbers, bytes, memory and times",
         (
             "runs/sweep/ddp runs/sweep/fsdp --html=compared.html",
@@ -78,9 +97,11 @@ COMMANDS = {
         ),
         "Folders may be of runs that go on. With --strategies what is missing is trained first. "
         "The exit status is 1 if a run died, or something differs that is not of the strategy.",
+        function="compare",
+        words="runs",
     ),
     "evaluate": Entry(
-        "commands.evaluate:Evaluate",
+        "evaluate",
         "evaluates a checkpoint of a run, on any number of devices",
         (
             "--workdir=runs/digits",
@@ -89,16 +110,19 @@ COMMANDS = {
         ),
         "Reads the run's own configuration from its folder. Files and bindings come after it: "
         "another data set or split, another strategy, another batch size.",
+        function="evaluate",
+        workdir="the folder of a run",
     ),
     "checkpoints": Entry(
-        "checkpoints:main",
+        "checkpoints",
         "lists the checkpoints of a run, verifies them, and exports parameters",
         ("runs/digits --verify", "runs/digits --export=digits.safetensors"),
         "Each checkpoint is a line. --verify reads all arrays and compares them with their "
         "checksums; the exit status is 1 if any is damaged.",
+        words="workdir",
     ),
     "launch": Entry(
-        "commands.launch:main",
+        "launch",
         "starts one run in several processes of this machine",
         (
             f"-n 2 -- {_RUN} --cpu_devices=4 --workdir=runs/two",
@@ -110,9 +134,10 @@ COMMANDS = {
         "that of the process that failed first.",
     ),
     "list": Entry(
-        "commands.train:Train",
+        "train",
         "lists what gin files can name: all of it, a group, or one name",
         ("", "strategies", "optax.adamw"),
+        function="run",
     ),
 }
 
@@ -135,6 +160,11 @@ def interruptible() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def flag(parameter: str) -> str:
+    """The flag of a parameter: '--gin_file' of 'gin_files'."""
+    return f"--{FLAGS.get(parameter, parameter)}"
 
 
 def program(name: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import gc
 import itertools
 import re
@@ -13,19 +12,16 @@ import traceback
 import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import jax
 
-from research_dp.commands import jax_setup, streams
+from research_dp.commands import configured, jax_setup, streams
 from research_dp.commands.entries import INTERRUPTED, INTERRUPTION
-from research_dp.commands.flags import Command
 from research_dp.config.load import as_mistake
 from research_dp.errors import RunFailure, message_of
 from research_dp.training import preemption
 
 FAILED, MISTAKEN = 1, 2
-SIGPIPE = 141  # the status of a program that the signal ended
 _PACKAGE = Path(__file__).parents[1]
 _INSTALLED = {
     Path(site.getusersitepackages()),
@@ -36,41 +32,23 @@ _FILTERING = "JAX_TRACEBACK_FILTERING"
 _REMARKS = re.compile(rf"\n  In call to configurable '.*|\n-{{10,}}\n.*{_FILTERING}=off.*")
 
 
-def main_of(imported: Callable[[], type[Command]]) -> Callable[[list[str]], int]:
-    """The `main` of a command: parses the arguments, runs, and returns the exit status.
-
-    Streams and signals are handled before the command is imported, which takes long.
-    """
-
-    @streams.usable()
-    def main(argv: list[str]) -> int:
-        with preemption.exit_on_signals():
-            try:
-                kind = imported()
-            except KeyboardInterrupt:
-                return _interrupted()
-            return run_command(lambda command: command.parse(argv).run(), kind())
-
-    return main
-
-
 @streams.usable()
-def run_command(body: Callable[[Any], int], command: Command | None = None) -> int:
-    """Runs the body of a command, which gets the command; returns the exit status.
+def run_command(body: Callable[[], int]) -> int:
+    """Runs the body of a command; returns the exit status.
 
     A user's mistake is printed without a traceback, and so is a failure that says what to do. All
     other errors have one: see `traceback_of`.
     """
-    command = command or Command()
     jax_setup.quieten_tensorflow()
     try:
-        with streams.dispensable(but_results=True):
-            return body(command)
+        with (
+            preemption.exit_on_signals(),
+            streams.dispensable(but_results=True),
+            configured.speaking_flags(),
+        ):
+            return body()
     except streams.Unwritten as error:
-        is_pipe = error.reason.errno == errno.EPIPE  # `--list | head`
-        if not is_pipe:
-            print(f"error: {error}", file=sys.stderr)
-        return jax_setup.leave(SIGPIPE if is_pipe else FAILED)
+        return jax_setup.leave(error.report())
     except KeyboardInterrupt:
         return _interrupted()
     except SystemExit as error:
@@ -83,7 +61,7 @@ def run_command(body: Callable[[Any], int], command: Command | None = None) -> i
         return jax_setup.leave(FAILED)
     except Exception as error:
         _print_failures(error)
-        mistake = as_mistake(error, command.config)
+        mistake = as_mistake(error, None)
         print(mistake or traceback_of(error), file=sys.stderr)
         return jax_setup.leave(MISTAKEN if mistake else FAILED)
 

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import TextIO
 
 from research_dp.commands import failures
+from research_dp.commands.cli import Parser
 from research_dp.commands.entries import COMMANDS, program
-from research_dp.commands.flags import Parser
 from research_dp.errors import UsageError
 from research_dp.runs import files, flight_recorder
 from research_dp.runs.workdir import in_use
@@ -68,7 +68,7 @@ class Process:
 
 def main(argv: list[str]) -> int:
     """Runs the command; returns its exit status."""
-    parser = Parser("launch")
+    parser = Parser("launch", argument_default=None)
     parser.add_argument(
         "--num_processes", "-n", type=int, metavar="N", help="how many processes to start"
     )
@@ -226,7 +226,7 @@ def post_mortem(processes: list[Process], first: Process, workdir: Path) -> list
 def look_back(workdir: Path) -> int:
     """Prints which process of a finished run was behind, and where each process was."""
 
-    def body(command: object) -> int:
+    def body() -> int:
         notes = flight_recorder.last_notes(workdir)
         if not notes:
             raise UsageError(f"{workdir} has no flight/process_I.txt: no run began there")

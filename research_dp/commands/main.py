@@ -13,10 +13,9 @@ import platform
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import research_dp
-from research_dp.commands import entries, streams
+from research_dp.commands import cli, entries, streams
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,37 +44,43 @@ def main_of(name: str) -> Callable[[list[str]], int]:
 
     Its imports take long. An interrupt meanwhile is one line, as it is later.
     """
+    module = f"research_dp.commands.{entries.COMMANDS[name].module}"
 
+    @streams.usable()
     def main(argv: list[str]) -> int:
         words = ["--list", *argv] if name == "list" else argv
-        module, _, function = entries.COMMANDS[name].target.partition(":")
-
-        def target() -> Any:
-            return getattr(importlib.import_module(f"research_dp.{module}"), function)
-
+        if name == "launch":
+            with entries.interruptible():
+                launch = importlib.import_module(module)
+            return launch.main(words)
+        try:
+            with streams.dispensable(but_results=True):
+                arguments = cli.parse(name, words)
+        except streams.Unwritten as error:
+            return error.report()
         with entries.interruptible():
-            if function == "main":
-                body = target()
-            else:
-                failures = importlib.import_module("research_dp.commands.failures")
-                body = failures.main_of(target)
-        return body(words)
+            failures = importlib.import_module("research_dp.commands.failures")
+        return failures.run_command(lambda: importlib.import_module(module).command(**arguments))
 
     return main
 
 
-def leave_function(doorway: str, main: Callable[[list[str]], int]) -> None:
-    """Leaves e.g. `research_dp.plan` a function where the doorway of that name is imported.
+def doorway(name: str, command: str) -> Callable[[list[str]], int]:
+    """The `main` of a command, for the module of this `__name__`, which may be the program.
 
-    An imported module becomes an attribute of its package, and would hide the function. So the
-    function takes the module's place, with its `main` and its spec.
+    An imported module becomes an attribute of its package, and would hide e.g. the function
+    `research_dp.plan`. So the function takes the module's place, with its `main` and its spec.
     """
-    package, _, name = doorway.rpartition(".")
-    if not package:  # it is run, or a worker process imports it anew
-        return
-    function = research_dp.__getattr__(name)
-    function.main, function.__spec__ = main, sys.modules[doorway].__spec__
-    sys.modules[doorway] = function
+    main = main_of(command)
+    if name == "__main__":
+        streams.repair()  # the fault handler needs a standard error
+        faulthandler.enable()  # Python's stacks, too, where a library aborts
+        sys.exit(main(sys.argv[1:]))
+    if name == f"research_dp.{command}" and command in research_dp.__all__:
+        function = research_dp.__getattr__(command)
+        function.main, function.__spec__ = main, sys.modules[name].__spec__
+        sys.modules[name] = function
+    return main
 
 
 def overview() -> str:

@@ -4,115 +4,167 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
+import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import gin
 import jax
 from rich.text import Text
 
-from research_dp import html_page
 from research_dp.analysis import topologies
-from research_dp.commands import failures, jax_setup, plan_candidates
-from research_dp.commands.flags import (
-    Command,
-    check_writable,
-    flag,
-    switch,
+from research_dp.analysis.topologies import Topology
+from research_dp.argument_checks import checked
+from research_dp.argument_types import Count
+from research_dp.commands import jax_setup, plan_candidates
+from research_dp.commands.configured import (
+    Bindings,
+    Files,
+    Run,
+    check_outputs,
+    session,
     usage_error,
-    write_file,
+    write_output,
 )
 from research_dp.commands.plan_candidates import Candidate
-from research_dp.config import load
 from research_dp.config.load import Config
-from research_dp.console import Progress, put
-from research_dp.distributed.mesh import planning_for
-from research_dp.errors import UsageError, first_line, message_of
-from research_dp.planning import estimate, extrapolation, html_report, report
+from research_dp.console import Progress, Report, put
+from research_dp.errors import UsageError
+from research_dp.planning import estimate, extrapolation, html_report
+from research_dp.planning import report as report_words
 from research_dp.planning.extrapolation import SIZES, Curve
 from research_dp.planning.limits import Budget
 from research_dp.planning.row import Row, fastest_first
 from research_dp.planning.tables import tables
 from research_dp.strategies import StrategyConfig, TrainSpec
-from research_dp.training.train import train
 
 # A strategy that takes longer to compile is compiled for the given devices alone.
 _LONG_COMPILATION = 60.0  # seconds
-# What building and tracing a strategy may raise beside mistakes.
-_UNBUILDABLE = (jax.errors.JaxRuntimeError, NotImplementedError, TypeError, ValueError)
-
 T = TypeVar("T")
 
 
+@checked
+def plan(
+    gin_files: Files = (),
+    bindings: Bindings = (),
+    *,
+    topology: str,
+    strategies: str | Sequence[str] = (),
+    imports: Sequence[str] = (),
+    cpu_devices: Count | None = None,
+    allow_unused: bool = False,
+    advise: bool = False,
+    measure: bool = False,
+    html_file: str | os.PathLike[str] | None = None,
+    dump_hlo: str | os.PathLike[str] | None = None,
+) -> dict[str, Any]:
+    """What strategies cost on devices that need not be present, as `python -m research_dp.plan`.
+
+    Example: `plan("runs/digits.gin", topology="cpu:8", strategies=["ddp", "fsdp"])`.
+
+    Args:
+        gin_files: As in `run`.
+        bindings: As in `run`.
+        topology: 'h100:8x8', 'v5e-64', 'cpu:8', or 'here'.
+        strategies: Shipped strategies, or files, to compare, or 'all'; none: the run's own.
+        imports: As in `run`.
+        cpu_devices: As in `run`; with topology 'here'.
+        allow_unused: As in `run`.
+        advise: Whether other options and batches of the fastest are compiled too.
+        measure: Whether each step is run too, if the devices are present.
+        html_file: Where a page with charts and tables is written.
+        dump_hlo: Folder for each compiled program's text.
+
+    Returns:
+        What `--json` writes: 'strategies' has a dict for each strategy, with numbers in bytes,
+        seconds and FLOPs, and 'advice' has sentences. 'exceeded' has a message for each limit of
+        the run's budget (`plan.max_...`) that a strategy exceeds.
+
+    Raises:
+        UsageError: The configuration is wrong, or no strategy can be built.
+    """
+    names = [strategies] if isinstance(strategies, str) else strategies
+    with (
+        session(gin_files, bindings, imports=imports, allow_unused=allow_unused) as run,
+        Progress("Reading the configuration") as report,
+        jax_setup.without_compilation_cache(),
+    ):
+        check_outputs(html_file=html_file)
+        candidates = plan_candidates.of(",".join(names).split(","))
+        strict = plan_candidates.check(run, candidates)
+        where = find_topology(topology, cpu_devices, measure)
+        dump = None if dump_hlo is None else Path(dump_hlo).expanduser()
+        if dump:
+            with usage_error(f"--dump_hlo={dump_hlo} cannot be made"):
+                dump.mkdir(parents=True, exist_ok=True)
+        planner = _Planner(run, where, strict, report, dump, measure)
+        rows, budgets = planner.rows(candidates)
+        others = planner.others(candidates, rows) if advise else []
+        exceeded = list(_exceeded(rows, budgets))
+        result = Plan(rows, others, where, exceeded)
+        if html_file:
+            curves = planner.curves(candidates, rows)
+            name = ", ".join([*(Path(file).stem for file in run.gin_files), *run.bindings])
+            page = html_report.page(rows, curves, where, result.words, name)
+            write_output("html_file", html_file, page)
+        return result
+
+
+class Plan(dict[str, Any]):
+    """What `plan` returns; printed, it is the text of the command."""
+
+    def __init__(
+        self, rows: Sequence[Row], others: Sequence[Row], where: Topology, exceeded: Sequence[str]
+    ):
+        self._rows, self._others, self._where = rows, others, where
+        self._changes = report_words.changes(others, rows, where) if others else []
+        self.words = [*report_words.words(rows, where), *self._changes]
+        super().__init__(report_words.as_json(rows, others, where, self.words), exceeded=exceeded)
+
+    def as_json(self) -> dict[str, Any]:
+        """What the command writes."""
+        return {name: value for name, value in self.items() if name != "exceeded"}
+
+    def parts(self, *, verbose: bool = False) -> Iterator[Any]:
+        """What the command prints."""
+        first, *words = self.words[: len(self.words) - len(self._changes)]
+        yield Text(first, "bold green" if fastest_first(self._rows) else "bold red")
+        yield from ("", *tables(self._rows, self._where, verbose=verbose), *words)
+        if self._others:
+            yield from ("", *tables(self._others, self._where, verbose=verbose), *self._changes)
+
+
+def command(*, json_file: str | None = None, verbose: bool = False, **options: Any) -> int:
+    """Plans, prints and writes; the exit status is 1 if a budget is exceeded.
+
+    Args:
+        json_file: Write the plan as JSON.
+        verbose: Print all figures, and the collectives.
+        **options: Those of `plan`.
+    """
+    check_outputs(json_file=json_file, html_file=options.get("html_file"))
+    result: Plan = plan(**options)  # type: ignore[assignment]
+    if json_file:
+        write_output("json_file", json_file, result.as_json())
+    put(*result.parts(verbose=verbose))
+    exceeded = result["exceeded"]
+    put(*(Text(f"error: {message}", "bold red") for message in exceeded), file=sys.stderr)
+    return int(bool(exceeded))
+
+
 @dataclasses.dataclass
-class Plan(Command):
-    """The command `plan`: plans one candidate after the other, each under its own configuration."""
+class _Planner:
+    """Plans one candidate after the other, each under its own configuration."""
 
-    topology: str = flag("h100:8x8, v5e-64, cpu:8, ...; or: here", "T", required=True)
-    strategies: str = flag(
-        "shipped strategies, or files, to compare; +F after one adds a file: fsdp+h100_speed; "
-        "without this flag the run's own",
-        "all|A,B,...",
-        default="",
-    )
-    json_file: str | None = flag("write the plan as JSON", "FILE", "--json")
-    html_file: str | None = flag("write a page: charts by devices, tables", "FILE", "--html")
-    dump_hlo: str | None = flag("write each compiled program's text", "DIR")
-    advise: bool = switch("compile other options and batches of the fastest")
-    measure: bool = switch("run each step, too, if the devices are present")
-    verbose: bool = switch("print all figures, and the collectives")
-    verb: ClassVar[str] = "plan"
-
-    def run(self) -> int:
-        """Plans, prints and writes; returns the exit status. UsageError if nothing can be built."""
-        _, exceeded = self.result(put)
-        put(*(Text(f"error: {message}", "bold red") for message in exceeded), file=sys.stderr)
-        return int(bool(exceeded))
-
-    def result(self, show: Callable[..., None]) -> tuple[dict[str, Any], list[str]]:
-        """The plan as JSON, and messages on budgets that it exceeds; shows tables as they are due.
-
-        UsageError if nothing can be built.
-        """
-        reading = Progress("Reading the configuration")
-        with reading as self.report, jax_setup.without_compilation_cache():
-            return self._plan(show)
-
-    def _plan(self, show: Callable[..., None]) -> tuple[dict[str, Any], list[str]]:
-        files = (self.json_file, self.html_file)
-        json_file, html_file = (file and str(Path(file).expanduser()) for file in files)
-        check_writable("--json", json_file)
-        if html_file:
-            html_page.check_installed("a plan's page")
-        check_writable("--html", html_file)
-        candidates = plan_candidates.of(self.strategies.split(","))
-        self.strict = plan_candidates.check(self, candidates)
-        where = self.where = find_topology(self.topology, self.cpu_devices, self.measure)
-        self.dump = None if self.dump_hlo is None else Path(self.dump_hlo).expanduser()
-        if self.dump:
-            with usage_error(f"--dump_hlo={self.dump_hlo} cannot be made"):
-                self.dump.mkdir(parents=True, exist_ok=True)
-        rows, budgets = self.rows(candidates)
-        words = report.words(rows, where)
-        style = "bold green" if fastest_first(rows) else "bold red"
-        show(Text(words[0], style), "", *tables(rows, where, verbose=self.verbose), *words[1:])
-        others = self.others(candidates, rows) if self.advise else []
-        if others:
-            changes = report.changes(others, rows, where)
-            show("", *tables(others, where, verbose=self.verbose), *changes)
-            words += changes
-        result = report.as_json(rows, others, where, words)
-        if json_file:
-            write_file("--json", json_file, json.dumps(result, indent=2, allow_nan=False) + "\n")
-        if html_file:
-            curves = self.curves(candidates, rows)
-            run = ", ".join([*(Path(file).stem for file in self.gin_files), *self.bindings])
-            write_file("--html", html_file, html_report.page(rows, curves, where, words, run))
-        return result, list(_exceeded(rows, budgets))
+    run: Run
+    where: Topology
+    strict: Mapping[str, bool]
+    report: Report
+    dump: Path | None
+    measure: bool
 
     def rows(
         self, candidates: Sequence[Candidate]
@@ -124,7 +176,7 @@ class Plan(Command):
             self.report(f"[{number}/{len(candidates)}] {name} on {self.where.name}")
             rows.append(self.under(candidate, functools.partial(self.compile, candidate.name)))
             # Where the candidate's own files are wrong, nothing is bound.
-            config = self.config
+            config = self.run.config
             budgets.append((gin.get_configurable("plan")(), config) if config else None)
         if all((row.problem or "").startswith("refused") for row in rows):
             problems = dict.fromkeys(f"{row.strategy}: {row.problem}" for row in rows)
@@ -219,18 +271,20 @@ class Plan(Command):
         self,
         candidate: Candidate,
         function: Callable[[StrategyConfig, TrainSpec], T],
-        where: topologies.Topology | None = None,
+        where: Topology | None = None,
     ) -> T | Row:
         """The result of a function of a candidate's strategy and run, or the row of a refusal."""
         is_strict = self.strict.get(candidate.name, False)
         load_it = functools.partial(
-            self.load, candidate.files, candidate.bindings, allow_unused=not is_strict
+            self.run.load, candidate.files, candidate.bindings, allow_unused=not is_strict
         )
         devices = (where or self.where).devices
-        return built_under(self, load_it, candidate.name or "the run", devices, function)
+        return plan_candidates.built_under(
+            self.run, load_it, candidate.name or "the run", devices, function
+        )
 
 
-def find_topology(name: str, cpu_devices: int | None, measure: bool) -> topologies.Topology:
+def find_topology(name: str, cpu_devices: int | None, measure: bool) -> Topology:
     """The devices of `--topology`, for which JAX is set up."""
     simulated = re.fullmatch(r"cpu:(\d+)", name)
     if simulated or name == "here":
@@ -241,37 +295,6 @@ def find_topology(name: str, cpu_devices: int | None, measure: bool) -> topologi
     elif measure:
         raise UsageError("--measure needs devices that are present: --topology=here, or cpu:N.")
     return topologies.of(jax.devices()) if name == "here" else topologies.topology(name)
-
-
-def built_under(
-    command: Command,
-    load_it: Callable[[], Config],
-    name: str,
-    devices: Sequence[Any],
-    function: Callable[[StrategyConfig, TrainSpec], T],
-) -> T | Row:
-    """The result of a function of the strategy and run that a command loads, for some devices.
-
-    It is the row of a refusal, by this name, if they cannot be built.
-    """
-    result: list[T] = []
-    command.config = None
-    try:
-        load_it()
-        with planning_for(devices):
-            train(inspect=lambda strategy, spec: result.append(function(strategy, spec)))
-        return result[0]
-    except UsageError as error:
-        place = command.config and error.binding and command.config.origin(error.binding)
-        reason = message_of(error) + (f" Bound in {place}" if place else "")
-    except _UNBUILDABLE as error:
-        # JAX may refuse devices that suit other strategies, whose rows are not lost for that.
-        if failures.is_of_users_code(error) or load.missing_binding(error):
-            raise
-        reason = f"{type(error).__name__}: {first_line(error)}"
-    finally:
-        jax.clear_caches()
-    return Row.refused(name, UsageError(reason))
 
 
 def _exceeded(

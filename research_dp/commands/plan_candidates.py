@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
 
 from research_dp.analysis.topologies import Topology
-from research_dp.commands.flags import Command
+from research_dp.commands import failures
+from research_dp.commands.configured import Run
 from research_dp.config import load, parser, spellings
-from research_dp.errors import UsageError
+from research_dp.config.load import Config
+from research_dp.distributed.mesh import planning_for
+from research_dp.errors import UsageError, first_line, message_of
 from research_dp.planning.row import Row
+from research_dp.strategies import StrategyConfig, TrainSpec
+from research_dp.training.train import train
 
 _WIDE = 0.01  # f32 collectives below this part of the wire bytes are not worth a variant
+
+# What building and tracing a strategy may raise beside mistakes.
+_UNBUILDABLE = (jax.errors.JaxRuntimeError, NotImplementedError, TypeError, ValueError)
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +73,7 @@ def _file(name: str, folder: str, place: str) -> str:
     return shipped[name]
 
 
-def check(command: Command, candidates: Sequence[Candidate]) -> dict[str, bool]:
+def check(run: Run, candidates: Sequence[Candidate]) -> dict[str, bool]:
     """By candidate, whether its configuration is correct and all its bindings take effect.
 
     A binding without effect under some strategies may have one under others, and is allowed. What
@@ -69,7 +82,7 @@ def check(command: Command, candidates: Sequence[Candidate]) -> dict[str, bool]:
     mistakes: list[dict[str, parser.Mistake]] = []
     for candidate in candidates:
         try:
-            command.load(candidate.files, candidate.bindings)
+            run.load(candidate.files, candidate.bindings)
             mistakes.append({})
         except load.Mistakes as error:
             # By their places: what a message suggests instead depends on the strategy.
@@ -110,3 +123,34 @@ def _replaced(candidate: Candidate, stem: str, label: str, *bindings: str) -> Ca
     _, *others = candidate.files or ("",)
     name = "+".join([label, *(Path(file).stem for file in others)])
     return Candidate(name, (f"strategies/{stem}.gin", *others), bindings)
+
+
+def built_under(
+    run: Run,
+    load_it: Callable[[], Config],
+    name: str,
+    devices: Sequence[Any],
+    function: Callable[[StrategyConfig, TrainSpec], T],
+) -> T | Row:
+    """The result of a function of the strategy and run that `load_it` loads, for some devices.
+
+    It is the row of a refusal, by this name, if they cannot be built.
+    """
+    result: list[T] = []
+    run.config = None
+    try:
+        load_it()
+        with planning_for(devices):
+            train(inspect=lambda strategy, spec: result.append(function(strategy, spec)))
+        return result[0]
+    except UsageError as error:
+        place = run.config and error.binding and run.config.origin(error.binding)
+        reason = message_of(error) + (f" Bound in {place}" if place else "")
+    except _UNBUILDABLE as error:
+        # JAX may refuse devices that suit other strategies, whose rows are not lost for that.
+        if failures.is_of_users_code(error) or load.missing_binding(error):
+            raise
+        reason = f"{type(error).__name__}: {first_line(error)}"
+    finally:
+        jax.clear_caches()
+    return Row.refused(name, UsageError(reason))

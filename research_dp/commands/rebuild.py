@@ -14,8 +14,8 @@ from research_dp.certification import noise
 from research_dp.certification.noise import Noise
 from research_dp.commands import jax_setup
 from research_dp.commands.certify import bench_of
-from research_dp.commands.flags import Command
-from research_dp.commands.plan import built_under
+from research_dp.commands.configured import Run as Configured
+from research_dp.commands.plan_candidates import built_under
 from research_dp.comparison.comparison import Comparison, LinkTimes
 from research_dp.comparison.runs import Run
 from research_dp.comparison.verdicts import Verdict
@@ -47,7 +47,7 @@ def measure_noise(
     if not steps or not pairs:
         return []
     report("Measuring what rounding explains")
-    config = Command(imports=imports).load(saved=str(config_of(by_name[pairs[0][1]].folder)))
+    config = Configured(imports=imports).load(saved=str(config_of(by_name[pairs[0][1]].folder)))
     jax_setup.set_up_devices(cpu_devices)
     bench, data = bench_of(config, "single")
     precisions = {max(by_name[name].precision for name in pair) for pair in pairs}
@@ -80,10 +80,10 @@ def with_plan(
     seconds: dict[str, list[float]] = {}
     for run in (run for run in comparison.runs if run.is_run):
         report(f"Compiling {run.name} for {where.name}")
-        command = Command(imports=imports)
-        load_it = functools.partial(command.load, saved=str(config_of(run.folder)))
+        configured = Configured(imports=imports)
+        load_it = functools.partial(configured.load, saved=str(config_of(run.folder)))
         compile_it = functools.partial(estimate.compile_row, run.name, where=where)
-        made = built_under(command, load_it, run.name, where.devices, compile_it)
+        made = built_under(configured, load_it, run.name, where.devices, compile_it)
         rows[run.name] = made if isinstance(made, Row) else made.row
         if not isinstance(made, Row) and made.cost is not None:
             seconds[run.name] = [made.cost.seconds_at(rate / 8) for rate in rates]

@@ -14,8 +14,8 @@ import numpy as np
 
 from research_dp.argument_checks import checked
 from research_dp.argument_types import CountOrZero
-from research_dp.commands import jax_setup, python_calls
-from research_dp.commands.flags import Command, usage_error
+from research_dp.commands import configured, jax_setup
+from research_dp.commands.configured import usage_error
 from research_dp.config import gin_internals
 from research_dp.distributed.sharding import by_path
 from research_dp.errors import UsageError
@@ -73,9 +73,8 @@ def load(
         UsageError: There is no checkpoint, it is damaged, or a module of yours cannot be imported.
     """
     folder = Path(workdir).expanduser()
-    command = python_calls.command_of(Command, (), (), imports=imports)
-    with python_calls.session(command):
-        command.load(complete=False, saved=str(saved_state.config_of(folder)))
+    with configured.session(imports=imports) as run:
+        run.load(complete=False, saved=str(saved_state.config_of(folder)))
         jax_setup.set_up_devices(None)
         saved = saved_state.read(folder, step)
         model = gin_internals.frozen("train.model")
@@ -121,8 +120,7 @@ def export(
     Raises:
         UsageError: There is no checkpoint, it is damaged, or `to` exists or cannot be written.
     """
-    command = Command()
-    with python_calls.session(command):
+    with configured.session():
         return write_export(Path(workdir).expanduser(), Path(to).expanduser(), step)
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import sys
 from collections.abc import Iterator
 from typing import Any
+
+SIGPIPE = 141  # the status of a program that the signal ended
 
 
 class Unwritten(Exception):
@@ -16,6 +19,13 @@ class Unwritten(Exception):
     def __init__(self, reason: OSError):
         super().__init__(f"standard output cannot be written: {reason.strerror}")
         self.reason = reason
+
+    def report(self) -> int:
+        """Says so, but in a pipe that was closed (`--list | head`); returns the exit status."""
+        if self.reason.errno == errno.EPIPE:
+            return SIGPIPE
+        print(f"error: {self}", file=sys.stderr)
+        return 1
 
 
 def width() -> int:

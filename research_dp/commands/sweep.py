@@ -7,16 +7,19 @@ import csv
 import dataclasses
 import io
 import itertools
+import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import jax
 
 from research_dp import console
-from research_dp.commands import failures, flags, streams, train
+from research_dp.argument_types import Count
+from research_dp.commands import cli, failures, streams, train
+from research_dp.commands.configured import Run, Varied, session, usage_error
 from research_dp.config import gin_internals
 from research_dp.errors import UsageError
 from research_dp.runs import files
@@ -50,105 +53,123 @@ class Member:
         self.bindings = [choice.binding for choice in self.choices if choice.binding]
 
 
-@dataclasses.dataclass
-class Sweep(flags.RunCommand):
-    """The command `sweep`; `varied` has (name of a parameter, or '' for files; values)."""
+def command(
+    *,
+    gin_files: Sequence[str] = (),
+    bindings: Sequence[str] = (),
+    workdir: str = ".",
+    vary: Varied = (),
+    dry_run: bool = False,
+    imports: Sequence[str] = (),
+    cpu_devices: Count | None = None,
+    allow_unused: bool = False,
+) -> int:
+    """Checks all combinations, runs those that are not done, prints a table.
 
-    dry_run: bool = flags.switch("check and show all runs; train nothing")
-    _vary_file: Sequence[str] = flags.texts(
-        "files of which each run adds one; nothing before or after a comma: none; repeatable",
-        *("F,G,...", "--vary_file"),
-        dest="varied",
-        type=lambda names: ("", names),
-    )
-    varied: Sequence[tuple[str, str]] = flags.texts(
-        "values of a parameter: --vary.train.seed=0,1,2",
-        *("V,W,...", "--vary.NAME"),
-        type=lambda text: tuple(text.split(" = ", 1)),
-    )
-    rewritten: ClassVar[str] = r"--(gin\.|vary\.|vary_file$)"
+    Args:
+        gin_files: As in `run`.
+        bindings: As in `run`.
+        workdir: Where the runs are, a folder for each.
+        vary: Names of parameters with values, and files.
+        dry_run: Check and show all runs; train nothing.
+        imports: As in `run`.
+        cpu_devices: As in `run`.
+        allow_unused: As in `run`.
 
-    def check(self, refuse: Callable[[str], NoReturn]) -> None:
-        for name, text in self.varied:
-            if not text:
-                refuse(f"{f'--vary.{name}' if name else '--vary_file'}: give values, V,W,...")
-        super().check(refuse)
+    Returns:
+        The exit status: 1 when a run failed or was refused, 2 when all were refused.
+    """
+    with (
+        contextlib.nullcontext() if dry_run else streams.dispensable(),
+        session(gin_files, bindings, imports=imports, allow_unused=allow_unused) as run,
+    ):
+        runs = members(Path(workdir).expanduser(), dimensions(vary))
+        return show_all(run, runs) if dry_run else train_all(run, runs, workdir, cpu_devices)
 
-    def run(self) -> int:
-        """Checks all combinations, runs those that are not done, prints a table.
 
-        The exit status is 1 when one failed or was refused, 2 when all were refused.
-        """
-        with contextlib.nullcontext() if self.dry_run else streams.dispensable():
-            return self.run_all(self.members(self.dimensions()))
+def dimensions(vary: Varied) -> list[list[Choice]]:
+    """The choices of each thing that is varied."""
+    for name, text in vary:
+        if not text:
+            raise UsageError(f"{f'--vary.{name}' if name else '--vary_file'}: give values, V,W,...")
+    return [
+        binding_choices(name, text) if name else file_choices(number, text)
+        for number, (name, text) in enumerate(vary)
+    ]
 
-    def dimensions(self) -> list[list[Choice]]:
-        """The choices of each thing that is varied."""
-        return [
-            binding_choices(name, text) if name else file_choices(number, text)
-            for number, (name, text) in enumerate(self.varied)
-        ]
 
-    def members(self, dimensions: Sequence[Sequence[Choice]]) -> list[Member]:
-        """The runs of all combinations, in the workdir."""
-        return members(Path(self.workdir or ".").expanduser(), dimensions)
+def show_all(run: Run, runs: Sequence[Member]) -> int:
+    """Checks the runs, and prints a table; returns the exit status."""
+    if _all_refused(run, runs):
+        return failures.MISTAKEN
+    console.put("", table(runs))
+    return failures.FAILED if any(member.status == "refused" for member in runs) else 0
 
-    def run_all(self, runs: Sequence[Member]) -> int:
-        """Checks, then trains what is missing, and prints a table; returns the exit status."""
-        for member in runs:
-            try:
-                with gin_internals.kept():
-                    self.load(member.files, member.bindings)
-            except UsageError as error:
-                member.status = "refused"
-                for line in str(error).splitlines():
-                    print(f"error: {member.label}: {line}", file=sys.stderr)
-        if all(member.status == "refused" for member in runs):
-            return failures.MISTAKEN
-        csv_file = Path(self.workdir or ".").expanduser() / CSV
-        earlier = [] if self.dry_run else _begin(runs, csv_file)
-        for number, member in enumerate(runs, 1):
-            if self.dry_run or member.status == "refused":
-                continue
-            print(f"\n== {number} of {len(runs)}: {member.label}, in {member.folder}", flush=True)
-            self._run(member)
-            try:
-                write(runs, csv_file, earlier)
-            except OSError as error:  # the other runs go on: a full disk may get room
-                print(f"warning: {csv_file} is not written: {error.strerror}", file=sys.stderr)
-            if member.status == "stopped":
-                break
-        console.put("", table(runs))
-        if not self.dry_run:
-            print(f"The table is in {csv_file}", flush=True)
-        states = {member.status for member in runs}
-        if "stopped" in states:
-            return preemption.STOPPED
-        is_done = states == {"missing" if self.dry_run else "done"}
-        return 0 if is_done else failures.FAILED
 
-    def _run(self, member: Member) -> None:
+def train_all(
+    run: Run, runs: Sequence[Member], workdir: str | os.PathLike[str], cpu_devices: int | None
+) -> int:
+    """Checks the runs, trains what is missing, prints a table; returns the exit status."""
+    if _all_refused(run, runs):
+        return failures.MISTAKEN
+    csv_file = Path(workdir).expanduser() / CSV
+    _check_table(csv_file)
+    with usage_error(f"{csv_file}: the sweep's table cannot be written there"):
+        write(runs, csv_file)
+    for number, member in enumerate(runs, 1):
+        if member.status == "refused":
+            continue
+        print(f"\n== {number} of {len(runs)}: {member.label}, in {member.folder}", flush=True)
+        _train(run, member, cpu_devices)
         try:
-            member.summary = train.run(
-                [*self.gin_files, *member.files],
-                [*self.bindings, *member.bindings],
-                member.folder,
-                imports=self.imports,
-                cpu_devices=self.cpu_devices,
-                allow_unused=self.allow_unused,
-            )
-            member.status = "done"
-        except train.Stopped as error:
-            member.status = "stopped"
-            print(error, file=sys.stderr)
-            return
+            write(runs, csv_file)
+        except OSError as error:  # the other runs go on: a full disk may get room
+            print(f"warning: {csv_file} is not written: {error.strerror}", file=sys.stderr)
+        if member.status == "stopped":
+            break
+    console.put("", table(runs))
+    print(f"The table is in {csv_file}", flush=True)
+    states = {member.status for member in runs}
+    if "stopped" in states:
+        return preemption.STOPPED
+    return 0 if states == {"done"} else failures.FAILED
+
+
+def _all_refused(run: Run, runs: Sequence[Member]) -> bool:
+    """Loads each configuration, and prints what is wrong with it; whether none is right."""
+    for member in runs:
+        try:
+            with gin_internals.kept():
+                run.load(member.files, member.bindings)
         except UsageError as error:
             member.status = "refused"
-            print(f"error: {member.label}: {error}", file=sys.stderr)
-        except Exception as error:  # the other runs go on
-            member.status = "failed"
-            print(failures.traceback_of(error), file=sys.stderr)
-        jax.clear_caches()  # the next run has its own programs
+            for line in str(error).splitlines():
+                print(f"error: {member.label}: {line}", file=sys.stderr)
+    return all(member.status == "refused" for member in runs)
+
+
+def _train(run: Run, member: Member, cpu_devices: int | None) -> None:
+    try:
+        member.summary = train.run(
+            [*run.gin_files, *member.files],
+            [*run.bindings, *member.bindings],
+            member.folder,
+            imports=run.imports,
+            cpu_devices=cpu_devices,
+            allow_unused=run.allow_unused,
+        )
+        member.status = "done"
+    except train.Stopped as error:
+        member.status = "stopped"
+        print(error, file=sys.stderr)
+        return
+    except UsageError as error:
+        member.status = "refused"
+        print(f"error: {member.label}: {error}", file=sys.stderr)
+    except Exception as error:  # the other runs go on
+        member.status = "failed"
+        print(failures.traceback_of(error), file=sys.stderr)
+    jax.clear_caches()  # the next run has its own programs
 
 
 def file_choices(number: int, text: str) -> list[Choice]:
@@ -168,7 +189,7 @@ def binding_choices(name: str, text: str) -> list[Choice]:
     short = name.rpartition(".")[2]
     return [
         Choice(name, f"{short}={_for_path(value)}", binding=f"{name} = {value}")
-        for value in flags.elements(text)
+        for value in cli.elements(text)
     ]
 
 
@@ -226,42 +247,21 @@ def records(runs: Sequence[Member]) -> list[dict[str, Any]]:
     ]
 
 
-def write(runs: Sequence[Member], file: Path, earlier: Sequence[Mapping[str, Any]] = ()) -> None:
-    """Writes the records as CSV, after those of earlier sweeps.
-
-    A sweep that is killed leaves the records of its finished runs.
-    """
-    rows, text = [*earlier, *records(runs)], io.StringIO()
-    columns = dict.fromkeys(name for row in reversed(rows) for name in row)
-    writer = csv.DictWriter(text, list(columns), restval="", lineterminator="\n")
+def write(runs: Sequence[Member], file: Path) -> None:
+    """Writes the records as CSV. A sweep that is killed leaves those of its finished runs."""
+    rows, text = records(runs), io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
     file.parent.mkdir(parents=True, exist_ok=True)
     files.replace(file, text.getvalue())
 
 
-def _begin(runs: Sequence[Member], file: Path) -> list[dict[str, str]]:
-    """Writes the table before the first run; returns its rows of other folders than these runs'.
-
-    Raises:
-      UsageError: the file is no table of a sweep, or cannot be written.
-    """
-    folders = {member.folder.name for member in runs}
-    try:
-        table = csv.DictReader(io.StringIO(file.read_text() if file.is_file() else ""))
-        rows = list(table)
-        if rows and not {"status", "folder"} <= rows[0].keys():
-            raise UsageError(f"{file} is no table of a sweep. Move it away.")
-        earlier = [
-            {name: row[name] or "" for name in table.fieldnames or ()}
-            for row in rows
-            if Path(row["folder"] or "").name not in folders
-        ]
-    except (ValueError, csv.Error) as error:
-        raise UsageError(f"{file} is no table of a sweep ({error}). Move it away.") from error
-    with flags.usage_error(f"{file}: the sweep's table cannot be written there"):
-        write(runs, file, earlier)
-    return earlier
+def _check_table(file: Path) -> None:
+    """Raises UsageError if the file is something else than an earlier table of a sweep."""
+    head = file.read_bytes().partition(b"\n")[0] if file.is_file() else b"status,folder"
+    if not {b"status", b"folder"} <= {*head.split(b",")}:
+        raise UsageError(f"{file} is no table of a sweep. Move it away.")
 
 
 def _is_column(name: str) -> bool:

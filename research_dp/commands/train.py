@@ -6,21 +6,20 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import functools
 import os
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 
 from research_dp.argument_checks import checked
-from research_dp.argument_types import Count
-from research_dp.commands import catalog, dry_run, entries, jax_setup, python_calls, streams
-from research_dp.commands.flags import Command, RunCommand, flag, switch, whole_number
-from research_dp.commands.python_calls import Bindings, Files
+from research_dp.argument_types import Count, CountOrZero
+from research_dp.commands import catalog, entries, jax_setup, streams
+from research_dp.commands import dry_run as dry_runs
+from research_dp.commands.configured import Bindings, Files, session
+from research_dp.config.load import Config
 from research_dp.errors import UsageError
 from research_dp.runs import files
 from research_dp.runs.facts import read_summary
@@ -28,83 +27,6 @@ from research_dp.training import preemption, train
 
 # What is worth comparing with a strategy, where it is not zero1.
 _COMPARISONS = {"zero1": "fsdp", "single": "ddp", "spmd": "ddp"}
-
-
-@dataclasses.dataclass
-class Train(RunCommand):
-    """`list` is None without --list, and '' for a list of everything."""
-
-    dry_run: bool = switch("check and show the configuration; train nothing")
-    list: str | None = flag(
-        "show what gin files can name: all, a group (strategies), or one name; train nothing",
-        "NAME",
-        nargs="?",
-        const="",
-    )
-    json: bool = switch("with --list: as JSON")
-    coordinator: str | None = flag(
-        "one run of several processes: where process 0 listens; auto: ask the cluster",
-        "HOST:PORT|auto",
-    )
-    num_processes: int | None = flag("how many processes there are", "N", type=whole_number)
-    process_id: int | None = flag(
-        "which one this is, from 0", "I", type=functools.partial(whole_number, least=0)
-    )
-    heartbeat_seconds: int = flag(
-        "seconds without a heartbeat after which a process counts as dead, and the others end",
-        "S",
-        default=100,
-        type=whole_number,
-    )
-
-    def check(self, refuse: Callable[[str], NoReturn]) -> None:
-        if self.list is not None:
-            if self.gin_files or self.bindings:
-                refuse("--list shows what there is, not a run: leave out gin files and bindings")
-            return
-        if self.json:
-            refuse("--json goes with --list: --list --json, or --list=NAME --json")
-        super().check(refuse)
-
-    def run(self) -> int:
-        if self.list is not None:
-            return catalog.print_list(self.list, self.imports, as_json=self.json)
-        with contextlib.nullcontext() if self.dry_run else streams.dispensable():
-            folder = self.workdir and files.absolute(self.workdir)
-            config = self.load()
-            jax_setup.set_up_processes(
-                self.coordinator, self.num_processes, self.process_id, self.heartbeat_seconds
-            )
-            jax_setup.set_up_devices(self.cpu_devices)
-            cache = jax_setup.set_up_compilation_cache()
-            if not self.dry_run:
-                print(cache, flush=True)
-            status = train.train(
-                workdir=folder,
-                inspect=functools.partial(dry_run.show, config) if self.dry_run else None,
-                started=jax_setup.started(),
-                bound=config.bound(),
-            )
-            if folder and not self.dry_run and status == train.DONE:
-                _show_next_steps(Path(folder))
-            return status
-
-
-def _show_next_steps(folder: Path) -> None:
-    """Prints commands for the run in a folder; only process 0 does."""
-    if jax.process_index() != 0:
-        return
-    other = _COMPARISONS.get(read_summary(folder)["strategy"], "zero1")
-    is_one_cpu = jax.device_count() == 1 and jax.devices()[0].platform == "cpu"
-    split = "--cpu_devices=8 " if is_one_cpu else ""
-    paths = folder / files.TENSORBOARD, folder
-    curves, evaluated = (shlex.quote(str(files.shown(path))) for path in paths)
-    lines = (  # not wrapped: commands are copied
-        f"  curves:    tensorboard --logdir={curves}",
-        f"  evaluate:  {entries.program('evaluate')} --workdir={evaluated}",
-        f"  compare:   add {split}--gin_file=strategies/{other}.gin and change --workdir",
-    )
-    print("\n".join(lines), flush=True)
 
 
 class Stopped(RuntimeError):
@@ -145,16 +67,87 @@ def run(
     """
     if not workdir:
         raise UsageError("run needs a workdir: results and checkpoints go there.")
-    folder = files.absolute(workdir)
-    command = python_calls.command_of(
-        Command, gin_files, bindings, imports=imports, allow_unused=allow_unused
-    )
-    with python_calls.session(command):
-        config = command.load()
-        jax_setup.set_up_devices(cpu_devices)
-        jax_setup.set_up_compilation_cache()
-        with streams.dispensable():
-            status = train.train(workdir=folder, bound=config.bound())
+    with session(gin_files, bindings, imports=imports, allow_unused=allow_unused) as loaded:
+        status = _trained(loaded.load(), files.absolute(workdir), cpu_devices)
     if status == preemption.STOPPED:
         raise Stopped(f"a signal stopped the run in {workdir}; the same call continues it.")
-    return read_summary(Path(folder))
+    return read_summary(Path(files.absolute(workdir)))
+
+
+def _trained(
+    config: Config, folder: str, cpu_devices: int | None, started: float | None = None
+) -> int:
+    """Trains a run that is loaded; returns the exit status.
+
+    `started` is when its command was, which prints where compiled programs are kept.
+    """
+    jax_setup.set_up_devices(cpu_devices)
+    cache = jax_setup.set_up_compilation_cache()
+    with streams.dispensable():
+        if started is not None:
+            print(cache, flush=True)
+        return train.train(workdir=folder, started=started, bound=config.bound())
+
+
+def command(
+    *,
+    dry_run: bool = False,
+    list: str | None = None,
+    json: bool = False,
+    coordinator: str | None = None,
+    num_processes: Count | None = None,
+    process_id: CountOrZero | None = None,
+    heartbeat_seconds: Count = 100,
+    **options: Any,
+) -> int:
+    """Trains, or shows what would be trained, or what there is; returns the exit status.
+
+    Args:
+        dry_run: Check and show the configuration; train nothing.
+        list: Show what gin files can name: all, a group (strategies), or one name; train nothing.
+        json: With --list: as JSON.
+        coordinator: One run of several processes: where process 0 listens; auto: ask the cluster.
+        num_processes: How many processes there are.
+        process_id: Which one this is, from 0.
+        heartbeat_seconds: Seconds without a heartbeat after which a process counts as dead, and the
+            others end.
+        **options: Those of `run`.
+    """
+    if list is not None:
+        if options.get("gin_files") or options.get("bindings"):
+            raise UsageError(
+                "--list shows what there is, not a run: leave out gin files and bindings"
+            )
+        return catalog.print_list(list, options.get("imports", ()), as_json=json)
+    if json:
+        raise UsageError("--json goes with --list: --list --json, or --list=NAME --json")
+    workdir, cpu_devices = options.pop("workdir", None), options.pop("cpu_devices", None)
+    with contextlib.nullcontext() if dry_run else streams.dispensable(), session(**options) as run:
+        folder = workdir and files.absolute(workdir)
+        config = run.load()
+        jax_setup.set_up_processes(coordinator, num_processes, process_id, heartbeat_seconds)
+        if dry_run:
+            jax_setup.set_up_devices(cpu_devices)
+            dry_runs.show(config, dry_runs.built())
+            return train.DONE
+        status = _trained(config, folder, cpu_devices, jax_setup.started())
+        if status == train.DONE:
+            _show_next_steps(Path(folder))
+        return status
+
+
+def _show_next_steps(folder: Path) -> None:
+    """Prints commands for the run in a folder; only process 0 does."""
+    if jax.process_index() != 0:
+        return
+    other = _COMPARISONS.get(read_summary(folder)["strategy"], "zero1")
+    is_one_cpu = jax.device_count() == 1 and jax.devices()[0].platform == "cpu"
+    split = "--cpu_devices=8 " if is_one_cpu else ""
+    paths = folder / files.TENSORBOARD, folder
+    curves, evaluated = (shlex.quote(str(files.shown(path))) for path in paths)
+    lines = (  # not wrapped: commands are copied
+        f"  curves:    tensorboard --logdir={curves}",
+        f"  evaluate:  {entries.program('evaluate')} --workdir={evaluated}",
+        f"  compare:   add {split}--gin_file=strategies/{other}.gin and change --workdir",
+    )
+    print("\n".join(lines), flush=True)
