@@ -70,6 +70,7 @@ TAKES = {
     "texts": {"texts", "()"},
     "metrics": {"()", "{}"},
     "text or texts": {"text", "texts", "()"},
+    "counts": {"numbers", "()"},
     # What a function of the caller's does with its arguments is its own affair.
     "a function": {"a function", "a class"},
     "a function's flag": {"True"},
@@ -390,6 +391,7 @@ CALLS = {
         **OF_A_RUN,
         "topology": ("here", "text"),
         "strategies": ((), "text or texts"),
+        "sizes": ((), "counts"),
         "advise": (False, "a flag"),
         "measure": (False, "a flag"),
         "html_file": (None, "anything"),

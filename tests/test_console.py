@@ -15,10 +15,10 @@ import decoder
 import numpy as np
 import pytest
 from conftest import ROOT
+from plan_rows import GPUS
 from rich.console import Console
 from rich.text import Text
 from terminal import in_pipe, on_terminal, run, screen
-from test_planning_extrapolation import GPUS
 from test_strategies import build, one_matrix
 
 from research_dp import console
@@ -83,6 +83,7 @@ def plans():
             for verbose in (False, True):
                 rows = list(plan_rows(names, measured=measured))
                 yield from tables.tables(rows, where, verbose=verbose)
+                yield tables.size_table({row.strategy: {1: row, 4096: row} for row in rows}, where)
 
 
 def certificates():
@@ -170,8 +171,6 @@ def comparisons():
     yield from (part for part in parts if isinstance(part, console.Table))
 
 
-# For pages alone: what is wide scrolls there.
-OF_PAGES = {"planning/html_report.py"}
 # Where the package makes tables -> those of this test.
 PRODUCERS = {
     "planning/tables.py": plans,
@@ -190,7 +189,7 @@ def test_each_place_that_makes_a_table_is_tested_here():
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func) in ("table", "console.table"):
                 makers.add(str(file.relative_to(ROOT / "research_dp")))
-    assert makers == set(PRODUCERS) | OF_PAGES
+    assert makers == set(PRODUCERS)
 
 
 def shown(table, width):

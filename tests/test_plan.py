@@ -8,8 +8,7 @@ import certified
 import jax
 import pytest
 from compilers import needs_compiler
-from plan_rows import make_row
-from test_planning_extrapolation import GPUS
+from plan_rows import GPUS, make_row
 from test_strategies import recipe, recipe_of
 
 from research_dp.analysis.topologies import Topology, topology
@@ -190,11 +189,34 @@ def test_strategies_are_named_by_stem_by_path_and_with_more_files():
         (["--topology=h100:8x8", "--measure"], "--measure needs devices that are present"),
         (["--topology=h100:8x8", "--cpu_devices=8"], "use it with --topology=here"),
         (["--topology=cpu:8", "--gin.plan.max_wire_ratio=-1"], "give a positive number"),
+        (["--topology=cpu:8", "--sizes=4,16"], "--sizes=16: .*--cpu_devices=16 makes as many"),
     ],
 )
 def test_mistakes_are_told(flags, told):
     with pytest.raises(UsageError, match=told):
         plan(DIGITS, *flags)
+
+
+@pytest.mark.slow
+def test_other_sizes_are_compiled_with_as_many_examples_a_device(capsys, tmp_path):
+    file = tmp_path / "plan.json"
+    fixed = tmp_path / "fixed.gin"
+    axes = "make_mesh.axes = {'data': 2, 'fsdp': 4}"
+    fixed.write_text(f"include 'gin/strategies/hsdp.gin'\n{axes}\n")
+    flags = ["--topology=cpu:8", f"--strategies=fsdp,{fixed},single", "--sizes=4,2,8"]
+    assert plan(DIGITS, MLP, *flags, f"--json={file}") == 0
+    told = json.loads(file.read_text())
+    fsdp, hsdp, single = (told["sizes"][name] for name in ("fsdp", "fixed", "single"))
+    assert fsdp.pop("8") == told["strategies"]["fsdp"]
+    each = {8: told["strategies"]["fsdp"]["batch_size"] / 8}
+    for devices, row in fsdp.items():
+        assert row["mesh"] == {"data": 1, "fsdp": int(devices)}
+        assert row["batch_size"] == each[8] * int(devices)
+        assert row["opt_bytes"] > told["strategies"]["fsdp"]["opt_bytes"]
+    assert list(fsdp) == ["2", "4"] and list(single) == ["1"]
+    assert hsdp["8"]["fits"]
+    assert hsdp["4"]["problem"].startswith("refused: ")
+    assert "By number of devices" in capsys.readouterr().out
 
 
 def test_why_a_strategy_is_refused_is_told_without_gins_calls():

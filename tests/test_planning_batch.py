@@ -2,8 +2,7 @@
 
 import optax
 import pytest
-from plan_rows import make_row
-from test_planning_extrapolation import GPUS
+from plan_rows import GPUS, make_row
 from test_strategies import recipe_of
 
 from research_dp.analysis.topologies import topology

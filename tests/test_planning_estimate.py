@@ -8,10 +8,12 @@ import pytest
 from compilers import needs_compiler
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from plan_rows import absent
 
 from research_dp.analysis.program_cost import ProgramCost
 from research_dp.analysis.schedule import Schedule
 from research_dp.analysis.topologies import topology
+from research_dp.errors import UsageError
 from research_dp.planning import estimate
 from research_dp.planning.estimate import compile_step, dump_options, text_of
 from research_dp.planning.row import Row
@@ -95,3 +97,25 @@ def test_what_bounds_the_step(across, bound):
     assert (row.bound, row.flops, row.hidden_fraction) == (bound, 7, 0.75)
     assert (row.predicted_seconds, row.examples_per_second) == (5.0, 2.0)
     assert row.predicted_parts["exposed"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("where", "count", "expected"),
+    [
+        (("h100:8x8", "h100", 64, 8), 16, "h100:2x8"),
+        (("h100:8x8", "h100", 64, 8), 4, "h100:1x4"),
+        (("v5e-64", "v5e", 64, 1), 256, "v5e-256"),
+        (("cpu:8", "cpu", 8, 1), 2, "cpu:2"),
+        (("h100:8x8", "h100", 64, 8), 12, "hosts of 8 devices: give a multiple of 8, or fewer"),
+        (("v5e-64", "v5e", 64, 1), 512, "at most 256 chips: plan for slices, e.g. 2xv5e-64"),
+        (("cpu:8", "cpu", 8, 1), 16, "--cpu_devices=16 makes as many"),
+    ],
+)
+def test_other_sizes_have_whole_hosts(monkeypatch, where, count, expected):
+    if where[1] != "cpu":  # whose compiler may be absent
+        monkeypatch.setattr(estimate, "topology", lambda name: absent(name, where[1], count, 1))
+    if " " in expected:
+        with pytest.raises(UsageError, match=expected):
+            estimate.resized(absent(*where), count)
+    else:
+        assert estimate.resized(absent(*where), count).name == expected

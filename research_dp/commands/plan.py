@@ -32,17 +32,14 @@ from research_dp.commands.configured import (
 from research_dp.commands.plan_candidates import Candidate
 from research_dp.config.load import Config
 from research_dp.console import Progress, Report, put
-from research_dp.errors import UsageError
-from research_dp.planning import estimate, extrapolation, html_report
+from research_dp.errors import UsageError, message_of
+from research_dp.planning import estimate, html_report
 from research_dp.planning import report as report_words
-from research_dp.planning.extrapolation import SIZES, Curve
 from research_dp.planning.limits import Budget
-from research_dp.planning.row import Row, fastest_first
-from research_dp.planning.tables import tables
+from research_dp.planning.row import Curves, Row, fastest_first
+from research_dp.planning.tables import size_table, tables
 from research_dp.strategies import StrategyConfig, TrainSpec
 
-# A strategy that takes longer to compile is compiled for the given devices alone.
-_LONG_COMPILATION = 60.0  # seconds
 T = TypeVar("T")
 
 
@@ -53,6 +50,7 @@ def plan(
     *,
     topology: str,
     strategies: str | Sequence[str] = (),
+    sizes: Sequence[Count] = (),
     imports: Sequence[str] = (),
     cpu_devices: Count | None = None,
     allow_unused: bool = False,
@@ -70,6 +68,8 @@ def plan(
         bindings: As in `run`.
         topology: 'h100:8x8', 'v5e-64', 'cpu:8', or 'here'.
         strategies: Shipped strategies, or files, to compare, or 'all'; none: the run's own.
+        sizes: Numbers of devices to compile each strategy for besides the topology's own. Each
+            device keeps its examples.
         imports: As in `run`.
         cpu_devices: As in `run`; with topology 'here'.
         allow_unused: As in `run`.
@@ -80,8 +80,9 @@ def plan(
 
     Returns:
         What `--json` writes: 'strategies' has a dict for each strategy, with numbers in bytes,
-        seconds and FLOPs, and 'advice' has sentences. 'exceeded' has a message for each limit of
-        the run's budget (`plan.max_...`) that a strategy exceeds.
+        seconds and FLOPs. 'sizes' has those on each number of devices, if `sizes` are given, and
+        'advice' has sentences. 'exceeded' has a message for each limit of the run's budget
+        (`plan.max_...`) that a strategy exceeds.
 
     Raises:
         UsageError: The configuration is wrong, or no strategy can be built.
@@ -96,17 +97,18 @@ def plan(
         candidates = plan_candidates.of(",".join(names).split(","))
         strict = plan_candidates.check(run, candidates)
         where = find_topology(topology, cpu_devices, measure)
+        others = sizes_of(where, sizes)
         dump = None if dump_hlo is None else Path(dump_hlo).expanduser()
         if dump:
             with usage_error(f"--dump_hlo={dump_hlo} cannot be made"):
                 dump.mkdir(parents=True, exist_ok=True)
         planner = _Planner(run, where, strict, report, dump, measure)
         rows, budgets = planner.rows(candidates)
-        others = planner.others(candidates, rows) if advise else []
+        advised = planner.others(candidates, rows) if advise else []
+        curves = planner.curves(candidates, rows, others)
         exceeded = list(_exceeded(rows, budgets))
-        result = Plan(rows, others, where, exceeded)
+        result = Plan(rows, advised, curves if others else {}, where, exceeded)
         if html_file:
-            curves = planner.curves(candidates, rows)
             name = ", ".join([*(Path(file).stem for file in run.gin_files), *run.bindings])
             page = html_report.page(rows, curves, where, result.words, name)
             write_output("html_file", html_file, page)
@@ -117,12 +119,18 @@ class Plan(dict[str, Any]):
     """What `plan` returns; printed, it is the text of the command."""
 
     def __init__(
-        self, rows: Sequence[Row], others: Sequence[Row], where: Topology, exceeded: Sequence[str]
+        self,
+        rows: Sequence[Row],
+        others: Sequence[Row],
+        curves: Curves,
+        where: Topology,
+        exceeded: Sequence[str],
     ):
-        self._rows, self._others, self._where = rows, others, where
+        self._rows, self._others, self._curves, self._where = rows, others, curves, where
         self._changes = report_words.changes(others, rows, where) if others else []
         self.words = [*report_words.words(rows, where), *self._changes]
-        super().__init__(report_words.as_json(rows, others, where, self.words), exceeded=exceeded)
+        known = report_words.as_json(rows, others, curves, where, self.words)
+        super().__init__(known, exceeded=exceeded)
 
     def as_json(self) -> dict[str, Any]:
         """What the command writes."""
@@ -135,6 +143,8 @@ class Plan(dict[str, Any]):
         yield from ("", *tables(self._rows, self._where, verbose=verbose), *words)
         if self._others:
             yield from ("", *tables(self._others, self._where, verbose=verbose), *self._changes)
+        if self._curves:
+            yield from ("", size_table(self._curves, self._where))
 
 
 def command(*, json_file: str | None = None, verbose: bool = False, **options: Any) -> int:
@@ -205,35 +215,22 @@ class _Planner:
             ]
         return [row for row in variants if row is not None and row not in rows]
 
-    def curves(self, candidates: Sequence[Candidate], rows: Sequence[Row]) -> list[Curve]:
-        """A curve by number of devices of each strategy that could be built.
-
-        At most two more sizes a strategy are compiled, a quarter and four times the devices.
-        """
-        others, curves = [], []
-        for name in extrapolation.neighbours(self.where):
-            try:
-                others.append(topologies.topology(name))
-            except UsageError as error:  # no compiler, or more CPUs than are present
-                put(f"[page] {name} is left out: {error}", file=sys.stderr)
+    def curves(
+        self, candidates: Sequence[Candidate], rows: Sequence[Row], sizes: Sequence[Topology]
+    ) -> Curves:
+        """Each strategy's rows by number of devices, compiled on those of other sizes, too."""
+        curves, planned = {}, len(self.where.devices)
         for candidate, row in zip(candidates, rows, strict=True):
-            if row.mesh is None:
-                continue
-            compiled = [row]
-            is_quick = (row.compile_seconds or 0) <= _LONG_COMPILATION
-            if row.devices == len(self.where.devices) and is_quick:
-                for other in others:
-                    self.report(f"[page] {row.strategy} on {other.name}")
-                    compile_it = functools.partial(estimate.compile_scaled, row, other)
-                    scaled = self.under(candidate, compile_it, other)
-                    compiled += [scaled] if scaled.mesh else []
-            by_devices = {row.devices: row for row in compiled}
-            meshes = extrapolation.scaled_meshes(compiled, sorted({*SIZES, *by_devices}))
-            widest = by_devices[max(by_devices)]
-            infer_states = functools.partial(extrapolation.mesh_states, row=widest, meshes=meshes)
-            states = self.under(candidate, infer_states)
-            states = {} if isinstance(states, Row) else states
-            curves.append(extrapolation.curve(compiled, states, self.where))
+            curve = {row.devices if row.mesh else planned: row}
+            for other in sizes if planned in curve else ():  # else it is of one device
+                self.report(f"[sizes] {row.strategy} on {other.name}")
+                compile_it = functools.partial(
+                    estimate.compile_resized, row.strategy, self.where, other
+                )
+                scaled = self.under(candidate, compile_it, other)
+                if scaled.mesh is None or scaled.devices == len(other.devices):
+                    curve[len(other.devices)] = scaled
+            curves[row.strategy] = dict(sorted(curve.items()))
         return curves
 
     def search(
@@ -295,6 +292,17 @@ def find_topology(name: str, cpu_devices: int | None, measure: bool) -> Topology
     elif measure:
         raise UsageError("--measure needs devices that are present: --topology=here, or cpu:N.")
     return topologies.of(jax.devices()) if name == "here" else topologies.topology(name)
+
+
+def sizes_of(where: Topology, sizes: Sequence[int]) -> list[Topology]:
+    """The devices of `--sizes`, the fewest first, without the topology's own number."""
+    others = []
+    for count in sorted({*sizes} - {len(where.devices)}):
+        try:
+            others.append(estimate.resized(where, count))
+        except UsageError as error:
+            raise UsageError(f"--sizes={count}: {message_of(error)}") from error
+    return others
 
 
 def _exceeded(

@@ -17,10 +17,10 @@ import numpy as np
 
 from research_dp.analysis.comm_lower_bound import min_wire_bytes
 from research_dp.analysis.program_cost import ProgramCost, read, wire_totals
-from research_dp.analysis.topologies import Topology
+from research_dp.analysis.topologies import Topology, topology
 from research_dp.distributed.mesh import batch_devices
 from research_dp.distributed.placement import ProgramMemory, nbytes
-from research_dp.errors import first_line
+from research_dp.errors import UsageError, first_line
 from research_dp.planning.row import CollectiveTotal, Row
 from research_dp.strategies import Strategy, StrategyConfig, TrainSpec
 from research_dp.strategies.strategy import init_key
@@ -91,11 +91,42 @@ def compile_row(
     return Compiled(row, strategy, program, cost)
 
 
-def compile_scaled(row: Row, where: Topology, config: StrategyConfig, spec: TrainSpec) -> Row:
-    """Compiles a row's strategy on other devices, with as many examples on each."""
-    batch_size = (row.batch_size or 0) * len(where.devices) // row.devices
-    scaled = dataclasses.replace(spec, batch_size=batch_size)
-    return compile_row(row.strategy, config, scaled, where).row
+def resized(where: Topology, count: int) -> Topology:
+    """So many devices of a topology's kind, on hosts (GPU) or slices (TPU) as large as its own.
+
+    Fewer devices than that are one smaller host or slice. A single slice may be larger, too.
+
+    Raises:
+        UsageError: There is no such topology; the message says what is possible.
+    """
+    chip, (groups, members) = where.chip, where.domains
+    if chip.platform == "cpu":
+        return topology(f"cpu:{count}")
+    if chip.platform == "tpu" and groups == 1:
+        if count > chip.slice_chips:
+            raise UsageError(
+                f"a slice of {chip.name} has at most {chip.slice_chips:,} chips: plan for slices, "
+                f"e.g. 2x{where.name}."
+            )
+        return topology(f"{chip.name}-{count}")
+    if count > members and count % members:
+        kind = "hosts" if chip.platform == "gpu" else "slices"
+        raise UsageError(
+            f"{where.name} has {kind} of {members} devices: give a multiple of {members}, or fewer."
+        )
+    groups, members = max(1, count // members), min(count, members)
+    is_gpu = chip.platform == "gpu"
+    return topology(
+        f"{chip.name}:{groups}x{members}" if is_gpu else f"{groups}x{chip.name}-{members}"
+    )
+
+
+def compile_resized(
+    name: str, where: Topology, other: Topology, config: StrategyConfig, spec: TrainSpec
+) -> Row:
+    """Compiles a strategy on other devices than `where`, with as many examples on each."""
+    batch_size = spec.batch_size * len(other.devices) // len(where.devices)
+    return compile_row(name, config, dataclasses.replace(spec, batch_size=batch_size), other).row
 
 
 def dump_options(platform: str, folder: Path) -> dict[str, Any]:

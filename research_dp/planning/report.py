@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from research_dp.analysis.topologies import Topology
-from research_dp.planning.row import Row, fastest_first
+from research_dp.planning.row import Curves, Row, fastest_first
 from research_dp.planning.tables import scale
 
 _RATES = ("name", "memory_bytes", "memory_rate", "inside_rate", "across_rate", "flops", "sources")
@@ -23,15 +23,23 @@ _UNRANKED = (
 
 
 def as_json(
-    rows: Sequence[Row], others: Sequence[Row], where: Topology, words: Sequence[str]
+    rows: Sequence[Row],
+    others: Sequence[Row],
+    curves: Curves,
+    where: Topology,
+    words: Sequence[str],
 ) -> dict[str, Any]:
-    """A plan, variants of its fastest, and the advice; numbers are in units without prefixes."""
+    """A plan, variants of its fastest, sizes, and the advice; units have no prefixes."""
     return {
         "topology": {"name": where.name, "devices": len(where.devices), "hosts": where.hosts},
         "device": {name: getattr(where.chip, name) for name in _RATES},
         "available_bytes": where.memory_budget()[0],
         "strategies": {row.strategy: row.as_json() for row in rows},
         "variants": {row.strategy: row.as_json() for row in others},
+        "sizes": {
+            strategy: {str(devices): row.as_json() for devices, row in curve.items()}
+            for strategy, curve in curves.items()
+        },
         "advice": list(words),
     }
 

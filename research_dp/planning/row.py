@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from research_dp.errors import UsageError, message_of
@@ -107,6 +107,9 @@ class Row:
 
     def as_json(self) -> dict[str, Any]:
         return {**dataclasses.asdict(self), "wire_ratio": self.wire_ratio}
+
+
+Curves = Mapping[str, Mapping[int, Row]]  # strategy -> number of devices -> its row there
 
 
 def fastest_first(rows: Iterable[Row]) -> list[Row]:

@@ -9,7 +9,7 @@ from rich.text import Text
 from research_dp.analysis.topologies import Topology
 from research_dp.console import Table, table
 from research_dp.distributed.mesh import sizes_text
-from research_dp.planning.row import Row
+from research_dp.planning.row import Curves, Row
 
 _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 _BOUND_CELLS = {"network inside": "intra-node", "network across": "inter-node"}
@@ -40,9 +40,7 @@ def _memory_table(rows: Sequence[Row], where: Topology, verbose: bool) -> Table:
             mesh = sizes_text(row.mesh or {})
         sizes = (getattr(row, f"{part}_bytes") for part in (*parts, "needed"))
         cells = (format_number(size, unit, ",.3f") for size in sizes)
-        problem = (row.problem or "").partition(":")[0]
-        fits = Text("yes", "green") if row.fits else Text(problem, "red")
-        shown.add_row(row.strategy, mesh, *cells, fits)
+        shown.add_row(row.strategy, mesh, *cells, _fits(row))
     return shown
 
 
@@ -111,6 +109,37 @@ def _collectives_table(rows: Sequence[Row], unit: float, name: str) -> Table:
             cells = (total.kind + purpose, total.axes, total.dtype, f"{total.count}", sent)
             shown.add_row(row.strategy, *cells)
     return shown
+
+
+def size_table(curves: Curves, where: Topology) -> Table:
+    """Each strategy's figures by number of devices."""
+    rows = [row for curve in curves.values() for row in curve.values()]
+    unit, name = scale(row.needed_bytes for row in rows)
+    sent, sent_name = scale(row.wire_total for row in rows)
+    times = ("step ms:", "exposed ms:") if where.chip.platform != "cpu" else ()
+    columns = ("devices:", f"state {name}:", f"needed {name}:", "fits", f"wire {sent_name}:")
+    shown = table(
+        "By number of devices; each keeps its examples", "strategy", *columns, *times, grouped=True
+    )
+    for strategy, curve in curves.items():
+        for devices, row in curve.items():
+            exposed = (row.predicted_parts or {}).get("exposed")
+            cells: list[str | Text] = [
+                f"{devices:,}",
+                format_number(row.state_bytes, unit, ",.3f"),
+                format_number(row.needed_bytes, unit, ",.3f"),
+                _fits(row),
+                format_number(row.wire_total, sent, ",.3f"),
+                format_number(row.predicted_seconds, 1e-3, ".2f"),
+                format_number(exposed, 1e-3, ".2f"),
+            ]
+            shown.add_row(strategy, *cells[: len(columns) + len(times)])
+    return shown
+
+
+def _fits(row: Row) -> Text:
+    problem = (row.problem or "").partition(":")[0]
+    return Text("yes", "green") if row.fits else Text(problem, "red")
 
 
 def prediction_error(row: Row) -> float | None:
