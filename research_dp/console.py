@@ -1,12 +1,11 @@
-"""Tables, text and progress: as wide as a terminal is. In a pipe text is plain and uncut.
+"""Tables, text and progress: as wide as a terminal is. In a pipe each row of a table is a line.
 
-A table in a pipe has at most 100 columns. The variable COLUMNS sets another width, in a pipe too.
-A terminal that cannot move its cursor (TERM=dumb) is a pipe here.
+The variable COLUMNS sets a width, in a pipe too. A terminal that cannot move its cursor (TERM=dumb)
+is a pipe here.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import os
@@ -14,39 +13,35 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple, Self, TextIO
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Self, TextIO
 
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.cells import cell_len
+from rich.console import Console, RenderableType
 from rich.live import Live
-from rich.padding import Padding
 from rich.table import Table as Grid
 from rich.text import Text
 
-from research_dp.terminal import console_of, wrapped
-
-_PIPE_WIDTH = 10_000  # no text is wrapped in a pipe
-_PIPE_TABLE = 100  # columns of a table there, which people read in logs
+_PIPE_WIDTH = 10_000  # nothing is wrapped in a pipe
 _GAP, _INDENT = 2, 4
 _PROSE = 24  # prose is wrapped to no less than this
-_SECONDS = 4.0  # between two lines of progress in a pipe
+_PATIENCE = 2.0  # seconds that an activity may take before a pipe gets a line about it
+_SECONDS = 4.0  # between two lines about an activity in a pipe
 
-
-# A number and its unit stay on one line: the space between them is this while lines are made.
-_GLUE = "\ue000"
-_UNIT = re.compile(r"(?<=\d) (?=(?:[kMGT]?B|ms|s|ULPs|bytes|steps|tokens/s)\b)")
+# A number and its unit are one word: the space between them is no place to break a line.
+_WORD = re.compile(r"(?:\S|(?<=\d) (?=(?:[kMGT]?B|ms|s|ULPs|bytes|steps|tokens/s)\b))+")
 
 Report = Callable[..., None]  # called with an activity and a detail, as `Progress` is
 
 
 @dataclasses.dataclass
 class Table:
-    """Rows of cells under named columns, the first of which names the row.
+    """Rows of cells under named columns.
 
     A column whose name ends with a colon has numbers, to the right; one whose name ends with a
-    tilde has prose, which may be wrapped between words. No other cell is wrapped or cut. `grouped`
-    rows that begin with the same cell show it once.
+    tilde has prose, which may be wrapped between words. `grouped` rows that begin with the same
+    cell show it once.
     """
 
     title: str
@@ -63,136 +58,118 @@ class Table:
         """The names of the columns, without what marks their kind."""
         return [name.rstrip(":~") for name in self.columns]
 
-    def layout(self, width: int) -> RenderableType:
-        """The table in at most `width` columns, if its longest cells allow that.
+    def layout(self, width: int) -> list[RenderableType]:
+        """The table in at most `width` columns, if its longest words allow that.
 
-        The rows are lines if that fits. Else they are columns, if they fit side by side. Else the
-        first cell of a row has a line of its own, or the rows are columns of several blocks,
-        whichever is shorter.
+        Each row is a line, if all fit. Else it is a paragraph: each cell has its column's name
+        before it.
         """
-        title = [Text(self.title)] if self.title else []
-        heads = [_Cell.head(name) for name in self.columns]
-        rows = [
-            list(itertools.starmap(_Cell.of, zip(row, self.columns, strict=True)))
+        title = wrapped(Text(self.title), width) if self.title else []
+        if widths := self._widths(width):
+            return [*title, self._grid(widths)]
+        paragraphs = (
+            filled(
+                (
+                    Text.assemble((f"{head}: " if head else "", "bold"), cell)
+                    for head, cell in zip(self.heads, row, strict=True)
+                    if str(cell)
+                ),
+                width,
+            )
             for row in self.rows
-        ]
-        lines = _keys_shown_once(rows) if self.grouped else rows
-        if widths := _widths([heads, *lines], width):
-            return Group(*title, _grid(widths, heads, lines))
-        blocks = list(_transposed(heads, rows, width))
-        if len(blocks) > 1 and 2 * len(rows) < len(blocks) * len(heads):
-            is_prose = [i == 0 or name.endswith("~") for i, name in enumerate(self.columns)]
-            if stacked := _stacked(heads, lines, is_prose, width):
-                return Group(*title, *stacked)
-        return Group(*title, *blocks)
+        )
+        return [*title, Text(), *itertools.chain.from_iterable(paragraphs), Text()]
+
+    def _widths(self, width: int) -> list[int]:
+        """The width of each column, the widest that fit; empty if the least ones do not."""
+        least, widths = [], []
+        for i, (name, head) in enumerate(zip(self.columns, self.heads, strict=True)):
+            cells = [str(row[i]) for row in self.rows]
+            unbroken = _PROSE if name.endswith("~") else _PIPE_WIDTH
+            least.append(max([_least(head, 0), *(_least(cell, unbroken) for cell in cells)]))
+            widths.append(max(map(cell_len, [head, *cells])))
+        while sum(widths) + _GAP * len(widths) > width:
+            slack = [now - needed for now, needed in zip(widths, least, strict=True)]
+            if not any(slack):
+                return []
+            widths[slack.index(max(slack))] -= 1
+        return widths
+
+    def _grid(self, widths: Iterable[int]) -> Grid:
+        """Rows under heads, with columns of the given widths."""
+        style = box.SIMPLE if self.rows else box.SIMPLE_HEAD
+        grid = Grid(box=style, pad_edge=False, padding=(0, _GAP - 1, 0, 0))
+        for name, head, width in zip(self.columns, self.heads, widths, strict=True):
+            grid.add_column(
+                Text(head, "bold"), width=width, justify="right" if name[-1:] == ":" else "left"
+            )
+        before = None
+        for key, *cells in self.rows:
+            is_same = self.grouped and str(key) == before
+            grid.add_row(*map(Text.assemble, ["" if is_same else key, *cells]))
+            before = str(key)
+        return grid
 
 
-class _Cell(NamedTuple):
-    """A cell; `least` is the number of terminal columns that it needs."""
-
-    text: Text
-    least: int
-    justify: Literal["left", "right"] = "left"
-
-    @classmethod
-    def head(cls, name: str) -> _Cell:
-        """The head of a column, which is wrapped between words."""
-        text = Text(name.rstrip(":~"), "bold")
-        return cls(text, _longest_word(text), "right" if name.endswith(":") else "left")
-
-    @classmethod
-    def of(cls, content: str | Text, column: str) -> _Cell:
-        """A cell of a column."""
-        text = content if isinstance(content, Text) else Text(content)
-        least = text.cell_len
-        if column.endswith("~"):
-            least = max(_longest_word(text), min(least, _PROSE))
-        return cls(text, least, "right" if column.endswith(":") else "left")
-
-
-def _longest_word(text: Text) -> int:
-    return max((Text(word).cell_len for word in text.plain.split()), default=0)
-
-
-def _keys_shown_once(rows: Sequence[list[_Cell]]) -> list[list[_Cell]]:
-    previous = [None, *(row[0].text.plain for row in rows)]
-    return [
-        [_Cell(Text(), 0), *row[1:]] if row[0].text.plain == before else row
-        for row, before in zip(rows, previous, strict=False)
-    ]
-
-
-def _widths(rows: Sequence[Sequence[_Cell]], width: int) -> list[int]:
-    """The width of each column, the widest that fit; empty if the least ones do not."""
-    columns = list(zip(*rows, strict=True))
-    least = [max(cell.least for cell in column) for column in columns]
-    widths = [max(cell.text.cell_len for cell in column) for column in columns]
-    while sum(widths) + _GAP * len(widths) > width:
-        slack = [now - needed for now, needed in zip(widths, least, strict=True)]
-        if not any(slack):
-            return []
-        widths[slack.index(max(slack))] -= 1
-    return widths
-
-
-def _grid(widths: Sequence[int], heads: Sequence[_Cell], rows: Sequence[Sequence[_Cell]]) -> Grid:
-    """Rows under heads, with columns of the given widths."""
-    style = box.SIMPLE if rows else box.SIMPLE_HEAD
-    grid = Grid(box=style, pad_edge=False, padding=(0, _GAP - 1, 0, 0))
-    for head, width in zip(heads, widths, strict=True):
-        grid.add_column(head.text, width=width, justify=head.justify)
-    for row in rows:
-        grid.add_row(*(cell.text for cell in row))
-    return grid
-
-
-def _transposed(
-    heads: Sequence[_Cell], rows: Sequence[Sequence[_Cell]], width: int
-) -> Iterator[Grid]:
-    """Blocks of as many rows as fit side by side, each a column."""
-    start = 0
-    while start < len(rows):
-        widths: list[int] = []
-        block: list[list[_Cell]] = []
-        for count in range(1, len(rows) - start + 1):
-            wider = [list(line) for line in zip(heads, *rows[start : start + count], strict=True)]
-            fitting = _widths(wider, width)
-            if not fitting and block:
-                break
-            least = [max(cell.least for cell in column) for column in zip(*wider, strict=True)]
-            widths, block = fitting or least, wider
-        (first, *keys), *body = block
-        yield _grid(widths, [first, *(key._replace(justify="right") for key in keys)], body)
-        start += len(keys)
-
-
-def _stacked(
-    heads: Sequence[_Cell], rows: Sequence[Sequence[_Cell]], is_prose: Sequence[bool], width: int
-) -> list[RenderableType]:
-    """The key and the prose of each row on a line above its other cells; empty if too wide."""
-    above = [[c for c, prose in zip(row, is_prose, strict=True) if prose] for row in (heads, *rows)]
-    below = [
-        [c for c, prose in zip(row, is_prose, strict=True) if not prose] for row in (heads, *rows)
-    ]
-    widths = _widths(below, width - _INDENT)
-    if not widths:
-        return []
-    texts = [Text("  ").join(cell.text for cell in line if cell.text) for line in above]
-    parts: list[RenderableType] = [Text(), Padding(texts[0], (0, 0, 0, 1))]
-    parts.append(Padding(_grid(widths, below[0], []), (0, 0, 0, _INDENT - 1)))
-    for text, cells in zip(texts[1:], below[1:], strict=True):
-        grid = Grid.grid(padding=(0, _GAP, 0, 0))
-        for cell, one in zip(cells, widths, strict=True):
-            grid.add_column(width=one, justify=cell.justify)
-        grid.add_row(*(cell.text for cell in cells))
-        parts += [Padding(text, (0, 0, 0, 1))] if text else []
-        parts.append(Padding(grid, (0, 0, 0, _INDENT)))
-    return [*parts, Text()]
+def _least(text: str, unbroken: int) -> int:
+    """The columns that a text needs if no word is broken, nor it itself below some length."""
+    return max([min(cell_len(text), unbroken), *map(cell_len, text.split())])
 
 
 def table(title: str, *columns: str, grouped: bool = False) -> Table:
     """An empty `Table`."""
     return Table(title, columns, grouped)
+
+
+def table_of(
+    title: str, rows: Iterable[Mapping[str, str | Text | None]], *, grouped: bool = False
+) -> Table:
+    """A `Table` of rows that have their cells by the names of the columns.
+
+    A column in which no row has a cell is left out.
+    """
+    rows = list(rows)
+    names = dict.fromkeys(name for row in rows for name in row)
+    columns = tuple(name for name in names if any(row.get(name) for row in rows))
+    cells = [tuple(row.get(name) or "" for name in columns) for row in rows]
+    return Table(title, columns, grouped, cells)
+
+
+def wrapped(text: Text, width: int) -> list[Text]:
+    """Lines of at most `width` columns, broken between words: a longer word, such as a path, not.
+
+    The terminal itself wraps that one, so that it can be copied.
+    """
+    lines: list[Text] = []
+    for line in text.split(allow_blank=True):
+        begin, starts = 0, []
+        for word in _WORD.finditer(line.plain):
+            has_words = line.plain[begin : word.start()].strip()
+            if has_words and cell_len(line.plain[begin : word.end()]) > width:
+                begin = word.start()
+                starts.append(begin)
+        lines += line.divide(starts)
+    return lines
+
+
+def filled(parts: Iterable[Text], width: int) -> list[Text]:
+    """Parts in lines of at most `width`, of which the later are indented.
+
+    A part is broken, between words, only if it is longer than a line.
+    """
+    lines: list[Text] = []
+    for part in parts:
+        if lines and lines[-1].cell_len + _GAP + part.cell_len <= width - _INDENT:
+            lines[-1].append(" " * _GAP).append_text(part)
+        else:
+            lines += wrapped(part, width - _INDENT)
+    return [Text(" " * _INDENT if i else "").append_text(line) for i, line in enumerate(lines)]
+
+
+def console_of(stream: TextIO, **settings: Any) -> Console:
+    """Rich's console of a stream: one of a terminal only if the stream is a terminal."""
+    is_terminal = stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+    return Console(file=stream, force_terminal=is_terminal, highlight=False, **settings)
 
 
 def _console(file: TextIO | None) -> Console:
@@ -224,80 +201,99 @@ def put(*parts: Any, file: TextIO | None = None) -> None:
     Text on a terminal is wrapped between words, and has its style. No word is broken.
     """
     console = _console(file)
+    width = console.width
     with console.capture() as captured:
         for part in parts:
-            if isinstance(part, Table):
-                is_pipe = console.width == _PIPE_WIDTH
-                console.print(part.layout(_PIPE_TABLE if is_pipe else console.width))
-            else:
-                text = part if isinstance(part, Text) else Text(part)
-                glued = Text(_UNIT.sub(_GLUE, text.plain), text.style, spans=text.spans)
-                for line in wrapped(glued, console.width):
-                    console.print(line, soft_wrap=True)
-    printed = captured.get().replace(_GLUE, " ")
+            is_table = isinstance(part, Table)
+            lines = part.layout(width) if is_table else wrapped(Text.assemble(part), width)
+            console.print(*lines, sep="\n", soft_wrap=True)
     if parts:
-        lines = (line.rstrip() for line in printed.splitlines())
+        lines = (line.rstrip() for line in captured.get().splitlines())
         print("\n".join(lines), file=file, flush=True)
 
 
 class Progress:
-    """Shows what a command is doing, and for how long, on standard error, as a context.
+    """Shows what is being done, and for how long, on standard error, as a context.
 
     On a terminal it is one line, which is gone at the end. In a pipe each activity is a line. One
     that takes long is repeated every few seconds, with its detail only where that has changed.
     """
 
-    def __init__(self, activity: str):
-        self._activity, self._detail, self._since = activity, "", time.monotonic()
-        self._ended, self._on_exit = threading.Event(), contextlib.ExitStack()
+    _repeats = True
 
-    def __call__(self, activity: str, detail: str = "") -> None:
-        """Begins an activity, or continues it with another detail, e.g. 'step 3 of 30'."""
-        is_new, self._activity, self._detail = activity != self._activity, activity, detail
-        if is_new:
-            self._since = time.monotonic()
-            self._print(activity)
+    def __init__(self, activity: str = "", stream: TextIO | None = None, *, quiet: bool = False):
+        self._activity, self._detail, self._since = "", "", 0.0
+        self._first, self._ended = activity, threading.Event()
+        self._console = console_of(stream or sys.stderr, quiet=quiet)
+        self._live: Live | None = None
 
     def __enter__(self) -> Self:
-        console = console_of(sys.stderr)
-        self._in_pipe = not console.is_terminal
-        if self._in_pipe:
-            self._print(self._activity)
-            repeater = threading.Thread(target=self._repeat, daemon=True)
-            repeater.start()
-            self._on_exit.callback(repeater.join)
-            self._on_exit.callback(self._ended.set)
-        else:
+        if self._console.is_terminal:
             # What is printed meanwhile is shown above the line.
-            live = Live(
+            self._live = Live(
                 get_renderable=self._line,
-                console=console,
+                console=self._console,
                 transient=True,
                 redirect_stdout=sys.stdout.isatty(),
+                redirect_stderr=sys.stderr.isatty(),
             )
-            self._on_exit.enter_context(live)
+            self._live.start(refresh=True)
+        self(self._first)
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._on_exit.close()
+        self("")
+        if self._live:
+            self._live.stop()
 
-    def _line(self) -> Text:
+    def __call__(self, activity: str, detail: str = "", *, at_once: bool = True) -> None:
+        """Begins an activity, or continues it with another detail, e.g. 'step 3 of 30'.
+
+        In a pipe it is a line `at_once`, or only if it takes long; '' ends an activity.
+        """
+        if activity == self._activity:
+            self._detail = detail
+            return
+        self._ended.set()
+        self._activity, self._detail = activity, detail
+        self._since, self._ended = time.monotonic(), threading.Event()
+        if activity and not self._live:
+            if at_once:
+                self.say(activity)
+            waits = itertools.chain(
+                [] if at_once else [_PATIENCE],
+                itertools.repeat(_SECONDS) if self._repeats else [],
+            )
+            threading.Thread(target=self._remind, args=(self._ended, waits), daemon=True).start()
+
+    @property
+    def width(self) -> int:
+        """The columns that a line may have."""
+        return self._console.width if self._live else _PIPE_WIDTH
+
+    def say(self, text: str) -> None:
+        """Prints a line; a terminal wraps it between words."""
+        if self._live:
+            lines = wrapped(Text(text), self.width)
+            self._console.print(*lines, sep="\n", soft_wrap=True)
+        elif not self._console.quiet:
+            print(text, file=self._console.file, flush=True)
+
+    def _line(self) -> RenderableType:
         detail = f", {self._detail}" if self._detail else ""
-        return Text(f"{self._activity}{detail} ... {time.monotonic() - self._since:.0f} s")
+        words = f"{self._activity}{detail} ... {time.monotonic() - self._since:.0f} s"
+        return Text(words, no_wrap=True, overflow="ellipsis")
 
-    def _print(self, line: str) -> None:
-        if self._in_pipe:
-            self._printed = time.monotonic()
-            print(line, file=sys.stderr, flush=True)
-
-    def _repeat(self) -> None:
-        shown = ("", "")
-        while not self._ended.wait(max(0.1, self._printed + _SECONDS - time.monotonic())):
-            now = (self._activity, self._detail)
-            has_changed = not self._detail or now != shown
-            if time.monotonic() >= self._printed + _SECONDS and has_changed:
-                shown = now
-                self._print(self._line().plain)
+    def _remind(self, ended: threading.Event, waits: Iterable[float]) -> None:
+        """Prints what is being done after each of the waits, until it has ended."""
+        said = ""
+        for wait in waits:
+            if ended.wait(wait):
+                return
+            detail, line = self._detail, str(self._line())
+            if (not detail or detail != said) and not ended.is_set():
+                self.say(line)
+            said = detail
 
 
 def silent(activity: str, detail: str = "") -> None:

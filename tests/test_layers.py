@@ -31,7 +31,7 @@ ALLOWED = {
 }
 ALLOWED["comparison"] = ALLOWED["planning"] | ALLOWED["certification"] | {"comparison"}
 ALLOWED["config"] = {*ALLOWED, "config"}
-SHARED = {"types", "errors", "console", "terminal", "argument_checks", "argument_types"}
+SHARED = {"types", "errors", "console", "argument_checks", "argument_types"}
 SHARED |= {"html_page", "html_controls", "html_text"}
 DOORWAYS = {"train", "plan", "certify", "compare", "conform", "sweep", "evaluate", "launch"}
 DOORWAYS |= {"checkpoints", "__main__"}
