@@ -13,7 +13,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, Self, TextIO
 
 from rich import box
@@ -61,48 +61,38 @@ class Table:
     def layout(self, width: int) -> list[RenderableType]:
         """The table in at most `width` columns, if its longest words allow that.
 
-        Each row is a line, if all fit. Else it is a paragraph: each cell has its column's name
-        before it.
+        Each row is a line, under heads that may be wrapped. Where that does not fit, a row is a
+        paragraph: each cell has its column's name before it.
         """
         title = wrapped(Text(self.title), width) if self.title else []
-        if widths := self._widths(width):
-            return [*title, self._grid(widths)]
-        paragraphs = (
-            filled(
-                (
-                    Text.assemble((f"{head}: " if head else "", "bold"), cell)
-                    for head, cell in zip(self.heads, row, strict=True)
-                    if str(cell)
-                ),
-                width,
-            )
-            for row in self.rows
-        )
-        return [*title, Text(), *itertools.chain.from_iterable(paragraphs), Text()]
+        for wraps_heads in (False, True):
+            grid = self._grid(wraps_heads)
+            if Console(width=_PIPE_WIDTH).measure(grid).minimum <= width:
+                return [*title, grid]
+        lines: list[Text] = []
+        for row in self.rows:
+            pairs = [(head, cell) for head, cell in zip(self.heads, row, strict=True) if str(cell)]
+            named = (Text.assemble((f"{head}: " if head else "", "bold"), x) for head, x in pairs)
+            lines += filled(named, width)
+        return [*title, Text(), *lines, Text()]
 
-    def _widths(self, width: int) -> list[int]:
-        """The width of each column, the widest that fit; empty if the least ones do not."""
-        least, widths = [], []
-        for i, (name, head) in enumerate(zip(self.columns, self.heads, strict=True)):
-            cells = [str(row[i]) for row in self.rows]
-            unbroken = _PROSE if name.endswith("~") else _PIPE_WIDTH
-            least.append(max([_least(head, 0), *(_least(cell, unbroken) for cell in cells)]))
-            widths.append(max(map(cell_len, [head, *cells])))
-        while sum(widths) + _GAP * len(widths) > width:
-            slack = [now - needed for now, needed in zip(widths, least, strict=True)]
-            if not any(slack):
-                return []
-            widths[slack.index(max(slack))] -= 1
-        return widths
-
-    def _grid(self, widths: Iterable[int]) -> Grid:
-        """Rows under heads, with columns of the given widths."""
+    def _grid(self, wraps_heads: bool) -> Grid:
+        """Rows under heads. What is not prose has the width that it needs."""
         style = box.SIMPLE if self.rows else box.SIMPLE_HEAD
         grid = Grid(box=style, pad_edge=False, padding=(0, _GAP - 1, 0, 0))
-        for name, head, width in zip(self.columns, self.heads, widths, strict=True):
-            grid.add_column(
-                Text(head, "bold"), width=width, justify="right" if name[-1:] == ":" else "left"
-            )
+        for i, (name, head) in enumerate(zip(self.columns, self.heads, strict=True)):
+            texts = [
+                *(head.split() if wraps_heads else [head]),
+                *(str(row[i]) for row in self.rows),
+            ]
+            width = max(map(cell_len, texts), default=0)
+            if name.endswith("~"):
+                grid.add_column(Text(head, "bold"), min_width=min(width, _PROSE))
+            else:
+                is_number = name.endswith(":")
+                grid.add_column(
+                    Text(head, "bold"), width=width, justify="right" if is_number else "left"
+                )
         before = None
         for key, *cells in self.rows:
             is_same = self.grouped and str(key) == before
@@ -111,28 +101,9 @@ class Table:
         return grid
 
 
-def _least(text: str, unbroken: int) -> int:
-    """The columns that a text needs if no word is broken, nor it itself below some length."""
-    return max([min(cell_len(text), unbroken), *map(cell_len, text.split())])
-
-
 def table(title: str, *columns: str, grouped: bool = False) -> Table:
     """An empty `Table`."""
     return Table(title, columns, grouped)
-
-
-def table_of(
-    title: str, rows: Iterable[Mapping[str, str | Text | None]], *, grouped: bool = False
-) -> Table:
-    """A `Table` of rows that have their cells by the names of the columns.
-
-    A column in which no row has a cell is left out.
-    """
-    rows = list(rows)
-    names = dict.fromkeys(name for row in rows for name in row)
-    columns = tuple(name for name in names if any(row.get(name) for row in rows))
-    cells = [tuple(row.get(name) or "" for name in columns) for row in rows]
-    return Table(title, columns, grouped, cells)
 
 
 def wrapped(text: Text, width: int) -> list[Text]:
