@@ -48,7 +48,6 @@ def _step_table(
     rows: Sequence[Row], where: Topology, unit: float, name: str, verbose: bool
 ) -> Table:
     """Times of CPUs are left out, unless verbose or measured."""
-    measured = any(row.measured_seconds for row in rows)
     timed = verbose or where.chip.platform != "cpu"
     counted = verbose or not timed
 
@@ -67,7 +66,7 @@ def _step_table(
     predicted = zip(rates(".2f", "predicted_seconds", 1e-3), rows, strict=True)
     bounded = [f">= {ms}" if row.is_lower_bound else ms for ms, row in predicted]
     errors = [format_number(prediction_error(row), 1, "+.0%") for row in rows]
-    columns = [  # whether it is shown, its head, the cells of all rows
+    columns = [  # whether it is shown if a row has a cell, its head, the cells of all rows
         (True, "strategy", [row.strategy for row in rows]),
         (True, f"wire {name}:", rates(",.3f", "wire_total", unit)),
         (has_model, "of model:", rates(",.3f", "wire_of_model", unit)),
@@ -82,8 +81,8 @@ def _step_table(
         (verbose, "intra-node ms:", part("network_inside")),
         (verbose, "inter-node ms:", part("network_across")),
         (timed, "step ms:", bounded),
-        (measured, "measured ms:", rates(".2f", "measured_seconds", 1e-3)),
-        (timed and measured, "error:", errors),
+        (True, "measured ms:", rates(".2f", "measured_seconds", 1e-3)),
+        (timed, "error:", errors),
         (timed, "exposed ms:", part("exposed")),
         (timed, "MFU:", rates(".1%", "mfu")),
         (timed, "bound", [_BOUND_CELLS.get(row.bound or "", row.bound or "") for row in rows]),
@@ -92,11 +91,9 @@ def _step_table(
     ]
     source = "nominal rates" if where.chip.platform == "cpu" else "vendors' rates"
     rate = f"; times follow from {source}" if timed else ""
-    heads = [head for is_shown, head, _ in columns if is_shown]
-    shown = table(f"A step: wire bytes that a device sends{rate}", *heads)
-    cells = [column for is_shown, _, column in columns if is_shown]
-    shown.rows.extend(zip(*cells, strict=True))
-    return shown
+    shown = {head: cells for is_shown, head, cells in columns if is_shown and any(cells)}
+    cells = list(zip(*shown.values(), strict=True))
+    return Table(f"A step: wire bytes that a device sends{rate}", tuple(shown), rows=cells)
 
 
 def _collectives_table(rows: Sequence[Row], unit: float, name: str) -> Table:
