@@ -13,7 +13,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self, TextIO
 
 from rich import box
@@ -150,24 +150,8 @@ def _console(file: TextIO | None) -> Console:
     return console_of(file or sys.stdout, width=_PIPE_WIDTH)
 
 
-def with_remarks(lines: Iterable[tuple[str, str]], most: int) -> list[Text]:
-    """Lines, each with a remark to the right of all, or below it if the line is long.
-
-    Remarks begin after `most` columns, sooner on a narrow terminal.
-    """
-    pairs = list(lines)
-    widest = max((len(remark) for _, remark in pairs), default=0)
-    column = max(_PROSE, min(most, _console(None).width - widest - _GAP))
-    return [
-        Text(line.ljust(column) if len(line) <= column else f"{line}\n{' ' * column}")
-        .append(" " * _GAP)
-        .append(remark, "cyan")
-        for line, remark in pairs
-    ]
-
-
 def put(*parts: Any, file: TextIO | None = None) -> None:
-    """Prints text and tables, to standard output without a `file`.
+    """Prints text, tables and lists of the parts of a line, to standard output without a `file`.
 
     Text on a terminal is wrapped between words, and has its style. No word is broken.
     """
@@ -175,12 +159,16 @@ def put(*parts: Any, file: TextIO | None = None) -> None:
     width = console.width
     with console.capture() as captured:
         for part in parts:
-            is_table = isinstance(part, Table)
-            lines = part.layout(width) if is_table else wrapped(Text.assemble(part), width)
+            if isinstance(part, Table):
+                lines: Sequence[RenderableType] = part.layout(width)
+            elif isinstance(part, list):
+                lines = filled(part, width)
+            else:
+                lines = wrapped(Text.assemble(part), width)
             console.print(*lines, sep="\n", soft_wrap=True)
     if parts:
-        lines = (line.rstrip() for line in captured.get().splitlines())
-        print("\n".join(lines), file=file, flush=True)
+        printed = (line.rstrip() for line in captured.get().splitlines())
+        print("\n".join(printed), file=file, flush=True)
 
 
 class Progress:

@@ -17,12 +17,14 @@ from research_dp.argument_types import Count
 from research_dp.commands import jax_setup
 from research_dp.commands.configured import Bindings, Files, in_arguments, session
 from research_dp.config import gin_internals, load, reachability
-from research_dp.console import Table, put, table, with_remarks
+from research_dp.console import Table, put, table
 from research_dp.distributed.mesh import sizes_text
 from research_dp.distributed.placement import nbytes
 from research_dp.strategies import Strategy, jaxpr_collectives
 from research_dp.training import sharding_table
 from research_dp.training.train import train
+
+_COLUMN = 44  # where the origin of a value begins, unless the value is longer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,8 +96,8 @@ def built() -> Strategy:
 
 def show(config: load.Config, strategy: Strategy) -> None:
     """Shows the configuration, the mesh and the strategy."""
-    values = ((line, f"# {place}") for line, place in configuration(config))
-    put(*with_remarks(values, 60))
+    for line, place in configuration(config):
+        put([Text(line.ljust(_COLUMN)), Text(f"# {place}", "cyan")])
     for binding in config.unused:
         put(Text(f"# without effect: {binding}  # {binding.place}", style="dim"))
     mesh = strategy.mesh
