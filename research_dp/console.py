@@ -137,17 +137,13 @@ def filled(parts: Iterable[Text], width: int) -> list[Text]:
     return [Text(" " * _INDENT if i else "").append_text(line) for i, line in enumerate(lines)]
 
 
-def console_of(stream: TextIO, **settings: Any) -> Console:
+def _console(stream: TextIO, *, quiet: bool = False) -> Console:
     """Rich's console of a stream: one of a terminal only if the stream is a terminal."""
     is_terminal = stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
-    return Console(file=stream, force_terminal=is_terminal, highlight=False, **settings)
-
-
-def _console(file: TextIO | None) -> Console:
-    console = console_of(file or sys.stdout)
-    if console.is_terminal or "COLUMNS" in os.environ:
-        return console
-    return console_of(file or sys.stdout, width=_PIPE_WIDTH)
+    width = None if is_terminal or "COLUMNS" in os.environ else _PIPE_WIDTH
+    return Console(
+        file=stream, force_terminal=is_terminal, highlight=False, quiet=quiet, width=width
+    )
 
 
 def put(*parts: Any, file: TextIO | None = None) -> None:
@@ -155,7 +151,7 @@ def put(*parts: Any, file: TextIO | None = None) -> None:
 
     Text on a terminal is wrapped between words, and has its style. No word is broken.
     """
-    console = _console(file)
+    console = _console(file or sys.stdout)
     width = console.width
     with console.capture() as captured:
         for part in parts:
@@ -183,7 +179,7 @@ class Progress:
     def __init__(self, activity: str = "", stream: TextIO | None = None, *, quiet: bool = False):
         self._activity, self._detail, self._since = "", "", 0.0
         self._first, self._ended = activity, threading.Event()
-        self._console = console_of(stream or sys.stderr, quiet=quiet)
+        self._console = _console(stream or sys.stderr, quiet=quiet)
         self._live: Live | None = None
 
     def __enter__(self) -> Self:
@@ -196,12 +192,13 @@ class Progress:
                 redirect_stdout=sys.stdout.isatty(),
                 redirect_stderr=sys.stderr.isatty(),
             )
-            self._live.start(refresh=True)
         self(self._first)
+        if self._live:
+            self._live.start(refresh=True)
         return self
 
     def __exit__(self, *error: object) -> None:
-        self("")
+        self._ended.set()
         if self._live:
             self._live.stop()
 

@@ -385,6 +385,7 @@ bar.close()
     lines = [line.strip() for line in screen(text).splitlines() if line]
     assert lines[:2] == ["printed meanwhile", "train step 100/300"]
     assert lines[2:] == ["2.0 steps/s  64 examples/s", "1 min 40 s left", "said"]
+    assert " ... 0 s" not in text.replace("Saving ... 0 s", ""), "a frame has no activity"
     # Each frame is one line: the cursor goes up only to erase the last one at the end.
     assert "\x1b[1A\x1b[2K\x1b[1A" not in text
 
