@@ -50,7 +50,7 @@ def compared(*folders):
 def charts(page):
     """Title -> specification of all charts of a page."""
     told = json.loads(re.findall(r'id="page-data">(.*?)</script>', page, re.S)[0])
-    return {chart["description"]: chart for group in told["groups"] for chart in group["charts"]}
+    return {chart["description"]: chart for chart in told["charts"]}
 
 
 def test_the_difference_to_the_reference_has_a_chart(tmp_path):
@@ -64,7 +64,7 @@ def test_the_difference_to_the_reference_has_a_chart(tmp_path):
     assert not any(found[21:29])
     chart = charts(html_report.page(compared(*folders)))["Training loss minus that of a"]
     y = chart["layer"][0]["encoding"]["y"]
-    assert y["scale"] == {"type": "symlog", "constant": pytest.approx(1e-7)}
+    assert y["scale"] == {"type": "symlog", "constant": pytest.approx(1e-7), "padding": 8}
     assert {0, 1e-3, -1e-3} <= set(y["axis"]["values"])
 
 
@@ -110,7 +110,7 @@ def test_axes_can_be_read_where_all_values_are_equal(tmp_path, open_page):
     for _ in range(2):  # linear, logarithmic
         loss = page.locator(".chart").first.locator(".role-axis").last
         assert loss.locator(".role-axis-label text").all_text_contents() == ["0.4905"]
-        page.get_by_label("Logarithmic").click()
+        page.get_by_label("logarithmic").first.click()
         page.wait_for_timeout(500)
     front = page.locator(".chart").last.locator(".role-axis-label text").all_text_contents()
     assert len(front) == 2 and all(float(text) > 0 for text in front)  # bytes, evaluation loss
@@ -126,4 +126,33 @@ def test_nothing_is_cut(tmp_path, open_page, width):
     file.write_text(html_report.page(compared(*folders)))
     page = open_page(file, width=width)
     assert page.problems == [] and browser.cut(page) == []
+    page.close()
+
+
+@pytest.mark.slow
+def test_the_slider_shows_the_predicted_seconds_of_each_speed(tmp_path, open_page):
+    result = dataclasses.replace(
+        compared(write_run(tmp_path / "a"), write_run(tmp_path / "b")),
+        topology="t:8",
+        is_timed=True,
+        links=LinkTimes([1e9, 1e10, 4e10], 1e10, {"a": [0.7, 0.5, 0.25], "b": [0.9, 0.5, 0.4]}),
+    )
+    file = tmp_path / "page.html"
+    file.write_text(html_report.page(result))
+    page = open_page(file)
+    chart = page.locator(".chart").last
+    slider = chart.get_by_label("Speed of the slowest link")
+    slider.focus()
+    for key, speed, expected in (
+        ("Home", "1 Gbit/s", (700, 900)),
+        ("ArrowRight", "10 Gbit/s (its own)", (500, 500)),
+        ("End", "40 Gbit/s", (250, 400)),
+    ):
+        page.keyboard.press(key)
+        page.wait_for_timeout(300)
+        assert chart.locator(".role-title-text text").text_content() == speed
+        bars = chart.locator(".mark-rect path").all()
+        told = [bar.get_attribute("aria-label") for bar in bars]
+        assert [int(re.search(r"step: (\d+)", text)[1]) for text in told] == list(expected)
+    assert page.problems == []
     page.close()

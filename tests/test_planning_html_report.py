@@ -44,9 +44,9 @@ def test_the_page_escapes_what_users_wrote_and_has_a_table_of_sizes():
 def test_equal_curves_share_a_line():
     curve = {8: row(5e9), 16: row(3e9)}
     off = {8: row(5e9), 16: row(3e9, wire=2e9)}
-    columns = told(page_of({"a": curve, "b": curve, "c": off}))["data"]["points"]["columns"]
-    assert columns["strategy"]["texts"] == ["a, b", "c"]
-    assert columns["needed"]["numbers"] == [5, 3, 5, 3]
+    columns = told(page_of({"a": curve, "b": curve, "c": off}))["data"]["points"]
+    assert columns["strategy"] == ["a, b", "a, b", "c", "c"]
+    assert columns["needed"] == [5, 3, 5, 3]
 
 
 @pytest.mark.parametrize("where", [GPUS, CPU])
@@ -57,7 +57,13 @@ def test_times_are_plotted_unless_they_are_nominal(where):
         *("Memory needed per device", "Wire bytes per device and step"),
         *(("A step", "Exposed communication of a step") if where is GPUS else ()),
     ]
-    assert told(text)["data"]["points"]["columns"]["wire"]["numbers"] == [8, 64]
+    assert told(text)["data"]["points"]["wire"] == [8, 64]
+
+
+def test_one_size_has_bars_beside_the_available_memory():
+    text = page_of({"a": {64: row(5e9)}, "b": {64: row(3e9)}})
+    assert {chart["mark"]["type"] for chart in told(text)["charts"]} == {"bar"}
+    assert "<figcaption>Memory needed per device, GB (of h100: 78.1 GB)<" in text
 
 
 def test_where_nothing_compiles_the_page_says_that_nothing_is_known():
@@ -105,10 +111,11 @@ def test_the_page_opens_in_a_browser(open_page, tmp_path, scheme, width):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "memory", [(0.62e6, 1.75e6), (1.0e6, 1.5e6), (0.9e9, 30e9), (5e6, 4e9), (0.0, 0.0), (3e9,)]
+    "memory",
+    [(0.62e6, 1.75e6), (1.0e6, 1.5e6), (0.9e9, 30e9), (5e6, 4e9), (0.0, 0.0), (1e9, 1.0004e9)],
 )
 def test_each_axis_has_ticks_that_can_be_read(open_page, tmp_path, memory):
-    points = {n: row(y, y, 0.1 * n) for n, y in zip((8, 64), memory, strict=False)}
+    points = {n: row(y, y, 0.1 * n) for n, y in zip((8, 64), memory, strict=True)}
     file = tmp_path / "plan.html"
     file.write_text(page_of({"a": points}, CPU), encoding="utf-8")
     page = open_page(file)

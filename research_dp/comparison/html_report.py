@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
+import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,20 +12,20 @@ import numpy as np
 from research_dp.comparison import chart_data, tables
 from research_dp.comparison.comparison import Comparison
 from research_dp.comparison.runs import Run
-from research_dp.html_page import Page, Slider
+from research_dp.html_page import BAR, Page, legend_of
 
 if TYPE_CHECKING:  # an extra, and slow to import
     import altair
 
 _UNITS = ((1e9, "Gbit/s"), (1e6, "Mbit/s"))
 _MOST_MARKERS = 2_000  # of a chart
-_HEIGHT, _BAR = 260, 24
+_SMOOTHED = 0.025  # the part of a curve, on each side, that its moving average includes
 
 
 def page(comparison: Comparison) -> str:
     """The page: one file that opens from disk, and needs no other."""
     runs = [run for run in comparison.runs if run.is_run]
-    shown = Page(comparison.title(), [run.name for run in runs])
+    shown = Page(comparison.title(), [run.name for run in runs], "run")
     shown.bullets(comparison.notes())
     shown.heading("Verdict per pair")
     if comparison.reference is not None:
@@ -74,41 +74,58 @@ def _add_curves(shown: Page, runs: Sequence[Run], reference: Run | None) -> None
         return
     if any(run.platform == "cpu" for run in runs):
         shown.prose("Seconds are those of training steps, and marked CPU where a CPU took them.")
-    curves: dict[str, Callable[..., Any]] = {}
-    for split, columns in splits.items():
-        metrics = [name for name in columns if name not in chart_data.AXES]
-        chart = alt.Chart(shown.data(split, columns, series="run", smoothed=metrics))
-        has_points = len(columns["run"]) <= _MOST_MARKERS
-        curves[split] = functools.partial(_curve, shown, chart, has_points=has_points)
+    data = {split: shown.data(split, columns) for split, columns in splits.items()}
+
+    def curve(split: str, x: str, y: str, title: str, x_title: str = "step", **options: Any) -> Any:
+        scale = alt.Scale(zero=False, nice=False, padding=8)
+        records = len(splits[split]["run"])
+        return shown.lines(
+            data[split],
+            alt.X(x, type="quantitative", title=x_title, scale=scale),
+            y,
+            title,
+            tooltip=["run:N", f"{x}:Q", f"{y}:Q"],
+            smoothed=int(_SMOOTHED * records / len(runs)),
+            markers=records <= _MOST_MARKERS,
+            **options,
+        )
+
+    train = splits["train"]
     axes = {"step": "step", "sent": "GB sent per device", "seconds": _seconds_title(runs)}
     charts = [
-        curves["train"](x, "loss", f"Training loss against {title}", title)
+        curve("train", x, "loss", f"Training loss against {title}", title, log=False)
         for x, title in axes.items()
-        if not np.isnan(np.array(splits["train"][x], float)).all()
+        if _is_known(train[x]) and _is_known(train["loss"])
     ]
-    sizes = np.abs(np.array(splits["train"]["difference"], float))
+    sizes = np.abs(np.array(train["difference"], float))
     sizes = sizes[np.isfinite(sizes) & (sizes > 0)]
     if reference and sizes.size:
-        charts.insert(1, _difference(curves["train"], sizes, reference))
+        title = f"Training loss minus that of {reference.name}"
+        charts.insert(1, curve("train", "step", "difference", title, **_both_signs(sizes)))
+    elsewhere = {*chart_data.AXES, "difference"}
     for split, title in (("eval", "Evaluation"), ("train", "Training")):
-        for name in splits.get(split, {}):
-            if name not in (*chart_data.AXES, "difference") and (split, name) != ("train", "loss"):
+        for name, column in splits.get(split, {}).items():
+            has_chart = name in elsewhere or (split, name) == ("train", "loss")
+            if not has_chart and _is_known(column):
                 head = f"{title}: {name.replace('_', ' ')}"
-                charts.append(curves[split]("step", name, head, "step"))
-    shown.charts(*charts, y_scale="linear", smoothing=True)
+                charts.append(curve(split, "step", name, head, log=False))
+    shown.charts(*charts)
 
 
-def _difference(curve: Callable[..., Any], sizes: np.ndarray, reference: Run) -> Any:
-    """Loss minus the reference's by steps: signs stay, and sizes are logarithmic."""
+def _is_known(column: Sequence[float | None]) -> bool:
+    """Whether a column has a number."""
+    return bool(np.isfinite(np.array(column, float)).any())
+
+
+def _both_signs(sizes: np.ndarray) -> dict[str, Any]:
+    """An axis for values of these sizes, logarithmic on both sides of zero."""
     import altair as alt
 
     low, high = math.floor(np.log10(sizes.min())), math.floor(np.log10(sizes.max()))
     powers = [10.0**power for power in range(high, low - 1, -math.ceil((high - low + 1) / 3))]
     ticks = [*(-power for power in powers), 0.0, *powers]
-    scale = alt.Scale(type="symlog", constant=10.0**low)
-    axis = alt.Axis(values=ticks, format="~g")
-    title = f"Training loss minus that of {reference.name}"
-    return curve("step", "difference", title, "step", scale=scale, axis=axis)
+    scale = alt.Scale(type="symlog", constant=10.0**low, padding=8)
+    return {"scale": scale, "axis": alt.Axis(values=ticks, format="~g")}
 
 
 def _seconds_title(runs: Sequence[Run]) -> str:
@@ -116,35 +133,6 @@ def _seconds_title(runs: Sequence[Run]) -> str:
     if platforms == {"cpu"}:
         return "seconds (CPU)"
     return "seconds (of other devices)" if len({run.devices for run in runs}) > 1 else "seconds"
-
-
-def _curve(
-    shown: Page,
-    chart: altair.Chart,
-    x: str,
-    y: str,
-    title: str,
-    x_title: str,
-    *,
-    has_points: bool,
-    **y_options: Any,
-) -> Any:
-    import altair as alt
-
-    nice = alt.Scale(zero=False, nice=False)
-    y_options = {"scale": alt.Scale(zero=False), **y_options}
-    tooltip = ["run:N", f"{x}:Q", f"{y}:Q"]
-    base = chart.encode(
-        x=alt.X(x, type="quantitative", title=x_title, scale=nice),
-        y=alt.Y(y, type="quantitative", title=y.replace("_", " "), **y_options),
-        color=shown.color("run"),
-    )
-    line = base.mark_line().encode(strokeDash=shown.dash("run"))
-    if not has_points:
-        return line.properties(title=title, height=_HEIGHT)
-    # One record alone makes no line, and a line has no tooltip.
-    points = base.mark_point(size=14, filled=True, opacity=0.7).encode(tooltip=tooltip)
-    return alt.layer(line, points, title=title, height=_HEIGHT)
 
 
 def _bars(
@@ -174,15 +162,11 @@ def _bars(
         .mark_bar()
         .encode(
             y=alt.Y("run", type="nominal", sort=list(parts), title=None),
-            x=alt.X(
-                "size", type="quantitative", title=axis, stack="zero", axis=alt.Axis(tickCount=8)
-            ),
-            color=alt.Color(
-                "part", type="nominal", scale=colors, legend=alt.Legend(orient="top", title=None)
-            ),
+            x=alt.X("size", type="quantitative", title=axis, stack="zero"),
+            color=alt.Color("part", type="nominal", scale=colors, legend=legend_of(kinds)),
             tooltip=["run:N", "part:N", "size:Q"],
         )
-        .properties(title=title, height=_BAR * len(parts))
+        .properties(title=title, height=BAR * len(parts))
     )
 
 
@@ -191,7 +175,7 @@ def _add_memory(shown: Page, comparison: Comparison, runs: Sequence[Run]) -> Non
     parts = {run.name: tables.memory_parts(run) for run in runs}
     if any(size for sizes in parts.values() for size in sizes.values()):
         scaled = _scaled(parts, 1e6)
-        shown.charts(_bars(shown, "memory", scaled, "As the run compiled it", "MB"), legend=False)
+        shown.charts(_bars(shown, "memory", scaled, "As the run compiled it", "MB"))
     shown.table(tables.memory_table(runs, comparison.planned, comparison.topology))
     if not any(run.peak_memory for run in runs):
         shown.prose("No device reported the memory that it used; CPUs do not.")
@@ -205,7 +189,7 @@ def _add_wire(shown: Page, comparison: Comparison, runs: Sequence[Run]) -> None:
         if any(parts.values()):
             charts.append(_bars(shown, key, _scaled(parts, 1e6), title, "MB a device and step"))
     if charts:
-        shown.charts(*charts, legend=False)
+        shown.charts(*charts)
     shown.table(tables.wire_table(runs))
     if comparison.planned:
         shown.table(tables.plan_table(comparison.planned, comparison.topology, comparison.is_timed))
@@ -226,7 +210,7 @@ def _add_seconds(shown: Page, comparison: Comparison, runs: Sequence[Run]) -> No
     }
     if any(parts.values()):
         title = "Seconds of the training process"
-        shown.charts(_bars(shown, "seconds_of", parts, title, "seconds"), legend=False)
+        shown.charts(_bars(shown, "seconds_of", parts, title, "seconds"))
         shown.table(tables.seconds_table(runs))
     else:
         shown.prose("No run recorded it yet.")
@@ -249,7 +233,7 @@ def _add_front(shown: Page, comparison: Comparison, runs: Sequence[Run]) -> None
     front, loss = chart_data.front(runs)
     if front["run"]:
         nice = alt.Scale(zero=False)
-        base = alt.Chart(shown.data("front", front, series="run"))
+        base = alt.Chart(shown.data("front", front))
         encoded = base.encode(
             x=alt.X("sent", type="quantitative", title="GB sent per device", scale=nice),
             y=alt.Y("loss", type="quantitative", title=loss, scale=nice),
@@ -258,13 +242,11 @@ def _add_front(shown: Page, comparison: Comparison, runs: Sequence[Run]) -> None
             interpolate="step-after", opacity=0.4, color="currentColor", strokeDash=[4, 3]
         )
         points = encoded.mark_point(filled=True, size=90, opacity=1).encode(
-            color=shown.color("run"),
-            shape=shown.shape("run"),
             tooltip=["run:N", "sent:Q", "loss:Q"],
+            **shown.look("color", "shape", legend=front["run"]),
         )
         title = f"Last {loss} against the bytes sent; dashed: no run has less of both"
-        layers: Any = alt.layer(line, points, title=title, height=_HEIGHT)
-        shown.charts(layers)
+        shown.charts(alt.layer(line, points, title=title))
     if comparison.topology and not comparison.is_timed:
         return  # a note says why
     shown.heading("Predicted time by the speed of the link", level=3)
@@ -279,30 +261,16 @@ def _add_front(shown: Page, comparison: Comparison, runs: Sequence[Run]) -> None
     columns: dict[str, list[Any]] = {"run": [], "rate": [], "ms": []}
     for name, seconds in links.seconds.items():
         columns["run"] += [name] * len(seconds)
-        columns["rate"] += list(map(float, links.rates))
+        columns["rate"] += range(len(seconds))
         columns["ms"] += [1e3 * x for x in seconds]
-    chosen = alt.param(name="link", value=float(links.own))
-    predicted = (
-        alt.Chart(shown.data("links", columns, series="run"))
-        .mark_bar()
-        .encode(
-            y=alt.Y("run", type="nominal", sort=None, title=None),
-            x=alt.X("ms", type="quantitative", title="predicted ms of a step"),
-            color=shown.color("run"),
-            tooltip=["run:N", "ms:Q"],
-        )
-        .add_params(chosen)
-        .transform_filter("datum.rate == link")
-        .properties(title="Compute, and the wait for the network", height=_BAR * len(links.seconds))
-    )
-    slider = Slider(
-        "link",
-        "Speed of the slowest link",
-        links.rates,
-        [_speed(rate) + " (its own)" * (rate == links.own) for rate in links.rates],
-        list(links.rates).index(links.own),
-    )
-    shown.charts(predicted, legend=False, slider=slider)
+    speeds = [_speed(rate) + " (its own)" * (rate == links.own) for rate in links.rates]
+    slider = alt.binding_range(min=0, max=len(speeds) - 1, step=1, name="Speed of the slowest link")
+    own = list(links.rates).index(links.own)
+    x = alt.X("ms", type="quantitative", title="predicted ms of a step")
+    speed = alt.Title(alt.expr(f"{json.dumps(speeds)}[link]"))
+    bars = shown.bars(shown.data("links", columns), x, speed, ["run:N", "ms:Q"])
+    chosen = alt.param(name="link", value=own, bind=slider)
+    shown.charts(bars.add_params(chosen).transform_filter("datum.rate == link"))
 
 
 def _speed(rate: float) -> str:

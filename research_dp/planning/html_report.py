@@ -15,10 +15,9 @@ _HOW = (
     "devices. Hosts and slices are as large as the planned ones."
 )
 _TIMES = (
-    " No time has latency, stragglers or shared switches in it: with thousands of devices real "
+    "No time has latency, stragglers or shared switches in it: with thousands of devices real "
     "steps are longer."
 )
-_HEIGHT = 260  # of a chart, in pixels
 # Field of the charts' data -> the figure of a row.
 _FIGURES: dict[str, Callable[[Row], float | None]] = {
     "needed": lambda row: row.needed_bytes,
@@ -32,14 +31,16 @@ def page(
     rows: Sequence[Row], curves: Curves, where: Topology, words: Sequence[str], run: str
 ) -> str:
     """The page of a plan for `run`, e.g. the command's gin files: one file that needs no other."""
-    timed = where.chip.platform != "cpu"
-    lines = _lines(curves)
-    shown = Page(f"Plan of {run} on {where.name}", lines)
+    timed, has_sizes = where.chip.platform != "cpu", any(len(c) > 1 for c in curves.values())
+    lines = _lines(curves) if has_sizes else curves
+    shown = Page(f"Plan of {run} on {where.name}", lines, "strategy")
     shown.bullets(words)
-    shown.heading("By number of devices")
+    shown.heading("By number of devices" if has_sizes else "By strategy")
     _plot(shown, lines, where, timed=timed)
-    shown.prose(_HOW + _TIMES * timed)
-    if any(len(curve) > 1 for curve in curves.values()):
+    if timed:
+        shown.prose(_TIMES)
+    if has_sizes:
+        shown.prose(_HOW)
         shown.table(size_table(curves, where))
     shown.heading(f"On {where.name}")
     for each in tables(rows, where, verbose=True):
@@ -59,6 +60,8 @@ def _lines(curves: Curves) -> Curves:
 
 def _plot(shown: Page, lines: Curves, where: Topology, *, timed: bool) -> None:
     """Memory and wire bytes, and times unless they are those of nominal rates."""
+    import altair as alt
+
     points = [(name, n, row) for name, curve in lines.items() for n, row in curve.items()]
     unit, memory = scale(row.needed_bytes for *_, row in points)
     sent, traffic = scale(row.wire_total for *_, row in points)
@@ -76,41 +79,26 @@ def _plot(shown: Page, lines: Curves, where: Topology, *, timed: bool) -> None:
         "step": "A step, ms (predicted from vendors' rates)",
         "exposed": "Exposed communication of a step, ms (predicted)",
     }
-    available, limit = where.memory_budget()[0], None
+    available = where.memory_budget()[0]
+    limit = None
     if available:
-        text = f"of {where.chip.name}: {available / unit:,.1f} {memory}"
-        limit = shown.data("limit", {"limit": [available / unit], "text": [text]})
-    data, charts = shown.data("points", columns, series="strategy"), []
+        limit = available / unit, f"of {where.chip.name}: {available / unit:,.1f} {memory}"
+    ticks = alt.Axis(values=sorted(set(columns["devices"])), format=",d")
+    scale_x = alt.Scale(type="log", nice=False, padding=14)
+    x = alt.X("devices:Q", title="devices", scale=scale_x, axis=ticks)
+    data, charts = shown.data("points", columns), []
     for field in _FIGURES if timed else ("needed", "wire"):
-        if all(value is None for value in columns[field]):
+        known = [value for value in columns[field] if value is not None]
+        if not known:
             shown.prose(f"{titles[field]}: not known")  # nothing compiles
             continue
-        ticks = sorted(set(columns["devices"]))
+        value = alt.Tooltip(f"{field}:Q", title=titles[field], format=",.4~g")
+        tooltip = ["strategy:N", alt.Tooltip("devices:Q", format=",d"), value]
         of_limit = limit if field == "needed" else None
-        charts.append(_chart(shown, data, field, titles[field], ticks, of_limit))
-    if charts:
-        shown.charts(*charts, y_scale="log")
-
-
-def _chart(shown: Page, data: Any, field: str, title: str, ticks: Sequence[int], limit: Any) -> Any:
-    """A field by devices."""
-    import altair as alt
-
-    axis = alt.Axis(values=list(ticks), format=",d", grid=False)
-    scale = alt.Scale(type="log", nice=False, padding=14)
-    x = alt.X("devices:Q", title="devices", scale=scale, axis=axis)
-    y = alt.Y(f"{field}:Q", title=None, axis=alt.Axis(format=",.5~g"))
-    value = alt.Tooltip(f"{field}:Q", title=title, format=",.4~g")
-    base = alt.Chart(data).encode(x, y, shown.color("strategy"))
-    points = base.mark_point(filled=True, opacity=1, size=65).encode(
-        shown.shape("strategy"),
-        tooltip=["strategy:N", alt.Tooltip("devices:Q", format=",d"), value],
-    )
-    layers: list[Any] = [base.mark_line(strokeWidth=1.5), points]
-    if limit is not None:
-        line = alt.Chart(limit).encode(alt.Y("limit:Q"))
-        text = line.encode(text="text:N", x=alt.value("width"))
-        halo = text.mark_text(align="right", dy=-8, stroke="var(--page)", strokeWidth=4)
-        label = text.mark_text(align="right", dy=-8, color="var(--red)")
-        layers += [line.mark_rule(strokeDash=[2, 3], color="var(--red)"), halo, label]
-    return alt.layer(*layers).properties(title=title, height=_HEIGHT)
+        if all(len(curve) == 1 for curve in lines.values()):
+            title = titles[field] + (f" ({of_limit[1]})" if of_limit else "")
+            charts.append(shown.bars(data, alt.X(f"{field}:Q", title=None), title, tooltip))
+            continue
+        options: dict[str, Any] = {"tooltip": tooltip, "log": min(known) > 0, "limit": of_limit}
+        charts.append(shown.lines(data, x, field, titles[field], **options))
+    shown.charts(*charts)
