@@ -75,7 +75,7 @@ from .distributed.update import fsdp_apply_gradients, fsdp_update
 from .errors import UsageError
 from .models.flax.linen import linen_functions
 from .models.flax.nnx import nnx_functions
-from .models.from_module import from_linen, from_nnx
+from .models.supervised import from_linen, from_nnx
 from .strategies import (
     Strategy,
     StrategyConfig,
