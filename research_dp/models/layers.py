@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from research_dp.models.flax.example_dropout import example_dropout
 from research_dp.models.flax.linen import linen_functions
+from research_dp.models.flax.module_calls import example_dropout
 from research_dp.models.flax.nnx import nnx_functions
 from research_dp.types import Functions
 

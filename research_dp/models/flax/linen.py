@@ -13,15 +13,7 @@ import jax.numpy as jnp
 from research_dp.argument_checks import checked
 from research_dp.distributed.collectives import Axes
 from research_dp.errors import UsageError
-from research_dp.models.flax.example_dropout import layer_dropout, layer_keys
-from research_dp.models.flax.module_calls import (
-    GUIDE,
-    MODES,
-    ModuleCall,
-    Names,
-    clear_errors,
-    mode_options,
-)
+from research_dp.models.flax import module_calls as calls
 from research_dp.types import Functions, PyTree
 
 
@@ -37,7 +29,7 @@ def linen_functions(module: nn.Module) -> Functions:
     return linen_functions_of_inputs(module, None)
 
 
-def linen_functions_of_inputs(module: nn.Module, inputs: Names | None) -> Functions:
+def linen_functions_of_inputs(module: nn.Module, inputs: calls.Names | None) -> Functions:
     """`linen_functions` on the input of this name, or on a tuple of several inputs.
 
     An argument or field of the module such as `train` or `deterministic` says whether it trains.
@@ -45,18 +37,18 @@ def linen_functions_of_inputs(module: nn.Module, inputs: Names | None) -> Functi
     micro-batch.
     """
     name = type(module).__name__
-    call = ModuleCall(module.__call__, name, inputs)
+    call = calls.ModuleCall(module.__call__, name, inputs)
     names = {field.name for field in dataclasses.fields(module)}
-    fields = [mode for mode in MODES if mode not in call.modes and mode in names]
+    fields = [mode for mode in calls.MODES if mode not in call.modes and mode in names]
 
     def in_mode(train: bool) -> nn.Module:
-        options: dict[str, Any] = dict(mode_options(fields, train))
+        options: dict[str, Any] = dict(calls.mode_options(fields, train))
         return module.clone(**options) if fields else module
 
     def init(key: jax.Array, x: Any) -> tuple[PyTree, PyTree]:
         zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), x)
         given = call.arguments(zeros, train=False)
-        with clear_errors(name, train=False):
+        with calls.clear_errors(name, train=False):
             variables = in_mode(False).init(key, *given.args, **given.kwargs)
         state = dict(nn.meta.unbox(variables))
         return state.pop("params", {}), state
@@ -73,9 +65,9 @@ def linen_functions_of_inputs(module: nn.Module, inputs: Names | None) -> Functi
         given = call.arguments(x, train=train, keys=keys, batch_axes=batch_axes)
         variables = {"params": params, **model_state}
         mutable = list(model_state) if train else []
-        rngs = {"dropout": layer_keys(0)} if train else {}
+        rngs = {"dropout": calls.layer_keys(0)} if train else {}
         layers = _over_the_batch(keys, batch_axes)
-        with clear_errors(name, train=train), nn.intercept_methods(layers):
+        with calls.clear_errors(name, train=train), nn.intercept_methods(layers):
             y, updates = in_mode(train).apply(
                 variables, *given.args, mutable=mutable, rngs=rngs, **given.kwargs
             )
@@ -99,7 +91,7 @@ def _over_the_batch(keys: jax.Array | None, axes: Axes) -> Callable[..., Any]:
     def intercept(call: Callable[..., Any], args: Any, options: Any, context: Any) -> Any:
         module = context.module
         if context.method_name == "__call__" and isinstance(module, nn.BatchNorm):
-            check_batch_norm(module.axis_name, axes, options.get("mask"))
+            calls.check_batch_norm(module.axis_name, axes, options.get("mask"))
             # Modules are frozen, and this one is a copy that Flax made for this `apply`.
             object.__setattr__(module, "axis_name", axes or None)
         if type(module).__call__ is nn.Dropout.__call__ and context.method_name == "__call__":
@@ -107,23 +99,6 @@ def _over_the_batch(keys: jax.Array | None, axes: Axes) -> Callable[..., Any]:
         return call(*args, **options)
 
     return intercept
-
-
-def check_batch_norm(axis_name: Any, axes: Axes, mask: Any) -> None:
-    """Raises UsageError for a BatchNorm whose statistics cannot be those of all devices.
-
-    `axes` are the mesh axes that the batch is split over, which it may name itself.
-    """
-    if axis_name not in (None, axes):
-        raise UsageError(
-            f"BatchNorm has axis_name = {axis_name!r}. Leave it out: statistics are taken over the "
-            f"global micro-batch under every strategy. {GUIDE}"
-        )
-    if mask is not None:
-        raise UsageError(
-            "BatchNorm with a mask: devices would have unequal numbers of values, and Flax "
-            f"averages their means with equal weights. Leave the mask out. {GUIDE}"
-        )
 
 
 def _dropout(
@@ -140,4 +115,4 @@ def _dropout(
     if module.rate == 1.0:
         return jnp.zeros_like(inputs)
     layer_key = module.make_rng(module.rng_collection) if rng is None else rng
-    return layer_dropout(inputs, module.rate, keys, layer_key, module.broadcast_dims)
+    return calls.layer_dropout(inputs, module.rate, keys, layer_key, module.broadcast_dims)

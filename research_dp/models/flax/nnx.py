@@ -17,9 +17,8 @@ from research_dp.argument_checks import checked
 from research_dp.distributed.batch_examples import seed_key
 from research_dp.distributed.collectives import Axes
 from research_dp.errors import UsageError
-from research_dp.models.flax.example_dropout import layer_dropout, layer_keys
-from research_dp.models.flax.linen import check_batch_norm
-from research_dp.models.flax.module_calls import GUIDE, ModuleCall, Names, clear_errors
+from research_dp.models.flax import module_calls as calls
+from research_dp.models.flax.module_calls import GUIDE, Names
 from research_dp.types import Functions, PyTree
 
 _STATE = nnx.Not(nnx.Any(nnx.Param, nnx.RngState, nnx.Intermediate))
@@ -54,9 +53,9 @@ def _functions(build: Callable[[PyTree, nnx.Rngs], nnx.Module], inputs: Names | 
     the statistics of the global micro-batch.
     """
 
-    def abstract(x: PyTree) -> tuple[nnx.Module, ModuleCall]:
+    def abstract(x: PyTree) -> tuple[nnx.Module, calls.ModuleCall]:
         module = _abstract(lambda: build(x, nnx.Rngs(seed_key(0))))
-        return module, ModuleCall(module.__call__, type(module).__name__, inputs)
+        return module, calls.ModuleCall(module.__call__, type(module).__name__, inputs)
 
     def init(key: jax.Array, x: PyTree) -> tuple[PyTree, PyTree]:
         abstract(x)  # refuses a module that cannot be called
@@ -77,7 +76,7 @@ def _functions(build: Callable[[PyTree, nnx.Rngs], nnx.Module], inputs: Names | 
         if not call.modes:
             module.train() if train else module.eval()
         _over_the_batch(module, keys, batch_axes, train)
-        with clear_errors(call.name, train=train):
+        with calls.clear_errors(call.name, train=train):
             y = module(*given.args, **given.kwargs)
         return y, _variables(module)[1] if train else model_state
 
@@ -146,7 +145,7 @@ def _filled(abstract: nnx.Module, params: PyTree, model_state: PyTree) -> nnx.Mo
     nnx.replace_by_pure_dict(variables, unflatten_dict(merged))
     leaves, treedef = jax.tree.flatten(streams)
     filled = [
-        layer_keys(number, x.shape)
+        calls.layer_keys(number, x.shape)
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
         else jnp.zeros(x.shape, x.dtype)
         for number, x in enumerate(leaves)
@@ -165,7 +164,7 @@ def _over_the_batch(module: nnx.Module, keys: jax.Array | None, axes: Axes, trai
             layer.__class__ = _ExampleDropout
             layer.keys_of_batch = keys_of_batch  # type: ignore[attr-defined]
         if isinstance(layer, nnx.BatchNorm):
-            check_batch_norm(layer.axis_name, axes, None)
+            calls.check_batch_norm(layer.axis_name, axes, None)
             layer.axis_name = axes or None  # type: ignore[assignment]
             layer.__class__ = _checking(type(layer))
             layer.trains = train  # type: ignore[attr-defined]
@@ -197,7 +196,7 @@ class _ExampleDropout(nnx.Dropout):
             stream = stream[self.rng_collection]
         layer_key = stream if isinstance(stream, jax.Array) else stream()
         keys = self.keys_of_batch.keys
-        return layer_dropout(inputs, self.rate, keys, layer_key, self.broadcast_dims)
+        return calls.layer_dropout(inputs, self.rate, keys, layer_key, self.broadcast_dims)
 
 
 class _BatchNorm(nnx.BatchNorm):
@@ -208,7 +207,7 @@ class _BatchNorm(nnx.BatchNorm):
     def __call__(
         self, x: jax.Array, use_running_average: bool | None = None, *, mask: Any = None
     ) -> jax.Array:
-        check_batch_norm(None, (), mask)
+        calls.check_batch_norm(None, (), mask)
         running = self.use_running_average if use_running_average is None else use_running_average
         if not (self.trains or running):
             raise UsageError(
