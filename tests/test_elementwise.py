@@ -15,8 +15,7 @@ from steps import mesh_of, on
 
 import research_dp as rdp
 from research_dp import UsageError, fsdp_apply_gradients
-from research_dp.tracing.dependence import elementwise
-from research_dp.tracing.elementwise import find_mixing
+from research_dp.tracing.elementwise import elementwise, find_mixing
 
 SHAPE, SHARDS = (4, 6), 4  # shards are (1, 6), as slices of the flat array
 KEY = np.array([0, 7], np.uint32)

@@ -22,8 +22,7 @@ from research_dp.distributed.collectives import Axes, flat_axes
 from research_dp.distributed.optimizer import apply_optimizer, check_state, map_state
 from research_dp.distributed.sharding import LeafSharding, by_path, infer_flat_sharding, path_name
 from research_dp.errors import UsageError, first_line
-from research_dp.tracing.dependence import REPLICATED, Dependence, elementwise
-from research_dp.tracing.elementwise import find_mixing
+from research_dp.tracing.elementwise import REPLICATED, Dependence, elementwise, find_mixing
 
 PyTree = Any
 

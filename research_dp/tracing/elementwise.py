@@ -11,17 +11,17 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from functools import reduce
-from typing import Any, NamedTuple
+from functools import partial, reduce
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend import core
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from research_dp.errors import first_line
-from research_dp.tracing import dependence
-from research_dp.tracing.dependence import CONSTANT, REPLICATED, Dependence, mixed
+from research_dp.tracing.jaxpr import is_deterministic, is_elementwise
 
 # Primitives that run the program in their parameter `jaxpr` or `call_jaxpr` once.
 _CALLS = {"jit", "closed_call", "remat2", "custom_jvp_call", "custom_vjp_call"}
@@ -29,6 +29,65 @@ _PROGRAMS = {"jaxpr", "branches", "cond_jaxpr", "body_jaxpr"}  # of control flow
 _RESHAPES = {"reshape", "squeeze", "broadcast_in_dim"}
 
 Pair = tuple[Any, Any]  # corresponding parts of the unsharded and the local program
+
+
+@dataclasses.dataclass(frozen=True)
+class Dependence:
+    """What the elements of an array depend on. A leaf, not a pytree.
+
+    'constant': all elements are equal, and the same on all devices. 'replicated': the array is the
+    same on all devices. 'elementwise': each element depends on the element of one parameter, with
+    path `detail` if it is known, at the same position in row-major order. 'mixed', for the reason
+    `detail`: none of these.
+    """
+
+    kind: Literal["constant", "replicated", "elementwise", "mixed"]
+    detail: str = ""
+
+    @property
+    def is_same_everywhere(self) -> bool:
+        return self.kind in ("constant", "replicated")
+
+    @property
+    def source(self) -> str:
+        """What an array with this label is made of, for a message."""
+        if self.kind == "elementwise":
+            return self.detail or "a shard"
+        return "an array that is not sharded with the parameter"
+
+    def fits(self, expected: Dependence) -> bool:
+        """Whether a result with this label may be used where `expected` is."""
+        if self.kind == "elementwise":
+            paths = {self.detail, expected.detail} - {""}
+            return expected.kind == "elementwise" and len(paths) <= 1
+        return self.kind == "constant" or self.kind == expected.kind == "replicated"
+
+    def mixed_by(self, operation: str) -> Dependence:
+        """The label of the result of an operation that mixes the elements of this array."""
+        return self if self.kind == "mixed" else mixed(f"{operation} {self.source}")
+
+    def join(self, operation: str, other: Dependence) -> Dependence:
+        """The label of an elementwise function of two arrays."""
+        if self.kind == "mixed" or other == CONSTANT or self == other:
+            return self
+        if other.kind == "mixed" or self == CONSTANT:
+            return other
+        if self.kind == other.kind == "elementwise" and self.fits(other):
+            return self if self.detail else other
+        return mixed(f"{operation} of {self.source} and {other.source}")
+
+    def scanned(self) -> Dependence:
+        """The label of what each turn of a loop gets: rows are other elements at each."""
+        return self.mixed_by("scan over") if self.kind == "elementwise" else self
+
+    def stacked(self) -> Dependence:
+        """The label of what the turns of a loop give, along a new dim."""
+        return REPLICATED if self.is_same_everywhere else self.mixed_by("scan of")
+
+
+CONSTANT, REPLICATED = Dependence("constant"), Dependence("replicated")
+elementwise = partial(Dependence, "elementwise")  # of the parameter with this path
+mixed = partial(Dependence, "mixed")  # for this reason
 Labels = Sequence[Dependence]
 
 
@@ -90,14 +149,14 @@ def interpret(programs: Sequence[Any], arguments: Sequence[Any], rules: Rules) -
     values: dict[Any, Any] = {}
 
     def value(x: Any) -> Any:
-        return x if isinstance(x, Literal) else values[x]
+        return x if isinstance(x, core.Literal) else values[x]
 
     def equations_of(program: Jaxpr) -> Iterator[JaxprEqn]:
         # Shards of a scalar parameter have rank 1: only there are constants broadcast.
         for equation in program.eqns:
             if equation.primitive.name in _RESHAPES:
                 operand = value(equation.invars[0])
-                if isinstance(operand, Literal) or operand == CONSTANT:
+                if isinstance(operand, core.Literal) or operand == CONSTANT:
                     values[equation.outvars[0]] = operand
                     continue
             yield equation
@@ -116,7 +175,7 @@ def interpret(programs: Sequence[Any], arguments: Sequence[Any], rules: Rules) -
         result = []
         for pair in _pairs(full, local):
             a, b = map(value, pair)
-            if isinstance(a, Literal) and isinstance(b, Literal):
+            if isinstance(a, core.Literal) and isinstance(b, core.Literal):
                 a = b = rules.of_constant(a.val, b.val)
             if a is not b:
                 raise _ProgramsDiffer
@@ -159,7 +218,7 @@ def _of_primitive(equations: Pair, inputs: list[Dependence]) -> list[Dependence]
         label = inputs[0] if stays else inputs[0].mixed_by(f"{name} of")
     elif any(x.kind == "mixed" for x in inputs):
         label = next(x for x in inputs if x.kind == "mixed")
-    elif all(map(dependence.is_elementwise, equations)) and _equal(full.params, local.params):
+    elif all(map(is_elementwise, equations)) and _equal(full.params, local.params):
         label = CONSTANT
         results = [e.outvars[0].aval.shape for e in equations]
         for x, *operands in zip(inputs, full.invars, local.invars, strict=True):
@@ -170,7 +229,7 @@ def _of_primitive(equations: Pair, inputs: list[Dependence]) -> list[Dependence]
         all(x.is_same_everywhere for x in inputs)
         and _equal(full.params, local.params)
         and [v.aval.shape for v in full.invars] == [v.aval.shape for v in local.invars]
-        and dependence.is_deterministic(full)
+        and is_deterministic(full)
     ):
         label = REPLICATED
     else:

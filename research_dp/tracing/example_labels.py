@@ -162,18 +162,19 @@ def keeps_alike(equation: Any, dim: int, rows: int) -> bool:
     if name == "dynamic_update_slice":
         return len(set(lengths[:2])) == 1
     if name.startswith("scatter"):
-        return dim in _whole_window(equation)
+        shape, written = equation.invars[0].aval.shape, equation.invars[2].aval.shape
+        return any(
+            d == dim and shape[d] == written[own] for own, d in window_dims(equation).items()
+        )
     return True
 
 
-def _whole_window(equation: Any) -> list[int]:
-    """Dims of an array all of whose length is written at each place of a scatter."""
+def window_dims(equation: Any) -> dict[Any, int]:
+    """Dims of what a scatter writes at each place -> of the array that it writes to."""
     numbers = equation.params["dimension_numbers"]
     dropped = *numbers.inserted_window_dims, *numbers.operand_batching_dims
-    shape, written = equation.invars[0].aval.shape, equation.invars[2].aval.shape
-    window = [d for d in range(len(shape)) if d not in dropped]
-    pairs = zip(window, numbers.update_window_dims, strict=True)
-    return [d for d, own in pairs if shape[d] == written[own]]
+    window = [d for d in range(len(equation.invars[0].aval.shape)) if d not in dropped]
+    return dict(zip(numbers.update_window_dims, window, strict=True))
 
 
 def of_sums(name: str, inputs: list[Examples]) -> Examples:

@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from research_dp.tracing import dependence
 from research_dp.tracing import example_labels as labels
 from research_dp.tracing.example_labels import (
     BY_PLACE,
@@ -34,7 +33,7 @@ from research_dp.tracing.example_labels import (
     ZERO,
     Examples,
 )
-from research_dp.tracing.jaxpr import source_line
+from research_dp.tracing.jaxpr import maps_scalars, source_line
 
 _COUNTING = {"add", "sub", "mul", "div", "neg", "convert_element_type"}
 _UNCHANGED = {
@@ -139,7 +138,7 @@ class ExampleRules:
             return list(inputs) if name == "optimization_barrier" else inputs[0]
         if name in MOVES:
             return self._moved(equation, inputs, others)
-        if dependence.maps_scalars(equation):
+        if maps_scalars(equation):
             is_index = jnp.issubdtype(equation.outvars[0].aval.dtype, jnp.integer)
             return self._elementwise(name, inputs, others, is_index)
         return UNKNOWN
@@ -266,12 +265,10 @@ class ExampleRules:
         if any(x.kind in SUMS for x in inputs):
             return WITH_SUM if any(x.kind in ("rows", "place") for x in inputs) else LOCAL
         if indices.kind == "same":
-            dropped = *numbers.inserted_window_dims, *numbers.operand_batching_dims
             shapes = [x.aval.shape for x in (equation.invars[0], equation.invars[2])]
-            window = [d for d in range(len(shapes[0])) if d not in dropped]
-            pairs = dict(zip(numbers.update_window_dims, window, strict=True))
-            dim = pairs.get(updates.dim) if updates.has_dim else operand.dim
-            fits = dim is not None and operand.dim in (None, dim) and dim in window
+            window = labels.window_dims(equation)
+            dim = window.get(updates.dim) if updates.has_dim else operand.dim
+            fits = dim is not None and operand.dim in (None, dim) and dim in window.values()
             return Examples("rows", dim) if fits and shapes[0][dim] in shapes[1] else UNKNOWN
         for dim, own in zip(
             numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True

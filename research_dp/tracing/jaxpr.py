@@ -1,7 +1,11 @@
-"""Walks through traced programs: their operations, and what each one's arguments are made of."""
+"""Reads traced programs: their operations, what these are made of, and which are elementwise.
+
+A primitive is elementwise if `vmap` maps its application to scalars to itself: no list of names.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +13,7 @@ from typing import Any
 import flax
 import jax
 import optax
-from jax.extend.core import ClosedJaxpr, Literal, jaxprs_in_params
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Primitive, jaxprs_in_params
 
 # What a value is made of: the places of the parameters; None: of the examples too.
 Source = frozenset[int] | None
@@ -82,3 +86,59 @@ def source_line(equation: Any) -> str:
     if own is None:
         return "an unknown line"
     return f"{Path(own.file_name).name}:{own.line_num} ({own.function_name})"
+
+
+def is_deterministic(equation: JaxprEqn) -> bool:
+    """Whether equal operands give equal results on all devices: no collective, callback, draw."""
+    return not equation.effects and equation.primitive.name != "rng_uniform"
+
+
+def is_elementwise(equation: JaxprEqn) -> bool:
+    """Whether each element of the results depends on the same element of each operand only."""
+    avals: list[Any] = [v.aval for v in equation.invars]
+    results: list[Any] = [v.aval for v in equation.outvars]
+    widest = max((x.shape for x in avals), key=len, default=None)
+    return {x.shape for x in results} == {widest} and maps_scalars(equation)
+
+
+def maps_scalars(equation: JaxprEqn) -> bool:
+    """Whether it is a function of scalars, applied to all elements: dims of length 1 may repeat."""
+    avals: list[Any] = [v.aval for v in equation.invars]
+    operands = tuple((x.ndim, x.dtype) for x in avals)
+    results: list[Any] = [v.aval for v in equation.outvars]
+    if not is_deterministic(equation) or len({x.shape for x in results}) != 1:
+        return False
+    if any(x.ndim not in (0, results[0].ndim) for x in avals):
+        return False
+    try:
+        return _maps_scalars(equation.primitive, tuple(equation.params.items()), operands)
+    except TypeError:  # an unhashable parameter; no elementwise primitive has one
+        return False
+
+
+@functools.cache
+def _maps_scalars(
+    primitive: Primitive, params: tuple[tuple[str, Any], ...], operands: tuple[Any, ...]
+) -> bool:
+    """Whether a primitive is the `vmap` of its own application to scalars.
+
+    `operands` has (rank, dtype) of each; those of rank 0 are the same for all elements.
+    """
+    ranks = [rank for rank, _ in operands]
+    if not set(ranks) <= {0, max(ranks)}:
+        return False
+
+    def function(*scalars: Any) -> Any:
+        return primitive.bind(*scalars, **dict(params))
+
+    for _ in range(max(ranks)):
+        function = jax.vmap(function, in_axes=tuple(0 if rank else None for rank in ranks))
+    arrays = [jax.ShapeDtypeStruct((2,) * rank, dtype) for rank, dtype in operands]
+    try:
+        program = jax.make_jaxpr(function)(*arrays).jaxpr
+    except Exception:  # not for scalars, or without a rule for vmap: raises anything
+        return False
+    if not program.eqns:  # JAX omits a cast that changes nothing
+        return set(program.outvars) <= set(program.invars)
+    applied = [(e.primitive, e.params, e.invars, e.outvars) for e in program.eqns]
+    return applied == [(primitive, dict(params), program.invars, program.outvars)]
