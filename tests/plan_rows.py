@@ -1,7 +1,7 @@
 """Rows of a plan for tests, from the figures that a test is about."""
 
 from research_dp.analysis.topologies import Topology
-from research_dp.distributed.hardware import chips
+from research_dp.distributed.mesh import chips
 from research_dp.planning.row import Row
 
 

@@ -8,7 +8,7 @@ import pytest
 from research_dp.analysis import hlo, hlo_collectives, schedule, topologies
 from research_dp.analysis.instruction_cost import hbm_bytes
 from research_dp.analysis.topologies import Topology
-from research_dp.distributed.hardware import chips
+from research_dp.distributed.mesh import chips
 
 # A device that does 1 FLOP, moves 1 byte and sends 1 byte in a microsecond.
 SLOW = dataclasses.replace(

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from research_dp.analysis import topologies
 from research_dp.analysis.program_cost import read
 from research_dp.analysis.topologies import topology
-from research_dp.distributed.hardware import chip_of, chips
+from research_dp.distributed.mesh import chip_of, chips
 from research_dp.errors import UsageError
 
 BOTH = ("data", "fsdp")

@@ -24,7 +24,7 @@ from research_dp.data.indexed import Examples
 from research_dp.data.preprocess import byte_text, image_classification
 from research_dp.data.tf_data import tf_data
 from research_dp.data.tfds import identity_of, tfds_data
-from research_dp.distributed import multihost
+from research_dp.distributed import mesh
 from research_dp.errors import UsageError
 from research_dp.models import mlp
 from research_dp.runs import resume, workdir
@@ -570,10 +570,10 @@ def test_a_folder_that_one_process_cannot_read_is_refused_in_all(tmp_path, monke
 
 def test_processes_agree_on_numbers_of_any_size(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    gathered = multihost.multihost_utils
+    gathered = mesh.multihost_utils
     monkeypatch.setattr(gathered, "process_allgather", lambda x: np.stack([x, 0 * x]))
     for number in (-1, 0, 7, 9_999_999_999, 10**18 - 1):
-        assert multihost.of_the_first(number) == number
+        assert mesh.of_the_first(number) == number
 
 
 def test_a_batch_beyond_the_memory_is_refused_before_it_is_made(command, tmp_path):

@@ -14,7 +14,7 @@ from test_strategies import recipe, recipe_of
 from research_dp.analysis.topologies import Topology, topology
 from research_dp.commands import cli, configured, plan_candidates
 from research_dp.commands.plan import command
-from research_dp.distributed.hardware import chips
+from research_dp.distributed.mesh import chips
 from research_dp.errors import UsageError
 from research_dp.planning import estimate as estimate_lib
 from research_dp.planning import report

@@ -15,7 +15,7 @@ import numpy as np
 from research_dp.analysis import hlo, hlo_collectives
 from research_dp.analysis.hlo import Computation, Instruction
 from research_dp.analysis.instruction_cost import flops_inside, hbm_bytes
-from research_dp.distributed.hardware import Chip
+from research_dp.distributed.mesh import Chip
 
 # (name of a collective's instruction) -> the seconds of one execution, whether it leaves the host
 # or slice, and the bytes that a device sends.

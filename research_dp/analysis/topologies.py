@@ -19,8 +19,7 @@ import numpy as np
 from jax.experimental import topologies as jax_topologies
 from jax.sharding import Mesh
 
-from research_dp.distributed.hardware import Chip, chip_of, chips
-from research_dp.distributed.mesh import build_mesh
+from research_dp.distributed.mesh import Chip, build_mesh, chip_of, chips
 from research_dp.errors import UsageError
 from research_dp.strategies.jaxpr_collectives import Collective
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import jax
 
-from research_dp.distributed.multihost import jax_internals
+from research_dp.distributed.mesh import jax_internals
 from research_dp.errors import UsageError, first_line
 
 _CUDA = {"xla_cuda12", "xla_cuda13"}

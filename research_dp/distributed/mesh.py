@@ -1,19 +1,28 @@
 """The device mesh: axes `data`, which counts replicas, and `fsdp`, over which arrays are sharded.
 
-Both carry batch. DDP, FSDP and HSDP are the same code on other sizes of the axes.
+Both carry batch. DDP, FSDP and HSDP are the same code on other sizes of the axes. Also what the
+mesh is made of: the peak rates of its devices, from hardware.toml, and its processes, which agree
+by collectives.
 """
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
+import functools
 import math
+import pkgutil
+import sys
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from importlib import resources
 from typing import Any
 
 import gin
 import jax
-from jax.experimental import mesh_utils
+import numpy as np
+from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import AxisType, Mesh
 
 from research_dp.argument_checks import checked
@@ -131,3 +140,82 @@ def refuse_several_processes(what: str, advice: str, binding: str | None = None)
 def sizes_text(sizes: Mapping[str, Any]) -> str:
     """The axes of a mesh in messages and tables, e.g. 'data 1 x fsdp 8'."""
     return " x ".join(f"{name} {size}" for name, size in sizes.items())
+
+
+def texts_of_all(local: str) -> list[str]:
+    """The text of each process, in their order."""
+    if jax.process_count() == 1:
+        return [local]
+    # A path may not be encodable; a single process must not fail here.
+    text = np.frombuffer(local.encode(errors="backslashreplace"), np.uint8)
+    sizes = multihost_utils.process_allgather(np.int32(text.size))
+    padded = np.zeros(max(1, int(sizes.max())), np.uint8)
+    padded[: text.size] = text
+    gathered = multihost_utils.process_allgather(padded)
+    return [row[:size].tobytes().decode() for row, size in zip(gathered, sizes, strict=True)]
+
+
+def first_problem(problem: str | None) -> str | None:
+    """The problem of the first process that has one, with its number; None: none has."""
+    if jax.process_count() == 1:
+        return problem
+    texts = enumerate(texts_of_all(problem or ""))
+    return next((f"process {process}: {text}" for process, text in texts if text), None)
+
+
+def of_the_first(number: int) -> int:
+    """The integer of process 0, of any size."""
+    return int(texts_of_all(str(number))[0])
+
+
+def jax_internals(without: str, *names: str) -> list[Any] | None:
+    """Attributes of `jax._src`; None, and a warning of what happens `without`: one is missing."""
+    try:
+        return [pkgutil.resolve_name(f"jax._src.{name}") for name in names]
+    except (ImportError, AttributeError) as error:
+        print(f"Warning: JAX {jax.__version__}: {error}: {without}.", file=sys.stderr, flush=True)
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """One kind of device. Rates are in bytes/s, per device and in one direction."""
+
+    name: str
+    platform: str
+    device_kinds: list[str]  # in JAX
+    memory_bytes: int  # that a program may use
+    memory_rate: float
+    inside_rate: float  # to devices of the same host (GPU), or over one link of the torus (TPU)
+    across_rate: float  # to other hosts (GPU) or slices (TPU)
+    flops: Mapping[str, float]  # FLOP/s by element type
+    sources: Mapping[str, str]
+    torus: int = 0  # dimensions of a TPU's torus
+    slice_chips: int = 0  # chips of the largest slice of a TPU
+    compile: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # for an absent GPU
+
+    def peak(self, dtype: str) -> float:
+        """FLOP/s for a type by XLA's or JAX's name; unknown 8-bit floats as bf16, others as f32."""
+        if dtype.startswith("f8e"):
+            return self.flops.get("f8", self.flops["bf16"])
+        name = {"bfloat16": "bf16", "float16": "f16"}.get(dtype, dtype)
+        return self.flops.get(name, self.flops["f32"])
+
+
+@functools.cache
+def chips() -> dict[str, Chip]:
+    """All kinds of devices by name."""
+    text = resources.files(__package__).joinpath("hardware.toml").read_text()
+    return {name: Chip(name=name, **table) for name, table in tomllib.loads(text).items()}
+
+
+def chip_of(device_kind: str) -> Chip | None:
+    """The chip with this `device_kind` in JAX, if its figures are known."""
+    return next((chip for chip in chips().values() if device_kind in chip.device_kinds), None)
+
+
+def peak_of_mesh(mesh: Mesh, dtype: str) -> float | None:
+    """FLOP/s of all devices of a mesh for a dtype; None for CPUs and unknown devices."""
+    device = mesh.devices.flat[0]
+    chip = None if device.platform == "cpu" else chip_of(device.device_kind)
+    return chip.peak(dtype) * mesh.size if chip else None

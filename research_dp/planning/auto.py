@@ -11,7 +11,7 @@ import jax
 
 from research_dp.analysis import topologies
 from research_dp.argument_checks import checked
-from research_dp.distributed.multihost import of_the_first
+from research_dp.distributed.mesh import of_the_first
 from research_dp.errors import UsageError
 from research_dp.planning import report
 from research_dp.planning.estimate import compile_row

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from research_dp.distributed.multihost import first_problem, of_the_first, texts_of_all
+from research_dp.distributed.mesh import first_problem, of_the_first, texts_of_all
 from research_dp.distributed.sharding import by_path
 from research_dp.errors import RunFailure, UsageError
 from research_dp.runs import checkpoint_files, files

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from research_dp.distributed.multihost import first_problem, of_the_first
+from research_dp.distributed.mesh import first_problem, of_the_first
 from research_dp.errors import UsageError
 from research_dp.runs import files
 from research_dp.runs.facts import bindings_in, summary_step

@@ -16,7 +16,7 @@ from pathlib import Path
 import filelock
 import jax
 
-from research_dp.distributed.multihost import first_problem, texts_of_all
+from research_dp.distributed.mesh import first_problem, texts_of_all
 from research_dp.errors import RunFailure, UsageError
 from research_dp.runs import files
 from research_dp.runs.checkpoint_files import reason, steps_in

@@ -11,7 +11,7 @@ import numpy as np
 
 from research_dp.argument_checks import checked
 from research_dp.argument_types import Count, CountOrZero, described
-from research_dp.distributed.multihost import texts_of_all
+from research_dp.distributed.mesh import texts_of_all
 from research_dp.errors import UsageError
 from research_dp.strategies import NONFINITE, SKIPPED, PlacedBatch, Strategy, TrainState
 from research_dp.training import throughput

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from research_dp.distributed.multihost import texts_of_all
+from research_dp.distributed.mesh import texts_of_all
 from research_dp.errors import UsageError, binding_error
 from research_dp.strategies import TrainSpec
 from research_dp.types import Arrays, DataIdentity, DataSet, EvalOrder, TrainableModel, TrainOrder

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from research_dp.distributed.multihost import texts_of_all
+from research_dp.distributed.mesh import texts_of_all
 from research_dp.distributed.sharding import by_path
 from research_dp.errors import RunFailure, some_of
 from research_dp.strategies import TrainSpec, TrainState

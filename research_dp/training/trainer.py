@@ -14,7 +14,7 @@ import gin
 import jax
 import numpy as np
 
-from research_dp.distributed.hardware import peak_of_mesh
+from research_dp.distributed.mesh import peak_of_mesh
 from research_dp.distributed.placement import fingerprint
 from research_dp.runs import files
 from research_dp.runs.checkpoint import Checkpoints
