@@ -10,7 +10,7 @@ from flax.training.train_state import TrainState as FlaxState
 from jax.sharding import PartitionSpec as P
 
 import research_dp as rdp
-from research_dp.distributed.loss_scale import dynamic_loss_scale
+from research_dp.distributed.optimizer import dynamic_loss_scale
 
 # Arguments that no parameter, or few, should take.
 WRONG = {

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from decoder import batch, build, model, slow
 
-from research_dp.distributed.loss_scale import dynamic_loss_scale
+from research_dp.distributed.optimizer import dynamic_loss_scale
 from research_dp.errors import UsageError
 
 F16 = "gin/precision/f16.gin"

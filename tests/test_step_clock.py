@@ -13,7 +13,7 @@ import pytest
 import tiny_run
 from test_strategies import recipe
 
-from research_dp.distributed.loss_scale import dynamic_loss_scale
+from research_dp.distributed.optimizer import dynamic_loss_scale
 from research_dp.errors import UsageError
 from research_dp.strategies import TrainSpec
 from research_dp.strategies.engines import compiled

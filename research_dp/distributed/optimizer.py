@@ -1,21 +1,24 @@
-"""Optimizers applied to what a device has, and master weights in their state."""
+"""Optimizers applied to what a device has; master weights and loss scales for narrow dtypes."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
-from typing import Annotated, Any, NamedTuple, Protocol
+from typing import Annotated, Any, ClassVar, NamedTuple, Protocol
 
 import gin
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
+from research_dp import argument_types as types
 from research_dp.argument_checks import checked
-from research_dp.argument_types import Numbers, Placeable, described, has_attributes
 from research_dp.distributed.sharding import by_path, path_name
 from research_dp.errors import UsageError, first_line
 
 PyTree = Any
+AboveOne = Annotated[float, types.Limit(lambda x: types.is_number(x) and x > 1, "a number above 1")]
 
 
 class Optimizer(Protocol):
@@ -29,13 +32,15 @@ class Optimizer(Protocol):
 
 
 AnOptimizer = Annotated[
-    Optimizer, has_attributes(("apply_gradients",), "OptaxAdapter(transform, state)")
+    Optimizer, types.has_attributes(("apply_gradients",), "OptaxAdapter(transform, state)")
 ]
 
 
 @gin.register(module="distributed")
 @checked
-def apply_gradients(gradients: Numbers, parameters: Placeable, optimizer: AnOptimizer) -> PyTree:
+def apply_gradients(
+    gradients: types.Numbers, parameters: types.Placeable, optimizer: AnOptimizer
+) -> PyTree:
     """Applies the optimizer to what this device has: replicated parameters, or its shards.
 
     Args:
@@ -66,8 +71,8 @@ def apply_optimizer(
         structure: Any = jax.tree.structure(opt_state)
         if structure != jax.tree.structure(expected):
             raise UsageError(
-                f"opt_state = {described(opt_state)} has another structure than what "
-                f"optimizer.init makes of the parameters: {described(expected)}."
+                f"opt_state = {types.described(opt_state)} has another structure than what "
+                f"optimizer.init makes of the parameters: {types.described(expected)}."
             ) from error
         raise
     return optax.apply_updates(params, updates), new_state
@@ -151,3 +156,46 @@ def map_state(
         opt_state,
         is_leaf=lambda p: p is None,
     )
+
+
+class LossScaleState(NamedTuple):
+    """The factor of the loss, and the steps since it changed or a gradient overflowed."""
+
+    scale: jax.Array  # 0-d float32
+    good_steps: jax.Array  # 0-d int32
+
+
+@gin.register("dynamic_loss_scale", module="distributed")
+@checked
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LossScale:
+    """Multiplies the loss by a scale, and divides the reduced gradients by it, in float32.
+
+    The scale is multiplied by `factor` after `growth_interval` steps without an overflow. A step
+    whose gradients overflow only divides it by `factor` (Micikevicius et al., arXiv 1710.03740).
+
+    Attributes:
+        initial: The scale of the first step.
+        growth_interval: The number of steps without an overflow after which the scale grows.
+        factor: By how much the scale grows, and shrinks.
+    """
+
+    gin_name: ClassVar[str] = "dynamic_loss_scale"
+
+    initial: types.Positive = 2.0**15
+    growth_interval: types.Count = 2000
+    factor: AboveOne = 2.0
+
+    def init(self) -> LossScaleState:
+        return LossScaleState(jnp.float32(self.initial), jnp.int32(0))
+
+    def adapt(self, state: LossScaleState, finite: jax.Array) -> LossScaleState:
+        """The state after a step, by whether its gradients were finite."""
+        good = jnp.where(finite, state.good_steps + 1, 0)
+        grows = good >= self.growth_interval
+        scale = jnp.where(finite, state.scale, jnp.maximum(state.scale / self.factor, 1.0))
+        scale = jnp.where(grows, jnp.minimum(scale * self.factor, 2.0**24), scale)
+        return LossScaleState(scale, jnp.where(grows, 0, good))
+
+
+dynamic_loss_scale = LossScale

@@ -16,9 +16,8 @@ from research_dp.argument_checks import checked
 from research_dp.argument_types import Count, Dtype, MaxNorm, Seed, Transform, described
 from research_dp.distributed.batch_examples import seed_key
 from research_dp.distributed.collectives import PLAIN, Reduction
-from research_dp.distributed.loss_scale import LossScale
 from research_dp.distributed.mesh import FSDP_AXIS
-from research_dp.distributed.optimizer import with_master_weights
+from research_dp.distributed.optimizer import LossScale, with_master_weights
 from research_dp.errors import UsageError, binding_error
 from research_dp.strategies import batch_losses, slots
 from research_dp.types import MEASURED, LossOutput, TrainableModel
