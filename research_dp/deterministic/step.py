@@ -26,14 +26,9 @@ from research_dp.distributed.optimizer import apply_optimizer
 from research_dp.distributed.sharding import LeafSharding
 from research_dp.distributed.units import Units
 from research_dp.errors import UsageError, binding_error
+from research_dp.strategies import strategy
 from research_dp.strategies.step import Step, Sums, sums_of
-from research_dp.strategies.strategy import (
-    PlacedBatch,
-    StrategyConfig,
-    TrainSpec,
-    TrainState,
-    example_keys,
-)
+from research_dp.strategies.strategy import PlacedBatch, TrainSpec, TrainState
 from research_dp.tracing.jaxpr import Callers, Source, trace_sources
 
 PyTree = Any
@@ -166,7 +161,7 @@ def computed_from_params_only(program: ClosedJaxpr, count: int) -> list[bool]:
     return [i in params_only for i in range(count)]
 
 
-def check_model(config: StrategyConfig, spec: TrainSpec, abstract: TrainState) -> None:
+def check_model(config: strategy.StrategyConfig, spec: TrainSpec, abstract: TrainState) -> None:
     """Raises UsageError for what logical shards, which know nothing of each other, cannot do."""
     if config.prefetch:
         raise binding_error(
@@ -193,7 +188,8 @@ def _knows_other_examples(spec: TrainSpec, abstract: TrainState) -> bool:
     axis = "an axis that is bound nowhere"
 
     def loss(params: PyTree, train: bool) -> Any:
-        keys = example_keys(spec.seed, jnp.int32(0), jnp.zeros(1, jnp.int32)) if train else None
+        zero, position = jnp.int32(0), jnp.zeros(1, jnp.int32)
+        keys = strategy.example_keys(spec.seed, zero, position) if train else None
         examples = {k: jnp.zeros((1, *x.shape), x.dtype) for k, x in spec.example.items()}
         more = {"units": Units()} if spec.model.units else {}
         return spec.model.loss(

@@ -13,16 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from research_dp import argument_types as types
 from research_dp.argument_checks import checked
-from research_dp.argument_types import (
-    Array,
-    Arrays,
-    AxisNames,
-    Count,
-    CountOrZero,
-    Dtype,
-    arrays_like,
-)
 from research_dp.distributed import collectives
 from research_dp.distributed.collectives import PLAIN, Axes, Reduction, flat_axes
 from research_dp.distributed.mesh import FSDP_AXIS
@@ -78,11 +70,11 @@ def _in_buckets(
 
 @checked
 def all_mean_tree(
-    tree: Arrays,
-    axes: AxisNames,
+    tree: types.Arrays,
+    axes: types.AxisNames,
     reduction: Reduction = PLAIN,
     *,
-    dtype: Dtype | None = None,
+    dtype: types.Dtype | None = None,
     pre_divide: bool = False,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
 ) -> PyTree:
@@ -99,7 +91,7 @@ def all_mean_tree(
 
 
 def _mean_where_varying(
-    x: Array, axes: Axes, reduction: Reduction, dtype: Any, pre_divide: bool
+    x: jax.Array, axes: Axes, reduction: Reduction, dtype: Any, pre_divide: bool
 ) -> jax.Array:
     """`all_mean`, skipping axes along which the value is already replicated."""
     differing = tuple(axis for axis in axes if not is_replicated(x, axis))
@@ -108,13 +100,13 @@ def _mean_where_varying(
 
 @checked
 def scatter_mean_tree(
-    tree: Arrays,
+    tree: types.Arrays,
     layout: Annotated[PyTree, shardings_like("tree")],
     reduction: Reduction = PLAIN,
     *,
-    axis: AxisNames = FSDP_AXIS,
-    replica_axes: AxisNames = (),
-    dtype: Dtype | None = None,
+    axis: types.AxisNames = FSDP_AXIS,
+    replica_axes: types.AxisNames = (),
+    dtype: types.Dtype | None = None,
     pre_divide: bool = False,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
 ) -> PyTree:
@@ -147,13 +139,13 @@ def scatter_mean_tree(
 
 @checked
 def gather_tree(
-    tree: Arrays,
+    tree: types.Arrays,
     layout: Annotated[PyTree, shardings_like("tree")],
     reduction: Reduction = PLAIN,
     *,
-    axis: AxisNames = FSDP_AXIS,
+    axis: types.AxisNames = FSDP_AXIS,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-    into: Annotated[PyTree, arrays_like("tree")] | None = None,
+    into: Annotated[PyTree, types.arrays_like("tree")] | None = None,
     replicated: bool = True,
 ) -> PyTree:
     """Gathers each leaf that is sharded; the others are returned as they are.
@@ -188,7 +180,9 @@ def gather_tree(
     return jax.tree.unflatten(treedef, leaves)
 
 
-def _gather_stack(blocks: Array, into: Array, axes: Axes, reduction: Reduction) -> jax.Array:
+def _gather_stack(
+    blocks: jax.Array, into: jax.Array, axes: Axes, reduction: Reduction
+) -> jax.Array:
     """Gathers the arrays of a stack one at a time, in place.
 
     A gather of all at once is transposed and needs a copy: 2.5 GB more for lm_1b on 64 H100s.
@@ -257,7 +251,7 @@ def _from_rows(rows: jax.Array, p: LeafSharding) -> jax.Array:
 
 
 @checked
-def pad_to_multiple(x: Array, multiple: Count, dim: int = 0) -> jax.Array:
+def pad_to_multiple(x: types.Array, multiple: types.Count, dim: int = 0) -> jax.Array:
     """Appends zeros along `dim` until its length is a multiple; `x` itself if it is one.
 
     Raises UsageError if `x` has no such dim.
@@ -271,7 +265,7 @@ def pad_to_multiple(x: Array, multiple: Count, dim: int = 0) -> jax.Array:
 
 
 @checked
-def unpad(x: Array, length: CountOrZero, dim: int = 0) -> jax.Array:
+def unpad(x: types.Array, length: types.CountOrZero, dim: int = 0) -> jax.Array:
     """The first `length` elements along `dim`; `x` itself if it has no more.
 
     Raises UsageError if `x` has no such dim, or fewer elements along it.

@@ -16,32 +16,13 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from research_dp import argument_types as types
 from research_dp.argument_checks import checked
-from research_dp.argument_types import (
-    AxisName,
-    Count,
-    CountOrZero,
-    Dtype,
-    Indices,
-    Leaves,
-    Placeable,
-    is_abstract_array,
-    is_array_or_number,
-    path_name,
-)
-from research_dp.distributed import boxed, buckets, collectives
+from research_dp.distributed import boxed, buckets, collectives, sharding
 from research_dp.distributed.boxed import names_of, value_of
 from research_dp.distributed.collectives import PLAIN, Axes, Reduction, axes_size, flat_axes, takes
 from research_dp.distributed.differentiable_gather import GatherOptions, gather_tree_with_mean_grads
-from research_dp.distributed.sharding import (
-    LeafSharding,
-    Rule,
-    ShardDecision,
-    apply_rule,
-    choose_dim,
-    decision_in_use,
-    unit_kind,
-)
+from research_dp.distributed.sharding import LeafSharding, Rule, ShardDecision
 from research_dp.distributed.transports.all_to_all import over_gloo
 from research_dp.distributed.units import exchange_rows
 from research_dp.errors import UsageError
@@ -57,7 +38,7 @@ def _choose_shard(
         return ShardDecision(None, f"already sharded over {taken}"), True
     free = tuple(name is None for name in names_of(leaf)[: len(shape)])
     if rule is not None:
-        decision = apply_rule(rule, path, shape, axis_size, axis=axis_name, name="rule")
+        decision = sharding.apply_rule(rule, path, shape, axis_size, axis=axis_name, name="rule")
         if decision.dim is not None and not free[decision.dim]:
             where = f"dim {decision.dim} of {path} {shape}"
             raise UsageError(f"rule chose {where}, which {taken} splits.")
@@ -65,7 +46,7 @@ def _choose_shard(
     least, least_bytes = thresholds
     if least_bytes is not None:
         least = least_bytes // jax.dtypes.result_type(value_of(leaf)).itemsize
-    decision = choose_dim(shape, axis_size, least, free)._replace(movable=all(free))
+    decision = sharding.choose_dim(shape, axis_size, least, free)._replace(movable=all(free))
     return decision, decision.dim is None and np.prod(shape, dtype=int) > least
 
 
@@ -74,12 +55,12 @@ def _choose_shard(
 @checked
 @jax.named_scope("shard_params")
 def shard_params(
-    params: Placeable,
-    axis_name: AxisName,
-    min_weight_size: CountOrZero = 2**18,
+    params: types.Placeable,
+    axis_name: types.AxisName,
+    min_weight_size: types.CountOrZero = 2**18,
     *,
     rule: Rule | None = None,
-    min_weight_bytes: CountOrZero | None = None,
+    min_weight_bytes: types.CountOrZero | None = None,
     units: Mapping[str, str] | None = None,
     on_decision: Callable[[str, ShardDecision], None] | None = None,
 ) -> PyTree:
@@ -111,7 +92,7 @@ def shard_params(
     replicated: list[str] = []
 
     def one(keys: Any, leaf: Any) -> Any:
-        path, x = path_name(keys), value_of(leaf)
+        path, x = types.path_name(keys), value_of(leaf)
         decision, warn = _choose_shard(path, leaf, axis_name, devices, thresholds, rule)
         if on_decision is not None:
             on_decision(path, decision)
@@ -119,11 +100,12 @@ def shard_params(
             replicated.append(f"{path} {np.shape(x)} ({decision.reason})")
         if decision.dim is None:
             return leaf
-        if not is_array_or_number(x):
+        if not types.is_array_or_number(x):
             problem = f"{path} {np.shape(x)} are random keys, which cannot be gathered."
             advice = "Keep them out of params, or raise min_weight_size."
             raise UsageError(f"shard_params: {problem} {advice}")
-        dim: Any = decision_in_use(decision, unit_kind(path, units), np.shape(x), devices).dim
+        kind = sharding.unit_kind(path, units)
+        dim: Any = sharding.decision_in_use(decision, kind, np.shape(x), devices).dim
         return boxed.with_name(leaf, collectives.shard(x, dim, axis_name), dim, axis_name)
 
     sharded = jax.tree_util.tree_map_with_path(one, params, is_leaf=boxed.is_box)
@@ -193,15 +175,15 @@ def gather_shards(
 @checked
 @jax.named_scope("gather_params")
 def gather_params(
-    params: Placeable,
-    axis_name: AxisName,
-    gather_dtype: Dtype | None = None,
-    grad_scatter_dtype: Dtype | None = None,
+    params: types.Placeable,
+    axis_name: types.AxisName,
+    gather_dtype: types.Dtype | None = None,
+    grad_scatter_dtype: types.Dtype | None = None,
     *,
     pre_divide: bool = False,
     bucket_bytes: int | None = None,
     reduction: Reduction = PLAIN,
-    rows: Indices | None = None,
+    rows: types.Indices | None = None,
 ) -> PyTree:
     """Gathers the parameters that are sharded over a mesh axis; gradients come back as shards.
 
@@ -262,18 +244,18 @@ class ShardingRow(NamedTuple):
 
 
 def _is_reported(x: Any) -> bool:
-    return isinstance(x, LeafSharding) or is_array_or_number(x) or is_abstract_array(x)
+    return isinstance(x, LeafSharding) or types.is_array_or_number(x) or types.is_abstract_array(x)
 
 
 @checked
 def sharding_report(
-    params: Annotated[PyTree, Leaves(_is_reported, "arrays, or LeafShardings")],
-    axis_name: AxisName | None = None,
-    axis_size: Count | None = None,
-    min_weight_size: CountOrZero = 2**18,
+    params: Annotated[PyTree, types.Leaves(_is_reported, "arrays, or LeafShardings")],
+    axis_name: types.AxisName | None = None,
+    axis_size: types.Count | None = None,
+    min_weight_size: types.CountOrZero = 2**18,
     *,
     rule: Rule | None = None,
-    min_weight_bytes: CountOrZero | None = None,
+    min_weight_bytes: types.CountOrZero | None = None,
 ) -> list[ShardingRow]:
     """Lists for each parameter the dim on which it is sharded, or why it is replicated.
 

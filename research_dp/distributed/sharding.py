@@ -13,17 +13,9 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from research_dp import argument_types
 from research_dp.argument_checks import checked, fits
-from research_dp.argument_types import (
-    Count,
-    CountOrZero,
-    Leaves,
-    Shape,
-    Shapes,
-    Units,
-    described,
-    path_name,
-)
+from research_dp.argument_types import Count, CountOrZero, Shape, Shapes, described, path_name
 from research_dp.distributed.mesh import FSDP_AXIS
 from research_dp.errors import UsageError
 from research_dp.types import PyTree
@@ -178,10 +170,10 @@ class LeafSharding:
         return math.prod(self.local_shape) * self.dtype.itemsize
 
 
-def shardings_like(parameter: str) -> Leaves:
+def shardings_like(parameter: str) -> argument_types.Leaves:
     """The kind of a tree of `LeafSharding`s at the paths of the tree given as `parameter`."""
     description = "LeafShardings of infer_sharding"
-    return Leaves(lambda x: isinstance(x, LeafSharding), description, parameter)
+    return argument_types.Leaves(lambda x: isinstance(x, LeafSharding), description, parameter)
 
 
 # Kinds of units: a part of a model; stacked layers of one shape; a table whose rows are looked up.
@@ -212,7 +204,7 @@ def decision_in_use(
 
 @checked
 def infer_sharding(
-    tree: Shapes, rule: Rule | None, axis_size: Count, units: Units | None = None
+    tree: Shapes, rule: Rule | None, axis_size: Count, units: argument_types.Units | None = None
 ) -> PyTree:
     """Asks a rule about each array of a tree; returns a tree of `LeafSharding`s.
 

@@ -15,13 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from research_dp.distributed import collectives
-from research_dp.distributed.differentiable_gather import (
-    REMAT,
-    GatherOptions,
-    keep_gathered,
-    with_gradient,
-)
+from research_dp.distributed import collectives, differentiable_gather
+from research_dp.distributed.differentiable_gather import GatherOptions, with_gradient
 from research_dp.distributed.overlap import scan_prefetched
 from research_dp.distributed.sharding import LeafSharding
 from research_dp.errors import UsageError
@@ -137,11 +132,11 @@ class Units:
         return self.shardings[name] if self.gather else None
 
     def _rematerialised(self, function: Function, shardings: PyTree, remat: str) -> Function:
-        gather, policy = self.gather, REMAT[remat]
+        gather, policy = self.gather, differentiable_gather.REMAT[remat]
         if gather is None:
             return function if remat == "none" else jax.checkpoint(function, policy=policy)
         if self.keep:
-            policy = functools.partial(keep_gathered, policy)
+            policy = functools.partial(differentiable_gather.keep_gathered, policy)
 
         def gathered(shards: PyTree, *args: Any) -> Any:
             return function(gather(shards, shardings), *args)

@@ -15,25 +15,15 @@ import jax.numpy as jnp
 
 from research_dp import argument_types
 from research_dp.argument_checks import checked
-from research_dp.argument_types import AxisNames, Number, Numbers, Placeable, TracedNorm
-from research_dp.distributed import buckets
+from research_dp.argument_types import AxisNames, Number, Numbers, Placeable, TracedNorm, path_name
+from research_dp.distributed import buckets, sharded_optimizer, sharding
 from research_dp.distributed.collectives import PLAIN, Axes, Reduction, axes_size, flat_axes, takes
 from research_dp.distributed.gradient_sync import averaged_axes, local_gradient, mean_shards
 from research_dp.distributed.mesh import FSDP_AXIS
 from research_dp.distributed.norms import clip_factor, norm_of_blocks
 from research_dp.distributed.optimizer import AnOptimizer
-from research_dp.distributed.sharded_optimizer import (
-    OptaxAdapter,
-    check_elementwise,
-    check_slice_axes,
-)
-from research_dp.distributed.sharding import (
-    LeafSharding,
-    by_path,
-    infer_flat_sharding,
-    path_name,
-    shardings_like,
-)
+from research_dp.distributed.sharded_optimizer import OptaxAdapter
+from research_dp.distributed.sharding import LeafSharding, by_path, shardings_like
 from research_dp.distributed.vma import bound_axes, is_tracked
 from research_dp.errors import UsageError, binding_error
 
@@ -150,7 +140,7 @@ def fsdp_apply_gradients(
         fsdp, axes = _groups(fsdp_group, dp_group)
         grads = _local_gradients(gradients, by_name, loss, axes, **wire)
         params = {name: jnp.asarray(by_name[name]) for name in grads}
-        layout = infer_flat_sharding(params, axes_size(fsdp))
+        layout = sharding.infer_flat_sharding(params, axes_size(fsdp))
         _check_optimizer(optimizer, layout, params, tree, axes_size(fsdp))
         dtypes = {name: x.dtype for name, x in params.items()}
     else:
@@ -218,7 +208,7 @@ def _check_optimizer(
     if getattr(type(optimizer), "apply_gradients", None) is OptaxAdapter.apply_gradients:
         cast(OptaxAdapter, optimizer).check_slices(tree(params), devices)
     elif devices > 1 and layout:
-        check_elementwise(optimizer, layout, tree)
+        sharded_optimizer.check_elementwise(optimizer, layout, tree)
 
 
 def _groups(fsdp_group: Group, dp_group: Group) -> tuple[Axes, Axes]:
@@ -226,9 +216,10 @@ def _groups(fsdp_group: Group, dp_group: Group) -> tuple[Axes, Axes]:
     bound, dp = bound_axes(), flat_axes(dp_group)
     if fsdp_group is None:
         fsdp = tuple(axis for axis in bound if axis not in dp)
-        check_slice_axes("fsdp_group = None, all axes", [a for a in fsdp if axes_size((a,)) > 1])
+        several = [axis for axis in fsdp if axes_size((axis,)) > 1]
+        sharded_optimizer.check_slice_axes("fsdp_group = None, all axes", several)
     else:
-        fsdp = check_slice_axes("fsdp_group", fsdp_group)
+        fsdp = sharded_optimizer.check_slice_axes("fsdp_group", fsdp_group)
     axes = fsdp + dp
     for axis in axes:
         if axis not in bound:

@@ -8,13 +8,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from research_dp.strategies.strategy import (
-    NONFINITE,
-    SKIPPED,
-    WEIGHTLESS,
-    TrainSpec,
-    TrainState,
-)
+from research_dp.strategies import strategy
+from research_dp.strategies.strategy import TrainSpec, TrainState
 from research_dp.types import PyTree
 
 # Gradients that are to be scaled up by more, or their squares, may be 0 in their dtype.
@@ -62,6 +57,6 @@ def without_nonfinite(
         kept = jax.tree.map(lambda a, b: jnp.where(wrong, b, a), new, old)
         new = kept._replace(step=new.step, loss_scale=new.loss_scale)
         metrics = {name: jnp.where(wrong, 0.0, pair) for name, pair in metrics.items()}
-        metrics[SKIPPED] = jnp.stack([wrong.astype(jnp.float32), jnp.ones(())])
-    loss_flag = jnp.where(is_lost, WEIGHTLESS, wrong.astype(jnp.float32))
-    return new, {**metrics, NONFINITE: jnp.stack([loss_flag, *applied.nonfinite])}
+        metrics[strategy.SKIPPED] = jnp.stack([wrong.astype(jnp.float32), jnp.ones(())])
+    loss_flag = jnp.where(is_lost, strategy.WEIGHTLESS, wrong.astype(jnp.float32))
+    return new, {**metrics, strategy.NONFINITE: jnp.stack([loss_flag, *applied.nonfinite])}

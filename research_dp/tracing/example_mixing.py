@@ -17,22 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from research_dp.tracing import example_labels as labels
-from research_dp.tracing.example_labels import (
-    BY_PLACE,
-    DRAWN,
-    EACH_OTHER,
-    LOCAL,
-    MOVES,
-    ONE,
-    SAME,
-    SPOILT,
-    SUM,
-    SUMS,
-    UNKNOWN,
-    WITH_SUM,
-    ZERO,
-    Examples,
-)
+from research_dp.tracing.example_labels import SAME, SUM, SUMS, UNKNOWN, Examples
 from research_dp.tracing.jaxpr import maps_scalars, source_line
 
 _COUNTING = {"add", "sub", "mul", "div", "neg", "convert_element_type"}
@@ -78,7 +63,7 @@ class ExampleRules:
         for dim, length in enumerate(array.shape):
             if self.counts(length) and (array != array.take([0], dim)).any():
                 return Examples("place", dim)
-        return SAME if array.any() else ZERO
+        return SAME if array.any() else labels.ZERO
 
     def apply(self, equations: Any, inputs: Sequence[Examples]) -> list[Examples]:
         """Labels of the results of a primitive."""
@@ -95,7 +80,7 @@ class ExampleRules:
         known = {x.where for x in inputs}
 
         def one(x: Examples) -> Examples:
-            if x.kind not in (*SPOILT, "mean", "local") or (x.where and x.where in known):
+            if x.kind not in (*labels.SPOILT, "mean", "local") or (x.where and x.where in known):
                 return x
             name = x.where.partition(" at ")[0] or equation.primitive.name
             return dataclasses.replace(x, where=f"{name} at {source_line(equation)}")
@@ -112,7 +97,7 @@ class ExampleRules:
         others = [x for x in inputs if x.kind != "same"]
         if name.startswith("random_") and name not in _UNCHANGED:
             return self._random(name, shape, inputs, others)
-        if spoilt := [x for kind in SPOILT for x in inputs if x.kind == kind]:
+        if spoilt := [x for kind in labels.SPOILT for x in inputs if x.kind == kind]:
             return spoilt[0]
         if name == "axis_index":
             return UNKNOWN
@@ -136,7 +121,7 @@ class ExampleRules:
             return self._scatter(equation, inputs)
         if name in _UNCHANGED or name == "optimization_barrier":
             return list(inputs) if name == "optimization_barrier" else inputs[0]
-        if name in MOVES:
+        if name in labels.MOVES:
             return self._moved(equation, inputs, others)
         if maps_scalars(equation):
             is_index = jnp.issubdtype(equation.outvars[0].aval.dtype, jnp.integer)
@@ -153,32 +138,32 @@ class ExampleRules:
         if name in ("random_split", "random_fold_in"):
             own = [x for x in others if x is not key]
             return own[0] if own else SAME if dim is None else Examples("place", dim)
-        return SAME if dim is None and key.kind == "same" else DRAWN
+        return SAME if dim is None and key.kind == "same" else labels.DRAWN
 
     def _moved(self, equation: Any, inputs: list[Examples], others: list[Examples]) -> Examples:
         """An operation along dims, of arrays that must have their examples at the same place."""
         name, label = equation.primitive.name, others[0]
         if any(x.kind in SUMS for x in others):
             if {x.kind for x in others} & {"rows", "place"}:
-                return WITH_SUM
+                return labels.WITH_SUM
             is_linear = name in _LINEAR_MOVES or (name == "stack" and len(others) == len(inputs))
-            return label if is_linear and len(set(others)) == 1 else LOCAL
-        if label.dim == ONE:
+            return label if is_linear and len(set(others)) == 1 else labels.LOCAL
+        if label.dim == labels.ONE:
             return label
         if len({(x.kind, x.dim, x.major) for x in others}) > 1:
-            return UNKNOWN if name.startswith("conv") else EACH_OTHER
+            return UNKNOWN if name.startswith("conv") else labels.EACH_OTHER
         if name.startswith("dynamic") and any(x.kind != "same" for x in inputs[2:]):
             return UNKNOWN
         if name.startswith("conv") and inputs[1].kind != "same":
             return UNKNOWN  # a kernel of each example's own, in groups
-        dim = MOVES[name](equation, label.dim or 0)
+        dim = labels.MOVES[name](equation, label.dim or 0)
         if dim is not None:
             return label.at(dim)
         if name == "reduce_sum":
             return SUM if label.kind == "rows" else SAME
         if name.startswith("dynamic"):
             return UNKNOWN
-        return LOCAL if name.startswith(("reduce", "arg")) else EACH_OTHER
+        return labels.LOCAL if name.startswith(("reduce", "arg")) else labels.EACH_OTHER
 
     def _elementwise(
         self, name: str, inputs: list[Examples], others: list[Examples], is_index: bool
@@ -187,19 +172,19 @@ class ExampleRules:
         if kinds <= {"rows", "place"}:
             if kinds == {"place"}:
                 # Indices as JAX makes them positive: select_n(i < 0, i, i + rows).
-                if name == "lt" and first.detail == "own" and inputs[1] == ZERO:
+                if name == "lt" and first.detail == "own" and inputs[1] == labels.ZERO:
                     return dataclasses.replace(first, detail="negative")
                 if name == "select_n" and (first.detail, inputs[1].detail) == ("negative", "own"):
                     return inputs[1]
                 is_cast = name == "convert_element_type"
                 return first if is_cast else Examples("place", others[0].dim)
             if len({(x.dim, x.major) for x in others}) > 1:
-                return EACH_OTHER
+                return labels.EACH_OTHER
             if "place" in kinds:  # integers may be indices of its own rows in a flat array
-                return UNKNOWN if is_index else BY_PLACE
+                return UNKNOWN if is_index else labels.BY_PLACE
             return others[0].at(others[0].dim or 0)
         if kinds & {"rows", "place"}:
-            return WITH_SUM
+            return labels.WITH_SUM
         return labels.of_sums(name, inputs)
 
     def _reshape(self, equation: Any, label: Examples) -> Examples:
@@ -221,14 +206,14 @@ class ExampleRules:
         whole = length // label.major
         if start % whole == stop % whole == 0:
             return dataclasses.replace(label, major=(stop - start) // whole)
-        return UNKNOWN if stop - start == whole // self.rows else BY_PLACE
+        return UNKNOWN if stop - start == whole // self.rows else labels.BY_PLACE
 
     def _slice(self, equation: Any, inputs: list[Examples]) -> Examples:
         (label,), params = inputs, equation.params
         if not label.has_dim:
             return label
         if params["strides"] and params["strides"][label.dim] > 1:
-            return BY_PLACE
+            return labels.BY_PLACE
         bounds = (params[name][label.dim] for name in ("start_indices", "limit_indices"))
         return self._part(label, equation.invars[0].aval.shape[label.dim], *bounds)
 
@@ -243,19 +228,20 @@ class ExampleRules:
         dim, shape = equation.params["dimension"], equation.outvars[0].aval.shape
         others = [x for x in inputs if x.kind != "same"]
         if any(x.kind in SUMS for x in others):
-            return others[0] if set(inputs) == {others[0]} else LOCAL
+            return others[0] if set(inputs) == {others[0]} else labels.LOCAL
         if len({(x.dim, x.major if dim != x.dim else 1) for x in others}) > 1:
-            return EACH_OTHER
+            return labels.EACH_OTHER
         if dim == others[0].dim:
             lengths = [x.aval.shape[dim] for x in equation.invars]
             parts = {n // (x.major * self.rows) for n, x in zip(lengths, inputs, strict=True)}
             is_rows = all(x.kind == "rows" for x in inputs) and len(parts) == 1
-            return Examples("rows", dim, sum(x.major for x in inputs)) if is_rows else BY_PLACE
+            major = sum(x.major for x in inputs)
+            return Examples("rows", dim, major) if is_rows else labels.BY_PLACE
         places = [i for i, x in enumerate(inputs) if x.kind == "place"]
         if not places:
             return others[0]
         if dim != len(shape) - 1 or len(places) > 1 or inputs[places[0]].detail != "own":
-            return BY_PLACE
+            return labels.BY_PLACE
         column = sum(x.aval.shape[dim] for x in equation.invars[: places[0]])
         return Examples("rows", others[0].dim, column=column)
 
@@ -263,7 +249,8 @@ class ExampleRules:
         operand, indices, updates = inputs
         numbers = equation.params["dimension_numbers"]
         if any(x.kind in SUMS for x in inputs):
-            return WITH_SUM if any(x.kind in ("rows", "place") for x in inputs) else LOCAL
+            is_mixed = any(x.kind in ("rows", "place") for x in inputs)
+            return labels.WITH_SUM if is_mixed else labels.LOCAL
         if indices.kind == "same":
             shapes = [x.aval.shape for x in (equation.invars[0], equation.invars[2])]
             window = labels.window_dims(equation)
@@ -280,7 +267,7 @@ class ExampleRules:
         if own:
             return Examples("rows", own[0]) if operand.dim in (None, own[0]) else UNKNOWN
         adds = equation.primitive.name == "scatter-add" and operand.kind == "same"
-        return SUM if adds else LOCAL
+        return SUM if adds else labels.LOCAL
 
     def _collective(
         self, name: str, params: dict[str, Any], inputs: list[Examples]
@@ -297,7 +284,7 @@ class ExampleRules:
                 return UNKNOWN
             along = {params.get(x, label.dim) for x in _ALONG}
             if name in _GATHERED and along != {label.dim}:
-                return BY_PLACE
+                return labels.BY_PLACE
             over = label.over | axes
             return SAME if over >= self.axes else dataclasses.replace(label, over=over)
 
