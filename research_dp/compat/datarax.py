@@ -29,8 +29,8 @@ from research_dp.distributed.optimizer import apply_optimizer
 from research_dp.distributed.sharding import choose_dim
 from research_dp.distributed.vma import refuse_mapped
 from research_dp.errors import UsageError
+from research_dp.types import PyTree
 
-PyTree = Any
 Batch = Any
 # Unknown values are refused by `_by_reduce_type`, in datarax's words.
 ReduceType = Annotated[str, types.Limit(lambda _: True, "'mean' or 'sum'")]

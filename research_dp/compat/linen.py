@@ -13,8 +13,8 @@ from research_dp.distributed.collectives import PLAIN, Reduction
 from research_dp.distributed.fsdp import gather_params, shard_params
 from research_dp.distributed.sharding import Rule
 from research_dp.errors import check_methods
+from research_dp.types import PyTree
 
-PyTree = Any
 _TARGET = "a Linen module class, or a function of a module"
 Target = Annotated[Any, Limit(lambda x: callable(x) and not isinstance(x, nn.Module), _TARGET)]
 

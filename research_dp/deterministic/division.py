@@ -16,7 +16,7 @@ from jax import lax
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-PyTree = Any
+from research_dp.types import PyTree
 
 # Calls, whose body may as well stand where they are, and the parameter that has it.
 _CALLS = dict.fromkeys(("closed_call", "custom_jvp_call", "custom_vjp_call"), "call_jaxpr")

@@ -30,8 +30,7 @@ from research_dp.strategies import strategy
 from research_dp.strategies.step import Step, Sums, sums_of
 from research_dp.strategies.strategy import PlacedBatch, TrainSpec, TrainState
 from research_dp.tracing.jaxpr import Callers, Source, trace_sources
-
-PyTree = Any
+from research_dp.types import PyTree
 
 # Operations that only move numbers: the same bits wherever they are done.
 _MOVES = frozenset(

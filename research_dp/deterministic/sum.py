@@ -26,8 +26,7 @@ from research_dp.distributed.mesh import target_platform
 from research_dp.distributed.transports.all_to_all import over_gloo
 from research_dp.distributed.vma import is_tracked
 from research_dp.errors import binding_error
-
-PyTree = Any
+from research_dp.types import PyTree
 
 # From here on halving is faster between 8 CPU devices (experiments/determinism); between hosts it
 # saves most of the bytes, whatever the size.

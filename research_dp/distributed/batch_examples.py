@@ -18,8 +18,8 @@ from research_dp.argument_types import Arrays
 from research_dp.distributed.collectives import PLAIN, Axes, Reduction, all_mean, gather
 from research_dp.distributed.differentiable_gather import with_gradient
 from research_dp.errors import UsageError
+from research_dp.types import PyTree
 
-PyTree = Any
 SCOPE = "over_the_batch"  # of the operations here: their bytes are the model's, not the strategy's
 
 

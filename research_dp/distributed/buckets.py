@@ -21,8 +21,8 @@ from research_dp.distributed.mesh import FSDP_AXIS
 from research_dp.distributed.sharding import LeafSharding, shardings_like
 from research_dp.distributed.vma import is_replicated, varying_axes
 from research_dp.errors import UsageError
+from research_dp.types import PyTree
 
-PyTree = Any
 Move = Callable[[jax.Array], jax.Array]  # rows (r, k) -> (any, k)
 Reshape = Callable[[jax.Array, LeafSharding], jax.Array]
 

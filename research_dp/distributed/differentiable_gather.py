@@ -15,6 +15,7 @@ from research_dp.distributed.buckets import gather_tree, scatter_mean_tree
 from research_dp.distributed.collectives import PLAIN, Axes, Reduction, cast_dtype, flat_axes
 from research_dp.distributed.sharding import LeafSharding
 from research_dp.errors import UsageError
+from research_dp.types import PyTree
 
 # The checkpoint name of gathered parameters, by which a policy recognises them.
 GATHERED = "gathered_params"
@@ -56,9 +57,6 @@ REMAT: Mapping[str, Callable[..., bool]] = {
     "dots": _dots,
     "none": drop_gathered,
 }
-
-
-PyTree = Any
 
 
 def with_gradient(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:

@@ -18,8 +18,7 @@ from research_dp.distributed.mesh import FSDP_AXIS
 from research_dp.distributed.sharding import shardings_like
 from research_dp.distributed.vma import is_replicated, varying_axes
 from research_dp.errors import UsageError
-
-PyTree = Any
+from research_dp.types import PyTree
 
 # The axes that a value was averaged over, by the value's id. The type of an average is that of a
 # sum by autodiff, and an array takes no attributes, so the fact needs a table beside the values.

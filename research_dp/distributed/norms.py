@@ -22,8 +22,8 @@ from research_dp.distributed.mesh import FSDP_AXIS
 from research_dp.distributed.sharding import LeafSharding, shardings_like
 from research_dp.distributed.vma import is_replicated, is_tracked
 from research_dp.errors import UsageError
+from research_dp.types import PyTree
 
-PyTree = Any
 Blocks = Iterable[tuple[jax.Array, Axes]]  # arrays of this device, with the axes that split them
 Layout = Annotated[
     PyTree,

@@ -16,8 +16,8 @@ from research_dp import argument_types as types
 from research_dp.argument_checks import checked
 from research_dp.distributed.sharding import by_path, path_name
 from research_dp.errors import UsageError, first_line
+from research_dp.types import PyTree
 
-PyTree = Any
 AboveOne = Annotated[float, types.Limit(lambda x: types.is_number(x) and x > 1, "a number above 1")]
 
 

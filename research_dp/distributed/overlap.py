@@ -17,8 +17,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from research_dp.distributed.differentiable_gather import GATHERED, with_gradient
 from research_dp.distributed.sharding import LeafSharding
+from research_dp.types import PyTree
 
-PyTree = Any
 # (gradients, their shardings) -> gradients as the update takes them.
 Sync = Callable[[PyTree, PyTree], PyTree]
 

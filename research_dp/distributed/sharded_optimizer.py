@@ -23,8 +23,7 @@ from research_dp.distributed.optimizer import apply_optimizer, check_state, map_
 from research_dp.distributed.sharding import LeafSharding, by_path, infer_flat_sharding, path_name
 from research_dp.errors import UsageError, first_line
 from research_dp.tracing.elementwise import REPLICATED, Dependence, elementwise, find_mixing
-
-PyTree = Any
+from research_dp.types import PyTree
 
 
 @checked

@@ -26,8 +26,8 @@ from research_dp.distributed.sharded_optimizer import OptaxAdapter
 from research_dp.distributed.sharding import LeafSharding, by_path, shardings_like
 from research_dp.distributed.vma import bound_axes, is_tracked
 from research_dp.errors import UsageError, binding_error
+from research_dp.types import PyTree
 
-PyTree = Any
 Group = AxisNames | None
 Arrays = dict[str, jax.Array]  # by path
 

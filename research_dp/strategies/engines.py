@@ -23,8 +23,8 @@ from research_dp.errors import UsageError, binding_error
 from research_dp.strategies import slots, state, strategy
 from research_dp.strategies.step import Step
 from research_dp.strategies.strategy import Strategy, StrategyConfig, TrainSpec
+from research_dp.types import PyTree
 
-PyTree = Any
 Program = tuple[Step, strategy.StateShardings, strategy.TrainState, state.BatchLayout]
 
 

@@ -31,11 +31,10 @@ from research_dp.distributed.boxed import unboxed, with_name
 from research_dp.distributed.mesh import FSDP_AXIS
 from research_dp.distributed.sharding import path_name
 from research_dp.errors import binding_error
+from research_dp.types import PyTree
 
 if TYPE_CHECKING:
     from research_dp.strategies.strategy import StrategyConfig
-
-PyTree = Any
 
 
 class Shard(Protocol):

@@ -24,8 +24,7 @@ from research_dp.distributed.sharding import LeafSharding, ShardDecision, larges
 from research_dp.errors import UsageError, binding_error
 from research_dp.strategies import slots, strategy
 from research_dp.strategies.strategy import PlacedBatch, StrategyConfig, TrainSpec, TrainState
-
-PyTree = Any
+from research_dp.types import PyTree
 
 
 class _OneExample(dict[str, jax.ShapeDtypeStruct]):

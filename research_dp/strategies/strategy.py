@@ -20,9 +20,8 @@ from research_dp.distributed.mesh import FSDP_AXIS
 from research_dp.distributed.optimizer import LossScale, with_master_weights
 from research_dp.errors import UsageError, binding_error
 from research_dp.strategies import batch_losses, slots
-from research_dp.types import MEASURED, LossOutput, TrainableModel
+from research_dp.types import MEASURED, LossOutput, PyTree, TrainableModel
 
-PyTree = Any
 Metrics = Mapping[str, jax.Array]
 When = Literal["step", "micro_batch"]
 LossOver = Literal["batch", "device"]
