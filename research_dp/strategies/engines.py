@@ -238,10 +238,12 @@ def _in_turn(
 
     @functools.wraps(program)
     def call(*args: Any) -> Any:
+        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args)):
+            # Within another trace JAX refuses a jitted function's compiler options.
+            is_jit = hasattr(program, "eval_shape")
+            return (program.__wrapped__ if is_jit else program)(*args)
         jax.block_until_ready([last.pop() for _ in last[:]])
         results = program(*args)
-        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(results)):
-            return results
         if kept is None:
             return jax.block_until_ready(results)
         last.append(kept(results))
