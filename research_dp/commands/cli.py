@@ -116,6 +116,8 @@ def parse(name: str, argv: Sequence[str]) -> dict[str, Any]:
     given = vars(parser.parse_args(_rewritten(argv, varies=varies)))
     if "list" in given:  # not a run, but what there is
         return given
+    if name == "train" and "json" in given:
+        parser.error("--json goes with --list: --list --json, or --list=NAME --json")
     if entry.verb and not given.get("gin_files") and not given.get("bindings"):
         example = f"{entries.program(name)} {entry.examples[0]}"
         parser.error(f"nothing to {entry.verb}: give --gin_file. E.g. {example}")

@@ -85,7 +85,7 @@ def compare(
         UsageError: No folder is a run, or the configuration is wrong.
         Stopped: A signal ended a run, after saving.
     """
-    names = strategies.split(",") if isinstance(strategies, str) else strategies
+    names = (strategies if isinstance(strategies, str) else ",".join(strategies)).split(",")
     varied = [(name, ",".join(map(as_gin, values))) for name, values in (vary or {}).items()]
     with session(gin_files, bindings, imports=imports, allow_unused=allow_unused) as run:
         comparing = _Comparing(

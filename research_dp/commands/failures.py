@@ -33,6 +33,7 @@ _REMARKS = re.compile(rf"\n  In call to configurable '.*|\n-{{10,}}\n.*{_FILTERI
 
 
 @streams.usable()
+@preemption.exit_on_signals()
 def run_command(body: Callable[[], int]) -> int:
     """Runs the body of a command; returns the exit status.
 
@@ -41,11 +42,7 @@ def run_command(body: Callable[[], int]) -> int:
     """
     jax_setup.quieten_tensorflow()
     try:
-        with (
-            preemption.exit_on_signals(),
-            streams.dispensable(but_results=True),
-            configured.speaking_flags(),
-        ):
+        with streams.dispensable(but_results=True), configured.speaking_flags():
             return body()
     except streams.Unwritten as error:
         return jax_setup.leave(error.report())

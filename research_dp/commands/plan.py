@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import os
 import re
 import sys
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -68,6 +70,7 @@ def plan(
         bindings: As in `run`.
         topology: 'h100:8x8', 'v5e-64', 'cpu:8', or 'here'.
         strategies: Shipped strategies, or files, to compare, or 'all'; none: the run's own.
+            'fsdp+h100_speed' adds a file.
         sizes: Numbers of devices to compile each strategy for besides the topology's own. Each
             device keeps its examples.
         imports: As in `run`.
@@ -87,64 +90,7 @@ def plan(
     Raises:
         UsageError: The configuration is wrong, or no strategy can be built.
     """
-    names = [strategies] if isinstance(strategies, str) else strategies
-    with (
-        session(gin_files, bindings, imports=imports, allow_unused=allow_unused) as run,
-        Progress("Reading the configuration") as report,
-        jax_setup.without_compilation_cache(),
-    ):
-        check_outputs(html_file=html_file)
-        candidates = plan_candidates.of(",".join(names).split(","))
-        strict = plan_candidates.check(run, candidates)
-        where = find_topology(topology, cpu_devices, measure)
-        others = sizes_of(where, sizes)
-        dump = None if dump_hlo is None else Path(dump_hlo).expanduser()
-        if dump:
-            with usage_error(f"--dump_hlo={dump_hlo} cannot be made"):
-                dump.mkdir(parents=True, exist_ok=True)
-        planner = _Planner(run, where, strict, report, dump, measure)
-        rows, budgets = planner.rows(candidates)
-        advised = planner.others(candidates, rows) if advise else []
-        curves = planner.curves(candidates, rows, others)
-        exceeded = list(_exceeded(rows, budgets))
-        result = Plan(rows, advised, curves if others else {}, where, exceeded)
-        if html_file:
-            name = ", ".join([*(Path(file).stem for file in run.gin_files), *run.bindings])
-            page = html_report.page(rows, curves, where, result.words, name)
-            write_output("html_file", html_file, page)
-        return result
-
-
-class Plan(dict[str, Any]):
-    """What `plan` returns; printed, it is the text of the command."""
-
-    def __init__(
-        self,
-        rows: Sequence[Row],
-        others: Sequence[Row],
-        curves: Curves,
-        where: Topology,
-        exceeded: Sequence[str],
-    ):
-        self._rows, self._others, self._curves, self._where = rows, others, curves, where
-        self._changes = report_words.changes(others, rows, where) if others else []
-        self.words = [*report_words.words(rows, where), *self._changes]
-        known = report_words.as_json(rows, others, curves, where, self.words)
-        super().__init__(known, exceeded=exceeded)
-
-    def as_json(self) -> dict[str, Any]:
-        """What the command writes."""
-        return {name: value for name, value in self.items() if name != "exceeded"}
-
-    def parts(self, *, verbose: bool = False) -> Iterator[Any]:
-        """What the command prints."""
-        first, *words = self.words[: len(self.words) - len(self._changes)]
-        yield Text(first, "bold green" if fastest_first(self._rows) else "bold red")
-        yield from ("", *tables(self._rows, self._where, verbose=verbose), *words)
-        if self._others:
-            yield from ("", *tables(self._others, self._where, verbose=verbose), *self._changes)
-        if self._curves:
-            yield from ("", size_table(self._curves, self._where))
+    return _plan(locals())
 
 
 def command(*, json_file: str | None = None, verbose: bool = False, **options: Any) -> int:
@@ -156,13 +102,59 @@ def command(*, json_file: str | None = None, verbose: bool = False, **options: A
         **options: Those of `plan`.
     """
     check_outputs(json_file=json_file, html_file=options.get("html_file"))
-    result: Plan = plan(**options)  # type: ignore[assignment]
+    result = _plan(options, put, verbose=verbose)
+    exceeded = result.pop("exceeded")
     if json_file:
-        write_output("json_file", json_file, result.as_json())
-    put(*result.parts(verbose=verbose))
-    exceeded = result["exceeded"]
+        write_output("json_file", json_file, result)
     put(*(Text(f"error: {message}", "bold red") for message in exceeded), file=sys.stderr)
     return int(bool(exceeded))
+
+
+def _plan(
+    given: Mapping[str, Any],
+    show: Callable[..., None] = lambda *parts: None,
+    *,
+    verbose: bool = False,
+) -> dict[str, Any]:
+    """`plan` of the parameters that are given; shows tables as soon as they are known."""
+    defaults = {name: x.default for name, x in inspect.signature(plan).parameters.items()}
+    asked = types.SimpleNamespace(**{**defaults, **given})
+    named = asked.strategies
+    names = named if isinstance(named, str) else ",".join(named)
+    common = {"imports": asked.imports, "allow_unused": asked.allow_unused}
+    with (
+        session(asked.gin_files, asked.bindings, **common) as run,
+        Progress("Reading the configuration") as report,
+        jax_setup.without_compilation_cache(),
+    ):
+        check_outputs(html_file=asked.html_file)
+        candidates = plan_candidates.of(names.split(","))
+        strict = plan_candidates.check(run, candidates)
+        where = find_topology(asked.topology, asked.cpu_devices, asked.measure)
+        sizes = sizes_of(where, asked.sizes)
+        dump = None if asked.dump_hlo is None else Path(asked.dump_hlo).expanduser()
+        if dump:
+            with usage_error(f"--dump_hlo={asked.dump_hlo} cannot be made"):
+                dump.mkdir(parents=True, exist_ok=True)
+        planner = _Planner(run, where, strict, report, dump, asked.measure)
+        rows, budgets = planner.rows(candidates)
+        words = report_words.words(rows, where)
+        style = "bold green" if fastest_first(rows) else "bold red"
+        show(Text(words[0], style), "", *tables(rows, where, verbose=verbose), *words[1:])
+        others = planner.others(candidates, rows) if asked.advise else []
+        if others:
+            changes = report_words.changes(others, rows, where)
+            show("", *tables(others, where, verbose=verbose), *changes)
+            words += changes
+        curves = planner.curves(candidates, rows, sizes)
+        if sizes:
+            show("", size_table(curves, where))
+        result = report_words.as_json(rows, others, curves if sizes else {}, where, words)
+        if asked.html_file:
+            name = ", ".join([*(Path(file).stem for file in run.gin_files), *run.bindings])
+            page = html_report.page(rows, curves, where, words, name)
+            write_output("html_file", asked.html_file, page)
+        return {**result, "exceeded": list(_exceeded(rows, budgets))}
 
 
 @dataclasses.dataclass

@@ -57,7 +57,7 @@ def command(
     *,
     gin_files: Sequence[str] = (),
     bindings: Sequence[str] = (),
-    workdir: str = ".",
+    workdir: str | None = None,
     vary: Varied = (),
     dry_run: bool = False,
     imports: Sequence[str] = (),
@@ -83,8 +83,9 @@ def command(
         contextlib.nullcontext() if dry_run else streams.dispensable(),
         session(gin_files, bindings, imports=imports, allow_unused=allow_unused) as run,
     ):
-        runs = members(Path(workdir).expanduser(), dimensions(vary))
-        return show_all(run, runs) if dry_run else train_all(run, runs, workdir, cpu_devices)
+        folder = Path(workdir or ".").expanduser()
+        runs = members(folder, dimensions(vary))
+        return show_all(run, runs) if dry_run else train_all(run, runs, folder, cpu_devices)
 
 
 def dimensions(vary: Varied) -> list[list[Choice]]:
@@ -259,8 +260,8 @@ def write(runs: Sequence[Member], file: Path) -> None:
 
 def _check_table(file: Path) -> None:
     """Raises UsageError if the file is something else than an earlier table of a sweep."""
-    head = file.read_bytes().partition(b"\n")[0] if file.is_file() else b"status,folder"
-    if not {b"status", b"folder"} <= {*head.split(b",")}:
+    text = file.read_text("utf-8-sig", "replace") if file.is_file() else ""
+    if text.strip() and not {"status", "folder"} <= {*text.strip().splitlines()[0].split(",")}:
         raise UsageError(f"{file} is no table of a sweep. Move it away.")
 
 

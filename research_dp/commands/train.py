@@ -119,8 +119,6 @@ def command(
                 "--list shows what there is, not a run: leave out gin files and bindings"
             )
         return catalog.print_list(list, options.get("imports", ()), as_json=json)
-    if json:
-        raise UsageError("--json goes with --list: --list --json, or --list=NAME --json")
     workdir, cpu_devices = options.pop("workdir", None), options.pop("cpu_devices", None)
     with contextlib.nullcontext() if dry_run else streams.dispensable(), session(**options) as run:
         folder = workdir and files.absolute(workdir)
