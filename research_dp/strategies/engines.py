@@ -157,7 +157,7 @@ def _program(config: StrategyConfig, spec: TrainSpec, *, on_global_arrays: bool 
     """The step, how the state is sharded, the abstract state, and the layout of batches."""
     mesh, exact = config.mesh, config.reduction.exact_step
     shardings, abstract = state.infer_state_sharding(
-        config, spec, mesh, params_sharded=on_global_arrays or config.gather is not None
+        config, spec, params_sharded=on_global_arrays or config.gather is not None
     )
     seen, axes, config_seen = shardings, split_axes(mesh), config
     if on_global_arrays:  # gradients and slices too

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from research_dp.argument_checks import check_unmasked
 from research_dp.argument_types import described
@@ -74,16 +74,16 @@ def init_state(config: StrategyConfig, spec: TrainSpec, key: jax.Array) -> Train
 
 
 def infer_state_sharding(
-    config: StrategyConfig, spec: TrainSpec, mesh: Mesh | AbstractMesh, *, params_sharded: bool
+    config: StrategyConfig, spec: TrainSpec, *, params_sharded: bool
 ) -> tuple[strategy.StateShardings, TrainState]:
     """The shardings, and the state as `jax.ShapeDtypeStruct`s with shardings, by tracing alone.
 
-    The sizes of the mesh are enough. `params_sharded`: between steps parameters are not replicated.
+    `params_sharded`: between steps parameters are not replicated.
     """
     abstract = jax.eval_shape(lambda key: init_state(config, spec, key), seed_key(0))
     _check_params(spec, abstract.params)
     sharding.by_path(abstract)  # a checkpoint has its arrays by path, so it needs different ones
-    slices = _param_shardings(config, spec, abstract.params, mesh)
+    slices = _param_shardings(config, spec, abstract.params)
     params = slices if params_sharded else sharding.replicated(slices)
     if exact := config.reduction.exact_step:
         exact.check_model(config, spec, abstract)
@@ -98,7 +98,7 @@ def infer_state_sharding(
     def placed(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-    placed_state = jax.tree.map(placed, abstract, placement.shardings(mesh, specs))
+    placed_state = jax.tree.map(placed, abstract, placement.shardings(config.mesh, specs))
     return strategy.StateShardings(params, slices), placed_state
 
 
@@ -113,13 +113,12 @@ def _check_params(spec: TrainSpec, params: PyTree) -> None:
             )
 
 
-def _param_shardings(
-    config: StrategyConfig, spec: TrainSpec, params: PyTree, mesh: Mesh | AbstractMesh
-) -> PyTree:
+def _param_shardings(config: StrategyConfig, spec: TrainSpec, params: PyTree) -> PyTree:
     """`LeafSharding`s of parameters, as the slot `shard` boxes them; it is traced, not run.
 
     Raises UsageError if it returns another tree, or a box that is no shard of its parameter.
     """
+    mesh = config.mesh
     shard, units, axis_size = config.shard, spec.model.units, mesh.shape[FSDP_AXIS]
     if shard is None or axis_size == 1:
         return sharding.infer_sharding(params, shard and largest_dim, axis_size, units)
