@@ -21,8 +21,7 @@ from research_dp.commands import cli, entries, streams
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command line, by default the process's own; returns the exit status."""
     if argv is None:
-        streams.repair()  # the fault handler needs a standard error
-        faulthandler.enable()  # Python's stacks, too, where a library aborts
+        _report_aborts()
     name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
     with streams.usable():
         if name == "help" and rest:  # `research-dp help train`
@@ -73,14 +72,19 @@ def doorway(name: str, command: str) -> Callable[[list[str]], int]:
     """
     main = main_of(command)
     if name == "__main__":
-        streams.repair()  # the fault handler needs a standard error
-        faulthandler.enable()  # Python's stacks, too, where a library aborts
+        _report_aborts()
         sys.exit(main(sys.argv[1:]))
     if name == f"research_dp.{command}" and command in research_dp.__all__:
         function = research_dp.__getattr__(command)
         function.main, function.__spec__ = main, sys.modules[name].__spec__
         sys.modules[name] = function
     return main
+
+
+def _report_aborts() -> None:
+    """Has Python's stacks printed, too, where a library aborts this process."""
+    streams.repair()  # the fault handler needs a standard error
+    faulthandler.enable()
 
 
 def overview() -> str:
