@@ -27,15 +27,21 @@ _BARE_WORD = re.compile(r"^([A-Za-z_]|~|\.{0,2}/)[\w./+~:%\[\]-]*$")
 _LITERALS = {"None", "True", "False"}
 # What stands for a value in help texts, where its type does not say it.
 _METAVARS = {
-    **{"gin_files": "F", "imports": "MODULE", "workdir": "DIR", "dump_hlo": "DIR", "runs": "RUN"},
-    **{
-        "topology": "T",
-        "strategies": "A,B,...|all",
-        "against": "S",
-        "coordinator": "HOST:PORT|auto",
-    },
-    **{"json_file": "FILE", "html_file": "FILE", "export": "FILE", "process_id": "I"},
-    **{"heartbeat_seconds": "S", "list": "NAME"},
+    "gin_files": "F",
+    "imports": "MODULE",
+    "runs": "RUN",
+    "workdir": "DIR",
+    "dump_hlo": "DIR",
+    "json_file": "FILE",
+    "html_file": "FILE",
+    "export": "FILE",
+    "strategies": "A,B,...|all",
+    "topology": "T",
+    "against": "S",
+    "list": "NAME",
+    "coordinator": "HOST:PORT|auto",
+    "process_id": "I",
+    "heartbeat_seconds": "S",
 }
 # The same for all commands on gin files, whose functions take them in other forms.
 _HELP = {
@@ -45,7 +51,7 @@ _HELP = {
     "imports": "A module of yours that registers functions with gin; repeatable.",
     "allow_unused": "Accept bindings without effect.",
 }
-# Flags that are not simply called as their parameter: (parameter, flag, value, help).
+# Help on flags that share a parameter with another.
 _BINDING = "The same, shorter: --gin.train.num_steps=20. A bare word is a string."
 _VARY_FILE = "Files of which each run adds one; nothing before or after a comma: none. Repeatable."
 _VARY = "Values of a parameter: --vary.train.seed=0,1,2."
@@ -111,18 +117,18 @@ def parser_of(name: str) -> Parser:
 
 def parse(name: str, argv: Sequence[str]) -> dict[str, Any]:
     """The arguments of a command's function by flags; exits with status 2 and one line if wrong."""
-    entry, parser = entries.COMMANDS[name], parser_of(name)
-    varies = any(action.dest == "vary" for action in parser._actions)
+    parser = parser_of(name)
+    varies = "--vary.NAME" in parser._option_string_actions
     given = vars(parser.parse_args(_rewritten(argv, varies=varies)))
     if "list" in given:  # not a run, but what there is
         return given
     if name == "train" and "json" in given:
         parser.error("--json goes with --list: --list --json, or --list=NAME --json")
-    if entry.verb and not given.get("gin_files") and not given.get("bindings"):
-        example = f"{entries.program(name)} {entry.examples[0]}"
-        parser.error(f"nothing to {entry.verb}: give --gin_file. E.g. {example}")
-    if entry.workdir and not given.get("workdir") and not given.get("dry_run"):
-        parser.error(f"--workdir=DIR is required: {entry.workdir}")
+    has_files = bool(given.get("gin_files") or given.get("bindings"))
+    has_workdir = bool(given.get("workdir") or given.get("dry_run"))
+    problem = entries.lacks(name, has_files=has_files, has_workdir=has_workdir)
+    if problem and not entries.COMMANDS[name].words:  # `compare` knows what its words make needless
+        parser.error(problem)
     return given
 
 

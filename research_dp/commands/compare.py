@@ -173,11 +173,10 @@ class _Comparing:
             problem = "nothing to compare: give folders of runs, or --gin_file and --strategies"
         elif self.steps and any(b.startswith("train.num_steps ") for b in self.run.bindings):
             problem = "--steps is train.num_steps: give one of them"
-        elif not self.run.gin_files and not self.run.bindings:
-            example = f"{entries.program('compare')} {entries.COMMANDS['compare'].examples[-1]}"
-            problem = f"nothing to compare: give --gin_file. E.g. {example}"
-        elif not self.workdir and not dry_run:
-            problem = "--workdir=DIR is required: results and checkpoints go there"
+        else:
+            has_files = bool(self.run.gin_files or self.run.bindings)
+            has_workdir = bool(self.workdir or dry_run)
+            problem = entries.lacks("compare", has_files=has_files, has_workdir=has_workdir)
         if problem:
             raise UsageError(problem)
 

@@ -27,8 +27,8 @@ class Entry(NamedTuple):
     details: str = ""
     function: str = ""  # of the module, whose parameters are flags too
     words: str = ""  # the parameter that is no flag, but the words without one
-    verb: str = ""  # what it does to gin files, where it needs some
-    workdir: str = ""  # why it needs a work folder
+    verb: str = ""  # what it does to gin files, where it needs some, and no `words`
+    workdir: str = ""  # why it needs a work folder, where it gets no `words`
 
 
 INTERRUPTION, INTERRUPTED = "Interrupted: nothing more was done", 130
@@ -99,6 +99,8 @@ COMMANDS = {
         "The exit status is 1 if a run died, or something differs that is not of the strategy.",
         function="compare",
         words="runs",
+        verb="compare",
+        workdir=_RESULTS,
     ),
     "evaluate": Entry(
         "evaluate",
@@ -165,6 +167,17 @@ def interruptible() -> Iterator[None]:
 def flag(parameter: str) -> str:
     """The flag of a parameter: '--gin_file' of 'gin_files'."""
     return f"--{FLAGS.get(parameter, parameter)}"
+
+
+def lacks(name: str, *, has_files: bool, has_workdir: bool) -> str:
+    """What a command needs and was not given, in words; '' if nothing."""
+    entry = COMMANDS[name]
+    if entry.verb and not has_files:
+        example = next(text for text in entry.examples if "--gin_file" in text)
+        return f"nothing to {entry.verb}: give --gin_file. E.g. {program(name)} {example}"
+    if entry.workdir and not has_workdir:
+        return f"--workdir=DIR is required: {entry.workdir}"
+    return ""
 
 
 def program(name: str) -> str:
