@@ -101,8 +101,7 @@ def command(*, json_file: str | None = None, verbose: bool = False, **options: A
         verbose: Print all figures, and the collectives.
         **options: Those of `plan`.
     """
-    check_outputs(json_file=json_file, html_file=options.get("html_file"))
-    result = _plan(options, put, verbose=verbose)
+    result = _plan(options, put, json_file=json_file, verbose=verbose)
     exceeded = result.pop("exceeded")
     if json_file:
         write_output("json_file", json_file, result)
@@ -114,9 +113,13 @@ def _plan(
     given: Mapping[str, Any],
     show: Callable[..., None] = lambda *parts: None,
     *,
+    json_file: str | None = None,
     verbose: bool = False,
 ) -> dict[str, Any]:
-    """`plan` of the parameters that are given; shows tables as soon as they are known."""
+    """`plan` of the parameters that are given; shows tables as soon as they are known.
+
+    `json_file` is written by the caller, and only checked here, with the other files.
+    """
     defaults = {name: x.default for name, x in inspect.signature(plan).parameters.items()}
     asked = types.SimpleNamespace(**{**defaults, **given})
     named = asked.strategies
@@ -127,7 +130,7 @@ def _plan(
         Progress("Reading the configuration") as report,
         jax_setup.without_compilation_cache(),
     ):
-        check_outputs(html_file=asked.html_file)
+        check_outputs(json_file=json_file, html_file=asked.html_file)
         candidates = plan_candidates.of(names.split(","))
         strict = plan_candidates.check(run, candidates)
         where = find_topology(asked.topology, asked.cpu_devices, asked.measure)
