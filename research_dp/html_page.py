@@ -49,17 +49,13 @@ _NOTHING_ELSE = (
 )
 
 
-def check_installed(what: str) -> None:
-    """Raises UsageError if the packages that make a page are missing.
-
-    Args:
-        what: The page, e.g. "a plan's page".
-    """
+def check_installed() -> None:
+    """Raises UsageError if the packages that make a page are missing."""
     modules = {"altair": "altair", "vl_convert": "vl-convert-python"}
     missing = [name for module, name in modules.items() if importlib.util.find_spec(module) is None]
     if missing:
         raise UsageError(
-            f"{what} needs {' and '.join(missing)}, not installed: "
+            f"a page needs {' and '.join(missing)}, not installed: "
             "pip install -c constraints.txt -e '.[plots]'"
         )
 

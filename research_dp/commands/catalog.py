@@ -6,7 +6,6 @@ import functools
 import importlib
 import inspect
 import itertools
-import json
 import re
 import sys
 import textwrap
@@ -26,6 +25,7 @@ from research_dp.config import binding_checks, gin_internals, load, parser
 from research_dp.data import DataSet
 from research_dp.distributed.sharding import ShardDecision
 from research_dp.errors import UsageError
+from research_dp.runs.files import json_text
 from research_dp.strategies import Strategy, StrategyConfig
 from research_dp.types import TrainableModel
 
@@ -56,7 +56,7 @@ def print_list(name: str, imports: Sequence[str], *, as_json: bool) -> int:
     """Prints what gin files can name: all, a group, or one name; returns the exit status."""
     shown: Any = named(name, everything(imports)) if name else everything(imports)
     as_text = in_full if isinstance(shown, dict) and "entries" not in shown else in_lines
-    print(json.dumps(shown, indent=2) if as_json else as_text(shown))
+    print(json_text(shown) if as_json else as_text(shown))
     return 0
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-import json
 import numbers
 import os
 import re
@@ -171,7 +170,7 @@ def check_outputs(**named: str | os.PathLike[str] | None) -> None:
         named: Parameter -> the file that it names.
     """
     if named.get("html_file"):
-        html_page.check_installed("a page")
+        html_page.check_installed()
     given = {entries.flag(name): os.fspath(file) for name, file in named.items() if file}
     paths = {flag: Path(file).expanduser().resolve() for flag, file in given.items()}
     if len(set(paths.values())) < len(paths):
@@ -186,11 +185,6 @@ def check_outputs(**named: str | os.PathLike[str] | None) -> None:
 
 def write_output(parameter: str, file: str | os.PathLike[str], content: Any) -> None:
     """Writes a text, or anything else as JSON; UsageError if the file cannot be written."""
-    text = content if isinstance(content, str) else json_text(content) + "\n"
+    text = content if isinstance(content, str) else files.json_text(content) + "\n"
     with usage_error(f"{entries.flag(parameter)}={os.fspath(file)} cannot be written"):
         Path(file).expanduser().write_text(text, encoding="utf-8")
-
-
-def json_text(content: Any) -> str:
-    """JSON as all commands write it: null for numbers that it lacks."""
-    return json.dumps(files.as_json(content), indent=2, allow_nan=False)

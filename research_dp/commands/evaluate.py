@@ -12,9 +12,9 @@ import numpy as np
 from research_dp.argument_checks import checked
 from research_dp.argument_types import Count, CountOrZero
 from research_dp.commands import jax_setup, saved_run
-from research_dp.commands.configured import Bindings, Files, Run, json_text, session
+from research_dp.commands.configured import Bindings, Files, Run, session
 from research_dp.distributed.mesh import refuse_several_processes
-from research_dp.runs import saved_state
+from research_dp.runs import files, saved_state
 from research_dp.strategies import TrainState
 from research_dp.training.batches import eval_metrics
 from research_dp.training.train import configured
@@ -93,5 +93,5 @@ def command(*, json: bool = False, allow_unused: bool = False, **options: Any) -
     with session(**options, allow_unused=allow_unused) as run:
         result = _evaluated(run, *own)
     numbers = "  ".join(f"{name} {x:.4g}" for name, x in result["eval"].items())
-    print(json_text(result) if json else f"eval  step {result['step']}  {numbers}")
+    print(files.json_text(result) if json else f"eval  step {result['step']}  {numbers}")
     return 0

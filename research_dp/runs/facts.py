@@ -171,7 +171,7 @@ def program_text(compressed: bytes) -> str:
 
 def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
     """Writes what a run has at its end."""
-    text = json.dumps(files.as_json(summary), indent=2, allow_nan=False) + "\n"
+    text = files.json_text(summary) + "\n"
     files.replace(folder / files.SUMMARY, text)
 
 

@@ -115,6 +115,11 @@ def as_json(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def json_text(value: Any) -> str:
+    """JSON as all of a run's files and all commands write it: null for numbers that it lacks."""
+    return json.dumps(as_json(value), indent=2, allow_nan=False)
+
+
 def read_json(text: str | bytes) -> dict[str, Any]:
     """A JSON object; empty if the text is not one."""
     try:
