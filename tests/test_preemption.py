@@ -105,6 +105,23 @@ def test_before_the_steps_a_process_that_waits_in_c_ends_too():
     assert not printed and said.count("\n") == 1
 
 
+IN_A_COLLECTION = """
+        import gc, os, signal
+        gc.callbacks.append(lambda *_: signal.raise_signal(signal.SIGTERM))
+        gc.collect(0)
+        gc.callbacks.pop()
+        time.sleep(20)
+"""
+
+
+def test_a_signal_during_a_garbage_collection_ends_the_process():
+    """Python drops what a callback of a collection raises, and JAX registers one."""
+    process = listen(IN_A_COLLECTION, BEFORE_STEPS)
+    printed, said = process.communicate(timeout=15)
+    assert (process.returncode, printed) == (143, "closed\n")
+    assert said == "SIGTERM: stopped; there was nothing to save\n"
+
+
 ENDING = """
 import os, signal, time
 from research_dp.training.preemption import StopSignal, exit_on_signals

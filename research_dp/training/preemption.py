@@ -77,20 +77,39 @@ def exit_on_signals() -> Iterator[None]:
             leave_by(STOPPED)
 
     def report(number: int) -> None:
-        if number not in numbers:
+        if number not in numbers or reported.is_set():
             return
         began = _training_began.is_set()
         state = "the run is ending already" if began else "stopped; there was nothing to save"
         print(f"{signal.Signals(number).name}: {state}", file=sys.stderr, flush=True)
         if not began:
+            reported.set()
             timer = threading.Timer(_SECONDS_TO_LEAVE, leave, [os._exit])
             timer.daemon = True
             timer.start()
 
+    def raise_again(ignored: Any) -> None:
+        if not isinstance(ignored.exc_value, SystemExit):
+            return ignored_before(ignored)
+        # Python drops what a callback of its garbage collection raises; JAX registers one.
+        cancel()
+        raised_again[:] = [threading.Timer(0.05, os.kill, [os.getpid(), signal.SIGTERM])]
+        raised_again[0].start()
+
+    def cancel() -> None:
+        for timer in raised_again:
+            timer.cancel()
+
     _training_began.clear()
-    numbers = (*_hangup(), signal.SIGTERM)
+    reported = threading.Event()
+    numbers, raised_again = (*_hangup(), signal.SIGTERM), list[threading.Timer]()
+    ignored_before, sys.unraisablehook = sys.unraisablehook, raise_again
     with _handled(numbers, lambda number, _: leave(sys.exit), report):
-        yield
+        try:
+            yield
+        finally:
+            cancel()
+            sys.unraisablehook = ignored_before
 
 
 def _hangup() -> tuple[signal.Signals, ...]:
