@@ -89,7 +89,7 @@ def exit_on_signals() -> Iterator[None]:
             timer.start()
 
     def raise_again(ignored: Any) -> None:
-        if not isinstance(ignored.exc_value, SystemExit):
+        if not (isinstance(ignored.exc_value, SystemExit) and ignored.exc_value.code == STOPPED):
             return ignored_before(ignored)
         # Python drops what a callback of its garbage collection raises; JAX registers one.
         cancel()
