@@ -7,11 +7,11 @@ import jax
 import numpy as np
 import optax
 import pytest
+from certified import EXAMPLE
 from conftest import ROOT
 from test_strategies import BATCH, WIRE, build, one_matrix, recipe_of, traffic
 
 from research_dp.analysis.comm_lower_bound import min_wire_bytes
-from research_dp.certification.quick import EXAMPLE
 from research_dp.config import gin_internals, load
 from research_dp.distributed import collectives
 from research_dp.strategies import TrainSpec, gather_params

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from certified import EXAMPLE, batches
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 from plain_models import with_own_loss
@@ -13,7 +14,6 @@ from test_strategies import recipe
 
 import research_dp as rdp
 import research_dp.training.train
-from research_dp.certification.quick import EXAMPLE, batches
 from research_dp.config import load
 from research_dp.distributed.collectives import PLAIN
 from research_dp.distributed.differentiable_gather import GatherOptions, gather_tree_with_mean_grads

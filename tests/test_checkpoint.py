@@ -14,11 +14,11 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from certified import small_model
 from conftest import stems
 from jax.experimental import multihost_utils
 from test_strategies import build, one_matrix, run_steps
 
-from research_dp.commands.certify import quick_model
 from research_dp.config import load
 from research_dp.distributed.placement import fingerprint
 from research_dp.errors import RunFailure, UsageError
@@ -62,11 +62,11 @@ def assert_same_bits(restored, saved, strategy):
 
 @pytest.mark.parametrize(("first", "second"), PAIRS)
 def test_state_is_the_same_bits_under_another_strategy(first, second, tmp_path):
-    state = run_steps(build(first, quick_model("linen")), 2)
+    state = run_steps(build(first, small_model("linen")), 2)
     saved = jax.device_get(state)
     save(tmp_path, state, 2)
     load.reset()
-    other = build(second, quick_model("nnx"))
+    other = build(second, small_model("nnx"))
     restored, manifest = restore(tmp_path, other)
     assert manifest.progress == PROGRESS
     assert_same_bits(restored, saved, other)
@@ -288,7 +288,7 @@ def test_a_failure_in_the_background_is_raised_at_the_next_look(trained, tmp_pat
 @functools.cache
 def built(stem, api):
     load.reset()
-    return build(stem, quick_model(api))
+    return build(stem, small_model(api))
 
 
 @pytest.mark.slow

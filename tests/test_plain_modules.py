@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import plain_models
 import pytest
+from certified import EXAMPLE, batches
 from conftest import ROOT, stems
 from faults import flip
 from plain_models import MODELS, DropoutNet, linen_dropout, with_own_loss
@@ -22,7 +23,6 @@ from test_train_command import summary
 
 import research_dp.training.train  # noqa: F401  (registers `train`)
 from research_dp.certification import diagnose
-from research_dp.certification.quick import EXAMPLE, batches
 from research_dp.config import load
 from research_dp.errors import UsageError
 from research_dp.models import convnet, mlp

@@ -9,11 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from certified import quick_checks, quick_oracle
+from certified import (
+    EXAMPLE,
+    RUN_STEPS,
+    assert_follows_single,
+    assert_near,
+    batches,
+    small_model,
+    trace,
+)
 from conftest import ROOT, stems
 
-from research_dp.certification.quick import EXAMPLE, MAX_NORM, STEPS, batches, trace
-from research_dp.commands.certify import QUICK_APIS, quick_model
 from research_dp.config import load
 from research_dp.errors import UsageError
 from research_dp.models import convnet, mlp, resnet
@@ -47,13 +53,8 @@ def build(stem, model, *, bindings=(), accumulation=1, clip=None, optimizer=None
     return recipe(stem, *bindings).build(spec)
 
 
-def run(strategy, steps=STEPS, change=lambda batch: batch):
+def run(strategy, steps=RUN_STEPS, change=lambda batch: batch):
     return trace(strategy, [change(batch) for batch in batches()[:steps]])
-
-
-def assert_near(found, expected, name, **tolerance):
-    close = functools.partial(np.testing.assert_allclose, **tolerance)
-    jax.tree.map(close, found[name], expected[name])
 
 
 def run_steps(strategy, steps):
@@ -65,13 +66,10 @@ def run_steps(strategy, steps):
     return state
 
 
-@pytest.mark.parametrize("api", QUICK_APIS)
+@pytest.mark.parametrize("api", ["linen", "nnx"])
 @pytest.mark.parametrize("stem", [s for s in stems() if s != "single"])
 def test_follows_single_with_dropout_clipping_and_accumulation(stem, api):
-    checks = list(quick_checks(recipe_of(stem), api))
-    assert len(checks) == 6
-    assert not [check for check in checks if not check.passed]
-    assert max(quick_oracle(api)["gradient norms"]) > MAX_NORM, "nothing was clipped"
+    assert_follows_single(recipe_of(stem), api)
 
 
 @pytest.mark.parametrize("stem", ["ddp", "fsdp", "spmd_fsdp"])
@@ -139,7 +137,7 @@ def test_gradients_are_clipped_by_the_norm_of_the_mean_over_valid_examples(stem)
 
 
 def test_fsdp_holds_an_eighth_of_what_is_sharded():
-    strategy = build("fsdp", quick_model("linen"))
+    strategy = build("fsdp", small_model("linen"))
     state = strategy.init(jax.random.key(0))
     device = jax.devices()[0]
 
@@ -219,7 +217,7 @@ def test_a_seed_changes_dropout():
     losses = []
     for seed in (3, 4):
         load.reset()
-        strategy = build("ddp", quick_model("linen"), seed=seed)
+        strategy = build("ddp", small_model("linen"), seed=seed)
         losses.append(run(strategy, steps=1)["losses"])
     assert losses[0] != losses[1]
 
@@ -289,23 +287,23 @@ def one_matrix(dtype=jnp.float32):
 
 def test_optimizers_that_need_whole_parameters_are_refused_on_shards():
     with pytest.raises(UsageError, match="mixes elements of a parameter"):
-        build("fsdp", quick_model("linen"), optimizer=optax.lamb(1e-3))
+        build("fsdp", small_model("linen"), optimizer=optax.lamb(1e-3))
     load.reset()
     with pytest.raises(UsageError, match=r"TrainSpec\.max_grad_norm"):
         build(
             "zero1",
-            quick_model("linen"),
+            small_model("linen"),
             optimizer=optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)),
         )
     load.reset()
     with pytest.raises(UsageError, match="random_bits"):
         build(
             "fsdp",
-            quick_model("linen"),
+            small_model("linen"),
             optimizer=optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(0)), optax.sgd(1e-3)),
         )
     load.reset()
-    build("ddp", quick_model("linen"), optimizer=optax.lamb(1e-3))
+    build("ddp", small_model("linen"), optimizer=optax.lamb(1e-3))
 
 
 @pytest.mark.parametrize("stem", ["zero1", "fsdp", "spmd_fsdp"])
@@ -321,13 +319,13 @@ def test_state_of_optimizers_for_some_parameters_each_is_sharded(stem):
 
 def test_slots_that_an_engine_does_not_have_are_refused():
     with pytest.raises(UsageError, match=r"data_parallel\.gather = gather_params"):
-        build("spmd", quick_model("linen"), bindings=["data_parallel.gather = @gather_params"])
+        build("spmd", small_model("linen"), bindings=["data_parallel.gather = @gather_params"])
     load.reset()
     with pytest.raises(UsageError, match="engine 'pmapped' has one axis"):
-        build("pmap", quick_model("linen"), bindings=["make_mesh.axes = {'fsdp': -1}"])
+        build("pmap", small_model("linen"), bindings=["make_mesh.axes = {'fsdp': -1}"])
     load.reset()
     with pytest.raises(UsageError, match=r"use one of \['step', 'micro_batch'\]"):
-        build("ddp", quick_model("linen"), bindings=["data_parallel.sync_each = 'epoch'"])
+        build("ddp", small_model("linen"), bindings=["data_parallel.sync_each = 'epoch'"])
 
 
 @pytest.mark.parametrize(
@@ -358,12 +356,12 @@ def test_slots_that_an_engine_does_not_have_are_refused():
 )
 def test_slots_that_do_not_fit_each_other_are_refused(stem, binding, told):
     with pytest.raises(UsageError, match=re.escape(told)):
-        build(stem, quick_model("linen"), bindings=[binding])
+        build(stem, small_model("linen"), bindings=[binding])
 
 
 def test_a_batch_that_does_not_divide_is_refused_with_the_equation():
     spec = TrainSpec(
-        model=quick_model("linen"),
+        model=small_model("linen"),
         optimizer=optax.sgd(0.1),
         example=EXAMPLE,
         batch_size=100,

@@ -76,13 +76,12 @@ def test_an_own_strategy_is_listed_shown_trained_and_certified(command, package,
     quick = ["--gin_file=my_pkg/two_level.gin", "--cpu_devices=4"]
     good = command("--quick", *quick, module="research_dp.certify", **away)
     assert good.returncode == 0, good.stdout + good.stderr
-    assert len(re.findall("^ *(linen|nnx) .* holds ", good.stdout, re.MULTILINE)) == 12
+    assert " 0 fail, " in good.stdout
     assert good.stdout.startswith("CERTIFIED: two_level on data 2 x fsdp 2 against single")
     bad = [*quick, "--gin.two_level_average.scale=1.01"]
     done = command(*bad, module="research_dp.conform", **away)
     assert done.returncode == 1
-    assert re.search("linen gradient norms +FAILS", done.stdout), done.stdout
-    assert "NOT CERTIFIED" in done.stdout and "First difference: linen" in done.stdout
+    assert "NOT CERTIFIED" in done.stdout and "First difference: step 0" in done.stdout
     assert "now: python -m research_dp.certify --quick" in done.stderr
 
 

@@ -57,7 +57,6 @@ class Certificate:
     """The result of a certification."""
 
     title: str  # what was compared with what
-    bound: str = BOUND
     checks: list[Check] = dataclasses.field(default_factory=list)
     steps: list[StepRecord] = dataclasses.field(default_factory=list)
     located: str = ""  # the first difference that rounding does not explain, if in a step
@@ -103,7 +102,7 @@ class Certificate:
         return {
             "certified": self.certified,
             "title": self.title,
-            "bound": self.bound,
+            "bound": BOUND,
             "first_difference": self.first_difference,
             "cause": self.cause,
             "algorithm": self.algorithm,
@@ -124,7 +123,7 @@ class Certificate:
     def parts(self, *, verbose: bool = False) -> Iterator[Any]:
         """Text and tables for a terminal: the verdict first, with `verbose` all that was compared.
 
-        Without `verbose` only failed checks are listed, and those of a quick run.
+        Without `verbose` only failed checks are listed.
         """
         if self.certified:
             yield Text(f"CERTIFIED: {self.title}.", "bold green")
@@ -146,20 +145,19 @@ class Certificate:
             yield f"Not judged, because noise could hide a bug: {', '.join(self.not_judged)}."
         results = [check.passed for check in self.checks]
         counts = f"{results.count(True)} hold, {results.count(False)} fail"
-        rest = "" if verbose or not self.steps else " (--verbose lists them)"
+        rest = "" if verbose else " (--verbose lists them)"
         yield f"{len(results)} checks: {counts}, {results.count(None)} have no bound{rest}."
-        every = verbose or not self.steps
-        if every or False in results:
+        if verbose or False in results:
             checks = table("", "check", "", "found~")
             for name, passed, message in self.checks:
-                if every or passed is False:
+                if verbose or passed is False:
                     checks.add_row(name, _VERDICTS[passed], message)
             yield checks
         if verbose and self.steps:
             yield self._steps_table()
             yield self._arrays_table(worst)
-        if every:
-            yield self.bound
+        if verbose:
+            yield BOUND
 
     def _arrays_table(self, worst: Sequence[Difference]) -> Table:
         shown = table(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from research_dp.argument_checks import checked
 from research_dp.argument_types import Count
 from research_dp.certification import certify as certifier
 from research_dp.certification import harness
-from research_dp.certification import quick as quick_run
 from research_dp.certification.certificate import Certificate
 from research_dp.certification.tolerances import names_dtype, precision_of
 from research_dp.commands import jax_setup
@@ -21,9 +20,10 @@ from research_dp.errors import UsageError, binding_error
 from research_dp.models import mlp
 from research_dp.strategies import StrategyConfig, TrainSpec
 from research_dp.training.train import configured
-from research_dp.types import DataSet, TrainableModel
+from research_dp.types import DataSet
 
-QUICK_APIS = ("linen", "nnx")
+Run = tuple[StrategyConfig, TrainSpec, DataSet]
+QUICK_STEPS = 4
 
 
 @checked
@@ -63,23 +63,17 @@ def certify(
         session(gin_files, bindings, imports=imports, allow_unused=allow_unused) as run,
         Progress("Reading the configuration") as report,
     ):
-        if quick and (against, steps) != ("single", 30):
-            own = "--quick has its own oracle and steps: leave out --against and --steps"
-            raise UsageError(own)
         if quick:
-            run.bindings = ["shard_params.min_weight_size = 64", *run.bindings]
+            if (against, steps) != ("single", 30):
+                own = "--quick has its own oracle and steps: leave out --against and --steps"
+                raise UsageError(own)
+            run.bindings, steps = ["shard_params.min_weight_size = 64", *run.bindings], QUICK_STEPS
         config = run.load(complete=not quick)
-        if not quick:
-            jax_setup.set_up_processes()
+        jax_setup.set_up_processes()
         jax_setup.set_up_devices(cpu_devices)
         jax_setup.set_up_compilation_cache()
-        if not quick:
-            refuse_several_processes("certify", "Give --cpu_devices.", binding="")
-        strategy = _bound_strategy()
-        if quick:
-            models = {api: quick_model(api) for api in QUICK_APIS}
-            return quick_run.certify_quick(strategy, models, report)
-        bench, data = bench_of(config, against)
+        refuse_several_processes("certify", "Give --cpu_devices.", binding="")
+        bench, data = bench_of(config, against, _small_run if quick else configured)
         dtypes = sorted({b.value for b in config.used if names_dtype(b.name, b.value)})
         return certifier.certify(bench, data, steps=steps, dtypes=dtypes, report=report)
 
@@ -100,9 +94,11 @@ def command(*, json_file: str | None = None, verbose: bool = False, **options: A
     return 0 if certificate.is_right else 1
 
 
-def bench_of(config: load.Config, against: str) -> tuple[harness.Bench, DataSet]:
+def bench_of(
+    config: load.Config, against: str, run: Callable[[], Run] = configured
+) -> tuple[harness.Bench, DataSet]:
     """The bench of the run that is loaded, against a shipped strategy or a file; and its data."""
-    strategy, spec, data = configured()
+    strategy, spec, data = run()
     oracle = _oracle(against, spec)
     gathered = [b.value for b in config.used if b.parameter == "gather_dtype"]
     bench = harness.Bench(
@@ -128,9 +124,11 @@ def _oracle(against: str, spec: TrainSpec) -> StrategyConfig:
         raise UsageError(f"--against={against}: {text}") from error
 
 
-def quick_model(api: str) -> TrainableModel:
-    """A small perceptron with dropout."""
-    return mlp(api=api, widths=(32, 16), num_classes=quick_run.NUM_CLASSES, dropout_rate=0.3)
+def _small_run() -> Run:
+    strategy = _bound_strategy()
+    model = mlp(widths=(32, 16), num_classes=harness.NUM_CLASSES, dropout_rate=0.3)
+    spec, data = harness.small_run(model, strategy.mesh.size)
+    return strategy.resolve(spec), spec, data
 
 
 def _bound_strategy() -> StrategyConfig:
