@@ -25,6 +25,7 @@ INSTALL_REQUIRES = [
     "grain>=0.2.18,<0.3",  # threads and processes that prefetch batches
     "orbax-checkpoint>=0.12.8,<0.13",  # checkpoints
     "docstring_parser>=0.16,<1",  # descriptions of parameters in `--list --json`, docs/gin.md
+    "shtab>=1.7,<2",  # completion in bash of commands, flags and gin files
     "lazy_loader>=0.4,<1",  # public names are imported when they are used
     "safetensors>=0.5,<1",  # exported parameters, as other frameworks read them
     "absl-py>=2,<3",  # Grain's worker processes require parsed flags

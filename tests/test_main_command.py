@@ -204,3 +204,27 @@ def test_a_working_directory_that_was_removed_is_no_error(tmp_path):
     done = subprocess.run(words, env={**os.environ, "PYTHONPATH": str(ROOT)}, **options)
     assert done.returncode == 0, done.stderr
     assert "train.num_steps = " in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [
+        ("tr", "train"),
+        ("plan --gin_file = runs/digits.gin --strat", "--strategies"),
+        ("train --gin_file = strategies/fsdp_", "strategies/fsdp_keep.gin"),
+        ("train --gin_file examples/own_model/l", "examples/own_model/linen.gin"),
+        ("launch -n", ""),
+    ],
+)
+def test_bash_completes_commands_flags_and_gin_files(run, words, completed):
+    """Readline hands `--gin_file=F` over as three words."""
+    _, script, _ = run("--completion", "bash")
+    ask = f"COMP_WORDS=(research-dp {words}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1))"
+    script += f"{ask}\n_research_dp\necho ${{COMPREPLY[@]}}"
+    done = subprocess.run(["bash"], input=script, capture_output=True, text=True, timeout=60)
+    assert (done.stdout.strip(), done.stderr) == (completed, "")
+
+
+def test_completion_is_for_bash(run):
+    status, _, err = run("--completion", "fish")
+    assert status == 2 and "source <(research-dp --completion bash)" in err

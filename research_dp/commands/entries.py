@@ -74,7 +74,7 @@ COMMANDS = {
         ),
         "Runs your configuration step by step under its strategy and under --against. Prints a "
         "certificate, or the first difference that rounding does not explain, and its cause. "
-        "--quick certifies a strategy's file alone on a small built-in run, in Linen and NNX.",
+        "--quick certifies a strategy's file alone on a small built-in run.",
         function="certify",
         verb="certify",
     ),

@@ -32,6 +32,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if name in ("--version", "-V", "version"):
             print(version())
             return 0
+        if name == "--completion" and rest == ["bash"]:
+            from research_dp.commands import completion
+
+            print(completion.script())
+            return 0
         if name not in entries.COMMANDS:
             print(f"error: {_unknown(name)}", file=sys.stderr)
             return 2
@@ -112,6 +117,8 @@ def version() -> str:
 
 
 def _unknown(name: str) -> str:
+    if name == "--completion":
+        return "--completion is for bash: source <(research-dp --completion bash)"
     if name.startswith("-"):
         return f"give a command first: research-dp train {name} (--help shows all commands)"
     near = difflib.get_close_matches(name, entries.COMMANDS, n=1, cutoff=0.5)
