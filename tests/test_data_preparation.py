@@ -7,7 +7,6 @@ import runpy
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import gin
 import numpy as np
@@ -100,34 +99,14 @@ def test_preparation_that_fails_is_told(tmp_path, monkeypatch):
         load("digits", tmp_path / "other").prepare()
 
 
-def test_what_killed_preparations_left_is_removed_unless_in_use(tmp_path, monkeypatch, capsys):
-    builder = builders.find_builder("digits", str(tmp_path))
-    beside = Path(builder.data_path.parent)
-    beside.mkdir(parents=True)
-    (tmp_path / "outside").mkdir()
-    names = ["A1B2C3_1.0.0", "A1B2C3_2.0.0", "mine", "INUSE1_1.0.0", "INUSE2_1.0.0"]
-    for name in (f"incomplete.{name}" for name in names):
-        (beside / name).mkdir()
-        (beside / name / "part").write_text("")
-        yesterday = time.time() - 86400
-        if "INUSE1" not in name:  # a program that does not take the lock writes into a file
-            os.utime(beside / name / "part", (yesterday, yesterday))
-        if "INUSE2" not in name:  # or makes one
-            os.utime(beside / name, (yesterday, yesterday))
-    (beside / "incomplete.LINKED_1.0.0").symlink_to(tmp_path / "outside")
-    monkeypatch.setattr(Digits, "download_and_prepare", lambda self: self.data_path.mkdir())
-    builders.download_and_prepare(builder)
-    assert sorted(path.name for path in beside.iterdir()) == [
-        "1.0.0",
-        "incomplete.A1B2C3_2.0.0",
-        "incomplete.INUSE1_1.0.0",
-        "incomplete.INUSE2_1.0.0",
-        "incomplete.LINKED_1.0.0",
-        "incomplete.mine",
-    ]
-    said = capsys.readouterr().out
-    assert f"Removing {beside / 'incomplete.A1B2C3_1.0.0'}, the rest of" in said
-    assert f"Leaving {beside / 'incomplete.INUSE1_1.0.0'}, which changed" in said
+def test_a_killed_preparation_is_followed_by_a_whole_one(tmp_path, few_digits):
+    left = tmp_path / "digits" / "incomplete.A1B2C3_1.0.0"
+    left.mkdir(parents=True)
+    (left / "digits-train.array_record-00000-of-00001").write_text("half of it")
+    (tmp_path / ".digits.lock").touch()
+    data = load("digits", tmp_path)
+    assert len(list(data.train(ORDER))) == 3
+    assert left.exists()
 
 
 def test_the_tool_prepares_and_reports(tmp_path, few_digits, monkeypatch, capsys):

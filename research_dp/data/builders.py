@@ -8,7 +8,6 @@ import importlib.util
 import logging
 import os
 import re
-import shutil
 import sys
 import textwrap
 import time
@@ -24,7 +23,6 @@ from research_dp.errors import UsageError, binding_error
 
 _OFFLINE = ("digits", "pystdlib_text")  # of this package
 _INSTALL_TENSORFLOW = "Do: pip install 'research_dp[tf]'"
-_HOURS_IN_USE = 6  # a preparation that wrote nothing for this long is dead
 FileFormat = Literal["array_record", "tfrecord"]
 
 
@@ -76,20 +74,18 @@ def download_and_prepare(builder: Any) -> None:
     """Has TFDS download and write a data set that is missing.
 
     One process prepares it. Others wait for its lock file and then use the result: processes of
-    this run, and other runs on this machine.
+    this run, and other runs on this machine. What a killed preparation left stays: it has another
+    folder.
     """
     if builder.data_path.exists():
         return
     root = str(builder.data_dir_root)
     lock: Any = contextlib.nullcontext()
-    has_lock = "://" not in root  # object stores have none
-    if has_lock:
+    if "://" not in root:  # object stores have no locks
         lock = filelock.FileLock(Path(root) / f".{builder.name}.lock")
     try:
         with lock:
             if not builder.data_path.exists():
-                if has_lock:  # else others may be writing
-                    _remove_incomplete(Path(builder.data_path))
                 print(f"Preparing {builder.name} in {builder.data_path} (once)", flush=True)
                 began = time.monotonic()
                 with _quiet_tfds():
@@ -116,28 +112,6 @@ def _quiet_tfds() -> Iterator[None]:
             yield
     finally:
         tfds.enable_progress_bar()
-
-
-def _remove_incomplete(data_path: Path) -> None:
-    """Removes folders of killed preparations of a data set; the caller has its lock.
-
-    `tfds build`, and hosts whose file system shares no locks, prepare without it. So folders with
-    recent changes are not removed.
-    """
-    for path in data_path.parent.glob(f"incomplete.??????_{data_path.name}"):
-        if path.is_symlink():
-            continue
-        try:
-            last_change = max(inner.lstat().st_mtime for inner in (path, *path.rglob("*")))
-        except FileNotFoundError:  # renamed or removed meanwhile
-            last_change = time.time()
-        if time.time() - last_change < _HOURS_IN_USE * 3600:
-            when = f"in the last {_HOURS_IN_USE} hours"
-            message = f"Leaving {path}, which changed {when}: another program may be preparing it"
-            print(message, flush=True)
-        else:
-            print(f"Removing {path}, the rest of a preparation that was killed", flush=True)
-            shutil.rmtree(path)
 
 
 def _advice(builder: Any, error: Exception) -> str | None:
