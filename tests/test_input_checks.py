@@ -19,11 +19,10 @@ from test_strategies import recipe
 
 from research_dp.config import load
 from research_dp.data import builders
-from research_dp.data.array_record import random_access
 from research_dp.data.indexed import Examples
 from research_dp.data.preprocess import byte_text, image_classification
 from research_dp.data.tf_data import tf_data
-from research_dp.data.tfds import identity_of, tfds_data
+from research_dp.data.tfds import identity_of, random_access, tfds_data
 from research_dp.distributed import mesh
 from research_dp.errors import UsageError
 from research_dp.models import mlp

@@ -170,7 +170,7 @@ import zlib
 
 import gin
 
-from research_dp.data.array_record import random_access
+from research_dp.data.tfds import random_access
 from research_dp.types import Splits
 
 

@@ -3,12 +3,11 @@
 Importing this package registers them with gin; TFDS is imported when a data set is constructed.
 """
 
-from research_dp.data.array_record import random_access
 from research_dp.data.own_data import from_arrays, from_source
 from research_dp.data.preprocess import byte_text, image_classification
 from research_dp.data.random_tokens import random_tokens
 from research_dp.data.tf_data import tf_data
-from research_dp.data.tfds import tfds_data
+from research_dp.data.tfds import random_access, tfds_data
 from research_dp.types import DataSet
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Reads examples by index, without iterator state.
+"""Reads examples by index, without iterator state; the identity of a split by a few of them.
 
 Threads or worker processes of Grain read a batch at a time.
 """
@@ -8,17 +8,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import multiprocessing
 import multiprocessing.connection
 import os
 import re
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import grain
 import jax
+import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
@@ -26,8 +28,9 @@ from research_dp.data import builders
 from research_dp.data.preprocess import Preprocess, Rng, preprocess_example, stack
 from research_dp.data.shuffle import Purpose, example_indices, generator, stream_positions
 from research_dp.errors import RunFailure, UsageError
-from research_dp.types import Arrays, EvalOrder, Splits, TrainOrder
+from research_dp.types import Arrays, EvalOrder, SplitIdentity, Splits, TrainOrder
 
+NUM_HASHED = 8  # examples of a split, for its identity
 _TURN = threading.Lock()  # one for all: two splits may have the same source
 
 
@@ -237,3 +240,33 @@ def _of_workers(batches: Iterator[Arrays]) -> Iterator[Arrays]:
             "often because memory was short; then bind fewer workers.\n  What was saved stays, and "
             "the same command continues from the last step that was."
         ) from error
+
+
+def split_identity(size: int, examples: Iterable[Any]) -> SplitIdentity:
+    """The identity of a split of this size, by some of its examples."""
+    digest = hashlib.sha256()
+    for example in examples:
+        _update(digest, example)
+    return SplitIdentity(examples=size, digest=digest.hexdigest()[:16])
+
+
+def _update(digest: Any, value: Any) -> None:
+    """Hashes a feature, or a dict of features, independently of the reader's Python types."""
+    if isinstance(value, np.ndarray) and value.dtype == np.object_:
+        value = value.ravel().tolist()
+    if isinstance(value, Mapping):
+        for name, inner in sorted(value.items()):
+            digest.update(name.encode())
+            _update(digest, inner)
+    elif isinstance(value, bytes | str):
+        text = value.encode() if isinstance(value, str) else value
+        digest.update(len(text).to_bytes(8, "little") + text)
+    elif isinstance(value, list | tuple):
+        digest.update(len(value).to_bytes(8, "little"))
+        for inner in value:
+            _update(digest, inner)
+    elif (array := np.asarray(value)).dtype != np.object_:  # not a nested data set
+        # Readers differ in dtypes: all integers are hashed as int64, all floats as float64.
+        wide = np.float64 if jnp.issubdtype(array.dtype, jnp.floating) else np.int64
+        digest.update(repr(array.shape).encode())
+        digest.update(np.ascontiguousarray(array, wide).tobytes())

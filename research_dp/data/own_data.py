@@ -27,8 +27,7 @@ from research_dp.data.example_checks import (
     narrowed,
     spec_of,
 )
-from research_dp.data.identity import NUM_HASHED, split_identity
-from research_dp.data.indexed import Examples, indexed_splits
+from research_dp.data.indexed import NUM_HASHED, Examples, indexed_splits, split_identity
 from research_dp.data.preprocess import Preprocess, Rng
 from research_dp.errors import UsageError, first_line
 from research_dp.types import Arrays, DataIdentity, DataSet, SplitIdentity
