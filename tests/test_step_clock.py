@@ -18,7 +18,7 @@ from research_dp.errors import UsageError
 from research_dp.strategies import TrainSpec
 from research_dp.strategies.engines import compiled
 from research_dp.training import dispatch, throughput
-from research_dp.training.learning_rate import LearningRate, remembering_rate
+from research_dp.training.optimizers import LearningRate, remembering_rate
 from research_dp.training.train import train
 from research_dp.types import MEASURED, LossOutput
 

@@ -10,7 +10,7 @@ from research_dp.runs.manifest import Progress
 from research_dp.runs.records import Records, scalars_of
 from research_dp.strategies import SKIPPED
 from research_dp.training import throughput
-from research_dp.training.learning_rate import LearningRate
+from research_dp.training.optimizers import LearningRate
 from research_dp.training.progress_bar import ProgressBar
 from research_dp.types import MEASURED, HostSums
 

@@ -1,17 +1,40 @@
-"""Optax's optimizers and schedules under gin names, module `optax`."""
+"""Optax's optimizers and schedules under gin names, module `optax`; a run's learning rate."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import gin
 import jax
+import numpy as np
 import optax
 
 from research_dp.argument_checks import check_arguments, checked
 from research_dp.argument_types import Fraction, Steps
-from research_dp.errors import UsageError
-from research_dp.training.learning_rate import remembering_rate
+from research_dp.errors import UsageError, binding_error
+
+_RATE = "research_dp_learning_rate"
+_CHECKED = 50  # updates of a run at which a schedule is checked
+
+
+def remembering_rate(factory: Callable[..., Any]) -> Callable[..., Any]:
+    """An Optax factory whose optimizers carry their `learning_rate`, a number or a schedule."""
+    signature = inspect.signature(factory)
+
+    @functools.wraps(factory)
+    def make(*args: Any, **options: Any) -> Any:
+        optimizer = factory(*args, **options)
+        rate = signature.bind(*args, **options).arguments.get("learning_rate")
+        setattr(optimizer.update, _RATE, rate)  # an optimizer is a tuple, and has no attributes
+        return optimizer
+
+    make.__signature__ = signature  # type: ignore[attr-defined]  # gin does not unwrap functions
+    return make
+
 
 for _name in ("adafactor", "adam", "adamw", "lamb", "lion", "rmsprop", "sgd"):
     gin.register(remembering_rate(getattr(optax, _name)), module="optax")
@@ -61,3 +84,80 @@ def matrices_only(params: Any) -> Any:
         params: The parameters, or their shapes.
     """
     return jax.tree.map(lambda x: x.ndim > 1, params)
+
+
+class LearningRate:
+    """The rate of an optimizer that `remembering_rate` made, or of `optax.inject_hyperparams`.
+
+    It is not known of others: a chain of transforms may scale the updates of one of them.
+
+    Raises:
+        UsageError: It is negative within a run of `num_steps`.
+    """
+
+    def __init__(
+        self, optimizer: optax.GradientTransformation, abstract_opt_state: Any, num_steps: int = 1
+    ):
+        self._is_injected = _injected(abstract_opt_state) is not None
+        rate = getattr(optimizer.update, _RATE, None)
+        self._rate: Any = rate if _is_scalar(rate) else None
+        if callable(self._rate):
+            self._rate = _on_host(self._rate)
+        # A schedule is compiled here, not while steps are timed.
+        updates = np.unique(np.linspace(1, max(num_steps, 1), _CHECKED, dtype=int)).tolist()
+        rates = {update: self.after(update) or 0.0 for update in updates}
+        lowest = min(rates, key=rates.__getitem__)
+        # A decay to 0 may end a rounding below it.
+        if rates[lowest] < -1e-6 * max(map(abs, rates.values())):
+            raise binding_error(
+                "train.optimizer",
+                f": its learning rate is {rates[lowest]:g} at step {lowest}, which would climb the "
+                "loss. Give rates of at least 0; to maximise, negate the loss.",
+            )
+
+    def read(self, opt_state: Any) -> None:
+        """Reads an injected rate, for which it waits for the step; does nothing for others."""
+        if self._is_injected:
+            self._rate = float(np.asarray(_injected(opt_state)))
+
+    def updates(self, opt_state: Any) -> int:
+        """How many updates an optimizer's state counts; 0 if it does not, as no schedule is in it.
+
+        Steps are no measure: those whose gradients overflow in float16 update nothing.
+        """
+        counts = optax.tree.get_all_with_path(opt_state, "count")
+        is_count = (x.ndim == 0 and np.issubdtype(x.dtype, np.integer) for _, x in counts)
+        return max((int(x) for (_, x), own in zip(counts, is_count, strict=True) if own), default=0)
+
+    def after(self, updates: int) -> float | None:
+        """The rate of the newest of so many updates; None: not known."""
+        rate = self._rate(max(updates - 1, 0)) if callable(self._rate) else self._rate
+        return None if rate is None else float(rate)
+
+
+def _is_scalar(rate: Any) -> bool:
+    """Whether a rate, or what a schedule gives, is one number: Optax takes arrays too."""
+    step = jax.ShapeDtypeStruct((), np.int32)
+    return np.shape(jax.eval_shape(rate, step) if callable(rate) else rate) == ()
+
+
+def _injected(opt_state: Any) -> Any:
+    """The only 0-d `learning_rate` of injected hyperparameters; None if there is not one."""
+    parts = jax.tree.leaves(opt_state, is_leaf=lambda x: hasattr(x, "hyperparams"))
+    found = [getattr(part, "hyperparams", {}).get("learning_rate") for part in parts]
+    rates = [rate for rate in found if rate is not None]
+    return rates[0] if len(rates) == 1 and np.shape(rates[0]) == () else None
+
+
+def _on_host(schedule: Callable[[Any], Any]) -> Callable[[int], Any]:
+    """A schedule that the CPU computes, where there is one: accelerators are at work on steps."""
+    device = None
+    with contextlib.suppress(RuntimeError):  # JAX_PLATFORMS may leave the CPU out
+        device = jax.local_devices(backend="cpu")[0]
+    jitted = jax.jit(schedule)
+
+    def rate(count: int) -> Any:
+        with jax.default_device(device):
+            return jitted(np.int32(count))
+
+    return rate
