@@ -35,7 +35,7 @@ from research_dp.planning.row import CollectiveTotal, Row
 from research_dp.runs.checkpoint_files import Row as Checkpoint
 from research_dp.runs.status import Status
 from research_dp.training import sharding_table
-from research_dp.training.progress_bar import ProgressBar
+from research_dp.training.metric_log import ProgressBar
 
 STEMS = [path.stem for path in sorted((ROOT / "gin" / "strategies").glob("*.gin"))]
 PATHS = [f"blocks/{part}/kernel" for part in ("attention/query", "attention/out", "mlp/wide_in")]
@@ -270,7 +270,7 @@ def test_only_a_terminal_that_moves_its_cursor_gets_codes(shows):
     code = """
 import time
 from research_dp import console
-from research_dp.training.progress_bar import ProgressBar
+from research_dp.training.metric_log import ProgressBar
 with console.Progress("Reading"):
     time.sleep(0.2)
 console.put("a sentence " * 20)
@@ -363,7 +363,7 @@ def test_a_pipe_hears_of_an_activity_only_if_it_takes_long(capsys, monkeypatch):
 def test_a_line_of_progress_is_never_wider_than_the_terminal():
     code = """
 import time
-from research_dp.training.progress_bar import ProgressBar
+from research_dp.training.metric_log import ProgressBar
 with console.Progress("Reading " * 20) as report:
     report("Comparing", "step 1 of a great many steps")
     time.sleep(0.5)

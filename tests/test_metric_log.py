@@ -10,8 +10,8 @@ from test_train_command import MLP
 from research_dp.runs.checkpoint_files import steps_in
 from research_dp.runs.records import truncate_records
 from research_dp.training.intervals import Schedule
+from research_dp.training.metric_log import ProgressBar
 from research_dp.training.preemption import StopSignal
-from research_dp.training.progress_bar import ProgressBar
 
 STEPS = 60
 

@@ -26,10 +26,10 @@ from research_dp.strategies import StrategyConfig, TrainSpec, slots
 from research_dp.strategies.strategy import LossOver, init_key
 from research_dp.training.input_checks import check_memory
 from research_dp.training.intervals import Schedule
+from research_dp.training.metric_log import say
 from research_dp.training.nonfinite import OnNonfinite
 from research_dp.training.preemption import STOPPED
 from research_dp.training.preflight import preflight
-from research_dp.training.progress_bar import say
 from research_dp.training.sharding_table import sizes_by_part
 from research_dp.training.trainer import Trainer
 from research_dp.training.watchdog import monitored

@@ -28,10 +28,9 @@ from research_dp.training.batches import evaluation, placed_train_batches, train
 from research_dp.training.dispatch import InFlight
 from research_dp.training.input_checks import nonfinite_example, shared_identity
 from research_dp.training.intervals import ProfilerTrace, Schedule
-from research_dp.training.metric_log import MetricLog
+from research_dp.training.metric_log import MetricLog, ProgressBar, metric_words
 from research_dp.training.optimizers import LearningRate
 from research_dp.training.preemption import StopSignal
-from research_dp.training.progress_bar import ProgressBar, metric_words
 from research_dp.training.replica_check import ReplicaCheck, split_dependence
 from research_dp.types import Arrays, DataIdentity, DataSet
 
