@@ -14,7 +14,9 @@ from research_dp.argument_types import Count, CountOrZero
 from research_dp.commands import jax_setup, saved_run
 from research_dp.commands.configured import Bindings, Files, Run, session
 from research_dp.distributed.mesh import refuse_several_processes
-from research_dp.runs import files, saved_state
+from research_dp.runs import files
+from research_dp.runs.checkpoint import read_saved
+from research_dp.runs.workdir import config_of
 from research_dp.strategies import TrainState
 from research_dp.training.batches import eval_metrics
 from research_dp.training.train import configured
@@ -57,10 +59,10 @@ def _evaluated(
     run: Run, workdir: str | os.PathLike[str], step: int | None, cpu_devices: int | None
 ) -> dict[str, Any]:
     folder = Path(workdir).expanduser()
-    run.load(saved=str(saved_state.config_of(folder)))
+    run.load(saved=str(config_of(folder)))
     jax_setup.set_up_devices(cpu_devices)
     jax_setup.set_up_compilation_cache()
-    saved = saved_state.read(folder, step)
+    saved = read_saved(folder, step)
     refuse_several_processes("evaluate", "Give --cpu_devices.", binding="")
     config, spec, data = configured()
     strategy = config.build(spec)

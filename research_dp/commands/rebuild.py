@@ -22,7 +22,7 @@ from research_dp.comparison.verdicts import Verdict
 from research_dp.console import Report
 from research_dp.planning import estimate
 from research_dp.planning.row import Row
-from research_dp.runs.saved_state import config_of
+from research_dp.runs.workdir import config_of
 
 _DIGITS = [digit * 10.0**power for power in range(6, 12) for digit in (1, 2, 4)]
 _MOST_EVALUATIONS = 5  # for which a bound is measured

@@ -19,7 +19,8 @@ from research_dp.commands.configured import usage_error
 from research_dp.config import gin_internals
 from research_dp.distributed.sharding import by_path
 from research_dp.errors import UsageError
-from research_dp.runs import saved_state
+from research_dp.runs.checkpoint import SavedState, read_saved
+from research_dp.runs.workdir import config_of
 from research_dp.strategies import Strategy
 from research_dp.types import PyTree, TrainableModel
 
@@ -74,9 +75,9 @@ def load(
     """
     folder = Path(workdir).expanduser()
     with configured.session(imports=imports) as run:
-        run.load(complete=False, saved=str(saved_state.config_of(folder)))
+        run.load(complete=False, saved=str(config_of(folder)))
         jax_setup.set_up_devices(None)
-        saved = saved_state.read(folder, step)
+        saved = read_saved(folder, step)
         model = gin_internals.frozen("train.model")
         if strategy is None:
             params, model_state = jax.device_put((saved.params, saved.model_state))
@@ -129,7 +130,7 @@ def write_export(workdir: Path, to: Path, step: int | None) -> int:
     if to.exists():
         raise UsageError(f"--export={to} exists: give a new name.")
     jax_setup.set_up_devices(None)
-    saved = saved_state.read(workdir, step)
+    saved = read_saved(workdir, step)
     with usage_error(f"--export={to} cannot be written"):
         to.parent.mkdir(parents=True, exist_ok=True)
     tree = {"params": saved.params, "model_state": saved.model_state}
@@ -151,7 +152,7 @@ def write_export(workdir: Path, to: Path, step: int | None) -> int:
     return saved.step
 
 
-def check_same_model(saved: saved_state.SavedState, strategy: Strategy) -> None:
+def check_same_model(saved: SavedState, strategy: Strategy) -> None:
     """Refuses a checkpoint whose parameters have other names or shapes than a strategy's."""
     state = strategy.abstract_state
     expected = by_path({"params": state.params, "model_state": state.model_state})

@@ -93,6 +93,16 @@ def in_use(folder: Path) -> str | None:
     return holder.read_text(errors="replace") if known else "unknown process"
 
 
+def config_of(workdir: Path) -> Path:
+    """The configuration file of a run; UsageError if the folder has none."""
+    if not workdir.is_dir():
+        raise UsageError(f"--workdir={workdir}: there is no such folder.")
+    path = workdir / files.CONFIG
+    if not path.is_file():
+        raise UsageError(f"--workdir={workdir} has no {files.CONFIG}: give the folder of a run.")
+    return path
+
+
 def check_shared(folder: Path) -> None:
     """Refuses a folder that the processes do not share; a collective.
 
