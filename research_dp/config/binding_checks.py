@@ -1,14 +1,18 @@
-"""Checks single bindings: unknown names, and values that a parameter's annotation refuses."""
+"""Checks single bindings: unknown names, and values that a parameter's annotation refuses.
+
+Where a user named another parameter, it finds the one by which the run sets the same.
+"""
 
 from __future__ import annotations
 
 import cmath
 import collections.abc
+import dataclasses
 import difflib
 import inspect
 import re
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import gin
@@ -18,9 +22,27 @@ from research_dp.argument_checks import choices_of, is_callable, members
 from research_dp.argument_types import AnyDtype
 from research_dp.config import gin_internals
 from research_dp.config.parser import Binding, Macro, Mistake, Reference, references
+from research_dp.config.reachability import Config
 
 # Their classes are plain values. No configurable is the usual way to make one.
 _PLAIN_MODULES = {"builtins", "typing", "collections", "jax", "jaxlib", "numpy"}
+# Names that people give to parameters of Optax and of this package.
+_ALIASES = {
+    "lr": "learning_rate",
+    "rate": "learning_rate",
+    "learningrate": "learning_rate",
+    "wd": "weight_decay",
+    "dropout": "dropout_rate",
+    "steps": "num_steps",
+    "max_steps": "num_steps",
+    "epochs": "num_steps",
+    "grad_clip": "max_grad_norm",
+    "clip_norm": "max_grad_norm",
+    "gradient_accumulation_steps": "accumulation_steps",
+    "save_every": "checkpoint_every",
+}
+# The parameters of schedules that scale them.
+_SCALES = ("peak_value", "init_value", "value")
 
 
 def mistakes(binding: Binding, macros: dict[str, Binding]) -> list[Mistake]:
@@ -80,6 +102,57 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     if near:
         return f" Did you mean {', '.join(dict.fromkeys(near))}?"
     return f" It has {', '.join(known)}." if 0 < len(known) < 20 else ""
+
+
+def with_hint(mistakes: Sequence[Mistake], binding: Binding, config: Config) -> list[Mistake]:
+    """The mistakes of a binding; one of an unknown name says what sets the same in this run."""
+    known = gin_internals.find(binding.selector) if binding.selector else None
+    if not mistakes or (known and binding.parameter in known.parameters):
+        return list(mistakes)
+    first, *rest = mistakes
+    hint = hint_for(binding.parameter, config)
+    if not hint or " Did you mean" in first.message:
+        return list(mistakes)
+    message = re.split(r" It has | --list shows", first.message)[0]
+    return [dataclasses.replace(first, message=message + hint), *rest]
+
+
+def hint_for(parameter: str, config: Config) -> str:
+    """A sentence that names the parameter of this run; '' if there is none of this name."""
+    found = dict.fromkeys(_names_in_run(_ALIASES.get(parameter.lower(), parameter), config))
+    return f" In this run it is {' or '.join(found)}." if found else ""
+
+
+def _names_in_run(parameter: str, config: Config) -> Iterator[str]:
+    known = gin_internals.configurables()
+    for function in sorted(config.functions):
+        if function not in known or parameter not in known[function].parameters:
+            continue
+        bound = config.table.get(("", function, parameter))
+        name = f"{known[function].name}.{parameter}"
+        scale = scale_of(bound.value) if bound else None
+        yield f"{scale} ({name} is {bound.value!r})" if bound and scale else name
+
+
+def scale_of(value: object) -> str | None:
+    """The parameter that scales a schedule, e.g. 'warmup_cosine.peak_value' of @warmup_cosine()."""
+    entry = gin_internals.find(value.selector) if isinstance(value, Reference) else None
+    scales = [name for name in _SCALES if entry and name in entry.parameters]
+    return f"{entry.name}.{scales[0]}" if entry and scales else None
+
+
+def replaced_schedules(bindings: Sequence[Binding], config: Config) -> Iterator[str]:
+    """What a number does that stands where a file has a schedule: its bindings become idle."""
+    for binding in bindings:
+        winner, scale = config.table[binding.key], scale_of(binding.value)
+        if scale is None or not isinstance(winner.value, float | int) or winner not in config.used:
+            continue
+        idle = [other for other in config.unused if other.name == scale]
+        without = f", so {idle[0]} ({idle[0].place}) has no effect" if idle else ""
+        yield (
+            f"{winner} replaces the schedule {binding.value!r} ({binding.place}){without}. "
+            f"To keep the schedule, bind {scale} instead."
+        )
 
 
 def annotation(function: Callable[..., Any], name: str) -> Any:

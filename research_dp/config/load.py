@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import gin
 
-from research_dp.config import binding_checks, gin_internals, hints, parser, run_checks
+from research_dp.config import binding_checks, gin_internals, parser, run_checks
 from research_dp.config.parser import Binding, Import, Key, Mistake, Reference
 from research_dp.config.reachability import ROOT, Config, reach
 from research_dp.errors import UsageError, first_line, message_of
@@ -95,8 +95,8 @@ def load(
     bindings_read = [b for b in bindings_read if b not in left_out]
     problems = {b: problems[b] for b in bindings_read}
     if any(problems.values()):
-        in_run = hints.Settings(reach(bindings_read))
-        problems = {b: in_run.with_hints(b, found) for b, found in problems.items()}
+        in_run = reach(bindings_read)
+        problems = {b: binding_checks.with_hint(found, b, in_run) for b, found in problems.items()}
     mistakes += [mistake for one in problems.values() for mistake in one]
     if any(found and _is_of(saved, b) for b, found in problems.items()):
         mistakes.append(Mistake(str(saved), _OF_ANOTHER_VERSION))
@@ -125,7 +125,7 @@ def load(
     gin.parse_config([*map(str, bound), *defaults])
     gin.finalize()
     config.notes.extend(notes)
-    config.notes.extend(hints.replaced_schedules(bindings_read, config))
+    config.notes.extend(binding_checks.replaced_schedules(bindings_read, config))
     return config
 
 

@@ -6,8 +6,7 @@ import difflib
 from collections.abc import Iterable, Iterator, Sequence
 
 from research_dp.config import gin_internals
-from research_dp.config.binding_checks import annotation, did_you_mean, makers, missing
-from research_dp.config.hints import Settings
+from research_dp.config.binding_checks import annotation, did_you_mean, hint_for, makers, missing
 from research_dp.config.parser import MACRO, Binding, File, Key, Mistake, Reference
 from research_dp.config.reachability import ROOT, Config, prefixes, reach
 from research_dp.errors import some_of
@@ -198,7 +197,7 @@ def _why_unused(binding: Binding, config: Config) -> str:
     if not binding.selector:
         names = {name for other in config.table.values() for name in other.macros}
         hint = did_you_mean(binding.parameter, names) if names else ""
-        hint = Settings(config).hint(binding.parameter) or hint
+        hint = hint_for(binding.parameter, config) or hint
         return f"nothing uses %{binding.parameter}.{hint}"
     known = gin_internals.configurables()
     name = binding.key[1]
