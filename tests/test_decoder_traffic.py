@@ -11,7 +11,7 @@ from research_dp.analysis.comm_lower_bound import min_wire_bytes
 from research_dp.config import gin_internals
 from research_dp.deterministic.reduction import tree_reduction
 from research_dp.distributed.collectives import EXCHANGED, PLAIN
-from research_dp.distributed.transports.tpu_torus import staged_reduction
+from research_dp.distributed.tpu_torus import staged_reduction
 from research_dp.strategies import gather_params
 
 

@@ -16,8 +16,12 @@ from test_nonfinite import EXAMPLE, init, loss
 from test_strategies import recipe
 
 import research_dp.training.train  # noqa: F401  (registers `train`)
-from research_dp.distributed.collectives import EXCHANGED, PLAIN
-from research_dp.distributed.transports import all_to_all
+from research_dp.distributed.collectives import (
+    EXCHANGED,
+    PLAIN,
+    all_gather_by_exchange,
+    over_gloo,
+)
 from research_dp.errors import RunFailure
 from research_dp.strategies import TrainSpec
 from research_dp.training import preflight
@@ -158,7 +162,7 @@ def test_blocks_by_exchange_are_those_of_the_library():
     x = jnp.arange(8 * 3 * 5, dtype=jnp.bfloat16).reshape(2, 12, 5)
 
     def both(x):
-        return all_to_all.all_gather(x, "fsdp", 1), jax.lax.all_gather(
+        return all_gather_by_exchange(x, "fsdp", 1), jax.lax.all_gather(
             x, "fsdp", axis=1, tiled=True
         )
 
@@ -170,11 +174,11 @@ def test_blocks_by_exchange_are_those_of_the_library():
 
 
 def test_between_cpus_reductions_are_exchanged_and_nowhere_else(monkeypatch):
-    assert not all_to_all.over_gloo()
+    assert not over_gloo()
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
-    assert all_to_all.over_gloo()
+    assert over_gloo()
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert not all_to_all.over_gloo()
+    assert not over_gloo()
 
 
 def test_exchanged_strategies_follow_the_plain_ones():

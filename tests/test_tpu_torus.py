@@ -18,7 +18,7 @@ from research_dp.analysis.topologies import topology
 from research_dp.config import gin_internals, load
 from research_dp.distributed.collectives import PLAIN
 from research_dp.distributed.mesh import make_mesh
-from research_dp.distributed.transports.tpu_torus import (
+from research_dp.distributed.tpu_torus import (
     groups_of,
     staged_reduction,
     torus_reduction,

@@ -21,9 +21,8 @@ import numpy as np
 from jax import lax
 
 from research_dp.distributed.buckets import flatten_padded, unflatten
-from research_dp.distributed.collectives import Axes, Reduction, axes_size, gather
+from research_dp.distributed.collectives import Axes, Reduction, axes_size, gather, over_gloo
 from research_dp.distributed.mesh import target_platform
-from research_dp.distributed.transports.all_to_all import over_gloo
 from research_dp.distributed.vma import is_tracked
 from research_dp.errors import binding_error
 from research_dp.types import PyTree

@@ -17,17 +17,57 @@ from jax import lax
 
 from research_dp.argument_checks import checked
 from research_dp.argument_types import Array, AxisName, AxisNames, Dtype
-from research_dp.distributed.transports import all_to_all
 from research_dp.distributed.vma import as_varying, is_tracked
 from research_dp.errors import UsageError
 
 Axes = tuple[str, ...]
 
 
+def over_gloo() -> bool:
+    """Whether collectives go over gloo, whose reduce-scatter and all-gather are not used.
+
+    Its reduce-scatter returns wrong numbers for blocks of 4 MiB and more, now and then: a race in
+    its halving-doubling algorithm (https://github.com/jax-ml/jax/issues/40830). Its all-gather
+    loses 3 to 4 ms to a thread that polls for a lock where a process has one core
+    (experiments/overhead). Once `jax.distributed` is set up, JAX's CPU client uses gloo for the
+    devices of one process too.
+    """
+    return jax.distributed.is_initialized() and jax.default_backend() == "cpu"
+
+
+# By all-to-all the transport moves bytes only, and each device adds. As many bytes are sent as by a
+# ring, and the order of sums does not depend on the transport.
+
+
+def reduce_scatter_by_exchange(x: jax.Array, axis: str, dim: int) -> jax.Array:
+    """This device's block, along `dim`, of the sum over a bound axis; added in rank order."""
+    # Block j goes to device j; received blocks are in the order of their senders. Only a sum:
+    # the caller divides.
+    received = lax.all_to_all(as_varying(x, (axis,)), axis, dim, dim, tiled=True)
+    blocks = received.reshape(*x.shape[:dim], lax.axis_size(axis), -1, *x.shape[dim + 1 :])
+    return jnp.sum(blocks, axis=dim, dtype=x.dtype)
+
+
+def all_gather_by_exchange(x: jax.Array, axis: str, dim: int) -> jax.Array:
+    """The devices' blocks along `dim`, in rank order; needs memory for as many copies of `x`."""
+    dim %= x.ndim
+    copies = jnp.concatenate([as_varying(x, (axis,))] * lax.axis_size(axis), axis=dim)
+    return lax.all_to_all(copies, axis, dim, dim, tiled=True)
+
+
+def all_reduce_by_exchange(x: jax.Array, axes: Axes) -> jax.Array:
+    """The sum over bound axes, on every device: scattered, then gathered, one axis at a time."""
+    for axis in axes:
+        flat = jnp.pad(x.reshape(-1), (0, -x.size % lax.axis_size(axis)))
+        total = all_gather_by_exchange(reduce_scatter_by_exchange(flat, axis, 0), axis, 0)
+        x = total[: x.size].reshape(x.shape)
+    return x
+
+
 def _all_gather(x: jax.Array, axis: str, dim: int, to: str) -> jax.Array:
     # A result that is typed as the same on each device (`check_vma`) only all_gather can give.
-    if to == "varying" and all_to_all.over_gloo():
-        return all_to_all.all_gather(x, axis, dim)
+    if to == "varying" and over_gloo():
+        return all_gather_by_exchange(x, axis, dim)
     return lax.all_gather(x, axis, axis=dim, tiled=True, to=to)
 
 
@@ -56,14 +96,14 @@ class Reduction:
 
 
 def _psum_scatter(x: jax.Array, axis: str, dim: int) -> jax.Array:
-    if all_to_all.over_gloo():  # whose own reduce-scatter cannot be trusted
-        return all_to_all.reduce_scatter(x, axis, dim)
+    if over_gloo():  # whose own reduce-scatter cannot be trusted
+        return reduce_scatter_by_exchange(x, axis, dim)
     return lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)  # sums; the caller divides
 
 
 # Only sums: whoever calls divides.
 PLAIN = Reduction(lax.psum, _psum_scatter, exchanges_rows=True)
-EXCHANGED = Reduction(all_to_all.all_reduce, all_to_all.reduce_scatter, exchanges_rows=True)
+EXCHANGED = Reduction(all_reduce_by_exchange, reduce_scatter_by_exchange, exchanges_rows=True)
 
 
 def takes(*options: str) -> Callable[[Any], Any]:

@@ -23,7 +23,6 @@ from research_dp.distributed.boxed import names_of, value_of
 from research_dp.distributed.collectives import PLAIN, Axes, Reduction, axes_size, flat_axes, takes
 from research_dp.distributed.differentiable_gather import GatherOptions, gather_tree_with_mean_grads
 from research_dp.distributed.sharding import LeafSharding, Rule, ShardDecision
-from research_dp.distributed.transports.all_to_all import over_gloo
 from research_dp.distributed.units import exchange_rows
 from research_dp.errors import UsageError
 from research_dp.types import PyTree
@@ -209,7 +208,7 @@ def gather_params(
     axes_size(flat_axes(axis_name))  # names an axis that is not bound
     options = GatherOptions(0, axis_name, gather_dtype, grad_scatter_dtype, reduction, pre_divide)
     if bucket_bytes is None:
-        bucket_bytes = buckets.DEFAULT_BUCKET_BYTES if over_gloo() else 0
+        bucket_bytes = buckets.DEFAULT_BUCKET_BYTES if collectives.over_gloo() else 0
     leaves, shards = boxed.leaves_with_paths(params), {}
     for i, (path, leaf) in enumerate(leaves):
         if axis_name in names_of(leaf):

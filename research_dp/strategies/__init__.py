@@ -9,7 +9,7 @@ from research_dp.distributed.gradient_sync import scatter_gradients, sync_gradie
 from research_dp.distributed.mesh import make_mesh, one_device_mesh
 from research_dp.distributed.optimizer import apply_gradients
 from research_dp.distributed.sharding import dim_by_path, largest_dim
-from research_dp.distributed.transports.tpu_torus import torus_reduction
+from research_dp.distributed.tpu_torus import torus_reduction
 from research_dp.distributed.update import fsdp_apply_gradients
 from research_dp.strategies.engines import compiled, mapped, pmapped
 from research_dp.strategies.strategy import (

@@ -17,9 +17,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from research_dp.distributed.collectives import EXCHANGED, PLAIN
+from research_dp.distributed.collectives import EXCHANGED, PLAIN, over_gloo
 from research_dp.distributed.mesh import jax_internals, split_axes, texts_of_all
-from research_dp.distributed.transports.all_to_all import over_gloo
 from research_dp.errors import RunFailure, UsageError, some_of
 from research_dp.strategies import Strategy, StrategyConfig, TrainSpec, jaxpr_collectives
 

@@ -1,1 +1,0 @@
-"""Collectives that a platform needs in another form."""
