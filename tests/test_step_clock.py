@@ -17,7 +17,7 @@ from research_dp.distributed.optimizer import dynamic_loss_scale
 from research_dp.errors import UsageError
 from research_dp.strategies import TrainSpec
 from research_dp.strategies.engines import compiled
-from research_dp.training import dispatch, throughput
+from research_dp.training import batches, throughput
 from research_dp.training.optimizers import LearningRate, remembering_rate
 from research_dp.training.train import train
 from research_dp.types import MEASURED, LossOutput
@@ -246,7 +246,7 @@ def test_only_what_idle_devices_wait_for_a_batch_counts(monkeypatch, idle_since,
 
 
 def test_the_end_of_the_newest_program_is_noted_while_the_host_is_busy():
-    programs, before = dispatch.InFlight(), time.perf_counter()
+    programs, before = batches.InFlight(), time.perf_counter()
     assert programs.idle_since() == 0.0
     programs.add({"loss": jax.numpy.zeros(()) + 1})
     time.sleep(0.2)  # in which a batch is read

@@ -24,8 +24,7 @@ from research_dp.runs.manifest import Manifest, Progress, origin
 from research_dp.runs.resume import check_same_data
 from research_dp.strategies import NONFINITE, Strategy, TrainSpec, TrainState
 from research_dp.training import nonfinite, sharding_table, throughput
-from research_dp.training.batches import evaluation, placed_train_batches, train_order
-from research_dp.training.dispatch import InFlight
+from research_dp.training.batches import InFlight, evaluation, placed_train_batches, train_order
 from research_dp.training.input_checks import nonfinite_example, shared_identity
 from research_dp.training.intervals import ProfilerTrace, Schedule
 from research_dp.training.metric_log import MetricLog, ProgressBar, metric_words
