@@ -6,13 +6,12 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -234,17 +233,12 @@ def _in_all_processes(read: Callable[[], Any]) -> Any:
     return result
 
 
-@dataclasses.dataclass(frozen=True)
-class SavedState:
+class SavedState(NamedTuple):
     """Verified host arrays of a checkpoint, unsharded."""
 
+    step: int
     params: PyTree
     model_state: PyTree
-    manifest: Manifest
-
-    @property
-    def step(self) -> int:
-        return self.manifest.step
 
 
 def read_saved(workdir: Path, step: int | None = None) -> SavedState:
@@ -274,7 +268,7 @@ def read_saved(workdir: Path, step: int | None = None) -> SavedState:
             raise UsageError(
                 f"the checkpoint of step {chosen} in {folder} cannot be read: {reason}."
             ) from error
-        return SavedState(fields["params"], fields["model_state"], manifest)
+        return SavedState(manifest.step, **fields)
 
 
 def _chosen(folder: Path, steps: list[int], step: int | None) -> int:
