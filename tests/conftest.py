@@ -1,21 +1,21 @@
 """Eight CPU devices, one folder of prepared data and programs, and no gin of another test."""
 
 import collections
-import contextlib
 import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import pytest
 
 from research_dp import train
 from research_dp.config import load
+from tests.support import left_running
+from tests.support.compilers import COMPILES_FAST
+from tests.support.repository import ROOT
 
-pytest_plugins = ["no_skips", "browser"]
-ROOT = Path(__file__).resolve().parents[1]
+pytest_plugins = ["tests.support.no_skips", "tests.support.browser"]
 MODULE = "research_dp.train"
 
 # What tests start inherits this: under nohup a hangup would be ignored, and runs follow that.
@@ -30,11 +30,6 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # them: a program for devices that are not here can be stored, but not be read back.
 jax.config.update("jax_enable_compilation_cache", False)
 
-# Tests compile much and compute little: XLA:CPU compiles in half the time without LLVM's passes,
-# and in half of that without the emitters of fusions that go through MLIR. Not so the commands,
-# which tests run as users do: flags are read at the first compilation here.
-COMPILES_FAST = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
-AS_USERS_COMPILE = {"xla_backend_optimization_level": 3, "xla_cpu_use_fusion_emitters": True}
 with pytest.MonkeyPatch.context() as patch:
     patch.setenv("XLA_FLAGS", f"{os.environ.get('XLA_FLAGS', '')} {COMPILES_FAST}")
     jax.jit(lambda: 0).lower().compile()
@@ -88,24 +83,11 @@ def compilation_cache(session_dir):
         yield
 
 
-_running = []  # what `command` started and left running
-
-
 @pytest.fixture(autouse=True)
 def no_process_is_left():
     """Ends what a test started, with the processes that those started, however the test ends."""
-    before = len(_running)
-    yield
-    while len(_running) > before:
-        process = _running.pop()
-        if process.poll() is None:
-            process.terminate()  # a launcher ends the processes that it started
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=20)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        with process:  # closes its pipe, and waits for it
-            pass
+    with left_running.ended():
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -127,8 +109,8 @@ def command(data_dir, compilation_cache):
         options = {"cwd": cwd, "env": {**environment, **extra}, "text": True}
         if start_only:
             options |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-            _running.append(subprocess.Popen(words, start_new_session=True, **options))
-            return _running[-1]
+            left_running.started.append(subprocess.Popen(words, start_new_session=True, **options))
+            return left_running.started[-1]
         return subprocess.run(words, capture_output=True, timeout=timeout, **options)
 
     run.environment = environment
@@ -151,8 +133,3 @@ def main(data_dir, monkeypatch, capfd):
         return subprocess.CompletedProcess(flags, status, *capfd.readouterr())
 
     return run
-
-
-def stems():
-    """Names of the shipped strategies."""
-    return sorted(path.stem for path in (ROOT / "gin" / "strategies").glob("*.gin"))

@@ -11,15 +11,10 @@ import time
 import types
 from pathlib import Path
 
-import decoder
 import numpy as np
 import pytest
-from conftest import ROOT
-from plan_rows import GPUS
 from rich.console import Console
 from rich.text import Text
-from terminal import in_pipe, on_terminal, run, screen
-from test_strategies import build, one_matrix
 
 from research_dp import console
 from research_dp.analysis.topologies import topology
@@ -36,6 +31,11 @@ from research_dp.runs.checkpoint_files import Row as Checkpoint
 from research_dp.runs.workdir import Status
 from research_dp.training import sharding_table
 from research_dp.training.metric_log import ProgressBar
+from tests.support import decoder
+from tests.support.plan_rows import GPUS
+from tests.support.repository import ROOT
+from tests.support.strategies import build, one_matrix
+from tests.support.terminal import in_pipe, on_terminal, run, screen
 
 STEMS = [path.stem for path in sorted((ROOT / "gin" / "strategies").glob("*.gin"))]
 PATHS = [f"blocks/{part}/kernel" for part in ("attention/query", "attention/out", "mlp/wide_in")]

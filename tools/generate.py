@@ -23,7 +23,7 @@ import gin_page
 import strategy_table
 
 ROOT = Path(__file__).resolve().parents[1]
-TESTS = ["test_gin_files.py", "test_pages.py", "test_interface.py"]
+TESTS = ["config/test_gin_files.py", "repository/test_pages.py", "repository/test_interface.py"]
 
 
 def main() -> int:

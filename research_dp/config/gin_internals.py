@@ -1,6 +1,6 @@
 """Accesses gin's registry and state, which have no public names, for all other modules.
 
-`tests/test_gin_state.py` fails when another version of gin differs here.
+`tests/config/test_gin_internals.py` fails when another version of gin differs here.
 """
 
 from __future__ import annotations

@@ -1,0 +1,154 @@
+"""What a command says when more than one thing went wrong."""
+
+import contextlib
+import importlib
+import sys
+
+import gin
+import jax
+import pytest
+
+from research_dp.commands import cli, failures
+from research_dp.config import gin_internals
+from research_dp.distributed import mesh
+from research_dp.errors import RunFailure, UsageError
+
+
+@contextlib.contextmanager
+def closing_fails(error):
+    try:
+        yield
+    finally:
+        raise error
+
+
+@pytest.mark.parametrize(
+    ("later", "status", "told"),
+    [
+        (RunFailure("not saved"), 1, "error: no number\nerror: not saved\n"),
+        (UsageError("no folder"), 2, "error: no number\nerror: no folder\n"),
+    ],
+)
+def test_what_came_first_is_told_first(later, status, told, capsys, monkeypatch):
+    monkeypatch.setattr(failures.jax_setup, "leave", lambda status: status)
+
+    # Gin raises a copy, which hides what came before.
+    @gin.configurable(f"fails_{status}", module="tests")
+    def body():
+        with closing_fails(later):
+            raise RunFailure("no number")
+
+    assert failures.run_command(body) == status
+    assert capsys.readouterr().err == told
+
+
+def test_what_was_answered_is_not_told(capsys, monkeypatch):
+    monkeypatch.setattr(failures.jax_setup, "leave", lambda status: status)
+
+    def body():
+        try:
+            raise RunFailure("one way")
+        except RunFailure:
+            raise RunFailure("neither way") from None
+
+    assert failures.run_command(body) == 1
+    assert capsys.readouterr().err == "error: neither way\n"
+
+
+OWN = """
+import sys
+
+import jax
+
+def innermost():
+    raise ValueError("mine")
+
+def loss(x):
+    try:
+        innermost()
+    except ValueError as error:
+        raise KeyError("also mine") from error
+
+def traced(x):
+    return jax.jit(lambda y: y + jax.numpy.ones((7, 3)))(x)
+
+def calls(function):
+    return function()
+
+def leaves():
+    sys.exit(0)
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    (tmp_path / "own_code.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield importlib.import_module("own_code")
+    del sys.modules["own_code"]
+
+
+def raises(body, capsys):
+    """What is said of an error in the body of a command, which gin calls."""
+    with gin_internals.kept():
+        called = gin.external_configurable(body, f"raises_{id(body)}", module="tests")
+        assert failures.run_command(called) == 1
+    return capsys.readouterr().err
+
+
+def test_an_error_in_code_of_the_users_own_has_its_frames_alone(own, capsys):
+    said = raises(lambda: jax.grad(own.loss)(1.0), capsys)
+    lines = said.splitlines()
+    assert lines[0].startswith(
+        "error: code outside research_dp failed (JAX_TRACEBACK_FILTERING=off"
+    )
+    assert lines[-1] == "KeyError: 'also mine'"
+    assert lines[-3].endswith("line 13, in loss") and "own_code.py" in lines[-3]
+    assert "ValueError: mine" in said and "in innermost" in said
+    assert (
+        " at 0x" not in said and "site-packages" not in said and "commands/failures.py" not in said
+    )
+
+
+def test_own_code_that_ends_the_process_has_failed_whatever_its_status(own, capsys):
+    said = raises(own.leaves, capsys)
+    assert "line 22, in leaves" in said and said.splitlines()[-1] == "SystemExit: 0"
+    with pytest.raises(SystemExit, match="0"):  # by this package itself
+        failures.run_command(lambda: cli.parse("train", ["--help"]))
+
+
+def test_what_a_library_refuses_is_shown_where_own_code_asked_for_it(own, capsys):
+    said = raises(lambda: own.traced(jax.numpy.ones((2, 2))), capsys)
+    assert "in traced" in said and "site-packages" not in said
+    assert "add got incompatible shapes" in said.splitlines()[-1]
+
+
+def test_a_function_called_wrongly_is_named_only_if_no_other_has_its_name(capsys):
+    def defined(source, file):
+        names = {}
+        exec(compile(source, file, "exec"), names)
+        return names
+
+    package = str(failures._PACKAGE / "caller.py")
+    call = defined("def call(function):\n    return function()\n", package)["call"]
+    mine = defined("\ndef called_wrongly(x):\n    pass\n", "/mine/own.py")["called_wrongly"]
+    said = raises(lambda: call(mine), capsys)
+    assert said.startswith("error: /mine/own.py:2: called_wrongly() missing 1 required")
+    others = defined("def called_wrongly(a, b):\n    pass\n", "/mine/other.py")
+    said = raises(lambda: call(mine), capsys)
+    assert said.startswith("error: called_wrongly() missing 1 required"), others
+
+
+def test_an_error_of_this_package_keeps_all_frames_also_where_own_code_called_it(own, capsys):
+    said = raises(lambda: own.calls(lambda: mesh.sizes_text(None)), capsys)
+    assert "Traceback" in said and "mesh.py" in said and "in calls" in said
+    assert "site-packages" not in said and " at 0x" not in said
+
+
+def test_all_frames_are_shown_on_request(own, capsys, monkeypatch):
+    before = jax.config.values["jax_traceback_filtering"]
+    jax.config.update("jax_traceback_filtering", "off")
+    try:
+        assert "commands/failures.py" in raises(lambda: own.loss(1.0), capsys)
+    finally:
+        jax.config.update("jax_traceback_filtering", before)

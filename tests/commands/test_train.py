@@ -1,0 +1,217 @@
+"""The command, as a user runs it: results, mistakes, kill and resume."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from tests.support.runs import MLP, killed_once_saved, lines, summary
+
+
+@pytest.mark.parametrize(
+    ("stem", "more"),
+    [
+        pytest.param("zero1", [], marks=pytest.mark.slow),
+        ("fsdp_keep", ["--gin_file=gin/precision/bf16_gather.gin"]),
+    ],
+)
+def test_a_run_leaves_what_was_promised_and_its_config_runs_it_again(command, tmp_path, stem, more):
+    first = tmp_path / "first"
+    done = command(
+        *MLP,
+        f"--gin_file=gin/strategies/{stem}.gin",
+        *more,
+        "--gin.train.num_steps=12",
+        "--gin.train.log_every=5",
+        "--gin.train.profile_at=6",
+        "--cpu_devices=8",
+        f"--workdir={first}",
+    )
+    assert done.returncode == 0, done.stderr
+    result = summary(first)
+    assert (result["step"], result["examples_seen"]) == (12, 12 * 128)
+    assert (result["devices"], result["processes"], result["strategy"]) == (8, 1, stem)
+    assert result["mesh"] == {"data": 1, "fsdp": 8}
+    assert result["seconds_to_first_step"] > 0 and result["steps_per_second"] > 0
+    assert len(result["params_fingerprint"]) == 64
+    assert sorted(lines(first, "train")) == [5, 10, 12]
+    assert lines(first, "eval")[12]["accuracy"] == result["eval"]["accuracy"]
+    assert list((first / "tensorboard" / "train").iterdir())
+    assert list((first / "profile").rglob("*.xplane.pb"))
+    for name in ("config.gin", "operative_config.gin"):
+        again = tmp_path / name
+        done = command(f"--gin_file={first / name}", "--cpu_devices=8", f"--workdir={again}")
+        assert done.returncode == 0, done.stderr
+        assert summary(again)["params_fingerprint"] == result["params_fingerprint"]
+
+
+FEEDBACK = "examples/ddp_error_feedback.gin"  # its slot has a state, which is saved
+
+
+@pytest.mark.parametrize("more", [[], pytest.param([FEEDBACK], marks=pytest.mark.slow)])
+def test_killed_and_continued_ends_where_an_undisturbed_run_ends(command, tmp_path, more):
+    flags = [
+        *MLP,
+        *(f"--gin_file={file}" for file in more),
+        "--gin.train.num_steps=400",
+        "--gin.train.checkpoint_every=45",
+        "--gin.train.log_every=10",
+        "--cpu_devices=2",
+    ]
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    assert command(*flags, f"--workdir={whole}").returncode == 0
+    killed_once_saved(command, broken, *flags)
+    done = command(*flags, f"--workdir={broken}")
+    assert done.returncode == 0, done.stderr
+    assert "Continuing from step" in done.stdout
+    a, b = summary(whole), summary(broken)
+    assert a["params_fingerprint"] == b["params_fingerprint"]
+    assert a["train"]["loss"] == b["train"]["loss"]
+    assert a["examples_seen"] == b["examples_seen"]
+    assert sorted(lines(broken, "train")) == list(range(10, 401, 10)), "lost or doubled records"
+
+
+def test_continues_on_another_strategy_and_number_of_devices(command, tmp_path):
+    flags = [*MLP, f"--workdir={tmp_path}"]
+    first = command(*flags, "--gin.train.num_steps=10", "--cpu_devices=8")
+    assert first.returncode == 0, first.stderr
+    again = ["--gin_file=gin/strategies/ddp.gin", "--cpu_devices=4", "--gin.train.num_steps=20"]
+    more = command(*flags, *again)
+    assert more.returncode == 0, more.stderr
+    assert "Continuing from step 10" in more.stdout
+    assert (summary(tmp_path)["step"], summary(tmp_path)["strategy"]) == (20, "ddp")
+
+    text, records = (tmp_path / "summary.json").read_text(), lines(tmp_path, "eval")
+    repeated = command(*flags, *again)
+    assert repeated.returncode == 0 and "Done already, at step 20" in repeated.stdout
+    assert (tmp_path / "summary.json").read_text() == text
+    assert lines(tmp_path, "eval") == records
+    config = (tmp_path / "config.gin").read_text()
+    for change in ("--gin.train.batch_size=256", "--gin.train.seed=1"):
+        other = command(*flags, change, "--gin.train.num_steps=30", "--cpu_devices=8")
+        assert other.returncode == 2 and "order of examples would break" in other.stderr
+    less = command(*flags, "--gin.train.num_steps=15", "--cpu_devices=8")
+    assert less.returncode == 2
+    assert "is at step 20, past train.num_steps = 15" in less.stderr
+    assert (tmp_path / "config.gin").read_text() == config, "a refused command changed the run"
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_sigterm_to_the_whole_group_saves_and_exits_143(command, tmp_path, workers):
+    flags = [*MLP, "--gin.train.num_steps=1000000", f"--workdir={tmp_path}", "--cpu_devices=2"]
+    flags.append(f"--gin.random_access.workers={workers}")
+    process = command(*flags, "--gin.train.log_every=10", start_only=True)
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "metrics.jsonl").exists() or not lines(tmp_path, "train"):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 143, output
+    saved = [int(p.name) for p in (tmp_path / "checkpoints").iterdir()]
+    assert f"step {max(saved)} is saved" in output
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_name(command, tmp_path):
+    flags = ["--gin.train.num_steps=1", f"--workdir={tmp_path}"]
+    assert command(*MLP, *flags).returncode == 0
+    done = command(*MLP, *flags, "--gin.mlp.widths=(16,)")
+    assert done.returncode == 2
+    assert "params/head/kernel is float32[16, 10] here and float32[32, 10] there" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "mlp.widths = (32,)" in (tmp_path / "config.gin").read_text()
+
+
+def test_dry_run_shows_configuration_and_layout_and_trains_nothing(command, tmp_path):
+    done = command(*MLP, "--dry_run", "--cpu_devices=8", f"--workdir={tmp_path}")
+    assert done.returncode == 0, done.stderr
+    assert "train.batch_size = 128" in done.stdout
+    row = next(line for line in done.stdout.splitlines() if "hidden_0/kernel" in line)
+    assert "(64, 32)" in row and "fsdp (dim 0)" in row and "1,024" in row
+    assert "min_weight_size 1024" in done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (
+            ["--gin.make_mesh.axes={'data': 3, 'fsdp': 4}"],
+            ["= 12 devices, but 8", "--gin.make_mesh.axes"],
+        ),
+        (
+            ["--gin.train.batch_size=100"],
+            ["train.batch_size = 100 does not divide", "does is 104", "bound in --gin"],
+        ),
+        (["--gin.train.model=@convnett()"], ["@convnett", "Did you mean convnet"]),
+        (["--gin.train.num_stpes=3"], ["num_stpes", "Did you mean num_steps"]),
+        (["--gin.largest_dmi.min_weight_size=3"], ["largest_dmi", "Did you mean largest_dim"]),
+        (["--gin.train.num_steps=1e3"], ["1000.0: give an integer"]),
+        (
+            ["--gin_file=gin/strategies/fsdpp.gin"],
+            ["no such file", "Did you mean strategies/fsdp.g"],
+        ),
+        (["--gin.convnet.norm=layer"], ["'layer': use one of ['batch', 'group', 'none']"]),
+        (["--gin.convnet.num_classes=11"], ["num_classes is 11 in train.model but 10 in digits"]),
+        (
+            ["--gin.train.optimizer=@optax.lamb()", "--gin.optax.lamb.learning_rate=1e-3"],
+            ["mixes elements", "--gin.train.optimizer"],
+        ),
+        (["--gin.train.optimizer=@optax.lamb()"], ["lamb", "'learning_rate'", "Bind"]),
+        (["--gin.image_classification.size=(("], ["image_classification.size"]),
+        (["--cpu_device=8"], ["no flag --cpu_device. Did you mean --cpu_devices=8?"]),
+        (["--gin.tfds_data.data_dir=/nowhere", "--gin.train.seed=a/b"], ["'a/b': give an integer"]),
+        (["--cpu_devices=many"], ["'many' is not a whole number"]),
+        (["--gin.train.model=@convnet"], ["@convnet is the function itself", "@convnet()"]),
+        (["--gin.train.strategy=ddp"], ["'ddp': give e.g. @data_parallel()"]),
+        (["--gin.data_parallel.mesh=@make_mesh"], ["@make_mesh()"]),
+        (["--gin.data_parallel.engine=mapped"], ["'mapped': give a function, e.g. @mapped"]),
+        (["--gin.gather_params.gather_dtype=bfloat17"], ["'bfloat17': give a floating-point"]),
+        (["--gin.convnet.dtype=int32"], ["convnet.dtype = 'int32'"]),
+        (["--gin.convnet.dropout_rate=1.5"], ["1.5: give a fraction in [0, 1)"]),
+        (["--gin.image_classification.mean=(0.5, 0.5, 0.5)"], ["each of the 1 channels"]),
+        (["--gin.train.batch_size=%SIZE"], ["%SIZE is used and bound nowhere", "--gin.SIZE"]),
+        (["--gin.tfds_data.train_split=[train]"], ["put quotes around a string"]),
+        (["--gin.train.max_grad_norm=-1.0"], ["-1.0: give a positive number"]),
+        (["--gin.train.profile_at=5000"], ["profile_at = 5000 is never passed", "Bind less"]),
+        (["--gin.train.seed=-1"], ["-1: give an integer from 0 to 2^32"]),
+        (["--gin_file=gin/data/pystdlib_text.gin"], ["reads 'label'", "['tokens', 'weights']"]),
+    ],
+)
+def test_mistakes_are_told_in_a_line_or_two(main, flags, expected):
+    base = [] if any("cpu_device" in f for f in flags) else ["--cpu_devices=8"]
+    done = main("--gin_file=gin/runs/digits.gin", *base, *flags, "--dry_run")
+    assert done.returncode == 2, done.stdout + done.stderr
+    # Preparing a data set may have shown its progress before.
+    told = done.stderr[max(0, done.stderr.find("error: ")) :].strip().splitlines()
+    for part in expected:
+        assert part in done.stderr
+    assert "Traceback" not in done.stderr
+    assert told[0].startswith("error: ") and len(told) <= 2, done.stderr
+
+
+def test_a_folder_that_cannot_be_made_is_refused(main, tmp_path):
+    (tmp_path / "file").touch()
+    for workdir, told in ((tmp_path / "file", "cannot be made"), ("gs://bucket/x", "mounted")):
+        done = main("--gin_file=gin/runs/digits.gin", f"--workdir={workdir}")
+        assert done.returncode == 2 and told in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_the_learning_rate_follows_the_length_of_the_run(command, tmp_path):
+    flags = ["--gin.train.log_every=1", "--gin.train.checkpoint_every=10", f"--workdir={tmp_path}"]
+    for steps in (10, 20):
+        done = command(*MLP, *flags, f"--gin.train.num_steps={steps}")
+        assert done.returncode == 0, done.stderr
+    # A schedule that ends at step 10 would not change the weights after it.
+    assert len({record["loss"] for record in lines(tmp_path, "eval").values()}) == 2
+
+
+def test_the_place_of_a_mistake_in_a_file_is_named(command, tmp_path):
+    mistake = tmp_path / "mistake.gin"
+    mistake.write_text("# A mesh that does not fit.\n\nmake_mesh.axes = {'data': 5}\n")
+    flags = ["--gin_file=gin/runs/digits.gin", f"--gin_file={mistake}", "--dry_run"]
+    done = command(*flags, "--cpu_devices=8")
+    assert done.returncode == 2
+    assert f"{mistake}:3" in done.stderr

@@ -1,0 +1,379 @@
+"""The four slots: their functions are the seeds', and functions of others fill them unchanged."""
+
+import contextlib
+import dataclasses
+import functools
+import re
+import traceback
+from pathlib import Path
+
+import flax.linen as nn
+import jax
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+import research_dp as rdp
+from examples.error_feedback import ErrorFeedback
+from research_dp import console
+from research_dp.commands import dry_run
+from research_dp.runs.checkpoint import Checkpoints
+from research_dp.runs.manifest import Progress
+from research_dp.strategies import TrainSpec, slots
+from tests.support.certified import BATCH, examples, noise, perceptron, recipe_of
+from tests.support.repository import ROOT
+
+STEPS = 3
+
+
+def spec():
+    return TrainSpec(
+        model=perceptron(),
+        optimizer=optax.adam(1e-2),
+        example=noise().example,
+        batch_size=BATCH,
+        max_grad_norm=1.0,
+    )
+
+
+def trained(config, steps=STEPS):
+    """The state after some steps."""
+    strategy = config.build(spec())
+    state = strategy.init(jax.random.key(0))
+    for step in range(steps):
+        state, _ = strategy.train_step(state, strategy.place_batch(examples(step, BATCH)))
+    return state
+
+
+@functools.cache
+def of_one_device():
+    return jax.tree.map(np.asarray, trained(recipe_of("single")).params)
+
+
+def follows_one_device(config, rtol=1e-4):
+    params = jax.tree.map(np.asarray, trained(config).params)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol), params, of_one_device()
+    )
+
+
+@pytest.mark.parametrize(
+    ("stem", "slot", "name"),
+    [
+        ("fsdp", "shard", "shard_params"),
+        ("fsdp", "gather", "gather_params"),
+        ("fsdp", "sync", "sync_gradients"),
+        ("fsdp", "update", "apply_gradients"),
+        ("zero1", "sync", "scatter_gradients"),
+        ("zero1", "update", "fsdp_apply_gradients"),
+        ("ddp", "sync", "sync_gradients"),
+    ],
+)
+def test_a_shipped_strategy_calls_the_public_function(stem, slot, name):
+    assert getattr(recipe_of(stem), slot).__wrapped__ is getattr(rdp, name)
+
+
+# ---- Functions written for xlstm-jax's contract, with JAX and Flax alone ----
+
+
+def is_box(x):
+    return isinstance(x, nn.Partitioned)
+
+
+def plain_shard(params, axis_name):
+    size, index = lax.axis_size(axis_name), lax.axis_index(axis_name)
+
+    def one(x):
+        if not x.ndim or x.shape[0] % size:
+            return x
+        block = x.shape[0] // size
+        shard = lax.dynamic_slice_in_dim(x, index * block, block)
+        return nn.Partitioned(shard, (axis_name, *(None,) * (x.ndim - 1)))
+
+    return jax.tree.map(one, params)
+
+
+def plain_gather(params, axis):  # slots are called by position
+    def one(box):
+        if not is_box(box):
+            return box
+        dim = box.names.index(axis)
+
+        @jax.custom_vjp
+        def gather(x):
+            return lax.all_gather(x, axis, axis=dim, tiled=True)
+
+        def backward(_, g):
+            total = lax.psum_scatter(g, axis, scatter_dimension=dim, tiled=True)
+            return (total / lax.axis_size(axis),)
+
+        gather.defvjp(lambda x: (gather(x), None), backward)
+        return gather(box.value)
+
+    return jax.tree.map(one, params, is_leaf=is_box)
+
+
+def plain_sync(grads, axis_names):
+    def one(g):
+        if not is_box(g):
+            return lax.pmean(g, axis_names)
+        over = tuple(axis for axis in axis_names if axis not in g.names)
+        return g.replace(value=lax.pmean(g.value, over)) if over else g
+
+    return jax.tree.map(one, grads, is_leaf=is_box)
+
+
+def plain_update(gradients, parameters, optimizer):
+    return optimizer.apply_gradients(gradients, parameters)
+
+
+PLAIN_SLOTS = {
+    "shard": plain_shard,
+    "gather": plain_gather,
+    "sync": plain_sync,
+    "update": plain_update,
+}
+
+
+@pytest.mark.parametrize("slot", [*PLAIN_SLOTS, "all"])
+@pytest.mark.parametrize("stem", ["hsdp"])
+def test_a_function_of_the_seeds_contract_fills_a_slot(stem, slot):
+    chosen = PLAIN_SLOTS if slot == "all" else {slot: PLAIN_SLOTS[slot]}
+    follows_one_device(dataclasses.replace(recipe_of(stem), **chosen))
+
+
+def test_the_plain_rule_decides_what_is_sharded():
+    strategy = dataclasses.replace(recipe_of("fsdp"), shard=plain_shard).build(spec())
+    dims = {p.path: p.dim for p in jax.tree.leaves(strategy.shardings.params)}
+    assert dims["hidden_0/kernel"] == 0 and dims["head/bias"] is None
+    (bias,) = [p for p in jax.tree.leaves(strategy.shardings.params) if p.path == "head/bias"]
+    assert bias.reason == "`shard` left it replicated"
+
+
+def test_gradients_may_be_averaged_by_the_update_alone():
+    follows_one_device(dataclasses.replace(recipe_of("zero1"), sync=None))
+
+
+def twice(gradients, parameters, optimizer):
+    return plain_update(gradients, plain_update(gradients, parameters, optimizer), optimizer)
+
+
+@pytest.mark.parametrize(
+    ("stem", "changes", "message"),
+    [
+        (
+            "fsdp",
+            {"sync": None, "update": rdp.fsdp_apply_gradients},
+            "nothing averages the gradients of replicated",
+        ),
+        ("ddp", {"update": lambda g, params, optimizer: params}, "once, not 0 times"),
+        ("ddp", {"update": twice}, "once, not 2 times"),
+    ],
+)
+def test_slots_that_do_not_make_a_step_are_refused(stem, changes, message):
+    with pytest.raises(rdp.UsageError, match=message):
+        dataclasses.replace(recipe_of(stem), **changes).build(spec())
+
+
+@pytest.mark.parametrize(
+    ("shard", "message"),
+    [
+        (lambda params, axis: {}, "another tree than the parameters"),
+        (
+            lambda params, axis: {
+                **params,
+                "head": {
+                    k: nn.Partitioned(x, (("data", axis),)) for k, x in params["head"].items()
+                },
+            },
+            r"head/bias with names .*: name one dim 'fsdp', no tuple",
+        ),
+        (
+            lambda params, axis: jax.tree.map(
+                lambda x: nn.Partitioned(x, (axis, *(None,) * (x.ndim - 1))), params
+            ),
+            r"head/bias with shape \(10,\), which is not a shard of \(10,\) along dim 0",
+        ),
+    ],
+)
+def test_what_is_no_shard_is_refused(shard, message):
+    config = dataclasses.replace(recipe_of("fsdp"), shard=shard)
+    with pytest.raises(rdp.UsageError, match=message):
+        config.build(spec())
+
+
+def test_a_step_reaches_its_collective_in_nine_frames(monkeypatch):
+    """CONTRIBUTING.md, "Read the heart in an hour", names them."""
+    all_gather, paths = lax.all_gather, []
+
+    def spy(*args, **options):
+        paths.append(traceback.extract_stack())
+        return all_gather(*args, **options)
+
+    monkeypatch.setattr(lax, "all_gather", spy)
+    recipe_of("fsdp").build(spec())
+    places = [(Path(f.filename), f.name) for f in paths[0]]
+    package = Path(rdp.__file__).parent
+    places = [(p, name) for p, name in places if package in p.parents]
+    start = max(i for i, (path, name) in enumerate(places) if name == "train")
+    files = {path for path, _ in places[start:]}
+    assert len(places[start + 1 :]) == 9
+    assert len(files) <= 8 and sum(len(f.read_text().splitlines()) for f in files) <= 2000
+    guide = (ROOT / "CONTRIBUTING.md").read_text()
+    assert all(f"`{name}`" in guide for _, name in places[start:] if name != "train")
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("max_norm = 0.5", "max_grad_norm"),
+        ("fsdp_group = 'fsdp'", "knows its axes"),
+        ("dp_group = ()", "knows its axes"),
+        ("loss = 1.0", "knows its axes"),
+        ("dtype = 'bfloat16'", "bind it to the function of `sync`"),
+        ("pre_divide = True", "bind it to the function of `sync`"),
+    ],
+)
+def test_options_of_the_update_that_a_strategy_decides_are_refused(option, message):
+    name = f"fsdp_apply_gradients.{option.split()[0]}"
+    with pytest.raises(rdp.UsageError, match=message) as caught:
+        recipe_of("zero1", f"fsdp_apply_gradients.{option}").build(spec())
+    assert caught.value.binding == name
+
+
+@pytest.mark.parametrize("calls", [0, 2])
+def test_an_update_that_does_not_call_the_optimizer_once_is_refused(calls):
+    def update(gradients, parameters, optimizer):
+        new = [optimizer.apply_gradients(gradients, parameters) for _ in range(calls)]
+        return new[-1] if new else None
+
+    config = dataclasses.replace(recipe_of("ddp"), update=update)
+    with pytest.raises(rdp.UsageError, match=f"must call .* once, not {calls} times"):
+        config.build(spec())
+
+
+# ---- Slots with state ----
+
+
+def test_state_is_carried_and_differs_from_device_to_device(capsys):
+    config = dataclasses.replace(recipe_of("ddp"), sync=ErrorFeedback())
+    first = config.build(spec()).init(jax.random.key(0))
+    assert all(not np.any(x) for x in jax.tree.leaves(first.slots))
+    state = trained(config)
+    for error, param in zip(
+        jax.tree.leaves(state.slots["sync"]), jax.tree.leaves(state.params), strict=True
+    ):
+        assert error.shape == (8, *param.shape)
+        assert error.sharding.shard_shape(error.shape) == (1, *param.shape)
+    console.put(dry_run.state_table(config.build(spec())))
+    assert re.search(r"\n *slots +[\d,]{4,} +[\d,]{4,}\n", capsys.readouterr().out)
+    kernel = np.asarray(state.slots["sync"]["hidden_0"]["kernel"])
+    assert len({x.tobytes() for x in kernel}) == 8
+
+
+def test_error_feedback_follows_the_exact_gradients():
+    """What was rounded away comes back: plain rounding drifts from the sum of the gradients."""
+    config = dataclasses.replace(recipe_of("ddp"), sync=ErrorFeedback())
+    follows_one_device(config, rtol=2e-2)
+
+
+class Counting:
+    """`sync_gradients` that counts its calls, the same on all devices."""
+
+    differs_over = ()
+
+    def __init__(self, change=lambda state: state + 1):
+        self.change = change
+
+    def init(self, params):
+        return np.float32(0)
+
+    def apply(self, grads, axis_names, *, state):
+        return rdp.sync_gradients(grads, axis_names), self.change(state)
+
+    def resize(self, state, devices):
+        return state
+
+
+def test_state_may_be_a_number_that_is_the_same_on_all_devices():
+    state = trained(dataclasses.replace(recipe_of("ddp"), sync=Counting()))
+    assert state.slots["sync"].sharding.is_fully_replicated and int(state.slots["sync"]) == STEPS
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda x: x.astype("bfloat16"), lambda x: jax.numpy.stack([x, x]), lambda x: {"count": x}],
+)
+def test_state_that_changes_its_type_is_refused(change):
+    with pytest.raises(rdp.UsageError, match=r"new state has .* instead of state float32\[\]"):
+        dataclasses.replace(recipe_of("ddp"), sync=Counting(change)).build(spec())
+
+
+def test_state_that_does_not_fit_the_strategy_is_refused():
+    slot = ErrorFeedback()
+    with pytest.raises(rdp.UsageError, match="sharded gradients; use it with ddp"):
+        dataclasses.replace(recipe_of("fsdp"), sync=slot).build(spec())
+    slot.differs_over = ("data", "tp")
+    with pytest.raises(rdp.UsageError, match=r"sync\.differs_over has axis 'tp'; the axes are"):
+        dataclasses.replace(recipe_of("ddp"), sync=slot).build(spec())
+
+
+def test_errors_keep_the_dtype_of_the_state():
+    config = recipe_of("ddp", "data_parallel.accumulation_dtype = 'float32'")
+    config = dataclasses.replace(config, sync=ErrorFeedback(), param_dtype="bfloat16")
+    config.build(dataclasses.replace(spec(), accumulation_steps=2))
+
+
+def test_an_object_that_lacks_a_method_is_refused_with_its_name():
+    class Incomplete:
+        differs_over = ()
+        init = apply = Counting.apply
+
+    message = r"give a function, or a Stateful, or None\. It lacks resize\."
+    with pytest.raises(rdp.UsageError, match=message):
+        dataclasses.replace(recipe_of("ddp"), sync=Incomplete())
+
+
+def test_an_engine_that_keeps_no_state_says_so():
+    config = dataclasses.replace(recipe_of("pmap"), sync=ErrorFeedback())
+    with pytest.raises(rdp.UsageError, match="sync = ErrorFeedback: engine 'pmapped' keeps no"):
+        config.build(spec())
+
+
+def test_a_gather_carries_no_state():
+    with pytest.raises(rdp.UsageError, match=r"gather = .*ErrorFeedback.*give a function"):
+        dataclasses.replace(recipe_of("fsdp"), gather=ErrorFeedback())
+
+
+def saved_and_restored(tmp_path, devices):
+    """A state with slots, saved on eight devices and restored on others."""
+    strategy = dataclasses.replace(recipe_of("ddp"), sync=ErrorFeedback()).build(spec())
+    state = strategy.init(jax.random.key(0))
+    state, _ = strategy.train_step(state, strategy.place_batch(examples(0, BATCH)))
+    progress = Progress(batch_size=BATCH, seed=0, order="", window={})
+    with contextlib.closing(Checkpoints(tmp_path)) as checkpoints:
+        checkpoints.save(state, 1, progress, origin={})
+    mesh = rdp.make_mesh({"data": devices}, devices=jax.devices()[:devices])
+    config = dataclasses.replace(recipe_of("ddp"), sync=ErrorFeedback(), mesh=mesh)
+    other = config.build(spec())
+    with contextlib.closing(Checkpoints(tmp_path)) as checkpoints:
+        resize = functools.partial(slots.resize, other.config, other.abstract_state)
+        restored, _ = checkpoints.restore(other.abstract_state, resize=resize)
+    return state, restored
+
+
+def test_state_is_restored_bit_for_bit(tmp_path):
+    state, restored = saved_and_restored(tmp_path, 8)
+    jax.tree.map(np.testing.assert_array_equal, restored, state)
+
+
+def test_on_other_devices_the_object_says_what_becomes_of_its_state(tmp_path):
+    state, restored = saved_and_restored(tmp_path, 4)
+
+    def check(before, after):
+        assert after.sharding.shard_shape(after.shape) == (1, *before.shape[1:])
+        np.testing.assert_allclose(after, np.stack([np.mean(before, 0)] * 4), rtol=1e-6)
+
+    jax.tree.map(check, state.slots, restored.slots)
+    jax.tree.map(np.testing.assert_array_equal, restored.params, state.params)

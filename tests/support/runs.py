@@ -1,0 +1,33 @@
+"""Commands that train on the digits, and what they leave in a folder."""
+
+import json
+import signal
+import time
+
+MLP = ["--gin_file=gin/runs/digits.gin", "--gin_file=gin/models/mlp.gin", "--gin.mlp.widths=(32,)"]
+
+
+def summary(folder):
+    return json.loads((folder / "summary.json").read_text())
+
+
+def lines(folder, split):
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {r["step"]: r for r in records if r["split"] == split}
+
+
+def killed_once_saved(command, folder, *flags):
+    """Starts a run, or continues it, and kills it as soon as it has saved once more."""
+
+    def saved():
+        return {p.name for p in (folder / "checkpoints").glob("*") if p.name.isdigit()}
+
+    before = saved()
+    process = command(*flags, f"--workdir={folder}", start_only=True)
+    deadline = time.monotonic() + 120
+    while not saved() - before:
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert not (folder / "summary.json").exists()

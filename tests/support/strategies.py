@@ -1,0 +1,86 @@
+"""Shipped strategies by name, built for small models; their steps and traffic."""
+
+import gin
+import jax
+import jax.numpy as jnp
+import optax
+
+import research_dp.training.train  # noqa: F401  (registers `train`)
+from research_dp.strategies import TrainSpec
+from research_dp.strategies.jaxpr_collectives import collectives
+from research_dp.types import LossOutput, TrainableModel
+from tests.support.certified import EXAMPLE, batches
+from tests.support.repository import ROOT
+
+BATCH = 32
+
+
+def recipe(stem, *bindings):
+    gin.parse_config_file(str(ROOT / "gin" / "strategies" / f"{stem}.gin"))
+    gin.parse_config(["shard_params.min_weight_size = 64", *bindings])
+    train = gin.query_parameter("train.strategy")
+    return train.configurable.wrapper() if hasattr(train, "configurable") else train
+
+
+def recipe_of(stem):
+    return recipe(stem)
+
+
+def build(stem, model, *, bindings=(), accumulation=1, clip=None, optimizer=None, seed=3):
+    spec = TrainSpec(
+        model=model,
+        optimizer=optimizer or optax.adam(1e-2),
+        example=EXAMPLE,
+        batch_size=BATCH,
+        accumulation_steps=accumulation,
+        max_grad_norm=clip,
+        seed=seed,
+    )
+    return recipe(stem, *bindings).build(spec)
+
+
+def run_steps(strategy, steps):
+    """The state after some steps."""
+    state = strategy.init(jax.random.key(0))
+    for batch in batches()[:steps]:
+        local = {name: x[strategy.train_rows] for name, x in batch.items()}
+        state, _ = strategy.train_step(state, strategy.place_batch(local))
+    return state
+
+
+def traffic(strategy):
+    return collectives(strategy.train_step, strategy.abstract_state, strategy.abstract_batch)
+
+
+def one_matrix(dtype=jnp.float32):
+    """A model of two square matrices and nothing else, cast and transposed for use."""
+
+    def init(key, batch):
+        first, second = jax.random.split(key)
+        return {
+            "a": jax.random.normal(first, (16, 16)),
+            "b": jax.random.normal(second, (16, 16)),
+        }, {}
+
+    def loss(params, state, batch, keys, *, train, batch_axes):
+        x = batch["image"].reshape(-1, 16).astype(dtype)
+        a, b = params["a"].astype(dtype).T, params["b"].astype(dtype)
+        y = jnp.tanh(jnp.tanh(x * a.mean(0, keepdims=True) @ a) @ b)
+        # Depends on the parameters twice, so that both are needed on the way back.
+        y = (y * jnp.sum(a**2)).astype(jnp.float32)
+        total = jnp.sum(jnp.square(y))
+        return LossOutput(total, jnp.float32(x.shape[0]), state, {})
+
+    return TrainableModel(init, loss)
+
+
+# Wire bytes in units of P (n - 1) / n bytes of float32, for k micro-batches, where everything is
+# sharded that can be; the table of docs/strategies.md.
+WIRE = {
+    "ddp": lambda k: 2,
+    "pmap": lambda k: 2,
+    "zero1": lambda k: 2,
+    "zero2": lambda k: k + 1,
+    "fsdp": lambda k: 3 * k,
+    "fsdp_keep": lambda k: 2,
+}
