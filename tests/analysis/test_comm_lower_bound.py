@@ -15,7 +15,7 @@ from research_dp.distributed import collectives
 from research_dp.strategies import TrainSpec, gather_params
 from tests.support.certified import EXAMPLE
 from tests.support.repository import ROOT
-from tests.support.strategies import BATCH, WIRE, build, one_matrix, recipe_of, traffic
+from tests.support.strategies import BATCH, WIRE, build, one_matrix, recipe, traffic
 
 BF16 = [
     "gather_params.gather_dtype = 'bfloat16'",
@@ -81,7 +81,7 @@ def test_gradients_travel_as_they_were_added_up():
 
 
 def test_a_function_with_arguments_of_its_own_is_read():
-    base = recipe_of("fsdp")
+    base = recipe("fsdp")
     for gather in (
         functools.partial(gather_params, gather_dtype="bfloat16"),
         lambda *args, gather_dtype="bfloat16", **kw: gather_params(
@@ -106,7 +106,7 @@ def test_a_decorated_function_of_ones_own_is_not_in_a_scope():
     def gather(*args, **kw):
         return own_gather(*args, **kw)
 
-    built = dataclasses.replace(recipe_of("fsdp"), gather=gather).build(spec_of(one_matrix()))
+    built = dataclasses.replace(recipe("fsdp"), gather=gather).build(spec_of(one_matrix()))
     assert min_wire_bytes(built, spec_of(one_matrix())) == pytest.approx(sent(built))
 
 

@@ -18,7 +18,7 @@ from tests.support.disks import disk as disk
 from tests.support.disks import train as train
 from tests.support.processes import start
 from tests.support.repository import ROOT
-from tests.support.runs import summary as results
+from tests.support.runs import summary
 
 # ---- Folders ----
 
@@ -105,7 +105,7 @@ def test_a_full_disk_ends_the_run_and_loses_nothing(disk):
     done = disk.train(*flags)
     assert done.returncode == 0, done.stderr
     assert f"Continuing from step {saved[-1]}" in done.stdout
-    assert results(disk.seen)["step"] == 100
+    assert summary(disk.seen)["step"] == 100
 
 
 @pytest.mark.slow
@@ -207,7 +207,7 @@ def test_processes_agree_on_what_is_damaged_and_on_who_may_run(command, tmp_path
     assert statuses == [0, 0], outputs
     assert "The checkpoint of step 20 is damaged: process " in outputs[0]
     assert "Continuing from step 10 in" in outputs[0]
-    assert results(tmp_path)["step"] == 30
+    assert summary(tmp_path)["step"] == 30
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == [
         "10",
         "20",

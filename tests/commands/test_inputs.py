@@ -12,7 +12,7 @@ from research_dp.data.offline import Digits
 from research_dp.runs.checkpoint_files import MANIFEST
 from tests.support.disks import train as train
 from tests.support.processes import RUN
-from tests.support.runs import summary as results
+from tests.support.runs import summary
 
 SHORT = ["--gin.train.num_steps=2", "--gin.mlp.widths=(8,)", "--gin.train.checkpoint_every=None"]
 LONGER = [*SHORT, "--gin.train.num_steps=4"]
@@ -46,7 +46,7 @@ def test_what_changed_before_a_continuation_is_told_and_other_data_is_refused(
     assert status == 0 and "Changed" not in out
     told = "Data: digits 1.0.0: train 1,437 examples (digest "
     assert told in out
-    splits = results(run)["data"]["splits"]
+    splits = summary(run)["data"]["splits"]
     assert splits["train"]["examples"] == 1437 and splits["train"]["digest"] in out
     # Another data set behind the same name.
     before = sorted((run / "checkpoints").rglob("*"))

@@ -20,7 +20,7 @@ from tests.support import certified
 from tests.support.compilers import needs_compiler
 from tests.support.plan_rows import GPUS, make_row
 from tests.support.plans import DIGITS, MLP, plan
-from tests.support.strategies import recipe, recipe_of
+from tests.support.strategies import recipe
 
 # What the plan of a strategy must say.
 KEYS = [
@@ -318,7 +318,7 @@ def test_a_program_that_cannot_be_read_still_says_what_it_needs(monkeypatch):
         raise jax.errors.JaxRuntimeError("INTERNAL: newer than the reader\nmore")
 
     monkeypatch.setattr(estimate_lib, "read", unreadable)
-    strategy, spec = recipe_of("ddp"), certified.small_spec("linen")
+    strategy, spec = recipe("ddp"), certified.small_spec("linen")
     made = estimate_lib.compile_row("ddp", strategy, spec, topology("cpu:8")).row
     assert made.fits
     assert made.needed_bytes > made.state_bytes
@@ -329,7 +329,7 @@ def test_a_program_that_cannot_be_read_still_says_what_it_needs(monkeypatch):
 
 
 def test_a_program_whose_least_is_not_known_is_a_row_like_others(tmp_path):
-    recipe_of("fsdp")
+    recipe("fsdp")
     strategy = recipe("fsdp", "data_parallel.gather = @x/gather_params")
     spec, where = certified.small_spec("linen"), topology("cpu:8")
     made = estimate_lib.compile_row("a/b", strategy, spec, where, tmp_path)

@@ -10,7 +10,7 @@ from research_dp.planning.row import CollectiveTotal
 from research_dp.strategies import TrainSpec
 from research_dp.types import TrainableModel
 from tests.support.plan_rows import GPUS, make_row
-from tests.support.strategies import recipe_of
+from tests.support.strategies import recipe
 
 
 def spec_of(**sizes):
@@ -38,7 +38,7 @@ def test_the_largest_batch_is_found_in_a_few_compilations(fixed, each, expected)
 
     spec = spec_of(batch_size=16, accumulation_steps=2)
     first = attempt(spec)
-    found = estimate.largest_batch(recipe_of("fsdp"), spec, first, attempt)
+    found = estimate.largest_batch(recipe("fsdp"), spec, first, attempt)
     assert found.fits
     assert found.batch_size == 16 * expected
     assert len(tried) <= 5
@@ -113,7 +113,7 @@ def test_more_micro_batches_are_tried_until_it_fits():
 
     def steps(size):
         spec = spec_of(batch_size=size)
-        return estimate.fewest_micro_batches(recipe_of("fsdp"), spec, make_row("x"), attempt)
+        return estimate.fewest_micro_batches(recipe("fsdp"), spec, make_row("x"), attempt)
 
     assert steps(32).accumulation_steps == 4
     assert steps(8 * 9 * 5).accumulation_steps == 5, "of 3, 5, 9, 15, 45"
@@ -137,11 +137,11 @@ def test_the_batch_grows_by_no_more_than_can_be_tried():
         )
 
     spec = spec_of(batch_size=4096)
-    estimate.largest_batch(recipe_of("fsdp"), spec, attempt(spec), attempt)
+    estimate.largest_batch(recipe("fsdp"), spec, attempt(spec), attempt)
     assert max(tried) <= 4096 * 2 * 8**3
     tried.clear()
     spec = spec_of(batch_size=2**29)
-    estimate.largest_batch(recipe_of("fsdp"), spec, attempt(spec), attempt)
+    estimate.largest_batch(recipe("fsdp"), spec, attempt(spec), attempt)
     assert max(tried) < 2**31
 
 
@@ -158,5 +158,5 @@ def test_where_no_larger_batch_fits_at_once_more_micro_batches_are_tried():
         )
 
     spec = spec_of(batch_size=8)
-    found = estimate.largest_batch(recipe_of("fsdp"), spec, attempt(spec), attempt)
+    found = estimate.largest_batch(recipe("fsdp"), spec, attempt(spec), attempt)
     assert (found.batch_size, found.accumulation_steps) == (16, 2)

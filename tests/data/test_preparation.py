@@ -19,18 +19,12 @@ from research_dp.data import builders
 from research_dp.data.offline import Digits, is_held_out
 from research_dp.errors import UsageError
 from research_dp.types import TrainOrder
+from tests.support.data import load
 from tests.support.repository import ROOT
 
 TF_DATA = "options/tf_data.gin"
 FILES = sorted(p.stem for p in (ROOT / "gin/data").glob("*.gin") if "tfds_data" in p.read_text())
 ORDER = TrainOrder(seed=0, batch_size=8, rows=np.arange(8), first_step=0, num_steps=3)
-
-
-def load(file, folder, *bindings, options=()):
-    """The data set of a gin file, in a folder."""
-    where = f"tfds_data.data_dir = '{folder}'"
-    gin_config.load([f"gin/data/{file}.gin", *options], [where, *bindings])
-    return gin.query_parameter("train.data").configurable.wrapper()
 
 
 def refused(message):

@@ -20,18 +20,8 @@ from research_dp.distributed.units import Units
 from research_dp.errors import UsageError
 from research_dp.models.transformer import rotate
 from research_dp.training.throughput import Throughput
-from tests.support.decoder import (
-    BATCH,
-    LENGTH,
-    LOOK_AHEAD,
-    VOCAB,
-    batch,
-    build,
-    model,
-    oracle,
-    run,
-    slow,
-)
+from tests.support.decoder import BATCH, LENGTH, LOOK_AHEAD, VOCAB, batch, build, model, oracle, run
+from tests.support.marks import slow
 from tests.support.repository import stems
 
 QUICK = ("ddp", "zero1", "fsdp", "hsdp", "spmd_fsdp")  # the others are much like one of them

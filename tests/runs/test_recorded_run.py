@@ -4,7 +4,6 @@ tests/golden/run has its config.gin, its metrics.jsonl of all ten steps, and the
 5. Tests that compare strategies with each other cannot see what changes all of them; this does.
 """
 
-import json
 import platform
 import shutil
 from pathlib import Path
@@ -12,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from research_dp.types import MEASURED
 from tests.support import golden
+from tests.support.runs import records, summary
 
 RUN = golden.FOLDER / "run"
 MAKE = [
@@ -46,15 +45,6 @@ def instructions():
         (line.split(":")[1].strip() for line in lines if line.startswith("model name")), ""
     )
     return [platform.machine(), model, *sorted(flag for flag in flags if flag.startswith(wanted))]
-
-
-def records(folder):
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k not in MEASURED} for line in lines]
-
-
-def summary(folder):
-    return json.loads((folder / "summary.json").read_text())
 
 
 def rewrite(command, folder):

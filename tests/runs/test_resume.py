@@ -12,11 +12,12 @@ import pytest
 from research_dp.data import builders
 from research_dp.runs.checkpoint_files import HALF_WRITTEN, steps_in
 from research_dp.runs.flight_recorder import last_notes
-from research_dp.types import MEASURED, TrainOrder
+from research_dp.types import TrainOrder
 from tests.support.data import load
 from tests.support.data import tfrecord_dir as tfrecord_dir
 from tests.support.processes import start
 from tests.support.repository import ROOT
+from tests.support.runs import records, summary
 
 CONSTANT = [
     "--gin_file=gin/runs/digits.gin",
@@ -29,16 +30,6 @@ CONSTANT = [
     "--gin.train.eval_every=None",
 ]
 PLAIN = "image_classification.pad_crop = 0"
-
-
-def summary(folder):
-    return json.loads((folder / "summary.json").read_text())
-
-
-def records(folder):
-    """What was recorded, without what is measured."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k not in MEASURED} for line in lines]
 
 
 def losses(folder):

@@ -30,6 +30,7 @@ from research_dp.training.metric_log import MetricLog, ProgressBar
 from tests.support import tiny_run
 from tests.support.disks import disk as disk
 from tests.support.run_folders import tree
+from tests.support.runs import records, summary
 
 SPECIAL = "a[1]*?{b} **#%20~"  # what globs, URLs and shells read something into
 BY_ALL_RUNS = (".run.lock", ".run.holder", "flight/process_0.txt")
@@ -41,7 +42,7 @@ def ended(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     assert tiny_run.outcome(folder / "six", num_steps=6) == (0, "")
     assert tiny_run.outcome(folder / "eight", num_steps=8) == (0, "")
-    return folder / "six", tiny_run.summary(folder / "eight")["params_fingerprint"]
+    return folder / "six", summary(folder / "eight")["params_fingerprint"]
 
 
 @pytest.fixture
@@ -52,7 +53,7 @@ def run(ended, tmp_path):
 def continues(run, ended, **options):
     """Whether it ends at step 8 with the right weights and all records."""
     assert tiny_run.outcome(run, num_steps=8, **options) == (0, "")
-    assert tiny_run.summary(run)["params_fingerprint"] == ended[1]
+    assert summary(run)["params_fingerprint"] == ended[1]
 
 
 def unchanged(before, after):
@@ -166,7 +167,7 @@ def _ends_at(step):
 def test_a_run_that_ended_before_its_first_save_begins_again(ended, tmp_path):
     with pytest.raises(RuntimeError, match="killed"):
         tiny_run.train(tmp_path, num_steps=48, data=_ends_at(40), checkpoint_every=None)
-    assert tiny_run.records(tmp_path)
+    assert records(tmp_path)
     # Not as another run: its records would be lost.
     gin.parse_config("shard_params.min_weight_size = 9")
     status, message = tiny_run.outcome(tmp_path, num_steps=8)
@@ -176,7 +177,7 @@ def test_a_run_that_ended_before_its_first_save_begins_again(ended, tmp_path):
     gin.clear_config()
     continues(tmp_path, ended)
     assert not (tmp_path / "checkpoints" / files.NOTHING_SAVED).exists()
-    steps = [record["step"] for record in tiny_run.records(tmp_path, "train")]
+    steps = [record["step"] for record in records(tmp_path, "train")]
     assert steps == [2, 4, 6, 8]
     assert [step for step, _ in events(tmp_path / "tensorboard" / "train")] == steps
     assert [step for step, _ in events(tmp_path / "tensorboard" / "eval")] == [4, 8]
@@ -301,7 +302,7 @@ def test_tensorboard_has_all_records_when_done_is_said(tmp_path, monkeypatch):
     assert tiny_run.outcome(tmp_path, num_steps=6) == (0, "")
     assert tiny_run.outcome(tmp_path, num_steps=8) == (0, "")
     for split in files.SPLITS:
-        wanted = tiny_run.records(tmp_path, split)
+        wanted = records(tmp_path, split)
         assert [step for step, _ in seen[split]] == [record["step"] for record in wanted]
         for (_, values), record in zip(seen[split], wanted, strict=True):
             assert values["loss"] == pytest.approx(record["loss"])
@@ -435,7 +436,7 @@ def test_names_that_are_no_steps_are_passed_over(run, ended):
 def test_a_summary_that_is_none_is_written_anew(run, text):
     (run / "summary.json").write_bytes(text.encode(errors="surrogatepass"))
     assert tiny_run.outcome(run, num_steps=6) == (0, "")
-    assert tiny_run.summary(run)["step"] == 6
+    assert summary(run)["step"] == 6
 
 
 def test_notes_that_are_damaged_are_passed_over(tmp_path):
@@ -548,7 +549,7 @@ def test_own_code_may_change_the_current_folder(ended, tmp_path, monkeypatch, ca
     monkeypatch.chdir(tmp_path)
     moves = acting(lambda: os.chdir("elsewhere"))
     assert tiny_run.outcome("run", num_steps=8, data=moves) == (0, "")
-    assert tiny_run.summary(tmp_path / "run")["params_fingerprint"] == ended[1]
+    assert summary(tmp_path / "run")["params_fingerprint"] == ended[1]
     assert not list((tmp_path / "elsewhere").iterdir())
     assert f"in {tmp_path / 'run' / 'summary.json'}" in capsys.readouterr().out
     monkeypatch.chdir(tmp_path)
@@ -576,7 +577,7 @@ def test_a_folder_that_is_moved_meanwhile_is_told_and_continues_once_it_is_back(
         other.rename(run)
         assert 2 in steps_in(run / "checkpoints")
     assert tiny_run.outcome(run, num_steps=8) == (0, "")
-    assert tiny_run.summary(run)["params_fingerprint"] == ended[1]
+    assert summary(run)["params_fingerprint"] == ended[1]
 
 
 @pytest.mark.parametrize("how", ["removed", "replaced"])
@@ -589,7 +590,7 @@ def test_records_outlive_the_removal_or_replacement_of_their_file(tmp_path, how,
 
     assert tiny_run.outcome(whole, num_steps=8) == (0, "")
     assert tiny_run.outcome(run, num_steps=8, data=acting(act)) == (0, "")
-    assert tiny_run.records(run) == tiny_run.records(whole)
+    assert records(run) == records(whole)
     assert "was removed or replaced while the run wrote to it" in capsys.readouterr().out
     assert path.with_name("metrics.jsonl.damaged").exists() == (how == "replaced")
 

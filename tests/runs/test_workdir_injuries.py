@@ -18,7 +18,7 @@ from research_dp.runs.manifest import Damaged
 from tests.support import tiny_run
 from tests.support.injuries import injure
 from tests.support.run_folders import tree
-from tests.support.runs import MLP
+from tests.support.runs import MLP, records, summary
 
 FIRST, THEN = 6, (8, 10)  # steps of the run that is injured, and of its continuations
 NOBODY = 65534
@@ -57,7 +57,7 @@ def pristine(place):
     right = {}
     for steps in THEN:
         assert tiny_run.outcome(place / f"right{steps}", num_steps=steps) == (0, "")
-        right[steps] = tiny_run.summary(place / f"right{steps}")["params_fingerprint"]
+        right[steps] = summary(place / f"right{steps}")["params_fingerprint"]
     # What libraries import when they fail is imported before root's rights are given up.
     for file in (place / "right8" / "checkpoints" / "8").rglob("*"):
         if file.is_file():
@@ -109,8 +109,8 @@ def trial(pristine, place, chance):
                     ]
                     assert same[0] == same[1], said
                 return done
-            assert tiny_run.summary(run)["params_fingerprint"] == right[steps], said
-            recorded = [record["step"] for record in tiny_run.records(run, "train")]
+            assert summary(run)["params_fingerprint"] == right[steps], said
+            recorded = [record["step"] for record in records(run, "train")]
             assert recorded == sorted(set(recorded)), said
     finally:
         _remove(run)
@@ -174,7 +174,7 @@ def test_the_command_ends_right_or_refuses(command, tmp_path):
         done = train(tmp_path / name, steps)
         assert done.returncode == 0, done.stderr
     (tmp_path / "begun" / "mine").write_text("a user's")
-    right = tiny_run.summary(tmp_path / "right")["params_fingerprint"]
+    right = summary(tmp_path / "right")["params_fingerprint"]
     chance, found = random.Random(2), []
     while len(found) < 30:
         run, outside = tmp_path / "run", tmp_path / "outside"
@@ -191,7 +191,7 @@ def test_the_command_ends_right_or_refuses(command, tmp_path):
             errors = [line for line in done.stderr.splitlines() if not line.startswith("WARNING")]
             assert done.returncode in (1, 2) and 1 <= len(errors) <= 2, said
         else:
-            assert tiny_run.summary(run)["params_fingerprint"] == right, said
+            assert summary(run)["params_fingerprint"] == right, said
         found += [(*injury, done.returncode) for injury in injuries]
         _remove(run)
         _remove(outside)

@@ -12,7 +12,8 @@ from research_dp.deterministic.reduction import tree_reduction
 from research_dp.distributed.collectives import EXCHANGED, PLAIN
 from research_dp.distributed.tpu_torus import staged_reduction
 from research_dp.strategies import gather_params
-from tests.support.decoder import LOOK_AHEAD, build, model, oracle, run, spec_of, traffic
+from tests.support.decoder import LOOK_AHEAD, build, model, oracle, run, spec_of
+from tests.support.strategies import traffic
 
 
 def test_wire_bytes_of_fsdp_are_three_times_the_blocks_and_twice_the_rest():

@@ -7,7 +7,8 @@ import pytest
 
 from research_dp.distributed.optimizer import dynamic_loss_scale
 from research_dp.errors import UsageError
-from tests.support.decoder import batch, build, model, slow
+from tests.support.decoder import batch, build, model
+from tests.support.marks import slow
 
 F16 = "gin/precision/f16.gin"
 

@@ -25,7 +25,7 @@ from tests.support.certified import (
     trace,
 )
 from tests.support.repository import stems
-from tests.support.strategies import BATCH, WIRE, build, one_matrix, recipe_of, run_steps, traffic
+from tests.support.strategies import BATCH, WIRE, build, one_matrix, recipe, run_steps, traffic
 
 
 def run(strategy, steps=RUN_STEPS, change=lambda batch: batch):
@@ -35,7 +35,7 @@ def run(strategy, steps=RUN_STEPS, change=lambda batch: batch):
 @pytest.mark.parametrize("api", ["linen", "nnx"])
 @pytest.mark.parametrize("stem", [s for s in stems() if s != "single"])
 def test_follows_single_with_dropout_clipping_and_accumulation(stem, api):
-    assert_follows_single(recipe_of(stem), api)
+    assert_follows_single(recipe(stem), api)
 
 
 @pytest.mark.parametrize("stem", ["ddp", "fsdp", "spmd_fsdp"])
@@ -297,7 +297,7 @@ def test_a_batch_that_does_not_divide_is_refused_with_the_equation():
     )
     message = r"100 does not divide over data 8 x fsdp 1 = 8 devices x accumulation_steps 3 = 24"
     with pytest.raises(UsageError, match=message) as caught:
-        recipe_of("ddp").build(spec)
+        recipe("ddp").build(spec)
     assert caught.value.binding == "TrainSpec.batch_size"
 
 

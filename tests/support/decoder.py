@@ -5,13 +5,11 @@ import functools
 import jax
 import numpy as np
 import optax
-import pytest
 
 from research_dp.config import gin_internals, load
 from research_dp.distributed.placement import fingerprint
 from research_dp.models import transformer
 from research_dp.strategies import TrainSpec
-from research_dp.strategies.jaxpr_collectives import collectives
 
 VOCAB, LENGTH, BATCH = 64, 16, 16
 
@@ -67,13 +65,3 @@ def run(strategy, steps=3):
 @functools.cache
 def oracle(tied):
     return run(build("single", model(tied=tied, dropout_rate=0.1)))
-
-
-def traffic(strategy):
-    """The collectives of a training step, as traced."""
-    args = (strategy.abstract_state, strategy.abstract_batch)
-    return collectives(strategy.train_step, *args)
-
-
-def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)

@@ -4,6 +4,8 @@ import json
 import signal
 import time
 
+from research_dp.types import MEASURED
+
 MLP = ["--gin_file=gin/runs/digits.gin", "--gin_file=gin/models/mlp.gin", "--gin.mlp.widths=(32,)"]
 
 
@@ -31,3 +33,13 @@ def killed_once_saved(command, folder, *flags):
     process.send_signal(signal.SIGKILL)
     process.communicate()
     assert not (folder / "summary.json").exists()
+
+
+def records(folder, split=None):
+    """What was recorded, without what is measured."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [
+        {k: v for k, v in line.items() if k not in MEASURED}
+        for line in lines
+        if split in (None, line["split"])
+    ]

@@ -22,10 +22,6 @@ def recipe(stem, *bindings):
     return train.configurable.wrapper() if hasattr(train, "configurable") else train
 
 
-def recipe_of(stem):
-    return recipe(stem)
-
-
 def build(stem, model, *, bindings=(), accumulation=1, clip=None, optimizer=None, seed=3):
     spec = TrainSpec(
         model=model,

@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from research_dp.types import LossOutput
 
@@ -32,7 +31,3 @@ def step(strategy, state, **spoilt):
     for place, value in spoilt.items():
         x[int(place[1:])] = value
     return strategy.train_step(state, strategy.place_batch({"x": x[strategy.train_rows]}))
-
-
-def slow(stem):
-    return pytest.param(stem, marks=pytest.mark.slow)

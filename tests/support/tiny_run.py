@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import json
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,7 @@ import optax
 from research_dp.config import load
 from research_dp.errors import RunFailure, UsageError, message_of
 from research_dp.strategies import TrainSpec
-from research_dp.types import MEASURED, DataSet, LossOutput, TrainableModel
+from research_dp.types import DataSet, LossOutput, TrainableModel
 from tests.support.strategies import recipe
 
 BATCH, DIM = 4, 8
@@ -91,17 +90,3 @@ def outcome(folder, **options):
         return 2, message_of(error)
     except RunFailure as error:
         return 1, message_of(error)
-
-
-def summary(folder):
-    return json.loads((folder / "summary.json").read_text())
-
-
-def records(folder, split=None):
-    """What was recorded, without what is measured."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [
-        {k: v for k, v in line.items() if k not in MEASURED}
-        for line in lines
-        if split in (None, line["split"])
-    ]

@@ -11,7 +11,7 @@ from research_dp.training.metric_log import ProgressBar
 from research_dp.training.preemption import StopSignal
 from tests.support import tiny_run
 from tests.support.programs import output
-from tests.support.runs import MLP
+from tests.support.runs import MLP, records
 
 STEPS = 60
 
@@ -37,12 +37,12 @@ def test_a_run_that_was_stopped_records_what_an_undisturbed_one_does(
         assert steps_in(tmp_path / "checkpoints")[-1] == stop
     monkeypatch.undo()
     assert tiny_run.train(tmp_path, **options) == 0
-    assert tiny_run.records(tmp_path) == tiny_run.records(undisturbed / "10")
+    assert records(tmp_path) == records(undisturbed / "10")
 
 
 def test_a_record_is_the_mean_of_the_steps_since_the_one_before(undisturbed):
-    each = [record["loss"] for record in tiny_run.records(undisturbed / "1", "train")]
-    tens = tiny_run.records(undisturbed / "10", "train")
+    each = [record["loss"] for record in records(undisturbed / "1", "train")]
+    tens = records(undisturbed / "10", "train")
     assert len(each) == STEPS and [r["step"] for r in tens] == list(range(10, STEPS + 1, 10))
     means = np.reshape(each, (-1, 10)).mean(1)
     np.testing.assert_allclose([record["loss"] for record in tens], means, rtol=1e-6)
@@ -54,7 +54,7 @@ def test_a_record_is_the_mean_of_the_steps_since_the_one_before(undisturbed):
 )
 def test_evaluations_are_at_every_kth_step_and_the_last_each_once(tmp_path, every, steps):
     assert tiny_run.train(tmp_path, num_steps=8, eval_every=every, checkpoint_every=None) == 0
-    assert [record["step"] for record in tiny_run.records(tmp_path, "eval")] == steps
+    assert [record["step"] for record in records(tmp_path, "eval")] == steps
     schedule = Schedule(
         num_steps=8,
         log_every=1,

@@ -11,11 +11,12 @@ from research_dp.errors import RunFailure
 from research_dp.strategies import NONFINITE, SKIPPED, TrainSpec
 from research_dp.training.nonfinite import NonfiniteCheck
 from research_dp.types import LossOutput, TrainableModel
+from tests.support.marks import slow
 from tests.support.processes import FAULTY
 from tests.support.repository import stems
 from tests.support.runs import MLP, lines, summary
 from tests.support.strategies import recipe
-from tests.support.three_arrays import EXAMPLE, STOPS, init, loss, slow, step
+from tests.support.three_arrays import EXAMPLE, STOPS, init, loss, step
 
 PATHS = ["a", "b", "c"]
 

@@ -14,10 +14,11 @@ from research_dp.strategies import TrainSpec
 from research_dp.training.replica_check import ReplicaCheck
 from research_dp.types import TrainableModel
 from tests.support.faults import flip
+from tests.support.marks import slow
 from tests.support.repository import stems
 from tests.support.runs import MLP, lines
 from tests.support.strategies import recipe
-from tests.support.three_arrays import EXAMPLE, init, loss, slow, step
+from tests.support.three_arrays import EXAMPLE, init, loss, step
 
 
 def build(stem, *more, **slots):

@@ -20,6 +20,7 @@ from research_dp.training.optimizers import LearningRate, remembering_rate
 from research_dp.training.train import train
 from research_dp.types import MEASURED, LossOutput
 from tests.support import tiny_run
+from tests.support.runs import summary
 from tests.support.strategies import recipe
 
 PARTS = ("data_wait_seconds", "dispatch_seconds", "device_wait_seconds")
@@ -48,7 +49,7 @@ def test_the_parts_add_up_to_the_time_of_the_window_and_slow_data_is_seen(tmp_pa
         assert window["save_seconds"] > 0
     assert [line["step"] for line in records(tmp_path, "eval")] == [8, 12]
     assert all(line["eval_seconds"] > 0 for line in records(tmp_path, "eval"))
-    seconds = tiny_run.summary(tmp_path)["seconds"]
+    seconds = summary(tmp_path)["seconds"]
     assert list(seconds) == ["data", "dispatch", "device", "evaluation", "saves", "total"]
     assert sum(seconds.values()) - seconds["total"] < seconds["total"]
     assert seconds["data"] >= sum(window["data_wait_seconds"] for window in windows)
@@ -58,7 +59,7 @@ def test_a_record_without_a_save_has_no_time_of_one(tmp_path):
     options = {"checkpoint_every": None, "eval_every": None}
     assert tiny_run.outcome(tmp_path, num_steps=6, **options) == (0, "")
     assert not any("save_seconds" in line for line in records(tmp_path, "train"))
-    assert tiny_run.summary(tmp_path)["seconds"]["saves"] > 0  # the last one
+    assert summary(tmp_path)["seconds"]["saves"] > 0  # the last one
 
 
 def test_batches_that_devices_do_not_wait_for_are_no_wait_for_data(monkeypatch):
