@@ -16,9 +16,9 @@ from tests.support.runs import MLP, killed_once_saved, lines, summary
         ("fsdp_keep", ["--gin_file=gin/precision/bf16_gather.gin"]),
     ],
 )
-def test_a_run_leaves_what_was_promised_and_its_config_runs_it_again(command, tmp_path, stem, more):
+def test_a_run_leaves_what_was_promised_and_its_config_runs_it_again(main, tmp_path, stem, more):
     first = tmp_path / "first"
-    done = command(
+    done = main(
         *MLP,
         f"--gin_file=gin/strategies/{stem}.gin",
         *more,
@@ -41,7 +41,8 @@ def test_a_run_leaves_what_was_promised_and_its_config_runs_it_again(command, tm
     assert list((first / "profile").rglob("*.xplane.pb"))
     for name in ("config.gin", "operative_config.gin"):
         again = tmp_path / name
-        done = command(f"--gin_file={first / name}", "--cpu_devices=8", f"--workdir={again}")
+        flags = [f"--gin_file={first / name}", "--gin.train.profile_at=None", "--cpu_devices=8"]
+        done = main(*flags, f"--workdir={again}")
         assert done.returncode == 0, done.stderr
         assert summary(again)["params_fingerprint"] == result["params_fingerprint"]
 
@@ -72,9 +73,9 @@ def test_killed_and_continued_ends_where_an_undisturbed_run_ends(command, tmp_pa
     assert sorted(lines(broken, "train")) == list(range(10, 401, 10)), "lost or doubled records"
 
 
-def test_continues_on_another_strategy_and_number_of_devices(command, tmp_path):
+def test_continues_on_another_strategy_and_number_of_devices(command, main, tmp_path):
     flags = [*MLP, f"--workdir={tmp_path}"]
-    first = command(*flags, "--gin.train.num_steps=10", "--cpu_devices=8")
+    first = main(*flags, "--gin.train.num_steps=10", "--cpu_devices=8")
     assert first.returncode == 0, first.stderr
     again = ["--gin_file=gin/strategies/ddp.gin", "--cpu_devices=4", "--gin.train.num_steps=20"]
     more = command(*flags, *again)
@@ -89,9 +90,9 @@ def test_continues_on_another_strategy_and_number_of_devices(command, tmp_path):
     assert lines(tmp_path, "eval") == records
     config = (tmp_path / "config.gin").read_text()
     for change in ("--gin.train.batch_size=256", "--gin.train.seed=1"):
-        other = command(*flags, change, "--gin.train.num_steps=30", "--cpu_devices=8")
+        other = main(*flags, change, "--gin.train.num_steps=30", "--cpu_devices=8")
         assert other.returncode == 2 and "order of examples would break" in other.stderr
-    less = command(*flags, "--gin.train.num_steps=15", "--cpu_devices=8")
+    less = main(*flags, "--gin.train.num_steps=15", "--cpu_devices=8")
     assert less.returncode == 2
     assert "is at step 20, past train.num_steps = 15" in less.stderr
     assert (tmp_path / "config.gin").read_text() == config, "a refused command changed the run"
@@ -113,18 +114,18 @@ def test_sigterm_to_the_whole_group_saves_and_exits_143(command, tmp_path, worke
     assert f"step {max(saved)} is saved" in output
 
 
-def test_a_checkpoint_of_another_model_is_refused_by_name(command, tmp_path):
+def test_a_checkpoint_of_another_model_is_refused_by_name(main, tmp_path):
     flags = ["--gin.train.num_steps=1", f"--workdir={tmp_path}"]
-    assert command(*MLP, *flags).returncode == 0
-    done = command(*MLP, *flags, "--gin.mlp.widths=(16,)")
+    assert main(*MLP, *flags).returncode == 0
+    done = main(*MLP, *flags, "--gin.mlp.widths=(16,)")
     assert done.returncode == 2
     assert "params/head/kernel is float32[16, 10] here and float32[32, 10] there" in done.stderr
     assert "Traceback" not in done.stderr
     assert "mlp.widths = (32,)" in (tmp_path / "config.gin").read_text()
 
 
-def test_dry_run_shows_configuration_and_layout_and_trains_nothing(command, tmp_path):
-    done = command(*MLP, "--dry_run", "--cpu_devices=8", f"--workdir={tmp_path}")
+def test_dry_run_shows_configuration_and_layout_and_trains_nothing(main, tmp_path):
+    done = main(*MLP, "--dry_run", "--cpu_devices=8", f"--workdir={tmp_path}")
     assert done.returncode == 0, done.stderr
     assert "train.batch_size = 128" in done.stdout
     row = next(line for line in done.stdout.splitlines() if "hidden_0/kernel" in line)
@@ -208,10 +209,10 @@ def test_the_learning_rate_follows_the_length_of_the_run(command, tmp_path):
     assert len({record["loss"] for record in lines(tmp_path, "eval").values()}) == 2
 
 
-def test_the_place_of_a_mistake_in_a_file_is_named(command, tmp_path):
+def test_the_place_of_a_mistake_in_a_file_is_named(main, tmp_path):
     mistake = tmp_path / "mistake.gin"
     mistake.write_text("# A mesh that does not fit.\n\nmake_mesh.axes = {'data': 5}\n")
     flags = ["--gin_file=gin/runs/digits.gin", f"--gin_file={mistake}", "--dry_run"]
-    done = command(*flags, "--cpu_devices=8")
+    done = main(*flags, "--cpu_devices=8")
     assert done.returncode == 2
     assert f"{mistake}:3" in done.stderr
