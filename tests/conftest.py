@@ -9,7 +9,7 @@ import sys
 import jax
 import pytest
 
-from research_dp import train
+from research_dp.commands.main import main_of
 from research_dp.config import load
 from tests.support import left_running
 from tests.support.compilers import COMPILES_FAST
@@ -119,15 +119,18 @@ def command(data_dir, compilation_cache):
 
 @pytest.fixture
 def main(data_dir, monkeypatch, capfd):
-    """Runs train's main() with these flags here, as `command` does in a process of its own."""
+    """Runs a command with these flags here, as `command` does in a process of its own.
+
+    It has eight devices: `--cpu_devices` can be 8 alone.
+    """
     monkeypatch.setenv("TFDS_DATA_DIR", str(data_dir))
     for name in ("TF_CPP_MIN_LOG_LEVEL", "TF_ENABLE_ONEDNN_OPTS"):
         monkeypatch.setenv(name, os.environ.get(name, "0"))  # the command sets them
 
-    def run(*flags):
+    def run(*flags, name="train"):
         capfd.readouterr()
         try:
-            status = train.main([str(flag) for flag in flags])
+            status = main_of(name)([str(flag) for flag in flags])
         except SystemExit as ended:  # a flag that there is not
             status = ended.code
         return subprocess.CompletedProcess(flags, status, *capfd.readouterr())

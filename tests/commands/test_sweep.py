@@ -59,13 +59,11 @@ def test_a_sweep_runs_the_product_and_continues_what_is_missing(command, tmp_pat
     assert summary["params_fingerprint"] == prints["ddp-seed=1"]
 
 
-def test_a_mistake_in_all_combinations_is_refused_and_in_one_is_told(command, tmp_path):
+def test_a_mistake_in_all_combinations_is_refused_and_in_one_is_told(main, tmp_path):
     flags = [*SMALL, "--vary_file=strategies/ddp.gin,strategies/spmd.gin", f"--workdir={tmp_path}"]
-    wrong = command(*flags, "--gin.train.num_stpes=2", module="research_dp.sweep")
+    wrong = main(*flags, "--gin.train.num_stpes=2", name="sweep")
     assert wrong.returncode == 2 and "Did you mean num_steps?" in wrong.stderr
-    one = command(
-        *flags, "--gin_file=precision/bf16_gather.gin", "--dry_run", module="research_dp.sweep"
-    )
+    one = main(*flags, "--gin_file=precision/bf16_gather.gin", "--dry_run", name="sweep")
     assert one.returncode == 1
     assert "error: spmd: precision/bf16_gather.gin: nothing here has an effect" in one.stderr
     assert ["ddp", "missing"] in [line.split() for line in one.stdout.splitlines()]

@@ -175,11 +175,11 @@ def test_a_model_that_is_wrong_is_told_by_the_users_own_lines(
         assert len(err.splitlines()) <= 16
 
 
-def test_a_quick_certification_needs_a_strategy(command):
+def test_a_quick_certification_needs_a_strategy(command, main):
     done = command("--gin_file=models/mlp.gin", module="research_dp.conform")
     assert done.returncode == 2 and "%NUM_CLASSES is used and bound nowhere" in done.stderr
     flags = ["--gin_file=models/mlp.gin", "--gin.NUM_CLASSES=10"]
-    done = command("--quick", *flags, module="research_dp.certify")
+    done = main("--quick", *flags, name="certify")
     assert done.returncode == 2 and "train.strategy is bound nowhere" in done.stderr
-    done = command("--quick", "--steps=3", *flags, module="research_dp.certify")
+    done = main("--quick", "--steps=3", *flags, name="certify")
     assert done.returncode == 2 and "leave out --against and --steps" in done.stderr

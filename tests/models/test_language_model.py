@@ -125,7 +125,7 @@ def reference_logits(params, examples):
     return norm(x, params["norm"]["scale"]) @ params["head"]["table"].T
 
 
-@pytest.mark.parametrize("stem", ["zero1", "fsdp", "ddp"])
+@pytest.mark.parametrize("stem", [slow("zero1"), "fsdp", "ddp"])
 def test_bfloat16_parameters_follow_float32_ones_that_the_optimizer_keeps(stem):
     kept = "data_parallel.param_dtype = 'bfloat16'"
     bf16 = model(dtype="bfloat16")
@@ -163,7 +163,7 @@ def test_rows_taken_often_are_added_up_in_float32():
     assert float(grads[0, 0]) == pytest.approx(1000, rel=0.01)  # bfloat16 would stop at 256
 
 
-@pytest.mark.parametrize("stem", ["single", "fsdp"])
+@pytest.mark.parametrize("stem", [slow("single"), "fsdp"])
 def test_a_vocabulary_without_divisors_is_cut_and_filled_up(stem):
     whole = run(build("single", model(vocab_size=67, logits_at_once=2**20)), steps=2)
     strategy = build(stem, model(vocab_size=67))

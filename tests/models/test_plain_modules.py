@@ -377,9 +377,9 @@ PLAIN = [
 ]
 
 
-def test_a_run_reports_statistics_of_a_device_once_after_its_first_step(command, tmp_path):
-    flags = ["--gin_file=strategies/fsdp.gin", "--cpu_devices=2", f"--workdir={tmp_path}"]
-    done = command(*PLAIN, *flags)
+def test_a_run_reports_statistics_of_a_device_once_after_its_first_step(main, tmp_path):
+    flags = ["--gin_file=strategies/fsdp.gin", f"--workdir={tmp_path}"]
+    done = main(*PLAIN, *flags)
     assert done.returncode == 0, done.stderr
     before, after = done.stdout.split("First step done")
     assert (before.count(SENTENCE), after.count(SENTENCE)) == (0, 1)

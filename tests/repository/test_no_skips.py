@@ -31,8 +31,7 @@ def test_inside():
 SKIPPED_FILE = "import pytest\n\npytest.skip('not today', allow_module_level=True)\n"
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("count", [0, 3])
+@pytest.mark.parametrize(("count", "workers"), [(0, 0), (3, 2)])
 def test_a_skip_without_need_fails_the_run(tmp_path, count, workers):
     (tmp_path / "test_file.py").write_text(FILE + SKIPPED if count else FILE)
     if count:

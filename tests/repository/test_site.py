@@ -10,6 +10,8 @@ import pytest
 import research_dp
 from tests.support.repository import ROOT
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):

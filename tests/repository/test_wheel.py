@@ -5,10 +5,13 @@ import subprocess
 import sys
 import time
 
+import pytest
+
 import research_dp
 from tests.support.repository import ROOT
 
 
+@pytest.mark.slow
 def test_a_wheel_has_the_gin_files(tmp_path, data_dir):
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
     source = tmp_path / "source"
