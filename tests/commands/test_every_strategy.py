@@ -1,17 +1,18 @@
 """Every shipped strategy, as a user runs it: the same loss as `single`, the same first weights."""
 
-import json
+import functools
 
 import pytest
 
 from tests.support.repository import stems
+from tests.support.runs import summary
 
 pytestmark = pytest.mark.slow
 
 VARIANTS = {
     "linen": [],
     "nnx, accumulation and clipping": [
-        "--gin_file=gin/models/convnet_nnx.gin",
+        "--gin_file=models/convnet_nnx.gin",
         "--gin.train.accumulation_steps=4",
         "--gin.train.max_grad_norm=0.5",
     ],
@@ -19,38 +20,35 @@ VARIANTS = {
 
 
 @pytest.fixture(scope="module")
-def summary(command, tmp_path_factory):
-    """Runs a strategy (once for each variant); returns its summary."""
-    done = {}
+def summaries(command, tmp_path_factory):
+    """Trains all strategies in one process; returns their summaries."""
 
-    def run(stem, variant, num_steps=40):
-        key = (stem, variant, num_steps)
-        if key not in done:
-            folder = tmp_path_factory.mktemp(stem)
-            finished = command(
-                "--gin_file=gin/runs/digits.gin",
-                f"--gin_file=gin/strategies/{stem}.gin",
-                *VARIANTS[variant],
-                f"--gin.train.num_steps={num_steps}",
-                "--gin.train.log_every=1",
-                "--cpu_devices=8",
-                f"--workdir={folder}",
-            )
-            assert finished.returncode == 0, finished.stderr
-            done[key] = json.loads((folder / "summary.json").read_text())
-        return done[key]
+    @functools.cache
+    def train(variant, num_steps=40):
+        folder = tmp_path_factory.mktemp("sweep")
+        done = command(
+            "--gin_file=runs/digits.gin",
+            *VARIANTS[variant],
+            f"--gin.train.num_steps={num_steps}",
+            "--gin.train.log_every=1",
+            "--cpu_devices=8",
+            f"--vary_file={','.join(f'strategies/{stem}.gin' for stem in stems())}",
+            f"--workdir={folder}",
+            module="research_dp.sweep",
+            timeout=900,
+        )
+        assert done.returncode == 0, done.stderr
+        return {stem: summary(folder / stem) for stem in stems()}
 
-    return run
+    return train
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("stem", [s for s in stems() if s != "single"])
-def test_forty_steps_end_with_the_loss_of_single(summary, stem, variant):
-    loss = summary(stem, variant)["train"]["loss"]
-    assert loss == pytest.approx(summary("single", variant)["train"]["loss"], abs=1e-4)
+def test_forty_steps_end_with_the_loss_of_single(summaries, variant):
+    losses = {stem: one["train"]["loss"] for stem, one in summaries(variant).items()}
+    assert losses == pytest.approx(dict.fromkeys(stems(), losses["single"]), abs=1e-4)
 
 
-@pytest.mark.parametrize("stem", [s for s in stems() if s != "single"])
-def test_runs_begin_with_the_same_bits(summary, stem):
-    born = summary(stem, "linen", 0)["params_fingerprint"]
-    assert born == summary("single", "linen", 0)["params_fingerprint"]
+def test_runs_begin_with_the_same_bits(summaries):
+    born = {one["params_fingerprint"] for one in summaries("linen", 0).values()}
+    assert len(born) == 1
