@@ -28,7 +28,7 @@ from research_dp.comparison.verdicts import Verdict
 from research_dp.planning import tables
 from research_dp.planning.row import CollectiveTotal, Row
 from research_dp.runs.checkpoint_files import Row as Checkpoint
-from research_dp.runs.workdir import Status
+from research_dp.runs.status import Status
 from research_dp.training import sharding_table
 from research_dp.training.metric_log import ProgressBar
 from tests.support import decoder

@@ -23,17 +23,22 @@ _EQUALS = """_research_dp() {
   COMP_WORDS=("${words[@]}") COMP_CWORD=$((${#words[@]} - 1))
   _shtab_research_dp
 }
-complete -o default -o filenames -F _research_dp research-dp"""
+complete -o default -F _research_dp research-dp"""
 
 
 def script() -> str:
     """What bash sources, e.g. in ~/.bashrc: `source <(research-dp --completion bash)`."""
     every = argparse.ArgumentParser("research-dp")
+    every.add_argument("--version", "--completion", action="store_true")
     commands = every.add_subparsers()
     for name, entry in entries.COMMANDS.items():
-        parents = [] if name == "launch" else [cli.parser_of(name)]  # its flags are train's
+        # The words after `launch ... --` are those of train.
+        parents = [cli.parser_of("train" if name == "launch" else name)]
         command = commands.add_parser(name, help=entry.summary, parents=parents, add_help=False)
+        if name == "launch":
+            command.add_argument("-n", "--post_mortem", "--module")
         for action in command._actions:
+            action.option_strings = [one for one in action.option_strings if "NAME" not in one]
             if action.dest == "gin_files":
                 action.complete = {"bash": "_research_dp_gin_files"}  # type: ignore[attr-defined]
     files = _FILES.format(shipped=" ".join(parser.shipped()))

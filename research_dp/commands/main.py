@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if name in ("--version", "-V", "version"):
             print(version())
             return 0
-        if name == "--completion" and rest == ["bash"]:
+        if [*name.split("="), *rest] == ["--completion", "bash"]:
             from research_dp.commands import completion
 
             print(completion.script())
@@ -117,7 +117,7 @@ def version() -> str:
 
 
 def _unknown(name: str) -> str:
-    if name == "--completion":
+    if name.startswith("--completion"):
         return "--completion is for bash: source <(research-dp --completion bash)"
     if name.startswith("-"):
         return f"give a command first: research-dp train {name} (--help shows all commands)"

@@ -23,7 +23,7 @@ from research_dp.runs import checkpoint_files, files
 from research_dp.runs.facts import are_facts, program_text, read_facts, read_program, read_summary
 from research_dp.runs.manifest import Damaged, Manifest
 from research_dp.runs.records import Columns, read_columns
-from research_dp.runs.workdir import Status, status_of
+from research_dp.runs.status import Status, status_of
 from research_dp.training import throughput
 from research_dp.types import Bound
 

@@ -41,6 +41,11 @@ class Config:
         """Those without effect: a component was replaced, or a file offers more."""
         return [binding for binding in self.table.values() if binding not in self.used]
 
+    def of_strategy(self) -> Config:
+        """The part that `train.strategy` leads to."""
+        table = self.table.values()
+        return reach(x for x in table if x.key[1] != ROOT or x.key[2] == "strategy")
+
     def origin(self, name: str) -> str | None:
         """Where e.g. 'make_mesh.axes' is bound, else first in a scope: 'strategies/ddp.gin:12'.
 

@@ -1,4 +1,4 @@
-"""The primitives that communicate: sum, scatter, gather, of one array.
+"""The primitives that communicate: sum, scatter, gather, of one array, also by exchange.
 
 They run where mesh axes are bound (`shard_map`, `pmap`, `vmap(axis_name=...)`), on one device's
 view of the arrays.

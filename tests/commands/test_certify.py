@@ -95,3 +95,15 @@ def test_the_page_shows_the_checks_that_the_command_prints(command):
     checks = r"^ (\w[\w ,]*?) +(holds|FAILS|-)  "
     found = [re.findall(checks, output, re.MULTILINE) for output in (shown, done.stdout)]
     assert found[0] == found[1] and len(found[0]) == 23
+
+
+def test_a_dtype_that_a_quick_run_does_not_use_widens_no_bound():
+    """The model of the gin files computes in bfloat16, that of the quick run does not."""
+    files = ["runs/digits.gin", "models/mlp.gin", "strategies/ddp.gin"]
+    bindings = ["COMPUTE_DTYPE = 'bfloat16'", "data_parallel.sync = @rounded_before"]
+    options = {"quick": True, "cpu_devices": 8, "imports": ["examples.planted_bugs"]}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT)
+        done = research_dp.certify(files, bindings, **options)
+        right = research_dp.certify(files, bindings[:1], **options)
+    assert right.certified and not done.certified

@@ -213,7 +213,9 @@ def test_a_working_directory_that_was_removed_is_no_error(tmp_path):
         ("plan --gin_file = runs/digits.gin --strat", "--strategies"),
         ("train --gin_file = strategies/fsdp_", "strategies/fsdp_keep.gin"),
         ("train --gin_file examples/own_model/l", "examples/own_model/linen.gin"),
-        ("launch -n", ""),
+        ("launch -n 2 -- --gin_file = strategies/hs", "strategies/hsdp.gin"),
+        ("sweep --vary.", ""),
+        ("--vers", "--version"),
     ],
 )
 def test_bash_completes_commands_flags_and_gin_files(run, words, completed):

@@ -11,9 +11,10 @@ import threading
 
 import pytest
 
-from research_dp.runs import files, flight_recorder, workdir
+from research_dp.runs import files, flight_recorder, status
 from research_dp.runs.flight_recorder import Recorder
-from research_dp.runs.workdir import in_use, locked_workdir, status_of
+from research_dp.runs.status import status_of
+from research_dp.runs.workdir import in_use, locked_workdir
 from tests.support import tiny_run
 from tests.support.repository import ROOT
 from tests.support.run_folders import tree
@@ -141,5 +142,5 @@ def test_a_fifo_or_rubbish_blocks_no_reader(run, what):
 def test_a_run_that_starts_while_its_files_are_read_is_running(run, monkeypatch):
     (run / files.SUMMARY).unlink()
     holders = iter([None, "process 1 on host"])
-    monkeypatch.setattr(workdir, "in_use", lambda folder: next(holders))
+    monkeypatch.setattr(status, "in_use", lambda folder: next(holders))
     assert status_of(run).state == "running"
