@@ -43,6 +43,20 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: -work[item.path])
 
 
+def pytest_terminal_summary(terminalreporter, config):
+    """With `--durations`: where the time goes, by file."""
+    seconds = collections.Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                seconds[report.location[0]] += report.duration
+    count = config.getoption("durations")
+    if count is not None and seconds:
+        terminalreporter.section(f"{sum(seconds.values()):,.0f} seconds of tests, by file")
+        for file, time in seconds.most_common(count or None):
+            terminalreporter.line(f"{time:7.1f}s {file}")
+
+
 @pytest.fixture(autouse=True)
 def clean_gin(monkeypatch):
     monkeypatch.chdir(ROOT)
