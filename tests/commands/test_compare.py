@@ -98,20 +98,14 @@ def planted(tmp_path_factory, data_dir):
 
 
 @pytest.mark.slow
-def test_each_planted_difference_is_named(command, planted, open_page):
+def test_each_planted_difference_is_named(main, planted, open_page, monkeypatch):
     names = ["single", "ddp", "bf16_state", "seed", "batch", "model", "one_axis", "photos"]
     names.append(EVIL.replace("/", "_"))
     page, content = planted / "page.html", planted / "content.json"
-    done = command(
-        *(planted / name for name in names),
-        "--bound=20",
-        "--cpu_devices=8",
-        f"--html={page}",
-        f"--json={content}",
-        module="research_dp.compare",
-        PYTHONPATH=f"{ROOT}:{planted}",
-        COLUMNS="100",
-    )
+    monkeypatch.syspath_prepend(planted)
+    monkeypatch.setenv("COLUMNS", "100")
+    flags = ["--bound=20", "--cpu_devices=8", f"--html={page}", f"--json={content}"]
+    done = main(*(planted / name for name in names), *flags, name="compare")
     assert done.returncode == 1, done.stderr
     result = json.loads(content.read_text())
     verdicts = {v["a"]: v for v in result["verdicts"] if v["b"] == "single"}
@@ -186,21 +180,24 @@ def test_a_run_that_goes_on_and_one_that_died_are_named(command, planted, tmp_pa
 
 
 @pytest.mark.slow
-def test_a_loss_that_is_not_finite_is_named(command, planted, tmp_path):
+def test_a_loss_that_is_not_finite_is_named(main, planted, tmp_path):
     spoilt = ["--gin.train.on_nonfinite=skip", "--gin.train.optimizer=@optax.sgd()"]
     spoilt += ["--gin.optax.sgd.learning_rate=1e38", "--allow_unused", "--gin.train.log_every=1"]
     folder = tmp_path / "nan"
-    command(*SMALL, *spoilt, "--gin.train.num_steps=20", f"--workdir={folder}")
-    done = command(planted / "ddp", folder, module="research_dp.compare")
+    main(*SMALL, *spoilt, "--gin.train.num_steps=20", f"--workdir={folder}")
+    done = main(planted / "ddp", folder, name="compare")
     assert re.search(r"nan: the loss is not finite from step \d+ on\.", text_of(done)), done.stdout
 
 
 @pytest.mark.slow
-def test_strategies_are_trained_planned_and_compared_by_one_command(command, tmp_path, open_page):
+def test_strategies_are_trained_planned_and_compared_by_one_command(
+    main, tmp_path, open_page, monkeypatch
+):
+    monkeypatch.setenv("COLUMNS", "80")
     page, content = tmp_path / "page.html", tmp_path / "content.json"
     flags = [*SMALL, "--strategies=fsdp,single,zero1", "--steps=20", f"--workdir={tmp_path / 'w'}"]
     flags += [f"--html={page}", f"--json={content}", "--gin_file=options/deterministic.gin"]
-    done = command(*flags, module="research_dp.compare", COLUMNS="80")
+    done = main(*flags, name="compare")
     assert done.returncode == 0, done.stderr
     assert "2 runs compared with single: 2 the same bits." in text_of(done)
     tables = done.stdout.partition("2 runs compared")[2].partition("The page is")[0]
@@ -212,7 +209,7 @@ def test_strategies_are_trained_planned_and_compared_by_one_command(command, tmp
     strategies = "--strategies=fsdp,zero1,single"
     planned = ["--topology=cpu:8", "--gin_file=options/deterministic.gin", f"--json={plan}"]
     own_flags = [flag for flag in SMALL if not flag.startswith("--cpu_devices")]
-    done = command(*own_flags, *planned, strategies, module="research_dp.plan")
+    done = main(*own_flags, *planned, strategies, name="plan")
     assert done.returncode == 0, done.stderr
     links = result["links"]
     own = links["rates"].index(links["own"])
@@ -245,7 +242,7 @@ def test_strategies_are_trained_planned_and_compared_by_one_command(command, tmp
     assert not shown.locator("input[name=slider]").count()
     assert "are not predicted: a CPU's rates are nominal" in shown.locator("body").inner_text()
 
-    again = command(*flags, module="research_dp.compare")
+    again = main(*flags, name="compare")
     assert again.returncode == 0 and "First step done" not in again.stdout
 
 
