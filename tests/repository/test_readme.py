@@ -76,7 +76,11 @@ def test_ci_runs_its_two_commands_in_a_clone(ci):
     assert done.returncode == 0, done.stderr
     assert "Changes that are not committed are not tested" in done.stdout
     printed = [line for line in done.stdout.splitlines() if not line.startswith(("==", "Changes"))]
-    assert printed[1:4] == ["README.md", "pytest --no-skips --durations=25 --quick", "in research_dp"]
+    assert printed[1:4] == [
+        "README.md",
+        "pytest --no-skips --durations=25 --quick",
+        "in research_dp",
+    ]
     assert [line.split()[0] for line in printed[4:]] == ["pip", "ruff", "ruff", "mypy", "pytest"]
     assert printed[-1] == "pytest -q -n 2 --no-skips -m slow --durations=25"
 
