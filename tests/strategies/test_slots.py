@@ -74,6 +74,17 @@ def test_a_shipped_strategy_calls_the_public_function(stem, slot, name):
     assert getattr(recipe_of(stem), slot).__wrapped__ is getattr(rdp, name)
 
 
+@pytest.mark.parametrize("slot", ["gather", "sync", "update"])
+def test_a_strategy_is_another_algorithm_if_one_of_its_slots_is(slot):
+    def other(*args):
+        raise AssertionError("it is not called")
+
+    other.algorithm = "parameters are averaged each 8 steps"
+    plain = recipe_of("fsdp")
+    assert plain.algorithm is None
+    assert dataclasses.replace(plain, **{slot: other}).algorithm == other.algorithm
+
+
 # ---- Functions written for xlstm-jax's contract, with JAX and Flax alone ----
 
 

@@ -334,3 +334,21 @@ def test_a_batch_that_is_not_placed_or_another_is_refused_in_words(stem):
         with pytest.raises(UsageError, match=message):
             call()
     strategy.train_step(state, placed)  # what was refused did not use up the state
+
+
+@pytest.mark.parametrize("stem", ["ddp", "fsdp"])
+def test_the_optimizer_keeps_parameters_and_moments_in_the_models_own_dtype(stem):
+    narrow = build(stem, one_matrix(), bindings=["data_parallel.param_dtype = 'bfloat16'"])
+    state = narrow.abstract_state
+    assert {x.dtype for x in jax.tree.leaves(state.params)} == {jnp.dtype("bfloat16")}
+    dtypes = [x.dtype for x in jax.tree.leaves(state.opt_state) if x.shape]
+    assert dtypes == 6 * [jnp.dtype("float32")]  # the parameters, and two moments of each
+
+
+@pytest.mark.parametrize("stem", ["ddp", "spmd"])
+def test_options_reach_the_compiler_of_the_training_step(stem, tmp_path):
+    options = {"xla_dump_to": str(tmp_path), "xla_dump_hlo_as_text": True}
+    strategy = build(stem, one_matrix(), bindings=[f"data_parallel.compiler_options = {options}"])
+    step = strategy.train_step.lower(strategy.abstract_state, strategy.abstract_batch)
+    step.compile()
+    assert [path.name for path in tmp_path.glob("*jit_train*")], list(tmp_path.iterdir())
