@@ -1,5 +1,7 @@
 """Axes that are named twice and dtypes that cannot carry a sum or a parameter are refused."""
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -180,6 +182,22 @@ def test_rows_of_a_complex_table_have_complex_gradients():
     rows = jnp.array([1, 1, 3])
     found = gradient(table, lambda t: take_rows(t, rows))
     assert jnp.allclose(found, gradient(table, lambda t: t[rows]))
+
+
+def test_gradients_of_rows_are_added_in_float32():
+    """In bfloat16 a sum of ones ends at 256."""
+    table, rows = jnp.ones((2, 4), jnp.bfloat16), jnp.zeros(1000, int)
+    found = jax.grad(lambda table: jnp.sum(take_rows(table, rows).astype(jnp.float32)))(table)
+    assert found.dtype == table.dtype and jnp.array_equal(found[0], jnp.full(4, 1000.0))
+
+
+def test_gradients_of_micro_batches_are_added_in_the_dtype_that_is_named():
+    """In bfloat16 a sum of ones ends at 256."""
+    ones = jnp.ones((1000, 4), jnp.bfloat16)
+    mean = functools.partial(rdp.accumulate_gradients, lambda w, x: jnp.sum(w * x), ones[0], ones)
+    _, found = mean(dtype="float32")
+    assert found.dtype == ones.dtype and jnp.array_equal(found, ones[0])
+    assert not jnp.array_equal(mean()[1], ones[0])
 
 
 def complex_weights(stem, *bindings):

@@ -109,6 +109,19 @@ def test_ten_leaves_make_few_collectives(mesh, bucket_bytes, count):
     assert sum(c.nbytes for c in found) == 400
 
 
+@pytest.mark.parametrize("devices", [2, 8])
+def test_buckets_do_not_grow_with_the_number_of_devices(devices):
+    tree = [jnp.ones(64) for _ in range(6)]  # of 256 bytes: two fill a bucket
+    layout = infer_sharding(tree, rule, devices)
+
+    def there_and_back(tree):
+        shards = buckets.scatter_mean_tree(tree, layout, bucket_bytes=512)
+        return buckets.gather_tree(shards, layout, bucket_bytes=512)
+
+    found = read(mapped(mesh_of(fsdp=devices), there_and_back, P(), P()), tree)
+    assert [c.kind for c in found] == 3 * ["reduce-scatter"] + 3 * ["all-gather"]
+
+
 def test_buckets_close_when_full_and_keep_dtypes_apart():
     f32, bf16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
     forty = [(f32, 40)] * 10
@@ -216,3 +229,12 @@ def test_weights_of_narrow_dtypes_are_added_in_float32(mesh, dtype):
         return jnp.stack([rdp.weighted_mean(total, *options), rdp.weighted_loss(total, *options)])
 
     np.testing.assert_allclose(mapped(mesh, run, P("fsdp"), P())(weights), 1.0, rtol=1e-6)
+
+
+def test_weights_may_add_up_to_less_than_one(mesh):
+    def run(weight):
+        given = 3 * weight[0], weight[0], "fsdp"
+        return jnp.stack([rdp.weighted_mean(*given), rdp.weighted_loss(*given)])
+
+    weights = jnp.full(8, 1 / 64)
+    np.testing.assert_allclose(mapped(mesh, run, P("fsdp"), P())(weights), 3.0, rtol=1e-6)

@@ -35,6 +35,11 @@ def test_norms_of_complex_gradients_count_both_parts():
     assert clipped["w"].dtype == grads["w"].dtype
 
 
+def test_squares_of_float16_do_not_overflow():
+    grads = {"w": jnp.full(4, 300, jnp.float16)}
+    assert float(rdp.sharded_global_norm(grads, ())) == 600
+
+
 LIMITS = [-1.0, float("nan"), "1", True, np.float32(-2), jnp.float32(jnp.nan), [1.0]]
 
 

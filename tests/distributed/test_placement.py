@@ -1,5 +1,7 @@
 """Batches and states on devices: modules, traced arrays, optimizer states, several processes."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import research_dp
+from research_dp.distributed.placement import ProgramMemory
 from tests.support.programs import pair
 from tests.support.steps import on_all_devices, shard_shapes
 
@@ -66,3 +69,13 @@ def test_each_process_gives_its_rows_of_a_batch_and_the_whole_state():
         out = [process.communicate(timeout=120)[0].splitlines() for process in both]
     held = [[0.0, 1.0, 2.0, 3.0], [4.0, 5.0, 6.0, 7.0]]
     assert out == [[str(rows)] * 2 for rows in held]
+
+
+def test_memory_that_results_take_over_counts_once():
+    figures = {"argument": 100, "output": 70, "temp": 10, "alias": 60}
+    memory = types.SimpleNamespace(
+        **{f"{name}_size_in_bytes": size for name, size in figures.items()},
+        peak_memory_in_bytes=50,
+    )
+    program = types.SimpleNamespace(memory_analysis=lambda: memory)
+    assert ProgramMemory.of(program) == (10, 50, 100 + 10 + 70 - 60)

@@ -114,6 +114,8 @@ def chips(places, axes):
     return types.SimpleNamespace(axis_names=names, devices=devices.reshape(tuple(axes.values())))
 
 
+# One line of 4 x 2 chips, one of 2 x 4.
+UNEVEN = [*itertools.product(range(4), range(2)), *itertools.product(range(9, 11), range(4))]
 GRID = list(itertools.product(range(4), range(2), range(1)))
 
 
@@ -126,6 +128,7 @@ GRID = list(itertools.product(range(4), range(2), range(1)))
         ([(0, 0), (0, 1), (1, 1), (1, 0)], {"fsdp": 4}, {"fsdp": (4,)}),  # a ring, to and fro
         (2 * list(itertools.product(range(2), repeat=2)), {"fsdp": 8}, {"fsdp": (8,)}),  # 2 slices
         ([(0, 0), (1, 1), (0, 1), (1, 0)], {"fsdp": 4}, {"fsdp": (4,)}),
+        (UNEVEN, {"data": 2, "fsdp": 8}, {"data": (2,), "fsdp": (8,)}),
     ],
 )
 def test_the_stages_of_a_mesh(places, axes, stages):
