@@ -127,6 +127,20 @@ def test_arrays_of_two_types_in_one_operation():
     assert found.collective_count == len({c.name for c in found.collectives})
 
 
+def test_the_time_of_one_operation_is_that_of_all_its_types():
+    text = """
+ENTRY %main (x: f32[8], y: bf16[4]) -> (f32[8], bf16[4]) {
+  %x = f32[8]{0} parameter(0)
+  %y = bf16[4]{0} parameter(1)
+  ROOT %z = (f32[8]{0}, bf16[4]{0}) all-reduce(%x, %y), replica_groups={{0,1,2,3,4,5,6,7}}
+}
+"""
+    where = topology("cpu:8")
+    program = SimpleNamespace(memory_analysis=lambda: None)
+    found = read(program, where.mesh((1, 8), BOTH), where, text)
+    assert found.schedule.wire_bytes == found.wire_bytes == 2 * (32 + 8) * 7 / 8
+
+
 def test_a_collective_in_a_loop_of_unknown_length_is_refused():
     def function(x):
         return lax.while_loop(lambda y: y[0, 0] < 3, lambda y: y + lax.pmax(y, "fsdp"), x)

@@ -74,13 +74,16 @@ def test_a_synchronous_collective_is_waited_for():
         assert (found["wire_bytes"], found["hidden_bytes"]) == (1000, 0)
 
 
-def test_there_is_one_network():
+@pytest.mark.parametrize(("order", "hidden"), [(("one", "two"), 0), (("two", "one"), 1000)])
+def test_there_is_one_network(order, hidden):
+    """Where the second is waited for first, the wait for both sends all bytes of the second."""
     body = """
-  %one = f32[5]{0} all-reduce-start(%x), replica_groups={}
-  %two = f32[5]{0} all-reduce-start(%x), replica_groups={}
-  %first = f32[5]{0} all-reduce-done(%one)
-  ROOT %second = f32[5]{0} all-reduce-done(%two)"""
-    assert simulate(entry(ARGUMENTS + body))["exposed"] == 200
+  %one = f32[5]{{0}} all-reduce-start(%x), replica_groups={{}}
+  %two = f32[5]{{0}} all-reduce-start(%x), replica_groups={{}}
+  %first = f32[5]{{0}} all-reduce-done(%{})
+  ROOT %second = f32[5]{{0}} all-reduce-done(%{})"""
+    found = simulate(entry(ARGUMENTS + body.format(*order)))
+    assert (found["exposed"], found["hidden_bytes"]) == (200, hidden)
 
 
 def test_an_update_in_between_is_no_end():
