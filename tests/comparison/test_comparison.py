@@ -102,6 +102,26 @@ def test_what_the_strategy_binds_may_differ(tmp_path):
     assert setting.values == {"a": "unbound", "b": "1024"}
 
 
+def test_what_only_one_of_two_runs_binds_for_its_strategy_is_no_excuse(tmp_path):
+    folders = [
+        write_run(tmp_path / name, bindings={"relu.limit": (name, None, name == "a")})
+        for name in "ab"
+    ]
+    _, (setting,), _ = judged(*folders)
+    assert setting.role == "other"
+
+
+def test_the_bound_of_two_precisions_is_that_of_the_coarser_one(tmp_path):
+    rounded = {"sync_gradients.dtype": ("'bfloat16'", None, True)}
+    a = write_run(tmp_path / "a")
+    b = write_run(
+        tmp_path / "b", loss=[x + 0.1 for x in losses()], bindings=rounded, fingerprint="bb"
+    )
+    coarse = dataclasses.replace(noise(spread=0.02), precision=2.0**-7)
+    _, _, verdict = judged(a, b, noise=[noise(spread=1e-3), coarse])
+    assert verdict.kind == "rounding", verdict.message
+
+
 def test_another_algorithm_says_so(tmp_path):
     sentence = "parameters are averaged each 8 steps"
     b = write_run(tmp_path / "b", loss=losses(seed=3), algorithm=sentence)
@@ -120,6 +140,12 @@ def test_a_loss_that_is_not_finite_is_named_with_its_step(tmp_path):
         "differs",
         "the loss is not finite: b from step 20 on",
     )
+
+
+def test_two_losses_that_are_no_numbers_are_the_same(tmp_path):
+    other = [*losses()[:3], *[float("nan")] * 17]
+    _, _, verdict = judged(*(write_run(tmp_path / name, loss=other) for name in "ab"))
+    assert verdict.kind == "bits", verdict.message
 
 
 def test_other_versions_and_commits_are_listed_and_numbers_decide(tmp_path):
