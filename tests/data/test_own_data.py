@@ -209,6 +209,8 @@ def test_identity_tells_other_data_from_the_same():
     one = from_arrays(x, y).identity()
     assert (one.splits["train"].examples, one.splits["eval"].examples) == (45, 5)
     assert one.difference(from_arrays(x + 1, y).identity())[0] == "the digest of examples of train"
+    later = np.where(np.arange(SIZE)[:, None] < SIZE // 2, x, x + 1)
+    assert one.difference(from_arrays(later, y).identity())[0] == "the digest of examples of train"
     fewer = from_arrays(x[:-1], y[:-1]).identity()
     assert one.difference(fewer)[0] == "the number of examples in train"
     assert one.difference(from_arrays(x, y, name="other").identity())[0] == "the data set"

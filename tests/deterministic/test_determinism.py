@@ -307,3 +307,13 @@ def test_the_norm_of_shards_has_the_bits_of_the_norm_of_wholes():
     assert len(found) == 1
     whole = np.sqrt(sum(np.sum(np.square(x.astype(np.float64))) for x in params.values()))
     assert float.fromhex(found.pop()) == pytest.approx(whole, rel=1e-6)
+
+
+@pytest.mark.parametrize("loop", [False, True])
+@pytest.mark.parametrize("count", [1, 4])
+def test_a_sum_starts_with_nothing_that_changes_a_sign(count, loop):
+    @jax.jit
+    def total(zero):
+        return tree.add_up_pairs(lambda *_: jnp.full(2, -0.0), count, zero, loop=loop)
+
+    assert np.signbit(total(jnp.int32(0))).all()

@@ -135,6 +135,19 @@ def test_verifying_reads_every_array(trained, folder):
     assert unread.count("not verified") == 3
 
 
+def test_older_ones_are_removed_once_the_new_one_is_on_the_disk(trained, tmp_path, monkeypatch):
+    done = []
+    for name in ("fsync_checkpoint", "prune"):
+
+        def noted(*args, name=name, real=getattr(checkpoint_files, name)):
+            done.append(name)
+            return real(*args)
+
+        monkeypatch.setattr(checkpoint_files, name, noted)
+    save(tmp_path, trained[1], 1)
+    assert done == ["fsync_checkpoint", "prune"]
+
+
 def test_keeps_the_newest_and_those_of_a_period(trained, tmp_path):
     save(tmp_path, trained[1], *range(1, 8), keep=2, keep_period=3)
     assert steps_in(tmp_path) == [3, 6, 7]

@@ -110,6 +110,8 @@ def test_parameters_that_overflowed_are_not_saved(stem):
     state = strategy.init(jax.random.key(0))
     check = NonfiniteCheck(PATHS, "stop", "Nothing was touched.", print)
     check.check_state(3, state)
+    # As the best loss of a schedule that waits for a plateau, before there is one.
+    check.check_state(3, state._replace(opt_state=(*state.opt_state, jnp.float32(np.inf))))
     spoilt = {**state.params, "b": state.params["b"].at[5, 7].set(np.inf)}
     with pytest.raises(RunFailure, match=r"step 3: b has become infinite or NaN"):
         check.check_state(3, state._replace(params=spoilt))
