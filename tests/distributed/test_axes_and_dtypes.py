@@ -184,13 +184,6 @@ def test_rows_of_a_complex_table_have_complex_gradients():
     assert jnp.allclose(found, gradient(table, lambda t: t[rows]))
 
 
-def test_gradients_of_rows_are_added_in_float32():
-    """In bfloat16 a sum of ones ends at 256."""
-    table, rows = jnp.ones((2, 4), jnp.bfloat16), jnp.zeros(1000, int)
-    found = jax.grad(lambda table: jnp.sum(take_rows(table, rows).astype(jnp.float32)))(table)
-    assert found.dtype == table.dtype and jnp.array_equal(found[0], jnp.full(4, 1000.0))
-
-
 def test_gradients_of_micro_batches_are_added_in_the_dtype_that_is_named():
     """In bfloat16 a sum of ones ends at 256."""
     ones = jnp.ones((1000, 4), jnp.bfloat16)

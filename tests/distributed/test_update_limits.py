@@ -185,6 +185,13 @@ def test_any_object_with_apply_gradients_will_do_and_dtypes_stay():
     assert {k: x.dtype for k, x in out.items()} == {k: p.dtype for k, p in params.items()}
 
 
+def test_gradients_are_clipped_before_they_get_the_dtype_of_their_parameters():
+    params, gradients = {"w": jnp.ones(4, jnp.float16)}, {"w": jnp.full(4, 1e6)}
+    out, norm = fsdp_apply_gradients(gradients, params, PlainSGD(), max_norm=1.0)
+    assert float(norm) == 2e6
+    np.testing.assert_array_equal(out["w"], params["w"] - 0.5 * 0.5)
+
+
 def test_the_functions_are_configurable():
     gin.parse_config("distributed.fsdp_apply_gradients.communication_size = 7")
     bound = gin.get_configurable("fsdp_apply_gradients")

@@ -3,12 +3,17 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from research_dp.distributed.optimizer import dynamic_loss_scale
 from research_dp.errors import UsageError
+from research_dp.strategies import TrainSpec
+from research_dp.types import LossOutput, TrainableModel
 from tests.support.decoder import batch, build, model
 from tests.support.marks import slow
+from tests.support.strategies import recipe
+from tests.support.three_arrays import EXAMPLE, step
 
 F16 = "gin/precision/f16.gin"
 
@@ -64,3 +69,27 @@ def test_small_gradients_survive_because_the_loss_is_scaled():
 def test_numbers_that_make_no_sense_are_refused(given):
     with pytest.raises(UsageError, match=next(iter(given))):
         dynamic_loss_scale(**given)
+
+
+def test_gradients_are_clipped_before_they_are_rounded_to_the_dtype_of_their_parameters():
+    """Those of two micro-batches add up to 120,000, beyond float16."""
+
+    def init(key, batch):
+        return {"w": jnp.zeros(16, jnp.float16)}, {}
+
+    def loss(params, model_state, batch, keys, *, train, batch_axes):
+        rows = jnp.float32(batch["x"].shape[0])
+        slope = jnp.sum(params["w"].astype(jnp.float32)) * 60_000
+        return LossOutput(rows * slope, rows, model_state, {})
+
+    spec = TrainSpec(
+        model=TrainableModel(init, loss),
+        optimizer=optax.sgd(1.0),
+        example=EXAMPLE,
+        batch_size=16,
+        accumulation_steps=2,
+        max_grad_norm=1.0,
+    )
+    strategy = recipe("single", "data_parallel.accumulation_dtype = 'float32'").build(spec)
+    state, _ = step(strategy, strategy.init(0))
+    np.testing.assert_allclose(state.params["w"], np.full(16, -0.25), rtol=1e-3)

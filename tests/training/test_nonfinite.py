@@ -79,6 +79,16 @@ def test_with_a_scaled_loss_an_overflow_is_no_failure_until_the_scale_is_one(ste
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), before)
 
 
+def test_a_step_that_is_left_out_lowers_the_scale_of_the_loss():
+    scaled = [
+        "data_parallel.loss_scale = @dynamic_loss_scale()",
+        "dynamic_loss_scale.initial = 8.0",
+    ]
+    strategy = build("fsdp", skip=True, more=scaled)
+    state, metrics = step(strategy, strategy.init(jax.random.key(0)), x3=np.nan)
+    assert (float(metrics[SKIPPED][0]), float(state.loss_scale.scale)) == (1.0, 4.0)
+
+
 def test_what_is_said_of_a_step():
     def flags(*values):
         return jax.device_put(np.array(values, np.float32))
