@@ -15,6 +15,7 @@ from research_dp.comparison.comparison import Comparison
 from research_dp.comparison.verdicts import Judge
 from research_dp.console import put
 from research_dp.runs import facts
+from research_dp.runs.manifest import Leaf, Manifest, Progress
 from tests.support.run_folders import losses, write_run
 
 ALL_REDUCE = """HloModule step
@@ -53,6 +54,18 @@ def test_equal_records_and_fingerprints_are_the_same_bits(tmp_path):
     assert verdict.message == "the same bits at step 100, and in 20 records"
 
 
+@pytest.mark.parametrize(("more", "kind"), [("opt_state/error", "bits"), ("params/v", "differs")])
+def test_a_strategys_optimizer_may_have_state_of_its_own(tmp_path, more, kind):
+    found = runs.read([write_run(tmp_path / name) for name in "ab"])
+    progress = Progress(batch_size=1, seed=0, order="", window={})
+    for run, paths in zip(found, (["params/w"], ["params/w", more]), strict=True):
+        leaves = {path: Leaf((4,), "float32", "aa") for path in paths}
+        vars(run)["manifests"] = {
+            100: Manifest(step=100, progress=progress, leaves=leaves, origin={})
+        }
+    assert Judge([]).verdict(*found).kind == kind
+
+
 def test_one_loss_that_differs_by_a_bit_is_not_the_same_bits(tmp_path):
     other = losses()
     other[7] = float(np.nextafter(other[7], 1))
@@ -65,6 +78,13 @@ def test_one_loss_that_differs_by_a_bit_is_not_the_same_bits(tmp_path):
 def test_other_parameters_with_the_same_records_are_not_the_same_bits(tmp_path):
     _, _, verdict = judged(write_run(tmp_path / "a"), write_run(tmp_path / "b", fingerprint="bb"))
     assert (verdict.kind, "fingerprints" in verdict.message) == ("unknown", True)
+
+
+@pytest.mark.parametrize(("offset", "kind"), [(0.009, "rounding"), (0.03, "differs")])
+def test_a_bound_of_as_many_steps_judges_the_last_record(tmp_path, offset, kind):
+    other = [*losses()[:-1], losses()[-1] + offset]
+    folders = write_run(tmp_path / "a"), write_run(tmp_path / "b", loss=other, fingerprint="bb")
+    assert judged(*folders, noise=[noise(spread=2e-3)])[2].kind == kind
 
 
 @pytest.mark.parametrize(("offset", "kind"), [(0.009, "rounding"), (0.03, "differs")])
@@ -342,6 +362,7 @@ def test_thinned_curves_have_the_peaks_of_each_metric(tmp_path):
     columns = chart_data.curves(runs.read([run]) * 10, "train")
     assert len(columns["run"]) <= 30_000 and max(columns["grad_norm"]) == 1e6
     assert max(columns["loss"]) == max(loss) and min(columns["loss"]) == min(loss)
+    assert (min(columns["step"]), max(columns["step"])) == (1, 20_000)
 
 
 def test_of_runs_with_equal_bytes_and_loss_all_are_on_the_front(tmp_path):
@@ -350,6 +371,13 @@ def test_of_runs_with_equal_bytes_and_loss_all_are_on_the_front(tmp_path):
     found[2] = dataclasses.replace(found[2], wire=runs.Wire(2.0, {}, {}))
     columns, loss = chart_data.front(found)
     assert (columns["best"], loss) == ([1, 1, 0], "evaluation loss")
+
+
+def test_of_runs_with_equal_bytes_the_lowest_loss_is_on_the_front(tmp_path):
+    found = runs.read([evaluated(tmp_path / "a", loss=0.6), evaluated(tmp_path / "b", loss=0.5)])
+    found = [dataclasses.replace(run, wire=runs.Wire(1.0, {}, {})) for run in found]
+    columns, _ = chart_data.front(found)
+    assert (columns["run"], columns["best"]) == (["b", "a"], [1, 0])
 
 
 BOUND = {"value": "1", "place": None, "of_strategy": False}
