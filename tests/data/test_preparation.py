@@ -6,6 +6,7 @@ import re
 import runpy
 import sys
 import time
+import types
 from concurrent.futures import ThreadPoolExecutor
 
 import gin
@@ -17,6 +18,7 @@ from tensorflow_datasets.testing import mocking
 from research_dp.config import load as gin_config
 from research_dp.data import builders
 from research_dp.data.offline import Digits, is_held_out
+from research_dp.data.preprocess import byte_text, stack
 from research_dp.errors import UsageError
 from research_dp.types import TrainOrder
 from tests.support.data import load
@@ -240,6 +242,14 @@ def test_a_count_that_makes_no_sense_is_refused_by_name(tmp_path, name):
         with refused(f"{name} = .*integer of at least") as raised:
             load(file, tmp_path, f"{name} = {value!r}", options=options)
         assert raised.value.binding == name
+
+
+def test_a_text_is_cropped_anywhere_from_its_first_to_its_last_byte():
+    text = types.SimpleNamespace(shape=(), np_dtype=np.dtype(object))
+    made = byte_text({"text": text}, length=3, crop_from=8)
+    many = stack((made.example({"text": "abcde"}, None) for _ in range(64)), 64)
+    batch = made.batch(many, np.arange(64), 64, np.random.default_rng(0))
+    assert {bytes(row.astype(np.uint8)) for row in batch["tokens"]} == {b"abc", b"bcd", b"cde"}
 
 
 # ---- The files of gin/data ----

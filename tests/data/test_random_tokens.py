@@ -44,6 +44,8 @@ def test_evaluation_counts_each_example_once_the_same_for_every_seed():
     assert [batch["mask"].sum() for batch in found[0]] == [8, 2]
     for one, again in zip(*found, strict=True):
         np.testing.assert_array_equal(one["tokens"], again["tokens"])
+    seen = [*found[0][0]["tokens"], *np.concatenate(tokens(range(8)))]
+    assert all((a != b).any() for a, b in itertools.combinations(seen, 2)), "trained on"
 
 
 def test_counts_that_make_no_sense_are_refused():
