@@ -9,6 +9,7 @@ import pytest
 
 from research_dp.analysis import hlo, hlo_collectives
 from research_dp.analysis.hlo_collectives import find_collectives
+from research_dp.analysis.instruction_cost import flops
 from research_dp.analysis.program_cost import flops_of
 
 BF16, F32 = 2, 4
@@ -112,7 +113,7 @@ MATMUL = 2 * 2 * 4 * 256 * 256 * 64  # one of attention's, of 2 sequences, 4 hea
 
 
 @pytest.mark.parametrize(
-    ("name", "flops"),
+    ("name", "count"),
     [
         ("gpu_fsdp", 4 * 4 * 2 * 512 * 1024 * 1024),  # forward, once more, and twice backward
         ("gpu_fsdp_jit", 4 * 4 * 2 * 512 * 1024 * 1024),
@@ -124,8 +125,13 @@ MATMUL = 2 * 2 * 4 * 256 * 256 * 64  # one of attention's, of 2 sequences, 4 hea
         ("tpu_kernel", 12345),
     ],
 )
-def test_flops(name, flops):
-    assert sum(flops_of(module(name)).values()) == flops
+def test_flops(name, count):
+    assert sum(flops_of(module(name)).values()) == count
+
+
+def test_flash_attention_takes_twice_as_much_backward_as_forward():
+    counted = [flops(one)[0] for one, _, _ in hlo.executed(module("gpu_attention"))]
+    assert [count for count in counted if count] == [2 * MATMUL, 4 * MATMUL]
 
 
 @pytest.mark.parametrize(

@@ -223,6 +223,13 @@ ENTRY %main (a: f32[10,5], b: f32[5], c: s32[]) -> f32[10,5] {
     assert hbm_bytes(hlo.parse(text).root) == 20 + 20 + 4
 
 
+@pytest.mark.parametrize(("place", "nbytes"), [("", 20 + 20), ("S(1)", 20)])
+def test_a_copy_reads_and_writes_unless_one_end_is_on_the_chip(place, nbytes):
+    arrays = f"(f32[5]{{0:T(128){place}}}, f32[5]{{0}}, u32[])"
+    body = f"{ARGUMENTS}\n  ROOT %copy = {arrays} copy-start(%x)"
+    assert hbm_bytes(hlo.parse(entry(body)).root) == nbytes
+
+
 @pytest.mark.parametrize(
     ("result", "root", "nbytes"),
     [
