@@ -4,6 +4,7 @@ import types
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -15,6 +16,7 @@ from research_dp.errors import UsageError
 from research_dp.planning import estimate
 from research_dp.planning.estimate import compile_step, dump_options, text_of
 from research_dp.planning.row import Row
+from research_dp.types import Work
 from tests.support.compilers import needs_compiler
 from tests.support.plan_rows import absent
 
@@ -97,6 +99,32 @@ def test_what_bounds_the_step(across, bound):
     assert (row.bound, row.flops, row.hidden_fraction) == (bound, 7, 0.75)
     assert (row.predicted_seconds, row.examples_per_second) == (5.0, 2.0)
     assert row.predicted_parts["exposed"] == 1.0
+
+
+def test_rates_are_those_of_all_devices_together():
+    where = absent("h100:8x8", "h100", 64, 8)
+    work = Work(tokens=7, flops=32 * where.chip.peak("bfloat16"), dtype="bfloat16")
+    model = types.SimpleNamespace(work=lambda example: work)
+    spec = types.SimpleNamespace(batch_size=10, model=model, example={})
+    row, times = Row("x", mesh={"data": 8, "fsdp": 8}), Schedule(*[5.0] * 8)
+    estimate._set_costs(row, ProgramCost(None, 7, (), times), spec, where)
+    assert (row.examples_per_second, row.tokens_per_second, row.mfu) == (2.0, 14.0, 1.0)
+
+
+def test_the_first_of_the_measured_steps_does_not_count(monkeypatch):
+    took = [100.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    clock = [0.0]
+
+    def program(state, batch):
+        clock[0] += took[state]
+        return state + 1, {}
+
+    monkeypatch.setattr(estimate.time, "perf_counter", lambda: clock[0])
+    batch = types.SimpleNamespace(position=np.zeros((1, 8)), examples={})
+    strategy = types.SimpleNamespace(
+        abstract_batch=batch, place_batch=lambda examples: batch, init=lambda key: 0
+    )
+    assert estimate._median_seconds(estimate.Compiled(Row("x"), strategy, program)) == 3.0
 
 
 @pytest.mark.parametrize(
