@@ -3,7 +3,6 @@
 import ast
 import io
 import itertools
-import os
 import re
 import subprocess
 import sys
@@ -33,11 +32,11 @@ from research_dp.training import sharding_table
 from research_dp.training.metric_log import ProgressBar
 from tests.support import decoder
 from tests.support.plan_rows import GPUS
-from tests.support.repository import ROOT
+from tests.support.programs import environment
+from tests.support.repository import ROOT, stems
 from tests.support.strategies import build, one_matrix
 from tests.support.terminal import in_pipe, on_terminal, run, screen
 
-STEMS = [path.stem for path in sorted((ROOT / "gin" / "strategies").glob("*.gin"))]
 PATHS = [f"blocks/{part}/kernel" for part in ("attention/query", "attention/out", "mlp/wide_in")]
 
 
@@ -78,7 +77,7 @@ def plan_rows(names, *, measured=False):
 
 def plans():
     long = ["fsdp+h100_speed", "hsdp+bf16_collectives", "spmd_fsdp+h100_memory"]
-    for names in (STEMS, long):
+    for names in (stems(), long):
         for where, measured in ((GPUS, False), (topology("cpu:8"), False), (GPUS, True)):
             for verbose in (False, True):
                 rows = list(plan_rows(names, measured=measured))
@@ -142,7 +141,7 @@ def listings():
 
 def comparisons():
     """Ten runs that differ in all that can differ."""
-    shipped = [*STEMS, "fsdp+bf16_collectives+h100_speed-learning_rate=0.0003"]
+    shipped = [*stems(), "fsdp+bf16_collectives+h100_speed-learning_rate=0.0003"]
     found = []
     for name in shipped:
         facts = {
@@ -233,7 +232,7 @@ def test_a_row_that_does_not_fit_is_a_paragraph_of_named_cells():
 
 def test_in_a_pipe_a_row_is_a_line(capsys, monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)
-    (wide,) = (t for t in tables.tables(list(plan_rows(STEMS)), GPUS, verbose=True)[1:2])
+    (wide,) = (t for t in tables.tables(list(plan_rows(stems())), GPUS, verbose=True)[1:2])
     console.put(wide, Text("styled", "bold red"))
     printed = capsys.readouterr().out
     assert "\x1b" not in printed
@@ -249,7 +248,7 @@ def test_in_a_pipe_a_row_is_a_line(capsys, monkeypatch):
 def printed_on_terminal(code, **variables):
     """What a few lines of Python leave on a terminal of 80 columns."""
     words = ["-c", f"from research_dp import console\n{code}"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm", **variables}
+    env = environment(TERM="xterm", **variables)
     status, text = run([sys.executable, *words], env=env)
     assert status == 0, text
     return text
@@ -279,7 +278,7 @@ bar.doing("Saving", at_once=True)
 bar.close()
 """
     variables = {"TERM": "dumb"} if shows is on_terminal else {"FORCE_COLOR": "1"}
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", **variables}
+    env = environment(JAX_PLATFORMS="cpu", **variables)
     env.pop("COLUMNS", None)
     status, chunks = shows("-c", code, env=env)
     text = "".join(part for _, part in chunks)
@@ -312,7 +311,7 @@ def test_a_pipe_gets_a_line_for_each_activity_and_more_if_it_takes_long(capsys, 
     assert 1 <= len(lines[5:]) <= 4 and set(lines[5:]) == {"Saving"}
 
 
-@pytest.mark.parametrize("stem", STEMS)
+@pytest.mark.parametrize("stem", stems())
 def test_a_run_begins_with_what_a_device_has(stem):
     strategy = build(stem, one_matrix())
     first, second = sharding_table.summary(strategy)
@@ -376,9 +375,8 @@ time.sleep(0.5)
 bar.say("said")
 bar.close()
 """
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     words = ["-c", f"from research_dp import console\n{code}"]
-    status, chunks = on_terminal(*words, env=env, columns=30)
+    status, chunks = on_terminal(*words, env=environment(JAX_PLATFORMS="cpu"), columns=30)
     text = "".join(part for _, part in chunks)
     assert status == 0 and "Comparing, step 1 of a great " in text, text
     assert "step 100/300" in text and "━" in text and "Saving ... 0 s" in text

@@ -1,8 +1,6 @@
 """Faults of disks, files and folders: a clear message, the promised status, nothing lost."""
 
 import fcntl
-import json
-import os
 import re
 import resource
 import signal
@@ -17,8 +15,9 @@ from tests.support.disks import RUN
 from tests.support.disks import disk as disk
 from tests.support.disks import train as train
 from tests.support.processes import start
+from tests.support.programs import environment
 from tests.support.repository import ROOT
-from tests.support.runs import summary
+from tests.support.runs import records, summary
 
 # ---- Folders ----
 
@@ -45,7 +44,7 @@ HOLD = (
 @pytest.mark.slow
 def test_a_killed_run_leaves_its_folder_free(tmp_path):
     command = [sys.executable, "-c", HOLD, str(tmp_path)]
-    options = {"cwd": ROOT, "env": {**os.environ, "PYTHONPATH": str(ROOT)}, "text": True}
+    options = {"cwd": ROOT, "env": environment(), "text": True}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     first = subprocess.Popen(command, **options, **pipes)
     assert first.stdout.readline() == "held\n"
@@ -121,8 +120,8 @@ def test_files_that_cannot_grow_end_the_run(train, tmp_path):
     assert status == 1 and "saving step 30" in err
     assert "File too large. Step 20 is saved; the same command continues from there" in err
     assert train(tmp_path, wide, "--gin.train.num_steps=60")[0] == 0
-    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [(r["split"], r["step"]) for r in records[-2:]] == [("train", 60), ("eval", 60)]
+    last = [(record["split"], record["step"]) for record in records(tmp_path)[-2:]]
+    assert last == [("train", 60), ("eval", 60)]
 
 
 # ---- Data ----

@@ -1,6 +1,5 @@
 """The command `research-dp`: its overview, its commands' help, hints for what there is not."""
 
-import os
 import re
 import shlex
 import subprocess
@@ -11,6 +10,7 @@ import pytest
 import research_dp
 from research_dp.commands import cli, configured, entries
 from research_dp.commands import main as command_line
+from tests.support import programs
 from tests.support.repository import ROOT
 
 COMMANDS = entries.COMMANDS
@@ -141,9 +141,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 main.importlib.import_module = imported
 main.main(["{name}", "--gin_file=f", "--workdir=w"])
 """
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    words = [sys.executable, "-c", code]
-    done = subprocess.run(words, capture_output=True, text=True, env=environment)
+    done = programs.run(code)
     assert (done.returncode, done.stdout) == (130, "")
     assert done.stderr == "Interrupted: nothing more was done\n"
 
@@ -154,8 +152,7 @@ def test_a_module_that_a_function_replaced_can_be_found():
         "assert callable(research_dp.plan) and research_dp.plan.main\n"
         "assert importlib.util.find_spec('research_dp.plan').name == 'research_dp.plan'"
     )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+    programs.output(code)
 
 
 def test_flags_of_a_launched_run_come_after_dashes(run):
@@ -170,10 +167,7 @@ def test_what_names_the_commands_imports_no_jax():
         "main.main(['--version'])\nimport research_dp.train, research_dp.launch\n"
         "print([m for m in ('jax', 'flax', 'gin') if m in sys.modules])"
     )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    words = [sys.executable, "-c", code]
-    done = subprocess.run(words, capture_output=True, text=True, check=True, env=environment)
-    assert done.stdout.splitlines()[-1] == "[]"
+    assert programs.output(code).splitlines()[-1] == "[]"
 
 
 def test_the_console_script_imports_modules_in_the_working_directory(tmp_path):
@@ -186,7 +180,7 @@ def test_the_console_script_imports_modules_in_the_working_directory(tmp_path):
     def error(module):
         words[5:] = [f"--import={module}", "--gin.train.model=@my_model()"]
         options = {"cwd": tmp_path, "capture_output": True, "text": True, "check": False}
-        done = subprocess.run(words, env={**os.environ, "PYTHONPATH": str(ROOT)}, **options)
+        done = subprocess.run(words, env=programs.environment(), **options)
         assert done.returncode == 2
         return done.stderr
 
@@ -201,7 +195,7 @@ def test_a_working_directory_that_was_removed_is_no_error(tmp_path):
     line = 'rmdir "$PWD"; exec "$0" -m research_dp train --gin_file=runs/digits.gin --dry_run'
     words = ["sh", "-c", line, sys.executable]
     options = {"cwd": gone, "capture_output": True, "text": True, "check": False}
-    done = subprocess.run(words, env={**os.environ, "PYTHONPATH": str(ROOT)}, **options)
+    done = subprocess.run(words, env=programs.environment(), **options)
     assert done.returncode == 0, done.stderr
     assert "train.num_steps = " in done.stdout
 

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tests.support.repository import ROOT
+from tests.support.programs import environment, python
 
 PARENT = """
 import multiprocessing, os, time, types
@@ -42,9 +42,7 @@ list(data.train(order))
 def test_a_program_without_a_guard_learns_of_it(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(UNGUARDED)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    words = [sys.executable, program]
-    done = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=100)
+    done = python(program, timeout=100)
     assert done.returncode == 1 and "can only join a started process" not in done.stderr
     assert 'below `if __name__ == "__main__":`' in done.stderr
 
@@ -77,9 +75,7 @@ if __name__ == "__main__":
 def test_a_worker_that_is_killed_is_told_with_what_is_left(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(KILLED)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    words = [sys.executable, program]
-    done = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=100)
+    done = python(program, timeout=100)
     assert done.returncode == 0, done.stderr
     assert "a worker process that reads data ended (exit code -9)" in done.stdout
     assert "the same command continues from the last step" in done.stdout
@@ -89,9 +85,8 @@ def test_a_worker_that_is_killed_is_told_with_what_is_left(tmp_path):
 def test_a_worker_ends_with_a_run_that_is_killed_and_not_by_a_signal_to_all(tmp_path):
     program = tmp_path / "parent.py"
     program.write_text(PARENT)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     words = [sys.executable, program]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment) as parent:
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment()) as parent:
         worker = int(parent.stdout.readline())
         os.kill(worker, signal.SIGTERM)
         time.sleep(0.5)

@@ -1,30 +1,17 @@
 """tools/generate.py: pages and tables are what the code and the gin files make of them."""
 
-import os
 import re
 import shutil
-import subprocess
-import sys
 
 import pytest
 
 from tests.support.pages import add_two_level
+from tests.support.programs import python
 from tests.support.repository import ROOT
 
 
-def run(folder, *words):
-    return subprocess.run(
-        [sys.executable, *words],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(folder)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
 def test_pages_are_current():
-    done = run(ROOT, "tools/generate.py", "--check")
+    done = python("tools/generate.py", "--check")
     assert done.returncode == 0, f"{done.stdout}{done.stderr}run python tools/generate.py"
 
 
@@ -38,8 +25,8 @@ def test_what_mentions_a_new_strategy_is_generated(tmp_path):
     clone = tmp_path / "clone"
     shutil.copytree(ROOT, clone, ignore=shutil.ignore_patterns(".*"))
     add_two_level(clone)
-    assert run(clone, "tools/generate.py", "--check").returncode == 1
-    done = run(clone, "tools/generate.py", "--tables")
+    assert python("tools/generate.py", "--check", folder=clone).returncode == 1
+    done = python("tools/generate.py", "--tables", folder=clone)
     assert done.returncode == 0, done.stdout + done.stderr
     row = "| `two_level` | replicated | by `two_level_average`, once a step | replicated |"
     assert f"{row} not known |" in (clone / "docs" / "strategies.md").read_text()
@@ -47,5 +34,5 @@ def test_what_mentions_a_new_strategy_is_generated(tmp_path):
     tests = ["test_generate", "test_layers", "test_documentation"]
     tests = [*(f"repository/{name}" for name in tests), "certification/test_costs"]
     words = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
-    done = run(clone, *words, *(f"tests/{name}.py" for name in tests))
+    done = python(*words, *(f"tests/{name}.py" for name in tests), folder=clone)
     assert done.returncode == 0, done.stdout

@@ -1,17 +1,17 @@
 """The promises of README.md, and of the page on strategies of one's own."""
 
-import json
 import os
 import re
 import shutil
 import subprocess
-import sys
 
 import pytest
 
 from tests.support import pages
 from tests.support.pages import add_two_level
+from tests.support.programs import python
 from tests.support.repository import ROOT
+from tests.support.runs import summary
 
 README = (ROOT / "README.md").read_text()
 CLONE = "git clone URL research_dp && cd research_dp && "
@@ -25,7 +25,7 @@ def test_the_first_command_reaches_the_accuracy_that_it_shows(command, tmp_path)
     (line,) = re.findall(r"^\$ python -m research_dp.train (.*) --workdir=\S+$", README, re.M)
     done = command(*line.split(), f"--workdir={tmp_path}")
     assert done.returncode == 0, done.stderr
-    accuracy = json.loads((tmp_path / "summary.json").read_text())["eval"]["accuracy"]
+    accuracy = summary(tmp_path)["eval"]["accuracy"]
     shown = float(re.findall(r"^Done: .*accuracy ([\d.]+)", README, re.M)[0])
     assert shown >= 0.98
     assert abs(accuracy - shown) <= 0.015
@@ -76,11 +76,8 @@ def test_ci_runs_its_two_commands_in_a_clone(ci):
     assert done.returncode == 0, done.stderr
     assert "Changes that are not committed are not tested" in done.stdout
     printed = [line for line in done.stdout.splitlines() if not line.startswith(("==", "Changes"))]
-    assert printed[1:4] == [
-        "README.md",
-        "pytest --no-skips --durations=25 --quick",
-        "in research_dp",
-    ]
+    quick = "pytest --no-skips --durations=25 --quick"
+    assert printed[1:4] == ["README.md", quick, "in research_dp"]
     assert [line.split()[0] for line in printed[4:]] == ["pip", "ruff", "ruff", "mypy", "pytest"]
     assert printed[-1] == "pytest -q -n 2 --no-skips -m slow --durations=25"
 
@@ -115,14 +112,7 @@ def test_the_example_strategy_is_two_files_that_the_equivalence_test_finds(tmp_p
     shutil.copytree(ROOT, clone, ignore=shutil.ignore_patterns(".git", ".venv", "runs"))
     add_two_level(clone)
     words = ["-m", "pytest", "-q", "tests/strategies/test_strategies.py"]
-    words += ["-k", "two_level and follows"]
-    done = subprocess.run(
-        [sys.executable, *words, "-p", "no:cacheprovider"],
-        cwd=clone,
-        env={**os.environ, "PYTHONPATH": str(clone)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    words += ["-k", "two_level and follows", "-p", "no:cacheprovider"]
+    done = python(*words, folder=clone)
     assert done.returncode == 0, done.stdout
     assert "2 passed" in done.stdout

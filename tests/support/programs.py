@@ -15,21 +15,27 @@ def free_port(host="127.0.0.1"):
         return free.getsockname()[1]
 
 
-def _environment():
-    return {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+def environment(folder=ROOT, **more):
+    """This process's, for one that imports what is in a folder."""
+    return {**os.environ, "PYTHONPATH": str(folder), **more}
+
+
+def python(*words, folder=ROOT, timeout=None, **more):
+    """Runs Python in a folder, whose modules it imports; returns the finished process."""
+    return subprocess.run(
+        [sys.executable, *map(str, words)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        cwd=folder,
+        env=environment(folder, **more),
+        check=False,
+    )
 
 
 def run(code, *arguments, timeout=100):
     """Runs a program to its end; returns the finished process."""
-    return subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        cwd=ROOT,
-        env=_environment(),
-        check=False,
-    )
+    return python("-c", code, *arguments, timeout=timeout, JAX_PLATFORMS="cpu")
 
 
 def output(code):
@@ -46,7 +52,7 @@ def start(code, *arguments, **options):
         stdout=subprocess.PIPE,
         text=True,
         cwd=ROOT,
-        env=_environment(),
+        env=environment(JAX_PLATFORMS="cpu"),
         **options,
     )
 
