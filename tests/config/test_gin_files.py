@@ -9,9 +9,9 @@ import gin
 import pytest
 
 from research_dp.config import load, parser
-from tests.support.repository import ROOT, stems
+from tests.support.repository import ROOT, relative, stems
 
-FILES = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "gin").rglob("*.gin"))
+FILES = sorted(relative(p) for p in (ROOT / "gin").rglob("*.gin"))
 RUNS = [f for f in FILES if f.startswith("gin/runs/")]
 REQUIRED = {"single", "ddp", "pmap", "spmd", "spmd_fsdp", "zero1", "zero2", "hsdp"}
 REQUIRED |= {"fsdp", "fsdp_keep"}

@@ -8,7 +8,7 @@ import pytest
 
 from research_dp.commands import catalog
 from research_dp.strategies.slots import Stateful
-from tests.support.repository import ROOT
+from tests.support.repository import ROOT, relative
 
 FOLDERS = ("", "research_dp", "research_dp/distributed", "gin", "tests")  # where a path may begin
 # Packages whose functions another test of the process registers.
@@ -23,10 +23,6 @@ PAGES = sorted(
 CURRENT = [page for page in PAGES if page.name != "CHANGELOG.md"]  # a changelog names the past
 # Files of a run, files that a page shows how to write, and other people's files.
 EXAMPLES = re.compile(r"config\.gin|two_level|my_pkg|my/own|[A-Z]{4}|rendezvous\.cc|damaged|^F$")
-
-
-def name(page):
-    return str(page.relative_to(ROOT))
 
 
 def without_code(text):
@@ -54,7 +50,7 @@ def exists(page, path):
     return any(list(start.glob(path.rstrip("/"))) for start in starts)
 
 
-@pytest.mark.parametrize("page", CURRENT, ids=name)
+@pytest.mark.parametrize("page", CURRENT, ids=relative)
 def test_paths_exist(page):
     folders = "|".join(folder for folder in ("docs", "experiments", "tools", *FOLDERS) if folder)
     is_path = re.compile(rf"[\w./*-]+\.(py|gin|toml|md|svg)|({folders})/[\w./*-]+")
@@ -63,14 +59,14 @@ def test_paths_exist(page):
     assert not missing
 
 
-@pytest.mark.parametrize("page", CURRENT, ids=name)
+@pytest.mark.parametrize("page", CURRENT, ids=relative)
 def test_links_lead_somewhere(page):
     links = re.findall(r"\]\(([^)\s]+)\)", without_code(page.read_text()))
     targets = [link.partition("#")[0] for link in links if "://" not in link]
     assert not [target for target in targets if not (page.parent / target).exists()]
 
 
-@pytest.mark.parametrize("page", CURRENT, ids=name)
+@pytest.mark.parametrize("page", CURRENT, ids=relative)
 def test_modules_and_their_members_exist(page):
     dotted = set(re.findall(r"\bresearch_dp(?:\.\w+)+", page.read_text()))
     assert not [text for text in dotted if not EXAMPLES.search(text) and not resolves(text)]
@@ -97,11 +93,11 @@ def test_scripts_import_what_exists():
         for node in ast.walk(ast.parse(script.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("research_dp"):
                 dotted = [f"{node.module}.{alias.name}" for alias in node.names]
-                missing += [f"{name(script)}: {text}" for text in dotted if not resolves(text)]
+                missing += [f"{relative(script)}: {text}" for text in dotted if not resolves(text)]
     assert not missing
 
 
-@pytest.mark.parametrize("page", CURRENT, ids=name)
+@pytest.mark.parametrize("page", CURRENT, ids=relative)
 def test_gin_parameters_exist(page):
     entries = [entry for group in catalog.everything() for entry in group["entries"]]
     known = {entry["name"]: entry["parameters"] for entry in entries if "text" not in entry}
@@ -158,7 +154,7 @@ def test_what_contributing_names_is_in_the_code():
             assert re.search(rf"(def|class) {last}\b", source), f"{name} is not in {file}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name)
+@pytest.mark.parametrize("page", PAGES, ids=relative)
 def test_prose_is_at_most_100_columns_wide(page):
     lines = without_code(page.read_text()).splitlines()
     prose = [line for line in lines if not line.startswith(("|", "#", "<!--", "!["))]

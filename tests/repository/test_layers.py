@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from research_dp.commands import entries
-from tests.support.repository import ROOT
+from tests.support.repository import ROOT, relative
 
 PACKAGE = ROOT / "research_dp"
 GROUND = {"", "tracing", "distributed", "strategies", "deterministic"}
@@ -143,7 +143,7 @@ def test_tests_are_found_by_the_name_of_their_package():
         else:
             is_right = folder.name == "repository" or (PACKAGE / folder / "__init__.py").exists()
         if not (is_right and (path.parent / "__init__.py").exists()):
-            wrong.append(str(path.relative_to(ROOT)))
+            wrong.append(relative(path))
     assert not wrong
 
 
@@ -159,7 +159,7 @@ def test_no_file_of_tests_imports_a_test_or_conftest():
                 continue
             parts = {part for name in names for part in name.split(".")}
             if any(part == "conftest" or part.startswith("test_") for part in parts):
-                wrong.append(f"{path.relative_to(ROOT)}:{node.lineno}: {', '.join(names)}")
+                wrong.append(f"{relative(path)}:{node.lineno}: {', '.join(names)}")
     assert not wrong
 
 

@@ -12,7 +12,7 @@ import yaml
 
 from tests.support import pages, terminal
 from tests.support.golden import updates
-from tests.support.repository import ROOT
+from tests.support.repository import ROOT, relative
 
 PAGES = sorted(
     [
@@ -37,15 +37,11 @@ SYNTAX = {
 }
 
 
-def name(page):
-    return str(page.relative_to(ROOT))
-
-
 def cases(slow=True):
     """The pages as parameters of a test, with their marks."""
     for page in PAGES:
-        marks = [pytest.mark.slow] if slow and name(page) not in QUICK else []
-        yield pytest.param(page, marks=marks, id=name(page))
+        marks = [pytest.mark.slow] if slow and relative(page) not in QUICK else []
+        yield pytest.param(page, marks=marks, id=relative(page))
 
 
 @pytest.mark.parametrize("page", list(cases(slow=False)))
@@ -103,9 +99,9 @@ def test_a_page_runs_as_printed(page, request, command, tmp_path):
     with pages.Session(tmp_path / "clone", command.environment["TFDS_DATA_DIR"]) as session:
         for block in blocks:
             run(block, session)
-        if name(page) in ENDS:
+        if relative(page) in ENDS:
             end = dict(page=page, line=0, kind="python", indent="", mark="", value="")
-            session.execute(pages.Block(text=ENDS[name(page)], **end))
+            session.execute(pages.Block(text=ENDS[relative(page)], **end))
 
 
 def run(block, session):
@@ -169,7 +165,7 @@ def test_a_rewritten_output_keeps_what_it_leaves_out():
 
 
 def test_pages_that_are_named_here_exist():
-    assert {*QUICK, *ENDS} <= {name(page) for page in PAGES}
+    assert {*QUICK, *ENDS} <= {relative(page) for page in PAGES}
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.support.repository import ROOT
+from tests.support.repository import ROOT, relative
 
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 GUIDES = [page for page in PAGES if page.name != "gin.md"]  # written by tools/generate.py
@@ -25,10 +25,6 @@ REPLACED = {
     r"oracle": "reference",
     r"lest|whose sake|whence": "plain words",
 }
-
-
-def name(page):
-    return str(page.relative_to(ROOT))
 
 
 def prose(page):
@@ -58,7 +54,7 @@ def anchors(page):
     return made
 
 
-@pytest.mark.parametrize("page", GUIDES, ids=name)
+@pytest.mark.parametrize("page", GUIDES, ids=relative)
 def test_sentences_are_short(page):
     lengths = {s: len(re.findall(r"[\w'-]+", s)) for s in sentences(page)}
     mean = sum(lengths.values()) / len(lengths)
@@ -66,7 +62,7 @@ def test_sentences_are_short(page):
     assert mean <= WORDS_A_SENTENCE, "\n".join([f"mean {mean:.1f} words; longest:", *longest])
 
 
-@pytest.mark.parametrize("page", GUIDES, ids=name)
+@pytest.mark.parametrize("page", GUIDES, ids=relative)
 def test_words_are_the_fields(page):
     text = "\n".join(prose(page))
     wrong = [
@@ -77,7 +73,7 @@ def test_words_are_the_fields(page):
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("page", LINKING, ids=name)
+@pytest.mark.parametrize("page", LINKING, ids=relative)
 def test_links_lead_to_a_heading(page):
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     missing = []

@@ -4,7 +4,7 @@ import json
 import os
 from pathlib import Path
 
-from tests.support.repository import ROOT
+from tests.support.repository import ROOT, relative
 
 FOLDER = ROOT / "tests" / "golden"
 
@@ -16,7 +16,7 @@ def updates():
 
 def command(test):
     """The command that rewrites the records of a test file."""
-    return f"UPDATE_GOLDEN=1 pytest -q -m '' {Path(test).resolve().relative_to(ROOT)}"
+    return f"UPDATE_GOLDEN=1 pytest -q -m '' {relative(Path(test).resolve())}"
 
 
 def recorded(name, found=None):

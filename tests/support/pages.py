@@ -20,7 +20,7 @@ from pathlib import Path
 
 from research_dp.config import binding_checks, load, parser
 from tests.support import terminal
-from tests.support.repository import ROOT
+from tests.support.repository import ROOT, relative
 
 FENCE = re.compile(
     r"^(?P<indent> *)```(?P<kind>[^\n`]*)\n(?P<text>.*?)^(?P=indent)```[ ]*$",
@@ -44,7 +44,7 @@ class Block:
     value: str
 
     def __str__(self):
-        return f"{self.page.relative_to(ROOT)}:{self.line}"
+        return f"{relative(self.page)}:{self.line}"
 
     @property
     def runs(self):
