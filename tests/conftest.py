@@ -74,6 +74,12 @@ def any_mesh(request):
 
 
 @pytest.fixture(scope="session")
+def mesh():
+    """Eight devices on axis 'data'."""
+    return jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+
+@pytest.fixture(scope="session")
 def session_dir(request, tmp_path_factory):
     """A folder of this session, which its pytest-xdist workers share."""
     folder = tmp_path_factory.getbasetemp()

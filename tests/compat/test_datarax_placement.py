@@ -10,14 +10,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.sharding import PartitionSpec as P
 
 import research_dp
-from tests.support.steps import mesh_of, on_all_devices, shard_shapes
+from tests.support.steps import on_all_devices, shard_shapes
 
 DataParallel = research_dp.DataParallel
-
-
-@pytest.fixture(scope="module")
-def mesh():
-    return mesh_of(data=8)
 
 
 def mixed_batch():

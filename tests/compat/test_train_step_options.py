@@ -14,11 +14,6 @@ from research_dp.strategies.jaxpr_collectives import collectives as read
 from tests.support.steps import linear_and, regression, sgd_step, squares, stacked_state
 
 
-@pytest.fixture(scope="module")
-def mesh():
-    return jax.sharding.Mesh(jax.devices(), ("data",))
-
-
 def test_spmd_step_has_aux_rngs_and_clipping(mesh):
     def loss_fn(model, batch, rngs):
         keep = jax.random.bernoulli(rngs.dropout(), 0.5, batch["x"].shape)

@@ -14,14 +14,7 @@ from jax.sharding import PartitionSpec as P
 import research_dp as rdp
 from research_dp.errors import UsageError
 from research_dp.strategies.jaxpr_collectives import collectives as read
-from tests.support.steps import abstract, mesh_of, on
-
-X = np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32)
-
-
-@pytest.fixture(scope="module")
-def mesh():
-    return mesh_of(data=8)
+from tests.support.steps import X, abstract, mesh_of, on
 
 
 def names(mesh, tree, *args, **options):

@@ -14,10 +14,8 @@ from jax.sharding import PartitionSpec as P
 import research_dp
 from research_dp.errors import UsageError
 from research_dp.strategies.jaxpr_collectives import collectives as read
-from tests.support.steps import abstract, mesh_of, on
+from tests.support.steps import A, B, abstract, on
 
-# Mesh A and mesh B of the cases.
-A, B = mesh_of(data=8), mesh_of(dp=2, fsdp=4)
 DEVICES = P(("dp", "fsdp"))
 
 

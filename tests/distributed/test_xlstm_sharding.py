@@ -14,10 +14,7 @@ from flax.core import FrozenDict
 from jax.sharding import PartitionSpec as P
 
 import research_dp
-from tests.support.steps import abstract, mesh_of, on
-
-# Mesh A and mesh B of the cases.
-A, B = mesh_of(data=8), mesh_of(dp=2, fsdp=4)
+from tests.support.steps import A, B, abstract, mesh_of, on
 
 
 def sharded(mesh, axis, shapes, min_weight_size=0, **options):

@@ -23,6 +23,11 @@ def mesh_of(**axes):
     return jax.make_mesh(sizes, tuple(axes), axis_types=types, devices=devices)
 
 
+# Mesh A and mesh B of the cases of xlstm-jax.
+A, B = mesh_of(data=8), mesh_of(dp=2, fsdp=4)
+X = np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32)
+
+
 def on(mesh, function, in_specs=P(), out_specs=P(), check_vma=False):
     """The jitted `shard_map` of a function."""
     mapped = jax.shard_map(
