@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import json
 
 import jax
 import numpy as np
@@ -21,7 +20,7 @@ from research_dp.strategies import sync_gradients
 from research_dp.strategies.strategy import init_key
 from research_dp.training.train import configured
 from research_dp.types import EvalOrder
-from tests.support import certified
+from tests.support import certified, runs
 from tests.support.certified import BATCH, bench_of, noise
 
 STEPS = 6
@@ -118,8 +117,7 @@ def test_finished_runs_of_digits(command, tmp_path, data_dir, monkeypatch):
         flags = [f"--gin_file={DIGITS[0]}", *flags, *settings, "--cpu_devices=8"]
         done = command(*flags, f"--workdir={folder}")
         assert done.returncode == 0, done.stderr
-        lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-        records[name] = [line for line in lines if line["split"] == "train"]
+        records[name] = runs.records(folder, "train")
         if name != "a bug":  # its replicas differ, so that no checkpoint of it is intact
             params[name] = by_path(research_dp.load(folder).params)
     monkeypatch.setenv("TFDS_DATA_DIR", str(data_dir))

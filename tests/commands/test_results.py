@@ -10,6 +10,7 @@ import pytest
 
 from tests.support import golden
 from tests.support.commands import command as run_here
+from tests.support.runs import records
 
 MLP = ["--gin_file=runs/digits.gin", "--gin_file=models/mlp.gin", "--gin.mlp.widths=(4,)"]
 MLP += ["--gin.train.batch_size=32", "--cpu_devices=8"]
@@ -61,7 +62,7 @@ def read(path):
 
 
 def metrics(folder):
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = records(folder, measured=True)
     return sorted({f"{line['split']}: {name}" for line in lines for name in line})
 
 

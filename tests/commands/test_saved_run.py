@@ -17,6 +17,7 @@ from research_dp.commands import main as command_line
 from research_dp.distributed.sharding import by_path
 from research_dp.errors import UsageError
 from research_dp.runs import checkpoint_files
+from tests.support import runs
 from tests.support.repository import ROOT
 
 # A module whose batch statistics are a part of what it predicts.
@@ -84,8 +85,7 @@ def run(folder):
 
 
 def records(run):
-    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return {line["step"]: line["loss"] for line in lines if line["split"] == "eval"}
+    return {line["step"]: line["loss"] for line in runs.records(run, "eval")}
 
 
 def test_an_evaluation_gives_the_bits_that_the_run_recorded(run, monkeypatch):

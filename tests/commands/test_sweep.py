@@ -1,7 +1,6 @@
 """Sweeps, and runs from Python: the same as the command, more than once in a process."""
 
 import csv
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ from research_dp.commands import cli, configured, sweep
 from research_dp.commands import main as command_line
 from research_dp.errors import UsageError
 from tests.support.repository import ROOT
+from tests.support.runs import summary
 
 SMALL = ["--gin_file=runs/digits.gin", "--gin_file=models/mlp.gin", "--gin.mlp.widths=(16,)"]
 
@@ -32,7 +32,7 @@ def test_a_sweep_runs_the_product_and_continues_what_is_missing(command, tmp_pat
     assert done.returncode == 0, done.stderr
     folders = ["ddp-seed=0", "ddp-seed=1", "zero1-seed=0", "zero1-seed=1"]
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*folders, "sweep.csv"])
-    summaries = {f: json.loads((tmp_path / f / "summary.json").read_text()) for f in folders}
+    summaries = {f: summary(tmp_path / f) for f in folders}
     assert summaries["zero1-seed=1"]["strategy"] == "zero1"
     prints = {f: s["params_fingerprint"] for f, s in summaries.items()}
     assert prints["ddp-seed=0"] == prints["zero1-seed=0"] != prints["zero1-seed=1"]
@@ -55,8 +55,7 @@ def test_a_sweep_runs_the_product_and_continues_what_is_missing(command, tmp_pat
     again = command(*flags, module="research_dp.sweep")
     assert again.returncode == 0, again.stderr
     assert again.stdout.count("Done already") == 3
-    summary = json.loads((tmp_path / "ddp-seed=1" / "summary.json").read_text())
-    assert summary["params_fingerprint"] == prints["ddp-seed=1"]
+    assert summary(tmp_path / "ddp-seed=1")["params_fingerprint"] == prints["ddp-seed=1"]
 
 
 def test_a_mistake_in_all_combinations_is_refused_and_in_one_is_told(main, tmp_path):
@@ -208,7 +207,7 @@ except research_dp.UsageError as error:
     assert done.returncode == 0, done.stderr
     flags = [*SMALL, "--gin.train.num_steps=2", "--cpu_devices=2", f"--workdir={tmp_path / 'c'}"]
     assert command(*flags).returncode == 0
-    expected = json.loads((tmp_path / "c" / "summary.json").read_text())["params_fingerprint"]
+    expected = summary(tmp_path / "c")["params_fingerprint"]
     assert done.stdout.count(f"fingerprint {expected} 2") == 2
     assert "Did you mean num_steps?" in done.stdout
 

@@ -1,6 +1,5 @@
 """Files of a researcher's own, outside this package: listed, shown, trained and certified."""
 
-import json
 import os
 import re
 import sys
@@ -11,6 +10,7 @@ from research_dp import train
 from research_dp.config import load
 from research_dp.errors import UsageError
 from tests.support.repository import ROOT
+from tests.support.runs import summary
 
 STRATEGY = '''"""Averages gradients over one mesh axis after the other."""
 
@@ -71,7 +71,7 @@ def test_an_own_strategy_is_listed_shown_trained_and_certified(command, package,
     small = ["--gin_file=models/mlp.gin", "--gin.train.num_steps=2", f"--workdir={tmp_path / 'w'}"]
     done = command(*flags, *small, **away)
     assert done.returncode == 0, done.stderr
-    assert json.loads((tmp_path / "w" / "summary.json").read_text())["strategy"] == "two_level"
+    assert summary(tmp_path / "w")["strategy"] == "two_level"
 
     quick = ["--gin_file=my_pkg/two_level.gin", "--cpu_devices=4"]
     good = command("--quick", *quick, module="research_dp.certify", **away)

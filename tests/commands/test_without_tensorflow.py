@@ -1,6 +1,5 @@
 """What the quickstart and its neighbours do, and print, where TensorFlow is not installed."""
 
-import json
 import os
 import pty
 import re
@@ -10,6 +9,7 @@ import sys
 import pytest
 
 from tests.support.repository import ROOT
+from tests.support.runs import summary
 
 # Python's finder of files on the path says that there is no such package, as where it is missing.
 WITHOUT = """import importlib.machinery
@@ -59,7 +59,7 @@ def test_the_first_run_needs_no_tensorflow_and_shows_no_foreign_line(environment
     assert status == 0, shown
     for word in FOREIGN:
         assert word not in shown, shown
-    assert json.loads((tmp_path / "w" / "summary.json").read_text())["eval"]["accuracy"] > 0.6
+    assert summary(tmp_path / "w")["eval"]["accuracy"] > 0.6
     events = [path for path in (tmp_path / "w" / "tensorboard").rglob("*") if path.is_file()]
     assert len(events) == 2 and all(b"accuracy" in path.read_bytes() for path in events)
 

@@ -13,9 +13,9 @@ import pytest
 from research_dp import train
 from research_dp.config import load as gin_config
 from tests.support.repository import ROOT, stems
+from tests.support.runs import DIGITS
 
 load = functools.partial(gin_config.load, complete=True)
-DIGITS = "--gin_file=gin/runs/digits.gin"
 
 
 @pytest.fixture

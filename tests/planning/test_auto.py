@@ -1,7 +1,6 @@
 """The strategy that plans: it takes the fastest that fits, and computes what one device does."""
 
 import dataclasses
-import json
 
 import pytest
 
@@ -13,6 +12,7 @@ from research_dp.training import train
 from tests.support import certified
 from tests.support.plan_rows import make_row
 from tests.support.repository import ROOT
+from tests.support.runs import WITH_MLP, summary
 
 AUTO = "gin/options/auto.gin"
 NAMES = ["ddp", "zero1", "fsdp_keep", "fsdp"]
@@ -105,10 +105,9 @@ def test_it_follows_single():
 
 @pytest.mark.slow
 def test_a_run_takes_one_and_says_which(command, tmp_path):
-    flags = ["--gin_file=gin/runs/digits.gin", "--gin_file=gin/models/mlp.gin"]
-    flags += [f"--gin_file={AUTO}", "--gin.train.num_steps=3", "--cpu_devices=8"]
+    flags = [*WITH_MLP, f"--gin_file={AUTO}", "--gin.train.num_steps=3", "--cpu_devices=8"]
     done = command(*flags, f"--workdir={tmp_path}", cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    taken = json.loads((tmp_path / "summary.json").read_text())["strategy"]
+    taken = summary(tmp_path)["strategy"]
     assert taken in NAMES
     assert f": {taken}, " in done.stdout

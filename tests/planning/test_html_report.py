@@ -13,6 +13,7 @@ from research_dp.errors import UsageError
 from research_dp.planning import html_report
 from tests.support import browser
 from tests.support.plan_rows import GPUS, make_row
+from tests.support.runs import DIGITS, WITH_MLP
 
 ODD = "<script>alert(1)</script>"
 CPU = dataclasses.replace(GPUS, chip=dataclasses.replace(GPUS.chip, platform="cpu"))
@@ -80,7 +81,7 @@ def test_without_a_library_of_pages_nothing_is_compiled(monkeypatch, tmp_path, m
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == module else find(name)
     )
-    flags = ["--gin_file=gin/runs/digits.gin", "--topology=cpu:8", f"--html={tmp_path / 'p.html'}"]
+    flags = [DIGITS, "--topology=cpu:8", f"--html={tmp_path / 'p.html'}"]
     with pytest.raises(UsageError, match=r"pip install -c constraints.txt -e '\.\[plots\]'"):
         command(**cli.parse("plan", flags))
     assert not list(tmp_path.iterdir())
@@ -135,8 +136,7 @@ def test_each_axis_has_ticks_that_can_be_read(open_page, tmp_path, memory):
 @pytest.mark.slow
 def test_the_command_writes_a_page(open_page, tmp_path):
     file = tmp_path / "plan.html"
-    flags = ["--gin_file=gin/runs/digits.gin", "--gin_file=gin/models/mlp.gin"]
-    flags += ["--topology=cpu:8", "--strategies=ddp,fsdp,single", "--sizes=2"]
+    flags = [*WITH_MLP, "--topology=cpu:8", "--strategies=ddp,fsdp,single", "--sizes=2"]
     assert command(**cli.parse("plan", [*flags, f"--html={file}"])) == 0
     page = open_page(file)
     assert page.problems == [] and page.locator(".chart svg").count() == 2

@@ -17,12 +17,10 @@ from tests.support.data import load
 from tests.support.data import tfrecord_dir as tfrecord_dir
 from tests.support.processes import start
 from tests.support.repository import ROOT
-from tests.support.runs import records, summary
+from tests.support.runs import MLP, records, summary
 
 CONSTANT = [
-    "--gin_file=gin/runs/digits.gin",
-    "--gin_file=gin/models/mlp.gin",
-    "--gin.mlp.widths=(32,)",
+    *MLP,
     "--gin.train.optimizer=@optax.adam()",
     "--gin.optax.adam.learning_rate=1e-3",  # a schedule would follow train.num_steps
     "--allow_unused",
@@ -33,7 +31,7 @@ PLAIN = "image_classification.pad_crop = 0"
 
 
 def losses(folder):
-    return [line["loss"] for line in records(folder) if line["split"] == "train"]
+    return [line["loss"] for line in records(folder, "train")]
 
 
 # ---- Each example once an epoch ----
@@ -145,7 +143,7 @@ def test_loss_follows_the_undisturbed_run_over_other_meshes(command, tmp_path, u
         result = summary(tmp_path)
         assert (result["step"], result["strategy"]) == (10 * number, stem)
         assert result["examples_seen"] == 128 * 10 * number
-    found = [line for line in records(tmp_path) if line["split"] == "train"]
+    found = records(tmp_path, "train")
     assert [line["step"] for line in found] == list(range(1, 41))
     np.testing.assert_allclose(losses(tmp_path), losses(undisturbed), atol=1e-5)
 

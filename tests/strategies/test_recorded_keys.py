@@ -4,8 +4,6 @@ A model shows them: its parameters are the bits of the key that it is initialise
 means of the bits of its examples' keys.
 """
 
-import json
-
 import gin
 import jax
 import jax.numpy as jnp
@@ -14,6 +12,7 @@ import pytest
 import research_dp
 from research_dp import LossOutput, TrainableModel
 from tests.support import golden
+from tests.support.runs import records
 
 BINDINGS = {
     "train.model": "@show_keys()",
@@ -54,8 +53,8 @@ def show_keys() -> TrainableModel:
 def test_a_seed_gives_the_recorded_keys(stem, tmp_path):
     files = ["data/random_tokens.gin", f"strategies/{stem}.gin"]
     summary = research_dp.run(files, BINDINGS, tmp_path, allow_unused=True)
-    lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
-    means = [[line[f"bits_{i}"] for i in range(4)] for line in lines if line["split"] == "train"]
+    lines = records(tmp_path, "train")
+    means = [[line[f"bits_{i}"] for i in range(4)] for line in lines]
     found = {"parameters": summary["params_fingerprint"], "keys of examples": means}
     if stem == "single":
         golden.recorded("keys", found)

@@ -8,10 +8,10 @@ import pytest
 
 import research_dp.train
 from tests.support.repository import ROOT
+from tests.support.runs import WITH_MLP
 
 RUN = [
-    "--gin_file=gin/runs/digits.gin",
-    "--gin_file=gin/models/mlp.gin",
+    *WITH_MLP,
     "--gin.mlp.widths=(256,)",
     "--gin.train.num_steps=20",
     "--gin.train.checkpoint_every=10",

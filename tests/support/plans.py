@@ -2,9 +2,9 @@
 
 from research_dp.commands import cli, configured
 from research_dp.commands.plan import command
+from tests.support.runs import WITH_MLP
 
-DIGITS = "--gin_file=gin/runs/digits.gin"
-MLP = "--gin_file=gin/models/mlp.gin"
+DIGITS, MLP = WITH_MLP
 
 
 def plan(*flags):

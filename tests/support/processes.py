@@ -1,13 +1,9 @@
 """One run in several processes, and a fault in one of them."""
 
 from tests.support.programs import free_port
+from tests.support.runs import MLP
 
-RUN = [
-    "--gin_file=gin/runs/digits.gin",
-    "--gin_file=gin/models/mlp.gin",
-    "--gin.mlp.widths=(32,)",
-    "--gin.train.log_every=5",
-]
+RUN = [*MLP, "--gin.train.log_every=5"]
 
 
 def start(command, count, *flags, run=RUN, **extra):

@@ -6,16 +6,28 @@ import time
 
 from research_dp.types import MEASURED
 
-MLP = ["--gin_file=gin/runs/digits.gin", "--gin_file=gin/models/mlp.gin", "--gin.mlp.widths=(32,)"]
+DIGITS = "--gin_file=gin/runs/digits.gin"
+WITH_MLP = [DIGITS, "--gin_file=gin/models/mlp.gin"]
+MLP = [*WITH_MLP, "--gin.mlp.widths=(32,)"]
 
 
 def summary(folder):
     return json.loads((folder / "summary.json").read_text())
 
 
+def records(folder, split=None, *, measured=False):
+    """What was recorded, without what is measured if not asked for."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [
+        {k: v for k, v in line.items() if measured or k not in MEASURED}
+        for line in lines
+        if split in (None, line["split"])
+    ]
+
+
 def lines(folder, split):
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return {r["step"]: r for r in records if r["split"] == split}
+    """The records of a split by step, with what is measured."""
+    return {record["step"]: record for record in records(folder, split, measured=True)}
 
 
 def killed_once_saved(command, folder, *flags):
@@ -33,13 +45,3 @@ def killed_once_saved(command, folder, *flags):
     process.send_signal(signal.SIGKILL)
     process.communicate()
     assert not (folder / "summary.json").exists()
-
-
-def records(folder, split=None):
-    """What was recorded, without what is measured."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [
-        {k: v for k, v in line.items() if k not in MEASURED}
-        for line in lines
-        if split in (None, line["split"])
-    ]

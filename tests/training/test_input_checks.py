@@ -38,6 +38,7 @@ from research_dp.types import (
     TrainOrder,
 )
 from tests.support import tiny_run
+from tests.support.runs import DIGITS
 from tests.support.strategies import recipe
 
 TRAIN, TEST, CLASSES = 40, 12, 10
@@ -577,8 +578,7 @@ def test_processes_agree_on_numbers_of_any_size(monkeypatch):
 
 def test_a_batch_beyond_the_memory_is_refused_before_it_is_made(command, tmp_path):
     """The machine would end the process without a word."""
-    digits = "--gin_file=gin/runs/digits.gin"
-    done = command(digits, "--gin.train.batch_size=1000000000000", f"--workdir={tmp_path / 'run'}")
+    done = command(DIGITS, "--gin.train.batch_size=1000000000000", f"--workdir={tmp_path / 'run'}")
     assert done.returncode == 2, done.stderr
     said = "error: train.batch_size = 1,000,000,000,000: two batches take "
     assert said in done.stderr and "this machine has " in done.stderr

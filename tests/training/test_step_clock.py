@@ -1,7 +1,7 @@
 """Where the time of steps goes, the learning rate, and names that a model's metrics cannot have."""
 
 import dataclasses
-import json
+import functools
 import time
 
 import gin
@@ -19,16 +19,14 @@ from research_dp.training import batches, throughput
 from research_dp.training.optimizers import LearningRate, remembering_rate
 from research_dp.training.train import train
 from research_dp.types import MEASURED, LossOutput
-from tests.support import tiny_run
+from tests.support import runs, tiny_run
 from tests.support.runs import summary
 from tests.support.strategies import recipe
 
 PARTS = ("data_wait_seconds", "dispatch_seconds", "device_wait_seconds")
 
 
-def records(folder, split):
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if line["split"] == split]
+records = functools.partial(runs.records, measured=True)
 
 
 def test_the_parts_add_up_to_the_time_of_the_window_and_slow_data_is_seen(tmp_path):
