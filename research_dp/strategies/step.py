@@ -60,7 +60,7 @@ class Step:
         # items comes in here, once.
         count = sums["loss"][1]
         rows = batch.position.shape[1] * axes_size(self.axes)
-        scale = jnp.where(count > 0, rows / count, 0.0)
+        scale = jnp.where(count > 0, rows / jnp.where(count > 0, count, 1.0), 0.0)
         scale = scale / self.loss_scale(state)
         optimizer = slots.CalledOnce(functools.partial(self.apply_scaled, state, scale))
         params, slot_state = slots.call_in(
