@@ -184,7 +184,7 @@ def _called(name: str, function: PerExample, output: Any, target: Any) -> Any:
 
 
 def _checked_values(name: str, values: Any, rows: int, target: Any) -> jax.Array:
-    """The values; UsageError if they are not one per example."""
+    """The values in float32; UsageError if they are not one per example."""
     shape = jnp.shape(values)
     expected = f"one number per example, ({rows},) here"
     if not shape:
@@ -200,7 +200,7 @@ def _checked_values(name: str, values: Any, rows: int, target: Any) -> jax.Array
             f"against them. Return {expected}. Give output and target one shape, e.g. by "
             "squeeze(-1) of the one with a last dim of 1."
         )
-    return jnp.asarray(values)
+    return jnp.asarray(values).astype(jnp.float32)
 
 
 def _is_broadcast(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
