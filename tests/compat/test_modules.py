@@ -1,6 +1,8 @@
 """Modules that hold shards, Linen's and NNX's: initialisation, remat, scan, optimizers."""
 
 import functools
+import importlib
+import inspect
 
 import flax.linen as nn
 import jax
@@ -12,6 +14,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import research_dp as rdp
+from research_dp.distributed.collectives import EXCHANGED
 from research_dp.errors import UsageError
 from research_dp.strategies.jaxpr_collectives import collectives as read
 from tests.support.programs import output
@@ -254,3 +257,29 @@ def test_nnx_instances_are_refused():
 def test_nnx_is_imported_only_when_used():
     code = "import sys, research_dp; print('flax.nnx' in sys.modules)"
     assert output(code).strip() == "False"
+
+
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+def test_options_of_a_module_reach_the_functions_that_shard_and_gather(mesh, monkeypatch, kind):
+    seen = {}
+    module = importlib.import_module(f"research_dp.compat.{kind}")
+    for function in (rdp.shard_params, rdp.gather_params):
+
+        def noted(*args, function=function, **given):
+            bound = inspect.signature(function).bind(*args, **given)
+            seen.update({k: x for k, x in bound.arguments.items() if k != "params"})
+            return function(*args, **given)
+
+        monkeypatch.setattr(module, function.__name__, noted)
+    of_gather = {"gather_dtype": "bfloat16", "grad_scatter_dtype": "float16", "pre_divide": True}
+    options = {**of_gather, "min_weight_bytes": 17, "reduction": EXCHANGED}
+
+    def call(x):
+        if kind == "nnx":
+            made = rdp.shard_nnx_module_params(nnx.Linear, "data", 5, **options)
+            return made(16, 16, rngs=nnx.Rngs(0))(x)
+        made = rdp.shard_module_params(nn.Dense, "data", 5, **options)
+        return made(16).init_with_output(jax.random.key(0), x)[0]
+
+    jax.eval_shape(on(mesh, call), X)
+    assert seen == {**options, "axis_name": "data", "min_weight_size": 5, "rule": None}

@@ -147,3 +147,8 @@ def test_other_sizes_have_whole_hosts(monkeypatch, where, count, expected):
             estimate.resized(absent(*where), count)
     else:
         assert estimate.resized(absent(*where), count).name == expected
+
+
+def test_what_a_model_sends_is_no_waste_of_its_strategy():
+    sent = {"total": 30.0, "of_model": 10.0}
+    assert Row("x", wire_bytes=sent, min_wire_bytes=20.0).wire_ratio == 1.0
