@@ -5,9 +5,10 @@ import optax
 import pytest
 
 from research_dp.runs.checkpoint_files import steps_in
+from research_dp.runs.manifest import Progress
 from research_dp.runs.records import truncate_records
 from research_dp.training.intervals import Schedule
-from research_dp.training.metric_log import ProgressBar
+from research_dp.training.metric_log import MetricLog, ProgressBar
 from research_dp.training.preemption import StopSignal
 from tests.support import tiny_run
 from tests.support.programs import output
@@ -116,3 +117,11 @@ def test_the_time_left_is_in_words(capsys, left, words):
     rates = {"steps_per_second": 1.0, "examples_per_second": 8.0}
     ProgressBar(5000, 0).metrics("train", 5000 - left, rates)
     assert f"examples/s  {words} left" in capsys.readouterr().out
+
+
+def test_updates_of_a_restored_window_are_counted_once():
+    window = {"grad_norm": (4.5, 3.0)}
+    saved = Progress(batch_size=8, seed=0, order="", window=window)
+    log = MetricLog(saved, None, None)
+    log.begin(10)
+    assert log.updates == 7  # before the window, whose record adds its own

@@ -53,6 +53,16 @@ def test_the_parts_add_up_to_the_time_of_the_window_and_slow_data_is_seen(tmp_pa
     assert seconds["data"] >= sum(window["data_wait_seconds"] for window in windows)
 
 
+def test_a_step_counts_only_while_the_clock_runs():
+    clock = throughput.Throughput(8)
+    clock.count_step()
+    assert clock.overall() is None
+    clock.start()
+    clock.count_step()
+    clock.stop()
+    assert clock.overall() == 1 / clock.seconds["steps"]
+
+
 def test_a_record_without_a_save_has_no_time_of_one(tmp_path):
     options = {"checkpoint_every": None, "eval_every": None}
     assert tiny_run.outcome(tmp_path, num_steps=6, **options) == (0, "")
