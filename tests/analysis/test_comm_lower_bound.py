@@ -13,9 +13,8 @@ from research_dp.analysis.comm_lower_bound import min_wire_bytes
 from research_dp.config import gin_internals, load
 from research_dp.distributed import collectives
 from research_dp.strategies import TrainSpec, gather_params
-from tests.support.certified import EXAMPLE
 from tests.support.repository import ROOT
-from tests.support.strategies import BATCH, WIRE, build, one_matrix, recipe, traffic
+from tests.support.strategies import WIRE, build, one_matrix, recipe, spec_of, traffic
 
 BF16 = [
     "gather_params.gather_dtype = 'bfloat16'",
@@ -23,16 +22,6 @@ BF16 = [
     "sync_gradients.dtype = 'bfloat16'",
     "scatter_gradients.dtype = 'bfloat16'",
 ]
-
-
-def spec_of(model, accumulation=1):
-    return TrainSpec(
-        model=model,
-        optimizer=optax.adam(1e-2),
-        example=EXAMPLE,
-        batch_size=BATCH,
-        accumulation_steps=accumulation,
-    )
 
 
 def sent(strategy):

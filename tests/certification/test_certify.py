@@ -18,12 +18,12 @@ from research_dp.config import gin_internals, load
 from research_dp.distributed.mesh import one_device_mesh
 from research_dp.errors import UsageError
 from research_dp.models import convnet, mlp, transformer
-from tests.support.certified import STEPS, bench_of, noise, perceptron, refusal
+from tests.support.certified import STEPS, bench_of, noise, refusal, small_model
 from tests.support.repository import stems
 
 
 def model_with(change, **options):
-    return {"spec": {"model": bugs.with_loss(perceptron(**options), change)}}
+    return {"spec": {"model": bugs.with_loss(small_model(**options), change)}}
 
 
 TWO_AXES = "make_mesh.axes = {'data': 4, 'fsdp': 2}"  # replication is tracked over both
@@ -142,7 +142,7 @@ def test_statistics_and_means_of_each_device_are_refused():
     assert done.certified, done.as_json()["checks"]
     for wrong in (
         bugs.with_loss(model, bugs.own_statistics),
-        bugs.with_loss(perceptron(dropout_rate=0.0), bugs.mean_of_means),
+        bugs.with_loss(small_model(dropout_rate=0.0), bugs.mean_of_means),
     ):  # found before any step
         with pytest.raises(UsageError, match="numbers of an example depend on others of the batch"):
             refusal("ddp", spec={"model": wrong})
@@ -328,7 +328,7 @@ def test_a_step_that_both_skip_is_right():
             yield batch
 
     data = dataclasses.replace(noise(), train=train)
-    spec = {"skip_nonfinite": True, "model": perceptron(dropout_rate=0.0)}
+    spec = {"skip_nonfinite": True, "model": small_model(dropout_rate=0.0)}
     done = certify(bench_of("fsdp", spec=spec), data, steps=STEPS)
     assert done.certified, (done.first_difference, done.cause)
     assert done.steps[1].loss == 0.0, "it was not skipped"

@@ -1,15 +1,14 @@
 """Data and folders as commands meet them: another data set, another folder, another setting."""
 
 import hashlib
-import itertools
 import json
 import socket
 
 import pytest
 
 from research_dp.data import builders
-from research_dp.data.offline import Digits
 from research_dp.runs.checkpoint_files import MANIFEST
+from tests.support import data
 from tests.support.disks import train as train
 from tests.support.processes import RUN
 from tests.support.runs import summary
@@ -19,13 +18,10 @@ LONGER = [*SHORT, "--gin.train.num_steps=4"]
 
 
 @pytest.fixture
-def few_digits(tmp_path, monkeypatch):
+def few_digits(tmp_path):
     """A folder with a data set of the same name and version, and fewer examples."""
-    whole = Digits._generate_examples
     folder = tmp_path / "few"
-    with monkeypatch.context() as patched:  # the test may be the first that prepares the whole one
-        few = lambda self, test: itertools.islice(whole(self, test), 200)  # noqa: E731
-        patched.setattr(Digits, "_generate_examples", few)
+    with data.few_digits(200):  # the test may be the first that prepares the whole one
         builders.download_and_prepare(builders.find_builder("digits", str(folder)))
     return folder
 

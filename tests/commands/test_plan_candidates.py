@@ -10,7 +10,7 @@ from research_dp.planning.row import CollectiveTotal
 from research_dp.strategies import TrainSpec
 from research_dp.types import TrainableModel
 from tests.support.plan_rows import GPUS, make_row
-from tests.support.strategies import recipe
+from tests.support.recipes import recipe
 
 
 def spec_of(**sizes):

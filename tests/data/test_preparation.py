@@ -1,6 +1,5 @@
 """Data sets before they are there: preparing them, and what users get wrong."""
 
-import itertools
 import os
 import re
 import runpy
@@ -19,9 +18,9 @@ from research_dp.config import load as gin_config
 from research_dp.data import builders
 from research_dp.data.offline import Digits, is_held_out
 from research_dp.data.preprocess import byte_text, stack
-from research_dp.errors import UsageError
 from research_dp.types import TrainOrder
-from tests.support.data import load
+from tests.support import data
+from tests.support.data import load, refused
 from tests.support.repository import ROOT
 
 TF_DATA = "options/tf_data.gin"
@@ -29,18 +28,10 @@ FILES = sorted(p.stem for p in (ROOT / "gin/data").glob("*.gin") if "tfds_data" 
 ORDER = TrainOrder(seed=0, batch_size=8, rows=np.arange(8), first_step=0, num_steps=3)
 
 
-def refused(message):
-    """Expects a mistake told in one line; what gin adds is not shown to users."""
-    return pytest.raises(UsageError, match=rf"^.*{message}.*(\n  In call to .*)*$")
-
-
 @pytest.fixture
-def few_digits(monkeypatch):
-    """Preparing the digits takes no time."""
-    whole = Digits._generate_examples
-    monkeypatch.setattr(
-        Digits, "_generate_examples", lambda self, test: itertools.islice(whole(self, test), 16)
-    )
+def few_digits():
+    with data.few_digits(16):
+        yield
 
 
 # ---- When it is prepared, and by whom ----

@@ -18,8 +18,9 @@ from research_dp.distributed.sharding import choose_dim, infer_sharding
 from research_dp.errors import UsageError
 from research_dp.models import convnet, mlp, transformer
 from research_dp.strategies.jaxpr_collectives import collectives
+from tests.support.certified import EXAMPLE, TOKENS, batches
 from tests.support.compilers import AS_USERS_COMPILE
-from tests.support.exact import AS_USERS_DO, BATCH, EXAMPLE, bits, build
+from tests.support.exact import AS_USERS_DO, BATCH, bits, build
 from tests.support.steps import mesh_of, on
 
 # (strategy, devices on axis data, devices on axis fsdp).
@@ -51,24 +52,9 @@ def model_of(api):
     return mlp(api=api, widths=(33, 24), num_classes=10, dropout_rate=0.3)
 
 
-TOKENS = {"tokens": jax.ShapeDtypeStruct((16,), np.int32)}
-
-
 def decoder(api):
     sizes = {"vocab_size": 64, "width": 16, "depth": 2, "heads": 2, "mlp_width": 24}
     return transformer(api=api, tied=True, dropout_rate=0.1, **sizes)
-
-
-@functools.cache
-def batches(steps):
-    rng = np.random.default_rng(0)
-    return [
-        {
-            "image": rng.normal(size=(BATCH, 4, 4, 1)).astype(np.float32),
-            "label": rng.integers(0, 10, BATCH).astype(np.int32),
-        }
-        for _ in range(steps)
-    ]
 
 
 # As a loop, which compiles sixteen shards on one device as fast as two on eight.
@@ -77,7 +63,7 @@ LOOP = ("tree_reduction.loop = True",)
 
 @functools.cache
 def single(api, steps, bindings=()):
-    return bits(build("single", 1, 1, model_of(api), bindings=bindings), batches(steps))
+    return bits(build("single", 1, 1, model_of(api), bindings=bindings), batches(steps=steps))
 
 
 EIGHT = ("tree_reduction.logical_shards = 8",)
@@ -85,7 +71,7 @@ EIGHT = ("tree_reduction.logical_shards = 8",)
 
 def test_the_same_bits_from_two_strategies_on_eight_and_on_four_devices():
     cells = [("hsdp", 4, 2), ("ddp", 4, 1)]
-    found = [bits(build(*c, model_of("linen"), bindings=EIGHT), batches(4)) for c in cells]
+    found = [bits(build(*c, model_of("linen"), bindings=EIGHT), batches()) for c in cells]
     assert found[0] == found[1]
 
 
@@ -99,7 +85,7 @@ def test_the_same_bits_as_on_one_device_with_shards_written_out(
 ):
     monkeypatch.setattr(tree, "_HALVED_BYTES", halved_bytes)
     bindings = (*AS_USERS_DO, *EIGHT)
-    found = bits(build(*cell, model_of(api), bindings=bindings), batches(30))
+    found = bits(build(*cell, model_of(api), bindings=bindings), batches(steps=30))
     assert found == single(api, 30, bindings)
 
 
@@ -108,13 +94,13 @@ def test_the_same_bits_as_on_one_device_with_shards_written_out(
 def test_the_same_bits_whatever_strategy_mesh_and_accumulation(cell, accumulation, api):
     bindings = (*AS_USERS_DO, *LOOP)
     strategy = build(*cell, model_of(api), accumulation=accumulation, bindings=bindings)
-    assert bits(strategy, batches(30)) == single(api, 30, bindings)
+    assert bits(strategy, batches(steps=30)) == single(api, 30, bindings)
 
 
 @pytest.mark.slow
 def test_it_is_the_order_that_makes_the_bits():
     cells = [("ddp", 2, 1), ("ddp", 8, 1)]
-    found = [bits(build(*cell, model_of("linen"), exact=False), batches(4)) for cell in cells]
+    found = [bits(build(*cell, model_of("linen"), exact=False), batches()) for cell in cells]
     assert found[0] != found[1]
 
 
@@ -126,7 +112,7 @@ def test_the_same_bits_of_a_model_of_units_and_of_convolutions(api):
     sizes = {"features": (8,), "hidden": 17, "num_classes": 10}
     for model, example, data in (
         (decoder(api), TOKENS, text),
-        (convnet(api=api, **sizes), EXAMPLE, batches(4)),
+        (convnet(api=api, **sizes), EXAMPLE, batches()),
     ):
         options = {"example": example, "bindings": AS_USERS_DO}
         # Two shards a device and one, which is a loop too.

@@ -19,8 +19,8 @@ from research_dp.distributed.sharding import infer_sharding
 from research_dp.distributed.units import exchange_rows, take_rows
 from tests.support.certified import EXAMPLE, batches
 from tests.support.plain_models import with_own_loss
+from tests.support.recipes import recipe
 from tests.support.steps import abstract, mesh_of, on
-from tests.support.strategies import recipe
 
 W = jnp.ones((16, 4))
 LAYOUT = infer_sharding([W], lambda *_: rdp.ShardDecision(0), 8)

@@ -18,7 +18,7 @@ from research_dp import UsageError
 from research_dp.distributed.collectives import PLAIN
 from research_dp.distributed.sharding import ShardDecision, infer_sharding
 from tests.support import calls
-from tests.support.steps import mesh_of, on
+from tests.support.steps import SHAPES, mesh_of, on
 
 ADAM = optax.adam(0.1)
 
@@ -120,8 +120,6 @@ def test_a_layout_of_other_leaves_is_refused():
 
 
 # ---- Slices ----
-
-SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 
 
 @settings(max_examples=4, deadline=None, derandomize=True)

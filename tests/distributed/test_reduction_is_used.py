@@ -12,7 +12,8 @@ from jax.sharding import PartitionSpec as P
 import research_dp as rdp
 from research_dp.distributed.sharding import infer_sharding
 from research_dp.strategies import TrainSpec, jaxpr_collectives
-from tests.support.certified import BATCH, noise, perceptron, recipe_of
+from tests.support.certified import BATCH, noise, small_model
+from tests.support.recipes import recipe
 from tests.support.steps import mesh_of, on
 
 CALLS = {
@@ -47,15 +48,15 @@ def silent(calls):
 def test_every_collective_of_a_step_is_the_reductions(stem):
     calls = set()
     bindings = ("gather_params.bucket_bytes = 1000",) if stem == "hsdp" else ()
-    recipe = dataclasses.replace(recipe_of(stem, *bindings), reduction=silent(calls))
+    config = dataclasses.replace(recipe(stem, *bindings), reduction=silent(calls))
     spec = TrainSpec(
-        model=perceptron(),
+        model=small_model(),
         optimizer=optax.adam(1e-2),
         example=noise().example,
         batch_size=BATCH,
         max_grad_norm=1.0,
     )
-    assert jaxpr_collectives.of_step(recipe.build(spec)) == []
+    assert jaxpr_collectives.of_step(config.build(spec)) == []
     assert calls == CALLS[stem]
 
 

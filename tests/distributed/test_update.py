@@ -22,7 +22,7 @@ from research_dp import (
 )
 from research_dp.distributed import collectives as primitives
 from research_dp.strategies.jaxpr_collectives import collectives
-from tests.support.steps import KINDS, mesh_of
+from tests.support.steps import KINDS, SHAPES, mesh_of
 
 # Epsilon is large enough for the scale of gradients to matter.
 ADAM = optax.adam(1e-2, eps=1e-3)
@@ -283,9 +283,6 @@ def test_masked_and_labelled_state_is_sliced_and_made_whole():
     back = unsharded_state(transform, sliced, params, 4)
     assert jax.tree.structure(back) == jax.tree.structure(state)
     assert jax.tree.map(jnp.shape, back) == jax.tree.map(jnp.shape, state)
-
-
-SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 
 
 LEAVES = st.dictionaries(

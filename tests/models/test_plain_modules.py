@@ -4,7 +4,6 @@ import functools
 from types import SimpleNamespace
 
 import flax.linen as nn
-import gin
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,9 +26,9 @@ from tests.support.certified import EXAMPLE, batches
 from tests.support.faults import flip
 from tests.support.plain_models import MODELS, DropoutNet, linen_dropout, with_own_loss
 from tests.support.processes import start
-from tests.support.repository import ROOT, stems
+from tests.support.recipes import recipe
+from tests.support.repository import stems
 from tests.support.runs import summary
-from tests.support.strategies import recipe
 
 BATCH, MICROS = 32, 2
 # Where a device's loss sees a part of the batch: along which axes.
@@ -358,9 +357,8 @@ def test_certify_names_no_cause_that_is_not_known():
 
 def test_with_logical_shards_a_device_alone_draws_the_same():
     spec = spec_of(linen_dropout(lambda keys: keys[0]))
-    options = ROOT / "gin" / "options" / "deterministic.gin"
-    gin.parse_config_file(str(options))
-    built = recipe("ddp", "tree_reduction.logical_shards = 16").build(spec)
+    shards = "tree_reduction.logical_shards = 16"
+    built = recipe("ddp", shards, more=["options/deterministic.gin"]).build(spec)
     assert built.doubt is None
 
 

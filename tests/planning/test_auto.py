@@ -9,7 +9,7 @@ from research_dp.errors import UsageError
 from research_dp.planning import auto as auto_lib
 from research_dp.planning.estimate import Compiled
 from research_dp.training import train
-from tests.support import certified
+from tests.support import certified, recipes
 from tests.support.plan_rows import make_row
 from tests.support.repository import ROOT
 from tests.support.runs import WITH_MLP, summary
@@ -19,8 +19,7 @@ NAMES = ["ddp", "zero1", "fsdp_keep", "fsdp"]
 
 
 def recipe(*bindings):
-    load.load([AUTO], ["shard_params.min_weight_size = 64", *bindings])
-    return gin_internals.value_of("train.strategy")
+    return recipes.recipe("ddp", *bindings, more=[AUTO])
 
 
 def test_candidates_are_the_shipped_strategies():

@@ -15,7 +15,7 @@ from tests.support.marks import slow
 from tests.support.strategies import recipe
 from tests.support.three_arrays import EXAMPLE, step
 
-F16 = "gin/precision/f16.gin"
+F16 = ["precision/f16.gin"]
 
 
 def test_the_scale_falls_at_an_overflow_and_grows_after_good_steps():

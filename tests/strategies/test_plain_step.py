@@ -16,8 +16,8 @@ from research_dp.distributed.sharding import by_path
 from research_dp.strategies import TrainSpec
 from research_dp.types import LossOutput, TrainableModel
 from tests.support import plain_step
+from tests.support.recipes import recipe
 from tests.support.repository import ROOT, stems
-from tests.support.strategies import recipe
 
 BATCH, MICROS, MAX_NORM = 48, 3, 1.0
 OPTIMIZERS = {"sgd": optax.sgd(0.5), "adam": optax.adam(1e-2)}

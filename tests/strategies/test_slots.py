@@ -21,7 +21,8 @@ from research_dp.commands import dry_run
 from research_dp.runs.checkpoint import Checkpoints
 from research_dp.runs.manifest import Progress
 from research_dp.strategies import TrainSpec, slots
-from tests.support.certified import BATCH, examples, noise, perceptron, recipe_of
+from tests.support.certified import BATCH, examples, noise, small_model
+from tests.support.recipes import recipe
 from tests.support.repository import ROOT
 
 STEPS = 3
@@ -29,7 +30,7 @@ STEPS = 3
 
 def spec():
     return TrainSpec(
-        model=perceptron(),
+        model=small_model(),
         optimizer=optax.adam(1e-2),
         example=noise().example,
         batch_size=BATCH,
@@ -48,7 +49,7 @@ def trained(config, steps=STEPS):
 
 @functools.cache
 def of_one_device():
-    return jax.tree.map(np.asarray, trained(recipe_of("single")).params)
+    return jax.tree.map(np.asarray, trained(recipe("single")).params)
 
 
 def follows_one_device(config, rtol=1e-4):
@@ -71,7 +72,7 @@ def follows_one_device(config, rtol=1e-4):
     ],
 )
 def test_a_shipped_strategy_calls_the_public_function(stem, slot, name):
-    assert getattr(recipe_of(stem), slot).__wrapped__ is getattr(rdp, name)
+    assert getattr(recipe(stem), slot).__wrapped__ is getattr(rdp, name)
 
 
 @pytest.mark.parametrize("slot", ["gather", "sync", "update"])
@@ -151,11 +152,11 @@ PLAIN_SLOTS = {
 @pytest.mark.parametrize("stem", ["hsdp"])
 def test_a_function_of_the_seeds_contract_fills_a_slot(stem, slot):
     chosen = PLAIN_SLOTS if slot == "all" else {slot: PLAIN_SLOTS[slot]}
-    follows_one_device(dataclasses.replace(recipe_of(stem), **chosen))
+    follows_one_device(dataclasses.replace(recipe(stem), **chosen))
 
 
 def test_the_plain_rule_decides_what_is_sharded():
-    strategy = dataclasses.replace(recipe_of("fsdp"), shard=plain_shard).build(spec())
+    strategy = dataclasses.replace(recipe("fsdp"), shard=plain_shard).build(spec())
     dims = {p.path: p.dim for p in jax.tree.leaves(strategy.shardings.params)}
     assert dims["hidden_0/kernel"] == 0 and dims["head/bias"] is None
     (bias,) = [p for p in jax.tree.leaves(strategy.shardings.params) if p.path == "head/bias"]
@@ -163,7 +164,7 @@ def test_the_plain_rule_decides_what_is_sharded():
 
 
 def test_gradients_may_be_averaged_by_the_update_alone():
-    follows_one_device(dataclasses.replace(recipe_of("zero1"), sync=None))
+    follows_one_device(dataclasses.replace(recipe("zero1"), sync=None))
 
 
 def twice(gradients, parameters, optimizer):
@@ -184,7 +185,7 @@ def twice(gradients, parameters, optimizer):
 )
 def test_slots_that_do_not_make_a_step_are_refused(stem, changes, message):
     with pytest.raises(rdp.UsageError, match=message):
-        dataclasses.replace(recipe_of(stem), **changes).build(spec())
+        dataclasses.replace(recipe(stem), **changes).build(spec())
 
 
 @pytest.mark.parametrize(
@@ -209,7 +210,7 @@ def test_slots_that_do_not_make_a_step_are_refused(stem, changes, message):
     ],
 )
 def test_what_is_no_shard_is_refused(shard, message):
-    config = dataclasses.replace(recipe_of("fsdp"), shard=shard)
+    config = dataclasses.replace(recipe("fsdp"), shard=shard)
     with pytest.raises(rdp.UsageError, match=message):
         config.build(spec())
 
@@ -223,7 +224,7 @@ def test_a_step_reaches_its_collective_in_nine_frames(monkeypatch):
         return all_gather(*args, **options)
 
     monkeypatch.setattr(lax, "all_gather", spy)
-    recipe_of("fsdp").build(spec())
+    recipe("fsdp").build(spec())
     places = [(Path(f.filename), f.name) for f in paths[0]]
     package = Path(rdp.__file__).parent
     places = [(p, name) for p, name in places if package in p.parents]
@@ -249,7 +250,7 @@ def test_a_step_reaches_its_collective_in_nine_frames(monkeypatch):
 def test_options_of_the_update_that_a_strategy_decides_are_refused(option, message):
     name = f"fsdp_apply_gradients.{option.split()[0]}"
     with pytest.raises(rdp.UsageError, match=message) as caught:
-        recipe_of("zero1", f"fsdp_apply_gradients.{option}").build(spec())
+        recipe("zero1", f"fsdp_apply_gradients.{option}").build(spec())
     assert caught.value.binding == name
 
 
@@ -259,7 +260,7 @@ def test_an_update_that_does_not_call_the_optimizer_once_is_refused(calls):
         new = [optimizer.apply_gradients(gradients, parameters) for _ in range(calls)]
         return new[-1] if new else None
 
-    config = dataclasses.replace(recipe_of("ddp"), update=update)
+    config = dataclasses.replace(recipe("ddp"), update=update)
     with pytest.raises(rdp.UsageError, match=f"must call .* once, not {calls} times"):
         config.build(spec())
 
@@ -268,7 +269,7 @@ def test_an_update_that_does_not_call_the_optimizer_once_is_refused(calls):
 
 
 def test_state_is_carried_and_differs_from_device_to_device(capsys):
-    config = dataclasses.replace(recipe_of("ddp"), sync=ErrorFeedback())
+    config = dataclasses.replace(recipe("ddp"), sync=ErrorFeedback())
     first = config.build(spec()).init(jax.random.key(0))
     assert all(not np.any(x) for x in jax.tree.leaves(first.slots))
     state = trained(config)
@@ -285,7 +286,7 @@ def test_state_is_carried_and_differs_from_device_to_device(capsys):
 
 def test_error_feedback_follows_the_exact_gradients():
     """What was rounded away comes back: plain rounding drifts from the sum of the gradients."""
-    config = dataclasses.replace(recipe_of("ddp"), sync=ErrorFeedback())
+    config = dataclasses.replace(recipe("ddp"), sync=ErrorFeedback())
     follows_one_device(config, rtol=2e-2)
 
 
@@ -308,7 +309,7 @@ class Counting:
 
 
 def test_state_may_be_a_number_that_is_the_same_on_all_devices():
-    state = trained(dataclasses.replace(recipe_of("ddp"), sync=Counting()))
+    state = trained(dataclasses.replace(recipe("ddp"), sync=Counting()))
     assert state.slots["sync"].sharding.is_fully_replicated and int(state.slots["sync"]) == STEPS
 
 
@@ -318,20 +319,20 @@ def test_state_may_be_a_number_that_is_the_same_on_all_devices():
 )
 def test_state_that_changes_its_type_is_refused(change):
     with pytest.raises(rdp.UsageError, match=r"new state has .* instead of state float32\[\]"):
-        dataclasses.replace(recipe_of("ddp"), sync=Counting(change)).build(spec())
+        dataclasses.replace(recipe("ddp"), sync=Counting(change)).build(spec())
 
 
 def test_state_that_does_not_fit_the_strategy_is_refused():
     slot = ErrorFeedback()
     with pytest.raises(rdp.UsageError, match="sharded gradients; use it with ddp"):
-        dataclasses.replace(recipe_of("fsdp"), sync=slot).build(spec())
+        dataclasses.replace(recipe("fsdp"), sync=slot).build(spec())
     slot.differs_over = ("data", "tp")
     with pytest.raises(rdp.UsageError, match=r"sync\.differs_over has axis 'tp'; the axes are"):
-        dataclasses.replace(recipe_of("ddp"), sync=slot).build(spec())
+        dataclasses.replace(recipe("ddp"), sync=slot).build(spec())
 
 
 def test_errors_keep_the_dtype_of_the_state():
-    config = recipe_of("ddp", "data_parallel.accumulation_dtype = 'float32'")
+    config = recipe("ddp", "data_parallel.accumulation_dtype = 'float32'")
     config = dataclasses.replace(config, sync=ErrorFeedback(), param_dtype="bfloat16")
     config.build(dataclasses.replace(spec(), accumulation_steps=2))
 
@@ -343,30 +344,30 @@ def test_an_object_that_lacks_a_method_is_refused_with_its_name():
 
     message = r"give a function, or a Stateful, or None\. It lacks resize\."
     with pytest.raises(rdp.UsageError, match=message):
-        dataclasses.replace(recipe_of("ddp"), sync=Incomplete())
+        dataclasses.replace(recipe("ddp"), sync=Incomplete())
 
 
 def test_an_engine_that_keeps_no_state_says_so():
-    config = dataclasses.replace(recipe_of("pmap"), sync=ErrorFeedback())
+    config = dataclasses.replace(recipe("pmap"), sync=ErrorFeedback())
     with pytest.raises(rdp.UsageError, match="sync = ErrorFeedback: engine 'pmapped' keeps no"):
         config.build(spec())
 
 
 def test_a_gather_carries_no_state():
     with pytest.raises(rdp.UsageError, match=r"gather = .*ErrorFeedback.*give a function"):
-        dataclasses.replace(recipe_of("fsdp"), gather=ErrorFeedback())
+        dataclasses.replace(recipe("fsdp"), gather=ErrorFeedback())
 
 
 def saved_and_restored(tmp_path, devices):
     """A state with slots, saved on eight devices and restored on others."""
-    strategy = dataclasses.replace(recipe_of("ddp"), sync=ErrorFeedback()).build(spec())
+    strategy = dataclasses.replace(recipe("ddp"), sync=ErrorFeedback()).build(spec())
     state = strategy.init(jax.random.key(0))
     state, _ = strategy.train_step(state, strategy.place_batch(examples(0, BATCH)))
     progress = Progress(batch_size=BATCH, seed=0, order="", window={})
     with contextlib.closing(Checkpoints(tmp_path)) as checkpoints:
         checkpoints.save(state, 1, progress, origin={})
     mesh = rdp.make_mesh({"data": devices}, devices=jax.devices()[:devices])
-    config = dataclasses.replace(recipe_of("ddp"), sync=ErrorFeedback(), mesh=mesh)
+    config = dataclasses.replace(recipe("ddp"), sync=ErrorFeedback(), mesh=mesh)
     other = config.build(spec())
     with contextlib.closing(Checkpoints(tmp_path)) as checkpoints:
         resize = functools.partial(slots.resize, other.config, other.abstract_state)

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import research_dp as rdp
 from research_dp.distributed.optimizer import dynamic_loss_scale
+from tests.support import steps
 
 # Arguments that no parameter, or few, should take.
 WRONG = {
@@ -92,10 +93,6 @@ STATE = jax_utils.replicate(FlaxState.create(apply_fn=None, params=TREE, tx=SGD)
 
 def squares(model, batch):
     return jnp.mean(model(batch["x"]) ** 2)
-
-
-def of_tree(variables, batch, rngs=None):
-    return jnp.mean((batch["x"] @ variables["params"]["w"]) ** 2)
 
 
 def trainable():
@@ -288,7 +285,7 @@ CALLS = {
     },
     "data_parallel_rules": {"data_axis": ("data", "text")},
     "data_parallel_train_step": {
-        "loss_fn": (of_tree, "a function"),
+        "loss_fn": (steps.squares, "a function"),
         "batch": ({"x": np.ones((8, 2, 8), np.float32)}, "arrays"),
         "state": (STATE, "one of its class"),
         "rngs": (None, "random keys?"),

@@ -13,12 +13,12 @@ from research_dp import strategies
 from research_dp.certification import harness
 from research_dp.certification.certify import certify
 from research_dp.certification.harness import Bench
-from research_dp.config import gin_internals, load
 from research_dp.distributed.batch_examples import seed_key
 from research_dp.distributed.placement import fingerprint
 from research_dp.models import mlp
 from research_dp.strategies import StrategyConfig, TrainSpec
 from research_dp.types import DataSet
+from tests.support.recipes import recipe
 
 BATCH = 32
 STEPS = 3
@@ -53,21 +53,17 @@ def noise():
     )
 
 
-def recipe_of(stem, *bindings):
-    load.load([f"strategies/{stem}.gin"], ["shard_params.min_weight_size = 64", *bindings])
-    return gin_internals.value_of("train.strategy")
-
-
-def perceptron(dropout_rate=0.3):
-    return mlp(widths=(32, 16), num_classes=10, dropout_rate=dropout_rate)
+def small_model(api="linen", dropout_rate=0.3):
+    """A small perceptron with dropout."""
+    return mlp(api=api, widths=(32, 16), num_classes=10, dropout_rate=dropout_rate)
 
 
 def bench_of(stem, *, engine=None, spec=None, bindings=(), dtypes=(), **slots):
-    single = recipe_of("single")
+    single = recipe("single")
     slots = slots if engine is None else {**slots, "engine": engine}
-    config = dataclasses.replace(recipe_of(stem, *bindings), **slots)
+    config = dataclasses.replace(recipe(stem, *bindings), **slots)
     settings = {
-        "model": perceptron(),
+        "model": small_model(),
         "optimizer": optax.adam(1e-2),
         "example": noise().example,
         "batch_size": BATCH,
@@ -94,15 +90,11 @@ EXAMPLE = {
     "image": jax.ShapeDtypeStruct((4, 4, 1), np.float32),
     "label": jax.ShapeDtypeStruct((), np.int32),
 }
+TOKENS = {"tokens": jax.ShapeDtypeStruct((16,), np.int32)}
 # Relative and absolute tolerance.
 _NEAR = {"losses": (0, 2e-6), "gradient norms": (1e-5, 0), "parameters": (0, 2e-5)}
 _NEAR["evaluation loss"] = (1e-4, 0)
 _VALID = 5  # examples of the evaluation batch; the others are padding
-
-
-def small_model(api):
-    """A small perceptron with dropout."""
-    return mlp(api=api, widths=(32, 16), num_classes=10, dropout_rate=0.3)
 
 
 def small_spec(api, batch_size=BATCH):
@@ -117,7 +109,7 @@ def small_spec(api, batch_size=BATCH):
     )
 
 
-def batches(batch_size=BATCH):
+def batches(batch_size=BATCH, steps=RUN_STEPS):
     """The training batches, the same for every strategy."""
     rng = np.random.default_rng(0)
     return [
@@ -125,7 +117,7 @@ def batches(batch_size=BATCH):
             "image": rng.normal(size=(batch_size, 4, 4, 1)).astype(np.float32),
             "label": rng.integers(0, 10, batch_size).astype(np.int32),
         }
-        for _ in range(RUN_STEPS)
+        for _ in range(steps)
     ]
 
 

@@ -6,10 +6,10 @@ import jax
 import numpy as np
 import optax
 
-from research_dp.config import gin_internals, load
 from research_dp.distributed.placement import fingerprint
 from research_dp.models import transformer
 from research_dp.strategies import TrainSpec
+from tests.support.recipes import recipe
 
 VOCAB, LENGTH, BATCH = 64, 16, 16
 
@@ -31,12 +31,9 @@ def batch(seed, rows=BATCH, segments=True):
     return made
 
 
-def build(stem, model, *bindings, accumulation=1, rows=BATCH, more=None):
-    load.reset()
+def build(stem, model, *bindings, accumulation=1, rows=BATCH, more=()):
     small = "shard_params.min_weight_size = 128"
-    files = [f"gin/strategies/{stem}.gin", more]
-    load.load([file for file in files if file], [small, *bindings])
-    strategy = gin_internals.value_of("train.strategy")
+    strategy = recipe(stem, small, *bindings, more=more)
     return strategy.build(spec_of(model, accumulation, rows))
 
 

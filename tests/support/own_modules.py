@@ -3,10 +3,17 @@
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 from flax import nnx
 from jax import lax
 
 FEATURES, WIDTH, CLASSES = 8, 16, 10
+EXAMPLE = {
+    "x": jax.ShapeDtypeStruct((FEATURES,), np.float32),
+    "y": jax.ShapeDtypeStruct((), np.int32),
+}
+cross_entropy = optax.softmax_cross_entropy_with_integer_labels
 
 
 class LinenNet(nn.Module):

@@ -6,11 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import jax_utils, nnx, struct
+from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import research_dp
 
+SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 # The collectives of a sharded update.
 KINDS = ("reduce-scatter", "all-gather")
 

@@ -1,29 +1,20 @@
 """Shipped strategies by name, built for small models; their steps and traffic."""
 
-import gin
 import jax
 import jax.numpy as jnp
 import optax
 
-import research_dp.training.train  # noqa: F401  (registers `train`)
 from research_dp.strategies import TrainSpec
 from research_dp.strategies.jaxpr_collectives import collectives
 from research_dp.types import LossOutput, TrainableModel
 from tests.support.certified import EXAMPLE, batches
-from tests.support.repository import ROOT
+from tests.support.recipes import recipe
 
 BATCH = 32
 
 
-def recipe(stem, *bindings):
-    gin.parse_config_file(str(ROOT / "gin" / "strategies" / f"{stem}.gin"))
-    gin.parse_config(["shard_params.min_weight_size = 64", *bindings])
-    train = gin.query_parameter("train.strategy")
-    return train.configurable.wrapper() if hasattr(train, "configurable") else train
-
-
-def build(stem, model, *, bindings=(), accumulation=1, clip=None, optimizer=None, seed=3):
-    spec = TrainSpec(
+def spec_of(model, accumulation=1, *, clip=None, optimizer=None, seed=3):
+    return TrainSpec(
         model=model,
         optimizer=optimizer or optax.adam(1e-2),
         example=EXAMPLE,
@@ -32,7 +23,10 @@ def build(stem, model, *, bindings=(), accumulation=1, clip=None, optimizer=None
         max_grad_norm=clip,
         seed=seed,
     )
-    return recipe(stem, *bindings).build(spec)
+
+
+def build(stem, model, *, bindings=(), **options):
+    return recipe(stem, *bindings).build(spec_of(model, **options))
 
 
 def run_steps(strategy, steps):

@@ -1,5 +1,7 @@
 """Losses and gradients that are no numbers: found at their step, named, skipped or stopped at."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,30 +10,20 @@ import pytest
 
 import research_dp.training.train  # noqa: F401  (registers `train`)
 from research_dp.errors import RunFailure
-from research_dp.strategies import NONFINITE, SKIPPED, TrainSpec
+from research_dp.strategies import NONFINITE, SKIPPED
 from research_dp.training.nonfinite import NonfiniteCheck
 from research_dp.types import LossOutput, TrainableModel
+from tests.support import three_arrays
 from tests.support.marks import slow
 from tests.support.processes import FAULTY
 from tests.support.repository import stems
 from tests.support.runs import MLP, lines, summary
-from tests.support.strategies import recipe
-from tests.support.three_arrays import EXAMPLE, STOPS, init, loss, step
+from tests.support.three_arrays import STOPS, init, step
 
 PATHS = ["a", "b", "c"]
 
 
-def build(stem, *, skip, more=()):
-    spec = TrainSpec(
-        model=TrainableModel(init, loss),
-        optimizer=optax.adam(1e-2),
-        example=EXAMPLE,
-        batch_size=16,
-        accumulation_steps=2,
-        max_grad_norm=1.0,
-        skip_nonfinite=skip,
-    )
-    return recipe(stem, *more).build(spec)
+build = functools.partial(three_arrays.build, accumulation_steps=2, max_grad_norm=1.0)
 
 
 ALL = [s if s in ("fsdp", "spmd") else slow(s) for s in stems()]
@@ -39,7 +31,7 @@ ALL = [s if s in ("fsdp", "spmd") else slow(s) for s in stems()]
 
 @pytest.mark.parametrize("stem", ALL)
 def test_a_spoilt_step_is_named_and_changes_nothing_if_it_is_to_be_skipped(stem):
-    strategy = build(stem, skip=True)
+    strategy = build(stem, skip_nonfinite=True)
     state, metrics = step(strategy, strategy.init(jax.random.key(0)))
     np.testing.assert_array_equal(metrics[NONFINITE], [0, 0, 0, 0])
     before = jax.device_get(state)
@@ -59,7 +51,7 @@ def test_a_spoilt_step_is_named_and_changes_nothing_if_it_is_to_be_skipped(stem)
 
 
 def test_a_loss_that_is_no_number_is_wrong_whatever_the_gradients_are():
-    strategy = build("fsdp", skip=False)
+    strategy = build("fsdp")
     state, metrics = step(strategy, strategy.init(jax.random.key(0)), x3=np.nan)
     flags = np.asarray(metrics[NONFINITE]) > 0
     np.testing.assert_array_equal(flags, [True, True, False, True])
@@ -71,7 +63,7 @@ def test_a_loss_that_is_no_number_is_wrong_whatever_the_gradients_are():
 def test_with_a_scaled_loss_an_overflow_is_no_failure_until_the_scale_is_one(stem):
     scaled = ["data_parallel.loss_scale = @dynamic_loss_scale()", "dynamic_loss_scale.initial = "]
     for initial, wrong in ((2.0, False), (1.0, True)):
-        strategy = build(stem, skip=False, more=[scaled[0], f"{scaled[1]}{initial}"])
+        strategy = build(stem, scaled[0], f"{scaled[1]}{initial}")
         state = strategy.init(jax.random.key(0))
         before = jax.device_get(state.params)
         state, metrics = step(strategy, state, x5=2 * STOPS)
@@ -117,7 +109,7 @@ def test_what_is_said_of_a_step():
 
 @pytest.mark.parametrize("stem", ["hsdp", slow("pmap")])
 def test_parameters_that_overflowed_are_not_saved(stem):
-    strategy = build(stem, skip=False)
+    strategy = build(stem)
     state = strategy.init(jax.random.key(0))
     check = NonfiniteCheck(PATHS, "stop", "Nothing was touched.", print)
     check.check_state(3, state)
@@ -175,14 +167,8 @@ def weighed(stem, weight, optimizer=None):
             jnp.sum(weights * batch["x"] * jnp.sum(params["a"] ** 2)), weights.sum(), {}, {}
         )
 
-    spec = TrainSpec(
-        model=TrainableModel(init, loss),
-        optimizer=optax.sgd(0.1),
-        example=EXAMPLE,
-        batch_size=16,
-        max_grad_norm=1.0,
-    )
-    strategy = recipe(stem).build(spec)
+    model = TrainableModel(init, loss)
+    strategy = three_arrays.build(stem, model=model, optimizer=optax.sgd(0.1), max_grad_norm=1.0)
     state, metrics = step(strategy, strategy.init(0))
     return jax.device_get((metrics, state.params))
 
@@ -218,9 +204,7 @@ def test_counts_are_not_rounded_to_the_dtype_of_their_sums(stem, dtype):
         total = (jnp.sum(params["a"] ** 2) * rows).astype(dtype)
         return LossOutput(total, tokens, {}, {"length": (total, tokens)})
 
-    spec = TrainSpec(
-        model=TrainableModel(init, loss), optimizer=optax.sgd(0.1), example=EXAMPLE, batch_size=16
-    )
-    strategy = recipe(stem).build(spec)
+    model = TrainableModel(init, loss)
+    strategy = three_arrays.build(stem, model=model, optimizer=optax.sgd(0.1))
     _, metrics = step(strategy, strategy.init(0))
     assert metrics["loss"][1] == metrics["length"][1] == 16 * 8193

@@ -1,13 +1,11 @@
 """The start-up test of collectives: what is right passes, each kind of fault is seen and named."""
 
-import dataclasses
 import functools
 import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax._src import distributed
 from jax.sharding import PartitionSpec as P
@@ -20,13 +18,11 @@ from research_dp.distributed.collectives import (
     over_gloo,
 )
 from research_dp.errors import RunFailure
-from research_dp.strategies import TrainSpec
 from research_dp.training import preflight
 from research_dp.training.preflight import Probe
-from research_dp.types import TrainableModel
+from tests.support.recipes import recipe
 from tests.support.steps import mesh_of
-from tests.support.strategies import recipe
-from tests.support.three_arrays import EXAMPLE, init, loss
+from tests.support.three_arrays import build, spec_of
 
 DTYPES = ("float32", "bfloat16", "float16", "int32", "int8")
 KINDS = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "permute")
@@ -66,8 +62,7 @@ def test_a_fault_is_seen(monkeypatch, kind, fault):
 
 
 def preflight_of(stem, monkeypatch, broken):
-    model = TrainableModel(init, loss)
-    spec = TrainSpec(model=model, optimizer=optax.adam(1e-2), example=EXAMPLE, batch_size=16)
+    spec = spec_of()
     how = recipe(stem)
     strategy = how.build(spec)
     # One process's CPU is not tested by itself: as if these were several processes.
@@ -103,9 +98,7 @@ def test_a_run_whose_collectives_are_right_is_left_as_it_is(monkeypatch, stem):
 @pytest.mark.parametrize("between_cpus", [False, True])
 def test_what_the_compiler_may_insert_is_tested(monkeypatch, between_cpus):
     monkeypatch.setattr(preflight, "over_gloo", lambda: between_cpus)
-    model = TrainableModel(init, loss)
-    spec = TrainSpec(model=model, optimizer=optax.adam(1e-2), example=EXAMPLE, batch_size=16)
-    found = {probe.kind for probe in preflight.probes(recipe("spmd_fsdp").build(spec))}
+    found = {probe.kind for probe in preflight.probes(build("spmd_fsdp"))}
     scatters = set() if between_cpus else {"reduce-scatter"}
     assert found == {"all-reduce", "all-gather"} | scatters
 
@@ -182,12 +175,10 @@ def test_between_cpus_reductions_are_exchanged_and_nowhere_else(monkeypatch):
 
 
 def test_exchanged_strategies_follow_the_plain_ones():
-    model = TrainableModel(init, loss)
-    spec = TrainSpec(model=model, optimizer=optax.adam(1e-2), example=EXAMPLE, batch_size=16)
-    how = recipe("hsdp", "make_mesh.axes = {'data': 2, 'fsdp': 4}")
     norms = []
     for reduction in (PLAIN, EXCHANGED):
-        strategy = dataclasses.replace(how, reduction=reduction).build(spec)
+        slots = {"reduction": reduction}
+        strategy = build("hsdp", "make_mesh.axes = {'data': 2, 'fsdp': 4}", slots=slots)
         x = np.linspace(0.5, 1.5, 16, dtype=np.float32)[strategy.train_rows]
         state = strategy.init(jax.random.key(0))
         for _ in range(2):

@@ -1,31 +1,18 @@
 """One flipped bit on one device is found, and named with its array, its device and its step."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
 
 import research_dp.training.train  # noqa: F401  (registers `train`)
 from research_dp import sync_gradients
 from research_dp.errors import RunFailure, UsageError
-from research_dp.strategies import TrainSpec
 from research_dp.training.replica_check import ReplicaCheck
-from research_dp.types import TrainableModel
 from tests.support.faults import flip
 from tests.support.marks import slow
 from tests.support.repository import stems
 from tests.support.runs import MLP, lines
-from tests.support.strategies import recipe
-from tests.support.three_arrays import EXAMPLE, init, loss, step
-
-
-def build(stem, *more, **slots):
-    model = TrainableModel(init, loss)
-    spec = TrainSpec(model=model, optimizer=optax.adam(1e-2), example=EXAMPLE, batch_size=16)
-    return dataclasses.replace(recipe(stem, *more), **slots).build(spec)
-
+from tests.support.three_arrays import build, step
 
 MANY = [s for s in stems() if s != "single"]
 
@@ -76,7 +63,7 @@ class Counting:
 
 
 def test_the_state_of_slots_is_compared():
-    strategy = build("ddp", sync=Counting())
+    strategy = build("ddp", slots={"sync": Counting()})
     check = ReplicaCheck(strategy)
     state, _ = step(strategy, strategy.init(jax.random.key(0)))
     assert check.differences(check.checksums(state)) == []

@@ -20,8 +20,8 @@ from research_dp.training.optimizers import LearningRate, remembering_rate
 from research_dp.training.train import train
 from research_dp.types import MEASURED, LossOutput
 from tests.support import runs, tiny_run
+from tests.support.recipes import recipe
 from tests.support.runs import summary
-from tests.support.strategies import recipe
 
 PARTS = ("data_wait_seconds", "dispatch_seconds", "device_wait_seconds")
 
