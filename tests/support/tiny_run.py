@@ -69,11 +69,16 @@ def train(folder, *, num_steps=8, **options):
     """Runs the loop; returns its exit status."""
     from research_dp.training.train import train
 
-    strategy = _strategy()
-    settings = {"data": DATA, "log_every": 2, "checkpoint_every": 2, "eval_every": 4, **options}
+    settings = {
+        "model": MODEL,
+        "data": DATA,
+        "log_every": 2,
+        "checkpoint_every": 2,
+        "eval_every": 4,
+        **options,
+    }
     return train(
-        model=MODEL,
-        strategy=strategy,
+        strategy=settings.pop("strategy", None) or _strategy(),
         optimizer=OPTIMIZER,
         num_steps=num_steps,
         batch_size=BATCH,

@@ -22,12 +22,11 @@ from research_dp.data.preprocess import byte_text, image_classification
 from research_dp.data.tf_data import tf_data
 from research_dp.data.tfds import identity_of, random_access, tfds_data
 from research_dp.distributed import mesh
-from research_dp.errors import UsageError
 from research_dp.models import mlp
 from research_dp.runs import resume, workdir
 from research_dp.runs.manifest import Manifest, Progress, origin
 from research_dp.runs.resume import changes
-from research_dp.training import input_checks, train
+from research_dp.training import input_checks
 from research_dp.types import (
     Bound,
     DataIdentity,
@@ -38,8 +37,9 @@ from research_dp.types import (
     TrainOrder,
 )
 from tests.support import tiny_run
+from tests.support.data import refused
+from tests.support.recipes import recipe
 from tests.support.runs import DIGITS
-from tests.support.strategies import recipe
 
 TRAIN, TEST, CLASSES = 40, 12, 10
 WRONG = 37  # the label of example 7 of each split
@@ -95,13 +95,12 @@ def raw_images(count):
     return np.stack([draws.random((4, 4, 1), np.float32) for _ in range(count)])
 
 
+EVALUATION = EvalOrder(batch_size=8, rows=np.arange(8))
+
+
 def order_of(steps=5, batch_size=16, rows=None):
     rows = np.arange(batch_size) if rows is None else np.asarray(rows)
     return TrainOrder(seed=3, batch_size=batch_size, rows=rows, first_step=0, num_steps=steps)
-
-
-def refused(message):
-    return pytest.raises(UsageError, match=message)
 
 
 # ---- Dtypes ----
@@ -317,7 +316,7 @@ def test_a_label_that_is_no_class_is_named_in_both_splits(data):
     model = mlp(widths=(4,), num_classes=CLASSES)
     told = f"has label {WRONG}, and train.model takes 0 to 9 \\(num_classes = 10\\)"
     with refused(f"^example 7 of float_dots test {told}"):
-        list(input_checks.checked_batches(data, EvalOrder(batch_size=8, rows=np.arange(8)), model))
+        list(input_checks.checked_batches(data, EVALUATION, model))
     with refused(rf"^example 7 of \S+( \(float_dots)? train\)? {told}"):
         list(input_checks.checked_batches(data, order_of(), model))
     wide = mlp(widths=(4,), num_classes=WRONG + 1)
@@ -418,30 +417,16 @@ def test_a_metric_of_no_example_is_no_mistake_and_reads_nothing_again(tmp_path):
         return out._replace(sums={"rare": (0 * out.total, 0 * out.weight)})
 
     model = dataclasses.replace(tiny_run.MODEL, loss=loss)
-    train.train(
-        model=model,
-        data=dataclasses.replace(tiny_run.DATA, evaluate=evaluate),
-        strategy=recipe("single"),
-        optimizer=tiny_run.OPTIMIZER,
-        num_steps=2,
-        batch_size=tiny_run.BATCH,
-        workdir=str(tmp_path),
-    )
+    data = dataclasses.replace(tiny_run.DATA, evaluate=evaluate)
+    built_anew = {"model": model, "strategy": recipe("single")}
+    tiny_run.train(tmp_path, num_steps=2, data=data, **built_anew)
     assert len(reads) == 1
 
 
 def train_skipping(folder, data, num_steps):
     """The tiny run, built for `skip`; its own programs are those of `stop`."""
-    train.train(
-        model=tiny_run.MODEL,
-        data=data,
-        strategy=recipe("single"),
-        optimizer=tiny_run.OPTIMIZER,
-        num_steps=num_steps,
-        batch_size=tiny_run.BATCH,
-        on_nonfinite="skip",
-        workdir=str(folder),
-    )
+    skips = {"strategy": recipe("single"), "on_nonfinite": "skip"}
+    tiny_run.train(folder, num_steps=num_steps, data=data, **skips)
 
 
 def test_naming_an_example_leaves_the_stream_alone(tmp_path):
@@ -483,11 +468,7 @@ def test_data_that_ends_early_is_refused():
     with refused("mine has no training batch 3: its training data is empty, or"):
         list(input_checks.checked_batches(stream({}, {}), order_of(steps=5), model))
     with refused("mine has no evaluation batch 1"):
-        list(
-            input_checks.checked_batches(
-                stream(), EvalOrder(batch_size=8, rows=np.arange(8)), model
-            )
-        )
+        list(input_checks.checked_batches(stream(), EVALUATION, model))
 
 
 # ---- What changed ----
@@ -525,19 +506,25 @@ def test_every_binding_that_changed_is_told_with_both_values_and_its_place():
 # ---- The folder ----
 
 
+def as_one_of_two(monkeypatch, process, name):
+    """Has this process take itself for one of two; returns what it tells the other of problems."""
+    problems = []
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(jax, "process_index", lambda: process)
+    monkeypatch.setattr(workdir, "_SECONDS_TO_APPEAR", 0.0)
+    monkeypatch.setattr(workdir, "texts_of_all", lambda own: [f"{name} first", own])
+    monkeypatch.setattr(workdir, "first_problem", lambda own: problems.append(own) or own)
+    return problems
+
+
 @pytest.mark.parametrize("process", [0, 1])
 @pytest.mark.parametrize("shared", [True, False])
 def test_a_folder_that_is_not_shared_is_refused(tmp_path, monkeypatch, process, shared):
     (tmp_path / "0").mkdir()
     (tmp_path / "1").mkdir()
     name = ".run.abc"
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(jax, "process_index", lambda: process)
-    monkeypatch.setattr(workdir, "_SECONDS_TO_APPEAR", 0.0)
+    problems = as_one_of_two(monkeypatch, process, name)
     monkeypatch.setattr(workdir.secrets, "token_hex", lambda size: "abc")
-    monkeypatch.setattr(workdir, "texts_of_all", lambda own: [f"{name} first", own])
-    problems = []
-    monkeypatch.setattr(workdir, "first_problem", lambda own: problems.append(own) or own)
     if process == 1:
         (tmp_path / "0" / name).touch()
     folder = tmp_path / ("0" if shared else str(process))
@@ -552,12 +539,7 @@ def test_a_folder_that_is_not_shared_is_refused(tmp_path, monkeypatch, process, 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.ESTALE])
 def test_a_folder_that_one_process_cannot_read_is_refused_in_all(tmp_path, monkeypatch, number):
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(jax, "process_index", lambda: 1)
-    monkeypatch.setattr(workdir, "_SECONDS_TO_APPEAR", 0.0)
-    monkeypatch.setattr(workdir, "texts_of_all", lambda text: [".run.abc first", text])
-    problems = []
-    monkeypatch.setattr(workdir, "first_problem", lambda x: problems.append(x) or x)
+    problems = as_one_of_two(monkeypatch, 1, ".run.abc")
 
     def fail(path, **_):
         raise OSError(number, os.strerror(number), str(path))
