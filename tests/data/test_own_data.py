@@ -3,8 +3,7 @@
 import collections
 import dataclasses
 import io
-import subprocess
-import sys
+import itertools
 import tarfile
 import threading
 import time
@@ -21,10 +20,11 @@ import research_dp
 from examples.own_data.shards import Shards
 from research_dp import EvalOrder, TrainOrder, UsageError, from_arrays, from_source
 from research_dp.data.preprocess import stack
-from tests.support.repository import ROOT
-from tests.support.strategies import recipe
+from tests.support.programs import output
+from tests.support.recipes import recipe
 
 SIZE, BATCH = 50, 8
+ROWS = np.arange(BATCH)
 
 
 def arrays(size=SIZE):
@@ -71,14 +71,20 @@ MADE = {
 }
 
 
-def train(data, first=0, last=20, rows=None, seed=1):
-    rows = np.arange(BATCH) if rows is None else rows
-    order = TrainOrder(seed=seed, batch_size=BATCH, rows=rows, first_step=first, num_steps=last)
-    return list(data.train(order))
+def assert_same(found, expected):
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
-def evaluate(data, rows=None):
-    return list(data.evaluate(EvalOrder(batch_size=BATCH, rows=np.arange(BATCH))))
+def order_of(first=0, last=20, rows=ROWS, seed=1):
+    return TrainOrder(seed=seed, batch_size=BATCH, rows=rows, first_step=first, num_steps=last)
+
+
+def train(data, *order, **options):
+    return list(data.train(order_of(*order, **options)))
+
+
+def evaluate(data):
+    return list(data.evaluate(EvalOrder(batch_size=BATCH, rows=ROWS)))
 
 
 def numbers(batches):
@@ -89,10 +95,8 @@ def numbers(batches):
 @pytest.mark.parametrize("kind", MADE)
 def test_all_kinds_give_the_same_batches(kind):
     data, expected = MADE[kind](), MADE["arrays"]()
-    for found, other in zip(train(data), train(expected), strict=True):
-        jax.tree.map(np.testing.assert_array_equal, found, other)
-    for found, other in zip(evaluate(data), evaluate(expected), strict=True):
-        jax.tree.map(np.testing.assert_array_equal, found, other)
+    assert_same(train(data), train(expected))
+    assert_same(evaluate(data), evaluate(expected))
     assert data.example == expected.example and data.order == expected.order
     assert data.identity() == expected.identity()
 
@@ -137,7 +141,7 @@ def test_resumed_in_other_processes_the_stream_goes_on(kind):
     undisturbed = numbers(train(data))
     stream = []
     for first, last, processes in ((0, 7, 1), (7, 13, 4), (13, 20, 2)):
-        rows = [np.arange(BATCH)[i::processes] for i in range(processes)]
+        rows = [ROWS[i::processes] for i in range(processes)]
         parts = [train(data, first, last, part) for part in rows]
         for step in zip(*parts, strict=True):
             batch = dict(zip(np.concatenate(rows), numbers(step), strict=True))
@@ -158,9 +162,9 @@ def test_augmentation_is_a_function_of_seed_and_place_for_training_alone():
         np.testing.assert_array_equal(found["x"], all_rows["x"][rows])
         assert (found["x"] != other["x"]).all() and found["x"].dtype == np.float32
         np.testing.assert_allclose(found["x"], other["x"], atol=0.5)
-    jax.tree.map(np.testing.assert_array_equal, evaluate(data), evaluate(plain))
+    assert_same(evaluate(data), evaluate(plain))
     source = from_source(Source(), transform=pair, augment=noisy, name="arrays")
-    jax.tree.map(np.testing.assert_array_equal, train(source, 3, 9), train(data, 3, 9))
+    assert_same(train(source, 3, 9), train(data, 3, 9))
 
 
 def test_evaluation_data_of_its_own_leaves_all_for_training():
@@ -169,6 +173,7 @@ def test_evaluation_data_of_its_own_leaves_all_for_training():
     assert same["train"] == same["eval"] and same["train"].examples == SIZE
     for data in (
         from_arrays(x, y, eval=(x[:5], y[:5])),
+        from_arrays(x, y, eval=[x[:5], y[:5]]),
         from_source(Rows(), eval=Rows(5)),
         from_arrays({"x": x, "y": y}, eval={"x": x[:5], "y": y[:5]}),
     ):
@@ -180,12 +185,6 @@ def test_evaluation_data_of_its_own_leaves_all_for_training():
 def test_a_fraction_of_numpy_is_a_fraction(fraction):
     for data in (from_arrays(*arrays(), eval=fraction), from_source(Rows(), eval=fraction)):
         assert data.identity().splits["eval"].examples == SIZE // 10
-
-
-def test_a_list_of_two_is_a_pair():
-    x, y = arrays()
-    data = from_arrays(x, y, eval=[x[:5], y[:5]])
-    assert [n for n, real in masked(evaluate(data)) if real] == list(range(5))
 
 
 def test_augmentation_leaves_evaluation_in_the_cache():
@@ -219,10 +218,8 @@ def test_identity_tells_other_data_from_the_same():
 def test_an_example_is_located_by_its_index_in_the_users_data():
     x, y = arrays()
     data = from_arrays(x, y)
-    rows = np.arange(BATCH)
-    order = TrainOrder(seed=1, batch_size=BATCH, rows=rows, first_step=0, num_steps=1)
     first = numbers(train(data, last=1))[0]
-    assert data.locate(order, 0) == f"example {first} of arrays train"
+    assert data.locate(order_of(last=1), 0) == f"example {first} of arrays train"
 
 
 class Broken(Source):
@@ -367,10 +364,7 @@ def test_what_a_user_needs_is_there_without_tensorflow():
         "research_dp.from_linen, research_dp.from_nnx\n"
         "print([m for m in ('tensorflow', 'tensorflow_datasets') if m in sys.modules])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
-    )
-    assert done.stdout.strip() == "[]"
+    assert output(code).strip() == "[]"
 
 
 # ---- What is given is not changed, nor changes ----
@@ -450,30 +444,33 @@ class IntoOne:
         return self.buffer
 
 
-@pytest.mark.parametrize("threads", [0, 3])
+REUSED = {
+    "one buffer": (Buffered, None),
+    "objects": (Objects, attributes),
+    "in turns": (InTurns, None),
+    "collected": (Collected, None),
+    "collected in turns": (CollectedInTurns, None),
+    "one object": (CollectedObject, attributes),
+    "transform": (Source, IntoOne()),
+}
+
+
 @pytest.mark.parametrize(
-    "make",
+    ("kind", "options"),
     [
-        lambda **o: from_source(Objects(), transform=attributes, **o),
-        lambda **o: from_source(InTurns(), **o),
-        lambda **o: from_source(Collected(), **o),
-        lambda **o: from_source(CollectedInTurns(), **o),
-        lambda **o: from_source(CollectedObject(), transform=attributes, **o),
-        lambda **o: from_source(Source(), transform=IntoOne(), **o),
+        *itertools.product(REUSED, [{"cache_bytes": 0}, {"cache_bytes": 0, "threads": 3}, {}]),
+        pytest.param("one buffer", {"cache_bytes": 0, "workers": 2}, marks=pytest.mark.slow),
     ],
-    ids=["objects", "in turns", "collected", "collected in turns", "one object", "transform"],
 )
-def test_memory_that_is_used_again_wherever_it_is(make, threads):
-    data, expected = make(threads=threads, cache_bytes=0, name="arrays"), from_arrays(*arrays())
+def test_memory_that_is_used_again_wherever_it_is(kind, options):
+    source, transform = REUSED[kind]
+    data = from_source(source(), transform=transform, name="arrays", **options)
+    expected = from_arrays(*arrays())
     both = data.train(order_of()), expected.train(order_of())
     for _ in range(3):  # an evaluation in between reads the same source
-        jax.tree.map(np.testing.assert_array_equal, next(both[0]), next(both[1]))
-        jax.tree.map(np.testing.assert_array_equal, evaluate(data), evaluate(expected))
-    jax.tree.map(np.testing.assert_array_equal, list(both[0]), list(both[1]))
-
-
-def order_of():
-    return TrainOrder(seed=1, batch_size=BATCH, rows=np.arange(BATCH), first_step=0, num_steps=20)
+        assert_same(next(both[0]), next(both[1]))
+        assert_same(evaluate(data), evaluate(expected))
+    assert_same(list(both[0]), list(both[1]))
 
 
 def test_what_cannot_be_copied_keeps_no_array_from_being_copied():
@@ -553,34 +550,11 @@ def test_functions_that_change_their_example_leave_the_data_alone(kind):
     }[kind]()
     evaluated = evaluate(data)
     first, later = train(data, last=12), train(data, first=6, last=12)
-    jax.tree.map(np.testing.assert_array_equal, first[6:], later)  # as a resumed run reads it
-    jax.tree.map(np.testing.assert_array_equal, evaluate(data), evaluated)
-    jax.tree.map(np.testing.assert_array_equal, train(data, last=12), first)
-    jax.tree.map(np.testing.assert_array_equal, given, list_of_examples())
+    assert_same(first[6:], later)  # as a resumed run reads it
+    assert_same(evaluate(data), evaluated)
+    assert_same(train(data, last=12), first)
+    assert_same(given, list_of_examples())
     np.testing.assert_array_equal(x, arrays()[0])
-
-
-@pytest.mark.parametrize(
-    ("cache", "threads", "workers"),
-    [(0, 0, 0), (2**28, 0, 0), (0, 3, 0), pytest.param(0, 0, 2, marks=pytest.mark.slow)],
-)
-def test_a_source_that_returns_the_same_memory_again(cache, threads, workers):
-    options = {"cache_bytes": cache, "threads": threads, "workers": workers}
-    data = from_source(Buffered(), name="arrays", **options)
-    expected = from_arrays(*arrays())
-    jax.tree.map(np.testing.assert_array_equal, train(data), train(expected))
-    jax.tree.map(np.testing.assert_array_equal, evaluate(data), evaluate(expected))
-
-
-def test_a_transform_that_returns_the_same_memory_again():
-    buffer = {"x": np.empty(3, np.float32), "y": np.empty((), np.int32)}
-
-    def transform(example):
-        buffer["x"][:], buffer["y"][...] = example
-        return buffer
-
-    data, expected = from_source(Source(), transform=transform), from_arrays(*arrays())
-    jax.tree.map(np.testing.assert_array_equal, train(data), train(expected))
 
 
 @pytest.mark.parametrize("stem", ["single", "ddp", "pmap"])
