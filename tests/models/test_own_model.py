@@ -15,23 +15,17 @@ from flax import nnx
 import research_dp
 import research_dp.deterministic.reduction
 import research_dp.training.train
-from research_dp.config import load
 from research_dp.errors import UsageError
 from research_dp.models.flax.linen import linen_functions_of_inputs
 from research_dp.models.flax.nnx import nnx_functions_of_inputs
 from research_dp.strategies import TrainSpec
 from research_dp.training.replica_check import split_dependence
 from tests.support import own_modules as own
-from tests.support.own_modules import CLASSES, FEATURES, MASKS
+from tests.support.own_modules import CLASSES, EXAMPLE, FEATURES, MASKS, cross_entropy
+from tests.support.recipes import recipe
 from tests.support.repository import stems
-from tests.support.strategies import recipe
 
 BATCH, MICROS, STEPS = 32, 2, 2
-cross_entropy = optax.softmax_cross_entropy_with_integer_labels
-EXAMPLE = {
-    "x": jax.ShapeDtypeStruct((FEATURES,), np.float32),
-    "y": jax.ShapeDtypeStruct((), np.int32),
-}
 
 
 def correct(logits, label):
@@ -46,14 +40,18 @@ def nnx_model(factory, loss=cross_entropy, **options):
     return research_dp.from_nnx(factory, loss=loss, **options)
 
 
+def model_of(module):
+    """Of an NNX module, or of a function that is the `__call__` of a Linen module."""
+    return nnx_model(module) if isinstance(module, type) else linen_model(own.linen(module))
+
+
 def batch_of(seed, size=BATCH):
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(size, FEATURES)).astype(np.float32)
     return {"x": x, "y": rng.integers(CLASSES, size=size).astype(np.int32)}
 
 
-def build(stem, model):
-    load.reset()
+def build(stem, model, *bindings):
     spec = TrainSpec(
         model=model,
         optimizer=optax.sgd(0.1),
@@ -62,12 +60,12 @@ def build(stem, model):
         accumulation_steps=MICROS,
         seed=3,
     )
-    return spec, recipe(stem).build(spec)
+    return recipe(stem, *bindings).build(spec)
 
 
 def trained(stem, model):
     """Losses, the evaluation and the state of a few steps, and what is reported after them."""
-    _, strategy = build(stem, model)
+    strategy = build(stem, model)
     state, seen = strategy.init(0), []
     for step in range(STEPS):
         local = {name: x[strategy.train_rows] for name, x in batch_of(step).items()}
@@ -79,6 +77,11 @@ def trained(stem, model):
     seen.append(strategy.eval_step(state, strategy.place_eval_batch(local)))
     found = jax.device_get((seen, state.params, state.model_state))
     return found, split_dependence(strategy, state)
+
+
+def assert_near(found, expected):
+    near = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=2e-5)
+    jax.tree.map(near, found, expected)
 
 
 LAYERS = {"dropout": (0.3, False), "norm": (0.0, True), "both": (0.3, True)}
@@ -111,9 +114,7 @@ QUICK = {("ddp", "linen", "both"), ("fsdp", "nnx", "both")}
 )
 def test_every_strategy_computes_what_one_device_computes(stem, api, layers):
     found, reports = trained(stem, model(api, layers))
-    expected = on_one_device(api, layers)
-    near = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=2e-5)
-    jax.tree.map(near, found, expected)
+    assert_near(found, on_one_device(api, layers))
     assert not reports
     assert found[0][-1]["accuracy"][1] == 5, "padding was counted"
     state = jax.tree.leaves(found[2])
@@ -159,16 +160,9 @@ class LinenEvaluated(nn.Module):
 
 
 def test_exact_sums_refuse_a_model_that_mixes_examples_in_evaluation_alone():
-    reduction = "data_parallel.reduction = @tree_reduction()"
-    load.reset()
-    spec = TrainSpec(
-        model=linen_model(LinenEvaluated()),
-        optimizer=optax.sgd(0.1),
-        example=EXAMPLE,
-        batch_size=BATCH,
-    )
+    exact = ["data_parallel.reduction = @tree_reduction()", "tree_reduction.logical_shards = 8"]
     with pytest.raises(UsageError, match="statistics over the batch"):
-        recipe("ddp", reduction, "tree_reduction.logical_shards = 8").build(spec)
+        build("ddp", linen_model(LinenEvaluated()), *exact)
 
 
 @pytest.mark.parametrize("api", ["linen", "nnx"])
@@ -184,8 +178,7 @@ def test_masks_do_not_depend_on_the_default_of_random_keys(api, default):
     finally:
         jax.config.update("jax_default_prng_impl", before)
     assert not reports
-    near = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=2e-5)
-    jax.tree.map(near, found[0], expected[0])
+    assert_near(found[0], expected[0])
 
 
 # ---- Masks ----
@@ -306,13 +299,11 @@ def test_a_loss_per_position_is_weighted_by_position():
 
 
 def test_without_targets_the_loss_is_given_the_batch():
-    def call(self, x):
-        return nn.Dense(CLASSES)(x)
+    def of_batch(output, batch):
+        return cross_entropy(output, batch["y"])
 
-    by_batch = linen_model(
-        own.linen(call), loss=lambda output, batch: cross_entropy(output, batch["y"]), targets=None
-    )
-    by_target = linen_model(own.linen(call))
+    by_batch = linen_model(own.linen(plain), loss=of_batch, targets=None)
+    by_target = linen_model(own.linen(plain))
     batch = batch_of(0)
     params, state = by_batch.init(jax.random.key(0), batch)
     options = {"train": False, "batch_axes": ()}
@@ -379,17 +370,14 @@ REFUSED = {
 
 @pytest.mark.parametrize("module", REFUSED, ids=lambda module: module.__name__)
 def test_what_would_depend_on_the_devices_is_refused(module):
-    is_nnx = isinstance(module, type)
-    made = nnx_model(module) if is_nnx else linen_model(own.linen(module))
     with pytest.raises(UsageError, match=REFUSED[module]):
-        lower(made)
+        lower(model_of(module))
 
 
 @pytest.mark.parametrize("module", [own.always_batch_statistics, own.NnxAlwaysDrops])
 def test_an_evaluation_that_fails_is_refused_before_training(module):
-    made = nnx_model(module) if isinstance(module, type) else linen_model(own.linen(module))
     with pytest.raises(UsageError, match=REFUSED[module]):
-        build("ddp", made)
+        build("ddp", model_of(module))
 
 
 def lower(model):
@@ -563,33 +551,24 @@ def test_nnx_functions_take_a_module_whose_methods_set_the_mode():
     np.testing.assert_array_equal(same["norm"]["mean"], after["norm"]["mean"])
 
 
-def test_statistics_of_a_device_are_reported_and_those_of_all_are_not():
+def test_statistics_of_a_device_are_refused_with_their_line():
     with pytest.raises(UsageError, match=r"sub at own_modules.py:\d+ \(statistics_of_a_device\)"):
         trained("ddp", linen_model(own.linen(own.statistics_of_a_device)))
-    made = linen_model(own.linen(own.statistics_of_all))
-    expected, _ = trained("single", made)
-    found, reports = trained("ddp", made)
-    assert not reports
-    near = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=2e-5)
-    jax.tree.map(near, found, expected)
 
 
 @pytest.mark.parametrize(
-    "module", [own.NnxTransformed, pytest.param(own.NnxJitted, marks=pytest.mark.slow)]
+    ("module", "stem"),
+    [
+        (own.statistics_of_all, "ddp"),
+        (own.NnxTransformed, "ddp"),
+        pytest.param(own.NnxJitted, "ddp", marks=pytest.mark.slow),
+        pytest.param(own.noise_by_example, "fsdp", marks=pytest.mark.slow),
+    ],
 )
-def test_transforms_of_nnx_change_nothing(module):
-    found, reports = trained("ddp", nnx_model(module))
-    expected, _ = trained("single", nnx_model(module))
-    assert not reports and found[2]["calls"] == STEPS * MICROS, "evaluation has counted"
-    near = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=2e-5)
-    jax.tree.map(near, found, expected)
-
-
-@pytest.mark.slow
-def test_a_module_that_takes_keys_may_draw_with_them():
-    made = linen_model(own.linen(own.noise_by_example))
-    expected, _ = trained("single", made)
-    found, reports = trained("fsdp", made)
+def test_axes_keys_and_transforms_of_nnx_keep_the_numbers_of_one_device(module, stem):
+    expected, _ = trained("single", model_of(module))
+    found, reports = trained(stem, model_of(module))
     assert not reports
-    near = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=2e-5)
-    jax.tree.map(near, found, expected)
+    assert_near(found, expected)
+    if isinstance(module, type):
+        assert found[2]["calls"] == STEPS * MICROS, "evaluation has counted"

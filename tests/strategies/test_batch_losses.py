@@ -3,7 +3,6 @@
 import functools
 
 import flax.linen as nn
-import gin
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +17,6 @@ import research_dp.training.train
 from examples import contrastive
 from research_dp.analysis.program_cost import collectives_of, wire_totals
 from research_dp.certification.certify import certify
-from research_dp.config import load
 from research_dp.distributed.batch_examples import split_over
 from research_dp.distributed.collectives import PLAIN
 from research_dp.distributed.mesh import planning_for
@@ -29,21 +27,19 @@ from research_dp.strategies import TrainSpec
 from research_dp.strategies.jaxpr_collectives import of_step
 from research_dp.types import LossOutput, TrainableModel
 from tests.support import certified
-from tests.support.certified import bench_of, noise
+from tests.support.certified import TOKENS, bench_of, noise
 from tests.support.compilers import AS_USERS_COMPILE
-from tests.support.repository import ROOT, stems
-from tests.support.strategies import recipe
+from tests.support.own_modules import EXAMPLE, FEATURES, cross_entropy
+from tests.support.recipes import recipe
+from tests.support.repository import stems
 
-FEATURES, CLASSES, BATCH = 8, 4, 48
-EXAMPLE = {
-    "x": jax.ShapeDtypeStruct((FEATURES,), np.float32),
-    "y": jax.ShapeDtypeStruct((), np.int32),
-}
-cross_entropy = optax.softmax_cross_entropy_with_integer_labels
+CLASSES, BATCH = 4, 48
+
+
+towers = functools.partial(contrastive.two_towers, width=16, features=8)
 
 
 def built(model, stem="ddp", example=EXAMPLE, **options):
-    load.reset()
     settings = {"model": model, "optimizer": optax.sgd(0.1), "example": example}
     config = recipe(stem, "shard_params.min_weight_size = 1")
     return config.build(TrainSpec(**settings, batch_size=BATCH, **options))
@@ -142,6 +138,12 @@ def pair_distances(logits, y, _):
     return jnp.sum((logits[:, None] - logits[None]) ** 2, -1).min(1)
 
 
+def all_pairs(x):
+    rows = len(x)
+    first = jnp.broadcast_to(x[None], (rows, *x.shape)).reshape(rows * rows, -1)
+    return jnp.concatenate([first, jnp.repeat(x, rows, axis=0)], axis=-1).reshape(rows, -1)
+
+
 def neighbours(x):
     return x + jnp.roll(x, 1, axis=0)
 
@@ -191,6 +193,29 @@ MIXING = {
         "mul",
     ),
     "a permutation": (in_linen, lambda x: x[(jnp.arange(len(x)) + 1) % len(x)], "gather"),
+    "gathered in vmap": (
+        own_loss,
+        lambda x, y, _: jax.vmap(lambda z: jax.nn.logsumexp(research_dp.gather_examples(z)))(x),
+        "",
+    ),
+    "places in a product": (
+        own_loss,
+        lambda x, y, _: jnp.dot(jnp.arange(len(y), dtype="f4"), cross_entropy(x, y))[None],
+        "",
+    ),
+    "earlier ones": (
+        own_loss,
+        lambda x, y, _: jnp.tril(jnp.ones((len(y), len(y)))) @ cross_entropy(x, y),
+        "",
+    ),
+    "all pairs": (own_loss, lambda x, y, _: jnp.tanh(all_pairs(x)).sum(-1), ""),
+    "a weight": (
+        own_loss,
+        lambda x, y, _: LossOutput(
+            cross_entropy(x, y).sum(), x.max(), {}, {"weight": (x.sum(), x.sum())}
+        ),
+        "",
+    ),
 }
 
 
@@ -285,7 +310,6 @@ def routed(x):
     return jnp.einsum("bk,bkd->bd", jax.nn.softmax(gates), tables[experts]) + x
 
 
-TOKENS = {"tokens": jax.ShapeDtypeStruct((16,), np.int32)}
 IMAGES = {"image": jax.ShapeDtypeStruct((8, 8, 3), np.float32), "label": EXAMPLE["y"]}
 LM = {"vocab_size": 32, "width": 16, "depth": 2, "heads": 2, "mlp_width": 32, "dropout_rate": 0.1}
 PAIRS = {name: jax.ShapeDtypeStruct((8, 4), np.float32) for name in ("left", "right")}
@@ -361,24 +385,21 @@ def pairs(rows, seed):
     return {name: rng.normal(size=(rows, 8, 4)).astype(np.float32) for name in PAIRS}
 
 
-def trained(stem, devices=8, micros=1, model=None, exact=False, **options):
+def trained(stem, devices=8, micros=1, model=None, exact=False):
     """Losses of three steps and an evaluation with padding, and the parameters."""
-    load.reset()
     spec = TrainSpec(
-        model=model or contrastive.two_towers(width=16, features=8),
+        model=model or towers(),
         optimizer=optax.adam(1e-2),
         example=PAIRS,
         batch_size=BATCH,
         accumulation_steps=micros,
         max_grad_norm=1.0,
-        **options,
     )
     own = ["make_mesh.axes = {'data': 1}"] if stem == "hsdp" and devices == 1 else []
     with planning_for(jax.devices()[:devices]):
         if exact:
-            gin.parse_config_file(str(ROOT / "gin" / "options" / "deterministic.gin"))
             own += [f"data_parallel.compiler_options = {AS_USERS_COMPILE}"]
-        config = recipe(stem, *own)
+        config = recipe(stem, *own, more=["options/deterministic.gin"] if exact else [])
     strategy = config.build(spec)
     state, found = strategy.init(0), []
     for seed in range(3):
@@ -602,15 +623,7 @@ def test_certify_accepts_a_right_gather_and_says_what_is_another_algorithm():
 
 def test_the_bytes_of_gathered_examples_are_counted_apart():
     """(B, features) of each tower: gathered, and the gradients scattered, once a micro-batch."""
-    load.reset()
-    spec = TrainSpec(
-        model=contrastive.two_towers(width=16, features=8),
-        optimizer=optax.sgd(0.1),
-        example=PAIRS,
-        batch_size=BATCH,
-        accumulation_steps=3,
-    )
-    strategy = recipe("ddp").build(spec)
+    strategy = built(towers(), example=PAIRS, accumulation_steps=3)
     traced = of_step(strategy)
     lowered = strategy.train_step.lower(strategy.abstract_state, strategy.abstract_batch)
     text = lowered.compile().as_text()
@@ -682,27 +695,3 @@ def test_a_mistake_in_evaluation_is_found_when_it_is_built():
 
     with pytest.raises(KeyError, match="nokey"):
         built(TrainableModel(lambda key, batch: ({"w": jnp.ones(3)}, {}), loss))
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda x, y, _: jax.vmap(lambda z: jax.nn.logsumexp(research_dp.gather_examples(z)))(x),
-        lambda x, y, _: jnp.dot(jnp.arange(len(y), dtype="f4"), cross_entropy(x, y))[None],
-        lambda x, y, _: jnp.tril(jnp.ones((len(y), len(y)))) @ cross_entropy(x, y),
-        lambda x, y, _: jnp.tanh(all_pairs(x)).sum(-1),
-        lambda x, y, _: LossOutput(
-            cross_entropy(x, y).sum(), x.max(), {}, {"weight": (x.sum(), x.sum())}
-        ),
-    ],
-    ids=["gathered in vmap", "places", "earlier ones", "all pairs", "weight"],
-)
-def test_further_mixing_is_refused(function):
-    with pytest.raises(UsageError, match=r"at test_batch_losses.py:\d+"):
-        built(own_loss(function))
-
-
-def all_pairs(x):
-    rows = len(x)
-    first = jnp.broadcast_to(x[None], (rows, *x.shape)).reshape(rows * rows, -1)
-    return jnp.concatenate([first, jnp.repeat(x, rows, axis=0)], axis=-1).reshape(rows, -1)
