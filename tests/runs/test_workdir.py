@@ -571,7 +571,8 @@ def test_a_folder_that_is_moved_meanwhile_is_told_and_continues_once_it_is_back(
 
     status, said = tiny_run.outcome(run, num_steps=8, data=acting(move, 6))
     assert status == 1 and "was moved or removed" in said and "the same command continues" in said
-    assert not steps_in(run / "checkpoints"), "nothing is begun anew"
+    # A save that was under way may end in the old place.
+    assert set(steps_in(run / "checkpoints")) <= {4}, "nothing is begun anew"
     if moved:
         shutil.rmtree(run, ignore_errors=True)  # nothing of the run writes any more
         other.rename(run)

@@ -81,7 +81,7 @@ def test_a_strategy_is_another_algorithm_if_one_of_its_slots_is(slot):
         raise AssertionError("it is not called")
 
     other.algorithm = "parameters are averaged each 8 steps"
-    plain = recipe_of("fsdp")
+    plain = recipe("fsdp")
     assert plain.algorithm is None
     assert dataclasses.replace(plain, **{slot: other}).algorithm == other.algorithm
 

@@ -77,7 +77,7 @@ def test_a_step_that_is_left_out_lowers_the_scale_of_the_loss():
         "data_parallel.loss_scale = @dynamic_loss_scale()",
         "dynamic_loss_scale.initial = 8.0",
     ]
-    strategy = build("fsdp", skip=True, more=scaled)
+    strategy = build("fsdp", *scaled, skip_nonfinite=True)
     state, metrics = step(strategy, strategy.init(jax.random.key(0)), x3=np.nan)
     assert (float(metrics[SKIPPED][0]), float(state.loss_scale.scale)) == (1.0, 4.0)
 
