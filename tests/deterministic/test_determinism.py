@@ -104,25 +104,25 @@ def test_it_is_the_order_that_makes_the_bits():
     assert found[0] != found[1]
 
 
+# Two shards a device and one, which is a loop too.
 @pytest.mark.slow
-@pytest.mark.parametrize("api", APIS)
-def test_the_same_bits_of_a_model_of_units_and_of_convolutions(api):
+@pytest.mark.parametrize(
+    ("shards", "loop", "apis"),
+    [(16, False, ("linen", "nnx")), (16, True, ("nnx", "linen")), (8, True, ("linen", "nnx"))],
+)
+def test_the_same_bits_of_a_model_of_units_and_of_convolutions(shards, loop, apis):
     rng = np.random.default_rng(1)
     text = [{"tokens": rng.integers(0, 64, (BATCH, 16)).astype(np.int32)} for _ in range(4)]
     sizes = {"features": (8,), "hidden": 17, "num_classes": 10}
+    bound = (f"logical_shards = {shards}", f"loop = {loop}")
+    options = {"bindings": (*AS_USERS_DO, *(f"tree_reduction.{one}" for one in bound))}
     for model, example, data in (
-        (decoder(api), TOKENS, text),
-        (convnet(api=api, **sizes), EXAMPLE, batches()),
+        (decoder(apis[0]), TOKENS, text),
+        (convnet(api=apis[1], **sizes), EXAMPLE, batches()),
     ):
-        options = {"example": example, "bindings": AS_USERS_DO}
-        # Two shards a device and one, which is a loop too.
-        for shards, loop in ((16, False), (16, True), (8, True)):
-            bound = (f"logical_shards = {shards}", f"loop = {loop}")
-            how = [f"tree_reduction.{one}" for one in bound]
-            options["bindings"] = (*AS_USERS_DO, *how)
-            cells = [("single", 1, 1), ("ddp", 8, 1), ("fsdp", 1, 8), ("zero1", 1, 2)]
-            found = [bits(build(*cell, model, **options), data) for cell in cells]
-            assert all(one == found[0] for one in found)
+        cells = [("single", 1, 1), ("ddp", 8, 1), ("fsdp", 1, 8), ("zero1", 1, 2)]
+        found = [bits(build(*cell, model, example=example, **options), data) for cell in cells]
+        assert all(one == found[0] for one in found)
 
 
 @pytest.mark.parametrize(
