@@ -77,7 +77,7 @@ def certify(
             config = config.of_strategy()
         else:
             refuse_several_processes("certify", "Give --cpu_devices.", binding="")
-        bench, data = bench_of(config, against, _small_run() if quick else None)
+        bench, data = bench_of(config, against, _small_run() if quick else configured())
         dtypes = sorted({b.value for b in config.used if names_dtype(b.name, b.value)})
         return certifier.certify(bench, data, steps=steps, dtypes=dtypes, report=report)
 
@@ -98,11 +98,9 @@ def command(*, json_file: str | None = None, verbose: bool = False, **options: A
     return 0 if certificate.is_right else 1
 
 
-def bench_of(
-    config: load.Config, against: str, described: Run | None = None
-) -> tuple[harness.Bench, DataSet]:
-    """The bench of a run, or the one loaded, against a shipped strategy or a file; and its data."""
-    strategy, spec, data = described or configured()
+def bench_of(config: load.Config, against: str, described: Run) -> tuple[harness.Bench, DataSet]:
+    """The bench of a run that is loaded, against a shipped strategy or a file; and its data."""
+    strategy, spec, data = described
     oracle = _oracle(against, spec)
     gathered = [b.value for b in config.used if b.parameter == "gather_dtype"]
     bench = harness.Bench(

@@ -23,6 +23,7 @@ from research_dp.console import Report
 from research_dp.planning import estimate
 from research_dp.planning.row import Row
 from research_dp.runs.workdir import config_of
+from research_dp.training.train import configured
 
 _DIGITS = [digit * 10.0**power for power in range(6, 12) for digit in (1, 2, 4)]
 _MOST_EVALUATIONS = 5  # for which a bound is measured
@@ -49,7 +50,7 @@ def measure_noise(
     report("Measuring what rounding explains")
     config = Configured(imports=imports).load(saved=str(config_of(by_name[pairs[0][1]].folder)))
     jax_setup.set_up_devices(cpu_devices)
-    bench, data = bench_of(config, "single")
+    bench, data = bench_of(config, "single", configured())
     precisions = {max(by_name[name].precision for name in pair) for pair in pairs}
     # Evaluations of five trajectories take long: the last counts most, and a few before it.
     columns = {name: {*by_name[name].column("eval", "step")} for pair in pairs for name in pair}
