@@ -11,7 +11,7 @@ import pytest
 
 from research_dp.commands.main import main_of
 from research_dp.config import load
-from tests.support import left_running
+from tests.support import left_running, programs
 from tests.support.compilers import COMPILES_FAST
 from tests.support.repository import ROOT
 
@@ -117,12 +117,7 @@ def command(data_dir, compilation_cache):
     With `start_only` it returns the running one, in a process group of its own, which ends with
     the test.
     """
-    environment = {
-        **os.environ,
-        "TFDS_DATA_DIR": str(data_dir),
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": str(ROOT),
-    }
+    environment = programs.environment(TFDS_DATA_DIR=str(data_dir), JAX_PLATFORMS="cpu")
 
     def run(*flags, start_only=False, cwd=ROOT, module=MODULE, timeout=300, **extra):
         words = [sys.executable, "-m", module, *map(str, flags)]

@@ -13,8 +13,9 @@ from research_dp.analysis.comm_lower_bound import min_wire_bytes
 from research_dp.config import gin_internals, load
 from research_dp.distributed import collectives
 from research_dp.strategies import TrainSpec, gather_params
+from tests.support.certified import spec_of
 from tests.support.repository import ROOT
-from tests.support.strategies import WIRE, build, one_matrix, recipe, spec_of, traffic
+from tests.support.strategies import WIRE, build, one_matrix, recipe, traffic
 
 BF16 = [
     "gather_params.gather_dtype = 'bfloat16'",

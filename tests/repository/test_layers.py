@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from research_dp.commands import entries
+from tests.support import programs
 from tests.support.repository import ROOT, relative
 
 PACKAGE = ROOT / "research_dp"
@@ -259,10 +260,7 @@ def test_import_needs_no_tensorflow_and_no_clu():
         "late = ('tensorflow', 'clu', 'tensorflow_datasets', 'grain', 'orbax')\n"
         "print([m for m in late if m in sys.modules])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
-    )
-    assert done.stdout.strip() == "[]"
+    assert programs.output(code).strip() == "[]"
 
 
 ALONE = """

@@ -97,16 +97,20 @@ _NEAR["evaluation loss"] = (1e-4, 0)
 _VALID = 5  # examples of the evaluation batch; the others are padding
 
 
-def small_spec(api, batch_size=BATCH):
+def spec_of(model, accumulation=1, *, clip=None, optimizer=None, seed=3, batch_size=BATCH):
     return TrainSpec(
-        model=small_model(api),
-        optimizer=optax.adam(1e-2),
+        model=model,
+        optimizer=optimizer or optax.adam(1e-2),
         example=EXAMPLE,
         batch_size=batch_size,
-        accumulation_steps=MICRO_BATCHES,
-        max_grad_norm=MAX_NORM,
-        seed=3,
+        accumulation_steps=accumulation,
+        max_grad_norm=clip,
+        seed=seed,
     )
+
+
+def small_spec(api, batch_size=BATCH):
+    return spec_of(small_model(api), MICRO_BATCHES, clip=MAX_NORM, batch_size=batch_size)
 
 
 def batches(batch_size=BATCH, steps=RUN_STEPS):

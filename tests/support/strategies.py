@@ -2,27 +2,13 @@
 
 import jax
 import jax.numpy as jnp
-import optax
 
-from research_dp.strategies import TrainSpec
+from research_dp.certification import harness
 from research_dp.strategies.jaxpr_collectives import collectives
 from research_dp.types import LossOutput, TrainableModel
-from tests.support.certified import EXAMPLE, batches
+from tests.support.certified import BATCH as BATCH
+from tests.support.certified import batches, spec_of
 from tests.support.recipes import recipe
-
-BATCH = 32
-
-
-def spec_of(model, accumulation=1, *, clip=None, optimizer=None, seed=3):
-    return TrainSpec(
-        model=model,
-        optimizer=optimizer or optax.adam(1e-2),
-        example=EXAMPLE,
-        batch_size=BATCH,
-        accumulation_steps=accumulation,
-        max_grad_norm=clip,
-        seed=seed,
-    )
 
 
 def build(stem, model, *, bindings=(), **options):
@@ -33,8 +19,7 @@ def run_steps(strategy, steps):
     """The state after some steps."""
     state = strategy.init(jax.random.key(0))
     for batch in batches()[:steps]:
-        local = {name: x[strategy.train_rows] for name, x in batch.items()}
-        state, _ = strategy.train_step(state, strategy.place_batch(local))
+        state, _ = harness.take_step(strategy, state, batch)
     return state
 
 
