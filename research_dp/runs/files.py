@@ -120,10 +120,10 @@ def json_text(value: Any) -> str:
     return json.dumps(as_json(value), indent=2, allow_nan=False)
 
 
-def read_json(text: str | bytes) -> dict[str, Any]:
-    """A JSON object; empty if the text is not one."""
+def read_json(content: bytes) -> dict[str, Any]:
+    """A JSON object in UTF-8; empty if the content is not one."""
     try:
-        value = json.loads(text)
+        value = json.loads(content.decode())  # json guesses the encoding of bytes, also UTF-32
     except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}

@@ -200,7 +200,7 @@ def _objects(content: bytes) -> Iterator[dict[str, Any]]:
     """The JSON objects of lines; a line that a run is writing, or a damaged one, is left out."""
     lines = content.splitlines()
     try:  # all at once, which is several times faster
-        objects = json.loads(b"[" + b",".join(lines) + b"]")
+        objects = json.loads((b"[" + b",".join(lines) + b"]").decode())
     except (ValueError, RecursionError):
         objects = map(files.read_json, lines)
     yield from (one for one in objects if isinstance(one, dict))

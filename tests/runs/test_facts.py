@@ -70,7 +70,11 @@ def test_each_start_is_added_and_the_program_stays_where_no_step_is_trained(run)
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"\xff{", b"[]", b'{"format": 9}', b'{"format": 1, "starts": 3}']
+    "content",
+    [
+        *(b"", b"\xff{", b"[]", b'{"format": 9}', b'{"format": 1, "starts": 3}'),
+        '{"format": 1, "starts": [], "host": ""}'.encode("utf-32-le"),
+    ],
 )
 def test_damaged_facts_stop_no_run_and_are_kept(run, content, capsys):
     (run / files.FACTS).write_bytes(content)
