@@ -113,6 +113,22 @@ def test_micro_batches_move_parameters_and_gradients_once(mesh, check_vma):
     assert kinds == [("all-gather", 1), ("all-reduce", 1), ("all-reduce", 1), ("reduce-scatter", 1)]
 
 
+@pytest.mark.parametrize("bucket_bytes", [0, 2**20])
+def test_gradients_of_float16_overflow_unless_they_are_divided_first(mesh, bucket_bytes):
+    def gradient(w, **options):
+        def loss(w):
+            box = nn.Partitioned(w, ("data",))
+            full = rdp.gather_params(box, "data", bucket_bytes=bucket_bytes, **options)
+            return jnp.sum(full * 8192)
+
+        return jax.grad(loss)(w)
+
+    for options, expected in (({}, np.inf), ({"pre_divide": True}, 8192)):
+        function = functools.partial(gradient, **options)
+        found = on(mesh, function, P("data"), P("data"))(jnp.ones(16, jnp.float16))
+        np.testing.assert_array_equal(found.astype(np.float32), expected)
+
+
 def test_clipping_at_the_edges(mesh):
     layout = rdp.infer_sharding(
         {"w": X, "b": X[0, :3]}, lambda *a: rdp.choose_dim(a[1], a[2], 16), 8

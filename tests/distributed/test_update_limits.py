@@ -166,9 +166,11 @@ class PlainSGD:
     """Any object with `apply_gradients`, as the seed has it; its arithmetic is in float32."""
 
     def apply_gradients(self, gradients, parameters):
-        return jax.tree.map(
-            lambda g, p: p.astype(np.float32) - 0.5 * g.astype(np.float32), gradients, parameters
-        )
+        def one(g, p):
+            assert g.dtype == p.dtype
+            return p.astype(np.float32) - 0.5 * g.astype(np.float32)
+
+        return jax.tree.map(one, gradients, parameters)
 
 
 def test_any_object_with_apply_gradients_will_do_and_dtypes_stay():

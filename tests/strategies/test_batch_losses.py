@@ -32,6 +32,7 @@ from tests.support.compilers import AS_USERS_COMPILE
 from tests.support.own_modules import EXAMPLE, FEATURES, cross_entropy
 from tests.support.recipes import recipe
 from tests.support.repository import stems
+from tests.support.steps import mesh_of, on
 
 CLASSES, BATCH = 4, 48
 
@@ -533,6 +534,17 @@ def test_outside_of_a_strategy_they_are_those_of_one_device():
     for function in (research_dp.gather_examples, research_dp.global_mean):
         with pytest.raises(UsageError, match=f"{function.__name__}.x is a number. Give arrays"):
             function(jnp.float32(1))
+
+
+def test_a_mean_over_devices_of_half_precision_is_added_in_float32():
+    """Eight means of 60,000 are beyond float16."""
+
+    def mapped(x):
+        with split_over(("data",), PLAIN):
+            return research_dp.global_mean(x)
+
+    mean = on(mesh_of(data=8), mapped, P("data"))(jnp.full((8, 1), 60_000, jnp.float16))
+    assert (mean.dtype, mean[0]) == (jnp.float16, 60_000)
 
 
 # ---- Accepted ----

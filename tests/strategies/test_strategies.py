@@ -10,6 +10,7 @@ import optax
 import pytest
 
 from research_dp.config import load
+from research_dp.distributed.optimizer import with_master_weights
 from research_dp.errors import UsageError
 from research_dp.models import convnet, mlp, resnet
 from research_dp.strategies import TrainSpec
@@ -343,6 +344,16 @@ def test_the_optimizer_keeps_parameters_and_moments_in_the_models_own_dtype(stem
     assert {x.dtype for x in jax.tree.leaves(state.params)} == {jnp.dtype("bfloat16")}
     dtypes = [x.dtype for x in jax.tree.leaves(state.opt_state) if x.shape]
     assert dtypes == 6 * [jnp.dtype("float32")]  # the parameters, and two moments of each
+
+
+def test_weights_decay_as_the_optimizer_keeps_them_and_not_as_they_are_rounded():
+    decay = optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.5))
+    optimizer, wide = with_master_weights(decay), {"w": jnp.float32([1 + 2**-9, 3.3])}
+    expected, _ = decay.update({"w": jnp.zeros(2)}, decay.init(wide), wide)
+    narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), wide)
+    zeros = jax.tree.map(jnp.zeros_like, narrow)
+    _, state = optimizer.update(zeros, optimizer.init(wide), narrow)
+    np.testing.assert_array_equal(state.master["w"], wide["w"] + expected["w"])
 
 
 @pytest.mark.parametrize("stem", ["ddp", "spmd"])
