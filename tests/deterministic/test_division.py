@@ -38,6 +38,7 @@ BODIES = {
     "straight": twice,
     "of a sigmoid": lambda x, s: twice(jax.nn.sigmoid(x) / s, s),
     "of a power": lambda x, s: twice(jax.lax.integer_pow(x, -2) / s, s),
+    "a reciprocal": lambda x, s: jax.lax.integer_pow(jnp.exp(x), -1),  # is exp(-x)
     "of a number": lambda x, s: twice(3.0 / x, s),
     "jit": lambda x, s: jax.jit(twice)(x, s),
     "custom_jvp": lambda x, s: thirds(twice(x, s)),
