@@ -12,7 +12,14 @@ import research_dp
 from examples import planted_bugs as bugs
 from research_dp.certification import harness
 from research_dp.certification.harness import Bench
-from research_dp.certification.noise import Noise, measure, train_batches
+from research_dp.certification.noise import (
+    PARAMETER,
+    Noise,
+    NoisyTrajectories,
+    measure,
+    train_batches,
+)
+from research_dp.certification.tolerances import named
 from research_dp.config import load
 from research_dp.distributed.sharding import by_path
 from research_dp.errors import UsageError
@@ -91,6 +98,17 @@ def test_a_run_that_is_not_finite_cannot_be_measured():
     wild = bench_of("single", spec={"optimizer": optax.sgd(1e30)})
     with pytest.raises(UsageError, match=r"after \d steps .* (norm|parameter) is not finite"):
         measure(wild, noise(), steps=STEPS)
+
+
+def test_a_step_that_is_skipped_moves_no_trajectory():
+    bench = bench_of("single", spec={"skip_nonfinite": True})
+    start = harness.to_host(bench.oracle.init(init_key(bench.spec.seed)))
+    good, bad = train_batches(bench, noise(), 2)
+    bad["image"][:] = np.nan
+    trajectories = NoisyTrajectories(bench, start, 1)
+    before, after = (trajectories.step(batch)[0] for batch in (good, bad))
+    for key in named(PARAMETER, start.params):
+        np.testing.assert_array_equal(after[key], before[key], err_msg=str(key))
 
 
 LONG, EVERY = 60, 20  # steps: rounding is amplified after 40

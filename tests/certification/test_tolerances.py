@@ -120,3 +120,12 @@ def test_each_element_of_an_update_has_its_bound():
     (wrong,) = tolerances.compare_updates(0, off, right, old, 1.0)
     assert not same.is_wrong
     assert wrong.is_wrong, "an element far below the greatest one was off"
+
+
+def test_an_element_that_falls_below_a_power_of_two_has_the_ulps_that_it_had():
+    name, one = ("parameter", "w"), np.ones(1, np.float32)
+    right = {name: np.nextafter(one, 0)}
+    for apart, is_wrong in ((4, False), (5, True)):
+        off = {name: right[name] - np.float32(apart * EPS)}
+        (found,) = tolerances.compare_updates(0, off, right, {name: one})
+        assert found.is_wrong == is_wrong
