@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import errno
 import itertools
+import math
 import os
 import re
 import shutil
@@ -230,6 +231,8 @@ def test_lines_that_are_no_records_are_left_out_and_kept_aside(tmp_path, line):
         tmp_path / "metrics.jsonl.damaged"
     ).read_bytes() == good + line + good + b'{"split": "tra'
     assert len(said) == 1 and "1 of 3 lines of" in said[0]
+    shown = events(tmp_path / "tensorboard" / "train")
+    assert [math.isnan(values["loss"]) for _, values in shown] == [True, True]
 
 
 def test_half_of_the_last_line_is_no_damage(tmp_path):
@@ -271,6 +274,15 @@ def test_records_are_on_the_disk_before_the_checkpoint_that_counts_them(tmp_path
     assert len(sizes) >= 4 and all(before == now > 0 for before, now in sizes)
     assert str(tmp_path) in synced
     assert any(path.startswith(f"{tmp_path}/.summary.json.") for path in synced)
+
+
+def test_a_run_whose_last_save_fails_has_no_summary(tmp_path, monkeypatch):
+    def fails(folder):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(checkpoint_files, "fsync_checkpoint", fails)
+    assert tiny_run.outcome(tmp_path, checkpoint_every=None)[0] == 1
+    assert not (tmp_path / files.SUMMARY).exists()
 
 
 # ---- TensorBoard ----
