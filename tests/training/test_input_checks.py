@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import types
+import weakref
 from pathlib import Path
 
 import gin
@@ -444,6 +445,20 @@ def test_naming_an_example_leaves_the_stream_alone(tmp_path):
 
     train_skipping(tmp_path, dataclasses.replace(tiny_run.DATA, train=train), num_steps=8)
     assert seen == list(range(8))
+
+
+def test_batches_of_steps_that_are_done_are_not_kept(tmp_path):
+    alive, counts = weakref.WeakValueDictionary(), []
+
+    def train(order):
+        for step, batch in enumerate(tiny_run.DATA.train(order)):
+            alive[step] = batch["x"]
+            counts.append(len(alive))
+            yield batch
+
+    data = dataclasses.replace(tiny_run.DATA, train=train)
+    assert tiny_run.outcome(tmp_path, num_steps=100, data=data, checkpoint_every=None) == (0, "")
+    assert max(counts) < 50, "more than are prefetched and in flight"
 
 
 @pytest.mark.parametrize("skips", [False, True])
