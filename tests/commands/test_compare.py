@@ -9,6 +9,7 @@ import pytest
 
 import research_dp
 from research_dp.commands import main as command_line
+from research_dp.commands import sweep
 from tests.support.repository import ROOT
 
 BASE = ["runs/digits.gin", "models/mlp.gin"]
@@ -283,6 +284,20 @@ def test_flags_that_do_not_go_together_are_refused(capsys, flags, said):
 def test_what_cannot_be_compared_is_refused(options, said):
     with pytest.raises(research_dp.UsageError, match=said):
         research_dp.compare(**options)
+
+
+@pytest.mark.parametrize(("steps", "every"), [(1, 1), (10, 1), (25, 1), (26, 2), (200, 8)])
+def test_a_run_that_is_trained_records_each_step_or_at_most_25_times(monkeypatch, steps, every):
+    seen = []
+
+    def show(run, members):
+        seen.extend(run.bindings)
+        return 0
+
+    monkeypatch.setattr(sweep, "show_all", show)
+    flags = [*SMALL, "--strategies=ddp", f"--steps={steps}", "--dry_run"]
+    assert command_line.main(["compare", *flags]) == 0
+    assert f"train.num_steps = {steps}" in seen and f"train.log_every = {every}" in seen
 
 
 def test_one_file_cannot_be_the_page_and_the_json(tmp_path, main):

@@ -148,6 +148,15 @@ def test_a_second_sweep_replaces_the_table_of_the_first(swept):
     assert [(row["train.seed"], row["status"]) for row in table] == [("1", "done"), ("2", "done")]
 
 
+@pytest.mark.parametrize("status", ["refused", "failed"])
+def test_a_sweep_fails_where_one_of_its_runs_does(swept, status):
+    def finish(member):
+        member.status = status if member.label == "seed=0" else "done"
+
+    found, table = swept(sweep.binding_choices("train.seed", "0,1"), finish=finish)
+    assert found == 1 and [row["status"] for row in table] == [status, "done"]
+
+
 @pytest.mark.parametrize("name", ["status", "step", "folder", "fingerprint", "steps/s"])
 def test_what_is_varied_has_a_column_beside_those_of_each_table(swept, name):
     _, table = swept(sweep.binding_choices(name, "1,2"))
