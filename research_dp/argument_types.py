@@ -160,7 +160,7 @@ def _is_shape(x: Any) -> bool:
 
 
 def _is_units(x: Any) -> bool:
-    kinds = ("part", "stack", "table")
+    kinds = ("part", "shared", "stack", "table")
     return isinstance(x, Mapping) and all(isinstance(x[k], str) and x[k] in kinds for k in x)
 
 
@@ -234,7 +234,7 @@ AxisNames = Annotated[
     Limit(lambda x: _is_axes(x, 0), "the name of a mesh axis, or several (() for none)"),
 ]
 Units = Annotated[
-    Mapping[str, str], Limit(_is_units, "a dict of key -> 'part', 'stack' or 'table'")
+    Mapping[str, str], Limit(_is_units, "a dict of path -> 'part', 'shared', 'stack' or 'table'")
 ]
 Number = Annotated[jax.Array, Limit(is_array_or_number, "a number, or an array of numbers")]
 Array = Annotated[jax.Array, Limit(is_array, "an array of numbers")]

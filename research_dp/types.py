@@ -11,6 +11,7 @@ import numpy as np
 
 from research_dp.argument_checks import checked
 from research_dp.argument_types import Bounds, Units
+from research_dp.errors import binding_error
 
 PyTree = Any
 Batch = Mapping[str, Any]
@@ -42,12 +43,36 @@ class LossOutput(NamedTuple):
     sums: Sums
 
 
+class FoundUnits(NamedTuple):
+    """Units of a model, as the fields of `TrainableModel` with these names."""
+
+    units: Mapping[str, str]
+    recomputed: frozenset[str]
+
+
 class Work(NamedTuple):
     """The work of training on one example, for throughput and MFU."""
 
     tokens: int
     flops: float  # of the forward and backward pass by the model's formula, without recomputation
     dtype: str  # of compute, for which MFU takes the devices' peak
+
+
+class OneExample(dict[str, jax.ShapeDtypeStruct]):
+    """An abstract batch of one example; UsageError if a model reads what the data set lacks."""
+
+    def __init__(self, example: Mapping[str, jax.ShapeDtypeStruct], binding: str):
+        super().__init__(
+            {k: jax.ShapeDtypeStruct((1, *x.shape), x.dtype) for k, x in example.items()}
+        )
+        self._binding = binding  # of the model
+
+    def __missing__(self, name: str) -> Any:
+        raise binding_error(
+            self._binding,
+            f" reads {name!r} of a batch, but the data set gives {sorted(self)}. Take a model and "
+            "a data set of the same task.",
+        )
 
 
 @checked
@@ -61,15 +86,19 @@ class TrainableModel:
             one random key an example, (B,), or is None; `batch_axes` are the bound mesh axes that
             the batch is split over, for statistics over the global batch.
         config: Properties that must agree with the data set's `info`, e.g. `num_classes`.
-        units: Key -> 'part', 'stack' or 'table', for parameters that are gathered together. If
-            there are any, `loss` also takes `units` and computes these parts through it. Empty: the
-            model is one unit.
+        units: Path -> 'part', 'shared' (used several times), 'stack' or 'table', for parameters
+            that are gathered together. If there are any, `loss` also takes `units` and computes
+            these parts through it. Empty: the model is one unit.
         work: Shapes of one example's arrays -> `Work`; None: unknown.
         bounds: Integer array of a batch -> the key of `config` that bounds it, e.g.
             {'label': 'num_classes'}. A run refuses values that are negative or not below it.
         apply: (parameters, inputs, model state={}) -> outputs, e.g. logits, for inference; inputs
             are the array of a batch that the model predicts from, a tuple of several, or a batch
             that has them. None: not given.
+        recomputed: Units whose calls `loss` itself recomputes in the backward pass, as in
+            `nn.remat`: they are gathered with that, and not again.
+        find_units: Finds units and those recomputed, where the model's inputs must be known; None:
+            they are given.
     """
 
     init: Callable[[jax.Array, Batch], tuple[PyTree, PyTree]]
@@ -79,6 +108,14 @@ class TrainableModel:
     work: Callable[[Mapping[str, jax.ShapeDtypeStruct]], Work] | None = None
     bounds: Bounds = dataclasses.field(default_factory=dict)
     apply: Callable[..., Any] | None = None
+    recomputed: frozenset[str] = frozenset()
+    find_units: Callable[[Batch], FoundUnits] | None = None
+
+    def with_units(self, example: Batch) -> TrainableModel:
+        """The same model, its units found for a batch of one abstract example."""
+        if self.find_units is None:
+            return self
+        return dataclasses.replace(self, find_units=None, **self.find_units(example)._asdict())
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from research_dp.distributed.mesh import DATA_AXIS, FSDP_AXIS, batch_devices
-from research_dp.distributed.sharding import TABLE, LeafSharding
-from research_dp.distributed.units import Units, take_rows
+from research_dp.distributed.sharding import SHARED, TABLE, LeafSharding, unit_of
+from research_dp.distributed.units import Leaves, Units, take_rows
 from research_dp.strategies import Strategy, TrainSpec, slots
 from research_dp.strategies.strategy import example_keys
 
@@ -68,7 +68,7 @@ def min_wire_bytes(strategy: Strategy, spec: TrainSpec) -> float:
         )
         reduced = 2 * size * sync  # a ring all-reduce sends everything twice
         if param.dim is not None:
-            unit = param.path.split("/")[0]
+            unit = unit_of(param.path, spec.model.units) or ""
             full, lookups, rows = (uses[unit, how] for how in _USES) if per_use else (1, 0, 0)
             # A lookup gathers once: its gradient does not need the table.
             gathers = full * (2 if regather else 1) + lookups
@@ -134,6 +134,16 @@ class _RecordingUnits(Units):
         self.uses[name, "full"] += 1
         return super().scan_rows(function, name, *args, **options)
 
+    def run_unit(self, path: str, leaves: Leaves, function: Callable[[Leaves], Any]) -> Any:
+        # A loop's body, and what is in it, may be traced several times.
+        once = self.kinds[path] != SHARED
+        self.uses[path, "full"] = 1 if once else self.uses[path, "full"] + 1
+        return function(leaves)
+
+    def with_others(self, params: PyTree) -> PyTree:
+        self.uses["", "lookup"] = 1  # gathered once, until the backward pass ends
+        return params
+
     def look_up(self, name: str, params: PyTree, indices: jax.Array, dtype: Any) -> jax.Array:
         exchanged = self.exchanges(name, indices.size)
         self.uses[name, "row" if exchanged else "lookup"] += indices.size if exchanged else 1
@@ -156,7 +166,12 @@ def _unit_uses(strategy: Strategy, spec: TrainSpec) -> Counter[tuple[str, str]]:
         return may_exchange and by_feature and rows < table.shape[0]
 
     state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), strategy.abstract_state)
-    units = _RecordingUnits(exchanges=exchanges)
+    units = _RecordingUnits(
+        lambda shards, shardings: shards,
+        strategy.shardings.params,
+        exchanges=exchanges,
+        kinds=model.units,
+    )
     rows = spec.batch_size // spec.accumulation_steps // batch_devices(strategy.mesh)
     examples = {k: jax.ShapeDtypeStruct((rows, *x.shape), x.dtype) for k, x in spec.example.items()}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import gin
@@ -176,13 +176,22 @@ def shardings_like(parameter: str) -> argument_types.Leaves:
     return argument_types.Leaves(lambda x: isinstance(x, LeafSharding), description, parameter)
 
 
-# Kinds of units: a part of a model; stacked layers of one shape; a table whose rows are looked up.
-PART, STACK, TABLE = "part", "stack", "table"
+# Kinds of units: a part of a model; one that is used several times; stacked layers of one shape; a
+# table whose rows are looked up.
+PART, SHARED, STACK, TABLE = "part", "shared", "stack", "table"
+
+
+def unit_of(path: str, units: Collection[str]) -> str | None:
+    """The unit that a parameter belongs to: the longest of the paths that its own begins with."""
+    names = path.split("/")
+    prefixes = ("/".join(names[:i]) for i in range(len(names), 0, -1))
+    return next((prefix for prefix in prefixes if prefix in units), None)
 
 
 def unit_kind(path: str, units: Mapping[str, str] | None) -> str:
-    """The kind of unit that a parameter belongs to, by the first name of its path."""
-    return (units or {}).get(path.split("/")[0], PART)
+    """The kind of unit that a parameter belongs to."""
+    unit = unit_of(path, units or {})
+    return PART if unit is None else (units or {})[unit]
 
 
 def decision_in_use(
@@ -214,8 +223,8 @@ def infer_sharding(
         tree: Arrays, or anything with `shape` and `dtype`.
         rule: None: everything is replicated.
         axis_size: Size of mesh axis `fsdp`. With 1 everything is replicated.
-        units: Kinds of the units at keys at the top of the tree; others are a `PART`. The rule is
-            asked about one layer of a `STACK`, whose dim 0 is not sharded.
+        units: Kinds of the units at paths of the tree; others are a `PART`. The rule is asked about
+            one layer of a `STACK`, whose dim 0 is not sharded.
     """
 
     def one(keys: Any, leaf: Any) -> LeafSharding:

@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import lax
 
 from research_dp.distributed import collectives, differentiable_gather
 from research_dp.distributed.differentiable_gather import GatherOptions, with_gradient
 from research_dp.distributed.overlap import scan_prefetched
-from research_dp.distributed.sharding import LeafSharding
+from research_dp.distributed.sharding import STACK, LeafSharding, unit_of
+from research_dp.distributed.unit_order import Order
 from research_dp.errors import UsageError
 from research_dp.types import PyTree
 
 Function = Callable[..., Any]
+Leaves = Mapping[tuple[str, ...], Any]  # parameters of a submodule, by path within it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,9 +39,14 @@ class Units:
     # None: a table is gathered to be looked up in.
     look_up_sharded: Callable[..., PyTree] | None = None
     keep: bool = False  # gathered parameters for the backward pass
-    # Whether a stack's next unit is gathered, and the last one's gradient scattered, while a unit
-    # is computed, which takes the memory of one more unit and its gradient.
-    prefetch: bool = False
+    # Whether the next unit is gathered, and the last one's gradient scattered, while a unit is
+    # computed, which takes the memory of one more unit and its gradient. None: those of stacks are
+    # not.
+    prefetch: bool | None = None
+    order: Order = dataclasses.field(default_factory=Order)  # of this call of the loss
+    kinds: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of units, by their paths
+    recomputed: frozenset[str] = frozenset()  # units whose calls are recomputed by the model
+    sets_up = False  # for modules of Flax, as the three methods at the end
 
     def gather_all(self, params: PyTree) -> PyTree:
         """All parameters, unsharded: for a model that names no units."""
@@ -50,7 +58,29 @@ class Units:
         """`function(unsharded parameters of some units by name, *args)`; `remat`: see `REMAT`."""
         shardings = {name: self._shardings(name) for name in names}
         shards = {name: params[name] for name in names}
-        return self._rematerialised(function, shardings, remat)(shards, *args)
+        return self.run_shards(lambda full: function(full, *args), shards, shardings, remat=remat)
+
+    def run_shards(
+        self,
+        function: Function,
+        shards: PyTree,
+        shardings: PyTree,
+        *,
+        remat: str = "none",
+        keep: bool = False,
+    ) -> Any:
+        """`function(unsharded parameters)`, gathered in their turn; it may close over anything."""
+        gather, policy = self.gather, differentiable_gather.REMAT[remat]
+        if gather is None or not jax.tree.leaves(shards):
+            return self._rematerialised(function, shardings, remat)(shards)
+        return self.order.run(
+            function,
+            lambda shards: gather(shards, shardings),
+            shards,
+            policy=policy,
+            ahead=self.prefetch is not False,
+            keep=self.keep or keep,
+        )
 
     def scan(
         self,
@@ -127,6 +157,48 @@ class Units:
             return take_rows(_only(table), indices).astype(dtype)
 
         return self.run(take, (name,), params, remat="full")
+
+    def with_others(self, params: PyTree) -> PyTree:
+        """Parameters of which those of no unit are unsharded, until the backward pass ends."""
+        others = {
+            k: x for k, x in flatten_dict(params).items() if not unit_of("/".join(k), self.kinds)
+        }
+        if self.gather is None or not others:
+            return params
+        shardings = {k: self._by_path[k] for k in others}
+        return unflatten_dict(flatten_dict(params) | self.gather(others, shardings))
+
+    def is_unit(self, module: Any, path: str) -> bool:
+        """Whether the submodule at this path is a unit."""
+        del module
+        return path in self.kinds
+
+    def is_one_call(self, path: str, leaves: Leaves) -> bool:
+        """Whether its parameters have the shapes of one call, not of the loop around it."""
+        stacked = self.kinds[path] == STACK
+        names = path.split("/")
+        return all(
+            jax.tree.leaves(x)[0].ndim == len(self._by_path[(*names, *k)].shape) - stacked
+            for k, x in leaves.items()
+        )
+
+    def run_unit(self, path: str, leaves: Leaves, function: Callable[[Leaves], Any]) -> Any:
+        """`function(unsharded parameters)` of the unit at this path; those of units inside pass."""
+        names = path.split("/")
+        shardings = {k: self._by_path[(*names, *k)] for k in leaves}
+        if self.kinds[path] == STACK:
+            shardings = {k: _of_one(p) for k, p in shardings.items()}
+        own = {k for k in leaves if unit_of("/".join((*names, *k)), self.kinds) == path}
+        return self.run_shards(
+            lambda full: function({**leaves, **full}),
+            {k: leaves[k] for k in own},
+            {k: shardings[k] for k in own},
+            keep=path in self.recomputed,
+        )
+
+    @functools.cached_property
+    def _by_path(self) -> Mapping[tuple[str, ...], LeafSharding]:
+        return flatten_dict(self.shardings)
 
     def _shardings(self, name: str) -> PyTree:
         return self.shardings[name] if self.gather else None

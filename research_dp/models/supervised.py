@@ -15,11 +15,20 @@ from flax import nnx
 
 from research_dp.argument_checks import checked
 from research_dp.argument_types import Bounds, described
+from research_dp.distributed.units import Units
 from research_dp.errors import UsageError, first_line
 from research_dp.models.flax.linen import linen_functions_of_inputs
 from research_dp.models.flax.module_calls import Names
+from research_dp.models.flax.module_units import Selection, find_units
 from research_dp.models.flax.nnx import nnx_functions_of_inputs
-from research_dp.types import Batch, Functions, LossOutput, PyTree, TrainableModel
+from research_dp.types import (
+    Batch,
+    FoundUnits,
+    Functions,
+    LossOutput,
+    PyTree,
+    TrainableModel,
+)
 
 # (output, target) -> one number per example, (B,), or per position, (B, ...).
 PerExample = Callable[[Any, Any], jax.Array]
@@ -36,6 +45,7 @@ def from_linen(
     weights: str | None = None,
     config: Mapping[str, Any] | None = None,
     bounds: Bounds | None = None,
+    units: Selection | None = None,
 ) -> TrainableModel:
     """A Linen module and its loss, for every strategy.
 
@@ -54,13 +64,16 @@ def from_linen(
             batch's `mask` (B,), 0 for padding, multiplies them.
         config: Properties that must agree with the data set's `info`, e.g. {'num_classes': 10}.
         bounds: Integer array of a batch -> the key of `config` that it must be below.
+        units: Submodules whose parameters are gathered for their calls alone: a class, or a pattern
+            of paths such as 'blocks_*', or several of both. None: direct submodules of more than 4
+            million parameters. (): none; all parameters are gathered together.
 
     Raises:
         UsageError: The module does not take these inputs. While it is traced: the loss is not one
             number per example, or the module draws random numbers other than by `nn.Dropout`.
     """
     functions = linen_functions_of_inputs(module, inputs)
-    return supervised(functions, loss, inputs, targets, metrics, weights, config, bounds)
+    return supervised(functions, loss, inputs, targets, metrics, weights, config, bounds, units)
 
 
 @checked
@@ -74,6 +87,7 @@ def from_nnx(
     weights: str | None = None,
     config: Mapping[str, Any] | None = None,
     bounds: Bounds | None = None,
+    units: Selection | None = None,
 ) -> TrainableModel:
     """An NNX module and its loss, for every strategy.
 
@@ -94,6 +108,9 @@ def from_nnx(
             batch's `mask` (B,), 0 for padding, multiplies them.
         config: Properties that must agree with the data set's `info`, e.g. {'num_classes': 10}.
         bounds: Integer array of a batch -> the key of `config` that it must be below.
+        units: Submodules whose parameters are gathered for their calls alone: a class, or a pattern
+            of paths such as 'blocks_*', or several of both. None: direct submodules of more than 4
+            million parameters. (): none; all parameters are gathered together.
 
     Raises:
         UsageError: `factory` takes more than `rngs`. While the module is traced: it does not take
@@ -101,7 +118,7 @@ def from_nnx(
             other than by `nnx.Dropout`.
     """
     functions = nnx_functions_of_inputs(factory, inputs)
-    return supervised(functions, loss, inputs, targets, metrics, weights, config, bounds)
+    return supervised(functions, loss, inputs, targets, metrics, weights, config, bounds, units)
 
 
 def supervised(
@@ -113,6 +130,7 @@ def supervised(
     weights: str | None = None,
     config: Mapping[str, Any] | None = None,
     bounds: Mapping[str, str] | None = None,
+    units: Selection | None = (),
 ) -> TrainableModel:
     """A model whose loss compares an output of `functions` with a target.
 
@@ -126,6 +144,7 @@ def supervised(
             padding, multiplies them.
         config: As in `TrainableModel`.
         bounds: As in `TrainableModel`.
+        units: As in `from_linen`.
     """
 
     def inputs_of(batch: Batch) -> Any:
@@ -139,6 +158,8 @@ def supervised(
     def loss_of(
         params: PyTree, model_state: PyTree, batch: Batch, keys: jax.Array | None, **options: Any
     ) -> LossOutput:
+        if "units" in options:
+            options["units"], params = _of_modules(options["units"], params)
         x = inputs_of(batch)
         rows = jax.tree.leaves(x)[0].shape[0]
         output, model_state = functions.apply(params, model_state, x, keys=keys, **options)
@@ -164,7 +185,17 @@ def supervised(
         several = not isinstance(inputs, str) and not isinstance(x, tuple)
         return functions.predict(params, (x,) if several else x, model_state)
 
-    return TrainableModel(init, loss_of, config or {}, bounds=bounds or {}, apply=apply)
+    def units_of(batch: Batch) -> FoundUnits:
+        return find_units(functions, units, inputs_of(batch))
+
+    return TrainableModel(
+        init, loss_of, config or {}, bounds=bounds or {}, apply=apply, find_units=units_of
+    )
+
+
+def _of_modules(units: Units, params: PyTree) -> tuple[Units | None, PyTree]:
+    """Units that are gathered at their calls, and parameters with the others unsharded."""
+    return (None, params) if units.gather is None else (units, units.with_others(params))
 
 
 def _called(name: str, function: PerExample, output: Any, target: Any) -> Any:

@@ -27,23 +27,6 @@ from research_dp.strategies.strategy import PlacedBatch, StrategyConfig, TrainSp
 from research_dp.types import PyTree
 
 
-class _OneExample(dict[str, jax.ShapeDtypeStruct]):
-    """An abstract batch of one example; UsageError if a model reads what the data set lacks."""
-
-    def __init__(self, spec: TrainSpec):
-        super().__init__(
-            {k: jax.ShapeDtypeStruct((1, *x.shape), x.dtype) for k, x in spec.example.items()}
-        )
-        self._model = f"{spec.gin_name}.model"
-
-    def __missing__(self, name: str) -> Any:
-        raise binding_error(
-            self._model,
-            f" reads {name!r} of a batch, but the data set gives {sorted(self)}. Take a model and "
-            "a data set of the same task.",
-        )
-
-
 def init_state(config: StrategyConfig, spec: TrainSpec, key: jax.Array) -> TrainState:
     """The state before the first step; traced, so that it is sharded from the start.
 
@@ -51,7 +34,7 @@ def init_state(config: StrategyConfig, spec: TrainSpec, key: jax.Array) -> Train
     """
     if jnp.ndim(key) == 0 and jnp.issubdtype(jnp.result_type(key), jnp.integer):
         key = strategy.init_key(key)
-    made = spec.model.init(key, _OneExample(spec))
+    made = spec.model.init(key, spec.one_example())
     if not isinstance(made, tuple) or len(made) != 2:
         problem = f"init returned {described(made)}; it must return (parameters, model state)."
         raise binding_error(f"{spec.gin_name}.model", f": {problem}")

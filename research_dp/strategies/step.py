@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from research_dp.distributed import overlap
 from research_dp.distributed.batch_examples import split_over
@@ -24,7 +25,8 @@ from research_dp.distributed.mesh import FSDP_AXIS
 from research_dp.distributed.microbatch import add_up
 from research_dp.distributed.norms import clip_factor, global_norm
 from research_dp.distributed.optimizer import apply_gradients, apply_optimizer
-from research_dp.distributed.sharding import TABLE
+from research_dp.distributed.sharding import PART, STACK, unit_of
+from research_dp.distributed.unit_order import Order
 from research_dp.distributed.units import Units
 from research_dp.strategies import slots, strategy
 from research_dp.strategies.nonfinite import Applied, without_nonfinite
@@ -126,9 +128,11 @@ class Step:
         several = self.spec.accumulation_steps > 1
         gathers: Gathers = "at use"
         if config.gather is not None and not config.reshard_after_forward:
-            # Units keep what they gather. For several micro-batches, or where collectives do not
-            # run beside compute, everything is gathered before, scattered after.
-            gathers = "once a unit" if has_units and config.overlap and not several else "once"
+            # Units keep what they gather. For several micro-batches, where collectives do not run
+            # beside compute, or where the model recomputes units, everything is gathered before,
+            # scattered after.
+            by_unit = has_units and not self.spec.model.recomputed
+            gathers = "once a unit" if by_unit and config.overlap and not several else "once"
         # Unit by unit saves time where collectives run beside compute, and memory where shards are
         # smaller than what they are scattered from.
         shards = any(p.dim is not None for p in jax.tree.leaves(self.shardings.slices))
@@ -151,7 +155,6 @@ class Step:
                 params = self.gather(slots.in_boxes(params, self.shardings.params), FSDP_AXIS)
                 params = unboxed(params)
             out = self.loss(params, model_state, micro.examples, keys, units)
-            strategy.check_loss(out, self.spec)
             # Divided by a constant, so that the numbers are of a mean's size whatever the dtype.
             return out.total / micro.position.shape[0] * self.loss_scale(state), out
 
@@ -162,10 +165,13 @@ class Step:
     ) -> LossOutput:
         """The model's loss; `units` gather shards. No `keys`: evaluation."""
         options: dict[str, Any] = {"train": keys is not None, "batch_axes": self.axes}
+        order = Order()
         if self.spec.model.units:
-            options["units"] = units
+            options["units"] = dataclasses.replace(units, order=order)
         with self._split():
-            return self.spec.model.loss(params, model_state, batch, keys, **options)
+            out = self.spec.model.loss(params, model_state, batch, keys, **options)
+        strategy.check_loss(out, self.spec)
+        return out._replace(total=order.finish(out.total))
 
     def _split(self) -> contextlib.AbstractContextManager[None]:
         """While the model runs, or is differentiated: over which axes its batch is split."""
@@ -192,7 +198,15 @@ class Step:
 
         exchanges = config.reduction.exchanges_rows and FSDP_AXIS in self.axes
         look_up = gather if exchanges and slots.options_of(config.gather, {"rows": None}) else None
-        return Units(gather, self.shardings.params, look_up, keep=keep, prefetch=config.prefetch)
+        return Units(
+            gather,
+            self.shardings.params,
+            look_up,
+            keep=keep,
+            prefetch=config.prefetch,
+            kinds=self.spec.model.units,
+            recomputed=self.spec.model.recomputed,
+        )
 
     def sync(
         self, grads: PyTree, slot_state: PyTree = (), shardings: PyTree = None
@@ -252,22 +266,34 @@ class Step:
     ) -> tuple[PyTree, LossOutput]:
         """Averaged gradients of one micro-batch; those of tables, used twice, at the end."""
         kinds, slices = self.spec.model.units, self.shardings.slices
-        late = {name: x for name, x in params.items() if kinds.get(name) == TABLE}
-        early = {name: x for name, x in params.items() if name not in late}
+
+        def parts(tree: PyTree) -> tuple[PyTree, PyTree]:
+            """What is synchronised unit by unit, and what at the end."""
+            flat = flatten_dict(tree)
+            units = {k: unit_of("/".join(k), kinds) for k in flat}
+            early = {k for k, unit in units.items() if unit and kinds[unit] in (PART, STACK)}
+            return tuple(
+                unflatten_dict({k: x for k, x in flat.items() if (k in early) is is_early})
+                for is_early in (True, False)
+            )
+
+        def joined(first: PyTree, second: PyTree) -> PyTree:
+            return unflatten_dict(flatten_dict(first) | flatten_dict(second))
 
         def sync(grads: PyTree, shardings: PyTree) -> PyTree:
             return self.sync(grads, (), shardings)[0]
 
-        targets = overlap.targets_of(sync, early, {name: slices[name] for name in early})
-        loss = self.loss_of(state, model_state, micro, Units(overlap.synchronised(sync), slices))
+        (early, late), (early_slices, late_slices) = parts(params), parts(slices)
+        targets = overlap.targets_of(sync, early, early_slices)
+        again = self.spec.model.recomputed
+        units = Units(overlap.synchronised(sync), slices, kinds=kinds, recomputed=again)
+        loss = self.loss_of(state, model_state, micro, units)
 
-        def of_targets(given: PyTree) -> tuple[jax.Array, LossOutput]:
-            given_early = {name: given[name] for name in early}
-            return loss({**given, **overlap.with_target(early, given_early)})
+        def of_targets(given: PyTree, late: PyTree) -> tuple[jax.Array, LossOutput]:
+            return loss(joined(overlap.with_target(early, given), late))
 
-        grads, out = jax.grad(of_targets, has_aux=True)({**targets, **late})
-        late_grads = {name: grads[name] for name in late}
-        return {**grads, **sync(late_grads, {name: slices[name] for name in late})}, out
+        (grads, late_grads), out = jax.grad(of_targets, (0, 1), has_aux=True)(targets, late)
+        return joined(grads, sync(late_grads, late_slices)), out
 
 
 def sums_of(out: LossOutput) -> Sums:

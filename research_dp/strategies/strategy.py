@@ -20,7 +20,7 @@ from research_dp.distributed.mesh import FSDP_AXIS
 from research_dp.distributed.optimizer import LossScale, with_master_weights
 from research_dp.errors import UsageError, binding_error
 from research_dp.strategies import batch_losses, slots
-from research_dp.types import MEASURED, LossOutput, PyTree, TrainableModel
+from research_dp.types import MEASURED, LossOutput, OneExample, PyTree, TrainableModel
 
 Metrics = Mapping[str, jax.Array]
 When = Literal["step", "micro_batch"]
@@ -93,6 +93,13 @@ class TrainSpec:
     # What the loss is taken over, if it mixes examples: 'device' accepts that it is each device's
     # part of the batch, which is another algorithm on another number of devices.
     loss_over: LossOver = "batch"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "model", self.model.with_units(self.one_example()))
+
+    def one_example(self) -> Mapping[str, jax.ShapeDtypeStruct]:
+        """An abstract batch of one example; UsageError if a model reads what the data set lacks."""
+        return OneExample(self.example, f"{self.gin_name}.model")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -168,8 +175,8 @@ class StrategyConfig:
             optimizer then keeps them in the model's own dtype too, with the rest of its state.
             None: the model's own.
         loss_scale: `@dynamic_loss_scale()` for compute in float16; None: the loss is not scaled.
-        prefetch: Whether the next unit of a stack is gathered, and the last one's gradient
-            scattered, while one is computed; see `distributed.units.Units`.
+        prefetch: Whether the next unit is gathered, and the last one's gradient scattered, while
+            one is computed; None: except in stacks. See `distributed.units.Units`.
         overlap: Whether collectives run beside compute: each unit is then gathered, or its
             gradient synchronised, by itself. False where each collective is waited for, as on
             CPUs: fewer, larger ones are faster.
@@ -193,7 +200,7 @@ class StrategyConfig:
     accumulation_dtype: Dtype | None = None
     param_dtype: Dtype | None = None
     loss_scale: LossScale | None = None
-    prefetch: bool = False
+    prefetch: bool | None = None
     overlap: bool = True
     compiler_options: Mapping[str, Any] | None = None
     choose: Callable[[TrainSpec], StrategyConfig] | None = None

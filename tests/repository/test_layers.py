@@ -222,8 +222,8 @@ def test_files_fit_in_a_head(path):
 
 # Rooms -> most lines of them together. What is added pays by what it makes unnecessary.
 CEILINGS = {
-    (".",): 28_200,
-    ("distributed", "strategies"): 5_600,  # the page of one more strategy fits too
+    (".",): 28_750,
+    ("distributed", "strategies"): 5_980,  # the page of one more strategy fits too
     ("commands",): 3_940,
 }
 

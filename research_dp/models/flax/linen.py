@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -9,11 +10,17 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax.core import lift
+from flax.linen.transforms import lift_direct_transform
+from flax.traverse_util import flatten_dict
 
 from research_dp.argument_checks import checked
 from research_dp.distributed.collectives import Axes
+from research_dp.distributed.overlap import Target
+from research_dp.distributed.units import Leaves
 from research_dp.errors import UsageError
 from research_dp.models.flax import module_calls as calls
+from research_dp.models.flax.module_units import UnitCalls
 from research_dp.types import Functions, PyTree
 
 
@@ -61,13 +68,17 @@ def linen_functions_of_inputs(module: nn.Module, inputs: calls.Names | None) -> 
         train: bool,
         keys: jax.Array | None = None,
         batch_axes: Axes = (),
+        units: UnitCalls | None = None,
     ) -> tuple[jax.Array, PyTree]:
         given = call.arguments(x, train=train, keys=keys, batch_axes=batch_axes)
         variables = {"params": params, **model_state}
         mutable = list(model_state) if train else []
         rngs = {"dropout": calls.layer_keys(0)} if train else {}
-        layers = _over_the_batch(keys, batch_axes)
-        with calls.clear_errors(name, train=train), nn.intercept_methods(layers):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(calls.clear_errors(name, train=train))
+            stack.enter_context(nn.intercept_methods(_over_the_batch(keys, batch_axes)))
+            if units is not None:
+                stack.enter_context(nn.intercept_methods(_in_units(units)))
             y, updates = in_mode(train).apply(
                 variables, *given.args, mutable=mutable, rngs=rngs, **given.kwargs
             )
@@ -99,6 +110,56 @@ def _over_the_batch(keys: jax.Array | None, axes: Axes) -> Callable[..., Any]:
         return call(*args, **options)
 
     return intercept
+
+
+def _in_units(units: UnitCalls) -> Callable[..., Any]:
+    """An interceptor of methods that calls a unit's with its parameters for compute."""
+    running: list[str] = []
+
+    def intercept(call: Callable[..., Any], args: Any, options: Any, context: Any) -> Any:
+        module = context.module
+        path = "" if module.scope is None else "/".join(module.path)
+        if path in running or not path or not units.is_unit(module, path):
+            return call(*args, **options)
+        if context.method_name == "setup":  # it is called again within the unit
+            return call(*args, **options) if units.sets_up else None
+        leaves = flatten_dict(module.variables.get("params", {}))
+        if not leaves or not units.is_one_call(path, leaves):
+            return call(*args, **options)
+
+        def in_unit(method: Callable[..., Any], scopes: Any, *args: Any, **options: Any) -> Any:
+            def run(opened: Any, closed: Any, groups: Any, rngs: Any) -> Any:
+                def computed(full: Leaves) -> Any:
+                    by_id = {_identity(leaves[k]): x for k, x in full.items()}
+                    filled = jax.tree.map(
+                        lambda x: by_id.get(_identity(x), x), groups, is_leaf=_is_target
+                    )
+                    inner = opened(filled, rngs)
+                    running.append(path)
+                    try:
+                        y = method(inner, *args, **options)
+                    finally:
+                        running.remove(path)
+                    return y, closed(inner)
+
+                return units.run_unit(path, leaves, computed)
+
+            return lift.pack(run, (True,), (True,), (True,), name="unit")(scopes)
+
+        def method(module: nn.Module, *args: Any, **options: Any) -> Any:
+            return getattr(module, context.method_name)(*args, **options)
+
+        return lift_direct_transform(in_unit, (method,), module, *args, **options)
+
+    return intercept
+
+
+def _is_target(x: Any) -> bool:
+    return isinstance(x, Target)
+
+
+def _identity(x: Any) -> int:
+    return id(jax.tree.leaves(x)[0])
 
 
 def _dropout(

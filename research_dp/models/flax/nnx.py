@@ -16,9 +16,11 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from research_dp.argument_checks import checked
 from research_dp.distributed.batch_examples import seed_key
 from research_dp.distributed.collectives import Axes
+from research_dp.distributed.units import Leaves
 from research_dp.errors import UsageError
 from research_dp.models.flax import module_calls as calls
 from research_dp.models.flax.module_calls import GUIDE, Names
+from research_dp.models.flax.module_units import UnitCalls
 from research_dp.types import Functions, PyTree
 
 _STATE = nnx.Not(nnx.Any(nnx.Param, nnx.RngState, nnx.Intermediate))
@@ -69,6 +71,7 @@ def _functions(build: Callable[[PyTree, nnx.Rngs], nnx.Module], inputs: Names | 
         train: bool,
         keys: jax.Array | None = None,
         batch_axes: Axes = (),
+        units: UnitCalls | None = None,
     ) -> tuple[jax.Array, PyTree]:
         empty, call = abstract(x)
         given = call.arguments(x, train=train, keys=keys, batch_axes=batch_axes)
@@ -76,6 +79,8 @@ def _functions(build: Callable[[PyTree, nnx.Rngs], nnx.Module], inputs: Names | 
         if not call.modes:
             module.train() if train else module.eval()
         _over_the_batch(module, keys, batch_axes, train)
+        if units is not None:
+            _in_units(module, units)
         with calls.clear_errors(call.name, train=train):
             y = module(*given.args, **given.kwargs)
         return y, _variables(module)[1] if train else model_state
@@ -168,6 +173,46 @@ def _over_the_batch(module: nnx.Module, keys: jax.Array | None, axes: Axes, trai
             layer.axis_name = axes or None  # type: ignore[assignment]
             layer.__class__ = _checking(type(layer))
             layer.trains = train  # type: ignore[attr-defined]
+
+
+def _in_units(module: nnx.Module, units: UnitCalls) -> None:
+    """Prepares the submodules that are units, whose calls get their parameters for compute."""
+    for names, layer in nnx.iter_modules(module):
+        path = "/".join(map(str, names))
+        if path and units.is_unit(layer, path):
+            layer.__class__ = _unit_class(type(layer))
+            layer.unit = _Unit(path, units)  # type: ignore[attr-defined]
+
+
+class _Unit:
+    """Where a unit is, and what happens at its calls; a static attribute to transforms of NNX."""
+
+    def __init__(self, path: str, calls: UnitCalls):
+        self.path, self.calls = path, calls
+
+
+@functools.cache
+def _unit_class(kind: type[nnx.Module]) -> type[nnx.Module]:
+    """A subclass whose `__call__` computes with parameters that are gathered for it."""
+
+    def call(self: Any, *args: Any, **options: Any) -> Any:
+        unit = self.unit
+        graphdef, state, others = nnx.split(self, nnx.Param, ...)  # type: ignore[misc]
+        leaves = flatten_dict(_by_text(state))
+        if not leaves or not unit.calls.is_one_call(unit.path, leaves):
+            return kind.__call__(self, *args, **options)
+
+        def computed(full: Leaves) -> Any:
+            nnx.replace_by_pure_dict(state, unflatten_dict(full))
+            module = nnx.merge(graphdef, state, others, copy=True)
+            y = kind.__call__(module, *args, **options)
+            return y, nnx.state(module, nnx.Not(nnx.Param))
+
+        y, others = unit.calls.run_unit(unit.path, leaves, computed)
+        nnx.update(self, others)
+        return y
+
+    return types.new_class(kind.__name__, (kind,), {}, lambda body: body.update(__call__=call))
 
 
 class _Keys:

@@ -1,0 +1,265 @@
+"""Units of models as users write them: found, gathered at their calls, and equal to one device."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import research_dp
+from research_dp.analysis.comm_lower_bound import min_wire_bytes
+from research_dp.errors import UsageError
+from research_dp.strategies import TrainSpec
+from tests.support.recipes import recipe
+from tests.support.strategies import WIRE, traffic
+
+WORDS, WIDTH, LENGTH, ROWS = 48, 16, 8, 16
+LOSS = optax.softmax_cross_entropy_with_integer_labels
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x, train):
+        h = nn.Dense(4 * WIDTH, name="up")(nn.LayerNorm()(x))
+        h = nn.Dropout(0.1, deterministic=not train)(nn.gelu(h))
+        return x + nn.Dense(WIDTH, name="down")(h)
+
+
+class Compact(nn.Module):
+    tied: str = ""
+    remat: bool = False
+
+    @nn.compact
+    def __call__(self, x, train):
+        embed = nn.Embed(WORDS, WIDTH, name="embed")
+        x = embed(x)
+        block = nn.remat(Block, static_argnums=(2,)) if self.remat else Block
+        for i in range(2):
+            x = block(name=f"block_{i}")(x, train)
+        if self.tied:
+            return embed.attend(x) if self.tied == "called" else x @ embed.embedding.T
+        return nn.Dense(WORDS, name="head")(x)
+
+
+class Twice(nn.Module):
+    """Makes a parameter in `setup`, and has a second method."""
+
+    def setup(self):
+        self.matrix = self.param("matrix", nn.initializers.normal(0.2), (WIDTH, WIDTH))
+        self.inner = nn.Dense(WIDTH)
+
+    def __call__(self, x):
+        return jnp.tanh(self.inner(x @ self.matrix)) + x
+
+    def backwards(self, x):
+        return x @ self.matrix.T
+
+
+class Setup(nn.Module):
+    def setup(self):
+        self.embed = nn.Embed(WORDS, WIDTH)
+        self.blocks = [Block() for _ in range(2)]
+        self.middle = Twice()
+        self.head = nn.Dense(WORDS)
+
+    def __call__(self, x, train):
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x, train)
+        return self.head(self.middle.backwards(self.middle(x)))
+
+
+class Layer(nn.Module):
+    train: bool
+
+    @nn.compact
+    def __call__(self, x, _):
+        return nn.remat(Block, static_argnums=(2,))(name="block")(x, self.train), None
+
+
+class Scanned(nn.Module):
+    @nn.compact
+    def __call__(self, x, train):
+        x = nn.Embed(WORDS, WIDTH, name="embed")(x)
+        random = {"params": True, "dropout": True}
+        layers = nn.scan(Layer, variable_axes={"params": 0}, split_rngs=random, length=3)
+        return nn.Dense(WORDS, name="head")(layers(train, name="layers")(x, None)[0])
+
+
+class Convolutions(nn.Module):
+    @nn.compact
+    def __call__(self, x, train):
+        x = jax.nn.one_hot(x, WORDS)
+        for i in range(2):
+            x = ConvBlock(name=f"conv_{i}")(x, train)
+        return nn.Dense(WORDS, name="head")(x)
+
+
+class ConvBlock(nn.Module):
+    @nn.compact
+    def __call__(self, x, train):
+        x = nn.Conv(WIDTH, (3,), use_bias=False)(x)
+        return nn.relu(nn.BatchNorm(use_running_average=not train, momentum=0.9)(x))
+
+
+class NnxBlock(nnx.Module):
+    def __init__(self, rngs):
+        self.norm = nnx.BatchNorm(WIDTH, rngs=rngs)
+        self.up = nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs)
+        self.down = nnx.Linear(4 * WIDTH, WIDTH, rngs=rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.down(self.dropout(nnx.gelu(self.up(self.norm(x)))))
+
+
+class NnxNet(nnx.Module):
+    def __init__(self, rngs, tied=False):
+        self.embed = nnx.Embed(WORDS, WIDTH, rngs=rngs)
+        self.blocks = nnx.List([NnxBlock(rngs) for _ in range(2)])
+        self.head = None if tied else nnx.Linear(WIDTH, WORDS, rngs=rngs)
+
+    def __call__(self, x):
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.embed.attend(x) if self.head is None else self.head(x)
+
+
+class NnxScanned(nnx.Module):
+    def __init__(self, rngs):
+        @nnx.split_rngs(splits=3)
+        @nnx.vmap(in_axes=(0,), out_axes=0)
+        def stack(rngs):
+            return NnxBlock(rngs)
+
+        self.embed = nnx.Embed(WORDS, WIDTH, rngs=rngs)
+        self.layers = stack(rngs)
+        self.head = nnx.Linear(WIDTH, WORDS, rngs=rngs)
+
+    def __call__(self, x):
+        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        def run(x, layer):
+            return layer(x)
+
+        return self.head(run(self.embed(x), self.layers))
+
+
+def linen(module, *units):
+    return research_dp.from_linen(module, loss=LOSS, units=units)
+
+
+def from_nnx(factory, *units):
+    return research_dp.from_nnx(factory, loss=LOSS, units=units)
+
+
+PARTS = {"block_0": "part", "block_1": "part", "embed": "part", "head": "part"}
+MODELS = {
+    "by pattern": (linen(Compact(), "block_*", "embed", "head"), PARTS),
+    "in nn.remat": (linen(Compact(remat=True), Block, nn.Embed, "head"), PARTS),
+    "called for the head": (
+        linen(Compact("called"), Block, nn.Embed),
+        {"block_0": "part", "block_1": "part", "embed": "shared"},
+    ),
+    "read for the head": (
+        linen(Compact("read"), Block, nn.Embed),
+        {"block_0": "part", "block_1": "part"},
+    ),
+    "in setup": (
+        linen(Setup(), Block, Twice, "embed", "head"),
+        {
+            **{"blocks_0": "part", "blocks_1": "part", "embed": "part", "head": "part"},
+            "middle": "shared",
+        },
+    ),
+    "within units": (
+        linen(Compact(), Block, "block_0/up"),
+        {"block_0": "part", "block_0/up": "part", "block_1": "part"},
+    ),
+    "in nn.scan": (linen(Scanned(), Block, "head"), {"head": "part", "layers/block": "stack"}),
+    "around a stack": (linen(Scanned(), "layers"), {"layers": "stack"}),
+    "with statistics": (linen(Convolutions(), ConvBlock), {"conv_0": "part", "conv_1": "part"}),
+    "nnx": (
+        from_nnx(NnxNet, NnxBlock, "head", nnx.Embed),
+        {"blocks/0": "part", "blocks/1": "part", "embed": "part", "head": "part"},
+    ),
+    "nnx, tied": (
+        from_nnx(lambda rngs: NnxNet(rngs, tied=True), "blocks/*", "embed"),
+        {"blocks/0": "part", "blocks/1": "part"},
+    ),
+    "nnx.scan": (from_nnx(NnxScanned, NnxBlock), {"layers": "stack"}),
+}
+
+
+def spec_of(model, **options):
+    tokens = jax.ShapeDtypeStruct((LENGTH,), np.int32)
+    fields = {"optimizer": optax.sgd(0.1, 0.9), "example": {"x": tokens, "y": tokens}}
+    return TrainSpec(model=model, batch_size=ROWS, **fields, **options)
+
+
+def build(stem, model, *bindings, **options):
+    return recipe(stem, "shard_params.min_weight_size = 8", *bindings).build(
+        spec_of(model, **options)
+    )
+
+
+def trained(strategy):
+    """Losses of two steps and of evaluation, and the parameters after them."""
+    drawn, state, losses = np.random.default_rng(0), strategy.init(0), []
+    for _ in range(2):
+        batch = {k: drawn.integers(0, WORDS, (ROWS, LENGTH)).astype(np.int32) for k in "xy"}
+        state, metrics = strategy.train_step(state, strategy.place_batch(batch))
+        losses.append(metrics["loss"][0])
+    rows = {k: x[: strategy.eval_batch_size] for k, x in batch.items()}
+    losses.append(strategy.eval_step(state, strategy.place_eval_batch(rows))["loss"][0])
+    return np.asarray(losses), jax.tree.map(np.asarray, state.params)
+
+
+@pytest.mark.parametrize("stem", ["fsdp", "ddp"])
+@pytest.mark.parametrize("case", MODELS)
+def test_units_change_what_is_gathered_when_and_nothing_else(case, stem):
+    model, kinds = MODELS[case]
+    strategy = build(stem, model)
+    assert strategy.spec.model.units == kinds
+    alone, units = trained(build("single", model)), trained(strategy)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), alone, units)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stem", sorted({*WIRE, "hsdp", "spmd", "spmd_fsdp"} - {"fsdp", "ddp"}))
+@pytest.mark.parametrize("case", ["by pattern", "in setup", "in nn.scan", "nnx", "nnx.scan"])
+def test_every_strategy_runs_units(case, stem):
+    model, _ = MODELS[case]
+    alone, units = trained(build("single", model)), trained(build(stem, model))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), alone, units)
+
+
+@pytest.mark.parametrize("stem", ["fsdp", "hsdp", "ddp", "zero2", "fsdp_keep"])
+@pytest.mark.parametrize("case", ["called for the head", "read for the head", "in nn.scan", "nnx"])
+def test_wire_bytes_are_those_of_the_units_and_their_uses(case, stem):
+    strategy = build(stem, MODELS[case][0])
+    # Metrics, norms and statistics of a batch are not in the table.
+    sent = sum(c.wire_bytes for c in traffic(strategy) if c.nbytes > 512)
+    least = min_wire_bytes(strategy, strategy.spec)
+    assert least <= 1.1 * sent and sent <= 1.02 * least
+
+
+def test_large_direct_submodules_are_units_by_themselves():
+    class Wide(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            for _ in range(2):
+                x = nn.Dense(2200)(x)
+            return nn.Dense(8)(x)
+
+    batch = {"x": jax.ShapeDtypeStruct((1, 2200), np.float32)}
+    model = research_dp.from_linen(Wide(), loss=LOSS).with_units(batch)
+    assert model.units == {"Dense_0": "part", "Dense_1": "part"}
+
+
+@pytest.mark.parametrize("units", ["blocks", (nnx.Linear,)])
+def test_a_selection_that_fits_nothing_names_what_there_is(units):
+    with pytest.raises(UsageError, match=r"no submodule fits.* block_0/LayerNorm_0, block_0/down"):
+        spec_of(research_dp.from_linen(Compact(), loss=LOSS, units=units))
