@@ -93,6 +93,10 @@ class _Saved:
         kept = [x if place is None else None for x, place in zip(leaves, places, strict=True)]
         return cls(kept, treedef, places)
 
+    @property
+    def needs_params(self) -> bool:
+        return any(place is not None for place in self.places)
+
     def with_params(self, params: PyTree) -> Callable[[Any], Any]:
         full = jax.tree.leaves(params)
         pairs = zip(self.leaves, self.places, strict=True)
@@ -143,8 +147,10 @@ def _unit(
         saved, scatter = kept
         g, (start, end) = gradients
         params: PyTree = ()
-        if not keep:
+        if not keep and saved.needs_params:
             params, g, scatter, start = gathered(scatter, g, start)
+        elif not keep:  # what this gathers is not used, so a compiler leaves it out
+            scatter = jax.vjp(gather, scatter)[1]
         d_params, d_consts = saved.with_params(params)(g)
         start, end = lax.optimization_barrier((start, end))
         d_params, end = _after(d_params, end)

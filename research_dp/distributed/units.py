@@ -246,8 +246,12 @@ def _take_bwd(kept: Any, g: jax.Array) -> tuple[jax.Array, None]:
     return _add_rows(g, indices, like.shape[0]).astype(like.dtype), None
 
 
-# Keeps an empty part of the table, for its number of rows and its dtype.
-take_rows.defvjp(lambda table, indices: (table[indices], (indices, table[:, :0])), _take_bwd)
+def _take_fwd(table: jax.Array, indices: jax.Array) -> tuple[jax.Array, Any]:
+    # The number of rows and the dtype, without the table: it need not be gathered again for them.
+    return table[indices], (indices, jnp.zeros((table.shape[0], 0), table.dtype))
+
+
+take_rows.defvjp(_take_fwd, _take_bwd)
 
 
 def exchange_rows(block: jax.Array, indices: jax.Array, options: GatherOptions) -> jax.Array:
