@@ -42,6 +42,9 @@ TENSORFLOW = [
     "tensorflow>=2.20,<3; platform_machine != 'x86_64' or sys_platform != 'linux'",
 ]
 
+WANDB = "wandb>=0.31,<1"  # `train.writers = [@wandb]`: records, to Weights & Biases
+MLFLOW = "mlflow-skinny>=3.17,<4"  # `[@mlflow]`: MLflow's client alone, to a server or a folder
+
 DOCS = [
     "mkdocs-material>=9.7,<10",  # the site
     "mkdocstrings-python>=2,<3",  # its reference, from docstrings
@@ -63,6 +66,8 @@ EXTRAS = {
         "altair>=6.3,<7",  # charts, as Vega-Lite
         "vl-convert-python>=1.9,<2",  # Vega's scripts, put in the page: it needs no network
     ],
+    "wandb": [WANDB],
+    "mlflow": [MLFLOW],
     "docs": DOCS,
     "test": [
         "pytest>=8",  # the test suite
@@ -73,6 +78,7 @@ EXTRAS = {
         *("altair>=6.3,<7", "vl-convert-python>=1.9,<2"),  # pages
         "playwright>=1.50,<2",  # opens pages in an installed Chromium
         "matplotlib>=3.9,<4",  # pictures of README.md, the notebook
+        *(WANDB, MLFLOW),  # writers of records: what they keep offline is read back
         *TENSORFLOW,  # data sets in both formats
         *DOCS,  # a test builds the site
         *("nbclient>=0.10,<1", "ipykernel>=6,<8"),  # run the notebook

@@ -27,6 +27,7 @@ from research_dp.distributed.sharding import ShardDecision
 from research_dp.errors import UsageError
 from research_dp.runs.files import json_text
 from research_dp.strategies import Strategy, StrategyConfig
+from research_dp.training.writers import MetricWriter
 from research_dp.types import TrainableModel
 
 # Group -> (folders of gin files, modules of functions, result types of functions anywhere).
@@ -40,6 +41,7 @@ _GROUPS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[type, ...]]] = 
     "models": (("models",), ("models",), (TrainableModel,)),
     "data": (("data",), ("data",), (DataSet,)),
     "optimizers": (("optim",), ("optim", "optax"), (optax.GradientTransformation,)),
+    "writers": ((), ("writers",), (MetricWriter,)),
     "options": (("precision", "options"), (), ()),
 }
 
@@ -48,7 +50,7 @@ _GROUPS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[type, ...]]] = 
 _CALLER_PASSES = {
     *("params", "axis_name", "grads", "axis_names", "gradients", "parameters", "optimizer"),
     *("path", "shape", "axis_size", "config", "spec"),
-    *("builder", "train_split", "eval_split", "preprocess", "features"),
+    *("folder", "builder", "train_split", "eval_split", "preprocess", "features"),
 }
 
 

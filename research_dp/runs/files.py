@@ -17,13 +17,14 @@ LOCK, HOLDER = ".run.lock", ".run.holder"
 CONFIG, OPERATIVE_CONFIG = "config.gin", "operative_config.gin"
 RECORDS, SUMMARY = "metrics.jsonl", "summary.json"
 FACTS, PROGRAM = "run.json", "train_step.hlo.gz"
+TRACKERS = "trackers.json"  # tracker -> what it calls the run
 CHECKPOINTS, FLIGHT, TENSORBOARD = "checkpoints", "flight", "tensorboard"
 PROFILE = "profile"
 SPLITS = ("train", "eval")
 NOTHING_SAVED = "nothing_saved_yet"  # in the folder of the checkpoints
 PROBE = ".run."  # and 32 hexadecimal digits: see `workdir`
 
-_FILES = (LOCK, HOLDER, CONFIG, OPERATIVE_CONFIG, RECORDS, SUMMARY, FACTS, PROGRAM)
+_FILES = (LOCK, HOLDER, CONFIG, OPERATIVE_CONFIG, RECORDS, SUMMARY, FACTS, PROGRAM, TRACKERS)
 _FOLDERS = (CHECKPOINTS, FLIGHT, *(f"{TENSORBOARD}/{x}" for x in ("", *SPLITS)), PROFILE)
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.tmp|" + re.escape(PROBE) + "[0-9a-f]{32}")
 _NO_FSYNC_OF_FOLDERS = (errno.EINVAL, errno.ENOTSUP)  # some FUSE and SMB mounts

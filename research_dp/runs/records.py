@@ -54,13 +54,14 @@ class Records:
                 self._events_of(split).remove_older()
         return kept
 
-    def write(self, split: str, step: int, scalars: Mapping[str, float]) -> None:
-        """Records scalars of a split ('train', 'eval') at a step."""
+    def write(self, split: str, step: int, scalars: Mapping[str, float]) -> dict[str, Any]:
+        """Records scalars of a split ('train', 'eval') at a step; returns the record."""
         record = files.as_json({"split": split, "step": step, **scalars})
         self._file.write((json.dumps(record, allow_nan=False) + "\n").encode())
         self._file.flush()
         self._events_of(split).write(step, scalars)
         self._count += split == "train"
+        return record
 
     def sync(self) -> int:
         """Flushes all records to the disk; returns the number of training records.

@@ -19,6 +19,7 @@ from research_dp.runs.records import Records, scalars_of
 from research_dp.strategies import SKIPPED
 from research_dp.training import throughput
 from research_dp.training.optimizers import LearningRate
+from research_dp.training.writers import Writers
 from research_dp.types import MEASURED, HostSums
 
 
@@ -105,8 +106,10 @@ class MetricLog:
         clock: throughput.Throughput,
         console: ProgressBar,
         rate: LearningRate | None = None,
+        writers: Writers | None = None,
     ):
         self._throughput, self._console, self._rate = clock, console, rate
+        self._writers = writers or Writers()
         self._window: HostSums = saved.window if saved else {}
         self._records_saved = saved.records if saved else 0
         self._unread: list[Mapping[str, Any]] = []
@@ -158,9 +161,10 @@ class MetricLog:
 
     def write(self, split: str, step: int, scalars: Mapping[str, float]) -> None:
         """Records scalars of a split ('train', 'eval') at a step."""
-        if self._records:
-            self._records.write(split, step, scalars)
+        record = self._records.write(split, step, scalars) if self._records else None
         self._console.metrics(split, step, scalars)
+        if record is not None:
+            self._writers.write(record, scalars)
 
     def window(self) -> HostSums:
         """Sums of the metrics that are not recorded yet."""
@@ -169,6 +173,7 @@ class MetricLog:
 
     def sync(self) -> int:
         """Flushes all records to the disk; returns the number of training records."""
+        self._writers.end("flush")
         return self._records.sync() if self._records else 0
 
     def close(self) -> None:

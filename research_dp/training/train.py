@@ -7,7 +7,8 @@ import dataclasses
 import functools
 import inspect as inspect_module
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import gin
@@ -33,6 +34,7 @@ from research_dp.training.preflight import preflight
 from research_dp.training.sharding_table import sizes_by_part
 from research_dp.training.trainer import Trainer
 from research_dp.training.watchdog import monitored
+from research_dp.training.writers import MetricWriter, Writers
 from research_dp.types import Bound, DataSet, TrainableModel
 
 DONE = 0
@@ -61,6 +63,8 @@ def train(
     on_nonfinite: OnNonfinite = "stop",
     loss_over: LossOver = "batch",
     check_replicas_every: Count | None = None,
+    writers: Sequence[Callable[[Path], MetricWriter]] = (),
+    on_record: Callable[[Mapping[str, Any]], Any] | None = None,
     workdir: str | None = None,
     inspect: Callable[[StrategyConfig, TrainSpec], None] | None = None,
     started: float | None = None,
@@ -92,6 +96,11 @@ def train(
             each device's part; 'device' accepts it, as another algorithm on other devices.
         check_replicas_every: Compare the replicas of the state each so many steps; a difference
             ends the run. None: never.
+        writers: Where records go besides `metrics.jsonl` and TensorBoard: `[@wandb, @mlflow]`, or a
+            writer of yours. Process 0 calls each with the run's folder; it returns a `MetricWriter`
+            as CLU has it.
+        on_record: Called in process 0 with each record, as `metrics.jsonl` has it. An error that it
+            raises ends the run.
         workdir: Folder of the run's results.
         inspect: Called with the strategy, and what it is to be built for, instead of training.
         started: `time.perf_counter()` when the command started.
@@ -106,7 +115,7 @@ def train(
     settings = locals()
     schedule = Schedule(**{x.name: settings[x.name] for x in dataclasses.fields(Schedule)})
     spec = spec_of(settings)
-    config = strategy.resolve(spec)
+    config, sinks = strategy.resolve(spec), Writers(writers, on_record)
     if inspect is not None:
         inspect(config, spec)
         return DONE
@@ -139,6 +148,8 @@ def train(
             recorder.closing()
             return DONE
 
+        stack.callback(sinks.end)
+        sinks.open(folder)
         recorder.note("compile", first_step)
         state = built.init(init_key(seed)) if state is None else state
         started = time.perf_counter() if started is None else started
@@ -149,7 +160,8 @@ def train(
             say=say,
         )
         trainer = Trainer(
-            spec, built, data, folder, schedule, checkpoints, recorder, saved, started, facts
+            *(spec, built, data, folder, schedule, checkpoints, recorder, saved, started, facts),
+            writers=sinks,
         )
         stack.enter_context(contextlib.closing(trainer))
         return DONE if trainer.run(state) == num_steps else STOPPED

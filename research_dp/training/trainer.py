@@ -31,6 +31,7 @@ from research_dp.training.metric_log import MetricLog, ProgressBar, metric_words
 from research_dp.training.optimizers import LearningRate
 from research_dp.training.preemption import StopSignal
 from research_dp.training.replica_check import ReplicaCheck, split_dependence
+from research_dp.training.writers import Writers
 from research_dp.types import Arrays, DataIdentity, DataSet
 
 
@@ -48,6 +49,7 @@ class Trainer:
     saved: Manifest | None  # of the run that is resumed
     started: float  # `time.perf_counter()` of the command's start
     run_facts: RunFacts
+    writers: Writers
 
     def __post_init__(self) -> None:
         self._progress = self.saved.progress if self.saved else None
@@ -65,7 +67,9 @@ class Trainer:
         self._console = ProgressBar(self.schedule.num_steps, self._first_step)
         opt_state = self.strategy.abstract_state.opt_state
         self._rate = LearningRate(self.spec.optimizer, opt_state, self.schedule.num_steps)
-        self._metrics = MetricLog(self._progress, self._throughput, self._console, self._rate)
+        self._metrics = MetricLog(
+            *(self._progress, self._throughput, self._console, self._rate, self.writers)
+        )
         compares = self.schedule.check_replicas_every
         self._replicas = ReplicaCheck(self.strategy) if compares else None
         self._nonfinite = nonfinite.NonfiniteCheck(

@@ -361,6 +361,7 @@ def test_no_link_is_followed(run, ended, tmp_path):
         (run / name).symlink_to(outside)
     continues(run, ended)
     assert outside.read_text() == "precious" and (run / "config.tmp").is_symlink()
+    (run / files.TRACKERS).write_text("{}")
     for name in (*files._FILES, "flight/process_0.txt"):
         path = run / name
         content = path.read_bytes()
