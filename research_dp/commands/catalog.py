@@ -95,7 +95,8 @@ def everything(imports: Sequence[str] = ()) -> list[dict[str, Any]]:
         folder = file.split("/")[0]
         group = next((g for g, (folders, *_) in _GROUPS.items() if folder in folders), folder)
         groups.setdefault(group, []).append(_file_entry(file))
-    functions = gin_internals.configurables().values()
+    known = gin_internals.configurables().values()
+    functions = (entry for entry in known if not entry.selector.startswith("python_objects."))
     for entry in sorted(functions, key=lambda entry: _position(inspect.unwrap(entry.function))):
         groups.setdefault(_group(entry), []).append(_function_entry(entry))
     return [{"group": name, "entries": entries} for name, entries in groups.items() if entries]

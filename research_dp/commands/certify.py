@@ -19,6 +19,7 @@ from research_dp.distributed.mesh import refuse_several_processes
 from research_dp.errors import UsageError, binding_error
 from research_dp.models import mlp
 from research_dp.strategies import StrategyConfig, TrainSpec
+from research_dp.training import python_objects
 from research_dp.training.train import configured
 from research_dp.types import DataSet
 
@@ -34,6 +35,9 @@ def certify(
     against: str = "single",
     steps: Count = 30,
     quick: bool = False,
+    model: python_objects.Model | None = None,
+    data: python_objects.Data | None = None,
+    optimizer: python_objects.Optimizer | None = None,
     imports: Sequence[str] = (),
     cpu_devices: Count | None = None,
     allow_unused: bool = False,
@@ -48,6 +52,9 @@ def certify(
         against: The reference: a shipped strategy, or a gin file that binds `train.strategy`.
         steps: Steps that are compared.
         quick: Whether a strategy's gin file alone is certified, on a small built-in run.
+        model: As in `run`.
+        data: As in `run`.
+        optimizer: As in `run`.
         imports: As in `run`.
         cpu_devices: As in `run`.
         allow_unused: As in `run`.
@@ -59,11 +66,15 @@ def certify(
     Raises:
         UsageError: Something in the configuration is wrong.
     """
+    options: dict[str, Any] = {"imports": imports, "allow_unused": allow_unused}
+    options |= {"model": model, "data": data, "optimizer": optimizer}
     with (
-        session(gin_files, bindings, imports=imports, allow_unused=allow_unused) as run,
+        session(gin_files, bindings, **options) as run,
         Progress("Reading the configuration") as report,
     ):
         if quick:
+            if model or data or optimizer:
+                raise UsageError("--quick has its own run: leave out model, data and optimizer.")
             if (against, steps) != ("single", 30):
                 own = "--quick has its own oracle and steps: leave out --against and --steps"
                 raise UsageError(own)

@@ -51,6 +51,7 @@ _HELP = {
     "imports": "A module of yours that registers functions with gin; repeatable.",
     "allow_unused": "Accept bindings without effect.",
 }
+_OBJECTS = ("model", "data", "optimizer")  # parameters that are no flags
 # Help on flags that share a parameter with another.
 _BINDING = "The same, shorter: --gin.train.num_steps=20. A bare word is a string."
 _VARY_FILE = "Files of which each run adds one; nothing before or after a comma: none. Repeatable."
@@ -90,7 +91,8 @@ def parameters(name: str) -> dict[str, Parameter]:
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
     found: dict[str, Parameter] = {}
     for function in filter(None, (entry.function, "command")):
-        found |= {parameter.name: parameter for parameter in _declared(functions[function])}
+        declared = {parameter.name: parameter for parameter in _declared(functions[function])}
+        found |= {name: one for name, one in declared.items() if name not in _OBJECTS}
     order = ["gin_files", "bindings", "workdir", "cpu_devices", "imports", "allow_unused"]
     first = [known for known in order if known in found]
     return {known: found[known] for known in dict.fromkeys([*first, *found])}

@@ -32,7 +32,7 @@ from research_dp.comparison.comparison import Comparison
 from research_dp.comparison.verdicts import Judge
 from research_dp.console import Progress, Report, put
 from research_dp.errors import UsageError
-from research_dp.training import preemption
+from research_dp.training import preemption, python_objects
 
 _MOST_RECORDS = 25  # of a run that is trained for a comparison
 _MOST_BOUND = 200  # steps for which the bound is measured, if --bound does not say
@@ -50,6 +50,9 @@ def compare(
     workdir: str | os.PathLike[str] | None = None,
     topology: str | None = None,
     bound: CountOrZero | None = None,
+    model: python_objects.Model | None = None,
+    data: python_objects.Data | None = None,
+    optimizer: python_objects.Optimizer | None = None,
     imports: Sequence[str] = (),
     cpu_devices: Count | None = None,
     allow_unused: bool = False,
@@ -72,6 +75,9 @@ def compare(
             'here' with `gin_files`, else none.
         bound: Steps for which what rounding explains is measured; 0: none; None: up to 200 with
             `gin_files`, else none.
+        model: As in `run`.
+        data: As in `run`.
+        optimizer: As in `run`.
         imports: As in `run`.
         cpu_devices: As in `run`.
         allow_unused: As in `run`.
@@ -87,7 +93,11 @@ def compare(
     """
     names = (strategies if isinstance(strategies, str) else ",".join(strategies)).split(",")
     varied = [(name, ",".join(map(as_gin, values))) for name, values in (vary or {}).items()]
-    with session(gin_files, bindings, imports=imports, allow_unused=allow_unused) as run:
+    if runs and (model or data or optimizer):
+        raise UsageError("model, data and optimizer go with strategies, not with folders of runs.")
+    options: dict[str, Any] = {"imports": imports, "allow_unused": allow_unused}
+    options |= {"model": model, "data": data, "optimizer": optimizer}
+    with session(gin_files, bindings, **options) as run:
         comparing = _Comparing(
             run, runs, names, varied, steps, workdir, topology, bound, cpu_devices
         )

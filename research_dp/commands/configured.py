@@ -27,6 +27,7 @@ from research_dp.config import gin_internals, load
 from research_dp.config.load import Config
 from research_dp.errors import UsageError
 from research_dp.runs import files
+from research_dp.training import python_objects
 
 Files = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 Bindings = Mapping[str, Any] | Sequence[str]
@@ -82,17 +83,21 @@ def session(
     *,
     imports: Sequence[str] = (),
     allow_unused: bool = False,
+    **objects: Any,
 ) -> Iterator[Run]:
     """A run; restores gin's bindings at the end. A mistake is a UsageError with its place.
 
-    It speaks of arguments, but within `speaking_flags`.
+    It speaks of arguments, but within `speaking_flags`. `objects` are bound to the parameters of
+    `train` of their names; None: not given.
     """
     if isinstance(bindings, Mapping):
         bindings = [f"{name} = {as_gin(value)}" for name, value in bindings.items()]
     names = [gin_files] if isinstance(gin_files, str | os.PathLike) else gin_files
-    run = Run([os.fspath(name) for name in names], list(bindings), imports, allow_unused)
+    objects = {name: value for name, value in objects.items() if value is not None}
+    given = [f"train.{name} = {python_objects.REFERENCES[name]}" for name in objects]
+    run = Run([os.fspath(name) for name in names], [*bindings, *given], imports, allow_unused)
     jax_setup.quieten_tensorflow()
-    with gin_internals.kept():
+    with gin_internals.kept(), python_objects.given(objects):
         try:
             yield run
         except (UsageError, TypeError, RuntimeError) as error:

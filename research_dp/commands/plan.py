@@ -41,6 +41,7 @@ from research_dp.planning.limits import Budget
 from research_dp.planning.row import Curves, Row, fastest_first
 from research_dp.planning.tables import size_table, tables
 from research_dp.strategies import StrategyConfig, TrainSpec
+from research_dp.training import python_objects
 
 T = TypeVar("T")
 
@@ -53,6 +54,9 @@ def plan(
     topology: str,
     strategies: str | Sequence[str] = (),
     sizes: Sequence[Count] = (),
+    model: python_objects.Model | None = None,
+    data: python_objects.Data | None = None,
+    optimizer: python_objects.Optimizer | None = None,
     imports: Sequence[str] = (),
     cpu_devices: Count | None = None,
     allow_unused: bool = False,
@@ -73,6 +77,9 @@ def plan(
             'fsdp+h100_speed' adds a file.
         sizes: Numbers of devices to compile each strategy for besides the topology's own. Each
             device keeps its examples.
+        model: As in `run`.
+        data: As in `run`.
+        optimizer: As in `run`.
         imports: As in `run`.
         cpu_devices: As in `run`; with topology 'here'.
         allow_unused: As in `run`.
@@ -124,7 +131,8 @@ def _plan(
     asked = types.SimpleNamespace(**{**defaults, **given})
     named = asked.strategies
     names = named if isinstance(named, str) else ",".join(named)
-    common = {"imports": asked.imports, "allow_unused": asked.allow_unused}
+    of_session = ("imports", "allow_unused", *python_objects.REFERENCES)
+    common = {name: getattr(asked, name) for name in of_session}
     with (
         session(asked.gin_files, asked.bindings, **common) as run,
         Progress("Reading the configuration") as report,

@@ -23,7 +23,7 @@ from research_dp.config.load import Config
 from research_dp.errors import UsageError
 from research_dp.runs import files
 from research_dp.runs.facts import read_summary
-from research_dp.training import preemption, train
+from research_dp.training import preemption, python_objects, train
 
 # What is worth comparing with a strategy, where it is not zero1.
 _COMPARISONS = {"zero1": "fsdp", "single": "ddp", "spmd": "ddp"}
@@ -39,6 +39,9 @@ def run(
     bindings: Bindings = (),
     workdir: str | os.PathLike[str] | None = None,
     *,
+    model: python_objects.Model | None = None,
+    data: python_objects.Data | None = None,
+    optimizer: python_objects.Optimizer | None = None,
     imports: Sequence[str] = (),
     cpu_devices: Count | None = None,
     allow_unused: bool = False,
@@ -52,6 +55,9 @@ def run(
         bindings: Parameter -> value; they win over files. A value is a Python literal; strings
             that begin with '@' or '%' are references and macros. Or texts 'NAME = VALUE'.
         workdir: Where results go, and from where a run continues.
+        model: The model, as an object, in place of `train.model` of the files and bindings.
+        data: The same of `train.data`.
+        optimizer: The same of `train.optimizer`.
         imports: Modules of yours that register functions with gin.
         cpu_devices: Number of devices into which this machine's CPU is split. JAX must not be in
             use yet, or have been split so.
@@ -67,7 +73,9 @@ def run(
     """
     if not workdir:
         raise UsageError("run needs a workdir: results and checkpoints go there.")
-    with session(gin_files, bindings, imports=imports, allow_unused=allow_unused) as loaded:
+    options: dict[str, Any] = {"imports": imports, "allow_unused": allow_unused}
+    options |= {"model": model, "data": data, "optimizer": optimizer}
+    with session(gin_files, bindings, **options) as loaded:
         status = _trained(loaded.load(), files.absolute(workdir), cpu_devices)
     if status == preemption.STOPPED:
         raise Stopped(f"a signal stopped the run in {workdir}; the same call continues it.")

@@ -18,7 +18,7 @@ from research_dp.errors import UsageError, first_line, message_of
 BUDGET = "planning.plan"  # limits of a plan, which nothing in a run calls
 _MODULES = (
     *("compat.artifex", "data", "deterministic.reduction", "models", "planning.auto"),
-    *("planning.limits", "strategies", "training.train"),
+    *("planning.limits", "strategies", "training.python_objects", "training.train"),
 )
 # Modules that gin files of version 0.1 import, kept for one release.
 _MOVED_MODULES = {

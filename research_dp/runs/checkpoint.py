@@ -66,13 +66,13 @@ class Checkpoints:
             manifest: Manifest = _in_all_processes(lambda: checkpoint_files.read_manifest(folder))
             if manifest.step != step:
                 raise Damaged(f"its manifest is of step {manifest.step}")
+            check(manifest)
             as_saved = manifest.with_saved_slots(abstract_state)
             if difference := manifest.difference(as_saved):
                 raise UsageError(
                     f"the checkpoint {files.shown(folder)} is of another model or optimizer: "
                     f"{difference}. Use another --workdir, or the configuration in its config.gin."
                 )
-            check(manifest)
             fields = _fields(as_saved)
             read = _in_all_processes(lambda: checkpoint_files.read_state(folder, fields))
             state = TrainState(**read)

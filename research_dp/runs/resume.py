@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import gin
 import jax
 
 from research_dp.distributed.mesh import first_problem, of_the_first
@@ -18,9 +19,25 @@ from research_dp.types import Bound, DataIdentity, DataSet
 
 
 def check_resumable(
-    manifest: Manifest, folder: Path, num_steps: int, spec: TrainSpec, data: DataSet
+    manifest: Manifest,
+    folder: Path,
+    num_steps: int,
+    spec: TrainSpec,
+    data: DataSet,
+    objects: Mapping[str, str],
 ) -> None:
-    """Refuses, by UsageError, to resume a run with another order of examples or past its end."""
+    """Refuses, by UsageError, to resume a run with another order of examples or past its end.
+
+    Also without an object that it was given: `objects` has what is bound in place of them, by
+    parameter of `train`.
+    """
+    old, new = map(bindings_in, (manifest.origin.get("config", ""), gin.config_str()))
+    for name, reference in objects.items():
+        if old.get(f"train.{name}") == reference != new.get(f"train.{name}"):
+            raise UsageError(
+                f"train.{name} of the run in {files.shown(folder)} was given as a Python object. "
+                f"Continue it by research_dp.run(..., {name}=...), or use another --workdir."
+            )
     if manifest.step > num_steps:
         raise UsageError(
             f"the run in {files.shown(folder)} is at step {manifest.step}, past train.num_steps = "

@@ -25,6 +25,7 @@ from research_dp.runs.manifest import origin
 from research_dp.runs.workdir import locked_workdir
 from research_dp.strategies import StrategyConfig, TrainSpec, slots
 from research_dp.strategies.strategy import LossOver, init_key
+from research_dp.training import python_objects
 from research_dp.training.input_checks import check_memory
 from research_dp.training.intervals import Schedule
 from research_dp.training.metric_log import say
@@ -133,7 +134,9 @@ def train(
         stack.enter_context(contextlib.closing(checkpoints))
         state, saved = checkpoints.restore(
             built.abstract_state,
-            lambda manifest: resume.check_resumable(manifest, folder, num_steps, spec, data),
+            lambda manifest: resume.check_resumable(
+                *(manifest, folder, num_steps, spec, data, python_objects.REFERENCES)
+            ),
             functools.partial(slots.resize, built.config, built.abstract_state),
         ) or (None, None)
         first_step = saved.step if saved else 0

@@ -191,6 +191,7 @@ OF_AN_EVALUATION = {
     "cpu_devices": (None, "a count?"),
 }
 OF_A_RUN = {**OF_AN_EVALUATION, "allow_unused": (False, "a flag")}
+OBJECTS = dict.fromkeys(("model", "data", "optimizer"), (None, "one of its class?"))
 OF_A_WORKDIR = {"workdir": ("unused", "anything"), "step": (None, "a count or 0?")}
 LOOP = recipe().build(rdp.TrainSpec(**SPEC))
 OF_A_LOOP = {
@@ -356,15 +357,17 @@ CALLS = {
     "pmapped": {"config": (recipe(rdp.pmapped), "one of its class")},
     "reduce_gradient_tree": {},
     "reduce_gradients_across_devices": {"axis_name": ("data", "axes")},
-    "run": {**OF_A_RUN, "workdir": ("unused", "anything")},
+    "run": {**OF_A_RUN, **OBJECTS, "workdir": ("unused", "anything")},
     "certify": {
         **OF_A_RUN,
+        **OBJECTS,
         "against": ("single", "text"),
         "steps": (1, "a count"),
         "quick": (False, "a flag"),
     },
     "compare": {
         **OF_A_RUN,
+        **OBJECTS,
         "runs": (("unused",), "anything"),
         "strategies": ((), "text or texts"),
         "steps": (None, "a count?"),
@@ -386,6 +389,7 @@ CALLS = {
     "metric_means": {"steps": ({"loss": np.ones(2, np.float32)}, "metrics")},
     "plan": {
         **OF_A_RUN,
+        **OBJECTS,
         "topology": ("here", "text"),
         "strategies": ((), "text or texts"),
         "sizes": ((), "counts"),
