@@ -137,9 +137,14 @@ class WandbWriter:
         import wandb
 
         self._run = wandb.init(
-            **{"project": project, "entity": entity, "group": group, "name": name or folder.name},
-            **{"dir": folder, "resume": "allow", "reinit": "create_new"},
+            project=project,
+            entity=entity,
+            group=group,
+            name=name or folder.name,
+            dir=folder,
             id=_identity(folder, "wandb", lambda: secrets.token_hex(8)),
+            resume="allow",
+            reinit="create_new",
             settings=wandb.Settings(console="off"),
         )
         self._run.config.update(bindings_in(gin.config_str()), allow_val_change=True)
