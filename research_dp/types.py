@@ -43,13 +43,6 @@ class LossOutput(NamedTuple):
     sums: Sums
 
 
-class FoundUnits(NamedTuple):
-    """Units of a model, as the fields of `TrainableModel` with these names."""
-
-    units: Mapping[str, str]
-    recomputed: frozenset[str]
-
-
 class Work(NamedTuple):
     """The work of training on one example, for throughput and MFU."""
 
@@ -95,10 +88,8 @@ class TrainableModel:
         apply: (parameters, inputs, model state={}) -> outputs, e.g. logits, for inference; inputs
             are the array of a batch that the model predicts from, a tuple of several, or a batch
             that has them. None: not given.
-        recomputed: Units whose calls `loss` itself recomputes in the backward pass, as in
-            `nn.remat`: they are gathered with that, and not again.
-        find_units: Finds units and those recomputed, where the model's inputs must be known; None:
-            they are given.
+        find_units: (batch of `jax.ShapeDtypeStruct`) -> `units`, where the model's inputs must be
+            known for them; None: they are given.
     """
 
     init: Callable[[jax.Array, Batch], tuple[PyTree, PyTree]]
@@ -108,14 +99,13 @@ class TrainableModel:
     work: Callable[[Mapping[str, jax.ShapeDtypeStruct]], Work] | None = None
     bounds: Bounds = dataclasses.field(default_factory=dict)
     apply: Callable[..., Any] | None = None
-    recomputed: frozenset[str] = frozenset()
-    find_units: Callable[[Batch], FoundUnits] | None = None
+    find_units: Callable[[Batch], Mapping[str, str]] | None = None
 
     def with_units(self, example: Batch) -> TrainableModel:
         """The same model, its units found for a batch of one abstract example."""
         if self.find_units is None:
             return self
-        return dataclasses.replace(self, find_units=None, **self.find_units(example)._asdict())
+        return dataclasses.replace(self, find_units=None, units=self.find_units(example))
 
 
 @dataclasses.dataclass(frozen=True)

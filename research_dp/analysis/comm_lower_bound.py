@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from research_dp.distributed.mesh import DATA_AXIS, FSDP_AXIS, batch_devices
-from research_dp.distributed.sharding import SHARED, TABLE, LeafSharding, unit_of
-from research_dp.distributed.units import Leaves, Units, take_rows
+from research_dp.distributed.sharding import TABLE, LeafSharding, unit_of
+from research_dp.distributed.units import Units, take_rows
 from research_dp.strategies import Strategy, TrainSpec, slots
 from research_dp.strategies.strategy import example_keys
 
@@ -122,10 +122,6 @@ class _RecordingUnits(Units):
     uses: Counter[tuple[str, str]] = dataclasses.field(default_factory=Counter)
     exchanges: Callable[[str, int], bool] = lambda name, rows: False
 
-    def run(self, function: Any, names: Any, params: PyTree, *args: Any, remat: str) -> Any:
-        self.uses.update((name, "full") for name in names)
-        return super().run(function, names, params, *args, remat=remat)
-
     def scan(self, function: Any, name: str, *args: Any, **options: Any) -> Any:
         self.uses[name, "full"] += 1
         return super().scan(function, name, *args, **options)
@@ -134,11 +130,10 @@ class _RecordingUnits(Units):
         self.uses[name, "full"] += 1
         return super().scan_rows(function, name, *args, **options)
 
-    def run_unit(self, path: str, leaves: Leaves, function: Callable[[Leaves], Any]) -> Any:
-        # A loop's body, and what is in it, may be traced several times.
-        once = self.kinds[path] != SHARED
-        self.uses[path, "full"] = 1 if once else self.uses[path, "full"] + 1
-        return function(leaves)
+    def run_shards(self, function: Any, shards: PyTree, shardings: PyTree, *_: Any) -> Any:
+        units = {unit_of(p.path, self.kinds) for p in jax.tree.leaves(shardings)}
+        self.uses.update((unit, "full") for unit in units if unit is not None)
+        return function(shards)
 
     def with_others(self, params: PyTree) -> PyTree:
         self.uses["", "lookup"] = 1  # gathered once, until the backward pass ends

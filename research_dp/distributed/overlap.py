@@ -58,8 +58,14 @@ def synchronised(sync: Sync) -> Callable[[PyTree, PyTree], PyTree]:
 
     def pass_on(params: PyTree, shardings: PyTree) -> PyTree:
         leaves, treedef = jax.tree.flatten(params, is_leaf=lambda x: isinstance(x, Target))
-        if not any(isinstance(x, Target) for x in leaves):
+        targets = [x for x in leaves if isinstance(x, Target)]
+        if not targets:
             return params
+        if len(targets) < len(leaves):
+            pairs = zip(leaves, jax.tree.leaves(shardings), strict=True)
+            passed = iter(pass_on(targets, [p for x, p in pairs if isinstance(x, Target)]))
+            one = (next(passed) if isinstance(x, Target) else x for x in leaves)
+            return jax.tree.unflatten(treedef, one)
 
         @jax.custom_vjp
         def run(params: PyTree, target: PyTree) -> PyTree:

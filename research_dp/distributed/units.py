@@ -19,13 +19,12 @@ from jax import lax
 from research_dp.distributed import collectives, differentiable_gather
 from research_dp.distributed.differentiable_gather import GatherOptions, with_gradient
 from research_dp.distributed.overlap import scan_prefetched
-from research_dp.distributed.sharding import STACK, LeafSharding, unit_of
+from research_dp.distributed.sharding import LeafSharding, unit_of
 from research_dp.distributed.unit_order import Order
 from research_dp.errors import UsageError
 from research_dp.types import PyTree
 
 Function = Callable[..., Any]
-Leaves = Mapping[tuple[str, ...], Any]  # parameters of a submodule, by path within it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,8 +44,6 @@ class Units:
     prefetch: bool | None = None
     order: Order = dataclasses.field(default_factory=Order)  # of this call of the loss
     kinds: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of units, by their paths
-    recomputed: frozenset[str] = frozenset()  # units whose calls are recomputed by the model
-    sets_up = False  # for modules of Flax, as the three methods at the end
 
     def gather_all(self, params: PyTree) -> PyTree:
         """All parameters, unsharded: for a model that names no units."""
@@ -58,28 +55,31 @@ class Units:
         """`function(unsharded parameters of some units by name, *args)`; `remat`: see `REMAT`."""
         shardings = {name: self._shardings(name) for name in names}
         shards = {name: params[name] for name in names}
-        return self.run_shards(lambda full: function(full, *args), shards, shardings, remat=remat)
+        if self.gather is None:
+            return self._rematerialised(function, shardings, remat)(shards, *args)
+        policy = differentiable_gather.REMAT[remat]
+        return self.run_shards(lambda full: function(full, *args), shards, shardings, policy)
 
     def run_shards(
         self,
         function: Function,
         shards: PyTree,
         shardings: PyTree,
-        *,
-        remat: str = "none",
-        keep: bool = False,
+        policy: Callable[..., bool] = differentiable_gather.drop_gathered,
     ) -> Any:
-        """`function(unsharded parameters)`, gathered in their turn; it may close over anything."""
-        gather, policy = self.gather, differentiable_gather.REMAT[remat]
-        if gather is None or not jax.tree.leaves(shards):
-            return self._rematerialised(function, shardings, remat)(shards)
+        """`function(unsharded parameters)`, gathered in their turn; it may close over anything.
+
+        `policy` says what is saved for the backward pass, see `jax.checkpoint`.
+        """
+        gather = self.gather
+        assert gather is not None
         return self.order.run(
             function,
             lambda shards: gather(shards, shardings),
             shards,
             policy=policy,
             ahead=self.prefetch is not False,
-            keep=self.keep or keep,
+            keep=self.keep,
         )
 
     def scan(
@@ -100,7 +100,7 @@ class Units:
         `each` has further inputs, not differentiated; `unroll` units are one turn of the loop.
         """
         gather, stack = self.gather, params[name]
-        shardings = jax.tree.map(_of_one, self._shardings(name))
+        shardings = jax.tree.map(of_one, self._shardings(name))
         if gather and self.prefetch and jax.tree.leaves(stack)[0].shape[0] > 1:
             if remat != "full" or unroll != 1:
                 raise UsageError(
@@ -165,40 +165,8 @@ class Units:
         }
         if self.gather is None or not others:
             return params
-        shardings = {k: self._by_path[k] for k in others}
+        shardings = {k: p for k, p in flatten_dict(self.shardings).items() if k in others}
         return unflatten_dict(flatten_dict(params) | self.gather(others, shardings))
-
-    def is_unit(self, module: Any, path: str) -> bool:
-        """Whether the submodule at this path is a unit."""
-        del module
-        return path in self.kinds
-
-    def is_one_call(self, path: str, leaves: Leaves) -> bool:
-        """Whether its parameters have the shapes of one call, not of the loop around it."""
-        stacked = self.kinds[path] == STACK
-        names = path.split("/")
-        return all(
-            jax.tree.leaves(x)[0].ndim == len(self._by_path[(*names, *k)].shape) - stacked
-            for k, x in leaves.items()
-        )
-
-    def run_unit(self, path: str, leaves: Leaves, function: Callable[[Leaves], Any]) -> Any:
-        """`function(unsharded parameters)` of the unit at this path; those of units inside pass."""
-        names = path.split("/")
-        shardings = {k: self._by_path[(*names, *k)] for k in leaves}
-        if self.kinds[path] == STACK:
-            shardings = {k: _of_one(p) for k, p in shardings.items()}
-        own = {k for k in leaves if unit_of("/".join((*names, *k)), self.kinds) == path}
-        return self.run_shards(
-            lambda full: function({**leaves, **full}),
-            {k: leaves[k] for k in own},
-            {k: shardings[k] for k in own},
-            keep=path in self.recomputed,
-        )
-
-    @functools.cached_property
-    def _by_path(self) -> Mapping[tuple[str, ...], LeafSharding]:
-        return flatten_dict(self.shardings)
 
     def _shardings(self, name: str) -> PyTree:
         return self.shardings[name] if self.gather else None
@@ -230,7 +198,8 @@ def _only(tree: PyTree) -> Any:
     return leaf
 
 
-def _of_one(stacked: LeafSharding) -> LeafSharding:
+def of_one(stacked: LeafSharding) -> LeafSharding:
+    """The sharding of one layer of a stack."""
     dim = None if stacked.dim is None else stacked.dim - 1
     return dataclasses.replace(stacked, shape=stacked.shape[1:], dim=dim)
 

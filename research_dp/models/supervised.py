@@ -21,14 +21,8 @@ from research_dp.models.flax.linen import linen_functions_of_inputs
 from research_dp.models.flax.module_calls import Names
 from research_dp.models.flax.module_units import Selection, find_units
 from research_dp.models.flax.nnx import nnx_functions_of_inputs
-from research_dp.types import (
-    Batch,
-    FoundUnits,
-    Functions,
-    LossOutput,
-    PyTree,
-    TrainableModel,
-)
+from research_dp.models.flax.on_shards import apply_in_units
+from research_dp.types import Batch, Functions, LossOutput, PyTree, TrainableModel
 
 # (output, target) -> one number per example, (B,), or per position, (B, ...).
 PerExample = Callable[[Any, Any], jax.Array]
@@ -156,13 +150,23 @@ def supervised(
         return functions.init(key, inputs_of(batch))
 
     def loss_of(
-        params: PyTree, model_state: PyTree, batch: Batch, keys: jax.Array | None, **options: Any
+        params: PyTree,
+        model_state: PyTree,
+        batch: Batch,
+        keys: jax.Array | None,
+        units: Units | None = None,
+        **options: Any,
     ) -> LossOutput:
-        if "units" in options:
-            options["units"], params = _of_modules(options["units"], params)
         x = inputs_of(batch)
         rows = jax.tree.leaves(x)[0].shape[0]
-        output, model_state = functions.apply(params, model_state, x, keys=keys, **options)
+
+        def run(params: PyTree, model_state: PyTree, x: Any, keys: Any, **units: Any) -> Any:
+            return functions.apply(params, model_state, x, keys=keys, **options, **units)
+
+        if units is None or units.gather is None:
+            output, model_state = run(params, model_state, x, keys)
+        else:
+            output, model_state = apply_in_units(run, units, params, model_state, x, keys)
         target = batch if targets is None else batch[targets]
         scales = [batch[name] for name in [weights] if name is not None]
         scales += [batch[name] for name in ["mask"] if name in batch]
@@ -185,17 +189,12 @@ def supervised(
         several = not isinstance(inputs, str) and not isinstance(x, tuple)
         return functions.predict(params, (x,) if several else x, model_state)
 
-    def units_of(batch: Batch) -> FoundUnits:
+    def units_of(batch: Batch) -> Mapping[str, str]:
         return find_units(functions, units, inputs_of(batch))
 
     return TrainableModel(
         init, loss_of, config or {}, bounds=bounds or {}, apply=apply, find_units=units_of
     )
-
-
-def _of_modules(units: Units, params: PyTree) -> tuple[Units | None, PyTree]:
-    """Units that are gathered at their calls, and parameters with the others unsharded."""
-    return (None, params) if units.gather is None else (units, units.with_others(params))
 
 
 def _called(name: str, function: PerExample, output: Any, target: Any) -> Any:

@@ -128,11 +128,9 @@ class Step:
         several = self.spec.accumulation_steps > 1
         gathers: Gathers = "at use"
         if config.gather is not None and not config.reshard_after_forward:
-            # Units keep what they gather. For several micro-batches, where collectives do not run
-            # beside compute, or where the model recomputes units, everything is gathered before,
-            # scattered after.
-            by_unit = has_units and not self.spec.model.recomputed
-            gathers = "once a unit" if by_unit and config.overlap and not several else "once"
+            # Units keep what they gather. For several micro-batches, or where collectives do not
+            # run beside compute, everything is gathered before, scattered after.
+            gathers = "once a unit" if has_units and config.overlap and not several else "once"
         # Unit by unit saves time where collectives run beside compute, and memory where shards are
         # smaller than what they are scattered from.
         shards = any(p.dim is not None for p in jax.tree.leaves(self.shardings.slices))
@@ -205,7 +203,6 @@ class Step:
             keep=keep,
             prefetch=config.prefetch,
             kinds=self.spec.model.units,
-            recomputed=self.spec.model.recomputed,
         )
 
     def sync(
@@ -285,8 +282,7 @@ class Step:
 
         (early, late), (early_slices, late_slices) = parts(params), parts(slices)
         targets = overlap.targets_of(sync, early, early_slices)
-        again = self.spec.model.recomputed
-        units = Units(overlap.synchronised(sync), slices, kinds=kinds, recomputed=again)
+        units = Units(overlap.synchronised(sync), slices, kinds=kinds)
         loss = self.loss_of(state, model_state, micro, units)
 
         def of_targets(given: PyTree, late: PyTree) -> tuple[jax.Array, LossOutput]:

@@ -116,7 +116,8 @@ class NnxBlock(nnx.Module):
 
 
 class NnxNet(nnx.Module):
-    def __init__(self, rngs, tied=False):
+    def __init__(self, rngs, tied=False, remat=False):
+        self.remat = remat
         self.embed = nnx.Embed(WORDS, WIDTH, rngs=rngs)
         self.blocks = nnx.List([NnxBlock(rngs) for _ in range(2)])
         self.head = None if tied else nnx.Linear(WIDTH, WORDS, rngs=rngs)
@@ -124,7 +125,7 @@ class NnxNet(nnx.Module):
     def __call__(self, x):
         x = self.embed(x)
         for block in self.blocks:
-            x = block(x)
+            x = nnx.remat(lambda block, x: block(x))(block, x) if self.remat else block(x)
         return self.embed.attend(x) if self.head is None else self.head(x)
 
 
@@ -184,6 +185,10 @@ MODELS = {
     "nnx": (
         from_nnx(NnxNet, NnxBlock, "head", nnx.Embed),
         {"blocks/0": "part", "blocks/1": "part", "embed": "part", "head": "part"},
+    ),
+    "in nnx.remat": (
+        from_nnx(lambda rngs: NnxNet(rngs, remat=True), NnxBlock),
+        {"blocks/0": "part", "blocks/1": "part"},
     ),
     "nnx, tied": (
         from_nnx(lambda rngs: NnxNet(rngs, tied=True), "blocks/*", "embed"),

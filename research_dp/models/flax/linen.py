@@ -16,11 +16,9 @@ from flax.traverse_util import flatten_dict
 
 from research_dp.argument_checks import checked
 from research_dp.distributed.collectives import Axes
-from research_dp.distributed.overlap import Target
-from research_dp.distributed.units import Leaves
 from research_dp.errors import UsageError
 from research_dp.models.flax import module_calls as calls
-from research_dp.models.flax.module_units import UnitCalls
+from research_dp.models.flax.module_units import Leaves, UnitCalls
 from research_dp.types import Functions, PyTree
 
 
@@ -113,53 +111,37 @@ def _over_the_batch(keys: jax.Array | None, axes: Axes) -> Callable[..., Any]:
 
 
 def _in_units(units: UnitCalls) -> Callable[..., Any]:
-    """An interceptor of methods that calls a unit's with its parameters for compute."""
+    """An interceptor of methods that makes the calls of units programs of their own."""
     running: list[str] = []
 
     def intercept(call: Callable[..., Any], args: Any, options: Any, context: Any) -> Any:
-        module = context.module
+        module, name = context.module, context.method_name
         path = "" if module.scope is None else "/".join(module.path)
-        if path in running or not path or not units.is_unit(module, path):
+        if path in running or name == "setup" or not units.is_unit(module, path):
             return call(*args, **options)
-        if context.method_name == "setup":  # it is called again within the unit
-            return call(*args, **options) if units.sets_up else None
         leaves = flatten_dict(module.variables.get("params", {}))
-        if not leaves or not units.is_one_call(path, leaves):
-            return call(*args, **options)
 
         def in_unit(method: Callable[..., Any], scopes: Any, *args: Any, **options: Any) -> Any:
             def run(opened: Any, closed: Any, groups: Any, rngs: Any) -> Any:
-                def computed(full: Leaves) -> Any:
-                    by_id = {_identity(leaves[k]): x for k, x in full.items()}
-                    filled = jax.tree.map(
-                        lambda x: by_id.get(_identity(x), x), groups, is_leaf=_is_target
-                    )
-                    inner = opened(filled, rngs)
+                def computed(inner: Leaves) -> Any:
+                    by_id = {id(leaves[k]): x for k, x in inner.items()}
+                    scopes = opened(jax.tree.map(lambda x: by_id.get(id(x), x), groups), rngs)
                     running.append(path)
                     try:
-                        y = method(inner, *args, **options)
+                        return method(scopes, *args, **options), closed(scopes)
                     finally:
                         running.remove(path)
-                    return y, closed(inner)
 
-                return units.run_unit(path, leaves, computed)
+                return units.run(path, computed, leaves)
 
             return lift.pack(run, (True,), (True,), (True,), name="unit")(scopes)
 
         def method(module: nn.Module, *args: Any, **options: Any) -> Any:
-            return getattr(module, context.method_name)(*args, **options)
+            return getattr(module, name)(*args, **options)
 
         return lift_direct_transform(in_unit, (method,), module, *args, **options)
 
     return intercept
-
-
-def _is_target(x: Any) -> bool:
-    return isinstance(x, Target)
-
-
-def _identity(x: Any) -> int:
-    return id(jax.tree.leaves(x)[0])
 
 
 def _dropout(

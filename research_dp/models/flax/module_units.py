@@ -1,72 +1,57 @@
 """Which submodules of a module are units, and of which kind: found by tracing it once.
 
-A unit's parameters are gathered for its calls (`distributed.units`). Those that are read outside of
-them too, such as tied weights, cannot be.
+Each unit's call is a program of its own in the traced one, which `on_shards` runs. Parameters that
+are computed with elsewhere, such as tied weights, belong to no unit.
 """
 
 from __future__ import annotations
 
 import fnmatch
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
-from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import Literal, jaxprs_in_params
+from jax.extend.core import ClosedJaxpr, Literal
 
 from research_dp.argument_types import path_name
 from research_dp.distributed.batch_examples import seed_key
 from research_dp.distributed.sharding import PART, SHARED, STACK, unit_of
-from research_dp.distributed.units import Leaves
 from research_dp.errors import UsageError
-from research_dp.types import FoundUnits, Functions, PyTree
+from research_dp.types import Functions, PyTree
 
 # A class of modules, or a pattern of paths such as 'blocks_*'; or several. (): no units.
 Selection = type | str | Sequence[type | str]
+Leaves = Mapping[tuple[str, ...], Any]  # parameters of a submodule, by path within it
 
 # Submodules of more parameters are units by themselves: a collective of less is mostly latency.
 _LARGE = 2**22
-_AGAIN = "*"  # the end of a mark of what is recomputed
+_UNIT = "unit "  # and a path: the name of the program of a unit's call
 
 
-class UnitCalls(Protocol):
-    """What happens at the calls of submodules: `distributed.units.Units` or `_Finding`."""
+class UnitCalls:
+    """Makes the calls of submodules that fit a selection programs of their own."""
 
-    sets_up: bool  # whether parameters can be read before a call, in `setup`
-
-    def is_unit(self, module: Any, path: str) -> bool:
-        """Whether this submodule is a unit."""
-
-    def is_one_call(self, path: str, leaves: Leaves) -> bool:
-        """Whether parameters have the shapes of one call, not of the loop around it."""
-
-    def run_unit(self, path: str, leaves: Leaves, function: Callable[[Leaves], Any]) -> Any:
-        """`function(parameters for compute)`."""
-
-
-class _Finding:
-    """Calls of the submodules that fit a selection; it marks the parameters that they use."""
-
-    sets_up = True
-
-    def __init__(self, selection: Sequence[type | str]):
+    def __init__(self, selection: Collection[type | str]):
         self._selection, self.found = selection, set[str]()
 
     def is_unit(self, module: Any, path: str) -> bool:
-        fits = any(
+        fits = path and any(
             _fits(path, one) if isinstance(one, str) else isinstance(module, one)
             for one in self._selection
         )
-        if fits and path:
+        if fits:
             self.found.add(path)
-        return fits and bool(path)
+        return bool(fits)
 
-    def is_one_call(self, path: str, leaves: Leaves) -> bool:
-        return True
+    def run(self, path: str, function: Callable[[Leaves], Any], leaves: Leaves) -> Any:
+        """`function(leaves)`, for the unit at this path."""
 
-    def run_unit(self, path: str, leaves: Leaves, function: Callable[[Leaves], Any]) -> Any:
-        return function({k: checkpoint_name(x, f"{path}:{x.ndim}") for k, x in leaves.items()})
+        def unit(leaves: Leaves) -> Any:
+            return function(leaves)
+
+        unit.__name__ = _UNIT + path
+        return jax.jit(unit)(leaves)
 
 
 def _fits(path: str, pattern: str) -> bool:
@@ -75,7 +60,7 @@ def _fits(path: str, pattern: str) -> bool:
     return len(names) == len(patterns) and all(map(fnmatch.fnmatchcase, names, patterns))
 
 
-def find_units(functions: Functions, selection: Selection | None, inputs: PyTree) -> FoundUnits:
+def find_units(functions: Functions, selection: Selection | None, inputs: PyTree) -> dict[str, str]:
     """The units of a module, by paths of its parameters, with their kinds.
 
     Args:
@@ -96,10 +81,10 @@ def find_units(functions: Functions, selection: Selection | None, inputs: PyTree
         selection = large if len(large) > 1 else ()
     several = [selection] if isinstance(selection, type | str) else list(selection)
     if not several:
-        return FoundUnits({}, frozenset())
-    calls = _Finding(several)
+        return {}
+    calls = UnitCalls(several)
 
-    def uses(train: bool) -> dict[str, list[str | None]]:
+    def uses(train: bool) -> dict[str, list[tuple[str, int] | None]]:
         """Of each parameter, in training or in evaluation."""
 
         def output(params: PyTree, state: PyTree, x: PyTree, keys: jax.Array) -> Any:
@@ -108,10 +93,10 @@ def find_units(functions: Functions, selection: Selection | None, inputs: PyTree
 
         keys = jax.eval_shape(lambda: jax.random.split(seed_key(0), 1))
         program = jax.make_jaxpr(output)(params, state, inputs, keys).jaxpr
-        found: dict[str, list[str | None]] = {path: [] for path, _ in leaves}
+        found: dict[str, list[tuple[str, int] | None]] = {path: [] for path, _ in leaves}
         others = [None] * (len(program.invars) - len(found))
-        for path, mark in _uses(program, [*found, *others]):
-            found[path].append(mark)
+        for path, use in _uses(program, [*found, *others], ()):
+            found[path].append(use)
         return found
 
     trained, evaluated = uses(True), uses(False)
@@ -120,61 +105,86 @@ def find_units(functions: Functions, selection: Selection | None, inputs: PyTree
         shown = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
         wanted = ", ".join(x if isinstance(x, str) else x.__name__ for x in several)
         raise UsageError(f"units = {wanted}: no submodule fits. With parameters there are {shown}.")
-    own: dict[str, list[Any]] = {unit: [] for unit in sorted(calls.found)}
-    for path, x in leaves:
-        unit = unit_of(path, own)
-        if unit is not None and None in evaluated[path]:
-            trained[path].append(None)
-        if unit is not None:
-            own[unit].append((x.ndim, trained[path]))
-    kinds = {unit: _kind(unit, of_unit) for unit, of_unit in own.items()}
-    units = {unit: kind for unit, kind in kinds.items() if kind is not None}
-    marks = {mark for of_all in trained.values() for mark in of_all if mark}
-    again = {mark.rpartition(":")[0] for mark in marks if mark.endswith(_AGAIN)}
-    return FoundUnits(units, frozenset(again & units.keys()))
+    kinds = {}
+    for unit in sorted(calls.found):
+        own = [(path, x) for path, x in leaves if unit_of(path, calls.found) == unit]
+        outside = any(None in evaluated[path] for path, _ in own)
+        kind = None if outside else _kind(unit, [(x.ndim, trained[path]) for path, x in own])
+        if kind is not None:
+            kinds[unit] = kind
+    return kinds
 
 
 def _uses(
-    program: Any, given: Sequence[str | None], again: str = ""
-) -> Iterator[tuple[str, str | None]]:
-    """Each mark that a parameter gets, by its path; None: it is computed with before it gets any.
+    program: Any, given: Sequence[str | None], within: tuple[str, ...]
+) -> Iterator[tuple[str, tuple[str, int] | None]]:
+    """Each use of a parameter, by its path: in a unit's call, with its rank there; None: elsewhere.
 
-    `given` are the paths of the program's arguments that are parameters, with ':' once they have a
-    mark. Programs inside are entered, such as a loop's, of which one turn's part may be given.
-    Marks in one that is recomputed in the backward pass get `again`.
+    `given` are the paths of the program's arguments that are parameters, and `within` the units
+    whose calls it is in.
     """
     known = {x: path for x, path in zip(program.invars, given, strict=True) if path is not None}
-    unmarked: list[str] = []
     for equation in program.eqns:
         paths = [None if isinstance(x, Literal) else known.get(x) for x in equation.invars]
-        inner = list(jaxprs_in_params(equation.params))
-        # A conditional's programs lack its first argument.
-        extra = {len(paths) - len(x.invars) for x in inner} or {-1}
-        if equation.primitive.name == "name" and paths[0] is not None:
-            path = paths[0].rstrip(":")
-            yield path, equation.params["name"] + again
-            known[equation.outvars[0]] = f"{path}:"
-        elif extra <= {0, 1} and equation.primitive.name != "while":
-            inside = _AGAIN if equation.primitive.name.startswith("remat") else again
-            for x in inner:
-                yield from _uses(x, paths[len(paths) - len(x.invars) :], inside)
-        else:
-            unmarked += [path for path in paths if path is not None]
-    outputs = (x for x in program.outvars if not isinstance(x, Literal))
-    unmarked += [known[x] for x in outputs if x in known]
-    yield from ((path, None) for path in unmarked if not path.endswith(":"))
+        named = [
+            (path, x.aval.ndim) for path, x in zip(paths, equation.invars, strict=True) if path
+        ]
+        inner, unit = program_of(equation), unit_called(equation)
+        if unit is not None:
+            yield from ((path, (unit, rank)) for path, rank in named)
+        if inner is not None:
+            yield from _uses(inner.jaxpr, paths, within if unit is None else (*within, unit))
+            for out, place in passed_on(equation).items():
+                if (path := paths[place]) is not None:
+                    known[equation.outvars[out]] = path
+        elif not within:
+            yield from ((path, None) for path, _ in named)
 
 
-def _kind(unit: str, leaves: Sequence[tuple[int, Sequence[str | None]]]) -> str | None:
+def passed_on(equation: Any) -> dict[int, int]:
+    """Which results of an operation are one of its arguments, as NNX returns modules."""
+    program, params = program_of(equation), equation.params
+    if program is None:
+        return {}
+    origins = {x: i for i, x in enumerate(program.jaxpr.invars)}
+    for inner in program.jaxpr.eqns:
+        for out, place in passed_on(inner).items():
+            x = inner.invars[place]
+            if not isinstance(x, Literal) and x in origins:
+                origins[inner.outvars[out]] = origins[x]
+    outs = enumerate(program.jaxpr.outvars)
+    passed = {i: origins[x] for i, x in outs if not isinstance(x, Literal) and x in origins}
+    if equation.primitive.name == "scan":  # what each turn is given, stacked again
+        carry = params["num_carry"]
+        first = params["num_consts"] + carry
+        return {out: place for out, place in passed.items() if out >= carry and place >= first}
+    return passed
+
+
+def _kind(unit: str, leaves: Sequence[tuple[int, Sequence[tuple[str, int] | None]]]) -> str | None:
     """The kind of a unit, by the ranks and uses of its parameters; None: it cannot be one."""
     stacked, calls = set(), 0
-    for rank, marks in leaves:
-        if None in marks:
+    for rank, uses in leaves:
+        if None in uses:
             return None
-        split = [mark.rpartition(":") for mark in marks if mark is not None]
-        ranks = Counter(int(rank.rstrip(_AGAIN)) for path, _, rank in split if path == unit)
-        if ranks:  # the least is that of the calls within loops, others are of loops around them
+        ranks = Counter(use[1] for use in uses if use is not None and use[0] == unit)
+        if ranks:  # the least is that of calls within loops, others are of loops around them
             stacked.add(rank - min(ranks))
             calls = max(calls, ranks[min(ranks)])
     kinds = {frozenset({0}): SHARED if calls > 1 else PART, frozenset({1}): STACK}
     return kinds.get(frozenset(stacked))
+
+
+def unit_called(equation: Any) -> str | None:
+    """The path of the unit whose call an operation is."""
+    name = equation.params.get("name", "") if equation.primitive.name in ("jit", "pjit") else ""
+    return name.removeprefix(_UNIT) if name.startswith(_UNIT) else None
+
+
+def program_of(equation: Any) -> Any:
+    """The program of an operation that may be given shards, with the same arguments; else None."""
+    program = equation.params.get("jaxpr")
+    name = equation.primitive.name
+    if program is None or not (name in ("jit", "pjit", "scan") or name.startswith("remat")):
+        return None
+    return program if hasattr(program, "jaxpr") else ClosedJaxpr(program, ())

@@ -16,11 +16,10 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from research_dp.argument_checks import checked
 from research_dp.distributed.batch_examples import seed_key
 from research_dp.distributed.collectives import Axes
-from research_dp.distributed.units import Leaves
 from research_dp.errors import UsageError
 from research_dp.models.flax import module_calls as calls
 from research_dp.models.flax.module_calls import GUIDE, Names
-from research_dp.models.flax.module_units import UnitCalls
+from research_dp.models.flax.module_units import Leaves, UnitCalls
 from research_dp.types import Functions, PyTree
 
 _STATE = nnx.Not(nnx.Any(nnx.Param, nnx.RngState, nnx.Intermediate))
@@ -176,7 +175,7 @@ def _over_the_batch(module: nnx.Module, keys: jax.Array | None, axes: Axes, trai
 
 
 def _in_units(module: nnx.Module, units: UnitCalls) -> None:
-    """Prepares the submodules that are units, whose calls get their parameters for compute."""
+    """Prepares the submodules that are units, whose calls are programs of their own."""
     for names, layer in nnx.iter_modules(module):
         path = "/".join(map(str, names))
         if path and units.is_unit(layer, path):
@@ -185,7 +184,7 @@ def _in_units(module: nnx.Module, units: UnitCalls) -> None:
 
 
 class _Unit:
-    """Where a unit is, and what happens at its calls; a static attribute to transforms of NNX."""
+    """Where a unit is, and what runs its calls; a static attribute to transforms of NNX."""
 
     def __init__(self, path: str, calls: UnitCalls):
         self.path, self.calls = path, calls
@@ -193,22 +192,19 @@ class _Unit:
 
 @functools.cache
 def _unit_class(kind: type[nnx.Module]) -> type[nnx.Module]:
-    """A subclass whose `__call__` computes with parameters that are gathered for it."""
+    """A subclass whose `__call__` is a program of its own."""
 
     def call(self: Any, *args: Any, **options: Any) -> Any:
         unit = self.unit
         graphdef, state, others = nnx.split(self, nnx.Param, ...)  # type: ignore[misc]
-        leaves = flatten_dict(_by_text(state))
-        if not leaves or not unit.calls.is_one_call(unit.path, leaves):
-            return kind.__call__(self, *args, **options)
 
-        def computed(full: Leaves) -> Any:
-            nnx.replace_by_pure_dict(state, unflatten_dict(full))
+        def computed(leaves: Leaves) -> Any:
+            nnx.replace_by_pure_dict(state, unflatten_dict(leaves))
             module = nnx.merge(graphdef, state, others, copy=True)
             y = kind.__call__(module, *args, **options)
             return y, nnx.state(module, nnx.Not(nnx.Param))
 
-        y, others = unit.calls.run_unit(unit.path, leaves, computed)
+        y, others = unit.calls.run(unit.path, computed, flatten_dict(_by_text(state)))
         nnx.update(self, others)
         return y
 

@@ -1,0 +1,150 @@
+"""Runs a module on shards of its parameters, each unit's gathered for its calls.
+
+The module is traced with unsharded parameters, each unit's call as a program of its own. The traced
+program is then evaluated on shards. So a module needs no change, and transforms of Flax and JAX
+around a unit's call are seen for what they are: a loop runs on the shards of its turns, and what is
+recomputed in the backward pass is gathered together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
+
+from research_dp.distributed.differentiable_gather import drop_gathered
+from research_dp.distributed.overlap import Target
+from research_dp.distributed.sharding import STACK, LeafSharding, unit_of
+from research_dp.distributed.units import Units, of_one
+from research_dp.models.flax.module_units import UnitCalls, passed_on, program_of, unit_called
+from research_dp.types import PyTree
+
+_UNNAMED = jax.make_jaxpr(lambda: None)().jaxpr.debug_info.with_unknown_names()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Shard:
+    """A parameter of a unit, as this device has it; `stacked`: those of all turns of a loop."""
+
+    value: Any
+    sharding: LeafSharding
+    stacked: bool
+
+
+def apply_in_units(apply: Callable[..., Any], units: Units, params: PyTree, *arguments: Any) -> Any:
+    """`apply(parameters, *arguments, units=...)`, each unit gathered for its calls.
+
+    `apply` is traced: it closes over nothing that is differentiated.
+    """
+    kinds, gather, shardings = units.kinds, units.gather, units.shardings
+    assert gather is not None
+
+    def traced(params: PyTree, *arguments: Any) -> Any:
+        return apply(params, *arguments, units=UnitCalls(kinds))
+
+    full = jax.eval_shape(lambda params: gather(params, shardings), params)
+    program, shape = jax.make_jaxpr(traced, return_shape=True)(full, *arguments)
+    leaves = jax.tree.leaves(units.with_others(params), is_leaf=lambda x: isinstance(x, Target))
+    given = list(leaves)
+    for i, p in enumerate(jax.tree.leaves(shardings)):
+        if unit := unit_of(p.path, kinds):
+            given[i] = _Shard(leaves[i], p, kinds[unit] == STACK)
+    results = _evaluate(program, [*given, *jax.tree.leaves(arguments)], units)
+    return jax.tree.unflatten(jax.tree.structure(shape), results)
+
+
+def _evaluate(program: Any, given: Sequence[Any], units: Units) -> list[Any]:
+    """The results of a program, of whose arguments some are shards."""
+    values = dict(zip(program.jaxpr.invars, given, strict=True))
+    values |= zip(program.jaxpr.constvars, program.consts, strict=True)
+    for equation in program.jaxpr.eqns:
+        given = [x.val if isinstance(x, Literal) else values[x] for x in equation.invars]
+        if any(isinstance(x, _Shard) for x in given):
+            results = _with_shards(equation, given, units)
+        else:
+            results = _bound(equation, given)
+        values |= zip(equation.outvars, results, strict=True)
+    return [x.val if isinstance(x, Literal) else values[x] for x in program.jaxpr.outvars]
+
+
+def _bound(equation: Any, given: Sequence[Any]) -> Sequence[Any]:
+    """The results of an operation, which keeps its line of the source."""
+    pairs = zip(equation.invars, given, strict=True)
+    values = {x: value for x, value in pairs if not isinstance(x, Literal)}
+    alone = Jaxpr((), list(values), equation.outvars, [equation], equation.effects, _UNNAMED)
+    return jaxpr_as_fun(ClosedJaxpr(alone, ()))(*values.values())
+
+
+def _with_shards(equation: Any, given: Sequence[Any], units: Units) -> Sequence[Any]:
+    """The results of an operation that has a program, of whose arguments some are shards."""
+    program, unit, name = program_of(equation), unit_called(equation), equation.primitive.name
+    if name == "scan":
+        return _scan(equation, program, given, units)
+    shards = {i: x for i, x in enumerate(given) if isinstance(x, _Shard)}
+    run: Callable[..., Any] = functools.partial(_evaluate, program, units=units)
+    policy = drop_gathered
+    if name.startswith("remat"):
+        own, policy = shards, equation.params["policy"] or jax.checkpoint_policies.nothing_saveable
+        if any(x.stacked for x in shards.values()):  # it has the loop, whose turns gather
+            own, run = {}, _rematerialised(run, given, equation.params)
+    else:
+        own = {i: x for i, x in shards.items() if unit_of(x.sharding.path, units.kinds) == unit}
+
+    passed = {out: shards[i] for out, i in passed_on(equation).items() if i in shards}
+
+    def function(full: Mapping[int, Any]) -> Sequence[Any]:
+        results = run([full.get(i, x) for i, x in enumerate(given)])
+        return [None if out in passed else x for out, x in enumerate(results)]
+
+    if own:
+        values = {i: x.value for i, x in own.items()}
+        shardings = {i: x.sharding for i, x in own.items()}
+        results = units.run_shards(function, values, shardings, policy)
+    else:
+        results = function({})
+    return [passed.get(out, x) for out, x in enumerate(results)]
+
+
+def _rematerialised(
+    run: Callable[..., Any], given: Sequence[Any], params: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """`run` of arguments, recomputed in the backward pass as the parameters of `remat` say."""
+
+    def of_values(values: Sequence[Any]) -> Any:
+        results = run([
+            dataclasses.replace(x, value=value) if isinstance(x, _Shard) else value
+            for x, value in zip(given, values, strict=True)
+        ])  # fmt: skip
+        return [None if isinstance(x, _Shard) else x for x in results]
+
+    recomputed = jax.checkpoint(
+        of_values, policy=params["policy"], prevent_cse=params["prevent_cse"] is not False
+    )
+    return lambda given: recomputed([x.value if isinstance(x, _Shard) else x for x in given])
+
+
+def _scan(equation: Any, program: Any, given: Sequence[Any], units: Units) -> Sequence[Any]:
+    """A loop, whose turns are given the shards of their layers."""
+    params, passed = equation.params, passed_on(equation)
+    first = params["num_consts"]
+    last = first + params["num_carry"]
+    consts, carry, stacks = given[:first], given[first:last], given[last:]
+
+    def turn(carry: Sequence[Any], slices: Sequence[Any]) -> tuple[Any, Any]:
+        layers = [
+            _Shard(x, of_one(stack.sharding), False) if isinstance(stack, _Shard) else x
+            for x, stack in zip(slices, stacks, strict=True)
+        ]
+        results = _evaluate(program, [*consts, *carry, *layers], units)
+        results = [None if isinstance(x, _Shard) else x for x in results]
+        return results[: len(carry)], results[len(carry) :]
+
+    xs = [x.value if isinstance(x, _Shard) else x for x in stacks]
+    options = {name: params[name] for name in ("length", "reverse", "unroll")}
+    carry, ys = lax.scan(turn, list(carry), xs, **options)
+    return [given[passed[i]] if i in passed else x for i, x in enumerate([*carry, *ys])]
