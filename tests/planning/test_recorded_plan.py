@@ -1,15 +1,17 @@
-"""What each strategy's compiled step needs for lm_1b, compared with tests/golden/lm_1b.json.
+"""What each strategy's compiled step needs for lm_1b, compared with tests/golden/lm_1b_*.json.
 
 The model is the one of experiments/plan/lm_1b.gin, with all its layers: with fewer, other
 collectives would be combined. XLA compiles a loop over layers once, so that depth costs no time.
 """
 
 import json
+import math
 import subprocess
 import sys
 
 import pytest
 
+from experiments.limits.lm_1b import CASES
 from tests.support import golden
 from tests.support.compilers import needs_compiler
 from tests.support.repository import ROOT
@@ -19,6 +21,8 @@ TEMPORARY = 0.005  # the part by which temporary memory may differ
 PLATFORMS = {"h100:8x8": "gpu", "v5e-64": "tpu"}
 # On TPUs the others compile for minutes.
 STRATEGIES = {"h100:8x8": "all", "v5e-64": "fsdp,fsdp_keep,fsdp+tpu_torus"}
+# Cases of experiments/limits that are one of these programs, which is compiled once for both.
+RECORDED = {"fsdp_keep": "fsdp_keep", "ddp bf16": "ddp", "fsdp, torus": "fsdp+tpu_torus"}
 
 
 def figures(row):
@@ -59,13 +63,20 @@ def test_strategies_need_what_is_recorded(command, tmp_path, name):
         if temporary[stem] != pytest.approx(expected, rel=TEMPORARY)
     ]
     assert not differs, "\n".join([*differs, f"If this is meant: {golden.command(__file__)}"])
+    for case in {*CASES[name]} & {*RECORDED}:
+        row, budget = rows[RECORDED[case]], CASES[name][case]
+        assert budget.state is None and budget.collectives is None
+        assert row["wire_bytes"]["total"] / 1e9 <= budget.wire
+        assert row["temp_bytes"] / 1e9 <= (budget.temporary or math.inf)
+        assert row["predicted_parts"]["exposed"] * 1e3 <= (budget.waited or math.inf)
 
 
 @pytest.mark.slow
 @EACH
 def test_no_case_of_the_limits_exceeds_its_budget(command, name):
     """Bytes, memory and predicted waits, for the options of each kind of device."""
-    words = [sys.executable, "experiments/limits/lm_1b.py", name, "--budget"]
+    cases = [f"--case={case}" for case in CASES[name] if case not in RECORDED]
+    words = [sys.executable, "experiments/limits/lm_1b.py", name, "--budget", *cases]
     options = {"env": command.environment, "capture_output": True, "text": True, "timeout": 1200}
     done = subprocess.run(words, cwd=ROOT, **options)
     assert done.returncode == 0, done.stdout + done.stderr
