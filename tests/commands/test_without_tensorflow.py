@@ -74,6 +74,7 @@ def test_the_first_run_needs_no_tensorflow_and_shows_no_foreign_line(environment
 
     run("evaluate", "--workdir=w")
     tokens = ["--gin_file=runs/lm_stdlib.gin", "--gin_file=data/random_tokens.gin"]
+    tokens += ["--gin.VOCAB_SIZE=256", "--gin.random_tokens.length=64"]
     run("train", *tokens, "--gin.train.num_steps=2", "--gin.train.batch_size=2", "--workdir=t")
     small = ["--gin_file=runs/digits.gin", "--gin_file=models/mlp.gin"]
     assert "ddp" in run("plan", *small, "--topology=cpu:2", "--strategies=ddp,fsdp")
