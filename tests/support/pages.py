@@ -167,9 +167,10 @@ class Session:
         print(request, file=self.python.stdin, flush=True)
         assert self.replies.readline(), f"{block} ends with\n{self.log.read_text()[-3000:]}"
 
-    def output(self, command):
+    def output(self, command, **more):
         """What a command leaves on a terminal, without the paths of this machine."""
-        _, text = terminal.run(["bash", "-c", command], cwd=self.folder, env=self.env)
+        env = {**self.env, **more}
+        _, text = terminal.run(["bash", "-c", command], cwd=self.folder, env=env)
         return text.replace(f"{self.folder}/", "").replace(f"{ROOT}/", "")
 
 
