@@ -10,8 +10,12 @@ from flax import nnx
 
 import research_dp
 from research_dp.analysis.comm_lower_bound import min_wire_bytes
+from research_dp.analysis.program_cost import read
+from research_dp.analysis.topologies import topology
+from research_dp.distributed.mesh import planning_for
 from research_dp.errors import UsageError
 from research_dp.strategies import TrainSpec
+from tests.support.compilers import needs_compiler
 from tests.support.recipes import recipe
 from tests.support.strategies import WIRE, traffic
 
@@ -268,3 +272,39 @@ def test_large_direct_submodules_are_units_by_themselves():
 def test_a_selection_that_fits_nothing_names_what_there_is(units):
     with pytest.raises(UsageError, match=r"no submodule fits.* block_0/LayerNorm_0, block_0/down"):
         spec_of(research_dp.from_linen(Compact(), loss=LOSS, units=units))
+
+
+class Deep(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for _ in range(12):
+            x = nn.relu(nn.Dense(2048, use_bias=False)(x))
+        return x
+
+
+@pytest.mark.slow
+@needs_compiler("gpu")
+def test_units_are_gathered_one_ahead_on_gpus():
+    where = topology("h100:1x8")
+
+    def cost(units, rows, *bindings):
+        model = research_dp.from_linen(
+            Deep(), loss=lambda y, t: ((y - t) ** 2).mean(-1), units=units
+        )
+        example = {name: jax.ShapeDtypeStruct((2048,), np.float32) for name in "xy"}
+        fields = {"optimizer": optax.sgd(0.1), "example": example, "batch_size": 8 * rows}
+        with planning_for(where.devices):
+            built = recipe("fsdp", *bindings).build(TrainSpec(model=model, **fields))
+        step = built.train_step.lower(built.abstract_state, built.abstract_batch)
+        return read(step.compile(), built.mesh, where)
+
+    def temporary(*arguments):
+        return cost(*arguments).memory.temp_size_in_bytes
+
+    waits = "data_parallel.prefetch = False"
+    # 12 parameters of 16.8 MB at once, or this one, the next one and two gradients.
+    assert temporary((), 64) - temporary("Dense_*", 64) > 5 * 2048 * 2048 * 4
+    assert temporary("Dense_*", 64, waits) <= temporary("Dense_*", 64)
+    ahead, waiting = cost("Dense_*", 8192).schedule, cost("Dense_*", 8192, waits).schedule
+    network = ahead.network_inside + ahead.network_across
+    assert ahead.exposed < 0.4 * network < 0.8 * network < waiting.exposed
