@@ -15,6 +15,7 @@ from flax import nnx
 
 from research_dp.argument_checks import checked
 from research_dp.argument_types import Bounds, described
+from research_dp.distributed.batch_examples import seed_key
 from research_dp.distributed.units import Units
 from research_dp.errors import UsageError, first_line
 from research_dp.models.flax.linen import linen_functions_of_inputs
@@ -190,7 +191,8 @@ def supervised(
         return functions.predict(params, (x,) if several else x, model_state)
 
     def units_of(batch: Batch) -> Mapping[str, str]:
-        return find_units(functions, units, inputs_of(batch))
+        variables = jax.eval_shape(lambda key: init(key, batch), seed_key(0))
+        return find_units(functions, units, variables, inputs_of(batch))
 
     return TrainableModel(
         init, loss_of, config or {}, bounds=bounds or {}, apply=apply, find_units=units_of

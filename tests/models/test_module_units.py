@@ -263,7 +263,7 @@ def test_large_direct_submodules_are_units_by_themselves():
                 x = nn.Dense(2200)(x)
             return nn.Dense(8)(x)
 
-    batch = {"x": jax.ShapeDtypeStruct((1, 2200), np.float32)}
+    batch = {"x": jax.ShapeDtypeStruct((1, 2200), np.float32), "y": jax.ShapeDtypeStruct((1,), int)}
     model = research_dp.from_linen(Wide(), loss=LOSS).with_units(batch)
     assert model.units == {"Dense_0": "part", "Dense_1": "part"}
 

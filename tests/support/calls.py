@@ -71,6 +71,7 @@ TAKES = {
     "texts": {"texts", "()"},
     "metrics": {"()", "{}"},
     "text or texts": {"text", "texts", "()"},
+    "text, texts or a class": {"text", "texts", "()", "a class"},
     "counts": {"numbers", "()"},
     # What a function of the caller's does with its arguments is its own affair.
     "a function": {"a function", "a class"},
@@ -182,6 +183,7 @@ OF_A_MODEL = {
     "weights": (None, "text?"),
     "config": (None, "a dict?"),
     "bounds": (None, "a dict?"),
+    "units": (None, "text, texts or a class?"),
 }
 # Parameters of functions that are commands too, or that read gin files.
 OF_GIN = {"bindings": ((), "anything"), "imports": ((), "texts")}
@@ -253,6 +255,7 @@ CALLS = {
         "work": (None, "a function?"),
         "bounds": ({}, "a dict"),
         "apply": (None, "a function?"),
+        "find_units": (None, "a function?"),
     },
     "accumulate_gradients": {
         "loss": (lambda *trees: sum(map(jnp.sum, jax.tree.leaves(trees))), "a function"),
@@ -279,7 +282,7 @@ CALLS = {
         "sync_each": ("step", "one of its class"),
         "accumulation_dtype": (None, "a dtype?"),
         "loss_scale": (None, "one of its class?"),
-        "prefetch": (False, "a flag"),
+        "prefetch": (False, "a flag?"),
         "overlap": (True, "a flag"),
         "choose": (None, "a function?"),
         "compiler_options": (None, "a dict?"),

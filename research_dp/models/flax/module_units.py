@@ -60,18 +60,21 @@ def _fits(path: str, pattern: str) -> bool:
     return len(names) == len(patterns) and all(map(fnmatch.fnmatchcase, names, patterns))
 
 
-def find_units(functions: Functions, selection: Selection | None, inputs: PyTree) -> dict[str, str]:
+def find_units(
+    functions: Functions, selection: Selection | None, variables: PyTree, inputs: PyTree
+) -> dict[str, str]:
     """The units of a module, by paths of its parameters, with their kinds.
 
     Args:
         functions: Of the module.
         selection: None: the direct submodules of more than 4 million parameters, if there are two.
+        variables: Shapes of its parameters and its model state.
         inputs: Shapes of the inputs of one example.
 
     Raises:
         UsageError: No submodule fits.
     """
-    params, state = jax.eval_shape(functions.init, seed_key(0), inputs)
+    params, state = variables
     leaves = [(path_name(k), x) for k, x in jax.tree_util.tree_leaves_with_path(params)]
     if selection is None:
         sizes: Counter[str] = Counter()
