@@ -161,7 +161,9 @@ class Units:
     def with_others(self, params: PyTree) -> PyTree:
         """Parameters of which those of no unit are unsharded, until the backward pass ends."""
         others = {
-            k: x for k, x in flatten_dict(params).items() if not unit_of("/".join(k), self.kinds)
+            k: x
+            for k, x in flatten_dict(params).items()
+            if not unit_of("/".join(map(str, k)), self.kinds)
         }
         if self.gather is None or not others:
             return params

@@ -267,7 +267,7 @@ class Step:
         def parts(tree: PyTree) -> tuple[PyTree, PyTree]:
             """What is synchronised unit by unit, and what at the end."""
             flat = flatten_dict(tree)
-            units = {k: unit_of("/".join(k), kinds) for k in flat}
+            units = {k: unit_of("/".join(map(str, k)), kinds) for k in flat}
             early = {k for k, unit in units.items() if unit and kinds[unit] in (PART, STACK)}
             return tuple(
                 unflatten_dict({k: x for k, x in flat.items() if (k in early) is is_early})

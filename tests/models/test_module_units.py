@@ -152,6 +152,65 @@ class NnxScanned(nnx.Module):
         return self.head(run(self.embed(x), self.layers))
 
 
+class Reader(nn.Module):
+    """Its output is by a table that it is given; it has a method that returns a number."""
+
+    def setup(self):
+        self.dense = nn.Dense(WIDTH)
+
+    def __call__(self, x, table):
+        return self.dense(x) @ table.T
+
+    def width(self):
+        return WIDTH
+
+
+class Functional(nn.Module):
+    """Transforms of functions, a recurrent cell, a table given to a unit, a number of a unit."""
+
+    @nn.compact
+    def __call__(self, x, train):
+        def forward(block, x):
+            return block(x, train) + 1.0
+
+        table, head = nn.Embed(WORDS, WIDTH, name="embed"), Reader(name="head")
+        x = nn.remat(forward)(Block(name="block"), table(x))
+        x = nn.RNN(nn.GRUCell(head.width(), name="cell"))(x)
+        return head(x, table.embedding)
+
+
+class Around(nn.Module):
+    @nn.compact
+    def __call__(self, x, train):
+        return Inner(name="inner")(x)
+
+
+class Inner(nn.Module):
+    """Reads a parameter of a unit that is within it."""
+
+    @nn.compact
+    def __call__(self, x):
+        table = nn.Embed(WORDS, WIDTH, name="embed")
+        return nn.Dense(WIDTH)(table(x)) @ table.embedding.T
+
+
+class NnxOfRngs(nnx.Module):
+    def __init__(self, rngs):
+        self.net, self.rngs = nnx.List([nnx.Linear(WORDS, WORDS, rngs=rngs)]), rngs
+        self.drops = Drops(rngs)
+
+    def __call__(self, x):
+        return self.drops(self.net[0](jax.nn.one_hot(x, WORDS)), rngs=self.rngs)
+
+
+class Drops(nnx.Module):
+    def __init__(self, rngs):
+        self.out, self.dropout = nnx.Linear(WORDS, WORDS, rngs=rngs), nnx.Dropout(0.1)
+
+    def __call__(self, x, rngs):
+        return self.dropout(self.out(x), rngs=rngs)
+
+
 def linen(module, *units):
     return research_dp.from_linen(module, loss=LOSS, units=units)
 
@@ -186,6 +245,12 @@ MODELS = {
     "in nn.scan": (linen(Scanned(), Block, "head"), {"head": "part", "layers/block": "stack"}),
     "around a stack": (linen(Scanned(), "layers"), {"layers": "stack"}),
     "with statistics": (linen(Convolutions(), ConvBlock), {"conv_0": "part", "conv_1": "part"}),
+    "by functions": (
+        linen(Functional(), Block, "embed", "head", "cell"),
+        {"block": "part", "head": "part"},
+    ),
+    "read by what is around": (linen(Around(), "inner", "inner/embed"), {"inner": "part"}),
+    "nnx, given rngs": (from_nnx(NnxOfRngs, "net/*", "drops"), {"net/0": "part"}),
     "nnx": (
         from_nnx(NnxNet, NnxBlock, "head", nnx.Embed),
         {"blocks/0": "part", "blocks/1": "part", "embed": "part", "head": "part"},
@@ -266,6 +331,20 @@ def test_large_direct_submodules_are_units_by_themselves():
     batch = {"x": jax.ShapeDtypeStruct((1, 2200), np.float32), "y": jax.ShapeDtypeStruct((1,), int)}
     model = research_dp.from_linen(Wide(), loss=LOSS).with_units(batch)
     assert model.units == {"Dense_0": "part", "Dense_1": "part"}
+
+
+def test_what_a_module_returns_is_no_unit():
+    class Returns(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            table = nn.Embed(WORDS, WIDTH, name="embed")
+            return table(x), table.embedding
+
+    model = research_dp.from_linen(
+        Returns(), loss=lambda out, y: out[0].sum(-1) + (out[1] ** 2).mean(), units="embed"
+    )
+    strategy = build("fsdp", model)
+    assert strategy.spec.model.units == {}
 
 
 @pytest.mark.parametrize("units", ["blocks", (nnx.Linear,)])

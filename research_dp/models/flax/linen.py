@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -117,7 +118,10 @@ def _in_units(units: UnitCalls) -> Callable[..., Any]:
     def intercept(call: Callable[..., Any], args: Any, options: Any, context: Any) -> Any:
         module, name = context.module, context.method_name
         path = "" if module.scope is None else "/".join(module.path)
-        if path in running or name == "setup" or not units.is_unit(module, path):
+        own = inspect.unwrap(getattr(type(module), name, _in_units))
+        # Else a function of the user that a transform of Linen calls with the module.
+        is_method = own is inspect.unwrap(context.orig_method.func) and name != "setup"
+        if path in running or not is_method or not units.is_unit(module, path):
             return call(*args, **options)
         leaves = flatten_dict(module.variables.get("params", {}))
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal
 
 from research_dp.argument_types import path_name
@@ -46,12 +47,28 @@ class UnitCalls:
 
     def run(self, path: str, function: Callable[[Leaves], Any], leaves: Leaves) -> Any:
         """`function(leaves)`, for the unit at this path."""
+        restore: list[Callable[[Any], Any]] = []
 
         def unit(leaves: Leaves) -> Any:
-            return function(leaves)
+            arrays, with_arrays = split_arrays(function(leaves))
+            restore.append(with_arrays)
+            return arrays
 
         unit.__name__ = _UNIT + path
-        return jax.jit(unit)(leaves)
+        arrays = jax.jit(unit)(leaves)
+        return restore[-1](arrays)
+
+
+def split_arrays(tree: PyTree) -> tuple[list[Any], Callable[[Sequence[Any]], PyTree]]:
+    """The arrays of a tree, and the function that puts others in their places."""
+    leaves, treedef = jax.tree.flatten(tree)
+    places = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array | np.ndarray)]
+
+    def with_arrays(arrays: Sequence[Any]) -> PyTree:
+        new = dict(zip(places, arrays, strict=True))
+        return jax.tree.unflatten(treedef, [new.get(i, x) for i, x in enumerate(leaves)])
+
+    return [leaves[i] for i in places], with_arrays
 
 
 def _fits(path: str, pattern: str) -> bool:
@@ -87,61 +104,83 @@ def find_units(
         return {}
     calls = UnitCalls(several)
 
-    def uses(train: bool) -> dict[str, list[tuple[str, int] | None]]:
-        """Of each parameter, in training or in evaluation."""
-
+    def traced(train: bool) -> Any:
         def output(params: PyTree, state: PyTree, x: PyTree, keys: jax.Array) -> Any:
             options = {"train": train, "keys": keys if train else None, "units": calls}
-            return functions.apply(params, state, x, **options)[0]
+            return split_arrays(functions.apply(params, state, x, **options)[0])[0]
 
         keys = jax.eval_shape(lambda: jax.random.split(seed_key(0), 1))
-        program = jax.make_jaxpr(output)(params, state, inputs, keys).jaxpr
-        found: dict[str, list[tuple[str, int] | None]] = {path: [] for path, _ in leaves}
-        others = [None] * (len(program.invars) - len(found))
-        for path, use in _uses(program, [*found, *others], ()):
-            found[path].append(use)
-        return found
+        return jax.make_jaxpr(output)(params, state, inputs, keys).jaxpr
 
-    trained, evaluated = uses(True), uses(False)
+    programs = traced(True), traced(False)
+    wanted = ", ".join(x if isinstance(x, str) else x.__name__ for x in several)
     if not calls.found:
         names = sorted({path.rpartition("/")[0] for path, _ in leaves} - {""})
         shown = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
-        wanted = ", ".join(x if isinstance(x, str) else x.__name__ for x in several)
         raise UsageError(f"units = {wanted}: no submodule fits. With parameters there are {shown}.")
-    kinds = {}
-    for unit in sorted(calls.found):
-        own = [(path, x) for path, x in leaves if unit_of(path, calls.found) == unit]
-        outside = any(None in evaluated[path] for path, _ in own)
-        kind = None if outside else _kind(unit, [(x.ndim, trained[path]) for path, x in own])
-        if kind is not None:
-            kinds[unit] = kind
-    return kinds
+    kinds = dict.fromkeys(sorted(calls.found), PART)
+    while True:  # parameters of a unit that is none belong to the unit around it
+        trained, evaluated = (_uses_of(leaves, program, kinds) for program in programs)
+        found = {}
+        for unit in kinds:
+            own = [(path, x) for path, x in leaves if unit_of(path, kinds) == unit]
+            outside = any(None in evaluated[path] for path, _ in own)
+            kind = None if outside else _kind(unit, [(x.ndim, trained[path]) for path, x in own])
+            if kind is not None:
+                found[unit] = kind
+        if found.keys() == kinds.keys():
+            return found
+        kinds = found
+
+
+Use = tuple[str, int] | None
+
+
+def _uses_of(
+    leaves: Sequence[tuple[str, Any]], program: Any, units: Collection[str]
+) -> dict[str, list[Use]]:
+    """The uses of each parameter, of which a program has the first arguments."""
+    found: dict[str, list[Use]] = {path: [] for path, _ in leaves}
+    others = [None] * (len(program.invars) - len(found))
+    for path, use in _uses(program, [*found, *others], units, ()):
+        found[path].append(use)
+    passed = passed_through(program)
+    for place in passed.values():  # the module returns it
+        if place < len(leaves):
+            found[leaves[place][0]].append(None)
+    return found
 
 
 def _uses(
-    program: Any, given: Sequence[str | None], within: tuple[str, ...]
-) -> Iterator[tuple[str, tuple[str, int] | None]]:
+    program: Any, given: Sequence[str | None], units: Collection[str], within: tuple[str, ...]
+) -> Iterator[tuple[str, Use]]:
     """Each use of a parameter, by its path: in a unit's call, with its rank there; None: elsewhere.
 
     `given` are the paths of the program's arguments that are parameters, and `within` the units
-    whose calls it is in.
+    whose calls it is in. What each turn of a loop uses anew is gathered before the loop: elsewhere.
     """
     known = {x: path for x, path in zip(program.invars, given, strict=True) if path is not None}
     for equation in program.eqns:
         paths = [None if isinstance(x, Literal) else known.get(x) for x in equation.invars]
-        named = [
-            (path, x.aval.ndim) for path, x in zip(paths, equation.invars, strict=True) if path
-        ]
-        inner, unit = program_of(equation), unit_called(equation)
-        if unit is not None:
-            yield from ((path, (unit, rank)) for path, rank in named)
+        inner, unit, shared = program_of(equation), unit_called(equation), 0
+        if equation.primitive.name == "scan":
+            shared = equation.params["num_consts"] + equation.params["num_carry"]
+        for place, (path, x) in enumerate(zip(paths, equation.invars, strict=True)):
+            if path is not None and unit is not None and _is_used(inner.jaxpr, place):
+                yield path, (unit, x.aval.ndim)
+            is_elsewhere = path is not None and unit_of(path, units) not in within
+            if is_elsewhere and (inner is None or place < shared):
+                yield path, None  # type: ignore[misc]
         if inner is not None:
-            yield from _uses(inner.jaxpr, paths, within if unit is None else (*within, unit))
+            again = within if unit is None else (*within, unit)
+            yield from _uses(inner.jaxpr, [None] * shared + paths[shared:], units, again)
             for out, place in passed_on(equation).items():
                 if (path := paths[place]) is not None:
                     known[equation.outvars[out]] = path
-        elif not within:
-            yield from ((path, None) for path, _ in named)
+
+
+def _is_used(program: Any, place: int) -> bool:
+    return any(program.invars[place] in equation.invars for equation in program.eqns)
 
 
 def passed_on(equation: Any) -> dict[int, int]:
@@ -149,14 +188,7 @@ def passed_on(equation: Any) -> dict[int, int]:
     program, params = program_of(equation), equation.params
     if program is None:
         return {}
-    origins = {x: i for i, x in enumerate(program.jaxpr.invars)}
-    for inner in program.jaxpr.eqns:
-        for out, place in passed_on(inner).items():
-            x = inner.invars[place]
-            if not isinstance(x, Literal) and x in origins:
-                origins[inner.outvars[out]] = origins[x]
-    outs = enumerate(program.jaxpr.outvars)
-    passed = {i: origins[x] for i, x in outs if not isinstance(x, Literal) and x in origins}
+    passed = passed_through(program.jaxpr)
     if equation.primitive.name == "scan":  # what each turn is given, stacked again
         carry = params["num_carry"]
         first = params["num_consts"] + carry
@@ -164,7 +196,19 @@ def passed_on(equation: Any) -> dict[int, int]:
     return passed
 
 
-def _kind(unit: str, leaves: Sequence[tuple[int, Sequence[tuple[str, int] | None]]]) -> str | None:
+def passed_through(program: Any) -> dict[int, int]:
+    """Which results of a program are one of its arguments."""
+    origins = {x: i for i, x in enumerate(program.invars)}
+    for equation in program.eqns:
+        for out, place in passed_on(equation).items():
+            x = equation.invars[place]
+            if not isinstance(x, Literal) and x in origins:
+                origins[equation.outvars[out]] = origins[x]
+    outs = enumerate(program.outvars)
+    return {i: origins[x] for i, x in outs if not isinstance(x, Literal) and x in origins}
+
+
+def _kind(unit: str, leaves: Sequence[tuple[int, Sequence[Use]]]) -> str | None:
     """The kind of a unit, by the ranks and uses of its parameters; None: it cannot be one."""
     stacked, calls = set(), 0
     for rank, uses in leaves:

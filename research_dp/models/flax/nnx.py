@@ -190,12 +190,18 @@ class _Unit:
         self.path, self.calls = path, calls
 
 
+def _is_stateful(x: Any) -> bool:
+    return isinstance(x, nnx.Module | nnx.Variable | nnx.Rngs | nnx.RngStream)
+
+
 @functools.cache
 def _unit_class(kind: type[nnx.Module]) -> type[nnx.Module]:
     """A subclass whose `__call__` is a program of its own."""
 
     def call(self: Any, *args: Any, **options: Any) -> Any:
-        unit = self.unit
+        unit, given = self.unit, jax.tree.leaves((args, options), is_leaf=_is_stateful)
+        if any(map(_is_stateful, given)):  # a call would change what is not its own
+            return kind.__call__(self, *args, **options)
         graphdef, state, others = nnx.split(self, nnx.Param, ...)  # type: ignore[misc]
 
         def computed(leaves: Leaves) -> Any:
