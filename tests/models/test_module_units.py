@@ -92,6 +92,23 @@ class Scanned(nn.Module):
         return nn.Dense(WORDS, name="head")(layers(train, name="layers")(x, None)[0])
 
 
+class AttentionLayer(nn.Module):
+    @nn.compact
+    def __call__(self, x, train):
+        options = {"dropout_rate": 0.3, "deterministic": not train}
+        return x + nn.MultiHeadAttention(2, name="attention", **options)(x), None
+
+
+class ScannedAttention(nn.Module):
+    @nn.compact
+    def __call__(self, x, train):
+        x = nn.Embed(WORDS, WIDTH, name="embed")(x)
+        layer = nn.remat(AttentionLayer, static_argnums=(2,), prevent_cse=False)
+        options = {"variable_axes": {"params": 0}, "in_axes": nn.broadcast, "length": 3}
+        layers = nn.scan(layer, split_rngs={"params": True, "dropout": True}, **options)
+        return nn.Dense(WORDS, name="head")(layers(name="layers")(x, train)[0])
+
+
 class Convolutions(nn.Module):
     @nn.compact
     def __call__(self, x, train):
@@ -131,6 +148,20 @@ class NnxNet(nnx.Module):
         for block in self.blocks:
             x = nnx.remat(lambda block, x: block(x))(block, x) if self.remat else block(x)
         return self.embed.attend(x) if self.head is None else self.head(x)
+
+
+class NnxAttention(nnx.Module):
+    def __init__(self, rngs):
+        options = {"dropout_rate": 0.3, "broadcast_dropout": False, "decode": False, "rngs": rngs}
+        self.embed = nnx.Embed(WORDS, WIDTH, rngs=rngs)
+        self.layers = nnx.List([nnx.MultiHeadAttention(2, WIDTH, **options) for _ in range(2)])
+        self.head = nnx.Linear(WIDTH, WORDS, rngs=rngs)
+
+    def __call__(self, x):
+        x = self.embed(x)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x)
 
 
 class NnxScanned(nnx.Module):
@@ -264,6 +295,11 @@ MODELS = {
         {"blocks/0": "part", "blocks/1": "part"},
     ),
     "nnx.scan": (from_nnx(NnxScanned, NnxBlock), {"layers": "stack"}),
+    "attention": (linen(ScannedAttention(), "layers/attention"), {"layers/attention": "stack"}),
+    "nnx attention": (
+        from_nnx(NnxAttention, nnx.MultiHeadAttention),
+        {"layers/0": "part", "layers/1": "part"},
+    ),
 }
 
 

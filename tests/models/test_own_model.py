@@ -198,7 +198,7 @@ def masks(module, rows, keys, *, train=True):
 
 @pytest.mark.parametrize(
     "module",
-    [*MASKS["linen"], *MASKS["nnx"]],
+    [*MASKS["linen"], *MASKS["nnx"], *MASKS["attention"]],
     ids=lambda module: getattr(module, "__name__", type(module).__name__),
 )
 def test_a_mask_belongs_to_its_example_and_to_one_draw(module):
@@ -218,6 +218,19 @@ def test_features_that_share_a_mask_share_it_in_an_example_alone():
     keys = jax.random.split(jax.random.key(1), 64)
     found = masks(own.linen(call), np.arange(64), keys)
     assert (found == found[:, :1]).all() and 16 < (found[:, 0] > 0).sum() < 48
+
+
+@pytest.mark.parametrize("broadcast", [True, False])
+def test_heads_of_an_example_share_a_mask_where_flax_broadcasts_it(broadcast):
+    options = {**own.ONES, "num_heads": 2, "qkv_features": 2, "broadcast_dropout": broadcast}
+
+    def call(self, x, train):
+        layer = nn.MultiHeadAttention(**options, deterministic=not train)
+        return layer(x[..., None], x[:, :1, None])[..., 0]
+
+    found = masks(own.linen(call), np.arange(64), jax.random.split(jax.random.key(1), 64))
+    assert set(np.unique(found)) == ({0.0, 4.0} if broadcast else {0.0, 2.0, 4.0})
+    assert len({row.tobytes() for row in found}) == 64 and 1.9 < found.mean() < 2.1
 
 
 @pytest.mark.parametrize("rate", [0.0, 1.0])
@@ -356,8 +369,10 @@ REFUSED = {
     own.of_features: r"a dropout layer gets an array \(8, 16\) in a batch of 16 examples",
     own.over_examples: r"a dropout layer gets an array \(8,\) in a batch of 16 examples",
     own.noise: "Net draws from the RNG stream 'noise' of Flax in training. Only nn.Dropout may",
-    own.dropout_in_attention: "other than by a dropout layer, e.g. in attention",
-    own.NnxAttention: "other than by a dropout layer, e.g. in attention",
+    own.attention_of_its_own: "by a dropout layer, e.g. in an attention_fn of its own",
+    own.NnxOwnAttention: "by a dropout layer, e.g. in an attention_fn of its own",
+    own.attention_without_a_batch: r"gets an array \(16, 2, 4\) in a batch of 16 examples",
+    own.attention_that_always_drops: "the RNG stream 'dropout' of Flax in evaluation",
     own.NnxAlwaysDrops: "a dropout layer draws in evaluation. Give it deterministic=True",
     own.NnxAlwaysBatchStatistics: "nnx.BatchNorm takes statistics of the batch in evaluation",
     own.NnxAlwaysOwnNorm: "nnx.BatchNorm takes statistics of the batch in evaluation",
@@ -563,12 +578,17 @@ def test_statistics_of_a_device_are_refused_with_their_line():
         (own.NnxTransformed, "ddp"),
         pytest.param(own.NnxJitted, "ddp", marks=pytest.mark.slow),
         pytest.param(own.noise_by_example, "fsdp", marks=pytest.mark.slow),
+        (own.attention, "fsdp"),
+        (own.NnxAttention, "ddp"),
+        pytest.param(own.attention, "ddp", marks=pytest.mark.slow),
+        pytest.param(own.NnxAttention, "fsdp", marks=pytest.mark.slow),
+        pytest.param(own.NnxAttention, "spmd", marks=pytest.mark.slow),
     ],
 )
-def test_axes_keys_and_transforms_of_nnx_keep_the_numbers_of_one_device(module, stem):
+def test_axes_keys_transforms_and_attention_keep_the_numbers_of_one_device(module, stem):
     expected, _ = trained("single", model_of(module))
     found, reports = trained(stem, model_of(module))
     assert not reports
     assert_near(found, expected)
-    if isinstance(module, type):
+    if "calls" in found[2]:
         assert found[2]["calls"] == STEPS * MICROS, "evaluation has counted"

@@ -159,9 +159,72 @@ class NnxRemat(NnxTwice):
         return jnp.stack([once(self.layer, x), once(self.layer, x)], axis=1)
 
 
+# Attention with one key: its weights are ones, and the outputs of queries become their masks.
+ONES = {"num_heads": 1, "qkv_features": 1, "out_features": 1, "dropout_rate": 0.5}
+ONES |= {"kernel_init": nn.initializers.ones, "use_bias": False}
+
+
+class AttentionTurn(nn.Module):
+    deterministic: bool
+
+    @nn.compact
+    def __call__(self, x, _):
+        layer = nn.MultiHeadAttention(**ONES, deterministic=self.deterministic)
+        return x, layer(x[..., None], x[:, :1, None], mask=jnp.ones((1, 1, 1, 1), bool))[..., 0]
+
+
+class ScannedAttention(nn.Module):
+    @nn.compact
+    def __call__(self, x, deterministic=True):
+        options = {"variable_axes": {"params": 0}, "length": 2, "out_axes": 1}
+        rngs = {"params": True, "dropout": True}
+        scan = nn.scan(nn.remat(AttentionTurn), split_rngs=rngs, **options)
+        return scan(deterministic)(x, None)[1]
+
+
+class TwoAttentions(nn.Module):
+    @nn.compact
+    def __call__(self, x, train):
+        options = {**ONES, "broadcast_dropout": False, "deterministic": not train}
+        layers = [nn.MultiHeadDotProductAttention(**options) for _ in range(2)]
+        mask = jnp.ones((x.shape[0], 1, x.shape[1], 1), bool)
+        y = [layer(x[..., None], x[:, :1, None], mask=mask)[..., 0] for layer in layers]
+        return jnp.stack(y, axis=1)
+
+
+class NnxAttentions(nnx.Module):
+    def __init__(self, *, rngs):
+        options = {**ONES, "in_features": 1, "decode": False, "rngs": rngs}
+        layers = (nnx.MultiHeadAttention(**options, broadcast_dropout=x) for x in (True, False))
+        self.layers = nnx.List(layers)
+
+    def __call__(self, x):
+        y = [layer(x[..., None], x[:, :1, None])[..., 0] for layer in self.layers]
+        return jnp.stack(y, axis=1)
+
+
+class NnxScannedAttention(nnx.Module):
+    def __init__(self, *, rngs):
+        @nnx.split_rngs(splits=2)
+        @nnx.vmap
+        def make(rngs):
+            return nnx.MultiHeadAttention(**ONES, in_features=1, decode=False, rngs=rngs)
+
+        self.layers = make(rngs)
+
+    def __call__(self, x):
+        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 1))
+        @nnx.remat
+        def turn(x, layer):
+            return x, layer(x[..., None], x[:, :1, None])[..., 0]
+
+        return turn(x, self.layers)[1]
+
+
 MASKS = {
     "linen": [Twice(), Two(), OnFields(), OnMethods(), Scanned(), Scanned(remat=True), OverHeads()],
     "nnx": [NnxTwice, NnxTwo, NnxOwnRngs, NnxScanned, NnxRemat],
+    "attention": [ScannedAttention(), TwoAttentions(), NnxAttentions, NnxScannedAttention],
 }
 
 
@@ -219,10 +282,29 @@ def noise(self, x, train):
     return nn.Dense(CLASSES)(x)
 
 
-def dropout_in_attention(self, x, deterministic):
+def attention(self, x, deterministic, dropout_rate=0.3, **options):
     y = x.reshape(x.shape[0], 2, -1)
-    y = nn.MultiHeadDotProductAttention(2, dropout_rate=0.1, deterministic=deterministic)(y)
+    options |= {"dropout_rate": dropout_rate, "deterministic": deterministic}
+    y = nn.MultiHeadDotProductAttention(2, **options)(y)
     return nn.Dense(CLASSES)(y.reshape(x.shape[0], -1))
+
+
+def attention_without_a_batch(self, x, deterministic):
+    layer = nn.MultiHeadAttention(2, dropout_rate=0.3, deterministic=deterministic)
+    return nn.Dense(CLASSES)(layer(x))
+
+
+def own_attention(query, key, value, dropout_rng, deterministic):
+    options = {"dropout_rng": dropout_rng, "dropout_rate": 0.1, "deterministic": deterministic}
+    return nn.dot_product_attention(query, key, value, **options)
+
+
+def attention_of_its_own(self, x, deterministic):
+    return attention(self, x, deterministic, attention_fn=own_attention)
+
+
+def attention_that_always_drops(self, x):
+    return attention(self, x, False)
 
 
 def statistics_of_a_device(self, x, train):
@@ -246,12 +328,20 @@ def noise_by_example(self, x, keys=None):
 
 
 class NnxAttention(nnx.Module):
-    def __init__(self, rngs):
-        options = {"dropout_rate": 0.5, "decode": False, "rngs": rngs}
-        self.attention = nnx.MultiHeadAttention(2, 4, **options)
+    def __init__(self, rngs, **options):
+        options |= {"out_features": CLASSES, "dropout_rate": 0.3, "decode": False, "rngs": rngs}
+        self.attention = nnx.MultiHeadAttention(2, 4, 16, **options)
 
     def __call__(self, x):
         return self.attention(x.reshape(x.shape[0], 2, -1)).sum(1)
+
+
+class NnxOwnAttention(NnxAttention):
+    def __init__(self, rngs):
+        def own(*args, dropout_rng, module, **options):
+            return nnx.dot_product_attention(*args, dropout_rng=dropout_rng, **options)
+
+        super().__init__(rngs, attention_fn=own)
 
 
 class NnxAlwaysDrops(NnxNet):

@@ -104,6 +104,9 @@ def _over_the_batch(keys: jax.Array | None, axes: Axes) -> Callable[..., Any]:
             calls.check_batch_norm(module.axis_name, axes, options.get("mask"))
             # Modules are frozen, and this one is a copy that Flax made for this `apply`.
             object.__setattr__(module, "axis_name", axes or None)
+        if getattr(module, "attention_fn", None) is nn.dot_product_attention:
+            by_example = calls.example_attention(nn.dot_product_attention, keys)
+            object.__setattr__(module, "attention_fn", by_example)
         if type(module).__call__ is nn.Dropout.__call__ and context.method_name == "__call__":
             return _dropout(module, keys, *args, **options)
         return call(*args, **options)

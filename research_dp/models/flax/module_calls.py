@@ -168,31 +168,69 @@ def layer_dropout(
     """`example_dropout` of a layer that Flax gives this key; `keys` (B,) are the examples' own.
 
     Raises:
+        UsageError: As `_keys_of_layer`, or the layer has one mask for all examples.
+    """
+    keys = _keys_of_layer(jnp.shape(x), keys, layer_key)
+    if any(dim % x.ndim == 0 for dim in broadcast_dims):
+        raise UsageError(
+            f"a dropout layer has broadcast_dims = {tuple(broadcast_dims)}: one mask for all "
+            "examples, which would depend on the device. Leave dim 0 out."
+        )
+    return example_dropout(x, rate, keys, broadcast_dims)
+
+
+def example_attention(attention: Callable[..., Any], keys: jax.Array | None) -> Callable[..., Any]:
+    """Flax's `dot_product_attention` with a dropout mask per example; `keys` (B,) are theirs.
+
+    It is called as modules call it. `broadcast_dropout` means what it means in Flax for one
+    example: its heads, and its batch dims after the first, share a mask.
+    """
+
+    @functools.wraps(attention)  # Linen gives it the arguments that its signature names
+    def by_example(query: Any, key: Any, value: Any, mask: Any = None, **options: Any) -> Any:
+        rng = options.pop("dropout_rng", None)
+        if options.get("deterministic") or not options.get("dropout_rate"):
+            return attention(query, key, value, mask=mask, **options)
+        keys_of_layer = _keys_of_layer(query.shape, keys, rng, min_ndim=4)
+        options.pop("module", None)  # it would keep weights of within `vmap`
+        whole = mask is not None and mask.ndim == query.ndim  # if not, examples share it
+        if whole:
+            mask = jnp.broadcast_to(mask, (query.shape[0], *mask.shape[1:]))
+
+        def of_one(q: Any, k: Any, v: Any, mask: Any, rng: Any) -> Any:
+            return attention(q, k, v, mask=mask, dropout_rng=rng, **options)
+
+        in_axes = (0, 0, 0, 0 if whole else None, 0)
+        return jax.vmap(of_one, in_axes)(query, key, value, mask, keys_of_layer)
+
+    return by_example
+
+
+def _keys_of_layer(
+    shape: tuple[int, ...], keys: jax.Array | None, layer_key: jax.Array, min_ndim: int = 1
+) -> jax.Array:
+    """The examples' keys (B,) for a layer that Flax gives this key and an array of this shape.
+
+    Raises:
         UsageError: There are no keys (evaluation), or the layer does not see the batch as its
-            first dim, or has one mask for all examples.
+            first dim.
     """
     if keys is None:
         raise UsageError(
             "a dropout layer draws in evaluation. Give it deterministic=True there, by an argument "
             f"`train` of the model. {GUIDE}"
         )
-    shape = jnp.shape(x)
-    if not shape or shape[0] != keys.shape[0]:
+    if len(shape) < min_ndim or shape[0] != keys.shape[0]:
         raise UsageError(
             f"a dropout layer gets an array {shape} in a batch of {keys.shape[0]} examples. Its "
             f"first dim must be the batch, because each example has its own mask. {GUIDE}"
-        )
-    if any(dim % len(shape) == 0 for dim in broadcast_dims):
-        raise UsageError(
-            f"a dropout layer has broadcast_dims = {tuple(broadcast_dims)}: one mask for all "
-            "examples, which would depend on the device. Leave dim 0 out."
         )
     numbers = layer_key
     if jnp.issubdtype(layer_key.dtype, jax.dtypes.prng_key):
         numbers = jax.random.key_data(layer_key)
     for number in jnp.ravel(numbers):
         keys = jax.vmap(jax.random.fold_in, (0, None))(keys, number)
-    return example_dropout(x, rate, keys, broadcast_dims)
+    return keys
 
 
 def layer_keys(number: int, shape: tuple[int, ...] = ()) -> jax.Array:
@@ -219,7 +257,7 @@ def _layers() -> Any:
 def _refuse(*_: Any) -> Any:
     raise UsageError(
         "the model draws random numbers from an RNG stream of Flax other than by a dropout layer, "
-        "e.g. in attention or as noise. They would depend on the device. Set dropout_rate = 0 in "
-        "attention and use nn.Dropout or nnx.Dropout on its output, or let the model take `keys`, "
-        f"one key per example. {GUIDE}"
+        "e.g. in an attention_fn of its own or as noise. They would depend on the device. Use "
+        "nn.Dropout or nnx.Dropout, or Flax's attention with its default attention_fn, or let the "
+        f"model take `keys`, one key per example. {GUIDE}"
     )

@@ -167,6 +167,9 @@ def _over_the_batch(module: nnx.Module, keys: jax.Array | None, axes: Axes, trai
         if type(layer) is nnx.Dropout:
             layer.__class__ = _ExampleDropout
             layer.keys_of_batch = keys_of_batch  # type: ignore[attr-defined]
+        if getattr(layer, "attention_fn", None) is nnx.dot_product_attention:
+            by_example = calls.example_attention(nnx.dot_product_attention, keys)
+            layer.attention_fn = by_example  # type: ignore[attr-defined]
         if isinstance(layer, nnx.BatchNorm):
             calls.check_batch_norm(layer.axis_name, axes, None)
             layer.axis_name = axes or None  # type: ignore[assignment]
