@@ -32,7 +32,7 @@ from research_dp.types import TrainableModel
 
 # Group -> (folders of gin files, modules of functions, result types of functions anywhere).
 _GROUPS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[type, ...]]] = {
-    "runs": (("runs",), ("research_dp.training.train",), ()),
+    "runs": (("runs",), ("research_dp.training.train", "initial"), ()),
     "strategies": (
         ("strategies",),
         ("strategies", "distributed"),

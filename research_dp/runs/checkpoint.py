@@ -19,7 +19,7 @@ from research_dp.distributed.mesh import first_problem, of_the_first, texts_of_a
 from research_dp.distributed.sharding import by_path
 from research_dp.errors import RunFailure, UsageError
 from research_dp.runs import checkpoint_files, files
-from research_dp.runs.checkpoint_files import steps_in
+from research_dp.runs.checkpoint_files import STATE, read_arrays, steps_in
 from research_dp.runs.checksum import tree_checksums
 from research_dp.runs.manifest import Damaged, Leaf, Manifest, Progress
 from research_dp.strategies import TrainState
@@ -63,7 +63,7 @@ class Checkpoints:
 
         def restored_at(step: int) -> tuple[TrainState, Manifest]:
             folder = self._folder / str(step)
-            manifest: Manifest = _in_all_processes(lambda: checkpoint_files.read_manifest(folder))
+            manifest: Manifest = in_all_processes(lambda: checkpoint_files.read_manifest(folder))
             if manifest.step != step:
                 raise Damaged(f"its manifest is of step {manifest.step}")
             check(manifest)
@@ -74,7 +74,7 @@ class Checkpoints:
                     f"{difference}. Use another --workdir, or the configuration in its config.gin."
                 )
             fields = _fields(as_saved)
-            read = _in_all_processes(lambda: checkpoint_files.read_state(folder, fields))
+            read = in_all_processes(lambda: read_arrays(folder / STATE, fields))
             state = TrainState(**read)
             if mismatch := manifest.mismatch(tree_checksums(state)):
                 raise Damaged(mismatch)
@@ -217,7 +217,7 @@ def _fields(state: TrainState) -> dict[str, Any]:
     return {name: x for name, x in state._asdict().items() if name != "slots" or x != ()}
 
 
-def _in_all_processes(read: Callable[[], Any]) -> Any:
+def in_all_processes(read: Callable[[], Any]) -> Any:
     """Calls `read`; an error in one process is raised in all, as Damaged or RunFailure."""
     result = damage = failure = None
     try:
@@ -269,6 +269,12 @@ def read_saved(workdir: Path, step: int | None = None) -> SavedState:
                 f"the checkpoint of step {chosen} in {folder} cannot be read: {reason}."
             ) from error
         return SavedState(manifest.step, **fields)
+
+
+def newest(workdir: Path) -> Path:
+    """The newest checkpoint of a run; UsageError if it has none."""
+    folder = workdir / files.CHECKPOINTS
+    return folder / str(_chosen(folder, steps_in(folder), None))
 
 
 def _chosen(folder: Path, steps: list[int], step: int | None) -> int:

@@ -106,8 +106,7 @@ def read_fields(folder: Path, *fields: str) -> tuple[Manifest, dict[str, Any]]:
     import orbax.checkpoint as ocp
 
     manifest = read_manifest(folder)
-    with _reading():  # the tree of its arrays, with Orbax's metadata for leaves
-        tree = ocp.PyTreeCheckpointHandler().metadata(literal(folder / STATE)).tree
+    tree = arrays_in(folder / STATE)
     leaves = by_path(tree)
     if unmatched := sorted(leaves.keys() ^ manifest.leaves.keys()):
         raise Damaged(f"{unmatched[0]} is not both in its manifest and in its arrays")
@@ -118,7 +117,7 @@ def read_fields(folder: Path, *fields: str) -> tuple[Manifest, dict[str, Any]]:
         if fields and path.split("/")[0] not in fields:
             continue
         one = jax.tree.map(lambda x, chosen=chosen: x if x is chosen else ocp.PLACEHOLDER, tree)
-        restored = jax.tree.leaves(read_state(folder, one, on_host))
+        restored = jax.tree.leaves(read_arrays(folder / STATE, one, on_host))
         (x,) = (x for x in restored if x is not ocp.PLACEHOLDER)
         checksums[path] = array_checksum(x)
         if fields:
@@ -127,6 +126,14 @@ def read_fields(folder: Path, *fields: str) -> tuple[Manifest, dict[str, Any]]:
         raise Damaged(problem)
     kept = {name: tree.get(name, {}) for name in fields}
     return manifest, jax.tree_util.tree_map_with_path(lambda k, _: arrays[path_name(k)], kept)
+
+
+def arrays_in(folder: Path) -> Any:
+    """The tree of the arrays that Orbax wrote to a folder, with its metadata for leaves."""
+    import orbax.checkpoint as ocp
+
+    with _reading():
+        return ocp.PyTreeCheckpointHandler().metadata(literal(folder)).tree
 
 
 class Row(NamedTuple):
@@ -204,15 +211,15 @@ def end_waiting_threads(threads: Iterable[threading.Thread]) -> None:
         threading.Thread.join(thread, max(0.0, deadline - time.monotonic()))
 
 
-def read_state(folder: Path, abstract_state: Any, restore_args: Any = None) -> Any:
-    """Reads the arrays of a checkpoint, as `abstract_state` or Orbax's `restore_args` say."""
+def read_arrays(folder: Path, abstract: Any, restore_args: Any = None) -> Any:
+    """Reads arrays that Orbax wrote, as abstract ones or Orbax's `restore_args` say."""
     import orbax.checkpoint as ocp
 
     if restore_args is None:
-        restore_args = ocp.checkpoint_utils.construct_restore_args(abstract_state)
-    args = ocp.args.PyTreeRestore(item=abstract_state, restore_args=restore_args)
+        restore_args = ocp.checkpoint_utils.construct_restore_args(abstract)
+    args = ocp.args.PyTreeRestore(item=abstract, restore_args=restore_args)
     with _reading():
-        return ocp.PyTreeCheckpointHandler().restore(literal(folder / STATE), args=args)
+        return ocp.PyTreeCheckpointHandler().restore(literal(folder), args=args)
 
 
 @contextlib.contextmanager

@@ -26,11 +26,25 @@ from research_dp.strategies import slots, strategy
 from research_dp.strategies.strategy import PlacedBatch, StrategyConfig, TrainSpec, TrainState
 from research_dp.types import PyTree
 
+MODEL_STATE = "model_state/"  # begins the names of its arrays
 
-def init_state(config: StrategyConfig, spec: TrainSpec, key: jax.Array) -> TrainState:
+
+def named_variables(params: PyTree, model_state: PyTree) -> dict[str, Any]:
+    """Parameters by path, and arrays of the model state, whose names say so."""
+    state = sharding.by_path(model_state).items()
+    return sharding.by_path(params) | {MODEL_STATE + path: x for path, x in state}
+
+
+def init_state(
+    config: StrategyConfig,
+    spec: TrainSpec,
+    key: jax.Array,
+    initial: Mapping[str, jax.Array] | None = None,
+) -> TrainState:
     """The state before the first step; traced, so that it is sharded from the start.
 
-    `key` may be the seed of a run, a 0-d integer: the state is then that run's.
+    `key` may be the seed of a run, a 0-d integer: the state is then that run's. `initial` has
+    arrays that replace the model's own, cast to their dtypes, by `named_variables`.
     """
     if jnp.ndim(key) == 0 and jnp.issubdtype(jnp.result_type(key), jnp.integer):
         key = strategy.init_key(key)
@@ -39,6 +53,9 @@ def init_state(config: StrategyConfig, spec: TrainSpec, key: jax.Array) -> Train
         problem = f"init returned {described(made)}; it must return (parameters, model state)."
         raise binding_error(f"{spec.gin_name}.model", f": {problem}")
     params, model_state = made
+    if initial:
+        params = _replaced(params, initial)
+        model_state = _replaced(model_state, initial, MODEL_STATE)
     opt_state = spec.optimizer.init(params)
     if spec.param_dtype is not None:
         params = jax.tree.map(lambda x: x.astype(cast_dtype(x.dtype, spec.param_dtype)), params)
@@ -54,6 +71,16 @@ def init_state(config: StrategyConfig, spec: TrainSpec, key: jax.Array) -> Train
         slot_states[name] = state
     step = jnp.zeros((), jnp.int32)
     return TrainState(step, params, model_state, opt_state, loss_scale, slot_states or ())
+
+
+def _replaced(tree: PyTree, initial: Mapping[str, jax.Array], prefix: str = "") -> PyTree:
+    """The tree with the arrays that are given for it by name, in its dtypes."""
+
+    def value(keys: Any, x: Any) -> Any:
+        given = initial.get(prefix + path_name(keys))
+        return x if given is None else given.astype(x.dtype)
+
+    return jax.tree_util.tree_map_with_path(value, tree)
 
 
 def infer_state_sharding(

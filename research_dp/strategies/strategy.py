@@ -123,7 +123,7 @@ class Strategy:
     train_rows: np.ndarray
     eval_rows: np.ndarray
     eval_batch_size: int  # batch_size / accumulation_steps
-    init: Callable[[jax.Array | int], TrainState]
+    init: Callable[..., TrainState]
     place_batch: Callable[[Mapping[str, np.ndarray]], PlacedBatch]
     place_eval_batch: Callable[[Mapping[str, np.ndarray]], PyTree]
     train_step: Callable[[TrainState, PlacedBatch], tuple[TrainState, Metrics]]

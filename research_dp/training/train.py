@@ -26,6 +26,7 @@ from research_dp.runs.workdir import locked_workdir
 from research_dp.strategies import StrategyConfig, TrainSpec, slots
 from research_dp.strategies.strategy import LossOver, init_key
 from research_dp.training import python_objects
+from research_dp.training.initial import InitialParams
 from research_dp.training.input_checks import check_memory
 from research_dp.training.intervals import Schedule
 from research_dp.training.metric_log import say
@@ -52,6 +53,7 @@ def train(
     num_steps: Steps = gin.REQUIRED,
     batch_size: Count = gin.REQUIRED,
     seed: Seed = 0,
+    initial: InitialParams | None = None,
     accumulation_steps: Count = 1,
     max_grad_norm: Positive | None = None,
     eval_every: Count | None = None,
@@ -81,6 +83,7 @@ def train(
         num_steps: Step at which training ends.
         batch_size: Examples a step, over all devices.
         seed: Seed of initial parameters, of the order of examples, and of dropout.
+        initial: Where a new run's parameters come from, `@initial_params()`; None: from the seed.
         accumulation_steps: Micro-batches that a batch is cut into.
         max_grad_norm: Gradients are scaled down to this global L2 norm; None: never.
         eval_every: Evaluate each so many steps; None: at the end only.
@@ -154,7 +157,8 @@ def train(
         stack.callback(sinks.end)
         sinks.open(folder)
         recorder.note("compile", first_step)
-        state = built.init(init_key(seed)) if state is None else state
+        if state is None:
+            state = built.init(init_key(seed), initial.arrays(built, say) if initial else None)
         started = time.perf_counter() if started is None else started
         facts = RunFacts(
             *(folder, built, bound, first_step),

@@ -1,0 +1,169 @@
+"""`train.initial`: a run's first parameters, read from another run, safetensors or Orbax."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import gin
+import jax
+
+from research_dp.argument_checks import checked
+from research_dp.distributed.sharding import by_path, path_name
+from research_dp.errors import UsageError, binding_error, some_of
+from research_dp.runs import checkpoint, files
+from research_dp.runs import checkpoint_files as on_disk
+from research_dp.runs.checksum import tree_checksums
+from research_dp.runs.manifest import Damaged
+from research_dp.strategies import Strategy
+from research_dp.strategies.state import MODEL_STATE, named_variables
+
+Shardings = Mapping[str, jax.sharding.Sharding]
+# The arrays of a file or a folder by its own names: all shapes, and what reads some onto shards.
+Source = tuple[Mapping[str, Sequence[int]], Callable[[Shardings], Mapping[str, jax.Array]]]
+
+
+@gin.register("initial_params", module="initial")
+@checked
+class InitialParams:
+    """A run's first parameters from elsewhere: `train.initial = @initial_params()`.
+
+    Parameters have the names of their paths, such as 'head/kernel'; arrays of the model state begin
+    with 'model_state/'. All must be found, unless `skip` names them, or the source has no model
+    state. They are cast to the model's dtypes. Optimizer and step begin anew.
+
+    Args:
+        path: The workdir of a run, whose newest checkpoint is read; one checkpoint in it; a
+            `.safetensors` file; or a folder that Orbax wrote.
+        rename: Regular expressions, each with its replacement, as in `re.sub`: in this order they
+            turn the names there, without 'params/', into names here.
+        skip: Regular expressions that match the full names, here, of what keeps the value that the
+            seed gives it.
+    """
+
+    def __init__(
+        self, path: str, rename: Mapping[str, str] | None = None, skip: Sequence[str] = ()
+    ):
+        self._path, self._rename, self._skip = Path(files.absolute(path)), rename or {}, skip
+        for pattern in (*self._rename, *skip):
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                problem = f": {pattern!r} is no regular expression: {error}."
+                raise binding_error("initial_params", problem) from error
+
+    def arrays(self, strategy: Strategy, say: Callable[[str], None]) -> dict[str, jax.Array]:
+        """The arrays that `strategy.init` takes, on its shardings; every process calls it.
+
+        Raises:
+            UsageError: They cannot be read, or their names or shapes are not the model's.
+        """
+        state, path = strategy.abstract_state, files.shown(self._path)
+        here = named_variables(state.params, state.model_state)
+        try:
+            shapes, read = checkpoint.in_all_processes(lambda: _opened(self._path))
+            taken = self._taken({name: tuple(shape) for name, shape in shapes.items()}, here)
+            shardings = {there: here[name].sharding for name, there in taken.items()}
+            arrays = checkpoint.in_all_processes(lambda: read(shardings))
+        except Damaged as error:
+            raise UsageError(
+                f"initial_params.path = {path} cannot be read: {error}. Give the workdir of a run, "
+                "a .safetensors file, or a folder of arrays that Orbax wrote.",
+                binding="initial_params.path",
+            ) from error
+        unused = sorted(shapes.keys() - taken.values())
+        more = f"; nobody takes {some_of(unused, 5)}" if unused else ""
+        say(f"Initial parameters: {len(taken)} arrays of {path}{more}")
+        return {name: arrays[there] for name, there in taken.items()}
+
+    def _taken(self, shapes: Mapping[str, Any], here: Mapping[str, Any]) -> dict[str, str]:
+        """Name in the model -> name in the source; UsageError has all that does not fit."""
+        found: dict[str, str] = {}
+        for there in shapes:
+            name = there.removeprefix("params/")
+            for pattern, replacement in self._rename.items():
+                name = re.sub(pattern, replacement, name)
+            if name in found:
+                problem = f": both {found[name]} and {there} become {name}."
+                raise binding_error("initial_params.rename", problem)
+            found[name] = there
+        needs_state = any(name.startswith(MODEL_STATE) for name in found)
+        taken, problems = {}, []
+        for name, x in here.items():
+            if any(re.fullmatch(pattern, name) for pattern in self._skip):
+                continue
+            if name not in found:
+                if needs_state or not name.startswith(MODEL_STATE):
+                    problems.append(f"{name} {x.shape} is not in it")
+            elif shapes[found[name]] != x.shape:
+                problems.append(f"{name} is {x.shape} here and {shapes[found[name]]} there")
+            else:
+                taken[name] = found[name]
+        if problems:
+            raise UsageError(
+                f"initial_params.path = {files.shown(self._path)} does not fit the model: "
+                f"{some_of(problems, 5)}.\n  Let initial_params.skip match what begins anew, or "
+                f".rename change names. It has {some_of(sorted(found), 5)}.",
+                binding="initial_params.path",
+            )
+        return taken
+
+
+def _opened(path: Path) -> Source:
+    """What there is at a path. Raises Damaged, or OSError."""
+    if not path.exists():
+        raise Damaged("there is no such file or folder")
+    if path.is_file():
+        return _safetensors(path)
+    return _orbax(checkpoint.newest(path) if (path / files.CHECKPOINTS).is_dir() else path)
+
+
+def _safetensors(path: Path) -> Source:
+    """A file of which each device's part of an array is read by itself."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        file = safe_open(path, framework="numpy")
+    except SafetensorError as error:
+        raise Damaged(str(error)) from error
+    slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+    shapes = {name: tuple(x.get_shape()) for name, x in slices.items()}
+
+    def read(shardings: Shardings) -> dict[str, jax.Array]:
+        return {
+            name: jax.make_array_from_callback(shapes[name], x, slices[name].__getitem__)
+            for name, x in shardings.items()
+        }
+
+    return shapes, read
+
+
+def _orbax(path: Path) -> Source:
+    """A folder of arrays, or a checkpoint of a run, whose checksums are compared."""
+    import orbax.checkpoint as ocp
+
+    manifest = on_disk.read_manifest(path) if (path / on_disk.MANIFEST).is_file() else None
+    folder = path / on_disk.STATE if manifest else path
+    tree = on_disk.arrays_in(folder)
+    shapes = {name: x.shape for name, x in by_path(tree).items()}
+    if manifest:
+        kept = ("params/", MODEL_STATE)
+        shapes = {name: shape for name, shape in shapes.items() if name.startswith(kept)}
+
+    def read(shardings: Shardings) -> dict[str, jax.Array]:
+        def wanted(keys: Any, x: Any) -> Any:
+            sharding = shardings.get(path_name(keys))
+            new = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+            return ocp.PLACEHOLDER if sharding is None else new
+
+        whole = on_disk.read_arrays(folder, jax.tree_util.tree_map_with_path(wanted, tree))
+        arrays = {name: x for name, x in by_path(whole).items() if name in shardings}
+        if manifest:
+            saved = {name: leaf.checksum for name, leaf in manifest.leaves.items()}
+            if problem := manifest.mismatch({**saved, **tree_checksums(arrays)}):
+                raise Damaged(problem)
+        return arrays
+
+    return shapes, read
