@@ -15,6 +15,7 @@ def odd_digits():
         (digits.images[..., np.newaxis] / 16 - 0.5) / 0.5,
         digits.target % 2,
         eval=0.2,
+        names=("image", "label"),
         info={"num_classes": 2},
         name="odd_digits",
     )
