@@ -10,7 +10,7 @@ import functools
 import inspect
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import gin
@@ -68,7 +68,7 @@ def min_wire_bytes(strategy: Strategy, spec: TrainSpec) -> float:
         )
         reduced = 2 * size * sync  # a ring all-reduce sends everything twice
         if param.dim is not None:
-            unit = unit_of(param.path, spec.model.units) or ""
+            unit = _unit(param.path, spec.model.units)
             full, lookups, rows = (uses[unit, how] for how in _USES) if per_use else (1, 0, 0)
             # A lookup gathers once: its gradient does not need the table.
             gathers = full * (2 if regather else 1) + lookups
@@ -131,12 +131,14 @@ class _RecordingUnits(Units):
         return super().scan_rows(function, name, *args, **options)
 
     def run_shards(self, function: Any, shards: PyTree, shardings: PyTree, *_: Any) -> Any:
-        units = {unit_of(p.path, self.kinds) for p in jax.tree.leaves(shardings)}
-        self.uses.update((unit, "full") for unit in units if unit is not None)
+        units = {_unit(p.path, self.kinds) for p in jax.tree.leaves(shardings)}
+        self.uses.update((unit, "full") for unit in units)
         return function(shards)
 
     def with_others(self, params: PyTree) -> PyTree:
-        self.uses["", "lookup"] = 1  # gathered once, until the backward pass ends
+        for p in jax.tree.leaves(self.shardings):
+            if unit_of(p.path, self.kinds) is None:  # gathered once, until the backward pass ends
+                self.uses[_unit(p.path, self.kinds), "lookup"] = 1
         return params
 
     def look_up(self, name: str, params: PyTree, indices: jax.Array, dtype: Any) -> jax.Array:
@@ -144,6 +146,11 @@ class _RecordingUnits(Units):
         self.uses[name, "row" if exchanged else "lookup"] += indices.size if exchanged else 1
         (table,) = jax.tree.leaves(params[name])
         return take_rows(table, indices).astype(dtype)
+
+
+def _unit(path: str, units: Collection[str]) -> str:
+    """What a parameter's uses are counted by: its unit, or else the first name of its path."""
+    return unit_of(path, units) or path.split("/")[0]
 
 
 def _unit_uses(strategy: Strategy, spec: TrainSpec) -> Counter[tuple[str, str]]:

@@ -66,14 +66,13 @@ def certify(
     Raises:
         UsageError: Something in the configuration is wrong.
     """
-    options: dict[str, Any] = {"imports": imports, "allow_unused": allow_unused}
-    options |= {"model": model, "data": data, "optimizer": optimizer}
+    objects = {"model": model, "data": data, "optimizer": optimizer}
     with (
-        session(gin_files, bindings, **options) as run,
+        session(gin_files, bindings, imports=imports, allow_unused=allow_unused, **objects) as run,
         Progress("Reading the configuration") as report,
     ):
         if quick:
-            if model or data or optimizer:
+            if any(objects.values()):
                 raise UsageError("--quick has its own run: leave out model, data and optimizer.")
             if (against, steps) != ("single", 30):
                 own = "--quick has its own oracle and steps: leave out --against and --steps"

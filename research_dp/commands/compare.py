@@ -95,9 +95,8 @@ def compare(
     varied = [(name, ",".join(map(as_gin, values))) for name, values in (vary or {}).items()]
     if runs and (model or data or optimizer):
         raise UsageError("model, data and optimizer go with strategies, not with folders of runs.")
-    options: dict[str, Any] = {"imports": imports, "allow_unused": allow_unused}
-    options |= {"model": model, "data": data, "optimizer": optimizer}
-    with session(gin_files, bindings, **options) as run:
+    objects = {"model": model, "data": data, "optimizer": optimizer}
+    with session(gin_files, bindings, imports=imports, allow_unused=allow_unused, **objects) as run:
         comparing = _Comparing(
             run, runs, names, varied, steps, workdir, topology, bound, cpu_devices
         )

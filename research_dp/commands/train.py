@@ -73,9 +73,10 @@ def run(
     """
     if not workdir:
         raise UsageError("run needs a workdir: results and checkpoints go there.")
-    options: dict[str, Any] = {"imports": imports, "allow_unused": allow_unused}
-    options |= {"model": model, "data": data, "optimizer": optimizer}
-    with session(gin_files, bindings, **options) as loaded:
+    objects = {"model": model, "data": data, "optimizer": optimizer}
+    with session(
+        gin_files, bindings, imports=imports, allow_unused=allow_unused, **objects
+    ) as loaded:
         status = _trained(loaded.load(), files.absolute(workdir), cpu_devices)
     if status == preemption.STOPPED:
         raise Stopped(f"a signal stopped the run in {workdir}; the same call continues it.")

@@ -194,8 +194,9 @@ def supervised(
         variables = jax.eval_shape(lambda key: init(key, batch), seed_key(0))
         return find_units(functions, units, variables, inputs_of(batch))
 
+    found = units_of if units is None or units else None
     return TrainableModel(
-        init, loss_of, config or {}, bounds=bounds or {}, apply=apply, find_units=units_of
+        init, loss_of, config or {}, bounds=bounds or {}, apply=apply, find_units=found
     )
 
 

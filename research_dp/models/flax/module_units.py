@@ -144,8 +144,7 @@ def _uses_of(
     others = [None] * (len(program.invars) - len(found))
     for path, use in _uses(program, [*found, *others], units, ()):
         found[path].append(use)
-    passed = passed_through(program)
-    for place in passed.values():  # the module returns it
+    for place in passed_through(program).values():  # the module returns it
         if place < len(leaves):
             found[leaves[place][0]].append(None)
     return found

@@ -49,11 +49,10 @@ def apply_in_units(apply: Callable[..., Any], units: Units, params: PyTree, *arg
 
     full = jax.eval_shape(lambda params: gather(params, shardings), params)
     program, shape = jax.make_jaxpr(traced, return_shape=True)(full, *arguments)
-    leaves = jax.tree.leaves(units.with_others(params), is_leaf=lambda x: isinstance(x, Target))
-    given = list(leaves)
+    given = jax.tree.leaves(units.with_others(params), is_leaf=lambda x: isinstance(x, Target))
     for i, p in enumerate(jax.tree.leaves(shardings)):
         if unit := unit_of(p.path, kinds):
-            given[i] = _Shard(leaves[i], p, kinds[unit] == STACK)
+            given[i] = _Shard(given[i], p, kinds[unit] == STACK)
     results = _evaluate(program, [*given, *jax.tree.leaves(arguments)], units)
     return jax.tree.unflatten(jax.tree.structure(shape), results)
 
