@@ -47,7 +47,8 @@ class Work(NamedTuple):
     """The work of training on one example, for throughput and MFU."""
 
     tokens: int
-    flops: float  # of the forward and backward pass by the model's formula, without recomputation
+    # Of the forward and backward pass by the model's formula, without recomputation; None: unknown.
+    flops: float | None
     dtype: str  # of compute, for which MFU takes the devices' peak
 
 

@@ -163,6 +163,8 @@ def _unit_uses(strategy: Strategy, spec: TrainSpec) -> Counter[tuple[str, str]]:
     may_exchange = config.gather is not None and config.reduction.logical_shards is None
 
     def exchanges(name: str, rows: int) -> bool:
+        if name not in strategy.shardings.params:
+            return False  # a frozen table: each device has it
         table: LeafSharding = jax.tree.leaves(strategy.shardings.params[name])[0]
         by_feature = model.units.get(name) == TABLE and table.dim == 1
         return may_exchange and by_feature and rows < table.shape[0]

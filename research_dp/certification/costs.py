@@ -14,6 +14,7 @@ from research_dp.analysis.comm_lower_bound import min_wire_bytes
 from research_dp.argument_types import is_floating_dtype
 from research_dp.distributed.placement import nbytes
 from research_dp.strategies import Strategy, TrainSpec, jaxpr_collectives
+from research_dp.strategies.frozen import with_frozen
 
 _COSTS = importlib.resources.files("research_dp.certification") / "costs.toml"
 # A strategy's 'wire_bytes', a formula; how a device stores 'params' and 'opt_state'. P are the
@@ -78,7 +79,8 @@ def _other_bytes(strategy: Strategy, spec: TrainSpec) -> float:
     # The norm is all-reduced with a flag for each gradient, 4 bytes twice around the ring.
     norm = 8 * (len(jax.tree.leaves(state.params)) + 1)
     norm *= strategy.config.reduction.logical_shards or 1  # one norm for each logical shard
-    floating = [x for x in jax.tree.leaves(state.model_state) if is_floating_dtype(x.dtype)]
+    _, statistics_of = with_frozen(state.params, state.model_state)
+    floating = [x for x in jax.tree.leaves(statistics_of) if is_floating_dtype(x.dtype)]
     # Batch statistics: forward, forward again for the backward pass, and backward.
     statistics = 3 * 2 * nbytes(floating)[1]
     return _METRICS + norm + statistics * spec.accumulation_steps

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -65,7 +66,7 @@ def _evaluated(
     saved = read_saved(folder, step)
     refuse_several_processes("evaluate", "Give --cpu_devices.", binding="")
     config, spec, data = configured()
-    strategy = config.build(spec)
+    strategy = config.build(dataclasses.replace(spec, frozen=()))  # nothing is trained here
     saved_run.check_same_model(saved, strategy)
     like = strategy.abstract_state
     state = TrainState(

@@ -22,6 +22,7 @@ from research_dp.errors import UsageError
 from research_dp.runs.checkpoint import SavedState, read_saved
 from research_dp.runs.workdir import config_of
 from research_dp.strategies import Strategy
+from research_dp.strategies.frozen import with_frozen
 from research_dp.types import PyTree, TrainableModel
 
 SAFETENSORS = ".safetensors"
@@ -82,10 +83,9 @@ def load(
         if strategy is None:
             params, model_state = jax.device_put((saved.params, saved.model_state))
         else:
-            state = strategy.abstract_state
             check_same_model(saved, strategy)
-            params = place(saved.params, state.params)
-            model_state = place(saved.model_state, state.model_state)
+            like = with_frozen(*strategy.abstract_state[1:3])
+            params, model_state = place((saved.params, saved.model_state), like)
     if model.apply is not None and model_state:
         model = dataclasses.replace(model, apply=_with_state(model.apply, model_state))
     return LoadedModel(model, params, model_state, saved.step)
@@ -154,8 +154,8 @@ def write_export(workdir: Path, to: Path, step: int | None) -> int:
 
 def check_same_model(saved: SavedState, strategy: Strategy) -> None:
     """Refuses a checkpoint whose parameters have other names or shapes than a strategy's."""
-    state = strategy.abstract_state
-    expected = by_path({"params": state.params, "model_state": state.model_state})
+    params, model_state = with_frozen(*strategy.abstract_state[1:3])
+    expected = by_path({"params": params, "model_state": model_state})
     there = by_path({"params": saved.params, "model_state": saved.model_state})
     for path in sorted(expected.keys() | there.keys(), key=lambda p: (p[:6] != "params", p)):
         here, found = (tree[path].shape if path in tree else None for tree in (expected, there))

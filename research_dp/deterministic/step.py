@@ -27,6 +27,7 @@ from research_dp.distributed.sharding import LeafSharding
 from research_dp.distributed.units import Units
 from research_dp.errors import UsageError, binding_error
 from research_dp.strategies import strategy
+from research_dp.strategies.frozen import with_frozen
 from research_dp.strategies.step import Step, Sums, sums_of
 from research_dp.strategies.strategy import PlacedBatch, TrainSpec, TrainState
 from research_dp.tracing.jaxpr import Callers, Source, trace_sources
@@ -174,7 +175,8 @@ def check_model(config: strategy.StrategyConfig, spec: TrainSpec, abstract: Trai
             f" = {config.accumulation_dtype!r}: logical shards are added up in float32 "
             "(data_parallel.reduction). Bind None.",
         )
-    if jax.tree.leaves(abstract.model_state) or _knows_other_examples(spec, abstract):
+    _, statistics = with_frozen(abstract.params, abstract.model_state)
+    if jax.tree.leaves(statistics) or _knows_other_examples(spec, abstract):
         raise binding_error(
             "data_parallel.reduction",
             ": the model has statistics over the batch, which are no sums over logical shards. "

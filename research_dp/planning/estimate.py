@@ -186,7 +186,8 @@ def _set_costs(row: Row, cost: ProgramCost, spec: TrainSpec, where: Topology) ->
         if spec.model.work is not None:
             work = spec.model.work(spec.example)
             row.tokens_per_second = work.tokens * examples
-            row.mfu = work.flops * examples / (where.chip.peak(work.dtype) * row.devices)
+            if work.flops:
+                row.mfu = work.flops * examples / (where.chip.peak(work.dtype) * row.devices)
 
 
 def measure(compiled: Compiled) -> None:

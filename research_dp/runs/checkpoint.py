@@ -23,6 +23,7 @@ from research_dp.runs.checkpoint_files import STATE, read_arrays, steps_in
 from research_dp.runs.checksum import tree_checksums
 from research_dp.runs.manifest import Damaged, Leaf, Manifest, Progress
 from research_dp.strategies import TrainState
+from research_dp.strategies.frozen import with_frozen
 from research_dp.types import PyTree
 
 _LISTING = "python -m research_dp.checkpoints"
@@ -268,7 +269,7 @@ def read_saved(workdir: Path, step: int | None = None) -> SavedState:
             raise UsageError(
                 f"the checkpoint of step {chosen} in {folder} cannot be read: {reason}."
             ) from error
-        return SavedState(manifest.step, **fields)
+        return SavedState(manifest.step, *with_frozen(fields["params"], fields["model_state"]))
 
 
 def newest(workdir: Path) -> Path:

@@ -23,16 +23,16 @@ from research_dp.distributed.sharded_optimizer import find_mixing_update
 from research_dp.distributed.sharding import LeafSharding, ShardDecision, largest_dim, path_name
 from research_dp.errors import UsageError, binding_error
 from research_dp.strategies import slots, strategy
+from research_dp.strategies.frozen import MODEL_STATE, plain_name
 from research_dp.strategies.strategy import PlacedBatch, StrategyConfig, TrainSpec, TrainState
 from research_dp.types import PyTree
 
-MODEL_STATE = "model_state/"  # begins the names of its arrays
-
 
 def named_variables(params: PyTree, model_state: PyTree) -> dict[str, Any]:
-    """Parameters by path, and arrays of the model state, whose names say so."""
+    """Parameters by path, frozen ones too, and arrays of the model state, whose names say so."""
     state = sharding.by_path(model_state).items()
-    return sharding.by_path(params) | {MODEL_STATE + path: x for path, x in state}
+    named = {plain_name(MODEL_STATE + path): x for path, x in state}
+    return dict(sorted((sharding.by_path(params) | named).items()))
 
 
 def init_state(
@@ -77,7 +77,7 @@ def _replaced(tree: PyTree, initial: Mapping[str, jax.Array], prefix: str = "") 
     """The tree with the arrays that are given for it by name, in its dtypes."""
 
     def value(keys: Any, x: Any) -> Any:
-        given = initial.get(prefix + path_name(keys))
+        given = initial.get(plain_name(prefix + path_name(keys)))
         return x if given is None else given.astype(x.dtype)
 
     return jax.tree_util.tree_map_with_path(value, tree)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import gin
@@ -19,7 +19,7 @@ from research_dp.distributed.collectives import PLAIN, Reduction
 from research_dp.distributed.mesh import FSDP_AXIS
 from research_dp.distributed.optimizer import LossScale, with_master_weights
 from research_dp.errors import UsageError, binding_error
-from research_dp.strategies import batch_losses, slots
+from research_dp.strategies import batch_losses, frozen, slots
 from research_dp.types import MEASURED, LossOutput, OneExample, PyTree, TrainableModel
 
 Metrics = Mapping[str, jax.Array]
@@ -93,9 +93,12 @@ class TrainSpec:
     # What the loss is taken over, if it mixes examples: 'device' accepts that it is each device's
     # part of the batch, which is another algorithm on another number of devices.
     loss_over: LossOver = "batch"
+    frozen: str | Sequence[str] = ()  # regular expressions: full paths of what is not trained
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "model", self.model.with_units(self.one_example()))
+        model = self.model.with_units(self.one_example())
+        model = frozen.freeze(model, self.frozen, f"{self.gin_name}.frozen")
+        object.__setattr__(self, "model", model)
 
     def one_example(self) -> Mapping[str, jax.ShapeDtypeStruct]:
         """An abstract batch of one example; UsageError if a model reads what the data set lacks."""

@@ -18,7 +18,8 @@ from research_dp.runs import checkpoint_files as on_disk
 from research_dp.runs.checksum import tree_checksums
 from research_dp.runs.manifest import Damaged
 from research_dp.strategies import Strategy
-from research_dp.strategies.state import MODEL_STATE, named_variables
+from research_dp.strategies.frozen import MODEL_STATE, plain_name
+from research_dp.strategies.state import named_variables
 
 Shardings = Mapping[str, jax.sharding.Sharding]
 # The arrays of a file or a folder by its own names: all shapes, and what reads some onto shards.
@@ -82,7 +83,7 @@ class InitialParams:
         """Name in the model -> name in the source; UsageError has all that does not fit."""
         found: dict[str, str] = {}
         for there in shapes:
-            name = there.removeprefix("params/")
+            name = plain_name(there.removeprefix("params/"))
             for pattern, replacement in self._rename.items():
                 name = re.sub(pattern, replacement, name)
             if name in found:

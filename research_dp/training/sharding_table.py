@@ -7,8 +7,9 @@ import jax
 from research_dp.console import Table, table
 from research_dp.distributed.mesh import sizes_text
 from research_dp.distributed.placement import nbytes
-from research_dp.distributed.sharding import LeafSharding
+from research_dp.distributed.sharding import LeafSharding, by_path
 from research_dp.strategies import Strategy
+from research_dp.strategies.frozen import frozen_of
 from research_dp.strategies.strategy import unsharded_reason
 
 _MAX_ROWS = 200
@@ -34,6 +35,9 @@ def parameter_table(strategy: Strategy) -> Table:
     if len(params) > _MAX_ROWS:
         shown.add_row(f"and {len(params) - _MAX_ROWS} more", *[""] * 6)
     shown.add_row("all", "", "", "", "", f"{per_device:,}", f"of {total:,} in all")
+    if frozen := by_path(frozen_of(strategy.abstract_state.model_state)):
+        size = f"{nbytes(frozen)[0]:,}"
+        shown.add_row(f"{len(frozen)} frozen", "", "", "replicated", "none", size, "in model_state")
     return shown
 
 
@@ -46,6 +50,8 @@ def summary(strategy: Strategy) -> list[str]:
         f"{_size_text('gradients', *sizes['gradients'])}, "
         f"{_size_text('optimizer state', *sizes['opt_state'])}",
     ]
+    if frozen := frozen_of(strategy.abstract_state.model_state):
+        lines.append(f"frozen parameters {_bytes_text(nbytes(frozen)[0])}, on each device")
     if reason := unsharded_reason(strategy):
         lines.append(f"{reason[0].upper()}{reason[1:]}")
         if "min_weight_size" in reason:

@@ -115,7 +115,7 @@ class Throughput:
         rates = {"steps_per_second": steps / seconds, "examples_per_second": examples}
         if self._work:
             rates["tokens_per_second"] = examples * self._work.tokens
-            if self._peak:
+            if self._peak and self._work.flops:
                 rates["mfu"] = examples * self._work.flops / self._peak
         rates |= {f"{part}_seconds": spent[part] for part in _PARTS}
         rates["data_wait_fraction"] = spent["data_wait"] / seconds

@@ -65,6 +65,7 @@ def train(
     watchdog_seconds: Positive | None = None,
     on_nonfinite: OnNonfinite = "stop",
     loss_over: LossOver = "batch",
+    frozen: str | Sequence[str] = (),
     check_replicas_every: Count | None = None,
     writers: Sequence[Callable[[Path], MetricWriter]] = (),
     on_record: Callable[[Mapping[str, Any]], Any] | None = None,
@@ -98,6 +99,8 @@ def train(
             with the last checkpoint untouched; 'skip' leaves the step out, and counts it.
         loss_over: What a loss that mixes examples is taken over. 'batch' refuses one that takes
             each device's part; 'device' accepts it, as another algorithm on other devices.
+        frozen: Regular expressions that match the full paths of parameters that are not trained.
+            These have no gradient and no optimizer state, and each device has all of them.
         check_replicas_every: Compare the replicas of the state each so many steps; a difference
             ends the run. None: never.
         writers: Where records go besides `metrics.jsonl` and TensorBoard: `[@wandb, @mlflow]`, or a
@@ -191,8 +194,11 @@ class _Spec(TrainSpec):
 
 def spec_of(settings: Mapping[str, Any]) -> TrainSpec:
     """What a strategy is built for, from `train`'s parameters; UsageError if they do not fit."""
-    shared = ("model", "optimizer", "batch_size", "accumulation_steps", "max_grad_norm", "seed")
-    names = ("model", "data", *shared[1:], "on_nonfinite", "loss_over")
+    shared = (
+        *("model", "optimizer", "batch_size", "accumulation_steps", "max_grad_norm", "seed"),
+        *("loss_over", "frozen"),
+    )
+    names = ("model", "data", *shared[1:], "on_nonfinite")
     check_arguments("train", settings, {name: annotation_of(train, name) for name in names})
     data: DataSet = settings["data"]
     for name, expected in settings["model"].config.items():
@@ -204,6 +210,5 @@ def spec_of(settings: Mapping[str, Any]) -> TrainSpec:
     return _Spec(
         example=data.example,
         skip_nonfinite=settings["on_nonfinite"] == "skip",
-        loss_over=settings["loss_over"],
         **{name: settings[name] for name in shared},
     )

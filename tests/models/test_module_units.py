@@ -328,6 +328,28 @@ def trained(strategy):
 
 
 @pytest.mark.parametrize("stem", ["fsdp", "ddp"])
+@pytest.mark.parametrize(
+    ("name", "frozen"),
+    [
+        ("by pattern", "block_0/.*|block_1/up/.*|embed/.*"),
+        ("in nn.remat", "block_0/up/.*"),
+        ("in nn.scan", "layers/block/up/.*"),
+        ("with statistics", "conv_0/.*"),
+        ("nnx", "blocks/0/.*|blocks/1/up/.*"),
+        ("nnx.scan", "layers/up/.*"),
+    ],
+)
+def test_units_with_frozen_parts_train_the_others_as_one_device_does(name, frozen, stem):
+    model = MODELS[name][0]
+    found, params = trained(build(stem, model, frozen=frozen))
+    alone, expected = trained(build("single", model, frozen=frozen))
+    np.testing.assert_allclose(found, alone, rtol=1e-5)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), params, expected
+    )
+
+
+@pytest.mark.parametrize("stem", ["fsdp", "ddp"])
 @pytest.mark.parametrize("case", MODELS)
 def test_units_change_what_is_gathered_when_and_nothing_else(case, stem):
     model, kinds = MODELS[case]

@@ -222,7 +222,7 @@ def test_files_fit_in_a_head(path):
 
 # Rooms -> most lines of them together. What is added pays by what it makes unnecessary.
 CEILINGS = {
-    (".",): 29_500,
+    (".",): 29_660,
     ("distributed", "strategies"): 5_980,  # the page of one more strategy fits too
     ("commands",): 3_980,
 }

@@ -247,6 +247,7 @@ CALLS = {
         "loss_scale": (dynamic_loss_scale(), "one of its class?"),
         "skip_nonfinite": (False, "a flag"),
         "loss_over": ("batch", "anything"),
+        "frozen": ((), "anything"),
     },
     "TrainableModel": {
         **{name: (value, "a function") for name, value in trainable().items()},

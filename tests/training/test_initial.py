@@ -1,5 +1,6 @@
 """`train.initial`: another run, safetensors or Orbax give parameters, bit for bit, or an error."""
 
+import dataclasses
 import json
 import re
 
@@ -13,6 +14,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import research_dp
+from research_dp.commands.saved_run import check_same_model
 from research_dp.distributed.sharding import by_path
 from research_dp.errors import UsageError
 from research_dp.runs.checkpoint import read_saved
@@ -161,6 +163,30 @@ def test_every_kind_of_source_gives_its_bits_onto_the_shards(kind, stem, base, t
     assert_same_bits(found, trained, but=fresh)
     assert state.step == 0 and all((x == 0).all() for x in jax.tree.leaves(state.opt_state))
     assert re.fullmatch(r"Initial parameters: \d arrays of [^;]*", said[0]), said
+
+
+def test_a_frozen_body_keeps_its_bits_in_checkpoints_that_any_run_continues(base, tmp_path):
+    folder, trained = base
+    frozen = {"frozen": ["body/.*", "norm/.*"], "model": model(classes=3)}
+    initial = InitialParams(str(folder), skip=["head/.*", "model_state/.*"])
+    first = run(tmp_path / "tuned", "fsdp", initial=initial, **frozen)
+    found = run(tmp_path / "tuned", "ddp", num_steps=4, **frozen)
+    assert found.keys() == trained.keys()
+    for path in [path for path in trained if path.startswith("params/")]:
+        source = first if path in HEAD else trained
+        assert (found[path].tobytes() == source[path].tobytes()) is (path not in HEAD), path
+    with pytest.raises(UsageError, match=r"of another model or optimizer: .*norm/bias"):
+        run(tmp_path / "tuned", "ddp", num_steps=5, **{**frozen, "frozen": "body/.*"})
+
+    strategy = built("fsdp", classes=3)
+    _, begun_with, said = begun(strategy, tmp_path / "tuned")
+    assert_same_bits(begun_with, found)
+    assert "nobody takes" not in said[0]
+    some = under("fsdp").build(dataclasses.replace(strategy.spec, frozen="norm/.*"))
+    check_same_model(read_saved(tmp_path / "tuned"), some)
+    _, begun_with, _ = begun(some, tmp_path / "tuned")
+    frozen_name = "model_state/frozen_params/norm/scale"
+    np.testing.assert_array_equal(begun_with[frozen_name], found["params/norm/scale"])
 
 
 def test_names_change_by_patterns_and_dtypes_to_the_models(base, tmp_path):

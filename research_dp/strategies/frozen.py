@@ -1,0 +1,126 @@
+"""Frozen parameters: the model state has them, so that nothing trains them or sends their gradient.
+
+They are replicated under every strategy, and have no gradient and no optimizer state.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from research_dp.argument_types import path_name
+from research_dp.distributed.sharding import LeafSharding
+from research_dp.errors import binding_error, some_of
+from research_dp.types import Batch, LossOutput, PyTree, TrainableModel, Work
+
+FROZEN = "frozen_params"  # the name of the frozen parameters in the model state
+MODEL_STATE = "model_state/"  # begins the names of its arrays
+
+
+@dataclasses.dataclass(frozen=True)
+class FrozenModel(TrainableModel):
+    """A model of which some parameters are in the model state, in `FROZEN`."""
+
+    unfrozen: TrainableModel | None = None  # the model that trains all its parameters
+    patterns: tuple[str, ...] = ()
+
+
+def freeze(model: TrainableModel, patterns: str | Sequence[str], binding: str) -> TrainableModel:
+    """The model without the parameters whose full paths match; `init` refuses what cannot be.
+
+    `patterns` are regular expressions; () gives back the model that trains all. `binding` has them.
+    """
+    expressions = (patterns,) if isinstance(patterns, str) else tuple(patterns)
+    if isinstance(model, FrozenModel) and model.unfrozen is not None:
+        if model.patterns == expressions:
+            return model
+        model = model.unfrozen
+    if not expressions:
+        return model
+    for pattern in expressions:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            problem = f": {pattern!r} is no regular expression: {error}."
+            raise binding_error(binding, problem) from error
+
+    def init(key: jax.Array, batch: Batch) -> tuple[PyTree, PyTree]:
+        made = model.init(key, batch)
+        if not isinstance(made, tuple) or len(made) != 2:
+            return made  # what calls it says what is wrong
+        params, model_state = made
+        if not isinstance(params, Mapping):
+            raise binding_error(binding, f" needs nested dicts of parameters, not {type(params)}.")
+        flat = flatten_dict(params)
+        paths = {keys: "/".join(map(str, keys)) for keys in flat}
+        matched = {p: {k for k, x in paths.items() if re.fullmatch(p, x)} for p in expressions}
+        taken = set().union(*matched.values())
+        idle = [pattern for pattern, found in matched.items() if not found]
+        if idle or len(taken) == len(flat):
+            what = f"{idle[0]!r} matches none" if idle else "it matches all"
+            names = some_of(sorted(paths.values()), 5)
+            raise binding_error(binding, f" = {patterns!r}: {what} of the parameters: {names}.")
+        frozen = unflatten_dict({k: flat[k] for k in taken})
+        trained = unflatten_dict({k: x for k, x in flat.items() if k not in taken})
+        return trained, _with_frozen(frozen, model_state, binding)
+
+    def loss(
+        params: PyTree, model_state: PyTree, batch: Any, keys: Any, **options: Any
+    ) -> LossOutput:
+        frozen = model_state[FROZEN]
+        if (units := options.get("units")) and units.shardings is not None:
+            size = jax.tree.leaves(units.shardings)[0].axis_size
+            of_frozen = jax.tree_util.tree_map_with_path(
+                lambda k, x: LeafSharding(
+                    path_name(k), x.shape, np.dtype(x.dtype), None, "it is frozen", size
+                ),
+                frozen,
+            )
+            both = _joined(units.shardings, of_frozen)
+            options["units"] = dataclasses.replace(units, shardings=both)
+        out = model.loss(*with_frozen(params, model_state), batch, keys, **options)
+        return out._replace(model_state=_with_frozen(frozen, out.model_state, binding))
+
+    def work(example: Mapping[str, jax.ShapeDtypeStruct]) -> Work:
+        assert model.work is not None
+        # The formula counts the gradients of all weights.
+        return model.work(example)._replace(flops=None)
+
+    fields = {f.name: getattr(model, f.name) for f in dataclasses.fields(TrainableModel)}
+    fields |= {"init": init, "loss": loss, "work": model.work and work, "apply": None}
+    return FrozenModel(**fields, unfrozen=model, patterns=expressions)
+
+
+def with_frozen(params: PyTree, model_state: PyTree) -> tuple[PyTree, PyTree]:
+    """All parameters, the frozen ones among them, and the model state without these."""
+    if not (frozen := frozen_of(model_state)):
+        return params, model_state
+    return _joined(params, frozen), {k: x for k, x in model_state.items() if k != FROZEN}
+
+
+def frozen_of(model_state: PyTree) -> PyTree:
+    """The frozen parameters of a model state, nested dicts; {}: there are none."""
+    return model_state.get(FROZEN, {}) if isinstance(model_state, Mapping) else {}
+
+
+def plain_name(name: str) -> str:
+    """The name of an array of the model state; that of a frozen parameter is its path."""
+    return name.removeprefix(f"{MODEL_STATE}{FROZEN}/")
+
+
+def _joined(params: PyTree, frozen: PyTree) -> PyTree:
+    return unflatten_dict(flatten_dict(params) | flatten_dict(frozen))
+
+
+def _with_frozen(frozen: PyTree, model_state: PyTree, binding: str) -> PyTree:
+    if not isinstance(model_state, Mapping):
+        if jax.tree.leaves(model_state):
+            raise binding_error(binding, " needs a model whose state is a dict.")
+        model_state = {}
+    return {FROZEN: frozen, **model_state}
