@@ -57,6 +57,7 @@ from .distributed.norms import (
     sharded_global_norm,
 )
 from .distributed.optimizer import apply_gradients
+from .distributed.optimizer_on_shards import on_matrices
 from .distributed.sharded_optimizer import (
     OptaxAdapter,
     slice_specs,
@@ -104,7 +105,7 @@ __all__ = [
     "gather_examples", "gather_params", "gather_tree", "global_mean", "global_norm",
     "infer_sharding",
     "init_sharded", "largest_dim", "linen_functions", "load", "make_mesh", "mapped",
-    "metric_means", "nnx_functions", "one_device_mesh", "pad_to_multiple",
+    "metric_means", "nnx_functions", "on_matrices", "one_device_mesh", "pad_to_multiple",
     "place_batch_on_shards", "place_model_state_on_shards", "place_nnx_state_on_shards", "plan",
     "pmapped", "reduce_gradient_tree", "reduce_gradients_across_devices", "run",
     "scatter_gradients", "scatter_mean", "scatter_mean_tree", "shard_module_params",

@@ -22,6 +22,8 @@ from research_dp.distributed.mesh import DATA_AXIS, FSDP_AXIS, batch_devices
 from research_dp.distributed.sharding import TABLE, LeafSharding, unit_of
 from research_dp.distributed.units import Units, take_rows
 from research_dp.strategies import Strategy, TrainSpec, slots
+from research_dp.strategies.jaxpr_collectives import collectives
+from research_dp.strategies.state import optimizer_for
 from research_dp.strategies.strategy import example_keys
 
 PyTree = Any
@@ -59,7 +61,7 @@ def min_wire_bytes(strategy: Strategy, spec: TrainSpec) -> float:
     accumulated = config.accumulation_dtype if accumulates and not scattered_once else None
     dtypes = [_bound_value(config.gather, n) for n in ("gather_dtype", "grad_scatter_dtype")]
     dtypes.append(_bound_value(config.sync, "dtype") or accumulated)
-    uses, total = _unit_uses(strategy, spec), 0.0
+    uses, total = _unit_uses(strategy, spec), _update_bytes(strategy)
     trees = (strategy.shardings.params, strategy.shardings.slices)
     for param, update in zip(*map(jax.tree.leaves, trees), strict=True):
         size, width = math.prod(update.split_shape), param.dtype.itemsize
@@ -82,6 +84,21 @@ def min_wire_bytes(strategy: Strategy, spec: TrainSpec) -> float:
         else:
             total += syncs * _ring(reduced, shards * replicas)
     return total
+
+
+def _update_bytes(strategy: Strategy) -> float:
+    """Bytes that an optimizer sends which mixes elements of shards, counted in its update alone."""
+    state, slices, mesh = strategy.abstract_state, strategy.shardings.slices, strategy.mesh
+    optimizer = optimizer_for(strategy.config, strategy.spec, slices, state)
+    if optimizer is strategy.spec.optimizer or not strategy.batch_axes:
+        return 0.0  # or the compiler inserts its collectives
+    specs = jax.tree.map(lambda p: p.spec, slices), jax.tree.map(lambda x: x.sharding.spec, state)
+    inputs = specs[0], specs[1].opt_state, specs[0]
+    on_mesh = functools.partial(jax.shard_map, mesh=mesh, in_specs=inputs, check_vma=False)
+    update = on_mesh(optimizer.update, out_specs=inputs[:2])
+    given = [jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state.params)] * 2
+    sent = collectives(update, given[0], state.opt_state, given[1])
+    return sum(one.wire_bytes for one in sent)
 
 
 def _ring(nbytes: float, devices: int) -> float:

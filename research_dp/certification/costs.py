@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from research_dp.analysis.comm_lower_bound import min_wire_bytes
 from research_dp.argument_types import is_floating_dtype
+from research_dp.distributed.optimizer import map_state
 from research_dp.distributed.placement import nbytes
 from research_dp.strategies import Strategy, TrainSpec, jaxpr_collectives
 from research_dp.strategies.frozen import with_frozen
@@ -68,9 +69,21 @@ def costs(strategy: Strategy, spec: TrainSpec) -> Iterator[Cost]:
         (measured, total), limit = nbytes(getattr(state, part)), None
         sharding = row.get(part)
         if sharding is not None:
-            limit = (shard if sharding == "sharded" else 1.0) * total + _METRICS
+            by_rule = total - (_of_other_shapes(strategy) if part == "opt_state" else 0)
+            limit = total - (1.0 - (shard if sharding == "sharded" else 1.0)) * by_rule + _METRICS
         source = f"{sharding}, of {total:,} in all" if sharding else f"of {total:,} in all"
         yield Cost(f"{name} a device", measured, limit, source)
+
+
+def _of_other_shapes(strategy: Strategy) -> int:
+    """Bytes of optimizer state that has another shape than its parameter, so is replicated."""
+    other = map_state(
+        strategy.spec.optimizer,
+        lambda x, p: None if x.shape == p.shape else x,
+        strategy.abstract_state.opt_state,
+        strategy.shardings.slices,
+    )
+    return nbytes(other)[1]
 
 
 def _other_bytes(strategy: Strategy, spec: TrainSpec) -> float:

@@ -91,7 +91,7 @@ class DeterministicStep(Step):
     def apply(self, grads: PyTree, params: PyTree, state: TrainState) -> tuple[PyTree, PyTree]:
         grads = jax.tree.map(tree_sum.without_negative_zero, grads)
         arguments = fence(grads, unknown_zero(state.step)), state.opt_state, params
-        update = functools.partial(apply_optimizer, self.spec.optimizer)
+        update = functools.partial(apply_optimizer, self.optimizer)
         return as_written(update, *arguments)(*arguments)
 
 

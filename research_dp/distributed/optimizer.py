@@ -65,6 +65,8 @@ def apply_optimizer(
             raise UsageError(f"the optimizer is given {given}.")
     try:
         updates, new_state = optimizer.update(grads, opt_state, params)
+    except UsageError:
+        raise
     except Exception as error:  # a wrong state raises anything: it is looked for afterwards
         expected = jax.eval_shape(optimizer.init, params)
         check_state(opt_state, expected, "Make it by optimizer.init of these parameters.")

@@ -180,6 +180,8 @@ def find_mixing_update(
 
     try:
         program = jax.make_jaxpr(update)(params, params, state)
+    except UsageError:  # an own one says what is wrong
+        raise
     except Exception as error:
         raise UsageError(
             "the optimizer's update fails; it is called with gradients, state and parameters, and "
@@ -188,8 +190,7 @@ def find_mixing_update(
     if all(p.dim is None for p in jax.tree.leaves(shardings)):
         return None
 
-    shards = jax.tree.map(_local_part, params, shardings)
-    shard_state = map_state(optimizer, _local_part, state, shardings)
+    shards, shard_state = local_state(optimizer, shardings, params, state)
     labels = jax.tree.map(depends_on, params, shardings)
     state_labels = map_state(optimizer, depends_on, state, shardings, lambda _: REPLICATED)
     return find_mixing(
@@ -198,6 +199,14 @@ def find_mixing_update(
         jax.tree.leaves((labels, state_labels)),
         on_shards=lambda: jax.make_jaxpr(update)(shards, shards, shard_state),
     )
+
+
+def local_state(
+    optimizer: optax.GradientTransformation, shardings: PyTree, params: PyTree, state: PyTree
+) -> tuple[PyTree, PyTree]:
+    """Abstract shards of unsharded parameters, and of an optimizer's unsharded state."""
+    shards = jax.tree.map(_local_part, params, shardings)
+    return shards, map_state(optimizer, _local_part, state, shardings)
 
 
 def _abstract(x: Any) -> jax.ShapeDtypeStruct:

@@ -164,8 +164,8 @@ def _program(config: StrategyConfig, spec: TrainSpec, *, on_global_arrays: bool 
         seen, axes = shardings._replace(slices=replicated(shardings.slices)), ()
         gather = config.shard and functools.partial(_gather_by_compiler, mesh)
         config_seen = dataclasses.replace(config, gather=gather)
-    state.check_optimizer(config, spec, seen.slices, abstract)
-    step = (exact.DeterministicStep if exact else Step)(config_seen, spec, seen, axes)
+    optimizer = state.optimizer_for(config, spec, seen.slices, abstract)
+    step = (exact.DeterministicStep if exact else Step)(config_seen, spec, seen, axes, optimizer)
     return step, shardings, abstract, state.BatchLayout(mesh, spec, config.reduction)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from research_dp.argument_checks import check_unmasked
@@ -19,7 +20,8 @@ from research_dp.distributed.boxed import is_box, names_of, value_of
 from research_dp.distributed.collectives import PLAIN, Reduction, cast_dtype, flat_axes
 from research_dp.distributed.mesh import BATCH_AXES, FSDP_AXIS, batch_devices, sizes_text
 from research_dp.distributed.optimizer import map_state
-from research_dp.distributed.sharded_optimizer import find_mixing_update
+from research_dp.distributed.optimizer_on_shards import Mixes, on_shards
+from research_dp.distributed.sharded_optimizer import find_mixing_update, local_state
 from research_dp.distributed.sharding import LeafSharding, ShardDecision, largest_dim, path_name
 from research_dp.errors import UsageError, binding_error
 from research_dp.strategies import slots, strategy
@@ -190,26 +192,38 @@ def _opt_state_specs(spec: TrainSpec, opt_state: PyTree, slices: PyTree) -> PyTr
         raise binding_error(f"{spec.gin_name}.optimizer", problem) from error
 
 
-def check_optimizer(
+def optimizer_for(
     config: StrategyConfig, spec: TrainSpec, slices: PyTree, state: TrainState
-) -> None:
-    """Checks that the step can apply the optimizer, by tracing its update.
+) -> optax.GradientTransformation:
+    """What the step applies: the optimizer, or the same on shards if it mixes their elements.
 
-    The update may use only gradients, state and parameters, and must be elementwise in sharded
-    parameters. `slices` are the shardings as the step sees them.
+    Its update is traced, and may use only gradients, state and parameters. `slices` are the
+    shardings as the step sees them. UsageError: the update mixes elements as no rule allows.
     """
     try:
         mixing = find_mixing_update(spec.optimizer, slices, state.opt_state)
     except UsageError as error:
+        if error.binding:
+            raise
         raise binding_error(f"{spec.gin_name}.optimizer", f": {error}") from error
-    if mixing:
+    if not mixing:
+        return spec.optimizer
+    optimizer = on_shards(spec.optimizer, slices, config.reduction)
+    try:
+        if config.reduction.exact_step:
+            raise Mixes(mixing)
+        grads, opt_state = local_state(spec.optimizer, slices, state.params, state.opt_state)
+        axes: Any = {"axis_env": list(config.mesh.shape.items())}
+        jax.make_jaxpr(optimizer.update, **axes)(grads, opt_state, grads)
+    except Mixes as error:
         sharded = [p for p in jax.tree.leaves(slices) if p.dim is not None]
         raise binding_error(
             f"{spec.gin_name}.optimizer",
-            f" mixes elements of a parameter ({mixing}), but strategy {config.name!r} applies it "
+            f" mixes elements of a parameter ({error}), but strategy {config.name!r} applies it "
             f"to shards (of {sharded[0].path} and {len(sharded) - 1} more). Use ddp, spmd or "
-            f"spmd_fsdp; to clip by global norm use {spec.gin_name}.max_grad_norm.",
-        )
+            "spmd_fsdp, or research_dp.on_matrices in the update.",
+        ) from error
+    return optimizer
 
 
 def _own(x: Any) -> Any:

@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from research_dp.distributed import overlap
@@ -52,6 +53,7 @@ class Step:
     spec: strategy.TrainSpec
     shardings: StateShardings  # as the step sees them
     axes: tuple[str, ...]  # that are bound and have several devices; () in the compiled engine
+    optimizer: optax.GradientTransformation  # the spec's, for what `shardings.slices` has
 
     def train(self, state: TrainState, batch: PlacedBatch) -> tuple[TrainState, Sums]:
         """One step: the new state, and metrics; see `Strategy`."""
@@ -244,7 +246,7 @@ class Step:
 
     def apply(self, grads: PyTree, params: PyTree, state: TrainState) -> tuple[PyTree, PyTree]:
         """Scaled gradients and parameters of one shape -> (parameters, optimizer state)."""
-        return apply_optimizer(self.spec.optimizer, grads, state.opt_state, params)
+        return apply_optimizer(self.optimizer, grads, state.opt_state, params)
 
     def loss_scale(self, state: TrainState) -> jax.Array | float:
         return 1.0 if self.spec.loss_scale is None else state.loss_scale.scale

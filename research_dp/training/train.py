@@ -14,7 +14,7 @@ from typing import Any
 import gin
 import optax
 
-import research_dp.training.optimizers  # noqa: F401  (registers Optax with gin)
+import research_dp.training.muon  # noqa: F401  (registers it and Optax with gin)
 from research_dp.argument_checks import annotation_of, check_arguments, checked
 from research_dp.argument_types import Count, Positive, Seed, Steps
 from research_dp.errors import UsageError

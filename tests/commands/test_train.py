@@ -156,8 +156,8 @@ def test_dry_run_shows_configuration_and_layout_and_trains_nothing(main, tmp_pat
         (["--gin.convnet.norm=layer"], ["'layer': use one of ['batch', 'group', 'none']"]),
         (["--gin.convnet.num_classes=11"], ["num_classes is 11 in train.model but 10 in digits"]),
         (
-            ["--gin.train.optimizer=@optax.lamb()", "--gin.optax.lamb.learning_rate=1e-3"],
-            ["mixes elements", "--gin.train.optimizer"],
+            ["--gin_file=optim/muon.gin", "--gin.muon.matrices={'.*kernel': (0, 1, 3)}"],
+            ["muon.matrices: (0, 1, 3) for conv_0/kernel", "--gin.muon.matrices"],
         ),
         (["--gin.train.optimizer=@optax.lamb()"], ["lamb", "'learning_rate'", "Bind"]),
         (["--gin.image_classification.size=(("], ["image_classification.size"]),

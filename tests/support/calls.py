@@ -434,6 +434,7 @@ CALLS = {
     },
     "sync_gradients": {},
     "gather_examples": {"x": (TREE, "arrays")},
+    "on_matrices": {"function": (jnp.tanh, "a function"), "tree": (TREE, "arrays")},
     "global_mean": {"x": (TREE, "arrays")},
     "unpad": {"length": (3, "a count or 0")},
     "weighted_loss": {"total": (1.0, "a number"), "weight": (2, "a number")},

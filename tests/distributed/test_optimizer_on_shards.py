@@ -1,0 +1,231 @@
+"""Optimizers that mix elements: on shards they compute what they compute on unsharded arrays."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import research_dp
+from research_dp.certification.certify import certify
+from research_dp.distributed import optimizer_on_shards
+from research_dp.distributed.mesh import build_mesh
+from research_dp.distributed.optimizer_on_shards import Mixes, on_shards
+from research_dp.distributed.sharding import LeafSharding
+from research_dp.errors import UsageError
+from research_dp.training.muon import muon
+from tests.support import decoder
+from tests.support.certified import bench_of, noise, refusal, small_model
+from tests.support.strategies import traffic
+
+MATRICES = {"head/.*": None, ".*kernel": (0, 1)}
+OF_DECODER = {
+    "blocks/qkv/kernel": (1, 2, 3),
+    "blocks/gate_up/kernel": (1, 2, 2),
+    "blocks/.*kernel": (1, 2),
+}
+OPTIMIZERS = {
+    "muon": muon(1e-2, matrices=MATRICES, weight_decay=0.1),
+    "lamb": optax.lamb(1e-2, mask=lambda params: jax.tree.map(lambda x: x.ndim > 1, params)),
+    "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=8),
+    "lion": optax.lion(1e-3),
+    "lars": optax.lars(optax.linear_schedule(0.1, 0.01, 4)),
+    "by block": optax.chain(optax.clip_by_block_rms(0.01), optax.adam(1e-2)),
+    "adaptive clip": optax.chain(optax.adaptive_grad_clip(0.01), optax.adam(1e-2)),
+    "global clip": optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2)),
+    "noise": optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(0)), optax.sgd(1e-2)),
+}
+SHAPES = {"rows": (16, 24), "columns": (24, 16), "stack": (3, 8, 16), "vector": (32,), "one": (3,)}
+DIMS = {"rows": 0, "columns": 1, "stack": 1, "vector": 0, "one": None}
+IN_TREE = {"stack": (1, 2), "rows|columns": (0, 1)}
+
+
+def arrays(seed):
+    drawn = np.random.default_rng(seed)
+    return {k: jnp.asarray(drawn.normal(size=s), jnp.float32) for k, s in SHAPES.items()}
+
+
+def stepped(optimizer, params):
+    state = optimizer.init(params)
+    for seed in (1, 2):
+        updates, state = optimizer.update(arrays(seed), state, params)
+        params = optax.apply_updates(params, updates)
+    return params, state
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_updates_of_shards_are_shards_of_the_updates(name):
+    """Sharded along either dim of a matrix, in a stack, in vectors, and replicated."""
+    optimizer = muon(1e-2, matrices=IN_TREE) if name == "muon" else OPTIMIZERS[name]
+    mesh = build_mesh({"data": 1, "fsdp": 8}, jax.devices())
+    shardings = {
+        k: LeafSharding(k, s, np.dtype("float32"), DIMS[k], "", 8) for k, s in SHAPES.items()
+    }
+    on_device = on_shards(optimizer, shardings)
+    specs = {k: p.spec for k, p in shardings.items()}
+    state = jax.eval_shape(optimizer.init, arrays(0))
+
+    def spec_of(keys, x):
+        name = str(keys[-1].key) if hasattr(keys[-1], "key") else ""
+        return specs[name] if SHAPES.get(name) == x.shape else P()
+
+    of_state = jax.tree_util.tree_map_with_path(spec_of, state)
+    on_mesh = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
+    update = on_mesh(
+        on_device.update, in_specs=(specs, of_state, specs), out_specs=(specs, of_state)
+    )
+    found = stepped(optax.GradientTransformation(optimizer.init, jax.jit(update)), arrays(0))
+    expected = stepped(optimizer, arrays(0))
+    if name == "noise":  # its state has a random key
+        found, expected = found[0], expected[0]
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6), found, expected
+    )
+
+
+@pytest.mark.parametrize("consistent_rms", [None, 0.2])
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_muon_is_that_of_optax(nesterov, consistent_rms):
+    options = {"nesterov": nesterov, "consistent_rms": consistent_rms, "weight_decay": 0.1}
+    dims = optax.contrib.MuonDimensionNumbers
+    theirs = {"stack": dims(1, 2), "rows": dims(), "columns": dims(), "vector": None, "one": None}
+    expected = optax.contrib.muon(1e-2, muon_weight_dimension_numbers=theirs, **options)
+    found, _ = stepped(muon(1e-2, matrices=IN_TREE, **options), arrays(0))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6),
+        found,
+        stepped(expected, arrays(0))[0],
+    )
+
+
+def test_outputs_that_are_cut_are_matrices_by_themselves():
+    x, g = arrays(0)["stack"], arrays(1)["stack"]
+
+    def updated(params, grads, matrices):
+        optimizer = muon(1.0, matrices=matrices)
+        return optimizer.update(grads, optimizer.init(params), params)[0]
+
+    cut = updated({"a": x}, {"a": g}, {"a": (1, 2, 2)})["a"]
+    halves = {"l": x[..., :8], "r": x[..., 8:]}, {"l": g[..., :8], "r": g[..., 8:]}
+    apart = updated(*halves, {".": (1, 2)})
+    expected = jnp.concatenate([apart["l"], apart["r"]], -1)
+    np.testing.assert_allclose(cut, expected, rtol=1e-5, atol=1e-6)
+    kernel = {"a": jnp.ones((3, 3, 4, 8))}
+    grads = {"a": jnp.asarray(np.random.default_rng(0).normal(size=(3, 3, 4, 8)), jnp.float32)}
+    flat = updated(
+        {"a": kernel["a"].reshape(36, 8)}, {"a": grads["a"].reshape(36, 8)}, {"a": (0, 1)}
+    )
+    whole = updated(kernel, grads, {"a": ((0, 1, 2), 3)})["a"]
+    np.testing.assert_allclose(whole.reshape(36, 8), flat["a"], rtol=1e-5, atol=1e-6)
+
+
+FEW = {("fsdp", "muon"), ("zero2", "lamb"), ("hsdp", "adafactor"), ("spmd_fsdp", "muon")}
+TEN = ("single", "ddp", "pmap", "zero1", "zero2", "fsdp", "fsdp_keep", "hsdp", "spmd", "spmd_fsdp")
+
+
+@pytest.mark.parametrize(
+    ("stem", "name"),
+    [
+        pytest.param(stem, name, marks=[] if (stem, name) in FEW else pytest.mark.slow)
+        for name in ("muon", "lamb", "adafactor", "lion")
+        for stem in TEN
+    ],
+)
+def test_every_strategy_is_certified_with_every_optimizer(stem, name):
+    """With dropout, masks of weight decay, accumulation and clipping; NNX for every second one."""
+    api = ("linen", "nnx")[TEN.index(stem) % 2]
+    spec = {"model": small_model(api), "accumulation_steps": 2, "max_grad_norm": 0.5}
+    spec["optimizer"] = OPTIMIZERS[name]
+    done = certify(bench_of(stem, spec=spec), noise(), steps=3)
+    assert done.certified, (done.first_difference, done.cause)
+
+
+def sent(stem, optimizer, kind):
+    strategy = decoder.build(stem, decoder.model(), "shard_params.min_weight_size = 8")
+    spec = dataclasses.replace(strategy.spec, optimizer=optimizer)
+    found = traffic(strategy.config.build(spec))
+    return sum(c.wire_bytes for c in found if c.kind == kind)
+
+
+def test_matrices_are_sent_to_one_device_and_back_in_batches_of_a_shape():
+    """Of width 16, 3 layers: 12 of (16, 16), and 9 of (16, 32), for 8 devices: 2 each."""
+    elements = 16 * (16 * 16) + 16 * (16 * 32)
+    muon_sent = sent("fsdp", muon(1e-2, matrices=OF_DECODER), "all-to-all")
+    adam_sent = sent("fsdp", optax.adam(1e-2), "all-to-all")
+    assert muon_sent - adam_sent == 2 * 4 * (elements / 8) * 7 / 8
+
+
+def local(self, function, given):
+    return [v._replace(x=function(v.x)) for v in given]
+
+
+def swapped(self, function, given, rows, columns):
+    wrong = [v._replace(dim=3 - v.dim) for v in given]
+    return RIGHT(self, function, wrong, rows, columns)
+
+
+def rolled(self, function, given, rows, columns):
+    new = RIGHT(self, function, given, rows, columns)
+    return [jnp.where(jax.lax.axis_index("fsdp") == 1, jnp.roll(x, 1, 2), x) for x in new]
+
+
+RIGHT = optimizer_on_shards._Evaluation._of_class
+PLANTED = {
+    "Newton-Schulz on the local shard": ("_matrices", local, "muon"),
+    "rows and columns swapped": ("_of_class", swapped, "muon"),
+    "ownership that differs between devices": ("_of_class", rolled, "muon"),
+    "a norm of the local shard": (
+        "_reduce",
+        lambda self, local, over, value, params: REDUCE(self, local, lambda x: x, value, params),
+        "lamb",
+    ),
+}
+REDUCE = optimizer_on_shards._Evaluation._reduce
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bug", PLANTED)
+def test_planted_bugs_are_found(bug, monkeypatch):
+    method, wrong, name = PLANTED[bug]
+    monkeypatch.setattr(optimizer_on_shards._Evaluation, method, wrong)
+    found = refusal("fsdp", spec={"optimizer": OPTIMIZERS[name]})
+    assert "hidden_" in found, found
+
+
+def test_what_no_rule_runs_is_refused_with_the_operation_and_the_parameter():
+    sorts = optax.stateless(lambda g, _: jax.tree.map(lambda x: jnp.sort(x, 0), g))
+    with pytest.raises(UsageError, match=r"mixes elements of a parameter \(sort of .*kernel\)"):
+        optimizer = optax.chain(sorts, optax.sgd(0.1))
+        certify(bench_of("fsdp", spec={"optimizer": optimizer}), noise(), steps=1)
+    with pytest.raises(UsageError, match=r"an array of shape \(3,\) has no matrices"):
+        research_dp.on_matrices(jnp.tanh, {"x": jnp.ones(3)})
+    with pytest.raises(UsageError, match=r"makes \(1, 4, 2\) float32 of \(1, 2, 4\)"):
+        research_dp.on_matrices(lambda x: x.mT, jnp.ones((2, 4)))
+
+
+@pytest.mark.parametrize(
+    ("matrices", "problem"),
+    [
+        ({"nothing": (0, 1)}, "no parameter is a matrix"),
+        ({"stack": (0, 1)}, r"\(0, 1\) for stack \(3, 8, 16\) leaves dims \(2,\)"),
+        ({"rows": (0, 1, 5)}, "5 does not divide the outputs of rows"),
+        ({"vector": (0, 1)}, "for vector"),
+    ],
+)
+def test_dims_that_fit_no_matrix_are_refused(matrices, problem):
+    optimizer = muon(1e-2, matrices=matrices)
+    with pytest.raises(UsageError, match=f"^muon.matrices.*{problem}"):
+        optimizer.update(arrays(0), optimizer.init(arrays(0)), arrays(0))
+
+
+def test_paths_of_refused_operations_are_known_within_jitted_parts():
+    shardings = {"w": LeafSharding("w", (16, 8), np.dtype("float32"), 0, "", 8)}
+    cumulated = jax.jit(lambda g: jnp.cumsum(g, 0))
+    optimizer = on_shards(optax.stateless(lambda g, _: jax.tree.map(cumulated, g)), shardings)
+    part = {"w": jnp.ones((2, 8))}
+    with pytest.raises(Mixes, match=r"^cumsum of w"):
+        jax.make_jaxpr(optimizer.update, axis_env=[("fsdp", 8)])(part, optax.EmptyState(), part)
