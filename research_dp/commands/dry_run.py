@@ -20,6 +20,7 @@ from research_dp.config import gin_internals, load, reachability
 from research_dp.console import Table, put, table
 from research_dp.distributed.mesh import sizes_text
 from research_dp.distributed.placement import nbytes
+from research_dp.errors import some_of
 from research_dp.strategies import Strategy, jaxpr_collectives
 from research_dp.training import sharding_table
 from research_dp.training.train import train
@@ -103,6 +104,8 @@ def show(config: load.Config, strategy: Strategy) -> None:
     mesh = strategy.mesh
     kind = mesh.devices.flat[0].device_kind
     put("", f"Mesh of {strategy.name}: {sizes_text(mesh.shape)} = {mesh.size} devices ({kind})")
+    if units := strategy.spec.model.units:
+        put(f"Units: {some_of(sorted(units), 12)}")
     put("", sharding_table.parameter_table(strategy))
     put(state_table(strategy), collectives_table(strategy))
 

@@ -120,7 +120,8 @@ def on_shards(
             (one, of_state, one), is_leaf=lambda x: isinstance(x, _Value)
         )
         program, out = jax.make_jaxpr(optimizer.update, return_shape=True)(full[0], shapes, full[1])
-        if jax.tree.structure(out) != jax.tree.structure((grads, state)):
+        structures: list[Any] = [jax.tree.structure(x) for x in (out, (grads, state))]
+        if structures[0] != structures[1]:
             raise Mixes("its state changes structure")
         run, leaves = _Evaluation(size, reduction), jax.tree.leaves((grads, state, params))
         given = [label._replace(x=x) for label, x in zip(labels, leaves, strict=True)]

@@ -58,16 +58,13 @@ def freeze(model: TrainableModel, patterns: str | Sequence[str], binding: str) -
         if not isinstance(params, Mapping):
             raise binding_error(binding, f" needs nested dicts of parameters, not {type(params)}.")
         flat = flatten_dict(params)
-        paths = {keys: "/".join(map(str, keys)) for keys in flat}
-        matched = {p: {k for k, x in paths.items() if re.fullmatch(p, x)} for p in expressions}
-        taken = set().union(*matched.values())
-        idle = [pattern for pattern, found in matched.items() if not found]
-        if idle or len(taken) == len(flat):
-            what = f"{idle[0]!r} matches none" if idle else "it matches all"
-            names = some_of(sorted(paths.values()), 5)
-            raise binding_error(binding, f" = {patterns!r}: {what} of the parameters: {names}.")
-        frozen = unflatten_dict({k: flat[k] for k in taken})
-        trained = unflatten_dict({k: x for k, x in flat.items() if k not in taken})
+        taken = _matched(["/".join(map(str, keys)) for keys in flat], expressions, binding)
+        frozen, trained = (
+            unflatten_dict(
+                {k: x for k, x in flat.items() if ("/".join(map(str, k)) in taken) is of}
+            )
+            for of in (True, False)
+        )
         return trained, _with_frozen(frozen, model_state, binding)
 
     def loss(
@@ -95,6 +92,18 @@ def freeze(model: TrainableModel, patterns: str | Sequence[str], binding: str) -
     fields = {f.name: getattr(model, f.name) for f in dataclasses.fields(TrainableModel)}
     fields |= {"init": init, "loss": loss, "work": model.work and work, "apply": None}
     return FrozenModel(**fields, unfrozen=model, patterns=expressions)
+
+
+def _matched(paths: Sequence[str], expressions: Sequence[str], binding: str) -> set[str]:
+    """The paths that match one of the expressions; UsageError if one matches none, or all do."""
+    matched = {one: {x for x in paths if re.fullmatch(one, x)} for one in expressions}
+    taken = set().union(*matched.values())
+    idle = [one for one, found in matched.items() if not found]
+    if idle or len(taken) == len(paths):
+        what = f"the regular expression {idle[0]!r} matches none" if idle else "they match all"
+        names = some_of(sorted(paths), 5)
+        raise binding_error(binding, f" = {list(expressions)}: {what} of the parameters: {names}.")
+    return taken
 
 
 def with_frozen(params: PyTree, model_state: PyTree) -> tuple[PyTree, PyTree]:

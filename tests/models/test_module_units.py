@@ -401,8 +401,15 @@ def test_what_a_module_returns_is_no_unit():
     model = research_dp.from_linen(
         Returns(), loss=lambda out, y: out[0].sum(-1) + (out[1] ** 2).mean(), units="embed"
     )
-    strategy = build("fsdp", model)
-    assert strategy.spec.model.units == {}
+    with pytest.raises(UsageError, match=r"^units: the parameters of embed are used outside"):
+        build("fsdp", model)
+
+
+def test_each_of_several_units_must_fit_a_submodule():
+    for wrong in ("block_3", "block_0/up/kernel", nn.Conv):
+        name = wrong if isinstance(wrong, str) else "Conv"
+        with pytest.raises(UsageError, match=rf"^units = {name}: no submodule fits"):
+            build("fsdp", linen(Compact(), "block_*", wrong))
 
 
 @pytest.mark.parametrize("units", ["blocks", (nnx.Linear,)])

@@ -222,9 +222,9 @@ def test_files_fit_in_a_head(path):
 
 # Rooms -> most lines of them together. What is added pays by what it makes unnecessary.
 CEILINGS = {
-    (".",): 30_240,
+    (".",): 30_270,
     ("distributed", "strategies"): 6_320,  # the page of one more strategy fits too
-    ("commands",): 3_980,
+    ("commands",): 3_985,
 }
 
 

@@ -35,14 +35,16 @@ class UnitCalls:
 
     def __init__(self, selection: Collection[type | str]):
         self._selection, self.found = selection, set[str]()
+        self.idle = set(selection)  # what fits no submodule yet
 
     def is_unit(self, module: Any, path: str) -> bool:
-        fits = path and any(
-            _fits(path, one) if isinstance(one, str) else isinstance(module, one)
+        fits = {
+            one
             for one in self._selection
-        )
-        if fits:
-            self.found.add(path)
+            if path and (_fits(path, one) if isinstance(one, str) else isinstance(module, one))
+        }
+        self.idle -= fits
+        self.found.update([path] * bool(fits))
         return bool(fits)
 
     def run(self, path: str, function: Callable[[Leaves], Any], leaves: Leaves) -> Any:
@@ -89,16 +91,17 @@ def find_units(
         inputs: Shapes of the inputs of one example.
 
     Raises:
-        UsageError: No submodule fits.
+        UsageError: No submodule fits one of the selection, or none of those that fit is a unit.
     """
     params, state = variables
+    is_default = False
     leaves = [(path_name(k), x) for k, x in jax.tree_util.tree_leaves_with_path(params)]
     if selection is None:
         sizes: Counter[str] = Counter()
         for path, x in leaves:
             sizes[path.partition("/")[0]] += x.size
         large = [name for name, size in sizes.items() if size > _LARGE]
-        selection = large if len(large) > 1 else ()
+        selection, is_default = (large if len(large) > 1 else ()), True
     several = [selection] if isinstance(selection, type | str) else list(selection)
     if not several:
         return {}
@@ -113,8 +116,10 @@ def find_units(
         return jax.make_jaxpr(output)(params, state, inputs, keys).jaxpr
 
     programs = traced(True), traced(False)
-    wanted = ", ".join(x if isinstance(x, str) else x.__name__ for x in several)
-    if not calls.found:
+    # Large parameters of the module itself are by default among those that fit no submodule.
+    idle = [] if is_default and calls.found else [x for x in several if x in calls.idle]
+    if idle:
+        wanted = ", ".join(x if isinstance(x, str) else x.__name__ for x in idle)
         names = sorted({path.rpartition("/")[0] for path, _ in leaves} - {""})
         shown = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
         raise UsageError(f"units = {wanted}: no submodule fits. With parameters there are {shown}.")
@@ -128,6 +133,12 @@ def find_units(
             kind = None if outside else _kind(unit, [(x.ndim, trained[path]) for path, x in own])
             if kind is not None:
                 found[unit] = kind
+        if not found and not is_default:
+            shown = ", ".join(sorted(calls.found))
+            raise UsageError(
+                f"units: the parameters of {shown} are used outside of their calls too (tied "
+                "weights, say), so none is a unit. Name others, or units=()."
+            )
         if found.keys() == kinds.keys():
             return found
         kinds = found
