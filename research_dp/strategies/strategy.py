@@ -179,8 +179,8 @@ class StrategyConfig:
             None: the model's own.
         loss_scale: `@dynamic_loss_scale()` for compute in float16; None: the loss is not scaled.
         prefetch: Whether the next unit is gathered, and the last one's gradient scattered, while
-            one is computed. None: except layers of a stack, which True looks ahead in too; scans
-            of own models never do.
+            one is computed. None: except layers of a stack, which True looks ahead in too; of an
+            own model's scan if they are recomputed, see docs/own_model.md.
         overlap: Whether collectives run beside compute: each unit is then gathered, or its
             gradient synchronised, by itself. False where each collective is waited for, as on
             CPUs: fewer, larger ones are faster.

@@ -14,11 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
 from research_dp.distributed.differentiable_gather import drop_gathered
-from research_dp.distributed.overlap import Target
+from research_dp.distributed.overlap import Target, scan_prefetched
 from research_dp.distributed.sharding import STACK, LeafSharding, unit_of
 from research_dp.distributed.units import Units, of_one
 from research_dp.models.flax.module_units import UnitCalls, passed_on, program_of, unit_called
@@ -133,6 +134,9 @@ def _scan(equation: Any, program: Any, given: Sequence[Any], units: Units) -> Se
     first = params["num_consts"]
     last = first + params["num_carry"]
     consts, carry, stacks = given[:first], given[first:last], given[last:]
+    if units.prefetch and _can_look_ahead(equation, program, given):
+        carry, ys = _scan_ahead(program, consts, carry, stacks, units), [None] * len(passed)
+        return [given[passed[i]] if i in passed else x for i, x in enumerate([*carry, *ys])]
 
     def turn(carry: Sequence[Any], slices: Sequence[Any]) -> tuple[Any, Any]:
         layers = [
@@ -147,3 +151,67 @@ def _scan(equation: Any, program: Any, given: Sequence[Any], units: Units) -> Se
     options = {name: params[name] for name in ("length", "reverse", "unroll")}
     carry, ys = lax.scan(turn, list(carry), xs, **options)
     return [given[passed[i]] if i in passed else x for i, x in enumerate([*carry, *ys])]
+
+
+def _scan_ahead(
+    program: Any, consts: Sequence[Any], carry: Sequence[Any], stacks: Sequence[Any], units: Units
+) -> list[Any]:
+    """The carry of a loop, of which each turn's layer is gathered during the turn before."""
+    gather = units.gather
+    assert gather is not None
+    shards = {i: x for i, x in enumerate(stacks) if isinstance(x, _Shard)}
+    shardings = {i: of_one(x.sharding) for i, x in shards.items()}
+    each = {i: x for i, x in enumerate(stacks) if i not in shards}
+
+    def turn(layers: Mapping[int, Any], carry: Sequence[Any], inputs: Mapping[int, Any]) -> Any:
+        slices = {**layers, **inputs}
+        given = [*consts, *carry, *(slices[i] for i in range(len(stacks)))]
+        return _evaluate(program, given, units)[: len(carry)]
+
+    stack = {i: x.value for i, x in shards.items()}
+    return scan_prefetched(turn, lambda x: gather(x, shardings), stack, list(carry), each)
+
+
+def _can_look_ahead(equation: Any, program: Any, given: Sequence[Any]) -> bool:
+    """Whether `scan_prefetched` computes the loop, with no more recomputed than the loop says.
+
+    Its turns are one `remat` each, of which only inputs are kept, and have no results of their own.
+    What they close over is not differentiated: it has integers, keys or nothing.
+    """
+    params = equation.params
+    last = params["num_consts"] + params["num_carry"]
+    ys = range(params["num_carry"], len(equation.outvars))
+    carry = range(params["num_consts"], last)
+    fixed = [x for i, x in enumerate(given) if i not in carry and not isinstance(x, _Shard)]
+    places = [i for i, x in enumerate(given) if isinstance(x, _Shard)]
+    return (
+        params["length"] > 1
+        and not params["reverse"]
+        and min(places) >= last
+        and set(ys) <= passed_on(equation).keys()
+        and all(_is_float(given[i]) for i in carry)
+        and not any(map(_is_float, fixed))
+        and _recomputes(program, places)
+    )
+
+
+def _is_float(x: Any) -> bool:
+    return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+
+
+def _recomputes(program: Any, places: Sequence[int]) -> bool:
+    """Whether only one `remat`, which keeps nothing, uses these arguments of a program."""
+    variables = {program.jaxpr.invars[i] for i in places}
+
+    def used(equation: Any) -> list[int]:
+        pairs = enumerate(equation.invars)
+        return [i for i, x in pairs if not isinstance(x, Literal) and x in variables]
+
+    users = [equation for equation in program.jaxpr.eqns if used(equation)]
+    if len(users) != 1:
+        return False
+    (user,) = users
+    if user.primitive.name.startswith("remat"):
+        return user.params["policy"] is None
+    inner = None if user.primitive.name == "scan" else program_of(user)
+    return inner is not None and _recomputes(inner, used(user))
