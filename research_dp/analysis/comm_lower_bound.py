@@ -88,10 +88,12 @@ def min_wire_bytes(strategy: Strategy, spec: TrainSpec) -> float:
 
 def _update_bytes(strategy: Strategy) -> float:
     """Bytes that an optimizer sends which mixes elements of shards, counted in its update alone."""
+    if not strategy.batch_axes:
+        return 0.0  # the compiler inserts its collectives
     state, slices, mesh = strategy.abstract_state, strategy.shardings.slices, strategy.mesh
     optimizer = optimizer_for(strategy.config, strategy.spec, slices, state)
-    if optimizer is strategy.spec.optimizer or not strategy.batch_axes:
-        return 0.0  # or the compiler inserts its collectives
+    if optimizer is strategy.spec.optimizer:
+        return 0.0
     specs = jax.tree.map(lambda p: p.spec, slices), jax.tree.map(lambda x: x.sharding.spec, state)
     inputs = specs[0], specs[1].opt_state, specs[0]
     on_mesh = functools.partial(jax.shard_map, mesh=mesh, in_specs=inputs, check_vma=False)

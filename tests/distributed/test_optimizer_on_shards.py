@@ -222,6 +222,12 @@ def test_dims_that_fit_no_matrix_are_refused(matrices, problem):
         optimizer.update(arrays(0), optimizer.init(arrays(0)), arrays(0))
 
 
+def test_the_compiler_shards_what_no_rule_runs():
+    spec = {"optimizer": optax.contrib.muon(1e-2)}
+    done = certify(bench_of("spmd_fsdp", spec=spec), noise(), steps=2)
+    assert done.certified, (done.first_difference, done.cause)
+
+
 def test_paths_of_refused_operations_are_known_within_jitted_parts():
     shardings = {"w": LeafSharding("w", (16, 8), np.dtype("float32"), 0, "", 8)}
     cumulated = jax.jit(lambda g: jnp.cumsum(g, 0))
