@@ -125,8 +125,12 @@ def on_shards(
             raise Mixes("its state changes structure")
         run, leaves = _Evaluation(size, reduction), jax.tree.leaves((grads, state, params))
         given = [label._replace(x=x) for label, x in zip(labels, leaves, strict=True)]
-        found = zip(run.program(program, given), labels, jax.tree.leaves(out), strict=False)
-        results = [run.placed(value, label.dim, x.shape) for value, label, x in found]
+        results = []
+        found, wanted = run.program(program, given), jax.tree.leaves((full[0], shapes))
+        for value, label, x, want in zip(found, labels, jax.tree.leaves(out), wanted, strict=False):
+            if label.dim is not None and x.shape != want.shape:  # which `apply_updates` repeats
+                raise Mixes(f"an update of shape {x.shape} for {label.path} {want.shape}")
+            results.append(run.placed(value, label.dim, x.shape))
         return jax.tree.unflatten(jax.tree.structure(out), results)
 
     return optax.GradientTransformation(optimizer.init, update)
@@ -222,7 +226,9 @@ class _Evaluation:
         for dim, n in enumerate(sizes):
             if math.prod(sizes[:dim]) == before and n % self._size == 0:
                 return value.x.reshape(self._local(sizes, dim)), dim
-        raise Mixes(f"reshape of {value.path} from {shape}")
+        if not sizes:
+            raise Mixes(f"reshape of {value.path} from {shape}")
+        return self.placed(value, None, shape).reshape(sizes), None  # it cuts across the shards
 
     def _transpose(self, value: _Value, shape: tuple[int, ...], params: Any) -> Any:
         order = params["permutation"]
@@ -237,13 +243,26 @@ class _Evaluation:
         return result, value.dim - sum(axis < value.dim for axis in axes)
 
     def _sum(self, value: _Value, shape: tuple[int, ...], params: Any) -> Any:
+        dtype = value.x.dtype
+        is_float = jnp.issubdtype(dtype, jnp.floating)
+        wide = jnp.promote_types(dtype, jnp.float32) if is_float else dtype
+
         def total(x: jax.Array) -> jax.Array:
             return self._reduction.all_reduce(x, (FSDP_AXIS,))
 
-        return self._reduce(lambda x, axes: jnp.sum(x, axes, x.dtype), total, value, params)
+        result, dim = self._reduce(lambda x, axes: jnp.sum(x, axes, wide), total, value, params)
+        return result.astype(dtype), dim
 
     def _max(self, value: _Value, shape: tuple[int, ...], params: Any) -> Any:
-        return self._reduce(jnp.max, lambda x: lax.pmax(x, FSDP_AXIS), value, params)
+        def total(x: jax.Array) -> jax.Array:
+            largest = lax.pmax(x, FSDP_AXIS)
+            if not jnp.issubdtype(x.dtype, jnp.inexact):
+                return largest
+            # On CPUs the collective drops NaN, which the reduction keeps.
+            is_nan = lax.pmax(jnp.isnan(x).astype(jnp.int32), FSDP_AXIS) > 0
+            return jnp.where(is_nan, jnp.asarray(jnp.nan, x.dtype), largest)
+
+        return self._reduce(jnp.max, total, value, params)
 
     def _matrices(self, function: MatrixFunction, given: list[_Value]) -> list[_Value]:
         """Each class of equal shapes as one batch, split over the devices."""

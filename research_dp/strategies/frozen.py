@@ -132,4 +132,6 @@ def _with_frozen(frozen: PyTree, model_state: PyTree, binding: str) -> PyTree:
         if jax.tree.leaves(model_state):
             raise binding_error(binding, " needs a model whose state is a dict.")
         model_state = {}
+    if FROZEN in model_state:
+        raise binding_error(binding, f": the model has a state of the name {FROZEN!r}. Rename it.")
     return {FROZEN: frozen, **model_state}

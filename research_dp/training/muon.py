@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from research_dp.argument_checks import checked
+from research_dp.argument_checks import checked, fits
 from research_dp.argument_types import Dtype, path_name
 from research_dp.distributed.optimizer_on_shards import on_matrices
 from research_dp.errors import binding_error
@@ -72,6 +73,31 @@ class _Layout:
         x = x.reshape(tuple(like.shape[i] for i in self.order))
         inverse = tuple(sorted(range(x.ndim), key=self.order.__getitem__))
         return x.transpose(inverse) if inverse != tuple(range(x.ndim)) else x
+
+
+def _check(matrices: Mapping[str, Any]) -> None:
+    """Raises UsageError for an expression, or dims, that cannot be."""
+    for pattern, dims in matrices.items():
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            problem = f": {pattern!r} is no regular expression: {error}."
+            raise binding_error("muon.matrices", problem) from error
+        several = dims if isinstance(dims, Sequence) else ()
+        groups = [(d,) if isinstance(d, int) else d for d in several[:2]]
+        is_right = dims is None or (
+            len(several) in (2, 3)
+            and all(fits(g, tuple[int, ...] | list[int]) and len(g) > 0 for g in groups)
+            and min(itertools.chain(*groups)) >= 0
+            and (len(several) == 2 or (isinstance(dims[2], int) and dims[2] > 0))
+        )
+        if not is_right:
+            problem = (
+                f": {dims!r} for {pattern!r}. Give (input dims, output dims), counted from 0, "
+            )
+            raise binding_error(
+                "muon.matrices", f"{problem}and perhaps a number of matrices; or None."
+            )
 
 
 def _layout(path: str, shape: tuple[int, ...], dims: Sequence[Any]) -> _Layout:
@@ -181,6 +207,7 @@ def muon(
     Raises:
         UsageError: Dims do not fit a parameter, or no parameter is a matrix.
     """
+    _check(matrices)
 
     def dims_of(path: str) -> Any:
         return next((dims for p, dims in matrices.items() if re.fullmatch(p, path)), None)

@@ -15,7 +15,7 @@ from research_dp.certification.certify import certify
 from research_dp.distributed import optimizer_on_shards
 from research_dp.distributed.mesh import build_mesh
 from research_dp.distributed.optimizer_on_shards import Mixes, on_shards
-from research_dp.distributed.sharding import LeafSharding
+from research_dp.distributed.sharding import LeafSharding, by_path
 from research_dp.errors import UsageError
 from research_dp.training.muon import muon
 from tests.support import decoder
@@ -37,6 +37,12 @@ OPTIMIZERS = {
     "by block": optax.chain(optax.clip_by_block_rms(0.01), optax.adam(1e-2)),
     "adaptive clip": optax.chain(optax.adaptive_grad_clip(0.01), optax.adam(1e-2)),
     "global clip": optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2)),
+    "by maxima": optax.stateless(
+        lambda g, _: jax.tree.map(lambda x: x / jnp.max(jnp.abs(x), keepdims=True), g)
+    ),
+    "across shards": optax.stateless(
+        lambda g, _: jax.tree.map(lambda x: (x.reshape(-1)[None] * 0.1).reshape(x.shape), g)
+    ),
     "noise": optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(0)), optax.sgd(1e-2)),
 }
 SHAPES = {"rows": (16, 24), "columns": (24, 16), "stack": (3, 8, 16), "vector": (32,), "one": (3,)}
@@ -49,12 +55,19 @@ def arrays(seed):
     return {k: jnp.asarray(drawn.normal(size=s), jnp.float32) for k, s in SHAPES.items()}
 
 
-def stepped(optimizer, params):
+def stepped(optimizer, params, apply=None):
     state = optimizer.init(params)
     for seed in (1, 2):
-        updates, state = optimizer.update(arrays(seed), state, params)
-        params = optax.apply_updates(params, updates)
+        params, state = (apply or applied(optimizer))(arrays(seed), state, params)
     return params, state
+
+
+def applied(optimizer):
+    def apply(grads, state, params):
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return apply
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -75,10 +88,9 @@ def test_updates_of_shards_are_shards_of_the_updates(name):
 
     of_state = jax.tree_util.tree_map_with_path(spec_of, state)
     on_mesh = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
-    update = on_mesh(
-        on_device.update, in_specs=(specs, of_state, specs), out_specs=(specs, of_state)
-    )
-    found = stepped(optax.GradientTransformation(optimizer.init, jax.jit(update)), arrays(0))
+    inputs = (specs, of_state, specs)
+    apply = on_mesh(applied(on_device), in_specs=inputs, out_specs=inputs[:2])
+    found = stepped(optimizer, arrays(0), jax.jit(apply))
     expected = stepped(optimizer, arrays(0))
     if name == "noise":  # its state has a random key
         found, expected = found[0], expected[0]
@@ -214,12 +226,58 @@ def test_what_no_rule_runs_is_refused_with_the_operation_and_the_parameter():
         ({"stack": (0, 1)}, r"\(0, 1\) for stack \(3, 8, 16\) leaves dims \(2,\)"),
         ({"rows": (0, 1, 5)}, "5 does not divide the outputs of rows"),
         ({"vector": (0, 1)}, "for vector"),
+        ({"rows(": (0, 1)}, "is no regular expression"),
+        *(
+            ({"rows": dims}, r"Give \(input dims")
+            for dims in [(0,), (0, 1, 0), 3, ((), 1), (0, -1)]
+        ),
     ],
 )
 def test_dims_that_fit_no_matrix_are_refused(matrices, problem):
-    optimizer = muon(1e-2, matrices=matrices)
     with pytest.raises(UsageError, match=f"^muon.matrices.*{problem}"):
+        optimizer = muon(1e-2, matrices=matrices)
         optimizer.update(arrays(0), optimizer.init(arrays(0)), arrays(0))
+
+
+def evaluated(function, x, dim=0):
+    """An update of one array that is sharded over 8 devices."""
+    p = LeafSharding("w", x.shape, np.dtype(x.dtype), dim, "", 8)
+    optimizer = on_shards(optax.stateless(lambda g, _: {"w": function(g["w"])}), {"w": p})
+    mesh = build_mesh({"data": 1, "fsdp": 8}, jax.devices())
+    update = jax.shard_map(
+        lambda g: optimizer.update(g, optax.EmptyState(), g)[0],
+        **{"mesh": mesh, "in_specs": p.spec, "out_specs": p.spec, "check_vma": False},
+    )
+    return jax.jit(update)({"w": x})["w"]
+
+
+def test_maxima_keep_nan_and_sums_of_narrow_floats_are_rounded_once():
+    x = jnp.ones((16, 4)).at[3, 1].set(jnp.nan)
+    assert np.isnan(evaluated(lambda g: g * 0 + jnp.max(g), x)).all()
+    narrow = jnp.asarray(np.random.default_rng(0).normal(size=(64, 8)), jnp.bfloat16)
+    total = evaluated(lambda g: g * 0 + jnp.sum(g, dtype=jnp.bfloat16), narrow)
+    exact = np.asarray(narrow, np.float64).sum()
+    np.testing.assert_allclose(np.asarray(total, np.float64), exact, rtol=2.0**-8)
+
+
+@pytest.mark.parametrize(
+    "narrow", [lambda g: g.mean(0), lambda g: g.sum(0, keepdims=True), jnp.sum]
+)
+def test_updates_that_would_be_repeated_are_refused(narrow):
+    with pytest.raises(Mixes, match=r"an update of shape .* for w \(16, 8\)"):
+        evaluated(narrow, jnp.ones((16, 8)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["mlp", "convnet", "resnet", "lm_tiny"])
+def test_patterns_of_the_shipped_file_fit_shipped_models(model):
+    run = "runs/lm_stdlib.gin" if model == "lm_tiny" else "runs/digits.gin"
+    files = [run, f"models/{model}.gin", "optim/muon.gin", "strategies/fsdp.gin"]
+    shown = research_dp.dry_run(files, {"shard_params.min_weight_size": 64}, allow_unused=True)
+    kernels = {k for k in by_path(shown.strategy.abstract_state.params) if "kernel" in k}
+    kept = {k for k in by_path(shown.strategy.abstract_state.opt_state) if "muon" in k}
+    moments = {k for k in kernels if any(x.endswith("mu/" + k) for x in kept)}
+    assert moments == {k for k in kernels if not k.startswith("head/")}
 
 
 def test_the_compiler_shards_what_no_rule_runs():

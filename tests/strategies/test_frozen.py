@@ -139,6 +139,16 @@ def test_units_of_the_decoder_with_frozen_parts(stem, bindings, more, frozen):
         assert sent <= min_wire_bytes(strategy, strategy.spec)
 
 
+def test_a_state_of_the_name_of_frozen_parameters_is_refused():
+    model = small_model()
+
+    def init(key, batch):
+        return model.init(key, batch)[0], {"frozen_params": {}}
+
+    with pytest.raises(UsageError, match=r"^TrainSpec.frozen: the model has a state of the name"):
+        recipe("ddp").build(spec_of(dataclasses.replace(model, init=init), frozen=HIDDEN))
+
+
 @pytest.mark.parametrize(
     ("frozen", "problem"),
     [
