@@ -212,6 +212,15 @@ def _mean(
     return mean.astype(result)
 
 
+def all_max(x: jax.Array, axis: str) -> jax.Array:
+    """The maximum over the devices of an axis; NaN if any is, which `pmax` drops on CPUs."""
+    largest = lax.pmax(x, axis)
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return largest
+    is_nan = lax.pmax(jnp.isnan(x).astype(jnp.int32), axis) > 0
+    return jnp.where(is_nan, jnp.asarray(jnp.nan, x.dtype), largest)
+
+
 def gather(
     x: Array, dim: int, axis: str | Axes, reduction: Reduction = PLAIN, *, replicated: bool = False
 ) -> jax.Array:

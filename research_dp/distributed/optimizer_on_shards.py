@@ -22,7 +22,7 @@ from jax.interpreters import mlir
 
 from research_dp.argument_checks import checked
 from research_dp.argument_types import Arrays
-from research_dp.distributed.collectives import PLAIN, Reduction, gather
+from research_dp.distributed.collectives import PLAIN, Reduction, all_max, gather
 from research_dp.distributed.mesh import FSDP_AXIS
 from research_dp.distributed.optimizer import map_state
 from research_dp.distributed.sharding import LeafSharding
@@ -235,17 +235,16 @@ class _Evaluation:
         return lax.transpose(value.x, order), order.index(value.dim)
 
     def _reduce(self, local: Any, over: Any, value: _Value, params: Any) -> Any:
-        axes = params["axes"]
+        axes, dim = params["axes"], value.dim
         result = local(value.x, axes)
-        if value.dim in axes:
+        if dim is None or dim in axes:
             return over(result), None
-        assert value.dim is not None
-        return result, value.dim - sum(axis < value.dim for axis in axes)
+        return result, dim - sum(axis < dim for axis in axes)
 
     def _sum(self, value: _Value, shape: tuple[int, ...], params: Any) -> Any:
-        dtype = value.x.dtype
-        is_float = jnp.issubdtype(dtype, jnp.floating)
-        wide = jnp.promote_types(dtype, jnp.float32) if is_float else dtype
+        dtype = wide = value.x.dtype
+        if jnp.issubdtype(dtype, jnp.floating):
+            wide = jnp.promote_types(dtype, jnp.float32)
 
         def total(x: jax.Array) -> jax.Array:
             return self._reduction.all_reduce(x, (FSDP_AXIS,))
@@ -254,15 +253,7 @@ class _Evaluation:
         return result.astype(dtype), dim
 
     def _max(self, value: _Value, shape: tuple[int, ...], params: Any) -> Any:
-        def total(x: jax.Array) -> jax.Array:
-            largest = lax.pmax(x, FSDP_AXIS)
-            if not jnp.issubdtype(x.dtype, jnp.inexact):
-                return largest
-            # On CPUs the collective drops NaN, which the reduction keeps.
-            is_nan = lax.pmax(jnp.isnan(x).astype(jnp.int32), FSDP_AXIS) > 0
-            return jnp.where(is_nan, jnp.asarray(jnp.nan, x.dtype), largest)
-
-        return self._reduce(jnp.max, total, value, params)
+        return self._reduce(jnp.max, lambda x: all_max(x, FSDP_AXIS), value, params)
 
     def _matrices(self, function: MatrixFunction, given: list[_Value]) -> list[_Value]:
         """Each class of equal shapes as one batch, split over the devices."""
