@@ -403,6 +403,22 @@ def test_recomputed_layers_of_a_scan_are_gathered_ahead(case, is_ahead):
     assert least <= saved[0] - saved[1] <= 1.05 * least
 
 
+class Recomputed(nn.Module):
+    """`nn.remat` around a scan, whose random keys it makes."""
+
+    @nn.compact
+    def __call__(self, x, train):
+        net = nn.remat(ScannedAttention, static_argnums=(2,))
+        return net(name="net")(x, train)
+
+
+@pytest.mark.parametrize("unit", ["net/layers", "net/layers/attention"])
+def test_a_scan_that_is_recomputed_as_one_waits_for_each_layer(unit):
+    model = linen(Recomputed(), unit)
+    ahead = trained(build("fsdp", model, "data_parallel.prefetch = True"))
+    jax.tree.map(np.testing.assert_array_equal, ahead, trained(build("fsdp", model)))
+
+
 def test_large_direct_submodules_are_units_by_themselves():
     class Wide(nn.Module):
         @nn.compact

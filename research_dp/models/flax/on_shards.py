@@ -91,6 +91,7 @@ def _with_shards(equation: Any, given: Sequence[Any], units: Units) -> Sequence[
     if name.startswith("remat"):
         own, policy = shards, equation.params["policy"] or jax.checkpoint_policies.nothing_saveable
         if any(x.stacked for x in shards.values()):  # it has the loop, whose turns gather
+            run = functools.partial(_evaluate, program, units=_waiting(units))
             own, run = {}, _rematerialised(run, given, equation.params)
     else:
         own = {i: x for i, x in shards.items() if unit_of(x.sharding.path, units.kinds) == unit}
@@ -108,6 +109,11 @@ def _with_shards(equation: Any, given: Sequence[Any], units: Units) -> Sequence[
     else:
         results = function({})
     return [passed.get(out, x) for out, x in enumerate(results)]
+
+
+def _waiting(units: Units) -> Units:
+    """Units whose loops do not look ahead: within a trace they would close over its values."""
+    return dataclasses.replace(units, prefetch=None)
 
 
 def _rematerialised(
@@ -143,7 +149,7 @@ def _scan(equation: Any, program: Any, given: Sequence[Any], units: Units) -> Se
             _Shard(x, of_one(stack.sharding), False) if isinstance(stack, _Shard) else x
             for x, stack in zip(slices, stacks, strict=True)
         ]
-        results = _evaluate(program, [*consts, *carry, *layers], units)
+        results = _evaluate(program, [*consts, *carry, *layers], _waiting(units))
         results = [None if isinstance(x, _Shard) else x for x in results]
         return results[: len(carry)], results[len(carry) :]
 
