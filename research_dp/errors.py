@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 
@@ -44,6 +45,16 @@ def some_of(names: Sequence[str], most: int) -> str:
     """The first few of several names, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
+
+
+def check_patterns(binding: str, patterns: Iterable[str]) -> None:
+    """Raises UsageError, about a binding, for what is no regular expression."""
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            problem = f": {pattern!r} is no regular expression: {error}."
+            raise binding_error(binding, problem) from error
 
 
 def check_methods(function: str, target: Any, methods: Sequence[str]) -> None:

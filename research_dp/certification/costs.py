@@ -69,8 +69,8 @@ def costs(strategy: Strategy, spec: TrainSpec) -> Iterator[Cost]:
         (measured, total), limit = nbytes(getattr(state, part)), None
         sharding = row.get(part)
         if sharding is not None:
-            by_rule = total - (_of_other_shapes(strategy) if part == "opt_state" else 0)
-            limit = total - (1.0 - (shard if sharding == "sharded" else 1.0)) * by_rule + _METRICS
+            other = _of_other_shapes(strategy) if part == "opt_state" else 0
+            limit = (shard if sharding == "sharded" else 1.0) * (total - other) + other + _METRICS
         source = f"{sharding}, of {total:,} in all" if sharding else f"of {total:,} in all"
         yield Cost(f"{name} a device", measured, limit, source)
 
@@ -92,8 +92,8 @@ def _other_bytes(strategy: Strategy, spec: TrainSpec) -> float:
     # The norm is all-reduced with a flag for each gradient, 4 bytes twice around the ring.
     norm = 8 * (len(jax.tree.leaves(state.params)) + 1)
     norm *= strategy.config.reduction.logical_shards or 1  # one norm for each logical shard
-    _, statistics_of = with_frozen(state.params, state.model_state)
-    floating = [x for x in jax.tree.leaves(statistics_of) if is_floating_dtype(x.dtype)]
+    _, batch_statistics = with_frozen(state.params, state.model_state)
+    floating = [x for x in jax.tree.leaves(batch_statistics) if is_floating_dtype(x.dtype)]
     # Batch statistics: forward, forward again for the backward pass, and backward.
     statistics = 3 * 2 * nbytes(floating)[1]
     return _METRICS + norm + statistics * spec.accumulation_steps

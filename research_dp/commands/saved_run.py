@@ -84,7 +84,8 @@ def load(
             params, model_state = jax.device_put((saved.params, saved.model_state))
         else:
             check_same_model(saved, strategy)
-            like = with_frozen(*strategy.abstract_state[1:3])
+            state = strategy.abstract_state
+            like = with_frozen(state.params, state.model_state)
             params, model_state = place((saved.params, saved.model_state), like)
     if model.apply is not None and model_state:
         model = dataclasses.replace(model, apply=_with_state(model.apply, model_state))
@@ -154,7 +155,8 @@ def write_export(workdir: Path, to: Path, step: int | None) -> int:
 
 def check_same_model(saved: SavedState, strategy: Strategy) -> None:
     """Refuses a checkpoint whose parameters have other names or shapes than a strategy's."""
-    params, model_state = with_frozen(*strategy.abstract_state[1:3])
+    state = strategy.abstract_state
+    params, model_state = with_frozen(state.params, state.model_state)
     expected = by_path({"params": params, "model_state": model_state})
     there = by_path({"params": saved.params, "model_state": saved.model_state})
     for path in sorted(expected.keys() | there.keys(), key=lambda p: (p[:6] != "params", p)):

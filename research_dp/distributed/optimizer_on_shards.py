@@ -27,12 +27,11 @@ from research_dp.distributed.mesh import FSDP_AXIS
 from research_dp.distributed.optimizer import map_state
 from research_dp.distributed.sharding import LeafSharding
 from research_dp.errors import UsageError
-from research_dp.tracing.jaxpr import maps_scalars
+from research_dp.tracing.jaxpr import maps_scalars, program_called
 from research_dp.types import PyTree
 
 MatrixFunction = Callable[[jax.Array], jax.Array]
 
-_CALLS = {"jit", "closed_call", "remat2", "custom_jvp_call", "custom_vjp_call"}
 _MATRICES = Primitive("on_matrices")
 _MATRICES.multiple_results = True
 
@@ -174,8 +173,8 @@ class _Evaluation:
 
     def _equation(self, equation: Any, given: list[_Value]) -> list[_Value]:
         name, params = equation.primitive.name, equation.params
-        if name in _CALLS:
-            return self.program(params["jaxpr" if "jaxpr" in params else "call_jaxpr"], given)
+        if (called := program_called(equation)) is not None:
+            return self.program(called, given)
         sharded = [value for value in given if value.dim is not None]
         if not sharded:
             return self._bind(equation, [value.x for value in given], _Value())

@@ -38,6 +38,11 @@ class Order:
         self._level = get_opaque_trace_state()
         self._turn: _Turn | None = None
 
+    @property
+    def is_inside(self) -> bool:
+        """Whether this is the body of a loop, or of another transformation, within the loss."""
+        return get_opaque_trace_state() != self._level
+
     def finish(self, total: jax.Array) -> jax.Array:
         """The same loss, not before the last unit; without it a compiler drops the tokens."""
         return total if self._turn is None else _last(total, self._turn)
@@ -63,8 +68,7 @@ class Order:
             ahead: Whether a unit is gathered while the one before it is computed.
             keep: Whether unsharded parameters are saved for the backward pass.
         """
-        # Within the body of a loop, or of another transformation, each unit is the first.
-        is_inside = get_opaque_trace_state() != self._level
+        is_inside = self.is_inside  # where each unit is the first
         turn = None if is_inside else self._turn
         if turn is None:
             shards, turn = _first(shards)

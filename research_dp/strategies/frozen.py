@@ -11,12 +11,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from research_dp.argument_types import path_name
-from research_dp.distributed.sharding import LeafSharding
-from research_dp.errors import binding_error, some_of
+from research_dp.distributed.sharding import infer_sharding
+from research_dp.errors import binding_error, check_patterns, some_of
 from research_dp.types import Batch, LossOutput, PyTree, TrainableModel, Work
 
 FROZEN = "frozen_params"  # the name of the frozen parameters in the model state
@@ -43,12 +41,7 @@ def freeze(model: TrainableModel, patterns: str | Sequence[str], binding: str) -
         model = model.unfrozen
     if not expressions:
         return model
-    for pattern in expressions:
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            problem = f": {pattern!r} is no regular expression: {error}."
-            raise binding_error(binding, problem) from error
+    check_patterns(binding, expressions)
 
     def init(key: jax.Array, batch: Batch) -> tuple[PyTree, PyTree]:
         made = model.init(key, batch)
@@ -58,12 +51,11 @@ def freeze(model: TrainableModel, patterns: str | Sequence[str], binding: str) -
         if not isinstance(params, Mapping):
             raise binding_error(binding, f" needs nested dicts of parameters, not {type(params)}.")
         flat = flatten_dict(params)
-        taken = _matched(["/".join(map(str, keys)) for keys in flat], expressions, binding)
+        paths = {keys: "/".join(map(str, keys)) for keys in flat}
+        taken = _matched(list(paths.values()), expressions, binding)
         frozen, trained = (
-            unflatten_dict(
-                {k: x for k, x in flat.items() if ("/".join(map(str, k)) in taken) is of}
-            )
-            for of in (True, False)
+            unflatten_dict({k: x for k, x in flat.items() if (paths[k] in taken) is is_frozen})
+            for is_frozen in (True, False)
         )
         return trained, _with_frozen(frozen, model_state, binding)
 
@@ -73,13 +65,7 @@ def freeze(model: TrainableModel, patterns: str | Sequence[str], binding: str) -
         frozen = model_state[FROZEN]
         if (units := options.get("units")) and units.shardings is not None:
             size = jax.tree.leaves(units.shardings)[0].axis_size
-            of_frozen = jax.tree_util.tree_map_with_path(
-                lambda k, x: LeafSharding(
-                    path_name(k), x.shape, np.dtype(x.dtype), None, "it is frozen", size
-                ),
-                frozen,
-            )
-            both = _joined(units.shardings, of_frozen)
+            both = _joined(units.shardings, infer_sharding(frozen, None, size))
             options["units"] = dataclasses.replace(units, shardings=both)
         out = model.loss(*with_frozen(params, model_state), batch, keys, **options)
         return out._replace(model_state=_with_frozen(frozen, out.model_state, binding))

@@ -21,10 +21,8 @@ from jax.extend import core
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from research_dp.errors import first_line
-from research_dp.tracing.jaxpr import is_deterministic, is_elementwise
+from research_dp.tracing.jaxpr import is_deterministic, is_elementwise, program_called
 
-# Primitives that run the program in their parameter `jaxpr` or `call_jaxpr` once.
-_CALLS = {"jit", "closed_call", "remat2", "custom_jvp_call", "custom_vjp_call"}
 _PROGRAMS = {"jaxpr", "branches", "cond_jaxpr", "body_jaxpr"}  # of control flow
 _RESHAPES = {"reshape", "squeeze", "broadcast_in_dim"}
 
@@ -195,9 +193,9 @@ def _apply(equations: Pair, inputs: list[Any], rules: Rules) -> list[Any]:
     """Labels of the results of one equation."""
     full, local = equations
     name = full.primitive.name
-    if name in _CALLS:
-        parameter = "jaxpr" if "jaxpr" in full.params else "call_jaxpr"
-        return rules.called(full, inputs, _call(equations, parameter, inputs, rules))
+    if program_called(full) is not None:
+        found = interpret([program_called(e) for e in equations], inputs, rules)
+        return rules.called(full, inputs, found)
     if name in _CONTROL_FLOW:
         options = [{k: e.params[k] for k in e.params.keys() - _PROGRAMS} for e in equations]
         if full is not local and not _equal(*options):

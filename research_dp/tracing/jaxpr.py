@@ -19,6 +19,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Primitive, jaxprs_in
 Source = frozenset[int] | None
 Callers = tuple[Any, ...]  # operations whose programs an operation is in, the outermost first
 Visit = Callable[[Any, Sequence[Source], Callers], None]
+_CALLS = {"jit", "closed_call", "remat2", "custom_jvp_call", "custom_vjp_call"}
 _LIBRARIES = tuple(str(Path(str(x.__file__)).parent) for x in (flax, jax, optax))
 _OWN = Path(__file__).parents[1]
 _LIBRARIES += tuple(
@@ -91,6 +92,13 @@ def source_line(equation: Any) -> str:
 def is_deterministic(equation: JaxprEqn) -> bool:
     """Whether equal operands give equal results on all devices: no collective, callback, draw."""
     return not equation.effects and equation.primitive.name != "rng_uniform"
+
+
+def program_called(equation: JaxprEqn) -> Any:
+    """The program that a call runs once, with the same arguments; None: it is no call."""
+    if equation.primitive.name not in _CALLS:
+        return None
+    return equation.params["jaxpr" if "jaxpr" in equation.params else "call_jaxpr"]
 
 
 def is_elementwise(equation: JaxprEqn) -> bool:

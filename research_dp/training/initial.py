@@ -12,7 +12,7 @@ import jax
 
 from research_dp.argument_checks import checked
 from research_dp.distributed.sharding import by_path, path_name
-from research_dp.errors import UsageError, binding_error, some_of
+from research_dp.errors import UsageError, binding_error, check_patterns, some_of
 from research_dp.runs import checkpoint, files
 from research_dp.runs import checkpoint_files as on_disk
 from research_dp.runs.checksum import tree_checksums
@@ -48,12 +48,7 @@ class InitialParams:
         self, path: str, rename: Mapping[str, str] | None = None, skip: Sequence[str] = ()
     ):
         self._path, self._rename, self._skip = Path(files.absolute(path)), rename or {}, skip
-        for pattern in (*self._rename, *skip):
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                problem = f": {pattern!r} is no regular expression: {error}."
-                raise binding_error("initial_params", problem) from error
+        check_patterns("initial_params", (*self._rename, *skip))
 
     def arrays(self, strategy: Strategy, say: Callable[[str], None]) -> dict[str, jax.Array]:
         """The arrays that `strategy.init` takes, on its shardings; every process calls it.

@@ -17,12 +17,9 @@ import optax
 from research_dp.argument_checks import checked, fits
 from research_dp.argument_types import Dtype, path_name
 from research_dp.distributed.optimizer_on_shards import on_matrices
-from research_dp.errors import binding_error
+from research_dp.errors import binding_error, check_patterns
 from research_dp.training.optimizers import remembering_rate
 from research_dp.types import PyTree
-
-# Input dims, output dims, and into how many matrices the outputs are cut.
-Dims = tuple[int | Sequence[int], int | Sequence[int]] | tuple[int, int, int]
 
 
 class MuonState(NamedTuple):
@@ -61,7 +58,7 @@ class _Layout:
 
     def matrices(self, x: jax.Array) -> jax.Array:
         """(..., rows, columns), of which rows are the fewer."""
-        x = x.transpose(self.order) if self.order != tuple(range(x.ndim)) else x
+        x = x.transpose(self.order)
         x = x.reshape(*self.batch, self.inputs, self.parts, self.outputs)
         x = x.squeeze(-2) if self.parts == 1 else jnp.moveaxis(x, -2, -3)
         return x.mT if self.inputs > self.outputs else x
@@ -72,17 +69,13 @@ class _Layout:
         x = x if self.parts == 1 else jnp.moveaxis(x, -3, -2)
         x = x.reshape(tuple(like.shape[i] for i in self.order))
         inverse = tuple(sorted(range(x.ndim), key=self.order.__getitem__))
-        return x.transpose(inverse) if inverse != tuple(range(x.ndim)) else x
+        return x.transpose(inverse)
 
 
 def _check(matrices: Mapping[str, Any]) -> None:
     """Raises UsageError for an expression, or dims, that cannot be."""
+    check_patterns("muon.matrices", matrices)
     for pattern, dims in matrices.items():
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            problem = f": {pattern!r} is no regular expression: {error}."
-            raise binding_error("muon.matrices", problem) from error
         several = dims if isinstance(dims, Sequence) else ()
         groups = [(d,) if isinstance(d, int) else d for d in several[:2]]
         is_right = dims is None or (

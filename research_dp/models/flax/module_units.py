@@ -44,7 +44,8 @@ class UnitCalls:
             if path and (_fits(path, one) if isinstance(one, str) else isinstance(module, one))
         }
         self.idle -= fits
-        self.found.update([path] * bool(fits))
+        if fits:
+            self.found.add(path)
         return bool(fits)
 
     def run(self, path: str, function: Callable[[Leaves], Any], leaves: Leaves) -> Any:
@@ -94,14 +95,14 @@ def find_units(
         UsageError: No submodule fits one of the selection, or none of those that fit is a unit.
     """
     params, state = variables
-    is_default = False
+    is_default = selection is None
     leaves = [(path_name(k), x) for k, x in jax.tree_util.tree_leaves_with_path(params)]
     if selection is None:
         sizes: Counter[str] = Counter()
         for path, x in leaves:
             sizes[path.partition("/")[0]] += x.size
         large = [name for name, size in sizes.items() if size > _LARGE]
-        selection, is_default = (large if len(large) > 1 else ()), True
+        selection = large if len(large) > 1 else ()
     several = [selection] if isinstance(selection, type | str) else list(selection)
     if not several:
         return {}

@@ -91,7 +91,6 @@ def _with_shards(equation: Any, given: Sequence[Any], units: Units) -> Sequence[
     if name.startswith("remat"):
         own, policy = shards, equation.params["policy"] or jax.checkpoint_policies.nothing_saveable
         if any(x.stacked for x in shards.values()):  # it has the loop, whose turns gather
-            run = functools.partial(_evaluate, program, units=_waiting(units))
             own, run = {}, _rematerialised(run, given, equation.params)
     else:
         own = {i: x for i, x in shards.items() if unit_of(x.sharding.path, units.kinds) == unit}
@@ -109,11 +108,6 @@ def _with_shards(equation: Any, given: Sequence[Any], units: Units) -> Sequence[
     else:
         results = function({})
     return [passed.get(out, x) for out, x in enumerate(results)]
-
-
-def _waiting(units: Units) -> Units:
-    """Units whose loops do not look ahead: within a trace they would close over its values."""
-    return dataclasses.replace(units, prefetch=None)
 
 
 def _rematerialised(
@@ -140,7 +134,9 @@ def _scan(equation: Any, program: Any, given: Sequence[Any], units: Units) -> Se
     first = params["num_consts"]
     last = first + params["num_carry"]
     consts, carry, stacks = given[:first], given[first:last], given[last:]
-    if units.prefetch and _can_look_ahead(equation, program, given):
+    # Within another trace a loop that looks ahead would close over its values.
+    is_outermost = not units.order.is_inside
+    if units.prefetch and is_outermost and _can_look_ahead(equation, program, given):
         carry, ys = _scan_ahead(program, consts, carry, stacks, units), [None] * len(passed)
         return [given[passed[i]] if i in passed else x for i, x in enumerate([*carry, *ys])]
 
@@ -149,7 +145,7 @@ def _scan(equation: Any, program: Any, given: Sequence[Any], units: Units) -> Se
             _Shard(x, of_one(stack.sharding), False) if isinstance(stack, _Shard) else x
             for x, stack in zip(slices, stacks, strict=True)
         ]
-        results = _evaluate(program, [*consts, *carry, *layers], _waiting(units))
+        results = _evaluate(program, [*consts, *carry, *layers], units)
         results = [None if isinstance(x, _Shard) else x for x in results]
         return results[: len(carry)], results[len(carry) :]
 
