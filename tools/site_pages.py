@@ -13,8 +13,6 @@ import posixpath
 import re
 from pathlib import Path
 
-from mkdocs.structure.files import File
-
 import research_dp
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -33,6 +31,7 @@ GROUPS = {
     "Optimizers": (
         *("distributed.optimizer", "distributed.sharded_optimizer", "distributed.update"),
         *("distributed.norms", "distributed.microbatch"),
+        "distributed.optimizer_on_shards",
     ),
     "Compat": ("compat",),
 }
@@ -109,6 +108,8 @@ def links(markdown: str, folder: str) -> dict[str, str]:
 
 def on_files(files, config):
     """Adds the pages that are not in docs/."""
+    from mkdocs.structure.files import File  # here: the reference is listed without mkdocs
+
     places = outside_pages()
     texts = {
         place: notebook_page() if path == NOTEBOOK else (ROOT / path).read_text()

@@ -1,5 +1,6 @@
 """The site: it loads nothing from elsewhere, and has all that links and the API name."""
 
+import importlib
 import os
 import re
 import subprocess
@@ -9,8 +10,6 @@ import pytest
 
 import research_dp
 from tests.support.repository import ROOT
-
-pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -28,11 +27,20 @@ def site(tmp_path_factory):
     return {str(page.relative_to(folder)): page.read_text() for page in folder.rglob("*.html")}
 
 
+def test_every_public_name_is_in_one_group_of_the_reference(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    pages = importlib.import_module("site_pages").reference_pages()  # raises on 0 or 2 groups
+    listed = [line for page in pages.values() for line in page.splitlines()]
+    assert not [name for name in research_dp.__all__ if f"::: research_dp.{name}" not in listed]
+
+
+@pytest.mark.slow
 def test_pages_load_nothing_from_elsewhere(site):
     loaded = re.compile(r"<(?:script|link|img|iframe)[^>]*(?:src|href)=\"?((?:https?:)?//[^\" >]*)")
     assert not {page: loaded.findall(text) for page, text in site.items() if loaded.search(text)}
 
 
+@pytest.mark.slow
 def test_every_public_name_has_its_docstring_in_the_reference(site):
     reference = "".join(text for page, text in site.items() if page.startswith("reference/"))
     assert not [n for n in research_dp.__all__ if f'id="research_dp.{n}"' not in reference]
@@ -42,6 +50,7 @@ def test_every_public_name_has_its_docstring_in_the_reference(site):
     assert "why it is replicated; empty if it is sharded" in reference
 
 
+@pytest.mark.slow
 def test_links_out_of_docs_lead_to_pages_of_the_site(site):
     assert 'href="source/examples/loop.py.html"' in site["index.html"]
     assert "A training loop without gin" in site["source/examples/loop.py.html"]
