@@ -36,7 +36,7 @@ class AsWritten:
     results: Any  # the structure of its results
 
     def __call__(self, *args: PyTree) -> PyTree:
-        return jax.tree.unflatten(self.results, _evaluate(self.program, jax.tree.leaves(args)))
+        return jax.tree.unflatten(self.results, evaluate(self.program, jax.tree.leaves(args)))
 
 
 def as_written(function: Callable[..., PyTree], *args: PyTree) -> AsWritten:
@@ -45,7 +45,8 @@ def as_written(function: Callable[..., PyTree], *args: PyTree) -> AsWritten:
     return AsWritten(program, jax.tree.structure(results))
 
 
-def _evaluate(closed: Any, args: list[Any]) -> list[Any]:
+def evaluate(closed: Any, args: list[Any]) -> list[Any]:
+    """The results of a traced program, whose divisions no compiler rewrites."""
     known = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
     known.update(zip(closed.jaxpr.invars, args, strict=True))
 
@@ -65,7 +66,7 @@ def _evaluate(closed: Any, args: list[Any]) -> list[Any]:
 def _results(equation: Any, given: list[Any]) -> list[Any]:
     name, params = equation.primitive.name, equation.params
     if name in _CALLS:
-        return _evaluate(params[_CALLS[name]], given)
+        return evaluate(params[_CALLS[name]], given)
     if name == "div" and jnp.issubdtype(equation.outvars[0].aval.dtype, jnp.floating):
         x, y = (jnp.broadcast_to(one, equation.outvars[0].aval.shape) for one in given)
         return [_opaque(lax.div(_opaque(x), _opaque(y, x)))]
@@ -91,7 +92,7 @@ def _rewritten(param: Any) -> Any:
         return tuple(map(_rewritten, param))
     if not isinstance(param, ClosedJaxpr):
         return param
-    return jax.make_jaxpr(lambda *args: _evaluate(param, list(args)))(*param.in_avals)
+    return jax.make_jaxpr(lambda *args: evaluate(param, list(args)))(*param.in_avals)
 
 
 def _opaque(x: jax.Array, other: jax.Array | None = None) -> jax.Array:

@@ -17,13 +17,15 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, jaxprs_in_params
 
 from research_dp.deterministic import sum as tree_sum
-from research_dp.deterministic.division import as_written
+from research_dp.deterministic.division import as_written, evaluate
 from research_dp.deterministic.sum import TreeReduction, add_pairs, fence, unknown_zero
 from research_dp.distributed.buckets import flatten_padded, pad_to_multiple
 from research_dp.distributed.collectives import gather
 from research_dp.distributed.mesh import FSDP_AXIS
 from research_dp.distributed.optimizer import apply_optimizer
-from research_dp.distributed.sharding import LeafSharding
+from research_dp.distributed.optimizer_on_shards import on_shards
+from research_dp.distributed.sharded_optimizer import find_mixing_update
+from research_dp.distributed.sharding import LeafSharding, infer_flat_sharding
 from research_dp.distributed.units import Units
 from research_dp.errors import UsageError, binding_error
 from research_dp.strategies import strategy
@@ -48,7 +50,8 @@ class DeterministicStep(Step):
 
     The sum over a device's shards is complete before it is communicated, so that the order of
     additions is one for all strategies: everything is gathered before the shards, and scattered
-    after them. Divisions of a user's `update` outside of the optimizer are left to the compiler.
+    after them. An optimizer that mixes elements is applied to gathered arrays. Divisions of a
+    user's `update` outside of the optimizer are left to the compiler.
     """
 
     @property
@@ -89,10 +92,23 @@ class DeterministicStep(Step):
         return norm_by_blocks(grads, self.shardings.slices, shards, unknown_zero(step))
 
     def apply(self, grads: PyTree, params: PyTree, state: TrainState) -> tuple[PyTree, PyTree]:
+        zero, slices = unknown_zero(state.step), self.shardings.slices
         grads = jax.tree.map(tree_sum.without_negative_zero, grads)
-        arguments = fence(grads, unknown_zero(state.step)), state.opt_state, params
-        update = functools.partial(apply_optimizer, self.optimizer)
-        return as_written(update, *arguments)(*arguments)
+        arguments = fence(grads, zero), state.opt_state, params
+        two = infer_flat_sharding(slices, 2)  # under every strategy, on one device too
+        if find_mixing_update(self.optimizer, two) is None:
+            update = functools.partial(apply_optimizer, self.optimizer)
+            return as_written(update, *arguments)(*arguments)
+
+        def run(program: ClosedJaxpr, arrays: list[jax.Array]) -> list[jax.Array]:
+            # In a branch, which the compiler does not know to be taken: what surrounds it changes
+            # no operation in it. Results are shaped as gradients and state, the first arguments.
+            pairs = zip(arrays, program.out_avals, strict=False)
+            kept = [x if x.dtype == a.dtype else x.astype(a.dtype) for x, a in pairs]
+            return lax.cond(zero == 0, lambda: evaluate(program, fence(arrays, zero)), lambda: kept)
+
+        optimizer = on_shards(self.optimizer, slices, self._reduction, run)
+        return apply_optimizer(optimizer, *arguments)
 
 
 def logical_shard_rows(spec: TrainSpec, devices: int, shards: int) -> np.ndarray:

@@ -92,23 +92,26 @@ class _Value(NamedTuple):
 
 
 def on_shards(
-    optimizer: optax.GradientTransformation, shardings: PyTree, reduction: Reduction = PLAIN
+    optimizer: optax.GradientTransformation,
+    shardings: PyTree,
+    reduction: Reduction = PLAIN,
+    run_gathered: Callable[[ClosedJaxpr, list[jax.Array]], list[jax.Array]] | None = None,
 ) -> optax.GradientTransformation:
     """The optimizer for this device's shards; its `update` needs the mesh axis `fsdp`, bound.
 
     `shardings` are the `LeafSharding`s of gradients and parameters. State of its parameter's shape
     is sharded as this is; other state is replicated. Tracing raises `Mixes` for an operation that
-    mixes elements and has no rule.
+    mixes elements and has no rule. `run_gathered` runs the program for unsharded arrays instead:
+    each device gathers its arguments, and keeps its shards of the results.
     """
     size = max((p.axis_size for p in jax.tree.leaves(shardings)), default=1)
 
-    def whole(x: Any, p: LeafSharding) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(p.shape, x.dtype)
+    def shaped(x: Any, like: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(like.shape, x.dtype)
 
     def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-        full = [jax.tree.map(whole, tree, shardings) for tree in (grads, params)]
-        shapes = jax.eval_shape(optimizer.init, full[1])
-        shapes = jax.tree.map(lambda s, x: jax.ShapeDtypeStruct(s.shape, x.dtype), shapes, state)
+        full = [jax.tree.map(shaped, tree, shardings) for tree in (grads, params)]
+        shapes = jax.tree.map(shaped, state, jax.eval_shape(optimizer.init, full[1]))
 
         def placed(x: Any, p: LeafSharding) -> _Value:
             return _Value(None, p.dim if x.shape == p.shape else None, p.path)
@@ -119,18 +122,23 @@ def on_shards(
             (one, of_state, one), is_leaf=lambda x: isinstance(x, _Value)
         )
         program, out = jax.make_jaxpr(optimizer.update, return_shape=True)(full[0], shapes, full[1])
-        structures: list[Any] = [jax.tree.structure(x) for x in (out, (grads, state))]
-        if structures[0] != structures[1]:
+        structure: Any = jax.tree.structure(out)
+        if structure != jax.tree.structure((grads, state)):
             raise Mixes("its state changes structure")
         run, leaves = _Evaluation(size, reduction), jax.tree.leaves((grads, state, params))
         given = [label._replace(x=x) for label, x in zip(labels, leaves, strict=True)]
-        results = []
-        found, wanted = run.program(program, given), jax.tree.leaves((full[0], shapes))
+        results, wanted = [], jax.tree.leaves((full[0], shapes))
+        if run_gathered is None:
+            found = run.program(program, given)
+        else:
+            pairs = zip(given, program.in_avals, strict=True)
+            gathered = [run.placed(value, None, like.shape) for value, like in pairs]
+            found = [_Value(x) for x in run_gathered(program, gathered)]
         for value, label, x, want in zip(found, labels, jax.tree.leaves(out), wanted, strict=False):
             if label.dim is not None and x.shape != want.shape:  # which `apply_updates` repeats
                 raise Mixes(f"an update of shape {x.shape} for {label.path} {want.shape}")
             results.append(run.placed(value, label.dim, x.shape))
-        return jax.tree.unflatten(jax.tree.structure(out), results)
+        return jax.tree.unflatten(structure, results)
 
     return optax.GradientTransformation(optimizer.init, update)
 
@@ -143,13 +151,10 @@ class _Evaluation:
 
     def program(self, closed: Any, given: Sequence[_Value]) -> list[_Value]:
         """The results of a program, whose arguments are sharded as they say."""
-        jaxpr, consts = (
-            (closed.jaxpr, closed.consts) if isinstance(closed, ClosedJaxpr) else (closed, [])
-        )
-        values: dict[Any, _Value] = {
-            **{v: _Value(x) for v, x in zip(jaxpr.constvars, consts, strict=True)},
-            **dict(zip(jaxpr.invars, given, strict=True)),
-        }
+        is_closed = isinstance(closed, ClosedJaxpr)
+        jaxpr, consts = (closed.jaxpr, closed.consts) if is_closed else (closed, [])
+        variables: list[Any] = [*jaxpr.constvars, *jaxpr.invars]
+        values = dict(zip(variables, [*map(_Value, consts), *given], strict=True))
 
         def read(v: Any) -> _Value:
             return _Value(v.val) if isinstance(v, Literal) else values[v]
@@ -175,12 +180,11 @@ class _Evaluation:
         name, params = equation.primitive.name, equation.params
         if (called := program_called(equation)) is not None:
             return self.program(called, given)
-        sharded = [value for value in given if value.dim is not None]
-        if not sharded:
+        path = next((value.path for value in given if value.dim is not None), None)
+        if path is None:
             return self._bind(equation, [value.x for value in given], _Value())
         if equation.primitive is _MATRICES:
             return self._matrices(params["function"], given)
-        path = sharded[0].path
         shapes = [v.aval.shape for v in equation.invars]
         if maps_scalars(equation):
             shape = equation.outvars[0].aval.shape
@@ -199,8 +203,8 @@ class _Evaluation:
 
     def _bind(self, equation: Any, operands: list[Any], label: _Value) -> list[_Value]:
         results = equation.primitive.bind(*operands, **equation.params)
-        several = equation.primitive.multiple_results
-        return [label._replace(x=x) for x in (results if several else [results])]
+        results = results if equation.primitive.multiple_results else [results]
+        return [label._replace(x=x) for x in results]
 
     # Rules: (the sharded operand, its unsharded shape, parameters) -> (result, sharded dim).
 
@@ -221,12 +225,10 @@ class _Evaluation:
         if sizes is None:  # squeeze
             sizes = [n for i, n in enumerate(shape) if i not in params["dimensions"]]
         elif params["dimensions"] is not None:
-            sizes = ()
+            raise Mixes(f"reshape of {value.path} from {shape}")
         for dim, n in enumerate(sizes):
             if math.prod(sizes[:dim]) == before and n % self._size == 0:
                 return value.x.reshape(self._local(sizes, dim)), dim
-        if not sizes:
-            raise Mixes(f"reshape of {value.path} from {shape}")
         return self.placed(value, None, shape).reshape(sizes), None  # it cuts across the shards
 
     def _transpose(self, value: _Value, shape: tuple[int, ...], params: Any) -> Any:
@@ -241,9 +243,9 @@ class _Evaluation:
         return result, dim - sum(axis < dim for axis in axes)
 
     def _sum(self, value: _Value, shape: tuple[int, ...], params: Any) -> Any:
-        dtype = wide = value.x.dtype
-        if jnp.issubdtype(dtype, jnp.floating):
-            wide = jnp.promote_types(dtype, jnp.float32)
+        dtype = value.x.dtype
+        floats = jnp.issubdtype(dtype, jnp.floating)
+        wide = jnp.promote_types(dtype, jnp.float32) if floats else dtype
 
         def total(x: jax.Array) -> jax.Array:
             return self._reduction.all_reduce(x, (FSDP_AXIS,))
@@ -260,8 +262,8 @@ class _Evaluation:
         classes: dict[Any, list[int]] = {}
         for i, v in enumerate(given):
             if v.dim not in (None, 0):
-                shape = (v.x.shape[v.dim] * self._size, v.x.shape[3 - v.dim])
-                rows, columns = shape if v.dim == 1 else shape[::-1]
+                sizes = (s * self._size if j == v.dim else s for j, s in enumerate(v.x.shape))
+                _, rows, columns = sizes
                 classes.setdefault((rows, columns, v.x.dtype), []).append(i)
         for (rows, columns, _), members in classes.items():
             new = self._of_class(function, [given[i] for i in members], rows, columns)
@@ -277,8 +279,7 @@ class _Evaluation:
         each = -(-sum(counts) // n)  # matrices that a device gets; the last ones are zeros
         flat = jnp.concatenate([v.x.reshape(len(v.x), -1) for v in given])
         flat = jnp.pad(flat, ((0, n * each - sum(counts)), (0, 0)))
-        kinds = np.repeat([v.dim == 1 for v in given], counts)
-        by_rows = np.pad(kinds, (0, n * each - len(kinds)), mode="edge").reshape(n, each)
+        by_rows = np.resize(np.repeat([v.dim == 1 for v in given], counts), (n, each))
         here = jnp.asarray(by_rows)[lax.axis_index(FSDP_AXIS)][:, None, None]
 
         def either(of_rows: Any, of_columns: Any) -> Any:

@@ -206,12 +206,10 @@ def optimizer_for(
         if error.binding:
             raise
         raise binding_error(f"{spec.gin_name}.optimizer", f": {error}") from error
-    if not mixing:
+    if not mixing or config.reduction.exact_step:  # which gathers what is mixed
         return spec.optimizer
     optimizer = on_shards(spec.optimizer, slices, config.reduction)
     try:
-        if config.reduction.exact_step:
-            raise Mixes(mixing)
         grads, opt_state = local_state(spec.optimizer, slices, state.params, state.opt_state)
         axes: Any = {"axis_env": list(config.mesh.shape.items())}
         jax.make_jaxpr(optimizer.update, **axes)(grads, opt_state, grads)

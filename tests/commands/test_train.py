@@ -50,7 +50,9 @@ def test_a_run_leaves_what_was_promised_and_its_config_runs_it_again(main, tmp_p
 FEEDBACK = "examples/ddp_error_feedback.gin"  # its slot has a state, which is saved
 
 
-@pytest.mark.parametrize("more", [[], pytest.param([FEEDBACK], marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "more", [[], *(pytest.param([f], marks=pytest.mark.slow) for f in (FEEDBACK, "optim/muon.gin"))]
+)
 def test_killed_and_continued_ends_where_an_undisturbed_run_ends(command, tmp_path, more):
     flags = [
         *MLP,
@@ -96,6 +98,20 @@ def test_continues_on_another_strategy_and_number_of_devices(command, main, tmp_
     assert less.returncode == 2
     assert "is at step 20, past train.num_steps = 15" in less.stderr
     assert (tmp_path / "config.gin").read_text() == config, "a refused command changed the run"
+
+
+@pytest.mark.slow
+def test_matrices_continue_on_fewer_devices_with_the_same_bits(command, tmp_path):
+    flags = [*MLP, "--gin_file=optim/muon.gin", "--gin_file=options/deterministic.gin"]
+    flags += ["--gin.train.num_steps=60", "--gin.train.checkpoint_every=5"]
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    assert command(*flags, "--cpu_devices=8", f"--workdir={whole}").returncode == 0
+    killed_once_saved(command, broken, *flags, "--cpu_devices=8")
+    ddp = "--gin_file=gin/strategies/ddp.gin"
+    done = command(*flags, ddp, "--cpu_devices=2", f"--workdir={broken}")
+    assert done.returncode == 0, done.stderr
+    assert "Continuing from step" in done.stdout
+    assert summary(whole)["params_fingerprint"] == summary(broken)["params_fingerprint"]
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])

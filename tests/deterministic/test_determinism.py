@@ -18,6 +18,7 @@ from research_dp.distributed.sharding import choose_dim, infer_sharding
 from research_dp.errors import UsageError
 from research_dp.models import convnet, mlp, transformer
 from research_dp.strategies.jaxpr_collectives import collectives
+from research_dp.training.muon import muon
 from tests.support.certified import EXAMPLE, TOKENS, batches
 from tests.support.compilers import AS_USERS_COMPILE
 from tests.support.exact import AS_USERS_DO, BATCH, bits, build
@@ -132,6 +133,30 @@ def test_the_same_bits_of_a_model_of_units_and_of_convolutions(shards, loop, api
         assert all(one == found[0] for one in found)
 
 
+MIXED = [("ddp", 2, 1), ("zero1", 1, 4), ("zero2", 1, 8), ("fsdp", 1, 2), ("fsdp_keep", 1, 8)]
+MIXED += [("hsdp", 2, 4)]
+OPTIMIZERS = {
+    "muon": muon(1e-2, matrices={".*kernel": (0, 1)}),
+    "lamb": optax.lamb(1e-2),
+    "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=8),
+    "bfloat16": optax.chain(
+        optax.clip_by_block_rms(0.1),
+        optax.stateless(lambda g, _: jax.tree.map(lambda x: x.astype(jnp.bfloat16), g)),
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_same_bits_from_optimizers_that_mix_elements(name):
+    cells = MIXED if name == "muon" else [("ddp", 4, 1), ("fsdp", 1, 8)]
+    options = {"more": {"optimizer": OPTIMIZERS[name]}, "bindings": (*AS_USERS_DO, *LOOP)}
+    model = model_of(APIS[len(name) % 2])
+    expected = bits(build("single", 1, 1, model, **options), batches())
+    for cell in cells:
+        assert bits(build(*cell, model, **options), batches()) == expected, cell
+
+
 @pytest.mark.parametrize(
     ("bindings", "options", "told"),
     [
@@ -149,7 +174,6 @@ def test_the_same_bits_of_a_model_of_units_and_of_convolutions(shards, loop, api
         (["data_parallel.param_dtype = 'bfloat16'"], {}, "parameters in bfloat16"),
         (["gather_params.grad_scatter_dtype = 'bfloat16'"], {}, "adds in float32, not in bf"),
         ([], {"model": convnet(features=(8,), num_classes=10, norm="batch")}, "over the batch"),
-        ([], {"more": {"optimizer": optax.lamb(1e-3)}}, "mixes elements"),
     ],
 )
 def test_what_cannot_be_exact_is_refused(bindings, options, told):

@@ -17,6 +17,8 @@ from research_dp.distributed.mesh import build_mesh
 from research_dp.distributed.optimizer_on_shards import Mixes, on_shards
 from research_dp.distributed.sharding import LeafSharding, by_path
 from research_dp.errors import UsageError
+from research_dp.models import mlp
+from research_dp.strategies import state as strategy_state
 from research_dp.training.muon import muon
 from tests.support import decoder
 from tests.support.certified import bench_of, noise, refusal, small_model
@@ -205,6 +207,25 @@ def test_planted_bugs_are_found(bug, monkeypatch):
     method, wrong, name = PLANTED[bug]
     monkeypatch.setattr(optimizer_on_shards._Evaluation, method, wrong)
     found = refusal("fsdp", spec={"optimizer": OPTIMIZERS[name]})
+    assert "hidden_" in found, found
+
+
+@pytest.mark.slow
+def test_moments_that_are_exchanged_are_found(monkeypatch):
+    right = on_shards
+
+    def exchanged(optimizer, *args):
+        def update(grads, state, params):
+            leaves, treedef = jax.tree.flatten(state)
+            a, b = [i for i, x in enumerate(leaves) if x.shape == (16, 2)][:2]
+            leaves[a], leaves[b] = leaves[b], leaves[a]
+            return right(optimizer, *args).update(grads, treedef.unflatten(leaves), params)
+
+        return optax.GradientTransformation(optimizer.init, update)
+
+    monkeypatch.setattr(strategy_state, "on_shards", exchanged)
+    spec = {"model": mlp(widths=(16, 16), num_classes=10)}
+    found = refusal("fsdp", spec={**spec, "optimizer": OPTIMIZERS["muon"]})
     assert "hidden_" in found, found
 
 
