@@ -1,7 +1,8 @@
-"""Draws the two pictures of README.md.
+"""Draws the two pictures of README.md, and one of held-out losses.
 
 python tools/pictures.py strategies   # docs/strategies.svg, from a plan of lm_1b on 8 H100s
 python tools/pictures.py loss runs/single runs/fsdp runs/zero1   # docs/loss.svg, from metrics.jsonl
+python tools/pictures.py held_out runs/AdamW runs/Muon   # docs/held_out_loss.svg, likewise
 
 The runs are the quickstart with --gin_file=strategies/NAME.gin --gin.train.log_every=10.
 
@@ -146,6 +147,20 @@ def draw_loss(runs: list[Path]) -> Path:
     return save(figure, "loss.svg")
 
 
+def draw_held_out(runs: list[Path]) -> Path:
+    """Draws the held-out loss of runs, from their records, each with its folder's name."""
+    figure, axes = pyplot.subplots(figsize=(7, 3.2))
+    for run, color in zip(runs, ["#3f88c5", "#e0803c", "#c9a227", "#a8553a"], strict=False):
+        records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+        points = [(r["step"], r["loss"]) for r in records if r["split"] == "eval"]
+        axes.plot(*zip(*points, strict=True), color=color, lw=1.6, marker=".", label=run.name)
+    axes.set(xlabel="step", ylabel="held-out loss, nats a byte")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    figure.tight_layout()
+    return save(figure, "held_out_loss.svg")
+
+
 def save(figure: Any, name: str) -> Path:
     """Writes a picture that has the same bytes each time."""
     path = ROOT / "docs" / name
@@ -156,11 +171,12 @@ def save(figure: Any, name: str) -> Path:
 def main() -> None:
     """Draws what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("picture", choices=["strategies", "loss"])
-    parser.add_argument("runs", nargs="*", type=Path, help="folders of runs, for `loss`")
+    parser.add_argument("picture", choices=["strategies", "loss", "held_out"])
+    parser.add_argument("runs", nargs="*", type=Path, help="folders of runs, for losses")
     flags = parser.parse_args()
     with pyplot.rc_context(STYLE):
-        print(draw_loss(flags.runs) if flags.picture == "loss" else draw_strategies())
+        draw = {"loss": draw_loss, "held_out": draw_held_out}.get(flags.picture)
+        print(draw(flags.runs) if draw else draw_strategies())
 
 
 if __name__ == "__main__":
