@@ -31,6 +31,9 @@ from research_dp.errors import UsageError
 
 BATCH_AXES = DATA_AXIS, FSDP_AXIS = ("data", "fsdp")
 
+# The platform that a model is traced for, and over how many devices the arrays it sees are split by
+# the compiler. A context of JAX's, so that what it caches of a traced function depends on it.
+_TARGET: Any = jax.make_user_context((None, 1))
 _planned = contextvars.ContextVar[Sequence[jax.Device]]("planned", default=())
 
 
@@ -113,11 +116,25 @@ def build_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device]) -> Mesh:
     return Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(shape))
 
 
+@contextlib.contextmanager
+def traced_for(mesh: Mesh, axes: Sequence[str]) -> Iterator[None]:
+    """While a model is traced for a mesh, of whose batch axes these split the arrays it sees."""
+    platform = mesh.devices.flat[0].platform
+    seen = math.prod(mesh.shape[name] for name in axes)
+    with _TARGET((platform, batch_devices(mesh) // seen)):
+        yield
+
+
 def target_platform() -> str:
     """'cpu', 'cuda' or 'tpu': the platform that a function is traced for."""
     device = jax.sharding.get_abstract_mesh().abstract_device
-    platform = device.platform if device else jax.default_backend()
+    platform = _TARGET.value[0] or (device.platform if device else jax.default_backend())
     return "cuda" if platform == "gpu" else platform
+
+
+def examples_on_device(count: int) -> int:
+    """How many of an array's examples, tokens or rows one device has, when it is traced."""
+    return -(-count // _TARGET.value[1])
 
 
 def split_axes(mesh: Mesh) -> tuple[str, ...]:

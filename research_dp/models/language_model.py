@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from research_dp.distributed.batch_examples import seed_key
+from research_dp.distributed.mesh import examples_on_device
 from research_dp.distributed.sharding import PART, STACK, TABLE
 from research_dp.distributed.units import Units
 from research_dp.models.layers import fold_in_each
@@ -91,7 +92,7 @@ class LanguageModel:
         head = "embed" if self.tied else "head"
         scan_rows = functools.partial(units.scan_rows, name=head, params=params)
         # A divisor of the vocabulary's size, if one is below twice the least number of chunks.
-        least = -(-self.vocab_size * tokens.size // self.logits_at_once)
+        least = -(-self.vocab_size * examples_on_device(tokens.size) // self.logits_at_once)
         least = min(least, self.vocab_size)
         divisors = (n for n in range(least, 2 * least) if self.vocab_size % n == 0)
         losses = _cross_entropy(x, scan_rows, targets, self.vocab_size, next(divisors, least))

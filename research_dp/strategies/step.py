@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -22,7 +22,7 @@ from research_dp.distributed.batch_examples import split_over
 from research_dp.distributed.boxed import unboxed
 from research_dp.distributed.collectives import axes_size, cast_dtype
 from research_dp.distributed.differentiable_gather import drop_gathered
-from research_dp.distributed.mesh import FSDP_AXIS
+from research_dp.distributed.mesh import FSDP_AXIS, traced_for
 from research_dp.distributed.microbatch import add_up
 from research_dp.distributed.norms import clip_factor, global_norm
 from research_dp.distributed.optimizer import apply_gradients, apply_optimizer
@@ -173,11 +173,14 @@ class Step:
         strategy.check_loss(out, self.spec)
         return out._replace(total=order.finish(out.total))
 
-    def _split(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def _split(self) -> Iterator[None]:
         """While the model runs, or is differentiated: over which axes its batch is split."""
         reduction = self.config.reduction
         # Logical shards know nothing of each other: each is a batch of its own.
-        return split_over(self.axes if reduction.logical_shards is None else (), reduction)
+        axes = self.axes if reduction.logical_shards is None else ()
+        with split_over(axes, reduction), traced_for(self.config.mesh, self.axes):
+            yield
 
     @functools.cached_property
     def gather(self) -> Callable[..., PyTree]:
