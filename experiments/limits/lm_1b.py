@@ -68,7 +68,7 @@ H100 = {
     "hsdp 8 x 8": Case("hsdp", (BF16, MEMORY, "make_mesh.axes = {'data': 8, 'fsdp': 8}"), 6.65),
     "ddp bf16": Case("ddp", (BF16,), 4.76),
     "ddp f32": Case("ddp", (), 9.52),
-    "spmd_fsdp": Case("spmd_fsdp"),
+    "spmd_fsdp": Case("spmd_fsdp", (BF16,), 6.9, collectives=200),
 }
 V5E = {
     "fsdp": Case("fsdp", (BF16, TPU), 9.1, 0.6, None, None, 17.0),

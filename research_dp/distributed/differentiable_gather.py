@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from research_dp.argument_checks import checked
 from research_dp.argument_types import Array, AxisName, Dtype
@@ -171,18 +172,25 @@ def gather_array_with_mean_grads(
     return options.differentiable(x.dtype)(x)
 
 
-def gather_by_compiler(
-    x: jax.Array, sharded: jax.sharding.NamedSharding, replicated: jax.sharding.NamedSharding
-) -> jax.Array:
+def gather_by_compiler(x: jax.Array, options: GatherOptions, mesh: Mesh) -> jax.Array:
     """Tells the compiler, under `jit`, to gather `x` for compute and to scatter its gradient.
 
     Without it activations may be split over the dims that parameters are sharded on, and moved.
     """
+    sharded = NamedSharding(mesh, PartitionSpec(*(None,) * options.dim, options.axis))
 
-    def full(x: jax.Array) -> jax.Array:
-        return checkpoint_name(jax.lax.with_sharding_constraint(x, replicated), GATHERED)
+    def on_wire(x: jax.Array, wire_dtype: Any) -> jax.Array:
+        # Shards here too: else the compiler may cast what it has gathered.
+        return jax.lax.with_sharding_constraint(x.astype(cast_dtype(x.dtype, wire_dtype)), sharded)
 
-    return with_gradient(full, lambda g: jax.lax.with_sharding_constraint(g, sharded))(x)
+    def full(shards: jax.Array) -> jax.Array:
+        replicated = NamedSharding(mesh, PartitionSpec())
+        wire = on_wire(shards, options.gather_dtype)
+        return checkpoint_name(jax.lax.with_sharding_constraint(wire, replicated), GATHERED)
+
+    return with_gradient(
+        full, lambda g: on_wire(g, options.grad_scatter_dtype or x.dtype).astype(x.dtype)
+    )(x)
 
 
 def gather_tree_with_mean_grads(

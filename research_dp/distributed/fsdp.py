@@ -21,7 +21,11 @@ from research_dp.argument_checks import checked
 from research_dp.distributed import boxed, buckets, collectives, sharding
 from research_dp.distributed.boxed import names_of, value_of
 from research_dp.distributed.collectives import PLAIN, Axes, Reduction, axes_size, flat_axes, takes
-from research_dp.distributed.differentiable_gather import GatherOptions, gather_tree_with_mean_grads
+from research_dp.distributed.differentiable_gather import (
+    GatherOptions,
+    gather_by_compiler,
+    gather_tree_with_mean_grads,
+)
 from research_dp.distributed.sharding import LeafSharding, Rule, ShardDecision
 from research_dp.distributed.units import exchange_rows
 from research_dp.errors import UsageError
@@ -169,8 +173,8 @@ def gather_shards(
     return gather_tree_with_mean_grads(arrays, shardings, options, bucket_bytes=bucket_bytes)
 
 
-@gin.register(module="distributed", denylist=["rows"])
-@takes("reduction", "rows")
+@gin.register(module="distributed", denylist=["rows", "mesh"])
+@takes("reduction", "rows", "mesh")
 @checked
 @jax.named_scope("gather_params")
 def gather_params(
@@ -183,6 +187,7 @@ def gather_params(
     bucket_bytes: int | None = None,
     reduction: Reduction = PLAIN,
     rows: types.Indices | None = None,
+    mesh: Mesh | None = None,
 ) -> PyTree:
     """Gathers the parameters that are sharded over a mesh axis; gradients come back as shards.
 
@@ -203,9 +208,14 @@ def gather_params(
             no compiler does that; 0 elsewhere.
         reduction: The collectives.
         rows: Row indices: only these rows of feature-sharded tables are returned.
+        mesh: Of global arrays, under `jit`: the compiler gathers over this mesh. It forms buckets
+            by itself, and sums gradients of the mean over all devices, undivided.
     """
     axis_name = boxed.as_name(axis_name)
-    axes_size(flat_axes(axis_name))  # names an axis that is not bound
+    if mesh is None:
+        axes_size(flat_axes(axis_name))  # names an axis that is not bound
+    elif pre_divide or bucket_bytes or rows is not None:
+        raise UsageError("gather_params: bind no pre_divide and no bucket_bytes with a mesh.")
     options = GatherOptions(0, axis_name, gather_dtype, grad_scatter_dtype, reduction, pre_divide)
     if bucket_bytes is None:
         bucket_bytes = buckets.DEFAULT_BUCKET_BYTES if collectives.over_gloo() else 0
@@ -217,7 +227,12 @@ def gather_params(
                 problem = f"an array of shape {np.shape(x)} has no dim {dim}."
                 raise UsageError(f"{path}: gather over {axis_name!r}: {problem}")
             shards[i] = x, dim
-    full = gather_shards(list(shards.values()), options, bucket_bytes, rows)
+    if mesh is None:
+        full = gather_shards(list(shards.values()), options, bucket_bytes, rows)
+    else:
+        full = [
+            gather_by_compiler(x, options._replace(dim=dim), mesh) for x, dim in shards.values()
+        ]
     result = [leaf for _, leaf in leaves]
     for (i, (_, dim)), x in zip(shards.items(), full, strict=True):
         result[i] = boxed.with_name(result[i], x, dim, None)

@@ -14,9 +14,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from research_dp.argument_checks import checked
 from research_dp.distributed import placement
-from research_dp.distributed.boxed import is_box
 from research_dp.distributed.collectives import PLAIN
-from research_dp.distributed.differentiable_gather import gather_by_compiler
+from research_dp.distributed.fsdp import gather_params
 from research_dp.distributed.mesh import DATA_AXIS, FSDP_AXIS, refuse_several_processes, split_axes
 from research_dp.distributed.sharding import replicated
 from research_dp.errors import UsageError, binding_error
@@ -60,11 +59,12 @@ def mapped(config: StrategyConfig, spec: TrainSpec) -> Strategy:
 def compiled(config: StrategyConfig, spec: TrainSpec) -> Strategy:
     """`jit` on global arrays: the compiler inserts the collectives that the shardings imply.
 
-    A slot that only a mapped program has is a UsageError.
+    A slot that only a mapped program has is a UsageError. `gather` is called with `mesh`; None:
+    gathers have no dtype of their own.
     """
     slots.refuse_filled(
         config,
-        ("gather", "sync", "update"),
+        ("sync", "update", *(() if config.shard else ("gather",))),
         "the compiler inserts collectives in engine 'compiled'; bind None.",
     )
     if config.reduction is not PLAIN and config.mesh.size > 1:
@@ -73,6 +73,8 @@ def compiled(config: StrategyConfig, spec: TrainSpec) -> Strategy:
             ": engine 'compiled' leaves sums to the compiler; use 'mapped'.",
         )
     slots.refuse_idle(config, gathers=config.shard is not None)
+    if config.prefetch:
+        raise binding_error("data_parallel.prefetch", " = True: the compiler gathers. Bind False.")
     step, _, abstract, _ = program = _program(config, spec, on_global_arrays=True)
     state_shardings = jax.tree.map(lambda x: x.sharding, abstract)
     outs = state_shardings, NamedSharding(config.mesh, PartitionSpec())
@@ -162,23 +164,11 @@ def _program(config: StrategyConfig, spec: TrainSpec, *, on_global_arrays: bool 
     seen, axes, config_seen = shardings, split_axes(mesh), config
     if on_global_arrays:  # gradients and slices too
         seen, axes = shardings._replace(slices=replicated(shardings.slices)), ()
-        gather = config.shard and functools.partial(_gather_by_compiler, mesh)
+        gather = config.shard and functools.partial(config.gather or gather_params, mesh=mesh)
         config_seen = dataclasses.replace(config, gather=gather)
     optimizer = state.optimizer_for(config, spec, seen.slices, abstract)
     step = (exact.DeterministicStep if exact else Step)(config_seen, spec, seen, axes, optimizer)
     return step, shardings, abstract, state.BatchLayout(mesh, spec, config.reduction)
-
-
-def _gather_by_compiler(mesh: Mesh, params: PyTree, _: str) -> PyTree:
-    """The slot `gather` by collectives that the compiler inserts."""
-
-    def one(leaf: Any) -> Any:
-        if not is_box(leaf):
-            return leaf
-        sharded = NamedSharding(mesh, PartitionSpec(*leaf.names))
-        return gather_by_compiler(leaf.value, sharded, NamedSharding(mesh, PartitionSpec()))
-
-    return jax.tree.map(one, params, is_leaf=is_box)
 
 
 def _read_in_evaluation(state: Any) -> strategy.TrainState:

@@ -307,6 +307,7 @@ CALLS = {
         "params": (BOXED, "to be placed"),
         "bucket_bytes": (None, "an integer?"),
         "rows": (None, "an array?"),
+        "mesh": (None, "one of its class?"),
     },
     "gather_tree": {
         "tree": ({"w": np.ones((2, 16), np.float32)}, "arrays"),

@@ -1,0 +1,56 @@
+"""What `plan` compiles is the program that `train` runs, for the platform of its devices."""
+
+import re
+
+import jax
+import pytest
+
+from research_dp.analysis.topologies import topology
+from research_dp.distributed.mesh import planning_for
+from tests.support import decoder
+from tests.support.compilers import needs_compiler
+
+TEN = ("single", "ddp", "pmap", "zero1", "zero2", "fsdp", "fsdp_keep", "hsdp", "spmd", "spmd_fsdp")
+
+
+def built(stem, devices, *bindings):
+    # Each device has logits for more than one piece of the vocabulary, and heads for cuDNN.
+    model = decoder.model(dtype="bfloat16", width=32)
+    with planning_for(devices):
+        return decoder.build(stem, model, *bindings)
+
+
+def lengths(strategy):
+    """How often the loops of its training step turn."""
+    step = strategy.train_step
+    traced = jax.make_jaxpr(step)(strategy.abstract_state, strategy.abstract_batch)
+    return re.findall(r"length=(\d+)", str(traced)), str(traced)
+
+
+@pytest.mark.parametrize("stem", TEN)
+def test_what_is_planned_for_cpus_is_what_runs_there(stem):
+    def text(strategy):
+        step = strategy.train_step
+        return step.lower(strategy.abstract_state, strategy.abstract_batch).as_text()
+
+    assert text(built(stem, topology("cpu:8").devices)) == text(built(stem, jax.devices()))
+
+
+def test_the_compilers_program_has_the_pieces_of_a_devices_tokens():
+    ours, theirs = (lengths(built(stem, jax.devices()))[0] for stem in ("ddp", "spmd"))
+    assert set(ours) == set(theirs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [
+        pytest.param("h100:1x8", "cudnn", marks=needs_compiler("gpu")),
+        pytest.param("v5e-8", None, marks=needs_compiler("tpu")),
+    ],
+)
+@pytest.mark.parametrize("stem", ["ddp", "spmd", "spmd_fsdp", "single"])
+def test_what_is_planned_is_traced_for_the_platform_of_the_devices(stem, name, attention):
+    count = 1 if stem == "single" else 8
+    _, traced = lengths(built(stem, topology(name).devices[:count]))
+    assert ("dot_product_attention_fwd" in traced) == (attention == "cudnn")
