@@ -24,6 +24,9 @@ from research_dp.strategies.step import Step
 from research_dp.strategies.strategy import Strategy, StrategyConfig, TrainSpec
 from research_dp.types import PyTree
 
+# A program that runs once: XLA's CPU compiler takes a third of the time, and the bits are the same.
+_QUICK_ON_CPU = {"xla_backend_optimization_level": 1}
+
 Program = tuple[Step, strategy.StateShardings, strategy.TrainState, state.BatchLayout]
 
 
@@ -195,10 +198,13 @@ def _strategy(
 
     step, shardings, abstract, batch = program
     new_state = functools.partial(state.init_state, config, step.spec)
-    init: Any = jax.jit(new_state, out_shardings=jax.tree.map(lambda x: x.sharding, abstract))
-    if config.mesh.devices.flat[0].platform == "cpu" and config.mesh.size > 1:
-        last: list[Any] = []
+    on_cpu = config.mesh.devices.flat[0].platform == "cpu"
+    jit = functools.partial(jax.jit, compiler_options=_QUICK_ON_CPU if on_cpu else None)
+    init: Any = jit(new_state, out_shardings=jax.tree.map(lambda x: x.sharding, abstract))
+    last: list[Any] = []
+    if on_cpu:
         init = _in_turn(init, last)
+    if on_cpu and config.mesh.size > 1:
         train_step = _in_turn(train_step, last, lambda results: results[1])
         evaluate = _in_turn(evaluate, last, lambda results: results)
     of_batch = ("abstract_batch", "place_batch", "place_eval_batch", "train_rows", "eval_rows")

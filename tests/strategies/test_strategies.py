@@ -16,6 +16,7 @@ from research_dp.models import convnet, mlp, resnet
 from research_dp.strategies import TrainSpec
 from research_dp.strategies import strategy as keys
 from research_dp.types import TrainableModel
+from tests.support import programs
 from tests.support.certified import (
     EXAMPLE,
     RUN_STEPS,
@@ -341,6 +342,46 @@ def test_weights_decay_as_the_optimizer_keeps_them_and_not_as_they_are_rounded()
     zeros = jax.tree.map(jnp.zeros_like, narrow)
     _, state = optimizer.update(zeros, optimizer.init(wide), narrow)
     np.testing.assert_array_equal(state.master["w"], wide["w"] + expected["w"])
+
+
+INITIAL = """
+import functools, sys
+import jax
+jax.config.update("jax_num_cpu_devices", 8)
+from research_dp.config import load
+from research_dp.strategies.state import init_state
+from research_dp.training.train import configured
+
+load.load(sys.argv[1:])
+config, spec, _ = configured()
+strategy = config.build(spec)
+found = strategy.init(7)
+plain = jax.jit(functools.partial(init_state, strategy.config, strategy.spec))(7)
+different = jax.tree.map(lambda a, b: int((jax.device_get(a) != jax.device_get(b)).sum()),
+                         found.params, plain.params)
+print(sum(jax.tree.leaves(different)), "of", sum(x.size for x in jax.tree.leaves(plain.params)))
+"""
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        ["runs/digits.gin"],
+        ["runs/lm_stdlib.gin", "strategies/single.gin"],
+        pytest.param(["runs/digits.gin", "models/resnet_nnx.gin"], marks=pytest.mark.slow),
+    ],
+)
+def test_initial_parameters_are_the_bits_of_the_default_compilation(files):
+    done = programs.run(INITIAL, *files)
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"0 of \d{5,}\n", done.stdout)
+
+
+def test_initialisation_can_be_traced_on_one_device():
+    strategy = build("single", one_matrix())
+    traced = jax.jit(lambda seed: strategy.init(seed).params)(3)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5)
+    jax.tree.map(close, traced, strategy.init(3).params)
 
 
 @pytest.mark.parametrize("stem", ["ddp", "spmd"])
