@@ -15,7 +15,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from research_dp.argument_checks import check_unmasked
 from research_dp.argument_types import described
 from research_dp.distributed import placement, sharding
-from research_dp.distributed.batch_examples import seed_key
 from research_dp.distributed.boxed import is_box, names_of, value_of
 from research_dp.distributed.collectives import PLAIN, Reduction, cast_dtype, flat_axes
 from research_dp.distributed.mesh import BATCH_AXES, FSDP_AXIS, batch_devices, sizes_text
@@ -92,7 +91,7 @@ def infer_state_sharding(
 
     `params_sharded`: between steps parameters are not replicated.
     """
-    abstract = jax.eval_shape(lambda key: init_state(config, spec, key), seed_key(0))
+    abstract = jax.eval_shape(lambda seed: init_state(config, spec, seed), np.uint32(0))
     _check_params(spec, abstract.params)
     sharding.by_path(abstract)  # a checkpoint has its arrays by path, so it needs different ones
     slices = _param_shardings(config, spec, abstract.params)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import gin
+import numpy as np
 import optax
 
 import research_dp.training.muon  # noqa: F401  (registers it and Optax with gin)
@@ -24,7 +25,7 @@ from research_dp.runs.facts import RunFacts
 from research_dp.runs.manifest import origin
 from research_dp.runs.workdir import locked_workdir
 from research_dp.strategies import StrategyConfig, TrainSpec, slots
-from research_dp.strategies.strategy import LossOver, init_key
+from research_dp.strategies.strategy import LossOver
 from research_dp.training import python_objects
 from research_dp.training.initial import InitialParams
 from research_dp.training.input_checks import check_memory
@@ -161,7 +162,7 @@ def train(
         sinks.open(folder)
         recorder.note("compile", first_step)
         if state is None:
-            state = built.init(init_key(seed), initial.arrays(built, say) if initial else None)
+            state = built.init(np.uint32(seed), initial.arrays(built, say) if initial else None)
         started = time.perf_counter() if started is None else started
         facts = RunFacts(
             *(folder, built, bound, first_step),
