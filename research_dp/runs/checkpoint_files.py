@@ -37,6 +37,8 @@ _MACHINE_ERRORS = {
 # Orbax measures by the clock on the wall, which jumps where a machine was suspended. The watchdog
 # ends what hangs.
 _SECONDS_TO_SAVE = 14 * 24 * 3600
+# Replicas write slices of an array. Not of small ones: a program is compiled to cut each slice.
+_MIN_SLICE_BYTES = 2**20
 _SECONDS_TO_END = 10.0  # of a failed save's threads; a hanging disk may hold one for ever
 _STEP = r"(0|[1-9][0-9]{0,17})"  # no other digits, no leading zeros
 COMPLETE = re.compile(_STEP)  # Orbax renames a folder once all is in it
@@ -183,11 +185,17 @@ def overview(folder: Path, *, verified: bool) -> Iterator[Row]:
 def checkpointer() -> Any:
     """An asynchronous checkpointer of a state and a manifest."""
     import orbax.checkpoint as ocp
+    from orbax.checkpoint._src.metadata import array_metadata_store
 
     _quieten_orbax()
+    arrays = ocp.type_handlers.ArrayHandler(
+        min_slice_bytes_for_replica_parallel=_MIN_SLICE_BYTES,
+        array_metadata_store=array_metadata_store.Store(),
+    )
+    registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
     handlers = {
         # Weights hardly get smaller, and compression takes the loop's cores.
-        STATE: ocp.PyTreeCheckpointHandler(use_compression=False),
+        STATE: ocp.PyTreeCheckpointHandler(use_compression=False, type_handler_registry=registry),
         "manifest": ocp.JsonCheckpointHandler(filename=MANIFEST.name),
     }
     composite = ocp.CompositeCheckpointHandler(**handlers)

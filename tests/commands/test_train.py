@@ -1,6 +1,7 @@
 """The command, as a user runs it: results, mistakes, kill and resume."""
 
 import os
+import re
 import signal
 import time
 
@@ -232,3 +233,14 @@ def test_the_place_of_a_mistake_in_a_file_is_named(main, tmp_path):
     done = main(*flags, "--cpu_devices=8")
     assert done.returncode == 2
     assert f"{mistake}:3" in done.stderr
+
+
+def test_a_run_with_a_checkpoint_compiles_its_own_programs_alone(command, tmp_path):
+    # Each operation outside jit, or slice that Orbax cuts, is a program of its own.
+    flags = ["--cpu_devices=8", "--gin.train.num_steps=4", f"--workdir={tmp_path}"]
+    done = command(*MLP, *flags, JAX_LOG_COMPILES="1")
+    assert done.returncode == 0, done.stderr
+    compiled = re.findall(r"Finished XLA compilation of jit\((\w+)\)", done.stderr)
+    own = ["init_state", "schedule", "train", "_all_finite", "evaluate"]
+    counter = ["convert_element_type"]  # of Optax's states, made to see which arrays they have
+    assert sorted(compiled) == sorted(own + counter), compiled
