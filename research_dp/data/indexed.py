@@ -18,7 +18,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -211,7 +210,11 @@ def indexed_splits(
 def _prefetched(
     load: Callable[[int], Arrays], first: int, last: int, threads: int, workers: int, prefetch: int
 ) -> Iterator[Arrays]:
-    """Yields load(first), ..., load(last - 1), prefetched by threads or processes."""
+    """Yields load(first), ..., load(last - 1), prefetched by threads or processes, if any."""
+    if not threads and not workers:
+        return map(load, range(first, last))
+    import grain  # slow: it imports Orbax too
+
     options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=prefetch)
     batches = grain.MapDataset.range(first, last).map(load).to_iter_dataset(options)
     if workers:
