@@ -60,7 +60,7 @@ def place(tree: PyTree, tree_shardings: PyTree, *, full: bool = False) -> PyTree
         targets = treedef.flatten_up_to(tree_shardings)
     leaves = [x for _, x in flat]
     chosen = [i for i, target in enumerate(targets) if target is not None]
-    for i in chosen:
+    for i in list(chosen):
         x, target = leaves[i], targets[i]
         is_global = isinstance(x, jax.core.Tracer) or not getattr(x, "is_fully_addressable", True)
         alone = is_global or jax.process_count() == 1
@@ -71,6 +71,10 @@ def place(tree: PyTree, tree_shardings: PyTree, *, full: bool = False) -> PyTree
             leaves[i] = jax.make_array_from_callback(x.shape, target, x.__getitem__)
         elif not alone:
             leaves[i] = jax.make_array_from_process_local_data(target, np.asarray(x))
+        elif type(x) is np.ndarray and len(target.device_set) > 1:
+            # Half the time of device_put, which matters beside a step of a few milliseconds.
+            leaves[i] = jax.make_array_from_callback(x.shape, target, x.__getitem__)
+            chosen.remove(i)
     arrays = jax.device_put([leaves[i] for i in chosen], [targets[i] for i in chosen])
     for i, x in zip(chosen, arrays, strict=True):
         target = targets[i]
