@@ -26,8 +26,9 @@ from research_dp.training import throughput
 from research_dp.training.input_checks import checked_batches, nonfinite_example
 from research_dp.types import Arrays, DataSet, EvalOrder, TrainOrder
 
-_MIN_PREFETCH, _MAX_PREFETCH = 2, 16  # batches on the devices before the step that takes them
+_MIN_PREFETCH, _MAX_PREFETCH = 2, 32  # batches on the devices before the step that takes them
 _MAX_PREFETCH_BYTES = 2**24
+_SECONDS_OF_BURST = 0.012  # that idle devices wait for batches ahead
 
 
 @checked
@@ -233,18 +234,20 @@ class InFlight:
 def prefetch(
     place: Callable[[Any], Any], batches: Iterable[Any], is_busy: Callable[[], bool]
 ) -> Iterator[Any]:
-    """Places batches on the devices ahead of their use, in bursts while the devices are busy.
+    """Places batches on the devices ahead of their use, in bursts: short ones, or while they compute.
 
     The first batch after a step finds cold caches and costs three times the next.
     """
     source, placed = iter(batches), collections.deque[Any]()
     while True:
         if len(placed) < _MIN_PREFETCH:
+            end = time.perf_counter() + _SECONDS_OF_BURST
             for batch in source:
                 placed.append(place(batch))
                 nbytes = sum(x.nbytes for x in jax.tree.leaves(batch))
                 most = min(_MAX_PREFETCH, _MAX_PREFETCH_BYTES // nbytes)
-                if len(placed) >= _MIN_PREFETCH and (len(placed) >= most or not is_busy()):
+                may_go_on = len(placed) < most and (is_busy() or time.perf_counter() < end)
+                if len(placed) >= _MIN_PREFETCH and not may_go_on:
                     break
         if not placed:
             return
