@@ -70,12 +70,16 @@ def permute(offsets: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarray
     half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
     mask = (np.uint64(1) << half) - np.uint64(1)
     keys = generator(seed, Purpose.ORDER, epoch).integers(2**64, size=_ROUNDS, dtype=np.uint64)
+    # The network's rounds map a half: with few examples, each of its values is computed once.
+    halves = np.arange(1 << int(half), dtype=np.uint64) if size <= _SMALL else None
+    tables = [halves if halves is None else _mix(halves ^ key) & mask for key in keys]
     result = offsets.astype(np.uint64)
     walking = np.ones(result.shape, bool)
     while walking.any():
         left, right = result[walking] >> half, result[walking] & mask
-        for key in keys:
-            left, right = right, left ^ (_mix(right ^ key) & mask)
+        for key, table in zip(keys, tables, strict=True):
+            mixed = _mix(right ^ key) & mask if table is None else table[right]
+            left, right = right, left ^ mixed
         result[walking] = (left << half) | right
         walking = result >= np.uint64(size)
     return result.astype(np.int64)
