@@ -234,7 +234,7 @@ class InFlight:
 def prefetch(
     place: Callable[[Any], Any], batches: Iterable[Any], is_busy: Callable[[], bool]
 ) -> Iterator[Any]:
-    """Places batches on the devices ahead of their use, in bursts: short ones, or while they compute.
+    """Places batches on the devices ahead of their use, in bursts: short, or while these compute.
 
     The first batch after a step finds cold caches and costs three times the next.
     """
