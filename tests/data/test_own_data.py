@@ -595,3 +595,18 @@ MASKED = np.ma.masked_array(np.ones((SIZE, 3)), np.eye(SIZE, 3))
 def test_masked_arrays_are_refused(make):
     with pytest.raises(UsageError, match=r"'[xw]' is a masked array, .* Fill it"):
         make()
+
+
+READS_ALONE = """
+import sys
+import numpy as np
+import research_dp
+
+data = research_dp.from_arrays(np.ones((8, 2), np.float32), np.zeros(8, np.int32))
+order = research_dp.TrainOrder(seed=0, batch_size=4, rows=np.arange(4), first_step=3, num_steps=5)
+print(len(list(data.train(order))), sorted({"grain", "orbax"} & sys.modules.keys()))
+"""
+
+
+def test_reading_without_threads_imports_neither_grain_nor_orbax():
+    assert output(READS_ALONE) == "2 []\n"

@@ -53,6 +53,20 @@ def test_the_parts_add_up_to_the_time_of_the_window_and_slow_data_is_seen(tmp_pa
     assert seconds["data"] >= sum(window["data_wait_seconds"] for window in windows)
 
 
+@pytest.mark.parametrize(("milliseconds", "ahead"), [(0, 32), (30, 2)])
+def test_a_burst_of_batches_for_idle_devices_is_short(milliseconds, ahead):
+    read = []
+
+    def slow():
+        for number in range(100):
+            time.sleep(milliseconds / 1000)
+            read.append(number)
+            yield np.zeros(4)
+
+    first = next(batches.prefetch(lambda batch: batch, slow(), lambda: False))
+    assert (len(read), first.shape) == (ahead, (4,))
+
+
 def test_a_step_counts_only_while_the_clock_runs():
     clock = throughput.Throughput(8)
     clock.count_step()
