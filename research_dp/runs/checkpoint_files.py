@@ -185,13 +185,9 @@ def overview(folder: Path, *, verified: bool) -> Iterator[Row]:
 def checkpointer() -> Any:
     """An asynchronous checkpointer of a state and a manifest."""
     import orbax.checkpoint as ocp
-    from orbax.checkpoint._src.metadata import array_metadata_store
 
     _quieten_orbax()
-    arrays = ocp.type_handlers.ArrayHandler(
-        min_slice_bytes_for_replica_parallel=_MIN_SLICE_BYTES,
-        array_metadata_store=array_metadata_store.Store(),
-    )
+    arrays = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=_MIN_SLICE_BYTES)
     registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
     handlers = {
         # Weights hardly get smaller, and compression takes the loop's cores.

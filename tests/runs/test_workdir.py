@@ -552,6 +552,7 @@ def acting(action, step=4):
         for number, batch in enumerate(tiny_run.DATA.train(order), order.first_step):
             if number == step:
                 action()
+            time.sleep(0.02)  # longer than a burst of reading ahead
             yield batch
 
     return dataclasses.replace(tiny_run.DATA, train=train)
