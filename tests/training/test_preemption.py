@@ -160,7 +160,9 @@ def test_a_hangup_that_is_ignored_stays_ignored():
     ("module", "flags"), [("research_dp.train", ["--dry_run"]), ("research_dp.certify", [])]
 )
 def test_a_signal_ends_a_command_that_still_imports(command, tmp_path, module, flags):
-    (tmp_path / "grain.py").write_text("print('ready', flush=True); import time; time.sleep(60)")
+    (tmp_path / "tensorflow_datasets.py").write_text(
+        "print('ready', flush=True); import time; time.sleep(60)"
+    )
     path = f"{tmp_path}{os.pathsep}{command.environment['PYTHONPATH']}"
     process = command(*RUN, *flags, module=module, start_only=True, PYTHONPATH=path)
     lines = iter(process.stdout.readline, "")
