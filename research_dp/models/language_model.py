@@ -12,11 +12,13 @@ import jax
 import jax.numpy as jnp
 
 from research_dp.distributed.batch_examples import seed_key
-from research_dp.distributed.mesh import examples_on_device
+from research_dp.distributed.mesh import examples_on_device, target_platform
 from research_dp.distributed.sharding import PART, STACK, TABLE
 from research_dp.distributed.units import Units
 from research_dp.models.layers import fold_in_each
 from research_dp.types import Batch, Functions, LossOutput, PyTree, TrainableModel, Work
+
+_UNROLLED = 12  # blocks that a CPU runs without a loop, which fills and copies what it saves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +38,7 @@ class LanguageModel:
     tied: bool
     dtype: str
     remat: str
-    unroll: int
+    unroll: int | None
     logits_at_once: int
 
     def trainable(self) -> TrainableModel:
@@ -131,9 +133,11 @@ class LanguageModel:
         # Scaled to unit variance; the rows themselves have the scale of a head, for tying.
         x = units.look_up("embed", params, tokens, self.dtype) * math.sqrt(self.width)
         indices = jnp.arange(self.depth)
-        x = units.scan(
-            block, "blocks", params, x, each=indices, remat=self.remat, unroll=self.unroll
-        )
+        unroll = self.unroll
+        if unroll is None:
+            is_short = units.gather is None and self.depth <= _UNROLLED
+            unroll = self.depth if is_short and target_platform() == "cpu" else 1
+        x = units.scan(block, "blocks", params, x, each=indices, remat=self.remat, unroll=unroll)
         return units.run(_final_norm, ("norm",), params, x, remat="full")
 
     def work(self, example: Mapping[str, jax.ShapeDtypeStruct]) -> Work:

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from research_dp.distributed.mesh import target_platform
 from research_dp.models.flax.linen import linen_functions
 from research_dp.models.flax.module_calls import example_dropout
 from research_dp.models.flax.nnx import nnx_functions
@@ -45,7 +46,15 @@ class Layers:
     rngs: nnx.Rngs | None = None
 
     def dense(self, name: str, features: int, *, use_bias: bool = True) -> Callable:
-        return self.layer(name, nn.Dense, nnx.Linear, features, use_bias=use_bias)
+        layer = self.layer(name, nn.Dense, nnx.Linear, features, use_bias=use_bias)
+
+        def on_rows(x: jax.Array) -> jax.Array:
+            if x.ndim < 3 or target_platform() != "cpu":
+                return layer(x)
+            # XLA:CPU transposes both operands of the weight's gradient if there are more dims.
+            return layer(x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], -1)
+
+        return on_rows
 
     def conv(
         self, name: str, features: int, size: int, stride: int = 1, *, use_bias: bool = False

@@ -207,7 +207,8 @@ def test_work_is_what_the_program_multiplies_and_is_told_by_hand():
     strategy = build("single", tiny)
     compiled = strategy.train_step.lower(strategy.abstract_state, strategy.abstract_batch).compile()
     counted = read(compiled, strategy.mesh, topology("cpu:1")).flops
-    assert counted == pytest.approx(BATCH * work.flops, rel=0.01)
+    dropped = 3 / 8 * 12 * 3 * 16 * LENGTH**2  # scores of later keys that CPUs leave out
+    assert counted == pytest.approx(BATCH * (work.flops - dropped), rel=0.01)
 
 
 def test_rates_are_in_tokens_and_in_shares_of_the_peak(monkeypatch):

@@ -41,6 +41,11 @@ def test_the_compilers_program_has_the_pieces_of_a_devices_tokens():
     assert set(ours) == set(theirs)
 
 
+def test_cpus_run_three_blocks_without_a_loop_unless_they_gather_them():
+    found = [lengths(built(stem, jax.devices()))[1] for stem in ("spmd", "fsdp")]
+    assert ["unroll=3" in traced for traced in found] == [True, False]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "attention"),
