@@ -382,9 +382,7 @@ def test_a_gather_by_the_compiler():
     sharded = jax.NamedSharding(mesh, P(AXIS))
 
     def loss(w, x):
-        full = rdp.distributed.differentiable_gather.gather_by_compiler(
-            w, sharded, jax.NamedSharding(mesh, P())
-        )
+        full = differentiable_gather.gather_by_compiler(w, GatherOptions(0, AXIS), mesh)
         return jnp.mean(jnp.sin(x @ full))
 
     w = PARAMS["in"]
