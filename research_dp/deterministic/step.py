@@ -95,8 +95,11 @@ class DeterministicStep(Step):
         zero, slices = unknown_zero(state.step), self.shardings.slices
         grads = jax.tree.map(tree_sum.without_negative_zero, grads)
         arguments = fence(grads, zero), state.opt_state, params
-        two = infer_flat_sharding(slices, 2)  # under every strategy, on one device too
-        if find_mixing_update(self.optimizer, two) is None:
+        try:  # under every strategy, on one device too
+            mixing = find_mixing_update(self.optimizer, infer_flat_sharding(slices, 2))
+        except UsageError:  # its state cannot be sharded, so that no strategy here shards it
+            mixing = None
+        if mixing is None:
             update = functools.partial(apply_optimizer, self.optimizer)
             return as_written(update, *arguments)(*arguments)
 

@@ -188,9 +188,8 @@ def gather_by_compiler(x: jax.Array, options: GatherOptions, mesh: Mesh) -> jax.
         wire = on_wire(shards, options.gather_dtype)
         return checkpoint_name(jax.lax.with_sharding_constraint(wire, replicated), GATHERED)
 
-    return with_gradient(
-        full, lambda g: on_wire(g, options.grad_scatter_dtype or x.dtype).astype(x.dtype)
-    )(x)
+    # The compiler sums gradients where they are made, before any cast: in the gathered dtype.
+    return with_gradient(full, lambda g: on_wire(g, None).astype(x.dtype))(x)
 
 
 def gather_tree_with_mean_grads(

@@ -28,7 +28,7 @@ from research_dp.distributed.differentiable_gather import (
 )
 from research_dp.distributed.sharding import LeafSharding, Rule, ShardDecision
 from research_dp.distributed.units import exchange_rows
-from research_dp.errors import UsageError
+from research_dp.errors import UsageError, binding_error
 from research_dp.types import PyTree
 
 
@@ -209,13 +209,15 @@ def gather_params(
         reduction: The collectives.
         rows: Row indices: only these rows of feature-sharded tables are returned.
         mesh: Of global arrays, under `jit`: the compiler gathers over this mesh. It forms buckets
-            by itself, and sums gradients of the mean over all devices, undivided.
+            by itself, and sums gradients in the gathered dtype, of losses that are divided before.
     """
     axis_name = boxed.as_name(axis_name)
     if mesh is None:
         axes_size(flat_axes(axis_name))  # names an axis that is not bound
-    elif pre_divide or bucket_bytes or rows is not None:
-        raise UsageError("gather_params: bind no pre_divide and no bucket_bytes with a mesh.")
+    elif bucket_bytes or rows is not None or grad_scatter_dtype not in (None, gather_dtype):
+        given = "bucket_bytes" if bucket_bytes else "grad_scatter_dtype"
+        problem = ": the compiler forms buckets, and sums gradients in gather_dtype. Bind None."
+        raise binding_error(f"gather_params.{given}", problem)
     options = GatherOptions(0, axis_name, gather_dtype, grad_scatter_dtype, reduction, pre_divide)
     if bucket_bytes is None:
         bucket_bytes = buckets.DEFAULT_BUCKET_BYTES if collectives.over_gloo() else 0

@@ -135,8 +135,9 @@ class LanguageModel:
         indices = jnp.arange(self.depth)
         unroll = self.unroll
         if unroll is None:
-            is_short = units.gather is None and self.depth <= _UNROLLED
-            unroll = self.depth if is_short and target_platform() == "cpu" else 1
+            keeps = units.gather is None and self.remat == "none"
+            is_short = self.depth <= _UNROLLED and target_platform() == "cpu"
+            unroll = self.depth if keeps and is_short else 1
         x = units.scan(block, "blocks", params, x, each=indices, remat=self.remat, unroll=unroll)
         return units.run(_final_norm, ("norm",), params, x, remat="full")
 

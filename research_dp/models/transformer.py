@@ -62,7 +62,7 @@ def transformer(
         remat: What a block saves for its backward pass besides its input: 'full' nothing, 'dots'
             matmul outputs, 'none' everything.
         unroll: Blocks in one iteration of the loop over them; None: 1, or all of at most 12 on a
-            CPU that does not gather them.
+            CPU that neither gathers nor recomputes them.
         attention: 'cudnn' is flash attention; 'chunked' has the scores of 256 queries at a time.
         logits_at_once: Upper bound on the logits of a chunk of the vocabulary, in the loss.
 

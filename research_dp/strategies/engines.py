@@ -76,6 +76,8 @@ def compiled(config: StrategyConfig, spec: TrainSpec) -> Strategy:
             ": engine 'compiled' leaves sums to the compiler; use 'mapped'.",
         )
     slots.refuse_idle(config, gathers=config.shard is not None)
+    if config.gather and not slots.options_of(config.gather, {"mesh": config.mesh}):
+        raise binding_error("data_parallel.gather", ": it takes no `mesh`. Bind @gather_params.")
     if config.prefetch:
         raise binding_error("data_parallel.prefetch", " = True: the compiler gathers. Bind False.")
     step, _, abstract, _ = program = _program(config, spec, on_global_arrays=True)

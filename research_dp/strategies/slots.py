@@ -9,6 +9,7 @@ What else a strategy decides comes by keyword, to functions that declare it by `
     shardings: `LeafSharding`s of gradients and optimizer state; `sync`, `update`.
     averaged: Whether `sync` has averaged the gradients; if False, `update` averages them.
     rows: Row indices: only these rows of a feature-sharded table are returned; `gather`.
+    mesh: Over which the compiler gathers global arrays, in engine `compiled`; `gather`.
     units, on_decision: See `shard_params`; `shard`.
 
 `sync` and `update` may carry state, as Optax transforms do: see `Stateful`.

@@ -133,6 +133,12 @@ def test_the_same_bits_of_a_model_of_units_and_of_convolutions(shards, loop, api
         assert all(one == found[0] for one in found)
 
 
+def test_replicated_state_of_any_structure_is_updated():
+    options = {"more": {"optimizer": optax.flatten(optax.adam(1e-2))}, "bindings": EIGHT}
+    on4, on8 = (bits(build("ddp", n, 1, model_of("linen"), **options), batches()) for n in (4, 8))
+    assert on4 == on8
+
+
 MIXED = [("ddp", 2, 1), ("zero1", 1, 4), ("zero2", 1, 8), ("fsdp", 1, 2), ("fsdp_keep", 1, 8)]
 MIXED += [("hsdp", 2, 4)]
 OPTIMIZERS = {

@@ -15,7 +15,7 @@ TEN = ("single", "ddp", "pmap", "zero1", "zero2", "fsdp", "fsdp_keep", "hsdp", "
 
 def built(stem, devices, *bindings):
     # Each device has logits for more than one piece of the vocabulary, and heads for cuDNN.
-    model = decoder.model(dtype="bfloat16", width=32)
+    model = decoder.model(dtype="bfloat16", width=32, remat="none")
     with planning_for(devices):
         return decoder.build(stem, model, *bindings)
 

@@ -237,6 +237,12 @@ def test_state_of_optimizers_for_some_parameters_each_is_sharded(stem):
 def test_slots_that_an_engine_does_not_have_are_refused():
     with pytest.raises(UsageError, match=r"data_parallel\.gather = gather_params"):
         build("spmd", small_model("linen"), bindings=["data_parallel.gather = @gather_params"])
+    with pytest.raises(UsageError, match=r"data_parallel\.gather: it takes no `mesh`"):
+        build("spmd_fsdp", small_model("linen"), bindings=["data_parallel.gather = @shard_params"])
+    for given in ("grad_scatter_dtype = 'bfloat16'", "bucket_bytes = 1024"):
+        with pytest.raises(UsageError, match=rf"gather_params\.{given.split()[0]}: the compiler"):
+            build("spmd_fsdp", small_model("linen"), bindings=[f"gather_params.{given}"])
+    build("spmd_fsdp", small_model("linen"), bindings=["gather_params.pre_divide = True"])
     load.reset()
     with pytest.raises(UsageError, match="engine 'pmapped' has one axis"):
         build("pmap", small_model("linen"), bindings=["make_mesh.axes = {'fsdp': -1}"])
