@@ -131,34 +131,38 @@ def draw_loss(runs: list[Path]) -> Path:
     figure, axes = pyplot.subplots(figsize=(7, 2.9))
     looks = [("#3f88c5", "-", 4.0), ("#e0803c", "-", 1.6), ("#45a06f", (0, (3, 2)), 1.6)]
     for run, (color, dashes, width) in zip(runs, looks, strict=False):
-        records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-        train = [record for record in records if record["split"] == "train"]
         summary = json.loads((run / "summary.json").read_text())
         label = f"{summary['strategy']}, {summary['devices']} devices".replace(
             "1 devices", "1 device"
         )
-        steps, losses = [r["step"] for r in train], [r["loss"] for r in train]
         alpha = 0.45 if width > 2 else 1.0
-        axes.plot(steps, losses, color=color, ls=dashes, lw=width, alpha=alpha, label=label)
+        axes.plot(*losses(run, "train"), color=color, ls=dashes, lw=width, alpha=alpha, label=label)
     axes.set(xlabel="step", ylabel="training loss", yscale="log")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
-    figure.tight_layout()
-    return save(figure, "loss.svg")
+    return save_curves(figure, axes, "loss.svg")
 
 
 def draw_held_out(runs: list[Path]) -> Path:
     """Draws the held-out loss of runs, from their records, each with its folder's name."""
     figure, axes = pyplot.subplots(figsize=(7, 3.2))
     for run, color in zip(runs, ["#3f88c5", "#e0803c", "#c9a227", "#a8553a"], strict=False):
-        records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-        points = [(r["step"], r["loss"]) for r in records if r["split"] == "eval"]
-        axes.plot(*zip(*points, strict=True), color=color, lw=1.6, marker=".", label=run.name)
+        axes.plot(*losses(run, "eval"), color=color, lw=1.6, marker=".", label=run.name)
     axes.set(xlabel="step", ylabel="held-out loss, nats a byte")
+    return save_curves(figure, axes, "held_out_loss.svg")
+
+
+def losses(run: Path, split: str) -> tuple[list[int], list[float]]:
+    """Returns the steps at which a run recorded its loss on a split, and the losses."""
+    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    found = [record for record in records if record["split"] == split]
+    return [record["step"] for record in found], [record["loss"] for record in found]
+
+
+def save_curves(figure: Any, axes: Axes, name: str) -> Path:
+    """Writes a picture of curves, which have labels."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
     figure.tight_layout()
-    return save(figure, "held_out_loss.svg")
+    return save(figure, name)
 
 
 def save(figure: Any, name: str) -> Path:

@@ -178,18 +178,15 @@ def gather_by_compiler(x: jax.Array, options: GatherOptions, mesh: Mesh) -> jax.
     Without it activations may be split over the dims that parameters are sharded on, and moved.
     """
     sharded = NamedSharding(mesh, PartitionSpec(*(None,) * options.dim, options.axis))
-
-    def on_wire(x: jax.Array, wire_dtype: Any) -> jax.Array:
-        # Shards here too: else the compiler may cast what it has gathered.
-        return jax.lax.with_sharding_constraint(x.astype(cast_dtype(x.dtype, wire_dtype)), sharded)
+    replicated, pinned = NamedSharding(mesh, PartitionSpec()), jax.lax.with_sharding_constraint
 
     def full(shards: jax.Array) -> jax.Array:
-        replicated = NamedSharding(mesh, PartitionSpec())
-        wire = on_wire(shards, options.gather_dtype)
-        return checkpoint_name(jax.lax.with_sharding_constraint(wire, replicated), GATHERED)
+        wire = shards.astype(cast_dtype(shards.dtype, options.gather_dtype))
+        # Shards are pinned too: else the compiler may cast what it has gathered.
+        return checkpoint_name(pinned(pinned(wire, sharded), replicated), GATHERED)
 
     # The compiler sums gradients where they are made, before any cast: in the gathered dtype.
-    return with_gradient(full, lambda g: on_wire(g, None).astype(x.dtype))(x)
+    return with_gradient(full, lambda g: pinned(g, sharded).astype(x.dtype))(x)
 
 
 def gather_tree_with_mean_grads(

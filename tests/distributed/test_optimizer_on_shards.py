@@ -22,6 +22,7 @@ from research_dp.strategies import state as strategy_state
 from research_dp.training.muon import muon
 from tests.support import decoder
 from tests.support.certified import bench_of, noise, refusal, small_model
+from tests.support.recipes import TEN
 from tests.support.strategies import traffic
 
 MATRICES = {"head/.*": None, ".*kernel": (0, 1)}
@@ -138,7 +139,6 @@ def test_outputs_that_are_cut_are_matrices_by_themselves():
 
 
 FEW = {("fsdp", "muon"), ("zero2", "lamb"), ("hsdp", "adafactor"), ("spmd_fsdp", "muon")}
-TEN = ("single", "ddp", "pmap", "zero1", "zero2", "fsdp", "fsdp_keep", "hsdp", "spmd", "spmd_fsdp")
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,7 @@ from research_dp.analysis.topologies import topology
 from research_dp.distributed.mesh import planning_for
 from tests.support import decoder
 from tests.support.compilers import needs_compiler
-
-TEN = ("single", "ddp", "pmap", "zero1", "zero2", "fsdp", "fsdp_keep", "hsdp", "spmd", "spmd_fsdp")
+from tests.support.recipes import TEN
 
 
 def built(stem, devices, *bindings):

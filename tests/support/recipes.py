@@ -2,6 +2,9 @@
 
 from research_dp.config import gin_internals, load
 
+# All that are shipped.
+TEN = ("single", "ddp", "pmap", "zero1", "zero2", "fsdp", "fsdp_keep", "hsdp", "spmd", "spmd_fsdp")
+
 
 def recipe(stem, *bindings, more=()):
     """A shipped strategy, or what more gin files make of it; small arrays are sharded too."""
