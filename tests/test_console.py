@@ -76,7 +76,7 @@ def plan_rows(names, *, measured=False):
 
 
 def plans():
-    long = ["fsdp+h100_speed", "hsdp+bf16_collectives", "spmd_fsdp+h100_memory"]
+    long = ["fsdp+h100", "hsdp+bf16_collectives", "spmd_fsdp+h100_memory"]
     for names in (stems(), long):
         for where, measured in ((GPUS, False), (topology("cpu:8"), False), (GPUS, True)):
             for verbose in (False, True):
@@ -141,7 +141,7 @@ def listings():
 
 def comparisons():
     """Ten runs that differ in all that can differ."""
-    shipped = [*stems(), "fsdp+bf16_collectives+h100_speed-learning_rate=0.0003"]
+    shipped = [*stems(), "fsdp+bf16_collectives+h100-learning_rate=0.0003"]
     found = []
     for name in shipped:
         facts = {

@@ -74,7 +74,7 @@ def plan(
         bindings: As in `run`.
         topology: 'h100:8x8', 'v5e-64', 'cpu:8', or 'here'.
         strategies: Shipped strategies, or files, to compare, or 'all'; none: the run's own.
-            'fsdp+h100_speed' adds a file.
+            'fsdp+h100' adds a file.
         sizes: Numbers of devices to compile each strategy for besides the topology's own. Each
             device keeps its examples.
         model: As in `run`.

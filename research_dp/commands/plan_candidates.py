@@ -40,7 +40,7 @@ class Candidate:
 def of(strategies: Sequence[str], place: str = "--strategies") -> list[Candidate]:
     """The strategies that are named; the run's own if none is.
 
-    A name is 'fsdp', 'my/own.gin', 'fsdp+h100_speed+bf16_collectives' or 'all'. Messages begin with
+    A name is 'fsdp', 'my/own.gin', 'fsdp+h100+bf16_collectives' or 'all'. Messages begin with
     `place`.
     """
     shipped = [Path(file).stem for file in parser.shipped() if file.startswith("strategies/")]

@@ -23,3 +23,4 @@ from research_dp.strategies.strategy import (
     TrainState,
     data_parallel,
 )
+from research_dp.strategies.tuning import tuning

@@ -22,6 +22,7 @@ from research_dp.errors import UsageError, binding_error
 from research_dp.strategies import slots, state, strategy
 from research_dp.strategies.step import Step
 from research_dp.strategies.strategy import Strategy, StrategyConfig, TrainSpec
+from research_dp.strategies.tuning import tuned
 from research_dp.types import PyTree
 
 # A program that runs once: XLA's CPU compiler takes a third of the time, and the bits are the same.
@@ -39,6 +40,8 @@ def mapped(config: StrategyConfig, spec: TrainSpec) -> Strategy:
     device's own until `sync` averages them, once. An optimizer that cannot be applied to shards is
     a UsageError.
     """
+    by_use = config.gather is not None and config.reshard_after_forward
+    config = tuned(config, gathers_units=by_use and bool(spec.model.units))
     slots.refuse_no_sync(config)
     if config.prefetch and not spec.model.units:
         raise binding_error(
@@ -65,6 +68,7 @@ def compiled(config: StrategyConfig, spec: TrainSpec) -> Strategy:
     A slot that only a mapped program has is a UsageError. `gather` is called with `mesh`; None:
     gathers have no dtype of their own.
     """
+    config = tuned(config, gathers_units=False)
     slots.refuse_filled(
         config,
         ("sync", "update", *(() if config.shard else ("gather",))),
@@ -274,7 +278,7 @@ def _compiler_options(config: StrategyConfig) -> dict[str, Any] | None:
         jax.jit(lambda x: x, compiler_options=options).lower(one).compile()
     except Exception as error:
         raise binding_error(
-            "data_parallel.compiler_options",
+            f"{'tuning' if config.tuning else 'data_parallel'}.compiler_options",
             f" on {device.platform}: {str(error).splitlines()[0]}. Take the options/ file of "
             "your devices, or none.",
         ) from error

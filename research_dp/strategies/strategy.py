@@ -20,6 +20,7 @@ from research_dp.distributed.mesh import FSDP_AXIS
 from research_dp.distributed.optimizer import LossScale, with_master_weights
 from research_dp.errors import UsageError, binding_error
 from research_dp.strategies import batch_losses, frozen, slots
+from research_dp.strategies.tuning import Tuning
 from research_dp.types import MEASURED, LossOutput, OneExample, PyTree, TrainableModel
 
 Metrics = Mapping[str, jax.Array]
@@ -184,7 +185,8 @@ class StrategyConfig:
         overlap: Whether collectives run beside compute: each unit is then gathered, or its
             gradient synchronised, by itself. False where each collective is waited for, as on
             CPUs: fewer, larger ones are faster.
-        compiler_options: XLA's options for the training step, by name; see the files options/.
+        compiler_options: XLA's options for the training step, by name.
+        tuning: What serves the devices, `@tuning()`; see the files options/. None: nothing.
         choose: Finds the strategy, where this one stands for several, once it is known what is
             built, the same in every process. None: this is the one.
     """
@@ -207,6 +209,7 @@ class StrategyConfig:
     prefetch: bool | None = None
     overlap: bool = True
     compiler_options: Mapping[str, Any] | None = None
+    tuning: Tuning | None = None
     choose: Callable[[TrainSpec], StrategyConfig] | None = None
 
     def __post_init__(self) -> None:

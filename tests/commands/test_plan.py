@@ -153,11 +153,11 @@ def test_a_refused_strategy_exceeds_the_budget(monkeypatch, capsys, tmp_path):
 def test_strategies_are_named_by_stem_by_path_and_with_more_files():
     every = [c.name for c in plan_candidates.of(["all"])]
     assert {"single", "ddp", "fsdp", "hsdp", "zero2"} <= set(every)
-    (found,) = plan_candidates.of(["fsdp+h100_speed+bf16_gather"])
-    assert found.name == "fsdp+h100_speed+bf16_gather"
+    (found,) = plan_candidates.of(["fsdp+h100+bf16_gather"])
+    assert found.name == "fsdp+h100+bf16_gather"
     assert found.files == (
         "strategies/fsdp.gin",
-        "options/h100_speed.gin",
+        "options/h100.gin",
         "precision/bf16_gather.gin",
     )
     (path,) = plan_candidates.of(["strategies/ddp.gin"])

@@ -94,11 +94,11 @@ def test_what_variants_change_is_said():
 
 
 def test_variants_keep_the_files_that_a_candidate_adds():
-    (chosen,) = plan_candidates.of(["zero1+h100_speed"])
-    row = make_row("zero1+h100_speed", mesh={"data": 1, "fsdp": 8}, wire_bytes={"total": 0.0})
+    (chosen,) = plan_candidates.of(["zero1+h100"])
+    row = make_row("zero1+h100", mesh={"data": 1, "fsdp": 8}, wire_bytes={"total": 0.0})
     found = plan_candidates.variants(chosen, row, topology("cpu:8"))
     assert [(c.name, c.files) for c in found] == [
-        (f"{stem}+h100_speed", (f"strategies/{stem}.gin", "options/h100_speed.gin"))
+        (f"{stem}+h100", (f"strategies/{stem}.gin", "options/h100.gin"))
         for stem in ("fsdp", "fsdp_keep")
     ]
 

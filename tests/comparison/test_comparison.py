@@ -227,7 +227,7 @@ def test_json_is_strict_and_has_what_is_shown(tmp_path):
 def test_tables_fit_a_terminal(tmp_path, capsys, monkeypatch, width):
     monkeypatch.setenv("COLUMNS", str(width))
     long = write_run(
-        tmp_path / "fsdp_keep+bf16_collectives+h100_speed-learning_rate=0.0003",
+        tmp_path / "fsdp_keep+bf16_collectives+h100-learning_rate=0.0003",
         loss=losses(seed=1),
         bindings={
             "warmup_cosine.peak_value": ("0.0003", "some/long/path/of/a/run/file.gin:123", False)

@@ -27,7 +27,7 @@ ENTRY %main (x: f32[1000]) -> f32[1000] {
   ROOT %y = f32[1000]{0} all-reduce(%x), replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%sum
 }
 """
-LONG = "fsdp_keep+bf16_collectives+h100_speed-learning_rate=0.0003"
+LONG = "fsdp_keep+bf16_collectives+h100-learning_rate=0.0003"
 SECONDS = dict(data=1.0, dispatch=2.0, device=3.0, evaluation=1.0, saves=4.0, total=12.0)
 
 

@@ -209,8 +209,8 @@ ORDERS = [
         "Give --gin_file=gin/models/mlp.gin --gin_file=gin/precision/f16.gin in this order.",
     ),
     (
-        [DIGITS_GIN, "gin/options/h100_speed.gin", "gin/options/h100_memory.gin"],
-        "gin/options/h100_speed.gin",
+        [DIGITS_GIN, "gin/options/h100.gin", "gin/options/h100_memory.gin"],
+        "gin/options/h100.gin",
         "gin/options/h100_memory.gin replaces every binding of it",
     ),
     (

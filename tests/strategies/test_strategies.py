@@ -16,7 +16,7 @@ from research_dp.models import convnet, mlp, resnet
 from research_dp.strategies import TrainSpec
 from research_dp.strategies import strategy as keys
 from research_dp.types import TrainableModel
-from tests.support import programs
+from tests.support import decoder, programs
 from tests.support.certified import (
     EXAMPLE,
     RUN_STEPS,
@@ -397,3 +397,39 @@ def test_options_reach_the_compiler_of_the_training_step(stem, tmp_path):
     step = strategy.train_step.lower(strategy.abstract_state, strategy.abstract_batch)
     step.compile()
     assert [path.name for path in tmp_path.glob("*jit_train*")], list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("stem", stems())
+def test_each_strategy_takes_of_a_tuning_what_concerns_it(stem):
+    """So a file of options can be compared under all of them."""
+    every, of_gathers = {"xla_cpu_enable_fast_math": False}, {"xla_cpu_enable_fast_min_max": False}
+    tuned = [
+        "data_parallel.tuning = @tuning()",
+        "tuning.prefetch = True",
+        f"tuning.compiler_options = {every}",
+        f"tuning.gather_options = {of_gathers}",
+    ]
+    found = decoder.build(stem, decoder.model(), *tuned).config
+    gathers_units = stem in ("fsdp", "hsdp")
+    assert found.prefetch is (True if gathers_units else None)
+    expected = {**every, **(of_gathers if gathers_units else {})}
+    assert found.compiler_options == (None if stem == "pmap" else expected)
+
+
+def test_what_a_strategy_binds_itself_comes_before_its_tuning():
+    own = {"xla_cpu_enable_fast_math": True}
+    bindings = [
+        "data_parallel.prefetch = False",
+        f"data_parallel.compiler_options = {own}",
+        "data_parallel.tuning = @tuning()",
+        "tuning.prefetch = True",
+        "tuning.compiler_options = {'xla_cpu_enable_fast_math': False}",
+    ]
+    found = decoder.build("fsdp", decoder.model(), *bindings).config
+    assert (found.prefetch, found.compiler_options) == (False, own)
+
+
+def test_an_option_that_the_compiler_does_not_know_is_named_with_its_tuning():
+    unknown = "tuning.compiler_options = {'xla_of_another': True}"
+    with pytest.raises(UsageError, match=r"tuning\.compiler_options on cpu: .*xla_of_another"):
+        build("ddp", one_matrix(), bindings=["data_parallel.tuning = @tuning()", unknown])

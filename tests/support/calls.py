@@ -287,6 +287,7 @@ CALLS = {
         "overlap": (True, "a flag"),
         "choose": (None, "a function?"),
         "compiler_options": (None, "a dict?"),
+        "tuning": (None, "one of its class?"),
     },
     "data_parallel_rules": {"data_axis": ("data", "text")},
     "data_parallel_train_step": {

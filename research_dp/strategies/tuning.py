@@ -1,0 +1,49 @@
+"""What serves a kind of device: options that each strategy takes as far as they concern it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import gin
+
+from research_dp.argument_checks import checked
+
+if TYPE_CHECKING:
+    from research_dp.strategies.strategy import StrategyConfig
+
+
+@gin.register("tuning", module="strategies")
+@checked
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """What serves a kind of device; what `data_parallel` binds itself comes first.
+
+    Engine `pmapped` takes none of it.
+
+    Attributes:
+        prefetch: `data_parallel.prefetch` of strategies that gather each unit where it is used.
+        compiler_options: XLA's options for every training step.
+        gather_options: Further ones for strategies that gather each unit where it is used.
+    """
+
+    gin_name: ClassVar[str] = "tuning"
+
+    prefetch: bool | None = None
+    compiler_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    gather_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+tuning = Tuning
+
+
+def tuned(config: StrategyConfig, *, gathers_units: bool) -> StrategyConfig:
+    """A strategy with what its `tuning` has for it; `gathers_units`: each where it is used."""
+    found = config.tuning
+    if found is None:
+        return config
+    of_gathers = found.gather_options if gathers_units else {}
+    options = {**found.compiler_options, **of_gathers, **(config.compiler_options or {})}
+    prefetch = found.prefetch if gathers_units and config.prefetch is None else config.prefetch
+    return dataclasses.replace(config, prefetch=prefetch, compiler_options=options)
