@@ -134,7 +134,7 @@ def main(name, engine, how, *settings):
     compiled = compile_step(mesh, engine, how, options)
     seconds = time.perf_counter() - start
     cost = read(compiled, mesh, where)
-    memory, times = cost.memory, cost.schedule
+    memory, times = cost.memory, cost.without_latency
     network = times.network_inside + times.network_across
     bounds = {"compute": times.compute, "memory": times.memory, "network": network}
     print(f"{name} {engine} {how} {' '.join(settings)}: compiled in {seconds:.0f} s")

@@ -39,6 +39,13 @@ class ProgramCost:
         return self.timeline.at(link_rate).step
 
     @property
+    def without_latency(self) -> Schedule:
+        """The schedule, did collectives take the time of their bytes alone."""
+        if self.timeline is None:
+            return self.schedule
+        return self.timeline.at(link_rate(self.timeline.topology), latency=False)
+
+    @property
     def wire_bytes(self) -> float:
         """Bytes that a device sends."""
         return sum(c.wire_bytes for c in self.collectives)
@@ -122,22 +129,24 @@ class Timeline:
     # What does not depend on the links: read once, for all simulations.
     events: dict[Instruction, Events] = dataclasses.field(default_factory=dict, repr=False)
 
-    def at(self, link_rate: float) -> Schedule:
+    def at(self, link_rate: float, *, latency: bool = True) -> Schedule:
         """Simulates the program with the slowest links at so many bytes/s of a device."""
         chip = self.topology.chip
         if self.topology.domains[0] > 1:
             chip = dataclasses.replace(chip, across_rate=link_rate)
         else:
             chip = dataclasses.replace(chip, inside_rate=link_rate)
+        routes = {name: along._replace(chip=chip) for name, along in self.routes.items()}
         # One operation may carry arrays of several types.
         times, nbytes = (collections.defaultdict[str, float](float) for _ in range(2))
         for collective in {(c.name, c.dtype): c for c in self.collectives}.values():
-            along = self.routes[collective.name]._replace(chip=chip)
-            times[collective.name] += along.seconds(collective)
+            times[collective.name] += routes[collective.name].sending(collective)
             nbytes[collective.name] += dataclasses.replace(collective, times=1).wire_bytes
+        for name, kind in {c.name: c.kind for c in self.collectives if latency}.items():
+            times[name] = routes[name].seconds(kind, times[name])
 
         def network(name: str) -> tuple[float, bool, float]:
-            return times[name], self.routes[name].crosses, nbytes[name]
+            return times[name], routes[name].crosses, nbytes[name]
 
         return simulate(self.entry, chip, network, self.events)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import math
 import os
 import re
 import shutil
@@ -19,7 +20,7 @@ import numpy as np
 from jax.experimental import topologies as jax_topologies
 from jax.sharding import Mesh
 
-from research_dp.distributed.mesh import Chip, build_mesh, chip_of, chips
+from research_dp.distributed.mesh import Chip, Way, build_mesh, chip_of, chips
 from research_dp.errors import UsageError
 from research_dp.strategies.jaxpr_collectives import Collective
 
@@ -228,8 +229,27 @@ class Route(NamedTuple):
     def crosses(self) -> bool:
         return self.domains > 1
 
-    def seconds(self, collective: Collective) -> float:
-        """Time of one execution, without latency.
+    def seconds(self, kind: str, sending: float) -> float:
+        """Time of one execution of a kind whose bytes take so long: the fastest way to run it."""
+        if self.domains * self.members == 1:
+            return sending
+        ways = (way for way in self.chip.latency if way.form == "ring" or kind == "all-reduce")
+        return min(self._latency(kind, way) + sending / way.share for way in ways)
+
+    def _latency(self, kind: str, way: Way) -> float:
+        """A start, and hops one after the other; all-to-alls and permutes reach all at once."""
+        across, inside = float(self.domains - 1), float(self.domains * (self.members - 1))
+        if self.dims:  # a ring along each dimension of the torus, both ways
+            inside = self.dims * self.members ** (1 / self.dims) / 2
+        if kind in ("all-to-all", "permute"):
+            across, inside = self.crosses, self.members > 1
+        elif way.form == "tree":
+            across, inside = math.log2(self.domains), self.members - 1
+        hops = across * way.across_hop + inside * way.inside_hop
+        return way.start + hops * (2 if kind == "all-reduce" else 1)
+
+    def sending(self, collective: Collective) -> float:
+        """Time that the bytes of one execution take on the links.
 
         In a ring every byte leaves a host (a slice) once, over the cards of all its members, and
         passes inside at the links' rate: the slower bounds it. An all-to-all uses the sender's own

@@ -17,7 +17,7 @@ import sys
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
-from typing import Any
+from typing import Any, NamedTuple
 
 import gin
 import jax
@@ -194,6 +194,16 @@ def jax_internals(without: str, *names: str) -> list[Any] | None:
         return None
 
 
+class Way(NamedTuple):
+    """A way to run a collective: what it takes besides its bytes, in seconds."""
+
+    form: str  # 'ring', or 'tree': of all-reduces only
+    start: float
+    inside_hop: float  # inside a host (GPU) or slice (TPU)
+    across_hop: float
+    share: float  # of the links' rate that it reaches
+
+
 @dataclasses.dataclass(frozen=True)
 class Chip:
     """One kind of device. Rates are in bytes/s, per device and in one direction."""
@@ -205,6 +215,7 @@ class Chip:
     memory_rate: float
     inside_rate: float  # to devices of the same host (GPU), or over one link of the torus (TPU)
     across_rate: float  # to other hosts (GPU) or slices (TPU)
+    latency: Sequence[Way]
     flops: Mapping[str, float]  # FLOP/s by element type
     sources: Mapping[str, str]
     torus: int = 0  # dimensions of a TPU's torus
@@ -223,7 +234,13 @@ class Chip:
 def chips() -> dict[str, Chip]:
     """All kinds of devices by name."""
     text = resources.files(__package__).joinpath("hardware.toml").read_text()
-    return {name: Chip(name=name, **table) for name, table in tomllib.loads(text).items()}
+    tables = tomllib.loads(text)
+    latency = tables.pop("latency")
+    for name, table in tables.items():
+        library, table["name"] = table["latency"], name
+        table["latency"] = [Way(*way) for way in latency[library]]
+        table["sources"]["latency"] = latency["sources"][library]
+    return {name: Chip(**table) for name, table in tables.items()}
 
 
 def chip_of(device_kind: str) -> Chip | None:

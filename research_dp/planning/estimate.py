@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from research_dp.analysis.comm_lower_bound import min_wire_bytes
+from research_dp.analysis.comm_lower_bound import wire_bounds
 from research_dp.analysis.program_cost import ProgramCost, read, wire_totals
 from research_dp.analysis.topologies import Topology, topology
 from research_dp.distributed.mesh import batch_devices
@@ -84,7 +84,7 @@ def compile_row(
             except (NotImplementedError, jax.errors.JaxRuntimeError) as error:
                 row.problem = row.problem or f"its program cannot be read: {first_line(error)}"
     try:
-        row.min_wire_bytes = min_wire_bytes(strategy, spec)
+        row.min_wire_bytes, row.narrow_wire_bytes, row.narrow_file = wire_bounds(strategy, spec)
     except NotImplementedError as error:
         unknown = f"the least that it must send is not known: {first_line(error)}"
         row.problem = row.problem or unknown
@@ -178,6 +178,7 @@ def _set_costs(row: Row, cost: ProgramCost, spec: TrainSpec, where: Topology) ->
     schedule = cost.schedule
     names = ("compute", "memory", "network_inside", "network_across", "exposed")
     row.predicted_parts = {name: getattr(schedule, name) for name in names}
+    row.predicted_parts["latency"] = schedule.exposed - cost.without_latency.exposed
     row.bound = max(names[:4], key=row.predicted_parts.__getitem__).replace("_", " ")
     row.predicted_seconds, row.is_lower_bound = schedule.step, schedule.is_lower_bound
     row.flops, row.hidden_fraction = cost.flops, schedule.hidden_fraction

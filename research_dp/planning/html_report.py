@@ -15,7 +15,7 @@ _HOW = (
     "devices. Hosts and slices are as large as the planned ones."
 )
 _TIMES = (
-    "No time has latency, stragglers or shared switches in it: with thousands of devices real "
+    "No time has stragglers or shared switches in it: with thousands of devices real "
     "steps are longer."
 )
 # Field of the charts' data -> the figure of a row.

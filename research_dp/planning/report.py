@@ -9,7 +9,16 @@ from research_dp.analysis.topologies import Topology
 from research_dp.planning.row import Curves, Row, fastest_first
 from research_dp.planning.tables import scale
 
-_RATES = ("name", "memory_bytes", "memory_rate", "inside_rate", "across_rate", "flops", "sources")
+_RATES = (
+    "name",
+    "memory_bytes",
+    "memory_rate",
+    "inside_rate",
+    "across_rate",
+    "flops",
+    "latency",
+    "sources",
+)
 _NEGLIGIBLE = 0.02  # a smaller part of a step is not worth a sentence
 _BOUNDS = {
     "compute": "compute",
@@ -62,6 +71,14 @@ def words(rows: Sequence[Row], where: Topology) -> list[str]:
         lines = [_smallest([row for row in rows if row.fits]), _UNRANKED]
     else:
         lines = ["Nothing of this fits, or its time is not known."]
+    wide = [row for row in fastest if row.is_wide and platform != "cpu"]
+    for file in dict.fromkeys(row.narrow_file for row in wide):
+        sizes = ", ".join(
+            f"{row.strategy} {_size(row.narrow_wire_bytes)} instead of {_size(row.wire_total)}"
+            for row in wide
+            if row.narrow_file == file
+        )
+        lines.append(f"With {file} the least to send is less: {sizes}.")
     lines += [_obstacle(row) for row in rows if not row.fits]
     problems = [row for row in rows if row.fits and row.problem]
     lines += [f"{row.strategy} fits, but {row.problem}." for row in problems]
@@ -173,6 +190,10 @@ def _bound(row: Row) -> str:
     exposed = row.predicted_parts["exposed"]
     waits = row.predicted_seconds and exposed / row.predicted_seconds > _NEGLIGIBLE
     wait = f"; {exposed * 1e3:.1f} ms of communication are exposed" if waits else ""
+    latency = row.predicted_parts.get("latency", 0.0)
+    if waits and latency > 0.1 * exposed:
+        group = max(row.collectives or (), key=lambda total: total.wire_bytes).devices
+        wait += f", {latency * 1e3:.1f} of them for latency in groups of {group:,} devices"
     return f"Bound by {_BOUNDS[row.bound]}{wait}."
 
 

@@ -23,6 +23,9 @@ class CollectiveTotal:
     wire_bytes: float
 
 
+_WIDE = 1.25  # times the bytes in dtypes of two bytes: so much more is due to wider ones
+
+
 @dataclasses.dataclass
 class Row:
     """What a strategy's step costs a device: the figures of `plan --json`, in its order.
@@ -48,13 +51,15 @@ class Row:
     fits: bool = False
     collectives: list[CollectiveTotal] | None = None
     wire_bytes: dict[str, Any] | None = None  # 'total', 'of_model', 'by_kind', ...
-    min_wire_bytes: float | None = None  # by the table of strategies
+    min_wire_bytes: float | None = None  # by the table of strategies, in the dtypes that are bound
+    narrow_wire_bytes: float | None = None  # the same in two bytes an element
+    narrow_file: str | None = None  # that binds such dtypes
     hidden_fraction: float | None = None  # of the wire bytes, sent behind compute
     flops: int | None = None  # of matrix multiplications, without those of custom kernels
     predicted_seconds: float | None = None
     is_lower_bound: bool = False  # one iteration is counted of a loop of unknown length
     # Each as if it ran alone: 'compute', 'memory', 'network_inside' a host (GPU) or slice (TPU),
-    # 'network_across'; and 'exposed', the wait for the network.
+    # 'network_across'; 'exposed', the wait for the network; 'latency', what of it is not for bytes.
     predicted_parts: dict[str, float] | None = None
     bound: str | None = None  # the longest of the first four parts
     mfu: float | None = None  # model FLOPs over the devices' peak
@@ -93,6 +98,12 @@ class Row:
         if not self.min_wire_bytes or self.wire_total is None:
             return None
         return (self.wire_total - self.wire_of_model) / self.min_wire_bytes
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether it sends much more than it would in dtypes of two bytes."""
+        sent = (self.wire_total or 0.0) - self.wire_of_model
+        return self.narrow_wire_bytes is not None and sent > _WIDE * self.narrow_wire_bytes
 
     @property
     def seconds(self) -> float:

@@ -66,6 +66,7 @@ def _step_table(
     predicted = zip(rates(".2f", "predicted_seconds", 1e-3), rows, strict=True)
     bounded = [f">= {ms}" if row.is_lower_bound else ms for ms, row in predicted]
     errors = [format_number(prediction_error(row), 1, "+.0%") for row in rows]
+    is_wide = where.chip.platform != "cpu" and any(row.is_wide for row in rows)
     columns = [  # whether it is shown if a row has a cell, its head, the cells of all rows
         (True, "strategy", [row.strategy for row in rows]),
         (True, f"wire {name}:", rates(",.3f", "wire_total", unit)),
@@ -73,6 +74,7 @@ def _step_table(
         (has_branches, "in branches:", rates(",.3f", "wire_in_branches", unit)),
         (counted, "expected:", rates(",.3f", "min_wire_bytes", unit)),
         (True, "ratio:", rates(".3f", "wire_ratio")),
+        (is_wide, "in bf16:", rates(",.3f", "narrow_wire_bytes", unit)),
         (counted, "collectives:", counts),
         (verbose, "overlapped:", rates(".0%", "hidden_fraction")),
         (verbose, "TFLOP:", rates(".4g", "flops", 1e12)),

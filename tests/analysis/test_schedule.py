@@ -299,10 +299,10 @@ def test_times_on_the_network_of_h100s(kind, domains, members, seconds):
     present = devices(domains, members)
     links = topologies.route(Topology("h100", h100, tuple(present)), present)
     assert links.crosses == (domains > 1)
-    found = links.seconds(collective(kind, len(present)))
+    found = links.sending(collective(kind, len(present)))
     assert found == pytest.approx(seconds)
     never = dataclasses.replace(collective(kind, len(present)), times=0)
-    assert links.seconds(never) == found  # of one execution, however often it runs
+    assert links.sending(never) == found  # of one execution, however often it runs
 
 
 @pytest.mark.parametrize(
@@ -316,8 +316,37 @@ def test_times_on_the_network_of_h100s(kind, domains, members, seconds):
 def test_times_on_the_torus_of_v5e(coordinates, kind, seconds):
     present = [SimpleNamespace(process_index=0, coords=at) for at in coordinates]
     links = topologies.route(Topology("v5e", chips()["v5e"], tuple(present)), present)
-    found = links.seconds(collective(kind, len(present)))
+    found = links.sending(collective(kind, len(present)))
     assert found == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    ("kind", "domains", "members", "sending", "micros"),
+    [
+        ("all-gather", 8, 8, 0.0, 6.6 + 56 * 0.6 + 7 * 2.7),  # each device's part passes all others
+        ("all-gather", 8, 8, 10e-6, 6.6 + 56 * 0.6 + 7 * 2.7 + 20),  # at half of the links' rate
+        ("all-gather", 1, 8, 1.0, 8.4 + 7 * 3.4 + 1e6),  # large: the full rate counts more
+        ("reduce-scatter", 128, 8, 0.0, 6.6 + 896 * 0.6 + 127 * 2.7),
+        ("all-reduce", 1, 8, 0.0, 6.6 + 2 * 7 * 0.6),
+        ("all-reduce", 128, 8, 0.0, 6.8 + 2 * (7 * 0.6 + 7 * 5.0)),  # a tree over the hosts
+        ("all-to-all", 128, 8, 0.0, 6.6 + 0.6 + 2.7),
+        ("all-gather", 1, 1, 0.0, 0.0),
+    ],
+)
+def test_latency_grows_with_the_hops_of_a_group(kind, domains, members, sending, micros):
+    present = devices(domains, members)
+    links = topologies.route(Topology("h100", chips()["h100"], tuple(present)), present)
+    assert links.seconds(kind, sending) * 1e6 == pytest.approx(micros, rel=1e-6)
+
+
+def test_latency_on_a_torus():
+    """Half of each dimension's hops: rings go both ways."""
+    present = [
+        SimpleNamespace(process_index=0, coords=(x, y, 0)) for x in range(16) for y in range(16)
+    ]
+    links = topologies.route(Topology("v5e", chips()["v5e"], tuple(present)), present)
+    assert links.seconds("all-gather", 1.0) == pytest.approx(1.0 + 16e-6, rel=1e-9)
+    assert links.seconds("all-reduce", 1.0) == pytest.approx(1.0 + 32e-6, rel=1e-9)
 
 
 def test_what_is_hidden():

@@ -73,7 +73,7 @@ def test_a_slice_has_a_power_of_two_of_chips(count):
 @pytest.mark.parametrize("chip", chips().values(), ids=lambda chip: chip.name)
 def test_every_figure_has_a_source(chip):
     if chip.platform != "cpu":
-        needed = {"flops", "memory", "inside", "across"}
+        needed = {"flops", "memory", "inside", "across", "latency"}
         assert needed <= chip.sources.keys()
         assert bool(chip.compile) == ("compile" in chip.sources) == (chip.platform == "gpu")
     assert chip.peak("f8e4m3fn") >= chip.peak("bf16") >= chip.peak("f32") >= 0

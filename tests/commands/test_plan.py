@@ -14,7 +14,7 @@ from research_dp.errors import UsageError
 from research_dp.planning import estimate as estimate_lib
 from research_dp.planning import report
 from research_dp.planning.limits import Budget
-from research_dp.planning.row import Row, fastest_first
+from research_dp.planning.row import CollectiveTotal, Row, fastest_first
 from research_dp.planning.tables import prediction_error, tables
 from tests.support import certified
 from tests.support.compilers import needs_compiler
@@ -66,6 +66,21 @@ def test_advice_names_the_fastest_that_fits_and_what_stops_the_others():
     assert "its state must be sharded" in huge
     assert odd == "odd refused: it cannot be."
     assert report.words(rows[2:], GPUS)[0].startswith("Nothing of this fits")
+
+
+def test_advice_says_what_latency_and_wide_dtypes_cost():
+    sent = {"kind": "all-gather", "axes": "fsdp", "dtype": "f32", "purpose": "all-gather"}
+    gathers = CollectiveTotal(**sent, devices=1024, count=9, wire_bytes=8e9)
+    norms = CollectiveTotal(**sent, devices=8, count=1, wire_bytes=4.0)
+    parts = {**row("a").predicted_parts, "latency": 0.004}
+    wide = {"wire_bytes": {"total": 8e9}, "narrow_wire_bytes": 4e9, "narrow_file": "f.gin"}
+    found = row("a", predicted_parts=parts, collectives=[gathers, norms], **wide)
+    narrow = row("b", narrow_wire_bytes=4e9, narrow_file="f.gin", wire_bytes={"total": 4.5e9})
+    best, _, advice, *_ = report.words([found, narrow], GPUS)
+    assert "are exposed, 4.0 of them for latency in groups of 1,024 devices" in best
+    assert advice == "With f.gin the least to send is less: a 4.00 GB instead of 8.00 GB."
+    assert "in bf16:" in tables([found], GPUS)[1].columns
+    assert "in bf16:" not in tables([narrow], GPUS)[1].columns
 
 
 def test_times_of_nominal_rates_rank_nothing_unless_measured():
