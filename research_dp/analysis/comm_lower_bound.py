@@ -11,7 +11,7 @@ import inspect
 import math
 from collections import Counter
 from collections.abc import Callable, Collection
-from typing import Any, NamedTuple
+from typing import Any
 
 import gin
 import jax
@@ -29,29 +29,16 @@ from research_dp.strategies.strategy import example_keys
 PyTree = Any
 
 _INDEX_BYTES = 4  # rows are looked up by int32
-_WIDEST = 8  # bytes of a float64
 # A unit is used in full, gathered to look up rows, or its rows are exchanged.
 _USES = ("full", "lookup", "row")
 
 
-class WireBounds(NamedTuple):
-    """The least bytes that a device sends in a step, and the least at two bytes an element."""
-
-    least: float  # in the dtypes that are bound
-    narrow: float | None  # None: the compiler chooses the dtypes
-    file: str  # that binds them, shipped
-
-
-def min_wire_bytes(strategy: Strategy, spec: TrainSpec) -> float:
-    """`wire_bounds` in the dtypes that are bound."""
-    return wire_bounds(strategy, spec).least
-
-
-def wire_bounds(strategy: Strategy, spec: TrainSpec) -> WireBounds:
+def min_wire_bytes(strategy: Strategy, spec: TrainSpec, *, widest: int = 8) -> float:
     """Bytes that a device sends in a step over rings, by the table of strategies.
 
     For a table that is sharded by feature, the rows that are looked up count where they are fewer
-    than its own. Reductions of metrics and norms come on top.
+    than its own. Reductions of metrics and norms come on top. Elements take the bytes of the dtypes
+    that are bound, or `widest` if that is less.
 
     Raises:
         NotImplementedError: A slot is a gin reference in a scope, whose bindings have no public
@@ -75,16 +62,14 @@ def wire_bounds(strategy: Strategy, spec: TrainSpec) -> WireBounds:
     accumulated = config.accumulation_dtype if accumulates and not scattered_once else None
     dtypes = [_bound_value(config.gather, n) for n in ("gather_dtype", "grad_scatter_dtype")]
     dtypes.append(_bound_value(config.sync, "dtype") or accumulated)
-    uses, of_update = _unit_uses(strategy, spec), _update_bytes(strategy)
-
-    def of_parameter(param: LeafSharding, update: LeafSharding, most: int) -> float:
-        """What a parameter costs with at most so many bytes an element."""
-        size, width = math.prod(update.split_shape), min(most, param.dtype.itemsize)
+    uses, total = _unit_uses(strategy, spec), _update_bytes(strategy)
+    trees = (strategy.shardings.params, strategy.shardings.slices)
+    for param, update in zip(*map(jax.tree.leaves, trees), strict=True):
+        size, width = math.prod(update.split_shape), min(widest, param.dtype.itemsize)
         gather, scatter, sync = (
-            width if dtype is None else min(most, jnp.dtype(dtype).itemsize) for dtype in dtypes
+            width if dtype is None else min(widest, jnp.dtype(dtype).itemsize) for dtype in dtypes
         )
         reduced = 2 * size * sync  # a ring all-reduce sends everything twice
-        total = 0.0
         if param.dim is not None:
             unit = _unit(param.path, spec.model.units)
             full, lookups, rows = (uses[unit, how] for how in _USES) if per_use else (1, 0, 0)
@@ -99,18 +84,16 @@ def wire_bounds(strategy: Strategy, spec: TrainSpec) -> WireBounds:
             total += syncs * _ring(reduced / shards, replicas)
         else:
             total += syncs * _ring(reduced, shards * replicas)
-        return total
+    return total
 
-    trees = (strategy.shardings.params, strategy.shardings.slices)
-    params, updates = map(jax.tree.leaves, trees)
-    pairs: list[tuple[LeafSharding, LeafSharding]] = list(zip(params, updates, strict=True))
-    least, narrow = (
-        sum((of_parameter(*pair, most) for pair in pairs), of_update) for most in (_WIDEST, 2)
-    )
+
+def narrow_file(strategy: Strategy) -> str | None:
+    """The shipped file that binds dtypes of two bytes; None: the compiler chooses them."""
+    if strategy.config.gather is None and not strategy.batch_axes:
+        return None
+    pairs = zip(*map(jax.tree.leaves, strategy.shardings), strict=True)
     updates_gather = any(param.dim is None and update.dim is not None for param, update in pairs)
-    file = f"precision/{'bf16_params' if updates_gather else 'bf16_collectives'}.gin"
-    chooses = config.gather is not None or bool(strategy.batch_axes)
-    return WireBounds(least, narrow if chooses else None, file)
+    return f"precision/{'bf16_params' if updates_gather else 'bf16_collectives'}.gin"
 
 
 def _update_bytes(strategy: Strategy) -> float:

@@ -106,8 +106,16 @@ def show(config: load.Config, strategy: Strategy) -> None:
     put("", f"Mesh of {strategy.name}: {sizes_text(mesh.shape)} = {mesh.size} devices ({kind})")
     if units := strategy.spec.model.units:
         put(f"Units: {some_of(sorted(units), 12)}")
+    for name, value in {**_tuned(strategy), **strategy.choices}.items():
+        put(f"Chosen for these devices: {name} = {value}")
     put("", sharding_table.parameter_table(strategy))
     put(state_table(strategy), collectives_table(strategy))
+
+
+def _tuned(strategy: Strategy) -> dict[str, Any]:
+    """What a tuning gave the strategy."""
+    names = ("prefetch", "compiler_options") if strategy.config.tuning else ()
+    return {f"data_parallel.{name}": getattr(strategy.config, name) for name in names}
 
 
 def configuration(config: load.Config) -> Iterator[tuple[str, str]]:

@@ -20,8 +20,6 @@ from research_dp.planning.row import Row
 from research_dp.strategies import StrategyConfig, TrainSpec
 from research_dp.training.train import train
 
-_WIDE = 0.01  # f32 collectives below this part of the wire bytes are not worth a variant
-
 # What building and tracing a strategy may raise beside mistakes.
 _UNBUILDABLE = (jax.errors.JaxRuntimeError, NotImplementedError, TypeError, ValueError)
 
@@ -96,19 +94,10 @@ def check(run: Run, candidates: Sequence[Candidate]) -> dict[str, bool]:
 def variants(candidate: Candidate, row: Row, where: Topology) -> list[Candidate]:
     """What else a strategy could be: other dtypes, kept parameters, groups of one host."""
     assert row.mesh is not None
-    wide = {
-        total.kind
-        for total in row.collectives or ()
-        if total.dtype == "f32" and total.wire_bytes > _WIDE * (row.wire_total or 0)
-    }
-    # Collectives of the compiler or of an update have no dtype to choose.
-    gathers = "all-gather" in wide and "gather" in row.slots
-    sums = bool(wide - {"all-gather"}) and bool({"gather", "sync"} & set(row.slots))
     result = []
-    for stem, helps in (("bf16_gather", gathers), ("bf16_collectives", gathers or sums)):
-        file = f"precision/{stem}.gin"
-        if helps and file not in candidate.files:
-            result.append(Candidate(f"{row.strategy}+{stem}", (*candidate.files, file)))
+    if row.is_wide and row.narrow_file and row.narrow_file not in candidate.files:
+        name = f"{row.strategy}+{Path(row.narrow_file).stem}"
+        result.append(Candidate(name, (*candidate.files, row.narrow_file)))
     if row.mesh["fsdp"] > 1:
         result += [_replaced(candidate, stem, stem) for stem in ("fsdp", "fsdp_keep")]
         groups, members = where.domains

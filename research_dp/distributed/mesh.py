@@ -31,9 +31,11 @@ from research_dp.errors import UsageError
 
 BATCH_AXES = DATA_AXIS, FSDP_AXIS = ("data", "fsdp")
 
-# The platform that a model is traced for, and over how many devices the arrays it sees are split by
-# the compiler. A context of JAX's, so that what it caches of a traced function depends on it.
-_TARGET: Any = jax.make_user_context((None, 1))
+# The platform that a model is traced for, over how many devices the arrays it sees are split by the
+# compiler, and the bytes of a device's memory (0: not known). A context of JAX's, so that what it
+# caches of a traced function depends on it.
+_TARGET: Any = jax.make_user_context((None, 1, 0))
+_noted = contextvars.ContextVar[dict[str, str]]("noted")
 _planned = contextvars.ContextVar[Sequence[jax.Device]]("planned", default=())
 
 
@@ -119,9 +121,11 @@ def build_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device]) -> Mesh:
 @contextlib.contextmanager
 def traced_for(mesh: Mesh, axes: Sequence[str]) -> Iterator[None]:
     """While a model is traced for a mesh, of whose batch axes these split the arrays it sees."""
-    platform = mesh.devices.flat[0].platform
+    device = mesh.devices.flat[0]
     seen = math.prod(mesh.shape[name] for name in axes)
-    with _TARGET((platform, batch_devices(mesh) // seen)):
+    chip = None if device.platform == "cpu" else chip_of(device.device_kind)
+    memory = chip.memory_bytes if chip else 0
+    with _TARGET((device.platform, batch_devices(mesh) // seen, memory)):
         yield
 
 
@@ -135,6 +139,23 @@ def target_platform() -> str:
 def examples_on_device(count: int) -> int:
     """How many of an array's examples, tokens or rows one device has, when it is traced."""
     return -(-count // _TARGET.value[1])
+
+
+def target_memory() -> int:
+    """Bytes of memory of a device that a function is traced for; 0 of CPUs and unknown devices."""
+    return _TARGET.value[2]
+
+
+def noting() -> dict[str, str]:
+    """Where models put from now on what they choose by sizes and devices: binding -> value."""
+    found: dict[str, str] = {}
+    _noted.set(found)
+    return found
+
+
+def note(binding: str, value: str) -> None:
+    """Says what a model chose, for `noting`; `--dry_run` shows it."""
+    _noted.get({})[binding] = value
 
 
 def split_axes(mesh: Mesh) -> tuple[str, ...]:

@@ -12,12 +12,20 @@ import jax
 import jax.numpy as jnp
 
 from research_dp.distributed.batch_examples import seed_key
-from research_dp.distributed.mesh import examples_on_device, target_platform
+from research_dp.distributed.mesh import (
+    examples_on_device,
+    note,
+    target_memory,
+    target_platform,
+)
 from research_dp.distributed.sharding import PART, STACK, TABLE
 from research_dp.distributed.units import Units
 from research_dp.models.layers import fold_in_each
 from research_dp.types import Batch, Functions, LossOutput, PyTree, TrainableModel, Work
 
+_LOGITS = 2**23  # that a chunk of the vocabulary has, unless chunks were then more than these
+_CHUNKS = 8  # each of which costs three collectives, where the head is sharded
+_SHARE = 32  # of the memory that a chunk's float32 logits may take: one of these
 _UNROLLED = 12  # blocks that a CPU runs without a loop, which fills and copies what it saves
 
 
@@ -39,7 +47,7 @@ class LanguageModel:
     dtype: str
     remat: str
     unroll: int | None
-    logits_at_once: int
+    logits_at_once: int | None
 
     def trainable(self) -> TrainableModel:
         head = {} if self.tied else {"head": TABLE}
@@ -93,13 +101,23 @@ class LanguageModel:
         weights, targets = _target_weights(batch), jnp.roll(tokens, -1, axis=1)
         head = "embed" if self.tied else "head"
         scan_rows = functools.partial(units.scan_rows, name=head, params=params)
-        # A divisor of the vocabulary's size, if one is below twice the least number of chunks.
-        least = -(-self.vocab_size * examples_on_device(tokens.size) // self.logits_at_once)
-        least = min(least, self.vocab_size)
-        divisors = (n for n in range(least, 2 * least) if self.vocab_size % n == 0)
-        losses = _cross_entropy(x, scan_rows, targets, self.vocab_size, next(divisors, least))
+        chunks = self._chunks(examples_on_device(tokens.size))
+        losses = _cross_entropy(x, scan_rows, targets, self.vocab_size, chunks)
         total = jnp.sum(losses * weights.reshape(-1))
         return LossOutput(total, jnp.sum(weights), model_state, {})
+
+    def _chunks(self, tokens: int) -> int:
+        """In how many chunks of the vocabulary a device has its logits, one after the other."""
+        logits, at_once = self.vocab_size * tokens, self.logits_at_once
+        if at_once is None:
+            fits = target_memory() // (4 * _SHARE)
+            at_once = max(_LOGITS, min(-(-logits // _CHUNKS), fits))
+        least = min(-(-logits // at_once), self.vocab_size)
+        # A divisor of the vocabulary's size, if one is below twice the least number of chunks.
+        divisors = (n for n in range(least, 2 * least) if self.vocab_size % n == 0)
+        chunks = next(divisors, least)
+        note("transformer.logits_at_once", f"{at_once} ({chunks} chunks of the vocabulary)")
+        return chunks
 
     def apply(self, params: PyTree, tokens: Any, model_state: PyTree | None = None) -> jax.Array:
         """Logits of each next token: (B, S) int32 -> (B, S, vocab_size) float32."""
@@ -138,6 +156,7 @@ class LanguageModel:
             keeps = units.gather is None and self.remat == "none"
             is_short = self.depth <= _UNROLLED and target_platform() == "cpu"
             unroll = self.depth if keeps and is_short else 1
+            note("transformer.unroll", f"{unroll}")
         x = units.scan(block, "blocks", params, x, each=indices, remat=self.remat, unroll=unroll)
         return units.run(_final_norm, ("norm",), params, x, remat="full")
 

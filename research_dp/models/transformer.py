@@ -42,7 +42,7 @@ def transformer(
     remat: Remat = "full",
     unroll: Count | None = None,
     attention: Implementation = "auto",
-    logits_at_once: Count = 2**23,
+    logits_at_once: Count | None = None,
 ) -> TrainableModel:
     """A decoder of pre-norm blocks: RMSNorm, rotary positions, causal attention, gated MLP.
 
@@ -64,7 +64,8 @@ def transformer(
         unroll: Blocks in one iteration of the loop over them; None: 1, or all of at most 12 on a
             CPU that neither gathers nor recomputes them.
         attention: 'cudnn' is flash attention; 'chunked' has the scores of 256 queries at a time.
-        logits_at_once: Upper bound on the logits of a chunk of the vocabulary, in the loss.
+        logits_at_once: Upper bound on the logits of a chunk of the vocabulary, in the loss; None:
+            2**23, or more in 8 chunks whose logits fit in a 32nd of an accelerator's memory.
 
     Raises:
         UsageError: `heads` does not divide `width`, or a head has an odd number of features.

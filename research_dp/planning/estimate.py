@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from research_dp.analysis.comm_lower_bound import wire_bounds
+from research_dp.analysis.comm_lower_bound import min_wire_bytes, narrow_file
 from research_dp.analysis.program_cost import ProgramCost, read, wire_totals
 from research_dp.analysis.topologies import Topology, topology
 from research_dp.distributed.mesh import batch_devices
@@ -57,7 +57,6 @@ def compile_row(
     state, batch = strategy.abstract_state, strategy.abstract_batch
     row = Row(
         name,
-        slots=tuple(n for n in ("gather", "sync", "update") if getattr(strategy.config, n)),
         mesh=dict(strategy.mesh.shape),
         batch_size=spec.batch_size,
         accumulation_steps=spec.accumulation_steps,
@@ -84,7 +83,9 @@ def compile_row(
             except (NotImplementedError, jax.errors.JaxRuntimeError) as error:
                 row.problem = row.problem or f"its program cannot be read: {first_line(error)}"
     try:
-        row.min_wire_bytes, row.narrow_wire_bytes, row.narrow_file = wire_bounds(strategy, spec)
+        row.min_wire_bytes, row.narrow_file = min_wire_bytes(strategy, spec), narrow_file(strategy)
+        if row.narrow_file:
+            row.narrow_wire_bytes = min_wire_bytes(strategy, spec, widest=2)
     except NotImplementedError as error:
         unknown = f"the least that it must send is not known: {first_line(error)}"
         row.problem = row.problem or unknown

@@ -35,7 +35,6 @@ class Row:
     """
 
     strategy: str
-    slots: tuple[str, ...] = ()  # of `gather`, `sync` and `update` those that are filled
     mesh: dict[str, int] | None = None  # None: the strategy was refused
     batch_size: int | None = None
     accumulation_steps: int | None = None

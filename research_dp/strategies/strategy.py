@@ -16,7 +16,7 @@ from research_dp.argument_checks import checked
 from research_dp.argument_types import Count, Dtype, MaxNorm, Seed, Transform, described
 from research_dp.distributed.batch_examples import seed_key
 from research_dp.distributed.collectives import PLAIN, Reduction
-from research_dp.distributed.mesh import FSDP_AXIS
+from research_dp.distributed.mesh import FSDP_AXIS, noting
 from research_dp.distributed.optimizer import LossScale, with_master_weights
 from research_dp.errors import UsageError, binding_error
 from research_dp.strategies import batch_losses, frozen, slots
@@ -135,6 +135,7 @@ class Strategy:
     batch_axes: tuple[str, ...] = ()  # that split the batch where the loss runs; (): nothing does
     algorithm: str | None = None  # why it computes another algorithm by design; None: it does not
     doubt: str | None = None  # why numbers may depend on how the batch is split; None: they do not
+    choices: Mapping[str, str] = dataclasses.field(default_factory=dict)  # see `mesh.noting`
 
     @property
     def splits_batch(self) -> bool:
@@ -186,7 +187,7 @@ class StrategyConfig:
             gradient synchronised, by itself. False where each collective is waited for, as on
             CPUs: fewer, larger ones are faster.
         compiler_options: XLA's options for the training step, by name.
-        tuning: What serves the devices, `@tuning()`; see the files options/. None: nothing.
+        tuning: What serves the devices; see the files options/.
         choose: Finds the strategy, where this one stands for several, once it is known what is
             built, the same in every process. None: this is the one.
     """
@@ -242,14 +243,16 @@ class StrategyConfig:
         """
         if self.choose is not None:
             return self.resolve(spec).build(spec)
-        strategy = self.engine(self, self.fitted(spec))
+        strategy, choices = self.engine(self, self.fitted(spec)), noting()
         try:  # This finds what does not fit. The trace is kept for the first step.
             jax.eval_shape(strategy.train_step, strategy.abstract_state, strategy.abstract_batch)
-            strategy = batch_losses.judged(strategy)
+            strategy = batch_losses.judged(dataclasses.replace(strategy, choices=choices))
             if strategy.doubt or not strategy.splits_batch:  # else that traced evaluation too
                 evaluated = _as_evaluated(strategy.abstract_batch)
                 jax.eval_shape(strategy.eval_step, strategy.abstract_state, evaluated)
         except UsageError as error:
+            if error.binding == "prefetch" and self.prefetch is None:  # of a tuning: where it can
+                return dataclasses.replace(self, prefetch=False).build(spec)
             if hasattr(self, error.binding or ""):  # of a lower room, which knows no strategy
                 error.binding = f"data_parallel.{error.binding}"
             raise

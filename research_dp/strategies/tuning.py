@@ -23,9 +23,11 @@ class Tuning:
     Engine `pmapped` takes none of it.
 
     Attributes:
-        prefetch: `data_parallel.prefetch` of strategies that gather each unit where it is used.
+        prefetch: `data_parallel.prefetch` of strategies that gather each unit where it is used, if
+            the model allows it.
         compiler_options: XLA's options for every training step.
-        gather_options: Further ones for strategies that gather each unit where it is used.
+        gather_options: Further ones for strategies that gather each unit where it is used, with
+            this `prefetch`.
     """
 
     gin_name: ClassVar[str] = "tuning"
@@ -43,7 +45,7 @@ def tuned(config: StrategyConfig, *, gathers_units: bool) -> StrategyConfig:
     found = config.tuning
     if found is None:
         return config
-    of_gathers = found.gather_options if gathers_units else {}
-    options = {**found.compiler_options, **of_gathers, **(config.compiler_options or {})}
     prefetch = found.prefetch if gathers_units and config.prefetch is None else config.prefetch
+    of_gathers = found.gather_options if gathers_units and prefetch == found.prefetch else {}
+    options = {**found.compiler_options, **of_gathers, **(config.compiler_options or {})}
     return dataclasses.replace(config, prefetch=prefetch, compiler_options=options)

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import research_dp.deterministic.reduction  # noqa: F401  (registers `tree_reduction`)
-from research_dp.analysis.comm_lower_bound import min_wire_bytes, wire_bounds
+from research_dp.analysis.comm_lower_bound import min_wire_bytes, narrow_file
 from research_dp.config import gin_internals, load
 from research_dp.distributed import collectives
 from research_dp.strategies import TrainSpec, gather_params
@@ -51,15 +51,16 @@ def test_it_is_counted_in_the_dtypes_that_are_bound(stem):
 @pytest.mark.parametrize("stem", ["ddp", "fsdp", "fsdp_keep", "hsdp", "zero1", "spmd_fsdp"])
 def test_the_file_that_is_named_gives_the_bytes_of_narrow_dtypes(stem):
     """So float32 collectives do not look like the least that there is."""
-    wide = wire_bounds(build(stem, one_matrix()), spec_of(one_matrix()))
+    spec = spec_of(one_matrix())
+    wide = build(stem, one_matrix())
+    least, most = (min_wire_bytes(wide, spec, widest=n) for n in (2, 8))
     load.reset()
-    narrow = recipe(stem, more=[wide.file]).build(spec_of(one_matrix()))
-    assert wire_bounds(narrow, spec_of(one_matrix()))[:2] == (wide.narrow, wide.narrow)
-    assert wide.narrow == wide.least / 2
+    narrow = recipe(stem, more=[narrow_file(wide)]).build(spec)
+    assert min_wire_bytes(narrow, spec) == least == most / 2
 
 
 def test_where_the_compiler_chooses_dtypes_no_file_is_named():
-    assert wire_bounds(build("spmd", one_matrix()), spec_of(one_matrix())).narrow is None
+    assert narrow_file(build("spmd", one_matrix())) is None
 
 
 def test_a_mistake_in_what_travels_is_no_part_of_it(monkeypatch):

@@ -6,7 +6,6 @@ import pytest
 from research_dp.analysis.topologies import topology
 from research_dp.commands import plan_candidates
 from research_dp.planning import estimate, report
-from research_dp.planning.row import CollectiveTotal
 from research_dp.strategies import TrainSpec
 from research_dp.types import TrainableModel
 from tests.support.plan_rows import GPUS, make_row
@@ -45,32 +44,18 @@ def test_the_largest_batch_is_found_in_a_few_compilations(fixed, each, expected)
 
 
 def test_variants_are_those_that_can_change_something():
-    def sent(*slots, files=(), **dtypes):
-        kinds = {name.replace("_", "-"): dtype for name, dtype in dtypes.items()}
-        each = [CollectiveTotal(k, "fsdp", d, k, 8, 1, 5.0) for k, d in kinds.items()]
-        row = make_row(
-            "fsdp",
-            slots=slots,
-            mesh={"data": 1, "fsdp": 8},
-            wire_bytes={"total": 10.0},
-            collectives=each,
-        )
-        chosen = plan_candidates.Candidate("fsdp", files)
-        return plan_candidates.variants(chosen, row, topology("cpu:8"))
+    file = "precision/bf16_collectives.gin"
 
-    def names(*slots, **dtypes):
-        return [candidate.name for candidate in sent(*slots, **dtypes)]
+    def names(total, *files):
+        narrow = {"narrow_wire_bytes": 5.0, "narrow_file": file}
+        row = make_row("fsdp", mesh={"data": 1, "fsdp": 8}, wire_bytes={"total": total}, **narrow)
+        chosen = plan_candidates.Candidate("fsdp", files)
+        return [c.name for c in plan_candidates.variants(chosen, row, topology("cpu:8"))]
 
     kept = ["fsdp", "fsdp_keep"]
-    both = ["fsdp+bf16_gather", "fsdp+bf16_collectives"]
-    slots = ["gather", "sync"]
-    assert names(*slots, all_gather="f32", reduce_scatter="f32") == [*both, *kept]
-    assert names(*slots, all_gather="bf16", reduce_scatter="f32") == [both[1], *kept]
-    assert names(*slots, all_gather="bf16", reduce_scatter="bf16") == kept
-    # zero1's update gathers, in the parameters' dtype; the compiler does as it likes.
-    assert names("sync", all_gather="f32", reduce_scatter="f32") == [both[1], *kept]
-    assert names("sync", all_gather="f32", reduce_scatter="bf16") == kept
-    assert names(all_gather="f32", reduce_scatter="f32") == kept
+    assert names(10.0, "strategies/fsdp.gin") == ["fsdp+bf16_collectives", *kept]
+    assert names(5.1, "strategies/fsdp.gin") == kept
+    assert names(10.0, "strategies/fsdp.gin", file) == [f"{x}+bf16_collectives" for x in kept]
 
 
 def test_what_variants_change_is_said():

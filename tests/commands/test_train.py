@@ -151,6 +151,19 @@ def test_dry_run_shows_configuration_and_layout_and_trains_nothing(main, tmp_pat
     assert not list(tmp_path.iterdir())
 
 
+def test_dry_run_shows_what_is_chosen_for_the_devices(main):
+    flags = ["--gin_file=runs/lm_stdlib.gin", "--gin_file=strategies/single.gin", "--dry_run"]
+    tuned = ["data_parallel.tuning=@tuning()", "tuning.compiler_options={'xla_a': 1}"]
+    shown = [
+        "transformer.unroll = 4",
+        "transformer.logits_at_once = 8388608 (1 chunks of the vocabulary)",
+    ]
+    done = main(*flags)
+    assert re.findall("Chosen for these devices: (.*)", done.stdout) == shown
+    done = main(*flags, "--gin.transformer.unroll=2", *(f"--gin.{x}" for x in tuned))
+    assert "error: tuning.compiler_options on cpu" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [

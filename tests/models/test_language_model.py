@@ -9,6 +9,7 @@ import pytest
 
 from research_dp.analysis.program_cost import read
 from research_dp.analysis.topologies import topology
+from research_dp.distributed.mesh import noting
 from research_dp.distributed.sharding import (
     STACK,
     TABLE,
@@ -18,6 +19,7 @@ from research_dp.distributed.sharding import (
 )
 from research_dp.distributed.units import Units
 from research_dp.errors import UsageError
+from research_dp.models import language_model
 from research_dp.models.transformer import rotate
 from research_dp.training.throughput import Throughput
 from tests.support.decoder import BATCH, LENGTH, LOOK_AHEAD, VOCAB, batch, build, model, oracle, run
@@ -177,6 +179,37 @@ def test_a_vocabulary_without_divisors_is_cut_and_filled_up(stem):
     pieces = -(-67 * tokens // 600)
     assert f"f32[{tokens},{-(-67 // pieces)}]" in text, "no piece of the logits"
     assert f"f32[{tokens},67]" not in text, "all logits at once"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "vocabulary", "memory", "chunks"),
+    [
+        (256, 2**15, 80e9, 1),
+        (2048, 2**15, 80e9, 8),
+        (16384, 2**15, 80e9, 8),  # 64 of 2**23 cost 192 collectives, and no memory less
+        (16384, 2**15, 0, 64),  # of a device whose memory is not known
+        (16384, 2**15, 16e9, 8),
+        (2**17, 2**15, 16e9, 64),  # an eighth of the logits would not fit
+        (2048, 128256, 80e9, 8),
+    ],
+)
+def test_the_vocabulary_is_cut_by_tokens_and_memory(
+    monkeypatch, tokens, vocabulary, memory, chunks
+):
+    monkeypatch.setattr(language_model, "target_memory", lambda: int(memory))
+    made = model(vocab_size=vocabulary, logits_at_once=None)
+    choices = noting()
+    assert made.loss.__self__._chunks(tokens) == chunks
+    assert f"({chunks} chunks of the vocabulary)" in choices["transformer.logits_at_once"]
+
+
+@pytest.mark.parametrize("remat", ["full", "dots"])
+def test_a_tuning_looks_ahead_where_blocks_are_recomputed_in_full(remat):
+    tuned = ["data_parallel.tuning = @tuning()", "tuning.prefetch = True"]
+    options = "tuning.gather_options = {'xla_cpu_enable_fast_min_max': False}"
+    config = build("fsdp", model(remat=remat), *tuned, options).config
+    assert config.prefetch is (remat == "full")
+    assert bool(config.compiler_options) is (remat == "full")
 
 
 @pytest.mark.parametrize(

@@ -222,8 +222,8 @@ def test_files_fit_in_a_head(path):
 
 # Rooms -> most lines of them together. What is added pays by what it makes unnecessary.
 CEILINGS = {
-    (".",): 30_660,
-    ("distributed", "strategies"): 6_460,  # the page of one more strategy fits too
+    (".",): 30_700,
+    ("distributed", "strategies"): 6_480,  # the page of one more strategy fits too
     ("commands",): 3_985,
 }
 
