@@ -1,15 +1,15 @@
-"""`lm_tiny` in PyTorch under DDP or FSDP2, over gloo, for `lm_processes.py` to compare with.
+"""`lm_tiny` in PyTorch under DDP or FSDP2, over gloo, for `lm_peers.py` to compare with.
 
-Needs PyTorch, in a separate environment. `lm_processes.py` starts it and sets RANK, WORLD_SIZE,
-MASTER_ADDR and MASTER_PORT.
+Needs PyTorch, in a separate environment. `lm_peers.py` starts it and sets RANK, WORLD_SIZE,
+MASTER_ADDR, MASTER_PORT, STARTED and WEIGHTS.
 """
 
 import argparse
-import time
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from lm_peers import inputs, measure
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -47,7 +47,6 @@ class Decoder(nn.Module):
     def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        nn.init.normal_(self.embed.weight, std=WIDTH**-0.5)
         self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
         self.norm = nn.RMSNorm(WIDTH, 1e-6)
 
@@ -59,16 +58,32 @@ class Decoder(nn.Module):
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
+def load(model, weights) -> None:
+    """Copies the common weights into the model; a linear layer has the transpose."""
+    for name, parameter in model.named_parameters():
+        words = name.removesuffix(".weight").split(".")
+        x = weights[words[-1]][int(words[1])] if words[0] == "blocks" else weights[words[0]]
+        transposed = x.ndim == 2 and words[0] == "blocks"
+        parameter.data.copy_(torch.from_numpy(x.T if transposed else x))
+
+
+def average(losses: list[float]) -> list[float]:
+    """Averages the losses over the processes."""
+    total = torch.tensor(losses)
+    dist.all_reduce(total)
+    return (total / dist.get_world_size()).tolist()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("strategy", choices=["ddp", "fsdp"])
-    parser.add_argument("--sequences", type=int, required=True, help="sequences of one process")
     parser.add_argument("--steps", type=int, required=True)
     flags = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    torch.manual_seed(0)
     model = Decoder()
+    weights, tokens = inputs()
+    load(model, weights)
     if flags.strategy == "ddp":
         # One process averages with no one, and the wrapper would cost time.
         step_model = DistributedDataParallel(model) if dist.get_world_size() > 1 else model
@@ -78,19 +93,17 @@ def main() -> None:
             fully_shard(block, mesh=mesh)
         step_model = fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3, (0.9, 0.95), weight_decay=0.1)
-    tokens = torch.randint(0, VOCABULARY, (flags.sequences, LENGTH))
-    seconds = []
-    for _ in range(flags.steps):
-        start = time.perf_counter()
+    tokens = torch.from_numpy(tokens).long()
+
+    def step() -> float:
         optimizer.zero_grad()
         loss = step_model(tokens)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        loss.item()
-        seconds.append(time.perf_counter() - start)
-    if dist.get_rank() == 0:
-        print("seconds", *seconds)
+        return loss.item()
+
+    measure(step, flags.steps, average)
     dist.destroy_process_group()
 
 
