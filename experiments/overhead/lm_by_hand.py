@@ -100,7 +100,7 @@ def clip(grads, dims):
     return jax.tree.map(lambda g: g * jnp.minimum(1.0, CLIP / size), grads), size
 
 
-def make_step(strategy, dims):
+def make_step(strategy, dims, loss):
     """Returns a step: (weights, optimizer state, tokens) -> the same, loss, gradient norm."""
 
     def whole_in_use(x):
@@ -143,7 +143,7 @@ def make_step(strategy, dims):
     return step
 
 
-def build(strategy, mesh, weights):
+def build(strategy, mesh, weights, loss=loss):
     """Returns (placed weights and optimizer state, compiled step) of a strategy."""
     dims = split_dims(strategy)
     param_specs = specs_of(split_dims("ddp") if strategy in ("zero1", "zero2") else dims)
@@ -162,7 +162,7 @@ def build(strategy, mesh, weights):
 
     weights = jax.device_put(weights, placed(param_specs))
     state = jax.jit(OPTIMIZER.init, out_shardings=placed(state_specs))(weights)
-    step, outs = make_step(strategy, dims), (param_specs, state_specs, P(), P())
+    step, outs = make_step(strategy, dims, loss), (param_specs, state_specs, P(), P())
     if strategy != "jit":
         step = jax.shard_map(
             step,

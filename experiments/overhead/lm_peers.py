@@ -23,10 +23,12 @@ import numpy as np
 
 HERE = Path(__file__).resolve().parent
 SEQUENCES, LENGTH, WARM_UP = 8, 256, 5
+OURS = (sys.executable, HERE / "lm_worker.py")
 CASES = {
     "ours ddp": ("ours", "ddp"),
     "ours fsdp": ("ours", "fsdp"),
     "plain jit": ("by_hand", "jit"),
+    "jit, our model": ("our_model", "jit"),
     "by hand fsdp": ("by_hand", "fsdp"),
     "xlstm-jax's fsdp": ("xlstm", "fsdp"),
     "PyTorch DDP": ("torch", "ddp"),
@@ -69,68 +71,6 @@ def measure(step, steps: int, mean=lambda losses: losses) -> None:
     if os.environ["RANK"] == "0":
         times = {"ms": statistics.median(seconds[WARM_UP:]) * 1e3, "first": first, "cpu": cpu}
         print("measured", json.dumps({**times, "MB": peak, "losses": losses}), flush=True)
-
-
-def our_step(strategy: str):
-    """Returns a step of this package from the common weights."""
-    import jax
-    from lm_steps import shipped
-
-    weights, tokens = inputs()
-    built = shipped(strategy, SEQUENCES * jax.process_count())
-
-    def common(path, x):
-        name = path[1].key if path[0].key == "blocks" else path[0].key
-        return jax.make_array_from_callback(x.shape, x.sharding, lambda at: weights[name][at])
-
-    state = built.init(jax.random.key(0))
-    states = [state._replace(params=jax.tree_util.tree_map_with_path(common, state.params))]
-    batch = built.place_batch({"tokens": tokens})
-
-    def step() -> float:
-        states[0], metrics = built.train_step(states[0], batch)
-        total, count = jax.device_get(metrics["loss"])
-        return total / count
-
-    return step
-
-
-def hand_written_step(module: str, strategy: str):
-    """Returns a step with jax and optax alone, by `lm_by_hand` or as in xlstm-jax."""
-    import jax
-    import lm_by_hand
-    import lm_xlstm
-
-    weights, tokens = inputs()
-    nested = {name: weights.pop(name) for name in ("embed", "norm")} | {"blocks": weights}
-    devices = np.array(jax.devices())
-    if module == "xlstm":
-        mesh = jax.sharding.Mesh(devices, "data")
-        state, train_step = lm_xlstm.build(mesh, nested)
-    else:
-        mesh = jax.sharding.Mesh(devices[None], ("data", "fsdp"))
-        state, train_step = lm_by_hand.build(strategy, mesh, nested)
-    rows = jax.sharding.NamedSharding(mesh, jax.P(mesh.axis_names))
-    batch, state = jax.make_array_from_process_local_data(rows, tokens), list(state)
-
-    def step() -> float:
-        *state[:], value = train_step(*state, batch)[:3]
-        return jax.device_get(value)
-
-    return step
-
-
-def worker(case: str, steps: int) -> None:
-    """Runs one process of a case in jax."""
-    import jax
-
-    jax.config.update("jax_platforms", "cpu")
-    rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if count > 1:
-        jax.distributed.initialize(f"localhost:{os.environ['MASTER_PORT']}", count, rank)
-    module, strategy = CASES[case]
-    step = our_step(strategy) if module == "ours" else hand_written_step(module, strategy)
-    measure(step, steps)
 
 
 def run(command: list[str], count: int, weights: str) -> dict:
@@ -214,18 +154,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=25)
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--counts", default="1,2,4", help="numbers of processes")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
     flags = parser.parse_args()
-    if flags.worker:
-        worker(flags.worker, flags.steps)
-        return
-    steps = f"--steps={flags.steps}"
     commands = {
-        case: [flags.torch, str(HERE / "lm_torch.py"), strategy, steps]
-        if module == "torch"
-        else [sys.executable, __file__, steps, "--worker", case]
-        for case, (module, strategy) in CASES.items()
-        if flags.only in case and (flags.torch or module != "torch")
+        case: [
+            *((flags.torch, HERE / "lm_torch.py") if code == "torch" else OURS),
+            *(code, strategy, f"--steps={flags.steps}"),
+        ]
+        for case, (code, strategy) in CASES.items()
+        if flags.only in case and (flags.torch or code != "torch")
     }
     counts = [int(count) for count in flags.counts.split(",")]
     results: dict[tuple[str, int], list[dict]] = {}

@@ -76,6 +76,7 @@ def average(losses: list[float]) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
+    parser.add_argument("code", choices=["torch"])
     parser.add_argument("strategy", choices=["ddp", "fsdp"])
     parser.add_argument("--steps", type=int, required=True)
     flags = parser.parse_args()

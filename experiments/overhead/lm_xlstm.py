@@ -76,7 +76,7 @@ def loss(weights, tokens):
         return block(x, jax.tree.map(gathered, shards, is_leaf=is_box)), None
 
     table = gathered(weights["embed"])
-    x, _ = lax.scan(layer, table[tokens] * WIDTH**0.5, weights["blocks"])
+    x, _ = lax.scan(layer, table[tokens] * WIDTH**0.5, weights["blocks"], unroll=True)
     logits = norm(x, gathered(weights["norm"])) @ table.T
     return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:]).mean()
 
