@@ -93,10 +93,13 @@ def run(command: list[str], count: int, weights: str) -> dict:
             )
         )
     outputs = [process.communicate() for process in processes]
+    lines = [x for x in outputs[0][0].splitlines() if x.startswith("measured ")]
     if any(process.returncode for process in processes):
-        sys.exit("\n".join(error for _, error in outputs))
-    line = next(x for x in outputs[0][0].splitlines() if x.startswith("measured "))
-    return json.loads(line.removeprefix("measured "))
+        errors = "\n".join(error for _, error in outputs).strip()
+        print(f"{' '.join(map(str, command))}, {count} processes: {errors}", file=sys.stderr)
+    if not lines:
+        sys.exit(1)
+    return json.loads(lines[0].removeprefix("measured "))
 
 
 def check_losses(case: str, count: int, losses: list[float], expected: list[float]) -> None:
@@ -175,6 +178,7 @@ def main() -> None:
                     losses = result["losses"]
                     check_losses(case, count, losses, expected.setdefault(count, losses))
                     results.setdefault((case, count), []).append(result)
+                    print(f"{case}, {count}: {result['ms']:.0f} ms", file=sys.stderr, flush=True)
     print_tables(list(commands), counts, results)
 
 
