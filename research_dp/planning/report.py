@@ -10,13 +10,7 @@ from research_dp.planning.row import Curves, Row, fastest_first
 from research_dp.planning.tables import scale
 
 _RATES = (
-    "name",
-    "memory_bytes",
-    "memory_rate",
-    "inside_rate",
-    "across_rate",
-    "flops",
-    "latency",
+    *("name", "memory_bytes", "memory_rate", "inside_rate", "across_rate", "flops", "latency"),
     "sources",
 )
 _NEGLIGIBLE = 0.02  # a smaller part of a step is not worth a sentence

@@ -23,9 +23,6 @@ class CollectiveTotal:
     wire_bytes: float
 
 
-_WIDE = 1.25  # times the bytes in dtypes of two bytes: so much more is due to wider ones
-
-
 @dataclasses.dataclass
 class Row:
     """What a strategy's step costs a device: the figures of `plan --json`, in its order.
@@ -100,9 +97,8 @@ class Row:
 
     @property
     def is_wide(self) -> bool:
-        """Whether it sends much more than it would in dtypes of two bytes."""
-        sent = (self.wire_total or 0.0) - self.wire_of_model
-        return self.narrow_wire_bytes is not None and sent > _WIDE * self.narrow_wire_bytes
+        """Whether the dtypes that are bound take more than two bytes an element."""
+        return (self.min_wire_bytes or 0.0) > 1.01 * (self.narrow_wire_bytes or math.inf)
 
     @property
     def seconds(self) -> float:
