@@ -103,7 +103,11 @@ class Block:
         x = x + dropout(y, self.dropout_rate, layers.keys, layer=0)
         y = layers.rms_norm("mlp_norm")(x)
         # SwiGLU (Shazeer, arXiv 2002.05202)
-        gate, up = jnp.split(dense("gate_up", 2 * self.mlp_width)(y), 2, axis=-1)
+        y = dense("gate_up", 2 * self.mlp_width)(y)
+        if target_platform() == "cuda":
+            # Else the gradient's two halves are concatenated for each of the matmuls that take it.
+            y = jax.lax.optimization_barrier(y)
+        gate, up = jnp.split(y, 2, axis=-1)
         y = jax.nn.silu(gate) * up
         return x + dropout(dense("down", self.width)(y), self.dropout_rate, layers.keys, layer=1)
 
