@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend import source_info_util
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Literal
 
 from research_dp.types import PyTree
 
@@ -74,7 +74,7 @@ def _results(equation: Any, given: list[Any]) -> list[Any]:
         return [_opaque(equation.primitive.bind(_opaque(given[0]), **params))]
     if name in _CONTROL:
         params = {key: _rewritten(param) for key, param in params.items()}
-        if isinstance(params.get("jaxpr"), Jaxpr):
+        if not isinstance(equation.params.get("jaxpr", ()), (ClosedJaxpr, tuple)):
             # Rematerialisation, whose program has no constants of its own: they become arguments.
             closed = _rewritten(ClosedJaxpr(equation.params["jaxpr"], ()))
             body, consts = closed.jaxpr, closed.consts

@@ -267,11 +267,22 @@ def _of_placed(step: Callable[..., Any]) -> Callable[..., Any]:
     return train
 
 
+# XLA's option until JAX 0.11.0, and after it.
+_RENAMED: dict[tuple[str, Any], tuple[str, Any]] = {
+    ("xla_gpu_enable_pipelined_reduce_scatter", False): (
+        "xla_gpu_pipeline_reduce_scatter",
+        "COLLECTIVE_PIPELINING_MODE_OFF",
+    )
+}
+
+
 def _compiler_options(config: StrategyConfig) -> dict[str, Any] | None:
     """The options; UsageError if the compiler of the mesh's devices does not know one."""
     if not config.compiler_options:
         return None
-    options, device = dict(config.compiler_options), config.mesh.devices.flat[0]
+    device, options = config.mesh.devices.flat[0], dict(config.compiler_options)
+    if jax.__version_info__ >= (0, 11, 1):
+        options = dict(_RENAMED.get(item, item) for item in options.items())
     one = jax.ShapeDtypeStruct((), np.float32, sharding=jax.sharding.SingleDeviceSharding(device))
     try:
         # The least program there is: the compiler reads options before anything else.

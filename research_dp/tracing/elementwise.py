@@ -21,7 +21,12 @@ from jax.extend import core
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from research_dp.errors import first_line
-from research_dp.tracing.jaxpr import is_deterministic, is_elementwise, program_called
+from research_dp.tracing.jaxpr import (
+    carry_of,
+    is_deterministic,
+    is_elementwise,
+    program_called,
+)
 
 _PROGRAMS = {"jaxpr", "branches", "cond_jaxpr", "body_jaxpr"}  # of control flow
 _RESHAPES = {"reshape", "squeeze", "broadcast_in_dim"}
@@ -263,8 +268,7 @@ def _while(equations: Pair, inputs: list[Any], rules: Rules) -> list[Any]:
 
 
 def _scan(equations: Pair, inputs: list[Any], rules: Rules) -> list[Any]:
-    params = equations[0].params
-    first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
+    first, last = carry_of(equations[0])
     rows = [x.scanned() for x in inputs[last:]]
 
     def body(carry: Sequence[Any]) -> list[Any]:

@@ -67,9 +67,7 @@ def _through(equation: Any, given: list[Source], visit: Visit, callers: Callers)
         visit(equation, given, callers)
         sources = frozenset().union(*(x or () for x in given))
         return [None if None in given else sources] * outputs
-    is_scan = equation.primitive.name == "scan"
-    first = equation.params["num_consts"] if is_scan else 0
-    last = first + equation.params["num_carry"] if is_scan else 0
+    first, last = carry_of(equation) if equation.primitive.name == "scan" else (0, 0)
     while True:
         results = _follow(inner[0], given, visit, (*callers, equation))
         pairs = zip(given[first:last], results, strict=False)
@@ -77,6 +75,16 @@ def _through(equation: Any, given: list[Source], visit: Visit, callers: Callers)
         if carry == given[first:last]:
             return carry + results[len(carry) :]
         given = [*given[:first], *carry, *given[last:]]
+
+
+def carry_of(scan: JaxprEqn) -> tuple[int, int]:
+    """The first of a loop's arguments that it carries, and the one after the last."""
+    params = scan.params
+    if "ft_in" in params:  # since JAX 0.11.2
+        constants, carry, _ = map(len, params["ft_in"].unpack())
+    else:
+        constants, carry = params["num_consts"], params["num_carry"]
+    return constants, constants + carry
 
 
 def source_line(equation: Any) -> str:

@@ -22,7 +22,7 @@ ALLOWED = {
     "deterministic": GROUND,
     "strategies": GROUND - {"deterministic"},
     "compat": {"", "distributed", "compat"},
-    "models": {"", "distributed", "models"},
+    "models": {"", "tracing", "distributed", "models"},
     "data": {"", "distributed", "data"},
     "runs": {*GROUND, "runs"},
     "training": {*GROUND, "runs", "training"},
@@ -222,9 +222,9 @@ def test_files_fit_in_a_head(path):
 
 # Rooms -> most lines of them together. What is added pays by what it makes unnecessary.
 CEILINGS = {
-    (".",): 30_700,
+    (".",): 30_720,
     ("distributed", "strategies"): 6_480,  # the page of one more strategy fits too
-    ("commands",): 3_985,
+    ("commands",): 4_000,
 }
 
 

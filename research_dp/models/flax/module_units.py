@@ -19,6 +19,7 @@ from research_dp.argument_types import path_name
 from research_dp.distributed.batch_examples import seed_key
 from research_dp.distributed.sharding import PART, SHARED, STACK, unit_of
 from research_dp.errors import UsageError
+from research_dp.tracing.jaxpr import carry_of
 from research_dp.types import Functions, PyTree
 
 # A class of modules, or a pattern of paths such as 'blocks_*'; or several. (): no units.
@@ -175,7 +176,7 @@ def _uses(
         paths = [None if isinstance(x, Literal) else known.get(x) for x in equation.invars]
         inner, unit, shared = program_of(equation), unit_called(equation), 0
         if equation.primitive.name == "scan":
-            shared = equation.params["num_consts"] + equation.params["num_carry"]
+            _, shared = carry_of(equation)
         for place, (path, x) in enumerate(zip(paths, equation.invars, strict=True)):
             if path is not None and unit is not None and _is_used(inner.jaxpr, place):
                 yield path, (unit, x.aval.ndim)
@@ -196,14 +197,14 @@ def _is_used(program: Any, place: int) -> bool:
 
 def passed_on(equation: Any) -> dict[int, int]:
     """Which results of an operation are one of its arguments, as NNX returns modules."""
-    program, params = program_of(equation), equation.params
+    program = program_of(equation)
     if program is None:
         return {}
     passed = passed_through(program.jaxpr)
     if equation.primitive.name == "scan":  # what each turn is given, stacked again
-        carry = params["num_carry"]
-        first = params["num_consts"] + carry
-        return {out: place for out, place in passed.items() if out >= carry and place >= first}
+        constants, last = carry_of(equation)
+        carry = last - constants
+        return {out: place for out, place in passed.items() if out >= carry and place >= last}
     return passed
 
 

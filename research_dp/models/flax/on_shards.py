@@ -23,6 +23,7 @@ from research_dp.distributed.overlap import Target, scan_prefetched
 from research_dp.distributed.sharding import STACK, LeafSharding, unit_of
 from research_dp.distributed.units import Units, of_one
 from research_dp.models.flax.module_units import UnitCalls, passed_on, program_of, unit_called
+from research_dp.tracing.jaxpr import carry_of
 from research_dp.types import PyTree
 
 _UNNAMED = jax.make_jaxpr(lambda: None)().jaxpr.debug_info.with_unknown_names()
@@ -131,8 +132,7 @@ def _rematerialised(
 def _scan(equation: Any, program: Any, given: Sequence[Any], units: Units) -> Sequence[Any]:
     """A loop, whose turns are given the shards of their layers."""
     params, passed = equation.params, passed_on(equation)
-    first = params["num_consts"]
-    last = first + params["num_carry"]
+    first, last = carry_of(equation)
     consts, carry, stacks = given[:first], given[first:last], given[last:]
     # Within another trace a loop that looks ahead would close over its values.
     is_outermost = not units.order.is_inside
@@ -181,15 +181,14 @@ def _can_look_ahead(equation: Any, program: Any, given: Sequence[Any]) -> bool:
     What they close over is not differentiated: it has integers, keys or nothing.
     """
     params = equation.params
-    last = params["num_consts"] + params["num_carry"]
-    ys = range(params["num_carry"], len(equation.outvars))
-    carry = range(params["num_consts"], last)
+    carry = range(*carry_of(equation))
+    ys = range(len(carry), len(equation.outvars))
     fixed = [x for i, x in enumerate(given) if i not in carry and not isinstance(x, _Shard)]
     places = [i for i, x in enumerate(given) if isinstance(x, _Shard)]
     return (
         params["length"] > 1
         and not params["reverse"]
-        and min(places) >= last
+        and min(places) >= carry.stop
         and set(ys) <= passed_on(equation).keys()
         and all(_is_float(given[i]) for i in carry)
         and not any(map(_is_float, fixed))
