@@ -18,7 +18,7 @@ import jax
 from research_dp.commands import configured, jax_setup, streams
 from research_dp.commands.entries import INTERRUPTED, INTERRUPTION
 from research_dp.config.load import as_mistake
-from research_dp.errors import RunFailure, message_of
+from research_dp.errors import RunFailure, first_line, message_of
 from research_dp.training import preemption
 
 FAILED, MISTAKEN = 1, 2
@@ -59,8 +59,20 @@ def run_command(body: Callable[[], int]) -> int:
     except Exception as error:
         _print_failures(error)
         mistake = as_mistake(error, None)
-        print(mistake or traceback_of(error), file=sys.stderr)
+        print(mistake or _out_of_memory(error) or traceback_of(error), file=sys.stderr)
         return jax_setup.leave(MISTAKEN if mistake else FAILED)
+
+
+def _out_of_memory(error: Exception) -> str:
+    """What to do about an allocation that failed on a device; '' for another error."""
+    said = first_line(_original(error) or error)
+    if not said.startswith("RESOURCE_EXHAUSTED"):
+        return ""
+    return (
+        f"error: {said}\nA device has too little memory. `python -m research_dp.plan "
+        "--topology=here --strategies=all` with the same flags says what each strategy needs. On a "
+        "GPU JAX takes 75% of it, or XLA_PYTHON_CLIENT_MEM_FRACTION=0.92."
+    )
 
 
 def _interrupted() -> int:

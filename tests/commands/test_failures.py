@@ -152,3 +152,12 @@ def test_all_frames_are_shown_on_request(own, capsys, monkeypatch):
         assert "commands/failures.py" in raises(lambda: own.loss(1.0), capsys)
     finally:
         jax.config.update("jax_traceback_filtering", before)
+
+
+def test_an_allocation_that_fails_on_a_device_is_told_in_two_lines(capsys, monkeypatch):
+    monkeypatch.setattr(failures.jax_setup, "leave", lambda status: status)
+    assert failures.run_command(lambda: jax.numpy.zeros(2**45).block_until_ready()) == 1
+    error = capsys.readouterr().err
+    assert "Traceback" not in error
+    assert error.startswith("error: RESOURCE_EXHAUSTED: Out of memory")
+    assert "plan --topology=here --strategies=all` with the same flags says what" in error
