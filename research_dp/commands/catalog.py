@@ -45,14 +45,6 @@ _GROUPS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[type, ...]]] = 
     "options": (("precision", "options"), (), ()),
 }
 
-# What the caller passes, where gin names a function of this package and does not call it (`@f`):
-# the arguments of slots, rules, engines, readers, preprocessing and masks. They come first.
-_CALLER_PASSES = {
-    *("params", "axis_name", "grads", "axis_names", "gradients", "parameters", "optimizer"),
-    *("path", "shape", "axis_size", "config", "spec"),
-    *("folder", "builder", "train_split", "eval_split", "preprocess", "features"),
-}
-
 
 def print_list(name: str, imports: Sequence[str], *, as_json: bool) -> int:
     """Prints what gin files can name: all, a group, or one name; returns the exit status."""
@@ -150,9 +142,6 @@ def _group(entry: gin_internals.Configurable) -> str:
 def _function_entry(entry: gin_internals.Configurable) -> dict[str, Any]:
     code = inspect.unwrap(entry.function)
     doc = inspect.getdoc(code) or ""
-    is_ours = code.__module__.startswith("research_dp.")
-    passes = _CALLER_PASSES if is_ours else set()
-    passed = set(itertools.takewhile(passes.__contains__, entry.parameters))
     about = cli.descriptions(doc)
     return {
         "name": entry.name,
@@ -161,7 +150,7 @@ def _function_entry(entry: gin_internals.Configurable) -> dict[str, Any]:
         "parameters": {
             name: {
                 **_parameter(code, parameter),
-                "bindable": name not in passed,
+                "bindable": name not in entry.passed,
                 "description": about.get(name),
             }
             for name, parameter in entry.parameters.items()

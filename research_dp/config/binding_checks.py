@@ -54,6 +54,8 @@ def mistakes(binding: Binding, macros: dict[str, Binding]) -> list[Mistake]:
         takes_any = any(p.kind is p.VAR_KEYWORD for p in named.values())
         if binding.parameter in entry.denied:
             problems.append(f"{entry.name} takes this from the command, not from gin.")
+        elif binding.parameter in entry.passed:
+            problems.append(f"what calls {entry.name} passes this, so no binding has an effect.")
         elif binding.parameter not in named and not takes_any:
             hint = did_you_mean(binding.parameter, named)
             problems.append(f"{entry.name} has no parameter {binding.parameter!r}.{hint}")
@@ -126,10 +128,11 @@ def hint_for(parameter: str, config: Config) -> str:
 def _names_in_run(parameter: str, config: Config) -> Iterator[str]:
     known = gin_internals.configurables()
     for function in sorted(config.functions):
-        if function not in known or parameter not in known[function].parameters:
+        entry = known.get(function)
+        if entry is None or parameter not in entry.parameters.keys() - entry.passed:
             continue
         bound = config.table.get(("", function, parameter))
-        name = f"{known[function].name}.{parameter}"
+        name = f"{entry.name}.{parameter}"
         scale = scale_of(bound.value) if bound else None
         yield f"{scale} ({name} is {bound.value!r})" if bound and scale else name
 

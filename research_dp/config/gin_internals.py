@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +17,13 @@ import gin
 
 from research_dp.errors import UsageError
 
+# What the caller passes, where gin names a function of this package and does not call it (`@f`):
+# the arguments of slots, rules, engines, readers, preprocessing and masks. They come first.
+_CALLER_PASSES = {
+    *("params", "axis_name", "grads", "axis_names", "gradients", "parameters", "optimizer"),
+    *("path", "shape", "axis_size", "config", "spec"),
+    *("folder", "builder", "train_split", "eval_split", "preprocess", "features"),
+}
 _MUTABLE = ("_CONFIG", "_OPERATIVE_CONFIG", "_SINGLETONS")
 
 
@@ -38,6 +46,14 @@ class Configurable:
         """The parameters that gin can bind, by name."""
         parameters = inspect.signature(self.function).parameters
         return {name: p for name, p in parameters.items() if name not in self.denied}
+
+    @property
+    def passed(self) -> set[str]:
+        """Those of them that its caller passes, so that a binding would have no effect."""
+        if not inspect.unwrap(self.function).__module__.startswith("research_dp."):
+            return set()
+        needed = (name if p.default is p.empty else "" for name, p in self.parameters.items())
+        return set(itertools.takewhile(_CALLER_PASSES.__contains__, needed))
 
 
 def configurables() -> dict[str, Configurable]:

@@ -45,7 +45,10 @@ class InitialParams:
     """
 
     def __init__(
-        self, path: str, rename: Mapping[str, str] | None = None, skip: Sequence[str] = ()
+        self,
+        path: str = gin.REQUIRED,
+        rename: Mapping[str, str] | None = None,
+        skip: Sequence[str] = (),
     ):
         self._path, self._rename, self._skip = Path(files.absolute(path)), rename or {}, skip
         check_patterns("initial_params", (*self._rename, *skip))

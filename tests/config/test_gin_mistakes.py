@@ -359,6 +359,12 @@ def test_the_name_of_further_arguments_is_no_parameter(refused):
     assert "of_many has no parameter 'args'" in refused("s/of_many.args = (1,)")
 
 
+def test_what_a_caller_passes_cannot_be_bound_and_is_no_hint(refused):
+    told = refused("image_classification.features = (1,)")
+    assert "what calls image_classification passes this, so no binding has an effect" in told
+    assert "image_classification" not in refused("include 'models/mlp.gin'\nmlp.features = (1,)")
+
+
 def test_a_file_that_is_no_text_is_told(tmp_path):
     file = tmp_path / "mine.gin"
     file.write_bytes(b"\xff\xfe\x00")
