@@ -88,8 +88,9 @@ def min_wire_bytes(strategy: Strategy, spec: TrainSpec, *, widest: int = 8) -> f
 
 
 def narrow_file(strategy: Strategy) -> str | None:
-    """The shipped file that binds dtypes of two bytes; None: the compiler chooses them."""
-    if strategy.config.gather is None and not strategy.batch_axes:
+    """The shipped file that binds dtypes of two bytes; None: none may, or the compiler does."""
+    config, is_chosen = strategy.config, not strategy.batch_axes
+    if config.reduction.exact_step or (config.gather is None and is_chosen):
         return None
     pairs = zip(*map(jax.tree.leaves, strategy.shardings), strict=True)
     updates_gather = any(param.dim is None and update.dim is not None for param, update in pairs)

@@ -115,7 +115,8 @@ def show(config: load.Config, strategy: Strategy) -> None:
 def _tuned(strategy: Strategy) -> dict[str, Any]:
     """What a tuning gave the strategy."""
     names = ("prefetch", "compiler_options") if strategy.config.tuning else ()
-    return {f"data_parallel.{name}": getattr(strategy.config, name) for name in names}
+    values = {f"data_parallel.{name}": getattr(strategy.config, name) for name in names}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def configuration(config: load.Config) -> Iterator[tuple[str, str]]:

@@ -65,13 +65,16 @@ def run_command(body: Callable[[], int]) -> int:
 
 def _out_of_memory(error: Exception) -> str:
     """What to do about an allocation that failed on a device; '' for another error."""
-    said = first_line(_original(error) or error)
-    if not said.startswith("RESOURCE_EXHAUSTED"):
+    cause: BaseException | None = error
+    while cause and not re.match("RESOURCE_EXHAUSTED: .*memory", first_line(cause)):
+        cause = _cause(cause)
+    if cause is None or jax.config.values["jax_traceback_filtering"] == "off":
         return ""
     return (
-        f"error: {said}\nA device has too little memory. `python -m research_dp.plan "
+        f"error: {first_line(cause)}\nA device has too little memory. `python -m research_dp.plan "
         "--topology=here --strategies=all` with the same flags says what each strategy needs. On a "
-        "GPU JAX takes 75% of it, or XLA_PYTHON_CLIENT_MEM_FRACTION=0.92."
+        "GPU JAX takes 75% of it; XLA_PYTHON_CLIENT_MEM_FRACTION=0.92 gives a run more. "
+        f"{_FILTERING}=off shows where it was."
     )
 
 

@@ -119,8 +119,15 @@ def build_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device]) -> Mesh:
 
 
 @contextlib.contextmanager
-def traced_for(mesh: Mesh, axes: Sequence[str]) -> Iterator[None]:
-    """While a model is traced for a mesh, of whose batch axes these split the arrays it sees."""
+def traced_for(mesh: Mesh | None, axes: Sequence[str] = ()) -> Iterator[None]:
+    """While a model is traced for a mesh, of whose batch axes these split the arrays it sees.
+
+    None: to be read, in operations that are the same on all devices.
+    """
+    if mesh is None:
+        with _TARGET(("cpu", 1, 0)):
+            yield
+        return
     device = mesh.devices.flat[0]
     seen = math.prod(mesh.shape[name] for name in axes)
     chip = None if device.platform == "cpu" else chip_of(device.device_kind)
@@ -147,7 +154,10 @@ def target_memory() -> int:
 
 
 def noting() -> dict[str, str]:
-    """Where models put from now on what they choose by sizes and devices: binding -> value."""
+    """Where models put from now on what they choose by sizes and devices: binding -> value.
+
+    Copy it after the trace that it is for: the next one may choose by other sizes.
+    """
     found: dict[str, str] = {}
     _noted.set(found)
     return found

@@ -116,7 +116,8 @@ class LanguageModel:
         # A divisor of the vocabulary's size, if one is below twice the least number of chunks.
         divisors = (n for n in range(least, 2 * least) if self.vocab_size % n == 0)
         chunks = next(divisors, least)
-        note("transformer.logits_at_once", f"{at_once} ({chunks} chunks of the vocabulary)")
+        if self.logits_at_once is None:
+            note("transformer.logits_at_once", f"{at_once} ({chunks} chunks of the vocabulary)")
         return chunks
 
     def apply(self, params: PyTree, tokens: Any, model_state: PyTree | None = None) -> jax.Array:

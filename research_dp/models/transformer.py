@@ -65,7 +65,8 @@ def transformer(
             CPU that neither gathers nor recomputes them.
         attention: 'cudnn' is flash attention; 'chunked' has the scores of 256 queries at a time.
         logits_at_once: Upper bound on the logits of a chunk of the vocabulary, in the loss; None:
-            2**23, or more in 8 chunks whose logits fit in a 32nd of an accelerator's memory.
+            an eighth of them, or as many as fit in a 32nd of an accelerator's memory; at least
+            2**23, and so many on CPUs and unknown devices.
 
     Raises:
         UsageError: `heads` does not divide `width`, or a head has an odd number of features.

@@ -179,7 +179,7 @@ def _set_costs(row: Row, cost: ProgramCost, spec: TrainSpec, where: Topology) ->
     schedule = cost.schedule
     names = ("compute", "memory", "network_inside", "network_across", "exposed")
     row.predicted_parts = {name: getattr(schedule, name) for name in names}
-    row.predicted_parts["latency"] = schedule.exposed - cost.without_latency.exposed
+    row.predicted_parts["latency"] = max(0.0, schedule.exposed - cost.without_latency.exposed)
     row.bound = max(names[:4], key=row.predicted_parts.__getitem__).replace("_", " ")
     row.predicted_seconds, row.is_lower_bound = schedule.step, schedule.is_lower_bound
     row.flops, row.hidden_fraction = cost.flops, schedule.hidden_fraction

@@ -186,7 +186,7 @@ def _bound(row: Row) -> str:
     wait = f"; {exposed * 1e3:.1f} ms of communication are exposed" if waits else ""
     latency = row.predicted_parts.get("latency", 0.0)
     if waits and latency > 0.1 * exposed:
-        group = max(row.collectives or (), key=lambda total: total.wire_bytes).devices
+        group = max(row.collectives or (), key=lambda c: c.count * c.devices).devices  # most hops
         wait += f", {latency * 1e3:.1f} of them for latency in groups of {group:,} devices"
     return f"Bound by {_BOUNDS[row.bound]}{wait}."
 

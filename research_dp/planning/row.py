@@ -55,7 +55,7 @@ class Row:
     predicted_seconds: float | None = None
     is_lower_bound: bool = False  # one iteration is counted of a loop of unknown length
     # Each as if it ran alone: 'compute', 'memory', 'network_inside' a host (GPU) or slice (TPU),
-    # 'network_across'; 'exposed', the wait for the network; 'latency', what of it is not for bytes.
+    # 'network_across'; 'exposed', the wait for the network; 'latency', what bytes do not take.
     predicted_parts: dict[str, float] | None = None
     bound: str | None = None  # the longest of the first four parts
     mfu: float | None = None  # model FLOPs over the devices' peak

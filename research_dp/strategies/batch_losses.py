@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from research_dp.distributed.batch_examples import seed_key, split_over
-from research_dp.distributed.mesh import batch_devices
+from research_dp.distributed.mesh import batch_devices, traced_for
 from research_dp.distributed.sharding import path_name
 from research_dp.distributed.units import Units
 from research_dp.errors import binding_error, first_line
@@ -141,7 +141,7 @@ def trace_loss(
     options |= {"units": Units()} if spec.model.units else {}
 
     def loss(params: Any, model_state: Any, batch: Any, keys: Any) -> Any:
-        with split_over(strategy.batch_axes, strategy.config.reduction):
+        with split_over(strategy.batch_axes, strategy.config.reduction), traced_for(None):
             out = spec.model.loss(params, model_state, batch, keys, **options)
         if differentiated:
             return out.total

@@ -267,29 +267,25 @@ def _of_placed(step: Callable[..., Any]) -> Callable[..., Any]:
     return train
 
 
-# XLA's option until JAX 0.11.0, and after it.
-_RENAMED: dict[tuple[str, Any], tuple[str, Any]] = {
-    ("xla_gpu_enable_pipelined_reduce_scatter", False): (
-        "xla_gpu_pipeline_reduce_scatter",
-        "COLLECTIVE_PIPELINING_MODE_OFF",
-    )
-}
-
-
 def _compiler_options(config: StrategyConfig) -> dict[str, Any] | None:
     """The options; UsageError if the compiler of the mesh's devices does not know one."""
     if not config.compiler_options:
         return None
     device, options = config.mesh.devices.flat[0], dict(config.compiler_options)
-    if jax.__version_info__ >= (0, 11, 1):
-        options = dict(_RENAMED.get(item, item) for item in options.items())
+    renamed = "xla_gpu_enable_pipelined_reduce_scatter"  # after JAX 0.11.0
+    if options.get(renamed) is False and jax.__version_info__ >= (0, 11, 1):
+        del options[renamed]
+        options["xla_gpu_pipeline_reduce_scatter"] = "COLLECTIVE_PIPELINING_MODE_OFF"
     one = jax.ShapeDtypeStruct((), np.float32, sharding=jax.sharding.SingleDeviceSharding(device))
     try:
         # The least program there is: the compiler reads options before anything else.
         jax.jit(lambda x: x, compiler_options=options).lower(one).compile()
     except Exception as error:
+        bound = ("compiler_options", "gather_options") if config.tuning else ()
+        unknown = (n for n in bound for x in getattr(config.tuning, n) or () if x in str(error))
+        name = next(unknown, None)
         raise binding_error(
-            f"{'tuning' if config.tuning else 'data_parallel'}.compiler_options",
+            f"tuning.{name}" if name else "data_parallel.compiler_options",
             f" on {device.platform}: {str(error).splitlines()[0]}. Take the options/ file of "
             "your devices, or none.",
         ) from error

@@ -246,13 +246,13 @@ class StrategyConfig:
         strategy, choices = self.engine(self, self.fitted(spec)), noting()
         try:  # This finds what does not fit. The trace is kept for the first step.
             jax.eval_shape(strategy.train_step, strategy.abstract_state, strategy.abstract_batch)
-            strategy = batch_losses.judged(dataclasses.replace(strategy, choices=choices))
+            strategy = batch_losses.judged(dataclasses.replace(strategy, choices={**choices}))
             if strategy.doubt or not strategy.splits_batch:  # else that traced evaluation too
                 evaluated = _as_evaluated(strategy.abstract_batch)
                 jax.eval_shape(strategy.eval_step, strategy.abstract_state, evaluated)
         except UsageError as error:
-            if error.binding == "prefetch" and self.prefetch is None:  # of a tuning: where it can
-                return dataclasses.replace(self, prefetch=False).build(spec)
+            if error.binding == "prefetch" and self.prefetch is None and self.tuning:
+                return dataclasses.replace(self, tuning=self.tuning.without_gathers()).build(spec)
             if hasattr(self, error.binding or ""):  # of a lower room, which knows no strategy
                 error.binding = f"data_parallel.{error.binding}"
             raise

@@ -33,8 +33,12 @@ class Tuning:
     gin_name: ClassVar[str] = "tuning"
 
     prefetch: bool | None = None
-    compiler_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    gather_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    compiler_options: Mapping[str, Any] | None = None
+    gather_options: Mapping[str, Any] | None = None
+
+    def without_gathers(self) -> Tuning:
+        """It for a model that allows no such `prefetch`."""
+        return dataclasses.replace(self, prefetch=None, gather_options=None)
 
 
 tuning = Tuning
@@ -47,5 +51,6 @@ def tuned(config: StrategyConfig, *, gathers_units: bool) -> StrategyConfig:
         return config
     prefetch = found.prefetch if gathers_units and config.prefetch is None else config.prefetch
     of_gathers = found.gather_options if gathers_units and prefetch == found.prefetch else {}
-    options = {**found.compiler_options, **of_gathers, **(config.compiler_options or {})}
-    return dataclasses.replace(config, prefetch=prefetch, compiler_options=options)
+    given = (found.compiler_options, of_gathers, config.compiler_options)
+    options = {name: value for some in given for name, value in (some or {}).items()}
+    return dataclasses.replace(config, prefetch=prefetch, compiler_options=options or None)

@@ -59,8 +59,11 @@ def test_the_file_that_is_named_gives_the_bytes_of_narrow_dtypes(stem):
     assert min_wire_bytes(narrow, spec) == least == most / 2
 
 
-def test_where_the_compiler_chooses_dtypes_no_file_is_named():
+def test_where_no_narrower_dtypes_can_be_bound_no_file_is_named():
     assert narrow_file(build("spmd", one_matrix())) is None
+    load.reset()
+    exact = recipe("fsdp", more=["options/deterministic.gin"]).build(spec_of(one_matrix()))
+    assert narrow_file(exact) is None  # exact sums refuse narrower ones
 
 
 def test_a_mistake_in_what_travels_is_no_part_of_it(monkeypatch):

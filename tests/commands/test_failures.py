@@ -145,19 +145,45 @@ def test_an_error_of_this_package_keeps_all_frames_also_where_own_code_called_it
     assert "site-packages" not in said and " at 0x" not in said
 
 
-def test_all_frames_are_shown_on_request(own, capsys, monkeypatch):
+@contextlib.contextmanager
+def all_frames():
     before = jax.config.values["jax_traceback_filtering"]
     jax.config.update("jax_traceback_filtering", "off")
     try:
-        assert "commands/failures.py" in raises(lambda: own.loss(1.0), capsys)
+        yield
     finally:
         jax.config.update("jax_traceback_filtering", before)
 
 
+def test_all_frames_are_shown_on_request(own, capsys):
+    with all_frames():
+        assert "commands/failures.py" in raises(lambda: own.loss(1.0), capsys)
+
+
 def test_an_allocation_that_fails_on_a_device_is_told_in_two_lines(capsys, monkeypatch):
     monkeypatch.setattr(failures.jax_setup, "leave", lambda status: status)
-    assert failures.run_command(lambda: jax.numpy.zeros(2**45).block_until_ready()) == 1
+
+    def body():
+        try:
+            jax.numpy.zeros(2**45).block_until_ready()
+        except jax.errors.JaxRuntimeError as error:
+            raise RuntimeError("the step failed") from error
+
+    assert failures.run_command(body) == 1
     error = capsys.readouterr().err
     assert "Traceback" not in error
     assert error.startswith("error: RESOURCE_EXHAUSTED: Out of memory")
     assert "plan --topology=here --strategies=all` with the same flags says what" in error
+    with all_frames():
+        assert failures.run_command(body) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_other_things_than_memory_may_be_exhausted(capsys, monkeypatch):
+    monkeypatch.setattr(failures.jax_setup, "leave", lambda status: status)
+
+    def body():
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Received message larger than max")
+
+    assert failures.run_command(body) == 1
+    assert "Traceback" in capsys.readouterr().err

@@ -71,11 +71,11 @@ def test_advice_names_the_fastest_that_fits_and_what_stops_the_others():
 def test_advice_says_what_latency_and_wide_dtypes_cost():
     sent = {"kind": "all-gather", "axes": "fsdp", "dtype": "f32", "purpose": "all-gather"}
     gathers = CollectiveTotal(**sent, devices=1024, count=9, wire_bytes=8e9)
-    norms = CollectiveTotal(**sent, devices=8, count=1, wire_bytes=4.0)
+    inside = CollectiveTotal(**sent, devices=8, count=1, wire_bytes=9e9)
     parts = {**row("a").predicted_parts, "latency": 0.004}
     least = {"narrow_wire_bytes": 4e9, "narrow_file": "f.gin"}
     wide = {"wire_bytes": {"total": 8e9}, "min_wire_bytes": 8e9, **least}
-    found = row("a", predicted_parts=parts, collectives=[gathers, norms], **wide)
+    found = row("a", predicted_parts=parts, collectives=[gathers, inside], **wide)
     # A TPU's compiler may send an all-reduce for a scatter: that is no matter of dtypes.
     narrow = row("b", min_wire_bytes=4e9, wire_bytes={"total": 8e9}, **least)
     best, _, advice, *_ = report.words([found, narrow], GPUS)

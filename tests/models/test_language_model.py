@@ -21,6 +21,7 @@ from research_dp.distributed.units import Units
 from research_dp.errors import UsageError
 from research_dp.models import language_model
 from research_dp.models.transformer import rotate
+from research_dp.strategies import batch_losses
 from research_dp.training.throughput import Throughput
 from tests.support.decoder import BATCH, LENGTH, LOOK_AHEAD, VOCAB, batch, build, model, oracle, run
 from tests.support.marks import slow
@@ -208,8 +209,19 @@ def test_a_tuning_looks_ahead_where_blocks_are_recomputed_in_full(remat):
     tuned = ["data_parallel.tuning = @tuning()", "tuning.prefetch = True"]
     options = "tuning.gather_options = {'xla_cpu_enable_fast_min_max': False}"
     config = build("fsdp", model(remat=remat), *tuned, options).config
-    assert config.prefetch is (remat == "full")
+    assert config.prefetch is (True if remat == "full" else None)
     assert bool(config.compiler_options) is (remat == "full")
+
+
+def test_what_is_chosen_is_that_of_the_step_and_not_of_its_examination():
+    built = build("fsdp", model(depth=3, remat="none", logits_at_once=None))
+    assert built.choices["transformer.unroll"] == "1"
+
+
+def test_the_loss_is_examined_alike_where_the_step_has_kernels_of_gpus(monkeypatch):
+    built = build("fsdp", model(dtype="bfloat16"))
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert batch_losses.judge_loss(built) is None
 
 
 @pytest.mark.parametrize(

@@ -222,7 +222,7 @@ def test_files_fit_in_a_head(path):
 
 # Rooms -> most lines of them together. What is added pays by what it makes unnecessary.
 CEILINGS = {
-    (".",): 30_720,
+    (".",): 30_740,
     ("distributed", "strategies"): 6_480,  # the page of one more strategy fits too
     ("commands",): 4_000,
 }

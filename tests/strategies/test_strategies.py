@@ -429,7 +429,11 @@ def test_what_a_strategy_binds_itself_comes_before_its_tuning():
     assert (found.prefetch, found.compiler_options) == (False, own)
 
 
-def test_an_option_that_the_compiler_does_not_know_is_named_with_its_tuning():
-    unknown = "tuning.compiler_options = {'xla_of_another': True}"
-    with pytest.raises(UsageError, match=r"tuning\.compiler_options on cpu: .*xla_of_another"):
-        build("ddp", one_matrix(), bindings=["data_parallel.tuning = @tuning()", unknown])
+@pytest.mark.parametrize(
+    "name", ["tuning.compiler_options", "tuning.gather_options", "data_parallel.compiler_options"]
+)
+def test_an_option_that_the_compiler_does_not_know_is_named_with_its_binding(name):
+    unknown = f"{name} = {{'xla_of_another': True}}"
+    tuned = ["data_parallel.tuning = @tuning()", "tuning.prefetch = True"]
+    with pytest.raises(UsageError, match=rf"{re.escape(name)} on cpu: .*xla_of_another"):
+        decoder.build("fsdp", decoder.model(), *tuned, unknown)
