@@ -142,8 +142,9 @@ class Timeline:
         for collective in {(c.name, c.dtype): c for c in self.collectives}.values():
             times[collective.name] += routes[collective.name].sending(collective)
             nbytes[collective.name] += dataclasses.replace(collective, times=1).wire_bytes
-        for name, kind in {c.name: c.kind for c in self.collectives if latency}.items():
-            times[name] = routes[name].seconds(kind, times[name])
+        if latency:
+            for name, kind in {c.name: c.kind for c in self.collectives}.items():
+                times[name] = routes[name].seconds(kind, times[name])
 
         def network(name: str) -> tuple[float, bool, float]:
             return times[name], routes[name].crosses, nbytes[name]

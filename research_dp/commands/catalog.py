@@ -142,7 +142,7 @@ def _group(entry: gin_internals.Configurable) -> str:
 def _function_entry(entry: gin_internals.Configurable) -> dict[str, Any]:
     code = inspect.unwrap(entry.function)
     doc = inspect.getdoc(code) or ""
-    about = cli.descriptions(doc)
+    about, passed = cli.descriptions(doc), entry.passed
     return {
         "name": entry.name,
         "selector": entry.selector,
@@ -150,7 +150,7 @@ def _function_entry(entry: gin_internals.Configurable) -> dict[str, Any]:
         "parameters": {
             name: {
                 **_parameter(code, parameter),
-                "bindable": name not in entry.passed,
+                "bindable": name not in passed,
                 "description": about.get(name),
             }
             for name, parameter in entry.parameters.items()

@@ -74,9 +74,10 @@ def _results(equation: Any, given: list[Any]) -> list[Any]:
         return [_opaque(equation.primitive.bind(_opaque(given[0]), **params))]
     if name in _CONTROL:
         params = {key: _rewritten(param) for key, param in params.items()}
-        if not isinstance(equation.params.get("jaxpr", ()), (ClosedJaxpr, tuple)):
+        program = equation.params.get("jaxpr")
+        if program is not None and not isinstance(program, ClosedJaxpr):
             # Rematerialisation, whose program has no constants of its own: they become arguments.
-            closed = _rewritten(ClosedJaxpr(equation.params["jaxpr"], ()))
+            closed = _rewritten(ClosedJaxpr(program, ()))
             body, consts = closed.jaxpr, closed.consts
             body = body.replace(constvars=[], invars=[*body.constvars, *body.invars])
             params, given = {**params, "jaxpr": body}, [*consts, *given]

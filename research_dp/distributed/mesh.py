@@ -124,15 +124,13 @@ def traced_for(mesh: Mesh | None, axes: Sequence[str] = ()) -> Iterator[None]:
 
     None: to be read, in operations that are the same on all devices.
     """
-    if mesh is None:
-        with _TARGET(("cpu", 1, 0)):
-            yield
-        return
-    device = mesh.devices.flat[0]
-    seen = math.prod(mesh.shape[name] for name in axes)
-    chip = None if device.platform == "cpu" else chip_of(device.device_kind)
-    memory = chip.memory_bytes if chip else 0
-    with _TARGET((device.platform, batch_devices(mesh) // seen, memory)):
+    target = "cpu", 1, 0
+    if mesh is not None:
+        device, seen = mesh.devices.flat[0], math.prod(mesh.shape[name] for name in axes)
+        chip = None if device.platform == "cpu" else chip_of(device.device_kind)
+        memory = chip.memory_bytes if chip else 0
+        target = device.platform, batch_devices(mesh) // seen, memory
+    with _TARGET(target):
         yield
 
 
@@ -153,14 +151,15 @@ def target_memory() -> int:
     return _TARGET.value[2]
 
 
-def noting() -> dict[str, str]:
-    """Where models put from now on what they choose by sizes and devices: binding -> value.
-
-    Copy it after the trace that it is for: the next one may choose by other sizes.
-    """
+@contextlib.contextmanager
+def noting() -> Iterator[dict[str, str]]:
+    """Where models put meanwhile what they choose by sizes and devices: binding -> value."""
     found: dict[str, str] = {}
-    _noted.set(found)
-    return found
+    before = _noted.set(found)
+    try:
+        yield found
+    finally:
+        _noted.reset(before)
 
 
 def note(binding: str, value: str) -> None:

@@ -12,12 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from research_dp.distributed.batch_examples import seed_key
-from research_dp.distributed.mesh import (
-    examples_on_device,
-    note,
-    target_memory,
-    target_platform,
-)
+from research_dp.distributed.mesh import examples_on_device, note, target_memory, target_platform
 from research_dp.distributed.sharding import PART, STACK, TABLE
 from research_dp.distributed.units import Units
 from research_dp.models.layers import fold_in_each

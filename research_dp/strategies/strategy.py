@@ -243,13 +243,14 @@ class StrategyConfig:
         """
         if self.choose is not None:
             return self.resolve(spec).build(spec)
-        strategy, choices = self.engine(self, self.fitted(spec)), noting()
+        strategy = self.engine(self, self.fitted(spec))
+        state, batch = strategy.abstract_state, strategy.abstract_batch
         try:  # This finds what does not fit. The trace is kept for the first step.
-            jax.eval_shape(strategy.train_step, strategy.abstract_state, strategy.abstract_batch)
-            strategy = batch_losses.judged(dataclasses.replace(strategy, choices={**choices}))
+            with noting() as choices:
+                jax.eval_shape(strategy.train_step, state, batch)
+            strategy = batch_losses.judged(dataclasses.replace(strategy, choices=choices))
             if strategy.doubt or not strategy.splits_batch:  # else that traced evaluation too
-                evaluated = _as_evaluated(strategy.abstract_batch)
-                jax.eval_shape(strategy.eval_step, strategy.abstract_state, evaluated)
+                jax.eval_shape(strategy.eval_step, state, _as_evaluated(batch))
         except UsageError as error:
             if error.binding == "prefetch" and self.prefetch is None and self.tuning:
                 return dataclasses.replace(self, tuning=self.tuning.without_gathers()).build(spec)
@@ -281,8 +282,7 @@ def _as_evaluated(batch: PlacedBatch) -> Mapping[str, jax.ShapeDtypeStruct]:
     def one(x: jax.ShapeDtypeStruct, dtype: Any = None) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape[:micros] + x.shape[micros + 1 :], dtype or x.dtype)
 
-    examples = {name: one(x) for name, x in batch.examples.items()}
-    return {"mask": one(batch.position, np.float32), **examples}
+    return {"mask": one(batch.position, np.float32), **jax.tree.map(one, batch.examples)}
 
 
 def check_loss(out: Any, spec: TrainSpec) -> None:

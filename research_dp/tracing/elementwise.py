@@ -21,12 +21,7 @@ from jax.extend import core
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from research_dp.errors import first_line
-from research_dp.tracing.jaxpr import (
-    carry_of,
-    is_deterministic,
-    is_elementwise,
-    program_called,
-)
+from research_dp.tracing.jaxpr import carry_of, is_deterministic, is_elementwise, program_called
 
 _PROGRAMS = {"jaxpr", "branches", "cond_jaxpr", "body_jaxpr"}  # of control flow
 _RESHAPES = {"reshape", "squeeze", "broadcast_in_dim"}

@@ -199,8 +199,8 @@ def test_the_vocabulary_is_cut_by_tokens_and_memory(
 ):
     monkeypatch.setattr(language_model, "target_memory", lambda: int(memory))
     made = model(vocab_size=vocabulary, logits_at_once=None)
-    choices = noting()
-    assert made.loss.__self__._chunks(tokens) == chunks
+    with noting() as choices:
+        assert made.loss.__self__._chunks(tokens) == chunks
     assert f"({chunks} chunks of the vocabulary)" in choices["transformer.logits_at_once"]
 
 
