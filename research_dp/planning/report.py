@@ -68,7 +68,7 @@ def words(rows: Sequence[Row], where: Topology) -> list[str]:
     wide = [row for row in fastest if row.is_wide and platform != "cpu"]
     for file in dict.fromkeys(row.narrow_file for row in wide):
         sizes = ", ".join(
-            f"{row.strategy} {_size(row.narrow_wire_bytes)} instead of {_size(row.wire_total)}"
+            f"{row.strategy} {_size(row.narrow_wire_bytes)} instead of {_size(row.min_wire_bytes)}"
             for row in wide
             if row.narrow_file == file
         )

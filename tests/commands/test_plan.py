@@ -74,7 +74,7 @@ def test_advice_says_what_latency_and_wide_dtypes_cost():
     inside = CollectiveTotal(**sent, devices=8, count=1, wire_bytes=9e9)
     parts = {**row("a").predicted_parts, "latency": 0.004}
     least = {"narrow_wire_bytes": 4e9, "narrow_file": "f.gin"}
-    wide = {"wire_bytes": {"total": 8e9}, "min_wire_bytes": 8e9, **least}
+    wide = {"wire_bytes": {"total": 9e9}, "min_wire_bytes": 8e9, **least}
     found = row("a", predicted_parts=parts, collectives=[gathers, inside], **wide)
     # A TPU's compiler may send an all-reduce for a scatter: that is no matter of dtypes.
     narrow = row("b", min_wire_bytes=4e9, wire_bytes={"total": 8e9}, **least)
