@@ -24,7 +24,8 @@ from tests.support.recipes import recipe
 from tests.support.strategies import traffic
 
 # What a device sends over a ring of 8 for each byte of a parameter, in multiples of 7/8. XLA:CPU
-# gathers once for both passes of `fsdp`.
+# gathers once for both passes of `fsdp`; JAX 0.11's gathers again what the backward pass needs:
+# kernels behind the first, as long as something before them is trained.
 PASSES = {"single": 0, **dict.fromkeys(("ddp", "pmap", "zero1", "zero2", "fsdp", "fsdp_keep"), 2)}
 HIDDEN = "hidden_.*"
 FROZEN = ("hidden_0/bias", "hidden_0/kernel", "hidden_1/bias", "hidden_1/kernel")
@@ -83,7 +84,10 @@ def test_the_compiled_program_sends_what_the_others_need(stem):
         frozen = [p for path, p in slices.items() if path in FROZEN]
         share = sum(PASSES[stem] * p.nbytes + 8 * (p.dim is not None) for p in frozen)
         devices = strategy.mesh.size
-        assert whole - rest == share * (devices - 1) / devices
+        behind = [slices[path].nbytes for path in ("hidden_1/kernel", "head/kernel")]
+        again = sum(behind) if stem == "fsdp" else 0
+        sends = {(share + more) * (devices - 1) / devices for more in (0, again)}
+        assert whole - rest in sends
     else:
         assert (rest < 0.7 * whole) is (whole > 0)
 
