@@ -82,9 +82,9 @@ def _sums_of_parts(x: jax.Array, sharding: NamedSharding) -> jax.Array:
             positions += index * np.uint32(math.prod(shape[dim + 1 :]) % 2**32)
         mixed, weights = _mix(bits, positions)
         result = jnp.stack([jnp.sum(y, dtype=jnp.uint32) for y in (mixed, mixed * weights)])
-        # Only the first of several replicas counts.
-        first = [jax.lax.axis_index(axis) == 0 for axis in replica_axes]
-        return jnp.where(jnp.all(jnp.array(first, bool)), result, 0)[None]
+        for axis in replica_axes:  # only the first of several replicas counts
+            result = jnp.where(jax.lax.axis_index(axis) == 0, result, 0)
+        return result[None]
 
     mesh, everywhere = sharding.mesh, PartitionSpec(sharding.mesh.axis_names)
     return jax.shard_map(

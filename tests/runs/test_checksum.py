@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from research_dp.runs.checksum import array_checksum, tree_checksums
+from research_dp.runs.checksum import _sums_of_parts, array_checksum, tree_checksums
 from tests.support.steps import mesh_of
 
 ARRAYS = {
@@ -41,6 +41,13 @@ def test_is_the_same_on_any_sharding_and_by_numpy(axes, spec, small, monkeypatch
         for name, x in ARRAYS.items()
     }
     assert tree_checksums(placed) == {name: array_checksum(x) for name, x in sorted(ARRAYS.items())}
+
+
+def test_no_array_of_the_program_is_empty():
+    """JAX 0.11's compiler for CPUs crashes with one: each save of large parameters did."""
+    sharding = NamedSharding(mesh_of(data=1, fsdp=8), P(("data", "fsdp")))
+    program = jax.make_jaxpr(_sums_of_parts, static_argnums=1)(ARRAYS["matrix"], sharding)
+    assert "[3,16]" in str(program) and "[0" not in str(program)
 
 
 def test_wide_elements_are_two_places(monkeypatch):
