@@ -28,7 +28,7 @@ BF16 = "gin/precision/bf16_collectives.gin"
 GATHER = "gin/precision/bf16_gather.gin"
 PARAMS = "gin/precision/bf16_params.gin"
 MEMORY, SPEED = "gin/options/h100_memory.gin", "gin/options/h100.gin"
-TPU, TORUS = "gin/options/tpu.gin", "gin/options/tpu_torus.gin"
+TPU, TORUS = "gin/options/v5e.gin", "gin/options/tpu_torus.gin"
 NNX, PLAIN = "transformer.api = 'nnx'", "transformer.attention = 'chunked'"
 
 
