@@ -59,7 +59,7 @@ class Checkpoints:
 
         A damaged checkpoint is reported and moved aside, so that its step can be saved again.
         `resize` is given a state whose slots may be those of another number of devices. UsageError:
-        it is of another model or optimizer, none can be read, or `check` raised it.
+        it is of another model, optimizer or `frozen`, none can be read, or `check` raised it.
         """
 
         def restored_at(step: int) -> tuple[TrainState, Manifest]:
@@ -71,8 +71,9 @@ class Checkpoints:
             as_saved = manifest.with_saved_slots(abstract_state)
             if difference := manifest.difference(as_saved):
                 raise UsageError(
-                    f"the checkpoint {files.shown(folder)} is of another model or optimizer: "
-                    f"{difference}. Use another --workdir, or the configuration in its config.gin."
+                    f"the checkpoint {files.shown(folder)} is of another model, optimizer or "
+                    f"train.frozen: {difference}. Use another --workdir, where train.initial may "
+                    "take its parameters, or the configuration in its config.gin."
                 )
             fields = _fields(as_saved)
             read = in_all_processes(lambda: read_arrays(folder / STATE, fields))
