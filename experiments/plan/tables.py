@@ -11,7 +11,7 @@ import time
 import research_dp
 
 LM_1B, LM_7B, LM_70B = (f"experiments/plan/lm_{size}.gin" for size in ("1b", "7b", "70b"))
-H100, V5E, TORUS = (f"options/{name}.gin" for name in ("h100", "tpu", "tpu_torus"))
+H100, V5E, TORUS = (f"options/{name}.gin" for name in ("h100", "v5e", "tpu_torus"))
 LONG = ("random_tokens.length = 8192", "train.batch_size = 128")
 HOSTS = "make_mesh.axes = {'data': -1, 'fsdp': 8}"
 LLAMA = (
@@ -37,11 +37,11 @@ CASES = {
     "Llama-8B's sizes, dots, h100": ((LM_1B, H100), LLAMA, "h100:1x8", FSDP),
     "lm_7b, 256 H100s": ((LM_7B,), (), "h100:32x8", "all"),
     "lm_7b, 256 H100s, h100": ((LM_7B, H100), (), "h100:32x8", FSDP),
-    "lm_1b, v5e, tpu": ((LM_1B, V5E), (), "v5e-64", ("fsdp",)),
+    "lm_1b, v5e, v5e.gin": ((LM_1B, V5E), (), "v5e-64", ("fsdp",)),
     "lm_1b, v5e, tpu_torus": ((LM_1B, TORUS), (), "v5e-64", FSDP),
     "lm_1b, v5p": ((LM_1B,), (), "v5p-64", ("ddp",)),
     "lm_1b, v5p, tpu_torus": ((LM_1B, TORUS), (), "v5p-64", FSDP),
-    "lm_7b, v5e, tpu": ((LM_7B, V5E), ("train.batch_size = 256",), "v5e-64", ("fsdp",)),
+    "lm_7b, v5e, v5e.gin": ((LM_7B, V5E), ("train.batch_size = 256",), "v5e-64", ("fsdp",)),
     "lm_70b, v5p": ((LM_70B,), (), "v5p-1024", ("fsdp",)),
     "lm_70b, v5p, tpu_torus": ((LM_70B, TORUS), (), "v5p-1024", ("fsdp", "hsdp")),
 }
