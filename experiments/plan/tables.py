@@ -37,11 +37,11 @@ CASES = {
     "Llama-8B's sizes, dots, h100": ((LM_1B, H100), LLAMA, "h100:1x8", FSDP),
     "lm_7b, 256 H100s": ((LM_7B,), (), "h100:32x8", "all"),
     "lm_7b, 256 H100s, h100": ((LM_7B, H100), (), "h100:32x8", FSDP),
-    "lm_1b, v5e, v5e.gin": ((LM_1B, V5E), (), "v5e-64", ("fsdp",)),
+    "lm_1b, v5e with options": ((LM_1B, V5E), (), "v5e-64", ("fsdp",)),
     "lm_1b, v5e, tpu_torus": ((LM_1B, TORUS), (), "v5e-64", FSDP),
     "lm_1b, v5p": ((LM_1B,), (), "v5p-64", ("ddp",)),
     "lm_1b, v5p, tpu_torus": ((LM_1B, TORUS), (), "v5p-64", FSDP),
-    "lm_7b, v5e, v5e.gin": ((LM_7B, V5E), ("train.batch_size = 256",), "v5e-64", ("fsdp",)),
+    "lm_7b, v5e with options": ((LM_7B, V5E), ("train.batch_size = 256",), "v5e-64", ("fsdp",)),
     "lm_70b, v5p": ((LM_70B,), (), "v5p-1024", ("fsdp",)),
     "lm_70b, v5p, tpu_torus": ((LM_70B, TORUS), (), "v5p-1024", ("fsdp", "hsdp")),
 }
