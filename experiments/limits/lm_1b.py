@@ -28,7 +28,7 @@ BF16 = "gin/precision/bf16_collectives.gin"
 GATHER = "gin/precision/bf16_gather.gin"
 PARAMS = "gin/precision/bf16_params.gin"
 MEMORY, SPEED = "gin/options/h100_memory.gin", "gin/options/h100.gin"
-TPU, TORUS = "gin/options/v5e.gin", "gin/options/tpu_torus.gin"
+V5E, TORUS = "gin/options/v5e.gin", "gin/options/tpu_torus.gin"
 NNX, PLAIN = "transformer.api = 'nnx'", "transformer.attention = 'chunked'"
 
 
@@ -71,7 +71,7 @@ H100 = {
     "spmd_fsdp": Case("spmd_fsdp", (BF16,), 6.9, collectives=200),
 }
 V5E = {
-    "fsdp": Case("fsdp", (BF16, TPU), 9.1, 0.6, None, None, 17.0),
+    "fsdp": Case("fsdp", (BF16, V5E), 9.1, 0.6, None, None, 17.0),
     "fsdp, torus": Case("fsdp", (BF16, TORUS), 6.76, 0.6, None, None, 34.0),
     "fsdp, no options": Case("fsdp", (BF16,)),
 }

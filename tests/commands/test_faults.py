@@ -68,7 +68,10 @@ def test_the_folder_of_another_run_is_refused(train, tmp_path):
             "is of another model, optimizer or train.frozen: params/head/kernel",
         ),
         (["--gin.mlp.widths=(256, 256)"], "params/hidden_1/bias, float32[256], is not in it"),
-        (["--gin_file=gin/optim/sgd_momentum.gin"], "optimizer or train.frozen: opt_state"),
+        (
+            ["--gin_file=gin/optim/sgd_momentum.gin"],
+            "is of another model, optimizer or train.frozen: opt_state",
+        ),
         (["--gin.train.seed=5"], "has train.seed = 0, not 5"),
         (["--gin.train.batch_size=64"], "has train.batch_size = 128, not 64"),
         (

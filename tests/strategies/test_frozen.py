@@ -84,10 +84,9 @@ def test_the_compiled_program_sends_what_the_others_need(stem):
         frozen = [p for path, p in slices.items() if path in FROZEN]
         share = sum(PASSES[stem] * p.nbytes + 8 * (p.dim is not None) for p in frozen)
         devices = strategy.mesh.size
-        behind = [slices[path].nbytes for path in ("hidden_1/kernel", "head/kernel")]
-        again = sum(behind) if stem == "fsdp" else 0
-        sends = {(share + more) * (devices - 1) / devices for more in (0, again)}
-        assert whole - rest in sends
+        if stem == "fsdp" and jax.__version_info__ >= (0, 11):
+            share += sum(slices[path].nbytes for path in ("hidden_1/kernel", "head/kernel"))
+        assert whole - rest == share * (devices - 1) / devices
     else:
         assert (rest < 0.7 * whole) is (whole > 0)
 
