@@ -13,10 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 import gin
+import jax.numpy as jnp
 import numpy as np
 
 from research_dp.argument_types import Leaves, described, is_integer, is_number
-from research_dp.errors import UsageError, binding_error
+from research_dp.errors import UsageError, binding_error, first_line
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -223,6 +224,24 @@ def choices_of(annotation: Any) -> list[Any]:
 def is_callable(part: Any) -> bool:
     """Whether an annotation is a `Callable`."""
     return collections.abc.Callable in (part, typing.get_origin(part))
+
+
+def as_numbers(what: str, value: Any, guide: str = "") -> np.ndarray:
+    """A host array of numbers; UsageError for what is none, such as text, dates and random keys."""
+    check_unmasked(what, value)
+    try:
+        array = np.asarray(value)
+    except (TypeError, ValueError) as error:  # random keys, lists of different lengths
+        raise UsageError(
+            f"{what} is {described(value)}, which is no array of numbers: "
+            f"{first_line(error)}{guide}"
+        ) from error
+    if not (array.dtype == np.bool_ or jnp.issubdtype(array.dtype, jnp.number)):
+        raise UsageError(
+            f"{what} is of dtype {array.dtype}. Give numbers of one shape: encode text and "
+            f"categories as integers, and pad what differs in length.{guide}"
+        )
+    return array
 
 
 def check_unmasked(what: str, value: Any) -> None:

@@ -89,6 +89,8 @@ class TrainableModel:
         apply: (parameters, inputs, model state={}) -> outputs, e.g. logits, for inference; inputs
             are the array of a batch that the model predicts from, a tuple of several, or a batch
             that has them. None: not given.
+        counted: (batch, name of one of its arrays (B, ...)) -> bool (B, ..., 1, ...), False where
+            it has no weight, so that its values are not checked. None: in rows whose `mask` is 0.
         find_units: (batch of `jax.ShapeDtypeStruct`) -> `units`, where the model's inputs must be
             known for them; None: they are given.
     """
@@ -101,6 +103,7 @@ class TrainableModel:
     bounds: Bounds = dataclasses.field(default_factory=dict)
     apply: Callable[..., Any] | None = None
     find_units: Callable[[Batch], Mapping[str, str]] | None = None
+    counted: Callable[[Batch, str], Any] | None = None
 
     def with_units(self, example: Batch) -> TrainableModel:
         """The same model, its units found for a batch of one abstract example."""

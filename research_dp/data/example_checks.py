@@ -9,10 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from research_dp.argument_checks import check_unmasked
-from research_dp.argument_types import described
+from research_dp.argument_checks import as_numbers
 from research_dp.data.shuffle import permute
-from research_dp.errors import UsageError, first_line
+from research_dp.errors import UsageError
 from research_dp.types import Arrays
 
 GUIDE = "See docs/own_data.md."
@@ -44,19 +43,7 @@ def named_arrays(x: Any, y: Any, names: Sequence[str], function: str, data: str)
 
 def narrowed(name: str, value: Any) -> np.ndarray:
     """The value as JAX computes with it: float32 instead of float64, int32 instead of int64."""
-    check_unmasked(repr(name), value)
-    try:
-        array = np.asarray(value)
-    except (TypeError, ValueError) as error:  # random keys, lists of different lengths
-        raise UsageError(
-            f"{name!r} is {described(value)}, which is no array of numbers: "
-            f"{first_line(error)} {GUIDE}"
-        ) from error
-    if not (array.dtype == np.bool_ or jnp.issubdtype(array.dtype, jnp.number)):
-        raise UsageError(
-            f"{name!r} is of dtype {array.dtype}. Give numbers of one shape: encode text and "
-            f"categories as integers, and pad what differs in length. {GUIDE}"
-        )
+    array = as_numbers(repr(name), value, f" {GUIDE}")
     dtype = jax.dtypes.canonicalize_dtype(array.dtype.newbyteorder("="))
     if dtype.itemsize > 8 and dtype != np.complex64:  # NumPy's own widest, which JAX lacks
         dtype = np.dtype(np.complex64 if dtype.kind == "c" else np.float32)
@@ -87,11 +74,18 @@ def check_labels(arrays: Arrays, name: str | None, info: Mapping[str, Any], data
         return
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         problem = f"of dtype {labels.dtype}. Labels are integers: {name}.astype(np.int32)"
-    elif labels.min() < 0 or labels.max() >= count:
+    elif (labels.min() < 0 or labels.max() >= count) and not _may_be_ignored(labels, count, arrays):
         problem = f"from {labels.min()} to {labels.max()}. Number them from 0 to {count - 1}"
     else:
         return
     raise UsageError(f"{data} has num_classes = {count} and {name!r} {problem}.")
+
+
+def _may_be_ignored(labels: np.ndarray, count: int, arrays: Arrays) -> bool:
+    """Whether another array is 0 at each label that is no class, as weights are."""
+    wrong = (labels < 0) | (labels >= count)
+    others = [x for x in arrays.values() if x is not labels and x.shape == labels.shape]
+    return any(not x[wrong].any() for x in others)
 
 
 def check_source(source: Any, function: str, name: str) -> None:

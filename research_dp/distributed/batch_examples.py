@@ -111,4 +111,5 @@ def _refuse_scalars(x: PyTree, function: str) -> None:
 
 def seed_key(seed: int | jax.Array) -> jax.Array:
     """A key of Threefry, whatever JAX's default is: `vmap` over others draws from the first key."""
-    return jax.random.key(seed, impl="threefry2x32")
+    with jax.transfer_guard_host_to_device("allow"):  # of a seed: who calls this asks for it
+        return jax.random.key(seed, impl="threefry2x32")

@@ -179,6 +179,7 @@ def gather_by_compiler(x: jax.Array, options: GatherOptions, mesh: Mesh) -> jax.
     """
     sharded = NamedSharding(mesh, PartitionSpec(*(None,) * options.dim, options.axis))
     replicated, pinned = NamedSharding(mesh, PartitionSpec()), jax.lax.with_sharding_constraint
+    dtype = x.dtype
 
     def full(shards: jax.Array) -> jax.Array:
         wire = shards.astype(cast_dtype(shards.dtype, options.gather_dtype))
@@ -186,7 +187,7 @@ def gather_by_compiler(x: jax.Array, options: GatherOptions, mesh: Mesh) -> jax.
         return checkpoint_name(pinned(pinned(wire, sharded), replicated), GATHERED)
 
     # The compiler sums gradients where they are made, before any cast: in the gathered dtype.
-    return with_gradient(full, lambda g: pinned(g, sharded).astype(x.dtype))(x)
+    return with_gradient(full, lambda g: pinned(g, sharded).astype(dtype))(x)
 
 
 def gather_tree_with_mean_grads(

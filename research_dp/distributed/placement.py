@@ -66,15 +66,16 @@ def place(tree: PyTree, tree_shardings: PyTree, *, full: bool = False) -> PyTree
         alone = is_global or jax.process_count() == 1
         if alone or full:  # else the number of rows depends on the process: jax checks it
             _check_divides(flat[i][0], x, target)
-        if not alone and full:
-            x = x if isinstance(x, jax.Array) else np.asarray(x)
-            leaves[i] = jax.make_array_from_callback(x.shape, target, x.__getitem__)
-        elif not alone:
-            leaves[i] = jax.make_array_from_process_local_data(target, np.asarray(x))
-        elif type(x) is np.ndarray and len(target.device_set) > 1:
-            # Half the time of device_put, which matters beside a step of a few milliseconds.
-            leaves[i] = jax.make_array_from_callback(x.shape, target, x.__getitem__)
-            chosen.remove(i)
+        with jax.transfer_guard_host_to_device("allow"):  # who calls this asks for it
+            if not alone and full:
+                x = x if isinstance(x, jax.Array) else np.asarray(x)
+                leaves[i] = jax.make_array_from_callback(x.shape, target, x.__getitem__)
+            elif not alone:
+                leaves[i] = jax.make_array_from_process_local_data(target, np.asarray(x))
+            elif type(x) is np.ndarray and len(target.device_set) > 1:
+                # Half the time of device_put, which matters beside a step of a few milliseconds.
+                leaves[i] = jax.make_array_from_callback(x.shape, target, x.__getitem__)
+                chosen.remove(i)
     arrays = jax.device_put([leaves[i] for i in chosen], [targets[i] for i in chosen])
     for i, x in zip(chosen, arrays, strict=True):
         target = targets[i]
@@ -87,6 +88,19 @@ def place(tree: PyTree, tree_shardings: PyTree, *, full: bool = False) -> PyTree
 
 
 put = functools.partial(place, full=True)
+
+
+def refuse_deleted(what: str, tree: PyTree, advice: str = "") -> None:
+    """Raises UsageError for arrays without memory, at which the runtime may end the process."""
+    advice = advice or (
+        "train_step takes the memory of the state that it is given: go on with the one that it "
+        "returned, or give it a copy: jax.tree.map(jnp.copy, state)."
+    )
+    for x in jax.tree.leaves(tree):
+        if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer) or not x.is_deleted():
+            continue
+        named = next(path for path, other in by_path(tree).items() if other is x)
+        raise UsageError(f"{what} has {named}, which was deleted or given away. {advice}")
 
 
 def _check_divides(path: Any, x: Any, sharding: Sharding) -> None:

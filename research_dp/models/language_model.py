@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from research_dp.distributed.batch_examples import seed_key
 from research_dp.distributed.mesh import examples_on_device, note, target_memory, target_platform
@@ -49,7 +50,9 @@ class LanguageModel:
         units = {"embed": TABLE, "blocks": STACK, "norm": PART, **head}
         facts, bounds = {"vocab_size": self.vocab_size}, {"tokens": "vocab_size"}
         functions = self.init, self.loss
-        return TrainableModel(*functions, facts, units, self.work, bounds, self.apply)
+        return TrainableModel(
+            *functions, facts, units, self.work, bounds, self.apply, counted=_counted
+        )
 
     def init(self, key: jax.Array, batch: Batch) -> tuple[PyTree, PyTree]:
         """Parameters, with the same bits for Linen and NNX blocks; no model state."""
@@ -91,6 +94,8 @@ class LanguageModel:
     ) -> LossOutput:
         """Weighted cross-entropy of each next token."""
         units = units or Units()
+        if is_weighted := any(name in batch for name in ("weights", "segments", "mask")):
+            batch = {**batch, "tokens": jnp.where(_counted(batch, "tokens"), batch["tokens"], 0)}
         x = self._hidden(params, batch, keys, units, train=train, batch_axes=batch_axes)
         tokens = batch["tokens"]
         weights, targets = _target_weights(batch), jnp.roll(tokens, -1, axis=1)
@@ -98,8 +103,11 @@ class LanguageModel:
         scan_rows = functools.partial(units.scan_rows, name=head, params=params)
         chunks = self._chunks(examples_on_device(tokens.size))
         losses = _cross_entropy(x, scan_rows, targets, self.vocab_size, chunks)
-        total = jnp.sum(losses * weights.reshape(-1))
-        return LossOutput(total, jnp.sum(weights), model_state, {})
+        weight = weights.reshape(-1)
+        if is_weighted:
+            losses = jnp.where(weight == 0, 0.0, losses)
+        total = jnp.sum(losses * weight)
+        return LossOutput(total, weights.sum(), model_state, {})
 
     def _chunks(self, tokens: int) -> int:
         """In how many chunks of the vocabulary a device has its logits, one after the other."""
@@ -182,16 +190,26 @@ def _positions(tokens: jax.Array, segments: jax.Array | None) -> jax.Array:
     return indices - jax.lax.cummax(jnp.where(starts, indices, 0), axis=1)
 
 
-def _target_weights(batch: Batch) -> jax.Array:
+def _target_weights(batch: Batch) -> Any:
     """The next token's weight, (B, S) float32; 0 if it is missing, masked or in another segment."""
     tokens, segments = batch["tokens"], batch.get("segments")
-    weights = jnp.asarray(batch.get("weights", jnp.ones(tokens.shape, jnp.float32)))
+    weights: Any = batch.get("weights", np.ones(tokens.shape, np.float32))[:, 1:]
     if segments is not None:
         same = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)
-        weights = weights.at[:, 1:].multiply(same.astype(jnp.float32))
+        weights = weights * same.astype(np.float32)
     if "mask" in batch:
         weights = weights * batch["mask"][:, None]
-    return jnp.roll(weights, -1, axis=1).at[:, -1].set(0.0)
+    xp = weights.__array_namespace__()  # of host arrays or traced ones
+    return xp.concatenate([weights, xp.zeros_like(weights, shape=(len(weights), 1))], axis=1)
+
+
+def _counted(batch: Batch, name: str) -> Any:
+    """Where an array (B, S) counts: to the last token that is a target with a weight."""
+    assert batch[name].ndim == 2
+    is_target = _target_weights(batch) != 0
+    later = is_target[:, ::-1].cumsum(1)[:, ::-1] > 0  # at a token or after it
+    xp = later.__array_namespace__()
+    return xp.concatenate([later[:, :1], later[:, :-1]], axis=1)
 
 
 def _final_norm(params: PyTree, x: jax.Array) -> jax.Array:

@@ -6,11 +6,12 @@ import functools
 import operator
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from research_dp.argument_checks import checked
@@ -136,7 +137,8 @@ def supervised(
         targets: Name of the target; None: `loss` and `metrics` take (output, batch).
         metrics: Name -> a function like `loss`.
         weights: Name of weights (B,) or (B, ...); None: all are 1. `mask` (B,) of a batch, 0 for
-            padding, multiplies them.
+            padding, multiplies them. Where they are 0, the target is taken as 0, and so are the
+            inputs of an example that has no weight at all.
         config: As in `TrainableModel`.
         bounds: As in `TrainableModel`.
         units: As in `from_linen`.
@@ -144,6 +146,8 @@ def supervised(
 
     def inputs_of(batch: Batch) -> Any:
         return batch[inputs] if isinstance(inputs, str) else tuple(batch[name] for name in inputs)
+
+    scaling = _Scaling(weights, targets)
 
     def init(key: jax.Array, batch: Batch) -> tuple[PyTree, PyTree]:
         for name in (targets, weights):  # a batch without them is refused
@@ -158,7 +162,9 @@ def supervised(
         units: Units | None = None,
         **options: Any,
     ) -> LossOutput:
-        x = inputs_of(batch)
+        scales = scaling.of(batch)
+        by_row = functools.partial(_zeroed, scales)
+        x = jax.tree.map(by_row, inputs_of(batch))
         rows = jax.tree.leaves(x)[0].shape[0]
 
         def run(params: PyTree, model_state: PyTree, x: Any, keys: Any, **units: Any) -> Any:
@@ -168,14 +174,13 @@ def supervised(
             output, model_state = run(params, model_state, x, keys)
         else:
             output, model_state = apply_in_units(run, units, params, model_state, x, keys)
-        target = batch if targets is None else batch[targets]
-        scales = [batch[name] for name in [weights] if name is not None]
-        scales += [batch[name] for name in ["mask"] if name in batch]
+        target = jax.tree.map(by_row, dict(batch))
+        if targets is not None:
+            target = _zeroed(scales, batch[targets], by_position=True)
 
-        def summed(name: str, function: PerExample) -> tuple[jax.Array, jax.Array]:
+        def summed(name: str, function: PerExample) -> tuple[jax.Array, Any]:
             values = _checked_values(name, _called(name, function, output, target), rows, target)
-            weight = _weight(name, scales, values.shape)
-            return jnp.sum(values * weight), jnp.sum(weight)
+            return _weighted_sum(name, values, scales)
 
         total, count = summed("loss", loss)
         sums = {name: summed(name, function) for name, function in (metrics or {}).items()}
@@ -195,9 +200,8 @@ def supervised(
         return find_units(functions, units, variables, inputs_of(batch))
 
     found = units_of if units is None or units else None
-    return TrainableModel(
-        init, loss_of, config or {}, bounds=bounds or {}, apply=apply, find_units=found
-    )
+    more: Any = {"bounds": bounds or {}, "apply": apply, "counted": scaling.counted}
+    return TrainableModel(init, loss_of, config or {}, find_units=found, **more)
 
 
 def _called(name: str, function: PerExample, output: Any, target: Any) -> Any:
@@ -246,9 +250,49 @@ def _is_broadcast(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
     return len(shape) > max(len(target), 1) or any(map(int.__gt__, shape, target))
 
 
-def _weight(name: str, scales: Sequence[jax.Array], shape: tuple[int, ...]) -> jax.Array:
-    """The product of weights, each (B,) or (B, ...), as float32 of this shape."""
-    wide = []
+class _Scaling(NamedTuple):
+    """The weights of a batch: an array of this name, and the batch's `mask`."""
+
+    weights: str | None
+    targets: str | None
+
+    def of(self, batch: Batch) -> list[Any]:
+        names = [*([] if self.weights is None else [self.weights]), *{"mask"}.intersection(batch)]
+        return [batch[name] for name in names]
+
+    def counted(self, batch: Batch, name: str) -> Any:
+        """`TrainableModel.counted`."""
+        return _counted(self.of(batch), batch[name], by_position=name == self.targets)
+
+
+def _counted(scales: Sequence[Any], x: Any, *, by_position: bool) -> Any:
+    """Where an array (B, ...) has weight, as bool (B, ..., 1, ...): for host arrays and traced.
+
+    `by_position`: at positions that have weights of their own; otherwise in rows with any weight.
+    """
+    result: Any = np.ones((1,) * x.ndim, bool)
+    for scale in scales:
+        here = scale.astype(bool)
+        if not by_position or scale.shape != x.shape[: scale.ndim]:
+            here = here.reshape(scale.shape[0], -1).any(1)
+        result = result & here.reshape(here.shape + (1,) * (x.ndim - here.ndim))
+    return result
+
+
+def _zeroed(scales: Sequence[jax.Array], x: jax.Array, *, by_position: bool = False) -> jax.Array:
+    """The array, with zeros where it has no weight: NaN would count by 0 * NaN."""
+    if not scales:
+        return x
+    return jnp.where(_counted(scales, x, by_position=by_position), x, jnp.zeros((), x.dtype))
+
+
+def _weighted_sum(
+    name: str, values: jax.Array, scales: Sequence[jax.Array]
+) -> tuple[jax.Array, Any]:
+    """Sum of weighted float32 values, and sum of weights, each (B,) or (B, ...)."""
+    if not scales:
+        return jnp.sum(values), np.float32(values.size)
+    shape, wide = values.shape, []
     for scale in scales:
         if scale.shape != shape[: scale.ndim]:
             raise UsageError(
@@ -257,4 +301,5 @@ def _weight(name: str, scales: Sequence[jax.Array], shape: tuple[int, ...]) -> j
             )
         dims = scale.shape + (1,) * (len(shape) - scale.ndim)
         wide.append(jnp.broadcast_to(jnp.asarray(scale, jnp.float32).reshape(dims), shape))
-    return functools.reduce(operator.mul, wide) if wide else jnp.ones(shape, jnp.float32)
+    weight = functools.reduce(operator.mul, wide)
+    return jnp.sum(jnp.where(weight == 0, 0.0, values) * weight), jnp.sum(weight)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 
 from research_dp.distributed.mesh import first_problem, of_the_first, texts_of_all
+from research_dp.distributed.placement import refuse_deleted
 from research_dp.distributed.sharding import by_path
 from research_dp.errors import RunFailure, UsageError
 from research_dp.runs import checkpoint_files, files
@@ -125,6 +126,7 @@ class Checkpoints:
         self.wait()
         if step == self._newest:
             return
+        refuse_deleted("save: the state", state)
         sums = tree_checksums(state)
         leaves = {path: Leaf.of(x, sums[path]) for path, x in by_path(state).items()}
         manifest = Manifest(step=step, progress=progress, leaves=leaves, origin=origin)

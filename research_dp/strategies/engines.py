@@ -200,7 +200,17 @@ def _strategy(
                 "eval_step: this batch is one of training. Place it for evaluation: "
                 "strategy.place_eval_batch(batch)."
             )
-        return evaluate(_read_in_evaluation(state), examples)
+        state = _read_in_evaluation(state)
+        _refuse_deleted("eval_step", state, examples)
+        return evaluate(state, examples)
+
+    def checked_step(state: strategy.TrainState, batch: strategy.PlacedBatch) -> Any:
+        _refuse_deleted("train_step", state, batch)
+        return train_step(state, batch)
+
+    def new_state_of(*args: Any) -> strategy.TrainState:
+        with jax.transfer_guard_host_to_device("allow"):  # of the seed
+            return init(*args)
 
     step, shardings, abstract, batch = program
     new_state = functools.partial(state.init_state, config, step.spec)
@@ -220,8 +230,8 @@ def _strategy(
         shardings=shardings,
         abstract_state=abstract,
         eval_batch_size=batch.eval_batch_size,
-        init=init,
-        train_step=train_step,
+        init=_in_place_of(init, new_state_of),
+        train_step=_in_place_of(train_step, checked_step),
         eval_step=eval_step,
         batch_axes=step.axes,
         **{**{name: getattr(batch, name) for name in of_batch}, **parts},
@@ -238,7 +248,6 @@ def _in_turn(
     the strategy that are `kept`; None: the next program takes their memory, so this one ends here.
     """
 
-    @functools.wraps(program)
     def call(*args: Any) -> Any:
         if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args)):
             # Within another trace JAX refuses a jitted function's compiler options.
@@ -251,8 +260,20 @@ def _in_turn(
         last.append(kept(results))
         return results
 
-    call.lower = program.lower  # type: ignore[attr-defined]
+    return _in_place_of(program, call)
+
+
+def _in_place_of(program: Any, call: Any) -> Any:
+    """A function that calls a jitted program, and is lowered as it is."""
+    call = functools.wraps(program)(call)
+    call.lower = program.lower
     return call
+
+
+def _refuse_deleted(function: str, state: strategy.TrainState, batch: PyTree) -> None:
+    """Raises UsageError for arrays without memory, at which the runtime may end the process."""
+    placement.refuse_deleted(f"{function}: the batch", batch, "Place it anew: place_batch(batch).")
+    placement.refuse_deleted(f"{function}: the state", state)
 
 
 def _of_placed(step: Callable[..., Any]) -> Callable[..., Any]:

@@ -31,11 +31,13 @@ def without_nonfinite(
     sums: Mapping[str, jax.Array],
     applied: Applied,
     scale: jax.Array,
+    is_empty: jax.Array | None,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """The state that a step leaves, of the old and the computed one, and the step's metrics.
 
     `scale` is what gradients were multiplied by, before clipping. Parts of the old state are kept
-    where gradients overflow under a loss scale, and where a step that is not finite is skipped.
+    where gradients overflow under a loss scale, where a step that is not finite is skipped, and
+    where a batch `is_empty` (None: it never is), whose parameters are the old ones already.
     """
     norm = applied.norm
     metrics = {**sums, "grad_norm": jnp.stack([norm, jnp.ones_like(norm)])}
@@ -44,19 +46,34 @@ def without_nonfinite(
     wrong = ~jnp.isfinite(norm) | loss_is_wrong
     if spec.loss_scale is not None:
         finite = jnp.isfinite(norm)
-        kept = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
         adapted = spec.loss_scale.adapt(old.loss_scale, finite)
-        new = kept._replace(step=new.step, loss_scale=adapted)
+        new = kept_where(~finite, old, new)._replace(step=new.step, loss_scale=adapted)
         # A norm that is not a number would hide all others of the record.
         shown = [jnp.where(finite, norm, 0.0), finite.astype(norm.dtype)]
         metrics["grad_norm"] = jnp.stack(shown)
         metrics["loss_scale"] = jnp.stack([old.loss_scale.scale, jnp.ones_like(norm)])
         # Gradients that overflow are scaled down next time; a scale of 1 is not scaled down.
         wrong = ~jnp.isfinite(norm) & (old.loss_scale.scale <= 1.0) | loss_is_wrong
+    flag, skipped = wrong.astype(jnp.float32), wrong
     if spec.skip_nonfinite:
-        kept = jax.tree.map(lambda a, b: jnp.where(wrong, b, a), new, old)
+        skipped = wrong if is_empty is None else wrong | is_empty
+        kept = kept_where(skipped, old, new)
         new = kept._replace(step=new.step, loss_scale=new.loss_scale)
-        metrics = {name: jnp.where(wrong, 0.0, pair) for name, pair in metrics.items()}
-        metrics[strategy.SKIPPED] = jnp.stack([wrong.astype(jnp.float32), jnp.ones(())])
-    loss_flag = jnp.where(is_lost, strategy.WEIGHTLESS, wrong.astype(jnp.float32))
-    return new, {**metrics, strategy.NONFINITE: jnp.stack([loss_flag, *applied.nonfinite])}
+    elif is_empty is not None:
+        skipped, changed = is_empty, (new.model_state, new.slots)
+        changed = kept_where(skipped, (old.model_state, old.slots), changed)
+        new = new._replace(model_state=changed[0], slots=changed[1])
+    if spec.skip_nonfinite or is_empty is not None:
+        metrics = {name: jnp.where(skipped, 0.0, pair) for name, pair in metrics.items()}
+        # The count says whether a record has it.
+        said = skipped | spec.skip_nonfinite
+        metrics[strategy.SKIPPED] = jnp.stack([skipped, said]).astype(jnp.float32)
+    flag = jnp.where(is_lost, strategy.WEIGHTLESS, flag)
+    if is_empty is not None:
+        flag = jnp.where(is_empty, strategy.NO_WEIGHT, flag)
+    return new, {**metrics, strategy.NONFINITE: jnp.stack([flag, *applied.nonfinite])}
+
+
+def kept_where(condition: jax.Array, old: PyTree, new: PyTree) -> PyTree:
+    """The old tree where a 0-d condition holds, otherwise the new one."""
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), old, new)

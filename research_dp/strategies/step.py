@@ -30,7 +30,7 @@ from research_dp.distributed.sharding import PART, STACK, unit_of
 from research_dp.distributed.unit_order import Order
 from research_dp.distributed.units import Units
 from research_dp.strategies import slots, strategy
-from research_dp.strategies.nonfinite import Applied, without_nonfinite
+from research_dp.strategies.nonfinite import Applied, kept_where, without_nonfinite
 from research_dp.strategies.strategy import PlacedBatch, StateShardings, TrainState, example_keys
 from research_dp.types import LossOutput, PyTree
 
@@ -54,6 +54,8 @@ class Step:
     shardings: StateShardings  # as the step sees them
     axes: tuple[str, ...]  # that are bound and have several devices; () in the compiled engine
     optimizer: optax.GradientTransformation  # the spec's, for what `shardings.slices` has
+    # Of each training loss that was traced: whether the weight of a batch is computed, maybe 0.
+    weighted: list[bool] = dataclasses.field(default_factory=list)
 
     def train(self, state: TrainState, batch: PlacedBatch) -> tuple[TrainState, Sums]:
         """One step: the new state, and metrics; see `Strategy`."""
@@ -66,7 +68,10 @@ class Step:
         rows = batch.position.shape[1] * axes_size(self.axes)
         scale = jnp.where(count > 0, rows / jnp.where(count > 0, count, 1.0), 0.0)
         scale = scale / self.loss_scale(state)
-        optimizer = slots.CalledOnce(functools.partial(self.apply_scaled, state, scale))
+        # Then nothing but the step's number changes.
+        is_empty = scale == 0 if any(self.weighted) else None
+        apply = functools.partial(self.apply_scaled, state, scale, is_empty)
+        optimizer = slots.CalledOnce(apply)
         params, slot_state = slots.call_in(
             slot_state,
             "update",
@@ -81,7 +86,7 @@ class Step:
         new = TrainState(
             state.step + 1, params, model_state, applied.opt_state, state.loss_scale, slot_state
         )
-        return without_nonfinite(self.spec, state, new, sums, applied, scale)
+        return without_nonfinite(self.spec, state, new, sums, applied, scale, is_empty)
 
     def evaluate(self, state: TrainState, examples: Mapping[str, jax.Array]) -> Sums:
         """Metrics of a batch as arrays (2,) of sum and count."""
@@ -171,6 +176,8 @@ class Step:
         with self._split():
             out = self.spec.model.loss(params, model_state, batch, keys, **options)
         strategy.check_loss(out, self.spec)
+        if keys is not None:
+            self.weighted.append(isinstance(out.weight, jax.core.Tracer))
         return out._replace(total=order.finish(out.total))
 
     @contextlib.contextmanager
@@ -228,11 +235,17 @@ class Step:
         return global_norm(grads, self.shardings.slices, self.config.reduction)
 
     def apply_scaled(
-        self, state: TrainState, scale: jax.Array, grads: PyTree, params: PyTree
+        self,
+        state: TrainState,
+        scale: jax.Array,
+        is_empty: jax.Array | None,
+        grads: PyTree,
+        params: PyTree,
     ) -> tuple[PyTree, Applied]:
         """The optimizer's step on averaged gradients: scaled, clipped, in its parameters' dtypes.
 
-        Shapes are those of the optimizer's shards.
+        Shapes are those of the optimizer's shards. None is taken where a batch `is_empty`: momentum
+        and weight decay move parameters without a gradient, too.
         """
         slots.check_shapes("sync", "gradients", grads, self.shardings.slices)
         slots.check_shapes("update", "parameters of the optimizer", params, grads)
@@ -244,8 +257,18 @@ class Step:
         def scaled(g: jax.Array, p: jax.Array) -> jax.Array:
             return (g * factor).astype(p.dtype if same else cast_dtype(p.dtype, jnp.float32))
 
-        params, opt_state = self.apply(jax.tree.map(scaled, grads, params), params, state)
+        grads = jax.tree.map(scaled, grads, params)
+        if is_empty is None:
+            params, opt_state = self.apply(grads, params, state)
+        else:
+            params, opt_state = self.apply_unless(is_empty, grads, params, state)
         return params, Applied(opt_state, norm, nonfinite)
+
+    def apply_unless(
+        self, is_empty: jax.Array, grads: PyTree, params: PyTree, state: TrainState
+    ) -> tuple[PyTree, PyTree]:
+        """`apply`, or what there was."""
+        return kept_where(is_empty, (params, state.opt_state), self.apply(grads, params, state))
 
     def apply(self, grads: PyTree, params: PyTree, state: TrainState) -> tuple[PyTree, PyTree]:
         """Scaled gradients and parameters of one shape -> (parameters, optimizer state)."""

@@ -30,7 +30,8 @@ Slot = Callable[..., PyTree] | slots.Stateful
 
 # Metrics of a training step that are no sums over examples.
 NONFINITE, SKIPPED = "nonfinite", "skipped_steps"
-WEIGHTLESS = 2.0  # the first flag of `NONFINITE`: the items' weights are too small to train on
+# The first flag of `NONFINITE`: the items' weights are too small to train on, or sum to 0.
+WEIGHTLESS, NO_WEIGHT = 2.0, 3.0
 # Names that a model's own metrics cannot have: the step's metrics, and the keys of a record.
 _RESERVED = ("loss", "grad_norm", NONFINITE, SKIPPED, "split", "step", *MEASURED)
 # Random keys: each purpose has a root of its own, so that no key is drawn from twice.
@@ -116,7 +117,8 @@ class Strategy:
     `eval_step` reads `step`, `params` and `model_state` alone.
 
     Metrics are arrays (2,): sum and count; and `NONFINITE`, (1 + parameters,), above 0 if the step
-    went wrong, and for each gradient, in the order of paths, that did.
+    went wrong, and for each gradient, in the order of paths, that did. A step whose items have no
+    weight changes only its number.
     """
 
     config: StrategyConfig  # what it was built from, resolved

@@ -24,7 +24,7 @@ from research_dp.errors import UsageError
 from research_dp.strategies import NONFINITE, SKIPPED, PlacedBatch, Strategy, TrainState
 from research_dp.training import throughput
 from research_dp.training.input_checks import checked_batches, nonfinite_example
-from research_dp.types import Arrays, DataSet, EvalOrder, TrainOrder
+from research_dp.types import Arrays, DataSet, EvalOrder, TrainableModel, TrainOrder
 
 _MIN_PREFETCH, _MAX_PREFETCH = 2, 32  # batches on the devices before the step that takes them
 _MAX_PREFETCH_BYTES = 2**24
@@ -61,7 +61,8 @@ def eval_metrics(strategy: Strategy, state: TrainState, data: DataSet) -> dict[s
 
     Raises:
         UsageError: `data` has other arrays than the strategy's `TrainSpec`, or a batch has an
-            integer out of the model's bounds; or a metric is not finite, nor an example's input.
+            integer out of the model's bounds; or a metric is not finite, nor an example's input;
+            or nothing has weight.
     """
     _check_example(strategy, data)
     data.prepare()
@@ -154,18 +155,26 @@ def evaluation(
         on_batch()
         in_flight.add(sums[-1])
         in_flight.wait_for_room()
-    means = metric_means(sums)
-    if not math.isfinite(means.get("loss", 0.0)):
-        _name_example(data, order, on_batch)
+    totals = throughput.accumulate({}, sums)
+    means = throughput.means(totals)
+    if not math.isfinite(means["loss"]):
+        _name_example(data, strategy.spec.model, order, on_batch)
+    if totals["loss"][1] == 0:
+        raise UsageError(
+            f"nothing in the evaluation data of {data.name} has weight, so its loss is 0 / 0.\n"
+            "  Mend the weights, or give other data; what this run saved is untouched."
+        )
     return means
 
 
-def _name_example(data: DataSet, order: EvalOrder, on_batch: Callable[[], None]) -> None:
+def _name_example(
+    data: DataSet, model: TrainableModel, order: EvalOrder, on_batch: Callable[[], None]
+) -> None:
     """UsageError in every process, if one read an example that is not finite; a collective."""
     found = None
     for number, batch in enumerate(data.evaluate(order)):
         on_batch()
-        if found := nonfinite_example(data, order, number, batch):
+        if found := nonfinite_example(data, model, order, number, batch):
             break
     if named := next(filter(None, texts_of_all(found or "")), None):
         problem = f"the evaluation's loss is not finite: {named}"

@@ -55,9 +55,9 @@ def checked_batches(
 ) -> Iterator[Arrays]:
     """This process's rows of each batch, whose integers are within `TrainableModel.bounds`.
 
-    Out of bounds, an embedding or a loss would read NaN, or the numbers of another class. With a
-    `mask` (R,), rows of 0 are not checked; a mask of more dims is the model's own. UsageError: a
-    value is out of bounds, a batch lacks an array that the model bounds, or batches are too few.
+    Out of bounds, an embedding or a loss would read NaN, or the numbers of another class. What has
+    no weight is not checked. UsageError: a value is out of bounds, a batch lacks an array that the
+    model bounds, or batches are too few.
     """
     if isinstance(order, TrainOrder):
         batches, split = data.train(order), "training"
@@ -76,7 +76,7 @@ def checked_batches(
             values, limit = np.asarray(batch[name]), model.config[fact]
             if not values.size or (values.min() >= 0 and values.max() < limit):
                 continue
-            wrong = _unmasked((values < 0) | (values >= limit), batch)
+            wrong = _counted((values < 0) | (values >= limit), batch, name, model)
             if found := _first_of(wrong, values, name, data, order, number):
                 raise UsageError(
                     f"{found}, and train.model takes 0 to {limit - 1} ({fact} = {limit}).\n"
@@ -91,20 +91,26 @@ def checked_batches(
 
 
 def nonfinite_example(
-    data: DataSet, order: TrainOrder | EvalOrder, number: int, batch: Arrays
+    data: DataSet,
+    model: TrainableModel,
+    order: TrainOrder | EvalOrder,
+    number: int,
+    batch: Arrays,
 ) -> str | None:
     """The first example of batch `number` that is not finite, e.g. 'example 7 ... has x nan'."""
     for name, values in ((name, np.asarray(x)) for name, x in batch.items()):
         if jnp.issubdtype(values.dtype, jnp.inexact):
-            wrong = _unmasked(~np.isfinite(values), batch)
+            wrong = _counted(~np.isfinite(values), batch, name, model)
             if found := _first_of(wrong, values, name, data, order, number):
                 return found
     return None
 
 
-def _unmasked(wrong: np.ndarray, batch: Arrays) -> np.ndarray:
-    """Without the rows that a batch's `mask` (R,) says are padding."""
-    if "mask" in batch and np.ndim(batch["mask"]) == 1:
+def _counted(wrong: np.ndarray, batch: Arrays, name: str, model: TrainableModel) -> np.ndarray:
+    """Without the elements of an array of the batch that have no weight."""
+    if model.counted is not None:
+        return wrong & model.counted({k: np.asarray(x) for k, x in batch.items()}, name)
+    if "mask" in batch and np.ndim(batch["mask"]) == 1:  # one of more dims is the model's own
         return wrong & (np.reshape(batch["mask"], (-1, *[1] * (wrong.ndim - 1))) > 0)
     return wrong
 

@@ -147,7 +147,8 @@ class MetricLog:
             return
         (step, steps), self._due = self._due, None
         sums, self._window = throughput.accumulate(self._window, steps), {}
-        skipped = {SKIPPED: sums.pop(SKIPPED)[0]} if SKIPPED in sums else {}
+        steps_left_out, is_said = sums.pop(SKIPPED, (0.0, 0.0))
+        skipped = {SKIPPED: steps_left_out} if is_said else {}
         self.skipped_steps += int(sum(skipped.values()))
         self.train = throughput.means(sums)
         self.updates += int(sums.get("grad_norm", (0, 0))[1])  # not counted where it is not finite

@@ -14,7 +14,7 @@ from research_dp.distributed.mesh import texts_of_all
 from research_dp.distributed.sharding import by_path
 from research_dp.errors import RunFailure, some_of
 from research_dp.strategies import TrainSpec, TrainState
-from research_dp.strategies.strategy import WEIGHTLESS
+from research_dp.strategies.strategy import NO_WEIGHT, WEIGHTLESS
 
 OnNonfinite = Literal["stop", "skip"]
 
@@ -52,10 +52,13 @@ class NonfiniteCheck:
                 f"step {step}: the weights of its examples are too small: squares of its gradients "
                 f"would be 0. Scale them up, e.g. to a mean of 1. {self.untouched}"
             )
-        named = next(filter(None, texts_of_all(find_example() or "")), "")
+        is_empty = loss_flag == NO_WEIGHT
+        named = "" if is_empty else next(filter(None, texts_of_all(find_example() or "")), "")
         problem = f"step {step}: {where} is not finite{named and f': {named}'}"
+        if is_empty:
+            problem = f"step {step}: nothing in its batch has weight"
         self.in_a_row += 1
-        if self.on_nonfinite == "stop":
+        if self.on_nonfinite == "stop" and not is_empty:
             check_first = f"\n  {self.hint}" if step == 1 and self.hint else ""
             raise RunFailure(
                 f"{problem} (train.on_nonfinite = 'stop'). {self.untouched}\n"

@@ -185,7 +185,7 @@ class Trainer:
         flags = values.pop(NONFINITE)
         self._metrics.add(values)
         order = train_order(self.strategy, 0, step)
-        named = self.data, order, step - 1, self._read.pop(step)
+        named = self.data, self.spec.model, order, step - 1, self._read.pop(step)
         find = functools.partial(nonfinite_example, *named)
         self._in_flight.add(values, functools.partial(self._nonfinite.check, step, flags, find))
         self._throughput.count_step()

@@ -397,7 +397,8 @@ def test_an_evaluation_input_that_is_not_finite_is_named(tmp_path):
 
 def test_padding_that_is_not_finite_is_no_mistake():
     rows = {"x": np.array([[1.0], [np.inf]], np.float32), "mask": np.array([1.0, 0.0])}
-    where = stream(rows), EvalOrder(batch_size=2, rows=np.arange(2)), 0
+    model = TrainableModel(_init, _loss)
+    where = stream(rows), model, EvalOrder(batch_size=2, rows=np.arange(2)), 0
     assert input_checks.nonfinite_example(*where, rows) is None
     own = {**rows, "mask": np.array([[1.0], [0.0]])}
     found = input_checks.nonfinite_example(*where, own)
