@@ -96,8 +96,8 @@ def refuse_deleted(what: str, tree: PyTree, advice: str = "") -> None:
         "train_step takes the memory of the state that it is given: go on with the one that it "
         "returned, or give it a copy: jax.tree.map(jnp.copy, state)."
     )
-    for x in jax.tree.leaves(tree):
-        if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer) or not x.is_deleted():
+    for x in jax.tree.leaves(tree):  # each step waits for it: no `isinstance(x, jax.Array)`
+        if isinstance(x, jax.core.Tracer) or not getattr(x, "is_deleted", bool)():
             continue
         named = next(path for path, other in by_path(tree).items() if other is x)
         raise UsageError(f"{what} has {named}, which was deleted or given away. {advice}")
