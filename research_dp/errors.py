@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
+
+ALSO = "also: "  # begins a note of an error: what failed after it
 
 
 class UsageError(ValueError):
@@ -29,6 +32,22 @@ class RunFailure(RuntimeError):
 def binding_error(binding: str, problem: str) -> UsageError:
     """An error whose message starts with the gin name to blame."""
     return UsageError(binding + problem, binding=binding)
+
+
+@contextlib.contextmanager
+def at_end(close: Callable[[], Any]) -> Iterator[None]:
+    """Calls `close` after a block; its error becomes a note of one that ended the block."""
+    try:
+        yield
+    except BaseException as first:
+        try:
+            close()
+        except (Exception, SystemExit) as error:
+            kind = "" if isinstance(error, UsageError | RunFailure) else f"{type(error).__name__}: "
+            for note in (f"{ALSO}{kind}{message_of(error)}", *getattr(error, "__notes__", ())):
+                first.add_note(note)
+        raise
+    close()
 
 
 def message_of(error: BaseException) -> str:

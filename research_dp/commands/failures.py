@@ -18,7 +18,7 @@ import jax
 from research_dp.commands import configured, jax_setup, streams
 from research_dp.commands.entries import INTERRUPTED, INTERRUPTION
 from research_dp.config.load import as_mistake
-from research_dp.errors import RunFailure, first_line, message_of
+from research_dp.errors import ALSO, RunFailure, first_line, message_of
 from research_dp.training import preemption
 
 FAILED, MISTAKEN = 1, 2
@@ -46,8 +46,10 @@ def run_command(body: Callable[[], int]) -> int:
             return body()
     except streams.Unwritten as error:
         return jax_setup.leave(error.report())
-    except KeyboardInterrupt:
-        return _interrupted()
+    except KeyboardInterrupt as error:
+        print(INTERRUPTION, file=sys.stderr)
+        _print_also(error)
+        return jax_setup.leave(INTERRUPTED)
     except SystemExit as error:
         if not is_of_users_code(error):
             raise
@@ -55,11 +57,14 @@ def run_command(body: Callable[[], int]) -> int:
         return jax_setup.leave(FAILED)
     except RunFailure as error:
         _print_failures(error)
+        _print_also(error)
         return jax_setup.leave(FAILED)
     except Exception as error:
         _print_failures(error)
         mistake = as_mistake(error, None)
-        print(mistake or _out_of_memory(error) or traceback_of(error), file=sys.stderr)
+        said = mistake or _out_of_memory(error) or traceback_of(error)
+        print(said, file=sys.stderr)
+        _print_also(error, but=said)
         return jax_setup.leave(MISTAKEN if mistake else FAILED)
 
 
@@ -76,11 +81,6 @@ def _out_of_memory(error: Exception) -> str:
         "GPU JAX takes 75% of it; XLA_PYTHON_CLIENT_MEM_FRACTION=0.92 gives a run more. "
         f"{_FILTERING}=off shows where it was."
     )
-
-
-def _interrupted() -> int:
-    print(INTERRUPTION, file=sys.stderr)
-    return jax_setup.leave(INTERRUPTED)
 
 
 def traceback_of(error: BaseException) -> str:
@@ -115,6 +115,15 @@ def _print_failures(error: BaseException | None) -> None:
     _print_failures(_cause(error))
     if isinstance(error, RunFailure):
         print(f"error: {error}", file=sys.stderr)
+
+
+def _print_also(error: BaseException | None, but: str = "") -> None:
+    """Prints what failed after an error, or after one that led to it, but what `but` has."""
+    if error is not None:
+        _print_also(_cause(_original(error) or error), but)
+        for note in getattr(error, "__notes__", ()):
+            if note.startswith(ALSO) and note not in but:
+                print(note, file=sys.stderr)
 
 
 def _user_traceback(error: BaseException | None) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +115,7 @@ class MetricLog:
         self._unread: list[Mapping[str, Any]] = []
         self._due: tuple[int, list[Mapping[str, Any]]] | None = None
         self._records: Records | None = None  # of process 0
+        self._untold: list[tuple[Mapping[str, Any], Mapping[str, float]]] = []
         self.train: dict[str, float] = {}  # means of the newest training record
         self.skipped_steps = 0
         self.updates = 0  # of the optimizer, until the newest record
@@ -141,10 +142,11 @@ class MetricLog:
         """Ends a window at this step; `flush` records it."""
         self._due, self._unread = (step, self._unread), []
 
-    def flush(self) -> None:
-        """Reads and records the window that `mark` ended."""
+    def flush(self, wait: Callable[[], None] = lambda: None) -> None:
+        """Reads and records the window that `mark` ended, after a `wait` that checks its steps."""
         if self._due is None:
             return
+        wait()
         (step, steps), self._due = self._due, None
         sums, self._window = throughput.accumulate(self._window, steps), {}
         steps_left_out, is_said = sums.pop(SKIPPED, (0.0, 0.0))
@@ -161,11 +163,18 @@ class MetricLog:
         self.write("train", step, {**self.train, **skipped, **measured})
 
     def write(self, split: str, step: int, scalars: Mapping[str, float]) -> None:
-        """Records scalars of a split ('train', 'eval') at a step."""
-        record = self._records.write(split, step, scalars) if self._records else None
+        """Records scalars of a split ('train', 'eval') at a step; `tell` tells the writers."""
+        if self._records:
+            self._untold.append((self._records.write(split, step, scalars), scalars))
         self._console.metrics(split, step, scalars)
-        if record is not None:
+
+    def tell(self, *, saved: bool) -> None:
+        """Gives the writers the new records, after the save: one that raises loses no work."""
+        untold, self._untold = self._untold, []
+        for record, scalars in untold:
             self._writers.write(record, scalars)
+        if saved:
+            self._writers.end("flush")
 
     def window(self) -> HostSums:
         """Sums of the metrics that are not recorded yet."""
@@ -174,7 +183,6 @@ class MetricLog:
 
     def sync(self) -> int:
         """Flushes all records to the disk; returns the number of training records."""
-        self._writers.end("flush")
         return self._records.sync() if self._records else 0
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ import optax
 import research_dp.training.muon  # noqa: F401  (registers it and Optax with gin)
 from research_dp.argument_checks import annotation_of, check_arguments, checked
 from research_dp.argument_types import Count, Positive, Seed, Steps
-from research_dp.errors import UsageError
+from research_dp.errors import UsageError, at_end
 from research_dp.runs import files, resume
 from research_dp.runs.checkpoint import Checkpoints
 from research_dp.runs.facts import RunFacts
@@ -138,7 +138,7 @@ def train(
 
         recorder.note("restore", 0)
         checkpoints = Checkpoints(folder / files.CHECKPOINTS, keep, keep_period, say)
-        stack.enter_context(contextlib.closing(checkpoints))
+        stack.enter_context(at_end(checkpoints.close))
         state, saved = checkpoints.restore(
             built.abstract_state,
             lambda manifest: resume.check_resumable(
@@ -158,7 +158,7 @@ def train(
             recorder.closing()
             return DONE
 
-        stack.callback(sinks.end)
+        stack.enter_context(at_end(sinks.end))
         sinks.open(folder)
         recorder.note("compile", first_step)
         if state is None:
@@ -174,7 +174,7 @@ def train(
             *(spec, built, data, folder, schedule, checkpoints, recorder, saved, started, facts),
             writers=sinks,
         )
-        stack.enter_context(contextlib.closing(trainer))
+        stack.enter_context(at_end(trainer.close))
         return DONE if trainer.run(state) == num_steps else STOPPED
 
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from research_dp.distributed.mesh import peak_of_mesh
 from research_dp.distributed.placement import fingerprint
+from research_dp.errors import at_end
 from research_dp.runs import files
 from research_dp.runs.checkpoint import Checkpoints
 from research_dp.runs.facts import RunFacts, write_summary
@@ -86,7 +87,7 @@ class Trainer:
         self._begin()
         self._metrics.begin(self._rate.updates(state.opt_state))
         trace = ProfilerTrace(schedule.profile_at, self.folder / files.PROFILE)
-        with contextlib.closing(trace), StopSignal().listen() as stop:
+        with at_end(trace.close), StopSignal().listen() as stop:
             batches = self._batches()
             while step < schedule.num_steps and not stop.requested(step):
                 state, step_metrics = self.strategy.train_step(state, next(batches))
@@ -101,6 +102,7 @@ class Trainer:
                     self._evaluate(state, step)
                 if schedule.saves(step):
                     self._save(state, step)
+                self._metrics.tell(saved=schedule.saves(step))
                 trace.step(step)
 
             self._save(state, step)
@@ -108,6 +110,7 @@ class Trainer:
             self.recorder.note("save", step)
             self._console.doing("Writing the checkpoint")
             self._throughput.wait(self.checkpoints.wait, part="save")
+            self._metrics.tell(saved=True)
             if final is None:
                 self._console.close()
                 where = files.shown(self.folder)
@@ -180,7 +183,7 @@ class Trainer:
         self._throughput.spend("dispatch", self._placed_at)
         self._step, is_first = step, step == self._first_step + 1
         self.checkpoints.check()
-        self._metrics.flush()
+        self._metrics.flush(self._in_flight.wait)
         values = dict(step_metrics)
         flags = values.pop(NONFINITE)
         self._metrics.add(values)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import secrets
 import sys
 import time
 import traceback
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -18,7 +19,7 @@ import jax
 
 from research_dp.argument_checks import check_arguments, checked
 from research_dp.distributed.mesh import first_problem
-from research_dp.errors import RunFailure, UsageError, binding_error, message_of
+from research_dp.errors import RunFailure, UsageError, at_end, binding_error, message_of
 from research_dp.runs import files
 from research_dp.runs.facts import bindings_in
 
@@ -66,28 +67,29 @@ class Writers:
         where = f"the {record['split']} record of step {record['step']}"
         named = {f"{record['split']}/{name}": x for name, x in scalars.items()}
         for name in self._opened:
-            self._call(name, "write_scalars", where, record["step"], named)
+            self._call(name, "write_scalars", where, record["step"], dict(named))
         if self._on_record:
-            with _blamed("train.on_record", where, self._on_record):
-                self._on_record(types.MappingProxyType(record))
+            given = types.MappingProxyType(record)
+            _call("train.on_record", where, self._on_record, given)
 
     def end(self, method: str = "close") -> None:
         """Closes all, or flushes them, also those after one that raises an error."""
         with contextlib.ExitStack() as stack:
             for name in self._opened:
-                stack.callback(self._call, name, method, method)
+                stack.enter_context(at_end(functools.partial(self._call, name, method, method)))
 
     def _call(self, name: str, method: str, where: str, *arguments: Any) -> None:
-        with _blamed(f"train.writers: {name}", where):
-            getattr(self._opened[name], method)(*arguments)
+        _call(f"train.writers: {name}", where, getattr(self._opened[name], method), *arguments)
 
 
-@contextlib.contextmanager
-def _blamed(what: str, where: str, function: Any = None) -> Iterator[None]:
+def _call(what: str, where: str, function: Callable[..., Any], *arguments: Any) -> None:
     try:
-        yield
+        result = function(*arguments)
     except Exception as error:  # of any library or user
         raise RunFailure(f"{what} raised an error at {where}: {_said(error, function)}") from error
+    if inspect.iscoroutine(result):
+        result.close()
+        raise UsageError(f"{what} is async, and nobody awaits it: use `def`.")
 
 
 def _said(error: Exception, function: Any = None) -> str:

@@ -1,6 +1,7 @@
 """What a command says when more than one thing went wrong."""
 
 import contextlib
+import functools
 import importlib
 import sys
 
@@ -11,7 +12,7 @@ import pytest
 from research_dp.commands import cli, failures
 from research_dp.config import gin_internals
 from research_dp.distributed import mesh
-from research_dp.errors import RunFailure, UsageError
+from research_dp.errors import RunFailure, UsageError, at_end
 
 
 @contextlib.contextmanager
@@ -40,6 +41,37 @@ def test_what_came_first_is_told_first(later, status, told, capsys, monkeypatch)
 
     assert failures.run_command(body) == status
     assert capsys.readouterr().err == told
+
+
+@pytest.mark.parametrize(
+    ("first", "status", "told"),
+    [
+        (RunFailure, 1, "error: RESOURCE_EXHAUSTED: no memory\n"),
+        (UsageError, 2, "error: RESOURCE_EXHAUSTED: no memory\n"),
+        (KeyboardInterrupt, 130, ""),
+        (functools.partial(ZeroDivisionError, "mine"), 1, "ZeroDivisionError: ('mine', "),
+        (jax.errors.JaxRuntimeError, 1, "A device has too little memory."),
+    ],
+)
+@pytest.mark.parametrize("second", [RunFailure, UsageError, OSError, SystemExit])
+def test_what_fails_while_an_error_ends_a_command_is_told_once_after_it(
+    first, status, told, second, capsys, monkeypatch
+):
+    monkeypatch.setattr(failures.jax_setup, "leave", lambda status: status)
+
+    def close():
+        raise second("not closed")
+
+    def body():
+        with at_end(lambda: None), at_end(close):
+            raise first("RESOURCE_EXHAUSTED: no memory")
+
+    with gin_internals.kept():
+        called = gin.external_configurable(body, f"ends_{id(body)}", module="tests")
+        assert failures.run_command(called) == status
+    said = capsys.readouterr().err
+    assert told in said and said.count("also: ") == 1
+    assert said.splitlines()[-1].startswith("also: ") and "Traceback" not in told
 
 
 def test_what_was_answered_is_not_told(capsys, monkeypatch):

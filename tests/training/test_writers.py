@@ -1,5 +1,6 @@
 """W&B, MLflow, a user's writers and `train.on_record` get what `metrics.jsonl` has, once a run."""
 
+import dataclasses
 import functools
 import json
 import math
@@ -7,12 +8,16 @@ import os
 import struct
 import sys
 
+import numpy as np
 import pytest
 
+from research_dp.errors import RunFailure
+from research_dp.runs.checkpoint_files import steps_in
+from research_dp.training.batches import InFlight
 from research_dp.training.preemption import StopSignal
 from research_dp.training.writers import MlflowWriter, WandbWriter, Writers
 from tests.support import programs, tiny_run
-from tests.support.runs import WITH_MLP, records
+from tests.support.runs import WITH_MLP, records, summary
 
 
 @pytest.fixture
@@ -218,6 +223,107 @@ def test_a_writer_that_raises_ends_the_run_by_name_and_the_others_are_closed(
     assert [writer.got[-1] for writer in (good, bad, last)] == [("close",)] * 3
     assert len(records(tmp_path)) == {"write_scalars": 1, "flush": 1, "close": 6}[method]
     assert tiny_run.train(tmp_path) == 0  # what was saved is whole
+
+
+def overflowing(order):
+    """The batches of a tiny run; the loss of step 3 is infinite."""
+    for step, batch in enumerate(tiny_run.DATA.train(order), order.first_step + 1):
+        yield {"x": batch["x"] * np.float32(1e30)} if step == 3 else batch
+
+
+@pytest.mark.parametrize("behind", [1, 2])  # 2: as on accelerators, a step is still running
+def test_what_ended_the_run_is_what_is_said_not_what_fails_after_it(tmp_path, monkeypatch, behind):
+    monkeypatch.setattr(InFlight, "wait_for_room", lambda self: self.wait(behind))
+    first, second = Kept(tmp_path, "close"), Kept(tmp_path, "close")
+
+    def finite(record):
+        assert math.isfinite(record["loss"] or math.nan)
+
+    options = {"writers": opens(first, second), "on_record": finite, "log_every": 1}
+    data = dataclasses.replace(tiny_run.DATA, train=overflowing)
+    with pytest.raises(RunFailure, match=r"^step 3: the loss is not finite") as failed:
+        tiny_run.train(tmp_path, data=data, **options)
+    problem = "also: train.writers: {} raised an error at close: OSError: the disk is full ("
+    for name, note in zip(("second", "first"), failed.value.__notes__, strict=True):
+        assert note.startswith(problem.format(name))
+    assert first.got[-1] == second.got[-1] == ("close",)
+
+
+def test_of_writers_that_cannot_close_the_first_is_said_and_the_checkpoint_is_whole(tmp_path):
+    writers = opens(Kept(tmp_path, "close"), Kept(tmp_path, "close"))
+    with pytest.raises(RunFailure, match=r"^train.writers: second raised an error at") as failed:
+        tiny_run.train(tmp_path, writers=writers)
+    (note,) = failed.value.__notes__
+    assert note.startswith("also: train.writers: first raised an error at close")
+    assert steps_in(tmp_path / "checkpoints")[-1] == 8
+
+
+@pytest.mark.parametrize("options", [{}, {"checkpoint_every": None}], ids=["each", "last"])
+@pytest.mark.parametrize("bad", ["write_scalars", "flush", "on_record"])
+def test_what_raises_at_a_record_loses_no_step_that_was_due_to_be_saved(tmp_path, bad, options):
+    folder, whole = tmp_path / "run", tmp_path / "whole"
+    assert tiny_run.train(whole, **options) == 0
+    at = 4 if not options else 8
+
+    class Late(Kept):
+        def take(self, method, *arguments):
+            super().take(method, *arguments)
+            if method == "write_scalars" and arguments[0] == at:
+                self.bad = bad
+                assert bad != "write_scalars"
+
+    def late(record):
+        assert bad != "on_record" or record["step"] < at
+
+    status, _ = tiny_run.outcome(folder, writers=opens(Late(folder)), on_record=late, **options)
+    assert status == 1 and steps_in(folder / "checkpoints")[-1] == at
+    assert tiny_run.train(folder, **options) == 0
+    assert records(folder) == records(whole)
+    assert summary(folder)["params_fingerprint"] == summary(whole)["params_fingerprint"]
+
+
+def test_each_writer_has_a_record_of_its_own(tmp_path):
+    class Emptying(Kept):
+        def write_scalars(self, step, scalars):
+            scalars.clear()
+
+    kept = Kept(tmp_path)
+    assert tiny_run.train(tmp_path, writers=opens(Emptying(tmp_path), kept)) == 0
+    written = [x[1:] for x in kept.got if len(x) == 3]
+    assert written == [(r["step"], named(r)) for r in records(tmp_path, measured=True)]
+
+
+def test_an_iteration_that_ends_in_a_writer_is_named(tmp_path):
+    class Short(Kept):
+        def write_scalars(self, step, scalars):
+            next(iter(()))
+
+    status, message = tiny_run.outcome(tmp_path, writers=opens(Short(tmp_path)))
+    problem = "train.writers: first raised an error at the train record of step 2: StopIteration: "
+    assert status == 1 and message.startswith(problem)
+
+
+async def awaited(*_):
+    pass
+
+
+class Awaited(Kept):
+    write_scalars = awaited
+
+
+class Called:
+    __call__ = awaited
+
+
+def test_functions_that_nobody_would_await_are_refused(tmp_path):
+    for function in (awaited, functools.partial(awaited, 1), Called(), lambda x: awaited(x)):
+        status, message = tiny_run.outcome(tmp_path, on_record=function)
+        said = "train.on_record is async, and nobody awaits it: use `def`."
+        assert status == 2 and message == said
+    status, message = tiny_run.outcome(tmp_path, writers=opens(Awaited(tmp_path)))
+    assert (
+        status == 2 and message == "train.writers: first is async, and nobody awaits it: use `def`."
+    )
 
 
 @pytest.mark.parametrize(
