@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 ALSO = "also: "  # begins a note of an error: what failed after it
@@ -60,19 +60,27 @@ def first_line(error: BaseException) -> str:
     return str(error).split("\n")[0] or type(error).__name__
 
 
+def printable(text: str) -> str:
+    """A text that a file has, as messages show it: cut, in one line, no control characters."""
+    shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[:200])
+    return shown + "..." * (len(text) > 200)
+
+
 def some_of(names: Sequence[str], most: int) -> str:
     """The first few of several names, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+    return ", ".join(map(printable, names[:most])) + more
 
 
-def check_patterns(binding: str, patterns: Iterable[str]) -> None:
-    """Raises UsageError, about a binding, for what is no regular expression."""
+def check_patterns(binding: str, patterns: Iterable[str] | Mapping[str, str]) -> None:
+    """UsageError, about a binding, for what is no regular expression, or no replacement of one."""
     for pattern in patterns:
+        replacement = patterns[pattern] if isinstance(patterns, Mapping) else ""
         try:
-            re.compile(pattern)
-        except re.error as error:
-            problem = f": {pattern!r} is no regular expression: {error}."
+            re.sub(pattern, replacement, "")
+        except (re.error, IndexError) as error:
+            what = f" that {replacement!r} replaces" if replacement else ""
+            problem = f": {pattern!r} is no regular expression{what}: {error}."
             raise binding_error(binding, problem) from error
 
 

@@ -47,8 +47,7 @@ def run_command(body: Callable[[], int]) -> int:
     except streams.Unwritten as error:
         return jax_setup.leave(error.report())
     except KeyboardInterrupt as error:
-        print(INTERRUPTION, file=sys.stderr)
-        _print_also(error)
+        _print_failures(error, INTERRUPTION)
         return jax_setup.leave(INTERRUPTED)
     except SystemExit as error:
         if not is_of_users_code(error):
@@ -57,14 +56,10 @@ def run_command(body: Callable[[], int]) -> int:
         return jax_setup.leave(FAILED)
     except RunFailure as error:
         _print_failures(error)
-        _print_also(error)
         return jax_setup.leave(FAILED)
     except Exception as error:
-        _print_failures(error)
         mistake = as_mistake(error, None)
-        said = mistake or _out_of_memory(error) or traceback_of(error)
-        print(said, file=sys.stderr)
-        _print_also(error, but=said)
+        _print_failures(error, mistake or _out_of_memory(error) or traceback_of(error))
         return jax_setup.leave(MISTAKEN if mistake else FAILED)
 
 
@@ -107,23 +102,16 @@ def is_of_users_code(error: BaseException) -> bool:
     return bool(_user_traceback(_original(error)))
 
 
-def _print_failures(error: BaseException | None) -> None:
-    """Prints how the run failed; the cause first, if closing the run failed too."""
-    error = _original(error)
+def _print_failures(error: BaseException | None, said: str = "") -> None:
+    """Prints the causes of an error, what is `said` of it, and after each what failed later."""
     if error is None:
         return
-    _print_failures(_cause(error))
-    if isinstance(error, RunFailure):
-        print(f"error: {error}", file=sys.stderr)
-
-
-def _print_also(error: BaseException | None, but: str = "") -> None:
-    """Prints what failed after an error, or after one that led to it, but what `but` has."""
-    if error is not None:
-        _print_also(_cause(_original(error) or error), but)
-        for note in getattr(error, "__notes__", ()):
-            if note.startswith(ALSO) and note not in but:
-                print(note, file=sys.stderr)
+    original = _original(error) or error
+    _print_failures(_cause(original))
+    said = said or (f"error: {original}" if isinstance(original, RunFailure) else "")
+    notes = (x for x in getattr(error, "__notes__", ()) if x.startswith(ALSO) and x not in said)
+    for line in filter(None, (said, *notes)):
+        print(line, file=sys.stderr)
 
 
 def _user_traceback(error: BaseException | None) -> str:

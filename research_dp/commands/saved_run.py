@@ -18,7 +18,7 @@ from research_dp.commands import configured, jax_setup
 from research_dp.commands.configured import usage_error
 from research_dp.config import gin_internals
 from research_dp.distributed.sharding import by_path
-from research_dp.errors import UsageError
+from research_dp.errors import UsageError, printable
 from research_dp.runs.checkpoint import SavedState, read_saved
 from research_dp.runs.workdir import config_of
 from research_dp.strategies import Strategy
@@ -164,8 +164,8 @@ def check_same_model(saved: SavedState, strategy: Strategy) -> None:
         if here != found:
             here, found = ("missing" if x is None else f"{x}" for x in (here, found))
             raise UsageError(
-                f"the checkpoint of step {saved.step} is of another model: {path} is {found} in "
-                f"it, and {here} in the configuration."
+                f"the checkpoint of step {saved.step} is of another model: {printable(path)} is "
+                f"{found} in it, and {here} in the configuration."
             )
 
 

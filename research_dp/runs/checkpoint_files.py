@@ -10,7 +10,6 @@ import logging
 import os
 import re
 import shutil
-import textwrap
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -22,6 +21,7 @@ import numpy as np
 
 from research_dp.distributed.mesh import sizes_text
 from research_dp.distributed.sharding import by_path, path_name
+from research_dp.errors import first_line, printable
 from research_dp.runs import files
 from research_dp.runs.checksum import array_checksum
 from research_dp.runs.manifest import Damaged, Manifest
@@ -89,10 +89,13 @@ def clear_temporary(folder: Path, step: int) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint, by `Manifest.read`; Damaged also if a FIFO is in the folder."""
+    """That of a checkpoint, by `Manifest.read`; Damaged also if it has a FIFO, or another step."""
     if problem := files.unreadable_entry(folder):
         raise Damaged(problem)
-    return Manifest.read(folder / MANIFEST)
+    manifest = Manifest.read(folder / MANIFEST)
+    if COMPLETE.fullmatch(folder.name) and manifest.step != int(folder.name):
+        raise Damaged(f"its manifest is of step {manifest.step}")
+    return manifest
 
 
 def verify(folder: Path) -> Manifest:
@@ -111,7 +114,7 @@ def read_fields(folder: Path, *fields: str) -> tuple[Manifest, dict[str, Any]]:
     tree = arrays_in(folder / STATE)
     leaves = by_path(tree)
     if unmatched := sorted(leaves.keys() ^ manifest.leaves.keys()):
-        raise Damaged(f"{unmatched[0]} is not both in its manifest and in its arrays")
+        raise Damaged(f"{printable(unmatched[0])} is not both in its manifest and in its arrays")
     on_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
     checksums = {path: leaf.checksum for path, leaf in manifest.leaves.items()}
     arrays: dict[str, np.ndarray] = {}
@@ -153,9 +156,9 @@ class Row(NamedTuple):
         if self.manifest is None:
             return step, "", "", nbytes, "", "", self.status
         origin = self.manifest.origin
-        strategy, mesh = origin.get("strategy", ""), sizes_text(origin.get("mesh", {}))
-        examples = f"{self.manifest.examples_seen:,}"
-        return step, examples, origin["time"], nbytes, strategy, mesh, self.status
+        time_, strategy = (printable(str(origin.get(name, ""))) for name in ("time", "strategy"))
+        mesh, examples = sizes_text(origin.get("mesh", {})), f"{self.manifest.examples_seen:,}"
+        return step, examples, time_, nbytes, strategy, mesh, self.status
 
 
 def overview(folder: Path, *, verified: bool) -> Iterator[Row]:
@@ -253,8 +256,7 @@ def reason(error: BaseException) -> str:
         return os.strerror(int(code[1]))
     if isinstance(error, OSError) and error.strerror:
         return error.strerror + (f": {error.filename}" if error.filename else "")
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return textwrap.shorten(lines[0], 200, placeholder=" ...").rstrip(".")
+    return printable(first_line(error)).rstrip(".")
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

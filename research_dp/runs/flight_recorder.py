@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
+from research_dp.errors import printable
 from research_dp.runs import files
 
 # In the order of a step: of two processes at one step, the one in an earlier phase is behind.
@@ -106,7 +107,7 @@ def straggler(notes: list[Note]) -> Note | None:
 
 def post_mortem(notes: list[Note]) -> list[str]:
     """Which process was behind, and where each one was; a line each."""
-    head = "all processes are at the same place: a collective, or a device, does not end"
+    head = "all noted the same place last: a collective or device does not end, or one is stopped"
     if suspect := straggler(notes):
         head = f"process {suspect.process} is behind: step {suspect.step}, phase {suspect.phase}"
     return [head, *(f"  {note}" for note in notes)]
@@ -127,7 +128,7 @@ def _newest_note(path: Path) -> Note | None:
         for line in lines:
             with contextlib.suppress(ValueError):
                 number, step, phase, since = line.split()
-                note = Note(int(process), int(pid), host, int(step), phase, float(since))
+                note = Note(int(process), int(pid), printable(host), int(step), phase, float(since))
                 if phase in _ORDER and 0 <= note.time < _YEAR_3000:
                     notes.append((int(number), note))
     return max(notes)[1] if notes else None

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from research_dp.argument_checks import annotation_of, fits
 from research_dp.distributed.sharding import by_path, path_name
-from research_dp.errors import UsageError, some_of
+from research_dp.errors import UsageError, printable, some_of
 from research_dp.types import DataIdentity, HostSums
 
 FORMAT = 1
@@ -52,7 +53,7 @@ class Leaf(NamedTuple):
         return cls(tuple(x.shape), str(x.dtype), checksum)
 
     def __str__(self) -> str:
-        return f"{self.dtype}{list(self.shape)}"
+        return printable(f"{self.dtype}{list(self.shape)}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,28 +90,34 @@ class Manifest:
         """Reads what `as_json` made; raises Damaged, or UsageError if a newer version wrote it."""
         name = file.parent.name
         try:
-            text = file.read_text()
+            written = json.loads(file.read_text())
+            content, digest = written["content"], written["sha256"]
+            if _digest(content) != digest:
+                raise Damaged(f"its {name} is not what was written")
+            if content["format"] != FORMAT:
+                versions = printable(str(content["origin"].get("versions")))
+                raise UsageError(
+                    f"the checkpoint {file.parent.parent} is of format {content['format']}, and "
+                    f"this version of research_dp reads {FORMAT}: {versions} wrote it. Use that "
+                    "version, or another --workdir."
+                )
+            fields = content["progress"]
+            fields["window"] = {name: (s, n) for name, (s, n) in fields["window"].items()}
+            data = content.get("data") and DataIdentity.from_json(content["data"])
+            progress = Progress(**fields, data=data, records=content.get("records", 0))
+            leaves = {path: Leaf(tuple(x[0]), *x[1:]) for path, x in content["leaves"].items()}
+            step, origin = content["step"], content["origin"]
+            read = cls(step=step, progress=progress, leaves=leaves, origin=origin)
+            for one in (progress, read):
+                if not all(fits(x, annotation_of(type(one), k)) for k, x in vars(one).items()):
+                    raise TypeError(one)
+            return read
+        except UsageError:
+            raise
         except (FileNotFoundError, NotADirectoryError, UnicodeDecodeError) as error:
             raise Damaged(f"{file.name} of {name} cannot be read: {error}") from error
-        try:
-            written = json.loads(text)
-            content, digest = written["content"], written["sha256"]
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise Damaged(f"its {name} is incomplete") from error
-        if _digest(content) != digest:
-            raise Damaged(f"its {name} is not what was written")
-        if content["format"] != FORMAT:
-            raise UsageError(
-                f"the checkpoint {file.parent.parent} is of format {content['format']}, and this "
-                f"version of research_dp reads {FORMAT}: {content['origin'].get('versions')} wrote "
-                "it. Use that version, or another --workdir."
-            )
-        fields = content["progress"]
-        fields["window"] = {name: (s, n) for name, (s, n) in fields["window"].items()}
-        data = content.get("data") and DataIdentity.from_json(content["data"])
-        progress = Progress(**fields, data=data, records=content.get("records", 0))
-        leaves = {path: Leaf(tuple(x[0]), *x[1:]) for path, x in content["leaves"].items()}
-        return cls(step=content["step"], progress=progress, leaves=leaves, origin=content["origin"])
 
     def with_saved_slots(self, abstract_state: Any) -> Any:
         """The state with slots as they were saved; replicated if their first dim was another."""
@@ -128,9 +135,9 @@ class Manifest:
     def difference(self, abstract_state: Any) -> str | None:
         """The first array, parameters first, whose shape or dtype differs; None: all agree."""
         expected = {path: Leaf.of(x) for path, x in by_path(abstract_state).items()}
-        paths = sorted(expected.keys() | self.leaves.keys(), key=lambda p: (p[:6] != "params", p))
-        for path in paths:
-            there, here = self.leaves.get(path), expected.get(path)
+        names = sorted(expected.keys() | self.leaves.keys(), key=lambda p: (p[:6] != "params", p))
+        for name in names:
+            there, here, path = self.leaves.get(name), expected.get(name), printable(name)
             if there is None:
                 return f"{path}, {here}, is not in it"
             if here is None:
@@ -141,7 +148,8 @@ class Manifest:
 
     def mismatch(self, checksums: Mapping[str, str]) -> str | None:
         """Names the arrays that have another checksum, by path; None: all agree."""
-        paths = [path for path, leaf in self.leaves.items() if checksums[path] != leaf.checksum]
+        leaves = self.leaves
+        paths = [p for p, x in checksums.items() if p not in leaves or leaves[p].checksum != x]
         return f"{some_of(paths, 1)} does not match its checksum" if paths else None
 
 

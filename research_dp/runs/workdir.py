@@ -8,7 +8,6 @@ import fcntl
 import os
 import secrets
 import socket
-import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +16,7 @@ import filelock
 import jax
 
 from research_dp.distributed.mesh import first_problem, texts_of_all
-from research_dp.errors import RunFailure, UsageError
+from research_dp.errors import RunFailure, UsageError, printable
 from research_dp.runs import files
 from research_dp.runs.checkpoint_files import reason, steps_in
 
@@ -90,7 +89,7 @@ def in_use(folder: Path) -> str | None:
         os.close(lock)
     holder = folder / files.HOLDER
     known = holder.is_file()  # reading a FIFO would block
-    return holder.read_text(errors="replace") if known else "unknown process"
+    return printable(holder.read_text(errors="replace")) if known else "unknown process"
 
 
 def config_of(workdir: Path) -> Path:
@@ -186,7 +185,7 @@ def _create_and_lock(folder: Path, lock: filelock.BaseFileLock) -> str | None:
         files.replace(holder, f"process {os.getpid()} on {socket.gethostname()}")
     except filelock.Timeout:
         start = holder.read_bytes()[:200].decode(errors="replace") if holder.exists() else ""
-        who = start and f" ({textwrap.shorten(start, 100)})"
+        who = start and f" ({printable(start)})"
         return f"another run{who} is using {shown}. Wait until it ends, or use another --workdir."
     except OSError as error:
         if error.errno == errno.ENOSYS:  # a lock file would outlive a run that is killed

@@ -52,7 +52,7 @@ def freeze(model: TrainableModel, patterns: str | Sequence[str], binding: str) -
             raise binding_error(binding, f" needs nested dicts of parameters, not {type(params)}.")
         flat = flatten_dict(params)
         paths = {keys: "/".join(map(str, keys)) for keys in flat}
-        taken = _matched(list(paths.values()), expressions, binding)
+        taken = matched(list(paths.values()), expressions, binding)
         frozen, trained = (
             unflatten_dict({k: x for k, x in flat.items() if (paths[k] in taken) is is_frozen})
             for is_frozen in (True, False)
@@ -80,7 +80,7 @@ def freeze(model: TrainableModel, patterns: str | Sequence[str], binding: str) -
     return FrozenModel(**fields, unfrozen=model, patterns=expressions)
 
 
-def _matched(paths: Sequence[str], expressions: Sequence[str], binding: str) -> set[str]:
+def matched(paths: Sequence[str], expressions: Sequence[str], binding: str) -> set[str]:
     """The paths that match one of the expressions; UsageError if one matches none, or all do."""
     matched = {one: {x for x in paths if re.fullmatch(one, x)} for one in expressions}
     taken = set().union(*matched.values())

@@ -9,16 +9,18 @@ from typing import Any
 
 import gin
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from research_dp.argument_checks import checked
 from research_dp.distributed.sharding import by_path, path_name
-from research_dp.errors import UsageError, binding_error, check_patterns, some_of
+from research_dp.errors import UsageError, binding_error, check_patterns, printable, some_of
 from research_dp.runs import checkpoint, files
 from research_dp.runs import checkpoint_files as on_disk
 from research_dp.runs.checksum import tree_checksums
 from research_dp.runs.manifest import Damaged
 from research_dp.strategies import Strategy
-from research_dp.strategies.frozen import MODEL_STATE, plain_name
+from research_dp.strategies.frozen import MODEL_STATE, matched, plain_name
 from research_dp.strategies.state import named_variables
 
 Shardings = Mapping[str, jax.sharding.Sharding]
@@ -50,14 +52,16 @@ class InitialParams:
         rename: Mapping[str, str] | None = None,
         skip: Sequence[str] = (),
     ):
-        self._path, self._rename, self._skip = Path(files.absolute(path)), rename or {}, skip
-        check_patterns("initial_params", (*self._rename, *skip))
+        self._path = Path(files.absolute(path or "''"))  # the current folder is not meant
+        self._rename, self._skip = rename or {}, skip
+        check_patterns("initial_params.rename", self._rename)
+        check_patterns("initial_params.skip", skip)
 
     def arrays(self, strategy: Strategy, say: Callable[[str], None]) -> dict[str, jax.Array]:
         """The arrays that `strategy.init` takes, on its shardings; every process calls it.
 
         Raises:
-            UsageError: They cannot be read, or their names or shapes are not the model's.
+            UsageError: They cannot be read, or their names, shapes or values are not the model's.
         """
         state, path = strategy.abstract_state, files.shown(self._path)
         here = named_variables(state.params, state.model_state)
@@ -65,7 +69,8 @@ class InitialParams:
             shapes, read = checkpoint.in_all_processes(lambda: _opened(self._path))
             taken = self._taken({name: tuple(shape) for name, shape in shapes.items()}, here)
             shardings = {there: here[name].sharding for name, there in taken.items()}
-            arrays = checkpoint.in_all_processes(lambda: read(shardings))
+            with np.errstate(over="ignore"):  # `_lost` counts what becomes infinite
+                arrays = checkpoint.in_all_processes(lambda: read(shardings))
         except Damaged as error:
             raise UsageError(
                 f"initial_params.path = {path} cannot be read: {error}. Give the workdir of a run, "
@@ -74,24 +79,32 @@ class InitialParams:
             ) from error
         unused = sorted(shapes.keys() - taken.values())
         more = f"; nobody takes {some_of(unused, 5)}" if unused else ""
+        found = {name: arrays[there] for name, there in taken.items()}
+        count = jax.jit(lambda given: {k: _lost(x, here[k].dtype) for k, x in given.items()})
+        counts = {k: n for k, n in jax.device_get(count(found)).items() if n}
+        if lost := [f"{n} of {found[k].size} in {k} ({found[k].dtype})" for k, n in counts.items()]:
+            problem = f" = {path} has values that are not finite in the model's dtype, or others: "
+            raise binding_error("initial_params.path", f"{problem}{some_of(lost, 5)}.")
         say(f"Initial parameters: {len(taken)} arrays of {path}{more}")
-        return {name: arrays[there] for name, there in taken.items()}
+        return found
 
     def _taken(self, shapes: Mapping[str, Any], here: Mapping[str, Any]) -> dict[str, str]:
         """Name in the model -> name in the source; UsageError has all that does not fit."""
         found: dict[str, str] = {}
+        skipped = matched(list(here), self._skip, "initial_params.skip")
         for there in shapes:
             name = plain_name(there.removeprefix("params/"))
             for pattern, replacement in self._rename.items():
                 name = re.sub(pattern, replacement, name)
             if name in found:
-                problem = f": both {found[name]} and {there} become {name}."
+                both = f"{printable(found[name])} and {printable(there)}"
+                problem = f": both {both} become {printable(name)}."
                 raise binding_error("initial_params.rename", problem)
             found[name] = there
         needs_state = any(name.startswith(MODEL_STATE) for name in found)
         taken, problems = {}, []
         for name, x in here.items():
-            if any(re.fullmatch(pattern, name) for pattern in self._skip):
+            if name in skipped:
                 continue
             if name not in found:
                 if needs_state or not name.startswith(MODEL_STATE):
@@ -110,6 +123,15 @@ class InitialParams:
         return taken
 
 
+def _lost(x: jax.Array, dtype: Any) -> Any:
+    """How many values a dtype has not: NaN, infinite, complex, out of its range."""
+    if jnp.iscomplexobj(x) and not jnp.issubdtype(dtype, jnp.complexfloating):
+        return x.size
+    y = x.astype(dtype)
+    rounds = jnp.issubdtype(dtype, jnp.inexact)
+    return jnp.sum(~jnp.isfinite(y) if rounds else y.astype(x.dtype) != x)
+
+
 def _opened(path: Path) -> Source:
     """What there is at a path. Raises Damaged, or OSError."""
     if not path.exists():
@@ -126,15 +148,20 @@ def _safetensors(path: Path) -> Source:
     try:
         file = safe_open(path, framework="numpy")
     except SafetensorError as error:
-        raise Damaged(str(error)) from error
+        raise Damaged(printable(str(error))) from error
     slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
     shapes = {name: tuple(x.get_shape()) for name, x in slices.items()}
 
     def read(shardings: Shardings) -> dict[str, jax.Array]:
-        return {
-            name: jax.make_array_from_callback(shapes[name], x, slices[name].__getitem__)
-            for name, x in shardings.items()
-        }
+        arrays: dict[str, jax.Array] = {}
+        for name, x in shardings.items():
+            part = slices[name]
+            try:
+                arrays[name] = jax.make_array_from_callback(shapes[name], x, part.__getitem__)
+            except (AttributeError, TypeError) as error:  # NumPy has no such dtype
+                problem = f"{printable(name)} is {part.get_dtype()}, which NumPy lacks"
+                raise Damaged(problem) from error
+        return arrays
 
     return shapes, read
 
@@ -159,10 +186,8 @@ def _orbax(path: Path) -> Source:
 
         whole = on_disk.read_arrays(folder, jax.tree_util.tree_map_with_path(wanted, tree))
         arrays = {name: x for name, x in by_path(whole).items() if name in shardings}
-        if manifest:
-            saved = {name: leaf.checksum for name, leaf in manifest.leaves.items()}
-            if problem := manifest.mismatch({**saved, **tree_checksums(arrays)}):
-                raise Damaged(problem)
+        if manifest and (problem := manifest.mismatch(tree_checksums(arrays))):
+            raise Damaged(problem)
         return arrays
 
     return shapes, read

@@ -69,8 +69,7 @@ class Writers:
         for name in self._opened:
             self._call(name, "write_scalars", where, record["step"], dict(named))
         if self._on_record:
-            given = types.MappingProxyType(record)
-            _call("train.on_record", where, self._on_record, given)
+            _call("train.on_record", where, self._on_record, types.MappingProxyType(record))
 
     def end(self, method: str = "close") -> None:
         """Closes all, or flushes them, also those after one that raises an error."""

@@ -22,10 +22,11 @@ from research_dp.errors import RunFailure, UsageError
 from research_dp.models import mlp
 from research_dp.runs import checkpoint_files
 from research_dp.runs import manifest as manifest_module
-from research_dp.runs.checkpoint import Checkpoints
-from research_dp.runs.checkpoint_files import MANIFEST, overview, steps_in, verify
+from research_dp.runs.checkpoint import Checkpoints, read_saved
+from research_dp.runs.checkpoint_files import MANIFEST, overview, read_manifest, steps_in, verify
 from research_dp.runs.checksum import tree_checksums
 from research_dp.runs.manifest import Damaged, Manifest, Progress, origin
+from research_dp.training.initial import InitialParams
 from tests.support.certified import small_model
 from tests.support.repository import stems
 from tests.support.strategies import build, one_matrix, run_steps
@@ -347,6 +348,95 @@ def test_a_checkpoint_of_a_newer_version_is_left_alone(tmp_path, monkeypatch):
     with pytest.raises(UsageError, match="of format 2, and this version"):
         restore(tmp_path, strategy)
     assert steps_in(tmp_path) == [1]
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_damaged_wherever_it_is_read(folder):
+    (folder / "3").rename(folder / "7")
+    with pytest.raises(UsageError, match=r"step 7 in .* is damaged: its manifest is of step 3"):
+        read_saved(folder.parent)
+    initial = InitialParams(str(folder / "7"))
+    with pytest.raises(UsageError, match="cannot be read: its manifest is of step 3"):
+        initial.arrays(build("ddp", one_matrix()), print)
+    rows = {row.step: row.status for row in overview(folder, verified=False)}
+    assert rows[7] == "damaged: its manifest is of step 3"
+    (folder / "7").rename(folder.parent / "kept")  # no name of a step
+    assert read_manifest(folder.parent / "kept").step == 3
+
+
+OTHER_CONTENTS = {
+    "nothing": lambda content: {},
+    "a list": lambda content: [content],
+    "no progress": lambda content: {k: x for k, x in content.items() if k != "progress"},
+    "other progress": lambda content: {**content, "progress": {"a": 1}},
+    "a text for a number": lambda content: {**content, "step": "2"},
+    "a text for a count": lambda content: {
+        **content,
+        "progress": {**content["progress"], "batch_size": "32"},
+    },
+    "a window of three": lambda content: {
+        **content,
+        "progress": {**content["progress"], "window": {"loss": [1, 2, 3]}},
+    },
+    "a negative step": lambda content: {**content, "step": -5},
+    "other leaves": lambda content: {**content, "leaves": [1]},
+    "leaves of nothing": lambda content: {**content, "leaves": {"params": []}},
+    "no leaves": lambda content: {**content, "leaves": {}},
+    "other data": lambda content: {**content, "data": {"splits": [1]}},
+    "another origin": lambda content: {**content, "origin": [1]},
+}
+
+
+@pytest.mark.parametrize("case", [*OTHER_CONTENTS, "deep", "deep and no JSON"])
+def test_a_manifest_of_another_content_is_damaged_though_its_checksum_is_right(
+    case, folder, trained
+):
+    file = folder / "2" / MANIFEST
+    if case in OTHER_CONTENTS:
+        content = OTHER_CONTENTS[case](json.loads(file.read_text())["content"])
+        digest = manifest_module._digest(content)
+        file.write_text(json.dumps({"content": content, "sha256": digest}))
+    else:
+        end = "]" * 100_000 if case == "deep" else ""
+        file.write_text('{"content": ' + "[" * 100_000 + end + ', "sha256": ""}')
+    shutil.rmtree(folder / "3")
+    with pytest.raises(Damaged):
+        verify(folder / "2")
+    with pytest.raises(UsageError, match=r"step 2 in .* is damaged: "):
+        read_saved(folder.parent)
+    for verified in (False, True):
+        list(row.cells() for row in overview(folder, verified=verified))
+    if case == "no leaves":
+        with pytest.raises(UsageError, match=r"of another model.*: params/head/bias, .* is not in"):
+            restore(folder, trained[0])
+    else:
+        assert restore(folder, trained[0])[1].step == 1
+
+
+def test_arrays_that_a_manifest_has_not_are_not_taken_unverified(folder, trained):
+    file = folder / "2" / MANIFEST
+    content = {**json.loads(file.read_text())["content"], "leaves": {}}
+    digest = manifest_module._digest(content)
+    file.write_text(json.dumps({"content": content, "sha256": digest}))
+    with pytest.raises(UsageError, match="params/head/bias and 5 more does not match its"):
+        InitialParams(str(folder / "2")).arrays(trained[0], print)
+
+
+def test_what_a_manifest_says_is_shown_without_what_a_terminal_acts_on(folder, trained):
+    file = folder / "3" / MANIFEST
+    content = json.loads(file.read_text())["content"]
+    content["origin"] |= {"strategy": "a\x1b[31m", "time": "b\n" + "x" * 1000}
+    bias = content["leaves"].pop("params/hidden_0/bias")
+    content["leaves"]["params/\x1b]0;hidden_0\n"] = bias
+    digest = manifest_module._digest(content)
+    file.write_text(json.dumps({"content": content, "sha256": digest}))
+    *_, row = overview(folder, verified=False)
+    assert all(cell.isprintable() and len(cell) < 300 for cell in row.cells())
+    with pytest.raises(Damaged, match=r"params/\\x1b\]0;hidden_0\\n is not both") as damaged:
+        verify(folder / "3")
+    assert str(damaged.value).isprintable()
+    with pytest.raises(UsageError) as refused:
+        restore(folder, trained[0])
+    assert "\x1b" not in str(refused.value)
 
 
 def test_a_save_that_fails_here_is_told_though_others_wait_for_this_process(tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ import re
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import optax
@@ -20,7 +21,7 @@ from research_dp.errors import UsageError
 from research_dp.runs.checkpoint import read_saved
 from research_dp.strategies import TrainSpec
 from research_dp.strategies.strategy import init_key
-from research_dp.training.initial import InitialParams
+from research_dp.training.initial import InitialParams, _lost
 from research_dp.training.train import train
 from research_dp.types import DataSet
 from tests.support.recipes import recipe
@@ -247,8 +248,117 @@ def test_what_cannot_be_read_is_refused(base, tmp_path):
             begun(strategy, path)
     with pytest.raises(UsageError, match="has no checkpoint: give the folder of a run"):
         begun(strategy, broken)
-    with pytest.raises(UsageError, match=r"initial_params: '\(' is no regular expression"):
+    with pytest.raises(UsageError, match=r"initial_params.skip: '\(' is no regular expression"):
         InitialParams("a", skip=["("])
+
+
+def parameters(base):
+    """A run's parameters by name, without the model state."""
+    return {k: np.array(x) for k, x in base[1].items() if k.startswith("params/")}
+
+
+def written(path, arrays, like=str):
+    """A file of arrays; `like` gives other names of dtypes to what is in it."""
+    save_file(arrays, path)
+    size = int.from_bytes(path.read_bytes()[:8], "little")
+    head = json.dumps(json.loads(like(path.read_bytes()[8 : 8 + size].decode()))).encode()
+    path.write_bytes(len(head).to_bytes(8, "little") + head + path.read_bytes()[8 + size :])
+    return path
+
+
+KERNEL = "params/head/kernel"
+LOST = {
+    "NaN": ((np.float32, np.nan), {}, r": 1 of 320 in head/kernel \(float32\)"),
+    "infinite": ((np.float32, -np.inf), {}, r": 1 of 320 in head/kernel \(float32\)"),
+    "too large": ((np.float64, 1e300), {}, r": 1 of 320 in head/kernel \(float32\)"),
+    "too large for its dtype": (
+        (np.float32, 1e6),
+        {"param_dtype": "float16"},
+        "1 of 320 in head/kernel ",
+    ),
+    "complex": ((np.complex64, 1j), {}, r": 320 of 320 in head/kernel \(complex64\)"),
+    "complex without a part": ((np.complex64, 1), {}, r": 320 of 320 in head/kernel \(complex64\)"),
+}
+
+
+@pytest.mark.parametrize("stem", ["fsdp", "ddp"])
+@pytest.mark.parametrize("case", LOST)
+def test_a_value_that_the_model_would_not_have_is_refused_by_name(case, stem, base, tmp_path):
+    (dtype, value), options, message = LOST[case]
+    arrays = parameters(base)
+    arrays[KERNEL] = arrays[KERNEL].astype(dtype)
+    arrays[KERNEL][3, 4] = value
+    lines = [f"data_parallel.param_dtype = '{x}'" for x in options.values()]
+    spec = TrainSpec(model=model(), optimizer=optax.sgd(0.1), example=EXAMPLE, batch_size=SIZE)
+    strategy = recipe(stem, *["shard_params.min_weight_size = 8"] * (stem == "fsdp"), *lines)
+    strategy = strategy.build(spec)
+    save_file(arrays, tmp_path / "a.safetensors")
+    with ocp.StandardCheckpointer() as saver:
+        saver.save(tmp_path / "a", {name: x for name, x in arrays.items()})
+    for path in (tmp_path / "a.safetensors", tmp_path / "a"):
+        with pytest.raises(UsageError, match=message) as refused:
+            begun(strategy, path)
+        assert refused.value.binding == "initial_params.path"
+        begun(strategy, path, skip=["head/kernel"])
+
+
+def test_integers_are_numbers_but_fractions_no_integers():
+    for x, dtype, lost in (
+        (np.int32([1, 2]), np.float32, 0),
+        (np.bool_([1, 0]), np.float32, 0),
+        (np.float32([2, -1]), np.int32, 0),
+        (np.float32([1.5, np.nan, 3e9]), np.int32, 3),
+        (np.int32([-1, 300]), np.uint8, 2),
+        (np.float32([1e30, 70000, 1]), np.float16, 2),
+        (np.float32([1e30]), ml_dtypes.bfloat16, 0),
+    ):
+        assert int(_lost(jnp.asarray(x), np.dtype(dtype))) == lost, (x, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["F8_E4M3", "F8_E5M2", "F8_E8M0"])
+def test_a_dtype_that_cannot_be_read_is_named_where_it_is_needed(dtype, base, tmp_path):
+    arrays = {**parameters(base), "params/head/bias": np.zeros(10, np.uint8)}
+    path = written(tmp_path / "a.safetensors", arrays, lambda head: head.replace("U8", dtype))
+    with pytest.raises(UsageError, match=f"cannot be read: params/head/bias is {dtype}, which"):
+        begun(built("ddp"), path)
+    begun(built("ddp"), path, skip=["head/bias"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"rename": {"hidden": r"\3"}},
+            r"rename: 'hidden' .* '\\\\3' .*: invalid group refer",
+        ),
+        ({"rename": {"(?i)hidden": r"\g<a>"}}, "rename: .*unknown group name 'a'"),
+        ({"rename": {"hidden": "\\q"}}, r"rename: .*bad escape \\q"),
+        ({"rename": {"(": "a"}}, r"rename: '\(' is no regular expression"),
+        ({"skip": ["hed/.*"]}, r"initial_params.skip = \['hed/.\*'\]: .* matches none of the"),
+        ({"skip": ["head/.*", "top"]}, "the regular expression 'top' matches none of the"),
+        ({"skip": [".*"]}, "they match all of the parameters: body/bias, "),
+        ({"path": ""}, "initial_params.path = '' cannot be read: there is no such"),
+    ],
+)
+def test_patterns_and_paths_without_a_meaning_are_refused(options, message, base):
+    with pytest.raises(UsageError, match=message) as refused:
+        begun(built("ddp"), **{"path": base[0], **options})
+    assert refused.value.binding == f"initial_params.{next(iter(options))}"
+
+
+def test_names_of_a_file_are_shown_in_one_line_without_what_a_terminal_acts_on(base, tmp_path):
+    arrays = parameters(base)
+    hostile = {f"a{i}\x1b[31m\n\u202e{'x' * 100_000}": np.zeros(2, np.float32) for i in range(3)}
+    save_file({**arrays, **hostile}, tmp_path / "a.safetensors")
+    _, _, said = begun(built("ddp"), tmp_path / "a.safetensors")
+    save_file(hostile, tmp_path / "b.safetensors")
+    with pytest.raises(UsageError) as refused:
+        begun(built("ddp"), tmp_path / "b.safetensors")
+    with pytest.raises(UsageError) as merged:
+        begun(built("ddp"), tmp_path / "b.safetensors", rename={"(?s).*": "a\x1b"})
+    for text in (*said, str(refused.value), str(merged.value)):
+        assert len(text) < 1600 and r"a0\x1b[31m\n\u202exxx" in text
+        assert all(c.isprintable() for c in text.replace("\n  Let initial_params", ""))
 
 
 def test_a_resumed_run_reads_its_own_checkpoint(base, tmp_path, capsys):

@@ -39,6 +39,11 @@ def test_the_process_that_others_wait_for_is_the_one_behind(places, expected):
     assert (found and found.process) == expected
 
 
+def test_of_equal_notes_a_process_may_be_stopped():
+    said, *_ = recorder.post_mortem([note(0, 5, "step"), note(1, 5, "step")])
+    assert "the same place" in said and said.endswith("or one is stopped")
+
+
 def test_notes_are_there_without_an_orderly_end_and_the_newest_is_found(tmp_path):
     one = Recorder(tmp_path, 0, 2)
     for step in range(1, 200):  # around the ring, more than once
