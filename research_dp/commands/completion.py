@@ -23,7 +23,7 @@ _EQUALS = """_research_dp() {
   COMP_WORDS=("${words[@]}") COMP_CWORD=$((${#words[@]} - 1))
   _shtab_research_dp
 }
-complete -o default -F _research_dp research-dp"""
+complete -o default -o filenames -F _research_dp research-dp"""
 
 
 def script() -> str:

@@ -13,6 +13,7 @@ from typing import Any
 from gin import config_parser
 
 from research_dp.config import gin_internals, spellings
+from research_dp.errors import printable
 
 Key = tuple[str, str, str]  # scope, full name of the function, parameter
 MACRO = "gin.macro"
@@ -190,6 +191,9 @@ def _statements(text: str, name: str, file: File | None) -> Iterator[Statement]:
                 place = f"{name}:{item.location.line_num}" if file else name
                 yield from _as_statement(item, place, file)
             return
+        except RecursionError:
+            yield Mistake(name, "too many brackets are inside each other.")
+            return
         except (SyntaxError, tokenize.TokenError) as error:
             if isinstance(error, SyntaxError):
                 line, message = error.lineno or 1, (error.msg or "").split("\n")[0].strip()
@@ -198,7 +202,7 @@ def _statements(text: str, name: str, file: File | None) -> Iterator[Statement]:
             line = min(line, len(lines))
             if "malformed node or string" in message or "Unable to parse value" in message:
                 message = "the value is not a Python literal (put quotes around a string)"
-            message = f"{message.rstrip('.')}: {lines[line - 1].strip()}"
+            message = f"{message.rstrip('.')}: {printable(lines[line - 1].strip())}"
             yield Mistake(f"{name}:{line}" if file else name, message)
             below = range(max(line, start + 1), len(lines))
             start = next((i for i in below if _STATEMENT_START.match(lines[i])), len(lines))

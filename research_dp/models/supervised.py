@@ -199,7 +199,7 @@ def supervised(
         variables = jax.eval_shape(lambda key: init(key, batch), seed_key(0))
         return find_units(functions, units, variables, inputs_of(batch))
 
-    found = units_of if units is None or units else None
+    found = units_of if units is None or units or units == "" else None
     more: Any = {"bounds": bounds or {}, "apply": apply, "counted": scaling.counted}
     return TrainableModel(init, loss_of, config or {}, find_units=found, **more)
 

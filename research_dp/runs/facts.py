@@ -196,7 +196,7 @@ def _on_one_line(value: str) -> str:
     text = value.removeprefix("\\").strip()
     try:
         return repr(ast.literal_eval(f"({text})"))
-    except (ValueError, SyntaxError):  # a reference or a macro
+    except (ValueError, SyntaxError, RecursionError, MemoryError):  # e.g. a reference or a macro
         return " ".join(text.split())
 
 

@@ -221,6 +221,13 @@ def test_bash_completes_commands_flags_and_gin_files(run, words, completed):
     assert (done.stdout.strip(), done.stderr) == (completed, "")
 
 
+def test_completed_words_may_be_files_whose_names_bash_then_quotes(run):
+    _, script, _ = run("--completion", "bash")
+    asked = f"{script}\ncomplete -p research-dp"
+    done = subprocess.run(["bash"], input=asked, capture_output=True, text=True, timeout=60)
+    assert "-o default" in done.stdout and "-o filenames" in done.stdout
+
+
 def test_completion_is_for_bash(run):
     status, _, err = run("--completion", "fish")
     assert status == 2 and "source <(research-dp --completion bash)" in err

@@ -403,3 +403,9 @@ def test_a_number_in_place_of_a_schedule_is_noted_once(capsys):
     for setting in ("warmup_cosine.peak_value=0.1", "optax.adamw.learning_rate=@warmup_cosine()"):
         assert train.main([*flags[:2], f"--gin.{setting}", "--dry_run"]) == 0
         assert "Note" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("opener", ["[", "(", "{'a': ", "[\n", "]"])
+def test_thousands_of_brackets_are_told_at_once(refused, opener):
+    told = refused("train.seed = 1\ntrain.num_steps = " + opener * 5000)
+    assert "mine.gin" in told and len(told) < 500

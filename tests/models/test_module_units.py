@@ -453,7 +453,7 @@ def test_each_of_several_units_must_fit_a_submodule():
             build("fsdp", linen(Compact(), "block_*", wrong))
 
 
-@pytest.mark.parametrize("units", ["blocks", (nnx.Linear,)])
+@pytest.mark.parametrize("units", ["blocks", (nnx.Linear,), ""])
 def test_a_selection_that_fits_nothing_names_what_there_is(units):
     with pytest.raises(UsageError, match=r"no submodule fits.* block_0/LayerNorm_0, block_0/down"):
         spec_of(research_dp.from_linen(Compact(), loss=LOSS, units=units))

@@ -121,7 +121,7 @@ def find_units(
     # Large parameters of the module itself are by default among those that fit no submodule.
     idle = [] if is_default and calls.found else [x for x in several if x in calls.idle]
     if idle:
-        wanted = ", ".join(x if isinstance(x, str) else x.__name__ for x in idle)
+        wanted = ", ".join((x or "''") if isinstance(x, str) else x.__name__ for x in idle)
         names = sorted({path.rpartition("/")[0] for path, _ in leaves} - {""})
         shown = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
         raise UsageError(f"units = {wanted}: no submodule fits. With parameters there are {shown}.")
