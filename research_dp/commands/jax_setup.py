@@ -274,8 +274,8 @@ def _number(flag: str, given: int | None, address: str) -> int:
 def _initialize(heartbeat_seconds: int, where: str, **given: Any) -> None:
     # JAX is silent for minutes, and then aborts the process with a deadline that was exceeded.
     message = (
-        f"{where}: still waits for the other processes. Is each one started, and does it reach "
-        "the coordinator's HOST:PORT?"
+        f"{where}: still waits for the other processes. Is each one started, with a --process_id "
+        "of its own, and does it reach the coordinator's HOST:PORT?"
     )
     printed = {"file": sys.stderr, "flush": True}
     warning = threading.Timer(_SECONDS_TO_WARN, print, (message,), printed)

@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-from research_dp.errors import printable
 from research_dp.runs import files
 
 # In the order of a step: of two processes at one step, the one in an earlier phase is behind.
@@ -95,8 +94,8 @@ def last_notes(folder: Path) -> list[Note]:
 
 
 def straggler(notes: list[Note]) -> Note | None:
-    """The process that others wait for, by step and phase, not clocks; None: all are equal."""
-    places = [(note.step, _ORDER.index(note.phase)) for note in notes]
+    """That which others wait for: a stopped one, or by step and phase; None: all are equal."""
+    places = [(not _is_stopped(x), x.step, _ORDER.index(x.phase)) for x in notes]
     if not notes:
         return None
     first = notes[places.index(min(places))]
@@ -107,10 +106,17 @@ def straggler(notes: list[Note]) -> Note | None:
 
 def post_mortem(notes: list[Note]) -> list[str]:
     """Which process was behind, and where each one was; a line each."""
-    head = "all noted the same place last: a collective or device does not end, or one is stopped"
+    head = "all processes are at the same place: a collective, or a device, does not end"
     if suspect := straggler(notes):
         head = f"process {suspect.process} is behind: step {suspect.step}, phase {suspect.phase}"
     return [head, *(f"  {note}" for note in notes)]
+
+
+def _is_stopped(note: Note) -> bool:
+    """Whether a process of this machine is, as by SIGSTOP."""
+    file = Path(f"/proc/{note.pid}/stat")
+    stat = file.read_text() if note.host in socket.gethostname() and file.exists() else ") R"
+    return stat.rpartition(")")[2].split()[0] in "Tt"
 
 
 def _line(text: str) -> bytes:
@@ -128,7 +134,7 @@ def _newest_note(path: Path) -> Note | None:
         for line in lines:
             with contextlib.suppress(ValueError):
                 number, step, phase, since = line.split()
-                note = Note(int(process), int(pid), printable(host), int(step), phase, float(since))
+                note = Note(int(process), int(pid), host, int(step), phase, float(since))
                 if phase in _ORDER and 0 <= note.time < _YEAR_3000:
                     notes.append((int(number), note))
     return max(notes)[1] if notes else None

@@ -111,6 +111,8 @@ class Manifest:
             for one in (progress, read):
                 if not all(fits(x, annotation_of(type(one), k)) for k, x in vars(one).items()):
                     raise TypeError(one)
+            if (named := file.parent.parent.name).isdecimal() and int(named) != read.step:
+                raise Damaged(f"its {name} is of step {read.step}")
             return read
         except UsageError:
             raise
@@ -148,8 +150,7 @@ class Manifest:
 
     def mismatch(self, checksums: Mapping[str, str]) -> str | None:
         """Names the arrays that have another checksum, by path; None: all agree."""
-        leaves = self.leaves
-        paths = [p for p, x in checksums.items() if p not in leaves or leaves[p].checksum != x]
+        paths = [p for p, x in checksums.items() if getattr(self.leaves.get(p), "checksum", 0) != x]
         return f"{some_of(paths, 1)} does not match its checksum" if paths else None
 
 

@@ -97,8 +97,7 @@ class InitialParams:
             for pattern, replacement in self._rename.items():
                 name = re.sub(pattern, replacement, name)
             if name in found:
-                both = f"{printable(found[name])} and {printable(there)}"
-                problem = f": both {both} become {printable(name)}."
+                problem = f": {some_of([found[name], there], 2)} become {printable(name)}."
                 raise binding_error("initial_params.rename", problem)
             found[name] = there
         needs_state = any(name.startswith(MODEL_STATE) for name in found)
@@ -128,8 +127,8 @@ def _lost(x: jax.Array, dtype: Any) -> Any:
     if jnp.iscomplexobj(x) and not jnp.issubdtype(dtype, jnp.complexfloating):
         return x.size
     y = x.astype(dtype)
-    rounds = jnp.issubdtype(dtype, jnp.inexact)
-    return jnp.sum(~jnp.isfinite(y) if rounds else y.astype(x.dtype) != x)
+    is_lost = ~jnp.isfinite(y) if jnp.issubdtype(dtype, jnp.inexact) else y.astype(x.dtype) != x
+    return jnp.sum(is_lost)
 
 
 def _opened(path: Path) -> Source:
@@ -154,12 +153,11 @@ def _safetensors(path: Path) -> Source:
 
     def read(shardings: Shardings) -> dict[str, jax.Array]:
         arrays: dict[str, jax.Array] = {}
-        for name, x in shardings.items():
-            part = slices[name]
+        for k, x in shardings.items():
             try:
-                arrays[name] = jax.make_array_from_callback(shapes[name], x, part.__getitem__)
+                arrays[k] = jax.make_array_from_callback(shapes[k], x, slices[k].__getitem__)
             except (AttributeError, TypeError) as error:  # NumPy has no such dtype
-                problem = f"{printable(name)} is {part.get_dtype()}, which NumPy lacks"
+                problem = f"{printable(k)} is {slices[k].get_dtype()}, which NumPy lacks"
                 raise Damaged(problem) from error
         return arrays
 

@@ -170,9 +170,8 @@ class MetricLog:
 
     def tell(self, *, saved: bool) -> None:
         """Gives the writers the new records, after the save: one that raises loses no work."""
-        untold, self._untold = self._untold, []
-        for record, scalars in untold:
-            self._writers.write(record, scalars)
+        while self._untold:
+            self._writers.write(*self._untold.pop(0))
         if saved:
             self._writers.end("flush")
 

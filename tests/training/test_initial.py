@@ -224,7 +224,7 @@ REFUSED = {
         r"head/kernel is \(32, 3\) here and \(32, 10\) there.\n  Let initial_params.skip",
     ),
     "another name": ({"head": "top"}, {}, r"model: top/bias \(10,\) is not in it, top/kernel"),
-    "two of a name": ({}, {"rename": {"kernel": "bias"}}, "params/body/bias and params/body/kern"),
+    "two of a name": ({}, {"rename": {"kernel": "bias"}}, "params/body/bias, params/body/kern"),
 }
 
 

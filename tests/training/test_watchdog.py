@@ -5,6 +5,7 @@ import math
 import os
 import re
 import signal
+import socket
 import subprocess
 import time
 
@@ -39,9 +40,16 @@ def test_the_process_that_others_wait_for_is_the_one_behind(places, expected):
     assert (found and found.process) == expected
 
 
-def test_of_equal_notes_a_process_may_be_stopped():
-    said, *_ = recorder.post_mortem([note(0, 5, "step"), note(1, 5, "step")])
-    assert "the same place" in said and said.endswith("or one is stopped")
+def test_of_equal_notes_the_one_of_a_stopped_process_is_behind():
+    host = socket.gethostname().split(".")[0][:20]
+    with subprocess.Popen(["sleep", "60"]) as child:
+        notes = [Note(i, pid, host, 5, "step", 0.0) for i, pid in enumerate((1, child.pid))]
+        assert recorder.straggler(notes) is None
+        child.send_signal(signal.SIGSTOP)
+        os.waitpid(child.pid, os.WUNTRACED)
+        assert recorder.straggler(notes) is notes[1]
+        assert recorder.post_mortem(notes)[0] == "process 1 is behind: step 5, phase step"
+        child.kill()
 
 
 def test_notes_are_there_without_an_orderly_end_and_the_newest_is_found(tmp_path):
