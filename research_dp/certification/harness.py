@@ -21,7 +21,7 @@ from research_dp.certification.tolerances import EPS
 from research_dp.distributed.collectives import cast_dtype
 from research_dp.distributed.mesh import batch_devices
 from research_dp.distributed.optimizer import apply_optimizer
-from research_dp.distributed.sharding import LeafSharding
+from research_dp.distributed.sharding import LeafSharding, is_key
 from research_dp.strategies import PlacedBatch, Strategy, StrategyConfig, TrainSpec, TrainState
 from research_dp.training.throughput import accumulate
 from research_dp.types import DataSet, HostSums, LossOutput, TrainableModel
@@ -200,7 +200,7 @@ def mean(pair: tuple[float, float]) -> float:
 
 def to_devices(strategy: Strategy, state: TrainState) -> TrainState:
     """A host state on a strategy's devices; a copy, because steps donate it."""
-    return jax.device_put(state, _shardings(strategy), may_alias=False)
+    return jax.device_put(to_host(state), _shardings(strategy), may_alias=False)
 
 
 def with_slots(strategy: Strategy, state: TrainState, slots: PyTree = None) -> TrainState:
@@ -209,7 +209,7 @@ def with_slots(strategy: Strategy, state: TrainState, slots: PyTree = None) -> T
     if slots is None and abstract:
         begun = {name: getattr(strategy.config, name).init(state.params) for name in abstract}
         # A state that differs from device to device has a leading dim for them.
-        slots = jax.tree.map(lambda x, a: np.broadcast_to(x, a.shape), begun, abstract)
+        slots = jax.tree.map(lambda x, a: jnp.broadcast_to(x, a.shape), begun, abstract)
     return state._replace(slots=slots or ())
 
 
@@ -218,8 +218,8 @@ def _shardings(strategy: Strategy) -> TrainState:
 
 
 def to_host(tree: PyTree) -> PyTree:
-    """The tree with numpy copies of its arrays."""
-    return jax.tree.map(np.array, tree)
+    """The tree with copies of its arrays: numpy's, but for random keys."""
+    return jax.tree.map(lambda x: jnp.copy(x) if is_key(x) else np.array(x), tree)
 
 
 def perturb(

@@ -14,7 +14,7 @@ import numpy as np
 
 from research_dp.argument_types import is_floating_dtype
 from research_dp.distributed.placement import fingerprint
-from research_dp.distributed.sharding import by_path
+from research_dp.distributed.sharding import by_path, key_data
 
 PyTree = Any
 Named = Mapping[tuple[str, str], Any]  # (kind, path) -> array
@@ -102,7 +102,7 @@ class Difference:
 
 def named(kind: str, tree: PyTree) -> Named:
     """The arrays of a tree by kind and path."""
-    return {(kind, leaf): x for leaf, x in by_path(tree).items()}
+    return {(kind, leaf): x for leaf, x in by_path(key_data(tree)).items()}
 
 
 class Envelope:

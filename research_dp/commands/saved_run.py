@@ -17,7 +17,7 @@ from research_dp.argument_types import CountOrZero
 from research_dp.commands import configured, jax_setup
 from research_dp.commands.configured import usage_error
 from research_dp.config import gin_internals
-from research_dp.distributed.sharding import by_path
+from research_dp.distributed.sharding import as_stored, by_path, is_key, key_data
 from research_dp.errors import UsageError, printable
 from research_dp.runs.checkpoint import SavedState, read_saved
 from research_dp.runs.workdir import config_of
@@ -140,7 +140,7 @@ def write_export(workdir: Path, to: Path, step: int | None) -> int:
         from safetensors.numpy import save_file
 
         facts = {"format": "research_dp", "step": str(saved.step)}
-        arrays = {path: np.asarray(x, order="C") for path, x in by_path(tree).items()}
+        arrays = {path: np.asarray(x, order="C") for path, x in by_path(key_data(tree)).items()}
         try:
             save_file(arrays, to, metadata=facts)
         except SafetensorError as error:
@@ -149,7 +149,7 @@ def write_export(workdir: Path, to: Path, step: int | None) -> int:
         import orbax.checkpoint as ocp
 
         with usage_error(f"--export={to} cannot be written"), ocp.StandardCheckpointer() as saver:
-            saver.save(to.absolute(), tree)
+            saver.save(to.absolute(), as_stored(tree))
     return saved.step
 
 
@@ -172,5 +172,6 @@ def check_same_model(saved: SavedState, strategy: Strategy) -> None:
 def place(arrays: PyTree, abstract: PyTree) -> PyTree:
     """Unsharded host arrays as global arrays of these dtypes and shardings."""
     return jax.tree.map(
-        lambda x, like: jax.device_put(x.astype(like.dtype), like.sharding), arrays, abstract
+        lambda x, a: jax.device_put(x if is_key(x) else x.astype(a.dtype), a.sharding),
+        *(arrays, abstract),
     )

@@ -14,7 +14,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from research_dp.distributed.collectives import flat_axes
-from research_dp.distributed.sharding import by_path, path_name
+from research_dp.distributed.sharding import by_path, key_data, path_name
 from research_dp.errors import UsageError
 from research_dp.types import PyTree
 
@@ -135,7 +135,7 @@ def fingerprint(tree: PyTree, alive: Callable[[], None] = lambda: None) -> str:
     The host calls `alive` before it reads each: billions of parameters take minutes.
     """
     digest = hashlib.sha256()
-    for path, leaf in by_path(tree).items():
+    for path, leaf in by_path(key_data(tree)).items():
         alive()
         if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
             leaf = multihost_utils.process_allgather(leaf, tiled=True)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import gin
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
@@ -19,6 +20,9 @@ from research_dp.argument_types import Count, CountOrZero, Shape, Shapes, descri
 from research_dp.distributed.mesh import FSDP_AXIS
 from research_dp.errors import UsageError
 from research_dp.types import PyTree
+
+# Implementations of random keys, by the dtypes that manifests have.
+_KEYS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"}
 
 
 class ShardDecision(NamedTuple):
@@ -272,3 +276,27 @@ def by_path(tree: PyTree) -> dict[str, Any]:
             raise UsageError(f"two arrays of one tree have the path {name!r}; rename one.")
         named[name] = leaf
     return dict(sorted(named.items()))
+
+
+def is_key(x: Any) -> bool:
+    """Whether it is an array of random keys of one of JAX's implementations, or an abstract one."""
+    return str(getattr(x, "dtype", "")) in _KEYS
+
+
+def key_data(tree: PyTree) -> PyTree:
+    """The tree with random keys as arrays of uint32."""
+    return jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, tree)
+
+
+def as_stored(tree: PyTree) -> PyTree:
+    """The arrays that stand for those of a tree in a file: keys as their data, none empty."""
+    return jax.tree.map(
+        lambda x: x if x.size else jnp.pad(x, [(0, not n) for n in x.shape]), key_data(tree)
+    )
+
+
+def from_stored(x: Any, like: Any) -> Any:
+    """The array for which `x` stands; `like` has its shape, dtype and perhaps sharding."""
+    x = jax.random.wrap_key_data(x, impl=_KEYS[str(like.dtype)]) if is_key(like) else x
+    sharding = getattr(like, "sharding", None)
+    return jnp.empty(like.shape, x.dtype, device=sharding) if 0 in like.shape else x

@@ -17,7 +17,7 @@ import jax
 
 from research_dp.distributed.mesh import first_problem, of_the_first, texts_of_all
 from research_dp.distributed.placement import refuse_deleted
-from research_dp.distributed.sharding import by_path
+from research_dp.distributed.sharding import as_stored, by_path, from_stored
 from research_dp.errors import RunFailure, UsageError
 from research_dp.runs import checkpoint_files, files
 from research_dp.runs.checkpoint_files import STATE, read_arrays, steps_in
@@ -75,8 +75,10 @@ class Checkpoints:
                     "take its parameters, or the configuration in its config.gin."
                 )
             fields = _fields(as_saved)
-            read = in_all_processes(lambda: read_arrays(folder / STATE, fields))
-            state = TrainState(**read)
+            wanted = jax.eval_shape(as_stored, fields)
+            wanted = jax.tree.map(lambda x, y: x.update(sharding=y.sharding), wanted, fields)
+            read = in_all_processes(lambda: read_arrays(folder / STATE, wanted))
+            state = TrainState(**jax.tree.map(from_stored, read, fields))
             if mismatch := manifest.mismatch(tree_checksums(state)):
                 raise Damaged(mismatch)
             return resize(state), manifest
@@ -137,7 +139,7 @@ class Checkpoints:
             if jax.process_index() == 0:
                 checkpoint_files.clear_temporary(self._folder, step)
             args = ocp.args.Composite(
-                state=ocp.args.PyTreeSave(_fields(state)),
+                state=ocp.args.PyTreeSave(as_stored(_fields(state))),
                 manifest=ocp.args.JsonSave(manifest.as_json()),
             )
             before = set(threading.enumerate())

@@ -20,10 +20,10 @@ import jax
 import numpy as np
 
 from research_dp.distributed.mesh import sizes_text
-from research_dp.distributed.sharding import by_path, path_name
+from research_dp.distributed.sharding import by_path, from_stored, path_name
 from research_dp.errors import first_line, printable
 from research_dp.runs import files
-from research_dp.runs.checksum import array_checksum
+from research_dp.runs.checksum import tree_checksums
 from research_dp.runs.manifest import Damaged, Manifest
 
 MANIFEST = Path("manifest", "manifest.json")  # in a checkpoint's folder
@@ -121,7 +121,8 @@ def read_fields(folder: Path, *fields: str) -> tuple[Manifest, dict[str, Any]]:
         one = jax.tree.map(lambda x, chosen=chosen: x if x is chosen else ocp.PLACEHOLDER, tree)
         restored = jax.tree.leaves(read_arrays(folder / STATE, one, on_host))
         (x,) = (x for x in restored if x is not ocp.PLACEHOLDER)
-        checksums[path] = array_checksum(x)
+        x = from_stored(x, manifest.leaves[path])
+        checksums |= tree_checksums({path: x})
         if fields:
             arrays[path] = x
     if problem := manifest.mismatch(checksums):

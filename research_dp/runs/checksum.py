@@ -18,7 +18,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from research_dp.distributed.collectives import Axes, flat_axes
-from research_dp.distributed.sharding import by_path
+from research_dp.distributed.sharding import by_path, key_data
 
 PyTree = Any
 
@@ -33,7 +33,7 @@ def tree_checksums(tree: PyTree) -> Mapping[str, str]:
     Elements have 1, 2, 4 or 8 bytes. Devices with replicas of an array share the work, and do not
     communicate. A collective, if there are several processes.
     """
-    arrays = by_path(tree)
+    arrays = by_path(key_data(tree))
     on_device = [path for path, x in arrays.items() if not _is_for_host(x)]
     # All devices' programs start before the host reads.
     parts = [_sums_of_parts(arrays[path], _fully_sharded(arrays[path])) for path in on_device]
@@ -93,7 +93,8 @@ def _sums_of_parts(x: jax.Array, sharding: NamedSharding) -> jax.Array:
 
 
 def as_bits(x: jax.Array) -> jax.Array:
-    """Elements as uint32; elements of 8 bytes as two, in a dim of their own."""
+    """Elements as uint32; those of 8 bytes, and random keys, as several in a dim of their own."""
+    x = key_data(x)
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         x = jnp.stack([x.real, x.imag], -1)
     unsigned = jnp.dtype(f"u{min(x.dtype.itemsize, 4)}")

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from research_dp.distributed.sharding import infer_sharding
+from research_dp.distributed.sharding import by_path, infer_sharding, is_key
 from research_dp.errors import binding_error, check_patterns, some_of
 from research_dp.types import Batch, LossOutput, PyTree, TrainableModel, Work
 
@@ -111,6 +111,13 @@ def plain_name(name: str) -> str:
 
 def _joined(params: PyTree, frozen: PyTree) -> PyTree:
     return unflatten_dict(flatten_dict(params) | flatten_dict(frozen))
+
+
+def named_variables(params: PyTree, model_state: PyTree) -> dict[str, Any]:
+    """What can be given by name: parameters, frozen ones too, and the model state but its keys."""
+    state = by_path(model_state).items()
+    named = by_path(params) | {plain_name(MODEL_STATE + path): x for path, x in state}
+    return {name: x for name, x in sorted(named.items()) if x.size and not is_key(x)}
 
 
 def _with_frozen(frozen: PyTree, model_state: PyTree, binding: str) -> PyTree:

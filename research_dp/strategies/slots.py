@@ -170,7 +170,7 @@ def call_in(
     differs = bool(slot.differs_over)
     state = jax.tree.map(lambda x: x[0], states[name]) if differs else states[name]
     result, new = slot.apply(*args, state=state, **options)
-    _check_state(name, new, state)
+    check_state(f"data_parallel.{name}", new, state)
     new = jax.tree.map(lambda x: x[None], new) if differs else new
     return unboxed(result), {**states, name: new}
 
@@ -200,8 +200,8 @@ class CalledOnce:
         return self._results[0]
 
 
-def _check_state(slot: str, new: PyTree, old: PyTree) -> None:
-    """Raises UsageError if a slot returned state that is not of the old one's types."""
+def check_state(binding: str, new: PyTree, old: PyTree) -> None:
+    """Raises UsageError if a step returned state that is not of the old one's types."""
 
     def types(tree: PyTree) -> list[str]:
         flat = [(path, jax.typeof(x)) for path, x in jax.tree_util.tree_leaves_with_path(tree)]
@@ -212,7 +212,7 @@ def _check_state(slot: str, new: PyTree, old: PyTree) -> None:
         returned = next((x for x in types(new) if x not in types(old)), "another structure")
         expected = next((x for x in types(old) if x not in types(new)), "that of `init`")
         problem = f": its new state has {returned} instead of {expected}. Return what `init` does."
-        raise binding_error(f"data_parallel.{slot}", problem)
+        raise binding_error(binding, problem)
 
 
 def in_boxes(tree: PyTree, shardings: PyTree) -> PyTree:

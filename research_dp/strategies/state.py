@@ -13,7 +13,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from research_dp.argument_checks import as_numbers
-from research_dp.argument_types import described
+from research_dp.argument_types import described, is_array_or_number
 from research_dp.distributed import placement, sharding
 from research_dp.distributed.boxed import is_box, names_of, value_of
 from research_dp.distributed.collectives import PLAIN, Reduction, cast_dtype, flat_axes
@@ -27,13 +27,6 @@ from research_dp.strategies import slots, strategy
 from research_dp.strategies.frozen import MODEL_STATE, plain_name
 from research_dp.strategies.strategy import PlacedBatch, StrategyConfig, TrainSpec, TrainState
 from research_dp.types import PyTree
-
-
-def named_variables(params: PyTree, model_state: PyTree) -> dict[str, Any]:
-    """Parameters by path, frozen ones too, and arrays of the model state, whose names say so."""
-    state = sharding.by_path(model_state).items()
-    named = {plain_name(MODEL_STATE + path): x for path, x in state}
-    return dict(sorted((sharding.by_path(params) | named).items()))
 
 
 def init_state(
@@ -53,25 +46,44 @@ def init_state(
     if not isinstance(made, tuple) or len(made) != 2:
         problem = f"init returned {described(made)}; it must return (parameters, model state)."
         raise binding_error(f"{spec.gin_name}.model", f": {problem}")
-    params, model_state = made
+    params = _arrays(f"{spec.gin_name}.model", made[0], "parameter")
+    model_state = _arrays(f"{spec.gin_name}.model", made[1], "model state")
     if initial:
         params = _replaced(params, initial)
         model_state = _replaced(model_state, initial, MODEL_STATE)
-    opt_state = spec.optimizer.init(params)
+    opt_state = _arrays(f"{spec.gin_name}.optimizer", spec.optimizer.init(params))
     if spec.param_dtype is not None:
         params = jax.tree.map(lambda x: x.astype(cast_dtype(x.dtype, spec.param_dtype)), params)
     loss_scale = spec.loss_scale.init() if spec.loss_scale else ()
     slot_states = {}
     for name, slot in slots.stateful(config).items():
-        state = slot.init(params)
+        state = _arrays(f"data_parallel.{name}", slot.init(params))
         if slot.differs_over:
             devices = slots.devices_over(config, name, slot)
-            state = jax.tree.map(
-                lambda x, n=devices: jnp.broadcast_to(x, (n, *jnp.shape(x))), state
-            )
+            state = jax.tree.map(lambda x, n=devices: jnp.broadcast_to(x, (n, *x.shape)), state)
         slot_states[name] = state
     step = jnp.zeros((), jnp.int32)
     return TrainState(step, params, model_state, opt_state, loss_scale, slot_states or ())
+
+
+def _arrays(binding: str, tree: PyTree, what: str = "state") -> PyTree:
+    """A tree, numbers as arrays; UsageError for a leaf that cannot be trained, compared, saved."""
+
+    def one(keys: Any, x: Any) -> jax.Array:
+        is_array = is_array_or_number(x) or sharding.is_key(x)
+        dtype: Any = jnp.asarray(x).dtype if is_array else None
+        is_wide = is_array and jnp.issubdtype(dtype, jnp.inexact) and dtype.itemsize > 1
+        if not is_array:
+            problem = f"{described(x)}, no array. Keep it elsewhere."
+        elif what == "parameter" and not is_wide:
+            problem = f"of dtype {dtype}, which is not trained. Return it as model state."
+        elif str(dtype) in ("int2", "uint2", "int4", "uint4", "float4_e2m1fn"):
+            problem = f"of dtype {dtype}. Give elements a byte."
+        else:
+            return jnp.asarray(x)
+        raise binding_error(binding, f": {what} {path_name(keys)} is {problem}")
+
+    return jax.tree_util.tree_map_with_path(one, tree)
 
 
 def _replaced(tree: PyTree, initial: Mapping[str, jax.Array], prefix: str = "") -> PyTree:
@@ -92,7 +104,6 @@ def infer_state_sharding(
     `params_sharded`: between steps parameters are not replicated.
     """
     abstract = jax.eval_shape(lambda seed: init_state(config, spec, seed), np.uint32(0))
-    _check_params(spec, abstract.params)
     sharding.by_path(abstract)  # a checkpoint has its arrays by path, so it needs different ones
     slices = _param_shardings(config, spec, abstract.params)
     params = slices if params_sharded else sharding.replicated(slices)
@@ -106,22 +117,9 @@ def infer_state_sharding(
         over = PartitionSpec(*[tuple(slot.differs_over)] if slot.differs_over else [])
         specs.slots[name] = jax.tree.map(lambda _, over=over: over, abstract.slots[name])
 
-    def placed(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-    placed_state = jax.tree.map(placed, abstract, placement.shardings(config.mesh, specs))
-    return strategy.StateShardings(params, slices), placed_state
-
-
-def _check_params(spec: TrainSpec, params: PyTree) -> None:
-    """Raises UsageError for parameters that have no gradient."""
-    for keys, x in jax.tree_util.tree_leaves_with_path(params):
-        if not jnp.issubdtype(x.dtype, jnp.inexact):
-            raise binding_error(
-                f"{spec.gin_name}.model",
-                f": parameter {path_name(keys)} is of dtype {x.dtype}, which has no gradient. "
-                "Return it in the model state.",
-            )
+    places = placement.shardings(config.mesh, specs)
+    placed = jax.tree.map(lambda x, place: x.update(sharding=place), abstract, places)
+    return strategy.StateShardings(params, slices), placed
 
 
 def _param_shardings(config: StrategyConfig, spec: TrainSpec, params: PyTree) -> PyTree:

@@ -178,6 +178,7 @@ class Step:
         strategy.check_loss(out, self.spec)
         if keys is not None:
             self.weighted.append(isinstance(out.weight, jax.core.Tracer))
+            slots.check_state(f"{self.spec.gin_name}.model", out.model_state, model_state)
         return out._replace(total=order.finish(out.total))
 
     @contextlib.contextmanager
@@ -262,6 +263,7 @@ class Step:
             params, opt_state = self.apply(grads, params, state)
         else:
             params, opt_state = self.apply_unless(is_empty, grads, params, state)
+        slots.check_state(f"{self.spec.gin_name}.optimizer", opt_state, state.opt_state)
         return params, Applied(opt_state, norm, nonfinite)
 
     def apply_unless(

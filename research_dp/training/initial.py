@@ -20,8 +20,7 @@ from research_dp.runs import checkpoint_files as on_disk
 from research_dp.runs.checksum import tree_checksums
 from research_dp.runs.manifest import Damaged
 from research_dp.strategies import Strategy
-from research_dp.strategies.frozen import MODEL_STATE, matched, plain_name
-from research_dp.strategies.state import named_variables
+from research_dp.strategies.frozen import MODEL_STATE, matched, named_variables, plain_name
 
 Shardings = Mapping[str, jax.sharding.Sharding]
 # The arrays of a file or a folder by its own names: all shapes, and what reads some onto shards.
@@ -35,7 +34,7 @@ class InitialParams:
 
     Parameters have the names of their paths, such as 'head/kernel'; arrays of the model state begin
     with 'model_state/'. All must be found, unless `skip` names them, or the source has no model
-    state. They are cast to the model's dtypes. Optimizer and step begin anew.
+    state. They are cast to the model's dtypes. Optimizer, step and keys begin anew.
 
     Args:
         path: The workdir of a run, whose newest checkpoint is read; one checkpoint in it; a
