@@ -55,12 +55,14 @@ def _functions(build: Callable[[PyTree, nnx.Rngs], nnx.Module], inputs: Names | 
     """
 
     def abstract(x: PyTree) -> tuple[nnx.Module, calls.ModuleCall]:
-        module = _abstract(lambda: build(x, nnx.Rngs(seed_key(0))))
+        with nnx.use_eager_sharding(False):  # strategies shard, as they do modules of Linen
+            module = _abstract(lambda: build(x, nnx.Rngs(seed_key(0))))
         return module, calls.ModuleCall(module.__call__, type(module).__name__, inputs)
 
     def init(key: jax.Array, x: PyTree) -> tuple[PyTree, PyTree]:
         abstract(x)  # refuses a module that cannot be called
-        return _variables(build(x, nnx.Rngs(key)))
+        with nnx.use_eager_sharding(False):
+            return _variables(build(x, nnx.Rngs(key)))
 
     def apply(
         params: PyTree,
@@ -80,7 +82,7 @@ def _functions(build: Callable[[PyTree, nnx.Rngs], nnx.Module], inputs: Names | 
         _over_the_batch(module, keys, batch_axes, train)
         if units is not None:
             _in_units(module, units)
-        with calls.clear_errors(call.name, train=train):
+        with calls.clear_errors(call.name, train=train), nnx.use_eager_sharding(False):
             y = module(*given.args, **given.kwargs)
         return y, _variables(module)[1] if train else model_state
 
@@ -128,7 +130,7 @@ def _abstract(build: Callable[[], nnx.Module]) -> nnx.Module:
                 )
         return module
 
-    return nnx.eval_shape(checked_module)
+    return nnx.merge(*jax.eval_shape(lambda: nnx.split(checked_module())))
 
 
 def _variables(module: nnx.Module) -> tuple[PyTree, PyTree]:
