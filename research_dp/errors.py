@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import re
+import site
+import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 ALSO = "also: "  # begins a note of an error: what failed after it
+_INSTALLED = {
+    Path(site.getusersitepackages()),
+    *(Path(sysconfig.get_path(n)) for n in ("stdlib", "platstdlib", "purelib", "platlib")),
+}
 
 
 class UsageError(ValueError):
@@ -64,6 +71,21 @@ def printable(text: str) -> str:
     """A text that a file has, as messages show it: cut, in one line, no control characters."""
     shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[:200])
     return shown + "..." * (len(text) > 200)
+
+
+def owner(file: str) -> str:
+    """Whose code is in a file: 'package', 'library' (what is installed) or 'user'."""
+    folders = Path(file).parents
+    if Path(__file__).parent in folders:
+        return "package"
+    is_library = file.startswith("<") or not _INSTALLED.isdisjoint(folders)
+    return "library" if is_library else "user"
+
+
+def users_line(frames: Iterable[Any]) -> str:
+    """FILE:LINE of the innermost frame of a user's code, or ''."""
+    places = [f"{x.filename}:{x.lineno}" for x in frames if owner(x.filename) == "user"]
+    return "".join(places[-1:])
 
 
 def some_of(names: Sequence[str], most: int) -> str:

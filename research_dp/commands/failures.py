@@ -5,9 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import re
-import site
 import sys
-import sysconfig
 import traceback
 import types
 from collections.abc import Callable
@@ -19,14 +17,11 @@ from research_dp.commands import configured, jax_setup, streams
 from research_dp.commands.entries import INTERRUPTED, INTERRUPTION
 from research_dp.config.load import as_mistake
 from research_dp.errors import ALSO, RunFailure, first_line, message_of
+from research_dp.errors import owner as _owner
 from research_dp.training import preemption
 
 FAILED, MISTAKEN = 1, 2
 _PACKAGE = Path(__file__).parents[1]
-_INSTALLED = {
-    Path(site.getusersitepackages()),
-    *(Path(sysconfig.get_path(n)) for n in ("stdlib", "platstdlib", "purelib", "platlib")),
-}
 _FILTERING = "JAX_TRACEBACK_FILTERING"
 # What gin and JAX append to the message of an error.
 _REMARKS = re.compile(rf"\n  In call to configurable '.*|\n-{{10,}}\n.*{_FILTERING}=off.*")
@@ -159,14 +154,6 @@ def _wrong_call(error: BaseException) -> str:
     file = Path(call.filename).relative_to(_PACKAGE.parent)
     where = "{}:{}: ".format(*places.pop()) if len(places) == 1 else ""
     return f"{where}{error}. research_dp calls `{call.line}` ({file}:{call.lineno})."
-
-
-def _owner(file: str) -> str:
-    folders = Path(file).parents
-    if _PACKAGE in folders:
-        return "package"
-    is_library = file.startswith("<") or not _INSTALLED.isdisjoint(folders)
-    return "library" if is_library else "user"
 
 
 def _cause(error: BaseException) -> BaseException | None:

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,23 @@ from typing import Any
 import jax
 
 from research_dp.distributed.mesh import jax_internals
-from research_dp.errors import UsageError, first_line
+from research_dp.errors import UsageError, first_line, users_line
 
 _CUDA = {"xla_cuda12", "xla_cuda13"}
 _SECONDS_TO_LEAVE = 5.0
 _SECONDS_TO_WARN = 20.0
+_first_use = [""]  # first: what messages say of the line of a user's code that first used JAX
+
+
+def _note_first_use(_: Any) -> None:
+    if line := users_line(traceback.extract_stack()):
+        _first_use.insert(-1, f" (first used at {line}: call JAX in functions)")
+
+
+_hook = "xla_bridge.register_backend_initialization_hook"
+for _register in jax_internals("no message says what used JAX first", _hook) or ():
+    _register(_note_first_use)
+del _first_use[:-1]  # it is called at once for what is in use already
 
 
 def set_up_devices(cpu_devices: int | None) -> None:
@@ -42,7 +55,7 @@ def set_up_devices(cpu_devices: int | None) -> None:
         if present != cpu_devices:
             raise UsageError(
                 f"cpu_devices = {cpu_devices}, but JAX is in use already, with {present} CPU "
-                "devices. Start another process."
+                f"devices{_first_use[0]}. Start another process."
             ) from error
     platform = jax.local_devices()[0].platform
     if platform != "cpu":
@@ -285,7 +298,7 @@ def _initialize(heartbeat_seconds: int, where: str, **given: Any) -> None:
         jax.distributed.initialize(heartbeat_timeout_seconds=heartbeat_seconds, **given)
     except (ValueError, RuntimeError) as error:
         raise UsageError(
-            f"{where}: the processes of the run cannot join: {first_line(error)} "
+            f"{where}: the processes of the run cannot join: {first_line(error)}{_first_use[0]} "
             "Start each with its own --process_id and the same --coordinator=HOST:PORT."
         ) from error
     finally:

@@ -13,7 +13,7 @@ import gin
 from research_dp.config import binding_checks, gin_internals, parser, run_checks
 from research_dp.config.parser import Binding, Import, Key, Mistake, Reference
 from research_dp.config.reachability import ROOT, Config, reach
-from research_dp.errors import UsageError, first_line, message_of
+from research_dp.errors import UsageError, first_line, message_of, users_line
 
 BUDGET = "planning.plan"  # limits of a plan, which nothing in a run calls
 _MODULES = (
@@ -189,14 +189,14 @@ def _import(imports: Iterable[Import]) -> Iterator[Mistake]:
         try:
             # Gin's dumps would number the modules of one package: `import a.b as a2`.
             gin.parse_config(re.sub(r"^import ([\w.]+)\.(\w+)$", r"from \1 import \2", text))
-        except Exception as error:  # a user's module may raise anything
+        except (Exception, SystemExit) as error:  # a user's module may raise anything
             missing = re.match(r"No module named '([\w.]+)'", str(error))
             if missing and f"{item.module}.".startswith(f"{missing[1]}."):
                 advice = "It must be in the working directory, in PYTHONPATH, or be installed."
                 yield Mistake(item.place, f"{text}: {first_line(error)}. {advice}")
                 continue
-            last = traceback.extract_tb(error.__traceback__)[-1]
-            file = getattr(error, "filename", None) or last.filename
-            line = getattr(error, "lineno", None) or last.lineno
-            problem = f"{type(error).__name__}: {first_line(error)} ({file}:{line})."
+            frames = traceback.extract_tb(error.__traceback__)
+            place = users_line([error] if isinstance(error, SyntaxError) else frames)
+            place = place or f"{frames[-1].filename}:{frames[-1].lineno}"
+            problem = f"{type(error).__name__}: {first_line(error)} ({place})."
             yield Mistake(item.place, f"{text}: {problem}")

@@ -101,6 +101,48 @@ def test_a_library_that_is_missing_is_told_with_who_imports_it(package, tmp_path
         load.load(["runs/digits.gin"], imports=["my_pkg.nothing"])
 
 
+IN_USE = {  # module -> the line that uses JAX, and the module that has it
+    "array": ("import jax.numpy as jnp\n\nONES = jnp.ones(3)\n", "array.py:3"),
+    "devices": ("import jax\n\n\ndef f():\n    return jax.devices()\n\n\nf()\n", "devices.py:5"),
+    "outer": ("import gin\nimport my_pkg.count\n", "count.py:2"),
+}
+
+
+@pytest.mark.parametrize("name", IN_USE)
+def test_a_module_that_uses_jax_when_it_is_imported_is_told_with_its_line(command, package, name):
+    text, line = IN_USE[name]
+    (package / f"{name}.py").write_text(text)
+    (package / "count.py").write_text("import jax\nCOUNT = jax.device_count()\n")
+    away = {"cwd": package.parent, "PYTHONPATH": f"{ROOT}{os.pathsep}{package.parent}"}
+    flags = ["--gin_file=runs/digits.gin", f"--import=my_pkg.{name}", "--workdir=w"]
+    told = rf"first used at {re.escape(str(package))}/{re.escape(line)}: call JAX in functions"
+    done = command(*flags, "--cpu_devices=4", **away)
+    assert done.returncode == 2 and re.search(f"JAX is in use already, .*{told}", done.stderr)
+    if name == "outer":
+        process = ["--coordinator=127.0.0.1:1", "--num_processes=2", "--process_id=1"]
+        done = command(*flags, *process, **away)
+        assert done.returncode == 2 and re.search(f"cannot join: .*{told}", done.stderr)
+
+
+BROKEN = {  # what a module does when it is imported -> its line, and what is said
+    "import jax\njax.random.bits(3)\n": (2, "TypeError: JAX encountered invalid PRNG key"),
+    "x = 1\nopen('there_is_none')\n": (2, "FileNotFoundError: .*'there_is_none'"),
+    "import sys\n\nsys.exit('--data is missing')\n": (3, "SystemExit: --data is missing"),
+    "x = (\n": (1, "SyntaxError: '\\(' was never closed"),
+}
+
+
+@pytest.mark.parametrize("text", BROKEN)
+def test_whatever_a_module_raises_is_told_with_its_own_line(package, tmp_path, monkeypatch, text):
+    monkeypatch.syspath_prepend(tmp_path)
+    (package / "broken.py").write_text(text)
+    line, said = BROKEN[text]
+    with pytest.raises(
+        UsageError, match=rf"my_pkg.broken: {said}.* \(.*/my_pkg/broken.py:{line}\)"
+    ):
+        load.load(["runs/digits.gin"], imports=["my_pkg.broken"])
+
+
 MODELS = """import flax.linen as nn
 import gin
 import jax.numpy as jnp
