@@ -82,8 +82,9 @@ class InitialParams:
         count = jax.jit(lambda given: {k: _lost(x, here[k].dtype) for k, x in given.items()})
         counts = {k: n for k, n in jax.device_get(count(found)).items() if n}
         if lost := [f"{n} of {found[k].size} in {k} ({found[k].dtype})" for k, n in counts.items()]:
-            problem = f" = {path} has values that are not finite in the model's dtype, or others: "
-            raise binding_error("initial_params.path", f"{problem}{some_of(lost, 5)}.")
+            problem = f" = {path} has NaN, infinite values, or what the model's dtypes lose: "
+            advice = ". Mend them, or let initial_params.skip match them."
+            raise binding_error("initial_params.path", problem + some_of(lost, 5) + advice)
         say(f"Initial parameters: {len(taken)} arrays of {path}{more}")
         return found
 
