@@ -12,6 +12,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from research_dp.certification import compare_steps, costs
 from research_dp.certification.certificate import Certificate, furthest
@@ -234,8 +235,10 @@ def _check_move(
         names = ", ".join(sorted({*state.slots, *abstract.slots}))
         message = f"not tried: the two strategies carry different state in slots ({names})"
         return certificate.check(name, None, message)
+    everywhere = NamedSharding(strategy.mesh, PartitionSpec())  # as they are read
+    read = state._replace(slots=jax.device_put(state.slots, everywhere))
     try:
-        expected = to_host(slots.resize(strategy.config, abstract, state))
+        expected = to_host(slots.resize(strategy.config, abstract, read))
     except UsageError as error:
         return certificate.check(name, None, f"not tried: {error}")
     if jax.tree.map(np.shape, expected) != jax.tree.map(np.shape, abstract):
