@@ -90,9 +90,8 @@ def _stale_shards(step: StepComparison) -> Iterator[str]:
 
 def replicas_differ(step: StepComparison) -> Iterator[str]:
     """Replicas do not have the same bits."""
-    for kind, _, axes in step.replicas:
-        leaves = [leaf for what, leaf, along in step.replicas if (what, along) == (kind, axes)]
-        yield difference_text(kind, leaves, axes, step.bench.strategy.mesh)
+    if step.replicas:
+        yield difference_text(step.replicas, step.bench.strategy.config)
 
 
 def _own_gather(step: StepComparison) -> Iterator[str]:

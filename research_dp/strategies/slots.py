@@ -99,11 +99,11 @@ class Stateful(Protocol):
 def options_of(slot: Any, offered: Mapping[str, Any]) -> dict[str, Any]:
     """Those of a strategy's options that a slot's function declares to take."""
     function = slot.apply if isinstance(slot, Stateful) else slot
-    taken = _attribute(function, "takes") or ()
+    taken = attribute(function, "takes") or ()
     return {name: value for name, value in offered.items() if name in taken}
 
 
-def _attribute(slot: Any, name: str) -> Any:
+def attribute(slot: Any, name: str) -> Any:
     """An attribute of a slot, or of the function that a partial or a wrapper calls; else None."""
     while not hasattr(slot, name):
         inner = getattr(slot, "func", None) or getattr(slot, "__wrapped__", None)
@@ -122,7 +122,7 @@ def algorithm(config: StrategyConfig) -> str | None:
 
 
 def _algorithm(name: str, slot: Any) -> str | None:
-    sentence = _attribute(slot, "algorithm")
+    sentence = attribute(slot, "algorithm")
     if sentence is not None and not isinstance(sentence, str):
         problem = f": its attribute `algorithm` is {sentence!r}. Give a sentence, a str."
         raise binding_error(f"data_parallel.{name}", problem)

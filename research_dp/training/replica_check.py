@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import math
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -12,36 +13,41 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from research_dp.distributed.sharding import by_path
-from research_dp.errors import RunFailure, binding_error, some_of
+from research_dp.errors import RunFailure, some_of
 from research_dp.runs.checksum import as_bits
-from research_dp.strategies import Strategy, TrainState
+from research_dp.strategies import Strategy, StrategyConfig, TrainState, slots
 
-_PARTS = TrainState._fields
-_NAMED = 4
+_MOMENTS = "optimizer state"
+_KINDS = {"params": "parameter", "opt_state": _MOMENTS, "slots": "slot state"}
 
 
 class Difference(NamedTuple):
-    """An array whose replicas differ, the outlying devices, and along which mesh axes they do."""
+    """An array whose replicas differ, along which mesh axes they do, and the outlying devices."""
 
+    kind: str
     path: str
-    devices: tuple[jax.Device, ...]
     axes: tuple[str, ...]
-
-    def __str__(self) -> str:
-        named = [f"{device.id} (process {device.process_index})" for device in self.devices]
-        return f"{self.path} on device {some_of(named, _NAMED)}"
+    devices: tuple[jax.Device, ...]
 
 
 class ReplicaCheck:
-    """Compares the replicas of some fields of a state; compiled at the first call."""
+    """Compares the replicas of a state; compiled at the first call.
 
-    def __init__(self, strategy: Strategy, parts: Sequence[str] = _PARTS):
-        self._mesh, self._parts = strategy.mesh, parts
-        if self._mesh.size == 1:
-            problem = " compares devices, but this run has one. Bind None."
-            raise binding_error("train.check_replicas_every", problem)
-        self._leaves = _leaves(strategy.abstract_state, parts)
-        specs = [PartitionSpec(*x.sharding.spec) for x in self._leaves.values()]
+    `untouched` is the sentence about the last checkpoint; `accepted`: the last check's differences.
+    """
+
+    accepted: Sequence[Difference] = ()
+
+    def __init__(self, strategy: Strategy, untouched: str = ""):
+        self._strategy, self._mesh, self._untouched = strategy, strategy.mesh, untouched
+        self._agreed = False  # whether an earlier comparison found all alike
+        # One device has no replicas, and what is split over all devices has none.
+        self.leaves = {
+            key: x
+            for key, x in _leaves(strategy.abstract_state).items()
+            if math.prod(x.sharding.shard_shape(x.shape)) * self._mesh.size > x.size
+        }
+        specs = [PartitionSpec(*x.sharding.spec) for x in self.leaves.values()]
 
         def _gathered_checksums(shards: list[jax.Array]) -> jax.Array:
             local = jnp.stack([_checksum(x) for x in shards])
@@ -53,15 +59,17 @@ class ReplicaCheck:
 
     def checksums(self, state: TrainState) -> jax.Array:
         """Dispatches the checksums of a state's shards: (devices, arrays) uint32."""
-        leaves = _leaves(state, self._parts).values()
-        return self._checksums([_on_mesh(x, self._mesh) for x in leaves])
+        leaves = _leaves(state)
+        return self._checksums([_on_mesh(leaves[key], self._mesh) for key in self.leaves])
 
     def differences(self, checksums: Any) -> list[Difference]:
         """Arrays whose replicas differ; the devices in the minority are named."""
         devices = self._mesh.devices
         table = np.asarray(checksums).reshape(*devices.shape, -1)
         result = []
-        for column, (path, leaf) in enumerate(self._leaves.items()):
+        for column, ((kind, path), leaf) in enumerate(self.leaves.items()):
+            if (table[..., column] == table.flat[column]).all():
+                continue
             parts = leaf.sharding.devices_indices_map(leaf.shape)
             shards = {
                 place: (str(parts[device]), int(table[(*place, column)]))
@@ -69,41 +77,45 @@ class ReplicaCheck:
             }
             if axes := differing_axes(shards, self._mesh.axis_names):
                 outliers = tuple(devices[place] for place in _outliers(shards))
-                result.append(Difference(path, outliers, axes))
+                result.append(Difference(kind, path, axes, outliers))
         return result
 
-    def check(self, step: int, checksums: Any) -> None:
-        """Raises RunFailure if replicas differ after a step that has finished."""
-        if differences := self.differences(checksums):
-            more = len(differences) - _NAMED
-            named = [*map(str, differences[:_NAMED]), *[f"and {more} more arrays"] * (more > 0)]
-            raise RunFailure(
-                f"step {step}: replicas differ: {'; '.join(named)} (train.check_replicas_every).\n"
-                "  A device computes wrongly, or something was not averaged. Continue from an "
-                "earlier checkpoint, without the device that is named."
-            )
+    def check(self, step: int, state: TrainState) -> None:
+        """Raises RunFailure if replicas differ after a step, unless `loss_over` accepts it."""
+        if not self.leaves:
+            return
+        self.accepted, strategy = self.differences(self.checksums(state)), self._strategy
+        accepts = strategy.splits_batch and strategy.spec.loss_over == "device"
+        wrong = [x for x in self.accepted if not (accepts and x.kind == "model state")]
+        if not wrong:
+            self._agreed = True
+            return
+        has_moments = any(x.ndim for (kind, _), x in self.leaves.items() if kind == _MOMENTS)
+        causes = _causes(wrong, strategy.config, _MOMENTS if has_moments else None)
+        odd = {x.id: x for one in wrong for x in one.devices}
+        if 2 * len(odd) < self._mesh.size:
+            named = [f"{i} (process {x.process_index})" for i, x in sorted(odd.items())]
+            causes = [f"device {some_of(named, 4)} computes wrongly: leave it out", *causes]
+        elif strategy.splits_batch and wrong[0].kind == "model state":
+            causes.append(f"{strategy.spec.gin_name}.loss_over = 'device' accepts it")
+        elif self._agreed:
+            causes.append("a device computes wrongly")
+        text = difference_text(wrong, strategy.config, causes)
+        raise RunFailure(f"step {step}: {text}.\n  {self._untouched}".rstrip())
 
 
-def split_dependence(strategy: Strategy, state: TrainState) -> list[str]:
-    """Why numbers depend on how the batch is split, by a state after a step; a collective."""
-    if not strategy.splits_batch:
-        return []
-    reasons = []
-    if jax.tree.leaves(state.model_state):
-        check = ReplicaCheck(strategy, ("model_state",))
-        if differences := check.differences(check.checksums(state)):
-            axes = differences[0].axes
-            same = (one.path for one in differences if one.axes == axes)
-            names = [path.removeprefix("model_state ") for path in same]
-            reasons.append(difference_text("model state", names, axes, strategy.mesh))
+def split_dependence(strategy: Strategy, accepted: Sequence[Difference]) -> list[str]:
+    """Why numbers depend on how the batch is split; `accepted`: a check's, after a step."""
+    texts = [difference_text(accepted, strategy.config)] if accepted else []
+    reasons = [f"{text}; a checkpoint has those of one device" for text in texts]
     return [*reasons, strategy.doubt] if strategy.doubt else reasons
 
 
-def _leaves(state: TrainState, parts: Sequence[str]) -> dict[str, Any]:
+def _leaves(state: TrainState) -> dict[tuple[str, str], Any]:
     return {
-        f"{part} {path}".rstrip(): x
-        for part in parts
-        for path, x in by_path(getattr(state, part)).items()
+        (_KINDS.get(part, part.replace("_", " ")), path): x
+        for part, tree in state._asdict().items()
+        for path, x in by_path(tree).items()
     }
 
 
@@ -152,15 +164,37 @@ def differing_axes(shards: Mapping[Any, Any], axis_names: Sequence[str]) -> tupl
     return tuple(axis for axis in axis_names if axis in different)
 
 
-def difference_text(what: str, paths: Sequence[str], axes: Sequence[str], mesh: Mesh) -> str:
-    """A message: which replicas of e.g. a 'gradient' or the 'model state' differ where, and why."""
-    along = " and ".join(f"{axis} (size {mesh.shape[axis]})" for axis in axes)
-    cause = "gradients are the same, so each device updates in its own way"
-    if what == "gradient":
-        cause = f"never synchronised over {' and '.join(axes)}"
-    elif what == "model state":
-        cause = (
-            "statistics are each device's own; take a module with BatchNorm by from_linen or "
-            "from_nnx, and average a statistic of your own over `batch_axes`"
-        )
-    return f"copies of {what} {some_of(paths, 3)} differ along mesh axis {along}: {cause}"
+def difference_text(
+    differences: Sequence[Any], config: StrategyConfig, causes: Sequence[str] = ()
+) -> str:
+    """Which replicas differ where, and why: of the first one's kind, along its axes.
+
+    A difference begins with a kind, e.g. 'gradient' or 'model state', a path and axes.
+    """
+    kind, _, axes, *_ = differences[0]
+    paths = [path for what, path, along, *_ in differences if (what, along) == (kind, axes)]
+    along = " and ".join(f"{axis} (size {config.mesh.shape[axis]})" for axis in axes)
+    cause = ", or ".join(causes or _causes(differences, config, "gradient"))
+    return f"copies of {kind} {some_of(paths, 3)} differ along mesh axis {along}: {cause}"
+
+
+def _causes(differences: Sequence[Any], config: StrategyConfig, shows: str | None) -> list[str]:
+    """What is to blame; `shows` is the kind that differs where gradients did, None: not known."""
+    kind, path, axes, *_ = differences[0]
+
+    def bound(name: str) -> str:
+        slot = getattr(config, name)
+        return f"data_parallel.{name} = {slots.attribute(slot, '__name__') or type(slot).__name__}"
+
+    if kind == "model state":
+        advice = "take a module with BatchNorm by from_linen or from_nnx, and average a statistic"
+        return [f"statistics are each device's own; {advice} of your own over `batch_axes`"]
+    if kind == "slot state":
+        slot = bound(path.partition("/")[0])
+        return [f"if they should, declare the axes in `differs_over` of {slot}"]
+    causes = []
+    if config.sync is not None and (shows is None or any(one[0] == shows for one in differences)):
+        causes.append(f"never synchronised over {' and '.join(axes)} by {bound('sync')}")
+    if config.update is not None and not (causes and shows):
+        causes.append(f"updated by each device in its own way by {bound('update')}")
+    return causes or ["a device computes wrongly"]

@@ -102,8 +102,8 @@ def train(
             each device's part; 'device' accepts it, as another algorithm on other devices.
         frozen: Regular expressions that match the full paths of parameters that are not trained.
             These have no gradient and no optimizer state, and each device has all of them.
-        check_replicas_every: Compare the replicas of the state each so many steps; a difference
-            ends the run. None: never.
+        check_replicas_every: Compare the replicas of the state each so many steps too; a difference
+            ends the run. None: after the first step and before each save alone.
         writers: Where records go besides `metrics.jsonl` and TensorBoard: `[@wandb, @mlflow]`, or a
             writer of yours. Process 0 calls each with the run's folder; it returns a `MetricWriter`
             as CLU has it.

@@ -16,7 +16,7 @@ import numpy as np
 
 from research_dp.distributed.mesh import peak_of_mesh
 from research_dp.distributed.placement import fingerprint
-from research_dp.errors import at_end
+from research_dp.errors import at_end, binding_error
 from research_dp.runs import files
 from research_dp.runs.checkpoint import Checkpoints
 from research_dp.runs.facts import RunFacts, write_summary
@@ -58,7 +58,7 @@ class Trainer:
         self._compiled = set[Phase]()
         self._writes = jax.process_index() == 0
         self._identity: DataIdentity | None = None
-        self._is_split_checked = False
+        self._compared = 0  # the first step that changed the state
         self._in_flight = InFlight()
         self._read: dict[int, Arrays] = {}  # host batches, by the step that is to take them
         self._facts: dict[str, Any] = {"seconds_to_first_step": None}  # for the summary
@@ -71,8 +71,6 @@ class Trainer:
         self._metrics = MetricLog(
             *(self._progress, self._throughput, self._console, self._rate, self.writers)
         )
-        compares = self.schedule.check_replicas_every
-        self._replicas = ReplicaCheck(self.strategy) if compares else None
         self._nonfinite = nonfinite.NonfiniteCheck(
             [leaf.path for leaf in jax.tree.leaves(self.strategy.shardings.params)],
             "skip" if self.spec.skip_nonfinite else "stop",
@@ -80,6 +78,10 @@ class Trainer:
             self._console.say,
             hint=nonfinite.hint(self.spec),
         )
+        self._replicas = ReplicaCheck(self.strategy, self._nonfinite.untouched)
+        if self.schedule.check_replicas_every and not self._replicas.leaves:
+            problem = " compares devices, but this run has one. Bind None."
+            raise binding_error("train.check_replicas_every", problem)
 
     def run(self, state: TrainState) -> int:
         """Trains, evaluates and saves; returns the step at which it stopped."""
@@ -96,7 +98,7 @@ class Trainer:
                 if schedule.logs(step):
                     self._throughput.wait(self._rate.read, state.opt_state)
                     self._metrics.mark(step)
-                if schedule.compares(step):
+                if schedule.compares(step) and step != self._compared:
                     self._compare_replicas(state, step)
                 if schedule.evaluates(step):
                     self._evaluate(state, step)
@@ -200,11 +202,11 @@ class Trainer:
             self._console.say(f"First step done {seconds:.1f} s after the start")
             self._write_operative_config()
             self.run_facts.compiled()
-        # A skipped step changes no state: the check waits for one that does.
-        if not self._is_split_checked and np.asarray(values["grad_norm"])[1]:
-            self._is_split_checked = True
-            self.recorder.note("compile", step)
-            for reason in split_dependence(self.strategy, state):
+        # A skipped step changes no state: the comparison waits for one that does.
+        if not self._compared and np.asarray(values["grad_norm"])[1]:
+            self._compared = step
+            self._compare_replicas(state, step)
+            for reason in split_dependence(self.strategy, self._replicas.accepted):
                 warning = f"Numbers may differ from those of one device: {reason}."
                 self._console.say(f"Warning: {warning}")
                 self._facts.setdefault("warnings", []).append(warning)
@@ -213,12 +215,10 @@ class Trainer:
         self.recorder.note("data", step + 1)
 
     def _compare_replicas(self, state: TrainState, step: int) -> None:
-        """Compares replicas on the devices; a difference ends the run a step or two later."""
-        assert self._replicas is not None
-        self._throughput.wait(self._in_flight.wait_for_room)
+        """Waits for the step, and compares replicas; a difference ends the run."""
+        self._throughput.wait(self._in_flight.wait)
         self._note("step", step)
-        checksums = self._replicas.checksums(state)
-        self._in_flight.add(checksums, functools.partial(self._replicas.check, step, checksums))
+        self._throughput.wait(self._replicas.check, step, state)
         self._compiled.add("step")
         self.recorder.note("data", step + 1)
 
@@ -239,6 +239,7 @@ class Trainer:
         mesh = dict(self.strategy.mesh.shape)
         written_by = origin(strategy=self.strategy.name, mesh=mesh, config=gin.config_str())
         with self._paused("save", state, step):
+            self._replicas.check(step, state)  # one of each is saved
             self._nonfinite.check_state(step, state)
             progress = Progress(
                 batch_size=self.spec.batch_size,

@@ -36,7 +36,7 @@ BUGS = {
     "never synchronised": (
         "hsdp",
         {"sync": bugs.inside_groups_alone},
-        r"gradient .* never synchronised over data$",
+        r"gradient .* never synchronised over data by data_parallel.sync = inside_groups_alone$",
     ),
     "local norm": (
         "fsdp",

@@ -19,11 +19,11 @@ from research_dp.errors import UsageError
 from research_dp.models.flax.linen import linen_functions_of_inputs
 from research_dp.models.flax.nnx import nnx_functions_of_inputs
 from research_dp.strategies import TrainSpec
-from research_dp.training.replica_check import split_dependence
 from tests.support import own_modules as own
 from tests.support.own_modules import CLASSES, EXAMPLE, FEATURES, MASKS, cross_entropy
 from tests.support.recipes import recipe
 from tests.support.repository import stems
+from tests.support.strategies import reports_of
 
 BATCH, MICROS, STEPS = 32, 2, 2
 
@@ -76,7 +76,7 @@ def trained(stem, model):
     local = {name: x[strategy.eval_rows] for name, x in padded.items()}
     seen.append(strategy.eval_step(state, strategy.place_eval_batch(local)))
     found = jax.device_get((seen, state.params, state.model_state))
-    return found, split_dependence(strategy, state)
+    return found, reports_of(strategy, state)
 
 
 def assert_near(found, expected):

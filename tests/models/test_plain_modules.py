@@ -20,7 +20,6 @@ from research_dp.models.flax.nnx import nnx_functions
 from research_dp.models.image_classifiers import image_classifier
 from research_dp.models.layers import dropout, network_functions
 from research_dp.strategies import TrainSpec
-from research_dp.training.replica_check import split_dependence
 from tests.support import certified, decoder, plain_models
 from tests.support.certified import EXAMPLE, batches
 from tests.support.faults import flip
@@ -29,6 +28,7 @@ from tests.support.processes import start
 from tests.support.recipes import recipe
 from tests.support.repository import stems
 from tests.support.runs import summary
+from tests.support.strategies import reports_of
 
 BATCH, MICROS = 32, 2
 # Where a device's loss sees a part of the batch: along which axes.
@@ -63,7 +63,7 @@ def first_step(stem, model, **options):
     placed = strategy.place_batch(local)
     state, metrics = strategy.train_step(strategy.init(jax.random.key(0)), placed)
     found = jax.device_get((metrics["loss"], state.params, state.model_state))
-    return found, split_dependence(strategy, state)
+    return found, reports_of(strategy, state)
 
 
 @functools.cache
@@ -143,7 +143,7 @@ def test_what_takes_all_devices_into_account_is_not_reported(model):
 
 
 def test_a_report_names_only_arrays_that_differ_along_its_axes():
-    spec = spec_of(plain_models.linen_batch_norm(axes=True))
+    spec = spec_of(plain_models.linen_batch_norm(), loss_over="device")
     strategy = recipe("hsdp", "make_mesh.axes = {'data': 2, 'fsdp': 4}").build(spec)
     state = strategy.init(jax.random.key(0))
     norm = dict(state.model_state["batch_stats"]["BatchNorm_0"])
@@ -151,7 +151,7 @@ def test_a_report_names_only_arrays_that_differ_along_its_axes():
         norm["mean"] = flip(norm["mean"], device)
     norm["var"] = flip(norm["var"], jax.devices()[5])
     model_state = {"batch_stats": {"BatchNorm_0": norm}}
-    (report,) = split_dependence(strategy, state._replace(model_state=model_state))
+    (report,) = reports_of(strategy, state._replace(model_state=model_state))
     along = "differ along mesh axis data (size 2): "
     assert f"copies of model state batch_stats/BatchNorm_0/mean {along}" in report
 

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 
 from research_dp.certification import harness
 from research_dp.strategies.jaxpr_collectives import collectives
+from research_dp.training.replica_check import ReplicaCheck, split_dependence
 from research_dp.types import LossOutput, TrainableModel
 from tests.support.certified import BATCH as BATCH
 from tests.support.certified import batches, spec_of
@@ -21,6 +22,13 @@ def run_steps(strategy, steps):
     for batch in batches()[:steps]:
         state, _ = harness.take_step(strategy, state, batch)
     return state
+
+
+def reports_of(strategy, state):
+    """What a run reports after a step that left this state."""
+    check = ReplicaCheck(strategy)
+    check.check(1, state)
+    return split_dependence(strategy, check.accepted)
 
 
 def traffic(strategy):

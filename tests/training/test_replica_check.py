@@ -1,15 +1,23 @@
-"""One flipped bit on one device is found, and named with its array, its device and its step."""
+"""Replicas that differ end a run, with the slot or the device to blame, and nothing is saved."""
+
+import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 import research_dp.training.train  # noqa: F401  (registers `train`)
-from research_dp import sync_gradients
-from research_dp.errors import RunFailure, UsageError
+from research_dp import make_mesh
+from research_dp.config import load
+from research_dp.errors import RunFailure
 from research_dp.training.replica_check import ReplicaCheck
-from tests.support.faults import flip
+from research_dp.types import TrainableModel
+from tests.support import drifting, tiny_run
+from tests.support.faults import flip, flipping
 from tests.support.marks import slow
+from tests.support.processes import start
+from tests.support.recipes import recipe
 from tests.support.repository import stems
 from tests.support.runs import MLP, lines
 from tests.support.three_arrays import build, step
@@ -20,16 +28,17 @@ MANY = [s for s in stems() if s != "single"]
 @pytest.mark.parametrize("stem", [s if s in ("ddp", "pmap") else slow(s) for s in MANY])
 def test_a_flipped_bit_is_named(stem):
     strategy = build(stem)
-    check = ReplicaCheck(strategy)
+    check = ReplicaCheck(strategy, "Nothing was saved.")
     state, _ = step(strategy, strategy.init(jax.random.key(0)))
-    assert check.differences(check.checksums(state)) == []
+    check.check(1, state)
     odd = jax.devices()[5]
     for bit, place in ((0, 0), (31, 2)):
         params = {**state.params, "c": flip(state.params["c"], odd, bit, place)}
         (found,) = check.differences(check.checksums(state._replace(params=params)))
-        assert (found.path, found.devices) == ("params c", (odd,))
-    with pytest.raises(RunFailure, match=r"step 7: replicas differ: params c on device 5 \(proc"):
-        check.check(7, check.checksums(state._replace(params=params)))
+        assert (found.kind, found.path, found.devices) == ("parameter", "c", (odd,))
+    told = r"step 7: copies of parameter c differ along mesh axis .*: device 5 \(process 0\) comp"
+    with pytest.raises(RunFailure, match=told):
+        check.check(7, state._replace(params=params))
 
 
 def test_what_is_sharded_is_compared_with_its_own_replicas_only():
@@ -43,39 +52,147 @@ def test_what_is_sharded_is_compared_with_its_own_replicas_only():
     (found,) = check.differences(
         check.checksums(state._replace(opt_state=(spoilt, *state.opt_state[1:])))
     )
-    assert found.path.startswith("opt_state") and found.path.endswith("nu/b")
+    assert found.kind == "optimizer state" and found.path.endswith("nu/b")
     assert set(found.devices) == {jax.devices()[2], odd}, "of two nobody knows which is right"
 
 
-class Counting:
-    """A `sync` whose state is the same on all devices: how often it was called, three times."""
-
-    differs_over = ()
-
-    def init(self, params):
-        return jnp.zeros(3, jnp.int32)
-
-    def apply(self, grads, axis_names, *, state):
-        return sync_gradients(grads, axis_names), state + 1
-
-    def resize(self, state, devices):
-        return state
+def test_what_no_two_devices_share_has_no_checksum():
+    assert "b" not in {path for _, path in ReplicaCheck(build("fsdp")).leaves}
+    assert ("parameter", "b") in ReplicaCheck(build("zero1")).leaves
+    assert not ReplicaCheck(build("single")).leaves
 
 
 def test_the_state_of_slots_is_compared():
-    strategy = build("ddp", slots={"sync": Counting()})
+    strategy = build("ddp", slots={"sync": drifting.Counting()})
     check = ReplicaCheck(strategy)
     state, _ = step(strategy, strategy.init(jax.random.key(0)))
     assert check.differences(check.checksums(state)) == []
     odd = jax.devices()[3]
     wrong = state._replace(slots={"sync": flip(state.slots["sync"], odd)})
     (found,) = check.differences(check.checksums(wrong))
-    assert (found.path, found.devices) == ("slots sync", (odd,))
+    assert (found.kind, found.path, found.devices) == ("slot state", "sync", (odd,))
 
 
-def test_one_device_has_nothing_to_compare():
-    with pytest.raises(UsageError, match=r"check_replicas_every compares devices"):
-        ReplicaCheck(build("single"))
+def test_one_device_has_nothing_to_compare(tmp_path):
+    status, told = tiny_run.outcome(tmp_path, check_replicas_every=2)
+    assert status == 2 and "train.check_replicas_every compares devices, but this run has" in told
+
+
+# ---- Runs whose replicas drift ----
+
+
+def on(devices, stem="ddp", bindings=(), **slots):
+    """A strategy on the first devices, with other slots."""
+    load.reset()
+    config = recipe(stem, "shard_params.min_weight_size = 8", *bindings)
+    mesh = make_mesh({"data": -1, "fsdp": 2 if stem == "hsdp" else 1}, jax.devices()[:devices])
+    return dataclasses.replace(config, mesh=mesh, **slots)
+
+
+def checkpoints(folder):
+    return sorted(p.name for p in (folder / "checkpoints").iterdir() if p.name.isdigit())
+
+
+UNSYNCED = "never synchronised over {} by data_parallel.sync = {}."
+DRIFTS = {
+    "a sync that returns its argument": (
+        functools.partial(on, 2, sync=drifting.not_at_all),
+        ("parameter b, w ", "axis data (size 2)", UNSYNCED.format("data", "not_at_all")),
+    ),
+    "a sync over one axis of two": (
+        functools.partial(on, 4, "hsdp", sync=drifting.over_data_alone),
+        ("parameter b ", "axis fsdp (size 2)", UNSYNCED.format("fsdp", "over_data_alone")),
+    ),
+    "a sync over the other axis": (
+        functools.partial(on, 4, "hsdp", sync=drifting.over_fsdp_alone),
+        ("parameter b, w ", "axis data (size 2)", UNSYNCED.format("data", "over_fsdp_alone")),
+    ),
+    "an update that adds noise": (
+        functools.partial(on, 2, update=drifting.with_noise),
+        ("parameter b, w ", "in its own way by data_parallel.update = with_noise."),
+    ),
+    "an update that averages parameters later": (
+        functools.partial(on, 2, sync=drifting.not_at_all, update=drifting.EverySecond()),
+        ("parameter b, w ", UNSYNCED.format("data", "not_at_all")),
+    ),
+    "state of a slot that is not declared": (
+        functools.partial(on, 2, sync=drifting.Remembering()),
+        (
+            "slot state sync/b, sync/w ",
+            "if they should, declare the axes in `differs_over` of data_parallel.sync = Rem",
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DRIFTS)
+def test_what_drifts_ends_the_run_after_its_first_step(name, tmp_path):
+    strategy, told = DRIFTS[name]
+    status, message = tiny_run.outcome(tmp_path, strategy=strategy())
+    assert status == 1 and message.startswith("step 1: copies of "), message
+    assert all(part in message for part in told), message
+    assert message.endswith(f"The checkpoints in {tmp_path} are as they were.")
+    assert checkpoints(tmp_path) == [] and not (tmp_path / "summary.json").exists()
+
+
+def test_what_drifts_later_is_found_before_a_save(tmp_path):
+    strategy = flipping(strategy=on(4), device=2, step=3)
+    status, message = tiny_run.outcome(tmp_path, strategy=strategy)
+    assert status == 1 and "step 4: copies of parameter b differ along mesh axis" in message
+    assert "device 2 (process 0) computes wrongly: leave it out, or updated by each" in message
+    assert checkpoints(tmp_path) == ["2"]
+
+
+def test_of_two_devices_either_may_be_wrong(tmp_path):
+    strategy = flipping(strategy=on(2), device=1, step=3)
+    _, message = tiny_run.outcome(tmp_path, strategy=strategy)
+    assert "in its own way by data_parallel.update = apply_gradients, or a device comp" in message
+
+
+def test_model_state_of_each_device_ends_a_run_that_does_not_accept_it(tmp_path):
+    def loss(params, model_state, batch, keys, **options):
+        out = tiny_run.MODEL.loss(params, model_state, batch, keys, **options)
+        axes = options["batch_axes"] if options["train"] else ()
+        first = batch["x"][0] if axes else model_state["first"]
+        return out._replace(model_state={"first": jax.lax.stop_gradient(first)})
+
+    def init(key, batch):
+        return tiny_run.MODEL.init(key, batch)[0], {"first": jnp.zeros(tiny_run.DIM)}
+
+    settings = {"model": TrainableModel(init, loss), "strategy": on(2)}
+    status, message = tiny_run.outcome(tmp_path, **settings)
+    assert status == 1 and "copies of model state first differ along mesh axis data" in message
+    assert "or train.loss_over = 'device' accepts it." in message and checkpoints(tmp_path) == []
+
+
+@pytest.mark.parametrize("api", ["linen", "nnx"])
+def test_a_run_of_a_module_that_drifts_ends_with_status_1(api, main, tmp_path):
+    flags = [f"--gin.mlp.api={api}", "--gin.train.accumulation_steps=2", f"--workdir={tmp_path}"]
+    done = main(*MLP, *DRIFTING, *flags)
+    assert done.returncode == 1
+    assert "error: step 1: copies of parameter head/bias, head/kernel" in done.stderr
+    assert UNSYNCED.format("data", "not_at_all") in done.stderr
+    assert checkpoints(tmp_path) == []
+
+
+DRIFTING = [
+    "--gin_file=strategies/ddp.gin",
+    "--import=tests.support.drifting",
+    "--gin.data_parallel.sync=@not_at_all",
+    "--gin.train.num_steps=3",
+]
+
+
+@pytest.mark.slow
+def test_all_processes_end_with_the_same_error(command, tmp_path):
+    flags = [*DRIFTING, "--cpu_devices=1", f"--workdir={tmp_path}"]
+    both = start(command, 2, *flags)
+    outputs = [process.communicate(timeout=120)[0] for process in both]
+    assert [process.returncode for process in both] == [1, 1], outputs
+    for output in outputs:
+        assert "step 1: copies of parameter head/bias, head/kernel" in output
+        assert UNSYNCED.format("data", "not_at_all") in output
+    assert checkpoints(tmp_path) == []
 
 
 @pytest.mark.slow
@@ -96,8 +213,8 @@ def test_a_run_ends_at_the_comparison_after_a_flip(command, tmp_path):
         f"--workdir={tmp_path}",
     )
     assert done.returncode == 1
-    told = "error: step 10: replicas differ: params head/bias on device 2 (process 0)"
-    assert told in done.stderr
+    told = "error: step 10: copies of parameter head/bias differ along mesh axis data (size 4): "
+    assert f"{told}device 2 (process 0) computes wrongly" in done.stderr
     # What is saved at step 10 already is looked at first.
-    assert [p.name for p in (tmp_path / "checkpoints").iterdir() if p.name.isdigit()] == ["5"]
-    assert max(lines(tmp_path, "train")) <= 11
+    assert checkpoints(tmp_path) == ["5"]
+    assert max(lines(tmp_path, "train")) <= 10
