@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import math
 from collections.abc import Hashable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from research_dp.distributed.collectives import PLAIN
 from research_dp.distributed.sharding import by_path
 from research_dp.errors import RunFailure, some_of
 from research_dp.runs.checksum import as_bits
@@ -31,41 +33,41 @@ class Difference(NamedTuple):
 
 
 class ReplicaCheck:
-    """Compares the replicas of a state; compiled at the first call.
+    """Compares the replicas of a state; compiled in a thread, while a run prepares its first step.
 
     `untouched` is the sentence about the last checkpoint; `accepted`: the last check's differences.
     """
 
-    accepted: Sequence[Difference] = ()
-
     def __init__(self, strategy: Strategy, untouched: str = ""):
         self._strategy, self._mesh, self._untouched = strategy, strategy.mesh, untouched
-        self._agreed = False  # whether an earlier comparison found all alike
+        self.accepted, self._agreed = list[Difference](), False  # an earlier comparison
         # One device has no replicas, and what is split over all devices has none.
         self.leaves = {
             key: x
             for key, x in _leaves(strategy.abstract_state).items()
             if math.prod(x.sharding.shard_shape(x.shape)) * self._mesh.size > x.size
         }
-        specs = [PartitionSpec(*x.sharding.spec) for x in self.leaves.values()]
+        shardings = [NamedSharding(self._mesh, x.sharding.spec) for x in self.leaves.values()]
 
         def _gathered_checksums(shards: list[jax.Array]) -> jax.Array:
             local = jnp.stack([_checksum(x) for x in shards])
             # Nothing is summed over devices: each one gathers the checksums of all.
             return jax.lax.all_gather(local, self._mesh.axis_names)
 
+        specs = [x.spec for x in shardings]
         options: Any = {"in_specs": (specs,), "out_specs": PartitionSpec(), "check_vma": False}
-        self._checksums = jax.jit(jax.shard_map(_gathered_checksums, mesh=self._mesh, **options))
+        program = jax.jit(jax.shard_map(_gathered_checksums, mesh=self._mesh, **options))
+        shapes = jax.tree.map(lambda x, s: x.update(sharding=s), [*self.leaves.values()], shardings)
+        if shapes:
+            thread = ThreadPoolExecutor(1, "replicas")
+            self._compiled = thread.submit(lambda: program.lower(shapes).compile())
+            thread.shutdown(wait=False)
 
-    def checksums(self, state: TrainState) -> jax.Array:
-        """Dispatches the checksums of a state's shards: (devices, arrays) uint32."""
-        leaves = _leaves(state)
-        return self._checksums([_on_mesh(leaves[key], self._mesh) for key in self.leaves])
-
-    def differences(self, checksums: Any) -> list[Difference]:
+    def differences(self, state: TrainState) -> list[Difference]:
         """Arrays whose replicas differ; the devices in the minority are named."""
-        devices = self._mesh.devices
-        table = np.asarray(checksums).reshape(*devices.shape, -1)
+        devices, leaves = self._mesh.devices, _leaves(state)
+        arrays = [_on_mesh(leaves[key], self._mesh) for key in self.leaves]
+        table = np.asarray(self._compiled.result()(arrays)).reshape(*devices.shape, -1)
         result = []
         for column, ((kind, path), leaf) in enumerate(self.leaves.items()):
             if (table[..., column] == table.flat[column]).all():
@@ -82,9 +84,8 @@ class ReplicaCheck:
 
     def check(self, step: int, state: TrainState) -> None:
         """Raises RunFailure if replicas differ after a step, unless `loss_over` accepts it."""
-        if not self.leaves:
-            return
-        self.accepted, strategy = self.differences(self.checksums(state)), self._strategy
+        strategy = self._strategy
+        self.accepted = self.differences(state) if self.leaves else []
         accepts = strategy.splits_batch and strategy.spec.loss_over == "device"
         wrong = [x for x in self.accepted if not (accepts and x.kind == "model state")]
         if not wrong:
@@ -106,9 +107,8 @@ class ReplicaCheck:
 
 def split_dependence(strategy: Strategy, accepted: Sequence[Difference]) -> list[str]:
     """Why numbers depend on how the batch is split; `accepted`: a check's, after a step."""
-    texts = [difference_text(accepted, strategy.config)] if accepted else []
-    reasons = [f"{text}; a checkpoint has those of one device" for text in texts]
-    return [*reasons, strategy.doubt] if strategy.doubt else reasons
+    text = accepted and f"{difference_text(accepted, strategy.config)}; one copy is saved"
+    return [reason for reason in (text, strategy.doubt) if reason]
 
 
 def _leaves(state: TrainState) -> dict[tuple[str, str], Any]:
@@ -197,4 +197,6 @@ def _causes(differences: Sequence[Any], config: StrategyConfig, shows: str | Non
         causes.append(f"never synchronised over {' and '.join(axes)} by {bound('sync')}")
     if config.update is not None and not (causes and shows):
         causes.append(f"updated by each device in its own way by {bound('update')}")
+    if config.reduction is not PLAIN:
+        causes.append("by sums of data_parallel.reduction")
     return causes or ["a device computes wrongly"]
