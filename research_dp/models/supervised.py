@@ -95,18 +95,7 @@ def from_nnx(
 
     Args:
         factory: (rngs) -> module, e.g. `lambda rngs: Net(64, 10, rngs=rngs)`.
-        loss: (output, target) -> one number per example, (B,), or per position, (B, T), e.g.
-            `optax.softmax_cross_entropy_with_integer_labels`.
-        inputs: Name of the array of a batch that is the input, or several in order.
-        targets: Name of the target; None: `loss` and `metrics` take (output, batch).
-        metrics: Name -> a function like `loss`, whose weighted mean is logged.
-        weights: Name of an array of weights, (B,) or (B, T); None: all examples weigh the same. A
-            batch's `mask` (B,), 0 for padding, multiplies them.
-        config: Properties that must agree with the data set's `info`, e.g. {'num_classes': 10}.
-        bounds: Integer array of a batch -> the key of `config` that it must be below.
-        units: Submodules whose parameters are gathered for their calls alone: a class, or a pattern
-            of paths such as 'blocks_*', or several of both. None: direct submodules of more than 4
-            million parameters. (): none; all parameters are gathered together.
+        loss, inputs, targets, metrics, weights, config, bounds, units: As in `from_linen`.
 
     Raises:
         UsageError: `factory` takes more than `rngs`. While the module is traced: it does not take

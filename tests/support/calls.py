@@ -257,6 +257,7 @@ CALLS = {
         "bounds": ({}, "a dict"),
         "apply": (None, "a function?"),
         "find_units": (None, "a function?"),
+        "counted": (None, "a function?"),
     },
     "accumulate_gradients": {
         "loss": (lambda *trees: sum(map(jnp.sum, jax.tree.leaves(trees))), "a function"),
