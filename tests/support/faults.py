@@ -11,6 +11,7 @@ import gin
 import jax
 import numpy as np
 
+from research_dp import sync_gradients
 from research_dp.strategies import StrategyConfig
 from research_dp.types import DataSet
 
@@ -49,6 +50,12 @@ def flipping(*, strategy: StrategyConfig = gin.REQUIRED, device: int, step: int)
         return dataclasses.replace(built, train_step=train_step)
 
     return dataclasses.replace(strategy, engine=engine)
+
+
+@gin.register(module="tests")
+def ascending(grads, axis_names):
+    """A `sync` that averages, and turns the sign of gradients."""
+    return jax.tree.map(lambda g: -g, sync_gradients(grads, axis_names))
 
 
 def flip(x, device, bit=0, place=0):
