@@ -94,10 +94,12 @@ def some_of(names: Sequence[str], most: int) -> str:
     return ", ".join(map(printable, names[:most])) + more
 
 
-def check_patterns(binding: str, patterns: Iterable[str] | Mapping[str, str]) -> None:
+def check_patterns(
+    binding: str, patterns: Iterable[str], replacements: Mapping[str, str] | None = None
+) -> None:
     """UsageError, about a binding, for what is no regular expression, or no replacement of one."""
     for pattern in patterns:
-        replacement = patterns[pattern] if isinstance(patterns, Mapping) else ""
+        replacement = replacements[pattern] if replacements else ""
         try:
             re.sub(pattern, replacement, "")
         except (re.error, IndexError) as error:

@@ -99,15 +99,16 @@ class LanguageModel:
         x = self._hidden(params, batch, keys, units, train=train, batch_axes=batch_axes)
         tokens = batch["tokens"]
         weights, targets = _target_weights(batch), jnp.roll(tokens, -1, axis=1)
+        count = weights.sum() * (tokens.shape[0] // len(weights))
         head = "embed" if self.tied else "head"
         scan_rows = functools.partial(units.scan_rows, name=head, params=params)
         chunks = self._chunks(examples_on_device(tokens.size))
         losses = _cross_entropy(x, scan_rows, targets, self.vocab_size, chunks)
-        weight = weights.reshape(-1)
+        weight = jnp.broadcast_to(weights, tokens.shape).reshape(-1)
         if is_weighted:
             losses = jnp.where(weight == 0, 0.0, losses)
         total = jnp.sum(losses * weight)
-        return LossOutput(total, weights.sum(), model_state, {})
+        return LossOutput(total, count, model_state, {})
 
     def _chunks(self, tokens: int) -> int:
         """In how many chunks of the vocabulary a device has its logits, one after the other."""
@@ -191,9 +192,12 @@ def _positions(tokens: jax.Array, segments: jax.Array | None) -> jax.Array:
 
 
 def _target_weights(batch: Batch) -> Any:
-    """The next token's weight, (B, S) float32; 0 if it is missing, masked or in another segment."""
-    tokens, segments = batch["tokens"], batch.get("segments")
-    weights: Any = batch.get("weights", np.ones(tokens.shape, np.float32))[:, 1:]
+    """The next token's weight, float32; 0 if it is missing, masked or in another segment.
+
+    (B, S), or (1, S) where all examples weigh the same, on the host.
+    """
+    length, segments = batch["tokens"].shape[1], batch.get("segments")
+    weights: Any = batch.get("weights", np.ones((1, length), np.float32))[:, 1:]
     if segments is not None:
         same = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)
         weights = weights * same.astype(np.float32)

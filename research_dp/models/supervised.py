@@ -95,7 +95,14 @@ def from_nnx(
 
     Args:
         factory: (rngs) -> module, e.g. `lambda rngs: Net(64, 10, rngs=rngs)`.
-        loss, inputs, targets, metrics, weights, config, bounds, units: As in `from_linen`.
+        loss: As in `from_linen`.
+        inputs: As in `from_linen`.
+        targets: As in `from_linen`.
+        metrics: As in `from_linen`.
+        weights: As in `from_linen`.
+        config: As in `from_linen`.
+        bounds: As in `from_linen`.
+        units: As in `from_linen`.
 
     Raises:
         UsageError: `factory` takes more than `rngs`. While the module is traced: it does not take

@@ -53,7 +53,7 @@ class InitialParams:
     ):
         self._path = Path(files.absolute(path or "''"))  # the current folder is not meant
         self._rename, self._skip = rename or {}, skip
-        check_patterns("initial_params.rename", self._rename)
+        check_patterns("initial_params.rename", self._rename, self._rename)
         check_patterns("initial_params.skip", skip)
 
     def arrays(self, strategy: Strategy, say: Callable[[str], None]) -> dict[str, jax.Array]:

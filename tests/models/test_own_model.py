@@ -252,7 +252,7 @@ def test_rates_that_draw_nothing(rate):
     [
         ({"w": jnp.ones(3), "n": jnp.zeros(3, jnp.int32)}, "parameter n is of dtype int32, which"),
         ({"w": jnp.ones(3), "n": jnp.zeros(3, bool)}, "parameter n is of dtype bool, which"),
-        ({"w": jnp.ones(3), "k": jax.random.key(0)}, "parameter k is of dtype key<fry>, which has"),
+        ({"w": jnp.ones(3), "k": jax.random.key(0)}, "parameter k is of dtype key<fry>, which is"),
         ({"a": {"b": jnp.ones(3)}, "a/b": jnp.ones(3)}, "have the path 'params/a/b'; rename one"),
     ],
 )
