@@ -204,25 +204,25 @@ def _strategy(
         _refuse_deleted("eval_step", state, examples)
         return evaluate(state, examples)
 
-    def checked_step(state: strategy.TrainState, batch: strategy.PlacedBatch) -> Any:
-        _refuse_deleted("train_step", state, batch)
-        return train_step(state, batch)
-
-    def new_state_of(*args: Any) -> strategy.TrainState:
-        with jax.transfer_guard_host_to_device("allow"):  # of the seed
-            return init(*args)
-
     step, shardings, abstract, batch = program
     new_state = functools.partial(state.init_state, config, step.spec)
     on_cpu = config.mesh.devices.flat[0].platform == "cpu"
     jit = functools.partial(jax.jit, compiler_options=_QUICK_ON_CPU if on_cpu else None)
     init: Any = jit(new_state, out_shardings=jax.tree.map(lambda x: x.sharding, abstract))
     last: list[Any] = []
-    if on_cpu:
-        init = _in_turn(init, last)
+    run_init, run_step = _in_turn(init, last) if on_cpu else init, train_step
     if on_cpu and config.mesh.size > 1:
-        train_step = _in_turn(train_step, last, lambda results: results[1])
-        evaluate = _in_turn(evaluate, last, lambda results: results)
+        run_step = _in_turn(train_step, last, lambda results: results[1])
+        evaluate = _in_place_of(evaluate, _in_turn(evaluate, last, lambda results: results))
+
+    def new_state_of(*args: Any) -> strategy.TrainState:
+        with jax.transfer_guard_host_to_device("allow"):  # of the seed
+            return run_init(*args)
+
+    def checked_step(state: strategy.TrainState, batch: strategy.PlacedBatch) -> Any:
+        _refuse_deleted("train_step", state, batch)
+        return run_step(state, batch)
+
     of_batch = ("abstract_batch", "place_batch", "place_eval_batch", "train_rows", "eval_rows")
     return Strategy(
         config=config,
@@ -249,10 +249,6 @@ def _in_turn(
     """
 
     def call(*args: Any) -> Any:
-        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args)):
-            # Within another trace JAX refuses a jitted function's compiler options.
-            is_jit = hasattr(program, "eval_shape")
-            return (program.__wrapped__ if is_jit else program)(*args)
         jax.block_until_ready([last.pop() for _ in last[:]])
         results = program(*args)
         if kept is None:
@@ -260,14 +256,23 @@ def _in_turn(
         last.append(kept(results))
         return results
 
-    return _in_place_of(program, call)
-
-
-def _in_place_of(program: Any, call: Any) -> Any:
-    """A function that calls a jitted program, and is lowered as it is."""
-    call = functools.wraps(program)(call)
-    call.lower = program.lower
     return call
+
+
+def _in_place_of(program: Any, call: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that calls a jitted program by `call`, and is traced and lowered as it is."""
+    is_jit = hasattr(program, "eval_shape")
+
+    @functools.wraps(program)
+    def function(*args: Any) -> Any:
+        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args)):
+            # Within another trace JAX refuses a jitted function's compiler options.
+            return (program.__wrapped__ if is_jit else program)(*args)
+        return call(*args)
+
+    traced = program.eval_shape if is_jit else functools.partial(jax.eval_shape, program)
+    function.lower, function.eval_shape = program.lower, traced  # type: ignore[attr-defined]
+    return function
 
 
 def _refuse_deleted(function: str, state: strategy.TrainState, batch: PyTree) -> None:
