@@ -1,9 +1,14 @@
-"""The packages in examples/ as their users run them, and a package without annotations."""
+"""The packages in examples/ as their users run them, and a package without annotations.
+
+Where commands run in this process, pages in docs/ run the same ones in processes of their own.
+"""
+
+import shutil
 
 import pytest
 
 from tests.support.repository import ROOT
-from tests.support.runs import killed_once_saved, lines, summary
+from tests.support.runs import lines, summary
 
 pytestmark = pytest.mark.slow
 MODEL = "--gin_file=examples/own_model/{}.gin"
@@ -12,49 +17,53 @@ STRATEGY = "--gin_file=gin/strategies/{}.gin"
 
 
 @pytest.mark.parametrize(("api", "stems"), [("linen", ("ddp", "pmap")), ("nnx", ("fsdp", "spmd"))])
-def test_the_model_trains_on_eight_devices_as_on_one(command, tmp_path, api, stems):
-    def run(stem, devices):
-        folder = tmp_path / f"{stem}{devices}"
-        flags = [MODEL.format(api), STRATEGY.format(stem), *SHORT, f"--cpu_devices={devices}"]
-        done = command(*flags, f"--workdir={folder}")
+def test_the_model_trains_on_eight_devices_as_on_one(main, tmp_path, api, stems):
+    def run(stem):
+        folder = tmp_path / stem
+        flags = [MODEL.format(api), STRATEGY.format(stem), *SHORT, "--cpu_devices=8"]
+        done = main(*flags, f"--workdir={folder}")
         assert done.returncode == 0, done.stderr
         assert "Warning" not in done.stdout
         return [record["loss"] for record in lines(folder, "train").values()], summary(folder)
 
-    expected, one = run("single", 1)
-    assert len(expected) == 3
+    expected, one = run("single")
+    assert len(expected) == 3 and one["devices"] == 1
     for stem in stems:
-        losses, eight = run(stem, 8)
+        losses, eight = run(stem)
         assert losses == pytest.approx(expected, abs=2e-4)
         assert eight["eval"]["loss"] == pytest.approx(one["eval"]["loss"], abs=2e-3)
         assert eight["devices"] == 8
-    evaluated = command(f"--workdir={tmp_path / 'single1'}", module="research_dp.evaluate")
+    evaluated = main(f"--workdir={tmp_path / 'single'}", name="evaluate")
     assert evaluated.returncode == 0, evaluated.stderr
     assert f"loss {one['eval']['loss']:.4g}" in evaluated.stdout
 
 
-def test_arrays_killed_and_continued_end_where_an_undisturbed_run_ends(command, tmp_path):
-    flags = [MODEL.format("linen"), "--cpu_devices=2", "--gin.train.num_steps=400"]
+def test_arrays_continued_end_where_an_undisturbed_run_ends(main, tmp_path):
+    """From what a killed run leaves; tests/commands/test_train.py kills one."""
+    flags = [MODEL.format("linen"), "--cpu_devices=8", "--gin.train.num_steps=100"]
     flags += ["--gin.train.checkpoint_every=45", "--gin.train.log_every=10"]
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    assert command(*flags, f"--workdir={whole}").returncode == 0
-    killed_once_saved(command, broken, *flags)
-    done = command(*flags, f"--workdir={broken}")
-    assert done.returncode == 0 and "Continuing from step" in done.stdout, done.stderr
+    assert main(*flags, f"--workdir={whole}").returncode == 0
+    shutil.copytree(whole, broken)
+    (broken / "summary.json").unlink()
+    for step in (90, 100):
+        shutil.rmtree(broken / "checkpoints" / str(step))
+    done = main(*flags, f"--workdir={broken}")
+    assert done.returncode == 0 and "Continuing from step 45" in done.stdout, done.stderr
     a, b = summary(whole), summary(broken)
     assert a["params_fingerprint"] == b["params_fingerprint"]
     assert a["train"]["loss"] == b["train"]["loss"]
 
 
-def test_a_source_and_a_builder_of_ones_own_train(command, tmp_path):
+def test_a_source_and_a_builder_of_ones_own_train(main, tmp_path):
     data = "--gin_file=examples/own_data/{}.gin"
     runs = {
-        "source": [MODEL.format("linen"), data.format("source"), "--cpu_devices=4"],
+        "source": [MODEL.format("linen"), data.format("source")],
         "builder": [data.format("builder"), f"--gin.tfds_data.data_dir={tmp_path}"],
     }
     for name, flags in runs.items():
         folder = tmp_path / name
-        done = command(*flags, f"--workdir={folder}")
+        done = main(*flags, "--cpu_devices=8", f"--workdir={folder}")
         assert done.returncode == 0, done.stderr
         assert summary(folder)["eval"]["accuracy"] > 0.9
     assert list((tmp_path / "discs_and_squares" / "1.0.0").glob("*.array_record*"))

@@ -1,5 +1,7 @@
 """Units of models as users write them: found, gathered at their calls, and equal to one device."""
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -315,6 +317,11 @@ def build(stem, model, *bindings, **options):
     )
 
 
+@functools.cache
+def alone(case):
+    return trained(build("single", MODELS[case][0]))
+
+
 def trained(strategy):
     """Losses of two steps and of evaluation, and the parameters after them."""
     drawn, state, losses = np.random.default_rng(0), strategy.init(0), []
@@ -355,17 +362,29 @@ def test_units_change_what_is_gathered_when_and_nothing_else(case, stem):
     model, kinds = MODELS[case]
     strategy = build(stem, model)
     assert strategy.spec.model.units == kinds
-    alone, units = trained(build("single", model)), trained(strategy)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), alone, units)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
+        alone(case),
+        trained(strategy),
+    )
+
+
+OTHERS = sorted({*WIRE, "hsdp", "spmd", "spmd_fsdp"} - {"fsdp", "ddp"})
+# Each strategy with a loop of each API or with parts of each: fsdp and ddp run all cases above.
+LOOPS, IN_PARTS = ["in nn.scan", "nnx.scan"], ["by pattern", "in setup", "nnx"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stem", sorted({*WIRE, "hsdp", "spmd", "spmd_fsdp"} - {"fsdp", "ddp"}))
-@pytest.mark.parametrize("case", ["by pattern", "in setup", "in nn.scan", "nnx", "nnx.scan"])
-def test_every_strategy_runs_units(case, stem):
-    model, _ = MODELS[case]
-    alone, units = trained(build("single", model)), trained(build(stem, model))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), alone, units)
+@pytest.mark.parametrize(
+    ("stem", "case"),
+    [(s, kind[i % len(kind)]) for i, s in enumerate(OTHERS) for kind in (LOOPS, IN_PARTS)],
+)
+def test_every_strategy_runs_units(stem, case):
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
+        alone(case),
+        trained(build(stem, MODELS[case][0])),
+    )
 
 
 @pytest.mark.parametrize("stem", ["fsdp", "hsdp", "ddp", "zero2", "fsdp_keep"])
