@@ -39,8 +39,9 @@ class TestCommand:
         assert "0 fail" in checks and not more
 
     @pytest.mark.slow
-    def test_an_oracle_that_there_is_not_is_told(self, certify):
-        done = certify("--gin_file=runs/digits.gin", "--against=sinle", "--cpu_devices=2")
+    def test_an_oracle_that_there_is_not_is_told(self, main):
+        flags = ["--gin_file=runs/digits.gin", "--against=sinle", "--cpu_devices=8"]
+        done = main(*flags, name="certify")
         assert done.returncode == 2
         assert "--against=sinle: no such file. Did you mean strategies/single.gin" in done.stderr
 
@@ -59,9 +60,10 @@ class TestCommand:
 
     @pytest.mark.slow
     @pytest.mark.parametrize("precision", ["bf16_gather", "bf16_params", "f16"])
-    def test_named_dtypes_are_certified_within_their_own_rounding(self, certify, precision):
-        flags = ["--gin_file=runs/digits.gin", "--gin_file=models/mlp.gin", "--cpu_devices=4"]
-        done = certify(*flags, f"--gin_file=precision/{precision}.gin", "--steps=4")
+    def test_named_dtypes_are_certified_within_their_own_rounding(self, main, precision):
+        flags = ["--gin_file=runs/digits.gin", "--gin_file=models/mlp.gin", "--cpu_devices=8"]
+        flags += [f"--gin_file=precision/{precision}.gin", "--steps=4"]
+        done = main(*flags, name="certify")
         assert done.returncode == 0, done.stdout + done.stderr
 
 

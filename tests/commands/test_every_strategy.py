@@ -24,7 +24,7 @@ def summaries(command, tmp_path_factory):
     """Trains all strategies in one process; returns their summaries."""
 
     @functools.cache
-    def train(variant, num_steps=40):
+    def train(variant, num_steps=40, names=tuple(stems())):
         folder = tmp_path_factory.mktemp("sweep")
         done = command(
             "--gin_file=runs/digits.gin",
@@ -32,21 +32,24 @@ def summaries(command, tmp_path_factory):
             f"--gin.train.num_steps={num_steps}",
             "--gin.train.log_every=1",
             "--cpu_devices=8",
-            f"--vary_file={','.join(f'strategies/{stem}.gin' for stem in stems())}",
+            f"--vary_file={','.join(f'strategies/{stem}.gin' for stem in names)}",
             f"--workdir={folder}",
             module="research_dp.sweep",
             timeout=900,
         )
         assert done.returncode == 0, done.stderr
-        return {stem: summary(folder / stem) for stem in stems()}
+        return {stem: summary(folder / stem) for stem in names}
 
     return train
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_forty_steps_end_with_the_loss_of_single(summaries, variant):
-    losses = {stem: one["train"]["loss"] for stem, one in summaries(variant).items()}
-    assert losses == pytest.approx(dict.fromkeys(stems(), losses["single"]), abs=1e-4)
+    """Strategies take turns: tests/strategies has each with each library, for fewer steps."""
+    others = [s for s in stems() if s != "single"][list(VARIANTS).index(variant) :: len(VARIANTS)]
+    found = summaries(variant, names=("single", *others))
+    losses = {stem: one["train"]["loss"] for stem, one in found.items()}
+    assert losses == pytest.approx(dict.fromkeys(losses, losses["single"]), abs=1e-4)
 
 
 def test_runs_begin_with_the_same_bits(summaries):

@@ -174,17 +174,17 @@ def test_a_stream_that_cannot_be_read_is_told(train, spoiled, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_command_lists_and_verifies(train, tmp_path, command):
+def test_the_command_lists_and_verifies(train, tmp_path, main):
     assert train(tmp_path)[0] == 0
-    look = {"module": "research_dp.checkpoints"}
-    listed = command(tmp_path, **look)
+    look = {"name": "checkpoints"}
+    listed = main(tmp_path, **look)
     assert listed.returncode == 0 and listed.stdout.count("not verified") == 2
-    whole = command(tmp_path, "--verify", **look)
+    whole = main(tmp_path, "--verify", **look)
     assert whole.returncode == 0 and whole.stdout.count("intact: 15 arrays") == 2, whole.stderr
     (tmp_path / "checkpoints" / "10" / "state" / "manifest.ocdbt").unlink()
-    damaged = command(tmp_path, "--verify", **look)
+    damaged = main(tmp_path, "--verify", **look)
     assert damaged.returncode == 1 and "damaged: " in damaged.stdout
-    nothing = command(tmp_path / "elsewhere", **look)
+    nothing = main(tmp_path / "elsewhere", **look)
     assert nothing.returncode == 2 and "there are no checkpoints in" in nothing.stderr
 
 

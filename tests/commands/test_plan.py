@@ -278,10 +278,10 @@ def test_shipped_strategies_send_the_least(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_command_ends_with_a_status(command):
+def test_the_command_ends_with_a_status(command, main):
     flags = [DIGITS, MLP, "--topology=cpu:8", "--strategies=zero1"]
     flags += ["--gin.plan.max_wire_ratio=0.9", "--gin.plan.max_peak_bytes=1000"]
-    done = command(*flags, module="research_dp.plan")
+    done = main(*flags, name="plan")
     assert done.returncode == 1, done.stderr
     assert "zero1 sends 1 times the least, more than 0.9. plan.max_wire_ratio is" in done.stderr
     assert "bytes a device at its peak, more than 1,000" in done.stderr
@@ -293,8 +293,8 @@ def test_the_command_ends_with_a_status(command):
 
 
 @pytest.mark.slow
-def test_a_budget_has_no_effect_on_training(command):
-    done = command(DIGITS, "--gin.plan.max_wire_ratio=1.01", "--dry_run", "--cpu_devices=8")
+def test_a_budget_has_no_effect_on_training(main):
+    done = main(DIGITS, "--gin.plan.max_wire_ratio=1.01", "--dry_run", "--cpu_devices=8")
     assert done.returncode == 0, done.stderr
     assert "plan.max_wire_ratio = 1.01" in done.stdout
 
