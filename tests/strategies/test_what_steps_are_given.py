@@ -109,8 +109,14 @@ SWITCHES = {
 ALONE = {"x64": lambda: jax.enable_x64(True), "disable_jit": jax.disable_jit}
 
 
-@pytest.mark.parametrize("stem", [s if s == "spmd_fsdp" else slow(s) for s in stems()])
-@pytest.mark.parametrize("alone", [None, *map(slow, ALONE)])
+# All strategies with all switches at once. Those alone meet each engine (of single, pmap, spmd_fsdp
+# and those that are mapped); 64 bits also meet groups and slices.
+UNDER = [("spmd_fsdp", None), *(slow(s, None) for s in stems() if s != "spmd_fsdp")]
+UNDER += [slow(s, alone) for alone in ALONE for s in ("single", "pmap", "spmd_fsdp")]
+UNDER += [slow("hsdp", "x64"), slow("zero1", "x64"), slow("fsdp", "disable_jit")]
+
+
+@pytest.mark.parametrize(("stem", "alone"), UNDER)
 def test_a_step_is_the_same_under_the_switches_of_jax(stem, alone):
     def loss():
         strategy = build(stem)
