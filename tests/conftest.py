@@ -39,7 +39,10 @@ def pytest_collection_modifyitems(items):
     """Has files that take long start first: with `-n 2` no process waits for the other's last."""
     work = collections.Counter()
     for item in items:
-        work[item.path] += 10 if "command" in item.fixturenames else 1
+        marks = {mark.name for mark in item.iter_markers()}
+        compiles = "skipif" in marks  # for devices that are not here
+        starts = "command" in item.fixturenames
+        work[item.path] += 30 if compiles else 10 if starts else 3 if "slow" in marks else 1
     items.sort(key=lambda item: -work[item.path])
 
 
