@@ -74,18 +74,11 @@ def check_labels(arrays: Arrays, name: str | None, info: Mapping[str, Any], data
         return
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         problem = f"of dtype {labels.dtype}. Labels are integers: {name}.astype(np.int32)"
-    elif (labels.min() < 0 or labels.max() >= count) and not _may_be_ignored(labels, count, arrays):
+    elif labels.min() < 0 or labels.max() >= count:
         problem = f"from {labels.min()} to {labels.max()}. Number them from 0 to {count - 1}"
     else:
         return
     raise UsageError(f"{data} has num_classes = {count} and {name!r} {problem}.")
-
-
-def _may_be_ignored(labels: np.ndarray, count: int, arrays: Arrays) -> bool:
-    """Whether another array is 0 at each label that is no class, as weights are."""
-    wrong = (labels < 0) | (labels >= count)
-    others = [x for x in arrays.values() if x is not labels and x.shape == labels.shape]
-    return any(not x[wrong].any() for x in others)
 
 
 def check_source(source: Any, function: str, name: str) -> None:

@@ -91,14 +91,12 @@ class DeterministicStep(Step):
         shards = self._reduction.logical_shards
         return norm_by_blocks(grads, self.shardings.slices, shards, unknown_zero(step))
 
-    def apply_unless(
-        self, is_empty: jax.Array, grads: PyTree, params: PyTree, state: TrainState
+    def apply(
+        self, grads: PyTree, params: PyTree, state: TrainState, is_empty: jax.Array | None
     ) -> tuple[PyTree, PyTree]:
-        # A `where` would be fused with the update, and round otherwise here and there.
-        apply = functools.partial(self.apply, grads, params, state)
-        return lax.cond(is_empty, lambda: (params, state.opt_state), apply)
-
-    def apply(self, grads: PyTree, params: PyTree, state: TrainState) -> tuple[PyTree, PyTree]:
+        if is_empty is not None:  # in a branch, with which no choice of the old state is fused
+            apply = functools.partial(self.apply, grads, params, state, None)
+            return lax.cond(is_empty, lambda: (params, state.opt_state), apply)
         zero, slices = unknown_zero(state.step), self.shardings.slices
         grads = jax.tree.map(tree_sum.without_negative_zero, grads)
         arguments = fence(grads, zero), state.opt_state, params

@@ -208,10 +208,11 @@ def _target_weights(batch: Batch) -> Any:
 
 
 def _counted(batch: Batch, name: str) -> Any:
-    """Where an array (B, S) counts: to the last token that is a target with a weight."""
-    assert batch[name].ndim == 2
+    """Where an array counts: to the last token that is a target with a weight, or in such rows."""
     is_target = _target_weights(batch) != 0
     later = is_target[:, ::-1].cumsum(1)[:, ::-1] > 0  # at a token or after it
+    if batch[name].shape != batch["tokens"].shape:
+        return later.any(1).reshape(-1, *[1] * (batch[name].ndim - 1))
     xp = later.__array_namespace__()
     return xp.concatenate([later[:, :1], later[:, :-1]], axis=1)
 

@@ -143,7 +143,7 @@ def supervised(
     def inputs_of(batch: Batch) -> Any:
         return batch[inputs] if isinstance(inputs, str) else tuple(batch[name] for name in inputs)
 
-    scaling = _Scaling(weights, targets)
+    scaling = _Scaling(weights, (inputs,) if isinstance(inputs, str) else inputs)
 
     def init(key: jax.Array, batch: Batch) -> tuple[PyTree, PyTree]:
         for name in (targets, weights):  # a batch without them is refused
@@ -159,8 +159,7 @@ def supervised(
         **options: Any,
     ) -> LossOutput:
         scales = scaling.of(batch)
-        by_row = functools.partial(_zeroed, scales)
-        x = jax.tree.map(by_row, inputs_of(batch))
+        x = jax.tree.map(functools.partial(_zeroed, scales), inputs_of(batch))
         rows = jax.tree.leaves(x)[0].shape[0]
 
         def run(params: PyTree, model_state: PyTree, x: Any, keys: Any, **units: Any) -> Any:
@@ -170,8 +169,9 @@ def supervised(
             output, model_state = run(params, model_state, x, keys)
         else:
             output, model_state = apply_in_units(run, units, params, model_state, x, keys)
-        target = jax.tree.map(by_row, dict(batch))
-        if targets is not None:
+        if targets is None:
+            target: Any = {k: scaling.zeroed(batch, k) for k in batch}
+        else:
             target = _zeroed(scales, batch[targets], by_position=True)
 
         def summed(name: str, function: PerExample) -> tuple[jax.Array, Any]:
@@ -247,10 +247,13 @@ def _is_broadcast(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
 
 
 class _Scaling(NamedTuple):
-    """The weights of a batch: an array of this name, and the batch's `mask`."""
+    """The weights of a batch: an array of this name, and the batch's `mask`.
+
+    An input counts as a whole in its example: a layer may look at all of its positions.
+    """
 
     weights: str | None
-    targets: str | None
+    inputs: Sequence[str]
 
     def of(self, batch: Batch) -> list[Any]:
         names = [*([] if self.weights is None else [self.weights]), *{"mask"}.intersection(batch)]
@@ -258,7 +261,10 @@ class _Scaling(NamedTuple):
 
     def counted(self, batch: Batch, name: str) -> Any:
         """`TrainableModel.counted`."""
-        return _counted(self.of(batch), batch[name], by_position=name == self.targets)
+        return _counted(self.of(batch), batch[name], by_position=name not in self.inputs)
+
+    def zeroed(self, batch: Batch, name: str) -> jax.Array:
+        return _zeroed(self.of(batch), batch[name], by_position=name not in self.inputs)
 
 
 def _counted(scales: Sequence[Any], x: Any, *, by_position: bool) -> Any:

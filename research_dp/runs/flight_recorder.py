@@ -51,8 +51,7 @@ class Recorder:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)
         self._file, self._count = files.create(path), 0
-        host = socket.gethostname().split(".")[0][:20]
-        header = _line(f"process {process} {os.getpid()} {host}")
+        header = _line(f"process {process} {os.getpid()} {_host()}")
         # The file has its full size from the start: a note needs no room on a full disk.
         os.pwrite(self._file, header + _line("") * (_LINES - 1), 0)
         self.note("start", 0)
@@ -112,10 +111,14 @@ def post_mortem(notes: list[Note]) -> list[str]:
     return [head, *(f"  {note}" for note in notes)]
 
 
+def _host() -> str:
+    return socket.gethostname().split(".")[0][:20]
+
+
 def _is_stopped(note: Note) -> bool:
     """Whether a process of this machine is, as by SIGSTOP."""
     file = Path(f"/proc/{note.pid}/stat")
-    stat = file.read_text() if note.host in socket.gethostname() and file.exists() else ") R"
+    stat = file.read_text() if note.host == _host() and file.exists() else ") R"
     return stat.rpartition(")")[2].split()[0] in "Tt"
 
 

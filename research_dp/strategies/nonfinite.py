@@ -37,7 +37,7 @@ def without_nonfinite(
 
     `scale` is what gradients were multiplied by, before clipping. Parts of the old state are kept
     where gradients overflow under a loss scale, where a step that is not finite is skipped, and
-    where a batch `is_empty` (None: it never is), whose parameters are the old ones already.
+    where a batch `is_empty` (None: it never is): momentum moves parameters without a gradient too.
     """
     norm = applied.norm
     metrics = {**sums, "grad_norm": jnp.stack([norm, jnp.ones_like(norm)])}
@@ -54,16 +54,12 @@ def without_nonfinite(
         metrics["loss_scale"] = jnp.stack([old.loss_scale.scale, jnp.ones_like(norm)])
         # Gradients that overflow are scaled down next time; a scale of 1 is not scaled down.
         wrong = ~jnp.isfinite(norm) & (old.loss_scale.scale <= 1.0) | loss_is_wrong
-    flag, skipped = wrong.astype(jnp.float32), wrong
-    if spec.skip_nonfinite:
-        skipped = wrong if is_empty is None else wrong | is_empty
-        kept = kept_where(skipped, old, new)
-        new = kept._replace(step=new.step, loss_scale=new.loss_scale)
-    elif is_empty is not None:
-        skipped, changed = is_empty, (new.model_state, new.slots)
-        changed = kept_where(skipped, (old.model_state, old.slots), changed)
-        new = new._replace(model_state=changed[0], slots=changed[1])
+    flag = wrong.astype(jnp.float32)
     if spec.skip_nonfinite or is_empty is not None:
+        empty = jnp.zeros((), bool) if is_empty is None else is_empty
+        skipped = empty | wrong if spec.skip_nonfinite else empty
+        scale_state = kept_where(empty, old.loss_scale, new.loss_scale)
+        new = kept_where(skipped, old, new)._replace(step=new.step, loss_scale=scale_state)
         metrics = {name: jnp.where(skipped, 0.0, pair) for name, pair in metrics.items()}
         # The count says whether a record has it.
         said = skipped | spec.skip_nonfinite

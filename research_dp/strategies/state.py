@@ -80,7 +80,7 @@ def _arrays(binding: str, tree: PyTree, what: str = "state") -> PyTree:
         elif str(dtype) in ("int2", "uint2", "int4", "uint4", "float4_e2m1fn"):
             problem = f"of dtype {dtype}. Give elements a byte."
         else:
-            return jnp.asarray(x)
+            return x if sharding.is_key(x) else jnp.asarray(x, dtype)
         raise binding_error(binding, f": {what} {path_name(keys)} is {problem}")
 
     return jax.tree_util.tree_map_with_path(one, tree)

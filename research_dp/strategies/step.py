@@ -30,7 +30,7 @@ from research_dp.distributed.sharding import PART, STACK, unit_of
 from research_dp.distributed.unit_order import Order
 from research_dp.distributed.units import Units
 from research_dp.strategies import slots, strategy
-from research_dp.strategies.nonfinite import Applied, kept_where, without_nonfinite
+from research_dp.strategies.nonfinite import Applied, without_nonfinite
 from research_dp.strategies.strategy import PlacedBatch, StateShardings, TrainState, example_keys
 from research_dp.types import LossOutput, PyTree
 
@@ -69,7 +69,7 @@ class Step:
         scale = jnp.where(count > 0, rows / jnp.where(count > 0, count, 1.0), 0.0)
         scale = scale / self.loss_scale(state)
         # Then nothing but the step's number changes.
-        is_empty = scale == 0 if any(self.weighted) else None
+        is_empty = (count <= 0) & jnp.isfinite(count) if any(self.weighted) else None
         apply = functools.partial(self.apply_scaled, state, scale, is_empty)
         optimizer = slots.CalledOnce(apply)
         params, slot_state = slots.call_in(
@@ -245,8 +245,7 @@ class Step:
     ) -> tuple[PyTree, Applied]:
         """The optimizer's step on averaged gradients: scaled, clipped, in its parameters' dtypes.
 
-        Shapes are those of the optimizer's shards. None is taken where a batch `is_empty`: momentum
-        and weight decay move parameters without a gradient, too.
+        Shapes are those of the optimizer's shards.
         """
         slots.check_shapes("sync", "gradients", grads, self.shardings.slices)
         slots.check_shapes("update", "parameters of the optimizer", params, grads)
@@ -259,21 +258,18 @@ class Step:
             return (g * factor).astype(p.dtype if same else cast_dtype(p.dtype, jnp.float32))
 
         grads = jax.tree.map(scaled, grads, params)
-        if is_empty is None:
-            params, opt_state = self.apply(grads, params, state)
-        else:
-            params, opt_state = self.apply_unless(is_empty, grads, params, state)
+        params, opt_state = self.apply(grads, params, state, is_empty)
         slots.check_state(f"{self.spec.gin_name}.optimizer", opt_state, state.opt_state)
         return params, Applied(opt_state, norm, nonfinite)
 
-    def apply_unless(
-        self, is_empty: jax.Array, grads: PyTree, params: PyTree, state: TrainState
+    def apply(
+        self, grads: PyTree, params: PyTree, state: TrainState, is_empty: jax.Array | None
     ) -> tuple[PyTree, PyTree]:
-        """`apply`, or what there was."""
-        return kept_where(is_empty, (params, state.opt_state), self.apply(grads, params, state))
+        """Scaled gradients and parameters of one shape -> (parameters, optimizer state).
 
-    def apply(self, grads: PyTree, params: PyTree, state: TrainState) -> tuple[PyTree, PyTree]:
-        """Scaled gradients and parameters of one shape -> (parameters, optimizer state)."""
+        Where a batch `is_empty` (None: it never is), nobody uses them.
+        """
+        del is_empty
         return apply_optimizer(self.optimizer, grads, state.opt_state, params)
 
     def loss_scale(self, state: TrainState) -> jax.Array | float:

@@ -157,13 +157,13 @@ def evaluation(
         in_flight.wait_for_room()
     totals = throughput.accumulate({}, sums)
     means = throughput.means(totals)
-    if not math.isfinite(means["loss"]):
-        _name_example(data, strategy.spec.model, order, on_batch)
     if totals["loss"][1] == 0:
         raise UsageError(
             f"nothing in the evaluation data of {data.name} has weight, so its loss is 0 / 0.\n"
             "  Mend the weights, or give other data; what this run saved is untouched."
         )
+    if not math.isfinite(means["loss"]):
+        _name_example(data, strategy.spec.model, order, on_batch)
     return means
 
 

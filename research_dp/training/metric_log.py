@@ -170,8 +170,9 @@ class MetricLog:
 
     def tell(self, *, saved: bool) -> None:
         """Gives the writers the new records, after the save: one that raises loses no work."""
-        while self._untold:
-            self._writers.write(*self._untold.pop(0))
+        untold, self._untold = self._untold, []
+        for record in untold:
+            self._writers.write(*record)
         if saved:
             self._writers.end("flush")
 

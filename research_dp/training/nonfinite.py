@@ -56,7 +56,7 @@ class NonfiniteCheck:
         named = "" if is_empty else next(filter(None, texts_of_all(find_example() or "")), "")
         problem = f"step {step}: {where} is not finite{named and f': {named}'}"
         if is_empty:
-            problem = f"step {step}: nothing in its batch has weight"
+            problem = f"step {step}: nothing in its batch has weight (they sum to 0 or less)"
         self.in_a_row += 1
         if self.on_nonfinite == "stop" and not is_empty:
             check_first = f"\n  {self.hint}" if step == 1 and self.hint else ""

@@ -125,7 +125,8 @@ class Trainer:
         self.recorder.closing()
         self._console.close()
         self._in_flight.close()
-        self._metrics.close()
+        with at_end(self._metrics.close):
+            self._metrics.tell(saved=False)  # what was recorded before an error ended the run
 
     def _begin(self) -> None:
         """Prepares and compares the data, writes the configuration, opens the records."""

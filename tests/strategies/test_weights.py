@@ -1,5 +1,7 @@
 """What has weight 0 counts nothing, whatever it is; where nothing has weight, nothing moves."""
 
+import dataclasses
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -195,6 +197,8 @@ def test_tokens_that_no_target_follows_count_nothing():
     weights = np.array([[1, 1, 1, 0, 0], [0, 0, 0, 0, 0]], np.float32)
     found = model.counted({"tokens": tokens, "weights": weights}, "tokens")
     np.testing.assert_array_equal(found, [[True] * 3 + [False] * 2, [False] * 5])
+    batch = {"tokens": tokens, "weights": weights, "mask": np.ones(2)}
+    np.testing.assert_array_equal(model.counted(batch, "mask"), [True, False])
     params, _ = model.init(jax.random.key(0), {"tokens": tokens})
 
     def loss(params, tokens):
@@ -230,6 +234,44 @@ def test_a_batch_without_weight_moves_nothing_but_the_number_of_the_step(stem, s
     np.testing.assert_array_equal(metrics[SKIPPED], [0, float(skips)])
     first, second = (jax.tree.leaves(jax.device_get(x.params))[0] for x in (state, after))
     assert (first != second).any()
+
+
+def halved(gradients, parameters, optimizer):
+    new = optimizer.apply_gradients(gradients, parameters)
+    return jax.tree.map(lambda x: x / 2, new)
+
+
+def test_an_update_that_does_more_than_the_optimizer_moves_nothing_without_weight():
+    batch = classes(np.random.default_rng(4), np.zeros(ROWS, np.float32))
+    config = dataclasses.replace(research_dp.strategy("ddp"), update=halved)
+    example = {k: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for k, x in batch.items()}
+    options = {"model": CLASSIFIER, "optimizer": optax.sgd(0.1), "batch_size": ROWS}
+    strategy = config.build(research_dp.TrainSpec(example=example, **options))
+    state = strategy.init(0)
+    before = jax.device_get(state.params)
+    state, _ = strategy.train_step(state, strategy.place_batch(batch))
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), before)
+
+
+@pytest.mark.parametrize("weight", [np.nan, np.inf])
+def test_a_weight_that_is_not_finite_is_no_weight_of_0(weight):
+    batch = classes(np.random.default_rng(5), np.r_[weight, np.ones(ROWS - 1)].astype(np.float32))
+    strategy = build("ddp", CLASSIFIER, optax.sgd(0.1), batch)
+    _, metrics = strategy.train_step(strategy.init(0), strategy.place_batch(batch))
+    assert metrics[NONFINITE][0] == 1
+    assert metrics[SKIPPED][0] == 0
+    assert CLASSIFIER.counted(batch, "w")[0]
+
+
+def test_a_loss_that_takes_the_batch_ignores_labels_by_position():
+    model = research_dp.from_linen(Net(), loss=of_batch, targets=None, weights="w")
+    batch = {
+        "x": np.ones((2, 3, WIDTH)),
+        "y": np.ones((2, 3)),
+        "w": np.array([[0, 1, 1], [0, 0, 0]]),
+    }
+    np.testing.assert_array_equal(model.counted(batch, "y"), batch["w"])
+    np.testing.assert_array_equal(model.counted(batch, "x")[:, 0, 0], [True, False])
 
 
 def run(tmp_path, capsys, weights, eval_weights, **bindings):

@@ -55,16 +55,17 @@ def gradients(params, stats, batch):
 def step(params, stats, opt_state, batch, optimizer, micro_batches, max_norm):
     """One step on one device; also returns the mean loss and the norm before clipping."""
     rows = len(batch["y"]) // micro_batches
-    total, count = 0.0, 0.0
+    total, count, before = 0.0, 0.0, (params, stats, opt_state)
     sums = jax.tree.map(jnp.zeros_like, params)
     for i in range(micro_batches):
         micro = {name: x[i * rows : (i + 1) * rows] for name, x in batch.items()}
         (value, (weight, stats)), grads = gradients(params, stats, micro)
         total, count = total + value, count + weight
         sums = jax.tree.map(jnp.add, sums, grads)
-    # All examples that count are averaged over, whatever micro-batch they are in; of none, nothing
-    # is learnt.
-    mean = jax.tree.map(lambda g: g / count if count > 0 else jnp.zeros_like(g), sums)
+    if not count:  # of none nothing is learnt: no momentum, no statistics
+        return *before, (total, count, 0.0)
+    # All examples that count are averaged over, whatever micro-batch they are in.
+    mean = jax.tree.map(lambda g: g / count, sums)
     norm = jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(mean)))
     if norm > max_norm:
         mean = jax.tree.map(lambda g: g * max_norm / norm, mean)
