@@ -21,7 +21,9 @@ from research_dp.certification.tolerances import EPS
 from research_dp.distributed.collectives import cast_dtype
 from research_dp.distributed.mesh import batch_devices
 from research_dp.distributed.optimizer import apply_optimizer
-from research_dp.distributed.sharding import LeafSharding, is_key
+from research_dp.distributed.sharded_optimizer import find_mixing_update
+from research_dp.distributed.sharding import LeafSharding, infer_flat_sharding, is_key
+from research_dp.errors import UsageError
 from research_dp.strategies import PlacedBatch, Strategy, StrategyConfig, TrainSpec, TrainState
 from research_dp.training.throughput import accumulate
 from research_dp.types import DataSet, HostSums, LossOutput, TrainableModel
@@ -133,6 +135,15 @@ class Bench:
     def _apply_optimizer(self) -> Callable[..., tuple[PyTree, PyTree]]:
         optimizer = self.config.fitted(self._recording_spec).optimizer
         return jax.jit(functools.partial(apply_optimizer, optimizer))
+
+    @functools.cached_property
+    def mixes(self) -> bool:
+        """Whether the optimizer's update combines elements, so that devices may sum otherwise."""
+        slices = infer_flat_sharding(self.oracle.shardings.slices, 2)
+        try:
+            return bool(find_mixing_update(self.spec.optimizer, slices))
+        except UsageError:  # what cannot be sharded is replicated
+            return False
 
     @property
     def rows_by_device(self) -> list[np.ndarray]:

@@ -145,8 +145,8 @@ class Trainer:
                 self.checkpoints.begin()
             files.replace(self.folder / files.CONFIG, gin.config_str())
             self._write_operative_config()
-            at_end = step == self.schedule.num_steps
-            self._metrics.open(self.folder, step, evaluates_again=at_end)
+            is_at_end = step == self.schedule.num_steps
+            self._metrics.open(self.folder, step, evaluates_again=is_at_end)
             self.run_facts.begin()
         for line in sharding_table.summary(self.strategy):
             say(line)

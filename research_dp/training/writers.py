@@ -69,7 +69,7 @@ class Writers:
         for name in self._opened:
             self._call(name, "write_scalars", where, record["step"], dict(named))
         if self._on_record:
-            _call("train.on_record", where, self._on_record, types.MappingProxyType(record))
+            _blamed("train.on_record", where, self._on_record, types.MappingProxyType(record))
 
     def end(self, method: str = "close") -> None:
         """Closes all, or flushes them, also those after one that raises an error."""
@@ -78,10 +78,10 @@ class Writers:
                 stack.enter_context(at_end(functools.partial(self._call, name, method, method)))
 
     def _call(self, name: str, method: str, where: str, *arguments: Any) -> None:
-        _call(f"train.writers: {name}", where, getattr(self._opened[name], method), *arguments)
+        _blamed(f"train.writers: {name}", where, getattr(self._opened[name], method), *arguments)
 
 
-def _call(what: str, where: str, function: Callable[..., Any], *arguments: Any) -> None:
+def _blamed(what: str, where: str, function: Callable[..., Any], *arguments: Any) -> None:
     try:
         result = function(*arguments)
     except Exception as error:  # of any library or user

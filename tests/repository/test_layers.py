@@ -221,7 +221,7 @@ def test_files_are_of_one_subject(path):
 
 # Rooms -> most lines of them together. What is added pays by what it makes unnecessary.
 CEILINGS = {
-    (".",): 31_100,
+    (".",): 31_140,
     ("distributed", "strategies"): 6_640,  # the page of one more strategy fits too
     ("commands",): 4_000,
 }
