@@ -15,22 +15,24 @@ from tests.support.repository import ROOT
 BASE = ["runs/digits.gin", "models/mlp.gin"]
 SMALL = [f"--gin_file={file}" for file in BASE] + ["--gin.mlp.widths=(16,)", "--cpu_devices=8"]
 EVIL = "<script>alert(1)</script>"
-# Gradients are averaged inside groups of devices, and not across them.
-ONE_AXIS = """
+# One of two groups of devices counts for nothing, the same on all: no replica shows it.
+ONE_GROUP = """
 import gin
+import jax
 
 from research_dp.distributed.buckets import all_mean_tree
 
 
 @gin.register
-def one_axis(grads, axis_names):
-    return all_mean_tree(grads, axis_names[1:])
+def one_group(grads, axis_names):
+    one = jax.lax.axis_index(axis_names[0]) == 0
+    return all_mean_tree(jax.tree.map(lambda g: 2 * g * one, grads), axis_names)
 """
-ONE_AXIS_GIN = """
-import one_axis
+ONE_GROUP_GIN = """
+import one_group
 include 'strategies/ddp.gin'
-data_parallel.name = 'one_axis'
-data_parallel.sync = @one_axis
+data_parallel.name = 'one_group'
+data_parallel.sync = @one_group
 make_mesh.axes = {'data': 2, 'fsdp': -1}
 """
 
@@ -75,8 +77,8 @@ def text_of(done):
 def planted(tmp_path_factory, data_dir):
     """Folders of runs of one configuration, each but the first two with something wrong in it."""
     folder = tmp_path_factory.mktemp("planted")
-    (folder / "one_axis.py").write_text(ONE_AXIS)
-    (folder / "one_axis.gin").write_text(ONE_AXIS_GIN)
+    (folder / "one_group.py").write_text(ONE_GROUP)
+    (folder / "one_group.gin").write_text(ONE_GROUP_GIN)
     common = {"mlp.widths": (16,), "train.num_steps": 20, "train.log_every": 1}
     runs = {
         "single": ("strategies/single.gin", {}),
@@ -86,7 +88,7 @@ def planted(tmp_path_factory, data_dir):
         "seed": ("strategies/ddp.gin", {"train.seed": 1}),
         "batch": ("strategies/ddp.gin", {"train.batch_size": 64}),
         "model": ("strategies/ddp.gin", {"mlp.widths": (32,)}),
-        "one_axis": (str(folder / "one_axis.gin"), {}),
+        "one_group": (str(folder / "one_group.gin"), {}),
     }
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TFDS_DATA_DIR", str(data_dir))
@@ -100,7 +102,7 @@ def planted(tmp_path_factory, data_dir):
 
 @pytest.mark.slow
 def test_each_planted_difference_is_named(main, planted, open_page, monkeypatch):
-    names = ["single", "ddp", "bf16_state", "seed", "batch", "model", "one_axis", "photos"]
+    names = ["single", "ddp", "bf16_state", "seed", "batch", "model", "one_group", "photos"]
     names.append(EVIL.replace("/", "_"))
     page, content = planted / "page.html", planted / "content.json"
     monkeypatch.syspath_prepend(planted)
@@ -114,7 +116,7 @@ def test_each_planted_difference_is_named(main, planted, open_page, monkeypatch)
     assert kinds.pop("photos") == "unknown" and "no run" in verdicts["photos"]["message"]
     assert kinds.pop("ddp") == kinds.pop(names[-1]) == "rounding"
     assert set(kinds.values()) == {"differs"}, kinds
-    assert verdicts["one_axis"]["message"].startswith("beyond rounding first in ")
+    assert verdicts["one_group"]["message"].startswith("beyond rounding first in ")
     assert verdicts["model"]["message"].startswith("another model: params/")
     for name, parameter in {"seed": "train.seed", "batch": "train.batch_size"}.items():
         assert f"another configuration ({parameter}" in verdicts[name]["message"]
@@ -133,7 +135,7 @@ def test_each_planted_difference_is_named(main, planted, open_page, monkeypatch)
         "train.batch_size",
         "another model",
         "bfloat16",
-        "one_axis",
+        "one_group",
         EVIL[:8],
     ):
         assert text in said and text in html, text
@@ -313,10 +315,10 @@ def test_folders_without_a_run_are_a_mistake(tmp_path):
 @pytest.mark.slow
 def test_a_plan_or_a_bound_that_fails_loses_no_comparison(command, planted):
     """Hours of training may be behind it."""
-    folders = [planted / "one_axis", planted / "ddp"]
+    folders = [planted / "one_group", planted / "ddp"]
     flags = ["--topology=cpu:9", "--bound=5", "--cpu_devices=4"]
-    done = command(*folders, *flags, module="research_dp.compare")  # one_axis is not importable
+    done = command(*folders, *flags, module="research_dp.compare")  # one_group is not importable
     said = text_of(done)
     assert done.returncode == 1
-    assert "The bound of rounding could not be measured: " in said and "one_axis" in said
+    assert "The bound of rounding could not be measured: " in said and "one_group" in said
     assert "Nothing could be planned for cpu:9: topology 'cpu:9': 4 CPU devices" in said
