@@ -38,6 +38,16 @@ with preemption.exit_on_signals():
 """
 
 
+@pytest.fixture(autouse=True)
+def a_hangup_is_as_by_default():
+    """Whatever ran before in this process: what tests start inherits an ignored or blocked one."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
+    yield
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    signal.signal(signal.SIGHUP, before)
+
+
 def listen(body, program=LISTEN):
     process = programs.start(program.format(body=body), stderr=subprocess.PIPE)
     assert process.stdout.readline() == "ready\n"
