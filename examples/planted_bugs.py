@@ -13,10 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from research_dp.distributed import buckets
 from research_dp.distributed.boxed import is_box, leaves_with_paths, value_of, with_value
 from research_dp.distributed.collectives import PLAIN, Reduction, takes
+from research_dp.distributed.optimizer import map_state
 from research_dp.strategies import (
     fsdp_apply_gradients,
     mapped,
@@ -31,6 +33,12 @@ def on_leaf(tree, name, change):
     leaves = dict(leaves_with_paths(tree))
     leaves[name] = with_value(leaves[name], change(value_of(leaves[name])))
     return jax.tree.unflatten(jax.tree.structure(tree, is_leaf=is_box), leaves.values())
+
+
+def on_devices(mesh, function, in_specs, out_specs):
+    """A function of what each device has."""
+    specs = {"in_specs": in_specs, "out_specs": out_specs}
+    return jax.shard_map(function, mesh=mesh, check_vma=False, **specs)
 
 
 def device():
@@ -106,34 +114,42 @@ def local_norm():
 
 
 @gin.register
-@takes("shardings")
-def stale_slices(gradients, parameters, optimizer, *, shardings):
+@takes("shardings", "mesh")
+def stale_slices(gradients, parameters, optimizer, *, shardings, mesh):
     """Updates the local slice of each parameter, and all-gathers the slices."""
-    old = buckets.shard_tree(parameters, shardings)
-    new = optimizer.apply_gradients(gradients, old)
-    full = buckets.gather_tree(old, shardings)
+    slices = jax.tree.map(lambda p: p.spec, shardings)
 
-    def own(x, slice_, p):
-        if p.dim is None:
-            return slice_
-        start = lax.axis_index("fsdp") * slice_.shape[p.dim]
-        return lax.dynamic_update_slice_in_dim(x, slice_, start, p.dim)
+    def gathered(new, old):
+        def own(x, slice_, p):
+            if p.dim is None:
+                return slice_
+            start = lax.axis_index("fsdp") * slice_.shape[p.dim]
+            return lax.dynamic_update_slice_in_dim(x, slice_, start, p.dim)
 
-    return jax.tree.map(own, full, new, shardings)
+        full = buckets.gather_tree(buckets.shard_tree(old, shardings), shardings)
+        return jax.tree.map(own, full, new, shardings)
+
+    gather = on_devices(mesh, gathered, (slices, PartitionSpec()), PartitionSpec())
+    return gather(optimizer.apply_gradients(gradients, parameters), parameters)
 
 
-def one_shard_not_updated(gradients, parameters, optimizer):
+@takes("shardings", "mesh")
+def one_shard_not_updated(gradients, parameters, optimizer, *, shardings, mesh):
     """Device 3 keeps its old optimizer state."""
     before = optimizer._apply.args[0].opt_state
     new = optimizer.apply_gradients(gradients, parameters)
-    applied = optimizer._results.pop()
-    kept = jax.tree.map(lambda a, b: jnp.where(device() == 3, b, a), applied.opt_state, before)
-    optimizer._results.append(applied._replace(opt_state=kept))
+    after = optimizer._results.pop()
+
+    def kept(after, before):
+        return jax.tree.map(lambda a, b: jnp.where(device() == 3, b, a), after, before)
+
+    specs = map_state(lambda _, p: p.spec, after, shardings, lambda _: PartitionSpec())
+    optimizer._results.append(on_devices(mesh, kept, (specs, specs), specs)(after, before))
     return new
 
 
 @gin.register
-@takes("shardings", "averaged")
+@takes("shardings", "mesh")
 def decayed(gradients, parameters, optimizer, **options):
     """A weight decay besides the optimizer's."""
     new = fsdp_apply_gradients(gradients, parameters, optimizer, **options)

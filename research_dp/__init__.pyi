@@ -48,6 +48,7 @@ from .distributed.gradient_sync import (
     weighted_loss,
     weighted_mean,
 )
+from .distributed.matrices import on_matrices
 from .distributed.mesh import make_mesh, one_device_mesh
 from .distributed.microbatch import accumulate_gradients
 from .distributed.norms import (
@@ -57,7 +58,6 @@ from .distributed.norms import (
     sharded_global_norm,
 )
 from .distributed.optimizer import apply_gradients
-from .distributed.optimizer_on_shards import on_matrices
 from .distributed.sharded_optimizer import (
     OptaxAdapter,
     slice_specs,

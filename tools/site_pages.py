@@ -31,7 +31,7 @@ GROUPS = {
     "Optimizers": (
         *("distributed.optimizer", "distributed.sharded_optimizer", "distributed.update"),
         *("distributed.norms", "distributed.microbatch"),
-        "distributed.optimizer_on_shards",
+        "distributed.matrices",
     ),
     "Compat": ("compat",),
 }

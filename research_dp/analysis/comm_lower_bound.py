@@ -6,24 +6,21 @@ Nothing is read from the step that is judged, but from its slots' bindings and t
 from __future__ import annotations
 
 import dataclasses
-import functools
-import inspect
 import math
 from collections import Counter
 from collections.abc import Callable, Collection
 from typing import Any
 
-import gin
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from research_dp.distributed import matrices
 from research_dp.distributed.mesh import DATA_AXIS, FSDP_AXIS, batch_devices
-from research_dp.distributed.sharding import TABLE, LeafSharding, unit_of
+from research_dp.distributed.sharding import TABLE, LeafSharding, is_sharded, unit_of
 from research_dp.distributed.units import Units, take_rows
 from research_dp.strategies import Strategy, TrainSpec, slots
 from research_dp.strategies.jaxpr_collectives import collectives
-from research_dp.strategies.state import optimizer_for
 from research_dp.strategies.strategy import example_keys
 
 PyTree = Any
@@ -60,8 +57,8 @@ def min_wire_bytes(strategy: Strategy, spec: TrainSpec, *, widest: int = 8) -> f
     scattered_once = config.gather is not None and not config.reshard_after_forward
     accumulates = config.sync_each == "step" and spec.accumulation_steps > 1
     accumulated = config.accumulation_dtype if accumulates and not scattered_once else None
-    dtypes = [_bound_value(config.gather, n) for n in ("gather_dtype", "grad_scatter_dtype")]
-    dtypes.append(_bound_value(config.sync, "dtype") or accumulated)
+    dtypes = [slots.bound_value(config.gather, n) for n in ("gather_dtype", "grad_scatter_dtype")]
+    dtypes.append(slots.bound_value(config.sync, "dtype") or accumulated)
     uses, total = _unit_uses(strategy, spec), _update_bytes(strategy)
     trees = (strategy.shardings.params, strategy.shardings.slices)
     for param, update in zip(*map(jax.tree.leaves, trees), strict=True):
@@ -92,56 +89,22 @@ def narrow_file(strategy: Strategy) -> str | None:
     config, is_chosen = strategy.config, not strategy.batch_axes
     if config.reduction.exact_step or (config.gather is None and is_chosen):
         return None
-    pairs = zip(*map(jax.tree.leaves, strategy.shardings), strict=True)
-    updates_gather = any(param.dim is None and update.dim is not None for param, update in pairs)
-    return f"precision/{'bf16_params' if updates_gather else 'bf16_collectives'}.gin"
+    return "precision/bf16_collectives.gin"
 
 
 def _update_bytes(strategy: Strategy) -> float:
-    """Bytes that an optimizer sends which mixes elements of shards, counted in its update alone."""
-    if not strategy.batch_axes:
-        return 0.0  # the compiler inserts its collectives
-    state, slices, mesh = strategy.abstract_state, strategy.shardings.slices, strategy.mesh
-    optimizer = optimizer_for(strategy.config, strategy.spec, slices, state)
-    if optimizer is strategy.spec.optimizer:
+    """Bytes that an optimizer sends of its own accord (`on_matrices`), counted in its update."""
+    slices, state = strategy.shardings.slices, strategy.abstract_state
+    if strategy.config.reduction.exact_step or not is_sharded(slices):
         return 0.0
-    specs = jax.tree.map(lambda p: p.spec, slices), jax.tree.map(lambda x: x.sharding.spec, state)
-    inputs = specs[0], specs[1].opt_state, specs[0]
-    on_mesh = functools.partial(jax.shard_map, mesh=mesh, in_specs=inputs, check_vma=False)
-    update = on_mesh(optimizer.update, out_specs=inputs[:2])
-    sent = collectives(update, state.params, state.opt_state, state.params)
+    with matrices.over(strategy.mesh):
+        update = strategy.spec.optimizer.update
+        sent = collectives(update, state.params, state.opt_state, state.params)
     return sum(one.wire_bytes for one in sent)
 
 
 def _ring(nbytes: float, devices: int) -> float:
     return nbytes * (devices - 1) / devices
-
-
-def _bound_value(slot: Callable[..., Any] | slots.Stateful | None, name: str) -> Any:
-    """The value of a parameter of a slot's function: bound with gin, or its default."""
-    if isinstance(slot, slots.Stateful):
-        return getattr(slot, name, None)
-    parameter = slot and inspect.signature(slot).parameters.get(name)
-    if slot is None or parameter is None:
-        return None
-    default = None if parameter.default is parameter.empty else parameter.default
-    if isinstance(slot, functools.partial):
-        if name in slot.keywords:
-            return slot.keywords[name]
-        slot = slot.func
-    if _is_registered(slot):
-        return gin.get_bindings(slot).get(name, default)
-    if _is_registered(inspect.unwrap(slot, stop=_is_registered)):
-        raise NotImplementedError(f"{slot.__name__}: in a gin scope of its own")
-    return default
-
-
-def _is_registered(function: Callable[..., Any]) -> bool:
-    try:
-        gin.get_bindings(function)
-    except ValueError:
-        return False
-    return True
 
 
 @dataclasses.dataclass(frozen=True)

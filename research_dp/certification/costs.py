@@ -78,7 +78,6 @@ def costs(strategy: Strategy, spec: TrainSpec) -> Iterator[Cost]:
 def _of_other_shapes(strategy: Strategy) -> int:
     """Bytes of optimizer state that has another shape than its parameter, so is replicated."""
     other = map_state(
-        strategy.spec.optimizer,
         lambda x, p: None if x.shape == p.shape else x,
         strategy.abstract_state.opt_state,
         strategy.shardings.slices,

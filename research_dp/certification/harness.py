@@ -21,10 +21,9 @@ from research_dp.certification.tolerances import EPS
 from research_dp.distributed.collectives import cast_dtype
 from research_dp.distributed.mesh import batch_devices
 from research_dp.distributed.optimizer import apply_optimizer
-from research_dp.distributed.sharded_optimizer import find_mixing_update
-from research_dp.distributed.sharding import LeafSharding, infer_flat_sharding, is_key
-from research_dp.errors import UsageError
+from research_dp.distributed.sharding import LeafSharding, is_key
 from research_dp.strategies import PlacedBatch, Strategy, StrategyConfig, TrainSpec, TrainState
+from research_dp.tracing.jaxpr import mixing_operation
 from research_dp.training.throughput import accumulate
 from research_dp.types import DataSet, HostSums, LossOutput, TrainableModel
 
@@ -47,16 +46,18 @@ def record_gradients(optimizer: optax.GradientTransformation) -> optax.GradientT
     def init(params: PyTree) -> RecordedState:
         return RecordedState(optimizer.init(params), jax.tree.map(jnp.zeros_like, params))
 
+    inner_update = optax.with_extra_args_support(optimizer).update
+
     def update(
-        grads: PyTree, state: RecordedState, params: PyTree | None = None
+        grads: PyTree, state: RecordedState, params: PyTree | None = None, **extra: Any
     ) -> tuple[PyTree, RecordedState]:
-        updates, inner = optimizer.update(grads, state.inner, params)
+        updates, inner = inner_update(grads, state.inner, params, **extra)
         old = state.recorded_gradients
         return updates, RecordedState(
             inner, jax.tree.map(lambda g, x: g.astype(x.dtype), grads, old)
         )
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def gradients_of(state: TrainState) -> PyTree:
@@ -139,11 +140,10 @@ class Bench:
     @functools.cached_property
     def mixes(self) -> bool:
         """Whether the optimizer's update combines elements, so that devices may sum otherwise."""
-        slices = infer_flat_sharding(self.oracle.shardings.slices, 2)
-        try:
-            return bool(find_mixing_update(self.spec.optimizer, slices))
-        except UsageError:  # what cannot be sharded is replicated
-            return False
+        state = self.oracle.abstract_state
+        apply = functools.partial(apply_optimizer, self.oracle.spec.optimizer)
+        update = jax.make_jaxpr(functools.partial(apply, value=1.0, grad=state.params))
+        return mixing_operation(update(state.params, state.opt_state, state.params)) is not None
 
     @property
     def rows_by_device(self) -> list[np.ndarray]:
@@ -159,7 +159,7 @@ class Bench:
             (grads, state.opt_state, state.params),
             (gradients_of(shardings), shardings.opt_state, shardings.params),
         )
-        params, opt_state = to_host(self._apply_optimizer(*placed))
+        params, opt_state = to_host(self._apply_optimizer(*placed, value=1.0, grad=placed[0]))
         return state._replace(step=state.step + 1, params=params, opt_state=opt_state)
 
     def noisy_step(self, state: TrainState, batch: Batch, rng: np.random.Generator) -> StepResult:

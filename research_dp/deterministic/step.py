@@ -15,24 +15,23 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, jaxprs_in_params
+from jax.sharding import PartitionSpec
 
 from research_dp.deterministic import sum as tree_sum
-from research_dp.deterministic.division import as_written, evaluate
+from research_dp.deterministic.division import as_written
 from research_dp.deterministic.sum import TreeReduction, add_pairs, fence, unknown_zero
 from research_dp.distributed.buckets import flatten_padded, pad_to_multiple
 from research_dp.distributed.collectives import gather
 from research_dp.distributed.mesh import FSDP_AXIS
 from research_dp.distributed.optimizer import apply_optimizer
-from research_dp.distributed.optimizer_on_shards import on_shards
-from research_dp.distributed.sharded_optimizer import find_mixing_update
-from research_dp.distributed.sharding import LeafSharding, infer_flat_sharding
+from research_dp.distributed.sharding import LeafSharding
 from research_dp.distributed.units import Units
 from research_dp.errors import UsageError, binding_error
 from research_dp.strategies import strategy
 from research_dp.strategies.frozen import with_frozen
 from research_dp.strategies.step import Step, Sums, sums_of
 from research_dp.strategies.strategy import PlacedBatch, TrainSpec, TrainState
-from research_dp.tracing.jaxpr import Callers, Source, trace_sources
+from research_dp.tracing.jaxpr import Callers, Source, mixing_operation, trace_sources
 from research_dp.types import PyTree
 
 # Operations that only move numbers: the same bits wherever they are done.
@@ -92,31 +91,41 @@ class DeterministicStep(Step):
         return norm_by_blocks(grads, self.shardings.slices, shards, unknown_zero(step))
 
     def apply(
-        self, grads: PyTree, params: PyTree, state: TrainState, is_empty: jax.Array | None
+        self,
+        state: TrainState,
+        is_empty: jax.Array | None,
+        value: jax.Array,
+        grads: PyTree,
+        params: PyTree,
     ) -> tuple[PyTree, PyTree]:
         if is_empty is not None:  # in a branch, with which no choice of the old state is fused
-            apply = functools.partial(self.apply, grads, params, state, None)
+            apply = functools.partial(self.apply, state, None, value, grads, params)
             return lax.cond(is_empty, lambda: (params, state.opt_state), apply)
-        zero, slices = unknown_zero(state.step), self.shardings.slices
-        grads = jax.tree.map(tree_sum.without_negative_zero, grads)
-        arguments = fence(grads, zero), state.opt_state, params
-        try:  # under every strategy, on one device too
-            mixing = find_mixing_update(self.optimizer, infer_flat_sharding(slices, 2))
-        except UsageError:  # its state cannot be sharded, so that no strategy here shards it
-            mixing = None
-        if mixing is None:
-            update = functools.partial(apply_optimizer, self.optimizer)
-            return as_written(update, *arguments)(*arguments)
+        zero = unknown_zero(state.step)
+        grads = fence(jax.tree.map(tree_sum.without_negative_zero, grads), zero)
+        arguments = grads, state.opt_state, params, value
 
-        def run(program: ClosedJaxpr, arrays: list[jax.Array]) -> list[jax.Array]:
+        def update(grads: PyTree, opt_state: PyTree, params: PyTree, value: jax.Array) -> PyTree:
+            given: dict[str, Any] = {"value": value, "grad": grads}
+            return apply_optimizer(self.spec.optimizer, grads, opt_state, params, **given)
+
+        written = as_written(update, *arguments)
+        if mixing_operation(written.program) is None:
+            return written(*arguments)
+
+        def complete(zero: jax.Array, *arguments: PyTree) -> PyTree:
             # In a branch, which the compiler does not know to be taken: what surrounds it changes
-            # no operation in it. Results are shaped as gradients and state, the first arguments.
-            pairs = zip(arrays, program.out_avals, strict=False)
-            kept = [x if x.dtype == a.dtype else x.astype(a.dtype) for x, a in pairs]
-            return lax.cond(zero == 0, lambda: evaluate(program, fence(arrays, zero)), lambda: kept)
+            # no operation in it.
+            arguments = fence(arguments, zero)
+            _, opt_state, params, _ = arguments
+            return lax.cond(zero == 0, lambda: written(*arguments), lambda: (params, opt_state))
 
-        optimizer = on_shards(self.optimizer, slices, self._reduction, run)
-        return apply_optimizer(optimizer, *arguments)
+        # Each device computes all of it, of gathered arrays.
+        none = PartitionSpec()
+        mapped = jax.shard_map(
+            complete, mesh=self.config.mesh, in_specs=none, out_specs=none, check_vma=False
+        )
+        return mapped(zero, *arguments)
 
 
 def logical_shard_rows(spec: TrainSpec, devices: int, shards: int) -> np.ndarray:

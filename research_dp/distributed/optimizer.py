@@ -15,7 +15,7 @@ import optax
 from research_dp import argument_types as types
 from research_dp.argument_checks import checked
 from research_dp.distributed.sharding import by_path, path_name
-from research_dp.errors import UsageError, first_line
+from research_dp.errors import UsageError
 from research_dp.types import PyTree
 
 AboveOne = Annotated[float, types.Limit(lambda x: types.is_number(x) and x > 1, "a number above 1")]
@@ -41,7 +41,7 @@ AnOptimizer = Annotated[
 def apply_gradients(
     gradients: types.Numbers, parameters: types.Placeable, optimizer: AnOptimizer
 ) -> PyTree:
-    """Applies the optimizer to what this device has: replicated parameters, or its shards.
+    """Applies the optimizer.
 
     Args:
         gradients: The averaged gradients.
@@ -52,10 +52,15 @@ def apply_gradients(
 
 
 def apply_optimizer(
-    optimizer: optax.GradientTransformation, grads: PyTree, opt_state: PyTree, params: PyTree
+    optimizer: optax.GradientTransformation,
+    grads: PyTree,
+    opt_state: PyTree,
+    params: PyTree,
+    **extra: Any,
 ) -> tuple[PyTree, PyTree]:
     """One optimizer step: (new parameters, new optimizer state), dtypes kept.
 
+    `extra` are further arguments, for an optimizer that takes some (`value` and `grad` of a step).
     If the update fails for a state that `optimizer.init` would not make, UsageError says so.
     """
     flat = jax.tree_util.tree_leaves_with_path(grads)
@@ -64,7 +69,8 @@ def apply_optimizer(
             given = f"a gradient of shape {g.shape} for {path_name(path)} of shape {p.shape}"
             raise UsageError(f"the optimizer is given {given}.")
     try:
-        updates, new_state = optimizer.update(grads, opt_state, params)
+        update = optax.with_extra_args_support(optimizer).update
+        updates, new_state = update(grads, opt_state, params, **extra)
     except UsageError:
         raise
     except Exception as error:  # a wrong state raises anything: it is looked for afterwards
@@ -91,9 +97,7 @@ def check_state(opt_state: PyTree, expected: PyTree, advice: str) -> None:
             )
         shape = np.shape(given[name])
         if shape != (right := by_name[name].shape):
-            raise UsageError(
-                f"opt_state {name} has shape {shape} on a device, not {right}. {advice}"
-            )
+            raise UsageError(f"opt_state {name} has shape {shape}, not {right}. {advice}")
 
 
 class MasterState(NamedTuple):
@@ -113,51 +117,42 @@ def with_master_weights(optimizer: optax.GradientTransformation) -> optax.Gradie
     def init(params: PyTree) -> MasterState:
         return MasterState(params, optimizer.init(params))
 
-    def update(grads: PyTree, state: Any, params: PyTree = None) -> tuple[PyTree, MasterState]:
+    inner_update = optax.with_extra_args_support(optimizer).update
+
+    def update(
+        grads: PyTree, state: Any, params: PyTree = None, **extra: Any
+    ) -> tuple[PyTree, MasterState]:
         wide = jax.tree.map(lambda g, m: g.astype(m.dtype), grads, state.master)
-        updates, inner = optimizer.update(wide, state.inner, state.master)
+        updates, inner = inner_update(wide, state.inner, state.master, **extra)
         master = optax.apply_updates(state.master, updates)
         # Added to the rounded parameters, these make them the rounding of the new ones.
         steps = jax.tree.map(lambda m, p: m - p.astype(m.dtype), master, params)
         return steps, MasterState(master, inner)
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def map_state(
-    optimizer: optax.GradientTransformation,
     function: Callable[[Any, Any], Any],
     opt_state: PyTree,
     shardings: PyTree,
     others: Callable[[Any], Any] = lambda x: x,
 ) -> PyTree:
-    """Maps over an optimizer's state (or its like), each array with its parameter's sharding.
+    """Maps over an optimizer's state, or its like, each array with its parameter's sharding.
 
-    `function` is (array, sharding) -> anything, for what `init` makes of a parameter; `others` is
-    for what belongs to no parameter, such as counts. Raises UsageError if optax cannot tell them
-    apart, for `init` computes with its parameters.
+    An array belongs to the parameter whose path its own ends with: `function` is (array, sharding)
+    -> anything. `others` is for what belongs to none, and for integers alone, such as counts.
     """
-    try:
-        by_array = optax.tree.map_params(
-            optimizer,
-            lambda x, p: x if isinstance(x, optax.MaskedNode) else p,  # left to another part
-            opt_state,
-            shardings,
-            transform_non_params=lambda _: None,
-            is_leaf=lambda x: isinstance(x, optax.MaskedNode),
-        )
-    except Exception as error:
-        raise UsageError(
-            "the optimizer's state does not show which array belongs to which parameter, so it "
-            f"cannot be sharded (optax.tree.map_params: {type(error).__name__}: "
-            f"{first_line(error)})."
-        ) from error
-    return jax.tree.map(
-        lambda p, x: jax.tree.map(others, x) if p is None else function(x, p),
-        by_array,
-        opt_state,
-        is_leaf=lambda p: p is None,
-    )
+    by_name = {p.path: p for p in jax.tree.leaves(shardings)}
+
+    def one(keys: Any, x: Any) -> Any:
+        names = path_name(keys).split("/")
+        ends = ("/".join(names[i:]) for i in range(len(names) + 1))
+        p = next((by_name[end] for end in ends if end in by_name), None)
+        is_count = x.shape == () and not jnp.issubdtype(x.dtype, jnp.inexact)
+        return others(x) if p is None or is_count else function(x, p)
+
+    return jax.tree_util.tree_map_with_path(one, opt_state)
 
 
 class LossScaleState(NamedTuple):

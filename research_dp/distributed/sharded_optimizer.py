@@ -1,4 +1,4 @@
-"""Optimizers applied to shards: their state as slices, and the proof that they are elementwise.
+"""Optimizers applied to slices inside a map: their state, and whether they are elementwise.
 
 Full state has its parameters' shapes, as `transform.init(parameters)` and checkpoints have it. An
 array as slices is flat and padded, its last dim sharded over the mesh axes of a group.
@@ -7,7 +7,7 @@ array as slices is flat and padded, its last dim sharded over the mesh axes of a
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from types import FunctionType, MethodType, ModuleType
 from typing import Annotated, Any
 
@@ -20,10 +20,12 @@ from research_dp.argument_types import Arrays, AxisName, Count, Shapes, Transfor
 from research_dp.distributed import buckets
 from research_dp.distributed.collectives import Axes, flat_axes
 from research_dp.distributed.optimizer import apply_optimizer, check_state, map_state
-from research_dp.distributed.sharding import LeafSharding, by_path, infer_flat_sharding, path_name
+from research_dp.distributed.sharding import LeafSharding, infer_flat_sharding
 from research_dp.errors import UsageError, first_line
-from research_dp.tracing.elementwise import REPLICATED, Dependence, elementwise, find_mixing
+from research_dp.tracing.jaxpr import mixing_operation, operations
 from research_dp.types import PyTree
+
+_OTHER = "Give the state of this `transform` and these parameters."
 
 
 @checked
@@ -75,18 +77,39 @@ class OptaxAdapter:
         many shards, or goes by the shape of a parameter (factored moments).
         """
         shardings = infer_flat_sharding(parameters, shards)
-        unsharded = jax.eval_shape(self.transform.init, parameters)
-        given, state = unsharded, self.state
-        if state is None:
-            slices = jax.tree.map(_local_part, parameters, shardings)
-            given, state = None, jax.eval_shape(self.transform.init, slices)
+        params = jax.tree.map(_abstract, shardings)
+        slices = jax.tree.map(_local_part, params, shardings)
+        unsharded = jax.eval_shape(self.transform.init, params)
+        state = jax.eval_shape(self.transform.init, slices) if self.state is None else self.state
         check_state(
             state,
-            map_state(self.transform, _local_part, unsharded, shardings),
+            expected := map_state(_local_part, unsharded, shardings),
             f"Lay it out for {shards} devices by slice_state and slice_specs; an optimizer whose "
             "state goes by a parameter's shape cannot be split.",
         )
-        _refuse(find_mixing_update(self.transform, shardings, given), shards)
+        if shards > 1:
+            _refuse(self._mixing((params, unsharded), (slices, expected)), shards)
+
+    def _mixing(self, *of_arrays: tuple[PyTree, PyTree]) -> str | None:
+        """Why updates of unsharded arrays and of slices differ; parameters and state of either."""
+
+        def update(params: PyTree, state: PyTree) -> PyTree:
+            return self.transform.update(params, state, params)
+
+        try:
+            full, local = (jax.make_jaxpr(update)(*given) for given in of_arrays)
+        except UsageError:  # an own one says what is wrong
+            raise
+        except Exception as error:
+            raise UsageError(
+                "the optimizer's update fails; it is called with gradients, state and parameters, "
+                f"and nothing else: {type(error).__name__}: {first_line(error)}"
+            ) from error
+        if any(jax.numpy.size(x) > 1 for x in full.consts):
+            return "an array that is not sharded with the parameter"
+        is_same = operations(full) == operations(local)
+        differs = None if is_same else "its program depends on the shape of a parameter"
+        return mixing_operation(full) or differs
 
 
 def check_slice_axes(name: str, group: str | Sequence[str]) -> Axes:
@@ -117,7 +140,8 @@ def slice_state(transform: Transform, state: PyTree, parameters: Shapes, shards:
         cut = p.flat and x.shape == p.shape
         return buckets.flatten_padded(x, p.axis_size).reshape(p.split_shape) if cut else x
 
-    return map_state(transform, one, state, infer_flat_sharding(parameters, shards))
+    check_state(state, jax.eval_shape(transform.init, parameters), _OTHER)
+    return map_state(one, state, infer_flat_sharding(parameters, shards))
 
 
 @checked
@@ -138,7 +162,11 @@ def unsharded_state(
         check_slice_axes(f"sharding of the optimizer state of {p.path}", axes)
         return buckets.unflatten(x, p.shape)
 
-    return map_state(transform, one, state, infer_flat_sharding(parameters, shards))
+    sliced = jax.eval_shape(
+        lambda params: slice_state(transform, transform.init(params), params, shards), parameters
+    )
+    check_state(state, sliced, _OTHER)
+    return map_state(one, state, infer_flat_sharding(parameters, shards))
 
 
 @checked
@@ -156,57 +184,7 @@ def slice_specs(transform: Transform, parameters: Shapes, axis: AxisName, shards
 
     state = jax.eval_shape(transform.init, parameters)
     shardings = infer_flat_sharding(parameters, shards)
-    return map_state(transform, one, state, shardings, lambda _: PartitionSpec())
-
-
-def find_mixing_update(
-    optimizer: optax.GradientTransformation, shardings: PyTree, opt_state: PyTree = None
-) -> str | None:
-    """Finds why an optimizer cannot be applied to shards, as `find_mixing`; None: it can.
-
-    Traces its update, and computes nothing. `opt_state` has shapes and dtypes of its unsharded
-    state; None: `init` makes it of the shards.
-    """
-    params = jax.tree.map(_abstract, shardings)
-    state = jax.eval_shape(optimizer.init, params) if opt_state is None else opt_state
-    state = jax.tree.map(_abstract, state)
-
-    def update(grads: PyTree, params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
-        state = optimizer.init(params) if opt_state is None else state
-        return optimizer.update(grads, state, params)
-
-    def depends_on(x: Any, p: LeafSharding) -> Dependence:
-        return elementwise(p.path) if p.dim is not None and x.shape == p.shape else REPLICATED
-
-    try:
-        program = jax.make_jaxpr(update)(params, params, state)
-    except UsageError:  # an own one says what is wrong
-        raise
-    except Exception as error:
-        raise UsageError(
-            "the optimizer's update fails; it is called with gradients, state and parameters, and "
-            f"nothing else: {type(error).__name__}: {first_line(error)}"
-        ) from error
-    if all(p.dim is None for p in jax.tree.leaves(shardings)):
-        return None
-
-    shards, shard_state = local_state(optimizer, shardings, params, state)
-    labels = jax.tree.map(depends_on, params, shardings)
-    state_labels = map_state(optimizer, depends_on, state, shardings, lambda _: REPLICATED)
-    return find_mixing(
-        program,
-        jax.tree.leaves((labels, labels, state_labels)),
-        jax.tree.leaves((labels, state_labels)),
-        on_shards=lambda: jax.make_jaxpr(update)(shards, shards, shard_state),
-    )
-
-
-def local_state(
-    optimizer: optax.GradientTransformation, shardings: PyTree, params: PyTree, state: PyTree
-) -> tuple[PyTree, PyTree]:
-    """Abstract shards of unsharded parameters, and of an optimizer's unsharded state."""
-    shards = jax.tree.map(_local_part, params, shardings)
-    return shards, map_state(optimizer, _local_part, state, shardings)
+    return map_state(one, state, shardings, lambda _: PartitionSpec())
 
 
 def _abstract(x: Any) -> jax.ShapeDtypeStruct:
@@ -219,51 +197,28 @@ def _local_part(x: Any, p: LeafSharding) -> Any:
     return jax.ShapeDtypeStruct(p.local_shape if x.shape == p.shape else x.shape, x.dtype)
 
 
-def check_elementwise(
-    optimizer: Any,
-    shardings: Mapping[str, LeafSharding],
-    tree: Callable[[Mapping[str, Any]], PyTree],
-) -> None:
+def check_elementwise(optimizer: Any, slices: PyTree, shards: int) -> None:
     """Refuses an object with `apply_gradients` that mixes elements of the slices it is applied to.
 
-    A copy of the object is traced. Its state is the arrays that it has, also in attributes of its
-    attributes. Those of a slice's shape are slices; abstract unsharded arrays replace them in the
-    program for unsharded parameters. `tree` makes of arrays by path the tree that it is given.
+    A copy of the object is traced, which shares its arrays.
     """
     if getattr(optimizer, "elementwise", False):
         return
-    slices = {name: _local_part(p, p) for name, p in shardings.items()}
+
+    def apply(gradients: PyTree, parameters: PyTree) -> PyTree:
+        own = copy.deepcopy(optimizer, {id(x): x for x in _parts(optimizer)})
+        new = own.apply_gradients(gradients, parameters)
+        return new, [x for x in _parts(own) if isinstance(x, jax.Array)]
+
     try:
-        shared = [x for _, x in _parts(optimizer)]
-        shapes = {x.shape for x in slices.values()}
-        state = [(path, x) for path, x in _arrays(optimizer) if x.shape in shapes]
-
-        def apply(gradients: Any, parameters: Any, values: Sequence[Any]) -> tuple[Any, Any]:
-            memo = {id(x): x for x in shared}
-            memo |= {id(x): value for (_, x), value in zip(state, values, strict=True)}
-            own = copy.deepcopy(optimizer, memo)
-            new = own.apply_gradients(tree(gradients), tree(parameters))
-            return [x for _, x in sorted(by_path(new).items())], [x for _, x in _arrays(own)]
-
-        def program(parameters: Mapping[str, Any], values: Sequence[Any]) -> Any:
-            given = (dict(parameters), dict(parameters), values)
-            return jax.make_jaxpr(apply)(*jax.tree.map(_abstract, given))
-
-        traced = program(shardings, [_unsharded(path, x, shardings) for path, x in state])
+        mixing = mixing_operation(jax.make_jaxpr(apply)(slices, slices))
     except Exception as error:
         raise UsageError(
             f"the optimizer, a {type(optimizer).__name__}, could not be checked before it is "
             f"applied to slices: {type(error).__name__}: {first_line(error)}. If each element is "
             "updated by itself, set its attribute elementwise = True."
         ) from error
-    labels = [elementwise(name) for name in slices]
-    mixing = find_mixing(
-        traced,
-        [*labels, *labels, *(elementwise() for _ in state)],
-        labels,
-        on_shards=lambda: program(slices, [x for _, x in state]),
-    )
-    _refuse(mixing, next(iter(shardings.values())).axis_size)
+    _refuse(mixing, shards)
 
 
 def _refuse(mixing: str | None, shards: int) -> None:
@@ -274,32 +229,13 @@ def _refuse(mixing: str | None, shards: int) -> None:
         )
 
 
-def _parts(x: Any, prefix: str = "", seen: dict[int, Any] | None = None) -> Iterator[Any]:
-    """(path, part) of what a copy of an object shares with it: its arrays, devices and meshes."""
+def _parts(x: Any, seen: dict[int, Any] | None = None) -> Iterator[Any]:
+    """What a copy of an object shares with it: its arrays, devices and meshes."""
     seen = {} if seen is None else seen
-    for keys, leaf in jax.tree_util.tree_leaves_with_path(x):
-        path = f"{prefix}/{path_name(keys)}".strip("/")
+    for leaf in jax.tree.leaves(x):
         if isinstance(leaf, jax.Array | jax.Device | Mesh | Sharding):
-            yield path, leaf
+            yield leaf
         elif id(leaf) not in seen and not isinstance(leaf, type | ModuleType | FunctionType):
             seen[id(leaf)] = leaf
             inner = leaf.__self__ if isinstance(leaf, MethodType) else leaf.__getstate__()
-            yield from _parts(inner, path, seen)
-
-
-def _arrays(x: Any) -> list[tuple[str, jax.Array]]:
-    return [(path, leaf) for path, leaf in _parts(x) if isinstance(leaf, jax.Array)]
-
-
-def _unsharded(path: str, x: jax.Array, shardings: Mapping[str, LeafSharding]) -> Any:
-    """What replaces a slice that an optimizer keeps: an abstract array of its parameter's shape.
-
-    Parameters of different shapes may have slices of its shape; the end of its path then decides.
-    """
-    shapes = {name: p.shape for name, p in shardings.items() if p.local_shape == x.shape}
-    names = list(shapes)
-    if len(set(shapes.values())) > 1:
-        names = [name for name in shapes if f"/{path}".endswith(f"/{name}")]
-        if not names:
-            raise ValueError(f"its array {path} {x.shape} may be a slice of any of {shapes}")
-    return jax.ShapeDtypeStruct(shapes[max(names, key=len)], x.dtype)
+            yield from _parts(inner, seen)

@@ -174,6 +174,11 @@ class LeafSharding:
         return math.prod(self.local_shape) * self.dtype.itemsize
 
 
+def is_sharded(shardings: PyTree) -> bool:
+    """Whether an array of a tree of `LeafSharding`s is sharded."""
+    return any(p.dim is not None for p in jax.tree.leaves(shardings))
+
+
 def shardings_like(parameter: str) -> argument_types.Leaves:
     """The kind of a tree of `LeafSharding`s at the paths of the tree given as `parameter`."""
     description = "LeafShardings of infer_sharding"

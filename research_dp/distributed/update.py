@@ -12,14 +12,22 @@ from typing import Annotated, Any, cast
 import gin
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
 
 from research_dp import argument_types
 from research_dp.argument_checks import checked
 from research_dp.argument_types import AxisNames, Number, Numbers, Placeable, TracedNorm, path_name
-from research_dp.distributed import buckets, sharded_optimizer, sharding
-from research_dp.distributed.collectives import PLAIN, Axes, Reduction, axes_size, flat_axes, takes
+from research_dp.distributed import buckets, placement, sharded_optimizer, sharding
+from research_dp.distributed.collectives import (
+    PLAIN,
+    Axes,
+    Reduction,
+    axes_size,
+    cast_dtype,
+    flat_axes,
+    takes,
+)
 from research_dp.distributed.gradient_sync import averaged_axes, local_gradient, mean_shards
-from research_dp.distributed.mesh import FSDP_AXIS
 from research_dp.distributed.norms import clip_factor, norm_of_blocks
 from research_dp.distributed.optimizer import AnOptimizer
 from research_dp.distributed.sharded_optimizer import OptaxAdapter
@@ -67,8 +75,8 @@ def step_on_shards(
     return buckets.gather_tree(new, layout, reduction, **options), norm
 
 
-@gin.register(module="distributed", denylist=["shardings", "averaged"])
-@takes("reduction", "shardings", "averaged")
+@gin.register(module="distributed", denylist=["shardings", "mesh"])
+@takes("reduction", "shardings", "mesh")
 @checked
 def fsdp_apply_gradients(
     gradients: Numbers,
@@ -84,8 +92,9 @@ def fsdp_apply_gradients(
     pre_divide: bool = False,
     loss: Number | None = None,
     reduction: Reduction = PLAIN,
+    gather_dtype: argument_types.Dtype | None = None,
     shardings: Annotated[PyTree, shardings_like("gradients")] | None = None,
-    averaged: bool = False,
+    mesh: Mesh | None = None,
 ) -> PyTree:
     """One optimizer step whose gradients and optimizer state are sharded over devices.
 
@@ -115,10 +124,12 @@ def fsdp_apply_gradients(
         pre_divide: Divide before the sum: in float16, eight times 10000 is inf.
         loss: The loss that was differentiated; needed as in `sync_gradients`.
         reduction: The collectives.
-        shardings: A strategy's own `LeafSharding`s over axis `fsdp`, instead of flat shards; the
-            strategy also decides `max_norm`, `loss` and the groups.
-        averaged: Whether `gradients` are shards of the mean already, as of `scatter_gradients`;
-            then without `dtype` and `pre_divide`.
+        gather_dtype: In a strategy, dtype in which parameters are gathered: they have it between
+            steps (the strategy's `param_dtype`), and the shards that are updated stay wide.
+        shardings: As slot `update` of a strategy, outside of any map: the `LeafSharding`s of
+            `gradients`, global arrays, which are averages already. The optimizer is any; the
+            strategy also decides `max_norm`, `loss`, `dtype`, `pre_divide` and the groups.
+        mesh: That of `shardings`.
 
     Returns:
         The parameters, dtypes and structure kept; with `max_norm` a pair of them and the mean
@@ -136,38 +147,59 @@ def fsdp_apply_gradients(
     def tree(leaves: Mapping[str, Any]) -> PyTree:
         return jax.tree_util.tree_map_with_path(lambda path, _: leaves[path_name(path)], gradients)
 
-    if shardings is None:
-        fsdp, axes = _groups(fsdp_group, dp_group)
-        grads = _local_gradients(gradients, by_name, loss, axes, **wire)
-        params = {name: jnp.asarray(by_name[name]) for name in grads}
-        layout = sharding.infer_flat_sharding(params, axes_size(fsdp))
-        _check_optimizer(optimizer, layout, params, tree, axes_size(fsdp))
-        dtypes = {name: x.dtype for name, x in params.items()}
-    else:
-        axes = tuple(axis for axis in bound_axes() if axes_size((axis,)) > 1)
-        fsdp = tuple(axis for axis in axes if axis == FSDP_AXIS)
+    options: dict[str, Any] = {"reduction": reduction, "bucket_bytes": communication_size}
+    if shardings is not None:
         groups = {"fsdp_group": fsdp_group, "dp_group": dp_group, "loss": loss}
         _refuse(groups, "a strategy knows its axes and its loss; leave it None")
         _refuse({"max_norm": max_norm}, "a strategy clips by its own max_grad_norm; leave it None")
-        grads, layout, dtypes = by_path(gradients), by_path(shardings), {}
-        params = {name: jnp.asarray(by_name[name]) for name in grads}
-    if averaged and axes:
-        why = "`averaged` gradients are not summed again; bind it to the function of `sync`"
-        _refuse(wire, why)
+        _refuse(wire, "gradients are averages already; bind it to the function of `sync`")
+        assert mesh is not None
+        if any(x.dtype != cast_dtype(x.dtype, gather_dtype) for x in by_name.values()):
+            why = "parameters are wider; bind the strategy's param_dtype to it"
+            _refuse({"gather_dtype": gather_dtype}, why)
+        return _on_slices(gradients, parameters, optimizer, shardings, mesh, **options)
+    _refuse({"gather_dtype": gather_dtype}, "without a strategy nothing keeps wide parameters")
+    fsdp, axes = _groups(fsdp_group, dp_group)
+    grads = _local_gradients(gradients, by_name, loss, axes, **wire)
+    params = {name: jnp.asarray(by_name[name]) for name in grads}
+    layout = sharding.infer_flat_sharding(params, axes_size(fsdp))
+    _check_optimizer(optimizer, layout, params, tree, axes_size(fsdp))
 
     def apply(grads: Arrays, shards: Arrays) -> Arrays:
-        grads = {name: g.astype(dtypes.get(name, g.dtype)) for name, g in grads.items()}
+        grads = {name: g.astype(params[name].dtype) for name, g in grads.items()}
         return by_path(optimizer.apply_gradients(tree(grads), tree(shards)))
 
-    if not averaged:
-        sums: dict[str, Any] = {**wire, "bucket_bytes": communication_size}
-        grads = mean_shards(grads, layout, fsdp, axes, reduction, **sums)
-    options: dict[str, Any] = {"reduction": reduction, "bucket_bytes": communication_size}
+    sums: dict[str, Any] = {**wire, "bucket_bytes": communication_size}
+    grads = mean_shards(grads, layout, fsdp, axes, reduction, **sums)
     full, norm = step_on_shards(grads, params, layout, apply, fsdp, max_norm, **options)
     result = jax.tree_util.tree_map_with_path(
         lambda path, p: full.get(path_name(path), p), parameters
     )
     return result if norm is None else (result, norm)
+
+
+def _on_slices(
+    gradients: PyTree,
+    parameters: PyTree,
+    optimizer: AnOptimizer,
+    shardings: PyTree,
+    mesh: Mesh,
+    **options: Any,
+) -> PyTree:
+    """The update of global arrays, each device's own part of it, and the gathered parameters."""
+    if not sharding.is_sharded(shardings):
+        return optimizer.apply_gradients(gradients, parameters)
+    specs, full = jax.tree.map(lambda p: p.spec, shardings), PartitionSpec()
+    slices = jax.lax.with_sharding_constraint(parameters, placement.shardings(mesh, specs))
+
+    def gathered(new: PyTree, old: PyTree) -> PyTree:
+        return buckets.gather_tree(new, shardings, into=old, **options)
+
+    # Gathered as written: a compiler joins the gathers, and has memory for all at once.
+    gather = jax.shard_map(
+        gathered, mesh=mesh, in_specs=(specs, full), out_specs=full, check_vma=False
+    )
+    return gather(optimizer.apply_gradients(gradients, slices), parameters)
 
 
 @checked
@@ -208,7 +240,8 @@ def _check_optimizer(
     if getattr(type(optimizer), "apply_gradients", None) is OptaxAdapter.apply_gradients:
         cast(OptaxAdapter, optimizer).check_slices(tree(params), devices)
     elif devices > 1 and layout:
-        sharded_optimizer.check_elementwise(optimizer, layout, tree)
+        slices = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.local_shape, p.dtype), layout)
+        sharded_optimizer.check_elementwise(optimizer, tree(slices), devices)
 
 
 def _groups(fsdp_group: Group, dp_group: Group) -> tuple[Axes, Axes]:

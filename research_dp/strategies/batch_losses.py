@@ -20,9 +20,9 @@ from research_dp.distributed.mesh import batch_devices, traced_for
 from research_dp.distributed.sharding import path_name
 from research_dp.distributed.units import Units
 from research_dp.errors import binding_error, first_line
-from research_dp.tracing.elementwise import Rules, interpret
 from research_dp.tracing.example_labels import SAME, SPOILT, Examples
 from research_dp.tracing.example_mixing import ExampleRules
+from research_dp.tracing.interpreter import interpret
 
 if TYPE_CHECKING:
     from research_dp.strategies.strategy import Strategy
@@ -96,8 +96,7 @@ def _judge(strategy: Strategy, train: bool, number: int) -> Finding | None:
         rules = ExampleRules(rows, unit, strategy.batch_axes)
         own = len(jax.tree.leaves((state.params, state.model_state)))
         arguments = [SAME] * own + [Examples("rows", 0)] * (len(program.in_avals) - own)
-        interpreted = Rules(rules.apply, rules.of_constant, rules.called)
-        labels = interpret((program, program), arguments, interpreted)
+        labels = interpret(program, arguments, rules)
     except Exception as error:  # the model's own code may raise anything, and the run goes on
         reason = f"{type(error).__name__} for {rows} examples: {first_line(error)}"
         return Finding("unknown", f"{_UNDECIDED} ({mode}): {reason}")

@@ -20,7 +20,7 @@ from research_dp.distributed.mesh import DATA_AXIS, FSDP_AXIS, refuse_several_pr
 from research_dp.distributed.sharding import replicated
 from research_dp.errors import UsageError, binding_error
 from research_dp.strategies import slots, state, strategy
-from research_dp.strategies.step import Step
+from research_dp.strategies.step import Gradients, Step
 from research_dp.strategies.strategy import Strategy, StrategyConfig, TrainSpec
 from research_dp.strategies.tuning import tuned
 from research_dp.types import PyTree
@@ -34,11 +34,11 @@ Program = tuple[Step, strategy.StateShardings, strategy.TrainState, state.BatchL
 @gin.register(module="strategies")
 @checked
 def mapped(config: StrategyConfig, spec: TrainSpec) -> Strategy:
-    """`shard_map`: the step is one device's program, every collective written out by the slots.
+    """`shard_map`: gradients by one device's program, every collective written out by the slots.
 
     Replication is not tracked (`check_vma=False`): gradients of replicated parameters are this
-    device's own until `sync` averages them, once. An optimizer that cannot be applied to shards is
-    a UsageError.
+    device's own until `sync` averages them, once. The optimizer is applied to global arrays, after
+    the map.
     """
     by_use = config.gather is not None and config.reshard_after_forward
     config = tuned(config, gathers_units=by_use and bool(spec.model.units))
@@ -51,12 +51,19 @@ def mapped(config: StrategyConfig, spec: TrainSpec) -> Strategy:
     step, _, abstract, batch = program = _program(config, spec)
     state_specs = jax.tree.map(lambda x: x.sharding.spec, abstract)
     on_mesh = functools.partial(jax.shard_map, mesh=config.mesh, check_vma=False)
-    rows, eval_rows, none = batch.sharding.spec, batch.eval_sharding.spec, PartitionSpec()
-    train = on_mesh(step.train, in_specs=(state_specs, rows), out_specs=(state_specs, none))
+    rows, eval_rows = batch.sharding.spec, batch.eval_sharding.spec
+    none: Any = PartitionSpec()
+    slices = jax.tree.map(lambda p: p.spec, step.slices)
+    given = Gradients(slices, *(none,) * 4, state_specs.model_state, state_specs.slots)
+    reads = state_specs._replace(opt_state=())
+    gradients = on_mesh(step.gradients, in_specs=(reads, rows), out_specs=given)
+
+    def train(state: strategy.TrainState, batch: strategy.PlacedBatch) -> Any:
+        return step.update(state, gradients(state._replace(opt_state=()), batch))
+
     read = _read_in_evaluation(state_specs), eval_rows
     evaluate = jax.jit(on_mesh(step.evaluate, in_specs=read, out_specs=none))
-    options = _compiler_options(config)
-    train_step = jax.jit(_of_placed(train), donate_argnums=0, compiler_options=options)
+    train_step = _jitted(config, abstract)(_of_placed(train))
     return _strategy(config, program, train_step=train_step, evaluate=evaluate)
 
 
@@ -85,12 +92,8 @@ def compiled(config: StrategyConfig, spec: TrainSpec) -> Strategy:
     if config.prefetch:
         raise binding_error("data_parallel.prefetch", " = True: the compiler gathers. Bind False.")
     step, _, abstract, _ = program = _program(config, spec, on_global_arrays=True)
-    state_shardings = jax.tree.map(lambda x: x.sharding, abstract)
-    outs = state_shardings, NamedSharding(config.mesh, PartitionSpec())
-    options = _compiler_options(config)
-    jit = functools.partial(jax.jit, donate_argnums=0, compiler_options=options)
-    train_step = jit(_of_placed(step.train), out_shardings=outs)
-    evaluate = jax.jit(step.evaluate, out_shardings=outs[1])
+    train_step = _jitted(config, abstract)(_of_placed(step.train))
+    evaluate = jax.jit(step.evaluate, out_shardings=_replicated(config))
     return _strategy(config, program, train_step=train_step, evaluate=evaluate)
 
 
@@ -175,9 +178,23 @@ def _program(config: StrategyConfig, spec: TrainSpec, *, on_global_arrays: bool 
         seen, axes = shardings._replace(slices=replicated(shardings.slices)), ()
         gather = config.shard and functools.partial(config.gather or gather_params, mesh=mesh)
         config_seen = dataclasses.replace(config, gather=gather)
-    optimizer = state.optimizer_for(config, spec, seen.slices, abstract)
-    step = (exact.DeterministicStep if exact else Step)(config_seen, spec, seen, axes, optimizer)
+    state.check_optimizer(spec, abstract)
+    kind = exact.DeterministicStep if exact else Step
+    step = kind(config_seen, spec, seen, axes, shardings.slices)
     return step, shardings, abstract, state.BatchLayout(mesh, spec, config.reduction)
+
+
+def _jitted(config: StrategyConfig, abstract: strategy.TrainState) -> Callable[..., Any]:
+    """`jax.jit` for a training step: the new state takes the old one's memory and shardings."""
+    outs = jax.tree.map(lambda x: x.sharding, abstract), _replicated(config)
+    options = _compiler_options(config)
+    return functools.partial(
+        jax.jit, donate_argnums=0, out_shardings=outs, compiler_options=options
+    )
+
+
+def _replicated(config: StrategyConfig) -> NamedSharding:
+    return NamedSharding(config.mesh, PartitionSpec())
 
 
 def _read_in_evaluation(state: Any) -> strategy.TrainState:

@@ -17,9 +17,8 @@ _MOST_SCALE, _MOST_SCALE_F16 = 1e12, 1e5
 
 
 class Applied(NamedTuple):
-    """What one step of the optimizer has besides new parameters."""
+    """What one step of the optimizer is told of its gradients."""
 
-    opt_state: PyTree
     norm: jax.Array  # global L2 norm of the scaled gradients, before clipping; 0-d float32
     nonfinite: jax.Array  # float32 (leaves,), above 0 where a gradient is not finite
 

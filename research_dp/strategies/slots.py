@@ -7,9 +7,8 @@ What else a strategy decides comes by keyword, to functions that declare it by `
 
     reduction: The strategy's collectives (`Reduction`); `gather`, `sync`, `update`.
     shardings: `LeafSharding`s of gradients and optimizer state; `sync`, `update`.
-    averaged: Whether `sync` has averaged the gradients; if False, `update` averages them.
     rows: Row indices: only these rows of a feature-sharded table are returned; `gather`.
-    mesh: Over which the compiler gathers global arrays, in engine `compiled`; `gather`.
+    mesh: Over which global arrays are sharded; `update`, and `gather` in engine `compiled`.
     units, on_decision: See `shard_params`; `shard`.
 
 `sync` and `update` may carry state, as Optax transforms do: see `Stateful`.
@@ -21,10 +20,13 @@ runs reports the sentence in place of a difference.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+import gin
 import jax
 import jax.numpy as jnp
 
@@ -67,10 +69,13 @@ class Sync(Protocol):
 
 
 class Update(Protocol):
-    """Applies the optimizer; e.g. `apply_gradients`, `fsdp_apply_gradients`."""
+    """Applies the optimizer; e.g. `apply_gradients`, `fsdp_apply_gradients`.
+
+    It is called outside of the map, with global arrays: no mesh axis is bound.
+    """
 
     def __call__(self, gradients: PyTree, parameters: PyTree, optimizer: Any) -> PyTree:
-        """(gradients, parameters, object with `apply_gradients`) -> new parameters."""
+        """(averaged gradients, parameters, object with `apply_gradients`) -> new parameters."""
 
 
 @runtime_checkable
@@ -78,7 +83,8 @@ class Stateful(Protocol):
     """A slot with state: an object with these methods in place of a function.
 
     `differs_over` are the mesh axes over which the state differs from device to device; () if it is
-    the same on all. The state is then a global array with a leading dim for those axes.
+    the same on all, as that of `update` is. The state is then a global array with a leading dim for
+    those axes.
     """
 
     differs_over: tuple[str, ...]
@@ -101,6 +107,37 @@ def options_of(slot: Any, offered: Mapping[str, Any]) -> dict[str, Any]:
     function = slot.apply if isinstance(slot, Stateful) else slot
     taken = attribute(function, "takes") or ()
     return {name: value for name, value in offered.items() if name in taken}
+
+
+def bound_value(slot: Callable[..., Any] | Stateful | None, name: str) -> Any:
+    """The value of a parameter of a slot's function: bound with gin, or its default.
+
+    Raises:
+        NotImplementedError: The function is in a gin scope of its own.
+    """
+    if isinstance(slot, Stateful):
+        return getattr(slot, name, None)
+    parameter = slot and inspect.signature(slot).parameters.get(name)
+    if slot is None or parameter is None:
+        return None
+    default = None if parameter.default is parameter.empty else parameter.default
+    if isinstance(slot, functools.partial):
+        if name in slot.keywords:
+            return slot.keywords[name]
+        slot = slot.func
+    if _is_registered(slot):
+        return gin.get_bindings(slot).get(name, default)
+    if _is_registered(inspect.unwrap(slot, stop=_is_registered)):
+        raise NotImplementedError(f"{slot.__name__}: in a gin scope of its own")
+    return default
+
+
+def _is_registered(function: Callable[..., Any]) -> bool:
+    try:
+        gin.get_bindings(function)
+    except ValueError:
+        return False
+    return True
 
 
 def attribute(slot: Any, name: str) -> Any:
@@ -138,6 +175,9 @@ def stateful(config: StrategyConfig) -> dict[str, Stateful]:
 def devices_over(config: StrategyConfig, name: str, slot: Stateful) -> int:
     """On how many devices the state of a slot differs; UsageError for an unknown axis."""
     sizes = config.mesh.shape
+    if name == "update":
+        problem = ".differs_over: an update has global arrays, the same on all devices. Bind ()."
+        raise binding_error("data_parallel.update", problem)
     if unknown := [axis for axis in slot.differs_over if axis not in sizes]:
         problem = f".differs_over has axis {unknown[0]!r}; the axes are {list(sizes)}."
         raise binding_error(f"data_parallel.{name}", problem)
@@ -176,12 +216,10 @@ def call_in(
 
 
 class CalledOnce:
-    """The optimizer of one step, as `update` calls it with averaged gradients.
+    """The optimizer of one step, as `update` calls it.
 
     `apply` is (gradients, parameters) -> (new parameters, whatever `result` is to return).
     """
-
-    elementwise = True  # the engine has checked it (`state.check_optimizer`)
 
     def __init__(self, apply: Callable[[PyTree, PyTree], tuple[PyTree, Any]]):
         self._apply, self._results = apply, list[Any]()
@@ -239,8 +277,7 @@ def check_shapes(slot: str, what: str, tree: PyTree, like: PyTree) -> None:
 
 def refuse_no_sync(config: StrategyConfig) -> None:
     """Raises UsageError if several devices would each follow gradients of their own."""
-    averages = config.gather is None and "averaged" in options_of(config.update, {"averaged": None})
-    if config.sync is None and config.mesh.size > 1 and not averages:
+    if config.sync is None and config.mesh.size > 1:
         which = "replicated parameters" if config.gather else "parameters"
         raise binding_error(
             "data_parallel.sync",

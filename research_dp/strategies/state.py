@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from research_dp.argument_checks import as_numbers
@@ -18,11 +18,9 @@ from research_dp.distributed import placement, sharding
 from research_dp.distributed.boxed import is_box, names_of, value_of
 from research_dp.distributed.collectives import PLAIN, Reduction, cast_dtype, flat_axes
 from research_dp.distributed.mesh import BATCH_AXES, FSDP_AXIS, batch_devices, sizes_text
-from research_dp.distributed.optimizer import map_state
-from research_dp.distributed.optimizer_on_shards import Mixes, on_shards
-from research_dp.distributed.sharded_optimizer import find_mixing_update, local_state
+from research_dp.distributed.optimizer import apply_optimizer, map_state
 from research_dp.distributed.sharding import LeafSharding, ShardDecision, largest_dim, path_name
-from research_dp.errors import UsageError, binding_error
+from research_dp.errors import UsageError, binding_error, first_line
 from research_dp.strategies import slots, strategy
 from research_dp.strategies.frozen import MODEL_STATE, plain_name
 from research_dp.strategies.strategy import PlacedBatch, StrategyConfig, TrainSpec, TrainState
@@ -111,7 +109,7 @@ def infer_state_sharding(
         exact.check_model(config, spec, abstract)
     specs = jax.tree.map(lambda _: PartitionSpec(), abstract)._replace(
         params=jax.tree.map(lambda p: p.spec, params),
-        opt_state=_opt_state_specs(spec, abstract.opt_state, slices),
+        opt_state=_opt_state_specs(abstract.opt_state, slices),
     )
     for name, slot in slots.stateful(config).items():
         over = PartitionSpec(*[tuple(slot.differs_over)] if slot.differs_over else [])
@@ -174,51 +172,31 @@ def _param_shardings(config: StrategyConfig, spec: TrainSpec, params: PyTree) ->
     return jax.tree_util.tree_map_with_path(one, params, shards)
 
 
-def _opt_state_specs(spec: TrainSpec, opt_state: PyTree, slices: PyTree) -> PyTree:
-    if all(sharding.dim is None for sharding in jax.tree.leaves(slices)):
-        return jax.tree.map(lambda _: PartitionSpec(), opt_state)
-
+def _opt_state_specs(opt_state: PyTree, slices: PyTree) -> PyTree:
     def spec_of(leaf: Any, sharding: LeafSharding) -> PartitionSpec:
         # State of another shape than its parameter (factored moments, say) is replicated.
         return sharding.spec if leaf.shape == sharding.shape else PartitionSpec()
 
+    return map_state(spec_of, opt_state, slices, lambda _: PartitionSpec())
+
+
+def check_optimizer(spec: TrainSpec, state: TrainState) -> None:
+    """Raises UsageError if the update needs more than a step can give."""
+    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state.params)
+    apply = functools.partial(apply_optimizer, spec.optimizer)
+    value = jax.ShapeDtypeStruct((), np.float32)
     try:
-        return map_state(spec.optimizer, spec_of, opt_state, slices, lambda _: PartitionSpec())
-    except UsageError as error:
-        problem = f": {error} Use ddp, which keeps it replicated."
-        raise binding_error(f"{spec.gin_name}.optimizer", problem) from error
-
-
-def optimizer_for(
-    config: StrategyConfig, spec: TrainSpec, slices: PyTree, state: TrainState
-) -> optax.GradientTransformation:
-    """What the step applies: the optimizer, or the same on shards if it mixes their elements.
-
-    Its update is traced, and may use only gradients, state and parameters. `slices` are the
-    shardings as the step sees them. UsageError: the update mixes elements as no rule allows.
-    """
-    try:
-        mixing = find_mixing_update(spec.optimizer, slices, state.opt_state)
+        jax.eval_shape(apply, params, state.opt_state, params, value=value, grad=params)
     except UsageError as error:
         if error.binding:
             raise
         raise binding_error(f"{spec.gin_name}.optimizer", f": {error}") from error
-    if not mixing or config.reduction.exact_step:  # which gathers what is mixed
-        return spec.optimizer
-    optimizer = on_shards(spec.optimizer, slices, config.reduction)
-    try:
-        grads, opt_state = local_state(spec.optimizer, slices, state.params, state.opt_state)
-        axes: Any = {"axis_env": list(config.mesh.shape.items())}
-        jax.make_jaxpr(optimizer.update, **axes)(grads, opt_state, grads)
-    except Mixes as error:
-        sharded = [p for p in jax.tree.leaves(slices) if p.dim is not None]
+    except Exception as error:
         raise binding_error(
             f"{spec.gin_name}.optimizer",
-            f" mixes elements of a parameter ({error}), but strategy {config.name!r} applies it "
-            f"to shards (of {sharded[0].path} and {len(sharded) - 1} more). Use ddp, spmd or "
-            "spmd_fsdp, or research_dp.on_matrices in the update.",
+            ": its update fails; it is given gradients, state, parameters, `value` (the loss) and "
+            f"`grad`: {type(error).__name__}: {first_line(error)}",
         ) from error
-    return optimizer
 
 
 def _own(x: Any) -> Any:

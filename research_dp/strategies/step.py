@@ -1,7 +1,8 @@
 """One training step as every engine runs it, and one evaluation step.
 
-The functions here see what one device sees (`mapped`, `pmapped`, with mesh axes bound) or global
-arrays (`compiled`, without). An engine only wraps them.
+A step has two parts. `gradients` and `evaluate` see what one device sees (`mapped`, `pmapped`, with
+mesh axes bound) or global arrays (`compiled`, without). `update` always sees global arrays, so that
+any Optax transform runs as it is. An engine only wraps them.
 """
 
 from __future__ import annotations
@@ -14,10 +15,9 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from research_dp.distributed import overlap
+from research_dp.distributed import matrices, overlap
 from research_dp.distributed.batch_examples import split_over
 from research_dp.distributed.boxed import unboxed
 from research_dp.distributed.collectives import axes_size, cast_dtype
@@ -26,7 +26,7 @@ from research_dp.distributed.mesh import FSDP_AXIS, traced_for
 from research_dp.distributed.microbatch import add_up
 from research_dp.distributed.norms import clip_factor, global_norm
 from research_dp.distributed.optimizer import apply_gradients, apply_optimizer
-from research_dp.distributed.sharding import PART, STACK, unit_of
+from research_dp.distributed.sharding import PART, STACK, is_sharded, unit_of
 from research_dp.distributed.unit_order import Order
 from research_dp.distributed.units import Units
 from research_dp.strategies import slots, strategy
@@ -36,6 +36,18 @@ from research_dp.types import LossOutput, PyTree
 
 Sums = dict[str, jax.Array]
 Gathers = Literal["at use", "once a unit", "once"]
+
+
+class Gradients(NamedTuple):
+    """What a step computes of its batch: averages over all devices."""
+
+    grads: PyTree  # as `update` takes them
+    scale: jax.Array  # 0-d float32, that they are to be multiplied by
+    norm: jax.Array  # global L2 norm before scaling; 0-d float32
+    nonfinite: jax.Array  # float32 (leaves,), above 0 where a gradient is not finite
+    sums: Sums
+    model_state: PyTree
+    slots: PyTree
 
 
 class GradientPlan(NamedTuple):
@@ -53,14 +65,20 @@ class Step:
     spec: strategy.TrainSpec
     shardings: StateShardings  # as the step sees them
     axes: tuple[str, ...]  # that are bound and have several devices; () in the compiled engine
-    optimizer: optax.GradientTransformation  # the spec's, for what `shardings.slices` has
+    slices: PyTree  # `LeafSharding`s of gradients and optimizer state, as global arrays have them
     # Of each training loss that was traced: whether the weight of a batch is computed, maybe 0.
     weighted: list[bool] = dataclasses.field(default_factory=list)
 
     def train(self, state: TrainState, batch: PlacedBatch) -> tuple[TrainState, Sums]:
         """One step: the new state, and metrics; see `Strategy`."""
+        return self.update(state, self.gradients(state, batch))
+
+    def gradients(self, state: TrainState, batch: PlacedBatch) -> Gradients:
+        """What a step computes of its batch."""
         with self._split():
             grads, model_state, sums, slot_state = self.mean_gradients(state, batch)
+        slots.check_shapes("sync", "gradients", grads, self.shardings.slices)
+        norm, nonfinite = self.norm(grads, state.step)
         sums = self.sum_metrics(sums)
         # Losses were divided by the rows of a device's micro-batch; the true number of valid
         # items comes in here, once.
@@ -68,25 +86,39 @@ class Step:
         rows = batch.position.shape[1] * axes_size(self.axes)
         scale = jnp.where(count > 0, rows / jnp.where(count > 0, count, 1.0), 0.0)
         scale = scale / self.loss_scale(state)
+        return Gradients(grads, scale, norm, nonfinite, sums, model_state, slot_state)
+
+    def update(self, state: TrainState, given: Gradients) -> tuple[TrainState, Sums]:
+        """The new state, and metrics, of global arrays."""
+        count = given.sums["loss"][1]
         # Then nothing but the step's number changes.
         is_empty = (count <= 0) & jnp.isfinite(count) if any(self.weighted) else None
-        apply = functools.partial(self.apply_scaled, state, scale, is_empty)
-        optimizer = slots.CalledOnce(apply)
+        norm = given.scale * given.norm
+        factor = given.scale * clip_factor(norm, self.spec.max_grad_norm)
+        same = self.spec.param_dtype is None  # otherwise the optimizer's parameters are wider
+
+        def scaled(g: jax.Array, p: jax.Array) -> jax.Array:
+            return (g * factor).astype(p.dtype if same else cast_dtype(p.dtype, jnp.float32))
+
+        value = given.sums["loss"][0] / jnp.where(count > 0, count, 1.0)
+        optimizer = slots.CalledOnce(functools.partial(self.apply, state, is_empty, value))
         params, slot_state = slots.call_in(
-            slot_state,
+            given.slots,
             "update",
             self.config.update or apply_gradients,
-            *(grads, state.params, optimizer),
+            *(jax.tree.map(scaled, given.grads, state.params), state.params, optimizer),
             reduction=self.config.reduction,
-            shardings=self.shardings.slices,
-            averaged=self.config.sync is not None or not self.axes,
+            shardings=self.slices,
+            mesh=self.config.mesh,
         )
-        applied: Applied = optimizer.result()
+        opt_state = optimizer.result()
         slots.check_shapes("update", "parameters", params, state.params)
+        slots.check_state(f"{self.spec.gin_name}.optimizer", opt_state, state.opt_state)
         new = TrainState(
-            state.step + 1, params, model_state, applied.opt_state, state.loss_scale, slot_state
+            state.step + 1, params, given.model_state, opt_state, state.loss_scale, slot_state
         )
-        return without_nonfinite(self.spec, state, new, sums, applied, scale, is_empty)
+        applied = Applied(norm, given.nonfinite)
+        return without_nonfinite(self.spec, state, new, given.sums, applied, given.scale, is_empty)
 
     def evaluate(self, state: TrainState, examples: Mapping[str, jax.Array]) -> Sums:
         """Metrics of a batch as arrays (2,) of sum and count."""
@@ -140,7 +172,7 @@ class Step:
             gathers = "once a unit" if has_units and config.overlap and not several else "once"
         # Unit by unit saves time where collectives run beside compute, and memory where shards are
         # smaller than what they are scattered from.
-        shards = any(p.dim is not None for p in jax.tree.leaves(self.shardings.slices))
+        shards = is_sharded(self.shardings.slices)
         is_plain = config.sync is not None and not isinstance(config.sync, slots.Stateful)
         by_unit = config.gather is None and is_plain and has_units and (config.overlap or shards)
         syncs = config.sync_each
@@ -235,42 +267,22 @@ class Step:
         del step
         return global_norm(grads, self.shardings.slices, self.config.reduction)
 
-    def apply_scaled(
+    def apply(
         self,
         state: TrainState,
-        scale: jax.Array,
         is_empty: jax.Array | None,
+        value: jax.Array,
         grads: PyTree,
         params: PyTree,
-    ) -> tuple[PyTree, Applied]:
-        """The optimizer's step on averaged gradients: scaled, clipped, in its parameters' dtypes.
-
-        Shapes are those of the optimizer's shards.
-        """
-        slots.check_shapes("sync", "gradients", grads, self.shardings.slices)
-        slots.check_shapes("update", "parameters of the optimizer", params, grads)
-        norm, nonfinite = self.norm(grads, state.step)
-        norm = scale * norm
-        factor = scale * clip_factor(norm, self.spec.max_grad_norm)
-        same = self.spec.param_dtype is None  # otherwise the optimizer's parameters are wider
-
-        def scaled(g: jax.Array, p: jax.Array) -> jax.Array:
-            return (g * factor).astype(p.dtype if same else cast_dtype(p.dtype, jnp.float32))
-
-        grads = jax.tree.map(scaled, grads, params)
-        params, opt_state = self.apply(grads, params, state, is_empty)
-        slots.check_state(f"{self.spec.gin_name}.optimizer", opt_state, state.opt_state)
-        return params, Applied(opt_state, norm, nonfinite)
-
-    def apply(
-        self, grads: PyTree, params: PyTree, state: TrainState, is_empty: jax.Array | None
     ) -> tuple[PyTree, PyTree]:
-        """Scaled gradients and parameters of one shape -> (parameters, optimizer state).
+        """Scaled gradients and parameters -> (new parameters, optimizer state).
 
-        Where a batch `is_empty` (None: it never is), nobody uses them.
+        `value` is the loss. Where a batch `is_empty` (None: it never is), nobody uses the results.
         """
         del is_empty
-        return apply_optimizer(self.optimizer, grads, state.opt_state, params)
+        given: dict[str, Any] = {"value": value, "grad": grads}
+        with matrices.over(self.config.mesh if is_sharded(self.slices) else None):
+            return apply_optimizer(self.spec.optimizer, grads, state.opt_state, params, **given)
 
     def loss_scale(self, state: TrainState) -> jax.Array | float:
         return 1.0 if self.spec.loss_scale is None else state.loss_scale.scale

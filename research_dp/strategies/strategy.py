@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import warnings
@@ -170,9 +171,8 @@ class StrategyConfig:
             `gather` a mapped strategy keeps them replicated between steps, and `shard` says which
             shard of each a device updates.
         gather: How shards become full parameters for compute. None: parameters are replicated.
-        sync: How gradients are averaged. None: there is one device, or `update` or the compiler
-            averages.
-        update: How the optimizer is applied. None: as by `apply_gradients`.
+        sync: How gradients are averaged. None: there is one device, or the compiler averages.
+        update: How the optimizer is applied to global arrays. None: as by `apply_gradients`.
         reshard_after_forward: Whether gathered parameters are dropped after their use, and gathered
             again in the backward pass, for each micro-batch. Otherwise they are gathered, and their
             gradients scattered, once a step.
@@ -181,7 +181,7 @@ class StrategyConfig:
         accumulation_dtype: In which gradients of micro-batches are added up; None: their own.
         param_dtype: dtype of parameters between steps and on the wire, e.g. 'bfloat16'; the
             optimizer then keeps them in the model's own dtype too, with the rest of its state.
-            None: the model's own.
+            None: `gather_dtype` of an `update` that gathers, else the model's own.
         loss_scale: `@dynamic_loss_scale()` for compute in float16; None: the loss is not scaled.
         prefetch: Whether the next unit is gathered, and the last one's gradient scattered, while
             one is computed. None: except layers of a stack, which True looks ahead in too; of an
@@ -217,6 +217,10 @@ class StrategyConfig:
     choose: Callable[[TrainSpec], StrategyConfig] | None = None
 
     def __post_init__(self) -> None:
+        if self.param_dtype is None and self.gather is None:
+            with contextlib.suppress(NotImplementedError):  # then the function says what to bind
+                dtype = slots.bound_value(self.update, "gather_dtype")
+                object.__setattr__(self, "param_dtype", dtype)
         if self.prefetch and (self.gather is None or not self.reshard_after_forward):
             raise binding_error(
                 "data_parallel.prefetch",
@@ -242,7 +246,7 @@ class StrategyConfig:
         """Builds the strategy and traces its training step and its evaluation.
 
         Raises UsageError if slots do not fit the engine or each other, the batch does not divide,
-        the model reads what a batch lacks, or the optimizer cannot be applied to shards.
+        the model reads what a batch lacks, or the optimizer needs what no step gives.
         """
         if self.choose is not None:
             return self.resolve(spec).build(spec)

@@ -1,8 +1,8 @@
 """Whether an example's loss, metric or state depends on other examples: rules for a loss's program.
 
 Strategies split the batch. What a loss computes of its part is right if it is a sum over examples,
-each treated alike, or goes through sums over the batch's axes. The interpreter of `elementwise`
-labels each value of the program by these rules; a primitive that has none is not decided.
+each treated alike, or goes through sums over the batch's axes. `interpret` labels each
+value of the program by these rules; a primitive that has none is not decided.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ExampleRules:
         """Whether a dim of this length counts examples."""
         return length > 0 and length % self.unit == 0
 
-    def of_constant(self, value: Any, _: Any) -> Examples:
+    def of_constant(self, value: Any) -> Examples:
         """The label of an array that the program has."""
         is_key = jnp.issubdtype(jnp.result_type(value), jax.dtypes.extended)
         if isinstance(value, jax.core.Tracer) or is_key:
@@ -65,11 +65,11 @@ class ExampleRules:
                 return Examples("place", dim)
         return SAME if array.any() else labels.ZERO
 
-    def apply(self, equations: Any, inputs: Sequence[Examples]) -> list[Examples]:
+    def apply(self, equation: Any, inputs: Sequence[Examples]) -> list[Examples]:
         """Labels of the results of a primitive."""
-        found = self._labels(equations[0], list(inputs))
-        results = found if isinstance(found, list) else [found] * len(equations[0].outvars)
-        return self.called(equations[0], inputs, results)
+        found = self._labels(equation, list(inputs))
+        results = found if isinstance(found, list) else [found] * len(equation.outvars)
+        return self.called(equation, inputs, results)
 
     @staticmethod
     def called(equation: Any, inputs: Sequence[Any], results: list[Examples]) -> list[Examples]:

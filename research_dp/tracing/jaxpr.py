@@ -6,6 +6,7 @@ A primitive is elementwise if `vmap` maps its application to scalars to itself: 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ Source = frozenset[int] | None
 Callers = tuple[Any, ...]  # operations whose programs an operation is in, the outermost first
 Visit = Callable[[Any, Sequence[Source], Callers], None]
 _CALLS = {"jit", "closed_call", "remat2", "custom_jvp_call", "custom_vjp_call"}
+_RESHAPES = ("reshape", "squeeze", "broadcast_in_dim")
 _LIBRARIES = tuple(str(Path(str(x.__file__)).parent) for x in (flax, jax, optax))
 _OWN = Path(__file__).parents[1]
 _LIBRARIES += tuple(
@@ -115,6 +117,37 @@ def is_elementwise(equation: JaxprEqn) -> bool:
     results: list[Any] = [v.aval for v in equation.outvars]
     widest = max((x.shape for x in avals), key=len, default=None)
     return {x.shape for x in results} == {widest} and maps_scalars(equation)
+
+
+def mixing_operation(program: ClosedJaxpr) -> str | None:
+    """The first operation of a program that mixes the elements of an array; None: none does.
+
+    The rows of a loop are other elements at each turn; a reshape keeps the order of all.
+    """
+    for equation, _ in walk(program.jaxpr):
+        name, variables = equation.primitive.name, (*equation.invars, *equation.outvars)
+        sizes = [math.prod(v.aval.shape) for v in variables]
+        if any(True for _ in jaxprs_in_params(equation.params)):
+            is_mixed = name == "scan" and len(equation.invars) > carry_of(equation)[1]
+        elif name in _RESHAPES:
+            is_mixed = sizes[0] != 1 and sizes[0] != sizes[-1]
+        else:
+            is_mixed = max(sizes, default=1) > 1 and not is_elementwise(equation)
+        if is_mixed:
+            return name
+    return None
+
+
+def operations(program: ClosedJaxpr) -> list[tuple[Any, ...]]:
+    """A program's operations, their numbers, flags and dtypes; no shapes, no reshapes."""
+
+    def one(equation: JaxprEqn) -> tuple[Any, ...]:
+        numbers = [str(v) for v in equation.invars if isinstance(v, Literal)]
+        flags = [x for x in equation.params.values() if isinstance(x, bool | str)]
+        results: list[Any] = [v.aval for v in equation.outvars]
+        return equation.primitive, *numbers, *flags, *(x.dtype for x in results)
+
+    return [one(e) for e, _ in walk(program.jaxpr) if e.primitive.name not in _RESHAPES]
 
 
 def maps_scalars(equation: JaxprEqn) -> bool:

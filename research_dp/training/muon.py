@@ -16,7 +16,7 @@ import optax
 
 from research_dp.argument_checks import checked, fits
 from research_dp.argument_types import Dtype, path_name
-from research_dp.distributed.optimizer_on_shards import on_matrices
+from research_dp.distributed.matrices import on_matrices
 from research_dp.errors import binding_error, check_patterns
 from research_dp.training.optimizers import remembering_rate
 from research_dp.types import PyTree

@@ -11,11 +11,13 @@ from flax import nnx
 from flax.training.train_state import TrainState
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import research_dp as rdp
 from research_dp import UsageError
 from research_dp.distributed.collectives import PLAIN
+from research_dp.distributed.placement import shardings
 from research_dp.distributed.sharding import ShardDecision, infer_sharding
 from tests.support import calls
 from tests.support.steps import SHAPES, mesh_of, on
@@ -198,7 +200,7 @@ def test_state_must_be_of_the_parameters_that_have_gradients(ranks):
     [
         (
             ADAM.init({"w": jnp.ones(3)}),
-            r"opt_state 0/mu/w has shape \(3,\) on a device, not \(4,\)",
+            r"opt_state 0/mu/w has shape \(3,\), not \(4,\)",
         ),
         (ADAM.init({"v": jnp.ones(4)}), "opt_state 0/mu/v is left over"),
         (optax.EmptyState(), "opt_state 0/count is missing"),
@@ -272,20 +274,19 @@ def test_state_laid_out_by_hand_in_another_order_is_refused():
 
 
 def stacked_update(reduction=PLAIN):
-    """(update of a stack of matrices sharded on eight devices, the stack, its local gradients)."""
-    params = {"w": jnp.ones((4, 64, 64))}
-    layout = infer_sharding(params, lambda *_: ShardDecision(1), 8)
+    """(update of a stack of matrices sharded on eight devices, the stack, its gradients)."""
+    layout = infer_sharding({"w": jnp.ones((4, 64, 64))}, lambda *_: ShardDecision(1), 8)
+
+    mesh = mesh_of(fsdp=8)
 
     def step(params, grads):
+        grads = jax.lax.with_sharding_constraint(grads, shardings(mesh, {"w": layout["w"].spec}))
         optimizer = rdp.OptaxAdapter(optax.sgd(1.0))
-        options = {"reduction": reduction, "shardings": layout, "averaged": True}
+        options = {"reduction": reduction, "shardings": layout, "mesh": mesh}
         return rdp.fsdp_apply_gradients(grads, params, optimizer, communication_size=1, **options)
 
-    specs = {"w": layout["w"].spec}
-    mapped = jax.shard_map(
-        step, mesh=mesh_of(fsdp=8), in_specs=(P(), specs), out_specs=P(), check_vma=False
-    )
-    return mapped, params, {"w": jnp.arange(4.0 * 64 * 64).reshape(4, 64, 64)}
+    params, grads = {"w": jnp.ones((4, 64, 64))}, jnp.arange(4.0 * 64 * 64).reshape(4, 64, 64)
+    return step, jax.device_put(params, NamedSharding(mesh, P())), {"w": grads}
 
 
 def test_updated_parameters_are_written_over_the_old_ones():

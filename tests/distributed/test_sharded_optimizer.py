@@ -1,6 +1,7 @@
 """Every optimizer of optax on slices: the numbers of one device, or refused with the reason."""
 
 import inspect
+import re
 
 import jax
 import jax.numpy as jnp
@@ -15,17 +16,17 @@ from tests.support.steps import mesh_of, on
 
 # Of noisy_sgd, which is made without a key here.
 pytestmark = pytest.mark.filterwarnings("ignore:Specifying a key")
-SHAPES = {"w": (6, 5), "b": (5,), "scale": ()}
+SHAPES = {"w": (6, 5), "b": (5,), "one": ()}
 REFUSED = {
     "adafactor": "reduce_sum",
     "lamb": "reduce_sum",
     "novograd": "state goes by a parameter's shape",
-    "noisy_sgd": "not sharded with the parameter",
+    "noisy_sgd": "random_split",
     "contrib.galore": "state goes by a parameter's shape",
-    "contrib.muon": "transpose",
+    "contrib.muon": "mixes elements",
     "contrib.prodigy": "dot_general",
-    "sm3": "does not show which array belongs to which parameter",
-    "lbfgs": "does not show which array belongs to which parameter",
+    "sm3": "state goes by a parameter's shape",
+    "lbfgs": "state goes by a parameter's shape",
     "polyak_sgd": "nothing else: TypeError: .* 'value'",
     "contrib.reduce_on_plateau": "nothing else: TypeError: .* 'value'",
     "contrib.momo": "nothing else: TypeError: .* 'value'",
@@ -80,8 +81,7 @@ def test_each_is_accepted_or_refused_with_the_reason(sorted_out):
     assert len(accepted) > 40
     assert not REFUSED.keys() - refused.keys()
     for name, words in REFUSED.items():
-        with pytest.raises(UsageError, match=words):
-            raise UsageError(refused[name])
+        assert re.search(words, refused[name]), (name, refused[name])
     assert all(message.count("\n") == 0 for message in refused.values())
 
 
@@ -120,12 +120,3 @@ def test_accepted_ones_give_the_numbers_of_one_device(sorted_out):
 
 def test_common_ones_give_the_numbers_of_one_device(sorted_out):
     compare({name: sorted_out[0][name] for name in ACCEPTED})
-
-
-@pytest.mark.parametrize("function", [slice_state, slice_specs])
-def test_state_that_cannot_be_matched_with_parameters_is_refused(function):
-    params, transform = arrays(0), optax.sm3(0.1)
-    given = "r" if function is slice_specs else transform.init(params)
-    arguments = (params, given) if function is slice_specs else (given, params)
-    with pytest.raises(UsageError, match="which array belongs to which parameter"):
-        function(transform, *arguments, 4)

@@ -301,7 +301,7 @@ CALLS = {
     "fsdp_apply_gradients": {
         "optimizer": (rdp.OptaxAdapter(SGD), "one of its class"),
         "shardings": (None, "like another?"),
-        "averaged": (False, "a flag"),
+        "mesh": (None, "one of its class?"),
     },
     "fsdp_update": {},
     "gather_array_with_mean_grads": {"axis": (0, "an integer")},

@@ -3,8 +3,10 @@
 import gin
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from research_dp import sync_gradients
+from research_dp.distributed.collectives import takes
 
 
 @gin.register(module="tests")
@@ -23,11 +25,21 @@ def over_fsdp_alone(grads, axis_names):
     return sync_gradients(grads, ("fsdp",))
 
 
+def on_copies(mesh, function):
+    """A function of each device's own copy of replicated arrays."""
+    return jax.shard_map(function, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+
+
 @gin.register(module="tests")
-def with_noise(gradients, parameters, optimizer):
+@takes("mesh")
+def with_noise(gradients, parameters, optimizer, *, mesh):
     """Adds to the parameters what depends on the device."""
-    noise = 1e-3 * jax.lax.axis_index("data").astype("float32")
-    return jax.tree.map(lambda x: x + noise, optimizer.apply_gradients(gradients, parameters))
+
+    def noisy(params):
+        noise = 1e-3 * jax.lax.axis_index("data").astype("float32")
+        return jax.tree.map(lambda x: x + noise, params)
+
+    return on_copies(mesh, noisy)(optimizer.apply_gradients(gradients, parameters))
 
 
 class Counting:
@@ -60,8 +72,9 @@ class EverySecond(Counting):
 
     algorithm = "parameters are averaged each second step"
 
-    def apply(self, gradients, parameters, optimizer, *, state):
+    @takes("mesh")
+    def apply(self, gradients, parameters, optimizer, *, mesh, state):
         new = optimizer.apply_gradients(gradients, parameters)
         is_due = state[0] % 2 == 1
-        mean = sync_gradients(new, ("data", "fsdp"))
+        mean = on_copies(mesh, lambda x: sync_gradients(x, ("data", "fsdp")))(new)
         return jax.tree.map(lambda m, x: jnp.where(is_due, m, x), mean, new), state + 1
