@@ -17,7 +17,7 @@ import numpy as np
 
 from research_dp.distributed import matrices
 from research_dp.distributed.mesh import DATA_AXIS, FSDP_AXIS, batch_devices
-from research_dp.distributed.sharding import TABLE, LeafSharding, is_sharded, unit_of
+from research_dp.distributed.sharding import TABLE, LeafSharding, unit_of
 from research_dp.distributed.units import Units, take_rows
 from research_dp.strategies import Strategy, TrainSpec, slots
 from research_dp.strategies.jaxpr_collectives import collectives
@@ -95,9 +95,9 @@ def narrow_file(strategy: Strategy) -> str | None:
 def _update_bytes(strategy: Strategy) -> float:
     """Bytes that an optimizer sends of its own accord (`on_matrices`), counted in its update."""
     slices, state = strategy.shardings.slices, strategy.abstract_state
-    if strategy.config.reduction.exact_step or not is_sharded(slices):
+    if strategy.config.reduction.exact_step:
         return 0.0
-    with matrices.over(strategy.mesh):
+    with matrices.over(strategy.mesh, slices):
         update = strategy.spec.optimizer.update
         sent = collectives(update, state.params, state.opt_state, state.params)
     return sum(one.wire_bytes for one in sent)

@@ -1,7 +1,8 @@
-"""Keeps compilers from computing a division as something else, here and not there.
+"""Keeps compilers from computing a division, or a sum, as something else, here and not there.
 
 XLA turns divisions into products with a reciprocal, or two divisions into one, as it finds them,
-which depends on the number of devices and on shapes on a device. Each way rounds otherwise.
+which depends on the number of devices and on shapes on a device. On CPUs the order of a sum depends
+on the number of threads. Each way rounds otherwise.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from jax import lax
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Literal
 
+from research_dp.deterministic.sum import add_pairs
+from research_dp.distributed.buckets import pad_to_multiple
 from research_dp.types import PyTree
 
 # Calls, whose body may as well stand where they are, and the parameter that has it.
@@ -29,24 +32,26 @@ _CONTROL = ("checkpoint", "cond", "remat", "remat2", "scan", "while")
 class AsWritten:
     """A traced function, whose divisions no compiler rewrites. Not to be differentiated.
 
-    Divisions in kernels and in maps of its own (`shard_map`) are left to the compiler.
+    Those in kernels and in maps of its own (`shard_map`) are left to the compiler.
     """
 
     program: ClosedJaxpr
     results: Any  # the structure of its results
+    sums: bool = False  # whether sums of floats are added in one order, too
 
     def __call__(self, *args: PyTree) -> PyTree:
-        return jax.tree.unflatten(self.results, evaluate(self.program, jax.tree.leaves(args)))
+        results = evaluate(self.program, jax.tree.leaves(args), self.sums)
+        return jax.tree.unflatten(self.results, results)
 
 
-def as_written(function: Callable[..., PyTree], *args: PyTree) -> AsWritten:
+def as_written(function: Callable[..., PyTree], *args: PyTree, sums: bool = False) -> AsWritten:
     """Traces a function for arguments like these: arrays, or `jax.ShapeDtypeStruct`s."""
     program, results = jax.make_jaxpr(function, return_shape=True)(*args)
-    return AsWritten(program, jax.tree.structure(results))
+    return AsWritten(program, jax.tree.structure(results), sums)
 
 
-def evaluate(closed: Any, args: list[Any]) -> list[Any]:
-    """The results of a traced program, whose divisions no compiler rewrites."""
+def evaluate(closed: Any, args: list[Any], sums: bool) -> list[Any]:
+    """The results of a traced program, whose divisions, and `sums`, no compiler rewrites."""
     known = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
     known.update(zip(closed.jaxpr.invars, args, strict=True))
 
@@ -58,26 +63,28 @@ def evaluate(closed: Any, args: list[Any]) -> list[Any]:
         scopes = source_info_util.current_name_stack() + where.name_stack
         context = source_info_util.user_context(where.traceback, name_stack=scopes)
         with context, equation.ctx.manager:
-            results = _results(equation, [value(x) for x in equation.invars])
+            results = _results(equation, [value(x) for x in equation.invars], sums)
         known.update(zip(equation.outvars, results, strict=True))
     return [value(x) for x in closed.jaxpr.outvars]
 
 
-def _results(equation: Any, given: list[Any]) -> list[Any]:
+def _results(equation: Any, given: list[Any], sums: bool) -> list[Any]:
     name, params = equation.primitive.name, equation.params
     if name in _CALLS:
-        return evaluate(params[_CALLS[name]], given)
+        return evaluate(params[_CALLS[name]], given, sums)
+    if sums and name == "reduce_sum" and jnp.issubdtype(given[0].dtype, jnp.floating):
+        return [_sum(_opaque(given[0]), params["axes"])]
     if name == "div" and jnp.issubdtype(equation.outvars[0].aval.dtype, jnp.floating):
         x, y = (jnp.broadcast_to(one, equation.outvars[0].aval.shape) for one in given)
         return [_opaque(lax.div(_opaque(x), _opaque(y, x)))]
     if name == "integer_pow" and params["y"] < 0:
         return [_opaque(equation.primitive.bind(_opaque(given[0]), **params))]
     if name in _CONTROL:
-        params = {key: _rewritten(param) for key, param in params.items()}
+        params = {key: _rewritten(param, sums) for key, param in params.items()}
         program = equation.params.get("jaxpr")
         if program is not None and not isinstance(program, ClosedJaxpr):
             # Rematerialisation, whose program has no constants of its own: they become arguments.
-            closed = _rewritten(ClosedJaxpr(program, ()))
+            closed = _rewritten(ClosedJaxpr(program, ()), sums)
             body, consts = closed.jaxpr, closed.consts
             body = body.replace(constvars=[], invars=[*body.constvars, *body.invars])
             params, given = {**params, "jaxpr": body}, [*consts, *given]
@@ -87,13 +94,20 @@ def _results(equation: Any, given: list[Any]) -> list[Any]:
     return results if equation.primitive.multiple_results else [results]
 
 
-def _rewritten(param: Any) -> Any:
+def _rewritten(param: Any, sums: bool) -> Any:
     """Programs among an operation's parameters, as written; others as they are."""
     if isinstance(param, tuple):
-        return tuple(map(_rewritten, param))
+        return tuple(_rewritten(one, sums) for one in param)
     if not isinstance(param, ClosedJaxpr):
         return param
-    return jax.make_jaxpr(lambda *args: evaluate(param, list(args)))(*param.in_avals)
+    return jax.make_jaxpr(lambda *args: evaluate(param, list(args), sums))(*param.in_avals)
+
+
+def _sum(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    """The sum over some dims, of pairs; in the array's dtype."""
+    kept = [n for i, n in enumerate(x.shape) if i not in axes]
+    rows = jnp.moveaxis(x, axes, range(len(axes))).reshape(-1, *kept)
+    return add_pairs(pad_to_multiple(rows, 1 << max(len(rows) - 1, 0).bit_length()))
 
 
 def _opaque(x: jax.Array, other: jax.Array | None = None) -> jax.Array:

@@ -118,6 +118,7 @@ class DeterministicStep(Step):
             # no operation in it.
             arguments = fence(arguments, zero)
             _, opt_state, params, _ = arguments
+            written = as_written(update, *arguments, sums=True)
             return lax.cond(zero == 0, lambda: written(*arguments), lambda: (params, opt_state))
 
         # Each device computes all of it, of gathered arrays.

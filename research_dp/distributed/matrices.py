@@ -21,14 +21,22 @@ from research_dp.types import PyTree
 
 MatrixFunction = Callable[[jax.Array], jax.Array]
 
-_MESH: Any = jax.make_user_context(None)  # over which an update's arrays are sharded
+# The mesh over which an update's arrays are sharded, and the dims that are, by parameter.
+_MESH: Any = jax.make_user_context(None)
+_DIMS: Any = jax.make_user_context(None)
 
 
 @contextlib.contextmanager
-def over(mesh: Mesh | None) -> Iterator[None]:
-    """While an update is traced: the mesh that its arrays are sharded over; None: they are not."""
-    with _MESH(mesh if mesh is not None and mesh.shape[FSDP_AXIS] > 1 else None):
+def over(mesh: Mesh, shardings: PyTree) -> Iterator[None]:
+    """While an update of arrays with these `LeafSharding`s is traced."""
+    sharded = tuple((p.path, p.dim) for p in jax.tree.leaves(shardings) if p.dim is not None)
+    with _MESH(mesh if sharded else None), _DIMS(sharded):
         yield
+
+
+def sharded_dim(path: str) -> int | None:
+    """The sharded dim of a parameter, and of its gradient; None: it is not, or not known."""
+    return dict(_DIMS.value or ()).get(path)
 
 
 @checked
@@ -42,7 +50,7 @@ def on_matrices(function: MatrixFunction, tree: Arrays) -> PyTree:
     Args:
         function: Maps a batch of matrices (batch, rows, columns) to one of the same shape and
             dtype, each by itself, whatever the batch.
-        tree: Arrays (..., rows, columns).
+        tree: Arrays (..., rows, columns). One that is sharded along columns is sent once more.
 
     Returns:
         A tree like `tree`.
@@ -50,6 +58,11 @@ def on_matrices(function: MatrixFunction, tree: Arrays) -> PyTree:
     Raises:
         UsageError: An array has fewer than two dims, or the function changes a shape or dtype.
     """
+    return on_shared_matrices(function, tree, jax.tree.map(lambda _: True, tree))
+
+
+def on_shared_matrices(function: MatrixFunction, tree: PyTree, by_rows: PyTree) -> PyTree:
+    """`on_matrices`; `by_rows` says of each array whether it is sharded along rows, not columns."""
     leaves, treedef = jax.tree.flatten(tree)
     flat = []
     for x in leaves:
@@ -60,41 +73,67 @@ def on_matrices(function: MatrixFunction, tree: Arrays) -> PyTree:
         if (like.shape, like.dtype) != (flat[-1].shape, x.dtype):
             problem = f"makes {like.shape} {like.dtype} of {flat[-1].shape} {x.dtype}"
             raise UsageError(f"on_matrices: the function {problem}. Keep shape and dtype.")
-    results = _shared_out(function, flat, _MESH.value) if _MESH.value else map(function, flat)
+    mesh, cut = _MESH.value, jax.tree.leaves(by_rows)
+    results = _shared_out(function, flat, cut, mesh) if mesh else map(function, flat)
     shaped = [y.reshape(x.shape) for x, y in zip(leaves, results, strict=True)]
     return jax.tree.unflatten(treedef, shaped)
 
 
-def _shared_out(function: MatrixFunction, given: list[jax.Array], mesh: Mesh) -> list[jax.Array]:
+def _shared_out(
+    function: MatrixFunction, given: list[jax.Array], by_rows: list[bool], mesh: Mesh
+) -> list[jax.Array]:
     """Batches of matrices after the function; each class of equal shapes as one batch."""
-    results, classes = list(given), dict[Any, list[int]]()
+    results, classes, n = list(given), dict[Any, list[int]](), mesh.shape[FSDP_AXIS]
     for i, x in enumerate(given):
         classes.setdefault((x.shape[1:], x.dtype), []).append(i)
-    for members in classes.values():
-        new = _of_class(function, [given[i] for i in members], mesh)
+    for ((rows, columns), _), members in classes.items():
+        can = [d for d, length in ((1, rows), (2, columns)) if length % n == 0]
+        if not can:  # too few elements to share
+            new = [function(given[i]) for i in members]
+        else:
+            dims = [d if (d := 1 if by_rows[i] else 2) in can else can[0] for i in members]
+            specs = [PartitionSpec(*(None,) * dim, FSDP_AXIS) for dim in dims]
+            share = functools.partial(_of_shards, function, dims=dims, devices=n)
+            on_mesh = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
+            new = on_mesh(share, in_specs=(specs,), out_specs=specs)([given[i] for i in members])
         for i, x in zip(members, new, strict=True):
             results[i] = x
     return results
 
 
-def _of_class(function: MatrixFunction, given: list[jax.Array], mesh: Mesh) -> list[jax.Array]:
-    """Batches of matrices of one shape, of which each device has a part of the rows or columns."""
-    n, (rows, columns) = mesh.shape[FSDP_AXIS], given[0].shape[1:]
-    dim = max(((s, d) for d, s in ((1, rows), (2, columns)) if s % n == 0), default=(0, 0))[1]
-    if not dim:  # too few elements to share
-        return [function(x) for x in given]
-    spec = PartitionSpec(*(None,) * dim, FSDP_AXIS)
-    share = functools.partial(_of_shards, function, dim=dim, devices=n)
-    return jax.shard_map(share, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)(given)
-
-
 def _of_shards(
-    function: MatrixFunction, given: Sequence[jax.Array], dim: int, devices: int
+    function: MatrixFunction, given: list[jax.Array], dims: Sequence[int], devices: int
 ) -> list[jax.Array]:
-    """This device's shards, along dim 1 or 2, of batches of matrices after the function."""
-    counts = [len(x) for x in given]
-    each = -(-sum(counts) // devices)  # matrices that a device gets; the last ones are zeros
-    shards = jnp.pad(jnp.concatenate(given), ((0, devices * each - sum(counts)), (0, 0), (0, 0)))
-    complete = lax.all_to_all(shards, FSDP_AXIS, 0, dim, tiled=True)
-    shards = lax.all_to_all(function(complete), FSDP_AXIS, dim, 0, tiled=True)
-    return jnp.split(shards[: sum(counts)], np.cumsum(counts)[:-1])
+    """This device's shards of batches of matrices of one shape, along dims, after the function."""
+    n, counts = devices, [len(x) for x in given]
+    rows, columns = (s * n if d == dims[0] else s for d, s in enumerate(given[0].shape) if d)
+    each = -(-sum(counts) // n)  # matrices that a device gets; the last ones are zeros
+    flat = jnp.concatenate([x.reshape(len(x), -1) for x in given])
+    flat = jnp.pad(flat, ((0, n * each - sum(counts)), (0, 0)))
+    by_rows = np.resize(np.repeat([d == 1 for d in dims], counts), (n, each))
+    here = jnp.asarray(by_rows)[lax.axis_index(FSDP_AXIS)][:, None, None]
+
+    def either(of_rows: Callable[[], jax.Array], of_columns: Callable[[], jax.Array]) -> jax.Array:
+        """By how the shards of each matrix were cut."""
+        if by_rows.all() or not by_rows.any():
+            return of_rows() if by_rows.all() else of_columns()
+        a, b = of_rows(), of_columns()
+        return jnp.where(here.reshape(each, *(1,) * (a.ndim - 1)), a, b)
+
+    def exchange(x: jax.Array) -> jax.Array:  # (devices, each, ...), by device
+        return lax.all_to_all(x, FSDP_AXIS, 0, 0, tiled=True)
+
+    parts = exchange(flat.reshape(n, each, -1)).swapaxes(0, 1)
+    cut = (each, n, rows, columns // n)
+    complete = either(
+        lambda: parts.reshape(each, rows, columns),
+        lambda: parts.reshape(cut).swapaxes(1, 2).reshape(each, rows, columns),
+    )
+    new = function(complete)
+    parts = either(
+        lambda: new.reshape(each, n, -1),
+        lambda: new.reshape(each, rows, n, -1).swapaxes(1, 2).reshape(each, n, -1),
+    )
+    flat = exchange(parts.swapaxes(0, 1)).reshape(n * each, -1)
+    pieces = jnp.split(flat[: sum(counts)], np.cumsum(counts)[:-1])
+    return [x.reshape(like.shape) for x, like in zip(pieces, given, strict=True)]

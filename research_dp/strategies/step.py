@@ -281,7 +281,7 @@ class Step:
         """
         del is_empty
         given: dict[str, Any] = {"value": value, "grad": grads}
-        with matrices.over(self.config.mesh if is_sharded(self.slices) else None):
+        with matrices.over(self.config.mesh, self.slices):
             return apply_optimizer(self.spec.optimizer, grads, state.opt_state, params, **given)
 
     def loss_scale(self, state: TrainState) -> jax.Array | float:

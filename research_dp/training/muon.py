@@ -16,7 +16,7 @@ import optax
 
 from research_dp.argument_checks import checked, fits
 from research_dp.argument_types import Dtype, path_name
-from research_dp.distributed.matrices import on_matrices
+from research_dp.distributed.matrices import on_shared_matrices, sharded_dim
 from research_dp.errors import binding_error, check_patterns
 from research_dp.training.optimizers import remembering_rate
 from research_dp.types import PyTree
@@ -55,6 +55,7 @@ class _Layout:
     inputs: int
     outputs: int  # of each matrix
     parts: int
+    by_rows: bool  # whether the matrices are sharded along rows, as far as is known
 
     def matrices(self, x: jax.Array) -> jax.Array:
         """(..., rows, columns), of which rows are the fewer."""
@@ -107,9 +108,9 @@ def _layout(path: str, shape: tuple[int, ...], dims: Sequence[Any]) -> _Layout:
         )
     if size[1] % parts:
         raise binding_error("muon.matrices", f": {parts} does not divide the outputs of {path}.")
-    return _Layout(
-        (*batch, *inputs, *outputs), shape[: len(batch)], size[0], size[1] // parts, parts
-    )
+    dim, out = sharded_dim(path), size[1] // parts
+    by_rows = dim is None or (dim in inputs) != (size[0] > out)  # of which there are fewer
+    return _Layout((*batch, *inputs, *outputs), shape[: len(batch)], size[0], out, parts, by_rows)
 
 
 def scale_by_muon(
@@ -145,7 +146,8 @@ def scale_by_muon(
         matrices = jax.tree.map(
             lambda h, layout: layout.matrices(h.astype(dtype or h.dtype)), hat, found
         )
-        new = on_matrices(newton_schulz, matrices)
+        by_rows = jax.tree.map(lambda h, layout: layout.by_rows, hat, found)
+        new = on_shared_matrices(newton_schulz, matrices, by_rows)
         return jax.tree.map(scaled, hat, found, new), MuonState(count, mu)
 
     return optax.GradientTransformation(init, update)

@@ -13,8 +13,9 @@ from jax.sharding import PartitionSpec as P
 import research_dp
 from research_dp.certification.certify import certify
 from research_dp.distributed import matrices
+from research_dp.distributed.matrices import on_shared_matrices
 from research_dp.distributed.mesh import build_mesh
-from research_dp.distributed.sharding import by_path
+from research_dp.distributed.sharding import LeafSharding, by_path
 from research_dp.errors import UsageError
 from research_dp.training.muon import muon
 from tests.support import decoder
@@ -62,8 +63,12 @@ def cubed(x):
     return x @ x.mT @ x / x.shape[-1]
 
 
+BY_ROWS = {"rows": True, "turned": False, "stack": False, "odd": True}
+
+
+@pytest.mark.parametrize("by_rows", [BY_ROWS, {k: not is_one for k, is_one in BY_ROWS.items()}])
 @pytest.mark.parametrize("data", [1, 2])
-def test_matrices_are_complete_however_they_are_sharded(data):
+def test_matrices_are_complete_however_they_are_sharded(data, by_rows):
     """Sharded along either dim, in a stack, a dim that no one would take, and replicated."""
     mesh = build_mesh({"data": data, "fsdp": 8 // data}, jax.devices())
     shapes = {"rows": (16, 24), "turned": (16, 24), "stack": (3, 16, 24), "odd": (5, 3)}
@@ -74,9 +79,12 @@ def test_matrices_are_complete_however_they_are_sharded(data):
         k: jax.device_put(x, NamedSharding(mesh, specs.get(k, P()))) for k, x in given.items()
     }
 
+    size = mesh.shape["fsdp"]
+    sharding = LeafSharding("rows", shapes["rows"], np.dtype("float32"), 0, "", size)
+
     def pinned(tree):
-        with matrices.over(mesh):
-            return research_dp.on_matrices(cubed, tree)
+        with matrices.over(mesh, sharding):
+            return on_shared_matrices(cubed, tree, by_rows)
 
     compiled = jax.jit(pinned, out_shardings=jax.tree.map(lambda x: x.sharding, placed))
     expected = research_dp.on_matrices(cubed, given)
@@ -164,15 +172,15 @@ def local(function, given, **_):
     return [function(x) for x in given]
 
 
-def swapped(function, given, dim, devices):
+def swapped(function, given, dims, devices):
     """What comes back is cut along the other dim."""
     turned = [x.reshape(len(x), x.shape[2], x.shape[1]) for x in given]
-    back = RIGHT(function, turned, 3 - dim, devices)
+    back = RIGHT(function, turned, [3 - dim for dim in dims], devices)
     return [x.reshape(like.shape) for x, like in zip(back, given, strict=True)]
 
 
-def rolled(function, given, dim, devices):
-    new = RIGHT(function, given, dim, devices)
+def rolled(function, given, dims, devices):
+    new = RIGHT(function, given, dims, devices)
     return [jnp.where(jax.lax.axis_index("fsdp") == 1, jnp.roll(x, 1, 2), x) for x in new]
 
 
