@@ -96,13 +96,13 @@ def compare_step(
     # The update is compared with what the optimizer makes of the strategy's own gradients.
     before, oracle = _updated(state), _updated(expected.state)
     alone, reference = (
-        before if r.skipped else _updated(bench.update(state, gradients_of(r.state)))
+        before if r.skipped else _updated(bench.update(state, gradients_of(r.state), r.loss))
         for r in (expected, actual)
     )
     samples_of_update = [oracle]
     if bench.mixes and not expected.skipped:  # its sums may be in another order too
         moved = harness.perturb(gradients_of(expected.state), rng, tolerances.EPS)
-        samples_of_update.append(_updated(bench.update(state, moved)))
+        samples_of_update.append(_updated(bench.update(state, moved, expected.loss)))
     noise = max(
         d.excess
         for sample in samples_of_update

@@ -207,7 +207,7 @@ def _scaled_update(step: StepComparison) -> Iterator[str]:
     leaves = step.wrong_leaves("parameter")
     if not leaves or step.wrong_leaves("gradient"):
         return
-    alone = step.bench.update(step.before, gradients_of(step.actual.state))
+    alone = step.bench.update(step.before, gradients_of(step.actual.state), step.actual.loss)
     trees = (step.before.params, step.actual.state.params, alone.params)
     before, actual, expected = (by_path(tree)[leaves[0]].astype(np.float64) for tree in trees)
     ratio = _ratio(actual - before, expected - before)

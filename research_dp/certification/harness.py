@@ -124,8 +124,9 @@ class Bench:
 
         if dtype is not None and self.against.gather is None:
             spec = dataclasses.replace(spec, model=dataclasses.replace(model, loss=loss))
-        numerics = ("accumulation_dtype", "param_dtype", "loss_scale")
+        numerics = ("accumulation_dtype", "loss_scale")
         changes = {name: getattr(self.config, name) for name in numerics}
+        changes["param_dtype"] = self.config.stored_dtype
         return dataclasses.replace(self.against, **changes).build(spec)
 
     @functools.cached_property
@@ -141,9 +142,13 @@ class Bench:
     def mixes(self) -> bool:
         """Whether the optimizer's update combines elements, so that devices may sum otherwise."""
         state = self.oracle.abstract_state
-        apply = functools.partial(apply_optimizer, self.oracle.spec.optimizer)
-        update = jax.make_jaxpr(functools.partial(apply, value=1.0, grad=state.params))
-        return mixing_operation(update(state.params, state.opt_state, state.params)) is not None
+
+        def update(grads: PyTree, opt_state: PyTree, params: PyTree) -> PyTree:
+            given: dict[str, Any] = {"value": jnp.float32(1), "grad": grads}
+            return apply_optimizer(self.oracle.spec.optimizer, grads, opt_state, params, **given)
+
+        program = jax.make_jaxpr(update)(state.params, state.opt_state, state.params)
+        return mixing_operation(program) is not None
 
     @property
     def rows_by_device(self) -> list[np.ndarray]:
@@ -152,14 +157,14 @@ class Bench:
         rows = np.arange(self.spec.batch_size).reshape(self.spec.accumulation_steps, devices, -1)
         return [rows[:, device].reshape(-1) for device in range(devices)]
 
-    def update(self, state: TrainState, grads: PyTree) -> TrainState:
-        """Applies the optimizer to some gradients, outside any strategy."""
+    def update(self, state: TrainState, grads: PyTree, loss: float) -> TrainState:
+        """Applies the optimizer to some gradients, of this loss, outside any strategy."""
         shardings = _shardings(self.oracle)
         placed = jax.device_put(
             (grads, state.opt_state, state.params),
             (gradients_of(shardings), shardings.opt_state, shardings.params),
         )
-        params, opt_state = to_host(self._apply_optimizer(*placed, value=1.0, grad=placed[0]))
+        params, opt_state = to_host(self._apply_optimizer(*placed, value=loss, grad=placed[0]))
         return state._replace(step=state.step + 1, params=params, opt_state=opt_state)
 
     def noisy_step(self, state: TrainState, batch: Batch, rng: np.random.Generator) -> StepResult:

@@ -60,7 +60,7 @@ class NoisyTrajectories:
         if bench.precision > EPS:
             # Partial sums that cancel are as large as a usual element.
             grads = harness.perturb(grads, self._rng, bench.precision / 2, least_usual=True)
-        new = state if result.skipped else bench.update(state, grads)
+        new = state if result.skipped else bench.update(state, grads, result.loss)
         params, opt_state = new.params, new.opt_state
         self._states[index] = result.state._replace(params=params, opt_state=opt_state)
         return position(result.metrics, params)

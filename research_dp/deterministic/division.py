@@ -72,7 +72,8 @@ def _results(equation: Any, given: list[Any], sums: bool) -> list[Any]:
     name, params = equation.primitive.name, equation.params
     if name in _CALLS:
         return evaluate(params[_CALLS[name]], given, sums)
-    if sums and name == "reduce_sum" and jnp.issubdtype(given[0].dtype, jnp.floating):
+    is_sum = sums and name == "reduce_sum" and given[0].size > 0
+    if is_sum and jnp.issubdtype(given[0].dtype, jnp.floating):
         return [_sum(_opaque(given[0]), params["axes"])]
     if name == "div" and jnp.issubdtype(equation.outvars[0].aval.dtype, jnp.floating):
         x, y = (jnp.broadcast_to(one, equation.outvars[0].aval.shape) for one in given)

@@ -26,6 +26,7 @@ from research_dp.distributed.mesh import FSDP_AXIS
 from research_dp.distributed.optimizer import apply_optimizer
 from research_dp.distributed.sharding import LeafSharding
 from research_dp.distributed.units import Units
+from research_dp.distributed.vma import bound_axes
 from research_dp.errors import UsageError, binding_error
 from research_dp.strategies import strategy
 from research_dp.strategies.frozen import with_frozen
@@ -121,6 +122,8 @@ class DeterministicStep(Step):
             written = as_written(update, *arguments, sums=True)
             return lax.cond(zero == 0, lambda: written(*arguments), lambda: (params, opt_state))
 
+        if bound_axes():  # in a map already, of complete arrays
+            return complete(zero, *arguments)
         # Each device computes all of it, of gathered arrays.
         none = PartitionSpec()
         mapped = jax.shard_map(
@@ -254,7 +257,8 @@ def _check_wide(gathered: PyTree) -> None:
             raise binding_error(
                 "data_parallel.reduction",
                 f": gradients of parameters in {x.dtype} cannot be added in float32. Leave "
-                "gather_params.gather_dtype and data_parallel.param_dtype at None.",
+                "gather_params.gather_dtype, fsdp_apply_gradients.gather_dtype and "
+                "data_parallel.param_dtype at None.",
             )
 
 

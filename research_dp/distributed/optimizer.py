@@ -1,4 +1,4 @@
-"""Optimizers applied to what a device has; master weights and loss scales for narrow dtypes."""
+"""The optimizer step, and its state by parameter; master weights, loss scales of narrow dtypes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ AboveOne = Annotated[float, types.Limit(lambda x: types.is_number(x) and x > 1, 
 
 
 class Optimizer(Protocol):
-    """What `fsdp_apply_gradients` needs of an optimizer, which it traces in a copy.
+    """What `fsdp_apply_gradients` needs of an optimizer; inside a map it traces a copy of it.
 
     A class whose objects cannot be copied and traced may say by an attribute `elementwise = True`
     that each element is updated by itself.

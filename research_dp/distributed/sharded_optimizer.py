@@ -7,22 +7,24 @@ array as slices is flat and padded, its last dim sharded over the mesh axes of a
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Sequence
 from types import FunctionType, MethodType, ModuleType
 from typing import Annotated, Any
 
 import jax
 import optax
+from jax.extend.core import ClosedJaxpr, jaxprs_in_params
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from research_dp.argument_checks import checked
 from research_dp.argument_types import Arrays, AxisName, Count, Shapes, Transform, arrays_like
 from research_dp.distributed import buckets
 from research_dp.distributed.collectives import Axes, flat_axes
-from research_dp.distributed.optimizer import apply_optimizer, check_state, map_state
-from research_dp.distributed.sharding import LeafSharding, infer_flat_sharding
+from research_dp.distributed.optimizer import apply_optimizer, check_state
+from research_dp.distributed.sharding import LeafSharding, infer_flat_sharding, path_name
 from research_dp.errors import UsageError, first_line
-from research_dp.tracing.jaxpr import mixing_operation, operations
+from research_dp.tracing.jaxpr import Source, mixing_operation, operations, trace_sources
 from research_dp.types import PyTree
 
 _OTHER = "Give the state of this `transform` and these parameters."
@@ -76,19 +78,24 @@ class OptaxAdapter:
         and parameters; or if its state is not what `slice_state` makes of these parameters for so
         many shards, or goes by the shape of a parameter (factored moments).
         """
-        shardings = infer_flat_sharding(parameters, shards)
-        params = jax.tree.map(_abstract, shardings)
-        slices = jax.tree.map(_local_part, params, shardings)
+        params = jax.tree.map(_abstract, parameters)
         unsharded = jax.eval_shape(self.transform.init, params)
+        slices, expected = (
+            jax.tree.map(lambda x, p: jax.ShapeDtypeStruct(p.local_shape, x.dtype), tree, layout)
+            for tree, layout in (
+                (params, infer_flat_sharding(params, shards)),
+                (unsharded, _layout(self.transform, parameters, shards)),
+            )
+        )
         state = jax.eval_shape(self.transform.init, slices) if self.state is None else self.state
         check_state(
             state,
-            expected := map_state(_local_part, unsharded, shardings),
+            expected,
             f"Lay it out for {shards} devices by slice_state and slice_specs; an optimizer whose "
             "state goes by a parameter's shape cannot be split.",
         )
-        if shards > 1:
-            _refuse(self._mixing((params, unsharded), (slices, expected)), shards)
+        if mixing := self._mixing((params, unsharded), (slices, expected)):
+            _refuse(mixing, shards)
 
     def _mixing(self, *of_arrays: tuple[PyTree, PyTree]) -> str | None:
         """Why updates of unsharded arrays and of slices differ; parameters and state of either."""
@@ -109,7 +116,25 @@ class OptaxAdapter:
             return "an array that is not sharded with the parameter"
         is_same = operations(full) == operations(local)
         differs = None if is_same else "its program depends on the shape of a parameter"
-        return mixing_operation(full) or differs
+        used = _numbers_used(full, len(jax.tree.leaves(of_arrays[0][0])))
+        return mixing_operation(full) or used or differs
+
+
+def _numbers_used(program: ClosedJaxpr, params: int) -> str | None:
+    """An operation of an array with a parameter that is one number, of which one device has it."""
+    numbers = {i for i, x in enumerate(program.in_avals[:params]) if math.prod(x.shape) == 1}
+    found = list[str]()
+
+    def visit(equation: Any, given: Sequence[Source], _: Any) -> None:
+        # Of a branch its predicate: what its programs do with the others is not known.
+        operands = equation.invars[: 1 if any(jaxprs_in_params(equation.params)) else None]
+        sizes = [math.prod(v.aval.shape) for v in operands]
+        uses = any(n == 1 and x and x & numbers for n, x in zip(sizes, given, strict=False))
+        if uses and any(math.prod(v.aval.shape) > 1 for v in equation.outvars):
+            found.append(f"{equation.primitive.name} with a parameter that is one number")
+
+    trace_sources(program, len(program.in_avals), visit)
+    return next(iter(found), None)
 
 
 def check_slice_axes(name: str, group: str | Sequence[str]) -> Axes:
@@ -137,11 +162,10 @@ def slice_state(transform: Transform, state: PyTree, parameters: Shapes, shards:
     """
 
     def one(x: Any, p: LeafSharding) -> Any:
-        cut = p.flat and x.shape == p.shape
-        return buckets.flatten_padded(x, p.axis_size).reshape(p.split_shape) if cut else x
+        return buckets.flatten_padded(x, shards).reshape(p.split_shape) if p.flat else x
 
     check_state(state, jax.eval_shape(transform.init, parameters), _OTHER)
-    return map_state(one, state, infer_flat_sharding(parameters, shards))
+    return jax.tree.map(one, state, _layout(transform, parameters, shards))
 
 
 @checked
@@ -155,18 +179,17 @@ def unsharded_state(
     """
 
     def one(x: Any, p: LeafSharding) -> Any:
-        if not p.flat or x.shape != p.split_shape:
+        if not p.flat:
             return x
         named = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
         axes = tuple(named.spec)[p.dim :][:1] if isinstance(named, NamedSharding) else ()
-        check_slice_axes(f"sharding of the optimizer state of {p.path}", axes)
+        check_slice_axes(f"sharding of the optimizer state {p.path}", axes)
         return buckets.unflatten(x, p.shape)
 
-    sliced = jax.eval_shape(
-        lambda params: slice_state(transform, transform.init(params), params, shards), parameters
-    )
-    check_state(state, sliced, _OTHER)
-    return map_state(one, state, infer_flat_sharding(parameters, shards))
+    layout = _layout(transform, parameters, shards)
+    split = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.split_shape, p.dtype), layout)
+    check_state(state, split, _OTHER)
+    return jax.tree.map(one, state, layout)
 
 
 @checked
@@ -177,24 +200,38 @@ def slice_specs(transform: Transform, parameters: Shapes, axis: AxisName, shards
     """
     axes = check_slice_axes("axis", axis)
 
-    def one(x: Any, p: LeafSharding) -> PartitionSpec:
-        if p.dim is None or x.shape != p.shape:
+    def one(p: LeafSharding) -> PartitionSpec:
+        if p.dim is None:
             return PartitionSpec()
         return PartitionSpec(*(None,) * p.dim, axes if len(axes) > 1 else axes[0])
 
-    state = jax.eval_shape(transform.init, parameters)
-    shardings = infer_flat_sharding(parameters, shards)
-    return map_state(one, state, shardings, lambda _: PartitionSpec())
+    return jax.tree.map(one, _layout(transform, parameters, shards))
+
+
+def _layout(transform: Transform, parameters: Shapes, shards: int) -> PyTree:
+    """`LeafSharding`s of a transform's state: flat ones of what has its parameter's shape."""
+
+    def other(x: Any) -> jax.ShapeDtypeStruct:  # as a slice, of a size that nothing else has
+        return jax.ShapeDtypeStruct((*(1,) * (x.ndim - 1), x.size + 1), x.dtype)
+
+    def one(keys: Any, x: Any, y: Any) -> LeafSharding:
+        cut = shards > 1 and x.shape != y.shape == other(x).shape
+        dim = max(x.ndim - 1, 0) if cut else None
+        return LeafSharding(path_name(keys), x.shape, x.dtype, dim, "", shards, flat=cut)
+
+    params = jax.tree.map(_abstract, parameters)
+    trees = params, jax.tree.map(other, params)
+    states = [jax.eval_shape(transform.init, tree) for tree in trees]
+    structures: Any = map(jax.tree.structure, states)
+    if len(set(structures)) > 1:
+        problem = "the optimizer's state goes by a parameter's shape, so that it cannot be split."
+        raise UsageError(problem)
+    return jax.tree_util.tree_map_with_path(one, *states)
 
 
 def _abstract(x: Any) -> jax.ShapeDtypeStruct:
     """Shape and dtype alone: a sharding or weak type would make programs differ."""
     return jax.ShapeDtypeStruct(x.shape, x.dtype)
-
-
-def _local_part(x: Any, p: LeafSharding) -> Any:
-    """Abstract local shard of an array, which is sharded if it has its parameter's shape."""
-    return jax.ShapeDtypeStruct(p.local_shape if x.shape == p.shape else x.shape, x.dtype)
 
 
 def check_elementwise(optimizer: Any, slices: PyTree, shards: int) -> None:
@@ -218,11 +255,12 @@ def check_elementwise(optimizer: Any, slices: PyTree, shards: int) -> None:
             f"applied to slices: {type(error).__name__}: {first_line(error)}. If each element is "
             "updated by itself, set its attribute elementwise = True."
         ) from error
-    _refuse(mixing, shards)
-
-
-def _refuse(mixing: str | None, shards: int) -> None:
     if mixing:
+        _refuse(mixing, shards)
+
+
+def _refuse(mixing: str, shards: int) -> None:
+    if shards > 1:
         raise UsageError(
             f"the optimizer mixes elements of a parameter ({mixing}), but is applied to one of "
             f"{shards} slices. Take an elementwise one; to clip by global norm use max_norm."

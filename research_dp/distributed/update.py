@@ -124,8 +124,8 @@ def fsdp_apply_gradients(
         pre_divide: Divide before the sum: in float16, eight times 10000 is inf.
         loss: The loss that was differentiated; needed as in `sync_gradients`.
         reduction: The collectives.
-        gather_dtype: In a strategy, dtype in which parameters are gathered: they have it between
-            steps (the strategy's `param_dtype`), and the shards that are updated stay wide.
+        gather_dtype: In a strategy, dtype in which parameters are gathered. Between steps they have
+            this dtype (the strategy's `param_dtype`); the shards that are updated stay wide.
         shardings: As slot `update` of a strategy, outside of any map: the `LeafSharding`s of
             `gradients`, global arrays, which are averages already. The optimizer is any; the
             strategy also decides `max_norm`, `loss`, `dtype`, `pre_divide` and the groups.
@@ -153,9 +153,10 @@ def fsdp_apply_gradients(
         _refuse(groups, "a strategy knows its axes and its loss; leave it None")
         _refuse({"max_norm": max_norm}, "a strategy clips by its own max_grad_norm; leave it None")
         _refuse(wire, "gradients are averages already; bind it to the function of `sync`")
-        assert mesh is not None
+        if mesh is None:
+            raise UsageError("fsdp_apply_gradients: give `mesh` with `shardings`.")
         if any(x.dtype != cast_dtype(x.dtype, gather_dtype) for x in by_name.values()):
-            why = "parameters are wider; bind the strategy's param_dtype to it"
+            why = "parameters have another dtype; bind the strategy's param_dtype to it"
             _refuse({"gather_dtype": gather_dtype}, why)
         return _on_slices(gradients, parameters, optimizer, shardings, mesh, **options)
     _refuse({"gather_dtype": gather_dtype}, "without a strategy nothing keeps wide parameters")

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import jax
 
 from research_dp.distributed.mesh import first_problem, of_the_first, texts_of_all
+from research_dp.distributed.optimizer import MasterState
 from research_dp.distributed.placement import refuse_deleted
-from research_dp.distributed.sharding import as_stored, by_path, from_stored
+from research_dp.distributed.sharding import as_stored, by_path, from_stored, path_name
 from research_dp.errors import RunFailure, UsageError
 from research_dp.runs import checkpoint_files, files
 from research_dp.runs.checkpoint_files import STATE, read_arrays, steps_in
@@ -28,6 +29,38 @@ from research_dp.strategies.frozen import with_frozen
 from research_dp.types import PyTree
 
 _LISTING = "python -m research_dp.checkpoints"
+
+
+def _masters_as_saved(
+    abstract: TrainState, saved: Mapping[str, Leaf]
+) -> tuple[TrainState, Callable[[TrainState], TrainState]]:
+    """The state with master weights where it was saved with them, and what makes it this one."""
+    has, had = (
+        isinstance(abstract.opt_state, MasterState),
+        any(name.startswith("opt_state/master/") for name in saved),
+    )
+    if has == had:
+        return abstract, lambda state: state
+    if had:
+
+        def narrow(keys: Any, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            leaf = saved.get(f"params/{path_name(keys)}")
+            return x if leaf is None else x.update(dtype=leaf.dtype)
+
+        params = jax.tree_util.tree_map_with_path(narrow, abstract.params)
+        opt_state = MasterState(abstract.params, abstract.opt_state)
+        return abstract._replace(params=params, opt_state=opt_state), lambda state: state._replace(
+            params=state.opt_state.master, opt_state=state.opt_state.inner
+        )
+    master, inner = abstract.opt_state
+    wide = jax.tree.map(lambda x, m: x.update(dtype=m.dtype), abstract.params, master)
+
+    def with_masters(state: TrainState) -> TrainState:
+        placed = jax.device_put(state.params, jax.tree.map(lambda x: x.sharding, master))
+        params = jax.tree.map(lambda x, p: x.astype(p.dtype), state.params, abstract.params)
+        return state._replace(params=params, opt_state=MasterState(placed, state.opt_state))
+
+    return abstract._replace(params=wide, opt_state=inner), with_masters
 
 
 class Checkpoints:
@@ -59,7 +92,8 @@ class Checkpoints:
         """The newest intact state, on the shardings of `abstract_state`, and its manifest, or None.
 
         A damaged checkpoint is reported and moved aside, so that its step can be saved again.
-        `resize` is given a state whose slots may be those of another number of devices. UsageError:
+        Of parameters with and without master weights either continues as the other. `resize` is
+        given a state whose slots may be those of another number of devices. UsageError:
         it is of another model, optimizer or `frozen`, none can be read, or `check` raised it.
         """
 
@@ -67,7 +101,8 @@ class Checkpoints:
             folder = self._folder / str(step)
             manifest: Manifest = in_all_processes(lambda: checkpoint_files.read_manifest(folder))
             check(manifest)
-            as_saved = manifest.with_saved_slots(abstract_state)
+            as_saved, adapted = _masters_as_saved(abstract_state, manifest.leaves)
+            as_saved = manifest.with_saved_slots(as_saved)
             if difference := manifest.difference(as_saved):
                 raise UsageError(
                     f"the checkpoint {files.shown(folder)} is of another model, optimizer or "
@@ -81,7 +116,7 @@ class Checkpoints:
             state = TrainState(**jax.tree.map(from_stored, read, fields))
             if mismatch := manifest.mismatch(tree_checksums(state)):
                 raise Damaged(mismatch)
-            return resize(state), manifest
+            return resize(adapted(state)), manifest
 
         damaged: dict[int, str] = {}
         for step in steps_in(self._folder, checkpoint_files.HALF_WRITTEN):

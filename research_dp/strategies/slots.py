@@ -175,7 +175,7 @@ def stateful(config: StrategyConfig) -> dict[str, Stateful]:
 def devices_over(config: StrategyConfig, name: str, slot: Stateful) -> int:
     """On how many devices the state of a slot differs; UsageError for an unknown axis."""
     sizes = config.mesh.shape
-    if name == "update":
+    if name == "update" and slot.differs_over:
         problem = ".differs_over: an update has global arrays, the same on all devices. Bind ()."
         raise binding_error("data_parallel.update", problem)
     if unknown := [axis for axis in slot.differs_over if axis not in sizes]:
@@ -270,7 +270,7 @@ def check_shapes(slot: str, what: str, tree: PyTree, like: PyTree) -> None:
         if x.shape != shape:
             raise binding_error(
                 f"data_parallel.{slot}",
-                f" leaves {what} {path_name(path)} with shape {x.shape} on a device, not {shape}. "
+                f" leaves {what} {path_name(path)} with shape {x.shape}, not {shape}. "
                 "The four slots must fit each other.",
             )
 

@@ -29,6 +29,7 @@ from research_dp.distributed.optimizer import apply_gradients, apply_optimizer
 from research_dp.distributed.sharding import PART, STACK, is_sharded, unit_of
 from research_dp.distributed.unit_order import Order
 from research_dp.distributed.units import Units
+from research_dp.errors import binding_error
 from research_dp.strategies import slots, strategy
 from research_dp.strategies.nonfinite import Applied, without_nonfinite
 from research_dp.strategies.strategy import PlacedBatch, StateShardings, TrainState, example_keys
@@ -102,15 +103,21 @@ class Step:
 
         value = given.sums["loss"][0] / jnp.where(count > 0, count, 1.0)
         optimizer = slots.CalledOnce(functools.partial(self.apply, state, is_empty, value))
-        params, slot_state = slots.call_in(
-            given.slots,
-            "update",
-            self.config.update or apply_gradients,
-            *(jax.tree.map(scaled, given.grads, state.params), state.params, optimizer),
-            reduction=self.config.reduction,
-            shardings=self.slices,
-            mesh=self.config.mesh,
-        )
+        update = self.config.update or apply_gradients
+        arguments = jax.tree.map(scaled, given.grads, state.params), state.params, optimizer
+        offered = {"reduction": self.config.reduction, "mesh": self.config.mesh}
+        try:
+            params, slot_state = slots.call_in(
+                given.slots, "update", update, *arguments, shardings=self.slices, **offered
+            )
+        except NameError as error:
+            if "axis" not in str(error):
+                raise
+            raise binding_error(
+                "data_parallel.update",
+                f": {error}. It is called outside of the map, with global arrays: take `mesh`, and "
+                "use jax.shard_map.",
+            ) from error
         opt_state = optimizer.result()
         slots.check_shapes("update", "parameters", params, state.params)
         slots.check_state(f"{self.spec.gin_name}.optimizer", opt_state, state.opt_state)

@@ -217,10 +217,6 @@ class StrategyConfig:
     choose: Callable[[TrainSpec], StrategyConfig] | None = None
 
     def __post_init__(self) -> None:
-        if self.param_dtype is None and self.gather is None:
-            with contextlib.suppress(NotImplementedError):  # then the function says what to bind
-                dtype = slots.bound_value(self.update, "gather_dtype")
-                object.__setattr__(self, "param_dtype", dtype)
         if self.prefetch and (self.gather is None or not self.reshard_after_forward):
             raise binding_error(
                 "data_parallel.prefetch",
@@ -232,6 +228,15 @@ class StrategyConfig:
                 " = 'micro_batch' with reshard_after_forward = False: gradients of gathered "
                 "parameters are scattered at the end of a step only. Use 'step'.",
             )
+
+    @property
+    def stored_dtype(self) -> Any:
+        """Dtype of parameters between steps; None: the model's own."""
+        if self.param_dtype is not None or self.gather is not None:
+            return self.param_dtype
+        with contextlib.suppress(NotImplementedError):  # then the function says what to bind
+            return slots.bound_value(self.update, "gather_dtype")
+        return None
 
     @property
     def algorithm(self) -> str | None:
@@ -274,9 +279,9 @@ class StrategyConfig:
 
     def fitted(self, spec: TrainSpec) -> TrainSpec:
         """The spec as an engine takes it: with the strategy's own dtype and scale."""
-        if self.param_dtype is not None:
+        if (dtype := self.stored_dtype) is not None:
             optimizer = with_master_weights(spec.optimizer)
-            spec = dataclasses.replace(spec, optimizer=optimizer, param_dtype=self.param_dtype)
+            spec = dataclasses.replace(spec, optimizer=optimizer, param_dtype=dtype)
         return dataclasses.replace(spec, loss_scale=self.loss_scale)
 
 

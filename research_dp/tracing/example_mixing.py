@@ -1,8 +1,8 @@
 """Whether an example's loss, metric or state depends on other examples: rules for a loss's program.
 
 Strategies split the batch. What a loss computes of its part is right if it is a sum over examples,
-each treated alike, or goes through sums over the batch's axes. `interpret` labels each
-value of the program by these rules; a primitive that has none is not decided.
+each treated alike, or goes through sums over the batch's axes. `interpret` labels each value of the
+program by these rules; a primitive that has none is not decided.
 """
 
 from __future__ import annotations

@@ -130,7 +130,8 @@ def mixing_operation(program: ClosedJaxpr) -> str | None:
         if any(True for _ in jaxprs_in_params(equation.params)):
             is_mixed = name == "scan" and len(equation.invars) > carry_of(equation)[1]
         elif name in _RESHAPES:
-            is_mixed = sizes[0] != 1 and sizes[0] != sizes[-1]
+            is_turned = equation.params.get("dimensions") is not None and name == "reshape"
+            is_mixed = sizes[0] != 1 and (sizes[0] != sizes[-1] or is_turned)
         else:
             is_mixed = max(sizes, default=1) > 1 and not is_elementwise(equation)
         if is_mixed:
@@ -143,7 +144,7 @@ def operations(program: ClosedJaxpr) -> list[tuple[Any, ...]]:
 
     def one(equation: JaxprEqn) -> tuple[Any, ...]:
         numbers = [str(v) for v in equation.invars if isinstance(v, Literal)]
-        flags = [x for x in equation.params.values() if isinstance(x, bool | str)]
+        flags = [x for x in equation.params.values() if isinstance(x, bool | int | float | str)]
         results: list[Any] = [v.aval for v in equation.outvars]
         return equation.primitive, *numbers, *flags, *(x.dtype for x in results)
 

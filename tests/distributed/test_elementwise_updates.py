@@ -69,6 +69,9 @@ MIXING = {
     "dtype of a number": lambda g, p: (
         g * (jnp.ones((), jnp.bfloat16 if g.shape[0] > 1 else jnp.float16) / 3).astype(g.dtype)
     ),
+    "length of a loop": lambda g, p: lax.fori_loop(0, g.shape[0], lambda i, x: x * p, g),
+    "power": lambda g, p: lax.integer_pow(g, g.shape[0]),
+    "another order": lambda g, p: g.ravel(order="F").reshape(g.shape),
     "callback": lambda g, p: jax.pure_callback(lambda x: x[:, ::-1], g, g),
 }
 
@@ -88,6 +91,25 @@ def test_elementwise_functions_are_accepted(name):
 def test_functions_that_mix_elements_or_go_by_the_shape_are_refused(name):
     with pytest.raises(UsageError, match=r"mixes elements of a parameter \(.*one of 4 slices"):
         check(MIXING[name])
+
+
+def test_a_number_that_one_device_has_is_not_for_others():
+    """A parameter of one element is on the first device, and zero elsewhere."""
+
+    def update(grads, state, params):
+        return {"w": grads["w"] * (1 + params["s"]), "s": grads["s"]}, state
+
+    params = {"w": jnp.ones(8), "s": jnp.ones(())}
+    optimizer = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+    with pytest.raises(UsageError, match=r"\(mul with a parameter that is one number\)"):
+        rdp.OptaxAdapter(optimizer).check_slices(params, 4)
+
+
+def test_state_that_has_a_parameters_name_is_not_the_parameters():
+    params = {"learning_rate": jnp.ones(()), "w": jnp.ones((8, 4))}
+    optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
+    state = rdp.slice_state(optimizer, optimizer.init(params), params, 4)
+    assert state.hyperparams["learning_rate"].shape == ()
 
 
 # ---- Objects with `apply_gradients` of anyone's own ----

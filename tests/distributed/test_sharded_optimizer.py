@@ -20,7 +20,7 @@ SHAPES = {"w": (6, 5), "b": (5,), "one": ()}
 REFUSED = {
     "adafactor": "reduce_sum",
     "lamb": "reduce_sum",
-    "novograd": "state goes by a parameter's shape",
+    "novograd": "reduce_sum",
     "noisy_sgd": "random_split",
     "contrib.galore": "state goes by a parameter's shape",
     "contrib.muon": "mixes elements",

@@ -27,7 +27,7 @@ from research_dp.runs.checkpoint_files import MANIFEST, overview, read_manifest,
 from research_dp.runs.checksum import tree_checksums
 from research_dp.runs.manifest import Damaged, Manifest, Progress, origin
 from research_dp.training.initial import InitialParams
-from tests.support.certified import small_model
+from tests.support.certified import batches, small_model
 from tests.support.repository import stems
 from tests.support.strategies import build, one_matrix, run_steps
 
@@ -71,6 +71,26 @@ def test_state_is_the_same_bits_under_another_strategy(first, second, tmp_path):
     restored, manifest = restore(tmp_path, other)
     assert manifest.progress == PROGRESS
     assert_same_bits(restored, saved, other)
+
+
+@pytest.mark.parametrize("stems", [("zero1", "fsdp"), ("fsdp", "zero1")])
+def test_parameters_with_and_without_master_weights_continue_as_the_other(stems, tmp_path):
+    """zero1 keeps wide parameters in its slices where they are gathered in bfloat16."""
+    bound = {"zero1": ["fsdp_apply_gradients.gather_dtype = 'bfloat16'"], "fsdp": []}
+    model = small_model("linen")
+    first = build(stems[0], model, bindings=bound[stems[0]])
+    state = run_steps(first, 2)
+    save(tmp_path, state, 2)
+    load.reset()
+    second = build(stems[1], model, bindings=bound[stems[1]])
+    restored, _ = restore(tmp_path, second)
+    like = jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), second.abstract_state)
+    assert like == jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), restored)
+    by_stem = dict(zip(stems, (state, restored), strict=True))
+    wide = by_stem["zero1"].opt_state.master, by_stem["fsdp"].params
+    jax.tree.map(np.testing.assert_array_equal, *wide)
+    run = second.train_step(restored, second.place_batch(batches()[2]))
+    assert np.isfinite(jax.device_get(run[1]["loss"])).all()
 
 
 def test_nothing_to_restore(tmp_path):

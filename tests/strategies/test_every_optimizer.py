@@ -13,9 +13,12 @@ import optax
 import optax.contrib
 import pytest
 
+from research_dp.analysis.comm_lower_bound import min_wire_bytes
+from research_dp.certification.certify import certify
 from research_dp.errors import UsageError
 from research_dp.strategies import TrainSpec
 from research_dp.types import LossOutput, TrainableModel
+from tests.support.certified import bench_of, noise
 from tests.support.recipes import recipe
 from tests.support.repository import ROOT
 
@@ -151,6 +154,13 @@ def test_the_loss_is_given_to_an_optimizer_that_asks_for_it():
 
 def in_order(grads, params):
     return jax.tree.map(lambda x: jnp.sort(x.ravel()).reshape(x.shape), grads)
+
+
+def test_what_reads_an_optimizer_gives_it_the_loss():
+    strategy = build("fsdp", {"a": optax.contrib.momo()})
+    assert min_wire_bytes(strategy, strategy.spec) > 0
+    optimizer = optax.contrib.momo(0.1)
+    assert certify(bench_of("fsdp", spec={"optimizer": optimizer}), noise(), steps=2).certified
 
 
 @pytest.mark.parametrize("stem", ["zero1", "fsdp"])

@@ -261,6 +261,15 @@ def test_an_update_that_does_not_call_the_optimizer_once_is_refused(calls):
         config.build(spec())
 
 
+def test_an_update_that_names_a_mesh_axis_is_told_where_it_runs():
+    def update(gradients, parameters, optimizer):
+        return optimizer.apply_gradients(rdp.sync_gradients(gradients, ("data",)), parameters)
+
+    config = dataclasses.replace(recipe("ddp"), update=update)
+    with pytest.raises(rdp.UsageError, match=r"\.update: .*data.*outside of the map.*take `mesh`"):
+        config.build(spec())
+
+
 # ---- Slots with state ----
 
 
