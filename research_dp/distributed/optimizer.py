@@ -73,21 +73,15 @@ def apply_optimizer(
         updates, new_state = update(grads, opt_state, params, **extra)
     except UsageError:
         raise
-    except Exception as error:  # a wrong state raises anything: it is looked for afterwards
+    except Exception:  # a wrong state raises anything: it is looked for afterwards
         expected = jax.eval_shape(optimizer.init, params)
         check_state(opt_state, expected, "Make it by optimizer.init of these parameters.")
-        structure: Any = jax.tree.structure(opt_state)
-        if structure != jax.tree.structure(expected):
-            raise UsageError(
-                f"opt_state = {types.described(opt_state)} has another structure than what "
-                f"optimizer.init makes of the parameters: {types.described(expected)}."
-            ) from error
         raise
     return optax.apply_updates(params, updates), new_state
 
 
 def check_state(opt_state: PyTree, expected: PyTree, advice: str) -> None:
-    """Raises UsageError if an array of a state is missing, left over or of another shape."""
+    """Raises UsageError if a state has other arrays, shapes or another structure than expected."""
     given, by_name = by_path(opt_state), by_path(expected)
     for name in sorted(given.keys() | by_name.keys()):
         if name not in given or name not in by_name:
@@ -98,6 +92,12 @@ def check_state(opt_state: PyTree, expected: PyTree, advice: str) -> None:
         shape = np.shape(given[name])
         if shape != (right := by_name[name].shape):
             raise UsageError(f"opt_state {name} has shape {shape}, not {right}. {advice}")
+    structures: Any = map(jax.tree.structure, (opt_state, expected))
+    if len(set(structures)) > 1:
+        raise UsageError(
+            f"opt_state = {types.described(opt_state)} has another structure than what "
+            f"optimizer.init makes of the parameters: {types.described(expected)}."
+        )
 
 
 class MasterState(NamedTuple):
