@@ -164,7 +164,7 @@ OPTIMIZERS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_same_bits_from_optimizers_that_mix_elements(name):
-    cells = MIXED if name == "muon" else [("ddp", 4, 1), ("fsdp", 1, 8), ("pmap", 2, 1)]
+    cells = MIXED if name == "muon" else [("ddp", 4, 1), ("fsdp", 1, 8)]
     options = {"more": {"optimizer": OPTIMIZERS[name]}, "bindings": (*AS_USERS_DO, *LOOP)}
     model = model_of(APIS[len(name) % 2])
     expected = bits(build("single", 1, 1, model, **options), batches())
