@@ -6,6 +6,7 @@ Nothing is read from the step that is judged, but from its slots' bindings and t
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Collection
@@ -17,7 +18,7 @@ import numpy as np
 
 from research_dp.distributed import matrices
 from research_dp.distributed.mesh import DATA_AXIS, FSDP_AXIS, batch_devices
-from research_dp.distributed.optimizer import apply_optimizer
+from research_dp.distributed.optimizer import apply_in_step
 from research_dp.distributed.sharding import TABLE, LeafSharding, unit_of
 from research_dp.distributed.units import Units, take_rows
 from research_dp.strategies import Strategy, TrainSpec, slots
@@ -98,13 +99,9 @@ def _update_bytes(strategy: Strategy) -> float:
     slices, state = strategy.shardings.slices, strategy.abstract_state
     if strategy.config.reduction.exact_step:
         return 0.0
-
-    def update(grads: PyTree, opt_state: PyTree, params: PyTree) -> PyTree:
-        given: dict[str, Any] = {"value": jnp.float32(0), "grad": grads}
-        return apply_optimizer(strategy.spec.optimizer, grads, opt_state, params, **given)
-
+    update = functools.partial(apply_in_step, strategy.spec.optimizer)
     with matrices.over(strategy.mesh, slices):
-        sent = collectives(update, state.params, state.opt_state, state.params)
+        sent = collectives(update, state.params, state.opt_state, state.params, jnp.float32(0))
     return sum(one.wire_bytes for one in sent)
 
 

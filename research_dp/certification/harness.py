@@ -20,7 +20,7 @@ import optax
 from research_dp.certification.tolerances import EPS
 from research_dp.distributed.collectives import cast_dtype
 from research_dp.distributed.mesh import batch_devices
-from research_dp.distributed.optimizer import apply_optimizer
+from research_dp.distributed.optimizer import apply_in_step
 from research_dp.distributed.sharding import LeafSharding, is_key
 from research_dp.strategies import PlacedBatch, Strategy, StrategyConfig, TrainSpec, TrainState
 from research_dp.tracing.jaxpr import mixing_operation
@@ -136,18 +136,14 @@ class Bench:
     @functools.cached_property
     def _apply_optimizer(self) -> Callable[..., tuple[PyTree, PyTree]]:
         optimizer = self.config.fitted(self._recording_spec).optimizer
-        return jax.jit(functools.partial(apply_optimizer, optimizer))
+        return jax.jit(functools.partial(apply_in_step, optimizer))
 
     @functools.cached_property
     def mixes(self) -> bool:
         """Whether the optimizer's update combines elements, so that devices may sum otherwise."""
         state = self.oracle.abstract_state
-
-        def update(grads: PyTree, opt_state: PyTree, params: PyTree) -> PyTree:
-            given: dict[str, Any] = {"value": jnp.float32(1), "grad": grads}
-            return apply_optimizer(self.oracle.spec.optimizer, grads, opt_state, params, **given)
-
-        program = jax.make_jaxpr(update)(state.params, state.opt_state, state.params)
+        update = jax.make_jaxpr(functools.partial(apply_in_step, self.oracle.spec.optimizer))
+        program = update(state.params, state.opt_state, state.params, jnp.float32(1))
         return mixing_operation(program) is not None
 
     @property
@@ -164,7 +160,7 @@ class Bench:
             (grads, state.opt_state, state.params),
             (gradients_of(shardings), shardings.opt_state, shardings.params),
         )
-        params, opt_state = to_host(self._apply_optimizer(*placed, value=loss, grad=placed[0]))
+        params, opt_state = to_host(self._apply_optimizer(*placed, loss))
         return state._replace(step=state.step + 1, params=params, opt_state=opt_state)
 
     def noisy_step(self, state: TrainState, batch: Batch, rng: np.random.Generator) -> StepResult:

@@ -23,7 +23,7 @@ from research_dp.deterministic.sum import TreeReduction, add_pairs, fence, unkno
 from research_dp.distributed.buckets import flatten_padded, pad_to_multiple
 from research_dp.distributed.collectives import gather
 from research_dp.distributed.mesh import FSDP_AXIS
-from research_dp.distributed.optimizer import apply_optimizer
+from research_dp.distributed.optimizer import apply_in_step
 from research_dp.distributed.sharding import LeafSharding
 from research_dp.distributed.units import Units
 from research_dp.distributed.vma import bound_axes
@@ -105,11 +105,7 @@ class DeterministicStep(Step):
         zero = unknown_zero(state.step)
         grads = fence(jax.tree.map(tree_sum.without_negative_zero, grads), zero)
         arguments = grads, state.opt_state, params, value
-
-        def update(grads: PyTree, opt_state: PyTree, params: PyTree, value: jax.Array) -> PyTree:
-            given: dict[str, Any] = {"value": value, "grad": grads}
-            return apply_optimizer(self.spec.optimizer, grads, opt_state, params, **given)
-
+        update = functools.partial(apply_in_step, self.spec.optimizer)
         written = as_written(update, *arguments)
         if mixing_operation(written.program) is None:
             return written(*arguments)

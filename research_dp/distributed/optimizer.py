@@ -80,6 +80,17 @@ def apply_optimizer(
     return optax.apply_updates(params, updates), new_state
 
 
+def apply_in_step(
+    optimizer: optax.GradientTransformation,
+    grads: PyTree,
+    opt_state: PyTree,
+    params: PyTree,
+    value: Any,
+) -> tuple[PyTree, PyTree]:
+    """`apply_optimizer`, given all that a training step has; `value` is its loss."""
+    return apply_optimizer(optimizer, grads, opt_state, params, value=value, grad=grads)
+
+
 def check_state(opt_state: PyTree, expected: PyTree, advice: str) -> None:
     """Raises UsageError if a state has other arrays, shapes or another structure than expected."""
     given, by_name = by_path(opt_state), by_path(expected)

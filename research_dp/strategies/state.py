@@ -18,7 +18,7 @@ from research_dp.distributed import placement, sharding
 from research_dp.distributed.boxed import is_box, names_of, value_of
 from research_dp.distributed.collectives import PLAIN, Reduction, cast_dtype, flat_axes
 from research_dp.distributed.mesh import BATCH_AXES, FSDP_AXIS, batch_devices, sizes_text
-from research_dp.distributed.optimizer import apply_optimizer, map_state
+from research_dp.distributed.optimizer import apply_in_step, map_state
 from research_dp.distributed.sharding import LeafSharding, ShardDecision, largest_dim, path_name
 from research_dp.errors import UsageError, binding_error, first_line
 from research_dp.strategies import slots, strategy
@@ -183,10 +183,10 @@ def _opt_state_specs(opt_state: PyTree, slices: PyTree) -> PyTree:
 def check_optimizer(spec: TrainSpec, state: TrainState) -> None:
     """Raises UsageError if the update needs more than a step can give."""
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state.params)
-    apply = functools.partial(apply_optimizer, spec.optimizer)
+    apply = functools.partial(apply_in_step, spec.optimizer)
     value = jax.ShapeDtypeStruct((), np.float32)
     try:
-        jax.eval_shape(apply, params, state.opt_state, params, value=value, grad=params)
+        jax.eval_shape(apply, params, state.opt_state, params, value)
     except UsageError as error:
         if error.binding:
             raise

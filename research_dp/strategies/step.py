@@ -25,7 +25,7 @@ from research_dp.distributed.differentiable_gather import drop_gathered
 from research_dp.distributed.mesh import FSDP_AXIS, traced_for
 from research_dp.distributed.microbatch import add_up
 from research_dp.distributed.norms import clip_factor, global_norm
-from research_dp.distributed.optimizer import apply_gradients, apply_optimizer
+from research_dp.distributed.optimizer import apply_gradients, apply_in_step
 from research_dp.distributed.sharding import PART, STACK, is_sharded, unit_of
 from research_dp.distributed.unit_order import Order
 from research_dp.distributed.units import Units
@@ -287,9 +287,8 @@ class Step:
         `value` is the loss. Where a batch `is_empty` (None: it never is), nobody uses the results.
         """
         del is_empty
-        given: dict[str, Any] = {"value": value, "grad": grads}
         with matrices.over(self.config.mesh, self.slices):
-            return apply_optimizer(self.spec.optimizer, grads, state.opt_state, params, **given)
+            return apply_in_step(self.spec.optimizer, grads, state.opt_state, params, value)
 
     def loss_scale(self, state: TrainState) -> jax.Array | float:
         return 1.0 if self.spec.loss_scale is None else state.loss_scale.scale
