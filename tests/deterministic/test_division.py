@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from research_dp.deterministic.division import as_written
+from tests.support.compilers import AS_USERS_COMPILE
 
 
 @jax.custom_jvp
@@ -98,3 +99,15 @@ def test_structures_are_kept():
     found = written({"x": X}, 2 * X)
     assert set(found) == {"q", "p"}
     np.testing.assert_array_equal(found["q"], np.full(X.shape, 0.5))
+
+
+def test_sums_add_rounded_products():
+    # Fused with the addition, a product is not rounded, in one program and not in another.
+    x = np.random.default_rng(0).normal(size=(256, 128)).astype(np.float32)
+    written = as_written(lambda x: jnp.sum(x * x, 0), x, sums=True)
+    pairs = x * x
+    while len(pairs) > 1:
+        pairs = pairs[0::2] + pairs[1::2]
+    compiled = jax.jit(written).lower(x).compile(AS_USERS_COMPILE)
+    np.testing.assert_array_equal(compiled(x), pairs[0])
+    assert np.isnan(compiled(np.where(x == x.max(), np.nan, x))).sum() == 1
