@@ -40,6 +40,11 @@ def flops(instruction: Instruction) -> tuple[int, str]:
     return (count, instruction.inputs[0].dtype) if count else (0, "")
 
 
+def is_attention(instruction: Instruction) -> bool:
+    """Whether it is cuDNN's flash attention, forward or backward."""
+    return instruction.target.startswith("__cudnn$fmha")
+
+
 def flops_inside(instruction: Instruction) -> Iterator[tuple[int, str]]:
     """`flops` of an instruction and, where it is a fusion or a call, of those it runs."""
     count, dtype = flops(instruction)
@@ -59,7 +64,7 @@ def _matmul(
 
 def _custom_call(instruction: Instruction) -> int:
     target = instruction.target
-    if target.startswith("__cudnn$fmha"):
+    if is_attention(instruction):
         # Flash attention: two matrix multiplications forward, four backward. Masked parts count and
         # recomputed scores do not: so all implementations of attention count the same.
         pattern = r'"intermediate_tensor_shape":\s*{.*?"dimensions":\s*\[([^\]]*)\]'

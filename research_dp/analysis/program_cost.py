@@ -24,7 +24,7 @@ class ProgramCost:
     memory: Any  # the compiler's figures, `compiled.memory_analysis()`
     flops: int  # of matrix multiplications
     collectives: tuple[CompiledCollective, ...]
-    schedule: Schedule  # predicted times: estimates, from vendors' rates
+    schedule: Schedule  # predicted times: estimates
     timeline: Timeline | None = None  # of the program that was read
 
     def seconds_at(self, link_rate: float) -> float:

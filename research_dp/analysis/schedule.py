@@ -1,7 +1,7 @@
 """The predicted schedule of a program: one stream computes, one communicates.
 
-Nothing else costs time. An instruction takes the longer of its FLOPs and its bytes of memory at
-the vendors' rates.
+Nothing else costs time. An instruction takes the longer of its FLOPs and its bytes of memory, at
+the vendors' rates or, where a device is calibrated, at those that published steps reached.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 
 from research_dp.analysis import hlo, hlo_collectives
 from research_dp.analysis.hlo import Computation, Instruction
-from research_dp.analysis.instruction_cost import flops_inside, hbm_bytes
+from research_dp.analysis.instruction_cost import flops_inside, hbm_bytes, is_attention
 from research_dp.distributed.mesh import Chip
 
 # (name of a collective's instruction) -> the seconds of one execution, whether it leaves the host
@@ -30,12 +30,13 @@ _RENDEZVOUS = r'(_xla_host_transfer_rendezvous="[^"]+")'
 class Schedule:
     """Predicted times of one run of a program, in seconds, and the bytes that a device sends."""
 
-    compute: float  # all FLOPs at the peak rate
-    memory: float  # all bytes to and from device memory at its rate
+    compute: float  # all FLOPs
+    memory: float  # all bytes to and from device memory
     network_inside: float  # collectives inside a host (GPU) or slice (TPU), one after the other
     network_across: float  # those that leave it
     exposed: float  # how long the compute stream waits for collectives
-    step: float  # every instruction at the slower of compute and memory, and `exposed`
+    slowed: float  # how much longer compute takes for the collectives beside it
+    step: float  # every instruction at the slower of compute and memory, `exposed` and `slowed`
     wire_bytes: float
     hidden_bytes: float  # those that are sent while the compute stream does not wait for them
     is_lower_bound: bool = False  # one iteration is counted of a loop of unknown length
@@ -59,7 +60,7 @@ class Events(NamedTuple):
 
 # Positions in the simulation's clock: the fields of `Schedule`, of which `step` is the time of the
 # compute stream, and the time of the network's stream.
-_COMPUTE, _MEMORY, _INSIDE, _ACROSS, _EXPOSED, *_OTHERS = range(9)
+_COMPUTE, _MEMORY, _INSIDE, _ACROSS, _EXPOSED, _SLOWED, *_OTHERS = range(10)
 _COMPUTE_STREAM, _WIRE_BYTES, _HIDDEN_BYTES, _NETWORK_STREAM = _OTHERS
 
 
@@ -83,6 +84,9 @@ def _events_of(instruction: Instruction, chip: Chip) -> Events:
         return Events(calls=tuple(hlo.callees(instruction)))
     compute = sum(n / chip.peak(dtype) for n, dtype in flops_inside(instruction))
     memory = hbm_bytes(instruction) / chip.memory_rate
+    if known := chip.calibration:
+        compute /= known.attention if is_attention(instruction) else known.matmul
+        memory *= known.memory
     # Asynchronous copies run beside compute.
     elapsed = 0.0 if instruction.opcode.endswith("-start") else max(compute, memory)
     awaited, started = tuple(_awaited(instruction)), tuple(_started(instruction))
@@ -92,9 +96,10 @@ def _events_of(instruction: Instruction, chip: Chip) -> Events:
 class _Simulation:
     def __init__(self, chip: Chip, network: Network, events: dict[Instruction, Events]):
         self.chip = chip
+        self.overlap = chip.calibration.overlap if chip.calibration else 0.0
         self.network = network
         self.events = events
-        self.clock = np.zeros(9)
+        self.clock = np.zeros(10)
         # When a collective arrives, how long it takes, and its bytes; by the key of its wait.
         self.in_flight: dict[str, tuple[float, float, float]] = {}
         self.is_lower_bound = False
@@ -142,8 +147,10 @@ class _Simulation:
 
     def wait(self, arrival: float, seconds: float, nbytes: float) -> None:
         waited = max(0.0, arrival - self.clock[_COMPUTE_STREAM])
-        self.clock[_COMPUTE_STREAM] += waited
+        slowed = self.overlap * max(0.0, seconds - waited)
+        self.clock[_COMPUTE_STREAM] += waited + slowed
         self.clock[_EXPOSED] += waited
+        self.clock[_SLOWED] += slowed
         # A longer wait was for collectives before it on the network, which send none of its bytes.
         exposed = min(1.0, waited / seconds if seconds else 0)
         self.clock[_HIDDEN_BYTES] += nbytes * (1 - exposed)

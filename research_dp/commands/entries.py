@@ -61,7 +61,7 @@ COMMANDS = {
             "--gin_file=runs/lm_stdlib.gin --topology=h100:8x8 --strategies=all",
         ),
         "Compiles each strategy's training step for the devices of --topology and reads the "
-        "program. Bytes, FLOPs and counts are exact. Times are predicted from vendors' rates.",
+        "program. Bytes, FLOPs and counts are exact. Times are predicted.",
         function="plan",
         verb="plan",
     ),

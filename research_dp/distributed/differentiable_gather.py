@@ -14,6 +14,7 @@ from research_dp.argument_types import Array, AxisName, Dtype
 from research_dp.distributed import collectives
 from research_dp.distributed.buckets import gather_tree, scatter_mean_tree
 from research_dp.distributed.collectives import PLAIN, Axes, Reduction, cast_dtype, flat_axes
+from research_dp.distributed.mesh import target_platform
 from research_dp.distributed.sharding import LeafSharding
 from research_dp.errors import UsageError
 from research_dp.types import PyTree
@@ -50,13 +51,31 @@ def _dots(prim: Any, *args: Any, **params: Any) -> bool:
     return jax.checkpoint_policies.dots_with_no_batch_dims_saveable(prim, *args, **params)
 
 
+# Operations whose results a backward pass computes again at no cost, where compilers fuse them with
+# what reads these.
+_ELEMENTWISE = _CHEAP | frozenset(
+    (
+        *("abs", "add", "add_any", "and", "ceil", "clamp", "concatenate", "copy", "cos", "div"),
+        *("eq", "erf", "exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow", "iota"),
+        *("is_finite", "le", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg"),
+        *("not", "or", "pad", "pow", "round", "rsqrt", "select_n", "sign", "sin", "split", "sqrt"),
+        *("square", "stop_gradient", "sub", "tan", "tanh"),
+    )
+)
+
+
+def _all_but_elementwise(prim: Any, *args: Any, **params: Any) -> bool:
+    is_fused = target_platform() != "cpu" and prim.name in _ELEMENTWISE
+    return not is_fused and drop_gathered(prim, *args, **params)
+
+
 Remat = Literal["full", "dots", "none"]
 
 # What the forward pass of a unit saves, besides its inputs; never gathered parameters.
 REMAT: Mapping[str, Callable[..., bool]] = {
     "full": jax.checkpoint_policies.nothing_saveable,
     "dots": _dots,
-    "none": drop_gathered,
+    "none": _all_but_elementwise,
 }
 
 

@@ -235,6 +235,18 @@ class Way(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
+class Calibration:
+    """How published steps differ from a vendor's rates, fitted by experiments/plan/published."""
+
+    by: str  # the rows that it was fitted to
+    matmul: float  # share of the peak that matmuls reach
+    attention: float  # and fused attention, of which the scores of all pairs count
+    memory: float  # share of the time of memory traffic that is not hidden
+    overlap: float  # share of a collective's time beside compute by which compute takes longer
+    spread: float  # of ten such steps, eight take the predicted time to within this part of it
+
+
+@dataclasses.dataclass(frozen=True)
 class Chip:
     """One kind of device. Rates are in bytes/s, per device and in one direction."""
 
@@ -251,6 +263,7 @@ class Chip:
     torus: int = 0  # dimensions of a TPU's torus
     slice_chips: int = 0  # chips of the largest slice of a TPU
     compile: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # for an absent GPU
+    calibration: Calibration | None = None  # None: no step is known
 
     def peak(self, dtype: str) -> float:
         """FLOP/s for a type by XLA's or JAX's name; unknown 8-bit floats as bf16, others as f32."""
@@ -270,6 +283,8 @@ def chips() -> dict[str, Chip]:
         library, table["name"] = table["latency"], name
         table["latency"] = [Way(*way) for way in latency[library]]
         table["sources"]["latency"] = latency["sources"][library]
+        if known := table.get("calibration"):
+            table["calibration"] = Calibration(**known)
     return {name: Chip(**table) for name, table in tables.items()}
 
 

@@ -18,6 +18,7 @@ from jax import lax
 
 from research_dp.distributed import collectives, differentiable_gather
 from research_dp.distributed.differentiable_gather import GatherOptions, with_gradient
+from research_dp.distributed.mesh import target_platform
 from research_dp.distributed.overlap import scan_prefetched
 from research_dp.distributed.sharding import LeafSharding, unit_of
 from research_dp.distributed.unit_order import Order
@@ -176,7 +177,8 @@ class Units:
     def _rematerialised(self, function: Function, shardings: PyTree, remat: str) -> Function:
         gather, policy = self.gather, differentiable_gather.REMAT[remat]
         if gather is None:
-            return function if remat == "none" else jax.checkpoint(function, policy=policy)
+            keeps_all = remat == "none" and target_platform() == "cpu"
+            return function if keeps_all else jax.checkpoint(function, policy=policy)
         if self.keep:
             policy = functools.partial(differentiable_gather.keep_gathered, policy)
 

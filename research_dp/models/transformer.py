@@ -60,7 +60,7 @@ def transformer(
         dropout_rate: Dropout on what each half of a block adds.
         dtype: Compute dtype; parameters are float32.
         remat: What a block saves for its backward pass besides its input: 'full' nothing, 'dots'
-            matmul outputs, 'none' everything.
+            matmul outputs, 'none' everything but, on accelerators, elementwise results.
         unroll: Blocks in one iteration of the loop over them; None: 1, or all of at most 12 on a
             CPU that neither gathers nor recomputes them.
         attention: 'cudnn' is flash attention; 'chunked' has the scores of 256 queries at a time.

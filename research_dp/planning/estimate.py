@@ -177,11 +177,14 @@ def _set_costs(row: Row, cost: ProgramCost, spec: TrainSpec, where: Topology) ->
         totals[alike] = (count + c.operations, total + c.wire_bytes)
     row.collectives = [CollectiveTotal(*alike, *total) for alike, total in sorted(totals.items())]
     schedule = cost.schedule
-    names = ("compute", "memory", "network_inside", "network_across", "exposed")
+    names = ("compute", "memory", "network_inside", "network_across", "exposed", "slowed")
     row.predicted_parts = {name: getattr(schedule, name) for name in names}
     row.predicted_parts["latency"] = max(0.0, schedule.exposed - cost.without_latency.exposed)
     row.bound = max(names[:4], key=row.predicted_parts.__getitem__).replace("_", " ")
     row.predicted_seconds, row.is_lower_bound = schedule.step, schedule.is_lower_bound
+    if known := where.chip.calibration:
+        step, spread, row.calibrated_by = schedule.step, 1 + known.spread, known.by
+        row.predicted_range = (step / spread, step * spread)
     row.flops, row.hidden_fraction = cost.flops, schedule.hidden_fraction
     if schedule.step:
         examples = row.examples_per_second = spec.batch_size / schedule.step

@@ -76,7 +76,7 @@ def _plot(shown: Page, lines: Curves, where: Topology, *, timed: bool) -> None:
     titles = {
         "needed": f"Memory needed per device, {memory}",
         "wire": f"Wire bytes per device and step, {traffic}",
-        "step": "A step, ms (predicted from vendors' rates)",
+        "step": "A step, ms (predicted)",
         "exposed": "Exposed communication of a step, ms (predicted)",
     }
     available = where.memory_budget()[0]

@@ -91,8 +91,8 @@ def words(rows: Sequence[Row], where: Topology) -> list[str]:
     ]
     if platform != "cpu":
         lines += [
-            "Bytes, counts and FLOPs are exact (FLOPs without those of custom kernels). Times are "
-            "estimates from vendors' rates."
+            "Bytes, counts and FLOPs are exact (FLOPs without those of custom kernels). "
+            f"{_times(where)}"
         ]
     times = [(row.predicted_seconds, row.measured_seconds) for row in rows]
     if ratios := [predicted / real for predicted, real in times if predicted is not None and real]:
@@ -163,6 +163,16 @@ def _smallest(rows: Sequence[Row]) -> str:
     return text
 
 
+def _times(where: Topology) -> str:
+    """What the predicted times are worth."""
+    if known := where.chip.calibration:
+        return f"Times are estimates, eight of ten within {known.spread:.0%}: {known.by}."
+    name = where.chip.name
+    return (
+        f"Times are estimates from vendors' rates: {name} is not calibrated, a step takes longer."
+    )
+
+
 def _strengths(row: Row) -> str:
     rate = ""
     if row.tokens_per_second and row.mfu:
@@ -174,6 +184,8 @@ def _comparison(row: Row, best: Row) -> str:
     excess = row.seconds / best.seconds - 1
     slower = f"{excess:.0%} slower" if excess < 1 else f"{excess + 1:.1f} times as long"
     slower = "as fast" if excess < _NEGLIGIBLE else slower
+    if row.is_as_fast_as(best):
+        slower = f"equal within the range ({excess:+.0%})"
     return f"{row.strategy}: {slower}, {_ms(row)} ms, {_size(row.needed_bytes)}. {_bound(row)}"
 
 

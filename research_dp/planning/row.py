@@ -53,9 +53,12 @@ class Row:
     hidden_fraction: float | None = None  # of the wire bytes, sent behind compute
     flops: int | None = None  # of matrix multiplications, without those of custom kernels
     predicted_seconds: float | None = None
+    predicted_range: tuple[float, float] | None = None  # eight of ten steps; None: not calibrated
+    calibrated_by: str | None = None  # the published steps that the range is from
     is_lower_bound: bool = False  # one iteration is counted of a loop of unknown length
     # Each as if it ran alone: 'compute', 'memory', 'network_inside' a host (GPU) or slice (TPU),
-    # 'network_across'; 'exposed', the wait for the network; 'latency', what bytes do not take.
+    # 'network_across'; 'exposed', the wait for the network; 'slowed', by which collectives beside
+    # compute slow it; 'latency', what bytes do not take.
     predicted_parts: dict[str, float] | None = None
     bound: str | None = None  # the longest of the first four parts
     mfu: float | None = None  # model FLOPs over the devices' peak
@@ -104,6 +107,16 @@ class Row:
     def seconds(self) -> float:
         """A step's time: measured, else predicted, else 0."""
         return self.measured_seconds or self.predicted_seconds or 0.0
+
+    def is_as_fast_as(self, other: Row) -> bool:
+        """Whether the ranges of two predicted times overlap: neither is known to be less."""
+        if not self.predicted_range or not other.predicted_range:
+            return False
+        if self.measured_seconds and other.measured_seconds:
+            return False
+        return max(self.predicted_range[0], other.predicted_range[0]) <= min(
+            self.predicted_range[1], other.predicted_range[1]
+        )
 
     @property
     def state_fits(self) -> bool:

@@ -83,6 +83,7 @@ def _step_table(
         (verbose, "intra-node ms:", part("network_inside")),
         (verbose, "inter-node ms:", part("network_across")),
         (timed, "step ms:", bounded),
+        (timed, "range ms:", [_range(row) for row in rows]),
         (True, "measured ms:", rates(".2f", "measured_seconds", 1e-3)),
         (timed, "error:", errors),
         (timed, "exposed ms:", part("exposed")),
@@ -92,10 +93,18 @@ def _step_table(
         (verbose, "compiled in s:", rates(".0f", "compile_seconds")),
     ]
     source = "nominal rates" if where.chip.platform == "cpu" else "vendors' rates"
+    if where.chip.calibration:
+        source = "published steps"
     rate = f"; times follow from {source}" if timed else ""
     shown = {head: cells for is_shown, head, cells in columns if is_shown and any(cells)}
     cells = list(zip(*shown.values(), strict=True))
     return Table(f"A step: wire bytes that a device sends{rate}", tuple(shown), rows=cells)
+
+
+def _range(row: Row) -> str:
+    if row.predicted_range is None:
+        return ""
+    return "-".join(f"{seconds * 1e3:.3g}" for seconds in row.predicted_range)
 
 
 def _collectives_table(rows: Sequence[Row], unit: float, name: str) -> Table:

@@ -8,7 +8,7 @@ import pytest
 from research_dp.analysis import hlo, hlo_collectives, schedule, topologies
 from research_dp.analysis.instruction_cost import hbm_bytes
 from research_dp.analysis.topologies import Topology
-from research_dp.distributed.mesh import chips
+from research_dp.distributed.mesh import Calibration, chips
 
 # A device that does 1 FLOP, moves 1 byte and sends 1 byte in a microsecond.
 SLOW = dataclasses.replace(
@@ -17,6 +17,7 @@ SLOW = dataclasses.replace(
     inside_rate=1e6,
     across_rate=1e6,
     flops={"f32": 1e6},
+    calibration=None,
 )
 MICRO = 1e-6
 
@@ -42,7 +43,7 @@ def test_an_instruction_takes_the_longer_of_compute_and_memory():
     body = ARGUMENTS + "\n  ROOT %n = f32[5]{0} negate(%x)"
     assert simulate(entry(body)) == {
         "compute": 0, "memory": 40, "network_inside": 0, "network_across": 0, "exposed": 0,
-        "step": 40, "wire_bytes": 0, "hidden_bytes": 0, "is_lower_bound": False,
+        "slowed": 0, "step": 40, "wire_bytes": 0, "hidden_bytes": 0, "is_lower_bound": False,
     }  # fmt: skip
     body = ARGUMENTS + (
         "\n  ROOT %d = f32[3,3]{1,0} dot(%y, %y), lhs_contracting_dims={0},"
@@ -50,6 +51,26 @@ def test_an_instruction_takes_the_longer_of_compute_and_memory():
     )
     found = simulate(entry(body))
     assert (found["compute"], found["memory"], found["step"]) == (36, 84, 84)
+
+
+DOT = """
+  ROOT %d = f32[3,3]{1,0} dot(%y, %y), lhs_contracting_dims={0}, rhs_contracting_dims={0}"""
+NEGATE = "\n  ROOT %n = f32[5]{0} negate(%x)"
+
+
+def test_a_calibrated_device_reaches_a_part_of_its_rates(monkeypatch):
+    known = Calibration("steps", matmul=0.5, attention=0.1, memory=0.25, overlap=0.5, spread=0.1)
+    monkeypatch.setattr(
+        "tests.analysis.test_schedule.SLOW", dataclasses.replace(SLOW, calibration=known)
+    )
+    assert simulate(entry(ARGUMENTS + DOT))["step"] == 72
+    assert simulate(entry(ARGUMENTS + NEGATE))["step"] == 10
+    # 20 of 100 beside compute, which takes 10 longer.
+    found = simulate(entry(ARGUMENTS + STARTED))
+    assert (found["exposed"], found["slowed"], found["step"]) == (80, 10, 110)
+    attention = DOT.replace("dot(%y, %y)", 'custom-call(%y, %y), custom_call_target="__cudnn$fmha"')
+    backend = ', backend_config={"intermediate_tensor_shape": {"dimensions":["1","1"]}}'
+    assert simulate(entry(ARGUMENTS + attention + backend))["compute"] == 120
 
 
 STARTED = """
@@ -351,8 +372,8 @@ def test_latency_on_a_torus():
 
 def test_what_is_hidden():
     found = schedule.Schedule(
-        compute=3.0, memory=2.0, network_inside=1.0, network_across=3.0, exposed=1.0, step=5.0,
-        wire_bytes=8.0, hidden_bytes=6.0,
+        compute=3.0, memory=2.0, network_inside=1.0, network_across=3.0, exposed=1.0, slowed=0.0,
+        step=5.0, wire_bytes=8.0, hidden_bytes=6.0,
     )  # fmt: skip
     assert found.hidden_fraction == 0.75
     assert dataclasses.replace(found, wire_bytes=0.0, hidden_bytes=0.0).hidden_fraction is None

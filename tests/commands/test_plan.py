@@ -17,7 +17,7 @@ from research_dp.planning.limits import Budget
 from research_dp.planning.row import CollectiveTotal, Row, fastest_first
 from research_dp.planning.tables import prediction_error, tables
 from tests.support import certified
-from tests.support.plan_rows import GPUS, make_row
+from tests.support.plan_rows import GPUS, absent, make_row
 from tests.support.plans import DIGITS, MLP, plan
 from tests.support.strategies import recipe
 
@@ -65,6 +65,21 @@ def test_advice_names_the_fastest_that_fits_and_what_stops_the_others():
     assert "its state must be sharded" in huge
     assert odd == "odd refused: it cannot be."
     assert report.words(rows[2:], GPUS)[0].startswith("Nothing of this fits")
+
+
+def test_steps_whose_ranges_overlap_are_called_equal():
+    rows = [row("a", step=0.1), row("b", step=0.12), row("c", step=0.2)]
+    for one in rows:
+        one.predicted_range = (one.predicted_seconds / 1.15, one.predicted_seconds * 1.15)
+    _, near, far, *_, last = report.words(rows, GPUS)
+    assert near.startswith("b: equal within the range (+20%), 120.0 ms")
+    assert far.startswith("c: 2.0 times as long")
+    assert "eight of ten within" in last and "on 1 to 128 H100s" in last
+    assert "range ms:" in tables(rows, GPUS)[1].columns
+    rows[0].measured_seconds, rows[1].measured_seconds = 0.1, 0.12
+    assert not rows[0].is_as_fast_as(rows[1]), "both were measured"
+    unknown = absent("v6e-64", "v6e", 64, 8)
+    assert "v6e is not calibrated" in report.words(rows, unknown)[-2]
 
 
 def test_advice_says_what_latency_and_wide_dtypes_cost():

@@ -92,7 +92,7 @@ def test_a_program_is_printed_by_its_compiler_where_jaxlib_may_not_be_able_to(tm
 
 @pytest.mark.parametrize(("across", "bound"), [(4.0, "network across"), (0.0, "compute")])
 def test_what_bounds_the_step(across, bound):
-    times = Schedule(3.0, 2.0, 1.0, across, 1.0, 5.0, 8.0, 6.0)
+    times = Schedule(3.0, 2.0, 1.0, across, 1.0, 0.0, 5.0, 8.0, 6.0)
     spec = types.SimpleNamespace(batch_size=10, model=types.SimpleNamespace(work=None))
     row = Row("x")
     estimate._set_costs(row, ProgramCost(None, 7, (), times), spec, topology("cpu:8"))
@@ -106,7 +106,7 @@ def test_rates_are_those_of_all_devices_together():
     work = Work(tokens=7, flops=32 * where.chip.peak("bfloat16"), dtype="bfloat16")
     model = types.SimpleNamespace(work=lambda example: work)
     spec = types.SimpleNamespace(batch_size=10, model=model, example={})
-    row, times = Row("x", mesh={"data": 8, "fsdp": 8}), Schedule(*[5.0] * 8)
+    row, times = Row("x", mesh={"data": 8, "fsdp": 8}), Schedule(*[5.0] * 9)
     estimate._set_costs(row, ProgramCost(None, 7, (), times), spec, where)
     assert (row.examples_per_second, row.tokens_per_second, row.mfu) == (2.0, 14.0, 1.0)
 

@@ -3,10 +3,14 @@
 import re
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from research_dp.analysis.topologies import topology
-from research_dp.distributed.mesh import planning_for
+from research_dp.distributed.mesh import planning_for, traced_for
+from research_dp.distributed.units import Units
 from tests.support import decoder
 from tests.support.compilers import needs_compiler
 from tests.support.recipes import TEN
@@ -58,3 +62,28 @@ def test_what_is_planned_is_traced_for_the_platform_of_the_devices(stem, name, a
     count = 1 if stem == "single" else 8
     _, traced = lengths(built(stem, topology(name).devices[:count]))
     assert ("dot_product_attention_fwd" in traced) == (attention == "cudnn")
+
+
+@pytest.mark.parametrize("gathers", [False, True])
+@pytest.mark.parametrize(("platform", "kept"), [("cpu", 3), ("gpu", 1)])
+def test_accelerators_keep_no_elementwise_results(platform, kept, gathers):
+    class Device:
+        device_kind = "of no known chip"
+
+    Device.platform = platform
+    units = Units((lambda shards, _: shards) if gathers else None, {"one": None})
+
+    def block(params, x):
+        y = x @ params["one"]
+        return jnp.sin(y) * jnp.exp(y)
+
+    def saved(x, weights):
+        _, backward = jax.vjp(
+            lambda x: units.run(block, ("one",), {"one": weights}, x, remat="none"), x
+        )
+        return backward
+
+    with traced_for(Mesh(np.array([[Device()]], object), ("data", "fsdp"))):
+        shapes = jax.eval_shape(saved, jnp.ones((2, 5)), jnp.ones((5, 7)))
+    results = [leaf for leaf in jax.tree.leaves(shapes) if leaf.shape == (2, 7)]
+    assert len(results) == kept
