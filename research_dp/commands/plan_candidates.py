@@ -92,7 +92,7 @@ def check(run: Run, candidates: Sequence[Candidate]) -> dict[str, bool]:
 
 
 def variants(candidate: Candidate, row: Row, where: Topology) -> list[Candidate]:
-    """What else a strategy could be: other dtypes, kept parameters, groups of one host."""
+    """What else a strategy could be: other dtypes, kept parameters, groups of 1, 8, 64 hosts."""
     assert row.mesh is not None
     result = []
     if row.is_wide and row.narrow_file and row.narrow_file not in candidate.files:
@@ -100,10 +100,11 @@ def variants(candidate: Candidate, row: Row, where: Topology) -> list[Candidate]
         result.append(Candidate(name, (*candidate.files, row.narrow_file)))
     if row.mesh["fsdp"] > 1:
         result += [_replaced(candidate, stem, stem) for stem in ("fsdp", "fsdp_keep")]
-        groups, members = where.domains
-        if groups > 1 and members > 1:
-            axes = f"make_mesh.axes = {{'data': {groups}, 'fsdp': {members}}}"
-            result.append(_replaced(candidate, "hsdp", f"hsdp {groups} x {members}", axes))
+        devices, size = len(where.devices), where.domains[1]
+        while 1 < size < devices and devices % size == 0:
+            axes = f"make_mesh.axes = {{'data': {devices // size}, 'fsdp': {size}}}"
+            result.append(_replaced(candidate, "hsdp", f"hsdp {devices // size} x {size}", axes))
+            size *= 8
     return result
 
 

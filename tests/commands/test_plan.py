@@ -386,3 +386,15 @@ def test_what_was_measured_gives_the_rates_and_what_cannot_be_run_is_told(monkey
     estimate_lib.measure(estimate_lib.Compiled(other, None, None))
     assert not other.fits
     assert other.problem == "cannot be run here: RESOURCE_EXHAUSTED: Out of memory"
+
+
+def test_groups_of_hosts_are_among_the_variants():
+    fast = row("fsdp", step=0.1, mesh={"data": 1, "fsdp": 1024})
+    candidate = plan_candidates.Candidate("fsdp", ("strategies/fsdp.gin",))
+    for where, expected in (
+        (absent("h100:128x8", "h100", 1024, 128), ["hsdp 128 x 8", "hsdp 16 x 64", "hsdp 2 x 512"]),
+        (absent("h100:1x8", "h100", 8, 1), []),
+        (absent("h100:8x1", "h100", 8, 8), []),
+    ):
+        found = plan_candidates.variants(candidate, fast, where)
+        assert [one.name for one in found if one.name.startswith("hsdp")] == expected
