@@ -147,7 +147,9 @@ class _Simulation:
 
     def wait(self, arrival: float, seconds: float, nbytes: float) -> None:
         waited = max(0.0, arrival - self.clock[_COMPUTE_STREAM])
+        # The wait, if there is one, is shorter by as much.
         slowed = self.overlap * max(0.0, seconds - waited)
+        waited = max(0.0, waited - slowed)
         self.clock[_COMPUTE_STREAM] += waited + slowed
         self.clock[_EXPOSED] += waited
         self.clock[_SLOWED] += slowed

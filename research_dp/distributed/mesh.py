@@ -236,14 +236,14 @@ class Way(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Calibration:
-    """How published steps differ from a vendor's rates, fitted by experiments/plan/published."""
+    """How steps differ from a vendor's rates: of decoders in bfloat16, as they were published."""
 
     by: str  # the rows that it was fitted to
     matmul: float  # share of the peak that matmuls reach
     attention: float  # and fused attention, of which the scores of all pairs count
     memory: float  # share of the time of memory traffic that is not hidden
     overlap: float  # share of a collective's time beside compute by which compute takes longer
-    spread: float  # of ten such steps, eight take the predicted time to within this part of it
+    spread: float  # of ten steps of sources left out, eight are within so much above or below
 
 
 @dataclasses.dataclass(frozen=True)

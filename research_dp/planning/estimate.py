@@ -182,7 +182,7 @@ def _set_costs(row: Row, cost: ProgramCost, spec: TrainSpec, where: Topology) ->
     row.predicted_parts["latency"] = max(0.0, schedule.exposed - cost.without_latency.exposed)
     row.bound = max(names[:4], key=row.predicted_parts.__getitem__).replace("_", " ")
     row.predicted_seconds, row.is_lower_bound = schedule.step, schedule.is_lower_bound
-    if known := where.chip.calibration:
+    if (known := where.chip.calibration) and not schedule.is_lower_bound:
         step, spread, row.calibrated_by = schedule.step, 1 + known.spread, known.by
         row.predicted_range = (step / spread, step * spread)
     row.flops, row.hidden_fraction = cost.flops, schedule.hidden_fraction

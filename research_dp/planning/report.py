@@ -117,7 +117,11 @@ def changes(others: Sequence[Row], rows: Sequence[Row], where: Topology) -> list
 def summary(rows: Sequence[Row], where: Topology) -> list[str]:
     """Three lines: the fastest strategy, the others' times, and those that do not fit."""
     best, *others = fastest_first(rows)
-    slower = [f"{row.strategy} {row.seconds / best.seconds - 1:+.0%}" for row in others]
+    slower = [
+        f"{row.strategy} {row.seconds / best.seconds - 1:+.0%}"
+        + (" (equal within the range)" if row.is_as_fast_as(best) else "")
+        for row in others
+    ]
     refused = [f"{row.strategy} {row.problem}" for row in rows if not row.fits]
     return [
         f"Fastest of {len(rows)} strategies on {where.name}: {best.strategy}, {_ms(best)} ms a "
@@ -142,7 +146,8 @@ def _difference(row: Row, best: Row, is_timed: bool) -> str:
             f"{row.strategy} costs what {best.strategy} does: is what it binds bound otherwise "
             "by a later file or on the command line?"
         )
-    time = f"a step of {_ms(row)} ms instead of {_ms(best)}, " if is_timed else ""
+    equal = " (equal within the range)" if row.is_as_fast_as(best) else ""
+    time = f"a step of {_ms(row)} ms instead of {_ms(best)}{equal}, " if is_timed else ""
     return (
         f"{row.strategy} instead of {best.strategy}: {time}"
         f"{_size(row.needed_bytes)} instead of {_size(best.needed_bytes)}, wire bytes "
@@ -166,7 +171,7 @@ def _smallest(rows: Sequence[Row]) -> str:
 def _times(where: Topology) -> str:
     """What the predicted times are worth."""
     if known := where.chip.calibration:
-        return f"Times are estimates, eight of ten within {known.spread:.0%}: {known.by}."
+        return f"Times are estimates, {known.by}; eight of ten are within {known.spread:.0%}."
     name = where.chip.name
     return (
         f"Times are estimates from vendors' rates: {name} is not calibrated, a step takes longer."

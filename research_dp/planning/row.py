@@ -110,13 +110,11 @@ class Row:
 
     def is_as_fast_as(self, other: Row) -> bool:
         """Whether the ranges of two predicted times overlap: neither is known to be less."""
-        if not self.predicted_range or not other.predicted_range:
+        ranges = self.predicted_range, other.predicted_range
+        if None in ranges or self.measured_seconds or other.measured_seconds:
             return False
-        if self.measured_seconds and other.measured_seconds:
-            return False
-        return max(self.predicted_range[0], other.predicted_range[0]) <= min(
-            self.predicted_range[1], other.predicted_range[1]
-        )
+        lows, highs = zip(*filter(None, ranges), strict=True)
+        return max(lows) <= min(highs)
 
     @property
     def state_fits(self) -> bool:

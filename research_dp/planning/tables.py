@@ -104,7 +104,8 @@ def _step_table(
 def _range(row: Row) -> str:
     if row.predicted_range is None:
         return ""
-    return "-".join(f"{seconds * 1e3:.3g}" for seconds in row.predicted_range)
+    limits = (seconds * 1e3 for seconds in row.predicted_range)
+    return "-".join(f"{ms:,.0f}" if ms >= 100 else f"{ms:.3g}" for ms in limits)
 
 
 def _collectives_table(rows: Sequence[Row], unit: float, name: str) -> Table:

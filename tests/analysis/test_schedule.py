@@ -65,9 +65,11 @@ def test_a_calibrated_device_reaches_a_part_of_its_rates(monkeypatch):
     )
     assert simulate(entry(ARGUMENTS + DOT))["step"] == 72
     assert simulate(entry(ARGUMENTS + NEGATE))["step"] == 10
-    # 20 of 100 beside compute, which takes 10 longer.
+    # 20 of 100 beside compute, which takes 10 longer; then all of 12, which takes 6 longer.
     found = simulate(entry(ARGUMENTS + STARTED))
-    assert (found["exposed"], found["slowed"], found["step"]) == (80, 10, 110)
+    assert (found["exposed"], found["slowed"], found["step"]) == (70, 10, 100)
+    found = simulate(entry(ARGUMENTS + STARTED), sent=12)
+    assert (found["exposed"], found["slowed"], found["step"]) == (0, 6, 26)
     attention = DOT.replace("dot(%y, %y)", 'custom-call(%y, %y), custom_call_target="__cudnn$fmha"')
     backend = ', backend_config={"intermediate_tensor_shape": {"dimensions":["1","1"]}}'
     assert simulate(entry(ARGUMENTS + attention + backend))["compute"] == 120

@@ -74,10 +74,16 @@ def test_steps_whose_ranges_overlap_are_called_equal():
     _, near, far, *_, last = report.words(rows, GPUS)
     assert near.startswith("b: equal within the range (+20%), 120.0 ms")
     assert far.startswith("c: 2.0 times as long")
-    assert "eight of ten within" in last and "on 1 to 128 H100s" in last
-    assert "range ms:" in tables(rows, GPUS)[1].columns
-    rows[0].measured_seconds, rows[1].measured_seconds = 0.1, 0.12
-    assert not rows[0].is_as_fast_as(rows[1]), "both were measured"
+    assert "published steps" in last and last.endswith("eight of ten are within 17%.")
+    assert "(equal within the range)" in report.changes([rows[1]], rows[:1], GPUS)[0]
+    assert "b +20% (equal within the range), c +100%" in report.summary(rows, GPUS)[1]
+    rows[2].predicted_range = (0.9, 1.5)
+    (_, step) = tables(rows, GPUS)
+    assert [row[list(step.columns).index("range ms:")] for row in step.rows] == [
+        *("87-115", "104-138", "900-1,500")
+    ]
+    rows[0].measured_seconds = 0.1
+    assert not rows[1].is_as_fast_as(rows[0]), "one of them was measured"
     unknown = absent("v6e-64", "v6e", 64, 8)
     assert "v6e is not calibrated" in report.words(rows, unknown)[-2]
 

@@ -83,7 +83,20 @@ def test_accelerators_keep_no_elementwise_results(platform, kept, gathers):
         )
         return backward
 
+    def masked(x, weights):
+        def dropped(params, x):
+            keep = jax.random.bernoulli(jax.random.key(0), 0.5, (2, 7))
+            return jnp.where(keep, x @ params["one"], 0.0)
+
+        return jax.vjp(
+            lambda x: units.run(dropped, ("one",), {"one": weights}, x, remat="none"), x
+        )[1]
+
     with traced_for(Mesh(np.array([[Device()]], object), ("data", "fsdp"))):
         shapes = jax.eval_shape(saved, jnp.ones((2, 5)), jnp.ones((5, 7)))
+        masks = jax.eval_shape(masked, jnp.ones((2, 5)), jnp.ones((5, 7)))
     results = [leaf for leaf in jax.tree.leaves(shapes) if leaf.shape == (2, 7)]
     assert len(results) == kept
+    of_masks = [leaf.dtype for leaf in jax.tree.leaves(masks) if leaf.shape == (2, 7)]
+    assert jnp.bool_ in of_masks
+    assert platform == "cpu" or of_masks == [jnp.bool_]
