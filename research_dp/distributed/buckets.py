@@ -27,6 +27,9 @@ Move = Callable[[jax.Array], jax.Array]  # rows (r, k) -> (any, k)
 Reshape = Callable[[jax.Array, LeafSharding], jax.Array]
 
 DEFAULT_BUCKET_BYTES = 32 * 2**20
+# In one array: XLA's time grows faster than the number of slices of an array, and it combines
+# all-reduces itself. Measured: experiments/plan/leaves.py.
+_MOST_ARRAYS = 32
 
 
 def make_buckets(sizes: Sequence[tuple[Hashable, int]], bucket_bytes: int) -> list[list[int]]:
@@ -60,7 +63,12 @@ def _in_buckets(
     kinds = [
         ((x.dtype, varying_axes(x)), n * x.dtype.itemsize) for x, n in zip(rows, sizes, strict=True)
     ]
-    for bucket in make_buckets(kinds, bucket_bytes):
+    buckets = [
+        bucket[i : i + _MOST_ARRAYS]
+        for bucket in make_buckets(kinds, bucket_bytes)
+        for i in range(0, len(bucket), _MOST_ARRAYS)
+    ]
+    for bucket in buckets:
         joined = move(jnp.concatenate([rows[i] for i in bucket], axis=1))
         parts = lax.split(joined, [rows[i].shape[1] for i in bucket], axis=1)
         for i, part in zip(bucket, parts, strict=True):

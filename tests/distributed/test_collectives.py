@@ -109,6 +109,13 @@ def test_ten_leaves_make_few_collectives(mesh, bucket_bytes, count):
     assert sum(c.nbytes for c in found) == 400
 
 
+def test_no_array_on_the_wire_has_slices_without_end(mesh):
+    tree = [jnp.full(3, float(i)) for i in range(70)]
+    mean = mapped(mesh, functools.partial(buckets.all_mean_tree, axes=AXES), P(), P())
+    assert [c.nbytes for c in read(mean, tree)] == [12 * 32, 12 * 32, 12 * 6]
+    jax.tree.map(np.testing.assert_array_equal, mean(tree), tree)
+
+
 @pytest.mark.parametrize("devices", [2, 8])
 def test_buckets_do_not_grow_with_the_number_of_devices(devices):
     tree = [jnp.ones(64) for _ in range(6)]  # of 256 bytes: two fill a bucket
