@@ -118,9 +118,7 @@ def summary(rows: Sequence[Row], where: Topology) -> list[str]:
     """Three lines: the fastest strategy, the others' times, and those that do not fit."""
     best, *others = fastest_first(rows)
     slower = [
-        f"{row.strategy} {row.seconds / best.seconds - 1:+.0%}"
-        + (" (equal within the range)" if row.is_as_fast_as(best) else "")
-        for row in others
+        f"{row.strategy} {row.seconds / best.seconds - 1:+.0%}{_equal(row, best)}" for row in others
     ]
     refused = [f"{row.strategy} {row.problem}" for row in rows if not row.fits]
     return [
@@ -146,8 +144,8 @@ def _difference(row: Row, best: Row, is_timed: bool) -> str:
             f"{row.strategy} costs what {best.strategy} does: is what it binds bound otherwise "
             "by a later file or on the command line?"
         )
-    equal = " (equal within the range)" if row.is_as_fast_as(best) else ""
-    time = f"a step of {_ms(row)} ms instead of {_ms(best)}{equal}, " if is_timed else ""
+    steps = f"a step of {_ms(row)} ms instead of {_ms(best)}{_equal(row, best)}, "
+    time = steps if is_timed else ""
     return (
         f"{row.strategy} instead of {best.strategy}: {time}"
         f"{_size(row.needed_bytes)} instead of {_size(best.needed_bytes)}, wire bytes "
@@ -166,6 +164,10 @@ def _smallest(rows: Sequence[Row]) -> str:
         names = ", ".join(row.strategy for row in fewest)
         text += f" Fewest wire bytes: {names}, {_size(min(sent))} per device and step."
     return text
+
+
+def _equal(row: Row, best: Row) -> str:
+    return " (equal within the range)" if row.is_as_fast_as(best) else ""
 
 
 def _times(where: Topology) -> str:

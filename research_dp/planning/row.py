@@ -110,11 +110,10 @@ class Row:
 
     def is_as_fast_as(self, other: Row) -> bool:
         """Whether the ranges of two predicted times overlap: neither is known to be less."""
-        ranges = self.predicted_range, other.predicted_range
-        if None in ranges or self.measured_seconds or other.measured_seconds:
+        one, two = self.predicted_range, other.predicted_range
+        if one is None or two is None or self.measured_seconds or other.measured_seconds:
             return False
-        lows, highs = zip(*filter(None, ranges), strict=True)
-        return max(lows) <= min(highs)
+        return one[0] <= two[1] and two[0] <= one[1]
 
     @property
     def state_fits(self) -> bool:

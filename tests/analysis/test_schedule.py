@@ -39,23 +39,18 @@ ARGUMENTS = """
   %y = f32[2,3]{1,0} parameter(1)"""
 
 
-def test_an_instruction_takes_the_longer_of_compute_and_memory():
-    body = ARGUMENTS + "\n  ROOT %n = f32[5]{0} negate(%x)"
-    assert simulate(entry(body)) == {
-        "compute": 0, "memory": 40, "network_inside": 0, "network_across": 0, "exposed": 0,
-        "slowed": 0, "step": 40, "wire_bytes": 0, "hidden_bytes": 0, "is_lower_bound": False,
-    }  # fmt: skip
-    body = ARGUMENTS + (
-        "\n  ROOT %d = f32[3,3]{1,0} dot(%y, %y), lhs_contracting_dims={0},"
-        " rhs_contracting_dims={0}"
-    )
-    found = simulate(entry(body))
-    assert (found["compute"], found["memory"], found["step"]) == (36, 84, 84)
-
-
 DOT = """
   ROOT %d = f32[3,3]{1,0} dot(%y, %y), lhs_contracting_dims={0}, rhs_contracting_dims={0}"""
 NEGATE = "\n  ROOT %n = f32[5]{0} negate(%x)"
+
+
+def test_an_instruction_takes_the_longer_of_compute_and_memory():
+    assert simulate(entry(ARGUMENTS + NEGATE)) == {
+        "compute": 0, "memory": 40, "network_inside": 0, "network_across": 0, "exposed": 0,
+        "slowed": 0, "step": 40, "wire_bytes": 0, "hidden_bytes": 0, "is_lower_bound": False,
+    }  # fmt: skip
+    found = simulate(entry(ARGUMENTS + DOT))
+    assert (found["compute"], found["memory"], found["step"]) == (36, 84, 84)
 
 
 def test_a_calibrated_device_reaches_a_part_of_its_rates(monkeypatch):

@@ -21,11 +21,9 @@ import research_dp
 from research_dp.analysis import hlo, hlo_collectives, topologies
 from research_dp.analysis.program_cost import Timeline, link_rate
 from research_dp.analysis.schedule import Schedule
-from research_dp.distributed.mesh import Calibration
+from research_dp.distributed.mesh import chips
 
 HERE = Path(__file__).parent
-OVERLAP = 0.5  # not fitted: too few rows send much beside compute
-START = {"h100": (0.67, 0.265, 0.57), "a100": (0.855, 0.265, 0.57), "v5e": (1.0, 1.0, 0.57)}
 # Programs of rows that do not fit are not those that ran: the compiler recomputes to save memory.
 LEFT_OUT = {"fms-h100-34b", "mpt-h100-30b-4096-8"}
 
@@ -94,7 +92,8 @@ class Program:
 
     def at(self, numbers: tuple[float, ...]) -> Schedule:
         """The predicted schedule with these shares: matmul, attention, memory."""
-        known = Calibration("", *numbers, overlap=OVERLAP, spread=0.0)
+        shares = dict(zip(("matmul", "attention", "memory"), numbers, strict=True))
+        known = dataclasses.replace(self.where.chip.calibration, **shares)
         where = dataclasses.replace(
             self.where, chip=dataclasses.replace(self.where.chip, calibration=known)
         )
@@ -111,26 +110,29 @@ def fitted(programs: list[Program]) -> dict[str, tuple[float, ...]]:
     """(matmul, attention, memory) by device: least squares, in which own rows count four times.
 
     GPUs have one number for attention and one for memory. Of TPUs there are too few rows for more
-    than matmuls. What communication costs is taken from the numbers to start from.
+    than matmuls. What communication costs is taken from the calibrations that are there, and so is
+    its slowing of compute: too few rows send much.
     """
     kinds = sorted({p.row["device"] for p in programs})
     rows, goals = [], []
     for p in programs:
         kind, weight = p.row["device"], 2.0 if p.row["id"].startswith("own") else 1.0
-        waits = p.at(START[kind])
+        now = p.where.chip.calibration
+        waits = p.at((now.matmul, now.attention, now.memory))
         matmul, attention, memory = p.seconds
         goal = 1 - (waits.exposed + waits.slowed) / p.row["step_s"]
         if kind.startswith("v"):
-            goal -= memory * START[kind][2]
+            goal -= memory * now.memory
             memory = 0.0
         rows.append(np.array([attention, memory, *(matmul * (kind == k) for k in kinds)]) * weight)
         goals.append(goal * weight)
     least = np.array([1.0, 0.0, *[1.0] * len(kinds)])
     attention, memory, *matmuls = lsq_linear(np.array(rows), goals, (least, least + 10)).x
-    return {
-        kind: (1 / matmul, 1 / attention, START[kind][2] if kind.startswith("v") else memory)
-        for kind, matmul in zip(kinds, matmuls, strict=True)
-    }
+    found = {}
+    for kind, matmul in zip(kinds, matmuls, strict=True):
+        taken = chips()[kind].calibration.memory if kind.startswith("v") else memory
+        found[kind] = (1 / matmul, 1 / attention, taken)
+    return found
 
 
 def fit(rows: list[dict], folder: Path) -> None:
