@@ -40,6 +40,7 @@ KNOWN_AS = {
     "fsdp": "ZeRO-3 (DeepSpeed stage 3), FSDP1 `FULL_SHARD`, FSDP2 `fully_shard`",
     "fsdp_keep": "FSDP1 `SHARD_GRAD_OP`, FSDP2 `reshard_after_forward=False`",
     "hsdp": "FSDP1 `HYBRID_SHARD`, MiCS",
+    "hsdp_zero1": "FSDP1 `HYBRID_SHARD`, with ZeRO-1 across groups",
     "spmd_fsdp": "GSPMD: T5X, MaxText axis `fsdp`",
 }
 # What each function does with gradients; of one that is not here, nothing is known.
@@ -104,7 +105,9 @@ def row(config: StrategyConfig, when: str) -> Row:
             params, wire_bytes = f"{params}, gathered once a step", "2 P f"
             gradients += " once a step"
         if groups:
-            gradients += ", then all-reduced across groups"
+            over_all = len(config.state_axes) > 1
+            gradients += f", then {'scattered' if over_all else 'all-reduced'} across groups"
+            opt_state += " over all devices" if over_all else ""
             wire_bytes += " inside, 2 P / s across"
     else:
         params, sync = REPLICATED, inspect.unwrap(config.sync)
@@ -122,7 +125,7 @@ def row(config: StrategyConfig, when: str) -> Row:
     kinds = {
         "parameters": params.startswith(SHARDED),
         "gradients": scattered,
-        "optimizer state": opt_state == SHARDED,
+        "optimizer state": opt_state.startswith(SHARDED),
     }
     sharded = tuple(kind for kind, yes in kinds.items() if yes)
     return Row(config.name, params, gradients, opt_state, wire_bytes, when, counted, sharded)

@@ -77,6 +77,8 @@ def min_wire_bytes(strategy: Strategy, spec: TrainSpec, *, widest: int = 8) -> f
             communicated = size * (gathers * gather + (full + lookups) * scatter)
             row = param.shape[-1] * (gather + scatter) + shards * _INDEX_BYTES
             total += passes * _ring(communicated + rows * row, shards)
+            if update.axis_size > param.axis_size:  # scattered, and gathered once it is updated
+                reduced = size * (syncs * sync + width) / syncs
             total += syncs * _ring(reduced / shards, replicas)
         elif update.dim is not None:
             total += _ring(size * (syncs * sync + width), shards)
@@ -96,7 +98,7 @@ def narrow_file(strategy: Strategy) -> str | None:
 
 def _update_bytes(strategy: Strategy) -> float:
     """Bytes that an optimizer sends of its own accord (`on_matrices`), counted in its update."""
-    slices, state = strategy.shardings.slices, strategy.abstract_state
+    slices, state = strategy.shardings.slices, strategy.logical_state
     if strategy.config.reduction.exact_step:
         return 0.0
     update = functools.partial(apply_in_step, strategy.spec.optimizer)
@@ -163,7 +165,7 @@ def _unit_uses(strategy: Strategy, spec: TrainSpec) -> Counter[tuple[str, str]]:
         by_feature = model.units.get(name) == TABLE and table.dim == 1
         return may_exchange and by_feature and rows < table.shape[0]
 
-    state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), strategy.abstract_state)
+    state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), strategy.logical_state)
     units = _RecordingUnits(
         lambda shards, shardings: shards,
         strategy.shardings.params,

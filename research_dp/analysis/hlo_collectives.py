@@ -24,6 +24,7 @@ KINDS = {kind: kind for kind in ("all-reduce", "all-gather", "reduce-scatter", "
 # The forms in which XLA writes groups of devices.
 _LIST = re.compile(r"(?:source_target_pairs|replica_groups)=\{(\{[0-9,{} ]*\})?\}")
 _IOTA = re.compile(r"replica_groups=\[([0-9,]+)\]<=\[([0-9,]+)\](?:T\(([0-9,]+)\))?")
+_ORDER = re.compile(r"device_ids=\(\[([0-9,]+)\](?:T\(([0-9,]+)\))?\)")
 _MESH = re.compile(r"replica_groups=@?(?:\w+)?mesh\[([^\]]*)\]\s*(.*?)\{([^}]*)\}")
 _SAME_ELEMENTS = ("bitcast", "copy", "convert", "reshape")
 
@@ -151,21 +152,29 @@ def replica_groups(attributes: str, devices: int) -> list[list[int]]:
     if (groups := _LIST.search(attributes)) and groups[1]:  # {0,1},{2,3}
         return [list(integers(group)) for group in re.findall(r"\{([0-9, ]*)\}", groups[1])]
     if iota := _IOTA.search(attributes):
-        # [4,2]<=[2,4]T(1,0): consecutive numbers, transposed, cut into groups.
-        shape, dims, order = (integers(part or "") for part in iota.groups())
-        ids = np.arange(math.prod(dims)).reshape(dims).transpose(order or range(len(dims)))
-        return ids.reshape(-1, shape[-1]).tolist()
+        # [4,2]<=[2,4]T(1,0): cut into groups.
+        return _transposed(*iota.groups()[1:]).reshape(-1, *integers(iota[1])[-1:]).tolist()
     if mesh := _MESH.search(attributes):
-        if mesh[2]:
-            raise NotImplementedError(f"groups over a mesh with its own device order: {mesh[0]}")
-        return _mesh_groups(mesh[1], mesh[3])
+        members = _mesh_groups(mesh[1], mesh[3])
+        if not mesh[2]:
+            return members.tolist()
+        if order := _ORDER.search(mesh[2]):  # device_ids=([8,512]T(1,0))
+            return _transposed(*order.groups())[members].tolist()
+        raise NotImplementedError(f"groups over a mesh with its own device order: {mesh[0]}")
     if "replica_groups=" in attributes and not groups:
         form = attributes[attributes.index("replica_groups=") :][:80]
         raise NotImplementedError(f"groups in a form that this reader does not know: {form}")
     return [list(range(devices))]
 
 
-def _mesh_groups(mesh: str, axes: str) -> list[list[int]]:
+def _transposed(dims: str, order: str | None) -> np.ndarray:
+    """Consecutive numbers as an array of these dims, transposed, and flat: '2,4', '1,0'."""
+    shape = integers(dims)
+    ids = np.arange(math.prod(shape)).reshape(shape)
+    return ids.transpose(integers(order) if order else range(len(shape))).reshape(-1)
+
+
+def _mesh_groups(mesh: str, axes: str) -> np.ndarray:
     """A mesh, 'axis_0'=8,'axis_1'=8, and a group's axes, full or in part: 'axis_0':(2)4."""
     sizes = {name: int(size) for name, size in re.findall(r"'?([\w.\-]+)'?=(\d+)", mesh)}
     ids = np.arange(math.prod(sizes.values()))
@@ -179,7 +188,7 @@ def _mesh_groups(mesh: str, axes: str) -> list[list[int]]:
         stride //= int(before or 1) * size
         digit = ids // stride % size
         position, first, members = position * size + digit, first - digit * stride, members * size
-    return np.lexsort((position, first)).reshape(-1, members).tolist()
+    return np.lexsort((position, first)).reshape(-1, members)
 
 
 def mesh_axes(group: Sequence[int], sizes: Mapping[str, int]) -> tuple[str, ...]:

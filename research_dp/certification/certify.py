@@ -75,7 +75,8 @@ def certify(
         f"{steps} steps of {bench.spec.batch_size} examples of {data.name}"
     )
     report(f"Compiling {strategy.name} and {oracle.name}")
-    actual, initial = (to_host(x.init(init_key(bench.spec.seed))) for x in (strategy, oracle))
+    key = init_key(bench.spec.seed)
+    actual, initial = (x.logical(to_host(x.init(key))) for x in (strategy, oracle))
     if strategy.algorithm != oracle.algorithm:
         certificate.algorithm = strategy.algorithm or f"of {oracle.name}: {oracle.algorithm}"
     unnamed = ", ".join(costs.unnamed_dtypes(strategy, dtypes))
@@ -111,7 +112,7 @@ def _compare_steps(
     for number in range(steps):
         report("Comparing steps", f"step {number + 1} of {steps}")
         if number == start:
-            to_save = to_host(free_run.state)
+            to_save = bench.strategy.logical(to_host(free_run.state))
         step = compare_step(bench, number, state, batches[number], envelope, slots=carried)
         if not number and certificate.algorithm:
             _check_kinds(certificate, step.differences, "{} of the first step")
@@ -241,7 +242,7 @@ def _check_move(
         expected = to_host(slots.resize(strategy.config, abstract, read))
     except UsageError as error:
         return certificate.check(name, None, f"not tried: {error}")
-    if jax.tree.map(np.shape, expected) != jax.tree.map(np.shape, abstract):
+    if jax.tree.map(np.shape, expected) != jax.tree.map(np.shape, strategy.logical_state):
         return certificate.check(name, False, "`resize` of a slot returns other shapes than `init`")
     certificate.check_bits(name, first_difference(restore(strategy), expected))
 
@@ -257,12 +258,14 @@ def _saved(bench: Bench, strategy: Strategy, state: TrainState) -> Iterator[Rest
             abstract = other.abstract_state
             resize = functools.partial(slots.resize, other.config, abstract)
             with contextlib.closing(Checkpoints(Path(folder))) as checkpoints:
-                restored = checkpoints.restore(abstract, resize=resize)
+                logical = other.logical_state
+                restored = checkpoints.restore(abstract, resize=resize, logical=logical)
             assert restored is not None  # it was saved just now
-            return to_host(restored[0])
+            return other.logical(to_host(restored[0]))
 
         with contextlib.closing(Checkpoints(Path(folder))) as checkpoints:
-            checkpoints.save(to_devices(strategy, state), int(state.step), progress, origin={})
+            placed, step = to_devices(strategy, state), int(state.step)
+            checkpoints.save(placed, step, progress, {}, strategy.logical_state)
         yield restore
 
 

@@ -187,7 +187,8 @@ class FreeRun:
     def step(self, oracle: StepComparison) -> list[Difference]:
         """Takes the step on all trajectories, and compares the strategy's with the oracle's."""
         self.state, metrics = harness.take_step(self._bench.strategy, self.state, oracle.batch)
-        actual = position(metrics, harness.to_host(self.state.params))
+        state = self._bench.strategy.logical(harness.to_host(self.state))
+        actual = position(metrics, state.params)
         reference = position(oracle.expected.metrics, oracle.expected.state.params)
         self._spread.add_step(oracle.before, reference)
         self._spread.add_pairs((noisy, reference) for noisy in self._noisy.step(oracle.batch))

@@ -63,10 +63,14 @@ def costs(strategy: Strategy, spec: TrainSpec) -> Iterator[Cost]:
         yield Cost("bytes of the model's own", own, None, "gather_examples, global_mean")
     if branches := sum(x.wire_bytes for x in sent if x.in_branch):
         yield Cost("bytes in branches", branches, None, "of lax.cond; counted as if taken")
-    slices, state = jax.tree.leaves(strategy.shardings.slices), strategy.abstract_state
-    shard = sum(p.nbytes_per_device for p in slices) / sum(p.nbytes for p in slices)
-    for name, part in (("parameters", "params"), ("optimizer state", "opt_state")):
-        (measured, total), limit = nbytes(getattr(state, part)), None
+    shardings = strategy.shardings
+    for name, part, tree in (
+        ("parameters", "params", shardings.params),
+        ("optimizer state", "opt_state", shardings.slices),
+    ):
+        (measured, total), limit = strategy.nbytes(part), None
+        leaves = jax.tree.leaves(tree)
+        shard = sum(p.nbytes_per_device for p in leaves) / sum(p.nbytes for p in leaves)
         sharding = row.get(part)
         if sharding is not None:
             other = _of_other_shapes(strategy) if part == "opt_state" else 0
@@ -79,10 +83,10 @@ def _of_other_shapes(strategy: Strategy) -> int:
     """Bytes of optimizer state that has another shape than its parameter, so is replicated."""
     other = map_state(
         lambda x, p: None if x.shape == p.shape else x,
-        strategy.abstract_state.opt_state,
+        strategy.logical_state.opt_state,
         strategy.shardings.slices,
     )
-    return nbytes(other)[1]
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(other))
 
 
 def _other_bytes(strategy: Strategy, spec: TrainSpec) -> float:

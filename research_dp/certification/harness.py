@@ -23,6 +23,7 @@ from research_dp.distributed.mesh import batch_devices
 from research_dp.distributed.optimizer import apply_in_step
 from research_dp.distributed.sharding import LeafSharding, is_key
 from research_dp.strategies import PlacedBatch, Strategy, StrategyConfig, TrainSpec, TrainState
+from research_dp.strategies.strategy import fitted_state
 from research_dp.tracing.jaxpr import mixing_operation
 from research_dp.training.throughput import accumulate
 from research_dp.types import DataSet, HostSums, LossOutput, TrainableModel
@@ -155,7 +156,7 @@ class Bench:
 
     def update(self, state: TrainState, grads: PyTree, loss: float) -> TrainState:
         """Applies the optimizer to some gradients, of this loss, outside any strategy."""
-        shardings = _shardings(self.oracle)
+        shardings = jax.tree.map(lambda x: x.sharding, self.oracle.logical_state)
         placed = jax.device_put(
             (grads, state.opt_state, state.params),
             (gradients_of(shardings), shardings.opt_state, shardings.params),
@@ -183,7 +184,7 @@ class Bench:
 def run_step(strategy: Strategy, state: TrainState, batch: Batch | PlacedBatch) -> StepResult:
     """Runs one training step from host arrays; the batch may be on the devices already."""
     on_devices, metrics = take_step(strategy, to_devices(strategy, state), batch)
-    return StepResult(to_host(on_devices), metrics, on_devices)
+    return StepResult(strategy.logical(to_host(on_devices)), metrics, on_devices)
 
 
 def take_step(
@@ -212,7 +213,8 @@ def mean(pair: tuple[float, float]) -> float:
 
 def to_devices(strategy: Strategy, state: TrainState) -> TrainState:
     """A host state on a strategy's devices; a copy, because steps donate it."""
-    return jax.device_put(to_host(state), _shardings(strategy), may_alias=False)
+    stored = fitted_state(to_host(state), strategy.abstract_state)
+    return jax.device_put(stored, _shardings(strategy), may_alias=False)
 
 
 def with_slots(strategy: Strategy, state: TrainState, slots: PyTree = None) -> TrainState:

@@ -19,7 +19,6 @@ from research_dp.commands.configured import Bindings, Files, in_arguments, sessi
 from research_dp.config import gin_internals, load, reachability
 from research_dp.console import Table, put, table
 from research_dp.distributed.mesh import sizes_text
-from research_dp.distributed.placement import nbytes
 from research_dp.errors import some_of
 from research_dp.strategies import Strategy, jaxpr_collectives
 from research_dp.training import sharding_table
@@ -78,11 +77,10 @@ def dry_run(
         strategy = built()
         with contextlib.redirect_stdout(io.StringIO()) as text:
             show(config, strategy)
-        state = strategy.abstract_state
         return DryRun(
             config={line: in_arguments(place) for line, place in configuration(config)},
             strategy=strategy,
-            nbytes={x: nbytes(getattr(state, x)) for x in ("params", "model_state", "opt_state")},
+            nbytes={x: strategy.nbytes(x) for x in ("params", "model_state", "opt_state")},
             collectives=jaxpr_collectives.of_step(strategy),
             text=text.getvalue(),
         )
@@ -154,9 +152,9 @@ def state_table(strategy: Strategy) -> Table:
     state = strategy.abstract_state
     names = ["params", "model_state", "opt_state"]
     names += [name for name in ("loss_scale", "slots") if jax.tree.leaves(getattr(state, name))]
-    trees = {name: getattr(state, name) for name in names}
-    for name, tree in {**trees, "all": trees}.items():
-        on_device, total = nbytes(tree)
+    sizes = {name: strategy.nbytes(name) for name in names}
+    here, in_all = zip(*sizes.values(), strict=True)
+    for name, (on_device, total) in {**sizes, "all": (sum(here), sum(in_all))}.items():
         rows.add_row(name, f"{total:,}", f"{on_device:,}")
     return rows
 

@@ -17,7 +17,7 @@ from research_dp.argument_types import CountOrZero
 from research_dp.commands import configured, jax_setup
 from research_dp.commands.configured import usage_error
 from research_dp.config import gin_internals
-from research_dp.distributed.sharding import as_stored, by_path, is_key, key_data
+from research_dp.distributed.sharding import as_stored, by_path, fitted, is_key, key_data
 from research_dp.errors import UsageError, printable
 from research_dp.runs.checkpoint import SavedState, read_saved
 from research_dp.runs.workdir import config_of
@@ -64,8 +64,8 @@ def load(
     Args:
         workdir: Folder of a run, which may be going on.
         step: Of the checkpoint; None: the newest.
-        strategy: A built strategy, whose shardings the parameters get. None: they are unsharded, on
-            the default device.
+        strategy: A built strategy, whose shardings the parameters get, as `abstract_state` has
+            them. None: they are unsharded, on the default device.
         imports: Modules of yours besides those that the run imported.
 
     Returns:
@@ -155,7 +155,7 @@ def write_export(workdir: Path, to: Path, step: int | None) -> int:
 
 def check_same_model(saved: SavedState, strategy: Strategy) -> None:
     """Refuses a checkpoint whose parameters have other names or shapes than a strategy's."""
-    state = strategy.abstract_state
+    state = strategy.logical_state
     params, model_state = with_frozen(state.params, state.model_state)
     expected = by_path({"params": params, "model_state": model_state})
     there = by_path({"params": saved.params, "model_state": saved.model_state})
@@ -170,8 +170,10 @@ def check_same_model(saved: SavedState, strategy: Strategy) -> None:
 
 
 def place(arrays: PyTree, abstract: PyTree) -> PyTree:
-    """Unsharded host arrays as global arrays of these dtypes and shardings."""
-    return jax.tree.map(
-        lambda x, a: jax.device_put(x if is_key(x) else x.astype(a.dtype), a.sharding),
-        *(arrays, abstract),
-    )
+    """Unsharded host arrays as global arrays of these shapes, dtypes and shardings."""
+
+    def one(x: Any, like: Any) -> jax.Array:
+        stored = x if is_key(x) else fitted(x.astype(like.dtype), like.shape)
+        return jax.device_put(stored, like.sharding)
+
+    return jax.tree.map(one, arrays, abstract)

@@ -22,7 +22,6 @@ from research_dp.deterministic.division import as_written
 from research_dp.deterministic.sum import TreeReduction, add_pairs, fence, unknown_zero
 from research_dp.distributed.buckets import flatten_padded, pad_to_multiple
 from research_dp.distributed.collectives import gather
-from research_dp.distributed.mesh import FSDP_AXIS
 from research_dp.distributed.optimizer import apply_in_step
 from research_dp.distributed.sharding import LeafSharding
 from research_dp.distributed.units import Units
@@ -272,6 +271,9 @@ def norm_by_blocks(
     leaf_shardings = jax.tree.leaves(shardings)
     sums = []
     for x, sharding in zip(jax.tree.leaves(tree), leaf_shardings, strict=True):
+        if not x.size:
+            sums.append(jnp.zeros((), jnp.float32))
+            continue
         order = _order(sharding.shape, blocks)
         one = jnp.transpose(_squares(x.astype(jnp.float32), sharding, blocks, zero), order)
         # Along the dims before the one that is split, and along this device's part of that.
@@ -281,7 +283,8 @@ def norm_by_blocks(
     split = [i for i, sharding in enumerate(leaf_shardings) if sharding.dim is not None]
     if split:
         local = jnp.concatenate([sums[i].reshape(1, -1) for i in split], axis=1)
-        total = add_pairs(gather(local, 0, FSDP_AXIS, replicated=True))
+        axes = leaf_shardings[split[0]].axes
+        total = add_pairs(gather(local, 0, axes, replicated=True))
         for i, part in zip(split, lax.split(total, [sums[i].size for i in split]), strict=True):
             sums[i] = part.reshape(sums[i].shape)
     for i, one in enumerate(sums):

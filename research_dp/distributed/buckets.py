@@ -18,7 +18,7 @@ from research_dp.argument_checks import checked
 from research_dp.distributed import collectives
 from research_dp.distributed.collectives import PLAIN, Axes, Reduction, flat_axes
 from research_dp.distributed.mesh import FSDP_AXIS
-from research_dp.distributed.sharding import LeafSharding, shardings_like
+from research_dp.distributed.sharding import LeafSharding, fitted, shardings_like
 from research_dp.distributed.vma import is_replicated, varying_axes
 from research_dp.errors import UsageError
 from research_dp.types import PyTree
@@ -199,6 +199,7 @@ def _gather_stack(
     def one(stack: jax.Array, number: jax.Array) -> tuple[jax.Array, None]:
         block = lax.dynamic_index_in_dim(blocks, number, keepdims=False)
         full = collectives.gather(block, 0, axes, reduction, replicated=True)
+        full = fitted(full, into.shape[1:])
         return lax.dynamic_update_index_in_dim(stack, full, number, 0), None
 
     return lax.scan(one, into, jnp.arange(blocks.shape[0]))[0]
@@ -210,7 +211,7 @@ def shard_tree(tree: PyTree, layout: PyTree, *, axis: str | Axes = FSDP_AXIS) ->
     def one(x: jax.Array, p: LeafSharding) -> jax.Array:
         if p.flat and p.dim is not None:
             return collectives.shard(_to_rows(x, p), 0, axis).reshape(p.local_shape)
-        return x if p.dim is None else collectives.shard(x, p.dim, axis)
+        return x if p.dim is None else collectives.shard(fitted(x, p.split_shape), p.dim, axis)
 
     return jax.tree.map(one, tree, layout)
 
@@ -247,6 +248,7 @@ def _to_rows(x: jax.Array, p: LeafSharding) -> jax.Array:
         blocks = flatten_padded(x, p.axis_size)
     else:
         dim = p.dim or 0
+        x = fitted(x, p.split_shape)
         blocks = x.reshape(*p.shape[:dim], p.axis_size, *p.local_shape[dim:])
         blocks = jnp.moveaxis(blocks, dim, 0)
     return blocks.reshape(p.axis_size, math.prod(p.local_shape))
@@ -255,7 +257,8 @@ def _to_rows(x: jax.Array, p: LeafSharding) -> jax.Array:
 def _from_rows(rows: jax.Array, p: LeafSharding) -> jax.Array:
     if p.flat:
         return unflatten(rows, p.shape)
-    return jnp.moveaxis(rows.reshape(p.axis_size, *p.local_shape), 0, p.dim or 0).reshape(p.shape)
+    blocks = jnp.moveaxis(rows.reshape(p.axis_size, *p.local_shape), 0, p.dim or 0)
+    return fitted(blocks.reshape(p.split_shape), p.shape)
 
 
 @checked

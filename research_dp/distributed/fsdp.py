@@ -33,7 +33,13 @@ from research_dp.types import PyTree
 
 
 def _choose_shard(
-    path: str, leaf: Any, axis_name: str | Axes, axis_size: int, thresholds: Any, rule: Rule | None
+    path: str,
+    leaf: Any,
+    axis_name: str | Axes,
+    axis_size: int,
+    thresholds: Any,
+    rule: Rule | None,
+    pads: bool = False,
 ) -> tuple[ShardDecision, bool]:
     """What `shard_params` does with one leaf, maybe abstract: (the decision, whether to warn)."""
     shape, taken = tuple(np.shape(value_of(leaf))), boxed.split_over(leaf)
@@ -45,16 +51,19 @@ def _choose_shard(
         if decision.dim is not None and not free[decision.dim]:
             where = f"dim {decision.dim} of {path} {shape}"
             raise UsageError(f"rule chose {where}, which {taken} splits.")
-        return decision, False
+        used = sharding.padding_or_none(decision, shape, axis_size, pads=pads)
+        return used, used.dim != decision.dim
     least, least_bytes = thresholds
     if least_bytes is not None:
         least = least_bytes // jax.dtypes.result_type(value_of(leaf)).itemsize
-    decision = sharding.choose_dim(shape, axis_size, least, free)._replace(movable=all(free))
+    decision = sharding.choose_dim(shape, axis_size, least, free, pads=pads)
+    decision = sharding.padding_or_none(decision, shape, axis_size, pads=pads)
+    decision = decision._replace(movable=all(free))
     return decision, decision.dim is None and np.prod(shape, dtype=int) > least
 
 
-@gin.register(module="distributed", denylist=["units", "on_decision"])
-@takes("units", "on_decision")
+@gin.register(module="distributed", denylist=["units", "on_decision", "pads"])
+@takes("units", "on_decision", "pads")
 @checked
 @jax.named_scope("shard_params")
 def shard_params(
@@ -66,6 +75,7 @@ def shard_params(
     min_weight_bytes: types.CountOrZero | None = None,
     units: Mapping[str, str] | None = None,
     on_decision: Callable[[str, ShardDecision], None] | None = None,
+    pads: bool = False,
 ) -> PyTree:
     """Shards parameters over a mesh axis: each device keeps its shard, in a box.
 
@@ -74,7 +84,7 @@ def shard_params(
     largest that the axis size divides and that no axis splits yet, ties to the higher index (at any
     rank; upstream's choice among equals of rank 4 depends on the CPU).
     A leaf that no dim suits stays as it is, and one warning a call names them all. Raises
-    UsageError if the rule chose a dim that is taken or does not divide, there are both a rule and
+    UsageError if the rule chose a dim that is taken or does not exist, there are both a rule and
     `min_weight_bytes`, or a leaf that would be sharded has random keys.
 
     Args:
@@ -86,6 +96,8 @@ def shard_params(
         units: Kinds of a model's units (`TrainableModel.units`), of which one layer of a stack is
             given. Where any dim will do, the one that suits the unit is sharded.
         on_decision: Called with each leaf's path and decision, instead of the warning.
+        pads: Whether a dim that the devices do not divide is padded with zeros. A strategy does,
+            and cuts what it gathers; `gather_params` by itself does not know the length.
     """
     if rule is not None and min_weight_bytes is not None:
         raise UsageError("shard_params: rule and min_weight_bytes both decide; give one of them.")
@@ -96,19 +108,20 @@ def shard_params(
 
     def one(keys: Any, leaf: Any) -> Any:
         path, x = types.path_name(keys), value_of(leaf)
-        decision, warn = _choose_shard(path, leaf, axis_name, devices, thresholds, rule)
+        decision, warn = _choose_shard(path, leaf, axis_name, devices, thresholds, rule, pads)
+        kind = sharding.unit_kind(path, units)
+        decision = sharding.decision_in_use(decision, kind, np.shape(x), devices)
         if on_decision is not None:
             on_decision(path, decision)
         if warn:
             replicated.append(f"{path} {np.shape(x)} ({decision.reason})")
-        if decision.dim is None:
+        if (dim := decision.dim) is None:
             return leaf
         if not types.is_array_or_number(x):
             problem = f"{path} {np.shape(x)} are random keys, which cannot be gathered."
             advice = "Keep them out of params, or raise min_weight_size."
             raise UsageError(f"shard_params: {problem} {advice}")
-        kind = sharding.unit_kind(path, units)
-        dim: Any = sharding.decision_in_use(decision, kind, np.shape(x), devices).dim
+        x = buckets.pad_to_multiple(jax.numpy.asarray(x), devices, dim) if pads else x
         return boxed.with_name(leaf, collectives.shard(x, dim, axis_name), dim, axis_name)
 
     sharded = jax.tree_util.tree_map_with_path(one, params, is_leaf=boxed.is_box)
@@ -248,15 +261,16 @@ class ShardingRow(NamedTuple):
     shape: tuple[int, ...]
     dtype: np.dtype
     dim: int | None  # that is split over the axis; None: the array is replicated
-    reason: str  # why it is replicated
+    reason: str  # why it is replicated, or padded
 
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def __str__(self) -> str:
-        dim = f"replicated: {self.reason}" if self.dim is None else f"sharded along dim {self.dim}"
-        return f"{self.path} {self.shape} {self.dtype}: {dim}"
+        how = "replicated" if self.dim is None else f"sharded along dim {self.dim}"
+        why = f": {self.reason}" if self.reason else ""
+        return f"{self.path} {self.shape} {self.dtype}: {how}{why}"
 
 
 def _is_reported(x: Any) -> bool:

@@ -11,11 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from research_dp.argument_checks import checked
-from research_dp.argument_types import Arrays, AxisNames, Dtype, Number, Numbers
+from research_dp.argument_types import AxisNames, Dtype, Number, Numbers
 from research_dp.distributed import boxed, buckets
 from research_dp.distributed.collectives import PLAIN, Axes, Reduction, axes_size, flat_axes, takes
-from research_dp.distributed.mesh import FSDP_AXIS
-from research_dp.distributed.sharding import shardings_like
+from research_dp.distributed.sharding import LeafSharding, shardings_like
 from research_dp.distributed.vma import is_replicated, varying_axes
 from research_dp.errors import UsageError
 from research_dp.types import PyTree
@@ -194,7 +193,7 @@ def sum_gradients(gradients: PyTree, axes: Axes, loss: jax.Array | None) -> PyTr
 @takes("reduction", "shardings")
 @checked
 def scatter_gradients(
-    grads: Arrays,
+    grads: Numbers,
     axis_names: AxisNames,
     *,
     shardings: Annotated[PyTree, shardings_like("grads")],
@@ -205,11 +204,12 @@ def scatter_gradients(
 ) -> PyTree:
     """Reduce-scatters gradients: each device gets its shard of the mean.
 
-    Over `fsdp` first, then over the other axes, in the same buckets: the first half of
+    Over the axes of `shardings` first, then over the others, in the same buckets: the first half of
     `fsdp_apply_gradients`. What `shardings` do not shard is averaged over all of them.
 
     Args:
-        grads: This device's gradients, of the parameters' shapes.
+        grads: This device's gradients, of the parameters' shapes. In boxes those of sharded
+            parameters, means over their axes, which are scattered over the axes that are left.
         axis_names: The mesh axes to average over.
         shardings: A `LeafSharding` for each gradient.
         dtype: As in `sync_gradients`: the wire dtype of the sums. None: the gradients' own.
@@ -218,16 +218,37 @@ def scatter_gradients(
         reduction: The collectives that sum.
     """
     axes = flat_axes(axis_names)
-    fsdp = tuple(axis for axis in axes if axis == FSDP_AXIS)
+    done = next((x for _, g in boxed.leaves_with_paths(grads) if (x := boxed.split_over(g))), ())
+
+    def within(gradient: Any, p: LeafSharding) -> LeafSharding:
+        over = boxed.split_over(gradient)
+        part = p.within(boxed.value_of(gradient).shape, over, axes_size(over))
+        if over and part.dim is None:
+            problem = f"the gradient {p.path} is sharded as its optimizer state is"
+            raise UsageError(f"scatter_gradients: {problem}. Use @sync_gradients.")
+        return part
+
+    parts = jax.tree.map(within, grads, shardings, is_leaf=boxed.is_box)
+    # In the order by which shards are numbered.
+    over = next((p.axes for p in jax.tree.leaves(parts) if p.dim is not None), ())
     options = {"dtype": dtype, "pre_divide": pre_divide, "bucket_bytes": bucket_bytes}
-    return mean_shards(grads, shardings, fsdp, axes, reduction, **options)
+    return mean_shards(boxed.unboxed(grads), parts, over, axes, reduction, done, **options)
 
 
 def mean_shards(
-    grads: PyTree, shardings: PyTree, fsdp: Axes, axes: Axes, reduction: Reduction, **options: Any
+    grads: PyTree,
+    shardings: PyTree,
+    fsdp: Axes,
+    axes: Axes,
+    reduction: Reduction,
+    done: Axes = (),
+    **options: Any,
 ) -> PyTree:
-    """Means over `axes`: shards, by axes `fsdp`, of what is sharded; the others in full."""
-    dp = tuple(axis for axis in axes if axis not in fsdp)
+    """Means over `axes`: shards, by axes `fsdp`, of what is sharded; the others in full.
+
+    What is sharded is a mean over axes `done` already.
+    """
+    dp = tuple(axis for axis in axes if axis not in (*fsdp, *done))
     # Each of the two divides its own leaves, once, by the sizes of the axes that it sums over.
     scattered = buckets.scatter_mean_tree(
         grads, shardings, reduction, axis=fsdp, replica_axes=dp, **options

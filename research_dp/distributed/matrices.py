@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,22 +16,27 @@ from jax.sharding import Mesh, PartitionSpec
 
 from research_dp.argument_checks import checked
 from research_dp.argument_types import Arrays
-from research_dp.distributed.mesh import FSDP_AXIS
+from research_dp.distributed.buckets import pad_to_multiple
+from research_dp.distributed.collectives import Axes, axes_size
+from research_dp.distributed.sharding import fitted
 from research_dp.errors import UsageError
 from research_dp.types import PyTree
 
 MatrixFunction = Callable[[jax.Array], jax.Array]
 
-# The mesh over which an update's arrays are sharded, and the dims that are, by parameter.
+# The mesh over which an update's arrays are sharded, over which of its axes, and the dims that are,
+# by parameter.
 _MESH: Any = jax.make_user_context(None)
+_AXES: Any = jax.make_user_context(None)
 _DIMS: Any = jax.make_user_context(None)
 
 
 @contextlib.contextmanager
 def over(mesh: Mesh, shardings: PyTree) -> Iterator[None]:
     """While an update of arrays with these `LeafSharding`s is traced."""
-    sharded = tuple((p.path, p.dim) for p in jax.tree.leaves(shardings) if p.dim is not None)
-    with _MESH(mesh if sharded else None), _DIMS(sharded):
+    leaves = [p for p in jax.tree.leaves(shardings) if p.dim is not None]
+    dims, axes = tuple((p.path, p.dim) for p in leaves), leaves[0].axes if leaves else ()
+    with _MESH(mesh if leaves else None), _AXES(axes), _DIMS(dims):
         yield
 
 
@@ -83,35 +89,42 @@ def _shared_out(
     function: MatrixFunction, given: list[jax.Array], by_rows: list[bool], mesh: Mesh
 ) -> list[jax.Array]:
     """Batches of matrices after the function; each class of equal shapes as one batch."""
-    results, classes, n = list(given), dict[Any, list[int]](), mesh.shape[FSDP_AXIS]
+    results, classes, axes = list(given), dict[Any, list[int]](), _AXES.value
+    n = math.prod(mesh.shape[axis] for axis in axes)
     for i, x in enumerate(given):
         classes.setdefault((x.shape[1:], x.dtype), []).append(i)
     for ((rows, columns), _), members in classes.items():
         can = [d for d, length in ((1, rows), (2, columns)) if length % n == 0]
-        if not can:  # the devices divide neither dim: left to the compiler
-            new = [function(given[i]) for i in members]
-        else:
-            dims = [d if (d := 1 if by_rows[i] else 2) in can else can[0] for i in members]
-            specs = [PartitionSpec(*(None,) * dim, FSDP_AXIS) for dim in dims]
-            share = functools.partial(_of_shards, function, dims=dims, devices=n)
-            on_mesh = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
-            new = on_mesh(share, in_specs=(specs,), out_specs=specs)([given[i] for i in members])
+        can = can or [1 if by_rows[members[0]] else 2]  # padded, all alike: shards of one size
+        dims = [d if (d := 1 if by_rows[i] else 2) in can else can[0] for i in members]
+        specs = [PartitionSpec(*(None,) * dim, axes) for dim in dims]
+        share = functools.partial(_of_shards, function, (rows, columns), dims=dims, axes=axes)
+        on_mesh = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
+        parts = [pad_to_multiple(given[i], n, dim) for i, dim in zip(members, dims, strict=True)]
+        new = on_mesh(share, in_specs=(specs,), out_specs=specs)(parts)
         for i, x in zip(members, new, strict=True):
-            results[i] = x
+            results[i] = fitted(x, given[i].shape)
     return results
 
 
 def _of_shards(
-    function: MatrixFunction, given: list[jax.Array], dims: Sequence[int], devices: int
+    function: MatrixFunction,
+    shape: tuple[int, int],
+    given: list[jax.Array],
+    dims: Sequence[int],
+    axes: Axes,
 ) -> list[jax.Array]:
-    """This device's shards of batches of matrices of one shape, along dims, after the function."""
-    n, counts = devices, [len(x) for x in given]
+    """This device's shards of batches of matrices of one shape, along dims, after the function.
+
+    `shape` is that of a matrix without padding.
+    """
+    n, counts = axes_size(axes), [len(x) for x in given]
     rows, columns = (s * n if d == dims[0] else s for d, s in enumerate(given[0].shape) if d)
     each = -(-sum(counts) // n)  # matrices that a device gets; the last ones are zeros
     flat = jnp.concatenate([x.reshape(len(x), -1) for x in given])
     flat = jnp.pad(flat, ((0, n * each - sum(counts)), (0, 0)))
     by_rows = np.resize(np.repeat([d == 1 for d in dims], counts), (n, each))
-    here = jnp.asarray(by_rows)[lax.axis_index(FSDP_AXIS)][:, None, None]
+    here = jnp.asarray(by_rows)[lax.axis_index(axes)][:, None, None]
 
     def either(of_rows: Callable[[], jax.Array], of_columns: Callable[[], jax.Array]) -> jax.Array:
         """By how the shards of each matrix were cut."""
@@ -121,7 +134,7 @@ def _of_shards(
         return jnp.where(here.reshape(each, *(1,) * (a.ndim - 1)), a, b)
 
     def exchange(x: jax.Array) -> jax.Array:  # (devices, each, ...), by device
-        return lax.all_to_all(x, FSDP_AXIS, 0, 0, tiled=True)
+        return lax.all_to_all(x, axes, 0, 0, tiled=True)
 
     parts = exchange(flat.reshape(n, each, -1)).swapaxes(0, 1)
     cut = (each, n, rows, columns // n)
@@ -129,7 +142,7 @@ def _of_shards(
         lambda: parts.reshape(each, rows, columns),
         lambda: parts.reshape(cut).swapaxes(1, 2).reshape(each, rows, columns),
     )
-    new = function(complete)
+    new = fitted(function(fitted(complete, (each, *shape))), complete.shape)
     parts = either(
         lambda: new.reshape(each, n, -1),
         lambda: new.reshape(each, rows, n, -1).swapaxes(1, 2).reshape(each, n, -1),

@@ -18,7 +18,6 @@ from research_dp.argument_checks import checked
 from research_dp.argument_types import Arrays, AxisNames, Leaves, TracedNorm, is_abstract_array
 from research_dp.distributed.boxed import leaves_with_paths, split_over, value_of
 from research_dp.distributed.collectives import PLAIN, Axes, Reduction, flat_axes
-from research_dp.distributed.mesh import FSDP_AXIS
 from research_dp.distributed.sharding import LeafSharding, shardings_like
 from research_dp.distributed.vma import is_replicated, is_tracked
 from research_dp.errors import UsageError
@@ -193,4 +192,4 @@ def _axes_of(p: Any) -> Axes:
     """The axes of a `LeafSharding`, or of a box."""
     if not isinstance(p, LeafSharding):
         return split_over(p)
-    return () if p.dim is None else (FSDP_AXIS,)
+    return () if p.dim is None else p.axes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +14,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from research_dp.distributed.collectives import flat_axes
-from research_dp.distributed.sharding import by_path, key_data, path_name
+from research_dp.distributed.sharding import by_path, fitted, key_data, path_name
 from research_dp.errors import UsageError
 from research_dp.types import PyTree
 
@@ -129,10 +129,15 @@ def local_indices(sharding: NamedSharding, shape: tuple[int, ...], dim: int) -> 
     return np.unique(np.concatenate([indices[part[dim]] for part in parts if part is not None]))
 
 
-def fingerprint(tree: PyTree, alive: Callable[[], None] = lambda: None) -> str:
+def fingerprint(
+    tree: PyTree,
+    alive: Callable[[], None] = lambda: None,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+) -> str:
     """SHA-256 over a tree of global arrays: path, dtype, shape and bytes of each, sorted by path.
 
-    The host calls `alive` before it reads each: billions of parameters take minutes.
+    The host calls `alive` before it reads each: billions of parameters take minutes. `shapes` are
+    those without padding (`cut_shapes`).
     """
     digest = hashlib.sha256()
     for path, leaf in by_path(key_data(tree)).items():
@@ -140,6 +145,7 @@ def fingerprint(tree: PyTree, alive: Callable[[], None] = lambda: None) -> str:
         if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
             leaf = multihost_utils.process_allgather(leaf, tiled=True)
         array = np.asarray(leaf)
+        array = fitted(array, (shapes or {}).get(path, array.shape))
         digest.update(f"{path} {array.dtype} {array.shape}".encode())
         digest.update(np.ascontiguousarray(array).tobytes())
     return digest.hexdigest()

@@ -12,6 +12,7 @@ import gin
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import PartitionSpec
 
 from research_dp import argument_types
@@ -28,8 +29,9 @@ _KEYS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg
 class ShardDecision(NamedTuple):
     """What a rule decides about one array."""
 
-    dim: int | None  # to shard; None: the array stays replicated
-    reason: str = ""  # why it does
+    # To shard; None: the array stays replicated. Strategies pad what the devices do not divide.
+    dim: int | None
+    reason: str = ""  # why it is replicated, or padded
     movable: bool = False  # another dim will do that suits better how the array is used
 
 
@@ -43,11 +45,14 @@ def choose_dim(
     axis_size: Count,
     min_weight_size: CountOrZero = 2**18,
     free: tuple[bool, ...] | None = None,
+    *,
+    pads: bool = False,
 ) -> ShardDecision:
     """Chooses the largest free dim that the axis size divides; ties go to the higher index.
 
     The rule of big_vision and xlstm-jax, made stable at any rank. Arrays of at most
     `min_weight_size` elements stay replicated. `free` says for each dim whether it may be taken.
+    With `pads`, where the axis size divides none, it is the free dim with the least padding.
     """
     free = (True,) * len(shape) if free is None else free
     if len(free) != len(shape):
@@ -56,9 +61,18 @@ def choose_dim(
     if size <= min_weight_size:
         return ShardDecision(None, f"{size} elements, at most min_weight_size {min_weight_size}")
     candidates = [(n, dim) for dim, n in enumerate(shape) if n % axis_size == 0 and free[dim]]
-    if not candidates:
-        return ShardDecision(None, f"no free dim of {shape} is divisible by {axis_size}")
-    return ShardDecision(max(candidates)[1])
+    if candidates:
+        return ShardDecision(max(candidates)[1])
+    reason = f"no free dim of {shape} is divisible by {axis_size}"
+    lengths = [(padded(n, axis_size) / n, -n, -dim) for dim, n in enumerate(shape) if free[dim]]
+    if not pads or all(n >= -1 for _, n, _ in lengths):
+        return ShardDecision(None, reason)
+    return ShardDecision(-min(lengths)[2], reason)
+
+
+def padded(length: int, axis_size: int) -> int:
+    """The least multiple of the axis size that is at least `length`."""
+    return -(-length // axis_size) * axis_size
 
 
 @gin.register(module="distributed")
@@ -68,8 +82,8 @@ def largest_dim(
 ) -> ShardDecision:
     """Shards the largest dim that the axis size divides; ties go to the higher index.
 
-    For a model's stacks and tables another dim is taken if it suits their use better. A rule for
-    `shard_params.rule`.
+    If it divides none, the dim with the least padding. For a model's stacks and tables another dim
+    is taken if it suits their use better. A rule for `shard_params.rule`.
 
     Args:
         path: The parameter's path, e.g. 'dense/kernel'.
@@ -77,7 +91,7 @@ def largest_dim(
         axis_size: The number of devices that the parameter is split over.
         min_weight_size: Parameters of at most this many elements stay replicated.
     """
-    return choose_dim(shape, axis_size, min_weight_size)._replace(movable=True)
+    return choose_dim(shape, axis_size, min_weight_size, pads=True)._replace(movable=True)
 
 
 @gin.register(module="distributed")
@@ -120,13 +134,26 @@ def apply_rule(
             binding=name,
         )
     dim = result[0]
-    if dim is not None and not (0 <= dim < len(shape) and shape[dim] % axis_size == 0):
+    if dim is not None and not (0 <= dim < len(shape) and shape[dim] > 0):
         raise UsageError(
             f"{name} chose dim {dim} of {path} {shape}, which {axis_size} devices on axis {axis!r} "
-            "do not divide. Return ShardDecision(None, reason) for it.",
+            "cannot share. Return ShardDecision(None, reason) for it.",
             binding=name,
         )
     return ShardDecision(*result)
+
+
+def padding_or_none(
+    decision: ShardDecision, shape: Shape, axis_size: int, *, pads: bool
+) -> ShardDecision:
+    """The same decision; of a dim that the devices do not divide, why it is padded, or None."""
+    dim = decision.dim
+    if dim is None or shape[dim] % axis_size == 0:
+        return decision
+    reason = decision.reason or f"{axis_size} devices do not divide dim {dim} of {shape}"
+    if not pads:
+        return ShardDecision(None, reason)
+    return decision._replace(reason=f"padded to {padded(shape[dim], axis_size)}: {reason}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,27 +163,38 @@ class LeafSharding:
     path: str  # names joined by '/'
     shape: tuple[int, ...]  # of the unsharded array
     dtype: np.dtype
-    dim: int | None  # that is sharded over mesh axis `fsdp`; None: the array is replicated
-    reason: str  # why it is replicated; empty if it is sharded
+    dim: int | None  # that is sharded over `axes`; None: the array is replicated
+    reason: str  # why it is replicated, or padded; else empty
     axis_size: int  # number of shards
     # Whether it is sharded as a flat array, padded with zeros, so that any shape can be:
     # `split_shape` is then sharded along its last dim.
     flat: bool = False
+    axes: tuple[str, ...] = (FSDP_AXIS,)  # mesh axes that dim is sharded over
+    multiple: int = 1  # the padded length is a multiple of this too
 
     @property
     def spec(self) -> PartitionSpec:
-        return PartitionSpec(*() if self.dim is None else (*(None,) * self.dim, FSDP_AXIS))
+        names = self.axes if len(self.axes) > 1 else self.axes[0]
+        return PartitionSpec(*() if self.dim is None else (*(None,) * self.dim, names))
+
+    def within(self, shape: tuple[int, ...], axes: tuple[str, ...], shards: int) -> LeafSharding:
+        """How a shard of this `shape` is sharded further: one of the array's over these axes."""
+        left, size = tuple(a for a in self.axes if a not in axes), self.axis_size // shards
+        dim = self.dim if left else None
+        return dataclasses.replace(self, shape=shape, dim=dim, axis_size=size, axes=left)
 
     @property
     def split_shape(self) -> tuple[int, ...]:
-        """Shape of what is sharded: `shape`, or flat and padded, (1, ..., 1, n); of a scalar (n,).
+        """Shape of what is sharded: `shape`, its dim padded with zeros to divide over the devices.
 
-        The rank stays for optimizers that depend on it (weight decay of matrices alone).
+        If it is flat, (1, ..., 1, n); of a scalar (n,). The rank stays for optimizers that depend
+        on it (weight decay of matrices alone).
         """
         if not self.flat:
-            return self.shape
-        padded = -(-math.prod(self.shape) // self.axis_size) * self.axis_size
-        return (*(1,) * (len(self.shape) - 1), padded)
+            lengths = enumerate(self.shape)
+            multiple = math.lcm(self.axis_size, self.multiple)
+            return tuple(padded(n, multiple) if d == self.dim else n for d, n in lengths)
+        return (*(1,) * (len(self.shape) - 1), padded(math.prod(self.shape), self.axis_size))
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -172,6 +210,31 @@ class LeafSharding:
     @property
     def nbytes_per_device(self) -> int:
         return math.prod(self.local_shape) * self.dtype.itemsize
+
+
+def fitted(x: Any, shape: tuple[int, ...]) -> Any:
+    """An array cut, or padded with zeros, to a shape: what is stored to what it means, or back."""
+    if x.shape == shape:
+        return x
+    kept = tuple(map(min, x.shape, shape))
+    missing = [n - m for n, m in zip(shape, kept, strict=True)]
+    if isinstance(x, np.ndarray):
+        return np.pad(np.ascontiguousarray(x[tuple(map(slice, kept))]), [(0, n) for n in missing])
+    if kept != x.shape:  # in one operation, which policies of remat know
+        x = lax.slice(x, (0,) * x.ndim, kept)
+    return lax.pad(x, jnp.zeros((), x.dtype), [(0, n, 0) for n in missing]) if any(missing) else x
+
+
+def fitted_tree(tree: PyTree, like: PyTree) -> PyTree:
+    """`fitted` for each array of a tree, to the shapes of another's."""
+    return jax.tree.map(lambda x, to: fitted(x, to.shape), tree, like)
+
+
+def cut_shapes(stored: PyTree, logical: PyTree) -> dict[str, tuple[int, ...]]:
+    """Shapes without padding, by path, of a tree's arrays that are stored with some."""
+    shapes = by_path(logical)
+    paths = by_path(stored).items()
+    return {path: shapes[path].shape for path, x in paths if x.shape != shapes[path].shape}
 
 
 def is_sharded(shardings: PyTree) -> bool:
@@ -210,14 +273,20 @@ def decision_in_use(
 
     Tables are sharded by feature, their last dim, so that rows can be taken piece by piece. Layers
     of a stack are sharded along their first dim: shards are contiguous, and the gathered weight
-    already has the matmul's layout. Along other dims XLA transposes it, and its gradient.
+    already has the matmul's layout. Along other dims XLA transposes it, and its gradient. Where a
+    dim must be padded, so is one that suits, if that adds at most a sixteenth.
     """
     if decision.dim is None or not decision.movable:
         return decision
-    if kind == TABLE and shape[-1] % axis_size == 0:
-        return ShardDecision(len(shape) - 1)
-    dims = (i for i, length in enumerate(shape) if length % axis_size == 0)
-    return ShardDecision(next(dims) if kind == STACK else decision.dim)
+    dims = {TABLE: range(len(shape))[-1:], STACK: range(len(shape))}.get(kind, range(0))
+    most = 1.0 if shape[decision.dim] % axis_size == 0 else 17 / 16
+    for dim in dims:
+        length = padded(shape[dim], axis_size)
+        if dim != decision.dim and length <= most * shape[dim]:
+            return ShardDecision(dim, f"padded to {length}" if length > shape[dim] else "")
+        if dim == decision.dim:
+            break
+    return decision
 
 
 @checked
@@ -226,7 +295,8 @@ def infer_sharding(
 ) -> PyTree:
     """Asks a rule about each array of a tree; returns a tree of `LeafSharding`s.
 
-    Raises UsageError if the rule chose a dim that does not exist, or that does not divide.
+    An array whose dim the devices do not divide is replicated: strategies alone pad. Raises
+    UsageError if the rule chose a dim that does not exist.
 
     Args:
         tree: Arrays, or anything with `shape` and `dtype`.
@@ -246,6 +316,7 @@ def infer_sharding(
             decision = ShardDecision(None, f"axis {FSDP_AXIS!r} has size 1")
         else:
             decision = apply_rule(rule, path, shape[stacked:], axis_size, name="rule")
+            decision = padding_or_none(decision, shape[stacked:], axis_size, pads=False)
         decision = decision_in_use(decision, kind, shape[stacked:], axis_size)
         dim = None if decision.dim is None else decision.dim + stacked
         return LeafSharding(path, shape, np.dtype(leaf.dtype), dim, decision.reason, axis_size)

@@ -12,7 +12,7 @@ from typing import Annotated, Any, cast
 import gin
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
 from research_dp import argument_types
 from research_dp.argument_checks import checked
@@ -75,8 +75,8 @@ def step_on_shards(
     return buckets.gather_tree(new, layout, reduction, **options), norm
 
 
-@gin.register(module="distributed", denylist=["shardings", "mesh"])
-@takes("reduction", "shardings", "mesh")
+@gin.register(module="distributed", denylist=["shardings", "stored", "mesh"])
+@takes("reduction", "shardings", "stored", "mesh")
 @checked
 def fsdp_apply_gradients(
     gradients: Numbers,
@@ -94,6 +94,7 @@ def fsdp_apply_gradients(
     reduction: Reduction = PLAIN,
     gather_dtype: argument_types.Dtype | None = None,
     shardings: Annotated[PyTree, shardings_like("gradients")] | None = None,
+    stored: Annotated[PyTree, shardings_like("gradients")] | None = None,
     mesh: Mesh | None = None,
 ) -> PyTree:
     """One optimizer step whose gradients and optimizer state are sharded over devices.
@@ -129,6 +130,7 @@ def fsdp_apply_gradients(
         shardings: As slot `update` of a strategy, outside of any map: the `LeafSharding`s of
             `gradients`, global arrays, which are averages already. The optimizer is any; the
             strategy also decides `max_norm`, `loss`, `dtype`, `pre_divide` and the groups.
+        stored: The `LeafSharding`s that the new parameters get; None: they are replicated.
         mesh: That of `shardings`.
 
     Returns:
@@ -158,7 +160,8 @@ def fsdp_apply_gradients(
         if any(x.dtype != cast_dtype(x.dtype, gather_dtype) for x in by_name.values()):
             why = "parameters have another dtype; bind the strategy's param_dtype to it"
             _refuse({"gather_dtype": gather_dtype}, why)
-        return _on_slices(gradients, parameters, optimizer, shardings, mesh, **options)
+        stored = sharding.replicated(shardings) if stored is None else stored
+        return _on_slices(gradients, parameters, optimizer, (shardings, stored), mesh, **options)
     _refuse({"gather_dtype": gather_dtype}, "without a strategy nothing keeps wide parameters")
     fsdp, axes = _groups(fsdp_group, dp_group)
     grads = _local_gradients(gradients, by_name, loss, axes, **wire)
@@ -183,24 +186,39 @@ def _on_slices(
     gradients: PyTree,
     parameters: PyTree,
     optimizer: AnOptimizer,
-    shardings: PyTree,
+    shardings: tuple[PyTree, PyTree],
     mesh: Mesh,
     **options: Any,
 ) -> PyTree:
-    """The update of global arrays, each device's own part of it, and the gathered parameters."""
-    if not sharding.is_sharded(shardings):
+    """The update of global arrays, each device's own part of it, and the gathered parameters.
+
+    `shardings` are those of the parts, and of the parameters.
+    """
+    if not sharding.is_sharded(shardings[0]):
         return optimizer.apply_gradients(gradients, parameters)
-    specs, full = jax.tree.map(lambda p: p.spec, shardings), PartitionSpec()
+    specs, full = (jax.tree.map(lambda p: p.spec, tree) for tree in shardings)
+
+    def within(p: LeafSharding, of: LeafSharding) -> LeafSharding:
+        axes, shards = (of.axes, of.axis_size) if of.dim is not None else ((), 1)
+        return p.within(of.local_shape, axes, shards)
+
+    parts = jax.tree.map(within, *shardings)
+    over = next((p.axes for p in jax.tree.leaves(parts) if p.dim is not None), ())
     slices = jax.lax.with_sharding_constraint(parameters, placement.shardings(mesh, specs))
 
     def gathered(new: PyTree, old: PyTree) -> PyTree:
-        return buckets.gather_tree(new, shardings, into=old, **options)
+        return buckets.gather_tree(new, parts, axis=over, into=old, **options)
 
     # Gathered as written: a compiler joins the gathers, and has memory for all at once.
     gather = jax.shard_map(
         gathered, mesh=mesh, in_specs=(specs, full), out_specs=full, check_vma=False
     )
-    return gather(optimizer.apply_gradients(gradients, slices), parameters)
+
+    def padded(tree: PyTree, like: PyTree) -> PyTree:
+        return jax.tree.map(lambda x, p: sharding.fitted(x, p.split_shape), tree, like)
+
+    new = padded(optimizer.apply_gradients(gradients, slices), shardings[0])
+    return sharding.fitted_tree(gather(new, padded(parameters, shardings[1])), shardings[1])
 
 
 @checked

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 import statistics
 import tempfile
@@ -60,10 +59,11 @@ def compile_row(
         mesh=dict(strategy.mesh.shape),
         batch_size=spec.batch_size,
         accumulation_steps=spec.accumulation_steps,
-        parameters=sum(math.prod(x.shape) for x in jax.tree.leaves(state.params)),
+        parameters=sum(x.size for x in jax.tree.leaves(strategy.logical_state.params)),
         params_bytes=nbytes(state.params)[0],
         opt_bytes=nbytes(state.opt_state)[0],
         state_bytes=nbytes(state)[0],
+        padding_bytes=_padding(state, strategy.logical_state),
         batch_bytes=nbytes(batch)[0],
         available_bytes=where.memory_budget()[0],
     )
@@ -90,6 +90,13 @@ def compile_row(
         unknown = f"the least that it must send is not known: {first_line(error)}"
         row.problem = row.problem or unknown
     return Compiled(row, strategy, program, cost)
+
+
+def _padding(stored: Any, logical: Any) -> int:
+    """Bytes of padding on a device, on average over the devices that share an array."""
+    leaves = zip(jax.tree.leaves(stored), jax.tree.leaves(logical), strict=True)
+    sizes = ((nbytes(x)[0], cut.size / x.size) for x, cut in leaves if x.size)
+    return round(sum(size * (1 - part) for size, part in sizes))
 
 
 def resized(where: Topology, count: int) -> Topology:

@@ -13,6 +13,7 @@ _RATES = (
     *("name", "memory_bytes", "memory_rate", "inside_rate", "across_rate", "flops", "latency"),
     "sources",
 )
+_SHOWN_PADDING = 1e-3  # of the state
 _NEGLIGIBLE = 0.02  # a smaller part of a step is not worth a sentence
 _BOUNDS = {
     "compute": "compute",
@@ -76,6 +77,9 @@ def words(rows: Sequence[Row], where: Topology) -> list[str]:
     lines += [_obstacle(row) for row in rows if not row.fits]
     problems = [row for row in rows if row.fits and row.problem]
     lines += [f"{row.strategy} fits, but {row.problem}." for row in problems]
+    padded = [(row, (row.padding_bytes or 0) / (row.state_bytes or 1)) for row in rows]
+    if shown := [f"{row.strategy} {part:.1%}" for row, part in padded if part > _SHOWN_PADDING]:
+        lines.append(f"Padding, where the devices do not divide a parameter: {', '.join(shown)}.")
     if fastest and platform == "gpu" and not where.are_present:
         share = (fastest[0].needed_bytes or 0) / where.chip.memory_bytes
         if share > 0.75:

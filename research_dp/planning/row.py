@@ -39,6 +39,7 @@ class Row:
     params_bytes: int | None = None
     opt_bytes: int | None = None
     state_bytes: int | None = None  # between steps: parameters, optimizer state and the rest
+    padding_bytes: int | None = None  # of the state: devices do not divide each array
     batch_bytes: int | None = None
     temp_bytes: int | None = None
     peak_bytes: int | None = None  # most in use at any moment

@@ -18,7 +18,14 @@ import jax
 from research_dp.distributed.mesh import first_problem, of_the_first, texts_of_all
 from research_dp.distributed.optimizer import MasterState
 from research_dp.distributed.placement import refuse_deleted
-from research_dp.distributed.sharding import as_stored, by_path, from_stored, path_name
+from research_dp.distributed.sharding import (
+    as_stored,
+    by_path,
+    cut_shapes,
+    fitted_tree,
+    from_stored,
+    path_name,
+)
 from research_dp.errors import RunFailure, UsageError
 from research_dp.runs import checkpoint_files, files
 from research_dp.runs.checkpoint_files import STATE, read_arrays, steps_in
@@ -56,7 +63,9 @@ def _masters_as_saved(
     wide = jax.tree.map(lambda x, m: x.update(dtype=m.dtype), abstract.params, master)
 
     def with_masters(state: TrainState) -> TrainState:
-        placed = jax.device_put(state.params, jax.tree.map(lambda x: x.sharding, master))
+        placed = jax.device_put(
+            fitted_tree(state.params, master), jax.tree.map(lambda x: x.sharding, master)
+        )
         params = jax.tree.map(lambda x, p: x.astype(p.dtype), state.params, abstract.params)
         return state._replace(params=params, opt_state=MasterState(placed, state.opt_state))
 
@@ -88,12 +97,14 @@ class Checkpoints:
         abstract_state: TrainState,
         check: Callable[[Manifest], None] = lambda manifest: None,
         resize: Callable[[TrainState], TrainState] = lambda state: state,
+        logical: TrainState | None = None,
     ) -> tuple[TrainState, Manifest] | None:
         """The newest intact state, on the shardings of `abstract_state`, and its manifest, or None.
 
         A damaged checkpoint is reported and moved aside, so that its step can be saved again.
         Of parameters with and without master weights either continues as the other. `resize` is
-        given a state whose slots may be those of another number of devices. UsageError:
+        given a state whose slots may be those of another number of devices. `logical` has the
+        shapes without padding (`Strategy.logical_state`); None: there is no padding. UsageError:
         it is of another model, optimizer or `frozen`, none can be read, or `check` raised it.
         """
 
@@ -103,7 +114,9 @@ class Checkpoints:
             check(manifest)
             as_saved, adapted = _masters_as_saved(abstract_state, manifest.leaves)
             as_saved = manifest.with_saved_slots(as_saved)
-            if difference := manifest.difference(as_saved):
+            meant, _ = _masters_as_saved(logical or abstract_state, manifest.leaves)
+            meant = meant._replace(slots=as_saved.slots)
+            if difference := manifest.difference(meant):
                 raise UsageError(
                     f"the checkpoint {files.shown(folder)} is of another model, optimizer or "
                     f"train.frozen: {difference}. Use another --workdir, where train.initial may "
@@ -112,9 +125,10 @@ class Checkpoints:
             fields = _fields(as_saved)
             wanted = jax.eval_shape(as_stored, fields)
             wanted = jax.tree.map(lambda x, y: x.update(sharding=y.sharding), wanted, fields)
+            shapes = cut_shapes(as_saved, meant)
             read = in_all_processes(lambda: read_arrays(folder / STATE, wanted))
             state = TrainState(**jax.tree.map(from_stored, read, fields))
-            if mismatch := manifest.mismatch(tree_checksums(state)):
+            if mismatch := manifest.mismatch(tree_checksums(state, shapes)):
                 raise Damaged(mismatch)
             return resize(adapted(state)), manifest
 
@@ -153,17 +167,26 @@ class Checkpoints:
         files.replace(self._folder / files.NOTHING_SAVED, "")
 
     def save(
-        self, state: TrainState, step: int, progress: Progress, origin: Mapping[str, Any]
+        self,
+        state: TrainState,
+        step: int,
+        progress: Progress,
+        origin: Mapping[str, Any],
+        logical: TrainState | None = None,
     ) -> None:
-        """Starts a save; the state may change then. RunFailure: it, or the last, failed."""
+        """Starts a save; the state may change then. RunFailure: it, or the last, failed.
+
+        `logical` is as in `restore`: files have no padding.
+        """
         import orbax.checkpoint as ocp  # slow
 
         self.wait()
         if step == self._newest:
             return
         refuse_deleted("save: the state", state)
-        sums = tree_checksums(state)
-        leaves = {path: Leaf.of(x, sums[path]) for path, x in by_path(state).items()}
+        shapes = cut_shapes(state, logical or state)
+        sums = tree_checksums(state, shapes)
+        leaves = {path: Leaf.of(x, sums[path]) for path, x in by_path(logical or state).items()}
         manifest = Manifest(step=step, progress=progress, leaves=leaves, origin=origin)
         with self._failing_as_run(step), contextlib.ExitStack() as writing:
             writing.enter_context(checkpoint_files.awaited_io())
@@ -183,14 +206,18 @@ class Checkpoints:
                 self._checkpointer.save(path, args=args)
             finally:
                 self._threads = set(threading.enumerate()) - before
-            self._pending = step, self._thread.submit(self._complete, step, writing.pop_all())
+            future = self._thread.submit(self._complete, step, writing.pop_all(), shapes)
+            self._pending = step, future
 
-    def _complete(self, step: int, writing: contextlib.ExitStack) -> list[str]:
+    def _complete(
+        self, step: int, writing: contextlib.ExitStack, shapes: Mapping[str, tuple[int, ...]]
+    ) -> list[str]:
         """Waits until a checkpoint is on the disk, then prunes older ones; returns its lines."""
         with writing:
             self._checkpointer.wait_until_finished()
         if jax.process_index() != 0:
             return []
+        checkpoint_files.cut_arrays(self._folder / str(step) / STATE, shapes)
         checkpoint_files.fsync_checkpoint(self._folder / str(step))
         (self._folder / files.NOTHING_SAVED).unlink(missing_ok=True)
         return checkpoint_files.prune(self._folder, self._keep, self._keep_period)

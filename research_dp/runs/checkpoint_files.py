@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import errno
 import functools
 import logging
@@ -12,7 +13,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ import jax
 import numpy as np
 
 from research_dp.distributed.mesh import sizes_text
-from research_dp.distributed.sharding import by_path, from_stored, path_name
+from research_dp.distributed.sharding import by_path, fitted, from_stored, is_key, path_name
 from research_dp.errors import first_line, printable
 from research_dp.runs import files
 from research_dp.runs.checksum import tree_checksums
@@ -122,6 +123,7 @@ def read_fields(folder: Path, *fields: str) -> tuple[Manifest, dict[str, Any]]:
         restored = jax.tree.leaves(read_arrays(folder / STATE, one, on_host))
         (x,) = (x for x in restored if x is not ocp.PLACEHOLDER)
         x = from_stored(x, manifest.leaves[path])
+        x = x if is_key(x) else fitted(x, manifest.leaves[path].shape)
         checksums |= tree_checksums({path: x})
         if fields:
             arrays[path] = x
@@ -216,12 +218,36 @@ def end_waiting_threads(threads: Iterable[threading.Thread]) -> None:
         threading.Thread.join(thread, max(0.0, deadline - time.monotonic()))
 
 
+def cut_arrays(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Cuts arrays that Orbax wrote with padding, by path: only their metadata is written anew.
+
+    Zeros stay in a chunk of the file, which nobody reads. Until it is done, whoever reads arrays by
+    the manifest's shapes reads the same.
+    """
+    if not shapes:
+        return
+    import tensorstore as ts
+
+    for path, array in by_path(arrays_in(folder)).items():
+        if path in shapes:
+            base = {"driver": "file", "path": f"{os.path.realpath(folder)}/"}
+            store = {"driver": "ocdbt", "base": base, "path": f"{array.name}/"}
+            opened = ts.open({"driver": "zarr", "kvstore": store}, open=True).result()
+            opened.resize(exclusive_max=shapes[path], resize_metadata_only=True).result()
+
+
 def read_arrays(folder: Path, abstract: Any, restore_args: Any = None) -> Any:
-    """Reads arrays that Orbax wrote, as abstract ones or Orbax's `restore_args` say."""
+    """Reads arrays that Orbax wrote, as abstract ones or Orbax's `restore_args` say.
+
+    An abstract array may be longer than what is in the files, for padding: zeros follow.
+    """
     import orbax.checkpoint as ocp
 
     if restore_args is None:
-        restore_args = ocp.checkpoint_utils.construct_restore_args(abstract)
+        own = ocp.checkpoint_utils.construct_restore_args(abstract)
+        restore_args = jax.tree.map(
+            lambda x: dataclasses.replace(x, strict=False) if hasattr(x, "strict") else x, own
+        )
     args = ocp.args.PyTreeRestore(item=abstract, restore_args=restore_args)
     with _reading():
         return ocp.PyTreeCheckpointHandler().restore(literal(folder), args=args)

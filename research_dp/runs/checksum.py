@@ -18,7 +18,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from research_dp.distributed.collectives import Axes, flat_axes
-from research_dp.distributed.sharding import by_path, key_data
+from research_dp.distributed.sharding import by_path, fitted, key_data
 
 PyTree = Any
 
@@ -26,18 +26,27 @@ _CHUNK = 2**22  # elements that the host reads at a time
 _SMALL = 2**16  # the host reads arrays of so many elements sooner than a program is compiled
 
 
-def tree_checksums(tree: PyTree) -> Mapping[str, str]:
+def tree_checksums(
+    tree: PyTree, shapes: Mapping[str, tuple[int, ...]] | None = None
+) -> Mapping[str, str]:
     """Checksums of global arrays, by path: 16 hex digits each, the same for any sharding.
+
+    `shapes` are those without padding, of arrays that have some (`cut_shapes`).
 
     A change of one element always changes a checksum, other changes with probability 1 - 2**-64.
     Elements have 1, 2, 4 or 8 bytes. Devices with replicas of an array share the work, and do not
     communicate. A collective, if there are several processes.
     """
     arrays = by_path(key_data(tree))
+    lengths = {path: x.shape for path, x in arrays.items()} | dict(shapes or {})
     on_device = [path for path, x in arrays.items() if not _is_for_host(x)]
     # All devices' programs start before the host reads.
-    parts = [_sums_of_parts(arrays[path], _fully_sharded(arrays[path])) for path in on_device]
-    sums = {p: array_checksum(np.asarray(x)) for p, x in arrays.items() if p not in on_device}
+    parts = [
+        _sums_of_parts(arrays[path], _fully_sharded(arrays[path]), lengths[path])
+        for path in on_device
+    ]
+    on_host = {path: x for path, x in arrays.items() if path not in on_device}
+    sums = {p: array_checksum(fitted(np.asarray(x), lengths[p])) for p, x in on_host.items()}
     if parts:
         local = np.stack([sum(np.asarray(s.data)[0] for s in x.addressable_shards) for x in parts])
         if jax.process_count() > 1:
@@ -66,21 +75,25 @@ def array_checksum(x: np.ndarray) -> str:
     return _hex(total.astype(np.uint32))
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _sums_of_parts(x: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """(devices, 2) uint32: the sums of each device over its part of an array."""
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _sums_of_parts(x: jax.Array, sharding: NamedSharding, cut: tuple[int, ...]) -> jax.Array:
+    """(devices, 2) uint32: the sums of each device over its part of an array, cut to a shape."""
     by_dim, replica_axes = _axes_of(sharding, x.ndim)
 
     def sums(block: jax.Array) -> jax.Array:
         bits = as_bits(block)
-        shape = (*x.shape, *bits.shape[x.ndim :])
-        positions = jnp.zeros(bits.shape, jnp.uint32)
+        shape = (*cut, *bits.shape[x.ndim :])
+        positions, padding = jnp.zeros(bits.shape, jnp.uint32), list[jax.Array]()
         for dim, length in enumerate(bits.shape):
             index = jax.lax.broadcasted_iota(jnp.uint32, bits.shape, dim)
             if dim < x.ndim and by_dim[dim]:
                 index += jax.lax.axis_index(by_dim[dim]).astype(jnp.uint32) * np.uint32(length)
             positions += index * np.uint32(math.prod(shape[dim + 1 :]) % 2**32)
+            if dim < x.ndim and cut[dim] < x.shape[dim]:
+                padding.append(index >= cut[dim])
         mixed, weights = _mix(bits, positions)
+        for is_padding in padding:
+            mixed = jnp.where(is_padding, 0, mixed)
         result = jnp.stack([jnp.sum(y, dtype=jnp.uint32) for y in (mixed, mixed * weights)])
         for axis in replica_axes:  # only the first of several replicas counts
             result = jnp.where(jax.lax.axis_index(axis) == 0, result, 0)

@@ -81,7 +81,7 @@ def judge_loss(strategy: Strategy) -> Finding | None:
 
 def _judge(strategy: Strategy, train: bool, number: int) -> Finding | None:
     """`judge_loss` in one mode, for the first or a further number of examples."""
-    spec, state = strategy.spec, strategy.abstract_state
+    spec, state = strategy.spec, strategy.logical_state
     mode = "training" if train else "evaluation"
     leaves = jax.tree.leaves((state.params, state.model_state, dict(spec.example)))
     lengths = {length for x in leaves for length in x.shape if length}
@@ -131,7 +131,7 @@ def trace_loss(
     strategy: Strategy, rows: int, *, train: bool = True, differentiated: bool = False
 ) -> tuple[Any, Any]:
     """The program of a device's loss of so many examples, or of its gradient, and its results."""
-    spec, state = strategy.spec, strategy.abstract_state
+    spec, state = strategy.spec, strategy.logical_state
     batch = {k: jax.ShapeDtypeStruct((rows, *x.shape), x.dtype) for k, x in spec.example.items()}
     if not train:
         batch["mask"] = jax.ShapeDtypeStruct((rows,), np.float32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import gin
 import jax
@@ -17,18 +17,26 @@ from research_dp.distributed import placement
 from research_dp.distributed.collectives import PLAIN
 from research_dp.distributed.fsdp import gather_params
 from research_dp.distributed.mesh import DATA_AXIS, FSDP_AXIS, refuse_several_processes, split_axes
-from research_dp.distributed.sharding import replicated
+from research_dp.distributed.sharding import fitted_tree, replicated
 from research_dp.errors import UsageError, binding_error
 from research_dp.strategies import slots, state, strategy
 from research_dp.strategies.step import Gradients, Step
-from research_dp.strategies.strategy import Strategy, StrategyConfig, TrainSpec
+from research_dp.strategies.strategy import Strategy, StrategyConfig, TrainSpec, fitted_state
 from research_dp.strategies.tuning import tuned
 from research_dp.types import PyTree
 
 # A program that runs once: XLA's CPU compiler takes a third of the time, and the bits are the same.
 _QUICK_ON_CPU = {"xla_backend_optimization_level": 1}
 
-Program = tuple[Step, strategy.StateShardings, strategy.TrainState, state.BatchLayout]
+
+class Program(NamedTuple):
+    """What an engine wraps."""
+
+    step: Step
+    shardings: strategy.StateShardings
+    stored: strategy.TrainState  # the abstract state, padded where need be
+    logical: strategy.TrainState  # without padding
+    batch: state.BatchLayout
 
 
 @gin.register(module="strategies")
@@ -48,8 +56,8 @@ def mapped(config: StrategyConfig, spec: TrainSpec) -> Strategy:
             "data_parallel.prefetch", " = True, but the model names no units. Bind False."
         )
     slots.refuse_idle(config, gathers=config.gather is not None)
-    step, _, abstract, batch = program = _program(config, spec)
-    state_specs = jax.tree.map(lambda x: x.sharding.spec, abstract)
+    step, _, stored, logical, batch = program = _program(config, spec)
+    state_specs = jax.tree.map(lambda x: x.sharding.spec, stored)
     on_mesh = functools.partial(jax.shard_map, mesh=config.mesh, check_vma=False)
     rows, eval_rows = batch.sharding.spec, batch.eval_sharding.spec
     none: Any = PartitionSpec()
@@ -59,11 +67,15 @@ def mapped(config: StrategyConfig, spec: TrainSpec) -> Strategy:
     gradients = on_mesh(step.gradients, in_specs=(reads, rows), out_specs=given)
 
     def train(state: strategy.TrainState, batch: strategy.PlacedBatch) -> Any:
-        return step.update(state, gradients(state._replace(opt_state=()), batch))
+        given = gradients(state._replace(opt_state=()), batch)
+        given = given._replace(grads=fitted_tree(given.grads, logical.params))
+        # The compiler splits arrays without padding as the padded ones are: nothing moves.
+        new, metrics = step.update(fitted_state(state, logical), given)
+        return fitted_state(new, stored), metrics
 
     read = _read_in_evaluation(state_specs), eval_rows
     evaluate = jax.jit(on_mesh(step.evaluate, in_specs=read, out_specs=none))
-    train_step = _jitted(config, abstract)(_of_placed(train))
+    train_step = _jitted(config, stored)(_of_placed(train))
     return _strategy(config, program, train_step=train_step, evaluate=evaluate)
 
 
@@ -91,9 +103,17 @@ def compiled(config: StrategyConfig, spec: TrainSpec) -> Strategy:
         raise binding_error("data_parallel.gather", ": it takes no `mesh`. Bind @gather_params.")
     if config.prefetch:
         raise binding_error("data_parallel.prefetch", " = True: the compiler gathers. Bind False.")
-    step, _, abstract, _ = program = _program(config, spec, on_global_arrays=True)
-    train_step = _jitted(config, abstract)(_of_placed(step.train))
-    evaluate = jax.jit(step.evaluate, out_shardings=_replicated(config))
+    step, _, stored, logical, _ = program = _program(config, spec, on_global_arrays=True)
+
+    def train(state: strategy.TrainState, batch: strategy.PlacedBatch) -> Any:
+        new, metrics = step.train(fitted_state(state, logical), batch)
+        return fitted_state(new, stored), metrics
+
+    def evaluated(state: strategy.TrainState, examples: PyTree) -> Any:
+        return step.evaluate(fitted_state(state, logical), examples)
+
+    train_step = _jitted(config, stored)(_of_placed(train))
+    evaluate = jax.jit(evaluated, out_shardings=_replicated(config))
     return _strategy(config, program, train_step=train_step, evaluate=evaluate)
 
 
@@ -107,7 +127,8 @@ def pmapped(config: StrategyConfig, spec: TrainSpec) -> Strategy:
     _check_pmapped(config)
     devices = config.mesh.devices.ravel()
     count = len(devices)
-    step, shardings, abstract, batch = _program(config, spec)
+    program = _program(config, spec)
+    step, _, abstract, _, batch = program
     # pmap lays its arguments out on a mesh of its own, of this one axis.
     line = Mesh(devices, (DATA_AXIS,))
     by_device = NamedSharding(line, PartitionSpec(DATA_AXIS))
@@ -134,7 +155,7 @@ def pmapped(config: StrategyConfig, spec: TrainSpec) -> Strategy:
     )
     return _strategy(
         config,
-        (step, shardings, abstract, batch),
+        program._replace(stored=abstract),
         abstract_batch=jax.tree.map(abstract_split, batch.abstract_batch),
         place_batch=place_batch,
         place_eval_batch=place_eval_batch,
@@ -170,7 +191,7 @@ def _check_pmapped(config: StrategyConfig) -> None:
 def _program(config: StrategyConfig, spec: TrainSpec, *, on_global_arrays: bool = False) -> Program:
     """The step, how the state is sharded, the abstract state, and the layout of batches."""
     mesh, exact = config.mesh, config.reduction.exact_step
-    shardings, abstract = state.infer_state_sharding(
+    shardings, stored, logical = state.infer_state_sharding(
         config, spec, params_sharded=on_global_arrays or config.gather is not None
     )
     seen, axes, config_seen = shardings, split_axes(mesh), config
@@ -178,10 +199,11 @@ def _program(config: StrategyConfig, spec: TrainSpec, *, on_global_arrays: bool 
         seen, axes = shardings._replace(slices=replicated(shardings.slices)), ()
         gather = config.shard and functools.partial(config.gather or gather_params, mesh=mesh)
         config_seen = dataclasses.replace(config, gather=gather)
-    state.check_optimizer(spec, abstract)
+    state.check_optimizer(spec, logical)
     kind = exact.DeterministicStep if exact else Step
     step = kind(config_seen, spec, seen, axes, shardings.slices)
-    return step, shardings, abstract, state.BatchLayout(mesh, spec, config.reduction)
+    batch = state.BatchLayout(mesh, spec, config.reduction)
+    return Program(step, shardings, stored, logical, batch)
 
 
 def _jitted(config: StrategyConfig, abstract: strategy.TrainState) -> Callable[..., Any]:
@@ -221,11 +243,14 @@ def _strategy(
         _refuse_deleted("eval_step", state, examples)
         return evaluate(state, examples)
 
-    step, shardings, abstract, batch = program
-    new_state = functools.partial(state.init_state, config, step.spec)
+    step, shardings, abstract, logical, batch = program
+
+    def init_state(*args: Any) -> strategy.TrainState:
+        return fitted_state(state.init_state(config, step.spec, *args), abstract)
+
     on_cpu = config.mesh.devices.flat[0].platform == "cpu"
     jit = functools.partial(jax.jit, compiler_options=_QUICK_ON_CPU if on_cpu else None)
-    init: Any = jit(new_state, out_shardings=jax.tree.map(lambda x: x.sharding, abstract))
+    init: Any = jit(init_state, out_shardings=jax.tree.map(lambda x: x.sharding, abstract))
     last: list[Any] = []
     run_init, run_step = _in_turn(init, last) if on_cpu else init, train_step
     if on_cpu and config.mesh.size > 1:
@@ -246,6 +271,7 @@ def _strategy(
         spec=step.spec,
         shardings=shardings,
         abstract_state=abstract,
+        logical_state=logical,
         eval_batch_size=batch.eval_batch_size,
         init=_in_place_of(init, new_state_of),
         train_step=_in_place_of(train_step, checked_step),

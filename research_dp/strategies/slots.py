@@ -7,9 +7,10 @@ What else a strategy decides comes by keyword, to functions that declare it by `
 
     reduction: The strategy's collectives (`Reduction`); `gather`, `sync`, `update`.
     shardings: `LeafSharding`s of gradients and optimizer state; `sync`, `update`.
+    stored: `LeafSharding`s of the parameters between steps; `update`.
     rows: Row indices: only these rows of a feature-sharded table are returned; `gather`.
     mesh: Over which global arrays are sharded; `update`, and `gather` in engine `compiled`.
-    units, on_decision: See `shard_params`; `shard`.
+    units, on_decision, pads: See `shard_params`; `shard`.
 
 `sync` and `update` may carry state, as Optax transforms do: see `Stateful`.
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from research_dp.argument_checks import as_numbers
 from research_dp.argument_types import described, is_array_or_number
 from research_dp.distributed import placement, sharding
-from research_dp.distributed.boxed import is_box, names_of, value_of
+from research_dp.distributed.boxed import as_name, is_box, names_of, value_of
 from research_dp.distributed.collectives import PLAIN, Reduction, cast_dtype, flat_axes
 from research_dp.distributed.mesh import BATCH_AXES, FSDP_AXIS, batch_devices, sizes_text
 from research_dp.distributed.optimizer import apply_in_step, map_state
@@ -36,7 +37,7 @@ def init_state(
     """The state before the first step; traced, so that it is sharded from the start.
 
     `key` may be the seed of a run, a 0-d integer: the state is then that run's. `initial` has
-    arrays that replace the model's own, cast to their dtypes, by `named_variables`.
+    arrays that replace the model's own, cast to their dtypes, by `named_variables`; maybe padded.
     """
     if jnp.ndim(key) == 0 and jnp.issubdtype(jnp.result_type(key), jnp.integer):
         key = strategy.init_key(key)
@@ -89,44 +90,70 @@ def _replaced(tree: PyTree, initial: Mapping[str, jax.Array], prefix: str = "") 
 
     def value(keys: Any, x: Any) -> Any:
         given = initial.get(plain_name(prefix + path_name(keys)))
-        return x if given is None else given.astype(x.dtype)
+        return x if given is None else sharding.fitted(given, x.shape).astype(x.dtype)
 
     return jax.tree_util.tree_map_with_path(value, tree)
 
 
 def infer_state_sharding(
     config: StrategyConfig, spec: TrainSpec, *, params_sharded: bool
-) -> tuple[strategy.StateShardings, TrainState]:
-    """The shardings, and the state as `jax.ShapeDtypeStruct`s with shardings, by tracing alone.
+) -> tuple[strategy.StateShardings, TrainState, TrainState]:
+    """The shardings, and the state as `jax.ShapeDtypeStruct`s, by tracing alone.
 
+    The state is once as it is stored, padded, and once without padding.
     `params_sharded`: between steps parameters are not replicated.
     """
     abstract = jax.eval_shape(lambda seed: init_state(config, spec, seed), np.uint32(0))
     sharding.by_path(abstract)  # a checkpoint has its arrays by path, so it needs different ones
+    _check_state_axes(config)
     slices = _param_shardings(config, spec, abstract.params)
-    params = slices if params_sharded else sharding.replicated(slices)
+    of_groups = {"axes": (FSDP_AXIS,), "axis_size": config.mesh.shape[FSDP_AXIS]}
+    params = jax.tree.map(
+        lambda p: dataclasses.replace(p, **of_groups, multiple=p.axis_size), slices
+    )
+    if not params_sharded:
+        params = sharding.replicated(slices)
     if exact := config.reduction.exact_step:
         exact.check_model(config, spec, abstract)
     specs = jax.tree.map(lambda _: PartitionSpec(), abstract)._replace(
         params=jax.tree.map(lambda p: p.spec, params),
-        opt_state=_opt_state_specs(abstract.opt_state, slices),
+        opt_state=_by_parameter(
+            abstract.opt_state, slices, lambda _, p: p.spec, lambda _: PartitionSpec()
+        ),
     )
     for name, slot in slots.stateful(config).items():
         over = PartitionSpec(*[tuple(slot.differs_over)] if slot.differs_over else [])
         specs.slots[name] = jax.tree.map(lambda _, over=over: over, abstract.slots[name])
 
+    stored = abstract._replace(
+        params=_by_parameter(abstract.params, params, _as_stored, lambda x: x),
+        opt_state=_by_parameter(abstract.opt_state, slices, _as_stored, lambda x: x),
+    )
     places = placement.shardings(config.mesh, specs)
-    placed = jax.tree.map(lambda x, place: x.update(sharding=place), abstract, places)
-    return strategy.StateShardings(params, slices), placed
+    placed = jax.tree.map(lambda x, place: x.update(sharding=place), stored, places)
+    everywhere = NamedSharding(config.mesh, PartitionSpec())
+    logical = jax.tree.map(
+        lambda x, y: x.update(sharding=y.sharding if x.shape == y.shape else everywhere),
+        *(abstract, placed),
+    )
+    return strategy.StateShardings(params, slices), placed, logical
+
+
+def _check_state_axes(config: StrategyConfig) -> None:
+    axes, sizes = tuple(config.state_axes), config.mesh.shape
+    if axes[:1] != (FSDP_AXIS,) or not set(axes) <= set(sizes) or len(set(axes)) < len(axes):
+        problem = f" = {axes}: name mesh axes, {FSDP_AXIS!r} first; there are {list(sizes)}."
+        raise binding_error("data_parallel.state_axes", problem)
 
 
 def _param_shardings(config: StrategyConfig, spec: TrainSpec, params: PyTree) -> PyTree:
-    """`LeafSharding`s of parameters, as the slot `shard` boxes them; it is traced, not run.
+    """`LeafSharding`s of slices, as the slot `shard` boxes them; it is traced, not run.
 
     Raises UsageError if it returns another tree, or a box that is no shard of its parameter.
     """
-    mesh = config.mesh
-    shard, units, axis_size = config.shard, spec.model.units, mesh.shape[FSDP_AXIS]
+    mesh, shard, units = config.mesh, config.shard, spec.model.units
+    axes, axis_size = tuple(config.state_axes), math.prod(mesh.shape[a] for a in config.state_axes)
+    name = as_name(axes)
     if shard is None or axis_size == 1:
         return sharding.infer_sharding(params, shard and largest_dim, axis_size, units)
 
@@ -137,28 +164,32 @@ def _param_shardings(config: StrategyConfig, spec: TrainSpec, params: PyTree) ->
         lambda keys, x: jax.ShapeDtypeStruct(x.shape[is_stacked(keys) :], x.dtype), params
     )
     decisions: dict[str, ShardDecision] = {}
-    options = slots.options_of(shard, {"units": units, "on_decision": decisions.__setitem__})
-    axes: dict[str, Any] = {"axis_env": list(mesh.shape.items()), "return_shape": True}
-    trace: Any = jax.make_jaxpr(lambda params: shard(params, FSDP_AXIS, **options), **axes)
+    # Compilers round an update otherwise where its arrays are cut: exact steps pad nothing.
+    pads = config.reduction.exact_step is None
+    offered = {"units": units, "on_decision": decisions.__setitem__, "pads": pads}
+    options = slots.options_of(shard, offered)
+    bound: dict[str, Any] = {"axis_env": list(mesh.shape.items()), "return_shape": True}
+    trace: Any = jax.make_jaxpr(lambda params: shard(params, name, **options), **bound)
     _, shards = trace(layers)
 
     def one(keys: Any, param: Any, leaf: Any) -> LeafSharding:
         path, dtype = path_name(keys), np.dtype(param.dtype)
         names, stacked = names_of(leaf), is_stacked(keys)
-        if FSDP_AXIS not in flat_axes(names):
+        if not set(axes) & set(flat_axes(names)):
             reason = decisions[path].reason if path in decisions else "`shard` left it replicated"
             return LeafSharding(path, param.shape, dtype, None, reason, axis_size)
-        if FSDP_AXIS not in names:
-            problem = f" boxed {path} with names {names}: name one dim {FSDP_AXIS!r}, no tuple."
+        if name not in names:
+            problem = f" boxed {path} with names {names}: name one dim {name!r}, no tuple."
             raise binding_error("data_parallel.shard", problem)
-        dim, shape = names.index(FSDP_AXIS), value_of(leaf).shape
-        result = LeafSharding(path, param.shape, dtype, dim + stacked, "", axis_size)
+        dim, shape = names.index(name), value_of(leaf).shape
+        reason = decisions[path].reason if path in decisions else ""
+        result = LeafSharding(path, param.shape, dtype, dim + stacked, reason, axis_size, axes=axes)
         if shape != result.local_shape[stacked:]:
             raise binding_error(
                 "data_parallel.shard",
                 f" returned {path} with shape {shape}, which is not a shard of "
                 f"{param.shape[stacked:]} along dim {dim} on {axis_size} devices of axis "
-                f"{FSDP_AXIS!r}.",
+                f"{name!r}.",
             )
         return result
 
@@ -172,12 +203,26 @@ def _param_shardings(config: StrategyConfig, spec: TrainSpec, params: PyTree) ->
     return jax.tree_util.tree_map_with_path(one, params, shards)
 
 
-def _opt_state_specs(opt_state: PyTree, slices: PyTree) -> PyTree:
-    def spec_of(leaf: Any, sharding: LeafSharding) -> PartitionSpec:
-        # State of another shape than its parameter (factored moments, say) is replicated.
-        return sharding.spec if leaf.shape == sharding.shape else PartitionSpec()
+def _by_parameter(
+    tree: PyTree,
+    shardings: PyTree,
+    function: Callable[[Any, LeafSharding], Any],
+    other: Callable[[Any], Any],
+) -> PyTree:
+    """Maps over parameters, or a state, each array with its parameter's sharding.
 
-    return map_state(spec_of, opt_state, slices, lambda _: PartitionSpec())
+    State of another shape than its parameter (factored moments, say), which is replicated, is left
+    to `other`, as is what belongs to no parameter.
+    """
+
+    def one(leaf: Any, sharding: LeafSharding) -> Any:
+        return function(leaf, sharding) if leaf.shape == sharding.shape else other(leaf)
+
+    return map_state(one, tree, shardings, other)
+
+
+def _as_stored(leaf: Any, sharding: LeafSharding) -> Any:
+    return leaf.update(shape=sharding.split_shape)
 
 
 def check_optimizer(spec: TrainSpec, state: TrainState) -> None:
@@ -217,11 +262,12 @@ class BatchLayout:
         self._example = spec.example
         step = devices * micros
         if spec.batch_size % step:
-            near = max(step, math.floor(spec.batch_size / step + 0.5) * step)
+            below = spec.batch_size // step * step
+            near = f"{below} or {below + step}" if below else f"{step}, the least"
             raise binding_error(
                 f"{spec.gin_name}.batch_size",
                 f" = {spec.batch_size} does not divide over {sizes_text(mesh.shape)} = {devices} "
-                f"devices x accumulation_steps {micros} = {step}. The nearest that does is {near}.",
+                f"devices x accumulation_steps {micros} = {step}. Take {near}.",
             )
         rows = spec.batch_size // micros
         self.sharding = NamedSharding(mesh, PartitionSpec(None, BATCH_AXES))

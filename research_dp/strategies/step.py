@@ -26,7 +26,14 @@ from research_dp.distributed.mesh import FSDP_AXIS, traced_for
 from research_dp.distributed.microbatch import add_up
 from research_dp.distributed.norms import clip_factor, global_norm
 from research_dp.distributed.optimizer import apply_gradients, apply_in_step
-from research_dp.distributed.sharding import PART, STACK, is_sharded, unit_of
+from research_dp.distributed.sharding import (
+    PART,
+    STACK,
+    LeafSharding,
+    fitted,
+    is_sharded,
+    unit_of,
+)
 from research_dp.distributed.unit_order import Order
 from research_dp.distributed.units import Units
 from research_dp.errors import binding_error
@@ -105,7 +112,11 @@ class Step:
         optimizer = slots.CalledOnce(functools.partial(self.apply, state, is_empty, value))
         update = self.config.update or apply_gradients
         arguments = jax.tree.map(scaled, given.grads, state.params), state.params, optimizer
-        offered = {"reduction": self.config.reduction, "mesh": self.config.mesh}
+        offered = {
+            "reduction": self.config.reduction,
+            "mesh": self.config.mesh,
+            "stored": self.shardings.params,
+        }
         try:
             params, slot_state = slots.call_in(
                 given.slots, "update", update, *arguments, shardings=self.slices, **offered
@@ -196,8 +207,7 @@ class Step:
 
         def loss(params: PyTree) -> tuple[jax.Array, LossOutput]:
             if gathers:  # units gather themselves, just before their use
-                params = self.gather(slots.in_boxes(params, self.shardings.params), FSDP_AXIS)
-                params = unboxed(params)
+                params = self.gathered(params, self.shardings.params)
             out = self.loss(params, model_state, micro.examples, keys, units)
             # Divided by a constant, so that the numbers are of a mean's size whatever the dtype.
             return out.total / micro.position.shape[0] * self.loss_scale(state), out
@@ -237,19 +247,26 @@ class Step:
         options = slots.options_of(slot, {"reduction": self.config.reduction})
         return functools.partial(slot, **options)
 
+    def gathered(self, shards: PyTree, shardings: PyTree, **rows: jax.Array) -> PyTree:
+        """What the slot gathers of shards, without padding; of tables maybe some rows alone."""
+        full = unboxed(self.gather(slots.in_boxes(shards, shardings), FSDP_AXIS, **rows))
+
+        def cut(x: jax.Array, p: LeafSharding) -> jax.Array:
+            return fitted(x, (*x.shape[:-1], *p.shape[-1:]) if rows else p.shape)
+
+        return jax.tree.map(cut, full, shardings)
+
     def units(self, *, keep: bool = False) -> Units:
         """How the model's units are gathered."""
         config = self.config
         if config.gather is None:
             return Units()
 
-        def gather(shards: PyTree, shardings: PyTree, **rows: jax.Array) -> PyTree:
-            return unboxed(self.gather(slots.in_boxes(shards, shardings), FSDP_AXIS, **rows))
-
         exchanges = config.reduction.exchanges_rows and FSDP_AXIS in self.axes
-        look_up = gather if exchanges and slots.options_of(config.gather, {"rows": None}) else None
+        takes_rows = exchanges and slots.options_of(config.gather, {"rows": None})
+        look_up = self.gathered if takes_rows else None
         return Units(
-            gather,
+            self.gathered,
             self.shardings.params,
             look_up,
             keep=keep,
@@ -266,7 +283,7 @@ class Step:
         shardings = self.shardings.slices if shardings is None else shardings
         options = {"reduction": self.config.reduction, "shardings": shardings}
         if self.config.gather is not None:
-            grads = slots.in_boxes(grads, shardings)
+            grads = slots.in_boxes(grads, self.shardings.params)
         return slots.call_in(slot_state, "sync", self.config.sync, grads, self.axes, **options)
 
     def norm(self, grads: PyTree, step: jax.Array) -> tuple[jax.Array, jax.Array]:

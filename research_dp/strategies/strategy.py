@@ -20,6 +20,8 @@ from research_dp.distributed.batch_examples import seed_key
 from research_dp.distributed.collectives import PLAIN, Reduction
 from research_dp.distributed.mesh import FSDP_AXIS, noting
 from research_dp.distributed.optimizer import LossScale, with_master_weights
+from research_dp.distributed.placement import nbytes
+from research_dp.distributed.sharding import fitted_tree
 from research_dp.errors import UsageError, binding_error
 from research_dp.strategies import batch_losses, frozen, slots
 from research_dp.strategies.tuning import Tuning
@@ -43,6 +45,9 @@ _INIT, _EXAMPLES = 0, 1
 class TrainState(NamedTuple):
     """Everything that training changes; global arrays.
 
+    An array of which the devices divide no dim is stored padded with zeros: `Strategy.logical`
+    cuts it.
+
     `step`, 0-d int32, is the number of steps done; `model_state` has e.g. batch statistics;
     `opt_state` has the shapes and paths of parameters; `loss_scale` is a `LossScaleState`, or ();
     `slots` has the state of the slots that have any ('sync', 'update'), see `slots.Stateful`.
@@ -54,6 +59,12 @@ class TrainState(NamedTuple):
     opt_state: PyTree
     loss_scale: Any = ()
     slots: Any = ()
+
+
+def fitted_state(state: TrainState, like: TrainState) -> TrainState:
+    """A state with each array cut, or padded with zeros, to another's shapes; () stays ()."""
+    pairs = zip(state, like, strict=True)
+    return TrainState(*(fitted_tree(x, to) if jax.tree.leaves(x) else x for x, to in pairs))
 
 
 class PlacedBatch(NamedTuple):
@@ -126,7 +137,8 @@ class Strategy:
     config: StrategyConfig  # what it was built from, resolved
     spec: TrainSpec  # what it was built for, with the strategy's own dtype and scale
     shardings: StateShardings
-    abstract_state: TrainState  # shapes, dtypes and shardings
+    abstract_state: TrainState  # shapes, dtypes and shardings, as stored: padded where need be
+    logical_state: TrainState  # the same without padding; what has some is replicated
     abstract_batch: PlacedBatch
     train_rows: np.ndarray
     eval_rows: np.ndarray
@@ -145,6 +157,20 @@ class Strategy:
     def splits_batch(self) -> bool:
         """Whether the examples that a loss gets together depend on the number of devices."""
         return bool(self.batch_axes) and self.config.reduction.logical_shards is None
+
+    def logical(self, state: TrainState) -> TrainState:
+        """A state without padding; () stays (). Arrays that had some are replicated then."""
+        return fitted_state(state, self.logical_state)
+
+    def stored(self, state: TrainState) -> TrainState:
+        """The inverse of `logical`: a state as `train_step` takes it, on its shardings."""
+        padded = fitted_state(state, self.abstract_state)
+        return jax.device_put(padded, jax.tree.map(lambda x: x.sharding, self.abstract_state))
+
+    def nbytes(self, field: str) -> tuple[int, int]:
+        """Bytes of a field of the state: on a device with padding, and in all without."""
+        stored, logical = (getattr(x, field) for x in (self.abstract_state, self.logical_state))
+        return nbytes(stored)[0], sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(logical))
 
     @property
     def name(self) -> str:
@@ -173,6 +199,8 @@ class StrategyConfig:
         gather: How shards become full parameters for compute. None: parameters are replicated.
         sync: How gradients are averaged. None: there is one device, or the compiler averages.
         update: How the optimizer is applied to global arrays. None: as by `apply_gradients`.
+        state_axes: Mesh axes over which gradients and optimizer state are sharded, for a `sync` and
+            an `update` that do so; `fsdp` first.
         reshard_after_forward: Whether gathered parameters are dropped after their use, and gathered
             again in the backward pass, for each micro-batch. Otherwise they are gathered, and their
             gradients scattered, once a step.
@@ -204,6 +232,7 @@ class StrategyConfig:
     gather: Callable[..., Mapping] | None = None
     sync: Slot | None = None
     update: Slot | None = None
+    state_axes: Sequence[str] = (FSDP_AXIS,)
     reshard_after_forward: bool = True
     sync_each: When = "step"
     reduction: Reduction = PLAIN
@@ -232,7 +261,7 @@ class StrategyConfig:
     @property
     def stored_dtype(self) -> Any:
         """Dtype of parameters between steps; None: the model's own."""
-        if self.param_dtype is not None or self.gather is not None:
+        if self.param_dtype is not None:
             return self.param_dtype
         with contextlib.suppress(NotImplementedError):  # then the function says what to bind
             return slots.bound_value(self.update, "gather_dtype")

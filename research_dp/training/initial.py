@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from research_dp.argument_checks import checked
-from research_dp.distributed.sharding import by_path, path_name
+from research_dp.distributed.sharding import by_path, fitted, path_name
 from research_dp.errors import UsageError, binding_error, check_patterns, printable, some_of
 from research_dp.runs import checkpoint, files
 from research_dp.runs import checkpoint_files as on_disk
@@ -22,9 +23,9 @@ from research_dp.runs.manifest import Damaged
 from research_dp.strategies import Strategy
 from research_dp.strategies.frozen import MODEL_STATE, matched, named_variables, plain_name
 
-Shardings = Mapping[str, jax.sharding.Sharding]
+Wanted = Mapping[str, jax.ShapeDtypeStruct]  # with shardings; dims may be longer, for padding
 # The arrays of a file or a folder by its own names: all shapes, and what reads some onto shards.
-Source = tuple[Mapping[str, Sequence[int]], Callable[[Shardings], Mapping[str, jax.Array]]]
+Source = tuple[Mapping[str, Sequence[int]], Callable[[Wanted], Mapping[str, jax.Array]]]
 
 
 @gin.register("initial_params", module="initial")
@@ -62,14 +63,17 @@ class InitialParams:
         Raises:
             UsageError: They cannot be read, or their names, shapes or values are not the model's.
         """
-        state, path = strategy.abstract_state, files.shown(self._path)
-        here = named_variables(state.params, state.model_state)
+        path = files.shown(self._path)
+        here, stored = (
+            named_variables(state.params, state.model_state)
+            for state in (strategy.logical_state, strategy.abstract_state)
+        )
         try:
             shapes, read = checkpoint.in_all_processes(lambda: _opened(self._path))
             taken = self._taken({name: tuple(shape) for name, shape in shapes.items()}, here)
-            shardings = {there: here[name].sharding for name, there in taken.items()}
+            wanted = {there: stored[name] for name, there in taken.items()}
             with np.errstate(over="ignore"):  # `_lost` counts what becomes infinite
-                arrays = checkpoint.in_all_processes(lambda: read(shardings))
+                arrays = checkpoint.in_all_processes(lambda: read(wanted))
         except Damaged as error:
             raise UsageError(
                 f"initial_params.path = {path} cannot be read: {error}. Give the workdir of a run, "
@@ -81,7 +85,7 @@ class InitialParams:
         found = {name: arrays[there] for name, there in taken.items()}
         count = jax.jit(lambda given: {k: _lost(x, here[k].dtype) for k, x in given.items()})
         counts = {k: n for k, n in jax.device_get(count(found)).items() if n}
-        if lost := [f"{n} of {found[k].size} in {k} ({found[k].dtype})" for k, n in counts.items()]:
+        if lost := [f"{n} of {here[k].size} in {k} ({found[k].dtype})" for k, n in counts.items()]:
             problem = f" = {path} has NaN, infinite values, or what the model's dtypes lose: "
             advice = ". Mend them, or let initial_params.skip match them."
             raise binding_error("initial_params.path", problem + some_of(lost, 5) + advice)
@@ -151,17 +155,28 @@ def _safetensors(path: Path) -> Source:
     slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
     shapes = {name: tuple(x.get_shape()) for name, x in slices.items()}
 
-    def read(shardings: Shardings) -> dict[str, jax.Array]:
+    def read(wanted: Wanted) -> dict[str, jax.Array]:
         arrays: dict[str, jax.Array] = {}
-        for k, x in shardings.items():
+        for k, x in wanted.items():
+            part = functools.partial(_part, slices[k], shapes[k], x.shape)
             try:
-                arrays[k] = jax.make_array_from_callback(shapes[k], x, slices[k].__getitem__)
+                arrays[k] = jax.make_array_from_callback(x.shape, x.sharding, part)
             except (AttributeError, TypeError) as error:  # NumPy has no such dtype
                 problem = f"{printable(k)} is {slices[k].get_dtype()}, which NumPy lacks"
                 raise Damaged(problem) from error
         return arrays
 
     return shapes, read
+
+
+def _part(source: Any, shape: Sequence[int], padded: Sequence[int], index: Any) -> Any:
+    """The part of an array at an index into its padded shape; zeros follow what there is."""
+    spans = [part.indices(n)[:2] for part, n in zip(index, padded, strict=True)]
+    ends = [(min(start, n), min(stop, n)) for (start, stop), n in zip(spans, shape, strict=True)]
+    lengths = tuple(stop - start for start, stop in spans)
+    if any(start == stop for start, stop in ends):  # of a shard that is all padding
+        return np.zeros(lengths, source[tuple(slice(0, 1) for _ in spans)].dtype)
+    return fitted(source[tuple(slice(*x) for x in ends)], lengths)
 
 
 def _orbax(path: Path) -> Source:
@@ -171,20 +186,21 @@ def _orbax(path: Path) -> Source:
     manifest = on_disk.read_manifest(path) if (path / on_disk.MANIFEST).is_file() else None
     folder = path / on_disk.STATE if manifest else path
     tree = on_disk.arrays_in(folder)
-    shapes = {name: x.shape for name, x in by_path(tree).items()}
+    shapes = {name: tuple(x.shape) for name, x in by_path(tree).items()}
     if manifest:
-        kept = ("params/", MODEL_STATE)
-        shapes = {name: shape for name, shape in shapes.items() if name.startswith(kept)}
+        kept, leaves = ("params/", MODEL_STATE), manifest.leaves
+        shapes = {k: leaves.get(k, x).shape for k, x in by_path(tree).items() if k.startswith(kept)}
 
-    def read(shardings: Shardings) -> dict[str, jax.Array]:
-        def wanted(keys: Any, x: Any) -> Any:
-            sharding = shardings.get(path_name(keys))
-            new = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-            return ocp.PLACEHOLDER if sharding is None else new
+    def read(wanted: Wanted) -> dict[str, jax.Array]:
+        def target(keys: Any, x: Any) -> Any:
+            new = wanted.get(path_name(keys))
+            return ocp.PLACEHOLDER if new is None else new.update(dtype=x.dtype)
 
-        whole = on_disk.read_arrays(folder, jax.tree_util.tree_map_with_path(wanted, tree))
-        arrays = {name: x for name, x in by_path(whole).items() if name in shardings}
-        if manifest and (problem := manifest.mismatch(tree_checksums(arrays))):
+        targets = jax.tree_util.tree_map_with_path(target, tree)
+        cut = {name: tuple(shapes[name]) for name, x in wanted.items() if x.shape != shapes[name]}
+        whole = on_disk.read_arrays(folder, targets)
+        arrays = {name: x for name, x in by_path(whole).items() if name in wanted}
+        if manifest and (problem := manifest.mismatch(tree_checksums(arrays, cut))):
             raise Damaged(problem)
         return arrays
 

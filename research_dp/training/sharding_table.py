@@ -19,16 +19,16 @@ _UNITS = {10**3: "kB", 10**6: "MB", 10**9: "GB", 10**12: "TB"}
 def parameter_table(strategy: Strategy) -> Table:
     """Rows of path, shape, dtype, shardings, bytes a device, and why it is replicated."""
     params, slices = map(jax.tree.leaves, (strategy.shardings.params, strategy.shardings.slices))
-    per_device, total = nbytes(strategy.abstract_state.params)
+    per_device, total = strategy.nbytes("params")
     shown = table(
         f"Parameters under {strategy.name} on {sizes_text(strategy.mesh.shape)}",
         *("parameter", "shape", "dtype", "sharding", "optimizer state"),
-        *("bytes per device:", "why replicated~"),
+        *("bytes per device:", "why~"),
     )
     for leaf, state in list(zip(params, slices, strict=True))[:_MAX_ROWS]:
         shown.add_row(
             *map(str, (leaf.path, leaf.shape, leaf.dtype)),
-            *("replicated" if x.dim is None else f"fsdp (dim {x.dim})" for x in (leaf, state)),
+            *(_sharding_text(x) for x in (leaf, state)),
             f"{leaf.nbytes_per_device:,}",
             state.reason or leaf.reason,
         )
@@ -39,6 +39,10 @@ def parameter_table(strategy: Strategy) -> Table:
         size = f"{nbytes(frozen)[0]:,}"
         shown.add_row(f"{len(frozen)} frozen", "", "", "replicated", "none", size, "in model_state")
     return shown
+
+
+def _sharding_text(p: LeafSharding) -> str:
+    return "replicated" if p.dim is None else f"{' x '.join(p.axes)} (dim {p.dim})"
 
 
 def summary(strategy: Strategy) -> list[str]:
@@ -61,13 +65,13 @@ def summary(strategy: Strategy) -> list[str]:
 
 def sizes_by_part(strategy: Strategy) -> dict[str, tuple[int, int]]:
     """Bytes, on a device and in all, of the parts of a state, of gradients and of a batch."""
-    state, shardings = strategy.abstract_state, strategy.shardings
+    shardings = strategy.shardings
     params, slices = map(jax.tree.leaves, (shardings.params, shardings.slices))
     grads = [_gradient(strategy, *pair) for pair in zip(params, slices, strict=True)]
     return {
-        "params": nbytes(state.params),
+        "params": strategy.nbytes("params"),
         "gradients": (sum(size for size, _ in grads), sum(size for _, size in grads)),
-        **{name: nbytes(getattr(state, name)) for name in ("opt_state", "model_state", "slots")},
+        **{name: strategy.nbytes(name) for name in ("opt_state", "model_state", "slots")},
         "batch": nbytes(strategy.abstract_batch),
     }
 

@@ -145,6 +145,7 @@ def train(
                 *(manifest, folder, num_steps, spec, data, python_objects.REFERENCES)
             ),
             functools.partial(slots.resize, built.config, built.abstract_state),
+            built.logical_state,
         ) or (None, None)
         first_step = saved.step if saved else 0
         if saved:

@@ -16,6 +16,7 @@ import numpy as np
 
 from research_dp.distributed.mesh import peak_of_mesh
 from research_dp.distributed.placement import fingerprint
+from research_dp.distributed.sharding import cut_shapes
 from research_dp.errors import at_end, binding_error
 from research_dp.runs import files
 from research_dp.runs.checkpoint import Checkpoints
@@ -250,7 +251,8 @@ class Trainer:
                 data=self._identity,
                 records=self._metrics.sync(),
             )
-            self.checkpoints.save(state, step, progress, written_by)
+            logical = self.strategy.logical_state
+            self.checkpoints.save(state, step, progress, written_by, logical)
             self._compiled.add("save")
 
     def _note(self, phase: Phase, step: int) -> None:
@@ -295,7 +297,9 @@ class Trainer:
             "steps_per_second": self._throughput.overall(),
             "seconds": self._throughput.summary(self.started),
             "params_fingerprint": fingerprint(
-                state.params, lambda: self.recorder.note("save", step)
+                state.params,
+                lambda: self.recorder.note("save", step),
+                cut_shapes(state.params, self.strategy.logical_state.params),
             ),
         }
         if self._writes:

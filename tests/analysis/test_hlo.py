@@ -148,6 +148,10 @@ def test_flash_attention_takes_twice_as_much_backward_as_forward():
         ("replica_groups=mesh['axis_0'=2,'axis_1'=2] {'axis_1','axis_0'}", [[0, 2, 1, 3]]),
         ("replica_groups=mesh['axis_0'=4]{'axis_0':(1)2}", [[0, 2], [1, 3]]),
         ("replica_groups=mesh['axis_0'=4]{'axis_0':(2)2}", [[0, 1], [2, 3]]),
+        (
+            "replica_groups=mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'b'}",
+            [[0, 2], [1, 3]],
+        ),
         ("source_target_pairs={{0,1},{1,0}}", [[0, 1], [1, 0]]),
     ],
 )

@@ -207,7 +207,7 @@ def test_a_working_directory_that_was_removed_is_no_error(tmp_path):
         ("plan --gin_file = runs/digits.gin --strat", "--strategies"),
         ("train --gin_file = strategies/fsdp_", "strategies/fsdp_keep.gin"),
         ("train --gin_file examples/own_model/l", "examples/own_model/linen.gin"),
-        ("launch -n 2 -- --gin_file = strategies/hs", "strategies/hsdp.gin"),
+        ("launch -n 2 -- --gin_file = strategies/hsdp_", "strategies/hsdp_zero1.gin"),
         ("sweep --vary.", ""),
         ("--vers", "--version"),
     ],

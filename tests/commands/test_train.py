@@ -173,7 +173,7 @@ def test_dry_run_shows_what_is_chosen_for_the_devices(main):
         ),
         (
             ["--gin.train.batch_size=100"],
-            ["train.batch_size = 100 does not divide", "does is 104", "bound in --gin"],
+            ["train.batch_size = 100 does not divide", "Take 96 or 104", "bound in --gin"],
         ),
         (["--gin.train.model=@convnett()"], ["@convnett", "Did you mean convnet"]),
         (["--gin.train.num_stpes=3"], ["num_stpes", "Did you mean num_steps"]),

@@ -20,7 +20,7 @@ from research_dp.errors import UsageError
 from research_dp.training.muon import muon
 from tests.support import decoder
 from tests.support.certified import bench_of, noise, refusal, small_model
-from tests.support.recipes import TEN
+from tests.support.recipes import SHIPPED
 from tests.support.strategies import traffic
 
 MATRICES = {"head/.*": None, ".*kernel": (0, 1)}
@@ -143,7 +143,7 @@ MANY |= {("zero1", "lamb"), ("fsdp_keep", "lamb"), ("pmap", "adafactor"), ("spmd
 )
 def test_every_strategy_is_certified_with_every_optimizer(stem, name):
     """With dropout, masks of weight decay, accumulation and clipping; NNX for every second one."""
-    api = ("linen", "nnx")[TEN.index(stem) % 2]
+    api = ("linen", "nnx")[SHIPPED.index(stem) % 2]
     spec = {"model": small_model(api), "accumulation_steps": 2, "max_grad_norm": 0.5}
     spec["optimizer"] = OPTIMIZERS[name]
     done = certify(bench_of(stem, spec=spec), noise(), steps=3)

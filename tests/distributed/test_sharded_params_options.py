@@ -44,8 +44,8 @@ def test_a_rule_chooses_by_path(mesh):
     [
         (
             (6, 8),
-            {"rule": lambda *_: rdp.ShardDecision(0)},
-            r"rule chose dim 0 of w \(6, 8\)",
+            {"rule": lambda *_: rdp.ShardDecision(2)},
+            r"rule chose dim 2 of w \(6, 8\)",
         ),
         (
             nn.Partitioned(jnp.zeros((8, 8)), ("tp", None)),

@@ -47,10 +47,12 @@ def test_a_taken_dim_is_not_chosen():
     assert choose_dim((64, 16), 8, 0, free=(False, False)).dim is None
 
 
-def test_a_rule_that_does_not_divide_is_refused_with_path_shape_and_size():
+def test_a_rule_that_does_not_divide_says_so_and_one_without_such_a_dim_is_refused():
     tree = {"a": {"kernel": jax.ShapeDtypeStruct((6, 8), np.float32)}}
-    with pytest.raises(UsageError, match=r"dim 0 of a/kernel \(6, 8\), which 4 devices"):
-        infer_sharding(tree, lambda path, shape, size: ShardDecision(0), 4)
+    (found,) = jax.tree.leaves(infer_sharding(tree, lambda *_: ShardDecision(0), 4))
+    assert (found.dim, found.reason) == (None, "4 devices do not divide dim 0 of (6, 8)")
+    with pytest.raises(UsageError, match=r"dim 2 of a/kernel \(6, 8\), which 4 devices"):
+        infer_sharding(tree, lambda path, shape, size: ShardDecision(2), 4)
 
 
 def test_only_the_default_rule_lets_its_dim_be_moved():

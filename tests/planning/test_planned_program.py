@@ -13,7 +13,7 @@ from research_dp.distributed.mesh import planning_for, traced_for
 from research_dp.distributed.units import Units
 from tests.support import decoder
 from tests.support.compilers import needs_compiler
-from tests.support.recipes import TEN
+from tests.support.recipes import SHIPPED
 
 
 def built(stem, devices, *bindings):
@@ -30,7 +30,7 @@ def lengths(strategy):
     return re.findall(r"length=(\d+)", str(traced)), str(traced)
 
 
-@pytest.mark.parametrize("stem", TEN)
+@pytest.mark.parametrize("stem", SHIPPED)
 def test_what_is_planned_for_cpus_is_what_runs_there(stem):
     def text(strategy):
         step = strategy.train_step

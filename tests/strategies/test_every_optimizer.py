@@ -85,7 +85,7 @@ def trained(stem, optimizers):
     for seed in range(STEPS):
         x = np.random.default_rng(seed).normal(size=(BATCH, 2)).astype(np.float32)
         state, _ = strategy.train_step(state, strategy.place_batch({"x": x}))
-    return strategy, jax.tree.map(np.asarray, state.params)
+    return strategy, jax.tree.map(np.asarray, strategy.logical(state).params)
 
 
 @pytest.fixture(scope="module")

@@ -400,7 +400,7 @@ def test_each_strategy_takes_of_a_tuning_what_concerns_it(stem):
         f"tuning.gather_options = {of_gathers}",
     ]
     found = decoder.build(stem, decoder.model(), *tuned).config
-    gathers_units = stem in ("fsdp", "hsdp")
+    gathers_units = stem in ("fsdp", "hsdp", "hsdp_zero1")
     assert found.prefetch is (True if gathers_units else None)
     expected = {**every, **(of_gathers if gathers_units else {})}
     assert found.compiler_options == (None if stem == "pmap" else expected)

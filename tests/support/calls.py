@@ -268,7 +268,7 @@ CALLS = {
     "all_mean": {},
     "all_mean_tree": {},
     "apply_gradients": {"optimizer": (rdp.OptaxAdapter(SGD), "one of its class")},
-    "choose_dim": {"free": (None, "one of its class?")},
+    "choose_dim": {"free": (None, "one of its class?"), "pads": (True, "a flag")},
     "clip_by_global_norm": {"max_norm": (1.0, "a traced norm"), "layout": (None, "anything")},
     "clip_by_global_norm_sharded": {
         "max_norm": (1.0, "a traced norm"),
@@ -280,6 +280,7 @@ CALLS = {
         "name": ("ddp", "text"),
         "engine": (rdp.mapped, "a function"),
         **{slot: (None, "a function?") for slot in ("shard", "gather", "sync", "update")},
+        "state_axes": (("fsdp",), "text or texts"),
         "reshard_after_forward": (True, "a flag"),
         "sync_each": ("step", "one of its class"),
         "accumulation_dtype": (None, "a dtype?"),
@@ -301,6 +302,7 @@ CALLS = {
     "fsdp_apply_gradients": {
         "optimizer": (rdp.OptaxAdapter(SGD), "one of its class"),
         "shardings": (None, "like another?"),
+        "stored": (None, "like another?"),
         "mesh": (None, "one of its class?"),
     },
     "fsdp_update": {},
@@ -411,7 +413,10 @@ CALLS = {
         "num_steps": (1, "a count"),
         "first_step": (0, "a count or 0"),
     },
-    "scatter_gradients": {"grads": (TREE, "arrays"), "shardings": (LAYOUT, "like another")},
+    "scatter_gradients": {
+        "grads": (TREE, "arrays or numbers"),
+        "shardings": (LAYOUT, "like another"),
+    },
     "scatter_mean": {},
     "scatter_mean_tree": {"axis": ("fsdp", "axes"), "replica_axes": ((), "axes")},
     "shard_module_params": {"target": (nn.Dense, "a function")},
@@ -420,6 +425,7 @@ CALLS = {
         "params": (TREE, "to be placed"),
         "units": (None, "a dict?"),
         "on_decision": (None, "a function?"),
+        "pads": (True, "a flag"),
     },
     "sharded_global_norm": {"layout": (None, "like another?")},
     "sharding_report": {

@@ -50,4 +50,5 @@ def bits(strategy, data):
         local = {name: x[strategy.train_rows] for name, x in batch.items()}
         state, metrics = strategy.train_step(state, strategy.place_batch(local))
         told.append([float(x).hex() for name in ("loss", "grad_norm") for x in metrics[name]])
+    state = strategy.logical(state)
     return fingerprint(state.params), fingerprint(state.opt_state), told

@@ -3,7 +3,10 @@
 from research_dp.config import gin_internals, load
 
 # All that are shipped.
-TEN = ("single", "ddp", "pmap", "zero1", "zero2", "fsdp", "fsdp_keep", "hsdp", "spmd", "spmd_fsdp")
+SHIPPED = (
+    *("single", "ddp", "pmap", "zero1", "zero2", "fsdp", "fsdp_keep", "hsdp", "hsdp_zero1", "spmd"),
+    "spmd_fsdp",
+)
 
 
 def recipe(stem, *bindings, more=()):

@@ -116,7 +116,8 @@ def begun(strategy, path, **options):
         jax.tree.leaves(state), jax.tree.leaves(strategy.abstract_state), strict=True
     ):
         assert x.dtype == like.dtype and x.sharding == like.sharding
-    return state, by_path({"params": state.params, "model_state": state.model_state}), said
+    cut = strategy.logical(state)
+    return state, by_path({"params": cut.params, "model_state": cut.model_state}), said
 
 
 def assert_same_bits(found, expected, but=()):
