@@ -85,7 +85,6 @@ from .strategies import (
     compiled,
     data_parallel,
     mapped,
-    pmapped,
 )
 from .training.batches import eval_metrics, metric_means, train_batches
 from .types import DataSet, EvalOrder, LossOutput, TrainableModel, TrainOrder
@@ -107,7 +106,7 @@ __all__ = [
     "init_sharded", "largest_dim", "linen_functions", "load", "make_mesh", "mapped",
     "metric_means", "nnx_functions", "on_matrices", "one_device_mesh", "pad_to_multiple",
     "place_batch_on_shards", "place_model_state_on_shards", "place_nnx_state_on_shards", "plan",
-    "pmapped", "reduce_gradient_tree", "reduce_gradients_across_devices", "run",
+    "reduce_gradient_tree", "reduce_gradients_across_devices", "run",
     "scatter_gradients", "scatter_mean", "scatter_mean_tree", "shard_module_params",
     "shard_nnx_module_params", "shard_params", "sharded_global_norm", "sharding_report",
     "slice_specs", "slice_state", "spmd_train_step", "strategy", "sync_gradients",

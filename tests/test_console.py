@@ -322,7 +322,7 @@ def test_a_run_begins_with_what_a_device_has(stem):
         for name in ("parameters", "gradients", "optimizer state")
     }
     has = {
-        **dict.fromkeys(("single", "ddp", "pmap", "spmd"), (False, False, False)),
+        **dict.fromkeys(("single", "ddp", "spmd"), (False, False, False)),
         "zero1": (False, False, True),
         "zero2": (False, True, True),
         "fsdp_keep": (True, False, True),

@@ -32,8 +32,8 @@ ROOT = Path(__file__).resolve().parents[1]
 TEXT = "#7a7f87"  # readable on white and on black
 COLORS = {"parameters": "#3f88c5", "gradients": "#e0803c", "optimizer state": "#45a06f"}
 ORDER = [
-    *("single", "ddp", "pmap", "spmd", "zero1"),
-    *("zero2", "fsdp", "fsdp_keep", "hsdp", "spmd_fsdp"),
+    *("single", "ddp", "spmd", "zero1"),
+    *("zero2", "fsdp", "fsdp_keep", "hsdp", "hsdp_zero1", "spmd_fsdp"),
 ]
 DEVICES = 8
 STYLE: dict[str, Any] = {

@@ -32,8 +32,7 @@ LONG = (
 )
 # What other systems call a strategy.
 KNOWN_AS = {
-    "ddp": "PyTorch DDP, FSDP1 `NO_SHARD`",
-    "pmap": "JAX `pmap` and `psum`",
+    "ddp": "PyTorch DDP, FSDP1 `NO_SHARD`, JAX `pmap` and `psum`",
     "spmd": "JAX `jit` with `NamedSharding` (GSPMD)",
     "zero1": "ZeRO-1 (DeepSpeed stage 1), `ZeroRedundancyOptimizer`",
     "zero2": "ZeRO-2 (DeepSpeed stage 2)",

@@ -25,7 +25,6 @@ from research_dp.distributed.collectives import gather
 from research_dp.distributed.optimizer import apply_in_step
 from research_dp.distributed.sharding import LeafSharding
 from research_dp.distributed.units import Units
-from research_dp.distributed.vma import bound_axes
 from research_dp.errors import UsageError, binding_error
 from research_dp.strategies import strategy
 from research_dp.strategies.frozen import with_frozen
@@ -117,8 +116,6 @@ class DeterministicStep(Step):
             written = as_written(update, *arguments, sums=True)
             return lax.cond(zero == 0, lambda: written(*arguments), lambda: (params, opt_state))
 
-        if bound_axes():  # in a map already, of complete arrays
-            return complete(zero, *arguments)
         # Each device computes all of it, of gathered arrays.
         none = PartitionSpec()
         mapped = jax.shard_map(

@@ -11,7 +11,7 @@ from research_dp.distributed.optimizer import apply_gradients
 from research_dp.distributed.sharding import dim_by_path, largest_dim
 from research_dp.distributed.tpu_torus import torus_reduction
 from research_dp.distributed.update import fsdp_apply_gradients
-from research_dp.strategies.engines import compiled, mapped, pmapped
+from research_dp.strategies.engines import compiled, mapped
 from research_dp.strategies.strategy import (
     NONFINITE,
     SKIPPED,

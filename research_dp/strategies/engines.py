@@ -1,22 +1,22 @@
-"""The three engines: how a strategy's step is compiled. `mapped`, `compiled`, `pmapped`."""
+"""The two engines: how a strategy's step is compiled. `mapped`, `compiled`."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import gin
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from research_dp.argument_checks import checked
 from research_dp.distributed import placement
 from research_dp.distributed.collectives import PLAIN
 from research_dp.distributed.fsdp import gather_params
-from research_dp.distributed.mesh import DATA_AXIS, FSDP_AXIS, refuse_several_processes, split_axes
+from research_dp.distributed.mesh import split_axes
 from research_dp.distributed.sharding import fitted_tree, replicated
 from research_dp.errors import UsageError, binding_error
 from research_dp.strategies import slots, state, strategy
@@ -117,77 +117,6 @@ def compiled(config: StrategyConfig, spec: TrainSpec) -> Strategy:
     return _strategy(config, program, train_step=train_step, evaluate=evaluate)
 
 
-@gin.register(module="strategies")
-@checked
-def pmapped(config: StrategyConfig, spec: TrainSpec) -> Strategy:
-    """`pmap` over axis `data`, parameters replicated: kept for comparison with older code.
-
-    Sharded parameters, or several processes, whose arrays pmap keeps apart, are a UsageError.
-    """
-    _check_pmapped(config)
-    devices = config.mesh.devices.ravel()
-    count = len(devices)
-    program = _program(config, spec)
-    step, _, abstract, _, batch = program
-    # pmap lays its arguments out on a mesh of its own, of this one axis.
-    line = Mesh(devices, (DATA_AXIS,))
-    by_device = NamedSharding(line, PartitionSpec(DATA_AXIS))
-    on_each = NamedSharding(line, PartitionSpec())
-    abstract = jax.tree.map(lambda x: x.update(sharding=on_each), abstract)
-
-    def abstract_split(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        shape = (count, x.shape[0], x.shape[1] // count, *x.shape[2:])
-        return jax.ShapeDtypeStruct(shape, x.dtype, sharding=by_device)
-
-    def split(x: np.ndarray) -> np.ndarray:  # (micro, rows) -> (device, micro, rows a device)
-        return x.reshape(x.shape[0], count, -1, *x.shape[2:]).swapaxes(0, 1)
-
-    def place_batch(examples: Mapping[str, np.ndarray]) -> strategy.PlacedBatch:
-        return placement.place(jax.tree.map(split, batch.micro_batches(examples)), by_device)
-
-    def place_eval_batch(examples: Mapping[str, np.ndarray]) -> Any:
-        local = batch.eval_batch(examples)
-        rows = {k: x.reshape(count, -1, *x.shape[1:]) for k, x in local.items()}
-        return placement.place(rows, by_device)
-
-    pmap = functools.partial(
-        jax.pmap, axis_name=DATA_AXIS, in_axes=(None, 0), out_axes=None, devices=list(devices)
-    )
-    return _strategy(
-        config,
-        program._replace(stored=abstract),
-        abstract_batch=jax.tree.map(abstract_split, batch.abstract_batch),
-        place_batch=place_batch,
-        place_eval_batch=place_eval_batch,
-        train_step=pmap(_of_placed(step.train), donate_argnums=0),
-        evaluate=pmap(step.evaluate),
-    )
-
-
-def _check_pmapped(config: StrategyConfig) -> None:
-    """Raises UsageError for what `pmap` cannot do."""
-    refuse_several_processes(
-        "engine 'pmapped'", "Use ddp, which computes the same.", "data_parallel.engine"
-    )
-    slots.refuse_filled(config, ("compiler_options",), "jax.pmap takes none; bind None.")
-    slots.refuse_filled(
-        config, ("shard", "gather"), "engine 'pmapped' replicates parameters; bind None."
-    )
-    slots.refuse_no_sync(config)
-    slots.refuse_idle(config, gathers=False)
-    for name, slot in slots.stateful(config).items():
-        raise binding_error(
-            f"data_parallel.{name}",
-            f" = {type(slot).__name__}: engine 'pmapped' keeps no state of slots; use 'mapped'.",
-        )
-    if (size := config.mesh.shape[FSDP_AXIS]) != 1:
-        raise binding_error(
-            "make_mesh.axes",
-            f": engine 'pmapped' has one axis, {DATA_AXIS!r}, but {FSDP_AXIS!r} has size {size}. "
-            "Bind make_mesh.axes = {'data': -1}.",
-        )
-
-
 def _program(config: StrategyConfig, spec: TrainSpec, *, on_global_arrays: bool = False) -> Program:
     """The step, how the state is sharded, the abstract state, and the layout of batches."""
     mesh, exact = config.mesh, config.reduction.exact_step
@@ -229,7 +158,6 @@ def _strategy(
     program: Program,
     train_step: Callable[..., Any],
     evaluate: Callable[..., Any],
-    **parts: Any,
 ) -> Strategy:
     """A strategy; `init` is compiled with shardings: the full model is never on one device."""
 
@@ -277,7 +205,7 @@ def _strategy(
         train_step=_in_place_of(train_step, checked_step),
         eval_step=eval_step,
         batch_axes=step.axes,
-        **{**{name: getattr(batch, name) for name in of_batch}, **parts},
+        **{name: getattr(batch, name) for name in of_batch},
     )
 
 
@@ -304,17 +232,16 @@ def _in_turn(
 
 def _in_place_of(program: Any, call: Callable[..., Any]) -> Callable[..., Any]:
     """A function that calls a jitted program by `call`, and is traced and lowered as it is."""
-    is_jit = hasattr(program, "eval_shape")
 
     @functools.wraps(program)
     def function(*args: Any) -> Any:
         if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args)):
             # Within another trace JAX refuses a jitted function's compiler options.
-            return (program.__wrapped__ if is_jit else program)(*args)
+            return program.__wrapped__(*args)
         return call(*args)
 
-    traced = program.eval_shape if is_jit else functools.partial(jax.eval_shape, program)
-    function.lower, function.eval_shape = program.lower, traced  # type: ignore[attr-defined]
+    function.lower = program.lower  # type: ignore[attr-defined]
+    function.eval_shape = program.eval_shape  # type: ignore[attr-defined]
     return function
 
 

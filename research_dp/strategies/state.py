@@ -289,26 +289,18 @@ class BatchLayout:
         examples = {name: abstract(x.shape, x.dtype) for name, x in spec.example.items()}
         self.abstract_batch = PlacedBatch(examples, abstract((), np.int32))
 
-    def micro_batches(self, examples: Mapping[str, np.ndarray]) -> PlacedBatch:
-        """This process's host arrays cut into micro-batches: (micro-batches, local rows, ...)."""
+    def place_batch(self, examples: Mapping[str, np.ndarray]) -> PlacedBatch:
         self._check(examples, "place_batch", self.train_rows.size)
         shape = self._micro_rows.shape
         cut = {k: _own(x).reshape(*shape, *np.shape(x)[1:]) for k, x in examples.items()}
-        return PlacedBatch(cut, self._micro_rows)
-
-    def place_batch(self, examples: Mapping[str, np.ndarray]) -> PlacedBatch:
-        cut, position = self.micro_batches(examples)
         if self._position is None:
-            self._position = placement.place(position, self.sharding)
+            self._position = placement.place(self._micro_rows, self.sharding)
         return PlacedBatch(placement.place(cut, self.sharding), self._position)
 
     def place_eval_batch(self, examples: Mapping[str, np.ndarray]) -> PyTree:
-        return placement.place(self.eval_batch(examples), self.eval_sharding)
-
-    def eval_batch(self, examples: Any) -> dict[str, Any]:
-        """Copies of the arrays; UsageError for what `place_eval_batch` does not take."""
         self._check(examples, "place_eval_batch", None)
-        return {name: _own(x) for name, x in examples.items()}
+        own = {name: _own(x) for name, x in examples.items()}
+        return placement.place(own, self.eval_sharding)
 
     def _check(self, examples: Any, function: str, rows: int | None) -> None:
         """Raises UsageError for a batch without the arrays that `TrainSpec.example` describes."""

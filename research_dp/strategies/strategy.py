@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -191,7 +190,7 @@ class StrategyConfig:
 
     Attributes:
         name: What the run's summary calls it.
-        engine: `mapped`, `compiled` or `pmapped`.
+        engine: `mapped` or `compiled`.
         mesh: The devices, with axes `data` and `fsdp`; `@make_mesh()`.
         shard: Which dims of parameters are sharded over mesh axis `fsdp`; None: none. Without
             `gather` a mapped strategy keeps them replicated between steps, and `shard` says which
@@ -288,8 +287,8 @@ class StrategyConfig:
         state, batch = strategy.abstract_state, strategy.abstract_batch
         try:  # This finds what does not fit. The trace is kept for the first step.
             with noting() as choices:
-                traced = functools.partial(jax.eval_shape, strategy.train_step)
-                getattr(strategy.train_step, "eval_shape", traced)(state, batch)
+                step: Any = strategy.train_step  # jitted
+                step.eval_shape(state, batch)
             strategy = batch_losses.judged(dataclasses.replace(strategy, choices=choices))
             if strategy.doubt or not strategy.splits_batch:  # else that traced evaluation too
                 jax.eval_shape(strategy.eval_step, state, _as_evaluated(batch))
@@ -319,10 +318,9 @@ data_parallel = StrategyConfig
 
 def _as_evaluated(batch: PlacedBatch) -> Mapping[str, jax.ShapeDtypeStruct]:
     """One abstract micro-batch, as `place_eval_batch` places it, with a mask of padding."""
-    micros = batch.position.ndim - 2  # the dim that counts micro-batches
 
     def one(x: jax.ShapeDtypeStruct, dtype: Any = None) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(x.shape[:micros] + x.shape[micros + 1 :], dtype or x.dtype)
+        return jax.ShapeDtypeStruct(x.shape[1:], dtype or x.dtype)
 
     return {"mask": one(batch.position, np.float32), **jax.tree.map(one, batch.examples)}
 

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 class Tuning:
     """What serves a kind of device; what `data_parallel` binds itself comes first.
 
-    Engine `pmapped` takes none of it.
-
     Attributes:
         prefetch: `data_parallel.prefetch` of strategies that gather each unit where it is used, if
             the model allows it.

@@ -156,7 +156,7 @@ def test_memory_is_the_compilers():
     assert found.memory.peak_memory_in_bytes >= NBYTES
 
 
-@pytest.mark.parametrize("stem", ["ddp", "pmap", "zero1", "zero2", "fsdp_keep", "fsdp", "hsdp"])
+@pytest.mark.parametrize("stem", ["ddp", "zero1", "zero2", "fsdp_keep", "fsdp", "hsdp"])
 def test_a_strategy_sends_what_was_traced(stem):
     """Compiled and traced counts agree; only what is gathered twice XLA may gather once here."""
     strategy = build(stem, one_matrix(), accumulation=2)

@@ -16,7 +16,7 @@ SHORT = ["--gin.train.num_steps=30", "--gin.train.log_every=10"]
 STRATEGY = "--gin_file=gin/strategies/{}.gin"
 
 
-@pytest.mark.parametrize(("api", "stems"), [("linen", ("ddp", "pmap")), ("nnx", ("fsdp", "spmd"))])
+@pytest.mark.parametrize(("api", "stems"), [("linen", ("ddp", "zero1")), ("nnx", ("fsdp", "spmd"))])
 def test_the_model_trains_on_eight_devices_as_on_one(main, tmp_path, api, stems):
     def run(stem):
         folder = tmp_path / stem

@@ -169,7 +169,7 @@ def test_what_is_not_known_is_not_within_a_budget():
 
 def test_a_refused_strategy_exceeds_the_budget(monkeypatch, capsys, tmp_path):
     def made(name, strategy, spec, where, dump):
-        if name == "pmap":
+        if name == "zero1":
             raise UsageError("it cannot be.")
         figures = {"wire_bytes": {"total": 1.0}, "min_wire_bytes": 1.0, "peak_bytes": 1}
         return estimate_lib.Compiled(row(name, **figures), None, None)
@@ -180,9 +180,9 @@ def test_a_refused_strategy_exceeds_the_budget(monkeypatch, capsys, tmp_path):
     flags = [DIGITS, "--topology=cpu:8", "--gin.plan.max_wire_ratio=1.5"]
     assert plan(*flags, "--strategies=ddp") == 0
     assert not capsys.readouterr().err.count("error")
-    assert plan(*flags, f"--strategies=ddp,pmap,{wrong}") == 1
+    assert plan(*flags, f"--strategies=ddp,zero1,{wrong}") == 1
     refused, mistaken = (e for e in capsys.readouterr().err.splitlines() if e.startswith("error"))
-    told = "pmap sends an unknown number of bytes: it refused: it cannot be. plan.max_wire_ratio"
+    told = "zero1 sends an unknown number of bytes: it refused: it cannot be. plan.max_wire_ratio"
     assert refused == f"error: {told} is bound in --gin.plan.max_wire_ratio."
     assert "wrong sends an unknown number of bytes: it refused:" in mistaken
     assert "nothing" in mistaken
@@ -220,7 +220,7 @@ def test_strategies_are_named_by_stem_by_path_and_with_more_files():
         (["--topology=cpu:8", "--gin.train.num_stpes=3"], "Did you mean num_steps"),
         # In vain under each of them; let through where it has an effect under one.
         (
-            ["--topology=cpu:8", "--strategies=ddp,pmap", "--gin.gather_params.gather_dtype=f16"],
+            ["--topology=cpu:8", "--strategies=ddp,zero1", "--gin.gather_params.gather_dtype=f16"],
             "never calls gather_params",
         ),
         (["--topology=h100:8x8", "--measure"], "--measure needs devices that are present"),
@@ -264,12 +264,19 @@ def test_why_a_strategy_is_refused_is_told_without_gins_calls():
 @pytest.mark.slow
 def test_what_cannot_be_built_is_a_row_beside_the_others(capsys, tmp_path):
     file = tmp_path / "plan.json"
-    bad = "--gin.make_mesh.axes={'data': 2, 'fsdp': 4}"
-    flags = ["--topology=cpu:8", "--strategies=ddp,pmap", f"--json={file}", "--dump_hlo", tmp_path]
-    assert plan(DIGITS, MLP, bad, *map(str, flags)) == 0
+    bad = tmp_path / "bad.gin"
+    bad.write_text("include 'gin/strategies/ddp.gin'\ndata_parallel.sync = None\n")
+    flags = [
+        "--topology=cpu:8",
+        f"--strategies=ddp,{bad}",
+        f"--json={file}",
+        "--dump_hlo",
+        tmp_path,
+    ]
+    assert plan(DIGITS, MLP, *map(str, flags)) == 0
     found = json.loads(file.read_text())["strategies"]
-    assert found["pmap"]["problem"].startswith("refused: make_mesh.axes: engine 'pmapped' has one")
-    assert not found["pmap"]["fits"]
+    assert found["bad"]["problem"].startswith("refused: data_parallel.sync = None on 8 devices")
+    assert not found["bad"]["fits"]
     assert found["ddp"]["fits"]
     assert set(KEYS) <= set(found["ddp"])
     assert not [key for key in KEYS if found["ddp"][key] is None]
@@ -279,11 +286,11 @@ def test_what_cannot_be_built_is_a_row_beside_the_others(capsys, tmp_path):
     for how in ("by_kind", "by_axis", "by_dtype"):
         assert sum(sent[how].values()) == pytest.approx(sent["total"])
     assert "HloModule" in (tmp_path / "ddp.txt").read_text()
-    assert "pmap refused" in capsys.readouterr().out
+    assert "bad refused" in capsys.readouterr().out
 
 
 # Strategies whose collectives are written out.
-WRITTEN = ["ddp", "pmap", "zero1", "zero2", "fsdp", "fsdp_keep", "hsdp"]
+WRITTEN = ["ddp", "zero1", "zero2", "fsdp", "fsdp_keep", "hsdp"]
 
 
 @pytest.mark.slow

@@ -7,7 +7,6 @@ import pytest
 from research_dp.commands import failures
 from research_dp.errors import UsageError
 from research_dp.strategies import StrategyConfig
-from tests.support.compilers import needs_compiler
 from tests.support.plans import DIGITS, MLP, plan
 
 
@@ -16,7 +15,7 @@ def injured(monkeypatch, error):
     original = StrategyConfig.build
 
     def build(recipe, spec):
-        if recipe.name == "pmap":
+        if recipe.name == "zero1":
             raise error
         return original(recipe, spec)
 
@@ -28,12 +27,12 @@ def test_an_error_of_one_strategy_is_a_row_beside_the_others(monkeypatch, capsys
     injured(monkeypatch, ValueError("devices must form a subcube\nmore"))
     file = tmp_path / "plan.json"
     flags = [DIGITS, MLP, "--topology=cpu:8", "--gin.mlp.widths=(4,)"]
-    assert plan(*flags, "--strategies=pmap,single", f"--json={file}") == 0
+    assert plan(*flags, "--strategies=zero1,single", f"--json={file}") == 0
     found = json.loads(file.read_text())["strategies"]
-    assert found["pmap"]["problem"] == "refused: ValueError: devices must form a subcube"
+    assert found["zero1"]["problem"] == "refused: ValueError: devices must form a subcube"
     assert found["single"]["fits"]
-    with pytest.raises(UsageError, match=r"^pmap: refused: ValueError: devices must "):
-        plan(*flags, "--strategies=pmap")
+    with pytest.raises(UsageError, match=r"^zero1: refused: ValueError: devices must "):
+        plan(*flags, "--strategies=zero1")
 
 
 @pytest.mark.parametrize(
@@ -46,20 +45,4 @@ def test_an_error_of_one_strategy_is_a_row_beside_the_others(monkeypatch, capsys
 def test_a_fault_is_not_taken_for_a_strategy_that_cannot_be_planned(monkeypatch, error):
     injured(monkeypatch, error)
     with pytest.raises(type(error), match="a fault of"):
-        plan(DIGITS, MLP, "--topology=cpu:8", "--strategies=pmap")
-
-
-@pytest.mark.slow
-@needs_compiler("tpu")
-def test_pmap_on_several_hosts_of_a_tpu_is_a_row(command, tmp_path):
-    """Whose devices in a line are no subcube of the pod, which JAX refuses."""
-    file = tmp_path / "plan.json"
-    flags = [DIGITS, MLP, "--gin.mlp.widths=(4,)", "--topology=v5e-16", f"--json={file}"]
-    done = command(*flags, "--strategies=pmap,ddp", module="research_dp.plan")
-    assert done.returncode == 0, done.stderr
-    found = json.loads(file.read_text())["strategies"]
-    assert "contiguous subcube" in found["pmap"]["problem"] and found["ddp"]["fits"]
-    alone = command(*flags, "--strategies=pmap", module="research_dp.plan")
-    assert alone.returncode == 2, alone.stderr
-    assert "error: pmap: refused: ValueError: When passing host local inputs" in alone.stderr
-    assert "Traceback" not in alone.stderr
+        plan(DIGITS, MLP, "--topology=cpu:8", "--strategies=zero1")

@@ -101,7 +101,11 @@ def test_an_evaluation_gives_the_bits_that_the_run_recorded(run, monkeypatch):
     assert (result["strategy"], result["mesh"]) == ("zero1", {"data": 1, "fsdp": 8})
 
 
-OTHERS = ["single", "hsdp", *(pytest.param(x, marks=pytest.mark.slow) for x in ("ddp", "pmap"))]
+OTHERS = [
+    "single",
+    "hsdp",
+    *(pytest.param(x, marks=pytest.mark.slow) for x in ("ddp", "hsdp_zero1")),
+]
 
 
 @pytest.mark.parametrize("files", OTHERS)

@@ -13,7 +13,7 @@ from tests.support.repository import ROOT, relative, stems
 
 FILES = sorted(relative(p) for p in (ROOT / "gin").rglob("*.gin"))
 RUNS = [f for f in FILES if f.startswith("gin/runs/")]
-REQUIRED = {"single", "ddp", "pmap", "spmd", "spmd_fsdp", "zero1", "zero2", "hsdp"}
+REQUIRED = {"single", "ddp", "spmd", "spmd_fsdp", "zero1", "zero2", "hsdp"}
 REQUIRED |= {"fsdp", "fsdp_keep"}
 
 

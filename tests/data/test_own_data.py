@@ -557,7 +557,7 @@ def test_functions_that_change_their_example_leave_the_data_alone(kind):
     np.testing.assert_array_equal(x, arrays()[0])
 
 
-@pytest.mark.parametrize("stem", ["single", "ddp", "pmap"])
+@pytest.mark.parametrize("stem", ["single", "ddp"])
 def test_a_placed_batch_does_not_change_with_the_callers_array(stem):
     """On CPUs JAX takes the memory itself, and a loop may refill its buffer."""
     raw = np.zeros(8 * 1024 + 64, np.uint8)

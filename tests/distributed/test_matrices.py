@@ -131,7 +131,7 @@ def test_outputs_that_are_cut_are_matrices_by_themselves():
 
 FEW = {("fsdp", "muon"), ("zero2", "lamb"), ("hsdp", "adafactor"), ("spmd_fsdp", "muon")}
 MANY = {("zero1", "muon"), ("hsdp", "muon"), ("ddp", "muon"), ("fsdp", "adafactor")}
-MANY |= {("zero1", "lamb"), ("fsdp_keep", "lamb"), ("pmap", "adafactor"), ("spmd", "lamb")}
+MANY |= {("zero1", "lamb"), ("fsdp_keep", "lamb"), ("ddp", "adafactor"), ("spmd", "lamb")}
 
 
 @pytest.mark.parametrize(

@@ -144,7 +144,7 @@ class NnxBatch(nnx.Module):
         return x - jax.lax.pmean(x.mean(0, keepdims=True), batch_axes or ())
 
 
-@pytest.mark.parametrize("stem", ["ddp", "fsdp", "pmap", "spmd"])
+@pytest.mark.parametrize("stem", ["ddp", "fsdp", "spmd"])
 @pytest.mark.parametrize("api", ["linen", "nnx"])
 def test_evaluation_sees_the_axes_that_training_sees(api, stem):
     mixing = {"linen": lambda: linen_model(LinenBatch()), "nnx": lambda: nnx_model(NnxBatch)}

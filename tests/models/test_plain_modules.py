@@ -34,7 +34,7 @@ BATCH, MICROS = 32, 2
 # Where a device's loss sees a part of the batch: along which axes.
 AXES = {
     **dict.fromkeys(("fsdp", "fsdp_keep", "zero1", "zero2"), "fsdp (size 8)"),
-    **dict.fromkeys(("ddp", "pmap"), "data (size 8)"),
+    "ddp": "data (size 8)",
     "hsdp": "data (size 2) and fsdp (size 4)",
 }
 STATISTICS = {
@@ -322,7 +322,7 @@ def test_a_submodule_is_given_the_keys_of_examples(api):
 
 
 @pytest.mark.parametrize(
-    "stem", ["fsdp", *(pytest.param(s, marks=pytest.mark.slow) for s in ("ddp", "pmap"))]
+    "stem", ["fsdp", *(pytest.param(s, marks=pytest.mark.slow) for s in ("ddp",))]
 )
 def test_a_decoder_with_units_is_not_reported(stem):
     model = decoder.model(dropout_rate=0.1)

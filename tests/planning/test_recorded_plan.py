@@ -20,7 +20,7 @@ FIGURES = ("params_bytes", "opt_bytes", "state_bytes", "batch_bytes", "min_wire_
 TEMPORARY = 0.005  # the part by which temporary memory may differ
 PLATFORMS = {"h100:8x8": "gpu", "v5e-64": "tpu"}
 # Strategies whose collectives are written out: on GPUs they send the least, so no option is needed.
-WRITTEN = ["ddp", "pmap", "zero1", "zero2", "fsdp", "fsdp_keep", "hsdp"]
+WRITTEN = ["ddp", "zero1", "zero2", "fsdp", "fsdp_keep", "hsdp"]
 # On TPUs the others compile for minutes.
 STRATEGIES = {"h100:8x8": "all", "v5e-64": "fsdp,fsdp_keep,fsdp+tpu_torus"}
 # Cases of experiments/limits that are one of these programs, which is compiled once for both.

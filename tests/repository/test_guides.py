@@ -52,7 +52,7 @@ def test_the_first_table_names_the_shipped_strategies():
     table = (ROOT / "docs/coming_from.md").read_text().split("\n## ")[1]
     named = {n for row in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE) for n in spans(row)}
     shipped = {path.stem for path in (ROOT / "gin/strategies").glob("*.gin")}
-    assert named | {"single", "pmap"} == shipped
+    assert named | {"single"} == shipped
 
 
 def literals(node):

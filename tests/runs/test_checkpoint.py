@@ -32,7 +32,7 @@ from tests.support.repository import stems
 from tests.support.strategies import build, one_matrix, run_steps
 
 PROGRESS = Progress(batch_size=32, seed=3, order="by index", window={"loss": (0.1, 3.0)})
-PAIRS = [("fsdp", "ddp"), ("ddp", "hsdp"), ("zero1", "spmd_fsdp"), ("pmap", "fsdp_keep")]
+PAIRS = [("fsdp", "ddp"), ("ddp", "hsdp"), ("zero1", "spmd_fsdp"), ("hsdp_zero1", "fsdp_keep")]
 
 
 def save(folder, state, *steps, **options):

@@ -261,7 +261,7 @@ RunFacts.compiled = listening
 @pytest.mark.parametrize(
     ("stem", "more", "processes", "cached"),
     [
-        *((stem, (), 1, True) for stem in ("fsdp", "pmap", "spmd_fsdp")),
+        *((stem, (), 1, True) for stem in ("fsdp", "spmd_fsdp")),
         ("hsdp", ("options/deterministic.gin",), 1, True),
         ("zero1", (), 2, True),
         ("ddp", ("precision/bf16_params.gin",), 1, False),

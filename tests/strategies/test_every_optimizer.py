@@ -156,16 +156,6 @@ def in_order(grads, params):
     return jax.tree.map(lambda x: jnp.sort(x.ravel()).reshape(x.shape), grads)
 
 
-def test_an_update_that_mixes_elements_may_run_in_a_map_of_pmap():
-    spec = TrainSpec(
-        model=model_of(["a"]), optimizer=optax.lamb(1e-2), example=EXAMPLE, batch_size=BATCH
-    )
-    strategy = recipe("pmap", more=["options/deterministic.gin"]).build(spec)
-    x = np.ones((BATCH, 2), np.float32)
-    state, _ = strategy.train_step(strategy.init(0), strategy.place_batch({"x": x}))
-    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state.params))
-
-
 def test_what_reads_an_optimizer_gives_it_the_loss():
     strategy = build("fsdp", {"a": optax.contrib.momo()})
     assert min_wire_bytes(strategy, strategy.spec) > 0

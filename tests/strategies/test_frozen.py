@@ -26,7 +26,7 @@ from tests.support.strategies import traffic
 # What a device sends over a ring of 8 for each byte of a parameter, in multiples of 7/8. XLA:CPU
 # gathers once for both passes of `fsdp`; JAX 0.11's gathers again what the backward pass needs:
 # kernels behind the first, as long as something before them is trained.
-PASSES = {"single": 0, **dict.fromkeys(("ddp", "pmap", "zero1", "zero2", "fsdp", "fsdp_keep"), 2)}
+PASSES = {"single": 0, **dict.fromkeys(("ddp", "zero1", "zero2", "fsdp", "fsdp_keep"), 2)}
 HIDDEN = "hidden_.*"
 FROZEN = ("hidden_0/bias", "hidden_0/kernel", "hidden_1/bias", "hidden_1/kernel")
 SHIPPED = sorted({*PASSES, "hsdp", "spmd", "spmd_fsdp"})

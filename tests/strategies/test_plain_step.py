@@ -92,7 +92,7 @@ def on_host(state):
     return jax.device_get(jax.tree.map(jnp.copy, state))
 
 
-QUICK = {(stem, "sgd") for stem in ("single", "ddp", "fsdp", "zero1", "spmd", "pmap")}
+QUICK = {(stem, "sgd") for stem in ("single", "ddp", "fsdp", "zero1", "spmd")}
 
 
 @pytest.mark.parametrize(

@@ -352,12 +352,6 @@ def test_an_object_that_lacks_a_method_is_refused_with_its_name():
         dataclasses.replace(recipe("ddp"), sync=Incomplete())
 
 
-def test_an_engine_that_keeps_no_state_says_so():
-    config = dataclasses.replace(recipe("pmap"), sync=ErrorFeedback())
-    with pytest.raises(rdp.UsageError, match="sync = ErrorFeedback: engine 'pmapped' keeps no"):
-        config.build(spec())
-
-
 def test_a_gather_carries_no_state():
     with pytest.raises(rdp.UsageError, match=r"gather = .*ErrorFeedback.*give a function"):
         dataclasses.replace(recipe("fsdp"), gather=ErrorFeedback())

@@ -198,7 +198,7 @@ def test_one_device_sends_nothing():
         assert traffic(build(stem, one_matrix(), bindings=mesh)) == []
 
 
-@pytest.mark.parametrize("stem", ["fsdp", "spmd", "pmap"])
+@pytest.mark.parametrize("stem", ["fsdp", "spmd"])
 def test_programs_on_a_split_cpu_begin_when_the_one_before_has_ended(stem):
     """The devices share threads: XLA deadlocks in an own loop whose steps overlap."""
     one = one_matrix()
@@ -242,9 +242,6 @@ def test_slots_that_an_engine_does_not_have_are_refused():
             build("spmd_fsdp", small_model("linen"), bindings=[f"gather_params.{given}"])
     build("spmd_fsdp", small_model("linen"), bindings=["gather_params.pre_divide = True"])
     load.reset()
-    with pytest.raises(UsageError, match="engine 'pmapped' has one axis"):
-        build("pmap", small_model("linen"), bindings=["make_mesh.axes = {'fsdp': -1}"])
-    load.reset()
     with pytest.raises(UsageError, match=r"use one of \['step', 'micro_batch'\]"):
         build("ddp", small_model("linen"), bindings=["data_parallel.sync_each = 'epoch'"])
 
@@ -253,7 +250,6 @@ def test_slots_that_an_engine_does_not_have_are_refused():
     ("stem", "binding", "told"),
     [
         ("ddp", "data_parallel.sync = None", "nothing averages the gradients of parameters"),
-        ("pmap", "data_parallel.sync = None", "nothing averages the gradients of parameters"),
         ("zero1", "data_parallel.sync = @sync_gradients", "sync leaves gradients"),
         ("zero1", "data_parallel.sync = None", "nothing averages the gradients of parameters"),
         ("fsdp_keep", "data_parallel.sync_each = 'micro_batch'", "Use 'step'"),
@@ -263,7 +259,6 @@ def test_slots_that_an_engine_does_not_have_are_refused():
             "calls no gather. Leave it at True",
         ),
         ("zero1", "data_parallel.reshard_after_forward = False", "calls no gather"),
-        ("pmap", "data_parallel.reshard_after_forward = False", "calls no gather"),
         ("spmd", "data_parallel.sync_each = 'micro_batch'", "calls no sync. Leave it at 'step'"),
     ],
 )

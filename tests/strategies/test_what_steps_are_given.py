@@ -21,7 +21,7 @@ BATCH = {
     "x": RNG.normal(size=(16, 16)).astype(np.float32),
     "y": RNG.integers(0, 8, 16).astype(np.int32),
 }
-WHOLE = ("single", "ddp", "pmap", "spmd")  # parameters and optimizer state
+WHOLE = ("single", "ddp", "spmd")  # parameters and optimizer state
 
 
 class Net(nn.Module):
@@ -45,7 +45,7 @@ def build(stem):
 STATE = r"the state has [\w/]+, which was deleted or given away\. train_step takes the memory"
 
 
-@pytest.mark.parametrize("stem", ["ddp", "fsdp", slow("single"), slow("spmd_fsdp"), slow("pmap")])
+@pytest.mark.parametrize("stem", ["ddp", "fsdp", slow("single"), slow("spmd_fsdp")])
 def test_a_state_that_a_step_took_is_refused_and_its_copy_is_not(stem, tmp_path):
     """The runtime would end the process."""
     strategy = build(stem)
@@ -109,10 +109,10 @@ SWITCHES = {
 ALONE = {"x64": lambda: jax.enable_x64(True), "disable_jit": jax.disable_jit}
 
 
-# All strategies with all switches at once. Those alone meet each engine (of single, pmap, spmd_fsdp
+# All strategies with all switches at once. Those alone meet each engine (of single, spmd_fsdp
 # and those that are mapped); 64 bits also meet groups and slices.
 UNDER = [("spmd_fsdp", None), *(slow(s, None) for s in stems() if s != "spmd_fsdp")]
-UNDER += [slow(s, alone) for alone in ALONE for s in ("single", "pmap", "spmd_fsdp")]
+UNDER += [slow(s, alone) for alone in ALONE for s in ("single", "spmd_fsdp")]
 UNDER += [slow("hsdp", "x64"), slow("zero1", "x64"), slow("fsdp", "disable_jit")]
 
 

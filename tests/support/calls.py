@@ -111,8 +111,7 @@ def trainable():
 
 def recipe(engine=rdp.mapped):
     sync = None if engine is rdp.compiled else rdp.sync_gradients
-    mesh = rdp.make_mesh({"data": 8}) if engine is rdp.pmapped else MESH
-    return rdp.data_parallel(name="ddp", engine=engine, mesh=mesh, sync=sync)
+    return rdp.data_parallel(name="ddp", engine=engine, mesh=MESH, sync=sync)
 
 
 SPEC = {
@@ -363,7 +362,6 @@ CALLS = {
         "state": (nnx.state(MODEL), "one of its class"),
         "filter_sharding": ({...: P()}, "one of its class"),
     },
-    "pmapped": {"config": (recipe(rdp.pmapped), "one of its class")},
     "reduce_gradient_tree": {},
     "reduce_gradients_across_devices": {"axis_name": ("data", "axes")},
     "run": {**OF_A_RUN, **OBJECTS, "workdir": ("unused", "anything")},

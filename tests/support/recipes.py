@@ -4,7 +4,7 @@ from research_dp.config import gin_internals, load
 
 # All that are shipped.
 SHIPPED = (
-    *("single", "ddp", "pmap", "zero1", "zero2", "fsdp", "fsdp_keep", "hsdp", "hsdp_zero1", "spmd"),
+    *("single", "ddp", "zero1", "zero2", "fsdp", "fsdp_keep", "hsdp", "hsdp_zero1", "spmd"),
     "spmd_fsdp",
 )
 

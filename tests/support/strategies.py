@@ -61,7 +61,6 @@ def one_matrix(dtype=jnp.float32):
 # sharded that can be; the table of docs/strategies.md.
 WIRE = {
     "ddp": lambda k: 2,
-    "pmap": lambda k: 2,
     "zero1": lambda k: 2,
     "zero2": lambda k: k + 1,
     "fsdp": lambda k: 3 * k,

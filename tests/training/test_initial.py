@@ -147,7 +147,7 @@ def test_another_head_on_the_body_of_a_run_of_another_strategy(stem, base, tmp_p
     assert json.loads((tmp_path / "tuned" / "summary.json").read_text())["step"] == 1
 
 
-@pytest.mark.parametrize("stem", ["fsdp", "ddp", "spmd_fsdp", "pmap"])
+@pytest.mark.parametrize("stem", ["fsdp", "ddp", "spmd_fsdp"])
 @pytest.mark.parametrize("kind", ["run", "checkpoint", "safetensors", "orbax", "params"])
 def test_every_kind_of_source_gives_its_bits_onto_the_shards(kind, stem, base, tmp_path):
     folder, trained = base

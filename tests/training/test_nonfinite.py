@@ -108,7 +108,7 @@ def test_what_is_said_of_a_step():
     assert said[-1] == "Skipped step 101: the gradient of a is not finite"
 
 
-@pytest.mark.parametrize("stem", ["hsdp", slow("pmap")])
+@pytest.mark.parametrize("stem", ["hsdp", slow("spmd")])
 def test_parameters_that_overflowed_are_not_saved(stem):
     strategy = build(stem)
     state = strategy.init(jax.random.key(0))

@@ -25,7 +25,7 @@ from tests.support.three_arrays import build, step
 MANY = [s for s in stems() if s != "single"]
 
 
-@pytest.mark.parametrize("stem", [s if s in ("ddp", "pmap") else slow(s) for s in MANY])
+@pytest.mark.parametrize("stem", [s if s == "ddp" else slow(s) for s in MANY])
 def test_a_flipped_bit_is_named(stem):
     strategy = build(stem)
     check = ReplicaCheck(strategy, "Nothing was saved.")
