@@ -398,7 +398,7 @@ def test_each_strategy_takes_of_a_tuning_what_concerns_it(stem):
     gathers_units = stem in ("fsdp", "hsdp", "hsdp_zero1")
     assert found.prefetch is (True if gathers_units else None)
     expected = {**every, **(of_gathers if gathers_units else {})}
-    assert found.compiler_options == (None if stem == "pmap" else expected)
+    assert found.compiler_options == expected
 
 
 def test_what_a_strategy_binds_itself_comes_before_its_tuning():
