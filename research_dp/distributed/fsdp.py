@@ -121,7 +121,9 @@ def shard_params(
             problem = f"{path} {np.shape(x)} are random keys, which cannot be gathered."
             advice = "Keep them out of params, or raise min_weight_size."
             raise UsageError(f"shard_params: {problem} {advice}")
-        x = buckets.pad_to_multiple(jax.numpy.asarray(x), devices, dim) if pads else x
+        if pads:
+            p = LeafSharding(path, np.shape(x), x.dtype, dim, "", devices, parts=decision.parts)
+            x = sharding.fitted(jax.numpy.asarray(x), p.split_shape)
         return boxed.with_name(leaf, collectives.shard(x, dim, axis_name), dim, axis_name)
 
     sharded = jax.tree_util.tree_map_with_path(one, params, is_leaf=boxed.is_box)

@@ -38,6 +38,21 @@ def shardings(mesh: Mesh | AbstractMesh, specs: PyTree) -> PyTree:
     return jax.tree_util.tree_map_with_path(on_mesh, specs)  # a PartitionSpec is a leaf
 
 
+def of_parts(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
+    """The sharding of an array that is stored with its slices cut in parts, as it is meant.
+
+    `sharding` is the stored one; its mesh axis is split in two, so that no element moves.
+    """
+    dim = next(i for i, name in enumerate(sharding.spec) if name is not None)
+    mesh, name = sharding.mesh, flat_axes(sharding.spec[dim])[0]
+    at = mesh.axis_names.index(name)
+    sizes = list(mesh.devices.shape)
+    sizes[at : at + 1] = shape[dim], sizes[at] // shape[dim]
+    names = [*mesh.axis_names[: at + 1], f"{name}_parts", *mesh.axis_names[at + 1 :]]
+    finer = Mesh(mesh.devices.reshape(sizes), names)
+    return NamedSharding(finer, PartitionSpec(*(None,) * dim, name, f"{name}_parts"))
+
+
 def nbytes(tree: PyTree) -> tuple[int, int]:
     """Bytes of a tree of arrays with shardings, abstract ones too: (per device, in total)."""
     leaves = jax.tree.leaves(tree)

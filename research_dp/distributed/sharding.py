@@ -33,7 +33,11 @@ class ShardDecision(NamedTuple):
     dim: int | None
     reason: str = ""  # why it is replicated, or padded
     movable: bool = False  # another dim will do that suits better how the array is used
+    parts: int = 1  # of the next dim, in which each slice along `dim` is cut further
 
+
+# An array that grows by at most so much may be padded for another reason than need.
+_MOST_PADDING = 17 / 16
 
 # (path such as 'Dense_0/kernel', shape, axis size) -> ShardDecision.
 Rule = Callable[[str, tuple[int, ...], int], ShardDecision]
@@ -52,7 +56,8 @@ def choose_dim(
 
     The rule of big_vision and xlstm-jax, made stable at any rank. Arrays of at most
     `min_weight_size` elements stay replicated. `free` says for each dim whether it may be taken.
-    With `pads`, where the axis size divides none, it is the free dim with the least padding.
+    With `pads`, where the axis size divides none, it is the free dim with the least padding; or, if
+    that is much, one whose slices are cut in parts along the next dim, exactly.
     """
     free = (True,) * len(shape) if free is None else free
     if len(free) != len(shape):
@@ -67,7 +72,13 @@ def choose_dim(
     lengths = [(padded(n, axis_size) / n, -n, -dim) for dim, n in enumerate(shape) if free[dim]]
     if not pads or all(n >= -1 for _, n, _ in lengths):
         return ShardDecision(None, reason)
-    return ShardDecision(-min(lengths)[2], reason)
+    least, _, dim = min(lengths)
+    if least > _MOST_PADDING:
+        for n, i in sorted(((n, i) for i, n in enumerate(shape[:-1])), reverse=True):
+            parts = axis_size // max(n, 1)
+            if free[i] and free[i + 1] and axis_size == n * parts and shape[i + 1] % parts == 0:
+                return ShardDecision(i, reason, parts=parts)
+    return ShardDecision(-dim, reason)
 
 
 def padded(length: int, axis_size: int) -> int:
@@ -153,7 +164,10 @@ def padding_or_none(
     reason = decision.reason or f"{axis_size} devices do not divide dim {dim} of {shape}"
     if not pads:
         return ShardDecision(None, reason)
-    return decision._replace(reason=f"padded to {padded(shape[dim], axis_size)}: {reason}")
+    how = f"padded to {padded(shape[dim], axis_size)}"
+    if decision.parts > 1:
+        how = f"dim {dim + 1} cut in {decision.parts} too"
+    return decision._replace(reason=f"{how}: {reason}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,6 +185,7 @@ class LeafSharding:
     flat: bool = False
     axes: tuple[str, ...] = (FSDP_AXIS,)  # mesh axes that dim is sharded over
     multiple: int = 1  # the padded length is a multiple of this too
+    parts: int = 1  # as in `ShardDecision`: `split_shape` has them along `dim`
 
     @property
     def spec(self) -> PartitionSpec:
@@ -181,19 +196,27 @@ class LeafSharding:
         """How a shard of this `shape` is sharded further: one of the array's over these axes."""
         left, size = tuple(a for a in self.axes if a not in axes), self.axis_size // shards
         dim = self.dim if left else None
-        return dataclasses.replace(self, shape=shape, dim=dim, axis_size=size, axes=left)
+        parts = 1 if axes else self.parts
+        return dataclasses.replace(
+            self, shape=shape, dim=dim, axis_size=size, axes=left, parts=parts
+        )
 
     @property
     def split_shape(self) -> tuple[int, ...]:
         """Shape of what is sharded: `shape`, its dim padded with zeros to divide over the devices.
 
+        If each slice along the dim is cut in parts, (..., n * parts, m / parts, ...) of (n, m).
         If it is flat, (1, ..., 1, n); of a scalar (n,). The rank stays for optimizers that depend
         on it (weight decay of matrices alone).
         """
         if not self.flat:
-            lengths = enumerate(self.shape)
-            multiple = math.lcm(self.axis_size, self.multiple)
-            return tuple(padded(n, multiple) if d == self.dim else n for d, n in lengths)
+            shape = list(self.shape)
+            if self.dim is not None:
+                multiple = math.lcm(self.axis_size, self.multiple)
+                shape[self.dim] = padded(shape[self.dim] * self.parts, multiple)
+            if self.dim is not None and self.parts > 1:
+                shape[self.dim + 1] //= self.parts
+            return tuple(shape)
         return (*(1,) * (len(self.shape) - 1), padded(math.prod(self.shape), self.axis_size))
 
     @property
@@ -213,9 +236,14 @@ class LeafSharding:
 
 
 def fitted(x: Any, shape: tuple[int, ...]) -> Any:
-    """An array cut, or padded with zeros, to a shape: what is stored to what it means, or back."""
+    """An array cut, or padded with zeros, to a shape: what is stored to what it means, or back.
+
+    To a shape of as many elements it is reshaped: slices were cut in parts.
+    """
     if x.shape == shape:
         return x
+    if x.size == math.prod(shape):
+        return x.reshape(shape)
     kept = tuple(map(min, x.shape, shape))
     missing = [n - m for n, m in zip(shape, kept, strict=True)]
     if isinstance(x, np.ndarray):
@@ -279,7 +307,7 @@ def decision_in_use(
     if decision.dim is None or not decision.movable:
         return decision
     dims = {TABLE: range(len(shape))[-1:], STACK: range(len(shape))}.get(kind, range(0))
-    most = 1.0 if shape[decision.dim] % axis_size == 0 else 17 / 16
+    most = 1.0 if shape[decision.dim] % axis_size == 0 else _MOST_PADDING
     for dim in dims:
         length = padded(shape[dim], axis_size)
         if dim != decision.dim and length <= most * shape[dim]:

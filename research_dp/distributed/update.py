@@ -204,7 +204,13 @@ def _on_slices(
 
     parts = jax.tree.map(within, *shardings)
     over = next((p.axes for p in jax.tree.leaves(parts) if p.dim is not None), ())
-    slices = jax.lax.with_sharding_constraint(parameters, placement.shardings(mesh, specs))
+
+    def placed(x: jax.Array, p: LeafSharding, place: Any) -> jax.Array:
+        stored = sharding.fitted(x, p.split_shape)
+        return sharding.fitted(jax.lax.with_sharding_constraint(stored, place), x.shape)
+
+    places = placement.shardings(mesh, specs)
+    slices = jax.tree.map(placed, parameters, shardings[0], places)
 
     def gathered(new: PyTree, old: PyTree) -> PyTree:
         return buckets.gather_tree(new, parts, axis=over, into=old, **options)

@@ -22,6 +22,7 @@ from research_dp.distributed.sharding import (
     as_stored,
     by_path,
     cut_shapes,
+    fitted,
     fitted_tree,
     from_stored,
     path_name,
@@ -70,6 +71,17 @@ def _masters_as_saved(
         return state._replace(params=params, opt_state=MasterState(placed, state.opt_state))
 
     return abstract._replace(params=wide, opt_state=inner), with_masters
+
+
+def _reshaped(tree: PyTree, like: PyTree) -> PyTree:
+    """The tree with arrays that are stored in parts as `like` has them, or back; nothing moves."""
+
+    def one(x: Any, to: Any) -> Any:
+        if x.shape == to.shape or x.size != to.size:
+            return x
+        return jax.jit(fitted, static_argnums=1, out_shardings=to.sharding)(x, to.shape)
+
+    return jax.tree.map(one, tree, like)
 
 
 class Checkpoints:
@@ -122,12 +134,16 @@ class Checkpoints:
                     f"train.frozen: {difference}. Use another --workdir, where train.initial may "
                     "take its parameters, or the configuration in its config.gin."
                 )
-            fields = _fields(as_saved)
+            # In files what is stored in parts is whole.
+            fields = _fields(
+                jax.tree.map(lambda x, y: y if x.size == y.size else x, as_saved, meant)
+            )
             wanted = jax.eval_shape(as_stored, fields)
             wanted = jax.tree.map(lambda x, y: x.update(sharding=y.sharding), wanted, fields)
             shapes = cut_shapes(as_saved, meant)
             read = in_all_processes(lambda: read_arrays(folder / STATE, wanted))
             state = TrainState(**jax.tree.map(from_stored, read, fields))
+            state = _reshaped(state, as_saved)
             if mismatch := manifest.mismatch(tree_checksums(state, shapes)):
                 raise Damaged(mismatch)
             return resize(adapted(state)), manifest
@@ -197,7 +213,7 @@ class Checkpoints:
             if jax.process_index() == 0:
                 checkpoint_files.clear_temporary(self._folder, step)
             args = ocp.args.Composite(
-                state=ocp.args.PyTreeSave(as_stored(_fields(state))),
+                state=ocp.args.PyTreeSave(as_stored(_fields(_reshaped(state, logical or state)))),
                 manifest=ocp.args.JsonSave(manifest.as_json()),
             )
             before = set(threading.enumerate())

@@ -229,7 +229,7 @@ def cut_arrays(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
     import tensorstore as ts
 
     for path, array in by_path(arrays_in(folder)).items():
-        if path in shapes:
+        if path in shapes and tuple(array.shape) != shapes[path]:
             base = {"driver": "file", "path": f"{os.path.realpath(folder)}/"}
             store = {"driver": "ocdbt", "base": base, "path": f"{array.name}/"}
             opened = ts.open({"driver": "zarr", "kvstore": store}, open=True).result()

@@ -38,7 +38,11 @@ def tree_checksums(
     communicate. A collective, if there are several processes.
     """
     arrays = by_path(key_data(tree))
-    lengths = {path: x.shape for path, x in arrays.items()} | dict(shapes or {})
+    # What is stored in parts has its elements in the same order.
+    lengths = {path: x.shape for path, x in arrays.items()}
+    for path, shape in (shapes or {}).items():
+        if arrays[path].size != math.prod(shape):
+            lengths[path] = shape
     on_device = [path for path, x in arrays.items() if not _is_for_host(x)]
     # All devices' programs start before the host reads.
     parts = [

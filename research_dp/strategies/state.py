@@ -131,12 +131,17 @@ def infer_state_sharding(
     )
     places = placement.shardings(config.mesh, specs)
     placed = jax.tree.map(lambda x, place: x.update(sharding=place), stored, places)
-    everywhere = NamedSharding(config.mesh, PartitionSpec())
-    logical = jax.tree.map(
-        lambda x, y: x.update(sharding=y.sharding if x.shape == y.shape else everywhere),
-        *(abstract, placed),
-    )
+    logical = jax.tree.map(lambda x, y: x.update(sharding=_of_logical(x, y)), abstract, placed)
     return strategy.StateShardings(params, slices), placed, logical
+
+
+def _of_logical(x: Any, stored: Any) -> NamedSharding:
+    """The sharding of an array without padding: the stored one, or that of its parts, or none."""
+    if x.shape == stored.shape:
+        return stored.sharding
+    if x.size == stored.size and FSDP_AXIS in stored.sharding.spec:
+        return placement.of_parts(stored.sharding, x.shape)
+    return NamedSharding(stored.sharding.mesh, PartitionSpec())
 
 
 def _check_state_axes(config: StrategyConfig) -> None:
@@ -182,8 +187,12 @@ def _param_shardings(config: StrategyConfig, spec: TrainSpec, params: PyTree) ->
             problem = f" boxed {path} with names {names}: name one dim {name!r}, no tuple."
             raise binding_error("data_parallel.shard", problem)
         dim, shape = names.index(name), value_of(leaf).shape
-        reason = decisions[path].reason if path in decisions else ""
-        result = LeafSharding(path, param.shape, dtype, dim + stacked, reason, axis_size, axes=axes)
+        _, reason, _, parts = decisions.get(path, ShardDecision(None))
+        result = LeafSharding(
+            *(path, param.shape, dtype, dim + stacked, reason, axis_size),
+            axes=axes,
+            parts=parts,
+        )
         if shape != result.local_shape[stacked:]:
             raise binding_error(
                 "data_parallel.shard",

@@ -249,6 +249,8 @@ class Step:
 
     def gathered(self, shards: PyTree, shardings: PyTree, **rows: jax.Array) -> PyTree:
         """What the slot gathers of shards, without padding; of tables maybe some rows alone."""
+        if not self.axes:  # global arrays
+            shards = jax.tree.map(lambda x, p: fitted(x, p.split_shape), shards, shardings)
         full = unboxed(self.gather(slots.in_boxes(shards, shardings), FSDP_AXIS, **rows))
 
         def cut(x: jax.Array, p: LeafSharding) -> jax.Array:

@@ -71,7 +71,10 @@ class InitialParams:
         try:
             shapes, read = checkpoint.in_all_processes(lambda: _opened(self._path))
             taken = self._taken({name: tuple(shape) for name, shape in shapes.items()}, here)
-            wanted = {there: stored[name] for name, there in taken.items()}
+            wanted = {}
+            for name, there in taken.items():  # in files what is stored in parts is whole
+                is_whole = here[name].size == stored[name].size
+                wanted[there] = (here if is_whole else stored)[name]
             with np.errstate(over="ignore"):  # `_lost` counts what becomes infinite
                 arrays = checkpoint.in_all_processes(lambda: read(wanted))
         except Damaged as error:

@@ -144,13 +144,15 @@ def test_a_plan_counts_the_padding():
 
 def test_a_dim_that_is_divided_is_taken_before_one_that_is_padded():
     assert choose_dim((10, 12), 6, 0, pads=True) == ShardDecision(1)
-    assert choose_dim((10, 12), 7, 0) == (None, "no free dim of (10, 12) is divisible by 7", False)
+    told = ShardDecision(None, "no free dim of (10, 12) is divisible by 7")
+    assert choose_dim((10, 12), 7, 0) == told
     reason = "no free dim of (10, 12) is divisible by 7"
     chosen = choose_dim((10, 12), 7, 0, pads=True)
     assert chosen == ShardDecision(1, reason)
     told = sharding.padding_or_none(chosen, (10, 12), 7, pads=True)
-    assert told == (1, f"padded to 14: {reason}", False)
-    assert sharding.padding_or_none(chosen, (10, 12), 7, pads=False) == (None, reason, False)
+    assert told == ShardDecision(1, f"padded to 14: {reason}")
+    alone = sharding.padding_or_none(chosen, (10, 12), 7, pads=False)
+    assert alone == ShardDecision(None, reason)
     assert choose_dim((50_257, 767), 8, 0, pads=True).dim == 0
     assert choose_dim((50_257, 767), 8, 0, (False, True), pads=True).dim == 1
     assert choose_dim((1, 1), 8, 0, pads=True).dim is None  # nothing to gain
@@ -389,6 +391,51 @@ def test_stacks_and_tables_are_padded_too(stem, tied, option):
     np.testing.assert_allclose(found, expected, rtol=2e-5)
     padded = cut_shapes(strategy.abstract_state.opt_state, strategy.logical_state.opt_state)
     assert any("block" in path for path in padded) and any("table" in path for path in padded)
+
+
+def few_rows(key, batch):
+    """Of 8 devices each has a part of a row of `matrix`; no dim of `square` will do."""
+    first, second, third = jax.random.split(key, 3)
+    return {
+        "matrix": jax.random.normal(first, (7, 4)),
+        "square": jax.random.normal(second, (4, 6)),
+        "small": jax.random.normal(third, (6,)),
+        "scalar": jnp.float32(1),
+    }, {}
+
+
+def test_slices_are_cut_in_parts_where_devices_are_more():
+    reason = "no free dim of (4, 6) is divisible by 8"
+    chosen = choose_dim((4, 6), 8, 0, pads=True)
+    assert chosen == ShardDecision(0, reason, parts=2)
+    assert choose_dim((4, 5), 8, 0, pads=True).parts == 1
+    assert choose_dim((4, 6), 8, 0, (True, False), pads=True).parts == 1
+    assert choose_dim((2048, 2048), 4096, pads=True)[::3] == (0, 2)
+    told = sharding.padding_or_none(chosen, (4, 6), 8, pads=True)
+    assert told.reason == f"dim 1 cut in 2 too: {reason}"
+    assert build("fsdp", 8, init=few_rows).abstract_state.params["square"].shape == (8, 3)
+
+
+@pytest.mark.parametrize("stem", ["fsdp", "fsdp_keep", "zero1", "spmd_fsdp", "hsdp_zero1"])
+def test_what_is_stored_in_parts_is_whole_for_others(stem, tmp_path, capfd):
+    single = build("single", 1, init=few_rows)
+    expected = on_host(single, steps(single)).params
+    load.reset()
+    strategy = build(stem, 8, init=few_rows)
+    state = steps(strategy)
+    assert "Involuntary full rematerialization" not in capfd.readouterr().err
+    near = functools.partial(np.testing.assert_allclose, rtol=0, atol=2e-6)
+    jax.tree.map(near, on_host(strategy, state).params, expected)
+    save(tmp_path, strategy, state)
+    arrays = by_path(checkpoint_files.arrays_in(tmp_path / "1" / "state"))
+    assert tuple(arrays["opt_state/0/mu/square"].shape) == (4, 6)
+    for other, devices in (("fsdp", 8), ("single", 1), ("zero1", 3)):
+        load.reset()
+        target = build(other, devices, init=few_rows)
+        assert_same(on_host(target, restored(tmp_path, target)), on_host(strategy, state))
+        given = InitialParams(str(tmp_path / "1")).arrays(target, lambda line: None)
+        begun = on_host(target, target.init(np.uint32(1), given)).params
+        assert_same(begun, on_host(strategy, state).params)
 
 
 @pytest.mark.parametrize(
