@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -287,8 +288,8 @@ class StrategyConfig:
         state, batch = strategy.abstract_state, strategy.abstract_batch
         try:  # This finds what does not fit. The trace is kept for the first step.
             with noting() as choices:
-                step: Any = strategy.train_step  # jitted
-                step.eval_shape(state, batch)
+                traced = functools.partial(jax.eval_shape, strategy.train_step)
+                getattr(strategy.train_step, "eval_shape", traced)(state, batch)
             strategy = batch_losses.judged(dataclasses.replace(strategy, choices=choices))
             if strategy.doubt or not strategy.splits_batch:  # else that traced evaluation too
                 jax.eval_shape(strategy.eval_step, state, _as_evaluated(batch))
