@@ -35,7 +35,7 @@ BATCH, MICROS = 32, 2
 AXES = {
     **dict.fromkeys(("fsdp", "fsdp_keep", "zero1", "zero2"), "fsdp (size 8)"),
     "ddp": "data (size 8)",
-    "hsdp": "data (size 2) and fsdp (size 4)",
+    **dict.fromkeys(("hsdp", "hsdp_zero1"), "data (size 2) and fsdp (size 4)"),
 }
 STATISTICS = {
     "nn.BatchNorm": "batch_stats/BatchNorm_0/mean, batch_stats/BatchNorm_0/var",
