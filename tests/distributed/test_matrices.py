@@ -168,19 +168,19 @@ def test_matrices_are_sent_to_one_device_and_back_in_batches_of_a_shape():
 RIGHT = matrices._of_shards
 
 
-def local(function, given, **_):
+def local(function, shape, given, **_):
     return [function(x) for x in given]
 
 
-def swapped(function, given, dims, devices):
+def swapped(function, shape, given, dims, axes):
     """What comes back is cut along the other dim."""
     turned = [x.reshape(len(x), x.shape[2], x.shape[1]) for x in given]
-    back = RIGHT(function, turned, [3 - dim for dim in dims], devices)
+    back = RIGHT(function, shape[::-1], turned, [3 - dim for dim in dims], axes)
     return [x.reshape(like.shape) for x, like in zip(back, given, strict=True)]
 
 
-def rolled(function, given, dims, devices):
-    new = RIGHT(function, given, dims, devices)
+def rolled(function, shape, given, dims, axes):
+    new = RIGHT(function, shape, given, dims, axes)
     return [jnp.where(jax.lax.axis_index("fsdp") == 1, jnp.roll(x, 1, 2), x) for x in new]
 
 
