@@ -47,7 +47,7 @@ def test_every_public_name_has_its_docstring_in_the_reference(site):
     shown = reference[reference.index('id="research_dp.shard_params"') :]
     assert "min_weight_size" in shown[: shown.index('id="research_dp.sharding_report"')]
     # Fields of dataclasses are described by the comments beside them.
-    assert "why it is replicated; empty if it is sharded" in reference
+    assert "why it is replicated, or padded; else empty" in reference
 
 
 @pytest.mark.slow
