@@ -153,7 +153,7 @@ def replica_groups(attributes: str, devices: int) -> list[list[int]]:
         return [list(integers(group)) for group in re.findall(r"\{([0-9, ]*)\}", groups[1])]
     if iota := _IOTA.search(attributes):
         # [4,2]<=[2,4]T(1,0): cut into groups.
-        return _transposed(*iota.groups()[1:]).reshape(-1, *integers(iota[1])[-1:]).tolist()
+        return _transposed(*iota.groups()[1:]).reshape(-1, integers(iota[1])[-1]).tolist()
     if mesh := _MESH.search(attributes):
         members = _mesh_groups(mesh[1], mesh[3])
         if not mesh[2]:

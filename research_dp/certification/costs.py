@@ -86,7 +86,7 @@ def _of_other_shapes(strategy: Strategy) -> int:
         strategy.logical_state.opt_state,
         strategy.shardings.slices,
     )
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(other))
+    return nbytes(other)[1]
 
 
 def _other_bytes(strategy: Strategy, spec: TrainSpec) -> float:

@@ -209,15 +209,15 @@ class LeafSharding:
         If it is flat, (1, ..., 1, n); of a scalar (n,). The rank stays for optimizers that depend
         on it (weight decay of matrices alone).
         """
-        if not self.flat:
-            shape = list(self.shape)
-            if self.dim is not None:
-                multiple = math.lcm(self.axis_size, self.multiple)
-                shape[self.dim] = padded(shape[self.dim] * self.parts, multiple)
-            if self.dim is not None and self.parts > 1:
-                shape[self.dim + 1] //= self.parts
-            return tuple(shape)
-        return (*(1,) * (len(self.shape) - 1), padded(math.prod(self.shape), self.axis_size))
+        if self.flat:
+            return (*(1,) * (len(self.shape) - 1), padded(math.prod(self.shape), self.axis_size))
+        if self.dim is None:
+            return self.shape
+        shape, multiple = list(self.shape), math.lcm(self.axis_size, self.multiple)
+        shape[self.dim] = padded(shape[self.dim] * self.parts, multiple)
+        if self.parts > 1:
+            shape[self.dim + 1] //= self.parts
+        return tuple(shape)
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -309,11 +309,10 @@ def decision_in_use(
     dims = {TABLE: range(len(shape))[-1:], STACK: range(len(shape))}.get(kind, range(0))
     most = 1.0 if shape[decision.dim] % axis_size == 0 else _MOST_PADDING
     for dim in dims:
-        length = padded(shape[dim], axis_size)
-        if dim != decision.dim and length <= most * shape[dim]:
-            return ShardDecision(dim, f"padded to {length}" if length > shape[dim] else "")
         if dim == decision.dim:
             break
+        if (length := padded(shape[dim], axis_size)) <= most * shape[dim]:
+            return ShardDecision(dim, f"padded to {length}" if length > shape[dim] else "")
     return decision
 
 

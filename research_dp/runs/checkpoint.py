@@ -200,9 +200,10 @@ class Checkpoints:
         if step == self._newest:
             return
         refuse_deleted("save: the state", state)
-        shapes = cut_shapes(state, logical or state)
+        meant = logical or state
+        shapes = cut_shapes(state, meant)
         sums = tree_checksums(state, shapes)
-        leaves = {path: Leaf.of(x, sums[path]) for path, x in by_path(logical or state).items()}
+        leaves = {path: Leaf.of(x, sums[path]) for path, x in by_path(meant).items()}
         manifest = Manifest(step=step, progress=progress, leaves=leaves, origin=origin)
         with self._failing_as_run(step), contextlib.ExitStack() as writing:
             writing.enter_context(checkpoint_files.awaited_io())
@@ -213,7 +214,7 @@ class Checkpoints:
             if jax.process_index() == 0:
                 checkpoint_files.clear_temporary(self._folder, step)
             args = ocp.args.Composite(
-                state=ocp.args.PyTreeSave(as_stored(_fields(_reshaped(state, logical or state)))),
+                state=ocp.args.PyTreeSave(as_stored(_fields(_reshaped(state, meant)))),
                 manifest=ocp.args.JsonSave(manifest.as_json()),
             )
             before = set(threading.enumerate())

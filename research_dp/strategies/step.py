@@ -1,8 +1,8 @@
 """One training step as every engine runs it, and one evaluation step.
 
-A step has two parts. `gradients` and `evaluate` see what one device sees (`mapped`, with
-mesh axes bound) or global arrays (`compiled`, without). `update` always sees global arrays, so that
-any Optax transform runs as it is. An engine only wraps them.
+A step has two parts. `gradients` and `evaluate` see what one device sees (`mapped`, with mesh axes
+bound) or global arrays (`compiled`, without). `update` always sees global arrays, so that any Optax
+transform runs as it is. An engine only wraps them.
 """
 
 from __future__ import annotations

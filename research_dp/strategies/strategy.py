@@ -170,7 +170,7 @@ class Strategy:
     def nbytes(self, field: str) -> tuple[int, int]:
         """Bytes of a field of the state: on a device with padding, and in all without."""
         stored, logical = (getattr(x, field) for x in (self.abstract_state, self.logical_state))
-        return nbytes(stored)[0], sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(logical))
+        return nbytes(stored)[0], nbytes(logical)[1]
 
     @property
     def name(self) -> str:
