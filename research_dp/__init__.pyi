@@ -86,6 +86,7 @@ from .strategies import (
     data_parallel,
     mapped,
 )
+from .strategies.batch_losses import check_batch_loss
 from .training.batches import eval_metrics, metric_means, train_batches
 from .types import DataSet, EvalOrder, LossOutput, TrainableModel, TrainOrder
 
@@ -96,19 +97,19 @@ __all__ = [
     "LeafSharding", "LoadedModel", "LossOutput", "MeshRules", "OptaxAdapter", "Reduction",
     "ShardDecision", "ShardingRow", "Strategy", "StrategyConfig", "TrainOrder", "TrainSpec",
     "TrainState", "TrainableModel", "UsageError", "accumulate_gradients", "all_mean",
-    "all_mean_tree", "apply_gradients", "certify", "choose_dim", "clip_by_global_norm",
-    "clip_by_global_norm_sharded", "compare", "compiled", "create_data_parallel_sharding",
-    "data_parallel", "data_parallel_rules", "data_parallel_train_step", "dim_by_path", "dry_run",
-    "eval_metrics", "evaluate", "export", "from_arrays", "from_linen", "from_nnx",
-    "from_source", "fsdp_apply_gradients", "fsdp_update", "gather_array_with_mean_grads",
-    "gather_examples", "gather_params", "gather_tree", "global_mean", "global_norm",
-    "infer_sharding",
-    "init_sharded", "largest_dim", "linen_functions", "load", "make_mesh", "mapped",
-    "metric_means", "nnx_functions", "on_matrices", "one_device_mesh", "pad_to_multiple",
+    "all_mean_tree", "apply_gradients", "certify", "check_batch_loss", "choose_dim",
+    "clip_by_global_norm", "clip_by_global_norm_sharded", "compare", "compiled",
+    "create_data_parallel_sharding", "data_parallel", "data_parallel_rules",
+    "data_parallel_train_step", "dim_by_path", "dry_run", "eval_metrics", "evaluate", "export",
+    "from_arrays", "from_linen", "from_nnx", "from_source", "fsdp_apply_gradients",
+    "fsdp_update", "gather_array_with_mean_grads", "gather_examples", "gather_params",
+    "gather_tree", "global_mean", "global_norm", "infer_sharding", "init_sharded",
+    "largest_dim", "linen_functions", "load", "make_mesh", "mapped", "metric_means",
+    "nnx_functions", "on_matrices", "one_device_mesh", "pad_to_multiple",
     "place_batch_on_shards", "place_model_state_on_shards", "place_nnx_state_on_shards", "plan",
-    "reduce_gradient_tree", "reduce_gradients_across_devices", "run",
-    "scatter_gradients", "scatter_mean", "scatter_mean_tree", "shard_module_params",
-    "shard_nnx_module_params", "shard_params", "sharded_global_norm", "sharding_report",
-    "slice_specs", "slice_state", "spmd_train_step", "strategy", "sync_gradients",
-    "train_batches", "unpad", "unsharded_state", "weighted_loss", "weighted_mean",
+    "reduce_gradient_tree", "reduce_gradients_across_devices", "run", "scatter_gradients",
+    "scatter_mean", "scatter_mean_tree", "shard_module_params", "shard_nnx_module_params",
+    "shard_params", "sharded_global_norm", "sharding_report", "slice_specs", "slice_state",
+    "spmd_train_step", "strategy", "sync_gradients", "train_batches", "unpad",
+    "unsharded_state", "weighted_loss", "weighted_mean",
 ]  # fmt: skip

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import math
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,6 +20,7 @@ from research_dp.certification.diagnose import SHOWN, find_cause
 from research_dp.certification.harness import (
     Batch,
     Bench,
+    place_rows,
     run_step,
     to_devices,
     to_host,
@@ -35,7 +35,7 @@ from research_dp.errors import UsageError, some_of
 from research_dp.runs.checkpoint import Checkpoints
 from research_dp.runs.manifest import Progress
 from research_dp.strategies import Strategy, TrainState, slots
-from research_dp.strategies.batch_losses import judge_loss
+from research_dp.strategies.batch_losses import check_batch_loss, order_dependence
 from research_dp.strategies.strategy import init_key
 from research_dp.types import DataSet
 
@@ -107,6 +107,8 @@ def _compare_steps(
     """Compares steps up to the first difference; without one, also evaluation and checkpoints."""
     start = max(steps - AFTER, 0)
     batches = list(train_batches(bench, data, steps + AFTER))
+    if bench.spec.loss_over == "device":
+        check_batch_loss(bench.strategy, place_rows(bench.strategy, batches[0]))
     envelope, free_run = Envelope(bench.precision), compare_steps.FreeRun(bench, initial)
     previous, state, carried = initial, initial, None
     for number in range(steps):
@@ -137,14 +139,17 @@ def _compare_steps(
         certificate.check("finite", False, message)
         certificate.cause = "the run itself; a loss that is not finite cannot be compared"
     elif share > MAX_UNJUDGED:
-        found = judge_loss(bench.strategy)
-        certificate.cause = found.message if found and found.kind == "drawn" else _UNSTABLE
+        found = order_dependence(bench.strategy, place_rows(bench.strategy, batches[0]))
+        certificate.cause = found.message if found and found.is_random else _UNSTABLE
     elif steps_are_right:
         report("Comparing evaluation and checkpoints")
         # Slots change nothing in evaluation; a loss over each device's part does.
         is_judged = bench.strategy.algorithm == bench.strategy.config.algorithm
         for d in compare_steps.compare_evaluation(bench, data, state, envelope):
             certificate.check(d.kind, not d.is_wrong if is_judged else None, _excess_text(d))
+        if not certificate.is_right:
+            found = order_dependence(bench.strategy, place_rows(bench.strategy, batches[0]))
+            certificate.cause = found and found.message
         _check_round_trips(certificate, bench, to_save, batches[start:steps])
     else:
         certificate.located = _first_difference_text(step, wrong_in_a_row)
@@ -255,11 +260,8 @@ def _saved(bench: Bench, strategy: Strategy, state: TrainState) -> Iterator[Rest
     with tempfile.TemporaryDirectory() as folder:
 
         def restore(other: Strategy) -> TrainState:
-            abstract = other.abstract_state
-            resize = functools.partial(slots.resize, other.config, abstract)
             with contextlib.closing(Checkpoints(Path(folder))) as checkpoints:
-                logical = other.logical_state
-                restored = checkpoints.restore(abstract, resize=resize, logical=logical)
+                restored = checkpoints.restore_for(other)
             assert restored is not None  # it was saved just now
             return other.logical(to_host(restored[0]))
 

@@ -19,12 +19,12 @@ import optax
 
 from research_dp.certification.tolerances import EPS
 from research_dp.distributed.collectives import cast_dtype
+from research_dp.distributed.jaxpr import mixing_operation
 from research_dp.distributed.mesh import batch_devices
 from research_dp.distributed.optimizer import apply_in_step
 from research_dp.distributed.sharding import LeafSharding, is_key
 from research_dp.strategies import PlacedBatch, Strategy, StrategyConfig, TrainSpec, TrainState
 from research_dp.strategies.strategy import fitted_state
-from research_dp.tracing.jaxpr import mixing_operation
 from research_dp.training.throughput import accumulate
 from research_dp.types import DataSet, HostSums, LossOutput, TrainableModel
 
@@ -192,9 +192,14 @@ def take_step(
 ) -> tuple[TrainState, HostSums]:
     """Runs one training step from a state on the devices, which it donates."""
     if not isinstance(batch, PlacedBatch):
-        batch = strategy.place_batch({name: x[strategy.train_rows] for name, x in batch.items()})
+        batch = place_rows(strategy, batch)
     new, metrics = strategy.train_step(state, batch)
     return new, {name: (float(x[0]), float(x[1])) for name, x in to_host(metrics).items()}
+
+
+def place_rows(strategy: Strategy, batch: Batch) -> PlacedBatch:
+    """The rows of a global batch that are this process's, on its devices."""
+    return strategy.place_batch({name: x[strategy.train_rows] for name, x in batch.items()})
 
 
 def evaluate(strategy: Strategy, state: TrainState, batches: Iterable[Batch]) -> HostSums:

@@ -22,6 +22,7 @@ from research_dp.deterministic.division import as_written
 from research_dp.deterministic.sum import TreeReduction, add_pairs, fence, unknown_zero
 from research_dp.distributed.buckets import flatten_padded, pad_to_multiple
 from research_dp.distributed.collectives import gather
+from research_dp.distributed.jaxpr import Callers, Source, mixing_operation, trace_sources
 from research_dp.distributed.optimizer import apply_in_step
 from research_dp.distributed.sharding import LeafSharding
 from research_dp.distributed.units import Units
@@ -30,7 +31,6 @@ from research_dp.strategies import strategy
 from research_dp.strategies.frozen import with_frozen
 from research_dp.strategies.step import Step, Sums, sums_of
 from research_dp.strategies.strategy import PlacedBatch, TrainSpec, TrainState
-from research_dp.tracing.jaxpr import Callers, Source, mixing_operation, trace_sources
 from research_dp.types import PyTree
 
 # Operations that only move numbers: the same bits wherever they are done.

@@ -21,10 +21,10 @@ from research_dp.argument_checks import checked
 from research_dp.argument_types import Arrays, AxisName, Count, Shapes, Transform, arrays_like
 from research_dp.distributed import buckets
 from research_dp.distributed.collectives import Axes, flat_axes
+from research_dp.distributed.jaxpr import Source, mixing_operation, operations, trace_sources
 from research_dp.distributed.optimizer import apply_optimizer, check_state
 from research_dp.distributed.sharding import LeafSharding, infer_flat_sharding, path_name
 from research_dp.errors import UsageError, first_line
-from research_dp.tracing.jaxpr import Source, mixing_operation, operations, trace_sources
 from research_dp.types import PyTree
 
 _OTHER = "Give the state of this `transform` and these parameters."

@@ -24,6 +24,7 @@ _BOUNDS = {
 _UNRANKED = (
     "No ranking by time: a CPU's rates are nominal. With --measure each step is run and ranked."
 )
+_NOT_JUDGED = "Not judged: whether the loss mixes examples; a run tries it before its first step."
 
 
 def as_json(
@@ -98,6 +99,8 @@ def words(rows: Sequence[Row], where: Topology) -> list[str]:
             "Bytes, counts and FLOPs are exact (FLOPs without those of custom kernels). "
             f"{_times(where)}"
         ]
+    if len(where.devices) > 1:
+        lines.append(_NOT_JUDGED)
     times = [(row.predicted_seconds, row.measured_seconds) for row in rows]
     if ratios := [predicted / real for predicted, real in times if predicted is not None and real]:
         size = f"{min(ratios):.2f} to {max(ratios):.2f} times the step's real time"

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -32,7 +33,7 @@ from research_dp.runs import checkpoint_files, files
 from research_dp.runs.checkpoint_files import STATE, read_arrays, steps_in
 from research_dp.runs.checksum import tree_checksums
 from research_dp.runs.manifest import Damaged, Leaf, Manifest, Progress
-from research_dp.strategies import TrainState
+from research_dp.strategies import Strategy, TrainState, slots
 from research_dp.strategies.frozen import with_frozen
 from research_dp.types import PyTree
 
@@ -103,6 +104,14 @@ class Checkpoints:
         self._thread = ThreadPoolExecutor(1, "checkpoints")
         self._failed = False
         self._threads: set[threading.Thread] = set()  # of the last save
+
+    def restore_for(
+        self, strategy: Strategy, check: Callable[[Manifest], None] = lambda manifest: None
+    ) -> tuple[TrainState, Manifest] | None:
+        """`restore`, for a strategy, with the state of its slots resized to its devices."""
+        abstract = strategy.abstract_state
+        resize = functools.partial(slots.resize, strategy.config, abstract)
+        return self.restore(abstract, check, resize, strategy.logical_state)
 
     def restore(
         self,

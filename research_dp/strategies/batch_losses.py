@@ -1,61 +1,89 @@
-"""Whether a model's loss, metrics and state are sums over examples, found when it is built.
+"""Whether a model's loss and metrics are sums over examples, found by an experiment on one batch.
 
 A loss that mixes examples computes of a device's part of the batch something else than of the
-batch. Its program is traced, in training and in evaluation, for a number of examples that no other
-dim has, and read by the rules of `example_mixing`. Nothing is compiled.
+batch. So a batch is evaluated in two orders, the second with its rows dealt to other devices: a sum
+over examples stays the same but for rounding. The strategy's own programs run, as for the first
+step and the first evaluation.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
-from research_dp.distributed.batch_examples import seed_key, split_over
-from research_dp.distributed.mesh import batch_devices, traced_for
-from research_dp.distributed.sharding import path_name
-from research_dp.distributed.units import Units
-from research_dp.errors import binding_error, first_line
-from research_dp.tracing.example_labels import SAME, SPOILT, Examples
-from research_dp.tracing.example_mixing import ExampleRules
-from research_dp.tracing.interpreter import interpret
+from research_dp.argument_checks import checked
+from research_dp.argument_types import is_floating_dtype
+from research_dp.distributed.jaxpr import walk
+from research_dp.distributed.mesh import batch_devices
+from research_dp.errors import binding_error
+from research_dp.strategies.strategy import (
+    NONFINITE,
+    SKIPPED,
+    Metrics,
+    PlacedBatch,
+    Strategy,
+    TrainState,
+    as_evaluated,
+)
 
-if TYPE_CHECKING:
-    from research_dp.strategies.strategy import Strategy
-
-_PRIMES = (29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97)
-_UNDECIDED = "whether an example's numbers depend on others of the batch is not known"
-_REASONS = {  # what a device must not give for its part of a batch, the clearest first
-    "mixed": "combines ",
-    "local": "is a function of a sum over a device's examples",
-    "mean": "is a quotient of sums over a device's examples",
-}
+# Relative differences of a mean over examples that are taken for rounding. Sums in float32 in
+# another order are 1e-7 apart, losses that mix examples 1e-3 and more.
+_ROUNDING = 2.0**-16
+_STEP_ASIDE = 0.02  # standard deviation of what is added to each parameter
+_LEAST = 1e-3  # means below it are compared as if they were as large: theirs may cancel
+_TURNED = 1e-3  # of the examples, at least one, may change sides in a count, as of right answers
+_RANDOM = (
+    ": random numbers depend on how the batch is split (a key serves several examples, or comes "
+    "from its index on the device; draw for each example with its own key of `keys`), or numbers "
+    "of an example depend on others"
+)
+_DRAWS = {"random_bits", "random_gamma", "rng_bit_generator", "rng_uniform", "threefry2x32"}
+_NO_SUMS = ("grad_norm", NONFINITE, SKIPPED)
 
 
 class Finding(NamedTuple):
-    """Why an example's numbers depend on others, and whether that is sure.
+    """That a batch's loss or metric depends on the order of its rows."""
 
-    Its `kind` is 'mixed', 'drawn' (they depend on where random numbers are drawn) or 'unknown'.
-    """
-
-    kind: str
+    is_random: bool  # only in training, where numbers are drawn: the order may matter to these
     message: str
 
 
-def judged(strategy: Strategy) -> Strategy:
-    """The strategy, with what is known of its loss; UsageError: it mixes examples."""
-    spec, algorithm, found = strategy.spec, strategy.config.algorithm, judge_loss(strategy)
+@checked
+def check_batch_loss(strategy: Strategy, batch: Mapping[str, Any] | PlacedBatch) -> str | None:
+    """Refuses a model of which examples depend on others of the batch, by an experiment.
+
+    One batch is evaluated in two orders, by `eval_step` and by `train_step`, from a state that is
+    made for each and dropped. Call it before a state is made: there is memory for one.
+
+    Args:
+        strategy: One that splits the batch. Any other is not judged, nor is one that gives a device
+            one example of a micro-batch.
+        batch: The host arrays of a training batch that `place_batch` takes, or a placed batch.
+
+    Returns:
+        A warning, where the order matters in training alone and random numbers may be the reason.
+
+    Raises:
+        UsageError: The loss or a metric depends on the order, and `loss_over` is not 'device'; or
+            it is, and nothing depends on the order. Or the batch has other arrays.
+    """
+    spec = strategy.spec
     accepted = spec.loss_over == "device"
-    if found is None or found.kind != "mixed":
-        if accepted and found is None and strategy.splits_batch:
-            problem = " = 'device' has no effect: the loss is a sum over examples. Leave it out."
-            raise binding_error(f"{spec.gin_name}.loss_over", problem)
-        doubt = found and found.message
-        return dataclasses.replace(strategy, algorithm=algorithm, doubt=doubt)
+    placed = batch if isinstance(batch, PlacedBatch) else strategy.place_batch(batch)
+    if not splits_examples(strategy):
+        return None
+    found = order_dependence(strategy, placed)
+    if found is None and accepted:
+        problem = " = 'device' has no effect: the loss is a sum over examples. Leave it out."
+        raise binding_error(f"{spec.gin_name}.loss_over", problem)
+    if found is None or found.is_random:
+        return found and found.message
     if not accepted:
         raise binding_error(
             f"{spec.gin_name}.model",
@@ -64,89 +92,87 @@ def judged(strategy: Strategy) -> Strategy:
             f"global_mean; or accept it, by {spec.gin_name}.loss_over = 'device', if the loss of "
             "each device's part is meant (docs/batch_losses.md).",
         )
-    sentence = f"the loss is that of each device's part of the batch ({found.message})"
-    return dataclasses.replace(strategy, algorithm="; ".join(filter(None, (algorithm, sentence))))
-
-
-def judge_loss(strategy: Strategy) -> Finding | None:
-    """Finds how a loss, metric or state depends on other examples than through sums over them."""
-    found = []
-    for train in (True, False) if strategy.splits_batch else ():
-        first = _judge(strategy, train, 0)
-        if first and first.kind == "mixed":  # with other lengths too, so that it is no coincidence
-            first = _judge(strategy, train, 1)
-        found += [first] if first else []
-    return min(found, key=lambda finding: SPOILT.index(finding.kind), default=None)
-
-
-def _judge(strategy: Strategy, train: bool, number: int) -> Finding | None:
-    """`judge_loss` in one mode, for the first or a further number of examples."""
-    spec, state = strategy.spec, strategy.logical_state
-    mode = "training" if train else "evaluation"
-    leaves = jax.tree.leaves((state.params, state.model_state, dict(spec.example)))
-    lengths = {length for x in leaves for length in x.shape if length}
-    units = (p for p in _PRIMES if all(length % p for length in lengths))
-    unit = next(itertools.islice(units, number, None), _PRIMES[number])
-    rows = 2 * unit  # even, for models that halve a batch
-    if number:  # and for those that cut it in chunks, if the device's own examples can be
-        local = spec.batch_size // batch_devices(strategy.mesh) // spec.accumulation_steps
-        rows = math.lcm(2, math.gcd(local, 48)) * unit
-    try:
-        program, results = trace_loss(strategy, rows, train=train)
-        rules = ExampleRules(rows, unit, strategy.batch_axes)
-        own = len(jax.tree.leaves((state.params, state.model_state)))
-        arguments = [SAME] * own + [Examples("rows", 0)] * (len(program.in_avals) - own)
-        labels = interpret(program, arguments, rules)
-    except Exception as error:  # the model's own code may raise anything, and the run goes on
-        reason = f"{type(error).__name__} for {rows} examples: {first_line(error)}"
-        return Finding("unknown", f"{_UNDECIDED} ({mode}): {reason}")
-    paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(results)]
-    kinds = ["unknown" if x.kind == "local" and x.detail == "added" else x.kind for x in labels]
-    found: dict[str, tuple[str, Examples]] = {}
-    for kind, path, label in zip(kinds, paths, labels, strict=True):
-        found.setdefault(kind, (path, label))  # the loss leads
-    if "drawn" in found:
-        local, micro = spec.batch_size // batch_devices(strategy.mesh), spec.accumulation_steps
-        return Finding(
-            "drawn",
-            f"random numbers at {found['drawn'][1].where.partition(' at ')[2]} depend on how the "
-            f"batch is split ({local // micro} of {spec.batch_size // micro} examples a device): "
-            "a key serves several examples, or comes from its index on the device; draw for each "
-            "example with its own key of `keys`",
-        )
-    for kind, reason in _REASONS.items():
-        if kind in found:
-            path, label = found[kind]
-            return Finding("mixed", f"{path} in {mode}: {label.where} {reason}{label.detail}")
-    for path, label in zip(paths, labels, strict=True):
-        if path.startswith("state/") and label.kind == "sum":
-            return Finding("mixed", f"{path} in {mode} is a sum over a device's examples")
-    if "unknown" in found:
-        path, label = found["unknown"]
-        return Finding("unknown", f"{_UNDECIDED} ({path} in {mode}): {label.where}")
     return None
 
 
-def trace_loss(
-    strategy: Strategy, rows: int, *, train: bool = True, differentiated: bool = False
-) -> tuple[Any, Any]:
-    """The program of a device's loss of so many examples, or of its gradient, and its results."""
-    spec, state = strategy.spec, strategy.logical_state
-    batch = {k: jax.ShapeDtypeStruct((rows, *x.shape), x.dtype) for k, x in spec.example.items()}
-    if not train:
-        batch["mask"] = jax.ShapeDtypeStruct((rows,), np.float32)
-    keys = jax.eval_shape(lambda: jax.random.split(seed_key(0), rows)) if train else None
-    options: dict[str, Any] = {"train": train, "batch_axes": strategy.batch_axes}
-    options |= {"units": Units()} if spec.model.units else {}
+def splits_examples(strategy: Strategy) -> bool:
+    """Whether devices have parts of a batch, of several examples each: one mixes with nothing."""
+    devices, (_, rows) = batch_devices(strategy.mesh), strategy.abstract_batch.position.shape
+    return strategy.splits_batch and devices > 1 and rows > devices
 
-    def loss(params: Any, model_state: Any, batch: Any, keys: Any) -> Any:
-        with split_over(strategy.batch_axes, strategy.config.reduction), traced_for(None):
-            out = spec.model.loss(params, model_state, batch, keys, **options)
-        if differentiated:
-            return out.total
-        parts = {"loss": out.total, "weight": out.weight, "metric": dict(out.sums)}
-        return {**parts, "state": out.model_state}
 
-    traced = jax.grad(loss) if differentiated else loss
-    make = jax.make_jaxpr(traced, axis_env=[*strategy.mesh.shape.items()], return_shape=True)
-    return make(state.params, state.model_state, batch, keys)
+def order_dependence(strategy: Strategy, batch: Mapping[str, Any] | PlacedBatch) -> Finding | None:
+    """The first number of a batch that depends on the order of its rows; the loss leads."""
+    if not splits_examples(strategy):
+        return None
+    placed = batch if isinstance(batch, PlacedBatch) else strategy.place_batch(batch)
+    dealt, *evaluated = _arranged(strategy, placed)
+    bound, state = _rounding(strategy), _new_state(strategy)
+    first, second = (strategy.eval_step(state, x) for x in evaluated)
+    for text in _differences(first, second, bound):
+        return Finding(False, text.format("evaluation"))
+    _, usual = strategy.train_step(state, placed)
+    for text in _differences(usual, strategy.train_step(_new_state(strategy), dealt)[1], bound):
+        program = jax.make_jaxpr(strategy.train_step)(strategy.abstract_state, placed)
+        is_random = any(e.primitive.name in _DRAWS for e, _ in walk(program.jaxpr))
+        return Finding(is_random, text.format("training") + (_RANDOM if is_random else ""))
+    return None
+
+
+def _new_state(strategy: Strategy) -> TrainState:
+    """A state whose parameters are off their start, at which a head of zeros hides all else."""
+
+    def moved(x: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
+        noise = _STEP_ASIDE * jax.random.normal(jax.random.key(0), x.shape)
+        return jax.lax.with_sharding_constraint((x + noise).astype(x.dtype), sharding)
+
+    move = jax.jit(moved, static_argnums=1, donate_argnums=0)
+    state = strategy.init(strategy.spec.seed)
+    return state._replace(params=jax.tree.map(lambda x: move(x, x.sharding), state.params))
+
+
+def _arranged(strategy: Strategy, batch: PlacedBatch) -> tuple[Any, ...]:
+    """A batch with its rows dealt to the devices in turn; and both orders, as evaluated.
+
+    Rows stay in their micro-batch, of which a model may take the mean, and keep their positions in
+    the global batch, from which their random keys come.
+    """
+    rows = batch.position.shape[1]
+    order = np.arange(rows).reshape(batch_devices(strategy.mesh), -1).T.reshape(-1)
+
+    def arrange(batch: PlacedBatch) -> tuple[Any, ...]:
+        dealt = jax.tree.map(lambda x: x[:, order], batch)
+        return dealt, as_evaluated(batch), as_evaluated(dealt)
+
+    of_batch = jax.tree.map(lambda x: x.sharding, batch)
+    of_rows = NamedSharding(strategy.mesh, PartitionSpec(*batch.position.sharding.spec[1:]))
+    evaluated = jax.tree.map(lambda _: of_rows, jax.eval_shape(as_evaluated, batch))
+    return jax.jit(arrange, out_shardings=(of_batch, evaluated, evaluated))(batch)
+
+
+def _rounding(strategy: Strategy) -> float:
+    """The relative difference of a mean over the batch that is taken for rounding.
+
+    The coarsest dtype of the evaluation's program decides: of independent roundings, one for each
+    example, the mean has one over the square root of their number.
+    """
+    abstract = jax.eval_shape(as_evaluated, strategy.abstract_batch)
+    program = jax.make_jaxpr(strategy.eval_step)(strategy.abstract_state, abstract)
+    dtypes = {x.aval.dtype for e, _ in walk(program.jaxpr) for x in e.outvars if x.aval.ndim}
+    eps = max((float(jnp.finfo(d).eps) for d in dtypes if is_floating_dtype(d)), default=0.0)
+    return max(_ROUNDING, 2 * eps / math.sqrt(strategy.spec.batch_size))
+
+
+def _differences(first: Metrics, second: Metrics, bound: float) -> Iterator[str]:
+    """Metrics, the loss first, whose mean or weight is beyond a bound; '{}' is for the mode."""
+    for name in sorted(first.keys() - set(_NO_SUMS), key=lambda name: (name != "loss", name)):
+        sums, weights = np.stack([np.asarray(x[name], np.float64) for x in (first, second)]).T
+        if not (np.isfinite(sums).all() and np.isfinite(weights).all()):
+            continue  # what is not finite ends the run with words of its own
+        means = sums / np.where(weights, weights, 1.0)
+        counts = name != "loss" and (sums == np.round(sums)).all()
+        turned = max(_TURNED, 1 / max(weights.max(), 1.0)) if counts else 0.0
+        for what, pair, allowed in ((name, means, turned), (f"weight of {name}", weights, 0.0)):
+            if abs(np.diff(pair)[0]) > bound * max(*np.abs(pair), _LEAST) + allowed:
+                a, b = (f"{x:.8g}" for x in pair)
+                yield f"{what} in {{}} is {a}, and {b} with its rows dealt to other devices"

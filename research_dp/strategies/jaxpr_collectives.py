@@ -14,8 +14,8 @@ import jax
 from jax.interpreters import partial_eval
 
 from research_dp.distributed.batch_examples import SCOPE
+from research_dp.distributed.jaxpr import walk
 from research_dp.strategies import Strategy
-from research_dp.tracing.jaxpr import walk
 
 _KINDS = {
     **dict.fromkeys(("psum", "psum_invariant", "pmax", "pmin"), "all-reduce"),

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 import gin
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -23,7 +24,7 @@ from research_dp.distributed.optimizer import LossScale, with_master_weights
 from research_dp.distributed.placement import nbytes
 from research_dp.distributed.sharding import fitted_tree
 from research_dp.errors import UsageError, binding_error
-from research_dp.strategies import batch_losses, frozen, slots
+from research_dp.strategies import frozen, slots
 from research_dp.strategies.tuning import Tuning
 from research_dp.types import MEASURED, LossOutput, OneExample, PyTree, TrainableModel
 
@@ -38,6 +39,7 @@ NONFINITE, SKIPPED = "nonfinite", "skipped_steps"
 WEIGHTLESS, NO_WEIGHT = 2.0, 3.0
 # Names that a model's own metrics cannot have: the step's metrics, and the keys of a record.
 _RESERVED = ("loss", "grad_norm", NONFINITE, SKIPPED, "split", "step", *MEASURED)
+_OF_A_PART = "the loss is that of each device's part of the batch"
 # Random keys: each purpose has a root of its own, so that no key is drawn from twice.
 _INIT, _EXAMPLES = 0, 1
 
@@ -150,7 +152,6 @@ class Strategy:
     eval_step: Callable[[TrainState, PyTree], Metrics]
     batch_axes: tuple[str, ...] = ()  # that split the batch where the loss runs; (): nothing does
     algorithm: str | None = None  # why it computes another algorithm by design; None: it does not
-    doubt: str | None = None  # why numbers may depend on how the batch is split; None: they do not
     choices: Mapping[str, str] = dataclasses.field(default_factory=dict)  # see `mesh.noting`
 
     @property
@@ -290,15 +291,16 @@ class StrategyConfig:
             with noting() as choices:
                 traced = functools.partial(jax.eval_shape, strategy.train_step)
                 getattr(strategy.train_step, "eval_shape", traced)(state, batch)
-            strategy = batch_losses.judged(dataclasses.replace(strategy, choices=choices))
-            if strategy.doubt or not strategy.splits_batch:  # else that traced evaluation too
-                jax.eval_shape(strategy.eval_step, state, _as_evaluated(batch))
+            jax.eval_shape(strategy.eval_step, state, jax.eval_shape(as_evaluated, batch))
         except UsageError as error:
             if error.binding == "prefetch" and self.prefetch is None and self.tuning:
                 return dataclasses.replace(self, tuning=self.tuning.without_gathers()).build(spec)
             if hasattr(self, error.binding or ""):  # of a lower room, which knows no strategy
                 error.binding = f"data_parallel.{error.binding}"
             raise
+        of_a_part = _OF_A_PART if strategy.splits_batch and spec.loss_over == "device" else None
+        algorithm = "; ".join(filter(None, (self.algorithm, of_a_part))) or None
+        strategy = dataclasses.replace(strategy, choices=choices, algorithm=algorithm)
         is_run = spec.gin_name != TrainSpec.gin_name  # its first lines have the reason
         reason = None if is_run else unsharded_reason(strategy)
         if reason and strategy.mesh.shape[FSDP_AXIS] > 1:
@@ -317,13 +319,10 @@ class StrategyConfig:
 data_parallel = StrategyConfig
 
 
-def _as_evaluated(batch: PlacedBatch) -> Mapping[str, jax.ShapeDtypeStruct]:
-    """One abstract micro-batch, as `place_eval_batch` places it, with a mask of padding."""
-
-    def one(x: jax.ShapeDtypeStruct, dtype: Any = None) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(x.shape[1:], dtype or x.dtype)
-
-    return {"mask": one(batch.position, np.float32), **jax.tree.map(one, batch.examples)}
+def as_evaluated(batch: PlacedBatch) -> Mapping[str, Any]:
+    """Its first micro-batch, as `place_eval_batch` places it, with a mask of no padding."""
+    mask = jnp.ones(batch.position.shape[1:], jnp.float32)
+    return {"mask": mask, **jax.tree.map(lambda x: x[0], dict(batch.examples))}
 
 
 def check_loss(out: Any, spec: TrainSpec) -> None:

@@ -108,12 +108,6 @@ class ReplicaCheck:
         raise RunFailure(f"step {step}: {text}.\n  {self._untouched}".rstrip())
 
 
-def split_dependence(strategy: Strategy, accepted: Sequence[Difference]) -> list[str]:
-    """Why numbers depend on how the batch is split; `accepted`: a check's, after a step."""
-    text = accepted and f"{difference_text(accepted, strategy.config)}; one copy is saved"
-    return [reason for reason in (text, strategy.doubt) if reason]
-
-
 def _leaves(state: TrainState) -> dict[tuple[str, str], Any]:
     return {
         (_KINDS.get(part, part.replace("_", " ")), path): x

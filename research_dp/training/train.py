@@ -24,7 +24,7 @@ from research_dp.runs.checkpoint import Checkpoints
 from research_dp.runs.facts import RunFacts
 from research_dp.runs.manifest import origin
 from research_dp.runs.workdir import locked_workdir
-from research_dp.strategies import StrategyConfig, TrainSpec, slots
+from research_dp.strategies import StrategyConfig, TrainSpec, TrainState
 from research_dp.strategies.strategy import LossOver
 from research_dp.training import python_objects
 from research_dp.training.initial import InitialParams
@@ -139,14 +139,12 @@ def train(
         recorder.note("restore", 0)
         checkpoints = Checkpoints(folder / files.CHECKPOINTS, keep, keep_period, say)
         stack.enter_context(at_end(checkpoints.close))
-        state, saved = checkpoints.restore(
-            built.abstract_state,
-            lambda manifest: resume.check_resumable(
-                *(manifest, folder, num_steps, spec, data, python_objects.REFERENCES)
-            ),
-            functools.partial(slots.resize, built.config, built.abstract_state),
-            built.logical_state,
-        ) or (None, None)
+        run: dict[str, Any] = {"folder": folder, "num_steps": num_steps, "spec": spec, "data": data}
+        run["objects"] = python_objects.REFERENCES
+        check = functools.partial(resume.check_resumable, **run)
+        restore = functools.partial(checkpoints.restore_for, built, check)
+        restored = restore()
+        saved = restored[1] if restored else None
         first_step = saved.step if saved else 0
         if saved:
             for line in resume.changes(saved.origin, origin(config=gin.config_str()), bound):
@@ -161,9 +159,12 @@ def train(
 
         stack.enter_context(at_end(sinks.end))
         sinks.open(folder)
-        recorder.note("compile", first_step)
-        if state is None:
-            state = built.init(np.uint32(seed), initial.arrays(built, say) if initial else None)
+
+        def make_state() -> TrainState:
+            if saved is not None:
+                return (restored or restore())[0]  # type: ignore[index]
+            return built.init(np.uint32(seed), initial.arrays(built, say) if initial else None)
+
         started = time.perf_counter() if started is None else started
         facts = RunFacts(
             *(folder, built, bound, first_step),
@@ -175,8 +176,10 @@ def train(
             *(spec, built, data, folder, schedule, checkpoints, recorder, saved, started, facts),
             writers=sinks,
         )
+        if trainer.judges:
+            restored = None  # there is memory for one state
         stack.enter_context(at_end(trainer.close))
-        return DONE if trainer.run(state) == num_steps else STOPPED
+        return DONE if trainer.run(make_state) == num_steps else STOPPED
 
 
 def configured() -> tuple[StrategyConfig, TrainSpec, DataSet]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from research_dp.runs.flight_recorder import Phase, Recorder
 from research_dp.runs.manifest import Manifest, Progress, origin
 from research_dp.runs.resume import check_same_data
 from research_dp.strategies import NONFINITE, Strategy, TrainSpec, TrainState
+from research_dp.strategies.batch_losses import check_batch_loss, splits_examples
 from research_dp.training import nonfinite, sharding_table, throughput
 from research_dp.training.batches import InFlight, evaluation, placed_train_batches, train_order
 from research_dp.training.input_checks import nonfinite_example, shared_identity
@@ -32,7 +34,7 @@ from research_dp.training.intervals import ProfilerTrace, Schedule
 from research_dp.training.metric_log import MetricLog, ProgressBar, metric_words
 from research_dp.training.optimizers import LearningRate
 from research_dp.training.preemption import StopSignal
-from research_dp.training.replica_check import ReplicaCheck, split_dependence
+from research_dp.training.replica_check import ReplicaCheck, difference_text
 from research_dp.training.writers import Writers
 from research_dp.types import Arrays, DataIdentity, DataSet
 
@@ -84,14 +86,30 @@ class Trainer:
             problem = " compares devices, but this run has one. Bind None."
             raise binding_error("train.check_replicas_every", problem)
 
-    def run(self, state: TrainState) -> int:
-        """Trains, evaluates and saves; returns the step at which it stopped."""
+    @property
+    def judges(self) -> bool:
+        """Whether the run begins to split its batch: it is new, or one device began it."""
+        begins = self.saved is None or self.saved.origin.get("devices") == 1
+        return (
+            begins and self._first_step < self.schedule.num_steps and splits_examples(self.strategy)
+        )
+
+    def run(self, make_state: Callable[[], TrainState]) -> int:
+        """Trains, evaluates and saves; returns the step at which it stopped.
+
+        Where it `judges` the model, it does so before it makes the state: there is memory for one.
+        """
         step, schedule = self._first_step, self.schedule
-        self._begin()
-        self._metrics.begin(self._rate.updates(state.opt_state))
+        self._read_data()
         trace = ProfilerTrace(schedule.profile_at, self.folder / files.PROFILE)
         with at_end(trace.close), StopSignal().listen() as stop:
             batches = self._batches()
+            if self.judges:
+                batches = self._judged(batches)
+            self.recorder.note("compile", step)
+            state = make_state()
+            self._begin()
+            self._metrics.begin(self._rate.updates(state.opt_state))
             while step < schedule.num_steps and not stop.requested(step):
                 state, step_metrics = self.strategy.train_step(state, next(batches))
                 step += 1
@@ -129,8 +147,8 @@ class Trainer:
         with at_end(self._metrics.close):
             self._metrics.tell(saved=False)  # what was recorded before an error ended the run
 
-    def _begin(self) -> None:
-        """Prepares and compares the data, writes the configuration, opens the records."""
+    def _read_data(self) -> None:
+        """Prepares and compares the data; says what the run is."""
         say, step = self._console.say, self._first_step
         # This phase, with the first batches, has no time limit.
         self.recorder.note("start", step)
@@ -141,14 +159,6 @@ class Trainer:
         if self._progress:
             run = f"the run in {files.shown(self.folder)}"
             check_same_data(self._identity, self._progress.data, run)
-        if self._writes:
-            if not step:
-                self.checkpoints.begin()
-            files.replace(self.folder / files.CONFIG, gin.config_str())
-            self._write_operative_config()
-            is_at_end = step == self.schedule.num_steps
-            self._metrics.open(self.folder, step, evaluates_again=is_at_end)
-            self.run_facts.begin()
         for line in sharding_table.summary(self.strategy):
             say(line)
         if self._identity:
@@ -162,6 +172,32 @@ class Trainer:
                     f"Reading {step * self.spec.batch_size:,} examples of {self.data.name} again "
                     "to find the place: this reader cannot seek"
                 )
+
+    def _begin(self) -> None:
+        """Writes the configuration, opens the records."""
+        if self._writes:
+            step = self._first_step
+            if not step:
+                self.checkpoints.begin()
+            files.replace(self.folder / files.CONFIG, gin.config_str())
+            self._write_operative_config()
+            is_at_end = step == self.schedule.num_steps
+            self._metrics.open(self.folder, step, evaluates_again=is_at_end)
+            self.run_facts.begin()
+
+    def _judged(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The batches, of which the first was tried in two orders; UsageError: examples mix."""
+        first = next(batches)
+        if warning := check_batch_loss(self.strategy, first):
+            self._warn(warning)
+        self._placed_at = time.perf_counter()
+        return itertools.chain([first], batches)
+
+    def _warn(self, reason: str) -> None:
+        """Says why numbers depend on how the batch is split, and notes it for the summary."""
+        warning = f"Numbers may differ from those of one device: {reason}."
+        self._console.say(f"Warning: {warning}")
+        self._facts.setdefault("warnings", []).append(warning)
 
     def _batches(self) -> Iterator[Any]:
         """Training batches on the devices, prefetched."""
@@ -208,10 +244,9 @@ class Trainer:
         if not self._compared and np.asarray(values["grad_norm"])[1]:
             self._compared = step
             self._compare_replicas(state, step)
-            for reason in split_dependence(self.strategy, self._replicas.accepted):
-                warning = f"Numbers may differ from those of one device: {reason}."
-                self._console.say(f"Warning: {warning}")
-                self._facts.setdefault("warnings", []).append(warning)
+            if accepted := self._replicas.accepted:
+                text = difference_text(accepted, self.strategy.config)
+                self._warn(f"{text}; one copy is saved")
         if is_first:
             self._throughput.start()
         self.recorder.note("data", step + 1)

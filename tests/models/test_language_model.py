@@ -21,7 +21,6 @@ from research_dp.distributed.units import Units
 from research_dp.errors import UsageError
 from research_dp.models import language_model
 from research_dp.models.transformer import rotate
-from research_dp.strategies import batch_losses
 from research_dp.training.throughput import Throughput
 from tests.support.decoder import BATCH, LENGTH, LOOK_AHEAD, VOCAB, batch, build, model, oracle, run
 from tests.support.marks import slow
@@ -216,12 +215,6 @@ def test_a_tuning_looks_ahead_where_blocks_are_recomputed_in_full(remat):
 def test_what_is_chosen_is_that_of_the_step_and_not_of_its_examination():
     built = build("fsdp", model(depth=3, remat="none", logits_at_once=None))
     assert built.choices["transformer.unroll"] == "1"
-
-
-def test_the_loss_is_examined_alike_where_the_step_has_kernels_of_gpus(monkeypatch):
-    built = build("fsdp", model(dtype="bfloat16"))
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert batch_losses.judge_loss(built) is None
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """Losses and layers that mix examples: found where they are built; a right way; accepted ones."""
 
+import dataclasses
 import functools
+import re
 
 import flax.linen as nn
 import jax
@@ -33,6 +35,7 @@ from tests.support.own_modules import EXAMPLE, FEATURES, cross_entropy
 from tests.support.recipes import recipe
 from tests.support.repository import stems
 from tests.support.steps import mesh_of, on
+from tests.support.strategies import order_warning
 
 CLASSES, BATCH = 4, 48
 
@@ -136,7 +139,9 @@ def greatest_as_metric(logits, y, _):
 
 
 def pair_distances(logits, y, _):
-    return jnp.sum((logits[:, None] - logits[None]) ** 2, -1).min(1)
+    """To the nearest other example."""
+    itself = 1e9 * jnp.eye(len(logits))
+    return (jnp.sum((logits[:, None] - logits[None]) ** 2, -1) + itself).min(1)
 
 
 def all_pairs(x):
@@ -150,87 +155,141 @@ def neighbours(x):
 
 
 MIXING = {
-    "in-batch negatives": (own_loss, in_batch_negatives, "dot_general"),
-    "in-batch negatives, gathered": (own_loss, gathered_by_place, "gather"),
-    "class weights": (own_loss, class_weights, "gather"),
-    "class weights, one-hot": (own_loss, class_weights_one_hot, "dot_general"),
-    "a masked mean": (own_loss, masked_mean_alone, "div"),
-    "the hardest examples": (own_loss, hardest, "top_k"),
-    "a correlation": (own_loss, correlation, ""),
-    "a metric": (own_loss, greatest_as_metric, "reduce_max"),
-    "distances of pairs": (own_loss, pair_distances, "sub"),
+    "in-batch negatives": (own_loss, in_batch_negatives),
+    "in-batch negatives, gathered": (own_loss, gathered_by_place),
+    "class weights": (own_loss, class_weights),
+    "class weights, one-hot": (own_loss, class_weights_one_hot),
+    "a masked mean": (own_loss, masked_mean_alone),
+    "the hardest examples": (own_loss, hardest),
+    "a correlation": (own_loss, correlation),
+    "a metric": (own_loss, greatest_as_metric),
+    "distances of pairs": (own_loss, pair_distances),
     "the log of a sum": (
         own_loss,
         lambda x, y, _: LossOutput(jnp.log(cross_entropy(x, y).sum()), jnp.float32(1), {}, {}),
-        "log",
     ),
-    "centred": (in_linen, lambda x: x - x.mean(0)[None], "sub"),
-    "centred, nnx": (in_nnx, lambda x: x - x.mean(0, keepdims=True), "sub"),
-    "whitened, nnx": (in_nnx, lambda x: x / jnp.std(x, axis=0)[None], ""),
-    "scaled by a maximum": (in_linen, lambda x: x / jnp.abs(x).max(), "div"),
-    "softmax over examples": (in_linen, lambda x: jax.nn.softmax(x, axis=0), ""),
-    "attention over examples": (in_nnx, lambda x: jax.nn.softmax(x @ x.T) @ x, "dot_general"),
-    "neighbours": (in_linen, neighbours, "slice"),
-    "reversed, nnx": (in_nnx, lambda x: x + x[::-1], "rev"),
-    "sorted": (in_linen, lambda x: jnp.sort(x, axis=0), "sort"),
-    "running sums": (in_linen, lambda x: jnp.cumsum(x, axis=0), "cumsum"),
-    "halves": (in_linen, lambda x: jnp.concatenate([x[: len(x) // 2], -x[len(x) // 2 :]]), "slice"),
-    "another order": (in_nnx, lambda x: x.reshape(x.shape[1], -1).T, "reshape"),
-    "places": (in_linen, lambda x: x * jnp.arange(len(x))[:, None], "mul"),
+    "centred": (in_linen, lambda x: x - x.mean(0)[None]),
+    "centred, nnx": (in_nnx, lambda x: x - x.mean(0, keepdims=True)),
+    "whitened, nnx": (in_nnx, lambda x: x / jnp.std(x, axis=0)[None]),
+    "scaled by a maximum": (in_linen, lambda x: x / jnp.abs(x).max()),
+    "softmax over examples": (in_linen, lambda x: jax.nn.softmax(x, axis=0)),
+    "attention over examples": (in_nnx, lambda x: jax.nn.softmax(x @ x.T) @ x),
+    "neighbours": (in_linen, neighbours),
+    "reversed, nnx": (in_nnx, lambda x: x + x[::-1]),
+    "sorted": (in_linen, lambda x: jnp.sort(x, axis=0)),
+    "running sums": (in_linen, lambda x: jnp.cumsum(x, axis=0)),
+    "halves": (in_linen, lambda x: jnp.concatenate([x[: len(x) // 2], -x[len(x) // 2 :]])),
+    "another order": (in_nnx, lambda x: x.reshape(x.shape[1], -1).T),
+    "places": (in_linen, lambda x: x * jnp.arange(len(x))[:, None]),
     "places that are counted": (
         own_loss,
         lambda x, y, _: cross_entropy(x, y) * jnp.cumsum(jnp.ones(len(y))),
-        "mul",
     ),
     "places between two numbers": (
         in_nnx,
         lambda x: x * jnp.linspace(0, 1, len(x))[:, None],
-        "mul",
     ),
-    "the first example": (in_linen, lambda x: x * jnp.zeros((len(x), 1)).at[0].set(1), "mul"),
+    "the first example": (in_linen, lambda x: x * jnp.zeros((len(x), 1)).at[0].set(1)),
     "all but the first": (
         in_linen,
         lambda x: x * jnp.pad(jnp.ones((len(x) - 1, 1)), ((1, 0), (0, 0))),
-        "mul",
     ),
-    "a permutation": (in_linen, lambda x: x[(jnp.arange(len(x)) + 1) % len(x)], "gather"),
+    "a permutation": (in_linen, lambda x: x[(jnp.arange(len(x)) + 1) % len(x)]),
     "gathered in vmap": (
         own_loss,
         lambda x, y, _: jax.vmap(lambda z: jax.nn.logsumexp(research_dp.gather_examples(z)))(x),
-        "",
     ),
     "places in a product": (
         own_loss,
         lambda x, y, _: jnp.dot(jnp.arange(len(y), dtype="f4"), cross_entropy(x, y))[None],
-        "",
     ),
     "earlier ones": (
         own_loss,
         lambda x, y, _: jnp.tril(jnp.ones((len(y), len(y)))) @ cross_entropy(x, y),
-        "",
     ),
-    "all pairs": (own_loss, lambda x, y, _: jnp.tanh(all_pairs(x)).sum(-1), ""),
+    "all pairs": (own_loss, lambda x, y, _: jnp.tanh(all_pairs(x)[:, ::3].sum(-1))),
     "a weight": (
         own_loss,
         lambda x, y, _: LossOutput(
             cross_entropy(x, y).sum(), x.max(), {}, {"weight": (x.sum(), x.sum())}
         ),
-        "",
     ),
 }
 
 
 @pytest.mark.parametrize("name", MIXING)
-def test_a_model_that_mixes_examples_is_refused_with_its_line(name):
-    kind, function, operation = MIXING[name]
+def test_a_model_that_mixes_examples_is_refused_with_its_numbers(name):
+    kind, function = MIXING[name]
+    model = kind(function)
     with pytest.raises(UsageError) as raised:
-        built(kind(function))
+        order_warning(built(model))
     message = str(raised.value)
-    assert f"{operation} at test_batch_losses.py:" in message, message
+    assert re.search(r"\w in evaluation is -?[\d.]+, and -?[\d.]+ with its rows dealt", message), (
+        message
+    )
     assert "research_dp.gather_examples" in message and "loss_over = 'device'" in message
     assert raised.value.binding == "TrainSpec.model"
     for stem in ("single", "spmd"):  # they have all examples in one program
-        assert built(kind(function), stem).doubt is None
+        assert order_warning(built(model, stem)) is None
+
+
+class HeadOfZeros(nn.Module):
+    """Its first loss is the log of CLASSES, whatever is before the head."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(16)(x)
+        return nn.Dense(CLASSES, kernel_init=nn.initializers.zeros)(x - x.mean(0)[None])
+
+
+def test_a_head_of_zeros_hides_nothing():
+    model = research_dp.from_linen(HeadOfZeros(), loss=cross_entropy)
+    with pytest.raises(UsageError, match="loss in evaluation is"):
+        order_warning(built(model))
+
+
+def in_training(function):
+    """A model of which `function` of the logits enters the loss of training alone."""
+    model = own_loss(lambda logits, y, _: cross_entropy(logits, y))
+
+    def loss(params, model_state, batch, keys, train, batch_axes):
+        logits = batch["x"] @ params["w"]
+        logits = function(logits, keys) if train else logits
+        losses = cross_entropy(logits, batch["y"] % CLASSES)
+        return LossOutput(losses.sum(), jnp.float32(len(losses)), {}, {})
+
+    return dataclasses.replace(model, loss=loss)
+
+
+def centred_of_each_micro_batch(logits, keys):
+    return logits - research_dp.global_mean(logits)[None]
+
+
+def test_training_is_tried_too_and_rows_stay_in_their_micro_batch():
+    model = in_training(lambda logits, keys: logits - logits.mean(0)[None])
+    with pytest.raises(UsageError, match=r"loss in training is .* with its rows dealt"):
+        order_warning(built(model, "fsdp"))
+    model = in_training(centred_of_each_micro_batch)
+    assert order_warning(built(model, "fsdp", accumulation_steps=3)) is None
+
+
+def test_where_random_numbers_are_drawn_an_order_that_matters_is_a_warning():
+    def noisy(logits, keys):
+        own = jax.vmap(lambda key: jax.random.normal(key, (CLASSES,)))(keys)
+        return logits - logits.mean(0)[None] + own
+
+    warning = order_warning(built(in_training(noisy)))
+    assert "loss in training is" in warning and "or numbers of an example depend" in warning
+
+
+def test_half_precision_widens_the_bound_by_the_number_of_examples():
+    def rounded(logits, y, _):
+        return cross_entropy(logits.astype(jnp.bfloat16), y).astype(jnp.float32)
+
+    assert order_warning(built(own_loss(rounded))) is None
+    model = own_loss(lambda x, y, _: rounded(x - x.mean(0)[None], y, _))
+    with pytest.raises(UsageError, match="depend on others"):
+        order_warning(built(model))
 
 
 # ---- What is not ----
@@ -342,6 +401,8 @@ ALIKE = {
         EXAMPLE,
     ),
     "rows of a table": (lambda: own_loss(lambda x, y, p: jnp.sum(p["w"][y] ** 2, -1)), EXAMPLE),
+    "a scan over examples": (lambda: own_loss(scanned), EXAMPLE),
+    "in chunks": (lambda: own_loss(in_chunks), EXAMPLE),
     "attention": (lambda: research_dp.from_linen(Attention(), loss=cross_entropy), EXAMPLE),
     "BatchNorm, Dropout": (lambda: research_dp.from_linen(Norm(), loss=cross_entropy), EXAMPLE),
     **{
@@ -374,7 +435,7 @@ EYE = np.eye(4, 16, dtype=np.float32)
 @pytest.mark.parametrize("name", ALIKE)
 def test_a_model_that_treats_examples_alike_is_accepted_without_a_word(name):
     make, example = ALIKE[name]
-    assert built(make(), "hsdp", example).doubt is None
+    assert order_warning(built(make(), "hsdp", example)) is None
 
 
 # ---- The right way ----
@@ -552,13 +613,14 @@ def test_a_mean_over_devices_of_half_precision_is_added_in_float32():
 def test_a_loss_over_each_devices_part_is_another_algorithm_that_says_so():
     model = own_loss(in_batch_negatives)
     strategy = built(model, loss_over="device")
-    assert strategy.algorithm.startswith(
-        "the loss is that of each device's part of the batch (loss "
-    )
+    assert strategy.algorithm == "the loss is that of each device's part of the batch"
+    assert order_warning(strategy) is None
     assert built(model, "single", loss_over="device").algorithm is None
     alike = own_loss(lambda logits, y, _: cross_entropy(logits, y))
     with pytest.raises(UsageError, match="loss_over = 'device' has no effect"):
-        built(alike, loss_over="device")
+        order_warning(built(alike, loss_over="device"))
+    whole = BATCH // 8  # micro-batches of one example a device, which mixes with nothing
+    assert order_warning(built(alike, loss_over="device", accumulation_steps=whole)) is None
 
 
 # ---- Planted ----
@@ -650,9 +712,9 @@ def test_the_bytes_of_gathered_examples_are_counted_apart():
     assert 0 < totals["of_model"] < totals["total"]
 
 
-@pytest.mark.parametrize("function", [scanned, in_chunks, regularised_on_each_device])
-def test_what_cannot_be_decided_goes_on_with_a_doubt(function):
-    assert "is not known" in built(own_loss(function)).doubt
+def test_what_the_order_of_rows_cannot_show_is_not_refused():
+    """`certify` compares with one device: this total counts the regulariser once a device."""
+    assert order_warning(built(own_loss(regularised_on_each_device))) is None
 
 
 @jax.jit

@@ -385,6 +385,10 @@ CALLS = {
         "html_file": (None, "anything"),
     },
     "dry_run": OF_A_RUN,
+    "check_batch_loss": {
+        "strategy": OF_A_LOOP["strategy"],
+        "batch": ({"x": np.ones((16, 8), np.float32)}, "one of its class"),
+    },
     "eval_metrics": {**OF_A_LOOP, "state": (LOOP.init(0), "one of its class")},
     "evaluate": {**OF_AN_EVALUATION, **OF_A_WORKDIR},
     "export": {**OF_A_WORKDIR, "to": ("unused", "anything")},

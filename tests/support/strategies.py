@@ -2,10 +2,12 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from research_dp.certification import harness
+from research_dp.strategies.batch_losses import check_batch_loss
 from research_dp.strategies.jaxpr_collectives import collectives
-from research_dp.training.replica_check import ReplicaCheck, split_dependence
+from research_dp.training.replica_check import ReplicaCheck, difference_text
 from research_dp.types import LossOutput, TrainableModel
 from tests.support.certified import BATCH as BATCH
 from tests.support.certified import batches, spec_of
@@ -28,7 +30,25 @@ def reports_of(strategy, state):
     """What a run reports after a step that left this state."""
     check = ReplicaCheck(strategy)
     check.check(1, state)
-    return split_dependence(strategy, check.accepted)
+    return [difference_text(check.accepted, strategy.config)] if check.accepted else []
+
+
+def examples_of(example, rows=BATCH):
+    """A batch of noise, with small integers."""
+    rng, made = np.random.default_rng(0), {}
+    for name, x in example.items():
+        shape = (rows, *x.shape)
+        is_int = np.issubdtype(x.dtype, np.integer)
+        made[name] = (rng.integers(0, 4, shape) if is_int else rng.normal(size=shape)).astype(
+            x.dtype
+        )
+    return made
+
+
+def order_warning(strategy):
+    """What a run says before its first step of a model, by such a batch."""
+    spec = strategy.spec
+    return check_batch_loss(strategy, examples_of(spec.example, spec.batch_size))
 
 
 def traffic(strategy):

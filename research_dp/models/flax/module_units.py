@@ -17,9 +17,9 @@ from jax.extend.core import ClosedJaxpr, Literal
 
 from research_dp.argument_types import path_name
 from research_dp.distributed.batch_examples import seed_key
+from research_dp.distributed.jaxpr import carry_of
 from research_dp.distributed.sharding import PART, SHARED, STACK, unit_of
 from research_dp.errors import UsageError
-from research_dp.tracing.jaxpr import carry_of
 from research_dp.types import Functions, PyTree
 
 # A class of modules, or a pattern of paths such as 'blocks_*'; or several. (): no units.

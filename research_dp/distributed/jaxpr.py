@@ -20,13 +20,11 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Primitive, jaxprs_in
 Source = frozenset[int] | None
 Callers = tuple[Any, ...]  # operations whose programs an operation is in, the outermost first
 Visit = Callable[[Any, Sequence[Source], Callers], None]
-_CALLS = {"jit", "closed_call", "remat2", "custom_jvp_call", "custom_vjp_call"}
 _RESHAPES = ("reshape", "squeeze", "broadcast_in_dim")
 _LIBRARIES = tuple(str(Path(str(x.__file__)).parent) for x in (flax, jax, optax))
 _OWN = Path(__file__).parents[1]
 _LIBRARIES += tuple(
-    str(_OWN / x)
-    for x in ("tracing", "distributed", "models/flax", "models/supervised", "argument_checks")
+    str(_OWN / x) for x in ("distributed", "models/flax", "models/supervised", "argument_checks")
 )
 
 
@@ -99,18 +97,6 @@ def source_line(equation: Any) -> str:
     return f"{Path(own.file_name).name}:{own.line_num} ({own.function_name})"
 
 
-def is_deterministic(equation: JaxprEqn) -> bool:
-    """Whether equal operands give equal results on all devices: no collective, callback, draw."""
-    return not equation.effects and equation.primitive.name != "rng_uniform"
-
-
-def program_called(equation: JaxprEqn) -> Any:
-    """The program that a call runs once, with the same arguments; None: it is no call."""
-    if equation.primitive.name not in _CALLS:
-        return None
-    return equation.params["jaxpr" if "jaxpr" in equation.params else "call_jaxpr"]
-
-
 def is_elementwise(equation: JaxprEqn) -> bool:
     """Whether each element of the results depends on the same element of each operand only."""
     avals: list[Any] = [v.aval for v in equation.invars]
@@ -156,7 +142,8 @@ def maps_scalars(equation: JaxprEqn) -> bool:
     avals: list[Any] = [v.aval for v in equation.invars]
     operands = tuple((x.ndim, x.dtype) for x in avals)
     results: list[Any] = [v.aval for v in equation.outvars]
-    if not is_deterministic(equation) or len({x.shape for x in results}) != 1:
+    is_drawn = equation.effects or equation.primitive.name == "rng_uniform"
+    if is_drawn or len({x.shape for x in results}) != 1:
         return False
     if any(x.ndim not in (0, results[0].ndim) for x in avals):
         return False

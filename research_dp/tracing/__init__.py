@@ -1,1 +1,0 @@
-"""What traced programs compute: which of their values depend on which others."""
