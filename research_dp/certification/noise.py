@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -21,14 +21,13 @@ from research_dp.strategies.strategy import init_key
 from research_dp.types import DataSet, EvalOrder, HostSums, TrainOrder
 
 Key = tuple[str, str]
-Metric = Literal["loss", "grad_norm"]  # of a run's training records
 LOSS, NORM, PARAMETER = (
     ("loss, in a row", ""),
     ("gradient norm, in a row", ""),
     "parameter, in a row",
 )
 _FIGURES = {LOSS: "loss", NORM: "gradient norm"}  # scalars, with their kinds in `COARSE`
-_KEYS: dict[Metric, Key] = {"loss": LOSS, "grad_norm": NORM}
+METRICS = {"loss": LOSS, "grad_norm": NORM}  # of a run's training records
 _EVALUATION = "evaluation loss"  # the kind of all metrics of an evaluation
 _NOISY = 4  # trajectories beside the oracle's, in `measure`
 _LEAST_FACTOR = 2
@@ -150,7 +149,7 @@ class Noise:
     def steps(self) -> int:
         return len(self.loss)
 
-    def allowed_record(self, metric: Metric, first_step: int, last_step: int) -> float:
+    def allowed_record(self, metric: str, first_step: int, last_step: int) -> float:
         """How far apart two runs' means over the steps first_step + 1 to last_step may be.
 
         FACTOR times the greatest spread so far, and the rounding of the figure itself. Ten steps
@@ -164,7 +163,7 @@ class Noise:
             raise ValueError(f"steps {first_step + 1} to {last_step} of {self.steps} measured")
         spread = getattr(self, f"{metric}_spread")[: last_step + _MARGIN].max()
         size = np.abs(getattr(self, metric)[first_step:last_step]).mean()
-        floor = _floor(_KEYS[metric], np.float32, self.precision)
+        floor = _floor(METRICS[metric], np.float32, self.precision)
         return float(tolerances.FACTOR * spread + floor * size)
 
     def as_json(self) -> dict[str, Any]:

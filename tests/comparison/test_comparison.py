@@ -278,13 +278,17 @@ def test_what_configurations_say_is_text_on_the_page(tmp_path, open_page):
     assert not shown.problems and shown.inner_text("body").count(evil) >= 6
 
 
-def test_nan_in_another_metric_than_the_loss_is_beyond_any_bound(tmp_path):
+@pytest.mark.parametrize(("spoilt", "kind"), [("b", "differs"), ("ab", "rounding")])
+def test_nan_in_another_metric_than_the_loss_is_beyond_any_bound_in_one_run(tmp_path, spoilt, kind):
+    """In both it is alike: the step was skipped."""
     a, b = (write_run(tmp_path / name, fingerprint=name) for name in "ab")
-    records = b / "metrics.jsonl"
-    text = records.read_text()
-    records.write_text(re.sub(r'"grad_norm": [\d.]+', '"grad_norm": null', text, count=1))
+    for name in spoilt:
+        records = tmp_path / name / "metrics.jsonl"
+        text = records.read_text()
+        records.write_text(re.sub(r'"grad_norm": [\d.]+', '"grad_norm": null', text, count=1))
     _, _, verdict = judged(a, b, noise=[noise(spread=9)])
-    assert verdict.kind == "differs" and "grad_norm at step 5" in verdict.message
+    assert verdict.kind == kind
+    assert ("grad_norm at step 5" in verdict.message) == (kind == "differs")
 
 
 def test_a_metric_that_one_run_lacks_is_not_compared(tmp_path):
