@@ -117,7 +117,7 @@ def bench_of(config: load.Config, against: str, described: Run) -> tuple[harness
         config=strategy,
         against=oracle,
         spec=spec,
-        precision=precision_of((b.name, b.value) for b in config.used),
+        precision=precision_of(config.bound()),
         gather_dtype=gathered[-1] if gathered else None,
     )
     return bench, data

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import re
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -147,9 +146,7 @@ class Run:
     @property
     def precision(self) -> float:
         """Machine epsilon of the coarsest dtype that gradients have before they are summed."""
-        optimizers = _reached(self.bindings, "train.optimizer")
-        others = ((n, b.value) for n, b in self.bindings.items() if n not in optimizers)
-        return precision_of((name, value.strip("'")) for name, value in others)
+        return precision_of(self.bindings)
 
     @property
     def first_nonfinite(self) -> int | None:
@@ -254,16 +251,3 @@ def read_params(folder: Path, step: int) -> Mapping[str, Any]:
     """The parameters of a run's checkpoint as host arrays; raises Damaged or OSError."""
     checkpoint = folder / files.CHECKPOINTS / str(step)
     return checkpoint_files.read_fields(checkpoint, "params")[1]["params"]
-
-
-def _reached(bindings: Mapping[str, Bound], root: str) -> set[str]:
-    """Names of the bindings to which the value of one leads, that one included."""
-    found, pending = set[str](), {root} & bindings.keys()
-    while pending:
-        name = pending.pop()
-        found.add(name)
-        for referred in re.findall(r"[@%]([\w./]+)", bindings[name].value):
-            last = re.split(r"[./]", referred)[-1]
-            own = (n for n in bindings if n == last or re.split(r"[./]", n)[-2:-1] == [last])
-            pending |= set(own) - found
-    return found

@@ -239,21 +239,6 @@ def test_tables_fit_a_terminal(tmp_path, capsys, monkeypatch, width):
     assert "…" not in printed and long.name in printed
 
 
-def test_the_dtype_of_an_optimizers_state_is_no_precision_of_gradients(tmp_path):
-    optimizer = {
-        "train.optimizer": ("@optax.adamw()", None, False),
-        "adamw.mu_dtype": ("'bfloat16'", None, False),
-    }
-    wire = {"gather_params.gather_dtype": ("'bfloat16'", None, True)}
-    a, b = runs.read(
-        [
-            write_run(tmp_path / "a", bindings=optimizer),
-            write_run(tmp_path / "b", bindings={**optimizer, **wire}),
-        ]
-    )
-    assert (a.precision, b.precision) == (EPS, 2**-7)
-
-
 @pytest.mark.slow
 def test_a_hundred_long_runs_make_a_small_page_quickly(tmp_path):
     folders = [
