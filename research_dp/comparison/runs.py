@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from research_dp.analysis import program_cost
+from research_dp.argument_checks import fits
 from research_dp.certification.tolerances import precision_of
 from research_dp.errors import UsageError, first_line
 from research_dp.runs import checkpoint_files, files
@@ -29,9 +30,9 @@ from research_dp.types import Bound
 # Where time goes: in `summary.json` -> in the records.
 SECONDS = {name: f"{part}_seconds" for name, part in throughput.SECONDS.items()}
 # What a comparison uses of `summary.json`; what has another type is not read.
-_SUMMARY: dict[str, type] = {
+_SUMMARY: dict[str, Any] = {
     **{"step": int, "devices": int, "strategy": str, "params_fingerprint": str},
-    **{"steps_per_second": float, "seconds": dict, "warnings": list, "data": dict},
+    **{"steps_per_second": float, "seconds": dict[str, float], "warnings": list, "data": dict},
 }
 
 
@@ -122,8 +123,7 @@ class Run:
     @property
     def warnings(self) -> list[str]:
         """What it warned of."""
-        found = self.summary.get("warnings")
-        return list(map(str, found)) if isinstance(found, list) else []
+        return list(map(str, self.summary.get("warnings", ())))
 
     @property
     def peak_memory(self) -> float | None:
@@ -232,12 +232,7 @@ _UNREADABLE = (OSError, EOFError, LookupError, NotImplementedError, ValueError, 
 
 def _known(summary: Mapping[str, Any]) -> dict[str, Any]:
     """What a comparison uses, where it has its type."""
-    known: dict[str, Any] = {
-        k: x for k, x in summary.items() if k in _SUMMARY and isinstance(x, _SUMMARY[k])
-    }
-    if not all(type(x) in (int, float) for x in known.get("seconds", {}).values()):
-        del known["seconds"]
-    return known
+    return {k: x for k, x in summary.items() if k in _SUMMARY and fits(x, _SUMMARY[k])}
 
 
 @functools.lru_cache(maxsize=64)  # the runs of a sweep share programs
