@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import math
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -255,11 +254,8 @@ def _saved(bench: Bench, strategy: Strategy, state: TrainState) -> Iterator[Rest
     with tempfile.TemporaryDirectory() as folder:
 
         def restore(other: Strategy) -> TrainState:
-            abstract = other.abstract_state
-            resize = functools.partial(slots.resize, other.config, abstract)
             with contextlib.closing(Checkpoints(Path(folder))) as checkpoints:
-                logical = other.logical_state
-                restored = checkpoints.restore(abstract, resize=resize, logical=logical)
+                restored = checkpoints.restore(other)
             assert restored is not None  # it was saved just now
             return other.logical(to_host(restored[0]))
 

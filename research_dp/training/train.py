@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import inspect as inspect_module
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +23,7 @@ from research_dp.runs.checkpoint import Checkpoints
 from research_dp.runs.facts import RunFacts
 from research_dp.runs.manifest import origin
 from research_dp.runs.workdir import locked_workdir
-from research_dp.strategies import StrategyConfig, TrainSpec, slots
+from research_dp.strategies import StrategyConfig, TrainSpec
 from research_dp.strategies.strategy import LossOver
 from research_dp.training import python_objects
 from research_dp.training.initial import InitialParams
@@ -140,12 +139,10 @@ def train(
         checkpoints = Checkpoints(folder / files.CHECKPOINTS, keep, keep_period, say)
         stack.enter_context(at_end(checkpoints.close))
         state, saved = checkpoints.restore(
-            built.abstract_state,
+            built,
             lambda manifest: resume.check_resumable(
                 *(manifest, folder, num_steps, spec, data, python_objects.REFERENCES)
             ),
-            functools.partial(slots.resize, built.config, built.abstract_state),
-            built.logical_state,
         ) or (None, None)
         first_step = saved.step if saved else 0
         if saved:
