@@ -62,10 +62,9 @@ class StepComparison:
 
     def rerun(self, batch: Batch | None = None, **changes: Any) -> StepComparison:
         """Compares the step again, with another batch or a changed spec."""
-        bench, envelope = self.bench, Envelope(self.bench.precision)
+        bench, start = self.bench, (self.number, self.before, batch or self.batch)
         if changes:
             bench = dataclasses.replace(bench, spec=dataclasses.replace(bench.spec, **changes))
-        start = self.number, self.before, batch or self.batch, envelope
         return compare_step(bench, *start, slots=self.slots, seed=1)
 
 
@@ -74,15 +73,16 @@ def compare_step(
     number: int,
     state: TrainState,
     batch: Batch,
-    envelope: Envelope,
+    envelope: Envelope | None = None,
     *,
     slots: Any = None,
     seed: int = 0,
 ) -> StepComparison:
     """Runs one step of the strategy and of the oracle from the same state, but for their slots'.
 
-    The noise of the step is measured with `seed`, and added to what `envelope` knows.
+    The noise of the step is measured with `seed`, and added to what `envelope` knows, if any.
     """
+    envelope = envelope or Envelope(bench.precision)
     expected = harness.run_step(bench.oracle, state, batch)
     own = harness.with_slots(bench.strategy, state, slots)
     actual = harness.run_step(bench.strategy, own, batch)

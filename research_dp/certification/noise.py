@@ -18,7 +18,8 @@ from research_dp.console import Report, silent
 from research_dp.errors import UsageError
 from research_dp.strategies import TrainState
 from research_dp.strategies.strategy import init_key
-from research_dp.types import DataSet, EvalOrder, HostSums, TrainOrder
+from research_dp.training.batches import train_order
+from research_dp.types import DataSet, EvalOrder, HostSums
 
 Key = tuple[str, str]
 LOSS, NORM, PARAMETER = (
@@ -247,12 +248,7 @@ def _check_finite(values: Any, what: str, step: int) -> None:
 def train_batches(bench: Bench, data: DataSet, count: int) -> Iterator[Batch]:
     """The run's first batches, at most `count`, each with all its examples."""
     data.prepare()
-    order = TrainOrder(
-        seed=bench.spec.seed,
-        batch_size=bench.spec.batch_size,
-        rows=np.arange(bench.spec.batch_size),
-        first_step=0,
-        num_steps=count,
-    )
+    order = train_order(bench.oracle, 0, count)
+    order = dataclasses.replace(order, rows=np.arange(order.batch_size))
     for batch in itertools.islice(data.train(order), count):
         yield {name: np.array(x) for name, x in batch.items()}  # its memory may be used again

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import sys
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ import numpy as np
 from research_dp.analysis import program_cost
 from research_dp.argument_checks import fits
 from research_dp.certification.tolerances import precision_of
-from research_dp.errors import UsageError, first_line
+from research_dp.errors import UsageError, first_line, printable
 from research_dp.runs import checkpoint_files, files
 from research_dp.runs.facts import are_facts, program_text, read_facts, read_program, read_summary
 from research_dp.runs.manifest import Damaged, Manifest
@@ -166,6 +167,11 @@ class Run:
                 continue  # a running run may be removing it; `checkpoints --verify` judges it
         return found
 
+    @property
+    def newest(self) -> Manifest | None:
+        """The manifest of its newest complete checkpoint."""
+        return self.manifests[max(self.manifests)] if self.manifests else None
+
 
 def read(folders: Sequence[Path]) -> list[Run]:
     """The runs of these folders, named by the parts of their paths that tell them apart.
@@ -184,15 +190,10 @@ def names(folders: Sequence[Path]) -> list[str]:
     paths = [folder.absolute().parts for folder in folders]
     found: list[str] = []
     for length in range(1, max(map(len, paths), default=0) + 1):
-        found = [_printable(str(Path(*path[-length:]))) for path in paths]
+        found = [printable(str(Path(*path[-length:])), most=sys.maxsize) for path in paths]
         if len(set(found)) == len(found):
             break
     return found
-
-
-def _printable(name: str) -> str:
-    """A name without what would move a terminal's cursor, or end a line."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in name)
 
 
 def read_run(name: str, folder: Path) -> Run:

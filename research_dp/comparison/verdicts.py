@@ -204,14 +204,11 @@ class Judge:
 
 def _other_model(a: Run, b: Run) -> str | None:
     """The first parameter whose name or shape differs; None: none is known to."""
-    shapes = []
-    for run in (a, b):
-        if not run.manifests:
-            return None
-        leaves = run.manifests[max(run.manifests)].leaves
-        shapes.append({k: x.shape for k, x in leaves.items() if k.startswith("params/")})
-    for path in sorted(shapes[0].keys() | shapes[1].keys()):
-        one, other = (str(shape.get(path, "missing")) for shape in shapes)
+    if not a.newest or not b.newest:
+        return None
+    leaves = a.newest.leaves, b.newest.leaves
+    for path in sorted(path for path in {*leaves[0], *leaves[1]} if path.startswith("params/")):
+        one, other = (str(x[path].shape if path in x else "missing") for x in leaves)
         if one != other:
             return f"{path} is {one} in {a.name}, {other} in {b.name}"
     return None

@@ -54,16 +54,30 @@ def test_equal_records_and_fingerprints_are_the_same_bits(tmp_path):
     assert verdict.message == "the same bits at step 100, and in 20 records"
 
 
+def with_checkpoints(run, shapes):
+    """The run with checkpoints: step -> path -> shape."""
+    progress = Progress(batch_size=1, seed=0, order="", window={})
+    vars(run)["manifests"] = {}
+    for step, paths in shapes.items():
+        leaves = {path: Leaf(shape, "float32", "aa") for path, shape in paths.items()}
+        run.manifests[step] = Manifest(step=step, progress=progress, leaves=leaves, origin={})
+
+
 @pytest.mark.parametrize(("more", "kind"), [("opt_state/error", "bits"), ("params/v", "differs")])
 def test_a_strategys_optimizer_may_have_state_of_its_own(tmp_path, more, kind):
-    found = runs.read([write_run(tmp_path / name) for name in "ab"])
-    progress = Progress(batch_size=1, seed=0, order="", window={})
-    for run, paths in zip(found, (["params/w"], ["params/w", more]), strict=True):
-        leaves = {path: Leaf((4,), "float32", "aa") for path in paths}
-        vars(run)["manifests"] = {
-            100: Manifest(step=100, progress=progress, leaves=leaves, origin={})
-        }
-    assert Judge([]).verdict(*found).kind == kind
+    a, b = runs.read([write_run(tmp_path / name) for name in "ab"])
+    with_checkpoints(a, {100: {"params/w": (4,)}})
+    with_checkpoints(b, {100: {"params/w": (4,), more: (4,)}})
+    assert Judge([]).verdict(a, b).kind == kind
+
+
+def test_another_model_is_named_by_the_newest_checkpoints(tmp_path):
+    a, b = runs.read([write_run(tmp_path / name) for name in "ab"])
+    with_checkpoints(a, {50: {"params/w": (4,)}, 100: {"params/w": (4,), "opt_state/m": (1,)}})
+    with_checkpoints(b, {50: {"params/w": (4,)}, 100: {"params/w": (8,)}})
+    verdict = Judge([]).verdict(a, b)
+    assert verdict.kind == "differs"
+    assert verdict.message == "another model: params/w is (4,) in a, (8,) in b"
 
 
 def test_one_loss_that_differs_by_a_bit_is_not_the_same_bits(tmp_path):
