@@ -41,7 +41,6 @@ from research_dp.console import Progress, Report, put
 from research_dp.errors import UsageError
 from research_dp.planning import estimate
 from research_dp.planning.row import Row
-from research_dp.runs.workdir import config_of
 from research_dp.training import preemption, python_objects
 from research_dp.training.train import configured
 
@@ -288,7 +287,7 @@ class _Comparing:
             return []
         report("Measuring what rounding explains")
         rebuilt = Run(imports=self.run.imports)
-        config = rebuilt.load(saved=str(config_of(known[pairs[0][1]].folder)))
+        config = rebuilt.load(saved=known[pairs[0][1]].folder)
         jax_setup.set_up_devices(self.cpu_devices)
         bench, data = bench_of(config, "single", configured())
         precisions = {max(known[name].precision for name in pair) for pair in pairs}
@@ -316,7 +315,7 @@ class _Comparing:
         for run in (run for run in result.runs if run.is_run):
             report(f"Compiling {run.name} for {where.name}")
             rebuilt = Run(imports=self.run.imports)
-            load_it = functools.partial(rebuilt.load, saved=str(config_of(run.folder)))
+            load_it = functools.partial(rebuilt.load, saved=run.folder)
             compile_it = functools.partial(estimate.compile_row, run.name, where=where)
             made = plan_candidates.built_under(
                 rebuilt, load_it, run.name, where.devices, compile_it
