@@ -167,9 +167,9 @@ class Judge:
             return "unknown", f"{reason}; --bound=N measures what rounding explains"
         figures = list(_figures(a, b, records))
         apart = [x for figure in figures if (x := figure.apart(noise))]
-        unreadable = ""
+        unreadable, is_saved = "", noise.steps in a.manifests.keys() & b.manifests.keys()
         try:
-            apart += self._arrays_apart(a, b, step, noise)
+            apart += self._arrays_apart(a, b, noise) if is_saved else ()
         except (Damaged, OSError) as error:
             unreadable = f"a checkpoint of step {noise.steps} cannot be read: {error}"
         beyond = [one for one in apart if one.excess > 1]
@@ -180,7 +180,7 @@ class Judge:
             missing = f"no record within the {noise.steps} steps of the bound"
             return "unknown", f"{reason}; {unreadable or missing}"
         reason = ""
-        if noise.steps not in a.manifests.keys() & b.manifests.keys():
+        if not is_saved:
             reason = f"; parameters were not compared: not both saved step {noise.steps}"
         evaluations = {figure.step for figure in figures if figure.since is None}
         judged = evaluations & noise.evaluations.keys()
@@ -190,10 +190,8 @@ class Judge:
         worst = max(apart, key=lambda one: one.excess)
         return "rounding", f"nearest to its bound{until}: {worst}{reason}"
 
-    def _arrays_apart(self, a: Run, b: Run, step: int | None, noise: Noise) -> Iterator[Apart]:
-        """Each parameter, where both runs saved the last step of the bound."""
-        if step is None or noise.steps not in a.manifests.keys() & b.manifests.keys():
-            return
+    def _arrays_apart(self, a: Run, b: Run, noise: Noise) -> Iterator[Apart]:
+        """Each parameter of the last step of the bound, which both runs saved."""
         params = [by_path(self._read_params(run.folder, noise.steps)) for run in (a, b)]
         for path in sorted(params[0].keys() & params[1].keys() & noise.params.keys()):
             allowed, _ = noise.params[path]

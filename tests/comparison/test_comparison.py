@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from research_dp.certification.noise import Noise
-from research_dp.comparison import chart_data, differences, html_report, runs
+from research_dp.comparison import chart_data, differences, html_report, runs, verdicts
 from research_dp.comparison.comparison import Comparison
 from research_dp.comparison.verdicts import Judge
 from research_dp.console import put
 from research_dp.runs import facts
-from research_dp.runs.manifest import Leaf, Manifest, Progress
+from research_dp.runs.manifest import Damaged, Leaf, Manifest, Progress
 from tests.support.run_folders import losses, write_run
 
 ALL_REDUCE = """HloModule step
@@ -295,6 +295,30 @@ def test_a_metric_that_one_run_lacks_is_not_compared(tmp_path):
     records = b / "metrics.jsonl"
     records.write_text(re.sub(r', "grad_norm": [-\d.e]+', "", records.read_text()))
     assert judged(a, b)[2].kind == "bits"
+
+
+@pytest.mark.parametrize(
+    ("offset", "kind", "said"),
+    [
+        (0.1, "rounding", "nearest to its bound: params/w, 1.0e-01 of its size apart"),
+        (1.0, "differs", "beyond rounding first in params/w, 1.0e+00 of its size apart"),
+        (None, "unknown", "; a checkpoint of step 100 cannot be read: it is cut"),
+    ],
+)
+def test_a_measured_bound_decides_on_parameters(tmp_path, monkeypatch, offset, kind, said):
+    a, b = runs.read([write_run(tmp_path / name, fingerprint=name) for name in "ab"])
+    for run in (a, b):
+        with_checkpoints(run, {100: {"params/w": (4,)}})
+
+    def read(folder, step):
+        if offset is None:
+            raise Damaged("it is cut")
+        return {"w": np.ones(4) + offset * (folder.name == "b")}
+
+    monkeypatch.setattr(verdicts, "read_params", read)
+    bound = dataclasses.replace(noise(), params={"w": (0.5, 2.0)})
+    verdict = Judge([], [bound]).verdict(b, a)
+    assert verdict.kind == kind and said in verdict.message
 
 
 def test_a_bound_without_parameters_says_so(tmp_path):
