@@ -109,9 +109,7 @@ class RunFacts:
         """What earlier starts wrote; empty if there is none, or it is damaged and put aside."""
         content = self._path.read_bytes() if self._path.exists() else b""
         before = files.read_json(content)
-        starts = before.get("starts")
-        is_good = isinstance(starts, list) and all(isinstance(x, dict) for x in starts)
-        if before.get("format") == _FORMAT and is_good:
+        if are_facts(before):
             return before
         if content:
             aside = files.free_name(self._path)
