@@ -67,10 +67,10 @@ def first_line(error: BaseException) -> str:
     return str(error).split("\n")[0] or type(error).__name__
 
 
-def printable(text: str) -> str:
+def printable(text: str, most: int = 200) -> str:
     """A text that a file has, as messages show it: cut, in one line, no control characters."""
-    shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[:200])
-    return shown + "..." * (len(text) > 200)
+    shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[:most])
+    return shown + "..." * (len(text) > most)
 
 
 def owner(file: str) -> str:

@@ -205,7 +205,7 @@ def _cause(
     cases = []
     if step.slots is None:  # else the strategy's slots would have to take these steps too
         state = run_step(bench.oracle, next_state, batches[number - 1]).state
-        later = compare_step(bench, number, state, batches[number], Envelope(bench.precision))
+        later = compare_step(bench, number, state, batches[number])
         cases = [] if later.is_right else [(later, next_state)]
     return find_cause([*cases, (step, previous)], batches[step.number + 1])
 
@@ -261,7 +261,7 @@ def _saved(bench: Bench, strategy: Strategy, state: TrainState) -> Iterator[Rest
 
         def restore(other: Strategy) -> TrainState:
             with contextlib.closing(Checkpoints(Path(folder))) as checkpoints:
-                restored = checkpoints.restore_for(other)
+                restored = checkpoints.restore(other)
             assert restored is not None  # it was saved just now
             return other.logical(to_host(restored[0]))
 

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from research_dp.certification import harness, tolerances
 from research_dp.certification.harness import Batch, Bench, StepResult, gradients_of
-from research_dp.certification.noise import NORM, NoisyTrajectories, Spread, position
+from research_dp.certification.noise import NORM, NoisyTrajectories, position
 from research_dp.certification.tolerances import EPS, SIZE, Difference, Envelope, Named, gap, named
 from research_dp.strategies import Strategy, TrainState
 from research_dp.strategies.strategy import init_key
@@ -62,10 +62,9 @@ class StepComparison:
 
     def rerun(self, batch: Batch | None = None, **changes: Any) -> StepComparison:
         """Compares the step again, with another batch or a changed spec."""
-        bench, envelope = self.bench, Envelope(self.bench.precision)
+        bench, start = self.bench, (self.number, self.before, batch or self.batch)
         if changes:
             bench = dataclasses.replace(bench, spec=dataclasses.replace(bench.spec, **changes))
-        start = self.number, self.before, batch or self.batch, envelope
         return compare_step(bench, *start, slots=self.slots, seed=1)
 
 
@@ -74,15 +73,16 @@ def compare_step(
     number: int,
     state: TrainState,
     batch: Batch,
-    envelope: Envelope,
+    envelope: Envelope | None = None,
     *,
     slots: Any = None,
     seed: int = 0,
 ) -> StepComparison:
     """Runs one step of the strategy and of the oracle from the same state, but for their slots'.
 
-    The noise of the step is measured with `seed`, and added to what `envelope` knows.
+    The noise of the step is measured with `seed`, and added to what `envelope` knows, if any.
     """
+    envelope = envelope or Envelope(bench.precision)
     expected = harness.run_step(bench.oracle, state, batch)
     own = harness.with_slots(bench.strategy, state, slots)
     actual = harness.run_step(bench.strategy, own, batch)
@@ -182,21 +182,19 @@ class FreeRun:
         self._bench = bench
         self.state = bench.strategy.init(init_key(bench.spec.seed))
         self._noisy = NoisyTrajectories(bench, start, _NOISY)
-        self._spread = Spread(bench.precision)
 
     def step(self, oracle: StepComparison) -> list[Difference]:
         """Takes the step on all trajectories, and compares the strategy's with the oracle's."""
         self.state, metrics = harness.take_step(self._bench.strategy, self.state, oracle.batch)
         state = self._bench.strategy.logical(harness.to_host(self.state))
         actual = position(metrics, state.params)
-        reference = position(oracle.expected.metrics, oracle.expected.state.params)
-        self._spread.add_step(oracle.before, reference)
-        self._spread.add_pairs((noisy, reference) for noisy in self._noisy.step(oracle.batch))
+        reference, *others = self._noisy.step(oracle.before, oracle.expected, oracle.batch)
+        self._noisy.add_pairs((noisy, reference) for noisy in others)
         differences = []
         for key, expected in reference.items():
             if key == NORM:  # each step from the oracle's state compares it
                 continue
-            allowed, apart = self._spread.allowed(key, expected), gap(actual[key], expected)
+            allowed, apart = self._noisy.allowed(key, expected), gap(actual[key], expected)
             is_finite = apart.norm and np.isfinite(apart.norm)
             bound = apart.ulps * allowed / apart.norm if is_finite else 0.0
             differences.append(Difference(*key, oracle.number, apart, bound))

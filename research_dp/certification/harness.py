@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -24,13 +24,11 @@ from research_dp.distributed.mesh import batch_devices
 from research_dp.distributed.optimizer import apply_in_step
 from research_dp.distributed.sharding import LeafSharding, is_key
 from research_dp.strategies import PlacedBatch, Strategy, StrategyConfig, TrainSpec, TrainState
-from research_dp.strategies.strategy import fitted_state
 from research_dp.training.throughput import accumulate
-from research_dp.types import DataSet, HostSums, LossOutput, TrainableModel
+from research_dp.types import HostSums, LossOutput
 
 PyTree = Any
 Batch = Mapping[str, np.ndarray]
-NUM_CLASSES = 10  # of a small run
 _POSITIONS = "positions of the examples"
 
 
@@ -218,8 +216,7 @@ def mean(pair: tuple[float, float]) -> float:
 
 def to_devices(strategy: Strategy, state: TrainState) -> TrainState:
     """A host state on a strategy's devices; a copy, because steps donate it."""
-    stored = fitted_state(to_host(state), strategy.abstract_state)
-    return jax.device_put(stored, _shardings(strategy), may_alias=False)
+    return strategy.stored(to_host(state))
 
 
 def with_slots(strategy: Strategy, state: TrainState, slots: PyTree = None) -> TrainState:
@@ -230,10 +227,6 @@ def with_slots(strategy: Strategy, state: TrainState, slots: PyTree = None) -> T
         # A state that differs from device to device has a leading dim for them.
         slots = jax.tree.map(lambda x, a: jnp.broadcast_to(x, a.shape), begun, abstract)
     return state._replace(slots=slots or ())
-
-
-def _shardings(strategy: Strategy) -> TrainState:
-    return jax.tree.map(lambda x: x.sharding, strategy.abstract_state)
 
 
 def to_host(tree: PyTree) -> PyTree:
@@ -255,37 +248,3 @@ def perturb(
         return (exact + relative * unit * rng.uniform(-1, 1, x.shape)).astype(x.dtype)
 
     return jax.tree.map(one, tree)
-
-
-def small_run(model: TrainableModel, devices: int) -> tuple[TrainSpec, DataSet]:
-    """A small run, with Adam, clipping and accumulation, of a classifier of images (4, 4, 1)."""
-    micro_batches = 2
-    size = math.lcm(32, devices * micro_batches)
-
-    def batches(rows: int, seeds: Iterable[int]) -> Iterator[Batch]:
-        for rng in map(np.random.default_rng, seeds):
-            yield {
-                "image": rng.normal(size=(rows, 4, 4, 1)).astype(np.float32),
-                "label": rng.integers(0, NUM_CLASSES, rows).astype(np.int32),
-                "mask": np.ones(rows, np.float32),
-            }
-
-    one = next(batches(1, [0]))
-    data = DataSet(
-        name="noise",
-        example={k: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for k, x in one.items()},
-        info={},
-        prepare=lambda: None,
-        train=lambda order: batches(order.batch_size, range(1, order.num_steps + 1)),
-        evaluate=lambda order: batches(order.batch_size, [0]),
-    )
-    spec = TrainSpec(
-        model=model,
-        optimizer=optax.adam(1e-2),
-        example=data.example,
-        batch_size=size,
-        accumulation_steps=micro_batches,
-        max_grad_norm=0.5,
-        seed=3,
-    )
-    return spec, data

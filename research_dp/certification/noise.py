@@ -6,29 +6,29 @@ import collections
 import dataclasses
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from research_dp.certification import harness, tolerances
-from research_dp.certification.harness import Batch, Bench, gradients_of
+from research_dp.certification.harness import Batch, Bench, StepResult, gradients_of
 from research_dp.certification.tolerances import EPS, Named, gap, named
 from research_dp.console import Report, silent
 from research_dp.errors import UsageError
 from research_dp.strategies import TrainState
 from research_dp.strategies.strategy import init_key
-from research_dp.types import DataSet, EvalOrder, HostSums, TrainOrder
+from research_dp.training.batches import train_order
+from research_dp.types import DataSet, EvalOrder, HostSums
 
 Key = tuple[str, str]
-Metric = Literal["loss", "grad_norm"]  # of a run's training records
 LOSS, NORM, PARAMETER = (
     ("loss, in a row", ""),
     ("gradient norm, in a row", ""),
     "parameter, in a row",
 )
 _FIGURES = {LOSS: "loss", NORM: "gradient norm"}  # scalars, with their kinds in `COARSE`
-_KEYS: dict[Metric, Key] = {"loss": LOSS, "grad_norm": NORM}
+METRICS = {"loss": LOSS, "grad_norm": NORM}  # of a run's training records
 _EVALUATION = "evaluation loss"  # the kind of all metrics of an evaluation
 _NOISY = 4  # trajectories beside the oracle's, in `measure`
 _LEAST_FACTOR = 2
@@ -36,16 +36,28 @@ _MARGIN = 10  # steps after a record whose spread counts for it too
 
 
 class NoisyTrajectories:
-    """The oracle's steps in a row from one state, with other rounding at each step."""
+    """The oracle's steps in a row from one state, with other rounding at each step.
+
+    It also knows how far apart trajectories are that differ in rounding alone, by array.
+    """
 
     def __init__(self, bench: Bench, start: TrainState, count: int):
         self._bench = bench
         self._states = [start] * count
         self._rng = np.random.default_rng(1)
+        self._distances: dict[Key, list[float]] = collections.defaultdict(list)
+        self._change: dict[Key, float] = collections.defaultdict(float)  # of parameters in a step
 
-    def step(self, batch: Batch) -> list[Named]:
-        """Takes a step on each trajectory, and returns their positions."""
-        return [self._step(index, batch) for index in range(len(self._states))]
+    def step(self, before: TrainState, oracle: StepResult, batch: Batch) -> list[Named]:
+        """Takes a step on each trajectory; returns positions, that of the oracle's own step first.
+
+        That step began at `before`: it shows how much an element of each parameter changes.
+        """
+        reference = position(oracle.metrics, oracle.state.params)
+        for key, old in named(PARAMETER, before.params).items():
+            change = np.abs(tolerances.as_float64(reference[key]) - tolerances.as_float64(old))
+            self._change[key] = max(float(change.max(initial=0)), self._change[key])
+        return [reference, *(self._step(index, batch) for index in range(len(self._states)))]
 
     def states(self) -> Iterator[TrainState]:
         """Where each trajectory is, with the rounding of one more pass through the model."""
@@ -65,27 +77,6 @@ class NoisyTrajectories:
         self._states[index] = result.state._replace(params=params, opt_state=opt_state)
         return position(result.metrics, params)
 
-
-def position(metrics: HostSums, params: Any) -> Named:
-    """Where a trajectory is after a step: the step's loss and gradient norm, and its parameters."""
-    loss, norm = (np.float32(harness.mean(metrics[name])) for name in ("loss", "grad_norm"))
-    return {LOSS: loss, NORM: norm, **named(PARAMETER, params)}
-
-
-class Spread:
-    """How far trajectories that differ in rounding alone are apart, by array."""
-
-    def __init__(self, precision: float):
-        self._precision = precision  # of a `Bench`
-        self._distances: dict[Key, list[float]] = collections.defaultdict(list)
-        self._change: dict[Key, float] = collections.defaultdict(float)  # of parameters in a step
-
-    def add_step(self, before: TrainState, after: Named) -> None:
-        """Adds a step of the oracle: how much an element of each parameter changes."""
-        for key, old in named(PARAMETER, before.params).items():
-            change = np.abs(tolerances.as_float64(after[key]) - tolerances.as_float64(old))
-            self._change[key] = max(float(change.max(initial=0)), self._change[key])
-
     def add_pairs(self, pairs: Iterable[tuple[Named, Named]]) -> None:
         """Adds positions of two trajectories after the same step."""
         for one, other in pairs:
@@ -100,7 +91,7 @@ class Spread:
         of their own dtype.
         """
         noise = factor * max(self._distances[key]) + 4 * self._change[key]
-        return noise + _floor(key, value.dtype, self._precision) * _norm(value)
+        return noise + _floor(key, value.dtype, self._bench.precision) * _norm(value)
 
     def factor(self, key: Key) -> float:
         """From the greatest of the distances to a bound: FACTOR, or less where all are alike.
@@ -112,6 +103,12 @@ class Spread:
         least, greatest = min(self._distances[key]), max(self._distances[key])
         alike = (greatest / least) ** 2 if least else np.inf
         return float(min(tolerances.FACTOR, max(_LEAST_FACTOR, alike)))
+
+
+def position(metrics: HostSums, params: Any) -> Named:
+    """Where a trajectory is after a step: the step's loss and gradient norm, and its parameters."""
+    loss, norm = (np.float32(harness.mean(metrics[name])) for name in ("loss", "grad_norm"))
+    return {LOSS: loss, NORM: norm, **named(PARAMETER, params)}
 
 
 def _floor(key: Key, dtype: Any, precision: float) -> float:
@@ -150,7 +147,7 @@ class Noise:
     def steps(self) -> int:
         return len(self.loss)
 
-    def allowed_record(self, metric: Metric, first_step: int, last_step: int) -> float:
+    def allowed_record(self, metric: str, first_step: int, last_step: int) -> float:
         """How far apart two runs' means over the steps first_step + 1 to last_step may be.
 
         FACTOR times the greatest spread so far, and the rounding of the figure itself. Ten steps
@@ -164,7 +161,7 @@ class Noise:
             raise ValueError(f"steps {first_step + 1} to {last_step} of {self.steps} measured")
         spread = getattr(self, f"{metric}_spread")[: last_step + _MARGIN].max()
         size = np.abs(getattr(self, metric)[first_step:last_step]).mean()
-        floor = _floor(_KEYS[metric], np.float32, self.precision)
+        floor = _floor(METRICS[metric], np.float32, self.precision)
         return float(tolerances.FACTOR * spread + floor * size)
 
     def as_json(self) -> dict[str, Any]:
@@ -192,15 +189,13 @@ def measure(
     """
     report(f"Compiling {bench.oracle.name}")
     state = harness.to_host(bench.oracle.init(init_key(bench.spec.seed)))
-    trajectories, spread = NoisyTrajectories(bench, state, _NOISY), Spread(bench.precision)
+    trajectories = NoisyTrajectories(bench, state, _NOISY)
     figures: list[list[list[float]]] = []  # by step, trajectory and metric
     evaluations: dict[int, Mapping[str, float]] = {}
     for number, batch in enumerate(train_batches(bench, data, steps), 1):
         report("Measuring what rounding explains", f"step {number} of {steps}")
-        result, noisy = harness.run_step(bench.oracle, state, batch), trajectories.step(batch)
-        oracle = position(result.metrics, result.state.params)
-        spread.add_step(state, oracle)
-        state, positions = result.state, [oracle, *noisy]
+        result = harness.run_step(bench.oracle, state, batch)
+        positions, state = trajectories.step(state, result, batch), result.state
         figures.append([[float(x[LOSS]), float(x[NORM])] for x in positions])
         _check_finite(figures[-1], "the loss or the gradient norm", number)
         if number in evaluated:
@@ -208,9 +203,9 @@ def measure(
             evaluations[number] = _allowed_evaluation(bench, data, [state, *trajectories.states()])
     if len(figures) < steps:
         raise UsageError(f"{data.name} ends after {len(figures)} of {steps} steps.")
-    spread.add_pairs(itertools.combinations(positions, 2))
+    trajectories.add_pairs(itertools.combinations(positions, 2))
     params = {
-        key[1]: (spread.allowed(key, x, spread.factor(key)), _norm(x))
+        key[1]: (trajectories.allowed(key, x, trajectories.factor(key)), _norm(x))
         for key, x in named(PARAMETER, state.params).items()
     }
     _check_finite(list(params.values()), "a parameter", steps)
@@ -253,12 +248,7 @@ def _check_finite(values: Any, what: str, step: int) -> None:
 def train_batches(bench: Bench, data: DataSet, count: int) -> Iterator[Batch]:
     """The run's first batches, at most `count`, each with all its examples."""
     data.prepare()
-    order = TrainOrder(
-        seed=bench.spec.seed,
-        batch_size=bench.spec.batch_size,
-        rows=np.arange(bench.spec.batch_size),
-        first_step=0,
-        num_steps=count,
-    )
+    order = train_order(bench.oracle, 0, count)
+    order = dataclasses.replace(order, rows=np.arange(order.batch_size))
     for batch in itertools.islice(data.train(order), count):
         yield {name: np.array(x) for name, x in batch.items()}  # its memory may be used again

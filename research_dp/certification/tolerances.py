@@ -5,8 +5,9 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
+import re
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ import numpy as np
 from research_dp.argument_types import is_floating_dtype
 from research_dp.distributed.placement import fingerprint
 from research_dp.distributed.sharding import by_path, key_data
+from research_dp.types import Bound
 
 PyTree = Any
 Named = Mapping[tuple[str, str], Any]  # (kind, path) -> array
@@ -209,15 +211,33 @@ def first_difference(actual: PyTree, expected: PyTree) -> str | None:
     return next((path for path in sorted(a | b) if a.get(path) != b.get(path)), None)
 
 
-def precision_of(bindings: Iterable[tuple[str, Any]]) -> float:
+def precision_of(bindings: Mapping[str, Bound]) -> float:
     """Machine epsilon of the coarsest dtype that gradients may have before they are summed.
 
     The dtype of compute counts as those on the wire do: each device rounds the gradient of its own
-    examples to it, the oracle that of all. The dtype of the optimizer's state does not count.
-    Bindings are pairs of name and value.
+    examples to it, the oracle that of all. What `train.optimizer` alone leads to does not count: it
+    is the dtype of the optimizer's state.
     """
-    named = (x for name, x in bindings if names_dtype(name, x) and "optax." not in name)
+    roots, optimizer = {x for x in bindings if x.startswith("train.")}, {"train.optimizer"}
+    others = bindings.keys() - (
+        _reached(bindings, optimizer) - _reached(bindings, roots - optimizer)
+    )
+    values = {name: bindings[name].value.strip("'") for name in others}
+    named = (x for name, x in values.items() if names_dtype(name, x))
     return max(float(jnp.finfo(x).eps) for x in ("float32", *named))
+
+
+def _reached(bindings: Mapping[str, Bound], roots: Set[str]) -> set[str]:
+    """Names of the bindings to which the values of some lead, those included."""
+    found, pending = set[str](), {*roots} & bindings.keys()
+    while pending:
+        name = pending.pop()
+        found.add(name)
+        for referred in re.findall(r"[@%]([\w./]+)", bindings[name].value):
+            last = re.split(r"[./]", referred)[-1]
+            own = (n for n in bindings if n == last or re.split(r"[./]", n)[-2:-1] == [last])
+            pending |= set(own) - found
+    return found
 
 
 def names_dtype(name: str, value: Any) -> bool:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
+
+import jax
+import numpy as np
+import optax
 
 from research_dp.argument_checks import checked
 from research_dp.argument_types import Count
 from research_dp.certification import certify as certifier
-from research_dp.certification import harness
 from research_dp.certification.certificate import Certificate
+from research_dp.certification.harness import Batch, Bench
 from research_dp.certification.tolerances import names_dtype, precision_of
 from research_dp.commands import jax_setup
 from research_dp.commands.configured import Bindings, Files, check_outputs, session, write_output
@@ -108,16 +113,16 @@ def command(*, json_file: str | None = None, verbose: bool = False, **options: A
     return 0 if certificate.is_right else 1
 
 
-def bench_of(config: load.Config, against: str, described: Run) -> tuple[harness.Bench, DataSet]:
+def bench_of(config: load.Config, against: str, described: Run) -> tuple[Bench, DataSet]:
     """The bench of a run that is loaded, against a shipped strategy or a file; and its data."""
     strategy, spec, data = described
     oracle = _oracle(against, spec)
     gathered = [b.value for b in config.used if b.parameter == "gather_dtype"]
-    bench = harness.Bench(
+    bench = Bench(
         config=strategy,
         against=oracle,
         spec=spec,
-        precision=precision_of((b.name, b.value) for b in config.used),
+        precision=precision_of(config.bound()),
         gather_dtype=gathered[-1] if gathered else None,
     )
     return bench, data
@@ -137,9 +142,35 @@ def _oracle(against: str, spec: TrainSpec) -> StrategyConfig:
 
 
 def _small_run() -> Run:
-    strategy = _bound_strategy()
-    model = mlp(widths=(32, 16), num_classes=harness.NUM_CLASSES, dropout_rate=0.3)
-    spec, data = harness.small_run(model, strategy.mesh.size)
+    """A small run, with Adam, clipping and accumulation, of a classifier of images (4, 4, 1)."""
+    strategy, micro_batches, num_classes = _bound_strategy(), 2, 10
+
+    def batches(rows: int, seeds: Iterable[int]) -> Iterator[Batch]:
+        for rng in map(np.random.default_rng, seeds):
+            yield {
+                "image": rng.normal(size=(rows, 4, 4, 1)).astype(np.float32),
+                "label": rng.integers(0, num_classes, rows).astype(np.int32),
+                "mask": np.ones(rows, np.float32),
+            }
+
+    one = next(batches(1, [0]))
+    data = DataSet(
+        name="noise",
+        example={k: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for k, x in one.items()},
+        info={},
+        prepare=lambda: None,
+        train=lambda order: batches(order.batch_size, range(1, order.num_steps + 1)),
+        evaluate=lambda order: batches(order.batch_size, [0]),
+    )
+    spec = TrainSpec(
+        model=mlp(widths=(32, 16), num_classes=num_classes, dropout_rate=0.3),
+        optimizer=optax.adam(1e-2),
+        example=data.example,
+        batch_size=math.lcm(32, strategy.mesh.size * micro_batches),
+        accumulation_steps=micro_batches,
+        max_grad_norm=0.5,
+        seed=3,
+    )
     return strategy.resolve(spec), spec, data
 
 

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from research_dp.analysis.program_cost import link_rate
 from research_dp.analysis.topologies import check_name
 from research_dp.argument_checks import checked
 from research_dp.argument_types import Count, CountOrZero
-from research_dp.commands import entries, failures, plan_candidates, rebuild, sweep
+from research_dp.certification import noise
+from research_dp.certification.noise import Noise
+from research_dp.commands import entries, failures, jax_setup, plan_candidates, sweep
+from research_dp.commands.certify import bench_of
 from research_dp.commands.configured import (
     Bindings,
     Files,
@@ -28,14 +35,20 @@ from research_dp.commands.entries import interruptible
 from research_dp.commands.plan import find_topology
 from research_dp.commands.train import Stopped
 from research_dp.comparison import differences, html_report, runs
-from research_dp.comparison.comparison import Comparison
-from research_dp.comparison.verdicts import Judge
+from research_dp.comparison.comparison import Comparison, LinkTimes
+from research_dp.comparison.verdicts import Judge, Verdict
 from research_dp.console import Progress, Report, put
 from research_dp.errors import UsageError
+from research_dp.planning import estimate
+from research_dp.planning.row import Row
 from research_dp.training import preemption, python_objects
+from research_dp.training.train import configured
 
 _MOST_RECORDS = 25  # of a run that is trained for a comparison
 _MOST_BOUND = 200  # steps for which the bound is measured, if --bound does not say
+_MOST_EVALUATIONS = 5  # for which it is
+_DIGITS = [digit * 10.0**power for power in range(6, 12) for digit in (1, 2, 4)]
+_LINK_RATES = [rate for rate in _DIGITS if rate <= 4e11]  # bits/s: 1 Mbit/s to 400 Gbit/s
 
 
 @checked
@@ -246,25 +259,74 @@ class _Comparing:
         verdicts = Judge(differing).verdicts(found, known[0])
         default = _MOST_BOUND if is_trained else 0
         steps = min(default if self.bound is None else self.bound, max(run.step for run in found))
-        options: dict[str, Any] = {"imports": self.run.imports, "report": report}
-        noise, remarks = [], []
+        measured, remarks = [], []
         try:
             doubts = (v for v in verdicts if v.kind == "unknown")
-            noise = rebuild.measure_noise(found, doubts, steps, self.cpu_devices, **options)
+            measured = self._noise({run.name: run for run in known}, doubts, steps, report)
         except UsageError as error:  # hours of training may be behind it
             remarks.append(f"The bound of rounding could not be measured: {error}")
-        if noise:
-            verdicts = Judge(differing, noise).verdicts(found, known[0])
-        result = Comparison(found, known[0], differing, verdicts, noise=noise, remarks=remarks)
+        if measured:
+            verdicts = Judge(differing, measured).verdicts(found, known[0])
+        result = Comparison(found, known[0], differing, verdicts, noise=measured, remarks=remarks)
         name = self.topology or ("here" if is_trained else None)
         try:
-            return self._with_plan(result, name, options) if name else result
+            return self._with_plan(result, name, report) if name else result
         except UsageError as error:
             problem = f"Nothing could be planned for {name}: {error}"
             return dataclasses.replace(result, remarks=[*remarks, problem])
 
-    def _with_plan(self, result: Comparison, name: str, options: Mapping[str, Any]) -> Comparison:
+    def _noise(
+        self, known: Mapping[str, runs.Run], doubts: Iterable[Verdict], steps: int, report: Report
+    ) -> list[Noise]:
+        """What rounding explains, for each precision of gradients on which a verdict depends.
+
+        It is that of the configuration of the first run in doubt.
+        """
+        pairs = [(v.a, v.b) for v in doubts if {v.a, v.b} <= known.keys()]
+        if not steps or not pairs:
+            return []
+        report("Measuring what rounding explains")
+        rebuilt = Run(imports=self.run.imports)
+        config = rebuilt.load(saved=known[pairs[0][1]].folder)
+        jax_setup.set_up_devices(self.cpu_devices)
+        bench, data = bench_of(config, "single", configured())
+        precisions = {max(known[name].precision for name in pair) for pair in pairs}
+        # Evaluations of five trajectories take long: the last counts most, and a few before it.
+        columns = {name: {*known[name].column("eval", "step")} for pair in pairs for name in pair}
+        both = set[float]().union(*(columns[a] & columns[b] for a, b in pairs))
+        possible = sorted(int(step) for step in both if 0 < step <= steps)
+        few = np.linspace(0, len(possible) - 1, min(len(possible), _MOST_EVALUATIONS)).astype(int)
+        options: Any = {"steps": steps, "evaluated": [possible[i] for i in few], "report": report}
+        return [
+            noise.measure(dataclasses.replace(bench, precision=precision), data, **options)
+            for precision in sorted(precisions)
+        ]
+
+    @jax_setup.without_compilation_cache()
+    def _with_plan(self, result: Comparison, name: str, report: Report) -> Comparison:
+        """The comparison with a plan of each run for some devices, and its times by link speed."""
         # Training on a split CPU does not keep steps from being planned for other devices.
         is_here = name == "here" or name.startswith("cpu:")
         where = find_topology(name, self.cpu_devices if is_here else None, measure=False)
-        return rebuild.with_plan(result, where, **options)
+        own = 8 * link_rate(where)
+        rates = sorted({*_LINK_RATES, own})
+        rows: dict[str, Row] = {}
+        seconds: dict[str, list[float]] = {}
+        for run in (run for run in result.runs if run.is_run):
+            report(f"Compiling {run.name} for {where.name}")
+            rebuilt = Run(imports=self.run.imports)
+            load_it = functools.partial(rebuilt.load, saved=run.folder)
+            compile_it = functools.partial(estimate.compile_row, run.name, where=where)
+            made = plan_candidates.built_under(
+                rebuilt, load_it, run.name, where.devices, compile_it
+            )
+            rows[run.name] = made if isinstance(made, Row) else made.row
+            if not isinstance(made, Row) and made.cost is not None:
+                seconds[run.name] = [made.cost.seconds_at(rate / 8) for rate in rates]
+        return dataclasses.replace(
+            result,
+            topology=where.name,
+            is_timed=where.chip.platform != "cpu",
+            planned=rows,
+            links=LinkTimes(rates, own, seconds),
+        )

@@ -27,6 +27,7 @@ from research_dp.config import gin_internals, load
 from research_dp.config.load import Config
 from research_dp.errors import UsageError
 from research_dp.runs import files
+from research_dp.runs.workdir import config_of
 from research_dp.training import python_objects
 
 Files = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -58,16 +59,16 @@ class Run:
         *,
         allow_unused: bool = False,
         complete: bool = True,
-        saved: str | None = None,
+        saved: Path | None = None,
     ) -> Config:
-        """Loads the run, with further files and bindings; `saved` as in `config.load`."""
+        """Loads the run, with further files and bindings, after the one saved in a folder."""
         self.config = load.load(
             [*self.gin_files, *files],
             [*self.bindings, *bindings],
             imports=self.imports,
             allow_unused=self.allow_unused or allow_unused,
             complete=complete,
-            saved=saved,
+            saved=str(config_of(saved)) if saved else None,
         )
         for note in dict.fromkeys(self.config.notes):
             if note not in self.noted:

@@ -17,7 +17,6 @@ from research_dp.commands.configured import Bindings, Files, Run, session
 from research_dp.distributed.mesh import refuse_several_processes
 from research_dp.runs import files
 from research_dp.runs.checkpoint import read_saved
-from research_dp.runs.workdir import config_of
 from research_dp.strategies import TrainState
 from research_dp.training.batches import eval_metrics
 from research_dp.training.train import configured
@@ -60,7 +59,7 @@ def _evaluated(
     run: Run, workdir: str | os.PathLike[str], step: int | None, cpu_devices: int | None
 ) -> dict[str, Any]:
     folder = Path(workdir).expanduser()
-    run.load(saved=str(config_of(folder)))
+    run.load(saved=folder)
     jax_setup.set_up_devices(cpu_devices)
     jax_setup.set_up_compilation_cache()
     saved = read_saved(folder, step)

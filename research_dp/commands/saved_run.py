@@ -20,7 +20,6 @@ from research_dp.config import gin_internals
 from research_dp.distributed.sharding import as_stored, by_path, fitted, is_key, key_data
 from research_dp.errors import UsageError, printable
 from research_dp.runs.checkpoint import SavedState, read_saved
-from research_dp.runs.workdir import config_of
 from research_dp.strategies import Strategy
 from research_dp.strategies.frozen import with_frozen
 from research_dp.types import PyTree, TrainableModel
@@ -76,7 +75,7 @@ def load(
     """
     folder = Path(workdir).expanduser()
     with configured.session(imports=imports) as run:
-        run.load(complete=False, saved=str(config_of(folder)))
+        run.load(complete=False, saved=folder)
         jax_setup.set_up_devices(None)
         saved = read_saved(folder, step)
         model = gin_internals.frozen("train.model")

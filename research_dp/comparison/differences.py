@@ -73,8 +73,7 @@ def _facts(runs: Sequence[Run]) -> Iterator[Setting]:
 
 
 def _data(run: Run) -> dict[str, str]:
-    newest = max(run.manifests, default=None)
-    saved = run.manifests[newest].progress.data if newest is not None else None
+    saved = run.newest.progress.data if run.newest else None
     if saved is None and run.summary.get("data"):
         with contextlib.suppress(TypeError, KeyError, AttributeError):  # it is damaged
             saved = DataIdentity.from_json(run.summary["data"])
@@ -85,10 +84,7 @@ def _dtypes(runs: Sequence[Run]) -> Iterator[Setting]:
     """Dtypes of saved arrays, whatever chose them: a column may have another optimizer state."""
     by_path: dict[str, dict[str, str]] = {}
     for run in runs:
-        newest = max(run.manifests, default=None)
-        if newest is None:
-            continue
-        for path, leaf in run.manifests[newest].leaves.items():
+        for path, leaf in run.newest.leaves.items() if run.newest else ():
             by_path.setdefault(path, {})[run.name] = leaf.dtype
     # One line for all arrays of a part of the state that differ alike.
     alike: dict[tuple[str, tuple[tuple[str, str], ...]], list[str]] = {}

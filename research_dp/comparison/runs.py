@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import re
+import sys
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 
 from research_dp.analysis import program_cost
+from research_dp.argument_checks import fits
 from research_dp.certification.tolerances import precision_of
-from research_dp.errors import UsageError, first_line
+from research_dp.errors import UsageError, first_line, printable
 from research_dp.runs import checkpoint_files, files
 from research_dp.runs.facts import are_facts, program_text, read_facts, read_program, read_summary
 from research_dp.runs.manifest import Damaged, Manifest
@@ -30,9 +31,9 @@ from research_dp.types import Bound
 # Where time goes: in `summary.json` -> in the records.
 SECONDS = {name: f"{part}_seconds" for name, part in throughput.SECONDS.items()}
 # What a comparison uses of `summary.json`; what has another type is not read.
-_SUMMARY: dict[str, type] = {
+_SUMMARY: dict[str, Any] = {
     **{"step": int, "devices": int, "strategy": str, "params_fingerprint": str},
-    **{"steps_per_second": float, "seconds": dict, "warnings": list, "data": dict},
+    **{"steps_per_second": float, "seconds": dict[str, float], "warnings": list, "data": dict},
 }
 
 
@@ -123,8 +124,7 @@ class Run:
     @property
     def warnings(self) -> list[str]:
         """What it warned of."""
-        found = self.summary.get("warnings")
-        return list(map(str, found)) if isinstance(found, list) else []
+        return list(map(str, self.summary.get("warnings", ())))
 
     @property
     def peak_memory(self) -> float | None:
@@ -147,9 +147,7 @@ class Run:
     @property
     def precision(self) -> float:
         """Machine epsilon of the coarsest dtype that gradients have before they are summed."""
-        optimizers = _reached(self.bindings, "train.optimizer")
-        others = ((n, b.value) for n, b in self.bindings.items() if n not in optimizers)
-        return precision_of((name, value.strip("'")) for name, value in others)
+        return precision_of(self.bindings)
 
     @property
     def first_nonfinite(self) -> int | None:
@@ -169,6 +167,11 @@ class Run:
                 continue  # a running run may be removing it; `checkpoints --verify` judges it
         return found
 
+    @property
+    def newest(self) -> Manifest | None:
+        """The manifest of its newest complete checkpoint."""
+        return self.manifests[max(self.manifests)] if self.manifests else None
+
 
 def read(folders: Sequence[Path]) -> list[Run]:
     """The runs of these folders, named by the parts of their paths that tell them apart.
@@ -187,15 +190,10 @@ def names(folders: Sequence[Path]) -> list[str]:
     paths = [folder.absolute().parts for folder in folders]
     found: list[str] = []
     for length in range(1, max(map(len, paths), default=0) + 1):
-        found = [_printable(str(Path(*path[-length:]))) for path in paths]
+        found = [printable(str(Path(*path[-length:])), most=sys.maxsize) for path in paths]
         if len(set(found)) == len(found):
             break
     return found
-
-
-def _printable(name: str) -> str:
-    """A name without what would move a terminal's cursor, or end a line."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in name)
 
 
 def read_run(name: str, folder: Path) -> Run:
@@ -235,12 +233,7 @@ _UNREADABLE = (OSError, EOFError, LookupError, NotImplementedError, ValueError, 
 
 def _known(summary: Mapping[str, Any]) -> dict[str, Any]:
     """What a comparison uses, where it has its type."""
-    known: dict[str, Any] = {
-        k: x for k, x in summary.items() if k in _SUMMARY and isinstance(x, _SUMMARY[k])
-    }
-    if not all(type(x) in (int, float) for x in known.get("seconds", {}).values()):
-        del known["seconds"]
-    return known
+    return {k: x for k, x in summary.items() if k in _SUMMARY and fits(x, _SUMMARY[k])}
 
 
 @functools.lru_cache(maxsize=64)  # the runs of a sweep share programs
@@ -254,16 +247,3 @@ def read_params(folder: Path, step: int) -> Mapping[str, Any]:
     """The parameters of a run's checkpoint as host arrays; raises Damaged or OSError."""
     checkpoint = folder / files.CHECKPOINTS / str(step)
     return checkpoint_files.read_fields(checkpoint, "params")[1]["params"]
-
-
-def _reached(bindings: Mapping[str, Bound], root: str) -> set[str]:
-    """Names of the bindings to which the value of one leads, that one included."""
-    found, pending = set[str](), {root} & bindings.keys()
-    while pending:
-        name = pending.pop()
-        found.add(name)
-        for referred in re.findall(r"[@%]([\w./]+)", bindings[name].value):
-            last = re.split(r"[./]", referred)[-1]
-            own = (n for n in bindings if n == last or re.split(r"[./]", n)[-2:-1] == [last])
-            pending |= set(own) - found
-    return found

@@ -5,17 +5,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+import math
+from collections.abc import Iterator, Sequence
+from typing import Literal, NamedTuple
 
 import numpy as np
 
-from research_dp.certification.noise import Metric, Noise
+from research_dp.certification.noise import METRICS, Noise
 from research_dp.certification.tolerances import as_float64
 from research_dp.comparison.differences import Setting
 from research_dp.comparison.runs import Run, read_params
 from research_dp.distributed.sharding import by_path
 from research_dp.errors import some_of
+from research_dp.runs.files import SPLITS
 from research_dp.runs.manifest import Damaged
 from research_dp.types import MEASURED
 
@@ -23,8 +25,8 @@ from research_dp.types import MEASURED
 # algorithm on purpose. 'varied': something was varied on purpose. 'differs': none of these.
 # 'unknown': the numbers differ, and no bound was measured, or nothing can be compared yet.
 Kind = Literal["bits", "rounding", "design", "varied", "differs", "unknown"]
+Record = tuple[int, int]  # steps of the training record before it, or 0, and its own
 _MOST_PAIRS = 12  # runs of which each pair is compared
-METRICS: tuple[Metric, ...] = ("loss", "grad_norm")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +69,40 @@ class Apart(NamedTuple):
         return f"{self.name}, {relative:.1e} of its size apart (bound {bound:.1e})"
 
 
+class Figure(NamedTuple):
+    """A metric that both runs recorded, in training or in an evaluation."""
+
+    metric: str
+    since: int | None  # the step of the record before it; None: of an evaluation
+    step: int
+    one: float
+    other: float
+
+    @property
+    def is_same(self) -> bool:
+        """Whether both have the same value, or NaN."""
+        return self.one == self.other or (math.isnan(self.one) and math.isnan(self.other))
+
+    def __str__(self) -> str:
+        where = "from step {} on" if self.since is not None else "in the evaluation at step {}"
+        numbers = f"{self.metric} {self.one:.7g} and {self.other:.7g}"
+        return f"apart {where.format(self.step)}: {numbers}"
+
+    def apart(self, noise: Noise) -> Apart | None:
+        """How far; None where no bound was measured, unless an evaluation of one is not finite."""
+        distance = 0.0 if self.is_same else abs(self.one - self.other)
+        allowed: float | None = None
+        if self.since is None:
+            name = f"{self.metric} of the evaluation at step {self.step}"
+            unmeasured = None if math.isfinite(distance) else 0.0
+            allowed = noise.evaluations.get(self.step, {}).get(self.metric, unmeasured)
+        else:
+            name = f"{self.metric} at step {self.step}"
+            if self.step <= noise.steps:
+                allowed = noise.allowed_record(self.metric, self.since, self.step)
+        return None if allowed is None else Apart(name, distance, abs(self.other), allowed)
+
+
 class Judge:
     """Compares runs with each other.
 
@@ -99,12 +135,13 @@ class Judge:
         if different := _other_model(a, b):
             return "differs", f"another model: {different}"
         records = _shared_records(a, b)
-        first, step = _first_apart(a, b, records), _common_step(a, b)
+        step = _common_step(a, b)
+        first = next((x for x in _figures(a, b, records) if not x.is_same), None)
         other_bits = _other_bits(a, b, step) if step is not None else None
         if step is not None and not first and not other_bits:
-            too = f", and in {len(records)} records" if len(records) else ""
+            too = f", and in {len(records)} records" if records else ""
             return "bits", f"the same bits at step {step}{too}"
-        reason = first or other_bits or f"the same {len(records)} records so far"
+        reason = str(first or other_bits or f"the same {len(records)} records so far")
         differing = [s for s in self._settings if s.between(a, b)]
         if others := [s.name for s in differing if s.role == "other"]:
             return "differs", f"another configuration ({some_of(others, 2)}); {reason}"
@@ -122,17 +159,17 @@ class Judge:
         return self._within_rounding(a, b, records, step, reason)
 
     def _within_rounding(
-        self, a: Run, b: Run, records: np.ndarray, step: int | None, reason: str
+        self, a: Run, b: Run, records: Sequence[Record], step: int | None, reason: str
     ) -> tuple[Kind, str]:
         coarser = max(a.precision, b.precision)
         noise = next((noise for noise in self._noise if noise.precision == coarser), None)
         if noise is None:
             return "unknown", f"{reason}; --bound=N measures what rounding explains"
-        evaluations = _evaluations(a, b)
-        apart = [*_records_apart(a, b, records, noise), *_evaluations_apart(evaluations, noise)]
-        unreadable = ""
+        figures = list(_figures(a, b, records))
+        apart = [x for figure in figures if (x := figure.apart(noise))]
+        unreadable, is_saved = "", noise.steps in a.manifests.keys() & b.manifests.keys()
         try:
-            apart += self._arrays_apart(a, b, step, noise)
+            apart += self._arrays_apart(a, b, noise) if is_saved else ()
         except (Damaged, OSError) as error:
             unreadable = f"a checkpoint of step {noise.steps} cannot be read: {error}"
         beyond = [one for one in apart if one.excess > 1]
@@ -143,19 +180,18 @@ class Judge:
             missing = f"no record within the {noise.steps} steps of the bound"
             return "unknown", f"{reason}; {unreadable or missing}"
         reason = ""
-        if noise.steps not in a.manifests.keys() & b.manifests.keys():
+        if not is_saved:
             reason = f"; parameters were not compared: not both saved step {noise.steps}"
-        judged = evaluations.keys() & noise.evaluations.keys()
+        evaluations = {figure.step for figure in figures if figure.since is None}
+        judged = evaluations & noise.evaluations.keys()
         if len(judged) < len(evaluations):
             reason += f"; {len(judged)} of {len(evaluations)} evaluations were compared"
         until = "" if step == noise.steps else f" in the first {noise.steps} steps"
         worst = max(apart, key=lambda one: one.excess)
         return "rounding", f"nearest to its bound{until}: {worst}{reason}"
 
-    def _arrays_apart(self, a: Run, b: Run, step: int | None, noise: Noise) -> Iterator[Apart]:
-        """Each parameter, where both runs saved the last step of the bound."""
-        if step is None or noise.steps not in a.manifests.keys() & b.manifests.keys():
-            return
+    def _arrays_apart(self, a: Run, b: Run, noise: Noise) -> Iterator[Apart]:
+        """Each parameter of the last step of the bound, which both runs saved."""
         params = [by_path(self._read_params(run.folder, noise.steps)) for run in (a, b)]
         for path in sorted(params[0].keys() & params[1].keys() & noise.params.keys()):
             allowed, _ = noise.params[path]
@@ -166,86 +202,38 @@ class Judge:
 
 def _other_model(a: Run, b: Run) -> str | None:
     """The first parameter whose name or shape differs; None: none is known to."""
-    shapes = []
-    for run in (a, b):
-        if not run.manifests:
-            return None
-        leaves = run.manifests[max(run.manifests)].leaves
-        shapes.append({k: x.shape for k, x in leaves.items() if k.startswith("params/")})
-    for path in sorted(shapes[0].keys() | shapes[1].keys()):
-        one, other = (str(shape.get(path, "missing")) for shape in shapes)
+    if not a.newest or not b.newest:
+        return None
+    leaves = a.newest.leaves, b.newest.leaves
+    for path in sorted(path for path in {*leaves[0], *leaves[1]} if path.startswith("params/")):
+        one, other = (str(x[path].shape if path in x else "missing") for x in leaves)
         if one != other:
             return f"{path} is {one} in {a.name}, {other} in {b.name}"
     return None
 
 
-def _shared_records(a: Run, b: Run) -> np.ndarray:
-    """Windows (record before, record) of training metrics that both runs have, shape (n, 2)."""
+def _shared_records(a: Run, b: Run) -> list[Record]:
+    """The records of training metrics that both runs have, with the same one before it."""
     windows = []
     for run in (a, b):
-        steps = run.column("train", "step").astype(int)
-        before = np.concatenate([[0], steps[:-1]]) if len(steps) else steps
-        windows.append(set(zip(before.tolist(), steps.tolist(), strict=True)))
-    return np.array(sorted(windows[0] & windows[1], key=lambda w: w[1]), int).reshape(-1, 2)
+        steps = run.column("train", "step").astype(int).tolist()
+        windows.append(set(zip([0, *steps], steps, strict=False)))
+    return sorted(windows[0] & windows[1], key=lambda window: window[1])
 
 
-def _both(a: Run, b: Run, records: np.ndarray) -> dict[Metric, tuple[np.ndarray, np.ndarray]]:
-    """The metrics that both runs recorded, at these windows."""
-    known = [m for m in METRICS if len(a.column("train", m)) and len(b.column("train", m))]
-    at_a, at_b = (np.searchsorted(run.column("train", "step"), records[:, 1]) for run in (a, b))
-    return {m: (a.column("train", m)[at_a], b.column("train", m)[at_b]) for m in known}
-
-
-def _first_apart(a: Run, b: Run, records: np.ndarray) -> str | None:
-    """The first record that differs at all."""
-    pairs = _both(a, b, records)
-    unequal = {m: ~_is_same(x, y) for m, (x, y) in pairs.items()}
-    places = np.flatnonzero(np.any(list(unequal.values()), axis=0)) if pairs else np.zeros(0, int)
-    if not len(places):
-        return next(
-            (
-                f"apart in the evaluation at step {step}: {metric} {one:.7g} and {other:.7g}"
-                for step, values in _evaluations(a, b).items()
-                for metric, (one, other) in values.items()
-                if not _is_same(one, other)
-            ),
-            None,
-        )
-    place = places[0]
-    metric = next(m for m in METRICS if unequal[m][place])
-    one, other = (x[place] for x in pairs[metric])
-    return f"apart from step {records[place, 1]} on: {metric} {one:.7g} and {other:.7g}"
-
-
-def _is_same(one: Any, other: Any) -> Any:
-    """Where recorded values are equal, or both NaN."""
-    return (one == other) | (np.isnan(one) & np.isnan(other))
-
-
-def _evaluations(a: Run, b: Run) -> dict[int, dict[str, tuple[float, float]]]:
-    """Step -> metric -> both values, of the evaluations that both runs recorded."""
-    columns = [dict(run.records.get("eval", {})) for run in (a, b)]
-    steps = [{int(s): i for i, s in enumerate(c.pop("step", ()))} for c in columns]
-    names = [name for name in columns[0] if name in columns[1] and name not in MEASURED]
-    return {
-        step: {name: (columns[0][name][place], columns[1][name][steps[1][step]]) for name in names}
-        for step, place in steps[0].items()
-        if step in steps[1]
-    }
-
-
-def _evaluations_apart(
-    evaluations: Mapping[int, Mapping[str, tuple[float, float]]], noise: Noise
-) -> Iterator[Apart]:
-    """Each metric that differs, where a bound was measured or one value is not finite."""
-    for step, metrics in sorted(evaluations.items()):
-        for metric, (one, other) in metrics.items():
-            allowed = noise.evaluations.get(step, {}).get(metric)
-            unbound = allowed is None and np.isfinite(one) and np.isfinite(other)
-            if unbound or _is_same(one, other):
-                continue
-            name = f"{metric} of the evaluation at step {step}"
-            yield Apart(name, float(abs(one - other)), float(abs(other)), allowed or 0.0)
+def _figures(a: Run, b: Run, records: Sequence[Record]) -> Iterator[Figure]:
+    """What both runs recorded: at these steps of training, then in each evaluation."""
+    for split in SPLITS:
+        one, other = (run.records.get(split, {}) for run in (a, b))
+        at, there = ({int(s): i for i, s in enumerate(x.get("step", ()))} for x in (one, other))
+        places: Sequence[tuple[int | None, int]] = records
+        names = [name for name in METRICS if name in one and name in other]
+        if split == "eval":
+            places = [(None, step) for step in at if step in there]
+            names = [x for x in one if x in other and x not in ("step", *MEASURED)]
+        for since, step in places:
+            for x in names:
+                yield Figure(x, since, step, float(one[x][at[step]]), float(other[x][there[step]]))
 
 
 def _common_step(a: Run, b: Run) -> int | None:
@@ -283,14 +271,3 @@ def _nonfinite(a: Run, b: Run) -> str | None:
     steps = {run.name: run.first_nonfinite for run in (a, b)}
     bad = [f"{name} from step {step} on" for name, step in steps.items() if step is not None]
     return f"the loss is not finite: {' and '.join(bad)}" if bad else None
-
-
-def _records_apart(a: Run, b: Run, records: np.ndarray, noise: Noise) -> Iterator[Apart]:
-    """Each shared record within the steps of the bound, in their order."""
-    records = records[records[:, 1] <= noise.steps]
-    pairs = _both(a, b, records)
-    for place, (before, step) in enumerate(records.tolist()):
-        for metric, (one, other) in pairs.items():
-            allowed = noise.allowed_record(metric, before, step)
-            distance, size = abs(one[place] - other[place]), abs(other[place])
-            yield Apart(f"{metric} at step {step}", float(distance), float(size), allowed)

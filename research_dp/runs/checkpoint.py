@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -105,29 +104,17 @@ class Checkpoints:
         self._failed = False
         self._threads: set[threading.Thread] = set()  # of the last save
 
-    def restore_for(
+    def restore(
         self, strategy: Strategy, check: Callable[[Manifest], None] = lambda manifest: None
     ) -> tuple[TrainState, Manifest] | None:
-        """`restore`, for a strategy, with the state of its slots resized to its devices."""
-        abstract = strategy.abstract_state
-        resize = functools.partial(slots.resize, strategy.config, abstract)
-        return self.restore(abstract, check, resize, strategy.logical_state)
-
-    def restore(
-        self,
-        abstract_state: TrainState,
-        check: Callable[[Manifest], None] = lambda manifest: None,
-        resize: Callable[[TrainState], TrainState] = lambda state: state,
-        logical: TrainState | None = None,
-    ) -> tuple[TrainState, Manifest] | None:
-        """The newest intact state, on the shardings of `abstract_state`, and its manifest, or None.
+        """The newest intact state, on the shardings of a strategy, and its manifest, or None.
 
         A damaged checkpoint is reported and moved aside, so that its step can be saved again.
-        Of parameters with and without master weights either continues as the other. `resize` is
-        given a state whose slots may be those of another number of devices. `logical` has the
-        shapes without padding (`Strategy.logical_state`); None: there is no padding. UsageError:
-        it is of another model, optimizer or `frozen`, none can be read, or `check` raised it.
+        Of parameters with and without master weights either continues as the other. Slots may be
+        those of another number of devices. UsageError: it is of another model, optimizer or
+        `frozen`, none can be read, or `check` raised it.
         """
+        abstract_state = strategy.abstract_state
 
         def restored_at(step: int) -> tuple[TrainState, Manifest]:
             folder = self._folder / str(step)
@@ -135,7 +122,7 @@ class Checkpoints:
             check(manifest)
             as_saved, adapted = _masters_as_saved(abstract_state, manifest.leaves)
             as_saved = manifest.with_saved_slots(as_saved)
-            meant, _ = _masters_as_saved(logical or abstract_state, manifest.leaves)
+            meant, _ = _masters_as_saved(strategy.logical_state, manifest.leaves)
             meant = meant._replace(slots=as_saved.slots)
             if difference := manifest.difference(meant):
                 raise UsageError(
@@ -155,7 +142,7 @@ class Checkpoints:
             state = _reshaped(state, as_saved)
             if mismatch := manifest.mismatch(tree_checksums(state, shapes)):
                 raise Damaged(mismatch)
-            return resize(adapted(state)), manifest
+            return slots.resize(strategy.config, abstract_state, adapted(state)), manifest
 
         damaged: dict[int, str] = {}
         for step in steps_in(self._folder, checkpoint_files.HALF_WRITTEN):

@@ -11,6 +11,7 @@ import shlex
 import socket
 import subprocess
 import sys
+import typing
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import gin
 import jax
 
+from research_dp.argument_checks import fits
 from research_dp.distributed.placement import ProgramMemory
 from research_dp.errors import first_line
 from research_dp.runs import files
@@ -26,6 +28,14 @@ from research_dp.strategies import Strategy
 from research_dp.types import Bound
 
 _FORMAT = 1
+# What a reader of `run.json` expects: of it, of a binding and of a start in it.
+_FACTS: dict[str, Any] = {
+    **{"strategy": str, "algorithm": str | None, "mesh": dict[str, int]},
+    **{"bytes_per_device": dict[str, int], "program": dict[str, Any] | None},
+    **{"bindings": dict[str, dict[str, Any]], "starts": list[dict[str, Any]]},
+}
+_BOUND = typing.get_type_hints(Bound)
+_START = {"versions": dict[str, str | None]}  # by package
 _MOST_TEXT = 2**30  # bytes of a program's text
 _GIT_SECONDS = 10.0
 _MOST_COMMAND = 2_000  # characters: `python -c` has its code in them
@@ -99,9 +109,7 @@ class RunFacts:
         """What earlier starts wrote; empty if there is none, or it is damaged and put aside."""
         content = self._path.read_bytes() if self._path.exists() else b""
         before = files.read_json(content)
-        starts = before.get("starts")
-        is_good = isinstance(starts, list) and all(isinstance(x, dict) for x in starts)
-        if before.get("format") == _FORMAT and is_good:
+        if are_facts(before):
             return before
         if content:
             aside = files.free_name(self._path)
@@ -127,32 +135,16 @@ def read_facts(folder: Path) -> dict[str, Any]:
 
 def are_facts(facts: Mapping[str, Any]) -> bool:
     """Whether these are facts as `RunFacts` writes them."""
-    bindings, starts = facts.get("bindings"), facts.get("starts")
     return (
         facts.get("format") == _FORMAT
-        and isinstance(facts.get("strategy"), str)
-        and isinstance(facts.get("algorithm"), str | None)
-        and all(_are_sizes(facts.get(key)) for key in ("mesh", "bytes_per_device"))
-        and isinstance(facts.get("program"), dict | None)
-        and isinstance(bindings, dict)
-        and all(map(_is_bound, bindings.values()))
-        and isinstance(starts, list)
-        and all(isinstance(x, dict) and _are_versions(x.get("versions")) for x in starts)
+        and _has_types(facts, _FACTS)
+        and all(_has_types(bound, _BOUND) for bound in facts["bindings"].values())
+        and all(_has_types(start, _START) for start in facts["starts"])
     )
 
 
-def _is_bound(fields: Any) -> bool:
-    types = {"value": str, "place": str | None, "of_strategy": bool | None}
-    has_all = isinstance(fields, dict) and fields.keys() >= types.keys()
-    return has_all and all(isinstance(fields[name], kind) for name, kind in types.items())
-
-
-def _are_sizes(value: Any) -> bool:
-    return isinstance(value, dict) and all(type(x) is int for x in value.values())
-
-
-def _are_versions(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(x, str | None) for x in value.values())
+def _has_types(fields: Mapping[str, Any], types: Mapping[str, Any]) -> bool:
+    return all(name in fields and fits(fields[name], kind) for name, kind in types.items())
 
 
 def read_program(folder: Path) -> bytes:

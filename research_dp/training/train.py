@@ -142,7 +142,7 @@ def train(
         run: dict[str, Any] = {"folder": folder, "num_steps": num_steps, "spec": spec, "data": data}
         run["objects"] = python_objects.REFERENCES
         check = functools.partial(resume.check_resumable, **run)
-        restore = functools.partial(checkpoints.restore_for, built, check)
+        restore = functools.partial(checkpoints.restore, built, check)
         restored = restore()
         saved = restored[1] if restored else None
         first_step = saved.step if saved else 0

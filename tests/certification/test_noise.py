@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import types
 
 import jax
 import numpy as np
@@ -106,9 +107,23 @@ def test_a_step_that_is_skipped_moves_no_trajectory():
     good, bad = train_batches(bench, noise(), 2)
     bad["image"][:] = np.nan
     trajectories = NoisyTrajectories(bench, start, 1)
-    before, after = (trajectories.step(batch)[0] for batch in (good, bad))
+    oracle = harness.run_step(bench.oracle, start, good)
+    before, after = (trajectories.step(start, oracle, batch)[1] for batch in (good, bad))
     for key in named(PARAMETER, start.params):
         np.testing.assert_array_equal(after[key], before[key], err_msg=str(key))
+
+
+def test_parameters_may_be_four_elements_by_a_full_update_apart_besides_noise():
+    trajectories = NoisyTrajectories(types.SimpleNamespace(precision=2**-23), None, 0)
+    before = types.SimpleNamespace(params={"w": np.zeros(4, np.float32)})
+    after = types.SimpleNamespace(params={"w": np.float32([0.1, 0.2, 0.3, -0.4])})
+    oracle = types.SimpleNamespace(metrics={"loss": (1, 1), "grad_norm": (1, 1)}, state=after)
+    (reference,) = trajectories.step(before, oracle, {})
+    key, w = (PARAMETER, "w"), after.params["w"]
+    trajectories.add_pairs([({**reference, key: w + np.float32(1e-3)}, reference)])
+    rounding = 16 * 2**-23 * np.linalg.norm(w)
+    assert trajectories.allowed(key, w) == pytest.approx(10 * 2e-3 + 4 * 0.4 + rounding)
+    assert trajectories.factor(key) == 2
 
 
 LONG, EVERY = 60, 20  # steps: rounding is amplified after 40

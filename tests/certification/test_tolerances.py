@@ -5,6 +5,7 @@ import pytest
 
 from research_dp.certification import tolerances
 from research_dp.certification.tolerances import SIZE, Envelope
+from research_dp.config import load
 
 EPS = float(np.finfo(np.float32).eps)
 BF16 = 2.0**-7
@@ -66,13 +67,20 @@ def test_gradients_that_are_noise_are_not_judged():
     assert envelope.unjudged()[1] == 1.0
 
 
-def test_the_dtype_of_an_optimizers_state_does_not_count():
-    def precision(*names):
-        return tolerances.precision_of((name, "bfloat16") for name in names)
-
-    assert precision() == precision("optax.adamw.mu_dtype") == EPS
-    assert precision("transformer.dtype") == precision("gather_params.gather_dtype") == BF16
-    assert precision("COMPUTE_DTYPE") == BF16  # the macro of shipped models
+@pytest.mark.parametrize(
+    ("bindings", "precision"),
+    [
+        (["optax.adamw.mu_dtype = 'bfloat16'"], EPS),
+        (["adamw.mu_dtype = 'bfloat16'"], EPS),
+        (["mlp.dtype = 'bfloat16'"], BF16),
+        (["COMPUTE_DTYPE = 'bfloat16'"], BF16),  # the macro of shipped models
+        (["COMPUTE_DTYPE = 'bfloat16'", "optax.adamw.mu_dtype = %COMPUTE_DTYPE"], BF16),
+        (["sync_gradients.dtype = 'bfloat16'"], BF16),
+    ],
+)
+def test_the_dtype_of_an_optimizers_state_does_not_count(bindings, precision):
+    config = load.load(["runs/digits.gin", "models/mlp.gin", "strategies/ddp.gin"], bindings)
+    assert tolerances.precision_of(config.bound()) == precision
 
 
 def test_ulps_are_of_the_greatest_element():

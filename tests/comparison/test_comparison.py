@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from research_dp.certification.noise import Noise
-from research_dp.comparison import chart_data, differences, html_report, runs
+from research_dp.comparison import chart_data, differences, html_report, runs, verdicts
 from research_dp.comparison.comparison import Comparison
 from research_dp.comparison.verdicts import Judge
 from research_dp.console import put
 from research_dp.runs import facts
-from research_dp.runs.manifest import Leaf, Manifest, Progress
+from research_dp.runs.manifest import Damaged, Leaf, Manifest, Progress
 from tests.support.run_folders import losses, write_run
 
 ALL_REDUCE = """HloModule step
@@ -54,16 +54,30 @@ def test_equal_records_and_fingerprints_are_the_same_bits(tmp_path):
     assert verdict.message == "the same bits at step 100, and in 20 records"
 
 
+def with_checkpoints(run, shapes):
+    """The run with checkpoints: step -> path -> shape."""
+    progress = Progress(batch_size=1, seed=0, order="", window={})
+    vars(run)["manifests"] = {}
+    for step, paths in shapes.items():
+        leaves = {path: Leaf(shape, "float32", "aa") for path, shape in paths.items()}
+        run.manifests[step] = Manifest(step=step, progress=progress, leaves=leaves, origin={})
+
+
 @pytest.mark.parametrize(("more", "kind"), [("opt_state/error", "bits"), ("params/v", "differs")])
 def test_a_strategys_optimizer_may_have_state_of_its_own(tmp_path, more, kind):
-    found = runs.read([write_run(tmp_path / name) for name in "ab"])
-    progress = Progress(batch_size=1, seed=0, order="", window={})
-    for run, paths in zip(found, (["params/w"], ["params/w", more]), strict=True):
-        leaves = {path: Leaf((4,), "float32", "aa") for path in paths}
-        vars(run)["manifests"] = {
-            100: Manifest(step=100, progress=progress, leaves=leaves, origin={})
-        }
-    assert Judge([]).verdict(*found).kind == kind
+    a, b = runs.read([write_run(tmp_path / name) for name in "ab"])
+    with_checkpoints(a, {100: {"params/w": (4,)}})
+    with_checkpoints(b, {100: {"params/w": (4,), more: (4,)}})
+    assert Judge([]).verdict(a, b).kind == kind
+
+
+def test_another_model_is_named_by_the_newest_checkpoints(tmp_path):
+    a, b = runs.read([write_run(tmp_path / name) for name in "ab"])
+    with_checkpoints(a, {50: {"params/w": (4,)}, 100: {"params/w": (4,), "opt_state/m": (1,)}})
+    with_checkpoints(b, {50: {"params/w": (4,)}, 100: {"params/w": (8,)}})
+    verdict = Judge([]).verdict(a, b)
+    assert verdict.kind == "differs"
+    assert verdict.message == "another model: params/w is (4,) in a, (8,) in b"
 
 
 def test_one_loss_that_differs_by_a_bit_is_not_the_same_bits(tmp_path):
@@ -239,21 +253,6 @@ def test_tables_fit_a_terminal(tmp_path, capsys, monkeypatch, width):
     assert "…" not in printed and long.name in printed
 
 
-def test_the_dtype_of_an_optimizers_state_is_no_precision_of_gradients(tmp_path):
-    optimizer = {
-        "train.optimizer": ("@optax.adamw()", None, False),
-        "adamw.mu_dtype": ("'bfloat16'", None, False),
-    }
-    wire = {"gather_params.gather_dtype": ("'bfloat16'", None, True)}
-    a, b = runs.read(
-        [
-            write_run(tmp_path / "a", bindings=optimizer),
-            write_run(tmp_path / "b", bindings={**optimizer, **wire}),
-        ]
-    )
-    assert (a.precision, b.precision) == (EPS, 2**-7)
-
-
 @pytest.mark.slow
 def test_a_hundred_long_runs_make_a_small_page_quickly(tmp_path):
     folders = [
@@ -278,13 +277,17 @@ def test_what_configurations_say_is_text_on_the_page(tmp_path, open_page):
     assert not shown.problems and shown.inner_text("body").count(evil) >= 6
 
 
-def test_nan_in_another_metric_than_the_loss_is_beyond_any_bound(tmp_path):
+@pytest.mark.parametrize(("spoilt", "kind"), [("b", "differs"), ("ab", "rounding")])
+def test_nan_in_another_metric_than_the_loss_is_beyond_any_bound_in_one_run(tmp_path, spoilt, kind):
+    """In both it is alike: the step was skipped."""
     a, b = (write_run(tmp_path / name, fingerprint=name) for name in "ab")
-    records = b / "metrics.jsonl"
-    text = records.read_text()
-    records.write_text(re.sub(r'"grad_norm": [\d.]+', '"grad_norm": null', text, count=1))
+    for name in spoilt:
+        records = tmp_path / name / "metrics.jsonl"
+        text = records.read_text()
+        records.write_text(re.sub(r'"grad_norm": [\d.]+', '"grad_norm": null', text, count=1))
     _, _, verdict = judged(a, b, noise=[noise(spread=9)])
-    assert verdict.kind == "differs" and "grad_norm at step 5" in verdict.message
+    assert verdict.kind == kind
+    assert ("grad_norm at step 5" in verdict.message) == (kind == "differs")
 
 
 def test_a_metric_that_one_run_lacks_is_not_compared(tmp_path):
@@ -292,6 +295,30 @@ def test_a_metric_that_one_run_lacks_is_not_compared(tmp_path):
     records = b / "metrics.jsonl"
     records.write_text(re.sub(r', "grad_norm": [-\d.e]+', "", records.read_text()))
     assert judged(a, b)[2].kind == "bits"
+
+
+@pytest.mark.parametrize(
+    ("offset", "kind", "said"),
+    [
+        (0.1, "rounding", "nearest to its bound: params/w, 1.0e-01 of its size apart"),
+        (1.0, "differs", "beyond rounding first in params/w, 1.0e+00 of its size apart"),
+        (None, "unknown", "; a checkpoint of step 100 cannot be read: it is cut"),
+    ],
+)
+def test_a_measured_bound_decides_on_parameters(tmp_path, monkeypatch, offset, kind, said):
+    a, b = runs.read([write_run(tmp_path / name, fingerprint=name) for name in "ab"])
+    for run in (a, b):
+        with_checkpoints(run, {100: {"params/w": (4,)}})
+
+    def read(folder, step):
+        if offset is None:
+            raise Damaged("it is cut")
+        return {"w": np.ones(4) + offset * (folder.name == "b")}
+
+    monkeypatch.setattr(verdicts, "read_params", read)
+    bound = dataclasses.replace(noise(), params={"w": (0.5, 2.0)})
+    verdict = Judge([], [bound]).verdict(b, a)
+    assert verdict.kind == kind and said in verdict.message
 
 
 def test_a_bound_without_parameters_says_so(tmp_path):

@@ -44,7 +44,7 @@ def save(folder, state, *steps, **options):
 
 def restore(folder, strategy, **more):
     checkpoints = Checkpoints(folder, **more)
-    restored = checkpoints.restore(strategy.abstract_state)
+    restored = checkpoints.restore(strategy)
     checkpoints.close()
     return restored
 
@@ -95,7 +95,7 @@ def test_parameters_with_and_without_master_weights_continue_as_the_other(stems,
 
 def test_nothing_to_restore(tmp_path):
     strategy = build("single", one_matrix())
-    assert Checkpoints(tmp_path / "none").restore(strategy.abstract_state) is None
+    assert Checkpoints(tmp_path / "none").restore(strategy) is None
 
 
 # ---- One small checkpoint, and what can happen to it ----

@@ -113,7 +113,7 @@ def through_all(first, second, folder):
         assert fingerprint(tree) == fingerprint(expected)
         pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(expected), strict=True)
         assert all(x.dtype == y.dtype for x, y in pairs)
-    restored, _ = Checkpoints(folder / "checkpoints").restore(second.abstract_state)
+    restored, _ = Checkpoints(folder / "checkpoints").restore(second)
     assert fingerprint(restored) == fingerprint(state)
     for x, y in zip(jax.tree.leaves(restored), jax.tree.leaves(second.abstract_state), strict=True):
         assert (x.shape, x.dtype) == (y.shape, y.dtype)
@@ -188,7 +188,7 @@ def test_a_key_of_another_implementation_is_another_model(tmp_path):
     checkpoints.save(first.init(0), 1, PROGRESS, {})
     checkpoints.wait()
     with pytest.raises(UsageError, match=r"model_state/v is key<urbg>\[\] here and key<rbg>\[\]"):
-        checkpoints.restore(second.abstract_state)
+        checkpoints.restore(second)
     checkpoints.close()
 
 

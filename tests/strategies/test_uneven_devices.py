@@ -223,7 +223,7 @@ def save(folder, strategy, state):
 
 def restored(folder, strategy):
     checkpoints = Checkpoints(folder)
-    state, _ = checkpoints.restore(strategy.abstract_state, logical=strategy.logical_state)
+    state, _ = checkpoints.restore(strategy)
     checkpoints.close()
     return state
 
