@@ -97,6 +97,7 @@ def test_the_page_has_the_notes_and_the_tables_of_the_command(tmp_path):
     result = Comparison(found, found[0], differing, verdicts, "t:8", planned=planned)
     page = html_report.page(result)
     shown = [part for part in result.parts(verbose=True) if isinstance(part, Table)]
+    assert all(html_page.table_html(part) in result._repr_html_() for part in shown)
     shown.append(tables.pairs_table(found, verdicts))
     assert {s.role for s in differing} >= {"other", "strategy"} and len(shown) == 9
     assert [part.title for part in shown if html_page.table_html(part) not in page] == []
