@@ -31,6 +31,7 @@ INSTALL_REQUIRES = [
     "absl-py>=2,<3",  # Grain's worker processes require parsed flags
     "filelock>=4.2.11,<5",  # one run a folder; one process prepares a data set while others wait
     "rich>=13,<16",  # the progress bar and tables on a terminal
+    "jinja2>=3.1,<4",  # pages, and tables in a notebook; Altair, which draws charts, brings it too
     "pillow>=10,<14",  # decoding and resizing images
     "scikit-learn>=1.5,<2",  # ships the handwritten digits
 ]
@@ -112,7 +113,7 @@ setup(
         "research_dp": [
             *("py.typed", "__init__.pyi"),
             *("distributed/hardware.toml", "certification/costs.toml"),
-            *("html_page.css", "html_page.js"),
+            "templates/*",
         ]
     },
     cmdclass={"build_py": BuildWithGinFiles},

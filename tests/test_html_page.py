@@ -5,27 +5,41 @@ import json
 import math
 import re
 
+import jinja2
 import pytest
 from rich.text import Text
 
+from research_dp import html_page
 from research_dp.console import table
-from research_dp.html_page import Page
-from research_dp.html_text import inline
+from research_dp.html_charts import Charts
 
 ODD = "<script>alert(1)</script>"
 MARKS = ".role-mark.mark-symbol path"
 NAMES = ("ddp", ODD, "a \"quoted\" & 'b' \u2028")
+EXAMPLE = """
+{% extends "page.html" %}
+{% from "parts.html" import bullets, figures, table %}
+{% block body %}
+{{ bullets([odd]) }}
+{{ table(shown) }}
+{{ figures(charts) }}
+{{ figures([bars]) }}
+<details><summary>folded</summary>{{ table(shown) }}</details>
+{% endblock %}
+"""
+
+
+def render(template, **values):
+    return html_page.render(html_page.environment().from_string(template), **values)
 
 
 def example():
     """A page with all that a page can have."""
     import altair as alt
 
-    page = Page(f"Runs {ODD}", NAMES, "run")
-    page.bullets([ODD])
+    charts = Charts(NAMES, "run")
     shown = table(ODD, "run", "verdict~", "bytes:", grouped=True)
     shown.add_row(ODD, Text(f"differs {ODD}", "bold red"), "1")
-    page.table(shown)
     steps = range(1, 41)
     columns = {
         "run": [name for name in NAMES for _ in steps],
@@ -34,34 +48,34 @@ def example():
         "zero": [0.0 for _ in NAMES for _ in steps],
     }
     columns["loss"][7] = math.nan
-    data = page.data("train", columns)
+    data = charts.data("train", columns)
     options = {"tooltip": ["run:N"], "log": False, "smoothed": 3}
-    charts = (
-        page.lines(data, alt.X("step:Q"), field, f"{field} {ODD}", **options)
+    lines = [
+        charts.lines(data, alt.X("step:Q"), field, f"{field} {ODD}", **options)
         for field in ("loss", "zero")
-    )
-    page.charts(*charts)
-    sent = page.data("sent", {"run": list(NAMES), "bits": [1e9, 2e9, 4e9]})
+    ]
+    sent = charts.data("sent", {"run": list(NAMES), "bits": [1e9, 2e9, 4e9]})
     slider = alt.binding_range(min=1e9, max=2e9, step=1e9, name="Link speed")
     bars = (
         alt.Chart(sent)
         .transform_calculate(time="datum.bits / speed")
         .mark_bar()
         .encode(
-            alt.X("time:Q", scale=alt.Scale(domain=[0, 4])), alt.Y("run:N"), **page.look("color")
+            alt.X("time:Q", scale=alt.Scale(domain=[0, 4])),
+            alt.Y("run:N"),
+            color=charts.look()["color"],
         )
         .add_params(alt.param(name="speed", value=1e9, bind=slider))
     )
-    page.charts(bars)
-    with page.details("folded"):
-        page.table(shown)
-    return page
+    title = f"Runs {ODD}"
+    values = {"shown": shown, "charts": lines, "bars": bars.properties(description="Sent")}
+    return render(EXAMPLE, title=title, odd=ODD, data=charts.columns, **values)
 
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory):
     path = tmp_path_factory.mktemp("page") / "page.html"
-    path.write_text(example().text(), encoding="utf-8")
+    path.write_text(example(), encoding="utf-8")
     return path
 
 
@@ -70,45 +84,84 @@ def points(chart):
     return [mark.get_attribute("transform") for mark in chart.locator(MARKS).all()]
 
 
-def test_what_users_wrote_is_text_in_html_and_in_the_data(file):
+def test_what_users_wrote_is_text_in_html_in_the_data_and_in_charts(file):
     text = file.read_text(encoding="utf-8")
     assert "alert(1)</script>" not in text and "<script>alert" not in text
     assert "<td>&lt;script&gt;alert(1)&lt;/script&gt;</td>" in text
     (told,) = re.findall(r'id="page-data">(.*?)</script>', text, re.S)
     assert "\u2028" not in told
-    assert set(json.loads(told)["data"]["train"]["run"]) == set(NAMES)
+    assert set(json.loads(told)["train"]["run"]) == set(NAMES)
     assert len(re.findall("</script", text)) == 2  # Vega's scripts do not end their element
+    specs = [json.loads(spec) for spec in re.findall(r"data-spec='(.*?)'>", text)]
+    assert [spec["description"] for spec in specs] == [f"loss {ODD}", f"zero {ODD}", "Sent"]
+    assert specs[2]["encoding"]["color"]["scale"]["domain"] == list(NAMES)
 
 
 def test_colours_of_a_terminal_are_classes():
+    inline = html_page.inline
     assert inline(Text("a<b", "bold red")) == '<span class="red bold">a&lt;b</span>'
     assert inline(Text("a ").append("b", "green")) == 'a <span class="green">b</span>'
+    assert inline("a<b") == "a&lt;b"
+
+
+def cells(shown):
+    """The cells of each row of a table in HTML, and the classes of rows and cells."""
+    rows = re.findall(r"<tr(.*?)>(.*?)</tr>", html_page.table_html(shown), re.S)
+    return [(look, re.findall(r"<t[dh](.*?)>(.*?)</t[dh]>", row)) for look, row in rows]
+
+
+def test_rows_of_one_group_are_under_one_line_and_cells_know_their_column():
+    shown = table("", "run", "bytes:", 'why "so"~', grouped=True)
+    for run in (Text("a", "red"), "a", "b"):
+        shown.add_row(run, "1", "x")
+    heads, *rows = cells(shown)
+    assert heads == (
+        "",
+        [("", "run"), (' class="n"', "bytes"), (' class="prose"', "why &#34;so&#34;")],
+    )
+    assert [(look, row[0]) for look, row in rows] == [
+        (' class="first"', ("", '<span class="red">a</span>')),
+        ("", ("", "")),
+        (' class="first"', ("", "b")),
+    ]
+    for _, row in rows:
+        assert row[1:] == [
+            (' class="n" data-head="bytes"', "1"),
+            (' class="prose" data-head="why &#34;so&#34;"', "x"),
+        ]
+    shown.grouped = False
+    assert [(look, row[0][1]) for look, row in cells(shown)[2:]] == [("", "a"), ("", "b")]
+
+
+def test_a_value_that_a_template_lacks_is_an_error():
+    with pytest.raises(jinja2.UndefinedError, match="'y' is undefined"):
+        render("{{ x }} {{ y }}", x=1)
 
 
 def test_numbers_are_short_and_what_is_none_is_null():
-    page = Page("x")
+    charts = Charts()
     values = [math.pi * 1e-7, 2.0, math.nan, math.inf, None, 123_456_789, 1e9]
-    page.data("d", {"y": values})
-    (told,) = page._data.values()
-    assert told["y"] == [3.1416e-7, 2, None, None, None, 123_456_789, 1e9]
+    charts.data("d", {"y": values})
+    assert charts.columns["d"]["y"] == [3.1416e-7, 2, None, None, None, 123_456_789, 1e9]
 
 
 @pytest.mark.parametrize("columns", [{"a b": [1]}, {"a": [1], "b": [1, 2]}])
 def test_data_that_charts_cannot_name_or_that_do_not_match_are_refused(columns):
     with pytest.raises(ValueError, match="odd fields"):
-        Page("x").data("d", columns)
+        Charts().data("d", columns)
 
 
 def test_forty_series_look_different():
-    looks = Page("x", map(str, range(40))).look("color", "strokeDash").values()
-    pairs = zip(*(look.to_dict()["scale"]["range"] for look in looks), strict=True)
-    assert len({(color, tuple(dash)) for color, dash in pairs}) == 40
+    look = Charts(map(str, range(40))).look()
+    for channel in ("strokeDash", "shape"):
+        pairs = zip(*(look[x]["scale"]["range"] for x in ("color", channel)), strict=True)
+        assert len({json.dumps(pair) for pair in pairs}) == 40
 
 
-def test_a_page_without_charts_needs_no_script():
-    page = Page("x")
-    page.prose("y")
-    assert len(page.text()) < 10_000 and "<script" not in page.text()
+def test_a_page_without_charts_needs_no_script(file):
+    assert "<noscript>" in file.read_text(encoding="utf-8")
+    text = render('{% extends "page.html" %}{% block body %}y{% endblock %}', title="x", data={})
+    assert len(text) < 10_000 and "<script" not in text and "<noscript" not in text
 
 
 @pytest.mark.slow

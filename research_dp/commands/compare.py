@@ -34,7 +34,7 @@ from research_dp.commands.configured import (
 from research_dp.commands.entries import interruptible
 from research_dp.commands.plan import find_topology
 from research_dp.commands.train import Stopped
-from research_dp.comparison import differences, html_report, runs
+from research_dp.comparison import differences, runs
 from research_dp.comparison.comparison import Comparison, LinkTimes
 from research_dp.comparison.verdicts import Judge, Verdict
 from research_dp.console import Progress, Report, put
@@ -243,6 +243,8 @@ class _Comparing:
         with Progress("Reading the runs") as report:
             result = self._compared(report)
             if html_file:
+                from research_dp.comparison import html_report  # its libraries are an extra
+
                 report("Writing the page")
                 write_output("html_file", html_file, html_report.page(result))
         return result

@@ -35,7 +35,7 @@ from research_dp.commands.plan_candidates import Candidate
 from research_dp.config.load import Config
 from research_dp.console import Progress, Report, put
 from research_dp.errors import UsageError, message_of
-from research_dp.planning import estimate, html_report
+from research_dp.planning import estimate
 from research_dp.planning import report as report_words
 from research_dp.planning.limits import Budget
 from research_dp.planning.row import Curves, Row, fastest_first
@@ -162,6 +162,8 @@ def _plan(
             show("", size_table(curves, where))
         result = report_words.as_json(rows, others, curves if sizes else {}, where, words)
         if asked.html_file:
+            from research_dp.planning import html_report  # its libraries are an extra
+
             name = ", ".join([*(Path(file).stem for file in run.gin_files), *run.bindings])
             page = html_report.page(rows, curves, where, words, name)
             write_output("html_file", asked.html_file, page)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from research_dp.comparison.runs import Run
+from research_dp.html_charts import as_columns
 
 AXES = ("run", "step", "sent", "seconds")
 _MOST_POINTS = 30_000  # of all curves together, so that a page stays small
@@ -33,14 +34,13 @@ def curves(runs: Sequence[Run], split: str, reference: Run | None = None) -> dic
             values["difference"] = _difference(run, reference)
         found = [column for column in values.values() if len(column)]
         kept = _thinned(found, len(steps), most) if len(steps) > most else slice(None)
-        sent = run.wire.total / 1e9 if run.wire else np.nan
-        columns["run"] += [run.name] * len(steps[kept])
-        columns["step"] += steps[kept].astype(int).tolist()
-        columns["sent"] += (steps[kept] * sent).tolist()
-        columns["seconds"] += _seconds_at(run, steps)[kept].tolist()
+        values["run"] = np.full(len(steps), run.name)
+        values["step"] = steps.astype(int)
+        values["sent"] = steps * (run.wire.total / 1e9 if run.wire else np.nan)
+        values["seconds"] = _seconds_at(run, steps)
+        unknown = np.full(len(steps), np.nan)
         for name, column in values.items():
-            column = column if len(column) else np.full(len(steps), np.nan)
-            columns[name] += column[kept].tolist()
+            columns[name] += (column if len(column) else unknown)[kept].tolist()
     return columns
 
 
@@ -81,19 +81,14 @@ def _seconds_at(run: Run, steps: np.ndarray) -> np.ndarray:
 
 def front(runs: Sequence[Run]) -> tuple[dict[str, list[Any]], str]:
     """Bytes sent and last loss of each run, by bytes; whether none has less of both; which loss."""
-    sent = {run.name: run.gigabytes_sent for run in runs if run.gigabytes_sent is not None}
-    known = [run for run in runs if run.name in sent]
-    has_eval = all(run.last("eval", "loss") is not None for run in known)
-    split = "eval" if has_eval else "train"
-    losses = {run.name: loss for run in known if (loss := run.last(split, "loss")) is not None}
-    columns: dict[str, list[Any]] = {"run": [], "sent": [], "loss": [], "best": []}
-    best = (np.inf, np.inf)  # loss, bytes
-    for name in sorted(losses, key=lambda name: (sent[name], losses[name])):
-        point = losses[name], sent[name]
-        if losses[name] < best[0]:
-            best = point
-        columns["run"].append(name)
-        columns["sent"].append(sent[name])
-        columns["loss"].append(losses[name])
-        columns["best"].append(int(point == best))
-    return columns, "evaluation loss" if has_eval else "training loss"
+    known = [run for run in runs if run.gigabytes_sent is not None]
+    split = "train" if any(run.last("eval", "loss") is None for run in known) else "eval"
+    points = [(run.gigabytes_sent, run.last(split, "loss"), run.name) for run in known]
+    points = [point for point in points if point[1] is not None]
+    rows: list[tuple[Any, ...]] = []
+    best: tuple[Any, ...] = (np.inf, np.inf)  # loss, bytes
+    for sent, loss, name in sorted(points, key=lambda point: point[:2]):
+        best = min(best, (loss, sent))
+        rows.append((name, sent, loss, int((loss, sent) == best)))
+    title = "training loss" if split == "train" else "evaluation loss"
+    return as_columns(("run", "sent", "loss", "best"), rows), title

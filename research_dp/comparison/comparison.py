@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.text import Text
 
-from research_dp import html_text
+from research_dp import html_page
 from research_dp.certification.noise import Noise
 from research_dp.certification.tolerances import FACTOR
 from research_dp.comparison import tables
@@ -195,8 +195,8 @@ class Comparison:
     def _repr_html_(self) -> str:
         """The text and the tables, for a notebook."""
         return "".join(
-            html_text.table_html(part)
+            html_page.table_html(part)
             if isinstance(part, Table)
-            else f"<p>{html_text.inline(part)}</p>"
+            else f"<p>{html_page.inline(part)}</p>"
             for part in self.parts(verbose=True)
         )

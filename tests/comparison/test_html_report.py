@@ -2,14 +2,17 @@
 
 import dataclasses
 import gzip
+import itertools
 import json
 import re
 
 import pytest
 
-from research_dp.comparison import chart_data, differences, html_report, runs
+from research_dp import html_page
+from research_dp.comparison import chart_data, differences, html_report, runs, tables
 from research_dp.comparison.comparison import Comparison, LinkTimes
 from research_dp.comparison.verdicts import Judge
+from research_dp.console import Table
 from research_dp.planning.row import Row
 from tests.support import browser
 from tests.support.run_folders import losses, write_run
@@ -49,8 +52,8 @@ def compared(*folders):
 
 def charts(page):
     """Title -> specification of all charts of a page."""
-    told = json.loads(re.findall(r'id="page-data">(.*?)</script>', page, re.S)[0])
-    return {chart["description"]: chart for chart in told["charts"]}
+    specs = map(json.loads, re.findall(r"data-spec='(.*?)'", page))
+    return {chart["description"]: chart for chart in specs}
 
 
 def test_the_difference_to_the_reference_has_a_chart(tmp_path):
@@ -82,6 +85,36 @@ def test_a_colour_is_that_of_a_run_or_of_a_part(tmp_path):
             colors = of_runs if color.get("field") == "run" else of_parts
             colors.update(color.get("scale", {}).get("range", ()))
     assert len(of_runs) == 2 and len(of_parts) >= 4 and not of_runs & of_parts
+
+
+def test_the_page_has_the_notes_and_the_tables_of_the_command(tmp_path):
+    strategy = {"data_parallel.engine": ("'compiled'", "strategies/fsdp.gin:3", True)}
+    bindings = {"a": {}, "b": strategy, "c": {"train.seed": ("7", "runs/digits.gin:4", False)}}
+    found = runs.read([folder(tmp_path / name, bindings=bindings[name]) for name in bindings])
+    judge = Judge(differing := differences.differences(found))
+    verdicts = [judge.verdict(a, b) for a, b in itertools.combinations(reversed(found), 2)]
+    planned = {"a": Row("ddp", needed_bytes=5e6)}
+    result = Comparison(found, found[0], differing, verdicts, "t:8", planned=planned)
+    page = html_report.page(result)
+    shown = [part for part in result.parts(verbose=True) if isinstance(part, Table)]
+    assert all(html_page.table_html(part) in result._repr_html_() for part in shown)
+    shown.append(tables.pairs_table(found, verdicts))
+    assert {s.role for s in differing} >= {"other", "strategy"} and len(shown) == 9
+    assert [part.title for part in shown if html_page.table_html(part) not in page] == []
+    notes = list(result.notes())
+    assert notes and all(f"<li>{html_page.inline(note)}</li>" in page for note in notes)
+    assert "<summary>1 parameters differ as the strategies do</summary>" in page
+    assert "Nothing differs." not in page and "--topology=T" not in page
+
+
+def test_the_page_says_what_is_not_known(tmp_path):
+    page = html_report.page(compared(*(write_run(tmp_path / name, loss=[]) for name in "ab")))
+    for text in (
+        *("Nothing differs.", "No run has a record yet.", "No device reported the memory"),
+        *("is hidden behind compute, are known with --topology=T.", "No run recorded it yet."),
+        "by the speed of the link are known with --topology=T.",
+    ):
+        assert text in page
 
 
 @pytest.mark.parametrize("is_timed", [False, True])

@@ -30,7 +30,8 @@ def test_a_wheel_has_the_gin_files(tmp_path, data_dir):
     (wheel,) = tmp_path.glob("*.whl")
     installed = tmp_path / "installed"
     subprocess.run([*pip, "install", "--no-deps", "--target", installed, wheel], check=True)
-    assert all((installed / f"research_dp/html_page.{kind}").exists() for kind in ("css", "js"))
+    templates = {path.name for path in (ROOT / "research_dp/templates").iterdir()}
+    assert {path.name for path in (installed / "research_dp/templates").iterdir()} == templates
     words = ["-m", "research_dp.train", "--gin_file=runs/digits.gin", "--dry_run"]
     done = subprocess.run(
         [sys.executable, *words, "--gin_file=gin/strategies/zero1.gin"],

@@ -1,6 +1,5 @@
-// Draws the charts of a page: Vega-Lite's specifications and their data are in #page-data.
-const page = JSON.parse(document.getElementById("page-data").textContent);
-const faint = { color: "currentColor", opacity: 0.2 };
+// Draws the charts of a page, each by the specification of Vega-Lite that its element has.
+const data = JSON.parse(document.getElementById("page-data").textContent); // by name
 // Where all values are equal, ticks have no distance that tells how many digits they need.
 const label = (axis) =>
   `domain("${axis}")[0] === domain("${axis}")[1] ? format(datum.value, ",.5~g") : datum.label`;
@@ -12,8 +11,8 @@ const theme = {
   axis: {
     labelColor: "currentColor", titleColor: "currentColor", labelFontSize: 11, titleFontSize: 12,
     titleFontWeight: "normal", titleOpacity: 0.75, labelOpacity: 0.85, labelSeparation: 6,
-    gridColor: faint.color, gridOpacity: 0.12, domainColor: faint.color, domainOpacity: 0.4,
-    tickColor: faint.color, tickOpacity: 0.4, tickSize: 4, labelPadding: 4, titlePadding: 8,
+    gridColor: "currentColor", gridOpacity: 0.12, domainColor: "currentColor", domainOpacity: 0.4,
+    tickColor: "currentColor", tickOpacity: 0.4, tickSize: 4, labelPadding: 4, titlePadding: 8,
   },
   axisX: { grid: false, labelFlush: false },
   // In an expression, `width` makes it follow the window.
@@ -37,9 +36,9 @@ function rows(columns) {
     Object.fromEntries(fields.map((field) => [field, columns[field][i]])));
 }
 
-async function draw(element, place) {
-  const spec = page.charts[place];
-  spec.datasets = { [spec.data.name]: rows(page.data[spec.data.name]) };
+async function draw(element) {
+  const spec = { height: 260, ...JSON.parse(element.dataset.spec), width: "container" };
+  spec.datasets = { [spec.data.name]: rows(data[spec.data.name]) };
   const { view } = await vegaEmbed(element, spec, {
     actions: false, renderer: "svg", mode: "vega-lite", config: theme, defaultStyle: false,
     tooltip: { disableDefaultStyle: true, theme: "page" },
