@@ -3,8 +3,6 @@
 Where commands run in this process, pages in docs/ run the same ones in processes of their own.
 """
 
-import shutil
-
 import pytest
 
 from tests.support.repository import ROOT
@@ -36,23 +34,6 @@ def test_the_model_trains_on_eight_devices_as_on_one(main, tmp_path, api, stems)
     evaluated = main(f"--workdir={tmp_path / 'single'}", name="evaluate")
     assert evaluated.returncode == 0, evaluated.stderr
     assert f"loss {one['eval']['loss']:.4g}" in evaluated.stdout
-
-
-def test_arrays_continued_end_where_an_undisturbed_run_ends(main, tmp_path):
-    """From what a killed run leaves; tests/commands/test_train.py kills one."""
-    flags = [MODEL.format("linen"), "--cpu_devices=8", "--gin.train.num_steps=100"]
-    flags += ["--gin.train.checkpoint_every=45", "--gin.train.log_every=10"]
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    assert main(*flags, f"--workdir={whole}").returncode == 0
-    shutil.copytree(whole, broken)
-    (broken / "summary.json").unlink()
-    for step in (90, 100):
-        shutil.rmtree(broken / "checkpoints" / str(step))
-    done = main(*flags, f"--workdir={broken}")
-    assert done.returncode == 0 and "Continuing from step 45" in done.stdout, done.stderr
-    a, b = summary(whole), summary(broken)
-    assert a["params_fingerprint"] == b["params_fingerprint"]
-    assert a["train"]["loss"] == b["train"]["loss"]
 
 
 def test_a_source_and_a_builder_of_ones_own_train(main, tmp_path):
@@ -118,15 +99,3 @@ def test_functions_without_annotations_are_taken(command, tmp_path):
     wrong = command(*flags, "--gin.train.model=@line()", cwd=tmp_path)
     assert wrong.returncode == 2 and "Traceback" not in wrong.stderr
     assert "train.model" in wrong.stderr and "DataSet" in wrong.stderr
-
-
-def test_a_loss_that_is_a_mean_is_refused_in_a_line_or_two(command, tmp_path):
-    (tmp_path / "mine").mkdir()
-    parts = PARTS.replace("scale * (output - y) ** 2", "((output - y) ** 2).mean()")
-    (tmp_path / "mine" / "parts.py").write_text(parts)
-    (tmp_path / "mine" / "run.gin").write_text(RUN)
-    (tmp_path / "gin").symlink_to(ROOT / "gin")
-    done = command("--gin_file=mine/run.gin", "--workdir=out", cwd=tmp_path)
-    assert done.returncode == 2
-    assert "loss returns one number for the batch" in done.stderr
-    assert len(done.stderr.splitlines()) <= 2, done.stderr

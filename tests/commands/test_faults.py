@@ -3,8 +3,6 @@
 import fcntl
 import re
 import resource
-import signal
-import subprocess
 import sys
 
 import pytest
@@ -15,8 +13,6 @@ from tests.support.disks import RUN
 from tests.support.disks import disk as disk
 from tests.support.disks import train as train
 from tests.support.processes import start
-from tests.support.programs import environment
-from tests.support.repository import ROOT
 from tests.support.runs import records, summary
 
 # ---- Folders ----
@@ -30,32 +26,6 @@ def test_a_second_run_in_the_same_folder_is_refused(train, tmp_path):
         assert status == 2
         assert f"another run (process 7 on otherhost) is using {tmp_path}" in err
     assert sorted(p.name for p in tmp_path.iterdir()) == [".run.holder", ".run.lock"]
-
-
-HOLD = (
-    "import sys, time\n"
-    "from research_dp.runs.workdir import locked_workdir\n"
-    "with locked_workdir(sys.argv[1]):\n"
-    "    print('held', flush=True)\n"
-    "    time.sleep(600)\n"
-)
-
-
-@pytest.mark.slow
-def test_a_killed_run_leaves_its_folder_free(tmp_path):
-    command = [sys.executable, "-c", HOLD, str(tmp_path)]
-    options = {"cwd": ROOT, "env": environment(), "text": True}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    first = subprocess.Popen(command, **options, **pipes)
-    assert first.stdout.readline() == "held\n"
-    second = subprocess.run(command, capture_output=True, check=False, **options)
-    assert f"another run (process {first.pid} on " in second.stderr
-    first.send_signal(signal.SIGKILL)
-    first.communicate()
-    third = subprocess.Popen(command, **options, **pipes)
-    assert third.stdout.readline() == "held\n"
-    third.kill()
-    third.communicate()
 
 
 @pytest.mark.slow

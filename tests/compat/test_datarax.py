@@ -155,20 +155,3 @@ def test_case_25_data_parallel_train_step():
     with pytest.raises(ValueError, match=r"'state/params/w' of shape \(3, 1\).* first dim of dev"):
         unstacked = state.replace(params={"w": jnp.ones((3, 1))})
         research_dp.data_parallel_train_step(loss_fn, optimizer, batch, unstacked)
-
-
-def test_case_25_data_parallel_train_step_averages_other_data_on_each_device():
-    optimizer = optax.sgd(0.1)
-    state = stacked_state(optimizer, {"w": jnp.ones((1, 1))})
-    batch = {"x": np.arange(8.0, dtype=np.float32).reshape(8, 1, 1)}
-    state, metrics = research_dp.data_parallel_train_step(squares, optimizer, batch, state)
-    np.testing.assert_allclose(metrics["loss"], np.full(8, 17.5))  # the mean of 0, 1, 4, ..., 49
-    np.testing.assert_allclose(state.params["w"].ravel(), np.full(8, 1 - 0.1 * 2 * 17.5))
-
-
-def test_rules_of_the_example():
-    rules = research_dp.data_parallel_rules()
-    assert rules("data", "embed") == ("data", None)
-    assert research_dp.data_parallel_rules("batch")("heads", "data") == (None, "batch")
-    with pytest.raises(AttributeError, match="nope"):
-        rules("nope")
