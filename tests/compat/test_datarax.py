@@ -1,15 +1,16 @@
-"""datarax and artifex: acceptance cases 21, 24 and 25, reductions, meshes and train steps."""
+"""datarax and artifex: acceptance cases 21, 24 and 25, reductions, meshes and train steps.
+
+Of case 25 the step of `spmd_train_step` is in test_train_steps.py.
+"""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
-from jax.sharding import PartitionSpec as P
 
 import research_dp
-from tests.support.steps import MODES, linear_and, regression, sgd_step, squares, stacked_state
+from tests.support.steps import MODES, squares, stacked_state
 
 DataParallel, DeviceMeshManager = research_dp.DataParallel, research_dp.DeviceMeshManager
 reduce_across = research_dp.reduce_gradients_across_devices
@@ -106,31 +107,6 @@ def test_case_24_impossible_meshes_are_errors_with_the_numbers(shape, message):
     if shape == {"data": 100}:
         with pytest.raises(ValueError, match=message):
             DeviceMeshManager().create_data_parallel_mesh(100)
-
-
-@pytest.mark.parametrize("in_context", [False, True])
-def test_case_25_spmd_step_follows_one_device(any_mesh, in_context):
-    single, optimizer = linear_and(optax.sgd(0.01))
-    before = single.kernel[...]
-    expected = sgd_step(single, optimizer, jax.tree.map(jnp.asarray, regression()))
-
-    model, optimizer = linear_and(optax.sgd(0.01))
-    for part in (model, optimizer):
-        state = research_dp.place_nnx_state_on_shards(nnx.state(part), any_mesh, {...: P()})
-        nnx.update(part, state)
-    sharding = research_dp.create_data_parallel_sharding(any_mesh)
-    batch = research_dp.place_batch_on_shards(regression(), sharding)
-    if in_context:
-        with jax.set_mesh(any_mesh):
-            loss = sgd_step(model, optimizer, batch)
-    else:
-        loss = sgd_step(model, optimizer, batch)
-
-    assert loss.ndim == 0
-    np.testing.assert_allclose(loss, expected, rtol=1e-6)
-    np.testing.assert_allclose(model.kernel[...], single.kernel[...], atol=1e-6)
-    np.testing.assert_allclose(model.bias[...], single.bias[...], atol=1e-6)
-    assert np.abs(model.kernel[...] - before).max() > 1e-3
 
 
 def test_case_25_data_parallel_train_step():

@@ -60,12 +60,6 @@ def test_signatures_are_those_of_the_seed_pages(name):
     assert top in research_dp.__all__
 
 
-def test_artifex_has_five_methods_and_three_twins():
-    own = {name for name, x in vars(research_dp.DataParallel).items() if not name.startswith("_")}
-    twins = {name for name in own if name.endswith("_static")}
-    assert (len(own - twins), len(twins)) == (5, 3)
-
-
 def test_gin_knows_what_a_run_can_reach_alone():
     """A binding of what no slot and no argument takes would have no effect."""
     known = {entry.name for entry in gin_internals.configurables().values()}

@@ -1,5 +1,7 @@
 """What train steps and placements take: each kind of model, optimizer, state, mesh and batch."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -50,12 +52,16 @@ def one_device():
     return trained({"x": X})
 
 
-@pytest.mark.parametrize("spec", [None, P(), P("data")])
-def test_spmd_numbers_are_those_of_one_device(any_mesh, spec, one_device):
+@pytest.mark.parametrize(
+    ("spec", "in_context"), [(None, False), (P(), False), (P(), True), (P("data"), False)]
+)
+def test_spmd_numbers_are_those_of_one_device(any_mesh, spec, in_context, one_device):
     expected, one = one_device
     sharding = research_dp.create_data_parallel_sharding(any_mesh)
     batch = research_dp.place_batch_on_shards({"x": X}, sharding)
-    losses, model = trained(batch, spec, any_mesh)
+    with jax.set_mesh(any_mesh) if in_context else contextlib.nullcontext():
+        losses, model = trained(batch, spec, any_mesh)
+    assert all(loss.ndim == 0 for loss in losses)
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
     for a, b in zip(*map(jax.tree.leaves, map(nnx.state, (model, one))), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)

@@ -13,7 +13,6 @@ from jax.sharding import PartitionSpec as P
 import research_dp as rdp
 import research_dp.training.train
 from research_dp.config import load
-from research_dp.distributed.collectives import PLAIN
 from research_dp.distributed.differentiable_gather import GatherOptions, gather_tree_with_mean_grads
 from research_dp.distributed.sharding import infer_sharding
 from research_dp.distributed.units import exchange_rows, take_rows
@@ -23,15 +22,7 @@ from tests.support.recipes import recipe
 from tests.support.steps import abstract, mesh_of, on
 
 W = jnp.ones((16, 4))
-LAYOUT = infer_sharding([W], lambda *_: rdp.ShardDecision(0), 8)
-SLOT = {"axes": ("fsdp",), "reduction": PLAIN}
 TWICE = ("fsdp", "fsdp")
-
-
-def update(**options):
-    params = {"w": W}
-    optimizer = rdp.OptaxAdapter(optax.sgd(1.0), optax.sgd(1.0).init(params))
-    return rdp.fsdp_apply_gradients(params, params, optimizer, **options)
 
 
 LATER = {

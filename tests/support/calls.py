@@ -183,7 +183,6 @@ USUAL = {
 }
 EAGER_AXIS = {"axis_name": ("data", "text")}
 OF_A_CLASS = {"axis_name": ("fsdp", "axes of a later call")}
-SLOT = {"grads": (TREE, "arrays"), "params": (TREE, "arrays")}
 
 
 OF_A_MODEL = {
