@@ -321,28 +321,6 @@ def test_shipped_strategies_send_the_least(tmp_path):
         assert row["wire_ratio"] <= 1.01, name
 
 
-@pytest.mark.slow
-def test_the_command_ends_with_a_status(command, main):
-    flags = [DIGITS, MLP, "--topology=cpu:8", "--strategies=zero1"]
-    flags += ["--gin.plan.max_wire_ratio=0.9", "--gin.plan.max_peak_bytes=1000"]
-    done = main(*flags, name="plan")
-    assert done.returncode == 1, done.stderr
-    assert "zero1 sends 1 times the least, more than 0.9. plan.max_wire_ratio is" in done.stderr
-    assert "bytes a device at its peak, more than 1,000" in done.stderr
-    done = command(DIGITS, "--topology=h100", module="research_dp.plan")
-    assert done.returncode == 2
-    # After at most the lines of progress.
-    assert done.stderr.splitlines()[-1].startswith("error: topology 'h100' is not known")
-    assert done.stderr.count("error") == 1 and "Traceback" not in done.stderr
-
-
-@pytest.mark.slow
-def test_a_budget_has_no_effect_on_training(main):
-    done = main(DIGITS, "--gin.plan.max_wire_ratio=1.01", "--dry_run", "--cpu_devices=8")
-    assert done.returncode == 0, done.stderr
-    assert "plan.max_wire_ratio = 1.01" in done.stdout
-
-
 def test_two_files_of_one_name_are_not_one_row(tmp_path):
     own = tmp_path / "fsdp.gin"
     own.write_text("")
@@ -466,5 +444,6 @@ def test_an_error_of_one_strategy_is_a_row_beside_the_others(monkeypatch, capsys
 )
 def test_a_fault_is_not_taken_for_a_strategy_that_cannot_be_planned(monkeypatch, error):
     injured(monkeypatch, error)
-    with pytest.raises(type(error), match="a fault of"):
+    with pytest.raises(type(error), match="a fault of") as raised:
         plan(DIGITS, MLP, "--topology=cpu:8", "--strategies=zero1")
+    assert not isinstance(raised.value, UsageError)
