@@ -1,11 +1,10 @@
-"""The packages in examples/ as their users run them, and a package without annotations.
+"""The packages in examples/ as their users run them.
 
 Where commands run in this process, pages in docs/ run the same ones in processes of their own.
 """
 
 import pytest
 
-from tests.support.repository import ROOT
 from tests.support.runs import lines, summary
 
 pytestmark = pytest.mark.slow
@@ -48,54 +47,3 @@ def test_a_source_and_a_builder_of_ones_own_train(main, tmp_path):
         assert done.returncode == 0, done.stderr
         assert summary(folder)["eval"]["accuracy"] > 0.9
     assert list((tmp_path / "discs_and_squares" / "1.0.0").glob("*.array_record*"))
-
-
-PARTS = """
-import flax.linen as nn
-import gin
-import numpy as np
-import optax
-import research_dp
-
-class Net(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return nn.Dense(1)(x)[:, 0]
-
-@gin.register
-def net(scale=1.0):
-    return research_dp.from_linen(Net(), loss=lambda output, y: scale * (output - y) ** 2)
-
-@gin.register
-def line(slope=2.0):
-    x = np.linspace(-1, 1, 200)[:, None]
-    return research_dp.from_arrays(x, slope * x[:, 0])
-
-@gin.register
-def descent(rate=0.1):
-    return optax.chain(optax.clip(1.0), optax.sgd(rate))
-"""
-RUN = """
-import mine.parts
-include 'gin/strategies/ddp.gin'
-train.model = @net()
-train.data = @line()
-train.optimizer = @descent()
-descent.rate = 0.2
-train.num_steps = 100
-train.batch_size = 32
-"""
-
-
-def test_functions_without_annotations_are_taken(command, tmp_path):
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "parts.py").write_text(PARTS)
-    (tmp_path / "mine" / "run.gin").write_text(RUN)
-    (tmp_path / "gin").symlink_to(ROOT / "gin")
-    flags = ["--gin_file=mine/run.gin", "--cpu_devices=2", "--workdir=out"]
-    done = command(*flags, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert summary(tmp_path / "out")["eval"]["loss"] < 1e-3
-    wrong = command(*flags, "--gin.train.model=@line()", cwd=tmp_path)
-    assert wrong.returncode == 2 and "Traceback" not in wrong.stderr
-    assert "train.model" in wrong.stderr and "DataSet" in wrong.stderr

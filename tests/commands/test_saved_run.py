@@ -21,7 +21,7 @@ from research_dp.runs import checkpoint_files
 from tests.support import runs
 from tests.support.repository import ROOT
 
-# A module whose batch statistics are a part of what it predicts.
+# A module whose batch statistics are a part of what it predicts, by functions without annotations.
 PACKAGE = """
 import flax.linen as nn
 import gin
@@ -83,6 +83,11 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def run(folder):
     return folder / "zero1"
+
+
+def test_what_a_function_without_annotations_returns_is_checked(folder):
+    with pytest.raises(UsageError, match=r"train\.model = a DataSet: give a TrainableModel"):
+        research_dp.dry_run(folder / "run.gin", {"train.model": "@blobs()"})
 
 
 def records(run):
