@@ -39,13 +39,6 @@ class TestCommand:
         assert "0 fail" in checks and not more
 
     @pytest.mark.slow
-    def test_an_oracle_that_there_is_not_is_told(self, main):
-        flags = ["--gin_file=runs/digits.gin", "--against=sinle", "--cpu_devices=8"]
-        done = main(*flags, name="certify")
-        assert done.returncode == 2
-        assert "--against=sinle: no such file. Did you mean strategies/single.gin" in done.stderr
-
-    @pytest.mark.slow
     def test_another_strategy_can_be_the_oracle(self, certify, tmp_path):
         file = tmp_path / "c.json"
         flags = ["--gin_file=runs/digits.gin", "--gin_file=models/mlp_nnx.gin", "--cpu_devices=4"]

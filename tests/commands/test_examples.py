@@ -1,13 +1,10 @@
-"""The packages in examples/ as their users run them, and a package without annotations.
+"""The packages in examples/ as their users run them.
 
 Where commands run in this process, pages in docs/ run the same ones in processes of their own.
 """
 
-import shutil
-
 import pytest
 
-from tests.support.repository import ROOT
 from tests.support.runs import lines, summary
 
 pytestmark = pytest.mark.slow
@@ -38,23 +35,6 @@ def test_the_model_trains_on_eight_devices_as_on_one(main, tmp_path, api, stems)
     assert f"loss {one['eval']['loss']:.4g}" in evaluated.stdout
 
 
-def test_arrays_continued_end_where_an_undisturbed_run_ends(main, tmp_path):
-    """From what a killed run leaves; tests/commands/test_train.py kills one."""
-    flags = [MODEL.format("linen"), "--cpu_devices=8", "--gin.train.num_steps=100"]
-    flags += ["--gin.train.checkpoint_every=45", "--gin.train.log_every=10"]
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    assert main(*flags, f"--workdir={whole}").returncode == 0
-    shutil.copytree(whole, broken)
-    (broken / "summary.json").unlink()
-    for step in (90, 100):
-        shutil.rmtree(broken / "checkpoints" / str(step))
-    done = main(*flags, f"--workdir={broken}")
-    assert done.returncode == 0 and "Continuing from step 45" in done.stdout, done.stderr
-    a, b = summary(whole), summary(broken)
-    assert a["params_fingerprint"] == b["params_fingerprint"]
-    assert a["train"]["loss"] == b["train"]["loss"]
-
-
 def test_a_source_and_a_builder_of_ones_own_train(main, tmp_path):
     data = "--gin_file=examples/own_data/{}.gin"
     runs = {
@@ -67,66 +47,3 @@ def test_a_source_and_a_builder_of_ones_own_train(main, tmp_path):
         assert done.returncode == 0, done.stderr
         assert summary(folder)["eval"]["accuracy"] > 0.9
     assert list((tmp_path / "discs_and_squares" / "1.0.0").glob("*.array_record*"))
-
-
-PARTS = """
-import flax.linen as nn
-import gin
-import numpy as np
-import optax
-import research_dp
-
-class Net(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return nn.Dense(1)(x)[:, 0]
-
-@gin.register
-def net(scale=1.0):
-    return research_dp.from_linen(Net(), loss=lambda output, y: scale * (output - y) ** 2)
-
-@gin.register
-def line(slope=2.0):
-    x = np.linspace(-1, 1, 200)[:, None]
-    return research_dp.from_arrays(x, slope * x[:, 0])
-
-@gin.register
-def descent(rate=0.1):
-    return optax.chain(optax.clip(1.0), optax.sgd(rate))
-"""
-RUN = """
-import mine.parts
-include 'gin/strategies/ddp.gin'
-train.model = @net()
-train.data = @line()
-train.optimizer = @descent()
-descent.rate = 0.2
-train.num_steps = 100
-train.batch_size = 32
-"""
-
-
-def test_functions_without_annotations_are_taken(command, tmp_path):
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "parts.py").write_text(PARTS)
-    (tmp_path / "mine" / "run.gin").write_text(RUN)
-    (tmp_path / "gin").symlink_to(ROOT / "gin")
-    flags = ["--gin_file=mine/run.gin", "--cpu_devices=2", "--workdir=out"]
-    done = command(*flags, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert summary(tmp_path / "out")["eval"]["loss"] < 1e-3
-    wrong = command(*flags, "--gin.train.model=@line()", cwd=tmp_path)
-    assert wrong.returncode == 2 and "Traceback" not in wrong.stderr
-    assert "train.model" in wrong.stderr and "DataSet" in wrong.stderr
-
-
-def test_a_loss_that_is_a_mean_is_refused_in_a_line_or_two(command, tmp_path):
-    (tmp_path / "mine").mkdir()
-    parts = PARTS.replace("scale * (output - y) ** 2", "((output - y) ** 2).mean()")
-    (tmp_path / "mine" / "parts.py").write_text(parts)
-    (tmp_path / "mine" / "run.gin").write_text(RUN)
-    (tmp_path / "gin").symlink_to(ROOT / "gin")
-    done = command("--gin_file=mine/run.gin", "--workdir=out", cwd=tmp_path)
-    assert done.returncode == 2
-    assert "loss returns one number for the batch" in done.stderr
-    assert len(done.stderr.splitlines()) <= 2, done.stderr

@@ -2,9 +2,6 @@
 
 import fcntl
 import re
-import resource
-import signal
-import subprocess
 import sys
 
 import pytest
@@ -15,9 +12,7 @@ from tests.support.disks import RUN
 from tests.support.disks import disk as disk
 from tests.support.disks import train as train
 from tests.support.processes import start
-from tests.support.programs import environment
-from tests.support.repository import ROOT
-from tests.support.runs import records, summary
+from tests.support.runs import summary
 
 # ---- Folders ----
 
@@ -30,32 +25,6 @@ def test_a_second_run_in_the_same_folder_is_refused(train, tmp_path):
         assert status == 2
         assert f"another run (process 7 on otherhost) is using {tmp_path}" in err
     assert sorted(p.name for p in tmp_path.iterdir()) == [".run.holder", ".run.lock"]
-
-
-HOLD = (
-    "import sys, time\n"
-    "from research_dp.runs.workdir import locked_workdir\n"
-    "with locked_workdir(sys.argv[1]):\n"
-    "    print('held', flush=True)\n"
-    "    time.sleep(600)\n"
-)
-
-
-@pytest.mark.slow
-def test_a_killed_run_leaves_its_folder_free(tmp_path):
-    command = [sys.executable, "-c", HOLD, str(tmp_path)]
-    options = {"cwd": ROOT, "env": environment(), "text": True}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    first = subprocess.Popen(command, **options, **pipes)
-    assert first.stdout.readline() == "held\n"
-    second = subprocess.run(command, capture_output=True, check=False, **options)
-    assert f"another run (process {first.pid} on " in second.stderr
-    first.send_signal(signal.SIGKILL)
-    first.communicate()
-    third = subprocess.Popen(command, **options, **pipes)
-    assert third.stdout.readline() == "held\n"
-    third.kill()
-    third.communicate()
 
 
 @pytest.mark.slow
@@ -113,23 +82,6 @@ def test_a_full_disk_ends_the_run_and_loses_nothing(disk):
     assert summary(disk.seen)["step"] == 100
 
 
-@pytest.mark.slow
-def test_files_that_cannot_grow_end_the_run(train, tmp_path):
-    wide = "--gin.mlp.widths=(2048,)"  # the programs that JAX keeps are smaller
-    assert train(tmp_path, wide)[0] == 0
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, before[1]))
-    try:
-        status, _, err = train(tmp_path, wide, "--gin.train.num_steps=60")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert status == 1 and "saving step 30" in err
-    assert "File too large. Step 20 is saved; the same command continues from there" in err
-    assert train(tmp_path, wide, "--gin.train.num_steps=60")[0] == 0
-    last = [(record["split"], record["step"]) for record in records(tmp_path)[-2:]]
-    assert last == [("train", 60), ("eval", 60)]
-
-
 # ---- Data ----
 
 
@@ -168,24 +120,6 @@ def test_a_stream_that_cannot_be_read_is_told(train, spoiled, tmp_path):
     flags = ["--gin_file=gin/options/tf_data.gin", f"--gin.tfds_data.data_dir={data}"]
     status, _, err = train(tmp_path / "run", *flags)
     assert status == 2 and "an example of digits train cannot be read" in err
-
-
-# ---- The command that looks ----
-
-
-@pytest.mark.slow
-def test_the_command_lists_and_verifies(train, tmp_path, main):
-    assert train(tmp_path)[0] == 0
-    look = {"name": "checkpoints"}
-    listed = main(tmp_path, **look)
-    assert listed.returncode == 0 and listed.stdout.count("not verified") == 2
-    whole = main(tmp_path, "--verify", **look)
-    assert whole.returncode == 0 and whole.stdout.count("intact: 15 arrays") == 2, whole.stderr
-    (tmp_path / "checkpoints" / "10" / "state" / "manifest.ocdbt").unlink()
-    damaged = main(tmp_path, "--verify", **look)
-    assert damaged.returncode == 1 and "damaged: " in damaged.stdout
-    nothing = main(tmp_path / "elsewhere", **look)
-    assert nothing.returncode == 2 and "there are no checkpoints in" in nothing.stderr
 
 
 # ---- Several processes ----

@@ -1,9 +1,5 @@
 """Data and folders as commands meet them: another data set, another folder, another setting."""
 
-import hashlib
-import json
-import socket
-
 import pytest
 
 from research_dp.data import builders
@@ -11,6 +7,8 @@ from research_dp.runs.checkpoint_files import MANIFEST
 from tests.support import data
 from tests.support.disks import train as train
 from tests.support.processes import RUN
+from tests.support.programs import free_port
+from tests.support.run_folders import rewrite
 from tests.support.runs import summary
 
 SHORT = ["--gin.train.num_steps=2", "--gin.mlp.widths=(8,)", "--gin.train.checkpoint_every=None"]
@@ -28,10 +26,7 @@ def few_digits(tmp_path):
 
 def forget_the_data(manifest):
     """Makes a manifest what an earlier version wrote."""
-    content = json.loads(manifest.read_text())["content"]
-    del content["data"]
-    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-    manifest.write_text(json.dumps({"content": content, "sha256": digest}))
+    rewrite(manifest, lambda content: {k: x for k, x in content.items() if k != "data"})
 
 
 def test_what_changed_before_a_continuation_is_told_and_other_data_is_refused(
@@ -63,9 +58,7 @@ def test_what_changed_before_a_continuation_is_told_and_other_data_is_refused(
 
 def two_apart(command, workdirs, folders, *flags):
     """Two processes of one run, each with a folder of its own for results and for data."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     processes = [
         command(
             *RUN,
@@ -79,11 +72,7 @@ def two_apart(command, workdirs, folders, *flags):
         )
         for process, (workdir, folder) in enumerate(zip(workdirs, folders, strict=True))
     ]
-    try:
-        outputs = [process.communicate(timeout=200)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
+    outputs = [process.communicate(timeout=200)[0] for process in processes]
     return [process.returncode for process in processes], outputs
 
 

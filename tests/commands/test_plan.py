@@ -8,7 +8,8 @@ import jax
 import pytest
 
 from research_dp.analysis.topologies import Topology, topology
-from research_dp.commands import plan_candidates
+from research_dp.commands import cli, configured, failures, plan_candidates
+from research_dp.commands import plan as plan_command
 from research_dp.distributed.mesh import chips
 from research_dp.errors import UsageError
 from research_dp.planning import estimate as estimate_lib
@@ -16,16 +17,25 @@ from research_dp.planning import report
 from research_dp.planning.limits import Budget
 from research_dp.planning.row import CollectiveTotal, Row, fastest_first
 from research_dp.planning.tables import prediction_error, tables
+from research_dp.strategies import StrategyConfig
 from tests.support import certified
 from tests.support.plan_rows import GPUS, absent, make_row
-from tests.support.plans import DIGITS, MLP, plan
+from tests.support.runs import WITH_MLP
 from tests.support.strategies import recipe
+
+DIGITS, MLP = WITH_MLP
 
 # What the plan of a strategy must say.
 KEYS = [
     *("fits", "state_bytes", "temp_bytes", "peak_bytes", "wire_bytes", "min_wire_bytes"),
     *("collectives", "hidden_fraction", "flops", "predicted_seconds", "predicted_parts", "bound"),
 ]
+
+
+def plan(*flags):
+    """The exit status of the command, run in this process."""
+    with configured.speaking_flags():
+        return plan_command.command(**cli.parse("plan", flags))
 
 
 def row(name, *, needed=10e9, state=5e9, step=0.1, **others):
@@ -311,28 +321,6 @@ def test_shipped_strategies_send_the_least(tmp_path):
         assert row["wire_ratio"] <= 1.01, name
 
 
-@pytest.mark.slow
-def test_the_command_ends_with_a_status(command, main):
-    flags = [DIGITS, MLP, "--topology=cpu:8", "--strategies=zero1"]
-    flags += ["--gin.plan.max_wire_ratio=0.9", "--gin.plan.max_peak_bytes=1000"]
-    done = main(*flags, name="plan")
-    assert done.returncode == 1, done.stderr
-    assert "zero1 sends 1 times the least, more than 0.9. plan.max_wire_ratio is" in done.stderr
-    assert "bytes a device at its peak, more than 1,000" in done.stderr
-    done = command(DIGITS, "--topology=h100", module="research_dp.plan")
-    assert done.returncode == 2
-    # After at most the lines of progress.
-    assert done.stderr.splitlines()[-1].startswith("error: topology 'h100' is not known")
-    assert done.stderr.count("error") == 1 and "Traceback" not in done.stderr
-
-
-@pytest.mark.slow
-def test_a_budget_has_no_effect_on_training(main):
-    done = main(DIGITS, "--gin.plan.max_wire_ratio=1.01", "--dry_run", "--cpu_devices=8")
-    assert done.returncode == 0, done.stderr
-    assert "plan.max_wire_ratio = 1.01" in done.stdout
-
-
 def test_two_files_of_one_name_are_not_one_row(tmp_path):
     own = tmp_path / "fsdp.gin"
     own.write_text("")
@@ -417,3 +405,45 @@ def test_groups_of_hosts_are_among_the_variants():
     ):
         found = plan_candidates.variants(candidate, fast, where)
         assert [one.name for one in found if one.name.startswith("hsdp")] == expected
+
+
+# ---- One strategy cannot be built: the others have their rows ----
+
+
+def injured(monkeypatch, error):
+    """Has one strategy's trace fail as it does where JAX refuses its devices."""
+    original = StrategyConfig.build
+
+    def build(recipe, spec):
+        if recipe.name == "zero1":
+            raise error
+        return original(recipe, spec)
+
+    monkeypatch.setattr(StrategyConfig, "build", build)
+
+
+def test_an_error_of_one_strategy_is_a_row_beside_the_others(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(failures, "is_of_users_code", lambda error: False)  # it is this file's
+    injured(monkeypatch, ValueError("devices must form a subcube\nmore"))
+    file = tmp_path / "plan.json"
+    flags = [DIGITS, MLP, "--topology=cpu:8", "--gin.mlp.widths=(4,)"]
+    assert plan(*flags, "--strategies=zero1,single", f"--json={file}") == 0
+    found = json.loads(file.read_text())["strategies"]
+    assert found["zero1"]["problem"] == "refused: ValueError: devices must form a subcube"
+    assert found["single"]["fits"]
+    with pytest.raises(UsageError, match=r"^zero1: refused: ValueError: devices must "):
+        plan(*flags, "--strategies=zero1")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        KeyError("a fault of this package"),
+        ValueError("a fault of the user's own code"),
+    ],
+)
+def test_a_fault_is_not_taken_for_a_strategy_that_cannot_be_planned(monkeypatch, error):
+    injured(monkeypatch, error)
+    with pytest.raises(type(error), match="a fault of") as raised:
+        plan(DIGITS, MLP, "--topology=cpu:8", "--strategies=zero1")
+    assert not isinstance(raised.value, UsageError)

@@ -148,19 +148,23 @@ def test_means_of_what_is_no_metric_are_refused(steps):
         research_dp.metric_means(steps)
 
 
-@pytest.mark.parametrize("value", [_loss, [_loss], research_dp.TrainSpec, lambda: 1])
-def test_functions_in_bindings_are_refused_in_words(value):
-    with pytest.raises(UsageError, match=r"^bindings: .*Decorate it with @gin.register, and .*'@n"):
-        research_dp.dry_run("runs/digits.gin", {"train.model": value})
-
-
 @pytest.mark.parametrize(
-    "value", [research_dp.TrainableModel(_init, _loss), optax.adam(1), {_init}]
+    ("values", "said"),
+    [
+        (
+            (_loss, [_loss], research_dp.TrainSpec, lambda: 1),
+            "Decorate it with @gin.register, and .*'@n",
+        ),
+        (
+            (research_dp.TrainableModel(_init, _loss), optax.adam(1), {_init}),
+            r"a function that returns it with @gin.register, and give '@name\(\)'",
+        ),
+    ],
 )
-def test_objects_in_bindings_are_refused_in_words(value):
-    said = r"^bindings: .*a function that returns it with @gin.register, and give '@name\(\)'"
-    with pytest.raises(UsageError, match=said):
-        research_dp.dry_run("runs/digits.gin", {"train.model": value})
+def test_functions_and_objects_in_bindings_are_refused_in_words(values, said):
+    for value in values:
+        with pytest.raises(UsageError, match=rf"^bindings: .*{said}"):
+            research_dp.dry_run("runs/digits.gin", {"train.model": value})
 
 
 @pytest.mark.parametrize(

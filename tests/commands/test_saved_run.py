@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from research_dp.runs import checkpoint_files
 from tests.support import runs
 from tests.support.repository import ROOT
 
-# A module whose batch statistics are a part of what it predicts.
+# A module whose batch statistics are a part of what it predicts, by functions without annotations.
 PACKAGE = """
 import flax.linen as nn
 import gin
@@ -82,6 +83,11 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def run(folder):
     return folder / "zero1"
+
+
+def test_what_a_function_without_annotations_returns_is_checked(folder):
+    with pytest.raises(UsageError, match=r"train\.model = a DataSet: give a TrainableModel"):
+        research_dp.dry_run(folder / "run.gin", {"train.model": "@blobs()"})
 
 
 def records(run):
@@ -218,6 +224,19 @@ def test_flags_without_effect_are_refused(run, capfd, flags, message):
         status = ended.code
     assert status == 2
     assert message in capfd.readouterr().err
+
+
+def test_the_command_lists_and_verifies(run, tmp_path, capfd):
+    assert checkpoints.main([str(run)]) == 0
+    assert capfd.readouterr().out.count("not verified") == 3
+    assert checkpoints.main([str(run), "--verify"]) == 0
+    assert len(re.findall(r"intact: \d+ arrays", capfd.readouterr().out)) == 3
+    copy = shutil.copytree(run, tmp_path / "copy")
+    (copy / "checkpoints" / "4" / "state" / "manifest.ocdbt").unlink()
+    assert checkpoints.main([str(copy), "--verify"]) == 1
+    assert "damaged: " in capfd.readouterr().out
+    assert checkpoints.main([str(tmp_path / "elsewhere")]) == 2
+    assert "there are no checkpoints in" in capfd.readouterr().err
 
 
 def test_mistakes_say_what_there_is(run, tmp_path):

@@ -1,7 +1,6 @@
 """What the quickstart and its neighbours do, and print, where TensorFlow is not installed."""
 
 import os
-import pty
 import re
 import subprocess
 import sys
@@ -10,6 +9,7 @@ import pytest
 
 from tests.support.repository import ROOT
 from tests.support.runs import summary
+from tests.support.terminal import on_terminal
 
 # Python's finder of files on the path says that there is no such package, as where it is missing.
 WITHOUT = """import importlib.machinery
@@ -32,30 +32,12 @@ def environment(command, tmp_path):
     return {**command.environment, **changed, "COLUMNS": "80", "TERM": "xterm"}
 
 
-def on_a_terminal(words, environment, folder):
-    """Runs a command on a terminal of its own; returns the exit status and what it shows."""
-    ours, theirs = pty.openpty()
-    options = {"stdin": theirs, "stdout": theirs, "stderr": theirs, "cwd": folder}
-    with subprocess.Popen([sys.executable, *words], env=environment, **options) as process:
-        os.close(theirs)
-        shown = b""
-        while True:
-            try:
-                part = os.read(ours, 65536)
-            except OSError:  # Linux: the other side is closed
-                break
-            if not part:
-                break
-            shown += part
-        status = process.wait(timeout=200)
-    os.close(ours)
-    return status, shown.decode()
-
-
 @pytest.mark.slow
 def test_the_first_run_needs_no_tensorflow_and_shows_no_foreign_line(environment, tmp_path):
     words = ["-m", "research_dp", "train", "--gin_file=runs/digits.gin", "--workdir=w"]
-    status, shown = on_a_terminal([*words, "--gin.train.num_steps=60"], environment, tmp_path)
+    words.append("--gin.train.num_steps=60")
+    status, chunks = on_terminal(*words, env=environment, cwd=tmp_path)
+    shown = "".join(text for _, text in chunks)
     assert status == 0, shown
     for word in FOREIGN:
         assert word not in shown, shown

@@ -1,15 +1,16 @@
-"""datarax and artifex: acceptance cases 21, 24 and 25, reductions, meshes and train steps."""
+"""datarax and artifex: acceptance cases 21, 24 and 25, reductions, meshes and train steps.
+
+Of case 25 the step of `spmd_train_step` is in test_train_steps.py.
+"""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
-from jax.sharding import PartitionSpec as P
 
 import research_dp
-from tests.support.steps import MODES, linear_and, regression, sgd_step, squares, stacked_state
+from tests.support.steps import MODES, squares, stacked_state
 
 DataParallel, DeviceMeshManager = research_dp.DataParallel, research_dp.DeviceMeshManager
 reduce_across = research_dp.reduce_gradients_across_devices
@@ -108,31 +109,6 @@ def test_case_24_impossible_meshes_are_errors_with_the_numbers(shape, message):
             DeviceMeshManager().create_data_parallel_mesh(100)
 
 
-@pytest.mark.parametrize("in_context", [False, True])
-def test_case_25_spmd_step_follows_one_device(any_mesh, in_context):
-    single, optimizer = linear_and(optax.sgd(0.01))
-    before = single.kernel[...]
-    expected = sgd_step(single, optimizer, jax.tree.map(jnp.asarray, regression()))
-
-    model, optimizer = linear_and(optax.sgd(0.01))
-    for part in (model, optimizer):
-        state = research_dp.place_nnx_state_on_shards(nnx.state(part), any_mesh, {...: P()})
-        nnx.update(part, state)
-    sharding = research_dp.create_data_parallel_sharding(any_mesh)
-    batch = research_dp.place_batch_on_shards(regression(), sharding)
-    if in_context:
-        with jax.set_mesh(any_mesh):
-            loss = sgd_step(model, optimizer, batch)
-    else:
-        loss = sgd_step(model, optimizer, batch)
-
-    assert loss.ndim == 0
-    np.testing.assert_allclose(loss, expected, rtol=1e-6)
-    np.testing.assert_allclose(model.kernel[...], single.kernel[...], atol=1e-6)
-    np.testing.assert_allclose(model.bias[...], single.bias[...], atol=1e-6)
-    assert np.abs(model.kernel[...] - before).max() > 1e-3
-
-
 def test_case_25_data_parallel_train_step():
     optimizer = optax.sgd(0.1)
     traced = []
@@ -155,20 +131,3 @@ def test_case_25_data_parallel_train_step():
     with pytest.raises(ValueError, match=r"'state/params/w' of shape \(3, 1\).* first dim of dev"):
         unstacked = state.replace(params={"w": jnp.ones((3, 1))})
         research_dp.data_parallel_train_step(loss_fn, optimizer, batch, unstacked)
-
-
-def test_case_25_data_parallel_train_step_averages_other_data_on_each_device():
-    optimizer = optax.sgd(0.1)
-    state = stacked_state(optimizer, {"w": jnp.ones((1, 1))})
-    batch = {"x": np.arange(8.0, dtype=np.float32).reshape(8, 1, 1)}
-    state, metrics = research_dp.data_parallel_train_step(squares, optimizer, batch, state)
-    np.testing.assert_allclose(metrics["loss"], np.full(8, 17.5))  # the mean of 0, 1, 4, ..., 49
-    np.testing.assert_allclose(state.params["w"].ravel(), np.full(8, 1 - 0.1 * 2 * 17.5))
-
-
-def test_rules_of_the_example():
-    rules = research_dp.data_parallel_rules()
-    assert rules("data", "embed") == ("data", None)
-    assert research_dp.data_parallel_rules("batch")("heads", "data") == (None, "batch")
-    with pytest.raises(AttributeError, match="nope"):
-        rules("nope")

@@ -101,32 +101,14 @@ def test_case_14_modules_shard_themselves_and_train_alike(initialised):
         assert np.abs(np.asarray(b) - start).max() > 1e-3  # something was learnt
 
 
-def test_case_16_batch_norm_and_scan():
+def test_case_16_batch_norm():
+    """Its scan is in test_modules.py."""
     wrapped = research_dp.shard_module_params(nn.BatchNorm, "data", 0)
     x = jnp.zeros((4, 16))
     boxes = abstract(A, lambda k: wrapped(use_running_average=False).init(k, x), jax.random.key(0))
     specs = nn.get_partition_spec(boxes)
     assert specs["params"] == {"scale": P("data"), "bias": P("data")}
     assert specs["batch_stats"] == {"mean": P(), "var": P()}
-
-    class Layers(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            dense = research_dp.shard_module_params(nn.Dense, "data", 16)
-            scanned = nn.scan(
-                lambda module, x, _: (module(x), None),
-                variable_axes={"params": 0},
-                split_rngs={"params": True},
-                length=3,
-                metadata_params={nn.PARTITION_NAME: None},
-            )
-            return scanned(dense(784, name="dense"), x, None)[0]
-
-    boxes = abstract(A, lambda k: Layers().init(k, jnp.zeros((1, 784))), jax.random.key(0))
-    params = boxes["params"]["dense"]
-    specs = nn.get_partition_spec(params)
-    assert specs == {"kernel": P(None, None, "data"), "bias": P(None, "data")}
-    assert params["kernel"].value.shape == (3, 784, 98)
 
 
 def test_case_17_optimizer_state_lies_as_its_parameters(initialised):

@@ -56,9 +56,10 @@ def test_spmd_step_differentiates_what_the_optimizer_is_for():
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "max_norm"), [(optax.adam(0.1), 0.1), (optax.sgd(0.01), None)]
+    ("optimizer", "max_norm", "micro_batches"),
+    [(optax.adam(0.1), 0.1, 2), (optax.sgd(0.01), None, 1)],
 )
-def test_pmap_step_follows_one_device(optimizer, max_norm):
+def test_pmap_step_follows_one_device(optimizer, max_norm, micro_batches):
     """Other data on each device, micro-batches, clipping: as one device with the whole batch."""
     x = np.random.default_rng(0).normal(size=(8, 4, 3)).astype(np.float32)
     params = {"w": jnp.arange(3.0)[:, None]}
@@ -67,7 +68,7 @@ def test_pmap_step_follows_one_device(optimizer, max_norm):
         research_dp.data_parallel_train_step, squares, optimizer, max_grad_norm=max_norm
     )
     for _ in range(2):
-        state, metrics = step({"x": x}, state, accumulation_steps=2)
+        state, metrics = step({"x": x}, state, accumulation_steps=micro_batches)
 
     clip = optax.identity() if max_norm is None else optax.clip_by_global_norm(max_norm)
     chain = optax.chain(clip, optimizer)

@@ -1,5 +1,7 @@
 """What train steps and placements take: each kind of model, optimizer, state, mesh and batch."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -50,12 +52,16 @@ def one_device():
     return trained({"x": X})
 
 
-@pytest.mark.parametrize("spec", [None, P(), P("data")])
-def test_spmd_numbers_are_those_of_one_device(any_mesh, spec, one_device):
+@pytest.mark.parametrize(
+    ("spec", "in_context"), [(None, False), (P(), False), (P(), True), (P("data"), False)]
+)
+def test_spmd_numbers_are_those_of_one_device(any_mesh, spec, in_context, one_device):
     expected, one = one_device
     sharding = research_dp.create_data_parallel_sharding(any_mesh)
     batch = research_dp.place_batch_on_shards({"x": X}, sharding)
-    losses, model = trained(batch, spec, any_mesh)
+    with jax.set_mesh(any_mesh) if in_context else contextlib.nullcontext():
+        losses, model = trained(batch, spec, any_mesh)
+    assert all(loss.ndim == 0 for loss in losses)
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
     for a, b in zip(*map(jax.tree.leaves, map(nnx.state, (model, one))), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
@@ -120,13 +126,6 @@ def pmap_step(batch, **options):
     return research_dp.data_parallel_train_step(squares, sgd, batch, state, **options)
 
 
-def test_the_pmap_step_takes_the_train_state_of_flax():
-    state, metrics = pmap_step({"x": np.ones((8, 2, 3), np.float32)})
-    np.testing.assert_array_equal(metrics["loss"], np.full(8, 9.0))
-    np.testing.assert_allclose(state.params["w"][0], np.full((3, 1), 0.4), rtol=1e-6)
-    assert (state.step == 1).all()
-
-
 @pytest.mark.parametrize(
     ("batch", "options", "message"),
     [
@@ -135,7 +134,6 @@ def test_the_pmap_step_takes_the_train_state_of_flax():
         ({"x": np.ones((8, 0, 3))}, {}, r"'batch/x' of shape \(8, 0, 3\) has no rows"),
         ({"x": np.ones((8, 2, 3)), "y": np.ones(4)}, {}, "leaf 'y' .* 8 like the first leaf"),
         ({"x": np.ones((8, 2, 3))}, {"rngs": 0}, "rngs = 0. Give single random keys"),
-        ({"x": np.ones((8, 2, 3))}, {"accumulation_steps": 0}, "accumulation_steps = 0: give a"),
     ],
 )
 def test_the_pmap_step_refuses_what_it_cannot_train_on(batch, options, message):
@@ -148,6 +146,7 @@ def test_rules_give_the_axes_of_an_array():
     assert (rules.data, rules.embed, rules.mlp, rules.heads) == ("dp", "mp", None, None)
     assert rules("data", "heads", "embed") == ("dp", None, "mp")
     assert rules() == ()
+    assert research_dp.data_parallel_rules("batch")("heads", "data") == (None, "batch")
     with pytest.raises(AttributeError):
         rules.data = "other"
     with pytest.raises(AttributeError):

@@ -150,9 +150,9 @@ def test_batches_are_those_made_by_hand_for_any_share_and_first_step(raw, data_d
     data = load("digits", data_dir, f"image_classification.pad_crop = {augment:d}", option)
     assert data.info == {"num_classes": 10}
     expected = [batch_by_hand(raw["train"], step, augment=augment) for step in range(4)]
-    # All of it, across the end of an epoch; then from step 2 on, dealt to two processes.
-    shares = [(range(BATCH), 0), (range(0, BATCH, 2), 2), (range(1, BATCH, 2), 2)]
-    for rows, first in shares[: 1 if "workers" in option else 3]:  # workers take long to start
+    # All of it, across the end of an epoch; then from later steps on, dealt to three processes.
+    shares = [(range(BATCH), 0), *((range(i, BATCH, 3), 1 + i) for i in range(3))]
+    for rows, first in shares[: 1 if "workers" in option else 4]:  # workers take long to start
         got = batches(data, rows, first)
         assert len(got) == 4 - first
         for batch, (images, labels) in zip(got, expected[first:], strict=True):
@@ -252,9 +252,9 @@ def test_tf_data_gives_each_example_once_an_epoch_shuffled(raw, tfrecord_dir):
 def test_tf_data_continues_and_is_shared_out(tfrecord_dir):
     data = load("digits", tfrecord_dir, "image_classification.flip = True", options=[TF_DATA])
     whole = batches(data)
-    for rows in (range(0, BATCH, 2), range(1, BATCH, 2)):
-        parts = batches(data, rows, first=2)
-        for batch, part in zip(whole[2:], parts, strict=True):
+    for first, rows in ((1 + i, range(i, BATCH, 3)) for i in range(3)):
+        parts = batches(data, rows, first=first)
+        for batch, part in zip(whole[first:], parts, strict=True):
             np.testing.assert_array_equal(part["image"], batch["image"][rows])
             np.testing.assert_array_equal(part["label"], batch["label"][rows])
 

@@ -10,13 +10,13 @@ from jax.sharding import PartitionSpec as P
 
 import research_dp as rdp
 from research_dp.distributed import buckets, norms, vma
-from research_dp.distributed.differentiable_gather import GatherOptions
 from research_dp.distributed.mesh import make_mesh
 from research_dp.distributed.sharding import ShardDecision, choose_dim, infer_sharding
 from research_dp.strategies.jaxpr_collectives import collectives as read
 from tests.support.steps import mesh_of
 
 AXES = ("data", "fsdp")
+DTYPES = ("float32", "bfloat16")
 
 
 @pytest.fixture(scope="module")
@@ -33,46 +33,6 @@ def mapped(mesh, function, in_specs, out_specs):
 
 def rule(path, shape, size):
     return choose_dim(shape, size, 0)
-
-
-def test_gathered_gradient_is_the_mean(mesh):
-    def loss(w):
-        full = rdp.gather_array_with_mean_grads(w, 0, "fsdp")
-        return jnp.sum(full) * (jax.lax.axis_index("fsdp") + 1.0)
-
-    value, grad = mapped(
-        mesh,
-        lambda w: jax.tree.map(jnp.atleast_1d, jax.value_and_grad(loss)(w)),
-        P("fsdp"),
-        P("fsdp"),
-    )(jnp.arange(16.0))
-    np.testing.assert_array_equal(value, 120.0 * np.arange(1, 9))
-    np.testing.assert_array_equal(grad, np.full(16, 4.5))
-
-
-@pytest.mark.parametrize(
-    ("gather_dtype", "scatter_dtype", "on_wire"),
-    [
-        (None, None, ("float32", "float32")),
-        ("bfloat16", None, ("bfloat16", "float32")),
-        (None, "bfloat16", ("float32", "bfloat16")),
-        ("bfloat16", "float16", ("bfloat16", "float16")),
-    ],
-)
-def test_collectives_carry_the_named_dtypes(mesh, gather_dtype, scatter_dtype, on_wire):
-    options = GatherOptions(0, "fsdp", gather_dtype, scatter_dtype)
-
-    def loss(w):
-        full = options.differentiable(w.dtype)(w)
-        assert full.dtype == jnp.dtype(gather_dtype or "float32")
-        return jnp.sum(full.astype(jnp.float32) ** 2) / 2
-
-    found = read(mapped(mesh, jax.grad(loss), P("fsdp"), P("fsdp")), jnp.ones(16))
-    wire = {c.kind: c.dtype for c in found}
-    assert (wire["all-gather"], wire["reduce-scatter"]) == on_wire
-    grad = mapped(mesh, jax.grad(loss), P("fsdp"), P("fsdp"))(jnp.ones(16))
-    assert grad.dtype == jnp.float32
-    np.testing.assert_array_equal(grad, 1.0)
 
 
 @pytest.mark.parametrize("bucket_bytes", [2**25, 200, 0])
@@ -100,13 +60,18 @@ def test_trees_travel_in_buckets_and_come_back_as_they_were(mesh, bucket_bytes):
     jax.tree.map(np.testing.assert_array_equal, back, tree)
 
 
-@pytest.mark.parametrize(("bucket_bytes", "count"), [(2**25, 1), (201, 2), (200, 2), (0, 10)])
-def test_ten_leaves_make_few_collectives(mesh, bucket_bytes, count):
+@pytest.mark.parametrize(
+    ("bucket_bytes", "count"), [(2**25, [1, 1]), (201, [2, 1]), (200, [2, 1]), (0, [10, 1])]
+)
+def test_ten_leaves_make_few_collectives_of_each_dtype(mesh, bucket_bytes, count):
     tree = [jnp.ones(10) for _ in range(10)]
+    tree.insert(3, jnp.ones(20, jnp.bfloat16))
     mean = functools.partial(buckets.all_mean_tree, axes=AXES, bucket_bytes=bucket_bytes)
     found = read(mapped(mesh, mean, P(), P()), tree)
-    assert [c.kind for c in found] == ["all-reduce"] * count
-    assert sum(c.nbytes for c in found) == 400
+    assert {c.kind for c in found} == {"all-reduce"}
+    sent = {dtype: [c.nbytes for c in found if c.dtype == dtype] for dtype in DTYPES}
+    assert [len(sizes) for sizes in sent.values()] == count
+    assert [sum(sizes) for sizes in sent.values()] == [400, 40]
 
 
 def test_no_array_on_the_wire_has_slices_without_end(mesh):
@@ -127,27 +92,6 @@ def test_buckets_do_not_grow_with_the_number_of_devices(devices):
 
     found = read(mapped(mesh_of(fsdp=devices), there_and_back, P(), P()), tree)
     assert [c.kind for c in found] == 3 * ["reduce-scatter"] + 3 * ["all-gather"]
-
-
-def test_buckets_close_when_full_and_keep_dtypes_apart():
-    f32, bf16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
-    forty = [(f32, 40)] * 10
-    assert [len(b) for b in buckets.make_buckets(forty, 200)] == [5, 5]
-    assert [len(b) for b in buckets.make_buckets(forty, 201)] == [6, 4]
-    mixed = [(f32, 40), (bf16, 20), (f32, 40)]
-    assert buckets.make_buckets(mixed, 1000) == [[0, 2], [1]]
-    assert buckets.make_buckets([], 1000) == []
-
-
-def test_global_norm_counts_shards_and_whole_leaves_once(mesh):
-    tree = {"w": jnp.ones(16), "b": jnp.full((3,), 2.0)}
-    layout = infer_sharding(tree, rule, 8)
-
-    def norm(w, b):
-        return norms.global_norm({"w": w, "b": b}, layout)[0]
-
-    value = mapped(mesh, norm, (P("fsdp"), P()), P())(tree["w"], tree["b"])
-    assert float(value) == pytest.approx(np.sqrt(16 + 12))
 
 
 def test_clip_factor():

@@ -2,7 +2,6 @@
 
 import collections
 import functools
-import inspect
 
 import jax
 import jax.numpy as jnp
@@ -49,22 +48,6 @@ def apply(grad, optimizer=SGD, **options):
 
 def assert_all(tree, value):
     jax.tree.map(lambda x: np.testing.assert_allclose(x, value, rtol=1e-6), tree)
-
-
-def test_signature_is_that_of_the_seed():
-    parameters = inspect.signature(fsdp_apply_gradients).parameters
-    positional = {n: p.default for n, p in parameters.items() if p.kind != p.KEYWORD_ONLY}
-    required = inspect.Parameter.empty
-    assert list(positional.items()) == [
-        ("gradients", required),
-        ("parameters", required),
-        ("optimizer", required),
-        ("fsdp_group", None),
-        ("dp_group", None),
-        ("communication_size", 33554432),
-        ("communication_stream", None),
-        ("max_norm", None),
-    ]
 
 
 def test_case_26_mean_step_and_clipping_on_four_ranks():

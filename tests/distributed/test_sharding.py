@@ -12,41 +12,6 @@ from research_dp.distributed.sharding import ShardDecision, choose_dim, infer_sh
 from research_dp.errors import UsageError
 
 
-@pytest.mark.parametrize(
-    ("shape", "dim"),
-    [
-        ((16,), 0),
-        ((784, 512), 0),
-        ((512, 512), 1),
-        ((8, 24), 1),
-        ((24, 8), 0),
-        ((7, 16), 1),
-        ((8, 8, 8), 2),
-        ((64, 64, 3, 3), 1),
-        ((7, 9), None),
-        ((12, 20), None),
-        ((), None),
-        ((0, 8), None),
-    ],
-)
-def test_largest_divisible_dim_with_ties_to_the_higher_index(shape, dim):
-    choice = choose_dim(shape, 8, min_weight_size=0)
-    assert choice.dim == dim
-    assert bool(choice.reason) == (dim is None)
-
-
-def test_an_array_at_the_threshold_stays_whole():
-    assert choose_dim((16,), 8, min_weight_size=16).dim is None
-    assert choose_dim((16,), 8, min_weight_size=15).dim == 0
-    assert choose_dim((512, 512), 8).dim is None
-    assert choose_dim((520, 512), 8).dim == 0
-
-
-def test_a_taken_dim_is_not_chosen():
-    assert choose_dim((64, 16), 8, 0, free=(False, True)).dim == 1
-    assert choose_dim((64, 16), 8, 0, free=(False, False)).dim is None
-
-
 def test_a_rule_that_does_not_divide_says_so_and_one_without_such_a_dim_is_refused():
     tree = {"a": {"kernel": jax.ShapeDtypeStruct((6, 8), np.float32)}}
     (found,) = jax.tree.leaves(infer_sharding(tree, lambda *_: ShardDecision(0), 4))
@@ -63,17 +28,6 @@ def test_only_the_default_rule_lets_its_dim_be_moved():
 
     assert dim(lambda path, shape, size: choose_dim(shape, size, 0)) == 2
     assert dim(functools.partial(largest_dim, min_weight_size=0)) == 1
-
-
-def test_layout_says_bytes_and_reason():
-    tree = {
-        "w": jax.ShapeDtypeStruct((64, 8), np.float32),
-        "b": jax.ShapeDtypeStruct((3,), np.float32),
-    }
-    layout = infer_sharding(tree, lambda path, shape, size: choose_dim(shape, size, 0), 8)
-    assert layout["w"].nbytes_per_device == 64 * 8 * 4 // 8
-    assert layout["b"].nbytes_per_device == 12
-    assert "divisible by 8" in layout["b"].reason
 
 
 def test_one_device_serves_one_process(monkeypatch):

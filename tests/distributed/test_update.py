@@ -92,29 +92,6 @@ def train(mesh, params, x, steps, *, transform=ADAM, check_vma=False, **options)
     return params, norms
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-@pytest.mark.parametrize("size", [2**25, 100, 0])
-def test_twenty_adam_steps_are_those_of_ddp(ranks, size):
-    mesh, params, x = mesh_of(r=ranks), model(), batch()
-
-    clipped = optax.chain(optax.clip_by_global_norm(0.5), ADAM)
-
-    def ddp(params, state, x):
-        # pmean sums over ranks and divides by their number; the loss is this rank's mean.
-        gradients = jax.lax.pmean(jax.grad(loss)(params, x), "r")
-        updates, state = clipped.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state
-
-    step = jax.jit(
-        jax.shard_map(ddp, mesh=mesh, in_specs=(P(), P(), P("r")), out_specs=P(), check_vma=False)
-    )
-    expected, state = params, clipped.init(params)
-    for _ in range(20):
-        expected, state = step(expected, state, x)
-    assert float(jnp.abs(expected["w"] - params["w"]).max()) > 0.05
-    close(train(mesh, params, x, 20, communication_size=size)[0], expected)
-
-
 @pytest.mark.parametrize("check_vma", [False, True])
 @pytest.mark.parametrize(
     ("axes", "options"),

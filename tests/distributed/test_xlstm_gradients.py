@@ -1,6 +1,7 @@
-"""The functions that follow xlstm-jax: acceptance cases 7 to 13, 15, 18 and 19, which average.
+"""The functions that follow xlstm-jax: acceptance cases 7 to 12, 18 and 19, which average.
 
-`shard_map`'s check is off unless said.
+Cases 13 and 15 are rows of the table in test_sharded_params.py, and a property in
+test_properties.py. `shard_map`'s check is off unless said.
 """
 
 import flax.linen as nn
@@ -59,9 +60,10 @@ def test_case_08_dtypes_on_the_wire(dtype, gather, scatter, gathered, wire):
         assert grad.dtype == dtype
         return grad
 
-    found = read(on(A, function, P("data"), P("data")), jnp.arange(16.0, dtype=dtype))
-    kinds = [(c.kind, c.dtype) for c in found]
+    mapped, w = on(A, function, P("data"), P("data")), jnp.arange(16.0, dtype=dtype)
+    kinds = [(c.kind, c.dtype) for c in read(mapped, w)]
     assert kinds == [("all-gather", gathered), ("reduce-scatter", wire)]
+    np.testing.assert_array_equal(mapped(w), 2 * w)
 
 
 def test_case_09_float16_overflows_unless_divided_first():
@@ -158,47 +160,6 @@ def test_case_12_one_axis_by_name_and_unknown_axes_named():
             abstract(A, function)
     with pytest.raises(NameError, match=r"data\. Call this inside shard_map, pmap or vmap"):
         research_dp.gather_array_with_mean_grads(jnp.ones(2), 0, "data")
-
-
-@pytest.mark.parametrize("check_vma", [False, True])
-def test_case_13_gradients_are_right_whether_replication_is_checked_or_not(check_vma):
-    x = jnp.arange(16.0)
-
-    def replicated(w, x):
-        value, grad = jax.value_and_grad(lambda w: jnp.mean(w * x))(w)
-        return research_dp.sync_gradients(grad, ("data",), loss=value)
-
-    grad = on(A, replicated, (P(), P("data")), P(), check_vma)(jnp.ones(()), x)
-    assert float(grad) == 7.5
-
-    def hybrid(w, x):
-        def loss(w):
-            full = research_dp.gather_params(w, "fsdp")
-            return jnp.mean(jnp.sum(full) * x)
-
-        value, grad = jax.value_and_grad(loss)(w)
-        return research_dp.sync_gradients(grad, ("dp", "fsdp"), loss=value)
-
-    w = nn.Partitioned(jnp.ones(8), ("fsdp",))
-    grad = on(B, hybrid, (P("fsdp"), DEVICES), P("fsdp"), check_vma)(w, x)
-    assert grad.value.tolist() == [7.5] * 8
-
-
-def test_case_15_hybrid_gradient_is_that_of_one_device():
-    rng = np.random.default_rng(0)
-    w, x = rng.normal(size=(8, 3)).astype("f"), rng.normal(size=(32, 8)).astype("f")
-    y = rng.normal(size=(32, 3)).astype("f")
-
-    def loss(w, x, y):
-        return jnp.mean((x @ w - y) ** 2)
-
-    def function(w, x, y):
-        held = nn.Partitioned(w, ("fsdp", None))
-        grad = jax.grad(lambda w: loss(research_dp.gather_params(w, "fsdp"), x, y))(held)
-        return research_dp.sync_gradients(grad, ("dp", "fsdp")).value
-
-    grad = on(B, function, (P("fsdp"), DEVICES, DEVICES), P("fsdp"))(w, x, y)
-    np.testing.assert_allclose(grad, jax.grad(loss)(w, x, y), atol=1e-6)
 
 
 def test_case_18_the_norm_of_shards_is_the_norm_of_the_whole():

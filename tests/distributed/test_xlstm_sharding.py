@@ -1,4 +1,4 @@
-"""The functions that follow xlstm-jax: signatures, and acceptance cases 1 to 6, which shard.
+"""The functions that follow xlstm-jax: acceptance cases 1 to 6, which shard.
 
 `shard_map`'s check is off unless said.
 """
@@ -138,34 +138,6 @@ def test_case_06_gather_after_shard_gives_the_same_bits(size):
     for x, y in zip(tree, back, strict=True):
         assert x.dtype == y.dtype
         assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
-
-
-@pytest.mark.parametrize(
-    ("name", "parameters"),
-    [
-        ("shard_params", "params, axis_name, min_weight_size=262144"),
-        (
-            "gather_array_with_mean_grads",
-            "x, axis, axis_name, gather_dtype=None, grad_scatter_dtype=None",
-        ),
-        ("gather_params", "params, axis_name, gather_dtype=None, grad_scatter_dtype=None"),
-        (
-            "shard_module_params",
-            "target, axis_name, min_weight_size=262144, gather_dtype=None, grad_scatter_dtype=None",
-        ),
-        ("sync_gradients", "grads, axis_names"),
-    ],
-)
-def test_signatures_are_those_of_the_seed(name, parameters):
-    signature = inspect.signature(getattr(research_dp, name))
-    positional = [
-        p.replace(annotation=p.empty)
-        for p in signature.parameters.values()
-        if p.kind is not p.KEYWORD_ONLY
-    ]
-    assert ", ".join(map(str, positional)) == parameters
-    extra = [p for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY]
-    assert all(p.default is not p.empty for p in extra)
 
 
 def test_trees_keep_their_kind():

@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import functools
-import json
 import os
 import resource
 import shutil
@@ -29,6 +28,7 @@ from research_dp.runs.manifest import Damaged, Manifest, Progress, origin
 from research_dp.training.initial import InitialParams
 from tests.support.certified import batches, small_model
 from tests.support.repository import stems
+from tests.support.run_folders import rewrite
 from tests.support.strategies import build, one_matrix, run_steps
 
 PROGRESS = Progress(batch_size=32, seed=3, order="by index", window={"loss": (0.1, 3.0)})
@@ -232,14 +232,13 @@ def test_the_newest_good_checkpoint_is_used_and_nothing_is_deleted(damage, folde
 
 def test_a_value_that_files_do_not_protect_is_found_by_its_checksum(folder, trained):
     """As a bit that was flipped in memory before it was written."""
-    file = folder / "3" / MANIFEST
-    content = json.loads(file.read_text())["content"]
-    content["leaves"]["params/head/bias"][2] = "0" * 16
-    found = Manifest.read(file)
-    leaf = found.leaves["params/head/bias"]
-    wrong = {**found.leaves, "params/head/bias": leaf.__class__(leaf.shape, leaf.dtype, "0" * 16)}
-    changed = Manifest(step=3, progress=found.progress, leaves=wrong, origin=found.origin)
-    file.write_text(json.dumps(changed.as_json()))
+
+    def change(content):
+        shape, dtype, _ = content["leaves"]["params/head/bias"]
+        wrong = {"params/head/bias": [shape, dtype, "0" * 16]}
+        return {**content, "leaves": {**content["leaves"], **wrong}}
+
+    rewrite(folder / "3" / MANIFEST, change)
     said = []
     assert restore(folder, trained[0], say=said.append) is not None
     assert "params/head/bias does not match its checksum" in said[0]
@@ -415,9 +414,7 @@ def test_a_manifest_of_another_content_is_damaged_though_its_checksum_is_right(
 ):
     file = folder / "2" / MANIFEST
     if case in OTHER_CONTENTS:
-        content = OTHER_CONTENTS[case](json.loads(file.read_text())["content"])
-        digest = manifest_module._digest(content)
-        file.write_text(json.dumps({"content": content, "sha256": digest}))
+        rewrite(file, OTHER_CONTENTS[case])
     else:
         end = "]" * 100_000 if case == "deep" else ""
         file.write_text('{"content": ' + "[" * 100_000 + end + ', "sha256": ""}')
@@ -436,22 +433,19 @@ def test_a_manifest_of_another_content_is_damaged_though_its_checksum_is_right(
 
 
 def test_arrays_that_a_manifest_has_not_are_not_taken_unverified(folder, trained):
-    file = folder / "2" / MANIFEST
-    content = {**json.loads(file.read_text())["content"], "leaves": {}}
-    digest = manifest_module._digest(content)
-    file.write_text(json.dumps({"content": content, "sha256": digest}))
+    rewrite(folder / "2" / MANIFEST, OTHER_CONTENTS["no leaves"])
     with pytest.raises(UsageError, match="params/head/bias and 5 more does not match its"):
         InitialParams(str(folder / "2")).arrays(trained[0], print)
 
 
 def test_what_a_manifest_says_is_shown_without_what_a_terminal_acts_on(folder, trained):
-    file = folder / "3" / MANIFEST
-    content = json.loads(file.read_text())["content"]
-    content["origin"] |= {"strategy": "a\x1b[31m", "time": "b\n" + "x" * 1000}
-    bias = content["leaves"].pop("params/hidden_0/bias")
-    content["leaves"]["params/\x1b]0;hidden_0\n"] = bias
-    digest = manifest_module._digest(content)
-    file.write_text(json.dumps({"content": content, "sha256": digest}))
+    def change(content):
+        content["origin"] |= {"strategy": "a\x1b[31m", "time": "b\n" + "x" * 1000}
+        bias = content["leaves"].pop("params/hidden_0/bias")
+        content["leaves"]["params/\x1b]0;hidden_0\n"] = bias
+        return content
+
+    rewrite(folder / "3" / MANIFEST, change)
     *_, row = overview(folder, verified=False)
     assert all(cell.isprintable() and len(cell) < 300 for cell in row.cells())
     with pytest.raises(Damaged, match=r"params/\\x1b\]0;hidden_0\\n is not both") as damaged:

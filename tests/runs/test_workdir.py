@@ -57,12 +57,6 @@ def continues(run, ended, **options):
     assert summary(run)["params_fingerprint"] == ended[1]
 
 
-def unchanged(before, after):
-    assert {p: x for p, x in before.items() if p not in BY_ALL_RUNS} == {
-        p: x for p, x in after.items() if p not in BY_ALL_RUNS
-    }
-
-
 # ---- Paths ----
 
 
@@ -185,12 +179,6 @@ def test_a_run_that_ended_before_its_first_save_begins_again(ended, tmp_path):
 
 
 # ---- Records ----
-
-
-def damaged_lines(run, *lines):
-    file = run / "metrics.jsonl"
-    first, *others = file.read_bytes().splitlines(keepends=True)
-    file.write_bytes(b"".join([first, *lines, *others]))
 
 
 def metric_log(say):

@@ -19,6 +19,9 @@ WRONG = {
     "an object": object(),
     "text": "text",
     "texts": ("text",),
+    "an axis twice": ("fsdp", "fsdp"),
+    "an axis twice, nested": ["fsdp", ("fsdp",)],
+    "int8": "int8",
     "3": 3,
     "0": 0,
     "-1": -1,
@@ -58,8 +61,16 @@ TAKES = {
     "random keys": {"a key", "a tree with a key"},
     "like another": (),
     "anything": EVERY,
-    "an axis": {"text", "texts"},
-    "axes": {"text", "texts", "()"},
+    "an axis": {"text", "int8", "texts"},
+    "axes": {"text", "int8", "texts", "()"},
+    "axes of a later call": {
+        "()",
+        "text",
+        "int8",
+        "texts",
+        "an axis twice",
+        "an axis twice, nested",
+    },
     "a count": {"3"},
     "a count or 0": {"3", "0"},
     "an integer": {"3", "0", "-1"},
@@ -67,11 +78,11 @@ TAKES = {
     "a traced norm": {"3", "0", "1.5", "a 0-d array"},
     "a flag": {"True"},
     "a dtype": (),
-    "text": {"text"},
-    "texts": {"texts", "()"},
+    "text": {"text", "int8"},
+    "texts": {"texts", "an axis twice", "()"},
     "metrics": {"()", "{}"},
-    "text or texts": {"text", "texts", "()"},
-    "text, texts or a class": {"text", "texts", "()", "a class"},
+    "text or texts": {"text", "int8", "texts", "an axis twice", "()"},
+    "text, texts or a class": {"text", "int8", "texts", "an axis twice", "()", "a class"},
     "counts": {"numbers", "()"},
     # What a function of the caller's does with its arguments is its own affair.
     "a function": {"a function", "a class"},
@@ -171,7 +182,7 @@ USUAL = {
     "x": (np.ones((8, 16), np.float32), "an array"),
 }
 EAGER_AXIS = {"axis_name": ("data", "text")}
-SLOT = {"grads": (TREE, "arrays"), "params": (TREE, "arrays")}
+OF_A_CLASS = {"axis_name": ("fsdp", "axes of a later call")}
 
 
 OF_A_MODEL = {
@@ -268,7 +279,11 @@ CALLS = {
     "all_mean_tree": {},
     "apply_gradients": {"optimizer": (rdp.OptaxAdapter(SGD), "one of its class")},
     "choose_dim": {"free": (None, "one of its class?"), "pads": (True, "a flag")},
-    "clip_by_global_norm": {"max_norm": (1.0, "a traced norm"), "layout": (None, "anything")},
+    "clip_by_global_norm": {
+        "max_norm": (1.0, "a traced norm"),
+        "axis_names": (("data", "fsdp"), "axes of a later call"),
+        "layout": (None, "anything"),
+    },
     "clip_by_global_norm_sharded": {
         "max_norm": (1.0, "a traced norm"),
         "layout": (None, "like another?"),
@@ -421,8 +436,8 @@ CALLS = {
     },
     "scatter_mean": {},
     "scatter_mean_tree": {"axis": ("fsdp", "axes"), "replica_axes": ((), "axes")},
-    "shard_module_params": {"target": (nn.Dense, "a function")},
-    "shard_nnx_module_params": {"target": (nnx.Linear, "one of its class")},
+    "shard_module_params": {"target": (nn.Dense, "a function"), **OF_A_CLASS},
+    "shard_nnx_module_params": {"target": (nnx.Linear, "one of its class"), **OF_A_CLASS},
     "shard_params": {
         "params": (TREE, "to be placed"),
         "units": (None, "a dict?"),

@@ -189,15 +189,12 @@ def test_a_signal_ends_a_command_that_still_imports(command, tmp_path, module, f
 def test_a_data_set_that_is_prepared_when_the_run_is_told_to_stop_leaves_nothing(command, tmp_path):
     flags = [*RUN, f"--workdir={tmp_path / 'run'}"]
     process = command(*flags, start_only=True, TFDS_DATA_DIR=str(tmp_path / "tfds"))
-    try:
-        deadline = time.monotonic() + 100
-        while not list(tmp_path.glob("tfds/digits/incomplete.*")):
-            assert time.monotonic() < deadline and process.poll() is None
-            time.sleep(0.01)
-        process.send_signal(signal.SIGTERM)
-        output, _ = process.communicate(timeout=60)
-    finally:
-        process.kill()
+    deadline = time.monotonic() + 100
+    while not list(tmp_path.glob("tfds/digits/incomplete.*")):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
     assert process.returncode == 143
     assert "SIGTERM: stopped; there was nothing to save" in output
     assert not list(tmp_path.glob("tfds/digits/*"))
@@ -232,9 +229,9 @@ def test_a_signal_to_any_process_stops_all_at_one_step(command, tmp_path, number
     assert {(n.step, n.phase) for n in flight_recorder.last_notes(tmp_path)} == {(saved, "end")}
 
 
-def two_without_a_launcher(command, tmp_path, own_port, *flags):
+def two_without_a_launcher(command, tmp_path, *flags):
     """Two processes of one run; in the flags a {process} is the number of each."""
-    port = 20000 + os.getpid() % 10000 + own_port
+    port = programs.free_port()
     return [
         command(
             *RUN,
@@ -253,23 +250,19 @@ def two_without_a_launcher(command, tmp_path, own_port, *flags):
 @pytest.mark.parametrize("victim", [0, 1])
 def test_without_a_launcher_the_others_end_by_the_heartbeat(command, tmp_path, victim):
     flags = ["--gin.train.num_steps=1000000", "--heartbeat_seconds=10"]
-    both = two_without_a_launcher(command, tmp_path, victim, *flags)
+    both = two_without_a_launcher(command, tmp_path, *flags)
     until_trained(tmp_path, both[0])
     # Not killed: then its connections would break, and tell the other one at once.
     both[victim].send_signal(signal.SIGSTOP)
     stopped = time.monotonic()
-    try:
-        output, _ = both[1 - victim].communicate(timeout=60)
-    finally:
-        both[victim].kill()
-        both[victim].communicate()
+    output, _ = both[1 - victim].communicate(timeout=60)
     assert both[1 - victim].returncode not in (0, 143), output
     assert time.monotonic() - stopped < 2 * 10 + 5
 
 
 @pytest.mark.slow
 def test_processes_with_different_configurations_are_refused_at_once(command, tmp_path):
-    for process in two_without_a_launcher(command, tmp_path, 5, "--gin.train.seed={process}"):
+    for process in two_without_a_launcher(command, tmp_path, "--gin.train.seed={process}"):
         output, _ = process.communicate(timeout=120)
         assert process.returncode == 2, output
         assert "process 0 has 'train.seed = 0', process 1 has 'train.seed = 1'" in output
