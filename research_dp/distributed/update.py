@@ -302,8 +302,8 @@ def _local_gradients(
     gradients: PyTree, params: Mapping[str, Any], loss: jax.Array | None, axes: Axes, **sums: Any
 ) -> dict[str, jax.Array]:
     """Gradients by path, checked, such that their mean over `axes` is the right one."""
-    done = averaged_axes(loss, axes)
-    left = tuple(axis for axis in axes if axis not in done and is_tracked(axis))
+    loss_axes = averaged_axes(loss, axes)
+    left = tuple(a for a in axes if a not in (loss_axes or ()) and is_tracked(a))
     local = {}
     for name, g in by_path(gradients).items():
         g = jnp.asarray(g)
@@ -319,5 +319,5 @@ def _local_gradients(
                 f"gradient {name!r} has dtype {g.dtype}; leave out what is not trained: parameters "
                 "without a gradient are returned as they are."
             )
-        local[name], _ = local_gradient(name, g, left, done, fresh=loss is not None, **sums)
+        local[name], _ = local_gradient(name, g, left, loss_axes, **sums)
     return local
