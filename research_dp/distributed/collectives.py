@@ -83,14 +83,14 @@ class Reduction:
         exchanges_rows: Whether rows that are looked up in a sharded table may be exchanged by
             all-to-all, which sends less than gathering the table. Devices then add their gradients
             in an order of their own.
-        exact_step: The module of the step in which sums are exact; None: they are not.
+        exact_step: The class of the training step in which sums are exact; None: they are not.
     """
 
     all_reduce: Callable[[jax.Array, Axes], jax.Array]
     reduce_scatter: Callable[[jax.Array, str, int], jax.Array]
     all_gather: Callable[[jax.Array, str, int, str], jax.Array] = _all_gather
     exchanges_rows: bool = False
-    exact_step: Any = None
+    exact_step: type[Any] | None = None
     # Number of parts into which exact sums cut the global batch; None: sums are not exact.
     logical_shards: ClassVar[int | None] = None
 

@@ -20,7 +20,7 @@ from research_dp.distributed.mesh import split_axes
 from research_dp.distributed.sharding import fitted_tree, replicated
 from research_dp.errors import UsageError, binding_error
 from research_dp.strategies import slots, state, strategy
-from research_dp.strategies.step import Gradients, Step
+from research_dp.strategies.step import Gradients, Step, step_of
 from research_dp.strategies.strategy import Strategy, StrategyConfig, TrainSpec, fitted_state
 from research_dp.strategies.tuning import tuned
 from research_dp.types import PyTree
@@ -119,7 +119,7 @@ def compiled(config: StrategyConfig, spec: TrainSpec) -> Strategy:
 
 def _program(config: StrategyConfig, spec: TrainSpec, *, on_global_arrays: bool = False) -> Program:
     """The step, how the state is sharded, the abstract state, and the layout of batches."""
-    mesh, exact = config.mesh, config.reduction.exact_step
+    mesh = config.mesh
     shardings, stored, logical = state.infer_state_sharding(
         config, spec, params_sharded=on_global_arrays or config.gather is not None
     )
@@ -129,8 +129,7 @@ def _program(config: StrategyConfig, spec: TrainSpec, *, on_global_arrays: bool 
         gather = config.shard and functools.partial(config.gather or gather_params, mesh=mesh)
         config_seen = dataclasses.replace(config, gather=gather)
     state.check_optimizer(spec, logical)
-    kind = exact.DeterministicStep if exact else Step
-    step = kind(config_seen, spec, seen, axes, shardings.slices)
+    step = step_of(config.reduction)(config_seen, spec, seen, axes, shardings.slices)
     batch = state.BatchLayout(mesh, spec, config.reduction)
     return Program(step, shardings, stored, logical, batch)
 

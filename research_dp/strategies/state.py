@@ -24,6 +24,7 @@ from research_dp.distributed.sharding import LeafSharding, ShardDecision, larges
 from research_dp.errors import UsageError, binding_error, first_line
 from research_dp.strategies import slots, strategy
 from research_dp.strategies.frozen import MODEL_STATE, plain_name
+from research_dp.strategies.step import step_of
 from research_dp.strategies.strategy import PlacedBatch, StrategyConfig, TrainSpec, TrainState
 from research_dp.types import PyTree
 
@@ -113,8 +114,7 @@ def infer_state_sharding(
     )
     if not params_sharded:
         params = sharding.replicated(slices)
-    if exact := config.reduction.exact_step:
-        exact.check_model(config, spec, abstract)
+    step_of(config.reduction).check_model(config, spec, abstract)
     specs = jax.tree.map(lambda _: PartitionSpec(), abstract)._replace(
         params=jax.tree.map(lambda p: p.spec, params),
         opt_state=_by_parameter(
@@ -169,8 +169,7 @@ def _param_shardings(config: StrategyConfig, spec: TrainSpec, params: PyTree) ->
         lambda keys, x: jax.ShapeDtypeStruct(x.shape[is_stacked(keys) :], x.dtype), params
     )
     decisions: dict[str, ShardDecision] = {}
-    # Compilers round an update otherwise where its arrays are cut: exact steps pad nothing.
-    pads = config.reduction.exact_step is None
+    pads = step_of(config.reduction).pads
     offered = {"units": units, "on_decision": decisions.__setitem__, "pads": pads}
     options = slots.options_of(shard, offered)
     bound: dict[str, Any] = {"axis_env": list(mesh.shape.items()), "return_shape": True}
@@ -283,9 +282,7 @@ class BatchLayout:
         self.eval_sharding = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
         self.eval_batch_size = rows
         self.eval_rows = placement.local_indices(self.eval_sharding, (rows,), 0)
-        positions = np.arange(spec.batch_size, dtype=np.int32).reshape(micros, rows)
-        if exact := reduction.exact_step:
-            positions = exact.logical_shard_rows(spec, devices, reduction.logical_shards)
+        positions = step_of(reduction).positions(spec, devices, reduction)
         micros, rows = positions.shape
         here = placement.local_indices(self.sharding, positions.shape, 1)
         self._micro_rows = positions[:, here]

@@ -11,16 +11,17 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from research_dp.distributed import matrices, overlap
 from research_dp.distributed.batch_examples import split_over
 from research_dp.distributed.boxed import unboxed
-from research_dp.distributed.collectives import axes_size, cast_dtype
+from research_dp.distributed.collectives import Reduction, axes_size, cast_dtype
 from research_dp.distributed.differentiable_gather import drop_gathered
 from research_dp.distributed.mesh import FSDP_AXIS, traced_for
 from research_dp.distributed.microbatch import add_up
@@ -39,7 +40,14 @@ from research_dp.distributed.units import Units
 from research_dp.errors import binding_error
 from research_dp.strategies import slots, strategy
 from research_dp.strategies.nonfinite import Applied, without_nonfinite
-from research_dp.strategies.strategy import PlacedBatch, StateShardings, TrainState, example_keys
+from research_dp.strategies.strategy import (
+    PlacedBatch,
+    StateShardings,
+    StrategyConfig,
+    TrainSpec,
+    TrainState,
+    example_keys,
+)
 from research_dp.types import LossOutput, PyTree
 
 Sums = dict[str, jax.Array]
@@ -69,13 +77,26 @@ class GradientPlan(NamedTuple):
 class Step:
     """The step functions of a strategy."""
 
-    config: strategy.StrategyConfig
-    spec: strategy.TrainSpec
+    # Whether arrays of which the devices divide no dim are padded with zeros.
+    pads: ClassVar[bool] = True
+
+    config: StrategyConfig
+    spec: TrainSpec
     shardings: StateShardings  # as the step sees them
     axes: tuple[str, ...]  # that are bound and have several devices; () in the compiled engine
     slices: PyTree  # `LeafSharding`s of gradients and optimizer state, as global arrays have them
     # Of each training loss that was traced: whether the weight of a batch is computed, maybe 0.
     weighted: list[bool] = dataclasses.field(default_factory=list)
+
+    @staticmethod
+    def check_model(config: StrategyConfig, spec: TrainSpec, abstract: TrainState) -> None:
+        """Raises UsageError for a model, or an option, that this step cannot do."""
+
+    @staticmethod
+    def positions(spec: TrainSpec, devices: int, reduction: Reduction) -> np.ndarray:
+        """Positions in the global batch, int32: a row for each micro-batch, of all devices."""
+        del devices, reduction
+        return np.arange(spec.batch_size, dtype=np.int32).reshape(spec.accumulation_steps, -1)
 
     def train(self, state: TrainState, batch: PlacedBatch) -> tuple[TrainState, Sums]:
         """One step: the new state, and metrics; see `Strategy`."""
@@ -353,6 +374,11 @@ class Step:
 
         (grads, late_grads), out = jax.grad(of_targets, (0, 1), has_aux=True)(targets, late)
         return joined(grads, sync(late_grads, late_slices)), out
+
+
+def step_of(reduction: Reduction) -> type[Step]:
+    """The class of the step that takes sums by these collectives."""
+    return reduction.exact_step or Step
 
 
 def sums_of(out: LossOutput) -> Sums:
