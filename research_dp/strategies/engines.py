@@ -22,7 +22,6 @@ from research_dp.errors import UsageError, binding_error
 from research_dp.strategies import slots, state, strategy
 from research_dp.strategies.step import Gradients, Step, step_of
 from research_dp.strategies.strategy import Strategy, StrategyConfig, TrainSpec, fitted_state
-from research_dp.strategies.tuning import tuned
 from research_dp.types import PyTree
 
 # A program that runs once: XLA's CPU compiler takes a third of the time, and the bits are the same.
@@ -49,13 +48,13 @@ def mapped(config: StrategyConfig, spec: TrainSpec) -> Strategy:
     the map.
     """
     by_use = config.gather is not None and config.reshard_after_forward
-    config = tuned(config, gathers_units=by_use and bool(spec.model.units))
-    slots.refuse_no_sync(config)
+    config = _tuned(config, gathers_units=by_use and bool(spec.model.units))
+    _refuse_no_sync(config)
     if config.prefetch and not spec.model.units:
         raise binding_error(
             "data_parallel.prefetch", " = True, but the model names no units. Bind False."
         )
-    slots.refuse_idle(config, gathers=config.gather is not None)
+    _refuse_idle(config, gathers=config.gather is not None)
     step, _, stored, logical, batch = program = _program(config, spec)
     state_specs = jax.tree.map(lambda x: x.sharding.spec, stored)
     on_mesh = functools.partial(jax.shard_map, mesh=config.mesh, check_vma=False)
@@ -87,8 +86,8 @@ def compiled(config: StrategyConfig, spec: TrainSpec) -> Strategy:
     A slot that only a mapped program has is a UsageError. `gather` is called with `mesh`; None:
     gathers have no dtype of their own.
     """
-    config = tuned(config, gathers_units=False)
-    slots.refuse_filled(
+    config = _tuned(config, gathers_units=False)
+    _refuse_filled(
         config,
         ("sync", "update", *(() if config.shard else ("gather",))),
         "the compiler inserts collectives in engine 'compiled'; bind None.",
@@ -98,7 +97,7 @@ def compiled(config: StrategyConfig, spec: TrainSpec) -> Strategy:
             "data_parallel.reduction",
             ": engine 'compiled' leaves sums to the compiler; use 'mapped'.",
         )
-    slots.refuse_idle(config, gathers=config.shard is not None)
+    _refuse_idle(config, gathers=config.shard is not None)
     if config.gather and not slots.options_of(config.gather, {"mesh": config.mesh}):
         raise binding_error("data_parallel.gather", ": it takes no `mesh`. Bind @gather_params.")
     if config.prefetch:
@@ -115,6 +114,52 @@ def compiled(config: StrategyConfig, spec: TrainSpec) -> Strategy:
     train_step = _jitted(config, stored)(_of_placed(train))
     evaluate = jax.jit(evaluated, out_shardings=_replicated(config))
     return _strategy(config, program, train_step=train_step, evaluate=evaluate)
+
+
+def _tuned(config: StrategyConfig, *, gathers_units: bool) -> StrategyConfig:
+    """A strategy with what its `tuning` has for it; `gathers_units`: each where it is used."""
+    found = config.tuning
+    if found is None:
+        return config
+    prefetch = found.prefetch if gathers_units and config.prefetch is None else config.prefetch
+    of_gathers = found.gather_options if gathers_units and prefetch == found.prefetch else {}
+    given = (found.compiler_options, of_gathers, config.compiler_options)
+    options = {name: value for some in given for name, value in (some or {}).items()}
+    return dataclasses.replace(config, prefetch=prefetch, compiler_options=options or None)
+
+
+def _refuse_no_sync(config: StrategyConfig) -> None:
+    """Raises UsageError if several devices would each follow gradients of their own."""
+    if config.sync is None and config.mesh.size > 1:
+        which = "replicated parameters" if config.gather else "parameters"
+        raise binding_error(
+            "data_parallel.sync",
+            f" = None on {config.mesh.size} devices: nothing averages the gradients of {which}. "
+            "Bind @sync_gradients, which skips gradients that `gather` has averaged.",
+        )
+
+
+def _refuse_idle(config: StrategyConfig, *, gathers: bool) -> None:
+    """Raises UsageError if an option of `gather` or `sync` is bound, but no such slot is called."""
+    for name, default, slot, is_called in (
+        ("reshard_after_forward", True, "gather", gathers),
+        ("sync_each", "step", "sync", config.sync is not None),
+    ):
+        value = getattr(config, name)
+        if value != default and not is_called:
+            raise binding_error(
+                f"data_parallel.{name}",
+                f" = {value!r} has no effect: this strategy calls no {slot}. Leave it at "
+                f"{default!r}.",
+            )
+
+
+def _refuse_filled(config: StrategyConfig, names: tuple[str, ...], why: str) -> None:
+    """Raises UsageError if one of these slots or options is not None."""
+    for name in names:
+        if (value := getattr(config, name)) is not None:
+            shown = getattr(value, "__name__", value)
+            raise binding_error(f"data_parallel.{name}", f" = {shown}: {why}")
 
 
 def _program(config: StrategyConfig, spec: TrainSpec, *, on_global_arrays: bool = False) -> Program:

@@ -270,7 +270,7 @@ class StrategyConfig:
     @property
     def algorithm(self) -> str | None:
         """The `algorithm` of its slots, if they compute another one by design; else None."""
-        return slots.algorithm(self)
+        return slots.algorithm({n: getattr(self, n) for n in ("gather", "sync", "update")})
 
     def resolve(self, spec: TrainSpec) -> StrategyConfig:
         """The strategy that is built: this one, or what it chooses (UsageError: there is none)."""

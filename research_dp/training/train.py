@@ -24,7 +24,8 @@ from research_dp.runs.checkpoint import Checkpoints
 from research_dp.runs.facts import RunFacts
 from research_dp.runs.manifest import origin
 from research_dp.runs.workdir import locked_workdir
-from research_dp.strategies import StrategyConfig, TrainSpec, slots
+from research_dp.strategies import StrategyConfig, TrainSpec
+from research_dp.strategies.state import resize_slots
 from research_dp.strategies.strategy import LossOver
 from research_dp.training import python_objects
 from research_dp.training.initial import InitialParams
@@ -144,7 +145,7 @@ def train(
             lambda manifest: resume.check_resumable(
                 *(manifest, folder, num_steps, spec, data, python_objects.REFERENCES)
             ),
-            functools.partial(slots.resize, built.config, built.abstract_state),
+            functools.partial(resize_slots, built),
             built.logical_state,
         ) or (None, None)
         first_step = saved.step if saved else 0

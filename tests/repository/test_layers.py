@@ -100,12 +100,14 @@ def test_contributing_has_the_table_of_rooms():
 
 
 def test_no_file_imports_one_that_imports_it():
-    """Late imports and those by a string count too; those for type checkers alone do not."""
+    """Late imports, those by a string and those for type checkers alone count too."""
     modules = {
         ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
         for path in FILES
     }
     graph = {name: files_imported(path.read_text(), modules) for name, path in modules.items()}
+    # Is to go: what judges a loss reads a built strategy, whose configuration calls it.
+    graph["research_dp.strategies.batch_losses"] -= {"research_dp.strategies.strategy"}
     targets = {f"commands.{entry.module}" for entry in entries.COMMANDS.values()}
     graph["research_dp.commands.main"] |= {f"research_dp.{target}" for target in targets}
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the files
@@ -117,8 +119,6 @@ def files_imported(source, modules):
     pending = [ast.parse(source)]
     while pending:
         node = pending.pop()
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            continue
         pending += ast.iter_child_nodes(node)
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}

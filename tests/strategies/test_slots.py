@@ -20,7 +20,8 @@ from research_dp import console
 from research_dp.commands import dry_run
 from research_dp.runs.checkpoint import Checkpoints
 from research_dp.runs.manifest import Progress
-from research_dp.strategies import TrainSpec, slots
+from research_dp.strategies import TrainSpec
+from research_dp.strategies.state import resize_slots
 from tests.support.certified import BATCH, examples, noise, small_model
 from tests.support.recipes import recipe
 from tests.support.repository import ROOT
@@ -369,7 +370,7 @@ def saved_and_restored(tmp_path, devices):
     config = dataclasses.replace(recipe("ddp"), sync=ErrorFeedback(), mesh=mesh)
     other = config.build(spec())
     with contextlib.closing(Checkpoints(tmp_path)) as checkpoints:
-        resize = functools.partial(slots.resize, other.config, other.abstract_state)
+        resize = functools.partial(resize_slots, other)
         restored, _ = checkpoints.restore(other.abstract_state, resize=resize)
     return state, restored
 
