@@ -13,7 +13,15 @@ import numpy as np
 from research_dp.argument_checks import checked
 from research_dp.argument_types import AxisNames, Dtype, Number, Numbers
 from research_dp.distributed import boxed, buckets
-from research_dp.distributed.collectives import PLAIN, Axes, Reduction, axes_size, flat_axes, takes
+from research_dp.distributed.collectives import (
+    PLAIN,
+    Axes,
+    Reduction,
+    Wire,
+    axes_size,
+    flat_axes,
+    takes,
+)
 from research_dp.distributed.sharding import LeafSharding, shardings_like
 from research_dp.distributed.vma import bound_axes, is_replicated, varying_axes
 from research_dp.errors import UsageError
@@ -70,7 +78,7 @@ def sync_gradients(
     axes = flat_axes(axis_names)
     axes_size(axes)  # names an axis that is not bound
     loss_axes = averaged_axes(loss, axes)
-    sums: dict[str, Any] = {"dtype": dtype, "pre_divide": pre_divide}
+    wire = Wire(reduction, dtype, pre_divide, bucket_bytes)
     leaves = boxed.leaves_with_paths(grads)
     synced = [leaf for _, leaf in leaves]
     # (index, gradient, axes it is a mean over in the end), by the axes left to average over.
@@ -78,17 +86,15 @@ def sync_gradients(
     for index, (path, leaf) in enumerate(leaves):
         gradient, sharded_over = boxed.value_of(leaf), boxed.split_over(leaf)
         over = tuple(axis for axis in axes if axis not in (*sharded_over, *(loss_axes or ())))
-        local, left = local_gradient(path, gradient, over, loss_axes, sharded_over, **sums)
+        local, left = local_gradient(path, gradient, over, loss_axes, wire, sharded_over)
         if left:
             pending.setdefault(left, []).append((index, local, over))
         elif over:
             synced[index] = boxed.with_value(leaf, _mark_averaged(local, over, left, gradient))
     for left, group in sorted(pending.items(), key=lambda item: len(item[0]), reverse=True):
-        # One all-reduce a bucket sums; `all_mean_tree` divides, once, by the size of `left`.
-        summed = buckets.all_mean_tree(
-            [local for _, local, _ in group], left, reduction, bucket_bytes=bucket_bytes, **sums
-        )
-        for (index, _, over), mean in zip(group, summed, strict=True):
+        # One all-reduce a bucket sums; `wire` divides, once, by the size of `left`.
+        means = buckets.mean_tree([local for _, local, _ in group], left, wire)
+        for (index, _, over), mean in zip(group, means, strict=True):
             leaf = synced[index]
             _mark_averaged(mean, over, left, boxed.value_of(leaf))
             synced[index] = boxed.with_value(leaf, mean)
@@ -100,10 +106,8 @@ def local_gradient(
     gradient: jax.Array,
     axes: Axes,
     loss_axes: Axes | None,
+    wire: Wire,
     sharded_over: Axes = (),
-    *,
-    dtype: Any = None,
-    pre_divide: bool = False,
 ) -> tuple[jax.Array, Axes]:
     """A gradient whose mean over devices is that of their own losses, whoever has summed them.
 
@@ -112,8 +116,8 @@ def local_gradient(
     sum, so it is divided here. An average has the same type, and dividing it would be wrong: so
     without a loss it is refused, and what `sync_gradients` averaged is returned unchanged.
 
-    `loss_axes` are the `averaged_axes` of the loss; `dtype` and `pre_divide` are those of the sum
-    that follows. Returns the gradient, and those of `axes` over which it is still to be averaged.
+    `loss_axes` are the `averaged_axes` of the loss; `wire` is that of the mean that follows.
+    Returns the gradient, and those of `axes` over which it is still to be averaged.
     """
     divided = [a for a in loss_axes or () if a in sharded_over or not is_replicated(gradient, a)]
     if divided:
@@ -134,7 +138,7 @@ def local_gradient(
             "autodiff has summed it, or it is an average already; its type does not say which. "
             "Pass loss=, as jax.value_and_grad returned it with the gradients; leave averages out."
         )
-    if summed and (pre_divide or (dtype and jnp.dtype(dtype) != gradient.dtype)):
+    if summed and (wire.pre_divide or (wire.dtype and jnp.dtype(wire.dtype) != gradient.dtype)):
         raise UsageError(
             f"the gradient {path} {gradient.shape} was summed over {summed} in {gradient.dtype} by "
             "autodiff already (check_vma=True), so dtype and pre_divide come too late. Use "
@@ -224,18 +228,12 @@ def scatter_gradients(
     parts = jax.tree.map(within, grads, shardings, is_leaf=boxed.is_box)
     # In the order by which shards are numbered.
     over = next((p.axes for p in jax.tree.leaves(parts) if p.dim is not None), ())
-    options = {"dtype": dtype, "pre_divide": pre_divide, "bucket_bytes": bucket_bytes}
-    return mean_shards(boxed.unboxed(grads), parts, over, axes, reduction, done, **options)
+    wire = Wire(reduction, dtype, pre_divide, bucket_bytes)
+    return mean_shards(boxed.unboxed(grads), parts, over, axes, wire, done)
 
 
 def mean_shards(
-    grads: PyTree,
-    shardings: PyTree,
-    fsdp: Axes,
-    axes: Axes,
-    reduction: Reduction,
-    done: Axes = (),
-    **options: Any,
+    grads: PyTree, shardings: PyTree, fsdp: Axes, axes: Axes, wire: Wire, done: Axes = ()
 ) -> PyTree:
     """Means over `axes`: shards, by axes `fsdp`, of what is sharded; the others in full.
 
@@ -243,12 +241,10 @@ def mean_shards(
     """
     dp = tuple(axis for axis in axes if axis not in (*fsdp, *done))
     # Each of the two divides its own leaves, once, by the sizes of the axes that it sums over.
-    scattered = buckets.scatter_mean_tree(
-        grads, shardings, reduction, axis=fsdp, replica_axes=dp, **options
-    )
+    scattered = buckets.shards_of_mean(grads, shardings, fsdp, wire, dp)
     leaves, treedef = jax.tree.flatten(scattered)
     full = [i for i, p in enumerate(jax.tree.leaves(shardings)) if p.dim is None]
-    means = buckets.all_mean_tree([leaves[i] for i in full], axes, reduction, **options)
+    means = buckets.mean_tree([leaves[i] for i in full], axes, wire)
     for i, mean in zip(full, means, strict=True):
         leaves[i] = mean
     return jax.tree.unflatten(treedef, leaves)

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import research_dp as rdp
 from research_dp.distributed import buckets, norms, vma
+from research_dp.distributed.collectives import Wire
 from research_dp.distributed.differentiable_gather import GatherOptions
 from research_dp.distributed.mesh import make_mesh
 from research_dp.distributed.sharding import ShardDecision, choose_dim, infer_sharding
@@ -60,7 +61,7 @@ def test_gathered_gradient_is_the_mean(mesh):
     ],
 )
 def test_collectives_carry_the_named_dtypes(mesh, gather_dtype, scatter_dtype, on_wire):
-    options = GatherOptions(0, "fsdp", gather_dtype, scatter_dtype)
+    options = GatherOptions(0, "fsdp", gather_dtype, Wire(dtype=scatter_dtype))
 
     def loss(w):
         full = options.differentiable(w.dtype)(w)
