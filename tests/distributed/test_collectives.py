@@ -101,11 +101,24 @@ def test_trees_travel_in_buckets_and_come_back_as_they_were(mesh, bucket_bytes):
     jax.tree.map(np.testing.assert_array_equal, back, tree)
 
 
+REPLICATED = infer_sharding([jax.ShapeDtypeStruct((10,), jnp.float32)] * 10, None, 8)
+
+
 @pytest.mark.parametrize(("bucket_bytes", "count"), [(2**25, 1), (201, 2), (200, 2), (0, 10)])
-def test_ten_leaves_make_few_collectives(mesh, bucket_bytes, count):
+@pytest.mark.parametrize(
+    "mean",
+    [
+        rdp.all_mean_tree,
+        rdp.sync_gradients,
+        functools.partial(rdp.scatter_gradients, shardings=REPLICATED),
+    ],
+    ids=["all_mean_tree", "sync_gradients", "scatter_gradients"],
+)
+def test_ten_leaves_make_few_collectives(mesh, mean, bucket_bytes, count):
     tree = [jnp.ones(10) for _ in range(10)]
-    mean = functools.partial(buckets.all_mean_tree, axes=AXES, bucket_bytes=bucket_bytes)
-    found = read(mapped(mesh, mean, P(), P()), tree)
+    found = read(
+        mapped(mesh, lambda tree: mean(tree, AXES, bucket_bytes=bucket_bytes), P(), P()), tree
+    )
     assert [c.kind for c in found] == ["all-reduce"] * count
     assert sum(c.nbytes for c in found) == 400
 
