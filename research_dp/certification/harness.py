@@ -23,7 +23,6 @@ from research_dp.distributed.mesh import batch_devices
 from research_dp.distributed.optimizer import apply_in_step
 from research_dp.distributed.sharding import LeafSharding, is_key
 from research_dp.strategies import PlacedBatch, Strategy, StrategyConfig, TrainSpec, TrainState
-from research_dp.strategies.strategy import fitted_state
 from research_dp.tracing.jaxpr import mixing_operation
 from research_dp.training.throughput import accumulate
 from research_dp.types import DataSet, HostSums, LossOutput, TrainableModel
@@ -213,8 +212,7 @@ def mean(pair: tuple[float, float]) -> float:
 
 def to_devices(strategy: Strategy, state: TrainState) -> TrainState:
     """A host state on a strategy's devices; a copy, because steps donate it."""
-    stored = fitted_state(to_host(state), strategy.abstract_state)
-    return jax.device_put(stored, _shardings(strategy), may_alias=False)
+    return strategy.stored(to_host(state))
 
 
 def with_slots(strategy: Strategy, state: TrainState, slots: PyTree = None) -> TrainState:
@@ -225,10 +223,6 @@ def with_slots(strategy: Strategy, state: TrainState, slots: PyTree = None) -> T
         # A state that differs from device to device has a leading dim for them.
         slots = jax.tree.map(lambda x, a: jnp.broadcast_to(x, a.shape), begun, abstract)
     return state._replace(slots=slots or ())
-
-
-def _shardings(strategy: Strategy) -> TrainState:
-    return jax.tree.map(lambda x: x.sharding, strategy.abstract_state)
 
 
 def to_host(tree: PyTree) -> PyTree:

@@ -137,9 +137,9 @@ class DeterministicStep(Step):
             sum_over_logical_shards(of_shard, params, parts, state.step, self._reduction)
         )
 
-    def norm(self, grads: PyTree, step: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def norm(self, grads: PyTree, slices: PyTree, step: jax.Array) -> tuple[jax.Array, jax.Array]:
         shards = self._reduction.logical_shards
-        return norm_by_blocks(grads, self.shardings.slices, shards, unknown_zero(step))
+        return norm_by_blocks(grads, slices, shards, unknown_zero(step))
 
     def apply(
         self,

@@ -17,7 +17,7 @@ from research_dp.distributed import placement
 from research_dp.distributed.collectives import PLAIN
 from research_dp.distributed.fsdp import gather_params
 from research_dp.distributed.mesh import split_axes
-from research_dp.distributed.sharding import fitted_tree, replicated
+from research_dp.distributed.sharding import fitted_tree
 from research_dp.errors import UsageError, binding_error
 from research_dp.strategies import slots, state, strategy
 from research_dp.strategies.step import Gradients, Step, step_of
@@ -32,7 +32,6 @@ class Program(NamedTuple):
     """What an engine wraps."""
 
     step: Step
-    shardings: strategy.StateShardings
     stored: strategy.TrainState  # the abstract state, padded where need be
     logical: strategy.TrainState  # without padding
     batch: state.BatchLayout
@@ -55,12 +54,12 @@ def mapped(config: StrategyConfig, spec: TrainSpec) -> Strategy:
             "data_parallel.prefetch", " = True, but the model names no units. Bind False."
         )
     _refuse_idle(config, gathers=config.gather is not None)
-    step, _, stored, logical, batch = program = _program(config, spec)
+    step, stored, logical, batch = program = _program(config, spec)
     state_specs = jax.tree.map(lambda x: x.sharding.spec, stored)
     on_mesh = functools.partial(jax.shard_map, mesh=config.mesh, check_vma=False)
     rows, eval_rows = batch.sharding.spec, batch.eval_sharding.spec
     none: Any = PartitionSpec()
-    slices = jax.tree.map(lambda p: p.spec, step.slices)
+    slices = jax.tree.map(lambda p: p.spec, step.shardings.slices)
     given = Gradients(slices, *(none,) * 4, state_specs.model_state, state_specs.slots)
     reads = state_specs._replace(opt_state=())
     gradients = on_mesh(step.gradients, in_specs=(reads, rows), out_specs=given)
@@ -102,7 +101,7 @@ def compiled(config: StrategyConfig, spec: TrainSpec) -> Strategy:
         raise binding_error("data_parallel.gather", ": it takes no `mesh`. Bind @gather_params.")
     if config.prefetch:
         raise binding_error("data_parallel.prefetch", " = True: the compiler gathers. Bind False.")
-    step, _, stored, logical, _ = program = _program(config, spec, on_global_arrays=True)
+    step, stored, logical, _ = program = _program(config, spec, on_global_arrays=True)
 
     def train(state: strategy.TrainState, batch: strategy.PlacedBatch) -> Any:
         new, metrics = step.train(fitted_state(state, logical), batch)
@@ -168,15 +167,15 @@ def _program(config: StrategyConfig, spec: TrainSpec, *, on_global_arrays: bool 
     shardings, stored, logical = state.infer_state_sharding(
         config, spec, params_sharded=on_global_arrays or config.gather is not None
     )
-    seen, axes, config_seen = shardings, split_axes(mesh), config
-    if on_global_arrays:  # gradients and slices too
-        seen, axes = shardings._replace(slices=replicated(shardings.slices)), ()
+    axes, config_seen = split_axes(mesh), config
+    if on_global_arrays:  # gradients too
+        axes = ()
         gather = config.shard and functools.partial(config.gather or gather_params, mesh=mesh)
         config_seen = dataclasses.replace(config, gather=gather)
     state.check_optimizer(spec, logical)
-    step = step_of(config.reduction)(config_seen, spec, seen, axes, shardings.slices)
+    step = step_of(config.reduction)(config_seen, spec, shardings, axes)
     batch = state.BatchLayout(mesh, spec, config.reduction)
-    return Program(step, shardings, stored, logical, batch)
+    return Program(step, stored, logical, batch)
 
 
 def _jitted(config: StrategyConfig, abstract: strategy.TrainState) -> Callable[..., Any]:
@@ -215,7 +214,7 @@ def _strategy(
         _refuse_deleted("eval_step", state, examples)
         return evaluate(state, examples)
 
-    step, shardings, abstract, logical, batch = program
+    step, abstract, logical, batch = program
 
     def init_state(*args: Any) -> strategy.TrainState:
         return fitted_state(state.init_state(config, step.spec, *args), abstract)
@@ -241,7 +240,7 @@ def _strategy(
     return Strategy(
         config=config,
         spec=step.spec,
-        shardings=shardings,
+        shardings=step.shardings,
         abstract_state=abstract,
         logical_state=logical,
         eval_batch_size=batch.eval_batch_size,

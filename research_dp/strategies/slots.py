@@ -179,29 +179,6 @@ def call_in(
     return unboxed(result), {**states, name: new}
 
 
-class CalledOnce:
-    """The optimizer of one step, as `update` calls it.
-
-    `apply` is (gradients, parameters) -> (new parameters, whatever `result` is to return).
-    """
-
-    def __init__(self, apply: Callable[[PyTree, PyTree], tuple[PyTree, Any]]):
-        self._apply, self._results = apply, list[Any]()
-
-    def apply_gradients(self, gradients: PyTree, parameters: PyTree) -> PyTree:
-        parameters, result = self._apply(gradients, parameters)
-        self._results.append(result)
-        return parameters
-
-    def result(self) -> Any:
-        """What `apply` returned besides parameters; UsageError if it was not called once."""
-        if len(self._results) != 1:
-            calls = len(self._results)
-            problem = f" must call optimizer.apply_gradients once, not {calls} times."
-            raise binding_error("data_parallel.update", problem)
-        return self._results[0]
-
-
 def check_state(binding: str, new: PyTree, old: PyTree) -> None:
     """Raises UsageError if a step returned state that is not of the old one's types."""
 
