@@ -135,17 +135,15 @@ class GatherOptions(NamedTuple):
 
     def differentiable(self, dtype: Any) -> Callable[[jax.Array], jax.Array]:
         """The gather of a shard of this dtype; its gradient is this device's shard of the mean."""
-        dim, axis, wire = self.dim, flat_axes(self.axis), self.wire
+        dim, axes, wire = self.dim, flat_axes(self.axis), self.wire
 
         def forward(x: jax.Array) -> jax.Array:
-            full = x.astype(cast_dtype(dtype, self.gather_dtype))
-            for name in reversed(axis):
-                full = wire.reduction.all_gather(full, name, dim, "varying")
-            return checkpoint_name(full, GATHERED)
+            sent = x.astype(cast_dtype(dtype, self.gather_dtype))
+            return checkpoint_name(collectives.gather(sent, dim, axes, wire.reduction), GATHERED)
 
         def backward(g: jax.Array) -> jax.Array:
             # `scatter_mean` sums over `axis` and divides by its size; nobody else does.
-            return wire.scatter_mean(wire.cast(g, dtype), dim, axis).astype(dtype)
+            return wire.scatter_mean(wire.cast(g, dtype), dim, axes).astype(dtype)
 
         return with_gradient(forward, backward)
 

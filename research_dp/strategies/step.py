@@ -42,14 +42,7 @@ from research_dp.distributed.units import Units
 from research_dp.errors import binding_error
 from research_dp.strategies import slots, strategy
 from research_dp.strategies.nonfinite import without_nonfinite
-from research_dp.strategies.strategy import (
-    PlacedBatch,
-    StateShardings,
-    StrategyConfig,
-    TrainSpec,
-    TrainState,
-    example_keys,
-)
+from research_dp.strategies.strategy import PlacedBatch, StateShardings, TrainState, example_keys
 from research_dp.types import LossOutput, PyTree
 
 Sums = dict[str, jax.Array]
@@ -82,19 +75,21 @@ class Step:
     # Whether arrays of which the devices divide no dim are padded with zeros.
     pads: ClassVar[bool] = True
 
-    config: StrategyConfig
-    spec: TrainSpec
+    config: strategy.StrategyConfig
+    spec: strategy.TrainSpec
     shardings: StateShardings  # of global arrays
     axes: tuple[str, ...]  # that are bound and have several devices; () in the compiled engine
     # Of each training loss that was traced: whether the weight of a batch is computed, maybe 0.
     weighted: list[bool] = dataclasses.field(default_factory=list)
 
     @staticmethod
-    def check_model(config: StrategyConfig, spec: TrainSpec, abstract: TrainState) -> None:
+    def check_model(
+        config: strategy.StrategyConfig, spec: strategy.TrainSpec, abstract: TrainState
+    ) -> None:
         """Raises UsageError for a model, or an option, that this step cannot do."""
 
     @staticmethod
-    def positions(spec: TrainSpec, devices: int, reduction: Reduction) -> np.ndarray:
+    def positions(spec: strategy.TrainSpec, devices: int, reduction: Reduction) -> np.ndarray:
         """Positions in the global batch, int32: a row for each micro-batch, of all devices."""
         del devices, reduction
         return np.arange(spec.batch_size, dtype=np.int32).reshape(spec.accumulation_steps, -1)

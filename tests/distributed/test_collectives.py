@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 import research_dp as rdp
 from research_dp.distributed import buckets, norms, vma
 from research_dp.distributed.collectives import Wire
-from research_dp.distributed.differentiable_gather import GatherOptions
+from research_dp.distributed.differentiable_gather import GatherOptions, gather_tree_with_mean_grads
 from research_dp.distributed.mesh import make_mesh
 from research_dp.distributed.sharding import ShardDecision, choose_dim, infer_sharding
 from research_dp.strategies.jaxpr_collectives import collectives as read
@@ -60,11 +60,17 @@ def test_gathered_gradient_is_the_mean(mesh):
         ("bfloat16", "float16", ("bfloat16", "float16")),
     ],
 )
-def test_collectives_carry_the_named_dtypes(mesh, gather_dtype, scatter_dtype, on_wire):
+@pytest.mark.parametrize("in_buckets", [False, True])
+def test_collectives_carry_the_named_dtypes(mesh, in_buckets, gather_dtype, scatter_dtype, on_wire):
     options = GatherOptions(0, "fsdp", gather_dtype, Wire(dtype=scatter_dtype))
 
+    layout = infer_sharding([jax.ShapeDtypeStruct((16,), jnp.float32)], rule, 8)
+
     def loss(w):
-        full = options.differentiable(w.dtype)(w)
+        if in_buckets:
+            (full,) = gather_tree_with_mean_grads([w], layout, options)
+        else:
+            full = options.differentiable(w.dtype)(w)
         assert full.dtype == jnp.dtype(gather_dtype or "float32")
         return jnp.sum(full.astype(jnp.float32) ** 2) / 2
 
