@@ -16,14 +16,7 @@ from jax import lax
 from research_dp import argument_types as types
 from research_dp.argument_checks import checked
 from research_dp.distributed import collectives
-from research_dp.distributed.collectives import (
-    DEFAULT_BUCKET_BYTES,
-    PLAIN,
-    Axes,
-    Reduction,
-    Wire,
-    flat_axes,
-)
+from research_dp.distributed.collectives import PLAIN, Axes, Reduction, Wire, flat_axes
 from research_dp.distributed.mesh import FSDP_AXIS
 from research_dp.distributed.sharding import LeafSharding, fitted, shardings_like
 from research_dp.distributed.vma import is_replicated, varying_axes
@@ -90,7 +83,7 @@ def all_mean_tree(
     *,
     dtype: types.Dtype | None = None,
     pre_divide: bool = False,
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    bucket_bytes: int = collectives.DEFAULT_BUCKET_BYTES,
 ) -> PyTree:
     """Mean over devices of each leaf, few collectives for many leaves; leaves keep their dtype."""
     return mean_tree(tree, flat_axes(axes), Wire(reduction, dtype, pre_divide, bucket_bytes))
@@ -124,7 +117,7 @@ def scatter_mean_tree(
     replica_axes: types.AxisNames = (),
     dtype: types.Dtype | None = None,
     pre_divide: bool = False,
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    bucket_bytes: int = collectives.DEFAULT_BUCKET_BYTES,
 ) -> PyTree:
     """This device's shards of the mean over devices of each leaf that is sharded.
 
@@ -167,7 +160,7 @@ def gather_tree(
     reduction: Reduction = PLAIN,
     *,
     axis: types.AxisNames = FSDP_AXIS,
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    bucket_bytes: int = collectives.DEFAULT_BUCKET_BYTES,
     into: Annotated[PyTree, types.arrays_like("tree")] | None = None,
     replicated: bool = True,
 ) -> PyTree:
@@ -190,7 +183,8 @@ def gathered(
     replicated: bool = True,
 ) -> PyTree:
     """As `gather_tree`."""
-    least, shardings, old = wire.bucket_bytes, jax.tree.leaves(layout), jax.tree.leaves(into)
+    shardings, old = jax.tree.leaves(layout), jax.tree.leaves(into)
+    bucket_bytes = wire.bucket_bytes
 
     def move(rows: jax.Array) -> jax.Array:
         return collectives.gather(rows, 0, axes, wire.reduction, replicated=replicated)
@@ -199,17 +193,10 @@ def gathered(
     stacks = [
         i
         for i, p in enumerate(shardings)
-        if old and p.dim == 1 and len(p.shape) > 2 and not p.flat and p.nbytes >= least > 0
+        if old and p.dim == 1 and len(p.shape) > 2 and not p.flat and p.nbytes >= bucket_bytes > 0
     ]
     full = _sharded_leaves(
-        tree,
-        layout,
-        axes,
-        wire.bucket_bytes,
-        lambda x, p: x.reshape(1, -1),
-        move,
-        _from_rows,
-        stacks,
+        tree, layout, axes, bucket_bytes, lambda x, p: x.reshape(1, -1), move, _from_rows, stacks
     )
     leaves, treedef = jax.tree.flatten(full)
     for i in stacks:

@@ -14,6 +14,7 @@ from research_dp.argument_checks import checked
 from research_dp.argument_types import AxisNames, Dtype, Number, Numbers
 from research_dp.distributed import boxed, buckets
 from research_dp.distributed.collectives import (
+    DEFAULT_BUCKET_BYTES,
     PLAIN,
     Axes,
     Reduction,
@@ -44,7 +45,7 @@ def sync_gradients(
     *,
     dtype: Dtype | None = None,
     pre_divide: bool = False,
-    bucket_bytes: int = buckets.DEFAULT_BUCKET_BYTES,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     loss: Number | None = None,
     reduction: Reduction = PLAIN,
 ) -> PyTree:
@@ -196,7 +197,7 @@ def scatter_gradients(
     shardings: Annotated[PyTree, shardings_like("grads")],
     dtype: Dtype | None = None,
     pre_divide: bool = False,
-    bucket_bytes: int = buckets.DEFAULT_BUCKET_BYTES,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     reduction: Reduction = PLAIN,
 ) -> PyTree:
     """Reduce-scatters gradients: each device gets its shard of the mean.

@@ -19,6 +19,7 @@ from research_dp.argument_checks import checked
 from research_dp.argument_types import AxisNames, Number, Numbers, Placeable, TracedNorm, path_name
 from research_dp.distributed import buckets, placement, sharded_optimizer, sharding
 from research_dp.distributed.collectives import (
+    DEFAULT_BUCKET_BYTES,
     PLAIN,
     Axes,
     Reduction,
@@ -82,7 +83,7 @@ def fsdp_apply_gradients(
     optimizer: AnOptimizer,
     fsdp_group: Group = None,
     dp_group: Group = None,
-    communication_size: int = buckets.DEFAULT_BUCKET_BYTES,
+    communication_size: int = DEFAULT_BUCKET_BYTES,
     communication_stream: Annotated[None, "None: XLA schedules collectives itself"] = None,
     max_norm: TracedNorm | None = None,
     *,
