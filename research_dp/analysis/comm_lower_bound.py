@@ -91,7 +91,8 @@ def min_wire_bytes(strategy: Strategy, spec: TrainSpec, *, widest: int = 8) -> f
 def narrow_file(strategy: Strategy) -> str | None:
     """The shipped file that binds dtypes of two bytes; None: none may, or the compiler does."""
     config, is_chosen = strategy.config, not strategy.batch_axes
-    if config.reduction.exact_step or (config.gather is None and is_chosen):
+    is_exact = config.reduction.logical_shards is not None
+    if is_exact or (config.gather is None and is_chosen):
         return None
     return "precision/bf16_collectives.gin"
 
@@ -99,7 +100,7 @@ def narrow_file(strategy: Strategy) -> str | None:
 def _update_bytes(strategy: Strategy) -> float:
     """Bytes that an optimizer sends of its own accord (`on_matrices`), counted in its update."""
     slices, state = strategy.shardings.slices, strategy.logical_state
-    if strategy.config.reduction.exact_step:
+    if strategy.config.reduction.logical_shards is not None:
         return 0.0
     update = functools.partial(apply_in_step, strategy.spec.optimizer)
     with matrices.over(strategy.mesh, slices):

@@ -34,8 +34,9 @@ from research_dp.distributed.sharding import by_path
 from research_dp.errors import UsageError, some_of
 from research_dp.runs.checkpoint import Checkpoints
 from research_dp.runs.manifest import Progress
-from research_dp.strategies import Strategy, TrainState, slots
+from research_dp.strategies import Strategy, TrainState
 from research_dp.strategies.batch_losses import check_batch_loss, order_dependence
+from research_dp.strategies.state import resize_slots
 from research_dp.strategies.strategy import init_key
 from research_dp.types import DataSet
 
@@ -244,7 +245,7 @@ def _check_move(
     everywhere = NamedSharding(strategy.mesh, PartitionSpec())  # as they are read
     read = state._replace(slots=jax.device_put(state.slots, everywhere))
     try:
-        expected = to_host(slots.resize(strategy.config, abstract, read))
+        expected = to_host(resize_slots(strategy, read))
     except UsageError as error:
         return certificate.check(name, None, f"not tried: {error}")
     if jax.tree.map(np.shape, expected) != jax.tree.map(np.shape, strategy.logical_state):

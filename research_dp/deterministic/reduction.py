@@ -6,7 +6,8 @@ import gin
 
 from research_dp.argument_checks import checked
 from research_dp.argument_types import Count
-from research_dp.deterministic import step, sum
+from research_dp.deterministic import sum
+from research_dp.deterministic.step import DeterministicStep
 from research_dp.distributed.collectives import Reduction
 from research_dp.errors import binding_error
 
@@ -37,5 +38,5 @@ def tree_reduction(*, logical_shards: Count, loop: bool = False) -> Reduction:
         sum.reduce_scatter,
         logical_shards=logical_shards,
         loop=loop,
-        exact_step=step,
+        exact_step=DeterministicStep,
     )

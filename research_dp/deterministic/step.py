@@ -21,7 +21,7 @@ from research_dp.deterministic import sum as tree_sum
 from research_dp.deterministic.division import as_written
 from research_dp.deterministic.sum import TreeReduction, add_pairs, fence, unknown_zero
 from research_dp.distributed.buckets import flatten_padded, pad_to_multiple
-from research_dp.distributed.collectives import gather
+from research_dp.distributed.collectives import Reduction, gather
 from research_dp.distributed.jaxpr import Callers, Source, mixing_operation, trace_sources
 from research_dp.distributed.optimizer import apply_in_step
 from research_dp.distributed.sharding import LeafSharding
@@ -51,6 +51,58 @@ class DeterministicStep(Step):
     after them. An optimizer that mixes elements is applied to gathered arrays. Divisions of a
     user's `update` outside of the optimizer are left to the compiler.
     """
+
+    # Compilers round an update otherwise where its arrays are cut.
+    pads = False
+
+    @staticmethod
+    def check_model(config: strategy.StrategyConfig, spec: TrainSpec, abstract: TrainState) -> None:
+        """Raises UsageError for what logical shards, each a batch of its own, cannot do."""
+        if config.prefetch:
+            raise binding_error(
+                "data_parallel.prefetch",
+                " = True: with logical shards (data_parallel.reduction) all is gathered before the "
+                "first. Bind False.",
+            )
+        if config.accumulation_dtype not in (None, "float32"):
+            raise binding_error(
+                "data_parallel.accumulation_dtype",
+                f" = {config.accumulation_dtype!r}: logical shards are added up in float32 "
+                "(data_parallel.reduction). Bind None.",
+            )
+        _, statistics = with_frozen(abstract.params, abstract.model_state)
+        if jax.tree.leaves(statistics) or _knows_other_examples(spec, abstract):
+            raise binding_error(
+                "data_parallel.reduction",
+                ": the model has statistics over the batch, which are no sums over logical shards. "
+                "Take a norm over each example, e.g. 'group'.",
+            )
+
+    @staticmethod
+    def positions(spec: TrainSpec, devices: int, reduction: Reduction) -> np.ndarray:
+        """Positions in the global batch, int32 (shards / devices, batch_size * devices / shards).
+
+        A row has one logical shard of each device; a device's own are neighbours in the batch.
+        """
+        assert isinstance(reduction, TreeReduction)
+        shards = reduction.logical_shards
+        parts = devices * spec.accumulation_steps
+        if shards % parts:
+            raise binding_error(
+                "tree_reduction.logical_shards",
+                f" = {shards} cannot be shared by {devices} devices x accumulation_steps "
+                f"{spec.accumulation_steps} = {parts}. Take a multiple, for all runs that are to "
+                "agree; devices must be a power of two.",
+            )
+        if spec.batch_size % shards:
+            raise binding_error(
+                f"{spec.gin_name}.batch_size",
+                f" = {spec.batch_size} cannot be cut in {shards} logical shards "
+                "(tree_reduction.logical_shards) of one size. Take a multiple.",
+            )
+        positions = np.arange(spec.batch_size, dtype=np.int32)
+        by_device = positions.reshape(devices, shards // devices, -1).swapaxes(0, 1)
+        return by_device.reshape(shards // devices, -1)
 
     @property
     def _reduction(self) -> TreeReduction:
@@ -85,9 +137,9 @@ class DeterministicStep(Step):
             sum_over_logical_shards(of_shard, params, parts, state.step, self._reduction)
         )
 
-    def norm(self, grads: PyTree, step: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def norm(self, grads: PyTree, slices: PyTree, step: jax.Array) -> tuple[jax.Array, jax.Array]:
         shards = self._reduction.logical_shards
-        return norm_by_blocks(grads, self.shardings.slices, shards, unknown_zero(step))
+        return norm_by_blocks(grads, slices, shards, unknown_zero(step))
 
     def apply(
         self,
@@ -122,30 +174,6 @@ class DeterministicStep(Step):
             complete, mesh=self.config.mesh, in_specs=none, out_specs=none, check_vma=False
         )
         return mapped(zero, *arguments)
-
-
-def logical_shard_rows(spec: TrainSpec, devices: int, shards: int) -> np.ndarray:
-    """Positions in the global batch, int32 (shards / devices, batch_size * devices / shards).
-
-    A row has one logical shard of each device; a device's own are neighbours in the batch.
-    """
-    parts = devices * spec.accumulation_steps
-    if shards % parts:
-        raise binding_error(
-            "tree_reduction.logical_shards",
-            f" = {shards} cannot be shared by {devices} devices x accumulation_steps "
-            f"{spec.accumulation_steps} = {parts}. Take a multiple, for all runs that are to "
-            "agree; devices must be a power of two.",
-        )
-    if spec.batch_size % shards:
-        raise binding_error(
-            f"{spec.gin_name}.batch_size",
-            f" = {spec.batch_size} cannot be cut in {shards} logical shards "
-            "(tree_reduction.logical_shards) of one size. Take a multiple.",
-        )
-    positions = np.arange(spec.batch_size, dtype=np.int32)
-    by_device = positions.reshape(devices, shards // devices, -1).swapaxes(0, 1)
-    return by_device.reshape(shards // devices, -1)
 
 
 def sum_over_logical_shards(
@@ -188,29 +216,6 @@ def computed_from_params_only(program: ClosedJaxpr, count: int) -> list[bool]:
 
     trace_sources(program, count, visit)
     return [i in params_only for i in range(count)]
-
-
-def check_model(config: strategy.StrategyConfig, spec: TrainSpec, abstract: TrainState) -> None:
-    """Raises UsageError for what logical shards, which know nothing of each other, cannot do."""
-    if config.prefetch:
-        raise binding_error(
-            "data_parallel.prefetch",
-            " = True: with logical shards (data_parallel.reduction) all is gathered before the "
-            "first. Bind False.",
-        )
-    if config.accumulation_dtype not in (None, "float32"):
-        raise binding_error(
-            "data_parallel.accumulation_dtype",
-            f" = {config.accumulation_dtype!r}: logical shards are added up in float32 "
-            "(data_parallel.reduction). Bind None.",
-        )
-    _, statistics = with_frozen(abstract.params, abstract.model_state)
-    if jax.tree.leaves(statistics) or _knows_other_examples(spec, abstract):
-        raise binding_error(
-            "data_parallel.reduction",
-            ": the model has statistics over the batch, which are no sums over logical shards. "
-            "Take a norm over each example, e.g. 'group'.",
-        )
 
 
 def _knows_other_examples(spec: TrainSpec, abstract: TrainState) -> bool:

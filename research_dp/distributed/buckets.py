@@ -16,7 +16,7 @@ from jax import lax
 from research_dp import argument_types as types
 from research_dp.argument_checks import checked
 from research_dp.distributed import collectives
-from research_dp.distributed.collectives import PLAIN, Axes, Reduction, flat_axes
+from research_dp.distributed.collectives import PLAIN, Axes, Reduction, Wire, flat_axes
 from research_dp.distributed.mesh import FSDP_AXIS
 from research_dp.distributed.sharding import LeafSharding, fitted, shardings_like
 from research_dp.distributed.vma import is_replicated, varying_axes
@@ -26,7 +26,6 @@ from research_dp.types import PyTree
 Move = Callable[[jax.Array], jax.Array]  # rows (r, k) -> (any, k)
 Reshape = Callable[[jax.Array, LeafSharding], jax.Array]
 
-DEFAULT_BUCKET_BYTES = 32 * 2**20
 # In one array: XLA's time grows faster than the number of slices of an array, and it combines
 # all-reduces itself. Measured: experiments/plan/leaves.py.
 _MOST_ARRAYS = 32
@@ -84,26 +83,28 @@ def all_mean_tree(
     *,
     dtype: types.Dtype | None = None,
     pre_divide: bool = False,
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    bucket_bytes: int = collectives.DEFAULT_BUCKET_BYTES,
 ) -> PyTree:
     """Mean over devices of each leaf, few collectives for many leaves; leaves keep their dtype."""
+    return mean_tree(tree, flat_axes(axes), Wire(reduction, dtype, pre_divide, bucket_bytes))
+
+
+def mean_tree(tree: PyTree, axes: Axes, wire: Wire) -> PyTree:
+    """As `all_mean_tree`."""
     leaves, treedef = jax.tree.flatten(tree)
     moved = _in_buckets(
         [x.reshape(1, -1) for x in leaves],
         [x.size for x in leaves],
-        bucket_bytes,
-        lambda rows: _mean_where_varying(rows, flat_axes(axes), reduction, dtype, pre_divide),
+        wire.bucket_bytes,
+        lambda rows: _mean_where_varying(rows, axes, wire),
     )
     means = [m.reshape(x.shape) for m, x in zip(moved, leaves, strict=True)]
     return jax.tree.unflatten(treedef, means)
 
 
-def _mean_where_varying(
-    x: jax.Array, axes: Axes, reduction: Reduction, dtype: Any, pre_divide: bool
-) -> jax.Array:
-    """`all_mean`, skipping axes along which the value is already replicated."""
-    differing = tuple(axis for axis in axes if not is_replicated(x, axis))
-    return collectives.all_mean(x, differing, reduction, dtype, pre_divide=pre_divide)
+def _mean_where_varying(x: jax.Array, axes: Axes, wire: Wire) -> jax.Array:
+    """The mean, skipping axes along which the value is already replicated."""
+    return wire.all_mean(x, tuple(axis for axis in axes if not is_replicated(x, axis)))
 
 
 @checked
@@ -116,7 +117,7 @@ def scatter_mean_tree(
     replica_axes: types.AxisNames = (),
     dtype: types.Dtype | None = None,
     pre_divide: bool = False,
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    bucket_bytes: int = collectives.DEFAULT_BUCKET_BYTES,
 ) -> PyTree:
     """This device's shards of the mean over devices of each leaf that is sharded.
 
@@ -130,18 +131,25 @@ def scatter_mean_tree(
         pre_divide: Divide before each sum, for float16.
         bucket_bytes: Bytes of one collective; <= 0: one collective for each leaf.
     """
-    axes = flat_axes(axis)
+    wire = Wire(reduction, dtype, pre_divide, bucket_bytes)
+    return shards_of_mean(tree, layout, flat_axes(axis), wire, flat_axes(replica_axes))
+
+
+def shards_of_mean(
+    tree: PyTree, layout: PyTree, axes: Axes, wire: Wire, replica_axes: Axes = ()
+) -> PyTree:
+    """As `scatter_mean_tree`."""
 
     def move(rows: jax.Array) -> jax.Array:
         # Each mean divides by the size of the axes that it sums over: together, once by each.
         if all(is_replicated(rows, name) for name in axes):
             block = collectives.shard(rows, 0, axes)  # the mean of equal values is that value
         else:
-            block = collectives.scatter_mean(rows, 0, axis, reduction, dtype, pre_divide=pre_divide)
-        return _mean_where_varying(block, flat_axes(replica_axes), reduction, dtype, pre_divide)
+            block = wire.scatter_mean(rows, 0, axes)
+        return _mean_where_varying(block, replica_axes, wire)
 
     return _sharded_leaves(
-        tree, layout, axes, bucket_bytes, _to_rows, move, lambda x, p: x.reshape(p.local_shape)
+        tree, layout, axes, wire.bucket_bytes, _to_rows, move, lambda x, p: x.reshape(p.local_shape)
     )
 
 
@@ -152,7 +160,7 @@ def gather_tree(
     reduction: Reduction = PLAIN,
     *,
     axis: types.AxisNames = FSDP_AXIS,
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    bucket_bytes: int = collectives.DEFAULT_BUCKET_BYTES,
     into: Annotated[PyTree, types.arrays_like("tree")] | None = None,
     replicated: bool = True,
 ) -> PyTree:
@@ -161,10 +169,25 @@ def gather_tree(
     Not for code that is differentiated; for `replicated` see `collectives.gather`. `into`, a tree
     of full arrays that are not used any more, may be overwritten with the result.
     """
-    axes, shardings, old = flat_axes(axis), jax.tree.leaves(layout), jax.tree.leaves(into)
+    wire = Wire(reduction, bucket_bytes=bucket_bytes)
+    return gathered(tree, layout, flat_axes(axis), wire, into, replicated=replicated)
+
+
+def gathered(
+    tree: PyTree,
+    layout: PyTree,
+    axes: Axes,
+    wire: Wire,
+    into: PyTree = None,
+    *,
+    replicated: bool = True,
+) -> PyTree:
+    """As `gather_tree`."""
+    shardings, old = jax.tree.leaves(layout), jax.tree.leaves(into)
+    bucket_bytes = wire.bucket_bytes
 
     def move(rows: jax.Array) -> jax.Array:
-        return collectives.gather(rows, 0, axes, reduction, replicated=replicated)
+        return collectives.gather(rows, 0, axes, wire.reduction, replicated=replicated)
 
     # Stacks of arrays that are sharded along their first dim; each fills a bucket alone.
     stacks = [
@@ -173,18 +196,11 @@ def gather_tree(
         if old and p.dim == 1 and len(p.shape) > 2 and not p.flat and p.nbytes >= bucket_bytes > 0
     ]
     full = _sharded_leaves(
-        tree,
-        layout,
-        axes,
-        bucket_bytes,
-        lambda x, p: x.reshape(1, -1),
-        move,
-        _from_rows,
-        stacks,
+        tree, layout, axes, bucket_bytes, lambda x, p: x.reshape(1, -1), move, _from_rows, stacks
     )
     leaves, treedef = jax.tree.flatten(full)
     for i in stacks:
-        leaves[i] = _gather_stack(leaves[i], old[i], axes, reduction)
+        leaves[i] = _gather_stack(leaves[i], old[i], axes, wire.reduction)
     return jax.tree.unflatten(treedef, leaves)
 
 

@@ -22,6 +22,8 @@ from research_dp.errors import UsageError
 
 Axes = tuple[str, ...]
 
+DEFAULT_BUCKET_BYTES = 32 * 2**20
+
 
 def over_gloo() -> bool:
     """Whether collectives go over gloo, whose reduce-scatter and all-gather are not used.
@@ -83,14 +85,14 @@ class Reduction:
         exchanges_rows: Whether rows that are looked up in a sharded table may be exchanged by
             all-to-all, which sends less than gathering the table. Devices then add their gradients
             in an order of their own.
-        exact_step: The module of the step in which sums are exact; None: they are not.
+        exact_step: The class of the training step in which sums are exact; None: they are not.
     """
 
     all_reduce: Callable[[jax.Array, Axes], jax.Array]
     reduce_scatter: Callable[[jax.Array, str, int], jax.Array]
     all_gather: Callable[[jax.Array, str, int, str], jax.Array] = _all_gather
     exchanges_rows: bool = False
-    exact_step: Any = None
+    exact_step: type[Any] | None = None
     # Number of parts into which exact sums cut the global batch; None: sums are not exact.
     logical_shards: ClassVar[int | None] = None
 
@@ -139,6 +141,60 @@ def axes_size(axes: Axes) -> int:
         ) from None
 
 
+def cast_dtype(own: Any, dtype: Any) -> Any:
+    """The dtype that an array of dtype `own` is cast to where an option names `dtype`, or None.
+
+    Complex arrays, which would lose their imaginary part, integers and keys stay as they are.
+    """
+    return dtype if dtype is not None and jnp.issubdtype(own, jnp.floating) else own
+
+
+@dataclasses.dataclass(frozen=True)
+class Wire:
+    """How means over devices go over the wire; made once, where the options come in.
+
+    Attributes:
+        reduction: The collectives, which only sum.
+        dtype: In which addends are sent and summed; None: their own (`cast_dtype`).
+        pre_divide: Whether they are divided before they are summed, so that a sum in float16 stays
+            below 65504, at the price of losing small ones. Otherwise as `jax.lax.pmean` does.
+        bucket_bytes: Bytes of several arrays that are sent together; <= 0: each array alone.
+    """
+
+    reduction: Reduction = PLAIN
+    dtype: Any = None
+    pre_divide: bool = False
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES
+
+    def cast(self, x: jax.Array, own: Any) -> jax.Array:
+        """`x` as it is sent, where it stands for an array of dtype `own`."""
+        return x.astype(cast_dtype(own, self.dtype))
+
+    def all_mean(self, x: jax.Array, axes: Axes) -> jax.Array:
+        """The mean over bound axes, on every device, in x's dtype; of integers in float32."""
+        if not axes:
+            return x
+        return self._mean(x, axes, lambda sent: self.reduction.all_reduce(sent, axes))
+
+    def scatter_mean(self, x: jax.Array, dim: int, axes: Axes) -> jax.Array:
+        """This device's block, along `dim`, of the mean over bound axes; else as `all_mean`."""
+
+        def add(sent: jax.Array) -> jax.Array:
+            for name in axes:  # sums over one axis after the other; `_mean` divides, once
+                sent = self.reduction.reduce_scatter(sent, name, dim)
+            return sent
+
+        return self._mean(x, axes, add)
+
+    def _mean(self, x: jax.Array, axes: Axes, add: Callable[[jax.Array], jax.Array]) -> jax.Array:
+        """`add`, which only sums over `axes`, made a mean: the one place that divides."""
+        devices = axes_size(axes)
+        result = x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.dtype(jnp.float32)
+        sent = self.cast(x, result)  # integers too, whose sums would overflow
+        mean = add(sent / devices) if self.pre_divide else add(sent) / devices
+        return mean.astype(result)
+
+
 @checked
 def all_mean(
     x: Array,
@@ -151,12 +207,9 @@ def all_mean(
     """Mean over devices, summed in `dtype` (x's own if None), returned in x's dtype.
 
     Means of integers are float32, as `jax.lax.pmean` has it; complex arrays are summed in their own
-    dtype. For `pre_divide` see `_mean`. Raises UsageError for a `dtype` that is not floating-point.
+    dtype. For `pre_divide` see `Wire`. Raises UsageError for a `dtype` that is not floating-point.
     """
-    axes = flat_axes(axes)
-    if not axes:
-        return x
-    return _mean(x, axes, lambda wire: reduction.all_reduce(wire, axes), dtype, pre_divide)
+    return Wire(reduction, dtype, pre_divide).all_mean(x, flat_axes(axes))
 
 
 @checked
@@ -180,36 +233,7 @@ def scatter_mean(
             f"scatter_mean.dim = {dim}: {devices} devices over {axes} do not divide such a dim of "
             f"an array of shape {x.shape}."
         )
-
-    def add(wire: jax.Array) -> jax.Array:
-        for name in axes:  # sums over one axis after the other; `_mean` divides, once
-            wire = reduction.reduce_scatter(wire, name, dim % x.ndim)
-        return wire
-
-    return _mean(x, axes, add, dtype, pre_divide)
-
-
-def cast_dtype(own: Any, dtype: Any) -> Any:
-    """The dtype that an array of dtype `own` is cast to where an option names `dtype`, or None.
-
-    Complex arrays, which would lose their imaginary part, integers and keys stay as they are.
-    """
-    return dtype if dtype is not None and jnp.issubdtype(own, jnp.floating) else own
-
-
-def _mean(
-    x: jax.Array, axes: Axes, add: Callable[[jax.Array], jax.Array], dtype: Any, pre_divide: bool
-) -> jax.Array:
-    """`add`, which only sums over `axes`, made a mean: the one place that divides.
-
-    Summed, then divided, as `jax.lax.pmean` does; `pre_divide` divides first, so that a sum in
-    float16 stays below 65504, at the price of losing small addends.
-    """
-    devices = axes_size(axes)
-    result = x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.dtype(jnp.float32)
-    wire = x.astype(cast_dtype(result, dtype))  # integers too, whose sums would overflow
-    mean = add(wire / devices) if pre_divide else add(wire) / devices
-    return mean.astype(result)
+    return Wire(reduction, dtype, pre_divide).scatter_mean(x, dim % x.ndim, axes)
 
 
 def all_max(x: jax.Array, axis: str) -> jax.Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -12,8 +13,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from research_dp.argument_checks import checked
 from research_dp.argument_types import Array, AxisName, Dtype
 from research_dp.distributed import collectives
-from research_dp.distributed.buckets import gather_tree, scatter_mean_tree
-from research_dp.distributed.collectives import PLAIN, Axes, Reduction, cast_dtype, flat_axes
+from research_dp.distributed.buckets import gathered, shards_of_mean
+from research_dp.distributed.collectives import PLAIN, Axes, Reduction, Wire, cast_dtype, flat_axes
 from research_dp.distributed.mesh import target_platform
 from research_dp.distributed.sharding import LeafSharding
 from research_dp.errors import UsageError
@@ -123,32 +124,26 @@ def with_gradient(forward: Callable[..., Any], backward: Callable[..., Any]) -> 
 class GatherOptions(NamedTuple):
     """How an array is gathered over `axis`, and how its gradient comes back.
 
-    `gather_dtype` is that of the gathered array, `grad_scatter_dtype` that in which gradients are
-    summed, after a division if `pre_divide`; None: its own (`cast_dtype`).
+    `gather_dtype` is that of the gathered array; None: its own (`cast_dtype`). `wire` is that of
+    gradients, and its collectives and buckets are those of the gather too.
     """
 
     dim: int
     axis: str | Axes
     gather_dtype: Any = None
-    grad_scatter_dtype: Any = None
-    reduction: Reduction = PLAIN
-    pre_divide: bool = False
+    wire: Wire = Wire()
 
     def differentiable(self, dtype: Any) -> Callable[[jax.Array], jax.Array]:
         """The gather of a shard of this dtype; its gradient is this device's shard of the mean."""
-        dim, axis, reduction = self.dim, flat_axes(self.axis), self.reduction
+        dim, axes, wire = self.dim, flat_axes(self.axis), self.wire
 
         def forward(x: jax.Array) -> jax.Array:
-            full = x.astype(cast_dtype(dtype, self.gather_dtype))
-            for name in reversed(axis):
-                full = reduction.all_gather(full, name, dim, "varying")
-            return checkpoint_name(full, GATHERED)
+            sent = x.astype(cast_dtype(dtype, self.gather_dtype))
+            return checkpoint_name(collectives.gather(sent, dim, axes, wire.reduction), GATHERED)
 
         def backward(g: jax.Array) -> jax.Array:
-            wire = g.astype(cast_dtype(dtype, self.grad_scatter_dtype))
             # `scatter_mean` sums over `axis` and divides by its size; nobody else does.
-            mean = collectives.scatter_mean(wire, dim, axis, reduction, pre_divide=self.pre_divide)
-            return mean.astype(dtype)
+            return wire.scatter_mean(wire.cast(g, dtype), dim, axes).astype(dtype)
 
         return with_gradient(forward, backward)
 
@@ -184,9 +179,8 @@ def gather_array_with_mean_grads(
         raise UsageError(f"gather over {axes}: an array of shape {x.shape} has no dim {axis}.")
     # A type that says that x is the same on each device is no reason to refuse it: `nn.scan` traces
     # its body once for shapes alone, with types that have lost where values vary.
-    options = GatherOptions(
-        axis % x.ndim, axes, gather_dtype, grad_scatter_dtype, reduction, pre_divide
-    )
+    wire = Wire(reduction, grad_scatter_dtype, pre_divide)
+    options = GatherOptions(axis % x.ndim, axes, gather_dtype, wire)
     return options.differentiable(x.dtype)(x)
 
 
@@ -208,30 +202,26 @@ def gather_by_compiler(x: jax.Array, options: GatherOptions, mesh: Mesh) -> jax.
     return with_gradient(full, lambda g: pinned(g, sharded).astype(dtype))(x)
 
 
-def gather_tree_with_mean_grads(
-    tree: PyTree, layout: PyTree, options: GatherOptions, *, bucket_bytes: int
-) -> PyTree:
+def gather_tree_with_mean_grads(tree: PyTree, layout: PyTree, options: GatherOptions) -> PyTree:
     """`GatherOptions.differentiable` of all leaves that are sharded, in buckets; `dim` is not used.
 
     Packing copies, which a compiler that combines collectives by itself does not.
     """
-    dtypes = jax.tree.map(lambda x: x.dtype, tree)
-    buckets: dict[str, Any] = {"axis": options.axis, "bucket_bytes": bucket_bytes}
+    dtypes, wire = jax.tree.map(lambda x: x.dtype, tree), options.wire
+    axes, of_gather = flat_axes(options.axis), dataclasses.replace(wire, dtype=options.gather_dtype)
 
-    def on_wire(tree: PyTree, wire_dtype: Any) -> PyTree:
+    def sent(tree: PyTree, by: Wire) -> PyTree:
         def one(x: jax.Array, p: LeafSharding, dtype: Any) -> jax.Array:
-            return x if p.dim is None else x.astype(cast_dtype(dtype, wire_dtype))
+            return x if p.dim is None else by.cast(x, dtype)
 
         return jax.tree.map(one, tree, layout, dtypes)
 
     def full(tree: PyTree) -> PyTree:
-        wire = on_wire(tree, options.gather_dtype)
-        gathered = gather_tree(wire, layout, options.reduction, **buckets, replicated=False)
-        return jax.tree.map(lambda x: checkpoint_name(x, GATHERED), gathered)
+        full = gathered(sent(tree, of_gather), layout, axes, wire, replicated=False)
+        return jax.tree.map(lambda x: checkpoint_name(x, GATHERED), full)
 
     def blocks(grads: PyTree) -> PyTree:
-        wire, divide = on_wire(grads, options.grad_scatter_dtype), options.pre_divide
-        blocks = scatter_mean_tree(wire, layout, options.reduction, pre_divide=divide, **buckets)
+        blocks = shards_of_mean(sent(grads, wire), layout, axes, wire)
         return jax.tree.map(lambda x, dtype: x.astype(dtype), blocks, dtypes)
 
     return with_gradient(full, blocks)(tree)

@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from research_dp import argument_types as types
 from research_dp.argument_checks import checked
-from research_dp.distributed import boxed, buckets, collectives, sharding
+from research_dp.distributed import boxed, collectives, sharding
 from research_dp.distributed.boxed import names_of, value_of
 from research_dp.distributed.collectives import PLAIN, Axes, Reduction, axes_size, flat_axes, takes
 from research_dp.distributed.differentiable_gather import (
@@ -169,13 +169,12 @@ def init_sharded(init: Callable[..., PyTree], mesh: Mesh | AbstractMesh, *args: 
 def gather_shards(
     shards: Sequence[tuple[jax.Array, int]],
     options: GatherOptions,
-    bucket_bytes: int,
     rows: jax.Array | None,
 ) -> Sequence[jax.Array]:
     """The full arrays of shards, each given with the dim that is cut, for `gather_params`."""
     if rows is not None:
         return [exchange_rows(x, rows, options._replace(dim=dim)) for x, dim in shards]
-    if bucket_bytes <= 0:
+    if options.wire.bucket_bytes <= 0:
         full = []
         for x, dim in shards:
             full.append(options._replace(dim=dim).differentiable(x.dtype)(x))
@@ -185,7 +184,7 @@ def gather_shards(
         shape = (*x.shape[:dim], x.shape[dim] * size, *x.shape[dim + 1 :])
         shardings.append(LeafSharding("", shape, np.dtype(x.dtype), dim, "", size))
     arrays = [x for x, _ in shards]
-    return gather_tree_with_mean_grads(arrays, shardings, options, bucket_bytes=bucket_bytes)
+    return gather_tree_with_mean_grads(arrays, shardings, options)
 
 
 @gin.register(module="distributed", denylist=["rows", "mesh"])
@@ -233,9 +232,10 @@ def gather_params(
         given = "bucket_bytes" if bucket_bytes else "grad_scatter_dtype"
         problem = ": the compiler forms buckets, and sums gradients in gather_dtype. Bind None."
         raise binding_error(f"gather_params.{given}", problem)
-    options = GatherOptions(0, axis_name, gather_dtype, grad_scatter_dtype, reduction, pre_divide)
     if bucket_bytes is None:
-        bucket_bytes = buckets.DEFAULT_BUCKET_BYTES if collectives.over_gloo() else 0
+        bucket_bytes = collectives.DEFAULT_BUCKET_BYTES if collectives.over_gloo() else 0
+    wire = collectives.Wire(reduction, grad_scatter_dtype, pre_divide, bucket_bytes)
+    options = GatherOptions(0, axis_name, gather_dtype, wire)
     leaves, shards = boxed.leaves_with_paths(params), {}
     for i, (path, leaf) in enumerate(leaves):
         if axis_name in names_of(leaf):
@@ -245,7 +245,7 @@ def gather_params(
                 raise UsageError(f"{path}: gather over {axis_name!r}: {problem}")
             shards[i] = x, dim
     if mesh is None:
-        full = gather_shards(list(shards.values()), options, bucket_bytes, rows)
+        full = gather_shards(list(shards.values()), options, rows)
     else:
         full = [
             gather_by_compiler(x, options._replace(dim=dim), mesh) for x, dim in shards.values()

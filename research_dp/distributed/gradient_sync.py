@@ -13,17 +13,26 @@ import numpy as np
 from research_dp.argument_checks import checked
 from research_dp.argument_types import AxisNames, Dtype, Number, Numbers
 from research_dp.distributed import boxed, buckets
-from research_dp.distributed.collectives import PLAIN, Axes, Reduction, axes_size, flat_axes, takes
+from research_dp.distributed.collectives import (
+    DEFAULT_BUCKET_BYTES,
+    PLAIN,
+    Axes,
+    Reduction,
+    Wire,
+    axes_size,
+    flat_axes,
+    takes,
+)
 from research_dp.distributed.sharding import LeafSharding, shardings_like
-from research_dp.distributed.vma import is_replicated, varying_axes
+from research_dp.distributed.vma import bound_axes, is_replicated, varying_axes
 from research_dp.errors import UsageError
 from research_dp.types import PyTree
 
-# The axes that a value was averaged over, by the value's id. The type of an average is that of a
-# sum by autodiff, and an array takes no attributes, so the fact needs a table beside the values.
-# Entries go with the value (weak references): no tracer is kept alive, and no result depends on
-# what was traced before.
-_AVERAGED: dict[int, tuple[weakref.ref[Any], Axes]] = {}
+# Values, by their ids and each axis that they were averaged over. An average has the type of a sum
+# by autodiff, and no type of JAX tells them apart: what is 'reduced' is added to no replicated
+# parameter, and leaves no map. An array takes no attributes. So the fact needs a table beside the
+# values. An entry goes with its value, and no result depends on what was traced before.
+_AVERAGED: weakref.WeakValueDictionary[tuple[int, str], Any] = weakref.WeakValueDictionary()
 
 
 @gin.register(module="distributed")
@@ -36,7 +45,7 @@ def sync_gradients(
     *,
     dtype: Dtype | None = None,
     pre_divide: bool = False,
-    bucket_bytes: int = buckets.DEFAULT_BUCKET_BYTES,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     loss: Number | None = None,
     reduction: Reduction = PLAIN,
 ) -> PyTree:
@@ -69,28 +78,24 @@ def sync_gradients(
     """
     axes = flat_axes(axis_names)
     axes_size(axes)  # names an axis that is not bound
-    done = averaged_axes(loss, axes)
-    sums: dict[str, Any] = {"dtype": dtype, "pre_divide": pre_divide}
+    loss_axes = averaged_axes(loss, axes)
+    wire = Wire(reduction, dtype, pre_divide, bucket_bytes)
     leaves = boxed.leaves_with_paths(grads)
     synced = [leaf for _, leaf in leaves]
     # (index, gradient, axes it is a mean over in the end), by the axes left to average over.
     pending: dict[Axes, list[tuple[int, jax.Array, Axes]]] = {}
     for index, (path, leaf) in enumerate(leaves):
         gradient, sharded_over = boxed.value_of(leaf), boxed.split_over(leaf)
-        over = tuple(axis for axis in axes if axis not in (*sharded_over, *done))
-        local, left = local_gradient(
-            path, gradient, over, done, sharded_over, fresh=loss is not None, **sums
-        )
+        over = tuple(axis for axis in axes if axis not in (*sharded_over, *(loss_axes or ())))
+        local, left = local_gradient(path, gradient, over, loss_axes, wire, sharded_over)
         if left:
             pending.setdefault(left, []).append((index, local, over))
         elif over:
             synced[index] = boxed.with_value(leaf, _mark_averaged(local, over, left, gradient))
     for left, group in sorted(pending.items(), key=lambda item: len(item[0]), reverse=True):
-        # One all-reduce a bucket sums; `all_mean_tree` divides, once, by the size of `left`.
-        summed = buckets.all_mean_tree(
-            [local for _, local, _ in group], left, reduction, bucket_bytes=bucket_bytes, **sums
-        )
-        for (index, _, over), mean in zip(group, summed, strict=True):
+        # One all-reduce a bucket sums; `wire` divides, once, by the size of `left`.
+        means = buckets.mean_tree([local for _, local, _ in group], left, wire)
+        for (index, _, over), mean in zip(group, means, strict=True):
             leaf = synced[index]
             _mark_averaged(mean, over, left, boxed.value_of(leaf))
             synced[index] = boxed.with_value(leaf, mean)
@@ -101,45 +106,40 @@ def local_gradient(
     path: str,
     gradient: jax.Array,
     axes: Axes,
-    loss_axes: Axes,
+    loss_axes: Axes | None,
+    wire: Wire,
     sharded_over: Axes = (),
-    *,
-    fresh: bool,
-    dtype: Any = None,
-    pre_divide: bool = False,
 ) -> tuple[jax.Array, Axes]:
     """A gradient whose mean over devices is that of their own losses, whoever has summed them.
 
     Under `shard_map(check_vma=True)` autodiff has summed the gradient of a parameter that is the
     same along an axis, and the gradient's type no longer varies along it. Averaging would leave the
-    sum, so it is divided here. An average has the same type, and dividing it would be wrong: so the
-    caller says that a gradient is `fresh`, as autodiff returned it, and what `sync_gradients`
-    averaged is returned unchanged.
+    sum, so it is divided here. An average has the same type, and dividing it would be wrong: so
+    without a loss it is refused, and what `sync_gradients` averaged is returned unchanged.
 
-    `loss_axes` are the `averaged_axes` of the loss; `dtype` and `pre_divide` are those of the sum
-    that follows. Returns the gradient, and those of `axes` over which it is still to be averaged.
+    `loss_axes` are the `averaged_axes` of the loss; `wire` is that of the mean that follows.
+    Returns the gradient, and those of `axes` over which it is still to be averaged.
     """
-    divided = [a for a in loss_axes if a in sharded_over or not is_replicated(gradient, a)]
+    divided = [a for a in loss_axes or () if a in sharded_over or not is_replicated(gradient, a)]
     if divided:
         raise UsageError(
             f"the loss was averaged over {divided} before it was differentiated, so the "
             f"gradient {path} {np.shape(gradient)}, which varies along them, would be divided "
             "twice. Differentiate each device's own loss, and average its value afterwards."
         )
-    done = _averaged_over(gradient)
-    axes = tuple(axis for axis in axes if axis not in done)
+    axes = tuple(axis for axis in axes if not _is_averaged(gradient, axis))
     if not axes:
         return gradient, ()
     gradient = jnp.asarray(gradient)
     # `is_replicated` adds an equation to the program, so each axis is checked once.
     summed = tuple(axis for axis in axes if is_replicated(gradient, axis))
-    if not fresh and axes_size(summed) > 1:
+    if loss_axes is None and axes_size(summed) > 1:
         raise UsageError(
             f"{path or 'a gradient'} {gradient.shape} is the same along {summed} (check_vma=True): "
             "autodiff has summed it, or it is an average already; its type does not say which. "
             "Pass loss=, as jax.value_and_grad returned it with the gradients; leave averages out."
         )
-    if summed and (pre_divide or (dtype and jnp.dtype(dtype) != gradient.dtype)):
+    if summed and (wire.pre_divide or (wire.dtype and jnp.dtype(wire.dtype) != gradient.dtype)):
         raise UsageError(
             f"the gradient {path} {gradient.shape} was summed over {summed} in {gradient.dtype} by "
             "autodiff already (check_vma=True), so dtype and pre_divide come too late. Use "
@@ -154,20 +154,18 @@ def local_gradient(
 def _mark_averaged(mean: jax.Array, axes: Axes, left: Axes, gradient: jax.Array) -> jax.Array:
     """The same mean over `axes`, of a gradient that was still to be averaged over `left`."""
     if len(left) < len(axes) or varying_axes(gradient):  # replication is tracked
-        key = id(mean)
-        known = (*_averaged_over(gradient), *axes)
-        _AVERAGED[key] = weakref.ref(mean, lambda _: _AVERAGED.pop(key, None)), known
+        before = (axis for axis in bound_axes() if _is_averaged(gradient, axis))
+        _AVERAGED.update({(id(mean), axis): mean for axis in (*before, *axes)})
     return mean
 
 
-def _averaged_over(gradient: jax.Array) -> Axes:
-    value, axes = _AVERAGED.get(id(gradient), (None, ()))
-    return axes if value is not None and value() is gradient else ()
+def _is_averaged(gradient: jax.Array, axis: str) -> bool:
+    return _AVERAGED.get((id(gradient), axis)) is gradient
 
 
-def averaged_axes(loss: jax.Array | None, axes: Axes) -> Axes:
-    """The bound axes along which a loss is known to be replicated before it is differentiated."""
-    return () if loss is None else tuple(axis for axis in axes if is_replicated(loss, axis))
+def averaged_axes(loss: jax.Array | None, axes: Axes) -> Axes | None:
+    """The axes along which a loss is replicated before it is differentiated; None without one."""
+    return None if loss is None else tuple(axis for axis in axes if is_replicated(loss, axis))
 
 
 def sum_gradients(gradients: PyTree, axes: Axes, loss: jax.Array | None) -> PyTree:
@@ -199,7 +197,7 @@ def scatter_gradients(
     shardings: Annotated[PyTree, shardings_like("grads")],
     dtype: Dtype | None = None,
     pre_divide: bool = False,
-    bucket_bytes: int = buckets.DEFAULT_BUCKET_BYTES,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     reduction: Reduction = PLAIN,
 ) -> PyTree:
     """Reduce-scatters gradients: each device gets its shard of the mean.
@@ -231,18 +229,12 @@ def scatter_gradients(
     parts = jax.tree.map(within, grads, shardings, is_leaf=boxed.is_box)
     # In the order by which shards are numbered.
     over = next((p.axes for p in jax.tree.leaves(parts) if p.dim is not None), ())
-    options = {"dtype": dtype, "pre_divide": pre_divide, "bucket_bytes": bucket_bytes}
-    return mean_shards(boxed.unboxed(grads), parts, over, axes, reduction, done, **options)
+    wire = Wire(reduction, dtype, pre_divide, bucket_bytes)
+    return mean_shards(boxed.unboxed(grads), parts, over, axes, wire, done)
 
 
 def mean_shards(
-    grads: PyTree,
-    shardings: PyTree,
-    fsdp: Axes,
-    axes: Axes,
-    reduction: Reduction,
-    done: Axes = (),
-    **options: Any,
+    grads: PyTree, shardings: PyTree, fsdp: Axes, axes: Axes, wire: Wire, done: Axes = ()
 ) -> PyTree:
     """Means over `axes`: shards, by axes `fsdp`, of what is sharded; the others in full.
 
@@ -250,12 +242,10 @@ def mean_shards(
     """
     dp = tuple(axis for axis in axes if axis not in (*fsdp, *done))
     # Each of the two divides its own leaves, once, by the sizes of the axes that it sums over.
-    scattered = buckets.scatter_mean_tree(
-        grads, shardings, reduction, axis=fsdp, replica_axes=dp, **options
-    )
+    scattered = buckets.shards_of_mean(grads, shardings, fsdp, wire, dp)
     leaves, treedef = jax.tree.flatten(scattered)
     full = [i for i, p in enumerate(jax.tree.leaves(shardings)) if p.dim is None]
-    means = buckets.all_mean_tree([leaves[i] for i in full], axes, reduction, **options)
+    means = buckets.mean_tree([leaves[i] for i in full], axes, wire)
     for i, mean in zip(full, means, strict=True):
         leaves[i] = mean
     return jax.tree.unflatten(treedef, leaves)

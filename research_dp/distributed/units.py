@@ -234,7 +234,7 @@ def exchange_rows(block: jax.Array, indices: jax.Array, options: GatherOptions) 
     that of the mean over the axis, added up in float32, whatever `reduction` says.
 
     `block` is (rows, features / devices). Results are in `gather_dtype`, gradients on the wire in
-    `grad_scatter_dtype`. Derivatives of higher order are exact.
+    that of `wire`. Derivatives of higher order are exact.
     """
     count, dtype = block.shape[0], block.dtype
     devices = collectives.axes_size(collectives.flat_axes(options.axis))
@@ -244,13 +244,13 @@ def exchange_rows(block: jax.Array, indices: jax.Array, options: GatherOptions) 
         return lax.all_to_all(local, options.axis, 0, local.ndim - 1, tiled=True)
 
     def columns(g: jax.Array, everyone: jax.Array) -> jax.Array:
-        wire = g.astype(collectives.cast_dtype(dtype, options.grad_scatter_dtype))
-        wire = lax.all_to_all(wire, options.axis, g.ndim - 1, 0, tiled=True)
-        total = _add_rows(wire, everyone, count)
+        sent = options.wire.cast(g, dtype)
+        received = lax.all_to_all(sent, options.axis, g.ndim - 1, 0, tiled=True)
+        total = _add_rows(received, everyone, count)
         # Summed over all devices' examples, and divided here, once: the mean over the axis.
         return (total / devices).astype(dtype)
 
-    everyone = collectives.gather(indices, 0, options.axis, options.reduction)
+    everyone = collectives.gather(indices, 0, options.axis, options.wire.reduction)
     return with_gradient(rows, columns)(block, everyone)
 
 

@@ -19,9 +19,11 @@ from research_dp.argument_checks import checked
 from research_dp.argument_types import AxisNames, Number, Numbers, Placeable, TracedNorm, path_name
 from research_dp.distributed import buckets, placement, sharded_optimizer, sharding
 from research_dp.distributed.collectives import (
+    DEFAULT_BUCKET_BYTES,
     PLAIN,
     Axes,
     Reduction,
+    Wire,
     axes_size,
     cast_dtype,
     flat_axes,
@@ -47,9 +49,7 @@ def step_on_shards(
     apply: Callable[[Arrays, Arrays], Arrays],
     fsdp: Axes,
     max_norm: jax.Array | float | None,
-    *,
-    reduction: Reduction,
-    bucket_bytes: int,
+    wire: Wire,
 ) -> tuple[Arrays, jax.Array | None]:
     """ZeRO's step by path: clips, applies the optimizer to this device's shards, gathers them.
 
@@ -60,7 +60,7 @@ def step_on_shards(
     norm = None
     if max_norm is not None:
         split = {name: fsdp if p.dim is not None else () for name, p in layout.items()}
-        norm = norm_of_blocks(((g, split[name]) for name, g in grads.items()), reduction)
+        norm = norm_of_blocks(((g, split[name]) for name, g in grads.items()), wire.reduction)
         scale = clip_factor(norm, max_norm)
         grads = {name: g * scale for name, g in grads.items()}
     shards = buckets.shard_tree(params, layout, axis=fsdp)
@@ -71,8 +71,7 @@ def step_on_shards(
             f"was given: {sorted(set(new) ^ set(shards)) or 'shapes differ'}."
         )
     new = {name: x.astype(params[name].dtype) for name, x in new.items()}
-    options: dict[str, Any] = {"axis": fsdp, "bucket_bytes": bucket_bytes, "into": params}
-    return buckets.gather_tree(new, layout, reduction, **options), norm
+    return buckets.gathered(new, layout, fsdp, wire, params), norm
 
 
 @gin.register(module="distributed", denylist=["shardings", "stored", "mesh"])
@@ -84,7 +83,7 @@ def fsdp_apply_gradients(
     optimizer: AnOptimizer,
     fsdp_group: Group = None,
     dp_group: Group = None,
-    communication_size: int = buckets.DEFAULT_BUCKET_BYTES,
+    communication_size: int = DEFAULT_BUCKET_BYTES,
     communication_stream: Annotated[None, "None: XLA schedules collectives itself"] = None,
     max_norm: TracedNorm | None = None,
     *,
@@ -143,28 +142,28 @@ def fsdp_apply_gradients(
             returns something else; or `dtype` and `pre_divide` come too late (`sync_gradients`).
     """
     del communication_stream  # there is none to choose
-    wire = {"dtype": dtype, "pre_divide": pre_divide}
+    wire = Wire(reduction, dtype, pre_divide, communication_size)
     by_name = by_path(parameters)
 
     def tree(leaves: Mapping[str, Any]) -> PyTree:
         return jax.tree_util.tree_map_with_path(lambda path, _: leaves[path_name(path)], gradients)
 
-    options: dict[str, Any] = {"reduction": reduction, "bucket_bytes": communication_size}
     if shardings is not None:
         groups = {"fsdp_group": fsdp_group, "dp_group": dp_group, "loss": loss}
         _refuse(groups, "a strategy knows its axes and its loss; leave it None")
         _refuse({"max_norm": max_norm}, "a strategy clips by its own max_grad_norm; leave it None")
-        _refuse(wire, "gradients are averages already; bind it to the function of `sync`")
+        sums = {"dtype": dtype, "pre_divide": pre_divide}
+        _refuse(sums, "gradients are averages already; bind it to the function of `sync`")
         if mesh is None:
             raise UsageError("fsdp_apply_gradients: give `mesh` with `shardings`.")
         if any(x.dtype != cast_dtype(x.dtype, gather_dtype) for x in by_name.values()):
             why = "parameters have another dtype; bind the strategy's param_dtype to it"
             _refuse({"gather_dtype": gather_dtype}, why)
         stored = sharding.replicated(shardings) if stored is None else stored
-        return _on_slices(gradients, parameters, optimizer, (shardings, stored), mesh, **options)
+        return _on_slices(gradients, parameters, optimizer, (shardings, stored), mesh, wire)
     _refuse({"gather_dtype": gather_dtype}, "without a strategy nothing keeps wide parameters")
     fsdp, axes = _groups(fsdp_group, dp_group)
-    grads = _local_gradients(gradients, by_name, loss, axes, **wire)
+    grads = _local_gradients(gradients, by_name, loss, axes, wire)
     params = {name: jnp.asarray(by_name[name]) for name in grads}
     layout = sharding.infer_flat_sharding(params, axes_size(fsdp))
     _check_optimizer(optimizer, layout, params, tree, axes_size(fsdp))
@@ -173,9 +172,8 @@ def fsdp_apply_gradients(
         grads = {name: g.astype(params[name].dtype) for name, g in grads.items()}
         return by_path(optimizer.apply_gradients(tree(grads), tree(shards)))
 
-    sums: dict[str, Any] = {**wire, "bucket_bytes": communication_size}
-    grads = mean_shards(grads, layout, fsdp, axes, reduction, **sums)
-    full, norm = step_on_shards(grads, params, layout, apply, fsdp, max_norm, **options)
+    grads = mean_shards(grads, layout, fsdp, axes, wire)
+    full, norm = step_on_shards(grads, params, layout, apply, fsdp, max_norm, wire)
     result = jax.tree_util.tree_map_with_path(
         lambda path, p: full.get(path_name(path), p), parameters
     )
@@ -188,7 +186,7 @@ def _on_slices(
     optimizer: AnOptimizer,
     shardings: tuple[PyTree, PyTree],
     mesh: Mesh,
-    **options: Any,
+    wire: Wire,
 ) -> PyTree:
     """The update of global arrays, each device's own part of it, and the gathered parameters.
 
@@ -213,7 +211,7 @@ def _on_slices(
     slices = jax.tree.map(placed, parameters, shardings[0], places)
 
     def gathered(new: PyTree, old: PyTree) -> PyTree:
-        return buckets.gather_tree(new, parts, axis=over, into=old, **options)
+        return buckets.gathered(new, parts, over, wire, old)
 
     # Gathered as written: a compiler joins the gathers, and has memory for all at once.
     gather = jax.shard_map(
@@ -299,11 +297,11 @@ def _groups(fsdp_group: Group, dp_group: Group) -> tuple[Axes, Axes]:
 
 
 def _local_gradients(
-    gradients: PyTree, params: Mapping[str, Any], loss: jax.Array | None, axes: Axes, **sums: Any
+    gradients: PyTree, params: Mapping[str, Any], loss: jax.Array | None, axes: Axes, wire: Wire
 ) -> dict[str, jax.Array]:
     """Gradients by path, checked, such that their mean over `axes` is the right one."""
-    done = averaged_axes(loss, axes)
-    left = tuple(axis for axis in axes if axis not in done and is_tracked(axis))
+    loss_axes = averaged_axes(loss, axes)
+    left = tuple(a for a in axes if a not in (loss_axes or ()) and is_tracked(a))
     local = {}
     for name, g in by_path(gradients).items():
         g = jnp.asarray(g)
@@ -319,5 +317,5 @@ def _local_gradients(
                 f"gradient {name!r} has dtype {g.dtype}; leave out what is not trained: parameters "
                 "without a gradient are returned as they are."
             )
-        local[name], _ = local_gradient(name, g, left, done, fresh=loss is not None, **sums)
+        local[name], _ = local_gradient(name, g, left, loss_axes, wire)
     return local

@@ -32,8 +32,9 @@ from research_dp.runs import checkpoint_files, files
 from research_dp.runs.checkpoint_files import STATE, read_arrays, steps_in
 from research_dp.runs.checksum import tree_checksums
 from research_dp.runs.manifest import Damaged, Leaf, Manifest, Progress
-from research_dp.strategies import Strategy, TrainState, slots
+from research_dp.strategies import Strategy, TrainState
 from research_dp.strategies.frozen import with_frozen
+from research_dp.strategies.state import resize_slots
 from research_dp.types import PyTree
 
 _LISTING = "python -m research_dp.checkpoints"
@@ -142,7 +143,7 @@ class Checkpoints:
             state = _reshaped(state, as_saved)
             if mismatch := manifest.mismatch(tree_checksums(state, shapes)):
                 raise Damaged(mismatch)
-            return slots.resize(strategy.config, abstract_state, adapted(state)), manifest
+            return resize_slots(strategy, adapted(state)), manifest
 
         damaged: dict[int, str] = {}
         for step in steps_in(self._folder, checkpoint_files.HALF_WRITTEN):

@@ -17,12 +17,11 @@ from research_dp.distributed import placement
 from research_dp.distributed.collectives import PLAIN
 from research_dp.distributed.fsdp import gather_params
 from research_dp.distributed.mesh import split_axes
-from research_dp.distributed.sharding import fitted_tree, replicated
+from research_dp.distributed.sharding import fitted_tree
 from research_dp.errors import UsageError, binding_error
 from research_dp.strategies import slots, state, strategy
-from research_dp.strategies.step import Gradients, Step
+from research_dp.strategies.step import Gradients, Step, step_of
 from research_dp.strategies.strategy import Strategy, StrategyConfig, TrainSpec, fitted_state
-from research_dp.strategies.tuning import tuned
 from research_dp.types import PyTree
 
 # A program that runs once: XLA's CPU compiler takes a third of the time, and the bits are the same.
@@ -33,7 +32,6 @@ class Program(NamedTuple):
     """What an engine wraps."""
 
     step: Step
-    shardings: strategy.StateShardings
     stored: strategy.TrainState  # the abstract state, padded where need be
     logical: strategy.TrainState  # without padding
     batch: state.BatchLayout
@@ -49,19 +47,19 @@ def mapped(config: StrategyConfig, spec: TrainSpec) -> Strategy:
     the map.
     """
     by_use = config.gather is not None and config.reshard_after_forward
-    config = tuned(config, gathers_units=by_use and bool(spec.model.units))
-    slots.refuse_no_sync(config)
+    config = _tuned(config, gathers_units=by_use and bool(spec.model.units))
+    _refuse_no_sync(config)
     if config.prefetch and not spec.model.units:
         raise binding_error(
             "data_parallel.prefetch", " = True, but the model names no units. Bind False."
         )
-    slots.refuse_idle(config, gathers=config.gather is not None)
-    step, _, stored, logical, batch = program = _program(config, spec)
+    _refuse_idle(config, gathers=config.gather is not None)
+    step, stored, logical, batch = program = _program(config, spec)
     state_specs = jax.tree.map(lambda x: x.sharding.spec, stored)
     on_mesh = functools.partial(jax.shard_map, mesh=config.mesh, check_vma=False)
     rows, eval_rows = batch.sharding.spec, batch.eval_sharding.spec
     none: Any = PartitionSpec()
-    slices = jax.tree.map(lambda p: p.spec, step.slices)
+    slices = jax.tree.map(lambda p: p.spec, step.shardings.slices)
     given = Gradients(slices, *(none,) * 4, state_specs.model_state, state_specs.slots)
     reads = state_specs._replace(opt_state=())
     gradients = on_mesh(step.gradients, in_specs=(reads, rows), out_specs=given)
@@ -87,8 +85,8 @@ def compiled(config: StrategyConfig, spec: TrainSpec) -> Strategy:
     A slot that only a mapped program has is a UsageError. `gather` is called with `mesh`; None:
     gathers have no dtype of their own.
     """
-    config = tuned(config, gathers_units=False)
-    slots.refuse_filled(
+    config = _tuned(config, gathers_units=False)
+    _refuse_filled(
         config,
         ("sync", "update", *(() if config.shard else ("gather",))),
         "the compiler inserts collectives in engine 'compiled'; bind None.",
@@ -98,12 +96,12 @@ def compiled(config: StrategyConfig, spec: TrainSpec) -> Strategy:
             "data_parallel.reduction",
             ": engine 'compiled' leaves sums to the compiler; use 'mapped'.",
         )
-    slots.refuse_idle(config, gathers=config.shard is not None)
+    _refuse_idle(config, gathers=config.shard is not None)
     if config.gather and not slots.options_of(config.gather, {"mesh": config.mesh}):
         raise binding_error("data_parallel.gather", ": it takes no `mesh`. Bind @gather_params.")
     if config.prefetch:
         raise binding_error("data_parallel.prefetch", " = True: the compiler gathers. Bind False.")
-    step, _, stored, logical, _ = program = _program(config, spec, on_global_arrays=True)
+    step, stored, logical, _ = program = _program(config, spec, on_global_arrays=True)
 
     def train(state: strategy.TrainState, batch: strategy.PlacedBatch) -> Any:
         new, metrics = step.train(fitted_state(state, logical), batch)
@@ -117,22 +115,67 @@ def compiled(config: StrategyConfig, spec: TrainSpec) -> Strategy:
     return _strategy(config, program, train_step=train_step, evaluate=evaluate)
 
 
+def _tuned(config: StrategyConfig, *, gathers_units: bool) -> StrategyConfig:
+    """A strategy with what its `tuning` has for it; `gathers_units`: each where it is used."""
+    found = config.tuning
+    if found is None:
+        return config
+    prefetch = found.prefetch if gathers_units and config.prefetch is None else config.prefetch
+    of_gathers = found.gather_options if gathers_units and prefetch == found.prefetch else {}
+    given = (found.compiler_options, of_gathers, config.compiler_options)
+    options = {name: value for some in given for name, value in (some or {}).items()}
+    return dataclasses.replace(config, prefetch=prefetch, compiler_options=options or None)
+
+
+def _refuse_no_sync(config: StrategyConfig) -> None:
+    """Raises UsageError if several devices would each follow gradients of their own."""
+    if config.sync is None and config.mesh.size > 1:
+        which = "replicated parameters" if config.gather else "parameters"
+        raise binding_error(
+            "data_parallel.sync",
+            f" = None on {config.mesh.size} devices: nothing averages the gradients of {which}. "
+            "Bind @sync_gradients, which skips gradients that `gather` has averaged.",
+        )
+
+
+def _refuse_idle(config: StrategyConfig, *, gathers: bool) -> None:
+    """Raises UsageError if an option of `gather` or `sync` is bound, but no such slot is called."""
+    for name, default, slot, is_called in (
+        ("reshard_after_forward", True, "gather", gathers),
+        ("sync_each", "step", "sync", config.sync is not None),
+    ):
+        value = getattr(config, name)
+        if value != default and not is_called:
+            raise binding_error(
+                f"data_parallel.{name}",
+                f" = {value!r} has no effect: this strategy calls no {slot}. Leave it at "
+                f"{default!r}.",
+            )
+
+
+def _refuse_filled(config: StrategyConfig, names: tuple[str, ...], why: str) -> None:
+    """Raises UsageError if one of these slots or options is not None."""
+    for name in names:
+        if (value := getattr(config, name)) is not None:
+            shown = getattr(value, "__name__", value)
+            raise binding_error(f"data_parallel.{name}", f" = {shown}: {why}")
+
+
 def _program(config: StrategyConfig, spec: TrainSpec, *, on_global_arrays: bool = False) -> Program:
     """The step, how the state is sharded, the abstract state, and the layout of batches."""
-    mesh, exact = config.mesh, config.reduction.exact_step
+    mesh = config.mesh
     shardings, stored, logical = state.infer_state_sharding(
         config, spec, params_sharded=on_global_arrays or config.gather is not None
     )
-    seen, axes, config_seen = shardings, split_axes(mesh), config
-    if on_global_arrays:  # gradients and slices too
-        seen, axes = shardings._replace(slices=replicated(shardings.slices)), ()
+    axes, config_seen = split_axes(mesh), config
+    if on_global_arrays:  # gradients too
+        axes = ()
         gather = config.shard and functools.partial(config.gather or gather_params, mesh=mesh)
         config_seen = dataclasses.replace(config, gather=gather)
     state.check_optimizer(spec, logical)
-    kind = exact.DeterministicStep if exact else Step
-    step = kind(config_seen, spec, seen, axes, shardings.slices)
+    step = step_of(config.reduction)(config_seen, spec, shardings, axes)
     batch = state.BatchLayout(mesh, spec, config.reduction)
-    return Program(step, shardings, stored, logical, batch)
+    return Program(step, stored, logical, batch)
 
 
 def _jitted(config: StrategyConfig, abstract: strategy.TrainState) -> Callable[..., Any]:
@@ -171,7 +214,7 @@ def _strategy(
         _refuse_deleted("eval_step", state, examples)
         return evaluate(state, examples)
 
-    step, shardings, abstract, logical, batch = program
+    step, abstract, logical, batch = program
 
     def init_state(*args: Any) -> strategy.TrainState:
         return fitted_state(state.init_state(config, step.spec, *args), abstract)
@@ -197,7 +240,7 @@ def _strategy(
     return Strategy(
         config=config,
         spec=step.spec,
-        shardings=shardings,
+        shardings=step.shardings,
         abstract_state=abstract,
         logical_state=logical,
         eval_batch_size=batch.eval_batch_size,

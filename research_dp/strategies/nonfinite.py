@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,29 +15,24 @@ from research_dp.types import PyTree
 _MOST_SCALE, _MOST_SCALE_F16 = 1e12, 1e5
 
 
-class Applied(NamedTuple):
-    """What one step of the optimizer is told of its gradients."""
-
-    norm: jax.Array  # global L2 norm of the scaled gradients, before clipping; 0-d float32
-    nonfinite: jax.Array  # float32 (leaves,), above 0 where a gradient is not finite
-
-
 def without_nonfinite(
     spec: TrainSpec,
     old: TrainState,
     new: TrainState,
     sums: Mapping[str, jax.Array],
-    applied: Applied,
+    norm: jax.Array,
+    nonfinite: jax.Array,
     scale: jax.Array,
     is_empty: jax.Array | None,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """The state that a step leaves, of the old and the computed one, and the step's metrics.
 
-    `scale` is what gradients were multiplied by, before clipping. Parts of the old state are kept
-    where gradients overflow under a loss scale, where a step that is not finite is skipped, and
-    where a batch `is_empty` (None: it never is): momentum moves parameters without a gradient too.
+    `norm`, 0-d float32, is that of gradients before clipping, which were multiplied by `scale`;
+    `nonfinite`, float32 (leaves,), is above 0 where a gradient is not finite. Parts of the old
+    state are kept where gradients overflow under a loss scale, where a step that is not finite is
+    skipped, and where a batch `is_empty` (None: it never is): momentum moves parameters without a
+    gradient too.
     """
-    norm = applied.norm
     metrics = {**sums, "grad_norm": jnp.stack([norm, jnp.ones_like(norm)])}
     is_lost = scale > (_MOST_SCALE if spec.loss_scale is None else _MOST_SCALE_F16)
     loss_is_wrong = ~jnp.isfinite(sums["loss"]).all() | is_lost
@@ -66,7 +60,7 @@ def without_nonfinite(
     flag = jnp.where(is_lost, strategy.WEIGHTLESS, flag)
     if is_empty is not None:
         flag = jnp.where(is_empty, strategy.NO_WEIGHT, flag)
-    return new, {**metrics, strategy.NONFINITE: jnp.stack([flag, *applied.nonfinite])}
+    return new, {**metrics, strategy.NONFINITE: jnp.stack([flag, *nonfinite])}
 
 
 def kept_where(condition: jax.Array, old: PyTree, new: PyTree) -> PyTree:

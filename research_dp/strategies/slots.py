@@ -23,22 +23,17 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import gin
 import jax
-import jax.numpy as jnp
 
 from research_dp.distributed.boxed import unboxed, with_name
 from research_dp.distributed.mesh import FSDP_AXIS
 from research_dp.distributed.sharding import path_name
 from research_dp.errors import binding_error
 from research_dp.types import PyTree
-
-if TYPE_CHECKING:
-    from research_dp.strategies.strategy import StrategyConfig
 
 
 class Shard(Protocol):
@@ -151,11 +146,9 @@ def attribute(slot: Any, name: str) -> Any:
     return getattr(slot, name)
 
 
-def algorithm(config: StrategyConfig) -> str | None:
-    """What the slots compute by design instead of the reference's step; None: the same."""
-    sentences = dict.fromkeys(
-        _algorithm(name, getattr(config, name)) for name in ("gather", "sync", "update")
-    )
+def algorithm(filled: Mapping[str, Any]) -> str | None:
+    """What slots, by name, compute by design instead of the reference's step; None: the same."""
+    sentences = dict.fromkeys(_algorithm(name, slot) for name, slot in filled.items())
     return "; ".join(x for x in sentences if x) or None
 
 
@@ -165,36 +158,6 @@ def _algorithm(name: str, slot: Any) -> str | None:
         problem = f": its attribute `algorithm` is {sentence!r}. Give a sentence, a str."
         raise binding_error(f"data_parallel.{name}", problem)
     return sentence
-
-
-def stateful(config: StrategyConfig) -> dict[str, Stateful]:
-    """The slots that carry state, by name."""
-    filled = {"sync": config.sync, "update": config.update}
-    return {name: slot for name, slot in filled.items() if isinstance(slot, Stateful)}
-
-
-def devices_over(config: StrategyConfig, name: str, slot: Stateful) -> int:
-    """On how many devices the state of a slot differs; UsageError for an unknown axis."""
-    sizes = config.mesh.shape
-    if name == "update" and slot.differs_over:
-        problem = ".differs_over: an update has global arrays, the same on all devices. Bind ()."
-        raise binding_error("data_parallel.update", problem)
-    if unknown := [axis for axis in slot.differs_over if axis not in sizes]:
-        problem = f".differs_over has axis {unknown[0]!r}; the axes are {list(sizes)}."
-        raise binding_error(f"data_parallel.{name}", problem)
-    return math.prod(sizes[axis] for axis in slot.differs_over)
-
-
-def resize(config: StrategyConfig, abstract_state: Any, state: Any) -> Any:
-    """A state whose slots may be those of another number of devices, for `abstract_state`'s."""
-    resized = {}
-    for name, slot in stateful(config).items():
-        expected, resized[name] = abstract_state.slots[name], state.slots[name]
-        if jax.tree.map(jnp.shape, resized[name]) != jax.tree.map(jnp.shape, expected):
-            devices = devices_over(config, name, slot)
-            shardings = jax.tree.map(lambda x: x.sharding, expected)
-            resized[name] = jax.device_put(slot.resize(resized[name], devices), shardings)
-    return state._replace(slots=resized or ())
 
 
 def call_in(
@@ -214,29 +177,6 @@ def call_in(
     check_state(f"data_parallel.{name}", new, state)
     new = jax.tree.map(lambda x: x[None], new) if differs else new
     return unboxed(result), {**states, name: new}
-
-
-class CalledOnce:
-    """The optimizer of one step, as `update` calls it.
-
-    `apply` is (gradients, parameters) -> (new parameters, whatever `result` is to return).
-    """
-
-    def __init__(self, apply: Callable[[PyTree, PyTree], tuple[PyTree, Any]]):
-        self._apply, self._results = apply, list[Any]()
-
-    def apply_gradients(self, gradients: PyTree, parameters: PyTree) -> PyTree:
-        parameters, result = self._apply(gradients, parameters)
-        self._results.append(result)
-        return parameters
-
-    def result(self) -> Any:
-        """What `apply` returned besides parameters; UsageError if it was not called once."""
-        if len(self._results) != 1:
-            calls = len(self._results)
-            problem = f" must call optimizer.apply_gradients once, not {calls} times."
-            raise binding_error("data_parallel.update", problem)
-        return self._results[0]
 
 
 def check_state(binding: str, new: PyTree, old: PyTree) -> None:
@@ -274,37 +214,3 @@ def check_shapes(slot: str, what: str, tree: PyTree, like: PyTree) -> None:
                 f" leaves {what} {path_name(path)} with shape {x.shape}, not {shape}. "
                 "The four slots must fit each other.",
             )
-
-
-def refuse_no_sync(config: StrategyConfig) -> None:
-    """Raises UsageError if several devices would each follow gradients of their own."""
-    if config.sync is None and config.mesh.size > 1:
-        which = "replicated parameters" if config.gather else "parameters"
-        raise binding_error(
-            "data_parallel.sync",
-            f" = None on {config.mesh.size} devices: nothing averages the gradients of {which}. "
-            "Bind @sync_gradients, which skips gradients that `gather` has averaged.",
-        )
-
-
-def refuse_idle(config: StrategyConfig, *, gathers: bool) -> None:
-    """Raises UsageError if an option of `gather` or `sync` is bound, but no such slot is called."""
-    for name, default, slot, is_called in (
-        ("reshard_after_forward", True, "gather", gathers),
-        ("sync_each", "step", "sync", config.sync is not None),
-    ):
-        value = getattr(config, name)
-        if value != default and not is_called:
-            raise binding_error(
-                f"data_parallel.{name}",
-                f" = {value!r} has no effect: this strategy calls no {slot}. Leave it at "
-                f"{default!r}.",
-            )
-
-
-def refuse_filled(config: StrategyConfig, names: tuple[str, ...], why: str) -> None:
-    """Raises UsageError if one of these slots or options is not None."""
-    for name in names:
-        if (value := getattr(config, name)) is not None:
-            shown = getattr(value, "__name__", value)
-            raise binding_error(f"data_parallel.{name}", f" = {shown}: {why}")

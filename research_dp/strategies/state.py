@@ -24,6 +24,7 @@ from research_dp.distributed.sharding import LeafSharding, ShardDecision, larges
 from research_dp.errors import UsageError, binding_error, first_line
 from research_dp.strategies import slots, strategy
 from research_dp.strategies.frozen import MODEL_STATE, plain_name
+from research_dp.strategies.step import step_of
 from research_dp.strategies.strategy import PlacedBatch, StrategyConfig, TrainSpec, TrainState
 from research_dp.types import PyTree
 
@@ -55,10 +56,10 @@ def init_state(
         params = jax.tree.map(lambda x: x.astype(cast_dtype(x.dtype, spec.param_dtype)), params)
     loss_scale = spec.loss_scale.init() if spec.loss_scale else ()
     slot_states = {}
-    for name, slot in slots.stateful(config).items():
+    for name, slot in stateful(config).items():
         state = _arrays(f"data_parallel.{name}", slot.init(params))
         if slot.differs_over:
-            devices = slots.devices_over(config, name, slot)
+            devices = devices_over(config, name, slot)
             state = jax.tree.map(lambda x, n=devices: jnp.broadcast_to(x, (n, *x.shape)), state)
         slot_states[name] = state
     step = jnp.zeros((), jnp.int32)
@@ -95,6 +96,36 @@ def _replaced(tree: PyTree, initial: Mapping[str, jax.Array], prefix: str = "") 
     return jax.tree_util.tree_map_with_path(value, tree)
 
 
+def stateful(config: StrategyConfig) -> dict[str, slots.Stateful]:
+    """The slots that carry state, by name."""
+    filled = {"sync": config.sync, "update": config.update}
+    return {name: slot for name, slot in filled.items() if isinstance(slot, slots.Stateful)}
+
+
+def devices_over(config: StrategyConfig, name: str, slot: slots.Stateful) -> int:
+    """On how many devices the state of a slot differs; UsageError for an unknown axis."""
+    sizes = config.mesh.shape
+    if name == "update" and slot.differs_over:
+        problem = ".differs_over: an update has global arrays, the same on all devices. Bind ()."
+        raise binding_error("data_parallel.update", problem)
+    if unknown := [axis for axis in slot.differs_over if axis not in sizes]:
+        problem = f".differs_over has axis {unknown[0]!r}; the axes are {list(sizes)}."
+        raise binding_error(f"data_parallel.{name}", problem)
+    return math.prod(sizes[axis] for axis in slot.differs_over)
+
+
+def resize_slots(built: strategy.Strategy, state: TrainState) -> TrainState:
+    """A state whose slots may be those of another number of devices, for this strategy."""
+    resized = {}
+    for name, slot in stateful(built.config).items():
+        expected, resized[name] = built.abstract_state.slots[name], state.slots[name]
+        if jax.tree.map(jnp.shape, resized[name]) != jax.tree.map(jnp.shape, expected):
+            devices = devices_over(built.config, name, slot)
+            shardings = jax.tree.map(lambda x: x.sharding, expected)
+            resized[name] = jax.device_put(slot.resize(resized[name], devices), shardings)
+    return state._replace(slots=resized or ())
+
+
 def infer_state_sharding(
     config: StrategyConfig, spec: TrainSpec, *, params_sharded: bool
 ) -> tuple[strategy.StateShardings, TrainState, TrainState]:
@@ -113,15 +144,14 @@ def infer_state_sharding(
     )
     if not params_sharded:
         params = sharding.replicated(slices)
-    if exact := config.reduction.exact_step:
-        exact.check_model(config, spec, abstract)
+    step_of(config.reduction).check_model(config, spec, abstract)
     specs = jax.tree.map(lambda _: PartitionSpec(), abstract)._replace(
         params=jax.tree.map(lambda p: p.spec, params),
         opt_state=_by_parameter(
             abstract.opt_state, slices, lambda _, p: p.spec, lambda _: PartitionSpec()
         ),
     )
-    for name, slot in slots.stateful(config).items():
+    for name, slot in stateful(config).items():
         over = PartitionSpec(*[tuple(slot.differs_over)] if slot.differs_over else [])
         specs.slots[name] = jax.tree.map(lambda _, over=over: over, abstract.slots[name])
 
@@ -169,8 +199,7 @@ def _param_shardings(config: StrategyConfig, spec: TrainSpec, params: PyTree) ->
         lambda keys, x: jax.ShapeDtypeStruct(x.shape[is_stacked(keys) :], x.dtype), params
     )
     decisions: dict[str, ShardDecision] = {}
-    # Compilers round an update otherwise where its arrays are cut: exact steps pad nothing.
-    pads = config.reduction.exact_step is None
+    pads = step_of(config.reduction).pads
     offered = {"units": units, "on_decision": decisions.__setitem__, "pads": pads}
     options = slots.options_of(shard, offered)
     bound: dict[str, Any] = {"axis_env": list(mesh.shape.items()), "return_shape": True}
@@ -283,9 +312,7 @@ class BatchLayout:
         self.eval_sharding = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
         self.eval_batch_size = rows
         self.eval_rows = placement.local_indices(self.eval_sharding, (rows,), 0)
-        positions = np.arange(spec.batch_size, dtype=np.int32).reshape(micros, rows)
-        if exact := reduction.exact_step:
-            positions = exact.logical_shard_rows(spec, devices, reduction.logical_shards)
+        positions = step_of(reduction).positions(spec, devices, reduction)
         micros, rows = positions.shape
         here = placement.local_indices(self.sharding, positions.shape, 1)
         self._micro_rows = positions[:, here]

@@ -10,17 +10,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import types
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from research_dp.distributed import matrices, overlap
 from research_dp.distributed.batch_examples import split_over
 from research_dp.distributed.boxed import unboxed
-from research_dp.distributed.collectives import axes_size, cast_dtype
+from research_dp.distributed.collectives import Reduction, axes_size, cast_dtype
 from research_dp.distributed.differentiable_gather import drop_gathered
 from research_dp.distributed.mesh import FSDP_AXIS, traced_for
 from research_dp.distributed.microbatch import add_up
@@ -32,13 +34,14 @@ from research_dp.distributed.sharding import (
     LeafSharding,
     fitted,
     is_sharded,
+    replicated,
     unit_of,
 )
 from research_dp.distributed.unit_order import Order
 from research_dp.distributed.units import Units
 from research_dp.errors import binding_error
 from research_dp.strategies import slots, strategy
-from research_dp.strategies.nonfinite import Applied, without_nonfinite
+from research_dp.strategies.nonfinite import without_nonfinite
 from research_dp.strategies.strategy import PlacedBatch, StateShardings, TrainState, example_keys
 from research_dp.types import LossOutput, PyTree
 
@@ -69,13 +72,27 @@ class GradientPlan(NamedTuple):
 class Step:
     """The step functions of a strategy."""
 
+    # Whether arrays of which the devices divide no dim are padded with zeros.
+    pads: ClassVar[bool] = True
+
     config: strategy.StrategyConfig
     spec: strategy.TrainSpec
-    shardings: StateShardings  # as the step sees them
+    shardings: StateShardings  # of global arrays
     axes: tuple[str, ...]  # that are bound and have several devices; () in the compiled engine
-    slices: PyTree  # `LeafSharding`s of gradients and optimizer state, as global arrays have them
     # Of each training loss that was traced: whether the weight of a batch is computed, maybe 0.
     weighted: list[bool] = dataclasses.field(default_factory=list)
+
+    @staticmethod
+    def check_model(
+        config: strategy.StrategyConfig, spec: strategy.TrainSpec, abstract: TrainState
+    ) -> None:
+        """Raises UsageError for a model, or an option, that this step cannot do."""
+
+    @staticmethod
+    def positions(spec: strategy.TrainSpec, devices: int, reduction: Reduction) -> np.ndarray:
+        """Positions in the global batch, int32: a row for each micro-batch, of all devices."""
+        del devices, reduction
+        return np.arange(spec.batch_size, dtype=np.int32).reshape(spec.accumulation_steps, -1)
 
     def train(self, state: TrainState, batch: PlacedBatch) -> tuple[TrainState, Sums]:
         """One step: the new state, and metrics; see `Strategy`."""
@@ -85,8 +102,10 @@ class Step:
         """What a step computes of its batch."""
         with self._split():
             grads, model_state, sums, slot_state = self.mean_gradients(state, batch)
-        slots.check_shapes("sync", "gradients", grads, self.shardings.slices)
-        norm, nonfinite = self.norm(grads, state.step)
+        # Global arrays are whole for who sees them, however devices share them.
+        slices = self.shardings.slices if self.axes else replicated(self.shardings.slices)
+        slots.check_shapes("sync", "gradients", grads, slices)
+        norm, nonfinite = self.norm(grads, slices, state.step)
         sums = self.sum_metrics(sums)
         # Losses were divided by the rows of a device's micro-batch; the true number of valid
         # items comes in here, once.
@@ -109,18 +128,24 @@ class Step:
             return (g * factor).astype(p.dtype if same else cast_dtype(p.dtype, jnp.float32))
 
         value = given.sums["loss"][0] / jnp.where(count > 0, count, 1.0)
-        optimizer = slots.CalledOnce(functools.partial(self.apply, state, is_empty, value))
+        opt_states = list[PyTree]()
+
+        def apply(grads: PyTree, params: PyTree) -> PyTree:
+            params, opt_state = self.apply(state, is_empty, value, grads, params)
+            opt_states.append(opt_state)
+            return params
+
+        optimizer = types.SimpleNamespace(apply_gradients=apply)
         update = self.config.update or apply_gradients
         arguments = jax.tree.map(scaled, given.grads, state.params), state.params, optimizer
         offered = {
             "reduction": self.config.reduction,
             "mesh": self.config.mesh,
+            "shardings": self.shardings.slices,
             "stored": self.shardings.params,
         }
         try:
-            params, slot_state = slots.call_in(
-                given.slots, "update", update, *arguments, shardings=self.slices, **offered
-            )
+            params, slot_state = slots.call_in(given.slots, "update", update, *arguments, **offered)
         except NameError as error:
             if "axis" not in str(error):
                 raise
@@ -129,14 +154,18 @@ class Step:
                 f": {error}. It is called outside of the map, with global arrays: take `mesh`, and "
                 "use jax.shard_map.",
             ) from error
-        opt_state = optimizer.result()
+        if (calls := len(opt_states)) != 1:
+            problem = f" must call optimizer.apply_gradients once, not {calls} times."
+            raise binding_error("data_parallel.update", problem)
+        (opt_state,) = opt_states
         slots.check_shapes("update", "parameters", params, state.params)
         slots.check_state(f"{self.spec.gin_name}.optimizer", opt_state, state.opt_state)
         new = TrainState(
             state.step + 1, params, given.model_state, opt_state, state.loss_scale, slot_state
         )
-        applied = Applied(norm, given.nonfinite)
-        return without_nonfinite(self.spec, state, new, given.sums, applied, given.scale, is_empty)
+        return without_nonfinite(
+            self.spec, state, new, given.sums, norm, given.nonfinite, given.scale, is_empty
+        )
 
     def evaluate(self, state: TrainState, examples: Mapping[str, jax.Array]) -> Sums:
         """Metrics of a batch as arrays (2,) of sum and count."""
@@ -288,10 +317,10 @@ class Step:
             grads = slots.in_boxes(grads, self.shardings.params)
         return slots.call_in(slot_state, "sync", self.config.sync, grads, self.axes, **options)
 
-    def norm(self, grads: PyTree, step: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def norm(self, grads: PyTree, slices: PyTree, step: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Global L2 norm, and float32 (leaves,), above 0 where a gradient is not finite."""
         del step
-        return global_norm(grads, self.shardings.slices, self.config.reduction)
+        return global_norm(grads, slices, self.config.reduction)
 
     def apply(
         self,
@@ -306,7 +335,7 @@ class Step:
         `value` is the loss. Where a batch `is_empty` (None: it never is), nobody uses the results.
         """
         del is_empty
-        with matrices.over(self.config.mesh, self.slices):
+        with matrices.over(self.config.mesh, self.shardings.slices):
             return apply_in_step(self.spec.optimizer, grads, state.opt_state, params, value)
 
     def loss_scale(self, state: TrainState) -> jax.Array | float:
@@ -353,6 +382,11 @@ class Step:
 
         (grads, late_grads), out = jax.grad(of_targets, (0, 1), has_aux=True)(targets, late)
         return joined(grads, sync(late_grads, late_slices)), out
+
+
+def step_of(reduction: Reduction) -> type[Step]:
+    """The class of the step that takes sums by these collectives."""
+    return reduction.exact_step or Step
 
 
 def sums_of(out: LossOutput) -> Sums:

@@ -164,9 +164,10 @@ class Strategy:
         return fitted_state(state, self.logical_state)
 
     def stored(self, state: TrainState) -> TrainState:
-        """The inverse of `logical`: a state as `train_step` takes it, on its shardings."""
+        """The inverse of `logical`: a state as `train_step` takes it, a copy on its shardings."""
         padded = fitted_state(state, self.abstract_state)
-        return jax.device_put(padded, jax.tree.map(lambda x: x.sharding, self.abstract_state))
+        places = jax.tree.map(lambda x: x.sharding, self.abstract_state)
+        return jax.device_put(padded, places, may_alias=False)
 
     def nbytes(self, field: str) -> tuple[int, int]:
         """Bytes of a field of the state: on a device with padding, and in all without."""
@@ -271,7 +272,7 @@ class StrategyConfig:
     @property
     def algorithm(self) -> str | None:
         """The `algorithm` of its slots, if they compute another one by design; else None."""
-        return slots.algorithm(self)
+        return slots.algorithm({n: getattr(self, n) for n in ("gather", "sync", "update")})
 
     def resolve(self, spec: TrainSpec) -> StrategyConfig:
         """The strategy that is built: this one, or what it chooses (UsageError: there is none)."""

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import gin
 
 from research_dp.argument_checks import checked
-
-if TYPE_CHECKING:
-    from research_dp.strategies.strategy import StrategyConfig
 
 
 @gin.register("tuning", module="strategies")
@@ -40,15 +37,3 @@ class Tuning:
 
 
 tuning = Tuning
-
-
-def tuned(config: StrategyConfig, *, gathers_units: bool) -> StrategyConfig:
-    """A strategy with what its `tuning` has for it; `gathers_units`: each where it is used."""
-    found = config.tuning
-    if found is None:
-        return config
-    prefetch = found.prefetch if gathers_units and config.prefetch is None else config.prefetch
-    of_gathers = found.gather_options if gathers_units and prefetch == found.prefetch else {}
-    given = (found.compiler_options, of_gathers, config.compiler_options)
-    options = {name: value for some in given for name, value in (some or {}).items()}
-    return dataclasses.replace(config, prefetch=prefetch, compiler_options=options or None)

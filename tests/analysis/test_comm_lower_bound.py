@@ -11,7 +11,7 @@ import pytest
 import research_dp.deterministic.reduction  # noqa: F401  (registers `tree_reduction`)
 from research_dp.analysis.comm_lower_bound import min_wire_bytes, narrow_file
 from research_dp.config import gin_internals, load
-from research_dp.distributed import collectives
+from research_dp.distributed.collectives import Wire
 from research_dp.strategies import TrainSpec, gather_params
 from tests.support.certified import spec_of
 from tests.support.repository import ROOT
@@ -68,12 +68,12 @@ def test_where_no_narrower_dtypes_can_be_bound_no_file_is_named():
 
 def test_a_mistake_in_what_travels_is_no_part_of_it(monkeypatch):
     right = min_wire_bytes(build("ddp", one_matrix(), bindings=BF16), spec_of(one_matrix()))
-    mean = collectives._mean
+    mean = Wire._mean
 
-    def wide(x, axes, add, dtype, pre_divide):
-        return mean(x, axes, add, np.float32, pre_divide)
+    def wide(wire, *args):
+        return mean(dataclasses.replace(wire, dtype=np.float32), *args)
 
-    monkeypatch.setattr(collectives, "_mean", wide)
+    monkeypatch.setattr(Wire, "_mean", wide)
     wrong = build("ddp", one_matrix(), bindings=BF16)
     assert min_wire_bytes(wrong, spec_of(one_matrix())) == right
     assert sent(wrong) == pytest.approx(2 * right)

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import research_dp as rdp
 import research_dp.training.train
 from research_dp.config import load
+from research_dp.distributed.collectives import Wire
 from research_dp.distributed.differentiable_gather import GatherOptions, gather_tree_with_mean_grads
 from research_dp.distributed.sharding import infer_sharding
 from research_dp.distributed.units import exchange_rows, take_rows
@@ -84,8 +85,8 @@ def gathered_by_tree(x):
     layout = infer_sharding(
         [jax.ShapeDtypeStruct((64,), x.dtype)], lambda *_: rdp.ShardDecision(0), 8
     )
-    options = GatherOptions(0, "fsdp", "bfloat16", "bfloat16")
-    return gather_tree_with_mean_grads([x], layout, options, bucket_bytes=64)[0]
+    options = GatherOptions(0, "fsdp", "bfloat16", Wire(dtype="bfloat16", bucket_bytes=64))
+    return gather_tree_with_mean_grads([x], layout, options)[0]
 
 
 GATHERS = {
@@ -94,7 +95,9 @@ GATHERS = {
     "tree": gathered_by_tree,
     "rows": lambda x: jnp.concatenate(
         exchange_rows(
-            x[None].reshape(1, 8), jnp.zeros(1, int), GatherOptions(1, "fsdp", *BF16.values())
+            x[None].reshape(1, 8),
+            jnp.zeros(1, int),
+            GatherOptions(1, "fsdp", "bfloat16", Wire(dtype="bfloat16")),
         )
     ),
 }

@@ -60,14 +60,30 @@ def test_trees_travel_in_buckets_and_come_back_as_they_were(mesh, bucket_bytes):
     jax.tree.map(np.testing.assert_array_equal, back, tree)
 
 
+LEAVES = [jax.ShapeDtypeStruct((10,), jnp.float32)] * 10
+LEAVES.insert(3, jax.ShapeDtypeStruct((20,), jnp.bfloat16))
+REPLICATED = infer_sharding(LEAVES, None, 8)
+
+
 @pytest.mark.parametrize(
     ("bucket_bytes", "count"), [(2**25, [1, 1]), (201, [2, 1]), (200, [2, 1]), (0, [10, 1])]
 )
-def test_ten_leaves_make_few_collectives_of_each_dtype(mesh, bucket_bytes, count):
-    tree = [jnp.ones(10) for _ in range(10)]
-    tree.insert(3, jnp.ones(20, jnp.bfloat16))
-    mean = functools.partial(buckets.all_mean_tree, axes=AXES, bucket_bytes=bucket_bytes)
-    found = read(mapped(mesh, mean, P(), P()), tree)
+@pytest.mark.parametrize(
+    "mean",
+    [
+        rdp.all_mean_tree,
+        rdp.sync_gradients,
+        functools.partial(rdp.scatter_gradients, shardings=REPLICATED),
+    ],
+    ids=["all_mean_tree", "sync_gradients", "scatter_gradients"],
+)
+def test_ten_leaves_make_few_collectives_of_each_dtype(mesh, mean, bucket_bytes, count):
+    tree = [jnp.ones(x.shape, x.dtype) for x in LEAVES]
+
+    def of_tree(tree):
+        return mean(tree, AXES, bucket_bytes=bucket_bytes)
+
+    found = read(mapped(mesh, of_tree, P(), P()), tree)
     assert {c.kind for c in found} == {"all-reduce"}
     sent = {dtype: [c.nbytes for c in found if c.dtype == dtype] for dtype in DTYPES}
     assert [len(sizes) for sizes in sent.values()] == count

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import research_dp as rdp
 from research_dp.distributed import buckets, differentiable_gather, overlap
 from research_dp.distributed.boxed import unboxed
-from research_dp.distributed.collectives import PLAIN
+from research_dp.distributed.collectives import PLAIN, Wire
 from research_dp.distributed.differentiable_gather import GatherOptions
 from research_dp.distributed.sharding import choose_dim, infer_sharding
 from research_dp.distributed.units import Units, exchange_rows, take_rows
@@ -98,10 +98,8 @@ def by_bucket(params, gather_dtype=None, grad_scatter_dtype=None):
     layout = infer_sharding(
         PARAMS, lambda path, shape, size: choose_dim(shape, size, 1), devices_here()
     )
-    options = GatherOptions(0, AXIS, gather_dtype, grad_scatter_dtype)
-    return differentiable_gather.gather_tree_with_mean_grads(
-        unboxed(params), layout, options, bucket_bytes=2**20
-    )
+    options = GatherOptions(0, AXIS, gather_dtype, Wire(dtype=grad_scatter_dtype))
+    return differentiable_gather.gather_tree_with_mean_grads(unboxed(params), layout, options)
 
 
 def devices_here():

@@ -208,6 +208,16 @@ def test_the_functions_are_configurable():
     assert len(collectives(mapped, params)) == 4
 
 
+@pytest.mark.parametrize(("size", "count"), [(2**25, 1), (200, 2), (0, 4)])
+def test_shards_travel_in_buckets_of_the_communication_size(size, count):
+    def step(params):
+        optimizer = OptaxAdapter(ADAM)
+        return fsdp_apply_gradients(params, params, optimizer, communication_size=size)
+
+    found = collectives(on(mesh_of(r=2), step), [jnp.ones(32)] * 4)
+    assert [c.kind for c in found] == ["reduce-scatter"] * count + ["all-gather"] * count
+
+
 UPDATES = {
     "fsdp_apply_gradients": lambda grads, params, **options: fsdp_apply_gradients(
         grads, params, OptaxAdapter(optax.sgd(1.0)), **options

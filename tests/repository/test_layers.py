@@ -99,7 +99,7 @@ def test_contributing_has_the_table_of_rooms():
 
 
 def test_no_file_imports_one_that_imports_it():
-    """Late imports and those by a string count too; those for type checkers alone do not."""
+    """Late imports, those by a string and those for type checkers alone count too."""
     modules = {
         ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
         for path in FILES
@@ -116,8 +116,6 @@ def files_imported(source, modules):
     pending = [ast.parse(source)]
     while pending:
         node = pending.pop()
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            continue
         pending += ast.iter_child_nodes(node)
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
@@ -220,8 +218,8 @@ def test_files_are_of_one_subject(path):
 
 # Rooms -> most lines of them together. What is added pays by what it makes unnecessary.
 CEILINGS = {
-    (".",): 30_980,
-    ("distributed", "strategies"): 6_980,
+    (".",): 30_520,
+    ("distributed", "strategies"): 6_990,
     ("commands",): 4_000,
 }
 

@@ -211,7 +211,7 @@ def test_what_is_no_shard_is_refused(shard, message):
         config.build(spec())
 
 
-def test_a_step_reaches_its_collective_in_ten_frames(monkeypatch):
+def test_a_step_reaches_its_collective_in_eleven_frames(monkeypatch):
     """CONTRIBUTING.md, "Read the heart in an hour", names them."""
     all_gather, paths = lax.all_gather, []
 
@@ -226,7 +226,7 @@ def test_a_step_reaches_its_collective_in_ten_frames(monkeypatch):
     places = [(p, name) for p, name in places if package in p.parents]
     start = min(i for i, (path, name) in enumerate(places) if name == "gradients")
     files = {path for path, _ in places[start:]}
-    assert len(places[start + 1 :]) == 10
+    assert len(places[start + 1 :]) == 11
     assert len(files) <= 8 and sum(len(f.read_text().splitlines()) for f in files) <= 2000
     guide = (ROOT / "CONTRIBUTING.md").read_text()
     assert all(f"`{name}`" in guide for _, name in places[start:])
