@@ -123,8 +123,13 @@ def parse(text: str) -> Computation:
         literal, known = line[opening + 1 : closing], current.instructions
         operands = [known[other] for other in re.findall(r"%([\w.\-]+)", literal) if other in known]
         instruction = known[name] = Instruction(
-            *(name, line[type_end:opening].strip(), arrays(line[:type_end]), tuple(operands)),
-            *(literal, line[closing + 1 :], current),
+            name,
+            line[type_end:opening].strip(),
+            arrays(line[:type_end]),
+            tuple(operands),
+            literal,
+            line[closing + 1 :],
+            current,
         )
         for operand in operands:
             operand.users.append(instruction)

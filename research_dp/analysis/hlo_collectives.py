@@ -76,7 +76,12 @@ def find_collectives(
         path = instruction.attribute(r'op_name="([^"]*)"')
         result += [
             CompiledCollective(
-                *(kind, axes, len(group), dtype, nbytes, times),
+                kind,
+                axes,
+                len(group),
+                dtype,
+                nbytes,
+                times,
                 of_model=SCOPE in path,
                 in_branch="/cond/branch_" in path,
                 name=instruction.name,

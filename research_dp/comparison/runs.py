@@ -38,7 +38,7 @@ _SUMMARY: dict[str, Any] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Wire:
+class WireBytes:
     """Bytes that a device sends in a training step, as the compiled program says."""
 
     total: float
@@ -69,7 +69,7 @@ class Run:
     summary: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     records: Mapping[str, Columns] = dataclasses.field(default_factory=dict)
     bindings: Mapping[str, Bound] = dataclasses.field(default_factory=dict)
-    wire: Wire | None = None
+    wire: WireBytes | None = None
     unknown: Sequence[str] = ()
 
     @property
@@ -237,10 +237,10 @@ def _known(summary: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @functools.lru_cache(maxsize=64)  # the runs of a sweep share programs
-def _wire(compressed: bytes, mesh: tuple[tuple[str, int], ...]) -> Wire:
+def _wire(compressed: bytes, mesh: tuple[tuple[str, int], ...]) -> WireBytes:
     collectives = program_cost.collectives_of(program_text(compressed), dict(mesh))
     totals = program_cost.wire_totals(collectives)
-    return Wire(totals["total"], totals["by_kind"], totals["by_axis"])
+    return WireBytes(totals["total"], totals["by_kind"], totals["by_axis"])
 
 
 def read_params(folder: Path, step: int) -> Mapping[str, Any]:

@@ -155,7 +155,7 @@ def from_source(
         for data in (source, eval_source)
     }
     train, evaluation = (
-        Examples(*(data, made, cache_bytes, f"{name} {split}", None, own), takes_turns[id(data)])
+        Examples(data, made, cache_bytes, f"{name} {split}", None, own, takes_turns[id(data)])
         for data, made, split, own in (
             (source, inputs, "train", train_entries),
             (eval_source, plain, "eval", eval_entries),

@@ -187,7 +187,7 @@ class Wire:
         return self._mean(x, axes, add)
 
     def _mean(self, x: jax.Array, axes: Axes, add: Callable[[jax.Array], jax.Array]) -> jax.Array:
-        """`add`, which only sums over `axes`, made a mean: the one place that divides."""
+        """`add`, which only sums over `axes`, made a mean."""
         devices = axes_size(axes)
         result = x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.dtype(jnp.float32)
         sent = self.cast(x, result)  # integers too, whose sums would overflow

@@ -1,8 +1,8 @@
 """Whether a model's loss and metrics are sums over examples, found by an experiment on one batch.
 
 A loss that mixes examples computes of a device's part of the batch something else than of the
-batch. So a batch is evaluated in two orders, the second with its rows dealt to other devices: a sum
-over examples stays the same but for rounding. The strategy's own programs run, as for the first
+batch. So a batch is evaluated in two orders, the second with half of its rows on other devices: a
+sum over examples stays the same but for rounding. The strategy's own programs run, as for the first
 step and the first evaluation.
 """
 
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from research_dp.argument_checks import checked
 from research_dp.argument_types import is_floating_dtype
@@ -101,18 +101,17 @@ def splits_examples(strategy: Strategy) -> bool:
     return strategy.splits_batch and devices > 1 and rows > devices
 
 
-def order_dependence(strategy: Strategy, batch: Mapping[str, Any] | PlacedBatch) -> Finding | None:
+def order_dependence(strategy: Strategy, placed: PlacedBatch) -> Finding | None:
     """The first number of a batch that depends on the order of its rows; the loss leads."""
     if not splits_examples(strategy):
         return None
-    placed = batch if isinstance(batch, PlacedBatch) else strategy.place_batch(batch)
-    dealt, *evaluated = _arranged(strategy, placed)
+    moved, *evaluated = _arranged(strategy, placed)
     bound, state = _rounding(strategy), _new_state(strategy)
     first, second = (strategy.eval_step(state, x) for x in evaluated)
     for text in _differences(first, second, bound):
         return Finding(False, text.format("evaluation"))
-    _, usual = strategy.train_step(state, placed)
-    for text in _differences(usual, strategy.train_step(_new_state(strategy), dealt)[1], bound):
+    usual = strategy.train_step(state, placed)[1]  # the state goes: there is memory for one
+    for text in _differences(usual, strategy.train_step(_new_state(strategy), moved)[1], bound):
         program = jax.make_jaxpr(strategy.train_step)(strategy.abstract_state, placed)
         is_random = any(e.primitive.name in _DRAWS for e, _ in walk(program.jaxpr))
         return Finding(is_random, text.format("training") + (_RANDOM if is_random else ""))
@@ -122,32 +121,47 @@ def order_dependence(strategy: Strategy, batch: Mapping[str, Any] | PlacedBatch)
 def _new_state(strategy: Strategy) -> TrainState:
     """A state whose parameters are off their start, at which a head of zeros hides all else."""
 
-    def moved(x: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
+    def aside(x: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
         noise = _STEP_ASIDE * jax.random.normal(jax.random.key(0), x.shape)
         return jax.lax.with_sharding_constraint((x + noise).astype(x.dtype), sharding)
 
-    move = jax.jit(moved, static_argnums=1, donate_argnums=0)
+    move = jax.jit(aside, static_argnums=1, donate_argnums=0)
+
+    def one(x: jax.Array) -> jax.Array:
+        return move(x, x.sharding) if jnp.issubdtype(x.dtype, jnp.inexact) else x
+
     state = strategy.init(strategy.spec.seed)
-    return state._replace(params=jax.tree.map(lambda x: move(x, x.sharding), state.params))
+    return state._replace(params=jax.tree.map(one, state.params))
 
 
 def _arranged(strategy: Strategy, batch: PlacedBatch) -> tuple[Any, ...]:
-    """A batch with its rows dealt to the devices in turn; and both orders, as evaluated.
+    """A batch with every second row on the next device; and both orders, as evaluated.
 
-    Rows stay in their micro-batch, of which a model may take the mean, and keep their positions in
-    the global batch, from which their random keys come.
+    Rows change their places on a device too, by other numbers on each. They stay in their
+    micro-batch, of which a model may take the mean, and keep their positions in the global batch,
+    from which their random keys come.
     """
-    rows = batch.position.shape[1]
-    order = np.arange(rows).reshape(batch_devices(strategy.mesh), -1).T.reshape(-1)
+    spec, devices = batch.position.sharding.spec, batch_devices(strategy.mesh)
+    to_next = [(i, (i + 1) % devices) for i in range(devices)]
+
+    def moved(x: jax.Array) -> jax.Array:
+        from_last = jax.lax.ppermute(x[:, 1::2], spec[1], to_next)
+        places = 1 + jax.lax.axis_index(spec[1])
+        return jnp.roll(x.at[:, 1::2].set(from_last), places, axis=1)
 
     def arrange(batch: PlacedBatch) -> tuple[Any, ...]:
-        dealt = jax.tree.map(lambda x: x[:, order], batch)
-        return dealt, as_evaluated(batch), as_evaluated(dealt)
+        other = jax.tree.map(moved, batch)
+        return other, as_evaluated(batch), as_evaluated(other)
 
-    of_batch = jax.tree.map(lambda x: x.sharding, batch)
-    of_rows = NamedSharding(strategy.mesh, PartitionSpec(*batch.position.sharding.spec[1:]))
-    evaluated = jax.tree.map(lambda _: of_rows, jax.eval_shape(as_evaluated, batch))
-    return jax.jit(arrange, out_shardings=(of_batch, evaluated, evaluated))(batch)
+    rows = PartitionSpec(spec[1])
+    on_mesh = jax.shard_map(
+        arrange,
+        mesh=strategy.mesh,
+        in_specs=spec,
+        out_specs=(spec, rows, rows),
+        check_vma=False,
+    )
+    return jax.jit(on_mesh)(batch)
 
 
 def _rounding(strategy: Strategy) -> float:
@@ -175,4 +189,4 @@ def _differences(first: Metrics, second: Metrics, bound: float) -> Iterator[str]
         for what, pair, allowed in ((name, means, turned), (f"weight of {name}", weights, 0.0)):
             if abs(np.diff(pair)[0]) > bound * max(*np.abs(pair), _LEAST) + allowed:
                 a, b = (f"{x:.8g}" for x in pair)
-                yield f"{what} in {{}} is {a}, and {b} with its rows dealt to other devices"
+                yield f"{what} in {{}} is {a}, and {b} with half of its rows on other devices"

@@ -218,7 +218,12 @@ def _param_shardings(config: StrategyConfig, spec: TrainSpec, params: PyTree) ->
         dim, shape = names.index(name), value_of(leaf).shape
         _, reason, _, parts = decisions.get(path, ShardDecision(None))
         result = LeafSharding(
-            *(path, param.shape, dtype, dim + stacked, reason, axis_size),
+            path,
+            param.shape,
+            dtype,
+            dim + stacked,
+            reason,
+            axis_size,
             axes=axes,
             parts=parts,
         )

@@ -72,7 +72,7 @@ class Trainer:
         opt_state = self.strategy.abstract_state.opt_state
         self._rate = LearningRate(self.spec.optimizer, opt_state, self.schedule.num_steps)
         self._metrics = MetricLog(
-            *(self._progress, self._throughput, self._console, self._rate, self.writers)
+            self._progress, self._throughput, self._console, self._rate, self.writers
         )
         self._nonfinite = nonfinite.NonfiniteCheck(
             [leaf.path for leaf in jax.tree.leaves(self.strategy.shardings.params)],
@@ -206,7 +206,10 @@ class Trainer:
         steps = self._first_step, self.schedule.num_steps
         since = time.perf_counter()
         for batch in placed_train_batches(
-            *(self.strategy, self.data, *steps, self._in_flight.is_busy),
+            self.strategy,
+            self.data,
+            *steps,
+            self._in_flight.is_busy,
             self._read.__setitem__,
         ):
             self._throughput.spend_on_batch(since, self._in_flight.idle_since())
@@ -263,7 +266,10 @@ class Trainer:
         """Metrics over the evaluation split, each example counted once."""
         with self._paused("eval", state, step) as since:
             means = evaluation(
-                *(self.strategy, self.data, state, self._in_flight),
+                self.strategy,
+                self.data,
+                state,
+                self._in_flight,
                 lambda: self._note("eval", self._step),
             )
             self._compiled.add("eval")

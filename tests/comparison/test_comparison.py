@@ -388,15 +388,15 @@ def test_thinned_curves_have_the_peaks_of_each_metric(tmp_path):
 
 def test_of_runs_with_equal_bytes_and_loss_all_are_on_the_front(tmp_path):
     found = runs.read([write_run(tmp_path / name) for name in "abc"])
-    found = [dataclasses.replace(run, wire=runs.Wire(1.0, {}, {})) for run in found]
-    found[2] = dataclasses.replace(found[2], wire=runs.Wire(2.0, {}, {}))
+    found = [dataclasses.replace(run, wire=runs.WireBytes(1.0, {}, {})) for run in found]
+    found[2] = dataclasses.replace(found[2], wire=runs.WireBytes(2.0, {}, {}))
     columns, loss = chart_data.front(found)
     assert (columns["best"], loss) == ([1, 1, 0], "evaluation loss")
 
 
 def test_of_runs_with_equal_bytes_the_lowest_loss_is_on_the_front(tmp_path):
     found = runs.read([evaluated(tmp_path / "a", loss=0.6), evaluated(tmp_path / "b", loss=0.5)])
-    found = [dataclasses.replace(run, wire=runs.Wire(1.0, {}, {})) for run in found]
+    found = [dataclasses.replace(run, wire=runs.WireBytes(1.0, {}, {})) for run in found]
     columns, _ = chart_data.front(found)
     assert (columns["run"], columns["best"]) == (["b", "a"], [1, 0])
 

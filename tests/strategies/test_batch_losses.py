@@ -224,9 +224,9 @@ def test_a_model_that_mixes_examples_is_refused_with_its_numbers(name):
     with pytest.raises(UsageError) as raised:
         order_warning(built(model))
     message = str(raised.value)
-    assert re.search(r"\w in evaluation is -?[\d.]+, and -?[\d.]+ with its rows dealt", message), (
-        message
-    )
+    assert re.search(
+        r"\w in evaluation is -?[\d.]+, and -?[\d.]+ with half of its rows", message
+    ), message
     assert "research_dp.gather_examples" in message and "loss_over = 'device'" in message
     assert raised.value.binding == "TrainSpec.model"
     for stem in ("single", "spmd"):  # they have all examples in one program
@@ -267,7 +267,7 @@ def centred_of_each_micro_batch(logits, keys):
 
 def test_training_is_tried_too_and_rows_stay_in_their_micro_batch():
     model = in_training(lambda logits, keys: logits - logits.mean(0)[None])
-    with pytest.raises(UsageError, match=r"loss in training is .* with its rows dealt"):
+    with pytest.raises(UsageError, match=r"loss in training is .* with half of its rows"):
         order_warning(built(model, "fsdp"))
     model = in_training(centred_of_each_micro_batch)
     assert order_warning(built(model, "fsdp", accumulation_steps=3)) is None
