@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -17,15 +18,12 @@ from research_dp.certification import tolerances
 from research_dp.certification.compare_steps import StepComparison, shards_by_place
 from research_dp.certification.harness import Batch, gradients_of, place_rows, run_step
 from research_dp.certification.tolerances import as_float64, gap, projection
-from research_dp.distributed.batch_examples import split_over
 from research_dp.distributed.jaxpr import source_line, walk
-from research_dp.distributed.mesh import batch_devices, traced_for
+from research_dp.distributed.mesh import batch_devices
 from research_dp.distributed.sharding import by_path
-from research_dp.distributed.units import Units
-from research_dp.errors import some_of
-from research_dp.strategies import Strategy, TrainState
-from research_dp.strategies.batch_losses import order_dependence
-from research_dp.strategies.strategy import example_keys
+from research_dp.errors import UsageError, some_of
+from research_dp.strategies import TrainState
+from research_dp.strategies.batch_losses import operations_of_loss, order_dependence
 from research_dp.training.replica_check import difference_text
 
 SHOWN = 3
@@ -103,7 +101,7 @@ def _own_gather(step: StepComparison) -> Iterator[str]:
     if not strategy.splits_batch:
         return
     rows = len(step.bench.rows_by_device[0])
-    forward, backward = _operations_of_loss(strategy, rows)
+    forward, backward = operations_of_loss(strategy, rows)
     gathers = [e for e in forward if e.primitive.name == "all_gather"]
     comes_back = any(e.primitive.name == "reduce_scatter" for e in backward)
     divided = "their gradient is not the sum over the devices' losses: divided, say"
@@ -113,23 +111,6 @@ def _own_gather(step: StepComparison) -> Iterator[str]:
     if gathers and (step.wrong_leaves("loss") or step.wrong_leaves("gradient")):
         where = f"the model gathers examples (all_gather at {source_line(gathers[0])})"
         yield f"{where}, but {wrong}: take research_dp.gather_examples"
-
-
-def _operations_of_loss(strategy: Strategy, rows: int) -> Iterator[list[Any]]:
-    """The operations of a device's loss of so many examples, and those of its gradient."""
-    spec, state = strategy.spec, strategy.logical_state
-    batch = {k: jax.ShapeDtypeStruct((rows, *x.shape), x.dtype) for k, x in spec.example.items()}
-    options: dict[str, Any] = {"units": Units()} if spec.model.units else {}
-    options |= {"train": True, "batch_axes": strategy.batch_axes}
-
-    def loss(params: Any, model_state: Any, batch: Any) -> Any:
-        keys = example_keys(spec.seed, jnp.int32(0), jnp.arange(rows))
-        with split_over(strategy.batch_axes, strategy.config.reduction), traced_for(None):
-            return spec.model.loss(params, model_state, batch, keys, **options).total
-
-    for function in (loss, jax.grad(loss)):
-        make = jax.make_jaxpr(function, axis_env=[*strategy.mesh.shape.items()])
-        yield [e for e, _ in walk(make(state.params, state.model_state, batch).jaxpr)]
 
 
 def _scaled_gradients(step: StepComparison) -> Iterator[str]:
@@ -320,7 +301,10 @@ def _right_if_equal(step: StepComparison) -> Iterator[str]:
     def loss(params: Any, state: Any, batch: Any, keys: Any, **options: Any) -> Any:
         return model.loss(params, state, batch, None, **options)
 
-    if step.rerun(model=dataclasses.replace(model, loss=loss)).is_right:
+    without_keys = False
+    with contextlib.suppress(UsageError):  # of a model that does not train without
+        without_keys = step.rerun(model=dataclasses.replace(model, loss=loss)).is_right
+    if without_keys:
         yield (
             "only with random keys (dropout): derive them from the seed, the step and the "
             "example's place in the global batch, not from a device's index"

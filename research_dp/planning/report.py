@@ -94,13 +94,13 @@ def words(rows: Sequence[Row], where: Topology) -> list[str]:
         for row in rows
         if row.is_lower_bound
     ]
+    if len(where.devices) > 1:
+        lines.append(_NOT_JUDGED)
     if platform != "cpu":
         lines += [
             "Bytes, counts and FLOPs are exact (FLOPs without those of custom kernels). "
             f"{_times(where)}"
         ]
-    if len(where.devices) > 1:
-        lines.append(_NOT_JUDGED)
     times = [(row.predicted_seconds, row.measured_seconds) for row in rows]
     if ratios := [predicted / real for predicted, real in times if predicted is not None and real]:
         size = f"{min(ratios):.2f} to {max(ratios):.2f} times the step's real time"

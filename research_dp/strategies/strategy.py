@@ -164,10 +164,9 @@ class Strategy:
         return fitted_state(state, self.logical_state)
 
     def stored(self, state: TrainState) -> TrainState:
-        """The inverse of `logical`: a state as `train_step` takes it, a copy on its shardings."""
+        """The inverse of `logical`: a state as `train_step` takes it, on its shardings."""
         padded = fitted_state(state, self.abstract_state)
-        places = jax.tree.map(lambda x: x.sharding, self.abstract_state)
-        return jax.device_put(padded, places, may_alias=False)
+        return jax.device_put(padded, jax.tree.map(lambda x: x.sharding, self.abstract_state))
 
     def nbytes(self, field: str) -> tuple[int, int]:
         """Bytes of a field of the state: on a device with padding, and in all without."""

@@ -22,6 +22,7 @@ from research_dp.argument_types import Count, CountOrZero, described
 from research_dp.distributed.mesh import texts_of_all
 from research_dp.errors import UsageError
 from research_dp.strategies import NONFINITE, SKIPPED, PlacedBatch, Strategy, TrainState
+from research_dp.strategies.batch_losses import check_batch_evaluation
 from research_dp.training import throughput
 from research_dp.training.input_checks import checked_batches, nonfinite_example
 from research_dp.types import Arrays, DataSet, EvalOrder, TrainableModel, TrainOrder
@@ -60,13 +61,14 @@ def eval_metrics(strategy: Strategy, state: TrainState, data: DataSet) -> dict[s
     """Mean metrics over the evaluation split, each example counted once.
 
     Raises:
-        UsageError: `data` has other arrays than the strategy's `TrainSpec`, or a batch has an
+        UsageError: `data` has other arrays than the strategy's `TrainSpec`; the model mixes
+            examples (docs/batch_losses.md); a batch has an
             integer out of the model's bounds; or a metric is not finite, nor an example's input;
             or nothing has weight.
     """
     _check_example(strategy, data)
     data.prepare()
-    return evaluation(strategy, data, state, InFlight())
+    return evaluation(strategy, data, state, InFlight(), judges=True)
 
 
 @checked
@@ -145,12 +147,19 @@ def evaluation(
     state: TrainState,
     in_flight: InFlight,
     on_batch: Callable[[], None] = lambda: None,
+    *,
+    judges: bool = False,
 ) -> dict[str, float]:
-    """`eval_metrics` of prepared data; `on_batch` is called when a batch is dispatched."""
+    """`eval_metrics` of prepared data; `on_batch` is called when a batch is dispatched.
+
+    `judges`: whether a model that mixes examples is looked for, by the first batch.
+    """
     sums: list[Mapping[str, jax.Array]] = []
     order = EvalOrder(batch_size=strategy.eval_batch_size, rows=strategy.eval_rows)
     source = checked_batches(data, order, strategy.spec.model)
     for batch in prefetch(strategy.place_eval_batch, source, in_flight.is_busy):
+        if judges and not sums:
+            check_batch_evaluation(strategy, state, batch)
         sums.append(strategy.eval_step(state, batch))
         on_batch()
         in_flight.add(sums[-1])

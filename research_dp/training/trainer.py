@@ -26,7 +26,7 @@ from research_dp.runs.flight_recorder import Phase, Recorder
 from research_dp.runs.manifest import Manifest, Progress, origin
 from research_dp.runs.resume import check_same_data
 from research_dp.strategies import NONFINITE, Strategy, TrainSpec, TrainState
-from research_dp.strategies.batch_losses import check_batch_loss, splits_examples
+from research_dp.strategies.batch_losses import DIFFERS, check_batch_loss, splits_examples
 from research_dp.training import nonfinite, sharding_table, throughput
 from research_dp.training.batches import InFlight, evaluation, placed_train_batches, train_order
 from research_dp.training.input_checks import nonfinite_example, shared_identity
@@ -88,11 +88,14 @@ class Trainer:
 
     @property
     def judges(self) -> bool:
-        """Whether the run begins to split its batch: it is new, or one device began it."""
-        begins = self.saved is None or self.saved.origin.get("devices") == 1
-        return (
-            begins and self._first_step < self.schedule.num_steps and splits_examples(self.strategy)
-        )
+        """Whether it splits its batch, and did not so far, with the same `loss_over`."""
+        ends = self._first_step == self.schedule.num_steps
+        is_new = self._judged_over() != self.spec.loss_over
+        return is_new and not ends and splits_examples(self.strategy)
+
+    def _judged_over(self) -> str | None:
+        """The `loss_over` with which the run was judged before."""
+        return self.saved.origin.get("judged_over") if self.saved else None
 
     def run(self, make_state: Callable[[], TrainState]) -> int:
         """Trains, evaluates and saves; returns the step at which it stopped.
@@ -104,10 +107,12 @@ class Trainer:
         trace = ProfilerTrace(schedule.profile_at, self.folder / files.PROFILE)
         with at_end(trace.close), StopSignal().listen() as stop:
             batches = self._batches()
-            if self.judges:
-                batches = self._judged(batches)
-            self.recorder.note("compile", step)
+            first = [*itertools.islice(batches, 1)]  # reading it has no time limit
+            if self.judges and (warning := check_batch_loss(self.strategy, *first)):
+                self._warn(warning)
             state = make_state()
+            self._placed_at = time.perf_counter()
+            batches = itertools.chain(first, batches)
             self._begin()
             self._metrics.begin(self._rate.updates(state.opt_state))
             while step < schedule.num_steps and not stop.requested(step):
@@ -185,19 +190,10 @@ class Trainer:
             self._metrics.open(self.folder, step, evaluates_again=is_at_end)
             self.run_facts.begin()
 
-    def _judged(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The batches, of which the first was tried in two orders; UsageError: examples mix."""
-        first = next(batches)
-        if warning := check_batch_loss(self.strategy, first):
-            self._warn(warning)
-        self._placed_at = time.perf_counter()
-        return itertools.chain([first], batches)
-
-    def _warn(self, reason: str) -> None:
-        """Says why numbers depend on how the batch is split, and notes it for the summary."""
-        warning = f"Numbers may differ from those of one device: {reason}."
-        self._console.say(f"Warning: {warning}")
-        self._facts.setdefault("warnings", []).append(warning)
+    def _warn(self, text: str) -> None:
+        """Says a warning, and notes it for the summary."""
+        self._console.say(f"Warning: {text}.")
+        self._facts.setdefault("warnings", []).append(f"{text}.")
 
     def _batches(self) -> Iterator[Any]:
         """Training batches on the devices, prefetched."""
@@ -249,7 +245,7 @@ class Trainer:
             self._compare_replicas(state, step)
             if accepted := self._replicas.accepted:
                 text = difference_text(accepted, self.strategy.config)
-                self._warn(f"{text}; one copy is saved")
+                self._warn(f"{DIFFERS}: {text}; one copy is saved")
         if is_first:
             self._throughput.start()
         self.recorder.note("data", step + 1)
@@ -280,7 +276,9 @@ class Trainer:
     def _save(self, state: TrainState, step: int) -> None:
         """Saves the state in the background."""
         mesh = dict(self.strategy.mesh.shape)
-        written_by = origin(strategy=self.strategy.name, mesh=mesh, config=gin.config_str())
+        judged = self.spec.loss_over if splits_examples(self.strategy) else self._judged_over()
+        named = {"strategy": self.strategy.name, "mesh": mesh, "config": gin.config_str()}
+        written_by = origin(**named, judged_over=judged)
         with self._paused("save", state, step):
             self._replicas.check(step, state)  # one of each is saved
             self._nonfinite.check_state(step, state)

@@ -218,8 +218,8 @@ def test_files_are_of_one_subject(path):
 
 # Rooms -> most lines of them together. What is added pays by what it makes unnecessary.
 CEILINGS = {
-    (".",): 30_520,
-    ("distributed", "strategies"): 6_990,
+    (".",): 30_640,
+    ("distributed", "strategies"): 7_100,
     ("commands",): 4_000,
 }
 

@@ -35,7 +35,7 @@ from tests.support.own_modules import EXAMPLE, FEATURES, cross_entropy
 from tests.support.recipes import recipe
 from tests.support.repository import stems
 from tests.support.steps import mesh_of, on
-from tests.support.strategies import order_warning
+from tests.support.strategies import examples_of, order_warning
 
 CLASSES, BATCH = 4, 48
 
@@ -44,9 +44,9 @@ towers = functools.partial(contrastive.two_towers, width=16, features=8)
 
 
 def built(model, stem="ddp", example=EXAMPLE, **options):
-    settings = {"model": model, "optimizer": optax.sgd(0.1), "example": example}
+    settings = {"model": model, "optimizer": optax.sgd(0.1), "example": example} | options
     config = recipe(stem, "shard_params.min_weight_size = 1")
-    return config.build(TrainSpec(**settings, batch_size=BATCH, **options))
+    return config.build(TrainSpec(**settings, batch_size=BATCH))
 
 
 # ---- What is found ----
@@ -290,6 +290,82 @@ def test_half_precision_widens_the_bound_by_the_number_of_examples():
     model = own_loss(lambda x, y, _: rounded(x - x.mean(0)[None], y, _))
     with pytest.raises(UsageError, match="depend on others"):
         order_warning(built(model))
+
+
+def test_numbers_that_cancel_are_compared_by_the_size_of_their_addends():
+    """The sum over all of centred values is rounding, and that over some is not."""
+
+    def centred_metric(mean):
+        model = own_loss(lambda logits, y, _: cross_entropy(logits, y))
+
+        def loss(params, model_state, batch, keys, train, batch_axes):
+            x, y = batch["x"] @ params["w"], batch["y"] % CLASSES
+            mask = batch.get("mask", jnp.ones(len(y)))
+            centred = mask * 10 * (x[:, 0] - mean(x[:, 0]))
+            sums = {"centred": (centred.sum(), mask.sum())}
+            return LossOutput(jnp.sum(mask * cross_entropy(x, y)), mask.sum(), {}, sums)
+
+        return dataclasses.replace(model, loss=loss)
+
+    alike = centred_metric(lambda x: research_dp.global_mean(x)[None])
+    assert order_warning(built(alike)) is None
+    mixing = centred_metric(lambda x: x.max()[None])
+    with pytest.raises(UsageError, match="centred in evaluation is"):
+        order_warning(built(mixing))
+
+
+def test_a_sum_in_half_precision_is_known_to_its_last_place():
+    def coarse(x, y, _):
+        total = cross_entropy(x, y).astype(jnp.bfloat16).sum()
+        return LossOutput(total.astype(jnp.float32), jnp.float32(len(y)), {}, {})
+
+    assert order_warning(built(own_loss(coarse))) is None
+
+
+def test_where_parameters_cannot_be_moved_they_are_those_of_the_start():
+    def init(key, batch):
+        return {"w": jnp.full((FEATURES, CLASSES), 1e-3)}, {}
+
+    def rooted(params, model_state, batch, keys, train, batch_axes):
+        x = batch["x"] @ jnp.sqrt(params["w"]) * jnp.arange(CLASSES)[None]
+        losses = cross_entropy(x - x.mean(0)[None], batch["y"] % CLASSES)
+        return LossOutput(losses.sum(), jnp.float32(len(losses)), {}, {})
+
+    with pytest.raises(UsageError, match="depend on others"), jax.debug_nans(True):
+        order_warning(built(TrainableModel(init, rooted)))
+
+
+def test_it_takes_any_seed_and_the_memory_of_one_state():
+    strategy, most = built(own_loss(lambda x, y, _: cross_entropy(x, y)), seed=2**32 - 1), []
+
+    def counting(*args):
+        most.append(sum(x.shape == (FEATURES, CLASSES) for x in jax.live_arrays()))
+        return strategy.init(*args)
+
+    before = sum(x.shape == (FEATURES, CLASSES) for x in jax.live_arrays())
+    assert order_warning(dataclasses.replace(strategy, init=counting)) is None
+    assert most == [before, before]
+
+
+def test_the_optimizers_random_numbers_are_no_reason():
+    model = in_training(lambda logits, keys: logits - logits.mean(0)[None])
+    noisy = optax.chain(optax.add_noise(0.1, 0.5, 0), optax.sgd(0.1))
+    with pytest.raises(UsageError, match="loss in training is"):
+        order_warning(built(model, optimizer=noisy))
+
+
+def test_an_evaluation_by_another_strategy_is_tried_by_its_first_batch():
+    alike, mixing = (own_loss(f) for f in (lambda x, y, _: cross_entropy(x, y), in_batch_negatives))
+    examples = {k: x[:44] for k, x in examples_of(EXAMPLE).items()}  # 44: the last are padding
+    data = research_dp.from_arrays(examples)
+    for model, message in ((alike, None), (mixing, "loss in evaluation is")):
+        for stem in ("single", "ddp"):
+            strategy = built(model, stem)
+            if message is None or stem == "single":
+                assert research_dp.eval_metrics(strategy, strategy.init(0), data)["loss"] > 0
+                continue
+            with pytest.raises(UsageError, match=message):
+                research_dp.eval_metrics(strategy, strategy.init(0), data)
 
 
 # ---- What is not ----
@@ -617,8 +693,7 @@ def test_a_loss_over_each_devices_part_is_another_algorithm_that_says_so():
     assert order_warning(strategy) is None
     assert built(model, "single", loss_over="device").algorithm is None
     alike = own_loss(lambda logits, y, _: cross_entropy(logits, y))
-    with pytest.raises(UsageError, match="loss_over = 'device' has no effect"):
-        order_warning(built(alike, loss_over="device"))
+    assert "loss_over = 'device' shows no effect" in order_warning(built(alike, loss_over="device"))
     whole = BATCH // 8  # micro-batches of one example a device, which mixes with nothing
     assert order_warning(built(alike, loss_over="device", accumulation_steps=whole)) is None
 
