@@ -21,6 +21,7 @@ from research_dp.models.image_classifiers import image_classifier
 from research_dp.models.layers import dropout, network_functions
 from research_dp.strategies import TrainSpec
 from research_dp.strategies.batch_losses import check_batch_loss
+from research_dp.training import trainer
 from tests.support import certified, decoder, plain_models
 from tests.support.certified import EXAMPLE, batches
 from tests.support.faults import flip
@@ -366,6 +367,27 @@ def test_a_run_reports_statistics_of_a_device_once_after_its_first_step(main, tm
     assert (before.count(SENTENCE), after.count(SENTENCE)) == (0, 1)
     (warning,) = summary(tmp_path)["warnings"]
     assert warning.startswith(SENTENCE) and f"Warning: {warning}\n" in done.stdout
+
+
+def test_a_run_is_tried_once_also_where_more_devices_go_on_with_it(main, tmp_path, monkeypatch):
+    tried = []
+
+    def counted(*args):
+        tried.append(1)
+        return check_batch_loss(*args)
+
+    monkeypatch.setattr(trainer, "check_batch_loss", counted)
+    flags = ["--gin.train.num_steps=1", "--gin.train.loss_over=batch", f"--workdir={tmp_path}"]
+    on_one = [*PLAIN, "--gin_file=strategies/single.gin", *flags]
+    assert main(*on_one).returncode == 0 and not tried
+    further = ["--gin_file=strategies/ddp.gin", *flags, "--gin.train.num_steps=2"]
+    refused = main(*PLAIN, *further)
+    assert refused.returncode == 2 and tried == [1]
+    assert "numbers of an example depend on others of the batch" in refused.stderr
+    right = [*further, "--gin.linen_batch_norm.axes=True"]
+    assert main(*PLAIN, *right).returncode == 0 and tried == [1, 1]
+    done = main(*PLAIN, *right, "--gin.train.num_steps=3")
+    assert done.returncode == 0 and tried == [1, 1], done.stderr
 
 
 @pytest.mark.slow
