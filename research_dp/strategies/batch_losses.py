@@ -255,7 +255,7 @@ def _rounding(strategy: Strategy) -> float:
     found = {(x.dtype, x.ndim == 0) for x in values if is_floating_dtype(x.dtype)}
     examples = math.sqrt(strategy.spec.batch_size)
     parts = (float(jnp.finfo(d).eps) / (1 if is_sum else examples) for d, is_sum in found)
-    return max(_ROUNDING, 2 * max(parts, default=0.0))
+    return max(_ROUNDING, *parts)
 
 
 def _is_finite(metrics: Metrics) -> bool:

@@ -44,9 +44,9 @@ towers = functools.partial(contrastive.two_towers, width=16, features=8)
 
 
 def built(model, stem="ddp", example=EXAMPLE, **options):
-    settings = {"model": model, "optimizer": optax.sgd(0.1), "example": example} | options
+    settings = {"model": model, "optimizer": optax.sgd(0.1), "example": example}
     config = recipe(stem, "shard_params.min_weight_size = 1")
-    return config.build(TrainSpec(**settings, batch_size=BATCH))
+    return config.build(TrainSpec(**{**settings, "batch_size": BATCH, **options}))
 
 
 # ---- What is found ----
@@ -319,7 +319,7 @@ def test_a_sum_in_half_precision_is_known_to_its_last_place():
         total = cross_entropy(x, y).astype(jnp.bfloat16).sum()
         return LossOutput(total.astype(jnp.float32), jnp.float32(len(y)), {}, {})
 
-    assert order_warning(built(own_loss(coarse))) is None
+    assert order_warning(built(own_loss(coarse), batch_size=1024)) is None
 
 
 def test_where_parameters_cannot_be_moved_they_are_those_of_the_start():
