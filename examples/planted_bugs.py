@@ -6,6 +6,7 @@ files. The tests of `certify` use all of them.
 
 import dataclasses
 import functools
+import inspect
 from unittest import mock
 
 import gin
@@ -136,15 +137,16 @@ def stale_slices(gradients, parameters, optimizer, *, shardings, mesh):
 @takes("shardings", "mesh")
 def one_shard_not_updated(gradients, parameters, optimizer, *, shardings, mesh):
     """Device 3 keeps its old optimizer state."""
-    before = optimizer._apply.args[0].opt_state
+    held = inspect.getclosurevars(optimizer.apply_gradients).nonlocals
+    before = held["state"].opt_state
     new = optimizer.apply_gradients(gradients, parameters)
-    after = optimizer._results.pop()
+    after = held["opt_states"].pop()
 
     def kept(after, before):
         return jax.tree.map(lambda a, b: jnp.where(device() == 3, b, a), after, before)
 
     specs = map_state(lambda _, p: p.spec, after, shardings, lambda _: PartitionSpec())
-    optimizer._results.append(on_devices(mesh, kept, (specs, specs), specs)(after, before))
+    held["opt_states"].append(on_devices(mesh, kept, (specs, specs), specs)(after, before))
     return new
 
 

@@ -15,6 +15,7 @@ import flax
 import jax
 import optax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Primitive, jaxprs_in_params
+from jax.interpreters import partial_eval
 
 # What a value is made of: the places of the parameters; None: of the examples too.
 Source = frozenset[int] | None
@@ -34,6 +35,15 @@ def walk(jaxpr: Any, callers: Callers = ()) -> Iterator[tuple[Any, Callers]]:
         yield equation, callers
         for inner in jaxprs_in_params(equation.params):
             yield from walk(inner, (*callers, equation))
+
+
+def used_part(jaxpr: Any) -> Any:
+    """A program without what no result needs, such as the primal of a gradient taken alone.
+
+    Every compiler drops it.
+    """
+    used, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
+    return used
 
 
 def trace_sources(program: ClosedJaxpr, count: int, visit: Visit) -> None:

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 from research_dp.argument_checks import checked
 from research_dp.argument_types import is_floating_dtype
 from research_dp.distributed.batch_examples import split_over
-from research_dp.distributed.jaxpr import walk
+from research_dp.distributed.jaxpr import used_part, walk
 from research_dp.distributed.mesh import batch_devices, traced_for
 from research_dp.distributed.units import Units
 from research_dp.errors import binding_error
@@ -165,7 +165,8 @@ def operations_of_loss(strategy: Strategy, rows: int) -> Iterator[list[Any]]:
 
     for function in (loss, jax.grad(loss)):
         make = jax.make_jaxpr(function, axis_env=[*strategy.mesh.shape.items()])
-        yield [e for e, _ in walk(make(state.params, state.model_state, batch).jaxpr)]
+        traced = make(state.params, state.model_state, batch).jaxpr
+        yield [e for e, _ in walk(used_part(traced))]
 
 
 def _evaluated(

@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-from jax.interpreters import partial_eval
 
 from research_dp.distributed.batch_examples import SCOPE
-from research_dp.distributed.jaxpr import walk
+from research_dp.distributed.jaxpr import used_part, walk
 from research_dp.strategies import Strategy
 
 _KINDS = {
@@ -62,9 +61,7 @@ def collectives(function: Callable[..., Any], *args: Any) -> list[Collective]:
     # A jitted function is traced as it is: with compiler options it cannot be part of another.
     trace = getattr(function, "trace", jax.jit(function).trace)
     jaxpr = trace(*args).jaxpr.jaxpr
-    # Every compiler drops what no result needs, such as the primal of a gradient taken alone.
-    used, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
-    return [collective for operation in walk(used) for collective in _read(*operation)]
+    return [collective for operation in walk(used_part(jaxpr)) for collective in _read(*operation)]
 
 
 def _read(equation: Any, callers: tuple[Any, ...]) -> Iterator[Collective]:

@@ -10,6 +10,7 @@ import pytest
 import research_dp
 from research_dp.commands import main as command_line
 from research_dp.commands import sweep
+from research_dp.training import trainer
 from tests.support.repository import ROOT
 
 BASE = ["runs/digits.gin", "models/mlp.gin"]
@@ -144,7 +145,11 @@ def test_each_planted_difference_is_named(main, planted, open_page, monkeypatch)
 
 @pytest.mark.slow
 def test_runs_that_train_alike_and_evaluate_otherwise_differ(tmp_path, data_dir, monkeypatch):
-    """Training agrees within rounding, and evaluation depends on the device."""
+    """Training agrees within rounding, and evaluation depends on the device.
+
+    A run refuses such a model, unless the order of a batch does not show it.
+    """
+    monkeypatch.setattr(trainer, "check_batch_loss", lambda strategy, batch: None)
     (tmp_path / "centred.py").write_text(CENTRED)
     (tmp_path / "centred.gin").write_text(CENTRED_GIN)
     monkeypatch.setenv("TFDS_DATA_DIR", str(data_dir))

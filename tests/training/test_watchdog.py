@@ -149,8 +149,8 @@ def test_what_compiles_or_takes_long_is_given_time(command, tmp_path):
     written = recorder.note_file(tmp_path, 0).read_text().splitlines()[1:]
     notes = [(int(line.split()[1]), line.split()[2]) for line in written if line.strip()]
     places = [place for place, _ in itertools.groupby(notes)]
-    start = ["start", "test", "restore", "compile", "start"]
-    assert [phase for step, phase in places if step == 0] == start, "making a state has no limit"
+    start = ["start", "test", "restore", "start"]
+    assert [phase for step, phase in places if step == 0] == start, "a first batch has no limit"
     first, second = ([p for s, p in places if s == step and p != "data"] for step in (1, 2))
     # The first step with its comparison, its evaluation, its save.
     assert first == ["compile"] * 3
