@@ -157,7 +157,7 @@ def comparisons():
         }
         summary = {"steps_per_second": 12345.6, "seconds": dict.fromkeys(runs.SECONDS, 123456.7)}
         status = Status("died", 7, "died at step 7 of 200, phase data: process 1 was behind")
-        wire = runs.Wire(3.4e9, kinds, {"data+fsdp": 3.4e9})
+        wire = runs.WireBytes(3.4e9, kinds, {"data+fsdp": 3.4e9})
         found.append(runs.Run(name, Path("/r"), status, facts, summary, records, {}, wire))
     values = {run.name: str(number % 3) for number, run in enumerate(found)}
     places = dict.fromkeys(values, "some/long/path/of/a/run/file.gin:123")
