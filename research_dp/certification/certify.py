@@ -35,7 +35,7 @@ from research_dp.errors import UsageError, some_of
 from research_dp.runs.checkpoint import Checkpoints
 from research_dp.runs.manifest import Progress
 from research_dp.strategies import Strategy, TrainState
-from research_dp.strategies.batch_losses import check_batch_loss, order_dependence
+from research_dp.strategies.batch_losses import order_dependence
 from research_dp.strategies.state import resize_slots
 from research_dp.strategies.strategy import init_key
 from research_dp.types import DataSet
@@ -108,8 +108,6 @@ def _compare_steps(
     """Compares steps up to the first difference; without one, also evaluation and checkpoints."""
     start = max(steps - AFTER, 0)
     batches = list(train_batches(bench, data, steps + AFTER))
-    if bench.spec.loss_over == "device":
-        check_batch_loss(bench.strategy, place_rows(bench.strategy, batches[0]))
     envelope, free_run = Envelope(bench.precision), compare_steps.FreeRun(bench, initial)
     previous, state, carried = initial, initial, None
     for number in range(steps):

@@ -105,7 +105,9 @@ def check_batch_evaluation(strategy: Strategy, state: TrainState, batch: PyTree)
     other = _on_mesh(
         strategy, lambda x: jax.tree.map(functools.partial(_moved, rows), x), rows, rows
     )
-    for text in _evaluated(strategy, state, batch, other(batch)):
+    first, second = (strategy.eval_step(state, x) for x in (batch, other(batch)))
+    half = functools.partial(_half, strategy, lambda: state, batch)
+    for text in _differences(strategy, first, second, half, "evaluation"):
         _refuse(strategy, text)
 
 
@@ -132,20 +134,23 @@ def order_dependence(strategy: Strategy, placed: PlacedBatch) -> Finding | None:
     """The first number of a batch that depends on the order of its rows; the loss leads."""
     if not splits_examples(strategy):
         return None
-    moved, *evaluated = _arranged(strategy, placed)
+    moved, batch, other = _arranged(strategy, placed)
     with jax.debug_nans(False):  # the experiment's own are no fault of the run
         for aside in (_STEP_ASIDE, 0.0):  # where a loss is not finite beside its start
             state = _new_state(strategy, aside)
-            if _is_finite(strategy.eval_step(state, evaluated[0])):
+            first = strategy.eval_step(state, batch)
+            if _is_finite(first):
                 break
-        for text in _evaluated(strategy, state, *evaluated):
+        second = strategy.eval_step(state, other)
+        half = functools.partial(_half, strategy, lambda: state, batch)
+        for text in _differences(strategy, first, second, half, "evaluation"):
             return Finding(False, text)
-        usual = strategy.train_step(state, placed)[1]  # the state goes: there is memory for one
-        other = strategy.train_step(_new_state(strategy, aside), moved)[1]
-        half = functools.partial(_half, strategy, lambda: _new_state(strategy, aside), evaluated[0])
-        for text in _differences(usual, other, _rounding(strategy), half, "training"):
+        first = strategy.train_step(state, placed)[1]  # the state goes: there is memory for one
+        second = strategy.train_step(_new_state(strategy, aside), moved)[1]
+        half = functools.partial(_half, strategy, lambda: _new_state(strategy, aside), batch)
+        for text in _differences(strategy, first, second, half, "training"):
             rows = placed.position.shape[1] // batch_devices(strategy.mesh)
-            forward, _ = operations_of_loss(strategy, rows)
+            forward = next(operations_of_loss(strategy, rows))
             is_random = any(e.primitive.name in _DRAWS for e in forward)
             return Finding(is_random, text + (_RANDOM if is_random else ""))
     return None
@@ -167,15 +172,6 @@ def operations_of_loss(strategy: Strategy, rows: int) -> Iterator[list[Any]]:
         make = jax.make_jaxpr(function, axis_env=[*strategy.mesh.shape.items()])
         traced = make(state.params, state.model_state, batch).jaxpr
         yield [e for e, _ in walk(used_part(traced))]
-
-
-def _evaluated(
-    strategy: Strategy, state: TrainState, batch: PyTree, other: PyTree
-) -> Iterator[str]:
-    """What differs in the evaluation of a batch in two orders."""
-    first, second = (strategy.eval_step(state, x) for x in (batch, other))
-    half = functools.partial(_half, strategy, lambda: state, batch)
-    return _differences(first, second, _rounding(strategy), half, "evaluation")
 
 
 def _half(strategy: Strategy, state: Callable[[], TrainState], batch: PyTree) -> Metrics:
@@ -264,13 +260,14 @@ def _is_finite(metrics: Metrics) -> bool:
 
 
 def _differences(
-    first: Metrics, second: Metrics, bound: float, half: Callable[[], Metrics], mode: str
+    strategy: Strategy, first: Metrics, second: Metrics, half: Callable[[], Metrics], mode: str
 ) -> Iterator[str]:
-    """Metrics, the loss first, whose mean or weight is beyond a bound.
+    """Metrics, the loss first, whose mean or weight is beyond rounding.
 
-    It is relative to the larger of the two; and of that of `half` of the examples, made if need be.
+    It is relative to the larger of the two; and of that of `half` of the examples, made if need be,
+    as the bound of half precision is.
     """
-    made: list[Metrics] = []
+    rounding, of_half = functools.cache(lambda: _rounding(strategy)), functools.cache(half)
     for name in sorted(first.keys() - set(_NO_SUMS), key=lambda name: (name != "loss", name)):
         sums, weights = np.stack([np.asarray(x[name], np.float64) for x in (first, second)]).T
         if not (np.isfinite(sums).all() and np.isfinite(weights).all()):
@@ -280,11 +277,10 @@ def _differences(
         turned = max(_TURNED, 1 / max(weights.max(), 1.0)) if counts else 0.0
         for what, pair, allowed in ((name, means, turned), (f"weight of {name}", weights, 0.0)):
             (a, b), size = pair, max(*np.abs(pair), _LEAST)
-            if abs(a - b) <= bound * size + allowed:
+            beyond = abs(a - b) - allowed
+            if beyond <= _ROUNDING * size or beyond <= rounding() * size:
                 continue
-            made = made or [half()]
-            total, weight = np.asarray(made[0].get(name, (0.0, 0.0)), np.float64)
-            size = max(size, abs(total / (weight or 1.0)))
-            if abs(a - b) > bound * size + allowed:
+            total, weight = np.asarray(of_half().get(name, (0.0, 0.0)), np.float64)
+            if beyond > rounding() * max(size, abs(total / (weight or 1.0))):
                 words = f"{a:.8g}, and {b:.8g} with half of its rows on other devices"
                 yield f"{what} in {mode} is {words}"
