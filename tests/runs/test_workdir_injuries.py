@@ -147,9 +147,9 @@ def test_an_injured_run_ends_right_or_is_refused(pristine, place):
 
 @pytest.mark.slow
 def test_every_kind_of_injury_to_every_kind_of_file(pristine, place):
-    found = run_trials(pristine, place, 1, 600)
+    found = run_trials(pristine, place, 1, 300)
     assert len({row[0] for row in found}) >= 12 and len({row[1] for row in found}) >= 10
-    assert sum(row[2] == 0 for row in found) > 200, "hardly any was continued"
+    assert sum(row[2] == 0 for row in found) > 100, "hardly any was continued"
 
 
 # ---- By the command, in processes of their own ----
@@ -176,7 +176,7 @@ def test_the_command_ends_right_or_refuses(command, tmp_path):
     (tmp_path / "begun" / "mine").write_text("a user's")
     right = summary(tmp_path / "right")["params_fingerprint"]
     chance, found = random.Random(2), []
-    while len(found) < 30:
+    while len(found) < 20:
         run, outside = tmp_path / "run", tmp_path / "outside"
         shutil.copytree(tmp_path / "begun", run)
         (outside / "moved").mkdir(parents=True)

@@ -122,16 +122,20 @@ def expected_losses(frozen):
     return losses("single", optimizer=optax.multi_transform(transforms, labels))[0]
 
 
-@pytest.mark.parametrize("frozen", ["blocks/.*", "embed/.*|blocks/(qkv|out|mlp).*"])
+LAYERS, IN_PART = "blocks/.*", "embed/.*|blocks/(qkv|out|mlp).*"
+
+
 @pytest.mark.parametrize(
-    ("stem", "bindings", "more"),
+    ("stem", "frozen", "bindings", "more"),
     [
-        ("ddp", (), ()),
-        ("zero2", (), ()),
-        ("fsdp", (), ()),
-        ("fsdp", (decoder.LOOK_AHEAD,), ()),
-        ("fsdp", (), ("options/deterministic.gin",)),
-        ("spmd_fsdp", (), ()),
+        ("ddp", LAYERS, (), ()),
+        ("ddp", IN_PART, (), ()),
+        ("zero2", IN_PART, (), ()),
+        ("fsdp", LAYERS, (), ()),
+        ("fsdp", IN_PART, (), ()),
+        ("fsdp", IN_PART, (decoder.LOOK_AHEAD,), ()),
+        ("fsdp", IN_PART, (), ("options/deterministic.gin",)),
+        ("spmd_fsdp", LAYERS, (), ()),
     ],
 )
 def test_units_of_the_decoder_with_frozen_parts(stem, bindings, more, frozen):

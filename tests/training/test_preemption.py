@@ -258,6 +258,7 @@ def test_without_a_launcher_the_others_end_by_the_heartbeat(command, tmp_path, v
     output, _ = both[1 - victim].communicate(timeout=60)
     assert both[1 - victim].returncode not in (0, 143), output
     assert time.monotonic() - stopped < 2 * 10 + 5
+    both[victim].kill()  # it is stopped, so that nothing milder ends it
 
 
 @pytest.mark.slow
