@@ -29,7 +29,7 @@ from research_dp.distributed.units import Units
 from research_dp.errors import UsageError, binding_error
 from research_dp.strategies import strategy
 from research_dp.strategies.frozen import with_frozen
-from research_dp.strategies.step import Step, Sums, sums_of
+from research_dp.strategies.step import GradientPlan, Step, Sums, sums_of
 from research_dp.strategies.strategy import PlacedBatch, TrainSpec, TrainState
 from research_dp.types import PyTree
 
@@ -109,7 +109,11 @@ class DeterministicStep(Step):
         assert isinstance(self.config.reduction, TreeReduction)
         return self.config.reduction
 
-    def mean_gradients(
+    @functools.cached_property
+    def plan(self) -> GradientPlan:
+        return GradientPlan("once", "step")
+
+    def local_gradients(
         self, state: TrainState, batch: PlacedBatch
     ) -> tuple[PyTree, PyTree, Sums, PyTree]:
         params, scatter = jax.vjp(self.units().gather_all, state.params)
@@ -122,8 +126,7 @@ class DeterministicStep(Step):
 
         grads, sums = sum_over_logical_shards(of_shard, params, batch, state.step, self._reduction)
         (grads,) = scatter(grads)
-        grads, slot_state = self.sync(grads, state.slots)
-        return grads, state.model_state, sums, slot_state
+        return grads, state.model_state, sums, state.slots
 
     def evaluate(self, state: TrainState, examples: Mapping[str, jax.Array]) -> Sums:
         params = self.units().gather_all(state.params)

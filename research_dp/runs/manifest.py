@@ -122,11 +122,11 @@ class Manifest:
             raise Damaged(f"its {name} is incomplete") from error
 
     def with_saved_slots(self, abstract_state: Any) -> Any:
-        """The state with slots as they were saved; replicated if their first dim was another."""
+        """The state with slots as they were saved; replicated where they had other shapes."""
 
         def as_saved(keys: Any, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             saved = self.leaves.get(f"slots/{path_name(keys)}")
-            if saved is None or saved.shape == x.shape or saved.shape[1:] != x.shape[1:]:
+            if saved is None or saved.shape == x.shape:
                 return x
             sharding = NamedSharding(x.sharding.mesh, PartitionSpec())
             return jax.ShapeDtypeStruct(saved.shape, x.dtype, sharding=sharding)

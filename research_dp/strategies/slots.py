@@ -6,13 +6,22 @@ or for MLX's optimizers, fills the slot unchanged.
 What else a strategy decides comes by keyword, to functions that declare it by `collectives.takes`:
 
     reduction: The strategy's collectives (`Reduction`); `gather`, `sync`, `update`.
+    devices: Sizes of the mesh axes, by name; `sync`, `update`.
+    step: Number of steps done, 0-d int32; `sync`, `update`.
+    key: A random key of the step, the same on all devices; `sync`, `update`.
+    params: Parameters as they are between steps; `sync`.
+    scale: A 0-d float32; gradients times it are those of the loss; `sync` with
+        `sync_each = 'step'`.
     shardings: `LeafSharding`s of gradients and optimizer state; `sync`, `update`.
     stored: `LeafSharding`s of the parameters between steps; `update`.
     rows: Row indices: only these rows of a feature-sharded table are returned; `gather`.
     mesh: Over which global arrays are sharded; `update`, and `gather` in engine `compiled`.
     units, on_decision, pads: See `shard_params`; `shard`.
 
-`sync` and `update` may carry state, as Optax transforms do: see `Stateful`.
+`sync` and `update` may carry state, as Optax transforms do: see `Stateful`. Its `init` may take
+`devices`, `key` and `shardings`, its `resize` `devices`, `params` and `shardings`. Gradients reach
+a `sync` with state in the unit of the loss, whatever the loss scale and the weight of the batch:
+`scale` is 1.
 
 A slot of `gather`, `sync` or `update` whose attribute `algorithm` is a sentence, e.g. "parameters
 are averaged each 8 steps", computes by design something else than the reference. A comparison of
@@ -32,8 +41,12 @@ import jax
 from research_dp.distributed.boxed import unboxed, with_name
 from research_dp.distributed.mesh import FSDP_AXIS
 from research_dp.distributed.sharding import path_name
-from research_dp.errors import binding_error
+from research_dp.errors import binding_error, first_line
 from research_dp.types import PyTree
+
+NAMES = ("shard", "gather", "sync", "update")
+# Options with which `sync` is called once a step, or micro-batch, for all parameters together.
+OF_A_STEP = ("step", "key", "params", "scale")
 
 
 class Shard(Protocol):
@@ -80,12 +93,13 @@ class Stateful(Protocol):
 
     `differs_over` are the mesh axes over which the state differs from device to device; () if it is
     the same on all, as that of `update` is. The state is then a global array with a leading dim for
-    those axes.
+    those axes. Where some arrays differ and some do not, it is a tree prefix of the state, e.g.
+    {"error": ("data", "fsdp"), "basis": ()}.
     """
 
-    differs_over: tuple[str, ...]
+    differs_over: PyTree
 
-    def init(self, params: PyTree) -> PyTree:
+    def init(self, params: PyTree, **options: Any) -> PyTree:
         """Unsharded parameters -> the state of one device before the first step.
 
         What `sync` adds to local gradients must have their shapes: those of shards under `gather`.
@@ -94,15 +108,27 @@ class Stateful(Protocol):
     def apply(self, *args: Any, state: PyTree, **options: Any) -> tuple[PyTree, PyTree]:
         """The slot's arguments and this device's state -> (what the slot returns, new state)."""
 
-    def resize(self, state: PyTree, devices: int) -> PyTree:
-        """Global state -> the same for another number of devices; UsageError if there is none."""
+    def resize(self, state: PyTree, *args: Any, **options: Any) -> PyTree:
+        """Global state -> the same for other devices, of the shapes that `init` gives there.
+
+        It is given the number of devices over which the state differs, unless it takes options.
+        UsageError: there is no way.
+        """
 
 
 def options_of(slot: Any, offered: Mapping[str, Any]) -> dict[str, Any]:
     """Those of a strategy's options that a slot's function declares to take."""
+    return {name: value for name, value in offered.items() if name in _taken(slot)}
+
+
+def takes_any(slot: Any, *names: str) -> bool:
+    """Whether a slot's function declares to take one of these options."""
+    return not _taken(slot).isdisjoint(names)
+
+
+def _taken(slot: Any) -> frozenset[str]:
     function = slot.apply if isinstance(slot, Stateful) else slot
-    taken = attribute(function, "takes") or ()
-    return {name: value for name, value in offered.items() if name in taken}
+    return frozenset(attribute(function, "takes") or ())
 
 
 def bound_value(slot: Callable[..., Any] | Stateful | None, name: str) -> Any:
@@ -171,15 +197,38 @@ def call_in(
     options = options_of(slot, offered)
     if not isinstance(slot, Stateful):
         return unboxed(slot(*args, **options)), states
-    differs = bool(slot.differs_over)
-    state = jax.tree.map(lambda x: x[0], states[name]) if differs else states[name]
+    over = axes_of(name, slot, states[name])
+    state = jax.tree.map(lambda x, axes: x[0] if axes else x, states[name], over)
     result, new = slot.apply(*args, state=state, **options)
     check_state(f"data_parallel.{name}", new, state)
-    new = jax.tree.map(lambda x: x[None], new) if differs else new
+    new = jax.tree.map(lambda x, axes: x[None] if axes else x, new, over)
     return unboxed(result), {**states, name: new}
 
 
-def check_state(binding: str, new: PyTree, old: PyTree) -> None:
+def axes_of(name: str, slot: Stateful, state: PyTree) -> PyTree:
+    """The axes over which each array of a slot's state differs, in the state's structure.
+
+    UsageError: `differs_over` is neither axes nor a tree prefix of the state.
+    """
+
+    def each(axes: Any, part: PyTree) -> PyTree:
+        if not are_axes(axes):
+            raise ValueError(f"{axes!r} is no tuple of axes")
+        return jax.tree.map(lambda _: tuple(axes), part)
+
+    try:
+        return jax.tree.map(each, slot.differs_over, state, is_leaf=are_axes)
+    except (TypeError, ValueError) as error:
+        problem = f".differs_over is no tree prefix of the state: {first_line(error)}"
+        raise binding_error(f"data_parallel.{name}", problem) from error
+
+
+def are_axes(x: Any) -> bool:
+    """Whether it is a sequence of names, as a leaf of `differs_over` is."""
+    return isinstance(x, (tuple, list)) and all(isinstance(one, str) for one in x)
+
+
+def check_state(binding: str, new: PyTree, old: PyTree, who: str = "its new state has") -> None:
     """Raises UsageError if a step returned state that is not of the old one's types."""
 
     def types(tree: PyTree) -> list[str]:
@@ -190,7 +239,7 @@ def check_state(binding: str, new: PyTree, old: PyTree) -> None:
     if types(new) != types(old) or len(set(structures)) > 1:
         returned = next((x for x in types(new) if x not in types(old)), "another structure")
         expected = next((x for x in types(old) if x not in types(new)), "that of `init`")
-        problem = f": its new state has {returned} instead of {expected}. Return what `init` does."
+        problem = f": {who} {returned} instead of {expected}. Return what `init` does."
         raise binding_error(binding, problem)
 
 

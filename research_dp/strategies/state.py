@@ -55,15 +55,36 @@ def init_state(
     if spec.param_dtype is not None:
         params = jax.tree.map(lambda x: x.astype(cast_dtype(x.dtype, spec.param_dtype)), params)
     loss_scale = spec.loss_scale.init() if spec.loss_scale else ()
-    slot_states = {}
-    for name, slot in stateful(config).items():
-        state = _arrays(f"data_parallel.{name}", slot.init(params))
-        if slot.differs_over:
-            devices = devices_over(config, name, slot)
-            state = jax.tree.map(lambda x, n=devices: jnp.broadcast_to(x, (n, *x.shape)), state)
-        slot_states[name] = state
+    slot_states = {
+        name: _init_slot(config, spec, name, slot, params, key)
+        for name, slot in stateful(config).items()
+    }
     step = jnp.zeros((), jnp.int32)
     return TrainState(step, params, model_state, opt_state, loss_scale, slot_states or ())
+
+
+def _init_slot(
+    config: StrategyConfig,
+    spec: TrainSpec,
+    name: str,
+    slot: slots.Stateful,
+    params: PyTree,
+    key: jax.Array,
+) -> PyTree:
+    """The state of a slot before the first step: what differs has a leading dim for devices."""
+    offered: dict[str, Any] = {"devices": dict(config.mesh.shape)}
+    if slots.takes_any(slot.init, "key"):
+        offered["key"] = strategy.slot_init_key(key, name)
+    if slots.takes_any(slot.init, "shardings"):
+        offered["shardings"] = _param_shardings(config, spec, params)
+    made = slot.init(params, **slots.options_of(slot.init, offered))
+    state = _arrays(f"data_parallel.{name}", made)
+
+    def one(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+        devices = _devices_over(config, name, axes)
+        return jnp.broadcast_to(x, (devices, *x.shape)) if axes else x
+
+    return jax.tree.map(one, state, slots.axes_of(name, slot, state))
 
 
 def _arrays(binding: str, tree: PyTree, what: str = "state") -> PyTree:
@@ -102,27 +123,37 @@ def stateful(config: StrategyConfig) -> dict[str, slots.Stateful]:
     return {name: slot for name, slot in filled.items() if isinstance(slot, slots.Stateful)}
 
 
-def devices_over(config: StrategyConfig, name: str, slot: slots.Stateful) -> int:
-    """On how many devices the state of a slot differs; UsageError for an unknown axis."""
+def _devices_over(config: StrategyConfig, name: str, axes: tuple[str, ...]) -> int:
+    """On how many devices state of a slot differs; UsageError for an unknown axis."""
     sizes = config.mesh.shape
-    if name == "update" and slot.differs_over:
+    if name == "update" and axes:
         problem = ".differs_over: an update has global arrays, the same on all devices. Bind ()."
         raise binding_error("data_parallel.update", problem)
-    if unknown := [axis for axis in slot.differs_over if axis not in sizes]:
+    if unknown := [axis for axis in axes if axis not in sizes]:
         problem = f".differs_over has axis {unknown[0]!r}; the axes are {list(sizes)}."
         raise binding_error(f"data_parallel.{name}", problem)
-    return math.prod(sizes[axis] for axis in slot.differs_over)
+    return math.prod(sizes[axis] for axis in axes)
 
 
 def resize_slots(built: strategy.Strategy, state: TrainState) -> TrainState:
     """A state whose slots may be those of another number of devices, for this strategy."""
-    resized = {}
-    for name, slot in stateful(built.config).items():
+    config, resized = built.config, {}
+    offered = {"devices": dict(config.mesh.shape), "shardings": built.shardings.slices}
+    for name, slot in stateful(config).items():
         expected, resized[name] = built.abstract_state.slots[name], state.slots[name]
-        if jax.tree.map(jnp.shape, resized[name]) != jax.tree.map(jnp.shape, expected):
-            devices = devices_over(built.config, name, slot)
-            shardings = jax.tree.map(lambda x: x.sharding, expected)
-            resized[name] = jax.device_put(slot.resize(resized[name], devices), shardings)
+        if jax.tree.map(jnp.shape, resized[name]) == jax.tree.map(jnp.shape, expected):
+            continue
+        if slots.takes_any(slot.resize, *offered, "params"):
+            offered["params"] = sharding.fitted_tree(state.params, built.logical_state.params)
+            options = slots.options_of(slot.resize, offered)
+            new = slot.resize(resized[name], **options)
+        else:
+            axes = jax.tree.leaves(slot.differs_over, is_leaf=slots.are_axes)
+            most = max(_devices_over(config, name, one) for one in axes)
+            new = slot.resize(resized[name], most)
+        slots.check_state(f"data_parallel.{name}", new, expected, "its `resize` returned")
+        shardings = jax.tree.map(lambda x: x.sharding, expected)
+        resized[name] = jax.device_put(new, shardings)
     return state._replace(slots=resized or ())
 
 
@@ -152,8 +183,12 @@ def infer_state_sharding(
         ),
     )
     for name, slot in stateful(config).items():
-        over = PartitionSpec(*[tuple(slot.differs_over)] if slot.differs_over else [])
-        specs.slots[name] = jax.tree.map(lambda _, over=over: over, abstract.slots[name])
+        state = abstract.slots[name]
+        specs.slots[name] = jax.tree.map(
+            lambda _, axes: PartitionSpec(axes) if axes else PartitionSpec(),
+            state,
+            slots.axes_of(name, slot, state),
+        )
 
     stored = abstract._replace(
         params=_by_parameter(abstract.params, params, _as_stored, lambda x: x),

@@ -100,19 +100,35 @@ class Step:
 
     def gradients(self, state: TrainState, batch: PlacedBatch) -> Gradients:
         """What a step computes of its batch."""
+        rows = batch.position.shape[1] * axes_size(self.axes)
+
+        def summed(sums: Sums) -> tuple[Sums, jax.Array]:
+            """Metrics over devices, and the scale of gradients.
+
+            Losses were divided by the rows of a device's micro-batch; the true number of valid
+            items comes in here, once.
+            """
+            sums = self.sum_metrics(sums)
+            count = sums["loss"][1]
+            scale = jnp.where(count > 0, rows / jnp.where(count > 0, count, 1.0), 0.0)
+            return sums, scale / self.loss_scale(state)
+
+        scale: Any = None
         with self._split():
-            grads, model_state, sums, slot_state = self.mean_gradients(state, batch)
+            grads, model_state, sums, slot_state = self.local_gradients(state, batch)
+            if self.plan.syncs == "step":
+                if self.scales_first or slots.takes_any(self.config.sync, "scale"):
+                    sums, scale = summed(sums)
+                if self.scales_first:
+                    grads = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
+                offered = {"scale": jnp.ones_like(scale) if self.scales_first else scale}
+                grads, slot_state = self.sync(grads, state, slot_state, **offered)
         # Global arrays are whole for who sees them, however devices share them.
         slices = self.shardings.slices if self.axes else replicated(self.shardings.slices)
         slots.check_shapes("sync", "gradients", grads, slices)
         norm, nonfinite = self.norm(grads, slices, state.step)
-        sums = self.sum_metrics(sums)
-        # Losses were divided by the rows of a device's micro-batch; the true number of valid
-        # items comes in here, once.
-        count = sums["loss"][1]
-        rows = batch.position.shape[1] * axes_size(self.axes)
-        scale = jnp.where(count > 0, rows / jnp.where(count > 0, count, 1.0), 0.0)
-        scale = scale / self.loss_scale(state)
+        if scale is None:
+            sums, scale = summed(sums)
         return Gradients(grads, scale, norm, nonfinite, sums, model_state, slot_state)
 
     def update(self, state: TrainState, given: Gradients) -> tuple[TrainState, Sums]:
@@ -120,8 +136,9 @@ class Step:
         count = given.sums["loss"][1]
         # Then nothing but the step's number changes.
         is_empty = (count <= 0) & jnp.isfinite(count) if any(self.weighted) else None
-        norm = given.scale * given.norm
-        factor = given.scale * clip_factor(norm, self.spec.max_grad_norm)
+        scale: Any = 1.0 if self.scales_first else given.scale
+        norm = scale * given.norm
+        factor = scale * clip_factor(norm, self.spec.max_grad_norm)
         same = self.spec.param_dtype is None  # otherwise the optimizer's parameters are wider
 
         def scaled(g: jax.Array, p: jax.Array) -> jax.Array:
@@ -139,7 +156,7 @@ class Step:
         update = self.config.update or apply_gradients
         arguments = jax.tree.map(scaled, given.grads, state.params), state.params, optimizer
         offered = {
-            "reduction": self.config.reduction,
+            **self._context("update", update, state),
             "mesh": self.config.mesh,
             "shardings": self.shardings.slices,
             "stored": self.shardings.params,
@@ -174,10 +191,13 @@ class Step:
         out = self.loss(params, state.model_state, examples, None, units)
         return self.sum_metrics(sums_of(out))
 
-    def mean_gradients(
+    def local_gradients(
         self, state: TrainState, batch: PlacedBatch
     ) -> tuple[PyTree, PyTree, Sums, PyTree]:
-        """(averaged gradients, new model state, sums of metrics, new state of the slots)."""
+        """(gradients, new model state, sums of metrics, new state of the slots).
+
+        Gradients are averages, but for a plan that synchronises them once a step, after this.
+        """
         plan, params, scatter = self.plan, state.params, None
         units = self.units(keep=plan.gathers != "at use")
         if plan.gathers == "once":
@@ -192,7 +212,7 @@ class Step:
                 loss = self.loss_of(state, model_state, micro, units)
                 grads, out = jax.grad(loss, has_aux=True)(params)
             if plan.syncs == "micro_batch":
-                grads, slot_state = self.sync(grads, slot_state)
+                grads, slot_state = self.sync(grads, state, slot_state)
             return grads, sums_of(out), (out.model_state, slot_state)
 
         carry = state.model_state, state.slots
@@ -203,8 +223,6 @@ class Step:
         model_state, slot_state = carry
         if scatter is not None:
             (grads,) = scatter(jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params))
-        if plan.syncs == "step":
-            grads, slot_state = self.sync(grads, slot_state)
         return grads, model_state, sums, slot_state
 
     @functools.cached_property
@@ -221,11 +239,18 @@ class Step:
         # smaller than what they are scattered from.
         shards = is_sharded(self.shardings.slices)
         is_plain = config.sync is not None and not isinstance(config.sync, slots.Stateful)
+        is_plain = is_plain and not slots.takes_any(config.sync, *slots.OF_A_STEP)
         by_unit = config.gather is None and is_plain and has_units and (config.overlap or shards)
         syncs = config.sync_each
         return GradientPlan(
             gathers, "unit" if by_unit and (syncs != "step" or not several) else syncs
         )
+
+    @property
+    def scales_first(self) -> bool:
+        """Whether gradients are in the unit of the loss before they are synchronised."""
+        is_stateful = isinstance(self.config.sync, slots.Stateful)
+        return is_stateful and self.plan.syncs == "step"
 
     def loss_of(
         self, state: TrainState, model_state: PyTree, micro: PlacedBatch, units: Units
@@ -306,16 +331,31 @@ class Step:
         )
 
     def sync(
-        self, grads: PyTree, slot_state: PyTree = (), shardings: PyTree = None
+        self,
+        grads: PyTree,
+        state: TrainState,
+        slot_state: PyTree = (),
+        shardings: PyTree = None,
+        **offered: Any,
     ) -> tuple[PyTree, PyTree]:
         """(gradients as `update` takes them, new state of the slots)."""
-        if self.config.sync is None:
+        slot = self.config.sync
+        if slot is None:
             return grads, slot_state
         shardings = self.shardings.slices if shardings is None else shardings
-        options = {"reduction": self.config.reduction, "shardings": shardings}
+        context = self._context("sync", slot, state)
+        options = {**context, "shardings": shardings, "params": state.params, **offered}
         if self.config.gather is not None:
             grads = slots.in_boxes(grads, self.shardings.params)
-        return slots.call_in(slot_state, "sync", self.config.sync, grads, self.axes, **options)
+        return slots.call_in(slot_state, "sync", slot, grads, self.axes, **options)
+
+    def _context(self, name: str, slot: Any, state: TrainState) -> dict[str, Any]:
+        """What `sync` and `update` are both offered."""
+        devices = dict(self.config.mesh.shape)
+        offered = {"reduction": self.config.reduction, "devices": devices, "step": state.step}
+        if slots.takes_any(slot, "key"):
+            offered["key"] = strategy.slot_key(self.spec.seed, state.step, name)
+        return offered
 
     def norm(self, grads: PyTree, slices: PyTree, step: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Global L2 norm, and float32 (leaves,), above 0 where a gradient is not finite."""
@@ -370,7 +410,7 @@ class Step:
             return unflatten_dict(flatten_dict(first) | flatten_dict(second))
 
         def sync(grads: PyTree, shardings: PyTree) -> PyTree:
-            return self.sync(grads, (), shardings)[0]
+            return self.sync(grads, state, (), shardings)[0]
 
         (early, late), (early_slices, late_slices) = parts(params), parts(slices)
         targets = overlap.targets_of(sync, early, early_slices)

@@ -41,7 +41,7 @@ WEIGHTLESS, NO_WEIGHT = 2.0, 3.0
 _RESERVED = ("loss", "grad_norm", NONFINITE, SKIPPED, "split", "step", *MEASURED)
 _OF_A_PART = "the loss is that of each device's part of the batch"
 # Random keys: each purpose has a root of its own, so that no key is drawn from twice.
-_INIT, _EXAMPLES = 0, 1
+_INIT, _EXAMPLES, _SLOTS = 0, 1, 2
 
 
 class TrainState(NamedTuple):
@@ -258,6 +258,12 @@ class StrategyConfig:
                 " = 'micro_batch' with reshard_after_forward = False: gradients of gathered "
                 "parameters are scattered at the end of a step only. Use 'step'.",
             )
+        if self.sync_each == "micro_batch" and slots.takes_any(self.sync, "scale"):
+            raise binding_error(
+                "data_parallel.sync_each",
+                " = 'micro_batch': `sync` takes `scale`, which is known at the end of a step. Use "
+                "'step'.",
+            )
 
     @property
     def stored_dtype(self) -> Any:
@@ -351,6 +357,17 @@ def unsharded_reason(strategy: Strategy) -> str | None:
 def init_key(seed: int | jax.Array) -> jax.Array:
     """The key of a run's initial parameters; `seed` may be traced."""
     return jax.random.fold_in(seed_key(seed), _INIT)
+
+
+def slot_key(seed: int, step: jax.Array, name: str) -> jax.Array:
+    """The key of a slot, e.g. 'sync', for one step, the same on all devices."""
+    root = jax.random.fold_in(jax.random.fold_in(seed_key(seed), _SLOTS), slots.NAMES.index(name))
+    return jax.random.fold_in(root, step)
+
+
+def slot_init_key(key: jax.Array, name: str) -> jax.Array:
+    """The key of a slot's first state, from that of the initial parameters."""
+    return jax.random.fold_in(jax.random.fold_in(key, _SLOTS), slots.NAMES.index(name))
 
 
 def example_keys(seed: int, step: jax.Array, position: jax.Array) -> jax.Array:

@@ -253,7 +253,8 @@ def test_a_slot_that_refuses_to_move_is_not_tried_and_one_that_forgets_fails():
     assert checks[HALF][1:] == (None, "not tried: no such errors on 4 devices")
     done, checks = moves(sync=Forgetting())
     assert not done.certified
-    assert checks[HALF][1:] == (False, "`resize` of a slot returns other shapes than `init`")
+    holds, message = checks[HALF][1:]
+    assert holds is False and "data_parallel.sync: its `resize` returned" in message
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -18,9 +19,13 @@ import research_dp as rdp
 from examples.error_feedback import ErrorFeedback
 from research_dp import console
 from research_dp.commands import dry_run
+from research_dp.distributed.boxed import unboxed
+from research_dp.distributed.collectives import takes
+from research_dp.distributed.optimizer import LossScale
 from research_dp.runs.checkpoint import Checkpoints
 from research_dp.runs.manifest import Progress
 from research_dp.strategies import TrainSpec
+from tests.support import decoder
 from tests.support.certified import BATCH, examples, noise, small_model
 from tests.support.recipes import recipe
 from tests.support.repository import ROOT
@@ -387,3 +392,211 @@ def test_on_other_devices_the_object_says_what_becomes_of_its_state(tmp_path):
 
     jax.tree.map(check, state.slots, restored.slots)
     jax.tree.map(np.testing.assert_array_equal, restored.params, state.params)
+
+
+# ---- What a slot is told of its step ----
+
+
+class Told:
+    """`sync_gradients` that keeps what it is told in its state."""
+
+    def __init__(self, **changed):
+        same = dict.fromkeys(("devices", "key", "norm", "step"), ())
+        self.differs_over = {**same, "own": ("data", "fsdp"), **changed}
+
+    @takes("devices", "key", "shardings")
+    def init(self, params, *, devices, key, shardings):
+        dims = [p.dim for p in jax.tree.leaves(shardings)]
+        return {
+            "devices": np.array([devices["data"], devices["fsdp"]]),
+            "key": jax.random.key_data(key),
+            "norm": np.float32(0),
+            "own": np.zeros((2, len(dims))),
+            "step": np.int32(-1),
+        }
+
+    @takes("devices", "key", "params", "scale", "step")
+    def apply(self, grads, axes, *, state, devices, key, params, scale, step):
+        first = jax.tree.leaves(params)[0].reshape(-1)[0]
+        sizes = jnp.array([devices["data"], devices["fsdp"]])
+        means = rdp.sync_gradients(grads, axes)
+        told = {
+            "devices": sizes,
+            "key": jax.random.key_data(key),
+            "norm": optax.tree.norm(unboxed(means)),
+            "own": state["own"] + first + lax.axis_index(axes),
+            "step": step * scale.astype(int),
+        }
+        return means, told
+
+    @takes("devices", "params", "shardings")
+    def resize(self, state, *, devices, params, shardings):
+        assert jax.tree.structure(params) == jax.tree.structure(shardings)
+        count = devices["data"] * devices["fsdp"]
+        return {**state, "own": np.full((count, *state["own"].shape[1:]), 7.0, np.float32)}
+
+
+@pytest.mark.parametrize(("stem", "sizes"), [("ddp", [8, 1]), ("hsdp", [2, 4])])
+def test_a_slot_is_told_of_its_step_and_keeps_once_what_is_the_same(stem, sizes):
+    strategy = dataclasses.replace(recipe(stem), sync=Told()).build(spec())
+    state, keys = strategy.init(0), []
+    for step in range(2):
+        state, _ = strategy.train_step(state, strategy.place_batch(examples(step, BATCH)))
+        told = state.slots["sync"]
+        assert [*told["devices"]] == sizes and int(told["step"]) == step
+        assert told["own"].shape == (8, 2, len(jax.tree.leaves(state.params)))
+        assert len({x.tobytes() for x in np.asarray(told["own"])}) == 8
+        keys.append(np.asarray(told["key"]).tobytes())
+    assert all(x.is_fully_replicated for name, x in told.items() if name != "own")
+    first = np.asarray(strategy.init(0).slots["sync"]["key"]).tobytes()
+    assert len({first, *keys}) == 3
+    assert first != np.asarray(strategy.init(1).slots["sync"]["key"]).tobytes()
+
+
+def weighted(scale):
+    """The loss of a linear model whose examples have weights."""
+
+    def loss(params, state, batch, keys, *, train, batch_axes):
+        errors = jnp.square(batch["x"] @ params["w"]).sum(1) * batch["weight"]
+        return rdp.LossOutput(errors.sum(), batch["weight"].sum(), state, {})
+
+    def init(key, batch):
+        return {"w": jnp.ones((8, 4))}, {}
+
+    shapes = {"x": (8,), "weight": ()}
+    config = dataclasses.replace(recipe("ddp"), sync=Told())
+    if scale is not None:
+        config = dataclasses.replace(config, loss_scale=LossScale(initial=scale))
+    return config.build(
+        TrainSpec(
+            model=rdp.TrainableModel(init, loss),
+            optimizer=optax.sgd(1e-2),
+            example={name: jax.ShapeDtypeStruct(x, "f4") for name, x in shapes.items()},
+            batch_size=16,
+            accumulation_steps=2,
+        )
+    )
+
+
+def test_gradients_reach_a_state_in_the_unit_of_the_loss():
+    """Whatever the loss scale and the weight of the batch; the steps are those without state."""
+    x = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
+    found = []
+    for scale, weight in ((None, 1), (2.0**12, 1), (None, 1 / 4)):
+        strategy = weighted(scale)
+        batch = {"x": x, "weight": np.full(16, weight, np.float32)}
+        state, metrics = strategy.train_step(strategy.init(0), strategy.place_batch(batch))
+        norm = float(state.slots["sync"]["norm"])
+        assert norm == pytest.approx(rdp.metric_means(metrics)["grad_norm"], rel=1e-6)
+        found.append((norm, np.asarray(state.params["w"]).tolist()))
+    for norm, w in found[1:]:
+        assert norm == pytest.approx(found[0][0], rel=1e-6)
+        np.testing.assert_allclose(w, found[0][1], rtol=1e-6)
+
+
+def test_a_function_may_take_the_scale_of_its_gradients():
+    norms = []
+
+    @takes("scale")
+    def sync(grads, axes, *, scale):
+        means = rdp.sync_gradients(grads, axes)
+        jax.debug.callback(lambda x: norms.append(float(x)), optax.tree.norm(means) * scale)
+        return means
+
+    config = dataclasses.replace(recipe("ddp"), sync=sync, loss_scale=LossScale())
+    strategy = config.build(spec())
+    batch = strategy.place_batch(examples(0, BATCH))
+    _, metrics = strategy.train_step(strategy.init(0), batch)
+    expected = rdp.metric_means(metrics)["grad_norm"]
+    jax.effects_barrier()
+    assert norms == pytest.approx([expected] * 8, rel=1e-6)
+    with pytest.raises(rdp.UsageError, match=r"sync_each = 'micro_batch': `sync` takes `scale`"):
+        dataclasses.replace(config, sync_each="micro_batch")
+
+
+def test_a_function_that_takes_parameters_is_called_once_for_all():
+    """Unit by unit it would get those of a unit."""
+    calls = []
+
+    @takes("params", "step", "key")
+    def sync(grads, axes, *, params, step, key):
+        assert jax.tree.structure(grads) == jax.tree.structure(params)
+        calls.append(len(jax.tree.leaves(grads)))
+        return rdp.sync_gradients(grads, axes)
+
+    model = decoder.model()
+    dataclasses.replace(recipe("ddp"), sync=sync).build(decoder.spec_of(model))
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize(
+    ("differs_over", "message"),
+    [
+        ({"other": ()}, "differs_over is no tree prefix of the state: "),
+        ({"own": "data"}, "'data' is no tuple of axes"),
+        ({"own": ("tp",)}, r"differs_over has axis 'tp'; the axes are"),
+    ],
+)
+def test_axes_that_do_not_fit_the_state_are_named(differs_over, message):
+    with pytest.raises(rdp.UsageError, match=rf"^data_parallel\.sync.*{message}"):
+        dataclasses.replace(recipe("ddp"), sync=Told(**differs_over)).build(spec())
+
+
+class Table:
+    """State of any shape that the number of devices gives."""
+
+    differs_over = ()
+
+    def __init__(self, rows=3):
+        self.rows = rows
+
+    @takes("devices")
+    def init(self, params, *, devices):
+        return np.zeros((devices["data"], self.rows), np.float32)
+
+    def apply(self, grads, axes, *, state):
+        return rdp.sync_gradients(grads, axes), state + 1
+
+    @takes("devices")
+    def resize(self, state, *, devices):
+        if state.shape[1] != self.rows:
+            raise rdp.UsageError(f"Table has {state.shape[1]} rows, not {self.rows}: keep them.")
+        return np.full((devices["data"], self.rows), state[0, 0])
+
+
+def test_state_of_any_shape_is_resized_or_says_why_not(tmp_path):
+    def built(devices, slot):
+        mesh = rdp.make_mesh({"data": devices}, devices=jax.devices()[:devices])
+        return dataclasses.replace(recipe("ddp"), sync=slot, mesh=mesh).build(spec())
+
+    first = built(8, Table())
+    state, _ = first.train_step(first.init(0), first.place_batch(examples(0, BATCH)))
+    progress = Progress(batch_size=BATCH, seed=0, order="", window={})
+    with contextlib.closing(Checkpoints(tmp_path)) as checkpoints:
+        checkpoints.save(state, 1, progress, origin={})
+    with contextlib.closing(Checkpoints(tmp_path)) as checkpoints:
+        restored, _ = checkpoints.restore(built(4, Table()))
+        np.testing.assert_array_equal(restored.slots["sync"], np.ones((4, 3)))
+        with pytest.raises(rdp.UsageError, match=r"^Table has 3 rows, not 5: keep them\.$"):
+            checkpoints.restore(built(8, Table(5)))
+        slot = Table()
+        slot.resize = lambda state, devices: state
+        with pytest.raises(rdp.UsageError, match=r"its `resize` returned state float32\[8, 3\] "):
+            checkpoints.restore(built(4, slot))
+
+
+def test_parts_that_differ_are_resized_with_what_does_not(tmp_path):
+    slot = Told()
+    first = dataclasses.replace(recipe("hsdp"), sync=slot).build(spec())
+    state, _ = first.train_step(first.init(0), first.place_batch(examples(0, BATCH)))
+    progress = Progress(batch_size=BATCH, seed=0, order="", window={})
+    with contextlib.closing(Checkpoints(tmp_path)) as checkpoints:
+        checkpoints.save(state, 1, progress, origin={})
+    mesh = rdp.make_mesh({"data": 2, "fsdp": 2}, devices=jax.devices()[:4])
+    second = dataclasses.replace(recipe("hsdp"), sync=slot, mesh=mesh).build(spec())
+    with contextlib.closing(Checkpoints(tmp_path)) as checkpoints:
+        restored, _ = checkpoints.restore(second)
+    before, after = state.slots["sync"], restored.slots["sync"]
+    assert after["own"].shape[0] == 4 and np.all(np.asarray(after["own"]) == 7)
+    assert all(np.array_equal(before[k], after[k]) for k in before if k != "own")
+    second.train_step(restored, second.place_batch(examples(1, BATCH)))
