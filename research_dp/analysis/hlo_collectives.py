@@ -12,6 +12,7 @@ import numpy as np
 
 from research_dp.analysis.hlo import Computation, Instruction, executed, integers
 from research_dp.distributed.batch_examples import SCOPE
+from research_dp.distributed.collectives import share_of_steps
 from research_dp.strategies.jaxpr_collectives import Collective
 
 # By opcode; by the transfer between slices of TPUs, a `send` to the host, which does the rest; by
@@ -83,7 +84,8 @@ def find_collectives(
                 nbytes,
                 times,
                 of_model=SCOPE in path,
-                in_branch="/cond/branch_" in path,
+                in_branch="/cond/branch_" in path and share_of_steps(path) == 1.0,
+                share=share_of_steps(path),
                 name=instruction.name,
                 operations=0 if position else times,
                 is_async=is_async,

@@ -75,7 +75,7 @@ def wire_totals(collectives: Sequence[CompiledCollective]) -> dict[str, Any]:
     """Bytes that a device sends: `total`, and `by_kind`, `by_axis`, `by_dtype` by name, sorted.
 
     `of_model` are those of its own: of losses and layers over all examples. `in_branches` are those
-    of `lax.cond`, counted as if each step took the branch.
+    of `lax.cond`, counted as if each step took the branch; those of `every` count by their share.
     """
     totals: dict[str, Any] = {"total": sum(c.wire_bytes for c in collectives)}
     totals["of_model"] = sum(c.wire_bytes for c in collectives if c.of_model)
@@ -145,6 +145,8 @@ class Timeline:
         if latency:
             for name, kind in {c.name: c.kind for c in self.collectives}.items():
                 times[name] = routes[name].seconds(kind, times[name])
+        for name, share in {c.name: c.share for c in self.collectives}.items():
+            times[name] *= share  # on average over steps
 
         def network(name: str) -> tuple[float, bool, float]:
             return times[name], routes[name].crosses, nbytes[name]

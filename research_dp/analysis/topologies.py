@@ -257,7 +257,7 @@ class Route(NamedTuple):
         """
         inside_rate, across_rate = self.chip.inside_rate, self.chip.across_rate
         ring_rate = inside_rate * (2 * max(1, self.dims) if self.chip.platform == "tpu" else 1)
-        wire_bytes = dataclasses.replace(collective, times=1).wire_bytes
+        wire_bytes = dataclasses.replace(collective, times=1, share=1.0).wire_bytes
         is_direct = collective.kind in ("all-to-all", "permute")
         if not self.crosses:
             return wire_bytes / (inside_rate if is_direct else ring_rate)

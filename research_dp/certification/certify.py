@@ -33,7 +33,7 @@ from research_dp.distributed.sharding import by_path
 from research_dp.errors import UsageError, some_of
 from research_dp.runs.checkpoint import Checkpoints
 from research_dp.runs.manifest import Progress
-from research_dp.strategies import Strategy, TrainState
+from research_dp.strategies import Strategy, TrainState, slots
 from research_dp.strategies.batch_losses import order_dependence
 from research_dp.strategies.state import resize_slots
 from research_dp.strategies.strategy import init_key
@@ -141,8 +141,10 @@ def _compare_steps(
         certificate.cause = found.message if found and found.is_random else _UNSTABLE
     elif steps_are_right:
         report("Comparing evaluation and checkpoints")
-        # Slots change nothing in evaluation; a loss over each device's part does.
-        is_judged = bench.strategy.algorithm == bench.strategy.config.algorithm
+        # Of the slots, evaluation calls `gather`; a loss over each device's part changes it too.
+        config = bench.strategy.config
+        gathers_else = slots.attribute(config.gather, "algorithm") is not None
+        is_judged = bench.strategy.algorithm == config.algorithm and not gathers_else
         for d in compare_steps.compare_evaluation(bench, data, state, envelope):
             certificate.check(d.kind, not d.is_wrong if is_judged else None, _excess_text(d))
         if not certificate.is_right:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -116,6 +117,40 @@ def takes(*options: str) -> Callable[[Any], Any]:
         return function
 
     return declare
+
+
+# Of the operations of `every`: its number of steps follows.
+_EVERY = "every_"
+
+
+def every(
+    steps: int,
+    step: jax.Array,
+    then: Callable[..., Any],
+    otherwise: Callable[..., Any],
+    *operands: Any,
+) -> Any:
+    """A `lax.cond` that is true every so many steps; its bytes count with that share.
+
+    Args:
+        steps: The condition holds for every such step: first where `step` is this less 1.
+        step: Number of steps done, 0-d int32, as a slot may take it; the same on all devices.
+        then: What is called in these steps.
+        otherwise: What is called in the others.
+        *operands: What both are called with.
+
+    Raises:
+        UsageError: `steps` is no integer above 0.
+    """
+    if not isinstance(steps, int) or steps < 1:
+        raise UsageError(f"every.steps = {steps!r}: give the number of steps, 1 or more.")
+    with jax.named_scope(f"{_EVERY}{steps}"):
+        return lax.cond((step + 1) % steps == 0, then, otherwise, *operands)
+
+
+def share_of_steps(path: str) -> float:
+    """The share of steps in which an operation runs, by the name of its scopes."""
+    return 1.0 / math.prod(map(int, re.findall(rf"\b{_EVERY}(\d+)\b", path)))
 
 
 def flat_axes(axes: Any) -> Axes:

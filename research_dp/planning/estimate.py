@@ -62,6 +62,7 @@ def compile_row(
         parameters=sum(x.size for x in jax.tree.leaves(strategy.logical_state.params)),
         params_bytes=nbytes(state.params)[0],
         opt_bytes=nbytes(state.opt_state)[0],
+        slots_bytes=nbytes(state.slots)[0],
         state_bytes=nbytes(state)[0],
         padding_bytes=_padding(state, strategy.logical_state),
         batch_bytes=nbytes(batch)[0],

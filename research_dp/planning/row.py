@@ -38,6 +38,7 @@ class Row:
     parameters: int | None = None  # elements, of the model
     params_bytes: int | None = None
     opt_bytes: int | None = None
+    slots_bytes: int | None = None  # of slots with state
     state_bytes: int | None = None  # between steps: parameters, optimizer state and the rest
     padding_bytes: int | None = None  # of the state: devices do not divide each array
     batch_bytes: int | None = None

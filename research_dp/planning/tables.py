@@ -26,7 +26,10 @@ def _memory_table(rows: Sequence[Row], where: Topology, verbose: bool) -> Table:
     unit, name = scale(row.needed_bytes or row.state_bytes for row in rows)
     limit = max((row.available_bytes or 0 for row in rows), default=0)
     at_most = f", at most {limit / unit:,.3f}" if limit else ""
-    parts = {"params": "parameters:", "opt": "optimizer:", "batch": "batch:", "temp": "temporary:"}
+    parts = {"params": "parameters:", "opt": "optimizer:", "slots": "slots:"}
+    parts |= {"batch": "batch:", "temp": "temporary:"}
+    if not any(row.slots_bytes for row in rows):
+        del parts["slots"]
     if not verbose:
         del parts["batch"]
     axes = next((tuple(row.mesh) for row in rows if row.mesh), ())

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from research_dp.distributed.batch_examples import SCOPE
+from research_dp.distributed.collectives import share_of_steps
 from research_dp.distributed.jaxpr import used_part, walk
 from research_dp.strategies import Strategy
 
@@ -37,14 +38,16 @@ class Collective:
     times: int  # that it runs: loops are multiplied out, branches counted as if they were taken
     of_model: bool = False  # of `gather_examples` or `global_mean`, not of the strategy
     in_branch: bool = False  # of `lax.cond`, which a step may not take
+    share: float = 1.0  # of steps in which it runs: see `collectives.every`
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes that a device sends over a ring, all times together."""
+        """Bytes that a device sends over a ring in a step, all times together, on average."""
         if self.kind == "permute":
-            return float(self.nbytes * self.times)
+            return float(self.nbytes * self.times) * self.share
         passes = 2 if self.kind == "all-reduce" else 1  # a reduce-scatter, then an all-gather
-        return passes * self.nbytes * (self.devices - 1) / self.devices * self.times
+        sent = passes * self.nbytes * (self.devices - 1) / self.devices * self.times
+        return sent * self.share
 
 
 def of_step(strategy: Strategy) -> list[Collective]:
@@ -86,6 +89,8 @@ def _read(equation: Any, callers: tuple[Any, ...]) -> Iterator[Collective]:
     for array in equation.outvars if kind == "all-gather" else equation.invars:
         aval = array.aval
         nbytes = aval.size * aval.dtype.itemsize
-        of_model = any(SCOPE in str(e.source_info.name_stack) for e in (*callers, equation))
-        in_branch = any(caller.primitive.name == "cond" for caller in callers)
-        yield Collective(kind, axes, devices, str(aval.dtype), nbytes, times, of_model, in_branch)
+        path = "/".join(str(e.source_info.name_stack) for e in (*callers, equation))
+        share = share_of_steps(path)
+        in_branch = share == 1.0 and any(caller.primitive.name == "cond" for caller in callers)
+        sent = kind, axes, devices, str(aval.dtype), nbytes, times
+        yield Collective(*sent, of_model=SCOPE in path, in_branch=in_branch, share=share)

@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax import lax
 
 from examples import planted_bugs as bugs
 from examples.error_feedback import ErrorFeedback
-from research_dp import PLAIN, sync_gradients
+from research_dp import PLAIN, gather_params, sync_gradients
 from research_dp.certification.certify import AFTER, certify
 from research_dp.config import gin_internals, load
 from research_dp.distributed.mesh import one_device_mesh
@@ -234,6 +235,23 @@ def test_another_algorithm_is_said_in_place_of_a_verdict_with_what_is_known():
     wrong = dataclasses.replace(config, sync=NeverAveraged())
     done = certify(dataclasses.replace(bench, config=wrong), noise(), steps=2)
     assert not done.is_right, "copies must not differ, by whatever design"
+
+
+def rounded_parameters(params, axis_name):
+    """Gathered parameters, rounded to 1/4; the gradient is that of the rounded ones."""
+    full = gather_params(params, axis_name)
+    return jax.tree.map(lambda x: x + lax.stop_gradient(jnp.round(4 * x) / 4 - x), full)
+
+
+rounded_parameters.algorithm = "parameters are gathered in multiples of 1/4"
+
+
+def test_an_evaluation_of_other_parameters_by_design_is_not_judged():
+    bench = bench_of("fsdp")
+    config = dataclasses.replace(bench.config, gather=rounded_parameters)
+    done = certify(dataclasses.replace(bench, config=config), noise(), steps=2)
+    assert done.is_right and not done.certified, str(done)
+    assert {check.passed for check in done.checks if "evaluation" in check.name} == {None}
 
 
 class Refusing(ErrorFeedback):

@@ -321,6 +321,18 @@ def test_shipped_strategies_send_the_least(tmp_path):
         assert row["wire_ratio"] <= 1.01, name
 
 
+def test_the_state_of_slots_is_a_column_where_there_is_some(tmp_path, capsys):
+    file = tmp_path / "plan.json"
+    flags = ["--strategies=ddp,examples/ddp_error_feedback.gin", "--topology=cpu:8"]
+    assert plan(DIGITS, MLP, *flags, f"--json={file}") == 0
+    found = json.loads(file.read_text())["strategies"]
+    sizes = [row["slots_bytes"] for row in found.values()]
+    assert sizes == [0, found["ddp"]["params_bytes"]], "an error for each parameter"
+    assert "slots" in capsys.readouterr().out
+    (memory, _) = tables([make_row("ddp", slots_bytes=0)], GPUS)
+    assert not any("slots" in str(column) for column in memory.columns)
+
+
 def test_two_files_of_one_name_are_not_one_row(tmp_path):
     own = tmp_path / "fsdp.gin"
     own.write_text("")

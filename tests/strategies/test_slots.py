@@ -18,13 +18,15 @@ from jax import lax
 import research_dp as rdp
 from examples.error_feedback import ErrorFeedback
 from research_dp import console
+from research_dp.analysis.program_cost import collectives_of
 from research_dp.commands import dry_run
 from research_dp.distributed.boxed import unboxed
-from research_dp.distributed.collectives import takes
+from research_dp.distributed.collectives import every, takes
 from research_dp.distributed.optimizer import LossScale
 from research_dp.runs.checkpoint import Checkpoints
 from research_dp.runs.manifest import Progress
 from research_dp.strategies import TrainSpec
+from research_dp.strategies.jaxpr_collectives import of_step
 from tests.support import decoder
 from tests.support.certified import BATCH, examples, noise, small_model
 from tests.support.recipes import recipe
@@ -600,3 +602,46 @@ def test_parts_that_differ_are_resized_with_what_does_not(tmp_path):
     assert after["own"].shape[0] == 4 and np.all(np.asarray(after["own"]) == 7)
     assert all(np.array_equal(before[k], after[k]) for k in before if k != "own")
     second.train_step(restored, second.place_batch(examples(1, BATCH)))
+
+
+# ---- What is communicated now and then ----
+
+
+@takes("step")
+def local_steps(grads, axes, *, step):
+    """Averages the gradients of each fourth step alone."""
+    return every(4, step, lambda g: rdp.sync_gradients(g, axes), lambda g: g, grads)
+
+
+def of_gradients(collectives):
+    return [c for c in collectives if c.kind == "all-reduce" and c.nbytes > 300]
+
+
+def test_what_runs_every_few_steps_counts_with_its_share():
+    """In the traced and in the compiled program; not as bytes of a branch that may be taken."""
+    strategy = dataclasses.replace(recipe("ddp"), sync=local_steps).build(spec())
+    plain = recipe("ddp").build(spec())
+    lowered = strategy.train_step.lower(strategy.abstract_state, strategy.abstract_batch)
+    compiled = collectives_of(lowered.compile().as_text(), dict(strategy.mesh.shape))
+    full = sum(c.wire_bytes for c in of_gradients(of_step(plain)))
+    for found in (of_gradients(of_step(strategy)), of_gradients(compiled)):
+        assert {c.share for c in found} == {0.25} and not any(c.in_branch for c in found)
+        assert sum(c.wire_bytes for c in found) == pytest.approx(full / 4, rel=0.02)
+
+
+def test_the_average_is_taken_in_the_steps_that_it_counts_for():
+    def kernel(step):
+        value = jnp.arange(8.0).reshape(8, 1)
+        mapped = jax.shard_map(
+            lambda x: every(4, step, lambda x: lax.pmean(x, "data"), lambda x: x, x),
+            mesh=jax.sharding.Mesh(jax.devices(), ("data",)),
+            in_specs=jax.P("data"),
+            out_specs=jax.P("data"),
+            check_vma=False,
+        )
+        return np.asarray(mapped(value))[:, 0].tolist()
+
+    averaged = [kernel(jnp.int32(step)) == [3.5] * 8 for step in range(8)]
+    assert averaged == [False, False, False, True] * 2
+    with pytest.raises(rdp.UsageError, match=r"^every\.steps = 0: give the number of steps"):
+        every(0, jnp.int32(0), lambda: 0, lambda: 0)
