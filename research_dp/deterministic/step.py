@@ -113,6 +113,14 @@ class DeterministicStep(Step):
     def plan(self) -> GradientPlan:
         return GradientPlan("once", "step")
 
+    def scales(self, scale: jax.Array) -> tuple[Any, jax.Array]:
+        if not self.carries_state:
+            return 1.0, scale
+        # By the number of devices, a power of two: products with others would round each device's
+        # sum otherwise than that of all.
+        devices = math.prod(self.config.mesh.shape[axis] for axis in self.axes)
+        return float(devices), scale / devices
+
     def local_gradients(
         self, state: TrainState, batch: PlacedBatch
     ) -> tuple[PyTree, PyTree, Sums, PyTree]:

@@ -117,11 +117,12 @@ class Step:
         with self._split():
             grads, model_state, sums, slot_state = self.local_gradients(state, batch)
             if self.plan.syncs == "step":
-                if self.scales_first or slots.takes_any(self.config.sync, "scale"):
+                offered = {}
+                if self.carries_state or slots.takes_any(self.config.sync, "scale"):
                     sums, scale = summed(sums)
-                if self.scales_first:
-                    grads = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
-                offered = {"scale": jnp.ones_like(scale) if self.scales_first else scale}
+                    before, offered["scale"] = self.scales(scale)
+                    if self.carries_state:
+                        grads = jax.tree.map(lambda g: (g * before).astype(g.dtype), grads)
                 grads, slot_state = self.sync(grads, state, slot_state, **offered)
         # Global arrays are whole for who sees them, however devices share them.
         slices = self.shardings.slices if self.axes else replicated(self.shardings.slices)
@@ -136,7 +137,7 @@ class Step:
         count = given.sums["loss"][1]
         # Then nothing but the step's number changes.
         is_empty = (count <= 0) & jnp.isfinite(count) if any(self.weighted) else None
-        scale: Any = 1.0 if self.scales_first else given.scale
+        _, scale = self.scales(given.scale)
         norm = scale * given.norm
         factor = scale * clip_factor(norm, self.spec.max_grad_norm)
         same = self.spec.param_dtype is None  # otherwise the optimizer's parameters are wider
@@ -247,10 +248,13 @@ class Step:
         )
 
     @property
-    def scales_first(self) -> bool:
-        """Whether gradients are in the unit of the loss before they are synchronised."""
-        is_stateful = isinstance(self.config.sync, slots.Stateful)
-        return is_stateful and self.plan.syncs == "step"
+    def carries_state(self) -> bool:
+        """Whether `sync` has state, and is called once a step: gradients are scaled before it."""
+        return isinstance(self.config.sync, slots.Stateful) and self.plan.syncs == "step"
+
+    def scales(self, scale: jax.Array) -> tuple[Any, jax.Array]:
+        """What gradients are multiplied by before they are synchronised, and after."""
+        return (scale, jnp.ones_like(scale)) if self.carries_state else (1.0, scale)
 
     def loss_of(
         self, state: TrainState, model_state: PyTree, micro: PlacedBatch, units: Units

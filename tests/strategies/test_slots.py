@@ -455,7 +455,7 @@ def test_a_slot_is_told_of_its_step_and_keeps_once_what_is_the_same(stem, sizes)
     assert first != np.asarray(strategy.init(1).slots["sync"]["key"]).tobytes()
 
 
-def weighted(scale):
+def weighted(scale=None, sync=None, devices=8, files=()):
     """The loss of a linear model whose examples have weights."""
 
     def loss(params, state, batch, keys, *, train, batch_axes):
@@ -466,7 +466,10 @@ def weighted(scale):
         return {"w": jnp.ones((8, 4))}, {}
 
     shapes = {"x": (8,), "weight": ()}
-    config = dataclasses.replace(recipe("ddp"), sync=Told())
+    mesh = rdp.make_mesh({"data": devices}, devices=jax.devices()[:devices])
+    bindings = ["tree_reduction.logical_shards = 8"] if files else []
+    config = recipe("ddp", *bindings, more=files)
+    config = dataclasses.replace(config, sync=sync or Told(), mesh=mesh)
     if scale is not None:
         config = dataclasses.replace(config, loss_scale=LossScale(initial=scale))
     return config.build(
@@ -475,9 +478,39 @@ def weighted(scale):
             optimizer=optax.sgd(1e-2),
             example={name: jax.ShapeDtypeStruct(x, "f4") for name, x in shapes.items()},
             batch_size=16,
-            accumulation_steps=2,
+            accumulation_steps=1 if files else 2,
         )
     )
+
+
+class Late:
+    """The averages of the step before."""
+
+    differs_over = ()
+
+    def init(self, params):
+        return jax.tree.map(jnp.zeros_like, params)
+
+    @takes("reduction")
+    def apply(self, grads, axes, *, state, reduction):
+        return state, rdp.sync_gradients(grads, axes, reduction=reduction)
+
+    def resize(self, state, devices):
+        return state
+
+
+def test_exact_sums_reach_a_state_in_one_unit_on_any_number_of_devices():
+    rng, found = np.random.default_rng(0), []
+    batch = {"x": rng.normal(size=(16, 8)), "weight": rng.uniform(0.1, 1, size=16)}
+    batch = {name: x.astype(np.float32) for name, x in batch.items()}
+    for devices in (2, 8):
+        strategy = weighted(sync=Late(), devices=devices, files=("options/deterministic.gin",))
+        state = strategy.init(0)
+        for _ in range(3):
+            state, _ = strategy.train_step(state, strategy.place_batch(batch))
+        found.append(jax.tree.map(np.asarray, (state.params, state.slots)))
+    jax.tree.map(np.testing.assert_array_equal, found[0][0], found[1][0])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), *found)
 
 
 def test_gradients_reach_a_state_in_the_unit_of_the_loss():
