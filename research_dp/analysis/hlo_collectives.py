@@ -75,6 +75,7 @@ def find_collectives(
             sizes[array.dtype] += array.nbytes * (len(group) if kind == "all-gather" else 1)
         sizes.pop("token", None)
         path = instruction.attribute(r'op_name="([^"]*)"')
+        share, in_branch = share_of_steps(path, path.count("/cond/branch_"))
         result += [
             CompiledCollective(
                 kind,
@@ -84,8 +85,8 @@ def find_collectives(
                 nbytes,
                 times,
                 of_model=SCOPE in path,
-                in_branch="/cond/branch_" in path and share_of_steps(path) == 1.0,
-                share=share_of_steps(path),
+                in_branch=in_branch,
+                share=share,
                 name=instruction.name,
                 operations=0 if position else times,
                 is_async=is_async,

@@ -24,6 +24,8 @@ from research_dp.distributed.mesh import batch_devices
 from research_dp.distributed.optimizer import apply_in_step
 from research_dp.distributed.sharding import LeafSharding, is_key
 from research_dp.strategies import PlacedBatch, Strategy, StrategyConfig, TrainSpec, TrainState
+from research_dp.strategies.state import init_slots
+from research_dp.strategies.strategy import init_key
 from research_dp.training.throughput import accumulate
 from research_dp.types import HostSums, LossOutput
 
@@ -221,11 +223,9 @@ def to_devices(strategy: Strategy, state: TrainState) -> TrainState:
 
 def with_slots(strategy: Strategy, state: TrainState, slots: PyTree = None) -> TrainState:
     """Another strategy's state, with this one's in slots: `slots`, or None: they begin anew."""
-    abstract = strategy.abstract_state.slots
-    if slots is None and abstract:
-        begun = {name: getattr(strategy.config, name).init(state.params) for name in abstract}
-        # A state that differs from device to device has a leading dim for them.
-        slots = jax.tree.map(lambda x, a: jnp.broadcast_to(x, a.shape), begun, abstract)
+    if slots is None:
+        key = init_key(strategy.spec.seed)
+        slots = init_slots(strategy.config, strategy.spec, state.params, key)
     return state._replace(slots=slots or ())
 
 

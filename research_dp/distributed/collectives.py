@@ -7,6 +7,7 @@ view of the arrays.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from research_dp.argument_checks import checked
-from research_dp.argument_types import Array, AxisName, AxisNames, Dtype
+from research_dp.argument_types import Array, AxisName, AxisNames, Count, Dtype
 from research_dp.distributed.vma import as_varying, is_tracked
 from research_dp.errors import UsageError
 
@@ -119,38 +120,48 @@ def takes(*options: str) -> Callable[[Any], Any]:
     return declare
 
 
-# Of the operations of `every`: its number of steps follows.
-_EVERY = "every_"
+# Scopes of the operations of `every`.
+_EVERY = re.compile(r"\b(in|but)_every_([1-9]\d*)_steps\b")
 
 
+@checked
 def every(
-    steps: int,
-    step: jax.Array,
+    steps: Count,
+    step: Any,
     then: Callable[..., Any],
     otherwise: Callable[..., Any],
     *operands: Any,
 ) -> Any:
-    """A `lax.cond` that is true every so many steps; its bytes count with that share.
+    """A `lax.cond` that is true every so many steps: bytes of each branch count with its share.
 
     Args:
-        steps: The condition holds for every such step: first where `step` is this less 1.
+        steps: `then` is called in every such step: first where `step` is this less 1.
         step: Number of steps done, 0-d int32, as a slot may take it; the same on all devices.
         then: What is called in these steps.
         otherwise: What is called in the others.
         *operands: What both are called with.
 
     Raises:
-        UsageError: `steps` is no integer above 0.
+        UsageError: `steps` is no integer above 0, or an argument is of another type.
     """
-    if not isinstance(steps, int) or steps < 1:
-        raise UsageError(f"every.steps = {steps!r}: give the number of steps, 1 or more.")
-    with jax.named_scope(f"{_EVERY}{steps}"):
-        return lax.cond((step + 1) % steps == 0, then, otherwise, *operands)
+    then = jax.named_scope(f"in_every_{steps}_steps")(then)
+    otherwise = jax.named_scope(f"but_every_{steps}_steps")(otherwise)
+    return lax.cond((step + 1) % steps == 0, then, otherwise, *operands)
 
 
-def share_of_steps(path: str) -> float:
-    """The share of steps in which an operation runs, by the name of its scopes."""
-    return 1.0 / math.prod(map(int, re.findall(rf"\b{_EVERY}(\d+)\b", path)))
+@functools.cache
+def share_of_steps(path: str, branches: int) -> tuple[float, bool]:
+    """(the share of steps in which an operation runs, whether it is in another branch too).
+
+    Args:
+        path: The names of its scopes.
+        branches: The number of `lax.cond`s that it is in.
+    """
+    found = _EVERY.findall(path)
+    terms = {(word == "in", int(steps)) for word, steps in found}
+    period = math.lcm(*(steps for _, steps in terms))
+    runs = sum(all((i % n == 0) is is_in for is_in, n in terms) for i in range(period))
+    return runs / period, branches > len(found)
 
 
 def flat_axes(axes: Any) -> Axes:

@@ -90,7 +90,7 @@ def _read(equation: Any, callers: tuple[Any, ...]) -> Iterator[Collective]:
         aval = array.aval
         nbytes = aval.size * aval.dtype.itemsize
         path = "/".join(str(e.source_info.name_stack) for e in (*callers, equation))
-        share = share_of_steps(path)
-        in_branch = share == 1.0 and any(caller.primitive.name == "cond" for caller in callers)
+        branches = sum(caller.primitive.name == "cond" for caller in callers)
+        share, in_branch = share_of_steps(path, branches)
         sent = kind, axes, devices, str(aval.dtype), nbytes, times
         yield Collective(*sent, of_model=SCOPE in path, in_branch=in_branch, share=share)

@@ -20,8 +20,8 @@ What else a strategy decides comes by keyword, to functions that declare it by `
 
 `sync` and `update` may carry state, as Optax transforms do: see `Stateful`. Its `init` may take
 `devices`, `key` and `shardings`, its `resize` `devices`, `params` and `shardings`. Gradients reach
-a `sync` with state in the unit of the loss, whatever the loss scale and the weight of the batch:
-`scale` is 1.
+a `sync` with state in the unit of the loss, whatever the loss scale and the weight of the batch, if
+it is called once a step: `scale` is 1. With exact sums the unit is that of sums.
 
 A slot of `gather`, `sync` or `update` whose attribute `algorithm` is a sentence, e.g. "parameters
 are averaged each 8 steps", computes by design something else than the reference. A comparison of

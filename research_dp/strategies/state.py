@@ -55,12 +55,17 @@ def init_state(
     if spec.param_dtype is not None:
         params = jax.tree.map(lambda x: x.astype(cast_dtype(x.dtype, spec.param_dtype)), params)
     loss_scale = spec.loss_scale.init() if spec.loss_scale else ()
-    slot_states = {
-        name: _init_slot(config, spec, name, slot, params, key)
-        for name, slot in stateful(config).items()
-    }
+    slot_states = init_slots(config, spec, params, key)
     step = jnp.zeros((), jnp.int32)
-    return TrainState(step, params, model_state, opt_state, loss_scale, slot_states or ())
+    return TrainState(step, params, model_state, opt_state, loss_scale, slot_states)
+
+
+def init_slots(
+    config: StrategyConfig, spec: TrainSpec, params: PyTree, key: jax.Array
+) -> dict[str, PyTree] | tuple[()]:
+    """The state of slots before the first step, by name; () if none has any."""
+    filled = stateful(config).items()
+    return {name: _init_slot(config, spec, name, x, params, key) for name, x in filled} or ()
 
 
 def _init_slot(

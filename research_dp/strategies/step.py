@@ -53,7 +53,7 @@ class Gradients(NamedTuple):
     """What a step computes of its batch: averages over all devices."""
 
     grads: PyTree  # as `update` takes them
-    scale: jax.Array  # 0-d float32, that they are to be multiplied by
+    scale: jax.Array  # 0-d float32, that they were, or are to be, multiplied by: see `Step.scales`
     norm: jax.Array  # global L2 norm before scaling; 0-d float32
     nonfinite: jax.Array  # float32 (leaves,), above 0 where a gradient is not finite
     sums: Sums
@@ -122,7 +122,7 @@ class Step:
                     sums, scale = summed(sums)
                     before, offered["scale"] = self.scales(scale)
                     if self.carries_state:
-                        grads = jax.tree.map(lambda g: (g * before).astype(g.dtype), grads)
+                        grads = jax.tree.map(lambda g: self._times(g, before), grads)
                 grads, slot_state = self.sync(grads, state, slot_state, **offered)
         # Global arrays are whole for who sees them, however devices share them.
         slices = self.shardings.slices if self.axes else replicated(self.shardings.slices)
@@ -255,6 +255,11 @@ class Step:
     def scales(self, scale: jax.Array) -> tuple[Any, jax.Array]:
         """What gradients are multiplied by before they are synchronised, and after."""
         return (scale, jnp.ones_like(scale)) if self.carries_state else (1.0, scale)
+
+    def _times(self, g: jax.Array, factor: Any) -> jax.Array:
+        """A gradient in the unit of the loss; in float16 it could be 0 without its loss scale."""
+        dtype = g.dtype if self.spec.loss_scale is None else cast_dtype(g.dtype, jnp.float32)
+        return (g * factor).astype(dtype)
 
     def loss_of(
         self, state: TrainState, model_state: PyTree, micro: PlacedBatch, units: Units

@@ -264,6 +264,16 @@ class StrategyConfig:
                 " = 'micro_batch': `sync` takes `scale`, which is known at the end of a step. Use "
                 "'step'.",
             )
+        if (
+            self.sync_each == "micro_batch"
+            and self.loss_scale
+            and isinstance(self.sync, slots.Stateful)
+        ):
+            raise binding_error(
+                "data_parallel.sync_each",
+                " = 'micro_batch' with a loss scale: the state of `sync` would change its unit "
+                "with the scale. Use 'step'.",
+            )
 
     @property
     def stored_dtype(self) -> Any:

@@ -16,6 +16,7 @@ from examples.error_feedback import ErrorFeedback
 from research_dp import PLAIN, gather_params, sync_gradients
 from research_dp.certification.certify import AFTER, certify
 from research_dp.config import gin_internals, load
+from research_dp.distributed.collectives import takes
 from research_dp.distributed.mesh import one_device_mesh
 from research_dp.errors import UsageError
 from research_dp.models import convnet, mlp, transformer
@@ -217,6 +218,24 @@ def test_a_stateful_strategy_is_certified_against_itself_on_one_device():
     one = dataclasses.replace(config, mesh=one_device_mesh(), name="itself")
     done = certify(dataclasses.replace(bench, config=config, against=one), noise(), steps=4)
     assert done.certified and done.algorithm is None, str(done)
+
+
+class Keyed(EverySecond):
+    """Its state begins with what the strategy gives it."""
+
+    @takes("devices", "key", "shardings")
+    def init(self, params, *, devices, key, shardings):
+        jax.tree.map(lambda x, p: p.dim, params, shardings)
+        assert devices["data"] >= 1 and key is not None
+        return super().init(params)
+
+
+def test_a_state_that_begins_with_a_key_is_certified():
+    bench = bench_of("ddp")
+    config = dataclasses.replace(bench.config, sync=Keyed())
+    one = dataclasses.replace(config, mesh=one_device_mesh(), name="itself")
+    done = certify(dataclasses.replace(bench, config=config, against=one), noise(), steps=2)
+    assert done.certified, str(done)
 
 
 def test_another_algorithm_is_said_in_place_of_a_verdict_with_what_is_known():

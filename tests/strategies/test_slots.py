@@ -18,7 +18,9 @@ from jax import lax
 import research_dp as rdp
 from examples.error_feedback import ErrorFeedback
 from research_dp import console
+from research_dp.analysis import program_cost
 from research_dp.analysis.program_cost import collectives_of
+from research_dp.analysis.topologies import topology
 from research_dp.commands import dry_run
 from research_dp.distributed.boxed import unboxed
 from research_dp.distributed.collectives import every, takes
@@ -26,7 +28,7 @@ from research_dp.distributed.optimizer import LossScale
 from research_dp.runs.checkpoint import Checkpoints
 from research_dp.runs.manifest import Progress
 from research_dp.strategies import TrainSpec
-from research_dp.strategies.jaxpr_collectives import of_step
+from research_dp.strategies.jaxpr_collectives import collectives, of_step
 from tests.support import decoder
 from tests.support.certified import BATCH, examples, noise, small_model
 from tests.support.recipes import recipe
@@ -455,7 +457,7 @@ def test_a_slot_is_told_of_its_step_and_keeps_once_what_is_the_same(stem, sizes)
     assert first != np.asarray(strategy.init(1).slots["sync"]["key"]).tobytes()
 
 
-def weighted(scale=None, sync=None, devices=8, files=()):
+def weighted(scale=None, sync=None, devices=8, files=(), param_dtype=None):
     """The loss of a linear model whose examples have weights."""
 
     def loss(params, state, batch, keys, *, train, batch_axes):
@@ -469,7 +471,7 @@ def weighted(scale=None, sync=None, devices=8, files=()):
     mesh = rdp.make_mesh({"data": devices}, devices=jax.devices()[:devices])
     bindings = ["tree_reduction.logical_shards = 8"] if files else []
     config = recipe("ddp", *bindings, more=files)
-    config = dataclasses.replace(config, sync=sync or Told(), mesh=mesh)
+    config = dataclasses.replace(config, sync=sync or Told(), mesh=mesh, param_dtype=param_dtype)
     if scale is not None:
         config = dataclasses.replace(config, loss_scale=LossScale(initial=scale))
     return config.build(
@@ -547,6 +549,58 @@ def test_a_function_may_take_the_scale_of_its_gradients():
     assert norms == pytest.approx([expected] * 8, rel=1e-6)
     with pytest.raises(rdp.UsageError, match=r"sync_each = 'micro_batch': `sync` takes `scale`"):
         dataclasses.replace(config, sync_each="micro_batch")
+
+
+def test_an_update_is_told_of_its_step():
+    told = []
+
+    @takes("step", "key", "devices", "reduction")
+    def update(grads, params, optimizer, *, step, key, devices, reduction):
+        assert devices == {"data": 8, "fsdp": 1} and reduction is rdp.PLAIN
+        jax.debug.callback(lambda *x: told.append(x), step, jax.random.key_data(key)[0])
+        return optimizer.apply_gradients(grads, params)
+
+    trained(dataclasses.replace(recipe("ddp"), update=update), steps=2)
+    jax.effects_barrier()
+    assert {int(step) for step, _ in told} == {0, 1} and len({int(x) for _, x in told}) == 2
+
+
+def test_small_gradients_of_float16_reach_a_state():
+    """Without their loss scale they are 0 in float16."""
+    x = np.full((16, 8), 1e-4, np.float32)
+    found = {}
+    for sync in (rdp.sync_gradients, Sums()):
+        strategy = weighted(2.0**15, sync=sync, param_dtype="float16")
+        batch = strategy.place_batch({"x": x, "weight": np.ones(16, np.float32)})
+        state, metrics = strategy.train_step(strategy.init(0), batch)
+        found[sync] = rdp.metric_means(metrics)["grad_norm"]
+    plain, with_state = found.values()
+    assert with_state == pytest.approx(plain, rel=1e-2) and with_state > 0
+    assert float(state.slots["sync"]) > 0
+
+
+class Sums:
+    """`sync_gradients` that keeps the sum of a gradient."""
+
+    differs_over = ()
+
+    def init(self, params):
+        return np.float32(0)
+
+    def apply(self, grads, axes, *, state):
+        means = rdp.sync_gradients(grads, axes)
+        return means, jnp.sum(means["w"], dtype=jnp.float32)
+
+    def resize(self, state, devices):
+        return state
+
+
+def test_a_state_between_micro_batches_knows_no_loss_scale():
+    message = r"sync_each = 'micro_batch' with a loss scale: the state of `sync` would change"
+    with pytest.raises(rdp.UsageError, match=message):
+        dataclasses.replace(
+            recipe("ddp"), sync=Sums(), sync_each="micro_batch", loss_scale=LossScale()
+        )
 
 
 def test_a_function_that_takes_parameters_is_called_once_for_all():
@@ -646,8 +700,8 @@ def local_steps(grads, axes, *, step):
     return every(4, step, lambda g: rdp.sync_gradients(g, axes), lambda g: g, grads)
 
 
-def of_gradients(collectives):
-    return [c for c in collectives if c.kind == "all-reduce" and c.nbytes > 300]
+def of_gradients(found):
+    return [c for c in found if c.kind == "all-reduce" and c.nbytes > 300]
 
 
 def test_what_runs_every_few_steps_counts_with_its_share():
@@ -676,5 +730,69 @@ def test_the_average_is_taken_in_the_steps_that_it_counts_for():
 
     averaged = [kernel(jnp.int32(step)) == [3.5] * 8 for step in range(8)]
     assert averaged == [False, False, False, True] * 2
-    with pytest.raises(rdp.UsageError, match=r"^every\.steps = 0: give the number of steps"):
-        every(0, jnp.int32(0), lambda: 0, lambda: 0)
+    for steps in (0, True, 1.5):
+        with pytest.raises(rdp.UsageError, match=r"^every\.steps"):
+            every(steps, jnp.int32(0), lambda: 0, lambda: 0)
+
+
+def shares(function):
+    """(share, whether it is in a branch that counts as taken) of each sum over devices."""
+    mesh = jax.sharding.Mesh(jax.devices(), ("data",))
+    mapped = jax.shard_map(
+        function, mesh=mesh, in_specs=(jax.P(), jax.P()), out_specs=jax.P(), check_vma=False
+    )
+    found = collectives(mapped, jnp.ones(4), jnp.int32(0))
+    return sorted((one.share, one.in_branch) for one in found)
+
+
+def summed(x):
+    return lax.psum(x, "data")
+
+
+def same(x):
+    return x
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (lambda x, s: every(4, s, same, summed, x), [(0.75, False)]),
+        (
+            lambda x, s: every(4, s, summed, lambda x: summed(x) + 1, x),
+            [(0.25, False), (0.75, False)],
+        ),
+        (lambda x, s: every(1, s, summed, same, x), [(1.0, False)]),
+        # The twelfth step, of which the sixth is none.
+        (
+            lambda x, s: every(4, s, lambda x: every(6, s, summed, same, x), same, x),
+            [(1 / 12, False)],
+        ),
+        (
+            lambda x, s: every(4, s, lambda x: every(4, s, summed, same, x), same, x),
+            [(0.25, False)],
+        ),
+        (
+            lambda x, s: every(4, s, lambda x: lax.cond(x[0] > 0, summed, same, x), same, x),
+            [(0.25, True)],
+        ),
+        (lambda x, s: lax.cond(s > 2, summed, same, x), [(1.0, True)]),
+        (lambda x, s: jax.named_scope("every_2")(summed)(x), [(1.0, False)]),
+    ],
+)
+def test_each_branch_counts_with_its_own_share(function, expected):
+    assert shares(function) == expected
+
+
+def test_the_time_of_what_runs_every_few_steps_is_that_of_an_average_step():
+    def waits(steps):
+        @takes("step")
+        def sync(grads, axes, *, step):
+            return every(steps, step, lambda g: rdp.sync_gradients(g, axes), lambda g: g, grads)
+
+        strategy = dataclasses.replace(recipe("ddp"), sync=sync).build(spec())
+        lowered = strategy.train_step.lower(strategy.abstract_state, strategy.abstract_batch)
+        cost = program_cost.read(lowered.compile(), strategy.mesh, topology("cpu:8"))
+        return cost.schedule.step, cost.wire_bytes
+
+    (often, sent), (seldom, less) = waits(1), waits(1000)
+    assert seldom < often and less < sent
