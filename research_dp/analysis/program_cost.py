@@ -142,11 +142,10 @@ class Timeline:
         for collective in {(c.name, c.dtype): c for c in self.collectives}.values():
             times[collective.name] += routes[collective.name].sending(collective)
             nbytes[collective.name] += dataclasses.replace(collective, times=1).wire_bytes
-        if latency:
-            for name, kind in {c.name: c.kind for c in self.collectives}.items():
-                times[name] = routes[name].seconds(kind, times[name])
-        for name, share in {c.name: c.share for c in self.collectives}.items():
-            times[name] *= share  # on average over steps
+        for name, one in {c.name: c for c in self.collectives}.items():
+            if latency:
+                times[name] = routes[name].seconds(one.kind, times[name])
+            times[name] *= one.share  # on average over steps
 
         def network(name: str) -> tuple[float, bool, float]:
             return times[name], routes[name].crosses, nbytes[name]

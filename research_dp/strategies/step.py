@@ -328,7 +328,7 @@ class Step:
             return Units()
 
         exchanges = config.reduction.exchanges_rows and FSDP_AXIS in self.axes
-        takes_rows = exchanges and slots.options_of(config.gather, {"rows": None})
+        takes_rows = exchanges and slots.takes_any(config.gather, "rows")
         look_up = self.gathered if takes_rows else None
         return Units(
             self.gathered,

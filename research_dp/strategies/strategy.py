@@ -371,8 +371,7 @@ def init_key(seed: int | jax.Array) -> jax.Array:
 
 def slot_key(seed: int, step: jax.Array, name: str) -> jax.Array:
     """The key of a slot, e.g. 'sync', for one step, the same on all devices."""
-    root = jax.random.fold_in(jax.random.fold_in(seed_key(seed), _SLOTS), slots.NAMES.index(name))
-    return jax.random.fold_in(root, step)
+    return jax.random.fold_in(slot_init_key(seed_key(seed), name), step)
 
 
 def slot_init_key(key: jax.Array, name: str) -> jax.Array:

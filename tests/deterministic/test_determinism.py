@@ -114,7 +114,7 @@ def test_it_is_the_order_that_makes_the_bits():
     assert found[0] != found[1]
 
 
-# Two shards a device and one, which is a loop too; at most four written out, which compile long.
+# Two shards a device and one, which is a loop too; at most two written out, which compile long.
 ALONE, ON_TWO, ON_FOUR = ("single", 1, 1), ("zero1", 1, 2), ("zero1", 1, 4)
 ON_EIGHT = [("ddp", 8, 1), ("fsdp", 1, 8)]
 

@@ -366,17 +366,26 @@ def test_a_gather_carries_no_state():
         dataclasses.replace(recipe("fsdp"), gather=ErrorFeedback())
 
 
-def saved_and_restored(tmp_path, devices):
-    """A state with slots, saved on eight devices and restored on others."""
-    strategy = dataclasses.replace(recipe("ddp"), sync=ErrorFeedback()).build(spec())
+def on_devices(count, sync, stem="ddp", **axes):
+    """A strategy with this slot on the first so many devices."""
+    mesh = rdp.make_mesh(axes or {"data": count}, devices=jax.devices()[:count])
+    return dataclasses.replace(recipe(stem), sync=sync, mesh=mesh).build(spec())
+
+
+def saved_after_a_step(folder, strategy):
+    """The state after its first step, which is saved."""
     state = strategy.init(jax.random.key(0))
     state, _ = strategy.train_step(state, strategy.place_batch(examples(0, BATCH)))
     progress = Progress(batch_size=BATCH, seed=0, order="", window={})
-    with contextlib.closing(Checkpoints(tmp_path)) as checkpoints:
+    with contextlib.closing(Checkpoints(folder)) as checkpoints:
         checkpoints.save(state, 1, progress, origin={})
-    mesh = rdp.make_mesh({"data": devices}, devices=jax.devices()[:devices])
-    config = dataclasses.replace(recipe("ddp"), sync=ErrorFeedback(), mesh=mesh)
-    other = config.build(spec())
+    return state
+
+
+def saved_and_restored(tmp_path, devices):
+    """A state with slots, saved on eight devices and restored on others."""
+    state = saved_after_a_step(tmp_path, on_devices(8, ErrorFeedback()))
+    other = on_devices(devices, ErrorFeedback())
     with contextlib.closing(Checkpoints(tmp_path)) as checkpoints:
         restored, _ = checkpoints.restore(other)
     return state, restored
@@ -654,35 +663,22 @@ class Table:
 
 
 def test_state_of_any_shape_is_resized_or_says_why_not(tmp_path):
-    def built(devices, slot):
-        mesh = rdp.make_mesh({"data": devices}, devices=jax.devices()[:devices])
-        return dataclasses.replace(recipe("ddp"), sync=slot, mesh=mesh).build(spec())
-
-    first = built(8, Table())
-    state, _ = first.train_step(first.init(0), first.place_batch(examples(0, BATCH)))
-    progress = Progress(batch_size=BATCH, seed=0, order="", window={})
+    saved_after_a_step(tmp_path, on_devices(8, Table()))
     with contextlib.closing(Checkpoints(tmp_path)) as checkpoints:
-        checkpoints.save(state, 1, progress, origin={})
-    with contextlib.closing(Checkpoints(tmp_path)) as checkpoints:
-        restored, _ = checkpoints.restore(built(4, Table()))
+        restored, _ = checkpoints.restore(on_devices(4, Table()))
         np.testing.assert_array_equal(restored.slots["sync"], np.ones((4, 3)))
         with pytest.raises(rdp.UsageError, match=r"^Table has 3 rows, not 5: keep them\.$"):
-            checkpoints.restore(built(8, Table(5)))
+            checkpoints.restore(on_devices(8, Table(5)))
         slot = Table()
         slot.resize = lambda state, devices: state
         with pytest.raises(rdp.UsageError, match=r"its `resize` returned state float32\[8, 3\] "):
-            checkpoints.restore(built(4, slot))
+            checkpoints.restore(on_devices(4, slot))
 
 
 def test_parts_that_differ_are_resized_with_what_does_not(tmp_path):
     slot = Told()
-    first = dataclasses.replace(recipe("hsdp"), sync=slot).build(spec())
-    state, _ = first.train_step(first.init(0), first.place_batch(examples(0, BATCH)))
-    progress = Progress(batch_size=BATCH, seed=0, order="", window={})
-    with contextlib.closing(Checkpoints(tmp_path)) as checkpoints:
-        checkpoints.save(state, 1, progress, origin={})
-    mesh = rdp.make_mesh({"data": 2, "fsdp": 2}, devices=jax.devices()[:4])
-    second = dataclasses.replace(recipe("hsdp"), sync=slot, mesh=mesh).build(spec())
+    state = saved_after_a_step(tmp_path, on_devices(8, slot, "hsdp", data=2, fsdp=4))
+    second = on_devices(4, slot, "hsdp", data=2, fsdp=2)
     with contextlib.closing(Checkpoints(tmp_path)) as checkpoints:
         restored, _ = checkpoints.restore(second)
     before, after = state.slots["sync"], restored.slots["sync"]
