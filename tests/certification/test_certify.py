@@ -230,6 +230,7 @@ class Keyed(EverySecond):
         return super().init(params)
 
 
+@pytest.mark.slow
 def test_a_state_that_begins_with_a_key_is_certified():
     bench = bench_of("ddp")
     config = dataclasses.replace(bench.config, sync=Keyed())
@@ -238,6 +239,7 @@ def test_a_state_that_begins_with_a_key_is_certified():
     assert done.certified, str(done)
 
 
+@pytest.mark.slow
 def test_another_algorithm_is_said_in_place_of_a_verdict_with_what_is_known():
     bench = bench_of("ddp")
     config = dataclasses.replace(bench.config, sync=EverySecond())
@@ -265,6 +267,7 @@ def rounded_parameters(params, axis_name):
 rounded_parameters.algorithm = "parameters are gathered in multiples of 1/4"
 
 
+@pytest.mark.slow
 def test_an_evaluation_of_other_parameters_by_design_is_not_judged():
     bench = bench_of("fsdp")
     config = dataclasses.replace(bench.config, gather=rounded_parameters)

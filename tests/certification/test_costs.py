@@ -21,7 +21,7 @@ def sent(bench):
     return by_name["bytes sent a step"]
 
 
-SLOW = [pytest.param(stem, marks=pytest.mark.slow) for stem in ("ddp", "fsdp_keep")]
+SLOW = [pytest.param(stem, marks=pytest.mark.exhaustive) for stem in ("ddp", "fsdp_keep")]
 
 
 @pytest.mark.parametrize("stem", ["zero1", *SLOW])

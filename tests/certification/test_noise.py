@@ -140,7 +140,7 @@ RUNS = {  # flags after the run's file
 }
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_finished_runs_of_digits(command, tmp_path, data_dir, monkeypatch):
     """As users compare runs: their records and, of those that are right, parameters."""
     records, params = {}, {}

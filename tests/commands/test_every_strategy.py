@@ -4,10 +4,9 @@ import functools
 
 import pytest
 
+from tests.support.marks import exhaustive, slow
 from tests.support.repository import stems
 from tests.support.runs import summary
-
-pytestmark = pytest.mark.slow
 
 VARIANTS = {
     "linen": [],
@@ -43,7 +42,7 @@ def summaries(command, tmp_path_factory):
     return train
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [slow("linen"), exhaustive("nnx, accumulation and clipping")])
 def test_forty_steps_end_with_the_loss_of_single(summaries, variant):
     """Strategies take turns: tests/strategies has each with each library, for fewer steps."""
     others = [s for s in stems() if s != "single"][list(VARIANTS).index(variant) :: len(VARIANTS)]
@@ -52,6 +51,7 @@ def test_forty_steps_end_with_the_loss_of_single(summaries, variant):
     assert losses == pytest.approx(dict.fromkeys(losses, losses["single"]), abs=1e-4)
 
 
+@pytest.mark.exhaustive
 def test_runs_begin_with_the_same_bits(summaries):
     born = {one["params_fingerprint"] for one in summaries("linen", 0).values()}
     assert len(born) == 1

@@ -18,7 +18,7 @@ def one(command, folder, *flags):
     return summary(folder)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_same_fingerprint_from_one_process_and_from_several(command, tmp_path):
     flags = ["--gin.train.num_steps=30"]
     single = ["--gin_file=gin/strategies/single.gin", "--cpu_devices=1"]

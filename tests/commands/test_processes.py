@@ -11,7 +11,12 @@ from tests.support.runs import summary
 
 # Processes are told to the mesh alone: each collective between them, over one axis and over two.
 @pytest.mark.parametrize(
-    "stem", ["fsdp", *(pytest.param(s, marks=pytest.mark.slow) for s in ("ddp", "hsdp"))]
+    "stem",
+    [
+        "fsdp",
+        pytest.param("hsdp", marks=pytest.mark.slow),
+        pytest.param("ddp", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_two_processes_compute_what_one_does(command, tmp_path, stem):
     flags = [f"--gin_file=gin/strategies/{stem}.gin", "--gin.train.num_steps=10"]

@@ -110,7 +110,7 @@ def test_an_evaluation_gives_the_bits_that_the_run_recorded(run, monkeypatch):
 OTHERS = [
     "single",
     "hsdp",
-    *(pytest.param(x, marks=pytest.mark.slow) for x in ("ddp", "hsdp_zero1")),
+    *(pytest.param(x, marks=pytest.mark.exhaustive) for x in ("ddp", "hsdp_zero1")),
 ]
 
 

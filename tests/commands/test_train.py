@@ -13,13 +13,15 @@ from tests.support.runs import MLP, killed_once_saved, lines, summary
 @pytest.mark.parametrize(
     ("stem", "more"),
     [
-        pytest.param("zero1", [], marks=pytest.mark.slow),
+        pytest.param("zero1", [], marks=pytest.mark.exhaustive),
         ("fsdp_keep", ["--gin_file=gin/precision/bf16_gather.gin"]),
     ],
 )
-def test_a_run_leaves_what_was_promised_and_its_config_runs_it_again(main, tmp_path, stem, more):
+def test_a_run_leaves_what_was_promised_and_its_config_runs_it_again(
+    command, main, tmp_path, stem, more
+):
     first = tmp_path / "first"
-    done = main(
+    done = command(
         *MLP,
         f"--gin_file=gin/strategies/{stem}.gin",
         *more,

@@ -447,7 +447,7 @@ REUSED = {
     ("kind", "options"),
     [
         *itertools.product(REUSED, [{"cache_bytes": 0}, {"cache_bytes": 0, "threads": 3}, {}]),
-        pytest.param("one buffer", {"cache_bytes": 0, "workers": 2}, marks=pytest.mark.slow),
+        pytest.param("one buffer", {"cache_bytes": 0, "workers": 2}, marks=pytest.mark.exhaustive),
     ],
 )
 def test_memory_that_is_used_again_wherever_it_is(kind, options):

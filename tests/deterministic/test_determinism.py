@@ -22,30 +22,31 @@ from research_dp.training.muon import muon
 from tests.support.certified import EXAMPLE, TOKENS, batches
 from tests.support.compilers import AS_USERS_COMPILE
 from tests.support.exact import AS_USERS_DO, BATCH, bits, build
+from tests.support.marks import exhaustive, slow
 from tests.support.steps import mesh_of, on
 
 APIS = ("linen", "nnx")
 
 
-def case(cell, option, api):
+def case(cell, option, api, mark=pytest.mark.exhaustive):
     """A cell is (strategy, devices on axis data, devices on axis fsdp)."""
-    return pytest.param(cell, option, api, id="-".join(map(str, (*cell, option, api))))
+    return pytest.param(cell, option, api, id="-".join(map(str, (*cell, option, api))), marks=mark)
 
 
 # A strategy meets each accumulation, and 2 devices, which split other arrays than 4 and 8 do: these
 # two and the APIs, which are the same pure functions before a strategy sees them, take turns.
 CELLS = [
-    case(("ddp", 2, 1), 2, "nnx"),
+    case(("ddp", 2, 1), 2, "nnx", pytest.mark.slow),
     case(("ddp", 8, 1), 1, "linen"),
     case(("zero1", 1, 2), 1, "nnx"),
     case(("zero1", 1, 4), 2, "linen"),
     case(("zero2", 1, 2), 1, "linen"),
-    case(("zero2", 1, 8), 2, "nnx"),
+    case(("zero2", 1, 8), 2, "nnx", pytest.mark.slow),
     case(("fsdp", 1, 2), 2, "linen"),
-    case(("fsdp", 1, 4), 1, "nnx"),
+    case(("fsdp", 1, 4), 1, "nnx", pytest.mark.slow),
     case(("fsdp_keep", 1, 1), 2, "linen"),
     case(("fsdp_keep", 1, 8), 1, "nnx"),
-    case(("hsdp", 2, 4), 1, "linen"),
+    case(("hsdp", 2, 4), 1, "linen", pytest.mark.slow),
     case(("hsdp", 4, 2), 2, "nnx"),
 ]
 
@@ -80,17 +81,16 @@ def test_the_same_bits_from_two_strategies_on_eight_and_on_four_devices():
 
 # Each way to add with an all-reduce, a scatter and both; CELLS has the APIs.
 WRITTEN_OUT = [
-    (("ddp", 8, 1), 0),
-    (("ddp", 8, 1), 2**20),
-    (("zero1", 1, 4), 0),
-    (("zero2", 1, 8), 2**20),
-    (("fsdp", 1, 2), 2**20),
-    (("hsdp", 2, 4), 0),
-    (("hsdp", 2, 4), 2**20),
+    exhaustive(("ddp", 8, 1), 0),
+    exhaustive(("ddp", 8, 1), 2**20),
+    slow(("zero1", 1, 4), 0),
+    exhaustive(("zero2", 1, 8), 2**20),
+    exhaustive(("fsdp", 1, 2), 2**20),
+    exhaustive(("hsdp", 2, 4), 0),
+    slow(("hsdp", 2, 4), 2**20),
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("cell", "halved_bytes"), WRITTEN_OUT)
 def test_the_same_bits_as_on_one_device_with_shards_written_out(cell, halved_bytes, monkeypatch):
     monkeypatch.setattr(tree, "_HALVED_BYTES", halved_bytes)
@@ -99,7 +99,6 @@ def test_the_same_bits_as_on_one_device_with_shards_written_out(cell, halved_byt
     assert found == single("nnx", 30, bindings)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("cell", "accumulation", "api"), CELLS)
 def test_the_same_bits_whatever_strategy_mesh_and_accumulation(cell, accumulation, api):
     bindings = (*AS_USERS_DO, *LOOP)
@@ -119,12 +118,11 @@ ALONE, ON_TWO, ON_FOUR = ("single", 1, 1), ("zero1", 1, 2), ("zero1", 1, 4)
 ON_EIGHT = [("ddp", 8, 1), ("fsdp", 1, 8)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shards", "loop", "apis", "cells"),
     [
-        (8, False, ("linen", "nnx"), [ON_FOUR, *ON_EIGHT]),
-        (16, True, ("nnx", "linen"), [ALONE, ON_TWO, ON_EIGHT[1]]),
+        exhaustive(8, False, ("linen", "nnx"), [ON_FOUR, *ON_EIGHT]),
+        slow(16, True, ("nnx", "linen"), [ALONE, ON_TWO, ON_EIGHT[1]]),
     ],
 )
 def test_the_same_bits_of_a_model_of_units_and_of_convolutions(shards, loop, apis, cells):
@@ -160,8 +158,13 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *map(slow, ("muon", "bfloat16")),
+        *map(exhaustive, ("lamb", "adafactor")),
+    ],
+)
 def test_the_same_bits_from_optimizers_that_mix_elements(name):
     cells = MIXED if name == "muon" else [("ddp", 4, 1), ("fsdp", 1, 8)]
     options = {"more": {"optimizer": OPTIMIZERS[name]}, "bindings": (*AS_USERS_DO, *LOOP)}

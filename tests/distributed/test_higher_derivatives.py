@@ -155,7 +155,7 @@ def test_gathers(kind, devices, check_vma, dtypes):
 
 
 # A gather meets each dtype with and without check_vma; numbers of devices take turns.
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("kind", "devices", "check_vma", "dtypes"),
     [
@@ -251,7 +251,7 @@ def test_modules(api, check_vma):
     check_module(api, 8, check_vma)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("check_vma", [False, True])
 @pytest.mark.parametrize("devices", [2, 4, 8])
 @pytest.mark.parametrize("api", [of_linen, of_nnx])
@@ -260,7 +260,7 @@ def test_every_module(api, devices, check_vma):
 
 
 @pytest.mark.parametrize(
-    "check_vma", [pytest.param(False, marks=pytest.mark.slow), pytest.param(True)]
+    "check_vma", [pytest.param(False, marks=pytest.mark.exhaustive), pytest.param(True)]
 )
 def test_rows_of_a_table(check_vma):
     table = np.random.default_rng(3).normal(size=(12, 16)).astype(np.float32)
@@ -341,7 +341,7 @@ def one_device_of_units():
     ("remat", "options"),
     [
         ("full", {"prefetch": True}),
-        pytest.param("none", {"keep": True, "bucket_bytes": 2**20}, marks=pytest.mark.slow),
+        pytest.param("none", {"keep": True, "bucket_bytes": 2**20}, marks=pytest.mark.exhaustive),
     ],
 )
 def test_units(remat, options):
@@ -349,7 +349,7 @@ def test_units(remat, options):
 
 
 # What is kept is decided by the first two; buckets and devices meet each value of both.
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("remat", "keep", "bucket_bytes", "devices"),
     [
@@ -453,7 +453,7 @@ class Sgd:
 
 @pytest.mark.parametrize(
     ("check_vma", "max_norm"),
-    [(True, 0.5), *(pytest.param(c, None, marks=pytest.mark.slow) for c in (False, True))],
+    [(True, 0.5), *(pytest.param(c, None, marks=pytest.mark.exhaustive) for c in (False, True))],
 )
 def test_through_a_sharded_update(check_vma, max_norm):
     def adapted(update, w, x):

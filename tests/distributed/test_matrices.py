@@ -137,7 +137,7 @@ MANY |= {("zero1", "lamb"), ("fsdp_keep", "lamb"), ("ddp", "adafactor"), ("spmd"
 @pytest.mark.parametrize(
     ("stem", "name"),
     [
-        pytest.param(stem, name, marks=[] if (stem, name) in FEW else pytest.mark.slow)
+        pytest.param(stem, name, marks=[] if (stem, name) in FEW else pytest.mark.exhaustive)
         for stem, name in sorted(FEW | MANY)
     ],
 )

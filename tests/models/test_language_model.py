@@ -23,12 +23,12 @@ from research_dp.models import language_model
 from research_dp.models.transformer import rotate
 from research_dp.training.throughput import Throughput
 from tests.support.decoder import BATCH, LENGTH, LOOK_AHEAD, VOCAB, batch, build, model, oracle, run
-from tests.support.marks import slow
+from tests.support.marks import exhaustive
 from tests.support.repository import stems
 
-QUICK = ("ddp", "zero1", "fsdp", "hsdp", "spmd_fsdp")  # the others are much like one of them
-CASES = [(s, False) if s in QUICK else slow(s, False) for s in stems() if s != "single"]
-CASES += [slow("ddp", True), ("fsdp", True)]
+QUICK = ("ddp", "hsdp", "spmd_fsdp")  # the others are much like one of them
+CASES = [(s, False) if s in QUICK else exhaustive(s, False) for s in stems() if s != "single"]
+CASES += [exhaustive("ddp", True), ("fsdp", True)]
 
 
 @pytest.mark.parametrize(("stem", "tied"), CASES)
@@ -41,8 +41,8 @@ def test_every_strategy_follows_single(stem, tied):
 CUTS = [
     ({"api": "nnx"}, ()),
     ({"api": "nnx"}, (LOOK_AHEAD,)),
-    slow({"unroll": 3}, ()),
-    slow({"logits_at_once": 2**20}, (LOOK_AHEAD,)),
+    exhaustive({"unroll": 3}, ()),
+    exhaustive({"logits_at_once": 2**20}, (LOOK_AHEAD,)),
 ]
 
 
@@ -54,13 +54,13 @@ def test_linen_and_nnx_and_any_cut_of_the_work_compute_the_same(changes, binding
     np.testing.assert_allclose(numbers, oracle(False)[1], rtol=2e-5)
 
 
-@pytest.mark.parametrize("remat", ["dots", slow("none")])
+@pytest.mark.parametrize("remat", ["dots", exhaustive("none")])
 def test_what_is_kept_for_the_backward_pass_changes_no_number(remat):
     _, numbers = run(build("fsdp", model(dropout_rate=0.1, remat=remat)))
     np.testing.assert_allclose(numbers, oracle(False)[1], rtol=2e-5)
 
 
-@pytest.mark.parametrize("stem", ["fsdp", slow("fsdp_keep"), slow("zero2")])
+@pytest.mark.parametrize("stem", ["fsdp", exhaustive("fsdp_keep"), exhaustive("zero2")])
 def test_micro_batches_are_averaged_by_weight_not_by_number(stem):
     _, numbers = run(build(stem, model(dropout_rate=0.1), accumulation=2))
     np.testing.assert_allclose(numbers, oracle(False)[1], rtol=2e-5)
@@ -127,7 +127,7 @@ def reference_logits(params, examples):
     return norm(x, params["norm"]["scale"]) @ params["head"]["table"].T
 
 
-@pytest.mark.parametrize("stem", [slow("zero1"), "fsdp", "ddp"])
+@pytest.mark.parametrize("stem", [exhaustive("zero1"), "fsdp", "ddp"])
 def test_bfloat16_parameters_follow_float32_ones_that_the_optimizer_keeps(stem):
     kept = "data_parallel.param_dtype = 'bfloat16'"
     bf16 = model(dtype="bfloat16")
@@ -165,7 +165,7 @@ def test_rows_taken_often_are_added_up_in_float32():
     assert float(grads[0, 0]) == pytest.approx(1000, rel=0.01)  # bfloat16 would stop at 256
 
 
-@pytest.mark.parametrize("stem", [slow("single"), "fsdp"])
+@pytest.mark.parametrize("stem", [exhaustive("single"), "fsdp"])
 def test_a_vocabulary_without_divisors_is_cut_and_filled_up(stem):
     whole = run(build("single", model(vocab_size=67, logits_at_once=2**20)), steps=2)
     strategy = build(stem, model(vocab_size=67))

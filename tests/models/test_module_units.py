@@ -18,6 +18,7 @@ from research_dp.distributed.mesh import planning_for
 from research_dp.errors import UsageError
 from research_dp.strategies import TrainSpec
 from tests.support.compilers import needs_compiler
+from tests.support.marks import exhaustive
 from tests.support.recipes import recipe
 from tests.support.strategies import WIRE, traffic
 
@@ -338,10 +339,10 @@ def trained(strategy):
     ("stem", "name", "frozen"),
     [
         ("fsdp", "by pattern", "block_0/.*|block_1/up/.*|embed/.*"),
-        ("ddp", "in nn.remat", "block_0/up/.*"),
-        ("fsdp", "in nn.scan", "layers/block/up/.*"),
+        exhaustive("ddp", "in nn.remat", "block_0/up/.*"),
+        exhaustive("fsdp", "in nn.scan", "layers/block/up/.*"),
         ("ddp", "with statistics", "conv_0/.*"),
-        ("ddp", "nnx", "blocks/0/.*|blocks/1/up/.*"),
+        exhaustive("ddp", "nnx", "blocks/0/.*|blocks/1/up/.*"),
         ("fsdp", "nnx.scan", "layers/up/.*"),
     ],
 )
@@ -357,7 +358,11 @@ def test_units_with_frozen_parts_train_the_others_as_one_device_does(name, froze
 
 @pytest.mark.parametrize(
     ("case", "stem"),
-    [*((case, "fsdp") for case in MODELS), *((case, "ddp") for case in [*MODELS][::3])],
+    [
+        *((case, "fsdp") for case in [*MODELS][::2]),
+        *(exhaustive(case, "fsdp") for case in [*MODELS][1::2]),
+        *(exhaustive(case, "ddp") for case in [*MODELS][::3]),
+    ],
 )
 def test_units_change_what_is_gathered_when_and_nothing_else(case, stem):
     model, kinds = MODELS[case]
@@ -375,7 +380,7 @@ OTHERS = sorted({*WIRE, "hsdp", "spmd", "spmd_fsdp"} - {"fsdp", "ddp"})
 LOOPS, IN_PARTS = ["in nn.scan", "nnx.scan"], ["by pattern", "in setup", "nnx"]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("stem", "case"),
     [(s, kind[i % len(kind)]) for i, s in enumerate(OTHERS) for kind in (LOOPS, IN_PARTS)],
@@ -400,7 +405,12 @@ def test_wire_bytes_are_those_of_the_units_and_their_uses(case, stem):
 
 @pytest.mark.parametrize(
     ("case", "is_ahead"),
-    [("in nn.scan", True), ("attention", True), ("around a stack", True), ("nnx.scan", False)],
+    [
+        exhaustive("in nn.scan", True),
+        exhaustive("attention", True),
+        ("around a stack", True),
+        ("nnx.scan", False),
+    ],
 )
 def test_recomputed_layers_of_a_scan_are_gathered_ahead(case, is_ahead):
     """The last one is then not gathered twice; values are those of the plain loop."""
@@ -432,7 +442,7 @@ class Recomputed(nn.Module):
         return net(name="net")(x, train)
 
 
-@pytest.mark.parametrize("unit", ["net/layers", "net/layers/attention"])
+@pytest.mark.parametrize("unit", ["net/layers", exhaustive("net/layers/attention")])
 def test_a_scan_that_is_recomputed_as_one_waits_for_each_layer(unit):
     model = linen(Recomputed(), unit)
     ahead = trained(build("fsdp", model, "data_parallel.prefetch = True"))

@@ -112,7 +112,7 @@ CASES = {
     ("stem", "api", "layers"),
     [
         pytest.param(
-            stem, api, layers, marks=() if (stem, api, layers) in QUICK else pytest.mark.slow
+            stem, api, layers, marks=() if (stem, api, layers) in QUICK else pytest.mark.exhaustive
         )
         for stem, api, layers in sorted(QUICK | CASES)
     ],
@@ -581,13 +581,13 @@ def test_statistics_of_a_device_are_refused():
     [
         (own.statistics_of_all, "ddp"),
         (own.NnxTransformed, "ddp"),
-        pytest.param(own.NnxJitted, "ddp", marks=pytest.mark.slow),
-        pytest.param(own.noise_by_example, "fsdp", marks=pytest.mark.slow),
+        pytest.param(own.NnxJitted, "ddp", marks=pytest.mark.exhaustive),
+        pytest.param(own.noise_by_example, "fsdp", marks=pytest.mark.exhaustive),
         (own.attention, "fsdp"),
         (own.NnxAttention, "ddp"),
-        pytest.param(own.attention, "ddp", marks=pytest.mark.slow),
-        pytest.param(own.NnxAttention, "fsdp", marks=pytest.mark.slow),
-        pytest.param(own.NnxAttention, "spmd", marks=pytest.mark.slow),
+        pytest.param(own.attention, "ddp", marks=pytest.mark.exhaustive),
+        pytest.param(own.NnxAttention, "fsdp", marks=pytest.mark.exhaustive),
+        pytest.param(own.NnxAttention, "spmd", marks=pytest.mark.exhaustive),
     ],
 )
 def test_axes_keys_transforms_and_attention_keep_the_numbers_of_one_device(module, stem):

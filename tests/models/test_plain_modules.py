@@ -89,7 +89,7 @@ QUICK = {("ddp", "nn.BatchNorm"), ("ddp", "nnx.Dropout"), ("spmd", "nn.BatchNorm
 @pytest.mark.parametrize(
     ("stem", "name"),
     [
-        pytest.param(stem, name, marks=() if (stem, name) in QUICK else pytest.mark.slow)
+        pytest.param(stem, name, marks=() if (stem, name) in QUICK else pytest.mark.exhaustive)
         for i, stem in enumerate(s for s in stems() if s != "single")
         for name in MODELS
         if name.startswith(("nn.", "nnx.")[i % 2]) or (stem, name) in QUICK
@@ -129,7 +129,7 @@ def by_functions(net):
         functools.partial(by_functions, DropoutNet),
         functools.partial(by_functions, plain_models.NnxDropoutNet),
         *(
-            pytest.param(model, marks=pytest.mark.slow)
+            pytest.param(model, marks=pytest.mark.exhaustive)
             for model in (
                 functools.partial(by_functions, plain_models.BatchNormNet),
                 functools.partial(by_functions, plain_models.NnxBatchNormNet),
@@ -323,7 +323,7 @@ def test_a_submodule_is_given_the_keys_of_examples(api):
 
 
 @pytest.mark.parametrize(
-    "stem", ["fsdp", *(pytest.param(s, marks=pytest.mark.slow) for s in ("ddp",))]
+    "stem", ["fsdp", *(pytest.param(s, marks=pytest.mark.exhaustive) for s in ("ddp",))]
 )
 def test_a_decoder_with_units_is_not_reported(stem):
     built = decoder.build(stem, decoder.model(dropout_rate=0.1))

@@ -42,10 +42,13 @@ def figures(row):
 EACH = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=needs_compiler(p)) for name, p in PLATFORMS.items()]
 )
+RECORDED_FOR = [
+    pytest.param("h100:8x8", marks=[needs_compiler("gpu"), pytest.mark.slow]),
+    pytest.param("v5e-64", marks=[needs_compiler("tpu"), pytest.mark.exhaustive]),
+]
 
 
-@pytest.mark.slow
-@EACH
+@pytest.mark.parametrize("name", RECORDED_FOR)
 def test_strategies_need_what_is_recorded(command, tmp_path, name):
     file = tmp_path / "plan.json"
     flags = ["--gin_file=experiments/plan/lm_1b.gin", f"--strategies={STRATEGIES[name]}"]
@@ -76,7 +79,7 @@ def test_strategies_need_what_is_recorded(command, tmp_path, name):
         assert for_bytes * 1e3 <= (budget.waited or math.inf)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @EACH
 def test_no_case_of_the_limits_exceeds_its_budget(command, name):
     """Bytes, memory and predicted waits, for the options of each kind of device."""

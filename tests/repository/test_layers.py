@@ -275,7 +275,7 @@ for name in sys.argv[1:]:
 
 
 @pytest.mark.parametrize(
-    "first", ["research_dp.deterministic.step", pytest.param("", marks=pytest.mark.slow)]
+    "first", ["research_dp.deterministic.step", pytest.param("", marks=pytest.mark.exhaustive)]
 )
 def test_each_module_can_be_imported_first(first):
     """Two that import each other can, or cannot, by which comes first."""

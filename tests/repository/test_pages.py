@@ -22,6 +22,11 @@ PAGES = sorted(
     ]
 )
 QUICK = {"docs/api.md", "docs/api_linen.md", "docs/api_updates.md"}
+# Pages whose commands are those of others, or take a minute and more.
+EXHAUSTIVE = {
+    f"docs/{name}.md"
+    for name in ("compare", "configuration", "determinism", "fine_tune", "own_optimizer")
+} | {"docs/spot_the_bug.md", "docs/strategies.md"}
 # What a page's code must have reached at its end.
 ENDS = {
     "docs/api_linen.md": "assert float(step(params, state, x, y)[2]) < float(loss)",
@@ -41,8 +46,10 @@ SYNTAX = {
 def cases(slow=True):
     """The pages as parameters of a test, with their marks."""
     for page in PAGES:
-        marks = [pytest.mark.slow] if slow and relative(page) not in QUICK else []
-        yield pytest.param(page, marks=marks, id=relative(page))
+        name = relative(page)
+        mark = pytest.mark.exhaustive if name in EXHAUSTIVE else pytest.mark.slow
+        marks = [mark] if slow and name not in QUICK else []
+        yield pytest.param(page, marks=marks, id=name)
 
 
 @pytest.mark.parametrize("page", list(cases(slow=False)))

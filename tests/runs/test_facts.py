@@ -21,6 +21,7 @@ from research_dp.runs.resume import changes
 from research_dp.strategies.slots import Stateful
 from research_dp.types import Bound
 from tests.support import tiny_run
+from tests.support.marks import exhaustive, slow
 from tests.support.repository import ROOT
 
 
@@ -257,14 +258,14 @@ RunFacts.compiled = listening
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stem", "more", "processes", "cached"),
     [
-        *((stem, (), 1, True) for stem in ("fsdp", "spmd_fsdp")),
-        ("hsdp", ("options/deterministic.gin",), 1, True),
-        ("zero1", (), 2, True),
-        ("ddp", ("precision/bf16_params.gin",), 1, False),
+        slow("fsdp", (), 1, True),
+        exhaustive("spmd_fsdp", (), 1, True),
+        exhaustive("hsdp", ("options/deterministic.gin",), 1, True),
+        slow("zero1", (), 2, True),
+        exhaustive("ddp", ("precision/bf16_params.gin",), 1, False),
     ],
 )
 def test_the_program_is_printed_without_another_compilation(

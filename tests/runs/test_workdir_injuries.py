@@ -165,7 +165,7 @@ COMMAND = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_command_ends_right_or_refuses(command, tmp_path):
     def train(folder, steps):
         return command(*COMMAND, f"--gin.train.num_steps={steps}", f"--workdir={folder}")
@@ -202,7 +202,7 @@ def test_the_command_ends_right_or_refuses(command, tmp_path):
 @pytest.mark.filterwarnings("error")  # as pytest collects what threads and destructors raise
 @pytest.mark.parametrize(
     ("names", "tries"),
-    [("state/manifest.ocdbt", 4), pytest.param("**/*", 3, marks=pytest.mark.slow)],
+    [("state/manifest.ocdbt", 4), pytest.param("**/*", 3, marks=pytest.mark.exhaustive)],
 )
 def test_a_damaged_checkpoint_is_reported_without_tracebacks(tmp_path, capfd, names, tries):
     """Reads that fail at the same time end before their event loop is closed."""

@@ -31,6 +31,7 @@ from research_dp.types import LossOutput, TrainableModel
 from tests.support import certified
 from tests.support.certified import TOKENS, bench_of, noise
 from tests.support.compilers import AS_USERS_COMPILE
+from tests.support.marks import exhaustive
 from tests.support.own_modules import EXAMPLE, FEATURES, cross_entropy
 from tests.support.recipes import recipe
 from tests.support.repository import stems
@@ -508,7 +509,9 @@ ALIKE = {
 EYE = np.eye(4, 16, dtype=np.float32)
 
 
-@pytest.mark.parametrize("name", ALIKE)
+@pytest.mark.parametrize(
+    "name", [*[*ALIKE][::3], *map(exhaustive, [*ALIKE][1::3] + [*ALIKE][2::3])]
+)
 def test_a_model_that_treats_examples_alike_is_accepted_without_a_word(name):
     make, example = ALIKE[name]
     assert order_warning(built(make(), "hsdp", example)) is None
@@ -568,7 +571,7 @@ CASES = {
 @pytest.mark.parametrize(
     ("stem", "devices", "micros"),
     [
-        pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
+        pytest.param(*case, marks=() if case in QUICK else pytest.mark.exhaustive)
         for case in sorted(QUICK | CASES)
     ],
 )
@@ -620,7 +623,7 @@ def test_statistics_and_gathered_scores_are_those_of_one_device(api, stem):
 EXACT = ("single", "ddp", "zero1", "zero2", "fsdp", "fsdp_keep", "hsdp")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_exact_sums_give_one_fingerprint():
     """A logical shard is a batch of its own: the same on any number of devices."""
     found = {

@@ -19,6 +19,7 @@ from research_dp.errors import UsageError
 from research_dp.strategies import TrainSpec
 from research_dp.types import LossOutput, TrainableModel
 from tests.support.certified import bench_of, noise
+from tests.support.marks import exhaustive, slow
 from tests.support.recipes import recipe
 from tests.support.repository import ROOT
 
@@ -106,8 +107,9 @@ def on_one_device(sorted_out):
     return trained("single", sorted_out[0])[1]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stem", ["ddp", "zero1", "fsdp", "hsdp", "spmd_fsdp"])
+@pytest.mark.parametrize(
+    "stem", [slow("fsdp"), *map(exhaustive, ("ddp", "zero1", "hsdp", "spmd_fsdp"))]
+)
 def test_every_optimizer_gives_the_numbers_of_one_device(stem, sorted_out, on_one_device):
     strategy, found = trained(stem, sorted_out[0])
     sharded = [p for p in jax.tree.leaves(strategy.shardings.slices) if p.dim is not None]

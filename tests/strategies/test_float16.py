@@ -11,7 +11,7 @@ from research_dp.errors import UsageError
 from research_dp.strategies import TrainSpec
 from research_dp.types import LossOutput, TrainableModel
 from tests.support.decoder import batch, build, model
-from tests.support.marks import slow
+from tests.support.marks import exhaustive
 from tests.support.strategies import recipe
 from tests.support.three_arrays import EXAMPLE, step
 
@@ -28,7 +28,7 @@ def test_the_scale_falls_at_an_overflow_and_grows_after_good_steps():
     assert seen == [(8, 1), (16, 0), (16, 1), (8, 0), (8, 1), (16, 0)]
 
 
-@pytest.mark.parametrize("stem", [slow("single"), slow("ddp"), slow("zero1"), "fsdp"])
+@pytest.mark.parametrize("stem", [*map(exhaustive, ("single", "ddp", "zero1")), "fsdp"])
 def test_a_step_that_overflows_changes_the_scale_alone_and_the_next_ones_train(stem):
     # At 2^24 the gradients of a sum over tokens are beyond 65504.
     strategy = build(

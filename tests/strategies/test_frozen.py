@@ -20,6 +20,7 @@ from research_dp.strategies import TrainSpec
 from research_dp.strategies.frozen import with_frozen
 from tests.support import decoder
 from tests.support.certified import BATCH, bench_of, examples, noise, small_model
+from tests.support.marks import exhaustive
 from tests.support.recipes import recipe
 from tests.support.strategies import traffic
 
@@ -128,14 +129,14 @@ LAYERS, IN_PART = "blocks/.*", "embed/.*|blocks/(qkv|out|mlp).*"
 @pytest.mark.parametrize(
     ("stem", "frozen", "bindings", "more"),
     [
-        ("ddp", LAYERS, (), ()),
+        exhaustive("ddp", LAYERS, (), ()),
         ("ddp", IN_PART, (), ()),
-        ("zero2", IN_PART, (), ()),
+        exhaustive("zero2", IN_PART, (), ()),
         ("fsdp", LAYERS, (), ()),
-        ("fsdp", IN_PART, (), ()),
+        exhaustive("fsdp", IN_PART, (), ()),
         ("fsdp", IN_PART, (decoder.LOOK_AHEAD,), ()),
-        ("fsdp", IN_PART, (), ("options/deterministic.gin",)),
-        ("spmd_fsdp", LAYERS, (), ()),
+        exhaustive("fsdp", IN_PART, (), ("options/deterministic.gin",)),
+        exhaustive("spmd_fsdp", LAYERS, (), ()),
     ],
 )
 def test_units_of_the_decoder_with_frozen_parts(stem, bindings, more, frozen):

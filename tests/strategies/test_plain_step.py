@@ -98,7 +98,7 @@ QUICK = {(stem, "sgd") for stem in ("single", "ddp", "fsdp", "zero1", "spmd")}
 @pytest.mark.parametrize(
     ("stem", "name"),
     [
-        pytest.param(stem, name, marks=() if (stem, name) in QUICK else pytest.mark.slow)
+        pytest.param(stem, name, marks=() if (stem, name) in QUICK else pytest.mark.exhaustive)
         for name in OPTIMIZERS
         for stem in stems()
     ],

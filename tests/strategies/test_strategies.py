@@ -34,8 +34,11 @@ def run(strategy, steps=RUN_STEPS, change=lambda batch: batch):
     return trace(strategy, [change(batch) for batch in batches()[:steps]])
 
 
-@pytest.mark.parametrize("api", ["linen", "nnx"])
-@pytest.mark.parametrize("stem", [s for s in stems() if s != "single"])
+# Strategies see functions on trees, whatever library they come from: APIs take turns.
+TURNS = [(s, ("linen", "nnx")[i % 2]) for i, s in enumerate(s for s in stems() if s != "single")]
+
+
+@pytest.mark.parametrize(("stem", "api"), TURNS)
 def test_follows_single_with_dropout_clipping_and_accumulation(stem, api):
     assert_follows_single(recipe(stem), api)
 
@@ -60,11 +63,10 @@ def small_resnet(api):
     return model, expected
 
 
-# Strategies see functions on trees, whatever library they come from: APIs take turns.
-@pytest.mark.slow
-@pytest.mark.parametrize("i, stem", enumerate(s for s in stems() if s != "single"))
-def test_resnet_with_batch_norm_follows_single(i, stem):
-    model, expected = small_resnet(("linen", "nnx")[i % 2])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("stem", "api"), TURNS)
+def test_resnet_with_batch_norm_follows_single(stem, api):
+    model, expected = small_resnet(api)
     found = run(build(stem, model), steps=2)
     assert found["initial parameters"] == expected["initial parameters"]
     assert_near(found, expected, "losses", atol=1e-5)
@@ -359,7 +361,7 @@ print(sum(jax.tree.leaves(different)), "of", sum(x.size for x in jax.tree.leaves
     [
         ["runs/digits.gin"],
         ["runs/lm_stdlib.gin", "strategies/single.gin"],
-        pytest.param(["runs/digits.gin", "models/resnet_nnx.gin"], marks=pytest.mark.slow),
+        pytest.param(["runs/digits.gin", "models/resnet_nnx.gin"], marks=pytest.mark.exhaustive),
     ],
 )
 def test_initial_parameters_are_the_bits_of_the_default_compilation(files):

@@ -13,7 +13,7 @@ from flax import nnx
 import research_dp
 from research_dp.errors import UsageError
 from research_dp.strategies.strategy import NO_WEIGHT, NONFINITE, SKIPPED
-from tests.support.marks import slow
+from tests.support.marks import exhaustive
 
 ROWS, WIDTH, CLASSES, LENGTH = 16, 8, 4, 5
 CE = optax.softmax_cross_entropy_with_integer_labels
@@ -183,7 +183,7 @@ def same(one, other):
     ],
     ids=["nnx", "batch_norm", "loss_of_the_batch"],
 )
-@pytest.mark.parametrize("stem", ["fsdp", slow("spmd"), slow("zero1")])
+@pytest.mark.parametrize("stem", ["fsdp", exhaustive("spmd"), exhaustive("zero1")])
 def test_the_contents_of_what_has_no_weight_change_nothing(stem, model):
     rng = np.random.default_rng(1)
     weights = (np.arange(ROWS) % 3 != 0).astype(np.float32)
@@ -214,7 +214,11 @@ def test_tokens_that_no_target_follows_count_nothing():
 
 @pytest.mark.parametrize(
     "stem",
-    ["fsdp", "single", *map(slow, ("ddp", "zero1", "zero2", "hsdp", "spmd_fsdp", "fsdp_keep"))],
+    [
+        "fsdp",
+        "single",
+        *map(exhaustive, ("ddp", "zero1", "zero2", "hsdp", "spmd_fsdp", "fsdp_keep")),
+    ],
 )
 @pytest.mark.parametrize("skips", [False, True])
 def test_a_batch_without_weight_moves_nothing_but_the_number_of_the_step(stem, skips):

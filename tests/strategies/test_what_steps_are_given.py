@@ -13,7 +13,7 @@ import research_dp
 from research_dp.errors import UsageError
 from research_dp.runs.checkpoint import Checkpoints
 from research_dp.runs.manifest import Progress
-from tests.support.marks import slow
+from tests.support.marks import exhaustive, slow
 
 RNG = np.random.default_rng(0)
 BATCH = {
@@ -44,7 +44,7 @@ def build(stem):
 STATE = r"the state has [\w/]+, which was deleted or given away\. train_step takes the memory"
 
 
-@pytest.mark.parametrize("stem", ["ddp", "fsdp", slow("single"), slow("spmd_fsdp")])
+@pytest.mark.parametrize("stem", ["ddp", "fsdp", exhaustive("single"), exhaustive("spmd_fsdp")])
 def test_a_state_that_a_step_took_is_refused_and_its_copy_is_not(stem, tmp_path):
     """The runtime would end the process."""
     strategy = build(stem)
@@ -110,9 +110,10 @@ ALONE = {"x64": lambda: jax.enable_x64(True), "disable_jit": jax.disable_jit}
 
 # All switches at once, and those alone, meet each engine (of single, spmd_fsdp and those that are
 # mapped), gathers, slices and groups.
-UNDER = [("spmd_fsdp", None), *(slow(s, None) for s in ("single", "zero1", "fsdp", "hsdp"))]
-UNDER += [slow(s, alone) for alone in ALONE for s in ("single", "spmd_fsdp")]
-UNDER += [slow("hsdp", "x64"), slow("zero1", "x64"), slow("fsdp", "disable_jit")]
+UNDER = [("spmd_fsdp", None), slow("fsdp", None)]
+UNDER += [exhaustive(s, None) for s in ("single", "zero1", "hsdp")]
+UNDER += [exhaustive(s, alone) for alone in ALONE for s in ("single", "spmd_fsdp")]
+UNDER += [exhaustive("hsdp", "x64"), exhaustive("zero1", "x64"), exhaustive("fsdp", "disable_jit")]
 
 
 @pytest.mark.parametrize(("stem", "alone"), UNDER)

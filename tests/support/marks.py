@@ -5,3 +5,7 @@ import pytest
 
 def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def exhaustive(*values):
+    return pytest.param(*values, marks=pytest.mark.exhaustive)

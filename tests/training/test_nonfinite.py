@@ -15,7 +15,7 @@ from research_dp.strategies.strategy import NO_WEIGHT
 from research_dp.training.nonfinite import NonfiniteCheck
 from research_dp.types import LossOutput, TrainableModel
 from tests.support import three_arrays
-from tests.support.marks import slow
+from tests.support.marks import exhaustive
 from tests.support.processes import FAULTY
 from tests.support.repository import stems
 from tests.support.runs import MLP, lines, summary
@@ -27,7 +27,7 @@ PATHS = ["a", "b", "c"]
 build = functools.partial(three_arrays.build, accumulation_steps=2, max_grad_norm=1.0)
 
 
-ALL = [s if s in ("fsdp", "spmd") else slow(s) for s in stems()]
+ALL = [s if s in ("fsdp", "spmd") else exhaustive(s) for s in stems()]
 
 
 @pytest.mark.parametrize("stem", ALL)
@@ -60,7 +60,7 @@ def test_a_loss_that_is_no_number_is_wrong_whatever_the_gradients_are():
     assert np.isnan(jax.device_get(state.params["a"])).all(), "what 'stop' does not pay for"
 
 
-@pytest.mark.parametrize("stem", ["fsdp", slow("ddp"), slow("spmd_fsdp")])
+@pytest.mark.parametrize("stem", ["fsdp", exhaustive("ddp"), exhaustive("spmd_fsdp")])
 def test_with_a_scaled_loss_an_overflow_is_no_failure_until_the_scale_is_one(stem):
     scaled = ["data_parallel.loss_scale = @dynamic_loss_scale()", "dynamic_loss_scale.initial = "]
     for initial, wrong in ((2.0, False), (1.0, True)):
@@ -108,7 +108,7 @@ def test_what_is_said_of_a_step():
     assert said[-1] == "Skipped step 101: the gradient of a is not finite"
 
 
-@pytest.mark.parametrize("stem", ["hsdp", slow("spmd")])
+@pytest.mark.parametrize("stem", ["hsdp", exhaustive("spmd")])
 def test_parameters_that_overflowed_are_not_saved(stem):
     strategy = build(stem)
     state = strategy.init(jax.random.key(0))

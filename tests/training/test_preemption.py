@@ -10,6 +10,7 @@ import pytest
 from research_dp.errors import UsageError
 from research_dp.runs import flight_recorder
 from tests.support import programs
+from tests.support.marks import exhaustive, slow
 from tests.support.processes import RUN, launch
 from tests.support.terminal import on_terminal
 
@@ -58,8 +59,8 @@ def listen(body, program=LISTEN):
     "number",
     [
         signal.SIGINT,
-        pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
-        pytest.param(signal.SIGHUP, marks=pytest.mark.slow),
+        exhaustive(signal.SIGTERM),
+        exhaustive(signal.SIGHUP),
     ],
 )
 def test_a_signal_is_noted_and_the_loop_is_told(number):
@@ -91,7 +92,7 @@ def test_a_second_sigint_leaves_a_terminal_its_cursor():
     ("body", "number"),
     [
         ("time.sleep(60)", signal.SIGTERM),
-        pytest.param("time.sleep(60)", signal.SIGHUP, marks=pytest.mark.slow),
+        pytest.param("time.sleep(60)", signal.SIGHUP, marks=pytest.mark.exhaustive),
     ],
 )
 def test_before_the_steps_there_is_nothing_to_save_and_what_is_open_is_closed(body, number):
@@ -246,8 +247,7 @@ def two_without_a_launcher(command, tmp_path, *flags):
     ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [exhaustive(0), slow(1)])
 def test_without_a_launcher_the_others_end_by_the_heartbeat(command, tmp_path, victim):
     flags = ["--gin.train.num_steps=1000000", "--heartbeat_seconds=10"]
     both = two_without_a_launcher(command, tmp_path, *flags)

@@ -15,7 +15,7 @@ from research_dp.training.replica_check import ReplicaCheck
 from research_dp.types import TrainableModel
 from tests.support import drifting, tiny_run
 from tests.support.faults import flip, flipping
-from tests.support.marks import slow
+from tests.support.marks import exhaustive
 from tests.support.processes import start
 from tests.support.recipes import recipe
 from tests.support.repository import stems
@@ -25,7 +25,7 @@ from tests.support.three_arrays import build, step
 MANY = [s for s in stems() if s != "single"]
 
 
-@pytest.mark.parametrize("stem", [s if s == "ddp" else slow(s) for s in MANY])
+@pytest.mark.parametrize("stem", [s if s == "ddp" else exhaustive(s) for s in MANY])
 def test_a_flipped_bit_is_named(stem):
     strategy = build(stem)
     check = ReplicaCheck(strategy, "Nothing was saved.")

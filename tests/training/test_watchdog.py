@@ -15,6 +15,7 @@ from research_dp.runs import flight_recorder as recorder
 from research_dp.runs.flight_recorder import Note, Recorder
 from research_dp.training.watchdog import Watchdog
 from tests.support import programs
+from tests.support.marks import exhaustive, slow
 from tests.support.processes import FAULTY, RUN, launch
 
 WATCHDOG = 6
@@ -108,7 +109,7 @@ with monitored(Path(sys.argv[1]), 1.0) as recorder:
 """
 
 
-@pytest.mark.parametrize("whole_job", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("whole_job", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_a_process_that_is_suspended_and_continued_goes_on(tmp_path, whole_job):
     """For longer than it may be silent, also by the clock of the helper that watches it."""
     pipe = {"stderr": subprocess.PIPE, "start_new_session": True}
@@ -159,17 +160,16 @@ def test_what_compiles_or_takes_long_is_given_time(command, tmp_path):
     assert notes[-arrays - 1 :] == [(2, "save")] * arrays + [(2, "end")], "a fingerprint is long"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "status", "read", "expected"),
     [
-        ("sleep", 1, 1, ["process 1 made no progress for", "in _fail"]),
-        ("hold", 1, 1, ["Process 1 was behind all others"]),
-        ("freeze", 1, 1, ["Process 1 was behind all others"]),
-        ("kill", 137, 1, ["process 1 was first, killed by SIGKILL", "phase data."]),
-        ("abort", 134, 1, ["process 1 was first, killed by SIGABRT", "phase data."]),
+        exhaustive("sleep", 1, 1, ["process 1 made no progress for", "in _fail"]),
+        slow("hold", 1, 1, ["Process 1 was behind all others"]),
+        exhaustive("freeze", 1, 1, ["Process 1 was behind all others"]),
+        slow("kill", 137, 1, ["process 1 was first, killed by SIGKILL", "phase data."]),
+        exhaustive("abort", 134, 1, ["process 1 was first, killed by SIGABRT", "phase data."]),
         # The other one may see a closed connection and end before it.
-        ("raise", 1, 1, ["exit status 1", "OSError: the disk is gone"]),
+        exhaustive("raise", 1, 1, ["exit status 1", "OSError: the disk is gone"]),
     ],
 )
 def test_one_of_two_processes_fails_and_is_named(command, tmp_path, kind, status, read, expected):
