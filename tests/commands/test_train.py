@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from tests.support.marks import exhaustive, slow
 from tests.support.runs import MLP, killed_once_saved, lines, summary
 
 
@@ -17,9 +18,7 @@ from tests.support.runs import MLP, killed_once_saved, lines, summary
         ("fsdp_keep", ["--gin_file=gin/precision/bf16_gather.gin"]),
     ],
 )
-def test_a_run_leaves_what_was_promised_and_its_config_runs_it_again(
-    command, main, tmp_path, stem, more
-):
+def test_a_run_leaves_what_was_promised_and_its_config_runs_it_again(command, tmp_path, stem, more):
     first = tmp_path / "first"
     done = command(
         *MLP,
@@ -45,14 +44,21 @@ def test_a_run_leaves_what_was_promised_and_its_config_runs_it_again(
     for name in ("config.gin", "operative_config.gin"):
         again = tmp_path / name
         flags = [f"--gin_file={first / name}", "--gin.train.profile_at=None", "--cpu_devices=8"]
-        done = main(*flags, f"--workdir={again}")
+        done = command(*flags, f"--workdir={again}")
         assert done.returncode == 0, done.stderr
         assert summary(again)["params_fingerprint"] == result["params_fingerprint"]
 
 
-# The slot of the second has a state, which is saved.
+# Slots of the others have state, which is saved, or an optimizer of their own.
 @pytest.mark.parametrize(
-    "more", [[], pytest.param(["examples/ddp_error_feedback.gin"], marks=pytest.mark.slow)]
+    "more",
+    [
+        [],
+        slow(["examples/powersgd.gin"]),
+        exhaustive(["examples/ddp_error_feedback.gin"]),
+        exhaustive(["examples/int8_gather.gin"]),
+        exhaustive(["examples/sign_sgd.gin"]),
+    ],
 )
 def test_killed_and_continued_ends_where_an_undisturbed_run_ends(command, tmp_path, more):
     flags = [

@@ -26,6 +26,7 @@ from tests.support.certified import (
     small_model,
     trace,
 )
+from tests.support.marks import exhaustive
 from tests.support.repository import stems
 from tests.support.strategies import BATCH, WIRE, build, one_matrix, recipe, run_steps, traffic
 
@@ -36,9 +37,10 @@ def run(strategy, steps=RUN_STEPS, change=lambda batch: batch):
 
 # Strategies see functions on trees, whatever library they come from: APIs take turns.
 TURNS = [(s, ("linen", "nnx")[i % 2]) for i, s in enumerate(s for s in stems() if s != "single")]
+OTHERS = [exhaustive(s, "nnx" if api == "linen" else "linen") for s, api in TURNS]
 
 
-@pytest.mark.parametrize(("stem", "api"), TURNS)
+@pytest.mark.parametrize(("stem", "api"), TURNS + OTHERS)
 def test_follows_single_with_dropout_clipping_and_accumulation(stem, api):
     assert_follows_single(recipe(stem), api)
 
