@@ -41,6 +41,10 @@ class ErrorFeedback:
         mean = sync_gradients(rounded, axis_names, reduction=reduction)
         return jax.tree.map(lambda m, x: m.astype(x.dtype), mean, exact), errors
 
+    def pending(self, state):
+        """What of the mean gradient was not sent yet, given the errors of all devices."""
+        return jax.tree.map(lambda x: x.mean(0), state)
+
     def resize(self, state, devices):
         """The mean error on each device: what is still to be added to the mean gradient stays."""
         return jax.tree.map(lambda x: jnp.broadcast_to(x.mean(0), (devices, *x.shape[1:])), state)

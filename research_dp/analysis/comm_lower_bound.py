@@ -37,7 +37,7 @@ def min_wire_bytes(strategy: Strategy, spec: TrainSpec, *, widest: int = 8) -> f
 
     For a table that is sharded by feature, the rows that are looked up count where they are fewer
     than its own. Reductions of metrics and norms come on top. Elements take the bytes of the dtypes
-    that are bound, or `widest` if that is less.
+    that are bound, or `widest` if that is less; or those of a slot's own `wire_bytes`.
 
     Raises:
         NotImplementedError: A slot is a gin reference in a scope, whose bindings have no public
@@ -68,6 +68,7 @@ def min_wire_bytes(strategy: Strategy, spec: TrainSpec, *, widest: int = 8) -> f
         gather, scatter, sync = (
             width if dtype is None else min(widest, jnp.dtype(dtype).itemsize) for dtype in dtypes
         )
+        gather, sync = _own(config.gather, param, gather), _own(config.sync, param, sync)
         reduced = 2 * size * sync  # a ring all-reduce sends everything twice
         if param.dim is not None:
             unit = _unit(param.path, spec.model.units)
@@ -86,6 +87,13 @@ def min_wire_bytes(strategy: Strategy, spec: TrainSpec, *, widest: int = 8) -> f
         else:
             total += syncs * _ring(reduced, shards * replicas)
     return total
+
+
+def _own(slot: Any, param: LeafSharding, otherwise: float) -> float:
+    """Bytes an element by a slot's own `wire_bytes`, if it has that."""
+    formula = slots.attribute(slot, "wire_bytes")
+    shape = param.local_shape
+    return formula(shape, param.dtype) / max(1, math.prod(shape)) if formula else otherwise
 
 
 def narrow_file(strategy: Strategy) -> str | None:

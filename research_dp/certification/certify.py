@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from research_dp.certification import compare_steps, costs
 from research_dp.certification.certificate import Certificate, furthest
-from research_dp.certification.compare_steps import StepComparison, compare_step
+from research_dp.certification.compare_steps import StepComparison, compare_step, conserved
 from research_dp.certification.diagnose import SHOWN, find_cause
 from research_dp.certification.harness import (
     Batch,
@@ -50,6 +50,7 @@ _INITIAL = (
     "parameters are not drawn as the oracle draws them: initialise unsharded arrays from one "
     "key under jit with output shardings, so that no device draws its own"
 )
+_LOST = "`sync` loses a part of the gradient, or its `pending` says something else than its state"
 _STATEFUL = (
     "each step is right from the oracle's state, and steps in a row are not: the strategy "
     "keeps something from step to step besides the state that it is given"
@@ -151,6 +152,8 @@ def _compare_steps(
             found = order_dependence(bench.strategy, place_rows(bench.strategy, batches[0]))
             certificate.cause = found and found.message
         _check_round_trips(certificate, bench, to_save, batches[start:steps])
+    elif certificate.algorithm and not step.replicas:
+        certificate.cause = _LOST  # numbers are not judged
     else:
         certificate.located = _first_difference_text(step, wrong_in_a_row)
         report("Searching for the cause")
@@ -163,6 +166,9 @@ def _check_steps(certificate: Certificate, last: StepComparison) -> None:
         kind, leaf, axes = last.replicas[0]
         message = f"{kind} {leaf} differs along {' and '.join(axes)}, step {last.number}"
     certificate.check("copies", not last.replicas, message)
+    if (d := conserved(last)) is not None:
+        message = f"{_excess_text(d)} at {d.leaf}: what is sent, and what waits, is the gradient"
+        certificate.check("sent and pending", not d.is_wrong, message)
     _check_kinds(certificate, certificate.worst().values())
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -14,7 +15,10 @@ from research_dp.certification import harness, tolerances
 from research_dp.certification.harness import Batch, Bench, StepResult, gradients_of
 from research_dp.certification.noise import NORM, NoisyTrajectories, position
 from research_dp.certification.tolerances import EPS, SIZE, Difference, Envelope, Named, gap, named
+from research_dp.distributed.norms import clip_factor
 from research_dp.strategies import Strategy, TrainState
+from research_dp.strategies import slots as contracts
+from research_dp.strategies.state import of_layout
 from research_dp.strategies.strategy import init_key
 from research_dp.training.replica_check import differing_axes
 from research_dp.types import DataSet, EvalOrder
@@ -44,6 +48,11 @@ class StepComparison:
     actual: StepResult  # the strategy's
     differences: list[Difference]  # of all arrays that were compared
     replicas: list[tuple[str, str, Axes]]  # that differ: kind, path, along which mesh axes
+
+    @property
+    def own(self) -> TrainState:
+        """The state before the step, as the strategy has it."""
+        return harness.with_slots(self.bench.strategy, self.before, self.slots)
 
     @property
     def wrong(self) -> list[Difference]:
@@ -113,6 +122,38 @@ def compare_step(
     replicas = list(_differing_replicas(actual.on_devices, bench.strategy.mesh))
     sides = state, slots, expected, actual
     return StepComparison(bench, number, batch, *sides, differences, replicas)
+
+
+def conserved(step: StepComparison) -> Difference | None:
+    """The gradient, with what `sync` has yet to send of it, against the oracle's: the worst leaf.
+
+    None: the slot has no `pending`, the oracle is no exact one, or the step was skipped.
+    """
+    strategy, bounds = step.bench.strategy, {d.name: d.bound for d in step.differences}
+    pending = contracts.attribute(strategy.config.sync, "pending")
+    if pending is None or step.expected.skipped or step.bench.oracle.algorithm:
+        return None
+    options = contracts.options_of(pending, of_layout(strategy))
+    trees = [pending(x.slots["sync"], **options) for x in (step.own, step.actual.state)]
+    contracts.check_state(
+        "data_parallel.sync", trees[1], step.before.params, "its `pending` returned"
+    )
+    old, new = (named("gradient", x) for x in trees)
+
+    def unclipped(result: StepResult) -> Named:
+        factor = float(clip_factor(jnp.float32(result.norm), strategy.spec.max_grad_norm))
+        return named("gradient", jax.tree.map(lambda g: g / factor, gradients_of(result.state)))
+
+    def compared(key: tuple[str, str], sent: np.ndarray, expected: np.ndarray) -> Difference:
+        parts = np.stack([np.asarray(x, np.float64) for x in (sent, new[key], -old[key])])
+        apart = gap(parts.sum(0).astype(expected.dtype), expected)
+        # Each part is rounded, also where they cancel.
+        largest = max(np.abs(x).max(initial=0) for x in (*parts, expected))
+        size = largest / max(np.abs(expected).max(initial=0), np.finfo(np.float32).tiny)
+        return Difference(*key, step.number, apart, bounds[" ".join(key)] * size)
+
+    sent, expected = unclipped(step.actual), unclipped(step.expected)
+    return max((compared(k, sent[k], expected[k]) for k in expected), key=lambda d: d.excess)
 
 
 def _measured(result: StepResult) -> Named:

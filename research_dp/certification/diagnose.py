@@ -274,7 +274,7 @@ def _unused_examples(step: StepComparison, other: Batch) -> Iterator[str]:
         batch = {name: np.array(x) for name, x in step.batch.items()}
         for name, x in other.items():
             batch[name][rows] = x[rows]
-        actual = run_step(bench.strategy, step.before, batch)
+        actual = run_step(bench.strategy, step.own, batch)
         expected = run_step(bench.oracle, step.before, batch)
         is_same = actual.metrics["loss"] == step.actual.metrics["loss"]
         if is_same and expected.metrics["loss"] != step.expected.metrics["loss"]:

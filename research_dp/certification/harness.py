@@ -110,7 +110,7 @@ class Bench:
 
     @functools.cached_property
     def strategy(self) -> Strategy:
-        return self.config.build(self._recording_spec)
+        return self._config.build(self._recording_spec)
 
     @functools.cached_property
     def oracle(self) -> Strategy:
@@ -131,12 +131,18 @@ class Bench:
         return dataclasses.replace(self.against, **changes).build(spec)
 
     @functools.cached_property
+    def _config(self) -> StrategyConfig:
+        return dataclasses.replace(self.config, optimizer=None)
+
+    @functools.cached_property
     def _recording_spec(self) -> TrainSpec:
-        return dataclasses.replace(self.spec, optimizer=record_gradients(self.spec.optimizer))
+        """With the strategy's optimizer, which the oracle takes too."""
+        optimizer = record_gradients(self.config.optimizer_of(self.spec))
+        return dataclasses.replace(self.spec, optimizer=optimizer)
 
     @functools.cached_property
     def _apply_optimizer(self) -> Callable[..., tuple[PyTree, PyTree]]:
-        optimizer = self.config.fitted(self._recording_spec).optimizer
+        optimizer = self._config.fitted(self._recording_spec).optimizer
         return jax.jit(functools.partial(apply_in_step, optimizer))
 
     @functools.cached_property

@@ -27,6 +27,7 @@ from research_dp.distributed.units import Units
 from research_dp.errors import binding_error
 from research_dp.strategies.strategy import (
     NONFINITE,
+    OF_SYNC,
     SKIPPED,
     Metrics,
     PlacedBatch,
@@ -268,7 +269,8 @@ def _differences(
     as the bound of half precision is.
     """
     rounding, of_half = functools.cache(lambda: _rounding(strategy)), functools.cache(half)
-    for name in sorted(first.keys() - set(_NO_SUMS), key=lambda name: (name != "loss", name)):
+    names = [x for x in first if x not in _NO_SUMS and not x.startswith(OF_SYNC)]
+    for name in sorted(names, key=lambda name: (name != "loss", name)):
         sums, weights = np.stack([np.asarray(x[name], np.float64) for x in (first, second)]).T
         if not (np.isfinite(sums).all() and np.isfinite(weights).all()):
             continue  # what is not finite ends the run with words of its own

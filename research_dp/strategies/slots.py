@@ -12,16 +12,21 @@ What else a strategy decides comes by keyword, to functions that declare it by `
     params: Parameters as they are between steps; `sync`.
     scale: A 0-d float32; gradients times it are those of the loss; `sync` with
         `sync_each = 'step'`.
+    report: A function of a name and a 0-d number: a metric, 'sync/' before its name, the mean over
+        devices; `sync` with `sync_each = 'step'`.
     shardings: `LeafSharding`s of gradients and optimizer state; `sync`, `update`.
-    stored: `LeafSharding`s of the parameters between steps; `update`.
+    stored: `LeafSharding`s of the parameters between steps; `sync`, `update`.
     rows: Row indices: only these rows of a feature-sharded table are returned; `gather`.
     mesh: Over which global arrays are sharded; `update`, and `gather` in engine `compiled`.
     units, on_decision, pads: See `shard_params`; `shard`.
 
 `sync` and `update` may carry state, as Optax transforms do: see `Stateful`. Its `init` may take
-`devices`, `key` and `shardings`, its `resize` `devices`, `params` and `shardings`. Gradients reach
+`devices`, `key`, `shardings` and `stored`, its `resize` `params` in place of `key`. Gradients reach
 a `sync` with state in the unit of the loss, whatever the loss scale and the weight of the batch, if
 it is called once a step: `scale` is 1. With exact sums the unit is that of sums.
+
+A `gather` or `sync` that sends something else than the elements of an array has a function
+`wire_bytes(shape, dtype)`: bytes of an array, of the shape that this device has, sent once.
 
 A slot of `gather`, `sync` or `update` whose attribute `algorithm` is a sentence, e.g. "parameters
 are averaged each 8 steps", computes by design something else than the reference. A comparison of
@@ -46,7 +51,7 @@ from research_dp.types import PyTree
 
 NAMES = ("shard", "gather", "sync", "update")
 # Options with which `sync` is called once a step, or micro-batch, for all parameters together.
-OF_A_STEP = ("step", "key", "params", "scale")
+OF_A_STEP = ("step", "key", "params", "scale", "report")
 
 
 class Shard(Protocol):
@@ -113,6 +118,10 @@ class Stateful(Protocol):
 
         It is given the number of devices over which the state differs, unless it takes options.
         UsageError: there is no way.
+
+        A `sync` that adds to the next gradient what it did not send may have a method `pending` of
+        the same arguments: the part of the mean gradient, in full, that is not sent yet. `certify`
+        checks that nothing is lost.
         """
 
 

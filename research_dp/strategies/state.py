@@ -80,8 +80,10 @@ def _init_slot(
     offered: dict[str, Any] = {"devices": dict(config.mesh.shape)}
     if slots.takes_any(slot.init, "key"):
         offered["key"] = strategy.slot_init_key(key, name)
-    if slots.takes_any(slot.init, "shardings"):
-        offered["shardings"] = _param_shardings(config, spec, params)
+    if slots.takes_any(slot.init, "shardings", "stored"):
+        slices = _param_shardings(config, spec, params)
+        stored = _of_params(config, slices, sharded=config.gather is not None)
+        offered.update(shardings=slices, stored=stored)
     made = slot.init(params, **slots.options_of(slot.init, offered))
     state = _arrays(f"data_parallel.{name}", made)
 
@@ -140,10 +142,16 @@ def _devices_over(config: StrategyConfig, name: str, axes: tuple[str, ...]) -> i
     return math.prod(sizes[axis] for axis in axes)
 
 
+def of_layout(built: strategy.Strategy) -> dict[str, Any]:
+    """What methods of a slot are offered that see the state of all devices."""
+    shardings = built.shardings
+    devices = dict(built.config.mesh.shape)
+    return {"devices": devices, "shardings": shardings.slices, "stored": shardings.params}
+
+
 def resize_slots(built: strategy.Strategy, state: TrainState) -> TrainState:
     """A state whose slots may be those of another number of devices, for this strategy."""
-    config, resized = built.config, {}
-    offered = {"devices": dict(config.mesh.shape), "shardings": built.shardings.slices}
+    config, resized, offered = built.config, {}, of_layout(built)
     for name, slot in stateful(config).items():
         expected, resized[name] = built.abstract_state.slots[name], state.slots[name]
         if jax.tree.map(jnp.shape, resized[name]) == jax.tree.map(jnp.shape, expected):
@@ -174,12 +182,7 @@ def infer_state_sharding(
     sharding.by_path(abstract)  # a checkpoint has its arrays by path, so it needs different ones
     _check_state_axes(config)
     slices = _param_shardings(config, spec, abstract.params)
-    of_groups = {"axes": (FSDP_AXIS,), "axis_size": config.mesh.shape[FSDP_AXIS]}
-    params = jax.tree.map(
-        lambda p: dataclasses.replace(p, **of_groups, multiple=p.axis_size), slices
-    )
-    if not params_sharded:
-        params = sharding.replicated(slices)
+    params = _of_params(config, slices, sharded=params_sharded)
     step_of(config.reduction).check_model(config, spec, abstract)
     specs = jax.tree.map(lambda _: PartitionSpec(), abstract)._replace(
         params=jax.tree.map(lambda p: p.spec, params),
@@ -212,6 +215,14 @@ def _of_logical(x: Any, stored: Any) -> NamedSharding:
     if x.size == stored.size and FSDP_AXIS in stored.sharding.spec:
         return placement.of_parts(stored.sharding, x.shape)
     return NamedSharding(stored.sharding.mesh, PartitionSpec())
+
+
+def _of_params(config: StrategyConfig, slices: PyTree, *, sharded: bool) -> PyTree:
+    """How parameters are sharded between steps, given how their gradients are in the update."""
+    if not sharded:
+        return sharding.replicated(slices)
+    of_groups = {"axes": (FSDP_AXIS,), "axis_size": config.mesh.shape[FSDP_AXIS]}
+    return jax.tree.map(lambda p: dataclasses.replace(p, **of_groups, multiple=p.axis_size), slices)
 
 
 def _check_state_axes(config: StrategyConfig) -> None:

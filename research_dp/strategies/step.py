@@ -114,16 +114,19 @@ class Step:
             return sums, scale / self.loss_scale(state)
 
         scale: Any = None
+        reported: Sums = {}
         with self._split():
             grads, model_state, sums, slot_state = self.local_gradients(state, batch)
             if self.plan.syncs == "step":
-                offered = {}
+                offered: dict[str, Any] = {"report": _reporter(reported)}
                 if self.carries_state or slots.takes_any(self.config.sync, "scale"):
                     sums, scale = summed(sums)
                     before, offered["scale"] = self.scales(scale)
                     if self.carries_state:
                         grads = jax.tree.map(lambda g: self._times(g, before), grads)
                 grads, slot_state = self.sync(grads, state, slot_state, **offered)
+        if reported:
+            sums |= reported if scale is None else self.sum_metrics(reported)
         # Global arrays are whole for who sees them, however devices share them.
         slices = self.shardings.slices if self.axes else replicated(self.shardings.slices)
         slots.check_shapes("sync", "gradients", grads, slices)
@@ -351,9 +354,11 @@ class Step:
         slot = self.config.sync
         if slot is None:
             return grads, slot_state
+        # A part of the model is synchronised by itself where parameters are not gathered.
+        stored = self.shardings.params if shardings is None else replicated(shardings)
         shardings = self.shardings.slices if shardings is None else shardings
-        context = self._context("sync", slot, state)
-        options = {**context, "shardings": shardings, "params": state.params, **offered}
+        options = {**self._context("sync", slot, state), "params": state.params, **offered}
+        options |= {"shardings": shardings, "stored": stored}
         if self.config.gather is not None:
             grads = slots.in_boxes(grads, self.shardings.params)
         return slots.call_in(slot_state, "sync", slot, grads, self.axes, **options)
@@ -431,6 +436,19 @@ class Step:
 
         (grads, late_grads), out = jax.grad(of_targets, (0, 1), has_aux=True)(targets, late)
         return joined(grads, sync(late_grads, late_slices)), out
+
+
+def _reporter(reported: Sums) -> Callable[[str, Any], None]:
+    """What `sync` reports metrics by, under names of their own."""
+
+    def report(name: str, value: Any) -> None:
+        if jnp.shape(value):
+            problem = f": its metric {name!r} has shape {jnp.shape(value)}. Report a 0-d number."
+            raise binding_error("data_parallel.sync", problem)
+        pair = jnp.asarray(value, jnp.float32), jnp.ones((), jnp.float32)
+        reported[f"{strategy.OF_SYNC}{name}"] = jnp.stack(pair)
+
+    return report
 
 
 def step_of(reduction: Reduction) -> type[Step]:

@@ -39,6 +39,7 @@ NONFINITE, SKIPPED = "nonfinite", "skipped_steps"
 WEIGHTLESS, NO_WEIGHT = 2.0, 3.0
 # Names that a model's own metrics cannot have: the step's metrics, and the keys of a record.
 _RESERVED = ("loss", "grad_norm", NONFINITE, SKIPPED, "split", "step", *MEASURED)
+OF_SYNC = "sync/"  # how the names begin of metrics that `sync` reports
 _OF_A_PART = "the loss is that of each device's part of the batch"
 # Random keys: each purpose has a root of its own, so that no key is drawn from twice.
 _INIT, _EXAMPLES, _SLOTS = 0, 1, 2
@@ -200,6 +201,8 @@ class StrategyConfig:
         gather: How shards become full parameters for compute. None: parameters are replicated.
         sync: How gradients are averaged. None: there is one device, or the compiler averages.
         update: How the optimizer is applied to global arrays. None: as by `apply_gradients`.
+        optimizer: (the run's optimizer) -> the one that this strategy applies, both of Optax, e.g.
+            one of signs. None: the run's own.
         state_axes: Mesh axes over which gradients and optimizer state are sharded, for a `sync` and
             an `update` that do so; `fsdp` first.
         reshard_after_forward: Whether gathered parameters are dropped after their use, and gathered
@@ -233,6 +236,7 @@ class StrategyConfig:
     gather: Callable[..., Mapping] | None = None
     sync: Slot | None = None
     update: Slot | None = None
+    optimizer: Callable[[Transform], Transform] | None = None
     state_axes: Sequence[str] = (FSDP_AXIS,)
     reshard_after_forward: bool = True
     sync_each: When = "step"
@@ -258,10 +262,10 @@ class StrategyConfig:
                 " = 'micro_batch' with reshard_after_forward = False: gradients of gathered "
                 "parameters are scattered at the end of a step only. Use 'step'.",
             )
-        if self.sync_each == "micro_batch" and slots.takes_any(self.sync, "scale"):
+        if self.sync_each == "micro_batch" and slots.takes_any(self.sync, "scale", "report"):
             raise binding_error(
                 "data_parallel.sync_each",
-                " = 'micro_batch': `sync` takes `scale`, which is known at the end of a step. Use "
+                " = 'micro_batch': `sync` takes `scale` or `report`, which are of a step. Use "
                 "'step'.",
             )
         if (
@@ -287,7 +291,8 @@ class StrategyConfig:
     @property
     def algorithm(self) -> str | None:
         """The `algorithm` of its slots, if they compute another one by design; else None."""
-        return slots.algorithm({n: getattr(self, n) for n in ("gather", "sync", "update")})
+        names = ("gather", "sync", "update", "optimizer")
+        return slots.algorithm({n: getattr(self, n) for n in names})
 
     def resolve(self, spec: TrainSpec) -> StrategyConfig:
         """The strategy that is built: this one, or what it chooses (UsageError: there is none)."""
@@ -324,8 +329,17 @@ class StrategyConfig:
             warnings.warn(f"{self.name}: {reason}. {advice}", stacklevel=2)
         return strategy
 
+    def optimizer_of(self, spec: TrainSpec) -> Transform:
+        """The optimizer that this strategy applies."""
+        made = spec.optimizer if self.optimizer is None else self.optimizer(spec.optimizer)
+        if not (hasattr(made, "init") and hasattr(made, "update")):
+            problem = f" returned {described(made)}. Return a transformation of Optax."
+            raise binding_error("data_parallel.optimizer", problem)
+        return made
+
     def fitted(self, spec: TrainSpec) -> TrainSpec:
-        """The spec as an engine takes it: with the strategy's own dtype and scale."""
+        """The spec as an engine takes it: with the strategy's own optimizer, dtype and scale."""
+        spec = dataclasses.replace(spec, optimizer=self.optimizer_of(spec))
         if (dtype := self.stored_dtype) is not None:
             optimizer = with_master_weights(spec.optimizer)
             spec = dataclasses.replace(spec, optimizer=optimizer, param_dtype=dtype)
@@ -347,7 +361,7 @@ def check_loss(out: Any, spec: TrainSpec) -> None:
         name = f"{spec.gin_name}.model"
         returns = "return LossOutput(total, weight, model_state, sums), sums over the examples."
         raise binding_error(name, f": its loss returned {described(out)}; {returns}")
-    if taken := sorted(set(out.sums).intersection(_RESERVED)):
+    if taken := sorted(x for x in out.sums if x in _RESERVED or x.startswith(OF_SYNC)):
         problem = (
             f": its metric {taken[0]!r} has the name of one that every run reports. Rename it."
         )

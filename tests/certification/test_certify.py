@@ -21,6 +21,7 @@ from research_dp.distributed.mesh import one_device_mesh
 from research_dp.errors import UsageError
 from research_dp.models import convnet, mlp, transformer
 from tests.support.certified import STEPS, bench_of, noise, refusal, small_model
+from tests.support.marks import exhaustive, slow
 from tests.support.repository import stems
 
 TWO_AXES = "make_mesh.axes = {'data': 4, 'fsdp': 2}"  # replication is tracked over both
@@ -161,6 +162,60 @@ def test_a_planted_bug_is_found_in_a_slot_with_state():
     assert "all gradients: 0.9" in refusal("ddp", sync=Shrunk(), **SENT)
 
 
+class InEightBits(ErrorFeedback):
+    """Values of eight bits, whose sums are not rounded."""
+
+    algorithm = "gradients are rounded to eight bits"
+
+    def apply(self, grads, axis_names, *, state):
+        exact = jax.tree.map(jnp.add, grads, state)
+        sent = jax.tree.map(lambda x: x.astype("float8_e4m3fn").astype(x.dtype), exact)
+        return sync_gradients(sent, axis_names), jax.tree.map(jnp.subtract, exact, sent)
+
+
+class Losing(InEightBits):
+    """What was not sent is forgotten."""
+
+    def apply(self, grads, axis_names, *, state):
+        return super().apply(grads, axis_names, state=jax.tree.map(jnp.zeros_like, state))
+
+
+@pytest.mark.parametrize("slot", [InEightBits, Losing])
+def test_no_gradient_is_lost_in_a_slot_that_keeps_what_is_pending(slot):
+    """Numbers of another algorithm are not judged, and this is."""
+    done = certify(bench_of("ddp", sync=slot()), noise(), steps=3)
+    checks = {check.name: check.passed for check in done.checks}
+    assert checks["gradient"] is None and checks["sent and pending"] is (slot is InEightBits)
+
+
+# The examples of docs/compressed.md, and the devices that an axis has after they are moved.
+COMPRESSED = {
+    "powersgd": "data 4 x fsdp 1",
+    "powersgd_zero1": "data 1 x fsdp 4",
+    "powersgd_hsdp": None,  # refused in its own words
+    "int8_gather": "data 1 x fsdp 4",
+    "sign_sgd": "data 4 x fsdp 1",
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [slow("powersgd_zero1"), *map(exhaustive, sorted(COMPRESSED.keys() - {"powersgd_zero1"}))],
+)
+def test_compressed_strategies_lose_no_gradient_and_continue_on_fewer_devices(name):
+    load.load([f"examples/{name}.gin"])
+    config = gin_internals.value_of("train.strategy")
+    bench = dataclasses.replace(bench_of("ddp"), config=config)
+    done = certify(bench, noise(), steps=AFTER + 2)
+    assert done.algorithm and done.is_right, str(done)
+    checks = {check.name: check.passed for check in done.checks}
+    assert checks["saved and restored"] and checks["copies"]
+    if "powersgd" in name:
+        assert checks["sent and pending"]
+    if COMPRESSED[name]:
+        assert checks[f"moved to {name} on {COMPRESSED[name]}"]
+
+
 def moves(steps=1, **slots):
     """A certificate of the configuration in examples/, and its checks of moved states."""
     load.load(["examples/ddp_error_feedback.gin"])
@@ -188,6 +243,7 @@ class EverySecond(ErrorFeedback):
     """Gradients reach the optimizer each second step, averaged over both; states are a device's."""
 
     algorithm = "the optimizer gets the mean of two steps' gradients, each second step"
+    pending = None
 
     def __init__(self):
         super().__init__("float32")

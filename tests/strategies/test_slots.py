@@ -466,6 +466,90 @@ def test_a_slot_is_told_of_its_step_and_keeps_once_what_is_the_same(stem, sizes)
     assert first != np.asarray(strategy.init(1).slots["sync"]["key"]).tobytes()
 
 
+@takes("report")
+def reporting(grads, axes, *, report):
+    report("device", lax.axis_index(axes))
+    return rdp.sync_gradients(grads, axes)
+
+
+class StatefulReporting(Counting):
+    @takes("report")
+    def apply(self, grads, axes, *, state, report):
+        return reporting(grads, axes, report=report), state
+
+
+@pytest.mark.parametrize("sync", [reporting, StatefulReporting()])
+def test_sync_reports_metrics_the_mean_over_devices(sync):
+    two = dataclasses.replace(spec(), accumulation_steps=2)
+    strategy = dataclasses.replace(recipe("ddp"), sync=sync).build(two)
+    batch = strategy.place_batch(examples(0, BATCH))
+    _, metrics = strategy.train_step(strategy.init(0), batch)
+    assert rdp.metric_means(metrics)["sync/device"] == 3.5
+    assert rdp.check_batch_loss(strategy, batch) is None, "it is no metric of examples"
+
+
+def test_a_report_that_cannot_be_is_refused():
+    with pytest.raises(rdp.UsageError, match=r"sync_each = 'micro_batch': `sync` takes .*report"):
+        dataclasses.replace(recipe("ddp"), sync=reporting, sync_each="micro_batch")
+
+    @takes("report")
+    def row(grads, axes, *, report):
+        report("row", jnp.zeros(3))
+        return rdp.sync_gradients(grads, axes)
+
+    with pytest.raises(rdp.UsageError, match=r"sync: its metric 'row' has shape \(3,\)"):
+        dataclasses.replace(recipe("ddp"), sync=row).build(spec())
+
+
+@pytest.mark.parametrize("stem", ["ddp", "zero1", "hsdp"])
+def test_gradients_come_in_the_shapes_of_stored(stem):
+    config = recipe(stem)
+
+    @takes("stored", "shardings", "reduction")
+    def sync(grads, axes, *, stored, shardings, reduction):
+        came = jax.tree.map(jnp.shape, unboxed(grads))
+        assert came == jax.tree.map(lambda p: p.local_shape, stored)
+        options = {"shardings": shardings} if stem == "zero1" else {}
+        return config.sync(grads, axes, reduction=reduction, **options)
+
+    class Kept(Late):
+        @takes("stored")
+        def init(self, params, *, stored):
+            return jax.tree.map(lambda p: jnp.zeros(p.local_shape), stored)
+
+        @takes("stored", "shardings", "reduction")
+        def apply(self, grads, axes, *, state, **options):
+            came = jax.tree.map(jnp.shape, unboxed(grads))
+            assert came == jax.tree.map(jnp.shape, state)
+            return sync(grads, axes, **options), state
+
+    for one in (sync, Kept()):
+        dataclasses.replace(config, sync=one).build(spec())
+
+
+def of_signs(optimizer):
+    signs = optax.stateless(lambda g, p: jax.tree.map(jnp.sign, g))
+    return optax.chain(signs, optimizer)
+
+
+of_signs.algorithm = "steps of signs"
+
+
+def test_a_strategy_brings_its_optimizer():
+    own = dataclasses.replace(recipe("fsdp"), optimizer=of_signs)
+    wrapped = dataclasses.replace(spec(), optimizer=of_signs(spec().optimizer))
+    expected = recipe("fsdp").build(wrapped)
+    strategy = own.build(spec())
+    assert strategy.algorithm == "steps of signs" and expected.algorithm is None
+    batch = strategy.place_batch(examples(0, BATCH))
+    states = [x.train_step(x.init(0), batch)[0] for x in (strategy, expected)]
+    jax.tree.map(np.testing.assert_array_equal, *states)
+    with pytest.raises(
+        rdp.UsageError, match=r"optimizer returned .*None.* transformation of Optax"
+    ):
+        dataclasses.replace(own, optimizer=lambda inner: None).build(spec())
+
+
 def weighted(scale=None, sync=None, devices=8, files=(), param_dtype=None):
     """The loss of a linear model whose examples have weights."""
 

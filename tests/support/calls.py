@@ -294,6 +294,7 @@ CALLS = {
         "name": ("ddp", "text"),
         "engine": (rdp.mapped, "a function"),
         **{slot: (None, "a function?") for slot in ("shard", "gather", "sync", "update")},
+        "optimizer": (None, "a function?"),
         "state_axes": (("fsdp",), "text or texts"),
         "reshard_after_forward": (True, "a flag"),
         "sync_each": ("step", "one of its class"),

@@ -1,0 +1,123 @@
+"""PowerSGD: gradients averaged as products of two thin matrices, with error feedback.
+
+Vogels et al., 2019, arXiv 1905.13727. The last two dims of an array are a matrix, those before
+count matrices: layers of a stack, places of a convolution. What has one dim is averaged as it is.
+"""
+
+import math
+from typing import ClassVar
+
+import flax.linen as nn
+import gin
+import jax
+import jax.numpy as jnp
+import optax
+
+from research_dp import PLAIN, UsageError, sync_gradients
+from research_dp.distributed.boxed import unboxed
+from research_dp.distributed.buckets import shard_tree
+from research_dp.distributed.collectives import takes
+from research_dp.distributed.sharding import fitted, is_sharded
+
+
+@gin.register
+class PowerSGD:
+    """Averages matrices of gradients at a low rank; what is lost is added to the next gradient.
+
+    Args:
+        rank: Of the product. At the smaller side of a matrix nothing is lost.
+    """
+
+    algorithm = "gradients are averaged as matrices of low rank, with error feedback"
+    # Each device has errors of its own. A basis is that of a gradient, or of a shard of it.
+    differs_over: ClassVar = {"error": ("data", "fsdp"), "basis": ("fsdp",)}
+
+    def __init__(self, rank: int = 4):
+        self.rank = rank
+
+    @takes("stored", "key")
+    def init(self, params, *, stored, key):
+        """No errors, and random bases; () for what is no matrix."""
+        leaves, tree = jax.tree.flatten(stored)
+        error, basis = [], []
+        for p, own_key in zip(leaves, jax.random.split(key, len(leaves)), strict=True):
+            *batch, columns = p.local_shape  # as gradients come: shards, if they are gathered
+            size = (*batch[:-1], columns, self.rank)
+            is_matrix = len(batch) > 0
+            error.append(jnp.zeros(p.local_shape, p.dtype) if is_matrix else ())
+            basis.append(jax.random.normal(own_key, size, p.dtype) if is_matrix else ())
+        return {"error": tree.unflatten(error), "basis": tree.unflatten(basis)}
+
+    @takes("reduction", "shardings", "stored", "report")
+    def apply(self, grads, axis_names, *, state, shardings, stored, report, reduction=PLAIN):
+        """(mean gradients, of low rank; new errors and bases)."""
+        boxes, tree = jax.tree.flatten(grads, is_leaf=lambda x: isinstance(x, nn.Partitioned))
+        errors, bases = (tree.flatten_up_to(state[name]) for name in ("error", "basis"))
+
+        def mean(values):
+            """Means by number of the gradient, over axes that its box does not name."""
+            boxed = {
+                i: boxes[i].replace(value=x) if isinstance(boxes[i], nn.Partitioned) else x
+                for i, x in values.items()
+            }
+            return unboxed(sync_gradients(boxed, axis_names, reduction=reduction))
+
+        grads = dict(enumerate(unboxed(boxes)))
+        exact = {i: x + errors[i] for i, x in grads.items() if x.ndim > 1}
+        left = mean({i: x @ bases[i] for i, x in exact.items()})
+        left = {i: jnp.linalg.qr(x)[0] for i, x in left.items()}
+        own = {i: x.mT @ left[i] for i, x in exact.items()}
+        right = mean(own)
+        sent = {i: left[i] @ right[i].mT for i in exact}
+        lost = {i: x - left[i] @ own[i].mT for i, x in exact.items()}
+        size = jnp.maximum(optax.tree.norm(exact), 1e-30)
+        report("compression_error", optax.tree.norm(lost) / size)
+
+        sent |= mean({i: x for i, x in grads.items() if i not in exact})
+        means = tree.unflatten([sent[i] for i in grads])
+        if not is_sharded(stored):  # they came whole, and an update may take slices
+            means = shard_tree(means, shardings)
+        kept = {"error": lost, "basis": right}
+        return means, {k: tree.unflatten([x.get(i, ()) for i in grads]) for k, x in kept.items()}
+
+    def wire_bytes(self, shape, dtype):
+        """Bytes of a gradient of this shape, sent once."""
+        *batch, columns = shape or (1,)
+        size = (batch[-1] + columns) * self.rank * math.prod(batch[:-1]) if batch else columns
+        return size * dtype.itemsize
+
+    @takes("stored")
+    def pending(self, state, *, stored):
+        """What of the mean gradient was not sent yet, given the state of all devices."""
+
+        def one(p, error):
+            if len(p.shape) < 2:
+                return jnp.zeros(p.shape, p.dtype)
+            shards = 1 if p.dim is None else p.axis_size
+            parts = error.reshape(-1, shards, *error.shape[1:]).mean(0)
+            return fitted(jnp.concatenate(list(parts), p.dim or 0), p.shape)
+
+        return jax.tree.map(one, stored, state["error"])
+
+    @takes("devices", "stored")
+    def resize(self, state, *, devices, stored):
+        """The mean of the errors is what it was."""
+        shards = devices["fsdp"] if is_sharded(stored) else 1
+        old = jax.tree.leaves(state["basis"])[0].shape[0] if is_sharded(stored) else 1
+        if old != shards:
+            problem = f"PowerSGD keeps errors of {old} shards of a gradient, not of {shards}"
+            raise UsageError(f"{problem}: continue with make_mesh.axes = {{'fsdp': {old}, ...}}.")
+
+        def error(x):
+            mean = x.reshape(-1, shards, *x.shape[1:]).mean(0)
+            return jnp.tile(
+                mean, (devices["data"] * devices["fsdp"] // shards, *[1] * (x.ndim - 1))
+            )
+
+        def basis(x):
+            return x if shards > 1 else jnp.repeat(x[:1], devices["fsdp"], 0)
+
+        return {
+            "error": jax.tree.map(error, state["error"]),
+            "basis": jax.tree.map(basis, state["basis"]),
+        }
