@@ -22,28 +22,30 @@ class ErrorFeedback:
     """
 
     differs_over = ("data", "fsdp")  # each device rounds its own gradients
+    by_unit = True  # as soon as those of a unit are ready
 
     def __init__(self, dtype: str = "bfloat16"):
         self.dtype = dtype
 
     def init(self, params):
         """No error yet: zeros like the parameters."""
-        return jax.tree.map(jnp.zeros_like, params)
+        return {"error": jax.tree.map(jnp.zeros_like, params)}
 
     @takes("reduction")
     def apply(self, grads, axis_names, *, state, reduction=PLAIN):
         """(mean gradients in the dtype of sums, new errors in that of the parameters)."""
-        if jax.tree.structure(grads) != jax.tree.structure(state):  # boxes of sharded gradients
+        old = state["error"]
+        if jax.tree.structure(grads) != jax.tree.structure(old):  # boxes of sharded gradients
             raise UsageError("ErrorFeedback keeps no errors of sharded gradients; use it with ddp.")
-        exact = jax.tree.map(jnp.add, grads, state)
+        exact = jax.tree.map(jnp.add, grads, old)
         rounded = jax.tree.map(lambda x: x.astype(self.dtype), exact)
-        errors = jax.tree.map(lambda x, r, e: (x - r).astype(e.dtype), exact, rounded, state)
+        errors = jax.tree.map(lambda x, r, e: (x - r).astype(e.dtype), exact, rounded, old)
         mean = sync_gradients(rounded, axis_names, reduction=reduction)
-        return jax.tree.map(lambda m, x: m.astype(x.dtype), mean, exact), errors
+        return jax.tree.map(lambda m, x: m.astype(x.dtype), mean, exact), {"error": errors}
 
     def pending(self, state):
         """What of the mean gradient was not sent yet, given the errors of all devices."""
-        return jax.tree.map(lambda x: x.mean(0), state)
+        return jax.tree.map(lambda x: x.mean(0), state["error"])
 
     def resize(self, state, devices):
         """The mean error on each device: what is still to be added to the mean gradient stays."""

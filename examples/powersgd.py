@@ -11,7 +11,6 @@ import flax.linen as nn
 import gin
 import jax
 import jax.numpy as jnp
-import optax
 
 from research_dp import PLAIN, UsageError, sync_gradients
 from research_dp.distributed.boxed import unboxed
@@ -31,25 +30,27 @@ class PowerSGD:
     algorithm = "gradients are averaged as matrices of low rank, with error feedback"
     # Each device has errors of its own. A basis is that of a gradient, or of a shard of it.
     differs_over: ClassVar = {"error": ("data", "fsdp"), "basis": ("fsdp",)}
+    by_unit = True  # as soon as gradients of a unit are ready
 
     def __init__(self, rank: int = 4):
         self.rank = rank
 
-    @takes("stored", "key")
-    def init(self, params, *, stored, key):
-        """No errors, and random bases; () for what is no matrix."""
+    @takes("stored", "stacked", "key")
+    def init(self, params, *, stored, stacked, key):
+        """No errors, and random bases; () for what is no matrix, nor one of each layer."""
         leaves, tree = jax.tree.flatten(stored)
         error, basis = [], []
-        for p, own_key in zip(leaves, jax.random.split(key, len(leaves)), strict=True):
-            *batch, columns = p.local_shape  # as gradients come: shards, if they are gathered
-            size = (*batch[:-1], columns, self.rank)
-            is_matrix = len(batch) > 0
+        keys = jax.random.split(key, len(leaves))
+        for p, layers, own_key in zip(leaves, jax.tree.leaves(stacked), keys, strict=True):
+            shape = p.local_shape  # as gradients come: shards, if they are gathered
+            is_matrix = len(shape) > 1 + layers
+            size = (*shape[:-2], *shape[-1:], self.rank)
             error.append(jnp.zeros(p.local_shape, p.dtype) if is_matrix else ())
             basis.append(jax.random.normal(own_key, size, p.dtype) if is_matrix else ())
         return {"error": tree.unflatten(error), "basis": tree.unflatten(basis)}
 
-    @takes("reduction", "shardings", "stored", "report")
-    def apply(self, grads, axis_names, *, state, shardings, stored, report, reduction=PLAIN):
+    @takes("reduction", "shardings", "stored")
+    def apply(self, grads, axis_names, *, state, shardings, stored, reduction=PLAIN):
         """(mean gradients, of low rank; new errors and bases)."""
         boxes, tree = jax.tree.flatten(grads, is_leaf=lambda x: isinstance(x, nn.Partitioned))
         errors, bases = (tree.flatten_up_to(state[name]) for name in ("error", "basis"))
@@ -63,15 +64,13 @@ class PowerSGD:
             return unboxed(sync_gradients(boxed, axis_names, reduction=reduction))
 
         grads = dict(enumerate(unboxed(boxes)))
-        exact = {i: x + errors[i] for i, x in grads.items() if x.ndim > 1}
+        exact = {i: x + errors[i] for i, x in grads.items() if isinstance(bases[i], jax.Array)}
         left = mean({i: x @ bases[i] for i, x in exact.items()})
         left = {i: jnp.linalg.qr(x)[0] for i, x in left.items()}
         own = {i: x.mT @ left[i] for i, x in exact.items()}
         right = mean(own)
         sent = {i: left[i] @ right[i].mT for i in exact}
         lost = {i: x - left[i] @ own[i].mT for i, x in exact.items()}
-        size = jnp.maximum(optax.tree.norm(exact), 1e-30)
-        report("compression_error", optax.tree.norm(lost) / size)
 
         sent |= mean({i: x for i, x in grads.items() if i not in exact})
         means = tree.unflatten([sent[i] for i in grads])
@@ -91,7 +90,7 @@ class PowerSGD:
         """What of the mean gradient was not sent yet, given the state of all devices."""
 
         def one(p, error):
-            if len(p.shape) < 2:
+            if isinstance(error, tuple):
                 return jnp.zeros(p.shape, p.dtype)
             shards = 1 if p.dim is None else p.axis_size
             parts = error.reshape(-1, shards, *error.shape[1:]).mean(0)

@@ -15,19 +15,20 @@ from research_dp.distributed.collectives import takes
 
 
 @gin.register
-@takes("reduction", "devices")
-def majority_vote(grads, axis_names, *, devices, reduction=PLAIN):
-    """Gradients of a device -> 1, -1, or 0 for a draw; sums of signs are sent in int8."""
-    count = 1
-    for axis in axis_names:
-        count *= devices[axis]
+@takes("reduction", "devices", "report")
+def majority_vote(grads, axis_names, *, devices, report, reduction=PLAIN):
+    """Gradients of a device -> 1, -1, or 0 for a draw; sums of signs are sent in int8.
+
+    It reports the part of its own signs in which a device agrees with most.
+    """
+    count = math.prod(devices[axis] for axis in axis_names)
     dtype = jnp.int8 if count < 128 else jnp.int32
-
-    def one(gradient):
-        votes = reduction.all_reduce(jnp.sign(gradient).astype(dtype), axis_names)
-        return jnp.sign(votes).astype(gradient.dtype)
-
-    return jax.tree.map(one, grads)
+    signs = jax.tree.map(lambda x: jnp.sign(x).astype(dtype), grads)
+    most = jax.tree.map(lambda x: jnp.sign(reduction.all_reduce(x, axis_names)), signs)
+    agree = jax.tree.map(lambda a, b: jnp.sum(a == b), signs, most)
+    size = sum(x.size for x in jax.tree.leaves(signs))
+    report("agreement", sum(jax.tree.leaves(agree)) / size)
+    return jax.tree.map(lambda x, g: x.astype(g.dtype), most, grads)
 
 
 majority_vote.wire_bytes = lambda shape, dtype: math.prod(shape)

@@ -19,29 +19,39 @@ from research_dp.distributed.differentiable_gather import GATHERED, with_gradien
 from research_dp.distributed.sharding import LeafSharding
 from research_dp.types import PyTree
 
-# (gradients, their shardings) -> gradients as the update takes them.
-Sync = Callable[[PyTree, PyTree], PyTree]
+# (gradients, their shardings, state by leaf) -> (gradients as the update takes them, new state).
+Sync = Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
 
 
 class Target(NamedTuple):
-    """A replicated parameter, and an array of its synchronised gradient's shape, for autodiff."""
+    """A replicated parameter, and what autodiff gives a gradient for.
+
+    The gradient of `target`, an array of its shape, is the synchronised one; that of `state` is the
+    new state of `sync`.
+    """
 
     param: Any
     target: Any
+    state: Any
 
 
-def targets_of(sync: Sync, params: PyTree, shardings: PyTree) -> PyTree:
+def targets_of(sync: Sync, params: PyTree, shardings: PyTree, states: PyTree) -> PyTree:
     """Arrays of the shapes that synchronised gradients have: the parameters, where they fit."""
 
     def one(param: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
         return param if param.shape == shape.shape else jnp.zeros(shape.shape, param.dtype)
 
-    return jax.tree.map(one, params, jax.eval_shape(lambda p: sync(p, shardings), params))
+    synced = jax.eval_shape(lambda p, s: sync(p, shardings, s)[0], params, states)
+    return jax.tree.map(one, params, synced)
 
 
-def with_target(params: PyTree, targets: PyTree) -> PyTree:
-    """Parameters for `Units` whose `gather` is `synchronised`, differentiated in `targets`."""
-    return jax.tree.map(lambda p, t: Target(jax.lax.stop_gradient(p), t), params, targets)
+def with_target(params: PyTree, targets: PyTree, states: PyTree) -> PyTree:
+    """Parameters for `Units` whose `gather` is `synchronised`, differentiated in the others."""
+
+    def one(param: jax.Array, target: jax.Array, state: PyTree) -> Target:
+        return Target(jax.lax.stop_gradient(param), target, state)
+
+    return jax.tree.map(one, params, targets, states)
 
 
 def synchronised(sync: Sync) -> Callable[[PyTree, PyTree], PyTree]:
@@ -68,20 +78,22 @@ def synchronised(sync: Sync) -> Callable[[PyTree, PyTree], PyTree]:
             return jax.tree.unflatten(treedef, one)
 
         @jax.custom_vjp
-        def run(params: PyTree, target: PyTree) -> PyTree:
+        def run(params: PyTree, target: PyTree, states: PyTree) -> PyTree:
             return jax.tree.map(lambda x: checkpoint_name(x, GATHERED), params)
 
-        def forward(params: PyTree, target: PyTree) -> tuple[PyTree, PyTree]:
+        def forward(params: PyTree, target: PyTree, states: PyTree) -> tuple[PyTree, PyTree]:
             # The backward pass needs the dtypes of the targets only.
-            return run(params, target), jax.tree.map(lambda x: jnp.zeros((0,), x.dtype), target)
+            like = jax.tree.map(lambda x: jnp.zeros((0,), x.dtype), target)
+            return run(params, target, states), (like, states)
 
-        def backward(like: PyTree, grads: PyTree) -> tuple[None, PyTree]:
-            synced = jax.tree.map(undivided, sync(grads, shardings), shardings)
-            return None, jax.tree.map(lambda g, x: g.astype(x.dtype), synced, like)
+        def backward(kept: Any, grads: PyTree) -> tuple[None, PyTree, PyTree]:
+            like, states = kept
+            means, new = sync(grads, shardings, states)
+            synced = jax.tree.map(undivided, means, shardings)
+            return None, jax.tree.map(lambda g, x: g.astype(x.dtype), synced, like), new
 
         run.defvjp(forward, backward)
-        full, target = (jax.tree.unflatten(treedef, part) for part in zip(*leaves, strict=True))
-        return run(full, target)
+        return run(*(jax.tree.unflatten(treedef, part) for part in zip(*leaves, strict=True)))
 
     return pass_on
 

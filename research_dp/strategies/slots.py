@@ -21,7 +21,8 @@ What else a strategy decides comes by keyword, to functions that declare it by `
     units, on_decision, pads: See `shard_params`; `shard`.
 
 `sync` and `update` may carry state, as Optax transforms do: see `Stateful`. Its `init` may take
-`devices`, `key`, `shardings` and `stored`, its `resize` `params` in place of `key`. Gradients reach
+`devices`, `key`, `shardings`, `stored` and `stacked` (a tree of bools: whether layers are the first
+dim), its `resize` the first, `params`, `shardings` and `stored`. Gradients reach
 a `sync` with state in the unit of the loss, whatever the loss scale and the weight of the batch, if
 it is called once a step: `scale` is 1. With exact sums the unit is that of sums.
 
@@ -100,6 +101,11 @@ class Stateful(Protocol):
     the same on all, as that of `update` is. The state is then a global array with a leading dim for
     those axes. Where some arrays differ and some do not, it is a tree prefix of the state, e.g.
     {"error": ("data", "fsdp"), "basis": ()}.
+
+    A `sync` with a true attribute `by_unit` may be called for each unit of a model when its
+    gradients are ready. Its state is then a mapping of trees nested like the parameters, whose
+    arrays are floating-point. Those of a stack of layers have the layers as first dim, and `apply`
+    may be given all layers or one.
     """
 
     differs_over: PyTree
@@ -195,6 +201,37 @@ def _algorithm(name: str, slot: Any) -> str | None:
     return sentence
 
 
+def is_by_unit(slot: Any) -> bool:
+    """Whether a slot with state may be called for one unit of the model at a time."""
+    return isinstance(slot, Stateful) and bool(getattr(slot, "by_unit", False))
+
+
+def check_by_unit(name: str, state: PyTree, params: PyTree) -> None:
+    """Raises UsageError if state is not such that a unit has its own."""
+    try:
+        for tree in state.values():
+            jax.tree.map(lambda _, x: x, params, tree)
+        dtypes = (jax.typeof(x).dtype for x in jax.tree.leaves(state))
+        if all(jax.numpy.issubdtype(dtype, jax.numpy.inexact) for dtype in dtypes):
+            return
+        problem = "integers"
+    except (AttributeError, ValueError) as error:
+        problem = first_line(error)
+    said = "a mapping of trees nested like the parameters, of floating-point arrays"
+    raise binding_error(f"data_parallel.{name}", f".by_unit: its state is not {said}: {problem}")
+
+
+def of_one_device(name: str, slot: Stateful, state: PyTree) -> PyTree:
+    """State of a device without its leading dim."""
+    return jax.tree.map(lambda x, axes: x[0] if axes else x, state, axes_of(name, slot, state))
+
+
+def of_all_devices(name: str, slot: Stateful, new: PyTree, old: PyTree) -> PyTree:
+    """The inverse, for new state; UsageError if it has not the types of the `old` one."""
+    check_state(f"data_parallel.{name}", new, old)
+    return jax.tree.map(lambda x, axes: x[None] if axes else x, new, axes_of(name, slot, new))
+
+
 def call_in(
     states: PyTree, name: str, slot: Callable[..., PyTree] | Stateful, *args: Any, **offered: Any
 ) -> tuple[PyTree, PyTree]:
@@ -206,12 +243,9 @@ def call_in(
     options = options_of(slot, offered)
     if not isinstance(slot, Stateful):
         return unboxed(slot(*args, **options)), states
-    over = axes_of(name, slot, states[name])
-    state = jax.tree.map(lambda x, axes: x[0] if axes else x, states[name], over)
+    state = of_one_device(name, slot, states[name])
     result, new = slot.apply(*args, state=state, **options)
-    check_state(f"data_parallel.{name}", new, state)
-    new = jax.tree.map(lambda x, axes: x[None] if axes else x, new, over)
-    return unboxed(result), {**states, name: new}
+    return unboxed(result), {**states, name: of_all_devices(name, slot, new, state)}
 
 
 def axes_of(name: str, slot: Stateful, state: PyTree) -> PyTree:

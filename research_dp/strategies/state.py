@@ -84,8 +84,11 @@ def _init_slot(
         slices = _param_shardings(config, spec, params)
         stored = _of_params(config, slices, sharded=config.gather is not None)
         offered.update(shardings=slices, stored=stored)
+    offered["stacked"] = jax.tree_util.tree_map_with_path(_is_stacked(spec), params)
     made = slot.init(params, **slots.options_of(slot.init, offered))
     state = _arrays(f"data_parallel.{name}", made)
+    if slots.is_by_unit(slot):
+        slots.check_by_unit(name, state, params)
 
     def one(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
         devices = _devices_over(config, name, axes)
@@ -217,6 +220,12 @@ def _of_logical(x: Any, stored: Any) -> NamedSharding:
     return NamedSharding(stored.sharding.mesh, PartitionSpec())
 
 
+def _is_stacked(spec: TrainSpec) -> Callable[..., bool]:
+    """Whether a parameter, by its path, has layers as its first dim."""
+    units = spec.model.units
+    return lambda keys, *_: sharding.unit_kind(path_name(keys), units) == sharding.STACK
+
+
 def _of_params(config: StrategyConfig, slices: PyTree, *, sharded: bool) -> PyTree:
     """How parameters are sharded between steps, given how their gradients are in the update."""
     if not sharded:
@@ -243,9 +252,7 @@ def _param_shardings(config: StrategyConfig, spec: TrainSpec, params: PyTree) ->
     if shard is None or axis_size == 1:
         return sharding.infer_sharding(params, shard and largest_dim, axis_size, units)
 
-    def is_stacked(keys: Any) -> bool:
-        return sharding.unit_kind(path_name(keys), units) == sharding.STACK
-
+    is_stacked = _is_stacked(spec)
     layers = jax.tree_util.tree_map_with_path(
         lambda keys, x: jax.ShapeDtypeStruct(x.shape[is_stacked(keys) :], x.dtype), params
     )

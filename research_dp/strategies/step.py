@@ -103,15 +103,9 @@ class Step:
         rows = batch.position.shape[1] * axes_size(self.axes)
 
         def summed(sums: Sums) -> tuple[Sums, jax.Array]:
-            """Metrics over devices, and the scale of gradients.
-
-            Losses were divided by the rows of a device's micro-batch; the true number of valid
-            items comes in here, once.
-            """
+            """Metrics over devices, and the scale of gradients."""
             sums = self.sum_metrics(sums)
-            count = sums["loss"][1]
-            scale = jnp.where(count > 0, rows / jnp.where(count > 0, count, 1.0), 0.0)
-            return sums, scale / self.loss_scale(state)
+            return sums, _scale_of(sums["loss"][1], rows) / self.loss_scale(state)
 
         scale: Any = None
         reported: Sums = {}
@@ -211,7 +205,7 @@ class Step:
         def gradients(carry: PyTree, micro: PlacedBatch) -> tuple[PyTree, Any, PyTree]:
             model_state, slot_state = carry
             if plan.syncs == "unit":
-                grads, out = self._synced_by_unit(state, params, model_state, micro)
+                grads, out, slot_state = self._synced_by_unit(state, params, micro, *carry)
             else:
                 loss = self.loss_of(state, model_state, micro, units)
                 grads, out = jax.grad(loss, has_aux=True)(params)
@@ -242,9 +236,10 @@ class Step:
         # Unit by unit saves time where collectives run beside compute, and memory where shards are
         # smaller than what they are scattered from.
         shards = is_sharded(self.shardings.slices)
-        is_plain = config.sync is not None and not isinstance(config.sync, slots.Stateful)
-        is_plain = is_plain and not slots.takes_any(config.sync, *slots.OF_A_STEP)
-        by_unit = config.gather is None and is_plain and has_units and (config.overlap or shards)
+        may = config.sync is not None and not slots.takes_any(config.sync, *slots.OF_A_STEP)
+        if isinstance(config.sync, slots.Stateful):  # the unit of gradients is that of the loss
+            may &= slots.is_by_unit(config.sync) and self.spec.loss_scale is None and not several
+        by_unit = config.gather is None and may and has_units and (config.overlap or shards)
         syncs = config.sync_each
         return GradientPlan(
             gathers, "unit" if by_unit and (syncs != "step" or not several) else syncs
@@ -252,8 +247,8 @@ class Step:
 
     @property
     def carries_state(self) -> bool:
-        """Whether `sync` has state, and is called once a step: gradients are scaled before it."""
-        return isinstance(self.config.sync, slots.Stateful) and self.plan.syncs == "step"
+        """Whether `sync` has state, and gradients are scaled before it."""
+        return isinstance(self.config.sync, slots.Stateful) and self.plan.syncs != "micro_batch"
 
     def scales(self, scale: jax.Array) -> tuple[Any, jax.Array]:
         """What gradients are multiplied by before they are synchronised, and after."""
@@ -405,10 +400,28 @@ class Step:
         return {name: summed[i] for i, name in enumerate(names)}
 
     def _synced_by_unit(
-        self, state: TrainState, params: PyTree, model_state: PyTree, micro: PlacedBatch
-    ) -> tuple[PyTree, LossOutput]:
-        """Averaged gradients of one micro-batch; those of tables, used twice, at the end."""
+        self,
+        state: TrainState,
+        params: PyTree,
+        micro: PlacedBatch,
+        model_state: PyTree,
+        slot_state: PyTree,
+    ) -> tuple[PyTree, LossOutput, PyTree]:
+        """(averaged gradients of one micro-batch, the loss's output, new state of the slots).
+
+        Gradients of tables, used twice, are averaged at the end.
+        """
         kinds, slices = self.spec.model.units, self.shardings.slices
+        slot: Any = self.config.sync
+        own = slots.of_one_device("sync", slot, slot_state["sync"]) if self.carries_state else {}
+
+        def by_leaf(fields: Mapping[str, PyTree], tree: PyTree) -> PyTree:
+            """The state of each leaf of a tree, as a tuple: as autodiff takes it."""
+            return jax.tree.map(lambda _, *of_leaf: of_leaf, tree, *(fields[name] for name in own))
+
+        def by_field(states: PyTree, tree: PyTree) -> dict[str, PyTree]:
+            each = enumerate(own)
+            return {name: jax.tree.map(lambda _, x, i=i: x[i], tree, states) for i, name in each}
 
         def parts(tree: PyTree) -> tuple[PyTree, PyTree]:
             """What is synchronised unit by unit, and what at the end."""
@@ -423,19 +436,41 @@ class Step:
         def joined(first: PyTree, second: PyTree) -> PyTree:
             return unflatten_dict(flatten_dict(first) | flatten_dict(second))
 
-        def sync(grads: PyTree, shardings: PyTree) -> PyTree:
-            return self.sync(grads, state, (), shardings)[0]
+        def sync(grads: PyTree, shardings: PyTree, states: PyTree) -> tuple[PyTree, PyTree]:
+            if not own or not jax.tree.leaves(grads):
+                return self.sync(grads, state, (), shardings)[0], states
+            fields = by_field(states, grads)
+            carried = {"sync": slots.of_all_devices("sync", slot, fields, fields)}
+            means, new = self.sync(grads, state, carried, shardings)
+            return means, by_leaf(slots.of_one_device("sync", slot, new["sync"]), grads)
 
-        (early, late), (early_slices, late_slices) = parts(params), parts(slices)
-        targets = overlap.targets_of(sync, early, early_slices)
+        split = map(parts, (params, slices, by_leaf(own, params)))
+        (early, late), (early_slices, late_slices), (early_states, late_states) = split
+        targets = overlap.targets_of(sync, early, early_slices, early_states)
         units = Units(overlap.synchronised(sync), slices, kinds=kinds)
         loss = self.loss_of(state, model_state, micro, units)
 
-        def of_targets(given: PyTree, late: PyTree) -> tuple[jax.Array, LossOutput]:
-            return loss(joined(overlap.with_target(early, given), late))
+        def of_targets(given: PyTree, states: PyTree, late: PyTree) -> tuple[jax.Array, LossOutput]:
+            return loss(joined(overlap.with_target(early, given, states), late))
 
-        (grads, late_grads), out = jax.grad(of_targets, (0, 1), has_aux=True)(targets, late)
-        return joined(grads, sync(late_grads, late_slices)), out
+        total, back, out = jax.vjp(of_targets, targets, early_states, late, has_aux=True)
+        scale = jnp.ones_like(total)
+        if own:  # in the unit of the loss before they are synchronised
+            devices, pair = axes_size(self.axes), sums_of(out)["loss"]
+            is_known = not self.weighted[-1]  # the same on all devices: nothing waits for a sum
+            count = devices * pair[1] if is_known else self.sum_metrics({"loss": pair})["loss"][1]
+            scale *= _scale_of(count, micro.position.shape[0] * devices).astype(scale.dtype)
+        grads, new_states, late_grads = back(scale)
+        late_means, late_new = sync(late_grads, late_slices, late_states)
+        if own:
+            new = by_field(joined(new_states, late_new), params)
+            slot_state = {**slot_state, "sync": slots.of_all_devices("sync", slot, new, own)}
+        return joined(grads, late_means), out, slot_state
+
+
+def _scale_of(count: jax.Array, rows: int) -> jax.Array:
+    """Losses were divided by rows; the true number of valid items comes in here, once."""
+    return jnp.where(count > 0, rows / jnp.where(count > 0, count, 1.0), 0.0)
 
 
 def _reporter(reported: Sums) -> Callable[[str, Any], None]:

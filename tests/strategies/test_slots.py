@@ -17,6 +17,7 @@ from jax import lax
 
 import research_dp as rdp
 from examples.error_feedback import ErrorFeedback
+from examples.powersgd import PowerSGD
 from research_dp import console
 from research_dp.analysis import program_cost
 from research_dp.analysis.program_cost import collectives_of
@@ -31,8 +32,10 @@ from research_dp.strategies import TrainSpec
 from research_dp.strategies.jaxpr_collectives import collectives, of_step
 from tests.support import decoder
 from tests.support.certified import BATCH, examples, noise, small_model
+from tests.support.marks import exhaustive
 from tests.support.recipes import recipe
 from tests.support.repository import ROOT
+from tests.support.strategies import traffic
 
 STEPS = 3
 
@@ -294,7 +297,7 @@ def test_state_is_carried_and_differs_from_device_to_device(capsys):
         assert error.sharding.shard_shape(error.shape) == (1, *param.shape)
     console.put(dry_run.state_table(config.build(spec())))
     assert re.search(r"\n *slots +[\d,]{4,} +[\d,]{4,}\n", capsys.readouterr().out)
-    kernel = np.asarray(state.slots["sync"]["hidden_0"]["kernel"])
+    kernel = np.asarray(state.slots["sync"]["error"]["hidden_0"]["kernel"])
     assert len({x.tobytes() for x in kernel}) == 8
 
 
@@ -349,6 +352,55 @@ def test_errors_keep_the_dtype_of_the_state():
     config = recipe("ddp", "data_parallel.accumulation_dtype = 'float32'")
     config = dataclasses.replace(config, sync=ErrorFeedback(), param_dtype="bfloat16")
     config.build(dataclasses.replace(spec(), accumulation_steps=2))
+
+
+def of_decoder(stem, slot, by_unit):
+    """A strategy of a decoder, and its state and numbers after three steps of weighted tokens."""
+    slot.by_unit = by_unit
+    small = "shard_params.min_weight_size = 128"
+    config = dataclasses.replace(recipe(stem, small), sync=slot, overlap=True)
+    strategy = config.build(decoder.spec_of(decoder.model(dropout_rate=0.1)))
+    state, numbers = strategy.init(0), []
+    for seed in range(3):
+        batch = strategy.place_batch(decoder.batch(seed))
+        state, metrics = strategy.train_step(state, batch)
+        numbers += [metrics["loss"][0] / metrics["loss"][1], metrics["grad_norm"][0]]
+    return strategy, state, np.asarray(numbers)
+
+
+@pytest.mark.parametrize(
+    ("stem", "slot", "apart"),
+    [
+        ("ddp", PowerSGD, 1e-5),
+        exhaustive("zero1", PowerSGD, 1e-5),
+        exhaustive("ddp", ErrorFeedback, 0.3),  # what rounding leaves, another sum leaves otherwise
+    ],
+)
+def test_a_slot_with_state_is_called_unit_by_unit(stem, slot, apart):
+    alone, state, numbers = of_decoder(stem, slot(), True)
+    together, expected, same = of_decoder(stem, slot(), False)
+    np.testing.assert_allclose(numbers, same, rtol=1e-5)
+    for x, y in zip(*map(jax.tree.leaves, (state.slots, expected.slots)), strict=True):
+        assert np.linalg.norm(np.asarray(x) - y) <= apart * np.linalg.norm(y)
+    sent = [[c for c in traffic(x) if c.nbytes > 100] for x in (alone, together)]
+    assert {c.times for c in sent[1]} == {1} and 3 in {c.times for c in sent[0]}, "once a layer"
+    total = [sum(c.wire_bytes for c in each) for each in sent]
+    assert total[0] == pytest.approx(total[1], rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("state", "problem"),
+    [
+        (lambda params: params, "not a mapping of trees nested like the parameters"),
+        (lambda params: jnp.zeros(3), "not a mapping of trees nested like the parameters"),
+        (lambda params: {"count": jax.tree.map(lambda x: 1, params)}, "integers"),
+    ],
+)
+def test_state_that_no_unit_has_is_refused(state, problem):
+    slot = Counting()
+    slot.init, slot.by_unit = state, True
+    with pytest.raises(rdp.UsageError, match=rf"sync\.by_unit: its state is .*{problem}"):
+        dataclasses.replace(recipe("ddp"), sync=slot).build(spec())
 
 
 def test_an_object_that_lacks_a_method_is_refused_with_its_name():
