@@ -57,5 +57,5 @@ def rounded(x):
     """int8 (blocks, 256), and a float32 scale for each block."""
     blocks = flatten_padded(x.astype(jnp.float32), BLOCK).reshape(-1, BLOCK)
     most = jnp.max(jnp.abs(blocks), 1, keepdims=True)
-    scales = jnp.where(most > 0, most, 1) / 127
+    scales = jnp.where(most == 0, 1, most) / 127  # what is not finite stays so
     return jnp.round(blocks / scales).astype(jnp.int8), scales

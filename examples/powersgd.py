@@ -24,7 +24,7 @@ class PowerSGD:
     """Averages matrices of gradients at a low rank; what is lost is added to the next gradient.
 
     Args:
-        rank: Of the product. At the smaller side of a matrix nothing is lost.
+        rank: Of the product; at most the smaller side of a matrix, at which nothing is lost.
     """
 
     algorithm = "gradients are averaged as matrices of low rank, with error feedback"
@@ -35,18 +35,20 @@ class PowerSGD:
     def __init__(self, rank: int = 4):
         self.rank = rank
 
-    @takes("stored", "stacked", "key")
-    def init(self, params, *, stored, stacked, key):
+    @takes("devices", "stored", "stacked", "key")
+    def init(self, params, *, devices, stored, stacked, key):
         """No errors, and random bases; () for what is no matrix, nor one of each layer."""
+        if is_sharded(stored) and devices["data"] == 1:
+            raise UsageError("PowerSGD has nothing to average after fsdp: use ddp, zero1 or hsdp.")
         leaves, tree = jax.tree.flatten(stored)
         error, basis = [], []
         keys = jax.random.split(key, len(leaves))
         for p, layers, own_key in zip(leaves, jax.tree.leaves(stacked), keys, strict=True):
             shape = p.local_shape  # as gradients come: shards, if they are gathered
             is_matrix = len(shape) > 1 + layers
-            size = (*shape[:-2], *shape[-1:], self.rank)
-            error.append(jnp.zeros(p.local_shape, p.dtype) if is_matrix else ())
-            basis.append(jax.random.normal(own_key, size, p.dtype) if is_matrix else ())
+            size = (*shape[:-2], *shape[-1:], min(self.rank, *shape[-2:]) if is_matrix else 0)
+            error.append(jnp.zeros(shape) if is_matrix else ())
+            basis.append(jax.random.normal(own_key, size) if is_matrix else ())
         return {"error": tree.unflatten(error), "basis": tree.unflatten(basis)}
 
     @takes("reduction", "shardings", "stored")
@@ -69,7 +71,7 @@ class PowerSGD:
         left = {i: jnp.linalg.qr(x)[0] for i, x in left.items()}
         own = {i: x.mT @ left[i] for i, x in exact.items()}
         right = mean(own)
-        sent = {i: left[i] @ right[i].mT for i in exact}
+        sent = {i: (left[i] @ right[i].mT).astype(grads[i].dtype) for i in exact}
         lost = {i: x - left[i] @ own[i].mT for i, x in exact.items()}
 
         sent |= mean({i: x for i, x in grads.items() if i not in exact})
@@ -79,11 +81,12 @@ class PowerSGD:
         kept = {"error": lost, "basis": right}
         return means, {k: tree.unflatten([x.get(i, ()) for i in grads]) for k, x in kept.items()}
 
-    def wire_bytes(self, shape, dtype):
-        """Bytes of a gradient of this shape, sent once."""
-        *batch, columns = shape or (1,)
-        size = (batch[-1] + columns) * self.rank * math.prod(batch[:-1]) if batch else columns
-        return size * dtype.itemsize
+    @takes("stacked")
+    def wire_bytes(self, shape, dtype, *, stacked):
+        """Bytes of what is all-reduced of a gradient: both thin matrices, in float32."""
+        if len(shape) < 2 + stacked:
+            return math.prod(shape) * dtype.itemsize
+        return 4 * math.prod(shape[:-2]) * sum(shape[-2:]) * min(self.rank, *shape[-2:])
 
     @takes("stored")
     def pending(self, state, *, stored):
@@ -102,7 +105,8 @@ class PowerSGD:
     def resize(self, state, *, devices, stored):
         """The mean of the errors is what it was."""
         shards = devices["fsdp"] if is_sharded(stored) else 1
-        old = jax.tree.leaves(state["basis"])[0].shape[0] if is_sharded(stored) else 1
+        bases = jax.tree.leaves(state["basis"]) if is_sharded(stored) else []
+        old = bases[0].shape[0] if bases else shards
         if old != shards:
             problem = f"PowerSGD keeps errors of {old} shards of a gradient, not of {shards}"
             raise UsageError(f"{problem}: continue with make_mesh.axes = {{'fsdp': {old}, ...}}.")

@@ -5,12 +5,13 @@ Bernstein et al., 2018, arXiv 1810.05291. The strategy has an optimizer of its o
 
 import math
 
+import flax.linen as nn
 import gin
 import jax
 import jax.numpy as jnp
 import optax
 
-from research_dp import PLAIN
+from research_dp import PLAIN, UsageError
 from research_dp.distributed.collectives import takes
 
 
@@ -19,19 +20,36 @@ from research_dp.distributed.collectives import takes
 def majority_vote(grads, axis_names, *, devices, report, reduction=PLAIN):
     """Gradients of a device -> 1, -1, or 0 for a draw; sums of signs are sent in int8.
 
-    It reports the part of its own signs in which a device agrees with most.
+    It reports the part of its own signs in which a device agrees with most, averaged over arrays.
     """
-    count = math.prod(devices[axis] for axis in axis_names)
-    dtype = jnp.int8 if count < 128 else jnp.int32
+    if any(_is_box(x) for x in jax.tree.leaves(grads, is_leaf=_is_box)):
+        raise UsageError("majority_vote sums signs of unsharded gradients: use it with ddp.")
+    dtype = jnp.int8 if _voters(devices) < 128 else jnp.int32
     signs = jax.tree.map(lambda x: jnp.sign(x).astype(dtype), grads)
     most = jax.tree.map(lambda x: jnp.sign(reduction.all_reduce(x, axis_names)), signs)
-    agree = jax.tree.map(lambda a, b: jnp.sum(a == b), signs, most)
-    size = sum(x.size for x in jax.tree.leaves(signs))
-    report("agreement", sum(jax.tree.leaves(agree)) / size)
-    return jax.tree.map(lambda x, g: x.astype(g.dtype), most, grads)
+    agree = [jnp.mean(a == b) for a, b in zip(*map(jax.tree.leaves, (signs, most)), strict=True)]
+    report("agreement", sum(agree) / len(agree))
+    # A sign of what is not finite would hide it.
+    wrong = sum(jnp.sum(~jnp.isfinite(x)) for x in jax.tree.leaves(grads))
+    nobody = reduction.all_reduce(wrong.astype(jnp.float32), axis_names) == 0
+    return jax.tree.map(lambda x, g: jnp.where(nobody, x, jnp.nan).astype(g.dtype), most, grads)
 
 
-majority_vote.wire_bytes = lambda shape, dtype: math.prod(shape)
+def _is_box(x):
+    return isinstance(x, nn.Partitioned)
+
+
+def _voters(devices):
+    return math.prod(devices.values())
+
+
+@takes("devices")
+def wire_bytes(shape, dtype, *, devices):
+    """Bytes of the signs of a gradient."""
+    return math.prod(shape) * (1 if _voters(devices) < 128 else 4)
+
+
+majority_vote.wire_bytes = wire_bytes
 majority_vote.algorithm = "parameters go by the sign of most gradients"
 
 

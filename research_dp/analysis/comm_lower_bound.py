@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ import numpy as np
 from research_dp.distributed import matrices
 from research_dp.distributed.mesh import DATA_AXIS, FSDP_AXIS, batch_devices
 from research_dp.distributed.optimizer import apply_in_step
-from research_dp.distributed.sharding import TABLE, LeafSharding, unit_of
+from research_dp.distributed.sharding import STACK, TABLE, LeafSharding, unit_kind, unit_of
 from research_dp.distributed.units import Units, take_rows
 from research_dp.strategies import Strategy, TrainSpec, slots
 from research_dp.strategies.jaxpr_collectives import collectives
@@ -68,7 +68,11 @@ def min_wire_bytes(strategy: Strategy, spec: TrainSpec, *, widest: int = 8) -> f
         gather, scatter, sync = (
             width if dtype is None else min(widest, jnp.dtype(dtype).itemsize) for dtype in dtypes
         )
-        gather, sync = _own(config.gather, param, gather), _own(config.sync, param, sync)
+        is_stacked = unit_kind(param.path, spec.model.units) == STACK
+        offered = {"devices": dict(mesh.shape), "stacked": is_stacked}
+        gather = _own(config.gather, param, offered) or gather
+        own = _own(config.sync, param, offered)
+        sync = own or sync
         reduced = 2 * size * sync  # a ring all-reduce sends everything twice
         if param.dim is not None:
             unit = _unit(param.path, spec.model.units)
@@ -82,18 +86,20 @@ def min_wire_bytes(strategy: Strategy, spec: TrainSpec, *, widest: int = 8) -> f
                 reduced = size * (syncs * sync + width) / syncs
             total += syncs * _ring(reduced / shards, replicas)
         elif update.dim is not None:
-            total += _ring(size * (syncs * sync + width), shards)
+            total += _ring(size * (syncs * (2 * own or sync) + width), shards)
             total += syncs * _ring(reduced / shards, replicas)
         else:
             total += syncs * _ring(reduced, shards * replicas)
     return total
 
 
-def _own(slot: Any, param: LeafSharding, otherwise: float) -> float:
-    """Bytes an element by a slot's own `wire_bytes`, if it has that."""
-    formula = slots.attribute(slot, "wire_bytes")
-    shape = param.local_shape
-    return formula(shape, param.dtype) / max(1, math.prod(shape)) if formula else otherwise
+def _own(slot: Any, param: LeafSharding, offered: Mapping[str, Any]) -> float:
+    """Bytes an element by a slot's own `wire_bytes`; 0: it has none."""
+    formula, shape = slots.attribute(slot, "wire_bytes"), param.local_shape
+    if formula is None:
+        return 0.0
+    options = slots.options_of(formula, offered)
+    return formula(shape, param.dtype, **options) / max(1, math.prod(shape))
 
 
 def narrow_file(strategy: Strategy) -> str | None:

@@ -109,7 +109,7 @@ def _compare_steps(
     start = max(steps - AFTER, 0)
     batches = list(train_batches(bench, data, steps + AFTER))
     envelope, free_run = Envelope(bench.precision), compare_steps.FreeRun(bench, initial)
-    previous, state, carried = initial, initial, None
+    previous, state, carried, sent = initial, initial, None, list[Difference]()
     for number in range(steps):
         report("Comparing steps", f"step {number + 1} of {steps}")
         if number == start:
@@ -121,11 +121,13 @@ def _compare_steps(
         certificate.add_step(step, in_a_row)
         wrong_in_a_row = [d for d in in_a_row if d.is_wrong]
         is_finite = math.isfinite(step.expected.loss)
-        judged = [] if certificate.algorithm else [*step.wrong, *wrong_in_a_row]
+        sent += filter(None, [conserved(step)])
+        judged = [d for d in sent if d.is_wrong]
+        judged += [] if certificate.algorithm else [*step.wrong, *wrong_in_a_row]
         if step.replicas or judged or not is_finite:
             break
         previous, state, carried = state, step.expected.state, step.actual.state.slots
-    _check_steps(certificate, step)
+    _check_steps(certificate, step, sent)
     steps_are_right = certificate.is_right
     certificate.not_judged, share, bound = envelope.unjudged()
     message = f"a gradient's size is known to {bound:.1e}, of at most {CAP:g}"
@@ -152,22 +154,24 @@ def _compare_steps(
             found = order_dependence(bench.strategy, place_rows(bench.strategy, batches[0]))
             certificate.cause = found and found.message
         _check_round_trips(certificate, bench, to_save, batches[start:steps])
-    elif certificate.algorithm and not step.replicas:
-        certificate.cause = _LOST  # numbers are not judged
+    elif any(d.is_wrong for d in sent) and (certificate.algorithm or step.is_right):
+        certificate.cause = _LOST
     else:
         certificate.located = _first_difference_text(step, wrong_in_a_row)
         report("Searching for the cause")
         certificate.cause = _cause(step, previous, batches, unnamed)
 
 
-def _check_steps(certificate: Certificate, last: StepComparison) -> None:
+def _check_steps(
+    certificate: Certificate, last: StepComparison, sent: Sequence[Difference]
+) -> None:
     message = "the same bits on all devices, at each step"
     if last.replicas:
         kind, leaf, axes = last.replicas[0]
         message = f"{kind} {leaf} differs along {' and '.join(axes)}, step {last.number}"
     certificate.check("copies", not last.replicas, message)
-    if (d := conserved(last)) is not None:
-        message = f"{_excess_text(d)} at {d.leaf}: what is sent, and what waits, is the gradient"
+    for d in sorted(sent, key=lambda d: -d.excess)[:1]:
+        message = f"{_excess_text(d)} at {d.leaf}, step {d.step}: together they are the gradient"
         certificate.check("sent and pending", not d.is_wrong, message)
     _check_kinds(certificate, certificate.worst().values())
 

@@ -127,14 +127,18 @@ def compare_step(
 def conserved(step: StepComparison) -> Difference | None:
     """The gradient, with what `sync` has yet to send of it, against the oracle's: the worst leaf.
 
-    None: the slot has no `pending`, the oracle is no exact one, or the step was skipped.
+    None: the slot has no `pending`, its state is not in the unit of the loss, the oracle's gradient
+    is not exact, or the step was skipped.
     """
     strategy, bounds = step.bench.strategy, {d.name: d.bound for d in step.differences}
     pending = contracts.attribute(strategy.config.sync, "pending")
-    if pending is None or step.expected.skipped or step.bench.oracle.algorithm:
+    config, skipped = strategy.config, step.expected.skipped
+    is_of_loss = config.sync_each == "step" and config.reduction.logical_shards is None
+    if pending is None or skipped or not is_of_loss or step.bench.oracle.algorithm:
         return None
     options = contracts.options_of(pending, of_layout(strategy))
-    trees = [pending(x.slots["sync"], **options) for x in (step.own, step.actual.state)]
+    states = (jax.tree.map(jnp.asarray, x.slots["sync"]) for x in (step.own, step.actual.state))
+    trees = [pending(x, **options) for x in states]
     contracts.check_state(
         "data_parallel.sync", trees[1], step.before.params, "its `pending` returned"
     )

@@ -215,13 +215,13 @@ def precision_of(bindings: Mapping[str, Bound]) -> float:
     """Machine epsilon of the coarsest dtype that gradients may have before they are summed.
 
     The dtype of compute counts as those on the wire do: each device rounds the gradient of its own
-    examples to it, the oracle that of all. What `train.optimizer` alone leads to does not count: it
-    is the dtype of the optimizer's state.
+    examples to it, the oracle that of all. What optimizers alone lead to does not count: it is the
+    dtype of their state.
     """
-    roots, optimizer = {x for x in bindings if x.startswith("train.")}, {"train.optimizer"}
-    others = bindings.keys() - (
-        _reached(bindings, optimizer) - _reached(bindings, roots - optimizer)
-    )
+    optimizers = {"train.optimizer", "data_parallel.optimizer"}
+    rest = {name: x for name, x in bindings.items() if name not in optimizers}
+    used = _reached(rest, {x for x in rest if x.startswith("train.")})
+    others = bindings.keys() - (_reached(bindings, optimizers) - used)
     values = {name: bindings[name].value.strip("'") for name in others}
     named = (x for name, x in values.items() if names_dtype(name, x))
     return max(float(jnp.finfo(x).eps) for x in ("float32", *named))

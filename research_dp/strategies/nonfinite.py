@@ -44,6 +44,8 @@ def without_nonfinite(
         # A norm that is not a number would hide all others of the record.
         shown = [jnp.where(finite, norm, 0.0), finite.astype(norm.dtype)]
         metrics["grad_norm"] = jnp.stack(shown)
+        own = {name: x for name, x in metrics.items() if name.startswith(strategy.OF_SYNC)}
+        metrics |= {name: jnp.where(finite, pair, 0.0) for name, pair in own.items()}
         metrics["loss_scale"] = jnp.stack([old.loss_scale.scale, jnp.ones_like(norm)])
         # Gradients that overflow are scaled down next time; a scale of 1 is not scaled down.
         wrong = ~jnp.isfinite(norm) & (old.loss_scale.scale <= 1.0) | loss_is_wrong

@@ -22,12 +22,13 @@ What else a strategy decides comes by keyword, to functions that declare it by `
 
 `sync` and `update` may carry state, as Optax transforms do: see `Stateful`. Its `init` may take
 `devices`, `key`, `shardings`, `stored` and `stacked` (a tree of bools: whether layers are the first
-dim), its `resize` the first, `params`, `shardings` and `stored`. Gradients reach
+dim), its `resize` `devices`, `params`, `shardings` and `stored`. Gradients reach
 a `sync` with state in the unit of the loss, whatever the loss scale and the weight of the batch, if
 it is called once a step: `scale` is 1. With exact sums the unit is that of sums.
 
 A `gather` or `sync` that sends something else than the elements of an array has a function
-`wire_bytes(shape, dtype)`: bytes of an array, of the shape that this device has, sent once.
+`wire_bytes(shape, dtype)`: bytes of what is gathered or all-reduced of an array of the shape that a
+device has. It may take `devices`, and `stacked`: whether layers are the first dim.
 
 A slot of `gather`, `sync` or `update` whose attribute `algorithm` is a sentence, e.g. "parameters
 are averaged each 8 steps", computes by design something else than the reference. A comparison of
@@ -104,8 +105,8 @@ class Stateful(Protocol):
 
     A `sync` with a true attribute `by_unit` may be called for each unit of a model when its
     gradients are ready. Its state is then a mapping of trees nested like the parameters, whose
-    arrays are floating-point. Those of a stack of layers have the layers as first dim, and `apply`
-    may be given all layers or one.
+    arrays are floating-point. Those of a stack of layers have the layers as first dim. `apply` is
+    given any tree of a unit's arrays, of all layers or one: `shardings` have the paths.
     """
 
     differs_over: PyTree
@@ -126,8 +127,8 @@ class Stateful(Protocol):
         UsageError: there is no way.
 
         A `sync` that adds to the next gradient what it did not send may have a method `pending` of
-        the same arguments: the part of the mean gradient, in full, that is not sent yet. `certify`
-        checks that nothing is lost.
+        the global state, which may take `devices`, `shardings` and `stored`: the part of the mean
+        gradient, unsharded, that is not sent yet. `certify` checks that nothing is lost.
         """
 
 
@@ -206,19 +207,23 @@ def is_by_unit(slot: Any) -> bool:
     return isinstance(slot, Stateful) and bool(getattr(slot, "by_unit", False))
 
 
-def check_by_unit(name: str, state: PyTree, params: PyTree) -> None:
-    """Raises UsageError if state is not such that a unit has its own."""
+def check_by_unit(name: str, state: PyTree, params: PyTree, stacked: PyTree) -> None:
+    """Raises UsageError if state is not such that a unit, and a layer, has its own."""
+
+    def check(param: jax.Array, is_stacked: bool, of_param: PyTree) -> None:
+        for x in jax.tree.leaves(of_param):
+            if not jax.numpy.issubdtype(x.dtype, jax.numpy.inexact):
+                raise ValueError(f"there are {x.dtype}")
+            if is_stacked and x.shape[:1] != param.shape[:1]:
+                raise ValueError(f"shape {x.shape} has not {param.shape[0]} layers first")
+
     try:
         for tree in state.values():
-            jax.tree.map(lambda _, x: x, params, tree)
-        dtypes = (jax.typeof(x).dtype for x in jax.tree.leaves(state))
-        if all(jax.numpy.issubdtype(dtype, jax.numpy.inexact) for dtype in dtypes):
-            return
-        problem = "integers"
+            jax.tree.map(check, params, stacked, tree)
     except (AttributeError, ValueError) as error:
-        problem = first_line(error)
-    said = "a mapping of trees nested like the parameters, of floating-point arrays"
-    raise binding_error(f"data_parallel.{name}", f".by_unit: its state is not {said}: {problem}")
+        said = "a mapping of trees nested like the parameters, of floating-point arrays"
+        problem = f".by_unit: its state is not {said}: {first_line(error)}"
+        raise binding_error(f"data_parallel.{name}", problem) from error
 
 
 def of_one_device(name: str, slot: Stateful, state: PyTree) -> PyTree:

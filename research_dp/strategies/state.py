@@ -88,7 +88,7 @@ def _init_slot(
     made = slot.init(params, **slots.options_of(slot.init, offered))
     state = _arrays(f"data_parallel.{name}", made)
     if slots.is_by_unit(slot):
-        slots.check_by_unit(name, state, params)
+        slots.check_by_unit(name, state, params, offered["stacked"])
 
     def one(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
         devices = _devices_over(config, name, axes)

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import types
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -238,7 +239,8 @@ class Step:
         shards = is_sharded(self.shardings.slices)
         may = config.sync is not None and not slots.takes_any(config.sync, *slots.OF_A_STEP)
         if isinstance(config.sync, slots.Stateful):  # the unit of gradients is that of the loss
-            may &= slots.is_by_unit(config.sync) and self.spec.loss_scale is None and not several
+            may &= slots.is_by_unit(config.sync) and config.sync_each == "step"
+            may &= self.spec.loss_scale is None and not several
         by_unit = config.gather is None and may and has_units and (config.overlap or shards)
         syncs = config.sync_each
         return GradientPlan(
@@ -437,8 +439,11 @@ class Step:
             return unflatten_dict(flatten_dict(first) | flatten_dict(second))
 
         def sync(grads: PyTree, shardings: PyTree, states: PyTree) -> tuple[PyTree, PyTree]:
-            if not own or not jax.tree.leaves(grads):
+            if not own:
                 return self.sync(grads, state, (), shardings)[0], states
+            synced.update(p.path for p in jax.tree.leaves(shardings))
+            if not jax.tree.leaves(grads):
+                return grads, states
             fields = by_field(states, grads)
             carried = {"sync": slots.of_all_devices("sync", slot, fields, fields)}
             means, new = self.sync(grads, state, carried, shardings)
@@ -446,7 +451,9 @@ class Step:
 
         split = map(parts, (params, slices, by_leaf(own, params)))
         (early, late), (early_slices, late_slices), (early_states, late_states) = split
+        synced = Counter[str]()  # how often each gradient was
         targets = overlap.targets_of(sync, early, early_slices, early_states)
+        synced.clear()
         units = Units(overlap.synchronised(sync), slices, kinds=kinds)
         loss = self.loss_of(state, model_state, micro, units)
 
@@ -463,6 +470,12 @@ class Step:
         grads, new_states, late_grads = back(scale)
         late_means, late_new = sync(late_grads, late_slices, late_states)
         if own:
+            for p in jax.tree.leaves(slices):
+                if synced[p.path] != 1:
+                    problem = (
+                        f": the gradient of {p.path} is ready {synced[p.path]} times in a step"
+                    )
+                    raise binding_error("data_parallel.sync", f".by_unit{problem}. Bind False.")
             new = by_field(joined(new_states, late_new), params)
             slot_state = {**slot_state, "sync": slots.of_all_devices("sync", slot, new, own)}
         return joined(grads, late_means), out, slot_state
@@ -477,11 +490,12 @@ def _reporter(reported: Sums) -> Callable[[str, Any], None]:
     """What `sync` reports metrics by, under names of their own."""
 
     def report(name: str, value: Any) -> None:
-        if jnp.shape(value):
-            problem = f": its metric {name!r} has shape {jnp.shape(value)}. Report a 0-d number."
+        shape, key = jnp.shape(value), f"{strategy.OF_SYNC}{name}"
+        if shape or key in reported:
+            what = f"has shape {shape}" if shape else "is reported twice"
+            problem = f": its metric {name!r} {what}. Report a 0-d number once."
             raise binding_error("data_parallel.sync", problem)
-        pair = jnp.asarray(value, jnp.float32), jnp.ones((), jnp.float32)
-        reported[f"{strategy.OF_SYNC}{name}"] = jnp.stack(pair)
+        reported[key] = jnp.stack([jnp.asarray(value, jnp.float32), jnp.ones((), jnp.float32)])
 
     return report
 

@@ -70,7 +70,8 @@ class Trainer:
         self._throughput = throughput.Throughput(self.spec.batch_size, work, peak)
         self._console = ProgressBar(self.schedule.num_steps, self._first_step)
         opt_state = self.strategy.abstract_state.opt_state
-        self._rate = LearningRate(self.spec.optimizer, opt_state, self.schedule.num_steps)
+        optimizer = self.strategy.config.optimizer_of(self.spec)
+        self._rate = LearningRate(optimizer, opt_state, self.schedule.num_steps)
         self._metrics = MetricLog(
             self._progress, self._throughput, self._console, self._rate, self.writers
         )

@@ -16,6 +16,7 @@ from research_dp.analysis.comm_lower_bound import min_wire_bytes, narrow_file
 from research_dp.config import gin_internals, load
 from research_dp.distributed.collectives import Wire
 from research_dp.strategies import TrainSpec, gather_params
+from tests.support import decoder
 from tests.support.certified import spec_of
 from tests.support.repository import ROOT
 from tests.support.strategies import WIRE, build, one_matrix, recipe, traffic
@@ -48,6 +49,14 @@ def test_it_is_a_slots_own_formula_where_there_is_one(stem, slots):
     assert least == pytest.approx(sent(strategy), rel=0.02)
     if stem == "ddp":  # of this small matrix, blocks of 256 elements would be mostly padding
         assert least < 0.7 * sent(plain.build(spec))
+
+
+@pytest.mark.parametrize("stem", ["ddp", "zero1", "hsdp"])
+def test_a_slots_own_formula_knows_layers_and_thin_matrices(stem):
+    spec = decoder.spec_of(decoder.model())
+    config = recipe(stem, "shard_params.min_weight_size = 128")
+    strategy = dataclasses.replace(config, sync=PowerSGD(rank=20)).build(spec)  # some have 16 rows
+    assert min_wire_bytes(strategy, spec) == pytest.approx(sent(strategy), rel=0.03)
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
@@ -186,4 +195,4 @@ def test_tables_count_as_they_are_used(stem, accumulation, tied, length):
     strategy, spec = language(
         stem, f"transformer.tied = {tied}", *BF16, accumulation=accumulation, length=length
     )
-    assert min_wire_bytes(strategy, spec) == pytest.approx(sent(strategy), rel=0.02)
+    assert min_wire_bytes(strategy, spec) == pytest.approx(sent(strategy), rel=0.01)

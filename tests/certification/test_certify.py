@@ -15,12 +15,14 @@ from examples import planted_bugs as bugs
 from examples.error_feedback import ErrorFeedback
 from research_dp import PLAIN, gather_params, sync_gradients
 from research_dp.certification.certify import AFTER, certify
+from research_dp.certification.compare_steps import compare_step, conserved
+from research_dp.certification.harness import to_host
 from research_dp.config import gin_internals, load
 from research_dp.distributed.collectives import takes
 from research_dp.distributed.mesh import one_device_mesh
 from research_dp.errors import UsageError
 from research_dp.models import convnet, mlp, transformer
-from tests.support.certified import STEPS, bench_of, noise, refusal, small_model
+from tests.support.certified import STEPS, bench_of, examples, noise, refusal, small_model
 from tests.support.marks import exhaustive, slow
 from tests.support.repository import stems
 
@@ -168,9 +170,9 @@ class InEightBits(ErrorFeedback):
     algorithm = "gradients are rounded to eight bits"
 
     def apply(self, grads, axis_names, *, state):
-        exact = jax.tree.map(jnp.add, grads, state)
+        exact = jax.tree.map(jnp.add, grads, state["error"])
         sent = jax.tree.map(lambda x: x.astype("float8_e4m3fn").astype(x.dtype), exact)
-        return sync_gradients(sent, axis_names), jax.tree.map(jnp.subtract, exact, sent)
+        return sync_gradients(sent, axis_names), {"error": jax.tree.map(jnp.subtract, exact, sent)}
 
 
 class Losing(InEightBits):
@@ -186,6 +188,14 @@ def test_no_gradient_is_lost_in_a_slot_that_keeps_what_is_pending(slot):
     done = certify(bench_of("ddp", sync=slot()), noise(), steps=3)
     checks = {check.name: check.passed for check in done.checks}
     assert checks["gradient"] is None and checks["sent and pending"] is (slot is InEightBits)
+
+
+def test_what_is_pending_is_not_judged_in_another_unit_than_the_losss():
+    options = {"sync": InEightBits(), "sync_each": "micro_batch", "spec": {"accumulation_steps": 2}}
+    bench = bench_of("ddp", **options)
+    start = to_host(bench.oracle.init(0))
+    step = compare_step(bench, 0, start, examples(0, bench.spec.batch_size))
+    assert conserved(step) is None
 
 
 # The examples of docs/compressed.md, and the devices that an axis has after they are moved.
@@ -243,13 +253,13 @@ class EverySecond(ErrorFeedback):
     """Gradients reach the optimizer each second step, averaged over both; states are a device's."""
 
     algorithm = "the optimizer gets the mean of two steps' gradients, each second step"
-    pending = None
+    pending, by_unit = None, False
 
     def __init__(self):
         super().__init__("float32")
 
     def init(self, params):
-        return {"step": jnp.zeros((), jnp.int32), "sum": super().init(params)}
+        return {"step": jnp.zeros((), jnp.int32), "sum": super().init(params)["error"]}
 
     def apply(self, grads, axis_names, *, state, reduction=PLAIN):
         total = jax.tree.map(jnp.add, state["sum"], grads)

@@ -76,6 +76,7 @@ def test_gradients_that_are_noise_are_not_judged():
         (["COMPUTE_DTYPE = 'bfloat16'"], BF16),  # the macro of shipped models
         (["COMPUTE_DTYPE = 'bfloat16'", "optax.adamw.mu_dtype = %COMPUTE_DTYPE"], BF16),
         (["sync_gradients.dtype = 'bfloat16'"], BF16),
+        (["data_parallel.optimizer = @optax.lion", "optax.lion.mu_dtype = 'bfloat16'"], EPS),
     ],
 )
 def test_the_dtype_of_an_optimizers_state_does_not_count(bindings, precision):

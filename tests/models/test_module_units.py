@@ -1,5 +1,6 @@
 """Units of models as users write them: found, gathered at their calls, and equal to one device."""
 
+import dataclasses
 import functools
 
 import flax.linen as nn
@@ -11,6 +12,7 @@ import pytest
 from flax import nnx
 
 import research_dp
+from examples.powersgd import PowerSGD
 from research_dp.analysis.comm_lower_bound import min_wire_bytes
 from research_dp.analysis.program_cost import read
 from research_dp.analysis.topologies import topology
@@ -372,6 +374,28 @@ def test_units_change_what_is_gathered_when_and_nothing_else(case, stem):
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
         alone(case),
         trained(strategy),
+    )
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *("within units", "nnx.scan"),
+        *map(exhaustive, sorted(MODELS.keys() - {"within units", "nnx.scan"})),
+    ],
+)
+def test_a_sync_with_state_is_called_for_each_unit(case):
+    """Its numbers, and state, are those of calls for all units at once."""
+
+    def steps(by_unit):
+        slot = PowerSGD(rank=2)
+        slot.by_unit = by_unit
+        config = dataclasses.replace(recipe("ddp"), sync=slot, overlap=True)
+        return trained(config.build(spec_of(MODELS[case][0])))
+
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
+        *map(steps, (True, False)),
     )
 
 

@@ -18,6 +18,7 @@ from jax import lax
 import research_dp as rdp
 from examples.error_feedback import ErrorFeedback
 from examples.powersgd import PowerSGD
+from examples.sign_sgd import majority_vote, sign_descent
 from research_dp import console
 from research_dp.analysis import program_cost
 from research_dp.analysis.program_cost import collectives_of
@@ -26,6 +27,7 @@ from research_dp.commands import dry_run
 from research_dp.distributed.boxed import unboxed
 from research_dp.distributed.collectives import every, takes
 from research_dp.distributed.optimizer import LossScale
+from research_dp.models import convnet
 from research_dp.runs.checkpoint import Checkpoints
 from research_dp.runs.manifest import Progress
 from research_dp.strategies import TrainSpec
@@ -40,19 +42,14 @@ from tests.support.strategies import traffic
 STEPS = 3
 
 
-def spec():
-    return TrainSpec(
-        model=small_model(),
-        optimizer=optax.adam(1e-2),
-        example=noise().example,
-        batch_size=BATCH,
-        max_grad_norm=1.0,
-    )
+def spec(**changes):
+    fields = {"model": small_model(), "optimizer": optax.adam(1e-2), "example": noise().example}
+    return TrainSpec(**{**fields, "batch_size": BATCH, "max_grad_norm": 1.0, **changes})
 
 
-def trained(config, steps=STEPS):
+def trained(config, steps=STEPS, **changes):
     """The state after some steps."""
-    strategy = config.build(spec())
+    strategy = config.build(spec(**changes))
     state = strategy.init(jax.random.key(0))
     for step in range(steps):
         state, _ = strategy.train_step(state, strategy.place_batch(examples(step, BATCH)))
@@ -354,12 +351,13 @@ def test_errors_keep_the_dtype_of_the_state():
     config.build(dataclasses.replace(spec(), accumulation_steps=2))
 
 
-def of_decoder(stem, slot, by_unit):
+def of_decoder(stem, slot, by_unit, frozen=(), **changes):
     """A strategy of a decoder, and its state and numbers after three steps of weighted tokens."""
     slot.by_unit = by_unit
     small = "shard_params.min_weight_size = 128"
-    config = dataclasses.replace(recipe(stem, small), sync=slot, overlap=True)
-    strategy = config.build(decoder.spec_of(decoder.model(dropout_rate=0.1)))
+    config = dataclasses.replace(recipe(stem, small), sync=slot, overlap=True, **changes)
+    spec = dataclasses.replace(decoder.spec_of(decoder.model(dropout_rate=0.1)), frozen=frozen)
+    strategy = config.build(spec)
     state, numbers = strategy.init(0), []
     for seed in range(3):
         batch = strategy.place_batch(decoder.batch(seed))
@@ -389,11 +387,70 @@ def test_a_slot_with_state_is_called_unit_by_unit(stem, slot, apart):
 
 
 @pytest.mark.parametrize(
+    "frozen",
+    [
+        "embed/.*|head/.*",  # nothing is left to the end
+        exhaustive("blocks/.*|norm/.*"),  # everything is
+        exhaustive("blocks/(qkv|out).*"),
+    ],
+)
+def test_units_of_which_a_part_is_frozen_have_state_of_the_others(frozen):
+    found = [of_decoder("ddp", PowerSGD(), by_unit, frozen)[1:] for by_unit in (True, False)]
+    np.testing.assert_allclose(found[0][1], found[1][1], rtol=1e-5)
+    for x, y in zip(*(jax.tree.leaves(state.slots) for state, _ in found), strict=True):
+        assert np.linalg.norm(np.asarray(x) - y) <= 1e-5 * np.linalg.norm(y)
+
+
+def test_matrices_of_fewer_rows_than_the_rank_are_sent_as_they_are():
+    convolutions = convnet(features=(4,), hidden=8, num_classes=10)  # kernels of one row
+    exact, found = (
+        trained(
+            dataclasses.replace(recipe("ddp"), **slots),
+            model=convolutions,
+            optimizer=optax.sgd(0.1),
+        ).params
+        for slots in ({}, {"sync": PowerSGD(rank=64)})
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), exact, found)
+
+
+def test_parameters_in_bfloat16_keep_errors_in_float32():
+    _, state, numbers = of_decoder("ddp", PowerSGD(), True, param_dtype="bfloat16")
+    assert np.isfinite(numbers).all()
+    assert {x.dtype for x in jax.tree.leaves(state.slots)} == {np.dtype("float32")}
+
+
+@pytest.mark.parametrize("times", [0, 2])
+def test_a_unit_that_is_not_used_once_is_refused_where_it_has_state(times):
+    def loss(params, state, batch, keys, *, train, batch_axes, units):
+        x = batch["x"]
+        for _ in range(times):
+            x = units.run(lambda p, x: x @ p["a"]["w"], ("a",), params, x, remat="full")
+        total = jnp.sum(jnp.square(x @ params["b"]["w"]))
+        return rdp.LossOutput(total, jnp.float32(len(x)), state, {})
+
+    def init(key, batch):
+        return {"a": {"w": jnp.eye(4)}, "b": {"w": jnp.ones((4, 2))}}, {}
+
+    built = spec(
+        model=rdp.TrainableModel(init, loss, units={"a": "part"}),
+        example={"x": jax.ShapeDtypeStruct((4,), "f4")},
+    )
+    config = dataclasses.replace(recipe("ddp"), sync=PowerSGD(), overlap=True)
+    with pytest.raises(
+        rdp.UsageError, match=rf"by_unit: the gradient of a/w is ready {times} times"
+    ):
+        config.build(built)
+    config.sync.by_unit = False
+    config.build(built)
+
+
+@pytest.mark.parametrize(
     ("state", "problem"),
     [
         (lambda params: params, "not a mapping of trees nested like the parameters"),
         (lambda params: jnp.zeros(3), "not a mapping of trees nested like the parameters"),
-        (lambda params: {"count": jax.tree.map(lambda x: 1, params)}, "integers"),
+        (lambda params: {"count": jax.tree.map(lambda x: 1, params)}, "there are int"),
     ],
 )
 def test_state_that_no_unit_has_is_refused(state, problem):
@@ -532,8 +589,7 @@ class StatefulReporting(Counting):
 
 @pytest.mark.parametrize("sync", [reporting, StatefulReporting()])
 def test_sync_reports_metrics_the_mean_over_devices(sync):
-    two = dataclasses.replace(spec(), accumulation_steps=2)
-    strategy = dataclasses.replace(recipe("ddp"), sync=sync).build(two)
+    strategy = dataclasses.replace(recipe("ddp"), sync=sync).build(spec(accumulation_steps=2))
     batch = strategy.place_batch(examples(0, BATCH))
     _, metrics = strategy.train_step(strategy.init(0), batch)
     assert rdp.metric_means(metrics)["sync/device"] == 3.5
@@ -551,6 +607,26 @@ def test_a_report_that_cannot_be_is_refused():
 
     with pytest.raises(rdp.UsageError, match=r"sync: its metric 'row' has shape \(3,\)"):
         dataclasses.replace(recipe("ddp"), sync=row).build(spec())
+
+    @takes("report")
+    def twice(grads, axes, *, report):
+        report("device", 1)
+        return reporting(grads, axes, report=report)
+
+    with pytest.raises(rdp.UsageError, match=r"metric 'device' is reported twice"):
+        dataclasses.replace(recipe("ddp"), sync=twice).build(spec())
+
+
+def test_a_vote_needs_whole_gradients_and_does_not_hide_what_is_not_finite():
+    with pytest.raises(rdp.UsageError, match="use it with ddp"):
+        dataclasses.replace(recipe("fsdp"), sync=majority_vote).build(spec())
+    config = dataclasses.replace(recipe("ddp"), sync=majority_vote, optimizer=sign_descent)
+    strategy, batch = config.build(spec()), examples(0, BATCH)
+    _, metrics = strategy.train_step(strategy.init(0), strategy.place_batch(batch))
+    assert not np.any(metrics["nonfinite"]) and 0.3 < metrics["sync/agreement"][0] / 8 < 1
+    batch["image"][-1] = np.nan  # the first ones are masked
+    _, metrics = strategy.train_step(strategy.init(0), strategy.place_batch(batch))
+    assert np.all(metrics["nonfinite"])
 
 
 @pytest.mark.parametrize("stem", ["ddp", "zero1", "hsdp"])
