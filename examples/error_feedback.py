@@ -19,13 +19,14 @@ class ErrorFeedback:
 
     Args:
         dtype: dtype on the wire.
+        by_unit: Whether gradients are sent as soon as those of a unit are ready, which takes the
+            memory of the errors once more.
     """
 
     differs_over = ("data", "fsdp")  # each device rounds its own gradients
-    by_unit = True  # as soon as those of a unit are ready
 
-    def __init__(self, dtype: str = "bfloat16"):
-        self.dtype = dtype
+    def __init__(self, dtype: str = "bfloat16", by_unit: bool = False):
+        self.dtype, self.by_unit = dtype, by_unit
 
     def init(self, params):
         """No error yet: zeros like the parameters."""

@@ -25,15 +25,16 @@ class PowerSGD:
 
     Args:
         rank: Of the product; at most the smaller side of a matrix, at which nothing is lost.
+        by_unit: Whether gradients are sent as soon as those of a unit are ready, which takes the
+            memory of the errors once more.
     """
 
     algorithm = "gradients are averaged as matrices of low rank, with error feedback"
     # Each device has errors of its own. A basis is that of a gradient, or of a shard of it.
     differs_over: ClassVar = {"error": ("data", "fsdp"), "basis": ("fsdp",)}
-    by_unit = True  # as soon as gradients of a unit are ready
 
-    def __init__(self, rank: int = 4):
-        self.rank = rank
+    def __init__(self, rank: int = 4, by_unit: bool = False):
+        self.rank, self.by_unit = rank, by_unit
 
     @takes("devices", "stored", "stacked", "key")
     def init(self, params, *, devices, stored, stacked, key):

@@ -436,7 +436,7 @@ def test_a_unit_that_is_not_used_once_is_refused_where_it_has_state(times):
         model=rdp.TrainableModel(init, loss, units={"a": "part"}),
         example={"x": jax.ShapeDtypeStruct((4,), "f4")},
     )
-    config = dataclasses.replace(recipe("ddp"), sync=PowerSGD(), overlap=True)
+    config = dataclasses.replace(recipe("ddp"), sync=PowerSGD(by_unit=True), overlap=True)
     with pytest.raises(
         rdp.UsageError, match=rf"by_unit: the gradient of a/w is ready {times} times"
     ):
