@@ -425,19 +425,6 @@ class Step:
             each = enumerate(own)
             return {name: jax.tree.map(lambda _, x, i=i: x[i], tree, states) for i, name in each}
 
-        def parts(tree: PyTree) -> tuple[PyTree, PyTree]:
-            """What is synchronised unit by unit, and what at the end."""
-            flat = flatten_dict(tree)
-            units = {k: unit_of("/".join(map(str, k)), kinds) for k in flat}
-            early = {k for k, unit in units.items() if unit and kinds[unit] in (PART, STACK)}
-            return tuple(
-                unflatten_dict({k: x for k, x in flat.items() if (k in early) is is_early})
-                for is_early in (True, False)
-            )
-
-        def joined(first: PyTree, second: PyTree) -> PyTree:
-            return unflatten_dict(flatten_dict(first) | flatten_dict(second))
-
         def sync(grads: PyTree, shardings: PyTree, states: PyTree) -> tuple[PyTree, PyTree]:
             if not own:
                 return self.sync(grads, state, (), shardings)[0], states
@@ -449,7 +436,7 @@ class Step:
             means, new = self.sync(grads, state, carried, shardings)
             return means, by_leaf(slots.of_one_device("sync", slot, new["sync"]), grads)
 
-        split = map(parts, (params, slices, by_leaf(own, params)))
+        split = (_early_and_late(x, kinds) for x in (params, slices, by_leaf(own, params)))
         (early, late), (early_slices, late_slices), (early_states, late_states) = split
         synced = Counter[str]()  # how often each gradient was
         targets = overlap.targets_of(sync, early, early_slices, early_states)
@@ -458,7 +445,7 @@ class Step:
         loss = self.loss_of(state, model_state, micro, units)
 
         def of_targets(given: PyTree, states: PyTree, late: PyTree) -> tuple[jax.Array, LossOutput]:
-            return loss(joined(overlap.with_target(early, given, states), late))
+            return loss(_joined(overlap.with_target(early, given, states), late))
 
         total, back, out = jax.vjp(of_targets, targets, early_states, late, has_aux=True)
         scale = jnp.ones_like(total)
@@ -476,9 +463,24 @@ class Step:
                         f": the gradient of {p.path} is ready {synced[p.path]} times in a step"
                     )
                     raise binding_error("data_parallel.sync", f".by_unit{problem}. Bind False.")
-            new = by_field(joined(new_states, late_new), params)
+            new = by_field(_joined(new_states, late_new), params)
             slot_state = {**slot_state, "sync": slots.of_all_devices("sync", slot, new, own)}
-        return joined(grads, late_means), out, slot_state
+        return _joined(grads, late_means), out, slot_state
+
+
+def _early_and_late(tree: PyTree, kinds: Mapping[str, str]) -> tuple[PyTree, PyTree]:
+    """What is synchronised unit by unit, and what at the end."""
+    flat = flatten_dict(tree)
+    units = {k: unit_of("/".join(map(str, k)), kinds) for k in flat}
+    early = {k for k, unit in units.items() if unit and kinds[unit] in (PART, STACK)}
+    return tuple(
+        unflatten_dict({k: x for k, x in flat.items() if (k in early) is is_early})
+        for is_early in (True, False)
+    )
+
+
+def _joined(first: PyTree, second: PyTree) -> PyTree:
+    return unflatten_dict(flatten_dict(first) | flatten_dict(second))
 
 
 def _scale_of(count: jax.Array, rows: int) -> jax.Array:

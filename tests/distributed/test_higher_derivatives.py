@@ -369,20 +369,22 @@ def test_gradients_that_are_synchronised_as_units_finish(sync):
     rule = rdp.ShardDecision(1) if sliced else rdp.ShardDecision(None)
     layout = infer_sharding(MODEL, lambda path, shape, size: rule, devices)
 
-    def synced(grads, shardings):
-        return sync(grads, (AXIS,), **({"shardings": shardings} if sliced else {}))
+    def synced(grads, shardings, states):
+        return sync(grads, (AXIS,), **({"shardings": shardings} if sliced else {})), states
 
     units = Units(overlap.synchronised(synced), layout)
 
     def on_device(params, tokens):
+        none = jax.tree.map(lambda _: (), params)
+
         def gradient(targets):
             def loss(targets):
-                given = overlap.with_target(params, targets)
+                given = overlap.with_target(params, targets, none)
                 return run_units(units, given, tokens[0], "full")
 
             return jax.grad(loss)(targets)
 
-        targets = overlap.targets_of(synced, params, layout)
+        targets = overlap.targets_of(synced, params, layout, none)
         vector = jax.tree.map(lambda p: jnp.sin(3 * p + 1), buckets.shard_tree(params, layout))
         product = jax.grad(lambda t: dot(gradient(t), vector))(targets)
         return buckets.gather_tree(product, layout)
