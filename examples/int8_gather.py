@@ -5,13 +5,13 @@ As in ZeRO++ (Wang et al., 2023, arXiv 2306.10209). Gradients are scattered as u
 
 import math
 
-import flax.linen as nn
 import gin
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from research_dp import PLAIN, gather_array_with_mean_grads
+from research_dp.distributed.boxed import is_box
 from research_dp.distributed.buckets import flatten_padded, unflatten
 from research_dp.distributed.collectives import takes
 from research_dp.distributed.differentiable_gather import GATHERED
@@ -25,7 +25,7 @@ def int8_gather(params, axis_name, *, reduction=PLAIN):
     """Boxed shards -> parameters that were rounded to int8; their gradients are shards of means."""
 
     def one(box):
-        if not isinstance(box, nn.Partitioned):
+        if not is_box(box):
             return box  # replicated
         dim = box.names.index(axis_name)
 
@@ -46,7 +46,7 @@ def int8_gather(params, axis_name, *, reduction=PLAIN):
         gathered.defvjp(lambda shard: (gathered(shard), shard), backward)
         return gathered(box.value)
 
-    return jax.tree.map(one, params, is_leaf=lambda x: isinstance(x, nn.Partitioned))
+    return jax.tree.map(one, params, is_leaf=is_box)
 
 
 int8_gather.algorithm = "parameters are gathered in int8"

@@ -7,13 +7,12 @@ count matrices: layers of a stack, places of a convolution. What has one dim is 
 import math
 from typing import ClassVar
 
-import flax.linen as nn
 import gin
 import jax
 import jax.numpy as jnp
 
 from research_dp import PLAIN, UsageError, sync_gradients
-from research_dp.distributed.boxed import unboxed
+from research_dp.distributed.boxed import is_box, unboxed, with_value
 from research_dp.distributed.buckets import shard_tree
 from research_dp.distributed.collectives import takes
 from research_dp.distributed.sharding import fitted, is_sharded
@@ -55,15 +54,12 @@ class PowerSGD:
     @takes("reduction", "shardings", "stored")
     def apply(self, grads, axis_names, *, state, shardings, stored, reduction=PLAIN):
         """(mean gradients, of low rank; new errors and bases)."""
-        boxes, tree = jax.tree.flatten(grads, is_leaf=lambda x: isinstance(x, nn.Partitioned))
+        boxes, tree = jax.tree.flatten(grads, is_leaf=is_box)
         errors, bases = (tree.flatten_up_to(state[name]) for name in ("error", "basis"))
 
         def mean(values):
             """Means by number of the gradient, over axes that its box does not name."""
-            boxed = {
-                i: boxes[i].replace(value=x) if isinstance(boxes[i], nn.Partitioned) else x
-                for i, x in values.items()
-            }
+            boxed = {i: with_value(boxes[i], x) for i, x in values.items()}
             return unboxed(sync_gradients(boxed, axis_names, reduction=reduction))
 
         grads = dict(enumerate(unboxed(boxes)))

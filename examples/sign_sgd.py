@@ -5,13 +5,13 @@ Bernstein et al., 2018, arXiv 1810.05291. The strategy has an optimizer of its o
 
 import math
 
-import flax.linen as nn
 import gin
 import jax
 import jax.numpy as jnp
 import optax
 
 from research_dp import PLAIN, UsageError
+from research_dp.distributed.boxed import is_box
 from research_dp.distributed.collectives import takes
 
 
@@ -22,7 +22,7 @@ def majority_vote(grads, axis_names, *, devices, report, reduction=PLAIN):
 
     It reports the part of its own signs in which a device agrees with most, averaged over arrays.
     """
-    if any(_is_box(x) for x in jax.tree.leaves(grads, is_leaf=_is_box)):
+    if any(map(is_box, jax.tree.leaves(grads, is_leaf=is_box))):
         raise UsageError("majority_vote sums signs of unsharded gradients: use it with ddp.")
     dtype = jnp.int8 if _voters(devices) < 128 else jnp.int32
     signs = jax.tree.map(lambda x: jnp.sign(x).astype(dtype), grads)
@@ -33,10 +33,6 @@ def majority_vote(grads, axis_names, *, devices, report, reduction=PLAIN):
     wrong = sum(jnp.sum(~jnp.isfinite(x)) for x in jax.tree.leaves(grads))
     nobody = reduction.all_reduce(wrong.astype(jnp.float32), axis_names) == 0
     return jax.tree.map(lambda x, g: jnp.where(nobody, x, jnp.nan).astype(g.dtype), most, grads)
-
-
-def _is_box(x):
-    return isinstance(x, nn.Partitioned)
 
 
 def _voters(devices):
